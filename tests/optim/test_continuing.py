@@ -28,6 +28,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "spam": {"spam": {"interval": 7, "threshold": 30.0, "warmup": 3}},
     "stable_spam": {"stable_spam": {"interval": 7, "max_decay": 0.8}},
     "spam-sparse": {"spam": {"interval": 7, "threshold": 30.0, "warmup": 3, "density": 0.4}},
+    "muon": {"momentum": 0.95, "qk_clip": 0.06},
     "adafactor": {},
     "adafactor-momentum": {"adafactor": {"momentum": 0.9}},
 }
@@ -41,7 +42,8 @@ def test_twenty_updates_are_ten_and_ten(name: str, corpus: Path, tmp_path: Path)
 
     def at(run: str, steps: int, **parts: Any) -> RunConfig:
         batch = {"steps": steps, "global_batch": 8, "micro_batch": 2, "eval_samples": 0}
-        return tiny(corpus, tmp_path / run, train=batch, optimizer=optimizer, **parts)
+        model = dict(tiny(corpus, tmp_path).model) | ({"qk_norm": False} if name == "muon" else {})
+        return tiny(corpus, tmp_path / run, train=batch, optimizer=optimizer, model=model, **parts)
 
     run_ranks(2, train, at("straight", END), at("stopped", STOP))
     run_ranks(2, train, at("stopped", END))

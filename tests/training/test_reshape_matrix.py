@@ -31,6 +31,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
     "dp2-zero2": (2, {"zero": 2}),
     "dp2-zero3": (2, {"zero": 3}),
     "tp2-dp2": (4, {"tensor": 2}),
+    "context2": (2, {"context": 2}),
 }
 NAMES = list(LAYOUTS)
 EVERY = os.environ.get("MEGASTABLE_RESHAPES") == "all"
