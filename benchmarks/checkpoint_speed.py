@@ -122,7 +122,7 @@ class Bench:
         folder = self.folder / name
         folder.mkdir()
         how = self.config.checkpoint.model_copy(update={"asynchronous": asynchronous})
-        return Saver(folder, self.engine, how, self.config.model, lambda: recipe)
+        return Saver(folder, self.engine, how, self.config.model, lambda: recipe, "0" * 16)
 
     def _batch(self) -> MicroBatch:
         c = self.config

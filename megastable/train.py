@@ -87,8 +87,7 @@ class Trainer:
             self.log.emit(Training(
                 step=self.state.step, cursor=self.state.cursor, world=start.layout.world,
                 seconds=round(activity.age(), 3), software=software(self.engine.device),
-                peak_tflops=float(f"{peak:.4g}"), peak_source=source,
-                **({} if start.memory is None else {"lineage": start.lineage}),
+                peak_tflops=float(f"{peak:.4g}"), peak_source=source, lineage=start.lineage,
             ))  # fmt: skip
             self.checkpoints.begin(self.state, saved=start.restored is None)
             parts = RunParts(c, self.engine, loader, self.run, order.skipping, self.log, heart.phase)

@@ -1,16 +1,15 @@
-"""Chooses the newest snapshot of which the memories of all hosts together hold every part. Pure."""
+"""Chooses the newest snapshot, or staged checkpoint, of which all hosts together hold every part. Pure."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, model_validator
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, model_validator
 
 from megastable.checkpoint.files import FileRecord
-from megastable.checkpoint.parts import Seal
 from megastable.checkpoint.pieces import part_name
 from megastable.checkpoint.store import RECIPE, SHARED, STATE
 
@@ -20,8 +19,8 @@ KEY = re.compile(r"step-(\d+)-(\d+)-([0-9a-f]{16})")
 
 
 class PointKey(BaseModel):
-    """Names a point: taken after `step`, by the processes `lineage` (a number drawn at their start), after they had
-    rewound `epoch` times."""
+    """Names a point, a state of which every rank holds a part: of after `step`, taken by the processes `lineage` (a
+    number drawn at their start), after they had rewound `epoch` times (always 0 for a staged checkpoint)."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -43,10 +42,16 @@ class PointKey(BaseModel):
         return cls(step=int(found[1]), epoch=int(found[2]), lineage=found[3])
 
 
-class HeldPart(Seal):
-    """Of a point: the files are those that a checkpoint would have."""
+class HeldPart(BaseModel):
+    """One rank's part of a point, complete: its files, those that a checkpoint would have; world: number of ranks."""
 
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    format: Literal[1] = 1
     key: PointKey
+    rank: NonNegativeInt
+    world: PositiveInt
+    files: dict[str, FileRecord]
 
     @model_validator(mode="after")
     def _has_its_own_files(self) -> Self:

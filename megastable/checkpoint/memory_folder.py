@@ -20,9 +20,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
+import xxhash
+
 from megastable.base import durable
 from megastable.checkpoint.held_points import HeldPart, PointKey, every_name
-from megastable.checkpoint.parts import folder_of_run, read_seals
 from megastable.run.directory import RunDirectory
 
 OWNER, LOCK = "owner.json", "lock"
@@ -37,38 +38,25 @@ def memory_of(folder: Path) -> str:
     return f"{socket.gethostname()} {boot} {found.st_dev} {found.st_ino}"
 
 
-class MemoryFolder:
-    """That of one run on this host. Nothing is created before `open`. All ranks of the host share it."""
+class PartFolder:
+    """Where a run keeps parts of its points on a `disk` of this host that several runs use. All ranks of the host share
+    it. Nothing is created here."""
 
-    def __init__(self, folder: Path, run: Path) -> None:
+    def __init__(self, disk: Path, run: Path) -> None:
         run = run.resolve()
-        self.user = folder / f"megastable-{os.geteuid()}"
-        self.root = folder_of_run(self.user, run)
-        self._run = run
-        self._lock: IO[str] | None = None
-
-    def open(self) -> None:
-        """Create and lock it. Raises OSError, also if it belongs to somebody else."""
-        self.user.mkdir(mode=0o700, exist_ok=True)
-        found = self.user.lstat()
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
-            raise OSError(f"{self.user} is not a folder of this user alone")
-        until = time.monotonic() + 5.0
-        while self._lock is None:
-            self.root.mkdir(mode=0o700, exist_ok=True)
-            with suppress(FileNotFoundError):  # it was just removed by another run
-                self._lock = _locked(self.root / LOCK, fcntl.LOCK_SH)
-            if time.monotonic() > until:
-                raise OSError(f"{self.root / LOCK} cannot be locked")
-        durable.write_file(self.root / OWNER, json.dumps({"run": str(self._run)}).encode())
+        self.root = disk / f"{run.name}-{xxhash.xxh3_64_hexdigest(str(run).encode())}"
 
     def held(self) -> list[HeldPart]:
-        """The parts in this memory; those with missing or short files are left out."""
-        found = [
-            part
-            for path, part in read_seals(self.root, "step-*/held-*.json", HeldPart)
-            if path.parent.name == part.key.name and path.name == _seal(part.rank)
-        ]
+        """The parts here; those with missing or short files are left out."""
+        found = []
+        for path in self.root.glob("step-*/held-*.json"):
+            try:
+                part = HeldPart.model_validate_json(path.read_bytes())
+                whole = all((path.parent / name).stat().st_size == r.size for name, r in part.files.items())
+            except (OSError, ValueError):
+                continue
+            if whole and path.parent.name == part.key.name and path.name == _seal(part.rank):
+                found.append(part)
         return sorted(found, key=lambda part: (part.key.step, part.key.epoch, part.key.lineage, part.rank))
 
     def point(self, key: PointKey) -> Path:
@@ -106,6 +94,31 @@ class MemoryFolder:
         with suppress(OSError):
             return [key for name in os.listdir(self.root) if (key := PointKey.of(name)) is not None]
         return []
+
+
+class MemoryFolder(PartFolder):
+    """That of one run in this host's memory. Nothing is created before `open`."""
+
+    def __init__(self, folder: Path, run: Path) -> None:
+        self.user = folder / f"megastable-{os.geteuid()}"
+        super().__init__(self.user, run)
+        self._run = run.resolve()
+        self._lock: IO[str] | None = None
+
+    def open(self) -> None:
+        """Create and lock it. Raises OSError, also if it belongs to somebody else."""
+        self.user.mkdir(mode=0o700, exist_ok=True)
+        found = self.user.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+            raise OSError(f"{self.user} is not a folder of this user alone")
+        until = time.monotonic() + 5.0
+        while self._lock is None:
+            self.root.mkdir(mode=0o700, exist_ok=True)
+            with suppress(FileNotFoundError):  # it was just removed by another run
+                self._lock = _locked(self.root / LOCK, fcntl.LOCK_SH)
+            if time.monotonic() > until:
+                raise OSError(f"{self.root / LOCK} cannot be locked")
+        durable.write_file(self.root / OWNER, json.dumps({"run": str(self._run)}).encode())
 
     def size(self) -> int:
         """Bytes of all its files."""

@@ -7,11 +7,9 @@ import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any
 
 import torch
-import xxhash
-from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt
 from torch import Tensor
 
 from megastable.base import durable
@@ -34,20 +32,6 @@ from megastable.parallel.topology import Topology
 log = logging.getLogger(__name__)
 
 Files = dict[str, FileRecord]
-
-
-class Seal(BaseModel):
-    """Marks one rank's part as complete: its files, and the number of ranks."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    format: Literal[1] = 1
-    rank: NonNegativeInt
-    world: PositiveInt
-    files: dict[str, FileRecord]
-
-
-S = TypeVar("S", bound=Seal)
 
 
 def write_rank(
@@ -133,25 +117,6 @@ def write_shared(folder: Path, tensors: Mapping[str, Tensor]) -> tuple[Files, bo
         for name, tensor in sorted(tensors.items()):
             file.write(name, tensor)
     return {store.SHARED: file.record}, all(bool(tensor.isfinite().all()) for tensor in tensors.values())
-
-
-def folder_of_run(disk: Path, run: Path) -> Path:
-    """Where a run keeps parts of its checkpoints on another disk, which several runs use. Nothing is created."""
-    root = run.resolve()
-    return disk / f"{root.name}-{xxhash.xxh3_64_hexdigest(str(root).encode())}"
-
-
-def read_seals(root: Path, pattern: str, seal: type[S]) -> list[tuple[Path, S]]:
-    """The sealed parts below `root`, each with the path of its seal; those with missing or short files are left out."""
-    found = list[tuple[Path, S]]()
-    for path in root.glob(pattern):
-        try:
-            part = seal.model_validate_json(path.read_bytes())
-            if all((path.parent / name).stat().st_size == r.size for name, r in part.files.items()):
-                found.append((path, part))
-        except (OSError, ValueError):
-            continue
-    return found
 
 
 def write_head(folder: Path, state: RunState, recipe: bytes) -> Files:

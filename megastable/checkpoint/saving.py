@@ -30,8 +30,10 @@ from megastable.base.collectives import first, gathered
 from megastable.base.rng import rng_state
 from megastable.checkpoint import retention, store
 from megastable.checkpoint.files import hash_file
+from megastable.checkpoint.held_points import HeldPart, PointKey
+from megastable.checkpoint.memory_folder import PartFolder
 from megastable.checkpoint.parts import Files, adam_step_of, put_in_place, write_head, write_rank
-from megastable.checkpoint.staging import Sealed, Staging, upload
+from megastable.checkpoint.staging import upload
 from megastable.checkpoint.store import SAVING, RunState
 from megastable.config.checkpoint import CheckpointConfig
 from megastable.config.model import ModelConfig
@@ -109,20 +111,21 @@ class Saver:
         config: CheckpointConfig,
         model: ModelConfig,
         recipe: Callable[[], bytes],
+        lineage: str,
     ) -> None:
         """folder: of the checkpoints; recipe: the run's frozen one, copied into every checkpoint; rank 0 calls
-        it in its thread."""
+        it in its thread. lineage: of these processes."""
         self.folder, self.config, self.recipe = folder, config, recipe
         self._engine, self._model = engine, model
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
-        self._staging = Staging(config.staging, folder.parent) if config.staging is not None else None
+        self._lineage = lineage
+        self._staging = PartFolder(config.staging, folder.parent) if config.staging is not None else None
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._host = HostCopy(engine.hold_updates, self._thread)
         self._job: _Save | None = None
         self._spare: dict[str, Tensor] = {}
         self._fetching: Future[dict[str, Tensor]] | None = None
         self.asynchronous: bool | None = None if config.asynchronous else False
-        self.began = 0.0  # when these processes started training, unix seconds of rank 0
         self._note = ""
 
     # Public interface
@@ -245,14 +248,15 @@ class Saver:
             if self._rank == 0:
                 self._check_space()
             job.temporary.mkdir(exist_ok=True)
-            where = job.temporary if self._staging is None else self._stage(self._staging, job.state.step)
+            where = job.temporary if self._staging is None else self._stage(self._staging, self._key(job))
             job.copied.wait()
             files, finite = write_rank(where, self._engine.topology, flat, job.copied.tensors, job.random)
             for name, record in files.items():
                 if hash_file(where / name, from_disk=True) != record:
                     raise OSError(f"{where / name} reads back differently from what was written")
             if self._staging is not None:
-                self._seal(self._staging, job, files, finite)
+                if finite:
+                    self._seal(self._staging, job, files)
                 upload(where, files, job.temporary)
             return _RankPart(files, finite)
         except OSError as error:
@@ -261,24 +265,21 @@ class Saver:
             log.exception("a checkpoint could not be written")
             return _RankPart(problem=f"{type(error).__name__}: {error}".splitlines()[0])
 
-    def _stage(self, staging: Staging, step: int) -> Path:
-        """The folder on the local disk, without this rank's earlier leftovers there."""
-        for other in staging.staged():
-            if other.part.rank == self._rank:
-                staging.drop(other.part.step, self._rank)
-        folder = staging.folder(step)
-        folder.mkdir(parents=True, exist_ok=True)
-        return folder
+    def _key(self, job: _Save) -> PointKey:
+        return PointKey(step=job.state.step, epoch=0, lineage=self._lineage)
 
-    def _seal(self, staging: Staging, job: _Save, files: Files, finite: bool) -> None:
+    def _stage(self, staging: PartFolder, key: PointKey) -> Path:
+        """The folder on the local disk, without this rank's earlier leftovers there."""
+        staging.drop_part(self._rank, lambda _: False)
+        staging.root.mkdir(parents=True, exist_ok=True)
+        return staging.begin(key)
+
+    def _seal(self, staging: PartFolder, job: _Save, files: Files) -> None:
         """Seal the part: from now on it survives its process."""
+        key = self._key(job)
         if self._rank == 0:  # files that a commit also needs
-            files = files | write_head(staging.folder(job.state.step), job.state, self.recipe())
-        staging.seal(
-            Sealed(
-                step=job.state.step, rank=self._rank, world=self._world, began=self.began, finite=finite, files=files
-            )
-        )  # fmt: skip
+            files = files | write_head(staging.point(key), job.state, self.recipe())
+        staging.seal(HeldPart(key=key, rank=self._rank, world=self._world, files=files))
 
     def _check_space(self) -> None:
         newest = store.newest_first(self.folder)
@@ -322,7 +323,8 @@ class Saver:
     def _close(self, job: _Save) -> None:
         self._job = None
         if self._staging is not None:
-            self._thread.submit(self._staging.drop, job.state.step, self._rank)
+            key = self._key(job)
+            self._thread.submit(self._staging.drop_part, self._rank, lambda other: other != key)
 
     def _outcome(
         self, job: _Save, path: Path | None, problem: str = "", finite: bool = True, size: int = 0

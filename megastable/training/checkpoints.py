@@ -19,8 +19,9 @@ from megastable.base.errors import CheckpointError, MegastableError, SpaceError,
 from megastable.checkpoint import markers, store
 from megastable.checkpoint.health import CalmSteps
 from megastable.checkpoint.lineage import interrupted
+from megastable.checkpoint.memory_folder import PartFolder
 from megastable.checkpoint.saving import SaveOutcome, Saver
-from megastable.checkpoint.staging import Staging, recover
+from megastable.checkpoint.staging import recover
 from megastable.checkpoint.store import LayoutState, RunState
 from megastable.checkpoint.vitals import Vitals, doubt, judge, loss_change, ratio, size_change, unclear
 from megastable.checkpoint.whole import load_into, run_of
@@ -50,7 +51,7 @@ from megastable.run.log import RunLog
 
 class Checkpoints:
     """The checkpoints of one run, on this rank. phase: the trainer's heartbeat. recipe: the frozen one. vitals:
-    measures those of the engine's state, after a step.
+    measures those of the engine's state, after a step. lineage: of these processes.
 
     last: the step of the newest one that counts, -1 if none. rejected: damaged ones passed over at the start, with the
     reason; passed: good ones that have read samples deferred since. ill: the step of a state that could not be saved
@@ -66,10 +67,11 @@ class Checkpoints:
         phase: Callable[[str], None],
         recipe: Callable[[], bytes],
         vitals: Callable[[int], Vitals],
+        lineage: str,
     ) -> None:
         self.config, self.engine, self.run, self.folder = config.checkpoint, engine, run, run.checkpoints
         self.log, self.phase, self.vitals = log, phase, vitals
-        self.saver = Saver(self.folder, engine, self.config, config.model, recipe)
+        self.saver = Saver(self.folder, engine, self.config, config.model, recipe, lineage)
         self.trend = CalmSteps(self.config.healthy_after)
         self._model = config.model
         self.last = -1
@@ -107,7 +109,7 @@ class Checkpoints:
         """Finish what the last process left undone: saves, and rewinds."""
         first(self._clean)
         if self.config.staging is not None:
-            self._recover(Staging(self.config.staging, self.run.root))
+            self._recover(PartFolder(self.config.staging, self.run.root))
         before, rolled_back = first(self.run.handed_over), first(self.run.rolled_back)
         if rolled_back is not None:
             first(lambda: self._go_behind(*rolled_back))
@@ -273,7 +275,7 @@ class Checkpoints:
         self.last = max(self.last, step) if saved else first(lambda: max(self._steps(), default=-1))
         # Without this, a run that is often resumed from memory would never be due by time.
         unsaved = 0.0 if saved else first(lambda: self._count_unsaved(state))
-        self.saver.began, self._last_begun = first(time.time), time.monotonic() - unsaved
+        self._last_begun = time.monotonic() - unsaved
         self.trend.resumed(step, first(self._unproven))
 
     def _count_unsaved(self, state: RunState) -> float:
@@ -299,9 +301,8 @@ class Checkpoints:
         except OSError as error:
             raise SpaceError(f"{self.folder} cannot be written to: {error}") from None
 
-    def _recover(self, staging: Staging) -> None:
-        since = first(self._counts_since)
-        if (found := recover(staging, self.folder, self._model, since - 0.001)) is None:  # it was rounded
+    def _recover(self, staging: PartFolder) -> None:
+        if (found := recover(staging, self.folder, self._model, first(self._lineages))) is None:
             return
         step, problem = found
         what = problem or f"brought over from the local disks to {self.folder}"
@@ -310,11 +311,12 @@ class Checkpoints:
             say=f"the checkpoint of step {step}, which was not uploaded yet: {what}",
         )
 
-    def _counts_since(self) -> float:
-        """When the checkpoints began that count: with the run, or when a person rolled it back."""
-        told = list(self.run.events(Training, RolledBack))
-        began = next((e["time"] for e in told if isinstance(e, Training)), math.inf)
-        return max([began, *(e["time"] for e in told if isinstance(e, RolledBack))])
+    def _lineages(self) -> list[str]:
+        """Of the processes whose checkpoints count: those of this run that a person has not rolled back."""
+        found = list[str]()
+        for event in self.run.events(Training, RolledBack):
+            found = [] if isinstance(event, RolledBack) else [*found, event.lineage or ""]
+        return found
 
     def _only_before(self, before: int) -> None:
         """Keep only those before a step, if there are any; of them only up to the newest healthy one."""

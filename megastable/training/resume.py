@@ -78,10 +78,10 @@ class Start:
         torch.manual_seed(config.run.seed + rank)
         self.engine = Engine(config, self.ds_config, self.topology)
         self.probes = ProbeSamples(self.engine, self._probe_loader, config.checkpoint.vitals.probes, self.log)
-        self.checkpoints = Checkpoints(
-            config, self.engine, run, self.log, heart.phase, self.frozen, self._vitals
-        )
         self.lineage = first(lambda: secrets.token_hex(8))
+        self.checkpoints = Checkpoints(
+            config, self.engine, run, self.log, heart.phase, self.frozen, self._vitals, self.lineage
+        )
         self.memory, problem = open_memory(
             config.stability.snapshots.copies, run.root, supervised=heart.attempt is not None
         )

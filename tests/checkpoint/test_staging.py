@@ -5,17 +5,15 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-from functools import partial
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from megastable.base import errors
 from megastable.checkpoint import store
 from megastable.checkpoint.files import write_file
-from megastable.checkpoint.staging import Sealed, Staging, newest_complete, upload
+from megastable.checkpoint.memory_folder import PartFolder
+from megastable.checkpoint.staging import upload
 from megastable.config.tree import RunConfig
 from megastable.run.directory import RunDirectory
 from megastable.run.events.training_events import CheckpointFailed, CheckpointRecovered, Resumed
@@ -44,8 +42,8 @@ def test_a_run_killed_in_an_upload_goes_on_from_the_local_disk(corpus: Path, tmp
     with pytest.raises(AssertionError):
         run_ranks(1, train, config, kill_in_the_upload)
     assert not store.newest_first(run / "checkpoints")
-    (staged,) = Staging(tmp_path / "disk", run).staged()
-    assert staged.part.step == 15
+    (staged,) = PartFolder(tmp_path / "disk", run).held()
+    assert staged.key.step == 15
     assert run_ranks(1, train, config) == [(0, "")]
     events = list(RunDirectory(run).events(CheckpointRecovered, Resumed))
     assert [(e["event"], e["step"]) for e in events] == [("checkpoint_recovered", 15), ("resumed", 15)]
@@ -88,62 +86,13 @@ def test_what_changed_on_the_local_disk_is_not_brought_over(tmp_path: Path) -> N
         upload(here, {"a": record}, there)
 
 
-def test_a_part_without_all_of_its_files_is_none(tmp_path: Path) -> None:
-    staging = Staging(tmp_path / "disk", tmp_path / "run")
-    staging.folder(5).mkdir(parents=True)
-    record = write_file(staging.folder(5) / "rank-00000.json", b"{}")
-    seal = partial(Sealed, step=5, world=2, began=0.0, finite=True)
-    staging.seal(seal(rank=0, files={"rank-00000.json": record}))
-    staging.seal(seal(rank=1, files={"rank-00001.json": record}))
-    assert [s.part.rank for s in staging.staged()] == [0]
-    assert not Staging(tmp_path / "disk", tmp_path / "another").staged()
-    staging.drop(5, 1)
-    staging.drop(5, 0)
-    assert not staging.folder(5).exists()
-
-
-Part = tuple[int, float, int, int, bool]
-PARTS = st.lists(
-    st.lists(
-        st.tuples(
-            st.integers(0, 3),
-            st.sampled_from([1.0, 2.0]),
-            st.integers(0, 2),
-            st.integers(1, 3),
-            st.booleans(),
-        ),
-        max_size=8,
-    ),
-    max_size=3,
-)
-
-
-@given(PARTS, st.integers(-1, 2))
-def test_only_a_complete_and_finite_save_is_taken(seen: list[list[Part]], newer_than: int) -> None:
-    save = newest_complete(seen, newer_than)
-
-    def complete(at: int, began: float) -> bool:
-        held = [part[2:] for found in seen for part in found if part[:2] == (at, began)]
-        return (
-            bool(held)
-            and len({world for _, world, _ in held}) == 1
-            and sorted({rank for rank, _, _ in held}) == list(range(held[0][1]))
-            and all(finite for *_, finite in held)
-        )
-
-    saves = [
-        (at, began) for at in range(4) for began in (1.0, 2.0) if at > newer_than and complete(at, began)
-    ]
-    assert save == max(saves, default=None)
-
-
 @pytest.mark.slow
 def test_a_new_run_in_the_directory_of_an_old_one_takes_nothing_of_it(corpus: Path, tmp_path: Path) -> None:
     run, disk = tmp_path / "run", tmp_path / "disk"
     config = tiny(corpus, run, train=batch(), checkpoint={"interval": 15, "staging": disk})
     with pytest.raises(AssertionError):
         run_ranks(1, train, config, kill_in_the_upload)
-    assert Staging(disk, run).staged()
+    assert PartFolder(disk, run).held()
     shutil.rmtree(run)
     assert run_ranks(1, train, config) == [(0, "")]
     assert not list(RunDirectory(run).events(CheckpointRecovered, Resumed))

@@ -180,7 +180,7 @@ def resave(config: RunConfig, folder: Path) -> None:
 
     start = start_of(config)
     folder.mkdir(exist_ok=True, parents=True)
-    saver = Saver(folder, start.engine, config.checkpoint, config.model, start.frozen)
+    saver = Saver(folder, start.engine, config.checkpoint, config.model, start.frozen, start.lineage)
     saver.begin(start.state)
     saved = saver.finish()
     assert saved is not None and saved.path is not None, saved

@@ -11,7 +11,7 @@ NEXT_UPDATE = "next_update"
 
 class Training(Event):
     """Training begins, after `step`. cursor: the next data position; world: ranks; seconds: since this process was
-    started. lineage: of its copies in the hosts' memories, if there are any. software: what rank 0 computes with
+    started. lineage: of its copies on other disks and in memories. software: what rank 0 computes with
     (base/software.py). peak_tflops: of a device, which MFU is a share of; peak_source: a data sheet, a measurement, the
     recipe."""
 
