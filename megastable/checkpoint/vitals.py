@@ -19,8 +19,8 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict
 
-from megastable.base.tensor_size import Size
 from megastable.config.checkpoint import VitalsConfig
+from megastable.engine.flatstate import Size
 
 Floats = npt.NDArray[np.float64]
 

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from megastable.base.collectives import gathered
-from megastable.base.tensor_size import Size
 from megastable.optim.pieces import MOMENTS, PieceOptimizer, UpdateSize, WholeParameter
 from megastable.parallel.fragments import Fragment
 
@@ -28,6 +28,15 @@ KINDS = ("weight", *MOMENTS)
 SHARED = "shared/"  # prefix of the shared state (optim/pieces.py) among the tensors of a snapshot
 CHUNK = 1 << 22  # elements processed at a time: 16 MiB; a whole embedding would take gigabytes
 CACHED = 1 << 18  # elements at a time on a CPU, whose fp32 sums of this many squares are exact to 1e-6
+
+
+class Size(BaseModel):
+    """L2 norm and largest magnitude of a tensor."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
+
+    norm: float
+    largest: float
 
 
 @dataclass(frozen=True)
