@@ -86,15 +86,6 @@ def test_a_torn_line_that_is_set_aside_costs_nothing(
         assert follower.starts == 1
 
 
-def test_an_object_without_its_newline_is_whole(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    append(path, lines([event(1), event(2)])[:-1])
-    follower = Follower(path)
-    assert follower.new() == [event(1), event(2)]
-    append(path, b"\n" + lines([event(3)]))
-    assert follower.new() == [event(3)]
-
-
 @pytest.mark.parametrize("longer", [False, True])
 def test_another_file_is_read_from_its_beginning(longer: bool, tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
