@@ -153,8 +153,6 @@ def test_a_rank_that_begins_late_leaves_the_folder_of_another(corpus: Path, tmp_
 
 
 LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {  # ranks, hosts
-    "zero1-dp2": (2, 2, {}),
-    "zero2-dp4": (4, 2, {"parallel": {"zero": 2}}),
     "zero3-dp3": (3, 3, {"parallel": {"zero": 3}}),
     "tp2-dp2": (4, 2, {"parallel": {"tensor": 2}}),
     "pp2-tied": (4, 3, {"parallel": {"pipeline": 2}, "model": {"tied": True}}),
@@ -219,29 +217,15 @@ def journal(run: Path, **event: Any) -> None:
         file.write(json.dumps({"time": time.time(), **event}) + "\n")
 
 
-def lose_the_journal(run: Path) -> None:
-    lines = (run / "journal.jsonl").read_text().splitlines()
-    (run / "journal.jsonl").write_text("".join(f"{line}\n" for line in lines if '"training"' not in line))
-
-
 def convict(run: Path) -> None:
     from megastable.checkpoint import markers
 
     markers.convict(run / "checkpoints/step-10", "bad")
 
 
+# Everything else that makes a point outdated: tests/checkpoint/test_lineage.py.
 OUTDATED: dict[str, tuple[Callable[[Path], object], str, int]] = {
     "rewound": (lambda run: journal(run, event="memory_dropped", step=10, epoch=1), "was rewound", 10),
-    "in mid-incident": (
-        lambda run: journal(run, event="incident", what="opened", onset=11, policy={}), "an incident was open", 10
-    ),
-    "another lineage": (
-        lambda run: journal(run, event="training", step=10, cursor=80, world=2), "gone on from step 10", 10
-    ),
-    "another run": (lose_the_journal, "earlier run in this directory", 10),
-    "handover": (
-        lambda run: journal(run, event="handover", step=14, before=11, policy={}), "was handed over", 10
-    ),
     "convicted": (convict, "was convicted", 5),
     "tried often": (
         lambda run: [
