@@ -71,7 +71,7 @@ def judge(
 ) -> VitalsVerdict:
     """Whether the loaded state is the saved one.
 
-    kept: its checkpoint's vitals, None for an older version; now: the same, measured on the state. bf16_moments:
+    kept: its checkpoint's vitals, None if it has none; now: the same, measured on the state. bf16_moments:
     these are kept in bf16 here. most: as in `contradiction`.
     """
     problem = contradiction(now.sizes, most)

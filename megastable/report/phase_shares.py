@@ -66,9 +66,7 @@ def read_phases(folder: Path, last: int | None = None) -> PhaseSummary:
         table = table.slice(max(0, len(table) - last))
     known = table.filter(table.column(COLUMNS[OTHER]).is_valid())
     if not len(known):
-        raise DataError(
-            f"{folder}: {plural(len(table), 'step')}, none with phases: an older version recorded them"
-        )
+        raise DataError(f"{folder}: {plural(len(table), 'step')}, none with phases")
     seconds = _numbers(known, "seconds")
     columns = {phase: _numbers(known, column) for phase, column in COLUMNS.items()}
     total = float(seconds.sum()) or 1.0

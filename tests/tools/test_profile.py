@@ -78,7 +78,7 @@ def test_a_run_without_phases(run: Path, tmp_path: Path) -> None:
         path.unlink()
     told = call(app, run, cwd=tmp_path).stdout
     assert "No trace: start or resume it with logging.profile" in told and "host b" not in told
-    for path in (run / "steps").iterdir():  # as an older version recorded them
+    for path in (run / "steps").iterdir():
         table = pq.read_table(path)
         pq.write_table(table.drop_columns([c for c in COLUMNS.values() if c != "data_seconds"]), path)
     done = call(app, run, cwd=tmp_path)

@@ -303,7 +303,7 @@ class Gatherer:
             rows += [{**e, "applied": False} for e in refused if (step, e.get("first_position")) not in known]
         found: list[StepRow] = []
         for row in rows:
-            with suppress(ValidationError):  # an event of another version
+            with suppress(ValidationError):  # a malformed event
                 found.append(StepRow.model_validate(row))
         return sorted(found, key=lambda row: row.time)
 
