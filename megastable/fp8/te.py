@@ -22,9 +22,9 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from importlib.util import find_spec
 from typing import Any
 
@@ -33,16 +33,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from megastable.base import products
 from megastable.base.installation import install_command
 from megastable.config.training import Fp8Config
 from megastable.config.tree import RunConfig
 from megastable.fp8.amax_history import SLOTS, Meters
 from megastable.fp8.controller import Fp8, Metered, Record, tell
-from megastable.fp8.emulated import INPUT, WEIGHT, formats, metered, quantizers
+from megastable.fp8.emulated import GRADIENT, INPUT, WEIGHT, Quantizer, formats, metered, quantizers
 from megastable.fp8.fitting import misfit
 from megastable.fp8.formats import E5M2
-from megastable.fp8.scale_factors import Quantized, scale_of
-from megastable.fp8.stats import Watched, watch
+from megastable.fp8.scale_factors import AT_ONCE, BLOCK, Quantized, magnitude, scale_of
 from megastable.model.gpt import Block
 from megastable.model.mlp import MLP, swiglu
 from megastable.model.norm import RMSNorm
@@ -50,6 +50,68 @@ from megastable.model.sizes import fp8_linears
 from megastable.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megastable.parallel.sharding import shape_of
 from megastable.parallel.topology import TensorParallel
+
+# The modules' own FP8 tensors are not accessible. Inputs, weights and output gradients are quantized once more by the
+# emulation, and counted a few rows at a time, so that such a step takes no more memory.
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A module x -> y of one or more linear layers in sequence. layers, weights: of these.
+
+    inputs: x -> the first layer's operand. between: the first layer's output -> the second one's operand. The gradient
+    is that of y, of the last layer.
+    """
+
+    module: nn.Module
+    layers: Sequence[str]
+    weights: Sequence[Tensor]
+    inputs: Callable[[Tensor], Tensor]
+    between: Callable[[Tensor], Tensor]
+
+
+def _itself(x: Tensor) -> Tensor:
+    return x
+
+
+def watch(
+    watched: Watched, quantizers: Sequence[Quantizer], show: Callable[[int, int, Tensor, Quantized], None]
+) -> RemovableHandle:
+    """Call `show(number of the layer, slot, rows of a matrix, their quantization)` in every training pass until the
+    handle is removed.
+
+    The gradient of the first of two layers is not visible. quantizers: of the layers.
+    """
+
+    def quantize(number: int, slot: int, matrix: Tensor, of: Callable[[Tensor], Tensor] = _itself) -> None:
+        widest = max(matrix.shape[-1], *(n for weight in watched.weights for n in weight.shape))
+        rows = max(AT_ONCE // widest // BLOCK, 1) * BLOCK
+        parts = matrix.detach().reshape(-1, matrix.shape[-1]).split(rows)
+        with torch.no_grad():
+            largest = reduce(torch.maximum, (magnitude(of(part)) for part in parts))
+            for part in parts:
+                x = of(part)
+                show(number, slot, x, quantizers[number](x, slot, False, largest)[0])
+
+    def into(number: int) -> Callable[[Tensor], Tensor]:
+        """From the module's input to the operand of layer `number`."""
+        if not number:
+            return watched.inputs
+        before, weight = into(number - 1), watched.weights[number - 1]
+        return lambda x: watched.between(products.linear(before(x), weight))
+
+    def after(_: nn.Module, given: tuple[Any, ...], y: Tensor) -> None:
+        if not torch.is_grad_enabled():
+            return
+        for number, weight in enumerate(watched.weights):
+            quantize(number, INPUT, given[0], into(number))
+            quantize(number, WEIGHT, weight)
+        if y.requires_grad:
+            y.register_hook(lambda gradient: quantize(len(watched.layers) - 1, GRADIENT, gradient))
+
+    # Registered before other hooks: one of ZeRO 3's releases the weights.
+    return watched.module.register_forward_hook(after, prepend=True)
+
 
 # Scales for the first step, and the first one after FP8 was off; for local weights the largest magnitude is computed.
 # E5M2 then covers gradients from 1e-11 (normal ones from 6e-11) to 0.05, E4M3 inputs from 0.001 to 448 and weights

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from megastable.fp8 import stats
+from megastable.fp8 import te
 from megastable.fp8.apply import linears
 from megastable.fp8.controller import tell
 from megastable.fp8.emulated import GRADIENT, INPUT, WEIGHT, metered, quantizers
 from megastable.fp8.scale_factors import Quantized
-from megastable.fp8.stats import Watched, watch
+from megastable.fp8.te import Watched, watch
 from megastable.model.mlp import MLP, swiglu
 from megastable.parallel.layout import Layout
 from megastable.parallel.topology import Topology
@@ -36,7 +36,7 @@ def recorder(seen: Seen) -> Any:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_as_the_emulation_counts(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the matrices, here of 256 tokens, are looked at in parts."""
-    monkeypatch.setattr(stats, "AT_ONCE", 1)
+    monkeypatch.setattr(te, "AT_ONCE", 1)
     c = config(recipe)
     model, fp8 = fitted(c)
     assert c.precision.fp8 is not None
