@@ -372,7 +372,7 @@ def _read(path: Path, model: type[M]) -> tuple[M, bytes]:
         text = path.read_bytes()
         tree = json.loads(text.decode("utf-8"))
         version = tree.get("format") if isinstance(tree, dict) else None
-        if isinstance(version, int) and version != FORMAT:
+        if type(version) is int and version != FORMAT:
             by = visible(str(dict(tree.get("versions") or {}).get("megastable", "another")))
             raise CheckpointError(
                 f"{path}: format {version}, of version {by} of megastable; this is {__version__}, which reads format "

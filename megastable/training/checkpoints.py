@@ -315,7 +315,7 @@ class Checkpoints:
         """Of the processes whose checkpoints count: those of this run that a person has not rolled back."""
         found = list[str]()
         for event in self.run.events(Training, RolledBack):
-            found = [] if isinstance(event, RolledBack) else [*found, event.lineage or ""]
+            found = [*found, event.lineage or ""] if isinstance(event, Training) else []
         return found
 
     def _only_before(self, before: int) -> None:

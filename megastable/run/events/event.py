@@ -179,14 +179,14 @@ class Event:
 
     def words(self) -> str:
         """The raw text of `sentence`, from fields that may hold anything: by default `TOLD`."""
-        return self.TOLD.format_map(_Shown(self))
+        return self.TOLD.format_map(_ShownFields(self))
 
     def because(self, key: str = "reason") -> str:
         """The end of a sentence: the reason, if there is one."""
         return f": {self[key]}" if self.get(key) else ""
 
 
-class _Shown(dict[str, Any]):
+class _ShownFields(dict[str, Any]):
     """The fields of an event for a sentence; those that are missing are None."""
 
     def __init__(self, event: Event) -> None:
