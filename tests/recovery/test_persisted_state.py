@@ -92,7 +92,7 @@ def test_a_dry_run_has_a_clock_of_its_own() -> None:
     [
         (("guard", "detector", "shape"), 1, "guard.detector.shape: Extra"),
         (("guard", "policy", "karma"), 1, "guard.policy.karma: Extra"),
-        (("incident", "verdict"), "odd", "incident.verdict: Input"),
+        (("incident", "verdict"), "odd", "incident.verdict"),
         (("incidents",), "many", "incidents: Input"),
     ],
 )
