@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megastable.config.tree import RunConfig
 from tests.patience import PATIENCE
 
 CONTEXT = mp.get_context("forkserver")
@@ -32,6 +33,13 @@ CONTEXT.set_forkserver_preload(
         "pytest", "hypothesis.strategies", "tests.conftest",
     ]
 )  # fmt: skip
+
+
+def train(*configs: RunConfig) -> int:
+    """One run after the other, in the same process; the exit code of the last one."""
+    from megastable.train import train
+
+    return [train(config, Path("recipe.yaml")) for config in configs][-1]
 
 
 def _become(rank: int, world: int, port: int) -> None:

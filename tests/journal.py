@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from megastable.run.directory import RunDirectory
@@ -13,6 +14,11 @@ from megastable.run.log import RunLog
 def note(run: RunDirectory, name: str, **fields: Any) -> None:
     """An event, complete or not, into the journal of a run."""
     RunLog(run).emit(event_of({"event": name, **fields}))
+
+
+def events(run: Path, *names: str) -> list[Event]:
+    """Those of a run's journal that have one of these names, all if none is given."""
+    return [event for event in RunDirectory(run).events() if not names or event.event in names]
 
 
 class KeptLog(RunLog):

@@ -17,7 +17,8 @@ from megastable.convert.catalogue import entries
 from megastable.convert.marking import accept
 from tests.conftest import tiny, write_corpus
 from tests.distributed import run_ranks
-from tests.training.test_failures import batch, events, train
+from tests.journal import events
+from tests.training.test_failures import batch, train
 from tests.training.test_resume import identical
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {

@@ -17,7 +17,6 @@ from megastable.checkpoint import store
 from megastable.checkpoint.files import write_file
 from megastable.checkpoint.plain import PlainModel, find_checkpoint, load_plain
 from megastable.config import recipe
-from megastable.config.tree import RunConfig
 from megastable.data.corpora import open_corpora
 from megastable.model.gpt import GPT
 from megastable.model.loss import cross_entropy
@@ -25,7 +24,7 @@ from megastable.parallel.sharding import placement_of
 from megastable.parallel.topology import TensorParallel
 from tests import reference
 from tests.conftest import tiny
-from tests.distributed import run_ranks
+from tests.distributed import run_ranks, train
 
 SAMPLES = 8
 LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
@@ -34,12 +33,6 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "pp2-tied": (2, {"pipeline": 2}, {"tied": True}),
     "zero3-dp2": (2, {"zero": 3}, {}),
 }
-
-
-def train(config: RunConfig) -> int:
-    from megastable.train import train
-
-    return train(config, Path("recipe.yaml"))
 
 
 @pytest.fixture(scope="module")

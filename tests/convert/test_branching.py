@@ -30,8 +30,8 @@ from megastable.run.events.training_events import Imported
 from megastable.run.log import RunLog
 from tests.checkpoint.states import make_run, state_of
 from tests.conftest import tiny
-from tests.distributed import run_ranks
-from tests.training.test_resume import identical, train
+from tests.distributed import run_ranks, train
+from tests.training.test_resume import identical
 
 PEAK, AT, STEPS = 3e-3, 6, 12  # of the parent: it is branched at step AT
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {

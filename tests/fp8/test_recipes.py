@@ -8,11 +8,10 @@ import pytest
 
 from megastable.base.installation import ROOT
 from megastable.config.recipe import load
-from megastable.config.tree import RunConfig
 from megastable.model.sizes import fp8_linears
 from megastable.run import records
 from tests.conftest import LENGTH
-from tests.distributed import run_ranks
+from tests.distributed import run_ranks, train
 
 STEPS = 4
 SMALL = (
@@ -21,12 +20,6 @@ SMALL = (
     f"train.micro_batch=2 train.steps={STEPS} train.eval_samples=0 schedule.warmup_steps=1 checkpoint.at_end=false "
     "logging.trackers=[] logging.peak_tflops=1.0 precision.fp8.backend=emulated"
 ).split()
-
-
-def train(config: RunConfig) -> int:
-    from megastable.train import train
-
-    return train(config, Path("recipe.yaml"))
 
 
 @pytest.mark.parametrize("name", ["1.3b-fp8", "7b-fp8"])

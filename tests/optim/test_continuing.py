@@ -16,8 +16,8 @@ from megastable.config.tree import RunConfig
 from megastable.convert.reshaping import Sizes, reshape
 from megastable.run import records
 from tests.conftest import tiny
-from tests.distributed import run_ranks
-from tests.training.test_resume import identical, resave, train
+from tests.distributed import run_ranks, train
+from tests.training.test_resume import identical, resave
 
 STOP, END = 10, 20
 # Resets after the stop and within a period; clipping at every update.

@@ -22,9 +22,9 @@ from megastable.config.tree import RunConfig
 from megastable.run.directory import RunDirectory
 from megastable.run.events.event import Event
 from tests.conftest import tiny
-from tests.distributed import run_ranks
+from tests.distributed import run_ranks, train
 from tests.patience import PATIENCE
-from tests.training.test_resume import identical, train
+from tests.training.test_resume import identical
 
 ROOT = Path(__file__).resolve().parents[2]
 KILLS = int(

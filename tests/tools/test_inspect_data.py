@@ -83,7 +83,7 @@ def test_a_scan_and_what_is_to_come(run: Path, corpus: Path, tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_losses_of_a_checkpoint_colour_what_it_trained_on(corpus: Path, tmp_path: Path) -> None:
-    from tests.training.test_resume import train
+    from tests.distributed import train
 
     run_ranks(1, train, tiny(corpus, tmp_path / "run", train={"steps": 10}))
     done = inspect(

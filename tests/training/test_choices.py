@@ -14,8 +14,8 @@ from megastable.config.tree import RunConfig
 from megastable.model.gpt import Block
 from megastable.run import records
 from tests.conftest import LENGTH, tiny
-from tests.distributed import run_ranks
-from tests.training.test_resume import identical, train
+from tests.distributed import run_ranks, train
+from tests.training.test_resume import identical
 
 YARN = {"kind": "yarn", "factor": 4.0, "original_length": 8, "beta_fast": 4.0}
 # Between them every choice of tests/parallel/test_choices.py; those that depend on the step or the sample in each half.

@@ -13,8 +13,8 @@ from megastable.checkpoint.whole import WholeState
 from megastable.config.tree import RunConfig
 from megastable.run import records
 from tests.conftest import tiny
-from tests.distributed import run_ranks
-from tests.training.test_resume import identical, train
+from tests.distributed import run_ranks, train
+from tests.training.test_resume import identical
 
 STOP, END = 3, 6
 ADAGC, ZCLIP = {"kind": "adagc", "warmup": 2}, {"kind": "zclip", "warmup": 2, "threshold": 0.5}

@@ -29,7 +29,7 @@ from megastable.run.directory import RunDirectory
 from megastable.run.log import RunLog
 from megastable.training.data_order import DataOrder
 from tests.conftest import LENGTH, tiny, write_corpus
-from tests.distributed import run_ranks
+from tests.distributed import run_ranks, train
 
 STEPS = 4
 SAMPLES = 31  # no multiple of two ranks' micro-batches of 2
@@ -42,12 +42,6 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2": (2, {"tensor": 2, "sequence": True}),
     "pp2": (2, {"pipeline": 2}),
 }
-
-
-def train(config: RunConfig) -> int:
-    from megastable.train import train
-
-    return train(config, Path("recipe.yaml"))
 
 
 @pytest.fixture(scope="module")

@@ -24,10 +24,9 @@ from megastable.checkpoint import store
 from megastable.config.tree import RunConfig
 from megastable.data.skip_ledger import SkipEntry, append
 from megastable.run import records
-from megastable.run.directory import RunDirectory
-from megastable.run.events.event import Event
 from tests.conftest import tiny, write_corpus
 from tests.distributed import run_main, run_ranks
+from tests.journal import events
 from tests.patience import PATIENCE
 from tests.training.test_resume import identical
 
@@ -97,10 +96,6 @@ def kill_after_rename() -> None:
 
 def batch(**options: Any) -> dict[str, Any]:
     return {"steps": 20, "global_batch": 8, "micro_batch": 2, "eval_samples": 0, "eval_interval": 0} | options
-
-
-def events(run: Path, *names: str) -> list[Event]:
-    return [e for e in RunDirectory(run).events() if e.event in names]
 
 
 @pytest.fixture(scope="module")

@@ -10,9 +10,8 @@ import pytest
 from drills.plan import Fault, Plan, Policy
 from megastable.config.tree import RunConfig
 from megastable.run import records
-from megastable.run.directory import RunDirectory
-from megastable.run.events.event import Event
 from tests.distributed import run_ranks
+from tests.journal import events
 from tests.recovery.test_recovery import LAYOUTS, STEPS, easy, incidents, recipe, train
 from tests.training.test_resume import identical
 
@@ -54,10 +53,6 @@ def by_hand(config: RunConfig, steps: int, since: int, cap: float, at: float) ->
 
     Recovery.rate = held  # type: ignore[method-assign]
     return train(config)
-
-
-def events(run: Path, *names: str) -> list[Event]:
-    return [e for e in RunDirectory(run).events() if e.event in names]
 
 
 @pytest.mark.slow

@@ -20,19 +20,13 @@ from megastable.run import records
 from megastable.run.events.data_events import SkipsForeign
 from megastable.run.events.event import Event
 from tests.conftest import tiny, write_corpus
-from tests.distributed import run_ranks
-from tests.journal import KeptLog
+from tests.distributed import run_ranks, train
+from tests.journal import KeptLog, events
 
 
 def small(corpus: Path, run: Path, steps: int, **parts: Any) -> RunConfig:
     """What is trained on counts here, not what is learnt of it."""
     return tiny(corpus, run, train={"steps": steps, "micro_batch": 4}, model={"layers": 1}, **parts)
-
-
-def train(config: RunConfig) -> int:
-    from megastable.train import train
-
-    return train(config, Path("recipe.yaml"))
 
 
 def train_and_skip(config: RunConfig, lines: list[tuple[int, str]]) -> int:
@@ -78,11 +72,6 @@ def positions(run: Path) -> dict[int, list[int]]:
         out = {p for a, b in zip(row["skipped"][::2], row["skipped"][1::2], strict=True) for p in range(a, b)}
         found[row["step"]] = [p for p in range(row["first_position"], row["next_position"]) if p not in out]
     return found
-
-
-def events(run: Path, *kinds: str) -> list[dict[str, Any]]:
-    lines = (run / "journal.jsonl").read_text().splitlines()
-    return [e for e in map(json.loads, lines) if e["event"] in kinds]
 
 
 @pytest.mark.slow

@@ -17,10 +17,9 @@ from megastable.checkpoint.held_points import HeldPart, PointKey
 from megastable.checkpoint.memory_folder import MemoryFolder
 from megastable.config.tree import RunConfig
 from megastable.run import records
-from megastable.run.directory import RunDirectory
-from megastable.run.events.event import Event
 from tests.conftest import tiny
 from tests.distributed import run_ranks
+from tests.journal import events
 from tests.training.test_resume import identical
 
 DIES = 15  # the step after which the ranks die
@@ -105,10 +104,6 @@ def memories(folder: Path, count: int, ranks: int) -> list[str]:
 def killed(world: int, config: RunConfig, hosts: Sequence[str], action: str = "") -> None:
     with pytest.raises(AssertionError, match="ended"):
         run_ranks(world, train, config, hosts, True, action)
-
-
-def events(run: Path, *names: str) -> list[Event]:
-    return [event for event in RunDirectory(run).events() if event.event in names]
 
 
 def spoil_checkpoints(run: Path) -> int:

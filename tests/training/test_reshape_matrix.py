@@ -19,8 +19,8 @@ from megastable.run import records
 from megastable.run.directory import RunDirectory
 from megastable.run.events.training_events import CheckpointRejected, Resumed
 from tests.conftest import tiny
-from tests.distributed import run_ranks
-from tests.training.test_resume import resave, train
+from tests.distributed import run_ranks, train
+from tests.training.test_resume import resave
 
 LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
     "one": (1, {}),

@@ -25,14 +25,7 @@ from megastable.supervise.standing import State
 from megastable.supervise.status import exit_code, read_status
 from megastable.supervise.status_panel import panel
 from tests.conftest import tiny
-from tests.distributed import run_ranks
-
-
-def train(*configs: RunConfig) -> int:
-    """One run after the other, in the same process; the exit code of the last one."""
-    from megastable.train import train
-
-    return [train(config, Path("recipe.yaml")) for config in configs][-1]
+from tests.distributed import run_ranks, train
 
 
 def identical(a: Path, b: Path) -> int:

@@ -28,7 +28,7 @@ from megastable.training.step_profiler import (
     untraced,
 )
 from tests.conftest import tiny
-from tests.distributed import run_ranks
+from tests.distributed import run_ranks, train
 
 
 @pytest.fixture(autouse=True)
@@ -195,12 +195,6 @@ def test_memory_that_runs_out_leaves_one_snapshot(tmp_path: Path, caplog: pytest
     assert file.name == "out-of-memory-rank-3.pickle" and pickle.loads(file.read_bytes()) == {"segments": [1]}
     SnapshotWriter(file, 3, dict)()  # a folder that cannot be made
     assert "no snapshot of the memory" in caplog.text
-
-
-def train(config: RunConfig) -> int:
-    from megastable.train import train
-
-    return train(config, Path("recipe.yaml"))
 
 
 @pytest.mark.slow

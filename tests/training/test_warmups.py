@@ -18,10 +18,10 @@ from megastable.run.events.data_events import BatchChanged, LengthChanged
 from megastable.run.events.training_events import Resumed
 from tests.checkpoint.states import state_of
 from tests.conftest import LENGTH, tiny, write_corpus
-from tests.distributed import run_ranks
+from tests.distributed import run_ranks, train
 from tests.engine.test_gate import start_of
 from tests.recovery.test_recovery import hit_and_told, incidents, recipe
-from tests.training.test_resume import identical, train
+from tests.training.test_resume import identical
 
 # Positions at which the batch grows: 16, 32; the length: 11, 32. A step of 4 samples has pieces of both lengths.
 BATCHES = {"start": 4, "increment": 4, "tokens": 32 * LENGTH}

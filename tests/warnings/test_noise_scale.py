@@ -19,7 +19,7 @@ from megastable.warnings import noise_scale
 from megastable.warnings.noise_scale import NoiseScale, estimate_noise
 from tests import reference
 from tests.conftest import tiny
-from tests.distributed import run_ranks
+from tests.distributed import run_ranks, train
 from tests.parallel.test_layouts import batches, config, mine, plain
 from tests.patience import PATIENCE
 
@@ -145,12 +145,6 @@ def plain_gradient(c: RunConfig, tokens: torch.Tensor, labels: torch.Tensor) -> 
     total = reference.losses(reference.logits(weights, shape, tokens, None), labels, shape.z)[0]
     total.backward()  # type: ignore[no-untyped-call]
     return torch.cat([w.grad.double().flatten() for w in weights.values() if w.grad is not None]).numpy()
-
-
-def train(config: RunConfig) -> int:
-    from megastable.train import train
-
-    return train(config, Path("recipe.yaml"))
 
 
 @pytest.mark.parametrize("world", [1, 2])
