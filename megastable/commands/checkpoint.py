@@ -223,7 +223,7 @@ def average(paths: Annotated[list[Path], typer.Argument(metavar="CHECKPOINT... O
             last: Annotated[int | None, typer.Option(min=2, help="The newest of a run: --last 5 RUN OUT")] = None,
             as_json: Json = False) -> None:  # fmt: skip
     """Make OUT from the mean of weights (LAWA, arXiv:2209.14981; model soups, arXiv:2203.05482), without moments."""
-    from megastable.checkpoint.target import refuse_existing
+    from megastable.checkpoint.new_run import refuse_existing
     from megastable.convert import average as averaging
     from megastable.convert.verifying import checkpoints_of
 
@@ -259,7 +259,7 @@ def average(paths: Annotated[list[Path], typer.Argument(metavar="CHECKPOINT... O
 def import_deepspeed(folder: Annotated[Path, typer.Argument(help="With latest, or one global_step*")], out: Out,
                      recipe: Recipe, overrides: Overrides = None, as_json: Json = False) -> None:  # fmt: skip
     """Make OUT, a run that continues from a checkpoint written by DeepSpeed itself (ZeRO 1 to 3)."""
-    from megastable.checkpoint.target import refuse_existing
+    from megastable.checkpoint.new_run import refuse_existing
     from megastable.config import recipe as recipes
     from megastable.convert.foreign.deepspeed import import_deepspeed as bring_in
     from megastable.convert.reshaping import describe_import
@@ -277,7 +277,7 @@ def import_megatron(folder: Annotated[Path, typer.Argument(help="With its tracke
                     recipe: Annotated[Path | None, typer.Option(show_default="from its arguments")] = None,
                     overrides: Overrides = None, as_json: Json = False) -> None:  # fmt: skip
     """Make OUT, a run that starts from weights in Megatron-core's "torch" format; moments are not imported."""
-    from megastable.checkpoint.target import refuse_existing
+    from megastable.checkpoint.new_run import refuse_existing
     from megastable.config import recipe as recipes
     from megastable.convert.foreign.megatron import import_megatron as bring_in
     from megastable.convert.reshaping import describe_import
@@ -307,7 +307,7 @@ def export_megatron(checkpoint: Checkpoint, out: Annotated[Path, typer.Argument(
     import shlex
 
     from megastable.base.text import visible
-    from megastable.checkpoint.target import refuse_existing
+    from megastable.checkpoint.new_run import refuse_existing
     from megastable.convert.foreign.megatron import export_megatron as write
     from megastable.convert.foreign.megatron import options_to_load
     from megastable.convert.verifying import good
@@ -330,7 +330,7 @@ def _writing(
     import math
 
     from megastable.base.progress_bar import bar
-    from megastable.checkpoint.target import refuse_existing
+    from megastable.checkpoint.new_run import refuse_existing
     from megastable.checkpoint.whole import WholeState
     from megastable.convert.verifying import good
 

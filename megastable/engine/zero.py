@@ -69,9 +69,6 @@ def _high(fingerprint: Tensor) -> Tensor:
     return fingerprint >> 32 & HALF
 
 
-Pairs = Sequence[tuple[Tensor, Tensor | None]]
-
-
 def counted_once(parameter: nn.Parameter, topology: Topology) -> bool:
     """Whether this rank's tensor is the one of several equal ones, on stages and tensor ranks, that counts."""
     split: bool = parameter.tensor_model_parallel  # type: ignore[attr-defined]

@@ -18,8 +18,7 @@ from pydantic import ValidationError
 
 from megastable.base.errors import DataError
 from megastable.checkpoint.plain import load_plain
-from megastable.config.downstream import LM_EVAL, EvalConfig
-from megastable.config.tree import RunConfig
+from megastable.config.tree import LM_EVAL, EvalConfig, RunConfig
 from megastable.downstream import evaluator
 from megastable.downstream.evaluator import (
     MOST,

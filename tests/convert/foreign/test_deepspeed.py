@@ -76,7 +76,7 @@ def go_on(runs: dict[str, Path], world: int) -> dict[str, list[float]]:
     """Imported checkpoints in engines of ours: the losses of the next steps."""
     import torch.distributed as dist
 
-    from megastable.checkpoint.whole import load
+    from megastable.checkpoint.whole import load_into
     from megastable.config import deepspeed_json
     from megastable.engine.engine import Engine
     from megastable.parallel.topology import Topology
@@ -86,7 +86,7 @@ def go_on(runs: dict[str, Path], world: int) -> dict[str, list[float]]:
         c = run_of(checkpoint).model_copy(update={"train": recipe(world=world).train})
         topology = Topology(Layout(1, 1, world), dist.get_rank(), timeout=PATIENCE)
         engine = Engine(c, deepspeed_json.build(c, world), topology)
-        load(checkpoint, store.read_state(checkpoint), engine)
+        load_into(engine, checkpoint, store.read_state(checkpoint))
         engine.refresh_weights()
         found[name] = steps(engine, STEPS, STEPS + 2)
     return found
