@@ -13,7 +13,6 @@ import typer
 
 from megastable.base.errors import FAILED, ConfigError
 from megastable.commands.app import App
-from megastable.commands.bench_training import add_training, alone
 from megastable.commands.checkout import find_beside
 from megastable.commands.options import Json, JsonFile, Overrides, put_json
 
@@ -23,11 +22,8 @@ if TYPE_CHECKING:
     from megastable.config.stability import StabilityConfig
 
 app = App("Measure costs and error rates of megastable on this machine. Needs a checkout.")
-SHORT = (  # steps during a save
-    "train.global_batch=1", "train.micro_batch=1", "model.sequence_length=64", "train.batch_warmup=null",
-    "train.sequence_warmup=null",
-)  # fmt: skip
 QUICKSTART = Path("launch/recipes/quickstart.yaml")
+ADAMW_AND_MUON = ["optimizer.name=adamw", "optimizer.name=muon"]
 
 
 def _console(as_json: bool, errors: bool = False) -> Console:
@@ -70,7 +66,7 @@ def stability(
 
     find_beside("benchmarks")
     config = recipe.load(recipe_path, overrides or [])  # mistakes show before the slow import of DeepSpeed
-    alone()
+    _form_group_of_one()
     from benchmarks.costs import table
     from benchmarks.stability_cost import measure, steps_needed
     from megastable.base.progress_bar import bar
@@ -223,7 +219,7 @@ def attribution(
     if not given:
         raise ConfigError("--text: which text? One that no constant was chosen on")
     find_beside("benchmarks")
-    alone()
+    _form_group_of_one()
     from benchmarks.attribution_errors import PLANTS, STATES, Found, measure, pooled
     from megastable.engine import distributed
 
@@ -314,7 +310,7 @@ def train(
     wanted = chosen_peers(peers or [], device)
     if folder:
         wanted = chosen_peers([*wanted, profiled], device)
-    alone()
+    _form_group_of_one()
     begun = time.monotonic()
     from benchmarks import profiling, speed
     from benchmarks.train_speed import measure, steps_needed
@@ -411,77 +407,70 @@ def scaling(
 
 @app.add(
     examples="""
-    megastable bench checkpoint
-    megastable bench checkpoint --recipe launch/recipes/125m.yaml --dir /scratch --rounds 9 --output checkpoint.json
+    megastable bench tuned --of optimizer.name=adamw --of optimizer.name=muon --rate 1e-3 --rate 2e-3 --rate 4e-3
+    megastable bench tuned --of "" --of optimizer.clipping=zclip --rate 2e-3 --seeds 5 train.steps=300
     """
 )
-def checkpoint(
-    overrides: Annotated[list[str] | None, typer.Argument(help="KEY=VALUE ... of all recipes")] = None,
-    recipes: Annotated[
-        list[Path] | None,
-        typer.Option("--recipe", help="Whose model to save; repeatable. Quickstart's and 125M's if none is"),
+def tuned(
+    overrides: Overrides = None,
+    candidates: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--of", help="Overrides of one candidate, spaces between; repeatable. Default: adamw and muon"
+        ),
     ] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Each saves in both ways, copies and resumes")] = 5,
-    folder: Annotated[
-        Path | None,
-        typer.Option("--dir", help="On the disk to measure; left as it was. Default: temporary files'"),
+    rates: Annotated[
+        list[float] | None,
+        typer.Option("--rate", help="A learning rate to try for each; repeatable. Default: 1, 2 and 4e-3"),
     ] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Extra seeds of each at its best rate")] = 3,
+    recipe_path: Annotated[
+        Path, typer.Option("--recipe", help="Model, data and length of every run")
+    ] = QUICKSTART,
+    jobs: Annotated[int, typer.Option(min=1, help="Runs at a time, one core each")] = 2,
     as_json: Json = False,
     output: JsonFile = None,
 ) -> None:
-    """Measure how long steps wait for a checkpoint, what is done behind them, and what it takes to resume from one.
+    """Count the steps to a loss, each recipe tuned over the same number of learning rates. Trains for real."""
+    from rich.table import Column, Table
 
-    Steps are of one short sample, the state is that of the recipe's model; no corpus is needed. Six checkpoints must
-    fit on the disk; 125M takes 5.5 GB of memory.
-    """
+    from megastable.base.progress_bar import bar
     from megastable.config import recipe
 
     find_beside("benchmarks")
-    named = recipes or [QUICKSTART, Path("launch/recipes/125m.yaml")]
-    configs = {str(path): recipe.load(path, [*SHORT, *(overrides or [])]) for path in named}
-    alone()
-    from benchmarks.checkpoint_speed import measure_all
-    from benchmarks.saves import facts, table
+    from benchmarks.tuned import compare, spread, target_of
 
-    stderr = _console(False, errors=True)
-    found = measure_all(configs, folder, rounds, lambda text: stderr.print(f"measuring: {text}"))
-    for name, measurement in found.of.items():
-        _console(as_json).print(table(name, measurement))
-    put_json(facts(found), as_json, output)
-
-
-@app.add(
-    examples="""
-    megastable bench data
-    megastable bench data --only found --seeds 3 --output found.json
-    """
-)
-def data(
-    corpus: Annotated[Path, typer.Option(help="Real text, which is scanned")] = Path("data/stdlib"),
-    only: Annotated[list[str] | None, typer.Option(help="inspect, scan, prune or found; repeatable")] = None,
-    tokens: Annotated[
-        int, typer.Option(min=1000, help="Of the larger scan, and of what is pruned")
-    ] = 80_000_000,
-    seeds: Annotated[int, typer.Option(min=1, help="Times that corruption is planted")] = 2,
-    as_json: Json = False,
-    output: JsonFile = None,
-) -> None:
-    """Measure what it costs to inspect, scan and prune, and how much planted corruption a scan finds. Takes minutes."""
-    import torch
-
-    find_beside("benchmarks")
-    from benchmarks.common import machine
-    from benchmarks.hunting import PARTS, hunt, tables
-
-    if unknown := set(only or ()) - set(PARTS):
-        raise ConfigError(f"--only {sorted(unknown)[0]}: choose among {', '.join(PARTS)}")
-    stderr = _console(False, errors=True)
-    hunted = hunt(
-        corpus, tuple(only or PARTS), tokens, seeds, lambda text: stderr.print(f"measuring: {text}")
+    chosen, tried = candidates or ADAMW_AND_MUON, sorted(rates or [1e-3, 2e-3, 4e-3])
+    for candidate in chosen:  # mistakes show before hours of training
+        recipe.load(recipe_path, [*(overrides or []), *candidate.split()])
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        bar("training", len(chosen) * (len(tried) + seeds), unit="runs") as progress,
+    ):
+        found = compare(
+            recipe_path, chosen, tried, range(1, seeds + 2), overrides or [], Path(folder), jobs, progress
+        )
+    target = target_of(found[0])
+    table = Table(
+        Column("candidate", min_width=20),
+        "best rate",
+        "final loss",
+        "validation",
+        f"steps to {target:.3f}",
+        "s a step",
     )
-    for table in tables(hunted):
-        _console(as_json).print(table)
-    put_json(asdict(hunted) | {"machine": machine(torch.device("cpu"))}, as_json, output)
+    for one in found:
+        steps = len(one.measured[0].result.losses)
+        table.add_row(
+            one.overrides or "the recipe", f"{one.rate:g} of {len(tried)}",
+            spread([run.final for run in one.measured]), spread([run.result.validation for run in one.measured]),
+            ", ".join("never" if n is None else str(n) for n in one.steps_to(target)) + f" of {steps}",
+            f"{sum(run.result.seconds for run in one.measured) / steps / len(one.measured):.3f}",
+        )  # fmt: skip
+    _console(as_json).print(table)
+    put_json({"target": target, "candidates": [asdict(one) for one in found]}, as_json, output)
 
 
-add_training(app)
+def _form_group_of_one() -> None:
+    """A process group of this process alone, if none is started."""
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")

@@ -1,4 +1,4 @@
-"""The table of expected goodput: the page has what the model says. And how a long run is measured."""
+"""The table of expected goodput: the page has what the model says."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import goodput_speed
 from benchmarks.expected_goodput import main
-from megastable.run.goodput.time_account import TimeKind
 
 PAGE = Path(__file__).parents[2] / "docs/goodput.md"
 
@@ -35,13 +33,3 @@ def test_dice_are_beside_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(played) == 10
     for line in played:
         assert float(line[-2].strip(" %")) == pytest.approx(float(line[2].strip(" *%")), abs=1.5)
-
-
-def test_the_run_that_is_measured_is_accounted_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(goodput_speed, "SAVES", 100)
-    monkeypatch.setattr(goodput_speed, "RESTARTS", 200)
-    first, again, account = goodput_speed.measure(500)
-    seconds = account.seconds()
-    assert first > 0 and again > 0 and seconds[TimeKind.TRAINING] == pytest.approx(500)
-    assert seconds[TimeKind.EVALUATION] == pytest.approx(2.5) and seconds[TimeKind.UNKNOWN] == 0
-    assert seconds[TimeKind.START_UP] == pytest.approx(177, abs=0.1)

@@ -8,9 +8,13 @@ from typing import Any, get_args
 
 import numpy as np
 import pytest
+import yaml
 
 from megastable.base.errors import DataError
 from megastable.config.tree import Corruption, RunConfig
+from megastable.data.append_only import append
+from megastable.data.blends import BlendEntry
+from megastable.data.corpora import open_corpora
 from megastable.data.manifest import TokenizerInfo, adopt
 from megastable.data.plant import Kind, plant
 from megastable.data.shards import ShardWriter
@@ -23,8 +27,10 @@ from megastable.forensics.prescan import FREE, REASON, Scout
 from megastable.report.postmortem.sample_texts import Library
 from megastable.run.directory import RunDirectory, make
 from megastable.run.events.data_events import LookAheadSpent, LookedAhead
+from megastable.run.records import Recorder
 from tests.conftest import tiny
 from tests.journal import note
+from tests.report.run_page.run_files import record
 
 VOCABULARY, LENGTH = 250, 128
 
@@ -191,15 +197,15 @@ def test_a_damaged_corpus_is_an_error_with_its_file(clean: Path, tmp_path: Path)
 
 @pytest.mark.slow
 def test_the_sheet_of_what_is_to_come(clean: Path, tmp_path: Path) -> None:
-    from benchmarks.inspect import recorded_run
-
     config, bad = planted(clean, tmp_path, "random", 20)
-    run = recorded_run(tmp_path / "run", tmp_path / "bad", steps=1, batch=16)
-    run.recipe.write_text(
-        run.recipe.read_text().replace("sequence_length: 4096", f"sequence_length: {LENGTH}")
-    )
+    run = make(config, Path("recipe.yaml"))
+    run.recipe.write_text(yaml.safe_dump({"config": config.model_dump(mode="json"), "manifests": []}))
+    run.journal.write_text("")
+    opened = open_corpora(config.data.corpora, LENGTH, config.run.seed)
+    append(run.blends, BlendEntry(position=0, corpora=opened.shares))
+    recorder = Recorder(run.steps, flush_steps=1)
+    recorder.add(record(1, 1.7e9, loss=2.0, next_position=16))
     history = History(run.root)
-    assert history.config.model.sequence_length == config.model.sequence_length
     sheet = ahead_sheet(history, 30, texts=3)
     assert {r["position"] for r in sheet.rows} <= {p for a, b in bad.ranges for p in range(a, b)}
     assert len(sheet.rows) >= 18 and sorted(sheet.passages) == [0, 1, 2]

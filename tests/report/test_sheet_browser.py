@@ -15,11 +15,11 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.ui import WebDriverWait
 
-from benchmarks.browser import MISSING, browser
 from megastable.base.text import visible
 from megastable.report.sheet import Column, Histogram, Passage, Sheet, Span, as_html
 from megastable.report.sheet.model import Kind
 from megastable.report.sheet.values import SAFE, told
+from tests.browser import MISSING, browser
 from tests.report.sheets import scan
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(MISSING), reason=MISSING)]

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from benchmarks.prune_speed import prune_cost
 from megastable.commands.prune import app
 from megastable.data.manifest import Manifest
 from tests.forensics.shelves import Plain, corpus
@@ -164,10 +163,3 @@ def test_a_bar_and_ctrl_c(tmp_path: Path) -> None:
 
 def _xxh3(content: bytes) -> str:
     return xxhash.xxh3_128_hexdigest(content)
-
-
-def test_what_it_costs_is_measured(tmp_path: Path) -> None:
-    found = prune_cost(tmp_path, 200_000, share=0.1, rounds=2)
-    assert found["removed"] > 0 and len(found["cp_seconds"]) == len(found["apply_seconds"]) == 2
-    assert found["ratio_low"] <= found["ratio"] <= found["ratio_high"]
-    assert list(tmp_path.iterdir()) == []

@@ -3,7 +3,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks.forensics import cut_at_lines, evaluate_documents, line_ends
 from megastable.forensics.oddness.corruption import LANGUAGES, PLANTED, babble, corrupt, corrupt_span
 from megastable.forensics.oddness.kinds import KINDS
 from tests.forensics.texts import documents, scores, tokenizer, yardstick
@@ -68,33 +67,3 @@ def test_every_kind_is_odder_than_text(kind: str) -> None:
     spoiled = [corrupt(kind, document, tokenizer(), random) for document in some]
     limit = np.quantile(scores(yardstick(), documents()), 0.99)
     assert (scores(yardstick(), spoiled) > limit).mean() > 0.8
-
-
-def test_documents_are_cut_at_the_ends_of_lines() -> None:
-    newline = line_ends(tokenizer())
-    ids = np.concatenate(documents()[:40])
-    parts = cut_at_lines(ids, newline, 0)
-    assert len(parts) > 3
-    np.testing.assert_array_equal(np.concatenate(parts), ids[: sum(map(len, parts))])
-    assert all(newline[part[-1]] for part in parts[:-1])
-
-
-@pytest.mark.slow
-def test_the_evaluation_finds_what_it_planted() -> None:
-    some = [document for document in documents() if len(document) >= 250]
-    kinds = ("random", "loop")  # each takes a yardstick of its own
-    rows = evaluate_documents(some, tokenizer(), 0, 0.02, kinds)
-    # No document is long enough for a span.
-    assert {(row["way"], row["kind"]) for row in rows} == {
-        (way, kind) for way in ("alone", "together") for kind in kinds
-    }
-    noise = next(row for row in rows if row["kind"] == "random")
-    assert noise["recall"] == 1.0 and noise["named"] == 1.0
-    for row in rows:
-        assert 0 <= row["recall"] <= 1 and 0 < row["average_precision"] <= 1
-        assert (
-            0 <= row["named_advised"] <= row["planted"]
-            and row["false_advised"] + row["planted"] <= row["documents"]
-        )
-        assert (row["advised"] is None) == (row["named_advised"] + row["false_advised"] == 0)
-    assert noise["named_advised"] == noise["planted"]

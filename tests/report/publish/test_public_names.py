@@ -10,7 +10,6 @@ from typing import Any, get_args
 import pytest
 from pydantic import BaseModel
 
-from benchmarks.made_run import record
 from megastable.base.text import visible
 from megastable.config.tree import RunConfig
 from megastable.report.postmortem import safe
@@ -22,6 +21,7 @@ from megastable.report.run_page.page_file import whole
 from megastable.run.directory import as_json
 from megastable.run.records import Recorder
 from tests.report.run_page.made_runs import BEGIN, begin, curve, made_run, note, progress
+from tests.report.run_page.run_files import record
 
 NONE = Keeping()
 PUBLIC_TEXTS = {

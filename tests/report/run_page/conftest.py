@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from selenium import webdriver
 
-from benchmarks.browser import MISSING, browser
 from megastable.report.run_page.page_guard import PageGuard
 from megastable.report.run_page.run_reader import RunReader
+from tests.browser import MISSING, browser
 from tests.patience import PATIENCE, until
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.made_run import BATCH, BEGIN, LENGTH, SECONDS, begin, note, progress, record
 from megastable.data import skip_ledger
 from megastable.data.append_only import append
 from megastable.data.blends import BlendEntry, Share
@@ -17,6 +16,7 @@ from megastable.run.directory import RunDirectory
 from megastable.run.machine_files import MachineWriter
 from megastable.run.machine_state import HostReading, MachineSample
 from megastable.run.records import LAYER_SCHEMA, LayerRecord, Recorder
+from tests.report.run_page.run_files import BATCH, BEGIN, LENGTH, SECONDS, begin, note, progress, record
 
 
 def curve(step: int) -> float:

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.made_run import BEGIN
 from megastable.report.run_page import page_parts
 from megastable.report.run_page.machine_map import MOST, ROWS, chosen, forward, own_work, shared, with_gaps
 from megastable.report.run_page.page_file import content
@@ -17,6 +16,7 @@ from megastable.report.run_page.run_reader import RunReader
 from megastable.run.machine_files import LEVELS, SamplePlace
 from megastable.run.machine_state import MachineSample
 from tests.report.run_page.made_runs import machines, made_run
+from tests.report.run_page.run_files import BEGIN
 
 
 def floats(text: str, kind: str = "f4") -> np.ndarray[Any, Any]:

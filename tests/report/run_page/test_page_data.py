@@ -15,7 +15,6 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.made_run import BATCH, BEGIN, LENGTH, begin, note, progress, record
 from megastable.base.errors import DataError
 from megastable.config.tree import RunConfig
 from megastable.data.skips import Skips
@@ -33,6 +32,7 @@ from megastable.run.events.reading import read_events
 from megastable.run.goodput.watching import read_account
 from megastable.run.records import Recorder
 from tests.report.run_page.made_runs import curve, machines, made_run, summary
+from tests.report.run_page.run_files import BATCH, BEGIN, LENGTH, begin, note, progress, record
 
 
 def config_of(run: RunDirectory) -> RunConfig:

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks.made_run import progress
 from megastable.base.errors import ConfigError
 from megastable.run.directory import RunDirectory
 from tests.report.run_page.conftest import serving
 from tests.report.run_page.made_runs import curve, made_run
+from tests.report.run_page.run_files import progress
 
 pytest.importorskip("uvicorn")
 

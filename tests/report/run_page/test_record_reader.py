@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.made_run import BEGIN, record
 from megastable.base import folder_stamp
 from megastable.report.run_page import record_reader
 from megastable.report.run_page.record_cache import RecordCache
@@ -22,6 +21,7 @@ from megastable.run import records
 from megastable.run.goodput.step_times import StepFiles
 from megastable.run.records import Recorder
 from tests.report.run_page.made_runs import curve, made_run
+from tests.report.run_page.run_files import BEGIN, record
 
 
 def read(folder: Path, cache: RecordCache | None = None) -> RecordReader:

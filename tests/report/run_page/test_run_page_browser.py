@@ -14,7 +14,6 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
 
-from benchmarks.made_run import BEGIN, note, progress, record
 from megastable.report.run_page.page_file import write_page
 from megastable.report.run_page.run_reader import RunReader
 from megastable.run.directory import RunDirectory
@@ -22,6 +21,7 @@ from megastable.run.records import LAYER_SCHEMA, Recorder
 from tests.patience import PATIENCE, until
 from tests.report.run_page.conftest import serving
 from tests.report.run_page.made_runs import curve, looks, machines, made_run, summary
+from tests.report.run_page.run_files import BEGIN, note, progress, record
 
 pytestmark = pytest.mark.slow
 

@@ -1,26 +1,18 @@
-"""Run directories for the page, written by the project's own writers: no training. One has a million steps.
-
-python -m benchmarks.made_run runs/long --steps 1000000
-"""
+"""The files of a run, written by the project's own writers: no training."""
 
 from __future__ import annotations
 
-import argparse
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
-import pyarrow as pa
-import pyarrow.parquet as pq
 import yaml
 
 from megastable.base import durable
 from megastable.config.tree import RunConfig
 from megastable.run.directory import RunDirectory
-from megastable.run.records import SCHEMA, StepRecord
+from megastable.run.records import StepRecord
 
 BEGIN = 1_790_000_000.0
 BATCH, LENGTH, SECONDS = 8, 32, 2.0
@@ -83,65 +75,3 @@ def begin(root: Path, steps: int = 200, **parts: Any) -> RunDirectory:
     note(run, BEGIN + 1, "launched", attempt=1, command=[], log="logs/1.log", hosts=["host-1"], wanted=1)
     note(run, BEGIN + 20, "training", step=0, cursor=0, world=2, seconds=5.0)
     return run
-
-
-def long_run(root: Path, steps: int, per_file: int = 50, refused_every: int = 2000) -> RunDirectory:
-    """A run of very many steps, with the files that it would have; layers every 100th."""
-    run = begin(root, steps=steps)
-    step = np.arange(1, steps + 1)
-    random = np.random.default_rng(0)
-    loss = (2.0 + 8.0 * step**-0.25 + 0.05 * random.standard_normal(steps)).astype(np.float32)
-    applied = step % refused_every != 0
-    loss[~applied] += 4
-    time = BEGIN + 22 + SECONDS * np.arange(steps)
-    known = {"step": step, "time": time, "next_position": step * BATCH, "loss": loss, "applied": applied}
-    other = record(1, BEGIN, 3.0)
-    for first in range(0, steps, per_file):
-        rows = slice(first, min(first + per_file, steps))
-        columns = {name: column_of(name, known, other, rows) for name in SCHEMA.names}
-        table = pa.Table.from_pydict(columns, schema=SCHEMA)
-        last = rows.stop - 1
-        name = f"{step[first]:08d}-{step[last]:08d}-{int(time[last] * 1000)}.parquet"
-        pq.write_table(
-            table,
-            run.steps / name,
-            compression="zstd",
-            use_dictionary=False,
-            write_statistics=False,
-            store_schema=False,
-        )
-    progress(run, steps, float(time[-1]) + 1, float(loss[-1]), steps=steps)
-    return run
-
-
-def column_of(name: str, known: dict[str, npt.NDArray[Any]], other: StepRecord, rows: slice) -> Any:
-    if name in known:
-        return known[name][rows]
-    count = rows.stop - rows.start
-    value = getattr(other, name)
-    if name in (
-        "parameter_norm",
-        "update_ratio",
-        "attention_logit",
-        "attention_entropy",
-        "second_moment_norm",
-    ):
-        return [1.0 if (rows.start + n) % 20 == 0 else None for n in range(count)]
-    return [value] * count
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.made_run", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
-    parser.add_argument("run", type=Path, help="a directory that is not there yet")
-    parser.add_argument("--steps", type=int, default=1_000_000)
-    args = parser.parse_args(arguments)
-    if args.run.exists():
-        parser.error(f"{args.run} is there already")
-    long_run(args.run, args.steps)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""A headless browser, for tests and measurements of pages."""
+"""A headless browser, for tests of pages."""
 
 from __future__ import annotations
 
