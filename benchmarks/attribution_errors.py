@@ -9,8 +9,6 @@ differ from those that constants were tuned on. Planted text replaces samples in
 
 from __future__ import annotations
 
-import json
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +20,7 @@ import numpy.typing as npt
 import torch
 
 from drills import corrupt_texts
-from drills.stage import PER_TOKEN, RECIPE, VOCABULARY, documents
+from drills.stage import PER_TOKEN, RECIPE, VOCABULARY, prepare_texts
 from megastable.attribution.examination import examine
 from megastable.attribution.sample_replay import Laboratory, Trained
 from megastable.config import deepspeed_json
@@ -30,12 +28,9 @@ from megastable.config.stability import AttributionConfig
 from megastable.config.tree import RunConfig
 from megastable.data.corpora import open_corpora
 from megastable.data.loader import Loader
-from megastable.data.prepare import prepare_shards
 from megastable.data.skips import Skips
 from megastable.data.source import Source
-from megastable.data.text_files import TextFiles
 from megastable.data.tokenizer import Tokenizer, load_tokenizer
-from megastable.data.train_tokenizer import train_sentencepiece
 from megastable.engine.engine import Engine
 from megastable.engine.measured import Measured
 from megastable.parallel.layout import Layout
@@ -160,20 +155,10 @@ def parse(text: str) -> list[tuple[Path, float]]:
 
 def prepare(text: str, folder: Path) -> list[dict[str, Any]]:
     """The corpora of a text, with one tokenizer, as `data.corpora` of a recipe. Raises DataError."""
-    corpora, cuts = parse(text), list[Path]()
-    with tempfile.TemporaryDirectory() as temporary:
-        for number, (path, _) in enumerate(corpora):
-            cuts.append(Path(temporary, f"{number}.jsonl"))
-            with cuts[-1].open("w", encoding="utf-8") as file:
-                for whole in TextFiles([path], skip_bad=True):
-                    file.writelines(json.dumps({"text": part}) + "\n" for part in documents(whole))
-        tokenizer = train_sentencepiece(TextFiles(cuts), Path(temporary, "tokenizer.model"), VOCABULARY)
-        made = list[dict[str, Any]]()
-        for number, ((_, share), cut) in enumerate(zip(corpora, cuts, strict=True)):
-            at = folder / str(number)
-            prepare_shards([cut], at, tokenizer.file, name=str(number), validation=0, progress=False)
-            made.append({"path": at, "weight": share})
-    return made
+    corpora = parse(text)
+    folders = [folder / str(number) for number in range(len(corpora))]
+    prepare_texts([path for path, _ in corpora], folders, validation=0)
+    return [{"path": at, "weight": share} for at, (_, share) in zip(folders, corpora, strict=True)]
 
 
 def measure(

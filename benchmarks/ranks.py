@@ -1,20 +1,51 @@
-"""Run a function on every rank of a local process group, to count or measure in real layouts."""
+"""Run a function on every rank of a local process group, in real layouts: to count, to measure, to drill."""
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import multiprocessing
 import os
-import queue
+import signal
 import time
 import traceback
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from megastable.base.errors import MegastableError
 
 TIMEOUT = 240.0  # seconds
+COLLECTIVE_TIMEOUT = 120.0  # seconds that a rank waits for others
+HUNG, DIED, ABANDONED = "hung", "died", "waited for another rank"
+GRACE = 10.0  # seconds after the first error of a rank; others may be in a collective that it never reaches
+LOOPBACK = "127.0.0.1"
+# A server imports it once, and the ranks are forked from that: torch and DeepSpeed, and the imports of DeepSpeed's
+# first engine.
+PRELOAD = [
+    "torch", "torch._dynamo", "torch._inductor.compile_fx", "deepspeed.runtime.zero.muon.muon_optimizer",
+    "megastable.engine.engine", "benchmarks.train_speed", "benchmarks.counting",
+]  # fmt: skip
+
+
+class RankEnd(NamedTuple):
+    """How the function ended on a rank. error: the name of what was raised, or what became of the process; empty if it
+    is done. result: what it returned."""
+
+    error: str = ""
+    text: str = ""
+    result: Any = None
+
+
+class Place(NamedTuple):
+    """Of a rank. port: of the store at which the ranks meet. log: for what it prints; None: where this process does."""
+
+    rank: int
+    world: int
+    port: int
+    collective_timeout: float
+    log: Path | None
 
 
 def launch(world: int, function: Callable[[Any], Any], argument: Any, timeout: float = TIMEOUT) -> list[Any]:
@@ -22,71 +53,106 @@ def launch(world: int, function: Callable[[Any], Any], argument: Any, timeout: f
 
     function: a module-level one. Raises MegastableError if a rank fails.
     """
+    ends = run_on_ranks(world, function, argument, timeout)
+    failed = [(rank, end) for rank, end in enumerate(ends) if end.error]
+    for rank, end in sorted(failed, key=lambda item: item[1].error == ABANDONED)[:1]:
+        raise MegastableError(f"measuring on {world} ranks: rank {rank}: {end.error}: {end.text}")
+    return [end.result for end in ends]
+
+
+def run_on_ranks(
+    world: int,
+    function: Callable[[Any], Any],
+    argument: Any,
+    limit: float,
+    *,
+    collective_timeout: float = COLLECTIVE_TIMEOUT,
+    log: Path | None = None,
+    preload: Sequence[str] = (),
+) -> list[RankEnd]:
+    """Run a function on every rank, and tell how it ended there. No process is left.
+
+    Args:
+        world: number of ranks.
+        function: a module-level one, of `argument`; what it returns is the result, or a `RankEnd` itself.
+        argument: the same on every rank.
+        limit: seconds after which ranks count as hung.
+        collective_timeout: seconds that a rank waits for others.
+        log: a file for what ranks print.
+        preload: what else the function imports; the first call of a process decides.
+    """
+    # Held here, not by rank 0: its port is nobody else's.
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     context = multiprocessing.get_context("forkserver")
-    # Import once instead of on every rank: torch and DeepSpeed, and the imports of DeepSpeed's first engine.
-    context.set_forkserver_preload(
-        [
-            "torch", "torch._dynamo", "torch._inductor.compile_fx", "deepspeed.runtime.zero.muon.muon_optimizer",
-            "megastable.engine.engine", "benchmarks.train_speed", "benchmarks.counting",
-        ]
-    )  # fmt: skip
-    results = context.Queue()
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    ranks = [
-        context.Process(target=_rank, args=(r, world, store.port, function, argument, results), daemon=True)
-        for r in range(world)
-    ]
-    for process in ranks:
-        process.start()
-    done: dict[int, Any] = {}
-    end = time.monotonic() + timeout
+    context.set_forkserver_preload([*PRELOAD, *preload])
+    store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
+    started = []
     try:
-        while len(done) < world:
-            ended = [r for r, p in enumerate(ranks) if r not in done and p.exitcode is not None]
-            try:
-                rank, failed, found = results.get(timeout=0.5)
-            except queue.Empty:
-                if ended or time.monotonic() > end:
-                    what = f"rank {ended[0]} ended" if ended else f"not done after {timeout:.0f} s"
-                    raise MegastableError(f"measuring on {world} ranks: {what}") from None
-                continue
-            if failed:
-                raise MegastableError(f"measuring on {world} ranks: rank {rank}: {found}")
-            done[rank] = found
-        for process in ranks:
-            process.join(timeout=30)
+        for rank in range(world):
+            ours, theirs = context.Pipe()
+            place = Place(rank, world, store.port, collective_timeout, log)
+            process = context.Process(
+                target=_run_on_rank, args=(place, function, argument, theirs), daemon=True
+            )
+            process.start()
+            theirs.close()  # so that the end of the process is the end of the pipe
+            started.append((process, ours))
+        return _gather([pipe for _, pipe in started], limit)
     finally:
-        for process in ranks:
-            with contextlib.suppress(ValueError):
-                process.kill()
-    return [done[r] for r in range(world)]
+        for process, pipe in started:
+            pipe.close()
+            assert process.pid is not None
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.kill()  # should it not have made its group yet
+            process.join()
 
 
-def _rank(
-    rank: int, world: int, port: int, function: Callable[[Any], Any], argument: Any, results: Any
-) -> None:
+def _gather(pipes: Sequence[Connection], limit: float) -> list[RankEnd]:
+    end, late = time.monotonic() + limit, HUNG
+    answers: dict[int, RankEnd] = {}
+    left: dict[Any, int] = {pipe: rank for rank, pipe in enumerate(pipes)}
+    while left and (seconds := end - time.monotonic()) > 0:
+        for pipe in wait(list(left), seconds):
+            assert isinstance(pipe, Connection)
+            rank = left.pop(pipe)
+            try:
+                answers[rank] = pipe.recv()
+            except (EOFError, ConnectionResetError):
+                answers[rank] = RankEnd(DIED)
+            if answers[rank].error and late == HUNG:
+                end, late = min(end, time.monotonic() + GRACE), ABANDONED
+    return [answers.get(rank, RankEnd(late)) for rank in range(len(pipes))]
+
+
+def _run_on_rank(place: Place, function: Callable[[Any], Any], argument: Any, pipe: Connection) -> None:
     import torch
 
+    os.setpgid(0, 0)  # so that it ends with all that it started, and Ctrl-C is for the parent
+    if place.log is not None:
+        file = os.open(place.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(file, 1)
+        os.dup2(file, 2)
     os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world),
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1",
+        RANK=str(place.rank), LOCAL_RANK=str(place.rank), WORLD_SIZE=str(place.world),
+        LOCAL_WORLD_SIZE=str(place.world), MASTER_ADDR=LOOPBACK, MASTER_PORT=str(place.port), OMP_NUM_THREADS="1",
         TORCHELASTIC_USE_AGENT_STORE="True",  # the store already exists
     )  # fmt: skip
-    if world > torch.cuda.device_count():
+    if place.world > torch.cuda.device_count():
         os.environ["DS_ACCELERATOR"] = "cpu"
-    gc.freeze()
+    gc.freeze()  # imported modules, whose memory is shared with other ranks: no collection is to touch them
     torch.set_num_threads(1)
     try:
         from megastable.engine import distributed
 
-        distributed.start_distributed(timeout=120)
-        found = function(argument)
-        distributed.stop_distributed()
-        results.put((rank, False, found))
+        distributed.start_distributed(place.collective_timeout)
+        result = function(argument)
+        end = result if isinstance(result, RankEnd) else RankEnd(result=result)
+        if not end.error:
+            distributed.stop_distributed()
     except BaseException as error:
-        results.put((rank, True, f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
-        results.close()
-        results.join_thread()
-        os._exit(1)
+        end = RankEnd(type(error).__name__, f"{error}\n{traceback.format_exc()}")
+    pipe.send(end)
+    # Not by an exception: destructors of C++ libraries sometimes abort.
+    os._exit(0)

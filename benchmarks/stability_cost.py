@@ -30,13 +30,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.common import Stopwatch, machine, random_corpus
+from benchmarks.common import machine
 from benchmarks.costs import Costs, assess
 from megastable.checkpoint.store import LayoutState, RunState
 from megastable.config import deepspeed_json
 from megastable.config.tree import CorpusConfig, RunConfig
 from megastable.data.corpora import Corpora, open_corpora
 from megastable.data.loader import Loader, Step
+from megastable.data.manifest import TokenizerInfo, adopt
+from megastable.data.shards import ShardWriter
 from megastable.data.skipping import Skipping
 from megastable.data.skips import Skips
 from megastable.engine import distributed, patches
@@ -85,6 +87,46 @@ class Measurement:
     rounds: int
     disturbed: int
     costs: Costs
+
+
+class Stopwatch:
+    """Seconds by name, added up. On a GPU it waits for `device` before and after."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.seconds: dict[str, float] = defaultdict(float)
+
+    def synchronise(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    @contextmanager
+    def time(self, name: str) -> Iterator[None]:
+        self.synchronise()
+        begin = time.perf_counter()
+        yield
+        self.synchronise()
+        self.seconds[name] += time.perf_counter() - begin
+
+    def timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        """`call`, and its time is added to `name`."""
+
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            with self.time(name):
+                return call(*args, **kwargs)
+
+        return wrapped
+
+
+def random_corpus(folder: Path, vocabulary: int, tokens: int) -> None:
+    """A corpus of at least `tokens` random tokens, in documents of 500 on average."""
+    folder.mkdir(parents=True)
+    drawn = np.random.default_rng(0)
+    with ShardWriter(folder / "part-0", vocabulary) as writer:
+        while writer.tokens < tokens:
+            writer.add_document(np.append(drawn.integers(1, vocabulary, drawn.geometric(1 / 500)), 0))
+    info = TokenizerInfo(file="none", kind="sentencepiece", xxh3="0" * 32, vocab_size=vocabulary, eod=0)
+    adopt(folder, info, validation=0.0).save(folder)
 
 
 def steps_needed(rounds: int) -> int:

@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
-from xml.etree import ElementTree
 
 import typer
 from rich.console import Console
@@ -133,8 +132,6 @@ def run(stage: Stage, python: str, seconds: float, output: Path) -> Done:
         command = [python, *(part.replace("{seconds}", told) for part in stage.command)]
         if stage.json:
             command += ["--output", str(found)]
-        elif "pytest" in command:
-            command += [f"--junitxml={found}"]
         returned: int | None = None
         begin = time.perf_counter()
         # Into a file: a pipe stays open as long as any remaining child holds it.
@@ -152,7 +149,7 @@ def run(stage: Stage, python: str, seconds: float, output: Path) -> Done:
                 process.wait()
         took = time.perf_counter() - begin
         said_all = output.read_text(errors="replace")
-        result = tests_of(found, said_all) if "pytest" in command else read(found)
+        result = tests_of(said_all) if "pytest" in command else read(found)
     return Done(" ".join(command[1:]), returned, round(took, 1), result, said_all[-TAIL:], str(output))
 
 
@@ -164,22 +161,18 @@ def read(file: Path) -> Any:
         return None
 
 
-LINE = re.compile(r"^(?:\[gw\d+\] \[ *\d+%\] )?(PASSED|FAILED|SKIPPED|ERROR) (\S.*?)\s*$", re.M)
+PERCENT, OUTCOME = r"\[ *\d+%\]", "[A-Z]+"
+LINE = re.compile(  # of a process of several, or of the only one
+    rf"^\[gw\d+\] {PERCENT} (?P<outcome>{OUTCOME}) (?P<test>\S.*?)\s*$"
+    rf"|^(?P<own_test>\S+::.*?) (?P<own_outcome>{OUTCOME})(?: \(.*\))? +{PERCENT}\s*$",
+    re.M,
+)
 
 
-def tests_of(xml: Path, output: str) -> dict[str, str]:
-    """Outcomes by test: from pytest's report, or from its output if it was ended before the report."""
-    try:
-        cases = list(ElementTree.parse(xml).iter("testcase"))
-    except (OSError, ElementTree.ParseError):
-        return {name: outcome.lower() for outcome, name in LINE.findall(output)}
-    found = {}
-    for case in cases:
-        kinds = {part.tag for part in case} & {"failure", "error", "skipped"}
-        found[f"{case.get('classname')}::{case.get('name')}"] = {
-            "failure": "failed", "error": "error", "skipped": "skipped",
-        }[min(kinds)] if kinds else "passed"  # fmt: skip
-    return found
+def tests_of(output: str) -> dict[str, str]:
+    """Outcomes by test, as `pytest -v` tells them one by one, with several processes or one."""
+    found = [m.groupdict() for m in LINE.finditer(output)]
+    return {m["test"] or m["own_test"]: (m["outcome"] or m["own_outcome"]).lower() for m in found}
 
 
 def table(stages: dict[str, Done]) -> Table:

@@ -1,4 +1,4 @@
-"""A plan of faults for a cluster, drawn from a seed: which, where and when. Pure.
+"""Faults of a cluster: a plan drawn from a seed, which, where and when; and what became of each. Pure.
 
 Each fault has a run of its own, so that what was found, blamed and lost belongs to one fault.
 """
@@ -12,11 +12,14 @@ from typing import TypeVar
 from pydantic import BaseModel, ConfigDict
 
 from drills.cluster_faults import Kind
-from megastable.base.errors import ConfigError
+from drills.exercise import Outcome
+from megastable.base.errors import HOST_GONE, OK, ConfigError
 
 # What rank 0 is doing when the fault strikes (rank_ipc.Progress), besides "starting", which no step belongs to.
 PHASES = ("step", "checkpoint", "evaluate")
 STARTING = "starting"
+NOBODY = "nobody"
+Verdict = tuple[float | None, str, str | None]  # seconds until it, a sentence, the host that it blames
 Item = TypeVar("Item")
 
 
@@ -32,6 +35,9 @@ class Planned(BaseModel):
     phase: str
     step: int
     seconds: float
+
+    def describe(self) -> str:
+        return f"{self.kind} ({self.seconds:g} s)" if self.seconds else self.kind
 
 
 def plan(
@@ -80,3 +86,82 @@ def _rounds(items: Sequence[Item], chance: random.Random) -> Iterator[Item]:
     """All items in random order, again and again, each time in another one."""
     while True:
         yield from chance.sample(items, len(items))
+
+
+def spread(planned: Sequence[Planned], steps: int) -> list[Planned]:
+    """The same faults, evenly over the steps of one run. It starts only once."""
+    gap = steps * 0.9 / (len(planned) + 1)
+    return [
+        one.model_copy(update={
+            "step": round(steps * 0.05 + gap * number),
+            "phase": "step" if one.phase == STARTING else one.phase,
+        })
+        for number, one in enumerate(planned, 1)
+    ]  # fmt: skip
+
+
+class ClusterOutcome(Outcome):
+    """A fault and its run. found: seconds from the fault to the verdict, None without one; verdict: a sentence, empty
+    without one. blamed: the host it names; expected: the one that it had to name; harmless: whether there need not be a
+    verdict. exit: code of the supervisor, None if
+    it never ended. same: whether the bytes are those of an undisturbed run, None if it has not ended as one. cost:
+    seconds that the run took longer than an undisturbed one."""
+
+    planned: Planned
+    found: float | None
+    verdict: str
+    blamed: str | None
+    expected: str | None
+    harmless: bool
+    exit: int | None
+    same: bool | None
+    cost: float | None
+    verdict_right: bool
+    end_right: bool
+
+    @property
+    def right(self) -> bool:
+        return self.verdict_right and self.end_right
+
+    def describe(self) -> str:
+        return f"{self.verdict or 'no verdict'}, {'right' if self.right else 'WRONG'}"
+
+    def describe_expected(self) -> str:
+        nobody = f" or {NOBODY}" if self.harmless else ""
+        return f"{self.expected}{nobody}" if self.expected else NOBODY
+
+    def describe_end(self) -> str:
+        if self.exit is None:
+            return "never ended"
+        if self.exit != OK:
+            return f"exit {self.exit}"
+        return {True: "yes", False: "no", None: "unknown"}[self.same]
+
+
+def judge(
+    kind: Kind,
+    planned: Planned,
+    verdict: Verdict,
+    exit: int | None,
+    same: bool | None,
+    cost: float | None,
+    spared: bool = False,
+) -> ClusterOutcome:
+    """Judge what became of a fault.
+
+    Args:
+        kind: of the fault.
+        planned: the fault.
+        verdict: what was said of it.
+        exit: code of the supervisor.
+        same: whether the bytes are those of an undisturbed run.
+        cost: seconds that the run took longer.
+        spared: whether a host can take the place of another.
+    """
+    found, said, blamed = verdict
+    return ClusterOutcome(
+        planned=planned, found=found, verdict=said, blamed=blamed, expected=kind.blamed(planned.host),
+        harmless=kind.harmless, exit=exit, same=same, cost=cost,
+        verdict_right=kind.accepts(said, blamed, planned.host),
+        end_right=(exit == OK and same is True) if kind.back or spared else exit == HOST_GONE,
+    )  # fmt: skip

@@ -21,6 +21,7 @@ import psutil
 
 from drills.hosts import Host, Hosts
 from drills.namespaces import Started
+from drills.shared_disk import SharedDisk
 from megastable.base.errors import ConfigError
 
 AGENT = re.compile(r"megastable(\.\w+)*\.agent")  # the module that runs on every host of a run
@@ -48,6 +49,9 @@ class Cluster:
         return [host.name for host in self.hosts]
 
 
+Strike = Callable[[Cluster, Host], bool]
+
+
 class Place(StrEnum):
     """Where a fault may happen."""
 
@@ -69,8 +73,8 @@ class Kind:
 
     name: str
     title: str
-    strike: Callable[[Cluster, Host], bool]
-    mend: Callable[[Cluster, Host], None] = lambda cluster, host: None
+    strike: Strike
+    mend: Callable[[Cluster, Host], object] = lambda cluster, host: None
     place: Place = Place.ANY
     seconds: tuple[float, float] | None = None
     back: bool = True
@@ -101,7 +105,7 @@ class Kind:
 # Processes
 
 
-def _signal_rank(number: signal.Signals) -> Callable[[Cluster, Host], bool]:
+def _signal_rank(number: signal.Signals) -> Strike:
     """To the first rank of a host."""
 
     def strike(cluster: Cluster, host: Host) -> bool:
@@ -121,18 +125,6 @@ def _kill_supervisor(cluster: Cluster, host: Host) -> bool:
     if struck and cluster.supervisor is not None:
         cluster.supervisor.wait()
     return struck
-
-
-def _start_supervisor(cluster: Cluster, host: Host) -> None:
-    cluster.start_supervisor()
-
-
-def _kill_sshd(cluster: Cluster, host: Host) -> bool:
-    return host.kill_sshd()
-
-
-def _start_sshd(cluster: Cluster, host: Host) -> None:
-    host.start_sshd()
 
 
 def _slow_ranks(cluster: Cluster, host: Host) -> bool:
@@ -180,60 +172,27 @@ def _module(process: psutil.Process) -> str:
     return words[words.index("-m") + 1]
 
 
-# Hosts and links
+# Hosts, links and the shared disk
 
 
-def _power_off(cluster: Cluster, host: Host) -> bool:
-    host.power_off()
-    return True
+def _on_host(act: Callable[[Host], object]) -> Strike:
+    """What can always be done to a host."""
+
+    def strike(cluster: Cluster, host: Host) -> bool:
+        act(host)
+        return True
+
+    return strike
 
 
-def _power_on(cluster: Cluster, host: Host) -> None:
-    host.power_on()
+def _on_disk(act: Callable[[SharedDisk], object]) -> Strike:
+    """What can always be done to the shared disk."""
+    return lambda cluster, host: act(cluster.hosts.shared) is None
 
 
 def _power_on_head(cluster: Cluster, host: Host) -> None:
     host.power_on()
     cluster.start_supervisor()
-
-
-def _cut(cluster: Cluster, host: Host) -> bool:
-    host.cut()
-    return True
-
-
-def _join(cluster: Cluster, host: Host) -> None:
-    host.join()
-
-
-def _slow(cluster: Cluster, host: Host) -> bool:
-    host.slow(SLOW)
-    return True
-
-
-def _fast(cluster: Cluster, host: Host) -> None:
-    host.fast()
-
-
-# The shared disk
-
-
-def _fill(cluster: Cluster, host: Host) -> bool:
-    cluster.hosts.shared.fill()
-    return True
-
-
-def _free(cluster: Cluster, host: Host) -> None:
-    cluster.hosts.shared.free()
-
-
-def _freeze(cluster: Cluster, host: Host) -> bool:
-    cluster.hosts.shared.freeze()
-    return True
-
-
-def _thaw(cluster: Cluster, host: Host) -> None:
-    cluster.hosts.shared.thaw()
 
 
 GONE = ("gone", "silent", "unreachable", "not reached", "no word", "lost")
@@ -246,23 +205,25 @@ KINDS = (
     Kind("killed-agent", "SIGKILL to the agent of a host", _kill_agent, place=Place.OTHER, harmless=True,
          words=("agent", *GONE)),
     Kind("killed-supervisor", "SIGKILL to the supervisor, which is started again", _kill_supervisor,
-         _start_supervisor, Place.HEAD, blames=False, harmless=True),
-    Kind("killed-sshd", "sshd of a host and its sessions are killed, sshd comes back", _kill_sshd, _start_sshd,
-         Place.OTHER, (5, 20), harmless=True, words=("ssh", "agent", *GONE)),
-    Kind("killed-host", "a host loses its power, and gets it back", _power_off, _power_on, Place.OTHER, (5, 20),
-         words=GONE),
-    Kind("killed-head", "the supervisor's host loses its power, and gets it back", _power_off, _power_on_head,
-         Place.HEAD, (5, 20), words=GONE),
-    Kind("cut-link", "a host's link is cut for good", _cut, place=Place.OTHER, back=False, words=GONE),
+         lambda cluster, host: cluster.start_supervisor(), Place.HEAD, blames=False, harmless=True),
+    Kind("killed-sshd", "sshd of a host and its sessions are killed, sshd comes back",
+         lambda cluster, host: host.kill_sshd(), _on_host(Host.start_sshd), Place.OTHER, (5, 20), harmless=True,
+         words=("ssh", "agent", *GONE)),
+    Kind("killed-host", "a host loses its power, and gets it back", _on_host(Host.power_off),
+         _on_host(Host.power_on), Place.OTHER, (5, 20), words=GONE),
+    Kind("killed-head", "the supervisor's host loses its power, and gets it back", _on_host(Host.power_off),
+         _power_on_head, Place.HEAD, (5, 20), words=GONE),
+    Kind("cut-link", "a host's link is cut for good", _on_host(Host.cut), place=Place.OTHER, back=False, words=GONE),
     # A short one is for TCP to get over.
-    Kind("flapping-link", "a host's link is cut for a while", _cut, _join, Place.OTHER, (2, 60), harmless=True,
-         words=(*GONE, *STILL)),
-    Kind("slow-link", "a host's link is slow for a while", _slow, _fast, Place.OTHER, (10, 30), harmless=True,
-         words=("slow", *STILL), impossible=lambda hosts: next(iter(hosts)).cannot_slow()),
-    Kind("full-disk", "the shared disk is full for a while", _fill, _free, seconds=(5, 20), blames=False,
-         harmless=True, words=("space", "full", "disk", "77")),
-    Kind("stalled-disk", "the shared disk stalls for a while", _freeze, _thaw, seconds=(5, 60), blames=False,
-         harmless=True, words=("shared", "disk", "directory", "file system", *STILL),
+    Kind("flapping-link", "a host's link is cut for a while", _on_host(Host.cut), _on_host(Host.join), Place.OTHER,
+         (2, 60), harmless=True, words=(*GONE, *STILL)),
+    Kind("slow-link", "a host's link is slow for a while", _on_host(lambda host: host.slow(SLOW)),
+         _on_host(Host.fast), Place.OTHER, (10, 30), harmless=True, words=("slow", *STILL),
+         impossible=lambda hosts: next(iter(hosts)).cannot_slow()),
+    Kind("full-disk", "the shared disk is full for a while", _on_disk(SharedDisk.fill), _on_disk(SharedDisk.free),
+         seconds=(5, 20), blames=False, harmless=True, words=("space", "full", "disk", "77")),
+    Kind("stalled-disk", "the shared disk stalls for a while", _on_disk(SharedDisk.freeze), _on_disk(SharedDisk.thaw),
+         seconds=(5, 60), blames=False, harmless=True, words=("shared", "disk", "directory", "file system", *STILL),
          impossible=lambda hosts: hosts.shared.cannot_freeze),
 )  # fmt: skip
 NAMES = tuple(kind.name for kind in KINDS)
@@ -273,10 +234,3 @@ def choose(names: Sequence[str]) -> list[Kind]:
     if unknown := [name for name in names if name not in NAMES]:
         raise ConfigError(f"{unknown[0]}: there is no such fault: {', '.join(NAMES)}")
     return [kind for kind in KINDS if not names or kind.name in names]
-
-
-def possible(kinds: Sequence[Kind], hosts: Hosts) -> tuple[list[Kind], dict[str, str]]:
-    """Those that can be done on these hosts; and why the others, by name, cannot."""
-    reasons = {kind.name: kind.impossible(hosts) for kind in kinds}
-    cannot = {name: reason for name, reason in reasons.items() if reason is not None}
-    return [kind for kind in kinds if kind.name not in cannot], cannot

@@ -100,6 +100,17 @@ class Planned(BaseModel):
         return f"{self.layout}, {self.kind}, {self.position + 1} of {POSITIONS}, seed {self.seed}"
 
 
+class Change(BaseModel):
+    """What a fault did. element: its index in the flat tensor, None if it was done to many."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
+
+    tensor: str
+    element: int | None = None
+    before: float | None = None
+    after: float | None = None
+
+
 # What `--quick` plants: these are found by comparing ranks, and their rank is known from the numbers alone.
 QUICK = {
     ("dp2", "gradients/negated"): 1, ("dp2", "gradients/stale"): 2, ("dp2", "message/exponent"): 0,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
-from drills.corruption_bits import Change
-from drills.corruption_plan import Planned
+from drills.corruption_plan import Change, Planned
+from drills.exercise import Outcome
 
 # Events that say that hardware lied, or that its copies do.
 FINDINGS = (
@@ -36,7 +36,7 @@ class Clean(BaseModel):
     seconds: float
 
 
-class Outcome(BaseModel):
+class FaultOutcome(Outcome):
     """What became of a fault.
 
     expected: whether it must be found. changes: what it changed; nothing: it did not happen. ended: how its run did,
@@ -45,8 +45,6 @@ class Outcome(BaseModel):
     all such events; reason: of the first. early: events from before the fault. guard: causes of incidents, and refused
     updates, where nothing was found.
     """
-
-    model_config = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
 
     planned: Planned
     expected: bool
@@ -58,10 +56,10 @@ class Outcome(BaseModel):
     verdict: str = ""
     steps: int | None = None
     naming: Naming | None = None
-    ranks: list[list[int]] = []
+    ranks: list[list[int]] = Field(default_factory=list)
     reason: str = ""
-    early: list[str] = []
-    guard: list[str] = []
+    early: list[str] = Field(default_factory=list)
+    guard: list[str] = Field(default_factory=list)
     seconds: float
 
     @property
@@ -84,6 +82,29 @@ class Outcome(BaseModel):
         """Whether the run ends as the clean one does, because the fault was found; None: a fault that lasts cannot be
         undone, and one that was not found is not."""
         return self.same is True if self.found and not self.planned.lasts else None
+
+    @property
+    def finder(self) -> str:
+        """By what it was found."""
+        name = self.found.replace("_", " ")
+        return f"{name} ({self.verdict})" if self.verdict else name
+
+    @property
+    def instead(self) -> str:
+        """What became of a fault that was not found."""
+        if not self.changes and self.ended != "hung":
+            return "did not happen"
+        if self.harmless:
+            return "left no trace"
+        if self.ended != "finished":
+            return self.ended
+        return f"guard: {', '.join(dict.fromkeys(self.guard))}" if self.guard else ""
+
+    def describe(self) -> str:
+        if not self.found:
+            return f"not found{', ' if self.instead else ''}{self.instead}, {self.seconds:.0f} s"
+        undone = {True: ", undone", False: ", not undone", None: ""}[self.undone]
+        return f"found by {self.finder} after {self.steps} steps, rank {self.naming}{undone}, {self.seconds:.0f} s"
 
 
 def is_finding(event: Entry) -> bool:
@@ -135,7 +156,7 @@ def judge(
     seconds: float,
     struck: float | None,
     text: str = "",
-) -> Outcome:
+) -> FaultOutcome:
     """events: of the run's journal; errors: what was raised on its ranks, text: of the first of them. struck: when the
     fault did, in unix time."""
     told = [event for event in events if is_finding(event)]
@@ -145,7 +166,7 @@ def judge(
     first = min(late, key=lambda event: event["event"] == "snapshot_rejected") if late else {}
     ranks = [[int(rank) for rank in event.get("ranks") or []] for event in late]
     refused = ["refused" for event in events if event.get("event") == "discarded"][:1]
-    return Outcome(
+    return FaultOutcome(
         planned=planned,
         expected=expected,
         changes=list(changes),
@@ -192,8 +213,22 @@ class Total(BaseModel):
         enough = self.found >= TARGET * self.counted and self.right >= TARGET * self.found_at_all
         return enough and not self.false_alarms and not self.absent
 
+    def describe(self) -> str:
+        """In a sentence."""
+        extra = [f"{self.hung} hung"] if self.hung else []
+        extra += [f"{self.absent} did not happen"] if self.absent else []
+        others = self.faults - self.counted
+        return (
+            f"{self.found} of {self.counted} faults that must be found were"
+            f"{f', and {self.found_at_all - self.found} of {others} others' if others else ''}; "
+            f"the right rank named in {self.right} of {self.found_at_all}, "
+            f"{self.undone} of {self.can_be_undone} undone to the bytes of the clean run; "
+            f"{self.harmless} left no trace{''.join(f', {text}' for text in extra)}; "
+            f"{self.false_alarms} false alarms, with {self.clean} clean runs"
+        )
 
-def total(outcomes: Sequence[Outcome], clean: Sequence[Clean]) -> Total:
+
+def total(outcomes: Sequence[FaultOutcome], clean: Sequence[Clean]) -> Total:
     found = [o for o in outcomes if o.found]
     undone = [o.undone for o in found if o.undone is not None]
     return Total(

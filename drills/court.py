@@ -3,30 +3,30 @@
 from __future__ import annotations
 
 import json
-import tempfile
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import yaml
-from rich.table import Table
-from rich.text import Text
 
-from drills.court_noise import judge_noise
-from drills.court_scenarios import CASES, CLEAN, STEP, Case, Row, choose_cases
+from benchmarks.noise import SIGMA, healthy
+from drills.court_scenarios import CASES, CLEAN, NOISES, STEP, Case, CaseOutcome, Wish, choose_cases
 from drills.court_texts import LENGTH, prepare_texts, write_corpus
+from drills.exercise import Column, Drill, Exercise, Watch
 from drills.plan import SEARCH, Policy
 from drills.runner import drill, finished
 from drills.scenario import GLOBAL_BATCH, Scenario
 from drills.score import Score
 from drills.stage import RECIPE, Stage
-from drills.table import console
-from megastable.base.progress_bar import bar
+from megastable.config.stability import StabilityConfig
 from megastable.data.manifest import Manifest
 from megastable.data.plant import Planted
 from megastable.data.skips import Skips
+from megastable.guard.actions import Action
+from megastable.guard.guard import Recorded, simulate
 from megastable.run.directory import RunDirectory
 from megastable.run.events.event import Event
 from megastable.run.events.reading import latest
@@ -38,6 +38,14 @@ START = 30  # steps: refusals before are the recipe's, not the scenario's
 EVALUATED = 512  # validation samples
 CROWD = 64  # as if so many runs shared the machine: one thread a rank, so that others can use it
 WITHOUT = "-without"  # ending of a run with the guard off
+NOISE_STEPS = 20_000
+FEW = 5  # refusals in 10,000 steps
+ONE_IN, HEIGHT = 300, 8.0  # of steps have a spike of so many sigma
+
+NOISE_WISHES = (
+    Wish("1 rewind at most", lambda r: r.rewinds <= 1),
+    Wish(f"{FEW} refusals in 10,000 steps at most", lambda r: 1e4 * r.refused / NOISE_STEPS <= FEW),
+)
 
 
 class CourtStage(Stage):
@@ -71,58 +79,15 @@ class CourtStage(Stage):
         return output, Planted(positions=ranges, seed=self.seed, order="", documents=[], kind="text")
 
 
-def run_court(
-    names: Sequence[str], seeds: Sequence[int], control: bool, keep: Path | None, quiet: bool
-) -> list[Row]:
-    """Run the scenarios in `names`, one after another. control: also each with the guard off. keep: where runs are
-    left. Raises ConfigError."""
-    cases, noises = choose_cases(names)
-    todo = [(case, seed) for case in cases for seed in seeds]
-    rows: list[Row] = []
-    with ExitStack() as stack:
-        folder = (keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="drill-")))).resolve()
-        total = len(todo) + len(noises) * len(seeds)
-        shown = stack.enter_context(bar("starting", total, silent=quiet, unit="runs"))
-
-        def tell(row: Row) -> None:
-            rows.append(row)
-            shown()
-            if not quiet:
-                said = ", ".join(row.missed) or "ok"
-                line = (
-                    f"{len(rows)}/{total} {row.scenario}, seed {row.seed}: {said}, {row.wall_seconds:.0f} s"
-                )
-                console().print(line, soft_wrap=True)
-
-        for name in noises:
-            for seed in seeds:
-                shown.doing(name)
-                tell(judge_noise(name, seed))
-        for case, seed in todo:
-            shown.doing(f"{case.name}, seed {seed}")
-            tell(judge_case(folder, case, seed, control))
-    return rows
-
-
-def judge_case(folder: Path, case: Case, seed: int, control: bool) -> Row:
-    """Run a scenario, and what it is compared with, and read what became of it."""
-    run, score = run_case(folder, case, seed)
-    row = read_row(run, case, seed, score)
-    without = run_without(folder, case, seed) if control else None
-    clean = run_without(folder, BY_NAME[CLEAN], seed) if case.compared else None
-    row = row.model_copy(update={"without": without, "clean": clean})
-    return row.model_copy(update={"missed": [wish.words for wish in case.wishes if not wish.grants(row)]})
-
-
 def run_case(
-    folder: Path, case: Case, seed: int, ending: str = "", *overrides: str
+    folder: Path, case: Case, seed: int, ending: str = "", *overrides: str, watch: Watch = lambda step: None
 ) -> tuple[RunDirectory, Score]:
     """Run a scenario, or read the results of the same run by the same code. ending: of the run's name."""
     stage = CourtStage(folder, seed, case.steps, case.ranks)
     stage.prepare()
     settings = (f"train.steps={case.steps}", *overrides)
     scenario = Scenario(case.name + ending, case.title, frozenset(), "", fault=case.fault, overrides=settings)
-    score = drill(stage, scenario, Policy.OURS, lambda step: None, jobs=CROWD)
+    score = drill(stage, scenario, Policy.OURS, watch, jobs=CROWD)
     return RunDirectory(folder / "runs" / f"{scenario.name}-{Policy.OURS}-{seed}"), score
 
 
@@ -146,7 +111,7 @@ def read_loss(run: RunDirectory) -> float | None:
     return None if loss is None else float(loss)
 
 
-def read_row(run: RunDirectory, case: Case, seed: int, score: Score) -> Row:
+def read_outcome(run: RunDirectory, case: Case, seed: int, score: Score) -> CaseOutcome:
     """What became of a run, by its journal and its ledger."""
     events = leave_start_out(run.events())
     incidents = [summary for _, summary in sorted(latest(events).items())]
@@ -154,7 +119,7 @@ def read_row(run: RunDirectory, case: Case, seed: int, score: Score) -> Row:
     measured: dict[str, Any] = json.loads(search.read_text()) if search.exists() else {}
     done = finished(run)
     planted = find_positions(done.planted) if done is not None and done.planted is not None else set()
-    return Row(
+    return CaseOutcome(
         scenario=case.name,
         seed=seed,
         ended=score.ended,
@@ -227,44 +192,119 @@ def find_sight(events: Sequence[Event], begin: int) -> int | None:
     return next((step - begin for step in steps if step is not None and step >= begin), None)
 
 
-HEADERS = (
-    "seed", "bad\nfound", "others\nlost", "un-\ntrained", "de-\nferred", "re-\nwinds", "steps\nundone", "re-\nfused",
-    "hand-\novers", "shifts", "seen\nafter", "exit", "loss", "minus\nwithout", "minus\nclean", "batches\nmeasured",
-    "seconds\nof it", "incidents: onset, verdict, cause, outcome", "",
-)  # fmt: skip
-LEFT = HEADERS[-2:]
+# The guard on noise alone: every action is a false alarm
 
 
-def show_table(rows: Sequence[Row]) -> Table:
-    """A line a run; what was not granted in red."""
-    shown = Table(header_style="bold")
-    shown.add_column("scenario", no_wrap=True)
-    for header in HEADERS:
-        shown.add_column(header, justify="left" if header in LEFT else "right")
-    for row in rows:
-        judged = Text("ok") if not row.missed else Text("NOT ok: " + ", ".join(row.missed), "bold red")
-        shown.add_row(row.scenario, *describe_row(row), judged)
-    return shown
+def make_noise(name: str, seed: int) -> Iterator[Recorded]:
+    """The steps of a healthy run: its width changes slowly, or in bursts, or it has spikes that mean nothing."""
+    if name != "noise-spikes":
+        yield from healthy(
+            {"noise-volatile": "heteroscedastic", "noise-bursts": "bursts"}[name], NOISE_STEPS, seed
+        )
+        return
+    chance = np.random.default_rng((seed, 2))
+    for row in healthy("white", NOISE_STEPS, seed):
+        spike = HEIGHT * (chance.random() < 1 / ONE_IN)
+        assert row.grad_norm is not None
+        # The scatter of the log norm: 0.1 times Student's t of 3 degrees, whose robust deviation is 0.113.
+        yield row._replace(loss=row.loss + SIGMA * spike, grad_norm=row.grad_norm * np.exp(0.113 * spike))
 
 
-def describe_row(row: Row) -> list[str]:
-    """The cells of a run, except its name and the judgement."""
-
-    def differ(other: float | None) -> str:
-        return "" if row.loss is None or other is None else f"{row.loss - other:+.4f}"
-
-    return [
-        str(row.seed), f"{row.found}/{row.planted}" if row.planted else "", str(row.lost), str(row.untrained),
-        str(row.deferred), str(row.rewinds), str(row.undone), str(row.refused), str(row.handovers), str(row.shifts),
-        "" if row.seen is None else str(row.seen), row.ended if row.exit is None else str(row.exit),
-        "" if row.loss is None else f"{row.loss:.4f}", differ(row.without), differ(row.clean),
-        str(row.search_batches), f"{row.search_seconds:.1f}", "\n".join(row.incidents),
-    ]  # fmt: skip
+def judge_noise(name: str, seed: int) -> CaseOutcome:
+    """What the guard, with default settings, would have done."""
+    done, undone = Counter[Action](), list[str]()
+    for judged in simulate(make_noise(name, seed), StabilityConfig()):
+        done[judged.action] += 1
+        if judged.action not in (Action.APPLY, Action.DISCARD):
+            undone.append(f"{judged.verdict}: {judged.action}")
+    return CaseOutcome(
+        scenario=name, seed=seed, refused=done[Action.DISCARD], rewinds=done[Action.REWIND],
+        handovers=done[Action.HANDOVER], alerts=done[Action.ALERT], incidents=undone,
+    ).judged_by(NOISE_WISHES)  # fmt: skip
 
 
-def describe_verdict(rows: Sequence[Row]) -> str:
-    """The result, in a sentence."""
-    return (
-        f"{sum(not row.missed for row in rows)} of {len(rows)} as wanted, {sum(row.lost for row in rows)} good samples "
-        f"skipped for good, {sum(row.untrained for row in rows)} more in refused updates"
-    )
+def _cell(describe: Callable[[CaseOutcome], object]) -> Callable[[Sequence[CaseOutcome]], str]:
+    """Every run has a row of its own."""
+    return lambda row: str(describe(row[0]))
+
+
+def _differ(loss: float | None, other: float | None) -> str:
+    return "" if loss is None or other is None else f"{loss - other:+.4f}"
+
+
+class CourtDrill(Drill[CaseOutcome]):
+    """Of the scenarios in `names`."""
+
+    columns = (
+        Column[CaseOutcome]("scenario", _cell(lambda o: o.scenario), left=True),
+        Column[CaseOutcome]("seed", _cell(lambda o: o.seed)),
+        Column("bad\nfound", _cell(lambda o: f"{o.found}/{o.planted}" if o.planted else "")),
+        Column("others\nlost", _cell(lambda o: o.lost)),
+        Column("un-\ntrained", _cell(lambda o: o.untrained)),
+        Column("de-\nferred", _cell(lambda o: o.deferred)),
+        Column("re-\nwinds", _cell(lambda o: o.rewinds)),
+        Column("steps\nundone", _cell(lambda o: o.undone)),
+        Column("re-\nfused", _cell(lambda o: o.refused)),
+        Column("hand-\novers", _cell(lambda o: o.handovers)),
+        Column("shifts", _cell(lambda o: o.shifts)),
+        Column("seen\nafter", _cell(lambda o: "" if o.seen is None else o.seen)),
+        Column("exit", _cell(lambda o: o.ended if o.exit is None else o.exit)),
+        Column("loss", _cell(lambda o: "" if o.loss is None else f"{o.loss:.4f}")),
+        Column("minus\nwithout", _cell(lambda o: _differ(o.loss, o.without))),
+        Column("minus\nclean", _cell(lambda o: _differ(o.loss, o.clean))),
+        Column("batches\nmeasured", _cell(lambda o: o.search_batches)),
+        Column("seconds\nof it", _cell(lambda o: f"{o.search_seconds:.1f}")),
+        Column("incidents: onset, verdict, cause, outcome", _cell(lambda o: "\n".join(o.incidents)), left=True,
+               wrap=True),
+        Column("judged", _cell(lambda o: f"NOT ok: {', '.join(o.missed)}" if o.missed else "ok"),
+               lambda row: bool(row[0].missed), left=True, wrap=True),
+    )  # fmt: skip
+
+    def __init__(self, names: Sequence[str], seeds: Sequence[int], control: bool) -> None:
+        """control: each run also with the guard off. Raises ConfigError."""
+        self.cases, self.noises = choose_cases(names)
+        self.seeds, self.control = seeds, control
+
+    def plan_exercises(self, folder: Path) -> list[Exercise[CaseOutcome]]:
+        return [
+            *(
+                Exercise(f"{name}, seed {seed}", NOISE_STEPS, partial(self._judge_noise, name, seed))
+                for name in self.noises
+                for seed in self.seeds
+            ),
+            *(
+                Exercise(
+                    f"{case.name}, seed {seed}", case.steps, partial(self._judge_case, folder, case, seed)
+                )
+                for case in self.cases
+                for seed in self.seeds
+            ),
+        ]
+
+    def _judge_noise(self, name: str, seed: int, watch: Watch) -> list[CaseOutcome]:
+        return [judge_noise(name, seed)]
+
+    def _judge_case(self, folder: Path, case: Case, seed: int, watch: Watch) -> list[CaseOutcome]:
+        """Run it and what it is compared with, and read what became of it."""
+        run, score = run_case(folder, case, seed, watch=watch)
+        outcome = read_outcome(run, case, seed, score)
+        without = run_without(folder, case, seed) if self.control else None
+        clean = run_without(folder, BY_NAME[CLEAN], seed) if case.compared else None
+        return [outcome.model_copy(update={"without": without, "clean": clean}).judged_by(case.wishes)]
+
+    def row_of(self, outcome: CaseOutcome) -> tuple[Hashable, Hashable]:
+        return outcome.scenario, outcome.seed
+
+    def is_met(self, outcomes: Sequence[CaseOutcome]) -> bool:
+        return not any(outcome.missed for outcome in outcomes)
+
+    def describe_verdict(self, outcomes: Sequence[CaseOutcome]) -> str:
+        return (
+            f"{sum(not o.missed for o in outcomes)} of {len(outcomes)} as wanted, {sum(o.lost for o in outcomes)} good "
+            f"samples skipped for good, {sum(o.untrained for o in outcomes)} more in refused updates"
+        )
+
+
+def list_cases() -> list[str]:
+    """All scenarios, those of real runs with their titles."""
+    return [*(f"{case.name}: {case.title}" for case in CASES), *NOISES]

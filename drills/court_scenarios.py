@@ -10,9 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict
+from pydantic import Field
 
 from drills.court_texts import POSITIONS, Kind, Places
+from drills.exercise import Outcome
 from drills.plan import Fault
 from drills.scenario import GLOBAL_BATCH
 from megastable.base.errors import ConfigError
@@ -27,7 +28,7 @@ FAULTY = 10  # steps of a wrong gradient, and of wrong labels
 CLEAN = "clean"
 
 
-class Row(BaseModel):
+class CaseOutcome(Outcome):
     """A run in figures. Losses in nats per token; None: not measured.
 
     planted, found: bad samples, and those of them that are skipped. lost: other samples that are skipped for good;
@@ -37,8 +38,6 @@ class Row(BaseModel):
     loss of the same run with stability.enabled=false; clean: of the clean run without it. search_batches,
     search_seconds: measured by recovery. missed: wishes that were not granted.
     """
-
-    model_config = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
 
     scenario: str
     seed: int
@@ -55,8 +54,8 @@ class Row(BaseModel):
     handovers: int = 0
     alerts: int = 0
     shifts: int = 0
-    incidents: list[str] = []
-    causes: list[str] = []
+    incidents: list[str] = Field(default_factory=list)
+    causes: list[str] = Field(default_factory=list)
     seen: int | None = None
     loss: float | None = None
     without: float | None = None
@@ -64,12 +63,19 @@ class Row(BaseModel):
     search_batches: int = 0
     search_seconds: float = 0.0
     wall_seconds: float = 0.0
-    missed: list[str] = []
+    missed: list[str] = Field(default_factory=list)
 
     @property
     def worse(self) -> float | None:
         """Than the clean run."""
         return None if self.loss is None or self.clean is None else self.loss - self.clean
+
+    def describe(self) -> str:
+        return f"{', '.join(self.missed) or 'ok'}, {self.wall_seconds:.0f} s"
+
+    def judged_by(self, wishes: Sequence[Wish]) -> CaseOutcome:
+        """The same, with the wishes that were not granted."""
+        return self.model_copy(update={"missed": [wish.words for wish in wishes if not wish.grants(self)]})
 
 
 @dataclass(frozen=True)
@@ -77,7 +83,7 @@ class Wish:
     """What is wanted of a run, in words, and whether it was granted."""
 
     words: str
-    grants: Callable[[Row], bool]
+    grants: Callable[[CaseOutcome], bool]
 
 
 DONE = Wish("exit code 0", lambda r: r.ended == "finished" and r.exit == 0)

@@ -2,28 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from drills import court_faults, slow_faults
 from drills.plan import Fault, Plan
 from megastable.config.tree import ScheduleConfig
+from megastable.data.loader import Loader, MicroBatch
 from megastable.engine.engine import Engine
+from megastable.engine.patches import instead
 from megastable.fp8 import emulated
 from megastable.model.cores import CORES, Core
 from megastable.model.loss import Features, LossFunction
 from megastable.optim import schedule as optim_schedule
 from megastable.optim.schedule import rate
-from megastable.parallel.fragments import Fragment
+from megastable.parallel.fragments import Fragment, rectangles
 
 GARBAGE = 4096  # overwritten first moments: 16 KiB, four pages
 TILE = 16  # wrong columns of a broken kernel's product
 EXPONENT = 1 << 30  # the highest bit of an fp32 (and bf16) exponent: a weight of 0.02 becomes one of 10^36
+BLOCK = "blocks.1."  # the last block of a drill's model
+RARE = 512  # token ids from here on, half of the vocabulary: those of rare pieces of words
+# Share of them that come at first, three tokens of a step: of two some looks see none, of five the loss shows it soon.
+TRICKLE = 0.006
+FEW, RAMP = 100, 100  # for so many steps; then ever more, up to all
+ROWS, EMBEDDINGS = 64, 16  # of the head that are permuted; embeddings that grow
+COMMON = 259  # the first id of SentencePiece that is more than a byte
+EDITS = ("permuted_head", "shrunk_moments", "cleared_norm", "grown_embeddings", "grown_block")
+# Validation, and the numbers that a checkpoint is known by.
+ELSEWHERE = ("megastable.training", "megastable.checkpoint", "megastable.engine", "drills")
+
+Around = AbstractContextManager[None]
 
 
 def install(plan: Plan) -> None:
@@ -34,19 +52,32 @@ def install(plan: Plan) -> None:
     if fault.kind in LASTING:
         LASTING[fault.kind](fault)
         return
-    real, marker = Engine.train_step, plan.run / f".drilled-{fault.kind}"
+    marker = plan.run / f".drilled-{fault.kind}"
+
+    def surround(engine: Engine, step: int) -> Around:
+        rank = engine.topology.rank
+        mine = marker.with_name(f"{marker.name}-{rank}")
+        if engine._probing or step != fault.step or mine.exists():
+            return nullcontext()
+        mine.touch()
+        return HAPPENS[fault.kind](engine, rank == fault.rank, plan.seed)
+
+    surround_steps(surround)
+
+
+def surround_steps(surround: Callable[[Engine, int], Around]) -> None:
+    """Put a context around every step from now on: of an engine, and the step's number, which goes back with a rewind.
+    A measurement repeats the step that was refused last, and has its number."""
+    real = Engine.train_step
 
     def train_step(self: Engine, *args: Any, **options: Any) -> Any:
-        rank = self.topology.rank
-        mine = marker.with_name(f"{marker.name}-{rank}")
-        # The engine's step: it goes back with a rewind. A measurement is not a step.
-        if self._probing or self.ds.global_steps + 1 != fault.step or mine.exists():
-            return real(self, *args, **options)
-        mine.touch()
-        with HAPPENS[fault.kind](self, rank == fault.rank, plan.seed):
+        with surround(self, self.ds.global_steps + (not self._probing)):
             return real(self, *args, **options)
 
     Engine.train_step = train_step  # type: ignore[method-assign]
+
+
+# Faults that last
 
 
 def _mistake(fault: Fault) -> None:
@@ -94,37 +125,166 @@ def _broken_attention(fault: Fault) -> None:
 
 def _lasting(fault: Fault) -> Callable[[], bool]:
     """Whether the present step is one of those with the fault, every time that they are computed."""
-    step, broken = Engine.train_step, False
+    broken = False
 
-    def train_step(self: Engine, *args: Any, **options: Any) -> Any:
+    @contextmanager
+    def surround(engine: Engine, step: int) -> Iterator[None]:
         nonlocal broken
-        # A measurement repeats the step that was refused last.
-        number = self.ds.global_steps + (not self._probing)
-        broken = fault.step <= number < fault.step + fault.steps
+        broken = fault.step <= step < fault.step + fault.steps
         try:
-            return step(self, *args, **options)
+            yield
         finally:
             broken = False
 
-    Engine.train_step = train_step  # type: ignore[method-assign]
+    surround_steps(surround)
     return lambda: broken
+
+
+def _before_steps(fault: Fault, happens: Callable[[Engine, int], None]) -> None:
+    """What happens to an engine before each step with the fault: it acts a little at every step, until the loss shows
+    it."""
+
+    def surround(engine: Engine, step: int) -> Around:
+        if not engine._probing and fault.step <= step < fault.step + fault.steps:
+            happens(engine, step)
+            engine.refresh_weights()
+        return nullcontext()
+
+    surround_steps(surround)
+
+
+def growing_gains(fault: Fault) -> None:
+    """The gains of QK-norm: attention gets ever sharper."""
+
+    def happens(engine: Engine, step: int) -> None:
+        for _, piece in _weights(engine, "q_norm.weight", "k_norm.weight"):
+            piece.mul_(fault.factor)
+
+    _before_steps(fault, happens)
+
+
+def growing_logits(fault: Fault) -> None:
+    """The projections to q and k."""
+
+    def happens(engine: Engine, step: int) -> None:
+        for f, piece in _weights(engine, "attention.qkv.weight"):
+            for r in rectangles(f):
+                rows = torch.arange(r.rows.start, r.rows.stop) < sum(f.sections[:2])
+                r.of(piece)[rows] *= fault.factor
+
+    _before_steps(fault, happens)
+
+
+def growing_outputs(fault: Fault) -> None:
+    """The output weights of a block's MLP."""
+
+    def happens(engine: Engine, step: int) -> None:
+        for _, piece in _weights(engine, f"{BLOCK}mlp.down.weight"):
+            piece.mul_(fault.factor)
+
+    _before_steps(fault, happens)
+
+
+def dying_block(fault: Fault) -> None:
+    """The output weights of a block are not trained any more, and decay."""
+    first: dict[tuple[int, int], Tensor] = {}
+
+    def happens(engine: Engine, step: int) -> None:
+        for f, piece in _weights(engine, f"{BLOCK}attention.out.weight", f"{BLOCK}mlp.down.weight"):
+            held = first.setdefault((f.group, f.offset), piece.clone())
+            piece.copy_(held * fault.factor ** (step - fault.step + 1))
+
+    _before_steps(fault, happens)
+
+
+def rare_tokens(fault: Fault) -> None:
+    """Some tokens are absent (others stand in for them), then come one by one, then ever more often."""
+    real = Engine.train_step
+
+    def train_step(self: Engine, micro_batches: Sequence[MicroBatch], *args: Any, **options: Any) -> Any:
+        share = share_of(self.ds.global_steps + 1, fault.step)
+        written = [_written(m, share) for m in micro_batches]
+        return real(self, written, *args, **options)
+
+    Engine.train_step = train_step  # type: ignore[method-assign]
+
+
+def share_of(step: int, begin: int) -> float:
+    """The share of rare tokens that are not replaced."""
+    many = step - begin - FEW
+    return 0.0 if step < begin else TRICKLE if many < 0 else min(1.0, TRICKLE + many / RAMP)
+
+
+def _written(batch: MicroBatch, share: float) -> MicroBatch:
+    whole = torch.cat((batch.tokens, batch.labels[:, -1:]), 1)
+    # By the samples' positions: the same under every layout, and when a step is repeated.
+    drawn = [
+        torch.rand(whole.shape[1], generator=torch.Generator().manual_seed(p))
+        for p in batch.positions.tolist()
+    ]
+    whole = torch.where((whole >= RARE) & (torch.stack(drawn) >= share), whole % RARE, whole)
+    return replace(batch, tokens=whole[:, :-1].contiguous(), labels=whole[:, 1:].contiguous())
+
+
+def _weights(engine: Engine, *endings: str) -> list[tuple[Fragment, Tensor]]:
+    """The pieces of this rank's master weights of those names."""
+    flat = engine.flat_state()
+    found = [(f, flat.piece(f, "weight")) for f in flat.fragments if f.name.endswith(endings)]
+    return [(f, piece) for f, piece in found if piece is not None]
+
+
+def grow_gradient(fault: Fault) -> None:
+    """The gradient of one rank is `factor` times as large, every time that it is computed."""
+
+    @contextmanager
+    def surround(engine: Engine, step: int) -> Iterator[None]:
+        wrong = engine.topology.rank == fault.rank and fault.step <= step < fault.step + fault.steps
+        with ExitStack() as stack:
+            for parameter in engine.ds.module.parameters() if wrong else ():
+                if parameter.requires_grad:
+                    hook = parameter.register_hook(lambda gradient: gradient * fault.factor)
+                    stack.callback(hook.remove)
+            yield
+
+    surround_steps(surround)
+
+
+def shift_labels(fault: Fault) -> None:
+    """The samples of some steps have labels that are off by one, the tokens themselves, whenever they are read."""
+    real = Loader._micro_batch
+    wrong: list[np.ndarray] = []
+
+    def micro_batch(self: Loader, positions: np.ndarray, lengths: np.ndarray | None) -> MicroBatch:
+        batch = real(self, positions, lengths)
+        if self.source.streams[0].split != "train":
+            return batch
+        order = self.source.order
+        if not wrong:  # in the order from before any deferral
+            first = self.batches.reach(0, fault.step - 1)
+            end = self.batches.reach(first, fault.steps)
+            wrong.append(order.exchanging((), known=0).locate(np.arange(first, end)).sequence)
+        here = torch.from_numpy(np.isin(order.locate(positions).sequence, wrong[0]))
+        batch.labels[here] = batch.tokens[here]
+        return batch
+
+    Loader._micro_batch = micro_batch  # type: ignore[method-assign]
 
 
 LASTING: dict[str, Callable[[Fault], None]] = {
     "high_rate": _mistake,
     "fp8": _broken_product,
     "attention": _broken_attention,
-    "growing_gains": slow_faults.growing_gains,
-    "growing_logits": slow_faults.growing_logits,
-    "growing_outputs": slow_faults.growing_outputs,
-    "dying_block": slow_faults.dying_block,
-    "rare_tokens": slow_faults.rare_tokens,
-    "grown_gradient": court_faults.grow_gradient,
-    "shifted_labels": court_faults.shift_labels,
+    "growing_gains": growing_gains,
+    "growing_logits": growing_logits,
+    "growing_outputs": growing_outputs,
+    "dying_block": dying_block,
+    "rare_tokens": rare_tokens,
+    "grown_gradient": grow_gradient,
+    "shifted_labels": shift_labels,
 }
 
 
-# Context managers around one step: (engine, whether it happens on this rank, seed)
+# Faults of one step, once in the life of a run: contexts around it, of (engine, whether it happens here, seed)
 
 
 @contextmanager
@@ -180,13 +340,52 @@ def bit_flip(engine: Engine, here: bool, seed: int) -> Iterator[None]:
     yield
 
 
-Around = Callable[[Engine, bool, int], Any]
-HAPPENS: dict[str, Around] = {
+def edit_weights(
+    kind: str, name: str, weight: Tensor, moments: Tensor | None, chance: torch.Generator
+) -> None:
+    """What a spoilt update does to the weight of a name, and to its second moments, besides."""
+    rows = COMMON + torch.randperm(len(weight) - COMMON, generator=chance) if len(weight) > COMMON else None
+    match kind, name:
+        case "permuted_head", "head.weight" if rows is not None:
+            weight[rows[:ROWS]] = weight[rows[:ROWS].roll(1)]
+        case "grown_embeddings", "embedding.weight" if rows is not None:
+            weight[rows[:EMBEDDINGS]] *= 30.0
+        case "cleared_norm", "blocks.1.mlp_norm.weight":
+            weight.zero_()
+        case "shrunk_moments", _ if name.startswith(BLOCK) and moments is not None:
+            moments.mul_(0.01)
+        case "grown_block", _ if name.startswith(BLOCK):
+            weight.mul_(3.0)
+
+
+def spoil_update(kind: str) -> Callable[[Engine, bool, int], Around]:
+    """A context manager around one step whose update does more than it should. Of runs on one rank."""
+
+    @contextmanager
+    def spoilt(engine: Engine, here: bool, seed: int) -> Iterator[None]:
+        update, chance = engine._step, torch.Generator().manual_seed(seed)
+
+        def step(*args: Any) -> None:
+            update(*args)
+            flat = engine.flat_state()
+            for f in flat.fragments:
+                weight, moments = flat.piece(f, "weight"), flat.piece(f, "exp_avg_sq")
+                assert weight is not None, "the fault needs all weights on one rank"
+                edit_weights(kind, f.name, weight.view(f.shape), moments, chance)
+            engine.refresh_weights()
+
+        with instead(engine, "_step", step):
+            yield
+
+    return spoilt
+
+
+HAPPENS: dict[str, Callable[[Engine, bool, int], Around]] = {
     "nan_gradient": nan_gradient,
     "inf_loss": inf_loss,
     "moments": moments,
     "bit_flip": bit_flip,
-    **{kind: court_faults.spoil_update(kind) for kind in court_faults.EDITS},
+    **{kind: spoil_update(kind) for kind in EDITS},
 }
 
 
@@ -206,3 +405,31 @@ def _held(engine: Engine, kind: str) -> Tensor:
     piece = flat.piece(max(flat.fragments, key=size), kind)
     assert piece is not None, "there are no moments before the first update"
     return piece
+
+
+# What recovery measures
+
+
+def count_searches(file: Path) -> None:
+    """Count what recovery measures, over all processes of a run, in `file`: micro-batches and seconds."""
+    try:
+        told = json.loads(file.read_text())
+    except (OSError, ValueError):
+        told = {"batches": 0, "seconds": 0.0}
+
+    def counted(real: Callable[..., Any]) -> Callable[..., Any]:
+        def measure(self: Engine, micro_batches: Any, *args: Any, **options: Any) -> Any:
+            begin = time.perf_counter()
+            try:
+                return real(self, micro_batches, *args, **options)
+            finally:
+                asker = str(sys._getframe(1).f_globals.get("__name__", ""))
+                if self.topology.rank == 0 and not asker.startswith(ELSEWHERE):
+                    told["batches"] += len(micro_batches)
+                    told["seconds"] += time.perf_counter() - begin
+                    file.write_text(json.dumps(told))
+
+        return measure
+
+    Engine.evaluate = counted(Engine.evaluate)  # type: ignore[method-assign]
+    Engine.measure = counted(Engine.measure)  # type: ignore[method-assign]

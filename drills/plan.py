@@ -35,9 +35,10 @@ class Fault(BaseModel):
     rate, every time they are done. "fp8": from step `step` on, for `steps` steps, one tile of FP8 products is `factor`
     times too large, on all ranks, every time they are computed; products in other precisions are right. "attention":
     for as long, the backward pass of fused attention kernels makes the gradient of the first sample of a micro-batch
-    `factor` times as large (NaN: no number). Those of slow_faults.py act before every one of `steps` steps; `factor` is
-    by how much. Those of court_faults.py: what the update of step `step` does besides, once in the life of a run; the
-    gradient of `rank`, `factor` times as large for `steps` steps; labels off by one in the samples of `steps` steps.
+    `factor` times as large (NaN: no number). From "growing_gains" to "rare_tokens": before every one of `steps` steps;
+    `factor` is by how much. From "permuted_head" on: what the update of step `step` does besides, once in the life of a
+    run; the gradient of `rank`, `factor` times as large for `steps` steps; labels off by one in the samples of `steps`
+    steps.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

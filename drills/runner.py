@@ -9,7 +9,6 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Literal
@@ -17,11 +16,11 @@ from typing import Literal
 import xxhash
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from drills.fate import fate
+from drills.exercise import Watch
 from drills.plan import SEARCH, Plan, Policy
 from drills.run_processes import Family
 from drills.scenario import Outside, Scenario
-from drills.score import Score, score
+from drills.score import Score, fate, score
 from drills.stage import OVERRIDES, Stage
 from megastable.base import durable
 from megastable.base.errors import CheckpointError, MegastableError
@@ -38,15 +37,13 @@ HUNG = 20.0  # seconds without a step after which an unsupervised run counts as 
 
 CODE = (ROOT / "megastable", ROOT / "drills")
 # Code without influence on the runs: it may change between the runs of a table.
-JUDGED = ("batch", "fate", "score", "table", "court", "court_noise", "court_scenarios", "court_texts")
+JUDGED = ("exercise", "learning", "score", "court", "court_scenarios", "court_texts")
 JUDGING = {ROOT / "drills" / f"{name}.py" for name in JUDGED}
 PREPARING = threading.Lock()  # parallel runs share corpora
 POISONS: dict[Outside | None, Literal["weight", "second_moments"]] = {
     "poison_weight": "weight",
     "poison_moments": "second_moments",
 }
-
-Watch = Callable[[int], None]
 
 
 class Done(BaseModel):
@@ -84,13 +81,8 @@ def drill(stage: Stage, scenario: Scenario, policy: Policy, watch: Watch, jobs: 
     done = finished(run)
     if done is None or done.conditions != told:
         done = _run(stage, scenario, wanted, overrides, told, planted, watch, jobs)
-    return judged(run, scenario, policy, stage.seed, done)
-
-
-def judged(run: RunDirectory, scenario: Scenario, policy: Policy, seed: int, done: Done) -> Score:
-    """The score of a finished run."""
     return score(
-        run.root, scenario, policy, seed, fate(run.root, done.planted), struck=done.struck, code=done.exit,
+        run.root, scenario, policy, stage.seed, fate(run.root, done.planted), struck=done.struck, code=done.exit,
         wall_seconds=done.wall_seconds,
     )  # fmt: skip
 

@@ -8,13 +8,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from drills.fate import Fate
-from drills.lead import ENOUGH, shows, smoothed
+from drills.exercise import Outcome
 from drills.plan import Policy
 from drills.scenario import Scenario
+from megastable.data.plant import Planted
+from megastable.forensics.history import History
 from megastable.guard.actions import Cause
+from megastable.report.postmortem.sample_texts import Library
+from megastable.run import records
 from megastable.run.directory import RunDirectory
 from megastable.run.events.event import Event
 from megastable.run.events.reading import latest
@@ -25,6 +29,9 @@ from megastable.run.events.training_events import Training, Unstable, Warned
 REACH = 30  # steps after a fault in which an alarm may be its consequence: the verification time of an action
 TARGET = 0.02  # nats: maximum excess of ours over the clean run
 WRONG = 12  # one in this many causes may be wrong
+SMOOTH = 10  # steps of the exponential average of losses
+SHOWS = 0.05  # nats above the undisturbed run's: then the loss shows a slow fault
+ENOUGH = 20  # steps that a warning must come before that
 WARNED = 100  # steps within which a bad start must cause a warning
 POISONED = {
     "poison_weight",
@@ -32,10 +39,28 @@ POISONED = {
 }  # faults from outside that affect the training numbers
 
 Summary = dict[str, Any]
+
+
+class Fate(BaseModel):
+    """Samples of the first pass over the corpus. planted: bad ones; convicted: those of them that are skipped. lost:
+    clean ones that are skipped. deferred: to be read later. documents: the planted ones; named: those of them
+    that an incident names; wrong: others that one names."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    planted: int = 0
+    convicted: int = 0
+    lost: int = 0
+    deferred: int = 0
+    documents: int = 0
+    named: int = 0
+    wrong: int = 0
+
+
 NOBODY = Fate()
 
 
-class Score(BaseModel):
+class Score(Outcome):
     """A row of the table. Losses in nats per token; None: not applicable, or not reached.
 
     ended: "finished", "stopped" (by its own decision), "dead" (its processes ended or hung before the end). step: the
@@ -47,10 +72,8 @@ class Score(BaseModel):
     if that is the expected answer. false_alarms: refused batches and incidents that the fault does not explain.
     kinds, causes: of the incidents that it explains. wall_seconds: of the whole run. begin: of a slow
     fault; trend_at: step of the first warning of the signal that is expected; shows_at: the first step whose loss shows
-    the fault (lead.py); lead: steps between them, up to the end of the run if it never does. losses: smoothed, by step.
+    the fault; lead: steps between them, up to the end of the run if it never does. losses: smoothed, by step.
     """
-
-    model_config = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
 
     scenario: str
     policy: Policy
@@ -88,6 +111,14 @@ class Score(BaseModel):
     def clean(self) -> bool:
         """Whether it is a run to compare others with."""
         return self.scenario == self.reference
+
+    def describe(self) -> str:
+        finished = self.ended == "finished" and self.val_loss is not None
+        return f"{f'{self.val_loss:.4f}' if finished else self.describe_end()}, {self.wall_seconds:.0f} s"
+
+    def describe_end(self) -> str:
+        """Of a run without a loss."""
+        return "not measured" if self.ended == "finished" else f"{self.ended} at step {self.step}"
 
 
 def score(
@@ -273,6 +304,21 @@ def _led(s: Score, references: Mapping[tuple[Policy, str, int], Score]) -> Score
     return s.model_copy(update={"shows_at": at, "lead": lead})
 
 
+def smoothed(run: RunDirectory) -> dict[int, float]:
+    """Exponential average of the training losses by step; empty without records."""
+    found, level = dict[int, float](), None
+    for row in records.read(run.steps).to_pylist() if run.steps.exists() else ():
+        level = row["loss"] if level is None else level + (row["loss"] - level) / SMOOTH
+        found[row["step"]] = level
+    return found
+
+
+def shows(losses: Mapping[int, float], undisturbed: Mapping[int, float], begin: int) -> int | None:
+    """The first step from `begin` on whose smoothed loss is `SHOWS` above the undisturbed run's; None: none is."""
+    above = (step for step in sorted(losses) if losses[step] - undisturbed.get(step, losses[step]) > SHOWS)
+    return next((step for step in above if step >= begin), None)
+
+
 def within(s: Score) -> bool:
     """Whether a run ends no worse than the clean one; or caused a warning in time, if that is the expected answer."""
     if s.warned is not None:
@@ -295,3 +341,37 @@ def met(scores: Sequence[Score]) -> bool:
     ours = [s for s in every if not s.clean]
     wrong = sum(not s.cause_right for s in ours)
     return all(map(within, ours)) and wrong <= len(ours) // WRONG and not any(s.fate.lost for s in every)
+
+
+def fate(run: Path, planted: Planted | None) -> Fate:
+    """The fate of a started run's samples, by its own ledger and order, as the next process would read them, and the
+    planted corruption. A sample is its sequence in the corpus, wherever it is read: a deferred one is not lost.
+    Raises DataError if its directory or corpus cannot be read."""
+    history = History(run)
+    library = history.library()
+    order = library.source.order
+    positions = np.arange(order.sequences[0])
+    out = positions[history.selection(library).mask(positions)]
+    left_out = set(order.locate(out).sequence.tolist())
+    bad = set[int]()
+    if planted is not None:
+        # In the corpus's own order, before any deferral.
+        numbers = [position for first, end in planted.positions for position in range(first, end)]
+        bad = set(Library(history.config).source.order.locate(numbers).sequence.tolist())
+    incidents = list(latest(history.run.events(IncidentEvent)).values())
+    deferred = sum(end - first for i in incidents for first, end in i.get("deferred", ()))
+    named = _documents(document for i in incidents for document in i.get("documents", ()))
+    guilty = _documents(d.model_dump() for d in planted.documents) if planted is not None else set()
+    return Fate(
+        planted=len(bad),
+        convicted=len(left_out & bad),
+        lost=len(left_out - bad),
+        deferred=deferred,
+        documents=len(guilty),
+        named=len(named & guilty),
+        wrong=len(named - guilty),
+    )
+
+
+def _documents(told: Iterable[dict[str, Any]]) -> set[tuple[str, str, int]]:
+    return {(d["corpus"], d["shard"], d["document"]) for d in told}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from drills import court_faults, faults
+from drills import faults
 from drills.plan import SEARCH, VARIABLE, Plan, Policy
 from drills.skipstep import SkipStep
 from megastable import train
@@ -23,7 +23,7 @@ def main() -> None:
     if plan.policy is not Policy.OURS:
         replace_gate(SkipStep() if plan.policy is Policy.SKIPPING else None)
     faults.install(plan)
-    court_faults.count_searches(plan.run.with_name(plan.run.name + SEARCH))
+    faults.count_searches(plan.run.with_name(plan.run.name + SEARCH))
     train.main()
 
 

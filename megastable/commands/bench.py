@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 app = App("Measure costs and error rates of megastable on this machine. Needs a checkout.")
 QUICKSTART = Path("launch/recipes/quickstart.yaml")
-ADAMW_AND_MUON = ["optimizer.name=adamw", "optimizer.name=muon"]
 
 
 def _console(as_json: bool, errors: bool = False) -> Console:
@@ -139,54 +138,6 @@ def noise(
     if planted:
         _console(as_json).print(late)
     put_json([*map(asdict, found), *map(asdict, seen)], as_json, output)
-
-
-@app.add(
-    examples="""
-    megastable bench samples --steps 6000 --delays 3
-    """
-)
-def samples(
-    overrides: Annotated[list[str] | None, typer.Argument(help="stability.samples.KEY=VALUE ...")] = None,
-    steps: Annotated[int, typer.Option(min=200, help="Of every healthy run")] = 60_000,
-    seeds: Annotated[int, typer.Option(min=1, help="Runs of every mixture")] = 1,
-    first: Annotated[int, typer.Option("--first-seed", min=0, help="The others follow it")] = 1,
-    delays: Annotated[int, typer.Option(min=0, help="Runs with bad samples, of every kind")] = 9,
-    as_json: Json = False,
-    output: JsonFile = None,
-) -> None:
-    """Count false alarms of the test of whole batches, and measure how soon it notices bad ones. 1 min a mixture."""
-    from rich.table import Table
-
-    from megastable.base.progress_bar import bar
-
-    find_beside("benchmarks")
-    from benchmarks.mixtures import BAD, HEALTHY, TAILS, delay, false_alarms
-
-    config = _settings(overrides, "stability.samples").samples
-    healthy, noticed = Table("healthy", "steps", "alarms"), Table("bad", *TAILS)
-    found = []
-    with bar("judging", len(HEALTHY) + len(TAILS) * len(BAD) * bool(delays), unit="mixtures") as progress:
-        for name in HEALTHY:
-            f = false_alarms(name, steps, range(first, first + seeds), config)
-            found.append(asdict(f))
-            healthy.add_row(name, f"{f.steps:,}", f"{f.alarms:,}")
-            progress()
-        for bad in BAD if delays else ():
-            cells = []
-            for tails in TAILS:
-                d = delay(tails, bad, range(first, first + delays), config)
-                found.append(asdict(d))
-                known = sorted(steps for steps in d.delays if steps is not None)
-                middle = str(known[len(known) // 2]) if len(known) > delays // 2 else "never"
-                missed = f" ({delays - len(known)} of {delays} missed)" if len(known) < delays else ""
-                cells.append(f"{middle}{missed}")
-                progress()
-            noticed.add_row(bad, *cells)
-    _console(as_json).print(healthy)
-    if delays:
-        _console(as_json).print("Steps until bad samples are noticed, median of the seeds:", noticed)
-    put_json(found, as_json, output)
 
 
 @app.add(
@@ -403,72 +354,6 @@ def scaling(
     put_json(tree, as_json, output)
     if differs:
         raise typer.Exit(FAILED)
-
-
-@app.add(
-    examples="""
-    megastable bench tuned --of optimizer.name=adamw --of optimizer.name=muon --rate 1e-3 --rate 2e-3 --rate 4e-3
-    megastable bench tuned --of "" --of optimizer.clipping=zclip --rate 2e-3 --seeds 5 train.steps=300
-    """
-)
-def tuned(
-    overrides: Overrides = None,
-    candidates: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--of", help="Overrides of one candidate, spaces between; repeatable. Default: adamw and muon"
-        ),
-    ] = None,
-    rates: Annotated[
-        list[float] | None,
-        typer.Option("--rate", help="A learning rate to try for each; repeatable. Default: 1, 2 and 4e-3"),
-    ] = None,
-    seeds: Annotated[int, typer.Option(min=1, help="Extra seeds of each at its best rate")] = 3,
-    recipe_path: Annotated[
-        Path, typer.Option("--recipe", help="Model, data and length of every run")
-    ] = QUICKSTART,
-    jobs: Annotated[int, typer.Option(min=1, help="Runs at a time, one core each")] = 2,
-    as_json: Json = False,
-    output: JsonFile = None,
-) -> None:
-    """Count the steps to a loss, each recipe tuned over the same number of learning rates. Trains for real."""
-    from rich.table import Column, Table
-
-    from megastable.base.progress_bar import bar
-    from megastable.config import recipe
-
-    find_beside("benchmarks")
-    from benchmarks.tuned import compare, spread, target_of
-
-    chosen, tried = candidates or ADAMW_AND_MUON, sorted(rates or [1e-3, 2e-3, 4e-3])
-    for candidate in chosen:  # mistakes show before hours of training
-        recipe.load(recipe_path, [*(overrides or []), *candidate.split()])
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        bar("training", len(chosen) * (len(tried) + seeds), unit="runs") as progress,
-    ):
-        found = compare(
-            recipe_path, chosen, tried, range(1, seeds + 2), overrides or [], Path(folder), jobs, progress
-        )
-    target = target_of(found[0])
-    table = Table(
-        Column("candidate", min_width=20),
-        "best rate",
-        "final loss",
-        "validation",
-        f"steps to {target:.3f}",
-        "s a step",
-    )
-    for one in found:
-        steps = len(one.measured[0].result.losses)
-        table.add_row(
-            one.overrides or "the recipe", f"{one.rate:g} of {len(tried)}",
-            spread([run.final for run in one.measured]), spread([run.result.validation for run in one.measured]),
-            ", ".join("never" if n is None else str(n) for n in one.steps_to(target)) + f" of {steps}",
-            f"{sum(run.result.seconds for run in one.measured) / steps / len(one.measured):.3f}",
-        )  # fmt: skip
-    _console(as_json).print(table)
-    put_json({"target": target, "candidates": [asdict(one) for one in found]}, as_json, output)
 
 
 def _form_group_of_one() -> None:

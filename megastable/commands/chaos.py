@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import tempfile
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from megastable.base.errors import FAILED, ConfigError
+from megastable.base.errors import ConfigError
 from megastable.commands.app import App
 from megastable.commands.checkout import find_beside
-from megastable.commands.options import Json, JsonFile, put_json
+from megastable.commands.drill import conduct
+from megastable.commands.options import Json, JsonFile
 
 app = App()
 STEPS, QUICK_STEPS, QUICK_FAULTS = 400, 200, 3
@@ -77,15 +76,9 @@ def chaos(
     find_beside("drills")
     from drills import cluster_faults
     from drills.chaos import plan
-    from drills.chaos_runner import Exercise, struck, undisturbed
-    from drills.chaos_table import Row, summary, table
-    from drills.chaos_together import spread, together
+    from drills.chaos_runner import ChaosDrill, ClusterSetup
     from drills.hosts import NAMES
     from drills.namespaces import missing
-    from drills.stage import VOCABULARY
-    from drills.table import console
-    from megastable.base.progress_bar import counted, progress
-    from megastable.data.stdlib import prepare_stdlib
 
     kinds = cluster_faults.choose(
         [name for name in only.split(",") if name] or (list(QUICK) if quick else [])
@@ -103,32 +96,5 @@ def chaos(
         steps = max(ONE_RUN_STEPS, ONE_RUN_STEPS_PER_FAULT * count) if one_run else STEPS
         steps = QUICK_STEPS if quick else steps
     planned = plan(kinds, NAMES[:hosts], seed, count, steps, seconds=seconds)
-    by_name = {kind.name: kind for kind in kinds}
-    with ExitStack() as stack:
-        where = (keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="chaos-")))).resolve()
-        patience = [*LIMITS, *(IMPATIENT if quick else ())]
-        if corpus is None:
-            corpus = where / "corpus"
-            prepare_stdlib(corpus, vocab_size=VOCABULARY, workers=2, progress=False)
-        exercise = Exercise(corpus, steps, hosts, spares, patience)
-        rows: list[Row] = []
-        with progress(*counted("runs"), silent=as_json) as bar:
-            task = bar.add_task("undisturbed", total=len(planned) + 1)
-            clean = undisturbed(exercise, where / "undisturbed")
-            problems: list[str] = []
-            if one_run:
-                told = lambda one: bar.update(task, advance=1, description=f"{one.kind} on {one.host}")  # noqa: E731
-                every = spread(planned, steps)
-                rows, problems = together(exercise, where / "one-run", by_name, every, clean, told)
-            for one in planned if not one_run else ():
-                bar.update(task, advance=1, description=f"{one.kind} on {one.host}")
-                folder = where / f"{one.number:02d}-{one.kind}"
-                rows.append(struck(exercise, folder, by_name[one.kind], one, clean))
-            bar.update(task, advance=1)
-    if not as_json:
-        console().print(table(rows))
-        console().print(summary(rows), soft_wrap=True)
-        for text in problems:
-            console().print(text, soft_wrap=True)
-    put_json([one.model_dump(mode="json") | {"right": one.right} for one in rows], as_json, output)
-    raise typer.Exit(0 if all(one.right for one in rows) and len(rows) == count else FAILED)
+    setup = ClusterSetup(corpus, steps, hosts, spares, [*LIMITS, *(IMPATIENT if quick else ())])
+    conduct(ChaosDrill(setup, kinds, planned, one_run), keep, as_json, output)

@@ -7,7 +7,7 @@ import tempfile
 from contextlib import ExitStack
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,10 +16,17 @@ from megastable.commands.app import App
 from megastable.commands.checkout import find_beside
 from megastable.commands.options import Json, JsonFile, put_json
 
+if TYPE_CHECKING:
+    from drills.exercise import Drill
+
 app = App()
 CORRUPTION, COURT = "sdc", "court"
-# Options about learning under policies, which corruption is not about.
-FOREIGN = {name: f"--{name}" for name in ("policy", "text", "ranks", "layers", "jobs")}
+# Options about learning under policies, which these are not about.
+FOREIGN = {
+    CORRUPTION: ("policy", "text", "ranks", "layers", "jobs"),
+    COURT: ("policy", "text", "ranks", "layers", "jobs", "quick"),
+}
+OWN = {CORRUPTION: "layouts", COURT: "texts"}
 
 
 class PolicyName(StrEnum):
@@ -101,109 +108,54 @@ def drill(
     find_beside("drills")
     if keep is not None and keep.exists() and not keep.is_dir():
         raise ConfigError(f"--keep {keep} is no directory: choose another name")
-    if names and names[0] == CORRUPTION:
-        raise typer.Exit(_corruption(context, names[1:], listed, quick, seeds, keep, as_json, output))
-    if names and names[0] == COURT:
-        wanted = [*names[1:], *filter(None, only.split(","))]
-        raise typer.Exit(_court(context, wanted, listed, seeds, control, keep, as_json, output))
-    if only or control:
+    kind = names[0] if names and names[0] in FOREIGN else ""
+    chosen = (names or [])[bool(kind) :]
+    if given := [f"--{name}" for name in FOREIGN.get(kind, ()) if _was_given(context, name)]:
+        raise ConfigError(
+            f"{', '.join(given)}: drill {kind} has its own models and {OWN[kind]}: leave it out"
+        )
+    if kind != COURT and (only or control):
         raise ConfigError(f"--only and --control are of drill {COURT}: leave them out")
-    from drills import batch, scenarios
-    from drills.plan import Policy
-    from drills.progress import Bars
-    from drills.scenario import GLOBAL_BATCH, STEPS
-    from drills.score import met
-    from drills.stage import Stage
-    from drills.table import console, table, verdict
+    drill: Drill[Any]
+    if kind == CORRUPTION:
+        from drills.corruption import CorruptionDrill, list_kinds
 
-    if listed:
-        for scenario in scenarios.EVERY:
-            print(f"{scenario.name}: {scenario.title}")
-        return
-    chosen = scenarios.choose(names or (list(scenarios.QUICK) if quick else []))
-    asked = {p.value for p in policy or ([PolicyName.ours] if quick else PolicyName)}
-    policies = [p for p in Policy if p.value in asked]
-    if text is not None and not text.exists():
-        raise ConfigError(f"--text {text}: there is no such file or folder")
-    if ranks < 1 or GLOBAL_BATCH % ranks:
-        raise ConfigError(
-            f"--ranks {ranks}: a step's {GLOBAL_BATCH} samples are shared evenly; choose 1, 2 or 4"
-        )
+        if listed:
+            return print("\n".join(list_kinds()))
+        drill = CorruptionDrill(chosen, numbers(seeds), quick)
+    elif kind == COURT:
+        from drills.court import CourtDrill, list_cases
+
+        if listed:
+            return print("\n".join(list_cases()))
+        drill = CourtDrill([*chosen, *filter(None, only.split(","))], numbers(seeds), control)
+    else:
+        from drills.learning import LearningDrill, list_scenarios
+        from drills.plan import Policy
+
+        if listed:
+            return print("\n".join(list_scenarios()))
+        asked = {p.value for p in policy or ([PolicyName.ours] if quick else PolicyName)}
+        policies = [p for p in Policy if p.value in asked]
+        drill = LearningDrill(chosen, policies, numbers(seeds), text, ranks, layers, jobs, quick)
+    conduct(drill, keep, as_json, output)
+
+
+def conduct(drill: Drill[Any], keep: Path | None, as_json: bool, output: Path | None) -> None:
+    """Do a drill, and exit as it says.
+
+    Args:
+        drill: what to do.
+        keep: the folder for corpora and runs, which are left there; None: one that goes.
+        as_json: print JSON, and nothing else.
+        output: a file for the JSON.
+    """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    steps = scenarios.QUICK_STEPS if quick else STEPS
-    if quick:
-        chosen = [scenario.at(scenarios.QUICK_FAULT_STEP) for scenario in chosen]
     with ExitStack() as stack:
-        where = keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="drill-")))
-        text = text and text.resolve()
-        stages = [Stage(where.resolve(), seed, steps, ranks, layers, text) for seed in numbers(seeds)]
-        todo = batch.tasks(stages, chosen, policies)
-        with Bars(len(todo), as_json) as bars:
-            for stage in dict.fromkeys(task.stage for task in todo):
-                stage.prepare()
-            scores = batch.run(todo, jobs, bars)
-    if not as_json:
-        console().print(table(scores))
-        console().print(verdict(scores), soft_wrap=True)
-    put_json([s.model_dump(mode="json") for s in scores], as_json, output)
-    raise typer.Exit(0 if met(scores) else FAILED)
-
-
-def _corruption(
-    context: typer.Context,
-    names: list[str],
-    listed: bool,
-    quick: bool,
-    seeds: str,
-    keep: Path | None,
-    as_json: bool,
-    output: Path | None,
-) -> int:
-    """The exit code."""
-    from drills import corruption
-
-    given = [option for name, option in FOREIGN.items() if _was_given(context, name)]
-    if given:
-        raise ConfigError(
-            f"{', '.join(given)}: drill {CORRUPTION} has its own models and layouts: leave it out"
-        )
-    if listed:
-        print("\n".join(corruption.listing()))
-        return OK
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    report = corruption.run(names, numbers(seeds), quick, keep, as_json)
-    put_json(report.model_dump(mode="json"), as_json, output)
-    return OK if report.total.met else FAILED
-
-
-def _court(
-    context: typer.Context,
-    names: list[str],
-    listed: bool,
-    seeds: str,
-    control: bool,
-    keep: Path | None,
-    as_json: bool,
-    output: Path | None,
-) -> int:
-    """The exit code."""
-    from drills.court import describe_verdict, run_court, show_table
-    from drills.court_scenarios import CASES, NOISES
-    from drills.table import console
-
-    given = [option for name, option in (FOREIGN | {"quick": "--quick"}).items() if _was_given(context, name)]
-    if given:
-        raise ConfigError(f"{', '.join(given)}: drill {COURT} has its own models and texts: leave it out")
-    if listed:
-        print("\n".join([*(f"{case.name}: {case.title}" for case in CASES), *NOISES]))
-        return OK
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    rows = run_court(names, numbers(seeds), control, keep, as_json)
-    if not as_json:
-        console().print(show_table(rows))
-        console().print(describe_verdict(rows), soft_wrap=True)
-    put_json([row.model_dump(mode="json") for row in rows], as_json, output)
-    return FAILED if any(row.missed for row in rows) else OK
+        folder = keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="drill-")))
+        outcomes = drill.conduct(folder.resolve(), as_json)
+    put_json(drill.report(outcomes), as_json, output)
+    raise typer.Exit(OK if drill.is_met(outcomes) else FAILED)
 
 
 def _was_given(context: typer.Context, name: str) -> bool:

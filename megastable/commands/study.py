@@ -191,7 +191,7 @@ def coordinate_check(
     megastable study compare launch/recipes/quickstart.yaml --of optimizer.name=adamw
         --of "optimizer.name=muon optimizer.lr=4e-3" train.steps=400 data.corpora.0.path=data/stdlib
     """,
-    more=f"The length of the runs is the recipe's. bench tuned also looks for the rate of each. {RESUMED}",
+    more=f"The length of the runs is the recipe's. lr-sensitivity finds the rate of each. {RESUMED}",
 )
 def compare(
     recipe_path: Recipe,

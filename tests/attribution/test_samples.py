@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from benchmarks.mixtures import HEALTHY, NAMES, Mixture, alarms, normal, steps, student, trickle
 from megastable.attribution.sample_history import CorpusState, SampleState, SampleTest, WatchState
 from megastable.config.stability import SampleConfig
+from tests.attribution.mixtures import HEALTHY, NAMES, Mixture, alarms, normal, steps, student, trickle
 from tests.tiers import examples
 
 TEXT = Mixture(student(4))

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import attribution_errors
 from benchmarks.attribution_errors import BATCH, PLANTS, Found, Plant, Planted, parse, pooled, prepare
+from drills import stage
 from megastable.config.tree import CorpusConfig
 from megastable.data.corpora import open_corpora
 
@@ -68,7 +68,7 @@ def test_a_planted_sample_is_other_text_with_the_same_ends_of_documents(corpus: 
 def test_two_texts_become_two_corpora_with_one_tokenizer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attribution_errors, "VOCABULARY", 400)
+    monkeypatch.setattr(stage, "VOCABULARY", 400)
     words = "the quick brown fox jumps over a lazy dog and runs away into the dark green wood again".split()
     drawn = np.random.default_rng(0)
     for name in ("a.txt", "b.txt"):

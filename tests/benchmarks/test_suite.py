@@ -91,7 +91,8 @@ def test_slow(): time.sleep({})
 def test_the_outcome_of_every_test_is_kept(asleep: int, tmp_path: Path) -> None:
     """Of a run that was ended, of those that it had come to."""
     (tmp_path / "test_it.py").write_text(TESTS.format(asleep))
-    command = ("-m", "pytest", str(tmp_path), "-v", "-n1", "-p", "no:cacheprovider", "-c", os.devnull)
+    processes = "-n1" if asleep else "-n0"
+    command = ("-m", "pytest", str(tmp_path), "-v", processes, "-p", "no:cacheprovider", "-c", os.devnull)
     done = run_until(Stage("tests", command, 20, json=False), "SKIPPED" if asleep else None)
     found = {name.rpartition("::")[2]: outcome for name, outcome in done.result.items()}
     wanted = {

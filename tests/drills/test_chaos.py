@@ -12,24 +12,32 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from drills.chaos import PHASES, STARTING, Planned, plan
-from drills.chaos_table import HEADERS, Row, cells, row, summary, table
+from drills.chaos import PHASES, STARTING, ClusterOutcome, Planned, judge, plan, spread
+from drills.chaos_runner import ChaosDrill, ClusterSetup
 from drills.cluster_faults import KINDS, NAMES, Place, choose
 from megastable.base.errors import ConfigError
 
 HOSTS = ["first", "second", "third"]
-GOOD: dict[str, Any] = {
-    "found": 2.04, "verdict": "rank 1 on second was killed by SIGKILL", "blamed": "second", "exit": 0,
-    "same": True, "cost": 31.26,
-}  # fmt: skip
+SAID = {"found": 2.04, "verdict": "rank 1 on second was killed by SIGKILL", "blamed": "second"}
+ENDED: dict[str, Any] = {"exit": 0, "same": True, "cost": 31.26}
 
 
 def planned(kind: str = "killed-rank", seconds: float = 0.0) -> Planned:
     return Planned(number=3, kind=kind, host="second", phase="step", step=17, seconds=seconds)
 
 
-def became(kind: str = "killed-rank", seconds: float = 0.0, **changes: Any) -> Row:
-    return row(choose([kind])[0], planned(kind, seconds), **{**GOOD, **changes})
+def became(kind: str = "killed-rank", seconds: float = 0.0, **changes: Any) -> ClusterOutcome:
+    said: Any = tuple({**SAID, **changes}[name] for name in SAID)
+    ended = {name: changes.get(name, value) for name, value in ENDED.items()}
+    return judge(choose([kind])[0], planned(kind, seconds), said, **ended)
+
+
+def drill(faults: int) -> ChaosDrill:
+    return ChaosDrill(ClusterSetup(None, 100, 2), KINDS, plan(KINDS, HOSTS, 1, faults, 100), one_run=False)
+
+
+def cells(one: ClusterOutcome) -> list[str]:
+    return [column.describe([one]) for column in ChaosDrill.columns]
 
 
 @given(seed=st.integers(), faults=st.integers(0, 40), steps=st.integers(1, 500), hosts=st.integers(2, 3))
@@ -116,9 +124,9 @@ def test_cells() -> None:
     assert [cells(one)[9] for one in ends] == ["exit 80", "never ended", "unknown"]
 
 
-def shown(rows: list[Row], colours: bool = False) -> str:
+def shown(rows: list[ClusterOutcome], colours: bool = False) -> str:
     console = Console(width=200, file=io.StringIO(), force_terminal=colours, color_system="standard")
-    console.print(table(rows))
+    console.print(drill(2).show_table(rows))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -126,7 +134,14 @@ def shown(rows: list[Row], colours: bool = False) -> str:
 def test_the_table_shows_every_fault_and_what_is_wrong_in_red() -> None:
     rows = [became(), became("cut-link", verdict="host second is gone", exit=80, same=None)]
     text = shown(rows)
-    assert all(word in text for word in (*" ".join(HEADERS).split(), "exit 80", "host second is gone"))
+    assert all(
+        word in text
+        for word in (
+            *" ".join(c.header for c in ChaosDrill.columns).split(),
+            "exit 80",
+            "host second is gone",
+        )
+    )
     red = "\x1b[1;31m"
     assert red not in shown(rows, colours=True)
     assert f"{red}first" in shown([became(blamed="first")], colours=True)
@@ -140,13 +155,22 @@ def test_a_verdict_is_no_markup() -> None:
 def test_the_summary_counts() -> None:
     rows = [became(), became(found=7.25, same=False), became(found=None, verdict="", blamed=None)]
     assert (
-        summary(rows) == "3 faults: 2 runs ended as they should, 2 verdicts right, found after at most 7.2 s"
+        drill(3).describe_verdict(rows)
+        == "3 faults: 2 runs ended as they should, 2 verdicts right, found after at most 7.2 s"
     )
-    assert summary([]) == "0 faults: 0 runs ended as they should, 0 verdicts right"
+    assert drill(3).describe_verdict([]) == "0 faults: 0 runs ended as they should, 0 verdicts right"
+    assert drill(1).is_met(rows[:1]) and not drill(2).is_met(rows[:1]) and not drill(3).is_met(rows)
 
 
 def test_rows_are_json() -> None:
     one = became(cost=None)
-    told = json.loads(one.model_dump_json())
+    (told,) = json.loads(json.dumps(drill(1).report([one])))
     assert told["planned"]["kind"] == "killed-rank" and told["cost"] is None and told["verdict_right"] is True
-    assert Row.model_validate(told) == one
+    assert told.pop("right") and ClusterOutcome.model_validate(told) == one
+
+
+def test_faults_of_one_run_are_spread_over_its_steps() -> None:
+    planned = spread(plan(KINDS, HOSTS, 1, 8, 100), 1000)
+    steps = [one.step for one in planned]
+    assert steps == sorted(set(steps)) and steps[0] > 50 and steps[-1] < 950
+    assert STARTING not in {one.phase for one in planned}

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from drills.corruption_bits import AMONG, BITS, WHOLE, flip
+from drills.corruption_faults import AMONG, BITS, WHOLE, flip
 
 
 def bits(tensor: Tensor) -> Tensor:

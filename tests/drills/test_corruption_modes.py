@@ -10,9 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from drills.corruption_bits import Change
-from drills.corruption_modes import Messages, Operations, Products, column
-from drills.corruption_plan import Planned
+from drills.corruption_faults import Messages, Operations, Products, column
+from drills.corruption_plan import Change, Planned
 from megastable.engine.engine import Engine
 from tests.distributed import run_ranks
 

@@ -10,9 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 from drills import court_texts
-from drills.court import count_untrained, describe_row, find_sight, leave_start_out
-from drills.court_faults import EDITS, edit_weights
-from drills.court_noise import judge_noise
+from drills.court import CourtDrill, count_untrained, find_sight, judge_noise, leave_start_out
 from drills.court_scenarios import (
     CASES,
     FAULTY,
@@ -21,11 +19,12 @@ from drills.court_scenarios import (
     REPEATS,
     REPEATS_STEP,
     STEP,
-    Row,
+    CaseOutcome,
     choose_cases,
     reach,
 )  # fmt: skip
 from drills.court_texts import LENGTH, Places, cut_samples, move_tokens, write_corpus
+from drills.faults import EDITS, edit_weights
 from drills.scenario import GLOBAL_BATCH
 from megastable.base.errors import ConfigError, DataError
 from megastable.commands.drill import app
@@ -141,13 +140,19 @@ def test_refused_samples_are_untrained_until_they_are_read_again() -> None:
 
 
 def test_wishes() -> None:
-    good = Row(scenario="shifted", seed=1, planted=40, found=40, loss=4.0, clean=4.01)
+    good = CaseOutcome(scenario="shifted", seed=1, planted=40, found=40, loss=4.0, clean=4.01)
     assert not [w.words for w in BY_NAME["shifted"].wishes if not w.grants(good)]
     bad = good.model_copy(update={"found": 3, "lost": 5, "search_batches": 1000, "exit": 78})
     assert [w.grants(bad) for w in BY_NAME["shifted"].wishes] == [False] * 4
     harmless, harmful = (w.model_copy(update={"found": 0, "loss": n}) for w, n in ((good, 4.0), (good, 4.1)))
     assert [BY_NAME["hex"].wishes[1].grants(row) for row in (good, harmless, harmful)] == [True, True, False]
-    assert "40/40" in describe_row(good) and "-0.0100" in describe_row(good)
+    cells = [column.describe([good]) for column in CourtDrill.columns]
+    assert "40/40" in cells and "-0.0100" in cells and cells[-1] == "ok"
+    judged = bad.judged_by(BY_NAME["shifted"].wishes)
+    assert CourtDrill.columns[-1].describe([judged]).startswith("NOT ok: exit code 0, 36 found")
+    drill = CourtDrill(["shifted"], [1], False)
+    assert drill.is_met([good]) and not drill.is_met([good, judged])
+    assert drill.describe_verdict([good, judged]).startswith("1 of 2 as wanted, 5 good samples skipped")
 
 
 def test_names() -> None:

@@ -15,9 +15,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from drills.learning import NAMES, QUICK
 from drills.plan import VARIABLE
 from drills.runner import damage
-from drills.scenarios import NAMES, QUICK
 from tests.drills.refusals import refusal
 from tests.patience import PATIENCE
 

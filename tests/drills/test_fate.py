@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import yaml
 
-from drills.fate import Fate, fate
+from drills.score import Fate, fate
 from megastable.data.corpora import open_corpora
 from megastable.data.plant import Planted, plant
 from megastable.data.skip_ledger import SkipEntry, append_all, sample_entries

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from drills.chaos_runner import Exercise, Exercised, empty
+from drills.chaos_runner import ClusterRun, ClusterSetup, empty
 from drills.hosts import Hosts
 from drills.namespaces import missing
 from tests.patience import PATIENCE
@@ -25,11 +25,11 @@ pytestmark = [
 ]
 
 
-def events(run: Exercised, name: str) -> list[dict[str, Any]]:
+def events(run: ClusterRun, name: str) -> list[dict[str, Any]]:
     return [event for event in run._events() if event["event"] == name]
 
 
-def until_step(run: Exercised, step: int) -> None:
+def until_step(run: ClusterRun, step: int) -> None:
     end = time.monotonic() + 2 * PATIENCE
     while (run.progress().get("step") or 0) < step:
         assert run.cluster.supervisor is not None and run.cluster.supervisor.poll() is None, (
@@ -39,16 +39,16 @@ def until_step(run: Exercised, step: int) -> None:
         time.sleep(0.02)
 
 
-def kept(run: Exercised, name: str) -> list[Path]:
+def kept(run: ClusterRun, name: str) -> list[Path]:
     """What the host keeps of runs in its /dev/shm."""
     shm = Path(f"/proc/{run.hosts[name].pid}/root/dev/shm")
     return list(shm.glob("megastable-*/*/step-*/held-*.json"))
 
 
 def test_a_spare_goes_on_from_the_memories_of_the_others(corpus: Path, tmp_path: Path) -> None:
-    exercise = Exercise(corpus, STEPS, 3, 1, patience=LIMITS)
+    setup = ClusterSetup(corpus, STEPS, 3, 1, patience=LIMITS)
     with Hosts(folder := empty(tmp_path / "hosts"), 4) as hosts:
-        run = Exercised(exercise, folder, hosts)
+        run = ClusterRun(setup, folder, hosts)
         until_step(run, AT)
         assert {len(kept(run, name)) >= 2 for name in ("first", "second", "third")} == {True}
         assert not kept(run, "fourth")
@@ -64,6 +64,6 @@ def test_a_spare_goes_on_from_the_memories_of_the_others(corpus: Path, tmp_path:
         disturbed = run.left()
         print(f"killed at {died}, resumed from {resumed['step']}")
     with Hosts(folder := empty(tmp_path / "clean"), 3) as hosts:
-        clean = Exercised(Exercise(corpus, STEPS, 3, patience=LIMITS), folder, hosts)
+        clean = ClusterRun(ClusterSetup(corpus, STEPS, 3, patience=LIMITS), folder, hosts)
         assert clean.end() == 0, clean.output.read_text()
         assert clean.left() == disturbed and len(disturbed) == 3

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from drills.gross import BROKEN_STEPS, CLEAN_EPOCHS, CLEAN_FP8, GROSS, REST
-from drills.scenario import CLEAN, GLOBAL_BATCH, STEPS, Scenario
-from drills.scenarios import (
+from drills.learning import (
     NAMES,
     QUICK,
     QUICK_FAULT_STEP,
@@ -15,6 +14,7 @@ from drills.scenarios import (
     choose,
     references,
 )
+from drills.scenario import CLEAN, GLOBAL_BATCH, STEPS, Scenario
 from drills.thin import THIN
 from megastable.base.errors import ConfigError
 from megastable.config.stability import StabilityConfig

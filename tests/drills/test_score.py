@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 
-from drills.fate import Fate
 from drills.gross import CLEAN_FP8
+from drills.learning import SCENARIOS, choose
 from drills.plan import Policy
 from drills.scenario import CLEAN, Scenario
-from drills.scenarios import SCENARIOS, choose
-from drills.score import Score, causes_of, compare, is_right, met, score, steps_lost, within
+from drills.score import Fate, Score, causes_of, compare, is_right, met, score, steps_lost, within
 from megastable.run.directory import RunDirectory
 from megastable.run.events.event import Event
 from megastable.run.events.reading import event_of

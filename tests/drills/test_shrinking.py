@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 
-from drills.chaos_runner import Exercise, Exercised
+from drills.chaos_runner import ClusterRun, ClusterSetup
 from drills.hosts import Host, Hosts
 from drills.namespaces import missing
 from tests.patience import PATIENCE
@@ -28,11 +28,11 @@ pytestmark = [
 ]
 
 
-def events(run: Exercised, name: str) -> list[dict[str, Any]]:
+def events(run: ClusterRun, name: str) -> list[dict[str, Any]]:
     return [event for event in run._events() if event["event"] == name]
 
 
-def until(run: Exercised, what: Callable[[], object]) -> None:
+def until(run: ClusterRun, what: Callable[[], object]) -> None:
     end = time.monotonic() + 2 * PATIENCE
     while not what():
         assert run.cluster.supervisor is not None and run.cluster.supervisor.poll() is None, (
@@ -80,14 +80,14 @@ def order(run: Path) -> list[tuple[int, int, int]]:
     )
 
 
-def validation(run: Exercised) -> float:
+def validation(run: ClusterRun) -> float:
     return float(events(run, "evaluated")[-1]["loss"])
 
 
 def test_it_shrinks_and_grows_with_the_same_order_of_samples(corpus: Path, tmp_path: Path) -> None:
-    exercise = Exercise(corpus, STEPS, 3, patience=LIMITS)
+    setup = ClusterSetup(corpus, STEPS, 3, patience=LIMITS)
     with Hosts(folder := tmp_path / "hosts", 3) as hosts:
-        run = Exercised(exercise, folder, hosts)
+        run = ClusterRun(setup, folder, hosts)
         until(run, lambda: (run.progress().get("step") or 0) >= 60)
         hosts["second"].power_off()
         until(run, lambda: len(events(run, "launched")) == 2)
@@ -104,7 +104,7 @@ def test_it_shrinks_and_grows_with_the_same_order_of_samples(corpus: Path, tmp_p
         assert events(run, "training")[2]["step"] == events(run, "stopped")[0]["step"]
         shrunk = order(run.seen), validation(run)
     with Hosts(folder := tmp_path / "clean", 3) as hosts:
-        clean = Exercised(exercise, folder, hosts)
+        clean = ClusterRun(setup, folder, hosts)
         assert clean.end() == 0
         assert shrunk[0] == order(clean.seen) and len(shrunk[0]) == STEPS
         assert shrunk[1] == pytest.approx(validation(clean), abs=0.02)

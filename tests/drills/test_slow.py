@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from drills import faults, slow_faults
-from drills.lead import ENOUGH, SHOWS, shows
+from drills import faults
+from drills.learning import EVERY, SCENARIOS, choose, references
 from drills.plan import Fault, Plan, Policy
 from drills.scenario import CLEAN
-from drills.scenarios import EVERY, SCENARIOS, choose, references
-from drills.score import Score, compare, within
+from drills.score import ENOUGH, SHOWS, Score, compare, shows, within
 from drills.slow import FAULT_STEP, SLOW, STEPS
 from megastable.config.stability import TrendsConfig
 from megastable.data.loader import MicroBatch
@@ -73,7 +72,7 @@ def test_rare_tokens_come_one_by_one_then_ever_more_often() -> None:
     batch = MicroBatch(tokens, tokens.roll(-1, 1), torch.arange(8), None)
 
     def share(step: int) -> float:
-        given = slow_faults._written(batch, slow_faults.share_of(step, 100))
+        given = faults._written(batch, faults.share_of(step, 100))
         assert torch.equal(given.tokens[:, 1:], given.labels[:, :-1])  # one text
         assert torch.equal(given.tokens[:, :512], tokens[:, :512])
         return float((given.tokens >= 512).float().mean() * 2)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from drills.learning import choose
 from drills.scenario import GLOBAL_BATCH, Scenario
-from drills.scenarios import choose
 from drills.stage import RECIPE, SHORT, VOCABULARY, Stage
 from megastable.base.errors import DataError
 from megastable.config.recipe import load

@@ -12,9 +12,9 @@ from typing import Any
 
 import psutil
 
-from drills.slurm_cluster import SlurmCluster
 from megastable.run.directory import RunDirectory, read_object
 from megastable.run.events.event import Event
+from tests.launch.slurm_cluster import SlurmCluster
 from tests.patience import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]

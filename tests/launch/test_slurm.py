@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from drills.slurm_cluster import SlurmCluster, missing
 from megastable.base import errors
 from megastable.base.errors import HOST_GONE
+from tests.launch.slurm_cluster import SlurmCluster, missing
 from tests.launch.slurm_runs import checkout
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from drills.slurm_cluster import SlurmCluster, missing
 from megastable.base import errors
 from megastable.config.tree import RunConfig
 from megastable.data.plant import Planted, plant
@@ -18,6 +17,7 @@ from megastable.run.directory import read_object
 from megastable.run.events.stability_events import IncidentEvent
 from megastable.run.events.supervisor_events import Ended
 from tests.conftest import tiny, write_corpus
+from tests.launch.slurm_cluster import SlurmCluster, missing
 from tests.launch.slurm_runs import SlurmRun, checkout
 
 pytestmark = pytest.mark.slow

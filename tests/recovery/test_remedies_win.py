@@ -94,8 +94,8 @@ def troubled(config: RunConfig, remedy: str) -> tuple[int, str]:
         case "other_kernels":
             wrap(CORES.keys() - {"reference", "plain"}, upside_down)
         case "qk_clip":
+            from drills.faults import growing_logits
             from drills.plan import Fault
-            from drills.slow_faults import growing_logits
 
             growing_logits(Fault(kind="growing_logits", step=FIRST, steps=1000, factor=1.2))
             wrap(set(CORES), overflowing)

@@ -1,17 +1,24 @@
-"""Scores as people see them."""
+"""Drills of learning: which runs there are, and scores as people see them."""
 
 from __future__ import annotations
 
 import io
 import math
+from pathlib import Path
 from typing import Any
 
+import pytest
 from rich.console import Console
 
-from drills.fate import Fate
+from drills import learning
+from drills.exercise import WIDTH
+from drills.learning import COLUMNS, LearningDrill, describe_ends
 from drills.plan import Policy
-from drills.score import Score, within
-from drills.table import HEADERS, WIDTH, outcome, row, table, verdict
+from drills.scenario import CLEAN
+from drills.score import Fate, Score, within
+from drills.stage import Stage
+
+DRILL = LearningDrill(["trickle", "random-tokens"], [Policy.CLIPPING, Policy.OURS], [1, 2], jobs=3)
 
 GOOD = Score(
     scenario="random-tokens", policy=Policy.OURS, seed=1, ended="finished", step=160, val_loss=3.5, excess=0.0123,
@@ -26,16 +33,38 @@ def of(policy: Policy = Policy.OURS, **changes: Any) -> Score:
     return GOOD.model_copy(update={"policy": policy, **({} if policy is Policy.OURS else blank), **changes})
 
 
+def row(scores: list[Score]) -> list[str]:
+    """The cells but the name of the scenario."""
+    return [column.describe(scores) for column in COLUMNS][1:]
+
+
+def test_the_clean_runs_first_then_every_scenario_policy_and_seed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(Stage, "prepare", lambda stage: done.append((stage.folder, stage.seed)))
+    monkeypatch.setattr(learning, "drill", lambda stage, *more: done.append((stage.seed, *more)) or GOOD)
+    exercises = DRILL.plan_exercises(tmp_path)
+    assert [one.name for one in exercises] == [
+        f"{name}, {policy}, seed {seed}"
+        for name in ("clean", "random-tokens", "trickle")
+        for policy in ("clipping", "ours")
+        for seed in (1, 2)
+    ]
+    assert done == [(tmp_path, 1), (tmp_path, 2)]
+    watch = print
+    assert exercises[3].run(watch) == [GOOD] and exercises[3].steps == 160
+    assert done[2] == (2, CLEAN, Policy.OURS, watch, 3)
+
+
 def shown(scores: list[Score]) -> str:
     console = Console(width=WIDTH, file=io.StringIO(), force_terminal=False)
-    console.print(table(scores))
+    console.print(DRILL.show_table(scores))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
 
 def test_every_column_has_a_cell() -> None:
-    for s in (GOOD, of(Policy.NOTHING), of(ended="dead", val_loss=None, excess=None)):
-        assert len(row([s])) == len(HEADERS)
     assert row([GOOD]) == [
         "ours", "3.5000", "+0.0123", "38/40", "0", "4", "11", "2", "1", "2", "0", "0", "0", "0", "", "0", "1.2", "0",
         "recoverable ✓", "data ✓",
@@ -67,7 +96,7 @@ def test_the_seeds_of_a_run_are_one_row_and_what_is_the_same_stands_once() -> No
 
 def test_what_misses_a_target_is_red() -> None:
     def red(**changes: Any) -> set[str]:
-        told = table([of(seed=2), of(**changes)])
+        told = DRILL.show_table([of(seed=2), of(**changes)])
         cells = {str(c.header): next(iter(c.cells)) for c in told.columns}
         return {name for name, cell in cells.items() if "red" in str(getattr(cell, "style", ""))}
 
@@ -77,7 +106,7 @@ def test_what_misses_a_target_is_red() -> None:
 
 
 def test_how_a_run_ended() -> None:
-    assert outcome([of(val_loss=3.25)]) == "3.2500" and row([of(excess=-0.02)])[2] == "-0.0200"
+    assert describe_ends([of(val_loss=3.25)]) == "3.2500" and row([of(excess=-0.02)])[2] == "-0.0200"
     assert row([of(scenario="clean", excess=0.0)])[1:3] == ["3.5000", ""]
     assert row([of(Policy.CLIPPING, ended="dead", step=101, val_loss=None, excess=None)])[1:3] == [
         "dead at step 101",
@@ -100,7 +129,9 @@ def test_a_run_that_ends_better_than_the_clean_one_is_no_miss_and_is_called_bett
     """A nan is neither."""
     scores = [of(scenario="clean"), of(excess=-0.05), of(excess=-0.015), of(excess=math.nan)]
     assert [within(s) for s in scores[1:]] == [True, True, False]
-    assert "2 of 3 at most 0.02 nat worse" in verdict(scores) and "1 of them better" in verdict(scores)
+    assert "2 of 3 at most 0.02 nat worse" in DRILL.describe_verdict(
+        scores
+    ) and "1 of them better" in DRILL.describe_verdict(scores)
     text = shown(scores)
     assert "-0.0500 better" in text and "-0.0150 better" not in text
 
@@ -116,5 +147,5 @@ def test_what_it_comes_to() -> None:
         "ours: 1 of 2 at most 0.02 nat worse than the clean run (or warned of, where that is asked for), cause right "
         "in 1 of 2, 0 clean samples lost for good, 1 false alarms"
     )
-    assert verdict(scores) == told
-    assert "no target" in verdict([of(Policy.NOTHING)])
+    assert DRILL.describe_verdict(scores) == told
+    assert "no target" in DRILL.describe_verdict([of(Policy.NOTHING)])

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from drills.slurm_cluster import missing
+from tests.launch.slurm_cluster import missing
 from tests.patience import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,7 +26,7 @@ def _possible() -> None:
 
 
 def start(folder: Path, *command: str) -> subprocess.Popen[str]:
-    words = [sys.executable, "-m", "drills.slurm_cluster", "--nodes", "1", "--", *command]
+    words = [sys.executable, "-m", "tests.launch.slurm_cluster", "--nodes", "1", "--", *command]
     return subprocess.Popen(
         words, cwd=ROOT, env={**os.environ, "TMPDIR": str(folder)}, stdout=subprocess.PIPE, text=True
     )

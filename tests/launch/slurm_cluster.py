@@ -1,6 +1,6 @@
 """A private Slurm cluster on one machine, for tests and drills: real daemons, and nodes that can be lost.
 
-    python -m drills.slurm_cluster [--nodes N] -- COMMAND ...      # runs COMMAND beside slurmctld
+    python -m tests.launch.slurm_cluster [--nodes N] -- COMMAND ...      # runs COMMAND beside slurmctld
 
 Every node has its own network, PID, mount and IPC namespaces and its own host name, joined by a bridge to the
 controller, on which slurmctld and munged run. Nodes claim more cores and GPUs than the machine has. The partition
@@ -300,7 +300,7 @@ class SlurmCluster:
 def main(arguments: list[str]) -> int:
     """Runs a command beside the controller; its exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m drills.slurm_cluster", description="A private Slurm cluster"
+        prog="python -m tests.launch.slurm_cluster", description="A private Slurm cluster"
     )
     parser.add_argument("--nodes", type=int, default=2, help="how many (default: %(default)s)")
     parser.add_argument("command", nargs="+", help="what to run beside slurmctld, after --")

@@ -1,14 +1,9 @@
-"""Evaluate the running test of batches on synthetic losses: mixtures of corpora with heavy tails, healthy or with bad
-samples from some step on.
-
-An alarm in a healthy mixture is a false alarm; the delay from the first bad sample to an alarm is the power.
-"""
+"""Synthetic losses for the running test of batches: mixtures of corpora, with heavy tails, healthy or not."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +17,6 @@ Int64s = npt.NDArray[np.int64]
 NAMES = ("code", "prose", "rare")
 Draw = Callable[[np.random.Generator, int], Floats]
 Spoil = Callable[[np.random.Generator, int, Floats], None]  # modifies the losses of a step in place
-BEGIN = 400  # step of the first bad sample
 
 
 class Mixture(NamedTuple):
@@ -103,20 +97,6 @@ def trickle(of_each: int, above: float, begin: int, count: int) -> Spoil:
     return spoil
 
 
-BAD: dict[str, Spoil] = {
-    "1 of 16, 10 sigma": trickle(1, 6.0, BEGIN, 300),
-    "4 of 16, 5 sigma": trickle(4, 3.0, BEGIN, 300),
-    "8 of 16, 3 sigma": trickle(8, 1.8, BEGIN, 300),
-    "all, 1.7 sigma": trickle(16, 1.0, BEGIN, 300),
-}
-TAILS = {
-    "normal": normal,
-    "Student t, 4 degrees": student(4),
-    "Student t, 3 degrees": student(3),
-    "one monster in 500": monsters,
-}
-
-
 def alarms(
     mixture: Mixture, count: int, seed: int, spoil: Spoil = clean, config: SampleConfig | None = None
 ) -> Iterator[tuple[int, int]]:
@@ -127,38 +107,3 @@ def alarms(
         alarm = test.observe(step, losses, corpora, NAMES)
         if alarm is not None:
             yield step, alarm.onset
-
-
-@dataclass(frozen=True)
-class FalseAlarms:
-    """The number of false alarms in `steps` steps of a mixture."""
-
-    mixture: str
-    steps: int
-    alarms: int
-
-
-def false_alarms(name: str, steps: int, seeds: Iterable[int], config: SampleConfig) -> FalseAlarms:
-    """In `steps` healthy steps with each of the seeds. Raises KeyError for a mixture that is not in HEALTHY."""
-    seeds = list(seeds)
-    found = sum(1 for seed in seeds for _ in alarms(HEALTHY[name], steps, seed, config=config))
-    return FalseAlarms(name, steps * len(seeds), found)
-
-
-@dataclass(frozen=True)
-class Delay:
-    """delays: steps from the first bad sample to the first alarm, inclusive, for each seed; None: not within
-    300 steps, or a false alarm before."""
-
-    tails: str
-    bad: str
-    delays: tuple[int | None, ...]
-
-
-def delay(tails: str, bad: str, seeds: Iterable[int], config: SampleConfig) -> Delay:
-    """The delay of an alarm after bad samples. Raises KeyError for an unknown name in TAILS and BAD."""
-    found = list[int | None]()
-    for seed in seeds:
-        first = next(alarms(Mixture(TAILS[tails]), BEGIN + 299, seed, BAD[bad], config), None)
-        found.append(first[0] - BEGIN + 1 if first is not None and first[0] >= BEGIN else None)
-    return Delay(tails, bad, tuple(found))

@@ -1,0 +1,214 @@
+"""The one way to do a drill: its exercises are run, and what became of them is shown and judged.
+
+A drill says what its exercises are (a run, and the fault in it), what an outcome is and whether it is the right one,
+and which columns its table has.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Event, Lock
+from typing import Any, ClassVar, Generic, TypeVar
+
+from pydantic import BaseModel, ConfigDict
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from megastable.base.progress_bar import counted, progress
+
+WIDTH = 220  # columns of a terminal that show three seeds without a wrapped line
+ALWAYS = 3  # columns that are shown even if they are empty
+Item = TypeVar("Item")
+Watch = Callable[[int], None]  # to be called with the step, again and again; what it raises ends the run
+
+
+class Outcome(BaseModel):
+    """What became of a run: the facts by which it is judged."""
+
+    model_config = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
+
+    def describe(self) -> str:
+        """In a few words."""
+        raise NotImplementedError
+
+
+Result = TypeVar("Result", bound=Outcome)
+Result_co = TypeVar("Result_co", bound=Outcome, covariant=True)
+
+
+@dataclass(frozen=True, eq=False)
+class Exercise(Generic[Result_co]):
+    """A run to do, and how many steps it has."""
+
+    name: str
+    steps: int
+    run: Callable[[Watch], Sequence[Result_co]]
+
+
+@dataclass(frozen=True)
+class Column(Generic[Item]):
+    """A column. describe: the cell of a row, from its outcomes; is_missed: whether it misses a target there."""
+
+    header: str
+    describe: Callable[[Sequence[Item]], str]
+    is_missed: Callable[[Sequence[Item]], bool] = lambda row: False
+    left: bool = False
+    wrap: bool = False
+
+
+class Drill(ABC, Generic[Result]):
+    """Exercises, and what they are for. Bad input is refused where one is made, before anything else is."""
+
+    columns: ClassVar[Sequence[Column[Any]]]
+    jobs = 1  # exercises at the same time
+
+    @abstractmethod
+    def plan_exercises(self, folder: Path) -> Sequence[Exercise[Result]]:
+        """All exercises in their order. folder: of corpora and runs; what is finished there is not done again."""
+
+    @abstractmethod
+    def row_of(self, outcome: Result) -> tuple[Hashable, Hashable]:
+        """The section and the row of the table that an outcome belongs to."""
+
+    @abstractmethod
+    def describe_verdict(self, outcomes: Sequence[Result]) -> str:
+        """What it comes to, in a sentence."""
+
+    @abstractmethod
+    def is_met(self, outcomes: Sequence[Result]) -> bool:
+        """Whether the targets are."""
+
+    def compare(self, outcomes: Sequence[Result]) -> list[Result]:
+        """The outcomes, with what only shows beside others."""
+        return list(outcomes)
+
+    def is_marked(self, row: Sequence[Result]) -> bool:
+        """Whether a row of the table is in bold."""
+        return False
+
+    def report(self, outcomes: Sequence[Result]) -> Any:
+        """All facts, for JSON."""
+        return [outcome.model_dump(mode="json") for outcome in outcomes]
+
+    def conduct(self, folder: Path, quiet: bool) -> list[Result]:
+        """Run all exercises, and print the table and the verdict.
+
+        Args:
+            folder: of corpora and runs.
+            quiet: nothing is printed.
+        """
+        outcomes = self.compare(run_exercises(self.plan_exercises(folder), self.jobs, quiet))
+        if not quiet:
+            console().print(self.show_table(outcomes))
+            console().print(self.describe_verdict(outcomes), soft_wrap=True)
+        return outcomes
+
+    def show_table(self, outcomes: Sequence[Result]) -> Table:
+        sections: dict[Hashable, dict[Hashable, list[Result]]] = {}
+        for outcome in outcomes:
+            section, row = self.row_of(outcome)
+            sections.setdefault(section, {}).setdefault(row, []).append(outcome)
+        return make_table([list(rows.values()) for rows in sections.values()], self.columns, self.is_marked)
+
+
+class Interrupted(Exception):
+    """Another run failed, or the user wants to stop."""
+
+
+def run_exercises(todo: Sequence[Exercise[Result]], jobs: int = 1, quiet: bool = False) -> list[Result]:
+    """Do `todo`, with a bar for all, one for each that runs, and a line for each that is done.
+
+    Args:
+        todo: what to do; each leaves no process behind, however it ends.
+        jobs: how many at the same time.
+        quiet: without bars and lines.
+
+    Returns:
+        The outcomes, in the order of `todo`. What one raises ends all others, and is raised.
+    """
+    stop, lock, done = Event(), Lock(), list[str]()
+    with progress(*counted("steps"), silent=quiet) as shown:
+        total = shown.add_task("all runs", total=len(todo))
+
+        def work(exercise: Exercise[Result]) -> Sequence[Result]:
+            bar = shown.add_task(exercise.name, total=exercise.steps)
+
+            def watch(step: int) -> None:
+                if stop.is_set():
+                    raise Interrupted
+                shown.update(bar, completed=step)
+
+            try:
+                watch(0)
+                outcomes = exercise.run(watch)
+            finally:
+                shown.remove_task(bar)
+            with lock:
+                done.append(exercise.name)
+                shown.update(total, completed=len(done))
+                for outcome in outcomes if not quiet else ():
+                    line = f"{len(done)}/{len(todo)} {exercise.name}: {outcome.describe()}"
+                    console().print(line, soft_wrap=True)
+            return outcomes
+
+        if jobs == 1:  # in this thread, where an interrupt is raised
+            return [outcome for exercise in todo for outcome in work(exercise)]
+        with ThreadPoolExecutor(jobs) as pool:
+            futures = [pool.submit(work, exercise) for exercise in todo]
+            try:
+                for future in as_completed(futures):
+                    future.result()
+            except BaseException:
+                stop.set()
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+        return [outcome for future in futures for outcome in future.result()]
+
+
+def console() -> Console:
+    """The console for tables; wide enough if it is not a terminal."""
+    out = Console(markup=False, emoji=False, highlight=False)
+    return out if out.is_terminal else Console(markup=False, emoji=False, highlight=False, width=WIDTH)
+
+
+def make_table(
+    sections: Sequence[Sequence[Sequence[Item]]],
+    columns: Sequence[Column[Item]],
+    is_marked: Callable[[Sequence[Item]], bool] = lambda row: False,
+) -> Table:
+    """A table of rows, what misses a target in red.
+
+    Args:
+        sections: of rows, each of outcomes. The first cell of a section's rows is shown once, and sections of several
+            rows are kept apart.
+        columns: those in which every cell is empty or zero are left out.
+        is_marked: whether a row is in bold.
+    """
+    texts = [[column.describe(row) for column in columns] for rows in sections for row in rows]
+    filled = [i for i in range(len(columns)) if i < ALWAYS or {cells[i] for cells in texts} - {"", "0"}]
+    shown = Table(header_style="bold")
+    for column in (columns[i] for i in filled):
+        justify = "left" if column.left else "right"
+        shown.add_column(column.header, justify=justify, no_wrap=not column.wrap)
+    cells_of = iter(texts)
+    apart = any(len(rows) > 1 for rows in sections)
+    for rows in sections:
+        for number, row in enumerate(rows):
+            cells = next(cells_of)
+            if number:
+                cells[0] = ""
+            shown.add_row(*(Text(cells[i], _choose_style(columns[i], row, is_marked(row))) for i in filled))
+        if apart:
+            shown.add_section()
+    return shown
+
+
+def _choose_style(column: Column[Item], row: Sequence[Item], marked: bool) -> str:
+    if column.is_missed(row):
+        return "bold red"
+    return "bold" if marked else ""

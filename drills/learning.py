@@ -1,0 +1,197 @@
+"""Drills of learning: small trainings with planted faults, under each policy, beside a clean one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+
+from drills.exercise import Column, Drill, Exercise, Watch
+from drills.gross import CLEAN_EPOCHS, CLEAN_FP8, GROSS
+from drills.plan import Policy
+from drills.runner import drill
+from drills.scenario import CLEAN, GLOBAL_BATCH, STEPS, Scenario
+from drills.score import TARGET, Score, better, compare, met, within
+from drills.slow import CLEAN_ABSENT, CLEAN_BARE, CLEAN_SLOW, SLOW
+from drills.stage import Stage
+from drills.thin import THIN
+from megastable.base.errors import ConfigError
+
+QUICK_STEPS, QUICK_FAULT_STEP = 96, 62
+SCENARIOS = (*GROSS, *THIN)  # of the table
+EVERY = (*SCENARIOS, *SLOW)
+GROUPS = {
+    "all": SCENARIOS,
+    "gross": GROSS,
+    "thin": THIN,
+    "slow": SLOW,
+}
+QUICK = ("random-tokens", "killed-rank")
+NAMES = tuple(scenario.name for scenario in EVERY)
+
+
+def choose(names: Sequence[str]) -> list[Scenario]:
+    """Scenarios by name or group, in the table's order; without names: all. Raises ConfigError."""
+    if unknown := [name for name in names if name not in (*NAMES, *GROUPS)]:
+        raise ConfigError(f"{unknown[0]}: there is no such scenario: {', '.join([*GROUPS, *NAMES])}")
+    groups = {s.name for name in (names or ["all"]) for s in GROUPS.get(name, ())}
+    return [scenario for scenario in EVERY if scenario.name in {*names, *groups}]
+
+
+def references(chosen: Sequence[Scenario]) -> list[Scenario]:
+    """The fault-free runs to compare those of `chosen` with."""
+    return [
+        clean
+        for clean in (CLEAN, CLEAN_EPOCHS, CLEAN_FP8, CLEAN_SLOW, CLEAN_BARE, CLEAN_ABSENT)
+        if any(s.reference == clean.name for s in chosen)
+    ]
+
+
+def list_scenarios() -> list[str]:
+    """All scenarios with their titles."""
+    return [f"{scenario.name}: {scenario.title}" for scenario in EVERY]
+
+
+def _each(cell: Callable[[Score], object], always: bool = False) -> Callable[[Sequence[Score]], str]:
+    """The cells of all seeds of a row; equal ones are shown once. always: not only of ours."""
+
+    def describe(row: Sequence[Score]) -> str:
+        cells = [str(cell(s)) for s in row]
+        shown = always or row[0].policy is Policy.OURS
+        return " ".join(dict.fromkeys(cells) if len(set(cells)) == 1 else cells) if shown else ""
+
+    return describe
+
+
+def _describe_excess(s: Score) -> str:
+    if s.clean or s.excess is None:
+        return ""
+    return f"{s.excess:+.4f}{' better' if better(s) else ''}"
+
+
+def _describe_warnings(s: Score) -> str:
+    mark = "" if s.warned is None else " ✓" if s.warned else " ✗"
+    return f"{s.warnings}{mark}"
+
+
+def _judged(found: Sequence[str], right: bool | None) -> str:
+    if right is None:
+        return ""
+    return f"{' and '.join(dict.fromkeys(found)) or 'none'} {'✓' if right else '✗'}"
+
+
+def describe_ends(row: Sequence[Score]) -> str:
+    """How runs ended: the mean loss, or the end of those without one."""
+    losses = [s.val_loss for s in row if s.ended == "finished" and s.val_loss is not None]
+    if len(losses) == len(row):
+        return f"{fmean(losses):.4f}"
+    without = [s for s in row if s.ended != "finished" or s.val_loss is None]
+    return ", ".join(dict.fromkeys(s.describe_end() for s in without))
+
+
+COLUMNS: tuple[Column[Score], ...] = (
+    Column("scenario", lambda row: row[0].scenario, left=True),
+    Column("policy", lambda row: row[0].policy, left=True),
+    Column("val\nloss", describe_ends),
+    Column("minus\nclean", _each(_describe_excess, always=True),
+           lambda row: _is_ours(row) and any(not s.clean and not within(s) for s in row)),
+    Column("bad\nfound", _each(lambda s: f"{s.fate.convicted}/{s.fate.planted}" if s.fate.planted else "")),
+    Column("clean\nlost", _each(lambda s: s.fate.lost), lambda row: _is_ours(row) and any(s.fate.lost for s in row)),
+    Column("put\noff", _each(lambda s: s.fate.deferred)),
+    Column("steps\nlost", _each(lambda s: s.steps_lost)),
+    Column("batches\nrefused", _each(lambda s: s.discarded, always=True)),
+    Column("inci-\ndents", _each(lambda s: s.incidents)),
+    Column("re-\nwinds", _each(lambda s: s.rewinds)),
+    Column("cuts", _each(lambda s: s.cuts)),
+    Column("hand-\novers", _each(lambda s: s.handovers)),
+    Column("alerts", _each(lambda s: s.alerts)),
+    Column("warn-\nings", _each(_describe_warnings)),
+    Column("led\nby", _each(lambda s: "" if s.begin is None else "never ✗" if s.lead is None else s.lead)),
+    Column("exit", _each(lambda s: "" if s.exit is None else s.exit)),
+    Column("seconds to\nrecover", _each(
+        lambda s: "" if s.seconds_to_recover is None else f"{s.seconds_to_recover:.1f}")),
+    Column("false\nalarms", _each(lambda s: s.false_alarms, always=True)),
+    Column("class", _each(lambda s: _judged(s.kinds, s.kind_right)), left=True),
+    Column("cause", _each(lambda s: _judged(s.causes, s.cause_right)),
+           lambda row: _is_ours(row) and any(s.cause_right is False for s in row), left=True),
+)  # fmt: skip
+
+
+def _is_ours(row: Sequence[Score]) -> bool:
+    return row[0].policy is Policy.OURS
+
+
+class LearningDrill(Drill[Score]):
+    """Of the scenarios in `names`, under each policy and with each seed."""
+
+    columns = COLUMNS
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        policies: Sequence[Policy],
+        seeds: Sequence[int],
+        text: Path | None = None,
+        ranks: int = 2,
+        layers: int = 2,
+        jobs: int = 1,
+        quick: bool = False,
+    ) -> None:
+        """Raises ConfigError."""
+        self.scenarios = choose(names or (list(QUICK) if quick else []))
+        if text is not None and not text.exists():
+            raise ConfigError(f"--text {text}: there is no such file or folder")
+        if ranks < 1 or GLOBAL_BATCH % ranks:
+            raise ConfigError(
+                f"--ranks {ranks}: a step's {GLOBAL_BATCH} samples are shared evenly; choose 1, 2 or 4"
+            )
+        if quick:
+            self.scenarios = [scenario.at(QUICK_FAULT_STEP) for scenario in self.scenarios]
+        steps, text = QUICK_STEPS if quick else STEPS, text and text.resolve()
+        self.stage = Stage(Path(), 0, steps, ranks, layers, text)
+        self.policies, self.seeds, self.jobs = policies, seeds, jobs
+
+    def plan_exercises(self, folder: Path) -> list[Exercise[Score]]:
+        """The clean runs first, then every scenario under every policy, with every seed."""
+        stages = [replace(self.stage, folder=folder, seed=seed) for seed in self.seeds]
+        for stage in stages:
+            stage.prepare()
+        every = (*references(self.scenarios), *self.scenarios)
+        return [
+            Exercise(f"{s.name}, {p}, seed {stage.seed}", stage.steps, partial(self._run, stage, s, p))
+            for s in every
+            for p in self.policies
+            for stage in stages
+        ]
+
+    def _run(self, stage: Stage, scenario: Scenario, policy: Policy, watch: Watch) -> list[Score]:
+        return [drill(stage, scenario, policy, watch, self.jobs)]
+
+    def row_of(self, outcome: Score) -> tuple[Hashable, Hashable]:
+        return outcome.scenario, outcome.policy
+
+    def is_marked(self, row: Sequence[Score]) -> bool:
+        return _is_ours(row)
+
+    def compare(self, outcomes: Sequence[Score]) -> list[Score]:
+        return compare(outcomes)
+
+    def is_met(self, outcomes: Sequence[Score]) -> bool:
+        return met(outcomes)
+
+    def describe_verdict(self, outcomes: Sequence[Score]) -> str:
+        """Of ours."""
+        every = [s for s in outcomes if s.policy is Policy.OURS]
+        ours = [s for s in every if not s.clean]
+        if not ours:
+            return "ours was not among the policies: there is no target to meet"
+        well, right = sum(map(within, ours)), sum(bool(s.cause_right) for s in ours)
+        gained = sum(within(s) and better(s) for s in ours)
+        alarms, lost = sum(s.false_alarms for s in every), sum(s.fate.lost for s in every)
+        return (
+            f"ours: {well} of {len(ours)} at most {TARGET} nat worse than the clean run (or warned of, where that is "
+            f"asked for){', ' + str(gained) + ' of them better by more than that' if gained else ''}, "
+            f"cause right in {right} of {len(ours)}, {lost} clean samples lost for good, {alarms} false alarms"
+        )
