@@ -195,7 +195,7 @@ def measure(
                 rate = config.optimizer.lr * min(1.0, step / WARMUP)
                 measured, _ = engine.train_step(batch.micro_batches, rate, _finite)
                 history.append(Trained(step, batch.positions, measured.losses.numpy(), True))
-            bench = Bench(text, laboratory, source, history, loader.cursor, tokenizer, seed, found)
+            bench = Bench(text, laboratory, source, list(history), loader.cursor, tokenizer, seed, found)
             for _ in bench.healthy(windows):
                 advance()
             for _ in bench.planted(planted):
@@ -207,27 +207,25 @@ def _finite(measured: Measured) -> bool:
     return measured.finite
 
 
+@dataclass
 class Bench:
-    """Examinations on one state."""
+    """Examinations on one state, after `history`; found: results by kind."""
 
-    def __init__(
-        self,
-        text: str,
-        laboratory: Remembering,
-        source: Planted,
-        history: Sequence[Trained],
-        cursor: int,
-        tokenizer: Tokenizer,
-        seed: int,
-        found: dict[str, Found],
-    ) -> None:
-        self.text, self.laboratory, self.source, self.tokenizer = text, laboratory, source, tokenizer
-        self.history, self.cursor, self.found = list(history), cursor, found
+    text: str
+    laboratory: Remembering
+    source: Planted
+    history: list[Trained]
+    cursor: int
+    tokenizer: Tokenizer
+    seed: int
+    found: dict[str, Found]
+
+    def __post_init__(self) -> None:
         # Later samples repeat an epoch, for at least one corpus.
-        order = source.order
+        order = self.source.order
         self.end = min(int(order.positions_at(i, np.array([n]))[0]) for i, n in enumerate(order.sequences))
-        self.random = np.random.default_rng((seed, cursor))
-        laboratory.forget()
+        self.random = np.random.default_rng((self.seed, self.cursor))
+        self.laboratory.forget()
 
     def healthy(self, count: int) -> Iterator[None]:
         """Examine consecutive unseen windows, as they are, and as if they were next to skipped samples; and the tenth

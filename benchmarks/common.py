@@ -1,4 +1,4 @@
-"""A description of the machine that something is measured on."""
+"""A description of what is measured, and of the machine."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from megastable.config.tree import RunConfig
+from megastable.model.flops import parameters
 
 
 def machine(device: torch.device) -> dict[str, Any]:
@@ -34,3 +37,22 @@ def name_processor() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.machine()
+
+
+def describe_run(config: RunConfig) -> dict[str, Any]:
+    """The model, the batch and the precision of a measurement."""
+    c = config
+    return {
+        "parameters": parameters(c.model),
+        "vocabulary": c.model.vocab_size,
+        "sequence_length": c.model.sequence_length,
+        "micro_batch": c.train.micro_batch,
+        "global_batch": c.train.global_batch,
+        "tokens": c.train.global_batch * c.model.sequence_length,
+        "precision": c.precision.kind,
+        "fp8": c.precision.fp8.recipe if c.precision.fp8 else None,
+        "zero": c.parallel.zero,
+        "recompute": c.parallel.recompute,
+        "moments": c.optimizer.moments,
+        "clip": c.optimizer.clip,
+    }

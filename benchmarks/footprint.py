@@ -13,7 +13,7 @@ from __future__ import annotations
 import gc
 import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -22,12 +22,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.ranks import launch
+from benchmarks.layouts import PP2, SP2, TP2, LayoutCase, run_layouts
 from megastable.base import durable
 from megastable.base.errors import ConfigError, user_errors
-from megastable.config import deepspeed_json
-from megastable.config.tree import RunConfig
-from megastable.parallel.layout import Layout
 from megastable.plan import memory
 from megastable.plan.volume import bounds
 
@@ -44,51 +41,10 @@ SMALL_BUCKETS = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Case:
-    """A layout with its number of ranks, and other settings; a section overrides that of `MODEL` and the defaults
-    here."""
-
-    world: int = 1
-    parallel: dict[str, Any] = field(default_factory=dict)
-    model: dict[str, Any] = field(default_factory=dict)
-    precision: dict[str, Any] = field(default_factory=dict)
-    optimizer: dict[str, Any] = field(default_factory=dict)
-    kernels: dict[str, Any] = field(default_factory=dict)
-    micro_batch: int = 2
-    accumulation: int = 2
-    apart: bool = False
-    elements: int = 200_000  # logits of a chunk
-
-    @property
-    def config(self) -> RunConfig:
-        p = self.parallel
-        samples = self.world // (p.get("tensor", 1) * p.get("pipeline", 1) * p.get("context", 1))
-        batch = self.micro_batch * self.accumulation * samples
-        return RunConfig.model_validate(
-            {
-                "model": MODEL | self.model,
-                "parallel": self.parallel,
-                "train": {"global_batch": batch, "micro_batch": self.micro_batch},
-                "precision": self.precision,
-                "optimizer": self.optimizer,
-                "kernels": {"attention": "sdpa", "loss": "chunked", "compile": False} | self.kernels,
-                "data": {"keep_documents_apart": self.apart},
-            }
-        )
-
-    @property
-    def layout(self) -> Layout:
-        p = self.config.parallel
-        return Layout(p.tensor, p.pipeline, self.world // (p.tensor * p.pipeline), p.context)
-
-    @property
-    def zero(self) -> dict[str, Any]:
-        return deepspeed_json.build(self.config, self.world)["zero_optimization"] | SMALL_BUCKETS
-
-
-TP2, PP2 = {"tensor": 2}, {"pipeline": 2}
-SP2 = TP2 | {"sequence": True}
+Case = partial(
+    LayoutCase, zero=SMALL_BUCKETS,
+    base={"model": MODEL, "kernels": {"attention": "sdpa", "loss": "chunked", "compile": False}},
+)  # fmt: skip
 GEMMA2 = {
     "norms": "both", "zero_centered_norms": True, "attention_softcap": 50.0, "logit_softcap": 30.0, "window": 64,
     "full_attention_every": 2, "activation": "gelu", "qk_norm": False,
@@ -193,20 +149,14 @@ def measure(names: Sequence[str] = (), say: Callable[[str], None] = lambda _: No
 
     Raises ConfigError for an unknown name, MegastableError if a rank fails.
     """
-    for name in names:
-        if name not in LAYOUTS:
-            raise ConfigError(f"--layout {name!r}: choose among {', '.join(map(repr, LAYOUTS))}")
-    rows = []
-    for name in names or LAYOUTS:
-        say(name)
-        rows += compare(name, LAYOUTS[name], launch(LAYOUTS[name].world, measure_joined, LAYOUTS[name]))
-    return rows
+    found = run_layouts(LAYOUTS, names, measure_joined, say)
+    return [row for name, case, ranks in found for row in compare(name, case, ranks)]
 
 
 STATE = ("weights", "gradients", "master", "moments")
 
 
-def compare(name: str, case: Case, ranks: Sequence[Measured]) -> list[Row]:
+def compare(name: str, case: LayoutCase, ranks: Sequence[Measured]) -> list[Row]:
     """Every rank's measurement beside the formulas."""
     cut = bounds(case.config)
     rows = []
@@ -217,7 +167,7 @@ def compare(name: str, case: Case, ranks: Sequence[Measured]) -> list[Row]:
             measured.stage,
             cut,
             device=measured.device,
-            zero=case.zero,
+            zero=case.deepspeed["zero_optimization"],
             elements=case.elements,
         )
         held = sum(measured.held[kind] for kind in STATE)
@@ -277,26 +227,19 @@ def table(rows: Iterable[Row]) -> Table:
 # On a rank
 
 
-def measure_joined(case: Case) -> Measured:
+def measure_joined(case: LayoutCase) -> Measured:
     """Measure on a rank of a process group."""
     import torch
-    import torch.distributed as dist
 
     from benchmarks.train_speed import living_bytes, peak_of
     from megastable.engine import nan_locator
     from megastable.engine.distributed import device
     from megastable.engine.engine import Engine
-    from megastable.model import sizes
-    from megastable.parallel.topology import Topology
 
-    sizes.CPU_ELEMENTS = sizes.GPU_ELEMENTS = case.elements  # several chunks of a small model, too
-    config = case.config
+    config, settings, topology = case.config, case.deepspeed, case.join()
     on_gpu = device().type == "cuda"
     gc.collect()
     before = torch.cuda.memory_allocated() if on_gpu else living_bytes()
-    settings = deepspeed_json.build(config, case.world)
-    settings["zero_optimization"] = case.zero
-    topology = Topology(case.layout, dist.get_rank(), timeout=120)
     made: list[Engine] = []
 
     def build() -> None:
@@ -309,7 +252,7 @@ def measure_joined(case: Case) -> Measured:
     else:
         building = peak_of(build)
     engine = made[0]
-    batches = _batches(case, topology.sample_rank)
+    batches = case.draw_batches(topology.sample_rank)
 
     def step() -> None:
         engine.train_step(batches, 1e-4, lambda measured: measured.finite)
@@ -343,28 +286,6 @@ def _peak_on_gpu(step: Callable[[], None]) -> int:
     step()
     torch.cuda.synchronize()
     return torch.cuda.max_memory_allocated() - before
-
-
-def _batches(case: Case, sample_rank: int) -> list[Any]:
-    """The same random micro-batches in every step."""
-    import torch
-
-    from megastable.data.loader import MicroBatch
-
-    m, t = case.config.model, case.config.train
-    drawn = torch.Generator().manual_seed(sample_rank)
-    assert m.vocab_size is not None
-    found = []
-    for number in range(case.accumulation):
-        # A context-parallel rank has a part of the tokens.
-        length = m.sequence_length // case.config.parallel.context
-        tokens = torch.randint(0, m.vocab_size, (t.micro_batch, length + 1), generator=drawn)
-        segments = None
-        if case.apart:
-            segments = (torch.rand(tokens[:, 1:].shape, generator=drawn) < 0.02).cumsum(1).int()
-        index = torch.arange(t.micro_batch) + number * t.micro_batch
-        found.append(MicroBatch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), index, segments))
-    return found
 
 
 def _kinds(engine: Any) -> dict[str, int]:

@@ -25,7 +25,7 @@ LOOPBACK = "127.0.0.1"
 # first engine.
 PRELOAD = [
     "torch", "torch._dynamo", "torch._inductor.compile_fx", "deepspeed.runtime.zero.muon.muon_optimizer",
-    "megastable.engine.engine", "benchmarks.train_speed", "benchmarks.counting",
+    "megastable.engine.engine", "benchmarks.train_speed", "benchmarks.scaling",
 ]  # fmt: skip
 
 

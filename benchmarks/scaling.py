@@ -1,7 +1,7 @@
 """Count the collectives of real training steps, and compare them with the formulas.
 
 This needs no cluster: the number of messages and their bytes do not depend on the link. Every layout trains a tiny
-model on processes of this machine (gloo); the formulas are in `plan/volume.py`, the counting in `counting.py`.
+model on processes of this machine (gloo); the formulas are in `plan/volume.py`, the counting is below.
 
     measure(["TP2", "PP4"]) -> Found, table(found)           `tools/bench.py scaling --layout TP2 --layout PP4`
     predict(config, world) -> Forecast, forecast_table(...)  `tools/bench.py scaling --recipe PATH --ranks N`
@@ -11,19 +11,27 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from rich.table import Table
+from torch import Tensor
+from torch.distributed.distributed_c10d import _world
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.counting import Counted, Message
-from benchmarks.ranks import launch
+from benchmarks.common import machine
+from benchmarks.layouts import PP2, SP2, TP2, LayoutCase, run_layouts
 from megastable.base.errors import ConfigError
 from megastable.config import deepspeed_json
 from megastable.config.tree import RunConfig
-from megastable.parallel.layout import Layout
 from megastable.plan import volume
 from megastable.plan.time import BALLOT
+
+# Kind of group, collective, bytes that a rank gives to one call (for a receive: gets).
+Message = tuple[str, str, int]
 
 # All sizes differ, so that no two kinds of messages look alike.
 MODEL = dict(
@@ -36,39 +44,11 @@ KEEP_NOTHING = {
 TO_OWNER = {"use_multi_rank_bucket_allreduce": False}
 
 
-@dataclass(frozen=True)
-class Case:
-    """A layout with its number of ranks, and other settings. Accumulation follows from the global batch."""
-
-    world: int
-    parallel: dict[str, Any] = field(default_factory=dict)
-    model: dict[str, Any] = field(default_factory=dict)
-    loss: str = "chunked"
-    precision: str = "bf16"
-    micro_batch: int = 2
-    global_batch: int = 8
-    apart: bool = False
-    zero: dict[str, Any] = field(default_factory=dict)  # overrides for DeepSpeed's section zero_optimization
-    elements: int = 3000  # logits of a chunk
-    optimizer: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def config(self) -> RunConfig:
-        return RunConfig.model_validate(
-            {
-                "model": MODEL | self.model,
-                "parallel": self.parallel,
-                "train": {"global_batch": self.global_batch, "micro_batch": self.micro_batch},
-                "precision": {"kind": self.precision},
-                "optimizer": self.optimizer,
-                "kernels": {"attention": "reference", "loss": self.loss, "compile": False},
-                "data": {"keep_documents_apart": self.apart},
-            }
-        )
-
-
-TP2, PP2 = {"tensor": 2}, {"pipeline": 2}
-SP2 = TP2 | {"sequence": True}
+Case = partial(
+    LayoutCase, global_batch=8, elements=3000,
+    base={"model": MODEL, "kernels": {"attention": "reference", "loss": "chunked", "compile": False}},
+)  # fmt: skip
+FP32, FP16 = {"kind": "fp32"}, {"kind": "fp16"}
 OLMO2 = {"qk_norm": "full", "norms": "after"}
 GEMMA2 = {"norms": "both", "attention_softcap": 50.0, "logit_softcap": 30.0, "window": 8}
 MIXED = {"norms": "mixed", "mixed_share": 0.25}  # the first of four blocks
@@ -76,7 +56,7 @@ MUON: dict[str, Any] = {"name": "muon"}
 CLIP: dict[str, Any] = {"clip": 1e6}  # no worker is above it
 LAYOUTS = {
     "TP2": Case(2, TP2),
-    "TP2 reference loss": Case(2, TP2, loss="reference"),
+    "TP2 reference loss": Case(2, TP2, kernels={"loss": "reference"}),
     "TP2 accumulation 1": Case(2, TP2, micro_batch=8),
     "TP2 selective": Case(2, TP2 | {"recompute": "selective"}),
     "TP2 full": Case(2, TP2 | {"recompute": "full"}),
@@ -92,12 +72,12 @@ LAYOUTS = {
     "PP2 tied": Case(2, PP2, {"tied": True}),
     "PP4": Case(4, {"pipeline": 4}),
     "DP2 ZeRO 1": Case(2),
-    "DP2 ZeRO 1 fp32": Case(2, precision="fp32"),
-    "DP2 ZeRO 1 fp16": Case(2, precision="fp16"),
+    "DP2 ZeRO 1 fp32": Case(2, precision=FP32),
+    "DP2 ZeRO 1 fp16": Case(2, precision=FP16),
     "DP2 ZeRO 2": Case(2, {"zero": 2}),
     "DP2 ZeRO 3": Case(2, {"zero": 3}),
     "DP2 ZeRO 3 full": Case(2, {"zero": 3, "recompute": "full"}),
-    "DP2 ZeRO 3 fp16": Case(2, {"zero": 3}, precision="fp16"),
+    "DP2 ZeRO 3 fp16": Case(2, {"zero": 3}, precision=FP16),
     "DP2 ZeRO 3 keeps nothing": Case(2, {"zero": 3}, zero=KEEP_NOTHING),
     "DP2 ZeRO 3 full keeps nothing": Case(2, {"zero": 3, "recompute": "full"}, zero=KEEP_NOTHING),
     "DP2 ZeRO 3 OLMo 2 tied keeps nothing": Case(
@@ -110,7 +90,7 @@ LAYOUTS = {
         2, {"zero": 3, "recompute": "full"}, MIXED, zero=KEEP_NOTHING
     ),
     "DP4 ZeRO 1": Case(4, micro_batch=1),
-    "DP4 ZeRO 1 fp32, to the owner": Case(4, precision="fp32", zero=TO_OWNER),
+    "DP4 ZeRO 1 fp32, to the owner": Case(4, precision=FP32, zero=TO_OWNER),
     "DP4 ZeRO 2, to the owner": Case(4, {"zero": 2}, micro_batch=1, zero=TO_OWNER),
     "DP4 ZeRO 3 tied": Case(4, {"zero": 3}, {"tied": True}),
     "CP2": Case(2, {"context": 2}),
@@ -120,10 +100,10 @@ LAYOUTS = {
     "TP2xDP2 ZeRO 2": Case(4, TP2 | {"zero": 2}),
     "TP2xPP2": Case(4, TP2 | PP2),
     "PP2xDP3 tied": Case(6, PP2, {"tied": True, "layers": 5}, global_batch=6, micro_batch=1),
-    "PP2xDP2 tied fp32": Case(4, PP2, {"tied": True}, precision="fp32"),
+    "PP2xDP2 tied fp32": Case(4, PP2, {"tied": True}, precision=FP32),
     "TP2+SPxPP2 Mix-LN full": Case(4, SP2 | PP2 | {"recompute": "full"}, MIXED),
     "TP2+SPxPP2 tied full": Case(4, SP2 | PP2 | {"recompute": "full"}, {"tied": True}, apart=True),
-    "PP2xDP2 fp32": Case(4, PP2, precision="fp32"),
+    "PP2xDP2 fp32": Case(4, PP2, precision=FP32),
     "TP2xPP2xDP2": Case(8, TP2 | PP2),
     "DP2 clipped by value": Case(2, optimizer=CLIP | {"clipping": {"kind": "value", "threshold": 1.0}}),
     "DP2 ZeRO 3 AdaGC": Case(2, {"zero": 3}, optimizer=CLIP | {"clipping": {"kind": "adagc"}}),
@@ -131,7 +111,7 @@ LAYOUTS = {
     "DP4xCP2 by worker": Case(4, {"context": 2}, optimizer=CLIP | {"clipping": {"kind": "worker"}}),
     "StableAdamW DP2 ZeRO 2": Case(2, {"zero": 2}, optimizer={"name": "stable_adamw"}),
     "LAMB PP2xDP2 tied": Case(4, PP2, {"tied": True}, optimizer={"name": "lamb"}),
-    "Stable-SPAM DP2 fp16": Case(2, precision="fp16", optimizer={"name": "stable_spam"}),
+    "Stable-SPAM DP2 fp16": Case(2, precision=FP16, optimizer={"name": "stable_spam"}),
     "Adafactor TP2xDP2 ZeRO 3": Case(4, TP2 | {"zero": 3}, optimizer={"name": "adafactor"}),
     "Adafactor DP2 ZeRO 3 sub-groups": Case(
         2, {"zero": 3}, zero={"sub_group_size": 4000}, optimizer={"name": "adafactor"}
@@ -140,13 +120,22 @@ LAYOUTS = {
     "Muon DP3": Case(3, global_batch=6, micro_batch=1, optimizer=MUON),
     "Muon DP2 ZeRO 2": Case(2, {"zero": 2}, optimizer=MUON),
     "Muon DP3 ZeRO 3 fp32": Case(
-        3, {"zero": 3}, precision="fp32", global_batch=6, micro_batch=1, optimizer=MUON
+        3, {"zero": 3}, precision=FP32, global_batch=6, micro_batch=1, optimizer=MUON
     ),
     "Muon PP2xDP3 tied": Case(
         6, PP2, {"tied": True, "layers": 5}, global_batch=6, micro_batch=1, optimizer=MUON
     ),
     "Muon TP2xPP2xDP2 QK-clip": Case(8, TP2 | PP2, {"qk_norm": False}, optimizer=MUON | {"qk_clip": 100.0}),
 }
+
+
+@dataclass(frozen=True)
+class Counted:
+    """One step on one rank. missed: calls that the groups counted, but `Count` did not."""
+
+    stage: int
+    messages: dict[Message, int]
+    missed: int
 
 
 @dataclass(frozen=True)
@@ -188,29 +177,17 @@ def measure(names: Sequence[str] = (), say: Callable[[str], None] = lambda _: No
 
     Raises ConfigError for an unknown name, MegastableError if a rank fails.
     """
-    import torch
-
-    from benchmarks.common import machine
-
-    for name in names:
-        if name not in LAYOUTS:
-            raise ConfigError(f"--layout {name!r}: choose among {', '.join(map(repr, LAYOUTS))}")
-    held = []
-    for name in names or LAYOUTS:
-        say(name)
-        held.append(compare(name, LAYOUTS[name], launch(LAYOUTS[name].world, count_joined, LAYOUTS[name])))
+    found = run_layouts(LAYOUTS, names, count_joined, say)
+    held = [compare(name, case, ranks) for name, case, ranks in found]
     return Found(held, machine(torch.device("cpu")))
 
 
-def expected(case: Case, stage: int, data_rank: int = 0, tensor_rank: int = 0) -> dict[Message, int]:
+def expected(case: LayoutCase, stage: int, data_rank: int = 0, tensor_rank: int = 0) -> dict[Message, int]:
     """The messages of a rank of `stage` by the formulas."""
     config = case.config
-    data = deepspeed_json.data_parallel(config, case.world)
-    zero = deepspeed_json.build(config, case.world)["zero_optimization"] | case.zero
-    cut = volume.bounds(config)
     terms = volume.step(
-        config, data, stage, cut, case.loss, elements=case.elements, zero=zero, data_rank=data_rank,
-        tensor_rank=tensor_rank,
+        config, case.layout.data, stage, volume.bounds(config), config.kernels.loss, elements=case.elements,
+        zero=case.deepspeed["zero_optimization"], data_rank=data_rank, tensor_rank=tensor_rank,
     )  # fmt: skip
     found: Counter[Message] = Counter()
     for term in terms:
@@ -218,13 +195,11 @@ def expected(case: Case, stage: int, data_rank: int = 0, tensor_rank: int = 0) -
     return dict(found)
 
 
-def compare(name: str, case: Case, ranks: Sequence[Counted]) -> Held:
+def compare(name: str, case: LayoutCase, ranks: Sequence[Counted]) -> Held:
     """Every rank's count beside the formulas."""
     differences, by_stage = [], {}
-    p, config = case.config.parallel, case.config
-    layout = Layout(p.tensor, p.pipeline, deepspeed_json.data_parallel(config, case.world), p.context)
     for rank, counted in enumerate(ranks):
-        wanted = expected(case, *layout.coordinates(rank))
+        wanted = expected(case, *case.layout.coordinates(rank))
         for message in sorted(counted.messages.keys() | wanted.keys()):
             n, m = counted.messages.get(message, 0), wanted.get(message, 0)
             if n != m:
@@ -392,13 +367,98 @@ def size_in_words(size: float) -> str:
     return f"{size:.3g} {units[power]}"
 
 
-# Starting ranks
+# Counting on a rank. torch passes communication between ranks to its process groups by operators of its own
+# (`c10d::...`), for any caller: `Count` intercepts them. The groups' sequence numbers verify that it misses none.
+
+NAMES = {
+    "allreduce_": "all-reduce", "_allgather_base_": "all-gather", "allgather_": "all-gather",
+    "_reduce_scatter_base_": "reduce-scatter", "reduce_scatter_": "reduce-scatter", "broadcast_": "broadcast",
+    "send": "send", "recv_": "receive", "reduce_": "reduce", "alltoall_base_": "all-to-all",
+}  # fmt: skip
+# For these operators the tensor is the first argument; for all others it is the second.
+IN_PLACE = (
+    "allreduce_",
+    "allreduce_coalesced_",
+    "broadcast_",
+    "reduce_",
+    "send",
+    "recv_",
+    "recv_any_source_",
+)
 
 
-def count_joined(case: Case) -> Counted:
-    """Count on a rank of a process group."""
-    from benchmarks.counting import count
-    from megastable.model import sizes
+class Count(TorchDispatchMode):
+    """Counts communication while entered, by (name of the group, operation, bytes)."""
 
-    sizes.CPU_ELEMENTS = case.elements  # several chunks of a tiny model, too
-    return count(case.config, case.world, case.zero)
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[tuple[str, str, int]] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            name = func._schema.name.partition("::")[2]
+            boxed = next(a for a in args if isinstance(a, torch.ScriptObject))
+            given = args[0] if name in IN_PLACE else args[1]
+            group = dist.ProcessGroup.unbox(boxed).group_name
+            self.calls[group, NAMES.get(name, name), 0 if name == "barrier" else _bytes(given)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _bytes(given: Any) -> int:
+    if isinstance(given, Tensor):
+        return given.numel() * given.element_size()
+    return sum(map(_bytes, given)) if isinstance(given, list | tuple) else 0
+
+
+def numbers() -> dict[str, int]:
+    """Number of collectives that every group of this rank has seen."""
+    return {
+        group.group_name: group._get_sequence_number_for_group()  # type: ignore[attr-defined]
+        for group in _world.pg_map
+    }
+
+
+def count_joined(case: LayoutCase, warm: int = 2) -> Counted:
+    """Train `warm` steps on random tokens, and count the next one. On a rank of a process group."""
+    from megastable.engine.engine import Engine
+
+    topology = case.join()
+    engine = Engine(case.config, case.deepspeed, topology)
+    batches = case.draw_batches(topology.sample_rank)
+    for step in range(warm + 1):
+        before, counter = numbers(), Count()
+        with counter:
+            _, applied = engine.train_step(batches, 1e-4, lambda measured: measured.finite)
+        assert applied, f"step {step} was not finite"
+    after = numbers()
+    missed = sum(after[name] - before[name] for name in after) - counter.calls.total()
+    kinds = _kinds(engine)
+    messages: Counter[Message] = Counter()
+    for (group, collective, size), calls in counter.calls.items():
+        # DeepSpeed's stages communicate through the world's group.
+        kind = "pipeline" if collective in ("send", "receive") else kinds.get(group, f"group {group}")
+        messages[kind, collective, size] += calls
+    return Counted(topology.stage, dict(messages), missed)
+
+
+def _kinds(engine: Any) -> dict[str, str]:
+    """The purpose of each group of this rank, by name."""
+    from megastable.optim.pieces import PieceOptimizer
+
+    t = engine.topology
+    groups = {"tensor": [t.tensor_group], "data": [t.data_group], "context": [t.context_group]}
+    inner = engine.optimizer.optimizer
+    groups["stage"] = [inner.at.stage_group] if isinstance(inner, PieceOptimizer) else []
+    if t.layout.pipeline > 1:
+        grid = engine.ds.grid
+        groups["tensor"].append(grid.get_slice_parallel_group())
+        groups["data"].append(grid.get_data_parallel_group())
+        groups["pipeline"] = [grid.get_pipe_parallel_group()]
+        groups["model"] = [grid.get_model_parallel_group()]
+        groups["tied"] = [engine.tied.group] if engine.tied is not None else []
+    world = dist.group.WORLD
+    assert world is not None
+    found = {world.group_name: "world"}
+    return found | {
+        group.group_name: kind for kind, held in groups.items() for group in held if group is not None
+    }

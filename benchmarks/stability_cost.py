@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.common import machine
+from benchmarks.common import describe_run, machine
 from benchmarks.costs import Costs, assess
 from megastable.checkpoint.store import LayoutState, RunState
 from megastable.config import deepspeed_json
@@ -48,7 +48,6 @@ from megastable.engine.measured import Measured
 from megastable.engine.watch import Ballot
 from megastable.guard.actions import Action
 from megastable.guard.signals import Signals
-from megastable.model.flops import parameters
 from megastable.parallel.layout import Layout
 from megastable.parallel.topology import Topology
 from megastable.recovery.damage_watch import EVERY, ProbeWatch
@@ -223,17 +222,8 @@ class Bench:
         return Measurement(began, self._run(), rounds, self.disturbed, assess(samples, KINDS, intervals))
 
     def _run(self) -> dict[str, Any]:
-        c = self.config
-        return {
-            "parameters": parameters(c.model),
-            "sequence_length": c.model.sequence_length,
-            "global_batch": c.train.global_batch,
-            "micro_batch": c.train.micro_batch,
-            "precision": c.precision.kind,
-            "zero": c.parallel.zero,
-            "optimizer": type(self.engine.optimizer).__name__,
-            "snapshots": len(self.recovery.points.ring.steps),
-        }
+        optimizer, points = type(self.engine.optimizer).__name__, self.recovery.points
+        return {**describe_run(self.config), "optimizer": optimizer, "snapshots": len(points.ring.steps)}
 
     def _settle_in(self) -> None:
         """As in the middle of a run: the detector's windows are full, the ring of snapshots too."""

@@ -175,14 +175,6 @@ def tests_of(output: str) -> dict[str, str]:
     return {m["test"] or m["own_test"]: (m["outcome"] or m["own_outcome"]).lower() for m in found}
 
 
-def table(stages: dict[str, Done]) -> Table:
-    """A table: stage, duration, outcome."""
-    shown = Table("stage", "seconds", "outcome", title="GPU", title_justify="left")
-    for name, done in stages.items():
-        shown.add_row(name, f"{done.seconds:.0f}", done.outcome)
-    return shown
-
-
 def write(path: Path, done: dict[str, Done]) -> None:
     """Write the results so far. Raises DataError."""
     when = datetime.now(UTC).isoformat(timespec="seconds")
@@ -231,7 +223,10 @@ def main(
         done[stage.name] = run(stage, sys.executable, time_left, logs / f"{stage.name}.log")
         console.print(done[stage.name].tail, markup=False, highlight=False)
         write(output, done)
-    console.print(table(done))
+    table = Table("stage", "seconds", "outcome", title="GPU", title_justify="left")
+    for name, one in done.items():
+        table.add_row(name, f"{one.seconds:.0f}", one.outcome)
+    console.print(table)
     console.print(f"all of it: {output}; whole logs: {logs}")
     if any(d.returned != 0 for d in done.values()):
         raise typer.Exit(1)

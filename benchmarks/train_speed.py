@@ -30,7 +30,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from benchmarks.common import machine
+from benchmarks.common import describe_run, machine
 from benchmarks.peers import OURS, PEERS, Contestant, Task, Unavailable
 from benchmarks.speed import Entry, Memory, Peak, Speed, Work, assess
 from megastable.base.errors import ConfigError
@@ -132,14 +132,13 @@ def measure(
     apart: bool | None = None,
     advance: Callable[[], None] = lambda: None,
     say: Say = lambda _: None,
-    after: Callable[[str, Contestant, torch.device], None] = lambda *_: None,
     seconds: float | None = None,
     partly: Callable[[Speed], None] | None = None,
 ) -> Speed:
     """Speeds of `names` (of `peers.PEERS`, ours among them) on this config's model, batch and precision.
 
     The process group, of one rank, already exists. apart: None = if memory requires it. advance: called for every
-    warm-up and measurement; after(name, contestant, device): after its last one. seconds: approximate total time; a
+    warm-up and measurement. seconds: approximate total time; a
     peer that is not warm in time gets a row without numbers (from the main thread only). partly: called with the
     results so far, after every warm-up and measurement. A peer that cannot run also gets a row. Raises ConfigError if
     none can.
@@ -152,7 +151,7 @@ def measure(
         apart = len(names) > 1 and needed > ROOM * _memory(task.device)
         if apart:
             notes.append(f"measured apart: together they take about {needed / 2**30:,.0f} GiB")
-    about = machine(task.device), _run(config)
+    about = machine(task.device), describe_run(config)
     if about[0]["load_average"] > about[0]["cores"] / 2:
         notes.append(
             f"the machine was busy before this began (load {about[0]['load_average']} on {about[0]['cores']} cores): "
@@ -181,9 +180,7 @@ def measure(
         if partly is not None:
             partly(found("not finished: the time of it was over, or it was ended"))
 
-    bench = Bench(
-        task, names, advanced, say, lambda name, contestant: after(name, contestant, task.device), end
-    )
+    bench = Bench(task, names, advanced, say, end)
     if apart:
         bench.measure_apart(rounds)
     else:
@@ -192,24 +189,6 @@ def measure(
     if (done := len(bench.samples[OURS])) < rounds:
         return found(f"{done} rounds in place of {rounds}: the time was over")
     return found()
-
-
-def _run(config: RunConfig) -> dict[str, Any]:
-    c = config
-    return {
-        "parameters": parameters(c.model),
-        "vocabulary": c.model.vocab_size,
-        "sequence_length": c.model.sequence_length,
-        "micro_batch": c.train.micro_batch,
-        "global_batch": c.train.global_batch,
-        "tokens": c.train.global_batch * c.model.sequence_length,
-        "precision": c.precision.kind,
-        "fp8": c.precision.fp8.recipe if c.precision.fp8 else None,
-        "zero": c.parallel.zero,
-        "recompute": c.parallel.recompute,
-        "moments": c.optimizer.moments,
-        "clip": c.optimizer.clip,
-    }
 
 
 def _memory(device: torch.device) -> float:
@@ -228,11 +207,10 @@ class Bench:
         names: Sequence[str],
         advance: Callable[[], None],
         say: Say,
-        after: Callable[[str, Contestant], None] = lambda *_: None,
         end: float | None = None,
     ) -> None:
         """end: deadline by time.monotonic."""
-        self.task, self.names, self.advance, self.say, self.after = task, list(names), advance, say, after
+        self.task, self.names, self.advance, self.say = task, list(names), advance, say
         self.end = end
         self.round_seconds = 0.0  # of one contestant's part in a round
         if any(PEERS[name].given for name in names):
@@ -258,8 +236,6 @@ class Bench:
                 with _no_garbage():
                     for name in self.order.sample(list(living), len(living)):
                         self._sample(name, living[name])
-            for name, contestant in living.items():
-                self.after(name, contestant)
         finally:
             self._end(living)
 
@@ -282,8 +258,6 @@ class Bench:
                         self.say(f"{name}, pass {number + 1} of {passes}")
                         for _ in range(share):
                             self._sample(name, living[name])
-                    if number == passes - 1:
-                        self.after(name, living[name])
                 finally:
                     self._end(living)
 

@@ -19,9 +19,8 @@ from pathlib import Path
 
 import psutil
 
-from drills.hosts import Host, Hosts
+from drills.hosts import Host, Hosts, SharedDisk
 from drills.namespaces import Started
-from drills.shared_disk import SharedDisk
 from megastable.base.errors import ConfigError
 
 AGENT = re.compile(r"megastable(\.\w+)*\.agent")  # the module that runs on every host of a run
@@ -43,10 +42,6 @@ class Cluster:
 
     def start_supervisor(self) -> None:
         self.supervisor = self.supervise()
-
-    @property
-    def names(self) -> list[str]:
-        return [host.name for host in self.hosts]
 
 
 Strike = Callable[[Cluster, Host], bool]

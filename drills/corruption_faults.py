@@ -209,9 +209,8 @@ class _Gradients:
 
     def __init__(self, fault: Planned, tell: Tell) -> None:
         self.fault, self.tell = fault, tell
-        self._old: dict[
-            str, list[Tensor]
-        ] = {}  # of the step before, by parameter, in the order of micro-batches
+        # Of the step before, by parameter, in the order of micro-batches.
+        self._old: dict[str, list[Tensor]] = {}
 
     def recording(self, engine: Engine) -> AbstractContextManager[None]:
         def record(name: str, gradient: Tensor) -> None:

@@ -13,8 +13,19 @@ import numpy as np
 import yaml
 
 from benchmarks.noise import SIGMA, healthy
-from drills.court_scenarios import CASES, CLEAN, NOISES, STEP, Case, CaseOutcome, Wish, choose_cases
-from drills.court_texts import LENGTH, prepare_texts, write_corpus
+from drills.court_scenarios import (
+    CASES,
+    CLEAN,
+    LENGTH,
+    NOISES,
+    STEP,
+    Case,
+    CaseOutcome,
+    Wish,
+    choose_cases,
+    prepare_texts,
+    write_corpus,
+)
 from drills.exercise import Column, Drill, Exercise, Watch
 from drills.plan import SEARCH, Policy
 from drills.runner import drill, finished
@@ -100,14 +111,7 @@ def run_without(folder: Path, case: Case, seed: int) -> float | None:
     if not told or note.read_text() != told or finished(run) is None:
         run_case(folder, case, seed, WITHOUT, "stability.enabled=false")
         note.write_text(Manifest.load(folder / f"{case.name}-{seed}").fingerprint())
-    return read_loss(run)
-
-
-def read_loss(run: RunDirectory) -> float | None:
-    """The validation loss at the end; None for a run that did not reach it."""
-    if not run.summary.exists():
-        return None
-    loss = json.loads(run.summary.read_text()).get("val_loss")
+    loss = json.loads(run.summary.read_text()).get("val_loss") if run.summary.exists() else None
     return None if loss is None else float(loss)
 
 

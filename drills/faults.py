@@ -363,7 +363,7 @@ def spoil_update(kind: str) -> Callable[[Engine, bool, int], Around]:
 
     @contextmanager
     def spoilt(engine: Engine, here: bool, seed: int) -> Iterator[None]:
-        update, chance = engine._step, torch.Generator().manual_seed(seed)
+        update, chance = engine._apply_update, torch.Generator().manual_seed(seed)
 
         def step(*args: Any) -> None:
             update(*args)
@@ -374,7 +374,7 @@ def spoil_update(kind: str) -> Callable[[Engine, bool, int], Around]:
                 edit_weights(kind, f.name, weight.view(f.shape), moments, chance)
             engine.refresh_weights()
 
-        with instead(engine, "_step", step):
+        with instead(engine, "_apply_update", step):
             yield
 
     return spoilt

@@ -11,10 +11,8 @@ from megastable.guard.incident import Kind
 
 EPOCHS, EPOCHS_STEP, FEW = 3, 40, 20  # epochs of a small corpus; step of the fault in the first one; samples
 HIGH_RATE_STEPS = 50
-BROKEN_STEPS, REST = (
-    15,
-    20,
-)  # steps of the broken FP8 kernel; rest of FP8, so that it returns after the repair
+# Steps of the broken FP8 kernel; rest of FP8, so that it returns after the repair.
+BROKEN_STEPS, REST = 15, 20
 # Far beyond what a hard sample does, which a kernel's mistake has no reason to stay below.
 WRONG_GRADIENT = 300.0
 

@@ -13,7 +13,7 @@ from drills.gross import CLEAN_EPOCHS, CLEAN_FP8, GROSS
 from drills.plan import Policy
 from drills.runner import drill
 from drills.scenario import CLEAN, GLOBAL_BATCH, STEPS, Scenario
-from drills.score import TARGET, Score, better, compare, met, within
+from drills.score import TARGET, WRONG, Score, better, compare, within
 from drills.slow import CLEAN_ABSENT, CLEAN_BARE, CLEAN_SLOW, SLOW
 from drills.stage import Stage
 from drills.thin import THIN
@@ -179,7 +179,11 @@ class LearningDrill(Drill[Score]):
         return compare(outcomes)
 
     def is_met(self, outcomes: Sequence[Score]) -> bool:
-        return met(outcomes)
+        """None of ours ends worse or loses a clean sample for good, and at most one in 12 causes is wrong."""
+        every = [s for s in outcomes if s.policy is Policy.OURS]
+        ours = [s for s in every if not s.clean]
+        wrong = sum(not s.cause_right for s in ours)
+        return all(map(within, ours)) and wrong <= len(ours) // WRONG and not any(s.fate.lost for s in every)
 
     def describe_verdict(self, outcomes: Sequence[Score]) -> str:
         """Of ours."""

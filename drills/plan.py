@@ -20,7 +20,7 @@ class Policy(StrEnum):
 
     NOTHING = "nothing"  # no clipping, every update is applied except those that DeepSpeed itself refuses
     CLIPPING = "clipping"  # the same with gradients clipped to a norm of 1
-    SKIPPING = "skipping"  # also skips updates that are 6 standard deviations out (skipstep.py)
+    SKIPPING = "skipping"  # also skips updates that are 6 standard deviations out (worker.py)
     OURS = "ours"  # megastable, under its supervisor
 
 

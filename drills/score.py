@@ -33,10 +33,8 @@ SMOOTH = 10  # steps of the exponential average of losses
 SHOWS = 0.05  # nats above the undisturbed run's: then the loss shows a slow fault
 ENOUGH = 20  # steps that a warning must come before that
 WARNED = 100  # steps within which a bad start must cause a warning
-POISONED = {
-    "poison_weight",
-    "poison_moments",
-}  # faults from outside that affect the training numbers
+# Faults from outside that affect the training numbers.
+POISONED = {"poison_weight", "poison_moments"}
 
 Summary = dict[str, Any]
 
@@ -332,15 +330,6 @@ def better(s: Score) -> bool:
     """Whether a run ends better than the clean one, by more than equivalent runs differ. A slow fault is not about how
     it ends."""
     return s.begin is None and s.excess is not None and s.excess < -TARGET
-
-
-def met(scores: Sequence[Score]) -> bool:
-    """Whether all of ours meet the targets: none ends worse or loses a clean sample for good, and at most one in 12
-    causes is wrong."""
-    every = [s for s in scores if s.policy is Policy.OURS]
-    ours = [s for s in every if not s.clean]
-    wrong = sum(not s.cause_right for s in ours)
-    return all(map(within, ours)) and wrong <= len(ours) // WRONG and not any(s.fate.lost for s in every)
 
 
 def fate(run: Path, planted: Planted | None) -> Fate:

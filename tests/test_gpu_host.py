@@ -44,7 +44,7 @@ for found in itertools.chain(*(pkgutil.walk_packages(p.__path__, f"{p.__name__}.
             importlib.import_module(found.name)
         except ModuleNotFoundError as error:  # an extra that is not installed
             assert error.name and not error.name.startswith("megastable"), error
-assert "megastable.engine.engine" in sys.modules and "benchmarks.counting" in sys.modules
+assert "megastable.engine.engine" in sys.modules and "benchmarks.scaling" in sys.modules
 print(started or "none")
 """
 RANK = """

@@ -207,7 +207,7 @@ def attribution(
     examples="""
     megastable bench train --rounds 9 --output train.json
     megastable bench train --recipe launch/recipes/125m.yaml train.micro_batch=1 --peers plain --peers transformers
-    megastable bench train --recipe launch/recipes/1.3b.yaml model.vocab_size=32000 --device cuda --profile profile
+    megastable bench train --recipe launch/recipes/1.3b.yaml model.vocab_size=32000 --device cuda
     """
 )
 def train(
@@ -234,11 +234,6 @@ def train(
     ] = None,
     as_json: Json = False,
     output: JsonFile = None,
-    folder: Annotated[
-        Path | None,
-        typer.Option("--profile", help="Afterwards: a trace of some steps, where their time goes"),
-    ] = None,
-    profiled: Annotated[str, typer.Option("--profile-peer", help="Whose steps")] = "megastable",
 ) -> None:
     """Compare our training speed with that of others, on the same model and random tokens: no corpus is needed.
 
@@ -259,21 +254,12 @@ def train(
             )
         return
     wanted = chosen_peers(peers or [], device)
-    if folder:
-        wanted = chosen_peers([*wanted, profiled], device)
     _form_group_of_one()
     begun = time.monotonic()
-    from benchmarks import profiling, speed
+    from benchmarks import speed
     from benchmarks.train_speed import measure, steps_needed
     from megastable.base.progress_bar import bar
     from megastable.engine import distributed
-
-    tables = []
-
-    def after(name, contestant, on):  # type: ignore[no-untyped-def]
-        if folder and name == profiled:
-            contestant.prepare()
-            tables.append(profiling.table(name, profiling.profile(contestant.step, on, folder)))
 
     def write(now: speed.Speed) -> None:
         """After every contestant, so that an interrupted run keeps its measurements."""
@@ -283,14 +269,13 @@ def train(
     try:
         with bar("measuring", steps_needed(wanted, rounds), unit="steps") as progress:
             found = measure(
-                config, wanted, rounds, apart, progress, progress.doing, after,
+                config, wanted, rounds, apart, progress, progress.doing,
                 seconds and seconds - (time.monotonic() - begun), write,
             )  # fmt: skip
     finally:
         distributed.stop_distributed()
     console = _console(as_json)
-    for shown in (speed.table(found), *tables):
-        console.print(shown)
+    console.print(speed.table(found))
     about = ", ".join(f"{key} {value}" for key, value in (found.run | found.machine).items())
     for line in (*speed.lines(found), about):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -301,7 +286,7 @@ def _on(device: str | None) -> str:
     """The device, cpu or cuda. Before any import of DeepSpeed, which chooses its accelerator once."""
     if device not in (None, "cpu", "cuda"):
         raise ConfigError(f"--device {device}: it is cpu or cuda")
-    # Messages of the profiler when it starts and stops.
+    # Messages of the profiler, which counts memory, when it starts and stops.
     os.environ.update(KINETO_LOG_LEVEL="99", TORCH_CPP_LOG_LEVEL="ERROR")
     import torch
 

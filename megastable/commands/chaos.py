@@ -75,8 +75,7 @@ def chaos(
     """
     find_beside("drills")
     from drills import cluster_faults
-    from drills.chaos import plan
-    from drills.chaos_runner import ChaosDrill, ClusterSetup
+    from drills.chaos import ChaosDrill, ClusterSetup, plan
     from drills.hosts import NAMES
     from drills.namespaces import missing
 

@@ -15,17 +15,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from benchmarks.counting import Count, Counted, numbers
 from benchmarks.ranks import launch
 from benchmarks.scaling import (
     LAYOUTS,
     Case,
+    Count,
+    Counted,
     Found,
     compare,
     count_joined,
     expected,
     forecast_table,
     measure,
+    numbers,
     predict,
     size_in_words,
     table,

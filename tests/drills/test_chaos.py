@@ -12,8 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from drills.chaos import PHASES, STARTING, ClusterOutcome, Planned, judge, plan, spread
-from drills.chaos_runner import ChaosDrill, ClusterSetup
+from drills.chaos import (
+    PHASES,
+    STARTING,
+    ChaosDrill,
+    ClusterOutcome,
+    ClusterSetup,
+    Planned,
+    judge,
+    plan,
+    spread,
+)
 from drills.cluster_faults import KINDS, NAMES, Place, choose
 from megastable.base.errors import ConfigError
 
@@ -126,7 +135,9 @@ def test_cells() -> None:
 
 def shown(rows: list[ClusterOutcome], colours: bool = False) -> str:
     console = Console(width=200, file=io.StringIO(), force_terminal=colours, color_system="standard")
-    console.print(drill(2).show_table(rows))
+    planned = [row.planned.model_copy(update={"number": number}) for number, row in enumerate(rows, 1)]
+    numbered = [row.model_copy(update={"planned": one}) for row, one in zip(rows, planned, strict=True)]
+    console.print(drill(2).show_table(numbered))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 

@@ -117,7 +117,7 @@ def test_it_hurts_until_it_is_mended(kind: Kind, cluster: Cluster, monkeypatch: 
     if reason := kind.impossible(cluster.hosts):
         pytest.skip(reason)
     hurts = HURTS[kind.name]
-    host = cluster.hosts[kind.places(cluster.names, "first")[-1]]
+    host = cluster.hosts[kind.places([host.name for host in cluster.hosts], "first")[-1]]
     others = [other for other in cluster.hosts if other is not host]
     until(lambda: not hurts(cluster, host))
     assert kind.strike(cluster, host)

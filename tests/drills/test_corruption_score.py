@@ -8,9 +8,18 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from drills.corruption import CorruptionDrill
+from drills.corruption import (
+    Clean,
+    CorruptionDrill,
+    FaultOutcome,
+    ending,
+    findings,
+    incidents,
+    judge,
+    naming,
+    total,
+)
 from drills.corruption_plan import Change, Planned
-from drills.corruption_score import Clean, FaultOutcome, ending, findings, incidents, judge, naming, total
 
 STRUCK = 1000.0
 FAULT = Planned(layout="dp3", kind="master/sign", position=0, seed=1, step=24, rank=1)

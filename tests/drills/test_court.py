@@ -9,21 +9,25 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from drills import court_texts
+from drills import court_scenarios
 from drills.court import CourtDrill, count_untrained, find_sight, judge_noise, leave_start_out
 from drills.court_scenarios import (
     CASES,
     FAULTY,
+    LENGTH,
     NAMES,
     PLANTED,
     REPEATS,
     REPEATS_STEP,
     STEP,
     CaseOutcome,
+    Places,
     choose_cases,
+    cut_samples,
+    move_tokens,
     reach,
+    write_corpus,
 )  # fmt: skip
-from drills.court_texts import LENGTH, Places, cut_samples, move_tokens, write_corpus
 from drills.faults import EDITS, edit_weights
 from drills.scenario import GLOBAL_BATCH
 from megastable.base.errors import ConfigError, DataError
@@ -78,8 +82,8 @@ def texts(tmp_path: Path) -> Path:
 
 
 def test_a_run_reads_what_was_laid(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(court_texts, "POSITIONS", 100)
-    monkeypatch.setattr(court_texts, "HELD_OUT", 10)
+    monkeypatch.setattr(court_scenarios, "POSITIONS", 100)
+    monkeypatch.setattr(court_scenarios, "HELD_OUT", 10)
     sources = np.arange(100)
     sources[60:] = 7
     places = Places(["prose"] * 50 + ["code"] * 50, (3,), (3,), sources)
@@ -91,7 +95,7 @@ def test_a_run_reads_what_was_laid(texts: Path, tmp_path: Path, monkeypatch: pyt
         np.random.default_rng(5).permutation(np.load(texts / f"{kind}.npy"))[10:]
         for kind in ("prose", "code")
     )
-    tokenizer = court_texts.load_tokenizer(texts / "tokenizer.model")
+    tokenizer = court_scenarios.load_tokenizer(texts / "tokenizer.model")
     assert (read[0] == prose[0]).all() and (read[49] == prose[49]).all() and (read[50] == code[50]).all()
     assert (read[60:] == code[7]).all()
     assert (read[3] != prose[3]).sum() == LENGTH - 1

@@ -354,7 +354,7 @@ def test_a_host_that_cannot_boot_leaves_nothing(tmp_path: Path, monkeypatch: pyt
 def test_without_a_loop_device_the_shared_disk_can_fill_up_but_not_stall(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("drills.shared_disk.MAKE", ["mkfs.none"])
+    monkeypatch.setattr("drills.hosts.MAKE", ["mkfs.none"])
     with Hosts(tmp_path, 1, SMALL) as hosts:
         disk = hosts.shared
         assert "tmpfs" in said(hosts["first"], "stat", "-fc", "%T", disk.folder)

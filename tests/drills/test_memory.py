@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from drills.chaos_runner import ClusterRun, ClusterSetup, empty
+from drills.chaos import ClusterRun, ClusterSetup, empty
 from drills.hosts import Hosts
 from drills.namespaces import missing
 from tests.patience import PATIENCE

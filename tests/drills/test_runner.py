@@ -11,8 +11,7 @@ import pytest
 from drills import runner
 from drills.learning import choose
 from drills.plan import Fault, Plan, Policy
-from drills.run_processes import Family
-from drills.runner import Done, conditions, environment, finished
+from drills.runner import Done, Family, conditions, environment, finished
 from drills.stage import Stage
 from megastable.run.directory import RunDirectory
 from tests.conftest import write_corpus

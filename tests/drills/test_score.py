@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from drills.gross import CLEAN_FP8
-from drills.learning import SCENARIOS, choose
+from drills.learning import SCENARIOS, LearningDrill, choose
 from drills.plan import Policy
 from drills.scenario import CLEAN, Scenario
-from drills.score import Fate, Score, causes_of, compare, is_right, met, score, steps_lost, within
+from drills.score import Fate, Score, causes_of, compare, is_right, score, steps_lost, within
 from megastable.run.directory import RunDirectory
 from megastable.run.events.event import Event
 from megastable.run.events.reading import event_of
@@ -25,6 +25,7 @@ DATA, RATE, BIT, KILL, DISK = (
 )
 POISON, START_UP = BY_NAME["poisoned-weight"], BY_NAME["no-warmup"]
 STRUCK = 5.0
+DRILL = LearningDrill([], [Policy.OURS], [1])
 
 
 def incident(number: int, what: str, step: int, cause: str, **more: Any) -> dict[str, Any]:
@@ -247,15 +248,15 @@ def test_the_targets(tmp_path: Path) -> None:
     worse = good.model_copy(update={"excess": 0.03})
     better = good.model_copy(update={"excess": -0.03})
     theirs = worse.model_copy(update={"policy": Policy.NOTHING})
-    assert met([]) and met([good]) and met([good, theirs])
-    assert not met([worse]) and met([better]) and not met([wrong])
-    assert met([*[good] * 11, wrong]) and not met([*[good] * 10, wrong, wrong])
+    assert DRILL.is_met([]) and DRILL.is_met([good]) and DRILL.is_met([good, theirs])
+    assert not DRILL.is_met([worse]) and DRILL.is_met([better]) and not DRILL.is_met([wrong])
+    assert DRILL.is_met([*[good] * 11, wrong]) and not DRILL.is_met([*[good] * 10, wrong, wrong])
     loser, clean = (
         s.model_copy(update={"fate": Fate(lost=1)})
         for s in (good, judged(told(tmp_path, [START], name="clean"), CLEAN))
     )
-    assert not met([loser]) and not met([clean, good])
-    assert met([loser.model_copy(update={"policy": Policy.NOTHING})])
+    assert not DRILL.is_met([loser]) and not DRILL.is_met([clean, good])
+    assert DRILL.is_met([loser.model_copy(update={"policy": Policy.NOTHING})])
 
 
 def test_what_was_never_undone_explains_all_that_follows(tmp_path: Path) -> None:

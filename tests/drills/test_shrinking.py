@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 
-from drills.chaos_runner import ClusterRun, ClusterSetup
+from drills.chaos import ClusterRun, ClusterSetup
 from drills.hosts import Host, Hosts
 from drills.namespaces import missing
 from tests.patience import PATIENCE

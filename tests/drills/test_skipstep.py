@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drills.skipstep import SIGMA, WINDOW, SkipStep
+from drills.worker import SIGMA, WINDOW, SkipStep
 
 
 def fed(values: list[float], norm: float | None = None) -> SkipStep:

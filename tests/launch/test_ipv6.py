@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from drills.chaos_runner import VARIABLES
+from drills.chaos import VARIABLES
 from drills.hosts import Hosts
 from drills.namespaces import missing
 from megastable.base import errors

@@ -1,0 +1,122 @@
+"""Small models in many layouts, trained on ranks of this machine, to count or measure what a step takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.ranks import launch
+from megastable.base.errors import ConfigError
+from megastable.config import deepspeed_json
+from megastable.config.tree import RunConfig
+from megastable.data.loader import MicroBatch
+from megastable.parallel.layout import Layout
+from megastable.parallel.topology import Topology
+
+TP2, PP2 = {"tensor": 2}, {"pipeline": 2}
+SP2 = TP2 | {"sequence": True}
+Section = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class LayoutCase:
+    """A layout with its number of ranks, and other settings, which override those of `base`, by section.
+
+    global_batch: None: of `accumulation` micro-batches. zero: overrides of DeepSpeed's section zero_optimization.
+    elements: logits of a chunk.
+    """
+
+    world: int = 1
+    parallel: Section = field(default_factory=dict)
+    model: Section = field(default_factory=dict)
+    precision: Section = field(default_factory=dict)
+    optimizer: Section = field(default_factory=dict)
+    kernels: Section = field(default_factory=dict)
+    micro_batch: int = 2
+    global_batch: int | None = None
+    accumulation: int = 2
+    apart: bool = False
+    zero: Section = field(default_factory=dict)
+    elements: int = 200_000
+    base: Mapping[str, Section] = field(default_factory=dict)
+
+    @property
+    def layout(self) -> Layout:
+        p = self.parallel
+        tensor, pipeline = p.get("tensor", 1), p.get("pipeline", 1)
+        return Layout(tensor, pipeline, self.world // (tensor * pipeline), p.get("context", 1))
+
+    @property
+    def config(self) -> RunConfig:
+        batch = self.global_batch or self.micro_batch * self.accumulation * self.layout.samples
+        sections = {name: getattr(self, name) for name in ("model", "precision", "optimizer", "kernels")}
+        return RunConfig.model_validate(
+            {
+                "parallel": self.parallel,
+                "train": {"global_batch": batch, "micro_batch": self.micro_batch},
+                "data": {"keep_documents_apart": self.apart},
+                **{name: self.base.get(name, {}) | section for name, section in sections.items()},
+            }
+        )
+
+    @property
+    def deepspeed(self) -> Section:
+        """DeepSpeed's settings."""
+        settings = deepspeed_json.build(self.config, self.world)
+        return {**settings, "zero_optimization": settings["zero_optimization"] | self.zero}
+
+    def join(self) -> Topology:
+        """On a rank of the process group."""
+        from megastable.model import sizes
+
+        sizes.CPU_ELEMENTS = sizes.GPU_ELEMENTS = self.elements  # several chunks of a small model, too
+        return Topology(self.layout, dist.get_rank(), timeout=120)
+
+    def draw_batches(self, sample_rank: int) -> list[MicroBatch]:
+        """The random micro-batches of a step on a rank."""
+        m, b = self.config.model, self.micro_batch
+        drawn = torch.Generator().manual_seed(sample_rank)
+        assert m.vocab_size is not None
+        found = []
+        for number in range(deepspeed_json.accumulation(self.config, self.world)):
+            # A context-parallel rank has a part of the tokens.
+            length = m.sequence_length // self.layout.context
+            tokens = torch.randint(0, m.vocab_size, (b, length + 1), generator=drawn)
+            segments = None
+            if self.apart:
+                segments = (torch.rand(tokens[:, 1:].shape, generator=drawn) < 0.02).cumsum(1).int()
+            index = torch.arange(b) + number * b
+            found.append(MicroBatch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), index, segments))
+        return found
+
+
+def run_layouts(
+    layouts: Mapping[str, LayoutCase],
+    names: Sequence[str],
+    function: Callable[[LayoutCase], Any],
+    say: Callable[[str], None],
+) -> Iterator[tuple[str, LayoutCase, list[Any]]]:
+    """Call a function on every rank of layouts, each in processes of its own.
+
+    Args:
+        layouts: by name.
+        names: of those to run; none: all.
+        function: a module-level one.
+        say: is told of each.
+
+    Yields:
+        Name, layout, and what the function returned, by rank.
+
+    Raises:
+        ConfigError: for an unknown name. MegastableError: if a rank fails.
+    """
+    for name in names:
+        if name not in layouts:
+            raise ConfigError(f"--layout {name!r}: choose among {', '.join(map(repr, layouts))}")
+    for name in names or layouts:
+        say(name)
+        yield name, layouts[name], launch(layouts[name].world, function, layouts[name])
