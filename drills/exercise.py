@@ -193,8 +193,7 @@ def make_table(
     filled = [i for i in range(len(columns)) if i < ALWAYS or {cells[i] for cells in texts} - {"", "0"}]
     shown = Table(header_style="bold")
     for column in (columns[i] for i in filled):
-        justify = "left" if column.left else "right"
-        shown.add_column(column.header, justify=justify, no_wrap=not column.wrap)
+        shown.add_column(column.header, justify="left" if column.left else "right", no_wrap=not column.wrap)
     cells_of = iter(texts)
     apart = any(len(rows) > 1 for rows in sections)
     for rows in sections:

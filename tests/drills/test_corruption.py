@@ -47,7 +47,6 @@ def test_quick_faults_are_found_named_and_undone(tmp_path: Path) -> None:
         assert o["changes"] and o["ended"] == "finished" and o["steps"] == 0, told
         assert o["found"] and o["naming"] == "named", told
         assert {*map(tuple, o["ranks"])} == {(o["planned"]["rank"],)}, told  # by one watch or several
-        # Also: a later run of the same processes has the bytes of the first one, the clean one.
         assert o["same"] and not o["early"], told
     assert [(c["layout"], c["findings"], c["incidents"]) for c in report["clean"]] == [
         ("dp2", [], []), ("dp3", [], []),
