@@ -57,10 +57,8 @@ def _train(size: str, rounds: int, peers: Sequence[str], *overrides: str) -> tup
 
 # Four at a time on one GPU: most of their time is compilation and setup, on the CPU.
 _TESTS = ("-m", "pytest", "tests/gpu", "-v", "-n4", "--timeout=90", "-p", "no:cacheprovider")
-# A burn-in takes 90 % of the free memory: nothing else runs beside it.
-_BURN_IN = "tests/gpu/test_burn_in_gpu.py"
 STAGES = (
-    Stage("tests", (*_TESTS, "-m", "not exact", f"--ignore={_BURN_IN}"), 70, json=False),
+    Stage("tests", (*_TESTS, "-m", "not exact"), 70, json=False),
     # With the environment of run.deterministic, which is read when CUDA starts.
     Stage("tests-exact", (*_TESTS, "-m", "exact"), 50, json=False),
     # By value: stages skipped for lack of time come last.
@@ -92,7 +90,6 @@ STAGES = (
          "train.global_batch=16"),
         50,
     ),
-    Stage("burn-in", ("-m", "pytest", _BURN_IN, "-v", "-n0", "-p", "no:cacheprovider"), 65, json=False),
 )  # fmt: skip
 
 

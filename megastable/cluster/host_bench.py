@@ -2,18 +2,15 @@
 
     python -m megastable.cluster.host_bench
 
-A process of its own for each rank, started by this one. On a CPU two ranks exchange over loopback (gloo).
+A process for each rank. On a CPU two ranks exchange over loopback (gloo).
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -21,6 +18,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import multiprocessing
+from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 from megastable.base import hardware, products
 
@@ -30,6 +29,13 @@ SECONDS = 1.0  # of work per device and measurement: a GPU that gets hot lowers 
 SIZE = {"cuda": 8192, "cpu": 1024}  # of the square matrices: smaller ones measure kernel launches
 BYTES = {"cuda": 256 << 20, "cpu": 16 << 20}  # of an all-reduce: bandwidth, not latency
 MOST = {"cuda": 200, "cpu": 20}  # all-reduces
+
+
+def find_devices() -> list[torch.device]:
+    """The GPUs, or the CPU where there are none, or none is meant."""
+    gpus = hardware.has_gpu() and os.environ.get("DS_ACCELERATOR") != "cpu"
+    count = torch.cuda.device_count() if gpus else 0
+    return [torch.device("cuda", n) for n in range(count)] or [torch.device("cpu")]
 
 
 def measured_matmul(device: torch.device, seconds: float = SECONDS) -> tuple[float, str]:
@@ -63,28 +69,22 @@ def matmul(devices: list[torch.device]) -> dict[str, Any]:
 def all_reduce(kind: str, ranks: int, seconds: float = 60.0) -> dict[str, Any]:
     """Bandwidth per rank as NCCL's tests count it ("bus bandwidth": 2 (n-1) / n x bytes / time), between `ranks`
     processes. Raises RuntimeError with what the first failed one said."""
+    os.environ["NCCL_DEBUG"] = "WARN"
+    until = time.monotonic() + seconds
     with tempfile.TemporaryDirectory() as name:
-        folder, started = Path(name), list[subprocess.Popen[bytes]]()
-        words = [sys.executable, "-m", "megastable.cluster.host_bench", "--kind", kind, "--of", str(ranks)]
+        started = multiprocessing.start_processes(
+            time_all_reduces, (kind, ranks, Path(name)), ranks, join=False
+        )
         try:
-            for rank in range(ranks):
-                # Files, because a full pipe of a rank that nobody reads yet would stop all of them.
-                with (folder / f"out{rank}").open("wb") as out, (folder / f"err{rank}").open("wb") as err:
-                    started.append(
-                        subprocess.Popen(
-                            [*words, "--rank", str(rank), "--meet", f"{folder}/meet"], stdin=subprocess.DEVNULL,
-                            stdout=out, stderr=err, env=os.environ | {"NCCL_DEBUG": "WARN"},
-                        )
-                    )  # fmt: skip
-            failed = _first_failure(started, seconds)
+            while not started.join(timeout=0.5, grace_period=1.0):
+                if time.monotonic() > until:
+                    raise RuntimeError(f"no all-reduce of {ranks} ranks within {seconds:.0f} s")
+        except (ProcessExitedException, ProcessRaisedException) as error:
+            raise RuntimeError(str(error).strip().splitlines()[-1][-300:]) from None
         finally:
-            for process in started:
+            for process in started.processes:
                 process.kill()
-                process.wait()
-        if failed is not None:
-            lines = (folder / f"err{failed}").read_text(errors="replace").strip().splitlines()
-            raise RuntimeError((lines or [f"exit code {started[failed].returncode}"])[-1][-300:])
-        slowest = max(float((folder / f"out{rank}").read_text().splitlines()[-1]) for rank in range(ranks))
+        slowest = float((Path(name) / "slowest").read_text())
     return {
         "gb_per_second": 2 * (ranks - 1) / ranks * BYTES[kind] / slowest / 1e9,
         "ranks": ranks,
@@ -92,76 +92,52 @@ def all_reduce(kind: str, ranks: int, seconds: float = 60.0) -> dict[str, Any]:
     }
 
 
-def _first_failure(ranks: list[subprocess.Popen[bytes]], seconds: float) -> int | None:
-    """The rank that failed first: the others would wait for it. None if all ended well. Raises RuntimeError."""
-    until = time.monotonic() + seconds
-    while None in (codes := [rank.poll() for rank in ranks]) and not any(codes):
-        if time.monotonic() > until:
-            raise RuntimeError(f"no all-reduce of {len(ranks)} ranks within {seconds:.0f} s")
-        time.sleep(0.02)
-    return next((rank for rank, code in enumerate(codes) if code), None)
-
-
-def be_a_rank(kind: str, rank: int, of: int, meet: Path) -> float:
-    """Median seconds of an all-reduce."""
+def time_all_reduces(rank: int, kind: str, ranks: int, folder: Path) -> None:
+    """A rank: writes the median seconds of an all-reduce, of the slowest rank, into the folder."""
+    signal.alarm(LIMIT)
     if kind == "cuda":
         torch.cuda.set_device(rank)
-        device = torch.device("cuda", rank)
     else:
-        os.environ["GLOO_SOCKET_IFNAME"] = (
-            "lo"  # gloo would look up the host's name, which containers often lack
-        )
-        device = torch.device("cpu")
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // of))
+        # gloo would look up the host's name, which containers often lack.
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
     backend = "nccl" if kind == "cuda" else "gloo"
-    dist.init_process_group(backend, init_method=f"file://{meet}", rank=rank, world_size=of)
-    buffer = torch.zeros(BYTES[kind] // 4, device=device)
+    dist.init_process_group(backend, init_method=f"file://{folder}/meet", rank=rank, world_size=ranks)
+    buffer = torch.zeros(BYTES[kind] // 4, device=kind)
     times = list[float]()
     for _ in range(MOST[kind]):
         start = time.perf_counter()
         dist.all_reduce(buffer)
         if kind == "cuda":
-            torch.cuda.synchronize(device)
+            torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
-    dist.barrier()
+    slowest = torch.tensor(statistics.median(times[1:]), device=kind)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    if rank == 0:
+        (folder / "slowest").write_text(str(slowest.item()))
     dist.destroy_process_group()
-    return statistics.median(times[1:])
 
 
 def measure() -> dict[str, Any]:
     """Both measurements; null with a reason for one that failed, or that has no second device."""
-    gpus = hardware.has_gpu() and os.environ.get("DS_ACCELERATOR") != "cpu"
-    count = torch.cuda.device_count() if gpus else 0
-    devices = [torch.device("cuda", n) for n in range(count)] or [torch.device("cpu")]
-    if not count:
+    devices = find_devices()
+    kind = devices[0].type
+    if kind == "cpu":
         torch.set_num_threads(len(os.sched_getaffinity(0)))  # whatever OMP_NUM_THREADS says for one rank
     found: dict[str, Any] = {}
     try:
         found["matmul"] = matmul(devices)
     except RuntimeError as error:
         found |= {"matmul": None, "matmul_unknown": str(error)[:300]}
-    if count == 1:
+    if kind == "cuda" and len(devices) == 1:
         return found | {"all_reduce": None, "all_reduce_unknown": "one GPU alone exchanges with none"}
     try:
-        found["all_reduce"] = all_reduce("cuda", count) if count else all_reduce("cpu", CPU_RANKS)
+        found["all_reduce"] = all_reduce(kind, CPU_RANKS if kind == "cpu" else len(devices))
     except (RuntimeError, OSError) as error:
         found |= {"all_reduce": None, "all_reduce_unknown": str(error)[:300]}
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
-    parser.add_argument("--kind", choices=sorted(SIZE))
-    parser.add_argument("--rank", type=int)
-    parser.add_argument("--of", type=int)
-    parser.add_argument("--meet", type=Path)
-    given = parser.parse_args()
-    signal.alarm(LIMIT)  # the last resort: whoever asked may be gone
-    if given.rank is None:
-        print(json.dumps(measure()), flush=True)
-    else:
-        print(be_a_rank(given.kind, given.rank, given.of, given.meet), flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    signal.alarm(LIMIT)  # the last resort: whoever asked may be gone
+    print(json.dumps(measure()), flush=True)

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from pydantic import ValidationError
 
 from megastable.base.text import visible
-from megastable.cluster.burn_in.faults import HostBurnIn
-from megastable.cluster.burn_in.findings import burned
 from megastable.cluster.child_process import ChildProcess
 from megastable.cluster.host_check import BURN_IN
+from megastable.cluster.host_report import HostBurnIn
 from megastable.cluster.reach import CONNECT, KEPT, Reach, python, reason_of
 
 AGAIN = 60.0  # seconds before one that could not be made is tried again
@@ -59,10 +58,9 @@ class HostBurnIns:
             report = HostBurnIn.model_validate_json(result.tail.strip().splitlines()[-1])
         except (IndexError, ValidationError):
             return self._unmade(host, "its report cannot be read")
-        busy = [f"{device.device}: {device.in_use}" for device in report.devices if device.in_use]
-        if busy:
-            return self._unmade(host, "; ".join(busy))
-        return BurnInAnswer(found="; ".join(text for _, text in burned({host: report})))
+        if report.in_use:
+            return self._unmade(host, report.in_use)
+        return BurnInAnswer(found="; ".join(visible(text, 1000) for text in report.found))
 
     def _unmade(self, host: str, reason: str) -> BurnInAnswer:
         self._next[host] = time.monotonic() + AGAIN

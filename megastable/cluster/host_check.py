@@ -3,7 +3,7 @@
     python -m megastable.cluster.host_check [--full] [--burn-in SECONDS --seed N] --folder RUN_DIR
 
 `preflight.py` compares the reports of all hosts. --full adds a matrix product on every device and an all-reduce over
-them (host_bench.py), --burn-in computations with known answers (burn_in/). Imports the standard library only: it must
+them (host_bench.py), --burn-in computations with known answers (burn_in.py). Imports the standard library only: it must
 be quick, and work where a package is broken. Every look has a time limit of its own: what does not answer is null in
 the report, beside a reason.
 """
@@ -19,7 +19,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Mapping
@@ -28,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from megastable.cluster.gpu_health import read_gpus
-from megastable.cluster.timed_probe import TimedProbe
+from megastable.cluster.timed_probe import TimedProbe, answer_of
 
 PACKAGE = Path(__file__).absolute().parents[1]
 TOKEN = ".preflight"  # in the run directory; its text shows that all hosts see the same one
@@ -171,7 +170,7 @@ def look_at(folder: Path) -> dict[str, Any]:
 
 def bench() -> dict[str, Any]:
     """What host_bench measures, or why there is nothing."""
-    found = _answer_of("the benchmark", "megastable.cluster.host_bench", seconds=BENCH)
+    found = answer_of("the benchmark", "megastable.cluster.host_bench", seconds=BENCH)
     if isinstance(found, str):
         return {"matmul": None, "matmul_unknown": found, "all_reduce": None, "all_reduce_unknown": found}
     return found
@@ -180,28 +179,8 @@ def bench() -> dict[str, Any]:
 def burn_in(seconds: float, seed: int) -> dict[str, Any]:
     """What the burn-in found, or why there is nothing."""
     words = ("--seconds", str(seconds), "--seed", str(seed))
-    found = _answer_of("the burn-in", "megastable.cluster.burn_in", *words, seconds=seconds + BURN_IN)
+    found = answer_of("the burn-in", "megastable.cluster.burn_in", *words, seconds=seconds + BURN_IN)
     return {"burn_in": None, "burn_in_unknown": found} if isinstance(found, str) else {"burn_in": found}
-
-
-def _answer_of(what: str, module: str, *arguments: str, seconds: float) -> dict[str, Any] | str:
-    """The JSON object that a module of ours prints last, or why there is none. It ends with whoever asked for it."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", module, *arguments], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True,
-    )  # fmt: skip
-    until, parent = time.monotonic() + seconds, os.getppid()
-    while True:
-        try:
-            output, errors = process.communicate(timeout=min(1.0, max(0.0, until - time.monotonic())))
-            return dict(json.loads(output.splitlines()[-1]))
-        except subprocess.TimeoutExpired:
-            if time.monotonic() >= until or os.getppid() != parent:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-                return f"{what} did not end within {seconds:.0f} s"
-        except (ValueError, IndexError, TypeError):
-            return f"{what} ended with code {process.returncode}: {errors.strip()[-300:]}"
 
 
 def main() -> None:

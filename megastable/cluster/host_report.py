@@ -7,7 +7,6 @@ import json
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, ValidationError
 
 from megastable.base.text import visible
-from megastable.cluster.burn_in.faults import HostBurnIn
 
 
 class _Part(BaseModel):
@@ -57,6 +56,19 @@ class AllReduceRate(_Part):
     gb_per_second: NonNegativeFloat
     ranks: int
     device: str = ""
+
+
+class HostBurnIn(_Part):
+    """seconds: of work asked for. runs: results that were compared; found: what was wrong, with the device. in_use: why
+    nothing was done, as others use a GPU, "" if nobody does; undiagnosed: why `dcgmi diag` told nothing, "" if it did
+    or is not installed."""
+
+    seed: int
+    seconds: float
+    runs: int = 0
+    found: list[str] = Field(default_factory=list)
+    in_use: str = ""
+    undiagnosed: str = ""
 
 
 class HostReport(_Part):

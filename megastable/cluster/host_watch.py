@@ -1,6 +1,6 @@
 """Reads the state of this host and its GPUs again and again, in a thread of the supervisor or of the host's agent.
 
-A driver that hangs holds up nobody: nvidia-smi is a process of its own with a time limit (gpu_health.py), and after a
+A driver that hangs holds up nobody: it is asked by a process of its own with a time limit (gpu_health.py), and after a
 failure the thread waits twice as long as before.
 """
 
@@ -13,12 +13,11 @@ from contextlib import suppress
 from typing import Any
 
 from megastable.base import free_memory
-from megastable.cluster.gpu_health import read_gpus
+from megastable.cluster.gpu_health import NO_DRIVER, read_gpus
 from megastable.run.machine_state import HostReading, host_reading
 
 SECONDS = 15.0  # between two readings
 LONGEST = 3600.0  # ... of GPUs, while they cannot be read
-NONE = "No such file"  # of nvidia-smi: a host without GPUs
 
 
 class HostWatch:
@@ -49,7 +48,7 @@ class HostWatch:
                     gpus, problem = read_gpus()
                 except (OSError, ValueError) as error:  # such as a /proc that is hidden from this user
                     problem = str(error)
-                why = "" if problem is None or NONE in problem else problem
+                why = "" if problem is None or NO_DRIVER in problem else problem
                 wait = self.seconds if problem is None else min(LONGEST, 2 * wait)
                 left = wait
             with suppress(OSError, ValueError):

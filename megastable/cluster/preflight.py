@@ -16,7 +16,6 @@ from typing import Literal, TypeVar
 
 from megastable.base.installation import install_command
 from megastable.base.text import plural, size, visible
-from megastable.cluster.burn_in.findings import burned
 from megastable.cluster.host_report import GpuState, HostReport
 
 Severity = Literal["refuse", "warn"]
@@ -99,14 +98,10 @@ def compare(reports: Mapping[str, HostReport | str], wanted: Wanted) -> list[Hos
             *_folder(report, wanted),
             *_gpus(report, host, known, wanted),
         ]
-        found[host] += _unmeasured(report)
+        found[host] += [*_unmeasured(report), *_burn_in(report)]
     for several in (_twice, _code, _versions, _variables, _drivers, _products, _exchanges):
         for host, check, severity, text in several(known):
             found[host].append((check, severity, text))
-    for host, text in burned(
-        {h: report.burn_in for h, report in known.items() if report.burn_in is not None}
-    ):
-        found[host].append(("burn_in", "refuse", text))
     for host, text in _clocks({host: wanted.offsets[host] for host in known if host in wanted.offsets}):
         found[host].append(("clock", "warn", text))
     return [HostFinding(host, *one) for host, all_of in found.items() for one in all_of]
@@ -251,8 +246,19 @@ def _unmeasured(report: HostReport) -> Told:
     )
     if report.all_reduce is None and report.all_reduce_unknown and not alone:
         yield "all_reduce", "refuse", f"an all-reduce failed: {visible(report.all_reduce_unknown)}"
-    if report.burn_in is None and report.burn_in_unknown:
-        yield "burn_in", "refuse", f"no burn-in: {visible(report.burn_in_unknown)}"
+
+
+def _burn_in(report: HostReport) -> Told:
+    if report.burn_in is None:
+        if report.burn_in_unknown:
+            yield "burn_in", "refuse", f"no burn-in: {visible(report.burn_in_unknown)}"
+        return
+    if report.burn_in.in_use:
+        yield "burn_in", "refuse", f"no burn-in, {visible(report.burn_in.in_use, 400)}: end them first"
+    if report.burn_in.undiagnosed:
+        yield "burn_in", "warn", f"dcgmi diag told nothing: {visible(report.burn_in.undiagnosed, 400)}"
+    for text in report.burn_in.found:
+        yield "burn_in", "refuse", visible(text, 1000)
 
 
 # Hosts among each other

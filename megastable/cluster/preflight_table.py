@@ -10,7 +10,6 @@ from rich.table import Table
 from rich.text import Text
 
 from megastable.base.text import plural, size, visible
-from megastable.cluster.burn_in.faults import HostBurnIn
 from megastable.cluster.host_report import HostReport
 from megastable.cluster.preflight import Check, HostFinding, Severity
 
@@ -98,12 +97,5 @@ def _value(report: HostReport, check: Check) -> str:
     if check == "all_reduce":
         return "-" if report.all_reduce is None else f"{report.all_reduce.gb_per_second:.3g}"
     if check == "burn_in":
-        return "-" if report.burn_in is None else _burn_in(report.burn_in)
+        return "-" if report.burn_in is None else plural(report.burn_in.runs, "run")
     return "ok"
-
-
-def _burn_in(report: HostBurnIn) -> str:
-    """How often its devices were wrong, or how many runs were right."""
-    wrong = sum(sum(device.failed.values()) for device in report.devices)
-    runs = sum(sum(device.runs.values()) for device in report.devices)
-    return f"{wrong:,} wrong" if wrong else plural(runs, "run")

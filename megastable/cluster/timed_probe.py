@@ -1,4 +1,4 @@
-"""Calls a function in a forked child with a time limit, so that a stalled file system cannot hang the caller.
+"""Asks a forked child, or a module, with a time limit: a file system or a driver that stalls cannot hang the caller.
 
 A process that waits for a stalled file system cannot be killed, and a thread that does keeps its process, and the pipes
 to whoever waits for it, open. So the child holds none of our files and is left behind; it ends when the file system
@@ -11,9 +11,14 @@ import json
 import os
 import select
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
+
+KILL = 1.0  # seconds for a killed process to end: one that waits for a dead device or disk never does
 
 
 class TimedProbe:
@@ -78,3 +83,24 @@ def _parsed(content: bytes) -> tuple[Any, str | None]:
     except ValueError:
         return None, "the probe was killed"
     return told.get("answer"), told.get("why")
+
+
+def answer_of(what: str, module: str, *arguments: str, seconds: float) -> dict[str, Any] | str:
+    """The JSON object that a module of ours prints last, or why there is none. It ends with whoever asked for it."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", module, *arguments], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True,
+    )  # fmt: skip
+    until, parent = time.monotonic() + seconds, os.getppid()
+    while True:
+        try:
+            output, errors = process.communicate(timeout=min(1.0, max(0.0, until - time.monotonic())))
+            return dict(json.loads(output.splitlines()[-1]))
+        except subprocess.TimeoutExpired:
+            if time.monotonic() >= until or os.getppid() != parent:
+                os.killpg(process.pid, signal.SIGKILL)
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(KILL)
+                return f"{what} did not end within {seconds:.0f} s"
+        except (ValueError, IndexError, TypeError):
+            return f"{what} ended with code {process.returncode}: {errors.strip()[-300:]}"

@@ -42,9 +42,9 @@ STATE = 12  # bytes of a checkpoint per parameter: fp32 weights and two fp32 mom
     more="Hosts are those that the launcher would use. They are reached over ssh (with --launcher slurm over srun, "
     "inside an allocation); without a hostfile only this one is checked. This folder must be at the same path on every "
     "host. Without a recipe the current folder stands for the run directory.\n\n"
-    "--burn-in looks for devices that compute wrong: memory patterns, matrix products, attention and all-reduces whose "
-    "answers are known bit for bit, on every device of every host at the same time. A device that is wrong once is "
-    "refused, with the element and the bits.\n\n"
+    "--burn-in looks for devices that compute wrong: by DCGM's diagnosis where it is installed, and by matrix products "
+    "and sums whose answers are known bit for bit, on every device of every host at the same time. A device that is "
+    "wrong once is refused, with the element and the bits.\n\n"
     "Exit codes: 0 nothing stands against a run, 2 a host is refused, or bad input.",
 )
 def preflight(

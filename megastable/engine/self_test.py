@@ -2,7 +2,7 @@
 shows here at once, and nobody else's result is needed to know whose fault it is.
 
 The numbers are integers so small that every sum is exact in the dtype, in any order of summation; the answers are
-computed in fp64, by numpy. A longer test with more kernels: `preflight --burn-in`.
+computed in fp64, by numpy. A longer test: `preflight --burn-in`.
 """
 
 from __future__ import annotations

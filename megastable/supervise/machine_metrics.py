@@ -41,7 +41,7 @@ def machine_families(
         ("host_load", "Processes that run or wait, mean of a minute.", {h: r.load for h, r in hosts.items()}),
         (
             "gpus_unreadable",
-            "1 while nvidia-smi fails or does not answer.",
+            "1 while the driver of the GPUs fails or does not answer.",
             {h: float(bool(r.unknown)) for h, r in hosts.items()},
         ),
     ):

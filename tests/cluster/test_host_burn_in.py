@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from megastable.cluster import host_burn_in
-from megastable.cluster.burn_in.faults import DeviceBurnIn, HostBurnIn
 from megastable.cluster.host_burn_in import BurnInAnswer, HostBurnIns
+from megastable.cluster.host_report import HostBurnIn
 from megastable.cluster.reach import Local
 from tests.patience import PATIENCE
 
@@ -37,9 +37,9 @@ def polled(burn_ins: HostBurnIns, host: str = "b") -> BurnInAnswer:
     raise AssertionError("no answer")
 
 
-def report(**device: object) -> str:
-    told = HostBurnIn(seed=1, seconds=1.0, devices=[DeviceBurnIn(device="cuda:0", **device)])
-    return f"a warning of a library\n{told.model_dump_json()}"
+def report(**told: object) -> str:
+    burned = HostBurnIn.model_validate({"seed": 1, "seconds": 1.0} | told)
+    return f"a warning of a library\n{burned.model_dump_json()}"
 
 
 @pytest.mark.slow
@@ -49,8 +49,10 @@ def test_this_host_is_sound(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_was_wrong() -> None:
-    answer = polled(HostBurnIns(Saying(report(runs={"matmul": 9}, failed={"matmul": 2}))))
-    assert not answer.unmade and "matrix products wrong in 2 of 9 runs" in answer.found
+    answer = polled(
+        HostBurnIns(Saying(report(found=["cuda:0: wrong", "cuda:1: wrong, too"], undiagnosed="x")))
+    )
+    assert answer == BurnInAnswer(found="cuda:0: wrong; cuda:1: wrong, too")
 
 
 @pytest.mark.parametrize(

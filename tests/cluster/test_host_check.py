@@ -10,19 +10,45 @@ import stat
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
 import pytest
 
 from megastable.cluster import gpu_health, host_check
-from megastable.cluster.gpu_health import RECENT, parse_gpu, read_gpus, recent_xids, throttled
+from megastable.cluster.gpu_health import RECENT, read_gpus, recent_xids
 from megastable.cluster.host_check import TOKEN, code_hash, look_at, variables
 from megastable.cluster.host_report import HostReport, read_report
 from megastable.cluster.timed_probe import TimedProbe
 from tests.patience import PATIENCE
 
-LINE = "1, NVIDIA H100 80GB HBM3, 00000000:3B:00.0, 550.54.15, 81559, 1024, 41, 2, 97, 671.20, 1755, 0x0000000000000048"
+# NVML as a module that raises what begins with "!"; what is not told is not supported.
+NVML = """
+import json, pathlib, time, types
+class NVMLError(Exception):
+    pass
+told = json.loads(pathlib.Path(__file__).with_suffix(".json").read_text())
+def __getattr__(name):
+    def question(*arguments):
+        answer = told.get(name, "!Not Supported")
+        if isinstance(answer, str) and answer.startswith("!"):
+            raise NVMLError(answer[1:])
+        return types.SimpleNamespace(**answer) if isinstance(answer, dict) else answer
+    if "hangs" in told:
+        time.sleep(600)
+    return question if name in told or name.startswith("nvmlDevice") else 0
+"""
+BARE = {
+    "nvmlInit": None, "nvmlDeviceGetCount": 1, "nvmlDeviceGetHandleByIndex": 0, "nvmlDeviceGetName": "GeForce",
+    "nvmlSystemGetDriverVersion": "550.54.15", "nvmlDeviceGetPciInfo": {"busId": "00000000:3B:00.0"},
+}  # fmt: skip
+H100 = BARE | {
+    "nvmlDeviceGetName": "NVIDIA H100 80GB HBM3", "nvmlDeviceGetMemoryInfo": {"total": 81559 << 20, "used": 1024 << 20},
+    "nvmlDeviceGetTemperature": 41, "nvmlDeviceGetTotalEccErrors": 2, "nvmlDeviceGetUtilizationRates": {"gpu": 97},
+    "nvmlDeviceGetPowerUsage": 671200, "nvmlDeviceGetClockInfo": 1755,
+    "nvmlDeviceGetCurrentClocksThrottleReasons": 0x48,
+}  # fmt: skip
 LOG = """\
 [    3.100000] NVRM: loading NVIDIA UNIX x86_64 Kernel Module
 [  100.000000] NVRM: Xid (PCI:0000:3b:00): 48, pid=1, an old one
@@ -48,6 +74,14 @@ def program(folder: Path, name: str, text: str, monkeypatch: pytest.MonkeyPatch)
     (folder / name).write_text(f"#!/bin/sh\n{text}\n")
     (folder / name).chmod(stat.S_IRWXU)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+
+
+def fake_driver(folder: Path, monkeypatch: pytest.MonkeyPatch, told: Mapping[str, object]) -> None:
+    """In the place of NVML, for processes started from now on."""
+    (folder / "pynvml.json").write_text(json.dumps(told))
+    (folder / "pynvml.py").write_text(NVML)
+    if str(folder) not in os.environ.get("PYTHONPATH", ""):
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]))
 
 
 # The report
@@ -207,17 +241,27 @@ def test_a_folder_that_is_missing_or_cannot_be_written(tmp_path: Path) -> None:
 # GPUs
 
 
-def test_a_line_of_nvidia_smi() -> None:
-    found = parse_gpu(LINE, recent_xids(LOG, 90_100.0))
-    assert found == {
-        "index": 1, "name": "NVIDIA H100 80GB HBM3", "driver": "550.54.15", "memory": 81559 << 20,
-        "memory_used": 1024 << 20, "temperature": 41, "ecc_uncorrected": 2, "utilization": 97,
-        "power": 671.2, "clock": 1755, "xid": [79],
-        "clocks_throttled": ["hardware slowdown", "hardware thermal slowdown"],
-    }  # fmt: skip
-    bare = "0, GeForce, 00000000:01:00.0, 550, [N/A], N/A, [Not Supported], [N/A], [N/A], [N/A], [N/A], [N/A]"
-    poor = parse_gpu(bare, None)
+def test_gpus_are_read_by_nvml_and_dmesg(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = float(Path("/proc/uptime").read_text().split()[0])
+    program(tmp_path, "dmesg", f"echo '[{seconds:.6f}] NVRM: Xid (PCI:0000:3b:00): 79, pid=1'", monkeypatch)
+    fake_driver(tmp_path, monkeypatch, H100)
+    gpus, why = read_gpus()
+    assert why is None and gpus == [
+        {
+            "index": 0, "name": "NVIDIA H100 80GB HBM3", "driver": "550.54.15", "memory": 81559 << 20,
+            "memory_used": 1024 << 20, "temperature": 41, "ecc_uncorrected": 2, "utilization": 97,
+            "power": 671.2, "clock": 1755, "xid": [79],
+            "clocks_throttled": ["hardware slowdown", "hardware thermal slowdown"],
+        }
+    ]  # fmt: skip
+    program(
+        tmp_path, "dmesg", "echo 'read kernel buffer failed: Operation not permitted'; exit 1", monkeypatch
+    )
+    fake_driver(tmp_path, monkeypatch, BARE)
+    (poor,) = read_gpus()[0] or []
     assert {key for key, value in poor.items() if value is None} == poor.keys() - {"index", "name", "driver"}
+    fake_driver(tmp_path, monkeypatch, H100 | {"nvmlDeviceGetCurrentClocksThrottleReasons": 0x05})
+    assert (read_gpus()[0] or [])[0]["clocks_throttled"] == []  # idle, or a limit that was chosen
 
 
 def test_xid_errors_of_the_last_day() -> None:
@@ -226,47 +270,21 @@ def test_xid_errors_of_the_last_day() -> None:
     assert recent_xids(LOG, 90_002.0 + RECENT + 1) == {}
 
 
-def test_idle_and_capped_clocks_are_no_trouble() -> None:
-    assert throttled("0x0000000000000005") == [] and throttled("Not Active") is None
-    assert throttled("0x20") == ["software thermal slowdown"]
-
-
-def test_gpus_are_read_by_nvidia_smi_and_dmesg(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An older driver that knows the older name of one field only; what nvidia-smi prints is from its manual."""
-    monkeypatch.setattr(gpu_health, "_uptime", lambda: 90_100.0)
-    program(tmp_path, "dmesg", f"cat <<'E'\n{LOG}E", monkeypatch)
-    said = 'Field "clocks_event_reasons.active" is not a valid field to query.'
-    old = f"case $* in *event*) echo '{said}'; exit 2;; esac"
-    program(tmp_path, "nvidia-smi", f"{old}\necho '{LINE}'", monkeypatch)
-    gpus, why = read_gpus()
-    assert why is None and gpus is not None and [gpu["xid"] for gpu in gpus] == [[79]]
-    program(
-        tmp_path,
-        "dmesg",
-        "echo 'dmesg: read kernel buffer failed: Operation not permitted'; exit 1",
-        monkeypatch,
-    )
-    gpus, why = read_gpus()
-    assert why is None and gpus is not None and gpus[0]["xid"] is None
-
-
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("told", "said"),
     [
-        (
-            "echo 'NVIDIA-SMI has failed because it could not communicate with the NVIDIA driver.'; exit 9",
-            "driver",
-        ),
-        ("sleep 600", "did not answer within"),
-        ("true", "lists no GPU"),
-        ("echo Unable to determine the device handle", "unexpected output: Unable"),
+        ({"nvmlInit": "!Driver Not Loaded"}, "the GPUs' driver: Driver Not Loaded"),
+        (BARE | {"nvmlDeviceGetHandleByIndex": "!GPU is lost"}, "the GPUs' driver: GPU is lost"),
+        (BARE | {"hangs": 1}, "the GPUs' driver did not end within"),
+        (BARE | {"nvmlDeviceGetCount": 0}, "lists no GPU"),
+        (BARE | {"nvmlDeviceGetPciInfo": {}}, "ended with code 1"),
     ],
 )
 def test_gpus_that_cannot_be_read(
-    text: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    told: dict[str, object], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu_health, "SECONDS", 0.5 if "sleep" in text else PATIENCE)
-    program(tmp_path, "nvidia-smi", f"exec {text}" if "sleep" in text else text, monkeypatch)
+    program(tmp_path, "dmesg", "true", monkeypatch)
+    monkeypatch.setattr(gpu_health, "SECONDS", 0.5 if "hangs" in told else PATIENCE)
+    fake_driver(tmp_path, monkeypatch, told)
     gpus, why = read_gpus()
     assert gpus is None and why is not None and said in why
-    json.dumps(why)

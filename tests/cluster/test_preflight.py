@@ -16,9 +16,9 @@ GPU = {
     "index": 0, "name": "H100", "driver": "550.1", "memory": 80 << 30, "memory_used": 1 << 30, "temperature": 40,
     "ecc_uncorrected": 0, "xid": [], "clocks_throttled": [],
 }  # fmt: skip
-BURNED = {
-    "seed": 1, "seconds": 60.0, "devices": [{"device": "cuda:1", "runs": {"memory": 5}, "failed": {"memory": 3}}],
-}  # fmt: skip
+BURNED = {"seed": 1, "seconds": 60.0, "found": ["cuda:1: \x1b 3 of 5 wrong"]}
+IN_USE = {"seed": 1, "seconds": 60.0, "in_use": "GPU 1: 5 GB"}
+UNDIAGNOSED = {"seed": 1, "seconds": 60.0, "undiagnosed": "no hostengine"}
 TOKEN = "abc"
 
 
@@ -90,7 +90,7 @@ WRONG: list[tuple[dict[str, Any], list[tuple[str, str]], list[str]]] = [
     ({"folder": {"token": None}}, [("folder", "refuse")], ["another one than here"]),
     ({"folder": {"writable": False, "why": "Read-only file system"}}, [("folder", "refuse")], ["Read-only"]),
     ({"folder": {"seconds": 2.5}}, [("folder", "warn")], ["2.5 s"]),
-    ({"gpus": None, "gpus_unknown": "no nvidia-smi"}, [("gpus", "refuse")], ["no nvidia-smi"]),
+    ({"gpus": None, "gpus_unknown": "no driver"}, [("gpus", "refuse")], ["no driver"]),
     ({"gpus": [GPU]}, [("gpus", "refuse")], ["1 GPU,", "slot 1"]),
     (broken(ecc_uncorrected=3), [("gpus", "refuse")], ["GPU 1: 3 uncorrected ECC errors"]),
     (broken(xid=[79]), [("gpus", "refuse")], ["GPU 1: Xid 79 (fell off the bus)"]),
@@ -105,7 +105,9 @@ WRONG: list[tuple[dict[str, Any], list[tuple[str, str]], list[str]]] = [
     ({"all_reduce": {"gb_per_second": 200.0}}, [("all_reduce", "warn")], ["200 GB/s", "33% below"]),
     ({"all_reduce": None, "all_reduce_unknown": "NCCL error"}, [("all_reduce", "refuse")], ["NCCL error"]),
     ({"burn_in_unknown": "did not end"}, [("burn_in", "refuse")], ["no burn-in: did not end"]),
-    ({"burn_in": BURNED}, [("burn_in", "refuse")], ["cuda:1: memory wrong in 3 of 5 runs"]),
+    ({"burn_in": BURNED}, [("burn_in", "refuse")], [r"cuda:1: \x1b 3 of 5 wrong"]),
+    ({"burn_in": IN_USE}, [("burn_in", "refuse")], ["no burn-in, GPU 1: 5 GB: end them first"]),
+    ({"burn_in": UNDIAGNOSED}, [("burn_in", "warn")], ["dcgmi diag told nothing: no hostengine"]),
 ]  # fmt: skip
 
 
@@ -205,7 +207,7 @@ def test_a_disk_has_room_for_two_checkpoints(free: float, severity: str | None) 
 
 def test_a_laptop_without_gpus() -> None:
     laptop = report(
-        gpus=None, gpus_unknown="nvidia-smi: No such file or directory",
+        gpus=None, gpus_unknown="NVML Shared Library Not Found",
         matmul={"tflops": 0.1, "dtype": "float32", "device": "cpu", "each": {"cpu": 0.1}},
     )  # fmt: skip
     assert compare({"n1": laptop}, Wanted(token=TOKEN)) == []

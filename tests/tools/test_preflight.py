@@ -129,13 +129,13 @@ def test_over_ssh(sshd: int, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_burn_in_over_ssh(sshd: int, tmp_path: Path) -> None:
-    """Hosts that burn in at the same time: tests/cluster/test_burn_in_hosts.py."""
+    """Hosts that burn in at the same time: tests/cluster/test_burn_in.py."""
     (tmp_path / "hostfile").write_text("127.0.0.1 slots=1\n")
     words = "--quick --burn-in 0.001 --burn-in-seed 3 --output out.json -- --hostfile hostfile --ssh_port"
     done = preflight(*words.split(), sshd, cwd=tmp_path)
     assert done.returncode == 0 and "1 host checked: nothing found" in done.stdout, done
     found = json.loads((tmp_path / "out.json").read_text())["hosts"]["127.0.0.1"]["burn_in"]
-    assert found["seed"] == 3 and found["devices"][0]["rounds"] == 1, found
+    assert found["seed"] == 3 and found["runs"] >= 2, found
 
 
 def test_a_checkpoint_must_fit(tmp_path: Path) -> None:
