@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +15,6 @@ from megastable import __version__
 from megastable.base import durable
 from megastable.base.errors import ConfigError
 from megastable.cluster.child_process import ChildProcess
-from megastable.cluster.exported import exported
 from megastable.cluster.fleet import Attempt
 from megastable.cluster.host_burn_in import BurnInAnswer, HostBurnIns
 from megastable.cluster.host_survey import survey
@@ -29,6 +29,18 @@ from megastable.run.machine_state import HostReading
 from megastable.run.rank_ipc import folder_of, log_of
 from megastable.run.wire import Message
 
+EXPORTED = (
+    "MLFLOW",
+    "NCCL",
+    "PYTHON",
+    "MV2",
+    "UCX",
+    "DS_ACCELERATOR",
+    "GLOO",
+    "TORCH",
+    "OMP_",
+)  # and what follows
+VARIABLES = ".deepspeed_env"
 FRESH = 5.0  # seconds since an agent's last word within which it counts as there
 AGAIN = 5.0  # ... between two tries to start one
 AT_ONCE = 64  # tries by ssh at a time
@@ -172,7 +184,7 @@ class Hosts:
         if hurry():
             return ()
         slots = {host.name: host.slots for host in self.hosts if host.name in names}
-        cpu = exported().get("DS_ACCELERATOR") == "cpu"
+        cpu = collect_exported_variables().get("DS_ACCELERATOR") == "cpu"
         return compare(found.reports, Wanted(slots, found.token, found.offsets, cpu=cpu))
 
     @property
@@ -189,7 +201,7 @@ class Hosts:
         slots = folder_of(self.run, number).with_suffix(".hostfile")
         slots.parent.mkdir(exist_ok=True)
         durable.write_file(slots, lines(hosts).encode())
-        variables = exported() if self.shares else {}
+        variables = collect_exported_variables() if self.shares else {}
         meeting = ["--master_addr", first.local] if not _has(self.given, "--master_addr") else []
         wanted = {}
         for index, name in enumerate(names):
@@ -246,3 +258,30 @@ class Hosts:
 
 def _has(given: Sequence[str], flag: str) -> bool:
     return any(word == flag or word.startswith(f"{flag}=") for word in given)
+
+
+def collect_exported_variables(
+    environment: Mapping[str, str] | None = None, folder: Path | None = None
+) -> dict[str, str]:
+    """The variables that ranks on other hosts get, as from the deepspeed launcher: those of communication and of
+    Python, and what the file .deepspeed_env names. Raises ConfigError for a line of it that is not NAME=VALUE."""
+    environment = os.environ if environment is None else environment
+    folder = Path.cwd() if folder is None else folder
+    found = {name: value for name, value in environment.items() if name.startswith(EXPORTED)}
+    found["PYTHONPATH"] = ":".join(filter(None, [str(folder), environment.get("PYTHONPATH", "")]))
+    named = environment.get("DS_ENV_FILE")
+    for path in [Path(named)] if named else [Path.home() / VARIABLES, folder / VARIABLES]:
+        if path.is_file():
+            found |= _read_variables(path)
+    return found
+
+
+def _read_variables(path: Path) -> dict[str, str]:
+    found = {}
+    for number, line in enumerate(path.read_text().splitlines(), start=1):
+        if line.strip() and not line.lstrip().startswith("#"):
+            name, equals, value = line.partition("=")
+            if not equals or not name.strip():
+                raise ConfigError(f"{path}: line {number} is not NAME=VALUE: {line}")
+            found[name.strip()] = value
+    return found

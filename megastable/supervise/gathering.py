@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from math import inf
 
 from megastable.base import errors
@@ -16,7 +17,6 @@ from megastable.config import deepspeed_json
 from megastable.config.tree import RunConfig
 from megastable.run.events.supervisor_events import HostLeftOut, HostProven, HostsAwaited
 from megastable.supervise.bars import MOST, HostBar, in_force, next_bar
-from megastable.supervise.outcome import RunExit
 from megastable.supervise.supervisor_journal import SupervisorJournal
 
 LOOK = 0.2  # seconds between polls
@@ -27,6 +27,14 @@ UNFIT = 2  # failures of attempts on so many hosts before their first step, afte
 HOPELESS = re.compile(
     "could not resolve|permission denied|host key verification|no such identity", re.IGNORECASE
 )
+
+
+@dataclass(frozen=True)
+class RunExit:
+    """The run is over. code: of errors.py."""
+
+    code: int
+    reason: str
 
 
 class Gathering:

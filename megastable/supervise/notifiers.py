@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -12,6 +13,7 @@ from rich.live import Live
 
 from megastable.base.errors import MegastableError
 from megastable.base.text import visible
+from megastable.cluster.child_process import ChildProcess, background
 from megastable.config.tree import RunConfig
 from megastable.run.directory import RunDirectory
 from megastable.run.events.data_events import LookAheadFailed, LookAheadSpent
@@ -21,7 +23,6 @@ from megastable.run.events.supervisor_events import Ended, HookFailed, Superviso
 from megastable.run.log import RunLog
 from megastable.supervise.metrics import Metrics
 from megastable.supervise.notices import Notices
-from megastable.supervise.report_process import ReportProcess
 from megastable.supervise.status import RunWatch, Status
 from megastable.supervise.status_panel import panel
 
@@ -30,6 +31,8 @@ NEWS = ("opened", "attributed", "rewound", "restarted", "handed over", "closed")
 # The launcher reports them as errors.
 ORDERLY = re.compile(r"launch\.py.* exits with return code = (75|78|79)$")
 GOODBYE = 20.0  # seconds for the last notifications
+SECONDS = 300.0  # time limit for writing the incident files
+PAUSE = 5.0  # seconds between two starts of that: an incident has several events within a second
 
 
 class Notifiers:
@@ -127,3 +130,55 @@ def _facts(event: Event, run: RunDirectory) -> dict[str, Any]:
     names = ("step", "onset", "cause", "kind", "verdict", "outcome", "steps_lost", "batches_discarded")
     rest: dict[str, Any] = {key: event[key] for key in ("number", "code", "reason") if key in event}
     return {"run": str(run.root), **{n: summary[n] for n in names if n in summary}, **rest}
+
+
+class ReportProcess:
+    """Runs the process that writes incidents/ (report/postmortem), again whenever there is something new. Its failures
+    never stop the supervisor. say: prints a line of it."""
+
+    def __init__(self, run: RunDirectory, say: Callable[[str], None]) -> None:
+        self.run, self.say = run, say
+        self._log = run.logs / "reports.log"
+        self._due, self._began = True, -PAUSE
+        self._child: ChildProcess | None = None
+
+    def due(self) -> None:
+        """There is something new to write."""
+        self._due = True
+
+    def poll(self, at_once: bool = False) -> bool:
+        """Start it, or check whether it has ended. Returns whether all is written. at_once: skip the pause."""
+        if self._child is not None:
+            if (result := self._child.poll()) is None:
+                return False
+            self._child = None
+            if result.code:
+                self._failed(f"code {result.code}")
+            elif result.code is None:
+                self._failed(f"not done after {SECONDS:.0f} s")
+        if not self._due or not self.run.journal.exists():
+            return True
+        if not at_once and time.monotonic() - self._began < PAUSE:
+            return False
+        self._due, self._began = False, time.monotonic()
+        if self._has_incidents():
+            with suppress(OSError):
+                self._child = background(
+                    self.run, self._log, "megastable.report.postmortem", str(self.run.root), seconds=SECONDS
+                )
+        return self._child is None
+
+    def finish(self) -> None:
+        """Wait until all is written."""
+        while not self.poll(at_once=True):
+            time.sleep(0.05)
+
+    def _failed(self, why: str) -> None:
+        self.say(f"WARNING: the incidents' files could not be written ({why}): see {self._log}")
+
+    def _has_incidents(self) -> bool:
+        """Whether the journal has any. A search of bytes: the other process reports a broken journal."""
+        try:
+            return b'"incident"' in self.run.journal.read_bytes()
+        except OSError:
+            return True

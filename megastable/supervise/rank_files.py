@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,6 +19,7 @@ from megastable.run.directory import RunDirectory, read_object
 from megastable.run.rank_ipc import Control, LastWords, Progress, folder_of, pause_of
 
 Told = TypeVar("Told", bound=BaseModel)
+ANSWERS = 5.0  # seconds within which a small file is written
 STACKS = 4.0  # seconds for the ranks to dump their stacks, once they have looked (rank_ipc.pause_of)
 
 
@@ -84,3 +88,29 @@ def _read(kind: type[Told], path: Path) -> Told | None:
         return kind.model_validate(read_object(path))
     except ValidationError:
         return None
+
+
+class StorageProbe:
+    """Finds out whether the file system of a run answers, without ever waiting for it: a stall looks like a hang of the
+    ranks, which write there, too. path: of a file to write."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._writing: threading.Thread | None = None
+        self._began = 0.0
+
+    def stalled(self) -> float | None:
+        """For how many seconds a write has not come back; None if writes do. Blocks for at most `ANSWERS`. A write that
+        fails, as on a full disk, has come back."""
+        if self._writing is None or not self._writing.is_alive():
+            self._began = time.monotonic()
+            self._writing = threading.Thread(target=self._write, name="storage", daemon=True)
+            self._writing.start()
+        self._writing.join(max(0.0, self._began + ANSWERS - time.monotonic()))
+        return time.monotonic() - self._began if self._writing.is_alive() else None
+
+    def _write(self) -> None:
+        with suppress(OSError), self.path.open("w") as file:
+            file.write(str(time.time()))
+            file.flush()
+            os.fsync(file.fileno())

@@ -12,6 +12,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from math import inf
 from types import FrameType
 
@@ -37,18 +38,16 @@ from megastable.supervise.bars import bars_after
 from megastable.supervise.exit_cause import AttemptEvidence, End, Suspects, end_of
 from megastable.supervise.failed_data import bad_data, can_be_read, samples_of
 from megastable.supervise.first_silent import first_silent
-from megastable.supervise.gathering import Gathering
+from megastable.supervise.gathering import Gathering, RunExit
 from megastable.supervise.hang_detector import HangDetector
 from megastable.supervise.hang_suspects import RankView, suspects
 from megastable.supervise.locks import nobody_trains, only_supervisor, wait_until_nobody_trains
 from megastable.supervise.log_tail import end_of_log
 from megastable.supervise.machine_recorder import MachineRecorder
-from megastable.supervise.outcome import RunExit, StartAgain
 from megastable.supervise.process_incidents import ProcessIncidents
-from megastable.supervise.rank_files import RankFiles
+from megastable.supervise.rank_files import RankFiles, StorageProbe
 from megastable.supervise.restart_policy import Failure, after_failure, pause
 from megastable.supervise.slow_hosts import SlowHosts, reported
-from megastable.supervise.storage_probe import StorageProbe
 from megastable.supervise.supervisor_journal import Listener, SupervisorJournal
 
 LOOK = 0.2  # seconds between polls: a dead rank waits about a second for the launcher to notice
@@ -57,6 +56,15 @@ ORDERLY = 30.0
 KNOWN = (errors.OK, errors.BAD_INPUT, errors.STOPPED, errors.UNSTABLE, errors.NO_SPACE, errors.HANDOVER)
 NO_ROOM = 60.0  # seconds between two tries on a full disk
 LOG_TAIL = 64_000
+
+
+@dataclass(frozen=True)
+class StartAgain:
+    """Another attempt follows, in `delay` seconds. told: whether to print that."""
+
+    reason: str
+    delay: float
+    told: bool
 
 
 class Supervisor:

@@ -13,8 +13,8 @@ import pytest
 
 from megastable.base.errors import ConfigError
 from megastable.cluster import placement as module
-from megastable.cluster.exported import exported
 from megastable.cluster.hostfile import HostSlots
+from megastable.cluster.hosts import collect_exported_variables
 from megastable.cluster.placement import HostChoice, interface, placed
 from megastable.cluster.reach import Local, Ssh
 from tests.patience import PATIENCE
@@ -144,10 +144,10 @@ def test_variables_for_other_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     (tmp_path / ".deepspeed_env").write_text("# fast\n\nNCCL_IB_HCA=mlx5\nMINE=a=b\n")
     environment = {"NCCL_IB_HCA": "mlx4", "NCCL_DEBUG": "INFO", "SECRET": "x", "PYTHONPATH": "/lib"}
-    found = exported(environment, tmp_path)
+    found = collect_exported_variables(environment, tmp_path)
     assert found == {
         "NCCL_IB_HCA": "mlx5", "NCCL_DEBUG": "INFO", "MINE": "a=b", "PYTHONPATH": f"{tmp_path}:/lib",
     }  # fmt: skip
     (tmp_path / "bad").write_text("A=1\nexport\n")
     with pytest.raises(ConfigError, match="line 2 is not NAME=VALUE"):
-        exported({"DS_ENV_FILE": str(tmp_path / "bad")}, tmp_path)
+        collect_exported_variables({"DS_ENV_FILE": str(tmp_path / "bad")}, tmp_path)

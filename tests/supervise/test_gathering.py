@@ -26,8 +26,7 @@ from megastable.run.events.supervisor_events import (
 )
 from megastable.supervise import gathering as module
 from megastable.supervise.bars import HostBar
-from megastable.supervise.gathering import Gathering
-from megastable.supervise.outcome import RunExit
+from megastable.supervise.gathering import Gathering, RunExit
 from megastable.supervise.supervisor_journal import SupervisorJournal
 from tests.conftest import tiny
 

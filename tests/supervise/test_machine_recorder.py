@@ -15,8 +15,8 @@ from megastable.run.directory import RunDirectory
 from megastable.run.machine_files import newest
 from megastable.run.machine_state import HostReading
 from megastable.run.rank_ipc import WorkBlock
-from megastable.supervise.machine_metrics import machine_families
 from megastable.supervise.machine_recorder import MachineRecorder
+from megastable.supervise.metrics import machine_families
 from tests.patience import until
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from megastable.run.directory import RunDirectory
 from megastable.run.events.stability_events import AlertEvent
-from megastable.supervise import report_process
+from megastable.supervise import notifiers
 from megastable.supervise.notifiers import Notifiers
 from tests.conftest import tiny
 from tests.journal import note
@@ -58,7 +58,7 @@ def test_the_files_of_an_incident_are_not_written_for_each_of_its_events(
             super().__init__(*given, **options)
 
     monkeypatch.setattr(subprocess, "Popen", Counted)
-    monkeypatch.setattr(report_process, "PAUSE", PATIENCE)  # however long they take
+    monkeypatch.setattr(notifiers, "PAUSE", PATIENCE)  # however long they take
     reports = heard.reports
     for what in ("opened", "attributed", "closed"):
         journal(heard.run.root, incident(1, what))

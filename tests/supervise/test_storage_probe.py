@@ -11,7 +11,7 @@ import pytest
 
 from drills.hosts import Hosts
 from drills.namespaces import missing
-from megastable.supervise.storage_probe import StorageProbe
+from megastable.supervise.rank_files import StorageProbe
 from tests.patience import PATIENCE
 
 SOON = 0.3  # seconds
@@ -19,7 +19,7 @@ SOON = 0.3  # seconds
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megastable.supervise.storage_probe.ANSWERS", SOON)
+    monkeypatch.setattr("megastable.supervise.rank_files.ANSWERS", SOON)
 
 
 def writers() -> int:

@@ -20,8 +20,8 @@ from megastable.commands.start_reason import note_reason
 from megastable.config.tree import RunConfig
 from megastable.run.directory import RunDirectory
 from megastable.run.events.people_events import Note
+from megastable.supervise.gathering import RunExit
 from megastable.supervise.locks import only_supervisor
-from megastable.supervise.outcome import RunExit
 from megastable.supervise.supervisor import Supervisor
 from tests.conftest import tiny
 from tests.tools.cli import call
