@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import signal
@@ -108,7 +109,7 @@ class BurnIn:
     """Of some devices. report: the fields of `host_report.HostBurnIn`."""
 
     def __init__(self, devices: list[torch.device], seconds: float, seed: int) -> None:
-        self.devices, self._step, self._since = devices, "its start", time.monotonic()
+        self.devices, self._step, self._since = devices, "its start", math.inf
         self.report: dict[str, Any] = {"seed": seed, "seconds": seconds, "runs": 0, "found": []}
 
     def watch(self) -> None:
@@ -127,7 +128,8 @@ class BurnIn:
 
     def run(self, seconds: float, round_: int) -> None:
         """At least one round, from `round_` on."""
-        until, begun = time.monotonic() + seconds, False
+        self._since, begun = time.monotonic(), False
+        until = self._since + seconds
         try:
             while self.devices and (not begun or time.monotonic() < until):
                 case = KnownCase(self.devices[0].type, self.report["seed"], round_)
@@ -258,6 +260,7 @@ def main() -> None:
     # Products must give the same bits every time, and NCCL is to say what fails.
     os.environ |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_DEBUG": "WARN"}
     work, begin = BurnIn(find_devices(), given.seconds, given.seed), time.monotonic()
+    threading.Thread(target=work.watch, daemon=True).start()
     if work.devices[0].type == "cuda":
         if in_use := describe_use():
             work.report["in_use"] = in_use
@@ -266,7 +269,6 @@ def main() -> None:
         # Sums are exact in fp32, and rounded once.
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
-    threading.Thread(target=work.watch, daemon=True).start()
     work.run(given.seconds - (time.monotonic() - begin), given.first_round)
     work.end()
 

@@ -18,8 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import multiprocessing
-from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
 
 from megastable.base import hardware, products
 
@@ -72,9 +71,7 @@ def all_reduce(kind: str, ranks: int, seconds: float = 60.0) -> dict[str, Any]:
     os.environ["NCCL_DEBUG"] = "WARN"
     until = time.monotonic() + seconds
     with tempfile.TemporaryDirectory() as name:
-        started = multiprocessing.start_processes(
-            time_all_reduces, (kind, ranks, Path(name)), ranks, join=False
-        )
+        started = start_processes(time_all_reduces, (kind, ranks, Path(name)), ranks, join=False)
         try:
             while not started.join(timeout=0.5, grace_period=1.0):
                 if time.monotonic() > until:

@@ -5,20 +5,16 @@ from __future__ import annotations
 import math
 import os
 import secrets
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from megastable.base.errors import BAD_INPUT, OK, ConfigError
-from megastable.base.text import plural
 from megastable.commands.app import App, WithLauncherArguments
 from megastable.commands.options import Json, JsonFile, Overrides, put_json
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
-
     from megastable.cluster.host_survey import BurnInOrder
     from megastable.cluster.hostfile import LaunchPlacement
     from megastable.cluster.reach import Reach
@@ -84,8 +80,9 @@ def preflight(
     wrong is named, with what to do.
     """
     from rich.console import Console
+    from rich.progress import MofNCompleteColumn, TimeElapsedColumn
 
-    from megastable.base.progress_bar import bar, progress
+    from megastable.base.progress_bar import Bar, progress
     from megastable.cluster import preflight_table
     from megastable.cluster.host_report import as_facts
     from megastable.cluster.host_survey import survey
@@ -104,13 +101,10 @@ def preflight(
         hosts = [placed.hosts[placed.node_rank]]
     names = [host.name for host in hosts]
     folder = _folder(config)
-    if order is None:
-        with bar("asking the hosts", len(names), silent=as_json, unit="hosts") as asked:
-            found = survey(names, reach, folder, not quick, told=lambda host: asked())
-    else:
-        with progress(silent=as_json) as shown:
-            clock = _Clock(shown, order, len(names))
-            found = survey(names, reach, folder, not quick, order, told=clock.told, hurry=clock.tick)
+    what = "asking the hosts" if order is None else f"burn-in of {burn_in:g} minutes, seed {order.seed}"
+    with progress(MofNCompleteColumn(), TimeElapsedColumn(), silent=as_json) as shown:
+        answered = Bar(shown, what, len(names))
+        found = survey(names, reach, folder, not quick, order, told=lambda host: answered())
     if found.unwritten:
         raise ConfigError(found.unwritten)
     wanted = Wanted(
@@ -153,31 +147,6 @@ def _order(minutes: float | None, seed: int | None) -> BurnInOrder | None:
     if not (math.isfinite(minutes) and minutes > 0):
         raise ConfigError(f"--burn-in {minutes}: minutes above 0, e.g. 30, or 0.5")
     return BurnInOrder(60 * minutes, secrets.randbits(32) if seed is None else seed)
-
-
-class _Clock:
-    """Moves a bar with the time, in seconds, and says how many hosts have answered."""
-
-    def __init__(self, shown: Progress, order: BurnInOrder, hosts: int) -> None:
-        from megastable.base.progress_bar import Bar
-
-        self._seconds, self._hosts = math.ceil(order.seconds), hosts
-        self._bar = Bar(shown, f"burn-in, seed {order.seed}", self._seconds)
-        self._begin, self._shown, self._answered = time.monotonic(), 0, 0
-
-    def tick(self) -> bool:
-        """Is asked all the time whether to wait for no more: it never is so."""
-        passed = int(time.monotonic() - self._begin) - self._shown
-        if passed and self._shown < self._seconds <= self._shown + passed:
-            self._bar.doing("burn-in: the last rounds")
-        if passed:
-            self._bar(passed)
-            self._shown += passed
-        return False
-
-    def told(self, host: str) -> None:
-        self._answered += 1
-        self._bar.doing(f"burn-in: {self._answered:,} of {plural(self._hosts, 'host')} done")
 
 
 def _reach(placed: LaunchPlacement) -> Reach:

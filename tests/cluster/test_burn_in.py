@@ -157,9 +157,11 @@ def test_a_step_that_hangs_is_found(
 
     monkeypatch.setattr(burn_in, "HANG", 0.1)
     monkeypatch.setattr(os, "_exit", ended)
+    work = BurnIn([CPU], 0.0, 1)
+    work._begin(CPU, "a product")
     with pytest.raises(SystemExit):
-        BurnIn([CPU], 0.0, 1).watch()
-    assert "its start: no end within 0 s" in json.loads(capfd.readouterr().out)["found"][0]
+        work.watch()
+    assert "cpu: a product: no end within 0 s" in json.loads(capfd.readouterr().out)["found"][0]
 
 
 def test_gpus_that_others_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
