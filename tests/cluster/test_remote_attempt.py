@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from megastable.cluster.hostfile import HostSlots
-from megastable.cluster.hosts import Hosts
+from megastable.cluster.hosts import Hosts, RemoteAttempt
 from megastable.cluster.reach import Local
-from megastable.cluster.remote_attempt import RemoteAttempt
 from megastable.cluster.store import Store
 from megastable.run.directory import RunDirectory
 from megastable.run.wire import Message, StoreClient
@@ -101,7 +100,7 @@ def test_a_supervisor_that_was_stopped_for_a_while_does_not_believe_that_all_hos
     now = time.monotonic
 
     def later(seconds: float) -> None:
-        monkeypatch.setattr("megastable.cluster.remote_attempt.time.monotonic", lambda: now() + seconds)
+        monkeypatch.setattr("megastable.cluster.hosts.time.monotonic", lambda: now() + seconds)
 
     later(60.0)
     assert attempt.look() and not attempt.gone
