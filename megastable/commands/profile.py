@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
     from megastable.run.events.supervisor_events import HostSlow
 
 app = App()
-ABOUT_SLOW_HOSTS = re.compile(rb'"event": "(?:host_slow|launched)"')
 NO_TRACE = "No trace: start or resume it with logging.profile='{from: STEP, steps: 3}' for one."
 
 
@@ -80,20 +78,11 @@ def profile(
 
 def slow_host(directory: Any) -> HostSlow | None:
     """The host that slows the others down in the newest attempt, as the supervisor last said it; None if none does."""
-    from megastable.run.events.follow import Follower
-    from megastable.run.events.supervisor_events import HostSlow, Launched
+    from megastable.run.history import HistoryReader
 
-    found = None
-    for event in Follower(directory.journal, _about_slow_hosts).stream():
-        if isinstance(event, Launched):
-            found = None
-        elif isinstance(event, HostSlow):
-            found = None if event.what == "over" else event
-    return found
-
-
-def _about_slow_hosts(block: bytes) -> tuple[list[bytes], int]:
-    return [line for line in block.splitlines() if ABOUT_SLOW_HOSTS.search(line)], 0
+    reader = HistoryReader(directory.journal)
+    reader.look()
+    return next(reversed(reader.history.slow.values()), None)
 
 
 def _facts(phases: PhaseSummary, slowest: HostSlow | None, traces: list[TraceSummary]) -> dict[str, Any]:

@@ -112,7 +112,7 @@ class Gathering:
         self, missing: Collection[str], barred: Mapping[str, bool], waited: float, shrink_after: float | None
     ) -> tuple[str, ...]:
         there = [name for name in self.fleet.names if name not in missing]
-        last = self.journal.state.lineup
+        last = self.journal.state.hosts
         # An attempt on fewer hosts does not say who is wanted.
         last = last if len(last) == self.wanted and set(last) <= set(self.fleet.names) else ()
         return lineup(self.fleet.names, self.wanted, there, barred, last, waited, shrink_after, self._fits)
@@ -273,7 +273,7 @@ class Gathering:
             raise ConfigError(f"host {name}: {reason} (as by: ssh {name} true)")
 
     def _announce(self, chosen: Sequence[str], waited: bool) -> None:
-        last = self.journal.state.lineup or tuple(self.fleet.names[: self.wanted])
+        last = self.journal.state.hosts or tuple(self.fleet.names[: self.wanted])
         new, old = [n for n in chosen if n not in last], [n for n in last if n not in chosen]
         text = f"all {self.wanted} hosts are there" if waited else ""
         if len(chosen) < self.wanted:

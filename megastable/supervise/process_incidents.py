@@ -69,9 +69,11 @@ class ProcessIncidents:
                 passed, self._noticed = time.monotonic() - self._noticed, None
             for incident in list(state.open.values()):
                 incident.seconds = round(incident.seconds + passed, 3)
-                incident.steps_lost += max(0, state.clock - max(state.began, state.rejected))
-                self._tell("restarted", incident, step=state.began)
-                self.journal.listener.say(f"training again after {passed:.1f} s, from step {state.began} on")
+                incident.steps_lost += max(0, state.clock - max(state.began_step, state.rejected))
+                self._tell("restarted", incident, step=state.began_step)
+                self.journal.listener.say(
+                    f"training again after {passed:.1f} s, from step {state.began_step} on"
+                )
         for incident in list(state.open.values()):
             if progress.step > incident.step:
                 self.close(incident, "healed")

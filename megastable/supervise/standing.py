@@ -17,8 +17,8 @@ from megastable.cluster.launcher import MODULE
 from megastable.config.supervise import SuperviseConfig, redacted_override
 from megastable.run.directory import RunDirectory
 from megastable.run.events.event import NOTHING, whole
+from megastable.run.history import AT_WORK, RunHistory
 from megastable.supervise.hang_detector import patience
-from megastable.supervise.journal_view import WORKS, JournalView
 
 
 class State(StrEnum):
@@ -44,7 +44,7 @@ class Standing:
 
 
 def state_of(
-    told: JournalView,
+    told: RunHistory,
     supervised: bool | None,
     training: bool | None,
     phase: str,
@@ -55,7 +55,7 @@ def state_of(
     """supervised, training: whether the supervisor and rank 0 run, None = unknown. phase: of rank 0, "" = unknown. age:
     seconds since the last progress. rate: seconds per step."""
     still = age is not None and age > patience(phase, rate, limits)
-    at_work = told.word in (*WORKS, "supervisor") and not told.over
+    at_work = told.word in (*AT_WORK, "supervisor") and not told.over
     if training or (training is None and at_work and (supervised or (age is not None and not still))):
         if told.word == "hang" or still:
             pace = f"; a step takes {duration(rate)}" if rate is not None else ""
@@ -75,7 +75,7 @@ def state_of(
     return _ended(told)
 
 
-def _doubts(told: JournalView, supervised: bool | None, training: bool | None, age: float | None) -> str:
+def _doubts(told: RunHistory, supervised: bool | None, training: bool | None, age: float | None) -> str:
     """Caveats about the state."""
     if training is None:
         sign = f"; the last sign of them is {duration(age)} old" if age is not None else ""
@@ -83,12 +83,12 @@ def _doubts(told: JournalView, supervised: bool | None, training: bool | None, a
     return "its supervisor is gone: the ranks train on alone" if _orphaned(told, supervised) else ""
 
 
-def _orphaned(told: JournalView, supervised: bool | None) -> bool:
+def _orphaned(told: RunHistory, supervised: bool | None) -> bool:
     """Whether there was a supervisor that vanished without journaling its end."""
     return supervised is False and (told.supervisor or NOTHING).get("what") in ("started", "took over")
 
 
-def _ended(told: JournalView) -> Standing:
+def _ended(told: RunHistory) -> Standing:
     """From the supervisor's last event or, if none, the training process's."""
     if told.word == "rolled_back":
         return Standing(State.STOPPED, reason=f"a person rolled it back to step {told.step}")
@@ -107,12 +107,14 @@ def _ended(told: JournalView) -> Standing:
         case "handover":
             return Standing(State.INTERRUPTED, errors.HANDOVER, reason)
     if told.word:
-        failure = next((a.failure for a in reversed(told.attempts.values()) if a.failure), "")
-        return Standing(State.INTERRUPTED, None, failure or "its processes are gone, and none said why")
+        ends = (attempt.end for attempt in reversed(told.attempts.values()) if attempt.end is not None)
+        failure = next((failure for end in ends if (failure := end.get("failure"))), "")
+        why = visible(failure, 300) or "its processes are gone, and none said why"
+        return Standing(State.INTERRUPTED, None, why)
     return Standing(State.NEW)
 
 
-def advice(stands: Standing, run: RunDirectory, told: JournalView, supervised: bool | None) -> str:
+def advice(stands: Standing, run: RunDirectory, told: RunHistory, supervised: bool | None) -> str:
     """The next action for a person, a sentence."""
     again = visible(shlex.join(command(run, told)))
     match stands.state:
@@ -146,7 +148,7 @@ def advice(stands: Standing, run: RunDirectory, told: JournalView, supervised: b
     return f"read {visible(where)} and mend the cause, then: {again}"
 
 
-def command(run: RunDirectory, told: JournalView) -> list[str]:
+def command(run: RunDirectory, told: RunHistory) -> list[str]:
     """The command that resumes the run as last started, where it lies now: it may have been moved or copied; with its
     own recipe if no supervisor journaled one."""
     recipe, overrides, given = (told.started.get(key) for key in ("recipe", "overrides", "given"))

@@ -27,18 +27,17 @@ from megastable.config.supervise import SuperviseConfig
 from megastable.config.warmups import BatchWarmup, Stages, batches
 from megastable.run import directory
 from megastable.run.directory import RunDirectory, read_object
-from megastable.run.events.event import NOTHING, real, whole
-from megastable.run.events.follow import Follower
+from megastable.run.events.event import NOTHING, read_later, real, whole
 from megastable.run.goodput.watching import GoodputWatch
+from megastable.run.history import AttemptHistory, HistoryReader, IncidentHistory, RunHistory
+from megastable.run.task_history import TaskSummary
 from megastable.supervise.hang_detector import patience
-from megastable.supervise.journal_skim import skim
-from megastable.supervise.journal_view import AttemptSummary, IncidentSummary, JournalView, Said, SlowSummary
 from megastable.supervise.locks import SUPERVISOR, TRAINING, is_held
 from megastable.supervise.recent_steps import RecentSteps
 from megastable.supervise.standing import Standing, State, advice, command, state_of
-from megastable.supervise.task_history import TaskSummary
 
 SHOWN = 5  # checkpoints
+RECENT = 20  # of evaluations and attempts
 READING = 1.0  # seconds of a look for reading step records that were not read yet: a long run has many files
 UNITS = {
     "age": "age_seconds", "began": "began_unix_seconds", "eta": "eta_seconds", "free": "free_bytes",
@@ -68,6 +67,58 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
+class Said:
+    """An event as text, safe to show. time: unix seconds."""
+
+    time: float
+    event: str
+    text: str
+
+
+@dataclass(frozen=True)
+class IncidentSummary:
+    """One incident, now; see guard/incident.py. onset: the step that names it. kind: its class. put_off: deferred
+    samples, in words. loss_*: nats per token."""
+
+    number: int
+    onset: int
+    step: int
+    verdict: str
+    kind: str
+    cause: str
+    action: str
+    outcome: str
+    steps_lost: int
+    batches_discarded: int
+    put_off: str
+    loss_before: float | None
+    loss_peak: float | None
+    failure: str
+
+
+@dataclass(frozen=True)
+class AttemptSummary:
+    """One start of the training processes by a supervisor. how: see kind_of_end; "" while it runs."""
+
+    number: int
+    began: float | None
+    how: str = ""
+    code: int | None = None
+    signal: int | None = None
+    step: int | None = None
+    failure: str = ""
+
+
+@dataclass(frozen=True)
+class SlowSummary:
+    """ratio: of a host's own work's time to the others'; cost: the share of a step that this is; text: a sentence."""
+
+    ratio: float | None
+    cost: float | None
+    text: str
+
+
+@dataclass(frozen=True)
 class Status:
     """One look at a run. Losses in nats per token, times in seconds, `time` and the like in unix seconds.
 
@@ -78,7 +129,7 @@ class Status:
     steps done; skipped: samples before the cursor that are in none of them; last_step: when the last one ended.
     readings: the newest of what is recorded (recent_steps.NEWEST). loss, grad_norm, lr: of the last step. probe: step
     and loss of the newest look at it. eta: of the rest at that rate. restarts: counted by how the previous attempt
-    ended (journal_view.kind_of_end). starts: of training processes. stages: of the pipeline. task_interval: steps
+    ended (history.kind_of_end). starts: of training processes. stages: of the pipeline. task_interval: steps
     between two evaluations of tasks, None without any. hosts: of the newest attempt, that of rank 0 first; left_out:
     until when, by host, others are preferred to those that failed; slow: by host, those that are slow now. trends: slow
     signals that are warned of now. free: bytes that a user has left where checkpoints are written. alert: since when
@@ -193,27 +244,32 @@ class _Recipe:
 
 
 class RunWatch:
-    """Watches one run. clock: unix seconds; goodput: of the run, if somebody has one already. Raises DataError if the
-    directory holds no run."""
+    """Watches one run. clock: unix seconds; journal, goodput: of the run, if somebody has them already; who has the
+    journal looks at it. Raises DataError if the directory holds no run."""
 
     def __init__(
-        self, run: Path, clock: Callable[[], float] = time.time, goodput: GoodputWatch | None = None
+        self,
+        run: Path,
+        clock: Callable[[], float] = time.time,
+        journal: HistoryReader | None = None,
+        goodput: GoodputWatch | None = None,
     ) -> None:
         self.run, self.clock = RunDirectory(run), clock
         require_run(run)
-        self._journal = Follower(self.run.journal, skim)
-        self._told, self._starts = JournalView(), self._journal.starts
+        self._looks, self._journal = journal is None, journal or HistoryReader(self.run.journal)
         self._recipe = _Recipe()
         self._time = goodput or GoodputWatch(run)
         self._steps = RecentSteps(self.run.steps)
 
     def status(self) -> Status:
         """The current status."""
-        now, problems = self.clock(), list[str]()
-        self._read_journal(problems)
+        now = self.clock()
+        if self._looks:
+            self._journal.look()
+        problems = self._journal.problems
         self._read_recipe(problems)
         self._steps.read()
-        s, progress = self._told, read_object(self.run.progress)
+        s, progress = self._journal.history, read_object(self.run.progress)
         attempt = next(reversed(s.attempts), whole(progress.get("attempt")))
         # Files of an earlier attempt say nothing about the processes of this one.
         stale = bool(s.attempts) and whole(progress.get("attempt")) not in (attempt, None)
@@ -267,7 +323,7 @@ class RunWatch:
             skipped=self._skipped(progress),
             tokens=whole(progress.get("tokens")),
             last_step=_finite(progress.get("stepped")) or self._steps.newest.get("time"),
-            world=whole(progress.get("world")) or s.world,
+            world=whole(progress.get("world")) or (s.starts[-1].ranks if s.starts else None),
             stages=self._recipe.stages,
             loss=loss if loss is not None else recent[-1][1] if recent else None,
             grad_norm=real(progress.get("grad_norm")),
@@ -283,47 +339,33 @@ class RunWatch:
             age=age,
             last_progress=last,
             began=s.began,
-            starts=s.starts,
+            starts=len(s.starts),
             attempt=attempt,
-            attempts=tuple(s.attempts.values()),
-            hosts=s.hosts,
-            slow=dict(s.slow),
-            left_out={host: until for host, until in s.left_out.items() if until > now},
+            attempts=tuple(map(_attempt, list(s.attempts.values())[-RECENT:])),
+            hosts=tuple(visible(host, 80) for host in s.hosts),
+            slow={visible(h, 80): SlowSummary(e.ratio, e.cost, e.sentence()) for h, e in s.slow.items()},
+            left_out=_left_out(s, now),
             restarts=dict(s.restarts),
-            incidents=tuple(case for _, case in sorted(s.incidents.items())),
+            incidents=tuple(_incident(case) for _, case in sorted(s.incidents.items())),
             refused=s.refused,
             alert=_alert(s),
-            trends=dict(s.trends),
+            trends={visible(name, 40): visible(event.text or "", 300) for name, event in s.trends.items()},
             goodput=self._goodput(bool(supervisor.alive or trainer.alive), now),
             checkpoints=self._checkpoints(),
             free=_free(self.run.checkpoints),
-            validation=tuple(s.validation),
-            validation_by_corpus=dict(s.by_corpus),
-            probe=s.probe,
+            validation=tuple((one.step, one.loss) for one in s.evaluations[-RECENT:]),
+            validation_by_corpus={
+                visible(name, 80): loss for one in s.evaluations[-1:] for name, loss in one.values.items()
+            },
+            probe=(s.probes[-1].step, s.probes[-1].loss) if s.probes else None,
             tasks=s.tasks.summary(),
             task_interval=self._recipe.task_interval,
             recent=recent,
-            tail=s.tail,
+            tail=tuple(Said(event.time or 0.0, event.event, event.line()) for event in s.tail),
             problems=tuple(visible(problem) for problem in problems),
         )
 
     # Reading
-
-    def _read_journal(self, problems: list[str]) -> None:
-        journal = self._journal
-        for event in journal.stream():
-            self._begin_again()
-            self._told.add(event)
-        self._begin_again()
-        if journal.problem:
-            problems.append(journal.problem)
-        if journal.damaged:
-            problems.append(f"{journal.path}: {journal.damaged} damaged lines were passed over")
-
-    def _begin_again(self) -> None:
-        """Forget what an old version of the journal said."""
-        if self._journal.starts != self._starts:
-            self._told, self._starts = JournalView(), self._journal.starts
 
     def _read_recipe(self, problems: list[str]) -> None:
         try:
@@ -376,7 +418,8 @@ class RunWatch:
                     written = (path / "manifest.json").stat().st_mtime
                 except OSError:
                     continue
-                found.append(Checkpoint(path.name, int(number), written, self._told.sizes.get(path.name)))
+                known = self._journal.history.checkpoints.get(path.name)
+                found.append(Checkpoint(path.name, int(number), written, known.bytes if known else None))
         return tuple(sorted(found, key=lambda c: -c.step)[:SHOWN])
 
     # Derived values
@@ -384,8 +427,8 @@ class RunWatch:
     def _step(self, progress: dict[str, Any]) -> int:
         step = whole(progress.get("step"))
         if step is None:
-            step = self._told.step
-            if step is None or self._told.word in ("training", "resumed", "launched"):
+            step, word = self._journal.history.step, self._journal.history.word
+            if step is None or word in ("training", "resumed", "launched"):
                 return max(step or 0, self._steps.last)
         return step
 
@@ -396,7 +439,7 @@ class RunWatch:
 
     def _last_progress(self, progress: dict[str, Any]) -> float | None:
         """Time of the newest progress. The writer's clock may differ from ours; the file's time is the server's."""
-        signs = [_finite(progress.get("time")), _finite(self._told.last)]
+        signs = [_finite(progress.get("time")), _finite(self._journal.history.last)]
         with suppress(OSError):
             signs.append(self.run.progress.stat().st_mtime)
         return max((sign for sign in signs if sign is not None), default=None)
@@ -450,7 +493,44 @@ def _believed(*processes: Process) -> tuple[Process, ...]:
     )
 
 
-def _alert(told: JournalView) -> str:
+def _attempt(known: AttemptHistory) -> AttemptSummary:
+    if (end := known.end) is None:
+        return AttemptSummary(known.number, known.began)
+    failure = visible(end.get("failure") or "", 300)
+    return AttemptSummary(known.number, known.began, known.how, end.code, end.signal, end.step, failure)
+
+
+def _incident(known: IncidentHistory) -> IncidentSummary:
+    told = known.summary
+    actions = told.get("actions")
+    return IncidentSummary(
+        number=known.number,
+        onset=whole(told.get("onset", told.get("step"))) or 0,
+        step=whole(told.get("step")) or 0,
+        verdict=visible(told.get("verdict", "?"), 40),
+        kind=visible(told.get("kind", "?"), 40),
+        cause=visible(told.get("cause", "?"), 40),
+        action=visible(actions[-1], 40) if isinstance(actions, list) and actions else "",
+        outcome=visible(told.get("outcome", "?"), 40),
+        steps_lost=whole(told.get("steps_lost")) or 0,
+        batches_discarded=whole(told.get("batches_discarded")) or 0,
+        put_off=read_later(told),
+        loss_before=real(told.get("loss_before")),
+        loss_peak=real(told.get("loss_peak")),
+        failure=visible(told.get("failure") or "", 300),
+    )
+
+
+def _left_out(told: RunHistory, now: float) -> dict[str, float]:
+    """Until when, by host, others are preferred to those that failed."""
+    until = {
+        visible(host, 80): event.until + (event.burn_in or 0.0)
+        for host, event in told.left_out.items() if event.until is not None and host not in told.proven
+    }  # fmt: skip
+    return {host: moment for host, moment in until.items() if moment > now}
+
+
+def _alert(told: RunHistory) -> str:
     if told.alert is None:
         return ""
     step, reason = whole(told.alert.get("step")), visible(told.alert.get("reason") or "", 500)

@@ -22,9 +22,8 @@ from rich.table import Table
 from rich.text import Text
 
 from megastable.base.text import duration, plural, size
-from megastable.supervise.journal_view import IncidentSummary
 from megastable.supervise.standing import State
-from megastable.supervise.status import Process, RunWatch, Status
+from megastable.supervise.status import IncidentSummary, Process, RunWatch, Status
 
 BARS = "▁▂▃▄▅▆▇█"
 LARGEST = 1e30  # larger values would break the scale

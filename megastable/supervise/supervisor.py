@@ -169,12 +169,12 @@ class Supervisor:
         state = self.journal.state
         follows: RunExit | StartAgain | None = None
         if attempt is None and state.under_way:
-            left = self.fleet.left(state.attempt, state.lineup)
+            left = self.fleet.left(state.attempt, state.hosts)
             follows = self._settle(left, self._end(left))
-        elif attempt is None and state.unmended is not None:
+        elif attempt is None and (end := state.unmended) is not None:
             # Its end was journaled, but not acted on.
             remedy = after_failure(state.failures, len(self.fleet.names), self.config.stability.policy)
-            follows = self._mend(state.unmended, remedy, state.skipped)
+            follows = self._mend(end, remedy, state.failed_attempts[-1].event.skipped)
         elif attempt is None and self._complete():
             follows = RunExit(errors.OK, "complete")  # but for the evaluation of its last checkpoint
         while not isinstance(follows, RunExit):
@@ -202,7 +202,7 @@ class Supervisor:
             )
 
     def _take_over(self, predecessor: tuple[int, str] | None) -> Attempt | None:
-        attempt = self.fleet.found(self.journal.state.lineup)
+        attempt = self.fleet.found(self.journal.state.hosts)
         if attempt is None:
             if predecessor is not None:
                 self.say(f"the supervisor of before (process {predecessor[0]}) and its processes are gone")
@@ -372,13 +372,15 @@ class Supervisor:
         # that has asked for a stop leaves its ranks to save.
         launcher = attempt.code and not self.stopping
         seen = any(fate.signal or fate.code for fate in attempt.fates.values())
-        return bool(self.journal.state.since or launcher or seen) or self.ranks.anybody_died(attempt.number)
+        return bool(self.journal.state.since_launch or launcher or seen) or self.ranks.anybody_died(
+            attempt.number
+        )
 
     def _grace(self, attempt: Attempt) -> float:
         """Seconds for the other ranks to end after the first."""
         # Of a rank that ends as it starts, nobody may have seen more than its launcher's code.
         codes = [f.code for f in attempt.fates.values()] or [attempt.code]
-        known = self.journal.state.since or all(code in KNOWN for code in codes)
+        known = self.journal.state.since_launch or all(code in KNOWN for code in codes)
         return ORDERLY if known else self.config.supervise.grace_seconds
 
     # Causes and consequences
@@ -392,7 +394,7 @@ class Supervisor:
             w.model_copy(update={"time": w.time - self.fleet.clock(w.host)})
             for w in self.ranks.last_words(attempt.number)
         ]
-        said, heard = self.journal.state.since, list(self.store.ranks.values())
+        said, heard = self.journal.state.since_launch, list(self.store.ranks.values())
         silent = first_silent(heard, {w.rank for w in words}, self.fleet.called, time.monotonic())
         evidence = AttemptEvidence(
             list(said), words, attempt.fates, attempt.code, end_of_log(log, LOG_TAIL), progress, witness, attempt.gone,
@@ -455,7 +457,7 @@ class Supervisor:
         for host, bar in bars.items():
             if bar.wholly and self.gathering.can_do_without(host):
                 remedy = Remedy(Action.RESTART, Cause.HARDWARE, f"{remedy.reason}, and is left out")
-            if host not in state.left_out:  # by a supervisor that died after that
+            if host not in state.newly_left_out:  # by a supervisor that died after that
                 self.gathering.leave_out(host, bar, end.what)
         self.incidents.act(end, remedy, skipped, [str(path.relative_to(self.run.root)) for path in evidence])
         if remedy.action is Action.STOP:

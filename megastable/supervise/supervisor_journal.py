@@ -38,13 +38,13 @@ class SupervisorJournal:
         self.run, self.listener, self.hurry = run, listener, hurry
         self.state = SupervisorState()
         self._log = RunLog(run, listener.say)
-        self._follower = Follower(run.journal)
+        self._follower = Follower(run.journal, brief=True)
         self._output = LogTail(log_of(run, 0))
 
     def catch_up(self) -> None:
         """Read what was written before this process began, without passing it on again."""
         for event in self._follower.new():
-            self.state.hear(event)
+            self.state.add(event)
         self._output = LogTail.at_end(log_of(self.run, self.state.attempt))
 
     def listen(self) -> None:
@@ -55,7 +55,7 @@ class SupervisorJournal:
                 SupervisorState()
             )  # a person repaired the journal: it is read again, but its events are not passed on again
         for event in events:
-            self.state.hear(event)
+            self.state.add(event)
             if self._follower.starts == starts:
                 self.listener.event(event)
         if self.state.attempt:

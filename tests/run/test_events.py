@@ -194,7 +194,7 @@ def test_the_newest_word_on_every_incident() -> None:
 def test_the_journal_has_the_fields_in_the_order_in_which_they_are_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is not given is not there, what is given as None is null; skim.py knows lines by this."""
+    """What is not given is not there, what is given as None is null; follow.py knows lines by this."""
     monkeypatch.setattr("time.time", lambda: 7.12345)
     log, run = RunLog(RunDirectory(tmp_path)), RunDirectory(tmp_path)
     log.emit(Discarded(step=3, verdict="spike", reason="up", first_position=8, next_position=16, loss=math.nan,

@@ -18,18 +18,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from megastable.base import errors
 from megastable.base.errors import DataError
 from megastable.config.tree import RunConfig
-from megastable.run.events.reading import event_of
-from megastable.supervise.journal_view import KEPT, TAIL, JournalView
 from megastable.supervise.standing import State
 from megastable.supervise.status import RunWatch, Status, as_json, exit_code, read_status
 from tests.supervise.runs import held, incident, journal
-from tests.tiers import examples
 
 HERE = socket.gethostname()
 STARTED = {"event": "supervisor", "what": "started", "pid": 11, "host": HERE}
@@ -497,41 +492,3 @@ def texts(tree: Any) -> Iterator[str]:
             yield from texts(part)
     elif isinstance(tree, str):
         yield tree
-
-
-VALUES = (
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats()
-    | st.text(max_size=5)
-    | st.just({"number": "x"})
-    | st.just([1])
-)
-KEYS = """time what step steps to_step loss attempt code signal hung number summary bytes name world seconds delay
-reason waited""".split()
-EVENTS = """training resumed evaluated checkpoint discarded incident handover unstable stopped finished supervisor
-launched ended hang restart hook_failed warning would""".split()
-
-
-@settings(deadline=None, max_examples=examples(150))
-@given(
-    st.lists(st.tuples(st.sampled_from(EVENTS), st.dictionaries(st.sampled_from(KEYS), VALUES)), max_size=6)
-)
-def test_no_event_is_too_strange(events: list[tuple[str, dict[str, Any]]]) -> None:
-    story = JournalView()
-    for kind, values in events:
-        story.add(event_of({"event": kind, **values}))
-    assert [said.event for said in story.tail] == [kind for kind, _ in events]
-    assert all(said.text and said.text.isprintable() for said in story.tail)
-
-
-def test_a_long_story_stays_short() -> None:
-    story = JournalView()
-    for n in range(5000):
-        for kind in ("launched", "training", "evaluated", "checkpoint", "ended", "restart"):
-            fields = {"attempt": n, "step": n, "loss": 1.0, "name": f"step-{n}", "bytes": 1, "code": 1}
-            story.add(event_of({"event": kind, **fields}))
-    assert story.restarts == {"crash": 5000} and story.starts == 5000
-    assert len(story.tail) == TAIL
-    assert len(story.attempts) <= KEPT and len(story.sizes) <= KEPT and len(story.validation) <= KEPT

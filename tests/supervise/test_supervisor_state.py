@@ -16,7 +16,7 @@ from megastable.supervise.supervisor_state import SupervisorState
 def told(*events: dict[str, Any]) -> SupervisorState:
     memory = SupervisorState()
     for event in events:
-        memory.hear(event_of(event))
+        memory.add(event_of(event))
     return memory
 
 
@@ -77,7 +77,7 @@ def test_failures_are_counted_until_a_person_starts_it_again() -> None:
 def test_an_attempt_is_under_way_until_its_end_is_noted() -> None:
     assert told(LAUNCHED).under_way and not told(LAUNCHED, ended("x", 1)).under_way
     memory = told(LAUNCHED, {"event": "stopped"}, LAUNCHED | {"attempt": 2})
-    assert memory.under_way and memory.since == []
+    assert memory.under_way and memory.since_launch == []
 
 
 def test_incidents_of_the_training_count_but_are_not_ours() -> None:
@@ -122,6 +122,6 @@ def test_an_attempt_on_fewer_hosts_that_dies_before_its_first_step_is_no_hosts_f
 
 def test_who_was_left_out_for_a_failure_is_remembered_until_the_next_one() -> None:
     bar = {"event": "host_left_out", "host": "b", "until": 9.0, "wholly": False, "strikes": 1}
-    assert told(STARTED, LAUNCHED, ended("host gone", 7), bar).left_out == {"b"}
-    assert told(STARTED, LAUNCHED, ended("host gone", 7), bar, ended("host gone", 8)).left_out == set()
+    assert told(STARTED, LAUNCHED, ended("host gone", 7), bar).newly_left_out == {"b"}
+    assert told(STARTED, LAUNCHED, ended("host gone", 7), bar, ended("host gone", 8)).newly_left_out == set()
     assert told(STARTED, LAUNCHED).launched and not told(STARTED, LAUNCHED, OVER, STARTED).launched

@@ -12,16 +12,17 @@ import pytest
 from megastable.base import jsonl
 from megastable.base.login import login_name
 from megastable.commands.root import app
-from megastable.report.publish.logbook import logbook
+from megastable.report.publish.logbook import HEADING_OF, logbook
 from megastable.report.publish.public_run import public_event
 from megastable.report.publish.redaction import PublicNames, Redactor
-from megastable.report.run_page.journal_notes import JournalNotes, selected
+from megastable.report.run_page.run_panel import select_lines
 from megastable.run.changes import answer, read_requests
 from megastable.run.directory import RunDirectory
 from megastable.run.events.event import Event
 from megastable.run.events.follow import Follower
 from megastable.run.events.people_events import ChangeMade, ChangeMeasured, Note
-from megastable.run.events.reading import event_of
+from megastable.run.events.reading import KINDS, event_of
+from megastable.run.history import HistoryReader
 from megastable.run.log import RunLog
 from megastable.supervise.locks import only_supervisor
 from tests.conftest import tiny
@@ -44,9 +45,9 @@ def test_a_note_is_read_where_the_run_is_told(tmp_path: Path) -> None:
     assert json.loads(done.stdout) == {"event": "note", "step": 7, "who": login_name(), "text": "the dip"}
     first, second = run.events(Note)
     assert (first.step, first.text, second.step) == (20, TEXT, 7)
-    seen = JournalNotes(run.journal)
+    seen = HistoryReader(run.journal, most_lines=9)
     seen.look()
-    lines, _ = selected(seen.noted.lines, group="people")
+    lines, _ = select_lines(seen.history.lines, group="people")
     assert [(line.step, line.text) for line in reversed(lines)] == [
         (20, f"note by {login_name()}: {TEXT}"), (7, f"note by {login_name()}: the dip"),
     ]  # fmt: skip
@@ -64,15 +65,15 @@ def test_a_change_and_its_effect_are_told_in_the_same_places(tmp_path: Path) -> 
     told.emit(ChangeMade(step=11, until=15, change="123", who="ann", reason="the loss swings", **values))
     told.emit(ChangeMeasured(step=15, change="123", steps=5, new=values["new"], loss_before=2.5, loss_after=2.25,
                              norm_before=1.0))  # fmt: skip
-    seen = JournalNotes(run.journal)
+    seen = HistoryReader(run.journal, most_lines=9)
     seen.look()
-    lines, _ = selected(seen.noted.lines, group="people")
+    lines, _ = select_lines(seen.history.lines, group="people")
     made, after = (line.text for line in reversed(lines))
     assert made == "optimizer.lr 0.002 -> 0.001 from this step on, up to step 15 by ann: the loss swings"
     assert after == (
         "after 5 steps with optimizer.lr=0.001: loss 2.5 before, 2.25 now; gradient norm 1 before, not known now"
     )
-    assert [(step, text) for step, _, text in seen.noted.rates] == [(11, made)]  # marked in the plots
+    assert [(step, text) for step, _, text in seen.history.rates] == [(11, made)]  # marked in the plots
     public = [
         public_event(event.fields, Redactor(PublicNames()))
         for event in run.events(ChangeMade, ChangeMeasured)
@@ -171,3 +172,7 @@ def test_what_is_no_note_is_bad_input(tmp_path: Path) -> None:
     made_run(tmp_path / "run", last=5, incidents=[])
     done = note("run", "  \n ", cwd=tmp_path)
     assert done.returncode == 2 and "empty" in done.stderr
+
+
+def test_headings_of_the_logbook_are_of_events_that_there_are() -> None:
+    assert set(HEADING_OF) <= set(KINDS)

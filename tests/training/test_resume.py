@@ -16,11 +16,11 @@ from rich.console import Console
 from megastable.checkpoint import store
 from megastable.checkpoint.whole import policy_of
 from megastable.config.tree import RunConfig
-from megastable.report.run_page.journal_notes import JournalNotes
 from megastable.report.run_page.run_reader import RunReader
 from megastable.run import records
 from megastable.run.directory import RunDirectory
 from megastable.run.events.training_events import NEXT_UPDATE, Warned
+from megastable.run.history import HistoryReader
 from megastable.supervise.standing import State
 from megastable.supervise.status import exit_code, read_status
 from megastable.supervise.status_panel import panel
@@ -247,9 +247,9 @@ def test_a_resume_that_makes_the_rate_jump_says_how_far(corpus: Path, tmp_path: 
     assert name == "learning rate" and new == pytest.approx(rates[3])
     text = str(warned[0].text)
     assert "6.89 times" in text and "schedule.total_steps=3" in text and "checkpoint branch" in text
-    notes = JournalNotes(run / "journal.jsonl")
-    notes.look()
-    assert [(step, text in told) for step, _, told in notes.noted.rates] == [(3, True)]
+    reader = HistoryReader(run / "journal.jsonl")
+    reader.look()
+    assert [(step, text in told) for step, _, told in reader.history.rates] == [(3, True)]
 
 
 @pytest.mark.slow

@@ -35,7 +35,6 @@ from megastable.report.publish.record_facts import (
     skips_of,
     software_of,
     spending,
-    starts_of,
 )
 from megastable.report.publish.record_folder import RECORD, SUMS, building, put_in_place, write_sums
 from megastable.report.publish.record_pages import index_page, readme
@@ -48,6 +47,7 @@ from megastable.run.directory import as_json
 from megastable.run.events.reading import read_events
 from megastable.run.goodput.time_account import TimeAccount
 from megastable.run.goodput.watching import read_account
+from megastable.run.history import select_standing
 from megastable.supervise.status import read_status
 
 COLUMNS = ("step", "time", "loss", "applied", "lr")
@@ -139,7 +139,7 @@ def _facts(reader: RunReader, made: PublicRun, problems: list[str]) -> tuple[Rec
     account = None
     with contextlib.suppress(DataError):
         account = read_account(run, bool(reader.status.supervisor.alive or reader.status.trainer.alive))[0]
-    starts, recipe = starts_of(events), reader.recipe.get("supervise", {})
+    starts, recipe = reader.history.starts, reader.recipe.get("supervise", {})
     price = recipe.get("gpu_hour_price")
     skips = skips_of(reader, problems)
     return RecordFacts(
@@ -149,7 +149,7 @@ def _facts(reader: RunReader, made: PublicRun, problems: list[str]) -> tuple[Rec
             account, starts, price if isinstance(price, int | float) else None, str(recipe.get("currency", "USD"))
         ),
         checkpoints=checkpoints_of(reader), incidents=incidents,
-        days=logbook(events, incidents, _steps(reader), reader.journal.noted.evaluations),
+        days=logbook(events, incidents, _steps(reader), select_standing(reader.history.evaluations)),
         made_from=made, problems=list(dict.fromkeys([*problems, *head["problems"]])),
     ), account  # fmt: skip
 
@@ -162,7 +162,7 @@ def _steps(reader: RunReader) -> dict[str, Any]:
 
 
 def _pictures(facts: RecordFacts, account: TimeAccount | None, reader: RunReader, site: Path) -> None:
-    evaluations = [(step, loss) for step, loss, _ in reader.journal.noted.evaluations]
+    evaluations = [(one.step, one.loss) for one in select_standing(reader.history.evaluations)]
     marks = [(e.incident.number, e.incident.onset or e.incident.step) for e in facts.incidents]
     loss_picture(_steps(reader), marks, evaluations, site / "loss.png")
     if account is not None and account.wall:

@@ -15,81 +15,34 @@ import numpy.typing as npt
 from megastable.base.text import duration, plural
 from megastable.report.postmortem import sentences
 from megastable.report.postmortem.facts import Evidence
-from megastable.run.events.data_events import (
-    BatchChanged,
-    BlendChanged,
-    LengthChanged,
-    LookAheadSpent,
-    LookedAhead,
-    MixChanged,
-    OrderChanged,
-    SkipsAdded,
-    SkipsGivenBack,
-)
 from megastable.run.events.event import Event, whole
-from megastable.run.events.people_events import ChangeMade, ChangeMeasured, ChangeRefused, Note
-from megastable.run.events.stability_events import (
-    AlertEvent,
-    FellBack,
-    GradientsDoubted,
-    Handover,
-    HostFaulty,
-    KernelsLeft,
-    KernelsTriedAgain,
-    MessagesDiffer,
-    RateCut,
-    RateLifted,
-    ReplayDiffers,
-    ReplicasDiffer,
-    Returned,
-    StateChanged,
-    TrendEvent,
-    WrongCopy,
-)
-from megastable.run.events.supervisor_events import (
-    Ended,
-    HostLeftOut,
-    HostProven,
-    HostsAwaited,
-    HostSlow,
-    Launched,
-    Restart,
-)
+from megastable.run.events.stability_events import AlertEvent
+from megastable.run.events.supervisor_events import Ended, HostsAwaited, Launched, Restart
 from megastable.run.events.training_events import (
-    CheckpointFailed,
-    CheckpointRejected,
     CheckpointSaved,
-    CheckpointSuspect,
-    ConfigChanged,
     Finished,
-    Imported,
-    RecordsLost,
-    Reshaped,
     Resumed,
-    RolledBack,
     Stopped,
     Training,
     Unstable,
-    Warned,
 )
+from megastable.run.history import Measurement
 
 Columns = Mapping[str, npt.NDArray[Any]]
 # Events that are told by their own sentence, under a heading.
-HEADINGS: dict[type[Event], str] = {
-    ConfigChanged: "Recipe changed", BlendChanged: "Data", MixChanged: "Data", OrderChanged: "Data",
-    BatchChanged: "Batch size", LengthChanged: "Sequence length", LookedAhead: "Data ahead",
-    LookAheadSpent: "Data ahead", SkipsAdded: "Data skipped by a person", SkipsGivenBack: "Data given back",
-    Note: "Note", ChangeMade: "Changed by a person", ChangeRefused: "Changed by a person",
-    ChangeMeasured: "After a change", AlertEvent: "Alert",
-    FellBack: "Precision", Returned: "Precision", KernelsLeft: "Kernels", KernelsTriedAgain: "Kernels",
-    RateCut: "Learning rate", RateLifted: "Learning rate",
-    TrendEvent: "Slow signal", ReplicasDiffer: "Hardware", WrongCopy: "Hardware", StateChanged: "Hardware",
-    MessagesDiffer: "Hardware", GradientsDoubted: "Hardware", ReplayDiffers: "Hardware", HostFaulty: "Hardware",
-    HostSlow: "Hosts", HostLeftOut: "Hosts", HostProven: "Hosts", HostsAwaited: "Hosts", CheckpointFailed: "Checkpoint",
-    CheckpointRejected: "Checkpoint", CheckpointSuspect: "Checkpoint", RolledBack: "Checkpoint",
-    RecordsLost: "Records", Imported: "Start", Reshaped: "Start", Warned: "Warning",
-    Handover: "Handover", Unstable: "Gave up",
+HEADINGS = {
+    "Recipe changed": "config_changed", "Data": "blend_changed mix_changed order_changed",
+    "Batch size": "batch_changed", "Sequence length": "length_changed", "Data ahead": "looked_ahead look_ahead_spent",
+    "Data skipped by a person": "skips_added", "Data given back": "skips_given_back", "Note": "note",
+    "Changed by a person": "change_made change_refused", "After a change": "change_measured", "Alert": "alert",
+    "Precision": "fell_back returned", "Kernels": "kernels_left kernels_tried_again",
+    "Learning rate": "rate_cut rate_lifted", "Slow signal": "trend",
+    "Hardware": "replicas_differ wrong_copy state_changed messages_differ gradients_doubted replay_differs host_faulty",
+    "Hosts": "host_slow host_left_out host_proven hosts_awaited",
+    "Checkpoint": "checkpoint_failed checkpoint_rejected checkpoint_suspect rolled_back", "Records": "records_lost",
+    "Start": "imported reshaped", "Warning": "warning", "Handover": "handover", "Gave up": "unstable",
 }  # fmt: skip
+HEADING_OF = {name: heading for heading, names in HEADINGS.items() for name in names.split()}
 ALIKE = 3  # entries of one heading in a row; of more the first and the last are told
 NEAR = 120.0  # seconds around the end of a process in which its incident is opened
 
@@ -124,10 +77,10 @@ class LogbookDay:
 
 def logbook(
     events: Sequence[Event], incidents: Sequence[Evidence], steps: Columns,
-    evaluations: Sequence[tuple[int, float, float]],
+    evaluations: Sequence[Measurement],
 ) -> list[LogbookDay]:  # fmt: skip
     """events: the journal, in order. steps: columns step, time, loss and applied of those that were not undone, in
-    order; evaluations: step, loss and time, likewise."""
+    order; evaluations: likewise."""
     opened = {e.incident.number: e for e in incidents}
     failures = [_opened_at(e) for e in incidents if e.incident.breakdown]
     entries = [*_of_events(events, failures), *(_of_incident(e) for e in opened.values())]
@@ -173,7 +126,7 @@ def _of_events(events: Sequence[Event], failures: Sequence[float]) -> Iterable[L
                 yield LogbookEntry(time, step, "Stopped", "Stopped as asked, with a checkpoint.")
             case Finished():
                 yield LogbookEntry(time, event.steps, "Finished", _sentence(event.sentence()), mood="good")
-            case _ if (heading := HEADINGS.get(type(event))) and (told := event.sentence()):
+            case _ if (heading := HEADING_OF.get(event.event)) and (told := event.sentence()):
                 if not (isinstance(event, HostsAwaited) and not event.hosts):
                     mood = (
                         "bad"
@@ -252,12 +205,10 @@ def _folded(entries: list[LogbookEntry]) -> list[LogbookEntry]:
     return found
 
 
-def _progress(
-    events: Sequence[Event], steps: Columns, evaluations: Sequence[tuple[int, float, float]]
-) -> dict[str, str]:
+def _progress(events: Sequence[Event], steps: Columns, evaluations: Sequence[Measurement]) -> dict[str, str]:
     """By day: steps, loss, validation, checkpoints."""
     told, saved = dict[str, str](), defaultdict[str, int](int)
-    losses = {_date(time): loss for _, loss, time in evaluations}  # the last one of a day
+    losses = {_date(one.time): one.loss for one in evaluations}  # the last one of a day
     for event in events:
         if isinstance(event, CheckpointSaved):
             saved[_date(event.time or 0.0)] += 1

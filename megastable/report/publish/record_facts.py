@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -23,11 +23,9 @@ from megastable.report.publish.redaction import HASH
 from megastable.report.run_page.run_reader import RunReader
 from megastable.report.skip_lines import SkipLine, skip_lines
 from megastable.run.directory import read_object
-from megastable.run.events.event import Event
-from megastable.run.events.supervisor_events import Launched
-from megastable.run.events.training_events import Training
 from megastable.run.goodput.gpu_hours import gpu_hours
 from megastable.run.goodput.time_account import TimeAccount
+from megastable.run.history import StartFacts
 
 SKIPS = 100  # lines of the ledger that the pages show
 
@@ -44,18 +42,6 @@ class CorpusFacts:
     documents: dict[str, int] = field(default_factory=dict)
     text_bytes: int | None = None
     tokenizer: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class StartFacts:
-    """A start of the training processes. time: Unix seconds."""
-
-    time: float
-    attempt: int | None
-    step: int
-    ranks: int | None
-    hosts: list[str]
-    software: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -111,22 +97,6 @@ class RecordFacts:
             "kept": asdict(made.names.keep), "recipe_without": made.recipe_without, "words_withheld": made.withheld,
             "problems": self.problems,
         }  # fmt: skip
-
-
-def starts_of(events: Iterable[Event]) -> list[StartFacts]:
-    """Every start of training, with the launch before it."""
-    found, launched = list[StartFacts](), None
-    for event in events:
-        if isinstance(event, Launched):
-            launched = event
-        elif isinstance(event, Training):
-            hosts = [str(host) for host in launched.hosts] if launched is not None else []
-            software = {str(name): str(value) for name, value in event.software.items()}
-            attempt = launched.attempt if launched is not None else None
-            found.append(
-                StartFacts(event.time or 0.0, attempt, event.step or 0, event.world, hosts, software)
-            )
-    return found
 
 
 def software_of(starts: Sequence[StartFacts]) -> dict[str, list[str]]:
@@ -200,7 +170,7 @@ def checkpoints_of(reader: RunReader) -> list[dict[str, Any]]:
     """Those that the journal names, and whether they are still there. hash: xxh3 that the checkpoint's manifest is
     sealed with."""
     found = []
-    for note in reader.journal.noted.checkpoints.values():
+    for note in reader.history.checkpoints.values():
         manifest = reader.run.checkpoints / note.name / "manifest.json"
         seal = str(read_object(manifest).get("xxh3", ""))
         found.append({

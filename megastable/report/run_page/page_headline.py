@@ -14,6 +14,7 @@ import numpy.typing as npt
 from megastable.base.text import duration, plural, visible
 from megastable.report.postmortem.facts import IncidentFacts
 from megastable.run.goodput.time_account import TimeKind
+from megastable.run.history import Measurement
 from megastable.supervise.standing import State
 from megastable.supervise.status import Status
 
@@ -58,7 +59,7 @@ def headline(
     s: Status,
     recent: Mapping[str, npt.NDArray[Any]],
     incidents: Sequence[IncidentFacts],
-    evaluations: Sequence[tuple[int, float, float]],
+    evaluations: Sequence[Measurement],
     trends: Sequence[str],
     account: Mapping[str, Any] | None,
     recipe: Mapping[str, Any],
@@ -67,9 +68,9 @@ def headline(
     undone: int,
     now: float,
 ) -> dict[str, Any]:
-    """recent: columns of the last steps that were not undone. incidents: all. evaluations: the last, (step, loss,
-    time). trends: warnings that are not over. account: see `run_panel.account`. recipe: the sections of the
-    frozen one. skipped: samples. undone: updates, as far as they are recorded."""
+    """recent: columns of the last steps that were not undone. incidents: all. evaluations: the last. trends: warnings
+    that are not over. account: see `run_panel.account`. recipe: the sections of the frozen one. skipped: samples.
+    undone: updates, as far as they are recorded."""
     word, mood = _word(s, incidents, trends)
     figures = [
         _progress(s), _tokens(s, recipe, skipped), _left(s, account, now), _loss(recent, evaluations),
@@ -164,11 +165,11 @@ def _left(s: Status, account: Mapping[str, Any] | None, now: float) -> Figure:
     return Figure("time", duration(account["wall"]) if account else "?", took and "from the first start")
 
 
-def _loss(recent: Mapping[str, npt.NDArray[Any]], evaluations: Sequence[tuple[int, float, float]]) -> Figure:
+def _loss(recent: Mapping[str, npt.NDArray[Any]], evaluations: Sequence[Measurement]) -> Figure:
     accepted = recent["loss"][recent["applied"].astype(bool)] if len(recent["loss"]) else np.empty(0)
     accepted = accepted[np.isfinite(accepted)][-USUAL:]
     remark = (
-        f"median of {USUAL} steps; validation {evaluations[-1][1]:.3f} at step {evaluations[-1][0]:,}"
+        f"median of {USUAL} steps; validation {evaluations[-1].loss:.3f} at step {evaluations[-1].step:,}"
         if evaluations
         else f"median of {USUAL} steps; no validation yet"
     )

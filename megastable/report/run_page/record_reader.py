@@ -21,11 +21,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megastable.base.folder_stamp import folder_stamp
-from megastable.report.run_page.journal_notes import FAR
 from megastable.report.run_page.record_cache import RecordCache
 from megastable.report.run_page.step_table import SOMETIMES, STEP, StepTable
 from megastable.run.events.event import real, whole
 from megastable.run.goodput.step_times import StepTimes
+from megastable.run.history import FAR
 from megastable.run.records import SCHEMA, stamp_of
 
 COLUMNS = pa.schema([SCHEMA.field(name) for name in (*STEP, *SOMETIMES)])

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,13 +18,13 @@ from megastable.report.goodput_picture import thick
 from megastable.report.postmortem import sentences
 from megastable.report.postmortem.facts import IncidentFacts
 from megastable.report.run_page import machine_map, page_headline
-from megastable.report.run_page.journal_notes import NO_END, IncidentNote, JournalLine, SomeValues, selected
 from megastable.report.run_page.layer_map import KINDS as HEAT_KINDS
 from megastable.report.run_page.plot_data import encoded
 from megastable.report.run_page.recipe_facts import recipe_facts
 from megastable.run.events.event import LARGEST
 from megastable.run.goodput.gpu_hours import gpu_hours
 from megastable.run.goodput.time_account import TimeAccount, TimeKind
+from megastable.run.history import IncidentHistory, JournalLine, Measurement, StartFacts, select_standing
 
 if TYPE_CHECKING:
     from megastable.report.run_page.run_reader import RunReader
@@ -34,8 +35,22 @@ LOST = 30  # causes of lost time
 SPANS = 2000  # of time, with their causes
 THIN = 1 / 1600  # of the strip
 TAIL = 20_000  # steps, of which the headline takes the last ones that were not undone
-TIMELINE = 60  # lines of an incident
+ATTEMPTS = 50  # the newest
 REPORT = "report.html"  # an incident's page, in its folder
+NO_END = "its end is not recorded: the supervisor was killed, too"
+# Events by what a reader looks for.
+GROUPS = {
+    "incident": "incident discarded unstable handover alert trend located would baseline_reset rate_cut rate_warmup "
+    "rate_lifted fell_back returned replicas_differ state_changed gradients_doubted replay_differs snapshot_rejected "
+    "warning branches_tried discard_examined samples_examined samples_dropped",
+    "checkpoint": "checkpoint rolled_back resumed reshaped memory_resume memory_refused memory_dropped memory_off "
+    "imported",
+    "data": "order_changed exchanges_undone blend_changed mix_changed batch_changed length_changed looked_ahead "
+    "look_ahead_spent look_ahead_failed skips",
+    "people": "note change_ config_changed",
+    "process": "supervisor launched training ended hang restart hosts_awaited host_ stopped finished hook_failed",
+}
+PREFIXES = {prefix: group for group, prefixes in GROUPS.items() for prefix in prefixes.split()}
 
 Place = dict[str, float]
 
@@ -90,16 +105,16 @@ class PlacesOfSteps:
 
 def head(r: RunReader) -> dict[str, Any]:
     """See `page_headline`; and how far it was read."""
-    noted = r.journal.noted
+    history = r.history
     with r.records.table() as table:
         # The last ones that were not undone are among the last ones, but for a very long way back.
         tail = slice(max(0, len(table.steps) - TAIL), None)
         rows = tail.start + np.flatnonzero(~table.steps["undone"][tail])[-page_headline.RECENT :]
         recent = {name: table.steps[name][rows] for name in page_headline.COLUMNS}
         undone = int(np.count_nonzero(table.steps["undone"] & table.steps["applied"]))
-    cases = [case for note in noted.incidents.values() if (case := facts_of(note)) is not None]
+    cases = [case for note in history.incidents.values() if (case := facts_of(note)) is not None]
     told = page_headline.headline(
-        r.status, recent, cases, noted.evaluations[-1:], list(noted.trends.values()), r.account, r.recipe,
+        r.status, recent, cases, select_standing(history.evaluations)[-1:], describe_trends(r), r.account, r.recipe,
         r.data.skipped(r.length), usable_checkpoints(r), undone, time.time(),
     )  # fmt: skip
     problems = [*r.failures.values(), *r.status.problems, *r.journal.problems, *r.data.problems]
@@ -115,35 +130,38 @@ def head(r: RunReader) -> dict[str, Any]:
 
 def panel(r: RunReader) -> dict[str, Any]:
     """All that is around the plots, but for the headline."""
-    noted, places = r.journal.noted, PlacesOfSteps(r)
-    cases = [incident(r, note, places) for note in noted.incidents.values()]
+    history, places = r.history, PlacesOfSteps(r)
+    cases = [incident(r, note, places) for note in history.incidents.values()]
+    evaluations = select_standing(history.evaluations)
     return {
         "incidents": cases,
-        "evaluations": _curve(noted.evaluations, places),
+        "evaluations": _curve(evaluations, places),
         "probe": {
-            "standing": _curve(noted.probes, places),
-            "undone": _curve(noted.probes_undone, places),
+            "standing": _curve(select_standing(history.probes), places),
+            "undone": _curve(
+                [one for one in history.probes if one.undone and math.isfinite(one.loss)], places
+            ),
         },
-        "by_corpus": _curves(noted.by_corpus, places),
-        "tasks": _curves(noted.tasks, places),
-        "checkpoints": [_checkpoint(r, name, places) for name in noted.checkpoints],
+        "by_corpus": _curves([(one.step, one.time, one.values) for one in evaluations if one.values], places),
+        "tasks": _curves([(one.step, None, one.values) for one in history.scores if not one.undone], places),
+        "checkpoints": [_checkpoint(r, name, places) for name in history.checkpoints],
         "usable": {
             **usable_checkpoints(r)._asdict(),
             "after": r.recipe.get("checkpoint", {}).get("healthy_after"),
         },
         "recipe": recipe_facts(
             r.recipe,
-            noted.starts[-1][1] if noted.starts else None,
+            history.starts[-1].ranks if history.starts else None,
             r.data.mixture,
-            noted.software,
-            noted.peaks[-1][1:] if noted.peaks else None,
+            history.software,
+            history.peaks[-1][1:] if history.peaks else None,
         ),
         "peaks": [
             {"step": step, "tflops": peak, "source": visible(source, 80)}
-            for step, peak, source in noted.peaks[-20:]
+            for step, peak, source in history.peaks[-20:]
         ],
-        "rates": [{"x": places.of(step, at), "text": told} for step, at, told in noted.rates],
-        "trends": list(noted.trends.values()),
+        "rates": [{"x": places.of(step, at), "text": told} for step, at, told in history.rates],
+        "trends": describe_trends(r),
         "time": r.account,
         "data": r.data.content(r.length, r.status.cursor or 0, cases),
         "machines": machines(r, places),
@@ -151,7 +169,7 @@ def panel(r: RunReader) -> dict[str, Any]:
     }
 
 
-def incident(r: RunReader, note: IncidentNote, places: PlacesOfSteps) -> dict[str, Any]:
+def incident(r: RunReader, note: IncidentHistory, places: PlacesOfSteps) -> dict[str, Any]:
     """One incident, for its mark and its card."""
     case = facts_of(note) or IncidentFacts(number=note.number)
     folder = f"{case.number:04d}"
@@ -173,17 +191,17 @@ def incident(r: RunReader, note: IncidentNote, places: PlacesOfSteps) -> dict[st
         "loss_before": _plain(case.loss_before), "loss_peak": _plain(case.loss_peak),
         "loss_after": _plain(case.loss_after), "norm_peak": _plain(case.norm_peak),
         "page": folder if (r.run.incidents / folder / REPORT).is_file() else None,
-        "timeline": [line(entry, places) for entry in note.lines[-TIMELINE:]],
+        "timeline": [line(entry, places) for entry in note.lines],
     }  # fmt: skip
 
 
-def _onset(case: IncidentFacts, note: IncidentNote, places: PlacesOfSteps) -> Place:
+def _onset(case: IncidentFacts, note: IncidentHistory, places: PlacesOfSteps) -> Place:
     """Where it began. The step may have been done again since: not later than the incident was opened."""
     place = places.of(case.onset or case.step, note.opened if case.breakdown else None)
     return {**place, "time": min(place["time"], note.opened - places.began)} if note.opened else place
 
 
-def facts_of(note: IncidentNote) -> IncidentFacts | None:
+def facts_of(note: IncidentHistory) -> IncidentFacts | None:
     """What the journal says of an incident; None if that is malformed."""
     try:
         return IncidentFacts.model_validate(note.summary)
@@ -191,14 +209,12 @@ def facts_of(note: IncidentNote) -> IncidentFacts | None:
         return None
 
 
-def account(
-    found: TimeAccount, began: float, starts: Sequence[tuple[float, int | None]] = ()
-) -> dict[str, Any]:
+def account(found: TimeAccount, began: float, starts: Sequence[StartFacts] = ()) -> dict[str, Any]:
     """Where the time went. charged: seconds by incident. spans: [kind, begin, end, cause, incident, host], in seconds
     since the run began. starts, gpu_hours: see `gpu_hours`."""
     seconds = found.seconds()
     spans = list(found.spans())
-    hours = gpu_hours(spans, starts)
+    hours = gpu_hours(spans, [(start.time, start.ranks) for start in starts])
     spans = [span for span in spans if span.kind is not TimeKind.TRAINING]
     if len(spans) <= SPANS:
         drawn = [
@@ -231,22 +247,24 @@ def account(
 
 def machines(r: RunReader, places: PlacesOfSteps) -> dict[str, Any]:
     """Processes and hosts, as far as the run directory tells."""
-    s, noted = r.status, r.journal.noted
+    s, history = r.status, r.history
 
     def process(told: Any) -> dict[str, Any]:
         return {"alive": told.alive, "pid": told.pid, "host": told.host}
 
-    attempts = [
-        {**entry, "x": places.of(None, entry["began"]), "how": visible(entry["how"], 300)}
-        for entry in noted.attempts[-50:]
-    ]
-    if attempts and "ended" not in attempts[-1] and s.trainer.alive is False and s.supervisor.alive is False:
-        attempts[-1]["how"] = NO_END
+    attempts = list[dict[str, Any]]()
+    gone = s.trainer.alive is False and s.supervisor.alive is False
+    for known in [one for one in history.attempts.values() if one.began is not None][-ATTEMPTS:]:
+        runs = known.number == history.attempt and not gone
+        attempts.append({
+            "number": known.number, "began": known.began, "hosts": known.hosts, "x": places.of(None, known.began),
+            "how": visible(known.end.sentence() if known.end else "runs" if runs else NO_END, 300),
+            **({"ended": known.end.time or 0.0} if known.end else {}),
+        })  # fmt: skip
     return {
         "supervisor": process(s.supervisor), "trainer": process(s.trainer), "phase": s.phase, "world": s.world,
-        "hosts": [visible(host, 80) for host in noted.hosts], "starts": s.starts, "restarts": s.restarts,
-        "attempts": attempts, "slow": {visible(host, 80): told for host, told in noted.slow.items()},
-        "left_out": {visible(host, 80): until for host, until in s.left_out.items()},
+        "hosts": [visible(host, 80) for host in history.hosts], "starts": s.starts, "restarts": s.restarts,
+        "attempts": attempts, "slow": {host: slow.text for host, slow in s.slow.items()}, "left_out": s.left_out,
     }  # fmt: skip
 
 
@@ -285,28 +303,58 @@ def machine_maps(r: RunReader, axis: str, begin: float | None, end: float | None
 
 def journal(r: RunReader, query: str = "", group: str = "", most: int = LINES) -> dict[str, Any]:
     """The newest events, or those that were searched for."""
-    noted = r.journal.noted
-    found, count = selected(noted.lines, query, group, most)
+    history = r.history
+    found, count = select_lines(history.lines, query, group, most)
     return {
         "lines": [line(entry) for entry in found],
         "count": count,
-        "passed": noted.passed,
-        "all": len(noted.lines),
+        "passed": history.passed_over,
+        "all": len(history.lines),
     }
+
+
+def select_lines(
+    lines: Iterable[JournalLine], query: str = "", group: str = "", most: int = LINES
+) -> tuple[list[JournalLine], int]:
+    """The newest `most` lines of a group ("" = all) that have all words of `query`, newest first, and the number of all
+    of them."""
+    words, found, count = query.lower().split(), list[JournalLine](), 0
+    for entry in reversed(list(lines)):
+        if group and find_group(entry.name) != group:
+            continue
+        if words:
+            text = f"{entry.text} {entry.name} step {entry.step}".lower()
+            if not all(word in text for word in words):
+                continue
+        count += 1
+        if len(found) < most:
+            found.append(entry)
+    return found, count
+
+
+@lru_cache(maxsize=1000)
+def find_group(name: str) -> str:
+    """The group of an event, by its name."""
+    return next((group for prefix, group in PREFIXES.items() if name.startswith(prefix)), "other")
 
 
 def line(entry: JournalLine, places: PlacesOfSteps | None = None) -> dict[str, Any]:
     """A line of the journal."""
     return {
-        "time": entry.time, "step": entry.step, "name": visible(entry.name, 60), "group": entry.group,
+        "time": entry.time, "step": entry.step, "name": visible(entry.name, 60), "group": find_group(entry.name),
         "text": entry.text, "incident": entry.incident,
     }  # fmt: skip
+
+
+def describe_trends(r: RunReader) -> list[str]:
+    """Warnings of slow signals that are not over."""
+    return [event.sentence() for event in r.history.trends.values()]
 
 
 def usable_checkpoints(r: RunReader) -> page_headline.UsableCheckpoints:
     """What the journal and the disk say; whether their bytes are right is checked by the start that resumes."""
     newest: int | None = None
-    for note in sorted(r.journal.noted.checkpoints.values(), key=lambda note: -note.step):
+    for note in sorted(r.history.checkpoints.values(), key=lambda note: -note.step):
         if note.state in ("saved", "healthy") and note.name in r.committed:
             newest = note.step if newest is None else newest
             if note.state == "healthy":
@@ -315,7 +363,7 @@ def usable_checkpoints(r: RunReader) -> page_headline.UsableCheckpoints:
 
 
 def _checkpoint(r: RunReader, name: str, places: PlacesOfSteps) -> dict[str, Any]:
-    note = r.journal.noted.checkpoints[name]
+    note = r.history.checkpoints[name]
     return {
         "name": visible(name, 80), "x": places.of(note.step, note.time), "step": note.step, "time": note.time,
         "bytes": note.bytes, "seconds": _plain(note.seconds), "blocked": _plain(note.blocked), "state": note.state,
@@ -324,27 +372,28 @@ def _checkpoint(r: RunReader, name: str, places: PlacesOfSteps) -> dict[str, Any
     }  # fmt: skip
 
 
-def _curve(looks: Sequence[tuple[int, float, float]], places: PlacesOfSteps) -> dict[str, Any]:
-    """A loss that is measured now and then. looks: step, loss and time; of more than `LOOKS` of them the means of
-    neighbours."""
+def _curve(looks: Sequence[Measurement], places: PlacesOfSteps) -> dict[str, Any]:
+    """A loss that is measured now and then; of more than `LOOKS` looks the means of neighbours."""
     width = -(-len(looks) // LOOKS) or 1
     some = [looks[n : n + width] for n in range(0, len(looks), width)]
     return {
-        "x": _xs([places.of(group[-1][0], group[-1][2]) for group in some]),
-        "loss": encoded(np.array([np.mean([loss for _, loss, _ in group]) for group in some], np.float32)),
+        "x": _xs([places.of(group[-1].step, group[-1].time) for group in some]),
+        "loss": encoded(np.array([np.mean([one.loss for one in group]) for group in some], np.float32)),
     }
 
 
-def _curves(measured: Sequence[SomeValues], places: PlacesOfSteps) -> dict[str, Any]:
-    """A curve for every name, over the steps that any of them was measured at."""
-    measured = sorted(measured, key=lambda one: one.step)
-    names = dict.fromkeys(name for one in measured for name in one.values)
+def _curves(
+    measured: Iterable[tuple[int, float | None, Mapping[str, float]]], places: PlacesOfSteps
+) -> dict[str, Any]:
+    """A curve for every name, over the steps that any of them was measured at. measured: step, time, values by name."""
+    looks = sorted(measured, key=lambda look: look[0])
+    names = dict.fromkeys(name for _, _, values in looks for name in values)
     return {
-        "x": _xs([places.of(one.step, one.time) for one in measured]),
+        "x": _xs([places.of(step, time) for step, time, _ in looks]),
         "values": [
             {
                 "name": visible(name, 80),
-                "y": encoded(np.array([one.values.get(name, np.nan) for one in measured], np.float32)),
+                "y": encoded(np.array([values.get(name, np.nan) for _, _, values in looks], np.float32)),
             }
             for name in names
         ],

@@ -18,19 +18,20 @@ import yaml
 from megastable.base.text import visible
 from megastable.report.run_page import plot_data, run_panel
 from megastable.report.run_page.data_map import DataMap
-from megastable.report.run_page.journal_notes import JournalNotes
 from megastable.report.run_page.layer_map import LayerMap
 from megastable.report.run_page.machine_map import MachineMap
 from megastable.report.run_page.record_cache import RecordCache
 from megastable.report.run_page.record_reader import RecordReader, SharedStepTimes
 from megastable.run.directory import RunDirectory, read_object
 from megastable.run.goodput.watching import GoodputWatch
+from megastable.run.history import HistoryReader, RunHistory
 from megastable.supervise.status import RunWatch, Status
 
 log = logging.getLogger(__name__)
 PAUSE = 0.3  # seconds between two looks
 HEAVY = threading.Lock()  # for what takes much memory for a moment, of runs of millions of steps
 CHECKPOINT = re.compile(r"step-\d{1,18}")
+EVENTS = 20_000  # in the list
 CHECKPOINTS = 100  # that are looked at every time
 STATUS = 1.0  # seconds between two looks at how the run stands
 
@@ -45,8 +46,8 @@ class RunReader:
         self.name = visible(root.resolve().name, 80)
         self.records = RecordReader(self.run.steps, RecordCache(root) if cache else None)
         self._time = GoodputWatch(root, SharedStepTimes(self.records, wait=2.0 if cache else 0.0))
-        self._watch = RunWatch(root, goodput=self._time)
-        self.journal = JournalNotes(self.run.journal)
+        self.journal = HistoryReader(self.run.journal, EVENTS)
+        self._watch = RunWatch(root, journal=self.journal, goodput=self._time)
         self.layers = LayerMap(self.run.layers)
         self.machines = MachineMap(self.run.machines)
         self.data = DataMap(self.run)
@@ -60,6 +61,7 @@ class RunReader:
         self._lock = threading.RLock()
         self._due = 0.0
         self._over = threading.Event()
+        self.journal.look()
         self.status: Status = self._watch.status()
         self.look()
 
@@ -89,7 +91,7 @@ class RunReader:
                 alive = bool(self.status.supervisor.alive or self.status.trainer.alive)
                 found = self._time.look(alive) if until_all else self._time.account(alive)
                 if found is not None and (found.end, len(found.at)) != self._accounted:
-                    self.account = run_panel.account(found, self.began, self.journal.noted.starts)
+                    self.account = run_panel.account(found, self.began, self.history.starts)
                     self._accounted = (found.end, len(found.at))
                     news = True
                 del found
@@ -137,6 +139,11 @@ class RunReader:
     # What the page asks for
 
     @property
+    def history(self) -> RunHistory:
+        """What the journal says."""
+        return self.journal.history
+
+    @property
     def length(self) -> int:
         """Tokens of a sample."""
         length = self.recipe.get("model", {}).get("sequence_length")
@@ -145,7 +152,7 @@ class RunReader:
     @property
     def began(self) -> float:
         """Unix seconds."""
-        if (began := self.journal.noted.began) is not None:
+        if (began := self.history.began) is not None:
             return began
         with self.records.table() as table:
             return float(table.steps["time"][0]) if len(table.steps) else 0.0

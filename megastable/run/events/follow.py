@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
@@ -12,10 +13,14 @@ from megastable.run.events.reading import event_of_line
 
 ANCHOR = 4096  # bytes before the offset that identify a file
 BLOCK = 1 << 22  # bytes per read
+NEWEST = 30  # lines of a block that a brief reading leaves in any case: people are shown the newest events
+BEGIN = b'{"time": '  # of a line, as run/directory.py writes it
+REFUSED = b'"event": "discarded", '
+NOT_REFUSED = re.compile(rb'"event": "(?!discarded", )')
 
 
 class PassedOver(Event):
-    """Never journaled: reports how many refused updates were in skipped lines."""
+    """Never journaled: reports how many refused updates were in lines that a brief reading passed over."""
 
     NAME = "passed over"
     refused: Whole
@@ -31,12 +36,12 @@ class Follower:
     counts the beginnings, from 1 on: if a read changes it, all events of that read may be repeats. Rebuild state from
     them, but do not act on them, or all incidents are reported twice.
 
-    skim: which lines of a long block matter, and how many refused updates the others report
-    (supervise/journal_skim.py); these come as an event, `PassedOver`, after those of the block.
+    brief: of long blocks, most refused updates are only counted (`without_refused`); their number comes as an event,
+    `PassedOver`, after those of the block.
     """
 
-    def __init__(self, path: Path, skim: Callable[[bytes], tuple[list[bytes], int]] | None = None) -> None:
-        self.path, self._skim = path, skim
+    def __init__(self, path: Path, brief: bool = False) -> None:
+        self.path, self.brief = path, brief
         self.starts = 1
         self.damaged = 0
         self.problem = ""
@@ -76,13 +81,13 @@ class Follower:
         file.seek(self._offset)
         while block := file.read(BLOCK):
             block += file.readline()
-            if self._skim is None or len(block) < BLOCK or not block.endswith(b"\n"):
+            if not self.brief or len(block) < BLOCK or not block.endswith(b"\n"):
                 yield from self._each(block)
                 if not block.endswith(b"\n"):
                     return  # the new bytes are the rest of this line
                 continue
             self._passed(block)
-            lines, refused = self._skim(block)
+            lines, refused = without_refused(block)
             for line in lines:
                 if (entry := _event(line)) is not None:
                     yield entry
@@ -109,6 +114,28 @@ class Follower:
             self.starts += 1
         self._offset += len(lines)
         self._anchor = (self._anchor + lines)[-ANCHOR:]
+
+
+def without_refused(block: bytes) -> tuple[list[bytes], int]:
+    """The lines of a block but for refused updates, of which a run in trouble may have a million, and how many of these
+    there are. The first and the newest lines are left as they are, and all of a block with a torn, merged or
+    zero-filled line."""
+    count = block.count(b"\n")
+    whole = block.startswith(BEGIN) and 1 + block.count(b"}\n" + BEGIN) == block.count(BEGIN) == count
+    first, newest = block.index(b"\n") + 1, len(block)
+    for _ in range(NEWEST):
+        newest = max(first, block.rfind(b"\n", 0, newest - 1) + 1)
+    lines, end = [block[:first]], first
+    # Only the few lines that matter are cut out of the block.
+    for found in NOT_REFUSED.finditer(block, first, newest):
+        if found.start() >= end:
+            begin, end = block.rfind(b"\n", 0, found.start()) + 1, block.index(b"\n", found.end()) + 1
+            lines.append(block[begin:end])
+    lines += io.BytesIO(block[newest:]).readlines()
+    refused = block.count(REFUSED, first, newest)
+    if not whole or b"\0" in block or refused + len(lines) != count:
+        return io.BytesIO(block).readlines(), 0
+    return lines, refused
 
 
 def _event(line: bytes) -> Event | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import time
 from pathlib import Path
 
@@ -16,13 +15,6 @@ from megastable.run.goodput.lifecycle import Lifecycle
 from megastable.run.goodput.step_times import StepFiles, TimedSteps
 from megastable.run.goodput.time_account import TimeAccount
 
-# Lines of a long journal that are read; the rest is mostly refused updates.
-WANTED = re.compile(
-    rb'"event": "(?:supervisor|launched|training|ended|hang|restart|hosts_awaited|stopped|finished|unstable|handover'
-    rb'|evaluated|checkpoint|checkpoint_failed|incident|discard_examined|samples_examined)"'
-)
-
-
 EASE = 30.0  # a look that took a second is repeated after so many: it must not cost the supervisor much
 USUAL_PAUSE = 1.0  # seconds
 
@@ -34,7 +26,7 @@ class GoodputWatch:
     def __init__(self, root: Path, files: TimedSteps | None = None) -> None:
         self.run = RunDirectory(root)
         self.behind = False
-        self._journal = Follower(self.run.journal, chosen)
+        self._journal = Follower(self.run.journal, brief=True)
         self._files = files or StepFiles(self.run.steps)
         self._life, self._starts = Lifecycle(), self._journal.starts
         self._pending: list[Event] = []
@@ -99,17 +91,6 @@ class GoodputWatch:
                 f"({name}: {why})"
             )
         return found
-
-
-def chosen(block: bytes) -> tuple[list[bytes], int]:
-    """The lines of a block of the journal that say where time went."""
-    lines, end = list[bytes](), 0
-    for found in WANTED.finditer(block):
-        if found.start() >= end:
-            begin = block.rfind(b"\n", 0, found.start()) + 1
-            end = block.index(b"\n", found.end())
-            lines.append(block[begin:end])
-    return lines, 0
 
 
 def read_account(root: Path, alive: bool = False) -> tuple[TimeAccount, list[str]]:

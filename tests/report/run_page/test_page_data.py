@@ -19,17 +19,16 @@ from megastable.base.errors import DataError
 from megastable.config.tree import RunConfig
 from megastable.data.skips import Skips
 from megastable.model.flops import parameters
-from megastable.report.publish.record_facts import spending, starts_of
+from megastable.report.publish.record_facts import spending
 from megastable.report.run_page import page_parts, run_panel
 from megastable.report.run_page.data_map import BINS, binned
-from megastable.report.run_page.journal_notes import JournalNotes, selected
 from megastable.report.run_page.page_file import write_page
 from megastable.report.run_page.page_headline import short
 from megastable.report.run_page.recipe_facts import recipe_facts
 from megastable.report.run_page.run_reader import RunReader, told_apart
 from megastable.run.directory import RunDirectory
-from megastable.run.events.reading import read_events
 from megastable.run.goodput.watching import read_account
+from megastable.run.history import HistoryReader, Measurement, select_standing
 from megastable.run.records import Recorder
 from tests.report.run_page.made_runs import curve, machines, made_run, summary
 from tests.report.run_page.run_files import BATCH, BEGIN, LENGTH, begin, note, progress, record
@@ -87,7 +86,7 @@ def test_what_it_cost_and_which_checkpoint_to_take(tmp_path: Path) -> None:
 
     # Two ranks, from the first event to the last; the same as in the record.
     account, _ = read_account(run.root)
-    record = spending(account, starts_of(read_events(run.journal)), 3.0, "USD")
+    record = spending(account, reader.history.starts, 3.0, "USD")
     assert record is not None and record.gpu_hours == pytest.approx(2 * account.wall / 3600)
     assert told("cost") == (f"{record.money:.2f} USD", f"{short(record.gpu_hours)} GPU-hours, idle time too")
     assert told("checkpoint") == ("step 100", "the newest proved healthy; newest of all: step 150")
@@ -104,20 +103,22 @@ def test_what_it_cost_and_which_checkpoint_to_take(tmp_path: Path) -> None:
 
 def test_what_was_measured_of_undone_weights_is_not_shown(tmp_path: Path) -> None:
     run = begin(tmp_path / "run")
-    notes = JournalNotes(run.journal)
+    reader = HistoryReader(run.journal)
     for step in (50, 100):
         corpora = {"web": {"loss": 3.0, "samples": 8}}
         note(run, BEGIN + step, "evaluated", step=step, loss=4.0, samples=16, corpora=corpora)
         note(run, BEGIN + step, "tasks_evaluated", of_step=step, scores={"arc/acc": 0.5})
-    assert notes.look() and len(notes.noted.evaluations) == 2 == len(notes.noted.by_corpus) == len(
-        notes.noted.tasks
-    )
+
+    def left(measured: list[Measurement]) -> list[int]:
+        return [one.step for one in measured if not one.undone]
+
+    assert reader.look() and left(reader.history.evaluations) == left(reader.history.scores) == [50, 100]
     note(run, BEGIN + 120, "incident", what="rewound", to_step=90, number=1, summary={"number": 1})
     note(run, BEGIN + 130, "evaluated", step=100, loss=3.5, samples=16)
-    assert notes.look() and [one[:2] for one in notes.noted.evaluations] == [(50, 4.0), (100, 3.5)]
-    assert [one.step for one in notes.noted.by_corpus] == [one.step for one in notes.noted.tasks] == [50]
+    assert reader.look() and [one.loss for one in select_standing(reader.history.evaluations)] == [4.0, 3.5]
+    assert left(reader.history.scores) == [50]
     note(run, BEGIN + 140, "training", step=40, cursor=1, world=2)
-    assert notes.look() and notes.noted.evaluations == notes.noted.tasks == []
+    assert reader.look() and left(reader.history.evaluations) == left(reader.history.scores) == []
 
 
 def test_the_probe_is_a_curve_and_what_was_undone_of_it_is_apart(tmp_path: Path) -> None:
@@ -289,20 +290,20 @@ def test_the_journal_is_searched(reader: RunReader) -> None:
 
 def test_a_torn_last_line_waits_and_a_repaired_journal_is_read_anew(tmp_path: Path) -> None:
     run = begin(tmp_path / "run")
-    notes = JournalNotes(run.journal)
-    assert notes.look() and len(notes.noted.lines) == 3
+    reader = HistoryReader(run.journal, most_lines=5)
+    assert reader.look() and len(reader.history.lines) == 3
     whole = (
         json.dumps({"time": BEGIN + 30, "event": "evaluated", "step": 5, "loss": 3.5, "samples": 1}) + "\n"
     )
     with run.journal.open("a") as journal:
         journal.write(whole[:30])
-    assert not notes.look() and notes.noted.evaluations == []
+    assert not reader.look() and not reader.history.evaluations
     with run.journal.open("a") as journal:
         journal.write(whole[30:])
-    assert notes.look() and notes.noted.evaluations == [(5, 3.5, BEGIN + 30)]
+    assert reader.look() and reader.history.evaluations == [Measurement(5, BEGIN + 30, 3.5)]
     run.journal.write_text(whole)
-    assert notes.look() and [line.name for line in notes.noted.lines] == ["evaluated"]
-    assert selected(notes.noted.lines, "3.500")[1] == 1
+    assert reader.look() and [line.name for line in reader.history.lines] == ["evaluated"]
+    assert run_panel.select_lines(reader.history.lines, "3.500")[1] == 1
 
 
 def test_what_a_run_says_is_text(tmp_path: Path) -> None:
@@ -428,7 +429,7 @@ def test_a_part_that_fails_is_told_and_holds_up_no_other(
     machines(run)
     reader.look(until_all=True)
     assert reader.version > before and reader.machine_maps("time", None, None)["maps"]
-    assert "JournalNotes cannot read the run (RuntimeError: unforeseen)" in reader.head()["problems"][0]
+    assert "HistoryReader cannot read the run (RuntimeError: unforeseen)" in reader.head()["problems"][0]
     monkeypatch.undo()
     reader.look()
     assert not reader.head()["problems"]

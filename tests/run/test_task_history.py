@@ -7,7 +7,7 @@ import random
 import pytest
 
 from megastable.run.events.training_events import TasksEvaluated, TasksFailed, TasksSkipped
-from megastable.supervise.task_history import LESS_IS_BETTER, ScoreDrop, TaskHistory
+from megastable.run.task_history import LESS_IS_BETTER, ScoreDrop, TaskHistory
 
 
 def evaluated(step: int, **scores: float) -> TasksEvaluated:

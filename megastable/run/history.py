@@ -1,0 +1,472 @@
+"""The one fold of a run's journal: what its events say of the run, as status, metrics, run page, record and supervisor
+show or use it. Pure, fed one event at a time.
+
+`RunHistory` holds facts as the journal has them: names of hosts and texts are made safe to show by who shows them.
+`HistoryReader` follows a journal that grows.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import isfinite
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megastable.base.errors import HANDOVER, NO_SPACE, STOPPED, UNSTABLE
+from megastable.run.events.event import Event, Other, tree, whole
+from megastable.run.events.follow import Follower, PassedOver
+from megastable.run.events.people_events import ChangeMade
+from megastable.run.events.stability_events import (
+    AlertEvent,
+    Discarded,
+    Handover,
+    HostFaulty,
+    IncidentEvent,
+    Probed,
+    RateCut,
+    RateLifted,
+    RateWarmup,
+    TrendEvent,
+)
+from megastable.run.events.supervisor_events import (
+    Ended,
+    HostLeftOut,
+    HostProven,
+    HostsAwaited,
+    HostSlow,
+    Launched,
+    Restart,
+    SupervisorEvent,
+)
+from megastable.run.events.training_events import (
+    NEXT_UPDATE,
+    CheckpointHealthy,
+    CheckpointRejected,
+    CheckpointSaved,
+    CheckpointSuspect,
+    Evaluated,
+    Finished,
+    RolledBack,
+    Stopped,
+    TasksEvaluated,
+    TasksFailed,
+    TasksSkipped,
+    Training,
+    Unstable,
+    Warned,
+)
+from megastable.run.task_history import TaskHistory
+
+TAIL = 30  # newest events
+INCIDENT_LINES = 60  # of each incident, the newest
+FAR = 1e11  # unix seconds, which no clock tells
+AT_WORK = ("training", "resumed", "launched")  # a process was at work at these
+NO_SIGN = (
+    "supervisor", "hook_failed", "hang", "ended", "restart", "hosts_awaited", "host_slow", "tasks_evaluated",
+    "tasks_failed", "tasks_skipped",
+)  # of a training process  # fmt: skip
+GOODBYES = ("stopped", "finished", "unstable", "handover")  # last events of a training process
+WORDS = (*AT_WORK, *GOODBYES, "ended", "hang", "restart", "hosts_awaited", "rolled_back")
+ENDED_AS = ("hang", "killed", "crash", "handover", "unstable", "no_space", "stopped", "done", "unknown")
+
+
+class JournalLine(NamedTuple):
+    """An event in words. time: unix seconds, 0 if it has none."""
+
+    time: float
+    step: int | None
+    name: str
+    text: str
+    incident: int | None
+
+
+@dataclass(slots=True)
+class Measurement:
+    """Of the weights after `step`. loss: nats per token; values: by name. undone: the run went back to before it."""
+
+    step: int
+    time: float
+    loss: float
+    values: Mapping[str, float] = field(default_factory=dict)
+    undone: bool = False
+
+
+@dataclass(frozen=True)
+class StartFacts:
+    """A start of the training processes. time: unix seconds. attempt, hosts: of the launch before it."""
+
+    time: float
+    attempt: int | None
+    step: int
+    ranks: int | None
+    hosts: list[str]
+    software: dict[str, str]
+
+
+@dataclass
+class AttemptHistory:
+    """One start of the training processes by a supervisor, on so many hosts. began: None if nobody journaled it. end:
+    None if it runs, or if nobody journaled it: then the next one was launched."""
+
+    number: int
+    began: float | None
+    hosts: int
+    end: Ended | None = None
+
+    @property
+    def how(self) -> str:
+        """Why it ended: one of ENDED_AS, for counting; "" while it runs."""
+        return "" if self.end is None else kind_of_end(self.end)
+
+
+@dataclass
+class IncidentHistory:
+    """An incident: its latest summary, and what was said of it when. opened, closed: unix seconds; back_to: the step
+    that the run went back to."""
+
+    number: int
+    opened: float
+    closed: float | None = None
+    summary: dict[str, Any] = field(default_factory=dict)
+    back_to: int | None = None
+    lines: deque[JournalLine] = field(default_factory=lambda: deque(maxlen=INCIDENT_LINES))
+
+
+@dataclass
+class CheckpointHistory:
+    """What the journal says of a checkpoint. state: saved, healthy, suspect or rejected; why: of the last two; proved:
+    the step that proved it healthy."""
+
+    name: str
+    step: int
+    time: float
+    bytes: int | None
+    seconds: float | None
+    blocked: float | None
+    state: str = "saved"
+    why: str = ""
+    proved: int | None = None
+
+
+@dataclass(frozen=True)
+class FailedAttempt:
+    """The end of an attempt by a failure. hosts: it ran on; widest: the most of an attempt until then; clock: the
+    farthest step done by then."""
+
+    event: Ended
+    hosts: int
+    widest: int
+    clock: int
+
+
+class RunHistory:
+    """most_lines: of the list of events in words; 0: nobody needs it. count: of events.
+
+    Time. began: of the first event; last: of the last sign of a training process [unix seconds]. step: the last that
+    the journal names, or None; clock: the farthest one done. tail: the newest events; passed_over: refused updates that
+    are not in the list.
+
+    Processes. supervisor: its last event about itself, unless something ran after its end; started: recipe and
+    arguments of its last start. word: the name of the last event that shows which process is at work; goodbye: the last
+    of GOODBYES, if nothing ran since; since_launch: those of this attempt, and faulty hosts. restart: the pending one,
+    or what it waits for; restarts: by how the attempts before them ended. under_way: the newest attempt was launched,
+    and no end of it is journaled. rejected: the newest step whose checkpoint it passed over.
+
+    Since a person started the run: failed_attempts; unanswered: the failure that is not acted on yet; failed: the time
+    of the last one, until training goes on. launched: whether an attempt began since then; widest: on how many hosts at
+    most.
+
+    Hosts of the newest attempt, that of rank 0 first; slow: those that are slow now. Since a person started the run:
+    left_out: those that failed; proven: those of them that a burn-in has proven since; newly_left_out: those that were
+    left out since the last failure.
+
+    Training. refused: updates. alert: the current one. trends: slow signals that are warned of now. rates: what changed
+    the learning rate or the updates (step, time, sentence). peaks: step, TFLOP/s of a device, source. evaluated: the
+    newest step whose checkpoint eval.command is done with, unless a person rolled it back.
+    """
+
+    def __init__(self, most_lines: int = 0) -> None:
+        self.most_lines, self.count = most_lines, 0
+        self.began: float | None = None
+        self.last: float | None = None
+        self.step: int | None = None
+        self.clock = 0
+        self.tail = deque[Event](maxlen=TAIL)
+        self.lines = deque[JournalLine](maxlen=most_lines)
+        self.passed_over = 0
+        self.supervisor: SupervisorEvent | None = None
+        self.started: Mapping[str, Any] = {}
+        self.word = ""
+        self.goodbye: Event | None = None
+        self.since_launch: list[Event] = []
+        self.restart: Restart | HostsAwaited | None = None
+        self.restarts = Counter[str]()
+        self.attempts: dict[int, AttemptHistory] = {}
+        self.starts: list[StartFacts] = []
+        self.under_way = False
+        self.rejected = 0
+        self.failed_attempts: list[FailedAttempt] = []
+        self.unanswered: FailedAttempt | None = None
+        self.failed: float | None = None
+        self.launched, self.widest = False, 0
+        self.hosts: tuple[str, ...] = ()
+        self.slow: dict[str, HostSlow] = {}
+        self.left_out: dict[str, HostLeftOut] = {}
+        self.proven: set[str] = set()
+        self.newly_left_out: set[str] = set()
+        self.refused = 0
+        self.incidents: dict[int, IncidentHistory] = {}
+        self.alert: AlertEvent | None = None
+        self.trends: dict[str, TrendEvent] = {}
+        self.checkpoints: dict[str, CheckpointHistory] = {}
+        self.rates: list[tuple[int, float, str]] = []
+        self.peaks: list[tuple[int, float, str]] = []
+        self.evaluations: list[Measurement] = []
+        self.probes: list[Measurement] = []
+        self.scores: list[Measurement] = []
+        self.tasks, self.evaluated = TaskHistory(), 0
+
+    @property
+    def attempt(self) -> int:
+        """The newest; 0 = none."""
+        return next(reversed(self.attempts), 0)
+
+    @property
+    def over(self) -> bool:
+        """Whether the training process or the supervisor ended properly, and nothing ran since."""
+        return self.goodbye is not None or (self.supervisor is not None and self.supervisor.what == "ended")
+
+    @property
+    def software(self) -> dict[str, str]:
+        """Of the newest start that says what it computes with."""
+        return next((start.software for start in reversed(self.starts) if start.software), {})
+
+    def add(self, event: Event) -> None:
+        """Take in one event; missing or malformed fields are ignored."""
+        self.count += 1
+        if isinstance(event, PassedOver):
+            self.refused += event.refused or 0
+            self.passed_over += event.refused or 0
+            return
+        moment = event.time
+        time = moment if moment is not None and abs(moment) < FAR else 0.0
+        self.began = self.began or time or None
+        if moment is not None and event.event not in NO_SIGN:
+            self.last = moment
+        step = whole(event.get("to_step" if "to_step" in event else "step"))
+        self.step = self.step if step is None else step
+        self._add_words(event, time, step)
+        self._add_work(event)
+        self._add_hosts(event)
+        self._add_training(event, time, step)
+
+    def _add_words(self, event: Event, time: float, step: int | None) -> None:
+        """The tail, the list, and the event's incident."""
+        number = whole((summary := tree(event.get("summary"))).get("number"))
+        # Probes are in a plot; in a list they would take the place of what happened.
+        if not isinstance(event, Other | Probed):
+            self.tail.append(event)
+        words = list[JournalLine]()
+        if self.most_lines and not isinstance(event, Probed):
+            words.append(JournalLine(time, step, event.event, event.sentence(), number))
+            self.lines += words
+        if number is None:
+            return
+        case = self.incidents.setdefault(number, IncidentHistory(number, time))
+        case.summary = summary
+        case.lines += words
+        if isinstance(event, IncidentEvent):
+            if event.what == "closed":
+                case.closed = time
+            if event.what == "restarted":
+                self.failed = None
+            if event.what in ("rewound", "restarted") and step is not None:
+                case.back_to = step
+                self._undo(step)
+
+    def _undo(self, step: int) -> None:
+        """The run goes on from `step`: what was measured of later weights is of none that there are."""
+        for measured in (*self.evaluations, *self.probes, *self.scores):
+            measured.undone |= measured.step > step
+
+    def _add_work(self, event: Event) -> None:
+        """What processes are at work, and how they end."""
+        if event.event in WORDS:
+            self.word = event.event
+            self.restart = event if isinstance(event, Restart | HostsAwaited) else None
+            self.goodbye = None if event.event in AT_WORK else self.goodbye
+            if event.event in AT_WORK and self.supervisor is not None and self.supervisor.what == "ended":
+                self.supervisor = None
+        match event:
+            case SupervisorEvent():
+                self.supervisor = event
+                if event.what == "ended":
+                    self.unanswered = None
+                else:
+                    self.word, self.started = event.event, event.fields
+                if event.what == "started":  # by a person, who has looked
+                    self.failed_attempts.clear()
+                    self.left_out.clear()
+                    self.proven.clear()
+                    self.launched, self.widest = False, 0
+            case Launched(attempt=int(number)):
+                self.hosts = tuple(map(str, event.hosts))
+                self.attempts.pop(number, None)
+                self.attempts[number] = AttemptHistory(number, event.time, len(self.hosts))
+                self.under_way = self.launched = True
+                self.widest = max(self.widest, len(self.hosts), event.wanted or 0)
+                self.rejected, self.unanswered = 0, None
+                self.slow.clear()
+                self.since_launch.clear()
+            case Finished() | Stopped() | Unstable() | Handover() | HostFaulty():
+                self.since_launch.append(event)
+                self.goodbye = event if event.event in GOODBYES else self.goodbye
+                self.step = (event.steps or self.step) if isinstance(event, Finished) else self.step
+            case Ended():
+                self._add_end(event)
+            case Restart():
+                self.restarts[self._find_cause(event.attempt)] += 1
+                self.unanswered = None
+
+    def _add_end(self, event: Ended) -> None:
+        self.under_way = False
+        self.clock = max(self.clock, event.clock or 0)
+        if (number := event.attempt) is not None:
+            self.attempts.setdefault(number, AttemptHistory(number, None, 0)).end = event
+        if event.what:
+            self.failed = event.time
+            self.unanswered = FailedAttempt(event, len(self.hosts), self.widest, self.clock)
+            self.failed_attempts.append(self.unanswered)
+            self.newly_left_out.clear()
+
+    def _find_cause(self, number: int | None) -> str:
+        """Why there is a restart: how the attempt ended, given its number or that of the next."""
+        known = (self.attempts.get(n) for n in (number or 0, (number or 0) - 1))
+        return next((attempt.how for attempt in known if attempt is not None and attempt.how), "unknown")
+
+    def _add_hosts(self, event: Event) -> None:
+        if not isinstance(event, HostLeftOut | HostProven | HostSlow) or (host := event.host) is None:
+            return
+        match event:
+            case HostLeftOut():
+                self.left_out[host] = event
+                self.proven.discard(host)
+                self.newly_left_out.add(host)
+            case HostProven():
+                self.proven.add(host)
+            case HostSlow():
+                self.slow.pop(host, None)
+                if event.what != "over":
+                    self.slow[host] = event
+
+    def _add_training(self, event: Event, time: float, step: int | None) -> None:
+        """What the training did, and what was measured of it."""
+        match event:
+            case Training():
+                self.clock = max(self.clock, step or 0)
+                if step is not None:
+                    self._undo(step)
+                software = {str(name): str(value) for name, value in event.software.items()}
+                attempt = self.attempt or None
+                self.starts.append(
+                    StartFacts(time, attempt, step or 0, event.world, list(self.hosts), software)
+                )
+                if event.peak_tflops is not None and isfinite(event.peak_tflops):
+                    self.peaks.append((step or 0, event.peak_tflops, event.peak_source or ""))
+            case Discarded():
+                self.refused += 1
+            case AlertEvent():
+                self.alert = event if event.what == "begun" else None
+            case TrendEvent(signal=str(signal)):
+                self.trends.pop(signal, None)
+                if event.what != "over":
+                    self.trends[signal] = event
+            case Evaluated(loss=float(loss)) if step is not None:
+                self.evaluations.append(Measurement(step, time, loss, event.by_corpus))
+            case Probed(loss=float(loss)) if step is not None:
+                self.probes.append(Measurement(step, time, loss))
+            case TasksEvaluated() | TasksFailed() | TasksSkipped():
+                self.tasks.add(event)
+                self.evaluated = max(self.evaluated, event.of_step or 0)
+                if isinstance(event, TasksEvaluated) and event.of_step is not None and event.numbers:
+                    self.scores.append(Measurement(event.of_step, time, float("nan"), event.numbers))
+            case RolledBack(step=int(back_to)):
+                self.evaluated = min(self.evaluated, back_to)
+            case RateCut() | RateWarmup() | RateLifted() | ChangeMade():
+                self.rates.append((step or 0, time, event.sentence()))
+            case Warned() if event.sign == NEXT_UPDATE:
+                self.rates.append((step or 0, time, event.sentence()))
+            case CheckpointSaved() | CheckpointHealthy() | CheckpointSuspect() | CheckpointRejected():
+                self._add_checkpoint(event, time, step)
+
+    def _add_checkpoint(self, event: Event, time: float, step: int | None) -> None:
+        name = str(event.get("name"))
+        if isinstance(event, CheckpointSaved):
+            self.clock = max(self.clock, step or 0)
+            self.checkpoints.pop(name, None)
+            self.checkpoints[name] = CheckpointHistory(
+                name, step or 0, time, event.bytes, event.seconds, event.blocked
+            )
+            return
+        number = name.removeprefix("step-")
+        if isinstance(event, CheckpointRejected) and number.isdecimal() and len(number) < 19:
+            self.rejected = max(self.rejected, int(number))
+        if (known := self.checkpoints.get(name)) is None:
+            return
+        if isinstance(event, CheckpointHealthy):
+            known.state, known.proved = "healthy", step
+        else:
+            known.state = "suspect" if isinstance(event, CheckpointSuspect) else "rejected"
+            known.why = event.sentence()
+
+
+class HistoryReader:
+    """Follows a journal: `history` grows with every `look`, and begins anew when the file was repaired."""
+
+    def __init__(self, journal: Path, most_lines: int = 0) -> None:
+        self._follower = Follower(journal, brief=True)
+        self._starts = self._follower.starts
+        self.history = RunHistory(most_lines)
+
+    def look(self) -> bool:
+        """Whether there is anything new."""
+        before = (self.history.count, self._starts)
+        for event in self._follower.stream():
+            self._begin_again()
+            self.history.add(event)
+        self._begin_again()
+        return before != (self.history.count, self._starts)
+
+    def _begin_again(self) -> None:
+        """Forget what an old version of the journal said."""
+        if self._follower.starts != self._starts:
+            self._starts, self.history = self._follower.starts, RunHistory(self.history.most_lines)
+
+    @property
+    def problem(self) -> str:
+        """Why the last look failed; "" if it did not."""
+        return self._follower.problem
+
+    @property
+    def problems(self) -> list[str]:
+        damaged, problem = self._follower.damaged, self._follower.problem
+        found = [f"{self._follower.path}: {damaged} damaged lines were passed over"] if damaged else []
+        return ([problem] if problem else []) + found
+
+
+def select_standing(measured: Sequence[Measurement]) -> list[Measurement]:
+    """Finite losses of weights that were not undone."""
+    return [one for one in measured if not one.undone and isfinite(one.loss)]
+
+
+def kind_of_end(event: Ended) -> str:
+    """Why an attempt ended, from its `ended` event: one of ENDED_AS, for counting."""
+    if event.get("hung"):
+        return "hang"
+    if event.get("signal"):
+        return "killed"
+    code = event.get("code")
+    known = {0: "done", STOPPED: "stopped", UNSTABLE: "unstable", NO_SPACE: "no_space", HANDOVER: "handover"}
+    return known.get(code, "crash") if isinstance(code, int) else "crash"
