@@ -423,26 +423,37 @@ class RunHistory:
 
 
 class HistoryReader:
-    """Follows a journal: `history` grows with every `look`, and begins anew when the file was repaired."""
+    """Follows a journal: `history` grows with every `look`, and begins anew when the file was repaired. starts: how
+    often it has begun."""
 
     def __init__(self, journal: Path, most_lines: int = 0) -> None:
         self._follower = Follower(journal, brief=True)
-        self._starts = self._follower.starts
+        self.starts = self._follower.starts
         self.history = RunHistory(most_lines)
+        self._others: list[list[Event]] = []
+
+    def share(self) -> list[Event]:
+        """A list to which later looks append every event, for who folds them in another way, and empties it."""
+        self._others.append([])
+        return self._others[-1]
 
     def look(self) -> bool:
         """Whether there is anything new."""
-        before = (self.history.count, self._starts)
+        before = (self.history.count, self.starts)
         for event in self._follower.stream():
             self._begin_again()
             self.history.add(event)
+            for events in self._others:
+                events.append(event)
         self._begin_again()
-        return before != (self.history.count, self._starts)
+        return before != (self.history.count, self.starts)
 
     def _begin_again(self) -> None:
         """Forget what an old version of the journal said."""
-        if self._follower.starts != self._starts:
-            self._starts, self.history = self._follower.starts, RunHistory(self.history.most_lines)
+        if self._follower.starts != self.starts:
+            self.starts, self.history = self._follower.starts, RunHistory(self.history.most_lines)
+            for events in self._others:
+                events.clear()
 
     @property
     def problem(self) -> str:

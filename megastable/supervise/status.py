@@ -258,7 +258,7 @@ class RunWatch:
         require_run(run)
         self._looks, self._journal = journal is None, journal or HistoryReader(self.run.journal)
         self._recipe = _Recipe()
-        self._time = goodput or GoodputWatch(run)
+        self._time = goodput or GoodputWatch(run, journal=self._journal)
         self._steps = RecentSteps(self.run.steps)
 
     def status(self) -> Status:

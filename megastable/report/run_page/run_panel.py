@@ -117,7 +117,7 @@ def head(r: RunReader) -> dict[str, Any]:
         r.status, recent, cases, select_standing(history.evaluations)[-1:], describe_trends(r), r.account, r.recipe,
         r.data.skipped(r.length), usable_checkpoints(r), undone, time.time(),
     )  # fmt: skip
-    problems = [*r.failures.values(), *r.status.problems, *r.journal.problems, *r.data.problems]
+    problems = [*r.failures.values(), *r.status.problems, *r.data.problems]
     damaged = r.records.damaged | r.layers.damaged
     if damaged:
         name, why = next(iter(damaged.items()))

@@ -9,27 +9,28 @@ from pathlib import Path
 from megastable.base.errors import DataError
 from megastable.base.text import plural
 from megastable.run.directory import RunDirectory, read_object
-from megastable.run.events.event import Event
-from megastable.run.events.follow import Follower
 from megastable.run.goodput.lifecycle import Lifecycle
 from megastable.run.goodput.step_times import StepFiles, TimedSteps
 from megastable.run.goodput.time_account import TimeAccount
+from megastable.run.history import HistoryReader
 
 EASE = 30.0  # a look that took a second is repeated after so many: it must not cost the supervisor much
 USUAL_PAUSE = 1.0  # seconds
 
 
 class GoodputWatch:
-    """Watches one run. files: its step records, if somebody reads them already. behind: whether the last look had no
-    time to read all."""
+    """Watches one run. files, journal: of its step records and its journal, if somebody reads them already; who has the
+    journal looks at it. behind: whether the last look had no time to read all."""
 
-    def __init__(self, root: Path, files: TimedSteps | None = None) -> None:
+    def __init__(
+        self, root: Path, files: TimedSteps | None = None, journal: HistoryReader | None = None
+    ) -> None:
         self.run = RunDirectory(root)
         self.behind = False
-        self._journal = Follower(self.run.journal, brief=True)
+        self._looks, self._journal = journal is None, journal or HistoryReader(self.run.journal)
+        self._pending = self._journal.share()
         self._files = files or StepFiles(self.run.steps)
         self._life, self._starts = Lifecycle(), self._journal.starts
-        self._pending: list[Event] = []
         self._account: TimeAccount | None = None
         self._due = 0.0
 
@@ -46,10 +47,8 @@ class GoodputWatch:
         journal says nothing yet. budget: seconds for reading; if they do not suffice, it is the last account, and the
         next call goes on."""
         # The journal first: if it says that a process has ended, all its records are there.
-        starts, events = self._journal.starts, self._journal.new()
-        if self._journal.starts != starts:  # a person repaired it: from the beginning
-            self._pending.clear()
-        self._pending += events
+        if self._looks:
+            self._journal.look()
         self._files.look(budget)
         self.behind = self._files.behind
         if not self.behind:
@@ -73,14 +72,12 @@ class GoodputWatch:
     @property
     def problems(self) -> list[str]:
         """What could not be read, and what becomes of it."""
-        found = [self._journal.problem] if self._journal.problem else []
-        if self._journal.damaged:
-            found.append(f"{self._journal.path}: {plural(self._journal.damaged, 'damaged line')} passed over")
+        found = self._journal.problems
         if not len(self._life.steps.time) and not self._files.damaged:
             found.append(f"{self.run.steps}: no step records: what the journal does not tell is unknown time")
         if self._life.set_back:
             found.append(
-                f"{self._journal.path}: it goes back in time by {self._life.set_back:,.0f} s: a clock was set back, or "
+                f"{self.run.journal}: it goes back in time by {self._life.set_back:,.0f} s: a clock was set back, or "
                 "the clocks of hosts differ; what the run did until that time came again is lost or unknown time"
             )
         damaged = self._files.damaged
