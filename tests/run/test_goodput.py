@@ -18,7 +18,7 @@ from megastable.run.events.reading import event_of
 from megastable.run.goodput.lifecycle import Lifecycle
 from megastable.run.goodput.step_times import NO_STEPS, StepTimes
 from megastable.run.goodput.time_account import TimeAccount, TimeKind
-from megastable.run.goodput.watching import WANTED, GoodputWatch, chosen, read_account
+from megastable.run.goodput.watching import GoodputWatch, read_account
 from tests.run.test_records import record, write
 from tests.tiers import examples
 
@@ -488,15 +488,6 @@ def test_a_watch_without_time_goes_on_later(tmp_path: Path, monkeypatch: pytest.
         assert watch.behind
         looks += 1
     assert looks == 3 and shown(found) == shown(read_account(run)[0])
-
-
-def test_of_a_long_journal_all_events_that_count_are_chosen() -> None:
-    """Those that the walk knows are those that are read."""
-    names = [*NAMES.split(), "discarded", "resumed"]
-    lines = [json.dumps(at(n, name, step=n)) for n, name in enumerate(names)]
-    block = "".join(f"{line}\n" for line in lines).encode()
-    assert [line.decode() for line in chosen(block)[0]] == lines[:-2]
-    assert WANTED.search(b'{"time": 1, "event": "checkpoint_healthy"}') is None
 
 
 def test_a_note_after_the_end_is_no_time_of_the_run() -> None:
