@@ -341,14 +341,14 @@ class RunWatch:
             began=s.began,
             starts=len(s.starts),
             attempt=attempt,
-            attempts=tuple(map(_attempt, list(s.attempts.values())[-RECENT:])),
+            attempts=tuple(map(_summarize_attempt, list(s.attempts.values())[-RECENT:])),
             hosts=tuple(visible(host, 80) for host in s.hosts),
             slow={visible(h, 80): SlowSummary(e.ratio, e.cost, e.sentence()) for h, e in s.slow.items()},
-            left_out=_left_out(s, now),
+            left_out=_find_left_out(s, now),
             restarts=dict(s.restarts),
-            incidents=tuple(_incident(case) for _, case in sorted(s.incidents.items())),
+            incidents=tuple(_summarize_incident(case) for _, case in sorted(s.incidents.items())),
             refused=s.refused,
-            alert=_alert(s),
+            alert=_describe_alert(s),
             trends={visible(name, 40): visible(event.text or "", 300) for name, event in s.trends.items()},
             goodput=self._goodput(bool(supervisor.alive or trainer.alive), now),
             checkpoints=self._checkpoints(),
@@ -493,47 +493,47 @@ def _believed(*processes: Process) -> tuple[Process, ...]:
     )
 
 
-def _attempt(known: AttemptHistory) -> AttemptSummary:
+def _summarize_attempt(known: AttemptHistory) -> AttemptSummary:
     if (end := known.end) is None:
         return AttemptSummary(known.number, known.began)
     failure = visible(end.get("failure") or "", 300)
     return AttemptSummary(known.number, known.began, known.how, end.code, end.signal, end.step, failure)
 
 
-def _incident(known: IncidentHistory) -> IncidentSummary:
-    told = known.summary
-    actions = told.get("actions")
+def _summarize_incident(known: IncidentHistory) -> IncidentSummary:
+    summary = known.summary
+    actions = summary.get("actions")
     return IncidentSummary(
         number=known.number,
-        onset=whole(told.get("onset", told.get("step"))) or 0,
-        step=whole(told.get("step")) or 0,
-        verdict=visible(told.get("verdict", "?"), 40),
-        kind=visible(told.get("kind", "?"), 40),
-        cause=visible(told.get("cause", "?"), 40),
+        onset=whole(summary.get("onset", summary.get("step"))) or 0,
+        step=whole(summary.get("step")) or 0,
+        verdict=visible(summary.get("verdict", "?"), 40),
+        kind=visible(summary.get("kind", "?"), 40),
+        cause=visible(summary.get("cause", "?"), 40),
         action=visible(actions[-1], 40) if isinstance(actions, list) and actions else "",
-        outcome=visible(told.get("outcome", "?"), 40),
-        steps_lost=whole(told.get("steps_lost")) or 0,
-        batches_discarded=whole(told.get("batches_discarded")) or 0,
-        put_off=read_later(told),
-        loss_before=real(told.get("loss_before")),
-        loss_peak=real(told.get("loss_peak")),
-        failure=visible(told.get("failure") or "", 300),
+        outcome=visible(summary.get("outcome", "?"), 40),
+        steps_lost=whole(summary.get("steps_lost")) or 0,
+        batches_discarded=whole(summary.get("batches_discarded")) or 0,
+        put_off=read_later(summary),
+        loss_before=real(summary.get("loss_before")),
+        loss_peak=real(summary.get("loss_peak")),
+        failure=visible(summary.get("failure") or "", 300),
     )
 
 
-def _left_out(told: RunHistory, now: float) -> dict[str, float]:
+def _find_left_out(history: RunHistory, now: float) -> dict[str, float]:
     """Until when, by host, others are preferred to those that failed."""
     until = {
         visible(host, 80): event.until + (event.burn_in or 0.0)
-        for host, event in told.left_out.items() if event.until is not None and host not in told.proven
+        for host, event in history.left_out.items() if event.until is not None and host not in history.proven
     }  # fmt: skip
     return {host: moment for host, moment in until.items() if moment > now}
 
 
-def _alert(told: RunHistory) -> str:
-    if told.alert is None:
+def _describe_alert(history: RunHistory) -> str:
+    if history.alert is None:
         return ""
-    step, reason = whole(told.alert.get("step")), visible(told.alert.get("reason") or "", 500)
+    step, reason = whole(history.alert.get("step")), visible(history.alert.get("reason") or "", 500)
     return f"since step {step:,}: {reason}" if step is not None else reason
 
 
