@@ -245,7 +245,7 @@ class _Recipe:
 
 class RunWatch:
     """Watches one run. clock: unix seconds; journal, goodput: of the run, if somebody has them already; who has the
-    journal looks at it. Raises DataError if the directory holds no run."""
+    journal looks at it. sections: of the frozen recipe. Raises DataError if the directory holds no run."""
 
     def __init__(
         self,
@@ -257,7 +257,7 @@ class RunWatch:
         self.run, self.clock = RunDirectory(run), clock
         require_run(run)
         self._looks, self._journal = journal is None, journal or HistoryReader(self.run.journal)
-        self._recipe = _Recipe()
+        self._recipe, self.sections = _Recipe(), dict[str, Any]()
         self._time = goodput or GoodputWatch(run, journal=self._journal)
         self._steps = RecentSteps(self.run.steps)
 
@@ -374,6 +374,7 @@ class RunWatch:
             if stamp == self._recipe.stamp:
                 return
             config = yaml.safe_load(self.run.recipe.read_text(encoding="utf-8"))["config"]
+            self.sections = {key: section for key, section in config.items() if isinstance(section, dict)}
             limits = SuperviseConfig.model_validate(config.get("supervise") or {})
             train, length = config["train"], int(config["model"]["sequence_length"])
             given = train.get("batch_warmup")

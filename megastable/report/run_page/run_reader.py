@@ -13,8 +13,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from megastable.base.text import visible
 from megastable.report.run_page import plot_data, run_panel
 from megastable.report.run_page.data_map import DataMap
@@ -57,8 +55,6 @@ class RunReader:
         self.committed: set[str] = set()  # names of the checkpoints that are there
         self.version = 0
         self.failures: dict[str, str] = {}  # by part of the reader: what is wrong
-        self.recipe: dict[str, Any] = {}
-        self._recipe_stamp = 0
         self._lock = threading.RLock()
         self._due = 0.0
         self._over = threading.Event()
@@ -80,7 +76,6 @@ class RunReader:
             self.records.look()
         news |= self.records.see(read_object(self.run.progress))
         with self._lock:
-            self._read_recipe()
             for part in (self.journal, self.layers, self.machines, self.data):
                 with self._failing(type(part).__name__):
                     news |= part.look()
@@ -140,6 +135,11 @@ class RunReader:
     # What the page asks for
 
     @property
+    def recipe(self) -> dict[str, Any]:
+        """The sections of the frozen one."""
+        return self._watch.sections
+
+    @property
     def history(self) -> RunHistory:
         """What the journal says."""
         return self.journal.history
@@ -187,18 +187,6 @@ class RunReader:
         """Ranks, GPUs and hosts."""
         with self._lock:
             return run_panel.machine_maps(self, axis, begin, end)
-
-    def _read_recipe(self) -> None:
-        try:
-            stamp = self.run.recipe.stat().st_mtime_ns
-            if stamp != self._recipe_stamp:
-                self._recipe_stamp = stamp
-                loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-                found = yaml.load(self.run.recipe.read_text(encoding="utf-8"), loader)["config"]
-                parts = {key: value for key, value in found.items() if isinstance(value, dict)}
-                self.recipe = parts
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError):
-            return  # the status says what is wrong with it
 
 
 def told_apart(readers: Sequence[RunReader]) -> Sequence[RunReader]:
