@@ -245,7 +245,8 @@ class _Recipe:
 
 class RunWatch:
     """Watches one run. clock: unix seconds; journal, goodput: of the run, if somebody has them already; who has the
-    journal looks at it. sections: of the frozen recipe. Raises DataError if the directory holds no run."""
+    journal looks at it. sections: of the frozen recipe; committed: names of the checkpoints that are there. Raises
+    DataError if the directory holds no run."""
 
     def __init__(
         self,
@@ -258,6 +259,7 @@ class RunWatch:
         require_run(run)
         self._looks, self._journal = journal is None, journal or HistoryReader(self.run.journal)
         self._recipe, self.sections = _Recipe(), dict[str, Any]()
+        self.committed: set[str] = set()
         self._time = goodput or GoodputWatch(run, journal=self._journal)
         self._steps = RecentSteps(self.run.steps)
 
@@ -421,6 +423,7 @@ class RunWatch:
                     continue
                 known = self._journal.history.checkpoints.get(path.name)
                 found.append(Checkpoint(path.name, int(number), written, known.bytes if known else None))
+        self.committed = {checkpoint.name for checkpoint in found}
         return tuple(sorted(found, key=lambda c: -c.step)[:SHOWN])
 
     # Derived values

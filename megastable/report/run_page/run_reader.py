@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import re
 import threading
 import time
 from collections import Counter
@@ -28,9 +26,7 @@ from megastable.supervise.status import RunWatch, Status
 log = logging.getLogger(__name__)
 PAUSE = 0.3  # seconds between two looks
 HEAVY = threading.Lock()  # for what takes much memory for a moment, of runs of millions of steps
-CHECKPOINT = re.compile(r"step-\d{1,18}")
 EVENTS = 20_000  # in the list
-CHECKPOINTS = 100  # that are looked at every time
 STATUS = 1.0  # seconds between two looks at how the run stands
 
 
@@ -52,7 +48,6 @@ class RunReader:
         self.data = DataMap(self.run)
         self.account: dict[str, Any] | None = None  # where the time went (run_panel.account)
         self._accounted: tuple[float, int] | None = None
-        self.committed: set[str] = set()  # names of the checkpoints that are there
         self.version = 0
         self.failures: dict[str, str] = {}  # by part of the reader: what is wrong
         self._lock = threading.RLock()
@@ -81,8 +76,8 @@ class RunReader:
                     news |= part.look()
         if until_all or time.monotonic() >= self._due:
             self._due = time.monotonic() + STATUS
-            news |= self._find_checkpoints()
             with HEAVY:
+                committed = self.committed
                 before, self.status = self.status, self._watch.status()
                 alive = bool(self.status.supervisor.alive or self.status.trainer.alive)
                 found = self._time.look(alive) if until_all else self._time.account(alive)
@@ -92,22 +87,9 @@ class RunReader:
                     news = True
                 del found
             news |= before.state != self.status.state or before.step != self.status.step
+            news |= committed != self.committed
         if news:
             self.version += 1
-
-    def _find_checkpoints(self) -> bool:
-        """Of very many checkpoints on a file server, only the last ones are looked at again."""
-        try:
-            names = {name for name in os.listdir(self.run.checkpoints) if CHECKPOINT.fullmatch(name)}
-        except OSError:
-            names = set()
-        last = sorted(names, key=lambda name: int(name.removeprefix("step-")))[-CHECKPOINTS:]
-        before, known = self.committed, (self.committed & names).difference(last)
-        folder = self.run.checkpoints
-        self.committed = known | {
-            name for name in names - known if (folder / name / "manifest.json").is_file()
-        }
-        return self.committed != before
 
     def _follow(self) -> None:
         while not self._over.wait(0.01 if self.records.loaded < 1 else PAUSE):
@@ -138,6 +120,11 @@ class RunReader:
     def recipe(self) -> dict[str, Any]:
         """The sections of the frozen one."""
         return self._watch.sections
+
+    @property
+    def committed(self) -> set[str]:
+        """Names of the checkpoints that are there."""
+        return self._watch.committed
 
     @property
     def history(self) -> RunHistory:
