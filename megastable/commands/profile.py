@@ -78,7 +78,7 @@ def profile(
 
 def slow_host(directory: Any) -> HostSlow | None:
     """The host that slows the others down in the newest attempt, as the supervisor last said it; None if none does."""
-    from megastable.run.history import HistoryReader
+    from megastable.run.run_history import HistoryReader
 
     reader = HistoryReader(directory.journal)
     reader.look()

@@ -15,7 +15,7 @@ from prometheus_client.metrics_core import Metric
 from megastable.base.activity import REST
 from megastable.guard.actions import Cause
 from megastable.run.goodput.time_account import KINDS
-from megastable.run.history import ENDED_AS
+from megastable.run.run_history import ENDED_AS
 from megastable.supervise.standing import State
 from megastable.supervise.status import Status
 from megastable.warnings.trend_signals import SIGNALS

@@ -17,7 +17,7 @@ from megastable.cluster.launcher import MODULE
 from megastable.config.supervise import SuperviseConfig, redacted_override
 from megastable.run.directory import RunDirectory
 from megastable.run.events.event import NOTHING, whole
-from megastable.run.history import AT_WORK, RunHistory
+from megastable.run.run_history import AT_WORK, RunHistory
 from megastable.supervise.hang_detector import patience
 
 

@@ -29,7 +29,7 @@ from megastable.run import directory
 from megastable.run.directory import RunDirectory, read_object
 from megastable.run.events.event import NOTHING, read_later, real, whole
 from megastable.run.goodput.watching import GoodputWatch
-from megastable.run.history import AttemptHistory, HistoryReader, IncidentHistory, RunHistory
+from megastable.run.run_history import AttemptHistory, HistoryReader, IncidentHistory, RunHistory
 from megastable.run.task_history import TaskSummary
 from megastable.supervise.hang_detector import patience
 from megastable.supervise.locks import SUPERVISOR, TRAINING, is_held
@@ -129,7 +129,7 @@ class Status:
     steps done; skipped: samples before the cursor that are in none of them; last_step: when the last one ended.
     readings: the newest of what is recorded (recent_steps.NEWEST). loss, grad_norm, lr: of the last step. probe: step
     and loss of the newest look at it. eta: of the rest at that rate. restarts: counted by how the previous attempt
-    ended (history.kind_of_end). starts: of training processes. stages: of the pipeline. task_interval: steps
+    ended (run_history.kind_of_end). starts: of training processes. stages: of the pipeline. task_interval: steps
     between two evaluations of tasks, None without any. hosts: of the newest attempt, that of rank 0 first; left_out:
     until when, by host, others are preferred to those that failed; slow: by host, those that are slow now. trends: slow
     signals that are warned of now. free: bytes that a user has left where checkpoints are written. alert: since when

@@ -7,7 +7,7 @@ from collections import Counter
 from pydantic import ValidationError
 
 from megastable.guard.incident import Breakdown, Incident
-from megastable.run.history import FailedAttempt, RunHistory
+from megastable.run.run_history import FailedAttempt, RunHistory
 from megastable.supervise.bars import HostBar
 from megastable.supervise.exit_cause import End
 from megastable.supervise.restart_policy import Failure

@@ -22,8 +22,8 @@ from megastable.run.events.event import Event
 from megastable.run.events.follow import Follower
 from megastable.run.events.people_events import ChangeMade, ChangeMeasured, Note
 from megastable.run.events.reading import KINDS, event_of
-from megastable.run.history import HistoryReader
 from megastable.run.log import RunLog
+from megastable.run.run_history import HistoryReader
 from megastable.supervise.locks import only_supervisor
 from tests.conftest import tiny
 from tests.report.run_page.made_runs import made_run

@@ -20,7 +20,7 @@ from megastable.report.run_page.run_reader import RunReader
 from megastable.run import records
 from megastable.run.directory import RunDirectory
 from megastable.run.events.training_events import NEXT_UPDATE, Warned
-from megastable.run.history import HistoryReader
+from megastable.run.run_history import HistoryReader
 from megastable.supervise.standing import State
 from megastable.supervise.status import exit_code, read_status
 from megastable.supervise.status_panel import panel

@@ -47,7 +47,7 @@ from megastable.run.directory import as_json
 from megastable.run.events.reading import read_events
 from megastable.run.goodput.time_account import TimeAccount
 from megastable.run.goodput.watching import read_account
-from megastable.run.history import select_standing
+from megastable.run.run_history import select_standing
 from megastable.supervise.status import read_status
 
 COLUMNS = ("step", "time", "loss", "applied", "lr")

@@ -26,7 +26,7 @@ from megastable.run.events.training_events import (
     Training,
     Unstable,
 )
-from megastable.run.history import Measurement
+from megastable.run.run_history import Measurement
 
 Columns = Mapping[str, npt.NDArray[Any]]
 # Events that are told by their own sentence, under a heading.

@@ -25,7 +25,7 @@ from megastable.report.skip_lines import SkipLine, skip_lines
 from megastable.run.directory import read_object
 from megastable.run.goodput.gpu_hours import gpu_hours
 from megastable.run.goodput.time_account import TimeAccount
-from megastable.run.history import StartFacts
+from megastable.run.run_history import StartFacts
 
 SKIPS = 100  # lines of the ledger that the pages show
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from megastable.base.text import duration, plural, visible
 from megastable.report.postmortem.facts import IncidentFacts
 from megastable.run.goodput.time_account import TimeKind
-from megastable.run.history import Measurement
+from megastable.run.run_history import Measurement
 from megastable.supervise.standing import State
 from megastable.supervise.status import Status
 

@@ -25,8 +25,8 @@ from megastable.report.run_page.record_cache import RecordCache
 from megastable.report.run_page.step_table import SOMETIMES, STEP, StepTable
 from megastable.run.events.event import real, whole
 from megastable.run.goodput.step_times import StepTimes
-from megastable.run.history import FAR
 from megastable.run.records import SCHEMA, stamp_of
+from megastable.run.run_history import FAR
 
 COLUMNS = pa.schema([SCHEMA.field(name) for name in (*STEP, *SOMETIMES)])
 FLOATS = {field.name for field in COLUMNS if pa.types.is_floating(field.type)}

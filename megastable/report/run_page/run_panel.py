@@ -24,7 +24,7 @@ from megastable.report.run_page.recipe_facts import recipe_facts
 from megastable.run.events.event import LARGEST
 from megastable.run.goodput.gpu_hours import gpu_hours
 from megastable.run.goodput.time_account import TimeAccount, TimeKind
-from megastable.run.history import IncidentHistory, JournalLine, Measurement, StartFacts, select_standing
+from megastable.run.run_history import IncidentHistory, JournalLine, Measurement, StartFacts, select_standing
 
 if TYPE_CHECKING:
     from megastable.report.run_page.run_reader import RunReader

@@ -20,7 +20,7 @@ from megastable.report.run_page.record_cache import RecordCache
 from megastable.report.run_page.record_reader import RecordReader, SharedStepTimes
 from megastable.run.directory import RunDirectory, read_object
 from megastable.run.goodput.watching import GoodputWatch
-from megastable.run.history import HistoryReader, RunHistory
+from megastable.run.run_history import HistoryReader, RunHistory
 from megastable.supervise.status import RunWatch, Status
 
 log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from megastable.run.directory import RunDirectory, read_object
 from megastable.run.goodput.lifecycle import Lifecycle
 from megastable.run.goodput.step_times import StepFiles, TimedSteps
 from megastable.run.goodput.time_account import TimeAccount
-from megastable.run.history import HistoryReader
+from megastable.run.run_history import HistoryReader
 
 EASE = 30.0  # a look that took a second is repeated after so many: it must not cost the supervisor much
 USUAL_PAUSE = 1.0  # seconds

@@ -28,8 +28,8 @@ from megastable.report.run_page.recipe_facts import recipe_facts
 from megastable.report.run_page.run_reader import RunReader, told_apart
 from megastable.run.directory import RunDirectory
 from megastable.run.goodput.watching import read_account
-from megastable.run.history import HistoryReader, Measurement, select_standing
 from megastable.run.records import Recorder
+from megastable.run.run_history import HistoryReader, Measurement, select_standing
 from tests.report.run_page.made_runs import curve, machines, made_run, summary
 from tests.report.run_page.run_files import BATCH, BEGIN, LENGTH, begin, note, progress, record
 
@@ -146,7 +146,7 @@ def test_the_probe_is_a_curve_and_what_was_undone_of_it_is_apart(tmp_path: Path)
 
 
 def test_of_many_looks_at_the_probe_neighbours_are_averaged(reader: RunReader) -> None:
-    looks = [(step, float(step), BEGIN + step) for step in range(1, 2 * run_panel.LOOKS + 2)]
+    looks = [Measurement(step, BEGIN + step, float(step)) for step in range(1, 2 * run_panel.LOOKS + 2)]
     curve = run_panel._curve(looks, run_panel.PlacesOfSteps(reader))
     losses = floats(curve["loss"], "f4")
     assert len(losses) == 667 and losses[:2] == [2.0, 5.0] and losses[-1] == 2000.0

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from megastable.run.events import follow
 from megastable.run.events.follow import Follower, without_refused
 from megastable.run.events.reading import event_of
-from megastable.run.history import TAIL, RunHistory
+from megastable.run.run_history import TAIL, RunHistory
 from tests.supervise.runs import incident
 from tests.tiers import examples
 
