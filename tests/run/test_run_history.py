@@ -9,7 +9,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megastable.run.events import follow
@@ -30,10 +30,11 @@ EVENTS = st.one_of(
         {"event": "warning", "text": 'says {"time": 5, "event": "discarded", "step": 5}', "step": 0},
     ]),
 )  # fmt: skip
+ZEROED = b'{"time": 7.0, "event": "discarded", "step": 5, "l\0\0\0": 9}\n'
 ODD = st.sampled_from([
     b'{"time": 7.0, "event": "discarded", "step": 5, "verd{"time": 8.0, "event": "discarded", "step": 6}\n',  # merged
     b'{"time": 7.0, "event": "evaluated", "step": 5, "lo\n', b"\n", b"not JSON\n", b"\0" * 40 + b"}\n",
-    b'{"time": 7.0, "event": "discarded", "step": 5, "l\0\0\0": 9}\n', b'{"event": "discarded", "step": 5}\n',
+    ZEROED, b'{"event": "discarded", "step": 5}\n',
 ])  # fmt: skip
 REFUSED = st.integers(1, 90).map(
     lambda n: [{"event": "discarded", "step": s, "reason": "a {b}"} for s in range(n)]
@@ -52,6 +53,9 @@ def lines_of(story: list[Any]) -> list[bytes]:
     st.lists(st.one_of(REFUSED, EVENTS.map(lambda one: [one]), ODD.map(lambda one: [one])), max_size=20),
     st.sampled_from([300, 2000, 8000]),
     st.integers(1, 3),
+)
+@example(
+    [[{"event": "discarded", "step": 5}] * 90, [ZEROED], [{"event": "discarded", "step": 5}] * 90], 5000, 1
 )
 @settings(max_examples=examples(200), deadline=None)
 def test_a_brief_reading_knows_the_same(story: list[list[Any]], block: int, pieces: int) -> None:
@@ -103,6 +107,28 @@ def test_no_event_is_too_strange(events: list[tuple[str, dict[str, Any]]]) -> No
         history.add(event_of({"event": kind, **values}))
     assert [event.event for event in history.tail] == [line.name for line in history.lines]
     assert all(line.text and line.text.isprintable() for line in history.lines)
+
+
+def history_of(*events: dict[str, Any]) -> RunHistory:
+    history = RunHistory()
+    for event in events:
+        history.add(event_of(event))
+    return history
+
+
+def test_what_later_events_undo_does_not_count() -> None:
+    stopped, training = {"event": "stopped", "step": 7}, {"event": "training", "step": 7, "world": 1}
+    assert history_of(stopped).goodbye is not None and history_of(stopped, training).goodbye is None
+    measured = [{"event": "evaluated", "step": step, "loss": 1.0} for step in (6, 7, 8)]
+    assert [one.undone for one in history_of(*measured, training).evaluations] == [False, False, True]
+    left_out, proven = {"event": "host_left_out", "host": "b"}, {"event": "host_proven", "host": "b"}
+    assert history_of(left_out, proven).proven == {"b"} and not history_of(left_out, proven, left_out).proven
+    damaged, launched = (
+        {"event": "checkpoint_rejected", "name": "step-9"},
+        {"event": "launched", "attempt": 1},
+    )
+    assert history_of(damaged).rejected == 9 and history_of(damaged, launched).rejected == 0
+    assert history_of(training, {"event": "finished", "steps": 9}).step == 9
 
 
 @pytest.mark.parametrize("hung", [True, False])
