@@ -263,7 +263,7 @@ class Trainer:
 
     def _checkpoint(self, wait: bool = False) -> bool:
         """Begin to save, and wait for it where that is said; False when there is no checkpoint then."""
-        self.recorder.flush()
+        self.recorder.flush(compact=True)
         self._remember()
         return self.checkpoints.save(self.state, wait)
 

@@ -13,10 +13,10 @@ from megastable.base.text import plural
 from megastable.data.blends import in_force
 from megastable.data.skips import Range, Skips, numbers_of
 from megastable.forensics.history import SPANS, Done, History, blends_text
-from megastable.report.postmortem.passes import LAST
 from megastable.report.sheet import Column, Sheet
 from megastable.run.events.reading import latest
 from megastable.run.events.stability_events import IncidentEvent
+from megastable.run.record_files import LAST_STEP
 
 FEW = 1 << 24  # positions: longer ranges are not checked for earlier reads
 
@@ -40,7 +40,7 @@ def run_sheet(history: History) -> Sheet:
     order = library.source.order
     length = order.sequence_length
     given = order.samples_before(cursor)
-    done = history.steps(0, LAST, SPANS)
+    done = history.steps(0, LAST_STEP, SPANS)
     last = [d for d in done if not d.undone]
     rows: list[dict[str, Any]] = []
     total = 0

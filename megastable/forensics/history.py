@@ -25,13 +25,14 @@ from megastable.data.blends import BlendEntry, Share, in_force, read_blends
 from megastable.data.skip_ledger import Ledger
 from megastable.data.skips import Selection, Skips, numbers_of
 from megastable.report.postmortem.facts import SuspectFacts
-from megastable.report.postmortem.passes import LAST, NAMES, RecordFolder
+from megastable.report.postmortem.passes import RecordFolder
 from megastable.report.postmortem.sample_texts import Library
 from megastable.run.directory import RunDirectory
 from megastable.run.events.data_events import OrderChanged
 from megastable.run.events.event import Event
 from megastable.run.events.reading import read_events
 from megastable.run.events.training_events import Resumed, Training
+from megastable.run.record_files import LAST_STEP
 from megastable.run.records import SCHEMA
 
 Int64s = npt.NDArray[np.int64]
@@ -81,7 +82,7 @@ class History:
         self.config = load(self.run.recipe)
         self.blends = read_blends(self.run.blends)
         self.problems: list[str] = []
-        self._folder = RecordFolder(self.run.steps, SCHEMA, self.config.logging.flush_steps)
+        self._folder = RecordFolder(self.run.steps, SCHEMA)
         self._library = lru_cache(maxsize=4)(self._open)
 
     def library(self, time: float | None = None) -> Library:
@@ -138,7 +139,7 @@ class History:
         """As `steps`. Raises DataError if none was recorded."""
         found = self.steps(first, last)
         if not found:
-            rows = self._folder.files(0, LAST)
+            rows = self._folder.files(0, LAST_STEP)
             known = f"{plural(len(rows), 'file')} of records" if rows else "no records"
             which = f"step {first}" if first == last else f"steps {first} to {last}"
             raise DataError(
@@ -157,7 +158,7 @@ class History:
         """Every step, of `among` or of all, that trained on any of `positions`, with those positions: in the order of
         time."""
         found = []
-        for done in self.steps(0, LAST, SPANS) if among is None else among:
+        for done in self.steps(0, LAST_STEP, SPANS) if among is None else among:
             if done.time < self._changed:
                 continue
             low, high = np.searchsorted(positions, (done.first_position, done.next_position))
@@ -198,13 +199,10 @@ class History:
 
     @cached_property
     def _latest(self) -> Done | None:
-        # File names sort by the time of their last row; other names are read last.
-        named = [match for path in self._folder.files(0, LAST) if (match := NAMES.fullmatch(path.name))]
-        for match in sorted(named, key=lambda match: int(match[3]), reverse=True):
-            first, end = sorted((int(match[1]), int(match[2])))
-            if found := self.steps(first, end, SPANS):
+        for file in reversed(self._folder.files(0, LAST_STEP)):  # the newest first
+            if found := self.steps(file.low, file.high, SPANS):
                 return max(found, key=lambda done: done.time)
-        return max(self.steps(0, LAST, SPANS), key=lambda done: done.time, default=None)
+        return None
 
     def _left_out(self, done: Done) -> Skips:
         if done.skipped is None:

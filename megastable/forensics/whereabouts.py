@@ -19,9 +19,9 @@ from megastable.data.skips import Selection, Skips
 from megastable.forensics.history import SPANS, History
 from megastable.forensics.shard_set import Shelf
 from megastable.forensics.spans import spans
-from megastable.report.postmortem.passes import LAST
 from megastable.report.postmortem.sample_texts import Library
 from megastable.report.sheet import Column, Passage, Sheet
+from megastable.run.record_files import LAST_STEP
 
 Int64s = npt.NDArray[np.int64]
 
@@ -139,7 +139,7 @@ def _rows(history: History, shelf: Shelf, shard: str, first: int, end: int) -> l
         return {"run": run, "position": position, "epoch": place.epoch, **facts}
 
     # The document's position when each step was done: it may have moved since.
-    for then, steps in history.eras(history.steps(0, LAST, SPANS)):
+    for then, steps in history.eras(history.steps(0, LAST_STEP, SPANS)):
         names = [c.name for c in then.source.order.corpora]
         if order.corpora[corpus].name not in names:
             continue

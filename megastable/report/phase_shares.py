@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import os
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from megastable.base.errors import DataError
 from megastable.base.text import plural
+from megastable.run.record_files import read_files
 from megastable.run.records import SCHEMA
 from megastable.run.step_phases import COLUMNS, OTHER
 
 READ = pa.schema([SCHEMA.field(name) for name in ("step", "time", "seconds", *COLUMNS.values())])
-THREADS = min(8, os.cpu_count() or 1)
 
 
 @dataclass(frozen=True)
@@ -47,17 +44,9 @@ class PhaseSummary:
 
 def read_phases(folder: Path, last: int | None = None) -> PhaseSummary:
     """The phases of the steps recorded in `folder`, or of the `last` ones. Raises DataError if none has any."""
-    problems = list[str]()
-
-    def read(path: Path) -> pa.Table | None:
-        try:
-            return pq.read_table(path, schema=READ, use_threads=False)
-        except (pa.ArrowException, OSError) as error:
-            problems.append(f"{path}: not a readable record file ({str(error).splitlines()[0]})")
-            return None
-
-    with ThreadPoolExecutor(THREADS) as pool:
-        tables = [table for table in pool.map(read, sorted(folder.glob("*.parquet"))) if table is not None]
+    found = read_files(folder, READ)
+    problems = [f"{folder / file.name}: not a readable record file ({why})" for file, _, why in found if why]
+    tables = [table for _, table, _ in found if table is not None]
     if not tables:
         damaged = f" ({plural(len(problems), 'file')} cannot be read: {problems[0]})" if problems else ""
         raise DataError(f"{folder}: no step records{damaged}: has this run done a step?")

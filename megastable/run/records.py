@@ -1,16 +1,13 @@
 """Writes and reads step records (columnar files steps/*.parquet) and layer records (layers/*.parquet).
 
-A file holds the rows of one flush and is complete once it has its name: first step, last step, and the time of the last
-step in milliseconds, by which files are in the order in which they were written, also if a clock was set back. After a
-restart from an older checkpoint the same steps are recorded again: `read` keeps the newest record of each.
+record_files.py says how the files are named, ordered and compacted. After a restart from an older checkpoint the same
+steps are recorded again: `read` keeps the newest record of each.
 """
 
 from __future__ import annotations
 
-import io
 import logging
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -20,6 +17,14 @@ import pyarrow.parquet as pq
 
 from megastable.base import durable
 from megastable.base.errors import DataError
+from megastable.run.record_files import (
+    RecordFile,
+    compact_files,
+    encode_table,
+    list_files,
+    name_file,
+    read_files,
+)
 
 log = logging.getLogger(__name__)
 
@@ -202,19 +207,23 @@ class Recorder:
         """Write pending records. If the disk refuses, that is logged, and they stay pending."""
         if not self.pending:
             return
-        first, last = self.pending[0], self.pending[-1]
-        if self._stamp is None:
-            self._stamp = max((stamp_of(path.name) for path in self.folder.glob("*.parquet")), default=0)
-        # Readers order files by it. A clock may be set back, or be another host's that is behind.
-        stamp = max(int(last.time * 1000), self._stamp + 1)
-        path = self.folder / f"{first.step:08d}-{last.step:08d}-{stamp}.parquet"
+        steps = [record.step for record in self.pending]
         try:
-            durable.write_file(path, encoded(self.pending, self.columns))
+            if self._stamp is None:
+                self._stamp = max((file.stamp for file in list_files(self.folder)), default=0)
+            # Milliseconds of the last record. A clock may be set back, or be another host's that is behind.
+            stamp = max(int(self.pending[-1].time * 1000), self._stamp + 1)
+            path = self.folder / name_file(min(steps), max(steps), stamp)
+            durable.write_file(path, encode_records(self.pending, self.columns))
         except OSError as error:
-            log.warning("%s: %s; %d records wait in memory", path, error, len(self.pending))
+            log.warning("%s: %s; %d records wait in memory", self.folder, error, len(self.pending))
         else:
             self._stamp = stamp
             self.pending.clear()
+
+    def compact(self) -> None:
+        """Make few files of many. If the disk refuses, that is logged, and they stay as they are."""
+        compact_files(self.folder, self.columns)
 
     def restore(self, file: Path) -> None:
         """Write the step records that a process had pending when it made `file`, if they were not written since.
@@ -228,49 +237,43 @@ class Recorder:
         except (pa.ArrowException, OSError) as error:  # a lost record is no reason not to train
             log.warning("%s: %s; the records in it are lost", file, error)
             return
+
+        def choose_later(files: list[RecordFile]) -> list[RecordFile]:
+            return [file for file in files if not file.stamp or file.stamp >= int(rows[0].time * 1000)]
+
+        key = pa.schema([self.columns.field(name) for name in ("step", "time")])
         written = set[tuple[int, float]]()
-        for path in self.folder.glob("*.parquet"):
-            stamp = stamp_of(path.name)
-            if not stamp or stamp >= int(rows[0].time * 1000):  # of its last row
-                with suppress(pa.ArrowException, OSError):  # a damaged file: `read` names it
-                    table = pq.read_table(path, columns=["step", "time"])
-                    written.update(zip(*(column.to_pylist() for column in table.columns)))
+        for found in read_files(self.folder, key, choose_later):
+            if found.table is not None:  # `read` names a damaged one
+                written.update(zip(*(column.to_pylist() for column in found.table.columns), strict=True))
         self.pending = [row for row in rows if (row.step, row.time) not in written]
         self.flush()
 
 
-def stamp_of(name: str) -> int:
-    """The last part of a record file's name; 0 if it has another."""
-    last = name.removesuffix(".parquet").rpartition("-")[2]
-    return int(last) if last.isascii() and last.isdecimal() else 0
-
-
-def encoded(records: Sequence[StepRecord | LayerRecord], columns: pa.Schema = SCHEMA) -> bytes:
+def encode_records(records: Sequence[StepRecord | LayerRecord], columns: pa.Schema = SCHEMA) -> bytes:
     """The content of a file of records."""
-    content = io.BytesIO()
-    # A file is small: dictionaries, statistics and Arrow's own schema would be half of it.
-    pq.write_table(
-        pa.Table.from_pylist([vars(r) for r in records], schema=columns), content, compression="zstd",
-        use_dictionary=False, write_statistics=False, store_schema=False,
-    )  # fmt: skip
-    return content.getvalue()
+    return encode_table(pa.Table.from_pylist([vars(record) for record in records], schema=columns))
 
 
 def read(folder: Path, columns: pa.Schema = SCHEMA, newest: bool = True) -> pa.Table:
-    """All records of a run, by step: the newest of each, or the first; `columns`: those given to the `Recorder`.
+    """Read all records of a run, by step.
 
-    Raises DataError naming a damaged file.
+    Args:
+        folder: of the records.
+        columns: those given to the `Recorder`.
+        newest: of a step that was done again take the newest records, instead of the first.
+
+    Raises:
+        DataError: a file is damaged; it is named.
     """
-    tables = []
-    for path in sorted(folder.glob("*.parquet"), key=lambda path: (stamp_of(path.name), path.name)):
-        try:
-            tables.append(pq.read_table(path, schema=columns))
-        except (pa.ArrowException, OSError) as error:
+    tables = [columns.empty_table()]
+    for found in read_files(folder, columns):
+        if found.table is None:
+            path = folder / found.file.name
             raise DataError(
-                f"{path}: not a readable record file ({error}): remove it to go on without"
-            ) from None
-    if not tables:
-        return columns.empty_table()
+                f"{path}: not a readable record file ({found.problem}): remove it to go on without"
+            )
+        tables.append(found.table)
     table = pa.concat_tables(tables)
     # Of one step in the order of writing, which is right also if a clock was set back.
     table = table.take(np.argsort(table.column("step").to_numpy(), kind="stable"))

@@ -3,20 +3,19 @@ what is recorded only now and then."""
 
 from __future__ import annotations
 
-import os
 import statistics
 from collections import deque
 from pathlib import Path
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from megastable.base.folder_stamp import folder_stamp
-from megastable.run.records import SCHEMA, stamp_of
+from megastable.run.record_files import read_last
+from megastable.run.records import SCHEMA
 from megastable.run.step_phases import COLUMNS, OTHER
 
 KEPT = 240  # steps
-FILES = 6  # newest record files that are read
+RECENT = 300  # rows that are read: steps done again are among them
 TIMED = 50  # steps whose median is the rate
 ENOUGH = 5  # observed steps needed for a rate
 NEWEST = (
@@ -36,36 +35,27 @@ class RecentSteps:
         self.phases: dict[str, float] = {}
         self._records: list[tuple[int, float, float]] = []  # step, loss, seconds
         self._changed: int | None = None  # when the folder was (folder_stamp.py)
-        self._read: tuple[str, ...] = ()
         self._seen: deque[tuple[int, float, float]] = deque(maxlen=KEPT)
 
     def read(self) -> None:
-        """Read the newest record files, if there are new ones."""
+        """Read the newest records, if there may be new ones."""
         try:
             changed = folder_stamp(self.folder)
             if changed is not None and changed == self._changed:
                 return
-            names = [n for n in os.listdir(self.folder) if n.endswith(".parquet")]
+            # Of damaged files nothing: a gap in the plot is better than none.
+            table = read_last(self.folder, READ, RECENT)
         except OSError:
             return
         self._changed = changed
-        newest = tuple(sorted(names, key=stamp_of)[-FILES:])
-        if newest == self._read:
-            return
-        self._read, rows = newest, dict[int, tuple[int, float, float]]()
-        timed = list[dict[str, float | None]]()
-        for name in newest:
-            try:
-                found = pq.read_table(self.folder / name, schema=READ).to_pylist()
-            except (pa.ArrowException, OSError, KeyError):
-                continue  # half-copied or damaged: a gap in the plot is better than none
-            rows |= {row["step"]: (row["step"], row["loss"], row["seconds"]) for row in found}
-            for row in found:
-                self.newest |= {key: row[key] for key in NEWEST if row[key] is not None}
-            timed += [row for row in found if row[COLUMNS[OTHER]] is not None]
-        self._records = [rows[step] for step in sorted(rows)][-KEPT:]
+        rows = table.slice(max(0, len(table) - RECENT)).to_pylist()
+        for row in rows:
+            self.newest |= {key: row[key] for key in NEWEST if row[key] is not None}
+        steps = {row["step"]: (row["step"], row["loss"], row["seconds"]) for row in rows}
+        self._records = [steps[step] for step in sorted(steps)][-KEPT:]
+        timed = [row for row in rows if row[COLUMNS[OTHER]] is not None][-TIMED:]
         self.phases = {
-            phase: statistics.median(row[column] or 0.0 for row in timed[-TIMED:])
+            phase: statistics.median(row[column] or 0.0 for row in timed)
             for phase, column in COLUMNS.items()
             if timed
         }

@@ -38,7 +38,6 @@ from megastable.supervise.standing import Standing, State, advice, command, stat
 
 SHOWN = 5  # checkpoints
 RECENT = 20  # of evaluations and attempts
-READING = 1.0  # seconds of a look for reading step records that were not read yet: a long run has many files
 UNITS = {
     "age": "age_seconds", "began": "began_unix_seconds", "eta": "eta_seconds", "free": "free_bytes",
     "last_progress": "last_progress_unix_seconds", "last_step": "last_step_unix_seconds",
@@ -134,7 +133,7 @@ class Status:
     until when, by host, others are preferred to those that failed; slow: by host, those that are slow now. trends: slow
     signals that are warned of now. free: bytes that a user has left where checkpoints are written. alert: since when
     and why automatic remedies are paused, "" if they are not. goodput: where the time went (run/goodput), None if that
-    is not known, or takes long to find out; `settled` of it: seconds by kind of what will not change any more.
+    is not known; `settled` of it: seconds by kind of what will not change any more.
     problems: what could not be read.
     """
 
@@ -408,7 +407,7 @@ class RunWatch:
         )
 
     def _goodput(self, alive: bool, now: float) -> dict[str, Any] | None:
-        account = self._time.account(alive, now, READING)
+        account = self._time.account(alive, now)
         return None if account is None else {**account.facts(), "settled": account.settled_seconds()}
 
     def _checkpoints(self) -> tuple[Checkpoint, ...]:

@@ -32,7 +32,7 @@ from megastable.engine.engine import Engine
 from megastable.engine.flatstate import FlatState
 from megastable.run.events.training_events import MemoryDropped, MemoryOff
 from megastable.run.log import RunLog
-from megastable.run.records import LayerRecord, StepRecord, encoded
+from megastable.run.records import LayerRecord, StepRecord, encode_records
 
 log = logging.getLogger(__name__)
 
@@ -243,7 +243,7 @@ class MemoryCopies:
             })  # fmt: skip
             files |= write_head(into, state, self._recipe())
             if job.records:
-                files[RECORDS] = write_file(into / RECORDS, encoded(job.records))
+                files[RECORDS] = write_file(into / RECORDS, encode_records(job.records))
         part = HeldPart(key=job.key, rank=rank, world=self._world, files=files)
         with hosts.server.lock:
             if job.cancelled.is_set():

@@ -175,10 +175,13 @@ class Observer:
         assert isinstance(last, StepRecord)
         return last
 
-    def flush(self) -> None:
-        """Write pending records; if the disk refuses, that is logged, and they stay in memory."""
+    def flush(self, compact: bool = False) -> None:
+        """Write pending records; if the disk refuses, that is logged, and they stay in memory. compact: afterwards make
+        few files of step records of many."""
         self.steps.flush()
         self.layers.flush()
+        if compact:
+            self.steps.compact()
 
     def close(self) -> None:
         self.flush()

@@ -84,6 +84,6 @@ class StepRecorder:
         """Step records that are on no disk yet."""
         return () if self.observer is None else self.observer.steps.pending
 
-    def flush(self) -> None:
+    def flush(self, compact: bool = False) -> None:
         if self.observer is not None:
-            self.observer.flush()
+            self.observer.flush(compact)

@@ -19,8 +19,8 @@ from megastable.forensics.samples import incident_sheet, step_sheet
 from megastable.forensics.shard_set import open_shelf
 from megastable.forensics.whereabouts import document_sheet
 from megastable.report.postmortem.evidence import Gatherer, Run
-from megastable.report.postmortem.passes import LAST
 from megastable.report.postmortem.sample_texts import SHOWN
+from megastable.run.record_files import LAST_STEP
 from tests.conftest import LENGTH, write_corpus
 from tests.distributed import run_ranks
 from tests.recovery.test_recovery import incidents, recipe, spoil
@@ -74,7 +74,7 @@ def test_every_step_that_read_a_document(run: tuple[Path, list[list[tuple[int, S
     """Before the window was put off, and after it: at the places of each time, and with the tokens of each place."""
     root, read = run
     history = History(root)
-    done = history.steps(1, LAST)
+    done = history.steps(1, LAST_STEP)
     assert [history.positions(d).tolist() for d in done] == [[p for p, _ in step] for step in read]
     again = [p for a, b in incidents(root)[0]["returns"] for p in range(a, b)]
     tokens = {(d.step, d.state, p): t for d, step in zip(done, read, strict=True) for p, t in step}
@@ -106,7 +106,7 @@ def test_every_step_that_read_a_document(run: tuple[Path, list[list[tuple[int, S
 def test_the_sheet_of_a_step_that_was_undone(run: tuple[Path, list[list[tuple[int, Sample]]]]) -> None:
     root, read = run
     history = History(root)
-    (number, done), *_ = [(n, d) for n, d in enumerate(history.steps(1, LAST)) if d.undone]
+    (number, done), *_ = [(n, d) for n, d in enumerate(history.steps(1, LAST_STEP)) if d.undone]
     sheet = step_sheet(history, done.step, done.step, texts=0)
     raw = np.fromfile(root.parent / "corpus/part-0.bin", "<u2")
     for position, tokens in read[number]:
@@ -123,7 +123,9 @@ def test_the_sheet_and_the_post_mortem_of_the_incident_show_what_was_put_off(
     root, read = run
     history, (incident,) = History(root), incidents(root)
     put_off = [p for a, b in incident["deferred"] for p in range(a, b)]
-    before = {p: t for d, step in zip(history.steps(1, LAST), read, strict=True) if d.undone for p, t in step}
+    before = {
+        p: t for d, step in zip(history.steps(1, LAST_STEP), read, strict=True) if d.undone for p, t in step
+    }
     sheet = incident_sheet(history, 1, texts=0)
     shown = {r["position"] for r in sheet.rows if r["deferred"]}
     assert shown == set(put_off) and f"{len(put_off)} samples deferred" in " ".join(sheet.lead)

@@ -23,8 +23,8 @@ from megastable.forensics.samples import incident_sheet, step_sheet
 from megastable.forensics.shard_set import open_shelf
 from megastable.forensics.skip import skip_documents, swap_out
 from megastable.forensics.whereabouts import document_sheet
-from megastable.report.postmortem.passes import LAST
 from megastable.run.events.data_events import SkipsAdded, SkipsRead
+from megastable.run.record_files import LAST_STEP
 from tests.conftest import LENGTH, tiny, write_corpus
 from tests.distributed import run_ranks
 from tests.report.runs import data_incident, make_run, note
@@ -77,7 +77,7 @@ def skip(run: Path, told: Path) -> None:
 def positions_of(root: Path) -> list[int]:
     """What a run trained on, in the order of time."""
     history = History(root)
-    return [p for done in history.steps(1, LAST) for p in history.positions(done).tolist()]
+    return [p for done in history.steps(1, LAST_STEP) for p in history.positions(done).tolist()]
 
 
 def events_of(root: Path) -> list[dict[str, Any]]:
@@ -110,7 +110,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[int]]
 def test_the_positions_of_every_step(run: tuple[Path, list[list[int]]]) -> None:
     root, read = run
     history = History(root)
-    done = history.steps(1, LAST)
+    done = history.steps(1, LAST_STEP)
     assert [d.step for d in done] == [*range(1, 11), *range(6, 31)]
     assert [history.positions(d).tolist() for d in done] == read
     assert [d.undone for d in done] == [5 < i < 11 and n < 10 for n, i in enumerate(d.step for d in done)]
@@ -150,7 +150,7 @@ def test_every_step_that_read_a_document(run: tuple[Path, list[list[int]]]) -> N
     history = History(root)
     shelf = open_shelf([root.parent / "corpus/part-0"])
     order = history.library().source.order
-    steps = [d.step for d in history.steps(1, LAST)]
+    steps = [d.step for d in history.steps(1, LAST_STEP)]
     for document in (0, 5, 90):
         first, end = Shard(root.parent / "corpus/part-0").document_bounds(document)
         expected = [
@@ -183,7 +183,7 @@ def test_documents_are_skipped_while_it_trains_and_no_others(run: tuple[Path, li
 
     late = [
         p
-        for d, positions in zip(history.steps(1, LAST), read, strict=True)
+        for d, positions in zip(history.steps(1, LAST_STEP), read, strict=True)
         for p in positions
         if d.step > taken_up
     ]
@@ -284,10 +284,10 @@ def test_a_shard_of_the_same_name_is_not_the_runs(run: tuple[Path, list[list[int
 
 def test_a_run_that_began_again_without_a_checkpoint(corpus: Path, tmp_path: Path) -> None:
     history = History(make_run(corpus, tmp_path / "run"))
-    rows = history.steps(1, LAST)
+    rows = history.steps(1, LAST_STEP)
     assert not any(done.undone for done in rows)
     note(history.run, rows[-1].time + 1, "training", step=4, cursor=32)
-    again = History(tmp_path / "run").steps(1, LAST)
+    again = History(tmp_path / "run").steps(1, LAST_STEP)
     assert [done.step for done in again if done.undone] == [done.step for done in rows if done.step > 4]
     note(history.run, rows[-1].time + 2, "order_changed", old="x", new="y")
     changed = History(tmp_path / "run")
@@ -313,7 +313,9 @@ def test_no_run(tmp_path: Path, corpus: Path) -> None:
     (run / "steps" / "by hand.parquet").write_bytes(b"torn")
     (run / "steps" / "00000021-00000900-9999999999999.parquet").write_bytes(b"torn")
     assert history.step == History(run).step > 0  # by the newest that can be read
-    assert history.steps(1, 3) and "00000001-00000020-5.parquet is damaged" in history.problems[0]
+    assert history.steps(1, 3) and any(
+        "00000001-00000020-5.parquet is damaged" in p for p in history.problems
+    )
 
 
 def test_a_sample_that_no_model_could_read_is_shown(corpus: Path, tmp_path: Path) -> None:

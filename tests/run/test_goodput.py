@@ -466,28 +466,13 @@ def test_records_that_come_late(tmp_path: Path) -> None:
     first = sorted((run / "steps").iterdir())[0]
     content = first.read_bytes()
     first.unlink()
-    watch = GoodputWatch(run)
-    before = watch.look(alive=False)
-    first.write_bytes(content)
-    watch = GoodputWatch(run)
+    before, watch = GoodputWatch(run).look(alive=False), GoodputWatch(run)
     watch._files.look()
-    watch._files._whole = watch._files.all().between(110.6, 1e9)
-    watch._files._seen.discard(first.name)
+    first.write_bytes(content)
     after = watch.look(alive=False)
     assert before is not None and after is not None
-    assert before.seconds()[K.TRAINING] == pytest.approx(15) and after.seconds()[K.TRAINING] == pytest.approx(
-        20
-    )
-
-
-def test_a_watch_without_time_goes_on_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megastable.run.goodput.step_times.BATCH", 1)
-    run = run_of(tmp_path, [*BEGIN, *END], steps(1, 20, 105.5))
-    watch, looks = GoodputWatch(run), 0
-    while (found := watch.look(alive=False, budget=0.0)) is None:
-        assert watch.behind
-        looks += 1
-    assert looks == 3 and shown(found) == shown(read_account(run)[0])
+    assert before.seconds()[K.TRAINING] == pytest.approx(15)
+    assert after.seconds()[K.TRAINING] == pytest.approx(20)
 
 
 def test_a_note_after_the_end_is_no_time_of_the_run() -> None:

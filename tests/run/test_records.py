@@ -12,15 +12,15 @@ import pyarrow.parquet as pq
 import pytest
 
 from megastable.base.errors import DataError
+from megastable.run.record_files import list_files
 from megastable.run.records import (
     LAYER_SCHEMA,
     SCHEMA,
     LayerRecord,
     Recorder,
     StepRecord,
-    encoded,
+    encode_records,
     read,
-    stamp_of,
     worst_samples,
 )
 from tests.full_disk import files_no_larger_than
@@ -186,7 +186,7 @@ def test_pending_records_of_a_killed_process_are_written_once(tmp_path: Path) ->
     # Steps 6 and 7 were undone and done again; 5 to 7 were written after the file was made.
     again = [record(step, time=1.7e9 + 20 + step) for step in (6, 7, 8)]
     pending = [record(step) for step in (5, 6, 7)] + again
-    file.write_bytes(encoded(pending))
+    file.write_bytes(encode_records(pending))
     write(folder, pending[:4])
     for _ in range(2):  # also if the same point is resumed from twice
         Recorder(folder, 50).restore(file)
@@ -202,7 +202,7 @@ def test_the_newest_is_what_was_written_last_whatever_the_clock_says(tmp_path: P
     first, again = ([record(step) for step in range(1, 7)], [record(n, time=1.6e9 + n) for n in range(4, 9)])
     write(tmp_path, first)
     write(tmp_path, again)  # by a host whose clock is years behind
-    stamps = sorted(stamp_of(path.name) for path in tmp_path.iterdir())
+    stamps = [file.stamp for file in list_files(tmp_path)]
     assert stamps == [int(first[-1].time * 1000), int(first[-1].time * 1000) + 1]
     assert read(tmp_path).column("time").to_pylist() == [r.time for r in [*first[:3], *again]]
     assert read(tmp_path, newest=False).column("time").to_pylist() == [r.time for r in [*first, *again[3:]]]
@@ -217,7 +217,7 @@ def test_restored_records_wait_if_the_disk_refuses(tmp_path: Path) -> None:
     folder, file = tmp_path / "steps", tmp_path / "pending.parquet"
     Recorder(folder, 50).restore(file)  # there is none
     assert not folder.exists()
-    file.write_bytes(encoded([record(1), record(2)]))
+    file.write_bytes(encode_records([record(1), record(2)]))
     folder.mkdir()
     (folder / "00000001-00000001-9999999999999.parquet").write_bytes(b"damaged")
     recorder = Recorder(folder, 50)

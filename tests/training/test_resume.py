@@ -269,7 +269,7 @@ def test_a_complete_run_that_is_started_again_stays_complete(corpus: Path, tmp_p
     console = Console(file=io.StringIO(), width=100)
     console.print(panel(status))
     assert "100%" in (shown := console.file.getvalue()) and "200%" not in shown  # type: ignore[attr-defined]
-    reader = RunReader(run, cache=False)
-    reader.look(until_all=True)
+    reader = RunReader(run)
+    reader.look(now=True)
     figures = {figure["name"]: figure["value"] for figure in reader.head()["figures"]}
     assert figures["done"] == "100.0 %"

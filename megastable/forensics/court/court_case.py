@@ -184,7 +184,7 @@ def _rates(history: History, steps: Sequence[Done]) -> dict[tuple[int, float], f
     """The learning rate of every step, by its number and time."""
     if not steps:
         return {}
-    folder = RecordFolder(history.run.steps, SCHEMA, history.config.logging.flush_steps)
+    folder = RecordFolder(history.run.steps, SCHEMA)
     rows, _ = folder.rows(steps[0].step, steps[-1].step, ("step", "time", "lr"))
     return {(row["step"], row["time"]): row["lr"] for row in rows}
 

@@ -85,9 +85,8 @@ class Run:
             self.ledger = Ledger.read(self.directory.skips)
         except DataError as error:
             self.problems.append(f"the skip ledger: {error}")
-        slack = self.config.logging.flush_steps if self.config else 0
-        self.steps = passes.RecordFolder(self.directory.steps, SCHEMA, slack)
-        self.layers = passes.RecordFolder(self.directory.layers, LAYER_SCHEMA, slack=0)
+        self.steps = passes.RecordFolder(self.directory.steps, SCHEMA)
+        self.layers = passes.RecordFolder(self.directory.layers, LAYER_SCHEMA)
 
     @property
     def incidents(self) -> list[int]:
@@ -138,16 +137,29 @@ class Gatherer:
 
         Without the corpora: once they are gone, what was written about them is worth keeping.
         """
-        found = [*self.run.steps.files(*self._window()), *self.run.layers.files(*self._looks())]
-        given = [self.run.directory.root / path for path in self.incident.evidence]
-        sizes = [f"{path.name}:{_size(path)}" for path in (*found, *given)]
+        folder, root = self.run.directory.layers, self.run.directory.root
+        looks = [folder / file.name for file in self.run.layers.files(*self._looks())]
+        sizes = [
+            f"{path.name}:{_size(path)}" for path in (*looks, *(root / p for p in self.incident.evidence))
+        ]
+        # Not of their files, which are compacted.
+        steps = self.run.steps.rows(*self._window(), ("step", "time"))
         made = hashlib.sha256(self.run.recipe)
         for event in self.journal.events[self.journal.nearby(self.begin, self.end)]:
             made.update(repr(event.fields).encode())
         later = [event.fields for event in self.journal.later[self.incident.number]]
         made.update(
             repr(
-                (VERSION, self._outage, self.skipped, sizes, self.run.problems, later, self.run.trackers)
+                (
+                    VERSION,
+                    self._outage,
+                    self.skipped,
+                    steps,
+                    sizes,
+                    self.run.problems,
+                    later,
+                    self.run.trackers,
+                )
             ).encode()
         )
         return made.hexdigest()

@@ -7,48 +7,49 @@ left out.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from megastable.report.postmortem.facts import StepRow
-
-LAST = 1 << 62
-NAMES = re.compile(r"(\d+)-(\d+)-(\d+)\.parquet")  # of a file: its first and last step, and the time
+from megastable.run.record_files import RecordFile, list_files, read_files
 
 
 class RecordFolder:
-    """The record files of a folder, listed once. slack: steps outside a file's name (its first and last row) that it
-    may hold after a rewind: no more than one file holds."""
+    """The record files of a folder, which a run may be writing."""
 
-    def __init__(self, path: Path, kind: pa.Schema, slack: int) -> None:
-        self.kind, self.name = kind, path.name
-        self._files: list[tuple[int, int, Path]] = []
-        for file in sorted(path.glob("*.parquet")):
-            name = NAMES.fullmatch(file.name)
-            first, last = (int(name[1]), int(name[2])) if name else (0, LAST)
-            self._files.append((first - slack, last + slack, file))
+    def __init__(self, path: Path, kind: pa.Schema) -> None:
+        self.path, self.kind = path, kind
 
-    def files(self, first: int, last: int) -> list[Path]:
-        """Files that may hold steps of [first, last], lowest first."""
-        return [path for low, high, path in self._files if low <= last and high >= first]
+    def files(self, first: int, last: int) -> list[RecordFile]:
+        """Files that may hold steps of [first, last], in the order of writing."""
+        try:
+            return _choose_between(list_files(self.path), first, last)
+        except OSError:
+            return []
 
     def rows(self, first: int, last: int, columns: Sequence[str]) -> tuple[list[dict[str, Any]], list[str]]:
         """Records of the steps [first, last] as {column: value}, in the order of time; and the damaged files."""
         wanted = pa.schema([self.kind.field(name) for name in columns])
         found, problems = list[dict[str, Any]](), list[str]()
-        for path in self.files(first, last):
-            try:
-                table = pq.read_table(path, columns=list(columns), schema=self.kind).cast(wanted)
-            except (pa.ArrowException, OSError):
-                problems.append(f"{self.name}/{path.name} is damaged: its steps are missing here")
+        try:
+            read = read_files(self.path, wanted, lambda files: _choose_between(files, first, last))
+        except OSError as error:
+            return [], [f"{self.path.name} cannot be read: {error.strerror}"]
+        for file, table, _ in read:
+            if table is None:
+                problems.append(f"{self.path.name}/{file.name} is damaged: its steps are missing here")
                 continue
-            found += [row for row in table.to_pylist() if first <= row["step"] <= last]
+            step = table.column("step").to_numpy()
+            found += table.take(np.flatnonzero((first <= step) & (step <= last))).to_pylist()
         return sorted(found, key=lambda row: row["time"]), problems
+
+
+def _choose_between(files: list[RecordFile], first: int, last: int) -> list[RecordFile]:
+    return [file for file in files if file.low <= last and file.high >= first]
 
 
 def passes(steps: Sequence[StepRow]) -> list[list[StepRow]]:

@@ -24,8 +24,8 @@ def write_page(runs: Sequence[Path], output: Path) -> list[str]:
 
 def whole(run: Path) -> RunReader:
     """A reader that has read all of a run. Raises DataError."""
-    reader = RunReader(run, cache=False)
-    reader.look(until_all=True)
+    reader = RunReader(run)
+    reader.look(now=True)
     return reader
 
 

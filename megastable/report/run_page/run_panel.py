@@ -123,8 +123,8 @@ def head(r: RunReader) -> dict[str, Any]:
         name, why = next(iter(damaged.items()))
         problems.append(f"{len(damaged)} record files cannot be read ({name}: {why})")
     return {
-        "name": r.name, "version": r.version, "loaded": round(r.records.loaded, 4), "length": r.length,
-        "began": r.began, "problems": [visible(problem, 400) for problem in dict.fromkeys(problems)], **told,
+        "name": r.name, "version": r.version, "length": r.length, "began": r.began,
+        "problems": [visible(problem, 400) for problem in dict.fromkeys(problems)], **told,
     }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Reads one run for its page: everything that is new, a little at a time, in a thread of its own."""
+"""Reads one run for its page: everything that is new, in a thread of its own."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from megastable.report.run_page import plot_data, run_panel
 from megastable.report.run_page.data_map import DataMap
 from megastable.report.run_page.layer_map import LayerMap
 from megastable.report.run_page.machine_map import MachineMap
-from megastable.report.run_page.record_cache import RecordCache
-from megastable.report.run_page.record_reader import RecordReader, SharedStepTimes
+from megastable.report.run_page.record_reader import RecordReader
 from megastable.run.directory import RunDirectory, read_object
 from megastable.run.goodput.watching import GoodputWatch
 from megastable.run.run_history import HistoryReader, RunHistory
@@ -35,13 +34,12 @@ class RunReader:
 
     version: grows with everything new; read it before anything else. Methods may be called from any thread."""
 
-    def __init__(self, root: Path, cache: bool = True) -> None:
+    def __init__(self, root: Path) -> None:
         self.root, self.run = root, RunDirectory(root)
         self.name = visible(root.resolve().name, 80)
-        self.records = RecordReader(self.run.steps, RecordCache(root) if cache else None)
+        self.records = RecordReader(self.run.steps)
         self.journal = HistoryReader(self.run.journal, EVENTS)
-        times = SharedStepTimes(self.records, wait=2.0 if cache else 0.0)
-        self._time = GoodputWatch(root, times, self.journal)
+        self._time = GoodputWatch(root, self.journal)
         self._watch = RunWatch(root, journal=self.journal, goodput=self._time)
         self.layers = LayerMap(self.run.layers)
         self.machines = MachineMap(self.run.machines)
@@ -64,23 +62,20 @@ class RunReader:
     def stop(self) -> None:
         self._over.set()
 
-    def look(self, until_all: bool = False) -> None:
-        """Read what is new. until_all: also the rest of many record files, which otherwise come with later calls."""
-        news = self.records.look()
-        while until_all and self.records.loaded < 1:
-            self.records.look()
-        news |= self.records.see(read_object(self.run.progress))
+    def look(self, now: bool = False) -> None:
+        """Read what is new. now: also what was looked at a moment ago and takes long."""
+        news = self.records.look() | self.records.see(read_object(self.run.progress))
         with self._lock:
             for part in (self.journal, self.layers, self.machines, self.data):
                 with self._failing(type(part).__name__):
                     news |= part.look()
-        if until_all or time.monotonic() >= self._due:
+        if now or time.monotonic() >= self._due:
             self._due = time.monotonic() + STATUS
             with HEAVY:
                 committed = self.committed
                 before, self.status = self.status, self._watch.status()
                 alive = bool(self.status.supervisor.alive or self.status.trainer.alive)
-                found = self._time.look(alive) if until_all else self._time.account(alive)
+                found = self._time.look(alive) if now else self._time.account(alive)
                 if found is not None and (found.end, len(found.at)) != self._accounted:
                     self.account = run_panel.account(found, self.began, self.history.starts)
                     self._accounted = (found.end, len(found.at))
@@ -92,7 +87,7 @@ class RunReader:
             self.version += 1
 
     def _follow(self) -> None:
-        while not self._over.wait(0.01 if self.records.loaded < 1 else PAUSE):
+        while not self._over.wait(PAUSE):
             with self._failing("RunReader"):
                 self.look()
             if "RunReader" in self.failures:

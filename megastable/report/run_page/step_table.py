@@ -26,12 +26,11 @@ Columns = Mapping[str, npt.NDArray[Any]]
 
 
 class GrowingColumns:
-    """Columns of equal length that grow at their end. Pages that are not written yet cost no memory. moves: how often
-    they were copied to more room; who keeps views of them takes new ones then, or the old room stays."""
+    """Columns of equal length that grow at their end. Pages that are not written yet cost no memory."""
 
     def __init__(self, types: Mapping[str, str]) -> None:
         self.types = types
-        self.length = self.moves = 0
+        self.length = 0
         self._room = {name: np.empty(1024, kind) for name, kind in types.items()}
 
     def __len__(self) -> int:
@@ -46,7 +45,6 @@ class GrowingColumns:
         if not more:
             return
         end = self.length + more
-        self.moves += any(end > len(room) for room in self._room.values())
         for name, room in self._room.items():
             if end > len(room):
                 larger = np.empty(max(end, 2 * len(room)), room.dtype)
@@ -59,65 +57,44 @@ class GrowingColumns:
                 )
         self.length = end
 
-    def adopt(self, columns: Columns) -> None:
-        """Take over columns as they are, in place of all rows; the first rows to be added copy them."""
-        self._room = dict(columns)
-        self.length = len(next(iter(columns.values())))
-        self.moves += 1
-
     def cut(self, length: int) -> None:
         """Forget all rows from `length` on."""
         self.length = min(length, self.length)
 
 
-def mark_undone(step: npt.NDArray[np.int64], undone: npt.NDArray[np.bool_], first: int) -> None:
-    """Mark in `undone` what rows from `first` on, which are new, do again, among themselves too. [n] each, in the order
-    in which the steps were done."""
-    new = step[first:]
-    if not len(new):
-        return
-    later = np.minimum.accumulate(new[::-1])[::-1]  # the lowest step from a row on
-    undone[first:] = np.append(new[:-1] >= later[1:], False)
-    np.logical_or(undone[:first], step[:first] >= later[0], out=undone[:first])
-
-
 class StepTable:
-    """steps: all recorded ones, and those that were only seen in the run's progress so far (`seen`, at the end)."""
+    """steps: all recorded ones, and behind them those that were only seen in the run's progress so far. looks: what is
+    measured at some steps only; `row` says of which."""
 
     def __init__(self) -> None:
         self.steps = GrowingColumns({**STEP, "undone": "?"})
         self.looks = GrowingColumns(LOOK)
         self.recorded = 0  # number of rows that are on disk
-        self._doubted = np.empty(0, np.intp)  # of these, those that only what was seen has marked as undone
 
     @property
     def end(self) -> float:
         """The time of the last step, 0 if there is none."""
         return float(self.steps["time"][-1]) if len(self.steps) else 0.0
 
-    def record(self, columns: Columns) -> None:
-        """Add recorded steps, in order. What was only seen is forgotten; `see` it again where it is newer."""
-        self.steps.cut(self.recorded)
-        if len(self._doubted):
-            self.steps["undone"][self._doubted] = False
-            self._doubted = self._doubted[:0]
-        self._add(columns)
+    def record(self, row: int, columns: Columns) -> None:
+        """Put recorded steps, in order, behind the first `row` rows, in place of all that was there. What was only seen
+        is forgotten; `see` it again where it is newer. Afterwards call `find_undone`."""
+        self.steps.cut(row)
+        self.looks.cut(int(np.searchsorted(self.looks["row"], row)))
         some = np.zeros(len(columns["step"]), bool)
         for name in SOMETIMES:
             some |= ~np.isnan(columns[name])
-        if len(rows := np.flatnonzero(some)):
-            looks = {name: columns[name][rows] for name in SOMETIMES}
-            self.looks.append({"row": self.recorded + rows, **looks})
+        looks = np.flatnonzero(some)
+        self.looks.append({"row": row + looks, **{name: columns[name][looks] for name in SOMETIMES}})
+        self.steps.append(columns)
         self.recorded = len(self.steps)
 
     def see(self, columns: Columns) -> None:
-        """Add steps that are not recorded yet."""
-        before = self.steps["undone"][: self.recorded].copy()
-        self._add(columns)
-        newly = np.flatnonzero(self.steps["undone"][: self.recorded] & ~before)
-        self._doubted = np.concatenate([self._doubted, newly])
-
-    def _add(self, columns: Columns) -> None:
-        first = len(self.steps)
+        """Add steps that are not recorded yet. Afterwards call `find_undone`."""
         self.steps.append(columns)
-        mark_undone(self.steps["step"], self.steps["undone"], first)
+
+    def find_undone(self) -> None:
+        """Mark the steps that were undone: a later one has the same number, or a lower one."""
+        step, undone = self.steps["step"], self.steps["undone"]
+        undone[-1:] = False
+        undone[:-1] = step[:-1] >= np.minimum.accumulate(step[:0:-1])[::-1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from pathlib import Path
 
@@ -10,7 +9,7 @@ from megastable.base.errors import DataError
 from megastable.base.text import plural
 from megastable.run.directory import RunDirectory, read_object
 from megastable.run.goodput.lifecycle import Lifecycle
-from megastable.run.goodput.step_times import StepFiles, TimedSteps
+from megastable.run.goodput.step_times import StepFiles
 from megastable.run.goodput.time_account import TimeAccount
 from megastable.run.run_history import HistoryReader
 
@@ -19,41 +18,34 @@ USUAL_PAUSE = 1.0  # seconds
 
 
 class GoodputWatch:
-    """Watches one run. files, journal: of its step records and its journal, if somebody reads them already; who has the
-    journal looks at it. behind: whether the last look had no time to read all."""
+    """Watches one run. journal: of the run, if somebody reads it already, who then looks at it."""
 
-    def __init__(
-        self, root: Path, files: TimedSteps | None = None, journal: HistoryReader | None = None
-    ) -> None:
+    def __init__(self, root: Path, journal: HistoryReader | None = None) -> None:
         self.run = RunDirectory(root)
-        self.behind = False
         self._looks, self._journal = journal is None, journal or HistoryReader(self.run.journal)
         self._pending = self._journal.share()
-        self._files = files or StepFiles(self.run.steps)
+        self._files = StepFiles(self.run.steps)
         self._life, self._starts = Lifecycle(), self._journal.starts
         self._account: TimeAccount | None = None
         self._due = 0.0
 
-    def account(self, alive: bool, now: float | None = None, budget: float = math.inf) -> TimeAccount | None:
+    def account(self, alive: bool, now: float | None = None) -> TimeAccount | None:
         """As `look`, but what was seen a short while ago is not looked at again."""
         began = time.monotonic()
         if began >= self._due:
-            self.look(alive, now, budget)
+            self.look(alive, now)
             self._due = time.monotonic() + max(USUAL_PAUSE, EASE * (time.monotonic() - began))
         return self._account
 
-    def look(self, alive: bool, now: float | None = None, budget: float = math.inf) -> TimeAccount | None:
+    def look(self, alive: bool, now: float | None = None) -> TimeAccount | None:
         """The account up to now, if a process of the run is alive, else up to its last sign of life; None if the
-        journal says nothing yet. budget: seconds for reading; if they do not suffice, it is the last account, and the
-        next call goes on."""
+        journal says nothing yet."""
         # The journal first: if it says that a process has ended, all its records are there.
         if self._looks:
             self._journal.look()
-        self._files.look(budget)
-        self.behind = self._files.behind
-        if not self.behind:
-            self._account = None  # of millions of steps it is large: not two at a time
-            self._account = self._look(alive, time.time() if now is None else now)
+        self._files.look()
+        self._account = None  # of millions of steps it is large: not two at a time
+        self._account = self._look(alive, time.time() if now is None else now)
         return self._account
 
     def _look(self, alive: bool, now: float) -> TimeAccount | None:

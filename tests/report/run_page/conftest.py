@@ -22,7 +22,7 @@ def serving(*runs: Path, token: str = "", loopback: bool = True) -> Iterator[str
     uvicorn = pytest.importorskip("uvicorn")
     from megastable.report.run_page.page_server import PageServer, listen
 
-    readers = [RunReader(run, cache=False) for run in runs]
+    readers = [RunReader(run) for run in runs]
     with listen("127.0.0.1", 0) as bound:
         port = bound.getsockname()[1]
         page = PageServer(readers, PageGuard(loopback, token, port))

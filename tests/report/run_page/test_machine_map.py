@@ -25,11 +25,11 @@ def floats(text: str, kind: str = "f4") -> np.ndarray[Any, Any]:
 
 def test_a_slow_rank_and_a_throttled_gpu(tmp_path: Path) -> None:
     run = made_run(tmp_path / "run")
-    reader = RunReader(run.root, cache=False)
+    reader = RunReader(run.root)
     assert reader.machine_maps("step", None, None)["maps"] == []
     machines(run)
     version = reader.version
-    reader.look(until_all=True)
+    reader.look(now=True)
     assert reader.version > version
     found = reader.machine_maps("step", None, None)
     assert found["looks"] == 10 and found["time"] == BEGIN + 52 + 270

@@ -48,8 +48,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
 
 @pytest.fixture(scope="module")
 def reader(run: RunDirectory) -> RunReader:
-    reader = RunReader(run.root, cache=False)
-    reader.look(until_all=True)
+    reader = RunReader(run.root)
+    reader.look(now=True)
     return reader
 
 
@@ -78,10 +78,10 @@ def test_the_headline(reader: RunReader) -> None:
 
 def test_what_it_cost_and_which_checkpoint_to_take(tmp_path: Path) -> None:
     run = made_run(tmp_path / "run", supervise={"gpu_hour_price": 3.0})
-    reader = RunReader(run.root, cache=False)
+    reader = RunReader(run.root)
 
     def told(name: str) -> tuple[str, str]:
-        reader.look(until_all=True)
+        reader.look(now=True)
         return figures(reader.head())[name]
 
     # Two ranks, from the first event to the last; the same as in the record.
@@ -126,14 +126,14 @@ def test_the_probe_is_a_curve_and_what_was_undone_of_it_is_apart(tmp_path: Path)
     for step in (25, 50, 75):
         note(run, BEGIN + step, "probed", step=step, loss=5.0 - step / 100, samples=16)
     note(run, BEGIN + 76, "probed", step=76, loss="nan", samples=16)
-    reader = RunReader(run.root, cache=False)
-    reader.look(until_all=True)
+    reader = RunReader(run.root)
+    reader.look(now=True)
     probe = reader.panel()["probe"]
     assert floats(probe["standing"]["x"]["step"], "f8") == [25, 50, 75]
     assert floats(probe["standing"]["loss"], "f4") == [4.75, 4.5, 4.25] and probe["undone"]["loss"] == ""
     note(run, BEGIN + 80, "incident", what="rewound", to_step=50, number=1, summary={"number": 1})
     note(run, BEGIN + 90, "probed", step=75, loss=4.0, samples=16)
-    reader.look(until_all=True)
+    reader.look(now=True)
     panel = reader.panel()
     probe = panel["probe"]
     assert floats(probe["standing"]["x"]["step"], "f8") == [25, 50, 75]
@@ -158,8 +158,8 @@ def test_what_is_trained(tmp_path: Path) -> None:
     )
     note(run, BEGIN + 900, "training", step=150, cursor=1, world=8, peak_tflops=989.0, peak_source="nominal, H100",
          software={"device": "NVIDIA H100", "torch": "2.11"})  # fmt: skip
-    reader = RunReader(run.root, cache=False)
-    reader.look(until_all=True)
+    reader = RunReader(run.root)
+    reader.look(now=True)
     told = dict(reader.panel()["recipe"])
     assert told["model"].startswith(
         f"{short(parameters(config_of(run).model))} parameters: 2 layers of 32, 2 heads, "
@@ -339,8 +339,8 @@ def test_what_a_run_says_is_text(tmp_path: Path) -> None:
 
 def test_a_run_without_a_step(tmp_path: Path) -> None:
     run = begin(tmp_path / "run")
-    reader = RunReader(run.root, cache=False)
-    reader.look(until_all=True)
+    reader = RunReader(run.root)
+    reader.look(now=True)
     page_parts.as_json([reader.head(), reader.panel(), reader.heat("time", None, None)])
     assert page_parts.as_json(reader.plots("tokens", None, None, 100))
     assert figures(reader.head())["done"][0] == "0.0 %"
@@ -396,8 +396,8 @@ def test_no_number_leaves_a_page_without_an_answer(tmp_path: Path, odd: Any) -> 
     numbers = dict.fromkeys(("loss", "grad_norm", "lr", "seconds", "stepped"), odd)
     progress(run, 31, BEGIN + 200, 3.0)
     run.progress.write_text(json.dumps(json.loads(run.progress.read_text()) | numbers))
-    reader = RunReader(run.root, cache=False)
-    reader.look(until_all=True)
+    reader = RunReader(run.root)
+    reader.look(now=True)
     head, panel, journal, *_ = answers(reader)
     assert not reader.failures and journal["lines"][0]["text"] and head["figures"]
     assert len(panel["incidents"]) >= 15
@@ -410,7 +410,7 @@ def test_steps_that_take_for_ever_are_no_time_left(tmp_path: Path) -> None:
     for step in range(1, 21):
         recorder.add(record(step, BEGIN + step, 3.0, seconds=1e30))
     progress(run, 20, time.time(), 3.0, seconds=1e30)
-    reader = RunReader(run.root, cache=False)
+    reader = RunReader(run.root)
     reader._watch.clock = time.time
     assert answers(reader)
 
@@ -419,7 +419,7 @@ def test_a_part_that_fails_is_told_and_holds_up_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = made_run(tmp_path / "run", last=30, incidents=())
-    reader = RunReader(run.root, cache=False)
+    reader = RunReader(run.root)
 
     def fails() -> bool:
         raise RuntimeError("unforeseen")
@@ -427,7 +427,7 @@ def test_a_part_that_fails_is_told_and_holds_up_no_other(
     monkeypatch.setattr(reader.journal, "look", fails)
     before = reader.version
     machines(run)
-    reader.look(until_all=True)
+    reader.look(now=True)
     assert reader.version > before and reader.machine_maps("time", None, None)["maps"]
     assert "HistoryReader cannot read the run (RuntimeError: unforeseen)" in reader.head()["problems"][0]
     monkeypatch.undo()
@@ -457,7 +457,7 @@ def resumed_by_hand(root: Path) -> RunDirectory:
 
 
 def test_steps_that_a_restart_by_hand_undid_are_lost(tmp_path: Path) -> None:
-    reader = RunReader(resumed_by_hand(tmp_path / "run").root, cache=False)
+    reader = RunReader(resumed_by_hand(tmp_path / "run").root)
     assert figures(reader.head())["steps lost"][0] == "15"
     assert reader.plots("step", None, None, 1000)["undone"]["count"] == 15
 
@@ -466,7 +466,7 @@ def test_an_attempt_whose_end_nobody_recorded_runs_no_longer(tmp_path: Path) -> 
     run = made_run(tmp_path / "run", last=30, incidents=())
     note(run, BEGIN + 300, "launched", attempt=2, hosts=["host-1"], wanted=1)
     note(run, BEGIN + 310, "launched", attempt=3, hosts=["host-1"], wanted=1)
-    reader = RunReader(run.root, cache=False)
+    reader = RunReader(run.root)
     told = [attempt["how"] for attempt in reader.panel()["machines"]["attempts"]]
     assert told == ["its end is not recorded: the supervisor was killed, too"] * 2 + ["runs"]
 
@@ -476,7 +476,7 @@ def test_the_axis_of_time_ends_with_the_latest_step(tmp_path: Path) -> None:
     recorder = Recorder(run.steps, 10)
     for step in range(1, 61):
         recorder.add(record(step, BEGIN + 100 + step - (50 if step > 40 else 0), curve(step)))
-    plots = RunReader(run.root, cache=False).plots("time", None, None, 1000)
+    plots = RunReader(run.root).plots("time", None, None, 1000)
     assert plots["ends"]["time"] == 140.0 and plots["ends"]["step"] == 60.0
     x = floats(plots["sometimes"]["x"]["time"], "f8")
     assert x == sorted(x) and len(x) == 6 and len(floats(plots["accepted"]["x"]["time"], "f8")) == 60
@@ -484,10 +484,10 @@ def test_the_axis_of_time_ends_with_the_latest_step(tmp_path: Path) -> None:
 
 def test_checkpoints_come_and_go(tmp_path: Path) -> None:
     run = made_run(tmp_path / "run", last=120, incidents=())
-    reader = RunReader(run.root, cache=False)
+    reader = RunReader(run.root)
 
     def there() -> list[bool]:
-        reader.look(until_all=True)
+        reader.look(now=True)
         return [one["there"] for one in reader.panel()["checkpoints"]]
 
     assert there() == [True, True]
@@ -500,5 +500,5 @@ def test_checkpoints_come_and_go(tmp_path: Path) -> None:
 
 def test_runs_of_the_same_name_are_told_apart(tmp_path: Path) -> None:
     roots = [made_run(tmp_path / name, last=20, incidents=()).root for name in ("a/out", "b/out", "other")]
-    readers = told_apart([RunReader(root, cache=False) for root in roots])
+    readers = told_apart([RunReader(root) for root in roots])
     assert [reader.head()["name"] for reader in readers] == ["a/out", "b/out", "other"]

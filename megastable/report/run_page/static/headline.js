@@ -2,7 +2,7 @@
 
 function makeHeadline() {
   const badge = el("span.badge"), sentence = el("h1"), figures = el("dl.figures"), fresh = el("span.fresh"), more = el("p.advice");
-  const problems = el("ul.problems"), loading = el("div.loading", { role: "progressbar" }, el("i"));
+  const problems = el("ul.problems");
   const tellProblems = () => {
     const head = state.heads[state.focus], told = head ? [...head.problems] : [];
     // A server that cannot be reached is "not connected".
@@ -20,9 +20,6 @@ function makeHeadline() {
     fill(more, head.advice ? head.advice : "");
     more.hidden = !head.advice;
     tellProblems();
-    loading.hidden = head.loaded >= 1;
-    loading.firstChild.style.width = percent(head.loaded, 1).replace(" ", "");
-    loading.title = `step records read: ${percent(head.loaded, 0)}; the plots show a sample until then`;
     document.title = `${head.word}: ${head.name}`;
     age();
   };
@@ -40,7 +37,7 @@ function makeHeadline() {
   state.on("cut", age);
   state.on("cut failed", tellProblems);
   if (source.live) setInterval(age, 1000);
-  return el("header.headline", {}, el("div.over", {}, badge, fresh), sentence, loading, problems, figures, more);
+  return el("header.headline", {}, el("div.over", {}, badge, fresh), sentence, problems, figures, more);
 }
 
 /** The bar that stays at the top: runs, axis, window, theme, help. */
