@@ -22,10 +22,9 @@ app = App()
     megastable report runs/7b --output public/7b --keep-names --json
     cd public/7b && sha256sum --check --quiet SHA256SUMS
     """,
-    more="The folder works from a disk and from any web server: open index.html. It gets the run page, post-mortems, "
-    "the recipe, the journal, the skip ledger, step records, fingerprints of the data, goodput, cost, checkpoints, "
-    "hosts and versions, and is called by its own name. A record that was written before is replaced as a whole; files "
-    "of others in the folder stay.\n\nWithout the --keep options, hosts, corpora, shards and tasks are numbered. "
+    more="The folder works from a disk and from any web server: open index.html. It gets the run page, post-mortems "
+    "and the recipe, and is called by its own name. A record that was written before is replaced; files of others in "
+    "the folder stay.\n\nWithout the --keep options, hosts, corpora, shards and tasks are numbered. "
     "Commands, paths, addresses, passwords, settings of trackers and logs are never published, and of texts only words "
     "that megastable itself uses. What is private, and why: docs/publishing.md.\n\nExit codes: 0, or 2 if there is no "
     "run, or the folder is not a record or cannot be written.",
@@ -45,12 +44,12 @@ def report(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Write the record of a run for publication: logbook, run page, post-mortems, cost; nothing private."""
+    """Write the record of a run for publication: run page, post-mortems, recipe; nothing private."""
     from megastable.report.publish import publish
     from megastable.report.publish.redaction import Keeping
 
     done = publish(run, output, Keeping(hosts=keep_hosts, names=keep_names, texts=with_text))
-    for problem in done.facts.problems:
+    for problem in done.made.problems:
         typer.echo(f"WARNING: {problem}", err=True)
     if as_json:
         put_json(facts(done), as_json, None)
@@ -60,25 +59,21 @@ def report(
 
 def facts(done: PublishedRecord) -> dict[str, Any]:
     """What was written, for programs."""
-    made = done.facts.made_from
+    made = done.made
     return {
-        "folder": str(done.folder), "name": done.facts.name, "state": done.facts.head["state"],
-        "step": done.facts.head["step"], "incidents": len(done.facts.incidents),
-        "files": [{"name": name, "bytes": size} for name, size in done.files.items()],
-        "bytes": sum(done.files.values()), "files_of_others": done.kept, "recipe_without": made.recipe_without,
-        "words_withheld": made.withheld, "problems": done.facts.problems,
+        "folder": str(done.folder), "name": done.folder.name, "state": done.state, "step": done.step,
+        "incidents": done.incidents, "files": [{"name": name, "bytes": size} for name, size in done.files.items()],
+        "bytes": sum(done.files.values()), "recipe_without": made.recipe_without, "words_withheld": made.withheld,
+        "problems": made.problems,
     }  # fmt: skip
 
 
 def _show(done: PublishedRecord, output: Path) -> None:
     from megastable.base.text import plural, size, visible
 
-    made = done.facts.made_from
     typer.echo(
         f"{visible(output / 'index.html')}: {plural(len(done.files), 'file')}, {size(sum(done.files.values()))}"
     )
-    keys = ", ".join(made.recipe_without) or "nothing"
-    typer.echo(f"left out: {plural(made.withheld, 'word')} of texts; of the recipe {keys}")
-    if done.kept:
-        typer.echo(f"files of others, kept: {len(done.kept)}")
+    keys = ", ".join(done.made.recipe_without) or "nothing"
+    typer.echo(f"left out: {plural(done.made.withheld, 'word')} of texts; of the recipe {keys}")
     typer.echo("read it before you publish it")

@@ -18,7 +18,7 @@ COMMANDS = {
     "watch": "Serve the run page, or write it to a file: every curve, incident and second of one or more runs.",
     "change": "Change settings of a run that trains, such as its learning rate; the journal says who, why, what came.",
     "note": "Write a note in the journal of a run: who, when, at which step; the run page and the record show it.",
-    "report": "Write the record of a run for publication: logbook, run page, post-mortems, cost; nothing private.",
+    "report": "Write the record of a run for publication: run page, post-mortems, recipe; nothing private.",
     "goodput": "Account for every second of a run: training, or lost to which cause, incident and host.",
     "profile": "Show where the time of a run's steps goes: phases of every step, operators of the traced ones.",
     "prepare": "Turn text into corpora for training: a tokenizer, Megatron shards, a manifest with counts and hashes.",

@@ -279,7 +279,7 @@ class LoggingConfig(Section):
     worst_samples: PositiveInt = 4
     """Samples of highest loss recorded at every step, by position. [samples]"""
     flush_steps: PositiveInt = 50
-    """Length of one file of step records. [steps]"""
+    """Steps until their records are written, as one file. [steps]"""
     peak_tflops: PositiveFloat | None = Field(default=None, examples=[989.0])
     """Peak of a device, for MFU; null: looked up or measured. [TFLOP/s]"""
     profile: ProfileConfig | None = Field(default=None, examples=[{"start": 200, "steps": 3, "ranks": [0]}])

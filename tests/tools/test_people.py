@@ -12,7 +12,6 @@ import pytest
 from megastable.base import jsonl
 from megastable.base.login import login_name
 from megastable.commands.root import app
-from megastable.report.publish.logbook import HEADING_OF, logbook
 from megastable.report.publish.public_run import public_event
 from megastable.report.publish.redaction import PublicNames, Redactor
 from megastable.report.run_page.run_panel import select_lines
@@ -21,7 +20,6 @@ from megastable.run.directory import RunDirectory
 from megastable.run.events.event import Event
 from megastable.run.events.follow import Follower
 from megastable.run.events.people_events import ChangeMade, ChangeMeasured, Note
-from megastable.run.events.reading import KINDS, event_of
 from megastable.run.log import RunLog
 from megastable.run.run_history import HistoryReader
 from megastable.supervise.locks import only_supervisor
@@ -51,12 +49,9 @@ def test_a_note_is_read_where_the_run_is_told(tmp_path: Path) -> None:
     assert [(line.step, line.text) for line in reversed(lines)] == [
         (20, f"note by {login_name()}: {TEXT}"), (7, f"note by {login_name()}: the dip"),
     ]  # fmt: skip
-    # The record: without the name, and without words that are not megastable's own.
+    # In the record: without the name, and without words that are not megastable's own.
     public = Note.of(public_event(first.fields, Redactor(PublicNames())))
     assert public.who is None and public.sentence() == f"note: {TEXT}"
-    days = logbook([public], [], {"time": _none(), "step": _none(), "loss": _none(), "applied": _none()}, [])
-    (entry,) = days[0].entries
-    assert (entry.step, entry.heading, entry.what) == (20, "Note", f"Note: {TEXT}.")
 
 
 def test_a_change_and_its_effect_are_told_in_the_same_places(tmp_path: Path) -> None:
@@ -79,16 +74,6 @@ def test_a_change_and_its_effect_are_told_in_the_same_places(tmp_path: Path) -> 
         for event in run.events(ChangeMade, ChangeMeasured)
     ]
     assert [event.get("change") for event in public] == ["123", "123"] and "who" not in public[0]
-    empty = dict.fromkeys(("time", "step", "loss", "applied"), _none())
-    days = logbook([event_of(event) for event in public], [], empty, [])
-    assert [entry.heading for entry in days[0].entries] == ["Changed by a person", "After a change"]
-    assert days[0].entries[1].what == f"{after[:1].upper()}{after[1:]}."
-
-
-def _none():  # type: ignore[no-untyped-def]
-    import numpy as np
-
-    return np.empty(0)
 
 
 def started(root: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:

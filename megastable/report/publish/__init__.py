@@ -1,73 +1,60 @@
-"""Publishes the record of a run: a folder that can be put online as it is.
+"""Publishes the record of a run: a folder with its page, post-mortems and recipe, which can be put online as it is.
 
-Everything in it is made from a public copy of the run directory (public_run.py), which is part of it.
+Everything in it is made from a public copy of the run directory (public_run.py), which nobody else can read.
 """
 
 from __future__ import annotations
 
 import contextlib
 import getpass
-import json
-import shutil
+import hashlib
+import html
+import os
+import re
 import socket
-import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory, gettempdir
-from typing import Any
 
-import numpy as np
-
+from megastable.base import durable
 from megastable.base.errors import DataError
 from megastable.base.text import visible
-from megastable.report.goodput_picture import goodput_picture
-from megastable.report.postmortem import write_incidents
+from megastable.report.postmortem import safe, write_incidents
 from megastable.report.postmortem.sample_source import PublicView
-from megastable.report.publish.leak_check import leaks
-from megastable.report.publish.logbook import logbook
-from megastable.report.publish.public_run import PublicRun, linked, public_copy, unlinked
-from megastable.report.publish.public_view import public_view
-from megastable.report.publish.record_facts import (
-    RecordFacts,
-    checkpoints_of,
-    corpora_of,
-    evidence_of,
-    skips_of,
-    software_of,
-    spending,
-)
-from megastable.report.publish.record_folder import RECORD, SUMS, building, put_in_place, write_sums
-from megastable.report.publish.record_pages import index_page, readme
-from megastable.report.publish.record_pictures import loss_picture
-from megastable.report.publish.redaction import Keeping
+from megastable.report.publish.public_run import PublicRun, public_copy, public_view
+from megastable.report.publish.redaction import Keeping, is_common
+from megastable.report.run_page import page_parts
 from megastable.report.run_page.page_file import content, whole
-from megastable.report.run_page.page_parts import self_contained
-from megastable.report.run_page.run_reader import RunReader
 from megastable.run.directory import as_json
-from megastable.run.events.reading import read_events
-from megastable.run.goodput.time_account import TimeAccount
-from megastable.run.goodput.watching import read_account
-from megastable.run.run_history import select_standing
 from megastable.supervise.status import read_status
 
-COLUMNS = ("step", "time", "loss", "applied", "lr")
+SUMS, PAGE = "SHA256SUMS", "index.html"
+MARK = '<html lang="en" data-megastable="record">'  # in the page: whose folder it is
+SUM = re.compile(
+    r"[0-9a-f]{64}  (?!/)(?!(?:.*/)?\.\.(?:/|$)).+"
+)  # whose name does not lead out of the folder
+SHORTEST = 5  # characters: shorter names are in every large file by chance
+TEXTS = ("samples.txt", "report.html", "evidence.json", "postmortem.md", PAGE)  # that show samples, if asked
 
 
 @dataclass(frozen=True)
 class PublishedRecord:
-    """files: sizes in bytes, by name. kept: files of others that were in the folder and still are."""
+    """files: sizes in bytes, by name."""
 
     folder: Path
-    facts: RecordFacts
+    made: PublicRun
+    state: str
+    step: int
+    incidents: int
     files: dict[str, int]
-    kept: list[str]
 
 
 def publish(run: Path, output: Path, keep: Keeping) -> PublishedRecord:
     """Write the record of a run to the folder `output`, whose name it gets; an older record there is replaced.
 
-    Raises DataError if there is no run, if the folder is not a record, or if it cannot be written; then the folder is
-    as it was.
+    Raises:
+        DataError: there is no run, the folder is not a record, or it cannot be written; then it is as it was.
     """
     read_status(run)  # raises if there is no run
     output = output.absolute() if not output.is_symlink() else output.resolve()
@@ -80,21 +67,22 @@ def publish(run: Path, output: Path, keep: Keeping) -> PublishedRecord:
     if not output.name or not output.parent.is_dir():
         raise DataError(f"--output {visible(output)}: there is no directory {visible(output.parent)}")
     try:
-        # What it is made of has links to what is private, and is not searched yet: not beside what is online.
-        with building(output) as part, TemporaryDirectory(prefix="megastable-record-") as private:
+        check_folder(output, set())
+        # The copy has links to what is private, and the pages are not searched yet: not beside what is online.
+        with TemporaryDirectory(prefix="megastable-record-") as private:
             work = Path(private).resolve()
             made = public_copy(root, work / "run" / output.name, keep)
-            linked(made, root, work)
-            (site := work / "site").mkdir()
-            facts = _written(made, public_view(root, made), work, site)
-            if found := leaks(site, _private(made, root, part, work), keep.texts):
+            view, site = public_view(root, made), work / "site"
+            site.mkdir()
+            # Pages name the run by the path that it is read from: by its name alone.
+            with contextlib.chdir(work):
+                told = _write_pages(made, view, made.root.relative_to(work), site)
+            if found := find_leaks(site, _list_private(made, root, work), keep.texts):
                 raise DataError(
                     f"nothing was published: a private name would be in {', '.join(found[:5])}. This is a bug of "
                     "megastable, please report it"
                 )
-            site = Path(shutil.move(site, part / "site"))
-            files = write_sums(site)
-            return PublishedRecord(output, facts, files, put_in_place(site, output))
+            return PublishedRecord(output, made, *told, put_in_place(site, output))
     except OSError as error:
         raise DataError(
             f"{visible(output)} could not be written, or {visible(gettempdir())}, where it is made: "
@@ -102,74 +90,25 @@ def publish(run: Path, output: Path, keep: Keeping) -> PublishedRecord:
         ) from None
 
 
-def _written(made: PublicRun, view: PublicView, work: Path, site: Path) -> RecordFacts:
-    """Write everything but the hashes."""
-    problems, root = list(made.problems), made.root.relative_to(work)
-    # Pages name the run by the path it is read from: by its name alone.
-    with contextlib.chdir(work):
-        if (root / "journal.jsonl").exists():
-            try:
-                write_incidents(root, public=view)
-            except DataError as error:
-                problems.append(view.text(str(error)))
-        reader = whole(root)
-        page = self_contained(content([reader], public=True))
-        facts, account = _facts(reader, made, problems)
-    (site / "run.html").write_text(page, encoding="utf-8")
-    if (incidents := made.root / "incidents").is_dir():
-        incidents.rename(site / "incidents")
-    _pictures(facts, account, reader, site)
-    unlinked(made)
-    made.root.rename(site / "data")
-    names = [path.relative_to(site).as_posix() for path in site.rglob("*") if path.is_file()]
-    names += ["index.html", "README.md", RECORD, SUMS]
-    recipe = site / "data" / "recipe.yaml"
-    shown = recipe.read_text(encoding="utf-8") if recipe.exists() else ""
-    (site / "index.html").write_text(index_page(facts, names, shown), encoding="utf-8")
-    (site / "README.md").write_text(readme(facts, names), encoding="utf-8")
-    (site / RECORD).write_text(
-        as_json(json.loads(as_json(facts.as_object())), indent=1) + "\n", encoding="utf-8"
-    )
-    return facts
+def _write_pages(made: PublicRun, view: PublicView, root: Path, site: Path) -> tuple[str, int, int]:
+    """Write everything. root: of the copy, from the working directory. Returns state, step and number of incidents."""
+    if (root / "journal.jsonl").exists():
+        try:
+            write_incidents(root, public=view)
+        except DataError as error:
+            made.problems.append(view.text(str(error)))
+    reader = whole(root)
+    head = reader.head()
+    page = page_parts.self_contained(content([reader], public=True)).replace('<html lang="en">', MARK, 1)
+    (site / PAGE).write_text(page, encoding="utf-8")
+    for name in (reader.run.incidents, reader.run.recipe):
+        if name.exists():
+            name.rename(site / name.name)
+    made.problems = list(dict.fromkeys([*made.problems, *head["problems"]]))
+    return head["state"], head["step"], len(list(site.glob("incidents/*/evidence.json")))
 
 
-def _facts(reader: RunReader, made: PublicRun, problems: list[str]) -> tuple[RecordFacts, TimeAccount | None]:
-    head, run = reader.head(), reader.root
-    events, incidents = list(read_events(reader.run.journal)), evidence_of(run)
-    account = None
-    with contextlib.suppress(DataError):
-        account = read_account(run, bool(reader.status.supervisor.alive or reader.status.trainer.alive))[0]
-    starts, recipe = reader.history.starts, reader.recipe.get("supervise", {})
-    price = recipe.get("gpu_hour_price")
-    skips = skips_of(reader, problems)
-    return RecordFacts(
-        name=made.root.name, made=time.time(), head=head, model=reader.recipe.get("model", {}), starts=starts,
-        software=software_of(starts), corpora=corpora_of(made, reader), skips=skips, goodput=reader.account,
-        spending=spending(
-            account, starts, price if isinstance(price, int | float) else None, str(recipe.get("currency", "USD"))
-        ),
-        checkpoints=checkpoints_of(reader), incidents=incidents,
-        days=logbook(events, incidents, _steps(reader), select_standing(reader.history.evaluations)),
-        made_from=made, problems=list(dict.fromkeys([*problems, *head["problems"]])),
-    ), account  # fmt: skip
-
-
-def _steps(reader: RunReader) -> dict[str, Any]:
-    """Columns of the steps that were not undone."""
-    with reader.records.table() as table:
-        live = np.flatnonzero(~table.steps["undone"])
-        return {name: table.steps[name][live] for name in COLUMNS}
-
-
-def _pictures(facts: RecordFacts, account: TimeAccount | None, reader: RunReader, site: Path) -> None:
-    evaluations = [(one.step, one.loss) for one in select_standing(reader.history.evaluations)]
-    marks = [(e.incident.number, e.incident.onset or e.incident.step) for e in facts.incidents]
-    loss_picture(_steps(reader), marks, evaluations, site / "loss.png")
-    if account is not None and account.wall:
-        goodput_picture(account, facts.name, site / "goodput.png")
-
-
-def _private(made: PublicRun, *paths: Path) -> list[str]:
+def _list_private(made: PublicRun, *paths: Path) -> list[str]:
     """Names that must not be in any file: paths, names that were replaced, and those of this machine."""
     keep, names = made.names.keep, made.names.of_kind
     found = [*map(str, paths), str(Path.home()), socket.gethostname()]
@@ -180,3 +119,85 @@ def _private(made: PublicRun, *paths: Path) -> list[str]:
     # The folder's name, and names that are kept, were chosen for the public, whatever they are made of.
     public = {public for known in names.values() for public in known.values()} | {made.root.name}
     return [name for name in found if not any(name in one for one in public)]
+
+
+def find_leaks(site: Path, private: Iterable[str], texts: bool = False) -> list[str]:
+    """The files that have a private name as a word of its own. texts: samples, which may name anything, are shown."""
+    # The page's own script and style name nothing of this machine.
+    ours = page_parts.script() + page_parts.style()
+    names = {name for name in private if len(name) >= SHORTEST and not is_common(name) and name not in ours}
+    # As they stand in pages, tables and JSON.
+    forms = {
+        form
+        for name in names
+        for form in (name, visible(name), html.escape(name), safe.markdown(name), as_json(name)[1:-1])
+    }
+    wanted = re.compile(
+        rb"(?<![\w.-])(?:" + b"|".join(re.escape(form.encode()) for form in sorted(forms)) + rb")(?![\w-])"
+    )
+    files = [path for path in sorted(site.rglob("*")) if forms and path.is_file()]
+    searched = [path for path in files if not (texts and path.name in TEXTS)]
+    return [path.relative_to(site).as_posix() for path in searched if wanted.search(path.read_bytes())]
+
+
+def put_in_place(site: Path, output: Path) -> dict[str, int]:
+    """Make the files of the folder `site` those of the record `output`. Returns their sizes in bytes, by name.
+
+    SHA256SUMS lists the record's files: what is not in it belongs to somebody else, and stays. While files are replaced
+    it has the hashes of the old and of the new ones, so that a call that was killed is finished by the next one.
+
+    Raises:
+        DataError: the folder is no record, one of its files was changed by hand, or a file of others has the name of a
+            new one. Then nothing was changed.
+        OSError: it cannot be written.
+    """
+    paths = sorted(path for path in site.rglob("*") if path.is_file())
+    files = {path.relative_to(site).as_posix(): path.read_bytes() for path in paths}
+    sums = "".join(_sum_line(content, name) + "\n" for name, content in files.items())
+    before = check_folder(output, files)
+    # First everything is written beside the folder: a full disk leaves the older record as it was.
+    with TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent) as part:
+        for name, content in files.items():
+            (Path(part) / name).parent.mkdir(parents=True, exist_ok=True)
+            durable.write_file(Path(part) / name, content)
+        output.mkdir(exist_ok=True)
+        durable.write_file(output / SUMS, (before + sums).encode())
+        for name in files:
+            (output / name).parent.mkdir(parents=True, exist_ok=True)
+            os.replace(Path(part) / name, output / name)
+        for name in {line[66:] for line in before.splitlines()} - files.keys():
+            (output / name).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # there is something else in it
+                (output / name).parent.rmdir()
+        durable.write_file(output / SUMS, sums.encode())
+    return {**{name: len(content) for name, content in files.items()}, SUMS: len(sums.encode())}
+
+
+def check_folder(output: Path, new: Iterable[str]) -> str:
+    """The lines of SHA256SUMS of the record that is in a folder; none if there is nothing yet. new: names of files that
+    are to be written. Raises DataError as `put_in_place` does."""
+    if not os.path.lexists(output):
+        return ""
+    if not output.is_dir():
+        raise DataError(f"{visible(output)} is no folder: choose another --output")
+    lines, page = list[str](), output / PAGE
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        lines = list(filter(SUM.fullmatch, (output / SUMS).read_text(encoding="utf-8").splitlines()))
+    names = {line[66:] for line in lines}
+    ours = PAGE in names and (not page.is_file() or MARK.encode() in page.read_bytes()[:1000])
+    if not ours and any(output.iterdir()):
+        raise DataError(
+            f"{visible(output)} has files, but no record that this command wrote: choose another --output, or empty it"
+        )
+    for name in names.union(new):
+        path = output.resolve() / name
+        there = os.path.lexists(path) or path.parent.resolve() != path.parent
+        if there and (path.resolve() != path or _sum_line(path.read_bytes(), name) not in lines):
+            raise DataError(
+                f"{visible(output / name)} is not the record's, or was changed after it was written: move it away"
+            )
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _sum_line(content: bytes, name: str) -> str:
+    return f"{hashlib.sha256(content).hexdigest()}  {name}"

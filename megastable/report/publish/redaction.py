@@ -1,20 +1,29 @@
-"""Decides what of a text or a tree may be published. Pure.
+"""Decides what of a text or a tree may be published.
 
-Closed by default: a word is published if megastable itself uses it (known_words.py), if it is a number, or if it is the
+Closed by default: a word is published if megastable uses it in its own source, if it is a number, or if it is the
 pseudonym of a name that was collected before. So a password, an address or a path is left out wherever it stands,
 whatever it looks like, and what megastable says of a run stays readable.
 """
 
 from __future__ import annotations
 
+import builtins
 import re
-from collections.abc import Iterable, Mapping
+import signal
+from collections import ChainMap
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import count
+from pathlib import Path
 from typing import Any
 
-from megastable.report.publish.known_words import AROUND, TOKEN, is_known
+from megastable.config.tree import RunConfig
 
+PACKAGE = Path(__file__).resolve().parents[2]
+# What stands between blanks, brackets, quotes and the like: a path, an address or a name with dots is one token.
+TOKEN = re.compile(r"[^\s,;()\[\]{}<>\"'`|=!?*^\\…]+")
+AROUND = ".:-–—"  # punctuation at the ends of a token that does not belong to it
 WITHHELD = "[withheld]"
 NUMBER = r"[-+±~]?\d{1,11}(?:\.\d{1,17})?(?:e[-+]?\d{1,3})?[%x]?"
 # Numbers, ranges and shares of them, times, dates; names that megastable gives to what it counts.
@@ -26,6 +35,7 @@ PLAIN = re.compile(
 # What follows such a word is a password, even if it is a word that megastable uses.
 SECRET = r"(?:token|secret|passw(?:or)?d|passphrase|credentials?|api[-_]?key|access[-_]?key|authorization)"
 PASSWORD = re.compile(rf"(?i)(?:{SECRET}\W*[:=]\W*|-{SECRET}\W+|bearer\W+)$")
+# Never published, even if megastable's own source has it.
 ADDRESS = re.compile(r"://|@|^[/~]|\.{2}/")
 # Versions, and names of devices (base/software.py).
 SOFTWARE = re.compile(
@@ -75,11 +85,8 @@ class PublicNames:
 
     def find(self, word: str, kind: str = "") -> str | None:
         """The public name of a word, if it is a name that was collected, of a kind or of any."""
-        kinds = [self.of_kind[kind]] if kind in self.of_kind else [*self.of_kind.values()]
-        for known in (*kinds, self.alike):
-            if word in known:
-                return known[word]
-        return None
+        kinds = [self.of_kind[kind]] if kind in self.of_kind else self.of_kind.values()
+        return ChainMap(*kinds, self.alike).get(word)
 
     def longest_first(self, kind: str = "") -> list[str]:
         """All private names, of a kind or of any."""
@@ -120,7 +127,9 @@ class Redactor:
         word = token.strip(AROUND)
         if not word:
             return token
-        if not PASSWORD.search(before) and (PLAIN.fullmatch(word) or (is_known(word) and not _odd(word))):
+        if not PASSWORD.search(before) and (
+            PLAIN.fullmatch(word) or (is_known(word) and not ADDRESS.search(word))
+        ):
             return token
         self.count += 1
         left, _, right = token.partition(word)
@@ -131,22 +140,41 @@ class Redactor:
         if isinstance(value, str):
             return self.text(value)
         if isinstance(value, Mapping):
-            return apart((self.key(key), self._below(str(key), below)) for key, below in value.items())
+            return apart((self.text(str(key)), self._below(str(key), below)) for key, below in value.items())
         if isinstance(value, list | tuple):
             return [self.tree(below) for below in value]
         # YAML has more kinds of values than JSON.
         return value if value is None or isinstance(value, bool | int | float) else self.text(str(value))
 
-    def key(self, key: Any) -> str:
-        return self.text(str(key))
+    def layer(self, name: str) -> str:
+        """The name of a layer, if it is made of megastable's own words."""
+        known = all(part.isdecimal() or is_known(part) for part in re.split(r"[._]", name))
+        return name if known else self.names.of("layer", name)
+
+    def keyed(self, kind: str, value: Any) -> dict[str, Any]:
+        """Values by names of a kind."""
+        given = value.items() if isinstance(value, Mapping) else ()
+        return apart((self.names.of(kind, str(name)), self.tree(of)) for name, of in given)
+
+    def corpora(self, value: Any) -> list[Any]:
+        """A list of corpora, as the recipe and the order of the data have it: a path is the name of the corpus."""
+        return [
+            self.tree(one)
+            | {key: self.names.of("corpus", str(one[key])) for key in ("name", "path") if key in one}
+            if isinstance(one, Mapping)
+            else self.tree(one)
+            for one in (value if isinstance(value, list) else [])
+        ]
 
     def _below(self, key: str, value: Any) -> Any:
         if key in NAMED and isinstance(value, str):
             return self.names.of(NAMED[key], value)
         if key in KEYED and isinstance(value, Mapping):
-            return apart((self.names.of(KEYED[key], str(name)), self.tree(of)) for name, of in value.items())
+            return self.keyed(KEYED[key], value)
+        if key == "corpora" and isinstance(value, list):
+            return self.corpora(value)
         if key == "software" and isinstance(value, Mapping):
-            return {self.key(name): public_version(of) for name, of in value.items()}
+            return {self.text(str(name)): public_version(of) for name, of in value.items()}
         if key in HASHED and isinstance(value, str) and HASH.fullmatch(value):
             return value
         return self.tree(value)
@@ -185,11 +213,6 @@ def public_version(value: Any) -> str:
     return " ".join(word if SOFTWARE.fullmatch(word) else WITHHELD for word in words)
 
 
-def _odd(word: str) -> bool:
-    """Whether a word is an address, even if megastable's own source has it."""
-    return bool(ADDRESS.search(word))
-
-
 def collect(value: Any, names: PublicNames) -> None:
     """Add the names of hosts, corpora and shards that a JSON value holds."""
     if isinstance(value, Mapping):
@@ -207,3 +230,31 @@ def collect(value: Any, names: PublicNames) -> None:
     elif isinstance(value, list | tuple):
         for below in value:
             collect(below, names)
+
+
+@cache
+def known_words() -> frozenset[str]:
+    """Every token of the package's source, the keys of the recipe, and names of Python's errors and of signals."""
+    found = {
+        token.strip(AROUND)
+        for path in PACKAGE.rglob("*.py")
+        for token in TOKEN.findall(path.read_text("utf-8"))
+    }
+    found |= set(_keys(RunConfig().model_dump(mode="json")))
+    found |= {name for name in dir(builtins) if name.endswith(("Error", "Exception", "Interrupt"))}
+    found |= {one.name for one in signal.Signals}
+    return frozenset(found)
+
+
+def is_known(word: str) -> bool:
+    """Whether megastable uses the word: as it is, as the first of a sentence, or as the plural of one that it uses."""
+    words = known_words()
+    forms = {word, word[:1].lower() + word[1:]}
+    forms |= {form[:-1] for form in forms if form.endswith("s")}
+    return not forms.isdisjoint(words)
+
+
+def _keys(tree: Any, before: str = "") -> Iterator[str]:
+    for key, value in tree.items() if isinstance(tree, dict) else ():
+        yield f"{before}{key}"
+        yield from _keys(value, f"{before}{key}.")

@@ -13,12 +13,12 @@ from pydantic import BaseModel
 from megastable.base.text import visible
 from megastable.config.tree import RunConfig
 from megastable.report.postmortem import safe
-from megastable.report.publish import publish
-from megastable.report.publish.leak_check import leaks
-from megastable.report.publish.public_run import NOT_OF_RECIPE
+from megastable.report.publish import find_leaks, publish
+from megastable.report.publish.public_run import NOT_OF_RECIPE, public_copy
 from megastable.report.publish.redaction import Keeping, PublicNames, Redactor, collect
 from megastable.report.run_page.page_file import whole
-from megastable.run.directory import as_json
+from megastable.run.directory import RunDirectory, as_json
+from megastable.run.goodput.watching import read_account
 from megastable.run.records import Recorder
 from tests.report.run_page.made_runs import BEGIN, begin, curve, made_run, note, progress
 from tests.report.run_page.run_files import record
@@ -33,8 +33,10 @@ PUBLIC_TEXTS = {
 }  # redacted by rules
 
 
-def events(folder: Path, name: str) -> list[dict[str, Any]]:
-    found = [json.loads(line) for line in (folder / "data" / "journal.jsonl").read_text().splitlines()]
+def events(run: RunDirectory, folder: Path, name: str, keep: Keeping = NONE) -> list[dict[str, Any]]:
+    """The events of a kind in the public copy, which is written to `folder`."""
+    public_copy(run.root, folder, keep)
+    found = [json.loads(line) for line in RunDirectory(folder).journal.read_text().splitlines()]
     return [event for event in found if event["event"] == name]
 
 
@@ -43,39 +45,27 @@ def test_losses_and_scores_keep_their_values_and_lose_their_names(tmp_path: Path
     """`web` and `code` are words that megastable uses; the names of the tasks are not."""
     run = made_run(tmp_path / "run", eval={"command": "python -m megastable.train {model} {results}"})
     scores = {"acme_quiz/acc": 0.25, "acme_talk/acc": 0.5, "other/acc": 0.75}
-    note(
-        run,
-        BEGIN + 900,
-        "tasks_evaluated",
-        checkpoint="step-50",
-        of_step=50,
-        manifest="m",
-        tokens=1,
-        scores=scores,
-    )
+    fields = {"checkpoint": "step-50", "of_step": 50, "manifest": "m", "tokens": 1, "scores": scores}
+    note(run, BEGIN + 900, "tasks_evaluated", **fields)
     text = "no validation loss of the corpus code, which was taken out of the blend; the code is fine"
     note(run, BEGIN + 901, "warning", step=3, text=text)
     losses = {"web": 3.0, "code": 2.0}
     run.summary.write_text(json.dumps({"steps": 200, "val_loss": 2.5, "val_loss_by_corpus": losses}))
     done = publish(run.root, tmp_path / "public", NONE)
-    names = done.facts.made_from.names
-    web, code = (names.of("corpus", name) for name in losses)
-    assert list(events(tmp_path / "public", "evaluated")[0]["corpora"]) == [web, code]
-    told = events(tmp_path / "public", "tasks_evaluated")[-1]["scores"]
+    web, code = (done.made.names.of("corpus", name) for name in losses)
+    assert list(events(run, tmp_path / "a", "evaluated")[0]["corpora"]) == [web, code]
+    told = events(run, tmp_path / "b", "tasks_evaluated")[-1]["scores"]
     assert list(told.values()) == [0.25, 0.5, 0.75] and all(name.startswith("task-") for name in told)
-    shown = events(tmp_path / "public", "warning")[-1]["text"]
-    assert (
-        shown
-        == f"no validation loss of the corpus {code}, which was taken out of the blend; the code is fine"
-    )
-    summary = json.loads((tmp_path / "public" / "data" / "summary.json").read_text())
+    shown = events(run, tmp_path / "c", "warning")[-1]["text"]
+    assert shown == text.replace("corpus code", f"corpus {code}")
+    summary = json.loads(RunDirectory(tmp_path / "c").summary.read_text())
     assert summary["val_loss_by_corpus"] == {web: 3.0, code: 2.0}
-    page = (tmp_path / "public" / "run.html").read_text()
+    page = (tmp_path / "public" / "index.html").read_text()
     assert "acme_quiz" not in page and '"web"' not in page and f'"{web}"' in page
-    assert {"eval.command"} <= set(done.facts.made_from.recipe_without)
-    publish(run.root, tmp_path / "named", Keeping(names=True))
-    assert events(tmp_path / "named", "tasks_evaluated")[-1]["scores"] == scores
-    assert list(events(tmp_path / "named", "evaluated")[0]["corpora"]) == ["web", "code"]
+    assert {"eval.command"} <= set(done.made.recipe_without)
+    named = Keeping(names=True)
+    assert events(run, tmp_path / "d", "tasks_evaluated", named)[-1]["scores"] == scores
+    assert list(events(run, tmp_path / "e", "evaluated", named)[0]["corpora"]) == ["web", "code"]
 
 
 def test_a_host_that_documentation_names_is_replaced_too() -> None:
@@ -132,51 +122,31 @@ def test_a_change_of_a_private_key_is_told_without_its_values(tmp_path: Path) ->
         "supervise: None -> {8}",
     ]
     note(run, BEGIN + 30, "config_changed", changes=[*private, *changes])
-    publish(run.root, tmp_path / "public", NONE)
-    (event,) = events(tmp_path / "public", "config_changed")
+    (event,) = events(run, tmp_path / "copy", "config_changed")
     keys = [*sorted(NOT_OF_RECIPE), "data.corpora", "supervise"]
-    assert sorted(event["changes"]) == sorted(
-        ["train.steps: 100 -> 220", *(f"{key}: [withheld]" for key in keys)]
-    )
-    everywhere = "".join(
-        (tmp_path / "public" / name).read_text() for name in ("run.html", "index.html", "README.md")
-    )
-    assert "9200" not in everywhere and "220" in everywhere
+    wanted = ["train.steps: 100 -> 220", *(f"{key}: [withheld]" for key in keys)]
+    assert sorted(event["changes"]) == sorted(wanted)
+    publish(run.root, tmp_path / "public", NONE)
+    page = (tmp_path / "public" / "index.html").read_text()
+    assert "9200" not in page and "220" in page
 
 
 @pytest.mark.slow
-def test_a_clock_that_was_set_back_undoes_no_step(tmp_path: Path) -> None:
+def test_the_copy_has_the_steps_and_the_account_of_the_run(tmp_path: Path) -> None:
+    """Also if a clock was set back, and if the records were compacted."""
     run, time = begin(tmp_path / "run"), BEGIN + 22
-    recorder = Recorder(run.steps, 20)
+    recorder = Recorder(run.steps, 2)
     for step in range(1, 101):
         recorder.add(record(step, time, curve(step)))
         time += 1 if step != 50 else -9.5
-    recorder.flush()
+        if step == 60:
+            recorder.compact()
     progress(run, 100, time, curve(100))
-    publish(run.root, tmp_path / "public", NONE)
-    for root in (run.root, tmp_path / "public" / "data"):
+    public_copy(run.root, tmp_path / "copy", NONE)
+    for root in (run.root, tmp_path / "copy"):
         with whole(root).records.table() as table:
             assert table.steps["step"].tolist() == list(range(1, 101)) and not table.steps["undone"].any()
-
-
-@pytest.mark.slow
-def test_an_evaluation_of_a_step_that_was_undone_is_not_drawn(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first incident undoes the steps 58 and 59."""
-    run, drawn = made_run(tmp_path / "run", incidents=[60]), list[Any]()
-    lines = run.journal.read_text().splitlines()
-    refused = next(n for n, line in enumerate(lines) if '"discarded"' in line)
-    moment = json.loads(lines[refused])["time"] - 0.5
-    undone = {"time": moment, "event": "evaluated", "step": 59, "loss": 77.0, "samples": 16}
-    run.journal.write_text("\n".join([*lines[:refused], json.dumps(undone), *lines[refused:]]) + "\n")
-
-    def seen(steps: Any, incidents: Any, evaluations: Any, path: Path) -> None:
-        drawn.extend(evaluations)
-
-    monkeypatch.setattr("megastable.report.publish.loss_picture", seen)
-    publish(run.root, tmp_path / "public", NONE)
-    assert [step for step, _ in drawn] == [50, 100, 150]
+    assert read_account(run.root)[0].facts() == read_account(tmp_path / "copy")[0].facts()
 
 
 @pytest.mark.parametrize(
@@ -189,4 +159,4 @@ def test_the_last_search_finds_a_name_in_every_form(name: str, tmp_path: Path) -
     }  # fmt: skip
     for file, text in texts.items():
         (tmp_path / file).write_text(text)
-    assert leaks(tmp_path, [name]) == sorted(texts)
+    assert find_leaks(tmp_path, [name]) == sorted(texts)

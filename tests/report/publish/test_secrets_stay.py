@@ -11,6 +11,7 @@ import pytest
 
 from megastable.report.publish import publish
 from megastable.report.publish.redaction import Keeping
+from megastable.report.run_page import page_parts
 from megastable.run.events.reading import KINDS
 from tests.report.publish.plants import Plants, everything, plant
 
@@ -65,13 +66,15 @@ def test_secrets_are_nowhere(planted: Plants, tmp_path: Path, drawn: list[str]) 
     assert len(planted.secrets) > 2 * len(KINDS) and len(drawn) > 50
     assert found(planted, tmp_path / "public", drawn) == set()
     # It is a record all the same.
-    assert [e.incident.number for e in done.facts.incidents] == [1, 7]
-    texts = {
-        name: (tmp_path / "public" / name).read_text() for name in ("run.html", "index.html", "README.md")
-    }
-    assert all("[withheld]" in text for text in texts.values())
-    assert all(re.search(r"host-\d", texts[name]) for name in texts)
-    assert "supervise.webhook" in done.facts.made_from.recipe_without
+    assert done.incidents == 2 and {path.name for path in (tmp_path / "public" / "incidents").iterdir()} == {
+        "0001", "0007", "index.html",
+    }  # fmt: skip
+    page = (tmp_path / "public" / "index.html").read_text()
+    assert (
+        "[withheld]" in page
+        and re.search(r"host-\d", page)
+        and "supervise.webhook" in done.made.recipe_without
+    )
     everywhere = b"".join(part for _, part in everything(tmp_path / "public"))
     for private in (b"hooks.example", b"77001234", b"/home/", b"alert(1)", str(tmp_path).encode()):
         assert private not in everywhere
@@ -108,8 +111,9 @@ def test_a_search_before_publishing_is_the_last_line(
 
     monkeypatch.setattr(socket, "gethostname", lambda: "reproduced-nowhere")
     publish(spike, tmp_path / "public", Keeping())
-    monkeypatch.setattr("megastable.report.publish.record_pages.CHECK", "reproduced-nowhere")
-    with pytest.raises(DataError, match=r"nothing was published.*README.md, index.html"):
+    before = (tmp_path / "public" / "SHA256SUMS").read_text()
+    monkeypatch.setattr(page_parts, "BODY", f"{page_parts.BODY}<p>on reproduced-nowhere</p>")
+    with pytest.raises(DataError, match=r"nothing was published.*index.html"):
         publish(spike, tmp_path / "public", Keeping())
-    assert "sha256sum" in (tmp_path / "public" / "README.md").read_text()
+    assert (tmp_path / "public" / "SHA256SUMS").read_text() == before
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
