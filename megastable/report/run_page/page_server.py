@@ -262,7 +262,7 @@ def give_memory_back() -> None:
     pa.set_memory_pool(pa.system_memory_pool())
     with suppress(OSError, AttributeError):  # another C library than glibc
         library = ctypes.CDLL(None)
-        library.mallopt(MMAP_THRESHOLD, 1 << 16)
+        library.mallopt(MMAP_THRESHOLD, 1 << 15)
         library.mallopt(ARENA_MAX, 1)  # else every thread keeps memory of its own
         library.prctl(
             THP_DISABLE, 1, 0, 0, 0

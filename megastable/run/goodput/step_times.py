@@ -21,7 +21,7 @@ class StepTimes(NamedTuple):
     time: npt.NDArray[np.float64]
     seconds: npt.NDArray[np.float64]
     applied: npt.NDArray[np.bool_]
-    attempt: npt.NDArray[np.int64]
+    attempt: npt.NDArray[np.int32]
 
     def between(self, begin: float, end: float) -> StepTimes:
         """Those that ended after `begin`, up to `end`."""
@@ -39,7 +39,7 @@ class StepTimes(NamedTuple):
 
 
 NO_STEPS = StepTimes(
-    np.empty(0, np.int64), np.empty(0), np.empty(0), np.empty(0, np.bool_), np.empty(0, np.int64)
+    np.empty(0, np.int64), np.empty(0), np.empty(0), np.empty(0, np.bool_), np.empty(0, np.int32)
 )
 COLUMNS = pa.schema([SCHEMA.field(name) for name in StepTimes._fields])
 
@@ -80,4 +80,5 @@ class StepFiles:
 
 def _times_of(table: pa.Table) -> StepTimes:
     step, moment, seconds, applied, attempt = map(to_array, table.columns)
-    return StepTimes(step, moment, np.nan_to_num(seconds.astype(np.float64), posinf=0.0), applied, attempt)
+    seconds = np.nan_to_num(seconds.astype(np.float64), posinf=0.0)
+    return StepTimes(step, moment, seconds, applied, attempt.astype(np.int32))
