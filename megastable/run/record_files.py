@@ -127,7 +127,7 @@ def compact_files(folder: Path, columns: pa.Schema) -> None:
 def _join_groups(folder: Path, files: Sequence[RecordFile], columns: pa.Schema) -> None:
     group, rows = list[ReadFile](), 0
     for file in files:
-        found = _read_file(folder, file, columns)
+        found = read_file(folder, file, columns)
         if found.table is None or rows + len(found.table) > COMPACTED:
             _join(folder, group)
             group, rows = [], 0
@@ -165,13 +165,13 @@ def read_files(
     while True:
         chosen = choose(list_files(folder))
         try:
-            return [_read_file(folder, file, columns) for file in chosen]
+            return [read_file(folder, file, columns) for file in chosen]
         except FileNotFoundError:
             continue
 
 
-def _read_file(folder: Path, file: RecordFile, columns: pa.Schema) -> ReadFile:
-    """Raises FileNotFoundError if the file is gone."""
+def read_file(folder: Path, file: RecordFile, columns: pa.Schema) -> ReadFile:
+    """The rows of a file; a column that it does not have is null. Raises FileNotFoundError if it is gone."""
     path = folder / file.name
     try:
         # Several times as fast for a small file as `read_table`, or with reading ahead.
@@ -243,7 +243,7 @@ class RecordFollower:
             yield self.rows, self.columns.empty_table()
         for file in files[kept:]:
             try:
-                _, table, problem = _read_file(self.folder, file, self.columns)
+                _, table, problem = read_file(self.folder, file, self.columns)
             except FileNotFoundError:  # it has been compacted since it was listed
                 yield from self.read_new()
                 return

@@ -216,7 +216,7 @@ def test_a_full_disk_keeps_the_files(tmp_path: Path, caplog: pytest.LogCaptureFi
 
 def test_the_last_rows_are_read_of_the_last_files(tmp_path: Path) -> None:
     names = write(tmp_path, 30)
-    with patch.object(record_files, "_read_file", wraps=record_files._read_file) as reading:
+    with patch.object(record_files, "read_file", wraps=record_files.read_file) as reading:
         assert read_last(tmp_path, ROWS, 12).column("step").to_pylist() == list(range(136, 151))
         assert [call.args[1].name for call in reading.call_args_list] == names[-3:]
     assert (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections import OrderedDict
 from pathlib import Path
@@ -11,9 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from megastable.base.folder_stamp import folder_stamp
+from megastable.run.record_files import RecordFile, list_files, read_file
 from megastable.run.records import LAYER_SCHEMA
 
 # Kinds of heat map: title, unit, the columns of which the largest value in a layer counts.
@@ -25,9 +24,9 @@ KINDS = {
     "update": ("Update / weight", "", ("update_ratio",)),
     "saturation": ("FP8 saturation", "share", ("input_saturation", "weight_saturation", "gradient_saturation")),
 }  # fmt: skip
-COLUMNS = ["name", *dict.fromkeys(column for *_, columns in KINDS.values() for column in columns)]
+MEASURED = dict.fromkeys(column for *_, columns in KINDS.values() for column in columns)
+COLUMNS = pa.schema([LAYER_SCHEMA.field(column) for column in ("name", *MEASURED)])
 BLOCK = re.compile(r"blocks\.(\d{1,6})(?:\.|$)")
-NAME = re.compile(r"(\d+)-(\d+)-(\d+)\.parquet")
 KEPT = 2048  # looks in memory
 MOST = 240  # looks in a map
 
@@ -39,7 +38,7 @@ class LayerFile(NamedTuple):
 
     time: float
     step: int
-    name: str
+    file: RecordFile
 
 
 class LayerMap:
@@ -58,11 +57,11 @@ class LayerMap:
             changed = folder_stamp(self.folder)
             if changed is not None and changed == self._changed:
                 return False
-            found = [NAME.fullmatch(name) for name in os.listdir(self.folder)]
+            found = list_files(self.folder)
         except OSError:
             return False
         self._changed, before = changed, self.files
-        self.files = sorted(LayerFile(int(m[3]) / 1000, int(m[2]), m[0]) for m in found if m)
+        self.files = [LayerFile(file.stamp / 1000, file.high, file) for file in found if file.stamp]
         return self.files != before
 
     def chosen(self, begin: float, end: float, axis: str) -> list[LayerFile]:
@@ -82,7 +81,7 @@ class LayerMap:
     def read(self, files: list[LayerFile]) -> dict[str, Any]:
         """kinds: by kind that anything was measured of, the values [layers, looks]; layers: their names, from the first
         to the last."""
-        looks = [self._look(file.name) for file in files]
+        looks = [self._look(one.file) for one in files]
         names = sorted({name for look in looks for name in look}, key=depth)
         cube = np.full((len(KINDS), len(names), len(files)), np.nan, dtype=np.float32)
         for n, look in enumerate(looks):
@@ -92,18 +91,19 @@ class LayerMap:
         some = {kind: cube[k] for k, kind in enumerate(KINDS) if not np.isnan(cube[k]).all()}
         return {"layers": names, "kinds": some}
 
-    def _look(self, name: str) -> Look:
+    def _look(self, file: RecordFile) -> Look:
+        name = file.name
         if name in self._looks:
             self._looks.move_to_end(name)
             return self._looks[name]
         try:
-            with pq.ParquetFile(self.folder / name, pre_buffer=False) as file:
-                known = [column for column in COLUMNS if column in file.schema_arrow.names]
-                table = file.read(columns=known, use_threads=False)
-            found = by_layer(table.cast(pa.schema([LAYER_SCHEMA.field(column) for column in known])))
-        except (pa.ArrowException, OSError, KeyError) as error:
-            self.damaged[name] = str(error).splitlines()[0]
+            _, table, problem = read_file(self.folder, file, COLUMNS)
+        except FileNotFoundError:
             return {}
+        if table is None:
+            self.damaged[name] = problem
+            return {}
+        found = by_layer(table)
         self._looks[name] = found
         while len(self._looks) > KEPT:
             self._looks.popitem(last=False)
@@ -118,8 +118,7 @@ def by_layer(table: pa.Table) -> Look:
     found = np.full((len(order), len(KINDS)), np.nan, dtype=np.float32)
     for k, (_, _, columns) in enumerate(KINDS.values()):
         for column in columns:
-            if column in table.column_names:
-                np.fmax.at(found[:, k], at, table.column(column).to_numpy())
+            np.fmax.at(found[:, k], at, table.column(column).to_numpy())
     return {name: found[n] for name, n in order.items()}
 
 
