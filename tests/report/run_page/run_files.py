@@ -60,7 +60,7 @@ def progress(run: RunDirectory, step: int, time: float, loss: float, steps: int 
         "attempt": 1, "pid": 1, "host": "host-1", "world": 2, "steps": steps, "phase": "step", "step": step,
         "cursor": BATCH * step, "loss": loss, "grad_norm": loss / 4, "lr": 1e-3, "applied": True, "seconds": SECONDS,
         "tokens_per_second": 128.0, "time": time, "measured_step": step, "measured_cursor": BATCH * step,
-        "stepped": time, **change,
+        "stepped": time - SECONDS, **change,
     }  # fmt: skip
     durable.write_file(run.progress, json.dumps(told).encode())
 
