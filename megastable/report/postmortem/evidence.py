@@ -137,31 +137,17 @@ class Gatherer:
 
         Without the corpora: once they are gone, what was written about them is worth keeping.
         """
-        folder, root = self.run.directory.layers, self.run.directory.root
-        looks = [folder / file.name for file in self.run.layers.files(*self._looks())]
-        sizes = [
-            f"{path.name}:{_size(path)}" for path in (*looks, *(root / p for p in self.incident.evidence))
-        ]
-        # Not of their files, which are compacted.
+        paths = [self.run.layers.path / file.name for file in self.run.layers.files(*self._looks())]
+        paths += [self.run.directory.root / path for path in self.incident.evidence]
+        sizes = [f"{path.name}:{_size(path)}" for path in paths]
+        # Not the files of the steps, which are compacted.
         steps = self.run.steps.rows(*self._window(), ("step", "time"))
         made = hashlib.sha256(self.run.recipe)
         for event in self.journal.events[self.journal.nearby(self.begin, self.end)]:
             made.update(repr(event.fields).encode())
         later = [event.fields for event in self.journal.later[self.incident.number]]
-        made.update(
-            repr(
-                (
-                    VERSION,
-                    self._outage,
-                    self.skipped,
-                    steps,
-                    sizes,
-                    self.run.problems,
-                    later,
-                    self.run.trackers,
-                )
-            ).encode()
-        )
+        run = self.run.problems, self.run.trackers
+        made.update(repr((VERSION, self._outage, self.skipped, steps, sizes, run, later)).encode())
         return made.hexdigest()
 
     def gather(self) -> Evidence:
