@@ -95,7 +95,7 @@ def test_what_is_kept_is_names_and_texts_alone(planted: Plants, tmp_path: Path, 
         "evaluated.corpora key",
         "tasks_evaluated.scores key",
     }
-    assert {"corpus", "shard", "launched.hosts", "last.hosts", "progress.json host"} <= places
+    assert {"corpus", "shard", "launched.hosts", "last.hosts"} <= places
     names |= {f"{event}.{when} key" for event in ("blend_changed", "mix_changed") for when in ("old", "new")}
     assert places <= hosts | names | {place for place in planted.secrets if ".corpus" in place}
     samples = (tmp_path / "public" / "incidents" / "0001" / "samples.txt").read_text()

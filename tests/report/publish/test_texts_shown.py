@@ -13,7 +13,6 @@ import pytest
 from megastable.data.append_only import append
 from megastable.data.blends import BlendEntry, Share
 from megastable.data.manifest import Manifest
-from megastable.data.plant import PLANTED
 from megastable.data.prepare import prepare_shards
 from megastable.report.postmortem import write_incidents
 from megastable.report.publish import publish
@@ -74,10 +73,9 @@ def test_they_are_those_of_the_run_without_its_names(run: Path, tmp_path: Path) 
         lambda folder: next(folder.glob("*train*.bin")).unlink(),
         lambda folder: next(folder.glob("*train*.idx")).write_bytes(b"x"),
         lambda folder: (folder / "manifest.json").write_text('{"name": "acmemails"}'),
-        lambda folder: (folder / PLANTED).write_text('{"kind": "acmemails"}'),
         shutil.rmtree,
     ],
-    ids=["a shard is gone", "an index is damaged", "no manifest", "planted.json is damaged", "all is gone"],
+    ids=["a shard is gone", "an index is damaged", "no manifest", "all is gone"],
 )
 def test_messages_about_a_damaged_corpus_do_not_name_it(
     run: Path, tmp_path: Path, damage: Callable[[Path], object]
