@@ -157,7 +157,3 @@ def test_what_is_no_note_is_bad_input(tmp_path: Path) -> None:
     made_run(tmp_path / "run", last=5, incidents=[])
     done = note("run", "  \n ", cwd=tmp_path)
     assert done.returncode == 2 and "empty" in done.stderr
-
-
-def test_headings_of_the_logbook_are_of_events_that_there_are() -> None:
-    assert set(HEADING_OF) <= set(KINDS)

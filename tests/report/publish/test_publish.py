@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from selenium import webdriver
 
 from megastable.base import durable
