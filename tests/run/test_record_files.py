@@ -151,7 +151,7 @@ DEEDS = st.one_of(
 
 
 @settings(deadline=None)
-@given(st.lists(DEEDS, max_size=30))
+@given(st.lists(DEEDS, min_size=10, max_size=30))
 def test_whatever_happens_every_row_is_there_once(deeds: list[tuple]) -> None:  # type: ignore[type-arg]
     with (
         TemporaryDirectory() as name, patch.object(record_files, "COMPACTED", 12),
@@ -167,6 +167,27 @@ def test_whatever_happens_every_row_is_there_once(deeds: list[tuple]) -> None:  
         # Two neighbours that are both compacted have more rows than fit into one.
         assert len(list_files(run.folder)) <= 2 * len(run.written) / 12 + 4
         assert len(list(run.folder.iterdir())) == len(list_files(run.folder))
+
+
+def test_wherever_a_compaction_is_killed_nothing_is_lost() -> None:
+    """Before the new file, before each of the old ones is removed, and after; with a rewind among them."""
+    for kill in range(8):
+        with TemporaryDirectory() as name, patch.object(record_files, "LOOSE", 3):
+            run = Run(Path(name))
+            for back in (0, 0, 4, 0, 7, 0):
+                run.steps(back, 3)
+            run.compact(kill)
+            run.check()
+            run.read_meanwhile(math.inf)
+            for back in (2, 0, 0):
+                run.steps(back, 3)
+            run.look()
+            run.compact(kill)
+            run.check()
+            run.look()
+            run.compact(math.inf)
+            run.look()
+            run.check()
 
 
 def write(folder: Path, files: int, size: int = 5, first: int = 1) -> list[str]:
