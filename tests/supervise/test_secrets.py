@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from megastable.base.errors import ConfigError
 from megastable.config.__main__ import main
@@ -17,8 +16,6 @@ from megastable.config.supervise import SuperviseConfig, redacted_override
 from megastable.config.tree import RunConfig
 from megastable.run.directory import RunDirectory
 from megastable.supervise import hooks
-from megastable.supervise.status import read_status
-from tests.supervise.runs import journal
 
 HOOK = "https://hooks.example.com/services/T0/B0/hunter2"
 
@@ -131,21 +128,6 @@ def test_the_frozen_recipe_has_none_and_says_so_when_it_is_started(key: str, tmp
     with pytest.raises(ConfigError, match=rf"supervise\.{key}: its password was left out .* give it again"):
         hooks.check(frozen.supervise)
     assert frozen.supervise.exposed == []
-
-
-def test_what_an_older_version_wrote_is_not_told_on(tmp_path: Path) -> None:
-    """Neither as a change of the recipe, which is journaled, nor in the command that goes on."""
-    run = RunDirectory(tmp_path)
-    config = RunConfig.model_validate({"supervise": {"webhook": HOOK + "2"}})
-    tree = config.model_dump(mode="json")
-    tree["supervise"]["webhook"] = HOOK
-    run.recipe.write_text(yaml.safe_dump({"config": tree, "manifests": [], "deepspeed_json": {}}))
-    assert run.compare(config) == []
-    elsewhere = RunConfig.model_validate({"supervise": {"webhook": "$HOOK"}})
-    assert run.compare(elsewhere) == ["supervise.webhook: https://hooks.example.com/<redacted> -> $HOOK"]
-    told = {"recipe": "r.yaml", "overrides": [f"supervise.webhook={HOOK}"], "given": []}
-    journal(tmp_path, {"event": "supervisor", "what": "started", "pid": 1, "host": "h", **told})
-    assert "hunter2" not in read_status(tmp_path).advice
 
 
 def test_it_is_warned_of_where_it_is_written_out(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
