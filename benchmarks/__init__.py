@@ -1,1 +1,1 @@
-"""Benchmarks of a run's costs, behind tools/bench.py."""
+"""Benchmarks of a run's costs, behind megastable bench."""

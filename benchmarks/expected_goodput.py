@@ -2,8 +2,8 @@
 
 python -m benchmarks.expected_goodput [--gpus 64 1024 10000] [--trials 0]
 
-A table in Markdown, from closed formulas (megastable/plan/goodput_model.py); --trials plays each case that often with
-dice, too. docs/goodput.md names the source of every number.
+A table in Markdown, from closed formulas (tools/megastable_tools/plan/goodput_model.py); --trials plays each case that
+often with dice, too. docs/goodput.md names the source of every number.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import argparse
 from collections.abc import Iterator, Sequence
 from statistics import mean
 
-from megastable.plan.goodput_model import DAY, ExpectedGoodput, FaultyCluster, expected, spares
-from megastable.plan.goodput_trial import trial
+from megastable_tools.plan.goodput_model import DAY, ExpectedGoodput, FaultyCluster, expected, spares
+from megastable_tools.plan.goodput_trial import trial
 
 GPUS = (64, 1024, 10_000)
 # Seconds from the launch to the first step. Two ranks of a small model took 6 here, nearly all of it imports; the rest,

@@ -25,8 +25,8 @@ from rich.table import Table
 from benchmarks.layouts import PP2, SP2, TP2, LayoutCase, run_layouts
 from megastable.base import durable
 from megastable.base.errors import ConfigError, user_errors
-from megastable.plan import memory
-from megastable.plan.volume import bounds
+from megastable_tools.plan import memory
+from megastable_tools.plan.volume import bounds
 
 WARM = 2  # steps before the measured one: moments, tables and scratch exist, ZeRO 3 knows its order
 MIB = 2**20

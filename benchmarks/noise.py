@@ -17,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from megastable.config.stability import StabilityConfig
-from megastable.guard.actions import Action
-from megastable.guard.guard import Guard, Recorded, simulate
-from megastable.guard.signals import Signals, Verdict
+from megastable_guard.actions import Action
+from megastable_guard.guard import Guard, Recorded, simulate
+from megastable_guard.signals import Signals, Verdict
 
 Series = npt.NDArray[np.float64]
 Draw = Callable[[int, np.random.Generator], Series]

@@ -3,8 +3,8 @@
 This needs no cluster: the number of messages and their bytes do not depend on the link. Every layout trains a tiny
 model on processes of this machine (gloo); the formulas are in `plan/volume.py`, the counting is below.
 
-    measure(["TP2", "PP4"]) -> Found, table(found)           `tools/bench.py scaling --layout TP2 --layout PP4`
-    predict(config, world) -> Forecast, forecast_table(...)  `tools/bench.py scaling --recipe PATH --ranks N`
+    measure(["TP2", "PP4"]) -> Found, table(found)           `megastable bench scaling --layout TP2 --layout PP4`
+    predict(config, world) -> Forecast, forecast_table(...)  `megastable bench scaling --recipe PATH --ranks N`
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from benchmarks.layouts import PP2, SP2, TP2, LayoutCase, run_layouts
 from megastable.base.errors import ConfigError
 from megastable.config import deepspeed_json
 from megastable.config.tree import RunConfig
-from megastable.plan import volume
-from megastable.plan.time import BALLOT
+from megastable_tools.plan import volume
+from megastable_tools.plan.time import BALLOT
 
 # Kind of group, collective, bytes that a rank gives to one call (for a receive: gets).
 Message = tuple[str, str, int]

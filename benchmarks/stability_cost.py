@@ -46,8 +46,6 @@ from megastable.engine.engine import Engine
 from megastable.engine.layer_stats import LayerStatistics
 from megastable.engine.measured import Measured
 from megastable.engine.watch import Ballot
-from megastable.guard.actions import Action
-from megastable.guard.signals import Signals
 from megastable.parallel.layout import Layout
 from megastable.parallel.topology import Topology
 from megastable.recovery.damage_watch import EVERY, ProbeWatch
@@ -57,6 +55,8 @@ from megastable.run import directory
 from megastable.run.directory import RunDirectory
 from megastable.run.log import RunLog
 from megastable.training.observer import Observer
+from megastable_guard.actions import Action
+from megastable_guard.signals import Signals
 
 KINDS = (
     "bare",

@@ -52,7 +52,18 @@ class Stage:
 def _train(size: str, rounds: int, peers: Sequence[str], *overrides: str) -> tuple[str, ...]:
     options = ["--recipe", f"launch/recipes/{size}.yaml", "--rounds", str(rounds), "--seconds", "{seconds}"]
     named = [word for peer in peers for word in ("--peers", peer)]
-    return ("tools/bench.py", "train", "--device", "cuda", *options, *named, VOCABULARY, *overrides)
+    return (
+        "-m",
+        "megastable",
+        "bench",
+        "train",
+        "--device",
+        "cuda",
+        *options,
+        *named,
+        VOCABULARY,
+        *overrides,
+    )
 
 
 # Four at a time on one GPU: most of their time is compilation and setup, on the CPU.
@@ -86,7 +97,7 @@ STAGES = (
     ),
     Stage(
         "stability",
-        ("tools/bench.py", "stability", "--recipe", "launch/recipes/350m.yaml", "--rounds", "4", VOCABULARY,
+        ("-m", "megastable", "bench", "stability", "--recipe", "launch/recipes/350m.yaml", "--rounds", "4", VOCABULARY,
          "train.global_batch=16"),
         50,
     ),

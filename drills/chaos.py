@@ -26,7 +26,7 @@ from drills.hosts import Hosts
 from drills.namespaces import Started
 from drills.stage import VOCABULARY
 from megastable.base.errors import HOST_GONE, OK, ConfigError
-from megastable.data.stdlib import prepare_stdlib
+from megastable_tools.prepare.stdlib import prepare_stdlib
 
 # What rank 0 is doing when the fault strikes (rank_ipc.Progress), besides "starting", which no step belongs to.
 PHASES = ("step", "checkpoint", "evaluate")
@@ -325,7 +325,7 @@ class ClusterRun:
         return None, "", None
 
     def keep(self) -> None:
-        """Copy what tools/goodput.py reads, and logs, from the shared disk, which goes with the hosts."""
+        """Copy what megastable goodput reads, and logs, from the shared disk, which goes with the hosts."""
         for name in ("journal.jsonl", "recipe.yaml", "summary.json", "progress.json"):
             with suppress(FileNotFoundError):
                 shutil.copy2(self.seen / name, self.folder)

@@ -36,13 +36,13 @@ from megastable.config.stability import StabilityConfig
 from megastable.data.manifest import Manifest
 from megastable.data.plant import Planted
 from megastable.data.skips import Skips
-from megastable.guard.actions import Action
-from megastable.guard.guard import Recorded, simulate
 from megastable.run.directory import RunDirectory
 from megastable.run.events.event import Event
 from megastable.run.events.reading import latest
 from megastable.run.events.stability_events import BaselineReset, Discarded, IncidentEvent
 from megastable.run.events.training_events import Training
+from megastable_guard.actions import Action
+from megastable_guard.guard import Recorded, simulate
 
 BY_NAME = {case.name: case for case in CASES}
 START = 30  # steps: refusals before are the recipe's, not the scenario's

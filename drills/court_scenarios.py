@@ -28,10 +28,10 @@ from megastable.base.errors import ConfigError, DataError
 from megastable.data.manifest import Segment, adopt
 from megastable.data.order import Order, OrderedCorpus
 from megastable.data.shard_writer import ShardWriter
-from megastable.data.stdlib import stdlib_files
-from megastable.data.text_files import TextFiles
 from megastable.data.tokenizer import Tokenizer, load_tokenizer
-from megastable.data.train_tokenizer import train_sentencepiece
+from megastable_tools.prepare.stdlib import stdlib_files
+from megastable_tools.prepare.text_files import TextFiles
+from megastable_tools.prepare.train_tokenizer import train_sentencepiece
 
 # prose: the reference of Python and the descriptions of installed packages; code: Python's standard library; foreign:
 # the prose in a made-up language, letter for letter; table: lines of a log that are easy to learn; hex: dumps of random

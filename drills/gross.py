@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from drills.plan import Fault
 from drills.scenario import CLEAN, FAULT_STEP, STEPS, Scenario, data, outside
-from megastable.guard.actions import Cause
-from megastable.guard.incident import Kind
+from megastable_guard.actions import Cause
+from megastable_guard.incident import Kind
 
 EPOCHS, EPOCHS_STEP, FEW = 3, 40, 20  # epochs of a small corpus; step of the fault in the first one; samples
 HIGH_RATE_STEPS = 50

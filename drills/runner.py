@@ -39,7 +39,7 @@ POLL = 0.1
 LIMIT = 1200.0  # seconds of a run; alone on two cores, each takes less than a tenth
 HUNG = 20.0  # seconds without a step after which an unsupervised run counts as hung
 
-CODE = (ROOT / "megastable", ROOT / "drills")
+CODE = tuple(ROOT / name for name in ("megastable", "guard", "tools", "drills"))
 # Code without influence on the runs: it may change between the runs of a table.
 JUDGED = ("exercise", "learning", "score", "court", "court_scenarios")
 JUDGING = {ROOT / "drills" / f"{name}.py" for name in JUDGED}

@@ -17,8 +17,8 @@ from typing import Literal
 from drills.corrupt_texts import Text
 from drills.plan import Fault
 from megastable.data.plant import Kind as Region
-from megastable.guard.actions import Cause
-from megastable.guard.incident import Kind
+from megastable_guard.actions import Cause
+from megastable_guard.incident import Kind
 
 # From outside: SIGKILL or SIGSTOP to a rank; a damaged newest checkpoint and then SIGKILL to a rank; a newest one with
 # right hashes over wrong content (poison.py) and then SIGKILL to a rank; SIGKILL to the started process, the

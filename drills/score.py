@@ -15,8 +15,6 @@ from drills.exercise import Outcome
 from drills.plan import Policy
 from drills.scenario import Scenario
 from megastable.data.plant import Planted
-from megastable.forensics.history import History
-from megastable.guard.actions import Cause
 from megastable.report.postmortem.sample_texts import Library
 from megastable.run import records
 from megastable.run.directory import RunDirectory
@@ -25,6 +23,8 @@ from megastable.run.events.reading import latest
 from megastable.run.events.stability_events import Discarded, Handover, IncidentEvent, Located, TrendEvent
 from megastable.run.events.supervisor_events import SupervisorEvent
 from megastable.run.events.training_events import Training, Unstable, Warned
+from megastable_guard.actions import Cause
+from megastable_tools.forensics.history import History
 
 REACH = 30  # steps after a fault in which an alarm may be its consequence: the verification time of an action
 TARGET = 0.02  # nats: maximum excess of ours over the clean run

@@ -26,11 +26,11 @@ from megastable.base.errors import DataError
 from megastable.config import recipe
 from megastable.data.manifest import FILE, Manifest, Segment, Stream
 from megastable.data.plant import Planted, plant
-from megastable.data.prepare import prepare_shards
-from megastable.data.stdlib import prepare_stdlib
-from megastable.data.text_files import TextFiles
 from megastable.data.tokenizer import load_tokenizer
-from megastable.data.train_tokenizer import train_sentencepiece
+from megastable_tools.prepare.prepare import prepare_shards
+from megastable_tools.prepare.stdlib import prepare_stdlib
+from megastable_tools.prepare.text_files import TextFiles
+from megastable_tools.prepare.train_tokenizer import train_sentencepiece
 
 VOCABULARY = 1024
 RANKS = 2

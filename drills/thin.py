@@ -11,8 +11,8 @@ from dataclasses import replace
 from drills.corrupt_texts import Text
 from drills.plan import Fault
 from drills.scenario import FAULT_STEP, GLOBAL_BATCH, SAMPLES, STEPS, Scenario, outside
-from megastable.guard.actions import Cause
-from megastable.guard.incident import Kind
+from megastable_guard.actions import Cause
+from megastable_guard.incident import Kind
 
 EARLY = 75  # step of the long regions: early, to observe the steps after them
 LONG = 480  # samples: 30 steps

@@ -15,8 +15,8 @@ from drills import faults
 from drills.plan import SEARCH, VARIABLE, Plan, Policy
 from megastable import train
 from megastable.engine.measured import Measured
-from megastable.guard.signals import Verdict
 from megastable.recovery.recovery import Recovery
+from megastable_guard.signals import Verdict
 
 WINDOW = 128
 SIGMA = 6.0

@@ -7,7 +7,7 @@
 #
 # The stages 1.3b-fp8 and 7b-fp8 compare FP8 with bf16 in speed (the ratio of the row megastable-bf16). What it makes of
 # the loss over 1,000 steps of text takes longer, and is asked for by itself (val_loss in runs/text-*/summary.json):
-#   python3 tools/prepare_data.py stdlib --output data/stdlib
+#   megastable prepare stdlib --output data/stdlib
 #   for fp8 in off current delayed block; do
 #     python3 -m deepspeed.launcher.runner --num_gpus 1 --module megastable.train launch/recipes/quickstart.yaml \
 #       train.steps=1000 data.corpora='[{path: data/stdlib}]' run.dir=runs/text-$fp8 precision.fp8=$fp8

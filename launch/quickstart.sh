@@ -13,10 +13,10 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 case ${1-} in -h | --help) sed -n '2,/^set/{/^set/d; s/^# \{0,1\}//; p}' launch/quickstart.sh; exit 0 ;; esac
 bash launch/install.sh
 
-.venv/bin/python tools/prepare_data.py stdlib --output data/stdlib
+.venv/bin/megastable prepare stdlib --output data/stdlib
 case " $*" in
   *" data.corpora"*) ;; # the user's own
-  *) .venv/bin/python tools/prepare_data.py plant data/stdlib data/stdlib-planted --overwrite \
+  *) .venv/bin/megastable prepare plant data/stdlib data/stdlib-planted --overwrite \
     --recipe launch/recipes/quickstart.yaml -- "$@" ;;
 esac
 

@@ -24,6 +24,7 @@ from megastable.cluster.launcher import free_port
 from tests.data.texts import documents
 
 ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("megastable", "guard/megastable_guard", "tools/megastable_tools")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 RANGES = [Requirement(r) for r in sum(PROJECT["optional-dependencies"].values(), PROJECT["dependencies"])]
 
@@ -81,7 +82,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("source")
     for name in ("pyproject.toml", "LICENSE"):
         shutil.copy(ROOT / name, folder)
-    shutil.copytree(ROOT / "megastable", folder / "megastable", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in PACKAGES:
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     build = "import sys; from setuptools.build_meta import build_wheel; print(build_wheel(sys.argv[1]))"
     done = subprocess.run([sys.executable, "-c", build, "."], cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -91,8 +93,13 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_wheel_has_every_file_of_the_package(wheel: Path) -> None:
     """Templates and what is vendored too, which the page of a sheet is made of; and the recipes."""
-    package = wheel.parent / "megastable"
-    files = {str(path.relative_to(wheel.parent)) for path in package.rglob("*") if path.is_file()}
+    packages = [wheel.parent / name for name in PACKAGES]
+    files = {
+        str(path.relative_to(package.parent))
+        for package in packages
+        for path in package.rglob("*")
+        if path.is_file()
+    }
     assert files <= set(zipfile.ZipFile(wheel).namelist())
     assert any(name.endswith("vendor/tabulator.min.js") for name in files)
     for folder in ("ds_configs", "launch/recipes", "launch/clusters"):
@@ -105,10 +112,10 @@ def test_what_a_wheel_says_to_do_can_be_done_without_a_checkout(wheel: Path, tmp
     zipfile.ZipFile(wheel).extractall(tmp_path)
     lacking = re.compile(r"tools/\w+\.py|(?<!/)\b\w+_data\.py|(?<!tests/)launch/[\w-]+\.(?:sh|sbatch|py)")
     # The first says it in a checkout alone; the second is what slurm.sbatch asks.
-    exempt = {"base/installation.py", "cluster/slurm_job.py"}
+    exempt = {"megastable/base/installation.py", "megastable/cluster/slurm_job.py"}
     found = set()
-    for path in (tmp_path / "megastable").rglob("*"):
-        name = str(path.relative_to(tmp_path / "megastable"))
+    for path in tmp_path.rglob("*"):
+        name = str(path.relative_to(tmp_path))
         if name in exempt or "vendor" in name or path.suffix not in (".py", ".js", ".jinja"):
             continue
         text = path.read_text(encoding="utf-8")

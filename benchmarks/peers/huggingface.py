@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from benchmarks.peers import RATE, Contestant, Task, Unavailable, adamw, trained
 from megastable.base.errors import ConfigError
-from megastable.convert.huggingface import architectures, names, settings
 from megastable.model.flops import parameters
+from megastable_tools.convert.huggingface import architectures, names, settings
 
 
 def _model(task: Task) -> tuple[nn.Module, str]:

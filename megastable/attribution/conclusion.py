@@ -20,8 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from megastable.base.text import plural
-from megastable.guard.actions import Cause
-from megastable.guard.policy import FEW
+from megastable_guard.actions import Cause
+from megastable_guard.policy import FEW
 
 Floats = npt.NDArray[np.float64]
 

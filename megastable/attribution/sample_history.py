@@ -30,7 +30,7 @@ from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from megastable.attribution import groups
 from megastable.config.stability import SampleConfig
-from megastable.guard.signals import Verdict
+from megastable_guard.signals import Verdict
 
 Floats = npt.NDArray[np.float64]
 Int64s = npt.NDArray[np.int64]

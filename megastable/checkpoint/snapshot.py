@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megastable.base.fingerprint import Marks, marks_of, unlike
 from megastable.engine.hostcopy import CopiedTensors, HostCopy
-from megastable.guard.spacing import thin
+from megastable_guard.spacing import thin
 
 
 class Stateful(Protocol):

@@ -27,7 +27,6 @@ from megastable.config.model import ModelConfig
 from megastable.config.tree import RunConfig
 from megastable.engine.adjustments import SWIGLU_CLAMP
 from megastable.engine.flatstate import KINDS
-from megastable.guard.policy_state import PolicyState
 from megastable.model.gpt import GPT
 from megastable.optim.build import interchangeable
 from megastable.parallel.fragments import Fragment
@@ -36,6 +35,7 @@ from megastable.parallel.topology import TensorParallel
 from megastable.run.changes import changes_of, config_at
 from megastable.run.directory import RunDirectory
 from megastable.run.events.people_events import ChangeMade
+from megastable_guard.policy_state import PolicyState
 
 
 @dataclass(frozen=True)

@@ -21,11 +21,12 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from megastable.base.installation import package_folders
 from megastable.cluster.gpu_health import read_gpus
 from megastable.cluster.timed_probe import TimedProbe, answer_of
 
@@ -56,7 +57,7 @@ def report(
 ) -> dict[str, Any]:
     """The report; the keys are those of `preflight.HostReport`."""
     probes = {
-        "code": TimedProbe(lambda: code_hash(PACKAGE), LOOK),
+        "code": TimedProbe(lambda: code_hash(package_folders()), LOOK),
         "commit": TimedProbe(lambda: commit(PACKAGE.parent), LOOK),
         "packages": TimedProbe(packages, LOOK),
         "disk_free": TimedProbe(lambda: shutil.disk_usage(folder).free, LOOK),
@@ -98,13 +99,14 @@ def allowed(full: bool, burn_in_seconds: float | None) -> float:
     return ALL + (BENCH if full else 0.0) + (0.0 if burn_in_seconds is None else burn_in_seconds + BURN_IN)
 
 
-def code_hash(package: Path) -> str:
+def code_hash(packages: Sequence[Path]) -> str:
     """sha256 of the names and contents of all .py files, as hexadecimal digits."""
     total = hashlib.sha256()
-    for path in sorted(package.rglob("*.py")):
-        content = path.read_bytes()
-        total.update(f"{path.relative_to(package).as_posix()}\0{len(content)}\0".encode())
-        total.update(content)
+    for package in packages:
+        for path in sorted(package.rglob("*.py")):
+            content = path.read_bytes()
+            total.update(f"{path.relative_to(package.parent).as_posix()}\0{len(content)}\0".encode())
+            total.update(content)
     return total.hexdigest()
 
 

@@ -17,7 +17,7 @@ from megastable.commands.options import Json, JsonFile, Plot, put_json
 
 if TYPE_CHECKING:
     from megastable.config.stability import StabilityConfig
-    from megastable.guard.guard import BacktestDecision, Recorded
+    from megastable_guard.guard import BacktestDecision, Recorded
 
 EVERY = 100  # steps between updates of the progress bar
 app = App()
@@ -46,7 +46,7 @@ def backtest(
     JSON: every step as {step, verdict, action, reason, reset}.
     """
     from megastable.base.progress_bar import bar
-    from megastable.guard.guard import simulate
+    from megastable_guard.guard import simulate
 
     given = overrides or []
     if foreign := [item for item in given if not item.startswith("stability.")]:
@@ -58,7 +58,8 @@ def backtest(
         )
     judged = []
     with bar("replaying", len(rows), as_json, "steps") as progress:
-        for step in simulate(rows, config, fp8):
+        snapshots = config.snapshots
+        for step in simulate(rows, config, fp8, interval=snapshots.interval, keep=snapshots.keep):
             judged.append(step)
             if not len(judged) % EVERY:
                 progress(EVERY)
@@ -86,9 +87,9 @@ def _config(source: Path, overrides: list[str]) -> tuple[StabilityConfig, bool]:
 
 
 def _read(source: Path) -> list[Recorded]:
-    from megastable.guard.guard import Recorded
     from megastable.report.traces import read_trace
     from megastable.run import records
+    from megastable_guard.guard import Recorded
 
     if not source.is_dir():
         return read_trace(source, lambda line: typer.echo(line, err=True))
@@ -111,8 +112,8 @@ def _show(source: Path, judged: list[BacktestDecision]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from megastable.guard.actions import Action
     from megastable.report.traces import episodes
+    from megastable_guard.actions import Action
 
     console = Console(markup=False, emoji=False, highlight=False)
     table = Table("steps", "verdict", "action", "reason", title=str(source), title_justify="left")

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import typer.main
 
 from megastable.commands.app import SETTINGS, Command, Group
 
-# Each is a module of this package with an `app`, whose help begins with this line.
+# Each is a module with an `app`, whose help begins with this line: of this package, or of the tools, which are looked
+# for only when one of their commands is asked for.
 COMMANDS = {
     "train": "Train without a supervisor, by the deepspeed launcher.",
     "supervise": "Train under a supervisor, which restarts the run from a good checkpoint after a crash or a hang.",
@@ -38,6 +40,15 @@ COMMANDS = {
     "chaos": "Make hosts, links, processes and storage fail under the supervisor. Needs a checkout.",
     "drill": "Train with planted faults under each policy, and compare with a clean run. Needs a checkout.",
 }
+# By what a person wants to do.
+PANELS = {
+    "Train": ("plan", "preflight", "train", "supervise"),
+    "Follow a run, and step in": ("status", "watch", "change", "note", "goodput", "profile", "report"),
+    "Look after data": ("prepare", "inspect", "prune", "skips"),
+    "Look after checkpoints": ("checkpoint", "convert", "generate"),
+    "Ask why, or what if": ("court", "backtest", "repeat", "study", "fp8-check"),
+    "Measure megastable itself": ("bench", "drill", "chaos"),
+}
 
 
 class LazyGroup(Group):
@@ -45,7 +56,11 @@ class LazyGroup(Group):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        self.commands = {name: Command(name=name, help=line) for name, line in COMMANDS.items()}
+        self.commands = {
+            name: Command(name=name, help=COMMANDS[name], rich_help_panel=panel)
+            for panel, names in PANELS.items()
+            for name in names
+        }
 
     def resolve_command(self, context: Any, args: list[str]) -> Any:
         name, found, rest = super().resolve_command(context, args)
@@ -54,7 +69,9 @@ class LazyGroup(Group):
 
 def load(name: str) -> Any:
     """Import the command of that name."""
-    module = import_module(f"megastable.commands.{name.replace('-', '_')}")
+    file = name.replace("-", "_")
+    own = find_spec(f"megastable.commands.{file}") is not None
+    module = import_module(f"megastable.commands.{file}" if own else f"megastable_tools.commands.{file}")
     found = typer.main.get_command(module.app)
     found.name = name
     return found

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from megastable.config.section import SampleCount, Section, StepsOrTime, seconds_of
+from megastable_guard.section import SampleCount, Section, StepsOrTime, seconds_of
 
 
 class VitalsConfig(Section):

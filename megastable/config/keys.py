@@ -13,8 +13,8 @@ import yaml
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined, to_jsonable_python
 
-from megastable.config.section import InWords, Section
 from megastable.config.tree import RunConfig
+from megastable_guard.section import InWords, Section
 
 REQUIRED = "required"
 KINDS: dict[Any, str] = {

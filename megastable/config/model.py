@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
-from megastable.config.section import Fraction, Section
+from megastable_guard.section import Fraction, Section
 
 
 class RopeScalingConfig(Section):

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 
-from megastable.config.section import Fraction, Section
+from megastable_guard.section import Fraction, Section
 
 _ADAMS = frozenset({"adamw", "stable_adamw", "spam", "stable_spam", "lamb", "muon"})
 # Of the keys below `optimizer` that not all rules, or kinds of clipping, read: those that do. The others leave them be.

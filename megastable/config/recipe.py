@@ -16,8 +16,8 @@ from megastable.base.errors import ConfigError
 from megastable.base.installation import IS_CHECKOUT, ROOT
 from megastable.config.keys import Key, all_keys, key_at, section_at
 from megastable.config.other_names import known_elsewhere
-from megastable.config.section import BEYOND_RANGE, BOOL_FOR_ANOTHER_KIND
 from megastable.config.tree import RunConfig
+from megastable_guard.section import BEYOND_RANGE, BOOL_FOR_ANOTHER_KIND
 
 # What comes along in every installation, below the paths that it has in a checkout, where links lead here.
 SHIPPED = Path(__file__).resolve().parents[1] / "shipped"

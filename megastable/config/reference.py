@@ -11,7 +11,7 @@ from itertools import pairwise
 
 from megastable.config.keys import REQUIRED, Key, keys_of, sections
 from megastable.config.other_names import read_names
-from megastable.config.section import Section
+from megastable_guard.section import Section
 
 COMMAND = "python -m megastable.config --reference > docs/configuration.md"
 INTRODUCTION = f"""# Configuration
@@ -128,7 +128,8 @@ def _table(rows: list[dict[str, str]]) -> str:
 def _linked(text: str) -> str:
     text = re.sub(r"arXiv:(\d{4}\.\d{4,5})", r"[arXiv:\1](https://arxiv.org/abs/\1)", text)
     text = re.sub(r"(?<![\w/])docs/([\w-]+\.md)", r"[\1](\1)", text)
-    rooms = "guard|attribution|hardware|warnings|recovery|checkpoint|model"
+    text = re.sub(r"(?<![\w/])(megastable_guard/\w+\.py)", r"[\1](../guard/\1)", text)
+    rooms = "attribution|hardware|warnings|recovery|checkpoint|model"
     return re.sub(rf"(?<![\w/])((?:{rooms})/\w+\.py)", r"[\1](../megastable/\1)", text)
 
 

@@ -16,7 +16,7 @@ from pydantic import (
     field_serializer,
 )
 
-from megastable.config.section import PositiveSeconds, Seconds, Section
+from megastable_guard.section import PositiveSeconds, Seconds, Section
 
 REDACTED = "<redacted>"
 SECRETS = ("webhook", "command")  # keys that may hold a password

@@ -7,8 +7,8 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt, field_validator
 
-from megastable.config.section import SampleCount, Section
 from megastable.config.warmups import BatchWarmup, SequenceWarmup
+from megastable_guard.section import SampleCount, Section
 
 
 class TrainConfig(Section):

@@ -27,11 +27,11 @@ from megastable.config.checkpoint import CheckpointConfig
 from megastable.config.model import ModelConfig
 from megastable.config.optimizers import OptimizerConfig
 from megastable.config.rules import impossible
-from megastable.config.section import Fraction, PositiveSeconds, Section, WholeSeconds
 from megastable.config.stability import StabilityConfig
 from megastable.config.supervise import SuperviseConfig
 from megastable.config.training import ParallelConfig, PrecisionConfig, TrainConfig
 from megastable.config.warmups import Stages, batches, pieces
+from megastable_guard.section import Fraction, PositiveSeconds, Section, WholeSeconds
 
 
 class ProfileConfig(Section):

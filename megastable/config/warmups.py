@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from pydantic import Field, PositiveInt
 
-from megastable.config.section import Section
+from megastable_guard.section import Section
 
 
 class BatchWarmup(Section):

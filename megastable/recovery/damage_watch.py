@@ -15,9 +15,9 @@ from megastable.data.loader import Loader, MicroBatch
 from megastable.engine.engine import Engine
 from megastable.engine.measured import Measured
 from megastable.engine.watch import Watch
-from megastable.guard.damage import ProbeTrend, Rise, TensorJump, TensorLook, TensorNorms, TensorPaces
 from megastable.run.events.stability_events import Probed
 from megastable.run.log import RunLog
+from megastable_guard.damage import ProbeTrend, Rise, TensorJump, TensorLook, TensorNorms, TensorPaces
 
 EVERY = 25  # steps between two looks, at most
 MOST = 64  # samples

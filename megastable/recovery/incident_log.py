@@ -30,15 +30,15 @@ from megastable.data.skip_ledger import AnyEntry, Ledger, SampleEntry, SkipEntry
 from megastable.data.skipping import persist
 from megastable.data.skips import Selection, Skips, ranges_of
 from megastable.data.untold import UntoldSamples, find_untold
-from megastable.guard.actions import Action, Cause, Decision
-from megastable.guard.guard import Guard
-from megastable.guard.incident import Breakdown, Incident, LeftOutSamples, Outcome, kind_of
-from megastable.guard.policy import BLAMELESS
-from megastable.guard.signals import Verdict
 from megastable.recovery.run_parts import RunParts
 from megastable.run.events.event import Event
 from megastable.run.events.stability_events import AlertEvent, Handover, IncidentEvent
 from megastable.run.events.training_events import Unstable
+from megastable_guard.actions import Action, Cause, Decision
+from megastable_guard.guard import Guard
+from megastable_guard.incident import Breakdown, Incident, LeftOutSamples, Outcome, kind_of
+from megastable_guard.policy import BLAMELESS
+from megastable_guard.signals import Verdict
 
 Int64s = npt.NDArray[np.int64]
 

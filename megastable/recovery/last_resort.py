@@ -13,12 +13,12 @@ from megastable.base.collectives import first, shared
 from megastable.base.errors import HandoverError, MegastableError, UnstableError
 from megastable.checkpoint import store
 from megastable.checkpoint.store import RunState
-from megastable.guard.actions import Action, Cause, Decision
-from megastable.guard.guard import Guard
 from megastable.recovery.incident_log import IncidentLog
 from megastable.recovery.rewind_points import Points
 from megastable.recovery.run_parts import RunParts
 from megastable.run.events.stability_events import AlertEvent
+from megastable_guard.actions import Action, Cause, Decision
+from megastable_guard.guard import Guard
 
 
 class LastResort:

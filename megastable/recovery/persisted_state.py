@@ -14,12 +14,12 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from megastable.checkpoint import store
-from megastable.guard.guard import GuardState
-from megastable.guard.incident import Incident, LeftOutSamples
-from megastable.guard.policy_state import PolicyState
 from megastable.run.events.event import Event
 from megastable.run.events.stability_events import AlertEvent, Handover, IncidentEvent
 from megastable.run.events.training_events import Unstable
+from megastable_guard.guard import GuardState
+from megastable_guard.incident import Incident, LeftOutSamples
+from megastable_guard.policy_state import PolicyState
 
 TELLING = (IncidentEvent, Handover, AlertEvent, Unstable)  # events that may carry all this
 

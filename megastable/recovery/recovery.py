@@ -18,9 +18,6 @@ from megastable.checkpoint.store import RunState
 from megastable.data.loader import MicroBatch, Step
 from megastable.engine import nan_locator
 from megastable.engine.measured import Judge, Measured
-from megastable.guard.actions import Action, Cause, Decision
-from megastable.guard.guard import Guard
-from megastable.guard.signals import Finding, Signals, Verdict
 from megastable.hardware.gradient_watch import Suspicion
 from megastable.hardware.hardware_fault import HardwareFault
 from megastable.hardware.hardware_watch import HardwareWatch
@@ -45,6 +42,9 @@ from megastable.run.events.training_events import Warned
 from megastable.warnings.noise_scale import NoiseScaleWatch
 from megastable.warnings.signs import StartSigns
 from megastable.warnings.trends import TrendWatch
+from megastable_guard.actions import Action, Cause, Decision
+from megastable_guard.guard import Guard
+from megastable_guard.signals import Finding, Signals, Verdict
 
 EVALUATED = "data.validation", "train.eval_samples"  # keys that say which samples are evaluated
 

@@ -43,12 +43,12 @@ from megastable.base.errors import DataError
 from megastable.checkpoint.snapshot import Snapshot
 from megastable.checkpoint.store import RunState
 from megastable.data.skips import Selection
-from megastable.guard.guard import Guard
-from megastable.guard.policy import ADJUSTED, Offer
 from megastable.recovery.rewind_points import Points
 from megastable.recovery.run_parts import RunParts
 from megastable.run.events.stability_events import BranchesTried
 from megastable.run.events.training_events import Warned
+from megastable_guard.guard import Guard
+from megastable_guard.policy import ADJUSTED, Offer
 
 Int64s = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]

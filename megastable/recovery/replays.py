@@ -18,12 +18,12 @@ from megastable.data.loader import Step
 from megastable.engine.engine import Engine
 from megastable.engine.measured import Measured
 from megastable.engine.numerics import Numerics
-from megastable.guard import policy_state
-from megastable.guard.guard import Guard
-from megastable.guard.robust import Trend
-from megastable.guard.signals import Verdict
 from megastable.recovery.run_parts import RunParts
 from megastable.run.events.stability_events import FellBack, KernelsLeft, KernelsTriedAgain, Returned
+from megastable_guard import policy_state
+from megastable_guard.guard import Guard
+from megastable_guard.robust import Trend
+from megastable_guard.signals import Verdict
 
 SAME = 1e-3  # relative: replays agree far better, even with unordered sums on a GPU
 SAME_NORM = 0.05  # relative: norms agree far better, even with unordered sums of gradients

@@ -26,9 +26,9 @@ from megastable.checkpoint.snapshot import Ring, Snapshot
 from megastable.checkpoint.snapshot_budget import NO_SNAPSHOTS, SnapshotBudget
 from megastable.checkpoint.store import RunState
 from megastable.data.skips import Selection
-from megastable.guard.detector_state import DetectorState
 from megastable.recovery.run_parts import RunParts
 from megastable.run.events.stability_events import NoSnapshots, SnapshotRejected
+from megastable_guard.detector_state import DetectorState
 
 Floats = npt.NDArray[np.float64]
 TOLD = 4  # ranks named in a sentence

@@ -18,15 +18,6 @@ from megastable.checkpoint.snapshot import Snapshot
 from megastable.checkpoint.store import RunState
 from megastable.engine import growth_locator
 from megastable.engine.measured import Measured
-from megastable.guard import policy_state
-from megastable.guard.actions import Action, Cause, Decision, Remedy
-from megastable.guard.damage import TensorJump, TensorNorms
-from megastable.guard.detector import Detector
-from megastable.guard.detector_state import DetectorState
-from megastable.guard.guard import Guard
-from megastable.guard.policy import ADJUSTED, BLAMELESS, REWARM_FROM, Offer
-from megastable.guard.robust import Trend
-from megastable.guard.signals import Finding, Verdict
 from megastable.recovery.incident_log import IncidentLog
 from megastable.recovery.last_resort import LastResort
 from megastable.recovery.replay_trials import Trials, TrialStart
@@ -37,6 +28,15 @@ from megastable.recovery.sample_watch import UNKNOWN
 from megastable.recovery.watches import Watches
 from megastable.run.events.stability_events import Located, RateCut, RateWarmup, SettingsAdjusted
 from megastable.run.events.training_events import Warned
+from megastable_guard import policy_state
+from megastable_guard.actions import Action, Cause, Decision, Remedy
+from megastable_guard.damage import TensorJump, TensorNorms
+from megastable_guard.detector import Detector
+from megastable_guard.detector_state import DetectorState
+from megastable_guard.guard import Guard
+from megastable_guard.policy import ADJUSTED, BLAMELESS, REWARM_FROM, Offer
+from megastable_guard.robust import Trend
+from megastable_guard.signals import Finding, Verdict
 
 # Most samples that one trial takes away: so many, or this share of those read.
 TAKEN_AWAY, TAKEN_SHARE = 1024, 0.001

@@ -23,12 +23,12 @@ from megastable.checkpoint.store import RunState
 from megastable.data.loader import Step
 from megastable.engine.measured import Measured
 from megastable.engine.watch import Watch
-from megastable.guard.actions import Action, Cause, Decision
-from megastable.guard.policy import Policy
-from megastable.guard.signals import Verdict
 from megastable.recovery.incident_log import IncidentLog
 from megastable.recovery.run_parts import RunParts
 from megastable.run.events.stability_events import DiscardExamined, SamplesDropped, SamplesExamined, Would
+from megastable_guard.actions import Action, Cause, Decision
+from megastable_guard.policy import Policy
+from megastable_guard.signals import Verdict
 
 # What is to be skipped, or deferred, of the suspects of some steps; or why nothing is, as a sentence.
 ChooseSkips = Callable[[Conclusion, Sequence[Trained], RunState], tuple[Conclusion, str]]

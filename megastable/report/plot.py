@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 
-from megastable.guard.actions import Action
-from megastable.guard.guard import BacktestDecision, Recorded
-from megastable.guard.signals import Verdict
 from megastable.report.figures import save
 from megastable.report.scale import drawable
+from megastable_guard.actions import Action
+from megastable_guard.guard import BacktestDecision, Recorded
+from megastable_guard.signals import Verdict
 
 COLOURS = {
     Action.DISCARD: "tab:orange", Action.REWIND: "tab:red", Action.FALL_BACK: "tab:blue", Action.CAP_LR: "tab:purple",

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megastable.base.errors import DataError
-from megastable.guard.actions import Action
-from megastable.guard.guard import BacktestDecision, Recorded
-from megastable.guard.signals import Verdict
+from megastable_guard.actions import Action
+from megastable_guard.guard import BacktestDecision, Recorded
+from megastable_guard.signals import Verdict
 
 AROUND = 4  # gaps to each side that show the logging cadence of the loss: it must hold for five
 

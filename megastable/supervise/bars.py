@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megastable.guard.actions import Action, Cause, Remedy
 from megastable.supervise.exit_cause import End
+from megastable_guard.actions import Action, Cause, Remedy
 
 LOST = ("host gone", "rank lost")  # kinds of failures of a host, not of a process on it
 

@@ -108,7 +108,7 @@ def look_ahead(
 ) -> BesideProcess:
     """The scan ahead of a run (forensics/prescan.py). Its ledger lines stay."""
     return BesideProcess(
-        run, "megastable.forensics.prescan", run.logs / "look_ahead.log", [recipe, *overrides],
+        run, "megastable_tools.forensics.prescan", run.logs / "look_ahead.log", [recipe, *overrides],
         config.data.look_ahead.steps > 0, "what looks ahead in the data", "what comes is trained on unseen", say,
     )  # fmt: skip
 
@@ -118,6 +118,6 @@ def evaluation(
 ) -> BesideProcess:
     """The evaluation of a run's checkpoints (downstream/evaluator.py)."""
     return BesideProcess(
-        run, "megastable.downstream.evaluator", run.logs / "evaluation.log", [recipe, *overrides],
+        run, "megastable_tools.downstream.evaluator", run.logs / "evaluation.log", [recipe, *overrides],
         config.eval.command is not None, "the evaluation of checkpoints", "no more of them are evaluated", say,
     )  # fmt: skip

@@ -13,12 +13,12 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from megastable.base.activity import REST
-from megastable.guard.actions import Cause
 from megastable.run.goodput.time_account import KINDS
 from megastable.run.run_history import ENDED_AS
 from megastable.supervise.standing import State
 from megastable.supervise.status import Status
 from megastable.warnings.trend_signals import SIGNALS
+from megastable_guard.actions import Cause
 
 PREFIX = "megastable_"
 GIB = 1 << 30  # bytes

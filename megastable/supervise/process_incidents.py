@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from megastable.data.skips import Range
-from megastable.guard.actions import Action, Cause, Remedy
-from megastable.guard.incident import Breakdown, Incident, Outcome
 from megastable.run.events.stability_events import IncidentEvent
 from megastable.run.rank_ipc import Progress
 from megastable.supervise.exit_cause import End
 from megastable.supervise.supervisor_journal import SupervisorJournal
+from megastable_guard.actions import Action, Cause, Remedy
+from megastable_guard.incident import Breakdown, Incident, Outcome
 
 
 class ProcessIncidents:

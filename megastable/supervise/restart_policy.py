@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from megastable.base.errors import NO_SPACE
-from megastable.config.stability import PolicyConfig
-from megastable.guard.actions import Action, Cause, Remedy
+from megastable_guard.actions import Action, Cause, Remedy
+from megastable_guard.guard_config import PolicyConfig
 
 FULL = "the disk is full"
 

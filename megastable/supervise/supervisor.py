@@ -27,8 +27,6 @@ from megastable.config.supervise import redacted_override
 from megastable.config.tree import RunConfig
 from megastable.data.skip_ledger import append_all
 from megastable.data.skips import Range, ranges_of
-from megastable.guard.actions import Action, Cause, Remedy
-from megastable.guard.incident import Breakdown
 from megastable.run.directory import RunDirectory, read_object
 from megastable.run.events.event import Event, whole
 from megastable.run.events.supervisor_events import Ended, Hang, Launched, Restart, SupervisorEvent
@@ -49,6 +47,8 @@ from megastable.supervise.rank_files import RankFiles, StorageProbe
 from megastable.supervise.restart_policy import Failure, after_failure, pause
 from megastable.supervise.slow_hosts import SlowHosts, reported
 from megastable.supervise.supervisor_journal import Listener, SupervisorJournal
+from megastable_guard.actions import Action, Cause, Remedy
+from megastable_guard.incident import Breakdown
 
 LOOK = 0.2  # seconds between polls: a dead rank waits about a second for the launcher to notice
 # Seconds from the end of the first rank to that of the last, if all end for a reason they all know: ...

@@ -6,11 +6,11 @@ from collections import Counter
 
 from pydantic import ValidationError
 
-from megastable.guard.incident import Breakdown, Incident
 from megastable.run.run_history import FailedAttempt, RunHistory
 from megastable.supervise.bars import HostBar
 from megastable.supervise.exit_cause import End
 from megastable.supervise.restart_policy import Failure
+from megastable_guard.incident import Breakdown, Incident
 
 
 class SupervisorState(RunHistory):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 from megastable.base.collectives import first
-from megastable.guard.incident import Breakdown
 from megastable.recovery.incident_log import IncidentLog, keep_until
 from megastable.recovery.run_parts import StepResult
 from megastable.run.directory import RunDirectory
@@ -14,6 +13,7 @@ from megastable.run.events.stability_events import Handover, IncidentEvent, Inci
 from megastable.run.events.training_events import Resumed, RolledBack, Training
 from megastable.run.log import RunLog
 from megastable.training.live_changes import LiveChanges
+from megastable_guard.incident import Breakdown
 
 CHANGED = 100  # steps after a change at which its effect is told
 LATER = (100, 500)  # steps after an incident was over

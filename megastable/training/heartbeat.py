@@ -23,13 +23,13 @@ from torch.distributed import DistError
 
 from megastable.base import activity
 from megastable.base.errors import SUPERSEDED, MegastableError, code_of
+from megastable.base.installation import package_folders
 from megastable.checkpoint.store import RunState
 from megastable.run import directory
 from megastable.run.directory import RunDirectory
 from megastable.run.rank_ipc import LOST, Control, LastWords, folder_of, host_name, pause_of
 from megastable.training.startup import StopRequest
 
-PACKAGE = Path(__file__).parents[1]
 SECONDS = 0.25  # seconds between polls of rank 0, and between its progress reports
 
 
@@ -219,7 +219,10 @@ def _in_a_line(error: BaseException) -> str:
 def _where(error: BaseException) -> str:
     """The innermost line of our code."""
     # Not by the name in the path: dependencies may lie in a clone of that name.
+    packages = package_folders()
     frames = [
-        f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).is_relative_to(PACKAGE)
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if any(Path(frame.filename).is_relative_to(package) for package in packages)
     ]
     return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""

@@ -10,7 +10,6 @@ from megastable.base.collectives import first
 from megastable.base.errors import DataError, SpaceError
 from megastable.config.tree import RunConfig
 from megastable.engine.engine import Engine
-from megastable.guard.robust import median
 from megastable.recovery.run_parts import StepResult
 from megastable.run.changes import answer, config_at, follow_recipe, holding, list_left_out, read_requests
 from megastable.run.directory import RunDirectory
@@ -18,6 +17,7 @@ from megastable.run.events.people_events import ChangeMade, ChangeRefused
 from megastable.run.events.training_events import Warned
 from megastable.run.log import RunLog
 from megastable.training.heartbeat import WatchedFile
+from megastable_guard.robust import median
 
 LATELY = 20  # applied steps whose median tells the level
 

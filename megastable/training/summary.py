@@ -12,7 +12,6 @@ from megastable.config.recipe import find
 from megastable.config.tree import RunConfig
 from megastable.data.plant import read_planted
 from megastable.data.statistics import token_counts, unigram_entropy
-from megastable.guard.policy_state import PolicyState
 from megastable.model.flops import parameters
 from megastable.run.directory import RunDirectory, as_json
 from megastable.run.events.reading import latest
@@ -20,6 +19,7 @@ from megastable.run.events.stability_events import IncidentEvent
 from megastable.run.events.training_events import Evaluated, Finished, RecordsLost
 from megastable.run.goodput.watching import read_account
 from megastable.run.log import RunLog
+from megastable_guard.policy_state import PolicyState
 
 if TYPE_CHECKING:  # it needs torch
     from megastable.checkpoint.store import RunState

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megastable.guard.robust import MAD_TO_SIGMA
+from megastable_guard.robust import MAD_TO_SIGMA
 
 Floats = npt.NDArray[np.float64]
 

@@ -19,9 +19,9 @@ from megastable.attribution.conclusion import (
     is_worse,
 )
 from megastable.attribution.groups import ENOUGH, SCALE_FLOOR, TAIL_KNOWN, UsualLosses, bad_by_loss
-from megastable.guard.actions import Cause
-from megastable.guard.robust import Trend
 from megastable.recovery.replays import SAME, Replay, Result, gone, replay, reproduced
+from megastable_guard.actions import Cause
+from megastable_guard.robust import Trend
 
 NAN, INF = math.nan, math.inf
 THRESHOLD = 6.0

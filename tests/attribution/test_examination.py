@@ -18,7 +18,7 @@ from megastable.attribution.sample_replay import Known, Trained
 from megastable.config.stability import AttributionConfig
 from megastable.data.order import LAST_POSITION
 from megastable.data.skips import Skips
-from megastable.guard.actions import Cause
+from megastable_guard.actions import Cause
 
 Int64s = npt.NDArray[np.int64]
 

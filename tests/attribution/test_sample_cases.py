@@ -19,13 +19,14 @@ from megastable.attribution.conclusion import Conclusion
 from megastable.attribution.sample_history import Alarm, Waiting, WatchState
 from megastable.attribution.sample_replay import Laboratory, Trained
 from megastable.base.errors import DataError
-from megastable.config.stability import PolicyConfig, StabilityConfig
+from megastable.config.stability import StabilityConfig
 from megastable.data.skips import Skips
-from megastable.guard.actions import Cause
-from megastable.guard.policy import Policy
-from megastable.guard.signals import Verdict
 from megastable.recovery import sample_watch
 from megastable.recovery.sample_watch import CASES, LEFT_OUT, UNKNOWN, SampleWatch
+from megastable_guard.actions import Cause
+from megastable_guard.guard_config import PolicyConfig
+from megastable_guard.policy import Policy
+from megastable_guard.signals import Verdict
 from tests.guard.policies import seen
 from tests.journal import KeptLog
 

@@ -20,11 +20,11 @@ from megastable.data.loader import segments_of
 from megastable.data.order import Order, OrderedCorpus
 from megastable.data.skip_ledger import Ledger, sample_entries
 from megastable.data.skips import Selection
-from megastable.guard.actions import Cause
 from megastable.model.gpt import GPT
 from megastable.parallel.layout import Layout
 from megastable.parallel.sharding import placement_of
 from megastable.parallel.topology import TensorParallel
+from megastable_guard.actions import Cause
 from tests import reference
 from tests.conftest import VOCABULARY, tiny
 from tests.distributed import run_ranks

@@ -81,6 +81,6 @@ def test_two_texts_become_two_corpora_with_one_tokenizer(
 
 @pytest.mark.parametrize("given", [[], ["stability.samples.examinations=1"]])
 def test_what_cannot_be_measured_is_refused(given: list[str]) -> None:
-    command = [sys.executable, str(ROOT / "tools" / "bench.py"), "attribution", *given]
+    command = [sys.executable, "-m", "megastable", "bench", "attribution", *given]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2 and ("--text" in done.stderr) is not bool(given)

@@ -21,7 +21,7 @@ from megastable.engine.layer_stats import attention_chunks
 from megastable.model.gpt import Block
 from megastable.model.kernels import DTYPES
 from megastable.parallel.topology import TensorParallel
-from megastable.plan import activations
+from megastable_tools.plan import activations
 
 # The rest takes minutes: MEGASTABLE_FOOTPRINTS=all.
 SOME = ["one", "one, Gemma 2", "one, Gemma 2, reference", "one, fp16", "one, full", "PP2", "DP2 ZeRO 3 full"]

@@ -36,7 +36,7 @@ from megastable.base.errors import ConfigError, MegastableError
 from megastable.config import recipe
 from megastable.config.tree import RunConfig
 from megastable.model.flops import parameters
-from megastable.plan import volume
+from megastable_tools.plan import volume
 from tests.distributed import run_ranks
 
 

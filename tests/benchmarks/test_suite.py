@@ -21,7 +21,7 @@ from benchmarks.train_speed import resolve
 from megastable.config import deepspeed_json, recipe
 from megastable.fp8.te import misfit
 from megastable.parallel.layout import Layout
-from megastable.plan import memory
+from megastable_tools.plan import memory
 
 ROOT = Path(__file__).parents[2]
 WRITES = "import sys; open(sys.argv[sys.argv.index('--output') + 1], 'w').write({!r}); print('said')"
@@ -155,7 +155,7 @@ def test_what_is_left_goes_to_the_next() -> None:
     assert sum(stage.seconds for stage in STAGES) <= 540
 
 
-@pytest.mark.parametrize("stage", [s for s in STAGES if "tools/bench.py" in s.command], ids=lambda s: s.name)
+@pytest.mark.parametrize("stage", [s for s in STAGES if "bench" in s.command], ids=lambda s: s.name)
 def test_the_recipes_and_peers_are_there(stage: Stage) -> None:
     """Of stages that only a GPU host runs: what they ask for exists and can be laid out on one GPU."""
     words = list(stage.command)

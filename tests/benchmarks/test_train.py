@@ -490,7 +490,7 @@ def test_the_table_fits_a_terminal() -> None:
 
 def bench(*arguments: object) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"COLUMNS": "80", "OMP_NUM_THREADS": "1", "TERM": "dumb"}
-    command = [sys.executable, str(ROOT / "tools" / "bench.py"), "train", *map(str, arguments)]
+    command = [sys.executable, "-m", "megastable", "bench", "train", *map(str, arguments)]
     return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
 
 
@@ -522,7 +522,7 @@ def test_the_command(tmp_path: Path) -> None:
 
 
 def test_a_forecast_of_traffic(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from megastable.commands.bench import app
+    from megastable_tools.commands.bench import app
 
     arguments = ["--recipe", "launch/recipes/125m.yaml", "model.vocab_size=32000", "--ranks", "8"]
     with pytest.raises(SystemExit) as end:
@@ -557,7 +557,7 @@ def test_a_gpu_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
 
 def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     """The one line that is said; nothing was begun, so that this process is as it was."""
-    from megastable.commands.bench import app
+    from megastable_tools.commands.bench import app
 
     before = dict(os.environ)
     with pytest.raises(SystemExit) as end:

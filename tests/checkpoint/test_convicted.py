@@ -13,8 +13,8 @@ from megastable.base import errors
 from megastable.checkpoint import markers, store
 from megastable.checkpoint.vitals import paired
 from megastable.config.tree import RunConfig
-from megastable.convert.catalogue import entries
-from megastable.convert.marking import accept
+from megastable_tools.convert.catalogue import entries
+from megastable_tools.convert.marking import accept
 from tests.conftest import tiny, write_corpus
 from tests.distributed import run_ranks
 from tests.journal import events

@@ -16,9 +16,9 @@ from megastable.checkpoint import store
 from megastable.checkpoint.files import write_file
 from megastable.checkpoint.parts import write_manifest
 from megastable.checkpoint.store import MANIFEST, RECIPE, STATE
-from megastable.commands.checkpoint import app
 from megastable.run.directory import RunDirectory
 from megastable.run.events.training_events import CheckpointRejected, Resumed
+from megastable_tools.commands.checkpoint import app
 from tests.checkpoint.states import LAYOUTS, make_run, recipe_of
 from tests.conftest import tiny
 from tests.distributed import run_ranks

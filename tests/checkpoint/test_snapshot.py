@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megastable.checkpoint.snapshot import Ring
-from megastable.guard.spacing import thin
+from megastable_guard.spacing import thin
 
 
 @given(st.integers(1, 8), st.integers(1, 50), st.integers(1, 300))

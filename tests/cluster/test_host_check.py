@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megastable.base.installation import package_folders
 from megastable.cluster import gpu_health, host_check
 from megastable.cluster.gpu_health import RECENT, read_gpus, recent_xids
 from megastable.cluster.host_check import TOKEN, code_hash, look_at, variables
@@ -93,7 +94,7 @@ def test_the_report_of_this_host(tmp_path: Path) -> None:
     found = check(tmp_path, NCCL_DEBUG="INFO", DS_API_KEY="hush", UNRELATED="1")
     assert before <= found.time <= time.time()
     assert found.packages is not None and found.packages["torch"]
-    assert found.code == code_hash(host_check.PACKAGE)
+    assert found.code == code_hash(package_folders())
     assert found.variables["NCCL_DEBUG"] == "INFO" and "UNRELATED" not in found.variables
     assert "hush" not in str(found)
     disk = shutil.disk_usage(tmp_path).total
@@ -132,7 +133,7 @@ def test_a_benchmark_that_fails_is_told(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text(
         "raise ImportError('libcudart.so.12: cannot open shared object file')\n"
     )
-    path = os.pathsep.join([str(tmp_path), str(host_check.PACKAGE.parent)])
+    path = os.pathsep.join([str(tmp_path), *(str(folder.parent) for folder in package_folders())])
     found = check(tmp_path, "--full", "--burn-in", "1", PYTHONPATH=path)
     assert found.matmul is None and "libcudart.so.12" in found.matmul_unknown + found.all_reduce_unknown
     assert found.burn_in is None and "libcudart.so.12" in found.burn_in_unknown
@@ -213,7 +214,7 @@ def test_the_code_is_known_by_names_and_contents(tmp_path: Path) -> None:
             path = tmp_path / "p" / name.replace("__", "/")
             path.parent.mkdir(parents=True, exist_ok=True)
             path.with_suffix(".py").write_text(text)
-        return code_hash(tmp_path / "p")
+        return code_hash([tmp_path / "p"])
 
     one = package(a="1", b="2")
     assert one == package(b="2", a="1")
@@ -221,7 +222,7 @@ def test_the_code_is_known_by_names_and_contents(tmp_path: Path) -> None:
     assert len({one, *others}) == 5
     package(a="1", b="2")
     (tmp_path / "p/notes.txt").write_text("x")
-    assert code_hash(tmp_path / "p") == one
+    assert code_hash([tmp_path / "p"]) == one
 
 
 def test_variables_that_are_long_or_secret_are_only_compared() -> None:

@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
-from megastable.config.section import LARGEST, LARGEST_WHOLE, SMALLEST, Section
 from megastable.config.tree import RunConfig
+from megastable_guard.section import LARGEST, LARGEST_WHOLE, SMALLEST, Section
 
 HUGE = {int: LARGEST_WHOLE, float: LARGEST}  # where a key has no bound of its own
 

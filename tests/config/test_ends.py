@@ -16,8 +16,8 @@ from megastable.base.errors import ConfigError
 from megastable.config import deepspeed_json, recipe
 from megastable.config.lint import lint
 from megastable.config.tree import RunConfig
-from megastable.guard.guard import Guard
 from megastable.optim.next_update import RunPosition, compare_next_update
+from megastable_guard.guard import Guard
 from tests.config.ends import cases
 
 BASE: dict[str, Any] = {"model": {"layers": 2, "hidden": 32, "heads": 4, "sequence_length": 32}}

@@ -15,7 +15,7 @@ from hypothesis.extra import numpy as arrays
 from megastable.base.errors import CheckpointError, ConfigError
 from megastable.checkpoint import store
 from megastable.checkpoint.whole import WholeState, run_of
-from megastable.convert.average import average, check_alike, mean, shares
+from megastable_tools.convert.average import average, check_alike, mean, shares
 from tests.checkpoint.states import LAYOUTS, make_run, numbers, recipe_of
 from tests.convert.test_diff import weights
 

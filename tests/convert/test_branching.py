@@ -15,11 +15,6 @@ from megastable.checkpoint.whole import next_run_of, run_of
 from megastable.config import recipe
 from megastable.config.lint import lint
 from megastable.config.tree import RunConfig
-from megastable.convert.branching import branch, decaying, limits_of
-from megastable.convert.reshaping import reshape
-from megastable.guard.guard import GuardState
-from megastable.guard.learning_rate_limits import Limit
-from megastable.guard.policy_state import PolicyState
 from megastable.optim.schedule import rate
 from megastable.recovery.persisted_state import PersistedState
 from megastable.run import records
@@ -28,6 +23,11 @@ from megastable.run.directory import RunDirectory
 from megastable.run.events.people_events import ChangeMade, ChangeMeasured
 from megastable.run.events.training_events import Imported
 from megastable.run.log import RunLog
+from megastable_guard.guard import GuardState
+from megastable_guard.learning_rate_limits import Limit
+from megastable_guard.policy_state import PolicyState
+from megastable_tools.convert.branching import branch, decaying, limits_of
+from megastable_tools.convert.reshaping import reshape
 from tests.checkpoint.states import make_run, state_of
 from tests.conftest import tiny
 from tests.distributed import run_ranks, train

@@ -15,11 +15,11 @@ import pytest
 from megastable.base.errors import CheckpointError
 from megastable.checkpoint import markers, store
 from megastable.checkpoint.store import DELETING
-from megastable.convert.catalogue import CatalogueEntry, entries, sheet
 from megastable.report.sheet import as_csv, as_html, as_json
 from megastable.run.directory import RunDirectory
 from megastable.run.events.reading import event_of
 from megastable.run.log import RunLog
+from megastable_tools.convert.catalogue import CatalogueEntry, entries, sheet
 from tests.checkpoint.standins import LAYOUT, checkpoint, run_with
 
 

@@ -14,7 +14,7 @@ from hypothesis.extra import numpy as arrays
 from torch import Tensor
 
 from megastable.checkpoint.new_run import OptimizerTensors, write_run
-from megastable.convert.diff import (
+from megastable_tools.convert.diff import (
     WHERE,
     Distance,
     compare,
@@ -23,7 +23,7 @@ from megastable.convert.diff import (
     elements,
     field_differences,
 )
-from megastable.convert.showing import show
+from megastable_tools.convert.showing import show
 from tests.checkpoint.states import numbers, recipe_of, state_of
 
 NAN, INF = math.nan, math.inf

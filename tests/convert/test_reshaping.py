@@ -21,11 +21,11 @@ from megastable.checkpoint.plain import find_checkpoint
 from megastable.checkpoint.store import LayoutState
 from megastable.checkpoint.whole import WholeState, parameters, run_of
 from megastable.config.tree import RunConfig, ScheduleConfig
-from megastable.convert.average import average
-from megastable.convert.branching import branch
-from megastable.convert.diff import differences
-from megastable.convert.reshaping import Sizes, laid_out, reshape
 from megastable.parallel.sharding import shard
+from megastable_tools.convert.average import average
+from megastable_tools.convert.branching import branch
+from megastable_tools.convert.diff import differences
+from megastable_tools.convert.reshaping import Sizes, laid_out, reshape
 from tests.checkpoint.states import LAYOUTS, make_run, numbers, recipe_of, state_of
 from tests.conftest import tiny
 from tests.distributed import run_ranks
@@ -194,12 +194,12 @@ import sys, threading
 from pathlib import Path
 import torch
 torch.set_num_threads(1)
-import megastable.convert.average, megastable.convert.diff, megastable.checkpoint.pieces
-for module in (megastable.convert.average, megastable.convert.diff, megastable.checkpoint.pieces):
+import megastable_tools.convert.average, megastable_tools.convert.diff, megastable.checkpoint.pieces
+for module in (megastable_tools.convert.average, megastable_tools.convert.diff, megastable.checkpoint.pieces):
     module.CHUNK = 1 << 16  # 16 MiB in fp32, as it is, would be all that one sees of tensors of 4 MiB
-from megastable.convert.average import average
-from megastable.convert.diff import differences
-from megastable.convert.reshaping import Sizes, reshape
+from megastable_tools.convert.average import average
+from megastable_tools.convert.diff import differences
+from megastable_tools.convert.reshaping import Sizes, reshape
 from megastable.checkpoint.whole import WholeState
 
 def anonymous():

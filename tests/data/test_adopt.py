@@ -13,15 +13,15 @@ import pytest
 
 from megastable.base.errors import DataError
 from megastable.config.tree import CorpusConfig
-from megastable.data import token_files
-from megastable.data.adopt import adopt_directory
-from megastable.data.command_summary import EdgeToken, Summary
 from megastable.data.corpora import open_corpora
 from megastable.data.manifest import Manifest, Stream
-from megastable.data.prepare import prepare_shards
 from megastable.data.shards import Shard, ShardWriter
 from megastable.data.tokenizer import load_tokenizer
-from megastable.data.verify import verify_corpus
+from megastable_tools.prepare import token_files
+from megastable_tools.prepare.adopt import adopt_directory
+from megastable_tools.prepare.command_summary import EdgeToken, Summary
+from megastable_tools.prepare.prepare import prepare_shards
+from megastable_tools.prepare.verify import verify_corpus
 from tests.data.texts import documents, sentencepiece_file
 
 Documents = list[list[int]]

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from megastable.base.errors import DataError
-from megastable.data.text_files import TextFiles
+from megastable_tools.prepare.text_files import TextFiles
 from tests.data.archives import COMPRESS as compressions
 from tests.data.archives import special, tar_bytes
 

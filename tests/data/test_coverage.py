@@ -7,7 +7,7 @@ from pathlib import Path
 from megastable.config.tree import CorpusConfig
 from megastable.data.corpora import Corpora, open_corpora
 from megastable.data.coverage import describe_epochs, find_warnings
-from megastable.data.prepare import prepare_shards
+from megastable_tools.prepare.prepare import prepare_shards
 from tests.data.test_prepare import write_lines
 from tests.data.texts import documents, sentencepiece_file
 

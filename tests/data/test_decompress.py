@@ -8,7 +8,7 @@ import pytest
 import zstandard
 
 from megastable.base.errors import DataError
-from megastable.data.decompress import PIECE, decompress
+from megastable_tools.prepare.decompress import PIECE, decompress
 from tests.data.archives import COMPRESS
 
 TEXT = b"".join(b"line %d of a text\n" % number for number in range(20_000))

@@ -13,8 +13,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megastable.base.errors import DataError
-from megastable.data.file_formats import SNIFFED, format_of, holds_json_lines, open_content
-from megastable.data.text_files import TextFiles
+from megastable_tools.prepare.file_formats import SNIFFED, format_of, holds_json_lines, open_content
+from megastable_tools.prepare.text_files import TextFiles
 from tests.data.archives import COMPRESS as compressions
 from tests.data.archives import tar_bytes
 

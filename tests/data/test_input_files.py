@@ -9,9 +9,18 @@ from pathlib import Path
 import pytest
 
 from megastable.base.errors import DataError
-from megastable.data.file_formats import format_of
-from megastable.data.input_files import ABOUT, CACHES, HIDDEN, LINKS, TOKENS, UNMATCHED, find_files, is_data
-from megastable.data.text_files import TextFiles
+from megastable_tools.prepare.file_formats import format_of
+from megastable_tools.prepare.input_files import (
+    ABOUT,
+    CACHES,
+    HIDDEN,
+    LINKS,
+    TOKENS,
+    UNMATCHED,
+    find_files,
+    is_data,
+)
+from megastable_tools.prepare.text_files import TextFiles
 
 
 def make(folder: Path, *names: str) -> None:

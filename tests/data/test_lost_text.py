@@ -15,10 +15,10 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, tra
 from tokenizers import Tokenizer as HuggingFaceModel
 
 from megastable.base.errors import DataError
-from megastable.data import prepare
 from megastable.data.lost_text import LossCounter, check_text
-from megastable.data.prepare import prepare_shards
 from megastable.data.tokenizer import NO_EOD, HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
+from megastable_tools.prepare import prepare
+from megastable_tools.prepare.prepare import prepare_shards
 from tests.data.texts import documents, hugging_face_file, sentencepiece_file, source_code
 from tests.tiers import examples
 

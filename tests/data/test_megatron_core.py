@@ -15,9 +15,9 @@ from megastable.base.errors import DataError
 from megastable.data.manifest import Manifest, TokenizerInfo, adopt
 from megastable.data.shard_format import CODES, dtype_for
 from megastable.data.shards import Shard, ShardWriter
-from megastable.forensics.pruning.proof import verify
-from megastable.forensics.pruning.prune import apply
-from megastable.forensics.pruning.prune_plan import Removal, text_of
+from megastable_tools.forensics.pruning.proof import verify
+from megastable_tools.forensics.pruning.prune import apply
+from megastable_tools.forensics.pruning.prune_plan import Removal, text_of
 from tests.forensics.shelves import VOCABULARY, Plain, corpus, read
 from tests.tiers import examples
 

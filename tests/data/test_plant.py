@@ -23,10 +23,10 @@ from megastable.data.documents import documents_at
 from megastable.data.loader import Loader
 from megastable.data.manifest import Manifest
 from megastable.data.plant import PLANTED, plant, positions_of, read_planted
-from megastable.data.prepare import prepare_shards
 from megastable.data.skips import Skips
 from megastable.data.tokenizer import load_tokenizer
-from megastable.data.verify import verify_corpus
+from megastable_tools.prepare.prepare import prepare_shards
+from megastable_tools.prepare.verify import verify_corpus
 from tests.conftest import tiny
 from tests.data.texts import documents, sentencepiece_file
 from tests.tiers import examples
@@ -364,7 +364,7 @@ def test_damage_of_before_is_not_made_part_of_the_copy(
 
 @pytest.mark.slow
 def test_the_command(clean: Path, tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "tools/prepare_data.py"), "plant", str(clean), "planted"]
+    command = [sys.executable, "-m", "megastable", "prepare", "plant", str(clean), "planted"]
     options = ["--recipe", "launch/recipes/quickstart.yaml", "--step", "3", "--samples", "6"]
 
     def run(*overrides: str, more: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:

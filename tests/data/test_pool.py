@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from megastable.base.errors import MegastableError
-from megastable.data.pool import ordered_map
+from megastable_tools.prepare.pool import ordered_map
 
 
 @pytest.mark.parametrize("workers", [1, 2])

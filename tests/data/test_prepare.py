@@ -20,14 +20,14 @@ from tokenizers import Tokenizer as HuggingFaceModel
 from tokenizers import processors
 
 from megastable.base.errors import DataError
-from megastable.data import prepare
-from megastable.data.adopt import adopt_directory
-from megastable.data.command_summary import EdgeToken
 from megastable.data.manifest import Manifest, Stream
-from megastable.data.prepare import prepare_shards, settle_threshold
 from megastable.data.shards import Shard, ShardWriter
 from megastable.data.tokenizer import OWN, load_tokenizer
-from megastable.data.verify import verify_corpus
+from megastable_tools.prepare import prepare
+from megastable_tools.prepare.adopt import adopt_directory
+from megastable_tools.prepare.command_summary import EdgeToken
+from megastable_tools.prepare.prepare import prepare_shards, settle_threshold
+from megastable_tools.prepare.verify import verify_corpus
 from tests.data.archives import tar_bytes
 from tests.data.texts import documents, hugging_face_file, sentencepiece_file
 

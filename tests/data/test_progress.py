@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megastable.data import progress
-from megastable.data.progress import Meter
+from megastable_tools.prepare import progress
+from megastable_tools.prepare.progress import Meter
 
 
 def test_lines_come_at_intervals(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,8 @@ import pytest
 from megastable.base.errors import DataError
 from megastable.data.manifest import Manifest, Stream
 from megastable.data.statistics import token_counts, unigram_entropy
-from megastable.data.stdlib import prepare_stdlib, stdlib_files
 from megastable.data.tokenizer import load_tokenizer
+from megastable_tools.prepare.stdlib import prepare_stdlib, stdlib_files
 
 
 @pytest.mark.slow

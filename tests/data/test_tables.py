@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megastable.base.errors import DataError
-from megastable.data import table_files
-from megastable.data.text_files import TextFiles
+from megastable_tools.prepare import table_files
+from megastable_tools.prepare.text_files import TextFiles
 from tests.tiers import examples
 
 TEXTS = ["one\r\ntwo\n", "  spaces\tand tabs ", "日本語 🤷 é", '"quoted", \\ {}', "x" * 70_000]

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megastable.base.errors import DataError
-from megastable.data import text_files as readers
-from megastable.data.text_files import TextFiles
+from megastable_tools.prepare import text_files as readers
+from megastable_tools.prepare.text_files import TextFiles
 from tests.data.archives import COMPRESS as compressions
 
 TEXTS = ["one\r\ntwo\n", "  spaces\tand tabs ", "日本語 🤷 é", '"quoted" \\ {}', "x" * 70_000]

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megastable.base.errors import DataError
-from megastable.data.train_tokenizer import BLOCK, ModelType, sample_blocks, train_sentencepiece
+from megastable_tools.prepare.train_tokenizer import BLOCK, ModelType, sample_blocks, train_sentencepiece
 from tests.data.texts import documents, source_code
 
 

@@ -16,8 +16,8 @@ from sentencepiece import SentencePieceProcessor
 from tokenizers import Tokenizer as HuggingFaceModel
 
 from megastable.base.errors import DataError
-from megastable.convert.huggingface.tokenizer_export import write_tokenizer
 from megastable.data.tokenizer import NO_EOD, Tokenizer, load_tokenizer
+from megastable_tools.convert.huggingface.tokenizer_export import write_tokenizer
 from tests.data.test_prepare import prepare_shards, texts_of, write_lines
 from tests.data.texts import EOD_NAME, hugging_face_file, sentencepiece_file, source_code
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from megastable.base.errors import DataError
-from megastable.data.prepare import prepare_shards
-from megastable.data.verify import verify_corpus
+from megastable_tools.prepare.prepare import prepare_shards
+from megastable_tools.prepare.verify import verify_corpus
 from tests.data.texts import documents, sentencepiece_file
 
 

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from megastable.base.errors import ConfigError
 from megastable.config.warmups import Stages
-from megastable.data.coming import batches_ahead
 from megastable.data.loader import Loader, Step, segments_of
 from megastable.data.manifest import Manifest, Stream
 from megastable.data.order import Order, OrderedCorpus
 from megastable.data.skips import Skips
 from megastable.data.source import Source
+from megastable_tools.prepare.coming import batches_ahead
 from tests.tiers import examples
 
 LENGTH, EOD = 16, 0

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from megastable.data.train_tokenizer import train_sentencepiece
+from megastable_tools.prepare.train_tokenizer import train_sentencepiece
 
 EOD_NAME = "<|endoftext|>"
 

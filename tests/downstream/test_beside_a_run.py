@@ -109,7 +109,9 @@ class Watched(Supervised):
     def gone(self, program: int) -> None:
         """Wait until the program and the process that started it have ended."""
 
-        evaluators = [p.pid for p in self.everything() if "megastable.downstream.evaluator" in command_of(p)]
+        evaluators = [
+            p.pid for p in self.everything() if "megastable_tools.downstream.evaluator" in command_of(p)
+        ]
         until(lambda: all(map(gone, [program, *evaluators])))
 
 

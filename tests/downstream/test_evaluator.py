@@ -19,8 +19,11 @@ from pydantic import ValidationError
 from megastable.base.errors import DataError
 from megastable.checkpoint.plain import load_plain
 from megastable.config.tree import LM_EVAL, EvalConfig, RunConfig
-from megastable.downstream import evaluator
-from megastable.downstream.evaluator import (
+from megastable.model.loss import cross_entropy
+from megastable.run.directory import RunDirectory
+from megastable.run.events.training_events import TasksSkipped
+from megastable_tools.downstream import evaluator
+from megastable_tools.downstream.evaluator import (
     MOST,
     Evaluator,
     Leaving,
@@ -30,9 +33,6 @@ from megastable.downstream.evaluator import (
     saved,
     scores_of,
 )
-from megastable.model.loss import cross_entropy
-from megastable.run.directory import RunDirectory
-from megastable.run.events.training_events import TasksSkipped
 from tests.convert.huggingface.conftest import text_corpus, tokenizer
 from tests.downstream.complete_run import TOKENS, complete_run, settings
 from tests.full_disk import files_no_larger_than
@@ -65,7 +65,7 @@ EVALUATION = """
 import os, sys
 from pathlib import Path
 from megastable.config.tree import RunConfig
-from megastable.downstream.evaluator import Evaluator
+from megastable_tools.downstream.evaluator import Evaluator
 from megastable.run.directory import RunDirectory
 run, *words = sys.argv[1:]
 Evaluator(RunConfig(), RunDirectory(Path(run)), os.getppid())._run("the program", words)

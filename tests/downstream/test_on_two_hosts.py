@@ -23,7 +23,7 @@ from tests.supervise.test_supervisor import ROOT
 
 __all__ = ["text_corpus", "tokenizer"]  # fixtures
 STEPS = 60
-EVALUATOR = "megastable.downstream.evaluator"
+EVALUATOR = "megastable_tools.downstream.evaluator"
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 def refusal(arguments: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """What `drill` says of bad input, in an empty folder but for "file": it ends with 2, and leaves nothing there. In
     this process: starting one takes longer than what it does."""
-    from megastable.commands.drill import app
+    from megastable_tools.commands.drill import app
 
     (folder / "file").write_text("")
     monkeypatch.chdir(folder)

@@ -1,4 +1,4 @@
-"""A round of faults, end to end: as `tools/chaos.py --quick`, by its own command."""
+"""A round of faults, end to end: as `megastable chaos --quick`, by its own command."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_every_fault_is_blamed_on_the_right_host_and_the_bytes_are_the_same(
 ) -> None:
     words = ["--quick", "--json", "--corpus", str(corpus), "--keep", str(tmp_path / "kept")]
     told = subprocess.run(
-        [sys.executable, str(ROOT / "tools/chaos.py"), *words], capture_output=True, text=True, cwd=ROOT
+        [sys.executable, "-m", "megastable", "chaos", *words], capture_output=True, text=True, cwd=ROOT
     )
     rows = json.loads(told.stdout)
     assert [row["planned"]["kind"] for row in rows] and len(rows) == 3

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from drills.corruption_plan import KINDS, QUICK
-from megastable.commands.drill import app
+from megastable_tools.commands.drill import app
 from tests.drills.refusals import refusal
 from tests.drills.test_drill import shared_memory, start
 from tests.patience import PATIENCE

@@ -31,12 +31,12 @@ from drills.court_scenarios import (
 from drills.faults import EDITS, edit_weights
 from drills.scenario import GLOBAL_BATCH
 from megastable.base.errors import ConfigError, DataError
-from megastable.commands.drill import app
 from megastable.config.tree import CorpusConfig
 from megastable.data.corpora import open_corpora
-from megastable.data.train_tokenizer import train_sentencepiece
 from megastable.run.events.stability_events import Discarded, IncidentEvent
 from megastable.run.events.training_events import Training
+from megastable_tools.commands.drill import app
+from megastable_tools.prepare.train_tokenizer import train_sentencepiece
 from tests.drills.refusals import refusal
 
 BY_NAME = {case.name: case for case in CASES}

@@ -22,12 +22,11 @@ from tests.drills.refusals import refusal
 from tests.patience import PATIENCE
 
 ROOT = Path(__file__).parents[2]
-TOOL = ROOT / "tools/drill.py"
 
 
 def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, str(TOOL), *arguments], cwd=folder, text=True, stdout=subprocess.PIPE,
+        [sys.executable, "-m", "megastable", "drill", *arguments], cwd=folder, text=True, stdout=subprocess.PIPE,
         stderr=subprocess.PIPE, start_new_session=True, env={**os.environ, "TMPDIR": str(folder)},
     )  # fmt: skip
 

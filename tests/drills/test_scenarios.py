@@ -20,7 +20,7 @@ from megastable.base.errors import ConfigError
 from megastable.config.stability import StabilityConfig
 from megastable.config.warmups import Stages
 from megastable.data.plant import positions_of
-from megastable.guard.actions import Cause
+from megastable_guard.actions import Cause
 
 
 def test_each_plants_one_thing() -> None:

@@ -15,7 +15,7 @@ from megastable.config.recipe import load
 from megastable.config.tree import CorpusConfig, RunConfig
 from megastable.data.corpora import open_corpora
 from megastable.data.manifest import Manifest
-from megastable.data.prepare import prepare_shards
+from megastable_tools.prepare.prepare import prepare_shards
 from tests.conftest import write_corpus
 from tests.data.texts import documents, sentencepiece_file
 

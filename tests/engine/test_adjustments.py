@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from megastable.guard.policy import ADJUSTED
 from megastable.model.mlp import gated
+from megastable_guard.policy import ADJUSTED
 from tests.distributed import run_ranks
 from tests.optim import trained
 

@@ -20,14 +20,14 @@ from megastable.data.plant import Kind, plant
 from megastable.data.shards import ShardWriter
 from megastable.data.skip_ledger import Ledger, SkipEntry, append_all, read_ledger
 from megastable.data.skips import Selection, Skips
-from megastable.forensics.ahead import Lookout, ahead_sheet
-from megastable.forensics.history import History
-from megastable.forensics.oddness.kinds import KINDS
-from megastable.forensics.prescan import FREE, REASON, Scout
 from megastable.report.postmortem.sample_texts import Library
 from megastable.run.directory import RunDirectory, make
 from megastable.run.events.data_events import LookAheadSpent, LookedAhead
 from megastable.run.records import Recorder
+from megastable_tools.forensics.ahead import Lookout, ahead_sheet
+from megastable_tools.forensics.history import History
+from megastable_tools.forensics.oddness.kinds import KINDS
+from megastable_tools.forensics.prescan import FREE, REASON, Scout
 from tests.conftest import tiny
 from tests.journal import note
 from tests.report.run_page.run_files import record

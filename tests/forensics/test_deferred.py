@@ -13,14 +13,14 @@ import yaml
 
 from megastable.config.tree import RunConfig
 from megastable.data.shards import Shard
-from megastable.forensics.consumption import run_sheet
-from megastable.forensics.history import History
-from megastable.forensics.samples import incident_sheet, step_sheet
-from megastable.forensics.shard_set import open_shelf
-from megastable.forensics.whereabouts import document_sheet
 from megastable.report.postmortem.evidence import Gatherer, Run
 from megastable.report.postmortem.sample_texts import SHOWN
 from megastable.run.record_files import LAST_STEP
+from megastable_tools.forensics.consumption import run_sheet
+from megastable_tools.forensics.history import History
+from megastable_tools.forensics.samples import incident_sheet, step_sheet
+from megastable_tools.forensics.shard_set import open_shelf
+from megastable_tools.forensics.whereabouts import document_sheet
 from tests.conftest import LENGTH, write_corpus
 from tests.distributed import run_ranks
 from tests.recovery.test_recovery import incidents, recipe, spoil

@@ -17,14 +17,14 @@ from megastable.base.errors import DataError
 from megastable.config.tree import RunConfig
 from megastable.data.shards import Shard
 from megastable.data.skip_ledger import SkipEntry, read_ledger
-from megastable.forensics.consumption import run_sheet
-from megastable.forensics.history import History
-from megastable.forensics.samples import incident_sheet, step_sheet
-from megastable.forensics.shard_set import open_shelf
-from megastable.forensics.skip import skip_documents, swap_out
-from megastable.forensics.whereabouts import document_sheet
 from megastable.run.events.data_events import SkipsAdded, SkipsRead
 from megastable.run.record_files import LAST_STEP
+from megastable_tools.forensics.consumption import run_sheet
+from megastable_tools.forensics.history import History
+from megastable_tools.forensics.samples import incident_sheet, step_sheet
+from megastable_tools.forensics.shard_set import open_shelf
+from megastable_tools.forensics.skip import skip_documents, swap_out
+from megastable_tools.forensics.whereabouts import document_sheet
 from tests.conftest import LENGTH, tiny, write_corpus
 from tests.distributed import run_ranks
 from tests.report.runs import data_incident, make_run, note

@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from megastable.data.stdlib import stdlib_files
 from megastable.data.tokenizer import Tokenizer
-from megastable.data.train_tokenizer import train_sentencepiece
-from megastable.forensics.oddness.lexicon import Lexicon
-from megastable.forensics.oddness.yardstick import Yardstick, cut, document_keys
+from megastable_tools.forensics.oddness.lexicon import Lexicon
+from megastable_tools.forensics.oddness.yardstick import Yardstick, cut, document_keys
+from megastable_tools.prepare.stdlib import stdlib_files
+from megastable_tools.prepare.train_tokenizer import train_sentencepiece
 
 Ids = npt.NDArray[np.int64]
 VOCABULARY = 1500

@@ -18,7 +18,11 @@ from megastable.config.tree import RunConfig
 from megastable.fp8.amax_history import SLOTS
 from megastable.fp8.apply import emulate, linears
 from megastable.fp8.emulated import Product
-from megastable.fp8_check.advice import (
+from megastable.model.gpt import GPT
+from megastable.model.kernels import Kernels
+from megastable.model.loss import LossFunction
+from megastable.parallel.topology import TensorParallel
+from megastable_tools.fp8_check.advice import (
     USUAL,
     LayerLoss,
     ModelLoss,
@@ -28,7 +32,7 @@ from megastable.fp8_check.advice import (
     best,
     unstable,
 )
-from megastable.fp8_check.effect import (
+from megastable_tools.fp8_check.effect import (
     PRODUCTS,
     EffectReport,
     EvaluationBatch,
@@ -38,10 +42,6 @@ from megastable.fp8_check.effect import (
     check,
     passes,
 )
-from megastable.model.gpt import GPT
-from megastable.model.kernels import Kernels
-from megastable.model.loss import LossFunction
-from megastable.parallel.topology import TensorParallel
 
 RECIPES = ("current", "delayed", "block")
 VOCABULARY, LENGTH, FFN = 120, 32, 128

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megastable.checkpoint.plain import PlainModel
-from megastable.generate import decode as caching
-from megastable.generate.decode import KeyValueCache, extend
+from megastable_tools.generate import decode as caching
+from megastable_tools.generate.decode import KeyValueCache, extend
 from tests.generate.models import KINDS, LENGTH, VOCABULARY, model, tokens
 from tests.tiers import examples
 

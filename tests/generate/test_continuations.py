@@ -8,8 +8,8 @@ import torch
 from megastable.base.errors import CheckpointError
 from megastable.checkpoint.plain import PlainModel
 from megastable.data.tokenizer import Tokenizer, load_tokenizer
-from megastable.generate.decode import Sampling, write
-from megastable.generate.talk import Continuation
+from megastable_tools.generate.decode import Sampling, write
+from megastable_tools.generate.talk import Continuation
 from tests.data.texts import sentencepiece_file
 from tests.generate.models import model
 

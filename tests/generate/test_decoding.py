@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from megastable.base.errors import DataError
 from megastable.data.tokenizer import Tokenizer, load_tokenizer
-from megastable.generate.decode import Sampling, StreamDecoder, cut, pick
-from megastable.generate.talk import read_prompt
+from megastable_tools.generate.decode import Sampling, StreamDecoder, cut, pick
+from megastable_tools.generate.talk import read_prompt
 from tests.data.texts import hugging_face_file, sentencepiece_file
 
 text = st.text(st.characters(exclude_categories=("Cs",)) | st.sampled_from(" é日🤷🏽\n\ufffd"), max_size=30)

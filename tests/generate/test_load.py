@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from megastable.base.errors import CheckpointError, DataError, MegastableError
-from megastable.convert.huggingface.export import to_hf
 from megastable.data.manifest import FILE, Manifest
 from megastable.data.tokenizer import load_tokenizer
-from megastable.generate.load import Speaker, open_speaker
+from megastable_tools.convert.huggingface.export import to_hf
+from megastable_tools.generate.load import Speaker, open_speaker
 from tests.data.texts import hugging_face_file, sentencepiece_file
 from tests.generate.runs import PIECES, run_with_tokenizer
 

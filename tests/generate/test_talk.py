@@ -13,9 +13,9 @@ from rich.console import Console
 from megastable.base.errors import DataError
 from megastable.config.tree import DataConfig
 from megastable.data.tokenizer import load_tokenizer
-from megastable.generate.decode import Sampling, TextPiece
-from megastable.generate.load import Speaker
-from megastable.generate.talk import Printer, Talk, Wishes
+from megastable_tools.generate.decode import Sampling, TextPiece
+from megastable_tools.generate.load import Speaker
+from megastable_tools.generate.talk import Printer, Talk, Wishes
 from tests.data.texts import sentencepiece_file
 from tests.generate.models import LENGTH, model
 

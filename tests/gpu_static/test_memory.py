@@ -16,7 +16,7 @@ from megastable.config.tree import RunConfig
 from megastable.model.gpt import Block
 from megastable.model.kernels import Kernels
 from megastable.parallel.topology import TensorParallel
-from megastable.plan import activations
+from megastable_tools.plan import activations
 from tests.gpu_static import fake
 
 SHAPES: dict[str, dict[str, Any]] = {

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
-from megastable.config.stability import PolicyConfig
-from megastable.guard.actions import Action, Cause, Remedy
-from megastable.guard.policy import Policy
-from megastable.guard.signals import Finding, Verdict
+from megastable_guard.actions import Action, Cause, Remedy
+from megastable_guard.guard_config import PolicyConfig
+from megastable_guard.policy import Policy
+from megastable_guard.signals import Finding, Verdict
 
 CONFIG = PolicyConfig()
 VERDICTS = st.sampled_from(list(Verdict))

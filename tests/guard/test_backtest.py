@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 
 from megastable.base.errors import DataError
 from megastable.config.stability import StabilityConfig
-from megastable.guard.actions import Action
-from megastable.guard.guard import BacktestDecision, Recorded, simulate
-from megastable.guard.signals import Verdict
 from megastable.report.traces import Episode, episodes, read_trace
+from megastable_guard.actions import Action
+from megastable_guard.guard import BacktestDecision, Recorded, simulate
+from megastable_guard.signals import Verdict
 from tests.guard.traces import Run, healthy, spike
 from tests.tiers import examples
 
@@ -32,7 +32,9 @@ def recorded(run: Run) -> list[Recorded]:
 
 
 def judged(rows: list[Recorded], **stability: Any) -> list[BacktestDecision]:
-    found = list(simulate(rows, StabilityConfig.model_validate(stability)))
+    config = StabilityConfig.model_validate(stability)
+    snapshots = config.snapshots
+    found = list(simulate(rows, config, interval=snapshots.interval, keep=snapshots.keep))
     assert [j.step for j in found] == [r.step for r in rows]
     return found
 

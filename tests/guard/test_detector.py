@@ -11,10 +11,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megastable.config.stability import DetectorConfig
-from megastable.guard.detector import Detector
-from megastable.guard.detector_state import DetectorState
-from megastable.guard.signals import Finding, Signals, Verdict
+from megastable_guard.detector import Detector
+from megastable_guard.detector_state import DetectorState
+from megastable_guard.guard_config import DetectorConfig
+from megastable_guard.signals import Finding, Signals, Verdict
 from tests.guard import traces
 from tests.tiers import examples
 

@@ -10,11 +10,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from megastable.config.stability import PolicyConfig
-from megastable.guard.actions import Action, Cause
-from megastable.guard.policy import Policy
-from megastable.guard.policy_state import PolicyState
-from megastable.guard.signals import Finding, Verdict
+from megastable_guard.actions import Action, Cause
+from megastable_guard.guard_config import PolicyConfig
+from megastable_guard.policy import Policy
+from megastable_guard.policy_state import PolicyState
+from megastable_guard.signals import Finding, Verdict
 from tests.guard.policies import CONFIG, VERDICTS, seen, trip, trip_and_try
 from tests.tiers import examples
 

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megastable.config.stability import PolicyConfig
-from megastable.guard.actions import Action, Cause
-from megastable.guard.learning_rate_limits import Limit, after_rewind, follow, limited
-from megastable.guard.policy import Policy
-from megastable.guard.policy_state import PolicyState
-from megastable.guard.signals import Verdict
+from megastable_guard.actions import Action, Cause
+from megastable_guard.guard_config import PolicyConfig
+from megastable_guard.learning_rate_limits import Limit, after_rewind, follow, limited
+from megastable_guard.policy import Policy
+from megastable_guard.policy_state import PolicyState
+from megastable_guard.signals import Verdict
 from tests.guard.policies import CONFIG, run, seen, trip, trip_and_try
 
 REWARM = CONFIG.rewarm_steps

@@ -1,4 +1,4 @@
-"""What is done about healthy runs: nothing, whatever their noise. `tools/bench.py noise` has the long ones."""
+"""What is done about healthy runs: nothing, whatever their noise. `megastable bench noise` has the long ones."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from benchmarks.noise import FAULTS, KINDS, Delays, autoregressive, count, delays, healthy
 from megastable.config.stability import StabilityConfig
-from megastable.guard.actions import Action
-from megastable.guard.guard import Recorded, simulate
-from megastable.guard.robust import LENGTH, Scatter
+from megastable_guard.actions import Action
+from megastable_guard.guard import Recorded, simulate
+from megastable_guard.robust import LENGTH, Scatter
 from tests.guard import traces
 
 CONFIG = StabilityConfig()

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megastable.config.stability import PolicyConfig
-from megastable.guard.actions import Action, Cause, Decision
-from megastable.guard.policy import (
+from megastable_guard.actions import Action, Cause, Decision
+from megastable_guard.guard_config import PolicyConfig
+from megastable_guard.policy import (
     OUTLIER_STEPS,
     OUTLIERS,
     SAME_PLACE,
@@ -22,8 +22,8 @@ from megastable.guard.policy import (
     Offer,
     Policy,
 )
-from megastable.guard.policy_state import PolicyState
-from megastable.guard.signals import Verdict
+from megastable_guard.policy_state import PolicyState
+from megastable_guard.signals import Verdict
 from tests.guard.policies import CONFIG, VERDICTS, run, seen, trip, trip_and_try
 
 LASTING = [Verdict.SPIKE, Verdict.DRIFT, Verdict.PLATEAU, Verdict.OSCILLATION]

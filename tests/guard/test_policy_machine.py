@@ -6,12 +6,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from megastable.config.stability import PolicyConfig
-from megastable.guard import learning_rate_limits
-from megastable.guard.actions import Action, Cause, Decision
-from megastable.guard.policy import SUSPICION, Policy
-from megastable.guard.policy_state import PolicyState
-from megastable.guard.signals import Verdict
+from megastable_guard import learning_rate_limits
+from megastable_guard.actions import Action, Cause, Decision
+from megastable_guard.guard_config import PolicyConfig
+from megastable_guard.policy import SUSPICION, Policy
+from megastable_guard.policy_state import PolicyState
+from megastable_guard.signals import Verdict
 from tests.guard.policies import VERDICTS, seen
 from tests.tiers import examples
 

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from megastable.guard.damage import KNOWN, LEAST, REST, ProbeTrend, Rise
+from megastable_guard.damage import KNOWN, LEAST, REST, ProbeTrend, Rise
 
 SAMPLES = np.random.default_rng(1).normal(4.0, 0.6, 32)
 

@@ -7,11 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megastable.config.stability import DetectorConfig, StabilityConfig
-from megastable.guard.actions import Action
-from megastable.guard.detector import Detector
-from megastable.guard.guard import BacktestDecision, Recorded, simulate
-from megastable.guard.signals import Verdict
+from megastable.config.stability import StabilityConfig
+from megastable_guard.actions import Action
+from megastable_guard.detector import Detector
+from megastable_guard.guard import BacktestDecision, Recorded, simulate
+from megastable_guard.guard_config import DetectorConfig
+from megastable_guard.signals import Verdict
 from tests.guard import traces
 from tests.guard.traces import Run
 

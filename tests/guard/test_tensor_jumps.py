@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from megastable.guard.damage import FASTER, KNOWN_PACES, TensorJump, TensorLook, TensorNorms, TensorPaces
+from megastable_guard.damage import FASTER, KNOWN_PACES, TensorJump, TensorLook, TensorNorms, TensorPaces
 
 BETA2, EVERY = 0.95, 25
 

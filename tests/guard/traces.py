@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megastable.guard.signals import Signals
+from megastable_guard.signals import Signals
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,7 @@ def ask(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ask]:
         tether = [
             sys.executable,
             "-m",
-            "megastable.downstream.tether",
+            "megastable_tools.downstream.tether",
             str(os.getpid()),
         ]  # ends with this process
         words = [*tether, prometheus, "--config.file=prometheus.yaml", "--storage.tsdb.path=data"]

@@ -15,12 +15,12 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from megastable.guard.actions import Cause
 from megastable.run.goodput.time_account import TimeKind
 from megastable.run.run_history import ENDED_AS
 from megastable.supervise.metrics import Metrics
 from megastable.supervise.status import Status, read_status
 from megastable.warnings.trend_signals import SIGNALS
+from megastable_guard.actions import Cause
 from tests.launch.eventful_run import eventful_run, served
 from tests.patience import PATIENCE
 from tests.supervise.runs import journal

@@ -15,7 +15,7 @@ import yaml
 
 from megastable.config.recipe import load
 from megastable.data.plant import Planted, plant
-from megastable.data.prepare import prepare_shards
+from megastable_tools.prepare.prepare import prepare_shards
 from tests.conftest import tiny
 from tests.data.texts import documents, sentencepiece_file
 

@@ -11,7 +11,7 @@ import torch
 from megastable.config.tree import RunConfig
 from megastable.engine import kernel_choice
 from megastable.engine.kernel_choice import choose
-from megastable.plan.memory import kernels_on
+from megastable_tools.plan.memory import kernels_on
 
 CPU = torch.device("cpu")
 

@@ -13,8 +13,8 @@ from megastable.checkpoint import store
 from megastable.checkpoint.store import SHARED as FILE
 from megastable.checkpoint.whole import WholeState
 from megastable.config.tree import RunConfig
-from megastable.convert.reshaping import Sizes, reshape
 from megastable.run import records
+from megastable_tools.convert.reshaping import Sizes, reshape
 from tests.conftest import tiny
 from tests.distributed import run_ranks, train
 from tests.training.test_resume import identical, resave

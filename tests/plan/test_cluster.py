@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from megastable.base.errors import ConfigError
-from megastable.plan.cluster import ClusterConfig, load
+from megastable_tools.plan.cluster import ClusterConfig, load
 
 ALONG = sorted(Path("launch/clusters").glob("*.yaml"))
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from megastable.config import recipe
-from megastable.plan import search, show
-from megastable.plan.cluster import load
-from megastable.plan.memory import PHASES
+from megastable_tools.plan import search, show
+from megastable_tools.plan.cluster import load
+from megastable_tools.plan.memory import PHASES
 
 GOLDEN = Path(__file__).with_name("golden.json")
 SMALL = (

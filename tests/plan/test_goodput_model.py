@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megastable.plan.goodput_model import DAY, LLAMA, FaultyCluster, expected, spares
-from megastable.plan.goodput_trial import trial
+from megastable_tools.plan.goodput_model import DAY, LLAMA, FaultyCluster, expected, spares
+from megastable_tools.plan.goodput_trial import trial
 from tests.tiers import examples
 
 BASE = FaultyCluster(gpus=1024, start=120.0)

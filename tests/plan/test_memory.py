@@ -15,9 +15,9 @@ from megastable.config.model import ModelConfig
 from megastable.config.optimizers import OptimizerConfig
 from megastable.config.tree import RunConfig
 from megastable.parallel.layout import Layout
-from megastable.plan import activations
-from megastable.plan.memory import KINDS, PHASES, Footprint, footprints, taken
-from megastable.plan.volume import Stage, bounds, parameter_groups, parameters, stage_of
+from megastable_tools.plan import activations
+from megastable_tools.plan.memory import KINDS, PHASES, Footprint, footprints, taken
+from megastable_tools.plan.volume import Stage, bounds, parameter_groups, parameters, stage_of
 from tests.tiers import examples
 
 MODEL = {
@@ -176,7 +176,7 @@ def test_what_is_restated_is_as_there() -> None:
     from megastable.fp8 import scale_factors
     from megastable.model import blocked, chunked
     from megastable.optim import adamw
-    from megastable.plan import memory
+    from megastable_tools.plan import memory
 
     assert (activations.ROWS, activations.KEPT) == (blocked.ROWS, blocked.KEPT)
     assert (memory.LOSS_BLOCK, memory.SCORES) == (chunked.BLOCK, blocked.ELEMENTS)
@@ -208,7 +208,7 @@ def test_state_of_an_optimizer_is_what_it_keeps(name: str) -> None:
     from megastable.optim.build import build
     from megastable.optim.pieces import MOMENTS, PieceOptimizer
     from megastable.parallel.sharding import Placement, place
-    from megastable.plan.updates import cost
+    from megastable_tools.plan.updates import cost
 
     chosen = {"name": "adafactor", "adafactor": {"momentum": 0.9}} if name == "momentum" else {"name": name}
     settings = OptimizerConfig.model_validate(chosen)
@@ -230,7 +230,7 @@ def test_state_of_an_optimizer_is_what_it_keeps(name: str) -> None:
 
 
 def test_torch_is_not_needed() -> None:
-    code = "import sys, megastable.plan.memory; sys.exit('torch' in sys.modules)"
+    code = "import sys, megastable_tools.plan.memory; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -17,12 +17,12 @@ from megastable.config import deepspeed_json, recipe
 from megastable.config.training import Fp8Config
 from megastable.config.tree import RunConfig
 from megastable.parallel.layout import Layout
-from megastable.plan import published, search, show
-from megastable.plan.cluster import ClusterConfig, load
-from megastable.plan.memory import footprints
-from megastable.plan.search import Choice
-from megastable.plan.time import step_time
-from megastable.plan.volume import bounds
+from megastable_tools.plan import published, search, show
+from megastable_tools.plan.cluster import ClusterConfig, load
+from megastable_tools.plan.memory import footprints
+from megastable_tools.plan.search import Choice
+from megastable_tools.plan.time import step_time
+from megastable_tools.plan.volume import bounds
 from tests.tiers import examples
 
 ROOT = Path(__file__).parents[2]

@@ -15,9 +15,9 @@ from megastable.base.errors import ConfigError
 from megastable.config.tree import RunConfig
 from megastable.model.flops import flops_per_token
 from megastable.parallel.layout import Layout
-from megastable.plan import published, volume, work
-from megastable.plan.cluster import ClusterConfig, load
-from megastable.plan.time import BALLOT, KINDS, Others, StepTime, crossing, step_time
+from megastable_tools.plan import published, volume, work
+from megastable_tools.plan.cluster import ClusterConfig, load
+from megastable_tools.plan.time import BALLOT, KINDS, Others, StepTime, crossing, step_time
 
 H100 = load("launch/clusters/h100.yaml")
 
@@ -267,7 +267,7 @@ def test_fp32_needs_a_rate() -> None:
 
 
 def test_no_torch() -> None:
-    modules = "megastable.plan.time", "megastable.plan.published", "megastable.plan.cluster"
+    modules = "megastable_tools.plan.time", "megastable_tools.plan.published", "megastable_tools.plan.cluster"
     code = f"import sys, {', '.join(modules)}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 

@@ -18,10 +18,10 @@ from megastable.config.tree import RunConfig
 from megastable.data.blends import ExchangeEntry, exchanges, read_blends
 from megastable.data.corpora import open_corpora
 from megastable.data.skip_ledger import append
-from megastable.forensics.history import History
 from megastable.run.directory import RunDirectory
 from megastable.run.events.data_events import ExchangesUndone
 from megastable.run.events.training_events import CheckpointRejected, CheckpointSuspect, Resumed
+from megastable_tools.forensics.history import History
 from tests.conftest import write_corpus
 from tests.distributed import run_ranks
 from tests.recovery.test_recovery import incidents, recipe, spoil, train

@@ -19,7 +19,6 @@ from megastable.attribution.sample_replay import Trained
 from megastable.base import errors
 from megastable.base.errors import DataError, SpaceError
 from megastable.checkpoint.store import LayoutState, RunState
-from megastable.config.stability import PolicyConfig
 from megastable.data.blends import ExchangeEntry, read_blends
 from megastable.data.corpora import open_corpora
 from megastable.data.order import LAST_POSITION
@@ -34,16 +33,17 @@ from megastable.data.skip_ledger import (
 )
 from megastable.data.skipping import Skipping
 from megastable.data.skips import Selection, ranges_of
-from megastable.guard.actions import Action, Cause, Decision
-from megastable.guard.policy import Policy
-from megastable.guard.policy_state import PolicyState
-from megastable.guard.signals import Finding, Verdict
 from megastable.recovery.incident_log import NAMED, IncidentLog
 from megastable.recovery.persisted_state import TELLING, recall
 from megastable.run.directory import RunDirectory
 from megastable.run.events.stability_events import IncidentEvent
 from megastable.run.log import RunLog
 from megastable.training.summary import incidents
+from megastable_guard.actions import Action, Cause, Decision
+from megastable_guard.guard_config import PolicyConfig
+from megastable_guard.policy import Policy
+from megastable_guard.policy_state import PolicyState
+from megastable_guard.signals import Finding, Verdict
 from tests.conftest import tiny
 from tests.distributed import run_ranks
 from tests.full_disk import files_no_larger_than

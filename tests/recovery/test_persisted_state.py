@@ -9,14 +9,14 @@ import pytest
 from megastable.base.errors import CheckpointError
 from megastable.checkpoint.lineage import interrupted
 from megastable.checkpoint.whole import policy_of
-from megastable.guard.actions import Action
-from megastable.guard.detector_state import DetectorState
-from megastable.guard.guard import GuardState
-from megastable.guard.incident import Incident
-from megastable.guard.policy_state import PolicyState, Taken
-from megastable.guard.signals import Verdict
 from megastable.recovery.persisted_state import PersistedState, recall
 from megastable.run.events.reading import event_of
+from megastable_guard.actions import Action
+from megastable_guard.detector_state import DetectorState
+from megastable_guard.guard import GuardState
+from megastable_guard.incident import Incident
+from megastable_guard.policy_state import PolicyState, Taken
+from megastable_guard.signals import Verdict
 from tests.checkpoint.states import state_of
 
 

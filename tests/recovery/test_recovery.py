@@ -16,7 +16,6 @@ from megastable.data.corpora import open_corpora
 from megastable.data.plant import Planted, plant
 from megastable.data.skip_ledger import Ledger, SkipEntry, read_ledger
 from megastable.data.skips import Selection
-from megastable.forensics.history import History
 from megastable.run import records
 from megastable.run.directory import RunDirectory
 from megastable.run.events.stability_events import (
@@ -31,6 +30,7 @@ from megastable.run.events.stability_events import (
     Would,
 )
 from megastable.run.events.training_events import CheckpointSaved, Resumed
+from megastable_tools.forensics.history import History
 from tests.conftest import tiny, write_corpus
 from tests.distributed import run_ranks
 from tests.engine.test_gate import trainer_of

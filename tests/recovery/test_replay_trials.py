@@ -10,14 +10,14 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from megastable.config.stability import PolicyConfig
 from megastable.config.tree import RunConfig
 from megastable.data.plant import Planted
 from megastable.data.skip_ledger import read_ledger
-from megastable.guard.policy import Policy
 from megastable.recovery.replay_trials import Trials
 from megastable.run.directory import RunDirectory
 from megastable.run.events.stability_events import BranchesTried
+from megastable_guard.guard_config import PolicyConfig
+from megastable_guard.policy import Policy
 from tests.distributed import run_ranks
 from tests.recovery.test_recovery import LAYOUTS, STEPS, incidents, planted, recipe, train
 from tests.training.test_resume import identical

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from megastable.checkpoint.vitals import Vitals
-from megastable.guard.detector_state import DetectorState
 from megastable.recovery.rewind_points import Points, RewindState
+from megastable_guard.detector_state import DetectorState
 from tests.checkpoint.states import state_of
 
 

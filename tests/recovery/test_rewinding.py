@@ -24,21 +24,22 @@ from megastable.base.rng import rng_state
 from megastable.checkpoint import markers, origin, store
 from megastable.checkpoint.origin import Origin
 from megastable.checkpoint.snapshot import Ring
-from megastable.config.stability import DetectorConfig, PolicyConfig, StabilityConfig
+from megastable.config.stability import StabilityConfig
 from megastable.config.tree import ScheduleConfig
 from megastable.config.warmups import Stages
 from megastable.engine import growth_locator
-from megastable.guard.actions import Action, Cause
-from megastable.guard.detector_state import DetectorState
-from megastable.guard.policy import Policy
-from megastable.guard.policy_state import Taken
-from megastable.guard.signals import Verdict
 from megastable.recovery import rewind_points
 from megastable.recovery.replay_trials import SuspectsTrial
 from megastable.recovery.rewind_points import Points, RewindState
 from megastable.recovery.rewinding import Rewinding, Tripped
 from megastable.run.events.event import Event
 from megastable.run.events.stability_events import RateCut, RateWarmup, SettingsAdjusted
+from megastable_guard.actions import Action, Cause
+from megastable_guard.detector_state import DetectorState
+from megastable_guard.guard_config import DetectorConfig, PolicyConfig
+from megastable_guard.policy import Policy
+from megastable_guard.policy_state import Taken
+from megastable_guard.signals import Verdict
 from tests.checkpoint.states import state_of
 from tests.guard.policies import seen
 from tests.journal import KeptLog

@@ -13,9 +13,9 @@ import torch
 from pydantic import ValidationError
 
 from megastable.config.tree import RunConfig
-from megastable.guard.damage import REST
 from megastable.run.directory import RunDirectory
 from megastable.run.events.training_events import Warned
+from megastable_guard.damage import REST
 from tests.distributed import run_ranks
 from tests.engine.test_gate import trainer_of
 from tests.recovery.test_recovery import LAYOUTS, STEPS, easy, incidents, recipe, train_spoilt

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megastable.base.fingerprint import fingerprint
-from megastable.repeat.first_difference import BitComparison, FirstDifference, Ranks, first_difference
-from megastable.repeat.flipped_bit import bit_difference, flip, planted_bit
-from megastable.repeat.operations import TracedOperation
-from megastable.repeat.trace_file import StepTrace
+from megastable_tools.repeat.first_difference import BitComparison, FirstDifference, Ranks, first_difference
+from megastable_tools.repeat.flipped_bit import bit_difference, flip, planted_bit
+from megastable_tools.repeat.operations import TracedOperation
+from megastable_tools.repeat.trace_file import StepTrace
 from tests.repeat.traces import changed, of_rank, steps_of
 
 Steps = list[list[StepTrace]]

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megastable.repeat.layout_difference import LayoutComparison, first_beyond, whole_tensors
-from megastable.repeat.operations import TracedOperation
-from megastable.repeat.trace_file import StepTrace
+from megastable_tools.repeat.layout_difference import LayoutComparison, first_beyond, whole_tensors
+from megastable_tools.repeat.operations import TracedOperation
+from megastable_tools.repeat.trace_file import StepTrace
 
 Numbers = npt.NDArray[np.float64]
 

@@ -19,14 +19,14 @@ import yaml
 from megastable.base.errors import ConfigError, DataError
 from megastable.commands.root import app
 from megastable.config import recipe as recipes
-from megastable.repeat import repeating
-from megastable.repeat.first_difference import first_difference
-from megastable.repeat.layout_difference import first_beyond
-from megastable.repeat.operations import PARTS
-from megastable.repeat.trace_file import StepTrace, path_of, read_header, read_steps
-from megastable.repeat.trace_request import PlantSpot, TracePoint, TraceRequest
 from megastable.run import records
-from megastable.study.trial import QUIET
+from megastable_tools.repeat import repeating
+from megastable_tools.repeat.first_difference import first_difference
+from megastable_tools.repeat.layout_difference import first_beyond
+from megastable_tools.repeat.operations import PARTS
+from megastable_tools.repeat.trace_file import StepTrace, path_of, read_header, read_steps
+from megastable_tools.repeat.trace_request import PlantSpot, TracePoint, TraceRequest
+from megastable_tools.study.trial import QUIET
 from tests.conftest import tiny
 from tests.distributed import run_main, run_ranks
 from tests.tools.cli import Done, call
@@ -44,7 +44,7 @@ Steps = list[tuple[StepTrace, ...]]
 
 
 def _trace(path: str, overrides: Sequence[str]) -> int:
-    from megastable.repeat.traced_run import trace
+    from megastable_tools.repeat.traced_run import trace
 
     torch.set_num_threads(1)
     return trace(recipes.load(path, list(overrides)), Path(path))
@@ -406,7 +406,7 @@ def test_under_the_real_launcher(recipe_of: Callable[[str], Path], tmp_path: Pat
     """Two ranks, a fault on the second."""
     done = subprocess.run(
         [
-            sys.executable, Path(__file__).parents[2] / "tools/repeat.py", recipe_of("dp2"), "--steps", "2", "--ranks",
+            sys.executable, "-m", "megastable", "repeat", recipe_of("dp2"), "--steps", "2", "--ranks",
             "2", "--no-again", "--plant", "1:blocks.0.mlp.down output gradient:1",
         ],
         cwd=tmp_path, capture_output=True, text=True,

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megastable.base.errors import ConfigError, DataError
-from megastable.repeat.trace_file import (
+from megastable_tools.repeat.trace_file import (
     StepTrace,
     TraceHeader,
     TraceWriter,
@@ -18,7 +18,7 @@ from megastable.repeat.trace_file import (
     read_header,
     read_steps,
 )
-from megastable.repeat.trace_request import PlantSpot, TraceRequest
+from megastable_tools.repeat.trace_request import PlantSpot, TraceRequest
 from tests.repeat.traces import steps_of
 
 HEADER = TraceHeader(1, 2, "node", "CPU", "attention sdpa", True, {"tensor": 1, "data": 2})

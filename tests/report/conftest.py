@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megastable.data.prepare import prepare_shards
+from megastable_tools.prepare.prepare import prepare_shards
 from tests.data.texts import documents, sentencepiece_file
 from tests.report.runs import NASTY, Make, data_incident, make_run
 

@@ -12,12 +12,12 @@ import yaml
 
 from megastable.data.corpora import open_corpora
 from megastable.data.documents import documents_at
-from megastable.guard.actions import Action, Cause
-from megastable.guard.incident import Incident
-from megastable.guard.signals import Verdict
 from megastable.report.postmortem import sample_texts
 from megastable.run.directory import RunDirectory
 from megastable.run.records import LAYER_SCHEMA, LayerRecord, Recorder, StepRecord
+from megastable_guard.actions import Action, Cause
+from megastable_guard.incident import Incident
+from megastable_guard.signals import Verdict
 from tests.conftest import LENGTH, tiny
 
 NASTY = "\x1b[31m<script>alert(1)</script>\u202e</pre> ``` | **x** <img src=http://x.y/z>\x07"

@@ -24,7 +24,6 @@ from megastable.data.corpora import open_corpora
 from megastable.data.documents import Document
 from megastable.data.skip_ledger import SkipEntry, append, append_all, read_ledger, sample_entries
 from megastable.data.skips import Skips
-from megastable.guard.incident import Incident
 from megastable.report.postmortem import (
     incidents_of,
     pages,
@@ -38,6 +37,7 @@ from megastable.report.postmortem.__main__ import app
 from megastable.report.postmortem.facts import Evidence, StepRow
 from megastable.report.postmortem.logs import Log
 from megastable.run.directory import RunDirectory
+from megastable_guard.incident import Incident
 from tests.conftest import LENGTH, tiny
 from tests.full_disk import files_no_larger_than
 from tests.report.runs import (

@@ -10,7 +10,7 @@ import pytest
 
 from megastable.commands.root import app
 from megastable.config import recipe
-from megastable.study.compare_study import (
+from megastable_tools.study.compare_study import (
     Compared,
     CompareGrid,
     compare,
@@ -20,7 +20,7 @@ from megastable.study.compare_study import (
     quantile,
     within,
 )
-from megastable.study.trial import TrialResult
+from megastable_tools.study.trial import TrialResult
 from tests.tools.cli import Done, call
 
 RECIPE = Path("launch/recipes/quickstart.yaml")

@@ -12,7 +12,7 @@ import torch
 from megastable.base.errors import DataError
 from megastable.commands.root import app
 from megastable.config import recipe
-from megastable.study.coordinate_study import (
+from megastable_tools.study.coordinate_study import (
     MUP,
     PLAIN,
     CoordinateGrid,
@@ -22,9 +22,9 @@ from megastable.study.coordinate_study import (
     named,
     scales,
 )
-from megastable.study.coordinates import OPEN, Coordinates, activations
-from megastable.study.trial import QUIET
-from megastable.study.variations import at_width
+from megastable_tools.study.coordinates import OPEN, Coordinates, activations
+from megastable_tools.study.trial import QUIET
+from megastable_tools.study.variations import at_width
 from tests.distributed import run_ranks
 from tests.tools.cli import Done, call
 

@@ -6,8 +6,16 @@ import math
 
 import pytest
 
-from megastable.study.lr_sensitivity import LrCurve, edges, lr_sensitivity, optimum, slope, trends, usable
-from megastable.study.trial import TrialResult
+from megastable_tools.study.lr_sensitivity import (
+    LrCurve,
+    edges,
+    lr_sensitivity,
+    optimum,
+    slope,
+    trends,
+    usable,
+)
+from megastable_tools.study.trial import TrialResult
 
 CURVE = {1e-4: 5.0, 1e-3: 4.0, 1e-2: 3.9, 1e-1: 4.4, 1.0: 8.0}
 

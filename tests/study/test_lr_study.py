@@ -9,7 +9,7 @@ import pytest
 
 from megastable.commands.root import app
 from megastable.config import recipe
-from megastable.study.lr_study import QUICK, common, schedule_of
+from megastable_tools.study.lr_study import QUICK, common, schedule_of
 from tests.tools.cli import Done, call
 
 SHORT = ("train.steps=14", "train.global_batch=4", "train.micro_batch=4", "model.sequence_length=32")

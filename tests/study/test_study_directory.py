@@ -14,8 +14,8 @@ import pytest
 
 from megastable.base.errors import ConfigError, DataError
 from megastable.config import recipe
-from megastable.study.study_directory import StudyDirectory, differences, identity_of, run_missing
-from megastable.study.trial import LEARNT, QUIET, WINDOW, Trial, TrialResult, smoothed
+from megastable_tools.study.study_directory import StudyDirectory, differences, identity_of, run_missing
+from megastable_tools.study.trial import LEARNT, QUIET, WINDOW, Trial, TrialResult, smoothed
 from tests.conftest import write_corpus
 
 GRID = {"widths": [32, 64], "interventions": {"none": ["model.z_loss=0"]}, "seeds": [1]}

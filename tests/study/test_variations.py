@@ -7,7 +7,7 @@ import pytest
 from megastable.base.errors import ConfigError
 from megastable.config import recipe
 from megastable.config.tree import ModelConfig
-from megastable.study.variations import at_width, interventions
+from megastable_tools.study.variations import at_width, interventions
 
 RECIPE = "launch/recipes/quickstart.yaml"
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from megastable.base.errors import DataError
-from megastable.study.trial import QUIET, Trial, TrialResult
-from megastable.study.workers import run_trials
+from megastable_tools.study.trial import QUIET, Trial, TrialResult
+from megastable_tools.study.workers import run_trials
 from tests.patience import PATIENCE
 
 FEW = (*QUIET, "train.steps=4")

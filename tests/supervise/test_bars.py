@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from megastable.guard.actions import Action, Cause, Remedy
 from megastable.supervise.bars import MOST, HostBar, bars_after, in_force, next_bar
 from megastable.supervise.exit_cause import End
+from megastable_guard.actions import Action, Cause, Remedy
 
 RESTART = Remedy(Action.RESTART, Cause.PROCESS, "")
 FAULTY = Remedy(Action.STOP, Cause.HARDWARE, "")

@@ -118,7 +118,7 @@ def test_one_whose_supervisor_died_while_it_started_ends(clean: Path, tmp_path: 
     recipe.write_text(yaml.safe_dump(config.model_dump(mode="json")))
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
-    command = [sys.executable, "-m", "megastable.forensics.prescan", "--parent", str(gone.pid)]
+    command = [sys.executable, "-m", "megastable_tools.forensics.prescan", "--parent", str(gone.pid)]
     assert not subprocess.run([*command, str(tmp_path / "run"), str(recipe)], timeout=PATIENCE).returncode
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megastable.base.errors import NO_SPACE
-from megastable.config.stability import PolicyConfig
-from megastable.guard.actions import Action, Cause
 from megastable.supervise.restart_policy import Failure, after_failure, pause
+from megastable_guard.actions import Action, Cause
+from megastable_guard.guard_config import PolicyConfig
 
 CONFIG = PolicyConfig()
 

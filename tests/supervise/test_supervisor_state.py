@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megastable.guard.incident import Breakdown, Incident
 from megastable.run.events.reading import event_of
 from megastable.supervise.supervisor_state import SupervisorState
+from megastable_guard.incident import Breakdown, Incident
 
 
 def told(*events: dict[str, Any]) -> SupervisorState:

@@ -298,8 +298,8 @@ def test_help_shows_examples(backtest: Call) -> None:
 
 def test_it_starts_from_anywhere_as_a_process(trace: Path, tmp_path: Path) -> None:
     """... without DeepSpeed, which takes seconds to import."""
-    code = "import runpy, sys; sys.argv[1:] = ['trace.csv']\n"
-    code += f"try:\n    runpy.run_path({str(ROOT / 'tools/backtest.py')!r}, run_name='__main__')\n"
+    code = "import runpy, sys; sys.argv[1:] = ['backtest', 'trace.csv']\n"
+    code += "try:\n    runpy.run_module('megastable', run_name='__main__')\n"
     code += "except SystemExit as end:\n    print(end.code, 'deepspeed' in sys.modules)"
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""`tools/bench.py stability`: it measures on this machine, whatever the numbers are, and its sums are sums."""
+"""`megastable bench stability`: it measures on this machine, whatever the numbers are, and its sums are sums."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from benchmarks.costs import COMPONENTS, MEANING, assess, estimate, table
-from megastable.commands.bench import app
+from megastable_tools.commands.bench import app
 from tests.tools.cli import call
 
 ROOT = Path(__file__).parents[2]
@@ -29,7 +29,7 @@ TINY = (
 
 def bench(*arguments: object) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"COLUMNS": "90", "OMP_NUM_THREADS": "1", "TERM": "dumb"}
-    command = [sys.executable, str(ROOT / "tools" / "bench.py"), *map(str, arguments)]
+    command = [sys.executable, "-m", "megastable", "bench", *map(str, arguments)]
     return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
 
 

@@ -23,21 +23,20 @@ from megastable.checkpoint import markers, store
 from megastable.checkpoint.new_run import ADAM, write_run
 from megastable.checkpoint.pieces import PieceStatistics
 from megastable.checkpoint.whole import WholeState, parameters
-from megastable.commands.checkpoint import app
 from megastable.config.tree import RunConfig
-from megastable.convert.catalogue import entries
-from megastable.convert.showing import merged
 from megastable.run.directory import RunDirectory
 from megastable.run.events.stability_events import Handover
 from megastable.run.events.training_events import Finished
 from megastable.run.log import RunLog
 from megastable.supervise.standing import State
 from megastable.supervise.status import read_status
+from megastable_tools.commands.checkpoint import app
+from megastable_tools.convert.catalogue import entries
+from megastable_tools.convert.showing import merged
 from tests.checkpoint.states import LAYOUTS, make_run, numbers, recipe_of, state_of
 from tests.patience import PATIENCE
 
 ROOT = Path(__file__).parents[2]
-TOOL = ROOT / "tools" / "checkpoint.py"
 WEIGHTS, STATE = "rank-00000.safetensors", "state.json"
 
 
@@ -466,7 +465,8 @@ def test_a_bar_and_ctrl_c(checkpoint: Path, tmp_path: Path) -> None:
     master, slave = pty.openpty()
     environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200", "TERM": "xterm"}
     process = subprocess.Popen(
-        [sys.executable, TOOL, "reshape", big, tmp_path / "out", "--tensor", "2"], env=environment, stdout=slave,
+        [sys.executable, "-m", "megastable", "checkpoint", "reshape", big, tmp_path / "out", "--tensor", "2"],
+        env=environment, stdout=slave,
         stderr=slave,
     )  # fmt: skip
     os.close(slave)

@@ -19,8 +19,8 @@ import yaml
 
 from megastable import __version__
 from megastable.cluster.launcher import free_port
-from megastable.commands import drill, fp8_check, prepare
-from megastable.commands.root import COMMANDS, app, load
+from megastable.commands.root import COMMANDS, PANELS, app, load
+from megastable_tools.commands import drill, fp8_check, prepare
 from tests.checkpoint.states import make_run
 from tests.conftest import tiny
 from tests.forensics.shelves import Plain
@@ -70,6 +70,7 @@ def test_the_list_of_commands_imports_none_of_them() -> None:
     out = python(f"{code}print(*sorted(n for n in sys.modules if n.startswith('megastable.')))")
     assert all(f" {name} " in out for name in COMMANDS)
     modules = {name.removeprefix("megastable.") for name in out.splitlines()[-1].split()}
+    assert {name for names in PANELS.values() for name in names} == set(COMMANDS)
     assert modules == {
         "base", "base.errors", "base.stop_signals", "base.text", "cli", "commands", "commands.app", "commands.root"
     }  # fmt: skip
@@ -171,8 +172,8 @@ def test_completion_installs_itself(tmp_path: Path) -> None:
 
 
 def test_the_scripts_stand_for_commands() -> None:
-    scripts = [*sorted((ROOT / "tools").glob("*.py")), *(ROOT / "launch").glob("*.py")]
-    assert len(scripts) == 20
+    scripts = [*(ROOT / "launch").glob("*.py")]
+    assert len(scripts) == 2
     for script in scripts:
         text = script.read_text(encoding="utf-8")
         calls = [
@@ -187,16 +188,16 @@ def test_the_scripts_stand_for_commands() -> None:
 def test_choices_are_those_of_what_is_called() -> None:
     from drills.plan import Policy
     from megastable.config.training import Fp8Config
-    from megastable.data.prepare import SHARD_TOKENS
-    from megastable.data.token_files import IdType
-    from megastable.data.train_tokenizer import ModelType
-    from megastable.forensics.pruning.token_loss import MOST, share_of
+    from megastable_tools.forensics.pruning.token_loss import MOST, share_of
+    from megastable_tools.prepare.prepare import SHARD_TOKENS
+    from megastable_tools.prepare.token_files import IdType
+    from megastable_tools.prepare.train_tokenizer import ModelType
 
     assert [p.value for p in drill.PolicyName] == [p.value for p in Policy]
     assert [r.value for r in fp8_check.Recipe] == [*get_args(Fp8Config.model_fields["recipe"].annotation)]
     assert (get_args(prepare.ModelType), get_args(prepare.IdType)) == (get_args(ModelType), get_args(IdType))
     assert prepare.SHARD_TOKENS == SHARD_TOKENS
-    from megastable.commands.prune import USUAL
+    from megastable_tools.commands.prune import USUAL
 
     assert share_of(USUAL) == MOST
 
@@ -363,7 +364,8 @@ def test_output_has_the_same_json_beside_what_people_see(line: str, shards: Path
 
 def test_benchmarks_and_drills_need_a_checkout(tmp_path: Path) -> None:
     """As from a wheel: the package alone."""
-    (tmp_path / "megastable").symlink_to(ROOT / "megastable")
+    for package in ("megastable", "guard/megastable_guard", "tools/megastable_tools"):
+        (tmp_path / Path(package).name).symlink_to(ROOT / package)
     for words in (["bench", "noise"], ["drill", "--list"]):
         code = (
             "from pathlib import Path; Path.resolve = Path.absolute; from megastable.cli import main; main()"

@@ -22,16 +22,15 @@ from typer.testing import CliRunner
 from megastable.checkpoint import store
 from megastable.checkpoint.new_run import write_run
 from megastable.checkpoint.whole import parameters
-from megastable.commands.convert import app
 from megastable.config.tree import RunConfig
-from megastable.convert.huggingface.tokenizer_export import real_text
 from megastable.data.manifest import adopt
 from megastable.data.shards import ShardWriter
-from megastable.data.train_tokenizer import train_sentencepiece
+from megastable_tools.commands.convert import app
+from megastable_tools.convert.huggingface.tokenizer_export import real_text
+from megastable_tools.prepare.train_tokenizer import train_sentencepiece
 from tests.patience import PATIENCE
 
 ROOT = Path(__file__).parents[2]
-TOOL = ROOT / "tools" / "convert_checkpoint.py"
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200", "TERM": "dumb"}
 
 
@@ -164,7 +163,7 @@ def test_what_is_not_checked_is_said(place: Path, monkeypatch: pytest.MonkeyPatc
 def test_ctrl_c_leaves_nothing(place: Path) -> None:
     before = sorted(path.name for path in place.iterdir())
     process = subprocess.Popen(
-        [sys.executable, str(TOOL), "to-hf", "runs/a", "interrupted"], cwd=place, env=ENVIRONMENT,
+        [sys.executable, "-m", "megastable", "convert", "to-hf", "runs/a", "interrupted"], cwd=place, env=ENVIRONMENT,
         stderr=subprocess.PIPE, text=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
     assert process.stderr is not None

@@ -19,17 +19,16 @@ from typer.testing import CliRunner
 from megastable.checkpoint.new_run import write_run
 from megastable.checkpoint.plain import load_plain
 from megastable.checkpoint.whole import parameters
-from megastable.commands.fp8_check import app
 from megastable.config.recipe import load
 from megastable.config.tree import RunConfig
 from megastable.data.corpora import open_corpora
-from megastable.fp8_check.material import gather
+from megastable_tools.commands.fp8_check import app
+from megastable_tools.fp8_check.material import gather
 from tests.checkpoint.states import state_of
 from tests.conftest import LENGTH, tiny
 from tests.generate.runs import PIECES, corpus_with_tokenizer
 
 ROOT = Path(__file__).parents[2]
-TOOL = ROOT / "tools" / "fp8_check.py"
 FAR, FFN = 2.0**18, 64
 CALM = ("--recipe", "current", "--recipe", "block")  # of so few numbers delayed scales cut too large a share
 
@@ -197,9 +196,7 @@ def test_mistakes_are_said_and_end_with_2(corpus: Path, run: Path, tmp_path: Pat
 
 def test_help_has_examples_and_needs_no_torch() -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "120", "TERM": "dumb"}
-    code = (
-        f"import sys, runpy; sys.argv = ['x', '--help']; runpy.run_path({str(TOOL)!r}, run_name='__main__')"
-    )
+    code = "import sys; from megastable.cli import main; sys.argv[1:] = ['fp8-check', '--help']; main()"
     watched = f"import atexit, sys; atexit.register(lambda: print('torch' in sys.modules)); {code}"
     done = subprocess.run([sys.executable, "-c", watched], env=environment, capture_output=True, text=True)
     assert "megastable fp8-check runs/quickstart" in done.stdout and "Exit codes: 0 stable" in done.stdout

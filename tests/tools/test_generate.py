@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megastable.commands.generate import app
+from megastable_tools.commands.generate import app
 from tests.generate.runs import run_with_tokenizer
 from tests.patience import PATIENCE
 from tests.tools.cli import call
@@ -32,7 +32,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def command(*arguments: object) -> list[str]:
-    return [sys.executable, str(ROOT / "tools/generate.py"), *map(str, arguments)]
+    return [sys.executable, "-m", "megastable", "generate", *map(str, arguments)]
 
 
 def generate(*arguments: object, code: int = 0, given: bytes = b"") -> tuple[str, str]:

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from megastable.commands.inspect import app
 from megastable.run.directory import RunDirectory
+from megastable_tools.commands.inspect import app
 from tests.conftest import tiny
 from tests.distributed import run_ranks
 from tests.report.runs import data_incident, make_run
@@ -51,7 +51,7 @@ def run(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_a_step_for_people_machines_spreadsheets_and_browsers(run: Path, tmp_path: Path) -> None:
     """The first of them by a process of its own."""
-    command = [sys.executable, str(ROOT / "tools" / "inspect_data.py"), "step", str(run), "30-31", "--json"]
+    command = [sys.executable, "-m", "megastable", "inspect", "step", str(run), "30-31", "--json"]
     alone = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True)
     assert (alone.returncode, alone.stderr) == (0, ""), alone.stderr
     assert {row["step"] for row in json.loads(alone.stdout)["rows"]} == {30, 31}
@@ -141,13 +141,13 @@ def test_an_order_that_there_is_not_is_refused_before_anything_is_scored(tmp_pat
     assert done.stderr == "error: there is no order 'best': choose one of window, loss, low, odd, gradient\n"
 
 
-@pytest.mark.parametrize("name", ["inspect_data", "prune_data"])
+@pytest.mark.parametrize("name", ["inspect", "prune"])
 def test_an_interrupt_while_it_starts_leaves_no_traceback(name: str, tmp_path: Path) -> None:
     """Imports take half a second: an impatient user is told nothing, rather than where Python was."""
     # An import that takes until the tool is killed.
     (tmp_path / "typer.py").write_text("import signal\nprint('importing', flush=True)\nsignal.pause()\n")
     process = subprocess.Popen(
-        [sys.executable, str(ROOT / "tools" / f"{name}.py"), "--help"],
+        [sys.executable, "-m", "megastable", name, "--help"],
         env=ENVIRONMENT | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""`tools/plan.py` as its users meet it: what it prints, its JSON and picture, its exit codes, and without torch."""
+"""`megastable plan` as its users meet it: what it prints, its JSON and picture, its exit codes, and without torch."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from megastable.commands.plan import app
 from megastable.config.recipe import load
 from megastable.data.manifest import Manifest
+from megastable_tools.commands.plan import app
 
 ROOT = Path(__file__).parents[2]
 SMALL = ROOT / "launch/recipes/125m.yaml"
@@ -220,7 +220,7 @@ def test_it_imports_neither_torch_nor_pictures(tmp_path: Path) -> None:
     code = (
         "import runpy, sys\n"
         "sys.argv = ['plan.py', *sys.argv[1:]]\n"
-        "try: runpy.run_path(sys.argv.pop(1), run_name='__main__')\n"
+        "try: runpy.run_module('megastable', run_name='__main__')\n"
         "except SystemExit as end: assert not end.code, end.code\n"
         "print('LOADED', *sorted({'torch', 'deepspeed', 'matplotlib', 'pyarrow'} & set(sys.modules)))\n"
     )
@@ -228,7 +228,7 @@ def test_it_imports_neither_torch_nor_pictures(tmp_path: Path) -> None:
         sys.executable,
         "-c",
         code,
-        ROOT / "tools/plan.py",
+        "plan",
         SMALL,
         "--gpus",
         "8",

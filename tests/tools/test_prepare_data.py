@@ -15,8 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megastable.commands.prepare import app
-from megastable.data import stdlib
+from megastable_tools.commands.prepare import app
+from megastable_tools.prepare import stdlib
 from tests.data.texts import EOD_NAME, documents, hugging_face_file, sentencepiece_file, source_code
 from tests.patience import PATIENCE
 from tests.tools.cli import Done, call
@@ -26,7 +26,7 @@ ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200", "TERM": "
 
 
 def command(*arguments: object) -> list[str]:
-    return [sys.executable, str(ROOT / "tools" / "prepare_data.py"), *map(str, arguments)]
+    return [sys.executable, "-m", "megastable", "prepare", *map(str, arguments)]
 
 
 def run(*arguments: object, cwd: Path) -> Done:

@@ -14,19 +14,18 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from megastable.commands.prune import app
 from megastable.data.manifest import Manifest
+from megastable_tools.commands.prune import app
 from tests.forensics.shelves import Plain, corpus
 from tests.patience import PATIENCE
 from tests.tools.cli import Done, call
 
 ROOT = Path(__file__).parents[2]
-TOOL = ROOT / "tools" / "prune_data.py"
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200", "TERM": "xterm"}
 
 
 def command(*arguments: object) -> list[str]:
-    return [sys.executable, str(TOOL), *map(str, arguments)]
+    return [sys.executable, "-m", "megastable", "prune", *map(str, arguments)]
 
 
 def run(*arguments: object, cwd: Path, code: int = 0) -> Done:

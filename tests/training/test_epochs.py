@@ -16,13 +16,13 @@ from megastable.data.order import BLOCK, Order
 from megastable.data.plant import Planted, plant
 from megastable.data.shards import Shard
 from megastable.data.skip_ledger import SampleEntry, append_all, read_ledger, sample_entries
-from megastable.forensics.consumption import run_sheet
-from megastable.forensics.history import History
-from megastable.forensics.shard_set import open_shelf
-from megastable.forensics.skip import skip_documents, skip_plan
-from megastable.forensics.whereabouts import document_sheet
 from megastable.run import records
 from megastable.run.events.data_events import SkipsAdded
+from megastable_tools.forensics.consumption import run_sheet
+from megastable_tools.forensics.history import History
+from megastable_tools.forensics.shard_set import open_shelf
+from megastable_tools.forensics.skip import skip_documents, skip_plan
+from megastable_tools.forensics.whereabouts import document_sheet
 from tests.conftest import LENGTH, write_corpus
 from tests.distributed import run_ranks
 from tests.recovery.test_recovery import incidents, recipe, train

@@ -105,7 +105,7 @@ def test_resume_is_bit_for_bit(name: str, corpus: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_finished_run_that_is_rolled_back_trains_the_same_steps_again(corpus: Path, tmp_path: Path) -> None:
-    from megastable.convert.marking import accept, roll_back
+    from megastable_tools.convert.marking import accept, roll_back
 
     config = tiny(
         corpus, tmp_path / "run", train={"steps": END, "global_batch": 8, "micro_batch": 4, "eval_samples": 0},

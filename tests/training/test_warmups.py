@@ -142,7 +142,7 @@ def test_only_what_is_trained_on_is_cut(corpus: Path, tmp_path: Path) -> None:
 
 def announced(config: RunConfig) -> list[int]:
     """The steps at which the detector is told that the data changes."""
-    from megastable.guard.guard import Guard
+    from megastable_guard.guard import Guard
 
     judge, found = Guard.judge, list[int]()
 

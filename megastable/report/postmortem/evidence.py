@@ -24,7 +24,6 @@ from megastable.data.order import LAST_POSITION
 from megastable.data.plant import read_planted
 from megastable.data.skip_ledger import Ledger
 from megastable.data.skips import Skips
-from megastable.guard.robust import trend
 from megastable.report.postmortem import passes
 from megastable.report.postmortem.cost import cost_of, outage
 from megastable.report.postmortem.facts import (
@@ -50,6 +49,7 @@ from megastable.report.postmortem.trial_facts import TrialFacts, find_trials
 from megastable.run.directory import RunDirectory
 from megastable.run.events.training_events import CheckpointRejected
 from megastable.run.records import LAYER_SCHEMA, SCHEMA
+from megastable_guard.robust import trend
 
 BEFORE, AFTER = 60, 40  # steps shown around an incident
 LONG_BEFORE = 500  # steps before the onset whose trend what came later is compared with

@@ -15,12 +15,12 @@ from pydantic import BaseModel, ConfigDict, field_validator, model_validator
 from megastable.data.documents import Document
 from megastable.data.order import LAST_POSITION
 from megastable.data.skip_ledger import AnyEntry
-from megastable.guard.incident import Breakdown, IncidentFields
 from megastable.report.postmortem.logs import Log
 from megastable.report.postmortem.sample_texts import Facts, SampleText, Tokens
 from megastable.report.postmortem.timeline import TimelineEntry
 from megastable.report.postmortem.tracker_links import TrackerLink
 from megastable.report.postmortem.trial_facts import TrialFacts
+from megastable_guard.incident import Breakdown, IncidentFields
 
 VERSION = 9  # of the derived files: a change rewrites all incidents
 

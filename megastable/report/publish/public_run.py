@@ -21,7 +21,6 @@ from megastable.base import jsonl
 from megastable.base.errors import MegastableError
 from megastable.base.text import plural
 from megastable.config.recipe import find, load
-from megastable.config.section import seconds_of
 from megastable.data.blends import BlendEntry, read_blends
 from megastable.data.skip_ledger import Ledger
 from megastable.report.postmortem.sample_source import PublicView, SampleSource
@@ -32,6 +31,7 @@ from megastable.run.events.training_events import ConfigChanged
 from megastable.run.record_files import encode_table, name_file, read_files
 from megastable.run.records import LAYER_SCHEMA, SCHEMA
 from megastable.supervise.locks import SUPERVISOR, TRAINING
+from megastable_guard.section import seconds_of
 
 # Of any object: commands, their arguments, processes, names of files and people, what only a resumed run needs.
 NOT_OF_OBJECTS = {

@@ -15,12 +15,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import count
-from pathlib import Path
 from typing import Any
 
+from megastable.base.installation import package_folders
 from megastable.config.tree import RunConfig
 
-PACKAGE = Path(__file__).resolve().parents[2]
 # What stands between blanks, brackets, quotes and the like: a path, an address or a name with dots is one token.
 TOKEN = re.compile(r"[^\s,;()\[\]{}<>\"'`|=!?*^\\…]+")
 AROUND = ".:-–—"  # punctuation at the ends of a token that does not belong to it
@@ -234,10 +233,11 @@ def collect(value: Any, names: PublicNames) -> None:
 
 @cache
 def known_words() -> frozenset[str]:
-    """Every token of the package's source, the keys of the recipe, and names of Python's errors and of signals."""
+    """Every token of our packages' source, the keys of the recipe, and names of Python's errors and of signals."""
     found = {
         token.strip(AROUND)
-        for path in PACKAGE.rglob("*.py")
+        for package in package_folders()
+        for path in package.rglob("*.py")
         for token in TOKEN.findall(path.read_text("utf-8"))
     }
     found |= set(_keys(RunConfig().model_dump(mode="json")))

@@ -19,14 +19,14 @@ from megastable.checkpoint.whole import WholeState, run_of
 from megastable.config.model import ModelConfig
 from megastable.config.optimizers import OptimizerConfig
 from megastable.config.tree import RunConfig
-from megastable.convert.foreign.deepspeed import find, import_deepspeed, unseen
-from megastable.convert.foreign.zero import ZeroState
-from megastable.convert.huggingface.names import table
 from megastable.engine.flatstate import KINDS
 from megastable.parallel.layout import Layout
 from megastable.parallel.sharding import placement_of
 from megastable.run.directory import RunDirectory
 from megastable.run.events.training_events import Imported
+from megastable_tools.convert.foreign.deepspeed import find, import_deepspeed, unseen
+from megastable_tools.convert.foreign.zero import ZeroState
+from megastable_tools.convert.huggingface.names import table
 from tests.convert.foreign.junk import spoilt
 from tests.distributed import run_ranks
 from tests.patience import PATIENCE

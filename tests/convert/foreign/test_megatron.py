@@ -21,14 +21,14 @@ from megastable.checkpoint.store import LayoutState, RunState
 from megastable.checkpoint.whole import WholeState, parameters, run_of
 from megastable.config.model import ModelConfig
 from megastable.config.tree import RunConfig
-from megastable.convert.foreign.megatron import (
+from megastable_tools.convert.foreign.megatron import (
     MegatronState,
     export_megatron,
     find,
     import_megatron,
     options_to_load,
 )
-from megastable.convert.foreign.megatron_args import CENTERED, NAMES, flags_of
+from megastable_tools.convert.foreign.megatron_args import CENTERED, NAMES, flags_of
 from tests.convert.foreign import mcore
 from tests.distributed import run_ranks
 

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megastable.base.errors import CheckpointError
-from megastable.convert.foreign.unpickle import StandIn, dense, fields, load, number
+from megastable_tools.convert.foreign.unpickle import StandIn, dense, fields, load, number
 from tests.tiers import examples
 
 FORMATS = pytest.mark.parametrize("zipped", [True, False])

@@ -17,12 +17,12 @@ from megastable.checkpoint.new_run import write_run
 from megastable.checkpoint.whole import parameters
 from megastable.config.model import ModelConfig
 from megastable.config.tree import RunConfig
-from megastable.convert.huggingface.architectures import ARCHITECTURES
-from megastable.convert.huggingface.tokenizer_export import MANY_LANGUAGES, real_text
 from megastable.data.manifest import adopt
 from megastable.data.shards import ShardWriter
 from megastable.data.tokenizer import Tokenizer
-from megastable.data.train_tokenizer import train_sentencepiece
+from megastable_tools.convert.huggingface.architectures import ARCHITECTURES
+from megastable_tools.convert.huggingface.tokenizer_export import MANY_LANGUAGES, real_text
+from megastable_tools.prepare.train_tokenizer import train_sentencepiece
 from tests.conftest import tiny
 
 VOCABULARY = 700  # no padding divides it

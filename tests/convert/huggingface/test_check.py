@@ -16,10 +16,10 @@ from torch import Tensor
 
 from megastable.base import free_memory
 from megastable.base.errors import CheckpointError
-from megastable.convert.huggingface import parity
-from megastable.convert.huggingface.export import to_hf
-from megastable.convert.huggingface.parity import LogitRow, ParityReport, compare, sheet
 from megastable.report.sheet import as_json
+from megastable_tools.convert.huggingface import parity
+from megastable_tools.convert.huggingface.export import to_hf
+from megastable_tools.convert.huggingface.parity import LogitRow, ParityReport, compare, sheet
 from tests.convert.huggingface.conftest import MODELS, Make, configured, write_random
 
 Change = Callable[[dict[str, Tensor], dict[str, Any]], None]

@@ -15,11 +15,11 @@ from megastable.checkpoint.plain import find_checkpoint
 from megastable.checkpoint.whole import WholeState
 from megastable.config import recipe
 from megastable.config.tree import RunConfig
-from megastable.convert.huggingface.export import to_hf
-from megastable.convert.huggingface.importing import from_hf
-from megastable.convert.huggingface.parity import compare
 from megastable.data.tokenizer import Tokenizer
 from megastable.run import records
+from megastable_tools.convert.huggingface.export import to_hf
+from megastable_tools.convert.huggingface.importing import from_hf
+from megastable_tools.convert.huggingface.parity import compare
 from tests.convert.huggingface.conftest import VOCABULARY
 from tests.distributed import run_ranks
 

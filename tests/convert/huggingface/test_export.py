@@ -17,14 +17,14 @@ from megastable.base.errors import CheckpointError, ConfigError
 from megastable.checkpoint import store
 from megastable.checkpoint.files import hash_file
 from megastable.checkpoint.plain import load_plain
-from megastable.convert.huggingface import export
-from megastable.convert.huggingface.export import NotTheSame, to_hf
-from megastable.convert.huggingface.folder import HuggingFaceFolder, load_folder
-from megastable.convert.huggingface.parity import compare
-from megastable.convert.huggingface.tokenizer_export import fast
-from megastable.convert.huggingface.weight_files import SINGLE, bytes_of, index, plan, read_size
 from megastable.data.manifest import Manifest
 from megastable.data.tokenizer import load_tokenizer
+from megastable_tools.convert.huggingface import export
+from megastable_tools.convert.huggingface.export import NotTheSame, to_hf
+from megastable_tools.convert.huggingface.folder import HuggingFaceFolder, load_folder
+from megastable_tools.convert.huggingface.parity import compare
+from megastable_tools.convert.huggingface.tokenizer_export import fast
+from megastable_tools.convert.huggingface.weight_files import SINGLE, bytes_of, index, plan, read_size
 from tests.convert.huggingface.conftest import MODELS, VOCABULARY, Make, configured, write_random
 from tests.data.texts import hugging_face_file
 from tests.full_disk import files_no_larger_than

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from megastable.convert.huggingface.export import to_hf
 from megastable.data.tokenizer import load_tokenizer
+from megastable_tools.convert.huggingface.export import to_hf
 from tests.convert.huggingface.clients import documented
 from tests.convert.huggingface.conftest import MODELS, Make
 

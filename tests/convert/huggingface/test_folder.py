@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megastable.base.errors import CheckpointError
-from megastable.convert.huggingface.export import to_hf
-from megastable.convert.huggingface.folder import HuggingFaceFolder, is_folder, load_folder
+from megastable_tools.convert.huggingface.export import to_hf
+from megastable_tools.convert.huggingface.folder import HuggingFaceFolder, is_folder, load_folder
 from tests.convert.huggingface.conftest import MODELS, Make
 
 SINGLE = "model.safetensors"

@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from megastable.base.errors import CheckpointError
-from megastable.convert.huggingface.export import to_hf
-from megastable.convert.huggingface.folder import HuggingFaceFolder
-from megastable.convert.huggingface.gguf import to_gguf
-from megastable.convert.huggingface.tokenizer_export import texts
 from megastable.data.tokenizer import SPACE, Tokenizer
+from megastable_tools.convert.huggingface.export import to_hf
+from megastable_tools.convert.huggingface.folder import HuggingFaceFolder
+from megastable_tools.convert.huggingface.gguf import to_gguf
+from megastable_tools.convert.huggingface.tokenizer_export import texts
 from tests.convert.huggingface.clients import ROOT, documented, llama_cpp
 from tests.convert.huggingface.conftest import (
     MODELS,
@@ -101,7 +101,7 @@ def test_what_a_fine_tuned_folder_adds_is_kept(make: Make, tmp_path: Path) -> No
 def test_what_a_killed_export_left_is_removed_by_the_next(make: Make, tmp_path: Path) -> None:
     folder = to_hf(make(MODELS["qwen3"]), tmp_path / "out").out
     program = (
-        "import os, sys; from pathlib import Path; from megastable.convert.huggingface.gguf import to_gguf; "
+        "import os, sys; from pathlib import Path; from megastable_tools.convert.huggingface.gguf import to_gguf; "
         "to_gguf(Path(sys.argv[1]), Path(sys.argv[2]), lambda done, total: os.kill(os.getpid(), 9))"
     )
     command = [sys.executable, "-c", program, str(folder), str(tmp_path / "out.gguf")]

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from megastable.config.model import ModelConfig
-from megastable.convert.huggingface.architectures import architecture_of
-from megastable.convert.huggingface.export import to_hf
-from megastable.convert.huggingface.gguf import reachable, unsupported
+from megastable_tools.convert.huggingface.architectures import architecture_of
+from megastable_tools.convert.huggingface.export import to_hf
+from megastable_tools.convert.huggingface.gguf import reachable, unsupported
 from tests.convert.huggingface.conftest import MODELS, Make
 
 NOT_WRITTEN = {

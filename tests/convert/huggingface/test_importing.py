@@ -16,14 +16,14 @@ from megastable.checkpoint.plain import find_checkpoint
 from megastable.checkpoint.whole import WholeState
 from megastable.config import recipe
 from megastable.config.tree import CorpusConfig
-from megastable.convert.huggingface.export import to_hf
-from megastable.convert.huggingface.folder import HuggingFaceFolder
-from megastable.convert.huggingface.importing import from_hf
-from megastable.convert.huggingface.parity import compare
 from megastable.data.corpora import open_corpora
 from megastable.data.manifest import Manifest
 from megastable.data.tokenizer import Tokenizer, load_tokenizer
-from megastable.data.train_tokenizer import train_sentencepiece
+from megastable_tools.convert.huggingface.export import to_hf
+from megastable_tools.convert.huggingface.folder import HuggingFaceFolder
+from megastable_tools.convert.huggingface.importing import from_hf
+from megastable_tools.convert.huggingface.parity import compare
+from megastable_tools.prepare.train_tokenizer import train_sentencepiece
 from tests.convert.huggingface.conftest import (
     MODELS,
     VOCABULARY,

@@ -12,8 +12,9 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, pro
 from tokenizers import Tokenizer as HuggingFaceModel
 
 from megastable.base.errors import CheckpointError
-from megastable.convert.huggingface.llama_cpp import LLAMA3, QWEN2, Vocabulary, is_qwens, vocabulary
-from megastable.convert.huggingface.tokenizer_export import (
+from megastable.data.tokenizer import SPACE, Tokenizer, load_tokenizer
+from megastable_tools.convert.huggingface.llama_cpp import LLAMA3, QWEN2, Vocabulary, is_qwens, vocabulary
+from megastable_tools.convert.huggingface.tokenizer_export import (
     BYTE,
     CONTROL,
     NORMAL,
@@ -23,8 +24,7 @@ from megastable.convert.huggingface.tokenizer_export import (
     real_text,
     texts,
 )
-from megastable.data.tokenizer import SPACE, Tokenizer, load_tokenizer
-from megastable.data.train_tokenizer import train_sentencepiece
+from megastable_tools.prepare.train_tokenizer import train_sentencepiece
 
 
 def content(tokenizer: Tokenizer) -> dict[str, Any]:

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from megastable.base.errors import ConfigError
 from megastable.checkpoint.whole import parameters
 from megastable.config.model import ModelConfig
-from megastable.convert.huggingface.architectures import ARCHITECTURES, architecture_of
-from megastable.convert.huggingface.names import merge, split, table
+from megastable_tools.convert.huggingface.architectures import ARCHITECTURES, architecture_of
+from megastable_tools.convert.huggingface.names import merge, split, table
 from tests.convert.huggingface.conftest import GEMMA2, MODELS, choices, random_weights
 
 
@@ -50,7 +50,7 @@ def test_every_parameter_maps_to_disjoint_tensors_and_back(config: ModelConfig) 
 def test_the_names_are_those_of_transformers(name: str) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from megastable.convert.huggingface.settings import settings_of
+    from megastable_tools.convert.huggingface.settings import settings_of
 
     sizes = {"hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "vocab_size": 50}
     config = ModelConfig(**sizes | MODELS[name])

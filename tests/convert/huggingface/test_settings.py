@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from megastable.base.errors import CheckpointError
 from megastable.config.model import ModelConfig, RopeScalingConfig
-from megastable.convert.huggingface.architectures import ARCHITECTURES, EVERYWHERE, GEMMA2
-from megastable.convert.huggingface.settings import CAPS, KNOWN, model_of, settings_of
+from megastable_tools.convert.huggingface.architectures import ARCHITECTURES, EVERYWHERE, GEMMA2
+from megastable_tools.convert.huggingface.settings import CAPS, KNOWN, model_of, settings_of
 from tests.convert.huggingface.conftest import GEMMA2 as GEMMA2_MODEL
 from tests.convert.huggingface.conftest import choices
 

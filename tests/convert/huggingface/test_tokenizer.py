@@ -16,15 +16,15 @@ from tokenizers import Tokenizer as HuggingFaceModel
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from megastable.base.errors import CheckpointError
-from megastable.convert.huggingface.tokenizer_export import (
+from megastable.data.tokenizer import Tokenizer, load_tokenizer
+from megastable_tools.convert.huggingface.tokenizer_export import (
     difference,
     fast,
     real_text,
     texts,
     write_tokenizer,
 )
-from megastable.data.tokenizer import Tokenizer, load_tokenizer
-from megastable.data.train_tokenizer import train_sentencepiece
+from megastable_tools.prepare.train_tokenizer import train_sentencepiece
 from tests.data.test_prepare import with_bos
 from tests.data.texts import hugging_face_file
 

@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from megastable.data.plant import plant
-from megastable.forensics.history import History
 from megastable.run import records
+from megastable_tools.forensics.history import History
 from tests.conftest import write_corpus
 from tests.distributed import run_ranks
 from tests.forensics.court.commands import hash_files, megastable
@@ -64,9 +64,9 @@ def test_a_planted_region_was_well_chosen(run: Path) -> None:
 
 def repeat_steps(root: Path) -> dict[str, Any]:
     """What the run did from step 31 to 40, again: from its checkpoint of step 30, after nothing, and as a branch."""
-    from megastable.forensics.court.court_case import open_steps
-    from megastable.forensics.court.hold_court import as_recorded
-    from megastable.forensics.court.offline_run import opened, recall_rate, recipe_of
+    from megastable_tools.forensics.court.court_case import open_steps
+    from megastable_tools.forensics.court.hold_court import as_recorded
+    from megastable_tools.forensics.court.offline_run import opened, recall_rate, recipe_of
 
     history = History(root)
     case = open_steps(history, 46, 46)

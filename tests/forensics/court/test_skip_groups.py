@@ -11,7 +11,7 @@ from megastable.attribution.harm import HELD_OUT, HarmTrial, TrialVerdict
 from megastable.data.order import Order, OrderedCorpus
 from megastable.data.skip_ledger import Ledger, released, sample_entries
 from megastable.data.skips import Selection
-from megastable.forensics.court.skip_groups import (
+from megastable_tools.forensics.court.skip_groups import (
     SkipGroup,
     choose_tried,
     find_groups,

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 
 from megastable.config.tree import RunConfig
-from megastable.data.adopt import adopt
 from megastable.data.append_only import append_all
 from megastable.data.corpora import open_corpora
 from megastable.data.manifest import TokenizerInfo
 from megastable.data.shard_writer import ShardWriter
 from megastable.data.skip_ledger import read_ledger, sample_entries
-from megastable.forensics.history import History
 from megastable.run.directory import RunDirectory
 from megastable.run.events.data_events import SkipsGivenBack
+from megastable_tools.forensics.history import History
+from megastable_tools.prepare.adopt import adopt
 from tests.conftest import VOCABULARY
 from tests.distributed import run_ranks
 from tests.forensics.court.commands import hash_files, megastable

@@ -9,9 +9,9 @@ import pytest
 
 from megastable.base.errors import ConfigError
 from megastable.config.tree import RunConfig
-from megastable.forensics.court.candidates import choose_candidates, list_candidates
-from megastable.forensics.court.court_case import choose_branch_like
-from megastable.forensics.court.verdict import (
+from megastable_tools.forensics.court.candidates import choose_candidates, list_candidates
+from megastable_tools.forensics.court.court_case import choose_branch_like
+from megastable_tools.forensics.court.verdict import (
     BranchOutcome,
     CourtVerdict,
     describe_verdict,

@@ -3,8 +3,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megastable.forensics.oddness.corruption import LANGUAGES, PLANTED, babble, corrupt, corrupt_span
-from megastable.forensics.oddness.kinds import KINDS
+from megastable_tools.forensics.oddness.corruption import LANGUAGES, PLANTED, babble, corrupt, corrupt_span
+from megastable_tools.forensics.oddness.kinds import KINDS
 from tests.forensics.texts import documents, scores, tokenizer, yardstick
 
 LONG = next(document for document in documents() if len(document) >= 500)

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megastable.forensics.oddness.features import FEATURES, GRAM, NAMES, Features, inside, measure
-from megastable.forensics.oddness.lexicon import LONGEST_PIECE, Lexicon
-from megastable.forensics.oddness.tables import BONUS, Tables, bucket, halves
+from megastable_tools.forensics.oddness.features import FEATURES, GRAM, NAMES, Features, inside, measure
+from megastable_tools.forensics.oddness.lexicon import LONGEST_PIECE, Lexicon
+from megastable_tools.forensics.oddness.tables import BONUS, Tables, bucket, halves
 from tests.forensics.texts import VOCABULARY, documents, joined, tokenizer, yardstick
 from tests.tiers import examples
 

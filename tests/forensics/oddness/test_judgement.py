@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megastable.forensics.oddness.features import FEATURES, NAMES, Features
-from megastable.forensics.oddness.judgement import (
+from megastable_tools.forensics.oddness.features import FEATURES, NAMES, Features
+from megastable_tools.forensics.oddness.judgement import (
     CLASSES,
     JUDGED,
     MANY,
@@ -17,7 +17,7 @@ from megastable.forensics.oddness.judgement import (
     judge,
     length_class,
 )
-from megastable.forensics.oddness.kinds import KINDS
+from megastable_tools.forensics.oddness.kinds import KINDS
 from tests.tiers import examples
 
 LENGTH = np.int64(200)

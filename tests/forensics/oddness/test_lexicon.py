@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megastable.data.tokenizer import load_tokenizer
-from megastable.forensics.oddness.lexicon import COUNTED, LONGEST_PIECE, MOST, Lexicon, unpack
+from megastable_tools.forensics.oddness.lexicon import COUNTED, LONGEST_PIECE, MOST, Lexicon, unpack
 from tests.data.texts import hugging_face_file
 from tests.forensics.texts import VOCABULARY, tokenizer
 

@@ -8,10 +8,10 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from megastable.forensics.oddness.judgement import Judgement
-from megastable.forensics.oddness.kinds import KINDS, ODD
-from megastable.forensics.oddness.windows import WINDOW, JudgedPieces, judge_pieces, spans_of
-from megastable.forensics.oddness.yardstick import NAMES, PIECE, Lexicon, Yardstick, cut, document_keys
+from megastable_tools.forensics.oddness.judgement import Judgement
+from megastable_tools.forensics.oddness.kinds import KINDS, ODD
+from megastable_tools.forensics.oddness.windows import WINDOW, JudgedPieces, judge_pieces, spans_of
+from megastable_tools.forensics.oddness.yardstick import NAMES, PIECE, Lexicon, Yardstick, cut, document_keys
 
 VOCABULARY, NOISE = 600, 256
 HALF = PIECE // 2

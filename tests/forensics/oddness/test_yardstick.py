@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megastable.base.errors import DataError
-from megastable.forensics.oddness.features import NAMES
-from megastable.forensics.oddness.lexicon import Lexicon
-from megastable.forensics.oddness.tables import Tables, halves
-from megastable.forensics.oddness.yardstick import KINDS, PIECE, Yardstick, cut, document_keys
+from megastable_tools.forensics.oddness.features import NAMES
+from megastable_tools.forensics.oddness.lexicon import Lexicon
+from megastable_tools.forensics.oddness.tables import Tables, halves
+from megastable_tools.forensics.oddness.yardstick import KINDS, PIECE, Yardstick, cut, document_keys
 from tests.forensics.texts import VOCABULARY, documents, joined, scores, tokenizer, yardstick, yardstick_of
 
 

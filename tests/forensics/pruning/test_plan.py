@@ -15,17 +15,17 @@ from megastable.base.errors import DataError
 from megastable.config.recipe import load
 from megastable.data.corpora import open_corpora
 from megastable.data.manifest import Manifest
-from megastable.data.prepare import prepare_shards
 from megastable.data.shards import Shard
-from megastable.forensics.history import History
-from megastable.forensics.pruning.choose import make_plan
-from megastable.forensics.pruning.prune_plan import KEYS, Removal, read_plan, text_of
-from megastable.forensics.samples import step_sheet
-from megastable.forensics.scanning.scan import scan_shards
-from megastable.forensics.shard_set import open_shelf
-from megastable.guard.incident import Incident
 from megastable.report.sheet.values import as_csv
 from megastable.run.directory import RunDirectory
+from megastable_guard.incident import Incident
+from megastable_tools.forensics.history import History
+from megastable_tools.forensics.pruning.choose import make_plan
+from megastable_tools.forensics.pruning.prune_plan import KEYS, Removal, read_plan, text_of
+from megastable_tools.forensics.samples import step_sheet
+from megastable_tools.forensics.scanning.scan import scan_shards
+from megastable_tools.forensics.shard_set import open_shelf
+from megastable_tools.prepare.prepare import prepare_shards
 from tests.conftest import write_corpus
 from tests.data.texts import documents, sentencepiece_file
 from tests.forensics.shelves import Plain, corpus

@@ -16,12 +16,12 @@ from megastable.base.errors import DataError
 from megastable.data.manifest import Manifest
 from megastable.data.shard_format import CHUNK
 from megastable.data.shards import Shard
-from megastable.data.verify import verify_corpus
-from megastable.forensics.pruning import gaps, prune
-from megastable.forensics.pruning.proof import verify
-from megastable.forensics.pruning.prune import apply
-from megastable.forensics.pruning.prune_plan import Removal, text_of
-from megastable.forensics.pruning.pruned import Pruned
+from megastable_tools.forensics.pruning import gaps, prune
+from megastable_tools.forensics.pruning.proof import verify
+from megastable_tools.forensics.pruning.prune import apply
+from megastable_tools.forensics.pruning.prune_plan import Removal, text_of
+from megastable_tools.forensics.pruning.pruned import Pruned
+from megastable_tools.prepare.verify import verify_corpus
 from tests.forensics.shelves import Plain, corpus, read
 from tests.full_disk import files_no_larger_than
 
@@ -299,7 +299,7 @@ def test_indices_longer_than_a_chunk(tmp_path: Path) -> None:
 
 def test_a_corpus_that_was_prepared(tmp_path: Path) -> None:
     """A real one, with a tokenizer that loads: what is left passes the usual verification."""
-    from megastable.data.prepare import prepare_shards
+    from megastable_tools.prepare.prepare import prepare_shards
     from tests.data.texts import documents, sentencepiece_file
 
     lines = tmp_path / "a.jsonl"

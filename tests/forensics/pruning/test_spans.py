@@ -18,13 +18,13 @@ from hypothesis import strategies as st
 from megastable.base.errors import DataError
 from megastable.data.manifest import Manifest
 from megastable.data.shards import Shard
-from megastable.forensics.pruning.choose import make_plan
-from megastable.forensics.pruning.gaps import Span
-from megastable.forensics.pruning.proof import verify
-from megastable.forensics.pruning.prune import apply
-from megastable.forensics.pruning.prune_plan import Removal, read_plan, text_of
-from megastable.forensics.pruning.pruned import MAP, Pruned
-from megastable.forensics.pruning.token_loss import Loss, share_of
+from megastable_tools.forensics.pruning.choose import make_plan
+from megastable_tools.forensics.pruning.gaps import Span
+from megastable_tools.forensics.pruning.proof import verify
+from megastable_tools.forensics.pruning.prune import apply
+from megastable_tools.forensics.pruning.prune_plan import Removal, read_plan, text_of
+from megastable_tools.forensics.pruning.pruned import MAP, Pruned
+from megastable_tools.forensics.pruning.token_loss import Loss, share_of
 from tests.forensics.pruning.test_prune import reseal, small_runs
 from tests.forensics.shelves import Plain, Sequences, corpus, read, shelves
 from tests.tiers import examples

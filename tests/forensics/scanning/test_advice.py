@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megastable.forensics.oddness.yardstick import PIECE
-from megastable.forensics.scanning.scan_summary import BINS, LENGTHS, STEP, ScanSummary
-from megastable.forensics.scanning.score_threshold import CHECKED, RATE, advised, excess, ordinary
+from megastable_tools.forensics.oddness.yardstick import PIECE
+from megastable_tools.forensics.scanning.scan_summary import BINS, LENGTHS, STEP, ScanSummary
+from megastable_tools.forensics.scanning.score_threshold import CHECKED, RATE, advised, excess, ordinary
 
 
 def tally(scores: np.ndarray, lengths: np.ndarray) -> ScanSummary:

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from megastable.base.errors import DataError
 from megastable.data.shards import Shard
-from megastable.forensics.scanning import duplicates, near
-from megastable.forensics.scanning.duplicates import (
+from megastable_tools.forensics.scanning import duplicates, near
+from megastable_tools.forensics.scanning.duplicates import (
     COPY,
     HASHED,
     find_exact,
@@ -21,7 +21,7 @@ from megastable.forensics.scanning.duplicates import (
     sort_copies,
     write_copies,
 )
-from megastable.forensics.scanning.minhash import (
+from megastable_tools.forensics.scanning.minhash import (
     BINS,
     GRAM,
     band_keys,
@@ -31,10 +31,10 @@ from megastable.forensics.scanning.minhash import (
     signatures,
     similarities,
 )
-from megastable.forensics.scanning.near import BAND, SMALL, find_near, sign
-from megastable.forensics.scanning.near import _candidates as candidates
-from megastable.forensics.scanning.near import _Groups as Groups
-from megastable.forensics.scanning.units import units
+from megastable_tools.forensics.scanning.near import BAND, SMALL, find_near, sign
+from megastable_tools.forensics.scanning.near import _candidates as candidates
+from megastable_tools.forensics.scanning.near import _Groups as Groups
+from megastable_tools.forensics.scanning.units import units
 from tests.forensics.shelves import Plain, write
 from tests.tiers import examples
 

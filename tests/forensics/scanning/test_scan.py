@@ -18,16 +18,16 @@ import zstandard
 from megastable.base.durable import hold
 from megastable.base.errors import DataError
 from megastable.data.shards import Shard
-from megastable.forensics import document_map
-from megastable.forensics.oddness.yardstick import NAMES, Lexicon, Yardstick, cut
-from megastable.forensics.scanning import rows as rows_module
-from megastable.forensics.scanning import scan as scan_module
-from megastable.forensics.scanning import units as units_module
-from megastable.forensics.scanning.rows import COMPRESSED, EMPTY, LARGEST, document_keys, measure_rows
-from megastable.forensics.scanning.scan import scan_shards
-from megastable.forensics.scanning.scanned import Scan, SuspectDocument, suspects
-from megastable.forensics.scanning.units import BLOCK
-from megastable.forensics.shard_set import Shelf, open_shelf
+from megastable_tools.forensics import document_map
+from megastable_tools.forensics.oddness.yardstick import NAMES, Lexicon, Yardstick, cut
+from megastable_tools.forensics.scanning import rows as rows_module
+from megastable_tools.forensics.scanning import scan as scan_module
+from megastable_tools.forensics.scanning import units as units_module
+from megastable_tools.forensics.scanning.rows import COMPRESSED, EMPTY, LARGEST, document_keys, measure_rows
+from megastable_tools.forensics.scanning.scan import scan_shards
+from megastable_tools.forensics.scanning.scanned import Scan, SuspectDocument, suspects
+from megastable_tools.forensics.scanning.units import BLOCK
+from megastable_tools.forensics.shard_set import Shelf, open_shelf
 from tests.conftest import VOCABULARY, write_corpus
 from tests.data.texts import sentencepiece_file
 from tests.forensics.shelves import Plain, write
@@ -217,10 +217,10 @@ import signal
 import sys
 from pathlib import Path
 from megastable.base.errors import user_errors
-from megastable.forensics import document_map
-from megastable.forensics.scanning import units
-from megastable.forensics.scanning.scan import scan_shards
-from megastable.forensics.shard_set import open_shelf
+from megastable_tools.forensics import document_map
+from megastable_tools.forensics.scanning import units
+from megastable_tools.forensics.scanning.scan import scan_shards
+from megastable_tools.forensics.shard_set import open_shelf
 units.UNIT = 800
 write_rows = document_map.write_rows
 def write_five(path, rows):
@@ -441,7 +441,7 @@ def test_a_damaged_result_is_an_error(done: tuple[Scan, Path], tmp_path: Path) -
 def test_progress_is_lines_on_stderr(
     shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megastable.data.progress.SECONDS_PER_LINE", 0.0)
+    monkeypatch.setattr("megastable_tools.prepare.progress.SECONDS_PER_LINE", 0.0)
     scan_shards(shelf(shards), tmp_path / "scan")
     shown = capsys.readouterr()
     assert shown.out == "" and "scanned 0.1 M of 0.1 M tokens" in shown.err

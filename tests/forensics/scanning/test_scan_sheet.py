@@ -11,14 +11,14 @@ import pytest
 from rich.console import Console
 
 from megastable.base.errors import DataError
-from megastable.data.prepare import prepare_shards
 from megastable.data.shards import Shard
 from megastable.data.tokenizer import load_tokenizer
-from megastable.forensics.scanning.scan import scan_shards
-from megastable.forensics.scanning.scan_sheet import passage, sheet_of
-from megastable.forensics.scanning.scanned import Scan, WorstDocument
-from megastable.forensics.shard_set import Shelf, open_shelf
 from megastable.report.sheet import as_csv, as_html, as_json, console
+from megastable_tools.forensics.scanning.scan import scan_shards
+from megastable_tools.forensics.scanning.scan_sheet import passage, sheet_of
+from megastable_tools.forensics.scanning.scanned import Scan, WorstDocument
+from megastable_tools.forensics.shard_set import Shelf, open_shelf
+from megastable_tools.prepare.prepare import prepare_shards
 from tests.data.texts import documents, sentencepiece_file
 from tests.forensics.shelves import Plain, write
 

@@ -13,9 +13,17 @@ from hypothesis import strategies as st
 
 from megastable.base.errors import DataError
 from megastable.data.shards import Shard
-from megastable.forensics.oddness.yardstick import PIECE, cut
-from megastable.forensics.scanning import units as module
-from megastable.forensics.scanning.units import Unit, blocks, edges_of, open_unit, sample, unit_size, units
+from megastable_tools.forensics.oddness.yardstick import PIECE, cut
+from megastable_tools.forensics.scanning import units as module
+from megastable_tools.forensics.scanning.units import (
+    Unit,
+    blocks,
+    edges_of,
+    open_unit,
+    sample,
+    unit_size,
+    units,
+)
 from tests.forensics.shelves import Plain, write
 from tests.tiers import examples
 

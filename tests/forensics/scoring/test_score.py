@@ -18,9 +18,12 @@ from megastable.base.errors import DataError
 from megastable.checkpoint.plain import PlainModel
 from megastable.data.manifest import TokenizerInfo, adopt
 from megastable.data.shards import ShardWriter
-from megastable.forensics.scoring import losses as losses_module
-from megastable.forensics.scoring import pick
-from megastable.forensics.scoring.document_scores import (
+from megastable.model.gpt import GPT
+from megastable.parallel.topology import TensorParallel
+from megastable.report.postmortem.sample_texts import Library
+from megastable_tools.forensics.scoring import losses as losses_module
+from megastable_tools.forensics.scoring import pick
+from megastable_tools.forensics.scoring.document_scores import (
     Scorer,
     batches,
     rows,
@@ -29,13 +32,10 @@ from megastable.forensics.scoring.document_scores import (
     windows,
     worst,
 )
-from megastable.forensics.scoring.losses import losses_of, losses_under, token_losses
-from megastable.forensics.scoring.score_sheet import score_sheet
-from megastable.forensics.scoring.scored import first_rows, judged, likes
-from megastable.forensics.shard_set import Shelf, open_shelf
-from megastable.model.gpt import GPT
-from megastable.parallel.topology import TensorParallel
-from megastable.report.postmortem.sample_texts import Library
+from megastable_tools.forensics.scoring.losses import losses_of, losses_under, token_losses
+from megastable_tools.forensics.scoring.score_sheet import score_sheet
+from megastable_tools.forensics.scoring.scored import first_rows, judged, likes
+from megastable_tools.forensics.shard_set import Shelf, open_shelf
 from tests.conftest import LENGTH, VOCABULARY, tiny, write_corpus
 from tests.distributed import run_ranks
 
@@ -271,7 +271,7 @@ def test_parts_that_are_there_are_not_measured_again(
     run: Path, odd: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a scan goes on (test_scan.py): both are one map over documents."""
-    monkeypatch.setattr("megastable.forensics.scoring.document_scores.PARCEL", 1000)
+    monkeypatch.setattr("megastable_tools.forensics.scoring.document_scores.PARCEL", 1000)
     shelf, folder = open_shelf([odd]), tmp_path / "scores"
     whole, table = score_shelf(shelf, run, folder, progress=False), list(rows(folder))
     (folder / "scores.json").unlink()

@@ -13,10 +13,10 @@ import pytest
 from megastable.data.append_only import append
 from megastable.data.blends import BlendEntry, Share
 from megastable.data.manifest import Manifest
-from megastable.data.prepare import prepare_shards
 from megastable.report.postmortem import write_incidents
 from megastable.report.publish import publish
 from megastable.report.publish.redaction import Keeping
+from megastable_tools.prepare.prepare import prepare_shards
 from tests.data.texts import documents, sentencepiece_file
 from tests.report.publish.plants import everything
 from tests.report.runs import data_incident, make_run

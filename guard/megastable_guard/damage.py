@@ -1,0 +1,260 @@
+"""Judges damage to the model that no batch shows, from looks at it once in a while. Pure.
+
+The probe is the losses of a few samples that are never trained on. They are the same at every look, so what differs is
+the model: the difference of two looks has hardly any noise. While a run learns they get easier, ever more slowly. A
+model that is worse on them than that lets expect is damaged, or learns something else; which of the two, replays decide
+(attribution/harm.py).
+
+Tensors: an update moves a weight by about the rate, so the norm of a tensor changes slowly, and each tensor has a pace
+of its own. Adam's second moments forget no faster than beta2 lets them. What breaks one of the two is not the work of
+the optimizer, or of an update that is far beyond all others; whether the same steps do it again, a replay shows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict
+
+from megastable_guard.robust import MAD_TO_SIGMA
+
+Floats = npt.NDArray[np.float64]
+
+# A rise of the probe's mean loss above what was to be expected is clear beyond so many nats, usual scatters of such
+# differences, and standard errors over the samples: then a trial decides.
+LEAST, SURE, ERRORS = 0.03, 4.0, 3.0
+KNOWN, NEWEST = 3, 16  # fewest and most differences that tell their usual scatter
+APART = 5  # fewest steps between two looks that tell how fast the loss falls
+REST = 25  # half the steps of a first pause; one that follows soon is twice as long
+# A tensor jumps if it changes by this share of its norm, and so many times as fast as ever before.
+CHANGED, FASTER = 0.05, 8.0
+KNOWN_PACES, NEWEST_PACES = 2, 8  # fewest and most looks that tell the pace of a tensor
+FORGOTTEN = (
+    0.5  # second moments below this share of what only zero gradients would leave were changed otherwise
+)
+
+
+class _LookState(BaseModel):
+    model_config = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
+
+
+class JudgementPause(_LookState):
+    """No judgement for a while after a find that was the run's own work, twice as long each time that happens soon."""
+
+    end: int = 0
+    times: int = 0
+
+    def begin(self, step: int) -> None:
+        self.times = self.times + 1 if step <= self.end + REST * 2**self.times else 1
+        self.end = step + REST * 2**self.times
+
+    def hold(self, step: int) -> None:
+        """The next step is trained otherwise, on purpose: what follows at once is the effect of that."""
+        self.end = max(self.end, step + 2 * REST)
+
+
+@dataclass(frozen=True)
+class Rise:
+    """The probe changed by `change` nats between the looks after steps `before` and `step`, which is `nats` more than
+    expected."""
+
+    before: int
+    step: int
+    change: float
+    nats: float
+    limit: float
+
+    @property
+    def reason(self) -> str:
+        """As a sentence."""
+        return (
+            f"the loss of the probe samples, which are never trained on, changed by {self.change:+.3f} nats from step "
+            f"{self.before} to step {self.step}, where {self.change - self.nats:+.3f} was expected: it is "
+            f"{self.nats:.3f} higher, and usual is at most {self.limit:.3f}"
+        )
+
+
+class ProbeTrend(_LookState):
+    """One `judge` per look, in order; a state for checkpoints. samples: which ones. looks: the newest ones, step and
+    losses of each. surprises: changes less the expected ones, in units of these: while a run learns fast, they are
+    larger."""
+
+    samples: str = ""
+    looks: list[tuple[int, list[float]]] = []
+    surprises: list[float] = []
+    pause: JudgementPause = JudgementPause()
+
+    def judge(self, step: int, losses: Floats) -> Rise | None:
+        """A look after `step`: losses of the samples, [n] nats. A rise is no part of the trend until it is accepted."""
+        if not self.looks:
+            self.looks = [(step, losses.tolist())]
+            return None
+        before, known = self.looks[-1]
+        change = losses - np.array(known)
+        mean = float(change.mean()) if np.isfinite(losses).all() else math.inf
+        error = float(change.std()) / math.sqrt(max(1, change.size - 1)) if math.isfinite(mean) else 0.0
+        expected = self.expect(step)
+        if expected is not None:
+            unit = LEAST / SURE + abs(expected)
+            limit = max(LEAST, ERRORS * error, unit * self._usual())
+            if mean - expected > limit and step >= self.pause.end:
+                return Rise(before, step, mean, mean - expected, limit)
+            if math.isfinite(mean):
+                self.surprises = [*self.surprises, (mean - expected) / unit][-NEWEST:]
+        if math.isfinite(mean):
+            self.looks = [*self.looks[-2 * NEWEST :], (step, losses.tolist())]
+        return None
+
+    def expect(self, step: int) -> float | None:
+        """The change of the mean loss from the newest look to one after `step`: what the last rate of its fall makes,
+        which goes on to slow down as it did; a loss that rose is expected to stay. None: too few looks are known."""
+        known = [(at, float(np.mean(losses))) for at, losses in self.looks]
+        spread = [known[-1]]
+        for at, loss in reversed(known[:-1]):
+            if spread[-1][0] - at >= APART:
+                spread.append((at, loss))
+        if len(spread) < 3:
+            return None
+        (last, level), (middle, before), (first, start) = spread[:3]
+        rate, earlier = (level - before) / (last - middle), (before - start) / (middle - first)
+        slows = min(1.0, rate / earlier) if earlier < 0 else 1.0
+        return min(0.0, rate) * slows * (step - last)
+
+    def accept(self, step: int, losses: Floats) -> None:
+        """A rise was no damage: it is the level from now on."""
+        if not np.isfinite(losses).all():
+            return
+        self.pause.begin(step)
+        # At another level the loss falls as fast as before, for want of anything better.
+        shift = losses - np.array(self.looks[-1][1])
+        before = [(at, (np.array(known) + shift).tolist()) for at, known in self.looks[:-1]]
+        self.looks = [*before, (step, losses.tolist())]
+
+    def begin_again(self) -> None:
+        """The run trains otherwise from here on: how fast the loss fell until now says nothing."""
+        self.looks = self.looks[-1:]
+
+    def rewind(self, step: int) -> None:
+        """The run is back after `step`."""
+        self.looks = [(at, losses) for at, losses in self.looks if at <= step]
+
+    def _usual(self) -> float:
+        """The largest surprise that is usual, in its unit. At the start of a run, while the rate rises, any is."""
+        if len(self.surprises) < KNOWN:
+            return math.inf
+        middle = float(np.median(self.surprises))
+        scatter = MAD_TO_SIGMA * float(np.median(np.abs(np.array(self.surprises) - middle)))
+        return middle + SURE * scatter
+
+
+class TensorNorms(NamedTuple):
+    """L2 norms of a tensor's weights and of its second moments; None if the optimizer has none."""
+
+    weight: float
+    second_moment: float | None
+
+
+@dataclass(frozen=True)
+class TensorJump:
+    """The norm of `tensor` jumped from `old` to `new` between the looks after steps `before` and `step`. kind: weight
+    or second_moment."""
+
+    before: int
+    step: int
+    tensor: str
+    kind: str
+    old: float
+    new: float
+
+    @property
+    def reason(self) -> str:
+        """As a sentence."""
+        if self.kind == "weight":
+            told, why = "weights", f"at least {FASTER:g} times as fast as ever before"
+        else:
+            told, why = "second moments", "which is faster than they can forget"
+        return (
+            f"the norm of the {told} of {self.tensor} changed from {self.old:.4g} to {self.new:.4g} between the steps "
+            f"{self.before} and {self.step}, {why}"
+        )
+
+    def is_repeated(self, norms: Mapping[str, TensorNorms]) -> bool:
+        """Whether a replay of the steps, which led to these norms, has made at least half of the jump again."""
+        again = getattr(norms[self.tensor], self.kind)
+        half = (self.old + self.new) / 2
+        return bool(again >= half if self.new > self.old else again <= half)
+
+
+class TensorLook(NamedTuple):
+    """After `step`: the sum of the rates of all updates, and their number; norms by tensor, the same on every rank."""
+
+    step: int
+    rates: float
+    updates: int
+    norms: dict[str, TensorNorms]
+
+
+class TensorPaces(_LookState):
+    """One `judge` per look, in order; a state for checkpoints. rates: the sum of those of all updates so far. last: the
+    newest look. paces: how fast the norms of tensors have moved, the newest ones, by tensor."""
+
+    rates: float = 0.0
+    last: TensorLook | None = None
+    paces: dict[str, list[float]] = {}
+    pause: JudgementPause = JudgementPause()
+
+    def judge(self, look: TensorLook, beta2: float | None) -> TensorJump | None:
+        """The farthest jump, if any; then the look is no part of the history. beta2: the decay rate of second moments,
+        None if they are no such averages."""
+        last = self.last
+        if last is None or look.updates <= last.updates:
+            self.last = look
+            return None
+        moved = max(look.rates - last.rates, 1e-30)
+        jumps = list[tuple[float, TensorJump]]()
+        for name, now in look.norms.items():
+            then, usual = last.norms.get(name), self.paces.get(name, [])
+            if then is None:
+                continue
+            change, where = abs(now.weight - then.weight), (last.step, look.step, name)
+            if len(usual) >= KNOWN_PACES and not change <= CHANGED * then.weight:
+                times = change / moved / max(*usual, 1e-30)
+                if not times <= FASTER:
+                    jumps.append((times, TensorJump(*where, "weight", then.weight, now.weight)))
+            if beta2 is not None and then.second_moment and now.second_moment is not None:
+                least = FORGOTTEN * beta2 ** (look.updates - last.updates) * then.second_moment
+                if not now.second_moment >= least:
+                    moments = then.second_moment, now.second_moment
+                    jumps.append((math.inf, TensorJump(*where, "second_moment", *moments)))
+        if jumps and look.step >= self.pause.end:
+            return max(jumps, key=lambda found: found[0])[1]
+        self._learn(look)
+        return None
+
+    def _learn(self, look: TensorLook) -> None:
+        known = {} if self.last is None else self.last.norms
+        moved = max(look.rates - (0.0 if self.last is None else self.last.rates), 1e-30)
+        for name, now in look.norms.items():
+            if name in known and math.isfinite(now.weight):
+                pace = abs(now.weight - known[name].weight) / moved
+                self.paces[name] = [*self.paces.get(name, []), pace][-NEWEST_PACES:]
+        self.last = look
+
+    def accept(self, look: TensorLook) -> None:
+        """The jump of the last look was the run's own work: it goes on from there, at this pace."""
+        self.pause.begin(look.step)
+        self._learn(look)
+
+    def begin_again(self) -> None:
+        """The optimizer begins again, on purpose."""
+        self.last = None
+
+    def rewind(self, step: int) -> None:
+        """The run is back after `step`: a look after that is forgotten."""
+        if self.last is not None and self.last.step > step:
+            self.last = None

@@ -1,0 +1,458 @@
+"""Anomaly detector: judges each step's loss and gradient norm as healthy or as one of several anomalies. Pure.
+
+Two channels are watched, the loss in nats and the logarithm of the gradient norm (its tail is heavy, its changes are
+factors). Each is compared with a robust trend through the last ~100 accepted values; outliers and everything during an
+excursion never enter it. These tests run on the residuals, in sigma:
+
+    outlier      loss and norm together, or one alone, farther out than the harmless jumps seen in this run
+    spike        cumulative sums of the loss, and of loss + log norm: the norm leads the loss by one to four steps
+    drift        a cumulative sum of the loss above the best level held so far
+    oscillation  two cumulative sums, of wide residuals on either side
+
+Terms are clipped, and the largest of a sum does not count: no single step, however hard its batch, raises a sequential
+alarm. The autocorrelation of the residuals is measured, and their weight is reduced by it (robust.py).
+
+An alarm by the loss alone is a training anomaly only if the gradient norm is up as well, or the loss has jumped by more
+than any harmless data of this run, keeps climbing, or oscillates. Otherwise the data has changed (`shift`): if the new
+level stays for `settle` observations, the baseline is reset, and nothing else is done. After a known change of the data
+(`Signals.mixed`), only the norm can raise an alarm.
+
+During an excursion the trend is frozen; after `adapt` observations the new level is learnt. Before there is a trend,
+`Opening` judges.
+
+Time is counted in observations: a trace logged every tenth step is judged alike. Plain Python on floats: every rank
+reaches the same verdict from the same numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+from megastable_guard.detector_state import Channel, DetectorState, Drop, Excursion, Opening, Sums
+from megastable_guard.guard_config import DetectorConfig
+from megastable_guard.robust import MAD_TO_SIGMA, Sum, Trend, median, neighbour_difference, trend
+from megastable_guard.signals import Finding, Signals, Verdict
+
+_FARTHEST = 1e6  # sigma; residuals are clipped here so that no sum overflows
+_JUMP = 4.0  # sigma beyond which a value stands out: not accepted, and remembered if harmless
+_SLOW = 15  # observations; an alarm that took longer to build up is a drift, not a spike
+_ABSURD = 1e6  # nats; no cross-entropy is that large, and sums of such numbers overflow
+_CLIMB = 2.5  # rise between the outer thirds of some steps, in neighbour scatters, that counts as a climb
+_HALFWAY = 0.2  # share of it, at least, from either outer third to the middle one: else it is a level shift
+_WIDER = 3.0  # scatters of the latest neighbours: also a spike if the noise has grown
+_DEEPER = 1.5  # deepest recent falls: the same, as noise reaches equally far down and up
+_HELD = 3  # observations of a spike by the loss alone, of which the newest is still half as high
+_WIDE = 1.5  # sigma beyond which a value is on one side; an oscillation visits one, the other, and the first again
+_PLAIN = 1.4  # long-run variance of white noise about a trend, over its variance
+
+
+@dataclass(frozen=True)
+class _Residuals:
+    """One step against the trends, in sigma.
+
+    rise: how far the loss lies above both its line and its latest level: a loss that only falls more slowly than
+    before does not rise. fall: below both. above_best: above the best level held. norm: log gradient norm
+    above its line, None if unknown. wider: the current scatter over its minimum.
+    """
+
+    rise: float
+    fall: float
+    above_best: float
+    norm: float | None
+    wider: float
+
+
+class Detector:
+    """One `observe` per step, before its update. The same numbers give the same findings on every rank."""
+
+    def __init__(self, config: DetectorConfig, state: DetectorState | None = None) -> None:
+        self.config = config
+        self._state = DetectorState() if state is None else state.model_copy(deep=True)
+        c, rarer = config, -math.log(config.false_alarms) / 2
+        # The logarithm of the rate of false alarms falls with 2 * limit * allowance over the variance of a term
+        # (Siegmund, Sequential Analysis, 1985, chapter 2), which is 1, and 2 for loss + norm.
+        self._spike_limit = max(c.spike_limit / 2, c.spike_limit + rarer / c.spike_allowance)
+        self._joint_limit = max(c.joint_limit / 2, c.joint_limit + 2 * rarer / c.joint_allowance)
+        self._drift_limit = max(c.drift_limit / 2, c.drift_limit + rarer / c.drift_allowance)
+        self._swing_limit = max(
+            c.oscillation_limit / 2, c.oscillation_limit + rarer / c.oscillation_allowance
+        )
+
+    @property
+    def state(self) -> DetectorState:
+        """A copy: later observations do not change it."""
+        return self._state.model_copy(deep=True)
+
+    def begin_again(self) -> None:
+        """Judge the coming steps as those of a run that begins: they are of another kind than those before."""
+        record = self._state.loss.record, self._state.norm.record
+        self._state = DetectorState(seen=self._state.seen)
+        self._state.loss.record, self._state.norm.record = record
+
+    def expected(self) -> tuple[Trend | None, Trend | None]:
+        """The expected loss (nats) and log gradient norm of the next step; None: too little is known."""
+        s, c = self._state, self.config
+        return self._trend(s.loss, c.loss_floor), self._trend(s.norm, c.norm_floor)
+
+    def observe(self, signals: Signals) -> Finding:
+        """Judge one step against those before it, and remember it. Never raises, for any numbers.
+
+        A step with non-finite numbers leaves the state unchanged.
+        """
+        s, c, step = self._state, self.config, signals.step
+        if signals.mixed:
+            s.mixed = s.seen + 1
+        if wrong := _no_number(signals):
+            return Finding(step, Verdict.NON_FINITE, 1.0, step, wrong, on_trend=False)
+        s.seen += 1
+        norm = None if signals.grad_norm is None else math.log(max(signals.grad_norm, 1e-30))
+        if s.opening is not None:
+            return self._open(s.opening, step, signals.loss, norm)
+
+        for channel in (s.loss, s.norm):
+            channel.record *= 0.5 ** (1 / c.record_half_life)
+        line = self._trend(s.loss, c.loss_floor)
+        assert line is not None
+        norm_line = self._trend(s.norm, c.norm_floor)
+        r = self._residuals(signals.loss, norm, line, norm_line)
+        _keep(s.loss.raw, signals.loss, c.relearn)
+        if norm is not None:
+            _keep(s.norm.raw, norm, c.relearn)
+        outlier, why = self._outlier(r)
+        if outlier >= 1.0 and self._expected_at(s.seen) and (r.norm is None or r.norm < c.outlier_norm):
+            outlier = 0.99  # the data was changed on purpose: outliers are expected
+        watching = s.excursion is None or s.excursion.verdict is Verdict.SHIFT
+        if watching and (raised := self._sequential(step, r, line, norm_line)):
+            if s.excursion is None or raised.verdict is not Verdict.SHIFT:
+                s.excursion = raised
+                s.loss.pending, s.norm.pending = [], []
+            if raised.verdict is not Verdict.SHIFT:
+                s.sums = Sums()
+        if outlier >= 1.0 and self._beyond_shift(r):
+            return Finding(step, Verdict.OUTLIER, outlier, step, why, on_trend=False)
+        if s.excursion is not None:
+            e = s.excursion
+            e.severity = max(e.severity, outlier)
+            if e.verdict is not Verdict.SHIFT:
+                self._renew(e, step)
+            elif s.seen - e.since >= c.settle:
+                level = f"the loss has had a new level since step {e.onset}"
+                e.reason = f"{level}, with an ordinary gradient norm: baseline reset"
+            found = Finding(step, e.verdict, e.severity, e.onset, e.reason, on_trend=False)
+            reset = self._follow(e, r)
+            return replace(found, reset=reset and found.verdict is Verdict.SHIFT)
+        self._learn(r, signals, norm, line)
+        on_trend = r.rise < _JUMP / 2 and (r.norm is None or r.norm < _JUMP / 2)
+        verdict = Verdict.OUTLIER if outlier > 0.0 else Verdict.HEALTHY
+        return Finding(step, verdict, outlier, step, why, on_trend)
+
+    def _beyond_shift(self, r: _Residuals) -> bool:
+        """Whether a step stands out, in loss and norm, also from the new level attributed to other data."""
+        e, c = self._state.excursion, self.config
+        if e is None or e.verdict is not Verdict.SHIFT or not e.loss or r.norm is None:
+            return False
+        return r.norm >= c.outlier_norm and r.rise - median(e.loss) >= c.outlier_loss
+
+    def _open(self, o: Opening, step: int, loss: float, norm: float | None) -> Finding:
+        """The start: fill the windows; only a rise that does not turn counts."""
+        s, c = self._state, self.config
+        verdict, reason = o.judge(loss, step, c)
+        if verdict is Verdict.OUTLIER:
+            return Finding(step, verdict, o.rise(loss) / c.explosion, step, reason, on_trend=False)
+        for channel, value in ((s.loss, loss), (s.norm, norm)):
+            if value is not None:
+                self._accept(channel, value)
+                _keep(channel.raw, value, c.relearn)
+        onset = step if o.onset is None else o.onset
+        if verdict is not Verdict.HEALTHY:
+            s.opening = Opening()  # a person or the policy has acted on it: start again
+            return Finding(step, verdict, 1.0, onset, reason, on_trend=False)
+        if len(s.loss.values) >= c.min_values and step >= c.warmup_steps and o.over(c):
+            s.opening = None
+            if o.longest:
+                self._relearn(c.relearn)
+        return Finding(step, Verdict.HEALTHY, 0.0, step, "", on_trend=o.onset is None)
+
+    # Comparison with the trend.
+
+    def _trend(self, channel: Channel, floor: float) -> Trend | None:
+        if len(channel.values) < self.config.min_values:
+            return None
+        now, full = self._state.seen, self.config.window
+        if self._state.excursion is not None:
+            now = channel.times[-1]  # a slope is not extrapolated for longer than it was observed
+        return trend(channel.times, channel.values, now, floor=floor, full=full)
+
+    def _residuals(self, loss: float, norm: float | None, line: Trend, norm_line: Trend | None) -> _Residuals:
+        s = self._state
+        rise = loss - max(line.level, line.late)
+        fall = min(line.low, line.late) - loss
+        above = loss - s.best if s.best is not None else 0.0
+        if s.drop is not None:
+            back = loss - s.drop.level
+            rise, above = min(rise, back), min(above, back)
+        zn = None if norm is None or norm_line is None else _bound((norm - norm_line.level) / norm_line.scale)
+        wider = line.scale / s.width if s.width is not None else 1.0
+        z, down, over = _bound(rise / line.scale), _bound(fall / line.scale), _bound(above / line.noise)
+        return _Residuals(z, down, over, zn, wider)
+
+    # The tests.
+
+    def _outlier(self, r: _Residuals) -> tuple[float, str]:
+        """Severity of this step by itself, 1 = refuse it, and why; 0 = nothing to report."""
+        c, s = self.config, self._state
+        lone = c.lone if r.norm is not None else c.lone_without_norm
+        severity = r.rise / max(lone, c.record_margin * s.loss.record)
+        reason = f"loss {r.rise:.1f} sigma above its trend"
+        if r.norm is not None:
+            reason += f", log gradient norm {r.norm:.1f}"
+            together = min(r.rise / c.outlier_loss, r.norm / c.outlier_norm)
+            severity = max(severity, together, r.norm / max(c.lone, c.record_margin * s.norm.record))
+        if severity >= 1.0:
+            return severity, reason
+        return (max(severity, 0.01), reason) if r.rise >= max(c.notice, s.loss.record) else (0.0, "")
+
+    def _sequential(self, step: int, r: _Residuals, line: Trend, norm_line: Trend | None) -> Excursion | None:
+        """Add this step to the running sums; an excursion if one reaches its limit."""
+        c, s, now = self.config, self._state.sums, self._state.seen
+        wide = self._state.scatter.factor(c.scatter_usual, c.scatter_most)
+        s.spike.add(min(r.rise / wide, c.spike_clip) - c.spike_allowance, now, step)
+        if r.norm is not None:
+            # In a run with harmless norm jumps of 20 sigma the norm gets half the weight.
+            norm = r.norm / max(1.0, self._state.norm.record / c.tame)
+            s.joint.add(self._both(r.rise, norm) - c.joint_allowance, now, step)
+        s.drift.add(min(r.above_best / wide, c.drift_clip) - c.drift_allowance, now, step)
+        most = c.oscillation_clip
+        s.wide_up.add(min(max(r.rise * r.wider / wide, 0.0), most) - c.oscillation_allowance, now, step)
+        s.wide_down.add(min(max(r.fall * r.wider / wide, 0.0), most) - c.oscillation_allowance, now, step)
+
+        swing = min(s.wide_up.value, s.wide_down.value)
+        first = min(s.wide_up, s.wide_down, key=lambda side: side.since)
+        tests = (
+            (Verdict.SPIKE, s.spike, s.spike.value / self._spike_limit, "the loss stays above its trend"),
+            (Verdict.SPIKE, s.joint, s.joint.value / self._joint_limit, "loss and gradient norm rise together"),
+            (Verdict.DRIFT, s.drift, s.drift.value / self._drift_limit, "the loss has left the best level it held"),
+            (Verdict.OSCILLATION, first, swing / self._swing_limit, "the loss swings up and down"),
+        )  # fmt: skip
+        alarms = [test for test in tests if test[2] >= 1.0]
+        for verdict, by, severity, what in alarms:
+            if not self._confirmed(verdict, by, line, norm_line):
+                continue
+            steps = now - by.since + 1
+            if verdict is Verdict.SPIKE and steps > _SLOW:
+                verdict = Verdict.DRIFT
+            elif verdict is Verdict.DRIFT and not self._rises():
+                verdict = Verdict.PLATEAU
+            seen = f"{steps} observations, {r.above_best:.1f} sigma above the best"
+            reason = f"{what} since step {by.onset}: {seen}"
+            return Excursion(verdict=verdict, onset=by.onset, since=now, severity=severity, reason=reason)
+        if alarms:
+            _, by, severity, what = alarms[0]
+            reason = f"{what} since step {by.onset}, with an ordinary gradient norm: other data?"
+            verdict = Verdict.SHIFT
+            return Excursion(verdict=verdict, onset=by.onset, since=now, severity=severity, reason=reason)
+        return None
+
+    def _both(self, rise: float, norm: float) -> float:
+        """What loss and log gradient norm, in sigma, add to the sum of both."""
+        c = self.config
+        return max(min(rise, c.joint_loss_clip), -_JUMP) + max(min(norm, c.joint_norm_clip), -_JUMP)
+
+    def _confirmed(self, verdict: Verdict, by: Sum, line: Trend, norm_line: Trend | None) -> bool:
+        """Whether an alarm is a training anomaly: the norm is up as well, or the loss alone suffices. Other data show
+        another level of the loss with an ordinary norm."""
+        c, s = self.config, self._state
+        steps = s.seen - by.since + 1
+        known = self._expected_at(by.since)
+        if norm_line is not None:
+            newest = s.norm.raw[-min(steps, _SLOW) :]
+            heat = [min((x - norm_line.level) / norm_line.scale, c.joint_norm_clip) for x in newest]
+            if sum(heat) / len(heat) >= c.heat * (1.5 if known else 1.0):
+                return True
+        if known:
+            return False
+        if verdict is Verdict.OSCILLATION:
+            return self._swings(line, steps)
+        rises = sorted(x - max(line.level, line.late) for x in s.loss.raw[-min(steps, _SLOW) :])
+        if verdict is Verdict.SPIKE and (norm_line is None or s.seen < s.doubted):
+            # Noise that has grown reaches equally far down and up; the median of the jumps is not moved by those of a
+            # spike.
+            latest = s.loss.raw[-2 * _SLOW :]
+            noise = MAD_TO_SIGMA / math.sqrt(2.0) * neighbour_difference(latest)
+            least = max(_JUMP * line.scale, _WIDER * noise, _DEEPER * (line.level - min(latest)))
+            held = steps >= _HELD and latest[-1] - line.level >= least / 2
+            if held and median(rises) >= least:
+                return True
+        least = max(c.gross, c.gross_sigma * line.scale, s.loss.record * line.scale)
+        if len(rises) > 1 and rises[-2] >= least:
+            return True
+        return self._climbs(steps, line.level)
+
+    def _expected_at(self, observation: int) -> bool:
+        """Whether the data was changed on purpose around that time."""
+        mixed = self._state.mixed
+        return mixed is not None and -2 <= observation - mixed <= _SLOW
+
+    def _swings(self, line: Trend, steps: int) -> bool:
+        """Whether wide residuals are correlated with their neighbours, unlike wider noise, and have turned twice,
+        unlike a level shift."""
+        newest = [x - line.level for x in self._state.loss.raw]
+        sides = [x > 0.0 for x in newest[-steps:] if abs(x) >= _WIDE * line.scale]
+        if sum(before != after for before, after in pairwise(sides)) < 2:
+            return False
+        middle = sum(newest) / len(newest)
+        square = sum((x - middle) ** 2 for x in newest)
+        return abs(sum((a - middle) * (b - middle) for a, b in pairwise(newest))) > square / 2
+
+    def _climbs(self, steps: int, level: float) -> bool:
+        """Whether the loss of the latest steps keeps rising, unlike a level shift that stays. level: the level before
+        the rise."""
+        c, s = self.config, self._state
+        third = min(steps, c.relearn) // 3
+        if third < _SLOW // 2 + 1 or s.seen < c.window:
+            return False
+        newest = s.loss.raw[-3 * third :]
+        now = median(newest[-third:])
+        scatter = neighbour_difference(newest)
+        least = _CLIMB * scatter * s.scatter.factor(_PLAIN, c.scatter_most)
+        first, middle = median(newest[:third]), median(newest[third : 2 * third])
+        if min(middle - first, now - middle) < _HALFWAY * least:
+            return False
+        return now - first > max(least, (now - level) / 3)
+
+    def _renew(self, e: Excursion, step: int) -> None:
+        """A further jump during an excursion has its own onset: the action on the first one does not undo it. Judged by
+        the newest values alone, and sooner, since the run is already in an excursion."""
+        c, s = self.config, self._state
+        if s.seen - e.since < _SLOW:
+            return
+        up = _above(s.loss.raw, c.loss_floor)
+        e.loss_again.add(min(up, c.spike_clip) - c.spike_allowance, s.seen, step)
+        both = self._both(up, _above(s.norm.raw, c.norm_floor))
+        e.joint_again.add(both - c.joint_allowance, s.seen, step)
+        for by, limit in ((e.loss_again, self._spike_limit), (e.joint_again, self._joint_limit)):
+            if by.value >= c.renewal * limit:
+                e.onset, e.verdict = by.onset, Verdict.SPIKE
+                e.reason = f"a further jump since step {by.onset}, on top of an excursion"
+                e.loss_again, e.joint_again = Sum(), Sum()
+                return
+
+    def _rises(self) -> bool:
+        """Whether the latest observations rise by more than half of the scatter between neighbours."""
+        latest = self._state.loss.raw[-2 * _SLOW :]
+        return median(latest[-_SLOW:]) - median(latest[:_SLOW]) > neighbour_difference(latest) / 2
+
+    # State updates.
+
+    def _follow(self, e: Excursion, r: _Residuals) -> bool:
+        """During an excursion: is it over, or a plateau? True: its level is the new normal from now on."""
+        c, s = self.config, self._state
+        slow = e.verdict in (Verdict.DRIFT, Verdict.PLATEAU, Verdict.SHIFT)
+        swings = e.verdict is Verdict.OSCILLATION
+        _keep(e.loss, max(r.rise, r.fall) if swings else r.above_best if slow else r.rise, 2 * c.recovery)
+        if r.norm is not None:
+            _keep(e.norm, r.norm, 2 * c.recovery)
+        lasted = s.seen - e.since
+        if swings:
+            over = lasted >= 2 * c.recovery and median(e.loss) < c.calm
+        else:
+            calm = [median(z[-c.recovery :]) < c.calm for z in (e.loss, e.norm) if z]
+            over = lasted >= c.recovery and all(calm)
+        if lasted == c.lasting and e.verdict not in (Verdict.OSCILLATION, Verdict.SHIFT):
+            e.verdict = Verdict.DRIFT if self._rises() else Verdict.PLATEAU
+        if over:
+            s.excursion, s.sums = None, Sums()
+        elif lasted >= c.adapt or (e.verdict is Verdict.SHIFT and lasted >= c.settle):
+            s.excursion = None
+            s.sums = Sums(spike=e.loss_again, joint=e.joint_again)  # a jump may be in progress
+            if e.verdict is not Verdict.SHIFT:
+                s.doubted = s.seen + 2 * c.adapt
+            self._relearn(c.relearn if lasted >= c.adapt else lasted)
+            return True
+        return False
+
+    def _relearn(self, count: int) -> None:
+        """Reset the baseline to the newest `count` values."""
+        s = self._state
+        s.best, s.best_lr, s.width = None, None, None
+        for channel in (s.loss, s.norm):
+            channel.values = channel.raw[-count:]
+            channel.times = list(range(s.seen - len(channel.values) + 1, s.seen + 1))
+
+    def _learn(self, r: _Residuals, signals: Signals, norm: float | None, line: Trend) -> None:
+        """Outside an excursion: accept ordinary values, hold the best level, remember harmless jumps."""
+        c, s = self.config, self._state
+        for channel, value, z in ((s.loss, signals.loss, r.rise), (s.norm, norm, r.norm)):
+            if value is None:
+                continue
+            low = channel is s.loss and r.fall >= _JUMP and s.drop is None
+            if z is None or (z < _JUMP and not low):
+                self._accept(channel, value)
+            elif not low:
+                channel.pending.append((s.seen, z))
+            if channel.pending and s.seen - channel.pending[0][0] >= c.recovery:
+                # A refused jump cannot have done harm, so it barely counts as harmless.
+                known = max(c.lone, c.record_margin * channel.record)
+                channel.record = max(channel.record, min(channel.pending.pop(0)[1], 1.25 * known))
+        s.scatter.add((signals.loss - line.level) / line.scale, c.scatter_memory)
+        self._hold(signals, line)
+        fall = s.sums.fall
+        fall.add(min(r.fall, c.spike_clip) - c.fall_allowance, s.seen, signals.step)
+        if fall.value >= c.spike_limit:
+            if s.seen - fall.since <= _SLOW:  # a further fall renews the memory of the first one
+                level = line.level if s.drop is None else max(line.level, s.drop.level)
+                s.drop = Drop(level=level, since=s.seen)
+            s.sums.fall = Sum()
+
+    def _hold(self, signals: Signals, line: Trend) -> None:
+        """Update the best level: lowered as the loss falls, but not to that of a few easy shards; raised slowly."""
+        c, s = self.config, self._state
+        level = median(s.loss.values[-c.level :])
+        if s.drop is not None:
+            returned = level >= s.drop.level
+            # Easy shards come in groups: the next one may begin soon after a return.
+            if s.seen - s.drop.since > (c.drop_memory // 2 if returned else c.drop_memory):
+                s.drop = None
+            else:
+                level = max(level, s.drop.level)
+        lr = signals.lr if signals.lr is not None and math.isfinite(signals.lr) else None
+        risen_lr = s.best_lr is not None and lr is not None and lr > 1.25 * s.best_lr
+        if s.best is None or risen_lr or level < s.best + c.forget * line.noise:
+            s.best, s.best_lr = level, lr
+        else:
+            s.best += c.forget * line.noise
+        if len(s.loss.values) == c.window:  # a few values may scatter little by chance
+            s.width = line.scale if s.width is None else min(line.scale, s.width * (1.0 + c.forget))
+
+    def _accept(self, channel: Channel, value: float) -> None:
+        _keep(channel.times, self._state.seen, self.config.window)
+        _keep(channel.values, value, self.config.window)
+
+
+def _no_number(signals: Signals) -> str:
+    if not abs(signals.loss) < _ABSURD:
+        return f"loss is {signals.loss}"
+    if signals.grad_norm is not None and not math.isfinite(signals.grad_norm):
+        return f"gradient norm is {signals.grad_norm}"
+    return ""
+
+
+def _above(newest: list[float], floor: float) -> float:
+    """The last value relative to those before it, in sigma; 0 if there are too few."""
+    before = newest[-2 * _SLOW : -1]
+    if len(before) < _SLOW:
+        return 0.0
+    level = median(before)
+    return _bound((newest[-1] - level) / max(MAD_TO_SIGMA * median([abs(x - level) for x in before]), floor))
+
+
+def _bound(z: float) -> float:
+    return max(-_FARTHEST, min(_FARTHEST, z))
+
+
+def _keep(items: list[Any], item: Any, most: int) -> None:
+    items.append(item)
+    del items[:-most]

@@ -1,0 +1,163 @@
+"""The guard: detector and policy together judge every step, in training, in a dry run and in the backtest.
+
+guard = Guard(config.stability)
+decision = guard.judge(Signals(step, loss, grad_norm, lr), oldest_snapshot)
+
+A recording does not react (`simulate`): a rewind does not take place. So the rest of an excursion that was acted on is
+marked and not acted on again, and the effect of the action is unknown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from pydantic import BaseModel, ConfigDict
+
+from megastable_guard.actions import Action, Cause, Decision
+from megastable_guard.detector import Detector
+from megastable_guard.detector_state import DetectorState
+from megastable_guard.guard_config import GuardConfig
+from megastable_guard.policy import Policy
+from megastable_guard.policy_state import PolicyState
+from megastable_guard.signals import Finding, Signals, Verdict
+from megastable_guard.spacing import thin
+
+
+class GuardState(BaseModel):
+    """The guard's state in a checkpoint. Of a simulation: acted, the step of the last action; broken: since a
+    non-finite step."""
+
+    model_config = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
+
+    detector: DetectorState | None = None
+    policy: PolicyState = PolicyState()
+    simulated: bool = False
+    acted: int | None = None
+    broken: bool = False
+
+    def of_kind(self, simulated: bool) -> GuardState:
+        """For a simulation, or for a run that acts: each has its own budgets, but lasting changes hold in both."""
+        if simulated == self.simulated:
+            return self
+        policy = PolicyState(adjusted=self.policy.adjusted)
+        return GuardState(detector=self.detector, policy=policy, simulated=simulated)
+
+
+class Guard:
+    """Judges every step once, in order. Pure: the same numbers give the same decisions on every rank.
+
+    simulated: decisions are not carried out, as in a dry run or a recorded run: the rest of an excursion that was acted
+    on would not have happened, and is not acted on again. A simulation has its own budgets. fp8: whether the run
+    computes in FP8.
+    """
+
+    def __init__(
+        self,
+        config: GuardConfig,
+        state: GuardState | None = None,
+        simulated: bool = False,
+        fp8: bool = False,
+    ) -> None:
+        state = (state or GuardState()).of_kind(simulated)
+        self.config = config
+        self.detector = Detector(config.detector, state.detector)
+        self.policy = Policy(config.policy, state.policy, fp8)
+        self.simulated = simulated
+        self._acted, self._broken = state.acted, state.broken
+
+    def judge(self, signals: Signals, oldest_snapshot: int | None) -> Decision:
+        """The decision on a step, before its update."""
+        finding = self.detector.observe(signals)
+        if finding.verdict is not Verdict.NON_FINITE:
+            self._broken = False
+        if not self.simulated:
+            return self.policy.decide(finding, oldest_snapshot)
+        if self._acted is not None and self._acted_on(finding):
+            reason = f"part of the excursion that the action at step {self._acted} would have undone"
+            return Decision(Action.APPLY, finding, reason)
+        # Whether the action would have helped is unknown: the recorded loss says nothing about it.
+        decision = self._pretend(self.policy.decide(replace(finding, on_trend=True), oldest_snapshot))
+        if decision.action not in (Action.APPLY, Action.DISCARD):
+            self._acted = signals.step
+            self._broken = finding.verdict is Verdict.NON_FINITE
+        return decision
+
+    def _pretend(self, decision: Decision) -> Decision:
+        """The follow-up of a decision that is not carried out: nothing is examined, so the cause is unknown."""
+        if decision.action is Action.REWIND:
+            self.policy.rewound(decision.finding.step, decision.finding.step - decision.finding.onset)
+            remedy = self.policy.remedy(Cause.STATE, decision.finding.step)
+            if remedy.action is not Action.REWIND:
+                reason = f"{decision.reason}; {remedy.reason}"
+                decision = replace(decision, action=remedy.action, reason=reason)
+        if decision.action is Action.HANDOVER:
+            self.policy.handing_over(Cause.UNKNOWN)
+        if decision.action is Action.STOP:
+            # As if a person had restarted it.
+            self.policy = Policy(self.config.policy, has_fp8=self.policy.has_fp8)
+        return decision
+
+    def _acted_on(self, finding: Finding) -> bool:
+        """Whether the last action would have undone this step already."""
+        if finding.verdict is Verdict.NON_FINITE:
+            return self._broken
+        return finding.verdict is not Verdict.HEALTHY and finding.onset <= (self._acted or 0)
+
+    def rewind(self, detector: DetectorState) -> None:
+        """Undo the steps since `detector` was saved. The policy still remembers them."""
+        self.detector = Detector(self.config.detector, detector)
+
+    @property
+    def state(self) -> GuardState:
+        """A copy, for a checkpoint."""
+        return GuardState(
+            detector=self.detector.state, policy=self.policy.state.model_copy(deep=True), simulated=self.simulated,
+            acted=self._acted, broken=self._broken,
+        )  # fmt: skip
+
+
+class Recorded(NamedTuple):
+    """A step of a recording; grad_norm, lr and data (a name for its training data) are None if not recorded."""
+
+    step: int
+    loss: float
+    grad_norm: float | None = None
+    lr: float | None = None
+    data: str | None = None
+
+
+@dataclass(frozen=True)
+class BacktestDecision:
+    """What would have been done at a step, and why. reset: the detector's baseline would have been reset."""
+
+    step: int
+    verdict: Verdict
+    action: Action
+    reason: str
+    reset: bool = False
+
+
+def simulate(
+    rows: Iterable[Recorded], config: GuardConfig, fp8: bool = False, *, interval: int = 10, keep: int = 4
+) -> Iterator[BacktestDecision]:
+    """The guard's answer to every step, in order.
+
+    interval, keep: of snapshots, steps (0: there are none, and no rewind) and number. fp8: whether the run computed in
+    FP8; without measurements FP8 cannot be identified as the cause, and is left only where the rate would be cut.
+    """
+    guard = Guard(config, simulated=True, fp8=fp8)
+    snapshots: list[int] = []
+    data: str | None = None
+    for row in rows:
+        if not snapshots:
+            snapshots = [row.step - 1]  # a run takes its first snapshot when it starts
+        mixed = data is not None and row.data is not None and row.data != data
+        data = row.data or data
+        signals = Signals(row.step, row.loss, row.grad_norm, row.lr, mixed)
+        decision = guard.judge(signals, snapshots[0] if interval else None)
+        found = decision.finding
+        if interval and found.verdict is Verdict.HEALTHY and row.step >= snapshots[-1] + interval:
+            snapshots = thin([*snapshots, row.step], keep, interval)
+        yield BacktestDecision(row.step, found.verdict, decision.action, decision.reason, found.reset)

@@ -1,0 +1,1 @@
+"""What one runs at a desk: corpora, forensics, conversion, plans, studies. megastable never imports it."""

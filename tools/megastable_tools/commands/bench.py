@@ -1,0 +1,346 @@
+"""`megastable bench`: measure costs and error rates on this machine."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from megastable.base.errors import FAILED, ConfigError
+from megastable.commands.app import App
+from megastable.commands.options import Json, JsonFile, Overrides, put_json
+from megastable_tools.commands.checkout import find_beside
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from megastable.config.stability import StabilityConfig
+
+app = App("Measure costs and error rates of megastable on this machine. Needs a checkout.")
+QUICKSTART = Path("launch/recipes/quickstart.yaml")
+
+
+def _console(as_json: bool, errors: bool = False) -> Console:
+    from rich.console import Console
+
+    return Console(quiet=as_json, stderr=errors)
+
+
+def _settings(overrides: list[str] | None, section: str) -> StabilityConfig:
+    """The default StabilityConfig with overrides of one of its sections. Raises ConfigError."""
+    from megastable.config import recipe
+    from megastable.config.recipe import override
+
+    if foreign := [item for item in overrides or [] if not item.startswith(f"{section}.")]:
+        raise ConfigError(f"{foreign[0]}: only {section}.KEY=VALUE has an influence here")
+    tree: dict[str, Any] = {}
+    for assignment in overrides or []:
+        override(tree, assignment)
+    return recipe.validate(tree, "the overrides").stability
+
+
+@app.add(
+    examples="""
+    megastable bench stability
+    megastable bench stability --rounds 100 --output cost.json
+    megastable bench stability --recipe launch/recipes/125m.yaml model.vocab_size=32000 train.global_batch=32
+    """
+)
+def stability(
+    overrides: Overrides = None,
+    recipe_path: Annotated[
+        Path, typer.Option("--recipe", help="Whose model, batch and precision to measure with")
+    ] = QUICKSTART,
+    rounds: Annotated[int, typer.Option(min=2, help="Each does every kind of step once")] = 30,
+    as_json: Json = False,
+    output: JsonFile = None,
+) -> None:
+    """Measure what gate, detector, snapshots and statistics add to a step. On random tokens: no corpus is needed."""
+    from megastable.config import recipe
+
+    find_beside("benchmarks")
+    config = recipe.load(recipe_path, overrides or [])  # mistakes show before the slow import of DeepSpeed
+    _form_group_of_one()
+    from benchmarks.costs import table
+    from benchmarks.stability_cost import measure, steps_needed
+    from megastable.base.progress_bar import bar
+    from megastable.engine import distributed
+
+    distributed.start_distributed(config.run.timeout, config.run.deterministic)
+    with bar("measuring", steps_needed(rounds), unit="steps") as progress:
+        found = measure(config, rounds, progress, progress.say)
+    distributed.stop_distributed()
+    console = _console(as_json)
+    console.print(table(found.costs))
+    console.print(", ".join(f"{key} {value}" for key, value in (found.run | found.machine).items()))
+    if found.disturbed:
+        console.print(f"note: the guard did not simply pass {found.disturbed} steps: measure again")
+    put_json(asdict(found), as_json, output)
+
+
+@app.add(
+    examples="""
+    megastable bench noise
+    megastable bench noise --steps 6000 --seeds 4 --kind ar-0.7 --kind levels-20 --output noise.json
+    megastable bench noise stability.detector.false_alarms=0.1
+    megastable bench noise --no-norms --faults 20 --kind bursts
+    """
+)
+def noise(
+    overrides: Annotated[list[str] | None, typer.Argument(help="stability.KEY=VALUE ...")] = None,
+    steps: Annotated[int, typer.Option(min=200, help="Of every healthy run")] = 60_000,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of every kind")] = 1,
+    first: Annotated[int, typer.Option("--first-seed", min=0, help="The others follow it")] = 1,
+    kinds: Annotated[list[str] | None, typer.Option("--kind", help="Repeatable. Default: all")] = None,
+    norms: Annotated[bool, typer.Option(help="Whether gradient norms were recorded")] = True,
+    planted: Annotated[
+        int, typer.Option("--faults", min=0, help="Of each sort, planted into another run of every kind")
+    ] = 0,
+    as_json: Json = False,
+    output: JsonFile = None,
+) -> None:
+    """Count false alarms of detector and policy in healthy runs whose noise is not white, and measure how soon planted
+    faults are acted on. About 10 s a kind; no GPU."""
+    from rich.table import Table
+
+    from megastable.base.progress_bar import bar
+
+    find_beside("benchmarks")
+    from benchmarks.noise import FAULTS, KINDS, Delays, count, delays
+
+    config = _settings(overrides, "stability")
+    if unknown := set(kinds or ()) - set(KINDS):
+        raise ConfigError(f"--kind {sorted(unknown)[0]}: one of {', '.join(KINDS)}")
+    table = Table(
+        "noise", "steps", "rewinds", "discards", "irreversible", "alerts", "levels let pass", "resets"
+    )
+    late = Table("noise", *FAULTS, title="acted on in time, of those planted (median of the steps it took)")
+    found = []
+    seen: list[Delays] = []
+    chosen = kinds or list(KINDS)
+    with bar("judging", len(chosen), unit="kinds") as progress:
+        for kind in chosen:
+            if planted:
+                took = delays(kind, planted, first, config, norms)
+                late.add_row(kind, *(f"{d.in_time} of {d.planted} ({d.median})" for d in took))
+                seen += took
+            f = count(kind, steps, range(first, first + seeds), config, norms)
+            found.append(f)
+            numbers = f.steps, f.rewinds, f.discards, f.irreversible, f.alerts, f.watched, f.resets
+            table.add_row(kind, *(f"{number:,}" for number in numbers))
+            progress()
+    _console(as_json).print(table)
+    if planted:
+        _console(as_json).print(late)
+    put_json([*map(asdict, found), *map(asdict, seen)], as_json, output)
+
+
+@app.add(
+    examples="""
+    megastable bench attribution --text a.txt --text b/ --text a.txt+b/:0.05 --seeds 2
+    """
+)
+def attribution(
+    overrides: Annotated[list[str] | None, typer.Argument(help="stability.attribution.KEY=VALUE ...")] = None,
+    given: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--text",
+            help="A file or folder to train on; repeatable. A+B:0.05: two corpora, B with that share of the samples",
+        ),
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs on every text")] = 1,
+    first: Annotated[int, typer.Option("--first-seed", min=0, help="The others follow it")] = 1,
+    windows: Annotated[int, typer.Option(min=0, help="Healthy ones, on each of two states of a run")] = 24,
+    planted: Annotated[int, typer.Option(min=0, help="Of each kind, on each state")] = 2,
+    as_json: Json = False,
+    output: JsonFile = None,
+) -> None:
+    """Measure how often attribution convicts innocent samples, and finds bad ones, in small runs. Some 5 min a run."""
+    from rich.table import Table
+
+    from megastable.base.progress_bar import bar
+
+    settings = _settings(overrides, "stability.attribution").attribution
+    if not given:
+        raise ConfigError("--text: which text? One that no constant was chosen on")
+    find_beside("benchmarks")
+    _form_group_of_one()
+    from benchmarks.attribution_errors import PLANTS, STATES, Found, measure, pooled
+    from megastable.engine import distributed
+
+    found = list[Found]()
+    distributed.start_distributed(timeout=600, deterministic=False)
+    each = len(STATES) * (windows + planted * len(PLANTS))
+    with bar("examining", len(given) * seeds * each, unit="windows") as progress:
+        for text in given:
+            for seed in range(first, first + seeds):
+                with tempfile.TemporaryDirectory(prefix="megastable-bench-") as folder:
+                    found += measure(text, seed, windows, planted, Path(folder), settings, progress)
+                put_json([asdict(f) for f in found], False, output)
+    distributed.stop_distributed()
+    table = Table(
+        "text",
+        "kind",
+        "windows",
+        "with innocents convicted",
+        "innocents",
+        "of samples",
+        "share, mean",
+        "bad found",
+    )
+    for f in pooled(found):
+        table.add_row(
+            f.text, f.kind, f"{f.windows}", f"{f.wrong}", f"{f.innocent}", f"{f.samples:,}",
+            f"{sum(f.shares) / len(f.shares):.1%}", f"{f.named} of {f.bad}" if f.bad else "",
+        )  # fmt: skip
+    _console(as_json).print(table)
+    put_json([asdict(f) for f in found], as_json, None)
+
+
+@app.add(
+    examples="""
+    megastable bench train --rounds 9 --output train.json
+    megastable bench train --recipe launch/recipes/125m.yaml train.micro_batch=1 --peers plain --peers transformers
+    megastable bench train --recipe launch/recipes/1.3b.yaml model.vocab_size=32000 --device cuda
+    """
+)
+def train(
+    overrides: Overrides = None,
+    recipe_path: Annotated[
+        Path, typer.Option("--recipe", help="Whose model, micro-batch and precision to measure with")
+    ] = QUICKSTART,
+    peers: Annotated[
+        list[str] | None,
+        typer.Option(help="With whom to compare; repeatable; megastable: ours alone. `--list` names them"),
+    ] = None,
+    names: Annotated[bool, typer.Option("--list", help="Name the peers, and measure nothing")] = False,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda. Default: a GPU where there is one")] = None,
+    rounds: Annotated[int, typer.Option(min=2, help="Each measures everyone once, in random order")] = 9,
+    apart: Annotated[
+        bool | None,
+        typer.Option(
+            "--apart/--together", help="One in memory at a time, or all. Default: what memory allows"
+        ),
+    ] = None,
+    seconds: Annotated[
+        float | None,
+        typer.Option(min=1, help="About how long all may take: who is not warm in time is left out"),
+    ] = None,
+    as_json: Json = False,
+    output: JsonFile = None,
+) -> None:
+    """Compare our training speed with that of others, on the same model and random tokens: no corpus is needed.
+
+    A step is of at most 4 micro-batches, and compiled where the recipe leaves it open; both are said in the output.
+    """
+    from megastable.config import deepspeed_json, recipe
+
+    find_beside("benchmarks")
+    config = recipe.load(recipe_path, overrides or [])
+    deepspeed_json.build(config, 1)
+    device = _on(device)
+    from benchmarks.peers import PEERS, chosen_peers
+
+    if names:
+        for name, peer in PEERS.items():
+            print(
+                f"{name}: {peer.meaning}" + (f" (default: {', '.join(peer.default)})" if peer.default else "")
+            )
+        return
+    wanted = chosen_peers(peers or [], device)
+    _form_group_of_one()
+    begun = time.monotonic()
+    from benchmarks import speed
+    from benchmarks.train_speed import measure, steps_needed
+    from megastable.base.progress_bar import bar
+    from megastable.engine import distributed
+
+    def write(now: speed.Speed) -> None:
+        """After every contestant, so that an interrupted run keeps its measurements."""
+        put_json(asdict(now), False, output)
+
+    distributed.start_distributed(config.run.timeout, config.run.deterministic)
+    try:
+        with bar("measuring", steps_needed(wanted, rounds), unit="steps") as progress:
+            found = measure(
+                config, wanted, rounds, apart, progress, progress.doing,
+                seconds and seconds - (time.monotonic() - begun), write,
+            )  # fmt: skip
+    finally:
+        distributed.stop_distributed()
+    console = _console(as_json)
+    console.print(speed.table(found))
+    about = ", ".join(f"{key} {value}" for key, value in (found.run | found.machine).items())
+    for line in (*speed.lines(found), about):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    put_json(asdict(found), as_json, output)
+
+
+def _on(device: str | None) -> str:
+    """The device, cpu or cuda. Before any import of DeepSpeed, which chooses its accelerator once."""
+    if device not in (None, "cpu", "cuda"):
+        raise ConfigError(f"--device {device}: it is cpu or cuda")
+    # Messages of the profiler, which counts memory, when it starts and stops.
+    os.environ.update(KINETO_LOG_LEVEL="99", TORCH_CPP_LOG_LEVEL="ERROR")
+    import torch
+
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: torch finds no GPU here (nvidia-smi; is it a torch for CPUs?)")
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    os.environ["DS_ACCELERATOR"] = device
+    return device
+
+
+@app.add(
+    examples="""
+    megastable bench scaling --layout TP2 --layout PP4
+    megastable bench scaling --recipe launch/recipes/70b.yaml model.vocab_size=128000 --ranks 256
+    """
+)
+def scaling(
+    overrides: Overrides = None,
+    layouts: Annotated[
+        list[str] | None, typer.Option("--layout", help="Which to count, e.g. TP2; repeatable. Default: all")
+    ] = None,
+    recipe_path: Annotated[
+        Path | None, typer.Option("--recipe", help="Count nothing: what the formulas say of this recipe")
+    ] = None,
+    ranks: Annotated[int, typer.Option(min=1, help="With --recipe: on so many")] = 8,
+    as_json: Json = False,
+    output: JsonFile = None,
+) -> None:
+    """Count the traffic between ranks in real steps of tiny models, and compare it with the formulas.
+
+    Exits with 1 where they differ.
+    """
+    from megastable.config import recipe
+
+    find_beside("benchmarks")
+    from benchmarks import scaling
+
+    if recipe_path is not None:
+        forecast = scaling.predict(recipe.load(recipe_path, overrides or []), ranks)
+        shown, tree, differs = scaling.forecast_table(forecast), asdict(forecast), False
+    elif overrides:
+        raise ConfigError(
+            f"{overrides[0]}: the layouts that are counted have models of their own; give --recipe"
+        )
+    else:
+        stderr = _console(False, errors=True)
+        found = scaling.measure(layouts or [], lambda text: stderr.print(f"counting: {text}"))
+        shown, tree, differs = scaling.table(found), asdict(found), found.differs
+    _console(as_json).print(shown)
+    put_json(tree, as_json, output)
+    if differs:
+        raise typer.Exit(FAILED)
+
+
+def _form_group_of_one() -> None:
+    """A process group of this process alone, if none is started."""
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")

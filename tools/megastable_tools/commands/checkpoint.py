@@ -1,0 +1,362 @@
+"""`megastable checkpoint`: verify, list, show, pin, accept and compare checkpoints, and make new runs of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from megastable.base.errors import BAD_INPUT, FAILED, CheckpointError, ConfigError, DataError
+from megastable.commands.app import App
+from megastable.commands.options import Csv, Html, Json, JsonFile, Overrides, Rows, Run, put_json
+
+if TYPE_CHECKING:
+    from megastable_tools.convert.branching import Branch
+    from megastable_tools.convert.reshaping import Made
+
+app = App(
+    "Verify, list, show, pin, compare, reshape, branch, average, roll back to checkpoints. Needs no GPU."
+)
+Checkpoint = Annotated[Path, typer.Argument(help="RUN/checkpoints/step-N, or a run: its newest good one")]
+Out = Annotated[Path, typer.Argument(help="A new run directory")]
+Tensor = Annotated[
+    int | None, typer.Option(min=1, show_default="unchanged", help="Ranks that share every layer")
+]
+Pipeline = Annotated[int | None, typer.Option(min=1, show_default="unchanged", help="Stages")]
+Zero = Annotated[
+    int | None, typer.Option(min=0, max=3, show_default="unchanged", help="Stage of ZeRO, 1 to 3")
+]
+Data = Annotated[int | None, typer.Option(min=1, show_default="unchanged", help="Data-parallel ranks")]
+MicroBatch = Annotated[
+    int | None, typer.Option(min=1, show_default="unchanged", help="Samples per rank and pass")
+]
+DecayShape = Literal["linear", "cosine", "sqrt"]
+Recipe = Annotated[Path, typer.Option(help="Of the run; its model is the checkpoint's")]
+Reason = Annotated[str, typer.Option(help="Why, for later readers")]
+One = Annotated[Path, typer.Argument(help="RUN/checkpoints/step-N, or RUN/checkpoints/latest")]
+
+
+@app.add(
+    examples="""
+    megastable checkpoint verify runs/7b
+    megastable checkpoint verify runs/7b/checkpoints/step-500 runs/other --json
+    """,
+    more="Exit codes: 0 all good, 2 one is damaged, or there is none.",
+)
+def verify(paths: Annotated[list[Path], typer.Argument(help="Checkpoints, or runs for all of theirs")],
+           as_json: Json = False, output: JsonFile = None, csv: Csv = None, html: Html = None,
+           rows: Rows = 100) -> None:  # fmt: skip
+    """Check every file against the manifests: torn, cut off, flipped bits, swapped, missing, of another checkpoint."""
+    from megastable.report.sheet.output import Output
+    from megastable_tools.convert import verifying
+
+    found = verifying.verify(paths, as_json)
+    Output(as_json, csv, html, rows, output=output).put(verifying.verified_sheet(found))
+    raise typer.Exit(BAD_INPUT if any(one.problems for one in found) else 0)
+
+
+@app.add(
+    "list",
+    examples="""
+    megastable checkpoint list runs/7b
+    """,
+)
+def list_(run: Run, as_json: Json = False, output: JsonFile = None, csv: Csv = None, html: Html = None,
+          rows: Rows = 100) -> None:  # fmt: skip
+    """List a run's checkpoints: step, size, layout, fresh, healthy or suspect, pinned, loss, age. Hashes nothing."""
+    from megastable.report.sheet.output import Output
+    from megastable_tools.convert import catalogue
+
+    Output(as_json, csv, html, rows, output=output).put(catalogue.sheet(run, catalogue.entries(run)))
+
+
+@app.add(
+    examples="""
+    megastable checkpoint show runs/7b/checkpoints/step-500 --tensor "blocks.0.*"
+    """,
+)
+def show(checkpoint: Checkpoint,
+         tensor: Annotated[str | None, typer.Option(help="Only tensors whose name matches, e.g. 'blocks.0.*'")] = None,
+         as_json: Json = False, output: JsonFile = None, csv: Csv = None, html: Html = None,
+         rows: Rows = 30) -> None:  # fmt: skip
+    """Show a checkpoint: model, step, tokens, layout, versions, fingerprints, norm, maximum and mean of each tensor."""
+    from megastable.report.sheet.output import Output
+    from megastable_tools.convert.showing import show as look
+
+    if as_json and (csv or html):
+        raise DataError("--json of show is more than a table: leave out --csv and --html")
+    out, shown = Output(False, csv, html, rows), look(checkpoint, tensor)
+    if not as_json:
+        out.put(shown.sheet)
+    put_json(shown.facts, as_json, output)
+
+
+@app.add(
+    examples="""
+    megastable checkpoint pin runs/7b/checkpoints/step-500 --reason "before the new data"
+    """,
+)
+def pin(checkpoint: One, reason: Reason = "") -> None:
+    """Keep a checkpoint, whatever checkpoint.keep says."""
+    from megastable_tools.convert.marking import pin as keep
+
+    print(keep(checkpoint, reason))
+
+
+@app.add(
+    examples="""
+    megastable checkpoint unpin runs/7b/checkpoints/step-500
+    """,
+)
+def unpin(checkpoint: One) -> None:
+    """Undo pin: checkpoint.keep may delete it again."""
+    from megastable_tools.convert.marking import unpin as let_go
+
+    print(let_go(checkpoint))
+
+
+@app.add(
+    examples="""
+    megastable checkpoint accept runs/7b/checkpoints/rejected-step-500 --reason "the kernels were wrong"
+    """,
+)
+def accept(checkpoint: One, reason: Reason = "") -> None:
+    """Allow runs to resume from a checkpoint that was rejected or set aside (rejected-step-N, suspect-step-N)."""
+    from megastable_tools.convert.marking import accept as take
+
+    print(take(checkpoint, reason))
+
+
+@app.add(
+    examples="""
+    megastable checkpoint rollback runs/7b/checkpoints/step-500 --reason "step 520 spiked"
+    """,
+)
+def rollback(checkpoint: One, reason: Reason = "") -> None:
+    """Have a run that is not at work go on from an earlier checkpoint: newer ones are set aside, nothing is deleted."""
+    from megastable_tools.convert.marking import roll_back
+
+    print(roll_back(checkpoint, reason))
+
+
+@app.add(
+    examples="""
+    megastable checkpoint diff runs/7b/checkpoints/step-500 runs/other
+    """,
+    more="Exit codes: 0 the same, 1 they differ, 2 bad input or a damaged checkpoint.",
+)
+def diff(a: Checkpoint, b: Checkpoint,
+         weights_only: Annotated[bool, typer.Option("--weights-only", help="Ignore moments, step and cursor")] = False,
+         as_json: Json = False, output: JsonFile = None, csv: Csv = None, html: Html = None,
+         top: Annotated[int, typer.Option(min=0, help="Tensors to print")] = 20) -> None:  # fmt: skip
+    """Compare two checkpoints tensor by tensor, largest difference first. Layouts may differ. Exit code 1 if any."""
+    from megastable.report.sheet.output import Output
+    from megastable_tools.convert.diff import compare
+
+    out = Output(as_json, csv, html, top, output=output)
+    sheet, same = compare(a, b, weights_only, bool(as_json or output or csv or html), silent=as_json)
+    out.put(sheet)
+    raise typer.Exit(0 if same else FAILED)
+
+
+# A new run from one or more checkpoints
+
+
+@app.add(
+    examples="megastable checkpoint reshape runs/7b runs/7b-tp2 --tensor 2 --pipeline 1 --zero 1 --data 4"
+)
+def reshape(checkpoint: Checkpoint, out: Out, tensor: Tensor = None, pipeline: Pipeline = None, zero: Zero = None,
+            data: Data = None, micro_batch: MicroBatch = None, as_json: Json = False) -> None:  # fmt: skip
+    """Make OUT, a run that continues from the checkpoint in another layout: the same weights, moments, step, cursor."""
+    from megastable_tools.convert import reshaping
+
+    sizes = reshaping.Sizes(tensor, pipeline, zero, data, micro_batch)
+    with _writing([checkpoint], out, as_json) as ([found], watch):
+        made = reshaping.reshape(found, out, sizes, watch=watch)
+    _tell(made, as_json)
+
+
+@app.add(
+    examples="""
+    megastable checkpoint branch runs/7b runs/7b-final --decay-steps 20000
+    megastable checkpoint branch runs/7b/checkpoints/step-100000 runs/7b-100k --decay-steps 10000 --kind sqrt
+    """
+)
+def branch(checkpoint: Checkpoint, out: Out,
+           decay_steps: Annotated[int, typer.Option(min=1, help="Updates until the new run's end")],
+           kind: Annotated[DecayShape, typer.Option(help="Shape of the decay; sqrt: 1 - sqrt")] = "linear",
+           floor: Annotated[float | None, typer.Option(min=0, max=1, show_default="the run's", help="Share of the peak "
+                                                       "rate at its end")] = None,
+           as_json: Json = False) -> None:  # fmt: skip
+    """Make OUT, a run that continues from a checkpoint of the constant phase with a final decay of the learning rate.
+
+    Moments, data order, skips and position continue; the parent stays as it is (arXiv:2404.06395, arXiv:2405.18392).
+    """
+    from megastable_tools.convert import branching
+
+    with _writing([checkpoint], out, as_json) as ([found], watch):
+        made = branching.branch(found, out, decay_steps, kind, floor, watch=watch)
+    _tell(made, as_json)
+
+
+@app.add(examples="megastable checkpoint export runs/7b runs/7b-weights")
+def export(checkpoint: Checkpoint, out: Out, as_json: Json = False) -> None:
+    """Make OUT, a run without optimizer state, a third of the size: to evaluate, or to continue with fresh moments."""
+    from megastable_tools.convert import reshaping
+
+    with _writing([checkpoint], out, as_json, optimizer=False) as ([found], watch):
+        made = reshaping.reshape(found, out, optimizer=False, watch=watch)
+    _tell(made, as_json)
+
+
+@app.add(
+    examples="""
+    megastable checkpoint average --last 5 runs/7b runs/7b-mean
+    megastable checkpoint average --weights 0.3,0.7 runs/a runs/b runs/ab
+    """
+)
+def average(paths: Annotated[list[Path], typer.Argument(metavar="CHECKPOINT... OUT")],
+            weights: Annotated[str | None, typer.Option(help="Weight of each, e.g. 0.1,0.2,0.7")] = None,
+            last: Annotated[int | None, typer.Option(min=2, help="The newest of a run: --last 5 RUN OUT")] = None,
+            as_json: Json = False) -> None:  # fmt: skip
+    """Make OUT from the mean of weights (LAWA, arXiv:2209.14981; model soups, arXiv:2203.05482), without moments."""
+    from megastable.checkpoint.new_run import refuse_existing
+    from megastable_tools.convert import average as averaging
+    from megastable_tools.convert.verifying import checkpoints_of
+
+    *given, out = paths
+    if not given:
+        raise ConfigError("name the checkpoints, then the new directory: average A B OUT")
+    refuse_existing(out)
+    if last is not None:
+        if len(given) != 1:
+            raise ConfigError("--last K takes one run: average --last 5 RUN OUT")
+        there = checkpoints_of(given[0])
+        if len(there) < last:
+            raise CheckpointError(
+                f"{given[0]}: {len(there)} checkpoints, --last {last} needs more: give fewer"
+            )
+        given = there[:last][::-1]
+    try:
+        numbers = None if weights is None else [float(part) for part in weights.split(",")]
+    except ValueError:
+        raise ConfigError(
+            f"--weights {weights}: expected numbers with commas between, e.g. 0.1,0.2,0.7"
+        ) from None
+    with _writing(given, out, as_json, optimizer=False, what="averaging") as (found, watch):
+        made = averaging.average(found, out, numbers, watch)
+    _tell(made, as_json)
+
+
+@app.add(
+    "import-deepspeed",
+    examples="megastable checkpoint import-deepspeed old/checkpoints runs/new --recipe launch/recipes/7b.yaml "
+    "model.vocab_size=50304",
+)
+def import_deepspeed(folder: Annotated[Path, typer.Argument(help="With latest, or one global_step*")], out: Out,
+                     recipe: Recipe, overrides: Overrides = None, as_json: Json = False) -> None:  # fmt: skip
+    """Make OUT, a run that continues from a checkpoint written by DeepSpeed itself (ZeRO 1 to 3)."""
+    from megastable.checkpoint.new_run import refuse_existing
+    from megastable.config import recipe as recipes
+    from megastable_tools.convert.foreign.deepspeed import import_deepspeed as bring_in
+    from megastable_tools.convert.reshaping import describe_import
+
+    refuse_existing(out)
+    _tell(describe_import(out, bring_in(folder, out, recipes.load(recipe, overrides or ()), _say)), as_json)
+
+
+@app.add(
+    "import-megatron",
+    examples="megastable checkpoint import-megatron megatron/checkpoints runs/new --recipe launch/recipes/7b.yaml "
+    "model.vocab_size=50304",
+)
+def import_megatron(folder: Annotated[Path, typer.Argument(help="With its tracker file, or one iter_*")], out: Out,
+                    recipe: Annotated[Path | None, typer.Option(show_default="from its arguments")] = None,
+                    overrides: Overrides = None, as_json: Json = False) -> None:  # fmt: skip
+    """Make OUT, a run that starts from weights in Megatron-core's "torch" format; moments are not imported."""
+    from megastable.checkpoint.new_run import refuse_existing
+    from megastable.config import recipe as recipes
+    from megastable_tools.convert.foreign.megatron import import_megatron as bring_in
+    from megastable_tools.convert.reshaping import describe_import
+
+    refuse_existing(out)
+    if recipe is None and overrides:
+        raise ConfigError(f"{overrides[0]}: overrides need a recipe: give one with --recipe")
+    run = None if recipe is None else recipes.load(recipe, overrides or ())
+    made = describe_import(out, bring_in(folder, out, run, _say))
+    if run is None:
+        _say(
+            "note: its recipe has the model of Megatron's arguments, and defaults for everything else: to train, add "
+            "data.corpora='[{path: data/...}]', optimizer.lr=... and train.steps=..."
+        )
+    _tell(made, as_json)
+
+
+@app.add(
+    "export-megatron",
+    examples="megastable checkpoint export-megatron runs/7b megatron/checkpoints --tensor 2 --pipeline 2",
+)
+def export_megatron(checkpoint: Checkpoint, out: Annotated[Path, typer.Argument(help="A new folder")],
+                    tensor: Annotated[int, typer.Option(min=1)] = 1, pipeline: Annotated[int, typer.Option(min=1)] = 1,
+                    local: Annotated[bool, typer.Option("--local", help="For --transformer-impl local")] = False,
+                    as_json: Json = False) -> None:  # fmt: skip
+    """Write the weights as Megatron-core's "torch" format, for that many tensor and pipeline ranks."""
+    import shlex
+
+    from megastable.base.text import visible
+    from megastable.checkpoint.new_run import refuse_existing
+    from megastable_tools.convert.foreign.megatron import export_megatron as write
+    from megastable_tools.convert.foreign.megatron import options_to_load
+    from megastable_tools.convert.verifying import good
+
+    refuse_existing(out)
+    source = good(checkpoint, as_json)
+    written = write(source, out, tensor, pipeline, local=local)
+    options = options_to_load(source, out, local)
+    if as_json:
+        put_json({"folder": str(out), "checkpoint": str(written), "options": options}, True, None)
+    else:
+        print(visible(f"{written}: load it with {shlex.join(options)}"))
+
+
+@contextmanager
+def _writing(
+    checkpoints: list[Path], out: Path, silent: bool, optimizer: bool = True, what: str = "writing"
+) -> Iterator[tuple[list[Path], Callable[[int], None]]]:
+    """The verified checkpoints, and a progress bar of what is written to `out`: the optimizer's state, too."""
+    import math
+
+    from megastable.base.progress_bar import bar
+    from megastable.checkpoint.new_run import refuse_existing
+    from megastable.checkpoint.whole import WholeState
+    from megastable_tools.convert.verifying import good
+
+    refuse_existing(out)
+    found = [good(path, silent) for path in checkpoints]
+    whole = WholeState(found[0])
+    size = 4 * sum(
+        math.prod(whole.shape(name)) * (len(whole.kinds_of(name)) if optimizer else 1) for name in whole.names
+    )
+    with bar(what, size, silent) as watch:
+        yield found, watch
+
+
+def _tell(made: Made | Branch, as_json: bool) -> None:
+    from megastable.base.text import visible
+
+    if as_json:
+        put_json(made.facts, True, None)
+    else:
+        print(visible(made.text, keep="\n"))
+
+
+def _say(text: str) -> None:
+    """Print to stderr: stdout is for the result."""
+    import sys
+
+    from megastable.base.text import visible
+
+    print(visible(text), file=sys.stderr, flush=True)

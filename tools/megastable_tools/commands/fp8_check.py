@@ -1,0 +1,102 @@
+"""`megastable fp8-check`: check whether a model would be stable in FP8. No FP8 hardware is needed."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from megastable.base.errors import FAILED
+from megastable.commands.app import App
+from megastable.commands.options import Json, JsonFile, Plot, put_json
+
+app = App()
+
+
+class Recipe(StrEnum):
+    current = "current"
+    delayed = "delayed"
+    block = "block"
+
+
+@app.add(
+    examples="""
+    megastable fp8-check runs/quickstart
+    megastable fp8-check runs/7b/checkpoints/step-5000 --recipe delayed --samples 32 --output fp8.json
+    megastable fp8-check runs/7b --recipe current --recipe block --plot fp8.png --all
+    megastable fp8-check runs/7b --text book.txt --micro-batch 1
+    """,
+    more="Exit codes: 0 stable by some recipe, with the layers kept that it names; 1 by none; 2 bad input.",
+)
+def check(
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint (RUN/checkpoints/step-N), or a run for its newest")],
+    recipes: Annotated[
+        list[Recipe] | None,
+        typer.Option("--recipe", help="FP8 recipe to check; repeatable. Default: all"),
+    ] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Samples to measure on, of the model's sequence length")] = 8,
+    micro_batch: Annotated[int | None, typer.Option(min=1, show_default="the run's", help="Samples at a time")] = None,
+    history: Annotated[
+        int, typer.Option(min=1, max=1024, help="Micro-batches run first, for the scales of the delayed recipe")
+    ] = 4,
+    text: Annotated[
+        Path | None, typer.Option(help="Measure on this text file instead of the run's samples")
+    ] = None,
+    tokenizer: Annotated[Path | None, typer.Option(help="Tokenizer for --text", show_default="the run's")] = None,
+    formats: Annotated[
+        Literal["auto", "hybrid", "e4m3"] | None,
+        typer.Option(show_default="the run's, else auto", help="FP8 formats, as in precision.fp8.formats"),
+    ] = None,
+    dtype: Annotated[
+        Literal["bf16", "fp32"] | None, typer.Option(show_default="as the run trains", help="Precision outside of FP8")
+    ] = None,
+    device: Annotated[str | None, typer.Option(show_default="cuda where there is one, else cpu")] = None,
+    rows: Annotated[int, typer.Option(min=0, help="Layers to print in each table")] = 8,
+    everything: Annotated[bool, typer.Option("--all", help="Print all layers and tensors")] = False,
+    as_json: Json = False,
+    output: JsonFile = None,
+    plot: Plot = None,
+) -> None:  # fmt: skip
+    """Check whether a model would be stable in FP8, and which layers should stay out of it.
+
+    No FP8 hardware is needed. --plot draws a map of the errors.
+    """
+    from megastable.base.progress_bar import bar
+    from megastable.report.text_output import TextOutput
+    from megastable_tools.fp8_check import display
+    from megastable_tools.fp8_check.advice import USUAL
+    from megastable_tools.fp8_check.effect import check as measure
+    from megastable_tools.fp8_check.effect import passes
+    from megastable_tools.fp8_check.material import configs_of, gather, in_words, open_model
+
+    wanted = [recipe.value for recipe in dict.fromkeys(recipes or Recipe)]
+    model = open_model(checkpoint, dtype, device)
+    configs, said = configs_of(model.run, wanted, formats, history)
+    size = min(micro_batch or model.run.train.micro_batch, samples)
+    before = history * size if "delayed" in configs else 0
+    material = gather(model, before + samples, text, tokenizer)
+    batches = material.batches(model, size)
+    warm, measured = batches[: before // size], batches[before // size :]
+    spread = f"; {samples} of them measured, {before} before these for delayed scales" if before else ""
+    out = TextOutput(as_json)
+    out.say(in_words(model), f"{material.origin}{spread}", *(f"note: {note}" for note in material.notes))
+    with bar("measuring", passes(len(measured), len(warm), configs), as_json, "passes") as progress:
+        found = measure(model, measured, warm, configs, USUAL, progress, progress.more)
+    out.say("", display.LEGEND, "")
+    for outcome in found.outcomes:
+        out.show(display.layers(outcome, len(outcome.layers) if everything else rows))
+        if everything:
+            out.show(display.tensors(outcome))
+    out.show(display.models(found.loss, found.outcomes))
+    out.say(*display.advice(found.outcomes, said))
+    about: dict[str, Any] = {
+        "checkpoint": str(model.checkpoint), "step": model.step, "dtype": str(next(model.parameters()).dtype),
+        "samples": samples, "micro_batch": size, "history": history, "origin": material.origin,
+        "notes": list(material.notes),
+    }  # fmt: skip
+    put_json(about | display.tree(found.loss, found.outcomes, said, USUAL), as_json, output)
+    if plot is not None:
+        display.picture(found.outcomes, f"FP8: {model.checkpoint}", plot)
+    raise typer.Exit(0 if any(outcome.stable for outcome in found.outcomes) else FAILED)

@@ -1,0 +1,135 @@
+"""`megastable skips`: what a run skips, tried again."""
+
+from __future__ import annotations
+
+import math
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from megastable.commands.app import App
+from megastable.commands.options import Json, JsonFile, Run, put_json
+
+if TYPE_CHECKING:
+    from megastable_tools.forensics.court.skip_review import ReviewedGroup, SkipReview
+
+LOW = ": with so low a rate, little harm shows"
+
+app = App("Try again what a run skips, on its newest checkpoint, and give back what does no harm.")
+
+
+@app.callback()
+def skips() -> None:
+    """With a callback, a command is named even where there is one only."""
+
+
+@app.add(
+    examples="""
+    megastable skips review runs/7b
+    megastable skips review runs/7b --incident 3 --incident 5 --steps 32 --json
+    megastable skips review runs/7b --give-back
+    """,
+    more="Tried is what incidents skip for good. What a person or another tool has named stays skipped, and what was "
+    "deferred is read again in any case. Given back is what is new, and what does no harm that can be measured, "
+    "unless its losses are those of guessing, or above all others and of 64 samples at most. It is read from the next "
+    "start on where it lies ahead, else in the next epoch.\n\n"
+    "Exit codes: 0 done, 2 bad input, or with --give-back a run at work.",
+)
+def review(
+    run: Run,
+    incident: Annotated[list[int] | None, typer.Option(help="Only of this one; repeatable. Default: all")] = None,
+    steps: Annotated[int, typer.Option(min=2, help="Steps of every branch")] = 16,
+    give_back: Annotated[
+        bool, typer.Option("--give-back", help="Let the run read again what does no harm; nothing is deleted")
+    ] = False,
+    as_json: Json = False,
+    output: JsonFile = None,
+) -> None:  # fmt: skip
+    """Try again what incidents skip: does the run learn from it by now, and does it do harm?"""
+    from rich.console import Console
+
+    from megastable.base.progress_bar import bar
+    from megastable.base.text import visible
+    from megastable_tools.forensics.court import skip_review
+    from megastable_tools.forensics.court.skip_groups import LITTLE_RATE
+    from megastable_tools.forensics.history import History
+
+    history = History(run)
+    with skip_review.nobody_at_work(history.run) if give_back else nullcontext():
+        groups = skip_review.open_groups(history, incident or [])
+        if groups:
+            with bar("loading the checkpoint", 0, as_json, "steps") as progress:
+                found = skip_review.review_groups(history, groups, steps, progress)
+            found = skip_review.give_back(history, found) if give_back else found
+        else:
+            found = skip_review.SkipReview("", 0, 0.0, steps, [])
+    console = Console(markup=False, emoji=False, highlight=False, quiet=as_json)
+    if not console.is_terminal:
+        console = Console(markup=False, emoji=False, highlight=False, width=120, quiet=as_json)
+    if groups:
+        console.print(
+            visible(
+                f"{history.run.root}: tried on {found.checkpoint}, in branches of {steps} steps, at "
+                f"{found.rate_share:.0%} of the peak rate{LOW if found.rate_share < LITTLE_RATE else ''}"
+            ),
+            soft_wrap=True,
+        )
+        _show(console, found, give_back)
+    else:
+        console.print(visible(f"{history.run.root}: no incident skips samples for good"), soft_wrap=True)
+    put_json(_tree(found), as_json, output)
+
+
+def _show(console: Any, found: SkipReview, give_back: bool) -> None:
+    from rich.table import Table
+
+    from megastable.base.text import plural
+
+    table = Table()
+    for name in ("group", "samples", "documents", "cost", "learnt", "verdict", "then"):
+        table.add_column(
+            name, justify="left" if name in ("group", "verdict", "then") else "right", no_wrap=True
+        )
+    for one in found.groups:
+        trial = one.trial
+        table.add_row(
+            one.group.name, f"{one.group.positions.size:,}", "?" if one.documents is None else f"{one.documents:,}",
+            _with_error(trial.cost, trial.cost_error), _with_error(trial.learnt, trial.learnt_error), trial.verdict,
+            _outcome(one, give_back),
+        )  # fmt: skip
+    console.print(table)
+    console.print(
+        "cost: by how much the data to come is harder after them; learnt: by how much others of them are easier. Nats",
+        soft_wrap=True,
+    )
+    harmless = sum(one.harmless for one in found.groups)
+    if harmless and not give_back:
+        console.print(f"{plural(harmless, 'group')} would be given back with --give-back", soft_wrap=True)
+
+
+def _outcome(one: ReviewedGroup, give_back: bool) -> str:
+    if one.given_back:
+        return "given back"
+    return "harmless" if one.harmless and not give_back else "stays skipped"
+
+
+def _with_error(value: float, error: float) -> str:
+    return (
+        "-" if math.isnan(value) else f"{value:+.3f} ± {error:.3f}" if math.isfinite(value) else f"{value:+}"
+    )
+
+
+def _tree(found: SkipReview) -> dict[str, Any]:
+    groups = [
+        {
+            "incident": one.group.incident, "step": one.group.step, "samples": int(one.group.positions.size),
+            "documents": one.documents, "harmless": one.harmless, "given_back": one.given_back, **one.trial.facts,
+            "reason": one.trial.reason,
+        }
+        for one in found.groups
+    ]  # fmt: skip
+    return {
+        "checkpoint": found.checkpoint, "step": found.step, "rate_share": found.rate_share, "steps": found.steps,
+        "groups": groups,
+    }  # fmt: skip

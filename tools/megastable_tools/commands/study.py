@@ -1,0 +1,291 @@
+"""`megastable study`: experiments of many short training runs."""
+
+from __future__ import annotations
+
+import math
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from megastable.base.errors import FAILED, ConfigError
+from megastable.commands.app import App
+from megastable.commands.options import Json, Overrides, Picture, Recipe, put_json
+
+if TYPE_CHECKING:
+    from megastable.base.progress_bar import Bar
+    from megastable_tools.study.study_directory import StudyReport
+    from megastable_tools.study.trial import TrialResult
+
+app = App(
+    "Train many small models: loss against learning rate, scale of activations over widths, seeds compared."
+)
+
+
+RESUMED = (
+    "A study that was stopped goes on with the same command; a run that is done is not done again. Overrides apply to "
+    "all runs."
+)
+
+Output = Annotated[
+    Path | None,
+    typer.Option("--output", metavar="DIR", help="The study's directory. Default: a name below runs/studies"),
+]
+Jobs = Annotated[
+    int | None,
+    typer.Option(
+        "--jobs", min=1, show_default="the GPUs, or the cores", help="Runs at a time, one core each"
+    ),
+]
+Mup = Annotated[
+    bool, typer.Option("--mup", help="Scale by muP from the smallest width (model.mup.base_width)")
+]
+
+
+@app.add(
+    "lr-sensitivity",
+    examples="""
+    megastable study lr-sensitivity launch/recipes/quickstart.yaml --quick data.corpora.0.path=data/stdlib
+    megastable study lr-sensitivity launch/recipes/quickstart.yaml --full data.corpora.0.path=data/stdlib
+    megastable study lr-sensitivity launch/recipes/125m.yaml --widths 192,384 --rates 1e-3,3e-3,1e-2
+        --interventions none,qk_norm+z_loss --interventions "after=model.norms=after" train.steps=400
+    megastable study lr-sensitivity launch/recipes/quickstart.yaml --interventions all --mup
+        data.corpora.0.path=data/stdlib
+    """,
+    more="Interventions: none (no QK-norm, no z-loss), qk_norm, z_loss, A+B, all; NAME=KEY=VALUE defines one. The "
+    "recipe gives depth, head width and schedule; steps, batch and sequence length are short ones unless overrides say "
+    f"otherwise. {RESUMED}",
+)
+def lr_sensitivity(
+    recipe_path: Recipe,
+    overrides: Overrides = None,
+    widths: Annotated[
+        str | None, typer.Option(help="Widths of the model, separated by commas", show_default="64,128,256")
+    ] = None,
+    rates: Annotated[
+        str | None, typer.Option(help="Learning rates, separated by commas", show_default="3e-4 to 3e-1")
+    ] = None,
+    interventions: Annotated[
+        list[str] | None,
+        typer.Option(help="Names, separated by commas, or one NAME=KEY=VALUE; repeatable", show_default="every one"),
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Seeds at every rate")] = 1,
+    edge_seeds: Annotated[
+        int | None,
+        typer.Option(min=0, help="More, where a curve leaves its basin", show_default="0; --quick 1, --full 2"),
+    ] = None,
+    margin: Annotated[float, typer.Option(min=1e-6, help="Nats above the best loss that are usable")] = 0.1,
+    mup: Mup = False,
+    quick: Annotated[bool, typer.Option("--quick", help="100 steps, two interventions: minutes")] = False,
+    full: Annotated[bool, typer.Option("--full", help="500 longer steps, three seeds at the edges: hours")] = False,
+    jobs: Jobs = None,
+    output: Output = None,
+    picture: Picture = None,
+    as_json: Json = False,
+) -> None:  # fmt: skip
+    """Plot final loss against learning rate over widths and interventions (arXiv:2309.14322). Trains for real."""
+    if quick and full:
+        raise ConfigError("--quick and --full exclude each other")
+    from megastable.base.progress_bar import bar
+    from megastable.config import recipe
+    from megastable_tools.study import lr_study
+    from megastable_tools.study.study_directory import StudyDirectory, identity_of
+    from megastable_tools.study.trial import TrialResult
+    from megastable_tools.study.variations import interventions as named
+
+    preset = lr_study.QUICK if quick else lr_study.FULL if full else lr_study.USUAL
+    path = recipe.find(recipe_path)
+    chosen = tuple(_whole(widths, "--widths")) if widths else preset.widths
+    scaled = (f"model.mup.base_width={min(chosen)}",) if mup else ()
+    common = (*lr_study.common(path, preset, overrides or []), *scaled)
+    config = recipe.load(path, common)
+    beyond = preset.edge_seeds if edge_seeds is None else edge_seeds
+    grid = lr_study.LrGrid(
+        path, config, common, chosen, tuple(_rates(rates)) if rates else preset.rates,
+        named(interventions or preset.interventions, config.model), tuple(range(1, seeds + 1)),
+        tuple(range(seeds + 1, seeds + 1 + beyond)), margin,
+    )  # fmt: skip
+    grid.check()
+    size = "-quick" if quick else "-full" if full else ""
+    folder = output or _usual_folder(f"lr-sensitivity-{path.stem}{size}{'-mup' if mup else ''}")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with StudyDirectory.open(folder, identity_of("lr-sensitivity", config, grid.axes), TrialResult) as study:
+        with bar("training", len(study.missing(t.name for t in grid.whole())), as_json, "runs") as progress:
+            curves = lr_study.run_grid(grid, study, jobs or _usual_jobs(), _watcher(progress), progress.more)
+        about = {"kind": "lr-sensitivity", "recipe": str(path), "common": list(common)}
+        report = lr_study.make_report(grid, curves, about)
+        _present(report, f"{path.name}, {config.train.steps} steps", study.root, picture, as_json)
+
+
+@app.add(
+    "coordinate-check",
+    examples="""
+    megastable study coordinate-check launch/recipes/quickstart.yaml data.corpora.0.path=data/stdlib
+    megastable study coordinate-check launch/recipes/quickstart.yaml --widths 256,512,1024,2048 --mup --seeds 3
+        data.corpora.0.path=data/stdlib
+    megastable study coordinate-check launch/recipes/quickstart.yaml --depths 4,8,16 data.corpora.0.path=data/stdlib
+    """,
+    more="Without warm-up, at the recipe's rate; batches are small ones unless overrides say otherwise. Exit codes: 0 "
+    f"flat, with --mup under muP; 1 not so; 2 bad input. {RESUMED}",
+)
+def coordinate_check(
+    recipe_path: Recipe,
+    overrides: Overrides = None,
+    widths: Annotated[
+        str | None,
+        typer.Option(help="Widths of the model, separated by commas", show_default="128,256,512,1024"),
+    ] = None,
+    depths: Annotated[
+        str | None, typer.Option(help="Numbers of blocks instead, at the recipe's width, separated by commas")
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Updates; measured before each and after the last")] = 4,
+    seeds: Annotated[int, typer.Option(min=1, help="Of weights and data; their geometric mean counts")] = 2,
+    mup: Annotated[
+        bool, typer.Option("--mup", help="Also by muP from the smallest one on, which then decides")
+    ] = False,
+    jobs: Jobs = None,
+    output: Output = None,
+    picture: Picture = None,
+    as_json: Json = False,
+) -> None:
+    """Check whether activations keep their scale in wider or deeper models. Trains a few steps at each width."""
+    if widths and depths:
+        raise ConfigError("--widths and --depths exclude each other: one of them varies at a time")
+    from megastable.base.progress_bar import bar
+    from megastable.config import recipe
+    from megastable_tools.study import coordinate_study as check
+    from megastable_tools.study.coordinates import Coordinates
+    from megastable_tools.study.study_directory import StudyDirectory, identity_of
+
+    path, common = recipe.find(recipe_path), check.common(overrides or [])
+    config = recipe.load(path, common)
+    sizes = _whole(depths, "--depths") if depths else _whole(widths or "128,256,512,1024", "--widths")
+    ways = (check.PLAIN, check.MUP) if mup else (check.PLAIN,)
+    grid = check.CoordinateGrid(
+        path, config, common, tuple(sizes), bool(depths), ways, steps, tuple(range(1, seeds + 1))
+    )
+    if len(sizes) < 2:
+        raise ConfigError("a slope needs two widths or depths at least")
+    grid.check()
+    folder = output or _usual_folder(
+        f"coordinates-{path.stem}{'-depth' if depths else ''}{'-mup' if mup else ''}"
+    )
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    identity = identity_of("coordinate-check", config, grid.axes) | {"steps": steps}
+    with StudyDirectory.open(folder, identity, Coordinates) as study:
+        with bar("measuring", len(study.missing(grid.every)), as_json, "models") as progress:
+            check.run_grid(grid, study, jobs or _usual_jobs(), lambda name, _: _done(progress, name))
+        found = check.scales(grid, study.results)
+        about = {"kind": "coordinate-check", "recipe": str(path), "common": list(common)}
+        report = check.make_report(grid, study.results, found, about)
+        _present(report, f"{path.name}: {steps} steps", study.root, picture, as_json)
+    raise typer.Exit(0 if all(one.flat for one in found if one.way == ways[-1]) else FAILED)
+
+
+@app.add(
+    examples="""
+    megastable study compare launch/recipes/quickstart.yaml --of "" --of model.qk_norm=false --seeds 5
+        data.corpora.0.path=data/stdlib
+    megastable study compare launch/recipes/quickstart.yaml --of optimizer.name=adamw
+        --of "optimizer.name=muon optimizer.lr=4e-3" train.steps=400 data.corpora.0.path=data/stdlib
+    """,
+    more=f"The length of the runs is the recipe's. lr-sensitivity finds the rate of each. {RESUMED}",
+)
+def compare(
+    recipe_path: Recipe,
+    overrides: Overrides = None,
+    candidates: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--of",
+            help="Overrides of one candidate, separated by spaces; repeatable. The others are compared with the first",
+        ),
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each")] = 3,
+    jobs: Jobs = None,
+    output: Output = None,
+    picture: Picture = None,
+    as_json: Json = False,
+) -> None:
+    """Check whether overrides make a difference: paired seeds, with confidence intervals. Trains for real."""
+    chosen = tuple(" ".join(one.split()) for one in candidates or [])
+    if len(chosen) < 2 or len(set(chosen)) < len(chosen):
+        raise ConfigError('give two different candidates or more, e.g. --of "" --of model.qk_norm=false')
+    from megastable.base.progress_bar import bar
+    from megastable.config import recipe
+    from megastable_tools.study import compare_study as comparing
+    from megastable_tools.study.study_directory import StudyDirectory, identity_of, run_missing
+    from megastable_tools.study.trial import TrialResult
+
+    path, shared = recipe.find(recipe_path), comparing.common(overrides or [])
+    config, numbers = recipe.load(path, shared), tuple(range(1, seeds + 1))
+    grid = comparing.CompareGrid(path, config, shared, chosen, numbers)
+    grid.check()
+    folder = output or _usual_folder(f"compare-{path.stem}")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with StudyDirectory.open(folder, identity_of("compare", grid.config, grid.axes), TrialResult) as study:
+        trials = grid.trials()
+        with bar("training", len(study.missing(t.name for t in trials)), as_json, "runs") as progress:
+            run_missing(study, path, trials, jobs or _usual_jobs(), _watcher(progress))
+        about = {"kind": "compare", "recipe": str(path), "common": list(shared)}
+        found = comparing.make_report(grid, comparing.compare(grid, study.results), about)
+        _present(found, f"{path.name}: {seeds} seeds", study.root, picture, as_json)
+
+
+def _usual_folder(name: str) -> Path:
+    return Path("runs/studies") / name
+
+
+def _usual_jobs() -> int:
+    from megastable_tools.study.workers import usual_jobs
+
+    return usual_jobs()
+
+
+def _whole(text: str, option: str) -> list[int]:
+    """Different whole numbers above 0, with commas between, in order. Raises ConfigError."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) for part in parts) or len(set(map(int, parts))) < len(parts):
+        raise ConfigError(f"{option} {text}: give different whole numbers above 0, e.g. {option} 64,128,256")
+    return sorted(map(int, parts))
+
+
+def _rates(text: str) -> list[float]:
+    """Learning rates, in order. Raises ConfigError."""
+    try:
+        found = sorted({float(part) for part in text.split(",")})
+    except ValueError:
+        found = []
+    if not found or not all(0 < rate < math.inf for rate in found):
+        raise ConfigError(f"--rates {text}: give learning rates above 0, e.g. --rates 1e-3,3e-3,1e-2")
+    return found
+
+
+def _watcher(progress: Bar) -> Callable[[str, TrialResult], None]:
+    def watch(name: str, result: TrialResult) -> None:
+        _done(progress, f"{name}: loss {result.final:.3f}, {result.seconds:.0f} s")
+
+    return watch
+
+
+def _done(progress: Bar, what: str) -> None:
+    """Tell of a run that is done: a study's log says where it is without a terminal, too."""
+    progress()
+    progress.say(what)
+
+
+def _present(report: StudyReport, title: str, folder: Path, picture: Path | None, as_json: bool) -> None:
+    """Its JSON and its picture into the directory of the study, and the rest to the terminal."""
+    from megastable.report.figures import draw_figure
+    from megastable.report.text_output import TextOutput
+
+    put_json(report.facts, as_json, folder / "result.json")
+    place = picture or folder / "picture.png"
+    with draw_figure(place, *report.size) as figure:
+        report.draw(figure)
+        figure.suptitle(title, parse_math=False)
+    out = TextOutput(as_json)
+    out.show(report.table)
+    out.say(*report.sentences, f"picture: {place}")

@@ -1,0 +1,258 @@
+"""Translate Megatron's arguments, as stored in its checkpoints, into our model's configuration, and back. Pure.
+
+Megatron stores all of its arguments, under names that changed over the years; only those that define the model's
+computation are read. An argument that our model does not support is refused by name; megatron.yaml has the names, and
+the values that are supported.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megastable.base.errors import CheckpointError, ConfigError
+from megastable.base.text import visible
+from megastable.config.model import ModelConfig, RopeScalingConfig
+from megastable.config.other_names import read_names
+from megastable.config.tree import RunConfig
+from megastable_tools.convert.foreign.unpickle import number
+from megastable_tools.convert.huggingface.architectures import EVERYWHERE, OWN
+
+Args = Mapping[str, Any]
+
+NAMES: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("megatron.yaml").read_text(encoding="utf-8"))
+CENTERED = ("apply_layernorm_1p", "layernorm_zero_centered_gamma")  # two names of zero_centered_norms
+WHY = read_names()["megatron_without_key"] | NAMES["why"]
+# Model keys that must agree, and where they stand.
+SAME = {
+    key: tuple(
+        name for name, ours in read_names()["megatron"].items() if ours.partition("; ")[0] == f"model.{key}"
+    )
+    for key in ("layers", "hidden", "heads", "head_dim", "ffn", "rope_theta", "norm_eps")
+}
+# The meaning of Megatron's use_rope_scaling, beside a factor (megatron/core, RotaryEmbedding._apply_scaling).
+LLAMA3 = RopeScalingConfig(kind="llama3", factor=8, original_length=8192)
+LINEAR = RopeScalingConfig(kind="linear", factor=1)  # rotary_seq_len_interpolation_factor
+# Choices of the model that Megatron's GPT has, too, with some or all values.
+CHOICES = frozenset(
+    "qk_norm qkv_bias zero_centered_norms attention_scale window full_attention_every".split()
+)
+AT_HOME = OWN | EVERYWHERE | CHOICES
+
+
+def model_of(args: Args, where: object) -> dict[str, Any]:
+    """Our model by the arguments: keys of `ModelConfig`, except the vocabulary. Raises CheckpointError."""
+    for key, allowed in NAMES["only"].items():
+        value = allowed[0] if args.get(key) is None else args[key]
+        if not any(
+            value is other or (type(value) in (int, float, str, list) and value == other) for other in allowed
+        ):
+            raise CheckpointError(f"{where}: {key}={visible(value, 100)}: not supported: {WHY[key]}")
+    kind = args.get("position_embedding_type", "rope")
+    if kind != "rope" and args.get("use_rotary_position_embeddings") is not True:
+        raise CheckpointError(
+            f"{where}: position_embedding_type={visible(kind, 100)}: this model has rotary embeddings (rope)"
+        )
+    found: dict[str, Any] = {}
+    if args:
+        fields = ModelConfig.model_fields.items()
+        found |= {key: field.default for key, field in fields if key not in AT_HOME}
+        found |= {"qkv_bias": args.get("add_qkv_bias") is True, "rope_scaling": _scaling(args, where)}
+        found |= {"zero_centered_norms": any(bool(args.get(name)) for name in CENTERED)}
+        found |= _windows(args, where)
+    for key, names in SAME.items():
+        value = next((n for n in (number(args.get(name)) for name in names) if n is not None), None)
+        if value is not None:
+            found[key] = value if key in ("rope_theta", "norm_eps") else int(value)
+    grouped = args.get("group_query_attention") is True
+    groups = number(args.get("num_query_groups")) if grouped else found.get("heads")
+    if groups is not None:
+        found["kv_heads"] = int(groups)
+    for key, name, flip in (
+        ("qk_norm", "qk_layernorm", False),
+        ("tied", "untie_embeddings_and_output_weights", True),
+    ):
+        if isinstance(value := args.get(name), bool):
+            found[key] = value != flip
+    if args:
+        scale = _positive(args, "softmax_scale", where)
+        found["attention_scale"] = None if scale == _usual_scale(found.get("head_dim")) else scale
+    length, positions = number(args.get("seq_length")), number(args.get("max_position_embeddings"))
+    if longest := length or positions:
+        found["sequence_length"] = int(longest)
+    if positions:
+        found["max_positions"] = int(positions)
+    return found
+
+
+def _scaling(args: Args, where: object) -> dict[str, Any] | None:
+    """`rope_scaling`. Raises CheckpointError for two kinds at once."""
+    linear = _positive(args, "rotary_seq_len_interpolation_factor", where) or 1
+    if args.get("use_rope_scaling") is not True:
+        return None if linear == 1 else LINEAR.model_dump() | {"factor": float(linear)}
+    if linear != 1:
+        raise CheckpointError(
+            f"{where}: rotary_seq_len_interpolation_factor={linear:g} with use_rope_scaling: only one of them is known"
+        )
+    factor = number(args.get("rope_scaling_factor")) or LLAMA3.factor
+    return LLAMA3.model_dump() | {"factor": float(factor)}
+
+
+def _positive(args: Args, key: str, where: object) -> float | None:
+    """An argument that is None or a number above 0."""
+    value = number(args.get(key))
+    if args.get(key) is not None and not (value and value > 0):
+        raise CheckpointError(f"{where}: {key}={visible(args[key], 100)}: it must be a number above 0")
+    return value
+
+
+def _windows(args: Args, where: object) -> dict[str, int | None]:
+    """`window` and `full_attention_every`: Megatron counts the tokens before a token, here it is included."""
+    size, every = args.get("window_size"), args.get("window_attn_skip_freq")
+    if size is None:
+        return {"window": None, "full_attention_every": None}
+    whole = isinstance(size, tuple | list) and [type(n) for n in size] == [int, int]
+    if not whole or size[0] < 0 or size[1] != 0:
+        raise CheckpointError(
+            f"{where}: window_size={visible(size, 100)}: not supported: it must be the number of tokens before, and 0"
+        )
+    if every is not None and (type(every) is not int or every < 2):
+        raise CheckpointError(
+            f"{where}: window_attn_skip_freq={visible(every, 100)}: not supported: either all layers have the window, "
+            "or all but every n-th: a number n of 2 or more"
+        )
+    return {"window": size[0] + 1, "full_attention_every": every}
+
+
+def _usual_scale(width: int | None) -> float | None:
+    return width**-0.5 if width else None
+
+
+def missing(found: Args) -> list[str]:
+    """The missing arguments that a recipe needs."""
+    named = {key: names[0] for key, names in SAME.items()}
+    named |= {"qk_norm": "qk_layernorm", "tied": "untie_embeddings_and_output_weights"}
+    return [name for key, name in named.items() if key not in found]
+
+
+def dropout_of(args: Args) -> str:
+    """The dropout used in training, as "key=value"; "" for none."""
+    both = {key: number(args.get(key)) or 0 for key in ("hidden_dropout", "attention_dropout")}
+    return ", ".join(f"{key}={value:g}" for key, value in both.items() if value)
+
+
+def vocabulary_of(args: Args, rows: int, tensor: int) -> dict[str, int]:
+    """vocab_size and a vocab_multiple that pads it to their `rows`, if possible."""
+    known = number(args.get("vocab_size"))
+    size = int(known) if known and known <= rows else rows
+    by = int(number(args.get("make_vocab_size_divisible_by")) or 0) * tensor
+    multiple = next(m for m in (128, by, rows) if m > 0 and -(-size // m) * m == rows)
+    return {"vocab_size": size, "vocab_multiple": multiple}
+
+
+def disagreements(found: Mapping[str, Any], model: ModelConfig) -> list[str]:
+    """Contradictions between arguments and recipe, as "key=ours, Megatron's ...". Lengths may differ."""
+    mine = {
+        **model.model_dump(),
+        "kv_heads": model.key_value_heads, "head_dim": model.head_width, "ffn": model.ffn_width,
+    }  # fmt: skip
+    if model.attention_scale == _usual_scale(model.head_width):
+        mine["attention_scale"] = None
+    return [
+        f"model.{key}={mine[key]}, in the checkpoint {value}"
+        for key, value in found.items()
+        if key not in ("sequence_length", "max_positions") and mine[key] != value
+    ]
+
+
+def check_home(run: RunConfig, tensor: int, pipeline: int, local: bool = False) -> None:
+    """Raises ConfigError for a model that Megatron (local: its own implementation) does not support, or a layout that
+    does not divide it."""
+    c = run.model
+    assert c.vocab_size is not None
+    for key, field in type(c).model_fields.items():
+        if key not in AT_HOME and getattr(c, key) != field.default:
+            raise ConfigError(f"model.{key}={getattr(c, key)}: Megatron's GPT has no known equivalent")
+    if c.qk_norm == "full":
+        raise ConfigError("model.qk_norm=full: Megatron's QK-norm is per head; it has no equivalent")
+    scaling = c.rope_scaling
+    if (
+        scaling is not None
+        and scaling.kind != "linear"
+        and scaling.model_copy(update={"factor": LLAMA3.factor}) != LLAMA3
+    ):
+        raise ConfigError(
+            f"model.rope_scaling=({scaling}): Megatron supports only kind=linear and Llama 3.1's scaling: kind=llama3 "
+            "with original_length=8192, low_freq_factor=1, high_freq_factor=4, and any factor"
+        )
+    if local and c.zero_centered_norms:
+        raise ConfigError(
+            "model.zero_centered_norms=True: of Megatron's implementations only transformer_engine has such norms"
+        )
+    if min(tensor, pipeline) < 1:
+        raise ConfigError(f"tensor={tensor}, pipeline={pipeline}: sizes must be at least 1")
+    for key, size in (("heads", c.heads), ("ffn", c.ffn_width), ("vocab_multiple", c.vocab_multiple)):
+        if size % tensor:
+            raise ConfigError(f"tensor={tensor} does not divide model.{key}={size}: use another size")
+    if c.key_value_heads % tensor and tensor % c.key_value_heads:
+        raise ConfigError(
+            f"tensor={tensor} and model.kv_heads={c.key_value_heads}: neither divides the other: use another size"
+        )
+    if c.layers % pipeline:
+        raise ConfigError(
+            f"pipeline={pipeline} does not divide model.layers={c.layers}: use another number of stages"
+        )
+
+
+def flags_of(model: ModelConfig, local: bool = False) -> list[str]:
+    """Options to give to Megatron beside --use-checkpoint-args, which does not set these. local: for its own
+    implementation, whose fused softmax ignores windows."""
+    found = []
+    if model.window is not None:
+        found += ["--window-size", f"{model.window - 1},0"]
+        found += ["--no-masked-softmax-fusion"] if local else []
+    if model.full_attention_every is not None:
+        found += ["--window-attn-skip-freq", str(model.full_attention_every)]
+    if model.attention_scale is not None:
+        found += ["--softmax-scale", repr(model.attention_scale)]
+    return found
+
+
+def args_of(run: RunConfig, tensor: int, pipeline: int, implementation: str, step: int) -> Namespace:
+    """Arguments for Megatron's --use-checkpoint-args, under the names of 2023 to 2026. `vocab_size` must be known."""
+    c = run.model
+    linear = c.rope_scaling is not None and c.rope_scaling.kind == "linear"
+    factor = c.rope_scaling.factor if c.rope_scaling else LLAMA3.factor
+    theta = int(c.rope_theta) if c.rope_theta == int(c.rope_theta) else c.rope_theta
+    return Namespace(
+        num_layers=c.layers, encoder_num_layers=c.layers, hidden_size=c.hidden, ffn_hidden_size=c.ffn_width,
+        num_attention_heads=c.heads, group_query_attention=c.key_value_heads != c.heads,
+        num_query_groups=c.key_value_heads, kv_channels=c.head_width,
+        seq_length=c.sequence_length, encoder_seq_length=c.sequence_length,
+        max_position_embeddings=c.longest,
+        position_embedding_type="rope", add_position_embedding=True, use_rotary_position_embeddings=False,
+        rotary_base=theta, rotary_percent=1.0, rotary_interleaved=False,
+        rotary_seq_len_interpolation_factor=factor if linear else None,
+        use_rope_scaling=c.rope_scaling is not None and not linear,
+        rope_scaling_factor=LLAMA3.factor if linear else factor, no_rope_freq=None,
+        normalization="RMSNorm", norm_epsilon=c.norm_eps, layernorm_epsilon=c.norm_eps,
+        apply_layernorm_1p=c.zero_centered_norms, layernorm_zero_centered_gamma=c.zero_centered_norms,
+        apply_residual_connection_post_layernorm=False,
+        add_bias_linear=False, add_qkv_bias=c.qkv_bias, swiglu=True, squared_relu=False, openai_gelu=False,
+        quick_geglu=False, qk_layernorm=bool(c.qk_norm), qk_l2_norm=False, multi_latent_attention=False,
+        softmax_type="vanilla", softmax_scale=c.attention_scale,
+        window_size=None if c.window is None else (c.window - 1, 0), window_attn_skip_freq=c.full_attention_every,
+        num_experts=None, mtp_num_layers=None,
+        untie_embeddings_and_output_weights=not c.tied, attention_dropout=0.0, hidden_dropout=0.0,
+        apply_query_key_layer_scaling=False, init_method_std=c.init_std,
+        vocab_size=c.vocab_size, padded_vocab_size=c.padded_vocab,
+        make_vocab_size_divisible_by=c.vocab_multiple // tensor,
+        tensor_model_parallel_size=tensor, pipeline_model_parallel_size=pipeline,
+        virtual_pipeline_model_parallel_size=None, expert_model_parallel_size=1,
+        transformer_impl=implementation, bf16=run.precision.kind == "bf16", fp16=run.precision.kind == "fp16",
+        data_parallel_random_init=False, iteration=step, consumed_train_samples=0, consumed_valid_samples=0,
+    )  # fmt: skip

@@ -1,0 +1,345 @@
+"""Export a checkpoint as a folder that transformers load: fp32 masters, rounded once, tensor by tensor."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import shutil
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, TypeVar
+
+import torch
+from torch import Tensor
+
+import megastable
+from megastable.base.errors import CheckpointError, DataError
+from megastable.base.text import visible
+from megastable.checkpoint import markers, store
+from megastable.checkpoint.files import TensorFile, hash_file
+from megastable.checkpoint.new_run import refuse_existing
+from megastable.checkpoint.plain import find_checkpoint
+from megastable.checkpoint.whole import WholeState, run_of
+from megastable.config.model import ModelConfig
+from megastable.config.recipe import find
+from megastable.config.tree import RunConfig
+from megastable.data.local_copy import staged_directory, write_file
+from megastable.data.manifest import TokenizerInfo
+from megastable.data.tokenizer import Tokenizer, load_tokenizer
+from megastable.model.flops import parameters as count_parameters
+from megastable_tools.convert.huggingface.architectures import QWEN2, architecture_of
+from megastable_tools.convert.huggingface.folder import CONFIG
+from megastable_tools.convert.huggingface.gguf import unsupported
+from megastable_tools.convert.huggingface.llama_cpp import KNOWN, converted, is_qwens, vocabulary
+from megastable_tools.convert.huggingface.mup_scales import exact, factor_of, without_mup
+from megastable_tools.convert.huggingface.names import split, table
+from megastable_tools.convert.huggingface.parity import ParityReport
+from megastable_tools.convert.huggingface.settings import settings_of
+from megastable_tools.convert.huggingface.tokenizer_export import WITHOUT, Written, write_tokenizer
+from megastable_tools.convert.huggingface.weight_files import INDEX, Entry, bytes_of, index, plan
+from megastable_tools.prepare.named import GUESSED, corpus_of, named_tokenizer
+
+T = TypeVar("T")
+Dtype = Literal["bf16", "fp32"]
+DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@dataclass
+class Export:
+    """Result of an export. tensors, files, bytes: of the weights; health: of the checkpoint, in words; begins: the
+    tokenizer puts a token before every text; notes: for the user; checked: None if the caller skipped the check."""
+
+    out: Path
+    checkpoint: Path
+    step: int
+    manifest: str
+    dtype: str
+    run: RunConfig
+    tensors: int
+    files: int
+    bytes: int
+    health: str = ""
+    tokenizer: str = ""
+    begins: bool = False
+    notes: list[str] = field(default_factory=list)
+    checked: ParityReport | None = None
+
+
+def to_hf(
+    given: Path,
+    out: Path,
+    *,
+    dtype: Dtype = "bf16",
+    shard_size: int = 5 * 10**9,
+    tokenizer: Path | None = None,
+    without_tokenizer: bool = False,
+    inexact_tokenizer: bool = False,
+    check: Callable[[Path, Path], ParityReport] | None = None,
+    watch: Callable[[int, int], None] = lambda done, total: None,
+) -> Export:
+    """Write `out`, which must not exist, from a checkpoint (or a run: its newest good one).
+
+    tokenizer: a file or folder, instead of that of the recipe's first corpus. check(checkpoint, folder) is called
+    before `out` appears; if it fails, nothing does. watch: bytes so far, and in all. Memory: two tensors in fp32, and a
+    rounded copy.
+
+    Raises CheckpointError, ConfigError for an unsupported option, DataError.
+    """
+    refuse_existing(out)
+    checkpoint = find_checkpoint(given)
+    run = run_of(checkpoint)
+    whole = WholeState(checkpoint)
+    whole.check_fits(run.model)
+    scaled = run.model
+    run = run.model_copy(update={"model": without_mup(scaled)})
+    found, notes = (None, []) if without_tokenizer else _tokenizer(run, tokenizer)
+    entries = [
+        (part.name, DTYPES[dtype], part.shape) for parts in table(run.model).values() for part in parts
+    ]
+    planned = plan(entries, shard_size)
+    made = Export(
+        out, checkpoint, store.step_of(checkpoint), hash_file(checkpoint / store.MANIFEST).xxh3, dtype, run,
+        tensors=len(entries), files=len(planned), bytes=sum(map(bytes_of, entries)), notes=notes,
+    )  # fmt: skip
+    proven = markers.healthy(checkpoint)
+    made.health = f"proven by the {proven.steps} steps after it" if proven else "not proven by later steps"
+    _room(out, made.bytes)
+    with staged_directory(out) as folder:
+        try:
+            _write_weights(
+                folder,
+                planned,
+                _theirs(whole, run.model, scaled, DTYPES[dtype]),
+                lambda done: watch(done, made.bytes),
+            )
+        except OSError as error:
+            raise CheckpointError(_refused(out, error, made.bytes)) from None
+        pad = None
+        if found is not None:
+            made.tokenizer, made.begins = found.xxh3, found.bos is not None
+            begins = not run.data.keep_documents_apart
+            written = write_tokenizer(found, folder, run.model.longest, not inexact_tokenizer, begins)
+            pad = written.pad
+            made.notes += _told(made, found, written)
+        else:
+            made.notes.append("no tokenizer was written, as you asked")
+        if run.model.longest > run.model.sequence_length:
+            made.notes.append(
+                f"max_position_embeddings is {run.model.longest:,}, as it was imported; this run trained on "
+                f"{run.model.sequence_length:,} tokens at a time"
+            )
+        if scaled.mup is not None:
+            rounded = "exactly" if exact(scaled) else "rounded once: the ratios of sizes are no powers of two"
+            made.notes.append(
+                f"muP's scales are multiplied into the weights, {rounded}; an import finds none"
+            )
+        _write_settings(folder, run, dtype, found, pad)
+        if check is not None:
+            made.checked = check(checkpoint, folder)
+            if made.checked.failed:
+                raise NotTheSame(made.checked)
+        write_file(folder / "README.md", write_card(made).encode())
+    return made
+
+
+class NotTheSame(CheckpointError):
+    """The folder does not compute the same as the checkpoint."""
+
+    code = 1
+
+    def __init__(self, checked: ParityReport) -> None:
+        super().__init__(f"{checked.verdict}. Nothing was left there (--no-check keeps it for inspection)")
+        self.checked = checked
+
+
+def _tokenizer(run: RunConfig, given: Path | None) -> tuple[Tokenizer, list[str]]:
+    """The tokenizer of the recipe's corpora, or the named one; and notes for the user. Raises CheckpointError."""
+    info: TokenizerInfo | None = None
+    problem = ""
+    try:
+        corpus, info = corpus_of(run)
+    except DataError as error:
+        if given is None:
+            raise CheckpointError(
+                f"the tokenizer was not found: {error}. Name it with --tokenizer; {WITHOUT}"
+            ) from None
+    try:
+        if given is not None:
+            found, problem = named_tokenizer(find(given), run)
+        else:
+            assert info is not None
+            found = load_tokenizer(corpus / info.file, info.eod, info.bos)
+    except DataError as error:
+        raise CheckpointError(f"{error}. Name the tokenizer with --tokenizer; {WITHOUT}") from None
+    # A named tokenizer may be the other form of the corpus's tokenizer: only the corpus's own file must be unchanged.
+    if info is not None and given is None and found.xxh3 != info.xxh3:
+        raise CheckpointError(
+            f"{found.file} is not the file that the corpus was made with: restore it, or name the tokenizer with "
+            f"--tokenizer; {WITHOUT}"
+        )
+    assert run.model.vocab_size is not None
+    if found.vocab_size > run.model.vocab_size or (info is not None and found.vocab_size != info.vocab_size):
+        has = info.vocab_size if info else run.model.vocab_size
+        raise CheckpointError(
+            f"{found.file} has {found.vocab_size} tokens, the run's tokenizer {has}: it is a different one; name the "
+            f"right one with --tokenizer; {WITHOUT}"
+        )
+    if info is not None and problem:
+        raise CheckpointError(
+            f"{found.file}: {problem}: it is a different tokenizer; name the right one with --tokenizer; {WITHOUT}"
+        )
+    return found, [f"{problem}: {GUESSED}"] if problem else []
+
+
+def _told(made: Export, tokenizer: Tokenizer, written: Written) -> list[str]:
+    """Notes for the user on the exported tokenizer."""
+    notes = []
+    if written.problem:
+        notes.append(f"the tokenizer's ids are not always those of training: {written.problem}")
+    if written.pad == tokenizer.eod:
+        notes.append(
+            "the tokenizer has no token for padding, so its end-of-document token pads: in fine-tuning mask padding by "
+            "the attention mask, not by its id, or the end is never learned"
+        )
+    assert made.run.model.vocab_size is not None
+    kind = architecture_of(made.run.model)
+    if kind is QWEN2 and not is_qwens(written.content):
+        notes.append(
+            "transformers 5 replaces the tokenizer of a Qwen2 by Qwen's own, which gives other ids: load this one with "
+            f"PreTrainedTokenizerFast.from_pretrained({made.out.name!r})"
+        )
+    if problem := unsupported(made.run.model):
+        return [*notes, f"to-gguf does not write this model: {problem}"]
+    try:
+        words = vocabulary(written.content, made.run.model.vocab_size)
+    except CheckpointError as error:
+        return [*notes, f"this tokenizer is not for llama.cpp: {error}. {KNOWN}"]
+    wrong = converted(kind, words, tokenizer.kind == "sentencepiece")
+    if wrong:
+        notes.append(
+            f"llama.cpp's own converter {wrong}: use `megastable convert to-gguf {made.out.name} "
+            f"{made.out.name}.gguf` instead"
+        )
+    return notes
+
+
+def _room(out: Path, size: int) -> None:
+    parent = next(path for path in out.absolute().parents if path.exists())
+    free = shutil.disk_usage(parent).free
+    if free < size:
+        raise CheckpointError(
+            f"{out}: needs {size / 1e9:.2f} GB, but {free / 1e9:.2f} GB are free on that disk: make room"
+        )
+
+
+def _write_weights(
+    folder: Path,
+    planned: dict[str, list[Entry]],
+    tensors: Iterator[tuple[str, Tensor]],
+    watch: Callable[[int], None],
+) -> None:
+    done = 0
+    with closing(ahead(tensors)) as stream:
+        for file, entries in planned.items():
+            # Without this metadata transformers 4 does not load a file.
+            with TensorFile(folder / file, entries, {"format": "pt"}) as writer:
+                for entry in entries:
+                    name, tensor = next(stream)
+                    writer.write(name, tensor)
+                    done += bytes_of(entry)
+                    watch(done)
+    if len(planned) > 1:
+        write_file(folder / INDEX, index(planned).encode())
+
+
+def ahead(given: Iterator[T]) -> Generator[T, None, None]:
+    """The same items, each made by another thread while the previous one is in use."""
+    with ThreadPoolExecutor(1) as pool:
+        coming = pool.submit(next, given, None)
+        while (item := coming.result()) is not None:
+            coming = pool.submit(next, given, None)
+            yield item
+
+
+def _theirs(
+    whole: WholeState, config: ModelConfig, scaled: ModelConfig, dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    """scaled: the checkpoint's model, which may have muP's scales."""
+    for ours, parts in table(config).items():
+        tensor = whole.tensor(ours, "weight")
+        if (factor := factor_of(ours, scaled)) != 1:
+            tensor = tensor * factor
+        if not all(map(math.isfinite, tensor.aminmax())):  # the fastest check that also detects NaN
+            raise CheckpointError(
+                f"{whole.checkpoint}: {ours} holds values that are not finite: export an older checkpoint"
+            )
+        for name, part in split(tensor, parts).items():
+            yield name, part.to(dtype)
+
+
+def _write_settings(
+    folder: Path, run: RunConfig, dtype: Dtype, tokenizer: Tokenizer | None, pad: int | None
+) -> None:
+    end = tokenizer.eod if tokenizer is not None else None
+    # With documents kept apart, none attended to the end of the previous one.
+    begin = None if run.data.keep_documents_apart else end
+    if tokenizer is not None and tokenizer.bos is not None:
+        begin = tokenizer.bos
+    tokens = {"bos": begin, "eos": end, "pad": pad}
+    settings = settings_of(run.model, str(DTYPES[dtype]).removeprefix("torch."), tokens)
+    generation = {f"{name}_token_id": id for name, id in tokens.items() if id is not None}
+    write_file(folder / CONFIG, (json.dumps(settings, indent=2) + "\n").encode())
+    write_file(folder / "generation_config.json", (json.dumps(generation, indent=2) + "\n").encode())
+
+
+def _refused(out: Path, error: OSError, size: int) -> str:
+    why = "the disk is full: make room" if error.errno == errno.ENOSPC else error.strerror or str(error)
+    return f"{out} could not be written ({size / 1e9:.2f} GB): {why}. Nothing was left there"
+
+
+def write_card(made: Export) -> str:
+    """README.md of the folder: its origin, and how it was checked."""
+    run, text = made.run, Path(__file__).with_name("card.md").read_text(encoding="utf-8").removesuffix("\n")
+    return text.format(
+        name=visible(made.out.name),
+        parameters=count_parameters(run.model.model_copy(update={"vocab_multiple": 1})),
+        version=megastable.__version__,
+        architecture=architecture_of(run.model).name,
+        dtype=made.dtype,
+        step=made.step,
+        manifest=made.manifest,
+        tokenizer=f"`{made.tokenizer}`" if made.tokenizer else "none was written",
+        length=run.model.sequence_length,
+        health=made.health,
+        begins=_say_begin(made),
+        apart="yes" if run.data.keep_documents_apart else "no",
+        rounded="" if made.dtype == "fp32" else f", rounded once to {made.dtype}",
+        checked=_say_checks(made),
+        notes="".join(f"\nNote: {visible(note)}\n" for note in made.notes),
+    )
+
+
+def _say_begin(made: Export) -> str:
+    if made.begins:
+        return ", and began with `bos`: the tokenizer puts it before every text"
+    after = "" if made.run.data.keep_documents_apart else ", and so each began after one: it is `bos`, too"
+    return f"{after}. The tokenizer adds nothing before a text"
+
+
+def _say_checks(made: Export) -> str:
+    found = made.checked
+    if found is None:
+        return "It was not: the check was skipped at export."
+    if found.why:
+        return visible(found.verdict) + "."
+    rows = "\n".join(f"| {row.of} | {row.tokens} | {row.largest:.3g} | {row.kl:.3g} |" for row in found.rows)
+    return (
+        f"Logits in fp32 of the model that trained (its weights rounded as here) and of transformers "
+        f"{found.transformers}, and all {found.tensors} tensors bit for bit: {visible(found.verdict)}.\n\n"
+        "| compared on | positions | largest difference | KL, nats/token |\n|---|---|---|---|\n"
+        f"{rows}"
+    )

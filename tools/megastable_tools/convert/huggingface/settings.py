@@ -1,0 +1,357 @@
+"""Translate config.json of a Hugging Face folder to our model's configuration, and back. Pure.
+
+Both spellings are written: `rope_theta` and `torch_dtype` for transformers 4, `rope_parameters` and `dtype` for 5. An
+option that our model does not support is refused by name, as is an unknown key: it might change what the model
+computes.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from megastable.base.errors import CheckpointError
+from megastable.config.model import ModelConfig, RopeScalingConfig
+from megastable_tools.convert.huggingface.architectures import (
+    ARCHITECTURES,
+    GEMMA2,
+    MISTRAL,
+    OLMO3,
+    QWEN2,
+    QWEN3,
+    TABLES,
+    Architecture,
+    architecture_of,
+    query_scalar,
+)
+
+Settings = Mapping[str, Any]
+
+KNOWN = {architecture.name: architecture for architecture in ARCHITECTURES}
+MAY_LACK = {"num_key_value_heads", "head_dim"}
+FULL, SLIDING = LAYERS = ("full_attention", "sliding_attention")
+OF_WINDOWS = ("sliding_window", "use_sliding_window", "layer_types")
+QWENS = (QWEN3, QWEN2)
+CAPS: dict[str, str] = TABLES["caps"]  # Gemma 2's: ours and theirs
+SCALAR = "query_pre_attn_scalar"
+NO_MATTER = frozenset(TABLES["no_matter"].split())
+THETA = 10_000.0  # of rotary embeddings, unless the architecture has another default
+SCALED: dict[str, dict[str, str]] = TABLES["rope_scalings"]
+ROPE_MAY_LACK = {"beta_slow", "beta_fast", "attention_factor"}
+KINDS = "linear, llama3 or yarn"
+MOST = sys.float_info.max  # a larger JSON integer does not fit a float
+
+
+def settings_of(config: ModelConfig, dtype: str, tokens: Mapping[str, int | None]) -> dict[str, Any]:
+    """config.json. dtype: of the weights, as torch calls it ("bfloat16"); tokens: "bos", "eos" and "pad", ids or None.
+
+    Raises ConfigError as `architecture_of`.
+    """
+    kind = architecture_of(config)
+    found: dict[str, Any] = {
+        "architectures": [kind.name],
+        "model_type": kind.type,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden,
+        "intermediate_size": config.ffn_width,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.key_value_heads,
+        "head_dim": config.head_width,
+        "hidden_act": TABLES["activations"][config.activation][0][0],
+        "max_position_embeddings": config.longest,
+        "rms_norm_eps": config.norm_eps,
+        **rope_of(config, kind),
+        "tie_word_embeddings": config.tied,
+        "attention_dropout": 0.0,
+        "initializer_range": config.init_std,
+        "use_cache": True,
+        **{f"{name}_token_id": id for name, id in tokens.items()},
+        "torch_dtype": dtype,
+        "dtype": dtype,
+        **kind.written,
+        **_windows_of(config, kind),
+    }
+    if kind is GEMMA2:
+        found |= {SCALAR: query_scalar(config)}
+        found |= {theirs: getattr(config, ours) for ours, theirs in CAPS.items()}
+    return found
+
+
+def _windows_of(config: ModelConfig, kind: Architecture) -> dict[str, Any]:
+    """The entries of config.json."""
+    if kind is MISTRAL:
+        return {"sliding_window": config.window}
+    if "window" not in kind.free:
+        return {}
+    types = [FULL if config.window_of(block) is None else SLIDING for block in range(config.layers)]
+    if kind in QWENS and config.window is None:
+        return {"use_sliding_window": False, "sliding_window": None}
+    used = {"use_sliding_window": True} if kind in QWENS else {}
+    # Transformers want a size even where no layer has the window.
+    return used | {"sliding_window": config.window or config.longest, "layer_types": types}
+
+
+def model_of(given: Settings, where: str, accept: Collection[str] = ()) -> dict[str, Any]:
+    """Our model by config.json: keys of `ModelConfig`. `sequence_length` is the longest that it supports.
+
+    where: for messages; accept: keys that the user declared irrelevant. Raises CheckpointError.
+    """
+    kind = _architecture(given, where)
+    if "window" not in kind.free:
+        given = {key: value for key, value in given.items() if key not in accept or key not in OF_WINDOWS}
+    for key, value in given.items():
+        if key not in accept:
+            _refuse(kind, key, value, where)
+    sizes = _sizes(given, kind, where)
+    tied = _given(given, "tie_word_embeddings", kind, False)
+    if not isinstance(tied, bool):
+        raise CheckpointError(f"{where}: tie_word_embeddings={tied!r}: it must be true or false")
+    theta, scaling = read_rope(given, kind, where)
+    window, every = _windows(given, kind, sizes["layers"], where)
+    found = kind.values() | sizes | {
+        "tied": tied,
+        "norm_eps": number(_given(given, "rms_norm_eps", kind), "rms_norm_eps", where),
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+        "window": window,
+        "full_attention_every": every,
+        "sequence_length": _count(_given(given, "max_position_embeddings", kind), "max_position_embeddings", where),
+    }  # fmt: skip
+    if kind is GEMMA2:
+        scalar = number(_given(given, SCALAR, kind), SCALAR, where)
+        found["attention_scale"] = None if scalar == sizes["head_dim"] else scalar**-0.5
+        for ours, theirs in CAPS.items():
+            cap = _given(given, theirs, kind)
+            found[ours] = None if cap is None else number(cap, theirs, where)
+    return found
+
+
+def _given(given: Settings, key: str, kind: Architecture, default: Any = None) -> Any:
+    """The file's value; if it has none, the architecture's default."""
+    return given[key] if key in given else kind.defaults.get(key, default)
+
+
+def _sizes(given: Settings, kind: Architecture, where: str) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for ours, theirs in TABLES["sizes"].items():
+        value = given.get(theirs)
+        if value is None and theirs in MAY_LACK:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**31:
+            raise CheckpointError(f"{where}: {theirs}={value!r}: it must be a number of at least 1")
+        found[ours] = value
+    # Their defaults for missing keys.
+    found.setdefault("kv_heads", _given(given, "num_key_value_heads", kind) or found["heads"])
+    if "head_dim" not in found:
+        if "head_dim" not in kind.defaults and found["hidden"] % found["heads"]:
+            raise CheckpointError(
+                f"{where}: head_dim is missing, and num_attention_heads={found['heads']} does not divide "
+                f"hidden_size={found['hidden']}"
+            )
+        found["head_dim"] = kind.defaults.get("head_dim", found["hidden"] // found["heads"])
+    return found
+
+
+def _windows(given: Settings, kind: Architecture, layers: int, where: str) -> tuple[int | None, int | None]:
+    """`window` and `full_attention_every`. Raises CheckpointError for other patterns of windows."""
+    window, types = _window(given, kind, where), given.get("layer_types")
+    if types is None:
+        if window is None or (kind in QWENS and not _has_windows(given, kind, layers, where)):
+            return None, None
+        return window, kind.full_every or None
+    if not isinstance(types, list) or len(types) != layers or not set(map(str, types)) <= {FULL, SLIDING}:
+        raise _layers_refused(types, f"it must list {FULL} or {SLIDING} for each of {layers} layers", where)
+    full = [name == FULL for name in types]
+    if all(full) and (window is None or kind is not MISTRAL):
+        return None, None
+    if window is None:
+        why = "the model has no window, and attends to all that came before in every layer"
+        raise _layers_refused(types, why, where)
+    if not any(full):
+        return window, None
+    every = full.index(True) + 1
+    if kind is MISTRAL or full != [(i + 1) % every == 0 for i in range(layers)]:
+        either = "" if kind is MISTRAL else ", or all but every n-th"
+        raise _layers_refused(types, f"all layers of a {kind.name} have the window{either}", where)
+    return window, every
+
+
+def _layers_refused(types: Any, why: str, where: str) -> CheckpointError:
+    return CheckpointError(f"{where}: layer_types={types!r}: not supported: {why}")
+
+
+def _window(given: Settings, kind: Architecture, where: str) -> int | None:
+    value, used = _given(given, "sliding_window", kind), given.get("use_sliding_window")
+    if kind in QWENS or "window" not in kind.free:
+        # Qwen's files contain a window also where it is not used.
+        if used is False or given.get("sliding_window") is None:
+            return None
+        if used is not True:
+            raise CheckpointError(
+                f"{where}: sliding_window={value!r}: not supported: the model attends to all that came before"
+            )
+    return None if value is None else _count(value, "sliding_window", where)
+
+
+def _has_windows(given: Settings, kind: Architecture, layers: int, where: str) -> bool:
+    """Whether all layers of a Qwen have the window, or none; Qwen's first layers have none."""
+    first = _given(given, "max_window_layers", kind)
+    if isinstance(first, bool) or not isinstance(first, int) or 0 < first < layers:
+        raise CheckpointError(
+            f"{where}: max_window_layers={first!r}: not supported: of {layers} layers the first attend to all, and "
+            "the others do not: here either all layers have the window, or all but every n-th"
+        )
+    return first <= 0
+
+
+def _architecture(given: Settings, where: str) -> Architecture:
+    names = given.get("architectures")
+    if isinstance(names, list) and len(names) == 1 and str(names[0]) in KNOWN:
+        found = KNOWN[str(names[0])]
+        if given.get("model_type", found.type) == found.type:
+            return found
+    raise CheckpointError(
+        f"{where}: architectures={names!r}, model_type={given.get('model_type')!r}: those that are known here: "
+        f"{', '.join(f'{a.name} ({a.type})' for a in KNOWN.values())}"
+    )
+
+
+def _refuse(kind: Architecture, key: str, value: Any, where: str) -> None:
+    """Raises CheckpointError for an option that our model does not support."""
+    problem = ""
+    allowed, why = TABLES["only"].get(key, ([], ""))
+    if key in ("hidden_act", "hidden_activation"):
+        # Gemma 2's key is the second one; elsewhere it does not matter if it is null.
+        allowed, why = TABLES["activations"][kind.values()["activation"]]
+        allowed = [*allowed, *([None] if key == "hidden_activation" and kind is not GEMMA2 else [])]
+    elif key == "use_sliding_window" and kind in QWENS:
+        allowed = [False, True]
+    if why and not (kind is GEMMA2 and key in CAPS.values()):
+        if not any(
+            value == other and isinstance(value, bool) == isinstance(other, bool) for other in allowed
+        ):
+            problem = f"not supported: {why}"
+    elif key not in _read(kind) and value not in (None, False, {}, []):
+        problem = f"unknown key, which may change what the model computes; if it does not, add --accept {key}"
+    if problem:
+        raise CheckpointError(f"{where}: {key}={value!r}: {problem}")
+
+
+def _read(kind: Architecture) -> Collection[str]:
+    """Keys that `model_of` reads, or that do not matter."""
+    return NO_MATTER.union(TABLES["sizes"].values(), (SCALAR, *CAPS.values()) if kind is GEMMA2 else ())
+
+
+def _count(value: Any, key: str, where: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise CheckpointError(f"{where}: {key}={value!r}: it must be a number of at least 1")
+    return value
+
+
+# Rotary embeddings: base and scaling, by the keys of transformers 4 and of 5
+
+
+def rope_of(config: ModelConfig, kind: Architecture) -> dict[str, Any]:
+    """The entries of config.json."""
+    scaling = _written(config.rope_scaling)
+    whole = scaling | {"rope_theta": config.rope_theta}
+    # Transformers 5 have one set for each kind of layer of an OLMo 3.
+    rope = {layer: dict(whole) for layer in LAYERS} if kind is OLMO3 else whole
+    found: dict[str, Any] = {"rope_theta": config.rope_theta, "rope_parameters": rope}
+    return found | ({"rope_scaling": scaling} if config.rope_scaling is not None else {})
+
+
+def _written(scaling: RopeScalingConfig | None) -> dict[str, Any]:
+    if scaling is None:
+        return {"rope_type": "default"}
+    given = {theirs: getattr(scaling, ours) for ours, theirs in SCALED[scaling.kind].items()}
+    return {"rope_type": scaling.kind} | {key: value for key, value in given.items() if value is not None}
+
+
+def read_rope(given: Settings, kind: Architecture, where: str) -> tuple[float, RopeScalingConfig | None]:
+    """Base and scaling, by the old keys and the new; they must agree. Raises CheckpointError."""
+    bases: dict[str, float] = {}
+    scalings: dict[str, RopeScalingConfig | None] = {}
+    if given.get("rope_theta") is not None:
+        bases["rope_theta"] = number(given["rope_theta"], "rope_theta", where)
+    for key, value in _entries(given, kind, where):
+        scalings[key] = _scaling(value, key, where)
+        if value.get("rope_theta") is not None:
+            bases[f"{key}.rope_theta"] = number(value["rope_theta"], f"{key}.rope_theta", where)
+    if kind is OLMO3 and any(scalings.values()):
+        raise CheckpointError(
+            f"{where}: {next(key for key, value in scalings.items() if value)}: not supported: {kind.name} scales the "
+            "rotary embeddings of the blocks that attend to all, and only of those; here all blocks have the same"
+        )
+    if len(set(scalings.values())) > 1:
+        raise CheckpointError(f"{where}: rope_scaling and rope_parameters disagree: correct one")
+    if len(set(bases.values())) > 1:
+        both = " and ".join(f"{key}={value}" for key, value in bases.items())
+        raise CheckpointError(f"{where}: {both} disagree: correct one")
+    default: float = kind.defaults.get("rope_theta", THETA)
+    return next(iter(bases.values()), default), next(iter(scalings.values()), None)
+
+
+def _entries(given: Settings, kind: Architecture, where: str) -> Iterator[tuple[str, Settings]]:
+    """The descriptions of rotary embeddings in the file, with their keys."""
+    for key in ("rope_scaling", "rope_parameters"):
+        value = given.get(key)
+        if value is None or value == {}:
+            continue
+        if not isinstance(value, dict):
+            raise CheckpointError(f"{where}: {key}={value!r}: it must be a mapping")
+        if kind is not OLMO3 or not set(value) <= set(LAYERS):
+            yield key, value
+            continue
+        for layer, inner in value.items():
+            if not isinstance(inner, dict):
+                raise CheckpointError(f"{where}: {key}.{layer}={inner!r}: it must be a mapping")
+            yield f"{key}.{layer}", inner
+
+
+def _scaling(value: Settings, key: str, where: str) -> RopeScalingConfig | None:
+    # Older files use another key for the type.
+    kinds = {str(value[k]) for k in ("rope_type", "type") if value.get(k) is not None} or {"default"}
+    rest = {k: v for k, v in value.items() if k not in ("rope_type", "type", "rope_theta") and v is not None}
+    whole = rest.pop("partial_rotary_factor", 1) == 1
+    (kind,) = kinds if len(kinds) == 1 else ("",)
+    rounded = kind != "yarn" or rest.pop("truncate", True) is True
+    keys = SCALED.get(kind, {})
+    needed = {theirs for ours, theirs in keys.items() if ours not in ROPE_MAY_LACK}
+    problem = ""
+    if not whole:
+        problem = "it rotates whole heads"
+    elif not rounded:
+        problem = "YaRN's ramp begins and ends at whole numbers"
+    elif kind not in (*SCALED, "default"):
+        problem = f"its rotary embeddings can be scaled as {KINDS} only"
+    elif missing := sorted(needed - set(rest)):
+        problem = f"rotary embeddings of type {kind} need {missing[0]}"
+    elif strange := sorted(set(rest) - set(keys.values())):
+        problem = f"rotary embeddings of type {kind} have no {strange[0]}"
+    if problem:
+        raise CheckpointError(f"{where}: {key}={value!r}: not supported: {problem}")
+    if kind == "default":
+        return None
+    numbers = {
+        ours: number(rest[theirs], f"{key}.{theirs}", where)
+        for ours, theirs in keys.items() if theirs in rest
+    }  # fmt: skip
+    try:
+        return RopeScalingConfig.model_validate({"kind": kind, **numbers})
+    except ValidationError as error:
+        detail = error.errors()[0]
+        named = ".".join(map(str, detail["loc"])) or "as ours"
+        problem = detail["msg"].removeprefix("Value error, ")
+        raise CheckpointError(f"{where}: {key}={value!r}: {named}: {problem}") from None
+
+
+def number(value: Any, key: str, where: str) -> float:
+    """A number above 0, as a float. Raises CheckpointError."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MOST:
+        raise CheckpointError(f"{where}: {key}={value!r}: it must be a number above 0")
+    return float(value)

@@ -1,0 +1,344 @@
+"""Evaluates the checkpoints of a run as they come: exports each, and runs the program of `eval.command` on it.
+
+    python -m megastable_tools.downstream.evaluator RUN RECIPE [key=value ...]
+
+The supervisor starts it beside the training. What it has done is in the journal, so another process goes on from there
+and evaluates no checkpoint twice.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import IO, Any, NamedTuple
+
+import xxhash
+
+from megastable.base import durable
+from megastable.base.errors import ConfigError, DataError, user_errors
+from megastable.base.spared_output import spare_output
+from megastable.base.text import size, visible
+from megastable.cluster.child_process import ChildProcess
+from megastable.config import recipe
+from megastable.config.tree import RunConfig
+from megastable.run.beside_arguments import beside_arguments
+from megastable.run.directory import RunDirectory, read_object
+from megastable.run.events.event import Event, whole
+from megastable.run.events.training_events import TasksEvaluated, TasksFailed, TasksSkipped
+from megastable.run.log import RunLog
+from megastable.training.tracking import Tracking, run_point
+
+PAUSE = 2.0  # seconds between two looks for a checkpoint
+LOOK = 0.2  # seconds between two looks at a child process
+REASON = 500  # characters
+LARGEST = 50 * 2**20  # bytes of a file of results
+MOST = 1000  # scores
+LONGEST = 120  # characters of the name of one
+
+
+class Leaving(Exception):
+    """The process is to end."""
+
+
+class Evaluator:
+    """Of one run. parent: the process that it ends with."""
+
+    def __init__(self, config: RunConfig, run: RunDirectory, parent: int) -> None:
+        self.config, self.run, self.settings, self._parent = config, run, config.eval, parent
+        self.log = RunLog(run, partial(print, flush=True))
+        self.leaving = self.told = False  # told: whether it has journaled anything
+        self.folder = run.root.absolute() / "evaluation"
+        if self.settings.scratch is not None:  # runs of one name may share it
+            whose = xxhash.xxh3_64_hexdigest(os.fsencode(run.root.resolve()))
+            self.folder = self.settings.scratch.absolute() / f"evaluation-{whose}"
+
+    def watch(self) -> None:
+        """Evaluate until the run is complete and its last checkpoint evaluated. Raises ConfigError, Leaving."""
+        first = self.settings.words(Path(), Path(), 0)[0]
+        if shutil.which(first) is None:
+            raise ConfigError(
+                f"eval.command: {visible(first, 200)!r} is not a program that can be started: give its path, and make "
+                "it executable"
+            )
+        try:
+            self.folder.parent.mkdir(parents=True, exist_ok=True)
+            held = self._only_one()
+        except OSError as error:
+            raise ConfigError(f"{error.filename or self.folder}: {error.strerror or error}") from None
+        with held:
+            settled = {
+                (whole(event.get("of_step")) or 0, str(event.get("manifest")))
+                for event in self.run.events(TasksEvaluated, TasksFailed, TasksSkipped)
+            }
+            while True:
+                complete = self._complete()  # asked first: the last checkpoint is there by then
+                due, passed = next_due(
+                    saved(self.run), settled, self.settings.interval, self.config.train.steps
+                )
+                for older in passed:
+                    reason = f"{due.name} is there already" if due else ""
+                    self._tell(TasksSkipped(**_named(older), reason=reason), say=False)
+                    settled.add((older.step, older.manifest))
+                if due is not None and passed:
+                    named = " to ".join(dict.fromkeys((passed[0].name, passed[-1].name)))
+                    self.log.say(f"not evaluated: {named}, as {due.name} is there already")
+                if due is not None:
+                    self._evaluate(due)
+                    settled.add((due.step, due.manifest))
+                elif complete:
+                    break
+                else:
+                    self._wait(PAUSE)
+            if self.told:  # after the training has closed its trackers
+                tell_trackers(self.config, self.run, self.log.say)
+
+    def _only_one(self) -> IO[str]:
+        """The lock of the run's evaluation, once other processes have left it: that of a supervisor that was killed
+        needs a moment. Raises OSError, Leaving."""
+        lock, waiting = self.run.root / ".evaluation.lock", False
+        while (held := durable.hold(lock)) is None:
+            if not waiting:
+                self.log.say(f"another process evaluates {self.run.root}: waiting for its end")
+            waiting = True
+            self._wait(LOOK)
+        return held
+
+    def _tell(self, event: Event, say: bool = True) -> None:
+        """Journal an event, waiting for a full disk: unknown to the next process, it would be done again."""
+        self.log.emit(event, say=say)
+        self.told = True
+        if self.log.waiting:
+            self.log.say(f"WARNING: {self.run.journal} cannot be written: make room; waiting for it")
+        while self.log.waiting:
+            self._wait(PAUSE)
+            with suppress(DataError):
+                self.log.flush()
+
+    def _evaluate(self, due: SavedCheckpoint) -> None:
+        begin = time.monotonic()
+        self.log.say(f"evaluating {due.name}")
+        event: Callable[..., Event]
+        try:
+            scores, tokens = self._scores(due)
+            event = partial(TasksEvaluated, tokens=tokens, scores=scores)
+        except (DataError, OSError) as error:
+            event = partial(TasksFailed, reason=visible(error, REASON))
+        finally:  # first: the journal may wait for room
+            shutil.rmtree(self.folder, ignore_errors=True)
+        self._tell(event(**_named(due), seconds=round(time.monotonic() - begin, 1)))
+
+    def _scores(self, due: SavedCheckpoint) -> tuple[dict[str, float], int]:
+        """The scores of a checkpoint, and the tokens it was trained on."""
+        checkpoint = self.run.checkpoints / due.name
+        model, results = self.folder / "model", self.folder / "results"
+        shutil.rmtree(self.folder, ignore_errors=True)  # of a process that was killed
+        self._check_room(checkpoint)
+        results.mkdir(parents=True)
+        tokens = whole(read_object(checkpoint / "state.json").get("tokens")) or 0
+        export = "-m megastable.cli convert to-hf --no-check --dtype".split()
+        command = [sys.executable, *export, self.settings.dtype, str(checkpoint), str(model)]
+        try:
+            self._run("the export", command)
+        except DataError:
+            if not (checkpoint / "manifest.json").exists():
+                raise DataError("it was deleted while it was read: see checkpoint.keep") from None
+            raise
+        self._run("the program", self.settings.words(model, results / "results.json", due.step))
+        return read_scores(results), tokens
+
+    def _check_room(self, checkpoint: Path) -> None:
+        """Leave room for the next checkpoint: training has precedence. Raises DataError."""
+        needed = sum(path.stat().st_size for path in checkpoint.iterdir())  # more than an export takes
+        if os.stat(self.folder.parent).st_dev == os.stat(checkpoint).st_dev:
+            needed *= 2
+        free = shutil.disk_usage(self.folder.parent).free
+        if free < needed:
+            raise DataError(
+                f"{self.folder.parent} has {size(free)} left, and {size(needed)} are needed for the export and the "
+                "next checkpoint: make room, or set eval.scratch"
+            )
+
+    def _run(self, what: str, words: list[str]) -> None:
+        """Run a child process to its end. Raises DataError if it fails, Leaving if this process is to end."""
+        threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(self.settings.threads))
+        hidden = {"CUDA_VISIBLE_DEVICES": ""} if self.settings.device == "cpu" else {}
+        tether = [sys.executable, "-m", "megastable_tools.downstream.tether", str(os.getpid())]
+        limit = self.settings.timeout
+        child = ChildProcess([*tether, *words], limit, environment={**os.environ, **threads, **hidden})
+        try:
+            while (result := child.poll()) is None:
+                self._wait(LOOK)
+        finally:
+            child.kill()
+            child.wait()
+        if result.code is None:
+            raise DataError(f"{what} was not done after {limit:g} s, and was ended (eval.timeout)")
+        if result.code:
+            print(result.tail, flush=True)
+            how = (
+                f"ended with code {result.code}"
+                if result.code > 0
+                else f"was killed by signal {-result.code}"
+            )
+            last = result.tail.strip().splitlines()[-1:]
+            raise DataError(f"{what} {how}{': ' if last else ''}{''.join(last)}")
+
+    def _wait(self, seconds: float) -> None:
+        time.sleep(seconds)
+        if self.leaving or os.getppid() != self._parent:
+            raise Leaving
+
+    def _complete(self) -> bool:
+        steps = whole(read_object(self.run.summary).get("steps"))
+        return steps is not None and steps >= self.config.train.steps
+
+
+def saved(run: RunDirectory) -> list[SavedCheckpoint]:
+    """The complete checkpoints of a run."""
+    found = list[SavedCheckpoint]()
+    for path in run.checkpoints.glob("step-*/manifest.json"):
+        name = path.parent.name
+        step = name.removeprefix("step-")
+        try:
+            if step.isdecimal():
+                found.append(SavedCheckpoint(name, int(step), xxhash.xxh3_128_hexdigest(path.read_bytes())))
+        except OSError:
+            continue  # deleted meanwhile
+    return found
+
+
+def _named(one: SavedCheckpoint) -> dict[str, Any]:
+    return {"checkpoint": one.name, "of_step": one.step, "manifest": one.manifest}
+
+
+# Which checkpoint is next, and what a program has written of it
+
+
+class SavedCheckpoint(NamedTuple):
+    """manifest: hash of its manifest; another checkpoint of the same step, after a rewind, has another one."""
+
+    name: str
+    step: int
+    manifest: str
+
+
+def next_due(
+    there: Sequence[SavedCheckpoint], settled: Collection[tuple[int, str]], interval: int, last: int
+) -> tuple[SavedCheckpoint | None, list[SavedCheckpoint]]:
+    """The newest checkpoint that is due, and the older ones that are due, too, and are passed over for it.
+
+    Due are the first one at or after each multiple of `interval`, and those from step `last` on. settled: (step,
+    manifest) of those that were evaluated or passed over, there or not.
+    """
+    due, periods = list[SavedCheckpoint](), {step // interval: step for step, _ in settled}
+    for one in sorted(there, key=lambda c: c.step):
+        period = one.step // interval
+        taken = periods.setdefault(period, one.step)
+        wanted = one.step >= last or (period > 0 and taken == one.step)
+        if wanted and (one.step, one.manifest) not in settled:
+            due.append(one)
+    return (due[-1], due[:-1]) if due else (None, [])
+
+
+def tell_trackers(config: RunConfig, run: RunDirectory, say: Callable[[str], None]) -> None:
+    """Open the trackers once more, as another process of the run: they read in the journal what they do not know yet.
+
+    Returns when they are closed, or after some minutes: they go on by themselves.
+    """
+    summary = read_object(run.summary)
+    steps, tokens = whole(summary.get("steps")), whole(summary.get("tokens"))
+    if (
+        steps is None or tokens is None
+    ):  # after fewer steps than they know, they would take the others for undone
+        return
+    tracking = Tracking(config.logging, run, run_point(config, run, steps, tokens, None), say)
+    # They wait for those of the training as long as for one call, and end as long after it at the latest.
+    tracking.close(3 * config.logging.tracker_timeout)
+
+
+def read_scores(folder: Path) -> dict[str, float]:
+    """The scores in the newest results*.json below `folder`, by name. Raises DataError if there are none.
+
+    The file has numbers by name, `{"acc": 0.5}`, or by task and name, `{"arc": {"acc": 0.5}}`, or the latter below
+    "results", as lm-evaluation-harness writes it.
+    """
+    try:
+        files = sorted(folder.rglob("results*.json"), key=lambda path: path.stat().st_mtime_ns)
+        if not files:
+            raise DataError("it has written no results: the JSON file belongs where {results} says")
+        if files[-1].stat().st_size > LARGEST:
+            raise DataError(f"{files[-1].name} has more than {LARGEST >> 20} MiB")
+        content = json.loads(files[-1].read_bytes())
+    except OSError as error:
+        raise DataError(f"its results cannot be read: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{files[-1].name} is no JSON: {visible(error, 200)}") from None
+    found = scores_of(content)
+    if not found:
+        raise DataError(f"{files[-1].name} has no numbers: expected {{task: {{metric: number}}}}")
+    if len(found) > MOST:
+        raise DataError(f"{files[-1].name} has {len(found):,} numbers, more than {MOST:,}")
+    return found
+
+
+def scores_of(content: Any) -> dict[str, float]:
+    """The finite numbers of a results file, by "TASK/METRIC" or name."""
+    if not isinstance(content, Mapping):
+        return {}
+    harness = isinstance(content.get("results"), Mapping)
+    found: dict[str, float] = {}
+    for name, value in (content["results"] if harness else content).items():
+        if isinstance(value, Mapping):
+            found |= {f"{name}/{_metric(key)}": number for key, number in value.items() if not _is_error(key)}
+        else:
+            found[name] = value
+    numbers = {name: value for name, value in found.items() if _is_finite(value)}
+    return {visible(name, LONGEST): float(value) for name, value in numbers.items()}
+
+
+def _metric(key: str) -> str:
+    """lm-evaluation-harness writes "acc,none": the metric, and the filter of the answers."""
+    return key.removesuffix(",none")
+
+
+def _is_error(key: str) -> bool:
+    """Standard errors and counts of lm-evaluation-harness are no scores."""
+    return "_stderr" in key or key == "sample_len"
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    args = beside_arguments("megastable_tools.downstream.evaluator", __doc__, arguments)
+    spare_output()
+    with user_errors():
+        config = recipe.load(args.recipe, args.overrides)
+        if config.eval.command is None:
+            raise ConfigError("eval.command is not set: give the program that evaluates a checkpoint")
+        evaluator = Evaluator(config, RunDirectory(args.run), args.parent)
+
+        def leave(number: int, frame: FrameType | None) -> None:
+            evaluator.leaving = True
+
+        signal.signal(signal.SIGTERM, leave)
+        signal.signal(signal.SIGINT, leave)
+        try:
+            evaluator.watch()
+        except Leaving:
+            return
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,221 @@
+"""Trains on from a checkpoint of a run, of any layout, as a single process, and writes nothing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch.distributed as dist
+
+from megastable.attribution.branches import BranchStart, TrainedBranch, train_branch
+from megastable.attribution.sample_replay import Laboratory
+from megastable.base.errors import CheckpointError
+from megastable.checkpoint import markers, store
+from megastable.checkpoint.snapshot import Ring, Snapshot
+from megastable.checkpoint.store import RunState
+from megastable.checkpoint.whole import load_into, policy_of, run_of
+from megastable.config import deepspeed_json, recipe
+from megastable.config.tree import RunConfig
+from megastable.data.loader import Loader
+from megastable.data.skips import Selection
+from megastable.data.source import Source
+from megastable.engine.distributed import start_distributed, stop_distributed
+from megastable.engine.engine import Engine
+from megastable.engine.numerics import Numerics
+from megastable.optim.schedule import scheduled_rate
+from megastable.parallel.layout import Layout
+from megastable.parallel.topology import Topology
+from megastable.run.directory import RunDirectory
+from megastable.run.membership import check_alone
+from megastable_guard.policy import Policy
+from megastable_guard.policy_state import PolicyState
+
+Int64s = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+LimitRate = Callable[[int, float], float]
+
+ALONE = {
+    "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "0",
+}  # fmt: skip
+LAYOUT = {"tensor": 1, "pipeline": 1, "context": 1, "sequence": False}
+
+
+class ReplayedStep(NamedTuple):
+    """A step as the run did it: positions of its samples, int64 [global batch], the recorded rate, and whether the
+    update was applied."""
+
+    positions: Int64s
+    rate: float
+    applied: bool
+
+
+class KeptState(NamedTuple):
+    """A state to come back to, and where it stands."""
+
+    snapshot: Snapshot
+    start: BranchStart
+
+
+def find_checkpoint(run: RunDirectory, before: int | None = None) -> Path:
+    """The newest good checkpoint of a run, from before the step `before` if that is given. Raises CheckpointError if
+    there is none."""
+    found = [
+        path for path in store.newest_first(run.checkpoints) if before is None or store.step_of(path) < before
+    ]
+    problems = list[str]()
+    for path in found:
+        if (ruling := markers.convicted(path)) is not None and markers.accepted(path) is None:
+            problems.append(f"{path.name} was convicted: {ruling.reason}")
+        elif wrong := store.problems(path):
+            problems.append(wrong[0])
+        else:
+            return path
+    where = "" if before is None else f" from before step {before}"
+    why = f": {problems[0]}" if problems else store.others(run.checkpoints)
+    raise CheckpointError(f"{run.root} has no good checkpoint{where}{why}")
+
+
+def recipe_of(checkpoint: Path, now: RunConfig) -> RunConfig:
+    """The recipe that wrote a checkpoint, for one process, with the corpora where they are now."""
+    tree = run_of(checkpoint).model_dump(mode="json")
+    tree["parallel"] |= LAYOUT
+    tree["data"]["corpora"] = now.model_dump(mode="json")["data"]["corpora"]
+    return recipe.validate(tree, f"{checkpoint / store.RECIPE}, for one process")
+
+
+@contextmanager
+def single_process(config: RunConfig) -> Iterator[None]:
+    """Make this process the only rank of a group, unless it is one. Raises ConfigError if it is one of several."""
+    if dist.is_initialized():
+        yield
+        return
+    check_alone(os.environ)
+    before = dict(os.environ)
+    os.environ.update(ALONE)
+    try:
+        start_distributed(config.run.timeout, config.run.deterministic)
+        try:
+            yield
+        finally:
+            stop_distributed()
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+class OfflineRun:
+    """A run that stands at `checkpoint`. state: of the checkpoint; start: where the engine stands now.
+
+    limit_rate: the rate after the cuts and caps that held at the checkpoint.
+    """
+
+    def __init__(self, checkpoint: Path, config: RunConfig, source: Source, selection: Selection) -> None:
+        """Raises CheckpointError and ConfigError."""
+        self.checkpoint, self.config = checkpoint, config
+        self.state: RunState = store.read_state(checkpoint)
+        self.engine = Engine(
+            config, deepspeed_json.build(config, 1), Topology(Layout(1, 1, 1, 1), 0, config.run.timeout)
+        )
+        self.loader = Loader(
+            source, selection, self.state.cursor, config.batches, config.train.micro_batch, 0, 1,
+            config.data.keep_documents_apart, pin_memory=self.engine.device.type == "cuda", pieces=config.pieces,
+        )  # fmt: skip
+        self.laboratory = Laboratory(config.stability.attribution, self.engine, self.loader)
+        self._ring = Ring(self.engine, 0, 0)
+        self.start = BranchStart(self.state.updates, self.state.trained_tokens)
+        policy = Policy(config.stability.policy, policy_of(self.state), self.engine.fp8 is not None)
+        self._acts = config.stability.enabled and not config.stability.dry_run
+        self.limit_rate: LimitRate = policy.rate if self._acts else lambda updates, rate: rate
+        self._policy = policy
+
+    def load(self) -> None:
+        """Fill the engine from the checkpoint. Raises CheckpointError."""
+        load_into(self.engine, self.checkpoint, self.state)
+        self.engine.refresh_weights()
+        self.compute_as_usual()
+
+    @property
+    def possible(self) -> set[str]:
+        """Adjustments that this run can make, and whether it has kernels to leave."""
+        kept, kernels = (
+            self._policy.state.kernels if self._acts else [],
+            self.engine.numerics.kernels.values(),
+        )
+        return {*self.engine.adjustments.possible, *(["other_kernels"] if {*kernels} - {*kept} else [])}
+
+    def compute_as_usual(
+        self, adjustment: str = "", leave_fp8: bool = False, leave_kernels: bool = False
+    ) -> None:
+        """Compute as the run did at the checkpoint: without the kernels that it had left, maybe without FP8, and with
+        its adjustments; but for one more of them, FP8, and all kernels."""
+        engine, policy = self.engine, self._policy
+        fp8 = engine.fp8 is not None and not leave_fp8 and (policy.fp8 or not self._acts)
+        kept = policy.state if self._acts else PolicyState()
+        left = engine.numerics.kernels.values() if leave_kernels else kept.kernels
+        engine.numerics.switch(Numerics(fp8, engine.numerics.kinds_of(left)))
+        engine.adjustments.switch({*kept.adjusted, *filter(None, [adjustment])})
+
+    def close(self) -> None:
+        self.loader.close()
+
+    def replay(self, steps: Sequence[ReplayedStep], advance: Callable[[int], None]) -> Floats:
+        """Do some steps as the run did them; their losses, [steps] nats. The engine stands after them.
+
+        Raises DataError if a sample cannot be read.
+        """
+        losses, length = list[float](), self.config.model.sequence_length
+        for step in steps:
+            size, (updates, tokens) = step.positions.size * length, self.start
+            usual = self.limit_rate(updates, scheduled_rate(self.config, updates, tokens, size))
+            micro_batches, rate = self.loader.read(step.positions), recall_rate(usual, step.rate)
+            measured, applied = self.engine.train_step(micro_batches, rate, lambda _, step=step: step.applied)
+            self.start = BranchStart(updates + applied, tokens + applied * size)
+            losses.append(measured.loss)
+            advance(1)
+        return np.array(losses)
+
+    def keep(self) -> KeptState:
+        """A copy of the engine's state."""
+        return KeptState(self._ring.aside(0), self.start)
+
+    def restore(self, kept: KeptState) -> None:
+        """The engine's state as it was then."""
+        self.compute_as_usual()
+        self._ring.restore(kept.snapshot)
+        self.engine.refresh_weights()
+        self.start = kept.start
+
+    def first_rate(self, batch: Int64s) -> float:
+        """The rate of the next update."""
+        updates, tokens = self.start
+        size = batch.size * self.config.model.sequence_length
+        return self.limit_rate(updates, scheduled_rate(self.config, updates, tokens, size))
+
+    def train(
+        self, batches: Sequence[Int64s], limit_rate: LimitRate, advance: Callable[[int], None]
+    ) -> TrainedBranch:
+        """Train a branch: the caller restores the state. Raises DataError if a sample cannot be read."""
+        return train_branch(
+            self.config, self.engine, self.loader, self.start, batches, limit_rate, lambda step: advance(1)
+        )
+
+
+@contextmanager
+def opened(checkpoint: Path, config: RunConfig, source: Source, selection: Selection) -> Iterator[OfflineRun]:
+    """An offline run that is closed afterwards; its engine is empty."""
+    run = OfflineRun(checkpoint, config, source, selection)
+    try:
+        yield run
+    finally:
+        run.close()
+
+
+def recall_rate(usual: float, recorded: float) -> float:
+    """The rate of a step that was recorded, which is in fp32: the usual one, if that is what was recorded."""
+    return usual if np.float32(usual) == np.float32(recorded) else recorded

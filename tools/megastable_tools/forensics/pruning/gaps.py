@@ -1,0 +1,274 @@
+"""Compute the remainder of a shard without some documents, and without spans of others: documents, sequences, tokens.
+
+A document with a span cut from its middle becomes several: the piece before the span gets an end-of-document token,
+whether or not the document itself ends with one, and the piece after it is a document of its own. It
+begins with the begin-of-document token if the document itself does. So no sample contains neighbours joined by a cut.
+These two tokens of a document are never cut out themselves: they frame its remainder, and go only with the whole
+document.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from megastable.base.errors import DataError
+from megastable.data.shard_format import LONGEST_SEQUENCE, chunks
+from megastable.data.shards import Shard
+from megastable_tools.forensics.scanning.units import units
+
+RUN = 1 << 20  # tokens of the original in memory at a time; a longer document is whole
+
+Int64s = npt.NDArray[np.int64]
+Span = tuple[int, int]  # tokens [first, end) of a document
+
+
+@dataclass(frozen=True)
+class RemainingPiece:
+    """The remainder of a document between two spans: its tokens [first, end). closed: it is followed by an added
+    end-of-document token; opened: it is preceded by an added begin-of-document token. lengths, modes: of its sequences,
+    including these tokens."""
+
+    first: int
+    end: int
+    closed: bool
+    opened: bool
+    lengths: tuple[int, ...]
+    modes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class CutDocument:
+    """A partly removed document. pieces: at least one, ascending; gone: removed tokens, never including those that end
+    and begin the document."""
+
+    number: int
+    tokens: int
+    pieces: tuple[RemainingPiece, ...]
+    gone: int
+
+    @property
+    def spans(self) -> list[Span]:
+        """Its removed tokens, as [first, end) of the document."""
+        edges = [0, *(edge for piece in self.pieces for edge in (piece.first, piece.end)), self.tokens]
+        return [(first, end) for first, end in zip(edges[::2], edges[1::2], strict=True) if first < end]
+
+    @property
+    def left(self) -> int:
+        """Number of tokens of its pieces."""
+        return sum(sum(piece.lengths) for piece in self.pieces)
+
+    @property
+    def added(self) -> int:
+        """Number of added end and begin tokens: its own still end its last piece and begin its first."""
+        return self.left + self.gone - self.tokens
+
+
+def cut_document(
+    shard: Shard, number: int, spans: Iterable[Span], eod: int, bos: int | None = None
+) -> CutDocument | None:
+    """The document without `spans`, which may overlap; None if nothing remains but its end and begin tokens.
+
+    Raises DataError for a span that is empty or ends after the document.
+    """
+    begin, end = shard.document_bounds(number)
+    count = end - begin
+    closes = count > 0 and int(shard.raw(end - 1, 1)[0]) == eod
+    text = count - closes  # end of its tokens without the final end token
+    opens = text > 0 and bos is not None and int(shard.raw(begin, 1)[0]) == bos
+    kept, at, gone = list[Span](), int(opens), 0
+    for first, stop in sorted(spans):
+        if not 0 <= first < stop <= count:
+            raise DataError(
+                f"tokens {first}:{stop} of document {number} of {shard.name}, which has {count}: give first and end, "
+                "counted from 0, the end behind the last one"
+            )
+        first, stop = max(first, at), min(stop, text)
+        if first >= stop:
+            continue
+        if first > at:
+            kept.append((at, first))
+        gone += stop - first
+        at = stop
+    if at < text:
+        kept.append((at, count))
+    if not kept:
+        return None
+    if kept[0][0] == int(opens):
+        kept[0] = 0, kept[0][1]
+    low, high = shard.sequence_bounds(number)
+    lengths = shard.sequence_lengths(slice(low, high)).tolist()
+    stored = shard.modes(slice(low, high))
+    modes = [0] * len(lengths) if stored is None else stored.tolist()
+    pieces = tuple(
+        _piece(first, stop, stop < count, opens and first > 0, lengths, modes) for first, stop in kept
+    )
+    return CutDocument(number, count, pieces, gone)
+
+
+def _piece(
+    first: int, end: int, closed: bool, opened: bool, lengths: Sequence[int], modes: Sequence[int]
+) -> RemainingPiece:
+    """Tokens [first, end) of a document with sequences of `lengths`; an empty sequence goes to the piece that it
+    touches."""
+    found, at = list[tuple[int, int]](), 0
+    for length, mode in zip(lengths, modes, strict=True):
+        inside = min(at + length, end) - max(at, first)
+        if inside > 0 or (not length and inside == 0):
+            found.append((inside, mode))
+        at += length
+    if closed:
+        length, mode = found[-1]
+        found[-1:] = [(length + 1, mode)] if length < LONGEST_SEQUENCE else [(length, mode), (1, mode)]
+    if opened:
+        length, mode = found[0]
+        found[:1] = [(length + 1, mode)] if length < LONGEST_SEQUENCE else [(1, mode), (length, mode)]
+    return RemainingPiece(
+        first, end, closed, opened, tuple(n for n, _ in found), tuple(mode for _, mode in found)
+    )
+
+
+class RemainingRun(NamedTuple):
+    """Documents that remain: their tokens [n], as stored; the lengths and modes of their sequences, int32 and int8 [s];
+    and how many sequences each document has, int64 [d]."""
+
+    tokens: npt.NDArray[np.integer]
+    lengths: npt.NDArray[np.int32]
+    modes: npt.NDArray[np.int8]
+    counts: Int64s
+
+
+@dataclass(frozen=True)
+class Gaps:
+    """The removed parts of a shard: whole `documents`, ascending, int64 [n], with their `tokens` [n], and spans of
+    `cuts`, also ascending; eod, bos: the tokens that end and begin the pieces of these."""
+
+    documents: Int64s
+    tokens: Int64s
+    cuts: tuple[CutDocument, ...]
+    eod: int
+    bos: int | None
+
+    @classmethod
+    def of(
+        cls, shard: Shard, documents: Int64s, spans: Mapping[int, Sequence[Span]] | None = None, eod: int = 0,
+        bos: int | None = None,
+    ) -> Gaps:  # fmt: skip
+        """`documents` must exist, ascending; spans: of other documents. A document that its spans cover completely is
+        removed as a whole. Reads the index in pieces; raises DataError if it is damaged, or a span does not exist."""
+        cuts, covered = list[CutDocument](), list[int]()
+        for number in sorted(spans or ()):
+            cut = cut_document(shard, number, (spans or {})[number], eod, bos)
+            if cut is None:
+                covered.append(number)
+            else:
+                cuts.append(cut)
+        if covered:
+            documents = np.union1d(documents, np.array(covered, np.int64))
+        tokens = [np.empty(0, np.int64)]
+        for part in chunks(shard.documents):
+            low, high = np.searchsorted(documents, (part.start, part.stop)).tolist()
+            if low < high:
+                lengths = np.diff(shard.document_edges(part.start, part.stop - part.start))
+                tokens.append(lengths[documents[low:high] - part.start])
+        return cls(documents, np.concatenate(tokens), tuple(cuts), eod, bos)
+
+    @property
+    def gone(self) -> int:
+        """Number of removed tokens."""
+        return int(self.tokens.sum()) + sum(cut.gone for cut in self.cuts)
+
+    @property
+    def added(self) -> int:
+        """Number of added tokens that end and begin documents."""
+        return sum(cut.added for cut in self.cuts)
+
+    @cached_property
+    def _cut(self) -> Int64s:
+        return np.array([cut.number for cut in self.cuts], np.int64)
+
+    @cached_property
+    def _more(self) -> Int64s:
+        return np.array([len(cut.pieces) - 1 for cut in self.cuts], np.int64)
+
+    def tokens_lost_before(self, document: int) -> int:
+        """How many tokens nearer to the beginning a document lies without what is removed before it."""
+        whole = self.tokens[: np.searchsorted(self.documents, document)].sum()
+        cuts = self.cuts[: np.searchsorted(self._cut, document)]
+        return int(whole) + sum(cut.tokens - cut.left for cut in cuts)
+
+    def renumbered(self, first: int, count: int) -> Int64s:
+        """The new numbers of the documents [first, first + count), for a cut one that of its first piece: int64
+        [count], -1 for removed ones."""
+        old = np.arange(first, first + count)
+        more = np.append(0, np.cumsum(self._more))[np.searchsorted(self._cut, old)]
+        new = np.asarray(old - np.searchsorted(self.documents, old) + more)
+        low, high = np.searchsorted(self.documents, (first, first + count))
+        new[self.documents[low:high] - first] = -1
+        return new
+
+    def cut_among(self, first: int, count: int) -> tuple[CutDocument, ...]:
+        """The documents of [first, first + count) that are cut."""
+        low, high = np.searchsorted(self._cut, (first, first + count)).tolist()
+        return self.cuts[low:high]
+
+
+def remaining_runs(shard: Shard, gaps: Gaps) -> Iterator[tuple[npt.NDArray[np.integer], list[RemainingRun]]]:
+    """What is left of a shard, in order: for every run of its documents the tokens as they were, and the remainder."""
+    for unit in units([shard], RUN):
+        first, count = unit.first_document, unit.documents
+        edges, sequences = shard.document_edges(first, count), shard.document_sequences(first, count)
+        tokens = shard.raw(unit.first_token, unit.tokens)
+        inside = slice(int(sequences[0]), int(sequences[-1]))
+        lengths, modes = shard.sequence_lengths(inside), shard.modes(inside)
+        whole = RemainingRun(
+            tokens, lengths, np.zeros(len(lengths), np.int8) if modes is None else modes, np.diff(sequences)
+        )
+        kept = gaps.renumbered(first, count) >= 0
+        edges, sequences, done, found = edges - edges[0], sequences - sequences[0], 0, list[RemainingRun]()
+        for cut in (*gaps.cut_among(first, count), None):
+            end = count if cut is None else cut.number - first
+            found.append(_without(whole, slice(done, end), edges, sequences, kept))
+            if cut is not None:
+                own = tokens[edges[end] : edges[end + 1]]
+                found += [_run_of_piece(piece, own, gaps) for piece in cut.pieces]
+            done = end + 1
+        yield tokens, found
+
+
+def _without(
+    whole: RemainingRun, documents: slice, edges: Int64s, sequences: Int64s, kept: npt.NDArray[np.bool_]
+) -> RemainingRun:
+    """Those of some `documents` of a run that are `kept`, bool [d]; edges, sequences: where each begins in it, int64
+    [d + 1]."""
+    some = kept[documents]
+    bounds = slice(documents.start, documents.stop + 1)
+    tokens = slice(int(edges[bounds.start]), int(edges[bounds.stop - 1]))
+    parts = slice(int(sequences[bounds.start]), int(sequences[bounds.stop - 1]))
+    run = RemainingRun(
+        whole.tokens[tokens], whole.lengths[parts], whole.modes[parts], whole.counts[documents]
+    )
+    if some.all():
+        return run
+    of_token, of_part = np.repeat(some, np.diff(edges[bounds])), np.repeat(some, run.counts)
+    return RemainingRun(run.tokens[of_token], run.lengths[of_part], run.modes[of_part], run.counts[some])
+
+
+def _run_of_piece(piece: RemainingPiece, tokens: npt.NDArray[np.integer], gaps: Gaps) -> RemainingRun:
+    """A piece of a document with these tokens."""
+    opening = [gaps.bos] if piece.opened and gaps.bos is not None else []
+    closing = [gaps.eod] if piece.closed else []
+    framed = np.concatenate(
+        [np.array(some, tokens.dtype) for some in (opening, tokens[piece.first : piece.end], closing)]
+    )
+    return RemainingRun(
+        framed,
+        np.array(piece.lengths, np.int32),
+        np.array(piece.modes, np.int8),
+        np.array([len(piece.lengths)]),
+    )

@@ -1,0 +1,243 @@
+"""Compute a row for every document: its features, the oddness of its worst piece, a hash of its bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, lru_cache
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import xxhash
+import zstandard
+
+from megastable.data.shards import Shard
+from megastable_tools.forensics.oddness.kinds import KINDS
+from megastable_tools.forensics.oddness.windows import JudgedPieces, judge_pieces
+from megastable_tools.forensics.oddness.yardstick import NAMES, Yardstick, cut
+from megastable_tools.forensics.scanning.units import BLOCK, SAMPLE, Int64s, PieceBlock, Raw, blocks, sample
+
+EMPTY = "empty"  # the kind of a document without tokens, which is not measured
+ALL_KINDS = (*KINDS, EMPTY)
+LARGEST = (
+    "run",
+)  # features whose value for a document is the maximum of its pieces; for others it is the mean by tokens
+
+COMPRESSED = 1 << 16  # leading bytes of a document that are compressed
+LEVEL = 1  # of zstd
+REPETITIVE = 10.0  # compression ratio worth reporting: code has 1 to 5, twice that with 4 bytes per token
+
+UInt64s = npt.NDArray[np.uint64]
+
+SCHEMA = pa.schema(
+    [
+        ("shard", pa.dictionary(pa.int8(), pa.string())),
+        ("document", pa.int64()),
+        ("first_token", pa.int64()),
+        ("tokens", pa.int64()),
+        ("score", pa.float32()),
+        ("kind", pa.dictionary(pa.int8(), pa.string())),
+        ("feature", pa.dictionary(pa.int8(), pa.string())),  # the deciding one, of the worst piece
+        ("value", pa.float32()),  # and its value there
+        ("piece", pa.int64()),  # the first token of the worst piece
+        ("piece_tokens", pa.int32()),
+        ("high", pa.uint64()),  # xxh3-128 of the bytes
+        ("low", pa.uint64()),
+        ("compression", pa.float32()),  # compression ratio of its first bytes by zstd; 0 without any
+        *((name, pa.float32()) for name in NAMES),
+    ]
+)
+
+
+def measure_rows(
+    yardstick: Yardstick, shard: Shard, first: int, edges: Int64s, key: int | None = None
+) -> pa.Table:
+    """Rows (`SCHEMA`) of the documents from number `first` on, whose `edges` are int64 [d + 1] in tokens of the shard.
+
+    key: for all of them, instead of their own. Time is linear in tokens, memory in documents. Raises DataError if
+    they cannot be read.
+    """
+    _keep_memory()
+    lengths = np.diff(edges)
+    worst = _Worst(len(lengths), edges)
+    largest = [NAMES.index(name) for name in LARGEST]
+    sums = np.zeros((len(lengths), len(NAMES)), dtype=np.float64)
+    peaks = np.zeros((len(lengths), len(largest)), dtype=np.float32)
+    hashes, compression = _Hashes(shard.name, first, lengths), np.zeros(len(lengths), np.float32)
+    for block in blocks(shard, edges, cut):
+        keys = hashes.add(block.tokens, block.edges, block.owner)
+        _compress(block, compression)
+        if key is not None:
+            keys = np.full_like(keys, key)
+        judged = judge_pieces(yardstick, block.tokens, block.edges, keys)
+        measured = judged.features
+        weight = measured["length"].astype(np.float64)
+        begins = np.flatnonzero(np.append(True, np.diff(block.owner) != 0))
+        of = block.owner[begins]
+        table = np.stack([measured[name] for name in NAMES], axis=1)
+        sums[of] += np.add.reduceat(table * weight[:, None], begins)
+        peaks[of] = np.maximum(peaks[of], np.maximum.reduceat(table[:, largest], begins))
+        worst.look(block.owner, begins, judged, block.first_token)
+    features = (sums / np.maximum(lengths, 1)[:, None]).astype(np.float32)
+    features[:, largest] = peaks
+    high, low = hashes.columns()
+    columns = {
+        "shard": coded(np.zeros(len(lengths), np.int8), [shard.name]),
+        "document": np.arange(first, first + len(lengths)),
+        "first_token": edges[:-1],
+        "tokens": lengths,
+        "score": worst.score,
+        "kind": coded(np.where(lengths > 0, worst.kind, len(KINDS)).astype(np.int8), ALL_KINDS),
+        "feature": coded(worst.feature.astype(np.int8), NAMES),
+        "value": worst.value,
+        "piece": worst.first,
+        "piece_tokens": worst.tokens,
+        "high": high,
+        "low": low,
+        "compression": compression,
+        **{name: features[:, column] for column, name in enumerate(NAMES)},
+    }
+    return pa.table(columns, schema=SCHEMA)
+
+
+@cache
+def _keep_memory() -> None:
+    """Let this process keep up to 64 MiB of freed array memory for reuse: twice as fast.
+
+    glibc returns every large block to the kernel, which clears it for the next use, until a block of nearly 32 MiB
+    was freed: from then on it keeps smaller ones (mallopt(3), M_MMAP_THRESHOLD). On other systems this does nothing.
+    """
+    np.empty(31 << 20, np.uint8)
+
+
+def coded(codes: npt.NDArray[np.int8], names: Sequence[str]) -> pa.DictionaryArray:
+    """A column of texts, from their numbers in `names`."""
+    return pa.DictionaryArray.from_arrays(pa.array(codes, pa.int8()), pa.array(list(names)))
+
+
+def codes(column: pa.ChunkedArray, names: Sequence[str]) -> Int64s:
+    """The input of `coded`, int64 [n]; a file keeps only the names that occur, in any order."""
+    whole = column.combine_chunks()
+    known = np.array([names.index(name) for name in whole.dictionary.to_pylist()], dtype=np.int64)
+    return known[whole.indices.to_numpy(zero_copy_only=False)] if len(whole) else np.empty(0, np.int64)
+
+
+def document_keys(tokens: Raw, edges: Int64s) -> UInt64s:
+    """Keys of whole documents for a yardstick, uint64 [d]: copies have the same. edges: int64 [d + 1] into tokens [n].
+
+    The scan's keys, for documents no longer than a block; for others see `long_key`.
+    """
+    return _digests(tokens, edges)[:, 1].astype(np.uint64)
+
+
+def long_key(shard: str, document: int) -> int:
+    """The key of a document longer than a block, which is never in memory as a whole."""
+    return xxhash.xxh3_64_intdigest(f"{document} {shard}".encode())
+
+
+def keyed_sample(
+    shards: Sequence[Shard], most: int = SAMPLE
+) -> Iterator[tuple[Shard, Int64s, Int64s, int | None]]:
+    """A sample of shards (`units.sample`), with the keys of parts of long documents."""
+    for shard, edges, documents in sample(shards, most):
+        key = None
+        if len(documents) == 1:
+            first, end = shard.document_bounds(int(documents[0]))
+            key = long_key(shard.name, int(documents[0])) if end - first > BLOCK else None
+        yield shard, edges, documents, key
+
+
+def sample_with_keys(
+    shards: Sequence[Shard], keys_of: Callable[[Raw, Int64s], UInt64s], most: int = SAMPLE
+) -> Iterator[tuple[Raw, Int64s, UInt64s]]:
+    """The sample with its tokens and keys, for a yardstick. keys_of: whole documents, by tokens and edges."""
+    for shard, edges, _, key in keyed_sample(shards, most):
+        tokens, inside = shard.raw(int(edges[0]), int(edges[-1] - edges[0])), np.unique(edges - edges[0])
+        yield tokens, inside, keys_of(tokens, inside) if key is None else np.array([key], np.uint64)
+
+
+def _digests(tokens: Raw, edges: Int64s) -> npt.NDArray[np.uint64]:
+    """xxh3-128 of the bytes between `edges` int64 [d + 1]: big-endian uint64 [d, 2]."""
+    view = tokens.data.cast("B") if len(tokens) else memoryview(b"")
+    at = (edges * tokens.dtype.itemsize).tolist()
+    joined = b"".join([xxhash.xxh3_128_digest(view[a:b]) for a, b in pairwise(at)])
+    return np.frombuffer(joined, ">u8").reshape(-1, 2)
+
+
+def _compress(block: PieceBlock, compression: npt.NDArray[np.float32]) -> None:
+    """Store the compression ratio of every document that begins in `block` in `compression` [d]."""
+    view, itemsize = block.tokens.data.cast("B"), block.tokens.dtype.itemsize
+    begins = np.flatnonzero(np.append(True, np.diff(block.owner) != 0))
+    edges = (np.append(block.edges[begins], block.edges[-1]) * itemsize).tolist()
+    compress = _compressor().compress
+    for document, (begin, end) in zip(block.owner[begins].tolist(), pairwise(edges), strict=True):
+        if not compression[document]:  # for a document of several blocks its first one counts
+            size = min(end - begin, COMPRESSED)
+            compression[document] = size / len(compress(view[begin : begin + size]))
+
+
+@cache
+def _compressor() -> zstandard.ZstdCompressor:
+    return zstandard.ZstdCompressor(level=LEVEL, write_checksum=False, write_content_size=False)
+
+
+class _Worst:
+    """The worst piece of each document so far."""
+
+    def __init__(self, documents: int, edges: Int64s) -> None:
+        self.score = np.zeros(documents, np.float32)
+        self.kind = np.zeros(documents, np.int16)
+        self.feature = np.zeros(documents, np.int16)
+        self.value = np.zeros(documents, np.float32)
+        self.first = edges[:-1].copy()
+        self.tokens = np.zeros(documents, np.int32)
+
+    def look(
+        self, owner: Int64s, begins: npt.NDArray[np.intp], judged: JudgedPieces, first_token: int
+    ) -> None:
+        """Consider pieces of documents `owner` [k], each document's first at `begins`; first_token: their offset in the
+        shard."""
+        score = judged.worst.score
+        # The first of each document's maxima: a stable sort by score within each document.
+        order = np.lexsort((-score, owner))
+        at = order[begins]
+        of = owner[at]
+        better = (score[at] > self.score[of]) | (self.tokens[of] == 0)
+        at, of = at[better], of[better]
+        self.score[of], self.kind[of] = score[at], judged.worst.kind[at]
+        self.feature[of], self.value[of] = judged.worst.feature[at], judged.value[at]
+        self.first[of], self.tokens[of] = judged.first[at] + first_token, judged.tokens[at]
+
+
+class _Hashes:
+    """xxh3-128 of each document, which come in blocks; only one longer than a block comes in several."""
+
+    def __init__(self, shard: str, first: int, lengths: Int64s) -> None:
+        self._shard, self._first, self._lengths = shard, first, lengths
+        self._digests = np.zeros((len(lengths), 2), dtype=">u8")
+        self._open: tuple[int, xxhash.xxh3_128] | None = None
+
+    def add(self, tokens: Raw, edges: Int64s, owner: Int64s) -> UInt64s:
+        """The keys of the pieces of a block, uint64 [k]."""
+        begins = np.flatnonzero(np.append(True, np.diff(owner) != 0))
+        of = owner[begins]
+        if self._lengths[of[0]] > BLOCK:
+            document = int(of[0])
+            if self._open is None or self._open[0] != document:
+                self._open = document, xxhash.xxh3_128()
+            self._open[1].update(tokens.data.cast("B"))
+            self._digests[document] = np.frombuffer(self._open[1].digest(), ">u8")
+            return np.full(len(owner), long_key(self._shard, self._first + document), np.uint64)
+        self._digests[of] = _digests(tokens, np.append(edges[begins], edges[-1]))
+        return np.repeat(self._digests[of, 1].astype(np.uint64), np.diff(np.append(begins, len(owner))))
+
+    def columns(self) -> tuple[UInt64s, UInt64s]:
+        return self._digests[:, 0].astype(np.uint64), self._digests[:, 1].astype(np.uint64)
+
+
+@lru_cache(maxsize=1)
+def cached_yardstick(path: Path, changed: int) -> Yardstick:
+    """The yardstick in a file, loaded once per process. changed: its modification time, in nanoseconds."""
+    return Yardstick.load(path)

@@ -1,0 +1,372 @@
+"""Scan every document of some shards against a baseline, in several processes; interrupted scans resume.
+
+    scan = scan_shards(open_shelf([Path("data/mine")]), Path("scans/mine"), workers=8)
+
+The baseline is learnt from a sample of the shards themselves, or of a reference known to be good. Rows are written to
+disk unit by unit (`document_map.py`); then this process keeps counters, histograms and the worst documents.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import xxhash
+
+from megastable import __version__
+from megastable.base.errors import DataError
+from megastable.base.text import plural
+from megastable_tools.forensics import document_map
+from megastable_tools.forensics.document_map import KeptPart, keep_rows, map_documents
+from megastable_tools.forensics.oddness.yardstick import NAMES, Lexicon, Yardstick
+from megastable_tools.forensics.scanning.duplicates import (
+    COPY,
+    HASHED,
+    Records,
+    find_exact,
+    sort_copies,
+    write_copies,
+)
+from megastable_tools.forensics.scanning.near import find_near, sign
+from megastable_tools.forensics.scanning.rows import (
+    EMPTY,
+    UInt64s,
+    cached_yardstick,
+    document_keys,
+    keyed_sample,
+    measure_rows,
+    sample_with_keys,
+)
+from megastable_tools.forensics.scanning.scan_summary import STEP, THRESHOLDS, ScanSummary, tally
+from megastable_tools.forensics.scanning.scanned import (
+    SHARES,
+    USUAL,
+    Bars,
+    CopyFacts,
+    Scan,
+    ShardFacts,
+    Threshold,
+    WorstDocument,
+    told,
+)
+from megastable_tools.forensics.scanning.score_threshold import advised, excess, ordinary
+from megastable_tools.forensics.scanning.units import (
+    SAMPLE,
+    Int64s,
+    Raw,
+    Unit,
+    edges_of,
+    open_unit,
+    sample,
+    stamp_of,
+    unit_size,
+    units,
+)
+from megastable_tools.forensics.shard_set import Shelf
+from megastable_tools.prepare.progress import Meter
+
+FORMAT = 4  # of what is in the folder
+TOP = 100  # worst documents that the result holds
+THRESHOLD = 0.8  # minimum similarity of near duplicates
+LARGEST_VOCABULARY = 1 << 20  # of int32 shards without a tokenizer
+ENOUGH = 1_000_000  # tokens of a sample below which scores are unreliable
+
+
+def default_folder(shelf: Shelf) -> Path:
+    """The default folder of a scan."""
+    return Path("scans") / shelf.folder_name
+
+
+def scan_shards(
+    shelf: Shelf,
+    folder: Path,
+    *,
+    against: Shelf | None = None,
+    workers: int = 1,
+    near: bool = False,
+    threshold: float = THRESHOLD,
+    top: int = TOP,
+    again: bool = False,
+    progress: bool = True,
+) -> Scan:
+    """Scan a shelf into `folder`; results of an earlier call with the same shelf and reference are reused.
+
+    against: learn the baseline from that shelf. near: also find documents whose similarity is `threshold`.
+    top: worst documents in the result. again: remove any earlier scan from `folder`.
+
+    Raises DataError for shards without tokens, damaged, changed during the scan or made with another tokenizer than
+    `against`, for a folder that is occupied or of another scan, and for a full disk; MegastableError if a worker is
+    killed. Finished parts stay in the folder, and the next call resumes from there.
+    """
+    if workers < 1 or top < 1 or not 0.3 <= threshold <= 1:
+        raise DataError(
+            f"{workers} workers, the worst {top}, similarity {threshold}: give at least 1, at least 1, and 0.3 to 1"
+        )
+    for one in (shelf, against):
+        if one is not None and not one.tokens:
+            raise DataError(
+                f"{one.name} has no tokens in {plural(len(one.shards), 'shard')}: there is nothing to scan"
+            )
+    warnings = _compare(shelf, against)
+    asked = {
+        "format": FORMAT, "version": __version__, "name": shelf.name, "fingerprint": shelf.fingerprint,
+        "tokenizer": _tokenizer(shelf), "against": against.fingerprint if against else "",
+        "files": _files(shelf, against),
+    }  # fmt: skip
+    with document_map.occupied(folder, asked, again):
+        job = _ScanJob(shelf, folder, against, workers, near, threshold, top, progress, warnings)
+        return job.finished() or job.run()
+
+
+def _files(*shelves: Shelf | None) -> str:
+    """A hash of the sizes and times of all files: a manifest does not show later changes of a file."""
+    shards = [shard for shelf in shelves if shelf is not None for shard in shelf.shards]
+    stamps = [(shard.name, stamp_of(shard.bin_path.with_name(shard.name))) for shard in shards]
+    return xxhash.xxh3_128_hexdigest(repr(stamps).encode())
+
+
+def _tokenizer(shelf: Shelf) -> str:
+    if shelf.tokenizer is not None:
+        return shelf.tokenizer.xxh3
+    return shelf.manifest.tokenizer.xxh3 if shelf.manifest is not None else ""
+
+
+def _compare(shelf: Shelf, against: Shelf | None) -> list[str]:
+    """Warnings about the two; raises DataError if they are incompatible."""
+    warnings = [shelf.problem] if shelf.problem else []
+    if against is None:
+        return warnings
+    one, other = _tokenizer(shelf), _tokenizer(against)
+    sizes = {shelf.vocab_size, against.vocab_size} - {None}
+    if (one and other and one != other) or len(sizes) > 1:
+        raise DataError(
+            f"{shelf.name} and the reference {against.name} were made with different tokenizers "
+            f"({_described(shelf)}; {_described(against)}): the same ids mean other texts; choose another reference"
+        )
+    if not one or not other:
+        unknown = " and ".join(each.name for each in (shelf, against) if not _tokenizer(each))
+        warnings.append(
+            f"the tokenizer of {unknown} is not known: assuming that both were made with the same one"
+        )
+    return warnings
+
+
+def _described(shelf: Shelf) -> str:
+    return f"{shelf.name}: {shelf.vocab_size or 'unknown number of'} tokens, xxh3 {_tokenizer(shelf)[:8] or 'unknown'}"
+
+
+def _measure_unit(unit: Unit, folder: Path, changed: int) -> pa.Table:
+    """The rows of a unit, in a worker process. changed: of the baseline's file."""
+    shard = open_unit(unit)
+    yardstick = cached_yardstick(folder / document_map.YARDSTICK, changed)
+    return measure_rows(yardstick, shard, unit.first_document, edges_of(shard, unit))
+
+
+@dataclass
+class _ScanJob:
+    shelf: Shelf
+    folder: Path
+    against: Shelf | None
+    workers: int
+    near: bool
+    threshold: float
+    top: int
+    progress: bool
+    warnings: list[str]
+    units: list[Unit] = field(default_factory=list)
+
+    def finished(self) -> Scan | None:
+        """The result, if an earlier call has completed it."""
+        if not (self.folder / document_map.RESULT).exists():
+            return None
+        scan = Scan.load(self.folder)
+        alike = not self.near or scan.near_threshold == self.threshold
+        if scan.top < self.top or not alike:
+            return None
+        return scan.model_copy(update={"top": self.top, "worst": scan.worst[: self.top]})
+
+    def run(self) -> Scan:
+        begin = time.monotonic()
+        self.units = list(units(self.shelf.shards, unit_size(self.shelf.tokens)))
+        yardstick, usual = self._yardstick()
+        ready = time.monotonic()
+        measured = self._measure()
+        seconds = time.monotonic() - ready
+        copies, near = self._duplicates()
+        scan = self._result(yardstick, usual, self._summarise(), copies, near)
+        scan = scan.model_copy(
+            update={
+                "yardstick_seconds": ready - begin,
+                "seconds": seconds,
+                "measured_tokens": measured,
+                "duplicates_seconds": time.monotonic() - ready - seconds,
+            }
+        )
+        scan.save(self.folder)
+        return scan
+
+    def _yardstick(self) -> tuple[Yardstick, ScanSummary]:
+        """The baseline, from the folder if it is there, and the results of its own sample by it."""
+        path, reference = self.folder / document_map.YARDSTICK, self.against or self.shelf
+        usual, done, count = ScanSummary(1), 0, 0
+        total = 2 * min(reference.tokens, SAMPLE)  # it is read, and later measured by what was learnt of it
+        with Meter(total, not self.progress, "learning the baseline", "learnt", "tokens") as meter:
+
+            def noted() -> Iterator[tuple[Raw, Int64s, UInt64s]]:
+                nonlocal done, count
+                for tokens, edges, keys in sample_with_keys(reference.shards, document_keys):
+                    done, count = done + len(tokens), count + len(keys)
+                    meter.update(done, count, done)
+                    yield tokens, edges, keys
+
+            try:
+                yardstick = Yardstick.load(path)
+            except DataError:  # not there, or damaged
+                yardstick = Yardstick.of(noted(), _lexicon(self.shelf, reference))
+                yardstick.save(path)
+            for shard, edges, documents, key in keyed_sample(reference.shards):
+                rows = measure_rows(yardstick, shard, int(documents[0]), edges, key)
+                usual.add(tally(rows, 0, 0, 1 << 62, 1))
+                done, count = done + int(edges[-1] - edges[0]), count + len(rows)
+                meter.update(done, count, done)
+        return yardstick, usual
+
+    def _measure(self) -> int:
+        """Complete the rows of all units; how many tokens were measured for it."""
+        changed = (self.folder / document_map.YARDSTICK).stat().st_mtime_ns
+        measure = partial(_measure_unit, folder=self.folder, changed=changed)
+        keep = partial(keep_rows, measure=measure, folder=self.folder)
+        return self._map(keep, "scanning", "scanned")
+
+    def _map(self, keep: Callable[[Unit], KeptPart], doing: str, done: str) -> int:
+        labels, tokens = (doing, done), self.shelf.tokens
+        return map_documents(
+            self.units, keep, tokens, labels=labels, progress=self.progress, workers=self.workers
+        )[1]
+
+    def _summarise(self) -> ScanSummary:
+        found = ScanSummary(self.top)
+        for unit, rows in zip(self.units, self._read_rows()):
+            found.add(tally(rows, unit.shard, unit.before, self.shelf.documents, self.top))
+        return found
+
+    def _read_rows(self, columns: list[str] | None = None) -> Iterator[pa.Table]:
+        return document_map.read_parts(self.folder, len(self.units), "scan again", columns)
+
+    def _duplicates(self) -> tuple[Records, Records | None]:
+        """Find exact copies and near ones, and write them."""
+        exact = find_exact(self._hashes, self.shelf.documents)
+        near = None
+        if self.near:
+            self._map(partial(sign, folder=self.folder), "signing", "signed")
+            near = find_near(self.shelf.shards, self.units, self.folder, exact, self.threshold)
+        both = sort_copies([exact, np.empty(0, COPY) if near is None else near])
+        write_copies(self.folder / document_map.DUPLICATES, both)
+        return exact, near
+
+    def _hashes(self) -> Iterator[Records]:
+        for unit, rows in zip(self.units, self._read_rows(["high", "low", "tokens"])):
+            records = np.empty(len(rows), HASHED)
+            for name in ("high", "low", "tokens"):
+                records[name] = rows[name].to_numpy()
+            records["document"] = np.arange(len(rows)) + unit.before + unit.first_document
+            yield records
+
+    def _result(
+        self,
+        yardstick: Yardstick,
+        usual: ScanSummary,
+        found: ScanSummary,
+        copies: Records,
+        near: Records | None,
+    ) -> Scan:
+        shelf, before = self.shelf, 0
+        shards = []
+        for shard in shelf.shards:
+            shards.append(
+                ShardFacts(name=shard.name, documents=shard.documents, tokens=shard.tokens, before=before)
+            )
+            before += shard.documents
+        empty = int(found.lengths[0])
+        kinds = found.by_kind()
+        times = excess(usual)
+        lengths = found.lengths[: int(np.flatnonzero(found.lengths)[-1]) + 1]
+        return Scan(
+            name=shelf.name, fingerprint=shelf.fingerprint, tokenizer=_tokenizer(shelf),
+            vocab_size=yardstick.lexicon.vocab_size, against=self.against.name if self.against else "",
+            shards=shards, units=len(self.units), documents=shelf.documents, tokens=shelf.tokens, empty=empty,
+            sample_documents=usual.above(0.0)[0], sample_tokens=int(usual.tokens.sum()), kinds=kinds,
+            quantiles=found.quantiles(SHARES),
+            histograms={name: Bars(edges=edges, counts=n) for name, (edges, n) in found.histograms().items()},
+            lengths=lengths.tolist(), score_step=STEP,
+            scores=found.scores().tolist(), advised=advised(found, times), thresholds=_thresholds(found, usual, times),
+            top=self.top,
+            worst=[_worst(row, yardstick) for row in found.worst],
+            copies=CopyFacts.of(copies), near=None if near is None else CopyFacts.of(near),
+            near_threshold=self.threshold if self.near else None, workers=self.workers, seconds=0.0,
+            measured_tokens=0, yardstick_seconds=0.0, duplicates_seconds=0.0,
+            warnings=[*self.warnings, *_doubts(shelf, self.against or shelf, yardstick, usual)],
+        )  # fmt: skip
+
+
+def _thresholds(found: ScanSummary, usual: ScanSummary, times: float) -> list[Threshold]:
+    """Number of documents above each score, up to the worst one."""
+    full, sampled = found.above(0.0)[0], usual.above(0.0)[0]
+    table = []
+    for score in sorted({*THRESHOLDS, advised(found, times) or THRESHOLDS[0]}):
+        documents, tokens = found.above(score)
+        kinds = {kind: found.above(score, kind)[0] for kind in found.by_kind() if kind not in (EMPTY, USUAL)}
+        table.append(
+            Threshold(
+                score=score, documents=documents, tokens=tokens, share=documents / max(full, 1),
+                ordinary=times * ordinary(found.lengths, score), usual=usual.above(score)[0] / max(sampled, 1),
+                kinds={k: n for k, n in kinds.items() if n},
+            )
+        )  # fmt: skip
+        if not documents:
+            break
+    return table
+
+
+def _worst(row: dict[str, Any], yardstick: Yardstick) -> WorstDocument:
+    return WorstDocument(
+        **{name: row[name] for name in WorstDocument.model_fields if name in row},
+        why=told(yardstick, row), features={name: row[name] for name in NAMES},
+    )  # fmt: skip
+
+
+def _lexicon(shelf: Shelf, reference: Shelf) -> Lexicon:
+    """Of the tokenizer of either: `_compare` has checked that they are the same, or assumed so."""
+    tokenizer = reference.tokenizer or shelf.tokenizer
+    size = reference.vocab_size or shelf.vocab_size or _vocabulary(reference)
+    return Lexicon.of(tokenizer, size, shelf.eod if reference.eod is None else reference.eod)
+
+
+def _vocabulary(shelf: Shelf) -> int:
+    """Number of ids if unknown: the power of two above all ids of a sample. With the largest id itself, every rare id
+    missing from the sample would be outside the vocabulary."""
+    largest = 0
+    for shard, edges, _ in sample(shelf.shards):
+        largest = max(largest, int(shard.raw(int(edges[0]), int(edges[-1] - edges[0])).max(initial=0)))
+    return min(1 << max(largest.bit_length(), 1), LARGEST_VOCABULARY)
+
+
+def _doubts(shelf: Shelf, reference: Shelf, yardstick: Yardstick, usual: ScanSummary) -> list[str]:
+    """Limitations of this scan's numbers."""
+    tokens, found = int(usual.tokens.sum()), []
+    if tokens < ENOUGH:
+        found.append(
+            f"The baseline was learnt from only {plural(tokens, 'token')}: below {ENOUGH:,}, scores and kinds are "
+            "unreliable. Give a larger reference of the same tokenizer (--against)."
+        )
+    if shelf.vocab_size is None and reference.vocab_size is None:
+        found.append(
+            f"The vocabulary is not known: ids from {yardstick.lexicon.vocab_size:,} on were taken for outside of it."
+        )
+    return found

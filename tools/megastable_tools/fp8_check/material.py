@@ -1,0 +1,185 @@
+"""Gather the inputs of an FP8 check: a checkpoint's model, recipes, and samples of its run, of a text, or random."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from megastable.base.errors import ConfigError, DataError, MegastableError
+from megastable.checkpoint.plain import PlainModel, load_plain
+from megastable.checkpoint.store import read_state
+from megastable.config.recipe import find
+from megastable.config.training import Fp8Config
+from megastable.config.tree import RunConfig
+from megastable.data.blends import read_blends
+from megastable.data.corpora import open_corpora
+from megastable.data.order import Order
+from megastable.data.skip_ledger import Ledger
+from megastable.data.skips import Selection
+from megastable.data.source import Source
+from megastable.data.tokenizer import load_tokenizer
+from megastable.run.directory import RunDirectory
+from megastable_tools.forensics.scoring.losses import inputs
+from megastable_tools.fp8_check.effect import EvaluationBatch
+from megastable_tools.generate.load import DTYPES, find_device, tokenizer_of
+
+Int64s = npt.NDArray[np.int64]
+SHORTEST = 16  # tokens of a sample, of a short text
+
+
+def open_model(checkpoint: Path, dtype: str | None, device: str | None) -> PlainModel:
+    """dtype: bf16, fp32, or None: the run's. device: None: a GPU if there is one.
+
+    Raises CheckpointError as `load_plain`, DataError for a missing device, ConfigError for a run in fp16.
+    """
+    model = load_plain(checkpoint, DTYPES[dtype] if dtype else None, find_device(device))
+    if model.run.precision.kind == "fp16" and dtype is None:
+        raise ConfigError(
+            f"{model.checkpoint} trains in fp16, which FP8 does not support: add --dtype bf16 to check it "
+            "with precision.kind=bf16"
+        )
+    return model
+
+
+def configs_of(
+    run: RunConfig, recipes: Sequence[str], formats: str | None, history: int
+) -> tuple[dict[str, Fp8Config], dict[str, object]]:
+    """(what to measure, by recipe; KEY -> VALUE that a run needs besides): everything else as in the run, except that
+    all layers take part."""
+    own = run.precision.fp8 or Fp8Config()
+    every = {"keep_first": 0, "keep_last": 0, "keep": (), "history": history}
+    chosen = formats or own.formats
+    configs = {
+        recipe: Fp8Config.model_validate(own.model_dump() | every | {"recipe": recipe, "formats": chosen})
+        for recipe in recipes
+    }
+    said: dict[str, object] = {}
+    if run.precision.kind == "fp16":
+        said["precision.kind"] = "bf16"
+    if chosen != own.formats:
+        said["precision.fp8.formats"] = chosen
+    said |= {f"precision.fp8.{key}": 0 for key in ("keep_first", "keep_last") if getattr(own, key)}
+    if own.keep:
+        said["precision.fp8.keep"] = "[]"
+    return configs, said
+
+
+def in_words(model: PlainModel) -> str:
+    """The model in one line."""
+    size = sum(p.numel() for p in model.parameters()) / 1e6
+    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    return f"{model.checkpoint}: step {model.step:,}, {size:,.1f}M parameters, {dtype} on {model.device.type}"
+
+
+@dataclass(frozen=True)
+class Material:
+    """tokens: int64 [n, L + 1]. origin: in words. eod: ends a document, if known."""
+
+    tokens: Int64s
+    origin: str
+    eod: int | None = None
+    notes: Sequence[str] = ()
+
+    def batches(self, model: PlainModel, micro_batch: int) -> list[EvaluationBatch]:
+        """Micro-batches in order. Raises DataError for tokens outside the model's vocabulary."""
+        found = []
+        for first in range(0, len(self.tokens), micro_batch):
+            tokens, segments, strange = inputs(model, self.tokens[first : first + micro_batch], self.eod)
+            if strange.any():
+                raise DataError(
+                    f"{self.origin} has token ids beyond the model's vocabulary of {model.vocabulary:,}: it was made "
+                    "with another tokenizer; give --text"
+                )
+            found.append(EvaluationBatch(tokens, segments))
+        return found
+
+
+def gather(
+    model: PlainModel, count: int, text: Path | None = None, tokenizer: Path | None = None, seed: int = 0
+) -> Material:
+    """`count` samples of the model's sequence length: of `text`, or of its run, or random.
+
+    Of the run: its first validation samples; if they do not suffice, those that it would train on next. tokenizer:
+    of `text`, else that of the run's corpus. Raises DataError for a text that cannot be used.
+    """
+    if text is not None:
+        return _of_text(model, count, text, tokenizer)
+    try:
+        return _of_run(model, count)
+    except MegastableError as error:
+        return _random(model, count, seed, str(error))
+
+
+def _of_run(model: PlainModel, count: int) -> Material:
+    run, folder = model.run, model.checkpoint.parent
+    # A checkpoint may have been moved out of its run.
+    root = RunDirectory(folder.parent) if folder.name == "checkpoints" else None
+    length = model.config.sequence_length
+    blends = read_blends(root.blends) if root else ()
+    corpora = open_corpora(run.data.corpora, length, run.run.seed, blends, run.data.validation)
+    if corpora.vocab_size > model.vocabulary:
+        raise DataError(
+            f"the corpus has a vocabulary of {corpora.vocab_size:,}, the model of {model.vocabulary:,}"
+        )
+    validation = corpora.validation
+    if validation is not None and _samples(validation) >= count:
+        return _taken(validation, np.arange(count), "validation samples", run.data.corpora[0].path)
+    cursor = read_state(model.checkpoint).cursor
+    positions, _ = _left(model, root, corpora.train.order).next_kept(cursor, count)
+    return _taken(
+        corpora.train, positions, f"training samples from position {cursor:,} on", run.data.corpora[0].path
+    )
+
+
+def _taken(source: Source, positions: Int64s, what: str, path: Path) -> Material:
+    return Material(source.samples(positions), f"{len(positions)} {what} of the run ({path})", source.eod)
+
+
+def _samples(source: Source) -> int:
+    """Number of different samples."""
+    return sum(max(0, corpus.tokens - 1) // source.order.sequence_length for corpus in source.order.corpora)
+
+
+def _left(model: PlainModel, root: RunDirectory | None, order: Order) -> Selection:
+    """The selection that the run trains on."""
+    if root is None:
+        return Selection(order, more=model.run.data.skip)
+    return Ledger.read(root.skips, []).usable(root.skips, order, model.run.data.skip)[0]
+
+
+def _of_text(model: PlainModel, count: int, text: Path, tokenizer: Path | None) -> Material:
+    try:
+        content = text.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else f"it is not UTF-8 at byte {error.start}"
+        raise DataError(f"--text {text} cannot be read: {reason}") from None
+    where = str(model.checkpoint)
+    spoken = load_tokenizer(find(tokenizer)) if tokenizer else tokenizer_of(model.run, where)
+    ids = np.asarray(spoken.encode(content), dtype=np.int64)
+    length = min(model.config.sequence_length, (len(ids) - 1) // count)
+    if length < min(SHORTEST, model.config.sequence_length):
+        raise DataError(
+            f"--text {text} is {len(ids):,} tokens: too short for {count} samples (--samples, and micro-batches before "
+            f"them for delayed scaling); give {count * SHORTEST + 1:,} or more, or lower --samples, --micro-batch and "
+            "--history"
+        )
+    tokens = np.stack([ids[i * length : (i + 1) * length + 1] for i in range(count)])
+    whole = length == model.config.sequence_length
+    notes = [] if whole else [f"the text is short: samples of {length} tokens"]
+    return Material(tokens, f"{count} samples of {text}", spoken.eod, notes)
+
+
+def _random(model: PlainModel, count: int, seed: int, why: str) -> Material:
+    shape = (count, model.config.sequence_length + 1)
+    tokens = np.random.default_rng(seed).integers(0, model.vocabulary, shape)
+    return Material(
+        tokens, f"{count} samples of random tokens", None,
+        [
+            f"random tokens: {why}. Their losses and activations differ from those of text: give --text FILE, or "
+            "restore the corpus"
+        ],
+    )  # fmt: skip

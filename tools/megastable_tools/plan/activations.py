@@ -1,0 +1,303 @@
+"""Activation memory that a rank keeps for the backward pass of one micro-batch, tensor by tensor. Pure; without torch.
+
+    made = block(config, kernels)
+    kept(made), extra(made)        # bytes kept; bytes that the backward pass allocates beside them
+
+Derived from model/*.py by what autograd saves for every operation (torch's derivatives.yaml): a product saves the
+factor that the other's gradient needs, a linear layer its input, a power its base, silu its input, a root and a softmax
+their result; sums, casts, permutations and rotations by a table save nothing. Views keep their whole base alive. For
+compiled blocks: what torch 2.13's partitioner was observed to save; it recomputes whatever is cheap. Korthikanti et
+al., arXiv:2205.05198 section 4, count other layers.
+
+Letters: N tokens of a micro-batch on this rank, n those of its part of the residual stream (N, or N / tensor with
+sequence parallelism), h hidden, q and k widths of all queries and keys of this tensor rank, f of its SwiGLU, e bytes of
+an activation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import lcm
+
+from megastable.config.tree import RunConfig
+from megastable_tools.plan.volume import element
+
+FP32 = 4
+ROWS, KEPT = 256, 16  # copied from model/blocked.py, which needs torch
+SCORES = 1 << 24  # copied from layer_stats.py, which needs torch
+
+
+@dataclass(frozen=True)
+class PlannedKernels:
+    """As in model/kernels.py, which needs torch; made by `memory.kernels_on`. gpu: the kernels are for a GPU."""
+
+    attention: str = "sdpa"
+    loss: str = "chunked"
+    compile: bool = True
+    gpu: bool = True
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A tensor saved for the backward pass. width: bytes of an element."""
+
+    name: str
+    elements: int
+    width: int
+
+    @property
+    def bytes(self) -> int:
+        return self.elements * self.width
+
+
+@dataclass(frozen=True)
+class SavedOperation:
+    """saved: freed after its backward. backward: bytes of its gradients, in and out, and of its temporary results."""
+
+    saved: tuple[Saved, ...]
+    backward: int
+
+
+@dataclass(frozen=True)
+class ShapeSizes:
+    """The letters of the module docstring, for a config on one rank."""
+
+    N: int
+    n: int
+    h: int
+    q: int
+    k: int
+    f: int
+    e: int
+    heads: int  # of queries at the attention's core
+    samples: int
+    length: int
+
+    @property
+    def stream(self) -> int:
+        """Elements of this rank's part of the residual stream."""
+        return self.n * self.h
+
+
+# Saved inputs of linear layers, by the name of the saved tensor; see config.LINEARS.
+INPUTS = {
+    "attention input": "attention.qkv", "attention output": "attention.out", "MLP input": "mlp.gate_up",
+    "SwiGLU output": "mlp.down",
+}  # fmt: skip
+
+
+def in_fp8(config: RunConfig, saved: Saved) -> int:
+    """Additional (or saved, if negative) bytes of a linear layer's input kept in FP8: a byte per element, and with
+    blocks an fp32 scale per 128. Attention keeps a copy of its output of its own."""
+    fp8 = config.precision.fp8
+    if fp8 is None or config.parallel.recompute == "full":
+        return 0
+    bits = saved.elements + (saved.elements // 128 * FP32 if fp8.recipe == "block" else 0)
+    return bits if saved.name == "attention output" else bits - saved.bytes
+
+
+def sizes(config: RunConfig) -> ShapeSizes:
+    m, p, b = config.model, config.parallel, config.train.micro_batch
+    t, d = p.tensor, m.head_width
+    tokens = b * m.sequence_length // p.context
+    return ShapeSizes(
+        N=tokens, n=tokens // t if p.sequence else tokens, h=m.hidden, q=m.heads * d // t,
+        k=m.key_value_heads * d // t, f=m.ffn_width // t, e=element(config), heads=m.heads // t // p.context,
+        samples=b, length=m.sequence_length,
+    )  # fmt: skip
+
+
+def kept(operations: Sequence[SavedOperation]) -> int:
+    """Bytes saved for the backward pass."""
+    return sum(saved.bytes for operation in operations for saved in operation.saved)
+
+
+def extra(operations: Sequence[SavedOperation]) -> int:
+    """Peak of bytes beside the saved ones, while the backward pass runs from the end."""
+    there = most = 0
+    for operation in reversed(operations):
+        most = max(most, there + operation.backward)
+        there -= sum(saved.bytes for saved in operation.saved)
+    return most
+
+
+def block(config: RunConfig, kernels: PlannedKernels) -> list[SavedOperation]:
+    """The operations of one block, under the recomputation of `config`."""
+    z = sizes(config)
+    if config.parallel.recompute == "full":
+        # Recomputed in the backward pass, when all of it is in memory.
+        whole = operations(config, kernels, "none")
+        return [SavedOperation((Saved("stream", z.stream, z.e),), kept(whole) + extra(whole))]
+    return operations(config, kernels, config.parallel.recompute)
+
+
+def operations(config: RunConfig, kernels: PlannedKernels, recompute: str) -> list[SavedOperation]:
+    """The operations of one block that is not recomputed as a whole."""
+    z, m = sizes(config), config.model
+    fused, selective = kernels.compile, recompute == "selective"
+    qkv = z.q + 2 * z.k
+    attention = [
+        _linear("attention input", z, z.N * z.h, z.N * qkv, z.h * qkv),
+        *_heads(config, z, kernels, selective),
+        *_core(config, z, kernels, selective),
+        _out(z, config, kernels, selective),
+    ]
+    if fused:
+        # The norms are recomputed from their inputs.
+        swiglu = SavedOperation((Saved("gate and up", z.N * 2 * z.f, z.e),), 3 * z.e * z.N * z.f)
+    else:
+        swiglu = SavedOperation((Saved("gate and up", z.N * 2 * z.f, z.e),), 4 * z.e * z.N * z.f)
+    mlp = [_linear("MLP input", z, z.N * z.h, z.N * 2 * z.f, z.h * 2 * z.f), swiglu]
+    clamp = not fused and m.swiglu_clamp is not None
+    if not fused and not selective:
+        clamped = (Saved("clamped gate and up", z.N * 2 * z.f, z.e),) if clamp else ()
+        mlp.append(SavedOperation((*clamped, Saved("silu", z.N * z.f, z.e)), 3 * z.e * z.N * z.f))
+    elif selective:
+        mlp.append(SavedOperation((), (4 + 2 * clamp if not fused else 3) * z.e * z.N * z.f))
+    if fused and selective:
+        mlp.append(SavedOperation((), z.e * (2 * z.N * z.f + z.n * z.h)))  # the product, recomputed
+    else:
+        mlp.append(_linear("SwiGLU output", z, z.N * z.f, z.n * z.h, z.f * z.h))
+    first, second = (
+        _norm("attention norm", z, z.stream, z.n, fused),
+        _norm("MLP norm", z, z.stream, z.n, fused),
+    )
+    # Of `mixed` the last block: the others save the same, in another order.
+    placement = m.placement_of(m.layers - 1)
+    if placement == "both":
+        posts = [_norm(f"{name} post-norm", z, z.stream, z.n, fused) for name in ("attention", "MLP")]
+        if fused:  # the stream at the second norm is added up again, of two that are kept
+            second = [replace(operation, saved=()) for operation in second]
+        return [*first, *attention, *posts[0], *second, *mlp, *posts[1]]
+    if placement == "before":
+        return [*first, *attention, *second, *mlp]
+    return [*attention, *first, *mlp, *second]
+
+
+def _norm(
+    name: str, z: ShapeSizes, elements: int, rows: int, fused: bool, own: bool = True
+) -> list[SavedOperation]:
+    """own: no other operation saves its input; in fp32 it is kept uncast."""
+    if fused:
+        return [SavedOperation((Saved(f"{name}, input", elements, z.e),), 3 * z.e * elements)]
+    wide = elements * FP32
+    given = (Saved(f"{name}, in fp32", elements, FP32),) if z.e < FP32 or own else ()
+    return [
+        # The gradients along the mean: of the product, of the mean, of the square; and their sum.
+        SavedOperation((*given, Saved(f"{name}, reciprocals", rows, FP32)), 5 * wide),
+        SavedOperation((Saved(f"{name}, normed", elements, FP32),), 3 * wide),
+    ]
+
+
+def _linear(name: str, z: ShapeSizes, inputs: int, outputs: int, weight: int) -> SavedOperation:
+    """backward: the gradients of output, input and weight."""
+    return SavedOperation((Saved(name, inputs, z.e),), z.e * (outputs + inputs + weight))
+
+
+def _heads(
+    config: RunConfig, z: ShapeSizes, kernels: PlannedKernels, selective: bool
+) -> list[SavedOperation]:
+    """From projected queries, keys and values to those at the core, without what the core itself saves."""
+    m, made = config.model, []
+    rows = z.N * z.q // m.head_width, z.N * z.k // m.head_width
+    repeated = _repeats(config, kernels) and not selective
+    normed = bool(m.qk_norm)
+    # Kept whole if a view of it is saved: the core's values; in fp32 the norms' inputs; compiled by the norms.
+    if (normed and (z.e == FP32 or kernels.compile)) or not (repeated or config.parallel.context > 1):
+        made.append(SavedOperation((Saved("queries, keys, values", z.N * (z.q + 2 * z.k), z.e),), 0))
+    if normed and not kernels.compile:
+        made += _norm("query norm", z, z.N * z.q, rows[0], False, own=False)
+        made += _norm("key norm", z, z.N * z.k, rows[1], False, own=False)
+    if config.parallel.context > 1 and not repeated:
+        made.append(SavedOperation((Saved("exchanged", z.N * (z.q + 2 * _keys(config, z)), z.e),), 0))
+    return made
+
+
+def _keys(config: RunConfig, z: ShapeSizes) -> int:
+    """k at the core: context parallelism may repeat heads."""
+    kv = config.model.key_value_heads // config.parallel.tensor
+    return z.k * lcm(kv, config.parallel.context) // kv
+
+
+def _repeats(config: RunConfig, kernels: PlannedKernels) -> bool:
+    """Whether keys and values are repeated for every query: cores.py."""
+    m, p = config.model, config.parallel
+    kv = lcm(m.key_value_heads // p.tensor, p.context)
+    grouped = kv < m.heads // p.tensor
+    flex = config.data.keep_documents_apart or m.attention_softcap is not None or m.window is not None
+    on_gpu = kernels.gpu and (config.precision.kind != "fp32" or flex)
+    return kernels.attention == "reference" or (kernels.attention == "sdpa" and grouped and not on_gpu)
+
+
+def _core(config: RunConfig, z: ShapeSizes, kernels: PlannedKernels, selective: bool) -> list[SavedOperation]:
+    keys = _keys(config, z)
+    queries = Saved("rotated queries", z.N * z.q, z.e)
+    scores = z.samples * z.heads * z.length**2
+    plain, capped = kernels.attention == "reference", config.model.attention_softcap is not None
+    if selective:
+        # Inputs only: the rest is recomputed.
+        again = 6 * z.e * z.N * z.q
+        if plain:
+            again += (4 + capped) * scores * FP32
+        elif kernels.attention == "blocked":
+            again += probabilities(config, z) * z.e
+        return [SavedOperation((queries, Saved("rotated keys", z.N * keys, z.e)), again)]
+    if plain:
+        wide = [Saved(f"{what} in fp32", z.N * z.q, FP32) for what in ("queries", "keys", "values")]
+        mask = Saved("mask", z.length**2, 1)
+        tanh = [Saved("capped scores", scores, FP32)] if capped else []
+        saved = *wide, mask, *tanh, Saved("attention weights", scores, FP32)
+        return [SavedOperation(saved, 3 * scores * FP32)]
+    if _repeats(config, kernels):
+        given = [queries, Saved("keys, repeated", z.N * z.q, z.e), Saved("values, repeated", z.N * z.q, z.e)]
+    else:
+        given = [queries, Saved("rotated keys", z.N * keys, z.e)]
+    if kernels.attention == "blocked":
+        given.append(Saved("attention weights", probabilities(config, z), z.e))
+    else:
+        given.append(Saved("logsumexp", z.samples * z.heads * z.length, FP32))
+    if config.parallel.context > 1:
+        given.append(Saved("attention output, by heads", z.N * z.q, z.e))
+    return [SavedOperation(tuple(given), z.e * z.N * (2 * z.q + 2 * keys))]
+
+
+def _out(z: ShapeSizes, config: RunConfig, kernels: PlannedKernels, selective: bool) -> SavedOperation:
+    if selective and kernels.compile:
+        return SavedOperation((), z.e * (z.N * z.q + z.n * z.h))
+    return _linear("attention output", z, z.N * z.q, z.n * z.h, z.q * z.h)
+
+
+def probabilities(config: RunConfig, z: ShapeSizes) -> int:
+    """Number of probabilities kept by model/blocked.py's forward: `kept_size` there; none with a cap."""
+    if config.model.attention_softcap is not None:
+        return 0
+    whole, rest = z.length // ROWS, z.length % ROWS
+    each = ROWS * ROWS * whole * (whole + 1) // 2 + rest * z.length
+    width = z.q * z.N // (z.samples * z.length * z.heads)
+    return z.samples * z.heads * each if each <= KEPT * z.length * width else 0
+
+
+def watched(config: RunConfig) -> int:
+    """Peak of bytes that the probe allocates to examine a block's attention: `Block.queries_and_keys`,
+    `attention_chunks`. Nothing is saved for a backward pass, and nothing is compiled."""
+    z, m, c = sizes(config), config.model, config.parallel.context
+    keys, q = _keys(config, z), z.e * z.N * z.q
+    wide = FP32 * (3 if z.e < FP32 else 2)  # per element of a norm or a rotation
+    there = z.e * z.N * (z.q + 2 * z.k)  # as projected; normed and exchanged copies come on top
+    there += bool(m.qk_norm) * (q + z.e * z.N * z.k) + (c > 1) * 2 * z.e * z.N * (z.q + 2 * keys)
+    at_a_time = max(1, min(SCORES // (z.samples * z.heads * z.length), -(-z.length // 8)))
+    scores = z.samples * z.heads * at_a_time * z.length
+    copies = 2 if m.attention_softcap is None else 3
+    return max(
+        (wide + z.e) * z.stream,
+        z.e * (z.stream + z.N * z.h + z.N * (z.q + 2 * z.k)),
+        there + max(wide * z.N * z.q, q + wide * z.N * keys),
+        q + z.e * z.N * keys + FP32 * (z.N * keys * (z.e < FP32) + copies * scores),
+    )
+
+
+def final_norm(config: RunConfig) -> list[SavedOperation]:
+    """The operations of the last norm, which is never compiled."""
+    z = sizes(config)
+    return _norm("final norm", z, z.stream, z.n, False)

@@ -1,0 +1,551 @@
+"""Device and host memory of one rank, by kind and by phase of a step. Pure; without torch.
+
+    for footprint in footprints(config, layout):            # of every pipeline stage
+        print(footprint.stage, footprint.total, footprint.peak, footprint.kinds)
+
+State between steps follows the layout of DeepSpeed 0.19.8 (ZeRO, arXiv:1910.02054 section 5); activations are counted
+in activations.py, for as many micro-batches as 1F1B has in flight (Narayanan et al., arXiv:2006.09503
+section 3.2). `benchmarks/footprint.py` compares both with real steps. Not included: the waste of a GPU's allocator, the
+CUDA context, NCCL's buffers and scratch space of cuBLAS and cuDNN (`planning.md` says how much to reserve).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any, Literal
+
+from megastable.base.free_memory import taken
+from megastable.config import deepspeed_json
+from megastable.config.rules import LINEARS, caps_logits
+from megastable.config.tree import RunConfig
+from megastable.model.sizes import chunk_size, elements_on, fp8_linears
+from megastable.optim.ownership import LIMIT
+from megastable.parallel.layout import Layout
+from megastable_tools.plan import activations
+from megastable_tools.plan.activations import FP32, PlannedKernels
+from megastable_tools.plan.stage_matrices import stage_matrices
+from megastable_tools.plan.updates import cost
+from megastable_tools.plan.volume import (
+    Stage,
+    bounds,
+    element,
+    first_block,
+    parameter_groups,
+    parameters,
+    round_up,
+    stage_of,
+    tied_piece,
+)
+
+# Copied from model/ and optim/, which need torch; on a CPU only.
+LOSS_BLOCK, SUM_CHUNK, UPDATE_CHUNK, SCORES = 2**19, 2**18, {"cpu": 2**17, "cuda": 2**24}, 2**20
+ENTROPY_BLOCK = {"cpu": LOSS_BLOCK, "cuda": 2**22}
+CHUNK, FP8_CHUNK = 2**22, 2**20  # of flatstate.py and fp8/scale_factors.py
+ALIGN = 64  # of model/blocked.py
+
+Kind = Literal["weights", "gradients", "master", "moments", "activations", "logits", "buffers"]
+# Phases of a step: before the last block of a micro-batch, where layer_stats.py examines its attention; the loss; in
+# the backward pass loss and head, the last blocks, the first block and embedding; the update. Then between two steps,
+# and before the first one: building the layers, then the optimizer's state.
+Phase = Literal["watch", "loss", "head", "backward", "end", "update", "between", "layers", "optimizer"]
+Device = Literal["cuda", "cpu"]
+KINDS: tuple[Kind, ...] = ("weights", "gradients", "master", "moments", "activations", "logits", "buffers")
+STEP: tuple[Phase, ...] = ("watch", "loss", "head", "backward", "end", "update", "between")
+BUILDING: tuple[Phase, ...] = ("layers", "optimizer")
+PHASES = (*STEP, *BUILDING)
+WAITING: tuple[Phase, ...] = ("loss", "head", "backward")  # phases in which saved activations are in memory
+PASSES: tuple[Phase, ...] = ("watch", *WAITING, "end")
+BACK: tuple[Phase, ...] = ("head", "backward", "end")
+
+
+@dataclass(frozen=True)
+class Item:
+    """Bytes of one kind on a rank. phases: in which they are allocated."""
+
+    kind: Kind
+    name: str
+    bytes: int
+    phases: tuple[Phase, ...] = STEP
+
+
+@dataclass(frozen=True)
+class Host:
+    """Host memory of one rank. snapshot: one snapshot; points: number of snapshots that the recipe keeps; checkpoint:
+    the copy that is written in the background. building: the peak before the first step, when none of these exists."""
+
+    snapshot: int
+    points: int
+    checkpoint: int
+    building: int
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Memory of a rank of pipeline stage `stage`; items: all of it, by name."""
+
+    stage: int
+    items: tuple[Item, ...]
+    host: Host
+
+    def at(self, phase: Phase) -> dict[Kind, int]:
+        """Bytes by kind in a phase."""
+        found = dict.fromkeys(KINDS, 0)
+        for item in self.items:
+            if phase in item.phases:
+                found[item.kind] += item.bytes
+        return found
+
+    @cached_property
+    def peak(self) -> Phase:
+        """The phase with the most bytes."""
+        sums = dict.fromkeys(PHASES, 0)
+        for item in self.items:
+            for phase in item.phases:
+                sums[phase] += item.bytes
+        return max(PHASES, key=sums.__getitem__)
+
+    @cached_property
+    def kinds(self) -> dict[Kind, int]:
+        """Bytes by kind at the peak; they add up to `total`."""
+        return self.at(self.peak)
+
+    @cached_property
+    def total(self) -> int:
+        """Bytes on the device at the peak."""
+        return sum(self.kinds.values())
+
+    @property
+    def building(self) -> int:
+        """Peak of bytes on the device before the first step."""
+        return max(sum(self.at(phase).values()) for phase in BUILDING)
+
+    @property
+    def held(self) -> int:
+        """Bytes on the device between two steps."""
+        return sum(self.at("between").values())
+
+    def largest(self, number: int = 5) -> list[Item]:
+        """The largest items at the peak."""
+        there = [item for item in self.items if self.peak in item.phases]
+        return sorted(there, key=lambda item: -item.bytes)[:number]
+
+
+def footprints(
+    config: RunConfig,
+    layout: Layout,
+    *,
+    device: Device = "cuda",
+    kernels: PlannedKernels | None = None,
+    zero: Mapping[str, Any] | None = None,
+    elements: int | None = None,
+    cut: Sequence[int] | None = None,
+    stages: Iterable[int] | None = None,
+) -> list[Footprint]:
+    """The footprints of these pipeline stages, None = all; arguments as for `footprint`. cut: None =
+    `volume.bounds`."""
+    cut = bounds(config) if cut is None else cut
+    stages = range(config.parallel.pipeline) if stages is None else stages
+    kernels = kernels or kernels_on(config, device)
+    block = activations.block(config, kernels)  # the same on all stages
+    return [
+        _footprint(config, layout, stage, cut, device, kernels, zero, elements, block) for stage in stages
+    ]
+
+
+def footprint(
+    config: RunConfig,
+    layout: Layout,
+    stage: int,
+    cut: Sequence[int],
+    *,
+    device: Device = "cuda",
+    kernels: PlannedKernels | None = None,
+    zero: Mapping[str, Any] | None = None,
+    elements: int | None = None,
+) -> Footprint:
+    """Memory of a rank of pipeline stage `stage` in steps after the first one.
+
+    config: model.vocab_size must be known; layout: config.parallel on a number of ranks. cut: from `volume.bounds`.
+    kernels: None = those that the config selects on such a device (`kernels_on`). zero: the section
+    zero_optimization of DeepSpeed's configuration; None = that of the config's file. elements: logits of a
+    chunk; None = the device's.
+
+    Raises ConfigError if the batch cannot be divided over the layout, or the DeepSpeed file is missing.
+    """
+    found = footprints(
+        config, layout, device=device, kernels=kernels, zero=zero, elements=elements, cut=cut, stages=[stage]
+    )
+    return found[0]
+
+
+def _footprint(
+    config: RunConfig,
+    layout: Layout,
+    stage: int,
+    cut: Sequence[int],
+    device: Device,
+    kernels: PlannedKernels,
+    zero: Mapping[str, Any] | None,
+    elements: int | None,
+    block: Sequence[activations.SavedOperation],
+) -> Footprint:
+    held, first = stage_of(cut, stage), first_block(cut, stage)
+    zero = _zero_section(config.deepspeed, config.parallel.zero) if zero is None else zero
+    elements = elements or elements_on(device)
+    steps = deepspeed_json.accumulation(config, layout.world)
+    groups = _flat(config, layout, held)
+    items = [
+        *_state(config, layout, held, groups),
+        *_exchanged(config, layout, held, groups, steps, zero),
+        *_building(config, layout, held, groups),
+        *_activations(config, held, first, kernels, min(layout.pipeline - stage, steps), block),
+        *_fp8_weights(config, held, first, kernels, min(layout.pipeline - stage, steps)),
+        *_ends(config, held),
+        *_stages(config, layout, stage, held, steps),
+        *_scratch(config, layout, held, groups, kernels, device),
+    ]
+    if held.last:
+        items += _logits(config, kernels, elements, device)
+    found = tuple(item for item in items if item.bytes)
+    return Footprint(stage, found, _host(config, held, groups, layout, device))
+
+
+def kernels_on(config: RunConfig, device: Device) -> PlannedKernels:
+    """The result of `kernel_choice.choose` on such a device, if everything is installed there."""
+    wanted, gpu = config.kernels, device == "cuda"
+    capped, fp16 = config.model.attention_softcap is not None, config.precision.kind == "fp16"
+    te = gpu and config.precision.kind != "fp32" and not config.segmented
+    there = {"reference": True, "sdpa": True, "blocked": not gpu and not fp16, "te": te}
+    possible = {
+        name for name, is_there in there.items() if is_there and (not capped or caps_logits(name, device))
+    }
+    best = next(name for name in ("blocked", "sdpa", "reference") if name in possible)
+    attention: str = wanted.attention
+    if attention not in possible:  # "auto", too
+        attention = best
+    compiled = gpu if wanted.compile == "auto" else wanted.compile
+    loss = "chunked" if wanted.loss == "auto" else wanted.loss
+    return PlannedKernels(attention, loss, compiled and config.parallel.zero != 3, gpu)
+
+
+@lru_cache(maxsize=8)
+def _zero_section(name: str, stage: int) -> dict[str, Any]:
+    config = RunConfig.model_validate({"deepspeed": name, "parallel": {"zero": stage}})
+    return deepspeed_json.build(config, 1)["zero_optimization"]
+
+
+def _flat(config: RunConfig, layout: Layout, held: Stage) -> list[int]:
+    """Elements of the optimizer's groups on a rank before ZeRO partitions them, padded for that."""
+    groups = [group.sizes for group in parameter_groups(config, held)]
+    if config.parallel.zero == 3:
+        counted = (Counter(group).items() for group in groups)
+        return [sum(round_up(n, layout.data) * times for n, times in group) for group in counted]
+    return [round_up(sum(group), 2 * layout.data) for group in groups]  # to 4 bytes of bf16 on every rank
+
+
+def _sums(config: RunConfig) -> bool:
+    """Whether BF16_Optimizer keeps permanent fp32 sums of all gradients."""
+    return config.parallel.zero == 1 and config.precision.kind == "bf16"
+
+
+def _state(config: RunConfig, layout: Layout, held: Stage, groups: Sequence[int]) -> Iterable[Item]:
+    """Memory held from step to step; the moments are created by the first update."""
+    e, whole = element(config), sum(groups)
+    own = whole // layout.data
+    made: tuple[Phase, ...] = (*STEP, "optimizer")
+    yield Item("weights", "weights that compute", (own if config.parallel.zero == 3 else whole) * e, PHASES)
+    yield Item("master", "fp32 master weights", own * FP32, made)
+    yield Item("moments", "the optimizer's state", sum(_optimizer_state(config, held, groups, layout)))
+    if _sums(config):
+        yield Item("gradients", "fp32 sums of gradients", whole * FP32, made)
+    elif config.parallel.zero == 3:
+        yield Item("gradients", "fp32 sums of gradients, this rank's part", own * FP32, made)
+
+
+def _building(config: RunConfig, layout: Layout, held: Stage, groups: Sequence[int]) -> Iterable[Item]:
+    """Additional memory before the first step: under ZeRO 3 a layer that is not yet partitioned, then a parameter
+    gathered for its hook. A second, flat copy of the weights is `Host.building`."""
+    e = element(config)
+    if config.parallel.zero == 3:
+        matrices, _ = parameters(config.model, held, config.parallel.tensor)
+        block = parameters(config.model, Stage(1, first=False, last=False), config.parallel.tensor)
+        layer = max(sum(map(sum, block)), *matrices)
+        yield Item("weights", "a layer, whole", layer * e, ("layers",))
+        yield Item("weights", "a parameter, whole", max(matrices) * e, ("optimizer",))
+    elif not _sums(config):
+        copy = sum(groups) // layout.data * FP32
+        yield Item("gradients", "the update's copy of this rank's part", copy, ("optimizer",))
+
+
+def _exchanged(
+    config: RunConfig, layout: Layout, held: Stage, groups: Sequence[int], steps: int, zero: Mapping[str, Any]
+) -> Iterable[Item]:
+    """DeepSpeed's memory for gradients and weights in transit between the data ranks."""
+    if _sums(config):
+        other = tied_piece(config, layout.data, held)  # elsewhere the update's copy is larger
+        yield Item("gradients", "the other stage's gradient of the embedding", other * FP32, ("update",))
+        if config.optimizer.clipping.kind == "worker":
+            part = sum(groups) // layout.data * FP32
+            yield Item(
+                "gradients", "this rank's own gradient, of the part that it updates", part, ("update",)
+            )
+        return
+    e, whole = element(config), sum(groups)
+    own, stage = whole // layout.data, config.parallel.zero
+    bucket = int(zero.get("reduce_bucket_size", 5e8))
+    full = _fill(config, held, bucket) if stage > 1 else 0
+    earlier: tuple[Phase, ...] = PASSES if steps > 1 else ("end",)  # from the first micro-batch on
+    copy = Item(
+        "gradients", "the update's copy of this rank's part", max(groups) // layout.data * FP32, ("update",)
+    )
+    if stage == 1:
+        yield Item("gradients", "fp32 sums of gradients", whole * FP32, (*earlier, "update"))
+        yield Item("buffers", "bucket of gradients", bucket * FP32, BACK)
+        yield copy
+    elif stage == 2:
+        yield Item("gradients", "fp32 sums of gradients, this rank's part", own * FP32, (*earlier, "update"))
+        buffers = 2 if zero.get("overlap_comm") else 1
+        yield Item("buffers", "buckets of gradients", buffers * bucket * e, ("backward", "end"))
+        yield Item("buffers", "a bucket in fp32, to be summed", full * FP32 * (e < FP32), ("end",))
+        yield copy
+    else:
+        yield Item("buffers", "bucket of gradients", bucket * FP32, (*STEP, "optimizer"))
+        yield Item("gradients", "gradients of a bucket", full * e, ("end",))
+        yield Item("buffers", "a bucket in fp32, twice, to be summed", 2 * full * FP32, ("end",))
+        live = int(zero.get("stage3_max_live_parameters", 1e9)) + int(
+            zero.get("stage3_prefetch_bucket_size", 5e7)
+        )
+        yield Item("weights", "gathered weights", min(whole, live) * e, ("watch", *WAITING))
+        # Released weights were freed already.
+        first = _flat(config, layout, Stage(1, held.first, last=False))
+        yield Item("weights", "gathered weights of the first block", min(sum(first), live) * e, ("end",))
+        yield copy
+
+
+def _fill(config: RunConfig, held: Stage, bucket: int) -> int:
+    """The most gradients in a bucket before the next one no longer fits: from the head to the embedding."""
+    matrices, _ = parameters(config.model, held, config.parallel.tensor)
+    if sum(matrices) <= bucket:
+        return sum(matrices)
+    blocks, ends = matrices[: 4 * held.blocks], matrices[4 * held.blocks :]
+    order = [*ends[held.first :], *reversed(blocks), *ends[: held.first]]
+    most = now = 0
+    for size in order:
+        now = now + size if now + size <= bucket else size
+        most = max(most, now)
+    return most
+
+
+def _activations(
+    config: RunConfig,
+    held: Stage,
+    first: int,
+    kernels: PlannedKernels,
+    flying: int,
+    block: Sequence[activations.SavedOperation],
+) -> Iterable[Item]:
+    """Saved activations of `flying` micro-batches, and the temporary memory of the backward pass."""
+    z = activations.sizes(config)
+    for saved in (saved for operation in block for saved in operation.saved):
+        linear = activations.INPUTS.get(saved.name)
+        quantized = fp8_blocks(config, first, held.blocks, linear) if linear else 0
+        each = saved.bytes * held.blocks + activations.in_fp8(config, saved) * quantized
+        yield Item("activations", saved.name, each * flying, WAITING)
+        # Before the last block only that one is missing; at the end of a backward pass the first one is left.
+        yield Item("activations", saved.name, each * flying - each // held.blocks, ("watch",))
+        yield Item("activations", saved.name, each * (flying - 1) + each // held.blocks, ("end",))
+    stream = z.stream * z.e
+    yield Item("activations", "input of the last block", stream, ("watch",))
+    beside = activations.extra(block) + stream
+    if held.last:
+        final = activations.final_norm(config)
+        # On the last stage one micro-batch is in flight.
+        yield Item("activations", "final norm", activations.kept(final), WAITING)
+        beside = max(activations.extra(final) + stream, beside - activations.kept(final))
+        scaled = config.model.width_ratio != 1.0  # the head's input is then another tensor
+        yield Item("activations", "features", z.N * z.h * z.e * (1 + scaled), ("loss",))
+    yield Item("activations", "gradients on their way back", beside, ("backward",))
+    yield Item("activations", "gradients on their way back", activations.extra(block) + stream, ("end",))
+    if config.segmented:
+        width = config.model.head_width
+        places = z.samples * z.length * width * FP32
+        # On a GPU FlexAttention has a block mask.
+        mask = z.samples * z.length**2 if not kernels.gpu and kernels.attention != "blocked" else 0
+        yield Item("buffers", "places of tokens in segments", places + mask, PASSES)
+    if config.model.window is not None and not kernels.gpu and kernels.attention == "sdpa":
+        yield Item("buffers", "mask of the window", z.length**2)
+
+
+def _fp8_weights(
+    config: RunConfig, held: Stage, first: int, kernels: PlannedKernels, flying: int
+) -> Iterable[Item]:
+    """Transformer Engine saves FP8 copies of each weight for the backward pass, anew in every micro-batch (2.20,
+    module/linear.py: wt_save), a byte per element for each of two layouts. On Blackwell one layout is enough."""
+    fp8 = config.precision.fp8
+    if fp8 is None or fp8.backend == "emulated" or not kernels.gpu:
+        return
+    one = parameters(config.model, Stage(1, first=False, last=False), config.parallel.tensor)[0]
+
+    def copies(begin: int, blocks: int) -> int:
+        return sum(
+            2 * n * fp8_blocks(config, begin, blocks, name) for name, n in zip(LINEARS, one, strict=True)
+        )
+
+    if config.parallel.recompute == "full":  # those of the recomputed block
+        end = first + held.blocks
+        # All blocks alike, except those with layers kept out of FP8.
+        some = range(first, end) if fp8.keep else [max(first, min(fp8.keep_first, end - 1))]
+        most = max((copies(i, 1) for i in some), default=0)
+        yield Item("activations", "FP8 copies of weights", most, ("backward",))
+        yield Item("activations", "FP8 copies of weights", copies(first, 1), ("end",))
+        return
+    whole = copies(first, held.blocks) * flying
+    yield Item("activations", "FP8 copies of weights", whole, ("watch", *WAITING))
+    left = copies(first, held.blocks) * (flying - 1) + copies(first, 1)
+    yield Item("activations", "FP8 copies of weights", left, ("end",))
+
+
+def fp8_blocks(config: RunConfig, first: int, blocks: int, linear: str) -> int:
+    """Number of `blocks` blocks from `first` on in which this linear layer, of `LINEARS`, computes in FP8."""
+    return sum(linear in fp8_linears(config, index) for index in range(first, first + blocks))
+
+
+def _ends(config: RunConfig, held: Stage) -> Iterable[Item]:
+    """The embedding's gradient. With tied weights on one stage, the head's gradient is kept until then."""
+    m = config.model
+    size = m.padded_vocab * m.hidden // config.parallel.tensor * element(config)
+    if held.first:
+        both = m.tied and held.last
+        yield Item("gradients", "gradient of the embedding", size * (1 + both), ("end",))
+        if both:
+            yield Item("gradients", "gradient of the head", size, ("backward",))
+
+
+def _logits(config: RunConfig, kernels: PlannedKernels, elements: int, device: Device) -> Iterable[Item]:
+    """The head's projection and the loss: model/loss.py, model/chunked.py."""
+    z, m = activations.sizes(config), config.model
+    columns = m.padded_vocab // config.parallel.tensor
+    weight, features = columns * z.h * z.e, z.N * z.h * z.e
+    if kernels.loss == "reference":
+        logits, capped = z.N * columns, m.logit_softcap is not None
+        yield Item("activations", "features, for the head", features, ("head",))
+        yield Item("logits", "logits", logits * (FP32 if capped else z.e), ("loss",))
+        yield Item("logits", "tanh of the logits, in fp32", logits * FP32 * capped, ("loss", "head"))
+        yield Item("logits", "softmax in fp32", logits * FP32, ("loss", "head"))
+        cast = z.e < FP32 and not capped  # logits with a cap, and their gradient, are fp32
+        yield Item("logits", "gradient of the logits", logits * (FP32 + z.e * cast), ("head",))
+        return
+    size = chunk_size(z.N, columns, elements)
+    many = size < z.N
+    real = min(m.vocab_size or columns, columns) * z.h
+    # In fp32 if several chunks are added up; fp16 on a CPU in any case.
+    narrow = config.precision.kind == "fp16" and device == "cpu"
+    wide = FP32 if many or narrow else z.e
+    part = real * z.e if many and device == "cpu" and config.precision.kind == "bf16" else 0
+    rows = (
+        size if device == "cuda" or config.parallel.tensor > 1 else min(size, max(LOSS_BLOCK // columns, 1))
+    )
+    copies = 4 if m.logit_softcap is not None else 1  # in fp32; with a cap also given, divided, their tanh
+    scratch = 0 if kernels.compile else rows * columns * FP32 * copies
+    if config.stability.trends.enabled:  # before that, entropies of the chunk
+        block = min(size, max(ENTROPY_BLOCK[device] // columns, 1)) * columns
+        scratch = max(scratch, block * FP32 * (3 if m.logit_softcap is not None else 2))
+    yield Item("logits", "logits of a chunk", size * columns * z.e + scratch, ("loss",))
+    yield Item("logits", "gradient of the head, summed", real * wide + part, ("loss",))
+    yield Item("logits", "gradient of the features", features, ("loss",))
+    product = min(real, LOSS_BLOCK) * FP32 if device == "cpu" else 0
+    # Unscaled and scaled.
+    yield Item("logits", "gradients of the head", real * wide + product + weight, ("head",))
+    yield Item("logits", "gradients of the features", 2 * features, ("head",))
+
+
+def _stages(config: RunConfig, layout: Layout, stage: int, held: Stage, steps: int) -> Iterable[Item]:
+    """Pipeline buffers: DeepSpeed's copy of every micro-batch in flight, and its receive buffers."""
+    if layout.pipeline == 1:
+        return
+    z = activations.sizes(config)
+    x, flying = z.stream * z.e, min(layout.pipeline - stage, steps)
+    buffers = max(2, flying)
+    yield Item("buffers", "received into", x * (2 - held.first - held.last))
+    if not held.first:
+        yield Item("buffers", "a stage's inputs and their gradients", 2 * buffers * x)
+    if held.last:
+        yield Item("buffers", "a stage's outputs", buffers * z.N * z.h * z.e)
+    else:
+        yield Item("buffers", "a stage's outputs", flying * x, PASSES)
+
+
+def _scratch(
+    config: RunConfig,
+    layout: Layout,
+    held: Stage,
+    groups: Sequence[int],
+    kernels: PlannedKernels,
+    device: Device,
+) -> Iterable[Item]:
+    """Tables and temporary buffers."""
+    m, z = config.model, activations.sizes(config)
+    yield Item("buffers", "table of rotations", m.sequence_length * m.head_width * FP32)
+    # Every `logging.layers_interval` steps, and when updates are refused.
+    yield Item("buffers", "attention looked at", activations.watched(config), ("watch",))
+    largest = max(n for group in parameters(m, held, config.parallel.tensor) for n in group)
+    yield Item("buffers", "the update looked at, a chunk", 4 * FP32 * min(CHUNK, largest), ("update",))
+    if config.precision.fp8 is not None:
+        widest = max(z.N, m.hidden) * max(2 * z.f, z.q + 2 * z.k, z.h)
+        looked_at = 3 * FP32 * min(FP8_CHUNK, widest)
+        yield Item("buffers", "FP8 looked at, a chunk", looked_at, ("watch", "backward", "end"))
+    if _sums(config) and device == "cpu":
+        yield Item("buffers", "gradients in fp32, a chunk", SUM_CHUNK * FP32, (*STEP, "optimizer"))
+    eager = config.optimizer.moments == "bf16" and not kernels.compile
+    scratch = 5 if eager else cost(config.optimizer).scratch
+    size = min(UPDATE_CHUNK[device], max(groups))
+    yield Item("buffers", "the update's intermediate results", scratch * size * FP32, ("update",))
+    if config.optimizer.name == "muon":
+        yield from _orthogonalized(config, layout, held)
+    if kernels.attention == "blocked":
+        rows = min(activations.ROWS, z.length)
+        windows = [m.window_of(block) or z.length for block in range(m.layers)]
+        fit = z.heads * z.samples * rows * min(z.length, max(windows) + rows + ALIGN)
+        scores = min(SCORES, fit) if fit > SCORES else fit
+        # Scores and their gradients; plus probabilities, if none are kept.
+        unkept = config.parallel.recompute != "none" or not activations.probabilities(config, z)
+        slopes = FP32 * (m.attention_softcap is not None)
+        yield Item("buffers", "scores of a block", scores * (FP32 + slopes + z.e * (1 + unkept)))
+
+
+def _optimizer_state(config: RunConfig, held: Stage, groups: Sequence[int], layout: Layout) -> Iterable[int]:
+    """Bytes of every tensor of the optimizer's flat state, fp32 masters left out, on this rank."""
+    width = 2 if config.optimizer.moments == "bf16" else FP32
+    for n, of in zip(groups, parameter_groups(config, held), strict=True):
+        yield from [n // layout.data * width] * of.moments
+
+
+def _orthogonalized(config: RunConfig, layout: Layout, held: Stage) -> Iterable[Item]:
+    """Muon: messages of a round, on both sides, the matrices that this rank owns, and intermediate results of the
+    largest one."""
+    e = 2 if config.precision.kind == "bf16" else FP32
+    all_of = stage_matrices(config.model, held.blocks)
+    largest = max(m.numel for m in all_of)
+    here = max(min(sum(m.numel for m in all_of) // (config.parallel.tensor * layout.data), LIMIT), largest)
+    yield Item("buffers", "matrices exchanged", 2 * here * e, ("update",))
+    square = max(min(m.rows, m.columns) for m in all_of) ** 2
+    yield Item("buffers", "a matrix orthogonalized", (3 * largest + 2 * square) * e, ("update",))
+
+
+def _host(config: RunConfig, held: Stage, groups: Sequence[int], layout: Layout, device: Device) -> Host:
+    sizes = [n // layout.data * FP32 for n in groups] + list(_optimizer_state(config, held, groups, layout))
+    state = sum(taken(size, device == "cuda") for size in sizes)
+    kept = config.stability.snapshots
+    copy = state if config.checkpoint.asynchronous else 0
+    return Host(state, kept.keep if kept.interval else 0, copy, _flattened(config, groups, layout))
+
+
+def _flattened(config: RunConfig, groups: Sequence[int], layout: Layout) -> int:
+    """Host memory in which DeepSpeed flattens the weights: under ZeRO 3 this rank's partition; under ZeRO 1
+    and 2 old and new copy, if the new one does not fit on the GPU. BF16_Optimizer flattens on the device."""
+    if config.parallel.zero == 3:
+        return sum(groups) // layout.data * element(config)
+    return 0 if _sums(config) else (sum(groups) + max(groups)) * element(config)

@@ -1,0 +1,503 @@
+"""Communication volume of a training step, by formulas. Pure; `benchmarks/scaling.py` counts it in real steps.
+
+Tensor parallelism: Megatron-LM, arXiv:1909.08053 section 3; with sequence parallelism: Korthikanti et al.,
+arXiv:2205.05198 section 4.2.2; sharded data parallelism: ZeRO, arXiv:1910.02054 section 7, as DeepSpeed 0.19.8 does it;
+rings: Patarasuk & Yuan, J. Parallel Distrib. Comput. 69 (2009); context parallelism: DeepSpeed Ulysses,
+arXiv:2309.14509 section 3.1.
+
+Letters: s tokens of a sample, b samples of a micro-batch, h hidden, e bytes of an activation, A micro-batches of a
+step, T, P, D tensor, pipeline and data ranks, C ranks that share a sample.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import lcm
+from typing import Any
+
+from megastable.config.model import ModelConfig
+from megastable.config.training import ParallelConfig
+from megastable.config.tree import RunConfig
+from megastable.model.sizes import GPU_ELEMENTS, chunk_size, layer_costs
+from megastable.parallel.pipeline import partition
+from megastable_tools.plan.stage_matrices import stage_matrices, stage_rounds
+from megastable_tools.plan.updates import cost
+
+FP32, FP64, INT32 = 4, 8, 4
+GRADIENT_COLUMNS = 9  # of engine/local_gradients.py
+SUB_GROUP = 10**9  # elements on a rank that end a sub-group of ZeRO 3: DeepSpeed's default
+
+
+@dataclass(frozen=True)
+class Term:
+    """`calls` of one collective in a step, each with `bytes` given by this rank (for a receive: received).
+
+    group: "tensor", "context", "data", "stage" (tensor x data), "pipeline" (all stages of one pipe), "model" (tensor x
+    pipeline), "tied" (the data ranks of the first and the last stage), "world".
+    """
+
+    what: str
+    group: str
+    collective: str
+    bytes: int
+    calls: int
+
+    @property
+    def total(self) -> int:
+        return self.bytes * self.calls
+
+
+def members(config: RunConfig, data: int) -> dict[str, int]:
+    """Number of ranks in a group of each kind."""
+    t, p = config.parallel.tensor, config.parallel.pipeline
+    c = config.parallel.context
+    groups = {"tensor": t, "context": c, "data": data, "pipeline": p}
+    return groups | {"stage": t * data, "model": t * p, "tied": 2 * data, "world": t * p * data}
+
+
+def sent(term: Term, ranks: int) -> float:
+    """Bytes that this rank sends in a step for `term`, in a ring of `ranks` ranks.
+
+    An all-reduce is a reduce-scatter and an all-gather. A full-duplex link carries as much in the other direction.
+    """
+    if term.group == "tied":
+        return term.total  # all of it goes to the other stage
+    rounds = {
+        "all-reduce": 2 * (ranks - 1) / ranks,
+        "reduce-scatter": (ranks - 1) / ranks,
+        "all-gather": ranks - 1,
+        "broadcast": (ranks - 1) / ranks,  # all but the last rank pass it on
+        "reduce": (ranks - 1) / ranks,  # all but the receiver
+        "all-to-all": (ranks - 1) / ranks,  # all but its own part
+        "send": 1.0,
+        "receive": 0.0,
+    }
+    return term.total * rounds[term.collective]
+
+
+def bounds(config: RunConfig) -> list[int]:
+    """Bounds of the stages in the list of layers (embedding, blocks, final norm, head)."""
+    return list(_bounds(config.model, config.parallel.pipeline))
+
+
+@lru_cache(maxsize=256)  # the layout search asks repeatedly
+def _bounds(model: ModelConfig, stages: int) -> tuple[int, ...]:
+    layers = layer_costs(model)
+    return tuple(partition([cost for cost, _ in layers], stages, [is_block for _, is_block in layers]))
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Layers of a pipeline stage."""
+
+    blocks: int
+    first: bool
+    last: bool
+
+
+def stage_of(cut: Sequence[int], stage: int) -> Stage:
+    """Stage `stage` of layers partitioned by `cut`, from `bounds`."""
+    end = len(cut) - 2
+    extra = (stage == 0) + 2 * (stage == end)  # embedding; final norm and head
+    return Stage(cut[stage + 1] - cut[stage] - extra, stage == 0, stage == end)
+
+
+def first_block(cut: Sequence[int], stage: int) -> int:
+    """The number of the first block of a stage; the embedding precedes block 0."""
+    return max(cut[stage] - 1, 0)
+
+
+def needs_product(model: ModelConfig, block: int) -> bool:
+    """Whether the backward pass of a block needs the result of its last product: a norm that follows it does, the
+    residual sum does not."""
+    return model.placement_of(block) != "before"
+
+
+def parameters(model: ModelConfig, stage: Stage, tensor: int) -> tuple[list[int], list[int]]:
+    """Elements of every matrix, and of every norm and bias, on one rank."""
+    h, d, f = model.hidden, model.head_width, model.ffn_width
+    q, k = model.heads * d, model.key_value_heads * d
+    matrices = [h * (q + 2 * k) // tensor, q * h // tensor, 2 * f * h // tensor, f * h // tensor]
+    norms = [h] * (4 if model.norms == "both" else 2)
+    if model.qkv_bias:
+        norms.append((q + 2 * k) // tensor)
+    if model.qk_norm:
+        norms += [q // tensor, k // tensor] if model.qk_norm == "full" else [d, d]
+    # A stage holds a tied embedding once; the last stage has a copy if it is another one.
+    vocabulary = stage.first + (stage.last and not (model.tied and stage.first))
+    return (
+        matrices * stage.blocks + [model.padded_vocab * h // tensor] * vocabulary,
+        norms * stage.blocks + [h] * stage.last,
+    )
+
+
+@dataclass(frozen=True)
+class ParameterGroup:
+    """A parameter group of the optimizer on one rank, before ZeRO partitions it: elements of every parameter.
+
+    moments: state tensors, each of as many elements.
+    """
+
+    sizes: list[int]
+    moments: int
+
+
+def parameter_groups(config: RunConfig, held: Stage) -> list[ParameterGroup]:
+    """The optimizer's groups, without empty ones; Muon's matrices are the first."""
+    matrices, norms = parameters(config.model, held, config.parallel.tensor)
+    of = cost(config.optimizer)
+    groups = [ParameterGroup(matrices, of.matrices), ParameterGroup(norms, of.vectors)]
+    if config.optimizer.name == "muon":
+        inner = len(matrices) - (held.first + held.last - (config.model.tied and held.first and held.last))
+        groups[:1] = [ParameterGroup(matrices[:inner], 1), ParameterGroup(matrices[inner:], 2)]
+    return [group for group in groups if group.sizes]
+
+
+def _watched(config: RunConfig, data: int) -> int:
+    """Data ranks whose gradients are watched (engine/local_gradients.py), or ranks, if they share no data
+    (engine/local_gradients.py)."""
+    c, p = config.stability, config.parallel
+    if not (c.enabled and c.hardware.gradients):
+        return 0
+    if data > 1:
+        return data
+    ranks = p.tensor * p.pipeline
+    return ranks if ranks > 1 and p.zero == 1 and config.precision.kind == "bf16" else 0
+
+
+def step(
+    config: RunConfig,
+    data: int,
+    stage: int,
+    cut: Sequence[int],
+    loss: str,
+    *,
+    elements: int = GPU_ELEMENTS,
+    ballot: int = 0,
+    zero: Mapping[str, Any] | None = None,
+    data_rank: int = 0,
+    tensor_rank: int | None = None,
+) -> list[Term]:
+    """All communication of a rank of pipeline stage `stage` in one training step that updates the weights.
+
+    config: model.vocab_size must be known. data: data-parallel ranks. cut: of `bounds`. loss: "reference" or
+    "chunked", in chunks of about `elements` logits. ballot: numbers in that of `Engine.train_step`. zero: the section
+    zero_optimization of DeepSpeed's configuration. data_rank: of the rank; only the traffic of a tied embedding depends
+    on it, and the first rank sends most. tensor_rank: of the rank, for the exact exchange of Muon's matrices; None: its
+    mean.
+
+    Calls are counted as if gradients (ZeRO 1 in fp32 and fp16, ZeRO 2 and 3) and Muon's matrices fitted into one
+    bucket, and as if ZeRO 3 prefetched everything that it keeps, and nothing else: other bucket sizes send the same
+    bytes.
+    """
+    held = stage_of(cut, stage)
+    terms = [*_activations(config, data, held, first_block(cut, stage), loss, elements)]
+    terms += _context(config, data, held)
+    terms += _stages(config, data, held)
+    terms += _tied(config, data, held, data_rank)
+    terms += _zero(config, data, held, zero or {})
+    terms += _orthogonalized(config, data, held, None if tensor_rank is None else (data_rank, tensor_rank))
+    if config.optimizer.qk_clip is not None:
+        terms.append(
+            Term("QK-clip", "world", "all-reduce", FP32 * config.model.layers * config.model.heads, 1)
+        )
+    # The gate's one sum: gradients of all data ranks, losses and squares of all samples, the norm and its validity,
+    # the ballot; how often each token is in the batch.
+    numbers = GRADIENT_COLUMNS * _watched(config, data) + 2 * config.train.global_batch + 2 + ballot
+    numbers += config.model.vocab_size or 0
+    terms.append(Term("the gate", "world", "all-reduce", FP64 * numbers, 1))
+    terms += _clipping(config, data, held)
+    terms += _update_sums(config, data, held, zero or {})
+    return [t for t in terms if t.calls]
+
+
+def accumulation(config: RunConfig, data: int) -> int:
+    """Micro-batches of a step: A. Ranks that share samples count together."""
+    return config.train.global_batch // (config.train.micro_batch * (data // config.parallel.context))
+
+
+def tokens(config: RunConfig) -> int:
+    """Tokens of a micro-batch on one rank: s b / C."""
+    return config.model.sequence_length * config.train.micro_batch // config.parallel.context
+
+
+def element(config: RunConfig) -> int:
+    """Bytes of an activation, and of a weight in compute precision: e."""
+    return 4 if config.precision.kind == "fp32" else 2
+
+
+def _activations(
+    config: RunConfig, data: int, held: Stage, first: int, loss: str, elements: int
+) -> list[Term]:
+    """Tensor parallelism, in every micro-batch. first: number of the first block."""
+    m, p = config.model, config.parallel
+    t, steps, blocks = p.tensor, accumulation(config, data), held.blocks
+    if t == 1:
+        return []
+    own = tokens(config)
+    whole = own * m.hidden * element(config)
+    part = whole // t
+    full = p.recompute == "full"
+    # Recomputation ends at the last tensor that the backward pass needs: without a norm behind it, the
+    # block's last product is not reduced again.
+    again = sum(1 + needs_product(m, block) for block in range(first, first + blocks))
+    # Two regions of a block (attention, MLP), each entered and left; the embedding is left only, the head entered only.
+    entered, left = 2 * blocks + held.last, 2 * blocks + held.first
+    entered_again, left_again = (2 * blocks, again) if full else (0, 0)
+
+    def tensor(what: str, collective: str, size: int, calls: int) -> Term:
+        return Term(what, "tensor", collective, size, calls * steps)
+
+    if p.sequence:
+        norms = 4 if m.norms == "both" else 2
+        terms = [
+            tensor("activations, forward", "all-gather", part, entered),
+            tensor("activations, forward", "reduce-scatter", whole, left),
+            tensor("activations, recomputed", "all-gather", part, entered_again),
+            tensor("activations, recomputed", "reduce-scatter", whole, left_again),
+            tensor("their gradients", "reduce-scatter", whole, entered),
+            tensor("their gradients", "all-gather", part, left),
+            # Every rank norms only its part of the tokens.
+            tensor("gradients of norms", "all-reduce", m.hidden * FP32, norms * blocks + held.last),
+        ]
+    else:
+        terms = [
+            tensor("activations, forward", "all-reduce", whole, left),
+            tensor("activations, recomputed", "all-reduce", whole, left_again),
+            tensor("their gradients", "all-reduce", whole, entered),
+        ]
+    if m.qk_norm == "full":
+        # The mean squares of queries and keys, and their gradients.
+        terms.append(tensor("QK-norm", "all-reduce", own * FP32, (6 if full else 4) * blocks))
+    elif m.qk_norm:
+        terms.append(tensor("gradients of norms", "all-reduce", m.head_width * FP32, 2 * blocks))
+    if held.last:
+        terms += [tensor("loss", *parts) for parts in _loss(config, own, loss, elements)]
+    return terms
+
+
+def _context(config: RunConfig, data: int, held: Stage) -> list[Term]:
+    """All-to-alls around every attention, there and back: queries, keys and values to head shards, and the output to
+    token shards. A key head goes to all ranks that have queries for it."""
+    m, p = config.model, config.parallel
+    if p.context == 1:
+        return []
+    q, k = m.heads // p.tensor, lcm(m.key_value_heads // p.tensor, p.context)
+    each = tokens(config) * m.head_width * element(config)
+    passes = (3 if p.recompute == "full" else 2) * held.blocks * accumulation(config, data)
+    return [
+        Term("queries, keys, values", "context", "all-to-all", each * (q + 2 * k), passes),
+        Term("attention's output", "context", "all-to-all", each * q, passes),
+    ]
+
+
+def _loss(config: RunConfig, tokens: int, loss: str, elements: int) -> list[tuple[str, int, int]]:
+    """(collective, bytes, calls) of one micro-batch's loss."""
+    if loss == "reference":
+        return [("all-reduce", tokens * FP32, 1), ("all-reduce", 2 * tokens * FP32, 1)]  # maxima, then sums
+    # For every chunk: logsumexp and target logit of each token.
+    size = chunk_size(tokens, config.model.padded_vocab // config.parallel.tensor, elements)
+    chunks, rest = divmod(tokens, size)
+    return [("all-gather", 2 * size * FP32, chunks), ("all-gather", 2 * rest * FP32, int(rest > 0))]
+
+
+def _stages(config: RunConfig, data: int, held: Stage) -> list[Term]:
+    """Pipeline parallelism, 1F1B or any other order: traffic across the ends of a stage."""
+    m, p = config.model, config.parallel
+    if p.pipeline == 1:
+        return []
+    steps, whole = accumulation(config, data), m.sequence_length * config.train.micro_batch
+    x = tokens(config) * m.hidden * element(config) // (p.tensor if p.sequence else 1)
+    forth, back = 0 if held.last else steps, 0 if held.first else steps  # stages behind and before this one
+    apart = config.data.keep_documents_apart
+    terms = [
+        Term("activations", "pipeline", "send", x, forth),
+        Term("their gradients", "pipeline", "receive", x, forth),
+        Term("activations", "pipeline", "receive", x, back),
+        Term("their gradients", "pipeline", "send", x, back),
+        Term("segments", "pipeline", "send", whole * INT32, forth * apart),
+        Term("segments", "pipeline", "receive", whole * INT32, back * apart),
+        # DeepSpeed broadcasts the loss to all stages, of this data rank and of all, although it is not used.
+        Term("DeepSpeed's loss", "data", "all-reduce", FP32, int(held.last and data > 1)),
+        Term("DeepSpeed's loss", "pipeline", "broadcast", 2 * FP32, 1),
+    ]
+    return terms
+
+
+def tied_piece(config: RunConfig, data: int, held: Stage, data_rank: int = 0) -> int:
+    """Elements of a tied embedding on one data rank, if two stages have it: it is their first matrix."""
+    if not (config.model.tied and config.parallel.pipeline > 1 and (held.first or held.last)):
+        return 0
+    # Muon has a group of its own for what it leaves to AdamW.
+    group = parameter_groups(config, held)[int(config.optimizer.name == "muon")]
+    size = round_up(sum(group.sizes), 2 * data) // data
+    embedding = config.model.padded_vocab * config.model.hidden // config.parallel.tensor
+    return min(max(embedding - data_rank * size, 0), size)
+
+
+def _tied(config: RunConfig, data: int, held: Stage, data_rank: int) -> list[Term]:
+    """To the other stage: this stage's gradient, summed over the data ranks, of the elements that this rank updates."""
+    copies = tied_piece(config, data, held) > 0  # the first data rank always has some
+    piece = tied_piece(config, data, held, data_rank)
+    return [Term("tied embedding", "tied", "all-to-all", piece * FP32, int(copies))]
+
+
+def _zero(config: RunConfig, data: int, held: Stage, settings: Mapping[str, Any]) -> list[Term]:
+    """Data parallelism: gradients, weights, and DeepSpeed's checks before the update."""
+    p, e, steps = config.parallel, element(config), accumulation(config, data)
+    groups = [group.sizes for group in parameter_groups(config, held)]
+    if p.zero == 3:
+        gradients = sum(round_up(n, data) for group in groups for n in group) * FP32
+        return [
+            *_gathered(config, data, held, settings),
+            Term("gradients", "data", "reduce-scatter", gradients, steps),
+            *_checks(config, _updates(config, data, held, settings), FP64),
+        ]
+    # DeepSpeed pads to 4 bytes of bf16 on every rank.
+    flat = [round_up(sum(group), 2 * data) for group in groups]
+    # DeepSpeed also reduces over a group of one, but does not gather over it.
+    weights = [Term("weights", "data", "all-gather", size // data * e, int(data > 1)) for size in flat]
+    if p.zero == 1 and config.precision.kind == "bf16":
+        # To every rank the part that it updates; the norm piggybacks on the gate's sum.
+        summed = [Term("gradients", "data", "reduce-scatter", n * FP32, int(data > 1)) for n in flat]
+        return [*summed, *weights]
+    sizes, times = [sum(group) for group in groups], steps if p.zero == 2 else 1
+    if settings.get("use_multi_rank_bucket_allreduce", True):
+        # Of which every rank then keeps its part.
+        summed = [Term("gradients", "data", "all-reduce", sum(sizes) * FP32, times)]
+    else:
+        # To every rank its part; the last ranks' parts come without padding.
+        owned = [
+            sum(
+                min(max(n - rank * (padded // data), 0), padded // data)
+                for n, padded in zip(sizes, flat, strict=True)
+            )
+            for rank in range(data)
+        ]
+        summed = [Term("gradients", "data", "reduce", n * FP32, times * (n > 0)) for n in owned]
+    return [*summed, *_checks(config, len(groups), FP32), *weights]
+
+
+def _clipping(config: RunConfig, data: int, held: Stage) -> list[Term]:
+    """What clipping sums over the ranks before an update: optim/clipping.py, engine/worker_clipping.py.
+
+    `worker` counts as if no worker were above the threshold; otherwise gradients are averaged twice.
+    """
+    m, p, kind = config.model, config.parallel, config.optimizer.clipping.kind
+    every = Stage(m.layers, first=True, last=True)
+    matrices, vectors = parameters(m, every, 1)
+    width = m.head_width * (m.heads + 2 * m.key_value_heads)
+    rows = m.layers * (width + 2 * m.ffn_width + 2 * m.hidden) + (1 if m.tied else 2) * m.padded_vocab
+    samples = data // p.context
+    numbers = {
+        "value": 1,
+        "adagc": len(matrices) + len(vectors),
+        "agc": 2 * (rows + len(vectors)),
+        "worker": samples,
+    }
+    terms = [Term("clipping", "world", "all-reduce", FP64 * numbers.get(kind, 0), int(kind in numbers))]
+    if kind == "worker" and p.context > 1:
+        for group in parameter_groups(config, held):
+            padded = round_up(sum(group.sizes), 2 * data) * FP32
+            terms.append(Term("gradients of a worker", "context", "all-reduce", padded, 1))
+    return terms
+
+
+def _update_sums(config: RunConfig, data: int, held: Stage, settings: Mapping[str, Any]) -> list[Term]:
+    """What an optimizer sums over the ranks within an update: optim/adam_pieces.py, stable_spam.py,
+    adafactor.py. Tables of the whole model, also where a call updates a part of it."""
+    m, name = config.model, config.optimizer.name
+    matrices, vectors = parameters(m, Stage(m.layers, first=True, last=True), 1)
+    number = FP64 * (len(matrices) + len(vectors))  # one for every parameter
+    q, k, f = m.heads * m.head_width, m.key_value_heads * m.head_width, m.ffn_width
+    sides = m.layers * (2 * q + 2 * k + 3 * f + 4 * m.hidden)  # rows and columns of all matrices
+    sides += (1 if m.tied else 2) * (m.padded_vocab + m.hidden)
+    sizes = {
+        "stable_adamw": [number],
+        "lamb": [2 * number],
+        "stable_spam": [number, 2 * number],  # maxima, then sums
+        "adafactor": [FP32 * (sides + len(matrices)), number],
+    }
+    calls = _updates(config, data, held, settings)
+    return [Term(f"{name}'s update", "world", "all-reduce", size, calls) for size in sizes.get(name, [])]
+
+
+def _updates(config: RunConfig, data: int, held: Stage, settings: Mapping[str, Any]) -> int:
+    """How often ZeRO calls the optimizer in a step: for all parameters, for each group, or for each sub-group."""
+    groups = parameter_groups(config, held)
+    if config.parallel.zero == 3:
+        limit, calls = settings.get("sub_group_size", SUB_GROUP), 0
+        for group in groups:
+            size = limit  # the first parameter opens a sub-group
+            for n in group.sizes:
+                calls += size >= limit
+                size = (0 if size >= limit else size) + round_up(n, data) // data
+        return calls
+    return 1 if config.parallel.zero == 1 and config.precision.kind == "bf16" else len(groups)
+
+
+def _orthogonalized(config: RunConfig, data: int, held: Stage, rank: tuple[int, int] | None) -> list[Term]:
+    """Muon's two exchanges: momentum to the owners of the matrices, and results back. Bytes that a rank gives itself
+    count, so a matrix that stays where it lies costs less. rank: (data, tensor) rank; None: the mean of all."""
+    m, p = config.model, config.parallel
+    ranks = p.tensor * data
+    if config.optimizer.name != "muon" or ranks == 1:
+        return []
+    if rank is None:
+        given = [sum(matrix.numel for matrix in stage_matrices(m, held.blocks)) // ranks] * 2
+    else:
+        each, mine = stage_rounds(m, held.blocks, p.tensor, data, p.zero), rank[0] * p.tensor + rank[1]
+        given = [sum(of.given(mine, back=back) for of in each) for back in (False, True)]
+    e = 2 if config.precision.kind == "bf16" else FP32
+    names = "momentum of matrices", "orthogonalized matrices"
+    return [Term(what, "stage", "all-to-all", n * e, 1) for what, n in zip(names, given, strict=True)]
+
+
+def _gathered(config: RunConfig, data: int, held: Stage, settings: Mapping[str, Any]) -> list[Term]:
+    """ZeRO 3: weights, each padded to a multiple of the ranks, gathered where they are used."""
+    p, m, e, steps = config.parallel, config.model, element(config), accumulation(config, data)
+    matrices, norms = parameters(m, held, p.tensor)
+    total = sum(matrices) + sum(norms)
+    enough = {"stage3_max_live_parameters": total, "stage3_max_reuse_distance": 2 * total}  # there and back
+    whole = [Counter(round_up(n, data) // data * e for n in group) for group in (matrices, norms)]
+    if all(settings.get(key, 10**9) >= needed for key, needed in enough.items()):
+        # All in one call, kept until the end of the backward pass. A tied weight belongs to the whole model, and comes
+        # first.
+        first = round_up(m.padded_vocab * m.hidden // p.tensor, data) // data * e if m.tied else 0
+        rest = sum(size * n for counted in whole for size, n in counted.items()) - first
+        return [Term("weights", "data", "all-gather", size, steps * (size > 0)) for size in (first, rest)]
+    # One by one, in both passes; once more where recomputed, except the last of a block, which the backward pass needs
+    # next.
+    uses: Counter[int] = Counter()
+    if p.recompute == "full":
+        block = Stage(held.blocks, first=False, last=False)
+        uses.update(round_up(n, data) // data * e for group in parameters(m, block, p.tensor) for n in group)
+        for number in range(held.blocks):  # no pipeline under ZeRO 3: all of them
+            last = m.hidden if needs_product(m, number) else m.ffn_width * m.hidden // p.tensor
+            uses[round_up(last, data) // data * e] -= 1
+    for counted in whole:
+        for size, n in counted.items():
+            uses[size] += 2 * n
+    return [Term("weights", "data", "all-gather", size, steps * n) for size, n in uses.items()]
+
+
+def _model_group(p: ParallelConfig) -> str:
+    """The group that DeepSpeed uses as model-parallel group."""
+    return "tensor" if p.pipeline == 1 else "model"
+
+
+def _checks(config: RunConfig, groups: int, norm_bytes: int) -> list[Term]:
+    """ZeRO's norms, one per group of parameters; and in 16 bits a further check that all gradients are finite."""
+    p = config.parallel
+    asked = [("data", True), (_model_group(p), p.tensor * p.pipeline > 1)]
+    terms = [Term("norm", group, "all-reduce", norm_bytes, groups * needed) for group, needed in asked]
+    if config.precision.kind == "fp16" or (config.precision.kind == "bf16" and p.zero == 2):
+        terms += [Term("overflow", group, "all-reduce", 1, int(needed)) for group, needed in asked]
+    return terms
+
+
+def round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

@@ -1,0 +1,272 @@
+"""Work of a rank in a step, FLOPs and memory traffic, operation by operation. Pure; without torch.
+
+Products of a layer: 2 m k n forward and twice that backward. Attention: Dao, FlashAttention-2, arXiv:2307.08691: two
+products of s x s forward, five backward (one is recomputed), of which a causal model needs half. Memory: how often
+a tensor passes between memory and multiprocessor, with everything fused that torch.compile fuses, and with nothing
+fused. Time follows from both by the roofline: Williams et al., Communications of the ACM 52 (2009).
+
+Letters: T tokens of a micro-batch on a rank, h hidden, q and k query and key/value heads, d head width, f width of the
+MLP, V rows of the vocabulary, t tensor ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Set
+from dataclasses import dataclass
+
+from megastable.config.rules import LINEARS
+from megastable.config.tree import RunConfig
+from megastable.model.sizes import keys_seen
+from megastable.optim.matrices import ITERATIONS
+from megastable_tools.plan.stage_matrices import busiest_flops, stage_matrices
+from megastable_tools.plan.updates import cost
+from megastable_tools.plan.volume import Stage, element, needs_product, parameter_groups, parameters
+
+FORWARD, BACKWARD, AGAIN = "forward", "backward", "recomputed"
+PRODUCT, EIGHT, ATTENTION = "product", "product in FP8", "attention"
+MEMORY, STREAM, CAST = "memory", "stream", "cast to FP8"
+
+
+@dataclass(frozen=True)
+class Operation:
+    """`times` operations of one kind in a micro-batch (or in a step, for the update).
+
+    kind: one of the six above. flops and bytes: of one. shortest: the shortest side of a product. kernels: launches per
+    operation.
+    """
+
+    what: str
+    kind: str
+    flops: float
+    bytes: float
+    times: int = 1
+    shortest: float = float("inf")
+    kernels: int = 1
+    when: str = FORWARD
+
+
+@dataclass(frozen=True)
+class WorkSizes:
+    """Sizes of a micro-batch on one rank. sharded: tokens in regions that tensor parallelism splits, if at all, only
+    along the sequence. e: bytes of an activation."""
+
+    tokens: float
+    sharded: float
+    attended: float
+    hidden: int
+    query: float
+    key: float
+    ffn: float
+    vocabulary: float
+    e: int
+
+
+def sizes(config: RunConfig) -> WorkSizes:
+    """Elements: query, key, ffn and vocabulary are this tensor rank's. attended: pairs of tokens times heads times d,
+    in a causal model without windows."""
+    m, p = config.model, config.parallel
+    tokens = m.sequence_length * config.train.micro_batch / p.context
+    d = m.head_width
+    pairs = config.train.micro_batch * m.sequence_length**2 / 2
+    return WorkSizes(
+        tokens=tokens,
+        sharded=tokens / (p.tensor if p.sequence else 1),
+        attended=pairs * m.heads * d / (p.tensor * p.context),
+        hidden=m.hidden,
+        query=m.heads * d / p.tensor,
+        key=m.key_value_heads * d / p.tensor,
+        ffn=m.ffn_width / p.tensor,
+        vocabulary=m.padded_vocab / p.tensor,
+        e=element(config),
+    )
+
+
+def linears(z: WorkSizes) -> dict[str, tuple[float, float]]:
+    """(inputs, outputs) of a block's linear layers on this rank, by their names in `config.LINEARS`."""
+    return dict(
+        zip(
+            LINEARS,
+            [(z.hidden, z.query + 2 * z.key), (z.query, z.hidden), (z.hidden, 2 * z.ffn), (z.ffn, z.hidden)],
+            strict=True,
+        )
+    )
+
+
+# Memory passes that FP8 adds per tensor, in bytes per element: forward for an activation, for a weight, backward for
+# a gradient. A cast reads 2 and writes 1, and 1 more for the transposed copy, which products of gradients need on
+# Hopper; with the tensor's own scale ("current") its largest magnitude takes another read.
+PASSES = {"current": 6.0, "delayed": 4.0, "block": 4.0}
+
+
+def block(
+    config: RunConfig, z: WorkSizes, eight: Set[str], fused: bool, number: int = 0
+) -> Iterator[Operation]:
+    """Block `number` and one micro-batch: forward, recomputation and backward. eight: of `sizes.fp8_linears`."""
+    p, fp8 = config.parallel, config.precision.fp8
+    full, selective = p.recompute == "full", p.recompute == "selective"
+    for name, (k, n) in linears(z).items():
+        in_eight = name in eight
+        width = 1 if in_eight else z.e
+        product = Operation(
+            name,
+            EIGHT if in_eight else PRODUCT,
+            2 * z.tokens * k * n,
+            width * (z.tokens * k + k * n) + z.e * z.tokens * n,
+            shortest=min(z.tokens, k, n),
+        )
+        # Recomputation ends before the block's last product if nothing in the backward pass needs its output.
+        again = full and (name != "mlp.down" or needs_product(config.model, number))
+        passes = [(FORWARD, 1), (AGAIN, int(again)), (BACKWARD, 2)]
+        yield from (_at(product, when, times) for when, times in passes if times)
+        if in_eight and fp8 is not None:
+            each = PASSES[fp8.recipe]
+            cast = Operation(f"{name}: x and weight", CAST, 0, each * (z.tokens * k + k * n), kernels=2)
+            yield cast
+            if again:
+                yield _at(cast, AGAIN, 1)
+            yield Operation(f"{name}: gradient", CAST, 0, each * z.tokens * n, when=BACKWARD)
+    # Two products of s x s; q, k, v and the result pass through memory.
+    core = Operation(
+        "attention", ATTENTION, 4 * attended(config, z, number), z.e * z.tokens * (2 * z.query + 2 * z.key)
+    )
+    yield core
+    if full or selective:
+        yield _at(core, AGAIN, 1)
+    yield Operation(
+        "attention",
+        ATTENTION,
+        2.5 * core.flops,
+        z.e * z.tokens * (4 * z.query + 4 * z.key),
+        kernels=3,
+        when=BACKWARD,
+    )
+    yield from _elementwise(config, z, fused)
+
+
+def attended(config: RunConfig, z: WorkSizes, number: int) -> float:
+    """As `WorkSizes.attended`, in block `number`: with a window its queries see fewer keys."""
+    length = config.model.sequence_length
+    return z.attended * keys_seen(length, config.model.window_of(number)) / keys_seen(length, None)
+
+
+def scores(config: RunConfig, z: WorkSizes) -> Operation:
+    """Additional cost of attention per block if [heads, s, s] is written out: product, mask, softmax, dropout and
+    product forward, the same again for the backward pass, and their gradients."""
+    m = config.model
+    elements = 2 * z.attended / m.head_width
+    return Operation("scores", MEMORY, 0, 20 * elements * z.e, kernels=12)
+
+
+def _elementwise(config: RunConfig, z: WorkSizes, fused: bool) -> Iterator[Operation]:
+    """Norms, residuals, QK-norm with RoPE, SwiGLU."""
+    stream, heads, wide = z.sharded * z.hidden, z.tokens * (z.query + z.key), z.tokens * z.ffn
+    e, m, normed = z.e, config.model, bool(config.model.qk_norm)
+    more = 2 if m.norms == "both" else 0  # norms of the products' results
+    clamp = 0 if m.swiglu_clamp is None else wide * e
+    if fused:
+        # x -> y, twice; x + y between; SwiGLU reads two and writes one. Backward: what forward read, and gradients.
+        # A norm before the sum: its input is read twice; its gradient passes through memory, too.
+        forth = [
+            ("norms and residuals", (9 + more) * stream * e, 4),
+            ("RoPE", 2 * heads * e, 2),
+            ("SwiGLU", 3 * wide * e, 1),
+        ]
+        back = [
+            ("norms and residuals", (12 + 3 * more) * stream * e, 5 + more),
+            ("RoPE", (3 if normed else 2) * heads * e, 3),
+        ]
+        back.append(("SwiGLU", 5 * wide * e, 2))
+    else:
+        # Operation by operation, norms and RoPE in fp32: to float, square, mean, rsqrt, times, times, back.
+        norm, turn = 34.0, (34.0 if normed else 0.0) + 28.0
+        forth = [
+            ("norms and residuals", ((2 + more) * norm + 6 * e) * stream, 16 + 7 * more),
+            ("RoPE", turn * heads, 26),
+        ]
+        forth.append(("SwiGLU", 5 * wide * e + 4 * clamp, 2 + 2 * (clamp > 0)))
+        back = [
+            ("norms and residuals", ((2 + more) * 1.8 * norm + 2 * e) * stream, 28 + 13 * more),
+            ("RoPE", 1.8 * turn * heads, 40),
+        ]
+        back.append(("SwiGLU", 10 * wide * e + 6 * clamp, 5 + 2 * (clamp > 0)))
+    recompute = config.parallel.recompute
+    for what, size, kernels in forth:
+        yield Operation(what, MEMORY, 0, size, kernels=kernels)
+        if recompute == "full" or (recompute == "selective" and what == "SwiGLU"):
+            yield Operation(what, MEMORY, 0, size, kernels=kernels, when=AGAIN)
+    for what, size, kernels in back:
+        yield Operation(what, MEMORY, 0, size, kernels=kernels, when=BACKWARD)
+
+
+def ends(config: RunConfig, z: WorkSizes, held: Stage) -> Iterator[Operation]:
+    """Work of the first stage (embedding) and the last one (final norm, head, loss) beside the blocks."""
+    stream = z.sharded * z.hidden
+    table = z.vocabulary * z.hidden
+    if held.first:
+        yield Operation("embedding", MEMORY, 0, 2 * z.tokens * z.hidden * z.e, kernels=4)
+        # Rows with a gradient are added up in a table that starts as zeros.
+        yield Operation(
+            "embedding", MEMORY, 0, table * z.e + 3 * z.tokens * z.hidden * z.e, kernels=4, when=BACKWARD
+        )
+    if held.last:
+        yield Operation("final norm", MEMORY, 0, 2 * stream * z.e, kernels=2)
+        yield Operation("final norm", MEMORY, 0, 4 * stream * z.e, kernels=3, when=BACKWARD)
+        product = Operation(
+            "head",
+            PRODUCT,
+            2 * z.tokens * table,
+            z.e * (z.tokens * z.hidden + table + z.tokens * z.vocabulary),
+            shortest=min(z.tokens, z.hidden, z.vocabulary),
+        )
+        yield product
+        yield _at(product, BACKWARD, 2)
+        # Read in compute precision, in fp32 once each for the logsumexp and the gradient, which is written.
+        yield Operation("loss", MEMORY, 0, (3 * z.e + 4) * z.tokens * z.vocabulary, kernels=12)
+
+
+def accumulated(config: RunConfig, held: Stage, micro_batches: int) -> Operation:
+    """Accumulation of a micro-batch's gradients in fp32 sums: those are read and written. The first ones are copied."""
+    n, e = held_parameters(config, held), element(config)
+    size = n * (e + 8 - 4 / micro_batches)
+    return Operation("gradients", STREAM, 0, size, kernels=9 * held.blocks, when=BACKWARD)
+
+
+def held_parameters(config: RunConfig, held: Stage) -> int:
+    """Elements of the weights of a stage on one tensor rank."""
+    return sum(sum(group) for group in parameters(config.model, held, config.parallel.tensor))
+
+
+def update(config: RunConfig, held: Stage, data: int) -> Operation:
+    """Norm, clipping, the optimizer and the weights in compute precision, for this rank's partition."""
+    of = cost(config.optimizer)
+    # Gradient: averaged (8), squared (4), clipped (8). Master: copied (4 and a weight).
+    each = (8 if data > 1 else 0) + 4 + 8 + of.bytes + 4 + element(config)
+    # Muon's matrices have one moment less, which is read and written.
+    size = sum(
+        sum(group.sizes) * (each - 8 * (config.optimizer.name == "muon" and group.moments == 1))
+        for group in parameter_groups(config, held)
+    )
+    return Operation("update", STREAM, 0, size / data, kernels=20)
+
+
+def orthogonalization(config: RunConfig, held: Stage, data: int) -> Operation | None:
+    """Newton-Schulz on the matrices that the busiest rank of a stage owns."""
+    if config.optimizer.name != "muon":
+        return None
+    all_of = stage_matrices(config.model, held.blocks)
+    flops = busiest_flops(config.model, held.blocks, config.parallel.tensor * data)
+    e = 2 if config.precision.kind == "bf16" else 4
+    mean = sum(m.numel for m in all_of) / len(all_of)
+    each = sum(m.flops for m in all_of) / len(all_of)
+    # Of a matrix of mean size: it is read twice and written, as is its square.
+    passes = ITERATIONS * 6 * mean * e
+    return Operation(
+        "orthogonalization", PRODUCT, flops, flops / each * passes,
+        shortest=min(min(m.rows, m.columns) for m in all_of), kernels=math.ceil(flops / each * 3 * ITERATIONS),
+    )  # fmt: skip
+
+
+def _at(operation: Operation, when: str, times: int) -> Operation:
+    o = operation
+    return Operation(o.what, o.kind, o.flops, o.bytes, times, o.shortest, o.kernels, when)

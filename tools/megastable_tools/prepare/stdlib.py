@@ -1,0 +1,82 @@
+"""Build the embedded corpus: the source of the Python standard library, real text available on every machine."""
+
+from __future__ import annotations
+
+import platform
+import sysconfig
+import tempfile
+from pathlib import Path
+
+from megastable.base.errors import DataError
+from megastable.data.manifest import FILE, Manifest, Stream
+from megastable.data.tokenizer import load_tokenizer
+from megastable_tools.prepare.command_summary import Summary
+from megastable_tools.prepare.prepare import check_free, prepare_shards
+from megastable_tools.prepare.text_files import TextFiles
+from megastable_tools.prepare.train_tokenizer import train_sentencepiece
+
+NAME = "stdlib"
+VALIDATION = 0.03  # of about 730 modules of very different lengths
+LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+
+
+def stdlib_files() -> list[Path]:
+    """The modules of this Python's standard library, sorted, without tests and installed packages."""
+    root = Path(sysconfig.get_path("stdlib"))
+    files = sorted(
+        path for path in root.rglob("*.py") if not LEFT_OUT.intersection(path.relative_to(root).parts)
+    )
+    if not files:
+        raise DataError(
+            f"there is no .py file in {root}: this Python was installed without its source, use another"
+        )
+    return files
+
+
+def prepare_stdlib(
+    output: Path,
+    *,
+    vocab_size: int = 4096,
+    workers: int = 1,
+    overwrite: bool = False,
+    progress: bool = True,
+) -> Summary:
+    """Train a tokenizer on the standard library and make the corpus `output` from it.
+
+    A complete `output` is reused. Raises DataError if it has another vocabulary, or is another corpus.
+    """
+    if (output / FILE).exists() and not overwrite:
+        manifest = load_reusable(output, vocab_size)
+        info = manifest.tokenizer
+        return Summary.of("reused", output, manifest, load_tokenizer(output / info.file, info.eod, info.bos))
+    check_free(output, overwrite)
+    files = stdlib_files()
+    with tempfile.TemporaryDirectory() as directory:
+        tokenizer = train_sentencepiece(
+            TextFiles(files, skip_bad=True), Path(directory, "tokenizer.model"), vocab_size
+        )
+        return prepare_shards(
+            files,
+            output,
+            tokenizer.file,
+            name=NAME,
+            validation=VALIDATION,
+            workers=workers,
+            skip_bad=True,
+            overwrite=overwrite,
+            source=f"standard library of Python {platform.python_version()}",
+            progress=progress,
+        )
+
+
+def load_reusable(output: Path, vocab_size: int) -> Manifest:
+    """The manifest of `output`. Raises DataError unless it is a complete corpus of this kind."""
+    manifest = Manifest.load(output)
+    if (manifest.name, manifest.tokenizer.vocab_size) != (NAME, vocab_size):
+        raise DataError(
+            f"{output} is the corpus {manifest.name!r} with a vocabulary of {manifest.tokenizer.vocab_size}, "
+            f"not {NAME!r} with {vocab_size}: choose another --output, or replace it with --overwrite"
+        )
+    for split in manifest.splits:
+        Stream(output, manifest, split)  # checks the sizes of all its files
+    return manifest

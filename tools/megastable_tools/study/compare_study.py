@@ -1,0 +1,263 @@
+"""Compares candidates, each some overrides of a recipe, over several seeds: all train with the same seeds, on the same
+samples, and differences are taken seed by seed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+from megastable.config import recipe
+from megastable.config.tree import RunConfig
+from megastable.report.scale import drawable
+from megastable.report.text_output import make_table
+from megastable_tools.study.study_directory import StudyReport
+from megastable_tools.study.trial import QUIET, Trial, TrialResult
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+SHARE = 0.95  # of the confidence intervals
+
+
+@dataclass(frozen=True)
+class CompareGrid:
+    """candidates: overrides with spaces between; the others are compared with the first. common: of all of them."""
+
+    path: Path
+    config: RunConfig
+    common: tuple[str, ...]
+    candidates: tuple[str, ...]
+    seeds: tuple[int, ...]
+
+    @property
+    def axes(self) -> dict[str, Any]:
+        """For the identity of the study."""
+        return {"candidates": {str(i): one for i, one in enumerate(self.candidates)}, "seeds": self.seeds}
+
+    def trial(self, index: int, seed: int) -> Trial:
+        return Trial(f"{index}-s{seed}", (*self.common, *self.candidates[index].split(), f"run.seed={seed}"))
+
+    def trials(self) -> list[Trial]:
+        """Seed by seed, so that an interrupted study has whole pairs."""
+        return [self.trial(index, seed) for seed in self.seeds for index in range(len(self.candidates))]
+
+    def check(self) -> None:
+        """Raises ConfigError for a candidate that could not start."""
+        for index in range(len(self.candidates)):
+            recipe.load(self.path, self.trial(index, self.seeds[0]).overrides)
+
+
+def common(overrides: Sequence[str]) -> tuple[str, ...]:
+    """The overrides of all trials."""
+    return (*QUIET, *overrides)
+
+
+# Means with confidence intervals, and paired differences
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean, and half the width of its confidence interval by Student's t: inf of one value. nan, if a value is no
+    finite number."""
+
+    mean: float
+    half: float
+
+    @property
+    def low(self) -> float:
+        return self.mean - self.half
+
+    @property
+    def high(self) -> float:
+        return self.mean + self.half
+
+    @property
+    def excludes_zero(self) -> bool:
+        return self.low > 0 or self.high < 0
+
+
+def interval(values: Sequence[float]) -> Interval:
+    """Of the mean of independent values."""
+    if not all(map(math.isfinite, values)):
+        return Interval(math.nan, math.nan)
+    n = len(values)
+    half = quantile(n - 1) * stdev(values) / math.sqrt(n) if n > 1 else math.inf
+    return Interval(fmean(values), half)
+
+
+def paired(values: Sequence[float], others: Sequence[float]) -> Interval:
+    """Of the mean of `values` less `others`, pair by pair: what a pair shares, such as a seed's data, cancels."""
+    return interval([a - b for a, b in zip(values, others, strict=True)])
+
+
+def quantile(freedom: int, share: float = SHARE) -> float:
+    """The t below which |t| is in this share of cases; freedom: degrees of freedom, at least 1."""
+    low, high = 0.0, 1.0
+    while within(high, freedom) < share:
+        high *= 2
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if within(middle, freedom) < share else (low, middle)
+    return high
+
+
+def within(t: float, freedom: int) -> float:
+    """The probability that |Student's t| is below `t` (Abramowitz and Stegun, 26.7.3 and 26.7.4)."""
+    angle = math.atan(t / math.sqrt(freedom))
+    cosine, odd = math.cos(angle), freedom % 2
+    term = cosine if odd else 1.0
+    total = term if freedom > 1 else 0.0
+    for k in range(2 + odd, freedom - 1, 2):
+        term *= cosine**2 * (k - 1) / k
+        total += term
+    return 2 / math.pi * (angle + math.sin(angle) * total) if odd else math.sin(angle) * total
+
+
+# The comparison
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A candidate's final losses, nats per token: the training loss, at most that at initialization, and the validation
+    loss. Differences: to the first candidate, paired by seed. results: by seed."""
+
+    candidate: str
+    results: tuple[TrialResult, ...]
+    training: Interval
+    validation: Interval
+    training_difference: Interval
+    validation_difference: Interval
+
+    @property
+    def diverged(self) -> int:
+        return sum(result.diverged for result in self.results)
+
+
+def compare(grid: CompareGrid, results: Mapping[str, TrialResult]) -> list[Compared]:
+    """In the order of the candidates."""
+    found: list[Compared] = []
+    for index, candidate in enumerate(grid.candidates):
+        mine = tuple(results[grid.trial(index, seed).name] for seed in grid.seeds)
+        first = found[0].results if found else mine
+        training, validation = [r.capped for r in mine], [r.validation for r in mine]
+        found.append(Compared(
+            candidate, mine, interval(training), interval(validation), paired(training, [r.capped for r in first]),
+            paired(validation, [r.validation for r in first]),
+        ))  # fmt: skip
+    return found
+
+
+# What it shows
+
+
+def label(candidate: str) -> str:
+    return candidate or "the recipe"
+
+
+def _table(found: Sequence[Compared]) -> Table:
+    """A row per candidate."""
+    shown = make_table(
+        "candidate", "final loss", "validation", "less the first", "validation, less the first", "diverged", "s a step",
+        caption=f"nats per token; ±: {SHARE:.0%} confidence interval of the mean over {len(found[0].results)} seeds; "
+        "differences are paired by seed",
+    )  # fmt: skip
+    for index, one in enumerate(found):
+        steps = sum(len(result.losses) for result in one.results)
+        shown.add_row(
+            label(one.candidate), _said(one.training), _said(one.validation),
+            *(("", "") if not index else (_said(one.training_difference, "+"), _said(one.validation_difference, "+"))),
+            str(one.diverged or "-"), f"{sum(result.seconds for result in one.results) / steps:.3f}",
+        )  # fmt: skip
+    return shown
+
+
+def _said(one: Interval, sign: str = "") -> str:
+    if math.isnan(one.mean):
+        return "-"
+    return f"{one.mean:{sign}.3f}" + ("" if math.isinf(one.half) else f" ± {one.half:.3f}")
+
+
+def in_words(found: Sequence[Compared]) -> list[str]:
+    """A sentence for each candidate but the first: whether the seeds show a difference."""
+    told = []
+    for one in found[1:]:
+        by = one.training_difference
+        if math.isinf(by.half):
+            shown = "one seed shows nothing: give more --seeds"
+        elif not by.excludes_zero:
+            shown = "no difference is shown"
+        else:
+            shown = "worse" if by.mean > 0 else "better"
+        interval = "" if math.isinf(by.half) else f" ({SHARE:.0%}: {by.low:+.3f} to {by.high:+.3f})"
+        told.append(f"{label(one.candidate)}: {by.mean:+.3f} nat{interval}: {shown}")
+    return told
+
+
+def make_report(grid: CompareGrid, found: Sequence[Compared], about: dict[str, Any]) -> StudyReport:
+    """Everything, the losses of every step, too."""
+    facts = about | {
+        "confidence": SHARE, "seeds": grid.seeds, "candidates": [
+            {
+                "overrides": one.candidate, "diverged": one.diverged,
+                **{
+                    name: asdict(getattr(one, name))
+                    for name in ("training", "validation", "training_difference", "validation_difference")
+                },
+                "trials": [
+                    {"seed": seed, "final": result.final, **asdict(result)}
+                    for seed, result in zip(grid.seeds, one.results, strict=True)
+                ],
+            }
+            for one in found
+        ],
+    }  # fmt: skip
+    return StudyReport(facts, _table(found), in_words(found), partial(_draw, found), (12, 4.5))
+
+
+def _draw(found: Sequence[Compared], figure: Figure) -> None:
+    """Left the loss over the steps, the mean of the seeds between lowest and highest; right the differences to the
+    first candidate, every seed and the interval of their mean."""
+    left, right = figure.subplots(1, 2)
+    for index, one in enumerate(found):
+        colour, steps = f"C{index % 10}", range(1, 1 + len(one.results[0].losses))
+        by_step = [
+            list(map(drawable, losses)) for losses in zip(*(r.losses for r in one.results), strict=True)
+        ]
+        left.plot(
+            steps,
+            [fmean(losses) for losses in by_step],
+            color=colour,
+            linewidth=1,
+            label=label(one.candidate),
+        )
+        left.fill_between(
+            steps, [min(x) for x in by_step], [max(x) for x in by_step], color=colour, alpha=0.2, linewidth=0
+        )
+        if index:
+            pairs = zip(one.results, found[0].results, strict=True)
+            points = [drawable(mine.capped - first.capped) for mine, first in pairs]
+            by, row = one.training_difference, len(found) - index
+            right.plot(points, [row] * len(points), "o", color=colour, markersize=4, alpha=0.5)
+            half = by.half if math.isfinite(by.half) else 0.0
+            right.errorbar([by.mean], [row], xerr=[half], fmt="D", color=colour, capsize=5)
+    last = sorted(loss for one in found for loss in one.results[0].losses if math.isfinite(loss))
+    if last:
+        left.set_ylim(
+            last[0] - 0.1, last[int(0.9 * (len(last) - 1))] + 0.2
+        )  # the start is far above the rest
+    left.set(xlabel="step", ylabel="training loss (nats per token)")
+    left.legend(fontsize="small")
+    right.axvline(0, color="0.6", linewidth=1)
+    right.set_yticks(
+        range(1, len(found)), [label(one.candidate) for one in reversed(found[1:])], fontsize="small"
+    )
+    right.set_ylim(0.5, max(1, len(found) - 1) + 0.5)
+    right.set_xlabel(f"final loss less that of {label(found[0].candidate)}, by seed (nats per token)")

@@ -1,0 +1,159 @@
+"""The directory of a study: what it is a study of, and the results so far. It can be killed at any time and goes on.
+
+    with StudyDirectory.open(folder, identity, TrialResult) as study:
+        results = run_missing(study, recipe, trials, jobs, watch)
+
+`study.json` says what the results belong to, `trials/NAME.json` is a result, `runs/` has the unfinished runs, and a
+lock keeps a second process out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
+
+from rich.table import Table
+
+from megastable.base import durable
+from megastable.base.errors import ConfigError, DataError
+from megastable.base.text import plural
+from megastable.config.tree import RunConfig
+from megastable.data.corpora import open_corpora
+from megastable_tools.study.trial import SavedResult, Trial, TrialResult
+from megastable_tools.study.workers import run_trials
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+FORMAT = 1
+SHOWN = 5  # differences named in a refusal
+
+
+R = TypeVar("R", bound=SavedResult)
+
+
+class StudyDirectory(Generic[R]):
+    """results: by the run's name."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.identity, self.trials, self.runs = root / "study.json", root / "trials", root / "runs"
+        self.results: dict[str, R] = {}
+
+    @classmethod
+    @contextmanager
+    def open(cls, root: Path, identity: Mapping[str, Any], kind: type[R]) -> Iterator[Self]:
+        """Lock it, making it if need be, and read its results. Raises ConfigError if it is another study's, or another
+        process works in it."""
+        study = cls(root)
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            if not study.identity.exists() and any(not p.name.startswith(".") for p in root.iterdir()):
+                raise ConfigError(
+                    f"{root} is not the directory of a study, nor empty: choose another --output"
+                )
+            held = durable.hold(root / ".lock")
+        except OSError as error:
+            raise ConfigError(f"{root} cannot be used: {error}: choose another --output") from None
+        if held is None:
+            raise ConfigError(
+                f"{root}: another process works on this study: wait for it, or choose another --output"
+            )
+        with held:
+            study._claim(identity)
+            for path in sorted(study.trials.glob("*.json")):
+                study.results[path.stem] = kind.load(path)
+            yield study
+
+    def _claim(self, identity: Mapping[str, Any]) -> None:
+        mine: dict[str, Any] = json.loads(json.dumps({"format": FORMAT, **identity}, default=str))
+        if self.identity.exists():
+            try:
+                found = json.loads(self.identity.read_text())
+                assert isinstance(found, dict)
+            except (OSError, ValueError, AssertionError):
+                raise DataError(f"{self.identity}: not a study's: choose another --output") from None
+            if told := differences(found, mine):
+                more = f" and {plural(len(told) - SHOWN, 'more')}" if len(told) > SHOWN else ""
+                raise ConfigError(
+                    f"{self.root} holds another study: {'; '.join(told[:SHOWN])}{more}. "
+                    "Say the same as then to go on, or choose another --output"
+                )
+        try:
+            durable.write_file(self.identity, (json.dumps(mine, indent=1) + "\n").encode())
+            self.trials.mkdir(exist_ok=True)
+        except OSError as error:
+            raise DataError(f"{self.root} could not be written to: {error}") from None
+
+    def missing(self, names: Iterable[str]) -> list[str]:
+        """Those without a result yet, each once."""
+        return [name for name in dict.fromkeys(names) if name not in self.results]
+
+    def keep(self, name: str, result: R) -> None:
+        """Raises DataError if it cannot be written."""
+        result.save(self.trials / f"{name}.json")
+        self.results[name] = result
+
+
+@dataclass(frozen=True)
+class StudyReport:
+    """What a study has found. facts: for JSON; table, sentences: for people; draw: into a figure of this size, width
+    and height in inches."""
+
+    facts: dict[str, Any]
+    table: Table
+    sentences: list[str]
+    draw: Callable[[Figure], None]
+    size: tuple[float, float]
+
+
+def run_missing(
+    study: StudyDirectory[TrialResult], recipe: Path, trials: Sequence[Trial], jobs: int,
+    watch: Callable[[str, TrialResult], None],
+) -> dict[str, TrialResult]:  # fmt: skip
+    """Run those of `trials` that are missing, and return the results of all. watch: told of each that is done."""
+    by_name = {trial.name: trial for trial in trials}
+
+    def done(trial: Trial, result: TrialResult) -> None:
+        study.keep(trial.name, result)
+        watch(trial.name, result)
+
+    run_trials(recipe, [by_name[name] for name in study.missing(by_name)], study.runs, jobs, done)
+    return {name: study.results[name] for name in by_name}
+
+
+def identity_of(
+    kind: str, config: RunConfig, grid: Mapping[str, Sequence[Any] | Mapping[str, Any]]
+) -> dict[str, Any]:
+    """What the results of a study depend on: its kind, its recipe without what the trials vary, its corpora's contents,
+    and the grid of trials, of which a study may get more, but not other ones. Raises DataError for a corpus that cannot
+    be read."""
+    c = config
+    corpora = open_corpora(c.data.corpora, c.model.sequence_length, c.run.seed, [], c.data.validation)
+    tree = config.model_dump(mode="json", exclude={"run": {"dir", "seed"}})
+    own = {"validation": corpora.held_out.names[0]} if c.data.validation else {}
+    return {"kind": kind, "recipe": tree, "corpora": corpora.fingerprints, **own, "grid": dict(grid)}
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """What keeps a study of identity `new` out of the directory of `old`, as "key: old -> new"."""
+    told: list[str] = []
+    for key in dict.fromkeys([*old, *new]):
+        was, now, name = old.get(key), new.get(key), f"{prefix}{key}"
+        if was == now:
+            continue
+        if isinstance(was, dict) and isinstance(now, dict):
+            if prefix.startswith("grid."):
+                was = {k: v for k, v in was.items() if now.get(k) != v}  # more of them is no other study
+                now = {k: now.get(k) for k in was}
+            told += differences(was, now, f"{name}.")
+        elif prefix == "grid." and isinstance(was, list) and isinstance(now, list):
+            if gone := [value for value in was if value not in now]:
+                told.append(f"{name}: {', '.join(map(str, gone))} belong to it, and not to this one")
+        else:
+            told.append(f"{name}: {was} -> {now}")
+    return told

@@ -1,6 +1,0 @@
-"""`megastable plan`."""
-
-from megastable.cli import main
-
-if __name__ == "__main__":
-    main("plan")

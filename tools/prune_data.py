@@ -1,6 +1,0 @@
-"""`megastable prune`."""
-
-from megastable.cli import main
-
-if __name__ == "__main__":
-    main("prune")
