@@ -39,7 +39,7 @@ SUMMARY = {
 
 def test_what_is_planted_is_what_the_recipe_trains_on() -> None:
     (corpus,) = load("launch/recipes/quickstart.yaml").data.corpora
-    (line,) = re.findall(r"prepare_data\.py plant .*", SCRIPT)
+    (line,) = re.findall(r"megastable prepare plant .*", SCRIPT)
     assert line.split()[2:4] == ["data/stdlib", str(corpus.path)]
 
 
