@@ -40,7 +40,7 @@ SUMMARY = {
 def test_what_is_planted_is_what_the_recipe_trains_on() -> None:
     (corpus,) = load("launch/recipes/quickstart.yaml").data.corpora
     (line,) = re.findall(r"megastable prepare plant .*", SCRIPT)
-    assert line.split()[2:4] == ["data/stdlib", str(corpus.path)]
+    assert line.split()[3:5] == ["data/stdlib", str(corpus.path)]
 
 
 @pytest.fixture(scope="module")
