@@ -57,7 +57,7 @@ PARAMETERS = 8  # of a constructor
 ENTANGLED = {
     "report.run_page.run_panel": "report.run_page.run_reader",
 }
-LARGE = {"cluster.hosts.Hosts", "data.loader.Loader", "supervise.supervisor.Supervisor"}
+LARGE = {"data.loader.Loader"}
 
 
 @cache

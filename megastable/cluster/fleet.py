@@ -9,7 +9,7 @@ from typing import Protocol
 
 from megastable.cluster.host_burn_in import BurnInAnswer
 from megastable.cluster.host_watch import HostWatch
-from megastable.cluster.launcher import command
+from megastable.cluster.launcher import TrainingCommand, command
 from megastable.cluster.local_attempt import Fate, KernelView, LocalAttempt
 from megastable.cluster.preflight import HostFinding
 from megastable.run.directory import RunDirectory
@@ -98,14 +98,12 @@ class Fleet(Protocol):
 
 
 class Here:
-    """This host alone, without an agent. words: module, recipe, overrides and arguments for the launcher."""
+    """This host alone, without an agent."""
 
     burns_in = False
 
-    def __init__(
-        self, run: RunDirectory, module: str, recipe: str, overrides: Sequence[str], given: Sequence[str]
-    ) -> None:
-        self.run, self.words = run, (module, recipe, overrides, given)
+    def __init__(self, run: RunDirectory, training: TrainingCommand) -> None:
+        self.run, self.training = run, training
         self.names = [socket.gethostname()]
         self.watch = HostWatch()
 
@@ -129,7 +127,7 @@ class Here:
 
     def start(self, number: int, names: Sequence[str]) -> Attempt:
         log: Path = log_of(self.run, number)
-        return LocalAttempt.start(self.run, number, command(self.run, number, *self.words), log)
+        return LocalAttempt.start(self.run, number, command(self.run, number, self.training), log)
 
     def stop_asked(self) -> str | None:
         return None

@@ -19,7 +19,7 @@ from megastable.cluster.fleet import Attempt
 from megastable.cluster.host_burn_in import BurnInAnswer, HostBurnIns
 from megastable.cluster.host_survey import survey
 from megastable.cluster.hostfile import HostSlots, include, lines
-from megastable.cluster.launcher import command
+from megastable.cluster.launcher import TrainingCommand, command
 from megastable.cluster.local_attempt import Fate, KernelView
 from megastable.cluster.preflight import HostFinding, Wanted, compare
 from megastable.cluster.reach import Reach, python, reason_of
@@ -57,15 +57,11 @@ class Hosts:
         reach: Reach,
         silence: float,
         shares: bool,
-        module: str,
-        recipe: str,
-        overrides: Sequence[str],
-        given: Sequence[str],
+        training: TrainingCommand,
     ) -> None:
         self.run, self.store, self.hosts, self.reach, self.silence = run, store, list(hosts), reach, silence
         self.shares = shares
-        self.what = (module, recipe, overrides)
-        self.given = list(given)
+        self.training = training
         self.names = [host.name for host in self.hosts]
         self._tries: dict[str, ChildProcess] = {}
         self._tried: dict[str, float] = {}
@@ -197,12 +193,12 @@ class Hosts:
         slots.parent.mkdir(exist_ok=True)
         durable.write_file(slots, lines(hosts).encode())
         variables = collect_exported_variables() if self.shares else {}
-        meeting = ["--master_addr", first.local] if not _has(self.given, "--master_addr") else []
+        meeting = ["--master_addr", first.local] if not _has(self.training.given, "--master_addr") else []
         wanted = {}
         for index, name in enumerate(names):
             where = ["--hostfile", str(slots), *include(hosts), "--no_ssh", "--node_rank", str(index)]
             words = command(
-                self.run, number, *self.what, [*where, *meeting, *self.given], port=int(first.state["port"])
+                self.run, number, self.training, [*where, *meeting], port=int(first.state["port"])
             )
             log = self.log(number, name, names[0]).relative_to(self.run.root)
             wanted[name] = {

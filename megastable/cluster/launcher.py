@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from megastable.config.supervise import redacted_override
 from megastable.run.directory import RunDirectory
@@ -15,18 +16,36 @@ LAUNCHER = (sys.executable, "-m", "deepspeed.launcher.runner")
 MODULE = "megastable.train"  # default module to train with
 
 
+@dataclass(frozen=True)
+class TrainingCommand:
+    """What a person asked for. overrides: of the recipe; given: arguments for the deepspeed launcher; module: what
+    trains."""
+
+    recipe: str
+    overrides: Sequence[str] = ()
+    given: Sequence[str] = ()
+    module: str = MODULE
+
+
 def command(
     run: RunDirectory,
     number: int,
-    module: str,
-    recipe: str,
-    overrides: Sequence[str],
-    given: Sequence[str],
+    training: TrainingCommand,
+    placed: Sequence[str] = (),
     port: int | None = None,
 ) -> list[str]:
-    """The command that starts an attempt. port: where the ranks meet; one that is free here if not given."""
+    """The command that starts an attempt.
+
+    Args:
+        run: The run.
+        number: Of the attempt.
+        training: What is started.
+        placed: Further arguments for the launcher, before those given: where the ranks are.
+        port: Where the ranks meet; one that is free here if not given.
+    """
     # The ranks send no notifications: they need no password, and other users see their arguments.
-    words = launcher(module, recipe, [redacted_override(text) for text in overrides], given, port)
+    overrides = [redacted_override(text) for text in training.overrides]
+    words = launcher(training.module, training.recipe, overrides, [*placed, *training.given], port)
     return [*words, f"run.dir={run.root}", f"{FLAG}={mark(run, number)}"]
 
 

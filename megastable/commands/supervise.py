@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Annotated
 
 import typer
@@ -41,6 +42,7 @@ def supervise(
     from megastable.cluster import agent
     from megastable.cluster.fleet import Fleet, Here
     from megastable.cluster.hosts import Hosts
+    from megastable.cluster.launcher import TrainingCommand
     from megastable.cluster.placement import interface, placed
     from megastable.cluster.store import Store
     from megastable.config import recipe as recipes
@@ -66,29 +68,18 @@ def supervise(
     notifiers = Notifiers(config, run)
     for text in config.supervise.exposed:
         notifiers.say(f"WARNING: {text}")
+    training = TrainingCommand(recipe, overrides or [], given, module)
+    placed_training = replace(training, given=place.given)  # without what says where
     try:
 
         def fleet(store: Store) -> Fleet:
             if not place.hosts:
-                return Here(run, module, recipe, overrides or [], place.given)
+                return Here(run, placed_training)
             silence = config.supervise.host_silence
             shares = not place.by_themselves
-            return Hosts(
-                run,
-                store,
-                place.hosts,
-                place.reach,
-                silence,
-                shares,
-                module,
-                recipe,
-                overrides or [],
-                place.given,
-            )
+            return Hosts(run, store, place.hosts, place.reach, silence, shares, placed_training)
 
-        supervisor = Supervisor(
-            config, run, notifiers, recipe, overrides or [], fleet, given, module, address, why
-        )
+        supervisor = Supervisor(config, run, notifiers, training, fleet, address, why)
         raise typer.Exit(supervisor.supervise())
     finally:
         notifiers.close()

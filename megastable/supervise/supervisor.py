@@ -12,7 +12,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from math import inf
 from types import FrameType
 
@@ -20,7 +20,7 @@ from megastable.base import activity, errors
 from megastable.base.errors import ConfigError, MegastableError
 from megastable.base.stop_signals import SAME, STOPS, release_stops
 from megastable.cluster.fleet import Attempt, Fleet
-from megastable.cluster.launcher import MODULE
+from megastable.cluster.launcher import TrainingCommand
 from megastable.cluster.local_attempt import STOPPED, KernelView
 from megastable.cluster.store import Store
 from megastable.config.supervise import redacted_override
@@ -77,19 +77,15 @@ class Supervisor:
         config: RunConfig,
         run: RunDirectory,
         listener: Listener,
-        recipe: str,
-        overrides: Sequence[str],
+        training: TrainingCommand,
         fleet: Callable[[Store], Fleet],
-        given: Sequence[str] = (),
-        module: str = MODULE,
         interface: str = "127.0.0.1",
         reason: Event | None = None,
     ) -> None:
         self.config, self.run, self.say, self.reason = config, run, listener.say, reason
-        self.recipe, self.given, self.module = recipe, list(given), module
         self.store = Store(run, interface)
         self.fleet = fleet(self.store)
-        self.overrides = [redacted_override(text) for text in overrides]
+        self.training = replace(training, overrides=[redacted_override(text) for text in training.overrides])
         self.here = socket.gethostname()
         self.stopping, self.signals = False, 0  # hours that have passed are no signal
         self.signalled = self.asked_kernel = -inf
@@ -104,7 +100,7 @@ class Supervisor:
         self.hangs = HangDetector(config.supervise)
         self.storage = StorageProbe(run.root / ".storage")
         self.ranks = RankFiles(run, listener.say)
-        beside = (config, run, recipe, self.overrides, listener.say)
+        beside = (config, run, training.recipe, self.training.overrides, listener.say)
         self.prescan, self.evaluation = beside_process.look_ahead(*beside), beside_process.evaluation(*beside)
         # Whether this host could read the corpora at the start: later trouble is damage.
         self.has_data = False
@@ -139,8 +135,7 @@ class Supervisor:
             self.journal.emit(self.reason)
         self.journal.emit(SupervisorEvent(
             what="started" if predecessor is None else "took over", pid=os.getpid(), host=self.here,
-            recipe=self.recipe, overrides=self.overrides, given=self.given, module=self.module,
-            seconds=round(activity.age(), 3),
+            **asdict(self.training), seconds=round(activity.age(), 3),
         ))  # fmt: skip
         end = RunExit(errors.FAILED, "an unforeseen error")
         try:
@@ -226,7 +221,8 @@ class Supervisor:
         wait_until_nobody_trains(self.run, self.config.supervise.hang_unknown, lambda: self.stopping)
         # Journaled first: the next supervisor looks for it.
         log = str(log_of(self.run, number).relative_to(self.run.root))
-        words = [*self.given, "--module", self.module, self.recipe, *self.overrides]
+        asked = self.training
+        words = [*asked.given, "--module", asked.module, asked.recipe, *asked.overrides]
         self.journal.emit(self._launched(number, hosts, words, log))
         self.journal.listen()
         self.store.begin(number)

@@ -16,6 +16,7 @@ from megastable.base.stop_signals import STOPS
 from megastable.cluster import agent as agents
 from megastable.cluster.hostfile import HostSlots
 from megastable.cluster.hosts import Hosts
+from megastable.cluster.launcher import TrainingCommand
 from megastable.cluster.local_attempt import alive_here
 from megastable.cluster.reach import Local
 from megastable.cluster.store import Store
@@ -59,7 +60,15 @@ def start() -> Iterator[Started]:
 
 def hosts(store: Store) -> Hosts:
     there = [HostSlots("first", (0,))]
-    return Hosts(store.run, store, there, Local("elsewhere"), 60.0, False, "module", "recipe.yaml", [], [])
+    return Hosts(
+        store.run,
+        store,
+        there,
+        Local("elsewhere"),
+        60.0,
+        False,
+        TrainingCommand("recipe.yaml", module="module"),
+    )
 
 
 def pid(store: Store) -> int | None:

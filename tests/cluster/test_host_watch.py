@@ -15,6 +15,7 @@ from megastable.cluster.fleet import Here
 from megastable.cluster.host_watch import HostWatch
 from megastable.cluster.hostfile import HostSlots
 from megastable.cluster.hosts import Hosts
+from megastable.cluster.launcher import TrainingCommand
 from megastable.cluster.reach import Local
 from megastable.cluster.store import Store
 from megastable.run.directory import RunDirectory
@@ -68,7 +69,7 @@ def test_without_gpus_there_is_nothing_to_complain_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake_driver(tmp_path, monkeypatch, {"nvmlInit": f"!{gpu_health.NO_DRIVER}"})
-    fleet = Here(RunDirectory(tmp_path), "module", "recipe", [], [])
+    fleet = Here(RunDirectory(tmp_path), TrainingCommand("recipe"))
     (reading,) = until(fleet.readings).values()
     assert reading.gauges == {} and reading.unknown == ""
 
@@ -84,10 +85,7 @@ def test_an_agent_tells_the_supervisor(tmp_path: Path, monkeypatch: pytest.Monke
             Local("elsewhere"),
             60.0,
             False,
-            "module",
-            "recipe",
-            [],
-            [],
+            TrainingCommand("recipe"),
         )
         agent = Agent(run, "first")
         link = agent._connect()

@@ -15,6 +15,7 @@ import pytest
 from megastable.cluster.fleet import Attempt
 from megastable.cluster.hostfile import HostSlots
 from megastable.cluster.hosts import Hosts
+from megastable.cluster.launcher import TrainingCommand
 from megastable.cluster.store import AgentLink, Store
 from megastable.run.directory import RunDirectory
 from megastable.run.rank_ipc import mark
@@ -59,7 +60,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunDirector
 
 def hosts(run: RunDirectory, store: Store, silence: float = 2.0) -> Hosts:
     there = [HostSlots("first", (0, 1))]
-    return Hosts(run, store, there, ThisHost(), silence, True, "waiting_rank", "recipe.yaml", [], [])
+    return Hosts(
+        run, store, there, ThisHost(), silence, True, TrainingCommand("recipe.yaml", module="waiting_rank")
+    )
 
 
 def ready(fleet: Hosts, attempt: int) -> None:
@@ -197,7 +200,7 @@ def test_not_all_agents_of_many_hosts_are_started_at_once(
     monkeypatch.setattr("megastable.cluster.hosts.AT_ONCE", 3)
     with Store(run) as store:
         many = [HostSlots(f"host{number}", (0,)) for number in range(10)]
-        fleet = Hosts(run, store, many, Slowly(), 30.0, True, "module", "recipe.yaml", [], [])
+        fleet = Hosts(run, store, many, Slowly(), 30.0, True, TrainingCommand("recipe.yaml", module="module"))
         seen = set[str]()
 
         def look() -> bool:

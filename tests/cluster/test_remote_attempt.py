@@ -10,6 +10,7 @@ import pytest
 
 from megastable.cluster.hostfile import HostSlots
 from megastable.cluster.hosts import Hosts, RemoteAttempt
+from megastable.cluster.launcher import TrainingCommand
 from megastable.cluster.reach import Local
 from megastable.cluster.store import Store
 from megastable.run.directory import RunDirectory
@@ -24,7 +25,15 @@ NOTHING: Message = {"attempt": None, "running": False, "code": None, "problem": 
 def hosts(tmp_path: Path) -> Iterator[Hosts]:
     with Store(RunDirectory(tmp_path)) as store:
         there = [HostSlots(name, (0,)) for name in NAMES]
-        yield Hosts(store.run, store, there, Local("first"), 60.0, False, "module", "recipe.yaml", [], [])
+        yield Hosts(
+            store.run,
+            store,
+            there,
+            Local("first"),
+            60.0,
+            False,
+            TrainingCommand("recipe.yaml", module="module"),
+        )
 
 
 def agent(hosts: Hosts, name: str) -> StoreClient:

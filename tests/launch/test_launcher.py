@@ -14,7 +14,7 @@ import pytest
 
 from drills import runner
 from drills.plan import Policy
-from megastable.cluster.launcher import LAUNCHER, command, free_port
+from megastable.cluster.launcher import LAUNCHER, TrainingCommand, command, free_port
 from megastable.run.directory import RunDirectory
 from tests.distributed import run_main
 from tests.patience import PATIENCE
@@ -101,7 +101,7 @@ def test_the_launcher_needs_no_script_beside_the_interpreter(tmp_path: Path) -> 
     alone = tmp_path / "python"
     alone.symlink_to(Path(sys.executable).resolve())
     for made in (
-        command(RunDirectory(tmp_path), 1, "megastable.train", "recipe.yaml", [], []),
+        command(RunDirectory(tmp_path), 1, TrainingCommand("recipe.yaml")),
         runner.command(Policy.CLIPPING, tmp_path / "recipe.yaml", [], 2),
     ):
         assert tuple(made[:3]) == LAUNCHER and made[0] == sys.executable

@@ -21,6 +21,7 @@ import pytest
 from megastable.base import errors, jsonl
 from megastable.base.errors import ConfigError, DataError, SpaceError
 from megastable.cluster import fleet, launcher
+from megastable.cluster.launcher import TrainingCommand
 from megastable.cluster.local_attempt import Fate, LocalAttempt
 from megastable.data.corpora import open_corpora
 from megastable.data.skip_ledger import Ledger, read_ledger
@@ -126,11 +127,10 @@ class Ladder:
 
     def supervisor(self, *hosts: str) -> Supervisor:
         """hosts: the names of several."""
-        here = fleet.Here(self.run, "megastable.train", "recipe.yaml", self.overrides, [])
+        training = TrainingCommand("recipe.yaml", self.overrides)
+        here = fleet.Here(self.run, training)
         here.names = list(hosts) or here.names
-        return Supervisor(
-            self.config, self.run, self.quiet, "recipe.yaml", self.overrides, lambda store: here
-        )
+        return Supervisor(self.config, self.run, self.quiet, training, lambda store: here)
 
     def plan(self, *attempts: dict[str, Any]) -> None:
         """What the programs do, the last one again and again."""
