@@ -6,8 +6,8 @@ from pathlib import Path
 __version__ = "0.1.0"
 
 # In a checkout the two other packages lie beside this one. Those of an installed megastable may be older.
-_BESIDE = Path(__file__).resolve().parents[1]
-if (_BESIDE / "guard/megastable_guard").is_dir():
-    sys.path += [
-        str(_BESIDE / folder) for folder in ("guard", "tools") if str(_BESIDE / folder) not in sys.path
-    ]
+_ROOT = Path(__file__).resolve().parents[1]
+BESIDE = [str(_ROOT / folder) for folder in ("guard", "tools")]
+if not (_ROOT / "guard/megastable_guard").is_dir():
+    BESIDE = []
+sys.path += [folder for folder in BESIDE if folder not in sys.path]

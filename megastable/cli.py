@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 
+from megastable import BESIDE
 from megastable.base.stop_signals import hold_stops
 
 
@@ -13,6 +15,9 @@ def main(*first: str) -> None:
     words = [*first, *sys.argv[1:]]
     if words[:1] == ["supervise"]:
         hold_stops()  # until it can stop as it should
+    if BESIDE:  # for modules of the tools that run as processes of their own
+        path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*filter(None, path), *BESIDE]))
     before = signal.getsignal(signal.SIGINT)
     if before is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports ends it without a traceback
