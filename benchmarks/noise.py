@@ -139,10 +139,12 @@ def count(
     kind: str, steps: int, seeds: Iterable[int], config: StabilityConfig, norms: bool = True
 ) -> FalseAlarms:
     """The actions in `steps` healthy steps with each of the seeds."""
-    done, total = Counter[str](), 0
+    kept, done, total = config.snapshots, Counter[str](), 0
     for seed in seeds:
         before = Verdict.HEALTHY
-        for judged in simulate(healthy(kind, steps, seed, norms), config):
+        for judged in simulate(
+            healthy(kind, steps, seed, norms), config, interval=kept.interval, keep=kept.keep
+        ):
             done[judged.action] += 1
             done["irreversible"] += judged.action not in REVERSIBLE
             done["reset"] += judged.reset

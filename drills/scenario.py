@@ -1,11 +1,11 @@
 """Definition of a drill scenario: a fault, its place, and the expected answer; the faults are in gross.py and thin.py.
 
-Causes (guard/actions.py) direct a person's attention. `causes`: at least one of these must be named.
+Causes (guard's actions) direct a person's attention. `causes`: at least one of these must be named.
 `tolerated`: may be named as well; any other named cause makes the answer wrong, `data` above all: innocent data
 would be skipped. If no incident was opened, as after a single refused update, the answer is the journal's entry on
 that update: "not reproduced" means hardware.
 
-Classes (guard/incident.py): one jump undone by one action is recoverable; a recurring one is lingering; one that
+Classes (guard's incident): one jump undone by one action is recoverable; a recurring one is lingering; one that
 keeps recurring or drifts away is divergent. None: refused before it had any effect: nothing to recover from.
 """
 

@@ -73,7 +73,7 @@ OVERRIDES: dict[Policy, list[str]] = {
 @dataclass(frozen=True)
 class Stage:
     """folder: of everything in a drill. seed: of model, order of the data and faults. steps: of every run.
-    text: its training text, a file or folder that prepare_data.py takes; by default the standard library."""
+    text: its training text, a file or folder that `megastable prepare` takes; by default the standard library."""
 
     folder: Path
     seed: int

@@ -11,7 +11,7 @@ from megastable.base.stop_signals import hold_stops
 
 
 def main(*first: str) -> None:
-    """Run the command line of this process, after the words `first`: those that a script of tools/ stands for."""
+    """Run the command line of this process, after the words `first`: those that a script of launch/ stands for."""
     words = [*first, *sys.argv[1:]]
     if words[:1] == ["supervise"]:
         hold_stops()  # until it can stop as it should

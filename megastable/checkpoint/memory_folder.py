@@ -76,11 +76,14 @@ class PartFolder:
         for key in self.points():
             if but(key):
                 continue
-            folder = self.point(key)
-            for name in (_seal(rank), *every_name(rank)):  # the seal first
-                (folder / name).unlink(missing_ok=True)
+            self.clear_part(rank, key)
             with suppress(OSError):  # other parts remain
-                folder.rmdir()
+                self.point(key).rmdir()
+
+    def clear_part(self, rank: int, key: PointKey) -> None:
+        """Remove a rank's part of a point, but not the folder: it may be another rank's, and still empty."""
+        for name in (_seal(rank), *every_name(rank)):  # the seal first
+            (self.point(key) / name).unlink(missing_ok=True)
 
     def drop(self, which: Callable[[PointKey], bool]) -> None:
         """Remove whole points. Another rank may be at it, too."""

@@ -270,7 +270,8 @@ class Saver:
 
     def _stage(self, staging: PartFolder, key: PointKey) -> Path:
         """The folder on the local disk, without this rank's earlier leftovers there."""
-        staging.drop_part(self._rank, lambda _: False)
+        staging.drop_part(self._rank, lambda other: other == key)
+        staging.clear_part(self._rank, key)
         staging.root.mkdir(parents=True, exist_ok=True)
         return staging.begin(key)
 

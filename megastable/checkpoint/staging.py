@@ -7,9 +7,11 @@ Until the upload is done, the checkpoint is lost with the disk of any host.
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
 
 import torch.distributed as dist
@@ -23,6 +25,8 @@ from megastable.checkpoint.held_points import HeldPart, PointKey, newest_complet
 from megastable.checkpoint.memory_folder import PartFolder
 from megastable.checkpoint.parts import put_in_place
 from megastable.config.model import ModelConfig
+
+log = logging.getLogger(__name__)
 
 CHUNK = 1 << 22  # bytes
 
@@ -61,7 +65,11 @@ def recover(
 
     save, _ = newest_complete(everyone, refuse)
     if save is None:
-        shutil.rmtree(staging.root, ignore_errors=True)
+        staging.drop(lambda _: True)
+        for left in staging.root.glob("*/sealed-*"):  # of a name that this version does not write
+            log.warning("%s: a staged checkpoint of another version is left where it is", left.parent)
+        with suppress(OSError):
+            staging.root.rmdir()
         return None
     temporary = folder / f"{store.SAVING}{store.name_of(save.key.step)}"
 

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.cuda.comm import reduce_add
 
-from megastable.cluster.gpu_health import read_gpus
+from megastable.cluster.gpu_health import NO_PACKAGE, read_gpus
 from megastable.cluster.host_bench import find_devices
 from megastable.cluster.host_check import BURN_IN
 
@@ -196,8 +196,11 @@ class BurnIn:
 
 
 def describe_use() -> str:
-    """The GPUs whose memory others use; "" if nobody does, or it cannot be known."""
-    used = {gpu["index"]: gpu["memory_used"] or 0 for gpu in read_gpus()[0] or []}
+    """The GPUs whose memory others use, or why that is unknown; "" if nobody does, or there are none."""
+    gpus, why = read_gpus()
+    if gpus is None and why is not None and why.startswith(NO_PACKAGE):
+        return why
+    used = {gpu["index"]: gpu["memory_used"] or 0 for gpu in gpus or []}
     return "; ".join(
         f"GPU {index}: {size >> 20:,} MiB of its memory are in use by others"
         for index, size in used.items() if size > IN_USE

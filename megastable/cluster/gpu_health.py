@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from megastable.base.installation import install_command
 from megastable.cluster.timed_probe import answer_of
 
 SECONDS = 10.0  # allowed to the process: a driver that works answers in 1 to 3
@@ -27,6 +28,7 @@ REASONS = {
     0x40: "hardware thermal slowdown",
     0x80: "hardware power brake",
 }
+NO_PACKAGE = "nvidia-ml-py is missing"
 NO_DRIVER = "NVML Shared Library Not Found"  # of NVML: a host without GPUs
 
 
@@ -38,7 +40,10 @@ def read_gpus() -> tuple[list[dict[str, Any]] | None, str | None]:
 
 def ask_driver() -> dict[str, Any]:
     """gpus: as `read_gpu`, of each; why: there are none, or they cannot be read."""
-    import pynvml
+    try:
+        import pynvml
+    except ImportError:
+        return {"gpus": None, "why": f"{NO_PACKAGE}: {install_command()}"}
 
     try:
         pynvml.nvmlInit()

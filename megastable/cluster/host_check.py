@@ -100,10 +100,10 @@ def allowed(full: bool, burn_in_seconds: float | None) -> float:
 
 
 def code_hash(packages: Sequence[Path]) -> str:
-    """sha256 of the names and contents of all .py files, as hexadecimal digits."""
+    """sha256 of the names and contents of all .py and .yaml files, as hexadecimal digits."""
     total = hashlib.sha256()
     for package in packages:
-        for path in sorted(package.rglob("*.py")):
+        for path in sorted(path for path in package.rglob("*") if path.suffix in (".py", ".yaml")):
             content = path.read_bytes()
             total.update(f"{path.relative_to(package.parent).as_posix()}\0{len(content)}\0".encode())
             total.update(content)

@@ -198,8 +198,8 @@ def _gpus(report: HostReport, host: str, known: Mapping[str, HostReport], wanted
             yield "gpus", "refuse", f"{told}; {others} of {len(known)} hosts see theirs"
         elif slots:
             told = (
-                f"no GPU is seen ({visible(report.gpus_unknown, 200)}): training would run on the CPU; "
-                "DS_ACCELERATOR=cpu says that it is meant"
+                f"no GPU is seen ({visible(report.gpus_unknown, 200)}): where there is none, training runs on the "
+                "CPU; DS_ACCELERATOR=cpu says that it is meant"
             )
             yield "gpus", "warn", told
         return

@@ -4,8 +4,8 @@ A file holds the rows of one flush in the order in which the steps were done, an
 `00000001-00000050-1790000050000.parquet` has steps 1 to 50, and its stamp is larger than that of every file before it.
 At a checkpoint `compact_files` makes one file of many, whose name has the stamps of the first and the last of them:
 `00000001-00010000-1790000050000-1790010000000.parquet`. As soon as it has that name, files whose stamps lie within
-its own do not count any more. So whenever the process dies, no row is lost and none is read twice. A reader that finds
-a file gone lists the folder again.
+its own do not count any more: there is one writer, whose stamps only grow. So whenever the process dies, no row is lost
+and none is read twice. A reader that finds a file gone lists the folder again.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import logging
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,7 +32,12 @@ log = logging.getLogger(__name__)
 
 COMPACTED = 10_000  # rows of a compacted file at most
 LOOSE = 20  # files that are left as they are while there are fewer: each compaction writes its rows again
+TRIES, PAUSE = (
+    8,
+    0.1,
+)  # listings until a file that is gone counts as damaged, and seconds between: a cache may be late
 LAST_STEP = 1 << 62
+GONE = "it is listed, and gone"
 NAME = re.compile(r"(\d+)-(\d+)-(?:(\d+)-)?(\d+)\.parquet")
 
 
@@ -128,6 +134,8 @@ def _join_groups(folder: Path, files: Sequence[RecordFile], columns: pa.Schema) 
     group, rows = list[ReadFile](), 0
     for file in files:
         found = read_file(folder, file, columns)
+        if found.table is not None and _has_other_columns(folder / file.name, columns):
+            found = found._replace(table=None)  # of another version: it stays as it is
         if found.table is None or rows + len(found.table) > COMPACTED:
             _join(folder, group)
             group, rows = [], 0
@@ -136,6 +144,11 @@ def _join_groups(folder: Path, files: Sequence[RecordFile], columns: pa.Schema) 
             rows += len(found.table)
     if len(group) >= LOOSE:
         _join(folder, group)
+
+
+def _has_other_columns(path: Path, columns: pa.Schema) -> bool:
+    with pq.ParquetFile(path) as opened:
+        return not set(opened.schema_arrow.names) <= set(columns.names)
 
 
 def _join(folder: Path, group: Sequence[ReadFile]) -> None:
@@ -157,17 +170,26 @@ def read_files(
     Args:
         folder: of the records; it need not exist.
         columns: to be read; what a file does not have is null, or nan.
-        choose: picks files of all that count. It is called again if one of them has been compacted meanwhile.
+        choose: picks files of all that count. It is called again if one of them has been compacted meanwhile; what a
+            listing names for long after it is gone counts as damaged.
 
     Raises:
         OSError: the folder cannot be listed.
     """
-    while True:
-        chosen = choose(list_files(folder))
-        try:
-            return [read_file(folder, file, columns) for file in chosen]
-        except FileNotFoundError:
-            continue
+    found = list[ReadFile]()
+    for attempt in range(TRIES):
+        time.sleep(PAUSE if attempt else 0.0)
+        found = [_read_listed(folder, file, columns) for file in choose(list_files(folder))]
+        if not any(one.problem == GONE for one in found):
+            break
+    return found
+
+
+def _read_listed(folder: Path, file: RecordFile, columns: pa.Schema) -> ReadFile:
+    try:
+        return read_file(folder, file, columns)
+    except FileNotFoundError:
+        return ReadFile(file, None, GONE)
 
 
 def read_file(folder: Path, file: RecordFile, columns: pa.Schema) -> ReadFile:
@@ -227,15 +249,22 @@ class RecordFollower:
             A number of rows, and the table that comes behind these, in place of all rows that were there. Rows come
             once more if their files were compacted, or if there is something new before them.
         """
+        for attempt in range(TRIES):
+            time.sleep(PAUSE if attempt else 0.0)
+            if (yield from self._read_listed()):
+                return
+
+    def _read_listed(self) -> Generator[tuple[int, pa.Table], None, bool]:
+        """As `read_new`; whether all was there that was listed."""
         try:
             changed = folder_stamp(self.folder)
             if changed is not None and changed == self._changed and not self.damaged:
-                return
+                return True
             files = list_files(self.folder)
         except OSError as error:
             missing = isinstance(error, FileNotFoundError)  # the run has just begun
             self._unlisted = "" if missing else error.strerror or str(error)
-            return
+            return True
         kept = self._count_kept(files)
         if kept < len(self._files):
             self.rows = self._files[kept].row
@@ -245,14 +274,14 @@ class RecordFollower:
             try:
                 _, table, problem = read_file(self.folder, file, self.columns)
             except FileNotFoundError:  # it has been compacted since it was listed
-                yield from self.read_new()
-                return
+                return False
             row, size = self.rows, self._measure(file) if problem else (0, 0)
             self._files.append(_FollowedFile(file, row, problem, size))
             if table is not None:
                 self.rows += len(table)
                 yield row, table
         self._changed, self._unlisted = changed, ""
+        return True
 
     def _count_kept(self, files: Sequence[RecordFile]) -> int:
         """How many of the files that were read are as they were, up to the first that is not."""

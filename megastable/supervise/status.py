@@ -76,7 +76,7 @@ class Said:
 
 @dataclass(frozen=True)
 class IncidentSummary:
-    """One incident, now; see guard/incident.py. onset: the step that names it. kind: its class. put_off: deferred
+    """One incident, now; see guard's incident. onset: the step that names it. kind: its class. put_off: deferred
     samples, in words. loss_*: nats per token."""
 
     number: int

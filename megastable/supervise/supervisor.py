@@ -1,6 +1,6 @@
 """Supervises a training run: starts the launcher, watches it, finds out why it ended, and restarts it.
 
-It decides by the same policy as the training (guard/policy.py), and keeps no state of its own: killed at any moment
+It decides by the same policy as the training (guard's policy), and keeps no state of its own: killed at any moment
 and restarted, it resumes from the journal and takes over running processes. It imports neither torch nor deepspeed. It
 tells the ranks what it wants through files (heartbeat.py), and hears how they are through its store.
 """

@@ -6,13 +6,17 @@ import os
 import shutil
 import signal
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from megastable.base import errors
 from megastable.checkpoint import store
 from megastable.checkpoint.files import write_file
+from megastable.checkpoint.held_points import PointKey
 from megastable.checkpoint.memory_folder import PartFolder
+from megastable.checkpoint.saving import Saver
 from megastable.checkpoint.staging import upload
 from megastable.config.tree import RunConfig
 from megastable.run.directory import RunDirectory
@@ -118,3 +122,15 @@ def test_what_cannot_be_brought_over_now_is_kept_for_the_next_start(corpus: Path
     assert run_ranks(1, train, config) == [(0, "")]
     events = list(RunDirectory(run).events(CheckpointRecovered))
     assert [bool(e["problem"]) for e in events] == [True, False]
+
+
+def test_a_rank_leaves_the_folder_that_another_one_is_about_to_write_to(tmp_path: Path) -> None:
+    """Of the same checkpoint, and still empty."""
+    staging, key = PartFolder(tmp_path / "staging", tmp_path), PointKey(step=5, epoch=0, lineage="a" * 16)
+    staging.root.mkdir(parents=True)
+    opened = os.open(staging.begin(key), os.O_RDONLY)
+    try:
+        Saver._stage(cast(Saver, SimpleNamespace(_rank=1)), staging, key)
+        assert os.fstat(opened).st_nlink  # 0 once it has been removed
+    finally:
+        os.close(opened)

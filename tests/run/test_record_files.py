@@ -305,3 +305,34 @@ def test_a_folder_that_cannot_be_listed_is_named(tmp_path: Path) -> None:
 )
 def test_what_a_name_says(name: str, file: tuple[int, ...]) -> None:
     assert parse_name(name) == RecordFile(*file, name)
+
+
+def test_files_with_columns_of_another_version_stay_as_they_are(tmp_path: Path) -> None:
+    for number in range(25):
+        name = name_file(number + 1, number + 1, 1000 + number)
+        other = {"unknown": [7]} if number == 12 else {}
+        pq.write_table(pa.table({"step": [number + 1], "time": [BEGIN], **other}), tmp_path / name)
+    compact_files(tmp_path, ROWS)
+    assert len(list_files(tmp_path)) < 25
+    kept = [file for file in list_files(tmp_path) if file.low <= 13 <= file.high]
+    assert [pq.read_table(tmp_path / file.name).column_names for file in kept] == [
+        ["step", "time", "unknown"]
+    ]
+    tables = [found.table for found in read_files(tmp_path, ROWS)]
+    assert pa.concat_tables(tables)["step"].to_pylist() == list(range(1, 26))
+
+
+def test_a_listing_that_names_what_is_gone_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a file server's cache may for seconds."""
+    pq.write_table(pa.table({"step": [1], "time": [BEGIN]}), tmp_path / name_file(1, 1, 1000))
+    gone = parse_name(name_file(2, 2, 2000))
+    real = record_files.list_files
+    monkeypatch.setattr(record_files, "PAUSE", 0.0)
+    with monkeypatch.context() as stale:
+        stale.setattr(record_files, "list_files", lambda folder: [*real(folder), gone])
+        found = read_files(tmp_path, ROWS)
+        assert [one.problem for one in found] == ["", record_files.GONE]
+        follower = RecordFollower(tmp_path, ROWS)
+        assert sum(len(table) for _, table in follower.read_new()) == 1
+    assert not list(follower.read_new()) or follower.rows == 1
+    assert follower.rows == 1 and not follower.damaged

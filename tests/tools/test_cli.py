@@ -1,4 +1,4 @@
-"""What all commands share: `megastable X` and tools/X.py, help, version, completion, JSON and exit codes."""
+"""What all commands share: `megastable X`: help, version, completion, JSON and exit codes."""
 
 from __future__ import annotations
 

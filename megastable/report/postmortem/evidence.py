@@ -387,7 +387,7 @@ class Gatherer:
 
 
 def expect_loss(before: Mapping[int, float], onset: int, step: int) -> dict[str, float]:
-    """The loss that those before a step lead to later, by the trend of the newest of them (guard/robust.py): of as many
+    """The loss that those before a step lead to later, by the trend of the newest of them (guard's robust): of as many
     steps as it is ahead, at least 60.
 
     Args:

@@ -164,7 +164,7 @@ class IncidentEvent(Event):
     """An incident changes. what: opened, attributed, released, rewound, restarted, handed over or closed. Opened by the
     training it has a reason, by the supervisor only the summary.
 
-    number, summary: of the incident, as it is now (guard/incident.py); policy, left_out: state of the policy and
+    number, summary: of the incident, as it is now (guard's incident); policy, left_out: state of the policy and
     the incident log, absent from the supervisor's. suspects: measured samples; deferred, returns: old and new positions
     of deferred samples; lost: those without room; positions: skipped, or released; next_epoch: released, but already
     passed. region: of bad data.
@@ -407,7 +407,7 @@ class Returned(Event):
 
 
 class RateCut(Event):
-    """limits: all in force (guard/policy_state.py)."""
+    """limits: all in force (guard's policy_state)."""
 
     NAME = "rate_cut"
     TOLD = "the learning rate is limited{because}"

@@ -172,14 +172,14 @@ def _gaps_of_map(directory: Path, shard: Shard, rows: list[Rows], tokenizer: Tok
         else None
     )
     old = np.empty(0, np.int64) if found is None else found.old
-    if not np.array_equal(np.unique(old), np.arange(shard.documents)):
+    if not np.array_equal(np.unique(old), np.arange(shard.documents)) or np.any(np.diff(old) < 0):
         raise DataError(damaged)
     if found is None:
         return Gaps.of(shard, old, {}, tokenizer.eod, tokenizer.bos)
     spans = dict[int, list[Span]]()
     for number in np.unique(old[found.end >= 0]).tolist():
         begin, end = shard.document_bounds(number)
-        pieces = old == number
+        pieces = slice(*np.searchsorted(old, [number, number + 1]).tolist())
         edges = [0, *np.stack([found.first[pieces], found.end[pieces]], axis=1).ravel().tolist(), end - begin]
         if edges != sorted(edges):
             raise DataError(damaged)
