@@ -10,7 +10,7 @@ import random
 import shutil
 import sys
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 from pydantic import BaseModel, ConfigDict
 
 from drills.cluster_faults import Cluster, Kind, choose
-from drills.exercise import Column, Drill, Exercise, Outcome, Watch
+from drills.exercise import Column, Drill, Exercise, Outcome, Watch, describe_only
 from drills.hosts import Hosts
 from drills.namespaces import Started
 from drills.stage import VOCABULARY
@@ -403,11 +403,6 @@ def empty(folder: Path) -> Path:
     return folder
 
 
-def _cell(describe: Callable[[ClusterOutcome], object]) -> Callable[[Sequence[ClusterOutcome]], str]:
-    """Every fault has a row of its own."""
-    return lambda row: str(describe(row[0]))
-
-
 def _is_verdict_wrong(row: Sequence[ClusterOutcome]) -> bool:
     return not row[0].verdict_right
 
@@ -416,17 +411,17 @@ class ChaosDrill(Drill[ClusterOutcome]):
     """Planned faults of a cluster. problems: of all in one run, that run's as a whole."""
 
     columns = (
-        Column[ClusterOutcome]("#", _cell(lambda o: o.planned.number)),
-        Column("fault", _cell(lambda o: o.planned.describe()), left=True),
-        Column[ClusterOutcome]("on", _cell(lambda o: o.planned.host), left=True),
-        Column("in", _cell(lambda o: o.planned.phase), left=True),
-        Column("at step", _cell(lambda o: o.planned.step)),
-        Column("found\nafter s", _cell(lambda o: "" if o.found is None else f"{o.found:.1f}")),
-        Column("verdict", _cell(lambda o: o.verdict or "none"), _is_verdict_wrong, left=True, wrap=True),
-        Column("blamed", _cell(lambda o: o.blamed or NOBODY), _is_verdict_wrong, left=True),
-        Column("expected", _cell(lambda o: o.describe_expected()), left=True),
-        Column("same\nbytes", _cell(lambda o: o.describe_end()), lambda row: not row[0].end_right, left=True),
-        Column("cost s", _cell(lambda o: "" if o.cost is None else f"{o.cost:+.1f}")),
+        Column[ClusterOutcome]("#", describe_only(lambda o: o.planned.number)),
+        Column("fault", describe_only(lambda o: o.planned.describe()), left=True),
+        Column[ClusterOutcome]("on", describe_only(lambda o: o.planned.host), left=True),
+        Column("in", describe_only(lambda o: o.planned.phase), left=True),
+        Column("at step", describe_only(lambda o: o.planned.step)),
+        Column("found\nafter s", describe_only(lambda o: "" if o.found is None else f"{o.found:.1f}")),
+        Column("verdict", describe_only(lambda o: o.verdict or "none"), _is_verdict_wrong, left=True, wrap=True),
+        Column("blamed", describe_only(lambda o: o.blamed or NOBODY), _is_verdict_wrong, left=True),
+        Column("expected", describe_only(lambda o: o.describe_expected()), left=True),
+        Column("same\nbytes", describe_only(lambda o: o.describe_end()), lambda row: not row[0].end_right, left=True),
+        Column("cost s", describe_only(lambda o: "" if o.cost is None else f"{o.cost:+.1f}")),
     )  # fmt: skip
 
     def __init__(

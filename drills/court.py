@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from drills.court_scenarios import (
     prepare_texts,
     write_corpus,
 )
-from drills.exercise import Column, Drill, Exercise, Watch
+from drills.exercise import Column, Drill, Exercise, Watch, describe_only
 from drills.plan import SEARCH, Policy
 from drills.runner import drill, finished
 from drills.scenario import GLOBAL_BATCH, Scenario
@@ -35,7 +35,7 @@ from drills.stage import RECIPE, Stage
 from megastable.config.stability import StabilityConfig
 from megastable.data.manifest import Manifest
 from megastable.data.plant import Planted
-from megastable.data.skips import Skips
+from megastable.data.skips import Skips, numbers_of
 from megastable.run.directory import RunDirectory
 from megastable.run.events.event import Event
 from megastable.run.events.reading import latest
@@ -155,7 +155,7 @@ def leave_start_out(events: Iterable[Event]) -> list[Event]:
 
 
 def find_positions(planted: Planted) -> set[int]:
-    return {position for first, end in planted.positions for position in range(first, end)}
+    return set(numbers_of(planted.positions).tolist())
 
 
 def count_untrained(events: Sequence[Event], planted: set[int]) -> int:
@@ -217,7 +217,9 @@ def make_noise(name: str, seed: int) -> Iterator[Recorded]:
 def judge_noise(name: str, seed: int) -> CaseOutcome:
     """What the guard, with default settings, would have done."""
     done, undone = Counter[Action](), list[str]()
-    for judged in simulate(make_noise(name, seed), StabilityConfig()):
+    config = StabilityConfig()
+    kept = config.snapshots
+    for judged in simulate(make_noise(name, seed), config, interval=kept.interval, keep=kept.keep):
         done[judged.action] += 1
         if judged.action not in (Action.APPLY, Action.DISCARD):
             undone.append(f"{judged.verdict}: {judged.action}")
@@ -225,11 +227,6 @@ def judge_noise(name: str, seed: int) -> CaseOutcome:
         scenario=name, seed=seed, refused=done[Action.DISCARD], rewinds=done[Action.REWIND],
         handovers=done[Action.HANDOVER], alerts=done[Action.ALERT], incidents=undone,
     ).judged_by(NOISE_WISHES)  # fmt: skip
-
-
-def _cell(describe: Callable[[CaseOutcome], object]) -> Callable[[Sequence[CaseOutcome]], str]:
-    """Every run has a row of its own."""
-    return lambda row: str(describe(row[0]))
 
 
 def _differ(loss: float | None, other: float | None) -> str:
@@ -240,27 +237,27 @@ class CourtDrill(Drill[CaseOutcome]):
     """Of the scenarios in `names`."""
 
     columns = (
-        Column[CaseOutcome]("scenario", _cell(lambda o: o.scenario), left=True),
-        Column[CaseOutcome]("seed", _cell(lambda o: o.seed)),
-        Column("bad\nfound", _cell(lambda o: f"{o.found}/{o.planted}" if o.planted else "")),
-        Column("others\nlost", _cell(lambda o: o.lost)),
-        Column("un-\ntrained", _cell(lambda o: o.untrained)),
-        Column("de-\nferred", _cell(lambda o: o.deferred)),
-        Column("re-\nwinds", _cell(lambda o: o.rewinds)),
-        Column("steps\nundone", _cell(lambda o: o.undone)),
-        Column("re-\nfused", _cell(lambda o: o.refused)),
-        Column("hand-\novers", _cell(lambda o: o.handovers)),
-        Column("shifts", _cell(lambda o: o.shifts)),
-        Column("seen\nafter", _cell(lambda o: "" if o.seen is None else o.seen)),
-        Column("exit", _cell(lambda o: o.ended if o.exit is None else o.exit)),
-        Column("loss", _cell(lambda o: "" if o.loss is None else f"{o.loss:.4f}")),
-        Column("minus\nwithout", _cell(lambda o: _differ(o.loss, o.without))),
-        Column("minus\nclean", _cell(lambda o: _differ(o.loss, o.clean))),
-        Column("batches\nmeasured", _cell(lambda o: o.search_batches)),
-        Column("seconds\nof it", _cell(lambda o: f"{o.search_seconds:.1f}")),
-        Column("incidents: onset, verdict, cause, outcome", _cell(lambda o: "\n".join(o.incidents)), left=True,
+        Column[CaseOutcome]("scenario", describe_only(lambda o: o.scenario), left=True),
+        Column[CaseOutcome]("seed", describe_only(lambda o: o.seed)),
+        Column("bad\nfound", describe_only(lambda o: f"{o.found}/{o.planted}" if o.planted else "")),
+        Column("others\nlost", describe_only(lambda o: o.lost)),
+        Column("un-\ntrained", describe_only(lambda o: o.untrained)),
+        Column("de-\nferred", describe_only(lambda o: o.deferred)),
+        Column("re-\nwinds", describe_only(lambda o: o.rewinds)),
+        Column("steps\nundone", describe_only(lambda o: o.undone)),
+        Column("re-\nfused", describe_only(lambda o: o.refused)),
+        Column("hand-\novers", describe_only(lambda o: o.handovers)),
+        Column("shifts", describe_only(lambda o: o.shifts)),
+        Column("seen\nafter", describe_only(lambda o: "" if o.seen is None else o.seen)),
+        Column("exit", describe_only(lambda o: o.ended if o.exit is None else o.exit)),
+        Column("loss", describe_only(lambda o: "" if o.loss is None else f"{o.loss:.4f}")),
+        Column("minus\nwithout", describe_only(lambda o: _differ(o.loss, o.without))),
+        Column("minus\nclean", describe_only(lambda o: _differ(o.loss, o.clean))),
+        Column("batches\nmeasured", describe_only(lambda o: o.search_batches)),
+        Column("seconds\nof it", describe_only(lambda o: f"{o.search_seconds:.1f}")),
+        Column("incidents: onset, verdict, cause, outcome", describe_only(lambda o: "\n".join(o.incidents)), left=True,
                wrap=True),
-        Column("judged", _cell(lambda o: f"NOT ok: {', '.join(o.missed)}" if o.missed else "ok"),
+        Column("judged", describe_only(lambda o: f"NOT ok: {', '.join(o.missed)}" if o.missed else "ok"),
                lambda row: bool(row[0].missed), left=True, wrap=True),
     )  # fmt: skip
 

@@ -15,13 +15,12 @@ from threading import Event, Lock
 from typing import Any, ClassVar, Generic, TypeVar
 
 from pydantic import BaseModel, ConfigDict
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from megastable.base.progress_bar import counted, progress
+from megastable.report.text_output import TextOutput
 
-WIDTH = 220  # columns of a terminal that show three seeds without a wrapped line
 ALWAYS = 3  # columns that are shown even if they are empty
 Item = TypeVar("Item")
 Watch = Callable[[int], None]  # to be called with the step, again and again; what it raises ends the run
@@ -59,6 +58,11 @@ class Column(Generic[Item]):
     is_missed: Callable[[Sequence[Item]], bool] = lambda row: False
     left: bool = False
     wrap: bool = False
+
+
+def describe_only(describe: Callable[[Item], object]) -> Callable[[Sequence[Item]], str]:
+    """The cell of a row that has one outcome."""
+    return lambda row: str(describe(row[0]))
 
 
 class Drill(ABC, Generic[Result]):
@@ -104,8 +108,9 @@ class Drill(ABC, Generic[Result]):
         """
         outcomes = self.compare(run_exercises(self.plan_exercises(folder), self.jobs, quiet))
         if not quiet:
-            console().print(self.show_table(outcomes))
-            console().print(self.describe_verdict(outcomes), soft_wrap=True)
+            out = TextOutput(quiet)
+            out.show(self.show_table(outcomes))
+            out.say(self.describe_verdict(outcomes))
         return outcomes
 
     def show_table(self, outcomes: Sequence[Result]) -> Table:
@@ -153,7 +158,7 @@ def run_exercises(todo: Sequence[Exercise[Result]], jobs: int = 1, quiet: bool =
                 shown.update(total, completed=len(done))
                 for outcome in outcomes if not quiet else ():
                     line = f"{len(done)}/{len(todo)} {exercise.name}: {outcome.describe()}"
-                    console().print(line, soft_wrap=True)
+                    TextOutput(quiet).say(line)
             return outcomes
 
         if jobs == 1:  # in this thread, where an interrupt is raised
@@ -168,12 +173,6 @@ def run_exercises(todo: Sequence[Exercise[Result]], jobs: int = 1, quiet: bool =
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
         return [outcome for future in futures for outcome in future.result()]
-
-
-def console() -> Console:
-    """The console for tables; wide enough if it is not a terminal."""
-    out = Console(markup=False, emoji=False, highlight=False)
-    return out if out.is_terminal else Console(markup=False, emoji=False, highlight=False, width=WIDTH)
 
 
 def make_table(

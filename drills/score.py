@@ -15,6 +15,7 @@ from drills.exercise import Outcome
 from drills.plan import Policy
 from drills.scenario import Scenario
 from megastable.data.plant import Planted
+from megastable.data.skips import numbers_of
 from megastable.report.postmortem.sample_texts import Library
 from megastable.run import records
 from megastable.run.directory import RunDirectory
@@ -345,8 +346,9 @@ def fate(run: Path, planted: Planted | None) -> Fate:
     bad = set[int]()
     if planted is not None:
         # In the corpus's own order, before any deferral.
-        numbers = [position for first, end in planted.positions for position in range(first, end)]
-        bad = set(Library(history.config).source.order.locate(numbers).sequence.tolist())
+        bad = set(
+            Library(history.config).source.order.locate(numbers_of(planted.positions)).sequence.tolist()
+        )
     incidents = list(latest(history.run.events(IncidentEvent)).values())
     deferred = sum(end - first for i in incidents for first, end in i.get("deferred", ()))
     named = _documents(document for i in incidents for document in i.get("documents", ()))

@@ -68,6 +68,8 @@ def trees() -> dict[str, ast.Module]:
         for package, (folder, first) in PACKAGES.items()
         for path in (ROOT / folder / package).rglob("*.py")
     }
+    twice = {name for name, count in Counter(names.values()).items() if count > 1}
+    assert twice <= {"__init__", "commands.__init__"}, "modules of one name, of which one would not be read"
     gc.disable()  # it would look at millions of nodes again and again, of which none can go
     try:
         return {

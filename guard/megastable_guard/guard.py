@@ -140,7 +140,7 @@ class BacktestDecision:
 
 
 def simulate(
-    rows: Iterable[Recorded], config: GuardConfig, fp8: bool = False, *, interval: int = 10, keep: int = 4
+    rows: Iterable[Recorded], config: GuardConfig, fp8: bool = False, *, interval: int, keep: int
 ) -> Iterator[BacktestDecision]:
     """The guard's answer to every step, in order.
 

@@ -10,18 +10,16 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import psutil
 
-SHARE = 1 / 4  # of free memory: data loading, checkpoints and the file cache need some as well
-
-
-def taken(size: int, pinned: bool) -> int:
-    """Bytes taken by a tensor of `size` bytes: torch rounds pinned memory up to a power of two."""
-    return 1 << (size - 1).bit_length() if pinned and size else size
-
-
 if TYPE_CHECKING:
     from torch import Tensor
 
 GIB = 2**30
+SHARE = 1 / 4  # of free memory: data loading, checkpoints and the file cache need some as well
+
+
+def count_taken_bytes(size: int, pinned: bool) -> int:
+    """Bytes taken by a tensor of `size` bytes: torch rounds pinned memory up to a power of two."""
+    return 1 << (size - 1).bit_length() if pinned and size else size
 
 
 @dataclass(frozen=True)
@@ -36,8 +34,8 @@ class Demand:
 def demand(state: Iterable[Tensor], later: Iterable[int], pinned: bool) -> Demand:
     """This rank's demand. state: what a snapshot copies now; later: bytes of the tensors that there are after the first
     update."""
-    now = sum(taken(t.numel() * t.element_size(), pinned) for t in state)
-    after = sum(taken(size, pinned) for size in later)
+    now = sum(count_taken_bytes(t.numel() * t.element_size(), pinned) for t in state)
+    after = sum(count_taken_bytes(size, pinned) for size in later)
     return Demand(socket.gethostname(), max(now, after), free())
 
 

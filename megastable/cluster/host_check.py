@@ -30,7 +30,6 @@ from megastable.base.installation import package_folders
 from megastable.cluster.gpu_health import read_gpus
 from megastable.cluster.timed_probe import TimedProbe, answer_of
 
-PACKAGE = Path(__file__).absolute().parents[1]
 TOKEN = ".preflight"  # in the run directory; its text shows that all hosts see the same one
 SHM = "/dev/shm"
 LOOK = 5.0  # seconds for a look at a file system: ten times what a busy shared one takes
@@ -58,7 +57,7 @@ def report(
     """The report; the keys are those of `preflight.HostReport`."""
     probes = {
         "code": TimedProbe(lambda: code_hash(package_folders()), LOOK),
-        "commit": TimedProbe(lambda: commit(PACKAGE.parent), LOOK),
+        "commit": TimedProbe(lambda: commit(package_folders()[0].parent), LOOK),
         "packages": TimedProbe(packages, LOOK),
         "disk_free": TimedProbe(lambda: shutil.disk_usage(folder).free, LOOK),
         "shm_free": TimedProbe(lambda: shutil.disk_usage(SHM).free, LOOK),

@@ -7,7 +7,8 @@ from typing import Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from megastable_guard.section import SampleCount, Section, StepsOrTime, seconds_of
+from megastable.config.units import SampleCount, StepsOrTime, seconds_of
+from megastable_guard.section import Section
 
 
 class VitalsConfig(Section):

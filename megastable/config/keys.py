@@ -14,7 +14,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined, to_jsonable_python
 
 from megastable.config.tree import RunConfig
-from megastable_guard.section import InWords, Section
+from megastable.config.units import InWords
+from megastable_guard.section import Section
 
 REQUIRED = "required"
 KINDS: dict[Any, str] = {

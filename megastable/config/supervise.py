@@ -16,7 +16,8 @@ from pydantic import (
     field_serializer,
 )
 
-from megastable_guard.section import PositiveSeconds, Seconds, Section
+from megastable.config.units import PositiveSeconds, Seconds
+from megastable_guard.section import Section
 
 REDACTED = "<redacted>"
 SECRETS = ("webhook", "command")  # keys that may hold a password

@@ -7,8 +7,9 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt, field_validator
 
+from megastable.config.units import SampleCount
 from megastable.config.warmups import BatchWarmup, SequenceWarmup
-from megastable_guard.section import SampleCount, Section
+from megastable_guard.section import Section
 
 
 class TrainConfig(Section):

@@ -30,8 +30,9 @@ from megastable.config.rules import impossible
 from megastable.config.stability import StabilityConfig
 from megastable.config.supervise import SuperviseConfig
 from megastable.config.training import ParallelConfig, PrecisionConfig, TrainConfig
+from megastable.config.units import PositiveSeconds, WholeSeconds
 from megastable.config.warmups import Stages, batches, pieces
-from megastable_guard.section import Fraction, PositiveSeconds, Section, WholeSeconds
+from megastable_guard.section import Fraction, Section
 
 
 class ProfileConfig(Section):

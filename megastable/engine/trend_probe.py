@@ -33,7 +33,7 @@ from torch.utils.hooks import RemovableHandle
 from megastable.engine.flatstate import CACHED, CHUNK, FlatState
 from megastable.engine.layer_stats import LayerTally, Probe, attention_chunks
 from megastable.model.gpt import Block, open_stream
-from megastable.model.sizes import evenly
+from megastable.model.sizes import space_evenly
 from megastable.parallel.fragments import Fragment, rectangles
 
 OUTPUTS = ("qkv", "projection", "ffn")
@@ -98,7 +98,7 @@ class TrendProbe:
         x, segments, _ = open_stream(stream)
         one, apart = x[:, :1], None if segments is None else segments[:1]
         queries, keys = block.queries_and_keys(one if apart is None else (one, apart))
-        at = evenly(queries.shape[2], QUERIES)
+        at = space_evenly(queries.shape[2], QUERIES)
         if len(at) < queries.shape[2]:
             queries = queries[:, :, torch.tensor(at, device=queries.device)]
         parts = [

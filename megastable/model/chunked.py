@@ -43,7 +43,7 @@ def chunked_objective(
 ) -> tuple[Tensor, Tensor]:
     """(objective, samples): mean(cross-entropy) + z_loss * mean(logsumexp^2), fp32, and fp32 [2, b] without a gradient:
     the means of cross-entropy and logsumexp^2 of every sample; [3, b] with `entropies`, and that of the predictions at
-    `sizes.predicted_positions`, nats. They are measured apart: the rest has the same bits with and without them.
+    `sizes.choose_predicted_positions`, nats. They are measured apart: the rest has the same bits with and without them.
 
     x: [s, b, h], whole on every rank of the tensor group (see `mappings.enter`); its gradient is this rank's part.
     weight: [padded vocabulary / tensor, h], this rank's rows. labels: [b, s], int64; a label that is no token makes the
@@ -265,9 +265,9 @@ def _joined(own: Tensor, tp: TensorParallel) -> tuple[Tensor, Tensor]:
 
 
 def _predicted_rows(x: Tensor) -> Tensor:
-    """Rows of [s * b] tokens at `sizes.predicted_positions`, in order."""
+    """Rows of [s * b] tokens at `sizes.choose_predicted_positions`, in order."""
     length, samples = x.shape[:2]
-    first = torch.tensor(sizes.predicted_positions(length), device=x.device) * samples
+    first = torch.tensor(sizes.choose_predicted_positions(length), device=x.device) * samples
     return (first[:, None] + torch.arange(samples, device=x.device)).flatten()
 
 

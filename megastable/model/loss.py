@@ -99,7 +99,7 @@ class LossFunction:
 
     Every call leaves the per-sample means in `samples`: a list of fp32 [2, b] (cross-entropy, logsumexp^2), one
     for each micro-batch, which the engine collects: DeepSpeed itself hands on only one scalar. entropies: [3, b], with
-    the entropy of the prediction (nats), in the mean over `sizes.predicted_positions`.
+    the entropy of the prediction (nats), in the mean over `sizes.choose_predicted_positions`.
     """
 
     vocabulary: int
@@ -137,9 +137,9 @@ class LossFunction:
 
     @torch.no_grad()
     def _predicted(self, given: Tensor | Features) -> Tensor:
-        """Entropy of what is predicted at `sizes.predicted_positions`, nats, fp32 [positions * b]."""
+        """Entropy of what is predicted at `sizes.choose_predicted_positions`, nats, fp32 [positions * b]."""
         features = isinstance(given, tuple)
-        at = sizes.predicted_positions(len(given[0] if isinstance(given, tuple) else given))
+        at = sizes.choose_predicted_positions(len(given[0] if isinstance(given, tuple) else given))
         parts = projected((given[0][at], given[1])) if isinstance(given, tuple) else [given[at].flatten(0, 1)]
         own = list[Tensor]()
         for part in parts:

@@ -21,15 +21,15 @@ def elements_on(device: str) -> int:
     return CPU_ELEMENTS if device == "cpu" else GPU_ELEMENTS
 
 
-def evenly(length: int, most: int) -> list[int]:
+def space_evenly(length: int, most: int) -> list[int]:
     """At most so many positions of a sequence, evenly spaced, with the last one."""
     n = min(length, most)
     return [(i + 1) * length // n - 1 for i in range(n)]
 
 
-def predicted_positions(length: int) -> list[int]:
+def choose_predicted_positions(length: int) -> list[int]:
     """Positions of a sample of `length` tokens whose predictions are measured: every `PREDICTED`th, with the last."""
-    return evenly(length, -(-length // PREDICTED))
+    return space_evenly(length, -(-length // PREDICTED))
 
 
 def keys_seen(length: int, window: int | None) -> float:

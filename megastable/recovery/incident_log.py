@@ -333,7 +333,7 @@ class IncidentLog:
         """The run continues after `step`, from position `cursor`. seconds: since `attribute`."""
         incident = self._present()
         incident.seconds = round(incident.seconds + seconds, 3)
-        self.closed = keep_until(step, self.closed)
+        self.closed = drop_closed_after(step, self.closed)
         self._tell("rewound", to_step=step, cursor=cursor)
 
     def close(self, state: RunState, outcome: Outcome) -> None:
@@ -488,7 +488,7 @@ class IncidentLog:
         }
 
 
-def keep_until(step: int, closed: Mapping[int, int]) -> dict[int, int]:
+def drop_closed_after(step: int, closed: Mapping[int, int]) -> dict[int, int]:
     """Of the steps at which incidents were over, by number: those that a way back to `step` does not undo."""
     return {number: over for number, over in closed.items() if over <= step}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megastable.base.errors import DataError
 
@@ -13,16 +13,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def save(figure: Any, path: Path) -> None:
-    """Write a matplotlib figure, in the format of the file's extension, and free its memory. Raises DataError."""
-    from matplotlib import pyplot
-
+def save(figure: Figure, path: Path) -> None:
+    """Write a figure, in the format of the file's extension. Raises DataError."""
     try:
         figure.savefig(path, dpi=110, format=path.suffix[1:] or "png")
     except (OSError, ValueError) as error:
         raise DataError(f"{path} could not be written: {error}") from None
-    finally:
-        pyplot.close(figure)
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from megastable.report.figures import save
+from megastable.report.figures import draw_figure
 from megastable.run.goodput.time_account import TimeAccount, TimeKind
 
 COLOURS = {
@@ -29,11 +29,6 @@ CAUSES = 8  # of which the lost time is shown
 def goodput_picture(account: TimeAccount, title: str, path: Path) -> None:
     """A picture of an account. The format follows from the name (.png, .svg, .pdf). Raises DataError when it cannot be
     written."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     unit, scale = next((name, scale) for name, scale, least in UNITS if account.wall >= least)
     rows = defaultdict[TimeKind, list[tuple[float, float]]](list)
     for span in account.spans():
@@ -42,26 +37,24 @@ def goodput_picture(account: TimeAccount, title: str, path: Path) -> None:
     kinds = [kind for kind in TimeKind if seconds[kind] > 0]
     lost = sorted(_by_cause(account), key=lambda entry: -sum(entry[1].values()))[:CAUSES]
     heights = [0.6 + 0.3 * max(1, len(kinds)), 0.6 + 0.3 * max(1, len(lost))]
-    figure, (strip, bars) = pyplot.subplots(
-        2, 1, figsize=(14, 1.5 + sum(heights)), layout="constrained", height_ratios=heights
-    )
-    for n, kind in enumerate(kinds):
-        drawn = [(a, b - a) for a, b in thick(rows[kind], THIN * wall / scale)]
-        strip.broken_barh(drawn, (n - 0.4, 0.8), color=COLOURS[kind])
-    strip.set_yticks(range(len(kinds)), [f"{_called(k)}  {seconds[k] / wall:.1%}" for k in kinds])
-    strip.set_xlim(0, max(account.wall / scale, 1e-9))
-    strip.set_ylim(len(kinds) - 0.5, -0.5)
-    strip.set_xlabel(f"{unit} since the run began")
-    for n, (_, by_kind) in enumerate(lost):
-        left = 0.0
-        for kind, value in by_kind.items():
-            bars.barh(n, value / scale, left=left, color=COLOURS[kind], height=0.8)
-            left += value / scale
-    bars.set_yticks(range(len(lost)), [name for name, _ in lost], parse_math=False)
-    bars.set_ylim(max(len(lost), 1) - 0.5, -0.5)
-    bars.set_xlabel(f"{unit} lost, by cause")
-    figure.suptitle(f"{title}: {account.goodput():.1%} of the time was training", parse_math=False)
-    save(figure, path)
+    with draw_figure(path, 14, 1.5 + sum(heights)) as figure:
+        strip, bars = figure.subplots(2, 1, height_ratios=heights)
+        for n, kind in enumerate(kinds):
+            drawn = [(a, b - a) for a, b in thick(rows[kind], THIN * wall / scale)]
+            strip.broken_barh(drawn, (n - 0.4, 0.8), color=COLOURS[kind])
+        strip.set_yticks(range(len(kinds)), [f"{_called(k)}  {seconds[k] / wall:.1%}" for k in kinds])
+        strip.set_xlim(0, max(account.wall / scale, 1e-9))
+        strip.set_ylim(len(kinds) - 0.5, -0.5)
+        strip.set_xlabel(f"{unit} since the run began")
+        for n, (_, by_kind) in enumerate(lost):
+            left = 0.0
+            for kind, value in by_kind.items():
+                bars.barh(n, value / scale, left=left, color=COLOURS[kind], height=0.8)
+                left += value / scale
+        bars.set_yticks(range(len(lost)), [name for name, _ in lost], parse_math=False)
+        bars.set_ylim(max(len(lost), 1) - 0.5, -0.5)
+        bars.set_xlabel(f"{unit} lost, by cause")
+        figure.suptitle(f"{title}: {account.goodput():.1%} of the time was training", parse_math=False)
 
 
 def thick(intervals: Iterable[Sequence[float]], least: float) -> list[tuple[float, float]]:

@@ -45,8 +45,12 @@ class PhaseSummary:
 def read_phases(folder: Path, last: int | None = None) -> PhaseSummary:
     """The phases of the steps recorded in `folder`, or of the `last` ones. Raises DataError if none has any."""
     found = read_files(folder, READ)
-    problems = [f"{folder / file.name}: not a readable record file ({why})" for file, _, why in found if why]
-    tables = [table for _, table, _ in found if table is not None]
+    problems = [
+        f"{folder / read.file.name}: not a readable record file ({read.problem})"
+        for read in found
+        if read.problem
+    ]
+    tables = [read.table for read in found if read.table is not None]
     if not tables:
         damaged = f" ({plural(len(problems), 'file')} cannot be read: {problems[0]})" if problems else ""
         raise DataError(f"{folder}: no step records{damaged}: has this run done a step?")

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from megastable.base.text import visible
 
-WIDEST = 200  # characters of a table in a pipe
+WIDEST = 220  # characters of a table in a pipe
 
 
 class TextOutput:
@@ -24,11 +24,12 @@ class TextOutput:
 
     def show(self, table: RenderableType, whole: bool = False) -> None:
         """whole: as wide as it is, for a number that is cut off says nothing; so is it in a pipe."""
-        console = self._console
+        console, width = self._console, self._console.width
         if whole or not console.is_terminal:
             widest = console.measure(table, options=console.options.update(max_width=WIDEST)).maximum
-            console.width = max(console.width, widest)
+            console.width = max(width, widest)
         console.print(table)
+        console.width = width
 
 
 def make_table(*headings: str, title: str = "", caption: str = "") -> Table:

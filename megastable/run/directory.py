@@ -28,7 +28,7 @@ from megastable.run.events.training_events import RolledBack, Training
 
 log = logging.getLogger(__name__)
 
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's, if available: 20 times as fast
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's, if available: 20 times as fast
 Kind = TypeVar("Kind", bound=Event)
 
 # Sections on which the meaning of the weights in the directory depends.
@@ -132,7 +132,7 @@ class RunDirectory:
         if not recipe.exists():
             return []
         try:
-            old = yaml.load(recipe.read_text(encoding="utf-8"), _LOADER)["config"]
+            old = yaml.load(recipe.read_text(encoding="utf-8"), LOADER)["config"]
             # A key of the model that the recipe does not have had its default value.
             old |= {"model": ModelConfig().model_dump(mode="json") | old["model"]}
         except (OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError) as error:

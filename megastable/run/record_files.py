@@ -53,11 +53,12 @@ class RecordFile(NamedTuple):
 
 
 class ReadFile(NamedTuple):
-    """A file that was read: its rows, or why there are none."""
+    """A file that was read: its rows, or why there are none. has_others: columns beyond those asked for."""
 
     file: RecordFile
     table: pa.Table | None
     problem: str = ""
+    has_others: bool = False
 
 
 def name_file(low: int, high: int, *stamps: int) -> str:
@@ -134,8 +135,8 @@ def _join_groups(folder: Path, files: Sequence[RecordFile], columns: pa.Schema) 
     group, rows = list[ReadFile](), 0
     for file in files:
         found = read_file(folder, file, columns)
-        if found.table is not None and _has_other_columns(folder / file.name, columns):
-            found = found._replace(table=None)  # of another version: it stays as it is
+        if found.has_others:  # of another version: it stays as it is
+            found = found._replace(table=None)
         if found.table is None or rows + len(found.table) > COMPACTED:
             _join(folder, group)
             group, rows = [], 0
@@ -144,11 +145,6 @@ def _join_groups(folder: Path, files: Sequence[RecordFile], columns: pa.Schema) 
             rows += len(found.table)
     if len(group) >= LOOSE:
         _join(folder, group)
-
-
-def _has_other_columns(path: Path, columns: pa.Schema) -> bool:
-    with pq.ParquetFile(path) as opened:
-        return not set(opened.schema_arrow.names) <= set(columns.names)
 
 
 def _join(folder: Path, group: Sequence[ReadFile]) -> None:
@@ -198,12 +194,14 @@ def read_file(folder: Path, file: RecordFile, columns: pa.Schema) -> ReadFile:
     try:
         # Several times as fast for a small file as `read_table`, or with reading ahead.
         with pq.ParquetFile(path, pre_buffer=False) as opened:
-            known = [name for name in columns.names if name in opened.schema_arrow.names]
+            there = opened.schema_arrow.names
+            known = [name for name in columns.names if name in there]
             table = opened.read(columns=known, use_threads=False)
         for field in columns:
             if field.name not in known:
                 table = table.append_column(field, pa.nulls(len(table), field.type))
-        return ReadFile(file, table.select(columns.names).cast(columns))
+        table = table.select(columns.names).cast(columns)
+        return ReadFile(file, table, has_others=len(known) < len(there))
     except (pa.ArrowException, OSError, KeyError) as error:
         if isinstance(error, FileNotFoundError) and not os.path.lexists(path):
             raise
@@ -272,7 +270,7 @@ class RecordFollower:
             yield self.rows, self.columns.empty_table()
         for file in files[kept:]:
             try:
-                _, table, problem = read_file(self.folder, file, self.columns)
+                _, table, problem, _ = read_file(self.folder, file, self.columns)
             except FileNotFoundError:  # it has been compacted since it was listed
                 return False
             row, size = self.rows, self._measure(file) if problem else (0, 0)

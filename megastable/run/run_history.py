@@ -118,7 +118,7 @@ class AttemptHistory:
     @property
     def how(self) -> str:
         """Why it ended: one of ENDED_AS, for counting; "" while it runs."""
-        return "" if self.end is None else kind_of_end(self.end)
+        return "" if self.end is None else name_end(self.end)
 
 
 @dataclass
@@ -432,7 +432,7 @@ class HistoryReader:
         self.history = RunHistory(most_lines)
         self._others: list[list[Event]] = []
 
-    def share(self) -> list[Event]:
+    def share_events(self) -> list[Event]:
         """A list to which later looks append every event, for who folds them in another way, and empties it."""
         self._others.append([])
         return self._others[-1]
@@ -472,7 +472,7 @@ def select_standing(measured: Sequence[Measurement]) -> list[Measurement]:
     return [one for one in measured if not one.undone and isfinite(one.loss)]
 
 
-def kind_of_end(event: Ended) -> str:
+def name_end(event: Ended) -> str:
     """Why an attempt ended, from its `ended` event: one of ENDED_AS, for counting."""
     if event.get("hung"):
         return "hang"

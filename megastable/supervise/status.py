@@ -26,7 +26,7 @@ from megastable.base.text import visible
 from megastable.config.supervise import SuperviseConfig
 from megastable.config.warmups import BatchWarmup, Stages, batches
 from megastable.run import directory
-from megastable.run.directory import RunDirectory, read_object
+from megastable.run.directory import LOADER, RunDirectory, read_object
 from megastable.run.events.event import NOTHING, read_later, real, whole
 from megastable.run.goodput.watching import GoodputWatch
 from megastable.run.run_history import AttemptHistory, HistoryReader, IncidentHistory, RunHistory
@@ -97,7 +97,7 @@ class IncidentSummary:
 
 @dataclass(frozen=True)
 class AttemptSummary:
-    """One start of the training processes by a supervisor. how: see kind_of_end; "" while it runs."""
+    """One start of the training processes by a supervisor. how: see name_end; "" while it runs."""
 
     number: int
     began: float | None
@@ -128,7 +128,7 @@ class Status:
     steps done; skipped: samples before the cursor that are in none of them; last_step: when the last one ended.
     readings: the newest of what is recorded (recent_steps.NEWEST). loss, grad_norm, lr: of the last step. probe: step
     and loss of the newest look at it. eta: of the rest at that rate. restarts: counted by how the previous attempt
-    ended (run_history.kind_of_end). starts: of training processes. stages: of the pipeline. task_interval: steps
+    ended (run_history.name_end). starts: of training processes. stages: of the pipeline. task_interval: steps
     between two evaluations of tasks, None without any. hosts: of the newest attempt, that of rank 0 first; left_out:
     until when, by host, others are preferred to those that failed; slow: by host, those that are slow now. trends: slow
     signals that are warned of now. free: bytes that a user has left where checkpoints are written. alert: since when
@@ -374,7 +374,7 @@ class RunWatch:
             stamp = (found.st_size, found.st_mtime_ns)
             if stamp == self._recipe.stamp:
                 return
-            config = yaml.safe_load(self.run.recipe.read_text(encoding="utf-8"))["config"]
+            config = yaml.load(self.run.recipe.read_text(encoding="utf-8"), LOADER)["config"]
             self.sections = {key: section for key, section in config.items() if isinstance(section, dict)}
             limits = SuperviseConfig.model_validate(config.get("supervise") or {})
             train, length = config["train"], int(config["model"]["sequence_length"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from megastable.base.collectives import first
-from megastable.recovery.incident_log import IncidentLog, keep_until
+from megastable.recovery.incident_log import IncidentLog, drop_closed_after
 from megastable.recovery.run_parts import StepResult
 from megastable.run.directory import RunDirectory
 from megastable.run.events.people_events import ChangeMeasured
@@ -85,14 +85,14 @@ def _recall(run: RunDirectory) -> tuple[dict[int, int], set[object]]:
             undone = True
         elif isinstance(event, Resumed | Training):  # without a checkpoint there is the latter only
             if undone:
-                closed = keep_until(event.step or 0, closed)
+                closed = drop_closed_after(event.step or 0, closed)
             undone = False
         elif isinstance(event, IncidentLater):
             told.add((event.number, event.after))
         elif not isinstance(event, IncidentEvent):
             continue
         elif event.what == "rewound" and event.to_step is not None:
-            closed = keep_until(event.to_step, closed)
+            closed = drop_closed_after(event.to_step, closed)
         elif event.what == "closed" and event.step is not None and event.number is not None:
             of_numbers = event.summary.get("verdict") not in [*Breakdown]
             if event.summary.get("outcome") == "healed" and of_numbers:

@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 
 from megastable.base import free_memory
 from megastable.base.errors import ConfigError
-from megastable.base.free_memory import GIB, Demand, GroupMemory, demand, free, group_limits, taken, total
+from megastable.base.free_memory import (
+    GIB,
+    Demand,
+    GroupMemory,
+    count_taken_bytes,
+    demand,
+    free,
+    group_limits,
+    total,
+)
 from megastable.checkpoint.snapshot_budget import plan
 from megastable.config.stability import SnapshotConfig
 
@@ -74,8 +83,8 @@ def test_without_groups_the_machine_is_the_limit(content: str, tmp_path: Path) -
 
 @given(st.integers(0, 2**45))
 def test_pinned_memory_is_rounded_up_to_a_power_of_two(size: int) -> None:
-    held = taken(size, pinned=True)
-    assert taken(size, pinned=False) == size
+    held = count_taken_bytes(size, pinned=True)
+    assert count_taken_bytes(size, pinned=False) == size
     assert (held & (held - 1)) == 0 and (size <= held < 2 * size or held == size == 0)
 
 

@@ -200,7 +200,7 @@ def test_a_corpus_that_loses_too_much_is_refused(
 def test_lost_text_ends_the_pass_early(
     tmp_path: Path, load: Callable[[Make], Tokenizer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prepare, "JUDGED_FROM", 20_000, raising=False)
+    monkeypatch.setattr(prepare, "JUDGED_FROM", 20_000)
     monkeypatch.setattr(prepare, "BATCH", 1_000)
     tokenizer = load(bpe)
     lines = [json.dumps({"text": f"{text} {CHINESE[:8]}"}) for text in documents(200)]

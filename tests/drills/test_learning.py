@@ -11,12 +11,12 @@ import pytest
 from rich.console import Console
 
 from drills import learning
-from drills.exercise import WIDTH
 from drills.learning import COLUMNS, LearningDrill, describe_ends
 from drills.plan import Policy
 from drills.scenario import CLEAN
 from drills.score import Fate, Score, within
 from drills.stage import Stage
+from megastable.report.text_output import WIDEST
 
 DRILL = LearningDrill(["trickle", "random-tokens"], [Policy.CLIPPING, Policy.OURS], [1, 2], jobs=3)
 
@@ -58,7 +58,7 @@ def test_the_clean_runs_first_then_every_scenario_policy_and_seed(
 
 
 def shown(scores: list[Score]) -> str:
-    console = Console(width=WIDTH, file=io.StringIO(), force_terminal=False)
+    console = Console(width=WIDEST, file=io.StringIO(), force_terminal=False)
     console.print(DRILL.show_table(scores))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()

@@ -16,7 +16,7 @@ from megastable.config.tree import RunConfig
 from megastable.engine.layer_stats import LayerStatistics, attention_chunks
 from megastable.model.attention_scores import AttentionScores
 from megastable.model.gpt import GPT, Block
-from megastable.model.sizes import evenly
+from megastable.model.sizes import space_evenly
 from megastable.parallel.layout import Layout
 from megastable.parallel.sharding import placement_of
 from megastable.parallel.topology import TensorParallel
@@ -379,7 +379,7 @@ def test_attention_in_chunks_is_that_of_the_whole(
     assert torch.allclose(highest.double(), logits, rtol=1e-4, atol=1e-5)
     at_once = max(x.numel() for x, *_ in parts) * s
     assert at_once <= max(scores, b * kv * groups * s)
-    at = evenly(s, most)
+    at = space_evenly(s, most)
     parts = list(
         attention_chunks(q[:, :, at], k, segments, AttentionScores(cap=cap, window=window), scores, at)
     )

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megastable.engine import trend_probe
-from megastable.model.sizes import evenly, predicted_positions
+from megastable.model.sizes import choose_predicted_positions, space_evenly
 from tests.distributed import run_ranks
 from tests.engine.test_layer_stats import (
     CLIP,
@@ -73,7 +73,7 @@ def look(cases: list[dict[str, Any]], world: int) -> list[dict[str, Any]]:
 def predicted(engine: Any, batch: Any) -> list[float]:
     """The mean entropy of the predictions of each sample, by plain torch in fp64."""
     logits = engine.ds.module(batch.tokens)[..., : recipe().model.vocab_size].double()[
-        predicted_positions(recipe().model.sequence_length)
+        choose_predicted_positions(recipe().model.sequence_length)
     ]
     entropies = torch.distributions.Categorical(logits=logits).entropy()
     return entropies.mean(0).tolist()
@@ -231,10 +231,10 @@ def test_outputs_are_those_of_the_first_tokens() -> None:
 
 
 def test_positions_are_evenly_spaced_with_the_last_one() -> None:
-    assert predicted_positions(65) == [20, 42, 64] and predicted_positions(64) == [31, 63]
-    assert evenly(8, 4) == [1, 3, 5, 7] and evenly(3, 4) == [0, 1, 2]
+    assert choose_predicted_positions(65) == [20, 42, 64] and choose_predicted_positions(64) == [31, 63]
+    assert space_evenly(8, 4) == [1, 3, 5, 7] and space_evenly(3, 4) == [0, 1, 2]
     for length in (513, 1000, 131072):
-        at = evenly(length, 512)
+        at = space_evenly(length, 512)
         gaps = {b - a for a, b in pairwise(at)}
         assert len(at) == 512 and at[-1] == length - 1 and max(gaps) - min(gaps) <= 1
 

@@ -115,7 +115,7 @@ def test_where_nobody_is_examined_no_rate_is_cut_and_fp8_is_not_left(fp8: bool) 
     for at in range(FIRST, 1200, 150):
         run = spike(run, at, length=LENGTH)
     config = StabilityConfig.model_validate({"policy": {"recur_steps": 300}})
-    found = acted(list(simulate(recorded(run), config, fp8)), Action.DISCARD)
+    found = acted(list(simulate(recorded(run), config, fp8, interval=10, keep=4)), Action.DISCARD)
     assert len(found) >= 5 and {j.action for j in found} == {Action.REWIND}
 
 

@@ -19,6 +19,7 @@ from megastable_guard.robust import LENGTH, Scatter
 from tests.guard import traces
 
 CONFIG = StabilityConfig()
+KEPT = {"interval": CONFIG.snapshots.interval, "keep": CONFIG.snapshots.keep}
 STEPS = 4000
 
 
@@ -53,14 +54,14 @@ def test_noise_that_grows_wider_is_no_spike_where_no_norm_tells() -> None:
 def test_noise_that_was_taken_for_a_fault_is_none(kind: str, seed: int, step: int, norms: bool) -> None:
     """Each was a rewind at that step of 19,200."""
     around = islice(healthy(kind, 19_200, seed, norms), step - 1200, step + 8)
-    assert {judged.action for judged in simulate(around, CONFIG)} == {Action.APPLY}
+    assert {judged.action for judged in simulate(around, CONFIG, **KEPT)} == {Action.APPLY}
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_two_hard_batches_where_no_norm_tells_are_no_spike(seed: int) -> None:
     run = replace(traces.plus(traces.healthy(520, seed), 500, np.full(2, 0.21)), norm=None)
     rows = [Recorded(s.step, s.loss) for s in run]
-    assert Action.REWIND not in {judged.action for judged in simulate(rows, CONFIG)}
+    assert Action.REWIND not in {judged.action for judged in simulate(rows, CONFIG, **KEPT)}
 
 
 @pytest.mark.quick("True")

@@ -25,7 +25,7 @@ def judged(run: Run, data: dict[int, str] | None = None) -> list[BacktestDecisio
     for s in run:
         name = (data or {}).get(s.step, name)
         rows.append(Recorded(s.step, s.loss, s.grad_norm, data=name))
-    return list(simulate(rows, StabilityConfig()))
+    return list(simulate(rows, StabilityConfig(), interval=10, keep=4))
 
 
 def acted(found: list[BacktestDecision]) -> list[int]:

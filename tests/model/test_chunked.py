@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megastable.model import chunked
 from megastable.model.chunked import chunked_objective
 from megastable.model.loss import LossFunction, project
-from megastable.model.sizes import chunk_size, predicted_positions
+from megastable.model.sizes import choose_predicted_positions, chunk_size
 from megastable.parallel.topology import TensorParallel
 from tests.tiers import examples
 
@@ -142,7 +142,12 @@ def test_entropies_of_predictions_are_exact_and_change_no_bit_of_the_rest(
         without = by_chunks(x, weight, labels, vocabulary, 0.1, **how)
     logits = F.linear(x.double(), weight.double())[..., :vocabulary]
     logits = logits if cap is None else cap * (logits / cap).tanh()
-    wanted = torch.distributions.Categorical(logits=logits[predicted_positions(s)]).entropy().mean(0).detach()
+    wanted = (
+        torch.distributions.Categorical(logits=logits[choose_predicted_positions(s)])
+        .entropy()
+        .mean(0)
+        .detach()
+    )
     for plain in (False, True):
         loss = LossFunction(vocabulary, 0.1, ONE, cap=cap, plain=plain, entropies=True)
         loss((x, weight), labels) if plain else loss(project((x, weight), cap), labels)

@@ -16,7 +16,7 @@ from megastable.config.optimizers import OptimizerConfig
 from megastable.config.tree import RunConfig
 from megastable.parallel.layout import Layout
 from megastable_tools.plan import activations
-from megastable_tools.plan.memory import KINDS, PHASES, Footprint, footprints, taken
+from megastable_tools.plan.memory import KINDS, PHASES, Footprint, count_taken_bytes, footprints
 from megastable_tools.plan.volume import Stage, bounds, parameter_groups, parameters, stage_of
 from tests.tiers import examples
 
@@ -161,7 +161,7 @@ def test_kinds_add_up_and_more_samples_take_more(
     ("size", "pinned", "wanted"), [(0, True, 0), (5, True, 8), (8, True, 8), (5, False, 5)]
 )
 def test_pinned_memory_is_rounded_up(size: int, pinned: bool, wanted: int) -> None:
-    assert taken(size, pinned) == wanted
+    assert count_taken_bytes(size, pinned) == wanted
 
 
 def test_batches_that_cannot_be_shared_out_are_refused() -> None:
@@ -185,7 +185,9 @@ def test_what_is_restated_is_as_there() -> None:
     assert activations.SCORES == layer_stats.SCORES and memory.ALIGN == blocked.ALIGN
     assert (memory.SUM_CHUNK, memory.UPDATE_CHUNK) == (patches.CHUNK, adamw.CHUNKS)
     assert all(
-        taken(n, pinned) == free_memory.taken(n, pinned) for n in range(40) for pinned in (True, False)
+        count_taken_bytes(n, pinned) == free_memory.count_taken_bytes(n, pinned)
+        for n in range(40)
+        for pinned in (True, False)
     )
     for length in (128, 256, 300, 1024, 8192):
         config = RunConfig.model_validate({"model": MODEL | {"sequence_length": length}})

@@ -226,7 +226,7 @@ def test_a_deepspeed_file_of_one_stage_is_kept_to(tmp_path: Path) -> None:
 # Layouts of others (docs/planning.md)
 
 
-@pytest.mark.parametrize("run", published.RUNS, ids=lambda run: f"{run.name}, {run.gpus}")
+@pytest.mark.parametrize("run", published.read_runs(), ids=lambda run: f"{run.name}, {run.gpus}")
 def test_layouts_of_others_fit(run: published.Published) -> None:
     """With the recomputation that they name, but for one; what names none, with full recomputation."""
     cluster = load(ROOT / f"launch/clusters/{run.cluster}.yaml")

@@ -125,7 +125,7 @@ class Run:
 
     def check(self) -> None:
         assert all_rows(self.folder) == self.written
-        for file, some, _ in read_files(self.folder, ROWS):
+        for file, some, *_ in read_files(self.folder, ROWS):
             steps = some.column("step").to_pylist() if some is not None else []
             assert (file.low, file.high) == (min(steps), max(steps))
         table, newest = read(self.folder, ROWS), dict[int, float]()

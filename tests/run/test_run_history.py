@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megastable.run.events import follow
-from megastable.run.events.follow import Follower, without_refused
+from megastable.run.events.follow import Follower, drop_refused
 from megastable.run.events.reading import event_of
 from megastable.run.run_history import TAIL, RunHistory
 from tests.supervise.runs import incident
@@ -76,7 +76,7 @@ def test_a_brief_reading_knows_the_same(story: list[list[Any]], block: int, piec
 
 def test_most_of_a_long_journal_is_passed_over() -> None:
     """Else nothing would be won; this is what a status of a million lines rests on."""
-    lines, refused = without_refused(
+    lines, refused = drop_refused(
         b"".join(lines_of([{"event": "discarded", "step": n} for n in range(5000)]))
     )
     assert (len(lines), refused) == (TAIL + 1, 5000 - TAIL - 1)

@@ -18,7 +18,7 @@ from megastable.config import recipe
 from megastable.config.checkpoint import CheckpointConfig
 from megastable.config.lint import lint
 from megastable.config.tree import RunConfig
-from megastable_guard.section import LONGEST, UNITS
+from megastable.config.units import LONGEST, UNITS
 from tests.conftest import tiny
 from tests.distributed import run_ranks
 from tests.engine.test_gate import trainer_of

@@ -185,8 +185,8 @@ def test_steps_that_come_again_undo_those_before() -> None:
     assert [p.step for p in undone.points] == [3, 5]  # 4 was refused: it did nothing
     assert told.advance(point(4)) is None and told.advance(point(5)) is None
     again = ToldSteps.load(json.loads(json.dumps(told.model_dump())))
-    assert again.last == 5 and again.back(5, 1000, 0.0) is None
-    later = again.back(3, 1000, 0.0)
+    assert again.last == 5 and again.go_back(5, 1000, 0.0) is None
+    later = again.go_back(3, 1000, 0.0)
     assert later is not None and [p.step for p in later.points] == [4, 5] and later.tokens == 40
     assert [ToldSteps.load(x).last for x in (None, [], {"last": "x"}, {"last": 3, "points": [1]})] == [0] * 4
 

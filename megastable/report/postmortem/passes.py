@@ -39,7 +39,7 @@ class RecordFolder:
             read = read_files(self.path, wanted, lambda files: _choose_between(files, first, last))
         except OSError as error:
             return [], [f"{self.path.name} cannot be read: {error.strerror}"]
-        for file, table, _ in read:
+        for file, table, *_ in read:
             if table is None:
                 problems.append(f"{self.path.name}/{file.name} is damaged: its steps are missing here")
                 continue

@@ -21,17 +21,17 @@ from megastable.base import jsonl
 from megastable.base.errors import MegastableError
 from megastable.base.text import plural
 from megastable.config.recipe import find, load
+from megastable.config.units import seconds_of
 from megastable.data.blends import BlendEntry, read_blends
 from megastable.data.skip_ledger import Ledger
 from megastable.report.postmortem.sample_source import PublicView, SampleSource
 from megastable.report.publish.redaction import HASH, WITHHELD, Keeping, PublicNames, Redactor, collect
-from megastable.run.directory import RunDirectory, as_json, read_object
+from megastable.run.directory import LOADER, RunDirectory, as_json, read_object
 from megastable.run.events.reading import KINDS
 from megastable.run.events.training_events import ConfigChanged
 from megastable.run.record_files import encode_table, name_file, read_files
 from megastable.run.records import LAYER_SCHEMA, SCHEMA
 from megastable.supervise.locks import SUPERVISOR, TRAINING
-from megastable_guard.section import seconds_of
 
 # Of any object: commands, their arguments, processes, names of files and people, what only a resumed run needs.
 NOT_OF_OBJECTS = {
@@ -197,7 +197,7 @@ def _objects(value: Any) -> list[dict[str, Any]]:
 def _read_recipe(path: Path, made: PublicRun) -> dict[str, Any]:
     content: Any = None
     with suppress(OSError, UnicodeDecodeError, yaml.YAMLError):
-        content = yaml.load(path.read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        content = yaml.load(path.read_text(encoding="utf-8"), LOADER)
     if isinstance(content, dict) and isinstance(content.get("config"), dict):
         return content
     if path.exists():
@@ -224,7 +224,7 @@ def _copy_records(given: Path, target: Path, schema: pa.Schema, redact: Redactor
     """Copy the known columns of the record files with a name as the run gives it."""
     target.mkdir()
     found = [read for read in read_files(given, schema) if read.file.stamp]
-    for file, table, _ in found:
+    for file, table, *_ in found:
         if table is None:
             continue
         if "name" in schema.names:
@@ -232,5 +232,5 @@ def _copy_records(given: Path, target: Path, schema: pa.Schema, redact: Redactor
             table = table.set_column(schema.get_field_index("name"), "name", names)
         stamps = dict.fromkeys([file.begin, file.stamp])
         (target / name_file(file.low, file.high, *stamps)).write_bytes(encode_table(table))
-    if damaged := sum(table is None for _, table, _ in found):
+    if damaged := sum(read.table is None for read in found):
         made.problems.append(f"{given.name}: {plural(damaged, 'file')} of records cannot be read")

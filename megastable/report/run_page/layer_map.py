@@ -97,7 +97,7 @@ class LayerMap:
             self._looks.move_to_end(name)
             return self._looks[name]
         try:
-            _, table, problem = read_file(self.folder, file, COLUMNS)
+            _, table, problem, _ = read_file(self.folder, file, COLUMNS)
         except FileNotFoundError:
             return {}
         if table is None:

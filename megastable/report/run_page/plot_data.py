@@ -25,8 +25,6 @@ APART = ("loss", "grad_norm")  # drawn of refused and undone steps, too
 TREND = 64  # accepted steps, of which the trend is made
 CLIPPED = 50  # accepted steps, of which the share of clipped ones is told
 
-Arrays = dict[str, npt.NDArray[np.float64]]
-
 
 class AxisOfSteps:
     """The three axes of the rows of a table. length: tokens of a sample; began: unix seconds, where time is 0."""

@@ -36,7 +36,7 @@ class Follower:
     counts the beginnings, from 1 on: if a read changes it, all events of that read may be repeats. Rebuild state from
     them, but do not act on them, or all incidents are reported twice.
 
-    brief: of long blocks, most refused updates are only counted (`without_refused`); their number comes as an event,
+    brief: of long blocks, most refused updates are only counted (`drop_refused`); their number comes as an event,
     `PassedOver`, after those of the block.
     """
 
@@ -87,7 +87,7 @@ class Follower:
                     return  # the new bytes are the rest of this line
                 continue
             self._passed(block)
-            lines, refused = without_refused(block)
+            lines, refused = drop_refused(block)
             for line in lines:
                 if (entry := _event(line)) is not None:
                     yield entry
@@ -116,7 +116,7 @@ class Follower:
         self._anchor = (self._anchor + lines)[-ANCHOR:]
 
 
-def without_refused(block: bytes) -> tuple[list[bytes], int]:
+def drop_refused(block: bytes) -> tuple[list[bytes], int]:
     """The lines of a block but for refused updates, of which a run in trouble may have a million, and how many of these
     there are. The first and the newest lines are left as they are, and all of a block with a torn, merged or
     zero-filled line."""

@@ -23,7 +23,7 @@ class GoodputWatch:
     def __init__(self, root: Path, journal: HistoryReader | None = None) -> None:
         self.run = RunDirectory(root)
         self._looks, self._journal = journal is None, journal or HistoryReader(self.run.journal)
-        self._pending = self._journal.share()
+        self._pending = self._journal.share_events()
         self._files = StepFiles(self.run.steps)
         self._life, self._starts = Lifecycle(), self._journal.starts
         self._account: TimeAccount | None = None

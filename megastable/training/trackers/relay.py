@@ -68,7 +68,7 @@ class Relay:
         self._kept = time.monotonic()
         self._write(state | {"closed": False})
         self._look()  # first: what happened between the processes
-        undone = self._steps.back(run.step, run.tokens + 1, run.time)
+        undone = self._steps.go_back(run.step, run.tokens + 1, run.time)
         if undone is None and state.get("closed") is False:
             undone = UndonePoint(run.step + 1, run.step + 1, run.tokens + 1, run.time)
         if undone is not None:
@@ -166,13 +166,13 @@ class ToldSteps(BaseModel):
 
     def advance(self, point: StepPoint) -> UndonePoint | None:
         """Another step; what it undoes, if it is not a new one."""
-        undone = self.back(point.step - 1, point.tokens, point.time)
+        undone = self.go_back(point.step - 1, point.tokens, point.time)
         self.last = point.step
         if point.applied:
             self.points = [*self.points[-KEPT + 1 :], replace(point, values=apart(point))]
         return undone
 
-    def back(self, step: int, tokens: int, time: float) -> UndonePoint | None:
+    def go_back(self, step: int, tokens: int, time: float) -> UndonePoint | None:
         """The run stands after `step`; tokens: an upper bound of those before the next one's end."""
         if step >= self.last:
             return None

@@ -165,6 +165,7 @@ def test_a_plan_of_another_corpus(folder: Path) -> None:
         '{"shard": "a", "document": 1}\n{"document": 2, "shard": "b", "why": "x"}\n{"shard": "a", "document": 4}\n',
         "\ufeffa 1\r\n  b,\t2  # why\r\n\r\na, 4\r\n",
         "a 1\rb 2\ra 4",
+        "shard,document,first,end\na,1, , \nb, 2 ,,\na,4,,\n",
     ],
 )
 def test_lists_by_hand(folder: Path, text: str) -> None:
@@ -189,7 +190,8 @@ def test_a_line_of_any_length_is_refused_at_once(folder: Path, line: str) -> Non
 
 
 @pytest.mark.parametrize(
-    "text", ["shard,document\na,x\n", "shard,document\na\n", "document,shard\n1,a\n,b\n"]
+    "text",
+    ["shard,document\na,x\n", "shard,document\na\n", "document,shard\n1,a\n,b\n", "shard,document\na,1_0\n"],
 )
 def test_tables_refused(folder: Path, text: str) -> None:
     (folder.parent / "list").write_text(text)

@@ -51,7 +51,7 @@ def to_hf(
 
     if dtype not in export.DTYPES:
         raise ConfigError(f"--dtype {dtype}: choose among {', '.join(export.DTYPES)}")
-    with _watching("writing", as_json) as watch:
+    with _watching(as_json) as watch:
         made = export.to_hf(
             checkpoint, out, dtype=cast(Any, dtype), shard_size=read_size(shard_size), tokenizer=tokenizer,
             without_tokenizer=no_tokenizer, inexact_tokenizer=inexact_tokenizer,
@@ -79,7 +79,7 @@ def to_gguf(folder: Folder, out: Out, as_json: Json = False) -> None:
     from megastable.base.text import plural, size
     from megastable_tools.convert.huggingface import gguf
 
-    with _watching("writing", as_json) as watch:
+    with _watching(as_json) as watch:
         made = gguf.to_gguf(folder, out, watch)
     tensors = f"{plural(made.tensors, 'tensor')} in {made.dtype}"
     line = f"made {out}: {tensors}, {size(made.bytes)}, as {made.architecture}"
@@ -107,7 +107,7 @@ def from_hf(
     from megastable_tools.convert.huggingface import importing
     from megastable_tools.convert.huggingface.parity import compare
 
-    with _watching("writing", as_json) as watch:
+    with _watching(as_json) as watch:
         made = importing.from_hf(
             folder,
             out,
@@ -192,7 +192,7 @@ def _say(silent: bool) -> Callable[[str], None]:
 
 
 @contextmanager
-def _watching(what: str, silent: bool) -> Iterator[Callable[[int, int], None]]:
+def _watching(silent: bool) -> Iterator[Callable[[int, int], None]]:
     """A function to call with (bytes done, total); shows a bar from the first call to the last byte."""
     from megastable.base.progress_bar import bar
 
@@ -202,7 +202,7 @@ def _watching(what: str, silent: bool) -> Iterator[Callable[[int, int], None]]:
 
         def watch(done: int, total: int) -> None:
             nonlocal tick, last
-            tick = tick or stack.enter_context(bar(what, total, silent))
+            tick = tick or stack.enter_context(bar("writing", total, silent))
             tick(done - last)
             last = done
             if done >= total:

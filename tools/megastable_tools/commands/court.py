@@ -40,10 +40,9 @@ def court(
     output: JsonFile = None,
 ) -> None:  # fmt: skip
     """Hold the trial of an incident again, from a checkpoint, with more remedies: did the run choose well?"""
-    from rich.console import Console
 
     from megastable.base.progress_bar import bar
-    from megastable.base.text import visible
+    from megastable.report.text_output import TextOutput
     from megastable_tools.forensics.court import court_display as display
     from megastable_tools.forensics.court.court_case import open_incident, open_steps
     from megastable_tools.forensics.court.hold_court import hold_court
@@ -59,17 +58,10 @@ def court(
         case = open_incident(history, incident)
     with bar("reading the run", 0, as_json, "steps") as progress:
         record = hold_court(history, case, only or [], steps, progress)
-    console = Console(markup=False, emoji=False, highlight=False, quiet=as_json)
-    wide = (
-        console
-        if console.is_terminal
-        else Console(markup=False, emoji=False, highlight=False, width=150, quiet=as_json)
-    )
-    for line in display.describe_case(record):
-        console.print(visible(line), soft_wrap=True)
-    wide.print(display.draw_table(record))
-    for line in (display.LEGEND, *display.describe_outcome(record)):
-        console.print(visible(line), soft_wrap=True)
+    out = TextOutput(as_json)
+    out.say(*display.describe_case(record))
+    out.show(display.draw_table(record))
+    out.say(display.LEGEND, *display.describe_outcome(record))
     put_json(display.court_tree(record), as_json, output)
     if picture is not None:
         display.court_picture(record, history, picture)

@@ -85,13 +85,11 @@ def repeat(
     """Run the same steps twice, and find the first step, layer and operation that differ, bit for bit."""
     import os
 
-    from rich.console import Console
-
     from megastable.base.progress_bar import bar
     from megastable.config import recipe
+    from megastable.report.text_output import TextOutput
     from megastable.run.membership import check_alone
-    from megastable_tools.repeat import repeating as display
-    from megastable_tools.repeat.repeating import UNCOMPILED, RepeatPlan, Way
+    from megastable_tools.repeat.repeating import UNCOMPILED, RepeatPlan, Way, sentences, tree
     from megastable_tools.repeat.repeating import repeat as run_twice
     from megastable_tools.repeat.trace_file import CPU
     from megastable_tools.repeat.trace_request import PlantSpot
@@ -124,15 +122,12 @@ def repeat(
         )  # fmt: skip
         progress = during.enter_context(bar("tracing", 2 * steps, as_json, "steps"))
         result = run_twice(plan, progress)
-    console = Console(quiet=as_json, markup=False, highlight=False)
+    out = TextOutput(as_json)
     compiled, header = recipe.load(path, common).kernels.compile, result.headers[0][0]
     if not blocks and (compiled is True or (compiled == "auto" and not header.device.startswith(CPU))):
-        console.print(
-            f"{UNCOMPILED} for this, so that operations can be seen; --blocks compiles", soft_wrap=True
-        )
-    for line in display.sentences(result):
-        console.print(line, soft_wrap=True)
-    put_json(display.tree(result), as_json, None)
+        out.say(f"{UNCOMPILED} for this, so that operations can be seen; --blocks compiles")
+    out.say(*sentences(result))
+    put_json(tree(result), as_json, None)
     raise typer.Exit(0 if result.same else FAILED)
 
 

@@ -12,6 +12,7 @@ from megastable.commands.app import App
 from megastable.commands.options import Json, JsonFile, Run, put_json
 
 if TYPE_CHECKING:
+    from megastable.report.text_output import TextOutput
     from megastable_tools.forensics.court.skip_review import ReviewedGroup, SkipReview
 
 LOW = ": with so low a rate, little harm shows"
@@ -47,10 +48,9 @@ def review(
     output: JsonFile = None,
 ) -> None:  # fmt: skip
     """Try again what incidents skip: does the run learn from it by now, and does it do harm?"""
-    from rich.console import Console
 
     from megastable.base.progress_bar import bar
-    from megastable.base.text import visible
+    from megastable.report.text_output import TextOutput
     from megastable_tools.forensics.court import skip_review
     from megastable_tools.forensics.court.skip_groups import LITTLE_RATE
     from megastable_tools.forensics.history import History
@@ -64,24 +64,19 @@ def review(
             found = skip_review.give_back(history, found) if give_back else found
         else:
             found = skip_review.SkipReview("", 0, 0.0, steps, [])
-    console = Console(markup=False, emoji=False, highlight=False, quiet=as_json)
-    if not console.is_terminal:
-        console = Console(markup=False, emoji=False, highlight=False, width=120, quiet=as_json)
+    out = TextOutput(as_json)
     if groups:
-        console.print(
-            visible(
-                f"{history.run.root}: tried on {found.checkpoint}, in branches of {steps} steps, at "
-                f"{found.rate_share:.0%} of the peak rate{LOW if found.rate_share < LITTLE_RATE else ''}"
-            ),
-            soft_wrap=True,
+        out.say(
+            f"{history.run.root}: tried on {found.checkpoint}, in branches of {steps} steps, at "
+            f"{found.rate_share:.0%} of the peak rate{LOW if found.rate_share < LITTLE_RATE else ''}"
         )
-        _show(console, found, give_back)
+        _show(out, found, give_back)
     else:
-        console.print(visible(f"{history.run.root}: no incident skips samples for good"), soft_wrap=True)
+        out.say(f"{history.run.root}: no incident skips samples for good")
     put_json(_tree(found), as_json, output)
 
 
-def _show(console: Any, found: SkipReview, give_back: bool) -> None:
+def _show(out: TextOutput, found: SkipReview, give_back: bool) -> None:
     from rich.table import Table
 
     from megastable.base.text import plural
@@ -98,14 +93,13 @@ def _show(console: Any, found: SkipReview, give_back: bool) -> None:
             _with_error(trial.cost, trial.cost_error), _with_error(trial.learnt, trial.learnt_error), trial.verdict,
             _outcome(one, give_back),
         )  # fmt: skip
-    console.print(table)
-    console.print(
-        "cost: by how much the data to come is harder after them; learnt: by how much others of them are easier. Nats",
-        soft_wrap=True,
+    out.show(table)
+    out.say(
+        "cost: by how much the data to come is harder after them; learnt: by how much others of them are easier. Nats"
     )
     harmless = sum(one.harmless for one in found.groups)
     if harmless and not give_back:
-        console.print(f"{plural(harmless, 'group')} would be given back with --give-back", soft_wrap=True)
+        out.say(f"{plural(harmless, 'group')} would be given back with --give-back")
 
 
 def _outcome(one: ReviewedGroup, give_back: bool) -> str:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, Literal
 
-from megastable.base.free_memory import taken
+from megastable.base.free_memory import count_taken_bytes
 from megastable.config import deepspeed_json
 from megastable.config.rules import LINEARS, caps_logits
 from megastable.config.tree import RunConfig
@@ -537,7 +537,7 @@ def _orthogonalized(config: RunConfig, layout: Layout, held: Stage) -> Iterable[
 
 def _host(config: RunConfig, held: Stage, groups: Sequence[int], layout: Layout, device: Device) -> Host:
     sizes = [n // layout.data * FP32 for n in groups] + list(_optimizer_state(config, held, groups, layout))
-    state = sum(taken(size, device == "cuda") for size in sizes)
+    state = sum(count_taken_bytes(size, device == "cuda") for size in sizes)
     kept = config.stability.snapshots
     copy = state if config.checkpoint.asynchronous else 0
     return Host(state, kept.keep if kept.interval else 0, copy, _flattened(config, groups, layout))

@@ -8,8 +8,9 @@ One set of efficiencies for each kind of GPU (launch/clusters/) serves all rows.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +71,10 @@ class Published:
         return step_time(self.config, self.layout, cluster, others=Others(**self.others))
 
 
-def read_runs() -> Iterator[Published]:
+@cache
+def read_runs() -> tuple[Published, ...]:
     """The runs of published.yaml, each with what its publication says of all of them."""
+    found = list[Published]()
     for publication in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")):
         runs = publication.pop("runs")
         for run in runs:
@@ -79,13 +82,11 @@ def read_runs() -> Iterator[Published]:
                 key: value | run.get(key, {}) if isinstance(value, dict) else value
                 for key, value in publication.items()
             }
-            yield Published(**(run | shared))
+            found.append(Published(**(run | shared)))
+    return tuple(found)
 
 
-RUNS: Sequence[Published] = tuple(read_runs())
-
-
-def table(runs: Sequence[Published] = RUNS) -> str:
+def table(runs: Sequence[Published]) -> str:
     """Markdown table: predicted beside published, with the error, and the parts of the step."""
     rows = [
         "| run | GPUs | layout | published, s | predicted, s | error | source |",
@@ -112,4 +113,4 @@ def table(runs: Sequence[Published] = RUNS) -> str:
 
 
 if __name__ == "__main__":
-    print(table())
+    print(table(read_runs()))

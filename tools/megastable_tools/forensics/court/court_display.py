@@ -88,7 +88,6 @@ def court_picture(record: CourtRecord, history: History, path: Path) -> None:
     name (.png, .svg, .pdf). Raises DataError when it cannot be written."""
     import matplotlib
 
-    matplotlib.use("Agg")
     first, verdict = record.case.first_step - 1, record.verdict
     branches = [
         BranchFacts(

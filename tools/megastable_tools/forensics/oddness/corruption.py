@@ -50,17 +50,6 @@ def corrupt(kind: str, ids: npt.NDArray[np.integer], tokenizer: Tokenizer, rando
     return np.asarray(tokenizer.encode(spoiled)[: len(given)] or given[:1].tolist(), dtype=np.int64)
 
 
-def corrupt_span(
-    kind: str, ids: npt.NDArray[np.integer], tokenizer: Tokenizer, random: Random, span: int
-) -> tuple[Ids, int, int]:
-    """The document with up to `span` tokens of it, anywhere, corrupted: (ids, first, end) of the span in it."""
-    ids = np.asarray(ids, dtype=np.int64)
-    span = min(span, len(ids))
-    first = int(random.integers(0, len(ids) - span + 1))
-    wrong = corrupt(kind, ids[first : first + span], tokenizer, random)
-    return np.concatenate([ids[:first], wrong, ids[first + span :]]), first, first + len(wrong)
-
-
 def _random(ids: Ids, tokenizer: Tokenizer, random: Random) -> Ids:
     drawn = random.integers(0, tokenizer.vocab_size - 1, len(ids))
     return drawn + (drawn >= tokenizer.eod)

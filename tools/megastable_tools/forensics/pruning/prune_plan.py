@@ -295,15 +295,21 @@ def _table(path: Path, lines: list[str], start: int) -> Iterator[tuple[str, Plan
 def _line_of_row(path: Path, number: int, line: str, row: Mapping[str, Any]) -> tuple[str, PlanLine]:
     """Shard and content of a row of a table, or of a JSON object: a document, or a span of it with both ends."""
     try:
-        shard, cells = row["shard"], [row.get(name) for name in ("document", "first", "end")]
-        known = [cell not in (None, "") for cell in cells]
-        numbers = [int(str(cell).replace(",", "")) for cell in cells if cell not in (None, "")]
-    except (ValueError, KeyError):
+        shard, given = row["shard"], [row.get(name) for name in ("document", "first", "end")]
+    except KeyError:
         _bad(path, number, line)
+    cells = ["" if cell is None else str(cell).strip().replace(",", "") for cell in given]
+    known = [bool(cell) for cell in cells]
     whole, span = [True, False, False], [True, True, True]
-    if not isinstance(shard, str) or known not in (whole, span) or not all(0 <= n < 10**18 for n in numbers):
+    numbers = [cell for cell in cells if cell]
+    if not (
+        isinstance(shard, str)
+        and known in (whole, span)
+        and all(re.fullmatch("[0-9]{1,18}", cell) for cell in numbers)
+    ):
         _bad(path, number, line)
-    return shard.strip(), PlanLine(number, numbers[0], (numbers[1], numbers[2]) if known == span else None)
+    document, *ends = map(int, numbers)
+    return shard.strip(), PlanLine(number, document, (ends[0], ends[1]) if ends else None)
 
 
 def _bad(path: Path, number: int, line: str) -> NoReturn:
