@@ -9,10 +9,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from megastable.config.tree import RunConfig
-from megastable.model.flops import parameters
+from megastable.data.manifest import TokenizerInfo, adopt
+from megastable.data.shard_format import ShardWriter
+from megastable.engine.measured import Measured
+from megastable.model.sizes import parameters
 
 
 def machine(device: torch.device) -> dict[str, Any]:
@@ -32,27 +36,47 @@ def machine(device: torch.device) -> dict[str, Any]:
     }
 
 
+def is_finite(measured: Measured) -> bool:
+    """Judges a step as an engine without a guard does."""
+    return measured.finite
+
+
+def write_random_corpus(folder: Path, vocabulary: int, tokens: int) -> None:
+    """A corpus of at least `tokens` tokens: random walks over the ids, in documents of 5 to 200, ended by 0."""
+    folder.mkdir(parents=True, exist_ok=True)
+    random_draws = np.random.default_rng(0)
+    with ShardWriter(folder / "part-0", vocabulary) as writer:
+        while writer.tokens < tokens:
+            walk_steps = random_draws.integers(-3, 4, random_draws.integers(5, 200))
+            document = (random_draws.integers(1, vocabulary) + walk_steps.cumsum()) % (vocabulary - 1) + 1
+            writer.add_document(np.append(document, 0))
+    tokenizer_info = TokenizerInfo(
+        file="tokenizer.model", kind="sentencepiece", xxh3="0" * 32, vocab_size=vocabulary, eod=0
+    )
+    adopt(folder, tokenizer_info, validation=0.05).save(folder)
+
+
 def name_processor() -> str:
     """The name of this machine's processor."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    names = [info_line.partition(":")[2].strip() for info_line in lines if info_line.startswith("model name")]
     return names[0] if names else platform.machine()
 
 
 def describe_run(config: RunConfig) -> dict[str, Any]:
     """The model, the batch and the precision of a measurement."""
-    c = config
+    run_config = config
     return {
-        "parameters": parameters(c.model),
-        "vocabulary": c.model.vocab_size,
-        "sequence_length": c.model.sequence_length,
-        "micro_batch": c.train.micro_batch,
-        "global_batch": c.train.global_batch,
-        "tokens": c.train.global_batch * c.model.sequence_length,
-        "precision": c.precision.kind,
-        "fp8": c.precision.fp8.recipe if c.precision.fp8 else None,
-        "zero": c.parallel.zero,
-        "recompute": c.parallel.recompute,
-        "moments": c.optimizer.moments,
-        "clip": c.optimizer.clip,
+        "parameters": parameters(run_config.model),
+        "vocabulary": run_config.model.vocab_size,
+        "sequence_length": run_config.model.sequence_length,
+        "micro_batch": run_config.train.micro_batch,
+        "global_batch": run_config.train.global_batch,
+        "tokens": run_config.train.global_batch * run_config.model.sequence_length,
+        "precision": run_config.precision.kind,
+        "fp8": run_config.precision.fp8.recipe if run_config.precision.fp8 else None,
+        "zero": run_config.parallel.zero,
+        "recompute": run_config.parallel.recompute,
+        "moments": run_config.optimizer.moments,
+        "clip": run_config.optimizer.clip,
     }

@@ -106,8 +106,8 @@ class Costs:
 
 def estimate(terms: Sequence[Term], factor: float) -> Estimate:
     """The sum of the weighted medians, times `factor`; the values of all terms are paired by round."""
-    rounds = len(terms[0][0])
-    drawn = np.random.default_rng(0).integers(0, rounds, (RESAMPLES, rounds))
+    round_count = len(terms[0][0])
+    drawn = np.random.default_rng(0).integers(0, round_count, (RESAMPLES, round_count))
     sums = factor * np.sum([weight * np.median(values[drawn], axis=1) for values, weight in terms], axis=0)
     low, high = np.quantile(sums, (0.025, 0.975)).tolist()
     return Estimate(factor * sum(weight * float(np.median(values)) for values, weight in terms), low, high)
@@ -156,35 +156,35 @@ def assess(
 
 def table(costs: Costs) -> Table:
     """A table: component, duration, frequency, share of a step; sums and limits at the end."""
-    bare = costs.steps_ms["bare"].median
-    shown = Table(
-        title=f"Of a step of {bare:,.1f} ms without any of it; ± half of a 95% interval",
+    bare_ms = costs.steps_ms["bare"].median
+    shown_table = Table(
+        title=f"Of a step of {bare_ms:,.1f} ms without any of it; ± half of a 95% interval",
         title_justify="left",
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
     )
-    shown.add_column("component", no_wrap=True)
+    shown_table.add_column("component", no_wrap=True)
     for heading in ("every", "direct ms", "paired ms", "direct %", "paired %"):
-        shown.add_column(heading, justify="right", no_wrap=True)
+        shown_table.add_column(heading, justify="right", no_wrap=True)
     for cost in costs.components:
         paired_too = COMPONENTS[cost.name][1] is not None
-        shown.add_row(
+        shown_table.add_row(
             MEANING[cost.name], str(cost.every), f"{cost.direct_ms.median:.3f}",
             _with_width(cost.paired_ms, 1, 1) if paired_too else "", f"{100 * cost.direct_share.median:.3f}",
             _with_width(cost.paired_share, 100, 2) if paired_too else "",
         )  # fmt: skip
-        for part, milliseconds in cost.parts.items() if len(cost.parts) > 1 else ():
-            share = f"{100 * milliseconds / cost.every / bare:.3f}"
-            shown.add_row(f"  {MEANING[part]}", "", f"{milliseconds:.3f}", "", share, style="dim")
-    shown.add_section()
+        for part, part_ms in cost.parts.items() if len(cost.parts) > 1 else ():
+            share_text = f"{100 * part_ms / cost.every / bare_ms:.3f}"
+            shown_table.add_row(f"  {MEANING[part]}", "", f"{part_ms:.3f}", "", share_text, style="dim")
+    shown_table.add_section()
     for name, total in costs.totals.items():
-        direct, paired = f"{100 * total.direct.median:.3f}", _with_width(total.paired, 100, 2)
-        limit = f"limit {100 * total.limit:g} %"
-        shown.add_row(MEANING[name], "", "", limit, direct, paired, style="bold")
-    return shown
+        direct_text, paired_text = f"{100 * total.direct.median:.3f}", _with_width(total.paired, 100, 2)
+        limit_text = f"limit {100 * total.limit:g} %"
+        shown_table.add_row(MEANING[name], "", "", limit_text, direct_text, paired_text, style="bold")
+    return shown_table
 
 
 def _with_width(e: Estimate, factor: float, digits: int) -> str:
-    middle, width = factor * e.median, factor * (e.high - e.low) / 2
-    digits = digits if width < 10 else 0  # digits beyond that width mean nothing
-    return f"{middle:.{digits}f}±{width:.{digits}f}"
+    middle_value, half_width = factor * e.median, factor * (e.high - e.low) / 2
+    digits = digits if half_width < 10 else 0  # digits beyond that width mean nothing
+    return f"{middle_value:.{digits}f}±{half_width:.{digits}f}"

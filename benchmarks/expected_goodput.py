@@ -12,8 +12,7 @@ import argparse
 from collections.abc import Iterator, Sequence
 from statistics import mean
 
-from megastable_tools.plan.goodput_model import DAY, ExpectedGoodput, FaultyCluster, expected, spares
-from megastable_tools.plan.goodput_trial import trial
+from megastable_tools.plan.goodput_model import DAY, ExpectedGoodput, FaultyCluster, expected, spares, trial
 
 GPUS = (64, 1024, 10_000)
 # Seconds from the launch to the first step. Two ranks of a small model took 6 here, nearly all of it imports; the rest,
@@ -25,45 +24,45 @@ LONGEST = 20_000 * DAY
 
 def cases(gpus: int) -> Iterator[tuple[str, FaultyCluster]]:
     """What is compared, for a cluster of so many GPUs."""
-    plain = FaultyCluster(gpus=gpus, start=START + START_PER_GPU * gpus).tuned()
-    spare = plain.with_spares()
-    yield "a lost host is awaited for 4 h; a person undoes spikes", plain
-    yield "+ rewinds", plain.with_rewinds()
-    yield "a spare takes its place", spare
-    yield "+ rewinds", spare.with_rewinds()
-    yield "+ rewinds, peer memory", spare.with_peers().with_rewinds()
-    yield "goes on without the host", plain.shrinking()
-    yield "+ rewinds", plain.shrinking().with_rewinds()
-    yield "+ rewinds, peer memory", plain.shrinking().with_peers().with_rewinds()
-    halves = plain.shrinking(halves=True)
-    yield "goes on without the host, batch a power of two", halves
-    yield "+ rewinds, peer memory", halves.with_peers().with_rewinds()
+    plain_cluster = FaultyCluster(gpus=gpus, start=START + START_PER_GPU * gpus).with_tuned_interval()
+    spare_cluster = plain_cluster.with_spares()
+    yield "a lost host is awaited for 4 h; a person undoes spikes", plain_cluster
+    yield "+ rewinds", plain_cluster.with_rewinds()
+    yield "a spare takes its place", spare_cluster
+    yield "+ rewinds", spare_cluster.with_rewinds()
+    yield "+ rewinds, peer memory", spare_cluster.with_peers().with_rewinds()
+    yield "goes on without the host", plain_cluster.with_shrinking()
+    yield "+ rewinds", plain_cluster.with_shrinking().with_rewinds()
+    yield "+ rewinds, peer memory", plain_cluster.with_shrinking().with_peers().with_rewinds()
+    halving_cluster = plain_cluster.with_shrinking(halves=True)
+    yield "goes on without the host, batch a power of two", halving_cluster
+    yield "+ rewinds, peer memory", halving_cluster.with_peers().with_rewinds()
 
 
 def row(name: str, c: FaultyCluster, found: ExpectedGoodput, trials: int) -> str:
-    shares = (
+    loss_shares = (
         found.redone, found.copying, found.detection, found.waiting, found.start_up, found.spikes, found.smaller
     )  # fmt: skip
-    cells = [name, f"**{found.training:.2%}**", *(f"{share:.2%}" for share in shares)]
+    row_cells = [name, f"**{found.training:.2%}**", *(f"{share:.2%}" for share in loss_shares)]
     if trials:
-        seconds = min(FAILURES / c.rate, LONGEST)
-        cells.append(f"{mean(trial(c, seconds, n) for n in range(trials)):.2%}")
-    return f"| {' | '.join(cells)} |"
+        trial_seconds = min(FAILURES / c.rate, LONGEST)
+        row_cells.append(f"{mean(trial(c, trial_seconds, trial_seed) for trial_seed in range(trials)):.2%}")
+    return f"| {' | '.join(row_cells)} |"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.expected_goodput", description=__doc__)
     parser.add_argument("--gpus", type=int, nargs="+", default=GPUS)
     parser.add_argument("--trials", type=int, default=0)
-    args = parser.parse_args(arguments)
-    for gpus in args.gpus:
+    parsed_arguments = parser.parse_args(arguments)
+    for gpus in parsed_arguments.gpus:
         base = next(cases(gpus))[1]
         hosts = spares(base)
         print(
             f"\n{gpus:,} GPUs: a failure every {1 / base.rate / 3600:.1f} h, a start takes {base.start:.0f} s, a "
             f"checkpoint every {base.interval / 60:.0f} min; {hosts} spare hosts suffice for 99 % of the failures\n"
         )
-        heads = [
+        table_heads = [
             "",
             "goodput",
             "redone",
@@ -74,10 +73,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "spikes",
             "hosts missing",
         ]
-        heads += ["by dice"] if args.trials else []
-        print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
-        for name, c in cases(gpus):
-            print(row(name, c, expected(c), args.trials))
+        table_heads += ["by dice"] if parsed_arguments.trials else []
+        print(f"| {' | '.join(table_heads)} |\n|{'---|' * len(table_heads)}")
+        for case_name, faulty_cluster in cases(gpus):
+            print(row(case_name, faulty_cluster, expected(faulty_cluster), parsed_arguments.trials))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
 
 Every layout trains a small model on processes of this machine (gloo). Measured are the memory held between two steps,
 by kind; the peak that a step allocates on top (`train_speed.py`: torch.profiler on a CPU, without scratch space of
-oneDNN), also for a watched step and for a NaN location (nan_locator.py); and the peak while the engine is built. On
+oneDNN), also for a watched step and for a NaN location (engine/locators.py); and the peak while the engine is built. On
 a GPU (one process) all are those of torch's allocator.
 """
 
@@ -103,7 +103,7 @@ LAYOUTS = {
 @dataclass(frozen=True)
 class Measured:
     """One rank's bytes. held: between two steps, by kind ("other" is the rest); step: the peak on top; watched,
-    located: the same for a step that `probe.watch` examines, and for `nan_locator.locate`; building: the peak before
+    located: the same for a step that `probe.watch` examines, and for `locators.locate`; building: the peak before
     the first step, device and host together if they are the same."""
 
     stage: int
@@ -149,8 +149,8 @@ def measure(names: Sequence[str] = (), say: Callable[[str], None] = lambda _: No
 
     Raises ConfigError for an unknown name, MegastableError if a rank fails.
     """
-    found = run_layouts(LAYOUTS, names, measure_joined, say)
-    return [row for name, case, ranks in found for row in compare(name, case, ranks)]
+    measured_layouts = run_layouts(LAYOUTS, names, measure_joined, say)
+    return [row for name, case, ranks in measured_layouts for row in compare(name, case, ranks)]
 
 
 STATE = ("weights", "gradients", "master", "moments")
@@ -158,70 +158,60 @@ STATE = ("weights", "gradients", "master", "moments")
 
 def compare(name: str, case: LayoutCase, ranks: Sequence[Measured]) -> list[Row]:
     """Every rank's measurement beside the formulas."""
-    cut = bounds(case.config)
-    rows = []
+    stage_bounds = bounds(case.config)
+    rank_rows = []
     for rank, measured in enumerate(ranks):
-        expected = memory.footprint(
+        [expected] = memory.footprints(
             case.config,
             case.layout,
-            measured.stage,
-            cut,
+            stages=[measured.stage],
+            cut=stage_bounds,
             device=measured.device,
             zero=case.deepspeed["zero_optimization"],
             elements=case.elements,
         )
-        held = sum(measured.held[kind] for kind in STATE)
-        state = sum(size for kind, size in expected.at("between").items() if kind in STATE)
-        rows.append(
+        bytes_held = sum(measured.held[kind] for kind in STATE)
+        state = sum(kind_bytes for kind, kind_bytes in expected.bytes_at("between").items() if kind in STATE)
+        rank_rows.append(
             Row(
                 name,
                 measured.stage,
                 rank,
-                held,
+                bytes_held,
                 state,
                 measured.total,
                 expected.total,
                 measured.total - measured.step + measured.watched,
                 measured.total - measured.step + measured.located,
                 expected.peak,
-                {str(kind): size for kind, size in expected.kinds.items()},
+                {str(kind): kind_bytes for kind, kind_bytes in expected.kinds.items()},
                 measured.building,
                 # The optional host copies are made on the device if there is space.
                 max(expected.host.building, expected.building),
             )
         )
-    return rows
+    return rank_rows
 
 
 def table(rows: Iterable[Row]) -> Table:
     """One row for every rank that differs from its neighbours of the same stage, otherwise one per stage."""
-    made = Table("layout", "stage", title="Memory of one rank in a training step, MiB")
-    names = (
-        "building",
-        "formulas",
-        "state",
-        "formulas",
-        "peak",
-        "formulas",
-        "difference",
-        "watched",
-        "diagnosed",
-    )
-    for name in (*names, "most of it"):
-        made.add_column(name, justify="right")
-    seen = set()
+    made_table = Table("layout", "stage", title="Memory of one rank in a training step, MiB")
+    column_names = "building formulas state formulas peak formulas difference watched diagnosed".split()
+    for column_name in (*column_names, "most of it"):
+        made_table.add_column(column_name, justify="right")
+    rows_seen = set()
     for row in rows:
-        key = row.layout, row.stage, row.held, row.total
-        if key in seen:
+        row_key = row.layout, row.stage, row.held, row.total
+        if row_key in rows_seen:
             continue
-        seen.add(key)
-        made.add_row(
+        rows_seen.add(row_key)
+        made_table.add_row(
             row.layout, str(row.stage), f"{row.building / MIB:.2f}", f"{row.building_expected / MIB:.2f}",
             f"{row.held / MIB:.2f}", f"{row.held_expected / MIB:.2f}",
             f"{row.total / MIB:.1f}", f"{row.total_expected / MIB:.1f}", f"{row.difference:+.1%}",
             f"{row.watched / MIB:.1f}", f"{row.located / MIB:.1f}", max(row.kinds, key=lambda kind: row.kinds[kind]),
         )  # fmt: skip
-    return made
+    return made_table
 
 
 # On a rank
@@ -232,7 +222,7 @@ def measure_joined(case: LayoutCase) -> Measured:
     import torch
 
     from benchmarks.train_speed import living_bytes, peak_of
-    from megastable.engine import nan_locator
+    from megastable.engine import locators
     from megastable.engine.distributed import device
     from megastable.engine.engine import Engine
 
@@ -263,7 +253,7 @@ def measure_joined(case: LayoutCase) -> Measured:
         engine.statistics()
 
     def located() -> None:
-        nan_locator.locate(engine, batches)
+        locators.locate(engine, batches)
 
     for _ in range(WARM):
         step()
@@ -281,11 +271,11 @@ def _peak_on_gpu(step: Callable[[], None]) -> int:
     import torch
 
     torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
+    bytes_before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     step()
     torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
+    return torch.cuda.max_memory_allocated() - bytes_before
 
 
 def _kinds(engine: Any) -> dict[str, int]:
@@ -295,24 +285,24 @@ def _kinds(engine: Any) -> dict[str, int]:
     o = engine.optimizer
     stage3 = isinstance(engine.zero, Zero3)
     parameters = list(engine.ds.module.parameters())
-    weights = [p.ds_tensor for p in parameters] if stage3 else parameters
-    gradients = [p.grad for p in parameters if p.grad is not None]
+    weights = [one_parameter.ds_tensor for one_parameter in parameters] if stage3 else parameters
+    gradients = [one_parameter.grad for one_parameter in parameters if one_parameter.grad is not None]
     if isinstance(engine.zero, Bf16):
         gradients += o.fp32_groups_gradients_flat
     elif stage3:
         gradients.append(o.grad_partitions_flat_buffer)
     moments = [t for master in engine.masters for t in o.optimizer.state[master].values() if t.dim()]
     found = {"weights": weights, "gradients": gradients, "master": engine.masters, "moments": moments}
-    seen: set[int] = set()
-    sizes = {}
+    storages_seen: set[int] = set()
+    bytes_by_kind = {}
     for kind, tensors in found.items():
-        sizes[kind] = 0
+        bytes_by_kind[kind] = 0
         for tensor in tensors:
             storage = tensor.untyped_storage()
-            if storage.data_ptr() not in seen:
-                seen.add(storage.data_ptr())
-                sizes[kind] += storage.nbytes()
-    return sizes
+            if storage.data_ptr() not in storages_seen:
+                storages_seen.add(storage.data_ptr())
+                bytes_by_kind[kind] += storage.nbytes()
+    return bytes_by_kind
 
 
 # Starting ranks
@@ -341,7 +331,7 @@ def main(
         rows = measure(layout or (), lambda name: Console(stderr=True).print(name, style="dim"))
         console.print(table(rows))
         if output is not None:
-            durable.write_output(output, json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+            durable.write_output(output, json.dumps([asdict(one_row) for one_row in rows], indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -46,18 +46,18 @@ class LayoutCase:
 
     @property
     def layout(self) -> Layout:
-        p = self.parallel
-        tensor, pipeline = p.get("tensor", 1), p.get("pipeline", 1)
-        return Layout(tensor, pipeline, self.world // (tensor * pipeline), p.get("context", 1))
+        parallel_section = self.parallel
+        tensor, pipeline = parallel_section.get("tensor", 1), parallel_section.get("pipeline", 1)
+        return Layout(tensor, pipeline, self.world // (tensor * pipeline), parallel_section.get("context", 1))
 
     @property
     def config(self) -> RunConfig:
-        batch = self.global_batch or self.micro_batch * self.accumulation * self.layout.samples
+        global_batch = self.global_batch or self.micro_batch * self.accumulation * self.layout.samples
         sections = {name: getattr(self, name) for name in ("model", "precision", "optimizer", "kernels")}
         return RunConfig.model_validate(
             {
                 "parallel": self.parallel,
-                "train": {"global_batch": batch, "micro_batch": self.micro_batch},
+                "train": {"global_batch": global_batch, "micro_batch": self.micro_batch},
                 "data": {"keep_documents_apart": self.apart},
                 **{name: self.base.get(name, {}) | section for name, section in sections.items()},
             }
@@ -78,18 +78,18 @@ class LayoutCase:
 
     def draw_batches(self, sample_rank: int) -> list[MicroBatch]:
         """The random micro-batches of a step on a rank."""
-        m, b = self.config.model, self.micro_batch
+        model_config, batch_size = self.config.model, self.micro_batch
         drawn = torch.Generator().manual_seed(sample_rank)
-        assert m.vocab_size is not None
+        assert model_config.vocab_size is not None
         found = []
-        for number in range(deepspeed_json.accumulation(self.config, self.world)):
+        for batch_number in range(deepspeed_json.accumulation(self.config, self.world)):
             # A context-parallel rank has a part of the tokens.
-            length = m.sequence_length // self.layout.context
-            tokens = torch.randint(0, m.vocab_size, (b, length + 1), generator=drawn)
+            token_count = model_config.sequence_length // self.layout.context
+            tokens = torch.randint(0, model_config.vocab_size, (batch_size, token_count + 1), generator=drawn)
             segments = None
             if self.apart:
                 segments = (torch.rand(tokens[:, 1:].shape, generator=drawn) < 0.02).cumsum(1).int()
-            index = torch.arange(b) + number * b
+            index = torch.arange(batch_size) + batch_number * batch_size
             found.append(MicroBatch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), index, segments))
         return found
 

@@ -17,9 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from megastable.config.stability import StabilityConfig
-from megastable_guard.actions import Action
+from megastable_guard.actions import Action, Signals, Verdict
 from megastable_guard.guard import Guard, Recorded, simulate
-from megastable_guard.signals import Signals, Verdict
 
 Series = npt.NDArray[np.float64]
 Draw = Callable[[int, np.random.Generator], Series]
@@ -32,10 +31,10 @@ def autoregressive(rho: float) -> Draw:
     """AR(1) noise, in sigma: every value keeps `rho` of the one before."""
 
     def draw(steps: int, rng: np.random.Generator) -> Series:
-        fresh = math.sqrt(1.0 - rho**2) * rng.standard_normal(steps)
-        series, last = np.empty(steps), rng.standard_normal()
+        fresh_noise = math.sqrt(1.0 - rho**2) * rng.standard_normal(steps)
+        series, last_value = np.empty(steps), rng.standard_normal()
         for step in range(steps):
-            last = series[step] = rho * last + fresh[step]
+            last_value = series[step] = rho * last_value + fresh_noise[step]
         return series
 
     return draw
@@ -45,8 +44,8 @@ def levels(every: int, drawn: Callable[[int, np.random.Generator], Series]) -> D
     """White noise on levels that change every `every` steps."""
 
     def draw(steps: int, rng: np.random.Generator) -> Series:
-        white = rng.standard_normal(steps)
-        return white + np.repeat(drawn(-(-steps // every), rng), every)[:steps]
+        white_noise = rng.standard_normal(steps)
+        return white_noise + np.repeat(drawn(-(-steps // every), rng), every)[:steps]
 
     return draw
 
@@ -62,12 +61,12 @@ def alternating(count: int, rng: np.random.Generator) -> Series:
 
 def changes(rho: float) -> Draw:
     """Another corpus that comes and goes, six times in 19,200 steps: 2 to 4 sigma up or down, at random times."""
-    noise, period = autoregressive(rho), 19_200
+    base_noise, period = autoregressive(rho), 19_200
 
     def draw(steps: int, rng: np.random.Generator) -> Series:
-        series = noise(steps, rng)
-        for begin in range(0, steps, period):
-            times = begin + 200 * np.sort(rng.choice(np.arange(2, 96), 12, replace=False))
+        series = base_noise(steps, rng)
+        for period_begin in range(0, steps, period):
+            times = period_begin + 200 * np.sort(rng.choice(np.arange(2, 96), 12, replace=False))
             for i in range(0, 12, 2):
                 series[times[i] : times[i + 1]] += rng.uniform(2.0, 4.0) * rng.choice([-1.0, 1.0])
         return series
@@ -77,15 +76,15 @@ def changes(rho: float) -> Draw:
 
 def swelling(steps: int, rng: np.random.Generator) -> Series:
     """A width that oscillates between half and twice the usual one, every 700 steps."""
-    waves: Series = np.sin(2 * math.pi * np.arange(steps) / 700)
-    fresh: Series = rng.standard_normal(steps) * 2.0**waves
-    return fresh
+    width_waves: Series = np.sin(2 * math.pi * np.arange(steps) / 700)
+    fresh_noise: Series = rng.standard_normal(steps) * 2.0**width_waves
+    return fresh_noise
 
 
 def bursts(steps: int, rng: np.random.Generator) -> Series:
     """Occasional bursts of three times the width for 50 steps."""
-    white = rng.standard_normal(steps)
-    return white * np.where(np.repeat(rng.random(-(-steps // 50)) < 0.15, 50)[:steps], 3.0, 1.0)
+    white_noise = rng.standard_normal(steps)
+    return white_noise * np.where(np.repeat(rng.random(-(-steps // 50)) < 0.15, 50)[:steps], 3.0, 1.0)
 
 
 KINDS: dict[str, Draw] = {
@@ -107,11 +106,11 @@ KINDS: dict[str, Draw] = {
 def healthy(kind: str, steps: int, seed: int, norms: bool = True, sigma: float = SIGMA) -> Iterator[Recorded]:
     """A healthy run. norms: whether gradient norms were recorded. Raises KeyError for a kind that is not in KINDS."""
     rng = np.random.default_rng(seed)
-    noise = KINDS[kind](steps, rng)
+    kind_noise = KINDS[kind](steps, rng)
     log_norm = 0.1 * rng.standard_t(3, steps)
     if kind == "norm-linked":
-        log_norm = 0.25 * (LINKED * noise + math.sqrt(1 - LINKED**2) * rng.standard_normal(steps))
-    loss = 3.0 + 8.0 * (1.0 + np.arange(steps) / 20.0) ** -0.5 + sigma * noise
+        log_norm = 0.25 * (LINKED * kind_noise + math.sqrt(1 - LINKED**2) * rng.standard_normal(steps))
+    loss = 3.0 + 8.0 * (1.0 + np.arange(steps) / 20.0) ** -0.5 + sigma * kind_noise
     for step in range(steps):
         yield Recorded(step, float(loss[step]), 0.4 * math.exp(log_norm[step]) if norms else None)
 
@@ -139,21 +138,21 @@ def count(
     kind: str, steps: int, seeds: Iterable[int], config: StabilityConfig, norms: bool = True
 ) -> FalseAlarms:
     """The actions in `steps` healthy steps with each of the seeds."""
-    kept, done, total = config.snapshots, Counter[str](), 0
+    kept, done, total_steps = config.snapshots, Counter[str](), 0
     for seed in seeds:
-        before = Verdict.HEALTHY
+        verdict_before = Verdict.HEALTHY
         for judged in simulate(
             healthy(kind, steps, seed, norms), config, interval=kept.interval, keep=kept.keep
         ):
             done[judged.action] += 1
             done["irreversible"] += judged.action not in REVERSIBLE
             done["reset"] += judged.reset
-            done["watched"] += judged.verdict is Verdict.SHIFT and before is not Verdict.SHIFT
-            before = judged.verdict
-        total += steps
+            done["watched"] += judged.verdict is Verdict.SHIFT and verdict_before is not Verdict.SHIFT
+            verdict_before = judged.verdict
+        total_steps += steps
     return FalseAlarms(
         kind,
-        total,
+        total_steps,
         done[Action.DISCARD],
         done[Action.REWIND],
         done["irreversible"],
@@ -175,9 +174,9 @@ class Fault:
 
 def spike(height: float) -> Fault:
     """The norm leads by two steps; the loss rises in three more, stays for ten, and recovers in twenty."""
-    loss = np.concatenate([[0.0, 0.0], np.linspace(height / 3, height, 3), np.full(10, height)])
-    loss = np.concatenate([loss, np.linspace(height, 0.0, 20)])
-    return Fault(loss, np.where(loss > height / 2, 3.0, 1.7), within=5 + 2)
+    loss_rise = np.concatenate([[0.0, 0.0], np.linspace(height / 3, height, 3), np.full(10, height)])
+    loss_rise = np.concatenate([loss_rise, np.linspace(height, 0.0, 20)])
+    return Fault(loss_rise, np.where(loss_rise > height / 2, 3.0, 1.7), within=5 + 2)
 
 
 def climb(slope: float) -> Fault:
@@ -203,35 +202,35 @@ class Delays:
     @property
     def median(self) -> int | None:
         """Median delay of all planted faults; None if half of them were never acted on."""
-        half = self.planted // 2
-        return self.steps[half] if half < len(self.steps) else None
+        half_count = self.planted // 2
+        return self.steps[half_count] if half_count < len(self.steps) else None
 
 
 def delays(kind: str, planted: int, seed: int, config: StabilityConfig, norms: bool = True) -> list[Delays]:
     """Plant every fault `planted` times into one healthy run, which continues unaffected."""
-    longest = max(len(fault.loss) for fault in FAULTS.values())
-    steps = FIRST + APART * (planted - 1) + longest
-    rows = list(healthy(kind, steps, seed, norms))
+    longest_fault = max(len(fault.loss) for fault in FAULTS.values())
+    steps = FIRST + APART * (planted - 1) + longest_fault
+    healthy_rows = list(healthy(kind, steps, seed, norms))
     sigma = SIGMA * float(np.std(KINDS[kind](steps, np.random.default_rng(seed))))
-    guard = Guard(config, simulated=True)
-    found: dict[str, list[int]] = {name: [] for name in FAULTS}
-    for at, row in enumerate(rows[: steps - longest + 1]):
-        if at >= FIRST and (at - FIRST) % APART == 0:
+    clean_guard = Guard(config, simulated=True)
+    delays_by_fault: dict[str, list[int]] = {name: [] for name in FAULTS}
+    for fault_step, row in enumerate(healthy_rows[: steps - longest_fault + 1]):
+        if fault_step >= FIRST and (fault_step - FIRST) % APART == 0:
             for name, fault in FAULTS.items():
-                branch = Guard(config, guard.state, simulated=True)
-                delay = _delay(branch, rows[at:], fault, sigma)
-                found[name] += [] if delay is None else [delay]
-        guard.judge(Signals(row.step, row.loss, row.grad_norm), 0)
+                branch_guard = Guard(config, clean_guard.state, simulated=True)
+                delay = _delay(branch_guard, healthy_rows[fault_step:], fault, sigma)
+                delays_by_fault[name] += [] if delay is None else [delay]
+        clean_guard.judge(Signals(row.step, row.loss, row.grad_norm), 0)
     return [
         Delays(kind, name, planted, sum(delay < FAULTS[name].within for delay in took), sorted(took))
-        for name, took in found.items()
+        for name, took in delays_by_fault.items()
     ]
 
 
 def _delay(guard: Guard, rows: list[Recorded], fault: Fault, sigma: float) -> int | None:
-    for steps, (row, rise, factor) in enumerate(zip(rows, fault.loss, fault.norm)):
-        norm = None if row.grad_norm is None else row.grad_norm * float(factor)
-        signals = Signals(row.step, row.loss + sigma * float(rise), norm)
-        if guard.judge(signals, 0).action is not Action.APPLY:
+    for steps, (row, loss_rise, norm_factor) in enumerate(zip(rows, fault.loss, fault.norm)):
+        grad_norm = None if row.grad_norm is None else row.grad_norm * float(norm_factor)
+        step_signals = Signals(row.step, row.loss + sigma * float(loss_rise), grad_norm)
+        if guard.judge(step_signals, 0).action is not Action.APPLY:
             return steps
     return None

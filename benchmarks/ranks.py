@@ -53,11 +53,11 @@ def launch(world: int, function: Callable[[Any], Any], argument: Any, timeout: f
 
     function: a module-level one. Raises MegastableError if a rank fails.
     """
-    ends = run_on_ranks(world, function, argument, timeout)
-    failed = [(rank, end) for rank, end in enumerate(ends) if end.error]
-    for rank, end in sorted(failed, key=lambda item: item[1].error == ABANDONED)[:1]:
-        raise MegastableError(f"measuring on {world} ranks: rank {rank}: {end.error}: {end.text}")
-    return [end.result for end in ends]
+    rank_ends = run_on_ranks(world, function, argument, timeout)
+    failed_ranks = [(rank, rank_end) for rank, rank_end in enumerate(rank_ends) if rank_end.error]
+    for rank, rank_end in sorted(failed_ranks, key=lambda item: item[1].error == ABANDONED)[:1]:
+        raise MegastableError(f"measuring on {world} ranks: rank {rank}: {rank_end.error}: {rank_end.text}")
+    return [rank_end.result for rank_end in rank_ends]
 
 
 def run_on_ranks(
@@ -84,23 +84,23 @@ def run_on_ranks(
     # Held here, not by rank 0: its port is nobody else's.
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*PRELOAD, *preload])
-    store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
-    started = []
+    process_context = multiprocessing.get_context("forkserver")
+    process_context.set_forkserver_preload([*PRELOAD, *preload])
+    meeting_store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
+    started_ranks = []
     try:
         for rank in range(world):
-            ours, theirs = context.Pipe()
-            place = Place(rank, world, store.port, collective_timeout, log)
-            process = context.Process(
-                target=_run_on_rank, args=(place, function, argument, theirs), daemon=True
+            own_pipe, rank_pipe = process_context.Pipe()
+            rank_place = Place(rank, world, meeting_store.port, collective_timeout, log)
+            process = process_context.Process(
+                target=_run_on_rank, args=(rank_place, function, argument, rank_pipe), daemon=True
             )
             process.start()
-            theirs.close()  # so that the end of the process is the end of the pipe
-            started.append((process, ours))
-        return _gather([pipe for _, pipe in started], limit)
+            rank_pipe.close()  # so that the end of the process is the end of the pipe
+            started_ranks.append((process, own_pipe))
+        return _gather([pipe for _, pipe in started_ranks], limit)
     finally:
-        for process, pipe in started:
+        for process, pipe in started_ranks:
             pipe.close()
             assert process.pid is not None
             with suppress(ProcessLookupError):
@@ -110,20 +110,20 @@ def run_on_ranks(
 
 
 def _gather(pipes: Sequence[Connection], limit: float) -> list[RankEnd]:
-    end, late = time.monotonic() + limit, HUNG
-    answers: dict[int, RankEnd] = {}
-    left: dict[Any, int] = {pipe: rank for rank, pipe in enumerate(pipes)}
-    while left and (seconds := end - time.monotonic()) > 0:
-        for pipe in wait(list(left), seconds):
+    end_time, late_error = time.monotonic() + limit, HUNG
+    end_by_rank: dict[int, RankEnd] = {}
+    rank_by_pipe: dict[Any, int] = {pipe: rank for rank, pipe in enumerate(pipes)}
+    while rank_by_pipe and (seconds_left := end_time - time.monotonic()) > 0:
+        for pipe in wait(list(rank_by_pipe), seconds_left):
             assert isinstance(pipe, Connection)
-            rank = left.pop(pipe)
+            rank = rank_by_pipe.pop(pipe)
             try:
-                answers[rank] = pipe.recv()
+                end_by_rank[rank] = pipe.recv()
             except (EOFError, ConnectionResetError):
-                answers[rank] = RankEnd(DIED)
-            if answers[rank].error and late == HUNG:
-                end, late = min(end, time.monotonic() + GRACE), ABANDONED
-    return [answers.get(rank, RankEnd(late)) for rank in range(len(pipes))]
+                end_by_rank[rank] = RankEnd(DIED)
+            if end_by_rank[rank].error and late_error == HUNG:
+                end_time, late_error = min(end_time, time.monotonic() + GRACE), ABANDONED
+    return [end_by_rank.get(rank, RankEnd(late_error)) for rank in range(len(pipes))]
 
 
 def _run_on_rank(place: Place, function: Callable[[Any], Any], argument: Any, pipe: Connection) -> None:
@@ -131,9 +131,9 @@ def _run_on_rank(place: Place, function: Callable[[Any], Any], argument: Any, pi
 
     os.setpgid(0, 0)  # so that it ends with all that it started, and Ctrl-C is for the parent
     if place.log is not None:
-        file = os.open(place.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(file, 1)
-        os.dup2(file, 2)
+        log_descriptor = os.open(place.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(log_descriptor, 1)
+        os.dup2(log_descriptor, 2)
     os.environ.update(
         RANK=str(place.rank), LOCAL_RANK=str(place.rank), WORLD_SIZE=str(place.world),
         LOCAL_WORLD_SIZE=str(place.world), MASTER_ADDR=LOOPBACK, MASTER_PORT=str(place.port), OMP_NUM_THREADS="1",
@@ -148,11 +148,11 @@ def _run_on_rank(place: Place, function: Callable[[Any], Any], argument: Any, pi
 
         distributed.start_distributed(place.collective_timeout)
         result = function(argument)
-        end = result if isinstance(result, RankEnd) else RankEnd(result=result)
-        if not end.error:
+        rank_end = result if isinstance(result, RankEnd) else RankEnd(result=result)
+        if not rank_end.error:
             distributed.stop_distributed()
     except BaseException as error:
-        end = RankEnd(type(error).__name__, f"{error}\n{traceback.format_exc()}")
-    pipe.send(end)
+        rank_end = RankEnd(type(error).__name__, f"{error}\n{traceback.format_exc()}")
+    pipe.send(rank_end)
     # Not by an exception: destructors of C++ libraries sometimes abort.
     os._exit(0)

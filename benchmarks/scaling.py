@@ -57,53 +57,36 @@ CLIP: dict[str, Any] = {"clip": 1e6}  # no worker is above it
 LAYOUTS = {
     "TP2": Case(2, TP2),
     "TP2 reference loss": Case(2, TP2, kernels={"loss": "reference"}),
-    "TP2 accumulation 1": Case(2, TP2, micro_batch=8),
-    "TP2 selective": Case(2, TP2 | {"recompute": "selective"}),
     "TP2 full": Case(2, TP2 | {"recompute": "full"}),
-    "TP2 OLMo 2 full": Case(2, TP2 | {"recompute": "full"}, OLMO2),
     "TP2+SP": Case(2, SP2),
     "TP2+SP full": Case(2, SP2 | {"recompute": "full"}),
-    "TP2+SP OLMo 2": Case(2, SP2, OLMO2),
     "TP2+SP Gemma 2 full": Case(2, SP2 | {"recompute": "full"}, GEMMA2),
-    "TP2 Mix-LN full": Case(2, TP2 | {"recompute": "full"}, MIXED),
     "TP4": Case(4, {"tensor": 4}),
     "PP2": Case(2, PP2),
-    "PP2 apart": Case(2, PP2, apart=True),
     "PP2 tied": Case(2, PP2, {"tied": True}),
     "PP4": Case(4, {"pipeline": 4}),
     "DP2 ZeRO 1": Case(2),
-    "DP2 ZeRO 1 fp32": Case(2, precision=FP32),
-    "DP2 ZeRO 1 fp16": Case(2, precision=FP16),
     "DP2 ZeRO 2": Case(2, {"zero": 2}),
     "DP2 ZeRO 3": Case(2, {"zero": 3}),
     "DP2 ZeRO 3 full": Case(2, {"zero": 3, "recompute": "full"}),
-    "DP2 ZeRO 3 fp16": Case(2, {"zero": 3}, precision=FP16),
-    "DP2 ZeRO 3 keeps nothing": Case(2, {"zero": 3}, zero=KEEP_NOTHING),
     "DP2 ZeRO 3 full keeps nothing": Case(2, {"zero": 3, "recompute": "full"}, zero=KEEP_NOTHING),
-    "DP2 ZeRO 3 OLMo 2 tied keeps nothing": Case(
-        2, {"zero": 3, "recompute": "full"}, OLMO2 | {"tied": True}, zero=KEEP_NOTHING
-    ),
     "DP2 ZeRO 3 Gemma 2 full keeps nothing": Case(
         2, {"zero": 3, "recompute": "full"}, GEMMA2, zero=KEEP_NOTHING
     ),
     "DP2 ZeRO 3 Mix-LN full keeps nothing": Case(
         2, {"zero": 3, "recompute": "full"}, MIXED, zero=KEEP_NOTHING
     ),
-    "DP4 ZeRO 1": Case(4, micro_batch=1),
     "DP4 ZeRO 1 fp32, to the owner": Case(4, precision=FP32, zero=TO_OWNER),
     "DP4 ZeRO 2, to the owner": Case(4, {"zero": 2}, micro_batch=1, zero=TO_OWNER),
     "DP4 ZeRO 3 tied": Case(4, {"zero": 3}, {"tied": True}),
     "CP2": Case(2, {"context": 2}),
     "CP2 full": Case(2, {"context": 2, "recompute": "full"}),
     "CP2xTP2+SP selective": Case(4, SP2 | {"context": 2, "recompute": "selective"}),
-    "TP2xDP2": Case(4, TP2),
     "TP2xDP2 ZeRO 2": Case(4, TP2 | {"zero": 2}),
     "TP2xPP2": Case(4, TP2 | PP2),
     "PP2xDP3 tied": Case(6, PP2, {"tied": True, "layers": 5}, global_batch=6, micro_batch=1),
-    "PP2xDP2 tied fp32": Case(4, PP2, {"tied": True}, precision=FP32),
     "TP2+SPxPP2 Mix-LN full": Case(4, SP2 | PP2 | {"recompute": "full"}, MIXED),
     "TP2+SPxPP2 tied full": Case(4, SP2 | PP2 | {"recompute": "full"}, {"tied": True}, apart=True),
-    "PP2xDP2 fp32": Case(4, PP2, precision=FP32),
     "TP2xPP2xDP2": Case(8, TP2 | PP2),
     "DP2 clipped by value": Case(2, optimizer=CLIP | {"clipping": {"kind": "value", "threshold": 1.0}}),
     "DP2 ZeRO 3 AdaGC": Case(2, {"zero": 3}, optimizer=CLIP | {"clipping": {"kind": "adagc"}}),
@@ -116,14 +99,8 @@ LAYOUTS = {
     "Adafactor DP2 ZeRO 3 sub-groups": Case(
         2, {"zero": 3}, zero={"sub_group_size": 4000}, optimizer={"name": "adafactor"}
     ),
-    "Muon TP2": Case(2, TP2, optimizer=MUON),
-    "Muon DP3": Case(3, global_batch=6, micro_batch=1, optimizer=MUON),
-    "Muon DP2 ZeRO 2": Case(2, {"zero": 2}, optimizer=MUON),
     "Muon DP3 ZeRO 3 fp32": Case(
         3, {"zero": 3}, precision=FP32, global_batch=6, micro_batch=1, optimizer=MUON
-    ),
-    "Muon PP2xDP3 tied": Case(
-        6, PP2, {"tied": True, "layers": 5}, global_batch=6, micro_batch=1, optimizer=MUON
     ),
     "Muon TP2xPP2xDP2 QK-clip": Case(8, TP2 | PP2, {"qk_norm": False}, optimizer=MUON | {"qk_clip": 100.0}),
 }
@@ -169,7 +146,7 @@ class Found:
 
     @property
     def differs(self) -> bool:
-        return any(held.differences or held.missed for held in self.layouts)
+        return any(held_layout.differences or held_layout.missed for held_layout in self.layouts)
 
 
 def measure(names: Sequence[str] = (), say: Callable[[str], None] = lambda _: None) -> Found:
@@ -177,40 +154,40 @@ def measure(names: Sequence[str] = (), say: Callable[[str], None] = lambda _: No
 
     Raises ConfigError for an unknown name, MegastableError if a rank fails.
     """
-    found = run_layouts(LAYOUTS, names, count_joined, say)
-    held = [compare(name, case, ranks) for name, case, ranks in found]
-    return Found(held, machine(torch.device("cpu")))
+    counted_layouts = run_layouts(LAYOUTS, names, count_joined, say)
+    held_layouts = [compare(name, case, ranks) for name, case, ranks in counted_layouts]
+    return Found(held_layouts, machine(torch.device("cpu")))
 
 
 def expected(case: LayoutCase, stage: int, data_rank: int = 0, tensor_rank: int = 0) -> dict[Message, int]:
     """The messages of a rank of `stage` by the formulas."""
     config = case.config
-    terms = volume.step(
+    volume_terms = volume.step(
         config, case.layout.data, stage, volume.bounds(config), config.kernels.loss, elements=case.elements,
         zero=case.deepspeed["zero_optimization"], data_rank=data_rank, tensor_rank=tensor_rank,
     )  # fmt: skip
-    found: Counter[Message] = Counter()
-    for term in terms:
-        found[term.group, term.collective, term.bytes] += term.calls
-    return dict(found)
+    message_counts: Counter[Message] = Counter()
+    for term in volume_terms:
+        message_counts[term.group, term.collective, term.bytes] += term.calls
+    return dict(message_counts)
 
 
 def compare(name: str, case: LayoutCase, ranks: Sequence[Counted]) -> Held:
     """Every rank's count beside the formulas."""
     differences, by_stage = [], {}
     for rank, counted in enumerate(ranks):
-        wanted = expected(case, *case.layout.coordinates(rank))
-        for message in sorted(counted.messages.keys() | wanted.keys()):
-            n, m = counted.messages.get(message, 0), wanted.get(message, 0)
-            if n != m:
+        wanted_messages = expected(case, *case.layout.coordinates(rank))
+        for message in sorted(counted.messages.keys() | wanted_messages.keys()):
+            counted_calls, wanted_calls = counted.messages.get(message, 0), wanted_messages.get(message, 0)
+            if counted_calls != wanted_calls:
                 group, collective, size = message
                 differences.append(
                     f"{name}: rank {rank} (stage {counted.stage}): {collective} of {size:,} bytes over the {group} "
-                    f"group: {n} counted, {m} by the formulas"
+                    f"group: {counted_calls} counted, {wanted_calls} by the formulas"
                 )
-        both = _summed(counted.messages), _summed(wanted)
-        if counted.stage not in by_stage or counted.messages != wanted:
-            by_stage[counted.stage] = both  # a rank that differs is the one to show
+        both_sums = _summed(counted.messages), _summed(wanted_messages)
+        if counted.stage not in by_stage or counted.messages != wanted_messages:
+            by_stage[counted.stage] = both_sums  # a rank that differs is the one to show
     rows = []
     for stages, (counted_sums, wanted_sums) in _alike(by_stage).items():
         for group, collective in sorted(counted_sums.keys() | wanted_sums.keys()):
@@ -225,22 +202,22 @@ Sums = dict[tuple[str, str], tuple[int, int]]  # (calls, bytes) by (group, colle
 def _summed(messages: dict[Message, int]) -> Sums:
     sums: Sums = {}
     for (group, collective, size), calls in messages.items():
-        n, b = sums.get((group, collective), (0, 0))
-        sums[group, collective] = (n + calls, b + calls * size)
+        calls_before, bytes_before = sums.get((group, collective), (0, 0))
+        sums[group, collective] = (calls_before + calls, bytes_before + calls * size)
     return sums
 
 
 def _alike(by_stage: dict[int, tuple[Sums, Sums]]) -> dict[str, tuple[Sums, Sums]]:
     """Group stages with equal counts under one name: "0", "1-2", "3"; "all"."""
-    runs: list[list[int]] = []
+    stage_runs: list[list[int]] = []
     for stage in sorted(by_stage):
-        if runs and by_stage[runs[-1][-1]] == by_stage[stage]:
-            runs[-1].append(stage)
+        if stage_runs and by_stage[stage_runs[-1][-1]] == by_stage[stage]:
+            stage_runs[-1].append(stage)
         else:
-            runs.append([stage])
-    if len(runs) == 1:
+            stage_runs.append([stage])
+    if len(stage_runs) == 1:
         return {"all": by_stage[0]}
-    return {(f"{r[0]}-{r[-1]}" if len(r) > 1 else str(r[0])): by_stage[r[0]] for r in runs}
+    return {(f"{r[0]}-{r[-1]}" if len(r) > 1 else str(r[0])): by_stage[r[0]] for r in stage_runs}
 
 
 def table(found: Found) -> Table:
@@ -248,20 +225,20 @@ def table(found: Found) -> Table:
     made = Table("layout", "stages", "group", "collective", title="What one rank gives in a training step")
     made.add_column("calls", justify="right")
     made.add_column("bytes", justify="right")
-    for held in found.layouts:
-        for i, row in enumerate(held.rows):
+    for held_layout in found.layouts:
+        for row_index, row in enumerate(held_layout.rows):
             made.add_row(
-                "" if i else held.name,
+                "" if row_index else held_layout.name,
                 row.stages, row.group, row.collective,
                 _both(row.calls, row.expected_calls), _both(row.bytes, row.expected_bytes),
-                end_section=i == len(held.rows) - 1,
+                end_section=row_index == len(held_layout.rows) - 1,
             )  # fmt: skip
-    wrong = sum(bool(held.differences) for held in found.layouts)
-    missed = sum(held.missed for held in found.layouts)
+    wrong = sum(bool(held_layout.differences) for held_layout in found.layouts)
+    missed_count = sum(held_layout.missed for held_layout in found.layouts)
     made.caption = (
         f"{len(found.layouts)} layouts, every rank and message: "
         + (f"{wrong} differ from the formulas (counted / formula)" if wrong else "as the formulas say")
-        + (f"; {missed} calls were not seen" if missed else "")
+        + (f"; {missed_count} calls were not seen" if missed_count else "")
     )
     return made
 
@@ -312,28 +289,28 @@ def predict(config: RunConfig, world: int) -> Forecast:
         raise ConfigError(
             "model.vocab_size comes from a corpus, and none is opened here: set model.vocab_size=..."
         )
-    p, data = config.parallel, deepspeed_json.data_parallel(config, world)
-    zero = deepspeed_json.build(config, world)["zero_optimization"]
+    parallel_config, data = config.parallel, deepspeed_json.data_parallel(config, world)
+    zero_settings = deepspeed_json.build(config, world)["zero_optimization"]
     loss = "chunked" if config.kernels.loss == "auto" else config.kernels.loss
-    ranks, cut = volume.members(config, data), volume.bounds(config)
+    group_sizes, stage_bounds = volume.members(config, data), volume.bounds(config)
     most: dict[Key, Line] = {}
-    busiest: dict[str, float] = {}
-    for stage in range(p.pipeline):
+    busiest_bytes: dict[str, float] = {}
+    for stage in range(parallel_config.pipeline):
         lines: dict[Key, Line] = {}
-        for t in volume.step(config, data, stage, cut, loss, ballot=BALLOT, zero=zero):
+        for t in volume.step(config, data, stage, stage_bounds, loss, ballot=BALLOT, zero=zero_settings):
             if t.collective != "receive":  # the other end's send
-                key, n = (t.what, t.group, t.collective), ranks[t.group]
-                line = Line(*key, n, t.calls, t.total, volume.sent(t, n), stage)
-                lines[key] = line if key not in lines else lines[key].plus(line)
-        for key, line in lines.items():
-            if key not in most or line.bytes > most[key].bytes:
-                most[key] = line
-        for group in ranks:
-            sent = sum(line.sent for line in lines.values() if line.group == group)
-            busiest[group] = max(sent, busiest.get(group, 0.0))
-    layout = {"tensor": p.tensor, "pipeline": p.pipeline, "data": data}
-    busiest = {group: sent for group, sent in busiest.items() if sent}
-    return Forecast(world, layout, volume.accumulation(config, data), list(most.values()), busiest)
+                line_key, group_size = (t.what, t.group, t.collective), group_sizes[t.group]
+                new_line = Line(*line_key, group_size, t.calls, t.total, volume.sent(t, group_size), stage)
+                lines[line_key] = new_line if line_key not in lines else lines[line_key].plus(new_line)
+        for line_key, new_line in lines.items():
+            if line_key not in most or new_line.bytes > most[line_key].bytes:
+                most[line_key] = new_line
+        for group in group_sizes:
+            bytes_sent = sum(new_line.sent for new_line in lines.values() if new_line.group == group)
+            busiest_bytes[group] = max(bytes_sent, busiest_bytes.get(group, 0.0))
+    layout = {"tensor": parallel_config.tensor, "pipeline": parallel_config.pipeline, "data": data}
+    busiest_bytes = {group: bytes_sent for group, bytes_sent in busiest_bytes.items() if bytes_sent}
+    return Forecast(world, layout, volume.accumulation(config, data), list(most.values()), busiest_bytes)
 
 
 Key = tuple[str, str, str]
@@ -341,13 +318,13 @@ Key = tuple[str, str, str]
 
 def forecast_table(forecast: Forecast) -> Table:
     """One row for every collective of a step, for the stage that gives most."""
-    layout = " x ".join(f"{name} {size}" for name, size in forecast.layout.items())
+    layout_text = " x ".join(f"{column_name} {size}" for column_name, size in forecast.layout.items())
     made = Table(
         "what", "group", "collective",
-        title=f"{forecast.world} ranks ({layout}), {forecast.accumulation} micro-batches a step, for one rank",
+        title=f"{forecast.world} ranks ({layout_text}), {forecast.accumulation} micro-batches a step, for one rank",
     )  # fmt: skip
-    for name in ("ranks", "calls", "given", "sent in a ring", "stage"):
-        made.add_column(name, justify="right")
+    for column_name in ("ranks", "calls", "given", "sent in a ring", "stage"):
+        made.add_column(column_name, justify="right")
     for x in sorted(forecast.lines, key=lambda line: -line.sent):
         made.add_row(
             x.what, x.group, x.collective, str(x.ranks), f"{x.calls:,}", size_in_words(x.bytes),
@@ -360,11 +337,11 @@ def forecast_table(forecast: Forecast) -> Table:
 
 def size_in_words(size: float) -> str:
     """Bytes in decimal units, three digits: "28.1 GB"."""
-    units = ["B", "kB", "MB", "GB", "TB", "PB"]
+    unit_names = ["B", "kB", "MB", "GB", "TB", "PB"]
     power = 0
-    while size >= 999.5 and power < len(units) - 1:
+    while size >= 999.5 and power < len(unit_names) - 1:
         size, power = size / 1000, power + 1
-    return f"{size:.3g} {units[power]}"
+    return f"{size:.3g} {unit_names[power]}"
 
 
 # Counting on a rank. torch passes communication between ranks to its process groups by operators of its own
@@ -376,15 +353,7 @@ NAMES = {
     "send": "send", "recv_": "receive", "reduce_": "reduce", "alltoall_base_": "all-to-all",
 }  # fmt: skip
 # For these operators the tensor is the first argument; for all others it is the second.
-IN_PLACE = (
-    "allreduce_",
-    "allreduce_coalesced_",
-    "broadcast_",
-    "reduce_",
-    "send",
-    "recv_",
-    "recv_any_source_",
-)
+IN_PLACE = "allreduce_ allreduce_coalesced_ broadcast_ reduce_ send recv_ recv_any_source_".split()
 
 
 class Count(TorchDispatchMode):
@@ -397,10 +366,10 @@ class Count(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
             name = func._schema.name.partition("::")[2]
-            boxed = next(a for a in args if isinstance(a, torch.ScriptObject))
-            given = args[0] if name in IN_PLACE else args[1]
-            group = dist.ProcessGroup.unbox(boxed).group_name
-            self.calls[group, NAMES.get(name, name), 0 if name == "barrier" else _bytes(given)] += 1
+            boxed_group = next(a for a in args if isinstance(a, torch.ScriptObject))
+            given_tensors = args[0] if name in IN_PLACE else args[1]
+            group = dist.ProcessGroup.unbox(boxed_group).group_name
+            self.calls[group, NAMES.get(name, name), 0 if name == "barrier" else _bytes(given_tensors)] += 1
         return func(*args, **(kwargs or {}))
 
 
@@ -424,19 +393,19 @@ def count_joined(case: LayoutCase, warm: int = 2) -> Counted:
 
     topology = case.join()
     engine = Engine(case.config, case.deepspeed, topology)
-    batches = case.draw_batches(topology.sample_rank)
+    drawn_batches = case.draw_batches(topology.sample_rank)
     for step in range(warm + 1):
-        before, counter = numbers(), Count()
+        numbers_before, counter = numbers(), Count()
         with counter:
-            _, applied = engine.train_step(batches, 1e-4, lambda measured: measured.finite)
+            _, applied = engine.train_step(drawn_batches, 1e-4, lambda measured: measured.finite)
         assert applied, f"step {step} was not finite"
-    after = numbers()
-    missed = sum(after[name] - before[name] for name in after) - counter.calls.total()
-    kinds = _kinds(engine)
+    numbers_after = numbers()
+    missed = sum(numbers_after[name] - numbers_before[name] for name in numbers_after) - counter.calls.total()
+    kind_by_group = _kinds(engine)
     messages: Counter[Message] = Counter()
     for (group, collective, size), calls in counter.calls.items():
         # DeepSpeed's stages communicate through the world's group.
-        kind = "pipeline" if collective in ("send", "receive") else kinds.get(group, f"group {group}")
+        kind = "pipeline" if collective in ("send", "receive") else kind_by_group.get(group, f"group {group}")
         messages[kind, collective, size] += calls
     return Counted(topology.stage, dict(messages), missed)
 
@@ -446,19 +415,19 @@ def _kinds(engine: Any) -> dict[str, str]:
     from megastable.optim.pieces import PieceOptimizer
 
     t = engine.topology
-    groups = {"tensor": [t.tensor_group], "data": [t.data_group], "context": [t.context_group]}
+    groups_by_kind = {"tensor": [t.tensor_group], "data": [t.data_group], "context": [t.context_group]}
     inner = engine.optimizer.optimizer
-    groups["stage"] = [inner.at.stage_group] if isinstance(inner, PieceOptimizer) else []
+    groups_by_kind["stage"] = [inner.at.stage_group] if isinstance(inner, PieceOptimizer) else []
     if t.layout.pipeline > 1:
-        grid = engine.ds.grid
-        groups["tensor"].append(grid.get_slice_parallel_group())
-        groups["data"].append(grid.get_data_parallel_group())
-        groups["pipeline"] = [grid.get_pipe_parallel_group()]
-        groups["model"] = [grid.get_model_parallel_group()]
-        groups["tied"] = [engine.tied.group] if engine.tied is not None else []
-    world = dist.group.WORLD
-    assert world is not None
-    found = {world.group_name: "world"}
-    return found | {
-        group.group_name: kind for kind, held in groups.items() for group in held if group is not None
+        pipeline_grid = engine.ds.grid
+        groups_by_kind["tensor"].append(pipeline_grid.get_slice_parallel_group())
+        groups_by_kind["data"].append(pipeline_grid.get_data_parallel_group())
+        groups_by_kind["pipeline"] = [pipeline_grid.get_pipe_parallel_group()]
+        groups_by_kind["model"] = [pipeline_grid.get_model_parallel_group()]
+        groups_by_kind["tied"] = [engine.tied.group] if engine.tied is not None else []
+    world_group = dist.group.WORLD
+    assert world_group is not None
+    kind_by_name = {world_group.group_name: "world"}
+    return kind_by_name | {
+        group.group_name: kind for kind, held in groups_by_kind.items() for group in held if group is not None
     }

@@ -26,7 +26,7 @@ ALIKE = 0.02  # tolerance for first losses of contestants with the same weights
 
 @dataclass(frozen=True)
 class Work:
-    """The work of one step: tokens, and FLOPs in both conventions (model/flops.py)."""
+    """The work of one step: tokens, and FLOPs in both conventions (model/sizes.py)."""
 
     tokens: int
     flops_full: float
@@ -108,34 +108,34 @@ def assess(
     notes: Sequence[str] = (),
 ) -> Speed:
     """order: names of all rows. samples: seconds per step [rounds], by name, paired; problems: of those without."""
-    rows = []
+    speed_rows = []
     for name in order:
         if name in problems or not samples.get(name):
-            rows.append(Row(name, problems.get(name, "not measured"), entries.get(name)))
+            speed_rows.append(Row(name, problems.get(name, "not measured"), entries.get(name)))
             continue
-        rows.append(_row(name, samples, entries[name], work, peak))
-    rounds = max((len(values) for values in samples.values()), default=0)
-    return Speed(*about, peak, rounds, rows, [*notes, *_differing(entries)])
+        speed_rows.append(_row(name, samples, entries[name], work, peak))
+    round_count = max((len(values) for values in samples.values()), default=0)
+    return Speed(*about, peak, round_count, speed_rows, [*notes, *_differing(entries)])
 
 
 def _row(name: str, samples: Mapping[str, Sequence[float]], entry: Entry, work: Work, peak: Peak) -> Row:
     seconds = np.asarray(samples[name], dtype=np.float64)
-    step = estimate([(seconds, 1.0)], 1.0)
-    operations = {"full": work.flops_full, "causal": work.flops_causal}
+    step_estimate = estimate([(seconds, 1.0)], 1.0)
+    flops_by_kind = {"full": work.flops_full, "causal": work.flops_causal}
 
     def utilisation(tflops: float) -> dict[str, float]:
-        return {kind: flops / step.median / (1e12 * tflops) for kind, flops in operations.items()}
+        return {kind: flops / step_estimate.median / (1e12 * tflops) for kind, flops in flops_by_kind.items()}
 
-    ratio = None
+    speed_ratio = None
     if name != OURS and len(samples.get(OURS, ())) == len(seconds):
-        ratio = estimate([(seconds / np.asarray(samples[OURS], dtype=np.float64), 1.0)], 1.0)
+        speed_ratio = estimate([(seconds / np.asarray(samples[OURS], dtype=np.float64), 1.0)], 1.0)
     return Row(
         name, None, entry,
-        Estimate(1e3 * step.median, 1e3 * step.low, 1e3 * step.high),
-        Estimate(work.tokens / step.median, work.tokens / step.high, work.tokens / step.low),
+        Estimate(1e3 * step_estimate.median, 1e3 * step_estimate.low, 1e3 * step_estimate.high),
+        Estimate(work.tokens / step_estimate.median, work.tokens / step_estimate.high, work.tokens / step_estimate.low),
         utilisation(peak.measured_tflops),
         utilisation(peak.nominal_tflops) if peak.nominal_tflops else {},
-        ratio, LIMITS.get(name), (1e3 * seconds).tolist(),
+        speed_ratio, LIMITS.get(name), (1e3 * seconds).tolist(),
     )  # fmt: skip
 
 
@@ -143,72 +143,72 @@ def _differing(entries: Mapping[str, Entry]) -> list[str]:
     """A contestant with another loss from the same weights does not do the same work."""
     if OURS not in entries:
         return []
-    own, notes = entries[OURS].first_loss, []
+    own, difference_notes = entries[OURS].first_loss, []
     for name, entry in entries.items():
         if entry.same_weights and not abs(entry.first_loss / own - 1) <= ALIKE:
-            notes.append(
+            difference_notes.append(
                 f"{name}: its first loss is {entry.first_loss:.4f}, ours {own:.4f} from the same weights and tokens: "
                 "it does not compute the same"
             )
-    return notes
+    return difference_notes
 
 
 def table(speed: Speed) -> Table:
     """A table of 80 columns."""
     run = speed.run
     title = f"A step of {run['tokens']:,} tokens, {run['parameters']:,} parameters; ± half of a 95% interval"
-    shown = Table(
+    shown_table = Table(
         title=title,
         title_justify="left",
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
         min_width=min(len(title), 80),
     )
-    shown.add_column("trains", no_wrap=True)
+    shown_table.add_column("trains", no_wrap=True)
     for heading in ("ms a step", "tokens/s", "MFU, causal", "GiB", "ours is ×"):
-        shown.add_column(heading, justify="right", no_wrap=True)
+        shown_table.add_column(heading, justify="right", no_wrap=True)
     for row in speed.rows:
         if row.step_ms is None or row.tokens_per_second is None or row.entry is None:
-            shown.add_row(row.name, "see below", *[""] * 4, style="dim")
+            shown_table.add_row(row.name, "see below", *[""] * 4, style="dim")
             continue
         memory = row.entry.memory
-        shown.add_row(
+        shown_table.add_row(
             row.name, _with_width(row.step_ms), f"{row.tokens_per_second.median:,.0f}",
             f"{100 * row.mfu['full']:.1f}, {100 * row.mfu['causal']:.1f}",
             f"{memory.peak_gib:.2f}" if memory else "", _ratio(row.ratio), style="bold" if row.name == OURS else "",
         )  # fmt: skip
-    return shown
+    return shown_table
 
 
 def lines(speed: Speed) -> list[str]:
     """The lines below the table: backends, reasons, the peak, limits, notes."""
-    found = []
+    text_lines = []
     for row in speed.rows:
         if row.problem is not None:
-            found.append(f"{row.name}: {row.problem}")
+            text_lines.append(f"{row.name}: {row.problem}")
         elif row.entry is not None:
-            e = row.entry
-            warming = f"built in {e.build_seconds:.1f} s, first step {e.first_seconds:.1f} s"
-            found.append(f"{row.name}: {e.backends}; {warming}")
-    peak = (
+            row_entry = row.entry
+            warming = f"built in {row_entry.build_seconds:.1f} s, first step {row_entry.first_seconds:.1f} s"
+            text_lines.append(f"{row.name}: {row_entry.backends}; {warming}")
+    peak_text = (
         "MFU % (the attention counted as a full square, then causal) is of "
         f"{speed.peak.measured_tflops:,.2f} TFLOP/s, a matrix product measured here"
     )
-    ours = speed.row(OURS)
-    if speed.peak.nominal_tflops and ours.mfu_nominal:
-        peak += (
+    own_row = speed.row(OURS)
+    if speed.peak.nominal_tflops and own_row.mfu_nominal:
+        peak_text += (
             f"; of the data sheet's {speed.peak.nominal_tflops:,.0f} TFLOP/s ours is "
-            f"{100 * ours.mfu_nominal['full']:.1f} % (full attention), "
-            f"{100 * ours.mfu_nominal['causal']:.1f} % (causal)"
+            f"{100 * own_row.mfu_nominal['full']:.1f} % (full attention), "
+            f"{100 * own_row.mfu_nominal['causal']:.1f} % (causal)"
         )
-    found.append(peak)
+    text_lines.append(peak_text)
     for row in speed.rows:
         if row.limit is not None and row.ratio is not None:
-            found.append(
+            text_lines.append(
                 f"limit: ours at least × {row.limit:g} of {row.name}: × {row.ratio.median:.3f} "
                 f"[{row.ratio.low:.3f}, {row.ratio.high:.3f}], {_verdict(row.ratio, row.limit)}"
             )
-    return [*found, *(f"note: {note}" for note in speed.notes)]
+    return [*text_lines, *(f"note: {note}" for note in speed.notes)]
 
 
 def _verdict(ratio: Estimate, limit: float) -> str:
@@ -219,9 +219,9 @@ def _verdict(ratio: Estimate, limit: float) -> str:
 
 
 def _with_width(e: Estimate) -> str:
-    width = (e.high - e.low) / 2
+    half_width = (e.high - e.low) / 2
     digits = 1 if e.median < 1000 else 0
-    return f"{e.median:,.{digits}f}±{width:,.{digits}f}"
+    return f"{e.median:,.{digits}f}±{half_width:,.{digits}f}"
 
 
 def _ratio(e: Estimate | None) -> str:

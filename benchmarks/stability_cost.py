@@ -30,16 +30,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.common import describe_run, machine
+from benchmarks.common import describe_run, is_finite, machine, write_random_corpus
 from benchmarks.costs import Costs, assess
 from megastable.checkpoint.store import LayoutState, RunState
 from megastable.config import deepspeed_json
 from megastable.config.tree import CorpusConfig, RunConfig
 from megastable.data.corpora import Corpora, open_corpora
 from megastable.data.loader import Loader, Step
-from megastable.data.manifest import TokenizerInfo, adopt
-from megastable.data.shards import ShardWriter
-from megastable.data.skipping import Skipping
+from megastable.data.run_ledgers import Skipping
 from megastable.data.skips import Skips
 from megastable.engine import distributed, patches
 from megastable.engine.engine import Engine
@@ -48,15 +46,14 @@ from megastable.engine.measured import Measured
 from megastable.engine.watch import Ballot
 from megastable.parallel.layout import Layout
 from megastable.parallel.topology import Topology
-from megastable.recovery.damage_watch import EVERY, ProbeWatch
 from megastable.recovery.recovery import Recovery
 from megastable.recovery.run_parts import RunParts, StepResult
+from megastable.recovery.watches import EVERY, ProbeWatch
 from megastable.run import directory
 from megastable.run.directory import RunDirectory
 from megastable.run.log import RunLog
-from megastable.training.observer import Observer
-from megastable_guard.actions import Action
-from megastable_guard.signals import Signals
+from megastable.training.recorder import Observer
+from megastable_guard.actions import Action, Signals
 
 KINDS = (
     "bare",
@@ -102,10 +99,10 @@ class Stopwatch:
     @contextmanager
     def time(self, name: str) -> Iterator[None]:
         self.synchronise()
-        begin = time.perf_counter()
+        begin_time = time.perf_counter()
         yield
         self.synchronise()
-        self.seconds[name] += time.perf_counter() - begin
+        self.seconds[name] += time.perf_counter() - begin_time
 
     def timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         """`call`, and its time is added to `name`."""
@@ -115,17 +112,6 @@ class Stopwatch:
                 return call(*args, **kwargs)
 
         return wrapped
-
-
-def random_corpus(folder: Path, vocabulary: int, tokens: int) -> None:
-    """A corpus of at least `tokens` random tokens, in documents of 500 on average."""
-    folder.mkdir(parents=True)
-    drawn = np.random.default_rng(0)
-    with ShardWriter(folder / "part-0", vocabulary) as writer:
-        while writer.tokens < tokens:
-            writer.add_document(np.append(drawn.integers(1, vocabulary, drawn.geometric(1 / 500)), 0))
-    info = TokenizerInfo(file="none", kind="sentencepiece", xxh3="0" * 32, vocab_size=vocabulary, eod=0)
-    adopt(folder, info, validation=0.0).save(folder)
 
 
 def steps_needed(rounds: int) -> int:
@@ -145,18 +131,18 @@ def measure(
     """
     deepspeed_json.build(config, 1)
     with tempfile.TemporaryDirectory(prefix="megastable-bench-") as folder:
-        size = config.model.vocab_size or VOCABULARY
-        random_corpus(Path(folder) / "corpus", size, (config.model.sequence_length + 1) * SAMPLES)
-        tree = config.model_dump()
-        tree["model"]["vocab_size"] = size
-        tree["data"] |= {"corpora": [CorpusConfig(path=Path(folder) / "corpus")], "skip": []}
-        tree["logging"]["trackers"] = []  # optional: not part of the system
-        tree["run"]["dir"] = Path(folder) / "run"
-        config = RunConfig.model_validate(tree)
+        vocab_size = config.model.vocab_size or VOCABULARY
+        write_random_corpus(Path(folder) / "corpus", vocab_size, (config.model.sequence_length + 1) * SAMPLES)
+        config_tree = config.model_dump()
+        config_tree["model"]["vocab_size"] = vocab_size
+        config_tree["data"] |= {"corpora": [CorpusConfig(path=Path(folder) / "corpus")], "skip": []}
+        config_tree["logging"]["trackers"] = []  # optional: not part of the system
+        config_tree["run"]["dir"] = Path(folder) / "run"
+        config = RunConfig.model_validate(config_tree)
         corpora = open_corpora(config.data.corpora, config.model.sequence_length, config.run.seed)
-        run = directory.make(config, Path("bench"))
+        run_directory = directory.make(config, Path("bench"))
         with _loader(config, corpora) as loader:
-            return Bench(config, corpora, run, loader, say).measure(rounds, advance)
+            return Bench(config, corpora, run_directory, loader, say).measure(rounds, advance)
 
 
 def _loader(config: RunConfig, corpora: Corpora) -> Loader:
@@ -191,7 +177,7 @@ class Bench:
         self.observer.steps.flush_steps = sys.maxsize  # written here, under the stopwatch
         self.batches = [next(loader) for _ in range(BATCHES)]
         for batch in self.batches:  # Adam's moments are there, as in the middle of a run
-            self.latest, _ = self.engine.train_step(batch.micro_batches, RATE, _finite)
+            self.latest, _ = self.engine.train_step(batch.micro_batches, RATE, is_finite)
         parts = RunParts(c, self.engine, loader, run, Skipping(c, run), RunLog(run, say), lambda _: None)
         self.recovery = Recovery(parts, self.state)
         self.probe = ProbeWatch(self.engine, loader, self.batches[0].micro_batches, self.recovery.log)
@@ -206,11 +192,11 @@ class Bench:
         samples: dict[str, list[float]] = defaultdict(list)
         began = machine(self.engine.device)
         for number in range(rounds + 1):
-            found = self._round(self.batches[number % BATCHES], advance)
-            for name, seconds in found.items() if number else ():  # the first round is a warm-up
+            round_seconds = self._round(self.batches[number % BATCHES], advance)
+            for name, seconds in round_seconds.items() if number else ():  # the first round is a warm-up
                 samples[name].append(seconds)
         c = self.config
-        intervals = {
+        steps_between = {
             "snapshot": c.stability.snapshots.interval if self.recovery.points.ring.steps else 0,
             "norms": c.logging.norms_interval,
             "layers": c.logging.layers_interval,
@@ -219,7 +205,7 @@ class Bench:
             "probe": EVERY,
             "records": c.logging.flush_steps,
         }
-        return Measurement(began, self._run(), rounds, self.disturbed, assess(samples, KINDS, intervals))
+        return Measurement(began, self._run(), rounds, self.disturbed, assess(samples, KINDS, steps_between))
 
     def _run(self) -> dict[str, Any]:
         optimizer, points = type(self.engine.optimizer).__name__, self.recovery.points
@@ -230,12 +216,12 @@ class Bench:
         measured = self.latest
         # Snapshots are taken here, under the stopwatch.
         self.recovery.points.ring.due = lambda step, urgent=False: False  # type: ignore[method-assign]
-        drawn = np.random.default_rng(0)
+        random_draws = np.random.default_rng(0)
         for _ in range(2 * self.config.stability.detector.window):
             self.state.step += 1
-            loss = measured.loss + 0.01 * drawn.standard_normal()
-            norm = measured.grad_norm * np.exp(0.1 * drawn.standard_normal())
-            self.recovery.guard.judge(Signals(self.state.step, loss, norm, RATE), None)
+            loss = measured.loss + 0.01 * random_draws.standard_normal()
+            grad_norm = measured.grad_norm * np.exp(0.1 * random_draws.standard_normal())
+            self.recovery.guard.judge(Signals(self.state.step, loss, grad_norm, RATE), None)
         for _ in range(self.config.stability.snapshots.keep + 1):
             self.state.step += 1
             self._snapshot()
@@ -286,14 +272,14 @@ class Bench:
 
     def _bare(self, batch: Step) -> None:
         """DeepSpeed's own update instead of the gate."""
-        e = self.engine
-        e._begin_step(batch.micro_batches, RATE)
-        e._count_tokens(batch.micro_batches)
-        with patches.instead(e.ds, "_take_model_step", e._update_by_deepspeed):
-            e._run_forward_and_backward(batch.micro_batches)
+        own_engine = self.engine
+        own_engine._begin_step(batch.micro_batches, RATE)
+        own_engine._count_tokens(batch.micro_batches)
+        with patches.instead(own_engine.ds, "_take_model_step", own_engine._update_by_deepspeed):
+            own_engine._run_forward_and_backward(batch.micro_batches)
 
     def _gate(self, batch: Step) -> None:
-        self.engine.train_step(batch.micro_batches, RATE, _finite)
+        self.engine.train_step(batch.micro_batches, RATE, is_finite)
 
     def _guard(self, batch: Step, ballot: Callable[[int], Ballot] = lambda _: {}) -> None:
         train = self.engine.train_step
@@ -301,9 +287,9 @@ class Bench:
 
     def _with_snapshot(self, batch: Step, watch: Stopwatch) -> None:
         # Before the step: on a GPU the copies overlap with its forward and backward.
-        begin = time.perf_counter()
+        begin_time = time.perf_counter()
         self._snapshot()
-        watch.seconds["take"] = time.perf_counter() - begin
+        watch.seconds["take"] = time.perf_counter() - begin_time
         self._guard(batch)
 
     def _with_layers(self, batch: Step) -> None:
@@ -313,32 +299,32 @@ class Bench:
 
     def _timed_gate(self, batch: Step, watch: Stopwatch) -> None:
         """The gate by itself: without the update, and without the norm that DeepSpeed needs anyway."""
-        inside = Stopwatch(self.engine.device)
-        e, t = self.engine, inside.seconds
-        calls = [
+        inner_watch = Stopwatch(self.engine.device)
+        e, inner_seconds = self.engine, inner_watch.seconds
+        timed_calls = [
             ("all", e, "train_step"), ("before", e, "_begin_step"), ("before", e, "_count_tokens"),
             ("passes", e, "_run_forward_and_backward"), ("update", e, "_update_by_deepspeed"),
             ("norm", e.zero, "squared_norm"), ("own norm", *self._own_norm()), ("collect", e, "_collect"),
             ("counters", e, "counters"),
         ]  # fmt: skip
-        with _stopwatches(inside, calls):
-            e.train_step(batch.micro_batches, RATE, inside.timed("finite", _finite))
-        others = ("counters", "before", "passes", "update", "norm", "collect", "finite")
-        rest = t["all"] - sum(t[name] for name in others)
-        norm = t["norm"] - t["own norm"]
+        with _stopwatches(inner_watch, timed_calls):
+            e.train_step(batch.micro_batches, RATE, inner_watch.timed("finite", is_finite))
+        other_seconds = ("counters", "before", "passes", "update", "norm", "collect", "finite")
+        rest_seconds = inner_seconds["all"] - sum(inner_seconds[name] for name in other_seconds)
+        norm_seconds = inner_seconds["norm"] - inner_seconds["own norm"]
         for name in ("collect", "finite", "counters"):
-            watch.seconds[name] = t[name]
-        watch.seconds |= {"norm": norm, "rest": rest, "losses": self._losses()}
+            watch.seconds[name] = inner_seconds[name]
+        watch.seconds |= {"norm": norm_seconds, "rest": rest_seconds, "losses": self._losses()}
 
     def _timed_guard(self, batch: Step, watch: Stopwatch) -> None:
-        judge = watch.timed("judge", self._judge)
-        measured, applied = self.engine.train_step(batch.micro_batches, RATE, judge)
-        r, inside = self.recovery, Stopwatch(self.engine.device)
-        calls = [("samples", r.samples, "observe"), ("signs", r.watches.signs, "after")]
-        with _stopwatches(inside, calls), watch.time("settle"):
+        timed_judge = watch.timed("judge", self._judge)
+        measured, applied = self.engine.train_step(batch.micro_batches, RATE, timed_judge)
+        r, inner_watch = self.recovery, Stopwatch(self.engine.device)
+        timed_calls = [("samples", r.samples, "observe"), ("signs", r.watches.signs, "after")]
+        with _stopwatches(inner_watch, timed_calls), watch.time("settle"):
             self._settle(batch, measured, applied)
-        watch.seconds["settle"] -= sum(inside.seconds.values())
-        watch.seconds |= inside.seconds
+        watch.seconds["settle"] -= sum(inner_watch.seconds.values())
+        watch.seconds |= inner_watch.seconds
 
     def _timed_hardware(self, batch: Step, watch: Stopwatch) -> None:
         with _stopwatches(watch, [("seal", self.memory, "seal")]):
@@ -346,26 +332,26 @@ class Bench:
 
     def _timed_layers(self, batch: Step, watch: Stopwatch) -> None:
         e, probe = self.engine, self.engine.probe
-        calls = [
+        timed_calls = [
             (probe, "_before"), (probe, "_after"), (probe, "gradients"), (e.zero, "gradients"), (e, "flat_state"),
         ]  # fmt: skip
-        with _stopwatches(watch, [("look", *call) for call in calls]):
+        with _stopwatches(watch, [("look", *call) for call in timed_calls]):
             with watch.time("look"):
                 probe.watch()
             measured, applied = e.train_step(batch.micro_batches, RATE, self._judge)
         with watch.time("tell"):
-            found = e.statistics()
+            layer_statistics = e.statistics()
         with _stopwatches(watch, [("tell", self.observer.layers, "add")]):
-            self._settle(batch, measured, applied, found)
+            self._settle(batch, measured, applied, layer_statistics)
 
     def _timed_trends(self, batch: Step, watch: Stopwatch) -> None:
-        e, trends, slow = self.engine, self.engine.trends, self.recovery.watches.trends
-        calls = [(trends, "_before"), (trends, "_after"), (trends, "gradients")]
-        with _stopwatches(watch, [("trend", *call) for call in calls]):
-            trends.watch()
-            measured, applied = e.train_step(batch.micro_batches, RATE, self._judge)
+        own_engine, trend_probe, trend_watch = self.engine, self.engine.trends, self.recovery.watches.trends
+        timed_calls = [(trend_probe, "_before"), (trend_probe, "_after"), (trend_probe, "gradients")]
+        with _stopwatches(watch, [("trend", *call) for call in timed_calls]):
+            trend_probe.watch()
+            measured, applied = own_engine.train_step(batch.micro_batches, RATE, self._judge)
         with watch.time("trend"):
-            slow.after(self.state, RATE, applied, incident=False)
+            trend_watch.after(self.state, RATE, applied, incident=False)
         self._settle(batch, measured, applied)
 
     # Parts of the steps
@@ -377,15 +363,15 @@ class Bench:
         self, batch: Step, measured: Measured, applied: bool, found: LayerStatistics | None = None
     ) -> None:
         """The work of train.py after a step."""
-        before, samples = self.state, batch.positions.size
-        s = before.after(
-            cursor=batch.next, tokens=samples * self.config.model.sequence_length, seconds=1.0, loss=measured.loss,
-            applied=applied, mix={}, batch=samples, piece=batch.piece,
+        state_before, sample_count = self.state, batch.positions.size
+        state_after = state_before.after(
+            cursor=batch.next, tokens=sample_count * self.config.model.sequence_length, seconds=1.0, loss=measured.loss,
+            applied=applied, mix={}, batch=sample_count, piece=batch.piece,
         )  # fmt: skip
-        self.recovery.watches.signs.after(s, found)
-        done = StepResult(batch, measured, applied, before, s, RATE, 1.0, 0.0)
-        self.observer.step(done, found, self.engine.loss.z_loss)
-        self.state = self.recovery.settle(done).state
+        self.recovery.watches.signs.after(state_after, found)
+        step_result = StepResult(batch, measured, applied, state_before, state_after, RATE, 1.0, 0.0)
+        self.observer.step(step_result, found, self.engine.loss.z_loss)
+        self.state = self.recovery.settle(step_result).state
         decision = self.recovery.decision
         self.disturbed += decision is not None and decision.action is not Action.APPLY
 
@@ -395,12 +381,12 @@ class Bench:
 
     def _losses(self) -> float:
         """Seconds of the loss function for the per-sample losses of a step: included in the bare step."""
-        c, watch = self.config, Stopwatch(self.engine.device)
-        loss = torch.zeros(c.model.sequence_length, c.train.micro_batch, device=self.engine.device)
-        with watch.time(""):
+        c, loss_watch = self.config, Stopwatch(self.engine.device)
+        zero_losses = torch.zeros(c.model.sequence_length, c.train.micro_batch, device=self.engine.device)
+        with loss_watch.time(""):
             for _ in self.batches[0].micro_batches:
-                torch.stack((loss.detach().mean(0), loss.detach().mean(0)))
-        return watch.seconds[""]
+                torch.stack((zero_losses.detach().mean(0), zero_losses.detach().mean(0)))
+        return loss_watch.seconds[""]
 
     def _own_norm(self) -> tuple[Any, str]:
         """The method with which DeepSpeed computes the norm for clipping."""
@@ -412,12 +398,8 @@ class Bench:
 @contextmanager
 def _stopwatches(watch: Stopwatch, calls: list[tuple[str, Any, str]]) -> Iterator[None]:
     """Time the calls of (name, owner, attribute)."""
-    with ExitStack() as stack:
+    with ExitStack() as exit_stack:
         for name, owner, attribute in calls:
-            timed = watch.timed(name, getattr(owner, attribute))
-            stack.enter_context(patches.instead(owner, attribute, timed))
+            timed_call = watch.timed(name, getattr(owner, attribute))
+            exit_stack.enter_context(patches.instead(owner, attribute, timed_call))
         yield
-
-
-def _finite(measured: Measured) -> bool:
-    return measured.finite

@@ -51,19 +51,9 @@ class Stage:
 
 def _train(size: str, rounds: int, peers: Sequence[str], *overrides: str) -> tuple[str, ...]:
     options = ["--recipe", f"launch/recipes/{size}.yaml", "--rounds", str(rounds), "--seconds", "{seconds}"]
-    named = [word for peer in peers for word in ("--peers", peer)]
-    return (
-        "-m",
-        "megastable",
-        "bench",
-        "train",
-        "--device",
-        "cuda",
-        *options,
-        *named,
-        VOCABULARY,
-        *overrides,
-    )
+    peer_words = [word for peer in peers for word in ("--peers", peer)]
+    command = "-m megastable bench train --device cuda".split()
+    return (*command, *options, *peer_words, VOCABULARY, *overrides)
 
 
 # Four at a time on one GPU: most of their time is compilation and setup, on the CPU.
@@ -129,36 +119,36 @@ class Done:
 
 def allowed(stage: Stage, later: Sequence[Stage], left: float) -> float:
     """Seconds that a stage gets of those left: its own, and those that later ones do not need."""
-    return min(left, max(stage.seconds, left - sum(s.seconds for s in later)))
+    return min(left, max(stage.seconds, left - sum(later_stage.seconds for later_stage in later)))
 
 
 def run(stage: Stage, python: str, seconds: float, output: Path) -> Done:
     """A stage in a separate process group, ended as a whole after `seconds`. output: a file for what it prints."""
     with tempfile.TemporaryDirectory(prefix="megastable-bench-") as folder:
-        found = Path(folder) / "found.json"
-        told = str(max(1, round(seconds - MARGIN)))
-        command = [python, *(part.replace("{seconds}", told) for part in stage.command)]
+        found_path = Path(folder) / "found.json"
+        seconds_text = str(max(1, round(seconds - MARGIN)))
+        command = [python, *(part.replace("{seconds}", seconds_text) for part in stage.command)]
         if stage.json:
-            command += ["--output", str(found)]
-        returned: int | None = None
-        begin = time.perf_counter()
+            command += ["--output", str(found_path)]
+        exit_code: int | None = None
+        begin_time = time.perf_counter()
         # Into a file: a pipe stays open as long as any remaining child holds it.
         with output.open("wb") as said:
             process = subprocess.Popen(
                 command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=said, stderr=said, start_new_session=True
             )
             try:
-                returned = process.wait(seconds)
+                exit_code = process.wait(seconds)
             except subprocess.TimeoutExpired:
                 pass
             finally:
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-        took = time.perf_counter() - begin
+        took = time.perf_counter() - begin_time
         said_all = output.read_text(errors="replace")
-        result = tests_of(said_all) if "pytest" in command else read(found)
-    return Done(" ".join(command[1:]), returned, round(took, 1), result, said_all[-TAIL:], str(output))
+        stage_result = tests_of(said_all) if "pytest" in command else read(found_path)
+    return Done(" ".join(command[1:]), exit_code, round(took, 1), stage_result, said_all[-TAIL:], str(output))
 
 
 def read(file: Path) -> Any:
@@ -179,8 +169,8 @@ LINE = re.compile(  # of a process of several, or of the only one
 
 def tests_of(output: str) -> dict[str, str]:
     """Outcomes by test, as `pytest -v` tells them one by one, with several processes or one."""
-    found = [m.groupdict() for m in LINE.finditer(output)]
-    return {m["test"] or m["own_test"]: (m["outcome"] or m["own_outcome"]).lower() for m in found}
+    found_groups = [m.groupdict() for m in LINE.finditer(output)]
+    return {m["test"] or m["own_test"]: (m["outcome"] or m["own_outcome"]).lower() for m in found_groups}
 
 
 def write(path: Path, done: dict[str, Done]) -> None:
@@ -207,36 +197,36 @@ def main(
     listed: Annotated[bool, typer.Option("--list", help="Only say what would be run")] = False,
 ) -> None:
     """Run the tests that need a GPU, and the benchmarks, within a time budget."""
-    if unknown := set(only or ()) - {stage.name for stage in STAGES}:
-        raise ConfigError(f"--only {min(unknown)}: choose among {', '.join(s.name for s in STAGES)}")
-    wanted = [stage for stage in STAGES if not only or stage.name in only]
+    if unknown_names := set(only or ()) - {stage.name for stage in STAGES}:
+        raise ConfigError(f"--only {min(unknown_names)}: choose among {', '.join(s.name for s in STAGES)}")
+    wanted_stages = [stage for stage in STAGES if not only or stage.name in only]
     if listed:
-        for stage in wanted:
+        for stage in wanted_stages:
             print(f"{stage.name:12} {stage.seconds:4} s  python {' '.join(stage.command)}")
         return
     console = Console()
-    end = time.monotonic() + seconds
-    done: dict[str, Done] = {}
-    write(output, done)  # fail now for an unwritable path
-    logs = _log_folder(output)
-    for number, stage in enumerate(wanted):
-        left = end - time.monotonic()
-        if left < LEAST:
-            told = f"no time is left ({left:.0f} s; it takes {stage.seconds})"
-            done[stage.name] = Done(" ".join(stage.command), None, 0.0, None, "", left_out=told)
-            write(output, done)
+    end_time = time.monotonic() + seconds
+    done_stages: dict[str, Done] = {}
+    write(output, done_stages)  # fail now for an unwritable path
+    log_folder = _log_folder(output)
+    for number, stage in enumerate(wanted_stages):
+        seconds_left = end_time - time.monotonic()
+        if seconds_left < LEAST:
+            left_text = f"no time is left ({seconds_left:.0f} s; it takes {stage.seconds})"
+            done_stages[stage.name] = Done(" ".join(stage.command), None, 0.0, None, "", left_out=left_text)
+            write(output, done_stages)
             continue
         console.print(f"{stage.name} ...")
-        time_left = allowed(stage, wanted[number + 1 :], left)
-        done[stage.name] = run(stage, sys.executable, time_left, logs / f"{stage.name}.log")
-        console.print(done[stage.name].tail, markup=False, highlight=False)
-        write(output, done)
+        time_left = allowed(stage, wanted_stages[number + 1 :], seconds_left)
+        done_stages[stage.name] = run(stage, sys.executable, time_left, log_folder / f"{stage.name}.log")
+        console.print(done_stages[stage.name].tail, markup=False, highlight=False)
+        write(output, done_stages)
     table = Table("stage", "seconds", "outcome", title="GPU", title_justify="left")
-    for name, one in done.items():
-        table.add_row(name, f"{one.seconds:.0f}", one.outcome)
+    for name, done_stage in done_stages.items():
+        table.add_row(name, f"{done_stage.seconds:.0f}", done_stage.outcome)
     console.print(table)
-    console.print(f"all of it: {output}; whole logs: {logs}")
-    if any(d.returned != 0 for d in done.values()):
+    console.print(f"all of it: {output}; whole logs: {log_folder}")
+    if any(done_stage.returned != 0 for done_stage in done_stages.values()):
         raise typer.Exit(1)
 
 

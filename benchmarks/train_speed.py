@@ -40,7 +40,7 @@ from megastable.config.model import ModelConfig
 from megastable.config.tree import RunConfig
 from megastable.data.loader import MicroBatch
 from megastable.engine import distributed
-from megastable.model.flops import flops_per_token, parameters
+from megastable.model.sizes import flops_per_token, parameters
 
 SMALL, LARGE = 4_096, 32_000  # vocabularies, if the recipe leaves it to the tokenizer
 SMALL_HIDDEN = 512  # maximum width of a small model
@@ -63,24 +63,24 @@ def resolve(config: RunConfig, micro_batches: int = MICRO_BATCHES) -> tuple[RunC
         raise ConfigError(
             "precision.kind=fp16: the others are trained without a loss scale; use bf16 or fp32"
         )
-    notes, tree = [], config.model_dump()
+    notes, config_tree = [], config.model_dump()
     for warmup in ("batch_warmup", "sequence_warmup"):
-        if tree["train"][warmup] is not None:
-            tree["train"][warmup] = None
+        if config_tree["train"][warmup] is not None:
+            config_tree["train"][warmup] = None
             notes.append(f"train.{warmup}=null: what is measured is the steady state")
     if config.model.vocab_size is None:
-        size = SMALL if config.model.hidden <= SMALL_HIDDEN else LARGE
-        tree["model"]["vocab_size"] = size
-        notes.append(f"model.vocab_size={size:,}: the recipe leaves it to the tokenizer")
+        vocab_size = SMALL if config.model.hidden <= SMALL_HIDDEN else LARGE
+        config_tree["model"]["vocab_size"] = vocab_size
+        notes.append(f"model.vocab_size={vocab_size:,}: the recipe leaves it to the tokenizer")
     most = micro_batches * config.train.micro_batch
     if config.train.global_batch > most:
-        tree["train"]["global_batch"] = most
+        config_tree["train"]["global_batch"] = most
         notes.append(
             f"train.global_batch={most} in place of {config.train.global_batch}: a step of at most {micro_batches} "
             "micro-batches, so that an update weighs more here than in the run"
         )
     if config.kernels.compile == "auto":
-        tree["kernels"]["compile"] = True
+        config_tree["kernels"]["compile"] = True
         notes.append('kernels.compile: true in place of "auto": what is measured is the steady state')
     if config.optimizer.moments == "bf16":
         notes.append("optimizer.moments=bf16 of ours; the others' moments are of the type of their weights")
@@ -89,24 +89,24 @@ def resolve(config: RunConfig, micro_batches: int = MICRO_BATCHES) -> tuple[RunC
             f"parallel.recompute={config.parallel.recompute} of ours and bare: the others recompute nothing"
         )
     if config.data.keep_documents_apart:
-        tree["data"]["keep_documents_apart"] = False
+        config_tree["data"]["keep_documents_apart"] = False
         notes.append("data.keep_documents_apart=false: the others do not keep them apart")
-    return RunConfig.model_validate(tree), notes
+    return RunConfig.model_validate(config_tree), notes
 
 
 def random_batches(config: RunConfig, device: torch.device) -> list[MicroBatch]:
     """The micro-batches of one step, in memory as from a loader."""
     c, generator = config, torch.Generator().manual_seed(config.run.seed)
     assert c.model.vocab_size is not None
-    found = []
+    drawn_batches = []
     for number in range(deepspeed_json.accumulation(c, 1)):
         b = c.train.micro_batch
         drawn = torch.randint(c.model.vocab_size, (b, c.model.sequence_length + 1), generator=generator)
         tokens, labels = drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
         if device.type == "cuda":
             tokens, labels = tokens.pin_memory(), labels.pin_memory()
-        found.append(MicroBatch(tokens, labels, torch.arange(number * b, (number + 1) * b), None))
-    return found
+        drawn_batches.append(MicroBatch(tokens, labels, torch.arange(number * b, (number + 1) * b), None))
+    return drawn_batches
 
 
 def memory_needed(c: ModelConfig, micro_batch: int, names: Sequence[str], width: int = 2) -> float:
@@ -115,9 +115,9 @@ def memory_needed(c: ModelConfig, micro_batch: int, names: Sequence[str], width:
     width: bytes of an activation. A block without recomputation keeps about 34 bytes of 16-bit activations per token
     and hidden unit (Korthikanti et al., arXiv:2205.05198, section 4, without the scores); logits exist three times.
     """
-    held = parameters(c) * (sum(PEERS[name].holds for name in names) + width)
+    bytes_held = parameters(c) * (sum(PEERS[name].holds for name in names) + width)
     tokens = micro_batch * c.sequence_length
-    return held + tokens * (17 * width * c.hidden * c.layers + (8 + width) * c.padded_vocab)
+    return bytes_held + tokens * (17 * width * c.hidden * c.layers + (8 + width) * c.padded_vocab)
 
 
 def steps_needed(names: Sequence[str], rounds: int) -> int:
@@ -168,12 +168,14 @@ def measure(
 
     def found(*more: str) -> Speed:
         about[1]["steps_in_a_measurement"] = bench.steps
-        peak = Peak(max(tflops), known)
-        told = [*notes, *more]
+        device_peak = Peak(max(tflops), known)
+        notes_told = [*notes, *more]
         # In an unfinished round some have a sample more.
         rounds_done = min((len(of) for of in bench.samples.values() if of), default=0)
-        samples = {name: of[:rounds_done] for name, of in bench.samples.items()}
-        return assess(names, samples, bench.entries, bench.problems, work, peak, about, told)
+        samples_by_name = {name: of[:rounds_done] for name, of in bench.samples.items()}
+        return assess(
+            names, samples_by_name, bench.entries, bench.problems, work, device_peak, about, notes_told
+        )
 
     def advanced() -> None:
         advance()
@@ -227,12 +229,12 @@ class Bench:
         living: dict[str, Contestant] = {}
         try:
             for name in self.names:
-                if (built := self._begin(name, (len(living) + 1) * rounds)) is not None:
-                    living[name] = built
-            for number in range(rounds):
-                if number >= LEAST_ROUNDS and self._left() < 0:
+                if (built_contestant := self._begin(name, (len(living) + 1) * rounds)) is not None:
+                    living[name] = built_contestant
+            for round_number in range(rounds):
+                if round_number >= LEAST_ROUNDS and self._left() < 0:
                     break
-                self.say(f"round {number + 1} of {rounds}")
+                self.say(f"round {round_number + 1} of {rounds}")
                 with _no_garbage():
                     for name in self.order.sample(list(living), len(living)):
                         self._sample(name, living[name])
@@ -242,24 +244,24 @@ class Bench:
     def measure_apart(self, rounds: int) -> None:
         """One exists at a time; in every pass each measures its part of the rounds, alternately forwards and backwards,
         so that slow changes (heat, other jobs) affect all alike."""
-        passes = min(PASSES, rounds)
-        for number in range(passes):
-            share = rounds * (number + 1) // passes - rounds * number // passes
-            for name in self.names if number % 2 == 0 else self.names[::-1]:
+        pass_count = min(PASSES, rounds)
+        for pass_number in range(pass_count):
+            rounds_share = rounds * (pass_number + 1) // pass_count - rounds * pass_number // pass_count
+            for name in self.names if pass_number % 2 == 0 else self.names[::-1]:
                 if name in self.problems:
                     continue
-                built = self._begin(name, share)
-                if built is None:
+                built_contestant = self._begin(name, rounds_share)
+                if built_contestant is None:
                     continue
-                living = {name: built}
-                del built
+                living_contestants = {name: built_contestant}
+                del built_contestant
                 try:
                     with _no_garbage():
-                        self.say(f"{name}, pass {number + 1} of {passes}")
-                        for _ in range(share):
-                            self._sample(name, living[name])
+                        self.say(f"{name}, pass {pass_number + 1} of {pass_count}")
+                        for _ in range(rounds_share):
+                            self._sample(name, living_contestants[name])
                 finally:
-                    self._end(living)
+                    self._end(living_contestants)
 
     def _left(self) -> float:
         """Seconds until the deadline."""
@@ -268,32 +270,32 @@ class Bench:
     def _begin(self, name: str, turns: int) -> Contestant | None:
         """Build and warm up; None, with the reason noted, if that fails or leaves no time for `turns` turns."""
         self.say(f"{name}: warming up")
-        before = self._held()
+        bytes_before = self._held()
         built: Contestant | None = None
         alarm = Alarm()
         try:
-            begun = time.perf_counter()
-            patience = math.inf if name == OURS else self._left() - turns * self.round_seconds
-            with warnings.catch_warnings(), alarm.after(patience):
+            begin_time = time.perf_counter()
+            seconds_patience = math.inf if name == OURS else self._left() - turns * self.round_seconds
+            with warnings.catch_warnings(), alarm.after(seconds_patience):
                 warnings.simplefilter("ignore")
                 built = PEERS[name].build(self.task)
-                at_build = time.perf_counter() - begun
+                at_build = time.perf_counter() - begin_time
                 built.prepare()
-                begun = time.perf_counter()
+                begin_time = time.perf_counter()
                 loss = float(built.step())
                 self._wait()
-                first = time.perf_counter() - begun
-                begun = time.perf_counter()
+                first = time.perf_counter() - begin_time
+                begin_time = time.perf_counter()
                 for _ in range(SETTLING):
                     built.step()
                 self._wait()
             if not self.entries:  # of ours: the same number for all
-                last = (time.perf_counter() - begun) / SETTLING
-                self.steps = max(1, min(MOST_STEPS, math.ceil(LEAST_SECONDS / last)))
-                self.round_seconds = self.steps * last
+                last_seconds = (time.perf_counter() - begin_time) / SETTLING
+                self.steps = max(1, min(MOST_STEPS, math.ceil(LEAST_SECONDS / last_seconds)))
+                self.round_seconds = self.steps * last_seconds
             if name not in self.entries:
                 self.advance()
-                memory = self._memory_of(built, before)
+                memory = self._memory_of(built, bytes_before)
                 self.entries[name] = Entry(built.backends, at_build, first, loss, memory, built.same_weights)
             return built
         except Exception as error:
@@ -306,17 +308,17 @@ class Bench:
     def _failed(self, name: str, error: Exception) -> None:
         """Others continue without it; without ours there is nothing to compare."""
         if isinstance(error, Unavailable | ConfigError):
-            told = str(error)
+            problem_text = str(error)
         elif isinstance(error, torch.OutOfMemoryError):
-            told = "out of memory: a smaller train.micro_batch, or parallel.recompute"
+            problem_text = "out of memory: a smaller train.micro_batch, or parallel.recompute"
         else:
-            first = (str(error).strip() or "no message").splitlines()[0]
-            told = f"failed: {type(error).__name__}: {first[:300]}"
+            first_line = (str(error).strip() or "no message").splitlines()[0]
+            problem_text = f"failed: {type(error).__name__}: {first_line[:300]}"
         if name == OURS:
             if isinstance(error, torch.OutOfMemoryError):
-                raise ConfigError(f"{OURS}: {told}") from error
+                raise ConfigError(f"{OURS}: {problem_text}") from error
             raise error
-        self.problems[name] = told
+        self.problems[name] = problem_text
 
     def _sample(self, name: str, contestant: Contestant) -> None:
         if name in self.problems:
@@ -324,11 +326,11 @@ class Bench:
         try:
             contestant.prepare()
             self._wait()
-            begun = time.perf_counter()
+            begin_time = time.perf_counter()
             for _ in range(self.steps):
                 contestant.step()
             self._wait()
-            self.samples[name].append((time.perf_counter() - begun) / self.steps)
+            self.samples[name].append((time.perf_counter() - begin_time) / self.steps)
         except Exception as error:
             self._failed(name, error)
             self.samples.pop(name, None)
@@ -362,17 +364,17 @@ class Bench:
 
     def _memory_of(self, contestant: Contestant, before: int) -> Memory:
         """before: bytes held before it was built."""
-        held = self._held()
+        bytes_held = self._held()
         contestant.prepare()
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
             contestant.step()
             self._wait()
-            step = torch.cuda.max_memory_allocated(self.device) - held
+            step_peak = torch.cuda.max_memory_allocated(self.device) - bytes_held
         else:
-            step = peak_of(contestant.step)
-        mine = held - before
-        return Memory(mine / 2**30, step / 2**30, (mine + step) / 2**30)
+            step_peak = peak_of(contestant.step)
+        own_bytes = bytes_held - before
+        return Memory(own_bytes / 2**30, step_peak / 2**30, (own_bytes + step_peak) / 2**30)
 
 
 class Alarm:
@@ -390,14 +392,14 @@ class Alarm:
             self.rang = True
             raise TimeoutError
 
-        before = signal.signal(signal.SIGALRM, ring)
+        old_handler = signal.signal(signal.SIGALRM, ring)
         try:
             # Repeated: an exception inside a destructor is lost.
             signal.setitimer(signal.ITIMER_REAL, max(seconds, 0.001), 5.0)
             yield
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, before)
+            signal.signal(signal.SIGALRM, old_handler)
 
 
 @contextmanager
@@ -413,11 +415,11 @@ def _no_garbage() -> Iterator[None]:
 
 def living_bytes() -> int:
     """Bytes of the storages of all tensors known to Python, and of their gradients; each storage once."""
-    storages: dict[int, int] = {}
+    bytes_by_storage: dict[int, int] = {}
 
     def count(tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
-        storages[storage.data_ptr()] = storage.nbytes()
+        bytes_by_storage[storage.data_ptr()] = storage.nbytes()
 
     for thing in gc.get_objects():
         if not issubclass(type(thing), Tensor) or thing.device.type != "cpu" or thing.layout != torch.strided:
@@ -427,7 +429,7 @@ def living_bytes() -> int:
         count(thing)
         if thing.is_leaf and thing.grad is not None:
             count(thing.grad)
-    return sum(storages.values())
+    return sum(bytes_by_storage.values())
 
 
 def peak_of(step: Callable[[], Any], again: int = 0) -> int:
@@ -442,19 +444,19 @@ def peak_of(step: Callable[[], Any], again: int = 0) -> int:
             with torch.profiler.record_function(MEASURED):
                 step()
     assert profile.profiler is not None and profile.profiler.kineto_results is not None
-    starts: list[int] = []
-    changes: list[tuple[int, int]] = []
-    for event in profile.profiler.kineto_results.events():
-        name = event.name()
-        if name == "[memory]":
-            changes.append((event.start_ns(), event.nbytes()))
-        elif name == MEASURED:
-            starts.append(event.start_ns())
-    starts.sort()
-    changes.sort()
-    peaks = []
-    for begin, end in zip(starts, [*starts[1:], math.inf], strict=True):
-        before = sum(size for at, size in changes if at < begin)
-        inside = (size for at, size in changes if begin <= at < end)
-        peaks.append(max(accumulate(inside, initial=before)) - before)
-    return min(peaks[min(again, 1) :])
+    start_times: list[int] = []
+    size_changes: list[tuple[int, int]] = []
+    for profiler_event in profile.profiler.kineto_results.events():
+        event_name = profiler_event.name()
+        if event_name == "[memory]":
+            size_changes.append((profiler_event.start_ns(), profiler_event.nbytes()))
+        elif event_name == MEASURED:
+            start_times.append(profiler_event.start_ns())
+    start_times.sort()
+    size_changes.sort()
+    peak_bytes = []
+    for begin_time, end_time in zip(start_times, [*start_times[1:], math.inf], strict=True):
+        bytes_before = sum(size for change_time, size in size_changes if change_time < begin_time)
+        sizes_inside = (size for change_time, size in size_changes if begin_time <= change_time < end_time)
+        peak_bytes.append(max(accumulate(sizes_inside, initial=bytes_before)) - bytes_before)
+    return min(peak_bytes[min(again, 1) :])

@@ -1,5 +1,5 @@
 """Runs a small training on hosts made of namespaces, under the real supervisor, lets faults strike, and says what
-became of them: each in a run of its own, or all in one run, each after it has got over the one before."""
+became of them: each in a run of its own."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import pyarrow.parquet as pq
 from pydantic import BaseModel, ConfigDict
 
-from drills.cluster_faults import Cluster, Kind, choose
+from drills.cluster_faults import Cluster, Kind
 from drills.exercise import Column, Drill, Exercise, Outcome, Watch, describe_only
 from drills.hosts import Hosts
 from drills.namespaces import Started
@@ -45,10 +44,6 @@ MODEL = (
     "train.global_batch=12 train.micro_batch=2 train.eval_samples=12 train.eval_interval=50 checkpoint.interval=25 "
     "checkpoint.keep=2 logging.trackers=[] logging.peak_tflops=1"
 ).split()
-OVER = 10  # steps without a fault after which a run has got over the one before
-PATIENT = 300.0  # seconds for that
-# Of all faults in one run: each is planned, and a budget for what nobody planned is no use.
-BUDGETS = ("stability.policy.same_host=1000", "stability.policy.restarts=1000", "stability.policy.barren=100")
 VARIABLES = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0"}
 
 
@@ -75,16 +70,15 @@ def plan(
     seed: int,
     faults: int,
     steps: int,
-    head: str | None = None,
     seconds: float | None = None,
 ) -> list[Planned]:
     """`faults` of them in runs of `steps` steps: every kind once before any twice; likewise phases, and for every kind
     the hosts it may happen to. Neither in the first nor in the last tenth of the steps, except at the start.
 
-    head: the supervisor's host, the first one if None. seconds: of all faults that last; else drawn. Raises ConfigError
-    if a kind has no host to happen to.
+    The first host is the supervisor's. seconds: of all faults that last; else drawn. Raises ConfigError if a kind has
+    no host to happen to.
     """
-    head = hosts[0] if head is None else head
+    head = hosts[0]
     for kind in kinds:
         if not kind.places(hosts, head):
             raise ConfigError(
@@ -117,18 +111,6 @@ def _rounds(items: Sequence[Item], chance: random.Random) -> Iterator[Item]:
         yield from chance.sample(items, len(items))
 
 
-def spread(planned: Sequence[Planned], steps: int) -> list[Planned]:
-    """The same faults, evenly over the steps of one run. It starts only once."""
-    gap = steps * 0.9 / (len(planned) + 1)
-    return [
-        one.model_copy(update={
-            "step": round(steps * 0.05 + gap * number),
-            "phase": "step" if one.phase == STARTING else one.phase,
-        })
-        for number, one in enumerate(planned, 1)
-    ]  # fmt: skip
-
-
 class ClusterOutcome(Outcome):
     """A fault and its run. found: seconds from the fault to the verdict, None without one; verdict: a sentence, empty
     without one. blamed: the host it names; expected: the one that it had to name; harmless: whether there need not be a
@@ -156,8 +138,8 @@ class ClusterOutcome(Outcome):
         return f"{self.verdict or 'no verdict'}, {'right' if self.right else 'WRONG'}"
 
     def describe_expected(self) -> str:
-        nobody = f" or {NOBODY}" if self.harmless else ""
-        return f"{self.expected}{nobody}" if self.expected else NOBODY
+        nobody_text = f" or {NOBODY}" if self.harmless else ""
+        return f"{self.expected}{nobody_text}" if self.expected else NOBODY
 
     def describe_end(self) -> str:
         if self.exit is None:
@@ -187,17 +169,13 @@ def judge(
         cost: seconds that the run took longer.
         spared: whether a host can take the place of another.
     """
-    found, said, blamed = verdict
+    seconds_found, said, blamed_host = verdict
     return ClusterOutcome(
-        planned=planned, found=found, verdict=said, blamed=blamed, expected=kind.blamed(planned.host),
+        planned=planned, found=seconds_found, verdict=said, blamed=blamed_host, expected=kind.blamed(planned.host),
         harmless=kind.harmless, exit=exit, same=same, cost=cost,
-        verdict_right=kind.accepts(said, blamed, planned.host),
+        verdict_right=kind.accepts(said, blamed_host, planned.host),
         end_right=(exit == OK and same is True) if kind.back or spared else exit == HOST_GONE,
     )  # fmt: skip
-
-
-class Over(ConfigError):
-    """The run was complete before the fault."""
 
 
 @dataclass(frozen=True)
@@ -213,15 +191,15 @@ class ClusterSetup:
 
     def words(self, run: Path, hostfile: Path) -> list[str]:
         assert self.corpus is not None
-        data = [
+        data_overrides = [
             f"data.corpora=[{{path: {self.corpus.resolve()}}}]",
             f"train.steps={self.steps}",
             f"run.dir={run}",
             f"supervise.spares={self.spares}",
         ]
         recipe = str(ROOT / "launch/recipes/quickstart.yaml")
-        start = [sys.executable, str(ROOT / "launch/supervise.py"), recipe]
-        return [*start, *MODEL, *self.patience, *data, "--", "--hostfile", str(hostfile)]
+        start_words = [sys.executable, str(ROOT / "launch/supervise.py"), recipe]
+        return [*start_words, *MODEL, *self.patience, *data_overrides, "--", "--hostfile", str(hostfile)]
 
 
 @dataclass(frozen=True)
@@ -239,8 +217,8 @@ class ClusterRun:
         self.setup, self.folder, self.hosts, self.endless = setup, folder, hosts, endless
         self.run, self.seen = hosts.shared.folder / "run", hosts.shared.outside / "run"
         self.output = folder / "output.txt"
-        head = next(iter(hosts)).name
-        self.cluster = Cluster(hosts, head, lambda: self._supervise(head))
+        head_host = next(iter(hosts)).name
+        self.cluster = Cluster(hosts, head_host, lambda: self._supervise(head_host))
         self.began = time.monotonic()
         self.cluster.start_supervisor()
 
@@ -251,65 +229,63 @@ class ClusterRun:
 
     def progress(self) -> dict[str, Any]:
         with suppress(OSError, ValueError):
-            found = json.loads((self.seen / "progress.json").read_text())
-            if isinstance(found, dict):
-                return found
+            progress_content = json.loads((self.seen / "progress.json").read_text())
+            if isinstance(progress_content, dict):
+                return progress_content
         return {}
 
     def wait_for(self, planned: Planned) -> None:
-        """The moment to strike. Raises Over, ConfigError if the run ends before."""
+        """The moment to strike. Raises ConfigError if the run ends before."""
         while not self._due(planned):
             if self.cluster.supervisor is None or self.cluster.supervisor.poll() is not None:
                 raise self.broken("the run ended before the fault")
             time.sleep(LOOK)
 
-    def suffer(self, kind: Kind, planned: Planned) -> tuple[float, int]:
-        """Let a fault strike at its moment, and last; the time of it, and the bytes of the output by then. Raises Over,
-        ConfigError if there is nothing to do it to; ranks come a moment after their launcher."""
+    def suffer(self, kind: Kind, planned: Planned) -> float:
+        """Let a fault strike at its moment, and last; the time of it. Raises ConfigError if there is nothing to do it
+        to; ranks come a moment after their launcher."""
         self.wait_for(planned)
-        at, said = time.time(), self.output.stat().st_size
-        until = time.monotonic() + 20
+        time_struck = time.time()
+        wait_until = time.monotonic() + 20
         while not kind.strike(self.cluster, self.hosts[planned.host]):
-            if time.monotonic() > until:
+            if time.monotonic() > wait_until:
                 raise self.broken(f"{kind.name}: there was nothing on {planned.host} that it could happen to")
             time.sleep(LOOK)
         time.sleep(planned.seconds)
-        return at, said
+        return time_struck
 
     def broken(self, what: str) -> ConfigError:
         """The error to raise, with the end of the output."""
-        complete = self.cluster.supervisor is not None and self.cluster.supervisor.poll() == OK
-        return (Over if complete else ConfigError)(f"{what}: {self.output.read_text()[-2000:]}")
+        return ConfigError(f"{what}: {self.output.read_text()[-2000:]}")
 
     def _due(self, planned: Planned) -> bool:
-        p = self.progress()
+        run_progress = self.progress()
         if planned.phase == STARTING:
-            return bool(p) or bool(self.hosts[planned.host].ranks())
-        done = p.get("step") or 0
-        return done >= planned.step and (
-            p.get("phase") == planned.phase or done >= planned.step + PHASE_MISSED
+            return bool(run_progress) or bool(self.hosts[planned.host].ranks())
+        steps_done = run_progress.get("step") or 0
+        return steps_done >= planned.step and (
+            run_progress.get("phase") == planned.phase or steps_done >= planned.step + PHASE_MISSED
         )
 
     def end(self) -> int | None:
         """The supervisor's exit code; None if it never ends."""
         while time.monotonic() - self.began < self.endless:
             assert self.cluster.supervisor is not None
-            if (code := self.cluster.supervisor.poll()) is not None:
-                return code
+            if (exit_code := self.cluster.supervisor.poll()) is not None:
+                return exit_code
             time.sleep(0.1)
         return None
 
     def left(self) -> dict[str, str]:
         """The bytes of the last checkpoint, hashed, by file."""
-        folder = self.seen / f"checkpoints/step-{self.setup.steps}"
+        checkpoint_folder = self.seen / f"checkpoints/step-{self.setup.steps}"
         return {
-            path.name: hashlib.blake2b(path.read_bytes()).hexdigest()
-            for path in sorted(folder.glob("*.safetensors"))
+            shard_path.name: hashlib.blake2b(shard_path.read_bytes()).hexdigest()
+            for shard_path in sorted(checkpoint_folder.glob("*.safetensors"))
         }
 
-    def verdict(self, since: float, said: int = 0) -> Verdict:
-        """Seconds until the first verdict after `since`, what it says, and the host that it blames. said: bytes of the
-        output by then."""
+    def verdict(self, since: float) -> Verdict:
+        """Seconds until the first verdict after `since`, what it says, and the host that it blames."""
         for event in self._events():
             if event.get("time", 0) > since and event.get("event") == "ended" and event.get("what"):
                 return event["time"] - since, str(event["failure"]), event["host"]
@@ -319,32 +295,27 @@ class ClusterRun:
                 and event.get("what") == "begun"
             ):
                 return event["time"] - since, str(event["reason"]), event["host"]
-        for line in self.output.read_bytes()[said:].decode(errors="replace").splitlines():
-            if line.startswith("WARNING") and "has not answered" in line:
-                return None, line, None
+        for output_line in self.output.read_text(errors="replace").splitlines():
+            if output_line.startswith("WARNING") and "has not answered" in output_line:
+                return None, output_line, None
         return None, "", None
 
     def keep(self) -> None:
         """Copy what megastable goodput reads, and logs, from the shared disk, which goes with the hosts."""
-        for name in ("journal.jsonl", "recipe.yaml", "summary.json", "progress.json"):
+        for kept_name in ("journal.jsonl", "recipe.yaml", "summary.json", "progress.json"):
             with suppress(FileNotFoundError):
-                shutil.copy2(self.seen / name, self.folder)
-        for name in ("logs", "steps", "incidents"):
+                shutil.copy2(self.seen / kept_name, self.folder)
+        for kept_name in ("logs", "steps", "incidents"):
             with suppress(FileNotFoundError):
-                shutil.copytree(self.seen / name, self.folder / name, dirs_exist_ok=True)
-
-    def lineup(self) -> list[str]:
-        """The hosts of the newest attempt."""
-        launched = [event for event in self._events() if event.get("event") == "launched"]
-        return list(launched[-1]["hosts"]) if launched else []
+                shutil.copytree(self.seen / kept_name, self.folder / kept_name, dirs_exist_ok=True)
 
     def _events(self) -> list[dict[str, Any]]:
-        found = []
+        journal_events = []
         with suppress(OSError):
-            for line in (self.seen / "journal.jsonl").read_text().splitlines():
+            for journal_line in (self.seen / "journal.jsonl").read_text().splitlines():
                 with suppress(ValueError):
-                    found.append(json.loads(line))
-        return found
+                    journal_events.append(json.loads(journal_line))
+        return journal_events
 
 
 def run_undisturbed(setup: ClusterSetup, folder: Path) -> Undisturbed:
@@ -355,46 +326,6 @@ def run_undisturbed(setup: ClusterSetup, folder: Path) -> Undisturbed:
         if code != 0:
             raise ConfigError(f"the run ended with {code} without a fault: {run.output.read_text()[-2000:]}")
         return Undisturbed(run.left(), time.monotonic() - run.began)
-
-
-def wait_until_over(run: ClusterRun, at: float) -> None:
-    """Wait until steps are done again by processes that nothing is wrong with. Raises ConfigError if that does not
-    happen."""
-    until, began = time.monotonic() + PATIENT, None
-    while time.monotonic() < until:
-        if run.cluster.supervisor is None or run.cluster.supervisor.poll() not in (None, OK):
-            raise ConfigError(f"the run ended: {run.output.read_text()[-2000:]}")
-        if run.cluster.supervisor.poll() == OK:
-            return
-        p = run.progress()
-        if p.get("time", 0) > at and p.get("step") is not None:
-            attempt, step = p.get("attempt"), p["step"]
-            if began is None or began[0] != attempt or step < began[1]:
-                began = attempt, step
-            if step >= began[1] + OVER:
-                return
-        time.sleep(0.1)
-    raise ConfigError(f"no {OVER} steps within {PATIENT:.0f} s: {run.output.read_text()[-2000:]}")
-
-
-def find_losses(run: ClusterRun, steps: int, code: int | None, clean: Undisturbed) -> Iterator[str]:
-    """What is wrong with a run as a whole."""
-    if code != OK:
-        yield f"the run ended with {code}"
-        return
-    if run.left() != clean.bytes:
-        yield "the bytes are not those of an undisturbed run"
-    records = pq.read_table(run.seen / "steps").sort_by("step")
-    newest = {
-        row["step"]: row for row in records.select(["step", "first_position", "next_position"]).to_pylist()
-    }
-    if sorted(newest) != list(range(1, steps + 1)):
-        yield f"{steps - len(newest)} steps have no record"
-    cursor = 0
-    for step in sorted(newest):
-        if newest[step]["first_position"] != cursor:
-            yield f"step {step} begins at {newest[step]['first_position']}, not {cursor}: samples lost or trained twice"
-        cursor = newest[step]["next_position"]
 
 
 def empty(folder: Path) -> Path:
@@ -408,7 +339,7 @@ def _is_verdict_wrong(row: Sequence[ClusterOutcome]) -> bool:
 
 
 class ChaosDrill(Drill[ClusterOutcome]):
-    """Planned faults of a cluster. problems: of all in one run, that run's as a whole."""
+    """Planned faults of a cluster."""
 
     columns = (
         Column[ClusterOutcome]("#", describe_only(lambda o: o.planned.number)),
@@ -424,94 +355,34 @@ class ChaosDrill(Drill[ClusterOutcome]):
         Column("cost s", describe_only(lambda o: "" if o.cost is None else f"{o.cost:+.1f}")),
     )  # fmt: skip
 
-    def __init__(
-        self, setup: ClusterSetup, kinds: Sequence[Kind], planned: Sequence[Planned], one_run: bool
-    ) -> None:
+    def __init__(self, setup: ClusterSetup, kinds: Sequence[Kind], planned: Sequence[Planned]) -> None:
         self.setup, self.kinds = setup, {kind.name: kind for kind in kinds}
-        self.planned, self.one_run, self.problems = planned, one_run, list[str]()
+        self.planned = planned
 
     def plan_exercises(self, folder: Path) -> list[Exercise[ClusterOutcome]]:
         if self.setup.corpus is None:
             self.setup = replace(self.setup, corpus=folder / "corpus")
             prepare_stdlib(folder / "corpus", vocab_size=VOCABULARY, workers=2, progress=False)
         self.undisturbed_folder = folder / "undisturbed"
-        steps = self.setup.steps
-        if self.one_run:
-            planned = spread(self.planned, steps)
-            name, run = (
-                f"{len(planned)} faults in one run",
-                partial(self._run_many, planned, folder / "one-run"),
-            )
-            return [Exercise(name, steps, run)]
         return [
-            Exercise(f"{one.describe()} on {one.host}", steps, partial(self._run_one, one, folder))
+            Exercise(f"{one.describe()} on {one.host}", self.setup.steps, partial(self._run_one, one, folder))
             for one in self.planned
         ]
 
     def _run_one(self, planned: Planned, folder: Path, watch: Watch) -> list[ClusterOutcome]:
-        setup, kind, clean = self.setup, self.kinds[planned.kind], self.undisturbed
+        setup, kind, undisturbed_run = self.setup, self.kinds[planned.kind], self.undisturbed
         folder = empty(folder / f"{planned.number:02d}-{planned.kind}")
         with Hosts(folder, setup.hosts + setup.spares) as hosts:
             run = ClusterRun(setup, folder, hosts)
-            at, _ = run.suffer(kind, planned)
+            time_struck = run.suffer(kind, planned)
             kind.mend(run.cluster, hosts[planned.host])
-            code = run.end()
-            seconds = time.monotonic() - run.began
-            verdict = run.verdict(at)
-            same = run.left() == clean.bytes if code == OK else None
+            exit_code = run.end()
+            run_seconds = time.monotonic() - run.began
+            verdict = run.verdict(time_struck)
+            same_bytes = run.left() == undisturbed_run.bytes if exit_code == OK else None
             run.keep()
-        cost = seconds - clean.seconds if code == OK else None
-        return [judge(kind, planned, verdict, code, same, cost, spared=setup.spares > 0)]
-
-    def _run_many(self, planned: Sequence[Planned], folder: Path, watch: Watch) -> list[ClusterOutcome]:
-        clean = self.undisturbed
-        setup = replace(self.setup, patience=(*self.setup.patience, *BUDGETS))
-        with Hosts(empty(folder), setup.hosts + setup.spares) as hosts:
-            run = ClusterRun(setup, folder, hosts, endless=PATIENT * len(planned))
-            found = list[tuple[Kind, Planned, Verdict, float]]()
-            try:
-                with suppress(Over):
-                    for one in planned:
-                        watch(one.step)
-                        found.append(self._suffer_and_recover(run, one))
-                code = run.end()
-            finally:
-                run.keep()
-            seconds = time.monotonic() - run.began
-            wrong = list(find_losses(run, setup.steps, code, clean))
-        more = f"{seconds:.0f} s, {seconds - clean.seconds:.0f} s more than without faults"
-        self.problems = [more, *wrong]
-        if left := len(planned) - len(found):
-            self.problems.insert(1, f"the run was complete before {left} of the faults: --steps")
-        return [
-            judge(kind, one, verdict, code, not wrong, lost, spared=True)
-            for kind, one, verdict, lost in found
-        ]
-
-    def _suffer_and_recover(self, run: ClusterRun, planned: Planned) -> tuple[Kind, Planned, Verdict, float]:
-        kind, planned = self._move_to_ranks(run, planned)
-        host = run.hosts[planned.host]
-        at, said = run.suffer(kind, planned)
-        if kind.back:
-            kind.mend(run.cluster, host)
-        wait_until_over(run, at)
-        lost = time.time() - at
-        if not kind.back:
-            host.join()  # or there would soon be no host left
-        return kind, planned, run.verdict(at, said), lost
-
-    def _move_to_ranks(self, run: ClusterRun, planned: Planned) -> tuple[Kind, Planned]:
-        """The fault, where it does something: a host that stands by has no ranks, so it happens to one that trains."""
-        kind, lineup = self.kinds[planned.kind], run.lineup()
-        if planned.host in lineup:
-            return kind, planned
-        if planned.kind == "killed-head":
-            (kind,) = choose(["killed-supervisor"])
-            return kind, planned.model_copy(update={"kind": kind.name, "seconds": 0.0})
-        places = kind.places(lineup, run.cluster.head)
-        if not places:
-            return kind, planned  # the supervisor, wherever its host stands
-        return kind, planned.model_copy(update={"host": places[planned.number % len(places)]})
+        extra_seconds = run_seconds - undisturbed_run.seconds if exit_code == OK else None
+        return [judge(kind, planned, verdict, exit_code, same_bytes, extra_seconds, spared=setup.spares > 0)]
 
     @cached_property
     def undisturbed(self) -> Undisturbed:
@@ -522,14 +393,13 @@ class ChaosDrill(Drill[ClusterOutcome]):
         return outcome.planned.number, 0
 
     def is_met(self, outcomes: Sequence[ClusterOutcome]) -> bool:
-        return all(outcome.right for outcome in outcomes) and len(outcomes) == len(self.planned)
+        return all(fault_outcome.right for fault_outcome in outcomes) and len(outcomes) == len(self.planned)
 
     def describe_verdict(self, outcomes: Sequence[ClusterOutcome]) -> str:
-        named, ended = sum(o.verdict_right for o in outcomes), sum(o.end_right for o in outcomes)
-        found = [o.found for o in outcomes if o.found is not None]
-        longest = f", found after at most {max(found):.1f} s" if found else ""
-        said = f"{len(outcomes)} faults: {ended} runs ended as they should, {named} verdicts right{longest}"
-        return "\n".join([said, *self.problems])
+        right_verdicts, ended = sum(o.verdict_right for o in outcomes), sum(o.end_right for o in outcomes)
+        seconds_found = [o.found for o in outcomes if o.found is not None]
+        longest = f", found after at most {max(seconds_found):.1f} s" if seconds_found else ""
+        return f"{len(outcomes)} faults: {ended} runs ended as they should, {right_verdicts} verdicts right{longest}"
 
     def report(self, outcomes: Sequence[ClusterOutcome]) -> list[dict[str, Any]]:
         return [outcome.model_dump(mode="json") | {"right": outcome.right} for outcome in outcomes]

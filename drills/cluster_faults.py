@@ -93,8 +93,8 @@ class Kind:
         """Whether a verdict is right. verdict: a sentence, empty if there was none; blamed: the host it names."""
         if not verdict:
             return self.harmless and blamed is None
-        known = not self.words or any(word.lower() in verdict.lower() for word in self.words)
-        return known and blamed == self.blamed(host)
+        is_known = not self.words or any(known_word.lower() in verdict.lower() for known_word in self.words)
+        return is_known and blamed == self.blamed(host)
 
 
 # Processes
@@ -116,23 +116,23 @@ def _kill_agent(cluster: Cluster, host: Host) -> bool:
 
 
 def _kill_supervisor(cluster: Cluster, host: Host) -> bool:
-    struck = cluster.supervisor is not None and cluster.supervisor.send(signal.SIGKILL)
-    if struck and cluster.supervisor is not None:
+    was_struck = cluster.supervisor is not None and cluster.supervisor.send(signal.SIGKILL)
+    if was_struck and cluster.supervisor is not None:
         cluster.supervisor.wait()
-    return struck
+    return was_struck
 
 
 def _slow_ranks(cluster: Cluster, host: Host) -> bool:
     """Let all ranks of a host run for a fifth of the time only, until they are gone or `LONGEST` has passed."""
-    ranks = list(host.ranks().values())
-    if not ranks:
+    host_ranks = list(host.ranks().values())
+    if not host_ranks:
         return False
 
     def pace() -> None:
-        end = time.monotonic() + LONGEST
-        while time.monotonic() < end and _send(ranks, signal.SIGSTOP):
+        end_time = time.monotonic() + LONGEST
+        while time.monotonic() < end_time and _send(host_ranks, signal.SIGSTOP):
             time.sleep(PERIOD * (1 - SHARE))
-            _send(ranks, signal.SIGCONT)
+            _send(host_ranks, signal.SIGCONT)
             time.sleep(PERIOD * SHARE)
 
     threading.Thread(target=pace, name=SLOWED, daemon=True).start()
@@ -148,12 +148,12 @@ def _until_replaced(cluster: Cluster, host: Host) -> None:
 
 
 def _send(processes: Sequence[psutil.Process], number: signal.Signals) -> bool:
-    sent = False
-    for process in processes:
+    was_sent = False
+    for one_process in processes:
         with suppress(psutil.NoSuchProcess):
-            process.send_signal(number)
-            sent = True
-    return sent
+            one_process.send_signal(number)
+            was_sent = True
+    return was_sent
 
 
 def _module(process: psutil.Process) -> str:
@@ -226,6 +226,6 @@ NAMES = tuple(kind.name for kind in KINDS)
 
 def choose(names: Sequence[str]) -> list[Kind]:
     """Kinds by name, in the order of `KINDS`; without names: all. Raises ConfigError."""
-    if unknown := [name for name in names if name not in NAMES]:
-        raise ConfigError(f"{unknown[0]}: there is no such fault: {', '.join(NAMES)}")
+    if unknown_names := [name for name in names if name not in NAMES]:
+        raise ConfigError(f"{unknown_names[0]}: there is no such fault: {', '.join(NAMES)}")
     return [kind for kind in KINDS if not names or kind.name in names]

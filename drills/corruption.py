@@ -15,7 +15,6 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from benchmarks.ranks import RankEnd, run_on_ranks
@@ -36,8 +35,7 @@ from drills.exercise import Column, Drill, Exercise, Outcome, Watch
 from megastable.base.errors import ConfigError, MegastableError
 from megastable.checkpoint.store import name_of
 from megastable.config.tree import RunConfig
-from megastable.data.manifest import FILE, TokenizerInfo, adopt
-from megastable.data.shards import ShardWriter
+from megastable.data.manifest import FILE
 from megastable.run.directory import RunDirectory
 
 # Events that say that hardware lied, or that its copies do.
@@ -69,26 +67,9 @@ PRELOAD = [
 ]  # fmt: skip
 
 
-def write_corpus(folder: Path) -> None:
-    """A random walk over token ids, in documents of 5 to 200 tokens, ended by 0. An existing one is used."""
-    if (folder / FILE).exists():
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    random = np.random.default_rng(0)
-    with ShardWriter(folder / "part-0", VOCABULARY) as writer:
-        while writer.tokens < TOKENS:
-            steps = random.integers(-3, 4, random.integers(5, 200))
-            document = (random.integers(1, VOCABULARY) + steps.cumsum()) % (VOCABULARY - 1) + 1
-            writer.add_document(np.append(document, 0))
-    tokenizer = TokenizerInfo(
-        file="tokenizer.model", kind="sentencepiece", xxh3="0" * 32, vocab_size=VOCABULARY, eod=0
-    )
-    adopt(folder, tokenizer, 0.05).save(folder)
-
-
 def make_config(corpus: Path, run: Path, layout: Layout, seed: int) -> RunConfig:
     """A run of seconds: a tiny model."""
-    tree: dict[str, Any] = {
+    config_tree: dict[str, Any] = {
         "run": {"dir": run, "seed": seed, "timeout": 600},
         "model": {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 64, "sequence_length": LENGTH}
         | {"vocab_multiple": 64},
@@ -104,7 +85,7 @@ def make_config(corpus: Path, run: Path, layout: Layout, seed: int) -> RunConfig
         "stability": {"hardware": HARDWARE, "snapshots": {"interval": 5}},
         "logging": {"trackers": [], "interval": 1000, "norms_interval": 0, "peak_tflops": 1.0},
     }  # fmt: skip
-    return RunConfig.model_validate(tree)
+    return RunConfig.model_validate(config_tree)
 
 
 class Course:
@@ -118,7 +99,7 @@ class Course:
         """The run without a fault, done first. Raises MegastableError if it fails."""
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
-        ended, seconds = self._run("clean", None, PATIENCE)
+        ended, run_seconds = self._run("clean", None, PATIENCE)
         if any(rank.error for rank in ended):
             texts = [f"rank {rank}: {end.error} {end.text}" for rank, end in enumerate(ended) if end.error]
             log = (self.folder / "clean.log").read_text(errors="replace")[-2000:]
@@ -126,43 +107,43 @@ class Course:
         events = _events(self.folder / "clean")
         return Clean(
             layout=self.layout.name, seed=self.seed, findings=findings(events), incidents=incidents(events),
-            seconds=round(seconds, 1),
+            seconds=round(run_seconds, 1),
         )  # fmt: skip
 
     def strike(self, fault: Planned, watch: Watch) -> list[FaultOutcome]:
         """Run with a fault."""
-        limit = max(HUNG, TIMES * self.clean.seconds)
-        name = f"{fault.kind.replace('/', '-')}-{fault.position + 1}"
+        seconds_limit = max(HUNG, TIMES * self.clean.seconds)
+        run_name = f"{fault.kind.replace('/', '-')}-{fault.position + 1}"
         if fault.begin:
-            self._resume(self.folder / name, fault.begin)
-        ended, seconds = self._run(name, fault, limit)
-        held = ended[fault.rank].result
-        left = _bytes(self.folder / name)
-        outcome = judge(
-            fault, expected(fault.kind), held.changes if held else (), _events(self.folder / name),
-            [rank.error for rank in ended], left == _bytes(self.folder / "clean") if left else None, seconds,
-            held and held.time, next((f"{rank.error}: {rank.text}" for rank in ended if rank.error), ""),
+            self._resume(self.folder / run_name, fault.begin)
+        rank_ends, run_seconds = self._run(run_name, fault, seconds_limit)
+        held = rank_ends[fault.rank].result
+        left = _bytes(self.folder / run_name)
+        fault_outcome = judge(
+            fault, expected(fault.kind), held.changes if held else (), _events(self.folder / run_name),
+            [rank.error for rank in rank_ends], left == _bytes(self.folder / "clean") if left else None, run_seconds,
+            held and held.time, next((f"{rank.error}: {rank.text}" for rank in rank_ends if rank.error), ""),
         )  # fmt: skip
-        return [outcome]
+        return [fault_outcome]
 
     def _run(self, name: str, fault: Planned | None, limit: float) -> tuple[list[RankEnd], float]:
         # Not at the top: it imports torch, which takes longer than to refuse bad input.
         from drills.corruption_faults import FaultJob, train_with_fault
 
-        begin = time.monotonic()
-        settings = make_config(self.corpus, self.folder / name, self.layout, self.seed)
-        ended = run_on_ranks(
-            self.layout.ranks, train_with_fault, FaultJob(settings, fault), limit,
-            collective_timeout=settings.run.timeout, log=self.folder / f"{name}.log", preload=PRELOAD,
+        begin_time = time.monotonic()
+        run_config = make_config(self.corpus, self.folder / name, self.layout, self.seed)
+        rank_ends = run_on_ranks(
+            self.layout.ranks, train_with_fault, FaultJob(run_config, fault), limit,
+            collective_timeout=run_config.run.timeout, log=self.folder / f"{name}.log", preload=PRELOAD,
         )  # fmt: skip
-        return ended, time.monotonic() - begin
+        return rank_ends, time.monotonic() - begin_time
 
     def _resume(self, run: Path, step: int) -> None:
         """Make a run that was stopped after a checkpoint, and nothing else."""
-        clean = self.folder / "clean"
-        at = _checkpoint(clean, step)
-        shutil.copytree(at, run / at.relative_to(clean))
-        shutil.copy2(RunDirectory(clean).recipe, run)
+        clean_folder = self.folder / "clean"
+        checkpoint_path = _checkpoint(clean_folder, step)
+        shutil.copytree(checkpoint_path, run / checkpoint_path.relative_to(clean_folder))
+        shutil.copy2(RunDirectory(clean_folder).recipe, run)
 
 
 def _bytes(run: Path) -> dict[str, bytes]:
@@ -175,7 +156,7 @@ def _checkpoint(run: Path, step: int) -> Path:
 
 
 def _events(run: Path) -> list[Entry]:
-    return [event.fields for event in RunDirectory(run).events()]
+    return [journal_event.fields for journal_event in RunDirectory(run).events()]
 
 
 # What was found of a fault, by its run's journal
@@ -243,8 +224,8 @@ class FaultOutcome(Outcome):
     @property
     def finder(self) -> str:
         """By what it was found."""
-        name = self.found.replace("_", " ")
-        return f"{name} ({self.verdict})" if self.verdict else name
+        event_name = self.found.replace("_", " ")
+        return f"{event_name} ({self.verdict})" if self.verdict else event_name
 
     @property
     def instead(self) -> str:
@@ -260,8 +241,8 @@ class FaultOutcome(Outcome):
     def describe(self) -> str:
         if not self.found:
             return f"not found{', ' if self.instead else ''}{self.instead}, {self.seconds:.0f} s"
-        undone = {True: ", undone", False: ", not undone", None: ""}[self.undone]
-        return f"found by {self.finder} after {self.steps} steps, rank {self.naming}{undone}, {self.seconds:.0f} s"
+        undone_text = {True: ", undone", False: ", not undone", None: ""}[self.undone]
+        return f"found by {self.finder} after {self.steps} steps, rank {self.naming}{undone_text}, {self.seconds:.0f} s"
 
 
 def is_finding(event: Entry) -> bool:
@@ -271,36 +252,36 @@ def is_finding(event: Entry) -> bool:
 
 
 def findings(events: Sequence[Entry]) -> list[str]:
-    return [str(event["event"]) for event in events if is_finding(event)]
+    return [str(journal_event["event"]) for journal_event in events if is_finding(journal_event)]
 
 
 def incidents(events: Sequence[Entry]) -> list[str]:
     """The causes of incidents, as they were known in the end."""
-    causes = {}
-    for event in events:
-        if event.get("event") == "incident":
-            summary = event.get("summary") or {}
-            causes[event.get("number")] = str(summary.get("cause"))
-    return list(causes.values())
+    cause_by_number = {}
+    for journal_event in events:
+        if journal_event.get("event") == "incident":
+            summary = journal_event.get("summary") or {}
+            cause_by_number[journal_event.get("number")] = str(summary.get("cause"))
+    return list(cause_by_number.values())
 
 
 def ending(errors: Sequence[str]) -> Ending:
     """Of a run, from what was raised on its ranks; empty: nothing."""
-    raised = [error for error in errors if error]
-    if not raised:
+    raised_names = [error for error in errors if error]
+    if not raised_names:
         return "finished"
-    known = {ENDINGS.get(error, "failed") for error in raised}
-    return known.pop() if len(known) == 1 else "failed"
+    known_endings = {ENDINGS.get(error, "failed") for error in raised_names}
+    return known_endings.pop() if len(known_endings) == 1 else "failed"
 
 
 def naming(told: Sequence[Sequence[int]], rank: int) -> Naming:
     """What several events together say of the rank that is at fault."""
-    some = [ranks for ranks in told if ranks]
-    if not some:
+    ranks_told = [told_ranks for told_ranks in told if told_ranks]
+    if not ranks_told:
         return "unknown"
-    if any(rank not in ranks for ranks in some):
+    if any(rank not in told_ranks for told_ranks in ranks_told):
         return "wrong"
-    return "named" if any(list(ranks) == [rank] for ranks in some) else "suspected"
+    return "named" if any(list(told_ranks) == [rank] for told_ranks in ranks_told) else "suspected"
 
 
 def judge(
@@ -316,13 +297,13 @@ def judge(
 ) -> FaultOutcome:
     """events: of the run's journal; errors: what was raised on its ranks, text: of the first of them. struck: when the
     fault did, in unix time."""
-    told = [event for event in events if is_finding(event)]
-    known = struck is not None or not any(errors)  # of a run that was ended, when the fault struck is not
-    late = [event for event in told if struck is not None and event["time"] >= struck]
+    all_findings = [event for event in events if is_finding(event)]
+    is_known = struck is not None or not any(errors)  # of a run that was ended, when the fault struck is not
+    late = [event for event in all_findings if struck is not None and event["time"] >= struck]
     # A snapshot that is rejected is of an earlier step.
-    first = min(late, key=lambda event: event["event"] == "snapshot_rejected") if late else {}
-    ranks = [[int(rank) for rank in event.get("ranks") or []] for event in late]
-    refused = ["refused" for event in events if event.get("event") == "discarded"][:1]
+    first_finding = min(late, key=lambda event: event["event"] == "snapshot_rejected") if late else {}
+    ranks_told = [[int(rank) for rank in event.get("ranks") or []] for event in late]
+    refused_updates = ["refused" for event in events if event.get("event") == "discarded"][:1]
     return FaultOutcome(
         planned=planned,
         expected=expected,
@@ -330,15 +311,15 @@ def judge(
         ended=ending(errors),
         error=text,
         same=same,
-        found=str(first.get("event", "")),
-        verdict=str(first.get("verdict", "")),
+        found=str(first_finding.get("event", "")),
+        verdict=str(first_finding.get("verdict", "")),
         # Copies that differ are noticed in the step after the one that the event names.
-        steps=max(0, int(first.get("step") or 0) - planned.step) if late else None,
-        naming=naming(ranks, planned.rank) if late else None,
-        ranks=ranks,
-        reason=str(first.get("reason", "")),
-        early=[str(event["event"]) for event in told if event not in late] if known else [],
-        guard=[] if late else incidents(events) + refused,
+        steps=max(0, int(first_finding.get("step") or 0) - planned.step) if late else None,
+        naming=naming(ranks_told, planned.rank) if late else None,
+        ranks=ranks_told,
+        reason=str(first_finding.get("reason", "")),
+        early=[str(event["event"]) for event in all_findings if event not in late] if is_known else [],
+        guard=[] if late else incidents(events) + refused_updates,
         seconds=round(seconds, 1),
     )
 
@@ -367,35 +348,35 @@ class Total(BaseModel):
     @property
     def met(self) -> bool:
         """Whether the targets are."""
-        enough = self.found >= TARGET * self.counted and self.right >= TARGET * self.found_at_all
-        return enough and not self.false_alarms and not self.absent
+        is_enough = self.found >= TARGET * self.counted and self.right >= TARGET * self.found_at_all
+        return is_enough and not self.false_alarms and not self.absent
 
     def describe(self) -> str:
         """In a sentence."""
-        extra = [f"{self.hung} hung"] if self.hung else []
-        extra += [f"{self.absent} did not happen"] if self.absent else []
-        others = self.faults - self.counted
+        extra_texts = [f"{self.hung} hung"] if self.hung else []
+        extra_texts += [f"{self.absent} did not happen"] if self.absent else []
+        other_count = self.faults - self.counted
         return (
             f"{self.found} of {self.counted} faults that must be found were"
-            f"{f', and {self.found_at_all - self.found} of {others} others' if others else ''}; "
+            f"{f', and {self.found_at_all - self.found} of {other_count} others' if other_count else ''}; "
             f"the right rank named in {self.right} of {self.found_at_all}, "
             f"{self.undone} of {self.can_be_undone} undone to the bytes of the clean run; "
-            f"{self.harmless} left no trace{''.join(f', {text}' for text in extra)}; "
+            f"{self.harmless} left no trace{''.join(f', {extra_text}' for extra_text in extra_texts)}; "
             f"{self.false_alarms} false alarms, with {self.clean} clean runs"
         )
 
 
 def total(outcomes: Sequence[FaultOutcome], clean: Sequence[Clean]) -> Total:
-    found = [o for o in outcomes if o.found]
-    undone = [o.undone for o in found if o.undone is not None]
+    found_outcomes = [o for o in outcomes if o.found]
+    undone_outcomes = [o.undone for o in found_outcomes if o.undone is not None]
     return Total(
         faults=len(outcomes),
         counted=sum(o.counts for o in outcomes),
         found=sum(o.counts and bool(o.found) for o in outcomes),
-        found_at_all=len(found),
-        right=sum(o.right for o in found),
-        can_be_undone=len(undone),
-        undone=sum(undone),
+        found_at_all=len(found_outcomes),
+        right=sum(o.right for o in found_outcomes),
+        can_be_undone=len(undone_outcomes),
+        undone=sum(undone_outcomes),
         harmless=sum(o.harmless for o in outcomes),
         hung=sum(o.ended == "hung" for o in outcomes),
         absent=sum(not o.changes and o.ended != "hung" for o in outcomes),
@@ -412,22 +393,22 @@ def _share(of: Row, right: Callable[[FaultOutcome], bool]) -> str:
 
 
 def _found(row: Row) -> list[FaultOutcome]:
-    return [o for o in row if o.found]
+    return [one_outcome for one_outcome in row if one_outcome.found]
 
 
 def _undone(row: Row) -> list[FaultOutcome]:
-    return [o for o in row if o.found and o.undone is not None]
+    return [one_outcome for one_outcome in row if one_outcome.found and one_outcome.undone is not None]
 
 
 def _describe_found(row: Row) -> str:
     """In brackets where nothing that exists is expected to find it."""
-    if any(o.counts for o in row):
+    if any(one_outcome.counts for one_outcome in row):
         return _share(row, lambda o: bool(o.found))
     return f"({len(_found(row))}/{len(row)})"
 
 
 def _describe_steps(row: Row) -> str:
-    steps = sorted({o.steps for o in _found(row) if o.steps is not None})
+    steps = sorted({one_outcome.steps for one_outcome in _found(row) if one_outcome.steps is not None})
     return "" if not steps else f"{steps[0]}" if len(steps) == 1 else f"{steps[0]}-{steps[-1]}"
 
 
@@ -437,9 +418,9 @@ def _describe_named(row: Row) -> str:
 
 
 def _describe_instead(row: Row) -> str:
-    texts = [o.instead for o in row if not o.found and o.instead]
-    times = {text: texts.count(text) for text in texts}
-    return ", ".join(text if count == 1 else f"{text} (x{count})" for text, count in times.items())
+    texts = [one_outcome.instead for one_outcome in row if not one_outcome.found and one_outcome.instead]
+    text_counts = {text: texts.count(text) for text in texts}
+    return ", ".join(text if count == 1 else f"{text} (x{count})" for text, count in text_counts.items())
 
 
 class CorruptionDrill(Drill[FaultOutcome]):
@@ -468,13 +449,17 @@ class CorruptionDrill(Drill[FaultOutcome]):
         self.courses: dict[tuple[str, int], Course] = {}
 
     def plan_exercises(self, folder: Path) -> list[Exercise[FaultOutcome]]:
+        # Not at the top: it imports torch, which takes longer than to refuse bad input.
+        from benchmarks.common import write_random_corpus
+
         # Of the server that ranks are forked from, too.
         os.environ.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1")
-        corpus = folder / "corpus"
-        write_corpus(corpus)
+        corpus_folder = folder / "corpus"
+        if not (corpus_folder / FILE).exists():
+            write_random_corpus(corpus_folder, VOCABULARY, TOKENS)
         for name, seed in dict.fromkeys((fault.layout, fault.seed) for fault in self.plans):
-            course = Course(LAYOUTS[name], seed, corpus, folder / "runs" / f"{name}-{seed}")
-            self.courses[name, seed] = course
+            new_course = Course(LAYOUTS[name], seed, corpus_folder, folder / "runs" / f"{name}-{seed}")
+            self.courses[name, seed] = new_course
         return [
             Exercise(str(fault), LAST, partial(self.courses[fault.layout, fault.seed].strike, fault))
             for fault in self.plans
@@ -482,7 +467,7 @@ class CorruptionDrill(Drill[FaultOutcome]):
 
     @property
     def clean(self) -> list[Clean]:
-        return [course.clean for course in self.courses.values()]
+        return [one_course.clean for one_course in self.courses.values()]
 
     def row_of(self, outcome: FaultOutcome) -> tuple[Hashable, Hashable]:
         return outcome.planned.kind, outcome.planned.layout
@@ -505,15 +490,15 @@ class CorruptionDrill(Drill[FaultOutcome]):
             "seeds": list(self.seeds),
             "seconds": round(time.monotonic() - self.begin, 1),
             "total": total(outcomes, self.clean).model_dump(mode="json"),
-            "clean": [clean.model_dump(mode="json") for clean in self.clean],
+            "clean": [clean_run.model_dump(mode="json") for clean_run in self.clean],
             "faults": super().report(outcomes),
         }
 
 
 def list_kinds() -> list[str]:
     """Kinds of faults with their layouts; in brackets where nothing is expected to find them."""
-    lines = []
+    kind_lines = []
     for kind in KINDS:
-        names = ", ".join(layout.name for layout in LAYOUTS.values() if fits(kind, layout))
-        lines.append(f"{kind}: {names if expected(kind) else f'({names})'}")
-    return lines
+        layout_names = ", ".join(layout.name for layout in LAYOUTS.values() if fits(kind, layout))
+        kind_lines.append(f"{kind}: {layout_names if expected(kind) else f'({layout_names})'}")
+    return kind_lines

@@ -62,30 +62,30 @@ def train_with_fault(job: FaultJob) -> RankEnd:
     """A rank of the run: how it ended, with what the fault did there."""
     from megastable import train
 
-    changes: list[Change] = []
-    times: list[float] = []
+    all_changes: list[Change] = []
+    change_times: list[float] = []
 
     def tell(change: Change) -> None:
-        changes.append(change)
-        times.append(time.time())
+        all_changes.append(change)
+        change_times.append(time.time())
 
-    error = text = ""
+    error_name = error_text = ""
     try:
         with planted(job.fault, tell):
             train.train(job.config, Path("recipe.yaml"))
-    except Exception as raised:
-        error, text = type(raised).__name__, str(raised)
-    return RankEnd(error, text, Struck(changes, times[0] if times else None))
+    except Exception as raised_error:
+        error_name, error_text = type(raised_error).__name__, str(raised_error)
+    return RankEnd(error_name, error_text, Struck(all_changes, change_times[0] if change_times else None))
 
 
 @contextmanager
 def planted(fault: Planned | None, tell: Tell) -> Iterator[None]:
     """In this context `fault` strikes an engine's run. tell: of what it changed on this rank, at once."""
-    with ExitStack() as stack:
+    with ExitStack() as exit_stack:
         if fault is not None:
-            before, during = _strike(fault, dist.get_rank() == fault.rank, tell, stack)
-            step = _stepping(fault, Engine.train_step, before, during)
-            stack.enter_context(instead(Engine, "train_step", step))
+            around_before, around_during = _strike(fault, dist.get_rank() == fault.rank, tell, exit_stack)
+            patched_step = _stepping(fault, Engine.train_step, around_before, around_during)
+            exit_stack.enter_context(instead(Engine, "train_step", patched_step))
         yield
 
 
@@ -94,13 +94,13 @@ def _stepping(fault: Planned, real: Callable[..., Any], before: Around, during: 
 
     def train_step(self: Engine, *args: Any, **options: Any) -> Any:
         nonlocal done
-        around: Around | None = None
+        around_step: Around | None = None
         # The engine's step, which it counts from where it resumed: it goes back with a rewind. A measurement is none.
         if not (done or self._probing):
-            step = fault.begin + self.ds.global_steps + 1
-            done = step >= fault.step
-            around = during if done else before if step == fault.step - 1 else None
-        with around(self) if around is not None else nullcontext():
+            step_number = fault.begin + self.ds.global_steps + 1
+            done = step_number >= fault.step
+            around_step = during if done else before if step_number == fault.step - 1 else None
+        with around_step(self) if around_step is not None else nullcontext():
             return real(self, *args, **options)
 
     return train_step
@@ -154,41 +154,41 @@ def _at(items: Sequence[Item], position: int) -> Item:
 
 
 def _weight(engine: Engine, fault: Planned) -> Change:
-    name, held = _copy(engine, fault.position)
-    return flip(held, fault.what, fault.position, f"weight of {name}")
+    weight_name, held_weight = _copy(engine, fault.position)
+    return flip(held_weight, fault.what, fault.position, f"weight of {weight_name}")
 
 
 def _replica(engine: Engine, fault: Planned) -> Change:
     """A weight as if read from a wrong place: all elements are one too late."""
-    name, held = _copy(engine, fault.position)
-    held.copy_(held.flatten().roll(1).view_as(held))
-    return Change(tensor=f"weight of {name}")
+    weight_name, held_weight = _copy(engine, fault.position)
+    held_weight.copy_(held_weight.flatten().roll(1).view_as(held_weight))
+    return Change(tensor=f"weight of {weight_name}")
 
 
 def _copy(engine: Engine, position: int) -> tuple[str, Tensor]:
     """A matrix in compute precision; with ZeRO 3 this rank's part of it."""
     parameters: list[Any] = list(engine.ds.module.parameters())
     matrices = [p for p in parameters if len(getattr(p, "ds_shape", p.shape)) > 1]
-    chosen = _at(matrices, position)
-    held = chosen.ds_tensor if hasattr(chosen, "ds_tensor") else chosen
-    return placement_of(chosen).name, held.data
+    chosen_parameter = _at(matrices, position)
+    held_part = chosen_parameter.ds_tensor if hasattr(chosen_parameter, "ds_tensor") else chosen_parameter
+    return placement_of(chosen_parameter).name, held_part.data
 
 
 def _state(kind: str, engine: Engine, fault: Planned) -> Change:
-    flat = engine.flat_state()
-    f = _at([f for f in flat.fragments if len(f.shape) > 1], fault.position)
-    piece = flat.piece(f, kind)
-    assert piece is not None, "there are no moments before the first update"
-    return flip(piece, fault.what, fault.position, f"{kind} of {f.name}")
+    flat_state = engine.flat_state()
+    f = _at([f for f in flat_state.fragments if len(f.shape) > 1], fault.position)
+    state_piece = flat_state.piece(f, kind)
+    assert state_piece is not None, "there are no moments before the first update"
+    return flip(state_piece, fault.what, fault.position, f"{kind} of {f.name}")
 
 
 def _norm(engine: Engine, fault: Planned) -> Change:
     """The master; the computing copy follows from it, and is refreshed."""
-    flat = engine.flat_state()
-    f = _at([f for f in flat.fragments if "norm" in f.name], fault.position)
-    piece = flat.piece(f, "weight")
-    assert piece is not None
-    piece.mul_(1.5)
+    flat_state = engine.flat_state()
+    f = _at([f for f in flat_state.fragments if "norm" in f.name], fault.position)
+    norm_piece = flat_state.piece(f, "weight")
+    assert norm_piece is not None
+    norm_piece.mul_(1.5)
     return Change(tensor=f"weight of {f.name}")
 
 
@@ -220,22 +220,22 @@ class _Gradients:
 
     @contextmanager
     def striking(self, engine: Engine) -> Iterator[None]:
-        acts: dict[str, Callable[[str, Tensor], Tensor]] = {
+        act_by_kind: dict[str, Callable[[str, Tensor], Tensor]] = {
             "negated": lambda name, gradient: -gradient,
             "scaled-3": lambda name, gradient: gradient * 3.0,
             "zero": lambda name, gradient: torch.zeros_like(gradient),
             "stale": lambda name, gradient: self._old[name].pop(0),
         }
         self.tell(Change(tensor="all gradients"))
-        with self._hooked(engine, acts[self.fault.what]):
+        with self._hooked(engine, act_by_kind[self.fault.what]):
             yield
 
     @contextmanager
     def _hooked(self, engine: Engine, act: Callable[[str, Tensor], Tensor | None]) -> Iterator[None]:
-        with ExitStack() as stack:
+        with ExitStack() as exit_stack:
             for parameter in engine.ds.module.parameters():
-                name = placement_of(parameter).name
-                stack.callback(parameter.register_hook(partial(act, name)).remove)
+                parameter_name = placement_of(parameter).name
+                exit_stack.callback(parameter.register_hook(partial(act, parameter_name)).remove)
             yield
 
 
@@ -257,9 +257,9 @@ def _activation(fault: Planned, tell: Tell, engine: Engine) -> Iterator[None]:
         if done:
             return None
         done = True
-        wrong = output.clone()
-        tell(flip(wrong, fault.what, fault.position, f"output of {name}"))
-        return wrong
+        wrong_output = output.clone()
+        tell(flip(wrong_output, fault.what, fault.position, f"output of {name}"))
+        return wrong_output
 
     handle = chosen.register_forward_hook(strike)
     try:
@@ -276,23 +276,23 @@ def flip(tensor: Tensor, what: str, position: int, name: str) -> Change:
     """In place. tensor: fp32 or bf16, of any strides. what: a key of BITS. position: 0, 1 or 2, of the bit, and of the
     element: in its first part, its middle or its last part. name: of the tensor, for people."""
     held = tensor.detach()
-    index = _chosen(held.flatten(), position)
-    at = tuple(int(i) for i in torch.unravel_index(torch.tensor(index), held.shape))
+    flat_index = _chosen(held.flatten(), position)
+    element_index = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat_index), held.shape))
     bit = BITS[what][position] - (32 - 8 * held.element_size())
-    element = held[at].reshape(1).clone()
-    before = float(element)
+    one_element = held[element_index].reshape(1).clone()
+    value_before = float(one_element)
     # int64, as the highest bit is no int32; it wraps to the negative number with these bits.
-    element.view(WHOLE[held.dtype]).bitwise_xor_(torch.tensor(1 << bit).to(WHOLE[held.dtype]))
-    held[at] = element[0]
-    return Change(tensor=name, element=index, before=before, after=float(element))
+    one_element.view(WHOLE[held.dtype]).bitwise_xor_(torch.tensor(1 << bit).to(WHOLE[held.dtype]))
+    held[element_index] = one_element[0]
+    return Change(tensor=name, element=flat_index, before=value_before, after=float(one_element))
 
 
 def _chosen(flat: Tensor, position: int) -> int:
     """The largest of a few elements; of all if those are zero, as padding is."""
-    first = int((flat.numel() - min(AMONG, flat.numel())) * NEAR[position])
-    among = flat[first : first + AMONG].float().abs()
-    if among.max() > 0:
-        return first + int(among.argmax())
+    first_index = int((flat.numel() - min(AMONG, flat.numel())) * NEAR[position])
+    some_elements = flat[first_index : first_index + AMONG].float().abs()
+    if some_elements.max() > 0:
+        return first_index + int(some_elements.argmax())
     return int(flat.float().abs().argmax())
 
 
@@ -314,13 +314,13 @@ class _Watching(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        name, result = func._schema.name, func(*args, **(kwargs or {}))
-        if name.startswith("c10d::") and name != "c10d::send":
+        operation_name, result = func._schema.name, func(*args, **(kwargs or {}))
+        if operation_name.startswith("c10d::") and operation_name != "c10d::send":
             # The caller waits for the message again: gloo would write a sum once more, or wait for another message.
-            *others, work = result if isinstance(result, tuple) else (result,)
-            Work.unbox(work).wait()
-            result = (*others, _over()) if others else _over()
-        self._act(name, args, result)
+            *other_results, message_work = result if isinstance(result, tuple) else (result,)
+            Work.unbox(message_work).wait()
+            result = (*other_results, _over()) if other_results else _over()
+        self._act(operation_name, args, result)
         return result
 
 
@@ -349,8 +349,8 @@ class Operations(ABC):
             nonlocal left
             for tensor in self.given(name, args, result)[:1]:
                 if left == 0:
-                    told = f"{name.partition('::')[2]} of {list(tensor.shape)}"
-                    self.tell(flip(tensor, what, self.fault.position, told))
+                    told_name = f"{name.partition('::')[2]} of {list(tensor.shape)}"
+                    self.tell(flip(tensor, what, self.fault.position, told_name))
                 left -= 1
 
         with _Watching(act):
@@ -376,24 +376,24 @@ class Messages(Operations):
             return []
         if name == "c10d::reduce_" and ProcessGroup.unbox(args[1]).rank() != args[3]:
             return []  # only the root receives something
-        received = [tensor for tensor in _flat(args[0]) if can_be_struck(tensor)]
+        tensors_received = [tensor for tensor in _flat(args[0]) if can_be_struck(tensor)]
         if name == "c10d::allreduce_" and LAYOUTS[self.fault.layout].tensor > 1:
             # Activations are bf16. In fp32 tensor ranks agree on the largest logit, which cancels out.
-            received = [tensor for tensor in received if tensor.dtype is torch.bfloat16]
-        return received
+            tensors_received = [tensor for tensor in tensors_received if tensor.dtype is torch.bfloat16]
+        return tensors_received
 
 
 def _flat(tensors: Any) -> list[Any]:
     if isinstance(tensors, list | tuple):
-        return [tensor for part in tensors for tensor in _flat(part)]
+        return [tensor for tensor_list in tensors for tensor in _flat(tensor_list)]
     return [tensors]
 
 
 def _over() -> Any:
     """The work of a message that is there."""
-    future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
-    future.set_result([])
-    return _create_work_from_future(future).boxed()
+    done_future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+    done_future.set_result([])
+    return _create_work_from_future(done_future).boxed()
 
 
 def column(fault: Planned, stack: ExitStack) -> Change:

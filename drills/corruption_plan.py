@@ -120,11 +120,11 @@ QUICK = {
 
 def fits(kind: str, layout: Layout) -> bool:
     """Whether a kind makes sense in a layout."""
-    where = kind.partition("/")[0]
-    if where == "norm":
+    fault_place = kind.partition("/")[0]
+    if fault_place == "norm":
         # Norms are the weights that tensor ranks hold alike; elsewhere it is a master like any other.
         return layout.tensor > 1
-    if where == "replica":
+    if fault_place == "replica":
         # Without data parallelism a computing copy has no replica, with ZeRO 3 neither: that is "weight" again.
         return layout.data > 1 and layout.zero < 3
     # Messages are whatever the layout sends: sums of gradients and gathered weights of data ranks, sums of activations
@@ -140,13 +140,13 @@ def expected(kind: str) -> bool:
 
 def plan(layouts: Sequence[str], kinds: Sequence[str], seed: int) -> list[Planned]:
     """Three faults of every kind that fits, by layout. The same ones for a seed, whatever else is planned."""
-    planned = []
+    planned_faults = []
     for name in layouts:
         layout = LAYOUTS[name]
         for kind in kinds:
             if fits(kind, layout):
-                planned += _of_kind(layout, kind, seed)
-    return planned
+                planned_faults += _of_kind(layout, kind, seed)
+    return planned_faults
 
 
 def _of_kind(layout: Layout, kind: str, seed: int) -> list[Planned]:
@@ -168,16 +168,16 @@ def _of_kind(layout: Layout, kind: str, seed: int) -> list[Planned]:
 
 def quick(seed: int) -> list[Planned]:
     """Six faults of different kinds, in two layouts."""
-    every = plan(list(dict.fromkeys(layout for layout, _ in QUICK)), KINDS, seed)
-    return [fault for fault in every if QUICK.get((fault.layout, fault.kind)) == fault.position]
+    all_faults = plan(list(dict.fromkeys(layout for layout, _ in QUICK)), KINDS, seed)
+    return [fault for fault in all_faults if QUICK.get((fault.layout, fault.kind)) == fault.position]
 
 
 def choose(names: Sequence[str]) -> tuple[list[str], list[str]]:
     """Layouts and kinds among `names`, in the table's order; all layouts, or all kinds, where none is named. "master"
     stands for all kinds of it. Raises ConfigError."""
-    known = (*LAYOUTS, *WHERE, *KINDS)
-    if unknown := [name for name in names if name not in known]:
-        raise ConfigError(f"{unknown[0]}: there is no such layout or kind of fault: {', '.join(known)}")
+    known_names = (*LAYOUTS, *WHERE, *KINDS)
+    if unknown := [name for name in names if name not in known_names]:
+        raise ConfigError(f"{unknown[0]}: there is no such layout or kind of fault: {', '.join(known_names)}")
     layouts = [name for name in LAYOUTS if name in names] or list(LAYOUTS)
     kinds = [kind for kind in KINDS if kind in names or kind.partition("/")[0] in names] or list(KINDS)
     if not any(fits(kind, LAYOUTS[layout]) for kind in kinds for layout in layouts):

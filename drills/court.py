@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,27 +11,22 @@ from typing import Any
 import numpy as np
 import yaml
 
-from benchmarks.noise import SIGMA, healthy
 from drills.court_scenarios import (
     CASES,
     CLEAN,
     LENGTH,
-    NOISES,
     STEP,
     Case,
     CaseOutcome,
-    Wish,
     choose_cases,
     prepare_texts,
     write_corpus,
 )
 from drills.exercise import Column, Drill, Exercise, Watch, describe_only
-from drills.plan import SEARCH, Policy
 from drills.runner import drill, finished
-from drills.scenario import GLOBAL_BATCH, Scenario
+from drills.scenario import GLOBAL_BATCH, SEARCH, Policy, Scenario
 from drills.score import Score
 from drills.stage import RECIPE, Stage
-from megastable.config.stability import StabilityConfig
 from megastable.data.manifest import Manifest
 from megastable.data.plant import Planted
 from megastable.data.skips import Skips, numbers_of
@@ -41,22 +35,12 @@ from megastable.run.events.event import Event
 from megastable.run.events.reading import latest
 from megastable.run.events.stability_events import BaselineReset, Discarded, IncidentEvent
 from megastable.run.events.training_events import Training
-from megastable_guard.actions import Action
-from megastable_guard.guard import Recorded, simulate
 
 BY_NAME = {case.name: case for case in CASES}
 START = 30  # steps: refusals before are the recipe's, not the scenario's
 EVALUATED = 512  # validation samples
 CROWD = 64  # as if so many runs shared the machine: one thread a rank, so that others can use it
 WITHOUT = "-without"  # ending of a run with the guard off
-NOISE_STEPS = 20_000
-FEW = 5  # refusals in 10,000 steps
-ONE_IN, HEIGHT = 300, 8.0  # of steps have a spike of so many sigma
-
-NOISE_WISHES = (
-    Wish("1 rewind at most", lambda r: r.rewinds <= 1),
-    Wish(f"{FEW} refusals in 10,000 steps at most", lambda r: 1e4 * r.refused / NOISE_STEPS <= FEW),
-)
 
 
 class CourtStage(Stage):
@@ -74,53 +58,53 @@ class CourtStage(Stage):
         self.folder.mkdir(parents=True, exist_ok=True)
         prepare_texts(self.texts)
         tree = {**RECIPE, "run": {"seed": self.seed}, "data": {"corpora": [{"path": str(self.folder)}]}}
-        micro = GLOBAL_BATCH // self.ranks
+        micro_batch = GLOBAL_BATCH // self.ranks
         tree["model"] = {**tree["model"], "sequence_length": LENGTH}
-        tree["train"] = {**tree["train"], "eval_samples": EVALUATED, "micro_batch": micro}
+        tree["train"] = {**tree["train"], "eval_samples": EVALUATED, "micro_batch": micro_batch}
         self.recipe.write_text(yaml.safe_dump(tree))
 
     def corpus_of(self, scenario: Scenario) -> tuple[Path, Planted | None]:
         case = BY_NAME[scenario.name.removesuffix(WITHOUT)]
         places = case.lay(np.random.default_rng((self.seed, 1)))
-        output = self.folder / f"{case.name}-{self.seed}"
-        write_corpus(self.texts, output, self.seed, places, case.held)
+        corpus_folder = self.folder / f"{case.name}-{self.seed}"
+        write_corpus(self.texts, corpus_folder, self.seed, places, case.held)
         if not places.bad:
-            return output, None
+            return corpus_folder, None
         ranges = Skips.of_numbers(np.array(places.bad, dtype=np.int64)).ranges
-        return output, Planted(positions=ranges, seed=self.seed, order="", documents=[], kind="text")
+        return corpus_folder, Planted(positions=ranges, seed=self.seed, order="", documents=[], kind="text")
 
 
 def run_case(
     folder: Path, case: Case, seed: int, ending: str = "", *overrides: str, watch: Watch = lambda step: None
 ) -> tuple[RunDirectory, Score]:
     """Run a scenario, or read the results of the same run by the same code. ending: of the run's name."""
-    stage = CourtStage(folder, seed, case.steps, case.ranks)
-    stage.prepare()
+    court_stage = CourtStage(folder, seed, case.steps, case.ranks)
+    court_stage.prepare()
     settings = (f"train.steps={case.steps}", *overrides)
     scenario = Scenario(case.name + ending, case.title, frozenset(), "", fault=case.fault, overrides=settings)
-    score = drill(stage, scenario, Policy.OURS, watch, jobs=CROWD)
-    return RunDirectory(folder / "runs" / f"{scenario.name}-{Policy.OURS}-{seed}"), score
+    run_score = drill(court_stage, scenario, Policy.OURS, watch, jobs=CROWD)
+    return RunDirectory(folder / "runs" / f"{scenario.name}-{Policy.OURS}-{seed}"), run_score
 
 
 def run_without(folder: Path, case: Case, seed: int) -> float | None:
     """The loss of a scenario with the guard off. It is run once for the same data: later versions of the judgement do
     not change it."""
     run = RunDirectory(folder / "runs" / f"{case.name}{WITHOUT}-{Policy.OURS}-{seed}")
-    note = run.root.with_name(f"{run.root.name}.data")
-    told = Manifest.load(folder / f"{case.name}-{seed}").fingerprint() if note.exists() else ""
-    if not told or note.read_text() != told or finished(run) is None:
+    data_note = run.root.with_name(f"{run.root.name}.data")
+    told = Manifest.load(folder / f"{case.name}-{seed}").fingerprint() if data_note.exists() else ""
+    if not told or data_note.read_text() != told or finished(run) is None:
         run_case(folder, case, seed, WITHOUT, "stability.enabled=false")
-        note.write_text(Manifest.load(folder / f"{case.name}-{seed}").fingerprint())
+        data_note.write_text(Manifest.load(folder / f"{case.name}-{seed}").fingerprint())
     loss = json.loads(run.summary.read_text()).get("val_loss") if run.summary.exists() else None
     return None if loss is None else float(loss)
 
 
 def read_outcome(run: RunDirectory, case: Case, seed: int, score: Score) -> CaseOutcome:
     """What became of a run, by its journal and its ledger."""
-    events = leave_start_out(run.events())
-    incidents = [summary for _, summary in sorted(latest(events).items())]
-    search = run.root.with_name(run.root.name + SEARCH)
-    measured: dict[str, Any] = json.loads(search.read_text()) if search.exists() else {}
+    journal_events = leave_start_out(run.events())
+    incidents = [summary for _, summary in sorted(latest(journal_events).items())]
+    search_file = run.root.with_name(run.root.name + SEARCH)
+    search_measured: dict[str, Any] = json.loads(search_file.read_text()) if search_file.exists() else {}
     done = finished(run)
     planted = find_positions(done.planted) if done is not None and done.planted is not None else set()
     return CaseOutcome(
@@ -131,20 +115,19 @@ def read_outcome(run: RunDirectory, case: Case, seed: int, score: Score) -> Case
         planted=score.fate.planted,
         found=score.fate.convicted,
         lost=score.fate.lost + sum(i.get("lost", 0) for i in incidents),
-        untrained=count_untrained(events, planted),
+        untrained=count_untrained(journal_events, planted),
         deferred=score.fate.deferred,
-        rewinds=count_rewinds(events),
+        rewinds=count_rewinds(journal_events),
         undone=score.steps_lost,
-        refused=sum(isinstance(event, Discarded) for event in events),
+        refused=sum(isinstance(journal_event, Discarded) for journal_event in journal_events),
         handovers=score.handovers,
-        alerts=score.alerts,
-        shifts=sum(isinstance(event, BaselineReset) for event in events),
+        shifts=sum(isinstance(journal_event, BaselineReset) for journal_event in journal_events),
         incidents=[f"{i['onset']}: {i['verdict']}, {i['cause']}, {i['outcome']}" for i in incidents],
         causes=sorted({i["cause"] for i in incidents}),
-        seen=find_sight(events, STEP),
+        seen=find_sight(journal_events, STEP),
         loss=score.val_loss,
-        search_batches=measured.get("batches", 0),
-        search_seconds=round(measured.get("seconds", 0.0), 1),
+        search_batches=search_measured.get("batches", 0),
+        search_seconds=round(search_measured.get("seconds", 0.0), 1),
         wall_seconds=score.wall_seconds,
     )
 
@@ -163,70 +146,37 @@ def count_untrained(events: Sequence[Event], planted: set[int]) -> int:
     refused: list[tuple[int, set[int]]] = []
     for event in events:
         if isinstance(event, Discarded):
-            batch = set(range(event["first_position"], event["next_position"]))
-            refused.append((event["step"], batch - planted))
+            batch_positions = set(range(event["first_position"], event["next_position"]))
+            refused.append((event["step"], batch_positions - planted))
         elif isinstance(event, Training) or (isinstance(event, IncidentEvent) and event.what == "rewound"):
-            back = event["step"] if isinstance(event, Training) else event["to_step"]
-            refused = [(step, batch) for step, batch in refused if step <= back]
-    return len(set[int]().union(*(batch for _, batch in refused)))
+            step_back = event["step"] if isinstance(event, Training) else event["to_step"]
+            refused = [(step, batch_positions) for step, batch_positions in refused if step <= step_back]
+    return len(set[int]().union(*(batch_positions for _, batch_positions in refused)))
 
 
 def count_rewinds(events: Sequence[Event]) -> int:
     """Rewinds, and restarts from a checkpoint, that undid an update: a return over refused steps alone undoes none."""
-    count, refused = 0, set[int]()
-    for event in events:
-        if isinstance(event, Discarded):
-            refused.add(event["step"])
-        elif isinstance(event, IncidentEvent) and event.what == "handed over":
-            count += 1
-        elif isinstance(event, IncidentEvent) and event.what == "rewound":
-            undone = set(range(event["to_step"] + 1, event["policy"]["tripped"] + 1))
-            count += not undone <= refused
-            refused -= undone
-    return count
+    rewind_count, refused_steps = 0, set[int]()
+    for journal_event in events:
+        if isinstance(journal_event, Discarded):
+            refused_steps.add(journal_event["step"])
+        elif isinstance(journal_event, IncidentEvent) and journal_event.what == "handed over":
+            rewind_count += 1
+        elif isinstance(journal_event, IncidentEvent) and journal_event.what == "rewound":
+            steps_undone = set(range(journal_event["to_step"] + 1, journal_event["policy"]["tripped"] + 1))
+            rewind_count += not steps_undone <= refused_steps
+            refused_steps -= steps_undone
+    return rewind_count
 
 
 def find_sight(events: Sequence[Event], begin: int) -> int | None:
     """Steps from `begin` to the first refusal or incident."""
-    steps = (
+    steps_seen = (
         event.step
         for event in events
         if isinstance(event, Discarded) or (isinstance(event, IncidentEvent) and event.what == "opened")
     )
-    return next((step - begin for step in steps if step is not None and step >= begin), None)
-
-
-# The guard on noise alone: every action is a false alarm
-
-
-def make_noise(name: str, seed: int) -> Iterator[Recorded]:
-    """The steps of a healthy run: its width changes slowly, or in bursts, or it has spikes that mean nothing."""
-    if name != "noise-spikes":
-        yield from healthy(
-            {"noise-volatile": "heteroscedastic", "noise-bursts": "bursts"}[name], NOISE_STEPS, seed
-        )
-        return
-    chance = np.random.default_rng((seed, 2))
-    for row in healthy("white", NOISE_STEPS, seed):
-        spike = HEIGHT * (chance.random() < 1 / ONE_IN)
-        assert row.grad_norm is not None
-        # The scatter of the log norm: 0.1 times Student's t of 3 degrees, whose robust deviation is 0.113.
-        yield row._replace(loss=row.loss + SIGMA * spike, grad_norm=row.grad_norm * np.exp(0.113 * spike))
-
-
-def judge_noise(name: str, seed: int) -> CaseOutcome:
-    """What the guard, with default settings, would have done."""
-    done, undone = Counter[Action](), list[str]()
-    config = StabilityConfig()
-    kept = config.snapshots
-    for judged in simulate(make_noise(name, seed), config, interval=kept.interval, keep=kept.keep):
-        done[judged.action] += 1
-        if judged.action not in (Action.APPLY, Action.DISCARD):
-            undone.append(f"{judged.verdict}: {judged.action}")
-    return CaseOutcome(
-        scenario=name, seed=seed, refused=done[Action.DISCARD], rewinds=done[Action.REWIND],
-        handovers=done[Action.HANDOVER], alerts=done[Action.ALERT], incidents=undone,
-    ).judged_by(NOISE_WISHES)  # fmt: skip
+    return next((step - begin for step in steps_seen if step is not None and step >= begin), None)
 
 
 def _differ(loss: float | None, other: float | None) -> str:
@@ -263,41 +213,29 @@ class CourtDrill(Drill[CaseOutcome]):
 
     def __init__(self, names: Sequence[str], seeds: Sequence[int], control: bool) -> None:
         """control: each run also with the guard off. Raises ConfigError."""
-        self.cases, self.noises = choose_cases(names)
+        self.cases = choose_cases(names)
         self.seeds, self.control = seeds, control
 
     def plan_exercises(self, folder: Path) -> list[Exercise[CaseOutcome]]:
         return [
-            *(
-                Exercise(f"{name}, seed {seed}", NOISE_STEPS, partial(self._judge_noise, name, seed))
-                for name in self.noises
-                for seed in self.seeds
-            ),
-            *(
-                Exercise(
-                    f"{case.name}, seed {seed}", case.steps, partial(self._judge_case, folder, case, seed)
-                )
-                for case in self.cases
-                for seed in self.seeds
-            ),
+            Exercise(f"{case.name}, seed {seed}", case.steps, partial(self._judge_case, folder, case, seed))
+            for case in self.cases
+            for seed in self.seeds
         ]
-
-    def _judge_noise(self, name: str, seed: int, watch: Watch) -> list[CaseOutcome]:
-        return [judge_noise(name, seed)]
 
     def _judge_case(self, folder: Path, case: Case, seed: int, watch: Watch) -> list[CaseOutcome]:
         """Run it and what it is compared with, and read what became of it."""
-        run, score = run_case(folder, case, seed, watch=watch)
-        outcome = read_outcome(run, case, seed, score)
+        run, run_score = run_case(folder, case, seed, watch=watch)
+        case_outcome = read_outcome(run, case, seed, run_score)
         without = run_without(folder, case, seed) if self.control else None
         clean = run_without(folder, BY_NAME[CLEAN], seed) if case.compared else None
-        return [outcome.model_copy(update={"without": without, "clean": clean}).judged_by(case.wishes)]
+        return [case_outcome.model_copy(update={"without": without, "clean": clean}).judged_by(case.wishes)]
 
     def row_of(self, outcome: CaseOutcome) -> tuple[Hashable, Hashable]:
         return outcome.scenario, outcome.seed
 
     def is_met(self, outcomes: Sequence[CaseOutcome]) -> bool:
-        return not any(outcome.missed for outcome in outcomes)
+        return not any(case_outcome.missed for case_outcome in outcomes)
 
     def describe_verdict(self, outcomes: Sequence[CaseOutcome]) -> str:
         return (
@@ -307,5 +245,5 @@ class CourtDrill(Drill[CaseOutcome]):
 
 
 def list_cases() -> list[str]:
-    """All scenarios, those of real runs with their titles."""
-    return [*(f"{case.name}: {case.title}" for case in CASES), *NOISES]
+    """All scenarios with their titles."""
+    return [f"{court_case.name}: {court_case.title}" for court_case in CASES]

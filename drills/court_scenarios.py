@@ -22,16 +22,15 @@ import numpy.typing as npt
 from pydantic import Field
 
 from drills.exercise import Outcome
-from drills.plan import Fault
-from drills.scenario import GLOBAL_BATCH
+from drills.scenario import GLOBAL_BATCH, Fault
 from megastable.base.errors import ConfigError, DataError
 from megastable.data.manifest import Segment, adopt
 from megastable.data.order import Order, OrderedCorpus
-from megastable.data.shard_writer import ShardWriter
+from megastable.data.shard_format import ShardWriter
 from megastable.data.tokenizer import Tokenizer, load_tokenizer
+from megastable_tools.prepare.corpus_tokenizer import train_sentencepiece
 from megastable_tools.prepare.stdlib import stdlib_files
 from megastable_tools.prepare.text_files import TextFiles
-from megastable_tools.prepare.train_tokenizer import train_sentencepiece
 
 # prose: the reference of Python and the descriptions of installed packages; code: Python's standard library; foreign:
 # the prose in a made-up language, letter for letter; table: lines of a log that are easy to learn; hex: dumps of random
@@ -93,7 +92,6 @@ class CaseOutcome(Outcome):
     undone: int = 0
     refused: int = 0
     handovers: int = 0
-    alerts: int = 0
     shifts: int = 0
     incidents: list[str] = Field(default_factory=list)
     causes: list[str] = Field(default_factory=list)
@@ -185,18 +183,18 @@ def lay_between(kind: Kind, first: int, end: int | None = None) -> Lay:
 
 def lay_drift(chance: np.random.Generator) -> Places:
     share = np.clip((np.arange(POSITIONS) - reach(20)) / (reach(160) - reach(20)), 0.0, 1.0)
-    kinds: list[Kind] = ["code" if late else "prose" for late in chance.random(POSITIONS) < share]
-    return Places(kinds)
+    kind_by_position: list[Kind] = ["code" if late else "prose" for late in chance.random(POSITIONS) < share]
+    return Places(kind_by_position)
 
 
 def lay_repeats(chance: np.random.Generator) -> Places:
     """The samples of eight steps, again and again in another order."""
-    sources, size = np.arange(POSITIONS), 8 * GLOBAL_BATCH
-    begin = reach(REPEATS_STEP)
-    for turn in range(REPEATS):
-        at = begin + turn * size
-        sources[at : at + size] = begin + chance.permutation(size)
-    return Places(["prose"] * POSITIONS, sources=sources)
+    source_positions, turn_size = np.arange(POSITIONS), 8 * GLOBAL_BATCH
+    repeat_begin = reach(REPEATS_STEP)
+    for turn_number in range(REPEATS):
+        turn_begin = repeat_begin + turn_number * turn_size
+        source_positions[turn_begin : turn_begin + turn_size] = repeat_begin + chance.permutation(turn_size)
+    return Places(["prose"] * POSITIONS, sources=source_positions)
 
 
 REPEATS_STEP, REPEATS, REPEATS_STEPS = 31, 15, 200
@@ -204,18 +202,18 @@ REPEATS_STEP, REPEATS, REPEATS_STEPS = 31, 15, 200
 
 def choose_planted(chance: np.random.Generator) -> tuple[int, ...]:
     """Positions of the planted samples: some of each step from the scenario's begin on."""
-    steps = range(STEP, STEP + PLANTED // OF_EACH)
-    drawn = [reach(step) + chance.permutation(GLOBAL_BATCH)[:OF_EACH] for step in steps]
-    return tuple(sorted(np.concatenate(drawn).tolist()))
+    planted_steps = range(STEP, STEP + PLANTED // OF_EACH)
+    drawn_positions = [reach(step) + chance.permutation(GLOBAL_BATCH)[:OF_EACH] for step in planted_steps]
+    return tuple(sorted(np.concatenate(drawn_positions).tolist()))
 
 
 def lay_planted(kind: Kind) -> Lay:
     """Prose with planted samples of a kind; of prose, its ids moved by one."""
 
     def lay(chance: np.random.Generator) -> Places:
-        bad = choose_planted(chance)
-        kinds: list[Kind] = [kind if p in bad else "prose" for p in range(POSITIONS)]
-        return Places(kinds, bad, bad if kind == "prose" else ())
+        bad_positions = choose_planted(chance)
+        kind_by_position: list[Kind] = [kind if p in bad_positions else "prose" for p in range(POSITIONS)]
+        return Places(kind_by_position, bad_positions, bad_positions if kind == "prose" else ())
 
     return lay
 
@@ -265,17 +263,14 @@ CASES = (
         lay_wrong_labels, fault=_fault("shifted_labels", FAULTY),
     ),
 )  # fmt: skip
-NOISES = ("noise-volatile", "noise-bursts", "noise-spikes")
-NAMES = (*(case.name for case in CASES), *NOISES)
+NAMES = tuple(case.name for case in CASES)
 
 
-def choose_cases(names: Sequence[str]) -> tuple[list[Case], list[str]]:
-    """Scenarios of real runs, and of noise, by name or its part before a hyphen; without names: all. Raises
-    ConfigError."""
-    if unknown := [n for n in names if not any(_matches(name, n) for name in NAMES)]:
-        raise ConfigError(f"{unknown[0]}: there is no such scenario: {', '.join(NAMES)}")
-    chosen = [name for name in NAMES if not names or any(_matches(name, n) for n in names)]
-    return [case for case in CASES if case.name in chosen], [name for name in NOISES if name in chosen]
+def choose_cases(names: Sequence[str]) -> list[Case]:
+    """Scenarios by name or its part before a hyphen; without names: all. Raises ConfigError."""
+    if unknown_names := [n for n in names if not any(_matches(name, n) for name in NAMES)]:
+        raise ConfigError(f"{unknown_names[0]}: there is no such scenario: {', '.join(NAMES)}")
+    return [case for case in CASES if not names or any(_matches(case.name, n) for n in names)]
 
 
 def _matches(name: str, wanted: str) -> bool:
@@ -291,116 +286,116 @@ def prepare_texts(folder: Path) -> None:
     """Train one tokenizer on all kinds of real text, and cut every kind into samples. Existing ones are reused."""
     if folder.exists():
         return
-    with tempfile.TemporaryDirectory(dir=folder.parent) as made:
-        staging = Path(made, "texts")
-        staging.mkdir()
-        texts = {kind: write_text(kind) for kind in get_args(Kind)}
+    with tempfile.TemporaryDirectory(dir=folder.parent) as temporary_folder:
+        staging_folder = Path(temporary_folder, "texts")
+        staging_folder.mkdir()
+        text_by_kind = {kind: write_text(kind) for kind in get_args(Kind)}
         tokenizer = train_sentencepiece(
-            [texts[kind] for kind in REAL], staging / "tokenizer.model", VOCABULARY
+            [text_by_kind[kind] for kind in REAL], staging_folder / "tokenizer.model", VOCABULARY
         )
-        for kind, text in texts.items():
-            np.save(staging / f"{kind}.npy", cut_samples(text, tokenizer))
-        staging.rename(folder)
+        for kind, kind_text in text_by_kind.items():
+            np.save(staging_folder / f"{kind}.npy", cut_samples(kind_text, tokenizer))
+        staging_folder.rename(folder)
 
 
 def write_text(kind: Kind) -> str:
     """All text of a kind, seeded."""
-    chance = random.Random(kind)
+    random_draws = random.Random(kind)
     match kind:
         case "prose":
             found = {package.read_text("METADATA") or "" for package in importlib.metadata.distributions()}
             return "\n\n".join([*topics.values(), *sorted(found)])
         case "code":
-            files = stdlib_files()
-            chance.shuffle(files)
-            return "\n".join(TextFiles(files, skip_bad=True))[:CHARACTERS]
+            source_files = stdlib_files()
+            random_draws.shuffle(source_files)
+            return "\n".join(TextFiles(source_files, skip_bad=True))[:CHARACTERS]
         case "foreign":
-            return write_text("prose").translate(_make_cipher(chance))
+            return write_text("prose").translate(_make_cipher(random_draws))
         case "table":
-            drawn = ((chance.choice(JOBS), chance.randrange(4)) for _ in range(CHARACTERS // 80))
+            drawn = ((random_draws.choice(JOBS), random_draws.randrange(4)) for _ in range(CHARACTERS // 80))
             return "".join(
-                f"{EPOCH + second} | INFO | worker-{worker} | job {job} finished | status ok\n"
-                for second, (job, worker) in enumerate(drawn, 1)
+                f"{EPOCH + second} | INFO | worker-{worker} | job {job_number} finished | status ok\n"
+                for second, (job_number, worker) in enumerate(drawn, 1)
             )
         case "hex":
-            lines = ((at, chance.randbytes(16)) for at in range(0, CHARACTERS // 800 * 16, 16))
-            return "".join(f"{at:08x}  {line.hex(' ')}  |{_show_bytes(line)}|\n" for at, line in lines)
+            dump_lines = ((at, random_draws.randbytes(16)) for at in range(0, CHARACTERS // 800 * 16, 16))
+            return "".join(f"{at:08x}  {line.hex(' ')}  |{_show_bytes(line)}|\n" for at, line in dump_lines)
         case "babble":
-            return " ".join(islice(_babble(chance, write_text("prose").split()), CHARACTERS // 80))
+            return " ".join(islice(_babble(random_draws, write_text("prose").split()), CHARACTERS // 80))
 
 
 def _make_cipher(chance: random.Random) -> dict[int, str]:
     """Vowels for vowels, consonants for consonants: words that can be spoken, and none that is known."""
     vowels, consonants = "aeiou", "bcdfghjklmnpqrstvwxyz"
-    table: dict[str, str] = {}
+    cipher_table: dict[str, str] = {}
     for letters in (vowels, consonants):
-        others = list(letters)
-        while any(a == b for a, b in zip(letters, others, strict=True)):
-            chance.shuffle(others)
-        table |= dict(zip(letters, others, strict=True))
-    table |= {letter.upper(): other.upper() for letter, other in table.items()}
-    return str.maketrans(table)
+        cipher_letters = list(letters)
+        while any(plain_letter == b for plain_letter, b in zip(letters, cipher_letters, strict=True)):
+            chance.shuffle(cipher_letters)
+        cipher_table |= dict(zip(letters, cipher_letters, strict=True))
+    cipher_table |= {letter.upper(): cipher_letter.upper() for letter, cipher_letter in cipher_table.items()}
+    return str.maketrans(cipher_table)
 
 
 def _show_bytes(line: bytes) -> str:
-    return "".join(chr(byte) if 32 <= byte < 127 else "." for byte in line)
+    return "".join(chr(one_byte) if 32 <= one_byte < 127 else "." for one_byte in line)
 
 
 def _babble(chance: random.Random, words: Sequence[str]) -> Iterator[str]:
-    after: dict[str, list[str]] = {}
-    for word, following in pairwise(words):
-        after.setdefault(word, []).append(following)
-    word = words[0]
+    following_words: dict[str, list[str]] = {}
+    for current_word, next_word in pairwise(words):
+        following_words.setdefault(current_word, []).append(next_word)
+    current_word = words[0]
     while True:
-        yield word
-        word = chance.choice(after.get(word) or words)
+        yield current_word
+        current_word = chance.choice(following_words.get(current_word) or words)
 
 
 def cut_samples(text: str, tokenizer: Tokenizer) -> Samples:
     """The tokens of a text as samples that each end their document, in a random order; what is left is dropped."""
-    ids = np.asarray(tokenizer.encode(text), dtype=np.int64)
-    ids = ids[ids != tokenizer.eod]
-    count = len(ids) // (LENGTH - 1)
-    samples = np.full((count, LENGTH), tokenizer.eod)
-    samples[:, :-1] = ids[: count * (LENGTH - 1)].reshape(count, -1)
-    return np.random.default_rng(0).permutation(samples)
+    token_ids = np.asarray(tokenizer.encode(text), dtype=np.int64)
+    token_ids = token_ids[token_ids != tokenizer.eod]
+    sample_count = len(token_ids) // (LENGTH - 1)
+    cut_rows = np.full((sample_count, LENGTH), tokenizer.eod)
+    cut_rows[:, :-1] = token_ids[: sample_count * (LENGTH - 1)].reshape(sample_count, -1)
+    return np.random.default_rng(0).permutation(cut_rows)
 
 
 def write_corpus(texts: Path, output: Path, seed: int, places: Places, held: Sequence[Kind]) -> None:
     """A corpus whose runs with `seed` read `places`. held: the kinds of the validation samples, in equal parts. Raises
     DataError if there is too little text of a kind."""
     tokenizer = load_tokenizer(texts / "tokenizer.model")
-    pools = {kind: _load_samples(texts, kind, seed) for kind in {*places.kinds, *held}}
-    read = np.stack(
-        [_find_sample(pools, k, int(s)) for k, s in zip(places.kinds, places.sources, strict=True)]
+    pool_by_kind = {kind: _load_samples(texts, kind, seed) for kind in {*places.kinds, *held}}
+    samples_read = np.stack(
+        [_find_sample(pool_by_kind, k, int(s)) for k, s in zip(places.kinds, places.sources, strict=True)]
     )
     for position in places.moved:
-        read[position, :-1] = move_tokens(read[position, :-1], tokenizer)
-    sequences = order_positions(len(read), seed)
-    train = np.empty_like(read)
-    train[sequences] = read
-    validation = np.concatenate([pools[kind][:HELD_OUT] for kind in held])
+        samples_read[position, :-1] = move_tokens(samples_read[position, :-1], tokenizer)
+    sequence_by_position = order_positions(len(samples_read), seed)
+    train_samples = np.empty_like(samples_read)
+    train_samples[sequence_by_position] = samples_read
+    held_samples = np.concatenate([pool_by_kind[kind][:HELD_OUT] for kind in held])
     shutil.rmtree(output, ignore_errors=True)
     output.mkdir(parents=True)
     tokenizer.copy_to(output)
-    for split, samples in (("train", train), ("validation", validation)):
+    for split, samples in (("train", train_samples), ("validation", held_samples)):
         with ShardWriter(output / split, tokenizer.vocab_size) as writer:
             for sample in samples:
                 writer.add_document(sample)
             # Sequences share one token with the next: the last one needs one more.
             writer.add_document(np.array([tokenizer.eod]))
     manifest = adopt(output, tokenizer.info, 0.0, name=NAME)
-    splits = {
+    segments_by_split = {
         shard.name: [Segment(shard=shard.name, first_token=0, tokens=shard.tokens, documents=shard.documents)]
         for shard in manifest.shards
     }
-    manifest.model_copy(update={"splits": splits}).save(output)
+    manifest.model_copy(update={"splits": segments_by_split}).save(output)
 
 
 def order_positions(count: int, seed: int) -> npt.NDArray[np.int64]:
     """The sequence of a corpus that a run reads at each of its first `count` positions."""
-    corpus = OrderedCorpus(NAME, count * LENGTH + 1, 1.0)
-    return Order([corpus], LENGTH, seed).locate(np.arange(count)).sequence
+    ordered_corpus = OrderedCorpus(NAME, count * LENGTH + 1, 1.0)
+    return Order([ordered_corpus], LENGTH, seed).locate(np.arange(count)).sequence
 
 
 def _load_samples(texts: Path, kind: Kind, seed: int) -> Samples:
@@ -417,5 +412,5 @@ def _find_sample(pools: dict[Kind, Samples], kind: Kind, source: int) -> npt.NDA
 
 def move_tokens(ids: npt.NDArray[np.int64], tokenizer: Tokenizer) -> npt.NDArray[np.int64]:
     """Every id moved to the next one that is no special token, as by a tokenizer with one token more."""
-    usable = np.array([i for i in range(tokenizer.vocab_size) if not tokenizer.is_special(i)])
-    return usable[(np.searchsorted(usable, ids) + 1) % len(usable)]
+    usable_ids = np.array([i for i in range(tokenizer.vocab_size) if not tokenizer.is_special(i)])
+    return usable_ids[(np.searchsorted(usable_ids, ids) + 1) % len(usable_ids)]

@@ -97,7 +97,7 @@ class Drill(ABC, Generic[Result]):
 
     def report(self, outcomes: Sequence[Result]) -> Any:
         """All facts, for JSON."""
-        return [outcome.model_dump(mode="json") for outcome in outcomes]
+        return [one_outcome.model_dump(mode="json") for one_outcome in outcomes]
 
     def conduct(self, folder: Path, quiet: bool) -> list[Result]:
         """Run all exercises, and print the table and the verdict.
@@ -106,19 +106,43 @@ class Drill(ABC, Generic[Result]):
             folder: of corpora and runs.
             quiet: nothing is printed.
         """
-        outcomes = self.compare(run_exercises(self.plan_exercises(folder), self.jobs, quiet))
+        all_outcomes = self.compare(run_exercises(self.plan_exercises(folder), self.jobs, quiet))
         if not quiet:
-            out = TextOutput(quiet)
-            out.show(self.show_table(outcomes))
-            out.say(self.describe_verdict(outcomes))
-        return outcomes
+            text_output = TextOutput(quiet)
+            text_output.show(self.show_table(all_outcomes))
+            text_output.say(self.describe_verdict(all_outcomes))
+        return all_outcomes
 
     def show_table(self, outcomes: Sequence[Result]) -> Table:
+        """What misses a target is red. Columns in which every cell is empty or zero are left out; the first cell of a
+        section's rows is shown once, and sections of several rows are kept apart."""
         sections: dict[Hashable, dict[Hashable, list[Result]]] = {}
         for outcome in outcomes:
-            section, row = self.row_of(outcome)
-            sections.setdefault(section, {}).setdefault(row, []).append(outcome)
-        return make_table([list(rows.values()) for rows in sections.values()], self.columns, self.is_marked)
+            section, row_key = self.row_of(outcome)
+            sections.setdefault(section, {}).setdefault(row_key, []).append(outcome)
+        texts = [
+            [c.describe(row) for c in self.columns] for rows in sections.values() for row in rows.values()
+        ]
+        filled = [
+            i for i in range(len(self.columns)) if i < ALWAYS or {cells[i] for cells in texts} - {"", "0"}
+        ]
+        shown = Table(header_style="bold")
+        for column in (self.columns[i] for i in filled):
+            shown.add_column(
+                column.header, justify="left" if column.left else "right", no_wrap=not column.wrap
+            )
+        cells_of = iter(texts)
+        apart = any(len(rows) > 1 for rows in sections.values())
+        for rows in sections.values():
+            for number, row in enumerate(rows.values()):
+                cells = next(cells_of)
+                if number:
+                    cells[0] = ""
+                styles = [_choose_style(column, row, self.is_marked(row)) for column in self.columns]
+                shown.add_row(*(Text(cells[i], styles[i]) for i in filled))
+            if apart:
+                shown.add_section()
+        return shown
 
 
 class Interrupted(Exception):
@@ -141,25 +165,25 @@ def run_exercises(todo: Sequence[Exercise[Result]], jobs: int = 1, quiet: bool =
         total = shown.add_task("all runs", total=len(todo))
 
         def work(exercise: Exercise[Result]) -> Sequence[Result]:
-            bar = shown.add_task(exercise.name, total=exercise.steps)
+            exercise_bar = shown.add_task(exercise.name, total=exercise.steps)
 
             def watch(step: int) -> None:
                 if stop.is_set():
                     raise Interrupted
-                shown.update(bar, completed=step)
+                shown.update(exercise_bar, completed=step)
 
             try:
                 watch(0)
-                outcomes = exercise.run(watch)
+                own_outcomes = exercise.run(watch)
             finally:
-                shown.remove_task(bar)
+                shown.remove_task(exercise_bar)
             with lock:
                 done.append(exercise.name)
                 shown.update(total, completed=len(done))
-                for outcome in outcomes if not quiet else ():
-                    line = f"{len(done)}/{len(todo)} {exercise.name}: {outcome.describe()}"
-                    TextOutput(quiet).say(line)
-            return outcomes
+                for outcome in own_outcomes if not quiet else ():
+                    outcome_line = f"{len(done)}/{len(todo)} {exercise.name}: {outcome.describe()}"
+                    TextOutput(quiet).say(outcome_line)
+            return own_outcomes
 
         if jobs == 1:  # in this thread, where an interrupt is raised
             return [outcome for exercise in todo for outcome in work(exercise)]
@@ -173,37 +197,6 @@ def run_exercises(todo: Sequence[Exercise[Result]], jobs: int = 1, quiet: bool =
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
         return [outcome for future in futures for outcome in future.result()]
-
-
-def make_table(
-    sections: Sequence[Sequence[Sequence[Item]]],
-    columns: Sequence[Column[Item]],
-    is_marked: Callable[[Sequence[Item]], bool] = lambda row: False,
-) -> Table:
-    """A table of rows, what misses a target in red.
-
-    Args:
-        sections: of rows, each of outcomes. The first cell of a section's rows is shown once, and sections of several
-            rows are kept apart.
-        columns: those in which every cell is empty or zero are left out.
-        is_marked: whether a row is in bold.
-    """
-    texts = [[column.describe(row) for column in columns] for rows in sections for row in rows]
-    filled = [i for i in range(len(columns)) if i < ALWAYS or {cells[i] for cells in texts} - {"", "0"}]
-    shown = Table(header_style="bold")
-    for column in (columns[i] for i in filled):
-        shown.add_column(column.header, justify="left" if column.left else "right", no_wrap=not column.wrap)
-    cells_of = iter(texts)
-    apart = any(len(rows) > 1 for rows in sections)
-    for rows in sections:
-        for number, row in enumerate(rows):
-            cells = next(cells_of)
-            if number:
-                cells[0] = ""
-            shown.add_row(*(Text(cells[i], _choose_style(columns[i], row, is_marked(row))) for i in filled))
-        if apart:
-            shown.add_section()
-    return shown
 
 
 def _choose_style(column: Column[Item], row: Sequence[Item], marked: bool) -> str:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from drills.plan import Fault, Plan
+from drills.scenario import Fault, Plan
 from megastable.config.tree import ScheduleConfig
 from megastable.data.loader import Loader, MicroBatch
 from megastable.engine.engine import Engine
@@ -25,7 +25,7 @@ from megastable.model.cores import CORES, Core
 from megastable.model.loss import Features, LossFunction
 from megastable.optim import schedule as optim_schedule
 from megastable.optim.schedule import rate
-from megastable.parallel.fragments import Fragment, rectangles
+from megastable.parallel.sharding import Fragment, rectangles
 
 GARBAGE = 4096  # overwritten first moments: 16 KiB, four pages
 TILE = 16  # wrong columns of a broken kernel's product
@@ -52,14 +52,14 @@ def install(plan: Plan) -> None:
     if fault.kind in LASTING:
         LASTING[fault.kind](fault)
         return
-    marker = plan.run / f".drilled-{fault.kind}"
+    marker_path = plan.run / f".drilled-{fault.kind}"
 
     def surround(engine: Engine, step: int) -> Around:
         rank = engine.topology.rank
-        mine = marker.with_name(f"{marker.name}-{rank}")
-        if engine._probing or step != fault.step or mine.exists():
+        own_marker = marker_path.with_name(f"{marker_path.name}-{rank}")
+        if engine._probing or step != fault.step or own_marker.exists():
             return nullcontext()
-        mine.touch()
+        own_marker.touch()
         return HAPPENS[fault.kind](engine, rank == fault.rank, plan.seed)
 
     surround_steps(surround)
@@ -68,11 +68,11 @@ def install(plan: Plan) -> None:
 def surround_steps(surround: Callable[[Engine, int], Around]) -> None:
     """Put a context around every step from now on: of an engine, and the step's number, which goes back with a rewind.
     A measurement repeats the step that was refused last, and has its number."""
-    real = Engine.train_step
+    real_step = Engine.train_step
 
     def train_step(self: Engine, *args: Any, **options: Any) -> Any:
         with surround(self, self.ds.global_steps + (not self._probing)):
-            return real(self, *args, **options)
+            return real_step(self, *args, **options)
 
     Engine.train_step = train_step  # type: ignore[method-assign]
 
@@ -82,21 +82,21 @@ def surround_steps(surround: Callable[[Engine, int], Around]) -> None:
 
 def _mistake(fault: Fault) -> None:
     def mistaken(schedule: ScheduleConfig, peak: float, total: int, done: int, next: int = 1) -> float:
-        wrong = fault.step - 1 <= done // next < fault.step - 1 + fault.steps
-        return rate(schedule, peak, total, done, next) * (fault.factor if wrong else 1.0)
+        is_wrong = fault.step - 1 <= done // next < fault.step - 1 + fault.steps
+        return rate(schedule, peak, total, done, next) * (fault.factor if is_wrong else 1.0)
 
     optim_schedule.rate = mistaken
 
 
 def _broken_product(fault: Fault) -> None:
     """A fault of the emulation, such as the scale of another tile."""
-    product, is_broken = emulated.multiply, _lasting(fault)
+    real_product, is_broken = emulated.multiply, _lasting(fault)
 
     def multiply(*args: Any, **options: Any) -> Tensor:
-        result = product(*args, **options)
+        product_result = real_product(*args, **options)
         if is_broken():
-            result[..., :TILE] *= fault.factor
-        return result
+            product_result[..., :TILE] *= fault.factor
+        return product_result
 
     emulated.multiply = multiply
 
@@ -107,10 +107,10 @@ def _broken_attention(fault: Fault) -> None:
 
     def broken(core: Core) -> Core:
         def run(*args: Any, **options: Any) -> Tensor:
-            y = core.run(*args, **options)
-            if is_broken() and y.requires_grad:
-                y.register_hook(spoilt)
-            return y
+            attention_output = core.run(*args, **options)
+            if is_broken() and attention_output.requires_grad:
+                attention_output.register_hook(spoilt)
+            return attention_output
 
         return replace(core, run=run)
 
@@ -119,8 +119,8 @@ def _broken_attention(fault: Fault) -> None:
         gradient[0] *= fault.factor
         return gradient
 
-    for name in CORES.keys() - {"reference", "plain"}:
-        CORES[name] = broken(CORES[name])
+    for core_name in CORES.keys() - {"reference", "plain"}:
+        CORES[core_name] = broken(CORES[core_name])
 
 
 def _lasting(fault: Fault) -> Callable[[], bool]:
@@ -157,8 +157,8 @@ def growing_gains(fault: Fault) -> None:
     """The gains of QK-norm: attention gets ever sharper."""
 
     def happens(engine: Engine, step: int) -> None:
-        for _, piece in _weights(engine, "q_norm.weight", "k_norm.weight"):
-            piece.mul_(fault.factor)
+        for _, weight_piece in _weights(engine, "q_norm.weight", "k_norm.weight"):
+            weight_piece.mul_(fault.factor)
 
     _before_steps(fault, happens)
 
@@ -167,10 +167,12 @@ def growing_logits(fault: Fault) -> None:
     """The projections to q and k."""
 
     def happens(engine: Engine, step: int) -> None:
-        for f, piece in _weights(engine, "attention.qkv.weight"):
-            for r in rectangles(f):
-                rows = torch.arange(r.rows.start, r.rows.stop) < sum(f.sections[:2])
-                r.of(piece)[rows] *= fault.factor
+        for qkv_fragment, weight_piece in _weights(engine, "attention.qkv.weight"):
+            for one_rectangle in rectangles(qkv_fragment):
+                is_scaled = torch.arange(one_rectangle.rows.start, one_rectangle.rows.stop) < sum(
+                    qkv_fragment.sections[:2]
+                )
+                one_rectangle.of(weight_piece)[is_scaled] *= fault.factor
 
     _before_steps(fault, happens)
 
@@ -179,58 +181,58 @@ def growing_outputs(fault: Fault) -> None:
     """The output weights of a block's MLP."""
 
     def happens(engine: Engine, step: int) -> None:
-        for _, piece in _weights(engine, f"{BLOCK}mlp.down.weight"):
-            piece.mul_(fault.factor)
+        for _, weight_piece in _weights(engine, f"{BLOCK}mlp.down.weight"):
+            weight_piece.mul_(fault.factor)
 
     _before_steps(fault, happens)
 
 
 def dying_block(fault: Fault) -> None:
     """The output weights of a block are not trained any more, and decay."""
-    first: dict[tuple[int, int], Tensor] = {}
+    first_weights: dict[tuple[int, int], Tensor] = {}
 
     def happens(engine: Engine, step: int) -> None:
-        for f, piece in _weights(engine, f"{BLOCK}attention.out.weight", f"{BLOCK}mlp.down.weight"):
-            held = first.setdefault((f.group, f.offset), piece.clone())
-            piece.copy_(held * fault.factor ** (step - fault.step + 1))
+        for f, weight_piece in _weights(engine, f"{BLOCK}attention.out.weight", f"{BLOCK}mlp.down.weight"):
+            first_weight = first_weights.setdefault((f.group, f.offset), weight_piece.clone())
+            weight_piece.copy_(first_weight * fault.factor ** (step - fault.step + 1))
 
     _before_steps(fault, happens)
 
 
 def rare_tokens(fault: Fault) -> None:
     """Some tokens are absent (others stand in for them), then come one by one, then ever more often."""
-    real = Engine.train_step
+    real_step = Engine.train_step
 
     def train_step(self: Engine, micro_batches: Sequence[MicroBatch], *args: Any, **options: Any) -> Any:
-        share = share_of(self.ds.global_steps + 1, fault.step)
-        written = [_written(m, share) for m in micro_batches]
-        return real(self, written, *args, **options)
+        rare_share = share_of(self.ds.global_steps + 1, fault.step)
+        written_batches = [_written(micro_batch, rare_share) for micro_batch in micro_batches]
+        return real_step(self, written_batches, *args, **options)
 
     Engine.train_step = train_step  # type: ignore[method-assign]
 
 
 def share_of(step: int, begin: int) -> float:
     """The share of rare tokens that are not replaced."""
-    many = step - begin - FEW
-    return 0.0 if step < begin else TRICKLE if many < 0 else min(1.0, TRICKLE + many / RAMP)
+    steps_beyond = step - begin - FEW
+    return 0.0 if step < begin else TRICKLE if steps_beyond < 0 else min(1.0, TRICKLE + steps_beyond / RAMP)
 
 
 def _written(batch: MicroBatch, share: float) -> MicroBatch:
     whole = torch.cat((batch.tokens, batch.labels[:, -1:]), 1)
     # By the samples' positions: the same under every layout, and when a step is repeated.
-    drawn = [
-        torch.rand(whole.shape[1], generator=torch.Generator().manual_seed(p))
-        for p in batch.positions.tolist()
+    drawn_numbers = [
+        torch.rand(whole.shape[1], generator=torch.Generator().manual_seed(sample_position))
+        for sample_position in batch.positions.tolist()
     ]
-    whole = torch.where((whole >= RARE) & (torch.stack(drawn) >= share), whole % RARE, whole)
+    whole = torch.where((whole >= RARE) & (torch.stack(drawn_numbers) >= share), whole % RARE, whole)
     return replace(batch, tokens=whole[:, :-1].contiguous(), labels=whole[:, 1:].contiguous())
 
 
 def _weights(engine: Engine, *endings: str) -> list[tuple[Fragment, Tensor]]:
     """The pieces of this rank's master weights of those names."""
     flat = engine.flat_state()
-    found = [(f, flat.piece(f, "weight")) for f in flat.fragments if f.name.endswith(endings)]
-    return [(f, piece) for f, piece in found if piece is not None]
+    found_pieces = [(f, flat.piece(f, "weight")) for f in flat.fragments if f.name.endswith(endings)]
+    return [(f, weight_piece) for f, weight_piece in found_pieces if weight_piece is not None]
 
 
 def grow_gradient(fault: Fault) -> None:
@@ -238,12 +240,12 @@ def grow_gradient(fault: Fault) -> None:
 
     @contextmanager
     def surround(engine: Engine, step: int) -> Iterator[None]:
-        wrong = engine.topology.rank == fault.rank and fault.step <= step < fault.step + fault.steps
-        with ExitStack() as stack:
-            for parameter in engine.ds.module.parameters() if wrong else ():
+        is_wrong = engine.topology.rank == fault.rank and fault.step <= step < fault.step + fault.steps
+        with ExitStack() as exit_stack:
+            for parameter in engine.ds.module.parameters() if is_wrong else ():
                 if parameter.requires_grad:
-                    hook = parameter.register_hook(lambda gradient: gradient * fault.factor)
-                    stack.callback(hook.remove)
+                    gradient_hook = parameter.register_hook(lambda gradient: gradient * fault.factor)
+                    exit_stack.callback(gradient_hook.remove)
             yield
 
     surround_steps(surround)
@@ -251,21 +253,23 @@ def grow_gradient(fault: Fault) -> None:
 
 def shift_labels(fault: Fault) -> None:
     """The samples of some steps have labels that are off by one, the tokens themselves, whenever they are read."""
-    real = Loader._micro_batch
-    wrong: list[np.ndarray] = []
+    real_micro_batch = Loader._micro_batch
+    wrong_sequences: list[np.ndarray] = []
 
     def micro_batch(self: Loader, positions: np.ndarray, lengths: np.ndarray | None) -> MicroBatch:
-        batch = real(self, positions, lengths)
+        real_batch = real_micro_batch(self, positions, lengths)
         if self.source.streams[0].split != "train":
-            return batch
+            return real_batch
         order = self.source.order
-        if not wrong:  # in the order from before any deferral
-            first = self.batches.reach(0, fault.step - 1)
-            end = self.batches.reach(first, fault.steps)
-            wrong.append(order.exchanging((), known=0).locate(np.arange(first, end)).sequence)
-        here = torch.from_numpy(np.isin(order.locate(positions).sequence, wrong[0]))
-        batch.labels[here] = batch.tokens[here]
-        return batch
+        if not wrong_sequences:  # in the order from before any deferral
+            first_position = self.batches.reach(0, fault.step - 1)
+            end_position = self.batches.reach(first_position, fault.steps)
+            wrong_sequences.append(
+                order.exchanging((), known=0).locate(np.arange(first_position, end_position)).sequence
+            )
+        is_wrong = torch.from_numpy(np.isin(order.locate(positions).sequence, wrong_sequences[0]))
+        real_batch.labels[is_wrong] = real_batch.tokens[is_wrong]
+        return real_batch
 
     Loader._micro_batch = micro_batch  # type: ignore[method-assign]
 
@@ -294,21 +298,21 @@ def nan_gradient(engine: Engine, here: bool, seed: int) -> Iterator[None]:
         gradient.view(-1)[0] = torch.nan
         return gradient
 
-    parameter = _matrix(engine)
-    handle = parameter.register_hook(spoil) if here else None
+    chosen_parameter = _matrix(engine)
+    hook_handle = chosen_parameter.register_hook(spoil) if here else None
     try:
         yield
     finally:
-        if handle is not None:
-            handle.remove()
+        if hook_handle is not None:
+            hook_handle.remove()
 
 
 @contextmanager
 def inf_loss(engine: Engine, here: bool, seed: int) -> Iterator[None]:
-    real = LossFunction.__call__
+    real_loss = LossFunction.__call__
 
     def infinite(self: LossFunction, given: Tensor | Features, labels: Tensor) -> Tensor:
-        loss = real(self, given, labels)
+        loss = real_loss(self, given, labels)
         if len(self.samples) == 1:
             self.samples[0] = self.samples[0] * torch.inf
             loss = loss * torch.inf
@@ -319,23 +323,23 @@ def inf_loss(engine: Engine, here: bool, seed: int) -> Iterator[None]:
     try:
         yield
     finally:
-        LossFunction.__call__ = real  # type: ignore[method-assign]
+        LossFunction.__call__ = real_loss  # type: ignore[method-assign]
 
 
 @contextmanager
 def moments(engine: Engine, here: bool, seed: int) -> Iterator[None]:
     if here:
-        held = _held(engine, "exp_avg")[:GARBAGE]
-        held.copy_(torch.randn(held.shape, generator=torch.Generator().manual_seed(seed)))
+        held_moments = _held(engine, "exp_avg")[:GARBAGE]
+        held_moments.copy_(torch.randn(held_moments.shape, generator=torch.Generator().manual_seed(seed)))
     yield
 
 
 @contextmanager
 def bit_flip(engine: Engine, here: bool, seed: int) -> Iterator[None]:
     if here:
-        held = _held(engine, "weight")
-        index = int(torch.randint(held.numel(), (1,), generator=torch.Generator().manual_seed(seed)))
-        held[index : index + 1].view(torch.int32).bitwise_xor_(EXPONENT)
+        held_weight = _held(engine, "weight")
+        index = int(torch.randint(held_weight.numel(), (1,), generator=torch.Generator().manual_seed(seed)))
+        held_weight[index : index + 1].view(torch.int32).bitwise_xor_(EXPONENT)
     engine.refresh_weights()  # collective: updates the computing copy
     yield
 
@@ -367,11 +371,14 @@ def spoil_update(kind: str) -> Callable[[Engine, bool, int], Around]:
 
         def step(*args: Any) -> None:
             update(*args)
-            flat = engine.flat_state()
-            for f in flat.fragments:
-                weight, moments = flat.piece(f, "weight"), flat.piece(f, "exp_avg_sq")
+            flat_state = engine.flat_state()
+            for flat_fragment in flat_state.fragments:
+                weight, moments = (
+                    flat_state.piece(flat_fragment, "weight"),
+                    flat_state.piece(flat_fragment, "exp_avg_sq"),
+                )
                 assert weight is not None, "the fault needs all weights on one rank"
-                edit_weights(kind, f.name, weight.view(f.shape), moments, chance)
+                edit_weights(kind, flat_fragment.name, weight.view(flat_fragment.shape), moments, chance)
             engine.refresh_weights()
 
         with instead(engine, "_apply_update", step):
@@ -391,7 +398,7 @@ HAPPENS: dict[str, Callable[[Engine, bool, int], Around]] = {
 
 def _matrix(engine: Engine) -> torch.nn.Parameter:
     """A weight matrix in the middle of the model."""
-    matrices = [p for p in engine.ds.module.parameters() if p.dim() > 1]
+    matrices = [one_parameter for one_parameter in engine.ds.module.parameters() if one_parameter.dim() > 1]
     return matrices[len(matrices) // 2]
 
 
@@ -401,10 +408,10 @@ def _held(engine: Engine, kind: str) -> Tensor:
     def size(fragment: Fragment) -> int:
         return fragment.numel if len(fragment.shape) > 1 and fragment.name.startswith("blocks.") else 0
 
-    flat = engine.flat_state()
-    piece = flat.piece(max(flat.fragments, key=size), kind)
-    assert piece is not None, "there are no moments before the first update"
-    return piece
+    flat_state = engine.flat_state()
+    state_piece = flat_state.piece(max(flat_state.fragments, key=size), kind)
+    assert state_piece is not None, "there are no moments before the first update"
+    return state_piece
 
 
 # What recovery measures
@@ -413,21 +420,21 @@ def _held(engine: Engine, kind: str) -> Tensor:
 def count_searches(file: Path) -> None:
     """Count what recovery measures, over all processes of a run, in `file`: micro-batches and seconds."""
     try:
-        told = json.loads(file.read_text())
+        search_counts = json.loads(file.read_text())
     except (OSError, ValueError):
-        told = {"batches": 0, "seconds": 0.0}
+        search_counts = {"batches": 0, "seconds": 0.0}
 
     def counted(real: Callable[..., Any]) -> Callable[..., Any]:
         def measure(self: Engine, micro_batches: Any, *args: Any, **options: Any) -> Any:
-            begin = time.perf_counter()
+            begin_time = time.perf_counter()
             try:
                 return real(self, micro_batches, *args, **options)
             finally:
-                asker = str(sys._getframe(1).f_globals.get("__name__", ""))
-                if self.topology.rank == 0 and not asker.startswith(ELSEWHERE):
-                    told["batches"] += len(micro_batches)
-                    told["seconds"] += time.perf_counter() - begin
-                    file.write_text(json.dumps(told))
+                asking_module = str(sys._getframe(1).f_globals.get("__name__", ""))
+                if self.topology.rank == 0 and not asking_module.startswith(ELSEWHERE):
+                    search_counts["batches"] += len(micro_batches)
+                    search_counts["seconds"] += time.perf_counter() - begin_time
+                    file.write_text(json.dumps(search_counts))
 
         return measure
 

@@ -91,17 +91,17 @@ class SharedDisk:
 
     def _mount_image(self, size: int) -> str | None:
         """Why it cannot be done, if so."""
-        image = self.folder.with_suffix(".ext4")
+        image_path = self.folder.with_suffix(".ext4")
         try:
-            with image.open("wb") as file:
-                file.truncate(size)
-            command([*MAKE, image])
+            with image_path.open("wb") as image_file:
+                image_file.truncate(size)
+            command([*MAKE, image_path])
             # The kernel frees the loop device with the last mount, and then the image, which has no name any more.
-            command([*self._mount, "mount", "-o", "loop", image, self.folder])
+            command([*self._mount, "mount", "-o", "loop", image_path, self.folder])
         except (ConfigError, OSError) as error:
             return str(error)
         finally:
-            image.unlink(missing_ok=True)
+            image_path.unlink(missing_ok=True)
         return None
 
     def freeze(self) -> None:
@@ -110,14 +110,14 @@ class SharedDisk:
             raise ConfigError(f"the shared directory cannot be stalled here: {self.cannot_freeze}")
         if self._frozen is not None:
             return
-        freezing = subprocess.Popen(
+        freeze_process = subprocess.Popen(
             [*self._mount, "bash", "-c", FREEZE, self.folder], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             stderr=subprocess.PIPE, text=True, start_new_session=True,
         )  # fmt: skip
-        assert freezing.stdout is not None
-        self._frozen = freezing
-        if freezing.stdout.readline().strip() != READY:
-            _, complaint = freezing.communicate()
+        assert freeze_process.stdout is not None
+        self._frozen = freeze_process
+        if freeze_process.stdout.readline().strip() != READY:
+            _, complaint = freeze_process.communicate()
             self._frozen = None
             raise ConfigError(f"the shared directory cannot be stalled here: {complaint.strip()}")
 
@@ -129,15 +129,15 @@ class SharedDisk:
 
     def fill(self) -> None:
         """Leave no byte free, until `free`."""
-        ballast = self.outside / BALLAST
-        ballast.mkdir()
+        ballast_folder = self.outside / BALLAST
+        ballast_folder.mkdir()
         # The last blocks need several files: a file that takes one may need another one to remember where.
         for number in range(FILES):
-            with (ballast / str(number)).open("wb", buffering=0) as file, suppress(OSError):
-                os.posix_fallocate(file.fileno(), 0, max(1, self.room() - BLOCK))
-            with (ballast / str(number)).open("ab", buffering=0) as file, suppress(OSError):
+            with (ballast_folder / str(number)).open("wb", buffering=0) as ballast_file, suppress(OSError):
+                os.posix_fallocate(ballast_file.fileno(), 0, max(1, self.room() - BLOCK))
+            with (ballast_folder / str(number)).open("ab", buffering=0) as ballast_file, suppress(OSError):
                 while self.room():
-                    file.write(bytes(BLOCK))
+                    ballast_file.write(bytes(BLOCK))
 
     def free(self) -> None:
         """Give back what `fill` took."""
@@ -145,8 +145,8 @@ class SharedDisk:
 
     def room(self) -> int:
         """Free bytes."""
-        found = os.statvfs(self.outside)
-        return found.f_bavail * found.f_frsize
+        disk_status = os.statvfs(self.outside)
+        return disk_status.f_bavail * disk_status.f_frsize
 
 
 class Host:
@@ -186,20 +186,16 @@ class Host:
         """Start a process. output: a file that its output is added to; environment: beside the hosts' own; folder: to
         work in, this process's own if None."""
         command, variables = self._call(words, environment, folder)
-        with (output or Path(os.devnull)).open("ab") as log:
-            started = Started(command, variables, log.fileno())
-        self._started.append(started)
-        return started
+        with (output or Path(os.devnull)).open("ab") as log_file:
+            started_process = Started(command, variables, log_file.fileno())
+        self._started.append(started_process)
+        return started_process
 
     def run(
-        self,
-        words: Sequence[str | Path],
-        seconds: float | None = None,
-        environment: Mapping[str, str] | None = None,
-        folder: Path | None = None,
+        self, words: Sequence[str | Path], seconds: float | None = None
     ) -> subprocess.CompletedProcess[str]:
         """Run a process to its end, within `seconds`. Raises subprocess.TimeoutExpired; the process is killed then."""
-        command, variables = self._call(words, environment, folder)
+        command, variables = self._call(words, None, None)
         return subprocess.run(
             command, env=variables, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=seconds,
             process_group=GROUP,
@@ -208,38 +204,38 @@ class Host:
     def _call(
         self, words: Sequence[str | Path], environment: Mapping[str, str] | None, folder: Path | None
     ) -> tuple[list[str | Path], dict[str, str]]:
-        enter = entering(self.pid, "mount", "net", "pid", "uts", "ipc")
-        work = f"--chdir={folder or Path.cwd()}"
-        there: list[str | Path] = ["env", work, "setpriv", "--pdeathsig", "KILL", "--"]
-        return [*enter, *there, *words], {**self._hosts.environment, **(environment or {})}
+        enter_words = entering(self.pid, "mount", "net", "pid", "uts", "ipc")
+        work_option = f"--chdir={folder or Path.cwd()}"
+        inside_words: list[str | Path] = ["env", work_option, "setpriv", "--pdeathsig", "KILL", "--"]
+        return [*enter_words, *inside_words, *words], {**self._hosts.environment, **(environment or {})}
 
     def processes(self) -> Iterator[psutil.Process]:
         """All its living processes but the first, as this process numbers them."""
-        here = os.readlink(f"/proc/{self.pid}/ns/pid")
+        own_namespace = os.readlink(f"/proc/{self.pid}/ns/pid")
         for process in psutil.process_iter():
             with suppress(OSError, psutil.Error):
-                if process.pid != self.pid and os.readlink(f"/proc/{process.pid}/ns/pid") == here:
+                if process.pid != self.pid and os.readlink(f"/proc/{process.pid}/ns/pid") == own_namespace:
                     yield process
 
     def find(self, *words: str) -> list[psutil.Process]:
         """Its processes with all of `words` in their command line, oldest first; shells that start it too."""
-        found = []
+        found_processes = []
         for process in self.processes():
             with suppress(psutil.Error):
                 if all(word in " ".join(process.cmdline()) for word in words):
-                    found.append((process.create_time(), process.pid, process))
-        return [process for *_, process in sorted(found, key=lambda of: of[:2])]
+                    found_processes.append((process.create_time(), process.pid, process))
+        return [process for *_, process in sorted(found_processes, key=lambda of: of[:2])]
 
     def ranks(self) -> dict[int, psutil.Process]:
         """Its ranks, by number: of the processes with a RANK the oldest, as children inherit it."""
-        found: dict[int, tuple[float, psutil.Process]] = {}
+        found_ranks: dict[int, tuple[float, psutil.Process]] = {}
         for process in self.processes():
             with suppress(psutil.Error):
-                number = process.environ().get("RANK", "")
-                born = process.create_time()
-                if number.isdecimal() and born < found.get(int(number), (float("inf"),))[0]:
-                    found[int(number)] = born, process
-        return {number: process for number, (_, process) in sorted(found.items())}
+                rank_text = process.environ().get("RANK", "")
+                time_born = process.create_time()
+                if rank_text.isdecimal() and time_born < found_ranks.get(int(rank_text), (float("inf"),))[0]:
+                    found_ranks[int(rank_text)] = time_born, process
+        return {rank_text: process for rank_text, (_, process) in sorted(found_ranks.items())}
 
     # Power, sshd and link
 
@@ -259,12 +255,12 @@ class Host:
         with suppress(ConfigError):  # of a host whose first process was killed
             self._switch("delete", self._port)
         # Its network card stays the same: others still know where the old one was.
-        peer = f"name eth0 address {self._card} netns {self.pid}".split()
-        self._switch("add", self._port, "master", "switch", "type", "veth", "peer", *peer)
+        peer_words = f"name eth0 address {self._card} netns {self.pid}".split()
+        self._switch("add", self._port, "master", "switch", "type", "veth", "peer", *peer_words)
         self._switch("set", self._port, "up")
-        network = entering(self.pid, "net")
-        command([*network, "ip", "address", "add", f"{self.address}/24", "dev", "eth0"])
-        command([*network, "ip", "link", "set", "eth0", "up"])
+        network_words = entering(self.pid, "net")
+        command([*network_words, "ip", "address", "add", f"{self.address}/24", "dev", "eth0"])
+        command([*network_words, "ip", "link", "set", "eth0", "up"])
         self.start_sshd()
 
     def power_off(self) -> None:
@@ -277,28 +273,28 @@ class Host:
         self._first.kill()
         # The `nsenter` of a process that has just been stopped may stop a little later.
         while self._first.alive:
-            for started in self._started:
-                started.resume()
+            for started_process in self._started:
+                started_process.resume()
             time.sleep(0.01)
         self._first.end()
         self._first, self._started = None, []
 
     def start_sshd(self) -> None:
         """Start sshd, as the service manager of a host would."""
-        program = shutil.which("sshd") or "sshd"  # it wants an absolute path
-        folder = self._hosts.folder
-        log = folder / f"sshd-{self}.log"
-        if self.run([program, "-f", folder / "ssh/sshd_config", "-E", log], SECONDS).returncode:
-            raise ConfigError(f"sshd on host {self}: {log.read_text().strip()}")
+        sshd_path = shutil.which("sshd") or "sshd"  # it wants an absolute path
+        hosts_folder = self._hosts.folder
+        log_path = hosts_folder / f"sshd-{self}.log"
+        if self.run([sshd_path, "-f", hosts_folder / "ssh/sshd_config", "-E", log_path], SECONDS).returncode:
+            raise ConfigError(f"sshd on host {self}: {log_path.read_text().strip()}")
 
     def kill_sshd(self) -> bool:
         """Kill sshd and the processes of its sessions, which what they run may outlive; whether there was one."""
-        found = [process for process in self.processes() if _name(process) == "sshd"]
-        for process in found:
+        sshd_processes = [process for process in self.processes() if _name(process) == "sshd"]
+        for process in sshd_processes:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
-        psutil.wait_procs(found, SECONDS)  # until then the kernel takes connections for it
-        return bool(found)
+        psutil.wait_procs(sshd_processes, SECONDS)  # until then the kernel takes connections for it
+        return bool(sshd_processes)
 
     def cut(self) -> None:
         """Pull its cable at the switch: packets in both directions are lost."""
@@ -310,14 +306,14 @@ class Host:
 
     def slow(self, bits: int) -> None:
         """Let only so many bits a second pass in each direction, until `fast`."""
-        for queue in self._queues("replace"):
-            command([*queue, "tbf", "rate", f"{bits}bit", *QUEUE])
+        for queue_words in self._queues("replace"):
+            command([*queue_words, "tbf", "rate", f"{bits}bit", *QUEUE])
 
     def fast(self) -> None:
         """The full speed again."""
-        for queue in self._queues("delete"):
+        for queue_words in self._queues("delete"):
             with suppress(ConfigError):  # it was not slow
-                command(queue)
+                command(queue_words)
 
     def cannot_slow(self) -> str | None:
         """Why `slow` does not work here, if so: not every kernel has the queue that it needs."""
@@ -343,10 +339,9 @@ class Hosts:
     on them; its PATH begins with a `bin` whose ssh knows the key. Raises ConfigError where they cannot be made.
     """
 
-    def __init__(self, folder: Path, number: int = 2, size: int = SIZE, slots: int = 1) -> None:
+    def __init__(self, folder: Path, number: int = 2, size: int = SIZE) -> None:
         self.folder, self._number, self._size = folder.resolve(), number, size
         self._hosts: dict[str, Host] = {}
-        self._slots = slots
         self._room: First
         self._ending: ExitStack
         self.shared: SharedDisk
@@ -367,20 +362,20 @@ class Hosts:
         return self._room.pid
 
     def __enter__(self) -> Self:
-        if reason := missing():
-            raise ConfigError(reason)
+        if missing_reason := missing():
+            raise ConfigError(missing_reason)
         self._write_files()
-        with ExitStack() as stack:
+        with ExitStack() as exit_stack:
             self._room = First(ROOM, SWITCH, self.folder / "hosts")
-            stack.callback(self._room.end)
+            exit_stack.callback(self._room.end)
             self.shared = SharedDisk(self.room, self.folder / "shared", self._size)
-            for number in range(self._number):
-                host = Host(self, number)
-                stack.callback(host.power_off)
+            for host_number in range(self._number):
+                host = Host(self, host_number)
+                exit_stack.callback(host.power_off)
                 self._hosts[host.name] = host
             # Before all others: nothing can end a process that writes to a frozen file system.
-            stack.callback(self.shared.thaw)
-            self._ending = stack.pop_all()
+            exit_stack.callback(self.shared.thaw)
+            self._ending = exit_stack.pop_all()
         return self
 
     def __exit__(
@@ -390,20 +385,20 @@ class Hosts:
         self._ending.close()
 
     def _write_files(self) -> None:
-        ssh, binaries = self.folder / "ssh", self.folder / "bin"
+        ssh, binary_folder = self.folder / "ssh", self.folder / "bin"
         ssh.mkdir(mode=0o700, parents=True)
-        binaries.mkdir()
+        binary_folder.mkdir()
         for name in ("user", "host"):
             command(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", ssh / name])
         (ssh / "sshd_config").write_text(SSHD.format(ssh=ssh))
-        (binaries / "ssh").write_text(SSH.format(ssh=ssh, program=shutil.which("ssh")))
-        (binaries / "ssh").chmod(0o755)
-        addresses = {NAMES[i]: f"{NETWORK}.{i + 1}" for i in range(self._number)}
-        lines = ["127.0.0.1 localhost", *(f"{address} {name}" for name, address in addresses.items())]
+        (binary_folder / "ssh").write_text(SSH.format(ssh=ssh, program=shutil.which("ssh")))
+        (binary_folder / "ssh").chmod(0o755)
+        address_by_name = {NAMES[i]: f"{NETWORK}.{i + 1}" for i in range(self._number)}
+        lines = ["127.0.0.1 localhost", *(f"{address} {name}" for name, address in address_by_name.items())]
         (self.folder / "hosts").write_text("\n".join(lines) + "\n")
-        (self.folder / "hostfile").write_text("".join(f"{name} slots={self._slots}\n" for name in addresses))
+        (self.folder / "hostfile").write_text("".join(f"{name} slots=1\n" for name in address_by_name))
         ours = {name: value for name, value in os.environ.items() if name not in FOREIGN}
-        self.environment = {**ours, "PATH": f"{binaries}:{os.environ.get('PATH', os.defpath)}"}
+        self.environment = {**ours, "PATH": f"{binary_folder}:{os.environ.get('PATH', os.defpath)}"}
 
 
 def _name(process: psutil.Process) -> str:

@@ -9,58 +9,63 @@ from pathlib import Path
 from statistics import fmean
 
 from drills.exercise import Column, Drill, Exercise, Watch
-from drills.gross import CLEAN_EPOCHS, CLEAN_FP8, GROSS
-from drills.plan import Policy
 from drills.runner import drill
-from drills.scenario import CLEAN, GLOBAL_BATCH, STEPS, Scenario
+from drills.scenario import (
+    CLEAN,
+    CLEAN_ABSENT,
+    CLEAN_BARE,
+    CLEAN_EPOCHS,
+    CLEAN_FP8,
+    CLEAN_SLOW,
+    GLOBAL_BATCH,
+    GROSS,
+    SLOW,
+    STEPS,
+    THIN,
+    Policy,
+    Scenario,
+)
 from drills.score import TARGET, WRONG, Score, better, compare, within
-from drills.slow import CLEAN_ABSENT, CLEAN_BARE, CLEAN_SLOW, SLOW
 from drills.stage import Stage
-from drills.thin import THIN
 from megastable.base.errors import ConfigError
 
 QUICK_STEPS, QUICK_FAULT_STEP = 96, 62
 SCENARIOS = (*GROSS, *THIN)  # of the table
 EVERY = (*SCENARIOS, *SLOW)
-GROUPS = {
-    "all": SCENARIOS,
-    "gross": GROSS,
-    "thin": THIN,
-    "slow": SLOW,
-}
+GROUPS = {"all": SCENARIOS, "gross": GROSS, "thin": THIN, "slow": SLOW}
 QUICK = ("random-tokens", "killed-rank")
 NAMES = tuple(scenario.name for scenario in EVERY)
 
 
 def choose(names: Sequence[str]) -> list[Scenario]:
     """Scenarios by name or group, in the table's order; without names: all. Raises ConfigError."""
-    if unknown := [name for name in names if name not in (*NAMES, *GROUPS)]:
-        raise ConfigError(f"{unknown[0]}: there is no such scenario: {', '.join([*GROUPS, *NAMES])}")
-    groups = {s.name for name in (names or ["all"]) for s in GROUPS.get(name, ())}
-    return [scenario for scenario in EVERY if scenario.name in {*names, *groups}]
+    if unknown_names := [name for name in names if name not in (*NAMES, *GROUPS)]:
+        raise ConfigError(f"{unknown_names[0]}: there is no such scenario: {', '.join([*GROUPS, *NAMES])}")
+    group_names = {one_scenario.name for name in (names or ["all"]) for one_scenario in GROUPS.get(name, ())}
+    return [scenario for scenario in EVERY if scenario.name in {*names, *group_names}]
 
 
 def references(chosen: Sequence[Scenario]) -> list[Scenario]:
     """The fault-free runs to compare those of `chosen` with."""
     return [
-        clean
-        for clean in (CLEAN, CLEAN_EPOCHS, CLEAN_FP8, CLEAN_SLOW, CLEAN_BARE, CLEAN_ABSENT)
-        if any(s.reference == clean.name for s in chosen)
+        clean_scenario
+        for clean_scenario in (CLEAN, CLEAN_EPOCHS, CLEAN_FP8, CLEAN_SLOW, CLEAN_BARE, CLEAN_ABSENT)
+        if any(one_scenario.reference == clean_scenario.name for one_scenario in chosen)
     ]
 
 
 def list_scenarios() -> list[str]:
     """All scenarios with their titles."""
-    return [f"{scenario.name}: {scenario.title}" for scenario in EVERY]
+    return [f"{one_scenario.name}: {one_scenario.title}" for one_scenario in EVERY]
 
 
 def _each(cell: Callable[[Score], object], always: bool = False) -> Callable[[Sequence[Score]], str]:
     """The cells of all seeds of a row; equal ones are shown once. always: not only of ours."""
 
     def describe(row: Sequence[Score]) -> str:
-        cells = [str(cell(s)) for s in row]
-        shown = always or row[0].policy is Policy.OURS
-        return " ".join(dict.fromkeys(cells) if len(set(cells)) == 1 else cells) if shown else ""
+        cells = [str(cell(one_score)) for one_score in row]
+        is_shown = always or row[0].policy is Policy.OURS
+        return " ".join(dict.fromkeys(cells) if len(set(cells)) == 1 else cells) if is_shown else ""
 
     return describe
 
@@ -72,8 +77,8 @@ def _describe_excess(s: Score) -> str:
 
 
 def _describe_warnings(s: Score) -> str:
-    mark = "" if s.warned is None else " ✓" if s.warned else " ✗"
-    return f"{s.warnings}{mark}"
+    warned_mark = "" if s.warned is None else " ✓" if s.warned else " ✗"
+    return f"{s.warnings}{warned_mark}"
 
 
 def _judged(found: Sequence[str], right: bool | None) -> str:
@@ -84,11 +89,11 @@ def _judged(found: Sequence[str], right: bool | None) -> str:
 
 def describe_ends(row: Sequence[Score]) -> str:
     """How runs ended: the mean loss, or the end of those without one."""
-    losses = [s.val_loss for s in row if s.ended == "finished" and s.val_loss is not None]
-    if len(losses) == len(row):
-        return f"{fmean(losses):.4f}"
-    without = [s for s in row if s.ended != "finished" or s.val_loss is None]
-    return ", ".join(dict.fromkeys(s.describe_end() for s in without))
+    val_losses = [s.val_loss for s in row if s.ended == "finished" and s.val_loss is not None]
+    if len(val_losses) == len(row):
+        return f"{fmean(val_losses):.4f}"
+    without_loss = [s for s in row if s.ended != "finished" or s.val_loss is None]
+    return ", ".join(dict.fromkeys(s.describe_end() for s in without_loss))
 
 
 COLUMNS: tuple[Column[Score], ...] = (
@@ -155,15 +160,15 @@ class LearningDrill(Drill[Score]):
 
     def plan_exercises(self, folder: Path) -> list[Exercise[Score]]:
         """The clean runs first, then every scenario under every policy, with every seed."""
-        stages = [replace(self.stage, folder=folder, seed=seed) for seed in self.seeds]
-        for stage in stages:
+        stage_by_seed = [replace(self.stage, folder=folder, seed=seed) for seed in self.seeds]
+        for stage in stage_by_seed:
             stage.prepare()
-        every = (*references(self.scenarios), *self.scenarios)
+        all_scenarios = (*references(self.scenarios), *self.scenarios)
         return [
             Exercise(f"{s.name}, {p}, seed {stage.seed}", stage.steps, partial(self._run, stage, s, p))
-            for s in every
+            for s in all_scenarios
             for p in self.policies
-            for stage in stages
+            for stage in stage_by_seed
         ]
 
     def _run(self, stage: Stage, scenario: Scenario, policy: Policy, watch: Watch) -> list[Score]:
@@ -187,15 +192,15 @@ class LearningDrill(Drill[Score]):
 
     def describe_verdict(self, outcomes: Sequence[Score]) -> str:
         """Of ours."""
-        every = [s for s in outcomes if s.policy is Policy.OURS]
-        ours = [s for s in every if not s.clean]
+        own_scores = [s for s in outcomes if s.policy is Policy.OURS]
+        ours = [s for s in own_scores if not s.clean]
         if not ours:
             return "ours was not among the policies: there is no target to meet"
         well, right = sum(map(within, ours)), sum(bool(s.cause_right) for s in ours)
-        gained = sum(within(s) and better(s) for s in ours)
-        alarms, lost = sum(s.false_alarms for s in every), sum(s.fate.lost for s in every)
+        gained_count = sum(within(s) and better(s) for s in ours)
+        alarms, lost = sum(s.false_alarms for s in own_scores), sum(s.fate.lost for s in own_scores)
         return (
             f"ours: {well} of {len(ours)} at most {TARGET} nat worse than the clean run (or warned of, where that is "
-            f"asked for){', ' + str(gained) + ' of them better by more than that' if gained else ''}, "
+            f"asked for){', ' + str(gained_count) + ' of them better by more than that' if gained_count else ''}, "
             f"cause right in {right} of {len(ours)}, {lost} clean samples lost for good, {alarms} false alarms"
         )

@@ -44,8 +44,8 @@ def missing() -> str | None:
     """Why hosts cannot be made here, if so."""
     if os.geteuid() != 0:
         return "making network namespaces needs root"
-    if absent := [tool for tool in TOOLS if not shutil.which(tool)]:
-        return f"not installed: {', '.join(absent)} (Debian: apt-get install {PACKAGES})"
+    if absent_tools := [tool for tool in TOOLS if not shutil.which(tool)]:
+        return f"not installed: {', '.join(absent_tools)} (Debian: apt-get install {PACKAGES})"
     trial = subprocess.run(
         [*HOST, "sh", "-ec", TRIAL], capture_output=True, text=True, timeout=SECONDS, stdin=subprocess.DEVNULL
     )
@@ -113,14 +113,14 @@ class Started:
             words, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
             process_group=GROUP,
         )  # fmt: skip
-        until = time.monotonic() + SECONDS
-        while not (found := children(self._nsenter.pid)) and self.poll() is None:
-            if time.monotonic() > until:
+        wait_until = time.monotonic() + SECONDS
+        while not (child_ids := children(self._nsenter.pid)) and self.poll() is None:
+            if time.monotonic() > wait_until:
                 raise ConfigError(f"{' '.join(map(str, words))}: did not start")
             time.sleep(0.005)
         self.process = None
         with suppress(IndexError, psutil.NoSuchProcess):  # it has ended already
-            self.process = psutil.Process(found[0])
+            self.process = psutil.Process(child_ids[0])
 
     def poll(self) -> int | None:
         """The exit code, negative for a signal; None while it runs."""
@@ -150,6 +150,6 @@ class Started:
 def children(pid: int) -> list[int]:
     """Process ids, oldest first; none if it is gone."""
     try:
-        return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        return [int(id_text) for id_text in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     except OSError:
         return []

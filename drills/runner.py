@@ -21,13 +21,12 @@ import xxhash
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from drills.exercise import Watch
-from drills.plan import SEARCH, VARIABLE, Plan, Policy
-from drills.scenario import Outside, Scenario
+from drills.scenario import SEARCH, VARIABLE, Outside, Plan, Policy, Scenario
 from drills.score import Score, fate, score
 from drills.stage import OVERRIDES, Stage
 from megastable.base import durable
 from megastable.base.errors import CheckpointError, MegastableError
-from megastable.base.installation import ROOT
+from megastable.base.process import ROOT
 from megastable.cluster.launcher import LAUNCHER, free_port
 from megastable.data.manifest import Manifest
 from megastable.data.plant import Planted
@@ -71,20 +70,20 @@ def drill(stage: Stage, scenario: Scenario, policy: Policy, watch: Watch, jobs: 
     machine. Raises MegastableError for a run that does not start.
     """
     with PREPARING:
-        corpus, planted = stage.corpus_of(scenario)
+        corpus_folder, planted = stage.corpus_of(scenario)
     run = RunDirectory(stage.folder / "runs" / f"{scenario.name}-{policy}-{stage.seed}")
-    wanted = Plan(
+    wanted_plan = Plan(
         policy=policy,
         run=run.root,
         seed=stage.seed,
         fault=scenario.fault and scenario.fault.among(stage.ranks),
     )
-    overrides = [*OVERRIDES[policy], *scenario.overrides]
-    overrides += [f"run.dir={run.root}", f"data.corpora=[{{path: {corpus}}}]"]
-    told = conditions(stage, scenario, wanted, overrides, corpus)
+    run_overrides = [*OVERRIDES[policy], *scenario.overrides]
+    run_overrides += [f"run.dir={run.root}", f"data.corpora=[{{path: {corpus_folder}}}]"]
+    conditions_hash = conditions(stage, scenario, wanted_plan, run_overrides, corpus_folder)
     done = finished(run)
-    if done is None or done.conditions != told:
-        done = _run(stage, scenario, wanted, overrides, told, planted, watch, jobs)
+    if done is None or done.conditions != conditions_hash:
+        done = _run(stage, scenario, wanted_plan, run_overrides, conditions_hash, planted, watch, jobs)
     return score(
         run.root, scenario, policy, stage.seed, fate(run.root, done.planted), struck=done.struck, code=done.exit,
         wall_seconds=done.wall_seconds,
@@ -93,11 +92,11 @@ def drill(stage: Stage, scenario: Scenario, policy: Policy, watch: Watch, jobs: 
 
 def conditions(stage: Stage, scenario: Scenario, plan: Plan, overrides: list[str], corpus: Path) -> str:
     """A hash of everything that decides a run: its settings, its data, its fault, and the code."""
-    sources = sorted(path for part in CODE for path in part.rglob("*.py") if path not in JUDGING)
+    source_files = sorted(path for part in CODE for path in part.rglob("*.py") if path not in JUDGING)
     told = xxhash.xxh3_128(stage.recipe.read_bytes())
     settings = [overrides, scenario.outside, scenario.step, stage.ranks]
     told.update(json.dumps([*settings, plan.model_dump_json(), Manifest.load(corpus).fingerprint()]).encode())
-    for path in sources:
+    for path in source_files:
         told.update(path.read_bytes())
     return told.hexdigest()
 
@@ -119,22 +118,22 @@ def _run(
     watch: Watch, jobs: int,
 ) -> Done:  # fmt: skip
     run, policy = RunDirectory(wanted.run), wanted.policy
-    plan, log, note, search = (_beside(run, ending) for ending in (".json", ".log", ".done", SEARCH))
-    for file in (note, log, search):
+    plan, log_path, note, search = (_beside(run, ending) for ending in (".json", ".log", ".done", SEARCH))
+    for file in (note, log_path, search):
         file.unlink(missing_ok=True)
     shutil.rmtree(run.root, ignore_errors=True)
     run.root.mkdir(parents=True)
     plan.write_text(wanted.model_dump_json(indent=1))
-    begin = time.monotonic()
-    line = command(policy, stage.recipe, overrides, stage.ranks)
-    with Family(plan, line, log, environment(stage.ranks * jobs)) as family:
+    begin_time = time.monotonic()
+    command_words = command(policy, stage.recipe, overrides, stage.ranks)
+    with Family(plan, command_words, log_path, environment(stage.ranks * jobs)) as family:
         struck = _attend(family, run, scenario, policy, stage.ranks, watch)
         code = family.parent.poll()
-    seconds = time.monotonic() - begin
+    seconds = time.monotonic() - begin_time
     if not step_of(run) and not run.summary.exists():
-        said = log.read_text(errors="replace").strip().splitlines()[-5:]
+        last_lines = log_path.read_text(errors="replace").strip().splitlines()[-5:]
         raise MegastableError(
-            f"{run.root.name} ended before its first step. The end of its log:\n" + "\n".join(said)
+            f"{run.root.name} ended before its first step. The end of its log:\n" + "\n".join(last_lines)
         )
     done = Done(conditions=told, planted=planted, struck=struck, exit=code, wall_seconds=round(seconds, 1))
     durable.write_output(note, done.model_dump_json(indent=1) + "\n")
@@ -143,43 +142,43 @@ def _run(
 
 def command(policy: Policy, recipe: Path, overrides: list[str], ranks: int) -> list[str]:
     """The command of a run: the supervisor for ours, the bare launcher for the others."""
-    count = ["--num_gpus", str(ranks)]
+    count_words = ["--num_gpus", str(ranks)]
     if policy is Policy.OURS:
         supervise = str(ROOT / "launch/supervise.py")
-        return [sys.executable, supervise, "--module", WORKER, str(recipe), *overrides, "--", *count]
-    port = ["--master_port", str(free_port())]
-    return [*LAUNCHER, *count, *port, "--module", WORKER, str(recipe), *overrides]
+        return [sys.executable, supervise, "--module", WORKER, str(recipe), *overrides, "--", *count_words]
+    port_words = ["--master_port", str(free_port())]
+    return [*LAUNCHER, *count_words, *port_words, "--module", WORKER, str(recipe), *overrides]
 
 
 def environment(processes: int) -> dict[str, str]:
     """processes: number that share the cores."""
-    cores = len(os.sched_getaffinity(0))
+    core_count = len(os.sched_getaffinity(0))
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))  # to find the worker
-    threads = str(max(1, min(8, cores // processes)))
-    return {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": threads, "PYTHONPATH": path}
+    thread_count = str(max(1, min(8, core_count // processes)))
+    return {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": thread_count, "PYTHONPATH": path}
 
 
 def _attend(
     family: Family, run: RunDirectory, scenario: Scenario, policy: Policy, ranks: int, watch: Watch
 ) -> float | None:
     """Follow a run to its end, and inflict the scenario's fault from outside; returns its unix time."""
-    struck, end = None, time.monotonic() + LIMIT
-    step, moved = 0, time.monotonic()
-    while time.monotonic() < end:
-        over = family.parent.poll() is not None
-        now = step_of(run)
-        moved = moved if now == step else time.monotonic()
-        step = now
-        watch(step)
+    struck, end_time = None, time.monotonic() + LIMIT
+    last_step, moved = 0, time.monotonic()
+    while time.monotonic() < end_time:
+        is_over = family.parent.poll() is not None
+        current_step = step_of(run)
+        moved = moved if current_step == last_step else time.monotonic()
+        last_step = current_step
+        watch(last_step)
         if (
             scenario.outside is not None
             and struck is None
-            and step >= scenario.step
+            and last_step >= scenario.step
             and strike(family, run, scenario, ranks - 1)
         ):
             struck, moved = time.time(), time.monotonic()
             continue
-        if over and scenario.outside == "kill_parent" and struck is not None:
+        if is_over and scenario.outside == "kill_parent" and struck is not None:
             if (
                 policy is Policy.OURS
                 and not run.summary.exists()
@@ -187,8 +186,8 @@ def _attend(
             ):
                 family.start()  # as the service manager of the machine would
                 continue
-            over = not any(True for _ in family.members())  # the ranks may go on as orphans
-        if over or (policy is not Policy.OURS and struck is not None and time.monotonic() - moved > HUNG):
+            is_over = not any(True for _ in family.members())  # the ranks may go on as orphans
+        if is_over or (policy is not Policy.OURS and struck is not None and time.monotonic() - moved > HUNG):
             break
         time.sleep(POLL)
     return struck
@@ -225,14 +224,14 @@ def strike(family: Family, run: RunDirectory, scenario: Scenario, victim: int) -
 def damage(checkpoints: list[Path]) -> None:
     """Change bytes in the middle of the largest file, as a bad disk does: size and time stay the same."""
     for checkpoint in checkpoints:
-        largest = max(checkpoint.iterdir(), key=lambda file: file.stat().st_size)
-        before = largest.stat()
-        with largest.open("r+b") as file:
-            file.seek(before.st_size // 2)
-            piece = file.read(4096)
-            file.seek(before.st_size // 2)
-            file.write(bytes(byte ^ 0xFF for byte in piece))
-        os.utime(largest, ns=(before.st_atime_ns, before.st_mtime_ns))
+        largest_file = max(checkpoint.iterdir(), key=lambda file: file.stat().st_size)
+        status_before = largest_file.stat()
+        with largest_file.open("r+b") as damaged_file:
+            damaged_file.seek(status_before.st_size // 2)
+            middle_piece = damaged_file.read(4096)
+            damaged_file.seek(status_before.st_size // 2)
+            damaged_file.write(bytes(byte ^ 0xFF for byte in middle_piece))
+        os.utime(largest_file, ns=(status_before.st_atime_ns, status_before.st_mtime_ns))
 
 
 class Family:
@@ -244,12 +243,12 @@ class Family:
     def __init__(self, plan: Path, command: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:
         self._plan, self._command, self._log = str(plan), command, log
         # Ranks are identified by RANK: a process started by a launcher may itself start drills.
-        ours = {
+        own_environment = {
             name: value
             for name, value in os.environ.items()
             if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
         }
-        self._environment = {**ours, **environment, VARIABLE: self._plan}
+        self._environment = {**own_environment, **environment, VARIABLE: self._plan}
         self.parent: subprocess.Popen[bytes]
 
     def __enter__(self) -> Self:
@@ -259,21 +258,21 @@ class Family:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        until = time.monotonic() + GONE_SECONDS
+        wait_until = time.monotonic() + GONE_SECONDS
         # Repeatedly: a process that is being ended may be starting another.
-        while (members := list(self.members())) and time.monotonic() < until:
-            for member in members:
+        while (living_members := list(self.members())) and time.monotonic() < wait_until:
+            for one_member in living_members:
                 with suppress(psutil.Error):
-                    member.kill()
-            psutil.wait_procs(members, timeout=0.5)
+                    one_member.kill()
+            psutil.wait_procs(living_members, timeout=0.5)
             self.parent.poll()
         self.parent.wait()
 
     def start(self) -> None:
         """Start or restart the command, in a session of its own, so that Ctrl-C reaches only this process."""
-        with self._log.open("ab") as log:
+        with self._log.open("ab") as log_file:
             self.parent = subprocess.Popen(
-                self._command, env=self._environment, stdin=subprocess.DEVNULL, stdout=log,
+                self._command, env=self._environment, stdin=subprocess.DEVNULL, stdout=log_file,
                 stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
 
@@ -281,26 +280,26 @@ class Family:
         """All living processes."""
         for process in psutil.process_iter():
             with suppress(psutil.Error):
-                alive = process.status() != psutil.STATUS_ZOMBIE
-                if alive and process.environ().get(VARIABLE) == self._plan:
+                is_alive = process.status() != psutil.STATUS_ZOMBIE
+                if is_alive and process.environ().get(VARIABLE) == self._plan:
                     yield process
 
     def rank(self, number: int) -> psutil.Process | None:
         """The process of a rank: the oldest with its RANK, which its children inherit."""
-        found = []
+        rank_processes = []
         for process in self.members():
             with suppress(psutil.Error):
                 if process.environ().get("RANK") == str(number):
-                    found.append((process.create_time(), process.pid, process))
-        return min(found)[2] if found else None
+                    rank_processes.append((process.create_time(), process.pid, process))
+        return min(rank_processes)[2] if rank_processes else None
 
     def strike(self, number: int, by: signal.Signals) -> bool:
         """Send a signal to a rank; whether there was one."""
-        process = self.rank(number)
-        if process is None:
+        rank_process = self.rank(number)
+        if rank_process is None:
             return False
         try:
-            process.send_signal(by)
+            rank_process.send_signal(by)
         except psutil.Error:
             return False
         return True

@@ -1,4 +1,9 @@
-"""Definition of a drill scenario: a fault, its place, and the expected answer; the faults are in gross.py and thin.py.
+"""Scenarios of drills: a fault, its place, and the expected answer; all written down before any run.
+
+`GROSS` are the fifteen gross faults. `THIN` have thin evidence: text that looks ordinary, a few bad samples among good
+ones, a permanently too high rate, a checkpoint with right hashes over wrong content; none of them may lose a clean
+sample for good: if no sample is guilty, samples are deferred. `SLOW` grow slowly: a warning must come before the loss
+shows them; nothing acts on a slow signal, so these runs only report what they would do (`stability.dry_run`).
 
 Causes (guard's actions) direct a person's attention. `causes`: at least one of these must be named.
 `tolerated`: may be named as well; any other named cause makes the answer wrong, `data` above all: innocent data
@@ -11,14 +16,133 @@ keeps recurring or drifts away is divergent. None: refused before it had any eff
 
 from __future__ import annotations
 
+import base64
+import json
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from enum import StrEnum
+from pathlib import Path
+from random import Random
 from typing import Literal
 
-from drills.corrupt_texts import Text
-from drills.plan import Fault
+from pydantic import BaseModel, ConfigDict
+
 from megastable.data.plant import Kind as Region
 from megastable_guard.actions import Cause
 from megastable_guard.incident import Kind
+
+VARIABLE = "MEGASTABLE_DRILL"
+SEARCH = ".search"  # ending of the file, beside a run, that counts what recovery measured
+
+
+class Policy(StrEnum):
+    """The response to instabilities. The first three are common practice; none of them restarts anything."""
+
+    NOTHING = "nothing"  # no clipping, every update is applied except those that DeepSpeed itself refuses
+    CLIPPING = "clipping"  # the same with gradients clipped to a norm of 1
+    SKIPPING = "skipping"  # also skips updates that are 6 standard deviations out (worker.py)
+    OURS = "ours"  # megastable, under its supervisor
+
+
+class Fault(BaseModel):
+    """A fault inside a rank.
+
+    kind: "nan_gradient": one of `rank`'s gradients is NaN in the backward pass of step `step`. "inf_loss": the loss of
+    its first micro-batch of that step is infinite. "moments": before that step, 16 KiB of its first moments are
+    overwritten with random numbers. "bit_flip": before that step, the highest exponent bit of one of its master weights
+    flips. Each happens once in the life of a run: a transient fault, not one of the step. "high_rate": a mistake in the
+    schedule, which is a function of applied updates: the `steps` updates from `step` on use `factor` times the
+    rate, every time they are done. "fp8": from step `step` on, for `steps` steps, one tile of FP8 products is `factor`
+    times too large, on all ranks, every time they are computed; products in other precisions are right. "attention":
+    for as long, the backward pass of fused attention kernels makes the gradient of the first sample of a micro-batch
+    `factor` times as large (NaN: no number). From "growing_gains" to "rare_tokens": before every one of `steps` steps;
+    `factor` is by how much. From "permuted_head" on: what the update of step `step` does besides, once in the life of a
+    run; the gradient of `rank`, `factor` times as large for `steps` steps; labels off by one in the samples of `steps`
+    steps.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: Literal[
+        "nan_gradient", "inf_loss", "moments", "bit_flip", "high_rate", "fp8", "attention", "growing_gains",
+        "growing_logits", "growing_outputs", "dying_block", "rare_tokens", "permuted_head", "shrunk_moments",
+        "cleared_norm", "grown_embeddings", "grown_block", "grown_gradient", "shifted_labels",
+    ]  # fmt: skip
+    step: int
+    rank: int = 1
+    steps: int = 1
+    factor: float = 10.0
+
+    def among(self, ranks: int) -> Fault:
+        """The same fault in a run with this many ranks."""
+        return self.model_copy(update={"rank": min(self.rank, ranks - 1)})
+
+
+class Plan(BaseModel):
+    """The plan of one drilled run. run: its directory. seed: of random choices."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    policy: Policy
+    run: Path
+    seed: int = 0
+    fault: Fault | None = None
+
+
+TextKind = Literal[
+    "a sentence", "base64", "sorted words", "json logs", "reversed text", "shuffled words", "a character"
+]
+
+SENTENCE = "The committee will meet again on Thursday to discuss the budget for the new library.\n"
+BASE64_LINE = 76  # characters of base64 in a line (RFC 2045 section 6.8)
+EVENTS = ("request done", "cache miss", "retrying", "connection closed", "token refreshed", "queue is full")
+
+
+def _base64(random: Random, count: int) -> str:
+    coded_text = base64.b64encode(random.randbytes(count * 3 // 4)).decode()
+    return "\n".join(coded_text[at : at + BASE64_LINE] for at in range(0, len(coded_text), BASE64_LINE))
+
+
+def _logs(random: Random, count: int) -> str:
+    def lines() -> Iterator[str]:
+        log_time, characters_made = 1.7e9, 0
+        while characters_made < count:
+            log_time += random.expovariate(4.0)
+            line = json.dumps(
+                {
+                    "ts": round(log_time, 3), "level": random.choice(["INFO", "INFO", "WARN", "ERROR"]),
+                    "service": f"svc-{random.randrange(40):02d}", "host": f"10.0.{random.randrange(256)}."
+                    f"{random.randrange(256)}", "trace": f"{random.getrandbits(64):016x}",
+                    "ms": round(random.lognormvariate(3, 1), 2), "msg": random.choice(EVENTS),
+                }
+            )  # fmt: skip
+            characters_made += len(line) + 1
+            yield line
+
+    return "\n".join(lines())
+
+
+def _shuffled(random: Random, source: str) -> str:
+    source_words = source.split()
+    random.shuffle(source_words)
+    return " ".join(source_words)
+
+
+MAKERS: dict[TextKind, Callable[[Random, str, int], str]] = {
+    "a sentence": lambda random, source, count: SENTENCE,
+    "base64": lambda random, source, count: _base64(random, count),
+    "sorted words": lambda random, source, count: " ".join(sorted(source.split())),
+    "json logs": lambda random, source, count: _logs(random, count),
+    "reversed text": lambda random, source, count: source[::-1],
+    "shuffled words": lambda random, source, count: _shuffled(random, source),
+    "a character": lambda random, source, count: "a" * count,
+}
+
+
+def make_text(text: TextKind, random: Random, source: str, count: int) -> str:
+    """About `count` characters of a kind of text; a sentence occurs once, as short texts are repeated."""
+    return MAKERS[text](random, source, count)
+
 
 # From outside: SIGKILL or SIGSTOP to a rank; a damaged newest checkpoint and then SIGKILL to a rank; a newest one with
 # right hashes over wrong content (poison.py) and then SIGKILL to a rank; SIGKILL to the started process, the
@@ -47,7 +171,7 @@ class Scenario:
     kinds: frozenset[Kind | None] = frozenset({"recoverable"})
     tolerated: frozenset[Cause] = frozenset()
     region: Region | None = None
-    text: Text | None = None
+    text: TextKind | None = None
     of_each: int | None = None
     fault: Fault | None = None
     outside: Outside | None = None
@@ -80,3 +204,343 @@ def outside(name: str, title: str, outside: Outside, why: str, *causes: Cause) -
 CLEAN = Scenario(
     "clean", "no fault", frozenset(), "nothing happens, so nothing may be named", frozenset({None})
 )
+
+
+EPOCHS, EPOCHS_STEP, FEW_SAMPLES = (
+    3,
+    40,
+    20,
+)  # epochs of a small corpus; step of the fault in the first one; samples
+HIGH_RATE_STEPS = 50
+# Steps of the broken FP8 kernel; rest of FP8, so that it returns after the repair.
+BROKEN_STEPS, REST = 15, 20
+# Far beyond what a hard sample does, which a kernel's mistake has no reason to stay below.
+WRONG_GRADIENT = 300.0
+
+
+def _inside(name: str, title: str, kind: str, causes: set[Cause], why: str) -> Scenario:
+    fault = Fault.model_validate({"kind": kind, "step": FAULT_STEP})
+    kinds: set[Kind | None] = {"recoverable", None} if Cause.STATE not in causes else {"recoverable"}
+    return Scenario(name, title, frozenset(causes), why, frozenset(kinds), fault=fault)
+
+
+# FP8 from the first step on gives such a short run another end, better or worse.
+FP8 = ("precision.fp8.recipe=delayed", "precision.fp8.backend=emulated")
+CLEAN_FP8 = replace(CLEAN, name="clean-fp8", title="no fault, in FP8", reference="clean-fp8", overrides=FP8)
+
+# The baseline must be known within the first epoch.
+SOON = ("stability.detector.warmup_steps=25", "stability.detector.min_values=20")
+CLEAN_EPOCHS = replace(
+    CLEAN,
+    name="clean-epochs",
+    title="no fault, three epochs",
+    reference="clean-epochs",
+    overrides=SOON,
+    epochs=EPOCHS,
+)
+
+# A finite wrong number in weights or moments looks from outside like an instability of training itself. STATE names
+# the damaged part of the run, HARDWARE the culprit; both send a person to the machine and leave the data alone.
+DAMAGED = {Cause.STATE, Cause.HARDWARE}
+
+GROSS = (
+    data("random-tokens", "a region of random tokens", "random", "the samples are bad on every state"),
+    data(
+        "repeated-token", "a region of one repeated token", "repeated", "the samples are bad on every state"
+    ),
+    data(
+        "shuffled-tokens",
+        "a region of another corpus's shuffled tokens",
+        "shuffled",
+        "the samples are bad on every state",
+    ),
+    replace(
+        data(
+            "three-epochs",
+            f"{FEW_SAMPLES} random samples in the first of {EPOCHS} epochs",
+            "random",
+            "the samples are bad on every state, and known when they would come again",
+        ),
+        step=EPOCHS_STEP,
+        samples=FEW_SAMPLES,
+        epochs=EPOCHS,
+        overrides=SOON,
+        reference=CLEAN_EPOCHS.name,
+    ),
+    _inside(
+        "nan-gradient",
+        "NaN in one rank's gradients",
+        "nan_gradient",
+        {Cause.HARDWARE},
+        "the same samples on the same weights give finite gradients when they are done again",
+    ),
+    _inside(
+        "inf-loss",
+        "an infinite loss on one rank",
+        "inf_loss",
+        {Cause.HARDWARE},
+        "the same samples on the same weights give a finite loss when they are done again",
+    ),
+    Scenario(
+        "high-rate",
+        f"a learning rate ten times too high for {HIGH_RATE_STEPS} steps",
+        frozenset({Cause.LEARNING_RATE}),
+        "other data does not help, a smaller rate does",
+        # It stays up while the rate does, and recurs with every attempt at the same rate; a remedy that is right at
+        # once makes it recoverable, by definition.
+        frozenset({"recoverable", "lingering", "divergent"}),
+        # The first time nothing has recurred yet: only the state can be blamed.
+        frozenset({Cause.STATE}),
+        fault=Fault(kind="high_rate", step=FAULT_STEP - 30, steps=HIGH_RATE_STEPS),
+        step=FAULT_STEP - 30,
+        steps=HIGH_RATE_STEPS,
+    ),
+    Scenario(
+        "fp8-kernel",
+        f"an FP8 kernel that gets a tile wrong for {BROKEN_STEPS} steps",
+        frozenset({Cause.NUMERICS}),
+        "the same samples on the same weights are harmless without FP8, and so is FP8 when the kernel is mended",
+        fault=Fault(kind="fp8", step=FAULT_STEP, steps=BROKEN_STEPS),
+        overrides=(*FP8, f"stability.policy.fp8_rest={REST}"),
+        reference=CLEAN_FP8.name,
+        steps=BROKEN_STEPS,
+    ),
+    Scenario(
+        "attention-kernel",
+        f"a fused attention kernel whose gradient of a sample is {WRONG_GRADIENT:.0f} times too large, to the end",
+        frozenset({Cause.NUMERICS}),
+        "the same samples on the same weights are harmless by plain PyTorch in its place",
+        fault=Fault(kind="attention", step=FAULT_STEP, steps=STEPS - FAULT_STEP, factor=WRONG_GRADIENT),
+        steps=STEPS - FAULT_STEP,
+    ),
+    _inside(
+        "corrupted-moments", "corrupted Adam moments", "moments", DAMAGED, "the state was changed in place"
+    ),
+    _inside(
+        "flipped-bit",
+        "a flipped exponent bit in a weight",
+        "bit_flip",
+        DAMAGED,
+        "the state was changed in place",
+    ),
+    outside("killed-rank", "kill -9 of a rank", "kill_rank", "a process was killed"),
+    outside("stopped-rank", "a stopped (hung) rank", "stop_rank", "a process hangs"),
+    outside(
+        "damaged-checkpoint",
+        "a corrupted newest checkpoint, then kill -9 of a rank",
+        "damage_checkpoint",
+        "the restart meets bytes that are not those that were written; the death that led to it is no storage's",
+        Cause.STORAGE,
+    ),
+    outside("killed-supervisor", "kill -9 of the supervisor", "kill_parent", "a process was killed"),
+)
+
+
+EARLY = 75  # step of the long regions: early, to observe the steps after them
+LONG_REGION = 480  # samples: 30 steps
+TRICKLE = 20  # steps with a single bad sample each
+WARNED = 100  # steps within which a bad start must cause a warning
+
+ANY: frozenset[Kind | None] = frozenset({"recoverable", "lingering", "divergent", None})
+
+
+def _text(
+    name: str, title: str, text: TextKind, why: str, samples: int = SAMPLES, of_each: int | None = None,
+    step: int = FAULT_STEP,
+) -> Scenario:  # fmt: skip
+    step_count = -(-samples // of_each) if of_each else -(-(samples + 2) // GLOBAL_BATCH)
+    return Scenario(
+        name, title, frozenset({Cause.DATA}), why, region="text", text=text, samples=samples,
+        of_each=of_each, step=step, steps=step_count,
+    )  # fmt: skip
+
+
+def _rate(name: str, factor: float) -> Scenario:
+    step_count = STEPS - FAULT_STEP
+    return Scenario(
+        name,
+        f"a learning rate {factor:.0f} times too high from step {FAULT_STEP} on",
+        frozenset({Cause.LEARNING_RATE}),
+        "other data does not help, a smaller rate does; every sample is as good as before",
+        # A remedy that is right at once makes it recoverable, by definition.
+        frozenset({"recoverable", "lingering", "divergent"}),
+        # The first time nothing has recurred yet: only the state can be blamed.
+        frozenset({Cause.STATE}),
+        fault=Fault(kind="high_rate", step=FAULT_STEP, steps=step_count, factor=factor),
+        steps=step_count,
+    )
+
+
+def _start(name: str, title: str, why: str, *overrides: str) -> Scenario:
+    """Settings that are wrong from the first step on. There is nothing to go back to: a person must be warned."""
+    return Scenario(
+        name, title, frozenset(), why, ANY, frozenset({Cause.LEARNING_RATE, Cause.STATE}), overrides=overrides,
+        step=1, steps=STEPS, warning=True,
+    )  # fmt: skip
+
+
+COLD = ("optimizer.betas=[0.9,0.999]", "schedule.warmup_steps=0")
+
+THIN = (
+    _text(
+        "repeated-sentence",
+        f"one sentence over and over in {LONG_REGION} samples running",
+        "a sentence",
+        "the text is bad on every state, from its first sample to its last: one region, one incident, one cause",
+        LONG_REGION,
+        step=EARLY,
+    ),
+    _text(
+        "base64-of-16",
+        f"base64 in 4 of 16 samples, {SAMPLES // 4} steps running",
+        "base64",
+        "those samples are bad on every state, those beside them are good",
+        of_each=4,
+    ),
+    _text(
+        "sorted-words",
+        "words of the corpus, sorted",
+        "sorted words",
+        "the words are the corpus's, but no text: as a group they are worse than any batch",
+    ),
+    _text("json-logs", "log lines in JSON", "json logs", "as a group they are worse than any batch"),
+    _text(
+        "reversed-text",
+        "text of the corpus, backwards",
+        "reversed text",
+        "the characters are the corpus's, but no text: as a group they are worse than any batch",
+    ),
+    replace(
+        _text(
+            "trickle",
+            f"one sample of base64 among 16, {TRICKLE} steps running",
+            "base64",
+            "each is hard, but no step is conspicuous, and the run learns from them (others of their kind get 0.73 nat "
+            "easier, at a cost of 0.010 nat): so they may be trained on, without an incident",
+            TRICKLE,
+            of_each=1,
+        ),
+        causes=frozenset(),
+        kinds=frozenset({"recoverable", None}),
+        tolerated=frozenset({Cause.DATA, Cause.NEW_DATA}),
+    ),
+    _text(
+        "shuffled-words",
+        "words of the corpus in any order",
+        "shuffled words",
+        "the words are the corpus's, but no text: as a group they are worse than any batch",
+    ),
+    _text(
+        "repeated-character",
+        f"one character over and over in {LONG_REGION} samples running",
+        "a character",
+        "bad on every state; soon learnt by heart, so that only its first steps stand out",
+        LONG_REGION,
+        step=EARLY,
+    ),
+    outside(
+        "poisoned-weight",
+        "a weight of 10,000 in the newest checkpoint, its hashes right, then kill -9 of a rank",
+        "poison_weight",
+        "the checkpoint's own content is wrong: neither data nor rate is; the one before it is good",
+        Cause.STORAGE,
+        Cause.STATE,
+    ),
+    outside(
+        "poisoned-moments",
+        "second moments of zero in the newest checkpoint, its hashes right, then kill -9 of a rank",
+        "poison_moments",
+        "the checkpoint's own content is wrong: neither data nor rate is; the one before it is good",
+        Cause.STORAGE,
+        Cause.STATE,
+    ),
+    _rate("rate-x10", 10.0),
+    _rate("rate-x30", 30.0),
+    _start(
+        "no-warmup",
+        "beta2 of 0.999 without a warm-up, at the usual rate",
+        "the second moments know a step or two when the rate is full: the first updates are far too large",
+        *COLD,
+    ),
+    _start(
+        "no-warmup-high",
+        "beta2 of 0.999 without a warm-up, at a rate of 0.02",
+        "the same, at seven times the rate",
+        *COLD,
+        "optimizer.lr=0.02",
+    ),
+    _start(
+        "no-qk-norm",
+        "no norm of queries and keys, at a rate of 0.03",
+        "the attention's logits grow without a bound, and its entropy vanishes",
+        "model.qk_norm=false",
+        "optimizer.lr=0.03",
+    ),
+)
+
+
+SLOW_STEPS, SLOW_FROM = 400, 200
+# The faults change weights as training could, but between two updates: memory is not watched.
+SLOW_RUN = (
+    "train.steps=400",
+    "schedule.total_steps=600",
+    "stability.dry_run=true",
+    "stability.hardware.state=false",
+)
+BARE = (*SLOW_RUN, "model.qk_norm=false")
+STALE = (*SLOW_RUN, "optimizer.betas=[0.9,0.999]")
+
+CLEAN_SLOW = replace(CLEAN, name="clean-slow", reference="clean-slow", overrides=SLOW_RUN)
+CLEAN_BARE = replace(
+    CLEAN, name="clean-bare", title="no fault, without QK-norm", reference="clean-bare", overrides=BARE
+)
+CLEAN_ABSENT = replace(
+    CLEAN, name="clean-absent", title="half of the vocabulary is absent", reference="clean-absent", overrides=STALE,
+    fault=Fault(kind="rare_tokens", step=SLOW_STEPS + 1),
+)  # fmt: skip
+
+
+def _slow(
+    name: str,
+    title: str,
+    trend: str,
+    kind: str,
+    factor: float,
+    why: str,
+    clean: Scenario,
+    step: int = SLOW_FROM,
+) -> Scenario:
+    step_count = SLOW_STEPS - step
+    fault = Fault.model_validate({"kind": kind, "step": step, "steps": step_count, "factor": factor})
+    return Scenario(
+        name, title, frozenset(), why, frozenset({None}), fault=fault, overrides=clean.overrides, step=step,
+        steps=step_count, reference=clean.name, trend=trend,
+    )  # fmt: skip
+
+
+SLOW = (
+    _slow(
+        "entropy-collapse", "gains of QK-norm grow by 0.8 % a step", "entropy", "growing_gains", 1.008,
+        "attention looks at ever fewer tokens", CLEAN_SLOW,
+    ),
+    _slow(
+        "flat-attention", "gains of QK-norm shrink by 0.8 % a step", "flatness", "growing_gains", 0.992,
+        "attention looks at all tokens alike", CLEAN_SLOW,
+    ),
+    _slow(
+        "growing-outputs", "output weights of a block's MLP grow by 2 % a step", "outputs", "growing_outputs", 1.02,
+        "what the MLP adds outgrows the residual stream", CLEAN_SLOW,
+    ),
+    _slow(
+        "growing-logits", "weights of q and k grow by 1 % a step, without QK-norm", "logits", "growing_logits", 1.01,
+        "attention logits grow exponentially", CLEAN_BARE,
+    ),
+    _slow(
+        "stale-moments", "absent tokens come one by one, then ever more, with beta2 0.999", "tokens", "rare_tokens",
+        1.0, "their rows' second moments are nearly zero", CLEAN_ABSENT, step=250,
+    ),
+    _slow(
+        "dying-block", "the output weights of a block lose 2 % a step, and are not trained", "layers", "dying_block",
+        0.98, "the block fades from the residual stream", CLEAN_SLOW,
+    ),
+)  # fmt: skip

@@ -12,8 +12,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from drills.exercise import Outcome
-from drills.plan import Policy
-from drills.scenario import Scenario
+from drills.scenario import Policy, Scenario
 from megastable.data.plant import Planted
 from megastable.data.skips import numbers_of
 from megastable.report.postmortem.sample_texts import Library
@@ -112,8 +111,8 @@ class Score(Outcome):
         return self.scenario == self.reference
 
     def describe(self) -> str:
-        finished = self.ended == "finished" and self.val_loss is not None
-        return f"{f'{self.val_loss:.4f}' if finished else self.describe_end()}, {self.wall_seconds:.0f} s"
+        is_finished = self.ended == "finished" and self.val_loss is not None
+        return f"{f'{self.val_loss:.4f}' if is_finished else self.describe_end()}, {self.wall_seconds:.0f} s"
 
     def describe_end(self) -> str:
         """Of a run without a loss."""
@@ -132,45 +131,45 @@ def score(
     wall_seconds: float = 0.0,
 ) -> Score:
     """fate: of the samples. struck: unix time of a fault from outside. code: the exit code."""
-    directory = RunDirectory(run)
-    events = list(directory.events())
-    summary = json.loads(directory.summary.read_text()) if directory.summary.exists() else {}
-    ours = policy is Policy.OURS
+    run_directory = RunDirectory(run)
+    events = list(run_directory.events())
+    run_summary = json.loads(run_directory.summary.read_text()) if run_directory.summary.exists() else {}
+    is_ours = policy is Policy.OURS
     # Only ours undoes a fault; under the others anything later may be its consequence.
-    explained, unexplained = alarms(events, scenario, struck, REACH if ours else math.inf)
-    incidents = _latest(explained)
-    actions = [action for incident in _latest(events) for action in incident.get("actions", ())]
-    warnings = [event.get("step", 0) for event in events if isinstance(event, Warned)]
-    kinds, causes = [i["kind"] for i in incidents], causes_of(incidents, events)
+    explained_events, unexplained_events = alarms(events, scenario, struck, REACH if is_ours else math.inf)
+    incidents = _latest(explained_events)
+    all_actions = [action for incident in _latest(events) for action in incident.get("actions", ())]
+    warned_steps = [event.get("step", 0) for event in events if isinstance(event, Warned)]
+    kinds, named_causes = [one_incident["kind"] for one_incident in incidents], causes_of(incidents, events)
     return Score(
         scenario=scenario.name,
         policy=policy,
         seed=seed,
-        ended=ended(events, bool(summary)),
-        step=summary.get("steps") or reached(directory, events),
+        ended=ended(events, bool(run_summary)),
+        step=run_summary.get("steps") or reached(run_directory, events),
         exit=code,
-        val_loss=None if summary.get("val_loss") is None else float(summary["val_loss"]),
+        val_loss=None if run_summary.get("val_loss") is None else float(run_summary["val_loss"]),
         reference=scenario.reference,
         steps_lost=steps_lost(events),
         discarded=sum(isinstance(event, Discarded) for event in events),
         fate=fate,
-        seconds_to_recover=_recovery(incidents, events, struck) if ours else None,
+        seconds_to_recover=_recovery(incidents, events, struck) if is_ours else None,
         incidents=len(_latest(events)),
         rewinds=sum(_rewound(event) for event in events),
         handovers=sum(isinstance(event, Handover) for event in events),
-        cuts=sum(action in ("cut_lr", "cap_lr") for action in actions),
-        alerts=sum(action == "alert" for action in actions),
-        warnings=len(warnings),
-        warned=any(step <= WARNED for step in warnings) if ours and scenario.warning else None,
-        false_alarms=len(unexplained),
+        cuts=sum(action in ("cut_lr", "cap_lr") for action in all_actions),
+        alerts=sum(action == "alert" for action in all_actions),
+        warnings=len(warned_steps),
+        warned=any(step <= WARNED for step in warned_steps) if is_ours and scenario.warning else None,
+        false_alarms=len(unexplained_events),
         kinds=sorted(kinds),
-        causes=sorted(causes),
-        kind_right=set(kinds or [None]) <= scenario.kinds if ours else None,
-        cause_right=is_right(causes, scenario) if ours else None,
+        causes=sorted(named_causes),
+        kind_right=set(kinds or [None]) <= scenario.kinds if is_ours else None,
+        cause_right=is_right(named_causes, scenario) if is_ours else None,
         wall_seconds=round(wall_seconds, 1),
         trend_at=_warned_of(events, scenario),
         begin=scenario.step if scenario.trend else None,
-        losses=smoothed(directory),
+        losses=smoothed(run_directory),
     )
 
 
@@ -184,15 +183,15 @@ def ended(events: Sequence[Event], finished: bool) -> str:
     """How a run ended, in a word."""
     if finished:
         return "finished"
-    return "stopped" if any(isinstance(event, Unstable) for event in events) else "dead"
+    return "stopped" if any(isinstance(journal_event, Unstable) for journal_event in events) else "dead"
 
 
 def is_right(named: Iterable[str], scenario: Scenario) -> bool:
     """Whether the named causes are the right ones; see scenario.py."""
-    found = {Cause(name) for name in named}
+    named_causes = {Cause(name) for name in named}
     if not scenario.causes:
-        return found <= scenario.tolerated
-    return bool(found & scenario.causes) and found <= scenario.causes | scenario.tolerated
+        return named_causes <= scenario.tolerated
+    return bool(named_causes & scenario.causes) and named_causes <= scenario.causes | scenario.tolerated
 
 
 def alarms(
@@ -202,35 +201,35 @@ def alarms(
 
     reach: steps after it in which they may be its consequence.
     """
-    explained: list[Event] = []
-    unexplained: list[Event] = []
-    foreign: set[int] = set()  # numbers of unexplained incidents
-    for event in events:
-        if not isinstance(event, Discarded | IncidentEvent):
+    explained_events: list[Event] = []
+    unexplained_events: list[Event] = []
+    foreign_numbers: set[int] = set()  # numbers of unexplained incidents
+    for journal_event in events:
+        if not isinstance(journal_event, Discarded | IncidentEvent):
             continue
-        incident = isinstance(event, IncidentEvent)
-        if incident and event["what"] != "opened":
-            if event["number"] not in foreign:
-                explained.append(event)
-        elif _explains(scenario, event, struck, reach):
-            explained.append(event)
+        is_incident = isinstance(journal_event, IncidentEvent)
+        if is_incident and journal_event["what"] != "opened":
+            if journal_event["number"] not in foreign_numbers:
+                explained_events.append(journal_event)
+        elif _explains(scenario, journal_event, struck, reach):
+            explained_events.append(journal_event)
         else:
-            unexplained.append(event)
-            if incident:
-                foreign.add(event["number"])
-    return explained, unexplained
+            unexplained_events.append(journal_event)
+            if is_incident:
+                foreign_numbers.add(journal_event["number"])
+    return explained_events, unexplained_events
 
 
 def _explains(scenario: Scenario, event: Event, struck: float | None, reach: float) -> bool:
     if scenario.outside is not None:
         # The training numbers are unaffected: any complaint of the trainer is unfounded.
         by_trainer = isinstance(event, Discarded) or "policy" in event
-        disturbs = scenario.outside in POISONED
-        return struck is not None and event["time"] >= struck and (disturbs or not by_trainer)
+        disturbs_training = scenario.outside in POISONED
+        return struck is not None and event["time"] >= struck and (disturbs_training or not by_trainer)
     if scenario.region is None and scenario.fault is None and not scenario.warning:
         return False
-    step = event["step"] if "step" in event else event["summary"]["step"]
-    return bool(scenario.step <= step < scenario.step + scenario.steps + reach)
+    event_step = event["step"] if "step" in event else event["summary"]["step"]
+    return bool(scenario.step <= event_step < scenario.step + scenario.steps + reach)
 
 
 def _latest(events: Iterable[Event]) -> list[Summary]:
@@ -242,8 +241,8 @@ def causes_of(incidents: Sequence[Summary], events: Iterable[Event]) -> set[str]
     """The named causes. Without an incident: the journal's finding on an examined refused update."""
     if incidents:
         return {incident["cause"] for incident in incidents}
-    found = {event["kind"] for event in events if isinstance(event, Located)}
-    return {Cause.HARDWARE.value for kind in found if kind in ("not reproduced", "state")}
+    found_kinds = {located_event["kind"] for located_event in events if isinstance(located_event, Located)}
+    return {Cause.HARDWARE.value for kind in found_kinds if kind in ("not reproduced", "state")}
 
 
 def _rewound(event: Event) -> bool:
@@ -253,12 +252,12 @@ def _rewound(event: Event) -> bool:
 def steps_lost(events: Iterable[Event]) -> int:
     """By rewinds in memory, and by restarts from a checkpoint."""
     lost = reached = 0
-    for event in events:
-        if _rewound(event):
-            lost, reached = lost + max(0, reached - event["to_step"]), event["to_step"]
-        elif isinstance(event, Training):
-            lost, reached = lost + max(0, reached - event["step"]), event["step"]
-        elif isinstance(step := event.get("step"), int):
+    for journal_event in events:
+        if _rewound(journal_event):
+            lost, reached = lost + max(0, reached - journal_event["to_step"]), journal_event["to_step"]
+        elif isinstance(journal_event, Training):
+            lost, reached = lost + max(0, reached - journal_event["step"]), journal_event["step"]
+        elif isinstance(step := journal_event.get("step"), int):
             reached = max(reached, step)
     return lost
 
@@ -266,50 +265,50 @@ def steps_lost(events: Iterable[Event]) -> int:
 def reached(run: RunDirectory, events: Iterable[Event]) -> int:
     """The last step known to have been done."""
     try:
-        told = json.loads(run.progress.read_text())["step"]
+        told_step = json.loads(run.progress.read_text())["step"]
     except (OSError, ValueError, KeyError):
-        told = None
-    return told or max((e["step"] for e in events if isinstance(e.get("step"), int)), default=0)
+        told_step = None
+    return told_step or max((e["step"] for e in events if isinstance(e.get("step"), int)), default=0)
 
 
 def _recovery(incidents: Sequence[Summary], events: Iterable[Event], struck: float | None) -> float | None:
     if struck is None:
         return round(sum(incident["seconds"] for incident in incidents), 1)
-    after = [e for e in events if e["time"] > struck]
-    again = [e["time"] for e in after if isinstance(e, Training)]
+    later_events = [e for e in events if e["time"] > struck]
+    times_again = [e["time"] for e in later_events if isinstance(e, Training)]
     # If training outlived its supervisor, the next one takes over.
-    watched = [e["time"] for e in after if isinstance(e, SupervisorEvent) and e.what == "took over"]
-    return round((again or watched)[0] - struck, 1) if again or watched else None
+    watched = [e["time"] for e in later_events if isinstance(e, SupervisorEvent) and e.what == "took over"]
+    return round((times_again or watched)[0] - struck, 1) if times_again or watched else None
 
 
 def compare(scores: Sequence[Score]) -> list[Score]:
     """The scores with `excess`, if they include a clean run of the same policy and seed."""
-    references = {(s.policy, s.scenario, s.seed): s for s in scores if s.clean}
-    clean = {key: s.val_loss for key, s in references.items()}
+    reference_by_key = {(s.policy, s.scenario, s.seed): s for s in scores if s.clean}
+    clean_losses = {key: s.val_loss for key, s in reference_by_key.items()}
 
     def excess(s: Score) -> float | None:
-        usual = clean.get((s.policy, s.reference, s.seed))
-        return None if usual is None or s.val_loss is None else s.val_loss - usual
+        usual_loss = clean_losses.get((s.policy, s.reference, s.seed))
+        return None if usual_loss is None or s.val_loss is None else s.val_loss - usual_loss
 
-    return [_led(s.model_copy(update={"excess": excess(s)}), references) for s in scores]
+    return [_led(s.model_copy(update={"excess": excess(s)}), reference_by_key) for s in scores]
 
 
 def _led(s: Score, references: Mapping[tuple[Policy, str, int], Score]) -> Score:
-    reference = references.get((s.policy, s.reference, s.seed))
-    if s.begin is None or reference is None:
+    clean_score = references.get((s.policy, s.reference, s.seed))
+    if s.begin is None or clean_score is None:
         return s
-    at = shows(s.losses, reference.losses, s.begin)
-    lead = None if s.trend_at is None else (s.step if at is None else at) - s.trend_at
-    return s.model_copy(update={"shows_at": at, "lead": lead})
+    shown_step = shows(s.losses, clean_score.losses, s.begin)
+    lead_steps = None if s.trend_at is None else (s.step if shown_step is None else shown_step) - s.trend_at
+    return s.model_copy(update={"shows_at": shown_step, "lead": lead_steps})
 
 
 def smoothed(run: RunDirectory) -> dict[int, float]:
     """Exponential average of the training losses by step; empty without records."""
-    found, level = dict[int, float](), None
-    for row in records.read(run.steps).to_pylist() if run.steps.exists() else ():
-        level = row["loss"] if level is None else level + (row["loss"] - level) / SMOOTH
-        found[row["step"]] = level
-    return found
+    loss_by_step, level = dict[int, float](), None
+    for step_record in records.read(run.steps).to_pylist() if run.steps.exists() else ():
+        level = step_record["loss"] if level is None else level + (step_record["loss"] - level) / SMOOTH
+        loss_by_step[step_record["step"]] = level
+    return loss_by_step
 
 
 def shows(losses: Mapping[int, float], undisturbed: Mapping[int, float], begin: int) -> int | None:
@@ -337,30 +336,30 @@ def fate(run: Path, planted: Planted | None) -> Fate:
     """The fate of a started run's samples, by its own ledger and order, as the next process would read them, and the
     planted corruption. A sample is its sequence in the corpus, wherever it is read: a deferred one is not lost.
     Raises DataError if its directory or corpus cannot be read."""
-    history = History(run)
-    library = history.library()
-    order = library.source.order
-    positions = np.arange(order.sequences[0])
-    out = positions[history.selection(library).mask(positions)]
-    left_out = set(order.locate(out).sequence.tolist())
-    bad = set[int]()
+    run_history = History(run)
+    library = run_history.library()
+    run_order = library.source.order
+    all_positions = np.arange(run_order.sequences[0])
+    positions_out = all_positions[run_history.selection(library).mask(all_positions)]
+    left_out = set(run_order.locate(positions_out).sequence.tolist())
+    bad_sequences = set[int]()
     if planted is not None:
         # In the corpus's own order, before any deferral.
-        bad = set(
-            Library(history.config).source.order.locate(numbers_of(planted.positions)).sequence.tolist()
+        bad_sequences = set(
+            Library(run_history.config).source.order.locate(numbers_of(planted.positions)).sequence.tolist()
         )
-    incidents = list(latest(history.run.events(IncidentEvent)).values())
-    deferred = sum(end - first for i in incidents for first, end in i.get("deferred", ()))
-    named = _documents(document for i in incidents for document in i.get("documents", ()))
+    all_incidents = list(latest(run_history.run.events(IncidentEvent)).values())
+    deferred_count = sum(end - first for i in all_incidents for first, end in i.get("deferred", ()))
+    named_documents = _documents(document for i in all_incidents for document in i.get("documents", ()))
     guilty = _documents(d.model_dump() for d in planted.documents) if planted is not None else set()
     return Fate(
-        planted=len(bad),
-        convicted=len(left_out & bad),
-        lost=len(left_out - bad),
-        deferred=deferred,
+        planted=len(bad_sequences),
+        convicted=len(left_out & bad_sequences),
+        lost=len(left_out - bad_sequences),
+        deferred=deferred_count,
         documents=len(guilty),
-        named=len(named & guilty),
-        wrong=len(named - guilty),
+        named=len(named_documents & guilty),
+        wrong=len(named_documents - guilty),
     )
 
 

@@ -19,18 +19,16 @@ from typing import Any
 
 import yaml
 
-from drills import corrupt_texts
-from drills.plan import Policy
-from drills.scenario import GLOBAL_BATCH, STEPS, Scenario
+from drills.scenario import GLOBAL_BATCH, STEPS, Policy, Scenario, make_text
 from megastable.base.errors import DataError
 from megastable.config import recipe
 from megastable.data.manifest import FILE, Manifest, Segment, Stream
 from megastable.data.plant import Planted, plant
 from megastable.data.tokenizer import load_tokenizer
+from megastable_tools.prepare.corpus_tokenizer import train_sentencepiece
 from megastable_tools.prepare.prepare import prepare_shards
 from megastable_tools.prepare.stdlib import prepare_stdlib
 from megastable_tools.prepare.text_files import TextFiles
-from megastable_tools.prepare.train_tokenizer import train_sentencepiece
 
 VOCABULARY = 1024
 RANKS = 2
@@ -100,27 +98,27 @@ class Stage:
         if self.text is None:
             prepare_stdlib(self.corpus, vocab_size=VOCABULARY, workers=self.ranks, progress=False)
         elif not (self.corpus / FILE).exists():
-            prepare_texts([self.text], [self.corpus], VALIDATION)
+            prepare_text(self.text, self.corpus)
         tree = {**RECIPE, "run": {"seed": self.seed}, "data": {"corpora": [{"path": str(self.corpus)}]}}
         tree["model"] = {**tree["model"], "layers": self.layers}
         # With 1,024 samples, runs that differ in a few dozen innocent samples differ by 0.003 nat (standard deviation
         # of 6).
-        samples = 1024 if self.steps == STEPS else 256
-        micro = GLOBAL_BATCH // self.ranks
+        eval_samples = 1024 if self.steps == STEPS else 256
+        micro_batch = GLOBAL_BATCH // self.ranks
         tree["train"] = {
-            **tree["train"], "steps": self.steps, "eval_samples": samples, "micro_batch": micro
+            **tree["train"], "steps": self.steps, "eval_samples": eval_samples, "micro_batch": micro_batch
         }  # fmt: skip
         self.recipe.write_text(yaml.safe_dump(tree))
 
     def corpus_of(self, scenario: Scenario) -> tuple[Path, Planted | None]:
         """The corpus of a scenario's runs, and its corruption."""
-        corpus = self.corpus if scenario.epochs == 1 else self._part(scenario.epochs)
+        corpus_folder = self.corpus if scenario.epochs == 1 else self._part(scenario.epochs)
         if scenario.region is None:
-            return corpus, None
-        output = self.folder / f"{self.corpus.name}-{scenario.name}-{self.seed}"
+            return corpus_folder, None
+        planted_folder = self.folder / f"{self.corpus.name}-{scenario.name}-{self.seed}"
         planted, _ = plant(
-            corpus,
-            output,
+            corpus_folder,
+            planted_folder,
             recipe.load(self.recipe),
             step=scenario.step,
             samples=scenario.samples,
@@ -131,100 +129,98 @@ class Stage:
             of_each=scenario.of_each,
             overwrite=True,
         )
-        return output, planted
+        return planted_folder, planted
 
     def _text(self, scenario: Scenario) -> str | None:
         """The text that a scenario plants, about as long as its samples. Corpus passages come from anywhere in it."""
         if scenario.text is None:
             return None
-        random = Random(f"{scenario.name} {self.seed}")
+        text_random = Random(f"{scenario.name} {self.seed}")
         manifest = Manifest.load(self.corpus)
         stream = Stream(self.corpus, manifest, "train")
-        tokens = min(stream.tokens, scenario.samples * RECIPE["model"]["sequence_length"])
-        ids = stream.read(random.randrange(stream.tokens - tokens + 1), tokens)
-        eod = manifest.tokenizer.eod
-        tokenizer = load_tokenizer(self.corpus / manifest.tokenizer.file, eod)
-        source = tokenizer.decode(ids[ids != eod].tolist())
-        return corrupt_texts.make(scenario.text, random, source, PER_TOKEN * tokens)
+        token_count = min(stream.tokens, scenario.samples * RECIPE["model"]["sequence_length"])
+        passage_ids = stream.read(text_random.randrange(stream.tokens - token_count + 1), token_count)
+        eod_token = manifest.tokenizer.eod
+        tokenizer = load_tokenizer(self.corpus / manifest.tokenizer.file, eod_token)
+        passage_text = tokenizer.decode(passage_ids[passage_ids != eod_token].tolist())
+        return make_text(scenario.text, text_random, passage_text, PER_TOKEN * token_count)
 
     def _part(self, epochs: int) -> Path:
         """Short documents of the corpus, as many as give `epochs` epochs of a run."""
-        part = self.folder / f"{self.corpus.name}-part-{self.steps}-{epochs}"
-        if not part.exists():
-            made = part.with_name(f"{part.name}.tmp")
+        part_folder = self.folder / f"{self.corpus.name}-part-{self.steps}-{epochs}"
+        if not part_folder.exists():
+            made = part_folder.with_name(f"{part_folder.name}.tmp")
             shutil.rmtree(made, ignore_errors=True)
             shutil.copytree(self.corpus, made)
             manifest = Manifest.load(made)
             wanted = self.steps * GLOBAL_BATCH * RECIPE["model"]["sequence_length"] // epochs
             chosen = _short_documents(Stream(made, manifest, "train"), manifest.splits["train"], wanted)
             manifest.model_copy(update={"splits": manifest.splits | {"train": chosen}}).save(made)
-            made.rename(part)  # an existing one is complete
-        return part
+            made.rename(part_folder)  # an existing one is complete
+        return part_folder
 
     def _descriptions(self) -> Path:
         if self.other.exists():
             return self.other
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory() as text_folder:
             for package in importlib.metadata.distributions():
-                if text := package.read_text("METADATA"):
-                    Path(folder, f"{package.name}.txt").write_text(text, encoding="utf-8")
-            info = Manifest.load(self.corpus).tokenizer
+                if package_text := package.read_text("METADATA"):
+                    Path(text_folder, f"{package.name}.txt").write_text(package_text, encoding="utf-8")
+            tokenizer_info = Manifest.load(self.corpus).tokenizer
             prepare_shards(
-                [Path(folder)],
+                [Path(text_folder)],
                 self.other,
-                self.corpus / info.file,
+                self.corpus / tokenizer_info.file,
                 validation=0,
-                eod=info.eod,
-                bos=info.bos is not None,
+                eod=tokenizer_info.eod,
+                bos=tokenizer_info.bos is not None,
                 skip_bad=True,
                 progress=False,
             )
         return self.other
 
 
-def prepare_texts(texts: Sequence[Path], corpora: Sequence[Path], validation: float) -> None:
-    """A corpus of each text, a file or folder, with one tokenizer of their own. Raises DataError."""
+def prepare_text(text: Path, corpus: Path) -> None:
+    """A corpus of a text, a file or folder, with a tokenizer of its own. Raises DataError."""
     with tempfile.TemporaryDirectory() as folder:
-        cuts = [Path(folder, f"{number}.jsonl") for number in range(len(texts))]
-        for text, cut in zip(texts, cuts, strict=True):
-            with cut.open("w", encoding="utf-8") as file:
-                for whole in TextFiles([text], skip_bad=True):
-                    file.writelines(json.dumps({"text": part}) + "\n" for part in documents(whole))
-        tokenizer = train_sentencepiece(TextFiles(cuts), Path(folder, "tokenizer.model"), VOCABULARY)
-        for cut, corpus in zip(cuts, corpora, strict=True):
-            prepare_shards(
-                [cut], corpus, tokenizer.file, name=corpus.name, validation=validation, progress=False
-            )  # fmt: skip
+        cut_path = Path(folder, "cut.jsonl")
+        with cut_path.open("w", encoding="utf-8") as cut_file:
+            for whole_text in TextFiles([text], skip_bad=True):
+                cut_file.writelines(json.dumps({"text": part}) + "\n" for part in documents(whole_text))
+        tokenizer = train_sentencepiece(TextFiles([cut_path]), Path(folder, "tokenizer.model"), VOCABULARY)
+        prepare_shards(
+            [cut_path], corpus, tokenizer.file, name=corpus.name, validation=VALIDATION, progress=False
+        )  # fmt: skip
 
 
 def documents(text: str) -> Iterator[str]:
     """Split a text into pieces of `DOCUMENT` characters and the rest of a line: a single document would be guilty
     whole."""
-    part = ""
-    for line in text.splitlines(keepends=True):
-        part += line
-        if len(part) >= DOCUMENT:
-            yield part
-            part = ""
-    if part.strip():
-        yield part
+    document_text = ""
+    for text_line in text.splitlines(keepends=True):
+        document_text += text_line
+        if len(document_text) >= DOCUMENT:
+            yield document_text
+            document_text = ""
+    if document_text.strip():
+        yield document_text
 
 
 def _short_documents(stream: Stream, segments: Sequence[Segment], wanted: int) -> list[Segment]:
     """Documents of a split in their order, with `wanted` tokens, less at most a short one. Raises DataError if there
     are too few."""
-    chosen, left = list[Segment](), wanted
+    chosen, tokens_left = list[Segment](), wanted
     for segment in segments:
         shard = stream.open(segment.shard)
-        for number in range(shard.document_of(segment.first_token), shard.documents):
-            first, end = shard.document_bounds(number)
+        for document_number in range(shard.document_of(segment.first_token), shard.documents):
+            first, end = shard.document_bounds(document_number)
             if end > segment.end:
                 break
-            if first < end and end - first <= min(SHORT, left):
-                left -= end - first
+            if first < end and end - first <= min(SHORT, tokens_left):
+                tokens_left -= end - first
                 chosen.append(Segment(shard=shard.name, first_token=first, tokens=end - first, documents=1))
-    if left > SHORT:
+    if tokens_left > SHORT:
         raise DataError(
-            f"{stream.directory} has {wanted - left:,} tokens in short documents, but {wanted:,} are needed"
+            f"{stream.directory} has {wanted - tokens_left:,} tokens in short documents, but {wanted:,} are needed"
         )
     return chosen

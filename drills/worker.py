@@ -12,11 +12,11 @@ from pathlib import Path
 from statistics import fmean, stdev
 
 from drills import faults
-from drills.plan import SEARCH, VARIABLE, Plan, Policy
+from drills.scenario import SEARCH, VARIABLE, Plan, Policy
 from megastable import train
 from megastable.engine.measured import Measured
 from megastable.recovery.recovery import Recovery
-from megastable_guard.signals import Verdict
+from megastable_guard.actions import Verdict
 
 WINDOW = 128
 SIGMA = 6.0
@@ -24,11 +24,11 @@ SIGMA = 6.0
 
 def main() -> None:
     """The entry point of every rank."""
-    plan = Plan.model_validate_json(Path(os.environ[VARIABLE]).read_bytes())
-    if plan.policy is not Policy.OURS:
-        replace_gate(SkipStep() if plan.policy is Policy.SKIPPING else None)
-    faults.install(plan)
-    faults.count_searches(plan.run.with_name(plan.run.name + SEARCH))
+    run_plan = Plan.model_validate_json(Path(os.environ[VARIABLE]).read_bytes())
+    if run_plan.policy is not Policy.OURS:
+        replace_gate(SkipStep() if run_plan.policy is Policy.SKIPPING else None)
+    faults.install(run_plan)
+    faults.count_searches(run_plan.run.with_name(run_plan.run.name + SEARCH))
     train.main()
 
 
@@ -63,9 +63,9 @@ class SkipStep:
         values = (loss, grad_norm)
         if not all(map(math.isfinite, values)):
             return False
-        usual = all(_usual(value, seen) for value, seen in zip(values, self._seen, strict=True))
-        for value, seen in zip(values, self._seen, strict=True):
-            seen.append(value)
+        usual = all(_usual(value, values_seen) for value, values_seen in zip(values, self._seen, strict=True))
+        for value, values_seen in zip(values, self._seen, strict=True):
+            values_seen.append(value)
         return usual
 
 

@@ -7,7 +7,7 @@ import signal
 import sys
 
 from megastable import BESIDE
-from megastable.base.stop_signals import hold_stops
+from megastable.base.process import hold_stops
 
 
 def main(*first: str) -> None:
@@ -18,12 +18,12 @@ def main(*first: str) -> None:
     if BESIDE:  # for modules of the tools that run as processes of their own
         path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
         os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*filter(None, path), *BESIDE]))
-    before = signal.getsignal(signal.SIGINT)
-    if before is signal.default_int_handler:
+    handler_before = signal.getsignal(signal.SIGINT)
+    if handler_before is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports ends it without a traceback
     from megastable.commands.root import command
 
-    signal.signal(signal.SIGINT, before)
+    signal.signal(signal.SIGINT, handler_before)
     reconfigure = getattr(sys.stdout, "reconfigure", None)
     if reconfigure is not None:  # a locale that lacks a character must not end it
         reconfigure(errors="backslashreplace")

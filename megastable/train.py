@@ -11,7 +11,7 @@ space for checkpoints, 78 to be started again from an older checkpoint.
 from __future__ import annotations
 
 if __name__ == "__main__":
-    from megastable.base.stop_signals import hold_stops
+    from megastable.base.process import hold_stops
 
     hold_stops()  # before the imports, which take seconds
 
@@ -26,7 +26,7 @@ import torch.distributed as dist
 from megastable.base import activity
 from megastable.base.collectives import first
 from megastable.base.errors import OK, STOPPED, HandoverError, MegastableError, UnstableError
-from megastable.base.software import software
+from megastable.base.hardware import describe_software
 from megastable.config.tree import RunConfig
 from megastable.engine.watch import Ballot
 from megastable.optim.schedule import scheduled_rate
@@ -34,19 +34,16 @@ from megastable.recovery.recovery import Recovery, StepOutcome
 from megastable.recovery.run_parts import RunParts, StepResult
 from megastable.run.events.training_events import Evaluated, Stopped, Training, Warned
 from megastable.training import rank_process
-from megastable.training.effects import Effects
+from megastable.training.data_order import Feed
 from megastable.training.evaluation import Evaluation
-from megastable.training.feed import Feed
 from megastable.training.heartbeat import Heartbeat
-from megastable.training.introduction import find_peak, introduction
+from megastable.training.live_changes import Effects
 from megastable.training.memory_copies import MemoryCopies
-from megastable.training.observer import Observer
-from megastable.training.recorder import StepRecorder, due
-from megastable.training.refusals import end_if_all_refused
+from megastable.training.recorder import Observer, StepRecorder, due, end_if_all_refused
 from megastable.training.resume import Start
 from megastable.training.startup import StopRequest, open_data, open_run
 from megastable.training.step_profiler import profiled, untraced
-from megastable.training.summary import write_summary
+from megastable.training.summary import find_peak, introduction, write_summary
 
 COLLECT = 100  # steps between two collections of garbage, by all ranks at once: one alone makes all wait
 
@@ -86,7 +83,7 @@ class Trainer:
             self.changes.read(self.state.step)
             self.log.emit(Training(
                 step=self.state.step, cursor=self.state.cursor, world=start.layout.world,
-                seconds=round(activity.age(), 3), software=software(self.engine.device),
+                seconds=round(activity.age(), 3), software=describe_software(self.engine.device),
                 peak_tflops=float(f"{peak:.4g}"), peak_source=source, lineage=start.lineage,
             ))  # fmt: skip
             self.checkpoints.begin(self.state, saved=start.restored is None)
@@ -113,9 +110,9 @@ class Trainer:
         """Run to the last step, or until asked to stop. The exit code."""
         try:
             self._all_steps()
-            code = self._end()
+            exit_code = self._end()
             self.copies.close(remove=True)
-            return code
+            return exit_code
         except MegastableError as error:
             if error.collective:  # all ranks are here: what they have begun to write is good
                 self.checkpoints.saver.finish()
@@ -131,20 +128,20 @@ class Trainer:
         while self.state.step < c.train.steps and not self.stopping:
             before = self.state
             self.heart.at(before)
-            begin = time.perf_counter()
+            begin_time = time.perf_counter()
             batch = feed.next()
             mix, tokens = feed.mix(batch), batch.positions.size * c.model.sequence_length
 
             # Forward, backward, gate, update
-            changed = self.changes.begin(before.step)
-            recovery.begin(before, feed.tell_changes(before, batch, mix), changed)
-            scheduled = scheduled_rate(self.engine.config, before.updates, before.trained_tokens, tokens)
-            lr = recovery.rate(before.updates, scheduled)
+            changed_keys = self.changes.begin(before.step)
+            recovery.begin(before, feed.tell_changes(before, batch, mix), changed_keys)
+            scheduled_lr = scheduled_rate(self.engine.config, before.updates, before.trained_tokens, tokens)
+            lr = recovery.rate(before.updates, scheduled_lr)
             recorder.begin(before)
             measured, applied = self.engine.train_step(
                 batch.micro_batches, lr, recovery.gate(before, lr), self._collect_ballot
             )
-            seconds = time.perf_counter() - begin
+            seconds = time.perf_counter() - begin_time
             ballot = measured.ballot
             self.stopping = any(ballot["stop"])
 
@@ -153,42 +150,42 @@ class Trainer:
                 cursor=batch.next, tokens=tokens, seconds=seconds, loss=measured.loss, applied=applied, mix=mix,
                 batch=batch.positions.size, piece=batch.piece,
             )  # fmt: skip
-            result = StepResult(
+            step_result = StepResult(
                 batch, measured, applied, before, state, lr, seconds, feed.waited, self.engine.kept
             )
             self.heart.stepped(
                 state, loss=measured.loss, grad_norm=measured.grad_norm, lr=lr, applied=applied, seconds=seconds,
                 tokens_per_second=tokens / seconds,
             )  # fmt: skip
-            recorder.step(result)
+            recorder.step(step_result)
 
             # What the guard decided: mostly nothing, sometimes back to an earlier step
-            incident = recovery.incident_log.incident
-            outcome = recovery.settle(result)
-            if outcome.repeated:
-                self.state = outcome.state
+            open_incident = recovery.incident_log.incident
+            step_outcome = recovery.settle(step_result)
+            if step_outcome.repeated:
+                self.state = step_outcome.state
                 self.checkpoints.heard(ballot["checkpoint"])
                 continue
-            if not outcome.rewound:
-                end_if_all_refused(result, recovery)
-                outcome = recovery.inspect(result, self._saves(ballot))
-            if not outcome.rewound:
+            if not step_outcome.rewound:
+                end_if_all_refused(step_result, recovery)
+                step_outcome = recovery.inspect(step_result, self._saves(ballot))
+            if not step_outcome.rewound:
                 self.checkpoints.stepped(state.step, applied and recovery.calm, ballot["checkpoint"])
-                if self.checkpoints.ill is not None:
-                    outcome = self._leave(result)
-            if recovery.incident_log.incident is not incident:
+                if self.checkpoints.nonfinite_step is not None:
+                    step_outcome = self._leave(step_result)
+            if recovery.incident_log.incident is not open_incident:
                 recorder.flush()  # one was opened or closed: its report is written now
             if any(ballot["read_skips"]):
-                feed.read_ledger(state.step, outcome.state.cursor)
-            self.changes.heard(ballot["read_changes"], outcome.state.step)
-            if outcome.rewound:
-                self.state = outcome.state
+                feed.read_ledger(state.step, step_outcome.state.cursor)
+            self.changes.heard(ballot["read_changes"], step_outcome.state.step)
+            if step_outcome.rewound:
+                self.state = step_outcome.state
                 self.copies.rewound(self.state.step)
                 self._remember()
                 self.checkpoints.back_to(self.state)
                 continue
 
-            self.effects.stepped(result)
+            self.effects.stepped(step_result)
             self.copies.heard(ballot["copies"], state.step)
             if self.copies.wanted(state.step) and recovery.calm:
                 if dist.get_rank() == 0:
@@ -208,8 +205,8 @@ class Trainer:
         c, s = self.config, self.state
         self.heart.at(s)
         self.checkpoints.finish()
-        wanted = s.step > self.checkpoints.last and (self.stopping or c.checkpoint.at_end)
-        if wanted and not self._checkpoint(wait=True):
+        needs_checkpoint = s.step > self.checkpoints.last and (self.stopping or c.checkpoint.at_end)
+        if needs_checkpoint and not self._checkpoint(wait=True):
             raise self.checkpoints.unsaved(s.step)
         self.checkpoints.saver.close()
         if self.stopping and s.step < c.train.steps:
@@ -241,25 +238,25 @@ class Trainer:
 
     def _saves(self, ballot: Ballot) -> bool:
         """Whether a checkpoint follows the step with these sums of the ballots."""
-        last = self.stopping or self.state.step >= self.config.train.steps
-        return last or self.checkpoints.is_due(self.state.step, ballot["save"])
+        is_last = self.stopping or self.state.step >= self.config.train.steps
+        return is_last or self.checkpoints.is_due(self.state.step, ballot["save"])
 
     def _leave(self, done: StepResult) -> StepOutcome:
         """Go back from a state that was found not to be finite when it was to be saved."""
         if not self.recovery.acts:
             raise self.checkpoints.unstable()
-        damage = f"weights or moments were not finite after step {self.checkpoints.ill}"
-        return self.recovery.rescue(done, damage)
+        damage_text = f"weights or moments were not finite after step {self.checkpoints.nonfinite_step}"
+        return self.recovery.rescue(done, damage_text)
 
     def _evaluate(self) -> Evaluated | None:
         """The losses of the evaluation samples; always the same samples."""
         if self.evaluation is None:
             return None
         self.heart.phase("evaluate")
-        found = self.evaluation.measure(self.state.step)
-        self.log.emit(found)
-        self.recorder.validation(self.state, found)
-        return found
+        evaluated_losses = self.evaluation.measure(self.state.step)
+        self.log.emit(evaluated_losses)
+        self.recorder.validation(self.state, evaluated_losses)
+        return evaluated_losses
 
     def _checkpoint(self, wait: bool = False) -> bool:
         """Begin to save, and wait for it where that is said; False when there is no checkpoint then."""
@@ -276,17 +273,19 @@ class Trainer:
 def train(config: RunConfig, recipe_path: Path, attempt: int | None = None) -> int:
     """A whole run on this rank; the process group exists already. attempt: of the supervisor. The exit code."""
     # A supervisor counts its own time, which begins before ours.
-    stop = StopRequest(config.run.max_hours if attempt is None else None)
-    config, corpora = open_data(config)
-    config, run = open_run(config, recipe_path)
-    with Heartbeat(run, dist.get_rank(), dist.get_world_size(), config.train.steps, stop, attempt) as heart:
-        start = Start(config, run, corpora, heart)
-        if start.complete:
-            start.tell_complete()
-            if start.memory is not None:
-                start.memory.close(remove=True)
+    stop_request = StopRequest(config.run.max_hours if attempt is None else None)
+    config, opened_corpora = open_data(config)
+    config, run_directory = open_run(config, recipe_path)
+    with Heartbeat(
+        run_directory, dist.get_rank(), dist.get_world_size(), config.train.steps, stop_request, attempt
+    ) as rank_heartbeat:
+        rank_start = Start(config, run_directory, opened_corpora, rank_heartbeat)
+        if rank_start.complete:
+            rank_start.tell_complete()
+            if rank_start.memory is not None:
+                rank_start.memory.close(remove=True)
             return OK
-        return Trainer(start, stop, heart).train()
+        return Trainer(rank_start, stop_request, rank_heartbeat).train()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -48,7 +48,7 @@ def shape_of(c: ModelConfig, seed: int = 0) -> Shape:
 
 
 def kept(samples: Tensor, tokens: int, width: int, place: int, share: float, seed: int) -> Tensor:
-    """Factors of dropout, fp32 [b, s, h], by model/dropout.py's definition in unsigned 64-bit numbers."""
+    """Factors of dropout, fp32 [b, s, h], by model/block_parts.py's definition in unsigned 64-bit numbers."""
 
     def mixed(x: Any) -> Any:
         for factor in (0x7F51AFD7ED558CCD, 0x44CEB9FE1A85EC53):

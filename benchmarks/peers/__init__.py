@@ -43,13 +43,13 @@ class Unavailable(Exception):
 def refuse_others(config: ModelConfig, has: Mapping[str, Collection[Any]]) -> None:
     """Raise Unavailable for keys of the model that a peer lacks. has: the values that it knows of some keys; it has the
     defaults of the others, except `COMMON`."""
-    lacking = [
+    lacking_keys = [
         f"model.{key}={getattr(config, key)}"
         for key, field in ModelConfig.model_fields.items()
         if key not in COMMON and getattr(config, key) not in has.get(key, [field.default])
     ]
-    if lacking:
-        raise Unavailable(f"it is built here without {', '.join(lacking)}")
+    if lacking_keys:
+        raise Unavailable(f"it is built here without {', '.join(lacking_keys)}")
 
 
 @dataclass
@@ -68,8 +68,8 @@ class Task:
     @cached_property
     def weights(self) -> dict[str, Tensor]:
         """The common initial weights by name, on the CPU."""
-        c = self.config
-        module = gpt.GPT(c.model, TensorParallel(), "none", c.run.seed)
+        run_config = self.config
+        module = gpt.GPT(run_config.model, TensorParallel(), "none", run_config.run.seed)
         return {placement_of(p).name: p.data.to(self.dtype) for p in module.parameters()}
 
     def inputs(self) -> list[tuple[Tensor, Tensor]]:
@@ -117,7 +117,6 @@ BOTH = ("cpu", "cuda")
 PEERS = {
     "megastable": Peer("own:ours", "Engine under DeepSpeed, gate, watch over hardware, as a run trains", BOTH, 18),
     "megastable-unwatched": Peer("own:ours_unwatched", "the same engine without the watch over hardware", (), 0),
-    "megastable-eager": Peer("own:ours_eager", "the same without torch.compile", (), 18),
     "megastable-bf16": Peer("own:ours_bf16", "the same without FP8, where the recipe asks for it", (), 18),
     "megastable-fp8-off": Peer("own:ours_fp8_off", "ours with its FP8 switched off; nothing is built", (), 0),
     "bare": Peer("own:bare", "the same modules without DeepSpeed; AdamW on the 16-bit weights", BOTH, 6),
@@ -125,14 +124,12 @@ PEERS = {
     "plain": Peer("plain_torch:build", "the model in plain torch, compiled whole", BOTH, 6),
     "transformers": Peer("huggingface:compiled", "transformers' model, compiled", BOTH, 6),
     "transformers-eager": Peer("huggingface:eager", "transformers' model, eager", (), 6),
-    "transformers-deepspeed": Peer("huggingface:under_deepspeed", "transformers' under ZeRO-1", BOTH, 14),
-    "megatron-core": Peer("megatron_core:build", "GPTModel of megatron.core on one rank", ("cuda",), 6),
 }  # fmt: skip
 
 
 def default_peers(device: str) -> list[str]:
     """The peers measured by default."""
-    return [name for name, peer in PEERS.items() if device in peer.default]
+    return [name for name, one_peer in PEERS.items() if device in one_peer.default]
 
 
 def chosen_peers(names: Sequence[str], device: str) -> list[str]:
@@ -149,12 +146,12 @@ def adamw(module: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
 
 
 def adamw_of(parameters: list[Any], config: OptimizerConfig) -> torch.optim.AdamW:
-    groups: list[dict[str, Any]] = [
+    parameter_groups: list[dict[str, Any]] = [
         {"params": [p for p in parameters if p.dim() > 1], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(
-        [g for g in groups if g["params"]], lr=RATE, betas=config.betas, eps=config.eps, fused=True
+        [g for g in parameter_groups if g["params"]], lr=RATE, betas=config.betas, eps=config.eps, fused=True
     )
 
 
@@ -167,16 +164,16 @@ def trained(
     parameters = list(module.parameters())
 
     def step() -> Tensor:
-        total: Any = 0.0
+        total_loss: Any = 0.0
         for tokens, labels in task.inputs():
             loss = loss_of(tokens, labels) / n
             loss.backward()
-            total += loss.detach()
+            total_loss += loss.detach()
         if c.optimizer.clip:
             nn.utils.clip_grad_norm_(parameters, c.optimizer.clip)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        assert isinstance(total, Tensor)
-        return total
+        assert isinstance(total_loss, Tensor)
+        return total_loss
 
     return step

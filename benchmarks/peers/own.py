@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.common import is_finite
 from benchmarks.peers import RATE, Contestant, Task, Unavailable, adamw_of, trained
 from megastable.config import deepspeed_json
 from megastable.config.tree import RunConfig
 from megastable.data.loader import MicroBatch
 from megastable.engine.engine import Engine
-from megastable.engine.kernel_choice import choose
 from megastable.engine.measured import Measured
+from megastable.engine.numerics import choose
 from megastable.engine.watch import Ballot
 from megastable.hardware.hardware_watch import HardwareWatch
 from megastable.model import gpt
@@ -40,24 +41,17 @@ def ours_unwatched(task: Task) -> Contestant:
     same engine."""
     if task.ours is None:
         return _engine(task, task.config, watched=False)
-    said = f"{_said(task.config, task)}; the engine of megastable, no watch over hardware"
-    return Contestant(lambda: _unwatched_step(task, task.ours), said)
-
-
-def ours_eager(task: Task) -> Contestant:
-    """The same, kernels.compile=false."""
-    tree = task.config.model_dump()
-    tree["kernels"]["compile"] = False
-    return _engine(task, RunConfig.model_validate(tree))
+    kernel_text = f"{_said(task.config, task)}; the engine of megastable, no watch over hardware"
+    return Contestant(lambda: _unwatched_step(task, task.ours), kernel_text)
 
 
 def ours_bf16(task: Task) -> Contestant:
     """The same without precision.fp8: the baseline of FP8."""
     if task.config.precision.fp8 is None:
         raise Unavailable("the recipe asks for no FP8 (precision.fp8=current): it would be ours once more")
-    tree = task.config.model_dump()
-    tree["precision"]["fp8"] = None
-    return _engine(task, RunConfig.model_validate(tree))
+    config_tree = task.config.model_dump()
+    config_tree["precision"]["fp8"] = None
+    return _engine(task, RunConfig.model_validate(config_tree))
 
 
 def ours_fp8_off(task: Task) -> Contestant:
@@ -73,7 +67,7 @@ def ours_fp8_off(task: Task) -> Contestant:
     def step() -> float:
         fp8.on = False
         try:
-            measured, applied = engine.train_step(task.batches, RATE, _finite)
+            measured, applied = engine.train_step(task.batches, RATE, is_finite)
         finally:
             fp8.on = True
         assert applied, "the gate dropped a step of the benchmark"
@@ -92,17 +86,17 @@ def _engine(task: Task, c: RunConfig, mine: bool = False, watched: bool = True) 
             task.ours = None
         engine.ds.destroy()
 
-    said = f"{_said(c, task)}; {type(engine.optimizer).__name__}, fp32 masters, gate"
+    engine_text = f"{_said(c, task)}; {type(engine.optimizer).__name__}, fp32 masters, gate"
     if not watched:
         return Contestant(
-            lambda: _unwatched_step(task, engine), f"{said}, no watch over hardware", close=close
+            lambda: _unwatched_step(task, engine), f"{engine_text}, no watch over hardware", close=close
         )
     watch = WatchedEngine(c, engine)
-    return Contestant(lambda: watch.step(task.batches), said, close=close, prepare=watch.begin)
+    return Contestant(lambda: watch.step(task.batches), engine_text, close=close, prepare=watch.begin)
 
 
 def _unwatched_step(task: Task, engine: Engine) -> float:
-    measured, applied = engine.train_step(task.batches, RATE, _finite)
+    measured, applied = engine.train_step(task.batches, RATE, is_finite)
     assert applied, "the gate dropped a step of the benchmark"
     return measured.loss
 
@@ -113,9 +107,9 @@ class WatchedEngine:
     def __init__(self, config: RunConfig, engine: Engine) -> None:
         self._engine, self._done = engine, 0
         self._folder = tempfile.TemporaryDirectory(prefix="megastable-bench-")  # while the watch lives
-        log = RunLog(RunDirectory(Path(self._folder.name)))
+        run_log = RunLog(RunDirectory(Path(self._folder.name)))
         loader: Any = None  # for samples that are computed again, as none are here
-        self._watch = HardwareWatch(config, engine, loader, 0, log.run, log, lambda _: None)
+        self._watch = HardwareWatch(config, engine, loader, 0, run_log.run, run_log, lambda _: None)
 
     def begin(self) -> None:
         """Others may have trained the engine meanwhile."""
@@ -125,8 +119,8 @@ class WatchedEngine:
         measured, applied = self._engine.train_step(batches, RATE, self._judge, self._ballot)
         assert applied, "the gate dropped a step of the benchmark"
         self._done += 1
-        for watch in self._watch.watches:
-            watch.after_update(measured, self._done, RATE)
+        for hardware_watch in self._watch.watches:
+            hardware_watch.after_update(measured, self._done, RATE)
         return measured.loss
 
     def _ballot(self) -> Ballot:
@@ -138,13 +132,9 @@ class WatchedEngine:
         return measured.finite
 
 
-def _finite(measured: Measured) -> bool:
-    return measured.finite
-
-
 def _said(c: RunConfig, task: Task) -> str:
-    chosen = choose(c, task.device)
-    return "; ".join([str(chosen), *chosen.notes])
+    chosen_kernels = choose(c, task.device)
+    return "; ".join([str(chosen_kernels), *chosen_kernels.notes])
 
 
 def _model(task: Task) -> tuple[nn.Module, LossFunction]:
@@ -162,12 +152,12 @@ def bare(task: Task) -> Contestant:
 
     Less than DeepSpeed does: it keeps fp32 masters, moments and sums of gradients (`bare_masters`).
     """
-    module, loss = _model(task)
+    module, loss_function = _model(task)
 
     def loss_of(tokens: Tensor, labels: Tensor) -> Tensor:
-        loss.samples.clear()  # per-sample losses, which are not used here
-        value: Tensor = module(tokens, labels)
-        return value
+        loss_function.samples.clear()  # per-sample losses, which are not used here
+        mean_loss: Tensor = module(tokens, labels)
+        return mean_loss
 
     return Contestant(trained(task, module, loss_of), f"{_said(task.config, task)}; AdamW fused, no masters")
 
@@ -183,14 +173,14 @@ def bare_masters(task: Task) -> Contestant:
     optimizer = adamw_of(masters, c.optimizer)
 
     def step() -> Tensor:
-        total: Any = 0.0
-        for number, (tokens, labels) in enumerate(task.inputs()):
+        total_loss: Any = 0.0
+        for batch_number, (tokens, labels) in enumerate(task.inputs()):
             loss.samples.clear()
-            value = module(tokens, labels) / n
-            value.backward()
-            total += value.detach()
-            gradients = [w.grad for w in weights]
-            if number:
+            mean_loss = module(tokens, labels) / n
+            mean_loss.backward()
+            total_loss += mean_loss.detach()
+            gradients = [one_weight.grad for one_weight in weights]
+            if batch_number:
                 torch._foreach_add_(sums, gradients)
             else:
                 torch._foreach_copy_(sums, gradients)
@@ -203,7 +193,7 @@ def bare_masters(task: Task) -> Contestant:
         optimizer.step()
         with torch.no_grad():
             torch._foreach_copy_(weights, list[Tensor](masters))
-        assert isinstance(total, Tensor)
-        return total
+        assert isinstance(total_loss, Tensor)
+        return total_loss
 
     return Contestant(step, f"{_said(c, task)}; AdamW fused on fp32 masters, fp32 sums")

@@ -1,11 +1,59 @@
-"""Actions and causes: the rungs of the ladder, what caused an incident, a decision, a remedy."""
+"""What passes between the guard and a run: the numbers of a step, the detector's verdict, the policy's action and
+remedy. Plain numbers, the same on every rank."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
 
-from megastable_guard.signals import Finding, Verdict
+
+@dataclass(frozen=True)
+class Signals:
+    """One step before its update.
+
+    loss: mean cross-entropy of the global batch, nats per token. grad_norm: global L2 norm before clipping, inf if a
+    gradient is not finite, None if a trace has none. lr: rate of the coming update, None if unknown.
+    mixed: the data mix changes on purpose from this step on.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float | None = None
+    lr: float | None = None
+    mixed: bool = False
+
+
+class Verdict(StrEnum):
+    """The detector's judgement of a step, against the accepted steps before it."""
+
+    HEALTHY = "healthy"
+    NON_FINITE = "non_finite"  # loss or gradient norm is nan or inf
+    OUTLIER = "outlier"  # this step stands out by itself: a hard batch, or the first of a spike
+    SPIKE = "spike"  # several do: the loss or the norm has jumped and stays up
+    DRIFT = "drift"  # slow departure from the trend: a divergence
+    PLATEAU = "plateau"  # settled above the level that was reached before
+    OSCILLATION = "oscillation"  # wider swings up and down than before
+    SHIFT = "shift"  # another level or scatter of the loss, with an ordinary gradient norm: other data
+    DAMAGE = "damage"  # the probe samples, which are never trained on, are harder than before
+    CORRUPTED = "corrupted"  # copies of the state that must be equal differ, or a gradient is proven wrong
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A verdict with its evidence.
+
+    severity: of the strongest test relative to its threshold: 1 = just beyond, 0 = healthy. onset: the first step
+    that belongs to it (`step` itself for an outlier). reason: a sentence with the numbers. on_trend: whether loss
+    and norm are at their trend. reset: the detector's baseline is reset here.
+    """
+
+    step: int
+    verdict: Verdict
+    severity: float
+    onset: int
+    reason: str = ""
+    on_trend: bool = True
+    reset: bool = False
 
 
 class Action(StrEnum):
@@ -63,8 +111,8 @@ class Decision:
     @property
     def applies(self) -> bool:
         """Whether the update is applied. In an alert every finite update is; a non-finite one never is."""
-        finite = self.finding.verdict is not Verdict.NON_FINITE
-        return self.action is Action.APPLY or (self.action is Action.ALERT and finite)
+        is_finite = self.finding.verdict is not Verdict.NON_FINITE
+        return self.action is Action.APPLY or (self.action is Action.ALERT and is_finite)
 
 
 @dataclass(frozen=True)

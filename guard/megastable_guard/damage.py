@@ -3,7 +3,7 @@
 The probe is the losses of a few samples that are never trained on. They are the same at every look, so what differs is
 the model: the difference of two looks has hardly any noise. While a run learns they get easier, ever more slowly. A
 model that is worse on them than that lets expect is damaged, or learns something else; which of the two, replays decide
-(attribution/harm.py).
+(attribution/trials.py).
 
 Tensors: an update moves a weight by about the rate, so the norm of a tensor changes slowly, and each tensor has a pace
 of its own. Adam's second moments forget no faster than beta2 lets them. What breaks one of the two is not the work of
@@ -71,7 +71,6 @@ class Rise:
 
     @property
     def reason(self) -> str:
-        """As a sentence."""
         return (
             f"the loss of the probe samples, which are never trained on, changed by {self.change:+.3f} nats from step "
             f"{self.before} to step {self.step}, where {self.change - self.nats:+.3f} was expected: it is "
@@ -94,18 +93,22 @@ class ProbeTrend(_LookState):
         if not self.looks:
             self.looks = [(step, losses.tolist())]
             return None
-        before, known = self.looks[-1]
-        change = losses - np.array(known)
-        mean = float(change.mean()) if np.isfinite(losses).all() else math.inf
-        error = float(change.std()) / math.sqrt(max(1, change.size - 1)) if math.isfinite(mean) else 0.0
-        expected = self.expect(step)
-        if expected is not None:
-            unit = LEAST / SURE + abs(expected)
-            limit = max(LEAST, ERRORS * error, unit * self._usual())
-            if mean - expected > limit and step >= self.pause.end:
-                return Rise(before, step, mean, mean - expected, limit)
+        last_step, last_losses = self.looks[-1]
+        loss_changes = losses - np.array(last_losses)
+        mean = float(loss_changes.mean()) if np.isfinite(losses).all() else math.inf
+        error = (
+            float(loss_changes.std()) / math.sqrt(max(1, loss_changes.size - 1))
+            if math.isfinite(mean)
+            else 0.0
+        )
+        expected_change = self.expect(step)
+        if expected_change is not None:
+            surprise_unit = LEAST / SURE + abs(expected_change)
+            rise_limit = max(LEAST, ERRORS * error, surprise_unit * self._usual())
+            if mean - expected_change > rise_limit and step >= self.pause.end:
+                return Rise(last_step, step, mean, mean - expected_change, rise_limit)
             if math.isfinite(mean):
-                self.surprises = [*self.surprises, (mean - expected) / unit][-NEWEST:]
+                self.surprises = [*self.surprises, (mean - expected_change) / surprise_unit][-NEWEST:]
         if math.isfinite(mean):
             self.looks = [*self.looks[-2 * NEWEST :], (step, losses.tolist())]
         return None
@@ -113,17 +116,20 @@ class ProbeTrend(_LookState):
     def expect(self, step: int) -> float | None:
         """The change of the mean loss from the newest look to one after `step`: what the last rate of its fall makes,
         which goes on to slow down as it did; a loss that rose is expected to stay. None: too few looks are known."""
-        known = [(at, float(np.mean(losses))) for at, losses in self.looks]
-        spread = [known[-1]]
-        for at, loss in reversed(known[:-1]):
-            if spread[-1][0] - at >= APART:
-                spread.append((at, loss))
-        if len(spread) < 3:
+        known = [(look_step, float(np.mean(losses))) for look_step, losses in self.looks]
+        spread_looks = [known[-1]]
+        for look_step, loss in reversed(known[:-1]):
+            if spread_looks[-1][0] - look_step >= APART:
+                spread_looks.append((look_step, loss))
+        if len(spread_looks) < 3:
             return None
-        (last, level), (middle, before), (first, start) = spread[:3]
-        rate, earlier = (level - before) / (last - middle), (before - start) / (middle - first)
-        slows = min(1.0, rate / earlier) if earlier < 0 else 1.0
-        return min(0.0, rate) * slows * (step - last)
+        (last, last_loss), (middle, middle_loss), (first_step, start) = spread_looks[:3]
+        rate, earlier_rate = (
+            (last_loss - middle_loss) / (last - middle),
+            (middle_loss - start) / (middle - first_step),
+        )
+        slowing_factor = min(1.0, rate / earlier_rate) if earlier_rate < 0 else 1.0
+        return min(0.0, rate) * slowing_factor * (step - last)
 
     def accept(self, step: int, losses: Floats) -> None:
         """A rise was no damage: it is the level from now on."""
@@ -131,9 +137,11 @@ class ProbeTrend(_LookState):
             return
         self.pause.begin(step)
         # At another level the loss falls as fast as before, for want of anything better.
-        shift = losses - np.array(self.looks[-1][1])
-        before = [(at, (np.array(known) + shift).tolist()) for at, known in self.looks[:-1]]
-        self.looks = [*before, (step, losses.tolist())]
+        level_shift = losses - np.array(self.looks[-1][1])
+        shifted_looks = [
+            (look_step, (np.array(known) + level_shift).tolist()) for look_step, known in self.looks[:-1]
+        ]
+        self.looks = [*shifted_looks, (step, losses.tolist())]
 
     def begin_again(self) -> None:
         """The run trains otherwise from here on: how fast the loss fell until now says nothing."""
@@ -141,15 +149,15 @@ class ProbeTrend(_LookState):
 
     def rewind(self, step: int) -> None:
         """The run is back after `step`."""
-        self.looks = [(at, losses) for at, losses in self.looks if at <= step]
+        self.looks = [(look_step, look_losses) for look_step, look_losses in self.looks if look_step <= step]
 
     def _usual(self) -> float:
         """The largest surprise that is usual, in its unit. At the start of a run, while the rate rises, any is."""
         if len(self.surprises) < KNOWN:
             return math.inf
-        middle = float(np.median(self.surprises))
-        scatter = MAD_TO_SIGMA * float(np.median(np.abs(np.array(self.surprises) - middle)))
-        return middle + SURE * scatter
+        median_surprise = float(np.median(self.surprises))
+        surprise_scatter = MAD_TO_SIGMA * float(np.median(np.abs(np.array(self.surprises) - median_surprise)))
+        return median_surprise + SURE * surprise_scatter
 
 
 class TensorNorms(NamedTuple):
@@ -173,21 +181,20 @@ class TensorJump:
 
     @property
     def reason(self) -> str:
-        """As a sentence."""
         if self.kind == "weight":
-            told, why = "weights", f"at least {FASTER:g} times as fast as ever before"
+            told, why_wrong = "weights", f"at least {FASTER:g} times as fast as ever before"
         else:
-            told, why = "second moments", "which is faster than they can forget"
+            told, why_wrong = "second moments", "which is faster than they can forget"
         return (
             f"the norm of the {told} of {self.tensor} changed from {self.old:.4g} to {self.new:.4g} between the steps "
-            f"{self.before} and {self.step}, {why}"
+            f"{self.before} and {self.step}, {why_wrong}"
         )
 
     def is_repeated(self, norms: Mapping[str, TensorNorms]) -> bool:
         """Whether a replay of the steps, which led to these norms, has made at least half of the jump again."""
-        again = getattr(norms[self.tensor], self.kind)
+        repeated_norm = getattr(norms[self.tensor], self.kind)
         half = (self.old + self.new) / 2
-        return bool(again >= half if self.new > self.old else again <= half)
+        return bool(repeated_norm >= half if self.new > self.old else repeated_norm <= half)
 
 
 class TensorLook(NamedTuple):
@@ -211,38 +218,43 @@ class TensorPaces(_LookState):
     def judge(self, look: TensorLook, beta2: float | None) -> TensorJump | None:
         """The farthest jump, if any; then the look is no part of the history. beta2: the decay rate of second moments,
         None if they are no such averages."""
-        last = self.last
-        if last is None or look.updates <= last.updates:
+        last_look = self.last
+        if last_look is None or look.updates <= last_look.updates:
             self.last = look
             return None
-        moved = max(look.rates - last.rates, 1e-30)
-        jumps = list[tuple[float, TensorJump]]()
-        for name, now in look.norms.items():
-            then, usual = last.norms.get(name), self.paces.get(name, [])
+        rates_moved = max(look.rates - last_look.rates, 1e-30)
+        found_jumps = list[tuple[float, TensorJump]]()
+        for tensor_name, norms_now in look.norms.items():
+            then, known_paces = last_look.norms.get(tensor_name), self.paces.get(tensor_name, [])
             if then is None:
                 continue
-            change, where = abs(now.weight - then.weight), (last.step, look.step, name)
-            if len(usual) >= KNOWN_PACES and not change <= CHANGED * then.weight:
-                times = change / moved / max(*usual, 1e-30)
-                if not times <= FASTER:
-                    jumps.append((times, TensorJump(*where, "weight", then.weight, now.weight)))
-            if beta2 is not None and then.second_moment and now.second_moment is not None:
-                least = FORGOTTEN * beta2 ** (look.updates - last.updates) * then.second_moment
-                if not now.second_moment >= least:
-                    moments = then.second_moment, now.second_moment
-                    jumps.append((math.inf, TensorJump(*where, "second_moment", *moments)))
-        if jumps and look.step >= self.pause.end:
-            return max(jumps, key=lambda found: found[0])[1]
+            norm_change, jump_place = (
+                abs(norms_now.weight - then.weight),
+                (last_look.step, look.step, tensor_name),
+            )
+            if len(known_paces) >= KNOWN_PACES and not norm_change <= CHANGED * then.weight:
+                times_faster = norm_change / rates_moved / max(*known_paces, 1e-30)
+                if not times_faster <= FASTER:
+                    found_jumps.append(
+                        (times_faster, TensorJump(*jump_place, "weight", then.weight, norms_now.weight))
+                    )
+            if beta2 is not None and then.second_moment and norms_now.second_moment is not None:
+                least_moment = FORGOTTEN * beta2 ** (look.updates - last_look.updates) * then.second_moment
+                if not norms_now.second_moment >= least_moment:
+                    moments = then.second_moment, norms_now.second_moment
+                    found_jumps.append((math.inf, TensorJump(*jump_place, "second_moment", *moments)))
+        if found_jumps and look.step >= self.pause.end:
+            return max(found_jumps, key=lambda found: found[0])[1]
         self._learn(look)
         return None
 
     def _learn(self, look: TensorLook) -> None:
-        known = {} if self.last is None else self.last.norms
-        moved = max(look.rates - (0.0 if self.last is None else self.last.rates), 1e-30)
-        for name, now in look.norms.items():
-            if name in known and math.isfinite(now.weight):
-                pace = abs(now.weight - known[name].weight) / moved
-                self.paces[name] = [*self.paces.get(name, []), pace][-NEWEST_PACES:]
+        last_norms = {} if self.last is None else self.last.norms
+        rates_moved = max(look.rates - (0.0 if self.last is None else self.last.rates), 1e-30)
+        for tensor_name, norms_now in look.norms.items():
+            if tensor_name in last_norms and math.isfinite(norms_now.weight):
+                tensor_pace = abs(norms_now.weight - last_norms[tensor_name].weight) / rates_moved
+                self.paces[tensor_name] = [*self.paces.get(tensor_name, []), tensor_pace][-NEWEST_PACES:]
         self.last = look
 
     def accept(self, look: TensorLook) -> None:

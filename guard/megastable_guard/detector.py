@@ -31,10 +31,154 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from megastable_guard.detector_state import Channel, DetectorState, Drop, Excursion, Opening, Sums
+from pydantic import BaseModel, ConfigDict, Field
+
+from megastable_guard.actions import Finding, Signals, Verdict
 from megastable_guard.guard_config import DetectorConfig
-from megastable_guard.robust import MAD_TO_SIGMA, Sum, Trend, median, neighbour_difference, trend
-from megastable_guard.signals import Finding, Signals, Verdict
+from megastable_guard.robust import MAD_TO_SIGMA, Scatter, Sum, Trend, median, neighbour_difference, trend
+
+_NEWEST = 9  # values per level of the opening
+_TURNED = 0.1  # share of the rise: a drop of this much since half of the patience ago is a turn
+
+
+class _DetectorState(BaseModel):
+    model_config = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
+
+
+class Channel(_DetectorState):
+    """The state of one series.
+
+    times, values: the accepted ones. raw: the newest finite ones, accepted or not. record: the farthest harmless jump
+    in sigma, slowly forgotten. pending: jumps (observation, sigma) that are not yet known to be harmless.
+    """
+
+    times: list[int] = []
+    values: list[float] = []
+    raw: list[float] = []
+    record: float = 0.0
+    pending: list[tuple[int, float]] = []
+
+
+class Excursion(_DetectorState):
+    """verdict, onset (a step), since (the observation that raised it), and the newest residuals of loss and norm.
+
+    loss_again, joint_again: the tests for a further jump on top of it.
+    """
+
+    verdict: Verdict
+    onset: int
+    since: int
+    severity: float
+    reason: str
+    loss: list[float] = []
+    norm: list[float] = []
+    loss_again: Sum = Field(default_factory=Sum)
+    joint_again: Sum = Field(default_factory=Sum)
+
+
+class Drop(_DetectorState):
+    """A sudden fall of the loss, such as in a shard of easy text: the way back up to `level` is not a spike."""
+
+    level: float
+    since: int
+
+
+class Sums(_DetectorState):
+    """The running sequential tests. All restart when an excursion is over."""
+
+    spike: Sum = Field(default_factory=Sum)
+    joint: Sum = Field(default_factory=Sum)
+    drift: Sum = Field(default_factory=Sum)
+    wide_up: Sum = Field(default_factory=Sum)
+    wide_down: Sum = Field(default_factory=Sum)
+    fall: Sum = Field(default_factory=Sum)
+
+
+class Opening(_DetectorState):
+    """The start of a run, before it has a trend: does a rise of the loss recover?
+
+    Without warm-up, or with an aggressive optimizer, the loss rises in its first steps by 1 to 40 nats, far above its
+    initial value, and recovers within 30 to 80 steps; the best run of a sweep may be one of these. So the height says
+    nothing; the alarm is a rise that does not turn.
+
+    newest: losses. levels: medians of them, as many as the patience is long. lowest: of all, and waited: the
+    observations since then. onset: the step at which the loss rose, None before; risen: observations since.
+    longest: of all rises. refused: the last value was refused.
+    """
+
+    newest: list[float] = []
+    levels: list[float] = []
+    lowest: float | None = None
+    waited: int = 0
+    onset: int | None = None
+    risen: int = 0
+    longest: int = 0
+    refused: bool = False
+
+    def rise(self, loss: float) -> float:
+        """Nats above the lowest level."""
+        return 0.0 if self.lowest is None else loss - self.lowest
+
+    def judge(self, loss: float, step: int, config: DetectorConfig) -> tuple[Verdict, str]:
+        """OUTLIER: a single value beyond all before. DRIFT: a rise that does not turn. Otherwise HEALTHY."""
+        stands_alone = self.newest and loss - max(self.newest) > config.explosion
+        if stands_alone and self.onset is None and not self.refused:
+            self.refused = True  # once: if the next one is as high, it is not a single batch
+            return Verdict.OUTLIER, f"loss {loss:.4g} is {loss - max(self.newest):.3g} nats above all before"
+        self.newest = [*self.newest, loss][-_NEWEST:]
+        present_level = median(self.newest)
+        self.levels = [*self.levels, present_level][-config.start_patience :]
+        self.waited += 1
+        if self.lowest is None or present_level < self.lowest:
+            self.lowest, self.waited = present_level, 0
+        if present_level - self.lowest < config.explosion / 2:
+            self.onset, self.risen = None, 0
+            self.refused = self.refused and present_level > self.lowest
+            return Verdict.HEALTHY, ""
+        if self.onset is None:
+            self.onset = step
+        self.risen += 1
+        self.longest = max(self.longest, self.risen)
+        if self.risen < config.start_patience:
+            return Verdict.HEALTHY, ""
+        half_level = self.levels[-1 - config.start_patience // 2]
+        rise = present_level - self.lowest
+        if half_level - present_level > _TURNED * rise:
+            return Verdict.HEALTHY, ""
+        return Verdict.DRIFT, (
+            f"the loss has been {rise:.3g} nats above its lowest level since step {self.onset}, "
+            f"for {self.risen} observations, and does not turn"
+        )
+
+    def over(self, config: DetectorConfig) -> bool:
+        """Whether it is back at its lowest level, or has settled near it."""
+        assert self.lowest is not None
+        if self.onset is not None:
+            return False
+        return (
+            self.newest[-1] <= self.lowest + config.explosion / 8
+            or self.levels[-1] <= (self.lowest + config.explosion / 8)
+            or self.waited >= config.start_patience
+        )
+
+
+class DetectorState(_DetectorState):
+    """The complete state of the detector, from which it continues bit for bit; under 20 KB as JSON."""
+
+    seen: int = 0
+    loss: Channel = Field(default_factory=Channel)
+    norm: Channel = Field(default_factory=Channel)
+    sums: Sums = Field(default_factory=Sums)
+    best: float | None = None  # lowest level of the loss held so far
+    best_lr: float | None = None
+    width: float | None = None  # the smallest scatter of the loss, slowly forgotten
+    drop: Drop | None = None
+    excursion: Excursion | None = None
+    opening: Opening | None = Field(default_factory=Opening)
+    scatter: Scatter = Field(default_factory=Scatter)
+    mixed: int | None = None  # the observation at which the data changed, if known
+    doubted: int = 0  # until this observation an ordinary norm proves nothing: it was learnt in an excursion
+
 
 _FARTHEST = 1e6  # sigma; residuals are clipped here so that no sum overflows
 _JUMP = 4.0  # sigma beyond which a value stands out: not accepted, and remembered if harmless
@@ -71,14 +215,14 @@ class Detector:
     def __init__(self, config: DetectorConfig, state: DetectorState | None = None) -> None:
         self.config = config
         self._state = DetectorState() if state is None else state.model_copy(deep=True)
-        c, rarer = config, -math.log(config.false_alarms) / 2
+        c, log_rarer = config, -math.log(config.false_alarms) / 2
         # The logarithm of the rate of false alarms falls with 2 * limit * allowance over the variance of a term
         # (Siegmund, Sequential Analysis, 1985, chapter 2), which is 1, and 2 for loss + norm.
-        self._spike_limit = max(c.spike_limit / 2, c.spike_limit + rarer / c.spike_allowance)
-        self._joint_limit = max(c.joint_limit / 2, c.joint_limit + 2 * rarer / c.joint_allowance)
-        self._drift_limit = max(c.drift_limit / 2, c.drift_limit + rarer / c.drift_allowance)
+        self._spike_limit = max(c.spike_limit / 2, c.spike_limit + log_rarer / c.spike_allowance)
+        self._joint_limit = max(c.joint_limit / 2, c.joint_limit + 2 * log_rarer / c.joint_allowance)
+        self._drift_limit = max(c.drift_limit / 2, c.drift_limit + log_rarer / c.drift_allowance)
         self._swing_limit = max(
-            c.oscillation_limit / 2, c.oscillation_limit + rarer / c.oscillation_allowance
+            c.oscillation_limit / 2, c.oscillation_limit + log_rarer / c.oscillation_allowance
         )
 
     @property
@@ -88,9 +232,9 @@ class Detector:
 
     def begin_again(self) -> None:
         """Judge the coming steps as those of a run that begins: they are of another kind than those before."""
-        record = self._state.loss.record, self._state.norm.record
+        jump_records = self._state.loss.record, self._state.norm.record
         self._state = DetectorState(seen=self._state.seen)
-        self._state.loss.record, self._state.norm.record = record
+        self._state.loss.record, self._state.norm.record = jump_records
 
     def expected(self) -> tuple[Trend | None, Trend | None]:
         """The expected loss (nats) and log gradient norm of the next step; None: too little is known."""
@@ -105,49 +249,55 @@ class Detector:
         s, c, step = self._state, self.config, signals.step
         if signals.mixed:
             s.mixed = s.seen + 1
-        if wrong := _no_number(signals):
-            return Finding(step, Verdict.NON_FINITE, 1.0, step, wrong, on_trend=False)
+        if wrong_number := _no_number(signals):
+            return Finding(step, Verdict.NON_FINITE, 1.0, step, wrong_number, on_trend=False)
         s.seen += 1
-        norm = None if signals.grad_norm is None else math.log(max(signals.grad_norm, 1e-30))
+        log_norm = None if signals.grad_norm is None else math.log(max(signals.grad_norm, 1e-30))
         if s.opening is not None:
-            return self._open(s.opening, step, signals.loss, norm)
+            return self._open(s.opening, step, signals.loss, log_norm)
 
         for channel in (s.loss, s.norm):
             channel.record *= 0.5 ** (1 / c.record_half_life)
-        line = self._trend(s.loss, c.loss_floor)
-        assert line is not None
+        loss_trend = self._trend(s.loss, c.loss_floor)
+        assert loss_trend is not None
         norm_line = self._trend(s.norm, c.norm_floor)
-        r = self._residuals(signals.loss, norm, line, norm_line)
+        r = self._residuals(signals.loss, log_norm, loss_trend, norm_line)
         _keep(s.loss.raw, signals.loss, c.relearn)
-        if norm is not None:
-            _keep(s.norm.raw, norm, c.relearn)
-        outlier, why = self._outlier(r)
-        if outlier >= 1.0 and self._expected_at(s.seen) and (r.norm is None or r.norm < c.outlier_norm):
-            outlier = 0.99  # the data was changed on purpose: outliers are expected
-        watching = s.excursion is None or s.excursion.verdict is Verdict.SHIFT
-        if watching and (raised := self._sequential(step, r, line, norm_line)):
-            if s.excursion is None or raised.verdict is not Verdict.SHIFT:
-                s.excursion = raised
+        if log_norm is not None:
+            _keep(s.norm.raw, log_norm, c.relearn)
+        outlier_severity, outlier_reason = self._outlier(r)
+        if (
+            outlier_severity >= 1.0
+            and self._expected_at(s.seen)
+            and (r.norm is None or r.norm < c.outlier_norm)
+        ):
+            outlier_severity = 0.99  # the data was changed on purpose: outliers are expected
+        is_watching = s.excursion is None or s.excursion.verdict is Verdict.SHIFT
+        if is_watching and (raised_alarm := self._sequential(step, r, loss_trend, norm_line)):
+            if s.excursion is None or raised_alarm.verdict is not Verdict.SHIFT:
+                s.excursion = raised_alarm
                 s.loss.pending, s.norm.pending = [], []
-            if raised.verdict is not Verdict.SHIFT:
+            if raised_alarm.verdict is not Verdict.SHIFT:
                 s.sums = Sums()
-        if outlier >= 1.0 and self._beyond_shift(r):
-            return Finding(step, Verdict.OUTLIER, outlier, step, why, on_trend=False)
+        if outlier_severity >= 1.0 and self._beyond_shift(r):
+            return Finding(step, Verdict.OUTLIER, outlier_severity, step, outlier_reason, on_trend=False)
         if s.excursion is not None:
             e = s.excursion
-            e.severity = max(e.severity, outlier)
+            e.severity = max(e.severity, outlier_severity)
             if e.verdict is not Verdict.SHIFT:
                 self._renew(e, step)
             elif s.seen - e.since >= c.settle:
-                level = f"the loss has had a new level since step {e.onset}"
-                e.reason = f"{level}, with an ordinary gradient norm: baseline reset"
-            found = Finding(step, e.verdict, e.severity, e.onset, e.reason, on_trend=False)
-            reset = self._follow(e, r)
-            return replace(found, reset=reset and found.verdict is Verdict.SHIFT)
-        self._learn(r, signals, norm, line)
+                level_text = f"the loss has had a new level since step {e.onset}"
+                e.reason = f"{level_text}, with an ordinary gradient norm: baseline reset"
+            excursion_finding = Finding(step, e.verdict, e.severity, e.onset, e.reason, on_trend=False)
+            resets_baseline = self._follow(e, r)
+            return replace(
+                excursion_finding, reset=resets_baseline and excursion_finding.verdict is Verdict.SHIFT
+            )
+        self._learn(r, signals, log_norm, loss_trend)
         on_trend = r.rise < _JUMP / 2 and (r.norm is None or r.norm < _JUMP / 2)
-        verdict = Verdict.OUTLIER if outlier > 0.0 else Verdict.HEALTHY
-        return Finding(step, verdict, outlier, step, why, on_trend)
+        found_verdict = Verdict.OUTLIER if outlier_severity > 0.0 else Verdict.HEALTHY
+        return Finding(step, found_verdict, outlier_severity, step, outlier_reason, on_trend)
 
     def _beyond_shift(self, r: _Residuals) -> bool:
         """Whether a step stands out, in loss and norm, also from the new level attributed to other data."""
@@ -159,17 +309,19 @@ class Detector:
     def _open(self, o: Opening, step: int, loss: float, norm: float | None) -> Finding:
         """The start: fill the windows; only a rise that does not turn counts."""
         s, c = self._state, self.config
-        verdict, reason = o.judge(loss, step, c)
-        if verdict is Verdict.OUTLIER:
-            return Finding(step, verdict, o.rise(loss) / c.explosion, step, reason, on_trend=False)
-        for channel, value in ((s.loss, loss), (s.norm, norm)):
-            if value is not None:
-                self._accept(channel, value)
-                _keep(channel.raw, value, c.relearn)
+        found_verdict, finding_reason = o.judge(loss, step, c)
+        if found_verdict is Verdict.OUTLIER:
+            return Finding(
+                step, found_verdict, o.rise(loss) / c.explosion, step, finding_reason, on_trend=False
+            )
+        for channel, channel_value in ((s.loss, loss), (s.norm, norm)):
+            if channel_value is not None:
+                self._accept(channel, channel_value)
+                _keep(channel.raw, channel_value, c.relearn)
         onset = step if o.onset is None else o.onset
-        if verdict is not Verdict.HEALTHY:
+        if found_verdict is not Verdict.HEALTHY:
             s.opening = Opening()  # a person or the policy has acted on it: start again
-            return Finding(step, verdict, 1.0, onset, reason, on_trend=False)
+            return Finding(step, found_verdict, 1.0, onset, finding_reason, on_trend=False)
         if len(s.loss.values) >= c.min_values and step >= c.warmup_steps and o.over(c):
             s.opening = None
             if o.longest:
@@ -181,64 +333,74 @@ class Detector:
     def _trend(self, channel: Channel, floor: float) -> Trend | None:
         if len(channel.values) < self.config.min_values:
             return None
-        now, full = self._state.seen, self.config.window
+        trend_time, full_window = self._state.seen, self.config.window
         if self._state.excursion is not None:
-            now = channel.times[-1]  # a slope is not extrapolated for longer than it was observed
-        return trend(channel.times, channel.values, now, floor=floor, full=full)
+            trend_time = channel.times[-1]  # a slope is not extrapolated for longer than it was observed
+        return trend(channel.times, channel.values, trend_time, floor=floor, full=full_window)
 
     def _residuals(self, loss: float, norm: float | None, line: Trend, norm_line: Trend | None) -> _Residuals:
         s = self._state
         rise = loss - max(line.level, line.late)
         fall = min(line.low, line.late) - loss
-        above = loss - s.best if s.best is not None else 0.0
+        above_best = loss - s.best if s.best is not None else 0.0
         if s.drop is not None:
-            back = loss - s.drop.level
-            rise, above = min(rise, back), min(above, back)
-        zn = None if norm is None or norm_line is None else _bound((norm - norm_line.level) / norm_line.scale)
-        wider = line.scale / s.width if s.width is not None else 1.0
-        z, down, over = _bound(rise / line.scale), _bound(fall / line.scale), _bound(above / line.noise)
-        return _Residuals(z, down, over, zn, wider)
+            above_drop = loss - s.drop.level
+            rise, above_best = min(rise, above_drop), min(above_best, above_drop)
+        norm_sigma = (
+            None if norm is None or norm_line is None else _bound((norm - norm_line.level) / norm_line.scale)
+        )
+        width_ratio = line.scale / s.width if s.width is not None else 1.0
+        z, fall_sigma, over = (
+            _bound(rise / line.scale),
+            _bound(fall / line.scale),
+            _bound(above_best / line.noise),
+        )
+        return _Residuals(z, fall_sigma, over, norm_sigma, width_ratio)
 
     # The tests.
 
     def _outlier(self, r: _Residuals) -> tuple[float, str]:
         """Severity of this step by itself, 1 = refuse it, and why; 0 = nothing to report."""
         c, s = self.config, self._state
-        lone = c.lone if r.norm is not None else c.lone_without_norm
-        severity = r.rise / max(lone, c.record_margin * s.loss.record)
-        reason = f"loss {r.rise:.1f} sigma above its trend"
+        lone_limit = c.lone if r.norm is not None else c.lone_without_norm
+        severity = r.rise / max(lone_limit, c.record_margin * s.loss.record)
+        finding_reason = f"loss {r.rise:.1f} sigma above its trend"
         if r.norm is not None:
-            reason += f", log gradient norm {r.norm:.1f}"
-            together = min(r.rise / c.outlier_loss, r.norm / c.outlier_norm)
-            severity = max(severity, together, r.norm / max(c.lone, c.record_margin * s.norm.record))
+            finding_reason += f", log gradient norm {r.norm:.1f}"
+            joint_severity = min(r.rise / c.outlier_loss, r.norm / c.outlier_norm)
+            severity = max(severity, joint_severity, r.norm / max(c.lone, c.record_margin * s.norm.record))
         if severity >= 1.0:
-            return severity, reason
-        return (max(severity, 0.01), reason) if r.rise >= max(c.notice, s.loss.record) else (0.0, "")
+            return severity, finding_reason
+        return (max(severity, 0.01), finding_reason) if r.rise >= max(c.notice, s.loss.record) else (0.0, "")
 
     def _sequential(self, step: int, r: _Residuals, line: Trend, norm_line: Trend | None) -> Excursion | None:
         """Add this step to the running sums; an excursion if one reaches its limit."""
         c, s, now = self.config, self._state.sums, self._state.seen
-        wide = self._state.scatter.factor(c.scatter_usual, c.scatter_most)
-        s.spike.add(min(r.rise / wide, c.spike_clip) - c.spike_allowance, now, step)
+        noise_factor = self._state.scatter.factor(c.scatter_usual, c.scatter_most)
+        s.spike.add(min(r.rise / noise_factor, c.spike_clip) - c.spike_allowance, now, step)
         if r.norm is not None:
             # In a run with harmless norm jumps of 20 sigma the norm gets half the weight.
-            norm = r.norm / max(1.0, self._state.norm.record / c.tame)
-            s.joint.add(self._both(r.rise, norm) - c.joint_allowance, now, step)
-        s.drift.add(min(r.above_best / wide, c.drift_clip) - c.drift_allowance, now, step)
-        most = c.oscillation_clip
-        s.wide_up.add(min(max(r.rise * r.wider / wide, 0.0), most) - c.oscillation_allowance, now, step)
-        s.wide_down.add(min(max(r.fall * r.wider / wide, 0.0), most) - c.oscillation_allowance, now, step)
+            tamed_norm = r.norm / max(1.0, self._state.norm.record / c.tame)
+            s.joint.add(self._both(r.rise, tamed_norm) - c.joint_allowance, now, step)
+        s.drift.add(min(r.above_best / noise_factor, c.drift_clip) - c.drift_allowance, now, step)
+        wide_clip = c.oscillation_clip
+        s.wide_up.add(
+            min(max(r.rise * r.wider / noise_factor, 0.0), wide_clip) - c.oscillation_allowance, now, step
+        )
+        s.wide_down.add(
+            min(max(r.fall * r.wider / noise_factor, 0.0), wide_clip) - c.oscillation_allowance, now, step
+        )
 
-        swing = min(s.wide_up.value, s.wide_down.value)
-        first = min(s.wide_up, s.wide_down, key=lambda side: side.since)
-        tests = (
+        both_sides = min(s.wide_up.value, s.wide_down.value)
+        first_side = min(s.wide_up, s.wide_down, key=lambda side: side.since)
+        sum_tests = (
             (Verdict.SPIKE, s.spike, s.spike.value / self._spike_limit, "the loss stays above its trend"),
             (Verdict.SPIKE, s.joint, s.joint.value / self._joint_limit, "loss and gradient norm rise together"),
             (Verdict.DRIFT, s.drift, s.drift.value / self._drift_limit, "the loss has left the best level it held"),
-            (Verdict.OSCILLATION, first, swing / self._swing_limit, "the loss swings up and down"),
+            (Verdict.OSCILLATION, first_side, both_sides / self._swing_limit, "the loss swings up and down"),
         )  # fmt: skip
-        alarms = [test for test in tests if test[2] >= 1.0]
-        for verdict, by, severity, what in alarms:
+        raised_alarms = [sum_test for sum_test in sum_tests if sum_test[2] >= 1.0]
+        for verdict, by, severity, what_rises in raised_alarms:
             if not self._confirmed(verdict, by, line, norm_line):
                 continue
             steps = now - by.since + 1
@@ -246,12 +408,12 @@ class Detector:
                 verdict = Verdict.DRIFT
             elif verdict is Verdict.DRIFT and not self._rises():
                 verdict = Verdict.PLATEAU
-            seen = f"{steps} observations, {r.above_best:.1f} sigma above the best"
-            reason = f"{what} since step {by.onset}: {seen}"
+            seen_text = f"{steps} observations, {r.above_best:.1f} sigma above the best"
+            reason = f"{what_rises} since step {by.onset}: {seen_text}"
             return Excursion(verdict=verdict, onset=by.onset, since=now, severity=severity, reason=reason)
-        if alarms:
-            _, by, severity, what = alarms[0]
-            reason = f"{what} since step {by.onset}, with an ordinary gradient norm: other data?"
+        if raised_alarms:
+            _, by, severity, what_rises = raised_alarms[0]
+            reason = f"{what_rises} since step {by.onset}, with an ordinary gradient norm: other data?"
             verdict = Verdict.SHIFT
             return Excursion(verdict=verdict, onset=by.onset, since=now, severity=severity, reason=reason)
         return None
@@ -266,62 +428,72 @@ class Detector:
         another level of the loss with an ordinary norm."""
         c, s = self.config, self._state
         steps = s.seen - by.since + 1
-        known = self._expected_at(by.since)
+        is_expected = self._expected_at(by.since)
         if norm_line is not None:
-            newest = s.norm.raw[-min(steps, _SLOW) :]
-            heat = [min((x - norm_line.level) / norm_line.scale, c.joint_norm_clip) for x in newest]
-            if sum(heat) / len(heat) >= c.heat * (1.5 if known else 1.0):
+            newest_norms = s.norm.raw[-min(steps, _SLOW) :]
+            norm_heat = [
+                min((x - norm_line.level) / norm_line.scale, c.joint_norm_clip) for x in newest_norms
+            ]
+            if sum(norm_heat) / len(norm_heat) >= c.heat * (1.5 if is_expected else 1.0):
                 return True
-        if known:
+        if is_expected:
             return False
         if verdict is Verdict.OSCILLATION:
             return self._swings(line, steps)
-        rises = sorted(x - max(line.level, line.late) for x in s.loss.raw[-min(steps, _SLOW) :])
+        loss_rises = sorted(x - max(line.level, line.late) for x in s.loss.raw[-min(steps, _SLOW) :])
         if verdict is Verdict.SPIKE and (norm_line is None or s.seen < s.doubted):
             # Noise that has grown reaches equally far down and up; the median of the jumps is not moved by those of a
             # spike.
-            latest = s.loss.raw[-2 * _SLOW :]
-            noise = MAD_TO_SIGMA / math.sqrt(2.0) * neighbour_difference(latest)
-            least = max(_JUMP * line.scale, _WIDER * noise, _DEEPER * (line.level - min(latest)))
-            held = steps >= _HELD and latest[-1] - line.level >= least / 2
-            if held and median(rises) >= least:
+            latest_losses = s.loss.raw[-2 * _SLOW :]
+            neighbour_noise = MAD_TO_SIGMA / math.sqrt(2.0) * neighbour_difference(latest_losses)
+            least_rise = max(
+                _JUMP * line.scale, _WIDER * neighbour_noise, _DEEPER * (line.level - min(latest_losses))
+            )
+            is_held = steps >= _HELD and latest_losses[-1] - line.level >= least_rise / 2
+            if is_held and median(loss_rises) >= least_rise:
                 return True
-        least = max(c.gross, c.gross_sigma * line.scale, s.loss.record * line.scale)
-        if len(rises) > 1 and rises[-2] >= least:
+        least_rise = max(c.gross, c.gross_sigma * line.scale, s.loss.record * line.scale)
+        if len(loss_rises) > 1 and loss_rises[-2] >= least_rise:
             return True
         return self._climbs(steps, line.level)
 
     def _expected_at(self, observation: int) -> bool:
         """Whether the data was changed on purpose around that time."""
-        mixed = self._state.mixed
-        return mixed is not None and -2 <= observation - mixed <= _SLOW
+        mixed_at = self._state.mixed
+        return mixed_at is not None and -2 <= observation - mixed_at <= _SLOW
 
     def _swings(self, line: Trend, steps: int) -> bool:
         """Whether wide residuals are correlated with their neighbours, unlike wider noise, and have turned twice,
         unlike a level shift."""
-        newest = [x - line.level for x in self._state.loss.raw]
-        sides = [x > 0.0 for x in newest[-steps:] if abs(x) >= _WIDE * line.scale]
-        if sum(before != after for before, after in pairwise(sides)) < 2:
+        newest_losses = [x - line.level for x in self._state.loss.raw]
+        side_order = [x > 0.0 for x in newest_losses[-steps:] if abs(x) >= _WIDE * line.scale]
+        if sum(before != after for before, after in pairwise(side_order)) < 2:
             return False
-        middle = sum(newest) / len(newest)
-        square = sum((x - middle) ** 2 for x in newest)
-        return abs(sum((a - middle) * (b - middle) for a, b in pairwise(newest))) > square / 2
+        mean_value = sum(newest_losses) / len(newest_losses)
+        squared_sum = sum((x - mean_value) ** 2 for x in newest_losses)
+        return (
+            abs(sum((a - mean_value) * (b - mean_value) for a, b in pairwise(newest_losses)))
+            > squared_sum / 2
+        )
 
     def _climbs(self, steps: int, level: float) -> bool:
         """Whether the loss of the latest steps keeps rising, unlike a level shift that stays. level: the level before
         the rise."""
         c, s = self.config, self._state
-        third = min(steps, c.relearn) // 3
-        if third < _SLOW // 2 + 1 or s.seen < c.window:
+        third_length = min(steps, c.relearn) // 3
+        if third_length < _SLOW // 2 + 1 or s.seen < c.window:
             return False
-        newest = s.loss.raw[-3 * third :]
-        now = median(newest[-third:])
-        scatter = neighbour_difference(newest)
-        least = _CLIMB * scatter * s.scatter.factor(_PLAIN, c.scatter_most)
-        first, middle = median(newest[:third]), median(newest[third : 2 * third])
-        if min(middle - first, now - middle) < _HALFWAY * least:
+        newest_losses = s.loss.raw[-3 * third_length :]
+        last_level = median(newest_losses[-third_length:])
+        neighbour_scatter = neighbour_difference(newest_losses)
+        least_climb = _CLIMB * neighbour_scatter * s.scatter.factor(_PLAIN, c.scatter_most)
+        first_level, middle_level = (
+            median(newest_losses[:third_length]),
+            median(newest_losses[third_length : 2 * third_length]),
+        )
+        if min(middle_level - first_level, last_level - middle_level) < _HALFWAY * least_climb:
             return False
-        return now - first > max(least, (now - level) / 3)
+        return last_level - first_level > max(least_climb, (last_level - level) / 3)
 
     def _renew(self, e: Excursion, step: int) -> None:
         """A further jump during an excursion has its own onset: the action on the first one does not undo it. Judged by
@@ -329,10 +501,10 @@ class Detector:
         c, s = self.config, self._state
         if s.seen - e.since < _SLOW:
             return
-        up = _above(s.loss.raw, c.loss_floor)
-        e.loss_again.add(min(up, c.spike_clip) - c.spike_allowance, s.seen, step)
-        both = self._both(up, _above(s.norm.raw, c.norm_floor))
-        e.joint_again.add(both - c.joint_allowance, s.seen, step)
+        loss_above = _above(s.loss.raw, c.loss_floor)
+        e.loss_again.add(min(loss_above, c.spike_clip) - c.spike_allowance, s.seen, step)
+        joint_term = self._both(loss_above, _above(s.norm.raw, c.norm_floor))
+        e.joint_again.add(joint_term - c.joint_allowance, s.seen, step)
         for by, limit in ((e.loss_again, self._spike_limit), (e.joint_again, self._joint_limit)):
             if by.value >= c.renewal * limit:
                 e.onset, e.verdict = by.onset, Verdict.SPIKE
@@ -342,35 +514,46 @@ class Detector:
 
     def _rises(self) -> bool:
         """Whether the latest observations rise by more than half of the scatter between neighbours."""
-        latest = self._state.loss.raw[-2 * _SLOW :]
-        return median(latest[-_SLOW:]) - median(latest[:_SLOW]) > neighbour_difference(latest) / 2
+        latest_losses = self._state.loss.raw[-2 * _SLOW :]
+        return (
+            median(latest_losses[-_SLOW:]) - median(latest_losses[:_SLOW])
+            > neighbour_difference(latest_losses) / 2
+        )
 
     # State updates.
 
     def _follow(self, e: Excursion, r: _Residuals) -> bool:
         """During an excursion: is it over, or a plateau? True: its level is the new normal from now on."""
         c, s = self.config, self._state
-        slow = e.verdict in (Verdict.DRIFT, Verdict.PLATEAU, Verdict.SHIFT)
-        swings = e.verdict is Verdict.OSCILLATION
-        _keep(e.loss, max(r.rise, r.fall) if swings else r.above_best if slow else r.rise, 2 * c.recovery)
+        is_slow = e.verdict in (Verdict.DRIFT, Verdict.PLATEAU, Verdict.SHIFT)
+        is_swinging = e.verdict is Verdict.OSCILLATION
+        _keep(
+            e.loss,
+            max(r.rise, r.fall) if is_swinging else r.above_best if is_slow else r.rise,
+            2 * c.recovery,
+        )
         if r.norm is not None:
             _keep(e.norm, r.norm, 2 * c.recovery)
-        lasted = s.seen - e.since
-        if swings:
-            over = lasted >= 2 * c.recovery and median(e.loss) < c.calm
+        lasted_for = s.seen - e.since
+        if is_swinging:
+            is_over = lasted_for >= 2 * c.recovery and median(e.loss) < c.calm
         else:
-            calm = [median(z[-c.recovery :]) < c.calm for z in (e.loss, e.norm) if z]
-            over = lasted >= c.recovery and all(calm)
-        if lasted == c.lasting and e.verdict not in (Verdict.OSCILLATION, Verdict.SHIFT):
+            calm_channels = [
+                median(channel_residuals[-c.recovery :]) < c.calm
+                for channel_residuals in (e.loss, e.norm)
+                if channel_residuals
+            ]
+            is_over = lasted_for >= c.recovery and all(calm_channels)
+        if lasted_for == c.lasting and e.verdict not in (Verdict.OSCILLATION, Verdict.SHIFT):
             e.verdict = Verdict.DRIFT if self._rises() else Verdict.PLATEAU
-        if over:
+        if is_over:
             s.excursion, s.sums = None, Sums()
-        elif lasted >= c.adapt or (e.verdict is Verdict.SHIFT and lasted >= c.settle):
+        elif lasted_for >= c.adapt or (e.verdict is Verdict.SHIFT and lasted_for >= c.settle):
             s.excursion = None
             s.sums = Sums(spike=e.loss_again, joint=e.joint_again)  # a jump may be in progress
             if e.verdict is not Verdict.SHIFT:
                 s.doubted = s.seen + 2 * c.adapt
-            self._relearn(c.relearn if lasted >= c.adapt else lasted)
+            self._relearn(c.relearn if lasted_for >= c.adapt else lasted_for)
             return True
         return False
 
@@ -385,26 +568,26 @@ class Detector:
     def _learn(self, r: _Residuals, signals: Signals, norm: float | None, line: Trend) -> None:
         """Outside an excursion: accept ordinary values, hold the best level, remember harmless jumps."""
         c, s = self.config, self._state
-        for channel, value, z in ((s.loss, signals.loss, r.rise), (s.norm, norm, r.norm)):
-            if value is None:
+        for channel, channel_value, z in ((s.loss, signals.loss, r.rise), (s.norm, norm, r.norm)):
+            if channel_value is None:
                 continue
-            low = channel is s.loss and r.fall >= _JUMP and s.drop is None
-            if z is None or (z < _JUMP and not low):
-                self._accept(channel, value)
-            elif not low:
+            fell_suddenly = channel is s.loss and r.fall >= _JUMP and s.drop is None
+            if z is None or (z < _JUMP and not fell_suddenly):
+                self._accept(channel, channel_value)
+            elif not fell_suddenly:
                 channel.pending.append((s.seen, z))
             if channel.pending and s.seen - channel.pending[0][0] >= c.recovery:
                 # A refused jump cannot have done harm, so it barely counts as harmless.
-                known = max(c.lone, c.record_margin * channel.record)
-                channel.record = max(channel.record, min(channel.pending.pop(0)[1], 1.25 * known))
+                known_jump = max(c.lone, c.record_margin * channel.record)
+                channel.record = max(channel.record, min(channel.pending.pop(0)[1], 1.25 * known_jump))
         s.scatter.add((signals.loss - line.level) / line.scale, c.scatter_memory)
         self._hold(signals, line)
-        fall = s.sums.fall
-        fall.add(min(r.fall, c.spike_clip) - c.fall_allowance, s.seen, signals.step)
-        if fall.value >= c.spike_limit:
-            if s.seen - fall.since <= _SLOW:  # a further fall renews the memory of the first one
-                level = line.level if s.drop is None else max(line.level, s.drop.level)
-                s.drop = Drop(level=level, since=s.seen)
+        fall_sum = s.sums.fall
+        fall_sum.add(min(r.fall, c.spike_clip) - c.fall_allowance, s.seen, signals.step)
+        if fall_sum.value >= c.spike_limit:
+            if s.seen - fall_sum.since <= _SLOW:  # a further fall renews the memory of the first one
+                drop_level = line.level if s.drop is None else max(line.level, s.drop.level)
+                s.drop = Drop(level=drop_level, since=s.seen)
             s.sums.fall = Sum()
 
     def _hold(self, signals: Signals, line: Trend) -> None:
@@ -412,9 +595,9 @@ class Detector:
         c, s = self.config, self._state
         level = median(s.loss.values[-c.level :])
         if s.drop is not None:
-            returned = level >= s.drop.level
+            has_returned = level >= s.drop.level
             # Easy shards come in groups: the next one may begin soon after a return.
-            if s.seen - s.drop.since > (c.drop_memory // 2 if returned else c.drop_memory):
+            if s.seen - s.drop.since > (c.drop_memory // 2 if has_returned else c.drop_memory):
                 s.drop = None
             else:
                 level = max(level, s.drop.level)
@@ -442,11 +625,13 @@ def _no_number(signals: Signals) -> str:
 
 def _above(newest: list[float], floor: float) -> float:
     """The last value relative to those before it, in sigma; 0 if there are too few."""
-    before = newest[-2 * _SLOW : -1]
-    if len(before) < _SLOW:
+    values_before = newest[-2 * _SLOW : -1]
+    if len(values_before) < _SLOW:
         return 0.0
-    level = median(before)
-    return _bound((newest[-1] - level) / max(MAD_TO_SIGMA * median([abs(x - level) for x in before]), floor))
+    level = median(values_before)
+    return _bound(
+        (newest[-1] - level) / max(MAD_TO_SIGMA * median([abs(x - level) for x in values_before]), floor)
+    )
 
 
 def _bound(z: float) -> float:

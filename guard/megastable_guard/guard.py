@@ -9,20 +9,17 @@ marked and not acted on again, and the effect of the action is unknown.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
-from megastable_guard.actions import Action, Cause, Decision
-from megastable_guard.detector import Detector
-from megastable_guard.detector_state import DetectorState
+from megastable_guard.actions import Action, Cause, Decision, Finding, Signals, Verdict
+from megastable_guard.detector import Detector, DetectorState
 from megastable_guard.guard_config import GuardConfig
 from megastable_guard.policy import Policy
 from megastable_guard.policy_state import PolicyState
-from megastable_guard.signals import Finding, Signals, Verdict
-from megastable_guard.spacing import thin
 
 
 class GuardState(BaseModel):
@@ -41,8 +38,8 @@ class GuardState(BaseModel):
         """For a simulation, or for a run that acts: each has its own budgets, but lasting changes hold in both."""
         if simulated == self.simulated:
             return self
-        policy = PolicyState(adjusted=self.policy.adjusted)
-        return GuardState(detector=self.detector, policy=policy, simulated=simulated)
+        policy_state = PolicyState(adjusted=self.policy.adjusted)
+        return GuardState(detector=self.detector, policy=policy_state, simulated=simulated)
 
 
 class Guard:
@@ -69,29 +66,31 @@ class Guard:
 
     def judge(self, signals: Signals, oldest_snapshot: int | None) -> Decision:
         """The decision on a step, before its update."""
-        finding = self.detector.observe(signals)
-        if finding.verdict is not Verdict.NON_FINITE:
+        step_finding = self.detector.observe(signals)
+        if step_finding.verdict is not Verdict.NON_FINITE:
             self._broken = False
         if not self.simulated:
-            return self.policy.decide(finding, oldest_snapshot)
-        if self._acted is not None and self._acted_on(finding):
+            return self.policy.decide(step_finding, oldest_snapshot)
+        if self._acted is not None and self._acted_on(step_finding):
             reason = f"part of the excursion that the action at step {self._acted} would have undone"
-            return Decision(Action.APPLY, finding, reason)
+            return Decision(Action.APPLY, step_finding, reason)
         # Whether the action would have helped is unknown: the recorded loss says nothing about it.
-        decision = self._pretend(self.policy.decide(replace(finding, on_trend=True), oldest_snapshot))
-        if decision.action not in (Action.APPLY, Action.DISCARD):
+        step_decision = self._pretend(
+            self.policy.decide(replace(step_finding, on_trend=True), oldest_snapshot)
+        )
+        if step_decision.action not in (Action.APPLY, Action.DISCARD):
             self._acted = signals.step
-            self._broken = finding.verdict is Verdict.NON_FINITE
-        return decision
+            self._broken = step_finding.verdict is Verdict.NON_FINITE
+        return step_decision
 
     def _pretend(self, decision: Decision) -> Decision:
         """The follow-up of a decision that is not carried out: nothing is examined, so the cause is unknown."""
         if decision.action is Action.REWIND:
             self.policy.rewound(decision.finding.step, decision.finding.step - decision.finding.onset)
-            remedy = self.policy.remedy(Cause.STATE, decision.finding.step)
-            if remedy.action is not Action.REWIND:
-                reason = f"{decision.reason}; {remedy.reason}"
-                decision = replace(decision, action=remedy.action, reason=reason)
+            chosen_remedy = self.policy.remedy(Cause.STATE, decision.finding.step)
+            if chosen_remedy.action is not Action.REWIND:
+                reason = f"{decision.reason}; {chosen_remedy.reason}"
+                decision = replace(decision, action=chosen_remedy.action, reason=reason)
         if decision.action is Action.HANDOVER:
             self.policy.handing_over(Cause.UNKNOWN)
         if decision.action is Action.STOP:
@@ -149,15 +148,38 @@ def simulate(
     """
     guard = Guard(config, simulated=True, fp8=fp8)
     snapshots: list[int] = []
-    data: str | None = None
+    data_name: str | None = None
     for row in rows:
         if not snapshots:
             snapshots = [row.step - 1]  # a run takes its first snapshot when it starts
-        mixed = data is not None and row.data is not None and row.data != data
-        data = row.data or data
-        signals = Signals(row.step, row.loss, row.grad_norm, row.lr, mixed)
+        is_mixed = data_name is not None and row.data is not None and row.data != data_name
+        data_name = row.data or data_name
+        signals = Signals(row.step, row.loss, row.grad_norm, row.lr, is_mixed)
         decision = guard.judge(signals, snapshots[0] if interval else None)
-        found = decision.finding
-        if interval and found.verdict is Verdict.HEALTHY and row.step >= snapshots[-1] + interval:
+        step_finding = decision.finding
+        if interval and step_finding.verdict is Verdict.HEALTHY and row.step >= snapshots[-1] + interval:
             snapshots = thin([*snapshots, row.step], keep, interval)
-        yield BacktestDecision(row.step, found.verdict, decision.action, decision.reason, found.reset)
+        yield BacktestDecision(
+            row.step, step_finding.verdict, decision.action, decision.reason, step_finding.reset
+        )
+
+
+def thin(steps: Sequence[int], capacity: int, interval: int) -> list[int]:
+    """Which of the ascending `steps` to keep, at most `capacity`: the newest, and older ones ever further apart.
+
+    Ages grow about as powers of two of `interval`, so that a few snapshots reach far back; those beyond the
+    capacity are dropped.
+    """
+    kept = list(steps)
+    while len(kept) > capacity:
+        snapshot_ages = [kept[-1] - step for step in kept]
+        if snapshot_ages[0] > interval * 2 ** (capacity - 1) or len(kept) < 3:
+            kept.pop(0)
+            continue
+        # Drop the snapshot whose neighbours are closest together for their age.
+        neighbour_crowding = [
+            (snapshot_ages[i - 1] - snapshot_ages[i + 1]) / snapshot_ages[i - 1]
+            for i in range(1, len(kept) - 1)
+        ]
+        kept.pop(1 + neighbour_crowding.index(min(neighbour_crowding)))
+    return kept

@@ -9,8 +9,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from megastable_guard.actions import Action, Cause
-from megastable_guard.signals import Verdict
+from megastable_guard.actions import Action, Cause, Verdict
 
 
 class Breakdown(StrEnum):

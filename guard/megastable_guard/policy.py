@@ -16,12 +16,10 @@ from typing import get_args
 
 import numpy as np
 
-from megastable_guard import learning_rate_limits, policy_state
-from megastable_guard.actions import Action, Cause, Decision, Remedy
+from megastable_guard import policy_state
+from megastable_guard.actions import Action, Cause, Decision, Finding, Remedy, Verdict
 from megastable_guard.guard_config import PolicyConfig, RemedyName
-from megastable_guard.learning_rate_limits import Limit
-from megastable_guard.policy_state import Alert, PolicyState, Taken
-from megastable_guard.signals import Finding, Verdict
+from megastable_guard.policy_state import Alert, Limit, PolicyState, Taken
 
 # A refused update is forgotten after so many steps: bad regions span a few batches.
 SUSPICION = 16
@@ -74,41 +72,45 @@ class Policy:
         """The action on a step. oldest: step of the oldest snapshot; None = there is none."""
         s, c, step = self.state, self.config, finding.step
         s.clock = max(s.clock, step)
-        s.refused = [refused for refused in s.refused if 0 <= step - refused < SUSPICION]
+        s.refused = [refused_step for refused_step in s.refused if 0 <= step - refused_step < SUSPICION]
         if finding.verdict is Verdict.HEALTHY:
             return self._decide_on_healthy(finding, oldest)
         if finding.verdict is Verdict.SHIFT or (finding.verdict is Verdict.OUTLIER and finding.severity < 1):
             return Decision(Action.APPLY, finding, finding.reason)
         if self._has_waited:
             finding = replace(finding, onset=min(finding.onset, s.tripped))
-        single = finding.verdict in (Verdict.OUTLIER, Verdict.NON_FINITE)
-        most = c.non_finite if finding.verdict is Verdict.NON_FINITE else c.discards
-        if single and len(s.refused) + 1 < most:
-            if known := self._is_known_outlier(finding):
-                return Decision(Action.APPLY, finding, known)
+        is_single = finding.verdict in (Verdict.OUTLIER, Verdict.NON_FINITE)
+        most_discards = c.non_finite if finding.verdict is Verdict.NON_FINITE else c.discards
+        if is_single and len(s.refused) + 1 < most_discards:
+            if known_outlier := self._is_known_outlier(finding):
+                return Decision(Action.APPLY, finding, known_outlier)
             s.refused.append(step)
             return Decision(Action.DISCARD, finding, finding.reason)
         if self.is_waiting(step) and finding.verdict is not Verdict.NON_FINITE:
             return Decision(
                 Action.APPLY, finding, f"left to itself until step {s.waits_until}: {finding.reason}"
             )
-        reason = finding.reason
-        if single:
-            reason = f"{len(s.refused) + 1} updates stood out within {SUSPICION} steps; {reason}"
+        decision_reason = finding.reason
+        if is_single:
+            decision_reason = (
+                f"{len(s.refused) + 1} updates stood out within {SUSPICION} steps; {decision_reason}"
+            )
             finding = replace(finding, onset=min([finding.onset, *s.refused]))
-        return self.escalate(finding, reason, oldest)
+        return self.escalate(finding, decision_reason, oldest)
 
     def _decide_on_healthy(self, finding: Finding, oldest: int | None) -> Decision:
         """Apply, unless the last action is not proven in time."""
         s, c = self.state, self.config
-        healed = self._healed(finding)
+        is_proven = self._healed(finding)
         if s.watching and finding.step >= s.watch_until and not finding.on_trend:
-            since = replace(finding, onset=min(finding.onset, s.tripped))
+            earlier_finding = replace(finding, onset=min(finding.onset, s.tripped))
             steps = c.wait if self._has_waited else c.verify_steps
-            return self.escalate(since, f"not back on the trend {steps} steps after the last action", oldest)
+            return self.escalate(
+                earlier_finding, f"not back on the trend {steps} steps after the last action", oldest
+            )
         if finding.on_trend and policy_state.is_fallback_over(s, c):
             s.returns.append(s.clock)
-        return Decision(Action.APPLY, finding, "", healed=healed)
+        return Decision(Action.APPLY, finding, "", healed=is_proven)
 
     def is_waiting(self, step: int) -> bool:
         """Whether trouble is left to itself at a step; not where it is done again, once something was done about it."""
@@ -174,29 +176,35 @@ class Policy:
         """Bad samples were skipped without a rewind. If an action was being verified, they explain its incident.
         proven: as in `remedy`."""
         s = self.state
-        last = next((t for t in reversed(s.taken) if t.action is Action.REWIND), None)
-        if s.watching and last is not None:
-            last.cause, last.proven = Cause.DATA, last.proven or proven
+        last_rewind = next(
+            (past_action for past_action in reversed(s.taken) if past_action.action is Action.REWIND), None
+        )
+        if s.watching and last_rewind is not None:
+            last_rewind.cause, last_rewind.proven = Cause.DATA, last_rewind.proven or proven
         self._take(Action.SKIP, s.clock, Cause.DATA)
         self._found_bad(positions, proven)
 
     def _found_bad(self, positions: Sequence[int], proven: bool) -> None:
         """What the action that was taken last takes away."""
-        last = self.state.taken[-1]
-        last.proven, last.unproven = proven, () if proven else tuple(positions)
+        last_action = self.state.taken[-1]
+        last_action.proven, last_action.unproven = proven, () if proven else tuple(positions)
 
     def may_take_untried(self, count: int) -> bool:
         """Whether so many samples more may be taken away without a clear win in a trial."""
         s = self.state
-        s.untried = [(clock, taken) for clock, taken in s.untried if s.clock - clock < UNTRIED_STEPS]
-        return sum(taken for _, taken in s.untried) + count <= UNTRIED
+        s.untried = [
+            (taken_at, sample_count)
+            for taken_at, sample_count in s.untried
+            if s.clock - taken_at < UNTRIED_STEPS
+        ]
+        return sum(sample_count for _, sample_count in s.untried) + count <= UNTRIED
 
     def are_costly(self, positions: Sequence[int]) -> bool:
         """Whether most of these samples were deferred by a trial, as they cost more than they teach."""
-        places, known = np.asarray(positions), np.zeros(len(positions), dtype=bool)
-        for first, end in self.state.costly:
-            known |= (places >= first) & (places < end)
-        return 2 * int(known.sum()) > len(positions)
+        sample_positions, known_costly = np.asarray(positions), np.zeros(len(positions), dtype=bool)
+        for range_begin, range_end in self.state.costly:
+            known_costly |= (sample_positions >= range_begin) & (sample_positions < range_end)
+        return 2 * int(known_costly.sum()) > len(positions)
 
     def take_untried(self, count: int) -> None:
         """So many were taken away."""
@@ -205,8 +213,8 @@ class Policy:
     def may_look_back(self, step: int, onset: int, oldest: int | None) -> bool:
         """Whether steps from `onset` up to `step` may be examined on an earlier state, and undone if samples are
         guilty. oldest: as in `decide`."""
-        found = Finding(step, Verdict.SHIFT, 1.0, onset)
-        return oldest is not None and oldest < onset and not self._forbids_rewind(found)
+        look_finding = Finding(step, Verdict.SHIFT, 1.0, onset)
+        return oldest is not None and oldest < onset and not self._forbids_rewind(look_finding)
 
     def undo(self, finding: Finding, reason: str) -> Decision:
         """Rewind to before the onset of what has raised no alarm, but was looked at and may be undone."""
@@ -216,8 +224,8 @@ class Policy:
     def may_suspect(self) -> bool:
         """Whether a checkpoint may be abandoned without proof against it: once, until there is new ground, and while
         hand-overs are left. An incident that recurs on an older one as well is not the checkpoint's fault."""
-        barren = self.state.barren_handovers(self.config.verify_steps)
-        return not barren and not self._tell_spent_handovers()
+        barren_handovers = self.state.barren_handovers(self.config.verify_steps)
+        return not barren_handovers and not self._tell_spent_handovers()
 
     def abandon(self, decision: Decision, reason: str, proven: bool) -> Decision:
         """Hand over because the resumed checkpoint is bad. If that is proven it costs no budget: each time an older one
@@ -230,32 +238,36 @@ class Policy:
         self, finding: Finding, reason: str, damaged: bool = False, cause: Cause = Cause.UNKNOWN
     ) -> Decision:
         """Hand over to a restart from a checkpoint, if the budget allows. damaged: the state cannot be trained on."""
-        if spent := self._tell_spent_handovers():
-            return self._train_on(finding, f"{reason}; {spent}", damaged)
+        if spent_budget := self._tell_spent_handovers():
+            return self._train_on(finding, f"{reason}; {spent_budget}", damaged)
         self._take(Action.HANDOVER, finding.step, cause)
         return Decision(Action.HANDOVER, finding, reason)
 
     def escalate(self, finding: Finding, reason: str, oldest: int | None, damaged: bool = False) -> Decision:
         """The lowest available rung above a refused update. A rewind's further remedy follows when its cause is known.
         oldest: as in `decide`. damaged: the state cannot be trained on."""
-        s, action = self.state, Action.REWIND
-        untouched = oldest is not None and oldest < finding.onset
-        if not untouched:
+        # Memory first: a rewind costs some steps, a hand-over costs a restart and all steps since the checkpoint.
+        # Without a snapshot from before the onset only a checkpoint can help. Where there is one, but rewinding is
+        # forbidden, an older state would end as this one did: so the run trains on, unless the present state cannot be
+        # trained on.
+        s, next_rung = self.state, Action.REWIND
+        has_older_snapshot = oldest is not None and oldest < finding.onset
+        if not has_older_snapshot:
             have = "there is no snapshot" if oldest is None else f"the oldest snapshot is of step {oldest}"
-            reason, action = f"{reason}; {have}, and it began at step {finding.onset}", Action.HANDOVER
-        elif forbidden := self._forbids_rewind(finding):
-            reason, action = f"{reason}; {forbidden}", Action.HANDOVER
+            reason, next_rung = f"{reason}; {have}, and it began at step {finding.onset}", Action.HANDOVER
+        elif forbidden_why := self._forbids_rewind(finding):
+            reason, next_rung = f"{reason}; {forbidden_why}", Action.HANDOVER
             if not damaged:  # where memory still has a good state, an older one is no better
                 return self._train_on(finding, reason, damaged)
-        if action is Action.HANDOVER and (spent := self._tell_spent_handovers()):
-            return self._train_on(finding, f"{reason}; {spent}", damaged)
+        if next_rung is Action.HANDOVER and (spent_budget := self._tell_spent_handovers()):
+            return self._train_on(finding, f"{reason}; {spent_budget}", damaged)
         if s.watching:
             s.recurrences += 1
         s.outliers = [(at, severity) for at, severity in s.outliers if finding.onset - at >= SUSPICION]
         s.refused, s.good = [], 0
         s.watching, s.tripped, s.watch_until = True, finding.step, finding.step + self.config.verify_steps
-        self._take(action, finding.step)
-        return Decision(action, finding, reason)
+        self._take(next_rung, finding.step)
+        return Decision(next_rung, finding, reason)
 
     def _train_on(self, finding: Finding, reason: str, damaged: bool) -> Decision:
         """The last rung: alert, and continue with refusals only; STOP if nothing can continue, or the settings say
@@ -278,7 +290,9 @@ class Policy:
     ) -> None:
         s = self.state
         s.taken.append(Taken(clock=s.clock, step=step, action=action, cause=cause, corpus=corpus))
-        s.taken = [t for t in s.taken if s.clock - t.clock < self.config.budget_window]
+        s.taken = [
+            past_action for past_action in s.taken if s.clock - past_action.clock < self.config.budget_window
+        ]
 
     # Handing over
 
@@ -292,12 +306,12 @@ class Policy:
         s.taken[-1].cause, s.alert = cause, None
         if c.rewind_warmup and cause is not Cause.HARDWARE:
             s.rewound = s.clock  # `resumed` sets its update
-        again = self._count(Action.HANDOVER) > 1
+        is_second = self._count(Action.HANDOVER) > 1
         if kernels:
             return f"; {policy_state.leave_kernels(s, kernels)}"
         if cause in (Cause.HARDWARE, Cause.STORAGE):
             return ""
-        if self.may_fall_back and (again or cause is Cause.NUMERICS):
+        if self.may_fall_back and (is_second or cause is Cause.NUMERICS):
             return f"; without FP8 from there on, {self._leave_fp8()}"
         return ""
 
@@ -311,28 +325,30 @@ class Policy:
     def resumed(self, step: int, updates: int) -> None:
         """A new process continues from `step`. Any verification continues, past the step that tripped."""
         s = self.state
-        learning_rate_limits.moved_back(s.limits, updates)
+        policy_state.move_limits_back(s.limits, updates)
         s.rewound = None if s.rewound is None else min(s.rewound, updates)
         if s.rewarm is not None and updates < s.rewarm:
             # An older state, of before it; moments that begin again are gone with it, too.
             s.rewarm = updates
-            for t in s.taken:
-                t.remedy = "" if t.remedy == "reset_moments" else t.remedy
-        s.refused = [refused for refused in s.refused if refused <= step]
+            for past_action in s.taken:
+                past_action.remedy = "" if past_action.remedy == "reset_moments" else past_action.remedy
+        s.refused = [refused_step for refused_step in s.refused if refused_step <= step]
 
     # Budgets
 
     def _count(self, action: Action, *causes: Cause, within: int | None = None) -> int:
         """How often `action` was taken, for one of `causes` if given, in the window of new ground."""
-        since = self.state.clock - (within or self.config.budget_window)
+        window_begin = self.state.clock - (within or self.config.budget_window)
         return sum(
-            t.action is action and t.clock > since and (not causes or t.cause in causes)
-            for t in self.state.taken
+            past_action.action is action
+            and past_action.clock > window_begin
+            and (not causes or past_action.cause in causes)
+            for past_action in self.state.taken
         )
 
     def _tell_spent(self, counts: Mapping[str, tuple[int, int]]) -> str:
         """Which budget is spent, as a clause; "" if none is. counts: of actions, and how many there may be, by name."""
-        spent = [f"the {most} {name}" for name, (count, most) in counts.items() if count >= most]
+        spent = [f"the {most} {name}" for name, (taken_count, most) in counts.items() if taken_count >= most]
         return (
             f"{spent[0]} per {self.config.budget_window} steps (stability.policy) are spent" if spent else ""
         )
@@ -342,27 +358,32 @@ class Policy:
 
     def _tell_spent_rewinds(self) -> str:
         """Proven bad data is no sign that rewinding does not help, nor is hardware that was wrong: each has its own."""
-        c, since = self.config, self.state.clock - self.config.budget_window
-        proven = sum(t.proven and t.clock > since for t in self.state.taken if t.action is Action.REWIND)
+        c, window_begin = self.config, self.state.clock - self.config.budget_window
+        proven_rewinds = sum(
+            t.proven and t.clock > window_begin for t in self.state.taken if t.action is Action.REWIND
+        )
         hardware = self._count(Action.REWIND, Cause.HARDWARE)
-        others = self._count(Action.REWIND) - proven - hardware
+        other_rewinds = self._count(Action.REWIND) - proven_rewinds - hardware
         return self._tell_spent(
-            {"rewinds": (others, c.rewinds), "rewinds for bad data": (proven, c.data_rewinds),
+            {"rewinds": (other_rewinds, c.rewinds), "rewinds for bad data": (proven_rewinds, c.data_rewinds),
              "rewinds for hardware": (hardware, c.rewinds)}
         )  # fmt: skip
 
     def _forbids_rewind(self, finding: Finding) -> str:
         """Why the run may not be rewound for a finding, as a clause; empty if it may."""
-        if spent := self._tell_spent_rewinds():
-            return spent
+        if spent_budget := self._tell_spent_rewinds():
+            return spent_budget
+        # Such a state cannot be trained on: nothing else is left, wherever it happens and whatever was done again.
         if finding.verdict in (Verdict.NON_FINITE, Verdict.CORRUPTED):
-            return ""  # nothing else is left
+            return ""
+        # A further rewind to the same place would end as the others did. Those for hardware do not count: the steps
+        # themselves were innocent.
         s = self.state
-        here = [
+        rewinds_here = [
             t for t in s.taken
             if t.action is Action.REWIND and t.cause is not Cause.HARDWARE and abs(t.step - finding.step) < SUSPICION
         ]  # fmt: skip
-        if len(here) >= SAME_PLACE:
+        if len(rewinds_here) >= SAME_PLACE:
             return f"it was rewound {SAME_PLACE} times around step {finding.step} already"
         # The steps of a wait are paid for: whoever allowed it allowed that they may be lost.
         if not self._has_waited and not self.may_redo(finding.step - finding.onset):
@@ -385,10 +406,15 @@ class Policy:
 
     def may_swap(self, corpus: str) -> bool:
         """Called before `remedy`: whether samples of a corpus were bad so often that the run is to be tried without."""
-        proven = [
-            t for t in self.state.taken if t.action is Action.REWIND and t.proven and t.corpus == corpus
+        proven_rewinds = [
+            past_action
+            for past_action in self.state.taken
+            if past_action.action is Action.REWIND and past_action.proven and past_action.corpus == corpus
         ]
-        return len(proven) >= self.config.swap_after and self._count(Action.SWAP_CORPUS) < self.config.swaps
+        return (
+            len(proven_rewinds) >= self.config.swap_after
+            and self._count(Action.SWAP_CORPUS) < self.config.swaps
+        )
 
     def remedy(
         self, cause: Cause, updates: int, corpus: str | None = None, swap: str = "",
@@ -402,36 +428,36 @@ class Policy:
         of those without which the step is harmless.
         """
         s = self.state
-        learning_rate_limits.moved_back(s.limits, updates)
-        last = s.taken[-1]
-        last.cause, last.corpus = cause, corpus
+        policy_state.move_limits_back(s.limits, updates)
+        last_action = s.taken[-1]
+        last_action.cause, last_action.corpus = cause, corpus
         if cause is Cause.DATA:
             self._found_bad(bad, proven)
         match cause:
             case Cause.DATA:
-                given = Remedy(Action.REWIND, cause, "the bad samples are skipped")
+                chosen_remedy = Remedy(Action.REWIND, cause, "the bad samples are skipped")
                 if swap:
                     self._take(Action.SWAP_CORPUS, s.tripped, cause, corpus)
-                    given = Remedy(Action.SWAP_CORPUS, cause, swap)
+                    chosen_remedy = Remedy(Action.SWAP_CORPUS, cause, swap)
             case Cause.NUMERICS:
-                given = self._against_numerics(kernels)
+                chosen_remedy = self._against_numerics(kernels)
             case Cause.HARDWARE:
-                given = self._against_hardware()
+                chosen_remedy = self._against_hardware()
             case _:
-                given = Remedy(Action.REWIND, cause, "no samples in particular are bad")
-        if given.action is not Action.ALERT:
+                chosen_remedy = Remedy(Action.REWIND, cause, "no samples in particular are bad")
+        if chosen_remedy.action is not Action.ALERT:
             s.alert = None
-        return given
+        return chosen_remedy
 
     def _against_hardware(self) -> Remedy:
         c = self.config
         if self._count(Action.REWIND, Cause.HARDWARE) < c.hardware:
             return Remedy(Action.REWIND, Cause.HARDWARE, "the data is innocent: nothing is skipped")
-        reason = f"{c.hardware} incidents that do not recur on the same data and state"
-        if spent := self._tell_spent_handovers():
-            return self._pause(Cause.HARDWARE, f"{reason}; {spent}")
+        decision_reason = f"{c.hardware} incidents that do not recur on the same data and state"
+        if spent_budget := self._tell_spent_handovers():
+            return self._pause(Cause.HARDWARE, f"{decision_reason}; {spent_budget}")
         self._take(Action.HANDOVER, self.state.tripped, Cause.HARDWARE)
-        return Remedy(Action.HANDOVER, Cause.HARDWARE, reason)
+        return Remedy(Action.HANDOVER, Cause.HARDWARE, decision_reason)
 
     def _against_numerics(self, kernels: Sequence[str]) -> Remedy:
         s, c = self.state, self.config
@@ -439,11 +465,11 @@ class Policy:
             self._take(Action.FALL_BACK, s.tripped, Cause.NUMERICS)
             return Remedy(Action.FALL_BACK, Cause.NUMERICS, policy_state.leave_kernels(s, kernels))
         if not self.may_fall_back:
-            reason = f"no fall-backs from FP8 are left (stability.policy.fallbacks={c.fallbacks})"
-            return self._pause(Cause.NUMERICS, reason)
-        reason = f"without FP8 from here on, {self._leave_fp8()}"
+            decision_reason = f"no fall-backs from FP8 are left (stability.policy.fallbacks={c.fallbacks})"
+            return self._pause(Cause.NUMERICS, decision_reason)
+        decision_reason = f"without FP8 from here on, {self._leave_fp8()}"
         self._take(Action.FALL_BACK, s.tripped, Cause.NUMERICS)
-        return Remedy(Action.FALL_BACK, Cause.NUMERICS, reason)
+        return Remedy(Action.FALL_BACK, Cause.NUMERICS, decision_reason)
 
     def _pause(self, cause: Cause, reason: str) -> Remedy:
         """On the rewound state: take no further action, and notify a person."""
@@ -468,27 +494,35 @@ class Policy:
             kernels: names of those that the run uses, or has left.
         """
         s, c, offers = self.state, self.config, list[Offer]()
-        failed = {t.remedy for t in s.taken if t.remedy and s.clock - t.clock <= c.recur_steps}
-        lifted = learning_rate_limits.lifted_lately(s.limits, s.clock, c.recur_steps) is not None
-        jumped = good_rate is not None and rate is not None and rate > learning_rate_limits.JUMP * good_rate
-        limits_left = not learning_rate_limits.spent(s.limits, c)
-        used = [kernel for kernel in kernels if kernel not in s.kernels]
+        failed_remedies = {
+            past_action.remedy
+            for past_action in s.taken
+            if past_action.remedy and s.clock - past_action.clock <= c.recur_steps
+        }
+        was_lifted = policy_state.find_lately_lifted(s.limits, s.clock, c.recur_steps) is not None
+        rate_jumped = good_rate is not None and rate is not None and rate > policy_state.JUMP * good_rate
+        limits_left = not policy_state.are_limits_spent(s.limits, c)
+        used_kernels = [kernel_name for kernel_name in kernels if kernel_name not in s.kernels]
         possible: dict[str, bool] = {
-            "cap_lr": lifted or (jumped and limits_left and "cap_lr" not in failed),
-            "cut_lr": limits_left and not lifted,
-            "leave_fp8": self.may_fall_back and "leave_fp8" not in failed,
-            "other_kernels": bool(used) and self.may_leave_kernels and "other_kernels" not in failed,
-            "rewarm": "rewarm" not in failed,
-            "reset_moments": "reset_moments" not in failed,
-            **{name: name not in s.adjusted and name not in failed for name in ADJUSTED},
+            "cap_lr": was_lifted or (rate_jumped and limits_left and "cap_lr" not in failed_remedies),
+            "cut_lr": limits_left and not was_lifted,
+            "leave_fp8": self.may_fall_back and "leave_fp8" not in failed_remedies,
+            "other_kernels": bool(used_kernels)
+            and self.may_leave_kernels
+            and "other_kernels" not in failed_remedies,
+            "rewarm": "rewarm" not in failed_remedies,
+            "reset_moments": "reset_moments" not in failed_remedies,
+            **{name: name not in s.adjusted and name not in failed_remedies for name in ADJUSTED},
         }
         for name in get_args(RemedyName):
             if name not in c.remedies or not possible[name]:
                 continue
-            other = Policy(c, s.model_copy(deep=True), self.has_fp8)
-            learning_rate_limits.moved_back(other.state.limits, updates)
-            given = other._change(name, updates, good_rate, rate, used)
-            offers.append(Offer(name, other, given, tuple(other.state.kernels[len(s.kernels) :])))
+            other_policy = Policy(c, s.model_copy(deep=True), self.has_fp8)
+            policy_state.move_limits_back(other_policy.state.limits, updates)
+            offered_remedy = other_policy._change(name, updates, good_rate, rate, used_kernels)
+            offers.append(
+                Offer(name, other_policy, offered_remedy, tuple(other_policy.state.kernels[len(s.kernels) :]))
+            )
         return offers
 
     def _change(
@@ -496,37 +530,41 @@ class Policy:
     ) -> Remedy:
         """Change the state by an offered remedy. used: kernels that may be left; others as in `offer_remedies`."""
         s, c = self.state, self.config
-        warmup = f"the learning rate warms up again, over {c.rewarm_steps} updates"
+        warmup_text = f"the learning rate warms up again, over {c.rewarm_steps} updates"
         match name:
             case "cap_lr" | "cut_lr":
-                limit = learning_rate_limits.lifted_lately(s.limits, s.clock, c.recur_steps)
-                if limit is not None:  # the one that was lifted last returns
-                    limit.lifted, limit.times = None, limit.times + 1
-                    limit.updates, limit.clock = updates, s.clock
+                rate_limit = policy_state.find_lately_lifted(s.limits, s.clock, c.recur_steps)
+                if rate_limit is not None:  # the one that was lifted last returns
+                    rate_limit.lifted, rate_limit.times = None, rate_limit.times + 1
+                    rate_limit.updates, rate_limit.clock = updates, s.clock
                 else:
-                    limit = Limit(kind="cut", value=c.cut_factor, updates=updates, clock=s.clock)
+                    rate_limit = Limit(kind="cut", value=c.cut_factor, updates=updates, clock=s.clock)
                     if name == "cap_lr":
-                        limit.kind, limit.value, limit.scheduled = "cap", good_rate or 0.0, rate
-                    s.limits.append(limit)
-                steps = learning_rate_limits.rest(s.limits, limit, c)
-                lasting = f"for {steps} steps of new ground at least"
-                if steps is None:
-                    lasting = f"for good (stability.policy.cuts={c.cuts}, cut_rest={c.cut_rest})"
-                action = Action.CAP_LR if limit.kind == "cap" else Action.CUT_LR
-                reason = f"{learning_rate_limits.words(limit)}, {lasting}"
-                return Remedy(action, Cause.LEARNING_RATE, reason)
+                        rate_limit.kind, rate_limit.value, rate_limit.scheduled = (
+                            "cap",
+                            good_rate or 0.0,
+                            rate,
+                        )
+                    s.limits.append(rate_limit)
+                least_steps = policy_state.limit_duration(s.limits, rate_limit, c)
+                lasting_text = f"for {least_steps} steps of new ground at least"
+                if least_steps is None:
+                    lasting_text = f"for good (stability.policy.cuts={c.cuts}, cut_rest={c.cut_rest})"
+                action = Action.CAP_LR if rate_limit.kind == "cap" else Action.CUT_LR
+                decision_reason = f"{policy_state.describe_limit(rate_limit)}, {lasting_text}"
+                return Remedy(action, Cause.LEARNING_RATE, decision_reason)
             case "leave_fp8":
-                reason = f"without FP8 from here on, {self._leave_fp8()}"
-                return Remedy(Action.FALL_BACK, Cause.NUMERICS, reason)
+                decision_reason = f"without FP8 from here on, {self._leave_fp8()}"
+                return Remedy(Action.FALL_BACK, Cause.NUMERICS, decision_reason)
             case "other_kernels":
                 return Remedy(Action.FALL_BACK, Cause.NUMERICS, policy_state.leave_kernels(s, used))
             case "rewarm":
                 s.rewarm = updates
-                return Remedy(Action.ADJUST, Cause.STATE, warmup)
+                return Remedy(Action.ADJUST, Cause.STATE, warmup_text)
             case "reset_moments":
                 s.rewarm = updates
-                reason = f"the optimizer's moments begin again at zero, and {warmup}"
-                return Remedy(Action.ADJUST, Cause.MOMENTS, reason)
+                decision_reason = f"the optimizer's moments begin again at zero, and {warmup_text}"
+                return Remedy(Action.ADJUST, Cause.MOMENTS, decision_reason)
         s.adjusted.append(name)
         return Remedy(Action.ADJUST, Cause.MOMENTS if name == "beta2" else Cause.STATE, ADJUSTED[name])
 
@@ -538,19 +576,21 @@ class Policy:
         """Take back the lasting changes after which the trouble came back soon: they did not help. Their names."""
         s = self.state
         soon = [t for t in s.taken if s.clock - t.clock <= self.config.recur_steps]
-        gone = [t.remedy for t in soon if t.remedy in s.adjusted or t.kernels]
-        s.adjusted = [name for name in s.adjusted if name not in gone]
-        s.kernels = [name for name in s.kernels if not any(name in t.kernels for t in soon)]
+        failed_names = [t.remedy for t in soon if t.remedy in s.adjusted or t.kernels]
+        s.adjusted = [change_name for change_name in s.adjusted if change_name not in failed_names]
+        s.kernels = [
+            change_name for change_name in s.kernels if not any(change_name in t.kernels for t in soon)
+        ]
         for t in soon:
             t.kernels = ()
-        return gone
+        return failed_names
 
     def adopt(self, offer: Offer, reason: str) -> Remedy:
         """Go on with a remedy whose branch has won, for this reason."""
-        tried, self.state = self.state.tried, offer.policy.state
-        self.state.tried = tried
-        last = self.state.taken[-1]
-        last.cause, last.proven, last.unproven = offer.remedy.cause, False, ()
+        tried_steps, self.state = self.state.tried, offer.policy.state
+        self.state.tried = tried_steps
+        last_action = self.state.taken[-1]
+        last_action.cause, last_action.proven, last_action.unproven = offer.remedy.cause, False, ()
         release = self._unproven_lately() if offer.remedy.action in (Action.CAP_LR, Action.CUT_LR) else ()
         self._take(offer.remedy.action, self.state.tripped, offer.remedy.cause)
         self.state.taken[-1].remedy, self.state.alert = offer.name, None
@@ -559,8 +599,13 @@ class Policy:
 
     def _unproven_lately(self) -> tuple[int, ...]:
         """The samples that were taken away lately without a clear trial."""
-        s, since = self.state, self.state.clock - self.config.recur_steps
-        return tuple(position for t in s.taken if t.clock >= since for position in t.unproven)
+        s, window_begin = self.state, self.state.clock - self.config.recur_steps
+        return tuple(
+            position
+            for past_action in s.taken
+            if past_action.clock >= window_begin
+            for position in past_action.unproven
+        )
 
     # Numerics
 
@@ -591,14 +636,16 @@ class Policy:
 
     def follow(self, scheduled: float) -> None:
         """Call with the scheduled rate of every coming update, before `rate`."""
-        learning_rate_limits.follow(self.state.limits, self.state.clock, scheduled)
+        policy_state.follow_schedule(self.state.limits, self.state.clock, scheduled)
 
     def rate(self, updates: int, scheduled: float) -> float:
         """The rate of the update after `updates` applied ones, with the schedule at `scheduled`."""
         s, c = self.state, self.config
-        share = learning_rate_limits.after_rewind(s.rewound, updates, c.rewind_warmup, c.rewind_warmup_from)
-        share = min(share, learning_rate_limits.after_rewind(s.rewarm, updates, c.rewarm_steps, REWARM_FROM))
-        return learning_rate_limits.limited(s.limits, updates, scheduled, c.rewarm_steps, share)
+        warmup_share = policy_state.warmup_share(s.rewound, updates, c.rewind_warmup, c.rewind_warmup_from)
+        warmup_share = min(
+            warmup_share, policy_state.warmup_share(s.rewarm, updates, c.rewarm_steps, REWARM_FROM)
+        )
+        return policy_state.limit_rate(s.limits, updates, scheduled, c.rewarm_steps, warmup_share)
 
     def rewound(self, updates: int, redone: int) -> bool:
         """The run was rewound to `updates` applied ones, by `redone` steps: whether the rate warms up from there."""
@@ -617,16 +664,18 @@ class Policy:
         s, c = self.state, self.config
         if not s.limits or s.watching or s.refused or not finding.on_trend:
             return []
-        s.limits = learning_rate_limits.settled(s.limits, s.clock, c.budget_window)
-        told = []
-        for cap in learning_rate_limits.outgrown(s.limits, finding.step, scheduled, c.verify_steps):
+        s.limits = policy_state.drop_settled_limits(s.limits, s.clock, c.budget_window)
+        lifted_reasons = []
+        for cap in policy_state.find_outgrown_caps(s.limits, finding.step, scheduled, c.verify_steps):
             s.limits.remove(cap)
-            told.append(f"the schedule is at {scheduled:.3g}, no longer above {cap.highest(scheduled):.3g}")
-        limit = learning_rate_limits.rested(s.limits, s.clock, c)
+            lifted_reasons.append(
+                f"the schedule is at {scheduled:.3g}, no longer above {cap.highest(scheduled):.3g}"
+            )
+        limit = policy_state.find_rested_limit(s.limits, s.clock, c)
         if limit is not None:
             limit.lifted, limit.lifted_updates = s.clock, updates
-            told.append(
-                f"{s.clock - limit.clock} steps of new ground on the trend since {learning_rate_limits.words(limit)}: "
+            lifted_reasons.append(
+                f"{s.clock - limit.clock} steps of new ground on the trend since {policy_state.describe_limit(limit)}: "
                 f"the old rate is tried again, over {c.rewarm_steps} updates"
             )
-        return told
+        return lifted_reasons

@@ -34,8 +34,8 @@ def neighbour_difference(values: Sequence[float]) -> float:
 
 
 def _middle(ordered: Sequence[float]) -> float:
-    half = len(ordered) // 2
-    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
+    half_length = len(ordered) // 2
+    return ordered[half_length] if len(ordered) % 2 else (ordered[half_length - 1] + ordered[half_length]) / 2
 
 
 @dataclass(frozen=True)
@@ -65,18 +65,22 @@ def trend(times: Sequence[int], values: Sequence[float], now: int, *, floor: flo
     if len(values) < full:
         start = len(values) // 3
         times, values = times[start:], values[start:]
-    third = len(values) // 3
-    parts = (slice(0, third), slice(third, -third), slice(-third, None))
-    x0, x1, x2 = [_middle(times[part]) for part in parts]
-    y0, y1, y2 = [median(values[part]) for part in parts]
+    third_length = len(values) // 3
+    third_slices = (slice(0, third_length), slice(third_length, -third_length), slice(-third_length, None))
+    x0, x1, x2 = [_middle(times[third_slice]) for third_slice in third_slices]
+    y0, y1, y2 = [median(values[third_slice]) for third_slice in third_slices]
     slopes = [min(0.0, (y2 - y0) / (x2 - x0)), min(0.0, (y2 - y1) / (x2 - x1))]
     slope = max(slopes)
-    level_now = [value - slope * (time - now) for time, value in zip(times, values)] if slope else values
+    level_now = (
+        [value - slope * (known_time - now) for known_time, value in zip(times, values)] if slope else values
+    )
     level = median(level_now)
     scale = MAD_TO_SIGMA * median(map(abs, map(sub, level_now, repeat(level))))
-    noise = MAD_TO_SIGMA * neighbour_difference(values) / math.sqrt(2.0)
-    low = level + (min(slopes) - slope) * (now - x1)
-    return Trend(level, low, max(scale, floor), max(noise, floor), median(values[-_NEWEST:]))
+    neighbour_noise = MAD_TO_SIGMA * neighbour_difference(values) / math.sqrt(2.0)
+    lowest_level = level + (min(slopes) - slope) * (now - x1)
+    return Trend(
+        level, lowest_level, max(scale, floor), max(neighbour_noise, floor), median(values[-_NEWEST:])
+    )
 
 
 class Sum(BaseModel):
@@ -126,8 +130,8 @@ class Scatter(BaseModel):
         """residual: in sigma. memory: number of observations to remember."""
         self.seen += 1
         self.average += _GAIN * (max(-_CLIP, min(_CLIP, residual)) - self.average)
-        share = 1.0 / min(self.seen + _PRIOR, memory)
-        self.variance += share * (self.average**2 - self.variance)
+        new_share = 1.0 / min(self.seen + _PRIOR, memory)
+        self.variance += new_share * (self.average**2 - self.variance)
 
     def factor(self, usual: float, most: float) -> float:
         """The divisor of a residual: the root of the long-run variance over the `usual` one, from 1 to `most`."""

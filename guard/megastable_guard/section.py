@@ -24,13 +24,15 @@ BEYOND_RANGE = "beyond_range"
 
 
 def _takes_bool(annotation: Any) -> bool:
-    return annotation is bool or any(isinstance(choice, bool) for choice in get_args(annotation))
+    return annotation is bool or any(
+        isinstance(literal_choice, bool) for literal_choice in get_args(annotation)
+    )
 
 
 def _numbers_in(value: Any) -> Iterator[int | float]:
     if isinstance(value, tuple | list):
-        for part in value:
-            yield from _numbers_in(part)
+        for inner_value in value:
+            yield from _numbers_in(inner_value)
     elif isinstance(value, int | float) and not isinstance(value, bool):
         yield value
 
@@ -49,15 +51,15 @@ class Section(BaseModel):
     @classmethod
     def _bool_is_no_number(cls, given: Any) -> Any:
         # pydantic would accept yes as 1.
-        for name, value in given.items() if isinstance(given, dict) else ():
-            field = cls.model_fields.get(name)
-            if not isinstance(value, bool) or field is None or name in cls.in_a_word:
+        for field_name, field_value in given.items() if isinstance(given, dict) else ():
+            field = cls.model_fields.get(field_name)
+            if not isinstance(field_value, bool) or field is None or field_name in cls.in_a_word:
                 continue
             if not _takes_bool(field.annotation):
                 raise PydanticCustomError(
                     BOOL_FOR_ANOTHER_KIND,
                     "{name}={given}: expected another kind of value than yes or no",
-                    {"name": name, "given": str(value).lower()},
+                    {"name": field_name, "given": str(field_value).lower()},
                 )
         return given
 
@@ -66,12 +68,12 @@ class Section(BaseModel):
     def _is_in_range(cls, value: Any) -> Any:
         for number in _numbers_in(value):
             if isinstance(number, int) and abs(number) > LARGEST_WHOLE:
-                limit = "a whole number of at most 10^15"
+                limit_text = "a whole number of at most 10^15"
             elif isinstance(number, float) and abs(number) > LARGEST:
-                limit = f"a number of at most {LARGEST:g}"
+                limit_text = f"a number of at most {LARGEST:g}"
             elif isinstance(number, float) and 0 < abs(number) < SMALLEST:
-                limit = f"a number of at least {SMALLEST:g}"
+                limit_text = f"a number of at least {SMALLEST:g}"
             else:
                 continue
-            raise PydanticCustomError(BEYOND_RANGE, "expected {limit} in size", {"limit": limit})
+            raise PydanticCustomError(BEYOND_RANGE, "expected {limit} in size", {"limit": limit_text})
         return value

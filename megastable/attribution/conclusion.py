@@ -5,7 +5,7 @@ The experiments; of the first two recovery/replays.py tells the outcome, of the 
    step, it was the hardware; also if they differ where bits should repeat or where replays of a good state agree;
 2. the same without FP8, or by plain PyTorch in place of a kernel: if the spike vanishes, the cause is numerics;
 3. every sample since the onset, on the state before it: one that is bad there is bad data, and so is a crowd that is
-   worse than harmless batches (groups.py, scores.py); then its region is followed until it ends;
+   worse than harmless batches (scores.py); then its region is followed until it ends;
 4. a batch with an extraordinary gradient there: the samples in it that are like each other and unlike harmless ones, if
    losses do not name them.
 If no sample is bad: the same data is harmless on the good state, so the state was the cause.
@@ -91,7 +91,10 @@ class Conclusion:
         """Without the samples of `met` that are not bad by themselves; any other bad sample resembles the rest."""
         if not self.alone:
             return replace(self, guilty=[])
-        return replace(self, guilty=[p for p in self.guilty if p in self.alone or p not in met])
+        return replace(
+            self,
+            guilty=[position for position in self.guilty if position in self.alone or position not in met],
+        )
 
 
 def blame_samples(
@@ -112,26 +115,26 @@ def blame_samples(
         region: of `Conclusion`.
         together: gradient norm of a batch of the bad, relative to an ordinary one's.
     """
-    ordered, named = _worst_first(suspects), set(bad)
-    worst = next(suspect for suspect in ordered if suspect.position in named)
-    above = f"{worst.z:.0f} robust deviations above {compared_with} harmless ones"
-    far = f"the worst has a loss of {worst.loss:.2f} ({above})"
-    count = f"{len(bad)} of {len(suspects)} samples are bad"
+    ordered_suspects, bad_positions = _worst_first(suspects), set(bad)
+    worst_suspect = next(suspect for suspect in ordered_suspects if suspect.position in bad_positions)
+    deviation_text = f"{worst_suspect.z:.0f} robust deviations above {compared_with} harmless ones"
+    worst_text = f"the worst has a loss of {worst_suspect.loss:.2f} ({deviation_text})"
+    count_text = f"{len(bad)} of {len(suspects)} samples are bad"
     if together is not None:
-        reason = (
-            f"{count} together on the state before the onset, too: a batch of them has {together:.1f} times the "
+        blame_reason = (
+            f"{count_text} together on the state before the onset, too: a batch of them has {together:.1f} times the "
             "gradient norm of an ordinary one, and they are like each other and unlike harmless samples; by itself "
-            f"{far}"
+            f"{worst_text}"
         )
     else:
-        reason = f"{count} on the state before the onset, too: {far}"
-        if worst.gradient_norm is not None:
-            reason += f", and by itself a gradient norm of {worst.gradient_norm:.3g}"
+        blame_reason = f"{count_text} on the state before the onset, too: {worst_text}"
+        if worst_suspect.gradient_norm is not None:
+            blame_reason += f", and by itself a gradient norm of {worst_suspect.gradient_norm:.3g}"
         if chance < 0.05:
-            reason += f"; as many harmless ones are as bad in at most {100 * chance:.2g} % of draws"
+            blame_reason += f"; as many harmless ones are as bad in at most {100 * chance:.2g} % of draws"
     if region is not None:
-        reason += f". {region.how[0].upper()}{region.how[1:]}"
-    return Conclusion(Cause.DATA, sorted(bad), ordered, reason, region)
+        blame_reason += f". {region.how[0].upper()}{region.how[1:]}"
+    return Conclusion(Cause.DATA, sorted(bad), ordered_suspects, blame_reason, region)
 
 
 def blame_state(suspects: list[Suspect], steps: str, endless: int | None = None) -> Conclusion:
@@ -143,15 +146,17 @@ def blame_state(suspects: list[Suspect], steps: str, endless: int | None = None)
         endless: batches after the window for which bad samples went on without an end.
     """
     if endless is not None:
-        reason = (
+        blame_reason = (
             f"samples of {steps} are bad on the state before it, but so are those of the next "
             f"{plural(endless, 'step')}, as far as was looked: that is no region of bad data"
         )
     else:
-        reason = f"none of the {len(suspects)} samples of {steps} is bad on the state before it"
-        if unknown := sum(math.isnan(s.z) for s in suspects):
-            reason += f" ({unknown} of them cannot be judged: too few earlier samples of their corpora)"
-    return Conclusion(Cause.STATE, [], _worst_first(suspects), reason)
+        blame_reason = f"none of the {len(suspects)} samples of {steps} is bad on the state before it"
+        if unknown_count := sum(math.isnan(s.z) for s in suspects):
+            blame_reason += (
+                f" ({unknown_count} of them cannot be judged: too few earlier samples of their corpora)"
+            )
+    return Conclusion(Cause.STATE, [], _worst_first(suspects), blame_reason)
 
 
 def _worst_first(suspects: list[Suspect]) -> list[Suspect]:
@@ -164,10 +169,12 @@ def is_worse(now: Floats, recorded: Floats) -> bool:
     now, recorded: losses [n] of the same samples. Detects the update before the first anomalous step:
     paired differences, their median against its own standard error (1.2533 sigma / sqrt(n)).
     """
-    both = np.isfinite(now) & np.isfinite(recorded)
-    if not both.any():
+    are_finite = np.isfinite(now) & np.isfinite(recorded)
+    if not are_finite.any():
         return bool(recorded.size)
-    change = now[both] - recorded[both]
-    middle = float(np.median(change))
-    error = 1.2533 * 1.4826 * float(np.median(np.abs(change - middle))) / np.sqrt(change.size)
-    return bool(middle > WORSE + 4 * error)
+    loss_changes = now[are_finite] - recorded[are_finite]
+    middle = float(np.median(loss_changes))
+    standard_error = (
+        1.2533 * 1.4826 * float(np.median(np.abs(loss_changes - middle))) / np.sqrt(loss_changes.size)
+    )
+    return bool(middle > WORSE + 4 * standard_error)

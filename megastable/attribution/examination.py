@@ -1,6 +1,6 @@
 """Searches for the bad samples of an incident, up to the ends of a bad region. Collective.
 
-Measures with sample_replay.py; individuals and crowds are told by groups.py and scores.py. The batches after the window
+Measures with sample_replay.py; scores.py tells individuals and crowds. The batches after the window
 are measured one by one until the region is over.
 """
 
@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megastable.attribution import groups, scores
+from megastable.attribution import scores
 from megastable.attribution.conclusion import Conclusion, Region, Suspect, blame_samples, blame_state
 from megastable.attribution.sample_replay import Known, Laboratory, Trained
 from megastable.attribution.scores import STRAY, Judged, Scale, ScoredSamples
@@ -86,66 +86,76 @@ class Examination:
         self.shared = 0.0  # z by which the current state puts ordinary samples above their recorded losses
         self.endless: int | None = None  # batches after the window for which a region went on without an end
         self.together: float | None = None  # gradient of a batch of the bad, relative to an ordinary one's
-        self.positions = np.concatenate([t.positions for t in self.steps])
+        self.positions = np.concatenate([trained_step.positions for trained_step in self.steps])
         self.corpora = laboratory.corpora(self.positions)
         self.losses = self.lab.losses(self.positions)
         self.known: Known = laboratory.known(history, self.corpora, cursor, selection)
-        self.usual = groups.UsualLosses(self.known.losses, self.known.corpora)
+        self.usual = scores.UsualLosses(self.known.losses, self.known.corpora)
         self.scale = Scale(self._harmless())
 
     def _harmless(self) -> ScoredSamples:
         """Samples for calibration: the latest, except those right before the window, as a region may begin before it is
         noticed."""
-        chosen = list[Int64s]()
-        for corpus in np.unique(self.corpora).tolist():
-            mine = np.flatnonzero((self.known.corpora == corpus) & np.isfinite(self.usual.z))
-            late = min(self.config.behind * self.size, max(0, mine.size - 4 * groups.ENOUGH))
-            chosen.append(mine[: mine.size - late][-CALIBRATING:])
-        at = np.concatenate([np.empty(0, np.int64), *chosen])
-        return self.lab.samples(self.known.positions[at], self.usual.z[at])
+        chosen_parts = list[Int64s]()
+        for corpus_index in np.unique(self.corpora).tolist():
+            own_indices = np.flatnonzero((self.known.corpora == corpus_index) & np.isfinite(self.usual.z))
+            late_count = min(self.config.behind * self.size, max(0, own_indices.size - 4 * scores.ENOUGH))
+            chosen_parts.append(own_indices[: own_indices.size - late_count][-CALIBRATING:])
+        chosen_indices = np.concatenate([np.empty(0, np.int64), *chosen_parts])
+        return self.lab.samples(self.known.positions[chosen_indices], self.usual.z[chosen_indices])
 
     def judge(self) -> tuple[Judged, Floats]:
         """The bad samples of the window, and z."""
         c = self.config
-        z, p = self.usual.compare(self.losses, self.corpora, self.shared)
-        alone = groups.bad_by_loss(z, p, c.threshold)
-        self.alone = self.positions[alone]
+        z, p_values = self.usual.compare(self.losses, self.corpora, self.shared)
+        bad_alone = scores.bad_by_loss(z, p_values, c.threshold)
+        self.alone = self.positions[bad_alone]
         significance = c.adjacent_significance if self.adjacent else c.significance
-        suspects, error = self.lab.samples(self.positions, z), self.usual.error(self.corpora)
-        return scores.judge(self.scale, suspects, alone, error, significance, c.innocent), z
+        scored_suspects, shared_error = self.lab.samples(self.positions, z), self.usual.error(self.corpora)
+        return scores.judge(self.scale, scored_suspects, bad_alone, shared_error, significance, c.innocent), z
 
     def conclude(self) -> Conclusion:
-        """Run all experiments."""
+        # Losses come first. The state that is measured on is older than the records, or a little damaged, so that it
+        # may put every sample above its record. What the ordinary samples of the window share is no evidence against
+        # any of them: if somebody is bad, the window is judged once more, beyond that common shift.
         judged, z = self.judge()
-        if judged.bad.any() and (shared := groups.shared_shift(z, judged.bad)) > 0:
-            self.shared = shared
+        if judged.bad.any() and (shared_shift := scores.shared_shift(z, judged.bad)) > 0:
+            self.shared = shared_shift
             judged, z = self.judge()
-        crowd = self._judge_alike(judged.bad)
-        judged = crowd or judged
-        followed = self._follow(judged)
-        if crowd is None and (shift := self._shift_ahead(followed.beyond)) > 0:
+        # Samples may also be bad together only, however easy each is: the gradients of one repeated sentence add up.
+        alike_judgement = self._judge_alike(judged.bad)
+        judged = alike_judgement or judged
+        # The batches behind the window end the region. They are also the better reference, as they were measured on the
+        # same state and nobody has trained on them.
+        followed_region = self._follow(judged)
+        if alike_judgement is None and (shift_ahead := self._shift_ahead(followed_region.beyond)) > 0:
             # What lies ahead is high as well: the state is to blame, except for samples that are worse than that.
-            self.shared += shift
+            self.shared += shift_ahead
             judged, z = self.judge()
-            followed = self._follow(judged)
-        every = [*_suspects(self.positions, self.losses, z), *followed.measured]
-        measured = {suspect.position: suspect for suspect in every}
-        if crowd is None:
-            worst = sorted(followed.bad.tolist(), key=lambda position: -measured[position].z)
-            for position in worst[: min(SHOWN, self.config.gradients)]:
-                norm = self.lab.gradient_norm(np.array([position]))
-                if not math.isnan(norm):
-                    measured[position] = replace(measured[position], gradient_norm=norm)
-        suspects = list(measured.values())
-        if not followed.bad.size:
-            part = f"first {len(self.steps)} of " if len(self.steps) < len(self.window) else ""
-            steps = f"the {part}{len(self.window)} steps since the onset"
-            return blame_state(suspects, steps, self.endless)
-        kinds = int(np.isin(self.known.corpora, self.corpora).sum())
-        found = blame_samples(
-            suspects, followed.bad.tolist(), kinds, judged.p, followed.region, self.together
+            followed_region = self._follow(judged)
+        every_suspect = [*_suspects(self.positions, self.losses, z), *followed_region.measured]
+        measured = {suspect.position: suspect for suspect in every_suspect}
+        if alike_judgement is None:
+            worst_positions = sorted(followed_region.bad.tolist(), key=lambda position: -measured[position].z)
+            for position in worst_positions[: min(SHOWN, self.config.gradients)]:
+                gradient_norm = self.lab.gradient_norm(np.array([position]))
+                if not math.isnan(gradient_norm):
+                    measured[position] = replace(measured[position], gradient_norm=gradient_norm)
+        all_suspects = list(measured.values())
+        if not followed_region.bad.size:
+            part_text = f"first {len(self.steps)} of " if len(self.steps) < len(self.window) else ""
+            steps_text = f"the {part_text}{len(self.window)} steps since the onset"
+            return blame_state(all_suspects, steps_text, self.endless)
+        compared_count = int(np.isin(self.known.corpora, self.corpora).sum())
+        blamed_samples = blame_samples(
+            all_suspects,
+            followed_region.bad.tolist(),
+            compared_count,
+            judged.p,
+            followed_region.region,
+            self.together,
         )
-        return replace(found, alone=np.intersect1d(followed.bad, self.alone).tolist())
+        return replace(blamed_samples, alone=np.intersect1d(followed_region.bad, self.alone).tolist())
 
     def _follow(self, judged: Judged) -> Followed:
         """Measure the batches that follow the window, one after another until the region of its bad samples is over.
@@ -153,70 +163,81 @@ class Examination:
         bad = self.positions[judged.bad]
         if not bad.size or judged.score is None or not self.config.region:
             return Followed(bad)
-        found, probes, measured = [bad], list[tuple[int, int, int]](), list[Suspect]()
-        beyond = deque[Floats](maxlen=CLEAN)
-        cursor, clean = int(max(t.positions.max() for t in self.steps)) + 1, 0
-        most, strays = min(FARTHEST, FORWARD * self.config.region), most_strays(self.size)
-        while clean < CLEAN and len(probes) < most:
+        found_bad, probes, measured_suspects = [bad], list[tuple[int, int, int]](), list[Suspect]()
+        last_scores = deque[Floats](maxlen=CLEAN)
+        cursor, clean = int(max(trained_step.positions.max() for trained_step in self.steps)) + 1, 0
+        most_batches, most_stray = min(FARTHEST, FORWARD * self.config.region), most_strays(self.size)
+        while clean < CLEAN and len(probes) < most_batches:
             try:
-                ahead, cursor = self.selection.next_kept(cursor, self.size)
+                positions_ahead, cursor = self.selection.next_kept(cursor, self.size)
             except DataError:
                 break  # all that is left is skipped
-            losses = self.lab.losses(ahead)
-            z = self.usual.far_out(losses, self.lab.corpora(ahead)) - self.shared
-            named = ahead[judged.score.of(self.lab.samples(ahead, z)) >= judged.bar]
-            clean = clean + 1 if named.size <= strays else 0
-            found.append(named)
-            beyond.append(z)
-            probes.append((int(ahead[0]), ahead.size, int(named.size)))
-            measured += _suspects(ahead, losses, z)
-        last = np.concatenate([np.empty(0), *beyond])
+            losses_ahead = self.lab.losses(positions_ahead)
+            z = self.usual.far_out(losses_ahead, self.lab.corpora(positions_ahead)) - self.shared
+            named_positions = positions_ahead[
+                judged.score.of(self.lab.samples(positions_ahead, z)) >= judged.bar
+            ]
+            clean = clean + 1 if named_positions.size <= most_stray else 0
+            found_bad.append(named_positions)
+            last_scores.append(z)
+            probes.append((int(positions_ahead[0]), positions_ahead.size, int(named_positions.size)))
+            measured_suspects += _suspects(positions_ahead, losses_ahead, z)
+        last_z = np.concatenate([np.empty(0), *last_scores])
         self.endless = len(probes) if clean < CLEAN else None
         if self.endless is not None:
-            return Followed(np.empty(0, np.int64), None, tuple(measured), last)
-        reach = len(probes) - clean
+            return Followed(np.empty(0, np.int64), None, tuple(measured_suspects), last_z)
+        region_batches = len(probes) - clean
         # The first clean batch may begin with the region's last sample; in the others single samples are strays.
-        every = np.unique(np.concatenate(found[: reach + 2]))
-        how = "nothing is bad beyond the window"
-        if reach:
-            how = f"it goes on for {reach} {'batch' if reach == 1 else 'batches'}"
-        how += f": the next {clean} batches have at most {plural(strays, 'such sample')} each"
+        all_bad = np.unique(np.concatenate(found_bad[: region_batches + 2]))
+        how_ended = "nothing is bad beyond the window"
+        if region_batches:
+            how_ended = f"it goes on for {region_batches} {'batch' if region_batches == 1 else 'batches'}"
+        how_ended += f": the next {clean} batches have at most {plural(most_stray, 'such sample')} each"
         steps = round(len(probes) / FORWARD, 1)
-        region = Region(int(every[0]), int(every[-1]) + 1, how, len(measured), steps, tuple(probes))
-        return Followed(every, region, tuple(measured), last)
+        region = Region(
+            int(all_bad[0]), int(all_bad[-1]) + 1, how_ended, len(measured_suspects), steps, tuple(probes)
+        )
+        return Followed(all_bad, region, tuple(measured_suspects), last_z)
 
     def _shift_ahead(self, z: Floats) -> float:
         """How far the last samples ahead lie above what was recorded, in z, if significantly: 0 otherwise. They are the
         better reference: measured on the same state, and none was trained on."""
         z = z[np.isfinite(z)]
-        if z.size < groups.ENOUGH // 2:
+        if z.size < scores.ENOUGH // 2:
             return 0.0
-        middle, width = groups.robust(z)
-        noise = math.hypot(self.usual.error(), groups.MEDIAN_ERROR * width / math.sqrt(z.size))
-        return middle if middle > 3 * noise else 0.0
+        median_z, z_scale = scores.robust(z)
+        standard_error = math.hypot(self.usual.error(), scores.MEDIAN_ERROR * z_scale / math.sqrt(z.size))
+        return median_z if median_z > 3 * standard_error else 0.0
 
     def _judge_alike(self, bad: Bools) -> Judged | None:
         """Samples that are bad together: a batch has an extraordinary gradient, and many of its samples are alike. None
         if that names none beyond `bad`, those that are bad by loss."""
-        far = self.lab.find_extraordinary(self.steps, self.known)
-        if far is None:
+        extraordinary_batches = self.lab.find_extraordinary(self.steps, self.known)
+        if extraordinary_batches is None:
             return None
-        suspected = bad if bad.sum() >= groups.CROWD else np.isin(self.positions, far.positions)
-        suspects = self.lab.samples(self.positions, np.zeros(self.positions.size))
-        judged = scores.judge_alike(self.scale, suspects, suspected, self.config.innocent)
-        everyone = judged.bad | bad
+        are_suspected = (
+            bad if bad.sum() >= scores.CROWD else np.isin(self.positions, extraordinary_batches.positions)
+        )
+        scored_suspects = self.lab.samples(self.positions, np.zeros(self.positions.size))
+        window_judgement = scores.judge_alike(
+            self.scale, scored_suspects, are_suspected, self.config.innocent
+        )
+        all_bad = window_judgement.bad | bad
         # Losses are the better evidence where both tell.
-        if judged.score is None or everyone.sum() == bad.sum():
+        if window_judgement.score is None or all_bad.sum() == bad.sum():
             return None
-        self.together = far.ratio
-        return judged._replace(bad=everyone)
+        self.together = extraordinary_batches.ratio
+        return window_judgement._replace(bad=all_bad)
 
 
 def most_strays(size: int) -> int:
     """Most bad samples of a clean batch: one, and of a large one what harmless samples bring, two deviations added."""
-    usual = STRAY * size
-    return max(1, int(usual + 2 * math.sqrt(usual)))
+    usual_strays = STRAY * size
+    return max(1, int(usual_strays + 2 * math.sqrt(usual_strays)))
 
 
 def _suspects(positions: Int64s, losses: Floats, z: Floats) -> list[Suspect]:
-    return [Suspect(*row) for row in zip(positions.tolist(), losses.tolist(), z.tolist(), strict=True)]
+    return [
+        Suspect(*suspect_fields)
+        for suspect_fields in zip(positions.tolist(), losses.tolist(), z.tolist(), strict=True)
+    ]

@@ -28,9 +28,9 @@ import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
-from megastable.attribution import groups
+from megastable.attribution import scores
 from megastable.config.stability import SampleConfig
-from megastable_guard.signals import Verdict
+from megastable_guard.actions import Verdict
 
 Floats = npt.NDArray[np.float64]
 Int64s = npt.NDArray[np.int64]
@@ -69,7 +69,6 @@ def _packed(kept: Floats) -> str:
 
 
 def _unpacked(given: str | Floats) -> Floats:
-    """The inverse."""
     if not isinstance(given, str):
         return given
     return np.frombuffer(base64.b64decode(given, validate=True), "<f8").astype(np.float64)
@@ -86,8 +85,6 @@ class _HistoryState(BaseModel):
 
 
 class CorpusState(_HistoryState):
-    """State of a corpus. losses: the latest, nats."""
-
     losses: Latest = np.empty(0)
 
     def __eq__(self, other: object) -> bool:
@@ -138,13 +135,13 @@ class Rest(_HistoryState):
 
     def after(self, step: int) -> Rest:
         """Twice as long if it recurs soon."""
-        soon = step < self.until + LONGEST_REST
-        steps = min(max(FIRST_REST, 2 * self.steps), LONGEST_REST) if soon else FIRST_REST
-        return Rest(until=step + steps, steps=steps)
+        is_soon = step < self.until + LONGEST_REST
+        rest_steps = min(max(FIRST_REST, 2 * self.steps), LONGEST_REST) if is_soon else FIRST_REST
+        return Rest(until=step + rest_steps, steps=rest_steps)
 
 
 class WatchState(_HistoryState):
-    """The state of sample_watch.py in checkpoints and snapshots. quiet: steps on the trend, with nothing open. rest:
+    """The state of `SampleWatch` in checkpoints and snapshots. quiet: steps on the trend, with nothing open. rest:
     in which no whole batches are suspected."""
 
     test: SampleState = SampleState()
@@ -179,46 +176,51 @@ class SampleTest:
         applied: whether the update was; a refused batch is evidence, but does not enter the baseline. norm: of the
         gradient before clipping, nan to ignore it.
         """
-        z, scatter = np.full(losses.shape, np.nan), max(SCATTER, SCATTER_BATCHES * losses.size)
-        for index in np.unique(corpora).tolist():
-            name, mine = names[index], corpora == index
-            known = self._state.corpora.setdefault(name, CorpusState())
-            if len(known.losses) >= scatter:
-                z[mine] = _scores(losses[mine], known.losses, max(LATEST, LATEST_BATCHES * losses.size))
+        z, scatter_count = np.full(losses.shape, np.nan), max(SCATTER, SCATTER_BATCHES * losses.size)
+        for corpus_index in np.unique(corpora).tolist():
+            corpus_name, mine = names[corpus_index], corpora == corpus_index
+            corpus_state = self._state.corpora.setdefault(corpus_name, CorpusState())
+            if len(corpus_state.losses) >= scatter_count:
+                z[mine] = _scores(
+                    losses[mine], corpus_state.losses, max(LATEST, LATEST_BATCHES * losses.size)
+                )
             if applied:
-                finite = losses[mine & np.isfinite(losses)]
-                known.losses = np.concatenate([known.losses, finite])[-scatter:]
-        lift = self._lift(z[~np.isnan(z)], applied)
-        return self._add(step, lift, self._up(norm, applied))
+                finite_losses = losses[mine & np.isfinite(losses)]
+                corpus_state.losses = np.concatenate([corpus_state.losses, finite_losses])[-scatter_count:]
+        batch_lift = self._lift(z[~np.isnan(z)], applied)
+        return self._add(step, batch_lift, self._up(norm, applied))
 
     def _lift(self, z: Floats, applied: bool) -> float:
         """How far a batch's mean clipped score lies above those of others, in sigma of batches."""
         if not z.size:
             return math.nan
-        mean, known = float(np.clip(z, -CLIP, CLIP).mean()), self._state.means
+        mean_score, known_means = float(np.clip(z, -CLIP, CLIP).mean()), self._state.means
         if applied:
-            self._state.means = [*known, mean][-STEPS - UNPROVEN :]
-        return _above(mean, known, CLIP / 100, FARTHEST)
+            self._state.means = [*known_means, mean_score][-STEPS - UNPROVEN :]
+        return _above(mean_score, known_means, CLIP / 100, FARTHEST)
 
     def _up(self, norm: float, applied: bool) -> float:
         """The same for its gradient norm."""
         if not 0 < norm < math.inf:
             return math.nan
-        value, known = math.log(norm), self._state.norms
+        log_norm, known_norms = math.log(norm), self._state.norms
         if applied:
-            self._state.norms = [*known, value][-STEPS - UNPROVEN :]
-        return _above(value, known, NORM_FLOOR, FARTHEST_NORM)
+            self._state.norms = [*known_norms, log_norm][-STEPS - UNPROVEN :]
+        return _above(log_norm, known_norms, NORM_FLOOR, FARTHEST_NORM)
 
     def _add(self, step: int, lift: float, up: float) -> Alarm | None:
         s = self._state
         sums = [*s.batch, *s.norm]
-        bets = [*_bets(lift), *_bets(up)]
-        together = [_raise(by, term, step) for by, term in zip(sums, bets, strict=True)]
-        highest = int(np.argmax(together))
-        if together[highest] < self._limit:
+        log_bets = [*_bets(lift), *_bets(up)]
+        sum_heights = [_raise(by, term, step) for by, term in zip(sums, log_bets, strict=True)]
+        highest_index = int(np.argmax(sum_heights))
+        if sum_heights[highest_index] < self._limit:
             return None
-        onset, what = sums[highest].onset, "all samples together lie above what is usual for their corpora"
-        if highest >= LIFTS.size:
+        onset, what = (
+            sums[highest_index].onset,
+            "all samples together lie above what is usual for their corpora",
+        )
+        if highest_index >= LIFTS.size:
             what = "the gradient norms lie above what is usual"
         s.batch, s.norm = [SumState() for _ in LIFTS], [SumState() for _ in LIFTS]
         return Alarm(onset, f"since step {onset} {what}")
@@ -227,7 +229,9 @@ class SampleTest:
 def _copied(state: SampleState) -> SampleState:
     """Lists of numbers are replaced, never changed, so that they need no copy: this runs every step."""
     return SampleState(
-        corpora={name: known.model_copy() for name, known in state.corpora.items()},
+        corpora={
+            corpus_name: corpus_state.model_copy() for corpus_name, corpus_state in state.corpora.items()
+        },
         means=state.means,
         norms=state.norms,
         batch=[replace(by) for by in state.batch],
@@ -237,19 +241,21 @@ def _copied(state: SampleState) -> SampleState:
 
 def _scores(losses: Floats, known: Floats, count: int) -> Floats:
     """Robust sigma above the latest of the corpus; non-finite losses get the maximum."""
-    centre = _median(known[-count:])
-    scale = max(groups.SCALE_FLOOR, 1.4826 * _median(np.abs(known - centre)))
-    return np.asarray(np.nan_to_num((losses - centre) / scale, nan=1e6, posinf=1e6, neginf=1e6))
+    loss_centre = _median(known[-count:])
+    robust_scale = max(scores.SCALE_FLOOR, 1.4826 * _median(np.abs(known - loss_centre)))
+    return np.asarray(np.nan_to_num((losses - loss_centre) / robust_scale, nan=1e6, posinf=1e6, neginf=1e6))
 
 
 def _above(value: float, known: list[float], floor: float, most: float) -> float:
     """How far a batch lies above earlier ones except the newest, in sigma; nan if too few are known."""
-    before = np.array(known[:-UNPROVEN])
-    if before.size < FEWEST:
+    values_before = np.array(known[:-UNPROVEN])
+    if values_before.size < FEWEST:
         return math.nan
-    middle = _median(before)
-    scale = max(floor, 1.4826 * _median(np.abs(before - middle))) * (1 + WIDER / math.sqrt(before.size))
-    return min(most, (value - middle) / scale)
+    middle = _median(values_before)
+    batch_scale = max(floor, 1.4826 * _median(np.abs(values_before - middle))) * (
+        1 + WIDER / math.sqrt(values_before.size)
+    )
+    return min(most, (value - middle) / batch_scale)
 
 
 def _bets(lift: float) -> list[float]:
@@ -259,9 +265,13 @@ def _bets(lift: float) -> list[float]:
 
 def _median(finite: Floats) -> float:
     """Several times faster than np.median, which checks its input."""
-    half = finite.size // 2
-    ordered = np.partition(finite, (half - 1, half))
-    return float(ordered[half] if finite.size % 2 else (ordered[half - 1] + ordered[half]) / 2)
+    half_size = finite.size // 2
+    partly_ordered = np.partition(finite, (half_size - 1, half_size))
+    return float(
+        partly_ordered[half_size]
+        if finite.size % 2
+        else (partly_ordered[half_size - 1] + partly_ordered[half_size]) / 2
+    )
 
 
 def _raise(by: SumState, term: float, step: int) -> float:

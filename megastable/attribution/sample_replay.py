@@ -1,24 +1,28 @@
-"""Measures samples on the engine's current state, for attribution. Collective; leaves no trace."""
+"""Measures samples on the engine's current state, for attribution, and trains branches of the run: some steps on given
+samples, of which nothing remains once the state is restored. Collective."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch.distributed as dist
 
-from megastable.attribution import groups
+from megastable.attribution import scores
 from megastable.attribution.scores import READ, ScoredSamples
 from megastable.base.collectives import agree, first
 from megastable.base.errors import MegastableError
 from megastable.config.stability import AttributionConfig
+from megastable.config.tree import RunConfig
 from megastable.data.loader import Loader, MicroBatch
 from megastable.data.skips import Selection, Skips
 from megastable.engine.engine import Engine
+from megastable.optim.schedule import scheduled_rate
 
 Int64s = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -61,10 +65,12 @@ class ExtraordinaryBatches(NamedTuple):
 def harmless(steps: Sequence[Trained], selection: Skips | Selection) -> tuple[Int64s, Floats]:
     """Positions and losses of the samples of some steps, without those skipped by now: they may have been convicted
     since, in a later epoch."""
-    positions = np.concatenate([np.empty(0, np.int64), *(t.positions for t in steps)])
-    losses = np.concatenate([np.empty(0), *(t.losses for t in steps)])
-    kept = ~selection.mask(positions)
-    return positions[kept], losses[kept]
+    all_positions = np.concatenate(
+        [np.empty(0, np.int64), *(trained_step.positions for trained_step in steps)]
+    )
+    all_losses = np.concatenate([np.empty(0), *(trained_step.losses for trained_step in steps)])
+    are_kept = ~selection.mask(all_positions)
+    return all_positions[are_kept], all_losses[are_kept]
 
 
 class Laboratory:
@@ -85,12 +91,12 @@ class Laboratory:
         Raises DataError on every rank if one cannot read its part.
         """
         self._tell("losses", positions)
-        unit, found = self.loader.unit, [np.empty(0)]
+        loader_unit, loss_parts = self.loader.unit, [np.empty(0)]
         for part in np.split(positions, range(self.batch, positions.size, self.batch)):
             if part.size:
-                padded = np.concatenate([part, np.repeat(part[-1:], -part.size % unit)])
-                found.append(self.engine.evaluate(self._read(padded)).numpy()[: part.size])
-        return np.concatenate(found)
+                padded_positions = np.concatenate([part, np.repeat(part[-1:], -part.size % loader_unit)])
+                loss_parts.append(self.engine.evaluate(self._read(padded_positions)).numpy()[: part.size])
+        return np.concatenate(loss_parts)
 
     def gradient_norm(self, positions: Int64s) -> float:
         """Norm of the mean gradient of some samples, by a batch full of copies; nan if fp16 overflows.
@@ -99,9 +105,9 @@ class Laboratory:
         Raises DataError as `losses` does.
         """
         self._tell("gradient_norm", positions)
-        even = positions.size * max(1, self.batch // positions.size)
-        size = self.batch if even % self.loader.unit else even
-        measured = self.engine.measure(self._read(np.resize(positions, size)))
+        even_size = positions.size * max(1, self.batch // positions.size)
+        copied_size = self.batch if even_size % self.loader.unit else even_size
+        measured = self.engine.measure(self._read(np.resize(positions, copied_size)))
         return math.nan if measured.overflow else measured.grad_norm
 
     def corpora(self, positions: Int64s) -> Int64s:
@@ -117,11 +123,11 @@ class Laboratory:
 
     def _read_tokens(self, positions: Int64s) -> npt.NDArray[np.int32]:
         source = self.loader.source
-        found = np.empty((positions.size, min(source.order.sequence_length, READ) + 1), np.int32)
-        for begin in range(0, positions.size, self.batch):
-            part = slice(begin, begin + self.batch)
-            found[part] = source.samples(positions[part])[:, : found.shape[1]]
-        return found
+        read_tokens = np.empty((positions.size, min(source.order.sequence_length, READ) + 1), np.int32)
+        for part_begin in range(0, positions.size, self.batch):
+            part_slice = slice(part_begin, part_begin + self.batch)
+            read_tokens[part_slice] = source.samples(positions[part_slice])[:, : read_tokens.shape[1]]
+        return read_tokens
 
     def samples(self, positions: Int64s, z: Floats) -> ScoredSamples:
         """Prepare samples for scoring. z: of their losses [n]; unknown ones do not count. Raises DataError as `losses`
@@ -140,30 +146,30 @@ class Laboratory:
         if dist.get_rank() == 0:
             return self._lead(work)
         # Requests of rank 0, until it is done.
-        while (asked := first(_nothing)) is not None:
-            measure, positions = asked
-            getattr(self, measure)(positions)
+        while (asked_for := first(_nothing)) is not None:
+            method_name, sample_positions = asked_for
+            getattr(self, method_name)(sample_positions)
         return first(_nothing)
 
     def _lead(self, work: Callable[[Laboratory], T]) -> T:
         """Run it, and send the others the outcome."""
 
-        def outcome() -> T:
-            if error is not None:
-                raise error
-            return found[0]
+        def tell_outcome() -> T:
+            if raised_error is not None:
+                raise raised_error
+            return work_results[0]
 
-        found, error, self._leads = list[T](), None, True
+        work_results, raised_error, self._leads = list[T](), None, True
         try:
-            found.append(work(self))
+            work_results.append(work(self))
         except MegastableError as raised:
             if raised.collective:  # raised in a measurement: the others have it, too
                 raise
-            error = raised
+            raised_error = raised
         finally:
             self._leads = False
         first(_nothing)
-        return first(outcome)
+        return first(tell_outcome)
 
     def _tell(self, measure: str, positions: Int64s) -> None:
         """Make the other ranks join a measurement, if this one leads."""
@@ -202,13 +208,76 @@ class Laboratory:
         """Measure gradients of a few batches of `steps` on the good state, the refused ones first, and of an ordinary
         one. Each costs a step. None: all are ordinary, or what is ordinary is unknown."""
         batches = sorted(steps, key=lambda t: t.applied)[: max(0, min(BATCHES, self.config.gradients - 1))]
-        if not batches or known.positions.size < groups.ENOUGH:
+        if not batches or known.positions.size < scores.ENOUGH:
             return None
         whole = self.gradient_norm(known.positions[-self.batch :])
         norms = np.array([self.gradient_norm(t.positions) for t in batches])
-        far = [t.positions for t, norm in zip(batches, norms, strict=True) if norm > BATCH_RATIO * whole]
+        far = [
+            t.positions
+            for t, batch_norm in zip(batches, norms, strict=True)
+            if batch_norm > BATCH_RATIO * whole
+        ]
         return ExtraordinaryBatches(np.concatenate(far), float(np.nanmax(norms)) / whole) if far else None
 
 
 def _nothing() -> Any:
     return None
+
+
+class BranchStart(NamedTuple):
+    """Where a branch begins: applied updates so far, and the tokens of them."""
+
+    updates: int
+    trained_tokens: int
+
+
+class TrainedBranch(NamedTuple):
+    """Mean loss (nats) and gradient norm of every step of a branch; [steps]. measured: losses of some samples at its
+    end; [n], nats."""
+
+    losses: Floats
+    norms: Floats
+    measured: Floats = np.empty(0)
+
+
+def train_branch(
+    config: RunConfig,
+    engine: Engine,
+    loader: Loader,
+    start: BranchStart,
+    batches: Sequence[Int64s],
+    limit_rate: Callable[[int, float], float],
+    tell_progress: Callable[[int], None] = lambda step: None,
+    applied: Sequence[bool] | None = None,
+) -> TrainedBranch:
+    """Train on `batches` from the state that the engine holds, which is `start`. Only finite updates are applied. The
+    caller restores the engine's state and counters.
+
+    Args:
+        batches: positions of the samples of each step, int64 [global batch].
+        limit_rate: the rate after cuts and caps, from the applied updates and the scheduled rate.
+        tell_progress: called before each step with its number, from 0.
+        applied: which updates may be; None: all.
+
+    Raises:
+        DataError: on every rank, if one cannot read its part.
+    """
+    updates, trained_tokens = start
+    engine_before = engine.measured, engine.applied, engine.kept, engine.counters_before
+    step_losses, step_norms = list[float](), list[float]()
+    try:
+        for step, sample_positions in enumerate(batches):
+            tell_progress(step)
+            micro_batches = agree(partial(loader.read, sample_positions))
+            token_count = sample_positions.size * config.model.sequence_length
+            limited_rate = limit_rate(updates, scheduled_rate(config, updates, trained_tokens, token_count))
+            is_allowed = applied is None or applied[step]
+            measured, was_applied = engine.train_step(
+                micro_batches, limited_rate, lambda m, allowed=is_allowed: allowed and m.finite
+            )
+            updates, trained_tokens = updates + was_applied, trained_tokens + was_applied * token_count
+            step_losses.append(measured.loss)
+            step_norms.append(measured.grad_norm)
+    finally:
+        engine.measured, engine.applied, engine.kept, engine.counters_before = engine_before
+    return TrainedBranch(np.array(step_losses), np.array(step_norms))

@@ -2,7 +2,7 @@
 that sends heartbeats.
 
 One per process. To enter an activity costs a few assignments, so a step may do it several times. On a GPU, which runs
-behind the host, a clock of its own measures the activities (engine/device_clock.py).
+behind the host, a clock of its own measures the activities (engine/measured.py).
 """
 
 from __future__ import annotations
@@ -89,45 +89,47 @@ def end(seconds: float) -> None:
     _in_step = False
     if listener is not None:
         listener.end()
-    over = [(step, seconds, dict(_spent))] if clock is None else clock.end(step, seconds)
-    for number, took, by_activity in over:
-        timed.append((number, took, tuple(by_activity.get(name, 0.0) for name in OWN)))
-        spent.append((number, by_activity))
+    steps_over = [(step, seconds, dict(_spent))] if clock is None else clock.end(step, seconds)
+    for step_number, step_seconds, by_activity in steps_over:
+        timed.append(
+            (step_number, step_seconds, tuple(by_activity.get(activity_name, 0.0) for activity_name in OWN))
+        )
+        spent.append((step_number, by_activity))
 
 
 def waited(seconds: float) -> None:
     """So much of the present activity was a wait for other ranks. Ignored of any thread but the one that trains."""
-    if _in_step and threading.get_ident() == _trainer and (name := _now[0]) in OWN:
-        _spent[name] = _spent.get(name, 0.0) - seconds
+    if _in_step and threading.get_ident() == _trainer and (activity_name := _now[0]) in OWN:
+        _spent[activity_name] = _spent.get(activity_name, 0.0) - seconds
         _spent[REDUCE] = _spent.get(REDUCE, 0.0) + seconds
 
 
 def enter(name: str) -> None:
     """From now on this process does `name`."""
     global _now
-    now = time.monotonic()
+    current_time = time.monotonic()
     if _in_step:
-        before, since = _now
-        _spent[before] = _spent.get(before, 0.0) + now - since
+        previous_name, previous_time = _now
+        _spent[previous_name] = _spent.get(previous_name, 0.0) + current_time - previous_time
         if clock is not None:
             clock.enter(name)
         if listener is not None:
             listener.enter(name)
-    _now = (name, now)
+    _now = (name, current_time)
 
 
 def current() -> tuple[str, float]:
     """The activity, and for how many seconds."""
-    name, since = _now
-    return name, time.monotonic() - since
+    activity_name, since_time = _now
+    return activity_name, time.monotonic() - since_time
 
 
 def age() -> float:
     """Seconds since this process was started, by the kernel's clock; 0 if it does not say."""
     try:
         # Field 22 of proc(5), in ticks since boot; psutil knows the time of the boot to a second only.
-        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
+        start_ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - start_ticks / os.sysconf("SC_CLK_TCK"))
     except (OSError, ValueError, IndexError):
         return 0.0
 
@@ -148,13 +150,13 @@ def exchange_begins(count: int) -> None:
 def exchange_ends(count: int) -> None:
     """count: torch's, of the world group."""
     global _exchanged
-    past, before = _exchanged
-    assert before is not None
-    _exchanged = (past + count - before, None)
+    past_exchanges, count_before = _exchanged
+    assert count_before is not None
+    _exchanged = (past_exchanges + count - count_before, None)
 
 
 def collectives(count: int) -> int:
     """How many of `count`, torch's of the world group, were collectives. Gloo counts sends and receives too, which the
     stages of a pipeline do not all do equally often."""
-    past, before = _exchanged
-    return (count if before is None else before) - past
+    past_exchanges, count_before = _exchanged
+    return (count if count_before is None else count_before) - past_exchanges

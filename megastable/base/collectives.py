@@ -17,36 +17,36 @@ def gathered(value: Any, group: Any = None) -> list[Any]:
     """The `value` of every rank of `group` (default: the world), in rank order, on every rank."""
     if dist.get_world_size(group) == 1:
         return [value]  # even a collective of one rank takes a millisecond
-    everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, value, group=group)
-    return everyone
+    values_by_rank: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values_by_rank, value, group=group)
+    return values_by_rank
 
 
 def agree(action: Callable[[], T]) -> T:
     """Run `action` on every rank. If it raises a MegastableError on any rank, all ranks raise the lowest rank's
     error."""
-    result: Any = None
+    own_result: Any = None
     error: MegastableError | None = None
     try:
-        result = action()
-    except MegastableError as raised:
-        error = raised
+        own_result = action()
+    except MegastableError as own_error:
+        error = own_error
     _raise_first(gathered(error))
-    return result
+    return own_result
 
 
 def first(action: Callable[[], T]) -> T:
     """Run `action` on rank 0 only; every rank returns its result or raises its MegastableError."""
-    answer: list[Any] = [None, None]
+    result_or_error: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:
-            answer[0] = action()
+            result_or_error[0] = action()
         except MegastableError as raised:
-            answer[1] = raised
+            result_or_error[1] = raised
     if dist.get_world_size() > 1:
-        dist.broadcast_object_list(answer, src=0)
-    _raise_first(answer[1:])
-    return answer[0]
+        dist.broadcast_object_list(result_or_error, src=0)
+    _raise_first(result_or_error[1:])
+    return result_or_error[0]
 
 
 def shared(error: MegastableError) -> MegastableError:
@@ -57,8 +57,8 @@ def shared(error: MegastableError) -> MegastableError:
 
 def strangers(value: Any) -> list[int]:
     """The ranks whose `value` differs from rank 0's; empty when all agree."""
-    values = gathered(value)
-    return [rank for rank, other in enumerate(values) if other != values[0]]
+    values_by_rank = gathered(value)
+    return [rank for rank, rank_value in enumerate(values_by_rank) if rank_value != values_by_rank[0]]
 
 
 def _raise_first(errors: list[Any]) -> None:

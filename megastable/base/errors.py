@@ -103,8 +103,8 @@ def user_errors() -> Iterator[None]:
     except OSError as error:
         if error.errno not in OF_NAMES:
             raise
-        told = f"{error.filename}: {error.strerror}" if error.filename is not None else str(error)
-        print(f"error: {visible(told[:500])}", file=sys.stderr, flush=True)
+        error_text = f"{error.filename}: {error.strerror}" if error.filename is not None else str(error)
+        print(f"error: {visible(error_text[:500])}", file=sys.stderr, flush=True)
         raise SystemExit(BAD_INPUT) from None
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)

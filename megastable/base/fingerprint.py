@@ -24,7 +24,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from megastable.base import splitmix
+from megastable.base import reproducible
 
 log = logging.getLogger(__name__)
 
@@ -52,11 +52,11 @@ Marks = Mapping[str, Mark]
 @torch.no_grad()
 def fingerprint(tensors: Iterable[Tensor]) -> Tensor:
     """int64 [], on the device of the tensors (any dtype, all on one device): of their bytes, in this order."""
-    flat = [_bytes(tensor) for tensor in tensors]
-    total = torch.zeros((), dtype=torch.int64, device=flat[0].device if flat else None)
-    for place, each in enumerate(flat):
-        scale = pow(STEP, 2 * (len(flat) - 1 - place), 1 << 64)
-        _add(total, each, scale)
+    flat_tensors = [_bytes(tensor) for tensor in tensors]
+    total = torch.zeros((), dtype=torch.int64, device=flat_tensors[0].device if flat_tensors else None)
+    for place, flat_tensor in enumerate(flat_tensors):
+        scale = pow(STEP, 2 * (len(flat_tensors) - 1 - place), 1 << 64)
+        _add(total, flat_tensor, scale)
     return total
 
 
@@ -72,75 +72,78 @@ def mark_of(tensor: Tensor, device: str | None = None) -> Mark:
 
 def marks_of(tensors: Mapping[str, Tensor], like: Marks | None = None) -> Marks:
     """like: marks that these will be compared with."""
-    made = {name: mark.device for name, mark in (like or {}).items()}
-    return {name: mark_of(tensor, made.get(name)) for name, tensor in tensors.items()}
+    device_by_name = {name: mark.device for name, mark in (like or {}).items()}
+    return {name: mark_of(tensor, device_by_name.get(name)) for name, tensor in tensors.items()}
 
 
 def unlike(marks: Marks, others: Marks) -> list[str]:
     """The names whose marks differ, or that only one of them has. Waits for the devices, once for each."""
     both = [name for name in marks if name in others]
-    odd = [
+    differing_names = [
         name for name, a, b in zip(both, _values(marks, both), _values(others, both), strict=True) if a != b
     ]
-    return [*odd, *sorted(marks.keys() ^ others.keys())]
+    return [*differing_names, *sorted(marks.keys() ^ others.keys())]
 
 
 def _values(marks: Marks, names: Sequence[str]) -> list[int]:
     """Fetched together: a wait for each would leave a GPU without work as often. Of a state on a GPU a few tensors are
     on the CPU, as the optimizer's count of steps may be."""
-    groups = defaultdict[torch.device, list[str]](list)
+    names_by_device = defaultdict[torch.device, list[str]](list)
     for name in names:
-        groups[marks[name].value.device].append(name)
-    values: dict[str, int] = {}
-    for group in groups.values():
-        values |= zip(group, torch.stack([marks[name].value for name in group]).tolist(), strict=True)
-    return [values[name] for name in names]
+        names_by_device[marks[name].value.device].append(name)
+    value_by_name: dict[str, int] = {}
+    for group in names_by_device.values():
+        value_by_name |= zip(group, torch.stack([marks[name].value for name in group]).tolist(), strict=True)
+    return [value_by_name[name] for name in names]
 
 
 def _bytes(tensor: Tensor) -> Tensor:
     """uint8 [bytes]; a copy only where it has to be."""
-    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    aligned = flat.data_ptr() % 8 == 0 and flat.storage_offset() % 8 == 0
-    return flat if aligned else flat.clone()
+    flat_bytes = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    is_aligned = flat_bytes.data_ptr() % 8 == 0 and flat_bytes.storage_offset() % 8 == 0
+    return flat_bytes if is_aligned else flat_bytes.clone()
 
 
 def _add(total: Tensor, flat: Tensor, scale: int) -> None:
     """Add what the bytes give, times `scale`, to `total`, in place."""
-    whole = flat.numel() // 8 * 8
-    words, rest = flat[:whole].view(torch.int64), flat[whole:]
+    whole_bytes = flat.numel() // 8 * 8
+    words, rest = flat[:whole_bytes].view(torch.int64), flat[whole_bytes:]
     # With the length, or zeros could move from one tensor to the next.
-    start = flat.numel() * STEP * scale & MASK
+    length_term = flat.numel() * STEP * scale & MASK
     if flat.device.type == "cuda" and _can_compile(flat.device):
         from megastable.base.fingerprint_kernel import add_words
 
-        add_words(total, words, rest, start, scale, (ROWS, COLUMNS), ROW)
+        add_words(total, words, rest, length_term, scale, (ROWS, COLUMNS), ROW)
         return
     if rest.numel():
         words = torch.cat((words, torch.cat((rest, rest.new_zeros(8 - rest.numel()))).view(torch.int64)))
-    total += _sum(words) * splitmix.signed(scale) + splitmix.signed(start)
+    total += _sum(words) * reproducible.signed(scale) + reproducible.signed(length_term)
 
 
 def _sum(words: Tensor) -> Tensor:
     """int64 []: of all words, each times its factors."""
     # In powers of two, so that few tables are ever made.
-    count = max(ROW, 1 << (words.numel() // ROW).bit_length())
-    rows, columns = _odd_numbers(ROWS, count, words.device), _odd_numbers(COLUMNS, ROW, words.device)
+    row_count = max(ROW, 1 << (words.numel() // ROW).bit_length())
+    row_factors, columns = (
+        _odd_numbers(ROWS, row_count, words.device),
+        _odd_numbers(COLUMNS, ROW, words.device),
+    )
     total = torch.zeros((), dtype=torch.int64, device=words.device)
-    size = CACHED if words.device.type == "cpu" else LAUNCHED
-    for number, chunk in enumerate(words.split(size)):
-        first = number * size // ROW
-        whole = chunk.numel() // ROW
-        table, last = chunk[: whole * ROW].view(whole, ROW), chunk[whole * ROW :]
-        total += ((table * columns).sum(1) * rows[first : first + whole]).sum()
-        if last.numel():
-            total += (last * columns[: last.numel()]).sum() * rows[first + whole]
+    chunk_words = CACHED if words.device.type == "cpu" else LAUNCHED
+    for chunk_number, chunk in enumerate(words.split(chunk_words)):
+        first_row = chunk_number * chunk_words // ROW
+        whole_rows = chunk.numel() // ROW
+        table, last_words = chunk[: whole_rows * ROW].view(whole_rows, ROW), chunk[whole_rows * ROW :]
+        total += ((table * columns).sum(1) * row_factors[first_row : first_row + whole_rows]).sum()
+        if last_words.numel():
+            total += (last_words * columns[: last_words.numel()]).sum() * row_factors[first_row + whole_rows]
     return total
 
 
 @cache
 def _odd_numbers(key: int, count: int, device: torch.device) -> Tensor:
     """Factors: int64 [count]."""
-    return splitmix.sequence(key, 0, count, device) | 1
+    return reproducible.sequence(key, 0, count, device) | 1
 
 
 @cache
@@ -151,18 +154,18 @@ def _can_compile(device: torch.device) -> bool:
         return False
     from megastable.base.fingerprint_kernel import add_words
 
-    total, word = (
+    trial_total, trial_word = (
         torch.zeros((), dtype=torch.int64, device=device),
         torch.ones(1, dtype=torch.int64, device=device),
     )
     try:
-        add_words(total, word, word.view(torch.uint8)[:0], 0, 1, (ROWS, COLUMNS), ROW)
+        add_words(trial_total, trial_word, trial_word.view(torch.uint8)[:0], 0, 1, (ROWS, COLUMNS), ROW)
     except Exception as error:  # whatever a compiler says
-        lines = str(error).strip().splitlines() or [type(error).__name__]
+        error_lines = str(error).strip().splitlines() or [type(error).__name__]
         log.warning(
             "fingerprints of the state are taken by torch's operations, in many launches, as Triton cannot "
             "compile here: %s",
-            lines[-1],
+            error_lines[-1],
         )
         return False
     return True

@@ -7,14 +7,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megastable.base import splitmix
+from megastable.base import reproducible
 
 PROGRAMS = 8  # per multiprocessor: enough loads under way to keep its share of the memory busy
 WARPS = 8
 
-GOLDEN = tl.constexpr(splitmix.GOLDEN)
-FIRST_SHIFT, FIRST_FACTOR = (tl.constexpr(number) for number in splitmix.FACTORS[0])
-SECOND_SHIFT, SECOND_FACTOR = (tl.constexpr(number) for number in splitmix.FACTORS[1])
+GOLDEN = tl.constexpr(reproducible.GOLDEN)
+FIRST_SHIFT, FIRST_FACTOR = (tl.constexpr(number) for number in reproducible.FACTORS[0])
+SECOND_SHIFT, SECOND_FACTOR = (tl.constexpr(number) for number in reproducible.FACTORS[1])
 
 
 @triton.jit
@@ -83,8 +83,8 @@ def add_words(
         row: words that have the same factor of a row; a power of two.
     """
     device = torch.cuda.get_device_properties(words.device)
-    programs = min(-(-words.numel() // row), PROGRAMS * device.multi_processor_count)
+    program_count = min(-(-words.numel() // row), PROGRAMS * device.multi_processor_count)
     with torch.cuda.device(words.device):
-        add_words_kernel[(max(1, programs),)](
+        add_words_kernel[(max(1, program_count),)](
             words, rest, total, words.numel(), rest.numel(), start, scale, *keys, row, num_warps=WARPS
         )

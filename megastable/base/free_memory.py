@@ -34,9 +34,9 @@ class Demand:
 def demand(state: Iterable[Tensor], later: Iterable[int], pinned: bool) -> Demand:
     """This rank's demand. state: what a snapshot copies now; later: bytes of the tensors that there are after the first
     update."""
-    now = sum(count_taken_bytes(t.numel() * t.element_size(), pinned) for t in state)
-    after = sum(count_taken_bytes(size, pinned) for size in later)
-    return Demand(socket.gethostname(), max(now, after), free())
+    bytes_now = sum(count_taken_bytes(t.numel() * t.element_size(), pinned) for t in state)
+    bytes_after = sum(count_taken_bytes(tensor_bytes, pinned) for tensor_bytes in later)
+    return Demand(socket.gethostname(), max(bytes_now, bytes_after), free())
 
 
 def free() -> int:
@@ -46,7 +46,7 @@ def free() -> int:
 
 def total() -> int:
     """Bytes of host memory that the processes of this control group may have together."""
-    return min([int(psutil.virtual_memory().total), *(group.most for group in group_limits())])
+    return min([int(psutil.virtual_memory().total), *(group_memory.most for group_memory in group_limits())])
 
 
 class GroupMemory(NamedTuple):
@@ -65,29 +65,29 @@ def group_limits(
     below it; a container may see its own group as the root. File cache that the kernel can drop is free.
     """
     try:
-        lines = own.read_text().splitlines()
+        group_lines = own.read_text().splitlines()
     except OSError:
         return
-    for line in lines:
-        _, controllers, group = line.split(":", 2)
+    for group_line in group_lines:
+        _, controllers, group_path = group_line.split(":", 2)
         if not controllers:
-            top, names = root, ("memory.max", "memory.current", "inactive_file")
+            top_folder, file_names = root, ("memory.max", "memory.current", "inactive_file")
         elif "memory" in controllers.split(","):
-            top = root / "memory"
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            top_folder = root / "memory"
+            file_names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
         else:
             continue
-        below = top / group.lstrip("/")
-        for folder in (below, *below.parents):
-            if folder.is_relative_to(top) and (found := _limit(folder, *names)) is not None:
-                yield found
+        group_folder = top_folder / group_path.lstrip("/")
+        for folder in (group_folder, *group_folder.parents):
+            if folder.is_relative_to(top_folder) and (group_limit := _limit(folder, *file_names)) is not None:
+                yield group_limit
 
 
 def _limit(folder: Path, limit: str, usage: str, cache: str) -> GroupMemory | None:
     """Of one group; None without a limit ("max") or without such a group."""
     try:
-        most, used = int((folder / limit).read_text()), int((folder / usage).read_text())
+        limit_bytes, used_bytes = int((folder / limit).read_text()), int((folder / usage).read_text())
         statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
     except (OSError, ValueError):
         return None
-    return GroupMemory(most, max(0, most - used + int(statistics.get(cache, 0))))
+    return GroupMemory(limit_bytes, max(0, limit_bytes - used_bytes + int(statistics.get(cache, 0))))

@@ -1,16 +1,18 @@
-"""Device facts: GPU present, peak TFLOP/s for MFU, memory in use; and the number of ranks on this host."""
+"""Device facts: GPU present, peak TFLOP/s for MFU, memory in use, versions; and the number of ranks on this host."""
 
 from __future__ import annotations
 
 import os
 import platform
 import time
+from importlib import metadata
 from pathlib import Path
 
 import psutil
 import torch
 import xxhash
 
+from megastable import __version__
 from megastable.base import products
 
 DEVICES = Path("/dev")
@@ -34,9 +36,9 @@ def has_gpu() -> bool:
         return False
     if torch.version.hip is not None:
         return torch.cuda.device_count() > 0
-    count = torch.cuda._device_count_nvml()
+    device_count = torch.cuda._device_count_nvml()
     # Containers may lack NVML, and it does not count MIG slices of a GPU: then a device file is enough.
-    return count > 0 or (count < 0 and any(DEVICES.glob("nvidia[0-9]*")))
+    return device_count > 0 or (device_count < 0 and any(DEVICES.glob("nvidia[0-9]*")))
 
 
 def kind_of(device: torch.device) -> int:
@@ -51,12 +53,14 @@ def _description(device: torch.device) -> str:
         return f"{torch.cuda.get_device_name(device)} {versions}"
     computing = f"{torch.__version__} {torch.get_num_threads()} {torch.backends.cpu.get_cpu_capability()}"
     try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        cpu_lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return f"{platform.processor()} {computing}"
     # "Features" on Arm
-    wanted = ("model name", "flags", "Features", "CPU part")
-    return "\n".join([computing, *dict.fromkeys(line for line in lines if line.startswith(wanted))])
+    wanted_fields = ("model name", "flags", "Features", "CPU part")
+    return "\n".join(
+        [computing, *dict.fromkeys(line for line in cpu_lines if line.startswith(wanted_fields))]
+    )
 
 
 def nominal_tflops(name: str, dtype: torch.dtype) -> float | None:
@@ -70,24 +74,24 @@ def peak_tflops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
     """(TFLOP/s, source): the data sheet's figure for a known GPU, else a measured matrix product."""
     if device.type != "cuda":
         return measured_tflops(device, dtype, 1024), "measured matrix product"
-    name = torch.cuda.get_device_name(device)
-    if nominal := nominal_tflops(name, dtype):
-        return nominal, f"nominal, {name}"
+    device_name = torch.cuda.get_device_name(device)
+    if nominal_peak := nominal_tflops(device_name, dtype):
+        return nominal_peak, f"nominal, {device_name}"
     # A smaller product would measure kernel launches.
-    return measured_tflops(device, dtype, 8192), f"measured matrix product, {name}"
+    return measured_tflops(device, dtype, 8192), f"measured matrix product, {device_name}"
 
 
 def measured_tflops(device: torch.device, dtype: torch.dtype, size: int, seconds: float = 0.3) -> float:
     """TFLOP/s of a square matrix product of `size`: the best of as many as fit into `seconds`."""
-    a = torch.randn(size, size, device=device).to(dtype)
-    best, end = 0.0, time.perf_counter() + seconds
-    while time.perf_counter() < end or best == 0.0:
-        start = time.perf_counter()
-        products.mm(a, a)  # the model's own product
+    square_matrix = torch.randn(size, size, device=device).to(dtype)
+    best_tflops, end_time = 0.0, time.perf_counter() + seconds
+    while time.perf_counter() < end_time or best_tflops == 0.0:
+        start_time = time.perf_counter()
+        products.mm(square_matrix, square_matrix)  # the model's own product
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        best = max(best, 2 * size**3 / (time.perf_counter() - start) / 1e12)
-    return best
+        best_tflops = max(best_tflops, 2 * size**3 / (time.perf_counter() - start_time) / 1e12)
+    return best_tflops
 
 
 def memory_gib(device: torch.device) -> float:
@@ -100,3 +104,26 @@ def memory_gib(device: torch.device) -> float:
 def ranks_of_host() -> int:
     """Number of ranks on this host by the launcher's environment; 1 without a launcher."""
     return int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1)
+
+
+PACKAGES = ("torch", "deepspeed", "transformer-engine", "flash-attn", "liger-kernel", "triton", "numpy")
+
+
+def describe_software(device: torch.device) -> dict[str, str]:
+    """Versions by name, as far as installed, and the device."""
+    package_versions = {"megastable": __version__, "python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            package_versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    if device.type == "cuda":
+        package_versions |= {
+            "cuda": str(torch.version.cuda or torch.version.hip),
+            "device": torch.cuda.get_device_name(device),
+        }
+        if torch.version.cuda and isinstance(nccl_version := torch.cuda.nccl.version(), tuple):
+            package_versions["nccl"] = ".".join(map(str, nccl_version))
+    else:
+        package_versions["device"] = device.type
+    return package_versions | {"system": f"{platform.system()} {platform.machine()}"}

@@ -27,8 +27,8 @@ def mm(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     """`torch.mm`: a [n, k], b [k, m] -> [n, m] in their dtype."""
     if not is_cast(a):
         return torch.mm(a, b, out=out)
-    product = torch.mm(a.float(), b.float())
-    return product.to(a.dtype) if out is None else out.copy_(product)
+    float_product = torch.mm(a.float(), b.float())
+    return float_product.to(a.dtype) if out is None else out.copy_(float_product)
 
 
 class _SavesParameter(torch.autograd.Function):

@@ -30,16 +30,16 @@ class _Rate(ProgressColumn):
         self._unit = unit
 
     def render(self, task: Task) -> Text:
-        speed = task.finished_speed or task.speed
-        return Text("" if speed is None else f"{speed:.3g} {self._unit}/s")
+        task_speed = task.finished_speed or task.speed
+        return Text("" if task_speed is None else f"{task_speed:.3g} {self._unit}/s")
 
 
 def progress(*middle: ProgressColumn, silent: bool = False) -> Progress:
     """Bars on stderr, of any number of tasks: what is done, the bar, the columns `middle`, time left."""
     console = Console(stderr=True)
-    what = TextColumn("{task.description}", markup=False)
+    description_column = TextColumn("{task.description}", markup=False)
     return Progress(
-        what, BarColumn(), *middle, TimeRemainingColumn(), console=console,
+        description_column, BarColumn(), *middle, TimeRemainingColumn(), console=console,
         disable=silent or not console.is_terminal,
     )  # fmt: skip
 
@@ -75,5 +75,5 @@ class Bar:
 @contextmanager
 def bar(what: str, total: int, silent: bool = False, unit: str = "bytes") -> Iterator[Bar]:
     """A bar of `total` bytes, files, steps or the like, which are to be told to it as they are done."""
-    with progress(*counted(unit), silent=silent) as shown:
-        yield Bar(shown, what, total)
+    with progress(*counted(unit), silent=silent) as shown_progress:
+        yield Bar(shown_progress, what, total)

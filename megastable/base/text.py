@@ -14,12 +14,12 @@ def visible(text: object, most: int | None = None, keep: str = "") -> str:
     The result is one line unless `keep` (characters left alone) has the newline. most: number of characters; longer
     text is cut, with an ellipsis.
     """
-    whole = str(text)
-    cut = whole if most is None else whole[: most + 1]
-    shown = (
+    whole_text = str(text)
+    cut = whole_text if most is None else whole_text[: most + 1]
+    shown_text = (
         cut if cut.isprintable() else "".join(c if c.isprintable() or c in keep else escaped(c) for c in cut)
     )
-    return shown if most is None or len(shown) <= most else shown[: most - 1] + "…"
+    return shown_text if most is None or len(shown_text) <= most else shown_text[: most - 1] + "…"
 
 
 def escaped(character: str) -> str:
@@ -34,8 +34,8 @@ def plural(n: int, noun: str) -> str:
 
 def ranges(given: Sequence[tuple[int, int]], most: int = 12) -> str:
     """Half-open ranges [first, end) as text, with both ends included."""
-    shown = ", ".join(str(a) if b == a + 1 else f"{a}-{b - 1}" for a, b in given[:most])
-    return shown + (f" and {plural(len(given) - most, 'more range')}" if len(given) > most else "")
+    shown_ranges = ", ".join(str(a) if b == a + 1 else f"{a}-{b - 1}" for a, b in given[:most])
+    return shown_ranges + (f" and {plural(len(given) - most, 'more range')}" if len(given) > most else "")
 
 
 def put_off(
@@ -46,14 +46,14 @@ def put_off(
 ) -> str:
     """The fate of samples skipped or deferred without being guilty; "" if there are none. Ranges [first, end);
     step: about when they are read again."""
-    count, told = sum(end - first for first, end in deferred), list[str]()
+    count, fate_texts = sum(end - first for first, end in deferred), list[str]()
     if count:
-        again = f"; read again from position {min(returns)[0]:,}" if returns else ""
-        again += f" (about step {step:,})" if returns and step is not None else ""
-        told.append(f"{plural(count, 'sample')} deferred{again}")
+        return_text = f"; read again from position {min(returns)[0]:,}" if returns else ""
+        return_text += f" (about step {step:,})" if returns and step is not None else ""
+        fate_texts.append(f"{plural(count, 'sample')} deferred{return_text}")
     if lost:
-        told.append(f"{plural(lost, 'sample')} skipped in this epoch: no room to read them later")
-    return ", ".join(told)
+        fate_texts.append(f"{plural(lost, 'sample')} skipped in this epoch: no room to read them later")
+    return ", ".join(fate_texts)
 
 
 def duration(seconds: float) -> str:
@@ -64,8 +64,8 @@ def duration(seconds: float) -> str:
     if seconds < 59.5:
         return f"{seconds:.1f} s" if seconds < 9.95 else f"{seconds:.0f} s"
     if seconds < 599.5:
-        minutes, rest = divmod(round(seconds), 60)
-        return f"{minutes} min {rest} s" if rest else f"{minutes} min"
+        minutes, rest_seconds = divmod(round(seconds), 60)
+        return f"{minutes} min {rest_seconds} s" if rest_seconds else f"{minutes} min"
     minutes = round(seconds / 60)
     if minutes < 60:
         return f"{minutes} min"
@@ -90,12 +90,12 @@ def size(of: object) -> str:
 
 def ranks_on(ranks: Sequence[int], hosts: Sequence[str], most: int = 3) -> str:
     """Ranks with their hosts, as in "ranks 2, 3 on node-1". hosts: of all ranks; most: that are named."""
-    names = list(dict.fromkeys(hosts[rank] for rank in ranks))
-    which, where = (
+    hosts_named = list(dict.fromkeys(hosts[rank] for rank in ranks))
+    rank_names, host_names = (
         ", ".join(map(str, found[:most])) + (f" and {len(found) - most} more" if len(found) > most else "")
-        for found in (ranks, names)
+        for found in (ranks, hosts_named)
     )
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {which} on {where}"
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {rank_names} on {host_names}"
 
 
 def show_share(share: float) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -85,17 +86,17 @@ def convict(checkpoint: Path, reason: str) -> Ruling:
     """Forbid runs to continue from a checkpoint, until a person accepts it. It is no longer healthy, either.
 
     The marker is on disk when this returns. Raises CheckpointError."""
-    ruling = _rule(checkpoint, CONVICTED, reason)
-    for other in (HEALTH, ACCEPTED):
-        _remove(checkpoint / other)
-    return ruling
+    bad_ruling = _rule(checkpoint, CONVICTED, reason)
+    for other_name in (HEALTH, ACCEPTED):
+        _remove(checkpoint / other_name)
+    return bad_ruling
 
 
 def accept(checkpoint: Path, reason: str = "") -> Ruling:
     """Record that a person allows runs to continue from a checkpoint, whatever they find. Raises CheckpointError."""
-    ruling = _rule(checkpoint, ACCEPTED, reason)
+    acceptance_ruling = _rule(checkpoint, ACCEPTED, reason)
     _remove(checkpoint / CONVICTED)
-    return ruling
+    return acceptance_ruling
 
 
 def convicted(checkpoint: Path) -> Ruling | None:
@@ -125,16 +126,16 @@ def pin(checkpoint: Path, reason: str = "") -> Pinned:
 
 def unpin(checkpoint: Path) -> bool:
     """Remove the pin of a checkpoint; whether there was one. Raises CheckpointError."""
-    path = checkpoint / PINNED
+    pin_path = checkpoint / PINNED
     try:
-        path.unlink()
+        pin_path.unlink()
         durable.sync_directory(checkpoint)
     except (FileNotFoundError, NotADirectoryError):
         if not checkpoint.is_dir():
             raise CheckpointError(f"{checkpoint}: there is no such checkpoint") from None
         return False
     except OSError as error:
-        raise CheckpointError(f"{path} could not be removed: {error.strerror or error}") from None
+        raise CheckpointError(f"{pin_path} could not be removed: {error.strerror or error}") from None
     return True
 
 
@@ -145,39 +146,39 @@ def pinned(checkpoint: Path) -> Pinned | None:
 
 def problems(checkpoint: Path) -> list[str]:
     """Problems with the markers of a checkpoint, a sentence each."""
-    rulings = (_about(checkpoint, name, Ruling) for name in (CONVICTED, ACCEPTED))
+    checked_rulings = (_about(checkpoint, marker_name, Ruling) for marker_name in (CONVICTED, ACCEPTED))
     return [
-        problem
-        for _, problem in (_about(checkpoint, HEALTH, Health), _pinned(checkpoint), *rulings)
-        if problem
+        marker_problem
+        for _, marker_problem in (_about(checkpoint, HEALTH, Health), _pinned(checkpoint), *checked_rulings)
+        if marker_problem
     ]
 
 
 def _about(checkpoint: Path, name: str, model: type[M]) -> tuple[M | None, str]:
     """(a marker that refers to this very checkpoint or None, its problem or "")."""
-    path = checkpoint / name
+    marker_path = checkpoint / name
     try:
-        marker = model.model_validate_json(path.read_bytes())
+        marker = model.model_validate_json(marker_path.read_bytes())
         if marker.manifest != _hash(checkpoint):
-            return None, f"{path}: is about another checkpoint: it does not count"
+            return None, f"{marker_path}: is about another checkpoint: it does not count"
     except (FileNotFoundError, NotADirectoryError):
         return None, ""
     except (OSError, ValueError) as error:
-        return None, f"{path}: damaged ({_told(error)}): it does not count"
+        return None, f"{marker_path}: damaged ({_told(error)}): it does not count"
     return marker, ""
 
 
 def _rule(checkpoint: Path, name: str, reason: str) -> Ruling:
     try:
-        manifest = _hash(checkpoint)
+        manifest_hash = _hash(checkpoint)
     except OSError as error:
         raise CheckpointError(
             f"{checkpoint}: there is no such checkpoint: {error.strerror or error}"
         ) from None
-    text = reason.encode("utf-8", "backslashreplace").decode()
-    ruling = Ruling(manifest=manifest, reason=text, time=round(time.time(), 3))
-    _write(checkpoint / name, ruling)
-    return ruling
+    printable_reason = reason.encode("utf-8", "backslashreplace").decode()
+    new_ruling = Ruling(manifest=manifest_hash, reason=printable_reason, time=round(time.time(), 3))
+    _write(checkpoint / name, new_ruling)
+    return new_ruling
 
 
 def _remove(path: Path) -> None:
@@ -189,16 +190,16 @@ def _remove(path: Path) -> None:
 
 
 def _pinned(checkpoint: Path) -> tuple[Pinned | None, str]:
-    path = checkpoint / PINNED
+    pin_path = checkpoint / PINNED
     try:
-        return Pinned.model_validate_json(path.read_bytes()), ""
+        return Pinned.model_validate_json(pin_path.read_bytes()), ""
     except NotADirectoryError:
         return None, ""
     except (OSError, ValueError) as error:
-        if isinstance(error, FileNotFoundError) and not os.path.lexists(path):
+        if isinstance(error, FileNotFoundError) and not os.path.lexists(pin_path):
             return None, ""
-        unknown = Pinned(reason=UNREADABLE, time=0.0)
-        return unknown, f"{path}: damaged ({_told(error)}): the checkpoint is kept"
+        unreadable_pin = Pinned(reason=UNREADABLE, time=0.0)
+        return unreadable_pin, f"{pin_path}: damaged ({_told(error)}): the checkpoint is kept"
 
 
 def _hash(checkpoint: Path) -> str:
@@ -215,7 +216,79 @@ def _write(path: Path, marker: BaseModel) -> None:
 def _told(error: Exception) -> str:
     """An error in a few words."""
     if isinstance(error, ValidationError):
-        first: Any = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        where = ".".join(map(str, first["loc"]))
-        return f"{where}: {first['msg']}" if where else str(first["msg"])
+        first_error: Any = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        field_path = ".".join(map(str, first_error["loc"]))
+        return f"{field_path}: {first_error['msg']}" if field_path else str(first_error["msg"])
     return str(getattr(error, "strerror", None) or error).split("\n", 1)[0]
+
+
+# Decide when a checkpoint has proved healthy: after enough later steps on trend, without a gap.
+#
+# A state that is finite when saved may still be bad: a drift shows only later. So a checkpoint counts as healthy when
+# the run that continued from it stayed on trend for a while. Pure: the caller judges each step.
+
+
+class CalmSteps:
+    """Counts the calm steps after each checkpoint that is not proven yet.
+
+    after: number of calm steps required; 0 = healthy as soon as it is saved. Only an unbroken series of calm steps
+    later than the checkpoint counts, so one step that is not calm resets all counts.
+    """
+
+    def __init__(self, after: int) -> None:
+        if after < 0:
+            raise ValueError(f"after={after}: a number of steps")
+        self.after = after
+        self._at: int | None = None  # the last known step
+        self._calm_since = 0  # all steps later than it, up to _at, stayed on trend
+        self._pending: set[int] = set()
+
+    @property
+    def pending(self) -> list[int]:
+        """Steps of the checkpoints that are not proven yet, ascending."""
+        return sorted(self._pending)
+
+    def counted(self, checkpoint: int) -> int:
+        """Number of steps after the checkpoint of that step that stayed on trend so far, without a gap."""
+        return 0 if self._at is None else max(0, self._at - max(checkpoint, self._calm_since))
+
+    def saved(self, step: int) -> list[int]:
+        """A checkpoint of `step` is complete. The call may come late: steps after it count from when it was taken.
+
+        Returns the steps of the checkpoints that are healthy now: mostly none, with after=0 this one.
+        """
+        if self._at is None or step > self._at:  # the steps between are unknown
+            self._at = self._calm_since = step
+        self._pending.add(step)
+        return self._proven()
+
+    def step(self, step: int, calm: bool) -> list[int]:
+        """`step` is done. calm: it stayed on trend: an applied update, no finding, no open incident.
+
+        Returns the steps of the checkpoints that became healthy with it, ascending. A gap in the steps resets the
+        count. A step that was done before means that the run was rewound.
+        """
+        if self._at is not None and step <= self._at:
+            self.back_to(step - 1)
+        elif self._at is None or step > self._at + 1:
+            self._calm_since = step - 1
+        self._at = step
+        if not calm:
+            self._calm_since = step
+        return self._proven()
+
+    def back_to(self, step: int) -> None:
+        """The run continues from the state after `step`: later checkpoints no longer count, and the remaining ones
+        start again, since the calm steps after them may have led into the incident."""
+        self.resumed(step, self._pending)
+
+    def resumed(self, step: int, pending: Iterable[int]) -> None:
+        """A new process continues from `step`. pending: steps of the checkpoints in the folder that are not healthy;
+        the counts of the last process are lost."""
+        self._pending = {saved_step for saved_step in pending if saved_step <= step}
+        self._at = self._calm_since = step
+
+    def _proven(self) -> list[int]:
+        proven_steps = [saved_step for saved_step in self.pending if self.counted(saved_step) >= self.after]
+        self._pending.difference_update(proven_steps)
+        return proven_steps

@@ -22,20 +22,26 @@ from torch import Tensor
 
 import megastable
 from megastable.base import durable
+from megastable.base.durable import staged_directory
 from megastable.base.errors import CheckpointError, ConfigError, DataError
 from megastable.base.text import visible
 from megastable.checkpoint import store
-from megastable.checkpoint.files import FileRecord, TensorFile, write_file
+from megastable.checkpoint.files import (
+    FileRecord,
+    ShardPiece,
+    TensorFile,
+    entry_name,
+    part_name,
+    statistics_of,
+    write_file,
+)
 from megastable.checkpoint.parts import describe_part, write_head, write_manifest, write_shared
-from megastable.checkpoint.pieces import ShardPiece, entry_name, part_name, statistics_of
 from megastable.checkpoint.store import RunState
 from megastable.checkpoint.whole import Described, parameters
 from megastable.config.tree import RunConfig
-from megastable.data.local_copy import staged_directory
 from megastable.engine.flatstate import KINDS
 from megastable.model import gpt
-from megastable.parallel.layout import Layout
-from megastable.parallel.pipeline import partition
+from megastable.parallel.layout import Layout, partition
 from megastable.parallel.sharding import shard
 from megastable.parallel.topology import TensorParallel
 from megastable.run.directory import RunDirectory
@@ -124,15 +130,11 @@ def write_run(
             for event in people:
                 log.commit(event.of({key: value for key, value in event.fields.items() if key != "time"}))
     except OSError as error:
-        raise CheckpointError(_refused(out, error)) from None
+        reason = "the disk is full: make room" if error.errno == errno.ENOSPC else error.strerror or error
+        raise CheckpointError(f"{out} could not be written: {reason}. Nothing was left there") from None
     except (DataError, ConfigError) as error:
         raise CheckpointError(str(error)) from None
     return out / "checkpoints" / store.name_of(state.step)
-
-
-def _refused(out: Path, error: OSError) -> str:
-    what = "the disk is full: make room" if error.errno == errno.ENOSPC else error.strerror or str(error)
-    return f"{out} could not be written: {what}. Nothing was left there"
 
 
 def write_checkpoint(
@@ -146,20 +148,22 @@ def write_checkpoint(
     watch: Callable[[int], None] = lambda _: None,
 ) -> None:
     """Fill the empty directory `folder`. Raises OSError, CheckpointError."""
-    kinds = optimizer.kinds if optimizer is not None else lambda _: KINDS[:1]
-    files, finite = write_shared(folder, optimizer.shared if optimizer is not None else {})
-    for stage, held in enumerate(_stages(run, layout.pipeline)):
-        records, stage_finite = _write_stage(folder, held, stage, layout, kinds, whole, watch)
-        files |= records
-        finite &= stage_finite
-    if not finite:
+    kinds_of = optimizer.kinds if optimizer is not None else lambda _: KINDS[:1]
+    file_records, all_finite = write_shared(folder, optimizer.shared if optimizer is not None else {})
+    for stage, stage_parameters in enumerate(_stages(run, layout.pipeline)):
+        stage_records, stage_finite = _write_stage(
+            folder, stage_parameters, stage, layout, kinds_of, whole, watch
+        )
+        file_records |= stage_records
+        all_finite &= stage_finite
+    if not all_finite:
         raise CheckpointError(
             f"{folder.name}: weights or moments are not finite: such a checkpoint is not written"
         )
     versions = {"megastable": megastable.__version__, "torch": torch.__version__}
     state = state.model_copy(update={"versions": versions})
-    files |= write_head(folder, state, recipe)
-    write_manifest(folder, state, run.model, files)
+    file_records |= write_head(folder, state, recipe)
+    write_manifest(folder, state, run.model, file_records)
 
 
 def _stages(run: RunConfig, count: int) -> list[dict[str, Described]]:
@@ -244,16 +248,16 @@ def _write_stage(
 def _cut(of: Described, layout: Layout, data: int, tensor: int) -> tuple[tuple[int, ...], int, int] | None:
     """(shape of the shard, first element, count) of a parameter's part on a rank: an even share, as ZeRO 3 partitions.
     ZeRO 1 and 2 partition a whole flat buffer; a load takes any range from any file."""
-    shape, dim = list(of.shape), of.placement.dim
-    if dim is None and tensor:
+    shard_shape, split_dim = list(of.shape), of.placement.dim
+    if split_dim is None and tensor:
         return None  # a replica: written once
-    if dim is not None:
-        shape[dim] //= layout.tensor
-    total = torch.Size(shape).numel()
-    share = -(-total // layout.data)
-    start = data * share
-    numel = min(share, total - start)
-    return (tuple(shape), start, numel) if numel > 0 else None
+    if split_dim is not None:
+        shard_shape[split_dim] //= layout.tensor
+    shard_numel = torch.Size(shard_shape).numel()
+    even_share = -(-shard_numel // layout.data)
+    first_element = data * even_share
+    piece_numel = min(even_share, shard_numel - first_element)
+    return (tuple(shard_shape), first_element, piece_numel) if piece_numel > 0 else None
 
 
 def _checked(tensor: Tensor, name: str, of: Described) -> Tensor:
@@ -267,10 +271,10 @@ def _checked(tensor: Tensor, name: str, of: Described) -> Tensor:
 def origin_of(checkpoint: Path, **more: Any) -> dict[str, Any]:
     """A new run's journal entry on the checkpoint that it started from: its path, and the xxh3-128 of its manifest,
     which covers all of its files."""
-    manifest = (checkpoint / store.MANIFEST).read_bytes()
+    manifest_bytes = (checkpoint / store.MANIFEST).read_bytes()
     return {
         "source": str(checkpoint),
-        "manifest": xxhash.xxh3_128_hexdigest(manifest),
+        "manifest": xxhash.xxh3_128_hexdigest(manifest_bytes),
         "time": time.time(),
         **more,
     }

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from megastable.base.collectives import first
 from megastable.base.errors import CheckpointError
 from megastable.checkpoint import markers, store
-from megastable.checkpoint.lineage import tried
+from megastable.checkpoint.held_points import tried
 from megastable.checkpoint.store import RunState
 from megastable.checkpoint.vitals import fallen_behind
 from megastable.config.tree import RunConfig
@@ -42,27 +42,26 @@ class Origin:
         """state: that the process resumes from, of a checkpoint or a new run. changed: differences from the recipes of
         the last start and of the checkpoint, as "key: old -> new"."""
         self._run, self._config, self._log = run, config.checkpoint.vitals, log
-        self._verify, self._batch = (
-            config.stability.policy.verify_steps,
-            state.batch or config.batches.at(state.cursor),
-        )
+        self._verify = config.stability.policy.verify_steps
+        self._batch = state.batch or config.batches.at(state.cursor)
         self._other_measure, self._other_cause = (
-            any(text.startswith(part) for text in changed for part in parts) for parts in (MEASURES, CAUSES)
+            any(change_text.startswith(key_prefix) for change_text in changed for key_prefix in key_prefixes)
+            for key_prefixes in (MEASURES, CAUSES)
         )
         self.step, self.proven = state.step, state.step + self._verify
         self._recent, self._cursor = list(state.recent_losses), state.cursor
         self._returns = 0
-        path = run.checkpoints / store.name_of(state.step)
-        self._accepted = first(lambda: markers.accepted(path) is not None)
+        checkpoint_path = run.checkpoints / store.name_of(state.step)
+        self._accepted = first(lambda: markers.accepted(checkpoint_path) is not None)
         self.reason = ""
 
     def blame(self, step: int, measure: Callable[[int], Floats]) -> str:
         """As `worse`; a bad state that was resumed from convicts the checkpoint."""
-        reason = self.worse(step, measure)
-        if reason and step == self.step:
-            self.reason = reason
-            self._convict(f"the state that it holds was bad when it was saved: {reason}")
-        return reason
+        worse_reason = self.worse(step, measure)
+        if worse_reason and step == self.step:
+            self.reason = worse_reason
+            self._convict(f"the state that it holds was bad when it was saved: {worse_reason}")
+        return worse_reason
 
     def worse(self, step: int, measure: Callable[[int], Floats]) -> str:
         """Whether the state after `step`, which the engine holds, is worse than its checkpoint's vitals say: a
@@ -93,27 +92,27 @@ class Origin:
         A process that resumed after a handover, and hands over again without new ground, goes further back: the same
         checkpoint would lead to the same end.
         """
-        events = self._run.events
-        steps = [onset, *first(lambda: tried(events(Handover, Training), clock, self._verify))]
+        read_events = self._run.events
+        bad_steps = [onset, *first(lambda: tried(read_events(Handover, Training), clock, self._verify))]
         if self.reason and self.step:
-            steps.append(self.step)
-        return min(steps)
+            bad_steps.append(self.step)
+        return min(bad_steps)
 
     def _convict(self, reason: str) -> None:
-        name = store.name_of(self.step)
-        path = self._run.checkpoints / name
+        checkpoint_name = store.name_of(self.step)
+        checkpoint_path = self._run.checkpoints / checkpoint_name
 
         def mark() -> bool:
-            if not path.is_dir():
+            if not checkpoint_path.is_dir():
                 return False  # deleted by retention
-            markers.convict(path, reason)
+            markers.convict(checkpoint_path, reason)
             return True
 
         try:
-            marked = first(mark)
+            was_marked = first(mark)
         except CheckpointError as error:
-            text = f"{error}: it is put aside by the restart all the same"
-            self._log.emit(Warned(step=self.step, text=text))
+            warning_text = f"{error}: it is put aside by the restart all the same"
+            self._log.emit(Warned(step=self.step, text=warning_text))
             return
-        if marked:
-            self._log.emit(CheckpointSuspect(name=name, reason=reason))
+        if was_marked:
+            self._log.emit(CheckpointSuspect(name=checkpoint_name, reason=reason))

@@ -5,24 +5,33 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megastable.base import durable
+from megastable.base.collectives import first, gathered
+from megastable.base.errors import CheckpointError
 from megastable.checkpoint import store
-from megastable.checkpoint.files import FileRecord, TensorFile, write_file
-from megastable.checkpoint.pieces import (
+from megastable.checkpoint.files import (
+    FileRecord,
+    HashingFile,
     Pieces,
     PieceStatistics,
     ShardPiece,
+    TensorFile,
     entry_name,
+    hash_file,
     part_name,
     statistics_of,
+    write_file,
 )
+from megastable.checkpoint.held_points import HeldPart, PartFolder, PointKey, newest_complete
 from megastable.checkpoint.store import SAVING, Contents, RunState
 from megastable.config.model import ModelConfig
 from megastable.engine.flatstate import KINDS, FlatState
@@ -62,32 +71,44 @@ def write_rank(
     """
     measure = measure or statistics_of
     # A replica is written by the rank that counts it.
-    updated = adam_step_of(tensors) > 0
-    held = [(f, flat.kinds(f.group) if updated else KINDS[:1]) for f in flat.fragments if f.counted]
-    name, pieces = part_name(topology.rank), []
-    entries = [(entry_name(kind, f.name), torch.float32, (f.numel,)) for f, kinds in held for kind in kinds]
-    with TensorFile(folder / f"{name}.safetensors", entries, each=each) as file:
-        for f, kinds in held:
-            found: dict[str, PieceStatistics] = {}
-            for kind in kinds:
+    has_moments = adam_step_of(tensors) > 0
+    counted_fragments = [
+        (f, flat.kinds(f.group) if has_moments else KINDS[:1]) for f in flat.fragments if f.counted
+    ]
+    base_name, shard_pieces = part_name(topology.rank), []
+    tensor_entries = [
+        (entry_name(kind, f.name), torch.float32, (f.numel,))
+        for f, fragment_kinds in counted_fragments
+        for kind in fragment_kinds
+    ]
+    with TensorFile(folder / f"{base_name}.safetensors", tensor_entries, each=each) as tensor_file:
+        for f, fragment_kinds in counted_fragments:
+            piece_statistics: dict[str, PieceStatistics] = {}
+            for kind in fragment_kinds:
                 piece = tensors[f"{f.group}/{kind}"][f.offset : f.offset + f.numel].float()
-                file.write(entry_name(kind, f.name), piece)
-                found[kind] = measure(piece)
-            pieces.append(
+                tensor_file.write(entry_name(kind, f.name), piece)
+                piece_statistics[kind] = measure(piece)
+            shard_pieces.append(
                 ShardPiece(
                     name=f.name, dim=f.dim, sections=f.sections, shape=f.shape, start=f.start, numel=f.numel,
-                    statistics=found,
+                    statistics=piece_statistics,
                 )
             )  # fmt: skip
-    files = {file.path.name: file.record}
-    described, finite = describe_part(folder, (topology.rank, topology.stage, topology.tensor_rank), pieces)
+    file_records = {tensor_file.path.name: tensor_file.record}
+    description_records, all_finite = describe_part(
+        folder, (topology.rank, topology.stage, topology.tensor_rank), shard_pieces
+    )
     random_file = folder / f"rng-{topology.rank:05d}.pt"
-    files |= described | {random_file.name: write_file(random_file, random)}
+    file_records |= description_records | {random_file.name: write_file(random_file, random)}
     if topology.rank == 0:
-        shared = {n.removeprefix(ALIKE): t for n, t in tensors.items() if n.startswith(ALIKE)}
-        more, fine = write_shared(folder, shared)
-        files, finite = files | more, finite and fine
-    return files, finite
+        shared_tensors = {
+            tensor_name.removeprefix(ALIKE): shared_tensor
+            for tensor_name, shared_tensor in tensors.items()
+            if tensor_name.startswith(ALIKE)
+        }
+        shared_records, shared_finite = write_shared(folder, shared_tensors)
+        file_records, all_finite = file_records | shared_records, all_finite and shared_finite
+    return file_records, all_finite
 
 
 def adam_step_of(tensors: Mapping[str, Tensor]) -> float:
@@ -129,15 +150,15 @@ def write_head(folder: Path, state: RunState, recipe: bytes) -> Files:
 
 def write_manifest(folder: Path, state: RunState, model: ModelConfig, files: Files) -> Contents:
     """Write the last file, which makes the folder a checkpoint. Raises OSError."""
-    contents = Contents(
+    manifest_contents = Contents(
         step=state.step,
         files=dict(sorted(files.items())),
         fingerprints={"model": store.model_fingerprint(model), "data": state.order_fingerprint},
         versions=state.versions,
     )
-    write_file(folder / store.MANIFEST, contents.sealed())
+    write_file(folder / store.MANIFEST, manifest_contents.sealed())
     durable.sync_directory(folder)
-    return contents
+    return manifest_contents
 
 
 def put_in_place(temporary: Path, state: RunState, model: ModelConfig, files: Files) -> tuple[Path, int]:
@@ -145,30 +166,110 @@ def put_in_place(temporary: Path, state: RunState, model: ModelConfig, files: Fi
 
     Raises OSError; then the folder is removed, and an older checkpoint of that name is restored.
     """
-    folder = temporary.parent
-    target = folder / store.name_of(state.step)
-    replaced = folder / f"{SAVING}replaced-{target.name}"
+    checkpoints_folder = temporary.parent
+    target_path = checkpoints_folder / store.name_of(state.step)
+    replaced_path = checkpoints_folder / f"{SAVING}replaced-{target_path.name}"
     try:
-        for name, record in files.items():
-            if not (temporary / name).exists() or (temporary / name).stat().st_size != record.size:
+        for file_name, file_record in files.items():
+            if (
+                not (temporary / file_name).exists()
+                or (temporary / file_name).stat().st_size != file_record.size
+            ):
                 raise OSError(
-                    f"{temporary / name}: written by another rank, not seen here: the folder is not shared"
+                    f"{temporary / file_name}: written by another rank, not seen here: the folder is not shared"
                 )
-        contents = write_manifest(temporary, state, model, files)
-        if (target / store.PINNED).exists():  # a pin outlives the checkpoint
-            durable.write_file(temporary / store.PINNED, (target / store.PINNED).read_bytes())
-        if target.exists():  # the same step again, after a rewind to an older checkpoint
-            os.replace(target, replaced)
-        os.replace(temporary, target)
-        durable.sync_directory(folder)
+        manifest_contents = write_manifest(temporary, state, model, files)
+        if (target_path / store.PINNED).exists():  # a pin outlives the checkpoint
+            durable.write_file(temporary / store.PINNED, (target_path / store.PINNED).read_bytes())
+        if target_path.exists():  # the same step again, after a rewind to an older checkpoint
+            os.replace(target_path, replaced_path)
+        os.replace(temporary, target_path)
+        durable.sync_directory(checkpoints_folder)
     except OSError:
-        if replaced.exists() and not target.exists():
-            os.replace(replaced, target)
+        if replaced_path.exists() and not target_path.exists():
+            os.replace(replaced_path, target_path)
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     try:
-        durable.write_file(folder / store.LATEST, target.name.encode())
+        durable.write_file(checkpoints_folder / store.LATEST, target_path.name.encode())
     except OSError as error:
-        log.warning("%s: %s; it still names an older checkpoint", folder / store.LATEST, error)
-    shutil.rmtree(replaced, ignore_errors=True)
-    return target, contents.size
+        log.warning("%s: %s; it still names an older checkpoint", checkpoints_folder / store.LATEST, error)
+    shutil.rmtree(replaced_path, ignore_errors=True)
+    return target_path, manifest_contents.size
+
+
+# Uploads checkpoints that were staged on a local disk to the shared directory.
+#
+# A local disk takes a rank's part in seconds where a shared directory needs minutes. Once all parts are on their
+# hosts, the checkpoint survives the processes: a run killed during the upload completes it when it restarts on the
+# same hosts. Until the upload is done, the checkpoint is lost with the disk of any host.
+
+
+CHUNK = 1 << 22  # bytes
+
+
+def upload(source: Path, files: dict[str, FileRecord], target: Path) -> None:
+    """Copy files, and verify their hashes on the way. Raises OSError."""
+    for name, record in files.items():
+        with (source / name).open("rb") as source_file, (target / name).open("wb") as target_file:
+            hashing_file = HashingFile(target_file)
+            while file_block := source_file.read(CHUNK):
+                hashing_file.write(file_block)
+            copied_record = hashing_file.finish()
+        if copied_record != record:
+            raise OSError(f"{source / name} has changed since it was written")
+        if hash_file(target / name, from_disk=True) != record:
+            raise OSError(f"{target / name} reads back differently from what was written")
+
+
+def recover(
+    staging: PartFolder, folder: Path, model: ModelConfig, lineages: Collection[str]
+) -> tuple[int, str] | None:
+    """At the start of a run, collective: upload a checkpoint that is staged on the hosts' local disks and newer than
+    those in `folder`. Returns its step, and the problem if that failed ("" otherwise); None if there is none.
+
+    lineages: of the processes whose checkpoints count; others belong to an earlier run in this directory, or to what a
+    person has rolled back. Useless parts are deleted.
+    """
+    parts_by_rank: list[list[HeldPart]] = gathered(staging.held())
+    newest = first(lambda: max((store.step_of(path) for path in store.newest_first(folder)), default=-1))
+
+    def refuse(key: PointKey) -> str:
+        return "" if key.step > newest and key.lineage in lineages else "it does not count"
+
+    save, _ = newest_complete(parts_by_rank, refuse)
+    if save is None:
+        staging.drop(lambda _: True)
+        for foreign_seal in staging.root.glob("*/sealed-*"):  # of a name that this version does not write
+            log.warning("%s: a staged checkpoint of another version is left where it is", foreign_seal.parent)
+        with suppress(OSError):
+            staging.root.rmdir()
+        return None
+    temporary = folder / f"{store.SAVING}{store.name_of(save.key.step)}"
+
+    def bring() -> str:
+        try:
+            temporary.mkdir(exist_ok=True)
+            for staged_part in save.parts.values():
+                # The first rank of this start whose host has it.
+                if save.hosts[staged_part.rank][0] == dist.get_rank():
+                    upload(staging.point(save.key), staged_part.files, temporary)
+        except OSError as error:
+            return str(error)
+        return ""
+
+    def accept() -> str:
+        if not problem:
+            try:
+                put_in_place(temporary, store.read_state(temporary), model, save.files)
+            except (OSError, CheckpointError) as error:
+                return str(error)
+        return problem
+
+    problem = next((told for told in gathered(bring()) if told), "")
+    problem = first(accept)
+    if problem:  # keep the parts: the next start may find more space
+        first(lambda: shutil.rmtree(temporary, ignore_errors=True))
+    else:
+        shutil.rmtree(staging.root, ignore_errors=True)
+    return save.key.step, problem

@@ -60,12 +60,12 @@ class PlainModel(nn.Module):
     def hidden(self, tokens: Tensor, segments: Tensor | None = None) -> Tensor:
         """tokens int64 [b, s] (segments: the document ordinal of each token, if attention stays inside) -> the head's
         inputs, [s, b, hidden]."""
-        x: Any = tokens if segments is None else (tokens, segments)
+        layer_output: Any = tokens if segments is None else (tokens, segments)
         for layer in self.gpt.children():
             if not isinstance(layer, Head):
-                x = layer(x)
-        assert isinstance(x, Tensor)
-        return x
+                layer_output = layer(layer_output)
+        assert isinstance(layer_output, Tensor)
+        return layer_output
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., hidden] -> [..., padded vocabulary] in the weights' dtype; columns from `vocabulary` on are padding."""
@@ -112,20 +112,20 @@ def find_checkpoint(path: Path) -> Path:
         if not path.is_dir():
             raise CheckpointError(f"{path}: there is no such checkpoint{store.others(path.parent)}")
         return _verified(path)
-    folder = path if path.name == "checkpoints" else path / "checkpoints"
-    if not folder.is_dir():
+    checkpoints_folder = path if path.name == "checkpoints" else path / "checkpoints"
+    if not checkpoints_folder.is_dir():
         raise CheckpointError(
             f"{path} is neither a checkpoint nor the directory of a run: give one such as runs/quickstart, or "
             "runs/quickstart/checkpoints/step-200"
         )
-    problem = "it holds none"
-    for candidate in store.newest_first(folder):
+    last_problem = "it holds none"
+    for candidate in store.newest_first(checkpoints_folder):
         try:
             return _verified(candidate)
         except CheckpointError as error:
-            problem = str(error)
-            log.warning("passed over: %s", visible(problem))
-    raise CheckpointError(f"{folder}: no checkpoint there can be used: {problem}")
+            last_problem = str(error)
+            log.warning("passed over: %s", visible(last_problem))
+    raise CheckpointError(f"{checkpoints_folder}: no checkpoint there can be used: {last_problem}")
 
 
 def _verified(path: Path) -> Path:
@@ -144,17 +144,17 @@ def _latest(path: Path) -> str:
 
 def _fill(gpt: GPT, model: ModelConfig, checkpoint: Path, dtype: torch.dtype, device: torch.device) -> None:
     """Fill an empty model with the weights of a checkpoint."""
-    whole = WholeState(checkpoint)
-    whole.check_fits(model)
+    whole_state = WholeState(checkpoint)
+    whole_state.check_fits(model)
     for module in gpt.modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
+        for parameter_name, parameter in list(module.named_parameters(recurse=False)):
             placement = placement_of(parameter)
-            weight = whole.tensor(placement.name, "weight")
+            whole_weight = whole_state.tensor(placement.name, "weight")
             try:
-                filled = nn.Parameter(weight.to(device, dtype))
+                filled_parameter = nn.Parameter(whole_weight.to(device, dtype))
             except torch.OutOfMemoryError as error:
                 raise CheckpointError(
                     f"{checkpoint}: its weights do not fit on {device}: {str(error).splitlines()[0]}"
                 ) from None
-            place(filled, placement, 1)
-            setattr(module, name, filled)
+            place(filled_parameter, placement, 1)
+            setattr(module, parameter_name, filled_parameter)

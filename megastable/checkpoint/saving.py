@@ -13,54 +13,185 @@ under pipeline parallelism; this one does not depend on the layout.
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megastable.base import free_memory
+from megastable.base import durable, free_memory
 from megastable.base.collectives import first, gathered
-from megastable.base.rng import rng_state
-from megastable.checkpoint import retention, store
+from megastable.base.errors import CheckpointError
+from megastable.base.reproducible import rng_state
+from megastable.checkpoint import markers, store
 from megastable.checkpoint.files import hash_file
-from megastable.checkpoint.held_points import HeldPart, PointKey
-from megastable.checkpoint.memory_folder import PartFolder
-from megastable.checkpoint.parts import Files, adam_step_of, put_in_place, write_head, write_rank
-from megastable.checkpoint.staging import upload
-from megastable.checkpoint.store import SAVING, RunState
-from megastable.config.checkpoint import CheckpointConfig
+from megastable.checkpoint.held_points import HeldPart, PartFolder, PointKey
+from megastable.checkpoint.parts import Files, adam_step_of, put_in_place, upload, write_head, write_rank
+from megastable.checkpoint.store import DELETING, SAVING, RunState, found, glance, latest
 from megastable.config.model import ModelConfig
-from megastable.config.tree import RunConfig
+from megastable.config.training import CheckpointConfig
 from megastable.engine.flatstate import KINDS, FlatState
 from megastable.engine.hostcopy import CopiedTensors, HostCopy
-from megastable.parallel.topology import Topology
+
+if TYPE_CHECKING:  # it would load DeepSpeed
+    from megastable.engine.engine import Engine
+
+# Retention of checkpoints: `doomed` decides which to delete, `apply` deletes them.
+#
+# Kept are the newest ones, one at regular intervals for good, pinned ones, and the newest that proved healthy. Also
+# the first one after that (or the first of all if none has proved healthy): if a slow drift affects the unproven
+# ones, it is the likeliest to predate it. And if checkpoints are saved so often that the newest are replaced before
+# they could prove healthy, it is the one that can.
+
 
 log = logging.getLogger(__name__)
 
+
+@dataclass(frozen=True)
+class KeptCheckpoint:
+    """A checkpoint, by its step."""
+
+    step: int
+    healthy: bool = False
+    pinned: bool = False
+
+
+def doomed(checkpoints: Sequence[KeptCheckpoint], keep: int, keep_every: int = 0) -> list[int]:
+    """Steps of the checkpoints to delete, ascending: all that are not vital, pinned or milestones.
+
+    keep: this many newest stay, at least 1. keep_every: also, the first checkpoint at or after each multiple of this
+    many steps stays for good (not for multiple 0); 0 = none.
+    """
+    stay = vital(checkpoints, keep) | {c.step for c in checkpoints if c.pinned}
+    if keep_every:
+        stay |= milestones([c.step for c in checkpoints], keep_every)
+    return sorted({c.step for c in checkpoints} - stay)
+
+
+def vital(checkpoints: Sequence[KeptCheckpoint], keep: int) -> set[int]:
+    """Those that the run may have to continue from: the newest `keep`, the newest healthy one, the first one after
+    it."""
+    if keep < 1:
+        raise ValueError(f"keep={keep}: at least 1, or nothing would be left")
+    sorted_steps = sorted(kept_checkpoint.step for kept_checkpoint in checkpoints)
+    newest_healthy = max(
+        (kept_checkpoint.step for kept_checkpoint in checkpoints if kept_checkpoint.healthy), default=-1
+    )
+    return {
+        *sorted_steps[-keep:],
+        *([newest_healthy] if newest_healthy >= 0 else []),
+        *[step for step in sorted_steps if step > newest_healthy][:1],
+    }
+
+
+def milestones(steps: Sequence[int], every: int) -> set[int]:
+    """The first of `steps` at or after each multiple of `every`, from the first multiple on.
+
+    Deleting checkpoints between milestones does not change the result, as long as steps ascend.
+    """
+    if every < 1:
+        raise ValueError(f"keep_every={every}: a number of steps")
+    first: dict[int, int] = {}
+    for step in sorted(steps):
+        first.setdefault(step // every, step)
+    return {step for multiple, step in first.items() if multiple}
+
+
+def standing(folder: Path) -> list[KeptCheckpoint]:
+    """The checkpoints of a folder, ascending, without checking that they are complete. Links are left out: their
+    targets are kept elsewhere. Raises CheckpointError for a folder that cannot be read."""
+    paths = [(f.step, f.path) for f in found(folder) if f.kind == "checkpoint" and not f.path.is_symlink()]
+    return [
+        KeptCheckpoint(step, markers.healthy(path) is not None, markers.pinned(path) is not None)
+        for step, path in paths
+    ]
+
+
+def apply(folder: Path, keep: int, keep_every: int = 0) -> list[str]:
+    """Delete what `doomed` names in RUN/checkpoints; returns the names of the deleted checkpoints, ascending.
+
+    A damaged checkpoint (by its sizes) does not count as kept, so it cannot displace a good one. Suspect and rejected
+    checkpoints and links are neither counted nor deleted. A checkpoint is renamed before it is deleted, so that a crash
+    leaves no partial one that looks complete. A disk error is logged, and the deletion retried the next time.
+    """
+    try:
+        _clear(folder)
+        names = [store.name_of(step) for step in doomed(_whole(folder, keep, keep_every), keep, keep_every)]
+    except (CheckpointError, OSError) as error:
+        log.warning("no old checkpoint is deleted: %s", error)
+        return []
+    # The target of `latest` stays, even if that file could not be updated.
+    hidden = [name for name in names if name != latest(folder) and _hide(folder, name)]
+    if not hidden:
+        return []
+    try:
+        # Before any file is deleted: after a power cut the old names must not come back.
+        durable.sync_directory(folder)
+    except OSError as error:
+        log.warning("%s: %s; old checkpoints are deleted later", folder, error)
+        return hidden
+    for name in hidden:
+        _delete(folder / f"{DELETING}{name}")
+    return hidden
+
+
+def _whole(folder: Path, keep: int, keep_every: int) -> list[KeptCheckpoint]:
+    """The checkpoints to decide about, without damaged ones.
+
+    Examines only those whose presence lets others be deleted: a folder may hold thousands of files.
+    """
+    kept, seen = standing(folder), set[int]()
+    while doomed(kept, keep, keep_every) and (unseen := vital(kept, keep) - seen):
+        seen |= unseen
+        for step in unseen:
+            try:
+                glance(folder / store.name_of(step))
+            except CheckpointError as error:
+                log.warning("%s; it does not count as a checkpoint", error)
+                kept = [c for c in kept if c.step != step]
+    return kept
+
+
+def _hide(folder: Path, name: str) -> bool:
+    """Rename a checkpoint for deletion; whether that worked."""
+    visible_path, hidden_path = folder / name, folder / f"{DELETING}{name}"
+    try:
+        os.replace(visible_path, hidden_path)
+        if markers.pinned(hidden_path) is None:
+            return True
+        os.replace(hidden_path, visible_path)  # pinned in the meantime
+    except OSError as error:
+        log.warning("%s: not deleted: %s", visible_path, error.strerror or error)
+    return False
+
+
+def _clear(folder: Path) -> None:
+    """Delete what earlier calls left behind. A renamed checkpoint cannot be pinned: if it is, it is complete."""
+    for left_behind in [found_folder for found_folder in found(folder) if found_folder.kind == "deleting"]:
+        if markers.pinned(left_behind.path) is None:
+            _delete(left_behind.path)
+            continue
+        try:
+            os.replace(left_behind.path, folder / store.name_of(left_behind.step))
+        except OSError as error:
+            log.warning("%s: pinned, and could not be renamed: %s", left_behind.path, error.strerror or error)
+
+
+def _delete(path: Path) -> None:
+    try:
+        shutil.rmtree(path)
+    except OSError as error:
+        log.warning("%s: could not be deleted: %s", path, error)
+
+
 SPARE = 1.5  # free host memory required, in multiples of the copy: snapshots may still take a quarter
-
-
-class Savable(Protocol):
-    """The engine's interface for a save."""
-
-    topology: Topology
-    config: RunConfig
-
-    @property
-    def masters(self) -> list[Tensor]: ...
-    @property
-    def scaler(self) -> dict[str, Any]: ...
-    def fp8_history(self) -> dict[str, list[list[float]]]: ...
-    def optimizer_state(self) -> dict[str, Tensor]: ...
-    def flat_state(self) -> FlatState: ...
-    def hold_updates(self, until: Any) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -107,7 +238,7 @@ class Saver:
     def __init__(
         self,
         folder: Path,
-        engine: Savable,
+        engine: Engine,
         config: CheckpointConfig,
         model: ModelConfig,
         recipe: Callable[[], bytes],
@@ -137,8 +268,8 @@ class Saver:
 
     def take_note(self) -> str:
         """A note for the console, returned once: the first save finds too little memory."""
-        note, self._note = self._note, ""
-        return note
+        pending_note, self._note = self._note, ""
+        return pending_note
 
     def prepare(self) -> None:
         """Before the first step: check for memory for a copy, and allocate it, so that the first save delays the steps
@@ -151,22 +282,26 @@ class Saver:
     def begin(self, state: RunState) -> None:
         """Copy the engine's state, and start writing it. No other save may be in progress."""
         assert self._job is None, "the save before is not finished"
-        begun = time.perf_counter()
-        source = self._engine.optimizer_state()
+        begin_time = time.perf_counter()
+        optimizer_state = self._engine.optimizer_state()
         if self.asynchronous is None:
-            self.asynchronous = self._has_room(source)
+            self.asynchronous = self._has_room(optimizer_state)
         state = state.model_copy(deep=True)
-        state.adam_step, state.scaler = adam_step_of(source), self._engine.scaler
+        state.adam_step, state.scaler = adam_step_of(optimizer_state), self._engine.scaler
         state.optimizer = self._engine.config.optimizer.name
         state.fp8 = self._engine.fp8_history()
         if self._fetching is not None:
             self._spare, self._fetching = self._fetching.result(), None
-        copied = self._host.copy(source, self._spare) if self.asynchronous else CopiedTensors(source)
-        self._spare = copied.tensors if self.asynchronous else {}
-        temporary = self.folder / f"{SAVING}{store.name_of(state.step)}"
-        job = self._job = _Save(state, temporary, copied, rng_state(), begun)
-        job.writing = self._thread.submit(self._write, job, self._engine.flat_state())
-        job.blocked = time.perf_counter() - begun
+        copied_tensors = (
+            self._host.copy(optimizer_state, self._spare)
+            if self.asynchronous
+            else CopiedTensors(optimizer_state)
+        )
+        self._spare = copied_tensors.tensors if self.asynchronous else {}
+        temporary_path = self.folder / f"{SAVING}{store.name_of(state.step)}"
+        new_save = self._job = _Save(state, temporary_path, copied_tensors, rng_state(), begin_time)
+        new_save.writing = self._thread.submit(self._write, new_save, self._engine.flat_state())
+        new_save.blocked = time.perf_counter() - begin_time
 
     def ballot(self) -> tuple[float, float]:
         """For the step's sum over the ranks: whether this rank's part is written; whether the checkpoint is
@@ -181,27 +316,31 @@ class Saver:
     def heard(self, sums: Sequence[float]) -> SaveOutcome | None:
         """Call after every step with the sums of `ballot`: returns the outcome, once there is one, on all ranks
         alike."""
-        job, begun = self._job, time.perf_counter()
-        if job is None:
+        current_save, begin_time = self._job, time.perf_counter()
+        if current_save is None:
             return None
-        written, settled = sums
-        outcome = None
-        if job.stage == "writing" and written == self._world:
-            outcome = self._all_written(job)
-        elif job.stage == "committing" and settled:
-            outcome = self._settled(job)
-        job.blocked += time.perf_counter() - begun
-        return replace(outcome, blocked=job.blocked + job.copied.waited) if outcome is not None else None
+        written_count, settled_count = sums
+        save_outcome = None
+        if current_save.stage == "writing" and written_count == self._world:
+            save_outcome = self._all_written(current_save)
+        elif current_save.stage == "committing" and settled_count:
+            save_outcome = self._settled(current_save)
+        current_save.blocked += time.perf_counter() - begin_time
+        return (
+            replace(save_outcome, blocked=current_save.blocked + current_save.copied.waited)
+            if save_outcome is not None
+            else None
+        )
 
     def finish(self) -> SaveOutcome | None:
         """Wait for the save in progress; its outcome. None if there is none."""
-        job, begun = self._job, time.perf_counter()
-        if job is None:
+        current_save, begin_time = self._job, time.perf_counter()
+        if current_save is None:
             return None
-        outcome = self._all_written(job) if job.stage == "writing" else None
-        outcome = outcome or self._settled(job)
-        blocked = job.blocked + job.copied.waited + time.perf_counter() - begun
-        return replace(outcome, blocked=blocked)
+        save_outcome = self._all_written(current_save) if current_save.stage == "writing" else None
+        save_outcome = save_outcome or self._settled(current_save)
+        blocked_seconds = current_save.blocked + current_save.copied.waited + time.perf_counter() - begin_time
+        return replace(save_outcome, blocked=blocked_seconds)
 
     def close(self) -> None:
         """Call when no save is in progress and none will follow: wait for the thread's clean-up."""
@@ -211,33 +350,40 @@ class Saver:
         """At the start of a run: remove leftovers of a process that died during a save. Raises OSError."""
         if self._rank == 0:
             store.bring_back(self.folder)
-            for stale in self.folder.glob(f"{SAVING}*"):
-                shutil.rmtree(stale)
+            for stale_folder in self.folder.glob(f"{SAVING}*"):
+                shutil.rmtree(stale_folder)
 
     # Background work
 
     def _fetch(self, moments: torch.dtype) -> dict[str, Tensor]:
         """Allocate memory for a copy of masters and moments."""
-        masters, flat = self._engine.masters, self._engine.flat_state()
-        fetched: dict[str, Tensor] = {}
+        masters, flat_state = self._engine.masters, self._engine.flat_state()
+        fetched_tensors: dict[str, Tensor] = {}
         for kind in KINDS:
             dtype = torch.float32 if kind == "weight" else moments
-            shapes = {f"{i}/{kind}": m.shape for i, m in enumerate(masters) if kind in flat.kinds(i)}
-            fetched |= self._host.fetch(shapes, dtype)
-        return fetched
+            shapes_by_name = {
+                f"{group_index}/{kind}": group_masters.shape
+                for group_index, group_masters in enumerate(masters)
+                if kind in flat_state.kinds(group_index)
+            }
+            fetched_tensors |= self._host.fetch(shapes_by_name, dtype)
+        return fetched_tensors
 
     def _has_room(self, source: dict[str, Tensor]) -> bool:
         """Whether every rank has host memory for a copy of its state."""
-        pinned = torch.cuda.is_initialized()
-        demand = free_memory.demand(source.values(), self._engine.flat_state().bytes(), pinned)
-        everyone = gathered(demand)
-        for mine in everyone:
-            together = [other for other in everyone if other.host == mine.host]
-            needed, free = sum(d.snapshot for d in together), min(d.free for d in together)
-            if free < SPARE * needed:
+        is_pinned = torch.cuda.is_initialized()
+        own_demand = free_memory.demand(source.values(), self._engine.flat_state().bytes(), is_pinned)
+        all_demands = gathered(own_demand)
+        for rank_demand in all_demands:
+            host_demands = [
+                other_demand for other_demand in all_demands if other_demand.host == rank_demand.host
+            ]
+            needed = sum(host_demand.snapshot for host_demand in host_demands)
+            free_bytes = min(host_demand.free for host_demand in host_demands)
+            if free_bytes < SPARE * needed:
                 self._note = (
                     f"WARNING: training pauses for every checkpoint: copies take {needed / free_memory.GIB:.2f} GiB on "
-                    f"{mine.host}, and {free / free_memory.GIB:.2f} are free"
+                    f"{rank_demand.host}, and {free_bytes / free_memory.GIB:.2f} are free"
                 )
                 return False
         return True
@@ -248,17 +394,21 @@ class Saver:
             if self._rank == 0:
                 self._check_space()
             job.temporary.mkdir(exist_ok=True)
-            where = job.temporary if self._staging is None else self._stage(self._staging, self._key(job))
+            target_folder = (
+                job.temporary if self._staging is None else self._stage(self._staging, self._key(job))
+            )
             job.copied.wait()
-            files, finite = write_rank(where, self._engine.topology, flat, job.copied.tensors, job.random)
-            for name, record in files.items():
-                if hash_file(where / name, from_disk=True) != record:
-                    raise OSError(f"{where / name} reads back differently from what was written")
+            file_records, all_finite = write_rank(
+                target_folder, self._engine.topology, flat, job.copied.tensors, job.random
+            )
+            for file_name, file_record in file_records.items():
+                if hash_file(target_folder / file_name, from_disk=True) != file_record:
+                    raise OSError(f"{target_folder / file_name} reads back differently from what was written")
             if self._staging is not None:
-                if finite:
-                    self._seal(self._staging, job, files)
-                upload(where, files, job.temporary)
-            return _RankPart(files, finite)
+                if all_finite:
+                    self._seal(self._staging, job, file_records)
+                upload(target_folder, file_records, job.temporary)
+            return _RankPart(file_records, all_finite)
         except OSError as error:
             return _RankPart(problem=str(error))
         except Exception as error:  # the other ranks must learn of any error
@@ -277,15 +427,17 @@ class Saver:
 
     def _seal(self, staging: PartFolder, job: _Save, files: Files) -> None:
         """Seal the part: from now on it survives its process."""
-        key = self._key(job)
+        point_key = self._key(job)
         if self._rank == 0:  # files that a commit also needs
-            files = files | write_head(staging.point(key), job.state, self.recipe())
-        staging.seal(HeldPart(key=key, rank=self._rank, world=self._world, files=files))
+            files = files | write_head(staging.point(point_key), job.state, self.recipe())
+        staging.seal(HeldPart(key=point_key, rank=self._rank, world=self._world, files=files))
 
     def _check_space(self) -> None:
-        newest = store.newest_first(self.folder)
-        if newest:
-            needed = sum(file.stat().st_size for file in newest[0].iterdir())
+        newest_checkpoints = store.newest_first(self.folder)
+        if newest_checkpoints:
+            needed = sum(
+                checkpoint_file.stat().st_size for checkpoint_file in newest_checkpoints[0].iterdir()
+            )
             free = shutil.disk_usage(self.folder).free
             if free < needed:
                 raise OSError(
@@ -317,15 +469,15 @@ class Saver:
             assert job.committing is not None
             return job.committing.result()
 
-        outcome = first(told)
+        save_outcome = first(told)
         self._close(job)
-        return outcome
+        return save_outcome
 
     def _close(self, job: _Save) -> None:
         self._job = None
         if self._staging is not None:
-            key = self._key(job)
-            self._thread.submit(self._staging.drop_part, self._rank, lambda other: other != key)
+            point_key = self._key(job)
+            self._thread.submit(self._staging.drop_part, self._rank, lambda other: other != point_key)
 
     def _outcome(
         self, job: _Save, path: Path | None, problem: str = "", finite: bool = True, size: int = 0
@@ -337,12 +489,12 @@ class Saver:
         """Rank 0: write the remaining files and rename; in its thread."""
         try:
             files = files | write_head(job.temporary, job.state, self.recipe())
-            target, size = put_in_place(job.temporary, job.state, self._model, files)
+            final_path, total_bytes = put_in_place(job.temporary, job.state, self._model, files)
         except OSError as error:
             shutil.rmtree(job.temporary, ignore_errors=True)
             return self._outcome(job, None, str(error))
         except Exception as error:
             log.exception("a checkpoint could not be committed")
             return self._outcome(job, None, f"{type(error).__name__}: {error}".splitlines()[0])
-        retention.apply(self.folder, self.config.keep, self.config.keep_every)
-        return self._outcome(job, target, size=size)
+        apply(self.folder, self.config.keep, self.config.keep_every)
+        return self._outcome(job, final_path, size=total_bytes)

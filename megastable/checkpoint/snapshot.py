@@ -1,29 +1,22 @@
 """Keeps snapshots in host memory: copies of the engine's state in a ring that thins out with age.
 
-Only copies tensors; spacing.py decides which points are kept.
+Only copies tensors; `thin` (megastable_guard/guard.py) decides which points are kept.
 """
 
 from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from megastable.base.fingerprint import Marks, marks_of, unlike
 from megastable.engine.hostcopy import CopiedTensors, HostCopy
-from megastable_guard.spacing import thin
+from megastable_guard.guard import thin
 
-
-class Stateful(Protocol):
-    """The engine, as a ring sees it."""
-
-    def optimizer_state(self) -> dict[str, Tensor]: ...
-    def restore_optimizer_state(self, saved: dict[str, Tensor]) -> None: ...
-    def counters(self) -> dict[str, Any]: ...
-    def restore_counters(self, saved: dict[str, Any]) -> None: ...
-    def hold_updates(self, until: Any) -> None: ...
+if TYPE_CHECKING:  # it would load DeepSpeed
+    from megastable.engine.engine import Engine
 
 
 @dataclass(frozen=True)
@@ -51,8 +44,8 @@ class Loan:
 class Ring:
     """The snapshots of this rank. Every rank takes, drops and restores the same steps."""
 
-    def __init__(self, engine: Stateful, capacity: int, interval: int) -> None:
-        self._engine, self._capacity, self._interval = engine, capacity, interval
+    def __init__(self, engine: Engine, capacity: int, interval: int) -> None:
+        self._engine, self.capacity, self._interval = engine, capacity, interval
         self._kept: list[Snapshot] = []
         self._spare: list[dict[str, Tensor]] = []
         self._host = HostCopy(engine.hold_updates)
@@ -64,16 +57,12 @@ class Ring:
         """Ascending."""
         return [snapshot.step for snapshot in self._kept]
 
-    @property
-    def capacity(self) -> int:
-        return self._capacity
-
     def due(self, step: int, urgent: bool = False) -> bool:
         """Whether a point is due. urgent: only if long overdue: a doubtful one is better than an old one."""
-        if not self._capacity or not self._interval:
+        if not self.capacity or not self._interval:
             return False
-        since = step - self.steps[-1] if self._kept else step
-        return since >= 4 * self._interval if urgent else since >= self._interval
+        steps_since = step - self.steps[-1] if self._kept else step
+        return steps_since >= 4 * self._interval if urgent else steps_since >= self._interval
 
     def take(
         self, step: int, extra: Any, counters: dict[str, Any] | None = None, marks: Marks | None = None
@@ -83,10 +72,10 @@ class Ring:
         counters: if the engine's have advanced already, as after a refused step. marks: of the state, if it has been
         fingerprinted before.
         """
-        if not self._capacity:
+        if not self.capacity:
             return
         self.forget_from(step)
-        keep = thin([*self.steps, step], self._capacity, self._interval)
+        keep = thin([*self.steps, step], self.capacity, self._interval)
         for snapshot in [s for s in self._kept if s.step not in keep]:
             self._kept.remove(snapshot)
             self._spare.append(snapshot.tensors)
@@ -125,8 +114,8 @@ class Ring:
 
     def before(self, onset: int, older: int = 0) -> Snapshot | None:
         """The newest point that no step from `onset` on has touched; `older`: skip so many, if there are."""
-        good = [snapshot for snapshot in self._kept if snapshot.step < onset]
-        return good[max(0, len(good) - 1 - older)] if good else None
+        earlier_snapshots = [snapshot for snapshot in self._kept if snapshot.step < onset]
+        return earlier_snapshots[max(0, len(earlier_snapshots) - 1 - older)] if earlier_snapshots else None
 
     def aside(self, step: int) -> Snapshot:
         """Copy the current state, after `step` steps, besides the points, so that inspecting an older one changes
@@ -149,6 +138,6 @@ class Ring:
 
     def forget_from(self, step: int) -> None:
         """Drop the points of `step` and later ones."""
-        for snapshot in [s for s in self._kept if s.step >= step]:
+        for snapshot in [held_snapshot for held_snapshot in self._kept if held_snapshot.step >= step]:
             self._kept.remove(snapshot)
             self._spare.append(snapshot.tensors)

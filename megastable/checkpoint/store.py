@@ -1,6 +1,6 @@
 """The checkpoint store of a run: format, verification, and the search for the newest good checkpoint.
 
-checkpoints/step-N/ holds every rank's part (pieces.py), state.json (the run state), recipe.yaml and manifest.json
+checkpoints/step-N/ holds every rank's part (files.py), state.json (the run state), recipe.yaml and manifest.json
 (sizes and checksums of all other files, and of itself). `checkpoints/latest` is a text file with the name of the
 newest one, replaced atomically. The only pickles are rng-*.pt, which are read with `weights_only=True`.
 """
@@ -27,10 +27,9 @@ from megastable import __version__
 from megastable.base import durable
 from megastable.base.collectives import first, gathered
 from megastable.base.errors import CheckpointError
-from megastable.base.rng import set_rng_state
+from megastable.base.reproducible import set_rng_state
 from megastable.base.text import visible
-from megastable.checkpoint.files import FileRecord, hash_file
-from megastable.checkpoint.pieces import FORMAT
+from megastable.checkpoint.files import FORMAT, FileRecord, hash_file
 from megastable.checkpoint.vitals import Vitals
 from megastable.config.model import ModelConfig
 from megastable.run import directory
@@ -65,9 +64,9 @@ class LayoutState(BaseModel):
         return self.tensor * self.pipeline * self.data
 
     def __str__(self) -> str:
-        context = f" (context {self.context})" if self.context > 1 else ""
-        axes = f"tensor {self.tensor} x pipeline {self.pipeline} x data {self.data}{context}"
-        return f"{axes}, ZeRO {self.zero}, {self.precision}"
+        context_text = f" (context {self.context})" if self.context > 1 else ""
+        axes_text = f"tensor {self.tensor} x pipeline {self.pipeline} x data {self.data}{context_text}"
+        return f"{axes_text}, ZeRO {self.zero}, {self.precision}"
 
 
 class RunState(BaseModel):
@@ -156,26 +155,25 @@ class Contents(BaseModel):
     @property
     def size(self) -> int:
         """Bytes."""
-        return sum(record.size for record in self.files.values())
+        return sum(file_record.size for file_record in self.files.values())
 
     def sealed(self) -> bytes:
         """The manifest's bytes, with its own checksum."""
-        text = self.model_copy(update={"xxh3": ""}).model_dump_json(indent=1).encode()
-        head, _, tail = text.rpartition(SEAL % b"")
-        return head + SEAL % xxhash.xxh3_128_hexdigest(text).encode() + tail
+        unsealed_text = self.model_copy(update={"xxh3": ""}).model_dump_json(indent=1).encode()
+        head, _, tail = unsealed_text.rpartition(SEAL % b"")
+        return head + SEAL % xxhash.xxh3_128_hexdigest(unsealed_text).encode() + tail
 
     def seals(self, text: bytes) -> bool:
         """Whether `text`, from which this was parsed, is exactly the bytes written."""
-        head, found, tail = text.rpartition(SEAL % self.xxh3.encode())
-        return bool(found) and xxhash.xxh3_128_hexdigest(head + SEAL % b"" + tail) == self.xxh3
+        head, seal_found, tail = text.rpartition(SEAL % self.xxh3.encode())
+        return bool(seal_found) and xxhash.xxh3_128_hexdigest(head + SEAL % b"" + tail) == self.xxh3
 
 
 def finite_mean(losses: Sequence[float]) -> float | None:
     """The mean of the finite losses; None if there is none."""
-    finite = [loss for loss in losses if math.isfinite(loss)]
-    return (
-        sum(loss / len(finite) for loss in finite) if finite else None
-    )  # a plain sum of large ones could overflow
+    finite_losses = [loss for loss in losses if math.isfinite(loss)]
+    # A plain sum of large ones could overflow.
+    return sum(loss / len(finite_losses) for loss in finite_losses) if finite_losses else None
 
 
 def name_of(step: int) -> str:
@@ -184,8 +182,8 @@ def name_of(step: int) -> str:
 
 def model_fingerprint(config: ModelConfig) -> str:
     """Equal for two models whose weights are interchangeable."""
-    tree = config.model_dump(mode="json", exclude=FREE)
-    return xxhash.xxh3_128_hexdigest(json.dumps(tree, sort_keys=True).encode())
+    config_tree = config.model_dump(mode="json", exclude=FREE)
+    return xxhash.xxh3_128_hexdigest(json.dumps(config_tree, sort_keys=True).encode())
 
 
 # Setting aside
@@ -214,7 +212,7 @@ def set_aside_newer(
     ones. why: the first part of their names. Raises CheckpointError if one could not be renamed: a restart would
     continue from it.
     """
-    older, done = list(folder.glob(f"{SUSPECT}-*")), list[Path]()
+    older_suspects, renamed_paths = list(folder.glob(f"{SUSPECT}-*")), list[Path]()
     stuck: list[str] = []
     try:
         bring_back(folder)  # else it would come back later as a good one
@@ -223,7 +221,7 @@ def set_aside_newer(
     for path in [path for path in newest_first(folder) if step_of(path) > step and path.name not in but]:
         try:
             _rename(path, why)
-            done.append(path)
+            renamed_paths.append(path)
         except OSError as error:
             stuck.append(str(error))
     point_latest(folder)
@@ -232,39 +230,42 @@ def set_aside_newer(
             f"{stuck[0]}: a checkpoint later than step {step}, to which the run is rewound, could not be set aside: "
             f"rename or delete those in {folder} by hand, then start again"
         )
-    for old in older if done and forget else ():
-        if old.name not in {f"suspect-{path.name}" for path in done} and not (old / PINNED).exists():
-            shutil.rmtree(old, ignore_errors=True)
-    return [path.name for path in done]
+    for old_suspect in older_suspects if renamed_paths and forget else ():
+        if (
+            old_suspect.name not in {f"suspect-{path.name}" for path in renamed_paths}
+            and not (old_suspect / PINNED).exists()
+        ):
+            shutil.rmtree(old_suspect, ignore_errors=True)
+    return [path.name for path in renamed_paths]
 
 
 def _rename(checkpoint: Path, why: str) -> None:
-    target = checkpoint.with_name(f"{why}-{checkpoint.name}")
-    shutil.rmtree(target, ignore_errors=True)
-    os.replace(checkpoint, target)
+    target_path = checkpoint.with_name(f"{why}-{checkpoint.name}")
+    shutil.rmtree(target_path, ignore_errors=True)
+    os.replace(checkpoint, target_path)
     durable.sync_directory(checkpoint.parent)
 
 
 def point_latest(folder: Path) -> None:
     """Point `latest` to the newest remaining checkpoint, or remove it: it never names one that was set aside."""
-    left = newest_first(folder)
+    remaining_checkpoints = newest_first(folder)
     try:
         (folder / LATEST).unlink(missing_ok=True)
-        if left:
-            durable.write_file(folder / LATEST, left[0].name.encode())
+        if remaining_checkpoints:
+            durable.write_file(folder / LATEST, remaining_checkpoints[0].name.encode())
     except OSError as error:
         log.warning("%s: %s", folder / LATEST, error)
 
 
 def restore_rng(checkpoint: Path) -> None:
     """Set this rank's random states from a checkpoint, if it has some for this rank. Raises CheckpointError."""
-    path = checkpoint / f"rng-{dist.get_rank():05d}.pt"
-    if not path.exists():
+    rng_path = checkpoint / f"rng-{dist.get_rank():05d}.pt"
+    if not rng_path.exists():
         return
     try:
-        set_rng_state(torch.load(path, map_location="cpu", weights_only=True))
+        set_rng_state(torch.load(rng_path, map_location="cpu", weights_only=True))
     except Exception as error:  # a malformed file makes torch raise anything
-        raise CheckpointError(f"{path}: no random states ({type(error).__name__})") from None
+        raise CheckpointError(f"{rng_path}: no random states ({type(error).__name__})") from None
 
 
 # Finding checkpoints
@@ -328,8 +329,8 @@ def latest(folder: Path) -> str:
 
 def others(folder: Path) -> str:
     """The end of an error about a missing checkpoint: a list of those in the folder."""
-    names = [path.name for path in newest_first(folder)]
-    return f"; there are {', '.join(names)}" if names else ""
+    checkpoint_names = [path.name for path in newest_first(folder)]
+    return f"; there are {', '.join(checkpoint_names)}" if checkpoint_names else ""
 
 
 def read_contents(checkpoint: Path) -> Contents:
@@ -343,8 +344,8 @@ def read_contents(checkpoint: Path) -> Contents:
                 "`megastable checkpoint --help` says how to import one"
             )
         raise CheckpointError(f"{path}: missing or unreadable: the save did not finish")
-    contents, text = _read(path, Contents)
-    if not contents.seals(text):
+    contents, manifest_bytes = _read(path, Contents)
+    if not contents.seals(manifest_bytes):
         raise CheckpointError(f"{path}: damaged (its checksum does not match)")
     return contents
 
@@ -357,7 +358,7 @@ def read_state(checkpoint: Path) -> RunState:
 def refuse_stability(where: str, error: ValidationError) -> CheckpointError:
     """The error to raise for a part of `RunState.stability` that cannot be read, by its first problem."""
     detail = error.errors()[0]
-    key = ".".join(str(part) for part in detail["loc"])
+    key = ".".join(str(path_part) for path_part in detail["loc"])
     return CheckpointError(
         f"what {where} remembers of stability is of another version of megastable ({key}: {detail['msg']}): go on with "
         "that one, or begin a new run with the weights (megastable checkpoint export)"
@@ -369,16 +370,16 @@ def _read(path: Path, model: type[M]) -> tuple[M, bytes]:
     try:
         if not os.path.isfile(path):  # a pipe would block
             raise OSError("not there, or not a file")
-        text = path.read_bytes()
-        tree = json.loads(text.decode("utf-8"))
-        version = tree.get("format") if isinstance(tree, dict) else None
+        file_bytes = path.read_bytes()
+        json_tree = json.loads(file_bytes.decode("utf-8"))
+        version = json_tree.get("format") if isinstance(json_tree, dict) else None
         if type(version) is int and version != FORMAT:
-            by = visible(str(dict(tree.get("versions") or {}).get("megastable", "another")))
+            by = visible(str(dict(json_tree.get("versions") or {}).get("megastable", "another")))
             raise CheckpointError(
                 f"{path}: format {version}, of version {by} of megastable; this is {__version__}, which reads format "
                 f"{FORMAT}: use that version"
             )
-        return model.model_validate(tree), text
+        return model.model_validate(json_tree), file_bytes
     except CheckpointError:
         raise
     except (OSError, ValueError, TypeError, RecursionError) as error:
@@ -401,42 +402,49 @@ def problems(checkpoint: Path) -> list[str]:
 
 def _problems(checkpoint: Path, part: int, parts: int) -> Iterator[str]:
     contents = read_contents(checkpoint)
-    named = _NAME.fullmatch(checkpoint.name)
-    if named and int(named[2]) != contents.step:
+    name_match = _NAME.fullmatch(checkpoint.name)
+    if name_match and int(name_match[2]) != contents.step:
         yield f"{checkpoint / MANIFEST}: is of step {contents.step}: another checkpoint's"
     if not contents.finite:
         yield f"{checkpoint / MANIFEST}: weights or moments are not finite"
     if STATE not in contents.files:
         yield f"{checkpoint / MANIFEST}: does not name {STATE}"
-    for name in _listed(checkpoint):
-        if PARTS.fullmatch(name) and name not in contents.files:
-            yield f"{checkpoint / name}: not in the manifest: of another checkpoint"
+    for file_name in _listed(checkpoint):
+        if PARTS.fullmatch(file_name) and file_name not in contents.files:
+            yield f"{checkpoint / file_name}: not in the manifest: of another checkpoint"
     # The largest first: the ranks read about the same number of bytes.
     by_size = sorted(contents.files.items(), key=lambda item: (-item[1].size, item[0]))
-    for name, record in by_size[part::parts]:
-        path = checkpoint / name
-        if "/" in name or "\0" in name or name in ("", ".", ".."):
-            yield f"{checkpoint / MANIFEST}: names {visible(name)!r}, which is not a file of a checkpoint"
+    for file_name, file_record in by_size[part::parts]:
+        file_path = checkpoint / file_name
+        if "/" in file_name or "\0" in file_name or file_name in ("", ".", ".."):
+            yield f"{checkpoint / MANIFEST}: names {visible(file_name)!r}, which is not a file of a checkpoint"
             continue
         try:
-            found = path.stat()
-            if not stat.S_ISREG(found.st_mode):  # a pipe or device would never end
+            file_stat = file_path.stat()
+            if not stat.S_ISREG(file_stat.st_mode):  # a pipe or device would never end
                 raise OSError("not a file")
-            size = found.st_size
+            file_size = file_stat.st_size
             # With another size it may still be another file of this checkpoint.
-            mine = hash_file(path) if any(size == r.size for r in contents.files.values()) else None
+            own_record = (
+                hash_file(file_path)
+                if any(file_size == other_record.size for other_record in contents.files.values())
+                else None
+            )
         except OSError as error:
-            yield f"{path}: {error.strerror or error}"
+            yield f"{file_path}: {error.strerror or error}"
             continue
-        if mine == record:
+        if own_record == file_record:
             continue
-        other = next((n for n, r in contents.files.items() if r == mine), None)
-        if other is not None:
-            yield f"{path}: its checksum is that of {other} in the manifest: swapped"
-        elif size != record.size:
-            yield f"{path}: {size} bytes, the manifest says {record.size}: truncated or changed"
+        swapped_name = next(
+            (other_name for other_name, other_record in contents.files.items() if other_record == own_record),
+            None,
+        )
+        if swapped_name is not None:
+            yield f"{file_path}: its checksum is that of {swapped_name} in the manifest: swapped"
+        elif file_size != file_record.size:
+            yield f"{file_path}: {file_size} bytes, the manifest says {file_record.size}: truncated or changed"
         else:
-            yield f"{path}: its checksum is not the manifest's: damaged, or of another checkpoint"
+            yield f"{file_path}: its checksum is not the manifest's: damaged, or of another checkpoint"
 
 
 def _listed(checkpoint: Path) -> list[str]:
@@ -450,18 +458,18 @@ def glance(checkpoint: Path) -> Contents:
     """The manifest of a checkpoint whose files all exist with the right sizes: nothing is hashed, for decisions after
     every save and for lists. Raises CheckpointError otherwise."""
     contents = read_contents(checkpoint)
-    match = _NAME.fullmatch(checkpoint.name)
-    if match and int(match[2]) != contents.step:
+    name_match = _NAME.fullmatch(checkpoint.name)
+    if name_match and int(name_match[2]) != contents.step:
         raise CheckpointError(f"{checkpoint / MANIFEST}: is of step {contents.step}: another checkpoint's")
-    for name, record in contents.files.items():
-        path = checkpoint / name
+    for file_name, file_record in contents.files.items():
+        file_path = checkpoint / file_name
         try:
-            size = path.stat().st_size
+            file_size = file_path.stat().st_size
         except (OSError, ValueError) as error:
-            raise CheckpointError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
-        if size != record.size:
+            raise CheckpointError(f"{file_path}: {getattr(error, 'strerror', None) or error}") from None
+        if file_size != file_record.size:
             raise CheckpointError(
-                f"{path}: {size} bytes, the manifest says {record.size}: truncated or changed"
+                f"{file_path}: {file_size} bytes, the manifest says {file_record.size}: truncated or changed"
             )
     return contents
 
@@ -474,19 +482,19 @@ def newest_good(
     convicted: names that do not count, with the reason; the same on all ranks.
     """
     rejected: dict[str, str] = {}
-    for name in first(lambda: _names(folder)):
-        if convicted and name in convicted:
-            rejected[name] = convicted[name]
+    for checkpoint_name in first(lambda: _names(folder)):
+        if convicted and checkpoint_name in convicted:
+            rejected[checkpoint_name] = convicted[checkpoint_name]
             continue
         problem = ""
         try:
-            verify(folder / name, dist.get_rank(), dist.get_world_size())
+            verify(folder / checkpoint_name, dist.get_rank(), dist.get_world_size())
         except CheckpointError as error:
             problem = str(error)
-        problem = next((p for p in gathered(problem) if p), "")
+        problem = next((rank_problem for rank_problem in gathered(problem) if rank_problem), "")
         if not problem:
-            return folder / name, rejected
-        rejected[name] = problem
+            return folder / checkpoint_name, rejected
+        rejected[checkpoint_name] = problem
     return None, rejected
 
 
@@ -500,9 +508,9 @@ def _names(folder: Path) -> list[str]:
 
 def bring_back(folder: Path) -> None:
     """Restore an older checkpoint that a crash between two renames left complete under another name."""
-    for hidden in folder.glob(f"{SAVING}replaced-*"):
-        target = folder / hidden.name.removeprefix(f"{SAVING}replaced-")
-        if not target.exists():
-            os.replace(hidden, target)
+    for hidden_path in folder.glob(f"{SAVING}replaced-*"):
+        target_path = folder / hidden_path.name.removeprefix(f"{SAVING}replaced-")
+        if not target_path.exists():
+            os.replace(hidden_path, target_path)
         else:
-            shutil.rmtree(hidden, ignore_errors=True)  # it was already replaced
+            shutil.rmtree(hidden_path, ignore_errors=True)  # it was already replaced

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict
 
-from megastable.config.checkpoint import VitalsConfig
+from megastable.config.training import VitalsConfig
 from megastable.engine.flatstate import Size
 
 Floats = npt.NDArray[np.float64]
@@ -74,21 +74,21 @@ def judge(
     kept: its checkpoint's vitals, None if it has none; now: the same, measured on the state. bf16_moments:
     these are kept in bf16 here. most: as in `contradiction`.
     """
-    problem = contradiction(now.sizes, most)
-    if kept is not None and not problem:
-        problem = resized(kept.sizes, now.sizes, bf16_moments, config.size_change)
-    if problem or kept is None:
-        return VitalsVerdict(problem, content=bool(problem))
+    state_problem = contradiction(now.sizes, most)
+    if kept is not None and not state_problem:
+        state_problem = resized(kept.sizes, now.sizes, bf16_moments, config.size_change)
+    if state_problem or kept is None:
+        return VitalsVerdict(state_problem, content=bool(state_problem))
     return VitalsVerdict(moved(kept, now, config))
 
 
 def ratio(*betas: tuple[float, float]) -> float:
     """Twice the maximum of a first moment's square over the second one, for Adam with any of these betas."""
-    most = [
-        (1 - one) ** 2 / (1 - two) / (1 - one**2 / two) if one**2 < two < 1 else math.inf
-        for one, two in betas
+    ratio_bounds = [
+        (1 - beta1) ** 2 / (1 - beta2) / (1 - beta1**2 / beta2) if beta1**2 < beta2 < 1 else math.inf
+        for beta1, beta2 in betas
     ]
-    return max([RATIO, *(2 * x for x in most)])
+    return max([RATIO, *(2 * ratio_bound for ratio_bound in ratio_bounds)])
 
 
 def contradiction(sizes: Sizes, most: float = RATIO) -> str:
@@ -99,9 +99,9 @@ def contradiction(sizes: Sizes, most: float = RATIO) -> str:
     of the saved state, and has no false alarms for moments made by Adam, with betas for which `ratio` is `most`; inf
     for an optimizer whose moments are of different numbers.
     """
-    first, second = sizes.get("exp_avg", {}), sizes.get("exp_avg_sq", {})
-    for name in sorted(first.keys() & second.keys()):
-        m, v = first[name].largest, second[name].largest
+    first_moments, second_moments = sizes.get("exp_avg", {}), sizes.get("exp_avg_sq", {})
+    for name in sorted(first_moments.keys() & second_moments.keys()):
+        m, v = first_moments[name].largest, second_moments[name].largest
         if m > TINY and m * m > most * v:
             return (
                 f"the moments of {name} are inconsistent: the largest first moment is {m:.3g}, the largest "
@@ -112,33 +112,35 @@ def contradiction(sizes: Sizes, most: float = RATIO) -> str:
 
 def resized(kept: Sizes, now: Sizes, bf16_moments: bool, change: float) -> str:
     """The tensor whose size differs most from the saved one, a sentence, or ""."""
-    worst, told = 1.0, ""
-    for kind, of in kept.items():
-        bound = max(change, ROUNDED) if bf16_moments and kind != "weight" else change
-        for name, size in of.items():
+    worst_excess, worst_sentence = 1.0, ""
+    for kind, kept_sizes in kept.items():
+        change_bound = max(change, ROUNDED) if bf16_moments and kind != "weight" else change
+        for name, size in kept_sizes.items():
             other = now.get(kind, {}).get(name)
             if other is None:
                 continue  # moments that are not loaded; a different model is refused elsewhere
-            for what, before, after in (
+            for size_name, size_kept, size_now in (
                 ("norm", size.norm, other.norm), ("largest magnitude", size.largest, other.largest),
             ):  # fmt: skip
-                far = _relative(before, after) / bound
-                if far > worst:
-                    worst = far
+                excess_ratio = _relative(size_kept, size_now) / change_bound
+                if excess_ratio > worst_excess:
+                    worst_excess = excess_ratio
                     of_what = f"the {KINDS.get(kind, kind)} of {name}"
-                    told = f"{of_what} have a {what} of {after:.6g}, and had {before:.6g} when saved"
-    return told
+                    worst_sentence = (
+                        f"{of_what} have a {size_name} of {size_now:.6g}, and had {size_kept:.6g} when saved"
+                    )
+    return worst_sentence
 
 
 def moved(kept: Vitals, now: Vitals, config: VitalsConfig) -> str:
     """Whether the losses of the probes have changed: a sentence, or ""; only for identical samples."""
-    pairs, middle, bound = paired(kept, now), loss_change(kept, now), _rounding(kept, now, config)
-    if not middle > bound:
+    pairs, median_change, loss_bound = paired(kept, now), loss_change(kept, now), _rounding(kept, now, config)
+    if not median_change > loss_bound:
         return ""
-    before, after = (fmean(side) for side in zip(*pairs, strict=True))
+    before, after = (fmean(side_losses) for side_losses in zip(*pairs, strict=True))
     return (
         f"{len(pairs)} probe samples have a mean loss of {after:.4f}, and had {before:.4f} when it was saved; half of "
-        f"them moved by more than {middle:.3g}, and rounding explains at most {bound:.3g}"
+        f"them moved by more than {median_change:.3g}, and rounding explains at most {loss_bound:.3g}"
     )
 
 
@@ -161,14 +163,14 @@ def loss_change(kept: Vitals, now: Vitals) -> float:
 
 def size_change(kept: Sizes, now: Sizes) -> float:
     """The largest relative change of a norm or largest magnitude."""
-    pairs = [
-        (size, now[kind][name])
-        for kind, of in kept.items()
-        for name, size in of.items()
+    size_pairs = [
+        (kept_size, now[kind][name])
+        for kind, kept_sizes in kept.items()
+        for name, kept_size in kept_sizes.items()
         if name in now.get(kind, {})
     ]
     return max(
-        (max(_relative(a.norm, b.norm), _relative(a.largest, b.largest)) for a, b in pairs), default=0.0
+        (max(_relative(a.norm, b.norm), _relative(a.largest, b.largest)) for a, b in size_pairs), default=0.0
     )
 
 
@@ -178,14 +180,17 @@ def doubt(now: Vitals, before: Vitals | None, recent: Sequence[float], config: V
     before: of the previous checkpoint; recent: the latest training losses. The probes must be far above both: harder
     data also raises the latest losses, and an unusual probe was unusual before.
     """
-    known = [x for x in recent if math.isfinite(x)]
-    if not now.losses or not known:
+    finite_losses = [recent_loss for recent_loss in recent if math.isfinite(recent_loss)]
+    if not now.losses or not finite_losses:
         return ""
     level = median(now.losses)
-    above = level - median(known)
-    rises = [b - a for a, b in paired(before, now)] if before is not None else [above]
-    rise = median(rises) if rises else above
-    if all(math.isfinite(x) for x in (rise, above)) and not min(rise, above) > config.rise:
+    above = level - median(finite_losses)
+    probe_rises = [b - a for a, b in paired(before, now)] if before is not None else [above]
+    rise = median(probe_rises) if probe_rises else above
+    if (
+        all(math.isfinite(recent_loss) for recent_loss in (rise, above))
+        and not min(rise, above) > config.rise
+    ):
         return ""
     return (
         f"the probe samples have a median loss of {level:.3f}, {rise:.3f} above the checkpoint before and {above:.3f} "
@@ -202,20 +207,20 @@ def fallen_behind(
     `batch` samples, when they were trained on: a healthy state only improves on them. Medians of steps, so that a few
     bad samples or steps have no effect.
     """
-    known, losses = [x for x in recent if math.isfinite(x)], list(map(float, now))
-    if not known or not losses:
+    finite_means, losses = [x for x in recent if math.isfinite(x)], list(map(float, now))
+    if not finite_means or not losses:
         return ""
-    means = [fmean(losses[i : i + batch]) for i in range(0, len(losses), batch)]
-    level = median([x if math.isfinite(x) else math.inf for x in means])
-    usual = median(known)
+    step_means = [fmean(losses[i : i + batch]) for i in range(0, len(losses), batch)]
+    level = median([x if math.isfinite(x) else math.inf for x in step_means])
+    usual_loss = median(finite_means)
     # Between neighbours: a fast fall of the loss does not count as scatter.
-    scatter = 1.4826 / math.sqrt(2) * median([abs(b - a) for a, b in pairwise(known)] or [0.0])
-    bound = config.worse + 4 * scatter
-    if not level - usual > bound:
+    loss_scatter = 1.4826 / math.sqrt(2) * median([abs(b - a) for a, b in pairwise(finite_means)] or [0.0])
+    allowed_excess = config.worse + 4 * loss_scatter
+    if not level - usual_loss > allowed_excess:
         return ""
     return (
         f"the last {len(losses)} samples that it was trained on have a mean loss of {level:.3f} on it, and the last "
-        f"{len(known)} steps had {usual:.3f}; a healthy state has at most {bound:.2f} more"
+        f"{len(finite_means)} steps had {usual_loss:.3f}; a healthy state has at most {allowed_excess:.2f} more"
     )
 
 

@@ -19,8 +19,7 @@ from torch import Tensor
 from megastable.base.errors import CheckpointError
 from megastable.base.text import visible
 from megastable.checkpoint import store
-from megastable.checkpoint.pieces import ShardPiece, entry_name, read_pieces
-from megastable.checkpoint.reader import Reader
+from megastable.checkpoint.files import Reader, ShardPiece, entry_name, read_pieces
 from megastable.checkpoint.store import RunState
 from megastable.config import recipe
 from megastable.config.model import ModelConfig
@@ -29,8 +28,7 @@ from megastable.engine.adjustments import SWIGLU_CLAMP
 from megastable.engine.flatstate import KINDS
 from megastable.model.gpt import GPT
 from megastable.optim.build import interchangeable
-from megastable.parallel.fragments import Fragment
-from megastable.parallel.sharding import Placement, placement_of, shard, unshard
+from megastable.parallel.sharding import Fragment, Placement, placement_of, shard, unshard
 from megastable.parallel.topology import TensorParallel
 from megastable.run.changes import changes_of, config_at
 from megastable.run.directory import RunDirectory
@@ -50,12 +48,14 @@ class Described:
 def parameters(config: ModelConfig) -> dict[str, Described]:
     """Every parameter of a model by its name, in the model's order; no memory is taken. `vocab_size` must be known."""
     with torch.device("meta"):
-        gpt = GPT(config, TensorParallel(), recompute="none", seed=0)
-    found = {}
-    for key, parameter in gpt.named_parameters():
+        meta_model = GPT(config, TensorParallel(), recompute="none", seed=0)
+    described_parameters = {}
+    for module_name, parameter in meta_model.named_parameters():
         placement = placement_of(parameter)
-        found[placement.name] = Described(tuple(parameter.shape), placement, int(key.partition(".")[0]))
-    return found
+        described_parameters[placement.name] = Described(
+            tuple(parameter.shape), placement, int(module_name.partition(".")[0])
+        )
+    return described_parameters
 
 
 def run_of(checkpoint: Path) -> RunConfig:
@@ -106,26 +106,30 @@ class WholeState:
 
     def __init__(self, checkpoint: Path) -> None:
         self.checkpoint = checkpoint
-        contents = store.read_contents(checkpoint)
-        parts = {name: read_pieces(checkpoint / name) for name in contents.parts}
-        if not any(part.pieces for part in parts.values()):
+        manifest_contents = store.read_contents(checkpoint)
+        parts_by_name = {
+            part_name: read_pieces(checkpoint / part_name) for part_name in manifest_contents.parts
+        }
+        if not any(part.pieces for part in parts_by_name.values()):
             raise CheckpointError(f"{checkpoint}: holds no weights")
-        kinds = {kind for part in parts.values() for kind in part.kinds}
-        if not kinds <= set(KINDS) or KINDS[0] not in kinds:
+        held_kinds = {tensor_kind for part in parts_by_name.values() for tensor_kind in part.kinds}
+        if not held_kinds <= set(KINDS) or KINDS[0] not in held_kinds:
             raise CheckpointError(
-                f"{checkpoint}: its ranks hold {visible(sorted(kinds), 200)}: not parts of one checkpoint"
+                f"{checkpoint}: its ranks hold {visible(sorted(held_kinds), 200)}: not parts of one checkpoint"
             )
-        self.kinds = tuple(kind for kind in KINDS if kind in kinds)
+        self.kinds = tuple(tensor_kind for tensor_kind in KINDS if tensor_kind in held_kinds)
         self._held: dict[str, dict[int, list[tuple[str, ShardPiece]]]] = {}
-        for name, part in parts.items():
-            file = name.removesuffix(".json") + ".safetensors"
+        for part_name, part in parts_by_name.items():
+            tensor_file = part_name.removesuffix(".json") + ".safetensors"
             for piece in part.pieces:
-                self._held.setdefault(piece.name, {}).setdefault(part.tensor_rank, []).append((file, piece))
+                self._held.setdefault(piece.name, {}).setdefault(part.tensor_rank, []).append(
+                    (tensor_file, piece)
+                )
         for by_rank in self._held.values():
-            for held in by_rank.values():
-                held.sort(key=lambda item: item[1].start)
-        for name in self._held:
-            self._check(name)
+            for rank_pieces in by_rank.values():
+                rank_pieces.sort(key=lambda item: item[1].start)
+        for part_name in self._held:
+            self._check(part_name)
         self._files: dict[str, Reader] = {}
         self._last: tuple[tuple[str, str, int, int], Tensor] | None = None
 
@@ -146,11 +150,11 @@ class WholeState:
     @property
     def shared(self) -> dict[str, Tensor]:
         """The optimizer's shared state by name, on the CPU; empty if there is none. Raises CheckpointError."""
-        path = self.checkpoint / store.SHARED
-        if not path.exists():
+        shared_path = self.checkpoint / store.SHARED
+        if not shared_path.exists():
             return {}
-        reader = Reader(path)
-        return {name: reader.tensor(name) for name in reader.entries}
+        shared_reader = Reader(shared_path)
+        return {tensor_name: shared_reader.tensor(tensor_name) for tensor_name in shared_reader.entries}
 
     def kinds_of(self, name: str) -> tuple[str, ...]:
         """The kinds of tensors held for a parameter, a subset of `kinds`."""
@@ -161,21 +165,21 @@ class WholeState:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of the whole tensor."""
-        piece = self._any(name)
-        shape = list(piece.shape)
-        if piece.dim is not None:
-            shape[piece.dim] *= len(self._of(name))
-        return tuple(shape)
+        any_piece = self._any(name)
+        whole_shape = list(any_piece.shape)
+        if any_piece.dim is not None:
+            whole_shape[any_piece.dim] *= len(self._of(name))
+        return tuple(whole_shape)
 
     def check_fits(self, model: ModelConfig) -> None:
         """Raises CheckpointError unless this holds exactly the parameters of `model`."""
-        wanted = parameters(model)
-        if unknown := sorted(set(self._held) - set(wanted)):
+        wanted_parameters = parameters(model)
+        if unknown := sorted(set(self._held) - set(wanted_parameters)):
             raise CheckpointError(
                 f"{self.checkpoint}: holds {visible(unknown[0], 200)!r}, which the recipe's model does not have: it "
                 "belongs to another model"
             )
-        for name, of in wanted.items():
+        for name, of in wanted_parameters.items():
             if (self.shape(name), self.placement(name)) != (of.shape, of.placement):
                 raise CheckpointError(
                     f"{self.checkpoint}: {name} is {self.shape(name)}, in the recipe's model {of.shape}: it belongs to "
@@ -183,7 +187,7 @@ class WholeState:
                 )
 
     def pieces(self, name: str) -> list[ShardPiece]:
-        return [piece for held in self._of(name).values() for _, piece in held]
+        return [shard_piece for rank_pieces in self._of(name).values() for _, shard_piece in rank_pieces]
 
     def tensor(self, name: str, kind: str) -> Tensor:
         """The whole tensor `name`."""
@@ -195,16 +199,16 @@ class WholeState:
 
         If the checkpoint has as many tensor ranks, only those elements are read.
         """
-        piece = self._any(name)
-        if piece.dim is None:
+        any_piece = self._any(name)
+        if any_piece.dim is None:
             return self._range(name, kind, 0, start, numel)
         if len(self._of(name)) == size:
             return self._range(name, kind, rank, start, numel)
-        key = (name, kind, rank, size)
+        shard_key = (name, kind, rank, size)
         # A shard is often requested in consecutive ranges.
-        if self._last is None or self._last[0] != key:
-            mine = shard(self.tensor(name, kind), piece.placement, rank, size)
-            self._last = (key, mine.flatten())
+        if self._last is None or self._last[0] != shard_key:
+            own_shard = shard(self.tensor(name, kind), any_piece.placement, rank, size)
+            self._last = (shard_key, own_shard.flatten())
         return self._last[1][start : start + numel]
 
     def files(self, name: str, rank: int, size: int, start: int, numel: int) -> set[str]:
@@ -216,46 +220,56 @@ class WholeState:
         return {file for file, piece in held if max(start, piece.start) < min(start + numel, piece.end)}
 
     def _of(self, name: str) -> dict[int, list[tuple[str, ShardPiece]]]:
-        held = self._held.get(name)
-        if held is None:
+        pieces_by_rank = self._held.get(name)
+        if pieces_by_rank is None:
             raise CheckpointError(
                 f"{self.checkpoint}: holds no parameter {name!r}: it belongs to another model"
             )
-        return held
+        return pieces_by_rank
 
     def _any(self, name: str) -> ShardPiece:
         return next(iter(self._of(name).values()))[0][1]
 
     def _check(self, name: str) -> None:
         """Check that the pieces of a parameter form one tensor, each element once."""
-        by_rank, piece = self._of(name), self._any(name)
-        fit = set(by_rank) == set(range(1 if piece.dim is None else len(by_rank)))
-        if piece.dim is not None:
-            whole = len(by_rank) * piece.shape[piece.dim]
-            fit &= sum(piece.sections) == whole and not any(s % len(by_rank) for s in piece.sections)
-        for held in by_rank.values():
-            ends = [0, *(other.end for _, other in held)]
-            fit &= [other.start for _, other in held] == ends[:-1] and ends[-1] == math.prod(piece.shape)
-            fit &= all(_described(p) == _described(piece) for _, p in held)
-        if not fit:
+        by_rank, any_piece = self._of(name), self._any(name)
+        pieces_fit = set(by_rank) == set(range(1 if any_piece.dim is None else len(by_rank)))
+        if any_piece.dim is not None:
+            whole_length = len(by_rank) * any_piece.shape[any_piece.dim]
+            pieces_fit &= sum(any_piece.sections) == whole_length and not any(
+                section_size % len(by_rank) for section_size in any_piece.sections
+            )
+        for rank_pieces in by_rank.values():
+            piece_ends = [0, *(other_piece.end for _, other_piece in rank_pieces)]
+            pieces_fit &= [other_piece.start for _, other_piece in rank_pieces] == piece_ends[
+                :-1
+            ] and piece_ends[-1] == math.prod(any_piece.shape)
+            pieces_fit &= all(
+                _described(other_piece) == _described(any_piece) for _, other_piece in rank_pieces
+            )
+        if not pieces_fit:
             raise CheckpointError(
                 f"{self.checkpoint}: the pieces of {visible(name, 200)!r} do not form one tensor: some are missing, "
                 "duplicated or of another one"
             )
 
     def _shard(self, name: str, kind: str, rank: int) -> Tensor:
-        shape = self._of(name)[rank][0][1].shape
-        return self._range(name, kind, rank, 0, math.prod(shape)).view(shape)
+        shard_shape = self._of(name)[rank][0][1].shape
+        return self._range(name, kind, rank, 0, math.prod(shard_shape)).view(shard_shape)
 
     def _range(self, name: str, kind: str, rank: int, start: int, numel: int) -> Tensor:
         """Elements of the flattened shard of one tensor rank of the checkpoint."""
-        found = []
-        for file, piece in self._of(name)[rank]:
-            first, end = max(start, piece.start), min(start + numel, piece.end)
-            if first < end:
-                entry = entry_name(kind, name)
-                found.append(self._slice(file, entry, first - piece.start, end - piece.start))
-        return found[0] if len(found) == 1 else torch.cat(found)
+        found_slices = []
+        for tensor_file, piece in self._of(name)[rank]:
+            first_element, last_end = max(start, piece.start), min(start + numel, piece.end)
+            if first_element < last_end:
+                tensor_entry = entry_name(kind, name)
+                found_slices.append(
+                    self._slice(
+                        tensor_file, tensor_entry, first_element - piece.start, last_end - piece.start
+                    )
+                )
+        return found_slices[0] if len(found_slices) == 1 else torch.cat(found_slices)
 
     def _slice(self, file: str, entry: str, start: int, end: int) -> Tensor:
         if file not in self._files:
@@ -283,16 +297,16 @@ def load_into(engine: Any, checkpoint: Path, state: RunState) -> None:
     """
     check_model(checkpoint, engine.config.model)
     check_optimizer(checkpoint, state, engine.config.optimizer.name)
-    whole, topology = WholeState(checkpoint), engine.topology
-    whole.check_fits(engine.config.model)
+    whole_state, topology = WholeState(checkpoint), engine.topology
+    whole_state.check_fits(engine.config.model)
 
     def read(fragment: Fragment, kind: str) -> Tensor:
-        return whole.read(
+        return whole_state.read(
             fragment.name, kind, topology.tensor_rank, topology.layout.tensor, fragment.start, fragment.numel
         )
 
-    engine.flat_state().fill(read, whole.adam_step)
-    engine.restore_shared_state(whole.shared)
+    engine.flat_state().fill(read, whole_state.adam_step)
+    engine.restore_shared_state(whole_state.shared)
     if state.layout.precision == engine.config.precision.kind:
         engine.restore_scaler(state.scaler)
     engine.restore_fp8_history(state.fp8)
@@ -313,11 +327,11 @@ def check_model(checkpoint: Path, model: ModelConfig) -> None:
     """Raises CheckpointError, with the differences, if the weights are of another model."""
     if store.read_contents(checkpoint).fingerprints.get("model") == store.model_fingerprint(model):
         return
-    theirs = recipe.load(checkpoint / store.RECIPE).model.model_dump()
-    differing = [
-        f"model.{key}: {theirs[key]} in the checkpoint, {value} in this run"
+    checkpoint_model = recipe.load(checkpoint / store.RECIPE).model.model_dump()
+    differing_keys = [
+        f"model.{key}: {checkpoint_model[key]} in the checkpoint, {value} in this run"
         for key, value in model.model_dump().items()
-        if theirs.get(key) != value and key not in store.FREE
+        if checkpoint_model.get(key) != value and key not in store.FREE
     ]
-    if differing:
-        raise CheckpointError(f"{checkpoint} is of another model: {'; '.join(differing)}")
+    if differing_keys:
+        raise CheckpointError(f"{checkpoint} is of another model: {'; '.join(differing_keys)}")

@@ -24,12 +24,10 @@ from typing import NoReturn
 
 from megastable import __version__
 from megastable.base.errors import FAILED, OK, STOPPED, ConfigError, MegastableError
-from megastable.base.spared_output import spare_output
-from megastable.base.stop_signals import STOPS, hold_stops, release_stops
+from megastable.base.process import STOPS, hold_stops, release_stops, spare_output
 from megastable.cluster import slurm
-from megastable.cluster.host_watch import HostWatch
 from megastable.cluster.launcher import free_port
-from megastable.cluster.local_attempt import LocalAttempt, alive_here
+from megastable.cluster.this_host import HostWatch, LocalAttempt, alive_here
 from megastable.run.directory import RunDirectory
 from megastable.run.events.supervisor_events import SupervisorEvent
 from megastable.run.machine_state import HostReading
@@ -53,8 +51,8 @@ class Agent:
     def __init__(self, run: RunDirectory, name: str) -> None:
         self.run, self.name = run, name
         self.stop = False  # asked by SIGTERM, as from a scheduler that needs the host
-        for number in STOPS:  # first: looking for processes takes a while
-            signal.signal(number, self._asked)
+        for signal_number in STOPS:  # first: looking for processes takes a while
+            signal.signal(signal_number, self._asked)
         release_stops()
         self.attempt = LocalAttempt.found(run)
         self.running = self.attempt is not None
@@ -66,38 +64,38 @@ class Agent:
 
     def work(self) -> int:
         """Until the supervisor says that the run is over, or there is none. The exit code."""
-        alone = time.monotonic()
+        alone_since = time.monotonic()
         while self.code is None:
             try:
-                link = self._connect()
+                store_link = self._connect()
             except OSError:
                 self._look()
                 if self.running:
-                    alone = time.monotonic()
+                    alone_since = time.monotonic()
                 elif self.stop:
                     return STOPPED  # nobody is there to be told, and nothing to be saved
-                elif time.monotonic() - alone > ORPHANED:
+                elif time.monotonic() - alone_since > ORPHANED:
                     return self._after_all()
                 time.sleep(AGAIN)
                 continue
             try:
-                self._serve(link)
+                self._serve(store_link)
             except OSError:
                 pass  # the supervisor is gone, or the way to it
             finally:
-                link.close()
-            alone = time.monotonic()
+                store_link.close()
+            alone_since = time.monotonic()
         return self.code
 
     def _after_all(self) -> int:
         """OK if the run is complete, of which nobody told us: a pod that ended otherwise would be started again, though
         there is nothing to do."""
-        code = FAILED
+        exit_code = FAILED
         with suppress(OSError, MegastableError):
             for event in self.run.events(SupervisorEvent):
-                over = event.get("what") == "ended" and event.get("code") == OK
-                code = OK if over else FAILED
-        return code
+                is_complete = event.get("what") == "ended" and event.get("code") == OK
+                exit_code = OK if is_complete else FAILED
+        return exit_code
 
     def _asked(self, number: int, frame: FrameType | None) -> None:
         """The supervisor stops the whole run, and this agent goes on until then; without a supervisor and ranks, it
@@ -115,20 +113,20 @@ class Agent:
         return StoreClient(address, hello, PATIENT)
 
     def _serve(self, link: StoreClient) -> None:
-        told: Message = {}
-        seen: HostReading | None = None
-        due = 0.0
+        sent_state: Message = {}
+        sent_reading: HostReading | None = None
+        next_report = 0.0
         while self.code is None:
             self._look()
-            state = self._state()
-            if state != told or time.monotonic() >= due:
-                link.send({"state": state, "time": time.time()})
-                told, due = state, time.monotonic() + REPORT
-            if (reading := self.watch.latest()) is not None and reading is not seen:
-                link.send({"machine": reading.model_dump(mode="json")})
-                seen = reading
-            for message in link.receive(LOOK):
-                self._obey(message, link)
+            agent_state = self._state()
+            if agent_state != sent_state or time.monotonic() >= next_report:
+                link.send({"state": agent_state, "time": time.time()})
+                sent_state, next_report = agent_state, time.monotonic() + REPORT
+            if (host_reading := self.watch.latest()) is not None and host_reading is not sent_reading:
+                link.send({"machine": host_reading.model_dump(mode="json")})
+                sent_reading = host_reading
+            for store_message in link.receive(LOOK):
+                self._obey(store_message, link)
 
     def _look(self) -> None:
         if self.attempt is not None:
@@ -154,27 +152,29 @@ class Agent:
         elif "end" in message:
             self._end(int(message["end"]))
         elif "states" in message:
-            found = self.attempt.states() if self.attempt is not None else {}
-            link.send({"states": {str(rank): view.text for rank, view in found.items()}})
+            kernel_views = self.attempt.states() if self.attempt is not None else {}
+            link.send({"states": {str(rank): kernel_view.text for rank, kernel_view in kernel_views.items()}})
         elif "quit" in message:
             self.code = int(message["quit"])
 
     def _launch(self, wanted: Message) -> None:
-        number = int(wanted["attempt"])
-        if self.attempt is not None and self.attempt.number >= number:
+        attempt_number = int(wanted["attempt"])
+        if self.attempt is not None and self.attempt.number >= attempt_number:
             return  # told twice
-        self._end(number - 1)
-        words = [sys.executable, *map(str, wanted["words"])]
-        environment = slurm.for_launcher(os.environ) | {k: str(v) for k, v in wanted["environment"].items()}
-        environment[HOST] = self.name
+        self._end(attempt_number - 1)
+        launcher_words = [sys.executable, *map(str, wanted["words"])]
+        launcher_environment = slurm.for_launcher(os.environ) | {
+            k: str(v) for k, v in wanted["environment"].items()
+        }
+        launcher_environment[HOST] = self.name
         self.problem = ""
         try:
             self.attempt = LocalAttempt.start(
-                self.run, number, words, self.run.root / wanted["log"], environment
+                self.run, attempt_number, launcher_words, self.run.root / wanted["log"], launcher_environment
             )
             self.running = True
         except ConfigError as error:
-            self.attempt, self.problem = LocalAttempt(self.run, number), str(error)
+            self.attempt, self.problem = LocalAttempt(self.run, attempt_number), str(error)
             self.running = False
 
     def _end(self, number: int) -> None:
@@ -196,14 +196,14 @@ class Agent:
 def only_agent(run: RunDirectory) -> socket.socket | None:
     """What keeps other agents of this run off this host as long as it is open; None if there is one already. A name
     in the network namespace: a file would be shared with other hosts, or be left behind."""
-    name = blake2b(f"{os.getuid()} {run.root.resolve()}".encode(), digest_size=16).hexdigest()
-    s = socket.socket(socket.AF_UNIX)
+    socket_name = blake2b(f"{os.getuid()} {run.root.resolve()}".encode(), digest_size=16).hexdigest()
+    unix_socket = socket.socket(socket.AF_UNIX)
     try:
-        s.bind(f"\0megastable-agent-{name}")
+        unix_socket.bind(f"\0megastable-agent-{socket_name}")
     except OSError:
-        s.close()
+        unix_socket.close()
         return None
-    return s
+    return unix_socket
 
 
 def main() -> NoReturn:
@@ -214,11 +214,11 @@ def main() -> NoReturn:
     spare_output()
     hold_stops()
     try:
-        code = attend(args.run, args.name)
+        exit_code = attend(args.run, args.name)
     except AgentIsHere as error:  # whoever starts agents may do so twice: it wants one to be there
         print(error, flush=True)
-        code = OK
-    sys.exit(code)
+        exit_code = OK
+    sys.exit(exit_code)
 
 
 def attend(root: Path | None, name: str) -> int:
@@ -227,10 +227,10 @@ def attend(root: Path | None, name: str) -> int:
     if root is None:
         raise ConfigError("run.dir: say it, the same on all hosts: the supervisor's address is in there")
     run = RunDirectory(root)
-    held = only_agent(run)
-    if held is None:
+    held_socket = only_agent(run)
+    if held_socket is None:
         raise AgentIsHere(f"an agent of {run.root} is on this host already")
-    with held:
+    with held_socket:
         return Agent(run, name).work()
 
 

@@ -96,17 +96,20 @@ def as_bits(x: Tensor) -> Tensor:
 def describe_difference(answers: Sequence[Tensor], results: Sequence[Tensor]) -> str:
     """How the results differ from the answers, for the CPU; "" if they do not."""
     for answer, result in zip(answers, results):
-        expected, got = as_bits(answer.cpu()), as_bits(result.cpu())
-        where = (expected != got).nonzero()
-        if len(where):
-            index, values = tuple(where[0].tolist()), 1 << 8 * answer.element_size()
-            count = f"{len(where):,} of {expected.numel():,} elements wrong, first at {list(index)}"
-            return f"{count}: {int(got[index]) % values:#x} instead of {int(expected[index]) % values:#x}"
+        answer_bits, result_bits = as_bits(answer.cpu()), as_bits(result.cpu())
+        wrong_positions = (answer_bits != result_bits).nonzero()
+        if len(wrong_positions):
+            index, values = tuple(wrong_positions[0].tolist()), 1 << 8 * answer.element_size()
+            difference_count = (
+                f"{len(wrong_positions):,} of {answer_bits.numel():,} elements wrong, first at {list(index)}"
+            )
+            got, expected = int(result_bits[index]) % values, int(answer_bits[index]) % values
+            return f"{difference_count}: {got:#x} instead of {expected:#x}"
     return ""
 
 
 class BurnIn:
-    """Of some devices. report: the fields of `host_report.HostBurnIn`."""
+    """Of some devices. report: the fields of `host_survey.HostBurnIn`."""
 
     def __init__(self, devices: list[torch.device], seconds: float, seed: int) -> None:
         self.devices, self._step, self._since = devices, "its start", math.inf
@@ -114,8 +117,8 @@ class BurnIn:
 
     def watch(self) -> None:
         """Report a step that hangs; end without a report if whoever asked is gone. For a thread of its own."""
-        parent = os.getppid()
-        while os.getppid() == parent:
+        parent_pid = os.getppid()
+        while os.getppid() == parent_pid:
             time.sleep(1.0)
             if time.monotonic() - self._since > HANG:
                 self.report["found"].append(f"{self._step}: no end within {HANG:.0f} s: see the kernel's log")
@@ -128,40 +131,45 @@ class BurnIn:
 
     def run(self, seconds: float, round_: int) -> None:
         """At least one round, from `round_` on."""
-        self._since, begun = time.monotonic(), False
-        until = self._since + seconds
+        self._since, has_begun = time.monotonic(), False
+        end_time = self._since + seconds
         try:
-            while self.devices and (not begun or time.monotonic() < until):
-                case = KnownCase(self.devices[0].type, self.report["seed"], round_)
-                self._multiply(case)
-                self._sum(case, round_)
-                round_, begun = round_ + 1, True
+            while self.devices and (not has_begun or time.monotonic() < end_time):
+                known_case = KnownCase(self.devices[0].type, self.report["seed"], round_)
+                self._multiply(known_case)
+                self._sum(known_case, round_)
+                round_, has_begun = round_ + 1, True
         except torch.OutOfMemoryError:
             self.report["in_use"] = f"{self._step}: others took its memory meanwhile"
         except RuntimeError as error:
-            reason = str(error).strip().partition("\n")[0][:300]
-            advice = "see the kernel's log, and replace the device if it repeats"
-            self.report["found"].append(f"{self._step}: {reason}: {advice}")
+            error_line = str(error).strip().partition("\n")[0][:300]
+            advice_text = "see the kernel's log, and replace the device if it repeats"
+            self.report["found"].append(f"{self._step}: {error_line}: {advice_text}")
 
     def _multiply(self, case: KnownCase) -> None:
         """For a while, at least twice. The CPU compares the first result, and those that the device finds different:
         so that the device has more to do than copies."""
-        until, runs = time.monotonic() + SLICE[self.devices[0].type], 0
-        placed = {d: [x.to(d) for x in (*case.inputs, *case.answers)] for d in self.devices}
-        while runs < 2 or time.monotonic() < until:
+        end_time, run_count = time.monotonic() + SLICE[self.devices[0].type], 0
+        tensors_by_device = {d: [x.to(d) for x in (*case.inputs, *case.answers)] for d in self.devices}
+        while run_count < 2 or time.monotonic() < end_time:
             # All devices compute at the same time; then one after the other is looked at.
-            computed = {device: case.compute(*placed[device][:2]) for device in self.devices}
-            runs += 1
-            for device, results in computed.items():
+            results_by_device = {
+                device: case.compute(*tensors_by_device[device][:2]) for device in self.devices
+            }
+            run_count += 1
+            for device, results in results_by_device.items():
                 self._begin(device, case.what)
-                answers = placed[device][2:]
-                if runs > 1 and all(map(torch.equal, map(as_bits, answers), map(as_bits, results))):
+                answers = tensors_by_device[device][2:]
+                if run_count > 1 and all(map(torch.equal, map(as_bits, answers), map(as_bits, results))):
                     continue
-                found = describe_difference(case.answers, results)
-                if found or runs > 1:
-                    compute = partial(case.compute, *placed[device][:2])
+                difference_text = describe_difference(case.answers, results)
+                if difference_text or run_count > 1:
+                    compute = partial(case.compute, *tensors_by_device[device][:2])
                     self._refuse(
-                        device, found or "the CPU does not see the difference", case.answers, compute
+                        device,
+                        difference_text or "the CPU does not see the difference",
+                        case.answers,
+                        compute,
                     )
 
     def _sum(self, case: KnownCase, round_: int) -> None:
@@ -185,44 +193,44 @@ class BurnIn:
         answers: Sequence[Tensor],
         compute: Callable[[], Sequence[Tensor]],
     ) -> None:
-        again = sum(describe_difference(answers, compute()) != "" for _ in range(AGAIN))
-        self.devices = [other for other in self.devices if other != device]
-        name = f" ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else ""
+        wrong_again = sum(describe_difference(answers, compute()) != "" for _ in range(AGAIN))
+        self.devices = [other_device for other_device in self.devices if other_device != device]
+        device_name = f" ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else ""
         self.report["found"].append(
-            f"{self._step}{name}: {found}; {again} of {AGAIN} runs at once with the same inputs were wrong, too: a "
-            "healthy device is never wrong: leave the host out and replace the device, or, if all devices of its kind "
-            "are wrong alike, a library or a driver"
+            f"{self._step}{device_name}: {found}; {wrong_again} of {AGAIN} runs at once with the same inputs were "
+            "wrong, too: a healthy device is never wrong: leave the host out and replace the device, or, if all "
+            "devices of its kind are wrong alike, a library or a driver"
         )
 
 
 def describe_use() -> str:
     """The GPUs whose memory others use, or why that is unknown; "" if nobody does, or there are none."""
-    gpus, why = read_gpus()
-    if gpus is None and why is not None and why.startswith(NO_PACKAGE):
-        return why
-    used = {gpu["index"]: gpu["memory_used"] or 0 for gpu in gpus or []}
+    gpus, unread_reason = read_gpus()
+    if gpus is None and unread_reason is not None and unread_reason.startswith(NO_PACKAGE):
+        return unread_reason
+    bytes_by_gpu = {gpu["index"]: gpu["memory_used"] or 0 for gpu in gpus or []}
     return "; ".join(
-        f"GPU {index}: {size >> 20:,} MiB of its memory are in use by others"
-        for index, size in used.items() if size > IN_USE
+        f"GPU {index}: {used_bytes >> 20:,} MiB of its memory are in use by others"
+        for index, used_bytes in bytes_by_gpu.items() if used_bytes > IN_USE
     )  # fmt: skip
 
 
 def diagnose(seconds: float) -> tuple[list[str], str]:
     """(what DCGM finds broken, why it finds nothing out): both empty where it is not installed."""
-    words = ["dcgmi", "diag", "--run", "3" if seconds >= LONG else "2", "--json"]
+    dcgm_words = ["dcgmi", "diag", "--run", "3" if seconds >= LONG else "2", "--json"]
     try:
-        done = subprocess.run(
-            words, capture_output=True, text=True, errors="replace", timeout=seconds + DIAGNOSIS
+        finished_process = subprocess.run(
+            dcgm_words, capture_output=True, text=True, errors="replace", timeout=seconds + DIAGNOSIS
         )
     except FileNotFoundError:
         return [], ""
     except (OSError, subprocess.TimeoutExpired) as error:
         return [], str(error)
     try:
-        return read_diagnosis(done.stdout), ""
+        return read_diagnosis(finished_process.stdout), ""
     except (ValueError, LookupError, TypeError, AttributeError, StopIteration):
-        said = (done.stdout + done.stderr).strip().splitlines() or ["nothing"]
-        return [], f"exit code {done.returncode}: {said[-1][-300:]}"
+        output_lines = (finished_process.stdout + finished_process.stderr).strip().splitlines() or ["nothing"]
+        return [], f"exit code {finished_process.returncode}: {output_lines[-1][-300:]}"
 
 
 def read_diagnosis(output: str) -> list[str]:
@@ -231,24 +239,26 @@ def read_diagnosis(output: str) -> list[str]:
     The format has no published schema. DCGM 3 has warnings as texts, and `gpu_id` or `gpu_ids`; DCGM 4 has warnings
     with severities, and `entity_id`.
     """
-    tree, found = json.loads(output[output.index("{") :]), list[str]()
-    for category in next(part for name, part in tree.items() if name.startswith("DCGM"))["test_categories"]:
+    json_tree, failed_tests = json.loads(output[output.index("{") :]), list[str]()
+    dcgm_part = next(part for name, part in json_tree.items() if name.startswith("DCGM"))
+    for test_category in dcgm_part["test_categories"]:
         # Software without a severity; where it is hardware after all, DCGM 4 says so.
-        least = 0 if category["category"] == "Deployment" else None
-        for test in category["tests"]:
-            for result in test["results"]:
-                warnings = result.get("warnings") or "no reason given"
-                pairs = [
-                    (w["warning"], w.get("error_severity", least)) if isinstance(w, dict) else (w, least)
-                    for w in (warnings if isinstance(warnings, list) else [warnings])
+        default_severity = 0 if test_category["category"] == "Deployment" else None
+        for test in test_category["tests"]:
+            for test_result in test["results"]:
+                warnings = test_result.get("warnings") or "no reason given"
+                text_severities = [
+                    (one_warning["warning"], one_warning.get("error_severity", default_severity))
+                    if isinstance(one_warning, dict)
+                    else (one_warning, default_severity)
+                    for one_warning in (warnings if isinstance(warnings, list) else [warnings])
                 ]
-                serious = [text for text, severity in pairs if severity not in MINOR]
-                if result["status"].lower() == "fail" and serious:
-                    gpu = next(
-                        (result[key] for key in ("entity_id", "gpu_id", "gpu_ids") if key in result), "?"
-                    )
-                    found.append(f"GPU {gpu}: dcgmi diag: {test['name']}: {'; '.join(serious)}")
-    return found
+                serious_texts = [text for text, severity in text_severities if severity not in MINOR]
+                if test_result["status"].lower() == "fail" and serious_texts:
+                    gpu_keys = ("entity_id", "gpu_id", "gpu_ids")
+                    gpu = next((test_result[key] for key in gpu_keys if key in test_result), "?")
+                    failed_tests.append(f"GPU {gpu}: dcgmi diag: {test['name']}: {'; '.join(serious_texts)}")
+    return failed_tests
 
 
 def main() -> None:
@@ -258,22 +268,25 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, required=True, help="of work; at least one round")
     parser.add_argument("--seed", type=int, default=0, help="of all inputs")
     parser.add_argument("--first-round", type=int, default=0)
-    given = parser.parse_args()
-    signal.alarm(int(given.seconds + BURN_IN))  # the last resort: whoever asked may be gone
+    parsed_options = parser.parse_args()
+    signal.alarm(int(parsed_options.seconds + BURN_IN))  # the last resort: whoever asked may be gone
     # Products must give the same bits every time, and NCCL is to say what fails.
     os.environ |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_DEBUG": "WARN"}
-    work, begin = BurnIn(find_devices(), given.seconds, given.seed), time.monotonic()
-    threading.Thread(target=work.watch, daemon=True).start()
-    if work.devices[0].type == "cuda":
+    burn_in, start_time = (
+        BurnIn(find_devices(), parsed_options.seconds, parsed_options.seed),
+        time.monotonic(),
+    )
+    threading.Thread(target=burn_in.watch, daemon=True).start()
+    if burn_in.devices[0].type == "cuda":
         if in_use := describe_use():
-            work.report["in_use"] = in_use
-            work.end()
-        work.report["found"], work.report["undiagnosed"] = diagnose(given.seconds)
+            burn_in.report["in_use"] = in_use
+            burn_in.end()
+        burn_in.report["found"], burn_in.report["undiagnosed"] = diagnose(parsed_options.seconds)
         # Sums are exact in fp32, and rounded once.
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
-    work.run(given.seconds - (time.monotonic() - begin), given.first_round)
-    work.end()
+    burn_in.run(parsed_options.seconds - (time.monotonic() - start_time), parsed_options.first_round)
+    burn_in.end()
 
 
 if __name__ == "__main__":

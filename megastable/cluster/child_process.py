@@ -1,18 +1,24 @@
-"""Runs a child process in its own group: input from memory, output capped or logged, killed after a time limit."""
+"""Runs child processes: killed after a time limit, with their group; also looks at what may hang, from a child.
+
+A process that waits for a stalled file system cannot be killed, and a thread that does keeps its process, and the pipes
+to whoever waits for it, open. So the child of a `TimedProbe` holds none of our files and is left behind; it ends when
+the file system answers. Standard library only.
+"""
 
 from __future__ import annotations
 
+import json
 import os
+import select
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-
-from megastable.run.directory import RunDirectory
+from typing import Any
 
 TAIL = 2000  # bytes of output kept by default
 PIPE = 1 << 20  # capacity of a pipe in bytes (pipe(7))
@@ -21,7 +27,7 @@ LOW = 10  # nice value of work that is not urgent
 
 
 @dataclass(frozen=True)
-class Result:
+class ChildResult:
     """How a child process ended. code: negative for a signal, None if it timed out and was killed. tail: the end of its
     output, if that is not logged."""
 
@@ -49,14 +55,14 @@ class ChildProcess:
         self._kept = kept
         self._until = time.monotonic() + seconds
         self._tail = b""
-        self._result: Result | None = None
-        with ExitStack() as stack:
-            source = stack.enter_context(open(os.memfd_create("given", os.MFD_CLOEXEC), "w+b"))
-            source.write(given)
-            source.seek(0)
-            output = subprocess.PIPE if log is None else stack.enter_context(log.open("ab"))
+        self._result: ChildResult | None = None
+        with ExitStack() as exit_stack:
+            input_file = exit_stack.enter_context(open(os.memfd_create("given", os.MFD_CLOEXEC), "w+b"))
+            input_file.write(given)
+            input_file.seek(0)
+            output = subprocess.PIPE if log is None else exit_stack.enter_context(log.open("ab"))
             self._process = subprocess.Popen(
-                words, stdin=source, stdout=output, stderr=subprocess.STDOUT, env=environment,
+                words, stdin=input_file, stdout=output, stderr=subprocess.STDOUT, env=environment,
                 start_new_session=True, bufsize=0,
             )  # fmt: skip
         self._output = self._process.stdout
@@ -67,16 +73,16 @@ class ChildProcess:
     def pid(self) -> int:
         return self._process.pid
 
-    def poll(self) -> Result | None:
+    def poll(self) -> ChildResult | None:
         """The result; None while it runs. Kills whatever the process left in its group."""
         if self._result is None:
             self._read()
-            ended = self._ended()
-            if ended or time.monotonic() >= self._until:
-                self._result = self._finish(ended)
+            has_ended = self._ended()
+            if has_ended or time.monotonic() >= self._until:
+                self._result = self._finish(has_ended)
         return self._result
 
-    def wait(self) -> Result:
+    def wait(self) -> ChildResult:
         """Wait for the end and return the result."""
         while (result := self.poll()) is None:
             time.sleep(LOOK)
@@ -96,14 +102,14 @@ class ChildProcess:
         except ChildProcessError:
             return True
 
-    def _finish(self, ended: bool) -> Result:
+    def _finish(self, ended: bool) -> ChildResult:
         self.kill()
         self._process.wait()
         self._read()
         if self._output is not None:
             self._output.close()
-        tail = self._tail.decode(errors="replace").strip()
-        return Result(self._process.returncode if ended else None, tail)
+        output_tail = self._tail.decode(errors="replace").strip()
+        return ChildResult(self._process.returncode if ended else None, output_tail)
 
     def _read(self) -> None:
         """Read the available output, at most one pipe's worth: a process that left the group may write for ever."""
@@ -112,15 +118,101 @@ class ChildProcess:
                 self._tail = (self._tail + os.read(self._output.fileno(), PIPE))[-self._kept :]
 
 
-def background(
-    run: RunDirectory, log: Path, module: str, *arguments: str, seconds: float = float("inf")
-) -> ChildProcess:
+def background(log: Path, module: str, *arguments: str, seconds: float = float("inf")) -> ChildProcess:
     """Start a module of ours beside a run, at low priority. Raises OSError."""
-    run.logs.mkdir(exist_ok=True)
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    started = ChildProcess(
-        [sys.executable, "-m", module, *arguments], seconds, environment=environment, log=log
+    log.parent.mkdir(exist_ok=True)
+    child_environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    child_process = ChildProcess(
+        [sys.executable, "-m", module, *arguments], seconds, environment=child_environment, log=log
     )
     with suppress(OSError):  # it has ended already
-        os.setpriority(os.PRIO_PROCESS, started.pid, LOW)
-    return started
+        os.setpriority(os.PRIO_PROCESS, child_process.pid, LOW)
+    return child_process
+
+
+KILL = 1.0  # seconds for a killed process to end: one that waits for a dead device or disk never does
+
+
+class TimedProbe:
+    """Starts `look` at once. Its answer must be JSON. No other thread of ours runs in the child: `look` must not need
+    one, or its locks."""
+
+    def __init__(self, look: Callable[[], Any], seconds: float) -> None:
+        self._until, self._seconds = time.monotonic() + seconds, seconds
+        self._read, write_end = os.pipe()
+        self._pid = os.fork()
+        if self._pid == 0:
+            _answer(look, write_end)
+        os.close(write_end)
+
+    def result(self) -> tuple[Any, str | None]:
+        """(answer, None), or (None, why there is none). Call once."""
+        content = b""
+        try:
+            while select.select([self._read], [], [], max(0.0, self._until - time.monotonic()))[0]:
+                content_part = os.read(self._read, 1 << 16)
+                if not content_part:
+                    os.waitpid(self._pid, 0)
+                    return _parsed(content)
+                content += content_part
+        finally:
+            os.close(self._read)
+        os.kill(self._pid, signal.SIGKILL)
+        os.waitpid(self._pid, os.WNOHANG)
+        return None, f"no answer within {self._seconds:.0f} s"
+
+
+def _answer(look: Callable[[], Any], write: int) -> None:
+    """The child: answer and end, without running any of the caller's clean-up."""
+    try:
+        # Whoever waits for the end of our output must not wait for this child.
+        null_device = os.open(os.devnull, os.O_RDWR)
+        for stream in (0, 1, 2):
+            os.dup2(null_device, stream)
+        file_limit = os.sysconf("SC_OPEN_MAX")
+        os.closerange(3, write)
+        os.closerange(write + 1, min(file_limit, 1 << 16))
+        try:
+            answer_fields = {"answer": look()}
+        except Exception as error:
+            answer_fields = {"why": _reason(error)}
+        content = json.dumps(answer_fields).encode()
+        while content:
+            content = content[os.write(write, content) :]
+    finally:
+        os._exit(0)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return f"{type(error).__name__}: {error}"
+
+
+def _parsed(content: bytes) -> tuple[Any, str | None]:
+    try:
+        answer_fields = json.loads(content)
+    except ValueError:
+        return None, "the probe was killed"
+    return answer_fields.get("answer"), answer_fields.get("why")
+
+
+def answer_of(what: str, module: str, *arguments: str, seconds: float) -> dict[str, Any] | str:
+    """The JSON object that a module of ours prints last, or why there is none. It ends with whoever asked for it."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", module, *arguments], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True,
+    )  # fmt: skip
+    end_time, parent_pid = time.monotonic() + seconds, os.getppid()
+    while True:
+        try:
+            output, errors = process.communicate(timeout=min(1.0, max(0.0, end_time - time.monotonic())))
+            return dict(json.loads(output.splitlines()[-1]))
+        except subprocess.TimeoutExpired:
+            if time.monotonic() >= end_time or os.getppid() != parent_pid:
+                os.killpg(process.pid, signal.SIGKILL)
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(KILL)
+                return f"{what} did not end within {seconds:.0f} s"
+        except (ValueError, IndexError, TypeError):
+            return f"{what} ended with code {process.returncode}: {errors.strip()[-300:]}"

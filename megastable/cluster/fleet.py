@@ -2,19 +2,38 @@
 
 from __future__ import annotations
 
-import socket
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from megastable.cluster.host_burn_in import BurnInAnswer
-from megastable.cluster.host_watch import HostWatch
-from megastable.cluster.launcher import TrainingCommand, command
-from megastable.cluster.local_attempt import Fate, KernelView, LocalAttempt
 from megastable.cluster.preflight import HostFinding
-from megastable.run.directory import RunDirectory
 from megastable.run.machine_state import HostReading
-from megastable.run.rank_ipc import log_of
+
+
+@dataclass(frozen=True)
+class Fate:
+    """How a process ended: by exit code or signal; neither if unknown. host: where it ran."""
+
+    code: int | None = None
+    signal: int | None = None
+    host: str = ""
+
+
+class KernelView(NamedTuple):
+    """What the kernel says of a process; host: None = this one."""
+
+    host: str | None
+    text: str
+
+
+@dataclass(frozen=True)
+class BurnInAnswer:
+    """found: what was wrong, "" if nothing was. unmade: why there was no burn-in, "" if there was one."""
+
+    found: str = ""
+    unmade: str = ""
 
 
 class Attempt(Protocol):
@@ -47,100 +66,61 @@ class Attempt(Protocol):
         """The kernel's view of the ranks that can be seen, by rank."""
 
 
-class Fleet(Protocol):
-    """The hosts of a run. names: of all of them, spares last."""
+class Fleet(ABC):
+    """The hosts of a run. Without more said, this host alone, which nobody else needs to know.
 
-    @property
-    def names(self) -> Sequence[str]: ...
+    names: of all of them, spares last. burns_in: whether hosts that do not train can be burned in.
+    """
 
+    names: list[str]
+    burns_in = False
+
+    @abstractmethod
     def found(self, names: Sequence[str]) -> Attempt | None:
         """An attempt that runs already, started by an earlier supervisor on these hosts; none: on all."""
 
+    @abstractmethod
     def left(self, number: int, names: Sequence[str]) -> Attempt:
         """What can still be seen of an attempt that an earlier supervisor started on these hosts, and that has
         ended."""
 
-    def ranks(self, names: Sequence[str]) -> int:
-        """How many ranks these hosts have."""
-
-    def missing(self, attempt: int) -> Mapping[str, str]:
-        """Hosts that cannot begin anew now, and why; `attempt`: the newest, of which nothing may be left. Poll often:
-        it also works on what is missing."""
-
-    def preflight(self, names: Sequence[str], hurry: Callable[[], bool]) -> Sequence[HostFinding]:
-        """What speaks against these hosts, before an attempt; takes seconds. hurry: whether to give it up."""
-
-    @property
-    def burns_in(self) -> bool:
-        """Whether hosts that do not train can be burned in."""
-
-    def burn_in(self, name: str, seconds: float) -> BurnInAnswer | None:
-        """What a burn-in of a host that does not train found; None while it goes on. Starts it. Poll often."""
-
+    @abstractmethod
     def start(self, number: int, names: Sequence[str]) -> Attempt:
         """On these hosts, all of which can begin; that of rank 0 first. Raises OSError if a file for it cannot be
         written."""
 
-    def stop_asked(self) -> str | None:
-        """The host whose agent was asked to stop, if one was; a spare may leave."""
-
-    def called(self, hostname: str) -> str:
-        """The name of a host here, from the one that it has itself."""
-
-    def clock(self, hostname: str) -> float:
-        """How far its clock is ahead of ours, in seconds."""
-
+    @abstractmethod
     def readings(self) -> Mapping[str, HostReading]:
         """The newest state of each host that tells it."""
 
-    def close(self, code: int) -> None:
-        """The run is over."""
-
-
-class Here:
-    """This host alone, without an agent."""
-
-    burns_in = False
-
-    def __init__(self, run: RunDirectory, training: TrainingCommand) -> None:
-        self.run, self.training = run, training
-        self.names = [socket.gethostname()]
-        self.watch = HostWatch()
-
-    def found(self, names: Sequence[str]) -> Attempt | None:
-        return LocalAttempt.found(self.run)
-
     def ranks(self, names: Sequence[str]) -> int:
+        """How many ranks these hosts have; 0 if the launcher decides."""
         return 0
 
-    def left(self, number: int, names: Sequence[str]) -> Attempt:
-        return LocalAttempt(self.run, number)
-
     def missing(self, attempt: int) -> Mapping[str, str]:
+        """Hosts that cannot begin anew now, and why; `attempt`: the newest, of which nothing may be left. Poll often:
+        it also works on what is missing."""
         return {}
 
     def preflight(self, names: Sequence[str], hurry: Callable[[], bool]) -> Sequence[HostFinding]:
+        """What speaks against these hosts, before an attempt; takes seconds. hurry: whether to give it up."""
         return ()
 
     def burn_in(self, name: str, seconds: float) -> BurnInAnswer | None:
+        """What a burn-in of a host that does not train found; None while it goes on. Starts it. Poll often."""
         return BurnInAnswer(unmade="this host trains")
 
-    def start(self, number: int, names: Sequence[str]) -> Attempt:
-        log: Path = log_of(self.run, number)
-        return LocalAttempt.start(self.run, number, command(self.run, number, self.training), log)
-
     def stop_asked(self) -> str | None:
+        """The host whose agent was asked to stop, if one was; a spare may leave."""
         return None
 
     def called(self, hostname: str) -> str:
+        """The name of a host here, from the one that it has itself."""
         return hostname
 
     def clock(self, hostname: str) -> float:
+        """How far its clock is ahead of ours, in seconds."""
         return 0.0
 
-    def readings(self) -> Mapping[str, HostReading]:
-        reading = self.watch.latest()
-        return {} if reading is None else {self.names[0]: reading}
-
-    def close(self, code: int) -> None:
-        pass
+    def close(self, code: int) -> None:  # noqa: B027 (nobody is to be told)
+        """The run is over."""

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megastable.base.installation import install_command
-from megastable.cluster.timed_probe import answer_of
+from megastable.base.process import install_command
+from megastable.cluster.child_process import answer_of
 
 SECONDS = 10.0  # allowed to the process: a driver that works answers in 1 to 3
 XID = re.compile(r"\[\s*(?P<seconds>\d+\.\d+)\].*NVRM: Xid \(PCI:(?P<bus>[0-9a-fA-F:.]+)\): (?P<code>\d+)")
@@ -47,15 +47,15 @@ def ask_driver() -> dict[str, Any]:
 
     try:
         pynvml.nvmlInit()
-        errors, count = read_xids(), pynvml.nvmlDeviceGetCount()
-        gpus = [read_gpu(index, errors) for index in range(count)]
+        xids_by_place, gpu_count = read_xids(), pynvml.nvmlDeviceGetCount()
+        gpus = [read_gpu(index, xids_by_place) for index in range(gpu_count)]
     except pynvml.NVMLError as error:
         return {"gpus": None, "why": f"the GPUs' driver: {error}"}
     return {"gpus": gpus, "why": None} if gpus else {"gpus": None, "why": "the driver lists no GPU"}
 
 
 def read_gpu(index: int, errors: dict[str, list[int]] | None) -> dict[str, Any]:
-    """The fields of `host_report.GpuState`. errors: Xid by PCI address, None = unknown."""
+    """The fields of `host_survey.GpuState`. errors: Xid by PCI address, None = unknown."""
     import pynvml
 
     def ask(question: Callable[..., Any], *arguments: int) -> Any:
@@ -72,7 +72,7 @@ def read_gpu(index: int, errors: dict[str, list[int]] | None) -> dict[str, Any]:
     )
     milliwatts = ask(pynvml.nvmlDeviceGetPowerUsage)
     # Its newer name is unknown to drivers before 535.
-    held_back = ask(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons)
+    throttle_bits = ask(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons)
     uncorrected = pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC
     return {
         "index": index,
@@ -87,8 +87,8 @@ def read_gpu(index: int, errors: dict[str, list[int]] | None) -> dict[str, Any]:
         "power": None if milliwatts is None else milliwatts / 1000,
         "clock": ask(pynvml.nvmlDeviceGetClockInfo, pynvml.NVML_CLOCK_SM),
         "clocks_throttled": None
-        if held_back is None
-        else [text for bit, text in REASONS.items() if held_back & bit],
+        if throttle_bits is None
+        else [text for bit, text in REASONS.items() if throttle_bits & bit],
     }
 
 
@@ -106,20 +106,20 @@ def recent_xids(log: str, uptime: float) -> dict[str, list[int]]:
 
     log: of dmesg, with seconds since boot; uptime: of the host. [seconds]
     """
-    found: dict[str, list[int]] = {}
-    for match in XID.finditer(log):
-        if uptime - float(match["seconds"]) <= RECENT:
-            codes = found.setdefault(_place(match["bus"]), [])
-            if int(match["code"]) not in codes:
-                codes.append(int(match["code"]))
-    return found
+    xids_by_place: dict[str, list[int]] = {}
+    for log_match in XID.finditer(log):
+        if uptime - float(log_match["seconds"]) <= RECENT:
+            known_codes = xids_by_place.setdefault(_place(log_match["bus"]), [])
+            if int(log_match["code"]) not in known_codes:
+                known_codes.append(int(log_match["code"]))
+    return xids_by_place
 
 
 def _place(address: str) -> str:
     """domain:bus:device without the function; NVML writes eight digits of domain, the kernel four."""
-    parts = address.lower().partition(".")[0].split(":")
-    domain = parts[0].lstrip("0") if len(parts) == 3 else ""
-    return ":".join([domain or "0", *parts[-2:]])
+    address_parts = address.lower().partition(".")[0].split(":")
+    pci_domain = address_parts[0].lstrip("0") if len(address_parts) == 3 else ""
+    return ":".join([pci_domain or "0", *address_parts[-2:]])
 
 
 if __name__ == "__main__":

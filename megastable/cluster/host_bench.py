@@ -33,8 +33,8 @@ MOST = {"cuda": 200, "cpu": 20}  # all-reduces
 def find_devices() -> list[torch.device]:
     """The GPUs, or the CPU where there are none, or none is meant."""
     gpus = hardware.has_gpu() and os.environ.get("DS_ACCELERATOR") != "cpu"
-    count = torch.cuda.device_count() if gpus else 0
-    return [torch.device("cuda", n) for n in range(count)] or [torch.device("cpu")]
+    gpu_count = torch.cuda.device_count() if gpus else 0
+    return [torch.device("cuda", n) for n in range(gpu_count)] or [torch.device("cpu")]
 
 
 def measured_matmul(device: torch.device, seconds: float = SECONDS) -> tuple[float, str]:
@@ -45,15 +45,15 @@ def measured_matmul(device: torch.device, seconds: float = SECONDS) -> tuple[flo
     dtype = torch.bfloat16 if device.type == "cuda" or products.NATIVE else torch.float32
     size = SIZE[device.type]
     a = torch.randn(size, size, device=device).to(dtype)
-    times = list[float]()
-    until = time.perf_counter() + seconds
-    while len(times) < 3 or time.perf_counter() < until:
-        start = time.perf_counter()
+    run_seconds = list[float]()
+    end_time = time.perf_counter() + seconds
+    while len(run_seconds) < 3 or time.perf_counter() < end_time:
+        start_time = time.perf_counter()
         torch.mm(a, a)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - start)
-    return 2 * size**3 / statistics.median(times[1:]) / 1e12, str(dtype).removeprefix("torch.")
+        run_seconds.append(time.perf_counter() - start_time)
+    return 2 * size**3 / statistics.median(run_seconds[1:]) / 1e12, str(dtype).removeprefix("torch.")
 
 
 def matmul(devices: list[torch.device]) -> dict[str, Any]:
@@ -69,21 +69,21 @@ def all_reduce(kind: str, ranks: int, seconds: float = 60.0) -> dict[str, Any]:
     """Bandwidth per rank as NCCL's tests count it ("bus bandwidth": 2 (n-1) / n x bytes / time), between `ranks`
     processes. Raises RuntimeError with what the first failed one said."""
     os.environ["NCCL_DEBUG"] = "WARN"
-    until = time.monotonic() + seconds
-    with tempfile.TemporaryDirectory() as name:
-        started = start_processes(time_all_reduces, (kind, ranks, Path(name)), ranks, join=False)
+    end_time = time.monotonic() + seconds
+    with tempfile.TemporaryDirectory() as folder_name:
+        started_ranks = start_processes(time_all_reduces, (kind, ranks, Path(folder_name)), ranks, join=False)
         try:
-            while not started.join(timeout=0.5, grace_period=1.0):
-                if time.monotonic() > until:
+            while not started_ranks.join(timeout=0.5, grace_period=1.0):
+                if time.monotonic() > end_time:
                     raise RuntimeError(f"no all-reduce of {ranks} ranks within {seconds:.0f} s")
         except (ProcessExitedException, ProcessRaisedException) as error:
             raise RuntimeError(str(error).strip().splitlines()[-1][-300:]) from None
         finally:
-            for process in started.processes:
+            for process in started_ranks.processes:
                 process.kill()
-        slowest = float((Path(name) / "slowest").read_text())
+        slowest_seconds = float((Path(folder_name) / "slowest").read_text())
     return {
-        "gb_per_second": 2 * (ranks - 1) / ranks * BYTES[kind] / slowest / 1e9,
+        "gb_per_second": 2 * (ranks - 1) / ranks * BYTES[kind] / slowest_seconds / 1e9,
         "ranks": ranks,
         "device": kind,
     }
@@ -101,17 +101,17 @@ def time_all_reduces(rank: int, kind: str, ranks: int, folder: Path) -> None:
     backend = "nccl" if kind == "cuda" else "gloo"
     dist.init_process_group(backend, init_method=f"file://{folder}/meet", rank=rank, world_size=ranks)
     buffer = torch.zeros(BYTES[kind] // 4, device=kind)
-    times = list[float]()
+    run_seconds = list[float]()
     for _ in range(MOST[kind]):
-        start = time.perf_counter()
+        start_time = time.perf_counter()
         dist.all_reduce(buffer)
         if kind == "cuda":
             torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    slowest = torch.tensor(statistics.median(times[1:]), device=kind)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        run_seconds.append(time.perf_counter() - start_time)
+    slowest_seconds = torch.tensor(statistics.median(run_seconds[1:]), device=kind)
+    dist.all_reduce(slowest_seconds, op=dist.ReduceOp.MAX)
     if rank == 0:
-        (folder / "slowest").write_text(str(slowest.item()))
+        (folder / "slowest").write_text(str(slowest_seconds.item()))
     dist.destroy_process_group()
 
 

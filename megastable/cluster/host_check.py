@@ -26,9 +26,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from megastable.base.installation import package_folders
+from megastable.base.process import package_folders
+from megastable.cluster.child_process import TimedProbe, answer_of
 from megastable.cluster.gpu_health import read_gpus
-from megastable.cluster.timed_probe import TimedProbe, answer_of
 
 TOKEN = ".preflight"  # in the run directory; its text shows that all hosts see the same one
 SHM = "/dev/shm"
@@ -63,32 +63,34 @@ def report(
         "shm_free": TimedProbe(lambda: shutil.disk_usage(SHM).free, LOOK),
         "folder": TimedProbe(lambda: look_at(folder), LOOK),
     }
-    found: dict[str, Any] = {
+    report_fields: dict[str, Any] = {
         "host": socket.gethostname(),
         "machine": machine(),
         "python": platform.python_version(),
         "variables": variables(os.environ),
     }
-    for name, probe in probes.items():
-        found[name], why = probe.result()
-        if why is not None:
-            found[f"{name}_unknown"] = why
+    for field_name, probe in probes.items():
+        report_fields[field_name], unknown_reason = probe.result()
+        if unknown_reason is not None:
+            report_fields[f"{field_name}_unknown"] = unknown_reason
     if full:
-        found |= bench()
+        report_fields |= bench()
     if burn_in_seconds is not None:
-        found |= burn_in(burn_in_seconds, seed)
-    found["gpus"], why = read_gpus()  # after the work: that is when a hot GPU lowers its clocks
-    if why is not None:
-        found["gpus_unknown"] = why
-    found["time"] = time.time()  # last, so that it is hardly older than its arrival
-    return found
+        report_fields |= burn_in(burn_in_seconds, seed)
+    report_fields["gpus"], unknown_reason = (
+        read_gpus()
+    )  # after the work: that is when a hot GPU lowers its clocks
+    if unknown_reason is not None:
+        report_fields["gpus_unknown"] = unknown_reason
+    report_fields["time"] = time.time()  # last, so that it is hardly older than its arrival
+    return report_fields
 
 
 def machine() -> str:
     """What two names of one host have in common and two hosts, or containers, have not; "" if that is not known."""
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/net')}"
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{socket.gethostname()} {boot_id} {os.readlink('/proc/self/ns/net')}"
     except OSError:
         return ""
 
@@ -114,35 +116,35 @@ def commit(checkout: Path) -> str | None:
     if not (checkout / ".git").exists():
         return None
     # A checkout that belongs to another user is readable, too.
-    words = ["git", "-c", f"safe.directory={checkout}", "-C", str(checkout), "rev-parse", "HEAD"]
+    git_words = ["git", "-c", f"safe.directory={checkout}", "-C", str(checkout), "rev-parse", "HEAD"]
     try:
-        done = subprocess.run(words, capture_output=True, text=True)
+        finished_process = subprocess.run(git_words, capture_output=True, text=True)
     except OSError:
         return None
-    return done.stdout.strip() or None
+    return finished_process.stdout.strip() or None
 
 
 def packages() -> dict[str, str]:
     """Installed versions of `PACKAGES`, from their metadata: none is imported."""
-    found = {}
-    for name in PACKAGES:
+    version_by_package = {}
+    for package_name in PACKAGES:
         try:
-            found[name] = metadata.version(name)
+            version_by_package[package_name] = metadata.version(package_name)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return version_by_package
 
 
 def variables(environment: Mapping[str, str]) -> dict[str, str]:
     """The variables that change how training runs. Secret or long values as a hash: they are only compared."""
     return {
-        name: _shown(name, value) for name, value in sorted(environment.items())
-        if name in NAMES or name.startswith(PREFIXES)
+        variable_name: _shown(variable_name, value) for variable_name, value in sorted(environment.items())
+        if variable_name in NAMES or variable_name.startswith(PREFIXES)
     }  # fmt: skip
 
 
 def _shown(name: str, value: str) -> str:
-    if len(value) <= LONGEST and not any(word in name.upper() for word in SECRET):
+    if len(value) <= LONGEST and not any(secret_word in name.upper() for secret_word in SECRET):
         return value
     return "sha256:" + hashlib.sha256(value.encode(errors="surrogateescape")).hexdigest()[:16]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 from collections.abc import Callable, Iterator, Sequence
@@ -9,11 +10,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, ValidationError
+
 from megastable.base.errors import ConfigError
+from megastable.base.text import visible
+from megastable.cluster.child_process import TimedProbe
 from megastable.cluster.host_check import LOOK, TOKEN, allowed
-from megastable.cluster.host_report import HostReport, read_report
 from megastable.cluster.reach import AT_ONCE, CONNECT, HostAnswer, Reach, python, run_on
-from megastable.cluster.timed_probe import TimedProbe
 
 BURNING = 1024  # hosts at a time: each only waits, and they are to be done at the same time
 START = 20.0  # seconds for Python itself, from a cold shared file system
@@ -53,28 +56,28 @@ def survey(
     A disk that is full, or does not answer, is no reason to ask nobody: between two attempts it is what the run waits
     for.
     """
-    words = ["--folder", str(folder.absolute()), *["--full"] * full]
+    check_words = ["--folder", str(folder.absolute()), *["--full"] * full]
     if burn_in is not None:
-        words += ["--burn-in", str(burn_in.seconds), "--seed", str(burn_in.seed)]
-    command = python("megastable.cluster.host_check", *words)
-    seconds = CONNECT + START + allowed(full, None if burn_in is None else burn_in.seconds)
+        check_words += ["--burn-in", str(burn_in.seconds), "--seed", str(burn_in.seed)]
+    check_command = python("megastable.cluster.host_check", *check_words)
+    time_limit = CONNECT + START + allowed(full, None if burn_in is None else burn_in.seconds)
     with _token(folder) as (token, unwritten):
-        answers = run_on(
+        answer_by_host = run_on(
             hosts,
             reach,
-            command,
-            seconds,
+            check_command,
+            time_limit,
             at_once=AT_ONCE if burn_in is None else BURNING,
             told=None if told is None else lambda host, _: told(host),
             hurry=hurry,
         )
-    reports = {host: _read(answer) for host, answer in answers.items()}
+    report_by_host = {host: _read(host_answer) for host, host_answer in answer_by_host.items()}
     offsets = {
-        host: report.time - answers[host].ended
-        for host, report in reports.items()
+        host: report.time - answer_by_host[host].ended
+        for host, report in report_by_host.items()
         if isinstance(report, HostReport)
     }
-    return Survey(reports, token, offsets, unwritten)
+    return Survey(report_by_host, token, offsets, unwritten)
 
 
 def _read(answer: HostAnswer) -> HostReport | str:
@@ -104,8 +107,123 @@ def _token(folder: Path) -> Iterator[tuple[str | None, str]]:
 
 def existing(path: Path) -> Path:
     """`path`, or the directory above it in which it would be made. Raises ConfigError if the file system hangs."""
-    above = [path.absolute(), *path.absolute().parents]
-    index, why = TimedProbe(lambda: [folder.is_dir() for folder in above].index(True), LOOK).result()
-    if why is not None:
-        raise ConfigError(f"{path}: {why}: its file system hangs or fails")
-    return above[index]
+    parent_folders = [path.absolute(), *path.absolute().parents]
+    index, probe_failure = TimedProbe(
+        lambda: [folder.is_dir() for folder in parent_folders].index(True), LOOK
+    ).result()
+    if probe_failure is not None:
+        raise ConfigError(f"{path}: {probe_failure}: its file system hangs or fails")
+    return parent_folders[index]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(allow_inf_nan=False, frozen=True)
+
+
+class SharedFolder(_Part):
+    """The run directory as a host sees it. token: text of its .preflight; seconds: a durable write of 4 KiB."""
+
+    seen: bool
+    token: str | None = None
+    writable: bool = False
+    seconds: float | None = None
+    why: str = ""
+
+
+class GpuState(_Part):
+    """A GPU. None: it does not tell. memory in bytes, temperature in degrees Celsius, power in W, clock in
+    MHz, utilization in percent of the last moment."""
+
+    index: int = -1
+    name: str
+    driver: str | None = None
+    memory: int | None = None
+    memory_used: int | None = None
+    temperature: int | None = None
+    ecc_uncorrected: int | None = None
+    utilization: int | None = None
+    power: float | None = None
+    clock: int | None = None
+    xid: list[int] | None = None
+    clocks_throttled: list[str] | None = None
+
+
+class MatmulRate(_Part):
+    """TFLOP/s of the slowest device, and of each."""
+
+    tflops: NonNegativeFloat
+    dtype: str
+    device: str
+    each: dict[str, NonNegativeFloat] = Field(default_factory=dict)
+
+
+class AllReduceRate(_Part):
+    """Bandwidth per rank. [GB/s]"""
+
+    gb_per_second: NonNegativeFloat
+    ranks: int
+    device: str = ""
+
+
+class HostBurnIn(_Part):
+    """seconds: of work asked for. runs: results that were compared; found: what was wrong, with the device. in_use: why
+    nothing was done, as others use a GPU, "" if nobody does; undiagnosed: why `dcgmi diag` told nothing, "" if it did
+    or is not installed."""
+
+    seed: int
+    seconds: float
+    runs: int = 0
+    found: list[str] = Field(default_factory=list)
+    in_use: str = ""
+    undiagnosed: str = ""
+
+
+class HostReport(_Part):
+    """What a host says of itself. None: unknown, for the reason in the field of that name. Sizes in bytes; time in
+    seconds since 1970, by its clock. machine: the same for two names of one host, "" if it does not tell."""
+
+    host: str
+    machine: str = ""
+    time: float
+    python: str
+    packages: dict[str, str] | None
+    code: str | None
+    commit: str | None = None
+    variables: dict[str, str]
+    disk_free: int | None
+    shm_free: int | None
+    folder: SharedFolder | None
+    gpus: list[GpuState] | None
+    matmul: MatmulRate | None = None
+    all_reduce: AllReduceRate | None = None
+    burn_in: HostBurnIn | None = None
+    packages_unknown: str = ""
+    code_unknown: str = ""
+    disk_free_unknown: str = ""
+    shm_free_unknown: str = ""
+    folder_unknown: str = ""
+    gpus_unknown: str = ""
+    matmul_unknown: str = ""
+    all_reduce_unknown: str = ""
+    burn_in_unknown: str = ""
+
+
+def read_report(output: str) -> HostReport | str:
+    """The report in what a remote command printed, or why there is none. A login shell, or ssh itself, may have
+    printed something, too: the last line that is an object counts."""
+    for line in reversed(output.splitlines()):
+        if line.startswith("{"):
+            try:
+                return HostReport.model_validate_json(line)
+            except ValidationError as error:
+                first_error = error.errors()[0]
+                field = ".".join(map(str, first_error["loc"]))
+                problem = f"{field or 'JSON'}: {first_error['msg']}"
+                return f"its report cannot be read ({problem}): is the code the same there?"
+    last_line = visible(output.strip().splitlines()[-1], 200) if output.strip() else "nothing"
+    return f"it printed no report, but {last_line}"
+
+
+def as_facts(report: HostReport | str) -> object:
+    """For JSON."""
+    return json.loads(report.model_dump_json()) if isinstance(report, HostReport) else {"unreachable": report}

@@ -1,8 +1,11 @@
-"""Several hosts with an agent on each: starts the agents, knows which hosts are there, starts and follows attempts."""
+"""Several hosts with an agent on each: starts the agents, knows which hosts are there, starts and follows attempts,
+and burns in hosts that stand by.
+"""
 
 from __future__ import annotations
 
 import os
+import secrets
 import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,15 +17,14 @@ from pydantic import ValidationError
 from megastable import __version__
 from megastable.base import durable
 from megastable.base.errors import ConfigError
+from megastable.base.text import visible
 from megastable.cluster.child_process import ChildProcess
-from megastable.cluster.fleet import Attempt
-from megastable.cluster.host_burn_in import BurnInAnswer, HostBurnIns
-from megastable.cluster.host_survey import survey
-from megastable.cluster.hostfile import HostSlots, include, lines
-from megastable.cluster.launcher import TrainingCommand, command
-from megastable.cluster.local_attempt import Fate, KernelView
-from megastable.cluster.preflight import HostFinding, Wanted, compare
-from megastable.cluster.reach import Reach, python, reason_of
+from megastable.cluster.fleet import Attempt, BurnInAnswer, Fate, Fleet, KernelView
+from megastable.cluster.host_check import BURN_IN
+from megastable.cluster.host_survey import HostBurnIn, survey
+from megastable.cluster.launcher import HostSlots, TrainingCommand, command, include, lines
+from megastable.cluster.preflight import HostFinding, Wanted, compare_reports
+from megastable.cluster.reach import CONNECT, KEPT, Reach, python, reason_of
 from megastable.cluster.store import AgentLink, Store
 from megastable.run.directory import RunDirectory
 from megastable.run.machine_state import HostReading
@@ -44,7 +46,7 @@ FROZEN = 3.0  # ... between two looks, after which this process itself was stopp
 RETOLD = 2.0  # ... between two orders to start
 
 
-class Hosts:
+class Hosts(Fleet):
     """Of one run. reach: how agents are started. silence: seconds without a word after which a host that does not
     answer either counts as gone. shares: whether hosts are reached from here, and ranks get variables of this process's
     environment."""
@@ -60,12 +62,12 @@ class Hosts:
         training: TrainingCommand,
     ) -> None:
         self.run, self.store, self.hosts, self.reach, self.silence = run, store, list(hosts), reach, silence
-        self.shares = shares
+        self.shares = self.burns_in = shares
         self.training = training
         self.names = [host.name for host in self.hosts]
         self._tries: dict[str, ChildProcess] = {}
         self._tried: dict[str, float] = {}
-        self._failed: dict[str, str] = {}  # why the last try to start an agent did
+        self.failed: dict[str, str] = {}  # why the last try to start an agent did
         self._told: dict[str, float] = {}
         self._training: Sequence[str] = self.names  # the hosts of the newest attempt
         self._burn_ins = HostBurnIns(reach)
@@ -74,91 +76,91 @@ class Hosts:
 
     def agent(self, name: str) -> AgentLink | None:
         """The agent of a host, if it is there now."""
-        found = self.store.agents.get(name)
-        if found is None or found.closed is not None or time.monotonic() - found.at >= FRESH:
+        agent_link = self.store.agents.get(name)
+        if agent_link is None or agent_link.closed is not None or time.monotonic() - agent_link.at >= FRESH:
             return None
-        self._failed.pop(name, None)
-        return found
+        self.failed.pop(name, None)
+        return agent_link
 
     def revive(self, name: str) -> str:
         """Try to start an agent on a host that has none; why there is none."""
         now = time.monotonic()
-        running = self._tries.get(name)
-        if running is not None and (result := running.poll()) is not None:
+        running_try = self._tries.get(name)
+        # An srun stays for as long as its agent lives.
+        too_many_tries = self.reach.detached and len(self._tries) >= AT_ONCE
+        if running_try is not None and (try_result := running_try.poll()) is not None:
             del self._tries[name]
-            self._failed[name] = reason_of(result, STARTED) or ""
-        elif running is None and now - self._tried.get(name, -AGAIN) >= AGAIN and self._may_try():
+            self.failed[name] = reason_of(try_result, STARTED) or ""
+        elif running_try is None and now - self._tried.get(name, -AGAIN) >= AGAIN and not too_many_tries:
             self._tried[name] = now
             # An agent in the foreground keeps what started it busy for as long as it lives.
-            limit = STARTED if self.reach.detached else float("inf")
+            try_limit = STARTED if self.reach.detached else float("inf")
             try:
-                self._tries[name] = ChildProcess(self.reach.words(name, self._agent_words(name)), limit)
+                self._tries[name] = ChildProcess(self.reach.words(name, self._agent_words(name)), try_limit)
             except (ConfigError, OSError) as error:
-                self._failed[name] = str(error)
-        return self._failed.get(name) or "its agent has not connected"
-
-    def _may_try(self) -> bool:
-        """Whether another ssh may start now. An srun stays for as long as its agent lives."""
-        return not self.reach.detached or len(self._tries) < AT_ONCE
+                self.failed[name] = str(error)
+        return self.failed.get(name) or "its agent has not connected"
 
     def _agent_words(self, name: str) -> list[str]:
-        words = python("megastable.cluster.agent", str(self.run.root), "--name", name)
+        agent_words = python("megastable.cluster.agent", str(self.run.root), "--name", name)
         if not self.reach.detached:
-            return words
+            return agent_words
         # The agent must outlive the ssh that starts it. Its own words go where those of the ranks do.
-        log = self.run.logs / f"agent-{name}.log"
-        folder, file = shlex.quote(str(self.run.logs)), shlex.quote(str(log))
-        return ["sh", "-c", f"mkdir -p {folder} && setsid {shlex.join(words)} </dev/null >>{file} 2>&1 &"]
-
-    def unreachable(self, name: str) -> bool:
-        """Whether the last try to reach a host failed; also because there is no way to it."""
-        return bool(self._failed.get(name))
+        log_path = self.run.logs / f"agent-{name}.log"
+        quoted_folder, quoted_file = shlex.quote(str(self.run.logs)), shlex.quote(str(log_path))
+        return [
+            "sh",
+            "-c",
+            f"mkdir -p {quoted_folder} && setsid {shlex.join(agent_words)} </dev/null >>{quoted_file} 2>&1 &",
+        ]
 
     # Fleet
 
     def found(self, names: Sequence[str]) -> Attempt | None:
-        until = time.monotonic() + FIRST_LOOK
+        end_time = time.monotonic() + FIRST_LOOK
         names = names or self.names
-        while any(self.agent(name) is None or not self._state(name) for name in names):
-            for name in names:
-                if self.agent(name) is None:
-                    self.revive(name)
-            if time.monotonic() > until:
+        while any(self.agent(host_name) is None or not self._state(host_name) for host_name in names):
+            for host_name in names:
+                if self.agent(host_name) is None:
+                    self.revive(host_name)
+            if time.monotonic() > end_time:
                 break
             time.sleep(0.1)
-        states = [self._state(name) for name in names]
-        running = [int(state["attempt"]) for state in states if state.get("running")]
-        if not running:
+        agent_states = [self._state(host_name) for host_name in names]
+        running_attempts = [
+            int(agent_state["attempt"]) for agent_state in agent_states if agent_state.get("running")
+        ]
+        if not running_attempts:
             return None
         self._training = tuple(names)
-        return RemoteAttempt(self, max(running), names, {})
+        return RemoteAttempt(self, max(running_attempts), names, {})
 
     def left(self, number: int, names: Sequence[str]) -> Attempt:
         attempt = RemoteAttempt(self, number, names or self.names, {})
         attempt.look()
-        known = any(self._state(name).get("attempt") == number for name in attempt.names)
-        if not known and len(attempt.names) > 1:
+        is_known = any(self._state(host_name).get("attempt") == number for host_name in attempt.names)
+        if not is_known and len(attempt.names) > 1:
             # A scheduler has ended all of it, and begun the job again, perhaps on other hosts.
             attempt.gone.clear()
         return attempt
 
     def _state(self, name: str) -> Message:
-        found = self.store.agents.get(name)
-        return {} if found is None else found.state
+        agent_link = self.store.agents.get(name)
+        return {} if agent_link is None else agent_link.state
 
     def missing(self, attempt: int) -> Mapping[str, str]:
-        found = {}
-        for name in self.names:
-            agent = self.agent(name)
+        missing_reasons = {}
+        for host_name in self.names:
+            agent = self.agent(host_name)
             if agent is None:
-                found[name] = self.revive(name)
+                missing_reasons[host_name] = self.revive(host_name)
             elif agent.hello.get("version") != __version__:
-                self._tell(name, {"quit": 0})
-                found[name] = "its agent is of another version of megastable, and ends"
+                self._tell(host_name, {"quit": 0})
+                missing_reasons[host_name] = "its agent is of another version of megastable, and ends"
             elif agent.state.get("ended", -1) < attempt:
-                self._tell(name, {"end": attempt})
-                found[name] = f"processes of attempt {attempt} may still be there"
-        return found
+                self._tell(host_name, {"end": attempt})
+                missing_reasons[host_name] = f"processes of attempt {attempt} may still be there"
+        return missing_reasons
 
     def _tell(self, name: str, message: dict[str, object]) -> None:
         now = time.monotonic()
@@ -171,16 +173,14 @@ class Hosts:
     def preflight(self, names: Sequence[str], hurry: Callable[[], bool]) -> Sequence[HostFinding]:
         if not self.shares:
             return ()  # there is no way to the others
-        found = survey(names, self.reach, self.run.root, full=False, hurry=hurry)
+        host_survey = survey(names, self.reach, self.run.root, full=False, hurry=hurry)
         if hurry():
             return ()
-        slots = {host.name: host.slots for host in self.hosts if host.name in names}
-        cpu = collect_exported_variables().get("DS_ACCELERATOR") == "cpu"
-        return compare(found.reports, Wanted(slots, found.token, found.offsets, cpu=cpu))
-
-    @property
-    def burns_in(self) -> bool:
-        return self.shares
+        slots_by_host = {host.name: host.slots for host in self.hosts if host.name in names}
+        on_cpu = collect_exported_variables().get("DS_ACCELERATOR") == "cpu"
+        return compare_reports(
+            host_survey.reports, Wanted(slots_by_host, host_survey.token, host_survey.offsets, cpu=on_cpu)
+        )
 
     def burn_in(self, name: str, seconds: float) -> BurnInAnswer | None:
         return self._burn_ins.poll(name, seconds)
@@ -215,35 +215,35 @@ class Hosts:
         return log_of(self.run, number, "" if name == first else name)
 
     def stop_asked(self) -> str | None:
-        return next((name for name in self._training if self._state(name).get("stop")), None)
+        return next((host_name for host_name in self._training if self._state(host_name).get("stop")), None)
 
     def called(self, hostname: str) -> str:
         if hostname in self.names:
             return hostname  # our ranks know it from their agent
-        agents = list(self.store.agents.values())
-        names = [agent.name for agent in agents if agent.hello.get("hostname") == hostname]
-        return names[0] if len(names) == 1 else hostname
+        agent_links = list(self.store.agents.values())
+        matching_names = [agent.name for agent in agent_links if agent.hello.get("hostname") == hostname]
+        return matching_names[0] if len(matching_names) == 1 else hostname
 
     def clock(self, hostname: str) -> float:
-        found = self.store.agents.get(self.called(hostname))
-        return 0.0 if found is None else found.clock
+        agent_link = self.store.agents.get(self.called(hostname))
+        return 0.0 if agent_link is None else agent_link.clock
 
     def readings(self) -> Mapping[str, HostReading]:
-        found = {}
-        for name in self.names:
-            if (agent := self.agent(name)) is not None and agent.machine:
+        reading_by_host = {}
+        for host_name in self.names:
+            if (agent := self.agent(host_name)) is not None and agent.machine:
                 with suppress(ValidationError):  # of another version
-                    found[name] = HostReading.model_validate(agent.machine)
-        return found
+                    reading_by_host[host_name] = HostReading.model_validate(agent.machine)
+        return reading_by_host
 
     def close(self, code: int) -> None:
-        for name in self.names:
-            self.store.send(name, {"quit": code})
-        until = time.monotonic() + FRESH
-        while any(self.agent(name) for name in self.names) and time.monotonic() < until:
+        for host_name in self.names:
+            self.store.send(host_name, {"quit": code})
+        end_time = time.monotonic() + FRESH
+        while any(self.agent(host_name) for host_name in self.names) and time.monotonic() < end_time:
             time.sleep(0.05)
-        for running in self._tries.values():
-            running.kill()
+        for running_try in self._tries.values():
+            running_try.kill()
         self._burn_ins.close()
 
 
@@ -267,50 +267,50 @@ class RemoteAttempt:
 
     @property
     def code(self) -> int | None:
-        bad = [code for code in self._codes.values() if code]
-        return bad[0] if bad else (0 if len(self._codes) == len(self.names) else None)
+        failure_codes = [code for code in self._codes.values() if code]
+        return failure_codes[0] if failure_codes else (0 if len(self._codes) == len(self.names) else None)
 
     def look(self) -> bool:
         now = time.monotonic()
         if now - self._looked > FROZEN:
             self._began = now  # what was said meanwhile is yet to be read
         self._looked = now
-        running = False
-        for name in self.names:
-            agent = self.hosts.agent(name)
+        anything_runs = False
+        for host_name in self.names:
+            agent = self.hosts.agent(host_name)
             if agent is None:
-                self._judge(name)
-                running = running or name not in self.gone
+                self._judge(host_name)
+                anything_runs = anything_runs or host_name not in self.gone
                 continue
-            state = agent.state
-            if not state:
-                running = True  # it has only just connected
+            agent_state = agent.state
+            if not agent_state:
+                anything_runs = True  # it has only just connected
                 continue
-            if state["attempt"] != self.number and name in self._begun:
+            if agent_state["attempt"] != self.number and host_name in self._begun:
                 # Never begun anew there: the ranks elsewhere have lost these.
                 self.gone.setdefault(
-                    name,
+                    host_name,
                     f"has lost all processes of attempt {self.number}: it was restarted, or they were killed",
                 )
                 continue
-            self.gone.pop(name, None)
-            if state["attempt"] != self.number:
-                self._order(name)
-                running = True
+            self.gone.pop(host_name, None)
+            if agent_state["attempt"] != self.number:
+                self._order(host_name)
+                anything_runs = True
                 continue
-            self._begun.add(name)
-            self._take(name, state)
-            running = running or bool(state["running"])
-        return running
+            self._begun.add(host_name)
+            self._take(host_name, agent_state)
+            anything_runs = anything_runs or bool(agent_state["running"])
+        return anything_runs
 
     def _take(self, name: str, state: Message) -> None:
         if self._over:
             return  # from here on we are the ones who kill
-        for rank, (code, signal) in state["fates"].items():
-            self.fates.setdefault(int(rank), Fate(code, signal, name))
-        code = state["code"] if not state["problem"] else 127
-        if code is not None and not state["running"]:
-            self._codes.setdefault(name, code)
+        for rank, (launcher_code, signal) in state["fates"].items():
+            self.fates.setdefault(int(rank), Fate(launcher_code, signal, name))
+        launcher_code = state["code"] if not state["problem"] else 127
+        if launcher_code is not None and not state["running"]:
+            self._codes.setdefault(name, launcher_code)
 
     def _order(self, name: str) -> None:
         now = time.monotonic()
@@ -320,54 +320,62 @@ class RemoteAttempt:
 
     def _judge(self, name: str) -> None:
         """A host whose agent is silent: try to reach it, and after a while of both in vain believe that it is gone."""
-        why = self.hosts.revive(name)
-        silent = time.monotonic() - self.heard(name)
-        if silent <= self.hosts.silence:
+        revive_failure = self.hosts.revive(name)
+        silent_seconds = time.monotonic() - self.heard(name)
+        if silent_seconds <= self.hosts.silence:
             return
-        if self.hosts.unreachable(name):
-            self.gone.setdefault(name, f"is gone: no word from it for {silent:.0f} s; {why}")
+        if self.hosts.failed.get(name):  # also because there is no way to it
+            self.gone.setdefault(
+                name, f"is gone: no word from it for {silent_seconds:.0f} s; {revive_failure}"
+            )
 
     def heard(self, name: str) -> float:
         """When a host last gave a sign of life, by its agent or by a rank; time.monotonic()."""
         agent = self.hosts.store.agents.get(name)
-        known = {name}
+        known_names = {name}
         if agent is not None and self.hosts.called(hostname := str(agent.hello["hostname"])) == name:
-            known.add(hostname)
-        ranks = [rank.at for rank in list(self.hosts.store.ranks.values()) if rank.host in known]
-        return max([self._began, *ranks, *([agent.at] if agent is not None else [])])
+            known_names.add(hostname)
+        rank_times = [rank.at for rank in list(self.hosts.store.ranks.values()) if rank.host in known_names]
+        return max([self._began, *rank_times, *([agent.at] if agent is not None else [])])
 
     def witness(self) -> tuple[str, Path]:
-        first = self.names[0]
-        name = next((name for name, code in self._codes.items() if code), first)
-        return name, self.hosts.log(self.number, name, first)
+        first_host = self.names[0]
+        failed_host = next(
+            (failed_host for failed_host, launcher_code in self._codes.items() if launcher_code), first_host
+        )
+        return failed_host, self.hosts.log(self.number, failed_host, first_host)
 
     def end(self) -> None:
         self._over = True
-        until = time.monotonic() + KILLED
-        for name in self.names:
-            self.hosts.store.send(name, {"end": self.number})
-        while time.monotonic() < until:
-            agents = [agent for name in self.names if (agent := self.hosts.agent(name)) is not None]
-            if all(agent.state.get("ended", 0) >= self.number for agent in agents):
+        end_time = time.monotonic() + KILLED
+        for host_name in self.names:
+            self.hosts.store.send(host_name, {"end": self.number})
+        while time.monotonic() < end_time:
+            agent_links = [
+                agent for host_name in self.names if (agent := self.hosts.agent(host_name)) is not None
+            ]
+            if all(agent.state.get("ended", 0) >= self.number for agent in agent_links):
                 return
             time.sleep(0.05)
 
     def states(self) -> dict[int, KernelView]:
-        found: dict[int, KernelView] = {}
-        asked = [a for name in self.names if (a := self.hosts.agent(name)) is not None]
-        for agent in asked:
+        kernel_views: dict[int, KernelView] = {}
+        asked_agents = [
+            agent_link for host_name in self.names if (agent_link := self.hosts.agent(host_name)) is not None
+        ]
+        for agent in asked_agents:
             agent.inbox.clear()
             self.hosts.store.send(agent.name, {"states": True})
-        until = time.monotonic() + SEEN
-        while time.monotonic() < until and not all(agent.inbox for agent in asked):
+        end_time = time.monotonic() + SEEN
+        while time.monotonic() < end_time and not all(agent.inbox for agent in asked_agents):
             time.sleep(0.05)
-        for agent in asked:
+        for agent in asked_agents:
             for message in list(agent.inbox):
-                found |= {
-                    int(rank): KernelView(agent.name, f"{agent.name}: {text}")
-                    for rank, text in message.get("states", {}).items()
+                kernel_views |= {
+                    int(rank): KernelView(agent.name, f"{agent.name}: {state_text}")
+                    for rank, state_text in message.get("states", {}).items()
                 }
-        return found
+        return kernel_views
 
 
 def _has(given: Sequence[str], flag: str) -> bool:
@@ -391,11 +399,63 @@ def collect_exported_variables(
 
 
 def _read_variables(path: Path) -> dict[str, str]:
-    found = {}
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
+    file_variables = {}
+    for line_number, line in enumerate(path.read_text().splitlines(), start=1):
         if line.strip() and not line.lstrip().startswith("#"):
-            name, equals, value = line.partition("=")
-            if not equals or not name.strip():
-                raise ConfigError(f"{path}: line {number} is not NAME=VALUE: {line}")
-            found[name.strip()] = value
-    return found
+            variable_name, equals, value = line.partition("=")
+            if not equals or not variable_name.strip():
+                raise ConfigError(f"{path}: line {line_number} is not NAME=VALUE: {line}")
+            file_variables[variable_name.strip()] = value
+    return file_variables
+
+
+UNMADE_AGAIN = 60.0  # seconds before one that could not be made is tried again
+
+
+class HostBurnIns:
+    """reach: how hosts are reached. Without an agent: a burn-in ends by itself if nobody waits for it any more."""
+
+    def __init__(self, reach: Reach) -> None:
+        self._reach = reach
+        self._running: dict[str, ChildProcess] = {}
+        self._next: dict[str, float] = {}  # when one that could not be made is tried again
+
+    def poll(self, host: str, seconds: float) -> BurnInAnswer | None:
+        """What a burn-in of `seconds` found; None while it goes on. Starts it. Poll often."""
+        running_child, now = self._running.get(host), time.monotonic()
+        if running_child is None:
+            if now < self._next.get(host, now):
+                return None
+            burn_in_command = python(
+                "megastable.cluster.burn_in", "--seconds", str(seconds), "--seed", str(secrets.randbits(32))
+            )
+            time_limit = seconds + BURN_IN + CONNECT
+            try:
+                self._running[host] = ChildProcess(
+                    self._reach.words(host, burn_in_command), time_limit, kept=KEPT
+                )
+            except (OSError, ValueError) as error:
+                return self._unmade(host, f"could not be started: {error}")
+            return None
+        child_result = running_child.poll()
+        if child_result is None:
+            return None
+        del self._running[host]
+        if failure_reason := reason_of(child_result, seconds + BURN_IN + CONNECT):
+            return self._unmade(host, failure_reason)
+        try:
+            burn_in_report = HostBurnIn.model_validate_json(child_result.tail.strip().splitlines()[-1])
+        except (IndexError, ValidationError):
+            return self._unmade(host, "its report cannot be read")
+        if burn_in_report.in_use:
+            return self._unmade(host, burn_in_report.in_use)
+        return BurnInAnswer(found="; ".join(visible(found_text, 1000) for found_text in burn_in_report.found))
+
+    def _unmade(self, host: str, reason: str) -> BurnInAnswer:
+        self._next[host] = time.monotonic() + UNMADE_AGAIN
+        return BurnInAnswer(unmade=visible(reason, 400))
+
+    def close(self) -> None:
+        for running_child in self._running.values():
+            running_child.kill()
+        self._running.clear()

@@ -1,6 +1,6 @@
-"""Compares the reports of all hosts, and names what would harm a run. Pure.
+"""Compares the reports of all hosts, and names and shows what would harm a run. Pure.
 
-    findings = compare(reports, Wanted(slots={"node-01": (0, 1)}, token=token, offsets=offsets))
+    findings = compare_reports(reports, Wanted(slots={"node-01": (0, 1)}, token=token, offsets=offsets))
 
 A host is compared with what most hosts have (of equally many, with the first one's). Thresholds are the constants
 below.
@@ -14,9 +14,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
-from megastable.base.installation import install_command
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from megastable.base.process import install_command
 from megastable.base.text import plural, size, visible
-from megastable.cluster.host_report import GpuState, HostReport
+from megastable.cluster.host_survey import GpuState, HostReport
 
 Severity = Literal["refuse", "warn"]
 Check = Literal[
@@ -85,7 +90,7 @@ class Wanted:
     cpu: bool = False
 
 
-def compare(reports: Mapping[str, HostReport | str], wanted: Wanted) -> list[HostFinding]:
+def compare_reports(reports: Mapping[str, HostReport | str], wanted: Wanted) -> list[HostFinding]:
     """What is wrong, in the order of the hosts. reports: by the host's name; a text says why there is none."""
     known = {host: report for host, report in reports.items() if isinstance(report, HostReport)}
     found: dict[str, list[tuple[Check, Severity, str]]] = {host: [] for host in reports}
@@ -108,8 +113,8 @@ def compare(reports: Mapping[str, HostReport | str], wanted: Wanted) -> list[Hos
 
 
 def _unreached(reason: str) -> str:
-    told = visible(reason, 400)
-    for sign, remedy in (
+    failure_text = visible(reason, 400)
+    for failure_sign, remedy in (
         ("timed out", "is it up, and its name and port right?"),
         ("No route", "is it up, and on this network?"),
         ("Could not resolve", "correct its name in the hostfile, or make it known here"),
@@ -123,128 +128,135 @@ def _unreached(reason: str) -> str:
         ("No module named", f"install the same packages there: {install_command()}"),
         ("no answer within", "it, or a file system that it needs, hangs"),
     ):
-        if sign in told:
-            return f"{told}: {remedy}"
-    return told
+        if failure_sign in failure_text:
+            return f"{failure_text}: {remedy}"
+    return failure_text
 
 
 # One host
 
 
 def _disks(report: HostReport, wanted: Wanted) -> Told:
-    free, one = report.disk_free, wanted.checkpoint
-    if free is None:
+    free_bytes, checkpoint_bytes = report.disk_free, wanted.checkpoint
+    if free_bytes is None:
         yield (
             "disk",
             "refuse",
             f"free space of the run directory's disk: {visible(report.disk_free_unknown, 200)}",
         )
-    elif one is not None and free < one:
-        yield "disk", "refuse", f"{size(free)} free, and a checkpoint takes about {size(one)}: make room"
-    elif free < (COPIES * one if one is not None else LITTLE_DISK):
-        need = (
-            f"{COPIES} checkpoints take about {size(COPIES * one)}"
-            if one is not None
+    elif checkpoint_bytes is not None and free_bytes < checkpoint_bytes:
+        yield (
+            "disk",
+            "refuse",
+            f"{size(free_bytes)} free, and a checkpoint takes about {size(checkpoint_bytes)}: make room",
+        )
+    elif free_bytes < (COPIES * checkpoint_bytes if checkpoint_bytes is not None else LITTLE_DISK):
+        need_text = (
+            f"{COPIES} checkpoints take about {size(COPIES * checkpoint_bytes)}"
+            if checkpoint_bytes is not None
             else "a run writes logs, too"
         )
-        yield "disk", "warn", f"{size(free)} free, and {need}: make room"
-    shm = report.shm_free
-    if shm is None:
+        yield "disk", "warn", f"{size(free_bytes)} free, and {need_text}: make room"
+    shm_bytes = report.shm_free
+    if shm_bytes is None:
         yield "shm", "warn", f"/dev/shm: {visible(report.shm_free_unknown, 200)}"
-    elif shm < LITTLE_SHM:
-        severity: Severity = "refuse" if shm < NO_SHM and not wanted.cpu else "warn"
-        told = (
-            f"/dev/shm has {size(shm)} free, and ranks of one host exchange through it: delete leftovers, or give the "
-            "container more (docker --shm-size=1g, or an emptyDir of medium Memory)"
+    elif shm_bytes < LITTLE_SHM:
+        severity: Severity = "refuse" if shm_bytes < NO_SHM and not wanted.cpu else "warn"
+        finding_text = (
+            f"/dev/shm has {size(shm_bytes)} free, and ranks of one host exchange through it: delete leftovers, "
+            "or give the container more (docker --shm-size=1g, or an emptyDir of medium Memory)"
         )
-        yield "shm", severity, told
+        yield "shm", severity, finding_text
 
 
 def _folder(report: HostReport, wanted: Wanted) -> Told:
-    folder = report.folder
-    if folder is None:
+    shared_folder = report.folder
+    if shared_folder is None:
         yield (
             "folder",
             "refuse",
             f"run directory: {visible(report.folder_unknown, 200)}; its disk hangs or fails",
         )
-    elif not folder.seen:
+    elif not shared_folder.seen:
         yield "folder", "refuse", "the run directory is not there: mount the file system that all hosts share"
-    elif wanted.token is not None and folder.token != wanted.token:
-        told = "the run directory is another one than here: it must be on a file system that all hosts share"
-        yield "folder", "refuse", told
-    elif not folder.writable:
+    elif wanted.token is not None and shared_folder.token != wanted.token:
+        finding_text = (
+            "the run directory is another one than here: it must be on a file system that all hosts share"
+        )
+        yield "folder", "refuse", finding_text
+    elif not shared_folder.writable:
         yield (
             "folder",
             "refuse",
-            f"the run directory cannot be written: {visible(folder.why, 200) or 'unknown why'}",
+            f"the run directory cannot be written: {visible(shared_folder.why, 200) or 'unknown why'}",
         )
-    elif folder.seconds is not None and folder.seconds > SLOW_WRITE:
-        told = (
-            f"a durable write of 4 KiB into the run directory took {folder.seconds:.1f} s: the journal writes one per "
-            "event, and checkpoints will be slow"
+    elif shared_folder.seconds is not None and shared_folder.seconds > SLOW_WRITE:
+        finding_text = (
+            f"a durable write of 4 KiB into the run directory took {shared_folder.seconds:.1f} s: the journal writes "
+            "one per event, and checkpoints will be slow"
         )
-        yield "folder", "warn", told
+        yield "folder", "warn", finding_text
 
 
 def _gpus(report: HostReport, host: str, known: Mapping[str, HostReport], wanted: Wanted) -> Told:
     if wanted.cpu:
         return
-    gpus, slots = report.gpus, wanted.slots.get(host, ())
-    if gpus is None:
-        others = sum(1 for other in known.values() if other.gpus)
-        if others:
-            told = f"no GPU is seen ({visible(report.gpus_unknown, 200)})"
-            yield "gpus", "refuse", f"{told}; {others} of {len(known)} hosts see theirs"
-        elif slots:
-            told = (
+    host_gpus, wanted_slots = report.gpus, wanted.slots.get(host, ())
+    if host_gpus is None:
+        others_with_gpus = sum(1 for other_report in known.values() if other_report.gpus)
+        if others_with_gpus:
+            finding_told = f"no GPU is seen ({visible(report.gpus_unknown, 200)})"
+            yield "gpus", "refuse", f"{finding_told}; {others_with_gpus} of {len(known)} hosts see theirs"
+        elif wanted_slots:
+            finding_told = (
                 f"no GPU is seen ({visible(report.gpus_unknown, 200)}): where there is none, training runs on the "
                 "CPU; DS_ACCELERATOR=cpu says that it is meant"
             )
-            yield "gpus", "warn", told
+            yield "gpus", "warn", finding_told
         return
-    if missing := [slot for slot in slots if slot >= len(gpus)]:
-        told = (
-            f"has {plural(len(gpus), 'GPU')}, and slot {missing[0]} is asked for: correct slots= in the hostfile, "
-            "or find the GPU that is gone (nvidia-smi)"
+    if missing_slots := [slot for slot in wanted_slots if slot >= len(host_gpus)]:
+        finding_told = (
+            f"has {plural(len(host_gpus), 'GPU')}, and slot {missing_slots[0]} is asked for: correct slots= in the "
+            "hostfile, or find the GPU that is gone (nvidia-smi)"
         )
-        yield "gpus", "refuse", told
-    for number, gpu in enumerate(gpus):
-        if not slots or number in slots:
-            for severity, text in _gpu(gpu):
-                yield "gpus", severity, f"GPU {number}: {text}"
+        yield "gpus", "refuse", finding_told
+    for gpu_number, gpu_state in enumerate(host_gpus):
+        if not wanted_slots or gpu_number in wanted_slots:
+            for severity, finding_text in _gpu(gpu_state):
+                yield "gpus", severity, f"GPU {gpu_number}: {finding_text}"
 
 
 def _gpu(gpu: GpuState) -> Iterator[tuple[Severity, str]]:
     if gpu.ecc_uncorrected:
-        told = (
+        finding_text = (
             f"{plural(gpu.ecc_uncorrected, 'uncorrected ECC error')} since its driver started: reset it (nvidia-smi "
             "--gpu-reset) or replace it"
         )
-        yield "refuse", told
-    for code in gpu.xid or []:
-        if code in HARDWARE_XID:
-            told = f"Xid {code} ({HARDWARE_XID[code]}) within a day"
-            yield "refuse", f"{told}: restart the host, and if it repeats, replace it"
+        yield "refuse", finding_text
+    for xid_code in gpu.xid or []:
+        if xid_code in HARDWARE_XID:
+            finding_text = f"Xid {xid_code} ({HARDWARE_XID[xid_code]}) within a day"
+            yield "refuse", f"{finding_text}: restart the host, and if it repeats, replace it"
         else:
-            yield "warn", f"Xid {code} within a day, mostly an error of a program: see dmesg"
+            yield "warn", f"Xid {xid_code} within a day, mostly an error of a program: see dmesg"
     if gpu.clocks_throttled:
-        reasons = visible(", ".join(gpu.clocks_throttled), 200)
-        yield "warn", f"its clocks are held back ({reasons}): look at cooling and power"
+        throttle_reasons = visible(", ".join(gpu.clocks_throttled), 200)
+        yield "warn", f"its clocks are held back ({throttle_reasons}): look at cooling and power"
     if gpu.memory and gpu.memory_used and gpu.memory_used > BUSY * gpu.memory:
-        told = f"{size(gpu.memory_used)} of {size(gpu.memory)} are in use: end what still runs there (see nvidia-smi)"
-        yield "warn", told
+        used = f"{size(gpu.memory_used)} of {size(gpu.memory)}"
+        finding_text = f"{used} are in use: end what still runs there (see nvidia-smi)"
+        yield "warn", finding_text
 
 
 def _unmeasured(report: HostReport) -> Told:
     if report.matmul is None and report.matmul_unknown:
         yield "matmul", "refuse", f"a matrix product failed: {visible(report.matmul_unknown)}"
-    alone = (
+    is_alone = (
         report.matmul is not None
         and not report.matmul.device.startswith("cpu")
         and len(report.matmul.each) == 1
     )
-    if report.all_reduce is None and report.all_reduce_unknown and not alone:
+    if report.all_reduce is None and report.all_reduce_unknown and not is_alone:
         yield "all_reduce", "refuse", f"an all-reduce failed: {visible(report.all_reduce_unknown)}"
 
 
@@ -257,8 +269,8 @@ def _burn_in(report: HostReport) -> Told:
         yield "burn_in", "refuse", f"no burn-in, {visible(report.burn_in.in_use, 400)}: end them first"
     if report.burn_in.undiagnosed:
         yield "burn_in", "warn", f"dcgmi diag told nothing: {visible(report.burn_in.undiagnosed, 400)}"
-    for text in report.burn_in.found:
-        yield "burn_in", "refuse", visible(text, 1000)
+    for found_text in report.burn_in.found:
+        yield "burn_in", "refuse", visible(found_text, 1000)
 
 
 # Hosts among each other
@@ -280,26 +292,30 @@ def _different(values: Mapping[str, str | None]) -> Iterator[tuple[str, str, str
 
 
 def _twice(known: Mapping[str, HostReport]) -> Between:
-    first = dict[str, str]()
+    host_by_machine = dict[str, str]()
     for host, report in known.items():
-        if report.machine and (other := first.setdefault(report.machine, host)) != host:
-            text = f"is the same host as {visible(other)}: name it once, with all its GPUs in one line"
-            yield host, "reached", "refuse", text
+        if report.machine and (first_host := host_by_machine.setdefault(report.machine, host)) != host:
+            finding_text = (
+                f"is the same host as {visible(first_host)}: name it once, with all its GPUs in one line"
+            )
+            yield host, "reached", "refuse", finding_text
 
 
 def _code(known: Mapping[str, HostReport]) -> Between:
     for host, report in known.items():
         if report.code is None:
             yield host, "code", "warn", f"the code could not be read: {visible(report.code_unknown, 200)}"
-    readable = {host: report for host, report in known.items() if report.code is not None}
-    for host, mine, others in _different({host: str(report.code)[:12] for host, report in readable.items()}):
-        commit = readable[host].commit
-        at = f" (commit {visible(commit[:12])})" if commit else ""
+    readable_reports = {host: report for host, report in known.items() if report.code is not None}
+    for host, own_hash, others_text in _different(
+        {host: str(report.code)[:12] for host, report in readable_reports.items()}
+    ):
+        commit = readable_reports[host].commit
+        commit_text = f" (commit {visible(commit[:12])})" if commit else ""
         yield (
             host,
             "code",
             "refuse",
-            f"runs other code, {mine}{at}; {others}: update its copy of the repository",
+            f"runs other code, {own_hash}{commit_text}; {others_text}: update its copy of the repository",
         )
 
 
@@ -318,60 +334,67 @@ def _versions(known: Mapping[str, HostReport]) -> Between:
 
 
 def _variables(known: Mapping[str, HostReport]) -> Between:
-    for name in sorted({name for report in known.values() for name in report.variables}):
-        for host, mine, others in _different({h: report.variables.get(name) for h, report in known.items()}):
-            told = f"{visible(name, 60)}={mine}; {others}: set it alike (.deepspeed_env is for every host)"
-            yield host, "variables", "warn", told
+    for variable_name in sorted({name for report in known.values() for name in report.variables}):
+        values = {host: report.variables.get(variable_name) for host, report in known.items()}
+        for host, own_value, others_text in _different(values):
+            difference = f"{visible(variable_name, 60)}={own_value}; {others_text}"
+            finding_text = f"{difference}: set it alike (.deepspeed_env is for every host)"
+            yield host, "variables", "warn", finding_text
 
 
 def _drivers(known: Mapping[str, HostReport]) -> Between:
     with_gpus = {host: report.gpus for host, report in known.items() if report.gpus}
-    kinds: list[tuple[str, Callable[[GpuState], str]]] = [
+    compared_fields: list[tuple[str, Callable[[GpuState], str]]] = [
         ("GPU", lambda gpu: gpu.name),
         ("GPU driver", lambda gpu: gpu.driver or "unknown"),
     ]
-    for what, of in kinds:
-        values: dict[str, str | None] = {
-            h: ", ".join(sorted(set(map(of, gpus)))) for h, gpus in with_gpus.items()
+    for field_name, read_field in compared_fields:
+        value_by_host: dict[str, str | None] = {
+            host_name: ", ".join(sorted(set(map(read_field, host_gpus))))
+            for host_name, host_gpus in with_gpus.items()
         }
-        for host, mine, others in _different(values):
-            yield host, "gpus", "warn", f"{what} {mine}; {others}: the slowest sets the pace"
+        for host, own_value, others_text in _different(value_by_host):
+            yield host, "gpus", "warn", f"{field_name} {own_value}; {others_text}: the slowest sets the pace"
 
 
 def _clocks(offsets: Mapping[str, float]) -> Iterator[tuple[str, str]]:
     """Clocks off from the median; of fewer than three hosts, from this one's."""
-    middle = statistics.median(offsets.values()) if len(offsets) >= SEVERAL else 0.0
+    median_offset = statistics.median(offsets.values()) if len(offsets) >= SEVERAL else 0.0
     for host, offset in offsets.items():
-        off = offset - middle
-        if abs(off) > CLOCK:
-            told = (
-                f"its clock is {abs(off):.1f} s {'ahead' if off > 0 else 'behind'}: start its time service (chronyc "
-                "makestep, or timedatectl set-ntp true)"
+        clock_error = offset - median_offset
+        if abs(clock_error) > CLOCK:
+            finding_text = (
+                f"its clock is {abs(clock_error):.1f} s {'ahead' if clock_error > 0 else 'behind'}: start its time "
+                "service (chronyc makestep, or timedatectl set-ntp true)"
             )
-            yield host, told
+            yield host, finding_text
 
 
 def _products(known: Mapping[str, HostReport]) -> Between:
     """Devices are compared one by one: one slow GPU in a host of eight holds back all."""
-    rates: dict[tuple[str, str], dict[tuple[str, str], float]] = {}
+    rates_by_kind: dict[tuple[str, str], dict[tuple[str, str], float]] = {}
     for host, report in known.items():
         if report.matmul is not None:
-            measured = (report.matmul.device.partition(":")[0], report.matmul.dtype)
-            each = report.matmul.each or {report.matmul.device: report.matmul.tflops}
-            rates.setdefault(measured, {}).update({(host, device): rate for device, rate in each.items()})
-    for (kind, _), of in rates.items():
-        for (host, device), severity, told in _slow(of, "TFLOP/s", kind == "cpu"):
-            yield host, "matmul", severity, f"matrix products on {visible(device, 20)}: {told}"
+            device_dtype = (report.matmul.device.partition(":")[0], report.matmul.dtype)
+            device_rates = report.matmul.each or {report.matmul.device: report.matmul.tflops}
+            rates_by_kind.setdefault(device_dtype, {}).update(
+                {(host, device): rate for device, rate in device_rates.items()}
+            )
+    for (kind, _), kind_rates in rates_by_kind.items():
+        for (host, device), severity, finding_text in _slow(kind_rates, "TFLOP/s", kind == "cpu"):
+            yield host, "matmul", severity, f"matrix products on {visible(device, 20)}: {finding_text}"
 
 
 def _exchanges(known: Mapping[str, HostReport]) -> Between:
-    rates: dict[tuple[str, int], dict[str, float]] = {}
+    rates_by_kind: dict[tuple[str, int], dict[str, float]] = {}
     for host, report in known.items():
-        if (one := report.all_reduce) is not None:
-            rates.setdefault((one.device, one.ranks), {})[host] = one.gb_per_second
-    for (device, ranks), of in rates.items():
-        for host, severity, told in _slow(of, "GB/s", device == "cpu"):
-            yield host, "all_reduce", severity, f"all-reduce of its {ranks} ranks: {told}"
+        if (all_reduce_rate := report.all_reduce) is not None:
+            rates_by_kind.setdefault((all_reduce_rate.device, all_reduce_rate.ranks), {})[host] = (
+                all_reduce_rate.gb_per_second
+            )
+    for (device, ranks), kind_rates in rates_by_kind.items():
+        for host, severity, finding_text in _slow(kind_rates, "GB/s", device == "cpu"):
+            yield host, "all_reduce", severity, f"all-reduce of its {ranks} ranks: {finding_text}"
 
 
 def _slow(rates: Mapping[Key, float], unit: str, noisy: bool) -> Iterator[tuple[Key, Severity, str]]:
@@ -381,16 +404,108 @@ def _slow(rates: Mapping[Key, float], unit: str, noisy: bool) -> Iterator[tuple[
     """
     if len(rates) < 2:
         return
-    middle = statistics.median_high(rates.values())  # of two the faster
-    limit = middle * (1 - SLOWER)
+    median_rate = statistics.median_high(rates.values())  # of two the faster
+    lowest_rate = median_rate * (1 - SLOWER)
     if len(rates) >= ENOUGH:
-        deviation = statistics.median(abs(rate - middle) for rate in rates.values())
-        limit = min(limit, middle - OUTLIER * 1.4826 * deviation)
+        median_deviation = statistics.median(abs(rate - median_rate) for rate in rates.values())
+        lowest_rate = min(lowest_rate, median_rate - OUTLIER * 1.4826 * median_deviation)
     for key, rate in rates.items():
-        if rate < limit:
-            severity: Severity = "refuse" if rate < HALF * middle and not noisy else "warn"
-            told = (
-                f"{rate:.3g} {unit}, {1 - rate / middle:.0%} below the median of {len(rates)} ({middle:.3g}): every "
-                "step waits for it; see what else runs there, its cooling and its clocks, or leave it out"
+        if rate < lowest_rate:
+            severity: Severity = "refuse" if rate < HALF * median_rate and not noisy else "warn"
+            finding_text = (
+                f"{rate:.3g} {unit}, {1 - rate / median_rate:.0%} below the median of {len(rates)} "
+                f"({median_rate:.3g}): every step waits for it; see what else runs there, its cooling and its "
+                "clocks, or leave it out"
             )
-            yield key, severity, told
+            yield key, severity, finding_text
+
+
+HEADS: dict[Check, str] = {
+    "code": "code", "versions": "pkgs", "variables": "env", "clock": "clock", "disk": "disk",
+    "shm": "shm", "folder": "dir", "gpus": "GPUs", "matmul": "TFLOP/s", "all_reduce": "GB/s",
+    "burn_in": "burn-in",
+}  # fmt: skip
+BENCHES: tuple[Check, ...] = ("matmul", "all_reduce")
+COLOURS: dict[Severity, str] = {"refuse": "bold red", "warn": "yellow"}
+MOST = 40  # hosts shown; of more only those with findings
+NAMED = 6  # hosts named in a finding
+
+
+def tabulate_reports(
+    reports: Mapping[str, HostReport | str],
+    findings: Sequence[HostFinding],
+    full: bool,
+    burn_in: bool = False,
+) -> RenderableType:
+    """A row per host, a column per check: its number, or ok, marked by what was found (! refused, ? warned).
+
+    full, burn_in: whether hosts were measured, and burned in.
+    """
+    worst_severity: dict[tuple[str, Check], Severity] = {}
+    for host_finding in findings:
+        if worst_severity.get((host_finding.host, host_finding.check)) != "refuse":
+            worst_severity[host_finding.host, host_finding.check] = host_finding.severity
+    hosts_with_findings = {host_finding.host for host_finding in findings}
+    shown_hosts = (
+        list(reports) if len(reports) <= MOST else [host for host in reports if host in hosts_with_findings]
+    )
+    left_out = {*(() if full else BENCHES), *(() if burn_in else ("burn_in",))}
+    checks = [check for check in HEADS if check not in left_out]
+    host_table = Table("host", *(HEADS[check] for check in checks), box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    host_table.columns[0].overflow = "fold"
+    for host in shown_hosts[:MOST]:
+        report, host_text = reports[host], Text(visible(host, 60))
+        if isinstance(report, str):
+            host_table.add_row(host_text, Text("!", style=COLOURS["refuse"]), *["-"] * (len(checks) - 1))
+        else:
+            row_cells = [_cell(_value(report, check), worst_severity.get((host, check))) for check in checks]
+            host_table.add_row(host_text, *row_cells)
+    hidden_count = len(reports) - len(shown_hosts[:MOST])
+    return Group(host_table, Text(f"and {plural(hidden_count, 'more host')}")) if hidden_count else host_table
+
+
+def describe_findings(findings: Sequence[HostFinding]) -> Iterator[Text]:
+    """A line per finding, those that refuse first; the same one of several hosts once."""
+    hosts_by_text: dict[tuple[Severity, str], list[str]] = {}
+    for host_finding in findings:
+        hosts_by_text.setdefault((host_finding.severity, host_finding.text), []).append(host_finding.host)
+    for (severity, finding_text), hosts in sorted(hosts_by_text.items(), key=lambda item: item[0][0]):
+        host_names = ", ".join(visible(host, 60) for host in hosts[:NAMED])
+        more_text = f" and {plural(len(hosts) - NAMED, 'more host')}" if len(hosts) > NAMED else ""
+        yield Text.assemble(
+            ("REFUSED" if severity == "refuse" else "warning", COLOURS[severity]),
+            f" {host_names}{more_text}: {finding_text}",
+        )
+
+
+def summarize_findings(hosts: int, findings: Sequence[HostFinding]) -> str:
+    refused_hosts = {host_finding.host for host_finding in findings if host_finding.severity == "refuse"}
+    warned_hosts = {host_finding.host for host_finding in findings} - refused_hosts
+    summary_parts = [f"{len(refused_hosts):,} refused"] if refused_hosts else []
+    summary_parts += [f"{len(warned_hosts):,} with warnings"] if warned_hosts else []
+    return f"{plural(hosts, 'host')} checked: {', '.join(summary_parts) or 'nothing found'}"
+
+
+def _cell(value: str, severity: Severity | None) -> Text:
+    if severity is None:
+        return Text(value)
+    return Text(f"{value} {'!' if severity == 'refuse' else '?'}", style=COLOURS[severity])
+
+
+def _value(report: HostReport, check: Check) -> str:
+    if check == "disk":
+        return size(report.disk_free)
+    if check == "shm":
+        return size(report.shm_free)
+    if check == "folder":
+        write_seconds = None if report.folder is None else report.folder.seconds
+        return "-" if write_seconds is None else f"{write_seconds * 1000:.0f} ms"
+    if check == "gpus":
+        return "-" if report.gpus is None else str(len(report.gpus))
+    if check == "matmul":
+        return "-" if report.matmul is None else f"{report.matmul.tflops:.3g}"
+    if check == "all_reduce":
+        return "-" if report.all_reduce is None else f"{report.all_reduce.gb_per_second:.3g}"
+    if check == "burn_in":
+        return "-" if report.burn_in is None else plural(report.burn_in.runs, "run")
+    return "ok"

@@ -15,7 +15,7 @@ from typing import Protocol
 from megastable.base.errors import ConfigError
 from megastable.base.text import visible
 from megastable.cluster import slurm
-from megastable.cluster.child_process import LOOK, ChildProcess, Result
+from megastable.cluster.child_process import LOOK, ChildProcess, ChildResult
 
 CONNECT = 5  # seconds for a connection: a host that is up answers in milliseconds
 AT_ONCE = 64  # processes at a time: 1,000 hosts in about 16 times what one takes, and few enough for one head
@@ -42,10 +42,10 @@ class Ssh:
     detached = True
 
     def words(self, host: str, command: Sequence[str]) -> list[str]:
-        port = [] if self.port is None else ["-p", str(self.port)]
-        options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT}"]
+        port_words = [] if self.port is None else ["-p", str(self.port)]
+        ssh_options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT}"]
         # `--`: a name of the hostfile must not be an option.
-        return ["ssh", *options, *port, "--", host, in_this_folder(command)]
+        return ["ssh", *ssh_options, *port_words, "--", host, in_this_folder(command)]
 
 
 @dataclass(frozen=True)
@@ -84,9 +84,11 @@ class HostAnswer:
 
 def in_this_folder(command: Sequence[str]) -> str:
     """`command` for a shell of another host, with this folder and this package."""
-    path = os.pathsep.join(p for p in (str(PACKAGE_ROOT), os.environ.get("PYTHONPATH")) if p)
-    words = ["env", f"PYTHONPATH={path}", *command]
-    return f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(words)}"
+    python_path = os.pathsep.join(
+        path_part for path_part in (str(PACKAGE_ROOT), os.environ.get("PYTHONPATH")) if path_part
+    )
+    env_words = ["env", f"PYTHONPATH={python_path}", *command]
+    return f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(env_words)}"
 
 
 def python(module: str, *arguments: str) -> list[str]:
@@ -136,30 +138,30 @@ def run_on(
     return {host: found[host] for host in names}
 
 
-def reason_of(result: Result, seconds: float) -> str | None:
+def reason_of(result: ChildResult, seconds: float) -> str | None:
     """Why a command did not end well; None if it did."""
     if result.code == 0:
         return None
-    lines = [line.strip() for line in result.tail.splitlines() if line.strip()]
-    said = visible(lines[-1] if lines else "", LONGEST)
+    output_lines = [line.strip() for line in result.tail.splitlines() if line.strip()]
+    last_line = visible(output_lines[-1] if output_lines else "", LONGEST)
     if result.code is None:
-        return f"no answer within {seconds:.0f} s" + (f": {said}" if said else "")
-    if result.code == SSH_FAILED and said:
-        return said
-    return f"exit code {result.code}" + (f": {said}" if said else "")
+        return f"no answer within {seconds:.0f} s" + (f": {last_line}" if last_line else "")
+    if result.code == SSH_FAILED and last_line:
+        return last_line
+    return f"exit code {result.code}" + (f": {last_line}" if last_line else "")
 
 
 def allocated(environment: Mapping[str, str]) -> list[str] | None:
     """The nodes of this Slurm allocation; None outside of one. Raises ConfigError."""
-    nodes = environment.get("SLURM_JOB_NODELIST")
-    if not nodes:
+    node_list = environment.get("SLURM_JOB_NODELIST")
+    if not node_list:
         return None
     try:
-        result = ChildProcess(["scontrol", "show", "hostnames", nodes], 10.0, kept=KEPT).wait()
+        child_result = ChildProcess(["scontrol", "show", "hostnames", node_list], 10.0, kept=KEPT).wait()
     except (OSError, ValueError) as error:
-        raise ConfigError(f"SLURM_JOB_NODELIST={nodes}: scontrol could not be started: {error}") from None
-    if result.code != 0:
+        raise ConfigError(f"SLURM_JOB_NODELIST={node_list}: scontrol could not be started: {error}") from None
+    if child_result.code != 0:
         raise ConfigError(
-            f"SLURM_JOB_NODELIST={nodes}: scontrol show hostnames failed: {visible(result.tail, LONGEST)}"
+            f"SLURM_JOB_NODELIST={node_list}: scontrol show hostnames failed: {visible(child_result.tail, LONGEST)}"
         )
-    return result.tail.split()
+    return child_result.tail.split()

@@ -1,4 +1,11 @@
-"""Slurm in words and decisions: what becomes of a job, how long it has, how agents are started in it. Pure.
+"""Slurm: what becomes of a job, how long it has, how agents are started in it; asked by launch/slurm.sbatch.
+
+    python -m megastable.cluster.slurm limit
+    python -m megastable.cluster.slurm ended CODE [run.dir=DIR] [HOST ...]
+
+The first prints run.max_hours=H; nothing without a limit. The second requeues the job if CODE says so, and exits with
+it. HOST: a host to leave out from now on, beside those on which no step starts, and the one that the run in DIR ended
+for.
 
 Tried with Slurm 22.05 (tests/launch/test_slurm.py). What that showed, and this relies on:
 
@@ -13,12 +20,29 @@ Tried with Slurm 22.05 (tests/launch/test_slurm.py). What that showed, and this 
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime
+from pathlib import Path
 
-from megastable.base.errors import HOST_GONE, OK, STOPPED
+from megastable.base.errors import (
+    BAD_INPUT,
+    HOST_GONE,
+    OK,
+    STOPPED,
+    ConfigError,
+    MegastableError,
+    user_errors,
+)
+from megastable.run.directory import RunDirectory
+from megastable.run.events.supervisor_events import Ended, SupervisorEvent
 
 UNSET = "(null)"  # of a fact
 MARGIN_SECONDS = 600.0  # before the job's end, for the last checkpoint; of a short job, a tenth
@@ -50,16 +74,16 @@ def verdict(code: int, job: Mapping[str, str], gone: Sequence[str] = ()) -> JobE
 
     job: its facts. gone: hosts to leave out from now on, beside those that the job was told to leave out before.
     """
-    if (state := job.get("JobState", "RUNNING")) != "RUNNING":
+    if (job_state := job.get("JobState", "RUNNING")) != "RUNNING":
         return JobEnd(
-            False, f"Slurm is ending this job already ({state}): it is cancelled, or requeued without us"
+            False, f"Slurm is ending this job already ({job_state}): it is cancelled, or requeued without us"
         )
     if code == STOPPED:
         return JobEnd(True, "stopped with a checkpoint")
     if code == HOST_GONE:
-        before = job.get("ExcNodeList", UNSET)
-        names = [*([] if before == UNSET else [before]), *gone]
-        return JobEnd(True, "a host is gone", ",".join(names) if gone else None)
+        excluded_before = job.get("ExcNodeList", UNSET)
+        excluded_names = [*([] if excluded_before == UNSET else [excluded_before]), *gone]
+        return JobEnd(True, "a host is gone", ",".join(excluded_names) if gone else None)
     return JobEnd(False, "the run is complete" if code == OK else "requeueing would change nothing")
 
 
@@ -68,15 +92,15 @@ def hours_left(environment: Mapping[str, str], job: Mapping[str, str], now: floa
 
     now: unix time. The job's end is a variable of newer versions of Slurm, and a fact (local time) of all.
     """
-    end = environment.get("SLURM_JOB_END_TIME", "")
-    if end.isdecimal():
-        left = int(end) - now
+    end_stamp = environment.get("SLURM_JOB_END_TIME", "")
+    if end_stamp.isdecimal():
+        seconds_left = int(end_stamp) - now
     else:
         try:
-            left = datetime.fromisoformat(job.get("EndTime", "")).timestamp() - now
+            seconds_left = datetime.fromisoformat(job.get("EndTime", "")).timestamp() - now
         except ValueError:  # Unknown
             return None
-    return max(0.0, left - min(MARGIN_SECONDS, left / 10)) / 3600
+    return max(0.0, seconds_left - min(MARGIN_SECONDS, seconds_left / 10)) / 3600
 
 
 def agent_command(host: str, environment: Mapping[str, str]) -> list[str]:
@@ -86,9 +110,9 @@ def agent_command(host: str, environment: Mapping[str, str]) -> list[str]:
     cores, GPUs and memory of the node with others of this job, such as an agent that has not ended yet.
     """
     # Without this, Slurm gives a task one core, and all ranks of the host would share it.
-    cores = environment.get("SLURM_CPUS_ON_NODE", "1")
+    core_count = environment.get("SLURM_CPUS_ON_NODE", "1")
     return [
-        "srun", "--nodes=1", "--ntasks=1", f"--nodelist={host}", "--overlap", f"--cpus-per-task={cores}",
+        "srun", "--nodes=1", "--ntasks=1", f"--nodelist={host}", "--overlap", f"--cpus-per-task={core_count}",
         "--cpu-bind=none", "--mem=0", "--no-kill", "--kill-on-bad-exit=0", "--input=none",
     ]  # fmt: skip
 
@@ -96,3 +120,116 @@ def agent_command(host: str, environment: Mapping[str, str]) -> list[str]:
 def for_launcher(environment: Mapping[str, str]) -> dict[str, str]:
     """The environment in which an agent starts the launcher: without the variables of its own step."""
     return {name: value for name, value in environment.items() if not STEP_VARIABLES.fullmatch(name)}
+
+
+RUN = "run.dir="
+STEP_SECONDS = 60.0  # after which a host on which no step has started counts as gone
+
+
+def limit(environment: Mapping[str, str]) -> str:
+    """An override that ends the run before the job's time limit; empty without one."""
+    left_hours = hours_left(environment, _job(environment), time.time())
+    return "" if left_hours is None else f"run.max_hours={left_hours:.4f}"
+
+
+def ended(code: int, gone: list[str], environment: Mapping[str, str], runs: Sequence[Path] = ()) -> None:
+    """Requeues the job if its supervisor's exit code says so. runs: the run directory, if it is known."""
+    # Slurm ends a job that it requeues, and us with it, KillWait (30 s by default) after SIGTERM.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    job_number, job_facts = _number(environment), _job(environment)
+    if code == HOST_GONE:
+        gone = _gone(
+            [*gone, *(host for run_folder in runs for host in blamed(run_folder))], job_facts, environment
+        )
+    job_end = verdict(code, job_facts, gone)
+    print(f"exit code {code}: {job_end.why}", flush=True)
+    if not job_end.requeue:
+        return
+    left_out = "" if job_end.excluded is None else f", without {job_end.excluded}"
+    print(f"requeueing job {job_number}{left_out}", flush=True)
+    try:
+        _scontrol("requeue", job_number)
+        if job_end.excluded is not None:
+            _scontrol("update", f"JobId={job_number}", f"ExcNodeList={job_end.excluded}")
+    except ConfigError as error:
+        print(f"{error}. `sbatch` the same command again to go on", flush=True)
+
+
+def blamed(run: Path) -> list[str]:
+    """The host that failed again and again, for which a run's supervisor has ended. It answers as others do: only the
+    journal knows it. None if that cannot be read."""
+    failed_host, blamed_hosts = None, list[str]()
+    try:
+        for event in RunDirectory(run).events(Ended, SupervisorEvent):
+            if isinstance(event, Ended):
+                failed_host = event.get("host")
+            else:
+                ended_for_host = event.get("what") == "ended" and event.get("code") == HOST_GONE
+                name_pattern = rf"(?<![\w.-]){re.escape(str(failed_host))}(?![\w-])"
+                blamed_hosts = (
+                    [str(failed_host)]
+                    if ended_for_host and failed_host and re.search(name_pattern, str(event.get("reason")))
+                    else []
+                )
+    except (OSError, MegastableError) as error:
+        print(f"{run}: {error}. A host that failed too often is not left out", flush=True)
+    return blamed_hosts
+
+
+def _number(environment: Mapping[str, str]) -> str:
+    try:
+        return environment["SLURM_JOB_ID"]
+    except KeyError:
+        raise ConfigError(
+            "this is not a job of Slurm (SLURM_JOB_ID is not set): sbatch launch/sbatch"
+        ) from None
+
+
+def _job(environment: Mapping[str, str]) -> dict[str, str]:
+    return facts(_scontrol("show", "job", "--oneliner", _number(environment)))
+
+
+def _gone(named: list[str], job: Mapping[str, str], environment: Mapping[str, str]) -> list[str]:
+    """Hosts that Slurm takes for fine, and that were named, start no step, or do not see this directory."""
+
+    def answers(host: str) -> bool:
+        step_words = [*agent_command(host, environment), "test", "-d", str(Path.cwd())]
+        try:
+            return subprocess.run(step_words, capture_output=True, timeout=STEP_SECONDS).returncode == 0
+        except subprocess.TimeoutExpired:
+            return False
+
+    hosts = _scontrol("show", "hostnames", job["NodeList"]).split()
+    with ThreadPoolExecutor(max_workers=min(32, len(hosts))) as pool:
+        return [host for host, fine in zip(hosts, pool.map(answers, hosts)) if host in named or not fine]
+
+
+def _scontrol(*words: str) -> str:
+    """What it printed. Raises ConfigError if it failed."""
+    try:
+        finished_process = subprocess.run(["scontrol", *words], capture_output=True, text=True)
+    except FileNotFoundError:
+        raise ConfigError("scontrol is not installed here, or not in PATH: load Slurm's module") from None
+    if finished_process.returncode:
+        error_text = (finished_process.stderr or finished_process.stdout).strip()
+        raise ConfigError(f"scontrol {' '.join(words)} failed: {error_text}")
+    return finished_process.stdout
+
+
+def main(arguments: list[str]) -> int:
+    """The exit code."""
+    match arguments:
+        case ["limit"]:
+            print(limit(os.environ))
+            return 0
+        case ["ended", code, *rest] if code.isdecimal():
+            runs = [Path(word.removeprefix(RUN)) for word in rest if word.startswith(RUN)]
+            ended(int(code), [word for word in rest if not word.startswith(RUN)], os.environ, runs)
+            return int(code)
+    print(__doc__, file=sys.stderr)
+    return BAD_INPUT
+
+
+if __name__ == "__main__":
+    with user_errors():
+        sys.exit(main(sys.argv[1:]))

@@ -101,12 +101,12 @@ class Store:
         """Raises ConfigError if it cannot listen."""
         allow_many_files()
         self._thread.start()
-        made = asyncio.run_coroutine_threadsafe(
+        server_future = asyncio.run_coroutine_threadsafe(
             self._loop.create_server(lambda: _Connection(self), self.interface, 0, backlog=WAITING),
             self._loop,
         )
         try:
-            self._server = made.result()
+            self._server = server_future.result()
             port = int(self._server.sockets[0].getsockname()[1])
             self.address = Address(host=self.interface, port=port, token=self.token)
             self.address.write(self.run.store)
@@ -149,10 +149,10 @@ class Store:
 
     def send(self, name: str, message: Message) -> bool:
         """Send to the agent of a host; False if it is not connected. That it was sent does not mean that it arrived."""
-        agent = self.agents.get(name)
-        if agent is None or agent.closed is not None:
+        agent_link = self.agents.get(name)
+        if agent_link is None or agent_link.closed is not None:
             return False
-        self._loop.call_soon_threadsafe(agent.connection.say, message)
+        self._loop.call_soon_threadsafe(agent_link.connection.say, message)
         return True
 
 
@@ -193,9 +193,9 @@ class _Connection(asyncio.Protocol):
             self.transport.abort()  # not one of ours
 
     def _greet(self, hello: Message) -> None:
-        theirs = str(hello["nonce"])
+        peer_nonce = str(hello["nonce"])
         if not hmac.compare_digest(
-            str(hello.get("proof")), proof(self.store.token, "client", theirs, self.nonce)
+            str(hello.get("proof")), proof(self.store.token, "client", peer_nonce, self.nonce)
         ):
             raise WireError("a peer that does not know the token")
         self.greeted, self.lines.longest = True, LONGEST
@@ -210,18 +210,18 @@ class _Connection(asyncio.Protocol):
                 str(hello["name"]), hello, str(self.transport.get_extra_info("peername")[0]), now,
                 deque([float(hello["time"]) - time.time()], CLOCKS), self,
             )  # fmt: skip
-            before = self.store.agents.get(self.agent.name)
-            if before is not None and before.closed is None:
-                before.connection.transport.abort()  # the same host again: the old connection is a dead one
+            link_before = self.store.agents.get(self.agent.name)
+            if link_before is not None and link_before.closed is None:
+                link_before.connection.transport.abort()  # the same host again: the old connection is a dead one
             self.store.agents[self.agent.name] = self.agent
-        shown = proof(self.store.token, "server", self.nonce, theirs)
-        self.say({"proof": shown, "attempt": self.store.attempt})
+        server_proof = proof(self.store.token, "server", self.nonce, peer_nonce)
+        self.say({"proof": server_proof, "attempt": self.store.attempt})
 
     def _hear(self, message: Message) -> None:
         now = time.monotonic()
         if self.rank is not None:
-            if work := message.pop("work", None):
-                self.store.work.append((self.rank, work))
+            if work_blocks := message.pop("work", None):
+                self.store.work.append((self.rank, work_blocks))
             self.rank.at, self.rank.beat = now, message
         elif self.agent is not None:
             self.agent.at = now
@@ -247,6 +247,6 @@ class _Connection(asyncio.Protocol):
 
 def allow_many_files() -> None:
     """A connection is a file, and the usual limit is 1,024 of them."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))

@@ -64,10 +64,11 @@ class _Shared:
 
 def _keep_near_options(error: Exception) -> None:
     """Of the options that an unknown one is answered with, those that resemble it: typer counts the dashes, too."""
-    wrong, named = getattr(error, "option_name", ""), getattr(error, "possibilities", None) or ()
-    if wrong and named:
-        near = difflib.get_close_matches(wrong.lstrip("-"), [name.lstrip("-") for name in named])
-        error.possibilities = [name for name in named if name.lstrip("-") in near]  # type: ignore[attr-defined]
+    wrong_option, option_names = getattr(error, "option_name", ""), getattr(error, "possibilities", None)
+    if wrong_option and option_names:
+        bare_names = [name.lstrip("-") for name in option_names]
+        near_names = difflib.get_close_matches(wrong_option.lstrip("-"), bare_names)
+        error.possibilities = [name for name in option_names if name.lstrip("-") in near_names]  # type: ignore[attr-defined]
 
 
 class Command(_Shared, TyperCommand):
@@ -85,9 +86,9 @@ class WithLauncherArguments(Command):
         return [*super().collect_usage_pieces(context), "[-- DEEPSPEED ARGUMENT...]"]
 
     def parse_args(self, context: Any, args: list[str]) -> list[str]:
-        at = args.index("--") if "--" in args else len(args)
-        context.obj = args[at + 1 :]
-        return super().parse_args(context, args[:at])
+        separator_index = args.index("--") if "--" in args else len(args)
+        context.obj = args[separator_index + 1 :]
+        return super().parse_args(context, args[:separator_index])
 
 
 class App(typer.Typer):
@@ -113,13 +114,13 @@ class App(typer.Typer):
         **about: Any,
     ) -> Callable[[F], F]:
         """Add a function as a command. examples: one command per line; more: paragraphs below them."""
-        lines = [line.strip() for line in examples.strip().splitlines()]
-        self.examples.append(lines[0])
+        example_lines = [line.strip() for line in examples.strip().splitlines()]
+        self.examples.append(example_lines[0])
         self.info.epilog = _epilog(self.examples)
 
         def add_to_app(function: F) -> F:
             command = self.command(
-                name, cls=cls, help=_paragraphs(function.__doc__ or ""), epilog=_epilog(lines, more),
+                name, cls=cls, help=_paragraphs(function.__doc__ or ""), epilog=_epilog(example_lines, more),
                 context_settings=SETTINGS, **about,
             )  # fmt: skip
             return command(function)

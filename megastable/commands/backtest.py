@@ -48,28 +48,32 @@ def backtest(
     from megastable.base.progress_bar import bar
     from megastable_guard.guard import simulate
 
-    given = overrides or []
-    if foreign := [item for item in given if not item.startswith("stability.")]:
-        raise ConfigError(f"{foreign[0]}: only stability.KEY=VALUE has an influence on a backtest")
-    rows, (config, fp8) = _read(source), _config(source, given)
+    given_overrides = overrides or []
+    if foreign_keys := [
+        override_text for override_text in given_overrides if not override_text.startswith("stability.")
+    ]:
+        raise ConfigError(f"{foreign_keys[0]}: only stability.KEY=VALUE has an influence on a backtest")
+    recorded_steps, (config, fp8) = _read(source), _config(source, given_overrides)
     if not config.enabled:
         raise ConfigError(
             f"stability.enabled=false: nothing would be decided; say stability.enabled=true to try {source}"
         )
-    judged = []
-    with bar("replaying", len(rows), as_json, "steps") as progress:
-        snapshots = config.snapshots
-        for step in simulate(rows, config, fp8, interval=snapshots.interval, keep=snapshots.keep):
-            judged.append(step)
-            if not len(judged) % EVERY:
+    judged_steps = []
+    with bar("replaying", len(recorded_steps), as_json, "steps") as progress:
+        snapshot_config = config.snapshots
+        for step in simulate(
+            recorded_steps, config, fp8, interval=snapshot_config.interval, keep=snapshot_config.keep
+        ):
+            judged_steps.append(step)
+            if not len(judged_steps) % EVERY:
                 progress(EVERY)
     if not as_json:
-        _show(source, judged)
-    put_json([asdict(step) for step in judged], as_json, output)
+        _show(source, judged_steps)
+    put_json([asdict(step) for step in judged_steps], as_json, output)
     if plot is not None:
-        from megastable.report.plot import backtest_plot
+        from megastable.report.traces import backtest_plot
 
-        backtest_plot(rows, judged, source.name, plot)
+        backtest_plot(recorded_steps, judged_steps, source.name, plot)
 
 
 def _config(source: Path, overrides: list[str]) -> tuple[StabilityConfig, bool]:
@@ -80,10 +84,10 @@ def _config(source: Path, overrides: list[str]) -> tuple[StabilityConfig, bool]:
     if source.is_dir():
         config = recipe.load(source / "recipe.yaml", overrides)
         return config.stability, config.precision.fp8 is not None
-    tree: dict[str, Any] = {}
+    config_tree: dict[str, Any] = {}
     for assignment in overrides:
-        override(tree, assignment)
-    return recipe.validate(tree, "the overrides").stability, False
+        override(config_tree, assignment)
+    return recipe.validate(config_tree, "the overrides").stability, False
 
 
 def _read(source: Path) -> list[Recorded]:
@@ -94,17 +98,17 @@ def _read(source: Path) -> list[Recorded]:
     if not source.is_dir():
         return read_trace(source, lambda line: typer.echo(line, err=True))
     # As first met: a step repeated after a rewind looks harmless the second time.
-    table = records.read(source / "steps", newest=False).to_pylist()
-    if not table:
+    record_rows = records.read(source / "steps", newest=False).to_pylist()
+    if not record_rows:
         raise DataError(
             f"{source}: no step records in {source / 'steps'}: give a run directory, or a CSV file"
         )
     # fp16 overflows are not judged: the loss scale is reduced.
-    judged = [row for row in table if row["finite"] or row["loss_scale"] <= 1]
+    judged_rows = [row for row in record_rows if row["finite"] or row["loss_scale"] <= 1]
     # A change of length was announced to the detector like one of the data.
     return [
         Recorded(row["step"], row["loss"], row["grad_norm"], row["lr"], row["piece"] and str(row["piece"]))
-        for row in judged
+        for row in judged_rows
     ]
 
 
@@ -116,15 +120,21 @@ def _show(source: Path, judged: list[BacktestDecision]) -> None:
     from megastable_guard.actions import Action
 
     console = Console(markup=False, emoji=False, highlight=False)
-    table = Table("steps", "verdict", "action", "reason", title=str(source), title_justify="left")
-    for first, last, count in episodes(judged):
-        steps = str(first.step) if count == 1 else f"{first.step}-{last}"
-        table.add_row(steps, first.verdict, "reset" if first.reset else first.action, first.reason)
-    if table.row_count:
-        console.print(table)
-    counts = {action: sum(step.action is action for step in judged) for action in Action}
-    done = [f"{n} {a.value}" for a, n in counts.items() if n and a is not Action.APPLY]
+    episode_table = Table("steps", "verdict", "action", "reason", title=str(source), title_justify="left")
+    for first_step, last_step, count in episodes(judged):
+        steps = str(first_step.step) if count == 1 else f"{first_step.step}-{last_step}"
+        episode_table.add_row(
+            steps, first_step.verdict, "reset" if first_step.reset else first_step.action, first_step.reason
+        )
+    if episode_table.row_count:
+        console.print(episode_table)
+    action_counts = {action: sum(step.action is action for step in judged) for action in Action}
+    action_texts = [
+        f"{action_count} {a.value}"
+        for a, action_count in action_counts.items()
+        if action_count and a is not Action.APPLY
+    ]
     if resets := sum(step.reset for step in judged):
-        done.append(f"{resets} reset of the baseline")
-    acted = ", ".join(done)
+        action_texts.append(f"{resets} reset of the baseline")
+    acted = ", ".join(action_texts)
     console.print(f"{source}: {len(judged)} steps; {acted or 'nothing would have been done'}", soft_wrap=True)

@@ -12,7 +12,7 @@ from megastable.commands.options import Json, Run, put_json
 if TYPE_CHECKING:
     from megastable.run.directory import RunDirectory
     from megastable.run.events.event import Event
-    from megastable.run.events.follow import Follower
+    from megastable.run.events.reading import Follower
 
 app = App()
 PATIENCE = 60.0  # seconds to wait for the run's answer
@@ -45,62 +45,56 @@ def change(
 ) -> None:
     """Change settings of a run that trains, such as its learning rate; the journal says who, why, what came."""
     from megastable.base.errors import ConfigError, DataError
-    from megastable.base.login import login_name
+    from megastable.base.process import login_name
     from megastable.config.recipe import load
     from megastable.run import changes
-    from megastable.run.directory import RunDirectory
+    from megastable.run.directory import RunDirectory, read_object
     from megastable.run.events.event import whole
-    from megastable.run.events.follow import Follower
     from megastable.run.events.people_events import ChangeMade, ChangeRefused
+    from megastable.run.events.reading import Follower
     from megastable.supervise.locks import nobody_works
 
-    directory, reason = RunDirectory(run), " ".join(reason.split())
-    if not directory.recipe.is_file():
+    run_directory, reason = RunDirectory(run), " ".join(reason.split())
+    if not run_directory.recipe.is_file():
         raise DataError(
-            f"{directory.recipe} does not exist: give the directory of a run, such as runs/quickstart"
+            f"{run_directory.recipe} does not exist: give the directory of a run, such as runs/quickstart"
         )
     if not reason:
         raise ConfigError("--reason is empty: say why, for those who read the record")
-    recipe, values = load(directory.recipe), changes.parse_values(settings)
-    step = whole(read_step(directory)) or 0
+    recipe, values = load(run_directory.recipe), changes.parse_values(settings)
+    step = whole(read_object(run_directory.progress).get("step")) or 0
     request = changes.ChangeRequest(id="", time=0.0, reason=reason, values=values, until=until)
-    journal = Follower(directory.journal)
-    made = [event for event in journal.stream() if isinstance(event, ChangeMade)]
+    journal = Follower(run_directory.journal)
+    changes_made = [event for event in journal.stream() if isinstance(event, ChangeMade)]
     if journal.problem:
         raise DataError(journal.problem)
-    refused = changes.answer(request, recipe, made, step, None)
-    if isinstance(refused, ChangeRefused):
-        raise ConfigError(str(refused.problem))
-    if nobody_works(directory):
+    refusal_event = changes.answer(request, recipe, changes_made, step, None)
+    if isinstance(refusal_event, ChangeRefused):
+        raise ConfigError(str(refusal_event.problem))
+    if nobody_works(run_directory):
         if step >= recipe.train.steps:
             raise ConfigError(
-                f"{directory.root} is finished: with a larger train.steps it goes on, with another setting from any "
-                "checkpoint (megastable checkpoint branch)"
+                f"{run_directory.root} is finished: with a larger train.steps it goes on, with another setting from "
+                "any checkpoint (megastable checkpoint branch)"
             )
         raise ConfigError(
-            f"{directory.root}: no process trains here: start it again with {' '.join(settings)} "
-            f"({directory.resuming}) and --reason"
+            f"{run_directory.root}: no process trains here: start it again with {' '.join(settings)} "
+            f"({run_directory.resuming}) and --reason"
         )
-    request = changes.ask(directory.changes, values, reason, login_name(), until)
-    found = _answer(directory, journal, request.id)
-    if isinstance(found, ChangeRefused):
-        raise ConfigError(str(found.problem))
+    request = changes.ask(run_directory.changes, values, reason, login_name(), until)
+    run_answer = _answer(run_directory, journal, request.id)
+    if isinstance(run_answer, ChangeRefused):
+        raise ConfigError(str(run_answer.problem))
     if as_json:
-        put_json({"change": request.id, "made": None if found is None else dict(found.fields)}, True, None)
-    elif found is None:
+        fields = None if run_answer is None else dict(run_answer.fields)
+        put_json({"change": request.id, "made": fields}, True, None)
+    elif run_answer is None:
         print(
-            f"{directory.changes} has the request; the run has not answered it yet, and does so at its next step or "
-            "start (the journal says from which step)"
+            f"{run_directory.changes} has the request; the run has not answered it yet, and does so at its next step "
+            "or start (the journal says from which step)"
         )
     else:
-        print(found.line())
-
-
-def read_step(directory: RunDirectory) -> object:
-    """The last step that was done, by the run itself."""
-    from megastable.run.directory import read_object
-
-    return read_object(directory.progress).get("step")
+        print(run_answer.line())
 
 
 def _answer(directory: RunDirectory, journal: Follower, change: str) -> Event | None:
@@ -110,12 +104,12 @@ def _answer(directory: RunDirectory, journal: Follower, change: str) -> Event | 
 
     from megastable.supervise.locks import nobody_works
 
-    until, ended = time.monotonic() + PATIENCE, False
+    end_time, has_ended = time.monotonic() + PATIENCE, False
     while True:
         for event in journal.stream():
             if event.get("change") == change:
                 return event
-        if ended or time.monotonic() > until:
+        if has_ended or time.monotonic() > end_time:
             return None
         time.sleep(0.2)
-        ended = nobody_works(directory)
+        has_ended = nobody_works(directory)

@@ -41,25 +41,23 @@ def goodput(
 
     if not (run / "steps").is_dir():  # else it is a run that lost its journal, which `read_account` says
         require_run(run)
-    alive = any(is_held(run / name) for name in (SUPERVISOR, TRAINING))
-    account, problems = read_account(run, alive)
+    is_alive = any(is_held(run / name) for name in (SUPERVISOR, TRAINING))
+    time_account, problems = read_account(run, is_alive)
     for problem in problems:
         typer.echo(f"WARNING: {problem}", err=True)
     if not as_json:
-        _show(run, account, rows)
-    put_json(facts(run, account, problems), as_json, output)
+        _show(run, time_account, rows)
+    put_json(facts(run, time_account, problems), as_json, output)
     if plot is not None:
-        from megastable.report.goodput_picture import goodput_picture
+        from megastable.report.figures import goodput_picture
 
-        goodput_picture(account, run.resolve().name, plot)
+        goodput_picture(time_account, run.resolve().name, plot)
 
 
 def facts(run: Path, account: TimeAccount, problems: list[str]) -> dict[str, Any]:
     """The account for programs; times in unix seconds."""
-    lost = [
-        {"kind": kind, "cause": cause, "incident": incident, "host": host, "seconds": seconds, "spans": count}
-        for (kind, cause, incident, host), (seconds, count) in account.lost().items()
-    ]
+    names = ("kind", "cause", "incident", "host", "seconds", "spans")
+    lost_rows = [dict(zip(names, (*key, *told), strict=True)) for key, told in account.lost().items()]
     spans = [
         {
             "from": span.begin, "to": span.end, "kind": span.kind, "cause": span.cause, "incident": span.incident,
@@ -67,8 +65,9 @@ def facts(run: Path, account: TimeAccount, problems: list[str]) -> dict[str, Any
         }
         for span in account.spans()
     ]  # fmt: skip
-    times = {"begin_unix_seconds": account.begin, "end_unix_seconds": account.end}
-    return {"run": str(run), **times, **account.facts(), "lost": lost, "spans": spans, "problems": problems}
+    time_bounds = {"begin_unix_seconds": account.begin, "end_unix_seconds": account.end}
+    told = {"lost": lost_rows, "spans": spans, "problems": problems}
+    return {"run": str(run), **time_bounds, **account.facts(), **told}
 
 
 def _show(run: Path, account: TimeAccount, rows: int) -> None:
@@ -77,42 +76,34 @@ def _show(run: Path, account: TimeAccount, rows: int) -> None:
 
     from megastable.base.text import duration, visible
 
-    console, wall = Console(markup=False, emoji=False, highlight=False), account.wall or 1.0
+    console, wall_seconds = Console(markup=False, emoji=False, highlight=False), account.wall or 1.0
     console.print(
         f"{visible(run)}: {account.goodput():.1%} of {duration(account.wall)} was training", soft_wrap=True
     )
-    table = Table("kind", "time", "share")
+    kind_table = Table("kind", "time", "share")
     for kind, seconds in sorted(account.seconds().items(), key=lambda entry: -entry[1]):
         if seconds > 0:
-            table.add_row(kind.value.replace("_", " "), duration(seconds), f"{seconds / wall:.2%}")
-    table.add_section()
-    table.add_row("all", duration(account.wall), f"{sum(account.seconds().values()) / wall:.2%}")
-    console.print(table)
-    if smaller := account.smaller():
+            name = kind.value.replace("_", " ")
+            kind_table.add_row(name, duration(seconds), f"{seconds / wall_seconds:.2%}")
+    kind_table.add_section()
+    kind_table.add_row("all", duration(account.wall), f"{sum(account.seconds().values()) / wall_seconds:.2%}")
+    console.print(kind_table)
+    if missing_share := account.smaller():
         console.print(
-            f"While it trained, hosts were missing: {smaller:.2%} of what all would have done. Of their time, "
-            f"{account.goodput() - smaller:.1%} was training.",
+            f"While it trained, hosts were missing: {missing_share:.2%} of what all would have done. Of their time, "
+            f"{account.goodput() - missing_share:.1%} was training.",
             soft_wrap=True,
         )
-    lost = sorted(account.lost().items(), key=lambda entry: -entry[1][0])
-    if lost and rows:
-        table = Table(
-            "cause",
-            "kind",
-            "incident",
-            "host",
-            "spans",
-            "time",
-            "share",
-            title="lost time by cause",
-            title_justify="left",
-        )
-        for (kind, cause, incident, host), (seconds, count) in lost[:rows]:
-            number = "" if incident is None else str(incident)
-            table.add_row(
-                visible(cause, 60), kind.value.replace("_", " "), number, visible(host, 40), str(count),
-                duration(seconds), f"{seconds / wall:.2%}",
+    lost_rows = sorted(account.lost().items(), key=lambda entry: -entry[1][0])
+    if lost_rows and rows:
+        heads = ("cause", "kind", "incident", "host", "spans", "time", "share")
+        cause_table = Table(*heads, title="lost time by cause", title_justify="left")
+        for (kind, cause, incident, host), (seconds, span_count) in lost_rows[:rows]:
+            incident_text = "" if incident is None else str(incident)
+            cause_table.add_row(
+                visible(cause, 60), kind.value.replace("_", " "), incident_text, visible(host, 40), str(span_count),
+                duration(seconds), f"{seconds / wall_seconds:.2%}",
             )  # fmt: skip
-        console.print(table)
-        if len(lost) > rows:
-            console.print(f"{len(lost) - rows} more rows: --rows {len(lost)}, or --json")
+        console.print(cause_table)
+        if len(lost_rows) > rows:
+            console.print(f"{len(lost_rows) - rows} more rows: --rows {len(lost_rows)}, or --json")

@@ -30,26 +30,28 @@ def note(
 ) -> None:
     """Write a note in the journal of a run: who, when, at which step; the run page and the record show it."""
     from megastable.base.errors import DataError
-    from megastable.base.login import login_name
+    from megastable.base.process import login_name
     from megastable.run.directory import RunDirectory, read_object
     from megastable.run.events.event import whole
     from megastable.run.events.people_events import Note
     from megastable.run.log import RunLog
 
-    directory, text = RunDirectory(run), " ".join(text.split())
-    if not directory.journal.is_file():
+    run_directory, text = RunDirectory(run), " ".join(text.split())
+    if not run_directory.journal.is_file():
         raise DataError(
-            f"{directory.journal} does not exist: give the directory of a run, such as runs/quickstart"
+            f"{run_directory.journal} does not exist: give the directory of a run, such as runs/quickstart"
         )
     if not text:
         raise DataError("the note is empty: write it in quotes behind the run")
-    done = whole(read_object(directory.progress).get("step"))
-    if step is not None and done is not None and step > done:
-        raise DataError(f"--step {step}: the run has done {done} steps; a note is about what has happened")
-    at = done if step is None else step
-    written = Note(step=at, who=login_name(), text=text)
-    RunLog(directory).write(written)
+    done_step = whole(read_object(run_directory.progress).get("step"))
+    if step is not None and done_step is not None and step > done_step:
+        raise DataError(
+            f"--step {step}: the run has done {done_step} steps; a note is about what has happened"
+        )
+    note_step = done_step if step is None else step
+    note_event = Note(step=note_step, who=login_name(), text=text)
+    RunLog(run_directory).write(note_event)
     if as_json:
-        put_json(written.fields, True, None)
+        put_json(note_event.fields, True, None)
     else:
-        print(f"{directory.journal}: {written.line() or written.sentence()}")
+        print(f"{run_directory.journal}: {note_event.line() or note_event.sentence()}")

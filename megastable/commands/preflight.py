@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import secrets
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,7 +17,7 @@ from megastable.commands.options import Json, JsonFile, Overrides, put_json
 
 if TYPE_CHECKING:
     from megastable.cluster.host_survey import BurnInOrder
-    from megastable.cluster.hostfile import LaunchPlacement
+    from megastable.cluster.launcher import LaunchPlacement
     from megastable.cluster.reach import Reach
     from megastable.config.tree import RunConfig
 
@@ -83,57 +84,67 @@ def preflight(
     from rich.progress import MofNCompleteColumn, TimeElapsedColumn
 
     from megastable.base.progress_bar import Bar, progress
-    from megastable.cluster import preflight_table
-    from megastable.cluster.host_report import as_facts
-    from megastable.cluster.host_survey import survey
-    from megastable.cluster.hostfile import placement
-    from megastable.cluster.preflight import Wanted, compare
+    from megastable.cluster.host_survey import as_facts, survey
+    from megastable.cluster.launcher import placement
+    from megastable.cluster.preflight import (
+        Wanted,
+        compare_reports,
+        describe_findings,
+        summarize_findings,
+        tabulate_reports,
+    )
     from megastable.cluster.reach import allocated
     from megastable.config import recipe as recipes
 
-    order = _order(burn_in, seed)
+    burn_in_order = _order(burn_in, seed)
     config = None if recipe is None else recipes.load(recipe, overrides or [])
-    given: list[str] = context.obj
-    slurm = any(word.lower() in ("slurm", "--launcher=slurm") for word in given)
-    placed = placement(given, os.environ, allocated(os.environ) if slurm else None)
-    hosts, reach = list(placed.hosts), _reach(placed)
-    if placed.no_ssh:
-        hosts = [placed.hosts[placed.node_rank]]
-    names = [host.name for host in hosts]
-    folder = _folder(config)
-    what = "asking the hosts" if order is None else f"burn-in of {burn_in:g} minutes, seed {order.seed}"
-    with progress(MofNCompleteColumn(), TimeElapsedColumn(), silent=as_json) as shown:
-        answered = Bar(shown, what, len(names))
-        found = survey(names, reach, folder, not quick, order, told=lambda host: answered())
-    if found.unwritten:
-        raise ConfigError(found.unwritten)
-    wanted = Wanted(
-        {host.name: host.slots for host in hosts}, found.token, found.offsets, _checkpoint(config),
+    launcher_arguments: list[str] = context.obj
+    by_slurm = any(one_word.lower() in ("slurm", "--launcher=slurm") for one_word in launcher_arguments)
+    launch_placement = placement(launcher_arguments, os.environ, allocated(os.environ) if by_slurm else None)
+    hosts, host_reach = list(launch_placement.hosts), _reach(launch_placement)
+    if launch_placement.no_ssh:
+        hosts = [launch_placement.hosts[launch_placement.node_rank]]
+    host_names = [host.name for host in hosts]
+    run_folder = _folder(config)
+    progress_text = (
+        "asking the hosts"
+        if burn_in_order is None
+        else f"burn-in of {burn_in:g} minutes, seed {burn_in_order.seed}"
+    )
+    with progress(MofNCompleteColumn(), TimeElapsedColumn(), silent=as_json) as progress_display:
+        progress_bar = Bar(progress_display, progress_text, len(host_names))
+        host_survey = survey(
+            host_names, host_reach, run_folder, not quick, burn_in_order, told=lambda host: progress_bar()
+        )
+    if host_survey.unwritten:
+        raise ConfigError(host_survey.unwritten)
+    wanted_state = Wanted(
+        {host.name: host.slots for host in hosts}, host_survey.token, host_survey.offsets, _checkpoint(config),
         cpu=os.environ.get("DS_ACCELERATOR") == "cpu",
     )  # fmt: skip
-    findings = compare(found.reports, wanted)
+    findings = compare_reports(host_survey.reports, wanted_state)
     if not as_json:
-        console, table = (
+        console, host_table = (
             Console(),
-            preflight_table.table(found.reports, findings, not quick, order is not None),
+            tabulate_reports(host_survey.reports, findings, not quick, burn_in_order is not None),
         )
         if not console.is_terminal:  # a pipe has 80 columns: no name of a host is to be cut there
-            console.width = max(console.width, console.measure(table).maximum)
-        console.print(table)
-        for line in preflight_table.lines(findings):
-            console.print(line, soft_wrap=True)
-        if placed.no_ssh and len(placed.hosts) > 1:
+            console.width = max(console.width, console.measure(host_table).maximum)
+        console.print(host_table)
+        for finding_line in describe_findings(findings):
+            console.print(finding_line, soft_wrap=True)
+        if launch_placement.no_ssh and len(launch_placement.hosts) > 1:
             console.print("--no_ssh: only this host was checked; give a hostfile to compare all")
-        console.print(preflight_table.verdict(len(names), findings), highlight=False)
-        if order is not None:
-            console.print(f"burn-in: seed {order.seed}", highlight=False)
-    facts = {
-        "hosts": {host: as_facts(report) for host, report in found.reports.items()},
-        "clock_offsets": found.offsets,
-        "findings": [vars(one) for one in findings],
+        console.print(summarize_findings(len(host_names), findings), highlight=False)
+        if burn_in_order is not None:
+            console.print(f"burn-in: seed {burn_in_order.seed}", highlight=False)
+    json_facts = {
+        "hosts": {host: as_facts(report) for host, report in host_survey.reports.items()},
+        "clock_offsets": host_survey.offsets,
+        "findings": [asdict(host_finding) for host_finding in findings],
     }
-    put_json(facts, as_json, output)
-    raise typer.Exit(BAD_INPUT if any(one.severity == "refuse" for one in findings) else OK)
+    put_json(json_facts, as_json, output)
+    raise typer.Exit(BAD_INPUT if any(host_finding.severity == "refuse" for host_finding in findings) else OK)
 
 
 def _order(minutes: float | None, seed: int | None) -> BurnInOrder | None:
@@ -168,7 +179,7 @@ def _checkpoint(config: RunConfig | None) -> float | None:
     """About the bytes of a checkpoint."""
     if config is None:
         return None
-    from megastable.model.flops import parameters
+    from megastable.model.sizes import parameters
 
     model = config.model
     if model.vocab_size is None:

@@ -14,8 +14,7 @@ from megastable.commands.options import Json, JsonFile, Rows, Run, put_json
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from megastable.report.phase_shares import PhaseSummary
-    from megastable.report.trace_summary import TraceSummary
+    from megastable.report.trace_summary import PhaseSummary, TraceSummary
     from megastable.run.events.supervisor_events import HostSlow
 
 app = App()
@@ -40,57 +39,63 @@ def profile(
 ) -> None:
     """Show where the time of a run's steps goes: phases of every step, operators of the traced ones."""
     from megastable.base.errors import DataError
-    from megastable.report.phase_shares import read_phases
-    from megastable.report.trace_summary import read_trace
+    from megastable.report.trace_summary import read_phases, read_trace
     from megastable.run.directory import RunDirectory
-    from megastable.run.trace_names import of_trace
+    from megastable.run.step_phases import of_trace
     from megastable.supervise.status import require_run
 
     require_run(run)
-    directory = RunDirectory(run)
-    phases = read_phases(directory.steps, last)
+    run_directory = RunDirectory(run)
+    phases = read_phases(run_directory.steps, last)
     traces, problems = list["TraceSummary"](), list(phases.problems)
-    for path in sorted(directory.profiles.glob("*.json.gz")):
-        if of_trace(path.name) is None:
+    for trace_path in sorted(run_directory.profiles.glob("*.json.gz")):
+        if of_trace(trace_path.name) is None:
             continue
         try:
-            traces.append(read_trace(path))
+            traces.append(read_trace(trace_path))
         except DataError as error:
             problems.append(str(error))
-    snapshots = sorted(path.name for path in directory.profiles.glob("out-of-memory-*.pickle"))
-    slowest = slow_host(directory)
+    snapshot_names = sorted(
+        trace_path.name for trace_path in run_directory.profiles.glob("out-of-memory-*.pickle")
+    )
+    slowest_host = slow_host(run_directory)
     for problem in problems:
         typer.echo(f"WARNING: {problem}", err=True)
     if not as_json:
         from rich.console import Console
 
         console = Console(markup=False, emoji=False, highlight=False)
-        _show_phases(console, run, phases, slowest)
+        _show_phases(console, run, phases, slowest_host)
         for trace in traces:
             _show_trace(console, trace, rows)
         if not traces:
             console.print(NO_TRACE, soft_wrap=True)
-        for name in snapshots:
+        for name in snapshot_names:
             console.print(f"Memory ran out: {name}, for https://pytorch.org/memory_viz", soft_wrap=True)
-    facts = {"run": str(run), **_facts(phases, slowest, traces), "snapshots": snapshots, "problems": problems}
-    put_json(facts, as_json, output)
+    json_facts = {
+        "run": str(run),
+        **_facts(phases, slowest_host, traces),
+        "snapshots": snapshot_names,
+        "problems": problems,
+    }
+    put_json(json_facts, as_json, output)
 
 
 def slow_host(directory: Any) -> HostSlow | None:
     """The host that slows the others down in the newest attempt, as the supervisor last said it; None if none does."""
     from megastable.run.run_history import HistoryReader
 
-    reader = HistoryReader(directory.journal)
-    reader.look()
-    return next(reversed(reader.history.slow.values()), None)
+    history_reader = HistoryReader(directory.journal)
+    history_reader.look()
+    return next(reversed(history_reader.history.slow.values()), None)
 
 
 def _facts(phases: PhaseSummary, slowest: HostSlow | None, traces: list[TraceSummary]) -> dict[str, Any]:
-    told = None
+    slowest_facts = None
     if slowest is not None:
-        told = {name: slowest.get(name) for name in ("host", "rank", "ratio", "cost")}
+        slowest_facts = {name: slowest.get(name) for name in ("host", "rank", "ratio", "cost")}
     summary = {key: value for key, value in asdict(phases).items() if key != "problems"}
-    return {**summary, "slowest": told, "traces": [asdict(trace) for trace in traces]}
+    return {**summary, "slowest": slowest_facts, "traces": [asdict(trace) for trace in traces]}
 
 
 def _show_phases(console: Console, run: Path, found: PhaseSummary, slowest: HostSlow | None) -> None:
@@ -104,16 +109,20 @@ def _show_phases(console: Console, run: Path, found: PhaseSummary, slowest: Host
     )
     if found.without:
         console.print(f"{plural(found.without, 'step')} without phases left out")
-    table = Table("phase", *(_right(name) for name in ("share", "mean ms", "median ms", "p99 ms")))
-    for one in found.phases:
-        if one.mean > 0:
-            table.add_row(
-                one.phase, f"{one.share:.1%}", *(f"{1e3 * x:.2f}" for x in (one.mean, one.p50, one.p99))
+    phase_table = Table("phase", *(_right(name) for name in ("share", "mean ms", "median ms", "p99 ms")))
+    for phase_share in found.phases:
+        if phase_share.mean > 0:
+            phase_table.add_row(
+                phase_share.phase,
+                f"{phase_share.share:.1%}",
+                *(f"{1e3 * x:.2f}" for x in (phase_share.mean, phase_share.p50, phase_share.p99)),
             )
-    table.add_section()
-    whole = found.whole
-    table.add_row("step", "100.0%", *(f"{1e3 * x:.2f}" for x in (whole.mean, whole.p50, whole.p99)))
-    console.print(table)
+    phase_table.add_section()
+    whole_step = found.whole
+    phase_table.add_row(
+        "step", "100.0%", *(f"{1e3 * x:.2f}" for x in (whole_step.mean, whole_step.p50, whole_step.p99))
+    )
+    console.print(phase_table)
     if slowest is not None:
         console.print(slowest.sentence(), soft_wrap=True)
 
@@ -137,10 +146,12 @@ def _show_trace(console: Console, found: TraceSummary, rows: int) -> None:
     console.print(f"idle {found.idle:.1%}")
     if not rows:
         return
-    table = Table("operator", *(_right(name) for name in ("times", "ms", "share")))
+    operator_table = Table("operator", *(_right(name) for name in ("times", "ms", "share")))
     for one in found.operators[:rows]:
-        table.add_row(visible(one.name, 90), f"{one.count:,}", f"{1e3 * one.seconds:.2f}", f"{one.share:.1%}")
-    console.print(table)
+        operator_table.add_row(
+            visible(one.name, 90), f"{one.count:,}", f"{1e3 * one.seconds:.2f}", f"{one.share:.1%}"
+        )
+    console.print(operator_table)
     if len(found.operators) > rows:
         console.print(
             f"{len(found.operators) - rows} more operators: --rows {len(found.operators)}, or --json"

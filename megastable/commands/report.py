@@ -48,13 +48,13 @@ def report(
     from megastable.report.publish import publish
     from megastable.report.publish.redaction import Keeping
 
-    done = publish(run, output, Keeping(hosts=keep_hosts, names=keep_names, texts=with_text))
-    for problem in done.made.problems:
+    published_record = publish(run, output, Keeping(hosts=keep_hosts, names=keep_names, texts=with_text))
+    for problem in published_record.made.problems:
         typer.echo(f"WARNING: {problem}", err=True)
     if as_json:
-        put_json(facts(done), as_json, None)
+        put_json(facts(published_record), as_json, None)
         return
-    _show(done, output)
+    _show(published_record, output)
 
 
 def facts(done: PublishedRecord) -> dict[str, Any]:
@@ -74,6 +74,6 @@ def _show(done: PublishedRecord, output: Path) -> None:
     typer.echo(
         f"{visible(output / 'index.html')}: {plural(len(done.files), 'file')}, {size(sum(done.files.values()))}"
     )
-    keys = ", ".join(done.made.recipe_without) or "nothing"
-    typer.echo(f"left out: {plural(done.made.withheld, 'word')} of texts; of the recipe {keys}")
+    left_out_keys = ", ".join(done.made.recipe_without) or "nothing"
+    typer.echo(f"left out: {plural(done.made.withheld, 'word')} of texts; of the recipe {left_out_keys}")
     typer.echo("read it before you publish it")

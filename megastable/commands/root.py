@@ -63,18 +63,20 @@ class LazyGroup(Group):
         }
 
     def resolve_command(self, context: Any, args: list[str]) -> Any:
-        name, found, rest = super().resolve_command(context, args)
-        return name, found and load(str(found.name)), rest
+        name, command_stub, other_words = super().resolve_command(context, args)
+        return name, command_stub and load(str(command_stub.name)), other_words
 
 
 def load(name: str) -> Any:
     """Import the command of that name."""
-    file = name.replace("-", "_")
-    own = find_spec(f"megastable.commands.{file}") is not None
-    module = import_module(f"megastable.commands.{file}" if own else f"megastable_tools.commands.{file}")
-    found = typer.main.get_command(module.app)
-    found.name = name
-    return found
+    module_name = name.replace("-", "_")
+    is_own = find_spec(f"megastable.commands.{module_name}") is not None
+    module = import_module(
+        f"megastable.commands.{module_name}" if is_own else f"megastable_tools.commands.{module_name}"
+    )
+    typer_command = typer.main.get_command(module.app)
+    typer_command.name = name
+    return typer_command
 
 
 app = typer.Typer(

@@ -38,8 +38,8 @@ def status(
         raise ConfigError("--watch: not with --json and --output, which take one look")
     if watch:
         raise typer.Exit(exit_code(live(RunWatch(run), Console())))
-    found = read_status(run)
+    run_status = read_status(run)
     if not as_json:
-        show(found, Console())
-    put_json(facts(found), as_json, output)
-    raise typer.Exit(exit_code(found))
+        show(run_status, Console())
+    put_json(facts(run_status), as_json, output)
+    raise typer.Exit(exit_code(run_status))

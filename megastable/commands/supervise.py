@@ -9,8 +9,7 @@ from typing import Annotated
 import typer
 
 from megastable.commands.app import App, WithLauncherArguments
-from megastable.commands.options import Overrides, Recipe
-from megastable.commands.start_reason import StartReason, ask_reason
+from megastable.commands.options import Overrides, Recipe, StartReason, ask_reason
 
 app = App()
 
@@ -38,13 +37,13 @@ def supervise(
 
     It leaves incidents/ in the run directory, for people to read. `megastable status RUN` says how a run stands.
     """
-    from megastable.base.spared_output import spare_output
+    from megastable.base.process import spare_output
     from megastable.cluster import agent
-    from megastable.cluster.fleet import Fleet, Here
+    from megastable.cluster.fleet import Fleet
     from megastable.cluster.hosts import Hosts
-    from megastable.cluster.launcher import TrainingCommand
-    from megastable.cluster.placement import interface, placed
+    from megastable.cluster.launcher import TrainingCommand, interface, placed
     from megastable.cluster.store import Store
+    from megastable.cluster.this_host import Here
     from megastable.config import recipe as recipes
     from megastable.run import directory
     from megastable.run.membership import check_alone
@@ -53,33 +52,35 @@ def supervise(
     from megastable.supervise.supervisor import Supervisor
 
     spare_output()
-    given = context.obj
-    place = placed(given, os.environ)
-    if not place.by_themselves:
+    launcher_arguments = context.obj
+    host_choice = placed(launcher_arguments, os.environ)
+    if not host_choice.by_themselves:
         check_alone(os.environ)
     config = recipes.load(recipe, overrides or [])
-    if place.node > 0:
-        raise typer.Exit(agent.attend(config.run.dir, place.hosts[place.node].name))
+    if host_choice.node > 0:
+        raise typer.Exit(agent.attend(config.run.dir, host_choice.hosts[host_choice.node].name))
     hooks.check(config.supervise)  # before anything is created
-    address = interface(config.supervise.interface, place)
+    store_address = interface(config.supervise.interface, host_choice)
     run = directory.make(config, recipes.find(recipe))
-    here = config.model_copy(update={"run": config.run.model_copy(update={"dir": run.root})})
-    why = ask_reason(here, reason)
+    run_config = config.model_copy(update={"run": config.run.model_copy(update={"dir": run.root})})
+    start_reason = ask_reason(run_config, reason)
     notifiers = Notifiers(config, run)
-    for text in config.supervise.exposed:
-        notifiers.say(f"WARNING: {text}")
-    training = TrainingCommand(recipe, overrides or [], given, module)
-    placed_training = replace(training, given=place.given)  # without what says where
+    for exposed_text in config.supervise.exposed:
+        notifiers.say(f"WARNING: {exposed_text}")
+    training_command = TrainingCommand(recipe, overrides or [], launcher_arguments, module)
+    placed_training = replace(training_command, given=host_choice.given)  # without what says where
     try:
 
         def fleet(store: Store) -> Fleet:
-            if not place.hosts:
+            if not host_choice.hosts:
                 return Here(run, placed_training)
-            silence = config.supervise.host_silence
-            shares = not place.by_themselves
-            return Hosts(run, store, place.hosts, place.reach, silence, shares, placed_training)
+            silence_seconds = config.supervise.host_silence
+            shares = not host_choice.by_themselves
+            return Hosts(
+                run, store, host_choice.hosts, host_choice.reach, silence_seconds, shares, placed_training
+            )
 
-        supervisor = Supervisor(config, run, notifiers, training, fleet, address, why)
+        supervisor = Supervisor(config, run, notifiers, training_command, fleet, store_address, start_reason)
         raise typer.Exit(supervisor.supervise())
     finally:
         notifiers.close()

@@ -8,8 +8,7 @@ from contextlib import suppress
 import typer
 
 from megastable.commands.app import App, WithLauncherArguments
-from megastable.commands.options import Overrides, Recipe
-from megastable.commands.start_reason import StartReason, note_reason
+from megastable.commands.options import Overrides, Recipe, StartReason, note_reason
 
 app = App()
 
@@ -35,17 +34,19 @@ def train(
 ) -> None:
     """Train without a supervisor, by the deepspeed launcher."""
     from megastable.base.errors import ConfigError
-    from megastable.base.stop_signals import hold_stops
+    from megastable.base.process import hold_stops
     from megastable.run.membership import is_rank, membership
 
-    given = context.obj
+    launcher_arguments = context.obj
     if is_rank(os.environ):
         hold_stops()  # before the imports, which take seconds
         from megastable.config import recipe as recipes
         from megastable.train import main
 
-        if given:
-            raise ConfigError(f"{given[0]}: this process is a rank already: say it to what has started it")
+        if launcher_arguments:
+            raise ConfigError(
+                f"{launcher_arguments[0]}: this process is a rank already: say it to what has started it"
+            )
         if reason and {**os.environ, **membership(os.environ)}["RANK"] == "0":
             with suppress(ConfigError):  # which all ranks raise together below
                 note_reason(recipes.load(recipe, overrides or []), reason)
@@ -55,5 +56,5 @@ def train(
     from megastable.config import recipe as recipes
 
     note_reason(recipes.load(recipe, overrides or []), reason)  # reports mistakes before a process starts
-    words = launcher("megastable.train", recipe, overrides or [], given)
-    os.execv(words[0], words)
+    launcher_words = launcher("megastable.train", recipe, overrides or [], launcher_arguments)
+    os.execv(launcher_words[0], launcher_words)

@@ -92,59 +92,61 @@ def data_parallel(config: RunConfig, world: int) -> int:
     """Data-parallel size of `world` ranks, including context parallelism; `ConfigError` if the layout does not
     factor."""
     p = config.parallel
-    model = p.tensor * p.pipeline
-    context = f" x parallel.context={p.context}" if p.context > 1 else ""
-    if world < 1 or world % (model * p.context):
+    model_ranks = p.tensor * p.pipeline
+    context_text = f" x parallel.context={p.context}" if p.context > 1 else ""
+    if world < 1 or world % (model_ranks * p.context):
         raise ConfigError(
             f"{plural(world, 'rank')} cannot be laid out as parallel.tensor={p.tensor} x "
-            f"parallel.pipeline={p.pipeline}{context}: the number of ranks must be a multiple of {model * p.context}"
+            f"parallel.pipeline={p.pipeline}{context_text}: the number of ranks must be a multiple of "
+            f"{model_ranks * p.context}"
         )
-    data = world // model
-    t, groups = config.train, data // p.context
-    if t.global_batch % (t.micro_batch * groups):
-        context = f" / context {p.context}" if p.context > 1 else ""
+    data_ranks = world // model_ranks
+    t, sample_groups = config.train, data_ranks // p.context
+    if t.global_batch % (t.micro_batch * sample_groups):
+        context_text = f" / context {p.context}" if p.context > 1 else ""
         raise ConfigError(
-            f"train.global_batch={t.global_batch} is not a multiple of train.micro_batch={t.micro_batch} x {groups} "
-            f"data-parallel ranks ({plural(world, 'rank')} / tensor {p.tensor} / pipeline {p.pipeline}{context}): "
+            f"train.global_batch={t.global_batch} is not a multiple of train.micro_batch={t.micro_batch} x "
+            f"{sample_groups} "
+            f"data-parallel ranks ({plural(world, 'rank')} / tensor {p.tensor} / pipeline {p.pipeline}{context_text}): "
             "change one of them"
         )
-    unit = t.micro_batch * groups
-    if odd := [size for size in config.batches.values if size % unit]:
-        sizes = ", ".join(map(str, odd[:8])) + (", ..." if len(odd) > 8 else "")
+    samples_of_pass = t.micro_batch * sample_groups
+    if odd_batches := [batch_size for batch_size in config.batches.values if batch_size % samples_of_pass]:
+        listed_sizes = ", ".join(map(str, odd_batches[:8])) + (", ..." if len(odd_batches) > 8 else "")
         raise ConfigError(
-            f"train.batch_warmup: batches of {sizes} occur, which are not multiples of train.micro_batch="
-            f"{t.micro_batch} x {groups} data-parallel ranks: make start and increment multiples of {unit}, or run on "
-            "fewer ranks until the warm-up is over"
+            f"train.batch_warmup: batches of {listed_sizes} occur, which are not multiples of train.micro_batch="
+            f"{t.micro_batch} x {sample_groups} data-parallel ranks: make start and increment multiples of "
+            f"{samples_of_pass}, or run on fewer ranks until the warm-up is over"
         )
-    return data
+    return data_ranks
 
 
 def accumulation(config: RunConfig, world: int) -> int:
     """Micro-batches per step and rank, after a batch warm-up."""
-    samples = data_parallel(config, world) // config.parallel.context
-    return config.train.global_batch // (config.train.micro_batch * samples)
+    sample_ranks = data_parallel(config, world) // config.parallel.context
+    return config.train.global_batch // (config.train.micro_batch * sample_ranks)
 
 
 def build(config: RunConfig, world: int) -> dict[str, Any]:
     """The complete DeepSpeed configuration of `config` on `world` ranks."""
-    path = find(config.deepspeed.replace("{zero}", str(config.parallel.zero)))
-    given = _read(path)
-    _check(given, path, config.parallel.pipeline)
-    return _merge(given, _filled(config, world), path, "")
+    file_path = find(config.deepspeed.replace("{zero}", str(config.parallel.zero)))
+    given_keys = _read(file_path)
+    _check(given_keys, file_path, config.parallel.pipeline)
+    return _merge(given_keys, _filled(config, world), file_path, "")
 
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        given = json.loads(path.read_text(encoding="utf-8"))
+        file_content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(
             f"deepspeed={path}: no such file; these come along: {shipped('ds_configs')}"
         ) from None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"deepspeed={path}: not a readable JSON file: {error}") from None
-    if not isinstance(given, dict):
+    except (OSError, ValueError) as file_error:
+        raise ConfigError(f"deepspeed={path}: not a readable JSON file: {file_error}") from None
+    if not isinstance(file_content, dict):
         raise ConfigError(f"deepspeed={path}: expected a JSON object at the top")
-    return given
+    return file_content
 
 
 def _check(given: dict[str, Any], path: Path, stages: int) -> None:
@@ -170,54 +172,54 @@ def _check(given: dict[str, Any], path: Path, stages: int) -> None:
 
 
 def _filled(config: RunConfig, world: int) -> dict[str, Any]:
-    o, kind, steps = config.optimizer, config.precision.kind, accumulation(config, world)
-    filled: dict[str, Any] = {
+    o, precision_kind, micro_batches = config.optimizer, config.precision.kind, accumulation(config, world)
+    filled_keys: dict[str, Any] = {
         # DeepSpeed has no context parallelism: ranks that share a sample count as data-parallel ranks.
         "train_batch_size": config.train.global_batch * config.parallel.context,
         "train_micro_batch_size_per_gpu": config.train.micro_batch,
-        "gradient_accumulation_steps": steps,
+        "gradient_accumulation_steps": micro_batches,
         "gradient_clipping": o.clip if o.clipping.kind == "norm" else 0.0,  # others: optim/clipping.py
         "zero_optimization": {"stage": config.parallel.zero},
         "zero_allow_untested_optimizer": True,
         # Gradients are reduced and accumulated in fp32, whatever the parameters' precision.
         "communication_data_type": "fp32",
         "data_types": {"grad_accum_dtype": "fp32"},
-        "bf16": {"enabled": kind == "bf16"},
-        "fp16": {"enabled": kind == "fp16"},
+        "bf16": {"enabled": precision_kind == "bf16"},
+        "fp16": {"enabled": precision_kind == "fp16"},
         # The defaults of these three corrupt activations under sequence parallelism or break the first stage.
         "pipeline": {"pipe_partitioned": False, "grad_partitioned": False, "use_reentrant": False},
         # It synchronizes the device twice per micro-batch, for a report that is not shown: records.py has the speed.
         "timers": {"throughput": {"enabled": False}},
     }
-    if kind == "bf16":
-        filled["bf16"]["check_grad_overflow"] = True
+    if precision_kind == "bf16":
+        filled_keys["bf16"]["check_grad_overflow"] = True
         # A bf16 gradient is added to the fp32 buffer and freed at once: otherwise all of them are kept, zeroed and
         # added again in every backward pass.
-        filled["bf16"]["immediate_grad_update"] = True
-    if kind == "fp16":
+        filled_keys["bf16"]["immediate_grad_update"] = True
+    if precision_kind == "fp16":
         p = config.precision
-        filled["fp16"] |= {
+        filled_keys["fp16"] |= {
             "loss_scale": 0,
             "initial_scale_power": p.initial_scale_power,
             "loss_scale_window": p.scale_window,
         }
-    return filled
+    return filled_keys
 
 
 def _merge(given: dict[str, Any], filled: dict[str, Any], path: Path, prefix: str) -> dict[str, Any]:
-    merged = dict(given)
-    for key, value in filled.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, dict):
-            below = given.get(key, {})
-            if not isinstance(below, dict):
-                raise ConfigError(f"{path}: {name} must be an object, found {below!r}")
-            merged[key] = _merge(below, value, path, f"{name}.")
-        elif key in given and given[key] not in (value, "auto"):
+    merged_keys = dict(given)
+    for filled_key, filled_value in filled.items():
+        dotted_name = f"{prefix}{filled_key}"
+        if isinstance(filled_value, dict):
+            given_below = given.get(filled_key, {})
+            if not isinstance(given_below, dict):
+                raise ConfigError(f"{path}: {dotted_name} must be an object, found {given_below!r}")
+            merged_keys[filled_key] = _merge(given_below, filled_value, path, f"{dotted_name}.")
+        elif filled_key in given and given[filled_key] not in (filled_value, "auto"):
             raise ConfigError(
-                f"{path}: {name}={given[key]!r} contradicts the recipe, from which {value!r} follows: "
-                "leave the key out (megastable fills it in), or change the recipe"
+                f"{path}: {dotted_name}={given[filled_key]!r} contradicts the recipe, from which "
+                f"{filled_value!r} follows: leave the key out (megastable fills it in), or change the recipe"
             )
         else:
-            merged[key] = value
-    return merged
+            merged_keys[filled_key] = filled_value
+    return merged_keys

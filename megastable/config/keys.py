@@ -1,10 +1,14 @@
-"""Describes every key of the configuration in words, with an example, for messages and the reference."""
+"""Describes every key of the configuration in words, with an example, and other trainers' names for it.
+
+For messages, the reference and Megatron-LM checkpoints; other_names.yaml has the names.
+"""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
@@ -13,8 +17,8 @@ import yaml
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined, to_jsonable_python
 
+from megastable.config.training import InWords
 from megastable.config.tree import RunConfig
-from megastable.config.units import InWords
 from megastable_guard.section import Section
 
 REQUIRED = "required"
@@ -51,29 +55,29 @@ class Key:
     @property
     def default(self) -> str:
         """The default as YAML in one line; `REQUIRED` if there is none."""
-        value = self.field.get_default(call_default_factory=True, validated_data={})
-        return REQUIRED if value is PydanticUndefined else flow(value)
+        default_value = self.field.get_default(call_default_factory=True, validated_data={})
+        return REQUIRED if default_value is PydanticUndefined else flow(default_value)
 
     @property
     def example(self) -> str:
         """A valid override, quoted for a shell: the default if that is instructive."""
         if self.section is not None and self.field.examples is None:
-            name, field = next(iter(self.section.model_fields.items()))
-            return Key(f"{self.path}.{name}", field).example
-        value = flow(self.field.examples[0]) if self.field.examples else self.default
-        return f"{self.path}={shlex.quote(value)}"
+            first_name, first_field = next(iter(self.section.model_fields.items()))
+            return Key(f"{self.path}.{first_name}", first_field).example
+        shown_value = flow(self.field.examples[0]) if self.field.examples else self.default
+        return f"{self.path}={shlex.quote(shown_value)}"
 
 
 def flow(value: Any) -> str:
     """`value` as YAML in one line."""
-    plain = to_jsonable_python(value)
-    written = yaml.safe_dump(plain, default_flow_style=True, sort_keys=False, width=1 << 30)
-    return written.strip().removesuffix("...").strip()
+    plain_value = to_jsonable_python(value)
+    written_value = yaml.safe_dump(plain_value, default_flow_style=True, sort_keys=False, width=1 << 30)
+    return written_value.strip().removesuffix("...").strip()
 
 
 def section_in(annotation: Any) -> type[Section] | None:
     """The section that a key holds, alone, as an entry of a list, or beside null."""
-    return next((k for k in (annotation, *get_args(annotation)) if _is_section(k)), None)
+    return next((kind for kind in (annotation, *get_args(annotation)) if _is_section(kind)), None)
 
 
 def _is_section(kind: Any) -> bool:
@@ -82,20 +86,20 @@ def _is_section(kind: Any) -> bool:
 
 def section_at(location: Sequence[str]) -> type[Section]:
     """The section at a place of the tree, e.g. CorpusConfig at ["data", "corpora", "0"]."""
-    model: type[Section] = RunConfig
-    for name in location:
-        if name in model.model_fields:
-            model = section_in(model.model_fields[name].annotation) or model
-    return model
+    section_class: type[Section] = RunConfig
+    for key_name in location:
+        if key_name in section_class.model_fields:
+            section_class = section_in(section_class.model_fields[key_name].annotation) or section_class
+    return section_class
 
 
 def key_at(location: Sequence[str]) -> Key | None:
     """The key at a place of the tree, or the one that holds it: optimizer.betas at ["optimizer", "betas", "0"]."""
-    for depth in range(len(location), 0, -1):
-        *parents, name = location[:depth]
-        field = section_at(parents).model_fields.get(name)
-        if field is not None:
-            return Key(".".join(location[:depth]), field)
+    for path_depth in range(len(location), 0, -1):
+        *parent_names, key_name = location[:path_depth]
+        found_field = section_at(parent_names).model_fields.get(key_name)
+        if found_field is not None:
+            return Key(".".join(location[:path_depth]), found_field)
     return None
 
 
@@ -104,8 +108,8 @@ def sections(path: str = "", section: type[Section] = RunConfig) -> Iterator[tup
     yield path, section
     for key in keys_of(path, section):
         if key.section is not None:
-            index = ".0" if get_origin(key.field.annotation) is list else ""
-            yield from sections(key.path + index, key.section)
+            index_suffix = ".0" if get_origin(key.field.annotation) is list else ""
+            yield from sections(key.path + index_suffix, key.section)
 
 
 def keys_of(path: str, section: type[Section]) -> list[Key]:
@@ -121,21 +125,25 @@ def all_keys() -> list[Key]:
 def in_words(annotation: Any, bounds: Sequence[Any] = ()) -> str:
     """A type in words: "whole number above 0", "cosine, linear or wsd", "[number, number]"."""
     if hasattr(annotation, "__metadata__"):  # Annotated
-        nested = [
-            b for m in annotation.__metadata__ for b in (m.metadata if isinstance(m, FieldInfo) else [m])
+        nested_bounds = [
+            one_bound
+            for type_metadata in annotation.__metadata__
+            for one_bound in (
+                type_metadata.metadata if isinstance(type_metadata, FieldInfo) else [type_metadata]
+            )
         ]
-        return in_words(annotation.__origin__, nested)
-    if told := [bound.words for bound in bounds if isinstance(bound, InWords)]:
-        return told[0]
-    kinds = get_args(annotation)
+        return in_words(annotation.__origin__, nested_bounds)
+    if bound_words := [any_bound.words for any_bound in bounds if isinstance(any_bound, InWords)]:
+        return bound_words[0]
+    inner_kinds = get_args(annotation)
     if get_origin(annotation) is Literal:
-        return _either([flow(choice) for choice in kinds])
-    if NoneType in kinds:
-        (kind,) = (k for k in kinds if k is not NoneType)
-        return f"{in_words(kind)} or null"
-    if kinds:  # a list or a tuple
-        endless = get_origin(annotation) is list or Ellipsis in kinds
-        return f"[{', '.join(in_words(k) for k in kinds if k is not Ellipsis)}{', ...' if endless else ''}]"
+        return _either([flow(choice) for choice in inner_kinds])
+    if NoneType in inner_kinds:
+        (other_kind,) = (k for k in inner_kinds if k is not NoneType)
+        return f"{in_words(other_kind)} or null"
+    if inner_kinds:  # a list or a tuple
+        is_endless = get_origin(annotation) is list or Ellipsis in inner_kinds
+        return f"[{', '.join(in_words(k) for k in inner_kinds if k is not Ellipsis)}{', ...' if is_endless else ''}]"
     return "keys below it" if _is_section(annotation) else f"{KINDS[annotation]} {_within(bounds)}".strip()
 
 
@@ -155,3 +163,37 @@ def _within(bounds: Sequence[Any]) -> str:
 def _spell(limit: float) -> str:
     """A limit with all its digits where they count: 4294967296, not 4.29497e+09."""
     return str(limit) if isinstance(limit, int) and limit % 1000 else f"{limit:g}"
+
+
+@cache
+def read_names() -> dict[str, dict[str, str]]:
+    """The tables of other_names.yaml, each from a name to what it says of it: our key, or why there is none."""
+    yaml_content = yaml.safe_load(Path(__file__).with_name("other_names.yaml").read_text(encoding="utf-8"))
+    return {
+        table_name: {
+            other_name: own_key for own_key, other_names in table_rows.items()
+            for other_name in ([other_names] if isinstance(other_names, str) else other_names)
+        }
+        for table_name, table_rows in yaml_content.items()
+    }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class OtherName:
+    """Our counterpart of another trainer's name: KEY or KEY=VALUE, "" for none; and the difference, or the reason."""
+
+    ours: str
+    note: str
+
+
+def known_elsewhere(name: str) -> OtherName | None:
+    """Look up a name of another trainer, with - or _, with or without leading dashes."""
+    plain_name, name_tables = name.lstrip("-").replace("-", "_").lower(), read_names()
+    if ours := (name_tables["megatron"] | name_tables["others"]).get(plain_name):
+        own_key, _, note = ours.partition("; ")
+        return OtherName(own_key, note)
+    if missing_reason := (name_tables["megatron_without_key"] | name_tables["others_without_key"]).get(
+        plain_name
+    ):
+        return OtherName("", missing_reason)
+    return None

@@ -1,18 +1,187 @@
 """Lints a recipe: settings that are possible but known to be dangerous. Hints only; nothing is refused. Pure.
 
 A rule is a function of the configuration with its threshold: None, or what happens, where that is from and what to
-set. To add one, write the function and name it in `RULES`, or in `OF` if it holds for some optimizers only; those about
-the model are in model_lint.py.
+set. To add one, write the function and name it in `RULES`, or in `OF` if it holds for some optimizers only.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from megastable.config import model_lint
-from megastable.config.model_lint import PROXIES, Hint, Rule, block_weights, bounded_logits, matrix_std
+from megastable.config.model import ModelConfig
 from megastable.config.tree import RunConfig
+
+
+@dataclass(frozen=True)
+class Hint:
+    """setting: key=value. effect: what it does, with numbers. source: paper and section, or measurement. remedy: what
+    to set."""
+
+    setting: str
+    effect: str
+    source: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.setting}: {self.effect} ({self.source}). Set {self.remedy}"
+
+
+Rule = Callable[[RunConfig], Hint | None]
+
+
+SCALE = 1e9  # weights of the blocks from which a rule calls a model large
+TIED_LOGITS = 2.0  # standard deviation of the first logits: it adds half its square to the first loss, 2 nats
+PROXIES = "Wortsman et al., arXiv:2309.14322, section"
+
+
+def matrix_std(m: ModelConfig) -> float:
+    """Initial standard deviation of a square matrix of the blocks."""
+    glorot = m.hidden**-0.5
+    kinds = {"normal": m.init_std, "fan_in": glorot, "xavier": glorot, "small": math.sqrt(2 / (5 * m.hidden))}
+    return kinds[m.init] / math.sqrt(m.width_ratio)
+
+
+def bounded_logits(c: RunConfig) -> bool:
+    """Whether anything bounds the attention logits."""
+    m = c.model
+    return m.qk_norm is not False or m.attention_softcap is not None or c.optimizer.qk_clip is not None
+
+
+def block_weights(m: ModelConfig) -> int:
+    """Weights of all blocks, without embedding, output layer and vectors."""
+    attention_weights = m.hidden * m.head_width * 2 * (m.heads + m.key_value_heads)
+    return m.layers * (attention_weights + 3 * m.hidden * m.ffn_width)
+
+
+def fp16_without_qk_norm(c: RunConfig) -> Hint | None:
+    """Attention scores beyond the range of fp16."""
+    if c.precision.kind != "fp16" or bounded_logits(c):
+        return None
+    return Hint(
+        "model.qk_norm=false",
+        "with precision.kind=fp16 nothing bounds the attention scores, and beyond 65,504 they are infinite",
+        "GLM-130B, arXiv:2210.02414, section 3; ViT-22B, arXiv:2302.05442, section 2",
+        "model.qk_norm=true, or precision.kind=bf16",
+    )
+
+
+def no_z_loss(c: RunConfig) -> Hint | None:
+    """Output logits drift in bf16."""
+    weight_count = block_weights(c.model)
+    is_bounded = c.model.z_loss or c.model.logit_softcap is not None
+    if is_bounded or c.precision.kind != "bf16" or weight_count < SCALE:
+        return None
+    return Hint(
+        "model.z_loss=0",
+        f"with precision.kind=bf16 and {weight_count / 1e9:.2g}B weights in the blocks: logits may drift from "
+        "zero, where bf16 rounds coarsely",
+        f"PaLM, arXiv:2204.02311, section 5; {PROXIES} 3.1.2",
+        "model.z_loss=1e-4",
+    )
+
+
+def tied_and_large(c: RunConfig) -> Hint | None:
+    """The embedding is the output layer: its scale is that of the first logits."""
+    # Of features of size 1; muP divides them.
+    logit_spread = c.model.init_std * math.sqrt(c.model.hidden) / c.model.width_ratio
+    if not c.model.tied or logit_spread <= TIED_LOGITS:
+        return None
+    return Hint(
+        f"model.init_std={c.model.init_std:g}",
+        f"with model.tied=true and a width of {c.model.hidden} the first logits scatter by {logit_spread:.2g}, "
+        f"which adds {logit_spread**2 / 2:.2g} nats to the first loss",
+        "PaLM scales the logits of its tied embedding by 1 / sqrt(width): arXiv:2204.02311, section 5",
+        f"model.init_std={c.model.width_ratio / math.sqrt(c.model.hidden):.1g} or less, or model.tied=false",
+    )
+
+
+# Norms and initialisation
+
+
+def depth_norm_without_xavier(c: RunConfig) -> Hint | None:
+    """DeepNorm's factors are derived for another initialisation."""
+    m = c.model
+    if m.norms != "deep" or m.init == "xavier":
+        return None
+    return Hint(
+        f"model.init={m.init}",
+        "with model.norms=deep: DeepNorm scales Xavier's initial weights, and its bound on the updates holds for these",
+        "arXiv:2203.00555, section 3",
+        "model.init=xavier",
+    )
+
+
+def branches_never_grown(c: RunConfig) -> Hint | None:
+    """The run ends before the branches have their full size, with which the model is evaluated later."""
+    if c.model.norms != "branch" or c.model.branch_steps <= c.train.steps:
+        return None
+    return Hint(
+        f"model.branch_steps={c.model.branch_steps}",
+        f"more than train.steps={c.train.steps}: the branches only reach {c.train.steps / c.model.branch_steps:.3g} of "
+        "their size",
+        "4,000 of 100,000 updates and more in arXiv:2305.02790",
+        f"model.branch_steps={c.train.steps} or less",
+    )
+
+
+def norm_of_nothing(c: RunConfig) -> Hint | None:
+    """A norm after a branch of zero multiplies its gradient by 1 / sqrt(eps)."""
+    m = c.model
+    if m.residual_init != "zero" or m.norms not in ("after", "both"):
+        return None
+    return Hint(
+        "model.residual_init=zero",
+        f"with model.norms={m.norms} the norms of branches that are zero multiply their first gradients by "
+        f"{m.norm_eps**-0.5:.3g} (1 / sqrt(norm_eps)), and the first update ends this",
+        "measured: docs/stability-method.md, a gradient norm of 144 in place of 2.6",
+        "model.residual_init=depth",
+    )
+
+
+# Attention, dropout
+
+
+def window_of_everything(c: RunConfig) -> Hint | None:
+    """A window that no sample exceeds."""
+    m = c.model
+    if m.window is None or m.window < m.sequence_length:
+        return None
+    return Hint(
+        f"model.window={m.window}",
+        f"not below model.sequence_length={m.sequence_length}: every token sees all before it, and the window is never "
+        "trained",
+        "4,096 of 8,192 tokens in Mistral 7B (arXiv:2310.06825) and Gemma 2 (arXiv:2408.00118)",
+        "a shorter model.window, or null",
+    )
+
+
+def clip_of_capped_logits(c: RunConfig) -> Hint | None:
+    """Two bounds on the attention logits; the clip measures them before the cap."""
+    qk_clip, logit_cap = c.optimizer.qk_clip, c.model.attention_softcap
+    if qk_clip is None or logit_cap is None:
+        return None
+    return Hint(
+        f"optimizer.qk_clip={qk_clip:g}",
+        f"with model.attention_softcap={logit_cap:g}, which already bounds the logits: the clip measures them "
+        "before the cap and shrinks weights that the cap makes harmless",
+        "Kimi K2, arXiv:2507.20534, section 2.1; Gemma 2, arXiv:2408.00118, section 2",
+        "one of them to null",
+    )
+
+
+def dropout_of_fresh_data(c: RunConfig) -> Hint | None:
+    """Dropout costs loss where nothing is read twice."""
+    if not c.model.dropout:
+        return None
+    return Hint(
+        f"model.dropout={c.model.dropout:g}",
+        "unless the data is repeated several times there is no overfitting, and dropout only raises the loss",
+        "arXiv:2505.24788, 160M and 1.4B parameters, one epoch",
+        "model.dropout=0, or ignore this for several epochs",
+    )
+
 
 # Updates in which gradients keep one direction: Adam's change every weight by the whole rate.
 FIRST = 5
@@ -98,13 +267,13 @@ def lengths(c: RunConfig) -> Lengths:
 
 def first_rate(c: RunConfig) -> float:
     """The mean rate of the first updates."""
-    warmup, done, cursor, rates = max(1, lengths(c).warmup), 0, 0, []
+    warmup_length, done_length, data_cursor, first_rates = max(1, lengths(c).warmup), 0, 0, []
     for _ in range(FIRST):
-        size = c.batches.at(cursor)
-        cursor += size
-        done += size * c.model.sequence_length if c.schedule.by_tokens else 1
-        rates.append(c.optimizer.lr * min(1.0, done / warmup))
-    return sum(rates) / FIRST
+        batch_size = c.batches.at(data_cursor)
+        data_cursor += batch_size
+        done_length += batch_size * c.model.sequence_length if c.schedule.by_tokens else 1
+        first_rates.append(c.optimizer.lr * min(1.0, done_length / warmup_length))
+    return sum(first_rates) / FIRST
 
 
 # The schedule
@@ -112,15 +281,15 @@ def first_rate(c: RunConfig) -> float:
 
 def warmup_outlasts_run(c: RunConfig) -> Hint | None:
     """The peak rate is never reached."""
-    of = lengths(c)
-    end, setting = of.run, of.setting
-    if c.schedule.kind != "constant" and of.total < end:
-        end, setting = of.total, f"schedule.total_{of.unit}={of.total}"
-    if of.warmup < end:
+    spans = lengths(c)
+    run_end, end_setting = spans.run, spans.setting
+    if c.schedule.kind != "constant" and spans.total < run_end:
+        run_end, end_setting = spans.total, f"schedule.total_{spans.unit}={spans.total}"
+    if spans.warmup < run_end:
         return None
     return Hint(
-        f"schedule.warmup_{of.unit}={of.warmup}",
-        f"not below {setting}, so the learning rate never reaches its peak or skips its decay",
+        f"schedule.warmup_{spans.unit}={spans.warmup}",
+        f"not below {end_setting}, so the learning rate never reaches its peak or skips its decay",
         f"375M tokens in {GPT3}; 2,000 steps in {LLAMA}",
         "a shorter warm-up, or more steps",
     )
@@ -144,28 +313,28 @@ def data_warmup_outlasts_run(c: RunConfig) -> Hint | None:
 
 def schedule_ends_early(c: RunConfig) -> Hint | None:
     """The run trains on at the lowest rate."""
-    of = lengths(c)
-    if c.schedule.kind == "constant" or of.total >= EARLY * of.run:
+    spans = lengths(c)
+    if c.schedule.kind == "constant" or spans.total >= EARLY * spans.run:
         return None
     return Hint(
-        f"schedule.total_{of.unit}={of.total}",
-        f"the last {of.run - of.total} of {of.setting} have {c.schedule.floor:g} of the peak rate",
+        f"schedule.total_{spans.unit}={spans.total}",
+        f"the last {spans.run - spans.total} of {spans.setting} have {c.schedule.floor:g} of the peak rate",
         f"the best schedule is as long as the run: {CHINCHILLA}",
-        f"schedule.total_{of.unit}=null or {of.run}",
+        f"schedule.total_{spans.unit}=null or {spans.run}",
     )
 
 
 def schedule_outlasts_run(c: RunConfig) -> Hint | None:
     """The run ends at a high rate."""
-    of = lengths(c)
-    if c.schedule.kind == "constant" or of.total <= OUTLASTS * of.run:
+    spans = lengths(c)
+    if c.schedule.kind == "constant" or spans.total <= OUTLASTS * spans.run:
         return None
     return Hint(
-        f"schedule.total_{of.unit}={of.total}",
-        f"{of.total / of.run:.2g} times {of.setting}: the run ends before the decay does, which costs loss beyond "
-        f"{OUTLASTS:g} times",
+        f"schedule.total_{spans.unit}={spans.total}",
+        f"{spans.total / spans.run:.2g} times {spans.setting}: the run ends before the decay does, which costs "
+        f"loss beyond {OUTLASTS:g} times",
         CHINCHILLA,
-        f"schedule.total_{of.unit}=null, or kind=wsd and a decay later (megastable checkpoint branch)",
+        f"schedule.total_{spans.unit}=null, or kind=wsd and a decay later (megastable checkpoint branch)",
     )
 
 
@@ -183,15 +352,16 @@ def no_decay(c: RunConfig) -> Hint | None:
 
 def no_constant_phase(c: RunConfig) -> Hint | None:
     """The final decay of `wsd` takes the whole run."""
-    of = lengths(c)
-    room = of.total - of.warmup
-    if c.schedule.kind != "wsd" or of.decay is None or of.decay <= room:
+    spans = lengths(c)
+    decay_room = spans.total - spans.warmup
+    if c.schedule.kind != "wsd" or spans.decay is None or spans.decay <= decay_room:
         return None
     return Hint(
-        f"schedule.decay_{of.unit}={of.decay}",
-        f"only {max(0, room)} {of.unit} follow the warm-up: the decay is shortened to them, and no rate is constant",
+        f"schedule.decay_{spans.unit}={spans.decay}",
+        f"only {max(0, decay_room)} {spans.unit} follow the warm-up: the decay is shortened to them, and no "
+        "rate is constant",
         "a tenth of the run suffices: arXiv:2404.06395, section 4; a fifth at most: arXiv:2405.18392, section 3",
-        f"a shorter schedule.decay_{of.unit}",
+        f"a shorter schedule.decay_{spans.unit}",
     )
 
 
@@ -201,20 +371,25 @@ def no_constant_phase(c: RunConfig) -> Hint | None:
 def decay_of_weights(c: RunConfig) -> Hint | None:
     """None or hardly any, or so much that weights cannot be learnt."""
     o = c.optimizer
-    if (product := o.lr * o.weight_decay) >= 1:
-        effect = f"times optimizer.lr={o.lr:g} it is {product:.2g}: from 1 on every update turns the sign of a weight"
+    if (rate_times_decay := o.lr * o.weight_decay) >= 1:
+        decay_effect = (
+            f"times optimizer.lr={o.lr:g} it is {rate_times_decay:.2g}: from 1 on every update turns the sign of a "
+            "weight"
+        )
         return Hint(
             f"optimizer.weight_decay={o.weight_decay:g}",
-            effect,
+            decay_effect,
             "arXiv:1711.05101, algorithm 2",
             "less of both",
         )
     if LEAST_DECAY <= o.weight_decay <= MOST_DECAY:
         return None
-    growth = "weights grow without bound, and bf16 runs have diverged"
-    effect, source = (
+    growth_effect = "weights grow without bound, and bf16 runs have diverged"
+    decay_effect, effect_source = (
         (
-            growth if o.weight_decay == 0 else f"below {LEAST_DECAY:g} it is nearly none: {growth}",
+            growth_effect
+            if o.weight_decay == 0
+            else f"below {LEAST_DECAY:g} it is nearly none: {growth_effect}",
             "arXiv:2310.04415, section 4",
         )
         if o.weight_decay < LEAST_DECAY
@@ -222,8 +397,8 @@ def decay_of_weights(c: RunConfig) -> Hint | None:
     )
     return Hint(
         f"optimizer.weight_decay={o.weight_decay:g}",
-        effect,
-        f"{source}; 0.1 in {LLAMA}",
+        decay_effect,
+        f"{effect_source}; 0.1 in {LLAMA}",
         "optimizer.weight_decay=0.1",
     )
 
@@ -248,10 +423,10 @@ def no_checkpoints(c: RunConfig) -> Hint | None:
     """A crash loses the whole run."""
     if c.checkpoint.interval:
         return None
-    written = "only one is written, at the end" if c.checkpoint.at_end else "none is written"
+    written_ones = "only one is written, at the end" if c.checkpoint.at_end else "none is written"
     return Hint(
         "checkpoint.interval=0",
-        f"{written}: a crash loses the run, and a spike has no healthy checkpoint to return to",
+        f"{written_ones}: a crash loses the run, and a spike has no healthy checkpoint to return to",
         "419 interruptions in 54 days: Llama 3, arXiv:2407.21783, section 3.3.4",
         "checkpoint.interval, e.g. 500 or 30min",
     )
@@ -274,42 +449,45 @@ def no_evaluation(c: RunConfig) -> Hint | None:
 
 def first_updates(c: RunConfig) -> Hint | None:
     """The first updates are too large for the initial weights, or there is no warm-up."""
-    of, lr = lengths(c), first_rate(c)
-    setting = f"schedule.warmup_{of.unit}={of.warmup}"
-    std = matrix_std(c.model)
-    change = lr / c.model.width_ratio * math.sqrt(c.model.hidden) / (2 * std)
-    each = c.batches.at(0) * c.model.sequence_length if c.schedule.by_tokens else 1
-    thumb = math.ceil(each * 2 / max(1 - c.optimizer.betas[1], 1e-9))
-    if change >= CHANGE:
+    spans, mean_rate = lengths(c), first_rate(c)
+    warmup_setting = f"schedule.warmup_{spans.unit}={spans.warmup}"
+    initial_std = matrix_std(c.model)
+    output_change = mean_rate / c.model.width_ratio * math.sqrt(c.model.hidden) / (2 * initial_std)
+    update_length = c.batches.at(0) * c.model.sequence_length if c.schedule.by_tokens else 1
+    warmup_by_thumb = math.ceil(update_length * 2 / max(1 - c.optimizer.betas[1], 1e-9))
+    if output_change >= CHANGE:
+        longer_warmup = math.ceil(min(spans.warmup * output_change / CHANGE, 1e15))
         return Hint(
-            setting,
-            f"the first {FIRST} updates have a mean rate of {lr:.2g}: with weights of {std:g} and a width "
-            f"of {c.model.hidden} each may change what a layer puts out by {change:.2f} times itself, limit {CHANGE:g}",
+            warmup_setting,
+            f"the first {FIRST} updates have a mean rate of {mean_rate:.2g}: with weights of {initial_std:g} "
+            "and a width "
+            f"of {c.model.hidden} each may change what a layer puts out by {output_change:.2f} times itself, "
+            f"limit {CHANGE:g}",
             "measured: docs/stability-method.md, warnings at the start",
-            f"schedule.warmup_{of.unit}={max(thumb, math.ceil(min(of.warmup * change / CHANGE, 1e15)))} or more, "
+            f"schedule.warmup_{spans.unit}={max(warmup_by_thumb, longer_warmup)} or more, "
             "or a lower optimizer.lr",
         )
-    if of.warmup:
+    if spans.warmup:
         return None
     return Hint(
-        setting,
+        warmup_setting,
         "no warm-up: the second moment of the first updates is that of a few batches, and high rates diverge sooner",
         f"{PROXIES} 3.2.1",
-        f"schedule.warmup_{of.unit}={thumb} (2 / (1 - beta2) updates, arXiv:1910.04209) or more",
+        f"schedule.warmup_{spans.unit}={warmup_by_thumb} (2 / (1 - beta2) updates, arXiv:1910.04209) or more",
     )
 
 
 def peak_rate(c: RunConfig) -> Hint | None:
     """The peak rate against a scaling law."""
-    best = best_rate(c) * c.model.width_ratio  # by which muP divides the rate of the blocks' matrices
-    if c.optimizer.lr <= ABOVE_LAW * best:
+    law_rate = best_rate(c) * c.model.width_ratio  # by which muP divides the rate of the blocks' matrices
+    if c.optimizer.lr <= ABOVE_LAW * law_rate:
         return None
     return Hint(
         f"optimizer.lr={c.optimizer.lr:g}",
-        f"{c.optimizer.lr / best:.2g} times {best:.2g}, the best rate of AdamW for the {compute(c):.1e} FLOP of this "
-        f"run (limit {ABOVE_LAW:g} times): it diverges or ends at a higher loss",
+        f"{c.optimizer.lr / law_rate:.2g} times {law_rate:.2g}, the best rate of AdamW for the {compute(c):.1e} "
+        f"FLOP of this run (limit {ABOVE_LAW:g} times): it diverges or ends at a higher loss",
         "DeepSeek LLM, arXiv:2401.02954, section 3.1: 0.3118 C^-0.125",
-        f"optimizer.lr={best:.2g} or less",
+        f"optimizer.lr={law_rate:.2g} or less",
     )
 
 
@@ -327,13 +505,13 @@ def rate_without_qk_norm(c: RunConfig) -> Hint | None:
 
 def stale_second_moment(c: RunConfig) -> Hint | None:
     """A long memory in runs of few, large updates."""
-    beta2, batch = c.optimizer.betas[1], tokens(c)
-    if beta2 <= LONG_MEMORY or batch < LARGE_BATCH:
+    beta2, batch_tokens = c.optimizer.betas[1], tokens(c)
+    if beta2 <= LONG_MEMORY or batch_tokens < LARGE_BATCH:
         return None
     return Hint(
         f"optimizer.betas=[{c.optimizer.betas[0]:g}, {beta2:g}]",
-        f"the second moment is a mean over {1 / max(1 - beta2, 1e-9):.0f} updates, of {batch / 1e6:.2g}M tokens each: "
-        "when gradients grow it is stale and too small, and updates too large: the loss spikes",
+        f"the second moment is a mean over {1 / max(1 - beta2, 1e-9):.0f} updates, of {batch_tokens / 1e6:.2g}M "
+        "tokens each: when gradients grow it is stale and too small, and updates too large: the loss spikes",
         f"Wortsman et al., arXiv:2304.13013, section 3; 0.95 in {GPT3}, and {LLAMA}",
         "optimizer.betas=[0.9, 0.95]",
     )
@@ -356,7 +534,9 @@ def epsilon(c: RunConfig) -> Hint | None:
 
 RULES: tuple[Rule, ...] = (
     warmup_outlasts_run, data_warmup_outlasts_run, schedule_ends_early, schedule_outlasts_run, no_decay,
-    no_constant_phase, *model_lint.RULES, decay_of_weights, clipping, no_checkpoints, no_evaluation,
+    no_constant_phase, fp16_without_qk_norm, no_z_loss, tied_and_large, depth_norm_without_xavier, branches_never_grown,
+    norm_of_nothing, window_of_everything, clip_of_capped_logits, dropout_of_fresh_data, decay_of_weights, clipping,
+    no_checkpoints, no_evaluation,
 )  # fmt: skip
 # Rules whose thresholds are for a certain kind of update, with the optimizers that make it: of the size of the rate;
 # of about its size (Muon's is matched to AdamW's, arXiv:2502.16982); divided by the root of a second moment.

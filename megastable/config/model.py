@@ -11,7 +11,7 @@ from megastable_guard.section import Fraction, Section
 
 
 class RopeScalingConfig(Section):
-    """Rotary embeddings for texts longer than those a model was first trained on (model/rope.py).
+    """Rotary embeddings for texts longer than those a model was first trained on (model/attention.py).
 
     `linear` divides every frequency by `factor` (arXiv:2306.15595). `llama3` (Llama 3.1, arXiv:2407.21783) divides
     those with fewer than `low_freq_factor` turns in `original_length` positions, keeps those with more than
@@ -38,15 +38,17 @@ class RopeScalingConfig(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> RopeScalingConfig:
-        for name, field in type(self).model_fields.items():
-            if name not in _ROPE_KEYS[self.kind] and getattr(self, name) != field.default:
-                has = ", ".join(sorted(_ROPE_KEYS[self.kind] - {"kind"}))
-                raise ValueError(f"kind={self.kind} has no {name}, only {has}: leave it out")
+        for key_name, key_field in type(self).model_fields.items():
+            if key_name not in _ROPE_KEYS[self.kind] and getattr(self, key_name) != key_field.default:
+                known_keys = ", ".join(sorted(_ROPE_KEYS[self.kind] - {"kind"}))
+                raise ValueError(f"kind={self.kind} has no {key_name}, only {known_keys}: leave it out")
         if self.kind != "linear" and self.original_length is None:
             raise ValueError(f"kind={self.kind} needs original_length, the length before it was scaled")
-        for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
-            if getattr(self, low) >= getattr(self, high):
-                raise ValueError(f"{low}={getattr(self, low):g} must be below {high}={getattr(self, high):g}")
+        for low_key, high_key in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
+            if getattr(self, low_key) >= getattr(self, high_key):
+                raise ValueError(
+                    f"{low_key}={getattr(self, low_key):g} must be below {high_key}={getattr(self, high_key):g}"
+                )
         return self
 
 
@@ -200,8 +202,8 @@ class ModelConfig(Section):
 
     def window_of(self, block: int) -> int | None:
         """The sliding window of a block, [tokens]; None: it attends to all."""
-        every = self.full_attention_every
-        return None if every and (block + 1) % every == 0 else self.window
+        full_every = self.full_attention_every
+        return None if full_every and (block + 1) % full_every == 0 else self.window
 
     def placement_of(self, block: int) -> str:
         """Where a block has its norms: "before", "after", "both", or "sum", "deep", "branch" (of the sum)."""

@@ -13,9 +13,8 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from megastable.base.errors import ConfigError
-from megastable.base.installation import IS_CHECKOUT, ROOT
-from megastable.config.keys import Key, all_keys, key_at, section_at
-from megastable.config.other_names import known_elsewhere
+from megastable.base.process import IS_CHECKOUT, ROOT
+from megastable.config.keys import Key, all_keys, key_at, known_elsewhere, section_at
 from megastable.config.tree import RunConfig
 from megastable_guard.section import BEYOND_RANGE, BOOL_FOR_ANOTHER_KIND
 
@@ -26,67 +25,69 @@ SHIPPED = Path(__file__).resolve().parents[1] / "shipped"
 def find(path: str | Path) -> Path:
     """`path` from the working directory, or else from the checkout, or of what comes along: recipes work from anywhere,
     also without a checkout."""
-    given = Path(path)
+    given_path = Path(path)
     # Beside an installed package lie those of others.
-    bases = [ROOT, SHIPPED] if IS_CHECKOUT else [SHIPPED]
-    found = (base / given for base in bases if (base / given).exists())
-    return given if given.exists() or given.is_absolute() else next(found, given)
+    base_folders = [ROOT, SHIPPED] if IS_CHECKOUT else [SHIPPED]
+    existing_paths = (
+        base_folder / given_path for base_folder in base_folders if (base_folder / given_path).exists()
+    )
+    return given_path if given_path.exists() or given_path.is_absolute() else next(existing_paths, given_path)
 
 
 def shipped(folder: str) -> str:
     """The names of the files that come along in a folder, for messages."""
-    return ", ".join(f"{folder}/{path.name}" for path in sorted((SHIPPED / folder).iterdir()))
+    return ", ".join(f"{folder}/{file_path.name}" for file_path in sorted((SHIPPED / folder).iterdir()))
 
 
 class _Loader(yaml.SafeLoader):
     """YAML with unique keys: the plain loader silently keeps the last duplicate."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
+        seen_keys: set[str] = set()
         for key_node, _ in node.value:
-            if key_node.value in seen:
+            if key_node.value in seen_keys:
                 raise yaml.constructor.ConstructorError(
                     None, None, f"the key {key_node.value!r} stands here twice", key_node.start_mark
                 )
-            seen.add(str(key_node.value))
+            seen_keys.add(str(key_node.value))
         return super().construct_mapping(node, deep)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file; `ConfigError` with line and column if it is not one."""
     try:
-        content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+        yaml_content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such recipe; these come along: {shipped('launch/recipes')}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not valid YAML: {error}") from None
-    if content is None:
+    except (OSError, UnicodeDecodeError) as read_error:
+        raise ConfigError(f"{path}: cannot be read: {read_error}") from None
+    except yaml.YAMLError as read_error:
+        raise ConfigError(f"{path}: not valid YAML: {read_error}") from None
+    if yaml_content is None:
         return {}
-    if not isinstance(content, dict):
+    if not isinstance(yaml_content, dict):
         raise ConfigError(
-            f"{path}: expected keys such as 'model:' at the top, found a {type(content).__name__}"
+            f"{path}: expected keys such as 'model:' at the top, found a {type(yaml_content).__name__}"
         )
-    return content
+    return yaml_content
 
 
 def load(recipe: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a recipe, apply overrides in order, validate. Raises ConfigError."""
-    path = find(recipe)
-    tree = read_yaml(path)
-    if not (tree or overrides):
+    recipe_path = find(recipe)
+    recipe_tree = read_yaml(recipe_path)
+    if not (recipe_tree or overrides):
         raise ConfigError(
             f"{recipe} is empty: it names no model and no corpus; these come along: {shipped('launch/recipes')}"
         )
-    if "manifests" in tree and isinstance(tree.get("config"), dict):
-        tree = tree["config"]  # the frozen recipe of a run directory
-        if (path.parent / "checkpoints").is_dir():
+    if "manifests" in recipe_tree and isinstance(recipe_tree.get("config"), dict):
+        recipe_tree = recipe_tree["config"]  # the frozen recipe of a run directory
+        if (recipe_path.parent / "checkpoints").is_dir():
             # The run directory is where its recipe is: a copied one is a run of its own.
-            override(tree, f"run.dir={json.dumps(str(path.parent))}")
+            override(recipe_tree, f"run.dir={json.dumps(str(recipe_path.parent))}")
     for assignment in overrides:
-        override(tree, assignment)
-    return validate(tree, str(path))
+        override(recipe_tree, assignment)
+    return validate(recipe_tree, str(recipe_path))
 
 
 def validate(tree: dict[str, Any], where: str) -> RunConfig:
@@ -100,29 +101,33 @@ def validate(tree: dict[str, Any], where: str) -> RunConfig:
 
 def explain(detail: ErrorDetails) -> list[str]:
     """The message lines for one of pydantic's errors; more than one if a whole section is unknown."""
-    location, kind, message = [str(part) for part in detail["loc"]], detail["type"], detail["msg"]
-    given = repr(detail["input"])
-    if kind in ("extra_forbidden", "invalid_key"):  # the second: a number
+    location, error_kind, message = (
+        [str(path_part) for path_part in detail["loc"]],
+        detail["type"],
+        detail["msg"],
+    )
+    given_text = repr(detail["input"])
+    if error_kind in ("extra_forbidden", "invalid_key"):  # the second: a number
         return list(_unknown(location, detail["input"]))
-    if kind == BOOL_FOR_ANOTHER_KIND:
-        location, given = [*location, detail["ctx"]["name"]], detail["ctx"]["given"]
-    path, key = ".".join(location), key_at(location)
-    if kind == "value_error":  # raised by a rule of the tree
+    if error_kind == BOOL_FOR_ANOTHER_KIND:
+        location, given_text = [*location, detail["ctx"]["name"]], detail["ctx"]["given"]
+    path, nearest_key = ".".join(location), key_at(location)
+    if error_kind == "value_error":  # raised by a rule of the tree
         message = message.removeprefix("Value error, ")
         return [f"{path}: {message}" if path else message]
-    if key is None:
-        return [f"{path}={given}: {message}"]
-    if kind == "missing":
-        return [f"{path}: missing, e.g. {key.example}"]
-    if kind == BEYOND_RANGE:
-        return [f"{path}={given}: {message}, e.g. {key.example}"]
-    words = key.expected
-    if kind == "finite_number":
-        words = words.replace("number", "finite number", 1)
-    if words.startswith(("whole number", "number", "finite number", "path")):
-        words = f"a {words}"
-    of = "" if key.path == path else f" {key.path} to be"
-    return [f"{path}={given}: expected{of} {words}, e.g. {key.example}"]
+    if nearest_key is None:
+        return [f"{path}={given_text}: {message}"]
+    if error_kind == "missing":
+        return [f"{path}: missing, e.g. {nearest_key.example}"]
+    if error_kind == BEYOND_RANGE:
+        return [f"{path}={given_text}: {message}, e.g. {nearest_key.example}"]
+    expected_words = nearest_key.expected
+    if error_kind == "finite_number":
+        expected_words = expected_words.replace("number", "finite number", 1)
+    if expected_words.startswith(("whole number", "number", "finite number", "path")):
+        expected_words = f"a {expected_words}"
+    meant_key = "" if nearest_key.path == path else f" {nearest_key.path} to be"
+    return [f"{path}={given_text}: expected{meant_key} {expected_words}, e.g. {nearest_key.example}"]
 
 
 CHOICES = ("kind", "type")  # as other trainers choose an optimizer by
@@ -131,93 +136,97 @@ CHOICES = ("kind", "type")  # as other trainers choose an optimizer by
 def _unknown(location: Sequence[str], given: Any) -> Iterator[str]:
     """The key that an unknown key may have meant."""
     path, name = ".".join(location), location[-1]
-    inside = given if isinstance(given, dict) else {}
-    known = [str(child) for child in inside if known_elsewhere(str(child))]
-    below = (line for child in known for line in _unknown([*location, child], inside[child]))
-    if there := known_elsewhere("optim" if location[0] == "optimizer" and name in CHOICES else name):
-        if not there.ours:
-            yield f"{path}: no such key: {there.note}"
+    inner_keys = given if isinstance(given, dict) else {}
+    known_children = [str(child_name) for child_name in inner_keys if known_elsewhere(str(child_name))]
+    lines_below = (
+        line
+        for child_name in known_children
+        for line in _unknown([*location, child_name], inner_keys[child_name])
+    )
+    if other_name := known_elsewhere("optim" if location[0] == "optimizer" and name in CHOICES else name):
+        if not other_name.ours:
+            yield f"{path}: no such key: {other_name.note}"
             return
-        key, _, value = there.ours.partition("=")
-        found = key_at(key.split("."))
-        example = "" if value or found is None else f" e.g. {found.example}"
-        note = f" ({there.note})" if there.note else ""
-        if value and (given is False or inside.get("enabled") is False):
-            yield f"{path}: unknown key; when true it stands for {there.ours}: leave it out"
+        own_name, _, ours = other_name.ours.partition("=")
+        own_key = key_at(own_name.split("."))
+        key_example = "" if ours or own_key is None else f" e.g. {own_key.example}"
+        note = f" ({other_name.note})" if other_name.note else ""
+        if ours and (given is False or inner_keys.get("enabled") is False):
+            yield f"{path}: unknown key; when true it stands for {other_name.ours}: leave it out"
             return
-        yield f"{path}: unknown key; did you mean {there.ours}?{note}{example}"
-        yield from below
+        yield f"{path}: unknown key; did you mean {other_name.ours}?{note}{key_example}"
+        yield from lines_below
         return
     # A section of another trainer, whose keys may be known.
-    yield from below
-    if known and len(known) == len(inside):
+    yield from lines_below
+    if known_children and len(known_children) == len(inner_keys):
         return
-    siblings = keys_beside(location)
-    near = difflib.get_close_matches(name, siblings, n=1)
-    keys = [siblings[n] for n in near] or _elsewhere(name)
-    if not keys:
-        yield f"{path}: unknown key; known here: {', '.join(siblings)}"
+    sibling_keys = keys_beside(location)
+    near_names = difflib.get_close_matches(name, sibling_keys, n=1)
+    near_keys = [sibling_keys[n] for n in near_names] or _elsewhere(name)
+    if not near_keys:
+        yield f"{path}: unknown key; known here: {', '.join(sibling_keys)}"
         return
-    example = f" e.g. {keys[0].example}" if len(keys) == 1 else ""
-    yield f"{path}: unknown key; did you mean {' or '.join(key.path for key in keys)}?{example}"
+    key_example = f" e.g. {near_keys[0].example}" if len(near_keys) == 1 else ""
+    yield f"{path}: unknown key; did you mean {' or '.join(own_name.path for own_name in near_keys)}?{key_example}"
 
 
 def keys_beside(location: Sequence[str]) -> dict[str, Key]:
     """The existing keys beside an unknown one, by name."""
     *parents, _ = location
     return {
-        name: Key(".".join((*parents, name)), field)
-        for name, field in section_at(parents).model_fields.items()
+        sibling_name: Key(".".join((*parents, sibling_name)), sibling_field)
+        for sibling_name, sibling_field in section_at(parents).model_fields.items()
     }
 
 
 def _elsewhere(name: str) -> list[Key]:
     """Keys of other sections with this name, or a similar one."""
-    keys = all_keys()
-    best = difflib.get_close_matches(name, [key.name for key in keys], n=1, cutoff=0.8)
-    return [key for key in keys if key.name in best]
+    tree_keys = all_keys()
+    best_names = difflib.get_close_matches(name, [any_key.name for any_key in tree_keys], n=1, cutoff=0.8)
+    return [any_key for any_key in tree_keys if any_key.name in best_names]
 
 
 def override(tree: dict[str, Any], assignment: str) -> None:
     """Put one `a.b.c=value` into `tree`; the value is read as YAML."""
-    key, equals, text = assignment.partition("=")
-    if not equals or not all(key.split(".")):
+    dotted_key, equals, value_text = assignment.partition("=")
+    if not equals or not all(dotted_key.split(".")):
         raise ConfigError(f"{assignment!r}: an override is written key=value, e.g. model.layers=12")
     try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{assignment!r}: the value is not valid YAML: {error}") from None
-    *parents, last = key.split(".")
-    node: Any = tree
-    for depth in range(len(parents)):
-        node = _child(node, parents[: depth + 1])
-    if isinstance(node, list):
-        node[_index(node, last, key)] = value
+        new_value = yaml.safe_load(value_text)
+    except yaml.YAMLError as yaml_error:
+        raise ConfigError(f"{assignment!r}: the value is not valid YAML: {yaml_error}") from None
+    *parent_names, last_name = dotted_key.split(".")
+    tree_node: Any = tree
+    for path_depth in range(len(parent_names)):
+        tree_node = _child(tree_node, parent_names[: path_depth + 1])
+    if isinstance(tree_node, list):
+        tree_node[_index(tree_node, last_name, dotted_key)] = new_value
         return
-    word = section_at(parents).in_a_word.get(last)
-    if word is not None and isinstance(node.get(last), dict):
-        if value is True:
+    short_key = section_at(parent_names).in_a_word.get(last_name)
+    if short_key is not None and isinstance(tree_node.get(last_name), dict):
+        if new_value is True:
             return
-        if isinstance(value, str) and value not in ("off", "none"):
-            node[last][word] = value  # the other keys stay
+        if isinstance(new_value, str) and new_value not in ("off", "none"):
+            tree_node[last_name][short_key] = new_value  # the other keys stay
             return
-    node[last] = value
+    tree_node[last_name] = new_value
 
 
 def _child(node: Any, path: Sequence[str]) -> Any:
-    *parents, name = path
+    *parent_names, child_name = path
     if isinstance(node, list):
-        child = node[_index(node, name, ".".join(path))]
+        child_node = node[_index(node, child_name, ".".join(path))]
     else:
-        child = node.setdefault(name, {})
-        word = section_at(parents).in_a_word.get(name)
-        if child is None or (word is not None and child in (True, False, "off", "none")):
-            child = node[name] = {}
-        elif word is not None and isinstance(child, str):
-            child = node[name] = {word: child}
-    if not isinstance(child, dict | list):
-        raise ConfigError(f"{'.'.join(path)} is a value ({child!r}), it has no keys below it")
-    return child
+        child_node = node.setdefault(child_name, {})
+        short_key = section_at(parent_names).in_a_word.get(child_name)
+        if child_node is None or (short_key is not None and child_node in (True, False, "off", "none")):
+            child_node = node[child_name] = {}
+        elif short_key is not None and isinstance(child_node, str):
+            child_node = node[child_name] = {short_key: child_node}
+    if not isinstance(child_node, dict | list):
+        raise ConfigError(f"{'.'.join(path)} is a value ({child_node!r}), it has no keys below it")
+    return child_node
 
 
 def _index(node: list[Any], name: str, path: str) -> int:

@@ -22,133 +22,137 @@ def impossible(
     m: ModelConfig, p: ParallelConfig, precision: PrecisionConfig, o: OptimizerConfig, train: TrainConfig
 ) -> list[str]:
     """Impossible combinations, and those that DeepSpeed 0.19.8 gets wrong; each with its key and its remedy."""
-    bad = []
-    for key, size in (("heads", m.heads), ("kv_heads", m.key_value_heads), ("ffn", m.ffn_width)):
-        if size % p.tensor:
-            bad.append(f"parallel.tensor={p.tensor} does not divide model.{key}={size}: change one of them")
+    problems = []
+    for size_key, key_size in (("heads", m.heads), ("kv_heads", m.key_value_heads), ("ffn", m.ffn_width)):
+        if key_size % p.tensor:
+            problems.append(
+                f"parallel.tensor={p.tensor} does not divide model.{size_key}={key_size}: change one of them"
+            )
     if m.vocab_multiple % p.tensor:
-        bad.append(
+        problems.append(
             f"parallel.tensor={p.tensor} does not divide model.vocab_multiple={m.vocab_multiple}: the padded "
             "vocabulary is shared out by it; set vocab_multiple to a multiple of parallel.tensor"
         )
     if p.context > 1 and m.heads % (p.tensor * p.context):
-        bad.append(
+        problems.append(
             f"parallel.context={p.context} x parallel.tensor={p.tensor} does not divide model.heads={m.heads}: "
             "attention shares the heads out over both; change one of them"
         )
     if m.sequence_length % p.context:
-        bad.append(
+        problems.append(
             f"parallel.context={p.context} does not divide model.sequence_length={m.sequence_length}: change one of "
             "them"
         )
     if p.pipeline > m.layers:
-        bad.append(
+        problems.append(
             f"parallel.pipeline={p.pipeline} needs at least one block a stage, and model.layers={m.layers}: "
             "use fewer stages"
         )
     if p.sequence and p.tensor == 1:
-        bad.append(
+        problems.append(
             "parallel.sequence shares the sequence out over the tensor group: set parallel.tensor above 1"
         )
     if p.sequence and m.sequence_length % p.context == 0 and m.sequence_length // p.context % p.tensor:
-        of = f" / parallel.context={p.context}" if p.context > 1 else ""
-        bad.append(
+        context_text = f" / parallel.context={p.context}" if p.context > 1 else ""
+        problems.append(
             f"parallel.sequence: parallel.tensor={p.tensor} does not divide "
-            f"model.sequence_length={m.sequence_length}{of}: change one of them"
+            f"model.sequence_length={m.sequence_length}{context_text}: change one of them"
         )
     if p.pipeline > 1 and p.zero > 1:
-        bad.append(
+        problems.append(
             f"parallel.zero={p.zero} with parallel.pipeline={p.pipeline}: DeepSpeed's pipeline keeps whole gradients; "
             "use parallel.zero=1 or parallel.pipeline=1"
         )
     if precision.fp8 is not None:
-        bad += _impossible_fp8(precision.fp8, precision.kind, m.layers)
+        problems += _impossible_fp8(precision.fp8, precision.kind, m.layers)
     if p.zero == 0:
-        bad.append(
+        problems.append(
             "parallel.zero=0: DeepSpeed's wrappers without ZeRO have no gradient norm (fp32), sum in bf16 (bf16), "
             "or divide by a loss scale that they never multiplied by (fp16); use parallel.zero=1, which costs nothing "
             "on one data-parallel rank"
         )
     if train.global_batch % train.micro_batch:
-        bad.append(
+        problems.append(
             f"train.micro_batch={train.micro_batch} does not divide train.global_batch={train.global_batch}: "
             "change one of them"
         )
-    bad += _impossible_warmups(train, m.sequence_length)
-    bad += _impossible_optimizer(o) + _impossible_clipping(o, m, p, precision.kind)
+    problems += _impossible_warmups(train, m.sequence_length)
+    problems += _impossible_optimizer(o) + _impossible_clipping(o, m, p, precision.kind)
     if o.qk_clip is not None and m.qk_norm:
-        bad.append(
+        problems.append(
             f"optimizer.qk_clip={o.qk_clip:g} with model.qk_norm={json.dumps(m.qk_norm)}: queries and keys are normed "
             "after their weights, so scaling these has no effect, and the norm bounds the logits already; leave "
             "optimizer.qk_clip out, or set model.qk_norm=false"
         )
     if m.mup is not None and o.name not in ADAM_LIKE:
-        bad.append(
+        problems.append(
             f"model.mup with optimizer.name={o.name}: its rates are those of Adam; use {', '.join(ADAM_LIKE)}, or "
             "leave model.mup out"
         )
-    return bad
+    return problems
 
 
 def _impossible_warmups(train: TrainConfig, sequence_length: int) -> list[str]:
     """What is wrong with the warm-ups of a configuration, each with its remedy."""
-    bad, full = [], sequence_length
-    if (batch := train.batch_warmup) is not None:
-        increment = batch.increment or batch.start
-        if batch.start >= train.global_batch or (train.global_batch - batch.start) % increment:
-            bad.append(
-                f"train.batch_warmup: from start={batch.start} by {increment} the batch never grows to "
+    problems, full_length = [], sequence_length
+    if (batch_warmup := train.batch_warmup) is not None:
+        increment = batch_warmup.increment or batch_warmup.start
+        if batch_warmup.start >= train.global_batch or (train.global_batch - batch_warmup.start) % increment:
+            problems.append(
+                f"train.batch_warmup: from start={batch_warmup.start} by {increment} the batch never grows to "
                 f"train.global_batch={train.global_batch}: choose a start below it, and an increment that divides the "
                 "difference"
             )
-        elif batch.start % train.micro_batch or increment % train.micro_batch:
-            bad.append(
-                f"train.batch_warmup: train.micro_batch={train.micro_batch} does not divide start={batch.start} and "
-                f"the increment of {increment}: change one of them"
+        elif batch_warmup.start % train.micro_batch or increment % train.micro_batch:
+            problems.append(
+                f"train.batch_warmup: train.micro_batch={train.micro_batch} does not divide "
+                f"start={batch_warmup.start} and the increment of {increment}: change one of them"
             )
-    if (sequence := train.sequence_warmup) is not None:
-        times, rest = divmod(full, sequence.start)
-        if rest or times < 2 or times & (times - 1):
-            halved = [str(full >> i) for i in range(1, 8) if full % (1 << i) == 0]
-            known = (
-                f"one of {', '.join(halved)}" if halved else "another sequence length, which can be halved"
+    if (sequence_warmup := train.sequence_warmup) is not None:
+        length_ratio, left_over = divmod(full_length, sequence_warmup.start)
+        if left_over or length_ratio < 2 or length_ratio & (length_ratio - 1):
+            halved_lengths = [str(full_length >> i) for i in range(1, 8) if full_length % (1 << i) == 0]
+            known_lengths = (
+                f"one of {', '.join(halved_lengths)}"
+                if halved_lengths
+                else "another sequence length, which can be halved"
             )
-            bad.append(
-                f"train.sequence_warmup.start={sequence.start}: model.sequence_length={full} must be start times a "
-                f"power of 2: choose {known}"
+            problems.append(
+                f"train.sequence_warmup.start={sequence_warmup.start}: model.sequence_length={full_length} must "
+                f"be start times a power of 2: choose {known_lengths}"
             )
-    return bad
+    return problems
 
 
 def _impossible_optimizer(o: OptimizerConfig) -> list[str]:
-    bad = []
+    problems = []
     if o.betas[0] >= 1 or o.betas[1] >= 1:
-        bad.append(f"optimizer.betas={list(o.betas)}: both must be below 1")
+        problems.append(f"optimizer.betas={list(o.betas)}: both must be below 1")
     if o.moments == "bf16" and not o.reads("moments"):
-        bad.append(
+        problems.append(
             f"optimizer.moments=bf16 with optimizer.name={o.name}: only adamw keeps its moments in bf16; leave "
             "optimizer.moments out"
         )
     if o.momentum == 1:
-        bad.append("optimizer.momentum=1: must be below 1")
+        problems.append("optimizer.momentum=1: must be below 1")
     if o.momentum is not None and not o.reads("momentum"):
-        bad.append(
+        problems.append(
             f"optimizer.momentum={o.momentum:g} with optimizer.name={o.name}: only sgd and muon have it; leave it out"
         )
     if o.name == "spam" and o.spam.warmup > o.spam.interval:
-        bad.append(
+        problems.append(
             f"optimizer.spam.warmup={o.spam.warmup} is longer than optimizer.spam.interval={o.spam.interval}: the rate "
             "would never be reached; shorten the warm-up"
         )
     if o.stable_spam.max_decay >= 1:
-        bad.append(f"optimizer.stable_spam.max_decay={o.stable_spam.max_decay:g}: must be below 1")
+        problems.append(f"optimizer.stable_spam.max_decay={o.stable_spam.max_decay:g}: must be below 1")
     if max(o.stable_spam.norm_decays) >= 1:
-        bad.append(
+        problems.append(
             f"optimizer.stable_spam.norm_decays={list(o.stable_spam.norm_decays)}: both must be below 1"
         )
     if o.adafactor.momentum >= 1:
-        bad.append(f"optimizer.adafactor.momentum={o.adafactor.momentum:g}: must be below 1")
-    return bad
+        problems.append(f"optimizer.adafactor.momentum={o.adafactor.momentum:g}: must be below 1")
+    return problems
 
 
 def _impossible_clipping(o: OptimizerConfig, m: ModelConfig, p: ParallelConfig, precision: str) -> list[str]:
@@ -193,21 +197,21 @@ def _impossible_clipping(o: OptimizerConfig, m: ModelConfig, p: ParallelConfig, 
 
 
 def _impossible_fp8(fp8: Fp8Config, precision: str, layers: int) -> list[str]:
-    bad = []
+    problems = []
     if precision == "fp16":
-        bad.append(
+        problems.append(
             "precision.fp8 with precision.kind=fp16: sums of products of E4M3 numbers are beyond fp16's range; use "
             "precision.kind=bf16"
         )
     if fp8.keep_first + fp8.keep_last >= layers:
-        bad.append(
+        problems.append(
             f"precision.fp8: keep_first={fp8.keep_first} and keep_last={fp8.keep_last} leave none of the {layers} "
             "blocks to FP8: lower them, or leave precision.fp8 out"
         )
-    known = {f"blocks.{i}.{linear}" for i in range(layers) for linear in LINEARS}
-    if unknown := sorted(set(fp8.keep) - known):
-        bad.append(
-            f"precision.fp8.keep: {', '.join(unknown)}: no such linear layer; name them like blocks.0.mlp.down, with "
-            f"blocks.0 to blocks.{layers - 1} and {', '.join(LINEARS)}"
+    known_linears = {f"blocks.{i}.{linear_name}" for i in range(layers) for linear_name in LINEARS}
+    if unknown_linears := sorted(set(fp8.keep) - known_linears):
+        problems.append(
+            f"precision.fp8.keep: {', '.join(unknown_linears)}: no such linear layer; name them like "
+            f"blocks.0.mlp.down, with blocks.0 to blocks.{layers - 1} and {', '.join(LINEARS)}"
         )
-    return bad
+    return problems

@@ -62,7 +62,7 @@ class HardwareConfig(Section):
 
 
 class AttributionConfig(Section):
-    """Finding the guilty samples (attribution/examination.py, groups.py, scores.py)."""
+    """Finding the guilty samples (attribution/examination.py, scores.py)."""
 
     threshold: PositiveFloat = 6.0
     """Robust z of a sample's loss within its corpus from which it may be convicted individually. [sigma]"""
@@ -87,7 +87,7 @@ class AttributionConfig(Section):
 
 
 class SampleConfig(Section):
-    """Batches that are elevated together, and refused ones (recovery/sample_watch.py)."""
+    """Batches that are elevated together, and refused ones (recovery/watches.py)."""
 
     examinations: PositiveFloat = 1.0
     """Groups of batches examined in vain, per 10,000 healthy steps; each takes some steps of time."""

@@ -16,7 +16,7 @@ from pydantic import (
     field_serializer,
 )
 
-from megastable.config.units import PositiveSeconds, Seconds
+from megastable.config.training import PositiveSeconds, Seconds
 from megastable_guard.section import Section
 
 REDACTED = "<redacted>"
@@ -39,18 +39,18 @@ HOST = re.compile(r"(?:[\w.${}-]*|\[[\w.:%]*\])(?::(?:\d|\$)[\w{}]*)?")
 def hidden(key: str, text: str) -> list[tuple[int, int]]:
     """Spans of passwords in `text`, the value of `key`, in order. A $VARIABLE is none."""
     if key == "webhook":
-        whole = WEBHOOK.fullmatch(text)
-        spans = [(0, len(text))] if whole is None else _of(whole)
+        whole_match = WEBHOOK.fullmatch(text)
+        password_spans = [(0, len(text))] if whole_match is None else _of(whole_match)
     else:
-        spans = [span for found in COMMAND.finditer(text) for span in _of(found)]
-    return [(begin, end) for begin, end in spans if _written_out(text[begin:end])]
+        password_spans = [span for address_match in COMMAND.finditer(text) for span in _of(address_match)]
+    return [(begin, end) for begin, end in password_spans if _written_out(text[begin:end])]
 
 
 def _of(found: re.Match[str]) -> list[tuple[int, int]]:
-    named = found.groupdict()
-    if named["host"] is not None and HOST.fullmatch(named["host"]):
-        del named["host"]
-    return sorted(found.span(name) for name, value in named.items() if value)
+    named_groups = found.groupdict()
+    if named_groups["host"] is not None and HOST.fullmatch(named_groups["host"]):
+        del named_groups["host"]
+    return sorted(found.span(group_name) for group_name, group_text in named_groups.items() if group_text)
 
 
 def _written_out(text: str) -> bool:
@@ -68,24 +68,26 @@ def redacted(key: str, text: str) -> str:
 
 def redacted_override(assignment: str) -> str:
     """An override of the command line, safe to write down and to show to other users."""
-    path, equals, text = assignment.partition("=")
-    part, _, key = path.partition(".")
-    if part != "supervise" or (key and key not in SECRETS):
+    dotted_key, equals, text = assignment.partition("=")
+    section_name, _, key = dotted_key.partition(".")
+    if section_name != "supervise" or (key and key not in SECRETS):
         return assignment
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError:
-        return f"{path}{equals}{REDACTED}"
+        return f"{dotted_key}{equals}{REDACTED}"
     if key:
-        shown = redacted(key, value) if isinstance(value, str) else value
+        shown_value = redacted(key, value) if isinstance(value, str) else value
     elif isinstance(value, dict):
-        shown = {k: redacted(k, v) if k in SECRETS and isinstance(v, str) else v for k, v in value.items()}
+        shown_value = {
+            k: redacted(k, v) if k in SECRETS and isinstance(v, str) else v for k, v in value.items()
+        }
     else:
-        shown = value
-    if shown == value:
+        shown_value = value
+    if shown_value == value:
         return assignment
-    written = yaml.safe_dump(shown, default_flow_style=True, sort_keys=False, width=1 << 30)
-    return f"{path}{equals}{written.strip().removesuffix('...').strip()}"
+    written_value = yaml.safe_dump(shown_value, default_flow_style=True, sort_keys=False, width=1 << 30)
+    return f"{dotted_key}{equals}{written_value.strip().removesuffix('...').strip()}"
 
 
 class SuperviseConfig(Section):

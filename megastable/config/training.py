@@ -1,15 +1,61 @@
-"""Sections of the configuration: length and batch of a run, its layout over ranks, and its precision."""
+"""Sections of the configuration: length and batch of a run, its layout over ranks, its precision and its checkpoints.
+
+Types of keys that have a unit come first: times, steps or a time, numbers of samples.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt, field_validator
+from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
+from pydantic_core import PydanticCustomError
 
-from megastable.config.units import SampleCount
 from megastable.config.warmups import BatchWarmup, SequenceWarmup
 from megastable_guard.section import Section
+
+LONGEST = 10**9  # seconds, 31 years: timers and timeouts of Python and torch overflow beyond a few billion
+UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0}  # of a time in words
+Seconds = Annotated[float, Field(ge=0.0, le=LONGEST)]
+PositiveSeconds = Annotated[float, Field(gt=0.0, le=LONGEST)]
+WholeSeconds = Annotated[int, Field(ge=1, le=LONGEST)]
+SampleCount = Annotated[int, Field(ge=0, le=10**6)]  # read at once, whole
+
+
+@dataclass(frozen=True)
+class InWords:
+    """What a key accepts, where its type does not say it."""
+
+    words: str
+
+
+def seconds_of(text: str) -> float | None:
+    """Seconds of a time such as `90s`, `30min` or `1.5h`; None if it is none, or not above 0."""
+    time_match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(s|min|h)\s*", text)
+    seconds = float(time_match[1]) * UNITS[time_match[2]] if time_match else 0.0
+    return seconds if 0 < seconds <= LONGEST else None
+
+
+def _steps_or_time(given: Any) -> Any:
+    if isinstance(given, str) and seconds_of(given) is not None:
+        return given.strip()
+    try:
+        steps = int(given)
+    except (TypeError, ValueError, OverflowError):
+        steps = -1
+    if steps < 0 or (isinstance(given, float) and given != steps):
+        raise PydanticCustomError("steps_or_time", "expected steps or a time")
+    return steps
+
+
+StepsOrTime = Annotated[
+    NonNegativeInt | str,
+    BeforeValidator(_steps_or_time),
+    InWords("whole number at least 0, or a time above 0 in s, min or h"),
+]
 
 
 class TrainConfig(Section):
@@ -112,3 +158,61 @@ class PrecisionConfig(Section):
         if given in (False, "off", "none"):
             return None
         return {} if given is True else {"recipe": given} if isinstance(given, str) else given
+
+
+class VitalsConfig(Section):
+    """The vitals that a checkpoint stores, and the changes that make a state a different one (checkpoint/vitals.py).
+
+    Numbers are read back bit for bit, whatever the layout; only the order of a sum differs. Moments kept in bf16 are
+    rounded: `size_change` is 2^-8 there. Losses are computed in fp32 when saved and when checked, and rounding moves
+    single samples either way.
+    """
+
+    probes: SampleCount = 32
+    """Samples whose losses are stored, the first of the order; each save and each start costs a forward pass over them;
+    0: none, sizes of weights and moments only. [samples]"""
+    size_change: PositiveFloat = 1e-4
+    """Relative change of a tensor's norm or largest magnitude that makes it a different one."""
+    loss_change: PositiveFloat = 0.005
+    """Median change of the probes' losses that makes it a different state. [nats per token]"""
+    loss_change_low: PositiveFloat = 0.05
+    """As `loss_change`, if one of the two was computed in 16 bits. [nats per token]"""
+    rise: PositiveFloat = 0.5
+    """Excess of the loss over the previous checkpoint's and the latest training losses that prevents a healthy mark,
+    however calm later steps are. [nats per token]"""
+    worse: PositiveFloat = 0.5
+    """How much worse than when trained on, beyond four times their scatter, the latest samples must be on a resumed
+    state before its checkpoint is blamed for trouble soon after. [nats per token]"""
+
+
+class CheckpointConfig(Section):
+    """When checkpoints are written and which are kept (docs/checkpoints.md)."""
+
+    interval: StepsOrTime = 500
+    """Steps between checkpoints, or the time, by the clock of rank 0: `90s`, `30min`, `2h`; 0: only at the end and on
+    a signal. [steps]"""
+    keep: PositiveInt = 3
+    """Newest checkpoints kept, besides the newest healthy one and all pinned ones. [checkpoints]"""
+    keep_every: NonNegativeInt = 0
+    """Keep one checkpoint for good per this many steps, the first; 0: none. [steps]"""
+    healthy_after: NonNegativeInt = 50
+    """Steps on trend after a checkpoint before it counts as healthy. [steps]"""
+    asynchronous: bool = True
+    """Write in the background: the step waits only for a copy in host memory."""
+    staging: Path | None = Field(default=None, examples=["/scratch/megastable"])
+    """Local disk of every host, to write to before uploading to `run.dir`; null: write to `run.dir`."""
+    at_end: bool = True
+    """Write a checkpoint after the last step."""
+    on_failure: Literal["continue", "stop"] = "continue"
+    """Reaction when a checkpoint cannot be written."""
+    vitals: VitalsConfig = VitalsConfig()
+
+    @property
+    def steps_between(self) -> int:
+        """Steps from one checkpoint to the next; 0 if time decides, or if there are none."""
+        return 0 if isinstance(self.interval, str) else self.interval
+
+    @property
+    def seconds_between(self) -> float | None:
+        """Seconds from the begin of one checkpoint to that of the next; None if they do not decide."""
+        return seconds_of(self.interval) if isinstance(self.interval, str) else None

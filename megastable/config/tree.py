@@ -23,14 +23,19 @@ from pydantic import (
     model_validator,
 )
 
-from megastable.config.checkpoint import CheckpointConfig
 from megastable.config.model import ModelConfig
 from megastable.config.optimizers import OptimizerConfig
 from megastable.config.rules import impossible
 from megastable.config.stability import StabilityConfig
 from megastable.config.supervise import SuperviseConfig
-from megastable.config.training import ParallelConfig, PrecisionConfig, TrainConfig
-from megastable.config.units import PositiveSeconds, WholeSeconds
+from megastable.config.training import (
+    CheckpointConfig,
+    ParallelConfig,
+    PositiveSeconds,
+    PrecisionConfig,
+    TrainConfig,
+    WholeSeconds,
+)
 from megastable.config.warmups import Stages, batches, pieces
 from megastable_guard.section import Fraction, Section
 
@@ -99,16 +104,16 @@ class EvalConfig(Section):
 
     def words(self, model: Path, results: Path, step: int) -> list[str]:
         """The command with its places filled in."""
-        known = {
+        value_by_place = {
             "{model}": str(model),
             "{results}": str(results),
             "{step}": str(step),
             "{device}": self.device,
         }
-        words = shlex.split(self.command or "")
-        for place, value in known.items():
-            words = [word.replace(place, value) for word in words]
-        return [os.path.expanduser(words[0]), *words[1:]]
+        command_words = shlex.split(self.command or "")
+        for place_name, place_value in value_by_place.items():
+            command_words = [command_word.replace(place_name, place_value) for command_word in command_words]
+        return [os.path.expanduser(command_words[0]), *command_words[1:]]
 
 
 class CorpusConfig(Section):
@@ -172,10 +177,10 @@ class DataConfig(Section):
     @field_validator("skip")
     @classmethod
     def _forward(cls, ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
-        for first, end in ranges:
-            if end <= first:
+        for range_first, range_end in ranges:
+            if range_end <= range_first:
                 raise ValueError(
-                    f"range [{first}, {end}) is empty or reversed: write [first, end), end not included"
+                    f"range [{range_first}, {range_end}) is empty or reversed: write [first, end), end not included"
                 )
         return ranges
 

@@ -60,30 +60,32 @@ class Stages:
 
     def from_position(self, position: int) -> Iterator[tuple[int, int | None]]:
         """The value at `position`, and each one after it, with the position at which it ends; None for the last."""
-        ends = (*self.firsts[1:], None)
-        for value, end in zip(self.values, ends, strict=True):
-            if end is None or position < end:
-                yield value, end
+        stage_ends = (*self.firsts[1:], None)
+        for stage_value, stage_end in zip(self.values, stage_ends, strict=True):
+            if stage_end is None or position < stage_end:
+                yield stage_value, stage_end
 
     # Of batch sizes
 
     def reach(self, cursor: int, steps: int) -> int:
         """The cursor after `steps` steps from `cursor` on, if nothing is skipped."""
-        for size, end in self.from_position(cursor):
-            here = steps if end is None else min(steps, max(0, -((cursor - end) // size)))
-            cursor, steps = cursor + here * size, steps - here
+        for batch_size, stage_end in self.from_position(cursor):
+            steps_here = (
+                steps if stage_end is None else min(steps, max(0, -((cursor - stage_end) // batch_size)))
+            )
+            cursor, steps = cursor + steps_here * batch_size, steps - steps_here
         return cursor
 
     def steps(self, cursor: int, end: int) -> int:
         """How many steps from `cursor` on are over at position `end`, if nothing is skipped."""
-        count = 0
-        for size, edge in self.from_position(cursor):
-            fit = max(0, (end - cursor) // size)
-            begun = None if edge is None else max(0, -((cursor - edge) // size))
-            if begun is None or fit < begun:
-                return count + fit
-            cursor, count = cursor + begun * size, count + begun
-        return count
+        step_count = 0
+        for batch_size, stage_end in self.from_position(cursor):
+            fitting_steps = max(0, (end - cursor) // batch_size)
+            begun_steps = None if stage_end is None else max(0, -((cursor - stage_end) // batch_size))
+            if begun_steps is None or fitting_steps < begun_steps:
+                return step_count + fitting_steps
+            cursor, step_count = cursor + begun_steps * batch_size, step_count + begun_steps
+        return step_count
 
 
 def batches(full: int, warmup: BatchWarmup | None, sequence_length: int) -> Stages:

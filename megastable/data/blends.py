@@ -5,8 +5,8 @@ removed corpus begin at a later position, the first of a block of the order; eve
 its next sample (order.py). A line at or before the position of earlier ones replaces them: the run was rewound past
 them, or its corpora changed.
 
-Exchanges: samples of a corpus that are read later, in exchange for later ones (exchange.py). An exchange holds until
-a blend at position 0 starts the order anew.
+Exchanges: samples of a corpus that are read later, in exchange for later ones (`order.Exchange`). An exchange holds
+until a blend at position 0 starts the order anew.
 """
 
 from __future__ import annotations
@@ -19,13 +19,11 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, field_validator
 
 from megastable.base.errors import DataError
-from megastable.data import append_only
-from megastable.data.append_only import LedgerEntry
-from megastable.data.exchange import Exchange, Swap
+from megastable.data import skip_ledger
 from megastable.data.manifest import Stream
-from megastable.data.order import BLOCK, LAST_POSITION, Order, Phase
+from megastable.data.order import BLOCK, LAST_POSITION, Exchange, Order, Phase, Swap
 from megastable.data.shards import Shard
-from megastable.data.skip_ledger import AnyEntry, SkipEntry
+from megastable.data.skip_ledger import AnyEntry, LedgerEntry, SkipEntry
 from megastable.data.skips import Skips, numbers_of
 
 Slot = Annotated[StrictInt, Field(ge=0, le=LAST_POSITION)]
@@ -53,11 +51,11 @@ class BlendEntry(LedgerEntry):
 
     @property
     def weights(self) -> dict[str, float]:
-        return {share.name: share.weight for share in self.corpora}
+        return {blend_share.name: blend_share.weight for blend_share in self.corpora}
 
 
 class ExchangeEntry(LedgerEntry):
-    """Samples of `corpus` are exchanged, [first slot, second slot, count] each (exchange.py). incident, step: when
+    """Samples of `corpus` are exchanged, [first slot, second slot, count] each. incident, step: when
     it was decided."""
 
     corpus: Annotated[str, Field(min_length=1)]
@@ -78,10 +76,10 @@ class ExchangeEntry(LedgerEntry):
     @field_validator("exchange")
     @classmethod
     def _apart(cls, swaps: list[Swap]) -> list[Swap]:
-        for first, second, count in swaps:
-            if count < 1 or first + count > second:
+        for first_slot, second_slot, count in swaps:
+            if count < 1 or first_slot + count > second_slot:
                 raise ValueError(
-                    f"[{first}, {second}, {count}]: [first, second, count], not overlapping, the first before"
+                    f"[{first_slot}, {second_slot}, {count}]: [first, second, count], not overlapping, the first before"
                 )
         return swaps
 
@@ -90,8 +88,8 @@ Line = BlendEntry | ExchangeEntry  # of blends.jsonl
 
 
 def read_blends(path: Path) -> list[Line]:
-    """All lines, oldest first; see `append_only.read`."""
-    return append_only.read(path, _kind)
+    """All lines, oldest first; see `skip_ledger.read_entries`."""
+    return skip_ledger.read_entries(path, _kind)
 
 
 def _kind(content: Any) -> type[Line]:
@@ -100,24 +98,24 @@ def _kind(content: Any) -> type[Line]:
 
 def in_force(lines: Sequence[Line]) -> list[BlendEntry]:
     """The blends that no later line has replaced, by position; the first is at 0."""
-    valid: list[BlendEntry] = []
-    for entry in lines:
-        if isinstance(entry, BlendEntry):
-            valid = [*(e for e in valid if e.position < entry.position), entry]
-    if valid and valid[0].position:
+    valid_blends: list[BlendEntry] = []
+    for blend_entry in lines:
+        if isinstance(blend_entry, BlendEntry):
+            valid_blends = [*(e for e in valid_blends if e.position < blend_entry.position), blend_entry]
+    if valid_blends and valid_blends[0].position:
         raise DataError("blends.jsonl has no line for position 0: restore it from a copy")
-    return valid
+    return valid_blends
 
 
 def exchanges(lines: Sequence[Line]) -> list[ExchangeEntry]:
     """The exchanges in force, oldest first: those since the last blend at position 0."""
-    valid: list[ExchangeEntry] = []
-    for entry in lines:
-        if isinstance(entry, ExchangeEntry):
-            valid.append(entry)
-        elif not entry.position:
-            valid = []
-    return valid
+    valid_exchanges: list[ExchangeEntry] = []
+    for given_line in lines:
+        if isinstance(given_line, ExchangeEntry):
+            valid_exchanges.append(given_line)
+        elif not given_line.position:
+            valid_exchanges = []
+    return valid_exchanges
 
 
 def until(lines: Sequence[Line], time: float) -> list[Line]:
@@ -127,7 +125,7 @@ def until(lines: Sequence[Line], time: float) -> list[Line]:
 
 def phases(entries: Sequence[BlendEntry]) -> list[Phase]:
     """The blends as phases of the order."""
-    return [Phase(entry.position // BLOCK, entry.weights) for entry in entries]
+    return [Phase(blend_entry.position // BLOCK, blend_entry.weights) for blend_entry in entries]
 
 
 def moved_skips(
@@ -137,19 +135,24 @@ def moved_skips(
     other positions and must stay skipped. Samples skipped by identity need no line. since: lines written before
     that time were moved already."""
     by_reason: dict[str, list[tuple[int, int]]] = {}
-    places = [e for e in entries if isinstance(e, SkipEntry)]
-    for e in places:
-        later = since is None or e.time is None or e.time >= since
-        if later and e.corpus is None and e.end > position and e.end - e.first <= MOST:
+    position_entries = [e for e in entries if isinstance(e, SkipEntry)]
+    for e in position_entries:
+        is_later = since is None or e.time is None or e.time >= since
+        if is_later and e.corpus is None and e.end > position and e.end - e.first <= MOST:
             by_reason.setdefault(e.reason, []).append((max(e.first, position), e.end))
-    known = Skips.of((e.first, e.end) for e in places if e.corpus is None)
-    found = []
-    for reason, chosen in by_reason.items():
-        positions = numbers_of(Skips.of(chosen).ranges)
-        there = old.moved_to(new, positions)
-        new_ranges = Skips.of((p, p + 1) for p in there[~known.mask(there)].tolist()).ranges
-        found += [SkipEntry(first=first, end=end, reason=reason) for first, end in new_ranges]
-    return found
+    known_skips = Skips.of((e.first, e.end) for e in position_entries if e.corpus is None)
+    moved_entries = []
+    for reason, chosen_ranges in by_reason.items():
+        positions = numbers_of(Skips.of(chosen_ranges).ranges)
+        new_positions = old.moved_to(new, positions)
+        new_ranges = Skips.of(
+            (p, p + 1) for p in new_positions[~known_skips.mask(new_positions)].tolist()
+        ).ranges
+        moved_entries += [
+            SkipEntry(first=range_first, end=range_end, reason=reason)
+            for range_first, range_end in new_ranges
+        ]
+    return moved_entries
 
 
 class GoneStream(Stream):

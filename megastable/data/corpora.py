@@ -1,12 +1,22 @@
-"""Open the recipe's corpora for training and validation."""
+"""Open the recipe's corpora: the training samples, the validation samples of the blend and of every corpus by itself,
+and warnings about what is probably not meant.
+
+The order inside a corpus does not depend on the other corpora (order.py). So the first validation samples of a corpus
+are the same ones in both sources, and what was computed for the blend need not be computed again. `data.validation`
+names sets of samples to take in place of these.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
+
 from megastable.base.errors import ConfigError, DataError
+from megastable.base.text import visible
 from megastable.config.recipe import find
 from megastable.config.tree import CorpusConfig, ValidationConfig
 from megastable.data.blends import (
@@ -19,10 +29,171 @@ from megastable.data.blends import (
     in_force,
     phases,
 )
-from megastable.data.held_out import HeldOut, open_held_out, open_sets, opened
 from megastable.data.manifest import Manifest, Stream, TokenizerInfo
 from megastable.data.order import BLOCK, Order, OrderedCorpus, blend
 from megastable.data.source import Source
+
+SPLIT = "validation"
+Int64s = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """blend: samples of the first blend of the run that has any, by its weights, so that they never change with the
+    blend; None if there are none. at_first: corpora of the first blend, with and without samples. alone: samples of
+    every corpus that was ever in the blend, all as often; None if fewer than two have any. without: corpora of the
+    recipe that have none. gone: corpora that were taken out of the recipe and can no longer be read, and why. in_turn:
+    `blend` holds the sets of `data.validation`, of which each gives as many samples; there is nothing else then.
+    """
+
+    blend: Source | None
+    at_first: tuple[str, ...]
+    alone: Source | None
+    without: list[str]
+    gone: dict[str, str]
+    in_turn: bool = False
+
+    @property
+    def names(self) -> list[list[str]]:
+        """The corpora that have samples, of either source: the same on all hosts, or the losses would be wrong."""
+        return [_names(held_source.order) if held_source else [] for held_source in (self.blend, self.alone)]
+
+    @property
+    def shards(self) -> list[tuple[Stream, str]]:
+        """Those of the sets of `data.validation`, each once: its stream, and its name for `Stream.open`."""
+        streams = self.blend.streams if self.blend is not None and self.in_turn else ()
+        found = {(one.directory, each.shard): (one, each.shard) for one in streams for each in one.segments}
+        return list(found.values())
+
+
+@dataclass(frozen=True)
+class CorpusSamples:
+    """The samples of every corpus, as far as they are not among the first ones of the blend. further: their positions
+    in `HeldOut.alone`, or in `HeldOut.blend` if that is `in_turn`. places: of the samples of each corpus among those of
+    the blend and, after them, `further`."""
+
+    further: Int64s
+    places: dict[str, list[int]]
+
+
+def open_held_out(
+    here: Mapping[str, tuple[Path, Manifest]], out: Mapping[str, Share], blends: Sequence[Mapping[str, float]],
+    sequence_length: int, seed: int, eod: int,
+) -> HeldOut:  # fmt: skip
+    """here: corpora of the recipe; out: those that were taken out of it; blends: weights by name, oldest first."""
+    streams, problem_by_name = dict[str, Stream](), dict[str, str]()
+
+    def add(name: str, path: Path, manifest: Manifest) -> None:
+        # A split shorter than a sequence holds no sample.
+        if manifest.tokens(SPLIT) > sequence_length:
+            streams[name] = Stream(path, manifest, SPLIT)
+
+    for name, path_and_manifest in here.items():
+        add(name, *path_and_manifest)
+    for name, old_share in out.items():
+        try:
+            add(name, *opened(old_share))
+        except DataError as error:
+            problem_by_name[name] = str(error)
+
+    def source(weights: Mapping[str, float]) -> Source | None:
+        chosen_names = [name for name in streams if name in weights]
+        if not chosen_names:
+            return None
+        ordered_corpora = [OrderedCorpus(name, streams[name].tokens, weights[name]) for name in chosen_names]
+        return Source(
+            Order(ordered_corpora, sequence_length, seed), [streams[name] for name in chosen_names], eod
+        )
+
+    measured_weights = next((w for w in blends if any(name in streams for name in w)), blends[-1])
+    alone_source = source(dict.fromkeys(streams, 1.0)) if len(streams) > 1 else None
+    unmeasured_names = [name for name in here if name not in streams]
+    return HeldOut(
+        source(measured_weights), tuple(blends[0]), alone_source, unmeasured_names, problem_by_name
+    )
+
+
+def open_sets(
+    given: Sequence[ValidationConfig], manifests: Mapping[Path, Manifest], trained: Collection[str],
+    sequence_length: int, seed: int, eod: int,
+) -> HeldOut:  # fmt: skip
+    """The sets of `data.validation`. manifests: by their folders; trained: fingerprints of the corpora of the run, now
+    or before. Raises ConfigError for sets of one name or of text that is trained on, DataError for damaged ones."""
+    streams = dict[str, Stream]()
+    for given_set in given:
+        path = find(given_set.path)
+        manifest, name = manifests[path], given_set.name or manifests[path].name
+        if name in streams:
+            raise ConfigError(
+                f"data.validation: two sets are named {name!r}: list a folder once, or give one of them another name"
+            )
+        kept_segments = manifest.splits.get(SPLIT, [])
+        if manifest.fingerprint() not in trained:
+            kept_segments = [segment for segments in manifest.splits.values() for segment in segments]
+        elif not kept_segments:
+            raise ConfigError(
+                f"data.validation: the run trains on all of {path}: name another folder, or prepare that one with "
+                "--validation"
+            )
+        streams[name] = Stream(path, manifest.model_copy(update={"splits": {SPLIT: kept_segments}}), SPLIT)
+    ordered_corpora = [OrderedCorpus(n, s.tokens, 1.0, s.manifest.fingerprint()) for n, s in streams.items()]
+    try:
+        order = Order(ordered_corpora, sequence_length, seed)
+    except DataError as error:
+        raise DataError(f"data.validation: {error}") from None
+    return HeldOut(Source(order, list(streams.values()), eod), tuple(streams), None, [], {}, in_turn=True)
+
+
+def samples_in_turn(order: Order, count: int) -> CorpusSamples:
+    """The first `count` samples of every set, or all that a smaller one has: one of each, then the next of each. So the
+    first samples of all are some of each set."""
+    counts = [min(count, size) for size in order.sequences]
+    sample_numbers = np.concatenate([np.arange(n) for n in counts])
+    set_indexes = np.repeat(np.arange(len(counts)), counts)
+    positions = np.concatenate([order.positions_at(index, np.arange(n)) for index, n in enumerate(counts)])
+    turn_order = np.lexsort((set_indexes, sample_numbers))
+    places_by_set = {
+        c.name: np.flatnonzero(set_indexes[turn_order] == i).tolist() for i, c in enumerate(order.corpora)
+    }
+    return CorpusSamples(positions[turn_order], places_by_set)
+
+
+def corpus_samples(blend: Order, computed: int, alone: Order, count: int) -> CorpusSamples:
+    """The first `count` samples of every corpus of `alone`, each once, or all that a smaller corpus has; the first
+    `computed` positions of `blend` are there already."""
+    known_places = {
+        sample_key: place for place, sample_key in enumerate(_samples(blend, np.arange(computed)))
+    }
+    further_positions, places_by_corpus = [np.empty(0, np.int64)], dict[str, list[int]]()
+    next_place = computed
+    for corpus_index, corpus in enumerate(alone.corpora):
+        positions = alone.positions_at(corpus_index, np.arange(min(count, alone.sequences[corpus_index])))
+        own_places = [known_places.get(sample_key) for sample_key in _samples(alone, positions)]
+        is_new = np.array([place is None for place in own_places], dtype=bool)
+        further_positions.append(positions[is_new])
+        later_places = iter(range(next_place, next_place := next_place + int(is_new.sum())))
+        places_by_corpus[corpus.name] = [
+            next(later_places) if place is None else place for place in own_places
+        ]
+    return CorpusSamples(np.concatenate(further_positions), places_by_corpus)
+
+
+def _samples(order: Order, positions: Int64s) -> list[tuple[str, int]]:
+    found = order.locate(positions)
+    return [(order.corpora[c].name, s) for c, s in zip(found.corpus, found.sequence.tolist(), strict=True)]
+
+
+def _names(order: Order) -> list[str]:
+    return sorted(f"{corpus.name} {corpus.fingerprint}".strip() for corpus in order.corpora)
+
+
+def opened(share: Share) -> tuple[Path, Manifest]:
+    """A corpus that was taken out of the blend. Raises DataError if it is not what it was."""
+    corpus_path = find(Path(share.path))
+    manifest = Manifest.load(corpus_path)
+    if manifest.fingerprint() != share.fingerprint:
+        raise DataError(f"{corpus_path} has changed: restore it")
+    return corpus_path, manifest
 
 
 @dataclass(frozen=True)
@@ -48,7 +219,7 @@ class Corpora:
 
     @property
     def fingerprints(self) -> list[str]:
-        return [share.fingerprint for share in self.shares]
+        return [corpus_share.fingerprint for corpus_share in self.shares]
 
     @property
     def order_fingerprint(self) -> str:
@@ -63,24 +234,24 @@ class Corpora:
     def known_by(self, fingerprint: str, cursor: int) -> int | None:
         """How many of `exchanges` a checkpoint at `cursor` with `fingerprint` knew (the largest number that fits); None
         if its order was a different one."""
-        order = self.train.order
-        for count in range(len(self.exchanges), -1, -1):
-            before = order.exchanging([], count)
-            if self._fingerprint_until(before, cursor) == fingerprint:
-                return count
+        train_order = self.train.order
+        for exchange_count in range(len(self.exchanges), -1, -1):
+            earlier_order = train_order.exchanging([], exchange_count)
+            if self._fingerprint_until(earlier_order, cursor) == fingerprint:
+                return exchange_count
         return None
 
     def _fingerprint_until(self, order: Order, cursor: int) -> str:
-        later = sum(phase.block * BLOCK >= cursor for phase in order.phases[1:])
-        return order.fingerprint(self._all_fingerprints, len(order.phases) - later, cursor)
+        later_phases = sum(phase.block * BLOCK >= cursor for phase in order.phases[1:])
+        return order.fingerprint(self._all_fingerprints, len(order.phases) - later_phases, cursor)
 
     @property
     def reblended(self) -> bool:
         """Whether the recipe asks for another blend than the run's current one."""
         wanted = [OrderedCorpus(share.name, share.tokens, share.weight) for share in self.shares]
-        quotas = {c.name: quota for c, quota in zip(wanted, blend(wanted, BLOCK), strict=True)}
+        wanted_quotas = {c.name: quota for c, quota in zip(wanted, blend(wanted, BLOCK), strict=True)}
         order = self.train.order
-        return quotas != {
+        return wanted_quotas != {
             c.name: quota for c, quota in zip(order.corpora, order.quotas, strict=True) if quota
         }
 
@@ -108,8 +279,8 @@ def open_corpora(
         )
     given = [corpus.model_copy(update={"path": find(corpus.path)}) for corpus in given]
     manifests = [Manifest.load(corpus.path) for corpus in given]
-    names = [manifest.name for manifest in manifests]
-    if twice := next((name for name in names if names.count(name) > 1), None):
+    corpus_names = [manifest.name for manifest in manifests]
+    if twice := next((name for name in corpus_names if corpus_names.count(name) > 1), None):
         raise ConfigError(
             f"data.corpora: two corpora are named {twice!r}: list a corpus once, with its weight, or prepare one of "
             "them under another name"
@@ -132,7 +303,7 @@ def open_corpora(
     valid, moves = in_force(blends), exchanges(blends)
     here = {manifest.name: (corpus.path, manifest) for corpus, manifest in zip(given, manifests, strict=True)}
     out = {share.name: share for entry in valid for share in entry.corpora if share.name not in here}
-    streams = [Stream(path, manifest, "train") for path, manifest in here.values()]
+    streams = [Stream(set_path, manifest, "train") for set_path, manifest in here.values()]
     train = Order(
         [
             OrderedCorpus(share.name, share.tokens, share.weight, share.fingerprint)
@@ -145,15 +316,20 @@ def open_corpora(
     )
     streams += [_taken_out(share) for share in out.values()]
     # The blend that the recipe asks for counts as the last one, also before blends.jsonl has a line for it.
-    weights = [*(entry.weights for entry in valid), {share.name: share.weight for share in shares}]
+    weights_by_blend = [*(entry.weights for entry in valid), {share.name: share.weight for share in shares}]
     if validation:
-        sets = {path: Manifest.load(path) for path in (find(one.path) for one in validation)}
-        for path, manifest in sets.items():
-            _check_tokenizer("data.validation", path, manifest.tokenizer, given[0].path, tokenizer)
-        trained = {share.fingerprint for share in (*shares, *out.values())}
-        held_out = open_sets(validation, sets, trained, sequence_length, seed, tokenizer.eod)
+        manifest_by_folder = {
+            set_path: Manifest.load(set_path)
+            for set_path in (find(given_set.path) for given_set in validation)
+        }
+        for set_path, manifest in manifest_by_folder.items():
+            _check_tokenizer("data.validation", set_path, manifest.tokenizer, given[0].path, tokenizer)
+        trained_fingerprints = {share.fingerprint for share in (*shares, *out.values())}
+        held_out = open_sets(
+            validation, manifest_by_folder, trained_fingerprints, sequence_length, seed, tokenizer.eod
+        )
     else:
-        held_out = open_held_out(here, out, weights, sequence_length, seed, tokenizer.eod)
+        held_out = open_held_out(here, out, weights_by_blend, sequence_length, seed, tokenizer.eod)
     return Corpora(
         manifests, shares, valid, moves, Source(train, streams, tokenizer.eod), held_out, tokenizer.vocab_size
     )
@@ -168,8 +344,8 @@ def _check_tokenizer(key: str, path: Path, its: TokenizerInfo, first: Path, toke
         )
     if its.bos != tokenizer.bos:
         one, other = (
-            "begin with no token of their own" if bos is None else f"begin with token {bos}"
-            for bos in (its.bos, tokenizer.bos)
+            "begin with no token of their own" if bos_token is None else f"begin with token {bos_token}"
+            for bos_token in (its.bos, tokenizer.bos)
         )
         raise ConfigError(
             f"{key}: documents of {path} {one}, those of {first} {other}: prepare both with --bos, or both without"
@@ -181,3 +357,79 @@ def _taken_out(share: Share) -> Stream:
         return Stream(*opened(share), "train")
     except DataError as error:
         return GoneStream(share, str(error))
+
+
+# Muennighoff et al., arXiv:2305.16264: up to 4 epochs are about as good as new text; a repetition is worth 1/e of new
+# text after about 15.
+WORTH_LITTLE = 16
+ROUNDED = 0.02  # of a share: more is said
+
+
+def describe_epochs(source: Source, samples: int) -> str:
+    """How often a run of `samples` positions reads every corpus."""
+    order = source.order
+    read = zip(order.corpora, source.streams, order.samples_before(samples), order.sequences, strict=True)
+    return "epochs of this run: " + ", ".join(
+        f"{corpus.name}{_elsewhere(corpus.name, stream)} {_show_epochs(samples_read / corpus_size)}"
+        for corpus, stream, samples_read, corpus_size in read
+        if samples_read
+    )
+
+
+def _elsewhere(name: str, stream: Stream) -> str:
+    """The folder of a corpus, if that has another name: a copy, planted or pruned, is called as the original is."""
+    if isinstance(stream, GoneStream) or find(stream.directory).resolve().name == name:
+        return ""
+    return f" ({visible(stream.directory)})"
+
+
+def find_warnings(corpora: Corpora, samples: int, evaluated: bool) -> list[str]:
+    """What is probably not meant.
+
+    Args:
+        corpora: of the run.
+        samples: positions that the run reads.
+        evaluated: the recipe asks for validation.
+    """
+    order = corpora.train.order
+    warning_texts = [
+        f"the run reads the corpus {corpus.name} {_show_epochs(done / corpus_size)} times; after about {WORTH_LITTLE} "
+        "little is left to learn (arXiv:2305.16264): more text, a lower weight, or fewer train.steps"
+        for corpus, done, corpus_size in zip(
+            order.corpora, order.samples_before(samples), order.sequences, strict=True
+        )
+        if done > WORTH_LITTLE * corpus_size
+    ]
+    total_weight = sum(share.weight for share in corpora.shares)
+    quota_by_name = dict(zip((corpus.name for corpus in order.corpora), order.quotas, strict=True))
+    for share in corpora.shares:
+        quota, wanted_quota = quota_by_name[share.name], share.weight / total_weight * order.block
+        if quota and abs(quota / wanted_quota - 1) > ROUNDED:
+            warning_texts.append(
+                f"the corpus {share.name} gets {quota} of {order.block} samples of the blend, its weight would be "
+                f"{wanted_quota:.3g} of them ({100 * (quota / wanted_quota - 1):+.0f} %): shares are whole numbers of "
+                f"{order.block}; merge small corpora into one, or choose a weight that is"
+            )
+    if evaluated:
+        warning_texts += _missing_validation(corpora)
+    return warning_texts
+
+
+def _missing_validation(corpora: Corpora) -> Sequence[str]:
+    held_out, sequence_length = corpora.held_out, corpora.train.order.sequence_length
+    if not held_out.without:
+        return ()
+    token_counts = {manifest.name: manifest.tokens(SPLIT) for manifest in corpora.manifests}
+    split_texts = ", ".join(
+        f"{name} has {token_counts[name]:,} tokens" if token_counts[name] else f"{name} has none"
+        for name in held_out.without
+    )
+    what = "no validation loss at all" if held_out.blend is None else "corpora without a validation loss"
+    return [
+        f"{what}: the validation split of {split_texts}, a sample needs {sequence_length + 1:,} "
+        "(megastable prepare shards --validation or --validation-input; train.eval_samples=0 if none is wanted)"
+    ]
+
+
+def _show_epochs(epochs: float) -> str:
+    return f"{epochs:,.0f}" if epochs >= 100 else f"{epochs:.3g}"

@@ -57,9 +57,13 @@ class Step:
     @property
     def skipped(self) -> list[int]:
         """The positions of [first, next) that were skipped: ranges [first, end), ascending."""
-        edges = np.concatenate([[self.first - 1], self.positions, [self.next]])
-        gaps = np.flatnonzero(np.diff(edges) > 1)
-        return np.column_stack([edges[gaps] + 1, edges[gaps + 1]]).ravel().tolist()
+        position_edges = np.concatenate([[self.first - 1], self.positions, [self.next]])
+        gap_indexes = np.flatnonzero(np.diff(position_edges) > 1)
+        return (
+            np.column_stack([position_edges[gap_indexes] + 1, position_edges[gap_indexes + 1]])
+            .ravel()
+            .tolist()
+        )
 
 
 class Loader:
@@ -88,21 +92,23 @@ class Loader:
         part: tuple[int, int] = (0, 1),
         pieces: Stages | None = None,
     ) -> None:
-        batches = Stages.constant(global_batch) if isinstance(global_batch, int) else global_batch
+        batch_stages = Stages.constant(global_batch) if isinstance(global_batch, int) else global_batch
         unit = micro_batch * data_size
-        if wrong := [n for n in batches.values if min(n, micro_batch, data_size) < 1 or n % unit]:
+        if wrong_sizes := [n for n in batch_stages.values if min(n, micro_batch, data_size) < 1 or n % unit]:
             raise ConfigError(
-                f"a global batch of {wrong[0]} cannot be cut into micro-batches of {micro_batch} on "
+                f"a global batch of {wrong_sizes[0]} cannot be cut into micro-batches of {micro_batch} on "
                 f"{data_size} data-parallel ranks: make it a multiple of their product"
             )
         if not 0 <= data_rank < data_size:
             raise ConfigError(f"data-parallel rank {data_rank} of {data_size}")
-        length, (rank, size) = source.order.sequence_length, part
-        if not 0 <= rank < size or length % size:
-            raise ConfigError(f"part {rank} of {size} of sequences of {length} tokens")
-        self._part = slice(rank * length // size, (rank + 1) * length // size)
+        sequence_length, (part_rank, part_count) = source.order.sequence_length, part
+        if not 0 <= part_rank < part_count or sequence_length % part_count:
+            raise ConfigError(f"part {part_rank} of {part_count} of sequences of {sequence_length} tokens")
+        self._part = slice(
+            part_rank * sequence_length // part_count, (part_rank + 1) * sequence_length // part_count
+        )
         self.source, self.skips, self.cursor = source, skips, cursor
-        self.batches, self.pieces = batches, pieces or Stages.constant(length)
+        self.batches, self.pieces = batch_stages, pieces or Stages.constant(sequence_length)
         self.keep_documents_apart = keep_documents_apart
         self.pin_memory = pin_memory
         self._mine_shape, self._data_rank = (data_size, micro_batch), data_rank
@@ -116,10 +122,10 @@ class Loader:
 
     def __next__(self) -> Step:
         self._fill(self._prefetch + 1)
-        step = self._ahead[0].result()
+        next_step = self._ahead[0].result()
         self._ahead.popleft()
-        self.cursor = step.next
-        return step
+        self.cursor = next_step.next
+        return next_step
 
     def go_to(self, cursor: int, skips: Skips | Selection) -> None:
         """Continue at `cursor` with `skips`; prefetched steps are discarded."""
@@ -130,10 +136,12 @@ class Loader:
     def read(self, positions: Int64s) -> list[MicroBatch]:
         """This rank's part of any positions, a multiple of micro_batch * data_size of them; the cursor does not
         move."""
-        lengths = lengths_at(self.pieces, positions)
-        whole = bool((lengths == self.source.order.sequence_length).all())
-        mine = np.arange(positions.size).reshape(-1, *self._mine_shape)[:, self._data_rank]
-        return [self._micro_batch(positions[part], None if whole else lengths[part]) for part in mine]
+        piece_lengths = lengths_at(self.pieces, positions)
+        whole = bool((piece_lengths == self.source.order.sequence_length).all())
+        own_indexes = np.arange(positions.size).reshape(-1, *self._mine_shape)[:, self._data_rank]
+        return [
+            self._micro_batch(positions[part], None if whole else piece_lengths[part]) for part in own_indexes
+        ]
 
     @property
     def batch(self) -> int:
@@ -158,8 +166,8 @@ class Loader:
 
     def _fill(self, steps: int) -> None:
         while len(self._ahead) < steps:
-            before = self._ahead[-1] if self._ahead else self.cursor
-            self._ahead.append(self._thread.submit(self._step, before, self.skips))
+            previous_step = self._ahead[-1] if self._ahead else self.cursor
+            self._ahead.append(self._thread.submit(self._step, previous_step, self.skips))
 
     def _drop(self) -> None:
         while self._ahead:
@@ -167,17 +175,19 @@ class Loader:
 
     def _step(self, before: Future[Step] | int, skips: Skips | Selection) -> Step:
         """Read one step, in the thread: the step after `before` (done, or cancelled after this one), or at a cursor."""
-        first = before if isinstance(before, int) else before.result().next
-        positions, end = skips.next_kept(first, self.batches.at(first))
-        return Step(first, end, positions, self.read(positions), self.pieces.at(end - 1))
+        first_cursor = before if isinstance(before, int) else before.result().next
+        positions, next_cursor = skips.next_kept(first_cursor, self.batches.at(first_cursor))
+        return Step(
+            first_cursor, next_cursor, positions, self.read(positions), self.pieces.at(next_cursor - 1)
+        )
 
     def _micro_batch(self, positions: Int64s, lengths: Int64s | None) -> MicroBatch:
         """lengths: of the pieces that the samples are cut into, int64 [b]; None: they are whole."""
         samples = self.source.samples(positions)
         tokens, labels = (np.ascontiguousarray(x[:, self._part]) for x in (samples[:, :-1], samples[:, 1:]))
-        eod = self.source.eod if self.keep_documents_apart else None
-        cut = eod is not None or lengths is not None
-        segments = segments_of(samples[:, :-1], eod, lengths) if cut else None
+        eod_token = self.source.eod if self.keep_documents_apart else None
+        is_cut = eod_token is not None or lengths is not None
+        segments = segments_of(samples[:, :-1], eod_token, lengths) if is_cut else None
         return MicroBatch(
             tokens=self._tensor(tokens),
             labels=self._tensor(labels),
@@ -187,8 +197,8 @@ class Loader:
 
     def _tensor(self, array: npt.NDArray[np.integer]) -> torch.Tensor:
         """A tensor for the GPU, pinned: pinning takes time, which the thread has."""
-        tensor = torch.from_numpy(array)
-        return tensor.pin_memory() if self.pin_memory else tensor
+        given_tensor = torch.from_numpy(array)
+        return given_tensor.pin_memory() if self.pin_memory else given_tensor
 
 
 def lengths_at(pieces: Stages, positions: Int64s) -> Int64s:
@@ -202,9 +212,9 @@ def segments_of(tokens: Int64s, eod: int | None, lengths: Int64s | None = None) 
     A segment begins at the first token, after every `eod`, and at every multiple of a sample's length of pieces
     (lengths: int64 [b]); None: not there.
     """
-    begins = np.zeros(tokens.shape, dtype=bool)
+    segment_begins = np.zeros(tokens.shape, dtype=bool)
     if eod is not None:
-        begins[:, 1:] = tokens[:, :-1] == eod
+        segment_begins[:, 1:] = tokens[:, :-1] == eod
     if lengths is not None:
-        begins[:, 1:] |= np.arange(1, tokens.shape[1]) % lengths[:, None] == 0
-    return np.cumsum(begins, axis=1, dtype=np.int32)
+        segment_begins[:, 1:] |= np.arange(1, tokens.shape[1]) % lengths[:, None] == 0
+    return np.cumsum(segment_begins, axis=1, dtype=np.int32)

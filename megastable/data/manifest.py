@@ -9,12 +9,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
 from threading import Lock
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 from pydantic import (
@@ -50,16 +50,16 @@ class TokenizerInfo(BaseModel):
 
     @model_validator(mode="after")
     def _are_tokens(self) -> Self:
-        for name, token in (("eod", self.eod), ("bos", self.bos)):
-            if token is not None and token >= self.vocab_size:
-                raise ValueError(f"{name} {token} is outside of the vocabulary 0..{self.vocab_size - 1}")
+        for name, token_id in (("eod", self.eod), ("bos", self.bos)):
+            if token_id is not None and token_id >= self.vocab_size:
+                raise ValueError(f"{name} {token_id} is outside of the vocabulary 0..{self.vocab_size - 1}")
         return self
 
     @model_serializer(mode="wrap")
     def _as_before(self, given: SerializerFunctionWrapHandler) -> dict[str, Any]:
         # Without a bos token the key is omitted, so that the fingerprints of older corpora stay valid.
-        content: dict[str, Any] = given(self)
-        return {key: value for key, value in content.items() if key != "bos" or value is not None}
+        serialized_fields: dict[str, Any] = given(self)
+        return {key: value for key, value in serialized_fields.items() if key != "bos" or value is not None}
 
 
 class Segment(BaseModel):
@@ -94,24 +94,24 @@ class Manifest(BaseModel):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        shards = {shard.name: shard for shard in self.shards}
-        if len(shards) != len(self.shards):
+        shard_by_name = {shard.name: shard for shard in self.shards}
+        if len(shard_by_name) != len(self.shards):
             raise ValueError("two shards have the same name")
-        if foreign := [shard.name for shard in self.shards if shard.dtype != self.dtype]:
-            raise ValueError(f"shard {foreign[0]} is not {self.dtype} like the corpus")
+        if foreign_shards := [shard.name for shard in self.shards if shard.dtype != self.dtype]:
+            raise ValueError(f"shard {foreign_shards[0]} is not {self.dtype} like the corpus")
         if not any(self.splits.values()):
             raise ValueError("the corpus is empty: no split has any tokens")
         placed = [(split, segment) for split, segments in self.splits.items() for segment in segments]
         for split, segment in placed:
-            if segment.shard not in shards:
+            if segment.shard not in shard_by_name:
                 raise ValueError(f"split {split} names the shard {segment.shard}, which is not listed")
-            if segment.end > shards[segment.shard].tokens:
+            if segment.end > shard_by_name[segment.shard].tokens:
                 raise ValueError(f"split {split} goes beyond the end of shard {segment.shard}")
         placed.sort(key=lambda item: (item[1].shard, item[1].first_token))
-        for (one, a), (other, b) in pairwise(placed):
+        for (earlier_split, a), (later_split, b) in pairwise(placed):
             if a.shard == b.shard and b.first_token < a.end:
                 raise ValueError(
-                    f"splits {one} and {other} overlap at token {b.first_token} of shard {a.shard}"
+                    f"splits {earlier_split} and {later_split} overlap at token {b.first_token} of shard {a.shard}"
                 )
         return self
 
@@ -120,7 +120,7 @@ class Manifest(BaseModel):
         """Read DIRECTORY/manifest.json. Raises DataError when it is missing, broken or contradicts itself."""
         path = directory / FILE
         try:
-            text = path.read_text(encoding="utf-8")
+            manifest_text = path.read_text(encoding="utf-8")
         except FileNotFoundError:
             raise DataError(
                 f"{path} is not there: {directory} is not a prepared corpus, make one with megastable prepare"
@@ -128,7 +128,7 @@ class Manifest(BaseModel):
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(f"{path} cannot be read: {error}") from error
         try:
-            content = json.loads(text)
+            content = json.loads(manifest_text)
         except json.JSONDecodeError as error:
             raise DataError(
                 f"{path} is not JSON ({error}): restore it or prepare the corpus again"
@@ -142,28 +142,32 @@ class Manifest(BaseModel):
 
     def save(self, directory: Path) -> None:
         """Write DIRECTORY/manifest.json atomically. Raises DataError if the disk fails."""
-        path = directory / FILE
+        manifest_path = directory / FILE
         try:
-            durable.write_file(path, (self.model_dump_json(indent=1) + "\n").encode())
+            durable.write_file(manifest_path, (self.model_dump_json(indent=1) + "\n").encode())
         except OSError as error:
-            raise DataError(f"{path} could not be written: {error}") from error
+            raise DataError(f"{manifest_path} could not be written: {error}") from error
 
     def fingerprint(self) -> str:
         """SHA-256 (hex) of everything that decides the order of the tokens; excludes dates, source and text size."""
-        content = self.model_dump(mode="json", exclude={"text_bytes", "source", "created"})
-        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+        hashed_content = self.model_dump(mode="json", exclude={"text_bytes", "source", "created"})
+        return hashlib.sha256(json.dumps(hashed_content, sort_keys=True).encode()).hexdigest()
+
+    @property
+    def files(self) -> list[str]:
+        """The names of its files, but for the manifest's own."""
+        shard_files = [shard.name + suffix for shard in self.shards for suffix in (".bin", ".idx")]
+        return [self.tokenizer.file, *shard_files]
+
+    def check_replaceable(self, directory: Path, others: Set[str] = frozenset()) -> None:
+        """Raise a DataError if its folder holds more than the corpus and `others`."""
+        own_names = {FILE, *self.files, *others}
+        if foreign := sorted(path.name for path in directory.iterdir() if path.name not in own_names):
+            raise DataError(f"{directory} will not be replaced: {foreign[0]} in it is not part of its corpus")
 
     def tokens(self, split: str) -> int:
         """Number of tokens of a split; 0 when the corpus has no such split."""
-        return sum(segment.tokens for segment in self.splits.get(split, ()))
-
-
-class Place(NamedTuple):
-    """Location of a stream's token: shard, document of that shard, token offset in that shard."""
-
-    shard: str
-    document: int
-    token: int
+        return sum(split_segment.tokens for split_segment in self.splits.get(split, ()))
 
 
 class Stream:
@@ -181,8 +185,8 @@ class Stream:
                 f"{directory / FILE} has no split {split!r}: it has {', '.join(manifest.splits) or 'none'}"
             )
         self._infos = {shard.name: shard for shard in manifest.shards}
-        for name in {segment.shard for segment in self.segments}:
-            _check_sizes(directory, self._infos[name])
+        for shard_name in {segment.shard for segment in self.segments}:
+            _check_sizes(directory, self._infos[shard_name])
         # Segment i holds the tokens [edges[i], edges[i + 1]) of the stream.
         self._edges = np.cumsum([0, *(segment.tokens for segment in self.segments)], dtype=np.int64)
         self.tokens = int(self._edges[-1])
@@ -198,24 +202,11 @@ class Stream:
         parts = [shard.read(at, length) for shard, at, length, _ in self.pieces(first, count)]
         return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.int64), *parts])
 
-    def document_starts(self, first: int, count: int) -> Tokens:
-        """Ascending stream offsets in [first, first + count) at which a document begins: int64 [n]."""
-        parts = [
-            shard.document_starts(at, length) - at + offset
-            for shard, at, length, offset in self.pieces(first, count)
-        ]
-        return np.concatenate([np.empty(0, np.int64), *parts])
-
-    def locate(self, token: int) -> Place:
-        """Shard, document and offset of the token at stream offset `token`."""
-        ((shard, at, _, _),) = self.pieces(token, 1)
-        return Place(shard.name, shard.document_of(at), at)
-
     def offset_of(self, shard: str, token: int) -> int | None:
         """Stream offset of the token at offset `token` of a shard; None if it is not in this split."""
-        for segment, edge in zip(self.segments, self._edges.tolist()):
+        for segment, segment_edge in zip(self.segments, self._edges.tolist()):
             if segment.shard == shard and segment.first_token <= token < segment.end:
-                return int(edge) + token - segment.first_token
+                return int(segment_edge) + token - segment.first_token
         return None
 
     def open(self, shard: str) -> Shard:
@@ -229,38 +220,40 @@ class Stream:
         stream)."""
         if first < 0 or count < 0 or first + count > self.tokens:
             raise IndexError(f"tokens [{first}, {first + count}) of a stream of {self.tokens}")
-        pieces = []
-        number = int(np.searchsorted(self._edges, first, side="right")) - 1
+        found_pieces = []
+        segment_number = int(np.searchsorted(self._edges, first, side="right")) - 1
         while count > 0:
-            segment, begin = self.segments[number], first - int(self._edges[number])
-            length = min(count, segment.tokens - begin)
-            pieces.append((self._shard(number), segment.first_token + begin, length, first))
-            first, count, number = first + length, count - length, number + 1
-        return pieces
+            segment, segment_begin = self.segments[segment_number], first - int(self._edges[segment_number])
+            length = min(count, segment.tokens - segment_begin)
+            found_pieces.append(
+                (self._shard(segment_number), segment.first_token + segment_begin, length, first)
+            )
+            first, count, segment_number = first + length, count - length, segment_number + 1
+        return found_pieces
 
     def _shard(self, number: int) -> Shard:
         """The shard of segment `number`, opened, with the segment's edges checked once."""
-        segment = self.segments[number]
+        own_segment = self.segments[number]
         with self._lock:
-            shard = self._shards.pop(segment.shard, None)
+            shard = self._shards.pop(own_segment.shard, None)
             if shard is None:
-                shard = self.open(segment.shard)
-            self._shards[segment.shard] = shard
+                shard = self.open(own_segment.shard)
+            self._shards[own_segment.shard] = shard
             if len(self._shards) > OPEN_SHARDS:
                 self._shards.popitem(last=False)  # closed once no thread reads from it
             if number not in self._checked:
-                self._check_edges(shard, segment)
+                self._check_edges(shard, own_segment)
                 self._checked.add(number)
         return shard
 
     def _check_edges(self, shard: Shard, segment: Segment) -> None:
         edges = (segment.first_token, segment.end)
-        whole = all(
+        is_whole = all(
             edge == shard.tokens or shard.document_bounds(shard.document_of(edge))[0] == edge
             for edge in edges
         )
-        documents = shard.documents_before(edges[1]) - shard.documents_before(edges[0])
-        if not whole or documents != segment.documents:
+        document_count = shard.documents_before(edges[1]) - shard.documents_before(edges[0])
+        if not is_whole or document_count != segment.documents:
             raise DataError(
                 f"{self.directory / FILE}: split {self.split!r} takes tokens {edges[0]} to {edges[1]} of "
                 f"{segment.shard} as {segment.documents} whole documents, but its index disagrees: "
@@ -281,10 +274,10 @@ def adopt(
     `validation` of all tokens, in the order of the shards' names, becomes the split "validation". `seen` gets the
     tokens as from `Shard.verify`. Raises DataError.
     """
-    prefixes = sorted(path.with_suffix("") for path in directory.glob("*.idx"))
-    if not prefixes:
+    shard_prefixes = sorted(path.with_suffix("") for path in directory.glob("*.idx"))
+    if not shard_prefixes:
         raise DataError(f"{directory} contains no .idx file: it holds no Megatron shards")
-    shards = [Shard(prefix, vocab_size=tokenizer.vocab_size).verify(seen) for prefix in prefixes]
+    shards = [Shard(prefix, vocab_size=tokenizer.vocab_size).verify(seen) for prefix in shard_prefixes]
     if len({shard.dtype for shard in shards}) > 1:
         raise DataError(f"{directory}: some shards are uint16, others int32: write them again as one type")
     return Manifest(
@@ -309,51 +302,49 @@ def split_at_document(
         raise DataError(
             f"validation={validation}: give the fraction of the tokens to hold back, at least 0, below 1"
         )
-    total = sum(shard.tokens for shard in shards)
-    left = total - round(validation * total)  # training tokens, from the current shard on
-    splits: dict[str, list[Segment]] = {"train": [], "validation": []}
-    for info in shards:
-        cut = _Cut(0, 0)
-        if left >= info.tokens:
-            cut = _Cut(info.tokens, info.documents)
+    total_tokens = sum(shard.tokens for shard in shards)
+    left = total_tokens - round(validation * total_tokens)  # training tokens, from the current shard on
+    segments_by_split: dict[str, list[Segment]] = {"train": [], "validation": []}
+    for shard_info in shards:
+        cut_token, documents_before = 0, 0  # token offset of the boundary, and documents before it
+        if left >= shard_info.tokens:
+            cut_token, documents_before = shard_info.tokens, shard_info.documents
         elif left > 0:
-            shard = Shard(directory / info.name, info)
-            first = shard.document_bounds(shard.document_of(left))[0]
-            cut = _Cut(first, shard.documents_before(first))
-        left -= info.tokens
-        for split, tokens, documents, first in (
-            ("train", cut.token, cut.documents, 0),
-            ("validation", info.tokens - cut.token, info.documents - cut.documents, cut.token),
+            shard = Shard(directory / shard_info.name, shard_info)
+            cut_token = shard.document_bounds(shard.document_of(left))[0]
+            documents_before = shard.documents_before(cut_token)
+        left -= shard_info.tokens
+        for split, token_count, document_count, first_token in (
+            ("train", cut_token, documents_before, 0),
+            ("validation", shard_info.tokens - cut_token, shard_info.documents - documents_before, cut_token),
         ):
-            if tokens:
-                splits[split].append(
-                    Segment(shard=info.name, first_token=first, tokens=tokens, documents=documents)
+            if token_count:
+                segments_by_split[split].append(
+                    Segment(
+                        shard=shard_info.name,
+                        first_token=first_token,
+                        tokens=token_count,
+                        documents=document_count,
+                    )
                 )
-    if not splits["train"]:
+    if not segments_by_split["train"]:
         raise DataError("nothing is left to train on: the corpus is empty or its last document is most of it")
-    return {split: segments for split, segments in splits.items() if segments}
-
-
-class _Cut(NamedTuple):
-    """A document boundary of a shard: its token offset, and the number of documents before it."""
-
-    token: int
-    documents: int
+    return {split: segments for split, segments in segments_by_split.items() if segments}
 
 
 def _check_sizes(directory: Path, info: ShardInfo) -> None:
-    for suffix, here, there in zip(
+    for suffix, actual_bytes, manifest_bytes in zip(
         (".bin", ".idx"), file_sizes(directory / info.name), (info.bin_bytes, info.idx_bytes), strict=True
     ):
-        if here != there:
+        if actual_bytes != manifest_bytes:
             raise DataError(
-                f"{directory / info.name}{suffix} has {here} bytes, the manifest says {there}: "
+                f"{directory / info.name}{suffix} has {actual_bytes} bytes, the manifest says {manifest_bytes}: "
                 "the shard changed after its manifest was written, restore it or prepare the corpus again"
             )
 
 
 def _first_problem(error: ValidationError) -> str:
     problem = error.errors()[0]
-    where = ".".join(str(part) for part in problem["loc"])
-    message = str(problem["msg"]).removeprefix("Value error, ")
-    return f"{where}: {message}" if where else message
+    problem_place = ".".join(str(part) for part in problem["loc"])
+    problem_text = str(problem["msg"]).removeprefix("Value error, ")
+    return f"{problem_place}: {problem_text}" if problem_place else problem_text

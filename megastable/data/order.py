@@ -7,7 +7,7 @@ tokens [i * L, i * L + L + 1).
 1. Positions are grouped into blocks. Every block gives each corpus the same number of slots, its quota: the
    largest-remainder rounding of weight * block. The slots are shuffled with the key (seed, block).
 2. The slots of a corpus, in the order of positions, hold its samples 0, 1, 2, ..., except those exchanged with later
-   ones (exchange.py). Sample k belongs to epoch k // n and has the number k % n in it.
+   ones (`Exchange`). Sample k belongs to epoch k // n and has the number k % n in it.
 3. A bijection keyed by (seed, corpus name, epoch) turns that number into a sequence.
 
 So a corpus reads all its sequences once before any repeats. Nothing here depends on the length of the run, batch
@@ -37,7 +37,6 @@ import numpy as np
 import numpy.typing as npt
 
 from megastable.base.errors import ConfigError, DataError
-from megastable.data.exchange import Exchange, Exchanged
 
 Int64s = npt.NDArray[np.int64]
 UInt64s = npt.NDArray[np.uint64]
@@ -115,13 +114,15 @@ class Order:
         self.block = block
         self.phases = tuple(phases) or (Phase(0, {c.name: c.weight for c in self.corpora}),)
         starts = [phase.block for phase in self.phases]
-        if starts[0] != 0 or any(a >= b for a, b in pairwise(starts)):
+        if starts[0] != 0 or any(
+            earlier_start >= later_start for earlier_start, later_start in pairwise(starts)
+        ):
             raise ConfigError(f"the blend's phases begin at the blocks {starts}: 0 first, then ascending")
         # All quotas by phase and corpus, and the number of samples of each corpus before a phase.
         self._quotas = np.array([self._blend(phase.weights) for phase in self.phases], dtype=np.int64)
         self._starts = np.array(starts, dtype=np.int64)
-        lengths = np.diff(self._starts)[:, None]
-        self._before = np.vstack([0 * self._quotas[:1], np.cumsum(self._quotas[:-1] * lengths, axis=0)])
+        phase_lengths = np.diff(self._starts)[:, None]
+        self._before = np.vstack([0 * self._quotas[:1], np.cumsum(self._quotas[:-1] * phase_lengths, axis=0)])
         self.quotas = tuple(self._quotas[-1].tolist())
         self.sequences = tuple((corpus.tokens - 1) // sequence_length for corpus in self.corpora)
         for corpus, sequences in zip(self.corpora, self.sequences, strict=True):
@@ -145,8 +146,8 @@ class Order:
 
     def exchanging(self, more: Sequence[Exchange], known: int | None = None) -> Order:
         """This order with more exchanges applied; known: keep only this many of its own."""
-        exchanges = [*self.exchanges[:known], *more]
-        return Order(self.corpora, self.sequence_length, self.seed, self.block, self.phases, exchanges)
+        all_exchanges = [*self.exchanges[:known], *more]
+        return Order(self.corpora, self.sequence_length, self.seed, self.block, self.phases, all_exchanges)
 
     def locate(self, positions: npt.ArrayLike) -> Locations:
         """The samples at `positions`, n integers. Raises DataError outside of [0, 2^62)."""
@@ -157,17 +158,17 @@ class Order:
             raise TypeError(f"positions are a 1-D array of integers, not {where.dtype} {where.shape}")
         if where.size and not 0 <= int(where.min()) <= int(where.max()) < LAST_POSITION:
             raise DataError(f"positions {where.min()} to {where.max()}: a position is between 0 and 2^62")
-        corpus, sample = self.samples_at(where.astype(np.int64))
-        epoch, number = np.divmod(sample, self._sequences[corpus])
-        keys = np.empty((ROUNDS, corpus.size), dtype=np.uint64)
-        for index, members in _groups(corpus):
-            keys[:, members] = self._keys(self.corpora[index].name, epoch[members])
-        sequence = permute(number, self._sequences[corpus], keys)
-        return Locations(corpus, epoch, sequence, sequence * self.sequence_length)
+        corpus_indexes, sample_numbers = self.samples_at(where.astype(np.int64))
+        epoch, number_in_epoch = np.divmod(sample_numbers, self._sequences[corpus_indexes])
+        keys = np.empty((ROUNDS, corpus_indexes.size), dtype=np.uint64)
+        for corpus_index, member_indexes in _groups(corpus_indexes):
+            keys[:, member_indexes] = self._keys(self.corpora[corpus_index].name, epoch[member_indexes])
+        sequence = permute(number_in_epoch, self._sequences[corpus_indexes], keys)
+        return Locations(corpus_indexes, epoch, sequence, sequence * self.sequence_length)
 
     def locate_one(self, position: int) -> Location:
         """The sample at one position."""
-        return Location(*(int(field[0]) for field in self.locate([position])))
+        return Location(*(int(location_field[0]) for location_field in self.locate([position])))
 
     def positions_of(self, corpus: int, sequences: npt.ArrayLike, first: int, end: int) -> Int64s:
         """All positions in [first, end) that hold any of n `sequences` of a corpus: int64, ascending.
@@ -175,40 +176,44 @@ class Order:
         O(n) for each epoch of the corpus that [first, end) touches.
         """
         wanted, size = np.asarray(sequences, dtype=np.int64), int(self._sequences[corpus])
-        low, high = self.samples_before(first)[corpus], self.samples_before(end)[corpus]
-        found = [np.empty(0, np.int64)]
-        epochs = set(range(low // size, -(-high // size)))
+        first_slot, last_slot = self.samples_before(first)[corpus], self.samples_before(end)[corpus]
+        samples_by_epoch = [np.empty(0, np.int64)]
+        epoch_numbers = set(range(first_slot // size, -(-last_slot // size)))
         if corpus in self._exchanged:  # with samples of other epochs
-            slots, moved = self.moved(corpus).T
-            epochs |= set((moved[(low <= slots) & (slots < high)] // size).tolist())
-        for epoch in sorted(epochs):
-            keys = self._keys(self.corpora[corpus].name, np.full(wanted.size, epoch))
-            samples = epoch * size + permute_back(wanted, np.full(wanted.size, size), keys)
-            found.append(samples)
-        slots = self._slots_of(corpus, np.concatenate(found))
-        return np.sort(self.positions_at(corpus, slots[(low <= slots) & (slots < high)]))
+            slots, moved_samples = self.moved(corpus).T
+            epoch_numbers |= set(
+                (moved_samples[(first_slot <= slots) & (slots < last_slot)] // size).tolist()
+            )
+        for epoch in sorted(epoch_numbers):
+            round_key_array = self._keys(self.corpora[corpus].name, np.full(wanted.size, epoch))
+            samples = epoch * size + permute_back(wanted, np.full(wanted.size, size), round_key_array)
+            samples_by_epoch.append(samples)
+        slots = self._slots_of(corpus, np.concatenate(samples_by_epoch))
+        return np.sort(self.positions_at(corpus, slots[(first_slot <= slots) & (slots < last_slot)]))
 
     def samples_before(self, position: int) -> list[int]:
         """Number of samples that each corpus gives to the positions [0, position)."""
         block, slot = divmod(position, self.block)
-        phase = self._phase(block)
-        counts = np.bincount(self._shuffled(block)[0][:slot], minlength=len(self.corpora))
-        whole = self._before[phase] + (block - self._starts[phase]) * self._quotas[phase]
-        return (whole + counts).tolist()
+        phase_number = self._phase(block)
+        block_counts = np.bincount(self._shuffled(block)[0][:slot], minlength=len(self.corpora))
+        whole_blocks = (
+            self._before[phase_number] + (block - self._starts[phase_number]) * self._quotas[phase_number]
+        )
+        return (whole_blocks + block_counts).tolist()
 
     def moved_to(self, other: Order, positions: npt.ArrayLike) -> Int64s:
         """The positions in `other`, which has all of these corpora, of the samples at n `positions`: int64, ascending.
         Samples that `other` never gives are left out."""
-        corpora, samples = self.samples_at(np.asarray(positions, dtype=np.int64))
-        names = [corpus.name for corpus in other.corpora]
-        found = [np.empty(0, np.int64)]
-        for index, members in _groups(corpora):
-            there = names.index(self.corpora[index].name)
-            mine = other._slots_of(there, samples[members])
-            if not other.quotas[there]:
-                mine = mine[mine < other._before[-1, there]]
-            found.append(other.positions_at(there, mine))
-        return np.sort(np.concatenate(found))
+        corpus_indexes, samples = self.samples_at(np.asarray(positions, dtype=np.int64))
+        corpus_names = [corpus.name for corpus in other.corpora]
+        found_positions = [np.empty(0, np.int64)]
+        for corpus_index, member_indexes in _groups(corpus_indexes):
+            other_index = corpus_names.index(self.corpora[corpus_index].name)
+            own_slots = other._slots_of(other_index, samples[member_indexes])
+            if not other.quotas[other_index]:
+                own_slots = own_slots[own_slots < other._before[-1, other_index]]
+            found_positions.append(other.positions_at(other_index, own_slots))
+        return np.sort(np.concatenate(found_positions))
 
     def quotas_at(self, position: int) -> list[int]:
         """Number of slots per block of each corpus at `position`."""
@@ -227,10 +232,10 @@ class Order:
 
     def deferred(self, first: int, end: int) -> Int64s:
         """The positions in [first, end) whose samples were deferred to there: int64, ascending."""
-        low, high, found = self.samples_before(first), self.samples_before(end), [np.empty(0, np.int64)]
+        low, last_slots, found = self.samples_before(first), self.samples_before(end), [np.empty(0, np.int64)]
         for index, exchanged in self._exchanged.items():
             slots = exchanged.deferred
-            found.append(self.positions_at(index, slots[(low[index] <= slots) & (slots < high[index])]))
+            found.append(self.positions_at(index, slots[(low[index] <= slots) & (slots < last_slots[index])]))
         return np.sort(np.concatenate(found))
 
     def fingerprint(
@@ -242,69 +247,74 @@ class Order:
         only the corpora that they name: the value before later phases were added. before: exchanges count only if they
         concern earlier positions.
         """
-        count = len(self.phases) if phases is None else phases
-        used = self._quotas[:count].sum(axis=0) > 0
+        phase_count = len(self.phases) if phases is None else phases
+        used = self._quotas[:phase_count].sum(axis=0) > 0
         corpora = sorted(
-            [corpus.name, corpus.tokens, int(self._quotas[0, index]), fingerprint]
-            for index, (corpus, fingerprint) in enumerate(
+            [corpus.name, corpus.tokens, int(self._quotas[0, corpus_index]), fingerprint]
+            for corpus_index, (corpus, fingerprint) in enumerate(
                 zip(self.corpora, manifest_fingerprints, strict=True)
             )
-            if used[index]
+            if used[corpus_index]
         )
-        content: list[Any] = [VERSION, self.seed, self.sequence_length, self.block, corpora]
-        for number in range(1, count):
-            quotas = zip(self.corpora, self._quotas[number].tolist(), strict=True)
-            content.append(
-                [int(self._starts[number]), sorted([c.name, quota] for c, quota in quotas if quota)]
+        hashed_content: list[Any] = [VERSION, self.seed, self.sequence_length, self.block, corpora]
+        for phase_number in range(1, phase_count):
+            quotas = zip(self.corpora, self._quotas[phase_number].tolist(), strict=True)
+            hashed_content.append(
+                [int(self._starts[phase_number]), sorted([c.name, quota] for c, quota in quotas if quota)]
             )
-        ends = self.samples_before(before) if before is not None else [LAST_POSITION] * len(self.corpora)
-        moved = (
-            (c.name, self.moved(index), end)
-            for index, (c, end) in enumerate(zip(self.corpora, ends, strict=True))
+        slot_ends = self.samples_before(before) if before is not None else [LAST_POSITION] * len(self.corpora)
+        moved_by_corpus = (
+            (c.name, self.moved(corpus_index), slot_end)
+            for corpus_index, (c, slot_end) in enumerate(zip(self.corpora, slot_ends, strict=True))
         )
-        if exchanged := sorted(
-            [name, slots[slots[:, 0] < end].tolist()]
-            for name, slots, end in moved
-            if (slots[:, 0] < end).any()
+        if exchanged_slots := sorted(
+            [name, slots[slots[:, 0] < slot_end].tolist()]
+            for name, slots, slot_end in moved_by_corpus
+            if (slots[:, 0] < slot_end).any()
         ):
-            content.append({"exchanged": exchanged})
-        return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+            hashed_content.append({"exchanged": exchanged_slots})
+        return hashlib.sha256(json.dumps(hashed_content).encode()).hexdigest()
 
     def _blend(self, weights: Mapping[str, float]) -> list[int]:
-        chosen = [
+        chosen_corpora = [
             replace(corpus, weight=weights[corpus.name]) for corpus in self.corpora if corpus.name in weights
         ]
-        if unknown := sorted(set(weights) - {corpus.name for corpus in self.corpora}):
-            raise ConfigError(f"the blend names the corpus {unknown[0]!r}, which is not there")
-        quotas = dict(zip((c.name for c in chosen), blend(chosen, self.block), strict=True))
-        return [quotas.get(corpus.name, 0) for corpus in self.corpora]
+        if unknown_names := sorted(set(weights) - {corpus.name for corpus in self.corpora}):
+            raise ConfigError(f"the blend names the corpus {unknown_names[0]!r}, which is not there")
+        quota_by_name = dict(
+            zip((c.name for c in chosen_corpora), blend(chosen_corpora, self.block), strict=True)
+        )
+        return [quota_by_name.get(corpus.name, 0) for corpus in self.corpora]
 
     def _phase(self, block: int) -> int:
         return int(np.searchsorted(self._starts, block, side="right")) - 1
 
     def samples_at(self, positions: Int64s) -> tuple[Int64s, Int64s]:
         """The corpus of each of n positions, and the number of its sample there."""
-        corpus, slots = self.slots_at(positions)
+        corpus_indexes, slots = self.slots_at(positions)
         if not self._exchanged:
-            return corpus, slots
+            return corpus_indexes, slots
         samples = slots.copy()
-        for index, exchanged in self._exchanged.items():
-            mine = corpus == index
-            samples[mine] = exchanged.samples(slots[mine])
-        return corpus, samples
+        for corpus_index, exchange_table in self._exchanged.items():
+            is_own = corpus_indexes == corpus_index
+            samples[is_own] = exchange_table.samples(slots[is_own])
+        return corpus_indexes, samples
 
     def slots_at(self, positions: Int64s) -> tuple[Int64s, Int64s]:
         """The corpus of each of n positions, and its slot: the number of its samples before that position."""
         if len(self.corpora) == 1:
             return np.zeros_like(positions), positions
         blocks, slots = np.divmod(positions, self.block)
-        corpus, turn = np.empty_like(positions), np.empty_like(positions)
-        for block, members in _groups(blocks):
-            corpora, turns = self._shuffled(block)
-            corpus[members], turn[members] = corpora[slots[members]], turns[slots[members]]
+        corpus_indexes, turn_numbers = np.empty_like(positions), np.empty_like(positions)
+        for block_number, members in _groups(blocks):
+            slot_corpora, block_turns = self._shuffled(block_number)
+            corpus_indexes[members], turn_numbers[members] = (
+                slot_corpora[slots[members]],
+                block_turns[slots[members]],
+            )
         phase = np.searchsorted(self._starts, blocks, side="right") - 1
-        whole = (blocks - self._starts[phase]) * self._quotas[phase, corpus]
-        return corpus, self._before[phase, corpus] + whole + turn
+        whole_blocks = (blocks - self._starts[phase]) * self._quotas[phase, corpus_indexes]
+        return corpus_indexes, self._before[phase, corpus_indexes] + whole_blocks + turn_numbers
 
     def _slots_of(self, corpus: int, samples: Int64s) -> Int64s:
         """The slots of a corpus that hold n of its samples."""
@@ -315,33 +325,39 @@ class Order:
         if len(self.corpora) == 1:
             return slots
         # A phase without the corpus starts at the same sample number as the next one, and holds none.
-        phase = np.searchsorted(self._before[:, corpus], slots, side="right") - 1
-        quota = self._quotas[phase, corpus]
-        blocks, turns = np.divmod(slots - self._before[phase, corpus], quota)
-        blocks += self._starts[phase]
+        phase_numbers = np.searchsorted(self._before[:, corpus], slots, side="right") - 1
+        quota = self._quotas[phase_numbers, corpus]
+        blocks, turn_numbers = np.divmod(slots - self._before[phase_numbers, corpus], quota)
+        blocks += self._starts[phase_numbers]
         positions = np.empty_like(slots)
-        for block, members in _groups(blocks):
-            places = np.flatnonzero(self._shuffled(block)[0] == corpus)  # ascending, like its ranks
-            positions[members] = block * self.block + places[turns[members]]
+        for block_number, member_indexes in _groups(blocks):
+            corpus_places = np.flatnonzero(
+                self._shuffled(block_number)[0] == corpus
+            )  # ascending, like its ranks
+            positions[member_indexes] = (
+                block_number * self.block + corpus_places[turn_numbers[member_indexes]]
+            )
         return positions
 
     def _shuffle(self, block: int) -> tuple[npt.NDArray[np.uint16], Int64s]:
         """The corpus of each slot of a block, and the slot's rank among that corpus's slots."""
-        first, second, *_ = round_keys(self.seed, "", block)
-        numbers, bits = np.arange(self.block, dtype=np.uint64), np.uint64(self.block.bit_length())
-        mixed = _mix(_mix(numbers ^ np.uint64(first)) ^ np.uint64(second))
+        first_key, second_key, *_ = round_keys(self.seed, "", block)
+        numbers, number_bits = np.arange(self.block, dtype=np.uint64), np.uint64(self.block.bit_length())
+        mixed_numbers = _mix(_mix(numbers ^ np.uint64(first_key)) ^ np.uint64(second_key))
         # Sorting hashes that carry their number in the low bits is several times faster than argsort.
-        shuffle = np.sort(mixed << bits | numbers) & ((np.uint64(1) << bits) - np.uint64(1))
+        shuffle = np.sort(mixed_numbers << number_bits | numbers) & (
+            (np.uint64(1) << number_bits) - np.uint64(1)
+        )
         phase = self._phase(block)
-        corpora, turns = self._slots[phase][shuffle], np.empty(self.block, dtype=np.int64)
-        turns[np.argsort(corpora, kind="stable")] = self._turns[phase]
-        return corpora, turns
+        slot_corpora, turn_numbers = self._slots[phase][shuffle], np.empty(self.block, dtype=np.int64)
+        turn_numbers[np.argsort(slot_corpora, kind="stable")] = self._turns[phase]
+        return slot_corpora, turn_numbers
 
     def _keys(self, name: str, epochs: Int64s) -> UInt64s:
         """Round keys [rounds, n] for n epochs of a corpus."""
-        unique, inverse = np.unique(epochs, return_inverse=True)
-        keys = [round_keys(self.seed, name, int(epoch)) for epoch in unique]
-        return np.array(keys, dtype=np.uint64).reshape(-1, ROUNDS)[inverse].T
+        unique_epochs, epoch_indexes = np.unique(epochs, return_inverse=True)
+        epoch_keys = [round_keys(self.seed, name, int(unique_epoch)) for unique_epoch in unique_epochs]
+        return np.array(epoch_keys, dtype=np.uint64).reshape(-1, ROUNDS)[epoch_indexes].T
 
 
 def blend(corpora: Sequence[OrderedCorpus], block: int) -> tuple[int, ...]:
@@ -350,20 +366,20 @@ def blend(corpora: Sequence[OrderedCorpus], block: int) -> tuple[int, ...]:
     Raises ConfigError for no corpora, equal or empty names, weights that are not positive and finite, and a
     weight too small for one slot.
     """
-    names = [corpus.name for corpus in corpora]
-    if not names or not all(names) or len(set(names)) != len(names):
-        raise ConfigError(f"a blend needs corpora with different, non-empty names, not {names}")
+    corpus_names = [corpus.name for corpus in corpora]
+    if not corpus_names or not all(corpus_names) or len(set(corpus_names)) != len(corpus_names):
+        raise ConfigError(f"a blend needs corpora with different, non-empty names, not {corpus_names}")
     for corpus in corpora:
         if not (math.isfinite(corpus.weight) and corpus.weight > 0):
             raise ConfigError(
                 f"corpus {corpus.name!r} has the weight {corpus.weight}: give a positive number"
             )
-    total = sum(Fraction(corpus.weight) for corpus in corpora)
-    shares = [Fraction(corpus.weight) / total * block for corpus in corpora]
+    total_weight = sum(Fraction(corpus.weight) for corpus in corpora)
+    shares = [Fraction(corpus.weight) / total_weight * block for corpus in corpora]
     quotas = [math.floor(share) for share in shares]
-    by_remainder = sorted(range(len(names)), key=lambda i: (quotas[i] - shares[i], names[i]))
-    for index in by_remainder[: block - sum(quotas)]:
-        quotas[index] += 1
+    by_remainder = sorted(range(len(corpus_names)), key=lambda i: (quotas[i] - shares[i], corpus_names[i]))
+    for corpus_index in by_remainder[: block - sum(quotas)]:
+        quotas[corpus_index] += 1
     for corpus, share, quota in zip(corpora, shares, quotas, strict=True):
         if quota == 0:
             raise ConfigError(
@@ -388,8 +404,8 @@ def permute(values: Int64s, sizes: Int64s, keys: UInt64s) -> Int64s:
     """
 
     def forward(left: UInt64s, right: UInt64s, side: UInt64s, keys: UInt64s) -> tuple[UInt64s, UInt64s]:
-        for key in keys:
-            left, right = right, (left + _mix(right ^ key) % side) % side
+        for round_key in keys:
+            left, right = right, (left + _mix(right ^ round_key) % side) % side
         return left, right
 
     return _walk(forward, values, sizes, keys)
@@ -399,8 +415,8 @@ def permute_back(values: Int64s, sizes: Int64s, keys: UInt64s) -> Int64s:
     """The inverse of `permute`."""
 
     def backward(left: UInt64s, right: UInt64s, side: UInt64s, keys: UInt64s) -> tuple[UInt64s, UInt64s]:
-        for key in keys[::-1]:
-            left, right = (right + side - _mix(left ^ key) % side) % side, left
+        for round_key in keys[::-1]:
+            left, right = (right + side - _mix(left ^ round_key) % side) % side, left
         return left, right
 
     return _walk(backward, values, sizes, keys)
@@ -410,29 +426,31 @@ def _walk(
     rounds: Callable[..., tuple[UInt64s, UInt64s]], values: Int64s, sizes: Int64s, keys: UInt64s
 ) -> Int64s:
     """Reduce a bijection of pairs of numbers below ceil(sqrt(size)) to one of [0, size) by cycle walking."""
-    size, out = sizes.astype(np.uint64), values.astype(np.uint64)
+    size, walked_values = sizes.astype(np.uint64), values.astype(np.uint64)
     side = _ceil_sqrt(size)
-    walking = np.arange(out.size)
-    while walking.size:
-        modulus = side[walking]
-        left, right = rounds(*np.divmod(out[walking], modulus), modulus, keys[:, walking])
-        out[walking] = left * modulus + right
-        walking = walking[out[walking] >= size[walking]]
-    return out.astype(np.int64)
+    walking_indexes = np.arange(walked_values.size)
+    while walking_indexes.size:
+        modulus = side[walking_indexes]
+        left_half, right_half = rounds(
+            *np.divmod(walked_values[walking_indexes], modulus), modulus, keys[:, walking_indexes]
+        )
+        walked_values[walking_indexes] = left_half * modulus + right_half
+        walking_indexes = walking_indexes[walked_values[walking_indexes] >= size[walking_indexes]]
+    return walked_values.astype(np.int64)
 
 
 def _groups(values: Int64s) -> Iterator[tuple[int, Int64s]]:
     """Each distinct value, with its indices."""
-    ordered = np.argsort(values, kind="stable")
-    for members in np.split(ordered, np.flatnonzero(np.diff(values[ordered])) + 1):
-        if members.size:
-            yield int(values[members[0]]), members
+    sorted_indexes = np.argsort(values, kind="stable")
+    for member_indexes in np.split(sorted_indexes, np.flatnonzero(np.diff(values[sorted_indexes])) + 1):
+        if member_indexes.size:
+            yield int(values[member_indexes[0]]), member_indexes
 
 
 def _ceil_sqrt(sizes: UInt64s) -> UInt64s:
-    unique, inverse = np.unique(sizes, return_inverse=True)
-    roots = [math.isqrt(int(size) - 1) + 1 for size in unique]  # exact, unlike a float's root
-    return np.array(roots, dtype=np.uint64)[inverse]
+    unique_sizes, size_indexes = np.unique(sizes, return_inverse=True)
+    square_roots = [math.isqrt(int(size) - 1) + 1 for size in unique_sizes]  # exact, unlike a float's root
+    return np.array(square_roots, dtype=np.uint64)[size_indexes]
 
 
 def _mix(x: UInt64s) -> UInt64s:
@@ -440,3 +458,67 @@ def _mix(x: UInt64s) -> UInt64s:
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
+
+
+Swap = tuple[int, int, int]  # first slot of one range, of the other, and their length
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Swaps [first, second, count] of samples within `corpus`, applied in order: one is read later, in return for a
+    later one.
+
+    A swap exchanges two ranges of the samples that a corpus gives to the run, one for one: the slots first + i and
+    second + i hold each other's samples. Exchanges compose, so the order stays a permutation: nothing is lost, nothing
+    is read twice. Slots are counted within the corpus, so a change of the blend's weights does not affect an exchange.
+    """
+
+    corpus: str
+    swaps: tuple[Swap, ...]
+
+
+class Exchanged:
+    """The slots of one corpus that hold other samples than their own: two sorted tables, a lookup takes O(log n).
+
+    `moved`: these slots, ascending, and their samples, int64 [n, 2]. `deferred`: slots whose sample comes from an
+    earlier slot, ascending, int64 [n].
+    """
+
+    def __init__(self, swaps: Sequence[Swap]) -> None:
+        held, deferred_slots = dict[int, int](), set[int]()  # held: the number of the sample, by its slot
+        for first, second, count in swaps:
+            for first_slot, b in zip(range(first, first + count), range(second, second + count), strict=True):
+                held[first_slot], held[b] = held.get(b, b), held.get(first_slot, first_slot)
+                deferred_slots.discard(first_slot)
+                deferred_slots.add(b)
+        moved_slots = sorted((slot, sample) for slot, sample in held.items() if slot != sample)
+        self.moved = np.array(moved_slots, dtype=np.int64).reshape(-1, 2)
+        self.deferred = np.array([slot for slot, _ in moved_slots if slot in deferred_slots], dtype=np.int64)
+        self._slots, self._samples = np.ascontiguousarray(self.moved.T)
+        by_sample = np.argsort(self._samples)
+        self._back = self._samples[by_sample], self._slots[by_sample]
+
+    def samples(self, slots: Int64s) -> Int64s:
+        """The samples that n slots hold."""
+        return _looked_up(slots, self._slots, self._samples)
+
+    def slots(self, samples: Int64s) -> Int64s:
+        """The slots that hold n samples."""
+        return _looked_up(samples, *self._back)
+
+
+def swaps_of(firsts: Int64s, seconds: Int64s) -> tuple[Swap, ...]:
+    """The exchange of the slots firsts[i] and seconds[i], all different, in as few ranges as possible."""
+    if not firsts.size:
+        return ()
+    break_indexes = np.flatnonzero((np.diff(firsts) != 1) | (np.diff(seconds) != 1)) + 1
+    range_edges = [0, *break_indexes.tolist(), firsts.size]
+    return tuple((int(firsts[a]), int(seconds[a]), b - a) for a, b in pairwise(range_edges))
+
+
+def _looked_up(numbers: Int64s, keys: Int64s, values: Int64s) -> Int64s:
+    """values[i] for each of `numbers` that equals keys[i] (ascending), the number itself otherwise."""
+    if not keys.size:
+        return numbers
+    key_indexes = np.minimum(np.searchsorted(keys, numbers), keys.size - 1)
+    return np.where(keys[key_indexes] == numbers, values[key_indexes], numbers)

@@ -17,22 +17,21 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 import xxhash
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from megastable.base.durable import staged_directory, write_data_file
 from megastable.base.errors import ConfigError, DataError
 from megastable.base.text import plural
 from megastable.config.recipe import find
 from megastable.config.tree import CorpusConfig, RunConfig
 from megastable.config.warmups import Stages
 from megastable.data.corpora import Corpora, open_corpora
-from megastable.data.documents import Document, documents_at
-from megastable.data.local_copy import staged_directory, write_file
-from megastable.data.lost_text import check_text
-from megastable.data.manifest import FILE, Manifest, Stream
+from megastable.data.manifest import Manifest, Stream
 from megastable.data.shard_format import little_endian, with_suffix
 from megastable.data.shards import Shard
 from megastable.data.skips import Range, Skips, numbers_of
-from megastable.data.tokenizer import load_tokenizer
+from megastable.data.source import Document, documents_at
+from megastable.data.tokenizer import check_text, load_tokenizer
 
 PLANTED = "planted.json"
 Kind = Literal["random", "repeated", "shuffled", "text"]
@@ -49,7 +48,7 @@ Tokens = npt.NDArray[Any]
 class Planted(BaseModel):
     """A planted corruption: tokens of `kind`, drawn with `seed`, at `positions` of `order`, in `documents`.
 
-    `positions` are ranges [first, end), ascending, that do not touch; older files have a single one. `order` is the
+    `positions` are ranges [first, end), ascending, that do not touch. `order` is the
     fingerprint of the order in the clean corpus: of its content, the seed of the run and the sequence length.
     `documents` are all documents at these positions. `other`: for shuffled tokens, the fingerprint of the corpus that
     they come from; for text, the xxh3-128 of its UTF-8; else "".
@@ -64,14 +63,6 @@ class Planted(BaseModel):
     kind: Kind = "random"
     other: str = ""
 
-    @field_validator("positions", mode="before")
-    @classmethod
-    def _a_single_range(cls, positions: Any) -> Any:
-        match positions:
-            case [int(), int()]:
-                return [positions]
-        return positions
-
     @property
     def first(self) -> int:
         """The first position."""
@@ -79,15 +70,15 @@ class Planted(BaseModel):
 
     @property
     def samples(self) -> int:
-        return sum(end - first for first, end in self.positions)
+        return sum(range_end - range_first for range_first, range_end in self.positions)
 
     @property
     def places(self) -> str:
         """The positions as text."""
-        last = self.positions[-1][1] - 1
+        last_position = self.positions[-1][1] - 1
         if len(self.positions) == 1:
-            return f"the positions {self.first} to {last}"
-        return f"{self.samples} of the positions {self.first} to {last}"
+            return f"the positions {self.first} to {last_position}"
+        return f"{self.samples} of the positions {self.first} to {last_position}"
 
     def __str__(self) -> str:
         return f"{WHAT[self.kind]} at {self.places}, in {plural(len(self.documents), 'document')}"
@@ -116,18 +107,18 @@ def positions_of(
     begin = batches.reach(0, step - 1)
     if of_each is None:
         whole = next(n for n in range(1, samples + 3) if batches.reach(begin, n) - begin >= samples + 2)
-        first = begin + (batches.reach(begin, whole) - begin - samples) // 2
-        return [(first, first + samples)]
-    size = batches.at(begin)
-    if not 1 <= of_each <= size:
+        first_position = begin + (batches.reach(begin, whole) - begin - samples) // 2
+        return [(first_position, first_position + samples)]
+    batch_size = batches.at(begin)
+    if not 1 <= of_each <= batch_size:
         raise ConfigError(
-            f"{of_each} samples of each step: a step has {size} (train.global_batch), choose 1 to {size}"
+            f"{of_each} samples of each step: a step has {batch_size} (train.global_batch), choose 1 to {batch_size}"
         )
     random = np.random.default_rng((seed, 1))
     places = []
-    for number in range(-(-samples // of_each)):
-        chosen = random.permutation(batches.at(begin))[: samples - number * of_each][:of_each]
-        places.append(begin + chosen)
+    for step_offset in range(-(-samples // of_each)):
+        chosen_places = random.permutation(batches.at(begin))[: samples - step_offset * of_each][:of_each]
+        places.append(begin + chosen_places)
         begin += batches.at(begin)
     return Skips.of_numbers(np.concatenate(places).astype(np.int64)).ranges
 
@@ -183,10 +174,10 @@ def plant(
     if corpora.vocab_size < 3:
         raise DataError(f"{corpus}: a vocabulary of {corpora.vocab_size} has no token to replace others with")
     positions = positions_of(step, samples, config.batches, of_each, seed)
-    (sequences,) = corpora.train.order.sequences
-    if length < 2 or positions[-1][1] > sequences:
+    (sequence_count,) = corpora.train.order.sequences
+    if length < 2 or positions[-1][1] > sequence_count:
         raise DataError(
-            f"positions {positions[0][0]} to {positions[-1][1] - 1} cannot be planted: {corpus} has {sequences} "
+            f"positions {positions[0][0]} to {positions[-1][1] - 1} cannot be planted: {corpus} has {sequence_count} "
             f"samples of {length} tokens before any repeats, and each needs 2 tokens; choose an earlier step or "
             f"fewer samples, or train on the clean corpus: data.corpora='[{{path: {corpus}}}]'"
         )
@@ -207,7 +198,7 @@ def plant(
         return planted, True
     with staged_directory(output) as staging:
         manifest = _write(corpus, staging, corpora, planted, foreign)
-        write_file(staging / PLANTED, planted.model_dump_json(indent=1).encode() + b"\n")
+        write_data_file(staging / PLANTED, planted.model_dump_json(indent=1).encode() + b"\n")
         manifest.save(staging)
     return planted, False
 
@@ -215,20 +206,20 @@ def plant(
 def _foreign(other: Path, corpora: Corpora, count: int) -> Tokens:
     """The first `count` tokens of a corpus that may replace others, int64 [count]."""
     other = find(other)
-    manifest = Manifest.load(other)
-    if manifest.tokenizer.xxh3 != corpora.manifests[0].tokenizer.xxh3:
+    other_manifest = Manifest.load(other)
+    if other_manifest.tokenizer.xxh3 != corpora.manifests[0].tokenizer.xxh3:
         raise DataError(
             f"{other} was made with another tokenizer: its token ids mean something else; prepare it with "
             f"{corpora.manifests[0].tokenizer.file} of the corpus"
         )
-    stream = Stream(other, manifest, "train")
-    tokens = stream.read(0, min(stream.tokens, 4 * count)).astype(np.int64)
-    tokens = tokens[(tokens != 0) & (tokens != corpora.train.eod)]
-    if tokens.size < count:
+    train_stream = Stream(other, other_manifest, "train")
+    usable_tokens = train_stream.read(0, min(train_stream.tokens, 4 * count)).astype(np.int64)
+    usable_tokens = usable_tokens[(usable_tokens != 0) & (usable_tokens != corpora.train.eod)]
+    if usable_tokens.size < count:
         raise DataError(
-            f"{other}: {tokens.size:,} tokens are too few to replace {count:,}: choose fewer samples"
+            f"{other}: {usable_tokens.size:,} tokens are too few to replace {count:,}: choose fewer samples"
         )
-    return tokens[:count]
+    return usable_tokens[:count]
 
 
 def _encoded(text: str, corpus: Path, corpora: Corpora, count: int) -> Tokens:
@@ -236,11 +227,11 @@ def _encoded(text: str, corpus: Path, corpora: Corpora, count: int) -> Tokens:
     info = corpora.manifests[0].tokenizer
     tokenizer, text = load_tokenizer(corpus / info.file, info.eod), text[: LONGEST * count]
     check_text(text, tokenizer)
-    tokens = tokenizer.encode(text)
-    ids = np.array([token for token in tokens if token != info.eod], dtype=np.int64)
-    if not ids.size:
+    text_tokens = tokenizer.encode(text)
+    text_ids = np.array([token for token in text_tokens if token != info.eod], dtype=np.int64)
+    if not text_ids.size:
         raise DataError(f"the text has no tokens ({len(text)} characters): give one that is not empty")
-    return np.resize(ids, count)
+    return np.resize(text_ids, count)
 
 
 def _occupied(output: Path, planted: Planted, overwrite: bool) -> bool:
@@ -260,15 +251,8 @@ def _occupied(output: Path, planted: Planted, overwrite: bool) -> bool:
             f"{output} was planted with other settings, or for another run or corpus ({there}, seed {there.seed}): "
             "choose another output, or replace it with --overwrite"
         )
-    own = {FILE, PLANTED, *_files(manifest)}
-    if foreign := sorted(path.name for path in output.iterdir() if path.name not in own):
-        raise DataError(f"{output} will not be replaced: {foreign[0]} in it is not part of its corpus")
+    manifest.check_replaceable(output, {PLANTED})
     return False
-
-
-def _files(manifest: Manifest) -> list[str]:
-    shards = [shard.name + suffix for shard in manifest.shards for suffix in (".bin", ".idx")]
-    return [manifest.tokenizer.file, *shards]
 
 
 def _write(
@@ -276,33 +260,35 @@ def _write(
 ) -> Manifest:
     """Write all files of the corpus except its manifest, which is returned."""
     (manifest,) = corpora.manifests
-    infos = {shard.name: shard for shard in manifest.shards}
-    touched = {document.shard for document in planted.documents}
+    info_by_shard = {shard.name: shard for shard in manifest.shards}
+    touched_shards = {document.shard for document in planted.documents}
     try:
-        for name in _files(manifest):
+        for name in manifest.files:
             shutil.copyfile(corpus / name, staging / name)
-        for name in touched:
+        for name in touched_shards:
             # Otherwise the new hashes would hide earlier damage.
-            Shard(staging / name, infos[name]).verify()
+            Shard(staging / name, info_by_shard[name]).verify()
         _replace(staging, corpora, planted, foreign)
     except OSError as error:
         raise DataError(f"{corpus} could not be copied to {staging}: {error}") from error
-    for name in touched:
-        infos[name] = Shard(staging / name, vocab_size=manifest.tokenizer.vocab_size).verify()
-    source = f"{manifest.source}; {WHAT[planted.kind]} at {planted.places}"
-    return manifest.model_copy(update={"shards": list(infos.values()), "source": source})
+    for name in touched_shards:
+        info_by_shard[name] = Shard(staging / name, vocab_size=manifest.tokenizer.vocab_size).verify()
+    source_text = f"{manifest.source}; {WHAT[planted.kind]} at {planted.places}"
+    return manifest.model_copy(update={"shards": list(info_by_shard.values()), "source": source_text})
 
 
 def _replace(staging: Path, corpora: Corpora, planted: Planted, foreign: Tokens | None) -> None:
-    order, (stream,), eod = corpora.train.order, corpora.train.streams, corpora.train.eod
-    draw = _drawer(corpora, planted, foreign)
-    for begin in order.locate(numbers_of(planted.positions)).first_token.tolist():
-        for shard, at, count, _ in stream.pieces(begin + 1, order.sequence_length - 1):
-            noise = np.where(shard.read(at, count) == eod, eod, draw(count))
+    order, (stream,), eod_token = corpora.train.order, corpora.train.streams, corpora.train.eod
+    draw_tokens = _drawer(corpora, planted, foreign)
+    for first_token in order.locate(numbers_of(planted.positions)).first_token.tolist():
+        for shard, shard_offset, count, _ in stream.pieces(first_token + 1, order.sequence_length - 1):
+            planted_tokens = np.where(
+                shard.read(shard_offset, count) == eod_token, eod_token, draw_tokens(count)
+            )
             dtype = little_endian(shard.dtype)
-            with with_suffix(staging / shard.name, ".bin").open("r+b") as file:
-                file.seek(at * dtype.itemsize)
-                file.write(noise.astype(dtype).tobytes())
+            with with_suffix(staging / shard.name, ".bin").open("r+b") as bin_file:
+                bin_file.seek(shard_offset * dtype.itemsize)
+                bin_file.write(planted_tokens.astype(dtype).tobytes())
 
 
 def _drawer(corpora: Corpora, planted: Planted, foreign: Tokens | None) -> Callable[[int], Tokens]:
@@ -312,8 +298,8 @@ def _drawer(corpora: Corpora, planted: Planted, foreign: Tokens | None) -> Calla
     if planted.kind == "random":
         return lambda count: random.choice(ids, count)
     if planted.kind == "repeated":
-        token = random.choice(ids)
-        return lambda count: np.full(count, token)
+        repeated_token = random.choice(ids)
+        return lambda count: np.full(count, repeated_token)
     assert foreign is not None
-    tokens = iter(foreign if planted.kind == "text" else random.permutation(foreign))
-    return lambda count: np.fromiter(tokens, np.int64, count)
+    foreign_tokens = iter(foreign if planted.kind == "text" else random.permutation(foreign))
+    return lambda count: np.fromiter(foreign_tokens, np.int64, count)

@@ -1,4 +1,4 @@
-"""File format of Megatron's indexed dataset, read by `shards.py` and written by `shard_writer.py`.
+"""Megatron's indexed dataset: its format, and its writer; `shards.py` reads it.
 
 A shard is two files. `NAME.bin` holds token ids one after another, little-endian, without any separator.
 `NAME.idx` is the index: a 34-byte header (magic, version, dtype code, sequence count S, document
@@ -12,15 +12,19 @@ from __future__ import annotations
 import os
 import stat
 import struct
-from collections.abc import Iterator
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, NoReturn
+from types import TracebackType
+from typing import Any, BinaryIO, Literal, NamedTuple, NoReturn, Self
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from megastable.base.durable import sync_directory
 from megastable.base.errors import DataError
 
 Tokens = npt.NDArray[np.int64]
@@ -95,26 +99,26 @@ class IndexEnds(NamedTuple):
 def read_index_ends(path: Path) -> IndexEnds:
     """Read a few bytes of an `.idx` of any size. Raises DataError for a foreign or truncated one."""
     try:
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            sequences, entries, dtype = _read_header(path, file.read(HEADER.size), size)
+        with path.open("rb") as index_file:
+            file_size = os.fstat(index_file.fileno()).st_size
+            sequence_count, entry_count, dtype = _read_header(path, index_file.read(HEADER.size), file_size)
 
             def entry(kind: str, offset: int) -> int:
-                file.seek(offset)
-                return int(struct.unpack(kind, file.read(struct.calcsize(kind)))[0])
+                index_file.seek(offset)
+                return int(struct.unpack(kind, index_file.read(struct.calcsize(kind)))[0])
 
-            pointers_at = HEADER.size + 4 * sequences
-            documents_at = pointers_at + 8 * sequences
+            pointers_at = HEADER.size + 4 * sequence_count
+            documents_at = pointers_at + 8 * sequence_count
             return IndexEnds(
                 dtype=dtype,
-                sequences=sequences,
-                documents=entries - 1,
-                first_pointer=entry("<q", pointers_at) if sequences else 0,
-                last_pointer=entry("<q", documents_at - 8) if sequences else 0,
-                last_length=entry("<i", pointers_at - 4) if sequences else 0,
+                sequences=sequence_count,
+                documents=entry_count - 1,
+                first_pointer=entry("<q", pointers_at) if sequence_count else 0,
+                last_pointer=entry("<q", documents_at - 8) if sequence_count else 0,
+                last_length=entry("<i", pointers_at - 4) if sequence_count else 0,
                 first_document=entry("<q", documents_at),
-                last_document=entry("<q", documents_at + 8 * (entries - 1)),
-                modes=sequences > 0 and size == documents_at + 8 * entries + sequences,
+                last_document=entry("<q", documents_at + 8 * (entry_count - 1)),
+                modes=sequence_count > 0 and file_size == documents_at + 8 * entry_count + sequence_count,
             )
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
@@ -130,61 +134,61 @@ def _read_header(path: Path, header: bytes, size: int) -> tuple[int, int, DType]
         )
     if len(header) < HEADER.size:
         raise DataError(f"{path} ends inside its header: it is truncated, write the shard again")
-    _, version, code, sequences, entries = HEADER.unpack(header)
+    _, version, type_code, sequence_count, entry_count = HEADER.unpack(header)
     if version != VERSION:
         raise DataError(
             f"{path} has format version {version}, only {VERSION} is known: write the shard again"
         )
-    if code not in CODES:
-        known = " and ".join(f"{code} ({dtype})" for code, dtype in sorted(CODES.items()))
+    if type_code not in CODES:
+        known = " and ".join(f"{type_code} ({dtype})" for type_code, dtype in sorted(CODES.items()))
         raise DataError(
-            f"{path} says its tokens have type code {code}: only {known} mean the same to all programs, "
+            f"{path} says its tokens have type code {type_code}: only {known} mean the same to all programs, "
             "write the shard again with one of them"
         )
-    expected = HEADER.size + 12 * sequences + 8 * entries
-    if entries < 1 or size not in (expected, expected + sequences):
+    expected_bytes = HEADER.size + 12 * sequence_count + 8 * entry_count
+    if entry_count < 1 or size not in (expected_bytes, expected_bytes + sequence_count):
         raise DataError(
-            f"{path} has {size} bytes, but its header ({sequences} sequences, {entries} document entries) "
-            f"asks for {expected}: it is truncated or damaged, write the shard again"
+            f"{path} has {size} bytes, but its header ({sequence_count} sequences, {entry_count} document entries) "
+            f"asks for {expected_bytes}: it is truncated or damaged, write the shard again"
         )
-    return sequences, entries, CODES[code]
+    return sequence_count, entry_count, CODES[type_code]
 
 
 def file_sizes(prefix: Path) -> tuple[int, int]:
     """Bytes of PREFIX.bin and PREFIX.idx. Raises DataError naming the one that is missing."""
-    sizes = []
+    bytes_by_suffix = []
     for suffix in (".bin", ".idx"):
         path = with_suffix(prefix, suffix)
         try:
-            found = path.stat()
+            file_status = path.stat()
         except OSError as error:
             raise DataError(
                 f"{path} is not there ({error.strerror}): a shard is a .bin and an .idx file; restore it, or "
                 "correct the path"
             ) from error
-        if not stat.S_ISREG(found.st_mode):
+        if not stat.S_ISREG(file_status.st_mode):
             raise DataError(f"{path} is not a plain file: a shard is a .bin and an .idx file, restore it")
-        sizes.append(found.st_size)
-    return sizes[0], sizes[1]
+        bytes_by_suffix.append(file_status.st_size)
+    return bytes_by_suffix[0], bytes_by_suffix[1]
 
 
 def chunks(count: int) -> Iterator[slice]:
     """Slices that cover `count` entries, `CHUNK` at a time."""
-    return (slice(first, min(first + CHUNK, count)) for first in range(0, count, CHUNK))
+    return (slice(first_entry, min(first_entry + CHUNK, count)) for first_entry in range(0, count, CHUNK))
 
 
 def fill(path: Path, descriptor: int, into: npt.NDArray[Any], at: int) -> None:
     """Read an array from byte `at` of a file. Raises DataError if the disk fails or the file ends too early."""
-    view = into.data.cast("B") if into.size else memoryview(b"")
-    done = 0
-    while done < len(view):
+    byte_view = into.data.cast("B") if into.size else memoryview(b"")
+    bytes_done = 0
+    while bytes_done < len(byte_view):
         try:
-            got = os.preadv(descriptor, [view[done:]], at + done)
+            bytes_read = os.preadv(descriptor, [byte_view[bytes_done:]], at + bytes_done)
         except OSError as error:
-            raise DataError(f"{path} cannot be read at byte {at + done}: {error.strerror}") from error
-        if got == 0:
+            raise DataError(f"{path} cannot be read at byte {at + bytes_done}: {error.strerror}") from error
+        if bytes_read == 0:
             shorter(path)
-        done += got
+        bytes_done += bytes_read
 
 
 def shorter(path: Path) -> NoReturn:
@@ -197,8 +201,236 @@ def hash_file(path: Path) -> str:
     digest = xxhash.xxh3_128()
     try:
         with path.open("rb") as file:
-            while block := file.read(1 << 20):
-                digest.update(block)
+            while file_block := file.read(1 << 20):
+                digest.update(file_block)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
     return digest.hexdigest()
+
+
+class HashedFile:
+    """A file that is hashed (xxh3-128) while it is written. path: None to hash only."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        self.bytes = 0
+        self._file: BinaryIO | None = None if path is None else path.open("wb", buffering=1 << 20)
+        self._hash = xxhash.xxh3_128()
+
+    def write(self, data: bytes | memoryview) -> None:
+        if self._file is not None:
+            self._file.write(data)
+        self._hash.update(data)
+        self.bytes += len(data)
+
+    def finish(self) -> str:
+        """Flush it to disk. Returns the hash."""
+        if self._file is not None:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+        return self._hash.hexdigest()
+
+    def discard(self) -> None:
+        if self._file is None or self.path is None:
+            return
+        self.path.unlink(missing_ok=True)
+        with suppress(OSError):  # on a full disk the buffered rest fails, but the file is gone already
+            self._file.close()
+
+
+class ShardWriter:
+    """Writes PREFIX.bin and PREFIX.idx document by document; a context manager.
+
+    Memory is 4 bytes per sequence, plus 4 per document if any has several. modes: every sequence has one (an int8;
+    what Megatron calls multimodal). Both files have a `.tmp` ending until they are complete and on disk; the `.idx`
+    appears last, so that an `.idx` implies a complete `.bin`. A shard of the same name is replaced.
+    """
+
+    def __init__(
+        self,
+        prefix: Path,
+        vocab_size: int,
+        modes: bool = False,
+        dtype: DType | None = None,
+        hash_only: bool = False,
+    ) -> None:
+        """dtype: if it is not the one that `vocab_size` asks for. hash_only: write no file."""
+        self.prefix = prefix
+        self.vocab_size = vocab_size
+        self.dtype = dtype or dtype_for(vocab_size)
+        self._hash_only = hash_only
+        self.tokens = 0
+        self.documents = 0  # written so far
+        self._lengths = array("i")
+        self._counts: array[int] | None = None  # sequences per document, None while each has one
+        self._modes = array("b") if modes else None
+        self._open: list[HashedFile] = []
+        try:
+            self._bin = self._create(".bin.tmp")
+            self._idx = self._create(".idx.tmp")
+        except OSError as error:
+            self._fail(error)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            self._discard()
+        elif self._open:
+            self.close()
+
+    def add_document(
+        self,
+        tokens: npt.NDArray[np.integer],
+        lengths: Sequence[int] | None = None,
+        modes: Sequence[int] | None = None,
+    ) -> None:
+        """Append one document: 1-D integer ids, 0 <= id < vocab_size, at least one of them.
+
+        lengths: of its sequences, in tokens, each 0 or more, together the whole document; default: one sequence.
+        modes: of each sequence, -128 to 127; default: all 0. Raises DataError for anything else. An empty document
+        is refused, not skipped: with its end-of-document token no document is empty, so an empty one has lost it on the
+        way.
+        """
+        where = f"document {self.documents} of {self.prefix}"
+        if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
+            raise DataError(
+                f"{where} is a {tokens.ndim}-D {tokens.dtype} array: give a 1-D array of token ids"
+            )
+        if tokens.size == 0 or (lengths is None and tokens.size > LONGEST_SEQUENCE):
+            raise DataError(
+                f"{where} has {tokens.size} tokens: between 1 and {LONGEST_SEQUENCE} can be stored in a sequence"
+            )
+        lengths = [tokens.size] if lengths is None else lengths
+        if sum(lengths) != tokens.size or not all(0 <= length <= LONGEST_SEQUENCE for length in lengths):
+            raise DataError(
+                f"{where} has {tokens.size} tokens, its sequences {sum(lengths)}: give the length of each, 0 to "
+                f"{LONGEST_SEQUENCE}"
+            )
+        modes = [0] * len(lengths) if modes is None and self._modes is not None else modes
+        if modes is not None and (self._modes is None or len(modes) != len(lengths)):
+            raise DataError(
+                f"{where} has {len(lengths)} sequences and {len(modes)} modes: one for each, in a shard with modes"
+            )
+        if modes is not None and not all(-128 <= mode <= 127 for mode in modes):
+            raise DataError(f"{where}: modes are int8, -128 to 127")
+        lowest_id, highest_id = int(tokens.min()), int(tokens.max())
+        if lowest_id < 0 or highest_id >= self.vocab_size:
+            raise DataError(
+                f"{where} contains the token id {lowest_id if lowest_id < 0 else highest_id}, outside of "
+                f"0..{self.vocab_size - 1}: tokenizer and vocabulary size do not belong together"
+            )
+        self.add_documents(
+            tokens,
+            np.array(lengths, np.int32),
+            np.array(modes or [0] * len(lengths), np.int8),
+            np.array([len(lengths)]),
+        )
+
+    def add_documents(
+        self,
+        tokens: npt.NDArray[np.integer],
+        lengths: npt.NDArray[np.int32],
+        modes: npt.NDArray[np.int8],
+        counts: npt.NDArray[np.int64],
+    ) -> None:
+        """Append d documents of another shard, which may be empty, as they are.
+
+        Args:
+            tokens: Of all documents [n].
+            lengths: Of their sequences, int32 [s].
+            modes: Of their sequences, int8 [s]; without effect in a shard without modes.
+            counts: How many sequences each has, int64 [d].
+        """
+        try:
+            self._bin.write(np.ascontiguousarray(tokens, little_endian(self.dtype)).data.cast("B"))
+        except OSError as error:
+            self._fail(error)
+        if self._counts is None and (counts != 1).any():
+            self._counts = array("i", [1]) * self.documents
+        if self._counts is not None:
+            self._counts.frombytes(counts.astype(np.int32).tobytes())
+        if self._modes is not None:
+            self._modes.frombytes(modes.tobytes())
+        self._lengths.frombytes(lengths.astype(np.int32).tobytes())
+        self.documents += len(counts)
+        self.tokens += int(tokens.size)
+
+    def close(self) -> ShardInfo:
+        """Write the index, move both files into place and return their description."""
+        try:
+            self._write_index()
+            bin_xxh3, idx_xxh3 = self._bin.finish(), self._idx.finish()
+            if not self._hash_only:
+                final_bin, final_idx = with_suffix(self.prefix, ".bin"), with_suffix(self.prefix, ".idx")
+                final_idx.unlink(missing_ok=True)
+                os.replace(with_suffix(self.prefix, ".bin.tmp"), final_bin)
+                os.replace(with_suffix(self.prefix, ".idx.tmp"), final_idx)
+                sync_directory(self.prefix.parent)
+        except OSError as error:
+            self._fail(error)
+        self._open.clear()
+        return ShardInfo(
+            name=self.prefix.name,
+            dtype=self.dtype,
+            tokens=self.tokens,
+            documents=self.documents,
+            sequences=len(self._lengths),
+            bin_bytes=self._bin.bytes,
+            idx_bytes=self._idx.bytes,
+            bin_xxh3=bin_xxh3,
+            idx_xxh3=idx_xxh3,
+        )
+
+    def _write_index(self) -> None:
+        lengths = np.frombuffer(self._lengths, dtype=np.int32)
+        write = self._idx.write
+        write(_index_header(self.dtype, len(lengths), self.documents))
+        length_parts = [lengths[part] for part in chunks(len(lengths))]
+        for part in length_parts:
+            write(part.astype("<i4").tobytes())
+        for pointers in _pointers_of(length_parts, self.dtype):
+            write(pointers)
+        sequence_count = 0
+        write(np.zeros(1, "<i8").tobytes())
+        for document_slice in chunks(self.documents):
+            if self._counts is None:
+                write(np.arange(document_slice.start + 1, document_slice.stop + 1, dtype="<i8").tobytes())
+            else:
+                document_ends = sequence_count + np.cumsum(self._counts[document_slice], dtype="<i8")
+                write(document_ends.tobytes())
+                sequence_count = int(document_ends[-1])
+        if self._modes is not None:
+            write(self._modes.tobytes())
+
+    def _create(self, suffix: str) -> HashedFile:
+        hashed_file = HashedFile(None if self._hash_only else with_suffix(self.prefix, suffix))
+        self._open.append(hashed_file)
+        return hashed_file
+
+    def _discard(self) -> None:
+        while self._open:
+            self._open.pop().discard()
+
+    def _fail(self, error: OSError) -> NoReturn:
+        self._discard()
+        raise DataError(f"shard {self.prefix} could not be written: {error}") from error
+
+
+def _index_header(dtype: DType, sequences: int, documents: int) -> bytes:
+    """The first 34 bytes of an `.idx`."""
+    type_code = next(type_code for type_code, known in CODES.items() if known == dtype)
+    return HEADER.pack(MAGIC, VERSION, type_code, sequences, documents + 1)
+
+
+def _pointers_of(lengths: Iterable[npt.NDArray[np.int32]], dtype: DType) -> Iterator[bytes]:
+    """The stored pointers of sequences, part by part as their lengths come."""
+    pointer, itemsize = 0, little_endian(dtype).itemsize
+    for length_part in lengths:
+        sequence_ends = pointer + np.cumsum(length_part, dtype=np.int64) * itemsize
+        yield np.append(pointer, sequence_ends[:-1]).astype("<i8").tobytes() if length_part.size else b""
+        pointer = int(sequence_ends[-1]) if length_part.size else pointer

@@ -1,6 +1,6 @@
 """Read Megatron's indexed dataset (`.bin` + `.idx`).
 
-A shard (format: `shard_format.py`, writer: `shard_writer.py`) is one stream of tokens; token t lies at byte
+A shard (format and writer: `shard_format.py`) is one stream of tokens; token t lies at byte
 t * itemsize of the `.bin`. That requires contiguous pointers, which are checked at both ends on opening, around every
 requested document, and everywhere by `Shard.verify`.
 
@@ -29,6 +29,7 @@ from megastable.data.shard_format import (
     HEADER,
     DType,
     ShardInfo,
+    ShardWriter,
     Tokens,
     chunks,
     file_sizes,
@@ -39,7 +40,6 @@ from megastable.data.shard_format import (
     shorter,
     with_suffix,
 )
-from megastable.data.shard_writer import ShardWriter
 
 __all__ = ["DType", "Shard", "ShardInfo", "ShardWriter", "Tokens", "hash_file"]
 
@@ -92,16 +92,16 @@ class Shard:
         Raises IndexError outside the shard, DataError for an id outside the vocabulary or a failing
         disk.
         """
-        tokens = self.raw(first, count).astype(np.int64)
-        self._check_ids(tokens, first)
-        return tokens
+        read_ids = self.raw(first, count).astype(np.int64)
+        self._check_ids(read_ids, first)
+        return read_ids
 
     def raw(self, first: int, count: int) -> npt.NDArray[np.integer]:
         """As `read`, but in the stored type, uint16 or int32 [count], for any vocabulary."""
         self._check_range(first, count)
-        raw = np.empty(count, dtype=little_endian(self.dtype))
-        fill(self.bin_path, self._descriptor, raw, first * self._itemsize)
-        return raw
+        raw_tokens = np.empty(count, dtype=little_endian(self.dtype))
+        fill(self.bin_path, self._descriptor, raw_tokens, first * self._itemsize)
+        return raw_tokens
 
     def document_of(self, token: int) -> int:
         """The document of the token at offset `token`."""
@@ -121,34 +121,34 @@ class Shard:
     def document_bounds(self, document: int) -> tuple[int, int]:
         """Token offsets [first, end) of a document."""
         self._check_document(document)
-        first, end = self._start(document), self._start(document + 1)
-        if end < first:
+        first_token, end_token = self._start(document), self._start(document + 1)
+        if end_token < first_token:
             raise DataError(
                 f"{self.idx_path}: document {document} ends before it begins: write the shard again"
             )
-        return first, end
+        return first_token, end_token
 
     def document_starts(self, first: int, count: int) -> Tokens:
         """Ascending token offsets in [first, first + count) at which a document begins: int64 [n]."""
         self._check_range(first, count)
-        low, high = (
+        first_document, last_document = (
             bisect_left(range(self.documents), edge, key=self._start) for edge in (first, first + count)
         )
-        if low > high:
-            self._disordered(low)
-        found = [np.empty(0, np.int64)]
-        for part in chunks(high - low):
-            found.append(self.document_edges(low + part.start, part.stop - part.start)[:-1])
-        starts = np.unique(np.concatenate(found))
-        if starts.size and not first <= starts[0] <= starts[-1] < first + count:
-            self._disordered(low)
-        return starts
+        if first_document > last_document:
+            self._disordered(first_document)
+        found_starts = [np.empty(0, np.int64)]
+        for part in chunks(last_document - first_document):
+            found_starts.append(self.document_edges(first_document + part.start, part.stop - part.start)[:-1])
+        unique_starts = np.unique(np.concatenate(found_starts))
+        if unique_starts.size and not first <= unique_starts[0] <= unique_starts[-1] < first + count:
+            self._disordered(first_document)
+        return unique_starts
 
     def sequence_bounds(self, document: int) -> tuple[int, int]:
         """The sequences [first, end) of a document."""
         self._check_document(document)
-        first, end = self.document_sequences(document, 1).tolist()
-        return first, end
+        first_sequence, end_sequence = self.document_sequences(document, 1).tolist()
+        return first_sequence, end_sequence
 
     def document_edges(self, first: int, count: int) -> Tokens:
         """Token offsets at which the documents [first, first + count) begin, then the end of the last: int64 [count +
@@ -167,49 +167,54 @@ class Shard:
             raise IndexError(
                 f"documents [{first}, {first + count}) of {self.name}, which has {self.documents}"
             )
-        edges = self._entries("<i8", self._index.documents + 8 * first, count + 1)
-        if not 0 <= edges[0] <= self.sequences:
+        sequence_edges = self._entries("<i8", self._index.documents + 8 * first, count + 1)
+        if not 0 <= sequence_edges[0] <= self.sequences:
             self._disordered(first)
-        wrong = np.flatnonzero((np.diff(edges) < 0) | (edges[1:] > self.sequences))
-        if wrong.size:
-            self._disordered(first + int(wrong[0]))
-        return edges
+        wrong_indexes = np.flatnonzero((np.diff(sequence_edges) < 0) | (sequence_edges[1:] > self.sequences))
+        if wrong_indexes.size:
+            self._disordered(first + int(wrong_indexes[0]))
+        return sequence_edges
 
     def sequence_edges(self, sequences: Tokens) -> Tokens:
         """Token offsets at which ascending `sequences` [n] begin; the shard's end for `sequences` itself: int64 [n].
 
         Raises DataError for one that differs from the end of the sequence before it.
         """
-        edges = np.empty(sequences.size, dtype=np.int64)
-        edges[sequences == self.sequences] = self.bin_bytes
-        inside = int(np.searchsorted(sequences, self.sequences))
-        done = 0
-        while done < inside:  # the index may be far larger than the request: read a window at a time
+        byte_edges = np.empty(sequences.size, dtype=np.int64)
+        byte_edges[sequences == self.sequences] = self.bin_bytes
+        edges_inside = int(np.searchsorted(sequences, self.sequences))
+        edges_done = 0
+        while (
+            edges_done < edges_inside
+        ):  # the index may be far larger than the request: read a window at a time
             # Also the sequence before the first, which ends where the first begins, unless the first is the shard's
             # first.
-            low = max(int(sequences[done]) - 1, 0)
-            upto = int(np.searchsorted(sequences[:inside], low + CHUNK))
-            window = slice(low, int(sequences[upto - 1]) + 1)
+            window_begin = max(int(sequences[edges_done]) - 1, 0)
+            window_end = int(np.searchsorted(sequences[:edges_inside], window_begin + CHUNK))
+            window = slice(window_begin, int(sequences[window_end - 1]) + 1)
             pointers, lengths = self._pointers(window), self.sequence_lengths(window).astype(np.int64)
             ends = np.append(0, pointers[:-1] + lengths[:-1] * self._itemsize)
-            at = sequences[done:upto] - low
+            at = sequences[edges_done:window_end] - window_begin
             found = pointers[at]
-            wrong = (
+            is_wrong = (
                 (found != ends[at]) | (found < 0) | (found > self.bin_bytes) | (found % self._itemsize != 0)
             )
-            if wrong.any():
-                self._broken_pointer(int(sequences[done + int(np.argmax(wrong))]))
-            edges[done:upto] = found
-            done = upto
-        if np.any(np.diff(edges) < 0):
-            self._broken_pointer(int(sequences[int(np.argmax(np.diff(edges) < 0)) + 1]))
-        return edges // self._itemsize
+            if is_wrong.any():
+                self._broken_pointer(int(sequences[edges_done + int(np.argmax(is_wrong))]))
+            byte_edges[edges_done:window_end] = found
+            edges_done = window_end
+        if np.any(np.diff(byte_edges) < 0):
+            self._broken_pointer(int(sequences[int(np.argmax(np.diff(byte_edges) < 0)) + 1]))
+        return byte_edges // self._itemsize
 
     def sequence_lengths(self, sequences: slice) -> npt.NDArray[np.int32]:
         """Tokens of each sequence of a slice [a, b): int32 [b - a]. Raises DataError for a negative one."""
-        at, count = self._index.lengths + 4 * sequences.start, sequences.stop - sequences.start
-        lengths = self._entries("<i4", at, count)
-        if count and int(lengths.min()) < 0:
+        byte_offset, length_count = (
+            self._index.lengths + 4 * sequences.start,
+            sequences.stop - sequences.start,
+        )
+        lengths = self._entries("<i4", byte_offset, length_count)
+        if length_count and int(lengths.min()) < 0:
             self._broken_pointer(sequences.start + int(np.argmin(lengths)))
         return lengths
 
@@ -227,12 +232,12 @@ class Shard:
         """
         self.verify_index()
         bin_hash = xxhash.xxh3_128()
-        for part in chunks(self.tokens):
-            tokens = self.read(part.start, part.stop - part.start)
+        for token_slice in chunks(self.tokens):
+            tokens = self.read(token_slice.start, token_slice.stop - token_slice.start)
             bin_hash.update(tokens.astype(little_endian(self.dtype)).tobytes())
             if seen is not None:
-                seen(self, part.start, tokens)
-        found = ShardInfo(
+                seen(self, token_slice.start, tokens)
+        fresh_info = ShardInfo(
             name=self.name,
             dtype=self.dtype,
             tokens=self.tokens,
@@ -245,11 +250,11 @@ class Shard:
         )
         if self.info is not None:
             for key, path in (("bin_xxh3", self.bin_path), ("idx_xxh3", self.idx_path)):
-                if getattr(found, key) != getattr(self.info, key):
+                if getattr(fresh_info, key) != getattr(self.info, key):
                     raise DataError(
                         f"{path} is not the file that the manifest describes ({key} differs): restore it"
                     )
-        return found
+        return fresh_info
 
     def verify_index(self) -> None:
         """Read the `.idx` in full: the document index ascends, every pointer is the end of the sequence before it.
@@ -259,21 +264,23 @@ class Shard:
         pointer = 0
         for part in chunks(self.sequences):
             lengths = self.sequence_lengths(part).astype(np.int64)
-            ends = pointer + np.cumsum(lengths * self._itemsize)
-            expected = np.concatenate(([pointer], ends[:-1]))
-            wrong = np.flatnonzero((self._pointers(part) != expected) | (ends > self.bin_bytes))
-            if wrong.size:
-                self._broken_pointer(part.start + int(wrong[0]))
-            pointer = int(ends[-1])
+            sequence_ends = pointer + np.cumsum(lengths * self._itemsize)
+            expected_pointers = np.concatenate(([pointer], sequence_ends[:-1]))
+            wrong_indexes = np.flatnonzero(
+                (self._pointers(part) != expected_pointers) | (sequence_ends > self.bin_bytes)
+            )
+            if wrong_indexes.size:
+                self._broken_pointer(part.start + int(wrong_indexes[0]))
+            pointer = int(sequence_ends[-1])
         if pointer != self.bin_bytes:  # the ends have changed since opening
             self._broken_pointer(self.sequences - 1)
-        last = 0
+        last_index = 0
         for part in chunks(self.documents):
             indices = self.document_sequences(part.start, part.stop - part.start)
-            if int(indices[0]) != last:
+            if int(indices[0]) != last_index:
                 self._disordered(part.start)
-            last = int(indices[-1])
-        if last != self.sequences:
+            last_index = int(indices[-1])
+        if last_index != self.sequences:
             self._disordered(self.documents)
 
     @cached_property
@@ -287,9 +294,9 @@ class Shard:
             raise DataError(f"{self.idx_path} cannot be read: {error.strerror}") from error
         if size != self.idx_bytes:
             raise DataError(f"{self.idx_path} changed its size while it was in use: restore it, then resume")
-        pointers = HEADER.size + 4 * self.sequences
-        documents = pointers + 8 * self.sequences
-        return _Index(descriptor, HEADER.size, pointers, documents, documents + 8 * (self.documents + 1))
+        pointers_at = HEADER.size + 4 * self.sequences
+        documents = pointers_at + 8 * self.sequences
+        return _Index(descriptor, HEADER.size, pointers_at, documents, documents + 8 * (self.documents + 1))
 
     def _entries(self, kind: str, at: int, count: int) -> npt.NDArray[Any]:
         entries = np.empty(count, dtype=kind)
@@ -299,16 +306,16 @@ class Shard:
     def _numbers(self, kind: struct.Struct, at: int) -> tuple[int, ...]:
         """A few numbers of the index, four times faster than `_entries`."""
         try:
-            content = os.pread(self._index.descriptor, kind.size, at)
+            entry_bytes = os.pread(self._index.descriptor, kind.size, at)
         except OSError as error:
             raise DataError(f"{self.idx_path} cannot be read: {error.strerror}") from error
-        if len(content) < kind.size:
+        if len(entry_bytes) < kind.size:
             shorter(self.idx_path)
-        return kind.unpack(content)
+        return kind.unpack(entry_bytes)
 
     def _pointers(self, sequences: slice) -> Tokens:
-        at = self._index.pointers + 8 * sequences.start
-        return self._entries("<i8", at, sequences.stop - sequences.start)
+        byte_offset = self._index.pointers + 8 * sequences.start
+        return self._entries("<i8", byte_offset, sequences.stop - sequences.start)
 
     def _start(self, document: int) -> int:
         """Token offset at which a document begins; the shard's end for document = `documents`."""
@@ -318,46 +325,46 @@ class Shard:
             return self.tokens
         if not 0 <= sequence < self.sequences:
             self._disordered(document)
-        expected = 0
+        expected_pointer = 0
         if sequence:
-            before, pointer = self._numbers(_TWO_INT64, index.pointers + 8 * (sequence - 1))
+            previous_pointer, pointer = self._numbers(_TWO_INT64, index.pointers + 8 * (sequence - 1))
             (length,) = self._numbers(_INT32, index.lengths + 4 * (sequence - 1))
-            expected = before + length * self._itemsize
+            expected_pointer = previous_pointer + length * self._itemsize
         else:
             (pointer,) = self._numbers(_INT64, index.pointers)
-        if pointer != expected or not 0 <= pointer <= self.bin_bytes or pointer % self._itemsize:
+        if pointer != expected_pointer or not 0 <= pointer <= self.bin_bytes or pointer % self._itemsize:
             self._broken_pointer(sequence)
         return pointer // self._itemsize
 
     def _check_ends(self) -> None:
-        ends = self._ends
+        index_ends = self._ends
         if self.bin_bytes % self._itemsize:
             raise DataError(
                 f"{self.bin_path} has {self.bin_bytes} bytes, not a multiple of {self._itemsize} "
                 f"({self.dtype}): it is truncated, write the shard again"
             )
-        if (ends.first_document, ends.last_document) != (0, self.sequences):
+        if (index_ends.first_document, index_ends.last_document) != (0, self.sequences):
             raise DataError(
-                f"{self.idx_path}: its document index runs from {ends.first_document} to "
-                f"{ends.last_document} instead of 0 to {self.sequences}: shards were "
+                f"{self.idx_path}: its document index runs from {index_ends.first_document} to "
+                f"{index_ends.last_document} instead of 0 to {self.sequences}: shards were "
                 "merged without merging it, merge them again"
             )
-        if ends.first_pointer != 0 or ends.last_pointer < 0:
-            self._broken_pointer(0 if ends.first_pointer else self.sequences - 1)
-        expected = ends.last_pointer + ends.last_length * self._itemsize
-        if expected != self.bin_bytes:
+        if index_ends.first_pointer != 0 or index_ends.last_pointer < 0:
+            self._broken_pointer(0 if index_ends.first_pointer else self.sequences - 1)
+        expected_bytes = index_ends.last_pointer + index_ends.last_length * self._itemsize
+        if expected_bytes != self.bin_bytes:
             raise DataError(
-                f"{self.idx_path} describes a .bin of {expected} bytes, but {self.bin_path} has "
+                f"{self.idx_path} describes a .bin of {expected_bytes} bytes, but {self.bin_path} has "
                 f"{self.bin_bytes}: one is truncated, is of another shard, or its offsets overflowed; "
                 "write the shard again"
             )
 
     def _check_info(self, info: ShardInfo) -> None:
         for key in ("dtype", "tokens", "documents", "sequences", "bin_bytes", "idx_bytes"):
-            here, there = getattr(self, key), getattr(info, key)
-            if here != there:
+            actual_value, manifest_value = getattr(self, key), getattr(info, key)
+            if actual_value != manifest_value:
                 raise DataError(
-                    f"{self.idx_path.with_suffix('')}: {key} is {here}, the manifest says {there}: "
+                    f"{self.idx_path.with_suffix('')}: {key} is {actual_value}, the manifest says {manifest_value}: "
                     "the shard changed after its manifest was written, restore it or prepare the corpus again"
                 )
 

@@ -1,8 +1,9 @@
-"""The skip ledger of a run, `skips.jsonl`: samples excluded from training, and why. Append-only, JSON lines.
+"""Ledgers of a run that decide its data, and the skip ledger, `skips.jsonl`: samples excluded from training, and why.
 
-A line is one of two kinds. It names absolute positions (`SkipEntry`), which are skipped in this pass over the corpora
+A ledger is append-only: a pydantic model per line (JSON), on disk before `append_entry` returns. A line of the skip
+ledger is one of two kinds. It names absolute positions (`SkipEntry`), which are skipped in this pass over the corpora
 only; or samples by identity (`SampleEntry`): tokens of a corpus's own training stream, which are skipped for the rest
-of the run, or until a later line releases them. `Ledger` is all lines, `exclusions_of` what they say together, and
+of the run, or until a later line releases them. `Ledger` is all lines, its `exclusions` what they say together, and
 `skips.Selection` what an order has left then.
 
 Read line by line by pydantic: 50,000 lines take half a second, and a line that the run writes names up to 4,096
@@ -11,41 +12,114 @@ ranges.
 
 from __future__ import annotations
 
+import json
+import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
+from datetime import UTC, datetime
+from functools import cached_property
 from itertools import groupby
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
-from pydantic import BaseModel, ConfigDict, Field, StrictInt, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    StrictInt,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
-from megastable.base import jsonl
+from megastable.base import durable
 from megastable.base.errors import DataError
-from megastable.data.append_only import LedgerEntry, append, append_all, parse_lines, read, warn_of_torn
-from megastable.data.documents import Document
 from megastable.data.order import LAST_POSITION, Order
 from megastable.data.skips import NONE, NOTHING, Exclusions, Identity, Range, Selection, Skips
+from megastable.data.source import Document
 
-__all__ = [
-    "RANGES",
-    "AnyEntry",
-    "Ledger",
-    "SampleEntry",
-    "ShardDocuments",
-    "SkipEntry",
-    "SkipLedger",
-    "append",
-    "append_all",
-    "exclusions_of",
-    "read_ledger",
-    "released",
-    "sample_entries",
-]
+log = logging.getLogger(__name__)
+
+
+def _as_utc(time: datetime) -> datetime:
+    try:
+        return time.astimezone(UTC)
+    except OverflowError as error:
+        raise ValueError(str(error)) from error
+
+
+Time = Annotated[datetime, AfterValidator(_as_utc)]
+
+
+class LedgerEntry(BaseModel):
+    """A line of a ledger."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    time: Time | None = None  # `append_entry` fills it in
+
+
+E = TypeVar("E", bound=LedgerEntry)
+
+
+def append_entry(path: Path, entry: LedgerEntry) -> None:
+    """Append a line to a ledger and wait until it is on disk. Raises DataError on failure."""
+    append_entries(path, [entry])
+
+
+def append_entries(path: Path, entries: Sequence[LedgerEntry]) -> None:
+    """Append several lines atomically. Raises DataError on failure."""
+    current_time = datetime.now(UTC)
+    stamped = [e if e.time is not None else e.model_copy(update={"time": current_time}) for e in entries]
+    if stamped:
+        durable.append_line(path, "\n".join(entry.model_dump_json(exclude_none=True) for entry in stamped))
+
+
+def read_entries(path: Path, kind: Callable[[Any], type[E]], odd: list[str] | None = None) -> list[E]:
+    """The entries of a ledger, oldest first; empty if the file does not exist.
+
+    A torn last line (a crash during the write) is left out with a warning.
+
+    Args:
+        path: Of the ledger.
+        kind: Chooses the class of a line by its content.
+        odd: Gets the problems of invalid lines, which are left out, so that a running run continues.
+
+    Raises:
+        DataError: for an invalid line, which it names, if `odd` is not given; if the file cannot be read.
+    """
+    lines, torn_rest = durable.read_lines(path)
+    if torn_rest:
+        line_number = len(lines) + 1
+        log.warning("%s: line %d was torn by a crash and is ignored: %r", path, line_number, torn_rest[:200])
+    entries = []
+    for line_number, line in enumerate(lines, start=1):
+        try:
+            if line.strip():
+                entries.append(_parse_line(path, line_number, line, kind))
+        except DataError as error:
+            if odd is None:
+                raise
+            odd.append(str(error))
+    return entries
+
+
+def _parse_line(path: Path, number: int, line: bytes, kind: Callable[[Any], type[E]]) -> E:
+    remedy_text = f"correct or delete line {number} of {path}, nothing else depends on it"
+    try:
+        # Python's parser refuses what is nested too deep; pydantic's refuses strings that cannot be written again.
+        return kind(json.loads(line)).model_validate_json(line)
+    except ValidationError as error:
+        first_detail = error.errors()[0]
+        error_text = ".".join(str(part) for part in first_detail["loc"]) + " " + str(first_detail["msg"])
+        raise DataError(f"{path} line {number}: {error_text.strip()}: {remedy_text}") from error
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, nested too deep
+        raise DataError(f"{path} line {number} is not JSON ({error}): {remedy_text}") from error
+
 
 Int64s = npt.NDArray[np.int64]
 
@@ -53,7 +127,7 @@ Place = Annotated[StrictInt, Field(ge=0, le=LAST_POSITION)]
 Number = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]  # what other programs read as well
 Pair = Annotated[list[Place], Field(min_length=2, max_length=2)]
 
-RANGES = 4096  # per line: a longer line would not be repaired after a crash (jsonl.py)
+RANGES = 4096  # per line: a longer line would not be repaired after a crash (durable.py)
 
 
 class SkipEntry(LedgerEntry):
@@ -102,8 +176,8 @@ class SampleEntry(LedgerEntry):
     @field_validator("tokens")
     @classmethod
     def _forward(cls, tokens: list[list[int]]) -> list[list[int]]:
-        if wrong := next(((first, end) for first, end in tokens if first >= end), None):
-            raise ValueError(f"first {wrong[0]} is not below end {wrong[1]}")
+        if wrong_range := next(((first, end) for first, end in tokens if first >= end), None):
+            raise ValueError(f"first {wrong_range[0]} is not below end {wrong_range[1]}")
         return tokens
 
 
@@ -120,32 +194,34 @@ def sample_entries(
 ) -> list[SampleEntry]:
     """The lines that skip the samples at `positions`, n integers, for the rest of the run: at least one for each of
     their corpora. documents: of the named ones, for people."""
-    places, length = order.locate(positions), order.sequence_length
-    named = list(documents)
-    found = []
-    for index in np.unique(places.corpus).tolist():
-        corpus = order.corpora[index]
-        firsts = places.first_token[places.corpus == index]
-        edges = Skips.merged(np.column_stack([firsts, firsts + length])).edges
+    located_samples, sequence_length = order.locate(positions), order.sequence_length
+    named_documents = list(documents)
+    made_entries = []
+    for corpus_index in np.unique(located_samples.corpus).tolist():
+        corpus = order.corpora[corpus_index]
+        first_tokens = located_samples.first_token[located_samples.corpus == corpus_index]
+        token_edges = Skips.merged(np.column_stack([first_tokens, first_tokens + sequence_length])).edges
         shards: dict[str, list[int]] = {}
-        for document in named:
+        for document in named_documents:
             if document.corpus == corpus.name:
                 shards.setdefault(document.shard, []).append(document.document)
-        of = [ShardDocuments(shard=shard, documents=numbers) for shard, numbers in shards.items()]
-        for number, part in enumerate(np.split(edges, range(RANGES, len(edges), RANGES))):
-            found.append(
+        named_shards = [ShardDocuments(shard=shard, documents=numbers) for shard, numbers in shards.items()]
+        for part_number, edge_part in enumerate(
+            np.split(token_edges, range(RANGES, len(token_edges), RANGES))
+        ):
+            made_entries.append(
                 SampleEntry(
-                    corpus=corpus.name, fingerprint=corpus.fingerprint, tokens=part.tolist(), reason=reason,
-                    incident=incident, step=step, documents=of if of and not number else None,
+                    corpus=corpus.name, fingerprint=corpus.fingerprint, tokens=edge_part.tolist(), reason=reason,
+                    incident=incident, step=step, documents=named_shards if named_shards and not part_number else None,
                 )
             )  # fmt: skip
-    return found
+    return made_entries
 
 
 def _kind_of_line(content: Any) -> type[SkipEntry] | type[SampleEntry]:
     """The class of a line, by its content."""
-    named = isinstance(content, dict) and ("tokens" in content or "fingerprint" in content)
-    return SampleEntry if named else SkipEntry
+    names_samples = isinstance(content, dict) and ("tokens" in content or "fingerprint" in content)
+    return SampleEntry if names_samples else SkipEntry
 
 
 @dataclass(frozen=True)
@@ -156,37 +232,97 @@ class Ledger:
 
     @classmethod
     def read(cls, path: Path, odd: list[str] | None = None) -> Ledger:
-        """The lines of skips.jsonl, as `append_only.read` reads them."""
-        return cls(read(path, _kind_of_line, odd))
+        """The lines of skips.jsonl, as `read_entries` reads them."""
+        return cls(read_ledger(path, odd))
 
-    @property
+    @cached_property
     def exclusions(self) -> Exclusions:
         """The exclusions of all lines together."""
-        return exclusions_of(self.entries)
+        ranges_by_corpus: dict[str | None, list[Range]] = defaultdict(list)
+        tokens, counts = dict[Identity, Skips](), Counter[str | None]()
+        # A line that releases is about earlier lines only, so that the order of the two kinds counts.
+        for is_release, lines in groupby(self.entries, key=_releases):
+            pairs_by_identity: dict[Identity, list[list[int]]] = defaultdict(list)
+            for entry in lines:
+                if isinstance(entry, SampleEntry):
+                    pairs_by_identity[Identity(entry.corpus, entry.fingerprint)] += entry.tokens
+                    counts[None] += 1
+                else:
+                    ranges_by_corpus[entry.corpus].append((entry.first, entry.end))
+                    counts[entry.corpus] += 1
+            for identity, pairs in pairs_by_identity.items():
+                earlier, ranges = tokens.get(identity, NONE), Skips.merged(np.array(pairs, dtype=np.int64))
+                tokens[identity] = earlier.minus(ranges) if is_release else earlier.union(ranges)
+        skipped = {
+            corpus: Skips.merged(np.array(chosen_ranges, dtype=np.int64))
+            for corpus, chosen_ranges in ranges_by_corpus.items()
+        }
+        positions = skipped.pop(None, NONE)
+        some_tokens = {identity: skips for identity, skips in tokens.items() if skips.count()}
+        return Exclusions(
+            positions, {name: skips for name, skips in skipped.items() if name is not None}, some_tokens, dict(counts)
+        )  # fmt: skip
 
     @property
     def reasons(self) -> Counter[str]:
         """Number of lines by reason."""
-        return Counter(entry.reason for entry in self.entries)
+        return Counter(ledger_entry.reason for ledger_entry in self.entries)
 
-    def usable(self, path: Path, order: Order, more: Iterable[Range] = ()) -> tuple[Selection, list[str]]:
-        """The selection by the lines that still leave `order` something to train on, for readers of a ledger that
-        others write to.
+    def usable(self, path: Path, order: Order, more: Sequence[Range] = ()) -> tuple[Selection, list[str]]:
+        """The selection by `usable_exclusions`, with the problems of the other lines."""
+        usable_exclusions, line_problems = self.usable_exclusions(path, order, more)
+        return Selection(order, usable_exclusions, more), line_problems
+
+    def usable_exclusions(
+        self, path: Path, order: Order, more: Sequence[Range] = ()
+    ) -> tuple[Exclusions, list[str]]:
+        """What the lines exclude that still leave `order` something to train on, for readers of a ledger that others
+        write to: if not all lines can hold, a line does if it leaves something beside the older lines that hold.
 
         Args:
             path: Of the ledger, for the messages.
-            order: That the selection is of.
+            order: That has to have something left.
             more: As in `Selection`.
 
         Returns:
-            The selection, and the problems of the other lines.
+            The exclusions, and the problems of the lines that do not hold.
         """
-        more = list(more)
-        excluded, odd = _usable(self.exclusions, lambda: self.entries, path, order, more)
-        return Selection(order, excluded, more), odd
+        known_names = {corpus.name for corpus in order.corpora}
+        excluded = self.exclusions
+        odd = [f"{path}: there is no corpus {name!r}" for name in sorted(set(excluded.swapped) - known_names)]
+        excluded = excluded.of_corpora(known_names)
+
+        def find_problem(some: Exclusions) -> str:
+            try:
+                Selection(order, some, more)
+            except DataError as error:
+                return str(error)
+            names_everything = some.positions.contains(LAST_POSITION - 1)
+            return "every position after some point is named" if names_everything else ""
+
+        def leave_some(lines: Sequence[AnyEntry]) -> bool:
+            return not find_problem(Ledger(lines).exclusions.of_corpora(known_names))
+
+        if not (problem := find_problem(excluded)):
+            return excluded, odd
+        Selection(order, NOTHING, more)  # raises if the ledger is not the cause
+        lines = list(self.entries)
+        while lines and not leave_some(lines):
+            some_left, none_left = 0, len(lines)  # so many of the lines leave something, so many do not
+            while none_left - some_left > 1:
+                middle_count = (some_left + none_left) // 2
+                if leave_some(lines[:middle_count]):
+                    some_left = middle_count
+                else:
+                    none_left = middle_count
+            wrong_line = lines.pop(some_left)
+            odd.append(
+                f"{path}: {problem}. The line with the reason {wrong_line.reason!r}, of {wrong_line.time}, is left out"
+            )
+        return Ledger(lines).exclusions.of_corpora(known_names), odd
 
     def of_incident(self, number: int) -> Ledger:
-        return Ledger([entry for entry in self.entries if entry.incident == number])
+        return Ledger([ledger_entry for ledger_entry in self.entries if ledger_entry.incident == number])
 
     def without(self, incident: int, reason: str) -> Ledger:
         """All lines except those of an incident that give this reason."""
@@ -195,7 +331,7 @@ class Ledger:
     @property
     def by_position(self) -> Ledger:
         """The lines that name positions."""
-        return Ledger([entry for entry in self.entries if isinstance(entry, SkipEntry)])
+        return Ledger([ledger_entry for ledger_entry in self.entries if isinstance(ledger_entry, SkipEntry)])
 
     @property
     def by_identity(self) -> Ledger:
@@ -205,12 +341,12 @@ class Ledger:
     @property
     def by_others(self) -> Ledger:
         """The lines that were not written by an incident."""
-        return Ledger([entry for entry in self.entries if entry.incident is None])
+        return Ledger([ledger_entry for ledger_entry in self.entries if ledger_entry.incident is None])
 
     @property
     def ever(self) -> Ledger:
         """The lines as if nothing had been released."""
-        return Ledger([entry for entry in self.entries if not _releases(entry)])
+        return Ledger([ledger_entry for ledger_entry in self.entries if not _releases(ledger_entry)])
 
     def until(self, time: float) -> Ledger:
         """The lines written up to a time, in seconds since 1970; lines without a time always count."""
@@ -218,13 +354,13 @@ class Ledger:
 
     def swaps(self, corpus: str) -> list[tuple[Range, datetime | None]]:
         """The skipped positions of a corpus, one range per line, and since when."""
-        lines = (e for e in self.entries if isinstance(e, SkipEntry) and e.corpus == corpus)
-        return [((entry.first, entry.end), entry.time) for entry in lines]
+        swap_entries = (e for e in self.entries if isinstance(e, SkipEntry) and e.corpus == corpus)
+        return [((entry.first, entry.end), entry.time) for entry in swap_entries]
 
 
 def read_ledger(path: Path, odd: list[str] | None = None) -> list[AnyEntry]:
-    """The entries of skips.jsonl, oldest first, as `append_only.read` reads them."""
-    return read(path, _kind_of_line, odd)
+    """The entries of skips.jsonl, oldest first, as `read_entries` reads them."""
+    return read_entries(path, _kind_of_line, odd)
 
 
 def released(
@@ -232,138 +368,11 @@ def released(
 ) -> list[SampleEntry]:
     """The lines that release what incidents of the run said of the samples at n positions. Samples that a person or
     another tool also named stay skipped."""
-    others = Selection(order, replace(ledger.by_others.exclusions, positions=NONE, swapped={}))
-    free = positions[~others.mask(positions)]
-    lines = sample_entries(order, free, f"released: {reason}", (), incident, step)
-    return [line.model_copy(update={"released": True}) for line in lines]
-
-
-def exclusions_of(entries: Iterable[AnyEntry], known: Exclusions = NOTHING) -> Exclusions:
-    """The exclusions `known`, plus those of some later lines."""
-    ranges_by_corpus: dict[str | None, list[Range]] = defaultdict(list)
-    tokens, counts = dict(known.tokens), Counter(known.counts)
-    # A line that releases is about earlier lines only, so that the order of the two kinds counts.
-    for is_release, lines in groupby(entries, key=_releases):
-        named: dict[Identity, list[list[int]]] = defaultdict(list)
-        for entry in lines:
-            if isinstance(entry, SampleEntry):
-                named[Identity(entry.corpus, entry.fingerprint)] += entry.tokens
-                counts[None] += 1
-            else:
-                ranges_by_corpus[entry.corpus].append((entry.first, entry.end))
-                counts[entry.corpus] += 1
-        for identity, pairs in named.items():
-            earlier, ranges = tokens.get(identity, NONE), Skips.merged(np.array(pairs, dtype=np.int64))
-            tokens[identity] = earlier.minus(ranges) if is_release else earlier.union(ranges)
-    positions, swapped = known.positions, dict(known.swapped)
-    for corpus, chosen in ranges_by_corpus.items():
-        skips = Skips.merged(np.array(chosen, dtype=np.int64))
-        if corpus is None:
-            positions = positions.union(skips)
-        else:
-            swapped[corpus] = swapped.get(corpus, NONE).union(skips)
-    some_tokens = {identity: skips for identity, skips in tokens.items() if skips.count()}
-    return Exclusions(positions, swapped, some_tokens, dict(counts))
-
-
-class SkipLedger:
-    """The ledger at `path`, read repeatedly by one process: known lines are not parsed again."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._forget()
-
-    def _forget(self) -> None:
-        self._size, self._digest = 0, xxhash.xxh3_128_digest(b"")
-        self._known, self._odd = Exclusions(), list[str]()
-
-    def read(self) -> tuple[Exclusions, list[str]]:
-        """The current exclusions, and the problems of the lines that are left out. Raises DataError if it cannot be
-        read."""
-        whole, torn = jsonl.content(self.path)
-        warn_of_torn(self.path, whole, torn)
-        view = memoryview(whole)
-        if xxhash.xxh3_128_digest(view[: self._size]) != self._digest:
-            self._forget()  # earlier content was changed or removed
-        # A last line without its newline counts, but is not yet known: more of it may come.
-        size = whole.rfind(b"\n") + 1
-        if size > self._size:
-            self._known = self._parse(whole, size, self._odd)
-            self._size, self._digest = size, xxhash.xxh3_128_digest(view[:size])
-        odd = list(self._odd)
-        return self._parse(whole, len(whole), odd), odd
-
-    def usable(self, order: Order, more: Iterable[Range] = ()) -> tuple[Exclusions, list[str]]:
-        """As `read`, but also leaves out and reports the lines that would leave `order` nothing to train on."""
-        excluded, odd = self.read()
-        excluded, refused = _usable(
-            excluded, lambda: read_ledger(self.path, []), self.path, order, list(more)
-        )
-        return excluded, [*odd, *refused]
-
-    def _parse(self, whole: bytes, end: int, odd: list[str]) -> Exclusions:
-        """The known exclusions plus those of the lines that follow, up to byte `end`."""
-        if end == self._size:
-            return self._known
-        number = whole.count(b"\n", 0, self._size) + 1
-        new_lines = parse_lines(self.path, whole[self._size : end], number, _kind_of_line, odd)
-        return exclusions_of(new_lines, self._known)
+    foreign_selection = Selection(order, replace(ledger.by_others.exclusions, positions=NONE, swapped={}))
+    free_positions = positions[~foreign_selection.mask(positions)]
+    release_lines = sample_entries(order, free_positions, f"released: {reason}", (), incident, step)
+    return [line.model_copy(update={"released": True}) for line in release_lines]
 
 
 def _releases(entry: AnyEntry) -> bool:
     return isinstance(entry, SampleEntry) and entry.released is not None
-
-
-def _usable(
-    excluded: Exclusions,
-    read_lines: Callable[[], Sequence[AnyEntry]],
-    path: Path,
-    order: Order,
-    more: Sequence[Range],
-) -> tuple[Exclusions, list[str]]:
-    """The part of a ledger that leaves something of `order` to train on.
-
-    Args:
-        excluded: By all lines.
-        read_lines: Gives the lines, if not all of them can hold; then a line holds if it leaves something beside the
-            older lines that hold.
-        path: Of the ledger, for the messages.
-        order: That has to have something left.
-        more: As in `Selection`.
-
-    Returns:
-        The exclusions, and the problems of the lines that do not hold.
-    """
-    known = {corpus.name for corpus in order.corpora}
-    odd = [f"{path}: there is no corpus {name!r}" for name in sorted(set(excluded.swapped) - known)]
-    excluded = excluded.of_corpora(known)
-
-    def find_problem(some: Exclusions) -> str:
-        try:
-            Selection(order, some, more)
-        except DataError as error:
-            return str(error)
-        return (
-            "every position after some point is named" if some.positions.contains(LAST_POSITION - 1) else ""
-        )
-
-    def leave_some(lines: Sequence[AnyEntry]) -> bool:
-        return not find_problem(exclusions_of(lines).of_corpora(known))
-
-    if not (problem := find_problem(excluded)):
-        return excluded, odd
-    Selection(order, NOTHING, more)  # raises if the ledger is not the cause
-    lines = list(read_lines())
-    while lines and not leave_some(lines):
-        some_left, none_left = 0, len(lines)  # so many of the lines leave something, so many do not
-        while none_left - some_left > 1:
-            middle = (some_left + none_left) // 2
-            if leave_some(lines[:middle]):
-                some_left = middle
-            else:
-                none_left = middle
-        wrong = lines.pop(some_left)
-        odd.append(
-            f"{path}: {problem}. The line with the reason {wrong.reason!r}, of {wrong.time}, is left out"
-        )
-    return exclusions_of(lines).of_corpora(known), odd

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megastable.base.errors import DataError
+from megastable.config.warmups import Stages
 from megastable.data.order import LAST_POSITION, Order
 
 Range = tuple[int, int]
@@ -53,8 +54,8 @@ class Skips:
         """The union of n ranges, int64 [n, 2], each of them first < end."""
         edges = edges[np.argsort(edges[:, 0], kind="stable")]
         reach = np.maximum.accumulate(edges[:, 1])
-        apart = edges[1:, 0] > reach[:-1]
-        begins = np.flatnonzero(np.concatenate([np.ones(min(1, len(edges)), dtype=bool), apart]))
+        is_apart = edges[1:, 0] > reach[:-1]
+        begins = np.flatnonzero(np.concatenate([np.ones(min(1, len(edges)), dtype=bool), is_apart]))
         return cls(edges[begins, 0], reach[np.append(begins[1:], len(edges)) - 1] if begins.size else reach)
 
     @classmethod
@@ -78,48 +79,51 @@ class Skips:
 
     def contains(self, position: int) -> bool:
         """Whether `position` is skipped."""
-        index = int(np.searchsorted(self._firsts, position, side="right")) - 1
-        return index >= 0 and position < int(self._ends[index])
+        range_index = int(np.searchsorted(self._firsts, position, side="right")) - 1
+        return range_index >= 0 and position < int(self._ends[range_index])
 
     def mask(self, positions: Int64s) -> Bools:
         """Which of `positions`, int64 [n], are skipped: bool [n]."""
-        index = np.searchsorted(self._firsts, positions, side="right") - 1
+        range_indexes = np.searchsorted(self._firsts, positions, side="right") - 1
         if not self._ends.size:
             return np.zeros(positions.shape, dtype=bool)
-        return np.asarray((index >= 0) & (positions < self._ends[index]))
+        return np.asarray((range_indexes >= 0) & (positions < self._ends[range_indexes]))
 
     def next_kept(self, cursor: int, count: int) -> tuple[Int64s, int]:
         """The next `count` positions from `cursor` on that are not skipped, int64 [count], and the cursor after the
         last of them. O(count + log n) for skipped ranges of any length. Raises DataError if fewer are left."""
-        positions = self.up_to(cursor, count)
-        if positions.size < count:
+        kept_positions = self.up_to(cursor, count)
+        if kept_positions.size < count:
             raise nothing_left(cursor, count)
-        return positions, int(positions[-1]) + 1 if count else cursor
+        return kept_positions, int(kept_positions[-1]) + 1 if count else cursor
 
     def up_to(self, cursor: int, count: int) -> Int64s:
         """As `next_kept`, but fewer if fewer are left."""
         # At least one kept position lies between two ranges, so at most this many ranges can be passed.
         low = int(np.searchsorted(self._ends, cursor, side="right"))
-        firsts, ends = self._firsts[low : low + count], self._ends[low : low + count]
-        starts = np.maximum(np.concatenate(([cursor], ends)), cursor)
+        range_firsts, range_ends = self._firsts[low : low + count], self._ends[low : low + count]
+        gap_starts = np.maximum(np.concatenate(([cursor], range_ends)), cursor)
         # The positions from starts[i] to the next range are kept; the last gap has no end.
-        lengths = np.maximum(np.concatenate((firsts, [LAST_POSITION])) - starts, 0)
-        before = np.minimum(np.cumsum(lengths) - lengths, count)
-        taken = np.minimum(lengths, count - before)
-        return np.repeat(starts - before, taken) + np.arange(taken.sum())
+        gap_lengths = np.maximum(np.concatenate((range_firsts, [LAST_POSITION])) - gap_starts, 0)
+        positions_before = np.minimum(np.cumsum(gap_lengths) - gap_lengths, count)
+        positions_taken = np.minimum(gap_lengths, count - positions_before)
+        return np.repeat(gap_starts - positions_before, positions_taken) + np.arange(positions_taken.sum())
 
     def between(self, first: int, end: int) -> list[Range]:
         """The skipped ranges inside [first, end), cut off at its edges."""
         low = int(np.searchsorted(self._ends, first, side="right"))
         high = int(np.searchsorted(self._firsts, end, side="left"))
-        firsts, ends = np.maximum(self._firsts[low:high], first), np.minimum(self._ends[low:high], end)
-        return list(zip(firsts.tolist(), ends.tolist(), strict=True)) if first < end else []
+        range_firsts, range_ends = (
+            np.maximum(self._firsts[low:high], first),
+            np.minimum(self._ends[low:high], end),
+        )
+        return list(zip(range_firsts.tolist(), range_ends.tolist(), strict=True)) if first < end else []
 
     def gaps(self) -> Skips:
         """The positions in [0, 2^62) that are not skipped."""
-        firsts, ends = np.append(0, self._ends), np.append(self._firsts, LAST_POSITION)
-        some = firsts < ends
-        return Skips(firsts[some], ends[some])
+        gap_firsts, gap_ends = np.append(0, self._ends), np.append(self._firsts, LAST_POSITION)
+        is_filled = gap_firsts < gap_ends
+        return Skips(gap_firsts[is_filled], gap_ends[is_filled])
 
     @classmethod
     def union_of(cls, parts: Iterable[Skips]) -> Skips:
@@ -163,7 +167,7 @@ class Exclusions:
 
     def of_corpora(self, names: Set[str]) -> Exclusions:
         """Without the swapped positions of other corpora."""
-        swapped = {name: skips for name, skips in self.swapped.items() if name in names}
+        swapped = {name: corpus_skips for name, corpus_skips in self.swapped.items() if name in names}
         counts = {name: count for name, count in self.counts.items() if name is None or name in names}
         return replace(self, swapped=swapped, counts=counts)
 
@@ -192,16 +196,16 @@ class Selection:
             )
         self.sequences: dict[int, Skips] = {}
         self._out: dict[int, Skips] = {}
-        for index, corpus in enumerate(order.corpora):
-            out = excluded.swapped.get(corpus.name, NONE).union(Skips.of(order.absent(index)))
+        for corpus_index, corpus in enumerate(order.corpora):
+            out = excluded.swapped.get(corpus.name, NONE).union(Skips.of(order.absent(corpus_index)))
             tokens = excluded.tokens.get(Identity(corpus.name, corpus.fingerprint), NONE)
-            chosen = sequences_of(tokens, order.sequence_length, order.sequences[index])
-            if chosen.count() == order.sequences[index]:
+            chosen_sequences = sequences_of(tokens, order.sequence_length, order.sequences[corpus_index])
+            if chosen_sequences.count() == order.sequences[corpus_index]:
                 out = Skips.of([(0, LAST_POSITION)])  # otherwise the search for a kept one would not end
-            if chosen.count():
-                self.sequences[index] = chosen
+            if chosen_sequences.count():
+                self.sequences[corpus_index] = chosen_sequences
             if out.count():
-                self._out[index] = out
+                self._out[corpus_index] = out
         if not self.corpora_left:
             raise DataError(
                 "the skip ledger swaps out every corpus, or names all samples of those that it leaves: delete one of "
@@ -216,11 +220,13 @@ class Selection:
     @property
     def text(self) -> str:
         """How much is skipped, as text; empty for nothing."""
-        told = [f"{count:,} positions"] if (count := self.positions.count()) else []
-        for index, sequences in self.sequences.items():
-            of = f"of corpus {self._order.corpora[index].name} in every epoch"
-            told.append(f"{sequences.count():,} of {self._order.sequences[index]:,} samples {of}")
-        return ", ".join(told)
+        skip_texts = [f"{count:,} positions"] if (count := self.positions.count()) else []
+        for corpus_index, sequences in self.sequences.items():
+            of = f"of corpus {self._order.corpora[corpus_index].name} in every epoch"
+            skip_texts.append(
+                f"{sequences.count():,} of {self._order.sequences[corpus_index]:,} samples {of}"
+            )
+        return ", ".join(skip_texts)
 
     @property
     def corpora_left(self) -> int:
@@ -229,28 +235,32 @@ class Selection:
 
     def share_without(self, *corpora: str) -> float:
         """The share of the blend that is left if `corpora` are swapped out as well."""
-        names = [c.name for c in self._order.corpora]
-        gone = self._gone() | {names.index(corpus) for corpus in corpora}
-        left = [quota for index, quota in enumerate(self._order.quotas) if index not in gone]
-        return sum(left) / sum(self._order.quotas)
+        corpus_names = [c.name for c in self._order.corpora]
+        gone_corpora = self._gone() | {corpus_names.index(corpus) for corpus in corpora}
+        quotas_left = [
+            corpus_quota
+            for corpus_index, corpus_quota in enumerate(self._order.quotas)
+            if corpus_index not in gone_corpora
+        ]
+        return sum(quotas_left) / sum(self._order.quotas)
 
     @property
     def kept(self) -> float:
         """The share of the current blend's positions that is trained on in the long run, ignoring ranges skipped by
         position."""
-        gone, order = self._gone(), self._order
-        left = (
-            quota * (1 - self.sequences.get(index, NONE).count() / order.sequences[index])
-            for index, quota in enumerate(order.quotas)
-            if index not in gone
+        gone_corpora, order = self._gone(), self._order
+        quotas_left = (
+            quota * (1 - self.sequences.get(corpus_index, NONE).count() / order.sequences[corpus_index])
+            for corpus_index, quota in enumerate(order.quotas)
+            if corpus_index not in gone_corpora
         )
-        return sum(left) / sum(order.quotas)
+        return sum(quotas_left) / sum(order.quotas)
 
     def mix(self, position: int) -> dict[str, float]:
         """The share of each corpus around a position, without corpora swapped out there."""
         quotas = self._order.quotas_at(position)
-        out = {index for index, skips in self._out.items() if skips.contains(position)}
-        left = {i: quota for i, quota in enumerate(quotas) if quota and i not in out}
+        corpora_out = {corpus_index for corpus_index, skips in self._out.items() if skips.contains(position)}
+        left = {i: quota for i, quota in enumerate(quotas) if quota and i not in corpora_out}
         return {self._order.corpora[i].name: quota / sum(left.values()) for i, quota in left.items()}
 
     def mask(self, positions: Int64s) -> Bools:
@@ -259,39 +269,39 @@ class Selection:
 
     def next_kept(self, cursor: int, count: int) -> tuple[Int64s, int]:
         """As `Skips.next_kept`."""
-        found = [np.empty(0, np.int64)]
-        at, missing, asked = cursor, count, count
+        found_parts = [np.empty(0, np.int64)]
+        search_position, missing, asked = cursor, count, count
         while missing:
-            positions = self._passed.up_to(at, asked)
+            positions = self._passed.up_to(search_position, asked)
             if not positions.size:
                 raise nothing_left(cursor, count)
-            kept = positions[~self._left_out(positions)][:missing]
-            found.append(kept)
-            at, missing = int(positions[-1]) + 1, missing - kept.size
+            kept_positions = positions[~self._left_out(positions)][:missing]
+            found_parts.append(kept_positions)
+            search_position, missing = int(positions[-1]) + 1, missing - kept_positions.size
             # If little is left, examine more and more at a time.
-            asked = missing if 2 * kept.size > asked else max(missing, min(2 * asked, AT_ONCE))
-        chosen = np.concatenate(found)
-        return chosen, int(chosen[-1]) + 1 if count else cursor
+            asked = missing if 2 * kept_positions.size > asked else max(missing, min(2 * asked, AT_ONCE))
+        chosen_positions = np.concatenate(found_parts)
+        return chosen_positions, int(chosen_positions[-1]) + 1 if count else cursor
 
     def named_between(self, first: int, end: int) -> Int64s:
         """The positions in [first, end) of samples skipped by identity: int64, ascending. O(samples) for each epoch."""
-        found = [np.empty(0, np.int64)]
-        for index, sequences in self.sequences.items():
-            numbers = sequences.gaps().next_kept(0, sequences.count())[0]
-            found.append(self._order.positions_of(index, numbers, first, end))
-        return np.sort(np.concatenate(found))
+        found_positions = [np.empty(0, np.int64)]
+        for corpus_index, sequences in self.sequences.items():
+            sequence_numbers = sequences.gaps().next_kept(0, sequences.count())[0]
+            found_positions.append(self._order.positions_of(corpus_index, sequence_numbers, first, end))
+        return np.sort(np.concatenate(found_positions))
 
     def _left_out(self, positions: Int64s) -> Bools:
         """Which of n positions hold a sample that is skipped by identity or by its corpus: bool [n]."""
-        out = np.zeros(positions.shape, dtype=bool)
+        is_out = np.zeros(positions.shape, dtype=bool)
         if not self._out and not self.sequences:
-            return out
-        places = self._order.locate(positions)
+            return is_out
+        located_samples = self._order.locate(positions)
         for corpus, skips in self._out.items():
-            out |= (places.corpus == corpus) & skips.mask(positions)
+            is_out |= (located_samples.corpus == corpus) & skips.mask(positions)
         for corpus, sequences in self.sequences.items():
-            out |= (places.corpus == corpus) & sequences.mask(places.sequence)
-        return out
+            is_out |= (located_samples.corpus == corpus) & sequences.mask(located_samples.sequence)
+        return is_out
 
     def _gone(self) -> set[int]:
         return {index for index, skips in self._out.items() if skips.edges[-1, 1] == LAST_POSITION}
@@ -303,9 +313,9 @@ def nothing_left(cursor: int, count: int) -> DataError:
 
 def sequences_of(tokens: Skips, length: int, count: int) -> Skips:
     """The sequences, of the `count` of a stream, that have any of `tokens` among their own `length` tokens."""
-    first, end = tokens.edges.T
-    edges = np.column_stack([first // length, np.minimum(-(-end // length), count)])
-    return Skips.merged(edges[edges[:, 0] < edges[:, 1]])
+    first_tokens, end_tokens = tokens.edges.T
+    sequence_edges = np.column_stack([first_tokens // length, np.minimum(-(-end_tokens // length), count)])
+    return Skips.merged(sequence_edges[sequence_edges[:, 0] < sequence_edges[:, 1]])
 
 
 def _checked(item: Range) -> Range:
@@ -319,3 +329,20 @@ def _checked(item: Range) -> Range:
     if not 0 <= first < end <= LAST_POSITION:
         raise DataError(f"skip range [{first}, {end}): it must hold that 0 <= first < end <= 2^62")
     return int(first), int(end)
+
+
+def batches_ahead(selection: Skips | Selection, batches: Stages, cursor: int, steps: int) -> list[Int64s]:
+    """The positions of each of the next `steps` steps from `cursor` on, int64 [global batch]. Raises DataError if fewer
+    are left."""
+    found_batches: list[Int64s] = []
+    for batch_size, stage_end in batches.from_position(cursor):
+        count = steps - len(found_batches)
+        if stage_end is not None:  # those that begin before it
+            count = max(0, min(count, -((cursor - stage_end) // batch_size)))
+        positions, _ = selection.next_kept(cursor, count * batch_size)
+        for batch in positions.reshape(count, batch_size):
+            if stage_end is not None and cursor >= stage_end:
+                break
+            found_batches.append(batch)
+            cursor = int(batch[-1]) + 1
+    return found_batches

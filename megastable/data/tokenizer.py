@@ -1,30 +1,35 @@
 """Tokenizers behind one interface: a SentencePiece model or a Hugging Face `tokenizer.json`.
 
 Both encode a document without adding or interpreting special tokens: a text that spells out `</s>` or
-`<|endoftext|>` gets the ids of these characters, so no document can forge its own end. That holds for the tokens that
-end and begin documents however their file declares them (unforgeable.py); other added tokens that are not special, and
-user-defined symbols, are for texts and stay.
+`<|endoftext|>` gets the ids of these characters, so no document can forge its own end. Libraries find user-defined
+symbols (SentencePiece) and added tokens that are not special (tokenizer.json) in a text, and a model may have the token
+among its ordinary pieces; so the file is changed for the tokens that end and begin documents (`close_sentencepiece`,
+`close_huggingface`). Other such symbols are for texts and stay.
+
+`LossCounter` measures how much text a tokenizer loses: it has no token for a character, and spells it as its unknown
+token or, without one, leaves it out.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import ClassVar, Final, Literal
+from typing import Any, ClassVar, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
-from sentencepiece import SentencePieceProcessor
+from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
 from tokenizers import Tokenizer as HuggingFaceModel
 
+from megastable.base.durable import write_data_file
 from megastable.base.errors import DataError
-from megastable.data.local_copy import write_file
+from megastable.base.text import show_share, visible
 from megastable.data.manifest import TokenizerInfo
-from megastable.data.unforgeable import close_huggingface, close_sentencepiece
 
 Ids = npt.NDArray[np.int32]
 
@@ -91,12 +96,12 @@ class Tokenizer(ABC):
 
     def copy_to(self, directory: Path) -> Path:
         """Write the file as it was read into `directory`, under its own name."""
-        write_file(directory / self.file.name, self.content)
+        write_data_file(directory / self.file.name, self.content)
         return directory / self.file.name
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text, without any special token."""
-        return [int(token) for token in self.encode_batch([text])[0]]
+        return [int(token_id) for token_id in self.encode_batch([text])[0]]
 
     @abstractmethod
     def _open(self) -> None:
@@ -129,9 +134,9 @@ class Tokenizer(ABC):
 
     def beginning(self, bos: int, why: str) -> Tokenizer:
         """The same tokenizer, of documents that begin with `bos`."""
-        found = type(self)(self.file, self.content, self.eod, bos)
-        found.why_eod, found.why_bos = self.why_eod, why
-        return found
+        new_tokenizer = type(self)(self.file, self.content, self.eod, bos)
+        new_tokenizer.why_eod, new_tokenizer.why_bos = self.why_eod, why
+        return new_tokenizer
 
     @abstractmethod
     def is_special(self, id: int) -> bool:
@@ -139,10 +144,10 @@ class Tokenizer(ABC):
 
     def _own_bos(self) -> tuple[int, str]:
         """Its own begin-of-document token, and why it is that one. Raises DataError if it has none."""
-        named = (self._id_of(name) for name in BEGIN_OF_DOCUMENT)
-        token, why = next((t for t in named if t is not None), None), "by its usual name"
+        named_tokens = (self._id_of(usual_name) for usual_name in BEGIN_OF_DOCUMENT)
+        token, bos_reason = next((t for t in named_tokens if t is not None), None), "by its usual name"
         if len(self.added) == 1:
-            (token,), why = self.added, "which the tokenizer puts before every text in other programs"
+            (token,), bos_reason = self.added, "which the tokenizer puts before every text in other programs"
         if token is None:
             raise DataError(
                 f"{self.file} has no token to begin documents with: it puts none before a text and has none of "
@@ -153,17 +158,17 @@ class Tokenizer(ABC):
                 f"{self.file} begins and ends documents with one token, {token}, so that each follows the end of the "
                 "one before it even without --bos: leave --bos out"
             )
-        return token, why
+        return token, bos_reason
 
     def _checked(self, ids: Iterable[int]) -> list[int]:
-        plain = [int(token) for token in ids]
-        for token in plain:
+        plain_ids = [int(token) for token in ids]
+        for token in plain_ids:
             if not 0 <= token < self.vocab_size:
                 raise DataError(
                     f"the token id {token} is outside of 0..{self.vocab_size - 1}, "
                     f"the vocabulary of {self.file}"
                 )
-        return plain
+        return plain_ids
 
     @property
     def _end_of_sentence(self) -> int | None:
@@ -175,13 +180,13 @@ class Tokenizer(ABC):
         if eod == NO_EOD:
             return NO_EOD, ""
         if isinstance(eod, int) or (eod is not None and eod.isdecimal()):
-            why, eod = "" if isinstance(eod, int) else "named by --eod", int(eod)
+            eod_reason, eod = "" if isinstance(eod, int) else "named by --eod", int(eod)
             if not 0 <= eod < self.vocab_size:
                 raise DataError(
                     f"the end-of-document id {eod} is outside of 0..{self.vocab_size - 1}, "
                     f"the vocabulary of {self.file}"
                 )
-            return eod, why
+            return eod, eod_reason
         if eod is not None:
             token = self._id_of(eod)
             if token is None:
@@ -189,14 +194,14 @@ class Tokenizer(ABC):
             return token, "named by --eod"
         if self._end_of_sentence is not None:
             return self._end_of_sentence, "the tokenizer's own end of a sentence"
-        usual = [(name, token) for name in END_OF_DOCUMENT if (token := self._id_of(name)) is not None]
-        if not usual:
+        usual_tokens = [(name, token) for name in END_OF_DOCUMENT if (token := self._id_of(name)) is not None]
+        if not usual_tokens:
             raise DataError(
                 f"{self.file} has none of the usual end-of-document tokens ({', '.join(END_OF_DOCUMENT)}): "
                 "name it"
             )
-        others = ", ".join(name for name, _ in usual[1:])
-        return usual[0][1], "by its usual name" + (f", before {others}" if others else "")
+        other_names = ", ".join(name for name, _ in usual_tokens[1:])
+        return usual_tokens[0][1], "by its usual name" + (f", before {other_names}" if other_names else "")
 
 
 class SentencePieceTokenizer(Tokenizer):
@@ -220,10 +225,10 @@ class SentencePieceTokenizer(Tokenizer):
             self.model.LoadFromSerializedProto(self.closed)
         # Models that prepend or collapse spaces must get every text whole: a part of it would change.
         self._keeps_spaces = self.model.normalize("  a  b ") == "  a  b ".replace(" ", SPACE)
-        pieces = (str(self.model.id_to_piece(token)) for token in range(self.vocab_size))
-        self._cuttable = self._keeps_spaces and not any(map(_SPACE_INSIDE.search, pieces))
-        spelled = [self._id_of(f"<0x{byte:02X}>") for byte in SPACE.encode()]
-        self._spelled_space = np.array([token for token in spelled if token is not None], dtype=np.int32)
+        piece_texts = (str(self.model.id_to_piece(token)) for token in range(self.vocab_size))
+        self._cuttable = self._keeps_spaces and not any(map(_SPACE_INSIDE.search, piece_texts))
+        space_tokens = [self._id_of(f"<0x{space_byte:02X}>") for space_byte in SPACE.encode()]
+        self._spelled_space = np.array([token for token in space_tokens if token is not None], dtype=np.int32)
 
     def spelled(self, id: int) -> str:
         return str(self.model.id_to_piece(id)) if id < self.vocab_size else ""
@@ -232,12 +237,12 @@ class SentencePieceTokenizer(Tokenizer):
         return id < self.vocab_size and bool(self.model.is_control(id))
 
     def encode_batch(self, texts: list[str]) -> list[Ids]:
-        parts = [list(self._parts(text)) for text in texts]
-        plain = [part for of_text in parts for part in of_text if part is not None]
-        encoded = iter(self.model.encode(plain, return_type="numpy", num_threads=1))
+        parts_by_text = [list(self._parts(text)) for text in texts]
+        plain_parts = [part for of_text in parts_by_text for part in of_text if part is not None]
+        encoded_parts = iter(self.model.encode(plain_parts, return_type="numpy", num_threads=1))
         return [
-            np.concatenate([self._spelled_space if part is None else next(encoded) for part in of_text])
-            for of_text in parts
+            np.concatenate([self._spelled_space if part is None else next(encoded_parts) for part in of_text])
+            for of_text in parts_by_text
         ]
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -248,8 +253,8 @@ class SentencePieceTokenizer(Tokenizer):
         if SPACE not in text or not self._keeps_spaces or not self._spelled_space.size:
             yield from self._short_parts(text)
             return
-        for number, part in enumerate(text.split(SPACE)):
-            if number:
+        for part_number, part in enumerate(text.split(SPACE)):
+            if part_number:
                 yield None
             yield from self._short_parts(part)
 
@@ -258,14 +263,14 @@ class SentencePieceTokenizer(Tokenizer):
 
         SentencePiece's time and memory grow faster than the length of a text.
         """
-        start = 0
-        while self._cuttable and len(text) - start > LONG:
-            cut = _WORD_END.search(text, start + LONG)
-            if cut is None:
+        part_start = 0
+        while self._cuttable and len(text) - part_start > LONG:
+            word_end = _WORD_END.search(text, part_start + LONG)
+            if word_end is None:
                 break
-            yield text[start : cut.start()]
-            start = cut.start()
-        yield text[start:]
+            yield text[part_start : word_end.start()]
+            part_start = word_end.start()
+        yield text[part_start:]
 
     @property
     def added(self) -> tuple[int, ...]:
@@ -304,9 +309,13 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @property
     def added(self) -> tuple[int, ...]:
-        plain, whole = (self.model.encode("a", add_special_tokens=added).ids for added in (False, True))
-        at = next((i for i in range(len(whole)) if whole[i : i + len(plain)] == plain), 0)
-        return tuple(whole[:at])
+        plain_ids, whole_ids = (
+            self.model.encode("a", add_special_tokens=added).ids for added in (False, True)
+        )
+        text_index = next(
+            (i for i in range(len(whole_ids)) if whole_ids[i : i + len(plain_ids)] == plain_ids), 0
+        )
+        return tuple(whole_ids[:text_index])
 
     def _id_of(self, piece: str) -> int | None:
         token: int | None = self.model.token_to_id(piece)
@@ -316,12 +325,12 @@ class HuggingFaceTokenizer(Tokenizer):
         return str(self.model.id_to_token(id) or "")
 
     def is_special(self, id: int) -> bool:
-        token = self.model.get_added_tokens_decoder().get(id)
-        return token is not None and bool(token.special)
+        added_token = self.model.get_added_tokens_decoder().get(id)
+        return added_token is not None and bool(added_token.special)
 
     def encode_batch(self, texts: list[str]) -> list[Ids]:
-        encoded = self.model.encode_batch_fast(texts, add_special_tokens=False)
-        return [np.array(encoding.ids, dtype=np.int32) for encoding in encoded]
+        batch_encodings = self.model.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array(text_encoding.ids, dtype=np.int32) for text_encoding in batch_encodings]
 
     def decode(self, ids: Iterable[int]) -> str:
         return str(self.model.decode(self._checked(ids), skip_special_tokens=True))
@@ -337,13 +346,13 @@ def load_tokenizer(
     begins a document, "own": the tokenizer's own. Raises DataError if there is no tokenizer, more than one, or no such
     token.
     """
-    file = _tokenizer_file(path)
+    tokenizer_file = _tokenizer_file(path)
     try:
-        content = file.read_bytes()
+        content = tokenizer_file.read_bytes()
     except OSError as error:
-        raise DataError(f"the tokenizer {file} cannot be read: {error.strerror}") from error
-    kind = HuggingFaceTokenizer if file.suffix == ".json" else SentencePieceTokenizer
-    return kind(file, content, eod, bos)
+        raise DataError(f"the tokenizer {tokenizer_file} cannot be read: {error.strerror}") from error
+    tokenizer_class = HuggingFaceTokenizer if tokenizer_file.suffix == ".json" else SentencePieceTokenizer
+    return tokenizer_class(tokenizer_file, content, eod, bos)
 
 
 def _tokenizer_file(path: Path) -> Path:
@@ -352,8 +361,220 @@ def _tokenizer_file(path: Path) -> Path:
     # Repositories with both forms of one tokenizer keep the .json up to date.
     if (path / "tokenizer.json").is_file():
         return path / "tokenizer.json"
-    models = sorted(path.glob("*.model"))
-    if len(models) != 1:
-        found = ", ".join(model.name for model in models) or "neither"
+    model_files = sorted(path.glob("*.model"))
+    if len(model_files) != 1:
+        found = ", ".join(model.name for model in model_files) or "neither"
         raise DataError(f"{path} should hold tokenizer.json or one .model file, found {found}: name the file")
-    return models[0]
+    return model_files[0]
+
+
+MOST_LOST = 0.01  # of the text, unless more is allowed
+BLANK = b" \t\n\r\v\f"
+_BYTE_LEVEL_BLANK = {ord(character): None for character in "ĠĉĊčċČ"}  # how byte-level tokenizers spell BLANK
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+SHOWN = 40  # characters of the document that lost most
+
+
+class LossCounter:
+    """Counts the bytes of documents that `tokenizer` loses.
+
+    Every id stands for some bytes of text; what these miss of a document is lost. Blanks do not count, as many
+    tokenizers drop or merge them on purpose, and neither does what normalisation changes (NFKC, case, accents): a
+    document that misses bytes is compared with its text as the model gets it. Bytes spelled one by one (byte fallback)
+    are not lost.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        if isinstance(tokenizer, HuggingFaceTokenizer):
+            spelling: _Spelling = _HuggingFaceSpelling(tokenizer)
+        else:
+            assert isinstance(tokenizer, SentencePieceTokenizer)
+            spelling = _SentencePieceSpelling(tokenizer)
+        self._spelling, self._unknown = spelling, spelling.unknown
+        self._bytes = np.array([spelling.count(id) for id in range(tokenizer.vocab_size)], dtype=np.int64)
+        if self._unknown is not None:
+            self._bytes[self._unknown] = 0
+
+    def count(self, texts: Sequence[str], raw: Sequence[bytes], ids: Sequence[Ids]) -> list[int]:
+        """The bytes that are lost of each document.
+
+        Args:
+            texts: The documents.
+            raw: The same, in UTF-8.
+            ids: The tokens of each, int32, without those that begin and end it.
+        """
+        tokens = np.concatenate([np.empty(0, np.int32), *ids])
+        is_unknown = np.zeros(0, bool) if self._unknown is None else tokens == self._unknown
+        if self._unknown is not None and not is_unknown.any():
+            return [0] * len(texts)  # what misses bytes and has no unknown token was normalised
+        document_ends = np.cumsum([0, *map(len, ids)])
+        known_bytes = _sums(self._bytes[tokens], document_ends).tolist()
+        unknown_counts = (
+            [0] * len(texts) if self._unknown is None else _sums(is_unknown, document_ends).tolist()
+        )
+        return [
+            self._count_lost(text, content, *id_counts)
+            for text, content, *id_counts in zip(texts, raw, known_bytes, unknown_counts, strict=True)
+        ]
+
+    def _count_lost(self, text: str, raw: bytes, known: int, unknown: int) -> int:
+        if self._unknown is not None and not unknown:
+            return 0
+        plain_bytes = len(raw.translate(None, BLANK))
+        lost_bytes = plain_bytes - known
+        # Normalising costs half as much as encoding: not where each unknown token can be one character.
+        if not unknown <= lost_bytes <= 4 * unknown:
+            lost_bytes = self._spelling.count_plain(text) - known
+        return min(max(lost_bytes, unknown), plain_bytes)  # blanks may be unknown, too
+
+
+def describe_loss(share: float, tokenizer: Tokenizer, worst: str, of: str = "the text") -> str:
+    """What was lost and where; worst: the beginning of the document that lost most."""
+    return (
+        f"{show_share(share)} of {of} is lost or unknown in {tokenizer.file}, which has no tokens for it, most of "
+        f"it in a document that begins with {visible(worst[:SHOWN])!r}"
+    )
+
+
+def check_text(text: str, tokenizer: Tokenizer) -> None:
+    """Raise a DataError if `tokenizer` loses more than MOST_LOST of a text."""
+    raw_text = text.encode()
+    (lost_bytes,) = LossCounter(tokenizer).count([text], [raw_text], tokenizer.encode_batch([text]))
+    if lost_bytes > MOST_LOST * len(raw_text):
+        raise DataError(f"{describe_loss(lost_bytes / len(raw_text), tokenizer, text)}: give another text")
+
+
+def _sums(values: npt.NDArray[Any], ends: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """The sum of values[ends[i]:ends[i + 1]] for each i; 0 where that is empty."""
+    return np.diff(np.concatenate([[0], np.cumsum(values, dtype=np.int64)])[ends])
+
+
+class _Spelling:
+    """Which bytes of text the ids of a tokenizer stand for; `unknown` stands for a character that has no token."""
+
+    unknown: int | None = None
+
+    def count(self, id: int) -> int:
+        """Bytes that are not blank of the text that an id stands for."""
+        raise NotImplementedError
+
+    def count_plain(self, text: str) -> int:
+        """Bytes that are not blank of a text as the model gets it."""
+        raise NotImplementedError
+
+
+class _SentencePieceSpelling(_Spelling):
+    def __init__(self, tokenizer: SentencePieceTokenizer) -> None:
+        self._model, self.unknown = tokenizer.model, int(tokenizer.model.unk_id())
+
+    def count(self, id: int) -> int:
+        if self._model.is_control(id) or self._model.is_unknown(id):
+            return 0
+        piece_text = str(self._model.id_to_piece(id))
+        return _count_byte(piece_text) if self._model.is_byte(id) else _count_literal(piece_text)
+
+    def count_plain(self, text: str) -> int:
+        return _count_literal(str(self._model.normalize(text)))
+
+
+class _HuggingFaceSpelling(_Spelling):
+    def __init__(self, tokenizer: HuggingFaceTokenizer) -> None:
+        content = json.loads(tokenizer.content)
+        model = content["model"]
+        self._added = {token["id"]: token["content"] for token in content.get("added_tokens") or ()}
+        self._pieces = {id: piece for piece, id in tokenizer.model.get_vocab(with_added_tokens=False).items()}
+        self._byte_fallback = bool(model.get("byte_fallback"))
+        self._prefix = model.get("continuing_subword_prefix") or ""
+        self._suffix = model.get("end_of_word_suffix") or ""
+        splits_bytes, normalises_bytes = (
+            '"ByteLevel"' in json.dumps(content.get(part)) for part in ("pre_tokenizer", "normalizer")
+        )
+        self._byte_level = splits_bytes or normalises_bytes
+        # One that spells bytes changes no text.
+        self._normalizer = None if normalises_bytes else tokenizer.model.normalizer
+        unknown = model.get("unk_token")
+        self.unknown = model.get("unk_id") if unknown is None else tokenizer.model.token_to_id(unknown)
+
+    def count(self, id: int) -> int:
+        piece_text = self._pieces.get(id)
+        if piece_text is None or id in self._added:
+            return _count_literal(self._added.get(id, ""))
+        if self._byte_fallback and _BYTE.fullmatch(piece_text):
+            return _count_byte(piece_text)
+        if self._suffix:
+            piece_text = piece_text.removesuffix(self._suffix)
+        if self._byte_level:
+            return len(piece_text.translate(_BYTE_LEVEL_BLANK))
+        return _count_literal(piece_text.removeprefix(self._prefix))
+
+    def count_plain(self, text: str) -> int:
+        if self._normalizer is not None:
+            text = self._normalizer.normalize_str(text)
+        return len(text.encode().translate(None, BLANK)) if self._byte_level else _count_literal(text)
+
+
+def _count_byte(piece: str) -> int:
+    return int(bytes.fromhex(piece[3:5]) not in BLANK)
+
+
+def _count_literal(text: str) -> int:
+    return len("".join(text.replace(SPACE, " ").split()).encode())
+
+
+Json = dict[str, Any]
+
+# Kinds of pieces (sentencepiece_model.proto, ModelProto.SentencePiece.Type).
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
+
+
+def close_sentencepiece(content: bytes, ids: Collection[int]) -> bytes:
+    """A SentencePiece model in which the pieces `ids` are control symbols, which no text contains.
+
+    Bytes and the unknown piece stay what they are: a model is invalid without them.
+    """
+    proto: Any = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]
+    proto.ParseFromString(content)
+    open_pieces = [proto.pieces[id] for id in ids if proto.pieces[id].type in (NORMAL, USER_DEFINED, UNUSED)]
+    if not open_pieces:
+        return content
+    for open_piece in open_pieces:
+        open_piece.type = CONTROL
+    closed_model: bytes = proto.SerializeToString()
+    return closed_model
+
+
+def close_huggingface(content: bytes, ids: Collection[int]) -> bytes:
+    """A tokenizer.json that gives `ids` to no text if special tokens are encoded as text: its added tokens are special,
+    and a text is cut behind the first character wherever the model could take it for one of them.
+
+    A token of a single character cannot be cut, and stays.
+    """
+    given: Json = json.loads(content)
+    added_tokens = [t for t in given.get("added_tokens") or () if t["id"] in ids and not t["special"]]
+    for token in added_tokens:
+        token["special"] = True
+    cuts = [cut_behind_first(piece) for piece in _found_by_model(given["model"], ids) if len(piece) > 1]
+    if cuts:
+        before = given.get("pre_tokenizer")
+        given["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [*([before] if before else []), *cuts]}
+    return json.dumps(given, ensure_ascii=False).encode() if added_tokens or cuts else content
+
+
+def cut_behind_first(piece: str) -> Json:
+    """The step of a pre-tokenizer that cuts a text behind the first character of every `piece` in it."""
+    cut_regex = f"{re.escape(piece[0])}(?={re.escape(piece[1:])})"
+    return {"type": "Split", "pattern": {"Regex": cut_regex}, "behavior": "Isolated", "invert": False}
+
+
+def _found_by_model(model: Json, ids: Collection[int]) -> list[str]:
+    """The spellings of those of `ids` that the model may give to a text."""
+    vocabulary = model["vocab"]
+    if isinstance(vocabulary, dict):
+        spelled_pieces = [piece for piece, id in vocabulary.items() if id in ids]
+    else:  # Unigram: pieces and scores
+        spelled_pieces = [vocabulary[id][0] for id in sorted(ids) if id < len(vocabulary)]
+    if model.get("merges") is None or model.get("ignore_merges"):
+        return spelled_pieces
+    # BPE makes only what it merges; older files have "a b" for ["a", "b"].
+    merged_pieces = {"".join(pair.split(" ") if isinstance(pair, str) else pair) for pair in model["merges"]}
+    return [piece for piece in spelled_pieces if piece in merged_pieces]

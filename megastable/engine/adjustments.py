@@ -1,17 +1,121 @@
-"""Changes how a run trains from the next update on: by name, and back again. All ranks alike."""
+"""Changes how a run trains from the next update on, by name, and back again; QK-clip, one of them. All ranks alike."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import math
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
-from torch import nn
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
+from megastable.config.model import ModelConfig
 from megastable.config.tree import RunConfig
-from megastable.engine.logit_clipping import LogitClipping
+from megastable.engine.flatstate import FlatState
+from megastable.model.block_parts import MLP, gated, swiglu
+from megastable.model.gpt import Block
 from megastable.model.loss import LossFunction
-from megastable.model.mlp import MLP, gated, swiglu
+from megastable.optim.clipping import clip_factors, over, row_factors, scale_rows
+from megastable.parallel.topology import Topology
+
+
+class LogitClipping:
+    """Measures the largest attention logit of every head in a step, and applies QK-clip after the update.
+
+    Each rank watches the heads that it computes: tensor and context parallelism share them out, pipeline stages have
+    their blocks. One MAX all-reduce of [layers, heads] per update. Recomputed blocks are measured twice, which changes
+    nothing. threshold: of the logits, q k / sqrt(d); None: none, and no measurement.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        model: ModelConfig,
+        topology: Topology,
+        threshold: float | None,
+        device: torch.device,
+    ) -> None:
+        self.model, self.topology = model, topology
+        layout = topology.layout
+        own_heads = model.heads // (layout.tensor * layout.context)
+        first_head = (topology.tensor_rank * layout.context + topology.context_rank) * own_heads
+        self._mine = slice(first_head, first_head + own_heads)
+        # By layer. Tensors of their own: compiled blocks share one graph, which takes them as inputs.
+        self._attentions = {
+            int(block.name.rpartition(".")[2]): block.attention
+            for block in module.modules()
+            if isinstance(block, Block)
+        }
+        self._highest = {layer: torch.empty(own_heads, device=device) for layer in self._attentions}
+        self._table = torch.empty(model.layers, model.heads, device=device)
+        self.threshold: float | None = None
+        self.switch(threshold)
+
+    def switch(self, threshold: float | None) -> None:
+        """Clip at another threshold from the next step on."""
+        if threshold == self.threshold:  # as before nearly every step
+            return
+        self.threshold = threshold
+        self.begin()
+        for layer_index, attention in self._attentions.items():
+            attention.highest = None if threshold is None else self._highest[layer_index]
+
+    def begin(self) -> None:
+        """Before a step."""
+        if self.threshold is None:
+            return
+        for layer_highest in self._highest.values():
+            layer_highest.fill_(-math.inf)
+
+    def measured(self) -> Tensor:
+        """The largest logits of the step, fp32 [layers, heads] on the CPU. Collective over the world."""
+        self._table.fill_(-math.inf)
+        for layer_index, layer_highest in self._highest.items():
+            self._table[layer_index, self._mine] = layer_highest
+        # Libraries differ in the maximum of a NaN and a number.
+        self._table.nan_to_num_(math.inf, math.inf, -math.inf)
+        dist.all_reduce(self._table, op=dist.ReduceOp.MAX)
+        return self._table.to("cpu", copy=True)
+
+    def after_update(
+        self, highest: Tensor, inner: torch.optim.Optimizer, flat: FlatState
+    ) -> Callable[..., Any]:
+        """The optimizer's `step`, and then QK-clip of the buffers that it updates. highest: from `measured`."""
+        step, threshold = inner.step, self.threshold
+        if threshold is None or not over(highest, threshold).any():
+            return step
+
+        def stepped(*args: Any, **kwargs: Any) -> Any:
+            result = step(*args, **kwargs)
+            # DeepSpeed's ZeRO 3 hands the optimizer one buffer at a time.
+            self._clip(
+                threshold, highest, flat, {id(p) for group in inner.param_groups for p in group["params"]}
+            )
+            return result
+
+        return stepped
+
+    def _clip(self, threshold: float, highest: Tensor, flat: FlatState, buffers: set[int]) -> None:
+        """Scale the master weights in these buffers (by `id`)."""
+        layout = self.topology.layout
+        query_factors, key_factors = clip_factors(highest, self.model.key_value_heads, threshold)
+        for f in flat.fragments:
+            block_name, _, parameter_kind = f.name.partition(".attention.qkv.")
+            if parameter_kind and id(flat.masters[f.group]) in buffers:
+                layer_index = int(block_name.rpartition(".")[2])
+                own_factors = row_factors(
+                    query_factors[layer_index],
+                    key_factors[layer_index],
+                    self.model.head_width,
+                    layout.tensor,
+                    self.topology.tensor_rank,
+                )
+                weight_piece = flat.piece(f, "weight")
+                assert weight_piece is not None
+                scale_rows(weight_piece, f, own_factors)
+
 
 CLIP = 0.25  # of `optimizer.clip`
 Z_LOSS, LEAST_Z_LOSS = 10.0, 1e-4  # times `model.z_loss`, and at least so much (PaLM's, arXiv:2204.02311)
@@ -45,13 +149,15 @@ class Adjustments:
         self._groups = [group for group in wrapper.optimizer.param_groups if "betas" in group]
         self._betas = [group["betas"] for group in self._groups]
         self._qk_clip, o, m = qk_clip, config.optimizer, config.model
-        decays = ((group, group["weight_decay"]) for group in wrapper.optimizer.param_groups)
+        group_decays = ((group, group["weight_decay"]) for group in wrapper.optimizer.param_groups)
         # Of the recipe's: muP has more for some groups.
-        self._decays = [(group, decay / o.weight_decay) for group, decay in decays if decay]
-        self._mlps = [part for part in module.modules() if isinstance(part, MLP)]
+        self._decays = [
+            (group, group_decay / o.weight_decay) for group, group_decay in group_decays if group_decay
+        ]
+        self._mlps = [mlp_part for mlp_part in module.modules() if isinstance(mlp_part, MLP)]
         self.clip = self._clip = o.clip
         self._clips = o.clipping.kind == "norm"
-        possible = {
+        possible_names = {
             "clip": self._clips and o.clip > 0,
             "beta2": any(beta2 > 0.5 for _, beta2 in self._betas),
             "z_loss": True,
@@ -61,7 +167,9 @@ class Adjustments:
             "swiglu_clamp": m.activation == "silu" and m.swiglu_clamp is None and fp8 != "te",
             "reset_moments": True,
         }
-        self.possible = frozenset(name for name, has in possible.items() if has)
+        self.possible = frozenset(
+            adjustment_name for adjustment_name, is_possible in possible_names.items() if is_possible
+        )
         self.now: tuple[str, ...] = ()
 
     def follow(self, config: RunConfig) -> None:
@@ -69,13 +177,13 @@ class Adjustments:
         o = config.optimizer
         self._z_loss, self._clip = config.model.z_loss, o.clip
         self._betas = [o.betas for _ in self._groups]
-        for group, share in self._decays:
-            group["weight_decay"] = share * o.weight_decay
+        for group, decay_share in self._decays:
+            group["weight_decay"] = decay_share * o.weight_decay
         self.switch(self.now)
 
     def switch(self, names: Collection[str]) -> None:
         """Train with these changes and no others from the next update on, as far as they are possible."""
-        was, self.now = self.now, tuple(names)
+        names_before, self.now = self.now, tuple(names)
         self._loss.z_loss = max(LEAST_Z_LOSS, Z_LOSS * self._z_loss) if "z_loss" in names else self._z_loss
         for group, (beta1, beta2) in zip(self._groups, self._betas, strict=True):
             group["betas"] = (beta1, lower_beta2(beta2) if "beta2" in names else beta2)
@@ -84,7 +192,7 @@ class Adjustments:
             self._wrapper.clip_grad = self.clip
         if "qk_clip" in self.possible:
             self._qk_clip.switch(QK_CLIP if "qk_clip" in names else None)
-        clamped = "swiglu_clamp" in names
-        if "swiglu_clamp" in self.possible and clamped != ("swiglu_clamp" in was):
+        wants_clamp = "swiglu_clamp" in names
+        if "swiglu_clamp" in self.possible and wants_clamp != ("swiglu_clamp" in names_before):
             for mlp in self._mlps:
-                mlp.activation = CLAMPED if clamped else swiglu
+                mlp.activation = CLAMPED if wants_clamp else swiglu

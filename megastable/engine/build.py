@@ -25,8 +25,7 @@ from megastable.model.kernels import DTYPES, Kernels
 from megastable.model.loss import LossFunction
 from megastable.model.sizes import matrix_elements
 from megastable.parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megastable.parallel.layout import Layout
-from megastable.parallel.pipeline import partition
+from megastable.parallel.layout import Layout, partition
 from megastable.parallel.topology import ContextParallel, Topology
 
 
@@ -50,15 +49,17 @@ def build(
 def check_weights_fit(config: RunConfig, layout: Layout, device: torch.device) -> None:
     """ConfigError if a rank's even share of the weights alone is more than the memory of its device: before torch fails
     at one of them with a traceback, or the host begins to end processes."""
-    ranks = layout.world if config.parallel.zero == 3 else layout.tensor * layout.pipeline
-    needed = matrix_elements(config.model) * DTYPES[config.precision.kind].itemsize // ranks
+    sharing_ranks = layout.world if config.parallel.zero == 3 else layout.tensor * layout.pipeline
+    needed_bytes = matrix_elements(config.model) * DTYPES[config.precision.kind].itemsize // sharing_ranks
     on_gpu = device.type == "cuda"
-    most = torch.cuda.get_device_properties(device).total_memory if on_gpu else total()
-    if needed > most:
+    device_memory = torch.cuda.get_device_properties(device).total_memory if on_gpu else total()
+    if needed_bytes > device_memory:
         m = config.model
         raise ConfigError(
-            f"the weights of this model take {needed / GIB:.3g} GiB a rank, and {'a GPU' if on_gpu else 'this host'} "
-            f"has {most / GIB:.3g} GiB: lower model.layers={m.layers}, model.hidden={m.hidden}, model.head_dim="
+            f"the weights of this model take {needed_bytes / GIB:.3g} GiB a rank, and "
+            f"{'a GPU' if on_gpu else 'this host'} "
+            f"has {device_memory / GIB:.3g} GiB: lower model.layers={m.layers}, model.hidden={m.hidden}, "
+            "model.head_dim="
             f"{m.head_width}, model.ffn={m.ffn_width}, model.vocab_size={m.vocab_size} or model.vocab_multiple="
             f"{m.vocab_multiple}, or share the model out over more ranks by parallel.tensor, parallel.pipeline or "
             "parallel.zero=3"
@@ -71,23 +72,23 @@ def _make(
 ) -> nn.Module:  # fmt: skip
     """An unfilled layer on its device and in its dtype: `deepspeed.initialize` would hold it twice to convert it, and
     whole to partition it."""
-    before = torch.get_default_dtype()
+    dtype_before = torch.get_default_dtype()
     torch.set_default_dtype(DTYPES[config.precision.kind])
     try:
         with device:
-            module = layer()
+            built_layer = layer()
     finally:
-        torch.set_default_dtype(before)
+        torch.set_default_dtype(dtype_before)
     if config.parallel.zero == 3:
-        for part in module.modules():
-            if isinstance(part, ColumnParallelLinear | RowParallelLinear):
-                part.product = linear_of_parameter
+        for linear_part in built_layer.modules():
+            if isinstance(linear_part, ColumnParallelLinear | RowParallelLinear):
+                linear_part.product = linear_of_parameter
         # Otherwise DeepSpeed monkeypatches F.linear globally.
-        zero = ds_config["zero_optimization"] | {"memory_efficient_linear": False}
-        given = ds_config | {"zero_optimization": zero}
+        zero_section = ds_config["zero_optimization"] | {"memory_efficient_linear": False}
+        given_config = ds_config | {"zero_optimization": zero_section}
         with refusals(config.deepspeed):
-            Partitioned(module, topology.data_group, config_dict_or_path=given, mpu=Mpu(topology))
-    return module
+            Partitioned(built_layer, topology.data_group, config_dict_or_path=given_config, mpu=Mpu(topology))
+    return built_layer
 
 
 @contextlib.contextmanager
@@ -95,11 +96,11 @@ def refusals(file: str) -> Iterator[None]:
     """Turn DeepSpeed's refusals into a ConfigError. file: the DeepSpeed JSON that the recipe names."""
     try:
         yield
-    except (AssertionError, ValueError, KeyError, DeepSpeedConfigError) as error:
+    except (AssertionError, ValueError, KeyError, DeepSpeedConfigError) as refusal_error:
         raise ConfigError(
-            f"deepspeed={file}: DeepSpeed refuses this configuration: {error}. Compare the file with those in "
+            f"deepspeed={file}: DeepSpeed refuses this configuration: {refusal_error}. Compare the file with those in "
             "ds_configs/, and look at `python -m megastable.config RECIPE`"
-        ) from error
+        ) from refusal_error
 
 
 class Mpu:
@@ -157,25 +158,29 @@ class _Pipeline(PipelineModule):
         cp: ContextParallel,
         make: gpt.Make,
     ) -> None:
-        chunked, recompute = kernels.loss == "chunked", config.parallel.recompute
-        head, readout = gpt.LateHead if chunked else gpt.Head, gpt.Readout.of(config.model)
-        self._layers = layers = gpt.layers(config.model, loss.tp, recompute, kernels, head, cp)
-        specs: list[LayerSpec] = []
-        for index, layer in enumerate(layers):
+        is_chunked, recompute = kernels.loss == "chunked", config.parallel.recompute
+        head_class, head_readout = gpt.LateHead if is_chunked else gpt.Head, gpt.Readout.of(config.model)
+        self._layers = listed_layers = gpt.layers(config.model, loss.tp, recompute, kernels, head_class, cp)
+        layer_specs: list[LayerSpec] = []
+        for layer_index, layer in enumerate(listed_layers):
             if layer.tied:
-                forward = (readout.features if chunked else readout.tied_head) if index else None
-                specs.append(_TiedSpec(layer, make, forward))
+                tied_forward = (
+                    (head_readout.features if is_chunked else head_readout.tied_head) if layer_index else None
+                )
+                layer_specs.append(_TiedSpec(layer, make, tied_forward))
             else:
-                specs.append(_Spec(layer, make))
+                layer_specs.append(_Spec(layer, make))
         layout = topology.layout
-        grid = PipeModelDataParallelTopology(num_pp=layout.pipeline, num_mp=layout.tensor, num_dp=layout.data)
-        super().__init__(specs, topology=grid, loss_fn=loss)
+        rank_grid = PipeModelDataParallelTopology(
+            num_pp=layout.pipeline, num_mp=layout.tensor, num_dp=layout.data
+        )
+        super().__init__(layer_specs, topology=rank_grid, loss_fn=loss)
 
     def _partition_layers(self, method: str = "") -> None:
         self.parts = partition(
-            [layer.cost for layer in self._layers],
+            [listed_layer.cost for listed_layer in self._layers],
             self.num_stages,
-            [layer.is_block for layer in self._layers],
+            [listed_layer.is_block for listed_layer in self._layers],
         )
-        stage = self._topo.get_coord(self.global_rank).pipe
-        self._set_bounds(self.parts[stage], self.parts[stage + 1])
+        own_stage = self._topo.get_coord(self.global_rank).pipe
+        self._set_bounds(self.parts[own_stage], self.parts[own_stage + 1])

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch.distributed.rendezvous import rendezvous as meet
 
-from megastable.base.deterministic import prepare
 from megastable.base.errors import MegastableError, RendezvousError
 from megastable.base.hardware import ranks_of_host
+from megastable.base.reproducible import prepare
 from megastable.engine import patches
 
 
@@ -38,26 +38,29 @@ def start_distributed(timeout: float, deterministic: bool = False, rendezvous: f
         if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
             # Evaluation and recomputation allocate other sizes than training: without it the memory fragments.
             # The second name warns in newer torch, and older versions have no other.
-            settings = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
-            (settings or torch.cuda.memory._set_allocator_settings)("expandable_segments:True")
+            allocator_settings = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+            (allocator_settings or torch.cuda.memory._set_allocator_settings)("expandable_segments:True")
     else:
         patches.on_cpu()
         if "OMP_NUM_THREADS" not in os.environ:
             # Ranks of one host share its cores; by default every rank would start a thread per core.
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks_of_host()))
-    backend = "nccl" if device().type == "cuda" else "gloo"
+    backend_name = "nccl" if device().type == "cuda" else "gloo"
     try:
         # A limit of its own: torch would wait for a host that is gone as long as for a collective.
         store, rank, world = next(meet("env://", timeout=datetime.timedelta(seconds=rendezvous)))
-        limit = datetime.timedelta(seconds=timeout)
-        store.set_timeout(limit)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
+        collective_limit = datetime.timedelta(seconds=timeout)
+        store.set_timeout(collective_limit)
+        dist.init_process_group(
+            backend_name, store=store, rank=rank, world_size=world, timeout=collective_limit
+        )
         with silence():
-            deepspeed.init_distributed(dist_backend=backend, timeout=limit, verbose=False)
-    except (dist.DistNetworkError, dist.DistStoreError) as error:
-        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+            deepspeed.init_distributed(dist_backend=backend_name, timeout=collective_limit, verbose=False)
+    except (dist.DistNetworkError, dist.DistStoreError) as network_error:
+        meeting_place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise RendezvousError(
-            f"the ranks cannot meet at {where}: {str(error).splitlines()[0]}. If another run is on this host, "
+            f"the ranks cannot meet at {meeting_place}: {str(network_error).splitlines()[0]}. If another run is "
+            "on this host, "
             "give this one a port of its own: deepspeed --master_port 29600 ...; if some only start slowly, a longer "
             "run.rendezvous"
         ) from None
@@ -67,11 +70,11 @@ def _take_gpu() -> None:
     """Make this rank's GPU the current one: NCCL's object collectives use the current device, by default GPU 0."""
     try:
         torch.cuda.set_device(device())
-    except RuntimeError as error:  # too old a driver, more ranks than GPUs, a GPU that fell off the bus
+    except RuntimeError as cuda_error:  # too old a driver, more ranks than GPUs, a GPU that fell off the bus
         raise MegastableError(
             f"rank {os.environ.get('RANK', '0')} on {socket.gethostname()} cannot use {device()} of "
-            f"{torch.cuda.device_count()}: {str(error).splitlines()[0]} (nvidia-smi shows the driver and the GPUs; "
-            "every rank must see all of its host; DS_ACCELERATOR=cpu trains without)"
+            f"{torch.cuda.device_count()}: {str(cuda_error).splitlines()[0]} (nvidia-smi shows the driver and "
+            "the GPUs; every rank must see all of its host; DS_ACCELERATOR=cpu trains without)"
         ) from None
 
 

@@ -28,32 +28,28 @@ from megastable.base.errors import ConfigError
 from megastable.config.tree import RunConfig
 from megastable.data.loader import MicroBatch
 from megastable.engine import patches
-from megastable.engine.adjustments import Adjustments
+from megastable.engine.adjustments import Adjustments, LogitClipping
 from megastable.engine.build import Mpu, build, refusals
-from megastable.engine.device_clock import DeviceClock
 from megastable.engine.distributed import device, silence
 from megastable.engine.flatstate import SHARED, FlatState
 from megastable.engine.hostcopy import Filled
-from megastable.engine.kernel_choice import choose
 from megastable.engine.layer_stats import LayerStatistics, Probe
-from megastable.engine.logit_clipping import LogitClipping
-from megastable.engine.measured import Judge, Measured
-from megastable.engine.numerics import NumericsSwitch
+from megastable.engine.measured import DeviceClock, Judge, Measured
+from megastable.engine.numerics import NumericsSwitch, choose
 from megastable.engine.trend_probe import TrendProbe
 from megastable.engine.watch import Ballot
-from megastable.engine.worker_clipping import Worker
-from megastable.engine.zero import Bf16, wrapper
+from megastable.engine.zero import Bf16, Worker, wrapper
 from megastable.fp8.apply import apply
 from megastable.fp8.controller import History
 from megastable.model import gpt
-from megastable.model.dropout import keys_of
+from megastable.model.block_parts import keys_of
 from megastable.model.loss import LossFunction
 from megastable.optim.build import build as build_optimizer
 from megastable.optim.build import shared_state
 from megastable.optim.clipping import CLIPPINGS, Clipping, by_norm
 from megastable.optim.pieces import Piece, PieceOptimizer, Surroundings
+from megastable.parallel.mappings import TiedGradient
 from megastable.parallel.sharding import placement_of
-from megastable.parallel.tied import TiedGradient
 from megastable.parallel.topology import ContextParallel, TensorParallel, Topology
 
 CLIPPING = "clipping/"  # prefix of the clipping's state among the shared state
@@ -72,19 +68,20 @@ class Engine:
         m = config.model
         assert m.vocab_size is not None
         self.kernels = choose(config, self.device)
-        if others := strangers(self.kernels):
+        if other_ranks := strangers(self.kernels):
             raise shared(
                 ConfigError(
-                    f"kernels: ranks {others} would use other kernels than rank 0, and copies of weights would drift "
+                    f"kernels: ranks {other_ranks} would use other kernels than rank 0, and copies of weights "
+                    "would drift "
                     "apart: install the same software on all hosts, or choose kernels that all of them have"
                 )
             )
         self.loss = LossFunction(m.vocab_size, m.z_loss, self.tp, self.kernels.compile, m.logit_softcap)
         with silence():
             module = build(config, ds_config, topology, self.kernels, self.loss, self.cp, self.device)
-            staged = config.precision.fp8 is not None and layout.pipeline > 1
-            sharing = topology.stage_group() if staged else None
-            self.fp8 = apply(module, config, self.kernels.fp8, sharing, self.device)
+            has_stages_in_fp8 = config.precision.fp8 is not None and layout.pipeline > 1
+            sharing_group = topology.stage_group() if has_stages_in_fp8 else None
+            self.fp8 = apply(module, config, self.kernels.fp8, sharing_group, self.device)
             self.numerics = NumericsSwitch(module, self.kernels, self.loss, self.fp8)
             with refusals(config.deepspeed):
                 self.ds, self.optimizer, *_ = deepspeed.initialize(
@@ -127,15 +124,15 @@ class Engine:
         if not isinstance(inner, PieceOptimizer) and o.clipping.kind == "norm":
             return None
         t = self.topology
-        tensor = t.tensor_rank, t.layout.tensor
-        parameters = flat.whole_parameters(t.layout.tensor)
+        place = t.tensor_rank, t.layout.tensor
+        whole_parameters = flat.whole_parameters(t.layout.tensor)
         if isinstance(inner, PieceOptimizer):
-            inner.attach(self.masters, flat.fragments, Surroundings(parameters, tensor, t.stage_group()))
+            inner.attach(self.masters, flat.fragments, Surroundings(whole_parameters, place, t.stage_group()))
         if o.clipping.kind == "norm":
             return None
         if isinstance(self.zero, Bf16) and o.clipping.kind == "worker":
             return Worker(o, self.zero, self.ds, t, self.device)
-        return CLIPPINGS[o.clipping.kind](o, parameters, tensor, self.device)
+        return CLIPPINGS[o.clipping.kind](o, whole_parameters, place, self.device)
 
     def _tie(self) -> TiedGradient | None:
         """Sum tied gradients after the data-parallel sum, instead of before it as DeepSpeed does. None on a stage
@@ -188,13 +185,13 @@ class Engine:
         self.zero.average()
         if self.tied is not None:
             self._sum_tied(self.tied)
-        self.measured, norm = self._measure_step(len(micro_batches), token_counts, ballot)
+        self.measured, clip_norm = self._measure_step(len(micro_batches), token_counts, ballot)
         self._show_gradients(self.measured.loss_scale)
         self._wait_for_copies()
         # A non-finite norm goes on to DeepSpeed, which drops the update whatever the judge says. It skips an fp16
         # overflow itself and lowers the loss scale.
         if judge(self.measured) or (self.measured.overflow and not self._probing):
-            self._apply_update(self.measured, norm)
+            self._apply_update(self.measured, clip_norm)
         else:
             self._refuse_update()
 
@@ -209,8 +206,8 @@ class Engine:
         # DeepSpeed recognizes the last one by the remainder of a count over all steps, which had other numbers of them.
         self.ds.micro_steps = 0
         if len(micro_batches) != self.ds.gradient_accumulation_steps():
-            samples = len(micro_batches) * self.config.train.micro_batch
-            self.ds.set_train_batch_size(samples * self.topology.layout.data)
+            rank_samples = len(micro_batches) * self.config.train.micro_batch
+            self.ds.set_train_batch_size(rank_samples * self.topology.layout.data)
             self.optimizer.gradient_accumulation_steps = len(micro_batches)
         self._pass_on(micro_batches)
         self.loss.samples.clear()
@@ -245,8 +242,8 @@ class Engine:
         self.loss.entropies = False
         with self._computing():
             if self.topology.layout.pipeline > 1:
-                batches = iter([self._inputs(m) for m in micro_batches])
-                self.ds.eval_batch(batches, num_micro_batches=len(micro_batches))
+                batch_iterator = iter([self._inputs(one_micro_batch) for one_micro_batch in micro_batches])
+                self.ds.eval_batch(batch_iterator, num_micro_batches=len(micro_batches))
             else:
                 self.ds.eval()
                 for micro_batch in micro_batches:
@@ -255,10 +252,10 @@ class Engine:
 
     def _pass_on(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Let a pipeline agree anew on what its stages send if that changes: with segments, or without."""
-        segmented = micro_batches[0].segments is not None
-        if segmented != self._segmented and self.topology.layout.pipeline > 1:
+        has_segments = micro_batches[0].segments is not None
+        if has_segments != self._segmented and self.topology.layout.pipeline > 1:
             self.ds.reset_activation_shape()
-        self._segmented = segmented
+        self._segmented = has_segments
 
     def _computing(self) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext() if self.fp8 is None else self.fp8.computing()
@@ -270,8 +267,8 @@ class Engine:
         tokens, labels = move(batch.tokens), move(batch.labels)
         segments = None if batch.segments is None else move(batch.segments)
         if self.config.model.dropout:
-            keys = move(keys_of(batch.positions, self.config.run.seed))
-            return (tokens, keys if segments is None else segments, keys), labels
+            dropout_keys = move(keys_of(batch.positions, self.config.run.seed))
+            return (tokens, dropout_keys if segments is None else segments, dropout_keys), labels
         return (tokens if segments is None else (tokens, segments)), labels
 
     def _count_tokens(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
@@ -298,18 +295,20 @@ class Engine:
         )
         if t.is_last_stage and t.tensor_rank == 0:
             table[:, :, t.sample_rank] = torch.stack(self.loss.samples, 1).double() / t.layout.context
-        flat = torch.cat((table.flatten(), extra))
-        dist.all_reduce(flat)
-        flat = flat.cpu()
-        return flat[: table.numel()].view(len(table), -1), flat[table.numel() :]
+        flat_sums = torch.cat((table.flatten(), extra))
+        dist.all_reduce(flat_sums)
+        flat_sums = flat_sums.cpu()
+        return flat_sums[: table.numel()].view(len(table), -1), flat_sums[table.numel() :]
 
     def _show_gradients(self, scale: float) -> None:
         """To the probes that watch the step. The pieces are freed before the update."""
-        if watching := [probe for probe in (self.probe, self.trends) if probe.watching]:
+        if watching_probes := [
+            watching_probe for watching_probe in (self.probe, self.trends) if watching_probe.watching
+        ]:
             flat = self.flat_state()
-            pieces = self.zero.gradients(flat.fragments)
-            for probe in watching:
-                probe.gradients(flat, pieces, scale)
+            gradient_pieces = self.zero.gradients(flat.fragments)
+            for watching_probe in watching_probes:
+                watching_probe.gradients(flat, gradient_pieces, scale)
 
     def _measure_step(
         self, micro_batches: int, token_counts: Tensor, ballot: Callable[[], Ballot]
@@ -324,29 +323,32 @@ class Engine:
         Returns:
             The measurements, and the norm that the update clips by, as DeepSpeed's wrapper wants it.
         """
-        part, valid, known = self.zero.squared_norm()
+        norm_part, is_valid, known_norm = self.zero.squared_norm()
         own_gradient = self.zero.scalar([]) if self.zero.local is None else self.zero.local.columns()
         own_ballot = ballot()
         votes = self.zero.scalar(list(chain.from_iterable(own_ballot.values())))
-        norms = torch.stack((torch.where(valid, part, 0.0), (~valid).double()))
-        summands = token_counts, own_gradient, norms, votes
+        norm_summands = torch.stack((torch.where(is_valid, norm_part, 0.0), (~is_valid).double()))
+        summands = token_counts, own_gradient, norm_summands, votes
         activity.enter(activity.GATE)
         (losses, squares, *entropies), sums = self._collect(micro_batches, torch.cat(summands))
-        counts, gradients, (squared_norm, broken), votes = sums.split([len(numbers) for numbers in summands])
-        norm = math.inf if broken else math.sqrt(float(squared_norm))
+        summed_counts, rank_gradients, (squared_norm, broken_count), votes = sums.split(
+            [len(rank_summand) for rank_summand in summands]
+        )
+        grad_norm = math.inf if broken_count else math.sqrt(float(squared_norm))
         scale = float(getattr(self.optimizer, "loss_scale", 1.0))
-        lowest = getattr(getattr(self.optimizer, "loss_scaler", None), "min_scale", 0.0)
-        overflow = bool(broken) and self.config.precision.kind == "fp16" and scale > lowest
+        lowest_scale = getattr(getattr(self.optimizer, "loss_scaler", None), "min_scale", 0.0)
+        overflow = bool(broken_count) and self.config.precision.kind == "fp16" and scale > lowest_scale
         # A non-finite loss is not an overflow of the scaled gradients: a smaller scale would not fix it.
         overflow = overflow and bool(torch.isfinite(losses).all())
-        rest = iter(votes.tolist())
+        remaining_votes = iter(votes.tolist())
         measured = Measured(
-            losses=losses, squares=squares, grad_norm=norm,
-            ballot={name: tuple(islice(rest, len(given))) for name, given in own_ballot.items()},
+            losses=losses, squares=squares, grad_norm=grad_norm,
+            ballot={name: tuple(islice(remaining_votes, len(own_votes))) for name, own_votes in own_ballot.items()},
             loss_scale=scale, overflow=overflow, fp8=None if self.fp8 is None else self.fp8.on,
-            gradients=tuple(gradients.tolist()), counts=counts, entropies=entropies[0] if entropies else None,
+            gradients=tuple(rank_gradients.tolist()), counts=summed_counts,
+            entropies=entropies[0] if entropies else None,
         )  # fmt: skip
-        return measured, norm if known is None else known
+        return measured, grad_norm if known_norm is None else known_norm
 
     def _apply_update(self, measured: Measured, norm: Any) -> None:
         """Clip, and let DeepSpeed update; it drops gradients that are not finite. norm: as from `_measure_step`."""
@@ -355,11 +357,11 @@ class Engine:
         if isinstance(inner, PieceOptimizer):
             inner.sizes, inner.recording = [], self.measures_update
         self.kept = self._clip(measured.grad_norm, measured.loss_scale)
-        with contextlib.ExitStack() as during:
-            during.enter_context(self.zero.clipping_by(norm))
+        with contextlib.ExitStack() as update_context:
+            update_context.enter_context(self.zero.clipping_by(norm))
             if self.qk_clip.threshold is not None:
-                step = self.qk_clip.after_update(self.qk_clip.measured(), inner, self._flat)
-                during.enter_context(patches.instead(inner, "step", step))
+                clipping_step = self.qk_clip.after_update(self.qk_clip.measured(), inner, self._flat)
+                update_context.enter_context(patches.instead(inner, "step", clipping_step))
             self._update_by_deepspeed(None)
         self.applied = bool(self.ds.was_step_applied())
 
@@ -378,13 +380,13 @@ class Engine:
         if self.clipping is None:
             return by_norm(norm, self.adjustments.clip)
         flat = self._flat
-        gradients, pieces = self.zero.gradients(flat.fragments), []
+        flat_gradients, gradient_pieces = self.zero.gradients(flat.fragments), []
         for f in flat.fragments:
-            weight = flat.piece(f, "weight")
-            assert weight is not None
-            gradient = gradients[f.group, f.offset].view(-1)[: f.numel]
-            pieces.append(Piece(f, weight, gradient, {}, {}))
-        return self.clipping.clip(pieces, norm, scale)
+            weight_piece = flat.piece(f, "weight")
+            assert weight_piece is not None
+            gradient = flat_gradients[f.group, f.offset].view(-1)[: f.numel]
+            gradient_pieces.append(Piece(f, weight_piece, gradient, {}, {}))
+        return self.clipping.clip(gradient_pieces, norm, scale)
 
     @property
     def updates(self) -> int:
@@ -404,16 +406,16 @@ class Engine:
 
     def measure(self, micro_batches: Sequence[MicroBatch]) -> Measured:
         """Measurements of a step on these micro-batches, by the same forward and backward; the state is unchanged."""
-        counters, last = self.counters(), (self.measured, self.applied)
+        saved_counters, last_result = self.counters(), (self.measured, self.applied)
         self._probing = True
         try:
-            group = self.optimizer.param_groups[0]
-            lr = group["lr"] / group.get("lr_scale", 1.0)
-            measured, _ = self.train_step(micro_batches, lr, lambda _: False)
+            first_group = self.optimizer.param_groups[0]
+            base_rate = first_group["lr"] / first_group.get("lr_scale", 1.0)
+            measured, _ = self.train_step(micro_batches, base_rate, lambda _: False)
         finally:
             self._probing = False
-            self.measured, self.applied = last
-            self.restore_counters(counters)
+            self.measured, self.applied = last_result
+            self.restore_counters(saved_counters)
         return measured
 
     def statistics(self) -> LayerStatistics:
@@ -425,19 +427,19 @@ class Engine:
     def optimizer_state(self) -> dict[str, Tensor]:
         """The tensors that a snapshot copies: fp32 masters and the optimizer's state by name. The originals, not
         copies."""
-        found: dict[str, Tensor] = {}
+        state_tensors: dict[str, Tensor] = {}
         for index, master in enumerate(self.masters):
-            found[f"{index}/weight"] = master.data
+            state_tensors[f"{index}/weight"] = master.data
             for key, value in self.optimizer.optimizer.state.get(master, {}).items():
-                found[f"{index}/{key}"] = value
-        return found | {f"{SHARED}{key}": value for key, value in self.shared_state.items()}
+                state_tensors[f"{index}/{key}"] = value
+        return state_tensors | {f"{SHARED}{key}": value for key, value in self.shared_state.items()}
 
     @property
     def shared_state(self) -> dict[str, Tensor]:
         """State of the optimizer and of clipping that every rank holds alike, by name; the originals."""
-        clipping = self.clipping.shared if self.clipping is not None else {}
-        held = shared_state(self.optimizer.optimizer)
-        return held | {f"{CLIPPING}{name}": value for name, value in clipping.items()}
+        clipping_state = self.clipping.shared if self.clipping is not None else {}
+        optimizer_state = shared_state(self.optimizer.optimizer)
+        return optimizer_state | {f"{CLIPPING}{name}": value for name, value in clipping_state.items()}
 
     def restore_shared_state(self, saved: Mapping[str, Tensor]) -> None:
         """Replace the shared state by copies of `saved`. Without state of this kind of clipping, it begins anew."""
@@ -451,9 +453,9 @@ class Engine:
     @property
     def clipping_anew(self) -> str | None:
         """The kind of clipping, if it has begun no history of the gradients that it needs."""
-        clipping = self.clipping
-        anew = clipping is not None and bool(clipping.names) and not clipping.shared
-        return self.config.optimizer.clipping.kind if anew else None
+        own_clipping = self.clipping
+        has_no_history = own_clipping is not None and bool(own_clipping.names) and not own_clipping.shared
+        return self.config.optimizer.clipping.kind if has_no_history else None
 
     @torch.no_grad()
     def restore_optimizer_state(self, saved: dict[str, Tensor]) -> None:
@@ -490,15 +492,15 @@ class Engine:
     def counters(self) -> dict[str, Any]:
         """DeepSpeed's step counters, fp16's loss scaler, the state of FP8's delayed scales, and `updates`."""
         return {
-            "engine": {name: getattr(self.ds, name) for name in COUNTERS},
+            "engine": {counter_name: getattr(self.ds, counter_name) for counter_name in COUNTERS},
             "scaler": self.scaler,
             "fp8": self.fp8.state() if self.fp8 is not None else None,
             "updates": self.updates,
         }
 
     def restore_counters(self, saved: dict[str, Any]) -> None:
-        for name, value in saved["engine"].items():
-            setattr(self.ds, name, value)
+        for counter_name, saved_value in saved["engine"].items():
+            setattr(self.ds, counter_name, saved_value)
         self.restore_scaler(saved["scaler"])
         self.updates = saved["updates"]
         if self.fp8 is not None:
@@ -529,19 +531,19 @@ class Engine:
             self.restore_scaler({"cur_scale": scale})
 
     def restore_scaler(self, saved: dict[str, Any]) -> None:
-        for name in saved.keys() & self.scaler.keys():
-            setattr(self.optimizer.loss_scaler, name, saved[name])
+        for field_name in saved.keys() & self.scaler.keys():
+            setattr(self.optimizer.loss_scaler, field_name, saved[field_name])
 
     def hold_updates(self, until: Filled | torch.cuda.Event) -> None:
         """Delay the next update, on the GPU or for a thread, until `until`: its tensors are still being copied."""
         self._copies.append(until)
 
     def _wait_for_copies(self) -> None:
-        for until in self._copies:
-            if isinstance(until, Filled):
-                until.synchronize()
+        for pending_copy in self._copies:
+            if isinstance(pending_copy, Filled):
+                pending_copy.synchronize()
             else:
-                torch.cuda.current_stream().wait_event(until)
+                torch.cuda.current_stream().wait_event(pending_copy)
         self._copies.clear()
 
     def flat_state(self) -> FlatState:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megastable.base.collectives import gathered
 from megastable.optim.pieces import MOMENTS, PieceOptimizer, UpdateSize, WholeParameter
-from megastable.parallel.fragments import Fragment
+from megastable.parallel.sharding import Fragment
 
 # fp32 master weights; an average of gradients (Adam's first moment, a momentum); Adam's second moment. An optimizer
 # has some of them.
@@ -70,8 +70,8 @@ class FlatState:
     @property
     def moments(self) -> torch.dtype:
         """Dtype of the moments."""
-        dtype: torch.dtype = getattr(self.optimizer, "moments", torch.float32)
-        return dtype
+        moments_dtype: torch.dtype = getattr(self.optimizer, "moments", torch.float32)
+        return moments_dtype
 
     def kinds(self, group: int) -> tuple[str, ...]:
         """The kinds of tensors of a group after the first update: a subset of `KINDS`, in its order."""
@@ -91,8 +91,8 @@ class FlatState:
 
     def piece(self, fragment: Fragment, kind: str) -> Tensor | None:
         """A view of a fragment's elements."""
-        buffer = self.buffer(fragment.group, kind)
-        return None if buffer is None else buffer.narrow(0, fragment.offset, fragment.numel)
+        flat_buffer = self.buffer(fragment.group, kind)
+        return None if flat_buffer is None else flat_buffer.narrow(0, fragment.offset, fragment.numel)
 
     @torch.no_grad()
     def updates(self) -> Iterator[UpdateSize]:
@@ -102,8 +102,8 @@ class FlatState:
             yield from self.optimizer.sizes
             return
         for f in self.fragments:
-            for change in self.changes(f) if f.counted else ():
-                yield UpdateSize.of(f.name, change)
+            for weight_change in self.changes(f) if f.counted else ():
+                yield UpdateSize.of(f.name, weight_change)
 
     @torch.no_grad()
     def changes(self, fragment: Fragment) -> Iterator[Tensor]:
@@ -129,37 +129,40 @@ class FlatState:
     @torch.no_grad()
     def norms(self) -> StateNorms:
         """Collective over the world; every parameter counts once."""
-        total = torch.zeros(2, dtype=torch.float64, device=self.masters[0].device)
-        for fragment in self.fragments:
-            if fragment.counted:
-                for i, kind in enumerate(("weight", "exp_avg_sq")):
-                    piece = self.piece(fragment, kind)
+        squared_norms = torch.zeros(2, dtype=torch.float64, device=self.masters[0].device)
+        for f in self.fragments:
+            if f.counted:
+                for kind_index, kind in enumerate(("weight", "exp_avg_sq")):
+                    piece = self.piece(f, kind)
                     if piece is not None:
-                        total[i] += torch.linalg.vector_norm(piece, dtype=torch.float64).square()
-        dist.all_reduce(total)
-        weights, moments = total.sqrt().tolist()
-        return StateNorms(weights, moments)
+                        squared_norms[kind_index] += torch.linalg.vector_norm(
+                            piece, dtype=torch.float64
+                        ).square()
+        dist.all_reduce(squared_norms)
+        weight_norm, moment_norm = squared_norms.sqrt().tolist()
+        return StateNorms(weight_norm, moment_norm)
 
     @torch.no_grad()
     def tensor_norms(self, names: Sequence[str]) -> tuple[list[float], list[float | None]]:
         """L2 norms of the weights of every whole tensor, and of its second moments, None for one without; by `names`,
         as in `sizes`. Collective over the world."""
-        device = self.masters[0].device
-        row = {name: i for i, name in enumerate(names)}
-        sums = torch.zeros(3, len(row), dtype=torch.float64, device=device)
+        state_device = self.masters[0].device
+        row_of_tensor = {name: kind_index for kind_index, name in enumerate(names)}
+        squared_sums = torch.zeros(3, len(row_of_tensor), dtype=torch.float64, device=state_device)
         for f in self.fragments:
             if f.counted:
-                for i, kind in enumerate(("weight", "exp_avg_sq")):
+                for kind_index, kind in enumerate(("weight", "exp_avg_sq")):
                     piece = self.piece(f, kind)
                     if piece is not None:
-                        for part in piece.split(CHUNK):
-                            norm = torch.linalg.vector_norm(part.float())
-                            sums[i, row[f.name]] += norm.double().square()
-                        sums[2, row[f.name]] += i
-        dist.all_reduce(sums)
-        weights, moments, held = sums.tolist()
-        return [math.sqrt(w) for w in weights], [
-            math.sqrt(v) if has else None for v, has in zip(moments, held, strict=True)
+                        for piece_part in piece.split(CHUNK):
+                            norm = torch.linalg.vector_norm(piece_part.float())
+                            squared_sums[kind_index, row_of_tensor[f.name]] += norm.double().square()
+                        squared_sums[2, row_of_tensor[f.name]] += kind_index
+        dist.all_reduce(squared_sums)
+        weight_squares, moment_squares, moment_counts = squared_sums.tolist()
+        return [math.sqrt(w) for w in weight_squares], [
+            math.sqrt(v) if has_moment else None
+            for v, has_moment in zip(moment_squares, moment_counts, strict=True)
         ]
 
     @torch.no_grad()
@@ -200,18 +203,20 @@ class FlatState:
 
         Collective over the data group, which sums the pieces.
         """
-        found: dict[str, Tensor] = {}
-        names = sorted({(f.name, f.shape) for f in self.fragments})
-        everyone = gathered(names, self.data_group)
-        for name, shape in sorted({item for held in everyone for item in held}):
-            flat = torch.zeros(shape, device=self.masters[0].device).flatten()
+        shard_by_name: dict[str, Tensor] = {}
+        own_names = sorted({(f.name, f.shape) for f in self.fragments})
+        names_by_rank = gathered(own_names, self.data_group)
+        for name, parameter_shape in sorted(
+            {named_shape for rank_names in names_by_rank for named_shape in rank_names}
+        ):
+            flat_shard = torch.zeros(parameter_shape, device=self.masters[0].device).flatten()
             for fragment in self.fragments:
                 piece = self.piece(fragment, kind) if fragment.name == name else None
                 if piece is not None:
-                    flat[fragment.start : fragment.start + fragment.numel] = piece
-            dist.all_reduce(flat, group=self.data_group)
-            found[name] = flat.view(shape).cpu()
-        return found
+                    flat_shard[fragment.start : fragment.start + fragment.numel] = piece
+            dist.all_reduce(flat_shard, group=self.data_group)
+            shard_by_name[name] = flat_shard.view(parameter_shape).cpu()
+        return shard_by_name
 
     @torch.no_grad()
     def fill(self, read: Callable[[Fragment, str], Tensor], step: float) -> None:
@@ -223,17 +228,17 @@ class FlatState:
         for group, master in enumerate(self.masters if step else []):
             state = self.optimizer.state[master]
             # The fused kernel needs its step count on the weights' device, the plain one on the CPU.
-            fused = self.optimizer.defaults.get("fused")
-            state["step"] = torch.tensor(float(step), device=master.device if fused else "cpu")
+            is_fused = self.optimizer.defaults.get("fused")
+            state["step"] = torch.tensor(float(step), device=master.device if is_fused else "cpu")
             for kind in self.kinds(group)[1:]:
                 state[kind] = torch.zeros_like(master.data, dtype=self.moments)
         for master in self.masters if not step else []:
             self.optimizer.state.get(master, {}).clear()  # moments of a checkpoint loaded before
-        for fragment in self.fragments:
-            for kind in self.kinds(fragment.group) if step else KINDS[:1]:
-                piece = self.piece(fragment, kind)
+        for f in self.fragments:
+            for kind in self.kinds(f.group) if step else KINDS[:1]:
+                piece = self.piece(f, kind)
                 assert piece is not None
-                piece.copy_(read(fragment, kind))
+                piece.copy_(read(f, kind))
 
     def whole_parameters(self, tensor: int) -> dict[str, WholeParameter]:
         """Every parameter of the whole model by name; tensor: size of the tensor group. Collective."""

@@ -25,9 +25,9 @@ class Filled:
 
     def synchronize(self) -> None:
         """Wait until the copies are filled or have failed; readers get the error from `CopiedTensors.wait`."""
-        begun = time.perf_counter()
+        wait_begin = time.perf_counter()
         wait((self._future,))
-        self.waited += time.perf_counter() - begun
+        self.waited += time.perf_counter() - wait_begin
 
     def result(self) -> None:
         self._future.result()
@@ -74,8 +74,8 @@ class HostCopy:
         copies = {name: place(name, tensor) for name, tensor in originals.items()}
 
         def fill() -> None:
-            for name, tensor in originals.items():
-                copies[name].copy_(tensor, non_blocking=True)
+            for name, original_tensor in originals.items():
+                copies[name].copy_(original_tensor, non_blocking=True)
 
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
@@ -92,9 +92,10 @@ class HostCopy:
 
     def fetch(self, shapes: dict[str, torch.Size], dtype: torch.dtype) -> dict[str, Tensor]:
         """Memory to copy into (`spare`), touched: the system provides pages on the first write, which is slow."""
-        pinned = self._stream is not None
+        is_pinned = self._stream is not None
         return {
-            name: torch.empty(shape, dtype=dtype, pin_memory=pinned).zero_() for name, shape in shapes.items()
+            name: torch.empty(tensor_shape, dtype=dtype, pin_memory=is_pinned).zero_()
+            for name, tensor_shape in shapes.items()
         }
 
     def synchronize(self) -> None:

@@ -1,26 +1,67 @@
-"""Shows every tensor that crosses a module's boundary in forward and backward to an observer. Changes no value."""
+"""Shows every tensor that crosses a module's boundary in forward and backward to an observer. Changes no value.
+
+Modules are named as people know them, in the whole model and alike in every layout. The list of layers is that of
+gpt.py: embedding, blocks, final_norm, head; the loss comes after the last.
+"""
 
 from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
 from megastable.engine.engine import Engine
-from megastable.engine.layer_names import (
-    GIVEN_BY,
-    TAKEN_BY,
-    is_layer_of_list,
-    named_modules,
-    renamed,
-    split_stream,
-)
 from megastable.model.gpt import Block, Head
 from megastable.model.loss import Features, LossFunction, projected
 from megastable.parallel.sharding import placement_of
+
+# Operations between two modules belong to neither: the input of the left module is the output of the right one, ...
+GIVEN_BY = {".attention.out": ".attention.core", ".mlp.down": ".mlp.swiglu", "loss": "head"}
+# ... and a gradient that reaches the left's output has passed through the right one.
+TAKEN_BY = {
+    ".attention.qkv": ".attention.core",
+    ".attention.q_norm": ".attention.core",
+    ".attention.k_norm": ".attention.core",
+    ".mlp.gate_up": ".mlp.swiglu",
+}
+
+
+def named_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Blocks, and modules with a weight: "blocks.7", "blocks.7.mlp.down", "final_norm"."""
+    for named_part in module.modules():
+        if isinstance(named_part, Block):
+            yield named_part.name, named_part
+        elif isinstance(own_weight := getattr(named_part, "weight", None), nn.Parameter):
+            yield placement_of(own_weight).name.removesuffix(".weight"), named_part
+
+
+def is_layer_of_list(name: str) -> bool:
+    """Whether the model calls it, not a block."""
+    return name.count(".") == (1 if name.startswith("blocks.") else 0)
+
+
+def depth_of(name: str, blocks: int) -> int:
+    """Index in the list of layers of the one that `name` is, or is in; blocks: of the model."""
+    layer_kind, *name_rest = name.split(".")
+    if layer_kind == "blocks":
+        return 1 + int(name_rest[0])
+    return {"embedding": 0, "final_norm": blocks + 1, "head": blocks + 2, "loss": blocks + 3}[layer_kind]
+
+
+def renamed(name: str, table: Mapping[str, str]) -> str | None:
+    """`name` with the ending that `table` gives for its own; None if it has none of these."""
+    for name_ending, other_ending in table.items():
+        if name.endswith(name_ending):
+            return name.removesuffix(name_ending) + other_ending
+    return None
+
+
+def split_stream(stream: Any) -> tuple[Tensor, tuple[Any, ...]]:
+    """x, and what travels with it."""
+    return (stream[0], stream[1:]) if isinstance(stream, tuple) else (stream, ())
 
 
 class LayerHooks:
@@ -45,8 +86,8 @@ class LayerHooks:
         return hook
 
     def _enter(self, name: str, x: Tensor, micro_batch: int) -> Tensor:
-        giver = renamed(name, GIVEN_BY)
-        self.see(x, micro_batch, False, giver or name, "output" if giver else "input")
+        giving_layer = renamed(name, GIVEN_BY)
+        self.see(x, micro_batch, False, giving_layer or name, "output" if giving_layer else "input")
         if x.requires_grad:
             # The gradient of `x` is summed over all its readers; that of a view belongs to this module alone.
             x = x.view_as(x)
@@ -56,9 +97,9 @@ class LayerHooks:
     def _leave(self, name: str, y: Tensor, micro_batch: int) -> None:
         self.see(y, micro_batch, False, name, "output")
         if y.requires_grad:
-            taker = renamed(name, TAKEN_BY)
-            whose = "input gradient" if taker else "output gradient"
-            y.register_hook(self._gradient(micro_batch, taker or name, whose))
+            taking_layer = renamed(name, TAKEN_BY)
+            gradient_kind = "input gradient" if taking_layer else "output gradient"
+            y.register_hook(self._gradient(micro_batch, taking_layer or name, gradient_kind))
 
     def module(self, module: nn.Module, name: str) -> list[Any]:
         """Hooks on a module. Layers of the list (blocks, embedding, ...) count the micro-batches for their
@@ -69,11 +110,11 @@ class LayerHooks:
             if is_layer:
                 self._forward = self._calls[name]
                 self._calls[name] += 1
-            x, segments = split_stream(args[0])
+            x, stream_rest = split_stream(args[0])
             if self._forward is None or not x.is_floating_point():
                 return None
             x = self._enter(name, x, self._forward)
-            return ((x, *segments) if segments else x, *args[1:])
+            return ((x, *stream_rest) if stream_rest else x, *args[1:])
 
         def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             if self._forward is not None:
@@ -104,9 +145,9 @@ class LayerHooks:
                     self.see(logits, micro_batch, False, "head", "output")
             else:
                 given = self._enter("loss", given, micro_batch)
-            loss = function(given, labels)
-            self.see(loss, micro_batch, False, "loss", "output")
-            return loss
+            loss_value = function(given, labels)
+            self.see(loss_value, micro_batch, False, "loss", "output")
+            return loss_value
 
         return watched
 
@@ -118,23 +159,23 @@ Hooks = TypeVar("Hooks", bound=LayerHooks)
 def watching(engine: Engine, watch: Hooks) -> Iterator[Hooks]:
     """Sets hooks on all of this rank's modules, parameters and its loss. Blocks are not compiled, and take no more
     memory than in any other step."""
-    module, handles = engine.ds.module, list[Any]()
-    blocks = [part for part in module.modules() if isinstance(part, Block)]
-    loss = "loss" if engine.topology.layout.pipeline == 1 else "loss_fn"
-    function = getattr(module, loss)
+    module, hook_handles = engine.ds.module, list[Any]()
+    model_blocks = [named_part for named_part in module.modules() if isinstance(named_part, Block)]
+    loss_attribute = "loss" if engine.topology.layout.pipeline == 1 else "loss_fn"
+    loss_function = getattr(module, loss_attribute)
     try:
-        setattr(module, loss, watch.loss(function))
-        for block in blocks:
+        setattr(module, loss_attribute, watch.loss(loss_function))
+        for block in model_blocks:
             block.in_halves = True
-        for name, part in named_modules(module):
-            if isinstance(part, Head) and engine.kernels.loss == "chunked":
+        for module_name, named_part in named_modules(module):
+            if isinstance(named_part, Head) and engine.kernels.loss == "chunked":
                 continue  # its output is the loss, which does its work
-            handles += watch.module(part, name)
-        handles += [watch.parameter(parameter) for parameter in module.parameters()]
+            hook_handles += watch.module(named_part, module_name)
+        hook_handles += [watch.parameter(p) for p in module.parameters()]
         yield watch
     finally:
-        setattr(module, loss, function)
-        for block in blocks:
+        setattr(module, loss_attribute, loss_function)
+        for block in model_blocks:
             block.in_halves = False
-        for handle in handles:
+        for handle in hook_handles:
             handle.remove()

@@ -26,10 +26,10 @@ from torch.utils.hooks import RemovableHandle
 
 from megastable.base.collectives import gathered
 from megastable.engine.flatstate import CHUNK, FlatState
-from megastable.fp8.amax_history import SLOTS
 from megastable.fp8.controller import Fp8
-from megastable.model.attention_scores import FULL, AttentionScores, softcap
+from megastable.fp8.scale_factors import SLOTS
 from megastable.model.gpt import Block, open_stream
+from megastable.model.kernels import FULL, AttentionScores, softcap
 from megastable.parallel.sharding import placement_of
 from megastable.parallel.topology import TensorParallel, Topology
 
@@ -88,19 +88,19 @@ class LayerTally:
 
     def reduce(self) -> Tensor:
         """Totals, counts and maxima over all ranks, fp64 [3, rows, kinds] on the CPU; collective over the world."""
-        cells = len(self.rows) * len(self.kinds)
-        sums = torch.zeros(2, cells, dtype=torch.float64, device=self.device)
-        maxima = torch.full((cells,), -math.inf, dtype=torch.float64, device=self.device)
+        count = len(self.rows) * len(self.kinds)
+        cell_sums = torch.zeros(2, count, dtype=torch.float64, device=self.device)
+        cell_maxima = torch.full((count,), -math.inf, dtype=torch.float64, device=self.device)
         if self._cells:
-            where = torch.tensor(self._cells, device=self.device)
-            counts = torch.tensor(self._counts, dtype=torch.float64, device=self.device)
-            sums.index_add_(1, where, torch.stack((torch.stack(self._totals), counts)))
+            cell_indices = torch.tensor(self._cells, device=self.device)
+            cell_counts = torch.tensor(self._counts, dtype=torch.float64, device=self.device)
+            cell_sums.index_add_(1, cell_indices, torch.stack((torch.stack(self._totals), cell_counts)))
             # Libraries differ in the maximum of a NaN and a number.
             highest = torch.stack(self._highest).double().nan_to_num(math.inf, math.inf, -math.inf)
-            maxima.scatter_reduce_(0, where, highest, "amax")
-        dist.all_reduce(sums)
-        dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
-        return torch.cat((sums, maxima[None])).view(3, len(self.rows), len(self.kinds)).cpu()
+            cell_maxima.scatter_reduce_(0, cell_indices, highest, "amax")
+        dist.all_reduce(cell_sums)
+        dist.all_reduce(cell_maxima, op=dist.ReduceOp.MAX)
+        return torch.cat((cell_sums, cell_maxima[None])).view(3, len(self.rows), len(self.kinds)).cpu()
 
 
 class Probe:
@@ -115,14 +115,16 @@ class Probe:
         fp8: Fp8 | None = None,
     ) -> None:
         self._fp8 = fp8
-        self.blocks = [m for m in module.modules() if isinstance(m, Block)]
+        self.blocks = [part for part in module.modules() if isinstance(part, Block)]
         # Between the blocks x is the same on all ranks of a tensor group, unless they split the sequence.
         self.counts_activations = topology.tensor_rank == 0 or tp.sequence
-        mine = [placement_of(p).name for p in module.parameters()], [b.name for b in self.blocks]
-        everyone = gathered(mine)
+        own_names = [placement_of(p).name for p in module.parameters()], [b.name for b in self.blocks]
+        names_by_rank = gathered(own_names)
         # Ranks are numbered stage by stage: this is the order of the model.
-        rows = dict.fromkeys(name for kind in (0, 1) for held in everyone for name in held[kind])
-        self.tally = LayerTally(list(rows), device)
+        row_names = dict.fromkeys(
+            name for name_kind in (0, 1) for rank_names in names_by_rank for name in rank_names[name_kind]
+        )
+        self.tally = LayerTally(list(row_names), device)
         self.watching = False
         self._hooks: list[RemovableHandle] = []
 
@@ -131,15 +133,15 @@ class Probe:
         self._look_away()
         self.tally.clear()
         self.watching = True
-        for block in self.blocks:
-            self._hooks.append(block.register_forward_pre_hook(self._before))
-            self._hooks.append(block.register_forward_hook(self._after))
+        for watched_block in self.blocks:
+            self._hooks.append(watched_block.register_forward_pre_hook(self._before))
+            self._hooks.append(watched_block.register_forward_hook(self._after))
         if self._fp8 is not None:
             self._fp8.watch(self._quantized)
 
     def _look_away(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
+        for block_hook in self._hooks:
+            block_hook.remove()
         self._hooks.clear()
         if self._fp8 is not None:
             self._fp8.watch(None)
@@ -163,9 +165,9 @@ class Probe:
             self.tally.add_moments(block.name, "activation", x)
 
     def _quantized(self, layer: str, slot: str, saturated: Tensor, lost: Tensor, count: int) -> None:
-        for fate, number in (("saturation", saturated), ("underflow", lost)):
-            nothing = torch.zeros((), device=number.device)
-            self.tally.add(f"{layer}.weight", f"{slot}_{fate}", number, count, nothing)
+        for number_fate, number_count in (("saturation", saturated), ("underflow", lost)):
+            zero_maximum = torch.zeros((), device=number_count.device)
+            self.tally.add(f"{layer}.weight", f"{slot}_{number_fate}", number_count, count, zero_maximum)
 
     def gradients(self, flat: FlatState, pieces: Mapping[tuple[int, int], Tensor], scale: float) -> None:
         """Add the gradients of a watched step, before the optimizer runs. Local.
@@ -180,8 +182,8 @@ class Probe:
 
     def collect(self, flat: FlatState, applied: bool) -> LayerStatistics:
         """Statistics of weights, moments and, if `applied`, the last update; and of the watched step. Collective."""
-        watched, self.watching = self.watching, False
-        if not watched:
+        was_watched, self.watching = self.watching, False
+        if not was_watched:
             self.tally.clear()
         for f in flat.fragments:
             if not f.counted:
@@ -190,11 +192,13 @@ class Probe:
                 piece = flat.piece(f, key)
                 if piece is not None:
                     self.tally.add_moments(f.name, kind, piece)
-        for size in flat.updates() if applied else ():
-            self.tally.add(size.name, "update", size.squares, size.numel, size.highest)
-        numbers = self.tally.reduce()
+        for update_size in flat.updates() if applied else ():
+            self.tally.add(
+                update_size.name, "update", update_size.squares, update_size.numel, update_size.highest
+            )
+        reduced_cells = self.tally.reduce()
         self.tally.clear()
-        return _statistics(numbers, list(self.tally.rows), watched)
+        return _statistics(reduced_cells, list(self.tally.rows), was_watched)
 
 
 def _statistics(numbers: Tensor, rows: Sequence[str], watched: bool) -> LayerStatistics:
@@ -226,19 +230,19 @@ def _statistics(numbers: Tensor, rows: Sequence[str], watched: bool) -> LayerSta
 
 def _row(cells: Mapping[str, Sequence[float]]) -> dict[str, float]:
     """The record of a parameter or block, from its (total, count, maximum) by kind."""
-    found: dict[str, float] = {}
+    row_numbers: dict[str, float] = {}
     for kind, (total, count, highest) in cells.items():
         if not count:
             continue
         if kind == "attention":
-            found |= {"attention_logit": highest, "attention_entropy": total / count}
+            row_numbers |= {"attention_logit": highest, "attention_entropy": total / count}
         elif kind in SHARES:
-            found[kind] = total / count
+            row_numbers[kind] = total / count
         elif kind == "update":
-            found["update_ratio"] = _ratio(total, cells["weight"][0])
+            row_numbers["update_ratio"] = _ratio(total, cells["weight"][0])
         else:
-            found |= {f"{kind}_rms": math.sqrt(total / count), f"{kind}_max": highest}
-    return found
+            row_numbers |= {f"{kind}_rms": math.sqrt(total / count), f"{kind}_max": highest}
+    return row_numbers
 
 
 def _ratio(squares: float, of: float) -> float:
@@ -263,34 +267,37 @@ def attention_chunks(
     """
     b, heads, n, _ = q.shape
     s, at = k.shape[2], at or range(n)
-    kv, groups = k.shape[1], heads // k.shape[1]
+    key_heads, group_size = k.shape[1], heads // k.shape[1]
     # An eighth at most: a chunk's first query is compared with the keys of its last.
     at_a_time = max(1, min(most // (b * heads * s), -(-n // 8)))
-    q, k = q.unflatten(1, (kv, groups)), k.float().transpose(-2, -1)
-    index = torch.arange(s, device=q.device)
-    queries = index if n == s else torch.tensor(at, device=q.device)
-    for begin in range(0, n, at_a_time):
-        end = min(begin + at_a_time, n)
-        here, last = queries[begin:end], at[end - 1] + 1
-        refused = ~scores.mask(here, index[:last])
+    q, k = q.unflatten(1, (key_heads, group_size)), k.float().transpose(-2, -1)
+    key_positions = torch.arange(s, device=q.device)
+    query_positions = key_positions if n == s else torch.tensor(at, device=q.device)
+    for first_query in range(0, n, at_a_time):
+        end_query = min(first_query + at_a_time, n)
+        chunk_queries, key_end = query_positions[first_query:end_query], at[end_query - 1] + 1
+        refused_keys = ~scores.mask(chunk_queries, key_positions[:key_end])
         if segments is not None:
-            refused = refused | (segments[:, here, None] != segments[:, None, :last])
-            refused = refused[:, None, None]
-        yield *_entropy(q[..., begin:end, :], k[..., :last], refused, scores), (~refused).sum(-1).log()
+            refused_keys = refused_keys | (segments[:, chunk_queries, None] != segments[:, None, :key_end])
+            refused_keys = refused_keys[:, None, None]
+        yield (
+            *_entropy(q[..., first_query:end_query, :], k[..., :key_end], refused_keys, scores),
+            (~refused_keys).sum(-1).log(),
+        )
 
 
 def _entropy(q: Tensor, k: Tensor, refused: Tensor, scores: AttentionScores) -> tuple[Tensor, Tensor]:
     """One chunk: q [b, k, q / k, c, d], k fp32 [b, k, d, n], refused broadcastable to [b, k, q / k, c, n]. A function,
     so that its scores are freed before the next chunk's."""
-    rows = q.float().flatten(2, 3) * scores.factor(q.shape[-1])
-    logits = (rows @ k).unflatten(2, q.shape[2:4])
+    scaled_queries = q.float().flatten(2, 3) * scores.factor(q.shape[-1])
+    logits = (scaled_queries @ k).unflatten(2, q.shape[2:4])
     # Finite, so that its product with a probability of zero is zero.
     logits.masked_fill_(refused, -1e30)
-    highest = top = logits.amax(-1)
+    highest_logits = highest_capped = logits.amax(-1)
     if scores.cap is not None:
         logits = softcap(logits, scores.cap).masked_fill_(refused, -1e30)
-        top = logits.amax(-1)
-    logits -= top.unsqueeze(-1)
-    weights = logits.exp()
-    norm = weights.sum(-1)
-    return norm.log() - weights.mul_(logits).sum(-1) / norm, highest
+        highest_capped = logits.amax(-1)
+    logits -= highest_capped.unsqueeze(-1)
+    unnormed_weights = logits.exp()
+    weight_sum = unnormed_weights.sum(-1)
+    return weight_sum.log() - unnormed_weights.mul_(logits).sum(-1) / weight_sum, highest_logits

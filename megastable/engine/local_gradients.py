@@ -6,7 +6,7 @@ signs s, and random weights w, so that rows that were swapped show as well; the 
 in fp32, then fp64: the checksum's own rounding stays at that of one row.
 
 The numbers, a `RankGradient` of every data rank, travel in the sum that every step makes for its gate, and
-hardware/gradient_consistency.py judges them. A step reads the gradient, and a rank's part of the sum, once more (GPUs:
+hardware/gradient_watch.py judges them. A step reads the gradient, and a rank's part of the sum, once more (GPUs:
 twice). BF16_Optimizer sums once in a step; ZeRO 2 and 3 sum every bucket of every micro-batch, and what is measured
 then is added up.
 """
@@ -108,30 +108,30 @@ class LocalGradients:
 
     def before_whole(self, gradient: Tensor, receiver: int | None) -> None:
         """gradient: flat, fp32, about to be summed; one data rank receives the sum, None: all do."""
-        check, square = self._measured(gradient)
+        own_check, own_square = self._measured(gradient)
         self._receivers = self._ranks if receiver is None else 1
-        to = slice(None) if receiver is None else slice(receiver, receiver + 1)
-        self.digest[:, to] += torch.stack((check, square))[:, None]
-        self._size.add_(square)
+        receiving_slices = slice(None) if receiver is None else slice(receiver, receiver + 1)
+        self.digest[:, receiving_slices] += torch.stack((own_check, own_square))[:, None]
+        self._size.add_(own_square)
         self._own = [sample(gradient).clone()]
 
     def after(self, parts: Sequence[Tensor]) -> None:
         """parts: what this rank has received, the sums over the data ranks."""
-        check, square = torch.stack([self._measured(part) for part in parts]).sum(0)
-        self.total.add_(check)
-        self._summed.add_(square / self._receivers)
-        own, self._own = self._own, []
-        for mine, part in zip(own, parts, strict=True):
-            self._compared.add_(products(mine, sample(part) - mine))
+        sum_check, sum_square = torch.stack([self._measured(received_part) for received_part in parts]).sum(0)
+        self.total.add_(sum_check)
+        self._summed.add_(sum_square / self._receivers)
+        own_samples, self._own = self._own, []
+        for own_sample, received_part in zip(own_samples, parts, strict=True):
+            self._compared.add_(products(own_sample, sample(received_part) - own_sample))
 
     def columns(self) -> Tensor:
         """What this rank adds to the sum: fp64 [data ranks x COLUMNS], on the device."""
-        found = torch.zeros(self._ranks, COLUMNS, dtype=torch.float64, device=self._device)
-        found[:, :2] = self.digest.T
-        found[self._rank, 0] -= self.total
-        found[self._rank, 8] = self._summed
-        self._tell(found[self._rank])
-        return found.flatten()
+        own_columns = torch.zeros(self._ranks, COLUMNS, dtype=torch.float64, device=self._device)
+        own_columns[:, :2] = self.digest.T
+        own_columns[self._rank, 0] -= self.total
+        own_columns[self._rank, 8] = self._summed
+        self._tell(own_columns[self._rank])
+        return own_columns.flatten()
 
     def _tell(self, row: Tensor) -> None:
         """What its own gradient is like."""
@@ -150,19 +150,22 @@ class LocalGradients:
 
     def _one_by_one(self, slices: Tensor) -> Tensor:
         """fp64 [2, data ranks]: checksums and squared norms. A CPU has each piece of memory in its cache for both."""
-        return torch.stack([self._measured(part) for part in slices], 1)
+        return torch.stack([self._measured(one_slice) for one_slice in slices], 1)
 
     def _at_once(self, slices: Tensor) -> Tensor:
         """The same with a few kernels, however many data ranks there are."""
-        ranks, size = slices.shape
-        rows, rest = size // ROW, slices[:, size // ROW * ROW :]
-        table = slices[:, : rows * ROW].unflatten(1, (rows, ROW))
-        sums = torch.bmm(table, self._signs.expand(ranks, ROW).unsqueeze(2)).squeeze(2)
-        checks = sums.double() @ self._weights_of(rows) + rest @ self._signs[: rest.shape[1]]
-        norms = torch.cat(
-            (torch.linalg.vector_norm(table, dim=2), torch.linalg.vector_norm(rest, dim=1)[:, None]), 1
+        data_ranks, slice_size = slices.shape
+        row_count, row_rest = slice_size // ROW, slices[:, slice_size // ROW * ROW :]
+        row_table = slices[:, : row_count * ROW].unflatten(1, (row_count, ROW))
+        row_sums = torch.bmm(row_table, self._signs.expand(data_ranks, ROW).unsqueeze(2)).squeeze(2)
+        slice_checks = (
+            row_sums.double() @ self._weights_of(row_count) + row_rest @ self._signs[: row_rest.shape[1]]
         )
-        return torch.stack((checks, norms.double().square().sum(1)))
+        row_norms = torch.cat(
+            (torch.linalg.vector_norm(row_table, dim=2), torch.linalg.vector_norm(row_rest, dim=1)[:, None]),
+            1,
+        )
+        return torch.stack((slice_checks, row_norms.double().square().sum(1)))
 
     def _weights_of(self, rows: int) -> Tensor:
         if rows > self._weights.numel():
@@ -172,30 +175,30 @@ class LocalGradients:
 
     def _measured(self, part: Tensor) -> Tensor:
         """fp64 [2]: checksum and squared norm."""
-        rows = part.numel() // ROW
-        table = part[: rows * ROW].view(rows, ROW)
-        rest = part[rows * ROW :]
-        sums, norms = [], [torch.linalg.vector_norm(rest)]
-        for chunk in table.split(max(rows, 1) if part.is_cuda else CACHED):
-            sums.append(torch.mv(chunk, self._signs))
-            norms.append(torch.linalg.vector_norm(chunk))
-        whole = torch.dot(torch.cat(sums).double(), self._weights_of(rows))
-        check = whole + torch.dot(rest, self._signs[: rest.numel()])
-        return torch.stack((check, torch.stack(norms).double().square().sum()))
+        row_count = part.numel() // ROW
+        row_table = part[: row_count * ROW].view(row_count, ROW)
+        row_rest = part[row_count * ROW :]
+        chunk_sums, chunk_norms = [], [torch.linalg.vector_norm(row_rest)]
+        for row_chunk in row_table.split(max(row_count, 1) if part.is_cuda else CACHED):
+            chunk_sums.append(torch.mv(row_chunk, self._signs))
+            chunk_norms.append(torch.linalg.vector_norm(row_chunk))
+        weighted_sum = torch.dot(torch.cat(chunk_sums).double(), self._weights_of(row_count))
+        part_check = weighted_sum + torch.dot(row_rest, self._signs[: row_rest.numel()])
+        return torch.stack((part_check, torch.stack(chunk_norms).double().square().sum()))
 
 
 def sample(part: Tensor) -> Tensor:
     """At most BLOCKS x BLOCK elements, spread evenly."""
     if part.numel() <= BLOCKS * BLOCK:
         return part
-    apart = part.numel() // BLOCKS
-    return part[: apart * BLOCKS].view(BLOCKS, apart)[:, :BLOCK].flatten()
+    block_distance = part.numel() // BLOCKS
+    return part[: block_distance * BLOCKS].view(BLOCKS, block_distance)[:, :BLOCK].flatten()
 
 
 def products(own: Tensor, others: Tensor) -> Tensor:
     """fp64 [3]: their dot product, and both squared norms."""
-    pairs = ((own, others), (own, own), (others, others))
-    return torch.stack([torch.dot(a, b) for a, b in pairs]).double()
+    vector_pairs = ((own, others), (own, own), (others, others))
+    return torch.stack([torch.dot(a, b) for a, b in vector_pairs]).double()
 
 
 class OwnGradients(LocalGradients):
@@ -210,13 +213,13 @@ class OwnGradients(LocalGradients):
 
     def columns(self) -> Tensor:
         """What this rank adds to the sum: fp64 [ranks x COLUMNS], on the device."""
-        for gradient, moment in self._held():
-            found = self._measured(gradient)
-            self.digest.add_(found[:, None])
-            self._size.add_(found[1])
-            if moment is not None:
-                self._compared.add_(products(sample(gradient), sample(moment.view(-1)).float()))
-        table = torch.zeros(self._world, COLUMNS, dtype=torch.float64, device=self._device)
-        table[self._place, 1] = self._size
-        self._tell(table[self._place])
-        return table.flatten()
+        for flat_gradient, first_moment in self._held():
+            gradient_digest = self._measured(flat_gradient)
+            self.digest.add_(gradient_digest[:, None])
+            self._size.add_(gradient_digest[1])
+            if first_moment is not None:
+                self._compared.add_(products(sample(flat_gradient), sample(first_moment.view(-1)).float()))
+        rank_columns = torch.zeros(self._world, COLUMNS, dtype=torch.float64, device=self._device)
+        rank_columns[self._place, 1] = self._size
+        self._tell(rank_columns[self._place])
+        return rank_columns.flatten()

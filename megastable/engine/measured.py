@@ -1,12 +1,79 @@
-"""Measurements of a step before its update, and the gate that judges them."""
+"""Measurements of a step before its update, the gate that judges them, and a clock of what a GPU does meanwhile."""
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from itertools import pairwise
+from typing import Any, Protocol
 
 from torch import Tensor
+
+PENDING = 4  # steps whose events are awaited
+
+
+class DeviceEvent(Protocol):
+    """torch.cuda.Event with timing."""
+
+    def record(self) -> object: ...
+
+    def query(self) -> bool: ...
+
+    def elapsed_time(self, end: Any, /) -> float:
+        """Milliseconds."""
+
+
+class DeviceClock:
+    """An `activity.Clock` for the activities of a step on a GPU, whose kernels run long after the host has entered
+    them: by events in its stream, read a step later, so that nobody waits for them.
+
+    An event marks where the GPU gets to what the host entered then. The time between two of them is that of the kernels
+    between, of what they wait for in the stream, and of gaps in which the host had not enqueued anything yet. event:
+    makes one.
+    """
+
+    def __init__(self, event: Callable[[], DeviceEvent]) -> None:
+        self._event = event
+        self._free: list[DeviceEvent] = []
+        self._marks: list[tuple[str, DeviceEvent]] = []  # of this step
+        self._pending: list[tuple[int, float, list[tuple[str, DeviceEvent]]]] = []
+
+    def begin(self) -> None:
+        """A step begins; what a step that was given up has marked is forgotten."""
+        self._free += [marked_event for _, marked_event in self._marks]
+        self._marks = []
+
+    def enter(self, name: str) -> None:
+        """The stream gets to `name` here."""
+        if self._marks and self._marks[-1][0] == name:
+            return
+        entry_event = self._free.pop() if self._free else self._event()
+        entry_event.record()
+        self._marks.append((name, entry_event))
+
+    def end(self, step: int, seconds: float) -> list[tuple[int, float, Mapping[str, float]]]:
+        """Those of earlier steps that the GPU is done with."""
+        self._marks.append(("", end_mark := self._free.pop() if self._free else self._event()))
+        end_mark.record()
+        self._pending.append((step, seconds, self._marks))
+        self._marks = []
+        finished_steps = list[tuple[int, float, Mapping[str, float]]]()
+        while self._pending and (len(self._pending) > PENDING or self._pending[0][2][-1][1].query()):
+            step_number, step_seconds, step_marks = self._pending.pop(0)
+            if step_marks[-1][1].query():
+                finished_steps.append((step_number, step_seconds, _spent(step_marks)))
+            self._free += [spent_event for _, spent_event in step_marks]
+        return finished_steps
+
+
+def _spent(marks: list[tuple[str, DeviceEvent]]) -> dict[str, float]:
+    """Seconds by activity."""
+    seconds_by_activity = defaultdict[str, float](float)
+    for (activity_name, activity_begin), (_, activity_end) in pairwise(marks):
+        seconds_by_activity[activity_name] += activity_begin.elapsed_time(activity_end) / 1000
+    return seconds_by_activity
 
 
 @dataclass(frozen=True)

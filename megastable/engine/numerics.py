@@ -1,20 +1,108 @@
-"""How steps are computed, and how else they can be: without FP8, or by plain PyTorch in place of the run's kernels.
+"""How steps are computed: by which kernels on this device, and how else they can be, without FP8 or by plain PyTorch.
 
+The recipe's kernels are chosen, or, with a note, an available fallback; the same on every rank with the same software.
 Plain PyTorch computes the same with few and old operations: products of matrices, softmax, elementwise work. What it
 cannot take the place of: the library of the products themselves, Transformer Engine's linear layers, the optimizer.
 """
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Collection
 from dataclasses import dataclass
+from importlib.util import find_spec
 
+import torch
 from torch import nn
 
+from megastable.base.process import install_command
+from megastable.config.rules import caps_logits
+from megastable.config.tree import RunConfig
 from megastable.fp8.controller import Fp8
+from megastable.model.blocked import supported
 from megastable.model.gpt import Block
-from megastable.model.kernels import Kernels
+from megastable.model.kernels import DTYPES, Kernels
 from megastable.model.loss import LossFunction
+
+
+def choose(config: RunConfig, device: torch.device) -> Kernels:
+    """The kernels of a run on this device."""
+    wanted_kernels, fallback_notes = config.kernels, []
+    attention_core: str = wanted_kernels.attention
+    is_compiled = wanted_kernels.compile
+    dtype, on_gpu = DTYPES[config.precision.kind], device.type == "cuda"
+    best_core = "blocked" if supported(device, dtype) else "sdpa"
+    if _no_attention(best_core, config, device, dtype):
+        best_core = "reference"
+    if attention_core == "auto":
+        attention_core = best_core
+    elif reason := _no_attention(attention_core, config, device, dtype):
+        fallback_notes.append(f"kernels.attention={attention_core}: {reason}; {best_core} is used")
+        attention_core = best_core
+    fp8_backend, fp8_notes = _fp8(config, device)
+    fallback_notes += fp8_notes
+    if is_compiled == "auto":
+        is_compiled = on_gpu and _no_compilation(config, on_gpu, fp8_backend) is None
+    elif is_compiled and (reason := _no_compilation(config, on_gpu, fp8_backend)):
+        fallback_notes.append(f"kernels.compile=true: {reason}; nothing is compiled")
+        is_compiled = False
+    loss_kind = "chunked" if wanted_kernels.loss == "auto" else wanted_kernels.loss
+    return Kernels(attention_core, loss_kind, is_compiled, fp8_backend, tuple(fallback_notes))
+
+
+def _no_attention(attention: str, config: RunConfig, device: torch.device, dtype: torch.dtype) -> str | None:
+    """The reason why this core cannot be used."""
+    if attention == "blocked" and not supported(device, dtype):
+        return "it supports only CPUs, in fp32, and in bf16 where oneDNN has bf16 products"
+    if config.model.attention_softcap is not None and not caps_logits(attention, device.type):
+        refusing_kernels = "Transformer Engine does" if attention == "te" else "torch's kernels for CPUs do"
+        return f"{refusing_kernels} not cap logits, as model.attention_softcap asks for"
+    if attention == "te":
+        fp8_config = config.precision.fp8
+        if fp8_config is not None and fp8_config.recipe == "delayed":
+            # It would register itself in Transformer Engine's global list, and its messages would disturb a pipeline's.
+            return "with FP8's delayed scales it takes part in Transformer Engine's own reductions"
+        if find_spec("transformer_engine") is None:
+            return f"Transformer Engine is not installed ({install_command('gpu')})"
+        if device.type != "cuda" or dtype is torch.float32:
+            return "Transformer Engine computes on GPUs only, in bf16 and fp16"
+        if config.segmented:
+            asking_key = (
+                "data.keep_documents_apart" if config.data.keep_documents_apart else "train.sequence_warmup"
+            )
+            return f"it does not keep parts of a sample apart as {asking_key} asks for"
+    return None
+
+
+def _fp8(config: RunConfig, device: torch.device) -> tuple[str, list[str]]:
+    """The backend, and why it is not the one asked for."""
+    wanted_fp8 = config.precision.fp8
+    if wanted_fp8 is None:
+        return "off", []
+    if wanted_fp8.backend == "emulated" or (wanted_fp8.backend == "auto" and device.type == "cpu"):
+        return "emulated", []
+    from megastable.fp8.te import why_not
+
+    reason = why_not(config, device)
+    if reason is None:
+        return "te", []
+    backend_key = f"precision.fp8.backend={wanted_fp8.backend}"
+    return "emulated", [f"{backend_key}: {reason}; FP8 is emulated, which is slower than no FP8"]
+
+
+def _no_compilation(config: RunConfig, on_gpu: bool, fp8: str) -> str | None:
+    """The reason why blocks cannot be compiled."""
+    if fp8 == "emulated":
+        return "emulated FP8 inspects values while it computes"
+    if config.parallel.zero == 3:
+        return "ZeRO 3 gathers the weights between the operations of a block"
+    if on_gpu:
+        return None if find_spec("triton") else "triton is not installed"
+    named = os.environ.get("CXX")
+    if not any(shutil.which(c) for c in ([named] if named else ["g++", "clang++", "c++"])):
+        return "there is no C++ compiler here (g++)"
+    return None
 
 
 @dataclass(frozen=True)
@@ -41,7 +129,7 @@ class NumericsSwitch:
 
     def kinds_of(self, names: Collection[str]) -> frozenset[str]:
         """The kinds of this run's kernels with these names; others are not in use."""
-        return frozenset(kind for kind, name in self.kernels.items() if name in names)
+        return frozenset(kind for kind, kernel_name in self.kernels.items() if kernel_name in names)
 
     def switch(self, to: Numerics) -> None:
         """Compute so from the next step on. Delayed scales of FP8 lose their history where FP8 is switched."""

@@ -77,11 +77,11 @@ def on_cpu() -> None:
 
 def _timed(wait: Callable[..., Any]) -> Callable[..., Any]:
     def timed(*args: Any, **kwargs: Any) -> Any:
-        begin = time.monotonic()
+        wait_begin = time.monotonic()
         try:
             return wait(*args, **kwargs)
         finally:
-            activity.waited(time.monotonic() - begin)
+            activity.waited(time.monotonic() - wait_begin)
 
     timed.timed = True  # type: ignore[attr-defined]
     return timed
@@ -139,18 +139,20 @@ def told(engine: Any) -> None:
 def watched_messages(sent: Callable[[Tensor, int], None], received: Callable[[Tensor, int], None]) -> None:
     """Show every message between stages, with the other stage: before it is sent, and when it has arrived. Needless
     with hooks."""
-    send, receive = (getattr(f, "real", f) for f in (p2p.send, p2p.recv))  # another engine's may be there
+    real_send, real_receive = (
+        getattr(p2p_function, "real", p2p_function) for p2p_function in (p2p.send, p2p.recv)
+    )  # another engine's may be there
 
     def shown_send(tensor: Tensor, stage: int, *args: Any) -> Any:
         sent(tensor, stage)
-        return send(tensor, stage, *args)
+        return real_send(tensor, stage, *args)
 
     def shown_receive(tensor: Tensor, stage: int, *args: Any) -> Any:
-        done = receive(tensor, stage, *args)
+        receive_result = real_receive(tensor, stage, *args)
         received(tensor, stage)
-        return done
+        return receive_result
 
-    shown_send.real, shown_receive.real = send, receive  # type: ignore[attr-defined]
+    shown_send.real, shown_receive.real = real_send, real_receive  # type: ignore[attr-defined]
     p2p.send, p2p.recv = shown_send, shown_receive
 
 
@@ -175,14 +177,14 @@ def sum_in_parts(
         activity.enter(activity.REDUCE)  # until the gate, which is next
         if ranks == 1:
             return
-        if (watch := watching()) is not None:
-            watch.before(o.fp32_groups_gradients_flat)
-        for whole, part in zip(o.fp32_groups_gradients_flat, parts, strict=True):
-            sum_and_scatter(whole, part, group)
-        if watch is not None:
-            watch.after(parts)
-        for part in parts:
-            part.div_(ranks)
+        if (gradient_watch := watching()) is not None:
+            gradient_watch.before(o.fp32_groups_gradients_flat)
+        for whole_gradient, own_part in zip(o.fp32_groups_gradients_flat, parts, strict=True):
+            sum_and_scatter(whole_gradient, own_part, group)
+        if gradient_watch is not None:
+            gradient_watch.after(parts)
+        for own_part in parts:
+            own_part.div_(ranks)
 
     engine.buffered_allreduce_fallback = reduce
     o.get_grads_for_norm = lambda for_clipping=False: parts if for_clipping else (counted, {})
@@ -195,21 +197,21 @@ def update_at_once(o: DeepSpeedZeroOptimizer) -> None:
     the embedding's would call less often: an optimizer that sums over all stages would wait forever. Needless when
     DeepSpeed calls it once.
     """
-    masters, gradients = o.single_partition_of_fp32_groups, []
+    group_masters, group_gradients = o.single_partition_of_fp32_groups, []
 
     def step(group: int) -> None:
-        gradients.append(masters[group].grad)
-        if len(gradients) < len(masters):
+        group_gradients.append(group_masters[group].grad)
+        if len(group_gradients) < len(group_masters):
             return
-        for master, gradient in zip(masters, gradients, strict=True):
-            master.grad = gradient
-        gradients.clear()
+        for group_master, group_gradient in zip(group_masters, group_gradients, strict=True):
+            group_master.grad = group_gradient
+        group_gradients.clear()
         o.optimizer.step()
         o._lazy_init_hp_params_optimizer_state()
-        for index, master in enumerate(masters):
-            master.grad = None
+        for index, group_master in enumerate(group_masters):
+            group_master.grad = None
             rank = dist.get_rank(o.real_dp_process_group[index])
-            o.parallel_partitioned_bit16_groups[index][rank].copy_(master.data)
+            o.parallel_partitioned_bit16_groups[index][rank].copy_(group_master.data)
 
     o._optimizer_step = step
 
@@ -227,22 +229,22 @@ def measured_buckets(o: DeepSpeedZeroOptimizer, watch: LocalGradients) -> None:
         process_group: Any = None,
         **_: Any,
     ) -> Tensor:
-        group = o.dp_process_group if process_group is None else process_group
-        tensor: Tensor = o.flatten(bucket)
-        summed = tensor.to(dtype)
-        whole = summed.dtype is torch.float32  # else sums round too much to be checked
-        if whole:
-            watch.before_whole(summed, rank)
+        sum_group = o.dp_process_group if process_group is None else process_group
+        flat_bucket: Tensor = o.flatten(bucket)
+        summed_bucket = flat_bucket.to(dtype)
+        is_checked = summed_bucket.dtype is torch.float32  # else sums round too much to be checked
+        if is_checked:
+            watch.before_whole(summed_bucket, rank)
         if rank is None:
-            dist.all_reduce(summed, group=group)
+            dist.all_reduce(summed_bucket, group=sum_group)
         else:
-            dist.reduce(summed, dist.get_global_rank(group, rank), group=group)
-        if rank is None or rank == dist.get_rank(group):
-            if whole:
-                watch.after([summed])
-            if summed is not tensor:
-                tensor.copy_(summed)
-        return summed  # ZeRO 2 keeps the fp32 result
+            dist.reduce(summed_bucket, dist.get_global_rank(sum_group, rank), group=sum_group)
+        if rank is None or rank == dist.get_rank(sum_group):
+            if is_checked:
+                watch.after([summed_bucket])
+            if summed_bucket is not flat_bucket:
+                flat_bucket.copy_(summed_bucket)
+        return summed_bucket  # ZeRO 2 keeps the fp32 result
 
     o.allreduce_bucket = allreduce_bucket
 
@@ -255,28 +257,32 @@ def measured_scattering(o: DeepSpeedZeroOptimizer_Stage3, watch: LocalGradients,
     """
 
     def scatter(parameters: Sequence[Any], dtype: torch.dtype) -> list[Tensor]:
-        gradients = [p.grad.to(dtype).view(-1) for p in parameters]
-        sizes = [-(-g.numel() // ranks) for g in gradients]
-        table = gradients[0].new_zeros(ranks, sum(sizes))
-        for gradient, column in zip(gradients, table.split(sizes, 1), strict=True):
-            size, rows = column.shape[1], gradient.numel() // column.shape[1]
-            column[:rows] = gradient[: rows * size].view(rows, size)
-            if rows < ranks:
-                column[rows, : gradient.numel() - rows * size] = gradient[rows * size :]
-        flat = table.div_(ranks).flatten()
-        group = o._get_param_partition_group(parameters[0])
-        rank = dist.get_rank(group)
-        part, whole = flat.view(ranks, -1)[rank], flat.dtype is torch.float32
-        if whole:
-            watch.before([flat])
-        sum_and_scatter(flat, part, group)
-        if whole:
-            watch.after([part])
-        found = []
-        for gradient, piece in zip(gradients, part.split(sizes), strict=True):
-            left = min(max(gradient.numel() - rank * len(piece), 0), len(piece))
-            found.append(piece[:left].to(o.gradient_accumulation_dtype))
-        return found
+        flat_gradients = [one_parameter.grad.to(dtype).view(-1) for one_parameter in parameters]
+        column_sizes = [-(-one_gradient.numel() // ranks) for one_gradient in flat_gradients]
+        padded_table = flat_gradients[0].new_zeros(ranks, sum(column_sizes))
+        for one_gradient, rank_column in zip(
+            flat_gradients, padded_table.split(column_sizes, 1), strict=True
+        ):
+            column_size, full_rows = rank_column.shape[1], one_gradient.numel() // rank_column.shape[1]
+            rank_column[:full_rows] = one_gradient[: full_rows * column_size].view(full_rows, column_size)
+            if full_rows < ranks:
+                rank_column[full_rows, : one_gradient.numel() - full_rows * column_size] = one_gradient[
+                    full_rows * column_size :
+                ]
+        flat_table = padded_table.div_(ranks).flatten()
+        partition_group = o._get_param_partition_group(parameters[0])
+        rank = dist.get_rank(partition_group)
+        own_part, is_checked = flat_table.view(ranks, -1)[rank], flat_table.dtype is torch.float32
+        if is_checked:
+            watch.before([flat_table])
+        sum_and_scatter(flat_table, own_part, partition_group)
+        if is_checked:
+            watch.after([own_part])
+        own_gradients = []
+        for one_gradient, own_piece in zip(flat_gradients, own_part.split(column_sizes), strict=True):
+            left_elements = min(max(one_gradient.numel() - rank * len(own_piece), 0), len(own_piece))
+            own_gradients.append(own_piece[:left_elements].to(o.gradient_accumulation_dtype))
+        return own_gradients
 
     o._DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads = scatter
 
@@ -294,18 +300,20 @@ class Accumulate:
     def __call__(self, lp: Tensor, group: int, index: int, clear_lp_grads: bool) -> None:
         if lp.grad is None:
             return
-        o = self._optimizer
-        total = o.fp32_groups_gradients[group][index]
-        grad = lp.grad.detach().view(total.shape)
-        if not o.fp32_groups_has_gradients[group][index]:
-            total.copy_(grad)
-        elif total.is_cuda:
-            total.add_(grad)  # one kernel, which converts while it reads
+        own_optimizer = self._optimizer
+        gradient_sum = own_optimizer.fp32_groups_gradients[group][index]
+        flat_grad = lp.grad.detach().view(gradient_sum.shape)
+        if not own_optimizer.fp32_groups_has_gradients[group][index]:
+            gradient_sum.copy_(flat_grad)
+        elif gradient_sum.is_cuda:
+            gradient_sum.add_(flat_grad)  # one kernel, which converts while it reads
         else:
-            for to, given in zip(total.view(-1).split(CHUNK), grad.view(-1).split(CHUNK), strict=True):
-                to.add_(self._wide[: len(given)].copy_(given))
-        lp._hp_grad = total  # type: ignore[attr-defined]
-        o.fp32_groups_has_gradients[group][index] = True
+            for total_chunk, given_chunk in zip(
+                gradient_sum.view(-1).split(CHUNK), flat_grad.view(-1).split(CHUNK), strict=True
+            ):
+                total_chunk.add_(self._wide[: len(given_chunk)].copy_(given_chunk))
+        lp._hp_grad = gradient_sum  # type: ignore[attr-defined]
+        own_optimizer.fp32_groups_has_gradients[group][index] = True
 
 
 @contextlib.contextmanager
@@ -327,6 +335,6 @@ def instead(owner: Any, name: str, value: Any) -> Iterator[None]:
 def hold_update_back(engine: Any) -> Callable[..., None]:
     """Let the engine's `step` and `train_batch` end before the update; returns what updates. Needless with a hook
     between backward and update."""
-    update: Callable[..., None] = engine._take_model_step
+    model_update: Callable[..., None] = engine._take_model_step
     engine._take_model_step = lambda lr_kwargs=None: None
-    return update
+    return model_update

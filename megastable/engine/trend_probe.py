@@ -34,7 +34,7 @@ from megastable.engine.flatstate import CACHED, CHUNK, FlatState
 from megastable.engine.layer_stats import LayerTally, Probe, attention_chunks
 from megastable.model.gpt import Block, open_stream
 from megastable.model.sizes import space_evenly
-from megastable.parallel.fragments import Fragment, rectangles
+from megastable.parallel.sharding import Fragment, rectangles
 
 OUTPUTS = ("qkv", "projection", "ffn")
 KINDS = ("attention", "focus", *OUTPUTS, "added", "stream", "gradient", "weight", "update", "table", "stale")
@@ -68,9 +68,9 @@ class TrendProbe:
         self._seen.clear()
         self._rows.clear()
         self.watching = True
-        for block in self._blocks:
-            self._hooks.append(block.register_forward_pre_hook(self._before))
-            self._hooks.append(block.register_forward_hook(self._after))
+        for watched_block in self._blocks:
+            self._hooks.append(watched_block.register_forward_pre_hook(self._before))
+            self._hooks.append(watched_block.register_forward_hook(self._after))
 
     def drop(self) -> None:
         """Forget the watched step: its update was refused."""
@@ -80,15 +80,15 @@ class TrendProbe:
         self.watching = False
 
     def _look_away(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
+        for block_hook in self._hooks:
+            block_hook.remove()
         self._hooks.clear()
 
     def _first(self, block: str, when: str) -> bool:
         """Whether this is the step's first micro-batch."""
-        first = (block, when) not in self._seen
+        is_first = (block, when) not in self._seen
         self._seen.add((block, when))
-        return first
+        return is_first
 
     def _before(self, block: nn.Module, args: tuple[Any, ...]) -> None:
         assert isinstance(block, Block)
@@ -121,12 +121,12 @@ class TrendProbe:
         assert isinstance(block, Block)
         if not self._first(block.name, "after") or not self._counts_activations:
             return
-        x, y = (open_stream(given)[0] for given in (args[0], output))
-        before, after = x[:, :1].float(), y[:, :1].float()
-        self._add(block.name, "stream", before)
+        x, y = (open_stream(given_stream)[0] for given_stream in (args[0], output))
+        stream_before, stream_after = x[:, :1].float(), y[:, :1].float()
+        self._add(block.name, "stream", stream_before)
         # A branch that still grows in (norms=branch) is measured at its full size: it does not fade.
-        scale = 1.0 if block.grown is None else block.grown.clamp_min(YOUNGEST)
-        self._add(block.name, "added", after - before, scale)
+        branch_share = 1.0 if block.grown is None else block.grown.clamp_min(YOUNGEST)
+        self._add(block.name, "added", stream_after - stream_before, branch_share)
 
     def _add(self, row: str, kind: str, x: Tensor, scale: float | Tensor = 1.0) -> None:
         """Add the squares of x / scale to a cell."""
@@ -168,16 +168,16 @@ class TrendProbe:
         """
         self.watching = False
         for f in flat.fragments:
-            weight = flat.piece(f, "weight")
-            if f.counted and weight is not None:
-                self._add(f.name, "weight", weight)
+            weight_piece = flat.piece(f, "weight")
+            if f.counted and weight_piece is not None:
+                self._add(f.name, "weight", weight_piece)
                 self._stale(flat, f, kept)
-        for size in flat.updates():
-            self._sum(size.name, "update", size.squares, size.numel)
-        numbers, rows = self.tally.reduce(), list(self.tally.rows)
+        for update_size in flat.updates():
+            self._sum(update_size.name, "update", update_size.squares, update_size.numel)
+        reduced_cells, row_names = self.tally.reduce(), list(self.tally.rows)
         self.tally.clear()
         self._rows.clear()
-        return {name: _row(numbers[:, i]) for i, name in enumerate(rows)}
+        return {name: _row(reduced_cells[:, i]) for i, name in enumerate(row_names)}
 
     def _stale(self, flat: FlatState, f: Fragment, kept: float) -> None:
         v = flat.piece(f, "exp_avg_sq") if f.name in TABLES else None

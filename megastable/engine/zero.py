@@ -6,12 +6,14 @@ Sources: arXiv:1910.02054; DeepSpeed 0.19.8's runtime/bf16_optimizer.py and runt
 from __future__ import annotations
 
 import contextlib
+import math
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from deepspeed.runtime import bf16_optimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
@@ -19,12 +21,14 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
 from megastable.base.fingerprint import STEP, mark_of
+from megastable.config.optimizers import OptimizerConfig
 from megastable.config.stability import HardwareConfig
 from megastable.engine import patches
 from megastable.engine.flatstate import FlatState
 from megastable.engine.local_gradients import LocalGradients, OwnGradients, Pairs
-from megastable.parallel.fragments import Fragment
-from megastable.parallel.sharding import placement_of, shape_of
+from megastable.optim.clipping import Clipping, by_norm
+from megastable.optim.pieces import Piece
+from megastable.parallel.sharding import Fragment, placement_of, shape_of
 from megastable.parallel.topology import Topology
 
 HALF = (1 << 32) - 1  # of 64 bits, so that fp64 adds up a million of them without rounding
@@ -71,8 +75,8 @@ def _high(fingerprint: Tensor) -> Tensor:
 
 def counted_once(parameter: nn.Parameter, topology: Topology) -> bool:
     """Whether this rank's tensor is the one of several equal ones, on stages and tensor ranks, that counts."""
-    split: bool = parameter.tensor_model_parallel  # type: ignore[attr-defined]
-    return not getattr(parameter, "ds_pipe_replicated", False) and (split or topology.tensor_rank == 0)
+    is_split: bool = parameter.tensor_model_parallel  # type: ignore[attr-defined]
+    return not getattr(parameter, "ds_pipe_replicated", False) and (is_split or topology.tensor_rank == 0)
 
 
 class Wrapper(ABC):
@@ -143,9 +147,9 @@ class Wrapper(ABC):
 
     def begin(self) -> None:
         """A step begins."""
-        for watching in (self.local, self.messages):
-            if watching is not None:
-                watching.begin()
+        for gradient_watch in (self.local, self.messages):
+            if gradient_watch is not None:
+                gradient_watch.begin()
 
     @abstractmethod
     def _measure_sums(self, watch: LocalGradients) -> None:
@@ -156,13 +160,13 @@ class Wrapper(ABC):
 
     def gradients(self, fragments: Sequence[Fragment]) -> dict[tuple[int, int], Tensor]:
         """The optimizer's input, times the loss scale, by the (group, offset) of its fragments."""
-        found = {}
-        for group, pieces in self.o.averaged_gradients.items():
-            offset = 0
-            for piece in pieces:
-                found[group, offset] = piece
-                offset += piece.numel()
-        return found
+        gradient_by_place = {}
+        for group, group_pieces in self.o.averaged_gradients.items():
+            group_offset = 0
+            for piece in group_pieces:
+                gradient_by_place[group, group_offset] = piece
+                group_offset += piece.numel()
+        return gradient_by_place
 
     def discard(self) -> None:
         """Drop the gradients. Weights, moments and loss scale stay the same, bit for bit."""
@@ -212,8 +216,8 @@ class _Linked(Wrapper):
         return held.param_group_index, held.hp_fragment_address.start, low.start, low.numel
 
     def squared_norm(self) -> tuple[Tensor, Tensor, Any]:
-        part = self._squares()
-        return part, torch.isfinite(part), None
+        own_squares = self._squares()
+        return own_squares, torch.isfinite(own_squares), None
 
     def _squares(self) -> Tensor:
         counted = list(self._counted_gradients())
@@ -235,10 +239,10 @@ class Bf16(_Linked):
     def __init__(self, o: Any, engine: Any, topology: Topology, device: torch.device) -> None:
         super().__init__(o, engine, topology, device)
         self._buffers = o.fp32_groups_gradient_flat_partition
-        counted = [f for f in self.flat_state().fragments if f.counted]
-        self._counted = [self._buffers[f.group][f.offset : f.offset + f.numel] for f in counted]
-        data = topology.layout.data, topology.data_group
-        patches.sum_in_parts(o, engine, *data, self._counted, lambda: self.local)
+        counted_fragments = [f for f in self.flat_state().fragments if f.counted]
+        self._counted = [self._buffers[f.group][f.offset : f.offset + f.numel] for f in counted_fragments]
+        data_sharing = topology.layout.data, topology.data_group
+        patches.sum_in_parts(o, engine, *data_sharing, self._counted, lambda: self.local)
 
     def _measure_sums(self, watch: LocalGradients) -> None:
         """`sum_in_parts` has it measured."""
@@ -312,9 +316,9 @@ class Zero12(_Linked):
         super().discard()
         self.o.micro_step_id = -1
         self.o._release_preflattened_grad_buffers()
-        for key in self.o.averaged_gradients:
-            self.o.averaged_gradients[key] = None
-            self.o.all_grad_tensors[key] = None
+        for group in self.o.averaged_gradients:
+            self.o.averaged_gradients[group] = None
+            self.o.all_grad_tensors[group] = None
 
     def refresh_weights(self) -> None:
         self.o.update_lp_params()
@@ -347,19 +351,21 @@ class Zero3(Wrapper):
         return list(self.o.persistent_parameters)
 
     def place(self, parameter: nn.Parameter) -> tuple[int, int, int, int] | None:
-        group, offset, size = self.o.grad_position[self.o.get_param_id(parameter)]
-        start = self.topology.data_rank * size
-        return group, offset, start, min(size, parameter.ds_numel - start)  # type: ignore[attr-defined]
+        group, group_offset, part_size = self.o.grad_position[self.o.get_param_id(parameter)]
+        part_start = self.topology.data_rank * part_size
+        return group, group_offset, part_start, min(part_size, parameter.ds_numel - part_start)  # type: ignore[attr-defined]
 
     def squared_norm(self) -> tuple[Tensor, Tensor, Any]:
-        known = self.o._get_norm_groups()
-        norms = torch.stack([self.scalar(n) for n in known]) / float(getattr(self.o, "loss_scale", 1.0))
-        valid = torch.isfinite(norms).all() & (
-            norms.min() >= 0
+        known_norms = self.o._get_norm_groups()
+        unscaled_norms = torch.stack([self.scalar(one_norm) for one_norm in known_norms]) / float(
+            getattr(self.o, "loss_scale", 1.0)
+        )
+        is_valid = torch.isfinite(unscaled_norms).all() & (
+            unscaled_norms.min() >= 0
         )  # DeepSpeed says -1 of one that is not a number
         # All ranks have the global norm: only one contributes it, so that a differing last bit cannot split them.
-        counts = 1.0 if self.topology.rank == 0 else 0.0
-        return counts * norms.square().sum(), valid, known
+        counted_share = 1.0 if self.topology.rank == 0 else 0.0
+        return counted_share * unscaled_norms.square().sum(), is_valid, known_norms
 
     def discard(self) -> None:
         super().discard()
@@ -384,7 +390,75 @@ WRAPPERS: dict[type, type[Wrapper]] = {
 
 def wrapper(o: Any, engine: Any, topology: Topology, device: torch.device) -> Wrapper:
     """The interface to the wrapper that DeepSpeed chose."""
-    for kind, face in WRAPPERS.items():
-        if isinstance(o, kind):
-            return face(o, engine, topology, device)
+    for deepspeed_class, wrapper_class in WRAPPERS.items():
+        if isinstance(o, deepspeed_class):
+            return wrapper_class(o, engine, topology, device)
     raise TypeError(f"DeepSpeed chose {type(o).__name__}, which the gate does not support")
+
+
+class Worker(Clipping):
+    """Clips each worker's own gradient to optimizer.clip before the average (Lin et al., arXiv:1712.01887, section 3.2;
+    no factor N^-1/2). It has no state.
+
+    A worker is all ranks that compute the gradient of the same samples: tensor, pipeline and context ranks together.
+    The gate judges the average of unclipped gradients. Only if a worker's norm is above the threshold are local
+    gradients clipped and averaged once more. That needs each rank's own gradient after the first average, which
+    BF16_Optimizer keeps (ZeRO 1 in bf16), but for the part that the average overwrites: this keeps a copy of it, of 4 /
+    ranks bytes a parameter.
+    """
+
+    def __init__(
+        self, config: OptimizerConfig, zero: Bf16, engine: Any, topology: Topology, device: torch.device
+    ):
+        super().__init__(config, {}, (topology.tensor_rank, topology.layout.tensor), device)
+        self.zero, self.topology = zero, topology
+        self._own: list[Tensor] = []
+        self._square = torch.zeros((), dtype=torch.float64, device=device)
+        self._average = engine.buffered_allreduce_fallback
+        engine.buffered_allreduce_fallback = self._measured
+
+    def _measured(self, *_: Any, **__: Any) -> None:
+        """Measure this rank's gradient, then average it over the data ranks. Collective over the data group."""
+        o, context_ranks = self.zero.o, self.topology.layout.context
+        if context_ranks > 1:  # ranks that share samples are one worker
+            for whole_gradient in o.fp32_groups_gradients_flat:
+                dist.all_reduce(whole_gradient, group=self.topology.context_group)
+                whole_gradient.div_(context_ranks)
+        gradient_norms = [
+            torch.linalg.vector_norm(local_gradient, dtype=torch.float64)
+            for local_gradient in self._counted()
+        ]
+        self._square = torch.stack(gradient_norms).square().sum()
+        self._own = [own_part.clone() for own_part in o.fp32_groups_gradient_flat_partition]
+        self._average()
+
+    def _counted(self) -> list[Tensor]:
+        """This rank's local gradients, of parameters that no other rank of its worker counts."""
+        is_first_rank = self.topology.tensor_rank == 0
+        o = self.zero.o
+        return [
+            local_gradient
+            for group_parameters, group_gradients in zip(o.bf16_groups, o.fp32_groups_gradients, strict=True)
+            for group_parameter, local_gradient in zip(group_parameters, group_gradients, strict=True)
+            if group_parameter.tensor_model_parallel or is_first_rank
+        ]
+
+    def clip(self, pieces: Sequence[Piece], norm: float, scale: float) -> float:
+        t, o = self.topology, self.zero.o
+        worker_squares = torch.zeros(t.layout.samples, dtype=torch.float64, device=self.device)
+        if t.context_rank == 0:
+            worker_squares[t.sample_rank] = self._square
+        dist.all_reduce(worker_squares)
+        worker_factors = [
+            by_norm(worker_norm, self.config.clip) for worker_norm in worker_squares.sqrt().tolist()
+        ]
+        own_parts, self._own = self._own, []
+        if min(worker_factors) == 1:
+            return 1.0
+        for gradient_part, part_before in zip(o.fp32_groups_gradient_flat_partition, own_parts, strict=True):
+            gradient_part.copy_(part_before)
+        torch._foreach_mul_(o.fp32_groups_gradients_flat, worker_factors[t.sample_rank])
+        self._average()
+        square_after = self.zero.squared_norm()[0]
+        dist.all_reduce(square_after)
+        return math.sqrt(float(square_after)) / norm if norm else 1.0

@@ -30,7 +30,7 @@ Linear = ColumnParallelLinear | RowParallelLinear
 def apply(module: nn.Module, config: RunConfig, backend: str, group: Any, device: torch.device) -> Fp8 | None:
     """Make `module`, a built model or a stage of one, compute as `precision.fp8` says; None without that section.
 
-    backend: "emulated" or "te", see `kernel_choice`. group: the ranks that share delayed scales: all with parts
+    backend: "emulated" or "te", see `numerics.choose`. group: the ranks that share delayed scales: all with parts
     of the same layers; None: the world. device: where the module will be.
     """
     if config.precision.fp8 is None:

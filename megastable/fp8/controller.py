@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megastable.fp8.amax_history import SLOTS, Meters
 from megastable.fp8.emulated import Product
-from megastable.fp8.scale_factors import AT_ONCE, BLOCK, Quantized
+from megastable.fp8.scale_factors import AT_ONCE, BLOCK, SLOTS, Meters, Quantized
 
 History = Mapping[
     str, Sequence[Sequence[float]]
@@ -24,14 +23,16 @@ Record = Callable[[str, str, Tensor, Tensor, int], None]
 
 
 class Fp8:
-    """FP8 of the layers that a rank holds. Subclasses are the backends; this one's scales have no memory.
+    """FP8 of the layers that a rank holds; subclasses are the backends.
 
-    layers: their names. Collective: all ranks call all methods alike. While it is off no magnitudes are recorded:
-    outdated ones are worse than none.
+    layers: their names. meters: of delayed scales, None for others, which have no memory. group: the ranks that share
+    them; None: all. Collective: all ranks call all methods alike. While it is off no magnitudes are recorded: outdated
+    ones are worse than none.
     """
 
-    def __init__(self, layers: Sequence[str]) -> None:
+    def __init__(self, layers: Sequence[str], meters: Meters | None, group: Any) -> None:
         self.layers = list(layers)
+        self._meters, self._group = meters, group
         self._on = True
 
     @property
@@ -51,42 +52,20 @@ class Fp8:
 
     def watch(self, record: Record | None) -> None:
         """Call `record` for every tensor that is quantized; None: stop."""
+        raise NotImplementedError
 
     def settle(self, applied: bool) -> None:
         """Call after a step, whose update was applied or not."""
-
-    def forget(self) -> None:
-        """Clear the state of delayed scales."""
-
-    def state(self) -> Any:
-        """A copy of the state of delayed scales, for `restore` after a rewind."""
-
-    def restore(self, saved: Any) -> None: ...
-
-    def history(self) -> dict[str, list[list[float]]]:
-        """The state of delayed scales, for a checkpoint."""
-        return {}
-
-    def read(self, history: History) -> None:
-        """Load a `history` of any backend and layout; layers of other ranks are ignored."""
-
-
-class Metered(Fp8):
-    """With delayed scales, or without (meters None). group: the ranks that share them; None: all."""
-
-    def __init__(self, layers: Sequence[str], meters: Meters | None, group: Any) -> None:
-        super().__init__(layers)
-        self._meters, self._group = meters, group
-
-    def settle(self, applied: bool) -> None:
         if self._meters is not None:
             self._meters.settle(applied and self._on, self._group)
 
     def forget(self) -> None:
+        """Clear the state of delayed scales."""
         if self._meters is not None:
             self._meters.forget()
 
     def state(self) -> Tensor | None:
+        """A copy of the state of delayed scales, for `restore` after a rewind."""
         return self._meters.state() if self._meters is not None else None
 
     def restore(self, saved: Tensor | None) -> None:
@@ -98,14 +77,16 @@ class Metered(Fp8):
             self.forget()  # otherwise snapshots taken while it is off would keep the old history
 
     def history(self) -> dict[str, list[list[float]]]:
+        """The state of delayed scales, for a checkpoint."""
         return self._meters.told() if self._meters is not None else {}
 
     def read(self, history: History) -> None:
+        """Load a `history` of any backend and layout; layers of other ranks are ignored."""
         if self._meters is not None:
             self._meters.read(history)
 
 
-class Emulated(Metered):
+class Emulated(Fp8):
     """Products that emulate FP8."""
 
     def __init__(self, layers: Sequence[str], meters: Meters | None, group: Any) -> None:
@@ -113,8 +94,8 @@ class Emulated(Metered):
         self.products: list[Product] = []
 
     def watch(self, record: Record | None) -> None:
-        for product in self.products:
-            product.observe = partial(tell, record, product.name) if record is not None else None
+        for fp8_product in self.products:
+            fp8_product.observe = partial(tell, record, fp8_product.name) if record is not None else None
 
 
 def tell(record: Record, layer: str, slot: int, x: Tensor, became: Quantized) -> None:
@@ -129,13 +110,18 @@ def losses(x: Tensor, became: Quantized) -> tuple[Tensor, Tensor]:
     A magnitude within half a step above the largest is rounded to it, not cut.
     """
     to = became.format
-    half = 2.0 ** (math.floor(math.log2(to.max)) - to.mantissa - 1)
-    cut = lost = torch.zeros((), dtype=torch.float64, device=x.device)
-    step = max(AT_ONCE // x.shape[1] // BLOCK, 1) * BLOCK
-    for begin in range(0, len(x), step):
-        some, part = x[begin : begin + step], became.rows(begin, min(begin + step, len(x)))
-        code = part.decoded(torch.float32)
-        beyond = part.dequantized(torch.float32).abs_().mul_(1 + half / to.max) < some.abs()
-        cut = cut + ((code.abs() == to.max) & beyond).sum(dtype=torch.float64)
-        lost = lost + ((code == 0) & (some != 0)).sum(dtype=torch.float64)
-    return cut, lost
+    half_step = 2.0 ** (math.floor(math.log2(to.max)) - to.mantissa - 1)
+    cut_count = lost_count = torch.zeros((), dtype=torch.float64, device=x.device)
+    part_rows = max(AT_ONCE // x.shape[1] // BLOCK, 1) * BLOCK
+    for first in range(0, len(x), part_rows):
+        matrix_part, quantized_part = (
+            x[first : first + part_rows],
+            became.rows(first, min(first + part_rows, len(x))),
+        )
+        decoded_codes = quantized_part.decoded(torch.float32)
+        is_beyond = (
+            quantized_part.dequantized(torch.float32).abs_().mul_(1 + half_step / to.max) < matrix_part.abs()
+        )
+        cut_count = cut_count + ((decoded_codes.abs() == to.max) & is_beyond).sum(dtype=torch.float64)
+        lost_count = lost_count + ((decoded_codes == 0) & (matrix_part != 0)).sum(dtype=torch.float64)
+    return cut_count, lost_count

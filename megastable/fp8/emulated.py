@@ -19,9 +19,12 @@ from torch.autograd.function import once_differentiable
 
 from megastable.base import products
 from megastable.config.training import Fp8Config
-from megastable.fp8.amax_history import SLOTS, Meters
-from megastable.fp8.formats import E4M3, E5M2, FP8Format
 from megastable.fp8.scale_factors import (
+    E4M3,
+    E5M2,
+    SLOTS,
+    FP8Format,
+    Meters,
     Quantized,
     by_columns,
     by_rows,
@@ -36,8 +39,8 @@ INPUT, WEIGHT, GRADIENT = range(len(SLOTS))
 
 def formats(config: Fp8Config) -> tuple[FP8Format, FP8Format, FP8Format]:
     """The formats of inputs, weights and gradients."""
-    hybrid = config.formats == "hybrid" or (config.formats == "auto" and config.recipe != "block")
-    return E4M3, E4M3, E5M2 if hybrid else E4M3
+    is_hybrid = config.formats == "hybrid" or (config.formats == "auto" and config.recipe != "block")
+    return E4M3, E4M3, E5M2 if is_hybrid else E4M3
 
 
 class Quantizer(Protocol):
@@ -60,8 +63,8 @@ class Current:
         self, x: Tensor, slot: int, note: bool, largest: Tensor | None = None
     ) -> tuple[Quantized, Quantized]:
         to = self.formats[slot]
-        found = by_tensor(x, scale_of(magnitude(x) if largest is None else largest, to), to)
-        return found, found
+        quantized_x = by_tensor(x, scale_of(magnitude(x) if largest is None else largest, to), to)
+        return quantized_x, quantized_x
 
 
 @dataclass(frozen=True)
@@ -75,12 +78,12 @@ class Delayed:
     def __call__(
         self, x: Tensor, slot: int, note: bool, largest: Tensor | None = None
     ) -> tuple[Quantized, Quantized]:
-        to, known = self.formats[slot], self.meters.scales[self.layer, slot]
+        to, known_scale = self.formats[slot], self.meters.scales[self.layer, slot]
         largest = magnitude(x) if largest is None else largest
         if note:
             self.meters.see(self.layer, slot, largest)
-        found = by_tensor(x, torch.where(known > 0, known, scale_of(largest, to)), to)
-        return found, found
+        quantized_x = by_tensor(x, torch.where(known_scale > 0, known_scale, scale_of(largest, to)), to)
+        return quantized_x, quantized_x
 
 
 @dataclass(frozen=True)
@@ -94,8 +97,8 @@ class Blocks:
     ) -> tuple[Quantized, Quantized]:
         to = self.formats[slot]
         if slot == WEIGHT:
-            tiles = by_tiles(x, to)
-            return tiles, tiles
+            weight_tiles = by_tiles(x, to)
+            return weight_tiles, weight_tiles
         return by_rows(x, to), by_columns(x, to)
 
 
@@ -108,10 +111,10 @@ def metered(config: Fp8Config, layers: Sequence[str], device: torch.device) -> M
 
 def quantizers(config: Fp8Config, layers: int, meters: Meters | None) -> list[Quantizer]:
     """The quantizers of `layers` layers, those of `meters` if scales are delayed."""
-    to = formats(config)
+    slot_formats = formats(config)
     if meters is not None:
-        return [Delayed(to, meters, number) for number in range(layers)]
-    return [Blocks(to) if config.recipe == "block" else Current(to)] * layers
+        return [Delayed(slot_formats, meters, layer_number) for layer_number in range(layers)]
+    return [Blocks(slot_formats) if config.recipe == "block" else Current(slot_formats)] * layers
 
 
 class Product:
@@ -139,22 +142,24 @@ class Product:
 
     def quantized(self, x: Tensor, slot: int, note: bool = True) -> tuple[Quantized, Quantized]:
         """A matrix quantized as in the layer; a training step's is passed to `observe`."""
-        both = self.quantize(x, slot, note)
+        both_quantized = self.quantize(x, slot, note)
         if note and self.observe is not None:
-            self.observe(slot, x, both[0])
-        return both
+            self.observe(slot, x, both_quantized[0])
+        return both_quantized
 
 
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, product: Product, note: bool) -> Tensor:
-        rows, columns = product.quantized(x.reshape(-1, x.shape[-1]), INPUT, note)
-        weight, _ = product.quantized(w, WEIGHT, note)
-        ctx.product, ctx.dtype, ctx.shape, ctx.layout = product, x.dtype, x.shape, columns.layout
+        quantized_rows, quantized_columns = product.quantized(x.reshape(-1, x.shape[-1]), INPUT, note)
+        quantized_weight, _ = product.quantized(w, WEIGHT, note)
+        ctx.product, ctx.dtype, ctx.shape, ctx.layout = product, x.dtype, x.shape, quantized_columns.layout
         # Save the weight itself and quantize it again: otherwise every micro-batch of a pipeline would keep a copy, and
         # ZeRO 3 a copy of what it releases.
-        ctx.save_for_backward(columns.values, columns.inverse, w)
-        return multiply(rows, weight, x.dtype, transpose_b=True).view(*x.shape[:-1], w.shape[0])
+        ctx.save_for_backward(quantized_columns.values, quantized_columns.inverse, w)
+        return multiply(quantized_rows, quantized_weight, x.dtype, transpose_b=True).view(
+            *x.shape[:-1], w.shape[0]
+        )
 
     @staticmethod
     @once_differentiable

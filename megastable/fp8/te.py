@@ -9,8 +9,7 @@ Written against the source of version 2.20; this code relies on the following:
   which recipe; a backward pass uses what its forward has noted. So one autocast wraps a whole step.
 - With delayed scales its kernels read a scale and raise the recorded largest magnitude, in place; everything else
   (history, new scales, sums over ranks) it does for modules registered in a global list. Ours never register: scales
-  and
-  magnitudes are cells of `Meters`, and no scale moves within a step. Hence many micro-batches, 1F1B and torch's own
+  and magnitudes are cells of `Meters`, and no scale moves within a step. Hence many micro-batches, 1F1B and torch's own
   recomputation need no special care: a repeated forward reads the same scales and raises nothing.
 - Its tensor-parallel messages are those of `mappings`, except that gathered activations are sent in FP8. Under sequence
   parallelism it leaves the gradient of a norm's weight to us.
@@ -34,19 +33,15 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from megastable.base import products
-from megastable.base.installation import install_command
+from megastable.base.process import install_command
 from megastable.config.training import Fp8Config
 from megastable.config.tree import RunConfig
-from megastable.fp8.amax_history import SLOTS, Meters
-from megastable.fp8.controller import Fp8, Metered, Record, tell
+from megastable.fp8.controller import Fp8, Record, tell
 from megastable.fp8.emulated import GRADIENT, INPUT, WEIGHT, Quantizer, formats, metered, quantizers
-from megastable.fp8.fitting import misfit
-from megastable.fp8.formats import E5M2
-from megastable.fp8.scale_factors import AT_ONCE, BLOCK, Quantized, magnitude, scale_of
+from megastable.fp8.scale_factors import AT_ONCE, BLOCK, E5M2, SLOTS, Meters, Quantized, magnitude, scale_of
+from megastable.model.block_parts import MLP, RMSNorm, swiglu
 from megastable.model.gpt import Block
-from megastable.model.mlp import MLP, swiglu
-from megastable.model.norm import RMSNorm
-from megastable.model.sizes import fp8_linears
+from megastable.model.sizes import fp8_linears, misfit
 from megastable.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megastable.parallel.sharding import shape_of
 from megastable.parallel.topology import TensorParallel
@@ -84,28 +79,30 @@ def watch(
     """
 
     def quantize(number: int, slot: int, matrix: Tensor, of: Callable[[Tensor], Tensor] = _itself) -> None:
-        widest = max(matrix.shape[-1], *(n for weight in watched.weights for n in weight.shape))
-        rows = max(AT_ONCE // widest // BLOCK, 1) * BLOCK
-        parts = matrix.detach().reshape(-1, matrix.shape[-1]).split(rows)
+        widest_side = max(matrix.shape[-1], *(n for weight in watched.weights for n in weight.shape))
+        part_rows = max(AT_ONCE // widest_side // BLOCK, 1) * BLOCK
+        matrix_parts = matrix.detach().reshape(-1, matrix.shape[-1]).split(part_rows)
         with torch.no_grad():
-            largest = reduce(torch.maximum, (magnitude(of(part)) for part in parts))
-            for part in parts:
-                x = of(part)
-                show(number, slot, x, quantizers[number](x, slot, False, largest)[0])
+            matrix_magnitude = reduce(
+                torch.maximum, (magnitude(of(matrix_part)) for matrix_part in matrix_parts)
+            )
+            for matrix_part in matrix_parts:
+                x = of(matrix_part)
+                show(number, slot, x, quantizers[number](x, slot, False, matrix_magnitude)[0])
 
     def into(number: int) -> Callable[[Tensor], Tensor]:
         """From the module's input to the operand of layer `number`."""
         if not number:
             return watched.inputs
-        before, weight = into(number - 1), watched.weights[number - 1]
-        return lambda x: watched.between(products.linear(before(x), weight))
+        operand_before, weight_before = into(number - 1), watched.weights[number - 1]
+        return lambda x: watched.between(products.linear(operand_before(x), weight_before))
 
     def after(_: nn.Module, given: tuple[Any, ...], y: Tensor) -> None:
         if not torch.is_grad_enabled():
             return
-        for number, weight in enumerate(watched.weights):
-            quantize(number, INPUT, given[0], into(number))
-            quantize(number, WEIGHT, weight)
+        for layer_number, layer_weight in enumerate(watched.weights):
+            quantize(layer_number, INPUT, given[0], into(layer_number))
+            quantize(layer_number, WEIGHT, layer_weight)
         if y.requires_grad:
             y.register_hook(lambda gradient: quantize(len(watched.layers) - 1, GRADIENT, gradient))
 
@@ -126,15 +123,15 @@ def why_not(config: RunConfig, device: torch.device) -> str | None:
     """The reason why Transformer Engine cannot compute `config.precision.fp8` on this device; None if it can."""
     if device.type != "cuda":
         return "Transformer Engine computes on GPUs only"
-    if reason := misfit(config):
-        return reason
+    if misfit_reason := misfit(config):
+        return misfit_reason
     if find_spec("transformer_engine") is None:
         return f"Transformer Engine is not installed ({install_command('gpu')})"
     try:
         import transformer_engine.pytorch as te
-    except (ImportError, OSError, RuntimeError, AssertionError) as error:
-        said = (str(error).strip() or type(error).__name__).splitlines()[0]
-        return f"Transformer Engine cannot be imported: {said}"
+    except (ImportError, OSError, RuntimeError, AssertionError) as import_error:
+        error_line = (str(import_error).strip() or type(import_error).__name__).splitlines()[0]
+        return f"Transformer Engine cannot be imported: {error_line}"
     if not hasattr(te, "autocast"):
         return f"this Transformer Engine is too old: 2.9 or newer is needed ({install_command('gpu')})"
     assert config.precision.fp8 is not None
@@ -145,13 +142,13 @@ def why_not(config: RunConfig, device: torch.device) -> str | None:
 def _unsupported(te: Any, config: Fp8Config) -> str | None:
     """The reason why the current GPU has no products of this recipe."""
     if config.recipe != "block":
-        possible, reason = te.is_fp8_available(return_reason=True)
-        return None if possible else f"on this GPU it reports: {reason}"
-    possible, reason = te.is_fp8_block_scaling_available(return_reason=True)
-    if possible and torch.cuda.get_device_capability() >= (10, 0):
+        is_possible, missing_reason = te.is_fp8_available(return_reason=True)
+        return None if is_possible else f"on this GPU it reports: {missing_reason}"
+    is_possible, missing_reason = te.is_fp8_block_scaling_available(return_reason=True)
+    if is_possible and torch.cuda.get_device_capability() >= (10, 0):
         # From Blackwell on it computes this recipe with blocks of 32, which newer GPUs do not support for all products.
-        possible, reason = te.is_mxfp8_available(return_reason=True)
-    return None if possible else f"for blocks on this GPU it reports: {reason}"
+        is_possible, missing_reason = te.is_mxfp8_available(return_reason=True)
+    return None if is_possible else f"for blocks on this GPU it reports: {missing_reason}"
 
 
 # Its modules
@@ -178,73 +175,75 @@ def fit(block: Block, linears: Collection[str]) -> list[Fitted]:
     a further factor, which its modules lack. A SwiGLU that is in FP8 as a whole becomes one module, which saves for the
     backward pass what recompute=selective would save.
     """
-    found, attention, mlp = [], block.attention, block.mlp
-    assert isinstance(mlp, MLP)
+    fitted_modules, block_attention, block_mlp = [], block.attention, block.mlp
+    assert isinstance(block_mlp, MLP)
     fused_norms = block.residual.norms_input and block.residual.norm == 1.0
 
     def take(linear: str, owner: nn.Module, norm: str) -> None:
-        before = fused_norms and linear in ("attention.qkv", "mlp.gate_up")
-        short = linear.rpartition(".")[2]
-        module = _linear(getattr(owner, short), getattr(block, norm) if before else None)
-        found.append(Fitted(module, (f"{block.name}.{linear}",), (module.weight,)))
-        setattr(owner, short, module)
-        if before:
+        takes_norm = fused_norms and linear in ("attention.qkv", "mlp.gate_up")
+        short_name = linear.rpartition(".")[2]
+        te_module = _linear(getattr(owner, short_name), getattr(block, norm) if takes_norm else None)
+        fitted_modules.append(Fitted(te_module, (f"{block.name}.{linear}",), (te_module.weight,)))
+        setattr(owner, short_name, te_module)
+        if takes_norm:
             setattr(block, norm, nn.Identity())
 
-    for linear in ("attention.qkv", "attention.out"):
-        if linear in linears:
-            take(linear, attention, "attention_norm")
-    if {"mlp.gate_up", "mlp.down"} <= set(linears) and fused_norms and mlp.activation is swiglu:
-        fused = _mlp(mlp, block.mlp_norm)
-        layers = f"{block.name}.mlp.gate_up", f"{block.name}.mlp.down"
-        found.append(Fitted(fused, layers, (fused.fc1_weight, fused.fc2_weight)))
-        block.mlp, block.mlp_norm = fused, nn.Identity()  # type: ignore[assignment]
+    for linear_name in ("attention.qkv", "attention.out"):
+        if linear_name in linears:
+            take(linear_name, block_attention, "attention_norm")
+    if {"mlp.gate_up", "mlp.down"} <= set(linears) and fused_norms and block_mlp.activation is swiglu:
+        fused_mlp = _mlp(block_mlp, block.mlp_norm)
+        mlp_layers = f"{block.name}.mlp.gate_up", f"{block.name}.mlp.down"
+        fitted_modules.append(Fitted(fused_mlp, mlp_layers, (fused_mlp.fc1_weight, fused_mlp.fc2_weight)))
+        block.mlp, block.mlp_norm = fused_mlp, nn.Identity()  # type: ignore[assignment]
     else:
-        for linear in ("mlp.gate_up", "mlp.down"):
-            if linear in linears:
-                take(linear, mlp, "mlp_norm")
-    for one in found:
-        one.module.forward = torch.compiler.disable(one.module.forward)
-    if found:
+        for linear_name in ("mlp.gate_up", "mlp.down"):
+            if linear_name in linears:
+                take(linear_name, block_mlp, "mlp_norm")
+    for fitted in fitted_modules:
+        fitted.module.forward = torch.compiler.disable(fitted.module.forward)
+    if fitted_modules:
         block.in_pieces()
-    return found
+    return fitted_modules
 
 
 def _linear(linear: ColumnParallelLinear | RowParallelLinear, norm: RMSNorm | None) -> Any:
     """[norm,] x [s, b, in] (column: or its sequence shard) -> [s, b, out], like our own layers."""
     import transformer_engine.pytorch as te
 
-    (outputs, inputs), tp = shape_of(linear.weight), linear.tp
-    column = isinstance(linear, ColumnParallelLinear)
-    told = _told(tp, linear.weight) | {
-        "parallel_mode": None if tp.size == 1 else "column" if column else "row"
+    (weight_rows, weight_columns), tp = shape_of(linear.weight), linear.tp
+    is_column = isinstance(linear, ColumnParallelLinear)
+    module_options = _told(tp, linear.weight) | {
+        "parallel_mode": None if tp.size == 1 else "column" if is_column else "row"
     }
     # It takes the sizes of the whole and divides them.
-    whole = (inputs, outputs * tp.size) if column else (inputs * tp.size, outputs)
+    whole_sizes = (
+        (weight_columns, weight_rows * tp.size) if is_column else (weight_columns * tp.size, weight_rows)
+    )
     with _quietly():
         if norm is None:
-            module = te.Linear(*whole, **told)
+            te_module = te.Linear(*whole_sizes, **module_options)
         else:
-            module = te.LayerNormLinear(*whole, **_told_norm(norm), **told)
-            _give_norm(module, norm)
-    _give(module, "weight", linear.weight)
-    return module
+            te_module = te.LayerNormLinear(*whole_sizes, **_told_norm(norm), **module_options)
+            _give_norm(te_module, norm)
+    _give(te_module, "weight", linear.weight)
+    return te_module
 
 
 def _mlp(mlp: MLP, norm: RMSNorm) -> Any:
     """norm, then the MLP: x [s, b, hidden] (or its sequence shard) -> the same shape. Its SwiGLU has the gate first."""
     import transformer_engine.pytorch as te
 
-    tp, (hidden, width) = mlp.down.tp, shape_of(mlp.down.weight)
+    tp, (hidden_width, own_width) = mlp.down.tp, shape_of(mlp.down.weight)
     with _quietly():
-        module = te.LayerNormMLP(
-            hidden, width * tp.size, activation="swiglu", set_parallel_mode=tp.size > 1, **_told_norm(norm),
+        te_module = te.LayerNormMLP(
+            hidden_width, own_width * tp.size, activation="swiglu", set_parallel_mode=tp.size > 1, **_told_norm(norm),
             **_told(tp, mlp.down.weight),
         )  # fmt: skip
-    _give_norm(module, norm)
-    _give(module, "fc1_weight", mlp.gate_up.weight)
-    _give(module, "fc2_weight", mlp.down.weight)
-    return module
+    _give_norm(te_module, norm)
+    _give(te_module, "fc1_weight", mlp.gate_up.weight)
+    _give(te_module, "fc2_weight", mlp.down.weight)
+    return te_module
 
 
 def _told(tp: TensorParallel, weight: Tensor) -> dict[str, Any]:
@@ -270,8 +269,8 @@ def _quietly() -> Iterator[None]:
 
 
 def _give(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    its, ours = tuple(getattr(module, name).shape), shape_of(parameter)
-    assert its == ours, f"{name}: {its} in place of {ours}"
+    te_shape, own_shape = tuple(getattr(module, name).shape), shape_of(parameter)
+    assert te_shape == own_shape, f"{name}: {te_shape} in place of {own_shape}"
     setattr(module, name, parameter)
 
 
@@ -289,9 +288,9 @@ class _Sum:
     tp: TensorParallel
 
     def __call__(self, gradient: Tensor) -> Tensor:
-        wide = gradient.to(torch.float32, copy=True)
-        dist.all_reduce(wide, group=self.tp.group)
-        return wide.to(gradient.dtype)
+        wide_gradient = gradient.to(torch.float32, copy=True)
+        dist.all_reduce(wide_gradient, group=self.tp.group)
+        return wide_gradient.to(gradient.dtype)
 
 
 # The controller
@@ -303,41 +302,46 @@ def apply(module: nn.Module, config: RunConfig, group: Any, device: torch.device
     group: the ranks that share delayed scales, those of the stage; None: the world. device: where the module will be.
     """
     assert config.precision.fp8 is not None
-    blocks = [part for part in module.modules() if isinstance(part, Block)]
-    found = [one for block in blocks for one in fit(block, linears_of(block, config))]
-    return TransformerEngine(found, config.precision.fp8, group, device)
+    model_blocks = [part for part in module.modules() if isinstance(part, Block)]
+    fitted_modules = [fitted for block in model_blocks for fitted in fit(block, linears_of(block, config))]
+    return TransformerEngine(fitted_modules, config.precision.fp8, group, device)
 
 
-class TransformerEngine(Metered):
+class TransformerEngine(Fp8):
     """Its modules, and the meters that their kernels read and write."""
 
     def __init__(self, fitted: Sequence[Fitted], config: Fp8Config, group: Any, device: torch.device) -> None:
-        layers = [layer for one in fitted for layer in one.layers]
-        meters = metered(config, layers, device)
-        super().__init__(layers, meters, group)
+        layer_names = [layer for one in fitted for layer in one.layers]
+        history_meters = metered(config, layer_names, device)
+        super().__init__(layer_names, history_meters, group)
         self._config, self._fitted, self._recipe = config, fitted, _recipe(config)
         self._hooks: list[RemovableHandle] = []
-        self._weights = [weight for one in fitted for weight in one.weights]
+        self._weights = [fitted_weight for one in fitted for fitted_weight in one.weights]
         self._weight_format, self._room = formats(config)[WEIGHT], 2.0**config.margin
         self._first: Tensor | None = None  # scales without a history
-        if meters is not None:
-            self._scales = torch.ones_like(meters.scales)  # read by the kernels: never 0
+        if history_meters is not None:
+            self._scales = torch.ones_like(history_meters.scales)  # read by the kernels: never 0
             with self._autocast(True):
-                _connect(fitted, meters, self._scales)
+                _connect(fitted, history_meters, self._scales)
 
     def watch(self, record: Record | None) -> None:
-        for hook in self._hooks:
-            hook.remove()
+        for module_hook in self._hooks:
+            module_hook.remove()
         self._hooks.clear()
         if record is None or not self.on:
             return
-        how = iter(quantizers(self._config, len(self.layers), self._meters))
-        for one in self._fitted:
-            inputs = partial(_normed, one.module) if hasattr(one.module, "layer_norm_weight") else _as_it_is
+        layer_quantizers = iter(quantizers(self._config, len(self.layers), self._meters))
+        for fitted in self._fitted:
+            module_inputs = (
+                partial(_normed, fitted.module) if hasattr(fitted.module, "layer_norm_weight") else _itself
+            )
             # `fit` makes one module of an MLP only if its activation is this one.
-            watched = Watched(one.module, one.layers, one.weights, inputs, swiglu)
-            show = partial(_show, record, one.layers)
-            self._hooks.append(watch(watched, [next(how) for _ in one.layers], show))
+            watched_module = Watched(fitted.module, fitted.layers, fitted.weights, module_inputs, swiglu)
+
+            def show(number: int, *seen: Any, layers: Sequence[str] = fitted.layers) -> None:
+                tell(record, layers[number], *seen)
+
+            self._hooks.append(watch(watched_module, [next(layer_quantizers) for _ in fitted.layers], show))
 
     def computing(self) -> contextlib.AbstractContextManager[Any]:
         return self._autocast(self.on) if self._meters is None else self._metered(self._meters)
@@ -357,43 +361,35 @@ class TransformerEngine(Metered):
         import transformer_engine.pytorch as te
 
         # The group is for reductions that never take place; without it they would cover the world, with all stages.
-        found: contextlib.AbstractContextManager[Any] = te.autocast(
+        te_autocast: contextlib.AbstractContextManager[Any] = te.autocast(
             enabled=on, recipe=self._recipe, amax_reduction_group=self._group
         )
-        return found
+        return te_autocast
 
     @torch.no_grad()
     def _guess(self, meters: Meters) -> Tensor:
         """Scales [layers, slots] for a step without a history."""
-        first = torch.tensor(FIRST_SCALES, device=meters.scales.device).expand_as(meters.scales).clone()
+        first_scales = (
+            torch.tensor(FIRST_SCALES, device=meters.scales.device).expand_as(meters.scales).clone()
+        )
         # Under ZeRO 3 the weights are partitioned.
-        here = {row: w.detach() for row, w in enumerate(self._weights) if w.numel()}
-        if here:
-            largest = torch.stack(torch._foreach_norm(list(here.values()), torch.inf)).float()
-            first[list(here), WEIGHT] = scale_of(largest, self._weight_format)
-        return first / self._room
+        own_weights = {layer_row: w.detach() for layer_row, w in enumerate(self._weights) if w.numel()}
+        if own_weights:
+            largest_weights = torch.stack(torch._foreach_norm(list(own_weights.values()), torch.inf)).float()
+            first_scales[list(own_weights), WEIGHT] = scale_of(largest_weights, self._weight_format)
+        return first_scales / self._room
 
     def forget(self) -> None:
         super().forget()
         self._first = None
 
 
-def _as_it_is(x: Tensor) -> Tensor:
-    return x
-
-
 def _normed(module: Any, x: Tensor) -> Tensor:
     """The operand of a module that includes an RMSNorm."""
-    wide = x.float()
-    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + module.eps)
-    weight = module.layer_norm_weight.float()
-    return (wide * (weight + 1.0 if module.zero_centered_gamma else weight)).to(x.dtype)
-
-
-def _show(
-    record: Record, layers: Sequence[str], number: int, slot: int, x: Tensor, became: Quantized
-) -> None:
-    tell(record, layers[number], slot, x, became)
+    wide_x = x.float()
+    wide_x = wide_x * torch.rsqrt(wide_x.square().mean(-1, keepdim=True) + module.eps)
+    wide_weight = module.layer_norm_weight.float()
+    return (wide_x * (wide_weight + 1.0 if module.zero_centered_gamma else wide_weight)).to(x.dtype)
 
 
 def _recipe(config: Fp8Config) -> Any:

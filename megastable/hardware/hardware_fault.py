@@ -45,7 +45,6 @@ class HardwareFault:
 
     @property
     def verdict(self) -> str:
-        """As in the journal."""
         return "sum" if self.link else "persistent" if self.lasting else "transient"
 
 
@@ -63,8 +62,8 @@ class FaultLog:
         self, after: int, ranks: Sequence[int], reason: str, lasting: bool = False, link: bool = False
     ) -> HardwareFault:
         """As the fields of `HardwareFault`."""
-        hosts = sorted({self.hosts[rank] for rank in ranks})
-        return HardwareFault(after, lasting, list(ranks), hosts, reason, link)
+        host_names = sorted({self.hosts[rank] for rank in ranks})
+        return HardwareFault(after, lasting, list(ranks), host_names, reason, link)
 
     def report(self, kind: type[OfHardware], step: int, fault: HardwareFault, **fields: Any) -> HardwareFault:
         """Tell the journal and the console of a fault. fields: those that this kind has beside the usual ones."""
@@ -84,8 +83,8 @@ class FaultCounts:
         """What comes by chance again and again on one rank is no chance. Only what is of one host for sure counts."""
         if fault.lasting or fault.link or len(fault.hosts) != 1:
             return fault
-        recent = {seen for seen in self._seen if step - seen[0] < WINDOW}
-        self._seen = recent | {(step, rank) for rank in fault.ranks}
+        recent_faults = {seen_fault for seen_fault in self._seen if step - seen_fault[0] < WINDOW}
+        self._seen = recent_faults | {(step, rank) for rank in fault.ranks}
         times = Counter(rank for _, rank in self._seen)
         often = [rank for rank in fault.ranks if times[rank] >= SEVERAL]
         if not often:
@@ -99,15 +98,15 @@ def read_counts(events: Iterable[OfHardware], hosts: Sequence[str]) -> tuple[See
     events: `FOUND` of the journal, in order. hosts: of the ranks now; what was found on a rank that was on another host
     does not count. A host that had to leave begins anew: it is another device, or nobody could do without it.
     """
-    found, replayed = Seen(), Seen()
+    found, replayed_faults = Seen(), Seen()
     here = list(enumerate(hosts))
     for event in events:
         if isinstance(event, HostFaulty):
-            found, replayed = Seen(), Seen()
+            found, replayed_faults = Seen(), Seen()
         elif event.get("verdict", "transient") == "transient" and len(set(map(str, event.hosts))) == 1:
-            into = replayed if isinstance(event, ReplayDiffers) else found
+            fault_set = replayed_faults if isinstance(event, ReplayDiffers) else found
             of = zip(event.ranks, event.hosts, strict=False)
-            into |= {
+            fault_set |= {
                 (event.step, rank) for rank, host in of if event.step is not None and (rank, host) in here
             }
-    return found, replayed
+    return found, replayed_faults

@@ -21,8 +21,7 @@ from megastable.hardware.hardware_fault import (
     read_counts,
 )
 from megastable.hardware.recomputation import Recomputation, ReplayCheck
-from megastable.hardware.replica_watch import ReplicaWatch, SumWatch
-from megastable.hardware.state_watch import StateWatch
+from megastable.hardware.state_watch import ReplicaWatch, StateWatch, SumWatch
 from megastable.run.directory import RunDirectory
 from megastable.run.log import RunLog
 
@@ -47,16 +46,16 @@ class HardwareWatch:
     ) -> None:
         c = config.stability
         self._on, self._phase = c.enabled, phase
-        faults = FaultLog(log)
-        found, replayed = first(lambda: read_counts(run.events(*FOUND), faults.hosts))
-        counts, every = FaultCounts(replayed), c.hardware.replay_interval
-        recomputation = Recomputation(config, engine, loader, faults)
-        self.sums = SumWatch(c.enabled and bool(c.hardware.fingerprint_interval), faults)
-        self.state = StateWatch(c.enabled and c.hardware.state, engine, step, faults)
-        self.messages = MessageWatch(engine, faults)
-        self.replicas = ReplicaWatch(c.hardware, engine, step, faults, self.state)
-        self.replays = ReplayCheck(every, engine, recomputation, step, counts)
-        self.gradients = GradientWatch(engine, recomputation)
+        fault_log = FaultLog(log)
+        found_faults, replayed_faults = first(lambda: read_counts(run.events(*FOUND), fault_log.hosts))
+        replay_counts, replay_interval = FaultCounts(replayed_faults), c.hardware.replay_interval
+        gradient_recomputation = Recomputation(config, engine, loader, fault_log)
+        self.sums = SumWatch(c.enabled and bool(c.hardware.fingerprint_interval), fault_log)
+        self.state = StateWatch(c.enabled and c.hardware.state, engine, step, fault_log)
+        self.messages = MessageWatch(engine, fault_log)
+        self.replicas = ReplicaWatch(c.hardware, engine, step, fault_log, self.state)
+        self.replays = ReplayCheck(replay_interval, engine, gradient_recomputation, step, replay_counts)
+        self.gradients = GradientWatch(engine, gradient_recomputation)
         # In the order of their numbers in the ballot. Replicas use what the watch over the state has read.
         self.watches: list[Watch] = [
             self.sums, self.state, self.messages, self.replicas, self.replays, self.gradients,
@@ -65,19 +64,21 @@ class HardwareWatch:
         self.suspicion: Suspicion | None = None
         self._proven = 0, 0  # a step at which hardware was wrong, and how often in a row
         # Memory and gradients that were wrong are repaired; without another host that is all that can be done.
-        several = c.enabled and len(set(faults.hosts)) > 1
-        self._counts = FaultCounts(found) if several else None
+        several_hosts = c.enabled and len(set(fault_log.hosts)) > 1
+        self._counts = FaultCounts(found_faults) if several_hosts else None
 
     def judge(self, measured: Measured, step: int) -> None:
         """Before the update of `step`."""
-        own, copies = self.state.judge(measured), self.replicas.judge(measured, step)
+        # What each watch has put into the ballot comes back summed over all ranks, so that all see the same and go the
+        # same way. Memory that changed explains copies that differ; copies explain a sum that differs, not vice versa.
+        memory_fault, copies_fault = self.state.judge(measured), self.replicas.judge(measured, step)
         wrong_sum = self.sums.judge(measured, step)
-        self.memory = self._explain_copies(own, copies, step) or wrong_sum
+        self.memory = self._explain_copies(memory_fault, copies_fault, step) or wrong_sum
         if self.memory is None:
             self.replicas.look_again(step)
-        gradients = self.gradients.judge(measured, step)
+        gradient_suspicion = self.gradients.judge(measured, step)
         # A gradient that stands out follows from a wrong message.
-        self.suspicion = self.messages.judge(measured) or gradients
+        self.suspicion = self.messages.judge(measured) or gradient_suspicion
 
     @property
     def reason(self) -> str:
@@ -103,13 +104,12 @@ class HardwareWatch:
         return self._count(own, step)
 
     def prove(self, suspicion: Suspicion, batch: Step, step: int) -> HardwareFault | None:
-        """As `GradientWatch.prove`."""
         watch = self.messages if suspicion.messages else self.gradients
-        fault = watch.prove(suspicion, batch, step)
-        if fault is not None:
-            at, times = self._proven
-            self._proven = step, times + 1 if at == step else 1
-        return self._count(fault, step)
+        proven_fault = watch.prove(suspicion, batch, step)
+        if proven_fault is not None:
+            proven_step, proven_times = self._proven
+            self._proven = step, proven_times + 1 if proven_step == step else 1
+        return self._count(proven_fault, step)
 
     @property
     def lasts(self) -> bool:

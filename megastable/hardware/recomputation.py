@@ -16,12 +16,11 @@ import numpy as np
 import numpy.typing as npt
 
 from megastable.base.collectives import gathered
-from megastable.base.deterministic import exact
+from megastable.base.reproducible import exact
 from megastable.config.tree import RunConfig
 from megastable.data.loader import Loader, MicroBatch, Step
 from megastable.engine.engine import Engine
-from megastable.engine.gradient_digest import Digest, GradientDigest, gradient_digest
-from megastable.engine.self_test import wrong_product
+from megastable.engine.rank_checks import Digest, GradientDigest, gradient_digest, wrong_product
 from megastable.engine.watch import Watch
 from megastable.hardware.hardware_fault import FaultCounts, FaultLog, HardwareFault
 from megastable.model.kernels import DTYPES
@@ -57,33 +56,33 @@ def find_fault(
     """
     turns = range(len(next(iter(results.values()))))
     for turn in turns:
-        changed = {
-            rank: again
+        changed_digests = {
+            rank: again_digest
             for rank, own in results.items()
-            for again in own[turn][1:]
-            if not own[turn][0].is_like(again, exact)
+            for again_digest in own[turn][1:]
+            if not own[turn][0].is_like(again_digest, exact)
         }
-        if changed:
-            rank = min(changed)
-            what = results[rank][turn][0].describe_difference(changed[rank])
-            return GradientFault(tuple(sorted(changed)), True, False, what)
+        if changed_digests:
+            rank = min(changed_digests)
+            what_differs = results[rank][turn][0].describe_difference(changed_digests[rank])
+            return GradientFault(tuple(sorted(changed_digests)), True, False, what_differs)
     wrong: dict[int, str] = {}
-    doubtful: set[int] = set()
-    for ranks in groups:
-        for place in range(len(ranks)):
-            computed_by = [ranks[(place - turn * shift) % len(ranks)] for turn in turns]
+    doubtful_ranks: set[int] = set()
+    for group_ranks in groups:
+        for group_place in range(len(group_ranks)):
+            computed_by = [group_ranks[(group_place - turn * shift) % len(group_ranks)] for turn in turns]
             held = {rank: results[rank][turn][0] for turn, rank in enumerate(computed_by)}
-            agreeing = ({r for r in held if one.is_like(held[r], exact)} for one in held.values())
-            most = max(agreeing, key=len)
-            others = held.keys() - most
-            if others and 2 * len(most) > len(held):
-                right = held[min(most)]
-                wrong |= {r: held[r].describe_difference(right) for r in others if r not in wrong}
-            elif others:
-                doubtful |= held.keys()
+            agreeing_ranks = ({r for r in held if one.is_like(held[r], exact)} for one in held.values())
+            most_agreeing = max(agreeing_ranks, key=len)
+            other_ranks = held.keys() - most_agreeing
+            if other_ranks and 2 * len(most_agreeing) > len(held):
+                right_digest = held[min(most_agreeing)]
+                wrong |= {r: held[r].describe_difference(right_digest) for r in other_ranks if r not in wrong}
+            elif other_ranks:
+                doubtful_ranks |= held.keys()
     if wrong:
         return GradientFault(tuple(sorted(wrong)), True, True, wrong[min(wrong)])
-    return GradientFault(tuple(sorted(doubtful)), False, True, "") if doubtful else None
+    return GradientFault(tuple(sorted(doubtful_ranks)), False, True, "") if doubtful_ranks else None
 
 
 def find_causes(
@@ -98,21 +97,21 @@ def find_causes(
     pipelines: ranks, in the order of their stages. moved: by rank, the stages to which it sent something else. tied:
     whether the first and the last stage add up gradients.
     """
-    found: set[int] = set()
+    found_ranks: set[int] = set()
     for ranks in pipelines:
         on = [s for s, rank in enumerate(ranks) if any(to > s for to in moved[rank])]
-        back = [s for s, rank in enumerate(ranks) if any(to < s for to in moved[rank])]
-        own = {s for s, rank in enumerate(ranks) if rank in changed}
-        if back and tied and 0 in own:
-            own.discard(len(ranks) - 1)  # its gradient has in it what that of the first stage is
+        sent_back = [s for s, rank in enumerate(ranks) if any(to < s for to in moved[rank])]
+        changed_stages = {s for s, rank in enumerate(ranks) if rank in changed}
+        if sent_back and tied and 0 in changed_stages:
+            changed_stages.discard(len(ranks) - 1)  # its gradient has in it what that of the first stage is
         if on:
             stages = {min(on)}
-        elif back:
-            stages = {max(back)} | {s for s in own if s > max(back)}
+        elif sent_back:
+            stages = {max(sent_back)} | {s for s in changed_stages if s > max(sent_back)}
         else:
-            stages = own
-        found |= {ranks[s] for s in stages}
-    return tuple(sorted(found)) or tuple(changed)
+            stages = changed_stages
+        found_ranks |= {ranks[s] for s in stages}
+    return tuple(sorted(found_ranks)) or tuple(changed)
 
 
 class Recomputation:
@@ -139,25 +138,25 @@ class Recomputation:
     ) -> tuple[GradientFault | None, Sequence[Any]]:
         """What the results of all ranks show, or their products with known answers; and the note of every rank.
         Collective. results: this rank's, as of `find_fault`."""
-        everyone = gathered((results, self._find_wrong_product(), note))
-        of_ranks, products, notes = zip(*everyone, strict=True)
-        if ranks := tuple(rank for rank, product in enumerate(products) if product):
-            return GradientFault(ranks, True, True, products[ranks[0]], product=True), notes
-        layout, by_rank = self._layout, dict(enumerate(of_ranks))
-        return find_fault(by_rank, layout.groups("data"), layout.context, self._exact), notes
+        every_result = gathered((results, self._find_wrong_product(), note))
+        of_ranks, wrong_products, rank_notes = zip(*every_result, strict=True)
+        if ranks := tuple(rank for rank, product_text in enumerate(wrong_products) if product_text):
+            return GradientFault(ranks, True, True, wrong_products[ranks[0]], product=True), rank_notes
+        rank_layout, by_rank = self._layout, dict(enumerate(of_ranks))
+        return find_fault(by_rank, rank_layout.groups("data"), rank_layout.context, self._exact), rank_notes
 
     def conclude(self, proof: GradientFault, after: int, why: str = "") -> HardwareFault:
         """What is proven, as a fault since the step after `after`. why: begins the reason."""
-        what = self.faults.name_ranks(proof.ranks)
+        what_differs = self.faults.name_ranks(proof.ranks)
         if proof.product:
-            what += f": {proof.what}"
+            what_differs += f": {proof.what}"
         elif not proof.lasting:
-            what += f" got {proof.what}, not when repeated"
+            what_differs += f" got {proof.what}, not when repeated"
         elif proof.proven:
-            what += f" gets {proof.what} every time, other ranks do not"
+            what_differs += f" gets {proof.what} every time, other ranks do not"
         else:
-            what += " get different results for the same samples, every time"
-        ranks, reason = proof.ranks if proof.proven else (), f"{why}: {what}" if why else what
+            what_differs += " get different results for the same samples, every time"
+        ranks, reason = proof.ranks if proof.proven else (), f"{why}: {what_differs}" if why else what_differs
         return self.faults.make_fault(after, ranks, reason, proof.lasting)
 
 
@@ -187,12 +186,12 @@ class ReplayCheck(Watch):
         if proof is None:
             self._right = step
             return None
-        fault = (
+        replay_fault = (
             recomputation.conclude(proof, self._right) if proof.product else self._prove(batch, own, other)
         )
-        fault = self._counts.count(fault, step)
+        replay_fault = self._counts.count(replay_fault, step)
         self._again = step + WATCHED
-        return recomputation.faults.report(ReplayDiffers, step, fault, verdict=fault.verdict)
+        return recomputation.faults.report(ReplayDiffers, step, replay_fault, verdict=replay_fault.verdict)
 
     def _compute(self, batch: Step, turn: int) -> GradientDigest:
         """Of the first micro-batch of the data rank that is `turn` further; of its own, if there is no other one."""
@@ -204,18 +203,18 @@ class ReplayCheck(Watch):
     def _prove(self, batch: Step, own: GradientDigest, other: GradientDigest) -> HardwareFault:
         """What computing both once more shows, and computing them on a third rank."""
         recomputation, after = self._recomputation, self._right
-        further = [[self._compute(batch, turn).total] for turn in range(2, 1 + recomputation.others)]
-        again, other_again = self._compute(batch, 0), self._compute(batch, 1)
-        results = [[own.total, again.total], [other.total, other_again.total], *further]
-        proof, where = recomputation.compare(results, _name_unlike(own, again))
+        further_totals = [[self._compute(batch, turn).total] for turn in range(2, 1 + recomputation.others)]
+        own_again, other_again = self._compute(batch, 0), self._compute(batch, 1)
+        all_totals = [[own.total, own_again.total], [other.total, other_again.total], *further_totals]
+        proof, unlike_names = recomputation.compare(all_totals, _name_unlike(own, own_again))
         if proof is None:
-            reason = f"{WHAT}, not once more: which rank was wrong is not known"
-            return recomputation.faults.make_fault(after, (), reason)
+            fault_reason = f"{WHAT}, not once more: which rank was wrong is not known"
+            return recomputation.faults.make_fault(after, (), fault_reason)
         if proof.product:
             return recomputation.conclude(proof, after)
         # What one of a replica computes wrong changes the gradients of others.
         ranks = self.engine.topology.layout.replicas(proof.ranks)
-        return recomputation.conclude(proof._replace(ranks=ranks), after, WHAT + where[proof.ranks[0]])
+        return recomputation.conclude(proof._replace(ranks=ranks), after, WHAT + unlike_names[proof.ranks[0]])
 
 
 def _name_unlike(one: GradientDigest, two: GradientDigest) -> str:

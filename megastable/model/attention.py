@@ -2,13 +2,15 @@
 
 Shapes: s sequence, b micro-batch, q query heads and k key/value heads of this tensor rank, d head width.
 QK-norm: Henry et al., arXiv:2010.04245; Dehghani et al., arXiv:2302.05442; over the width of all
-heads: OLMo 2, arXiv:2501.00656 section 3. GQA: Ainslie et al., arXiv:2305.13245.
+heads: OLMo 2, arXiv:2501.00656 section 3. GQA: Ainslie et al., arXiv:2305.13245. RoPE, half-split: Su et al.,
+arXiv:2104.09864, in the `rotate_half` layout of Llama and Qwen.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -16,15 +18,106 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megastable.base.products import is_cast
-from megastable.config.model import ModelConfig
-from megastable.model.attention_scores import FULL, AttentionScores
+from megastable.config.model import ModelConfig, RopeScalingConfig
+from megastable.model.block_parts import RMSNorm, SplitRMSNorm
 from megastable.model.cores import CORES, Core
-from megastable.model.kernels import Kernels
-from megastable.model.norm import RMSNorm, SplitRMSNorm
-from megastable.model.rope import Rope, rope_table, rotate, rotation
+from megastable.model.kernels import FULL, AttentionScores, Kernels
 from megastable.parallel.layers import ColumnParallelBias, ColumnParallelLinear, RowParallelLinear
 from megastable.parallel.mappings import to_heads, to_tokens
 from megastable.parallel.topology import WHOLE, ContextParallel, TensorParallel
+
+
+class Rope(NamedTuple):
+    """Parameters of a model's rotations. width: of a head."""
+
+    width: int
+    theta: float
+    scaling: RopeScalingConfig | None = None
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> Rope:
+        return cls(config.head_width, config.rope_theta, config.rope_scaling)
+
+
+def frequencies(rope: Rope, device: torch.device) -> Tensor:
+    """Radians per position, fp32 [width / 2], computed as in transformers (modeling_rope_utils.py)."""
+    turn_exponents = torch.arange(0, rope.width, 2, dtype=torch.float32, device=device) / rope.width
+    plain_rates, scaling = 1.0 / rope.theta**turn_exponents, rope.scaling
+    if scaling is None:
+        return plain_rates
+    if scaling.kind == "linear":
+        return plain_rates / scaling.factor
+    assert scaling.original_length is not None
+    if scaling.kind == "yarn":
+        kept_share = 1 - _yarn_ramp(rope, scaling, device)
+        return plain_rates / scaling.factor * (1 - kept_share) + plain_rates * kept_share
+    low_factor, high_factor = scaling.low_freq_factor, scaling.high_freq_factor
+    wavelength = 2 * math.pi / plain_rates
+    # 0: divided by the factor; 1: unchanged.
+    kept_share = (scaling.original_length / wavelength - low_factor) / (high_factor - low_factor)
+    blended_rates = (1 - kept_share) * plain_rates / scaling.factor + kept_share * plain_rates
+    divided_rates = torch.where(
+        wavelength > scaling.original_length / low_factor, plain_rates / scaling.factor, blended_rates
+    )
+    return torch.where(wavelength < scaling.original_length / high_factor, plain_rates, divided_rates)
+
+
+def _yarn_ramp(rope: Rope, scaling: RopeScalingConfig, device: torch.device) -> Tensor:
+    """0 for the frequencies that YaRN keeps, 1 for those that it divides, fp32 [width / 2] (arXiv:2309.00071, section
+    3.2; between whole numbers, as in its authors' code)."""
+    original_length = scaling.original_length
+    assert original_length is not None
+
+    def index(turns: float) -> float:
+        """Of the frequency, as a real number, that turns so often in the original length."""
+        return rope.width * math.log(original_length / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    first_index = max(math.floor(index(scaling.beta_fast)), 0)
+    last_index = min(math.ceil(index(scaling.beta_slow)), rope.width - 1)
+    rate_index = torch.arange(rope.width // 2, dtype=torch.float32, device=device)
+    return (
+        (rate_index - first_index) / (last_index - first_index if last_index != first_index else 0.001)
+    ).clamp(0, 1)
+
+
+def magnitude(scaling: RopeScalingConfig | None) -> float:
+    """Factor of rotated queries and keys (YaRN: arXiv:2309.00071, section 3.4)."""
+    if scaling is None or scaling.kind != "yarn":
+        return 1.0
+    return scaling.attention_factor or 0.1 * math.log(scaling.factor) + 1.0
+
+
+@lru_cache(maxsize=8)
+def rope_table(length: int, rope: Rope, device: torch.device) -> tuple[Tensor, Tensor]:
+    """cos and sin, each fp32 [length, width / 2], times YaRN's factor.
+
+    Kept outside the modules: a buffer would be cast to bf16 with them, which cannot tell positions above 256 apart.
+    """
+    angle = torch.arange(length, dtype=torch.float32, device=device)[:, None] * frequencies(rope, device)
+    factor = magnitude(rope.scaling)
+    return (angle.cos(), angle.sin()) if factor == 1.0 else (angle.cos() * factor, angle.sin() * factor)
+
+
+def document_positions(segments: Tensor) -> Tensor:
+    """Position of every token inside its document. segments: document ordinals [b, s] -> int64 [b, s]."""
+    token_index = torch.arange(segments.shape[1], device=segments.device).expand_as(segments)
+    document_begins = torch.ones_like(segments, dtype=torch.bool)
+    document_begins[:, 1:] = segments[:, 1:] != segments[:, :-1]
+    return token_index - torch.where(document_begins, token_index, 0).cummax(dim=1).values
+
+
+def rotation(segments: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
+    """cos and sin, each fp32 [s, b, 1, width / 2]; positions restart at every document of segments [b, s]."""
+    cos, sin = rope_table(segments.shape[1], rope, segments.device)
+    document_position = document_positions(segments).t()
+    return cos[document_position][:, :, None], sin[document_position][:, :, None]
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the pairs (i, i + d/2) of x [s, b, heads, d]; cos, sin broadcastable to [s, b, 1, d/2], fp32."""
+    a, b = x.float().chunk(2, -1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
+
 
 T = TypeVar("T")
 
@@ -41,12 +134,12 @@ class Latest(Generic[T]):
         self._kept: tuple[Tensor, dict[tuple[Any, ...], T]] | None = None
 
     def __call__(self, tensor: Tensor, *rest: Any) -> T:
-        kept = self._kept
-        if kept is None or kept[0] is not tensor:
-            kept = self._kept = tensor, {}
-        if rest not in kept[1]:
-            kept[1][rest] = self._f(tensor, *rest)
-        return kept[1][rest]
+        kept_results = self._kept
+        if kept_results is None or kept_results[0] is not tensor:
+            kept_results = self._kept = tensor, {}
+        if rest not in kept_results[1]:
+            kept_results[1][rest] = self._f(tensor, *rest)
+        return kept_results[1][rest]
 
 
 SCORES = {"cpu": 1 << 20, "cuda": 1 << 26}  # at a time: fits a CPU's cache, fills a GPU
@@ -140,12 +233,12 @@ def _prepared(segments: Tensor, core: Core, scores: AttentionScores) -> Any:
 def _head_norm(
     config: ModelConfig, heads: int, tp: TensorParallel, name: str
 ) -> RMSNorm | SplitRMSNorm | None:
-    d = config.head_width
+    width = config.head_width
     if config.qk_norm == "full":
-        return SplitRMSNorm(heads * d, config.norm_eps, tp, name, config.zero_centered_norms)
+        return SplitRMSNorm(heads * width, config.norm_eps, tp, name, config.zero_centered_norms)
     if not config.qk_norm:
         return None
-    return RMSNorm(d, config.norm_eps, tp, name, partial=True, centered=config.zero_centered_norms)
+    return RMSNorm(width, config.norm_eps, tp, name, partial=True, centered=config.zero_centered_norms)
 
 
 def _normed(x: Tensor, norm: nn.Module | None) -> Tensor:
@@ -174,18 +267,18 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         self.cp, self.scores = cp, scores
-        d = self.width = config.head_width
+        width = self.width = config.head_width
         self.q_heads, self.k_heads = config.heads // tp.size, config.key_value_heads // tp.size
         self.rope = Rope.of(config)
         self.recompute_core = recompute_core
         self.core = CORES[kernels.attention]
-        kv = config.key_value_heads * d
-        sections = config.heads * d, kv, kv
-        self.qkv = ColumnParallelLinear(config.hidden, sections, tp, f"{name}.qkv")
-        self.qkv_bias = ColumnParallelBias(sections, tp, f"{name}.qkv") if config.qkv_bias else None
+        kv_width = config.key_value_heads * width
+        fused_sections = config.heads * width, kv_width, kv_width
+        self.qkv = ColumnParallelLinear(config.hidden, fused_sections, tp, f"{name}.qkv")
+        self.qkv_bias = ColumnParallelBias(fused_sections, tp, f"{name}.qkv") if config.qkv_bias else None
         self.q_norm = _head_norm(config, config.heads, tp, f"{name}.q_norm")
         self.k_norm = _head_norm(config, config.key_value_heads, tp, f"{name}.k_norm")
-        self.out = RowParallelLinear(config.heads * d, config.hidden, tp, f"{name}.out")
+        self.out = RowParallelLinear(config.heads * width, config.hidden, tp, f"{name}.out")
         self.highest: Tensor | None = None  # fp32 [q / c]: raised by the logits of training steps, if set
 
     def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -217,8 +310,8 @@ class Attention(nn.Module):
     def rotated(self, qkv: Tensor, at: Places) -> tuple[Tensor, Tensor, Tensor]:
         """Inputs of the core: q [b, q, s, d], k and v [b, k, s, d], from qkv [s, b, (q + 2 k) d] without biases."""
         q, k, v = to_heads(*self._split(qkv), self.cp)
-        rotated = rotate(q, at.cos, at.sin), rotate(k, at.cos, at.sin), v
-        q, k, v = (t.permute(1, 2, 0, 3) for t in rotated)
+        rotated_heads = rotate(q, at.cos, at.sin), rotate(k, at.cos, at.sin), v
+        q, k, v = (t.permute(1, 2, 0, 3) for t in rotated_heads)
         return q, k, v
 
     def between(self, qkv: Tensor, at: Places) -> Tensor:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from megastable.base import products
-from megastable.model.attention_scores import FULL, AttentionScores
+from megastable.model.kernels import FULL, AttentionScores
 
 ROWS = 256  # queries of a block
 DOCUMENT_ROWS = 64  # queries of a block with documents: it also covers the document of its first query
@@ -61,8 +61,8 @@ class AttentionBlock:
 
     def shape(self, groups: int) -> tuple[int, int, int]:
         """[n, r, keys]."""
-        n = (self.b1 - self.b0) * (self.k1 - self.k0)
-        return n, (self.end - self.first) * groups, self.end - self.key
+        pair_count = (self.b1 - self.b0) * (self.k1 - self.k0)
+        return pair_count, (self.end - self.first) * groups, self.end - self.key
 
 
 def blocks(
@@ -91,17 +91,17 @@ def blocks(
 
 def document_starts(segments: Tensor, c: int) -> list[list[int]]:
     """The first token of the document of every c-th token of each sample. segments: [b, s]."""
-    opens = torch.ones_like(segments, dtype=torch.bool)
-    opens[:, 1:] = segments[:, 1:] != segments[:, :-1]
-    token = torch.arange(segments.shape[1]).mul(opens)
-    return token.cummax(1).values[:, ::c].tolist()
+    opens_document = torch.ones_like(segments, dtype=torch.bool)
+    opens_document[:, 1:] = segments[:, 1:] != segments[:, :-1]
+    document_start = torch.arange(segments.shape[1]).mul(opens_document)
+    return document_start.cummax(1).values[:, ::c].tolist()
 
 
 def kept_size(b: int, heads: int, s: int, d: int) -> int:
     """Number of probabilities that the forward keeps for the backward: those of all blocks of at most ROWS, or none."""
-    whole, rest = s // ROWS, s % ROWS  # divmod does not take symbolic sizes
-    each = ROWS * ROWS * whole * (whole + 1) // 2 + rest * s
-    return b * heads * each if each <= KEPT * s * d else 0
+    whole_blocks, rest_rows = s // ROWS, s % ROWS  # divmod does not take symbolic sizes
+    head_size = ROWS * ROWS * whole_blocks * (whole_blocks + 1) // 2 + rest_rows * s
+    return b * heads * head_size if head_size <= KEPT * s * d else 0
 
 
 Place = Callable[[Sequence[int]], Tensor]
@@ -122,23 +122,23 @@ def _scratch(name: str, dtype: torch.dtype) -> Place:
     """Hands out the same memory for every block and every call."""
 
     def place(shape: Sequence[int]) -> Tensor:
-        size, held = math.prod(shape), _held.flat.get((name, dtype))
-        if held is None or size > len(held):
+        size, held_memory = math.prod(shape), _held.flat.get((name, dtype))
+        if held_memory is None or size > len(held_memory):
             with torch.inference_mode(False):  # else training could no longer write to it
-                held = _held.flat[name, dtype] = torch.empty(size, dtype=dtype)
-        return held[:size].view(shape)
+                held_memory = _held.flat[name, dtype] = torch.empty(size, dtype=dtype)
+        return held_memory[:size].view(shape)
 
     return place
 
 
 def _shelf(flat: Tensor) -> Place:
     """Hands out a separate part of `flat` to every block, in block order."""
-    used = 0
+    used_size = 0
 
     def place(shape: Sequence[int]) -> Tensor:
-        nonlocal used
-        first, used = used, used + math.prod(shape)
-        return flat[first:used].view(shape)
+        nonlocal used_size
+        first_element, used_size = used_size, used_size + math.prod(shape)
+        return flat[first_element:used_size].view(shape)
 
     return place
 
@@ -149,17 +149,19 @@ def _scores(q: Tensor, k: Tensor, scale: float, out: Tensor) -> Tensor:
         return torch.baddbmm(out, q, k.transpose(1, 2), beta=0, alpha=scale, out=out)
     # oneDNN may use bf16 instructions, which multiply bf16 values exactly and sum in fp32. If it does not, the product
     # is as exact, but slower.
-    matmul: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-    before = matmul.fp32_precision
-    matmul.fp32_precision = "bf16"
+    mkldnn_matmul: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    precision_before = mkldnn_matmul.fp32_precision
+    mkldnn_matmul.fp32_precision = "bf16"
     try:
-        wide = (
+        wide_factors = (
             _scratch("queries", torch.float32)(q.shape).copy_(q),
             _scratch("keys", torch.float32)(k.shape).copy_(k),
         )
-        return torch.baddbmm(out, wide[0], wide[1].transpose(1, 2), beta=0, alpha=scale, out=out)
+        return torch.baddbmm(
+            out, wide_factors[0], wide_factors[1].transpose(1, 2), beta=0, alpha=scale, out=out
+        )
     finally:
-        matmul.fp32_precision = before
+        mkldnn_matmul.fp32_precision = precision_before
 
 
 @functools.lru_cache(maxsize=4)
@@ -184,10 +186,10 @@ class _Call:
         self.scale, self.cap, self.window = scores.factor(self.d), scores.cap, scores.window
         self.segments = segments
         self.slopes = _scratch("slopes", torch.float32)
-        c = min(ROWS if segments is None else DOCUMENT_ROWS, self.s)
-        starts = None if segments is None else document_starts(segments, c)
-        self.blocks = blocks(self.b, self.k, self.g, self.s, c, starts, self.window)
-        self.room, self.future = _scratch("scores", torch.float32), _future(c)
+        query_count = min(ROWS if segments is None else DOCUMENT_ROWS, self.s)
+        starts_by_sample = None if segments is None else document_starts(segments, query_count)
+        self.blocks = blocks(self.b, self.k, self.g, self.s, query_count, starts_by_sample, self.window)
+        self.room, self.future = _scratch("scores", torch.float32), _future(query_count)
 
     def view(self, x: Tensor, at: AttentionBlock) -> Tensor:
         """A block's queries in x [b, q, s, d]: a view [b, k, c, g, d]."""
@@ -259,14 +261,14 @@ def _upstream(dy: Tensor, y: Tensor) -> Tensor:
     backward needs, rounded after the subtraction instead of before.
     """
     n, r, d = dy.shape
-    up = _scratch("upstream", dy.dtype)((n, r, d + EXTRA))
-    up[..., :d] = dy
-    up[..., d:] = 0
-    wide = _scratch("queries", torch.float32)((n, r, d)).copy_(dy)
-    delta = wide.mul_(_scratch("outputs", torch.float32)((n, r, d)).copy_(y)).sum(-1).neg_()
-    up[..., d] = delta
-    up[..., d + 1] = delta - up[..., d]
-    return up
+    extended_gradient = _scratch("upstream", dy.dtype)((n, r, d + EXTRA))
+    extended_gradient[..., :d] = dy
+    extended_gradient[..., d:] = 0
+    wide_gradient = _scratch("queries", torch.float32)((n, r, d)).copy_(dy)
+    output_product = wide_gradient.mul_(_scratch("outputs", torch.float32)((n, r, d)).copy_(y)).sum(-1).neg_()
+    extended_gradient[..., d] = output_product
+    extended_gradient[..., d + 1] = output_product - extended_gradient[..., d]
+    return extended_gradient
 
 
 def _backward(
@@ -371,11 +373,11 @@ def blocked_attention(
     cost depends on the lengths of the documents and the window, not of the sequence. All of one dtype, fp32 or bf16, on
     a CPU (see `supported`). The result is contiguous as [s, b, q, d].
     """
-    keep = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    needs_gradients = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     # Computed here: a compiled graph in the disk cache must depend on the value that it was compiled for.
     # With a cap the backward needs the logits as well: both are computed again.
-    room = kept_size(*q.shape) if keep and scores.cap is None else 0
+    kept_elements = kept_size(*q.shape) if needs_gradients and scores.cap is None else 0
     scores = scores.within(q.shape[2])
     if torch.compiler.is_compiling():
-        return _op(q, k, v, documents, room, *scores)[0]
-    return _Eager.apply(q, k, v, documents, room, *scores)[0]
+        return _op(q, k, v, documents, kept_elements, *scores)[0]
+    return _Eager.apply(q, k, v, documents, kept_elements, *scores)[0]

@@ -21,9 +21,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from megastable.base.products import is_cast
-from megastable.model.attention_scores import FULL, AttentionScores, softcap
 from megastable.model.blocked import blocked_attention
-from megastable.model.in_parts import in_parts
+from megastable.model.kernels import FULL, AttentionScores, in_parts, softcap
 
 
 class RunCore(Protocol):
@@ -73,8 +72,8 @@ def attention_mask(
 
 @lru_cache(maxsize=4)
 def _mask(scores: AttentionScores, length: int, device: torch.device) -> Tensor:
-    index = torch.arange(length, device=device)
-    return scores.mask(index, index)[None, None]
+    token_index = torch.arange(length, device=device)
+    return scores.mask(token_index, token_index)[None, None]
 
 
 def reference_attention(
@@ -88,14 +87,14 @@ def _of_queries(
     q: Tensor, first: int, k: Tensor, v: Tensor, documents: Tensor | None, scores: AttentionScores
 ) -> Tensor:
     """`reference_attention` of the queries from position `first` on: q [b, q, n, d] -> the same shape."""
-    groups, (count, d), device = q.shape[1] // k.shape[1], q.shape[2:], q.device
-    k, v = k.repeat_interleave(groups, 1).float(), v.repeat_interleave(groups, 1).float()
-    z = softcap(q.float() @ k.transpose(-2, -1) * scores.factor(d), scores.cap)
-    queries = torch.arange(first, first + count, device=device)
-    allowed = scores.mask(queries, torch.arange(k.shape[2], device=device))
+    group_size, (query_count, d), device = q.shape[1] // k.shape[1], q.shape[2:], q.device
+    k, v = k.repeat_interleave(group_size, 1).float(), v.repeat_interleave(group_size, 1).float()
+    capped_logits = softcap(q.float() @ k.transpose(-2, -1) * scores.factor(d), scores.cap)
+    query_positions = torch.arange(first, first + query_count, device=device)
+    allowed = scores.mask(query_positions, torch.arange(k.shape[2], device=device))
     if documents is not None:
-        allowed = allowed & (documents[:, None, queries, None] == documents[:, None, None, :])
-    return (z.masked_fill(~allowed, -torch.inf).softmax(-1) @ v).to(q.dtype)
+        allowed = allowed & (documents[:, None, query_positions, None] == documents[:, None, None, :])
+    return (capped_logits.masked_fill(~allowed, -torch.inf).softmax(-1) @ v).to(q.dtype)
 
 
 def plain_attention(
@@ -115,30 +114,34 @@ def sdpa_attention(
 ) -> Tensor:
     """torch's fused kernels (fp32 softmax inside). documents: a mask of s x s, or on a GPU the result of `see`."""
     scale = scores.scale
-    groups, on_gpu = q.shape[1] // k.shape[1], q.device.type == "cuda"
+    group_size, on_gpu = q.shape[1] // k.shape[1], q.device.type == "cuda"
     if isinstance(documents, BlockMask):
         # Compiled, or FlexAttention writes out all scores. Inside a compiled block it becomes a part of it.
-        flex: Any = flex_attention if torch.compiler.is_compiling() else _flex()
-        modified = None if scores.cap is None else _capped(scores.cap)
-        return flex(q, k, v, block_mask=documents, enable_gqa=groups > 1, scale=scale, score_mod=modified)
-    assert scores.cap is None, "kernel_choice.choose takes another core where logits are capped"
-    if groups > 1 and not (on_gpu and q.dtype in GROUPED):
+        flex_kernel: Any = flex_attention if torch.compiler.is_compiling() else _flex()
+        score_modifier = None if scores.cap is None else _capped(scores.cap)
+        return flex_kernel(
+            q, k, v, block_mask=documents, enable_gqa=group_size > 1, scale=scale, score_mod=score_modifier
+        )
+    assert scores.cap is None, "numerics.choose takes another core where logits are capped"
+    if group_size > 1 and not (on_gpu and q.dtype in GROUPED):
         # For other dtypes torch would fall back to the unfused kernel, with its scores [b, q, s, s].
-        k, v, groups = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), 1
+        k, v, group_size = k.repeat_interleave(group_size, 1), v.repeat_interleave(group_size, 1), 1
     if not on_gpu:
-        dtype = torch.float32 if is_cast(q) else q.dtype  # like all products on a CPU that would emulate bf16
-        core = F.scaled_dot_product_attention
-        out = core(
-            q.to(dtype),
-            k.to(dtype),
-            v.to(dtype),
+        product_dtype = (
+            torch.float32 if is_cast(q) else q.dtype
+        )  # like all products on a CPU that would emulate bf16
+        torch_attention = F.scaled_dot_product_attention
+        attention_output = torch_attention(
+            q.to(product_dtype),
+            k.to(product_dtype),
+            v.to(product_dtype),
             attn_mask=documents,
             is_causal=documents is None,
             scale=scale,
         )
-        return out.to(q.dtype)
+        return attention_output.to(q.dtype)
     with sdpa_kernel(FUSED, set_priority=True):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=groups > 1, scale=scale)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=group_size > 1, scale=scale)
 
 
 def see(
@@ -148,10 +151,10 @@ def see(
     other kernels can do it."""
     if segments is None:
         return None if scores.cap is None and scores.window is None else _seen(scores.window, length, device)
-    window = length if scores.window is None else scores.window
+    window_length = length if scores.window is None else scores.window
 
     def inside(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return (q >= k) & (q - k < window) & (segments[b, q] == segments[b, k])
+        return (q >= k) & (q - k < window_length) & (segments[b, q] == segments[b, k])
 
     # Once per micro-batch. Not compiled: the s x s mask exists for a moment, in bool.
     return create_block_mask(inside, len(segments), None, length, length, device=device)
@@ -159,10 +162,10 @@ def see(
 
 @lru_cache(maxsize=8)
 def _seen(window: int | None, length: int, device: torch.device) -> BlockMask:
-    reach = length if window is None else window
+    window_reach = length if window is None else window
 
     def inside(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return (q >= k) & (q - k < reach)
+        return (q >= k) & (q - k < window_reach)
 
     return create_block_mask(inside, None, None, length, length, device=device)
 
@@ -187,10 +190,10 @@ def _flex() -> Callable[..., Any]:
 @torch.compiler.disable
 def te_attention(q: Tensor, k: Tensor, v: Tensor, documents: None, scores: AttentionScores = FULL) -> Tensor:
     """Transformer Engine's kernels, which support neither segments nor caps."""
-    assert documents is None and scores.cap is None, "kernel_choice.choose takes another core for these"
-    core = _te_core(q.shape[1], k.shape[1], q.shape[-1], scores)
+    assert documents is None and scores.cap is None, "numerics.choose takes another core for these"
+    te_core = _te_core(q.shape[1], k.shape[1], q.shape[-1], scores)
     # It needs the sequence first, which is how q, k and v lie in memory.
-    y = core(*(x.permute(2, 0, 1, 3) for x in (q, k, v)))
+    y = te_core(*(x.permute(2, 0, 1, 3) for x in (q, k, v)))
     return y.unflatten(-1, (q.shape[1], q.shape[-1])).permute(1, 2, 0, 3)
 
 

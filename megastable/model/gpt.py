@@ -20,14 +20,11 @@ from torch.utils.checkpoint import checkpoint
 
 from megastable.config.model import ModelConfig
 from megastable.model.attention import Attention, Places
-from megastable.model.attention_scores import AttentionScores
+from megastable.model.block_parts import MLP, RMSNorm, at_places, dropped
 from megastable.model.cores import CORES
-from megastable.model.dropout import at_places, dropped
 from megastable.model.init import initialise
-from megastable.model.kernels import PLAIN, Kernels
+from megastable.model.kernels import PLAIN, AttentionScores, Kernels
 from megastable.model.loss import Features, LossFunction, project
-from megastable.model.mlp import MLP
-from megastable.model.norm import RMSNorm
 from megastable.model.sizes import layer_costs
 from megastable.parallel.layers import ColumnParallelLinear, VocabParallelEmbedding
 from megastable.parallel.mappings import enter
@@ -58,10 +55,10 @@ class Residual:
 
     @classmethod
     def of(cls, config: ModelConfig, block: int) -> Residual:
-        placement = config.placement_of(block)
+        norm_placement = config.placement_of(block)
         return cls(
-            placement,
-            shortcut=(2 * config.layers) ** 0.25 if placement == "deep" else 1.0,
+            norm_placement,
+            shortcut=(2 * config.layers) ** 0.25 if norm_placement == "deep" else 1.0,
             branch=1 / config.depth_ratio,
             norm=(block + 1) ** -0.5 if config.norm_scaling else 1.0,
         )
@@ -121,12 +118,12 @@ class Embedding(VocabParallelEmbedding):
         self.factor, self.dropout, self.part = factor, dropout, _part(tp, cp)
 
     def forward(self, inputs: Stream) -> Stream:  # type: ignore[override]
-        tokens, _, keys = open_stream(inputs)
+        tokens, _, dropout_keys = open_stream(inputs)
         x = super().forward(tokens)
         if self.factor != 1.0:
             x = x * self.factor
-        if self.training and keys is not None:
-            x = dropped(x, at_places(keys, 0)[0], self.dropout, self.part * len(x))
+        if self.training and dropout_keys is not None:
+            x = dropped(x, at_places(dropout_keys, 0)[0], self.dropout, self.part * len(x))
         return _with(inputs, x)
 
 
@@ -153,10 +150,10 @@ class Block(nn.Module):
     ) -> None:
         super().__init__()
         self.name = name = f"blocks.{index}"
-        core = recompute == "selective"
+        recomputes_core = recompute == "selective"
         self.recompute = recompute == "full"
         self.residual = residual = Residual.of(config, index)
-        norm = partial(
+        make_norm = partial(
             RMSNorm,
             config.hidden,
             config.norm_eps,
@@ -164,15 +161,15 @@ class Block(nn.Module):
             partial=tp.sequence,
             centered=config.zero_centered_norms,
         )
-        self.attention_norm = norm(f"{name}.attention_norm", scale=residual.norm)
+        self.attention_norm = make_norm(f"{name}.attention_norm", scale=residual.norm)
         self.attention = Attention(
-            config, tp, f"{name}.attention", core, kernels, cp, AttentionScores.of(config, index)
+            config, tp, f"{name}.attention", recomputes_core, kernels, cp, AttentionScores.of(config, index)
         )
-        self.mlp_norm = norm(f"{name}.mlp_norm", scale=residual.norm)
-        self.mlp = MLP(config, tp, f"{name}.mlp", core)
-        both = residual.placement == "both"
-        self.attention_post_norm = norm(f"{name}.attention_post_norm") if both else None
-        self.mlp_post_norm = norm(f"{name}.mlp_post_norm") if both else None
+        self.mlp_norm = make_norm(f"{name}.mlp_norm", scale=residual.norm)
+        self.mlp = MLP(config, tp, f"{name}.mlp", recomputes_core)
+        has_post_norms = residual.placement == "both"
+        self.attention_post_norm = make_norm(f"{name}.attention_post_norm") if has_post_norms else None
+        self.mlp_post_norm = make_norm(f"{name}.mlp_post_norm") if has_post_norms else None
         # Of `norms=branch`: see `set_updates`; None: full size. Not a buffer, which would become bf16.
         self.grown: Tensor | None = None
         self._split = (tp.size if tp.sequence else 1) * cp.size
@@ -190,11 +187,11 @@ class Block(nn.Module):
         """Exclude its linear layers from torch.compile; the code between them is compiled separately."""
         if not self._kernels.compile:
             return
-        whole = self._kernels.whole_blocks
-        between = torch.compile(self.attention.between, fullgraph=whole, dynamic=False)
-        self._fast = lambda x, at: self.around(x, lambda y: self.attention(y, at, between), at.keys)
+        is_whole = self._kernels.whole_blocks
+        compiled_between = torch.compile(self.attention.between, fullgraph=is_whole, dynamic=False)
+        self._fast = lambda x, at: self.around(x, lambda y: self.attention(y, at, compiled_between), at.keys)
         if isinstance(self.mlp, MLP):
-            self.mlp.fast = torch.compile(self.mlp.activation, fullgraph=whole, dynamic=False)
+            self.mlp.fast = torch.compile(self.mlp.activation, fullgraph=is_whole, dynamic=False)
 
     def compute_plainly(self, attention: bool, compiled: bool) -> None:
         """From the next step on, compute by plain PyTorch in place of a kernel that computes wrong numbers, or by the
@@ -211,14 +208,14 @@ class Block(nn.Module):
             self.mlp.plain = self._plain
 
     def forward(self, stream: Stream) -> Stream:
-        x, segments, keys = open_stream(stream)
+        x, segments, dropout_keys = open_stream(stream)
         at = self._places(x, segments)
-        if self.training and keys is not None:
-            at = at._replace(keys=at_places(keys, 1 + 2 * self._index, 2 + 2 * self._index))
-        halves = self.in_halves or self._plain
-        run = self._halves if halves else self._fast
-        again = (self.recompute or halves) and torch.is_grad_enabled()
-        return _with(stream, _recomputed(run, x, at) if again else run(x, at))
+        if self.training and dropout_keys is not None:
+            at = at._replace(keys=at_places(dropout_keys, 1 + 2 * self._index, 2 + 2 * self._index))
+        runs_halves = self.in_halves or self._plain
+        run_block = self._halves if runs_halves else self._fast
+        is_recomputed = (self.recompute or runs_halves) and torch.is_grad_enabled()
+        return _with(stream, _recomputed(run_block, x, at) if is_recomputed else run_block(x, at))
 
     @torch.no_grad()
     def queries_and_keys(self, stream: Stream) -> tuple[Tensor, Tensor]:
@@ -238,17 +235,17 @@ class Block(nn.Module):
         Computed separately from `forward`, not compiled. Collective over the tensor and the context group."""
         if self._split == 1:
             x, segments = x[:most], None if segments is None else segments[:, :most]
-        found: list[Tensor] = []
-        hooks = [
-            module.register_forward_hook(lambda _, args, y: found.append(y))
+        hooked_outputs: list[Tensor] = []
+        output_hooks = [
+            module.register_forward_hook(lambda _, args, y: hooked_outputs.append(y))
             for module in (self.attention.qkv, self.attention, self.mlp)
         ]
         try:
             self._block(x, self._places(x, segments))
         finally:
-            for hook in hooks:
-                hook.remove()
-        qkv, attention, mlp = found
+            for output_hook in output_hooks:
+                output_hook.remove()
+        qkv, attention, mlp = hooked_outputs
         return qkv, attention, mlp
 
     def _places(self, x: Tensor, segments: Tensor | None) -> Places:
@@ -260,8 +257,8 @@ class Block(nn.Module):
     def _halves(self, x: Tensor, at: Places) -> Tensor:
         """The block, not compiled, so that hooks on its modules run. As that saves twice the activations, it is
         recomputed in the backward pass, one half after the other."""
-        half = _recomputed(self._attended, x, lambda y: self.attention(y, at), at.keys)
-        return _recomputed(self._fed, half, at.keys)
+        attended_half = _recomputed(self._attended, x, lambda y: self.attention(y, at), at.keys)
+        return _recomputed(self._fed, attended_half, at.keys)
 
     def around(self, x: Tensor, attend: Callable[[Tensor], Tensor], keys: Tensor | None = None) -> Tensor:
         """The block with `attend` in place of its attention; `attend` maps x [s, b, hidden] to the same shape. keys:
@@ -290,14 +287,17 @@ class Block(nn.Module):
 def set_updates(module: nn.Module, config: ModelConfig, updates: int) -> None:
     """Set the factor of the branches of `norms=branch` to min(1, t / T), t = updates applied so far."""
     if config.norms == "branch":
-        blocks = [part for part in module.modules() if isinstance(part, Block)]
-        share, devices = (
+        model_blocks = [part for part in module.modules() if isinstance(part, Block)]
+        branch_share, block_devices = (
             min(1.0, updates / config.branch_steps),
-            {b.attention_norm.weight.device for b in blocks},
+            {any_block.attention_norm.weight.device for any_block in model_blocks},
         )
-        grown = {device: torch.tensor(share, dtype=torch.float32, device=device) for device in devices}
-        for block in blocks:
-            block.grown = grown[block.attention_norm.weight.device]
+        grown_by_device = {
+            block_device: torch.tensor(branch_share, dtype=torch.float32, device=block_device)
+            for block_device in block_devices
+        }
+        for block in model_blocks:
+            block.grown = grown_by_device[block.attention_norm.weight.device]
 
 
 def _recomputed(run: Callable[..., Tensor], *args: Any) -> Tensor:
@@ -356,8 +356,8 @@ class LateHead(Head):
     """The head of a pipeline whose loss does the projection, chunk by chunk: x -> features."""
 
     def forward(self, x: Tensor, then: Callable[[Features], Any] | None = None) -> Any:
-        given = self.readout.features(self, x)
-        return given if then is None else then(given)
+        head_features = self.readout.features(self, x)
+        return head_features if then is None else then(head_features)
 
 
 @dataclass(frozen=True)
@@ -428,27 +428,27 @@ class GPT(nn.Sequential):
 
     def forward(self, inputs: Stream, labels: Tensor | None = None) -> Tensor:
         x: Any = inputs
-        modules = list(self.children())
-        for module in modules if self.tied else modules[:-1]:
-            x = module(x)
-        loss = self.loss
+        layer_modules = list(self.children())
+        for layer_module in layer_modules if self.tied else layer_modules[:-1]:
+            x = layer_module(x)
+        loss_function = self.loss
         if labels is None:
             return self.logits(x)
-        assert loss is not None
+        assert loss_function is not None
         if self.chunked:
-            return self._headed(x, lambda given: loss(given, labels))
-        return loss(self.logits(x), labels)
+            return self._headed(x, lambda given: loss_function(given, labels))
+        return loss_function(self.logits(x), labels)
 
     def logits(self, x: Tensor) -> Tensor:
         """What the head makes of x [s, b, hidden]."""
         return self._headed(x, self.readout.project)
 
     def _headed(self, x: Tensor, then: Callable[[Features], Tensor]) -> Tensor:
-        head = self[-1]
-        return then(self.readout.features(self._embedding, x)) if self.tied else head(x, then)
+        last_layer = self[-1]
+        return then(self.readout.features(self._embedding, x)) if self.tied else last_layer(x, then)
 
     @property
     def _embedding(self) -> VocabParallelEmbedding:
-        embedding = self[0]
-        assert isinstance(embedding, VocabParallelEmbedding)
-        return embedding
+        first_layer = self[0]
+        assert isinstance(first_layer, VocabParallelEmbedding)
+        return first_layer

@@ -29,8 +29,8 @@ BLOCK = 16  # torch draws this many together: chunks of a multiple give the same
 
 def threads_to_draw() -> int:
     """Cores of this rank: its share of the host's, or fewer if it is bound to some."""
-    share = (os.cpu_count() or 1) // ranks_of_host()
-    return max(1, min(len(os.sched_getaffinity(0)), share))
+    core_share = (os.cpu_count() or 1) // ranks_of_host()
+    return max(1, min(len(os.sched_getaffinity(0)), core_share))
 
 
 def std_of(name: str, rows: int, columns: int, config: ModelConfig) -> float:
@@ -65,20 +65,20 @@ def section_stds(
     DeepNorm scales values, attention output and MLP by (8 layers)^(-1/4), not queries and keys (arXiv:2203.00555,
     figure 2).
     """
-    sections = placement.sections if placement.dim == 0 else (rows,)
-    gains = [1.0] * len(sections)
+    row_sections = placement.sections if placement.dim == 0 else (rows,)
+    section_gains = [1.0] * len(row_sections)
     if config.norms == "deep" and placement.name.startswith("blocks."):
-        plain = 2 if placement.name.endswith(".attention.qkv.weight") else 0
-        gains[plain:] = [(8 * config.layers) ** -0.25] * (len(sections) - plain)
+        plain_sections = 2 if placement.name.endswith(".attention.qkv.weight") else 0
+        section_gains[plain_sections:] = [(8 * config.layers) ** -0.25] * (len(row_sections) - plain_sections)
     return [
-        (n, gain * std_of(placement.name, n, columns, config))
-        for n, gain in zip(sections, gains, strict=True)
+        (section_rows, section_gain * std_of(placement.name, section_rows, columns, config))
+        for section_rows, section_gain in zip(row_sections, section_gains, strict=True)
     ]
 
 
 def _generator(placement: Placement, seed: int) -> torch.Generator:
-    digest = hashlib.blake2b(f"{seed}/{placement.name}".encode(), digest_size=8).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+    name_digest = hashlib.blake2b(f"{seed}/{placement.name}".encode(), digest_size=8).digest()
+    return torch.Generator().manual_seed(int.from_bytes(name_digest, "little") >> 1)
 
 
 def _of_vector(placement: Placement, config: ModelConfig) -> float:
@@ -88,12 +88,12 @@ def _of_vector(placement: Placement, config: ModelConfig) -> float:
 def _scaled(chunk: Tensor, first: int, parts: list[tuple[int, float]]) -> Tensor:
     """Rows of a whole matrix, from `first` on, drawn with the deviation of its first part, with that of their own; in
     place."""
-    begin = 0
-    for rows, std in parts:
-        end = begin + rows
-        if std != parts[0][1]:
-            chunk[max(begin - first, 0) : max(end - first, 0)] *= std / parts[0][1]
-        begin = end
+    part_begin = 0
+    for part_rows, part_std in parts:
+        part_end = part_begin + part_rows
+        if part_std != parts[0][1]:
+            chunk[max(part_begin - first, 0) : max(part_end - first, 0)] *= part_std / parts[0][1]
+        part_begin = part_end
     return chunk
 
 
@@ -140,52 +140,58 @@ def fill(
 ) -> None:
     """Fill `parts` on this many threads. Each thread holds one chunk of numbers, in fp32 and in the target dtype."""
     # The longest first, so that no thread works alone at the end.
-    ordered = sorted(parts, key=lambda part: -math.prod(part.shape))
-    draw = partial(_fill, config=config, tp=tp, seed=seed)
-    before = torch.get_num_threads()
+    ordered_parts = sorted(parts, key=lambda part: -math.prod(part.shape))
+    draw_part = partial(_fill, config=config, tp=tp, seed=seed)
+    threads_before = torch.get_num_threads()
     try:
         # One torch thread each: else every worker would start as many again for its copies.
-        with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-            list(pool.map(draw, ordered))
+        with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as thread_pool:
+            list(thread_pool.map(draw_part, ordered_parts))
     finally:
-        torch.set_num_threads(before)  # a pool thread sets it for all later threads
+        torch.set_num_threads(threads_before)  # a pool thread sets it for all later threads
 
 
 @torch.no_grad()
 def _fill(part: ParameterPart, config: ModelConfig, tp: TensorParallel, seed: int) -> None:
     placement, into = part.placement, part.into
-    size = max(math.prod(part.shape) - part.start, 0)  # elements of the shard left to fill
-    into[size:] = 0
+    shard_size = max(math.prod(part.shape) - part.start, 0)  # elements of the shard left to fill
+    into[shard_size:] = 0
     if len(part.shape) == 1:
-        into[:size] = _of_vector(placement, config)
+        into[:shard_size] = _of_vector(placement, config)
         return
-    rows, columns = part.shape
+    whole_rows, whole_columns = part.shape
     if placement.dim is not None:
-        whole = sum(placement.sections)
-        rows, columns = (whole, columns) if placement.dim == 0 else (rows, whole)
-    parts = section_stds(placement, rows, columns, config)
-    for first, chunk in _chunks(rows, columns, parts[0][1], _generator(placement, seed)):
-        _scaled(chunk, first, parts)
-        for at, mine in _of_shard(chunk, first, placement, tp):
-            begin = at * part.shape[1] - part.start  # of these rows in `into`
-            low, high = max(-begin, 0), min(mine.numel(), len(into) - begin)
-            if low < high:
-                into[begin + low : begin + high] = mine.reshape(-1)[low:high]
+        fused_rows = sum(placement.sections)
+        whole_rows, whole_columns = (
+            (fused_rows, whole_columns) if placement.dim == 0 else (whole_rows, fused_rows)
+        )
+    section_parts = section_stds(placement, whole_rows, whole_columns, config)
+    for first, chunk in _chunks(whole_rows, whole_columns, section_parts[0][1], _generator(placement, seed)):
+        _scaled(chunk, first, section_parts)
+        for shard_row, own_rows in _of_shard(chunk, first, placement, tp):
+            into_begin = shard_row * part.shape[1] - part.start  # of these rows in `into`
+            first_element, last_element = max(-into_begin, 0), min(own_rows.numel(), len(into) - into_begin)
+            if first_element < last_element:
+                into[into_begin + first_element : into_begin + last_element] = own_rows.reshape(-1)[
+                    first_element:last_element
+                ]
 
 
 def _chunks(rows: int, columns: int, std: float, generator: torch.Generator) -> Iterator[tuple[int, Tensor]]:
     """The first row and the numbers, fp32 [some rows, columns], of a matrix of normal numbers, from the top; each
     chunk is valid until the next one."""
-    unit = BLOCK // math.gcd(columns, BLOCK)
-    step = max(CHUNK // columns // unit, 1) * unit
+    row_unit = BLOCK // math.gcd(columns, BLOCK)
+    chunk_rows = max(CHUNK // columns // row_unit, 1) * row_unit
     # Torch draws less than a block differently: the remainder goes with the last chunk.
-    starts = [start for start in range(0, rows, step) if start == 0 or (rows - start) * columns >= BLOCK]
-    ends = [*starts[1:], rows]
-    most = max(end - start for start, end in zip(starts, ends, strict=True)) * columns
-    memory = torch.empty(most, dtype=torch.float32, device="cpu")
-    for start, end in zip(starts, ends, strict=True):
-        drawn = memory[: (end - start) * columns].normal_(0.0, std, generator=generator)
-        yield start, drawn.view(-1, columns)
+    chunk_starts = [
+        start for start in range(0, rows, chunk_rows) if start == 0 or (rows - start) * columns >= BLOCK
+    ]
+    chunk_ends = [*chunk_starts[1:], rows]
+    chunk_size = max(end - start for start, end in zip(chunk_starts, chunk_ends, strict=True)) * columns
+    chunk_memory = torch.empty(chunk_size, dtype=torch.float32, device="cpu")
+    for start, end in zip(chunk_starts, chunk_ends, strict=True):
+        drawn_numbers = chunk_memory[: (end - start) * columns].normal_(0.0, std, generator=generator)
+        yield start, drawn_numbers.view(-1, columns)
 
 
 def _of_shard(
@@ -196,11 +202,11 @@ def _of_shard(
     if placement.dim != 0 or tp.size == 1:
         yield first, shard(chunk, placement, tp.rank, tp.size)
         return
-    passed = 0
-    for section in placement.sections:
-        size = section // tp.size
-        begin, local = passed + tp.rank * size, passed // tp.size
-        low, high = max(begin, first), min(begin + size, first + len(chunk))
-        if low < high:
-            yield local + low - begin, chunk[low - first : high - first]
-        passed += section
+    passed_rows = 0
+    for section_rows in placement.sections:
+        shard_rows = section_rows // tp.size
+        shard_begin, local_row = passed_rows + tp.rank * shard_rows, passed_rows // tp.size
+        chunk_low, chunk_high = max(shard_begin, first), min(shard_begin + shard_rows, first + len(chunk))
+        if chunk_low < chunk_high:
+            yield local_row + chunk_low - shard_begin, chunk[chunk_low - first : chunk_high - first]
+        passed_rows += section_rows

@@ -1,10 +1,111 @@
-"""Names of the kernels that compute the model."""
+"""Which kernels compute the model, how attention logits are made for all of them, and computing in parts."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megastable.config.model import ModelConfig
+
+
+class AttentionScores(NamedTuple):
+    """scale: factor of q k; None: 1 / sqrt(d). cap: logits z become cap tanh(z / cap) (Gemma 2, arXiv:2408.00118,
+    section 2); None: as they are. window: a query sees this many keys, its own included; None: all up to its own."""
+
+    scale: float | None = None
+    cap: float | None = None
+    window: int | None = None
+
+    @classmethod
+    def of(cls, config: ModelConfig, block: int) -> AttentionScores:
+        return cls(config.score_scale, config.attention_softcap, config.window_of(block))
+
+    def within(self, length: int) -> AttentionScores:
+        """The same for samples of `length` tokens: without a window that none of them reaches."""
+        return self if self.window is None or self.window < length else self._replace(window=None)
+
+    def factor(self, width: int) -> float:
+        """The factor of q k. width: of a head."""
+        return 1 / math.sqrt(width) if self.scale is None else self.scale
+
+    def mask(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """bool [queries, keys]: which keys a query sees. Both int64, positions in the sample."""
+        key_distance = queries[:, None] - keys
+        is_seen = key_distance >= 0
+        return is_seen if self.window is None else is_seen & (key_distance < self.window)
+
+
+FULL = AttentionScores()
+
+
+def softcap(z: Tensor, cap: float | None) -> Tensor:
+    """cap tanh(z / cap), in the dtype of z."""
+    return z if cap is None else torch.tanh(z / cap) * cap
+
+
+def in_parts(
+    compute: Callable[..., Tensor], x: Tensor, whole: tuple[Tensor, ...], size: int, dims: tuple[int, int]
+) -> Tensor:
+    """What `compute` makes of x, computed for `size` rows of it at a time, and again in the backward pass.
+
+    The gradients of `whole` are summed over the parts in fp32 and rounded once.
+
+    Args:
+        compute: (rows of x, index of the first one, *whole) -> result. It draws no random numbers.
+        x: Split along its dimension `dims[0]`.
+        whole: Tensors that every part needs.
+        size: Rows of a part; the last one may have fewer. The same on all ranks that `compute` communicates with.
+        dims: The dimension of the rows in x, and in the result.
+    """
+    joined_result: Tensor = _InParts.apply(compute, size, dims, x, *whole)
+    return joined_result
+
+
+class _InParts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        compute: Callable[..., Tensor],
+        size: int,
+        dims: tuple[int, int],
+        x: Tensor,
+        *whole: Tensor,
+    ) -> Tensor:
+        ctx.compute, ctx.size, ctx.dims = compute, size, dims
+        ctx.save_for_backward(x, *whole)
+        parts = enumerate(x.split(size, dims[0]))
+        return torch.cat([compute(rows, index * size, *whole) for index, rows in parts], dims[1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        x, *whole = ctx.saved_tensors
+        part_gradients: list[Tensor] = []
+        whole_totals = [
+            torch.zeros(whole_tensor.shape, dtype=torch.float32, device=whole_tensor.device)
+            for whole_tensor in whole
+        ]
+        all_parts, rows_upstream = x.split(ctx.size, ctx.dims[0]), upstream.split(ctx.size, ctx.dims[1])
+        for part_index, (part_rows, part_upstream) in enumerate(zip(all_parts, rows_upstream, strict=True)):
+            with torch.enable_grad():
+                part_inputs = [whole_tensor.detach().requires_grad_() for whole_tensor in (part_rows, *whole)]
+                part_result = ctx.compute(part_inputs[0], part_index * ctx.size, *part_inputs[1:])
+            of_part, *of_whole = torch.autograd.grad(part_result, part_inputs, part_upstream)
+            part_gradients.append(of_part)
+            for whole_total, whole_gradient in zip(whole_totals, of_whole, strict=True):
+                whole_total += whole_gradient
+        rounded_totals = [
+            whole_total.to(whole_tensor.dtype)
+            for whole_total, whole_tensor in zip(whole_totals, whole, strict=True)
+        ]
+        return None, None, None, torch.cat(part_gradients, ctx.dims[0]), *rounded_totals
+
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -24,21 +125,23 @@ class Kernels:
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        blocks = "compiled" if self.compile else "not compiled"
-        fp8 = f", FP8 {self.fp8}" if self.fp8 != "off" else ""
-        return f"attention {self.attention}, loss {self.loss}, blocks {blocks}{fp8}"
+        block_text = "compiled" if self.compile else "not compiled"
+        fp8_text = f", FP8 {self.fp8}" if self.fp8 != "off" else ""
+        return f"attention {self.attention}, loss {self.loss}, blocks {block_text}{fp8_text}"
 
     @property
     def replaceable(self) -> dict[str, str]:
         """What plain PyTorch can compute in place of each kind of these kernels, by kind: its name. A
         name has torch's version: after an update it is another kernel."""
-        of = f"of torch {torch.__version__}"
-        names = {
-            "compile": f"torch.compile {of}" if self.compile else "",
-            "attention": f"attention {self.attention} {of}" if self.attention != "reference" else "",
-            "loss": f"chunked loss {of}" if self.loss == "chunked" else "",
+        torch_version = f"of torch {torch.__version__}"
+        name_by_kind = {
+            "compile": f"torch.compile {torch_version}" if self.compile else "",
+            "attention": f"attention {self.attention} {torch_version}"
+            if self.attention != "reference"
+            else "",
+            "loss": f"chunked loss {torch_version}" if self.loss == "chunked" else "",
         }
-        return {kind: name for kind, name in names.items() if name}
+        return {kind: kernel_name for kind, kernel_name in name_by_kind.items() if kernel_name}
 
     @property
     def whole_blocks(self) -> bool:

@@ -1,4 +1,7 @@
-"""Costs of layers and chunk sizes of the loss, from a model's sizes alone. Pure; without torch, for the planner."""
+"""Parameters, FLOPs and costs of layers, chunk sizes of the loss, and what FP8 computes, from a model's sizes alone.
+
+Pure; without torch, for the planner.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,65 @@ from megastable.config.model import ModelConfig
 from megastable.config.rules import LINEARS
 from megastable.config.training import Fp8Config
 from megastable.config.tree import RunConfig
+
+
+def parameters(c: ModelConfig) -> int:
+    """Trainable parameters of the whole model, vocabulary padding included."""
+    d = c.head_width
+    norm_elements = {False: 0, True: 2, "full": c.heads + c.key_value_heads}[c.qk_norm] * d
+    bias_elements = d * (c.heads + 2 * c.key_value_heads) if c.qkv_bias else 0
+    attention_weights = c.hidden * d * (2 * c.heads + 2 * c.key_value_heads) + norm_elements + bias_elements
+    block_elements = (
+        attention_weights + 3 * c.hidden * c.ffn_width + (4 if c.norms == "both" else 2) * c.hidden
+    )
+    return c.layers * block_elements + c.hidden + c.padded_vocab * c.hidden * (1 if c.tied else 2)
+
+
+def flops_per_token(c: ModelConfig, causal: bool) -> float:
+    """Forward and backward, 6 per weight used in a product, plus attention.
+
+    causal=False counts the full s x s attention square (PaLM, arXiv:2204.02311 appendix B); causal=True counts
+    only the half that a causal model needs. A sliding window is counted to both sides, or to the one that is needed.
+    Recomputation is not counted in either (MFU, not HFU).
+    """
+    d = c.head_width
+    product_weights = c.layers * c.hidden * (d * (2 * c.heads + 2 * c.key_value_heads) + 3 * c.ffn_width)
+    product_weights += c.hidden * c.padded_vocab
+    seen_keys = sum(keys_seen(c.sequence_length, c.window_of(block)) for block in range(c.layers))
+    attention_flops = 24 * c.heads * d * seen_keys
+    return 6 * product_weights + attention_flops * (0.5 if causal else 1.0)
+
+
+MULTIPLE = 16  # sizes of its FP8 products must be multiples of this
+
+
+def misfit(config: RunConfig) -> str | None:
+    """The reason why it has no products for a model in this layout, on any GPU; None if it has."""
+    c, m, p = config, config.model, config.parallel
+    if c.precision.kind != "bf16":
+        return f"around Transformer Engine's FP8 everything is bf16, and precision.kind is {c.precision.kind}"
+    rank_heads, rank_kv_heads, d = m.heads // p.tensor, m.key_value_heads // p.tensor, m.head_width
+    size_by_name = {
+        "model.hidden": m.hidden,
+        "queries, keys and values of a tensor rank (model.heads, kv_heads, head_dim)": (
+            rank_heads + 2 * rank_kv_heads
+        )
+        * d,
+        "the heads of a tensor rank (model.heads, head_dim)": rank_heads * d,
+        "model.ffn of a tensor rank": m.ffn_width // p.tensor,
+        "tokens of a rank (train.micro_batch, model.sequence_length)": _tokens(config),
+    }
+    for size_name, product_size in size_by_name.items():
+        if product_size % MULTIPLE:
+            return f"its FP8 products need multiples of {MULTIPLE}, but {size_name}: {product_size:,}"
+    return None
+
+
+def _tokens(config: RunConfig) -> int:
+    p = config.parallel
+    sharing_ranks = p.context * (p.tensor if p.sequence else 1)
+    return config.train.micro_batch * config.model.sequence_length // sharing_ranks
+
 
 # Logits at a time. Chunks must be long, so that adding up dW [rows, h] once per chunk costs little.
 CPU_ELEMENTS = 2**26
@@ -23,8 +85,8 @@ def elements_on(device: str) -> int:
 
 def space_evenly(length: int, most: int) -> list[int]:
     """At most so many positions of a sequence, evenly spaced, with the last one."""
-    n = min(length, most)
-    return [(i + 1) * length // n - 1 for i in range(n)]
+    position_count = min(length, most)
+    return [(i + 1) * length // position_count - 1 for i in range(position_count)]
 
 
 def choose_predicted_positions(length: int) -> list[int]:
@@ -42,23 +104,23 @@ def keys_seen(length: int, window: int | None) -> float:
 
 def block_cost(c: ModelConfig, block: int) -> float:
     """Multiply-adds of a block per token, with causal attention (half of the scores, or those of its window)."""
-    width = c.head_width * (2 * c.heads + 2 * c.key_value_heads)
-    seen = keys_seen(c.sequence_length, c.window_of(block))
-    return c.hidden * width + 3 * c.hidden * c.ffn_width + 2 * seen * c.heads * c.head_width
+    projection_width = c.head_width * (2 * c.heads + 2 * c.key_value_heads)
+    seen_keys = keys_seen(c.sequence_length, c.window_of(block))
+    return c.hidden * projection_width + 3 * c.hidden * c.ffn_width + 2 * seen_keys * c.heads * c.head_width
 
 
 def matrix_elements(c: ModelConfig) -> int:
     """Elements of the model's matrices: all of its weights but those of the norms and biases, which are few."""
-    attention = c.head_width * 2 * (c.heads + c.key_value_heads)
-    block = c.hidden * (attention + 3 * c.ffn_width)
-    return c.layers * block + c.hidden * c.padded_vocab * (1 if c.tied else 2)
+    attention_columns = c.head_width * 2 * (c.heads + c.key_value_heads)
+    block_elements = c.hidden * (attention_columns + 3 * c.ffn_width)
+    return c.layers * block_elements + c.hidden * c.padded_vocab * (1 if c.tied else 2)
 
 
 def layer_costs(c: ModelConfig) -> list[tuple[float, bool]]:
     """For every layer (embedding, blocks, final norm, head): its cost per token, in multiply-adds, and whether it is a
     block."""
-    blocks = [(block_cost(c, block), True) for block in range(c.layers)]
-    return [(1.0, False), *blocks, (1.0, False), (float(c.hidden * c.padded_vocab), False)]
+    block_costs = [(block_cost(c, block), True) for block in range(c.layers)]
+    return [(1.0, False), *block_costs, (1.0, False), (float(c.hidden * c.padded_vocab), False)]
 
 
 def chunk_size(tokens: int, columns: int, elements: int) -> int:
@@ -79,8 +141,8 @@ def in_fp8(config: RunConfig) -> frozenset[str]:
 
 def fp8_linears(config: RunConfig, index: int) -> frozenset[str]:
     """The linear layers of block `index`, of `LINEARS`, that are computed in FP8."""
-    fp8 = config.precision.fp8
-    return frozenset() if fp8 is None else _fp8_linears(fp8, config.model.layers, index)
+    fp8_config = config.precision.fp8
+    return frozenset() if fp8_config is None else _fp8_linears(fp8_config, config.model.layers, index)
 
 
 @lru_cache(maxsize=4096)  # the layout search asks repeatedly

@@ -13,10 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megastable.optim.adam_pieces import chunk_size
-from megastable.optim.pieces import Piece, PieceOptimizer
-from megastable.parallel.fragments import Fragment, Rectangle, rectangles, whole_index
-from megastable.parallel.sharding import shape_of
+from megastable.optim.pieces import Piece, PieceOptimizer, chunk_size
+from megastable.parallel.sharding import Fragment, Rectangle, rectangles, shape_of, whole_index
 
 TINY = 1e-30  # the paper's first epsilon, added to squares of gradients
 ROWS, COLUMNS, PRESENT = "rows", "columns", "present"
@@ -50,39 +48,43 @@ class Adafactor(PieceOptimizer):
         return ("exp_avg",) * (self.momentum > 0) + ("exp_avg_sq",) * (not group["matrices"])
 
     def update(self, pieces: Sequence[Piece], step: int) -> None:
-        decay = 1 - step**-self.decay_exponent
-        for name, mean in self._means(pieces).items():
-            held = self.shared.setdefault(name, torch.zeros_like(mean))
-            held.mul_(decay).add_(mean.add_(TINY) * (1 - decay))
-        squares = []
+        average_decay = 1 - step**-self.decay_exponent
+        for name, new_mean in self._means(pieces).items():
+            shared_mean = self.shared.setdefault(name, torch.zeros_like(new_mean))
+            shared_mean.mul_(average_decay).add_(new_mean.add_(TINY) * (1 - average_decay))
+        square_norms = []
         for piece in pieces:
             if not piece.group["matrices"]:
-                term = piece.gradient.square().add_(TINY).mul_(1 - decay)
-                piece.state["exp_avg_sq"].mul_(decay).add_(term)
-            squares += [
+                new_square = piece.gradient.square().add_(TINY).mul_(1 - average_decay)
+                piece.state["exp_avg_sq"].mul_(average_decay).add_(new_square)
+            square_norms += [
                 (piece, torch.linalg.vector_norm(u).double().square()) for _, u in self._scaled(piece)
             ]
-        sums = self.totals(squares, 1)[:, 0].tolist()
+        square_sums = self.totals(square_norms, 1)[:, 0].tolist()
         for piece in pieces:
-            whole, group = self.at.parameters[piece.name], piece.group
-            shrink = 1 / max(1.0, math.sqrt(sums[whole.row] / whole.numel) / self.clip)
-            factor = shrink * (1 - self.momentum) if self.momentum else -group["lr"] * shrink
-            for at, change in self._scaled(piece, factor):
+            whole_parameter, group = self.at.parameters[piece.name], piece.group
+            clip_shrink = 1 / max(
+                1.0, math.sqrt(square_sums[whole_parameter.row] / whole_parameter.numel) / self.clip
+            )
+            factor = clip_shrink * (1 - self.momentum) if self.momentum else -group["lr"] * clip_shrink
+            for part_range, change in self._scaled(piece, factor):
                 if self.momentum:
                     torch.mul(
-                        piece.state["exp_avg"][at].mul_(self.momentum).add_(change), -group["lr"], out=change
+                        piece.state["exp_avg"][part_range].mul_(self.momentum).add_(change),
+                        -group["lr"],
+                        out=change,
                     )
                 if group["weight_decay"]:
-                    change.add_(piece.weight[at] * (-group["lr"] * group["weight_decay"]))
-                self.move(piece, change, at)
+                    change.add_(piece.weight[part_range] * (-group["lr"] * group["weight_decay"]))
+                self.move(piece, change, part_range)
 
     def _means(self, pieces: Sequence[Piece]) -> dict[str, Tensor]:
         """Means of squared gradients over the rows and columns of the matrices that some rank updates. Collective."""
         matrices = {n: p.shape for n, p in self.at.parameters.items() if len(p.shape) > 1}
         names = [(kind, name) for name in matrices for kind in (ROWS, COLUMNS, PRESENT)]
         lengths = [1 if kind == PRESENT else matrices[name][kind == COLUMNS] for kind, name in names]
-        flat = torch.zeros(sum(lengths), device=next(iter(self._fragments)).device)
-        sums = dict(zip(names, flat.split(lengths), strict=True))
+        flat_sums = torch.zeros(sum(lengths), device=next(iter(self._fragments)).device)
+        sums = dict(zip(names, flat_sums.split(lengths), strict=True))
         for piece in pieces:
             if piece.group["matrices"] and piece.fragment.counted:
                 sums[PRESENT, piece.name] += 1
@@ -92,10 +94,10 @@ class Adafactor(PieceOptimizer):
                     sums[ROWS, piece.name].index_add_(0, rows[band.rows], squares.sum(1))
                     sums[COLUMNS, piece.name].index_add_(0, columns[band.columns], squares.sum(0))
         if dist.is_initialized():
-            dist.all_reduce(flat)
+            dist.all_reduce(flat_sums)
         # Some of ZeRO's wrappers update one group of parameters at a time: the others' averages stay.
-        counts = torch.cat([sums[PRESENT, name] for name in matrices]).tolist()
-        present = {name for name, count in zip(matrices, counts, strict=True) if count}
+        update_counts = torch.cat([sums[PRESENT, name] for name in matrices]).tolist()
+        present = {name for name, count in zip(matrices, update_counts, strict=True) if count}
         return {
             f"{kind}/{name}": sums[kind, name].div_(matrices[name][kind == ROWS])
             for kind, name in names
@@ -115,18 +117,20 @@ class Adafactor(PieceOptimizer):
         rows, columns = self._indices(piece)
         r, c = (self.shared[f"{kind}/{piece.name}"] for kind in (ROWS, COLUMNS))
         by_row, by_column = (r / r.mean()).rsqrt_().mul_(factor)[rows, None], c.rsqrt()[None, columns]
-        for band in bands(piece.fragment, chunk_size(piece.weight)):
-            u = band.of(piece.gradient) * by_row[band.rows]
-            yield band.part, u.mul_(by_column[:, band.columns]).flatten()
+        for row_band in bands(piece.fragment, chunk_size(piece.weight)):
+            u = row_band.of(piece.gradient) * by_row[row_band.rows]
+            yield row_band.part, u.mul_(by_column[:, row_band.columns]).flatten()
 
 
 def bands(fragment: Fragment, size: int) -> Iterator[Rectangle]:
     """The rectangles of a piece of a matrix, whole rows some `size` elements at a time."""
-    width = fragment.shape[1]
-    most = max(1, size // width)
-    for whole in rectangles(fragment):
-        for row in range(whole.rows.start, whole.rows.stop, most):
-            end = min(row + most, whole.rows.stop)
-            at = whole.part.start + (row - whole.rows.start) * width
-            part = slice(at, min(at + (end - row) * width, whole.part.stop))
-            yield Rectangle(part, slice(row, end), whole.columns)
+    row_width = fragment.shape[1]
+    rows_at_once = max(1, size // row_width)
+    for whole_rectangle in rectangles(fragment):
+        for first_row in range(whole_rectangle.rows.start, whole_rectangle.rows.stop, rows_at_once):
+            band_end = min(first_row + rows_at_once, whole_rectangle.rows.stop)
+            band_start = whole_rectangle.part.start + (first_row - whole_rectangle.rows.start) * row_width
+            part_range = slice(
+                band_start, min(band_start + (band_end - first_row) * row_width, whole_rectangle.part.stop)
+            )
+            yield Rectangle(part_range, slice(first_row, band_end), whole_rectangle.columns)

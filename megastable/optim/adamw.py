@@ -16,11 +16,12 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 CHUNKS = {"cpu": 1 << 17, "cuda": 1 << 24}  # elements at a time: fits a CPU's cache, fills a GPU
 HIGH = -0x10000  # the bits of fp32 that bf16 keeps, as an int32
@@ -52,16 +53,11 @@ class AdamW(torch.optim.Optimizer):
         self.compiled = compiled
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
                     self._update(p, p.grad, group)
-        return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Torch casts moments to the dtype of the weights; the cast back to bf16 is exact."""
@@ -82,19 +78,19 @@ class AdamW(torch.optim.Optimizer):
                 state[kind] = torch.zeros_like(p, dtype=self.moments)
         state["step"] += 1
         step, (beta1, beta2), lr = int(state["step"]), group["betas"], float(group["lr"])
-        numbers: Any = (
+        step_factors: Any = (
             1 - lr * group["weight_decay"], -lr / (1 - beta1**step), 1 / math.sqrt(1 - beta2**step)
         )  # fmt: skip
-        key: Any = key_of(step)
-        function: Any = _compiled() if self.compiled else chunk_update
+        step_key: Any = key_of(step)
+        update_function: Any = _compiled() if self.compiled else chunk_update
         if self.compiled:  # Python numbers would be compiled in and recompiled each step
-            numbers = torch.tensor(numbers).to(p.device, non_blocking=True)
-            key = torch.tensor(key, dtype=torch.int32).to(p.device, non_blocking=True)
-        size = CHUNKS.get(p.device.type, CHUNKS["cuda"])
-        room = None if self.compiled else ChunkBuffers(min(size, p.numel()), p.device)
-        tensors = (p.detach(), gradient, state["exp_avg"], state["exp_avg_sq"])
-        for pieces in zip(*(tensor.view(-1).split(size) for tensor in tensors), strict=True):
-            function(*pieces, numbers, key, beta1, beta2, group["eps"], room)
+            step_factors = torch.tensor(step_factors).to(p.device, non_blocking=True)
+            step_key = torch.tensor(step_key, dtype=torch.int32).to(p.device, non_blocking=True)
+        chunk_size = CHUNKS.get(p.device.type, CHUNKS["cuda"])
+        chunk_buffers = None if self.compiled else ChunkBuffers(min(chunk_size, p.numel()), p.device)
+        all_tensors = (p.detach(), gradient, state["exp_avg"], state["exp_avg_sq"])
+        for chunk_tensors in zip(*(tensor.view(-1).split(chunk_size) for tensor in all_tensors), strict=True):
+            update_function(*chunk_tensors, step_factors, step_key, beta1, beta2, group["eps"], chunk_buffers)
 
 
 class ChunkBuffers:
@@ -125,20 +121,20 @@ def chunk_update(
     numbers: (1 - lr decay, -lr / (1 - beta1^step), 1 / sqrt(1 - beta2^step)); key: of the step, an int32. Both are
     Python numbers or tensors. room: buffers; None = new memory, or none at all under a compiler.
     """
-    kept, scale, unbias = numbers[0], numbers[1], numbers[2]
-    m32, v32, a, bits, more = (room or ChunkBuffers(p.numel(), p.device)).of(p.numel())
+    weight_factor, step_factor, bias_factor = numbers[0], numbers[1], numbers[2]
+    m32, v32, a, bits, more_bits = (room or ChunkBuffers(p.numel(), p.device)).of(p.numel())
     m32.copy_(m).lerp_(g, 1 - beta1)
     v32.copy_(v).mul_(beta2).addcmul_(g, g, value=1 - beta2)
     # Before the weight changes. One hash gives two 16-bit words, one for each moment.
     torch.mul(p.view(torch.int32), OF_WEIGHT, out=bits).add_(g.view(torch.int32), alpha=OF_GRADIENT).add_(key)
-    torch.bitwise_right_shift(bits, 16, out=more).bitwise_and_(0xFFFF)
-    bits.bitwise_xor_(more).mul_(SPREADING)
-    torch.bitwise_right_shift(bits, 16, out=more).bitwise_and_(0xFFFF)
-    bits.bitwise_xor_(more).bitwise_and_(0xFFFF)
-    torch.sqrt(v32, out=a).mul_(unbias).add_(eps)
-    torch.div(m32, a, out=a).mul_(scale)
-    p.mul_(kept).add_(a)
-    v.copy_(_rounded(v32, more))
+    torch.bitwise_right_shift(bits, 16, out=more_bits).bitwise_and_(0xFFFF)
+    bits.bitwise_xor_(more_bits).mul_(SPREADING)
+    torch.bitwise_right_shift(bits, 16, out=more_bits).bitwise_and_(0xFFFF)
+    bits.bitwise_xor_(more_bits).bitwise_and_(0xFFFF)
+    torch.sqrt(v32, out=a).mul_(bias_factor).add_(eps)
+    torch.div(m32, a, out=a).mul_(step_factor)
+    p.mul_(weight_factor).add_(a)
+    v.copy_(_rounded(v32, more_bits))
     m.copy_(_rounded(m32, bits))
 
 
@@ -155,10 +151,10 @@ def _rounded(x: Tensor, bits: Tensor) -> Tensor:
 
 def key_of(step: int) -> int:
     """The step's contribution to the hash, far from those of neighbouring steps. An int32."""
-    key = step * 0x9E3779B9 % 2**32
-    key = (key ^ key >> 15) * 0x85EBCA6B % 2**32
-    key ^= key >> 13
-    return key - 2**32 if key >= 2**31 else key
+    step_key = step * 0x9E3779B9 % 2**32
+    step_key = (step_key ^ step_key >> 15) * 0x85EBCA6B % 2**32
+    step_key ^= step_key >> 13
+    return step_key - 2**32 if step_key >= 2**31 else step_key
 
 
 @functools.cache
@@ -166,3 +162,85 @@ def _compiled() -> Any:
     # Betas and eps are constants. As symbols they are not part of the disk cache's key, although the kernel is
     # specialised on their values: a run got the moments of another run's betas (torch 2.13).
     return torch._dynamo.config.patch(specialize_float=True)(torch.compile(chunk_update, dynamic=True))
+
+
+# torch's fused AdamW with rounding that does not depend on an element's position in its buffer.
+#
+# On a CPU torch's kernel computes the last `numel % 16` elements of a buffer one by one instead of in vectors, which
+# rounds some second moments differently (torch 2.13). Copies of a weight in different flat buffers, such as a tied
+# embedding on two pipeline stages, would drift apart. Here the last elements are padded to a vector.
+
+
+LANES = 16  # fp32 numbers of the widest vector, AVX-512; narrower ones divide it
+
+
+def update_fused(
+    tensors: Sequence[Tensor], step: Tensor, lr: float, betas: tuple[float, float], eps: float, decay: float
+) -> None:
+    """AdamW's update of weight, gradient, first and second moment, flat fp32 [n], in place; an element's result does
+    not depend on its position. step: this update's number, 0-d fp32 on their device."""
+    rest_count = tensors[0].numel() % LANES if tensors[0].device.type == "cpu" else 0
+    if rest_count < tensors[0].numel():
+        _kernel([t[: t.numel() - rest_count] for t in tensors], step, lr, betas, eps, decay)
+    if rest_count:
+        padded_tensors = [functional.pad(t[-rest_count:], (0, LANES - rest_count)) for t in tensors]
+        _kernel(padded_tensors, step, lr, betas, eps, decay)
+        for full_tensor, padded_result in zip(tensors, padded_tensors, strict=True):
+            full_tensor[-rest_count:] = padded_result[:rest_count]
+
+
+def _kernel(
+    tensors: Sequence[Tensor], step: Tensor, lr: float, betas: tuple[float, float], eps: float, decay: float
+) -> None:
+    w, g, m, v = tensors
+    torch._fused_adamw_(
+        [w], [g], [m], [v], [], [step], lr=lr, beta1=betas[0], beta2=betas[1], weight_decay=decay, eps=eps,
+        amsgrad=False, maximize=False,
+    )  # fmt: skip
+
+
+class FusedAdamW(torch.optim.AdamW):
+    """torch.optim.AdamW(fused=True), elementwise: an element's update does not depend on its position.
+
+    Raises ValueError when a parameter is not contiguous.
+    """
+
+    def __init__(
+        self, params: Any, *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float = 0.01
+    ) -> None:
+        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)
+        if strided_shapes := [
+            tuple(p.shape) for g in self.param_groups for p in g["params"] if not p.is_contiguous()
+        ]:
+            raise ValueError(
+                f"FusedAdamW: parameters of shapes {strided_shapes} are not contiguous: pass p.contiguous()"
+            )
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        padded_rests = [
+            (group, p, self._rest(p))
+            for group in self.param_groups
+            for p in group["params"]
+            if p.grad is not None and p.device.type == "cpu" and p.numel() % LANES
+        ]
+        super().step()
+        for group, p, (w, g, m, v) in padded_rests:
+            state = self.state[p]
+            _kernel(
+                (w, g, m, v), state["step"], group["lr"], group["betas"], group["eps"], group["weight_decay"]
+            )
+            for full_tensor, padded_rest in ((p, w), (state["exp_avg"], m), (state["exp_avg_sq"], v)):
+                rest_count = full_tensor.numel() % LANES
+                full_tensor.view(-1)[-rest_count:] = padded_rest[:rest_count]
+
+    def _rest(self, p: Tensor) -> list[Tensor]:
+        """The elements after the last whole vector of weight, gradient and both moments, each padded to a vector."""
+        rest_count, state = p.numel() % LANES, self.state.get(p, {})
+        padded_rests = []
+        for full_tensor in (p, p.grad, state.get("exp_avg"), state.get("exp_avg_sq")):
+            padded_rest = p.new_zeros(LANES)
+            if full_tensor is not None:  # moments start at zero
+                padded_rest[:rest_count] = full_tensor.reshape(-1)[-rest_count:]
+            padded_rests.append(padded_rest)
+        return padded_rests

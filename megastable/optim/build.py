@@ -11,15 +11,11 @@ from torch import Tensor, nn
 from megastable.config.model import ModelConfig
 from megastable.config.optimizers import OptimizerConfig
 from megastable.optim.adafactor import Adafactor
-from megastable.optim.adam_pieces import Lamb, StableAdamW
-from megastable.optim.adamw import AdamW
-from megastable.optim.fused import FusedAdamW
-from megastable.optim.matrices import is_orthogonalized
+from megastable.optim.adam_pieces import Lamb, Spam, StableAdamW, StableSpam
+from megastable.optim.adamw import AdamW, FusedAdamW
 from megastable.optim.muon import Muon
-from megastable.optim.pieces import PieceOptimizer
-from megastable.optim.sgd import SGD
-from megastable.optim.spam import Spam
-from megastable.optim.stable_spam import StableSpam
+from megastable.optim.ownership import is_orthogonalized
+from megastable.optim.pieces import SGD, PieceOptimizer
 from megastable.parallel.sharding import placement_of, shape_of
 
 OPTIMIZERS: tuple[type[torch.optim.Optimizer], ...] = (
@@ -37,29 +33,32 @@ def build(
 ) -> torch.optim.Optimizer:
     """The optimizer over `module`'s parameters; compiled: AdamW with bf16 moments as one kernel."""
     groups = parameter_groups(module.parameters(), config, model)
-    common: dict[str, Any] = {"lr": config.lr}
+    common_settings: dict[str, Any] = {"lr": config.lr}
     if config.name == "sgd":
-        return SGD(groups, **common, momentum=0.9 if config.momentum is None else config.momentum)
+        return SGD(groups, **common_settings, momentum=0.9 if config.momentum is None else config.momentum)
     if config.name == "adafactor":
-        return Adafactor(groups, **common, **dict(config.adafactor))
-    adam = common | {"betas": config.betas, "eps": config.eps}
+        return Adafactor(groups, **common_settings, **dict(config.adafactor))
+    adam_settings = common_settings | {"betas": config.betas, "eps": config.eps}
     if config.name == "stable_adamw":
-        return StableAdamW(groups, **adam)
+        return StableAdamW(groups, **adam_settings)
     if config.name == "lamb":
-        return Lamb(groups, **adam)
+        return Lamb(groups, **adam_settings)
     if config.name == "spam":
-        return Spam(groups, **adam, **dict(config.spam))
+        return Spam(groups, **adam_settings, **dict(config.spam))
     if config.name == "stable_spam":
-        return StableSpam(groups, **adam, **dict(config.stable_spam))
+        return StableSpam(groups, **adam_settings, **dict(config.stable_spam))
     if config.name == "muon":
-        computes = {p.dtype for p in module.parameters()}
-        dtype = torch.bfloat16 if torch.bfloat16 in computes else torch.float32
+        parameter_dtypes = {p.dtype for p in module.parameters()}
+        message_dtype = torch.bfloat16 if torch.bfloat16 in parameter_dtypes else torch.float32
         return Muon(
-            groups, **adam, momentum=0.95 if config.momentum is None else config.momentum, dtype=dtype
+            groups,
+            **adam_settings,
+            momentum=0.95 if config.momentum is None else config.momentum,
+            dtype=message_dtype,
         )
     if config.moments == "bf16":
-        return AdamW(groups, **adam, compiled=compiled)
-    return FusedAdamW(groups, **adam)
+        return AdamW(groups, **adam_settings, compiled=compiled)
+    return FusedAdamW(groups, **adam_settings)
 
 
 def interchangeable(one: str, other: str) -> bool:
@@ -84,18 +83,18 @@ def settings_of(
     decay stays the same, their decay grows with it, and epsilon falls with the size of gradients (CompleteP,
     arXiv:2505.01618, table 1; its code scales epsilon for all groups).
     """
-    matrix = len(shape) > 1
-    decays = matrix and (optimizer.decay_embeddings or name != EMBEDDING)
-    found: dict[str, Any] = {"weight_decay": optimizer.weight_decay if decays else 0.0}
+    is_matrix = len(shape) > 1
+    is_decayed = is_matrix and (optimizer.decay_embeddings or name != EMBEDDING)
+    group_settings: dict[str, Any] = {"weight_decay": optimizer.weight_decay if is_decayed else 0.0}
     if optimizer.name == "muon":
-        found["orthogonalize"] = is_orthogonalized(name, shape)
+        group_settings["orthogonalize"] = is_orthogonalized(name, shape)
     if model.mup is not None:
-        hidden = matrix and name.startswith("blocks.")
-        found["lr_scale"] = 1 / model.width_ratio if hidden else 1.0
-        found["eps"] = optimizer.eps / (model.width_ratio * model.depth_ratio)
-        if hidden:
-            found["weight_decay"] *= model.width_ratio
-    return found
+        is_hidden = is_matrix and name.startswith("blocks.")
+        group_settings["lr_scale"] = 1 / model.width_ratio if is_hidden else 1.0
+        group_settings["eps"] = optimizer.eps / (model.width_ratio * model.depth_ratio)
+        if is_hidden:
+            group_settings["weight_decay"] *= model.width_ratio
+    return group_settings
 
 
 def parameter_groups(

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megastable.config.optimizers import OptimizerConfig
 from megastable.optim.pieces import Piece, WholeParameter, summed, totals
-from megastable.parallel.fragments import Fragment, rectangles, whole_index
+from megastable.parallel.sharding import Fragment, rectangles, whole_index
 
 EPS = 1e-6  # of clipping by a global norm, as in DeepSpeed
 
@@ -44,10 +44,10 @@ class Clipping(ABC):
         device: torch.device,
     ) -> None:
         self.config, self.parameters, self.tensor, self.device = config, parameters, tensor, device
-        of = config.clipping
-        self.threshold = self.THRESHOLD if of.threshold is None else of.threshold
-        self.decay = self.DECAY if of.decay is None else of.decay
-        self.warmup = self.WARMUP if of.warmup is None else of.warmup
+        clipping_config = config.clipping
+        self.threshold = self.THRESHOLD if clipping_config.threshold is None else clipping_config.threshold
+        self.decay = self.DECAY if clipping_config.decay is None else clipping_config.decay
+        self.warmup = self.WARMUP if clipping_config.warmup is None else clipping_config.warmup
         self.shared: dict[str, Tensor] = {}
 
     @abstractmethod
@@ -61,8 +61,8 @@ class Clipping(ABC):
 
     def restore(self, saved: Mapping[str, Tensor]) -> None:
         """Replace the state by a copy of `saved`; one of another kind of clipping is dropped."""
-        complete = all(name in saved for name in self.names)
-        self.shared = {n: saved[n].to(self.device, copy=True) for n in self.names} if complete else {}
+        is_complete = all(name in saved for name in self.names)
+        self.shared = {n: saved[n].to(self.device, copy=True) for n in self.names} if is_complete else {}
 
 
 def by_norm(norm: float, most: float) -> float:
@@ -108,27 +108,30 @@ class AdaGC(Clipping):
 
     def clip(self, pieces: Sequence[Piece], norm: float, scale: float) -> float:
         if not self.shared:
-            counts = {"adagc/norms": len(self.parameters), "adagc/updates": 1}
+            element_counts = {"adagc/norms": len(self.parameters), "adagc/updates": 1}
             self.shared = {
-                name: torch.zeros(n, dtype=torch.float64, device=self.device) for name, n in counts.items()
+                name: torch.zeros(n, dtype=torch.float64, device=self.device)
+                for name, n in element_counts.items()
             }
-        norms, updates = (self.shared[name] for name in self.names)
-        squares = ((p.fragment, _squared(p.gradient)) for p in pieces)
-        now = totals(squares, 1, self.parameters, self.device)[:, 0].sqrt() / scale
-        if int(updates) < self.warmup:
-            kept = _scaled(pieces, by_norm(norm, self.config.clip))
-            clipped = now * kept
-            average = torch.where(clipped == 0, norms, torch.minimum(norms, clipped))
+        past_norms, update_count = (self.shared[name] for name in self.names)
+        piece_squares = ((p.fragment, _squared(p.gradient)) for p in pieces)
+        current_norms = totals(piece_squares, 1, self.parameters, self.device)[:, 0].sqrt() / scale
+        if int(update_count) < self.warmup:
+            norm_share = _scaled(pieces, by_norm(norm, self.config.clip))
+            clipped_norms = current_norms * norm_share
+            average_norms = torch.where(
+                clipped_norms == 0, past_norms, torch.minimum(past_norms, clipped_norms)
+            )
         else:
-            factors = allowed(now, self.threshold * norms, unless=norms == 0)
+            clip_factors = allowed(current_norms, self.threshold * past_norms, unless=past_norms == 0)
             for piece in pieces:
-                piece.gradient.mul_(factors[self.parameters[piece.name].row].float())
-            clipped = now * factors
-            average = self.decay * norms + (1 - self.decay) * clipped
-            kept = _left((now.square() - clipped.square()).sum(), norm)
-        norms.copy_(torch.where(norms == 0, clipped, average))
-        updates += 1
-        return kept
+                piece.gradient.mul_(clip_factors[self.parameters[piece.name].row].float())
+            clipped_norms = current_norms * clip_factors
+            average_norms = self.decay * past_norms + (1 - self.decay) * clipped_norms
+            norm_share = _left((current_norms.square() - clipped_norms.square()).sum(), norm)
+        past_norms.copy_(torch.where(past_norms == 0, clipped_norms, average_norms))
+        update_count += 1
+        return norm_share
 
 
 class ZClip(Clipping):
@@ -143,21 +146,24 @@ class ZClip(Clipping):
     THRESHOLD, DECAY, WARMUP = 2.5, 0.97, 25
 
     def clip(self, pieces: Sequence[Piece], norm: float, scale: float) -> float:
-        mean, variance, updates = (float(self.shared[name]) if self.shared else 0.0 for name in self.names)
-        to = norm
-        if updates < self.warmup:  # Welford's sums: those of all norms so far
-            before = mean
-            mean += (norm - mean) / (updates + 1)
-            variance += ((norm - before) * (norm - mean) - variance) / (updates + 1)
+        mean, variance, update_count = (
+            float(self.shared[name]) if self.shared else 0.0 for name in self.names
+        )
+        clipped_norm = norm
+        if update_count < self.warmup:  # Welford's sums: those of all norms so far
+            mean_before = mean
+            mean += (norm - mean) / (update_count + 1)
+            variance += ((norm - mean_before) * (norm - mean) - variance) / (update_count + 1)
         else:
-            to = reciprocal(norm, mean, math.sqrt(variance), self.threshold)
-            mean = self.decay * mean + (1 - self.decay) * to
-            variance = self.decay * variance + (1 - self.decay) * (to - mean) ** 2
-        values = zip(self.names, (mean, variance, updates + 1), strict=True)
+            clipped_norm = reciprocal(norm, mean, math.sqrt(variance), self.threshold)
+            mean = self.decay * mean + (1 - self.decay) * clipped_norm
+            variance = self.decay * variance + (1 - self.decay) * (clipped_norm - mean) ** 2
+        state_values = zip(self.names, (mean, variance, update_count + 1), strict=True)
         self.shared = {
-            name: torch.tensor([value], dtype=torch.float64, device=self.device) for name, value in values
+            name: torch.tensor([state_value], dtype=torch.float64, device=self.device)
+            for name, state_value in state_values
         }
-        return _scaled(pieces, to / norm if norm else 1.0)
+        return _scaled(pieces, clipped_norm / norm if norm else 1.0)
 
 
 def reciprocal(norm: float, mean: float, deviation: float, threshold: float) -> float:
@@ -188,23 +194,27 @@ class AGC(Clipping):
         self._first: dict[str, int] = {}  # the row in the table of every tensor's first unit
         self._rows: dict[Fragment, Tensor] = {}  # of every row of a fragment's shard
         self._units = 0
-        for name, of in parameters.items():
+        for name, whole_parameter in parameters.items():
             self._first[name] = self._units
-            self._units += of.shape[0] if len(of.shape) > 1 else 1
+            self._units += whole_parameter.shape[0] if len(whole_parameter.shape) > 1 else 1
 
     def clip(self, pieces: Sequence[Piece], norm: float, scale: float) -> float:
-        table = torch.zeros(2, self._units, dtype=torch.float64, device=self.device)
-        found = [unit for piece in pieces if piece.name != self.head for unit in self._split(piece)]
-        for piece, rows, gradient, weight in found:
-            for total, values in zip(table, (gradient, weight), strict=True):
+        square_table = torch.zeros(2, self._units, dtype=torch.float64, device=self.device)
+        clip_units = [
+            clip_unit for piece in pieces if piece.name != self.head for clip_unit in self._split(piece)
+        ]
+        for piece, table_rows, gradient, weight in clip_units:
+            for square_row, unit_values in zip(square_table, (gradient, weight), strict=True):
                 if piece.fragment.counted:
-                    total.index_add_(0, rows, torch.linalg.vector_norm(values, dim=1).double().square())
-        gradients, weights = summed(table).sqrt_()
-        gradients /= scale
-        factors = allowed(gradients, self.threshold * weights.clamp(min=self.LEAST))
-        for _, rows, gradient, _ in found:
-            gradient.mul_(factors[rows].float().unsqueeze(1))
-        return _left(((1 - factors.square()) * gradients.square()).sum(), norm)
+                    square_row.index_add_(
+                        0, table_rows, torch.linalg.vector_norm(unit_values, dim=1).double().square()
+                    )
+        gradient_norms, weight_norms = summed(square_table).sqrt_()
+        gradient_norms /= scale
+        row_factors = allowed(gradient_norms, self.threshold * weight_norms.clamp(min=self.LEAST))
+        for _, table_rows, gradient, _ in clip_units:
+            gradient.mul_(row_factors[table_rows].float().unsqueeze(1))
+        return _left(((1 - row_factors.square()) * gradient_norms.square()).sum(), norm)
 
     def _split(self, piece: Piece) -> list[tuple[Piece, Tensor, Tensor, Tensor]]:
         """(piece, rows of the table, gradient, weight) of matrices of units; views [rows, n]."""
@@ -220,10 +230,10 @@ class AGC(Clipping):
 
 def allowed(norms: Tensor, most: Tensor, unless: Tensor | None = None) -> Tensor:
     """Factors that reduce `norms` to `most`, exactly 1 where they are not above; unless: where they do not apply."""
-    above = norms > most
+    is_above = norms > most
     if unless is not None:
-        above &= ~unless
-    return torch.where(above, most / norms, 1.0)
+        is_above &= ~unless
+    return torch.where(is_above, most / norms, 1.0)
 
 
 def _squared(x: Tensor) -> Tensor:
@@ -232,3 +242,43 @@ def _squared(x: Tensor) -> Tensor:
 
 # Those that need no more than the pieces of averaged gradients.
 CLIPPINGS: dict[str, type[Clipping]] = {"value": Value, "adagc": AdaGC, "zclip": ZClip, "agc": AGC}
+
+
+# QK-clip: where a head's largest attention logit exceeds a threshold, scale its query and key weights down after the
+# update, so that it would have been the threshold (MuonClip: Kimi K2, arXiv:2507.20534 section 2.1).
+#
+# A head's logits are bilinear in its queries and keys: factors f of its query rows and g of its key rows scale them
+# by f g. The rotation commutes with both. With grouped queries, heads share a key head: it gets the root of the
+# smallest factor among them, and every query head the rest of its own, so that no head's logits are scaled by
+# anything but its factor.
+
+
+def over(highest: Tensor, threshold: float) -> Tensor:
+    """Which heads to clip. A largest logit that is not finite is no measurement: its head is left alone."""
+    return torch.isfinite(highest) & (highest > threshold)
+
+
+def clip_factors(highest: Tensor, kv_heads: int, threshold: float) -> tuple[Tensor, Tensor]:
+    """Factors of query heads [..., heads] and key heads [..., kv_heads], from largest logits [..., heads]. fp32."""
+    wanted_factors = torch.where(over(highest, threshold), threshold / highest, 1.0)
+    grouped_factors = wanted_factors.unflatten(-1, (kv_heads, -1))
+    key_factors = grouped_factors.amin(-1).sqrt()
+    return (grouped_factors / key_factors.unsqueeze(-1)).flatten(-2), key_factors
+
+
+def row_factors(queries: Tensor, keys: Tensor, width: int, tensor: int, tensor_rank: int) -> Tensor:
+    """The factor of every row of a tensor rank's fused weight (or element of its bias): queries, keys, values.
+
+    queries, keys: factors of all heads of a block; width: of a head; tensor: ranks of the tensor group.
+    """
+    q, k = (of.chunk(tensor)[tensor_rank].repeat_interleave(width) for of in (queries, keys))
+    return torch.cat((q, k, torch.ones_like(k)))
+
+
+@torch.no_grad()
+def scale_rows(piece: Tensor, fragment: Fragment, factors: Tensor) -> None:
+    """Multiply the rows of a parameter's shard by `factors` [rows], in place, in the `piece` that `fragment` describes:
+    a flat range, which may begin and end inside a row."""
+    factors = factors.to(piece.device)
+    for row_rectangle in rectangles(fragment):
+        row_rectangle.of(piece).mul_(factors[row_rectangle.rows, None])

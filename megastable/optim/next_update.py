@@ -36,64 +36,64 @@ class UpdateChange(NamedTuple):
     factor: float | None
 
     def __str__(self) -> str:
-        factor = "" if self.factor is None else f" ({_times(self.factor)})"
-        return f"{self.name} {_shown(self.old)} -> {_shown(self.new)}{factor}"
+        factor_text = "" if self.factor is None else f" ({self.factor:.3g} times)"
+        return f"{self.name} {_shown(self.old)} -> {_shown(self.new)}{factor_text}"
 
 
 def compare_next_update(old: RunConfig, new: RunConfig, at: RunPosition) -> list[UpdateChange]:
     """What makes the update after `at` another one under `new` than under `old`, by at least `FACTOR`."""
-    before, after = _settings(old, at), _settings(new, at)
-    found = []
-    for name, one in before.items():
+    old_settings, new_settings = _settings(old, at), _settings(new, at)
+    update_changes = []
+    for setting_name, old_value in old_settings.items():
         # What only one of them has belongs to a section that another key turns on.
-        if name not in after or one == (other := after[name]):
+        if setting_name not in new_settings or old_value == (new_value := new_settings[setting_name]):
             continue
-        factor = _factor(name, one, other)
-        if factor is None or max(factor, 1 / factor) >= FACTOR:
-            found.append(UpdateChange(name, one, other, factor))
-    return found
+        change_factor = _factor(setting_name, old_value, new_value)
+        if change_factor is None or max(change_factor, 1 / change_factor) >= FACTOR:
+            update_changes.append(UpdateChange(setting_name, old_value, new_value, change_factor))
+    return update_changes
 
 
 def describe_next_update(old: RunConfig, new: RunConfig, at: RunPosition, changes: list[UpdateChange]) -> str:
     """The changes in a sentence, with what to do about them."""
-    text = "the next update is not the one that the checkpoint's recipe would make: " + "; ".join(
+    change_text = "the next update is not the one that the checkpoint's recipe would make: " + "; ".join(
         map(str, changes)
     )
     if any(change.name == RATE for change in changes) and (of_schedule := _remedy_of_schedule(old, new, at)):
-        text += f". {of_schedule}"
-    return text
+        change_text += f". {of_schedule}"
+    return change_text
 
 
 def _settings(config: RunConfig, at: RunPosition) -> dict[str, Any]:
     """Everything of a recipe that an update depends on, other than the layout and the data."""
-    length, batch = config.model.sequence_length, config.batches.at(at.cursor)
-    done = progress(config.schedule, at.updates, at.trained_tokens)
-    next_done = progress(config.schedule, 1, batch * length)
-    found: dict[str, Any] = {
-        RATE: rate(config.schedule, config.optimizer.lr, total(config), done, next_done),
-        "global batch": batch,
+    sequence_length, global_batch = config.model.sequence_length, config.batches.at(at.cursor)
+    schedule_progress = progress(config.schedule, at.updates, at.trained_tokens)
+    next_done = progress(config.schedule, 1, global_batch * sequence_length)
+    update_settings: dict[str, Any] = {
+        RATE: rate(config.schedule, config.optimizer.lr, total(config), schedule_progress, next_done),
+        "global batch": global_batch,
         "sequence length": config.pieces.at(at.cursor),
         "precision.kind": config.precision.kind,
         "model.z_loss": config.model.z_loss,
         "data.keep_documents_apart": config.data.keep_documents_apart,
     }
     fp8 = config.precision.fp8
-    found["precision.fp8"] = None if fp8 is None else fp8.recipe
+    update_settings["precision.fp8"] = None if fp8 is None else fp8.recipe
     if fp8 is not None:
-        found |= _leaves("precision.fp8", fp8.model_dump(exclude={"recipe"}))
-    own = config.optimizer.model_dump(exclude={"lr"})  # part of the rate
-    clipping = own.pop("clipping")
-    own |= {f"clipping.{key}": value for key, value in clipping.items()}
-    for key, value in own.items():
+        update_settings |= _leaves("precision.fp8", fp8.model_dump(exclude={"recipe"}))
+    optimizer_settings = config.optimizer.model_dump(exclude={"lr"})  # part of the rate
+    clipping_settings = optimizer_settings.pop("clipping")
+    optimizer_settings |= {f"clipping.{key}": value for key, value in clipping_settings.items()}
+    for key, value in optimizer_settings.items():
         if config.optimizer.reads(key):
-            found |= _leaves(f"optimizer.{key}", value)
-    return found
+            update_settings |= _leaves(f"optimizer.{key}", value)
+    return update_settings
 
 
 def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, dict):
-        for key, below in value.items():
-            yield from _leaves(f"{name}.{key}", below)
+        for key, sub_value in value.items():
+            yield from _leaves(f"{name}.{key}", sub_value)
     elif isinstance(value, tuple) and value and all(isinstance(item, float) for item in value):
         for index, item in enumerate(value):
             yield f"{name}[{index}]", item
@@ -107,8 +107,8 @@ def _factor(name: str, old: Any, new: Any) -> float | None:
         return None
     if name.partition("[")[0].endswith(DECAY_RATES):
         old, new = 1 - old, 1 - new
-    factor = new / old if old else math.inf
-    return factor if 0 < factor < math.inf else None
+    change_factor = new / old if old else math.inf
+    return change_factor if 0 < change_factor < math.inf else None
 
 
 def _remedy_of_schedule(old: RunConfig, new: RunConfig, at: RunPosition) -> str:
@@ -128,10 +128,6 @@ def _remedy_of_schedule(old: RunConfig, new: RunConfig, at: RunPosition) -> str:
             "from a checkpoint of its constant phase (megastable checkpoint branch)"
         )
     return text
-
-
-def _times(factor: float) -> str:
-    return f"{factor:.3g} times"
 
 
 def _shown(value: Any) -> str:

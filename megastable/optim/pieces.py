@@ -19,7 +19,7 @@ pipeline stages. Compute elements with operations that round once (mul, add, div
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -27,8 +27,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megastable.parallel.fragments import Fragment
-from megastable.parallel.sharding import Placement
+from megastable.optim.adamw import CHUNKS
+from megastable.parallel.sharding import Fragment, Placement
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -56,27 +56,11 @@ def totals(
 
     parts: of each fragment its numbers, [width]; copies count once. All ranks get the same bits.
     """
-    table = torch.zeros(len(parameters), width, dtype=torch.float64, device=device)
+    sum_table = torch.zeros(len(parameters), width, dtype=torch.float64, device=device)
     for fragment, numbers in parts:
         if fragment.counted:
-            table[parameters[fragment.name].row] += numbers.double()
-    return summed(table)
-
-
-def maxima(
-    parts: Iterable[tuple[Fragment, Tensor]],
-    width: int,
-    parameters: Mapping[str, WholeParameter],
-    device: torch.device,
-) -> Tensor:
-    """The same with maxima of numbers that are not negative."""
-    table = torch.zeros(len(parameters), width, dtype=torch.float64, device=device)
-    for fragment, numbers in parts:
-        row = parameters[fragment.name].row
-        table[row] = torch.maximum(table[row], numbers.double())
-    if dist.is_initialized():
-        dist.all_reduce(table, op=dist.ReduceOp.MAX)
-    return table
+            sum_table[parameters[fragment.name].row] += numbers.double()
+    return summed(sum_table)
 
 
 def summed(table: Tensor) -> Tensor:
@@ -124,9 +108,9 @@ class UpdateSize:
     @classmethod
     def of(cls, name: str, change: Tensor) -> UpdateSize:
         """The size of some weights' change."""
-        low, high = torch.aminmax(change)
-        squares = torch.linalg.vector_norm(change, dtype=torch.float64).square()
-        return cls(name, squares, change.numel(), torch.maximum(high, -low).float())
+        lowest_value, highest_value = torch.aminmax(change)
+        square_sum = torch.linalg.vector_norm(change, dtype=torch.float64).square()
+        return cls(name, square_sum, change.numel(), torch.maximum(highest_value, -lowest_value).float())
 
 
 class PieceOptimizer(torch.optim.Optimizer):
@@ -169,31 +153,31 @@ class PieceOptimizer(torch.optim.Optimizer):
         """ZeRO 1 and 2 call it once for all groups, ZeRO 3 once per group."""
         assert closure is None, "DeepSpeed passes none"
         assert self._fragments, "attach() comes first"
-        pieces, count = [], 0
+        rank_pieces, update_count = [], 0
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
-                    count = self._count(p, group)
-                    pieces += [self._piece(f, p, group) for f in self._fragments[p]]
-        self.update(pieces, count)
+                    update_count = self._count(p, group)
+                    rank_pieces += [self._piece(f, p, group) for f in self._fragments[p]]
+        self.update(rank_pieces, update_count)
 
     def _count(self, p: Tensor, group: Mapping[str, Any]) -> int:
         """The number of this update; makes the state before the first one."""
-        state = self.state[p]
-        if not state:
-            state["step"] = torch.tensor(0.0)
+        parameter_state = self.state[p]
+        if not parameter_state:
+            parameter_state["step"] = torch.tensor(0.0)
             for kind in self.kinds_of(group):
-                state[kind] = torch.zeros_like(p.detach())
-        state["step"] += 1
-        return int(state["step"])
+                parameter_state[kind] = torch.zeros_like(p.detach())
+        parameter_state["step"] += 1
+        return int(parameter_state["step"])
 
     def _piece(self, f: Fragment, p: Tensor, group: Mapping[str, Any]) -> Piece:
         def view(buffer: Tensor) -> Tensor:
             return buffer.narrow(0, f.offset, f.numel)
 
         assert p.grad is not None
-        held = {kind: view(self.state[p][kind]) for kind in self.kinds_of(group)}
-        return Piece(f, view(p.detach()), view(p.grad), held, group)
+        flat_state = {kind: view(self.state[p][kind]) for kind in self.kinds_of(group)}
+        return Piece(f, view(p.detach()), view(p.grad), flat_state, group)
 
     def move(self, piece: Piece, change: Tensor, part: slice = slice(None)) -> None:
         """Add `change`, decay included, to (a part of) a piece's weights, and measure it if asked to."""
@@ -206,16 +190,51 @@ class PieceOptimizer(torch.optim.Optimizer):
 
         parts: of each piece its numbers, [width]; copies count once. All ranks get the same bits.
         """
-        return totals(self._of(parts), width, self.at.parameters, self._device)
+        fragment_parts = ((piece.fragment, numbers) for piece, numbers in parts)
+        return totals(fragment_parts, width, self.at.parameters, self._device)
 
     def maxima(self, parts: Iterable[tuple[Piece, Tensor]], width: int) -> Tensor:
         """The same with maxima of numbers that are not negative."""
-        return maxima(self._of(parts), width, self.at.parameters, self._device)
-
-    @staticmethod
-    def _of(parts: Iterable[tuple[Piece, Tensor]]) -> Iterable[tuple[Fragment, Tensor]]:
-        return ((piece.fragment, numbers) for piece, numbers in parts)
+        table = torch.zeros(len(self.at.parameters), width, dtype=torch.float64, device=self._device)
+        for piece, numbers in parts:
+            row = self.at.parameters[piece.name].row
+            table[row] = torch.maximum(table[row], numbers.double())
+        if dist.is_initialized():
+            dist.all_reduce(table, op=dist.ReduceOp.MAX)
+        return table
 
     @property
     def _device(self) -> torch.device:
         return next(iter(self._fragments)).device
+
+
+def chunks(piece: Piece) -> Iterator[slice]:
+    """The elements of a piece in parts to process at a time."""
+    chunk_length = chunk_size(piece.weight)
+    for chunk_begin in range(0, piece.weight.numel(), chunk_length):
+        yield slice(chunk_begin, min(chunk_begin + chunk_length, piece.weight.numel()))
+
+
+def chunk_size(x: Tensor) -> int:
+    """Elements to process at a time on x's device."""
+    return CHUNKS.get(x.device.type, CHUNKS["cuda"])
+
+
+class SGD(PieceOptimizer):
+    """SGD with momentum (Polyak, 1964; Sutskever et al., ICML 2013) and decoupled weight decay.
+
+    b = momentum b + g; w -= lr (b + decay w). "exp_avg" is the momentum buffer b. Elementwise: no communication.
+    """
+
+    kinds = ("exp_avg",)
+
+    def __init__(self, params: Iterable[Any], *, lr: float, momentum: float = 0.9) -> None:
+        super().__init__(params, lr=lr, momentum=momentum)
+
+    def update(self, pieces: Sequence[Piece], step: int) -> None:
+        for piece in pieces:
+            group = piece.group
+            for at in chunks(piece):
+                buffer = piece.state["exp_avg"][at].mul_(group["momentum"]).add_(piece.gradient[at])
+                change = (piece.weight[at] * group["weight_decay"]).add_(buffer).mul_(-group["lr"])
+                self.move(piece, change, at)

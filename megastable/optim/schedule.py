@@ -19,22 +19,22 @@ def rate(schedule: ScheduleConfig, peak: float, total: int, done: int, next: int
     done: their number, or their tokens if the schedule counts tokens; next: what this update adds to it. peak: the rate
     after warm-up. total: where the decay reaches the floor, in the same unit.
     """
-    begin = warmup(schedule)
-    if done < begin:
-        return peak * min(1.0, (done + next) / begin)
-    floor = peak * schedule.floor
+    decay_begin = warmup(schedule)
+    if done < decay_begin:
+        return peak * min(1.0, (done + next) / decay_begin)
+    floor_rate = peak * schedule.floor
     if schedule.kind == "constant":
         return peak
     if schedule.kind == "wsd":
-        last = schedule.decay_tokens if schedule.by_tokens else schedule.decay_steps
-        begin = max(begin, total - (last or max(1, total // 10)))
-    over = min(1.0, max(0.0, (done - begin) / max(1, total - begin)))
-    shape = schedule.decay if schedule.kind == "wsd" else schedule.kind
-    if shape == "sqrt":
-        over = math.sqrt(over)
-    if shape == "cosine":
-        return floor + (peak - floor) * 0.5 * (1 + math.cos(math.pi * over))
-    return floor + (peak - floor) * (1 - over)
+        decay_length = schedule.decay_tokens if schedule.by_tokens else schedule.decay_steps
+        decay_begin = max(decay_begin, total - (decay_length or max(1, total // 10)))
+    decay_progress = min(1.0, max(0.0, (done - decay_begin) / max(1, total - decay_begin)))
+    decay_shape = schedule.decay if schedule.kind == "wsd" else schedule.kind
+    if decay_shape == "sqrt":
+        decay_progress = math.sqrt(decay_progress)
+    if decay_shape == "cosine":
+        return floor_rate + (peak - floor_rate) * 0.5 * (1 + math.cos(math.pi * decay_progress))
+    return floor_rate + (peak - floor_rate) * (1 - decay_progress)
 
 
 def warmup(schedule: ScheduleConfig) -> int:
@@ -57,15 +57,16 @@ def total(config: RunConfig) -> int:
 def scheduled_rate(config: RunConfig, updates: int, trained_tokens: int, tokens: int) -> float:
     """The rate of the update of a step with `tokens`, after the applied updates and their tokens."""
     schedule = config.schedule
-    done, next = progress(schedule, updates, trained_tokens), progress(schedule, 1, tokens)
-    return rate(schedule, config.optimizer.lr, total(config), done, next)
+    applied_amount, next_amount = progress(schedule, updates, trained_tokens), progress(schedule, 1, tokens)
+    return rate(schedule, config.optimizer.lr, total(config), applied_amount, next_amount)
 
 
 def rates(config: RunConfig) -> Iterator[float]:
     """The rate of every step of a run in which nothing is skipped or refused."""
-    batches, cursor = config.batches, 0
+    batch_sizes, data_position = config.batches, 0
     for step in range(config.train.steps):
-        size = batches.at(cursor)
-        done, tokens = cursor * config.model.sequence_length, size * config.model.sequence_length
-        yield scheduled_rate(config, step, done, tokens)
-        cursor += size
+        batch_size = batch_sizes.at(data_position)
+        trained_tokens = data_position * config.model.sequence_length
+        step_tokens = batch_size * config.model.sequence_length
+        yield scheduled_rate(config, step, trained_tokens, step_tokens)
+        data_position += batch_size

@@ -76,11 +76,11 @@ class VocabParallelEmbedding(nn.Module):
         place(self.weight, Placement(f"{name}.weight", 0, (vocabulary,)), tp.size)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        ids = tokens.t()
+        token_ids = tokens.t()
         if self.tp.size == 1:
-            return F.embedding(ids, self.weight)
-        rows = self.weight.shape[0]
-        local = ids - self.tp.rank * rows
-        elsewhere = (local < 0) | (local >= rows)
-        x = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
-        return leave(x.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.tp)
+            return F.embedding(token_ids, self.weight)
+        shard_rows = self.weight.shape[0]
+        local_ids = token_ids - self.tp.rank * shard_rows
+        is_elsewhere = (local_ids < 0) | (local_ids >= shard_rows)
+        x = F.embedding(local_ids.masked_fill(is_elsewhere, 0), self.weight)
+        return leave(x.masked_fill(is_elsewhere.unsqueeze(-1), 0.0), self.tp)

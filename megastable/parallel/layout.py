@@ -1,8 +1,11 @@
-"""Sizes of the parallel axes, and the coordinates and groups of ranks. Pure; without torch, for the planner."""
+"""Sizes of the parallel axes, coordinates and groups of ranks, and the partition of the layers into pipeline stages.
+
+Pure; without torch, for the planner.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 
@@ -34,8 +37,8 @@ class Layout:
 
     def replicas(self, ranks: Iterable[int]) -> tuple[int, ...]:
         """All ranks that work on the samples of these: of every stage, tensor and context rank."""
-        rows = {self.coordinates(rank)[1] // self.context for rank in ranks}
-        return tuple(r for r in range(self.world) if self.coordinates(r)[1] // self.context in rows)
+        sample_groups = {self.coordinates(rank)[1] // self.context for rank in ranks}
+        return tuple(r for r in range(self.world) if self.coordinates(r)[1] // self.context in sample_groups)
 
     def groups(self, axis: str) -> list[list[int]]:
         """The ranks of every group along `axis`: "tensor", "data", "stage" (both of these), "context", "pipeline", or
@@ -59,3 +62,45 @@ class Layout:
             case "pipeline":
                 return [[self.rank(i, j, k) for i in s] for j in d for k in t]
         raise ValueError(f"no axis {axis!r}")
+
+
+def partition(costs: Sequence[float], stages: int, required: Sequence[bool]) -> list[int]:
+    """Bounds [0, ..., len(costs)] of `stages` contiguous ranges that minimise the cost of the costliest stage.
+
+    costs: of every layer, any unit, positive. required: layers of which every stage must hold at least one: a
+    stage with only tied or replicated parameters has no gradient norm in DeepSpeed, and hangs or dies.
+    Among equally good partitions the one that fills later stages wins (the first stages hold more activations in
+    1F1B). Dynamic programming, O(stages x layers^2).
+
+    Raises ValueError when there are fewer required layers than stages.
+    """
+    layer_count = len(costs)
+    if sum(required) < stages:
+        raise ValueError(f"{sum(required)} blocks are too few for {stages} stages")
+    cost_before, required_before = [0.0], [0]
+    for cost, is_required in zip(costs, required, strict=True):
+        cost_before.append(cost_before[-1] + cost)
+        required_before.append(required_before[-1] + is_required)
+    # best[k][i]: the lowest maximum cost of layers [0, i) in k stages, and where the last stage begins.
+    best_by_stages: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]
+    for _ in range(stages):
+        stage_row: dict[int, tuple[float, int]] = {}
+        for range_end in range(1, layer_count + 1):
+            best_choice = None
+            for range_begin in range(range_end - 1, -1, -1):
+                last_cost = cost_before[range_end] - cost_before[range_begin]
+                if best_choice is not None and last_cost > best_choice[0]:
+                    break  # a longer last range costs even more
+                if (
+                    range_begin in best_by_stages[-1]
+                    and required_before[range_end] > required_before[range_begin]
+                ):
+                    new_choice = max(best_by_stages[-1][range_begin][0], last_cost), range_begin
+                    best_choice = new_choice if best_choice is None else min(best_choice, new_choice)
+            if best_choice is not None:
+                stage_row[range_end] = best_choice
+        best_by_stages.append(stage_row)
+    stage_bounds = [layer_count]
+    for stage_count in range(stages, 0, -1):
+        stage_bounds.append(best_by_stages[stage_count][stage_bounds[-1]][1])
+    return stage_bounds[::-1]

@@ -8,6 +8,7 @@ With a group of one, every function returns its input.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate
 from math import lcm
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megastable.base.collectives import gathered
 from megastable.parallel.topology import ContextParallel, TensorParallel
 
 # torch 2.13 renamed both; older versions only have the second names.
@@ -30,21 +32,21 @@ def _all_reduce(x: Tensor, tp: TensorParallel) -> Tensor:
 
 
 def _all_gather(x: Tensor, tp: TensorParallel) -> Tensor:
-    whole = x.new_empty((x.shape[0] * tp.size, *x.shape[1:]))
-    _gather(whole, x.contiguous(), group=tp.group)
-    return whole
+    whole_tensor = x.new_empty((x.shape[0] * tp.size, *x.shape[1:]))
+    _gather(whole_tensor, x.contiguous(), group=tp.group)
+    return whole_tensor
 
 
 def _reduce_scatter(x: Tensor, tp: TensorParallel) -> Tensor:
-    part = x.new_empty((x.shape[0] // tp.size, *x.shape[1:]))
-    _scatter(part, x.contiguous(), group=tp.group)
-    return part
+    own_part = x.new_empty((x.shape[0] // tp.size, *x.shape[1:]))
+    _scatter(own_part, x.contiguous(), group=tp.group)
+    return own_part
 
 
 def sum_and_scatter(whole: Tensor, part: Tensor, group: Any) -> None:
     """Reduce-scatter: write to `part` the sum of this rank's slice of the flat `whole` of all ranks.
 
-    Where `part` is a view of `whole`, the rest of `whole` stays as it was: engine/worker_clipping.py needs that.
+    Where `part` is a view of `whole`, the rest of `whole` stays as it was: engine/zero.py needs that.
     """
     _scatter(part, whole, group=group)
 
@@ -180,14 +182,14 @@ def to_heads(q: Tensor, k: Tensor, v: Tensor, cp: ContextParallel) -> tuple[Tens
     Together with `to_tokens`, two all-to-alls per block and pass: in each direction a rank sends
     (c - 1) / c * s / c * b * (2 q + 2 k) * d numbers.
     """
-    c, kv = cp.size, k.shape[2]
+    c, kv_heads = cp.size, k.shape[2]
     if c == 1:
         return q, k, v
-    if (times := lcm(kv, c) // kv) > 1:
-        k, v = k.repeat_interleave(times, 2), v.repeat_interleave(times, 2)
+    if (repeat_count := lcm(kv_heads, c) // kv_heads) > 1:
+        k, v = k.repeat_interleave(repeat_count, 2), v.repeat_interleave(repeat_count, 2)
     # By receiving rank: [c, s / c, b, heads / c, d].
-    parts = [x.unflatten(2, (c, -1)).permute(2, 0, 1, 3, 4) for x in (q, k, v)]
-    q, k, v = (x.flatten(0, 1) for x in _Exchange.apply(cp, *parts))
+    parts_by_rank = [x.unflatten(2, (c, -1)).permute(2, 0, 1, 3, 4) for x in (q, k, v)]
+    q, k, v = (x.flatten(0, 1) for x in _Exchange.apply(cp, *parts_by_rank))
     return q, k, v
 
 
@@ -197,3 +199,45 @@ def to_tokens(y: Tensor, cp: ContextParallel) -> Tensor:
         return y
     (x,) = _Exchange.apply(cp, y.unflatten(0, (cp.size, -1)))
     return x.permute(1, 2, 0, 3, 4).flatten(2, 3)
+
+
+# Sum the gradient of a tied embedding over its two copies, on the first and the last pipeline stage.
+#
+# Each stage has already reduced its own gradient over the data ranks, and each rank holds the partition that it
+# updates (ZeRO, arXiv:1910.02054 section 5.1). The stages hold different layers, so the embedding is partitioned at
+# different elements. Each rank exchanges its elements with the ranks of the other stage that hold the same ones. Both
+# sides add the same two numbers, so the copies stay bit-identical in whatever order a collective sums. Summing over
+# the copies first would not achieve that: the data-parallel sums round differently on the two stages.
+
+
+def overlaps(own: range, others: Sequence[range]) -> list[int]:
+    """Number of elements that `own` shares with each of `others`. Ranges of step 1."""
+    return [len(range(max(own.start, r.start), min(own.stop, r.stop))) for r in others]
+
+
+class TiedGradient:
+    """This rank's partition of a tied weight's gradient. Collective: all ranks of the group build it and call `add`."""
+
+    def __init__(self, elements: range, stage: int, group: Any) -> None:
+        """elements: the elements of the flattened weight that this rank updates, maybe none. stage: of this rank.
+        group: all ranks of both stages, ordered by stage and data rank, like the partitions."""
+        self.group = group
+        elements_by_rank = gathered((stage, elements), group)
+        other_ranges = [
+            other_elements if other_stage != stage else range(0)
+            for other_stage, other_elements in elements_by_rank
+        ]
+        self._counts = overlaps(elements, other_ranges)
+        assert sum(self._counts) == len(elements), (
+            f"the other stage does not hold all of {elements}: {other_ranges}"
+        )
+
+    @torch.no_grad()
+    def add(self, piece: Tensor) -> None:
+        """Add the other stage's gradient of the same elements to `piece` ([len(elements)], contiguous), in place.
+
+        Sends and receives len(elements) numbers, and allocates memory for as many.
+        """
+        other_gradient = torch.empty_like(piece)
+        dist.all_to_all_single(other_gradient, piece, self._counts, self._counts, group=self.group)
+        piece.add_(other_gradient)

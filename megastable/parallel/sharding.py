@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
+from pydantic import BaseModel, ConfigDict
 from torch import Tensor, nn
 
 
@@ -39,10 +41,10 @@ def unshard(shards: Sequence[Tensor], placement: Placement) -> Tensor:
     """The whole tensor from all its shards, in rank order; the inverse of `shard`."""
     if placement.dim is None or len(shards) == 1:
         return shards[0]
-    size = len(shards)
-    split = [s.split([n // size for n in placement.sections], placement.dim) for s in shards]
+    shard_count = len(shards)
+    split_shards = [s.split([n // shard_count for n in placement.sections], placement.dim) for s in shards]
     return torch.cat(
-        [torch.cat([s[i] for s in split], placement.dim) for i in range(len(placement.sections))],
+        [torch.cat([s[i] for s in split_shards], placement.dim) for i in range(len(placement.sections))],
         placement.dim,
     )
 
@@ -65,3 +67,81 @@ def placement_of(parameter: Tensor) -> Placement:
         "a parameter without a placement: build it through parallel/layers.py"
     )
     return placement
+
+
+# A piece of a parameter in the optimizer's flat buffers: the geometry that every ZeRO wrapper shares. Pure.
+#
+# A rule that needs rows or columns of a whole matrix (AGC, Adafactor) sums over the pieces of all ranks:
+#
+# rows = whole_index(f, 0, rank, size)                      # of each row of the shard: its row in the whole matrix
+# for r in rectangles(f): table.index_add_(0, rows[r.rows], r.of(gradient).square().sum(1))
+
+
+class Fragment(BaseModel):
+    """`numel` elements of a parameter, from `start` of its flattened tensor-parallel shard, at `offset` of buffer
+    `group`. name, dim, sections: its `Placement`; shape: of the shard. counted: False for a copy that another
+    rank counts (a replica over the tensor group, a tied weight on a later stage).
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    dim: int | None
+    sections: tuple[int, ...]
+    shape: tuple[int, ...]
+    group: int
+    offset: int
+    start: int
+    numel: int
+    counted: bool
+
+    @property
+    def placement(self) -> Placement:
+        return Placement(self.name, self.dim, self.sections)
+
+
+@dataclass(frozen=True)
+class Rectangle:
+    """Elements `part` of a fragment as a matrix: `rows` x `columns` of the tensor-parallel shard."""
+
+    part: slice
+    rows: slice
+    columns: slice
+
+    def of(self, piece: Tensor) -> Tensor:
+        """A view [rows, columns] of a fragment's elements [n]."""
+        return piece[self.part].view(self.rows.stop - self.rows.start, -1)
+
+
+def rectangles(fragment: Fragment) -> list[Rectangle]:
+    """The fragment as at most three matrices, in order: the end of a row, whole rows, the beginning of a row.
+
+    A shard of more than two dimensions counts as [first, others]; a vector as rows of one element.
+    """
+    row_width = prod(fragment.shape[1:])
+    row_rectangles, next_element, last_element = [], fragment.start, fragment.start + fragment.numel
+    while next_element < last_element:
+        row, column = divmod(next_element, row_width)
+        if column or last_element - next_element < row_width:
+            rectangle_end = min(last_element, (row + 1) * row_width)
+            rows, columns = slice(row, row + 1), slice(column, column + rectangle_end - next_element)
+        else:
+            rows, columns = slice(row, last_element // row_width), slice(0, row_width)
+            rectangle_end = rows.stop * row_width
+        row_rectangles.append(
+            Rectangle(slice(next_element - fragment.start, rectangle_end - fragment.start), rows, columns)
+        )
+        next_element = rectangle_end
+    return row_rectangles
+
+
+def whole_index(fragment: Fragment, dim: int, rank: int, size: int) -> Tensor:
+    """int64 [n]: where each index of the shard along `dim` lies in the whole tensor; rank, size: in the tensor group.
+
+    Parts that are split separately (fused q, k, v) are not contiguous in the whole.
+    """
+    index_count = fragment.shape[dim]
+    if fragment.dim != dim:
+        return torch.arange(index_count)
+    whole_indices = torch.arange(index_count * size)
+    return shard(whole_indices, Placement(fragment.name, 0, fragment.sections), rank, size)

@@ -33,12 +33,12 @@ class Topology:
         self.context_group = self._group("context") if layout.context > 1 else None
 
     def _group(self, axis: str) -> Any:
-        mine = None
+        own_group = None
         for ranks in self.layout.groups(axis):
-            group = dist.new_group(ranks, timeout=self._timeout)  # every rank must create every group
+            new_group = dist.new_group(ranks, timeout=self._timeout)  # every rank must create every group
             if self.rank in ranks:
-                mine = group
-        return mine
+                own_group = new_group
+        return own_group
 
     def stage_group(self) -> Any:
         """A new group of all ranks that hold parts of this rank's layers."""

@@ -2,7 +2,7 @@
 
 An incident is opened at the first action, extended by further ones, and closed when an action is proven or the run
 ends. Each of its events carries the whole incident and the policy's memory, so that both outlive the process
-(persisted_state.py). What a restart depends on must reach the disk, else SpaceError on all ranks.
+(recovery.py). What a restart depends on must reach the disk, else SpaceError on all ranks.
 """
 
 from __future__ import annotations
@@ -23,22 +23,19 @@ from megastable.base.errors import DataError
 from megastable.base.text import number, plural, ranges
 from megastable.checkpoint.store import RunState, step_of
 from megastable.data.blends import read_blends
-from megastable.data.deferral import Deferral, Deferring
-from megastable.data.documents import Document, documents_at
 from megastable.data.order import LAST_POSITION
+from megastable.data.run_ledgers import Deferral, Deferring, UntoldSamples, find_untold, persist
 from megastable.data.skip_ledger import AnyEntry, Ledger, SampleEntry, SkipEntry, released, sample_entries
-from megastable.data.skipping import persist
 from megastable.data.skips import Selection, Skips, ranges_of
-from megastable.data.untold import UntoldSamples, find_untold
+from megastable.data.source import Document, documents_at
 from megastable.recovery.run_parts import RunParts
 from megastable.run.events.event import Event
 from megastable.run.events.stability_events import AlertEvent, Handover, IncidentEvent
 from megastable.run.events.training_events import Unstable
-from megastable_guard.actions import Action, Cause, Decision
+from megastable_guard.actions import Action, Cause, Decision, Verdict
 from megastable_guard.guard import Guard
 from megastable_guard.incident import Breakdown, Incident, LeftOutSamples, Outcome, kind_of
 from megastable_guard.policy import BLAMELESS
-from megastable_guard.signals import Verdict
 
 Int64s = npt.NDArray[np.int64]
 
@@ -69,23 +66,23 @@ class IncidentLog:
         if incident is None:
             return
 
-        def look() -> UntoldSamples:
-            ledger, lines = Ledger.read(self.run.skips, []), read_blends(self.run.blends)
-            known = incident.number, incident.positions, incident.deferred
-            return find_untold(*known, ledger, lines, self.source.order, state.cursor)
+        def read_untold() -> UntoldSamples:
+            skip_ledger, blend_lines = Ledger.read(self.run.skips, []), read_blends(self.run.blends)
+            known_incident = incident.number, incident.positions, incident.deferred
+            return find_untold(*known_incident, skip_ledger, blend_lines, self.source.order, state.cursor)
 
         # As `skip` leaves it: nothing was undone that has to prove itself.
-        alone = not self.guard.policy.state.watching and set(incident.actions) <= {Action.SKIP}
-        if untold := first(look):
-            incident.actions += [Action.SKIP] if alone and not incident.actions else []
-            self._tell_untold(untold)
-        elif alone and not incident.actions:
+        is_skip_alone = not self.guard.policy.state.watching and set(incident.actions) <= {Action.SKIP}
+        if untold_samples := first(read_untold):
+            incident.actions += [Action.SKIP] if is_skip_alone and not incident.actions else []
+            self._tell_untold(untold_samples)
+        elif is_skip_alone and not incident.actions:
             incident.reasons.append("the process ended before any sample was written down: none is skipped")
         if incident.outcome == "handed over":
             incident.outcome = "open"
             incident.steps_lost += max(0, incident.step - state.step)
             self._tell("restarted", step=state.step)
-        elif alone:
+        elif is_skip_alone:
             self.close(state, "healed")
 
     def _tell_untold(self, untold: UntoldSamples) -> None:
@@ -97,14 +94,14 @@ class IncidentLog:
         reason = f"{reason or before} (written down by a process that ended before it told the journal)"
         named = np.concatenate([untold.convicted, untold.skipped])
         try:
-            documents = documents_at(self.source, untold.convicted) if untold.convicted.size else []
-        except DataError as error:  # as in _convict: the samples are skipped all the same
-            documents, reason = [], f"{reason}; their documents cannot be named: {error}"
-        incident.documents += [document.model_dump() for document in documents][:NAMED]
+            bad_documents = documents_at(self.source, untold.convicted) if untold.convicted.size else []
+        except DataError as data_error:  # as in _convict: the samples are skipped all the same
+            bad_documents, reason = [], f"{reason}; their documents cannot be named: {data_error}"
+        incident.documents += [document.model_dump() for document in bad_documents][:NAMED]
         incident.reasons.append(reason)
         incident.released += untold.freed.size
-        kept = Skips.of(incident.positions).minus(Skips.of_numbers(untold.freed))
-        incident.positions = sorted({*kept.ranges, *ranges_of(named)})
+        kept_positions = Skips.of(incident.positions).minus(Skips.of_numbers(untold.freed))
+        incident.positions = sorted({*kept_positions.ranges, *ranges_of(named)})
         incident.deferred = sorted([*incident.deferred, *untold.deferred])
         incident.returns = sorted([*incident.returns, *untold.returns])
         self._remember(np.concatenate([named, *(np.arange(*some) for some in untold.deferred)]))
@@ -113,8 +110,8 @@ class IncidentLog:
             deferred=untold.deferred, returns=untold.returns, **self._story(),
         )  # fmt: skip
         how = f"{plural(named.size, 'sample')} skipped, {plural(_count(untold.deferred), 'sample')} deferred"
-        freed = f", {plural(untold.freed.size, 'sample')} released" if untold.freed.size else ""
-        self._commit(event, f"incident {incident.number}, from the ledgers: {how}{freed}: {reason}")
+        freed_text = f", {plural(untold.freed.size, 'sample')} released" if untold.freed.size else ""
+        self._commit(event, f"incident {incident.number}, from the ledgers: {how}{freed_text}: {reason}")
 
     def open(
         self, decision: Decision, state: RunState, window: Sequence[Trained], grad_norm: float
@@ -144,29 +141,29 @@ class IncidentLog:
 
     def damaged(self, rejected: dict[str, str], step: int) -> None:
         """Checkpoints that could not be used, with the reason: the run resumed from an older one, after `step`."""
-        newest = max(step_of(Path(name)) for name in rejected)
+        newest = max(step_of(Path(checkpoint_name)) for checkpoint_name in rejected)
         self._number()
         summary = Incident(
             number=self.count, step=newest, onset=newest, verdict=Breakdown.DAMAGE, kind="recoverable",
             cause=Cause.STORAGE, actions=[Action.RESTART], reasons=[f"went on from step {step}, of an older one"],
             steps_lost=newest - step, outcome="healed", failure="; ".join(rejected.values()),
         )  # fmt: skip
-        told = summary.model_dump(mode="json")
-        self.log.emit(IncidentEvent(what="closed", step=step, number=self.count, summary=told))
+        summary_fields = summary.model_dump(mode="json")
+        self.log.emit(IncidentEvent(what="closed", step=step, number=self.count, summary=summary_fields))
 
     def _number(self) -> None:
         """The next incident number: the supervisor opens some, too."""
-        events = first(lambda: [event.get("number") for event in self.run.events(IncidentEvent)])
-        self.count = max([self.count, *(n for n in events if isinstance(n, int))]) + 1
+        known_numbers = first(lambda: [event.get("number") for event in self.run.events(IncidentEvent)])
+        self.count = max([self.count, *(n for n in known_numbers if isinstance(n, int))]) + 1
 
     def adjacent(self, window: Sequence[Trained]) -> bool:
         """Whether trouble continues where it was: the window begins within `NEXT` global batches of samples that the
         last action skipped or deferred recently. That is presumed to be a region of bad data."""
         if self.left_out is None or not window:
             return False
-        first, batch = int(window[0].positions.min()), window[0].positions.size
-        soon = abs(window[0].step - self.left_out.step) <= self.deferring.recur_steps
-        return soon and -batch <= first - self.left_out.end <= NEXT * batch
+        first_position, batch_size = int(window[0].positions.min()), window[0].positions.size
+        is_soon = abs(window[0].step - self.left_out.step) <= self.deferring.recur_steps
+        return is_soon and -batch_size <= first_position - self.left_out.end <= NEXT * batch_size
 
     def returned(self, window: Sequence[Trained]) -> tuple[list[int], list[int]]:
         """The positions of samples that were deferred because of trouble and that trouble has come with again, at the
@@ -174,33 +171,33 @@ class IncidentLog:
         trouble may only have preceded. Empty otherwise."""
         if not window:
             return [], []
-        batch = window[0].positions.size
-        first, end = int(window[0].positions.min()), max(int(t.positions.max()) for t in window) + 1
+        batch_size = window[0].positions.size
+        first, last_position = int(window[0].positions.min()), max(int(t.positions.max()) for t in window) + 1
         # A step's damage to the weights shows in the next step.
-        early = first - batch
-        found = self.source.order.deferred(max(0, early - batch), end)
+        early_position = first - batch_size
+        deferred_positions = self.source.order.deferred(max(0, early_position - batch_size), last_position)
         # Samples of other corpora, or skipped ones, in between end no stretch.
-        begins = found[np.diff(found, prepend=-batch - 1) > batch]
-        begins = begins[(begins >= early) & (begins < first + NEXT * batch)]
+        begins = deferred_positions[np.diff(deferred_positions, prepend=-batch_size - 1) > batch_size]
+        begins = begins[(begins >= early_position) & (begins < first + NEXT * batch_size)]
         if not begins.size:
             return [], []
-        found = found[found >= begins[0]]
-        near = found < begins[0] + NEXT * batch
-        return found[near].tolist(), found[~near].tolist()
+        deferred_positions = deferred_positions[deferred_positions >= begins[0]]
+        near_begin = deferred_positions < begins[0] + NEXT * batch_size
+        return deferred_positions[near_begin].tolist(), deferred_positions[~near_begin].tolist()
 
     def returned_again(self, found: Conclusion, window: Sequence[Trained]) -> Conclusion:
         """Convict samples that trouble came with twice, on two good states: nothing else was the same. A conclusion
         that names samples, or a cause other than data, stays."""
         if found.guilty or found.cause not in BLAMELESS:
             return found
-        again, rest = self.returned(window)
+        again, later_positions = self.returned(window)
         if not again:
             return found
-        reason = (
+        told_reason = (
             f"{plural(len(again), 'sample')} came with trouble before and were deferred; now they are read again, on "
             f"another good state, and it begins with them. (Each alone is ordinary: {found.reason})"
         )
-        return replace(found, cause=Cause.DATA, guilty=again, later=rest, reason=reason)
+        return replace(found, cause=Cause.DATA, guilty=again, later=later_positions, reason=told_reason)
 
     def attribute(
         self,
@@ -217,47 +214,47 @@ class IncidentLog:
 
         Innocent data is not skipped. swap: the corpus to leave out from the first bad sample on. Raises SpaceError.
         """
-        incident = self._present()
+        open_incident = self._present()
         skipped, deferred = list[tuple[int, int]](), NOBODY
-        reason = f"{found.cause}: {found.reason}"
+        told_reason = f"{found.cause}: {found.reason}"
         if found.cause is Cause.DATA:
             if found.convicted:
-                skipped = self._convict(np.array(found.convicted, dtype=np.int64), reason)
+                skipped = self._convict(np.array(found.convicted, dtype=np.int64), told_reason)
             if found.later:
-                deferred, no_room = self._defer(window, reason, np.array(found.later, dtype=np.int64))
-                incident.positions = sorted({*incident.positions, *no_room})
+                deferred, no_room = self._defer(window, told_reason, np.array(found.later, dtype=np.int64))
+                open_incident.positions = sorted({*open_incident.positions, *no_room})
                 if found.proven:
-                    costly = self.guard.policy.state.costly
-                    self.guard.policy.state.costly = [*costly, *ranges_of(deferred.returns)][-NAMED:]
+                    costly_ranges = self.guard.policy.state.costly
+                    self.guard.policy.state.costly = [*costly_ranges, *ranges_of(deferred.returns)][-NAMED:]
         elif found.cause is Cause.STATE:
-            deferred, skipped = self._defer(window, reason)
+            deferred, skipped = self._defer(window, told_reason)
         if swap is not None:
-            because = f"samples of corpus {swap} were bad again and again"
-            self._skip_positions([(min([*found.guilty, *found.later]), LAST_POSITION)], because, swap)
+            swap_reason = f"samples of corpus {swap} were bad again and again"
+            self._skip_positions([(min([*found.guilty, *found.later]), LAST_POSITION)], swap_reason, swap)
             self.log.say(f"  swapped out: corpus {swap}")
         convicted = set(found.convicted)
         told = [s for n, s in enumerate(found.suspects) if n < SHOWN or s.position in convicted][:NAMED]
         if found.cause is not Cause.NEW_DATA or not self.has_acted:
-            incident.cause = found.cause
-        incident.actions.append(action)
-        incident.reasons.append(f"{found.reason}; {remedy}")
-        incident.kernels += found.kernels
-        incident.positions = sorted({*incident.positions, *skipped})
-        incident.steps_lost += lost
-        incident.seconds = round(incident.seconds + seconds, 3)
-        event = IncidentEvent(
+            open_incident.cause = found.cause
+        open_incident.actions.append(action)
+        open_incident.reasons.append(f"{found.reason}; {remedy}")
+        open_incident.kernels += found.kernels
+        open_incident.positions = sorted({*open_incident.positions, *skipped})
+        open_incident.steps_lost += lost
+        open_incident.seconds = round(open_incident.seconds + seconds, 3)
+        journal_event = IncidentEvent(
             what="attributed", cause=found.cause, positions=skipped, reason=found.reason, action=action,
             remedy=remedy, suspects=[asdict(s) for s in told],
             region=None if found.region is None else asdict(found.region),
             deferred=ranges_of(deferred.positions), returns=ranges_of(deferred.returns), lost=deferred.lost.size,
             **self._story(),
         )  # fmt: skip
-        self._commit(event, f"  cause: {found.cause}: {found.reason}")
+        self._commit(journal_event, f"  cause: {found.cause}: {found.reason}")
         if skipped:
-            count = _count(skipped)
-            of = f" of {len(incident.documents)} documents" if incident.documents else ""
+            skipped_count = _count(skipped)
+            of = f" of {len(open_incident.documents)} documents" if open_incident.documents else ""
             how = "in this and every later epoch" if found.cause is Cause.DATA else "in this epoch"
-            self.log.say(f"  skipped {how}: {count} samples{of} (positions {ranges(skipped, 4)})")
+            self.log.say(f"  skipped {how}: {skipped_count} samples{of} (positions {ranges(skipped, 4)})")
 
     @property
     def has_acted(self) -> bool:
@@ -270,36 +267,38 @@ class IncidentLog:
         """The suspects of the last trip are new, or do no harm, and the run goes on with them: the incident is over,
         unless something else was done about it before, which is yet to be proven. lost: steps undone. Raises
         SpaceError."""
-        alone = not self.has_acted
+        nothing_done = not self.has_acted
         new = Conclusion(Cause.NEW_DATA, [], found.suspects, reason)
         self.attribute(new, [], Action.APPLY, "nothing is taken away", lost, seconds)
-        if alone:
+        if nothing_done:
             self.close(state, "healed")
 
     def release(self, positions: Sequence[int], cursor: int, reason: str) -> None:
         """Withdraw the conviction of samples by incidents of this run. Skips by a person, or by another tool, stay.
         cursor: the run continues there: earlier samples are read in the next epoch. Raises SpaceError."""
-        incident, order = self._present(), self.source.order
-        chosen = np.array(sorted(positions), dtype=np.int64)
+        open_incident, order = self._present(), self.source.order
+        chosen_positions = np.array(sorted(positions), dtype=np.int64)
 
-        def lines() -> list[SampleEntry]:
-            ledger = Ledger.read(self.run.skips, [])
-            return released(ledger, order, chosen, reason, incident.number, incident.step)
+        def make_entries() -> list[SampleEntry]:
+            skip_ledger = Ledger.read(self.run.skips, [])
+            return released(
+                skip_ledger, order, chosen_positions, reason, open_incident.number, open_incident.step
+            )
 
-        entries = first(lines)
-        persist(self.run.skips, entries, f"incident {incident.number} wants released")
+        entries = first(make_entries)
+        persist(self.run.skips, entries, f"incident {open_incident.number} wants released")
         mine = Selection(order, Ledger([e.model_copy(update={"released": None}) for e in entries]).exclusions)
-        freed = chosen[mine.mask(chosen)]
-        incident.positions = Skips.of(incident.positions).minus(Skips.of_numbers(freed)).ranges
-        incident.released += freed.size
+        freed = chosen_positions[mine.mask(chosen_positions)]
+        open_incident.positions = Skips.of(open_incident.positions).minus(Skips.of_numbers(freed)).ranges
+        open_incident.released += freed.size
         again, passed = ranges_of(freed[freed >= cursor]), ranges_of(freed[freed < cursor])
-        here = f"{_count(again)} are read again from position {again[0][0]} on" if again else ""
+        here_text = f"{_count(again)} are read again from position {again[0][0]} on" if again else ""
         later = f"{_count(passed)} were passed and are read in the next epoch" if passed else ""
-        how = ", ".join(filter(None, [here, later])) or "other lines of the ledger name all of them"
-        event = IncidentEvent(
+        how_read = ", ".join(filter(None, [here_text, later])) or "other lines of the ledger name all of them"
+        journal_event = IncidentEvent(
             what="released", reason=reason, positions=again, next_epoch=passed, **self._story()
         )
-        self._commit(event, f"  released: {plural(freed.size, 'sample')} ({reason}): {how}")
+        self._commit(journal_event, f"  released: {plural(freed.size, 'sample')} ({reason}): {how_read}")
 
     def skip(
         self,
@@ -314,8 +313,8 @@ class IncidentLog:
         """Skip the guilty from here on without undoing anything: part of the open incident, else a data incident that
         is closed at once. onset, window: since when, and in which known steps, they were met; seen: what was
         suspicious. Raises SpaceError."""
-        alone = self.incident is None
-        if alone:
+        is_new_incident = self.incident is None
+        if is_new_incident:
             incident = self._add(state, onset, verdict, window)
             incident.loss_after = incident.loss_before
             # The ledger's lines name its number: the journal must know it first. Without an onset nothing is undone.
@@ -325,14 +324,14 @@ class IncidentLog:
         self.attribute(
             found, window, Action.SKIP, "the guilty samples are skipped, nothing is undone", 0, seconds
         )
-        if alone:
+        if is_new_incident:
             self._tell("closed", step=state.step)
             self.incident = None
 
     def rewound(self, step: int, cursor: int, seconds: float = 0.0) -> None:
         """The run continues after `step`, from position `cursor`. seconds: since `attribute`."""
-        incident = self._present()
-        incident.seconds = round(incident.seconds + seconds, 3)
+        open_incident = self._present()
+        open_incident.seconds = round(open_incident.seconds + seconds, 3)
         self.closed = drop_closed_after(step, self.closed)
         self._tell("rewound", to_step=step, cursor=cursor)
 
@@ -379,20 +378,20 @@ class IncidentLog:
         next process's checkpoint must precede, None = the onset. Raises SpaceError."""
         incident = self._present()
         skipped = list[tuple[int, int]]()
-        handover = decision.action is Action.HANDOVER
-        if defer and handover:
+        is_handover = decision.action is Action.HANDOVER
+        if defer and is_handover:
             _, skipped = self._defer(window, f"the window of incident {incident.number}: {decision.reason}")
         incident.positions = sorted({*incident.positions, *skipped})
         incident.actions.append(decision.action)
         incident.reasons.append(decision.reason)
-        incident.outcome = "handed over" if handover else "stopped"
-        if not handover:
+        incident.outcome = "handed over" if is_handover else "stopped"
+        if not is_handover:
             incident.kind = "divergent"
         # What is handed over is proven, or not, by the next process.
-        self._tell("handed over" if handover else "closed")
-        ending = Handover if handover else Unstable
+        self._tell("handed over" if is_handover else "closed")
+        ending_event = Handover if is_handover else Unstable
         before = decision.finding.onset if before is None else before
-        self._commit(ending(step=state.step, before=before, reason=decision.reason, **self._story()))
+        self._commit(ending_event(step=state.step, before=before, reason=decision.reason, **self._story()))
         self.incident = None
         return incident
 
@@ -404,13 +403,13 @@ class IncidentLog:
         """Skip the samples at these positions for the rest of the run: they are bad in every epoch. Returns ranges."""
         incident, order = self._present(), self.source.order
         try:
-            documents, problem = documents_at(self.source, guilty), None
+            documents, index_error = documents_at(self.source, guilty), None
         except DataError as error:  # a damaged index names no documents; the samples are skipped all the same
-            documents, problem = [], error
+            documents, index_error = [], error
         self._skip(sample_entries(order, guilty, reason, documents[:NAMED], incident.number, incident.step))
         self._remember(guilty)
-        if problem is not None:
-            raise problem
+        if index_error is not None:
+            raise index_error
         known = {str(d) for d in incident.documents}
         incident.documents += [d for d in map(Document.model_dump, documents) if str(d) not in known]
         del incident.documents[NAMED:]
@@ -427,34 +426,34 @@ class IncidentLog:
         positions = np.concatenate([t.positions for t in window]) if only is None else only
         if only is None and self.adjacent(window) and self.left_out is not None:
             ahead = max(0, 2 * self.left_out.count - positions.size)
-        step, begin = window[0].step, int(window[0].positions.min())
-        found = self.deferring.defer(positions, step, begin, reason, incident.number, ahead)
-        lost = ranges_of(found.lost)
-        self._skip_positions(lost, f"{reason}; there is no room to read them later")
+        first_step, first_position = window[0].step, int(window[0].positions.min())
+        found = self.deferring.defer(positions, first_step, first_position, reason, incident.number, ahead)
+        lost_ranges = ranges_of(found.lost)
+        self._skip_positions(lost_ranges, f"{reason}; there is no room to read them later")
         self._remember(np.concatenate([found.positions, found.lost]))
-        deferred, returns = ranges_of(found.positions), ranges_of(found.returns)
+        deferred, return_ranges = ranges_of(found.positions), ranges_of(found.returns)
         # The same positions may be deferred twice, with other samples.
         incident.deferred = sorted([*incident.deferred, *deferred])
-        incident.returns = sorted([*incident.returns, *returns])
+        incident.returns = sorted([*incident.returns, *return_ranges])
         incident.lost += found.lost.size
         if deferred:
-            when = self.deferring.step_of(returns[0][0], step, begin)
+            return_step = self.deferring.step_of(return_ranges[0][0], first_step, first_position)
             self.log.say(
                 f"  deferred: {plural(found.positions.size, 'sample')} (positions {ranges(deferred, 4)}), "
-                f"read again from position {returns[0][0]} (about step {when})"
+                f"read again from position {return_ranges[0][0]} (about step {return_step})"
             )
-        if lost:
+        if lost_ranges:
             self.log.say(
                 f"  lost in this epoch: {plural(found.lost.size, 'sample')}: the run ends before there is room"
             )
-        return found, lost
+        return found, lost_ranges
 
     def _remember(self, positions: Int64s) -> None:
         """Samples just skipped or deferred, by position."""
         if positions.size:
-            first, end = int(positions.min()), int(positions.max()) + 1
+            first, last_end = int(positions.min()), int(positions.max()) + 1
             step = self._present().step
-            self.left_out = LeftOutSamples(step=step, first=first, end=end, count=positions.size)
+            self.left_out = LeftOutSamples(step=step, first=first, end=last_end, count=positions.size)
 
     def _skip_positions(
         self, ranges: Sequence[tuple[int, int]], reason: str, corpus: str | None = None
@@ -478,13 +477,13 @@ class IncidentLog:
 
     def _story(self) -> dict[str, Any]:
         """Carried by every event, so that the next process can resume from it."""
-        incident, policy = self._present(), self.guard.policy.state
+        open_incident, guard_policy = self._present(), self.guard.policy.state
         left_out = {"left_out": self.left_out.model_dump()} if self.left_out is not None else {}
         return {
-            "number": incident.number,
+            "number": open_incident.number,
             **left_out,
-            "summary": incident.model_dump(mode="json"),
-            "policy": policy.model_dump(mode="json"),
+            "summary": open_incident.model_dump(mode="json"),
+            "policy": guard_policy.model_dump(mode="json"),
         }
 
 
@@ -499,10 +498,10 @@ def _count(ranges: Sequence[tuple[int, int]]) -> int:
 
 def _usual(state: RunState) -> float | None:
     """The loss before, or after, an incident: the median of the last steps, some of which may belong to it."""
-    finite = [x for x in state.recent_losses if math.isfinite(x)]
-    return float(np.median(finite)) if finite else None
+    finite_losses = [x for x in state.recent_losses if math.isfinite(x)]
+    return float(np.median(finite_losses)) if finite_losses else None
 
 
 def _peak(old: float | None, values: list[float]) -> float | None:
-    known = [x for x in [old, *values] if x is not None and math.isfinite(x)]
-    return max(known, default=None)
+    known_values = [x for x in [old, *values] if x is not None and math.isfinite(x)]
+    return max(known_values, default=None)

@@ -6,45 +6,50 @@ prove that it helped. Every decision is journaled with its reason. All methods a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import copy
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from megastable.attribution.sample_replay import Trained
 from megastable.base.collectives import first
 from megastable.base.errors import MegastableError
+from megastable.checkpoint import store
 from megastable.checkpoint.origin import CAUSES, Origin
 from megastable.checkpoint.store import RunState
 from megastable.data.loader import MicroBatch, Step
-from megastable.engine import nan_locator
+from megastable.engine import locators
 from megastable.engine.measured import Judge, Measured
 from megastable.hardware.gradient_watch import Suspicion
 from megastable.hardware.hardware_fault import HardwareFault
 from megastable.hardware.hardware_watch import HardwareWatch
-from megastable.recovery.damage_watch import EVERY, ProbeWatch, TensorWatch
 from megastable.recovery.incident_log import IncidentLog
-from megastable.recovery.last_resort import LastResort
-from megastable.recovery.persisted_state import TELLING, PersistedState, recall
 from megastable.recovery.replays import NumericsChoice, Replays
-from megastable.recovery.rewind_points import Points
+from megastable.recovery.rewind_points import LastResort, Points
 from megastable.recovery.rewinding import Rewinding, Tripped
 from megastable.recovery.run_parts import RunParts, StepResult
-from megastable.recovery.sample_watch import SampleWatch
-from megastable.recovery.watches import Watches
+from megastable.recovery.watches import EVERY, ProbeWatch, SampleWatch, TensorWatch, Watches
+from megastable.run.events.event import Event
 from megastable.run.events.stability_events import (
+    AlertEvent,
     BaselineReset,
+    Handover,
     HostFaulty,
+    IncidentEvent,
     Located,
     RateLifted,
     Would,
 )
-from megastable.run.events.training_events import Warned
+from megastable.run.events.training_events import Unstable, Warned
 from megastable.warnings.noise_scale import NoiseScaleWatch
 from megastable.warnings.signs import StartSigns
 from megastable.warnings.trends import TrendWatch
-from megastable_guard.actions import Action, Cause, Decision
-from megastable_guard.guard import Guard
-from megastable_guard.signals import Finding, Signals, Verdict
+from megastable_guard.actions import Action, Cause, Decision, Finding, Signals, Verdict
+from megastable_guard.guard import Guard, GuardState
+from megastable_guard.incident import Incident, LeftOutSamples
+from megastable_guard.policy_state import PolicyState
 
 EVALUATED = "data.validation", "train.eval_samples"  # keys that say which samples are evaluated
 
@@ -82,22 +87,22 @@ class Recovery:
         self._mixed = False  # whether the next step is the first of another data mix
         self._scheduled: float | None = None  # rate of the coming update, before cuts and caps
         self._located = ""  # result of replaying this step, refused as it is not finite
-        c, events = self.settings, parts.run.events
-        memory = first(lambda: recall(state.stability, events(*TELLING), c.dry_run))
+        c, read_events = self.settings, parts.run.events
+        memory = first(lambda: recall(state.stability, read_events(*TELLING), c.dry_run))
         self.guard = Guard(c, memory.guard, c.dry_run, parts.engine.fp8 is not None)
         self.guard.policy.resumed(state.step, state.updates)
         self.numerics = NumericsChoice(parts, self.guard)
         self._before = self.guard.detector.state
         self.replays = Replays(parts.engine, self.config.run.deterministic)
-        trends = TrendWatch(self.config, parts.engine, parts.log)
-        self.incident_log = IncidentLog(parts, self.guard, lambda: trends.standing)
+        trend_watch = TrendWatch(self.config, parts.engine, parts.log)
+        self.incident_log = IncidentLog(parts, self.guard, lambda: trend_watch.standing)
         self.incident_log.restore(memory.incident, memory.incidents, state, memory.left_out)
         self.watches = Watches(
             HardwareWatch(
                 self.config, parts.engine, parts.loader, state.step, parts.run, parts.log, parts.phase
             ),
             SampleWatch(parts, self.incident_log),
-            trends,
+            trend_watch,
             StartSigns(self.config, parts.source, parts.log),
             ProbeWatch(parts.engine, parts.loader, held_out, parts.log, sets),
             TensorWatch(parts.engine),
@@ -105,15 +110,15 @@ class Recovery:
         )
         self.hardware, self.samples = self.watches.hardware, self.watches.samples
         self.watches.load_state_dicts(state.stability)
-        if any(change.startswith(EVALUATED) for change in changed):
-            trends.state.evaluations = []  # of other samples
+        if any(changed_key.startswith(EVALUATED) for changed_key in changed):
+            trend_watch.state.evaluations = []  # of other samples
         schedule = self.config.schedule
         # The steps are a cause, too, if the schedule follows them.
         follows = schedule.total_steps is None and schedule.total_tokens is None
-        if any(change.startswith((*CAUSES, *["train.steps"] * follows)) for change in changed):
+        if any(changed_key.startswith((*CAUSES, *["train.steps"] * follows)) for changed_key in changed):
             self._train_otherwise(state.step)
-        origin = Origin(parts.run, self.config, state, changed, parts.log)
-        self.points = Points(parts, origin, self.hardware.state.current, memory.rate)
+        resume_origin = Origin(parts.run, self.config, state, changed, parts.log)
+        self.points = Points(parts, resume_origin, self.hardware.state.current, memory.rate)
         self.last_resort = LastResort(parts, self.guard, self.incident_log, self.points, settle)
         self.rewinding = Rewinding(
             parts, self.guard, self.points, self.replays, self.incident_log, self.last_resort, self.watches
@@ -123,16 +128,15 @@ class Recovery:
         self.numerics.choose(state)
 
     def memory(self) -> dict[str, Any]:
-        """For the checkpoint."""
-        book = self.incident_log
-        memory = PersistedState(
+        incident_log = self.incident_log
+        persisted_state = PersistedState(
             guard=self.guard.state,
-            incident=book.incident,
-            incidents=book.count,
+            incident=incident_log.incident,
+            incidents=incident_log.count,
             rate=self.points.newest_rate,
-            left_out=book.left_out,
+            left_out=incident_log.left_out,
         )
-        return memory.model_dump() | self.watches.state_dicts()
+        return persisted_state.model_dump() | self.watches.state_dicts()
 
     @property
     def calm(self) -> bool:
@@ -173,6 +177,8 @@ class Recovery:
         """The gate: whether the update may be applied."""
         self.decision, self._located = None, ""
         hardware = self.hardware
+        # Hardware is judged first, and what it did is kept from the guard: numbers that memory, a link or a chip has
+        # changed say nothing about data or learning rate, and the detector must not learn from them.
         hardware.judge(measured, step)
         if hardware.suspicion is not None and self.settings.dry_run:
             self.log.emit(Would(step=step, action="repeat", reason=hardware.suspicion.reason), say=True)
@@ -184,9 +190,11 @@ class Recovery:
             return False
         signals = Signals(step, measured.loss, measured.grad_norm, lr, self._mixed)
         self._mixed = False
-        oldest = 0 if self.settings.dry_run else self.points.oldest
+        # All ranks have the same sums, and the guard is pure: so all decide alike without a word to each other. A dry
+        # run asks as if there were a snapshot of every step, and lets the update pass whatever the answer is.
+        oldest_snapshot = 0 if self.settings.dry_run else self.points.oldest
         self._before = self.guard.detector.state
-        self.decision = self.guard.judge(signals, oldest)
+        self.decision = self.guard.judge(signals, oldest_snapshot)
         return measured.finite if self.settings.dry_run else self.decision.applies
 
     def rate(self, updates: int, scheduled: float) -> float:
@@ -211,24 +219,24 @@ class Recovery:
     def settle(self, done: StepResult) -> StepOutcome:
         """Execute the decision about a step. If the run is not rewound, suspected samples are examined. Raises
         HandoverError and UnstableError."""
-        batch, measured, step = done.batch, done.measured, done.state.step
+        step_batch, measured, step = done.batch, done.measured, done.state.step
         losses = measured.losses.numpy()
-        self.points.trained.append(Trained(step, batch.positions, losses, done.applied, self._scheduled))
+        self.points.trained.append(Trained(step, step_batch.positions, losses, done.applied, self._scheduled))
         if done.applied:
             self.watches.after_update(measured, step, done.lr)
-        if self.acts and (fault := self.hardware.memory) is not None:
-            return self._undo(done, fault)
+        if self.acts and (memory_fault := self.hardware.memory) is not None:
+            return self._undo(done, memory_fault)
         if self.acts and (suspicion := self.hardware.suspicion) is not None:
             return self._repeat(done, suspicion)
         if not measured.overflow:
-            self.samples.observe(batch, measured, done.applied, step)
-        back = self._carry_out(done)
-        if back is None and self.acts and self.decision is not None:
-            back = self._look_at_samples(self.decision, done)
-        if back is None and self.acts and done.applied:
-            back = self._look_at_tensors(done) or self._look_at_probe(done)
-        if back is not None:
-            return StepOutcome(back, rewound=True)
+            self.samples.observe(step_batch, measured, done.applied, step)
+        rewound_state = self._carry_out(done)
+        if rewound_state is None and self.acts and self.decision is not None:
+            rewound_state = self._look_at_samples(self.decision, done)
+        if rewound_state is None and self.acts and done.applied:
+            rewound_state = self._look_at_tensors(done) or self._look_at_probe(done)
+        if rewound_state is not None:
+            return StepOutcome(rewound_state, rewound=True)
         return StepOutcome(done.state)
 
     def inspect(self, done: StepResult, saves: bool) -> StepOutcome:
@@ -242,13 +250,13 @@ class Recovery:
 
     def _accuse(self, done: StepResult, fault: HardwareFault) -> MegastableError:
         """The end of this process, as a chip would go on lying: the next one does without its host."""
-        state, policy = done.state, self.guard.policy
+        state, guard_policy = done.state, self.guard.policy
         self.log.emit(
             HostFaulty(step=state.step, hosts=list(fault.hosts), ranks=list(fault.ranks), reason=fault.reason)
         )
-        onset = self._onset(fault, state.step)
-        finding = Finding(state.step, Verdict.CORRUPTED, 1.0, onset, fault.reason, on_trend=False)
-        decision = policy.hand_over(finding, fault.reason, True, Cause.HARDWARE)
+        first_wrong = self._onset(fault, state.step)
+        finding = Finding(state.step, Verdict.CORRUPTED, 1.0, first_wrong, fault.reason, on_trend=False)
+        decision = guard_policy.hand_over(finding, fault.reason, True, Cause.HARDWARE)
         self.incident_log.open(decision, state, self.points.since(finding.onset), done.measured.grad_norm)
         return self.last_resort.end(self.last_resort.weigh(decision, damaged=True), state, Cause.HARDWARE)
 
@@ -256,15 +264,15 @@ class Recovery:
         """Back to a state from before it. damaged: as in `rescue`."""
         if fault.excludes_host:
             raise self._accuse(done, fault)
-        onset = self._onset(fault, done.state.step)
-        return self.rescue(done, fault.reason, Verdict.CORRUPTED, onset, damaged)
+        first_wrong = self._onset(fault, done.state.step)
+        return self.rescue(done, fault.reason, Verdict.CORRUPTED, first_wrong, damaged)
 
     def _onset(self, fault: HardwareFault, step: int) -> int:
         """The first step that is not trusted. If nothing is left from before it, the newest state is better than none:
         every result of late may be wrong, but none is known to be."""
-        wanted, oldest = fault.after + 1, self.points.oldest
-        kept = oldest is not None and oldest < wanted
-        return wanted if kept or self.last_resort.can_go_back(wanted, damaged=True) else step
+        wanted, oldest_snapshot = fault.after + 1, self.points.oldest
+        has_snapshot = oldest_snapshot is not None and oldest_snapshot < wanted
+        return wanted if has_snapshot or self.last_resort.can_go_back(wanted, damaged=True) else step
 
     def _repeat(self, done: StepResult, suspicion: Suspicion) -> StepOutcome:
         """Do a step again whose gradients were doubted, on the state before it: if hardware lied, as an incident."""
@@ -280,10 +288,10 @@ class Recovery:
             return self._undo(done, fault, damaged=not self.points.ring.capacity)
         self.watches.repeated(before.step)
         self.engine.restore_counters(counters)
-        back = before.model_copy(update={"seconds": done.state.seconds})
-        self.loader.go_to(back.cursor, self.loader.skips)
-        self.points.forget_after(back.step)
-        return StepOutcome(back, repeated=True)
+        repeated_state = before.model_copy(update={"seconds": done.state.seconds})
+        self.loader.go_to(repeated_state.cursor, self.loader.skips)
+        self.points.forget_after(repeated_state.step)
+        return StepOutcome(repeated_state, repeated=True)
 
     def _look_at_samples(self, decision: Decision, done: StepResult) -> RunState | None:
         """Note the samples of a refused update, examine suspected ones; the new state if the run is rewound for it."""
@@ -291,116 +299,116 @@ class Recovery:
         if decision.action is Action.DISCARD and self.replays.finite_again != state.step:
             self.samples.refused(done.batch, done.measured, state.step, decision, self._located)
         incident = self.incident_log.incident
-        clear = incident is None and not self.guard.policy.state.watching
+        is_clear = incident is None and not self.guard.policy.state.watching
         # Trouble while another cause is handled, or unknown, is its consequence.
-        alone = clear or (incident is not None and incident.cause is Cause.DATA)
-        may_look = alone and self.points.may_look
+        is_data_alone = is_clear or (incident is not None and incident.cause is Cause.DATA)
+        may_look = is_data_alone and self.points.may_look
         case = self.samples.lifted(self.guard.policy, state.step, self.points.oldest) if may_look else None
         if case is not None:
-            back = self.rewinding.look_back(case, done.measured, state)
-            if back is not None:
-                return back
-        quiet, points = clear and done.applied and self.calm, self.points
+            rewound_state = self.rewinding.look_back(case, done.measured, state)
+            if rewound_state is not None:
+                return rewound_state
+        is_quiet, points = is_clear and done.applied and self.calm, self.points
         choose_skips = self.rewinding.choose_skips
-        for found in self.samples.act(state, points.trained, points.laboratory, quiet, choose_skips):
+        for found in self.samples.act(state, points.trained, points.laboratory, is_quiet, choose_skips):
             self.guard.policy.skipped(found.convicted, found.proven)
         return None
 
     def _look_at_tensors(self, done: StepResult) -> RunState | None:
         """Once in a while, whether a tensor has jumped; the new state if the run is rewound for it."""
-        state, policy, tensors = done.state, self.guard.policy, self.watches.tensors
-        if state.step % EVERY or (jump := tensors.look(state)) is None:
+        run_state, policy, tensors = done.state, self.guard.policy, self.watches.tensors
+        if run_state.step % EVERY or (jump := tensors.look(run_state)) is None:
             return None
-        if policy.may_look_back(state.step, jump.before + 1, self.points.oldest) and self.points.may_look:
+        if policy.may_look_back(run_state.step, jump.before + 1, self.points.oldest) and self.points.may_look:
             return self.rewinding.undo_jump(jump, done)
-        self._train_on(jump.reason, state)
+        self._train_on(jump.reason, run_state)
         tensors.accept()
         return None
 
     def _look_at_probe(self, done: StepResult) -> RunState | None:
         """At every snapshot, and once in a while, whether the model is worse on samples that it is not trained on; the
         new state if the run is rewound for it."""
-        state, policy = done.state, self.guard.policy
-        due = not state.step % EVERY or state.step in self.points.ring.steps[-1:]
-        if not due or policy.is_waiting(state.step):
+        state, guard_policy = done.state, self.guard.policy
+        is_due = not state.step % EVERY or state.step in self.points.ring.steps[-1:]
+        if not is_due or guard_policy.is_waiting(state.step):
             return None
         rise = self.watches.probe.look(state.step)
         if rise is None:
             return None
-        allowed = policy.may_look_back(state.step, rise.before + 1, self.points.oldest)
-        if not allowed or not self.rewinding.trials.may_try(state):
+        may_look_back = guard_policy.may_look_back(state.step, rise.before + 1, self.points.oldest)
+        if not may_look_back or not self.rewinding.trials.may_try(state):
             self._train_on(rise.reason, state)
             self.watches.probe.accept(state.step)
             return None
-        finding = Finding(state.step, Verdict.DAMAGE, 1.0, rise.before + 1, rise.reason, on_trend=False)
-        return self._rewind(policy.undo(finding, rise.reason), done, "")
+        rise_finding = Finding(state.step, Verdict.DAMAGE, 1.0, rise.before + 1, rise.reason, on_trend=False)
+        return self._rewind(guard_policy.undo(rise_finding, rise.reason), done, "")
 
     def _train_on(self, reason: str, state: RunState) -> None:
-        text = f"{reason}; the run may not be rewound for it, and trains on"
-        self.log.emit(Warned(step=state.step, text=text), say=f"WARNING: {text}")
+        warning_text = f"{reason}; the run may not be rewound for it, and trains on"
+        self.log.emit(Warned(step=state.step, text=warning_text), say=f"WARNING: {warning_text}")
 
     def _carry_out(self, done: StepResult) -> RunState | None:
         """Do what was decided about a step; the new state, if the run is rewound."""
         if self.decision is None:
             return None
         state = done.state
-        decision, damage = self._escalate_damage(self.decision, done)
+        step_decision, damage_reason = self._escalate_damage(self.decision, done)
         if self.settings.dry_run:
-            if decision.action is not Action.APPLY:
+            if step_decision.action is not Action.APPLY:
                 self.log.emit(
-                    Would(step=state.step, action=decision.action, reason=decision.reason), say=True
+                    Would(step=state.step, action=step_decision.action, reason=step_decision.reason), say=True
                 )
             return None
-        if decision.finding.reset:
-            reason = decision.finding.reason
+        if step_decision.finding.reset:
+            reason = step_decision.finding.reason
             self.log.emit(BaselineReset(step=state.step, reason=reason), say=f"step {state.step}: {reason}")
-        if decision.healed:
+        if step_decision.healed:
             self.incident_log.close(state, "healed")
-        if decision.action is Action.DISCARD and not damage:
-            tripped = Tripped(decision, done, self._before, damage)
-            back = self.rewinding.leave_kernels(tripped, lambda: self._take_before(done))
-            if back is not None:
-                return back
-        if decision.action.rewinds:
-            back = self._rewind(decision, done, damage)
+        if step_decision.action is Action.DISCARD and not damage_reason:
+            tripped_step = Tripped(step_decision, done, self._before, damage_reason)
+            rewound_state = self.rewinding.leave_kernels(tripped_step, lambda: self._take_before(done))
+            if rewound_state is not None:
+                return rewound_state
+        if step_decision.action.rewinds:
+            rewound_state = self._rewind(step_decision, done, damage_reason)
             # What follows is judged otherwise than before: a rewind must not undo that.
-            if back is None and not self.guard.policy.is_waiting(state.step):
+            if rewound_state is None and not self.guard.policy.is_waiting(state.step):
                 self._take(state)
-            return back
-        if decision.action is Action.APPLY or decision.action is Action.DISCARD:
-            self._train_further(decision, done)
+            return rewound_state
+        if step_decision.action is Action.APPLY or step_decision.action is Action.DISCARD:
+            self._train_further(step_decision, done)
         else:
-            self._conclude(decision, done, damage)
+            self._conclude(step_decision, done, damage_reason)
         return None
 
     def _escalate_damage(self, decision: Decision, done: StepResult) -> tuple[Decision, str]:
         """The decision, where a step was not finite because the state already was not; and how that is known."""
         if decision.finding.verdict is not Verdict.NON_FINITE or done.applied:
             return decision, ""
-        damage = self._locate(done.batch, done.state)
-        if damage and not decision.action.ends and not decision.action.rewinds and self.acts:
-            decision = self.guard.policy.escalate(decision.finding, damage, self.points.oldest, True)
-        return decision, damage
+        damage_reason = self._locate(done.batch, done.state)
+        if damage_reason and not decision.action.ends and not decision.action.rewinds and self.acts:
+            decision = self.guard.policy.escalate(decision.finding, damage_reason, self.points.oldest, True)
+        return decision, damage_reason
 
     def _conclude(self, decision: Decision, done: StepResult, damage: str) -> None:
         """Hand over, alert or stop. Raises HandoverError and UnstableError."""
         state, finding = done.state, decision.finding
         self.incident_log.open(decision, state, self.points.since(finding.onset), done.measured.grad_norm)
-        found = ""
+        hardware_reason = ""
         if not (damage or done.applied):  # an applied update has changed the state
-            _, found = self.replays.compare(done.batch, done.measured, state.step, finding.verdict)
-            decision = replace(decision, reason="; ".join(filter(None, [decision.reason, found])))
-        cause = Cause.HARDWARE if damage or found else Cause.UNKNOWN
-        self.last_resort.conclude(decision, state, cause, damaged=bool(damage))
+            _, hardware_reason = self.replays.compare(done.batch, done.measured, state.step, finding.verdict)
+            decision = replace(decision, reason="; ".join(filter(None, [decision.reason, hardware_reason])))
+        likely_cause = Cause.HARDWARE if damage or hardware_reason else Cause.UNKNOWN
+        self.last_resort.conclude(decision, state, likely_cause, damaged=bool(damage))
 
     def _train_further(self, decision: Decision, done: StepResult) -> None:
         """After a step that was applied or refused, and no more: lift limits, and keep a snapshot if one is due."""
-        state, finding = done.state, decision.finding
-        self.last_resort.tell_alert(state)
+        run_state, step_finding = done.state, decision.finding
+        self.last_resort.tell_alert(run_state)
         if done.applied and self._scheduled is not None:
-            for reason in self.guard.policy.relax(finding, state.updates, self._scheduled):
-                self.log.emit(RateLifted(step=state.step, reason=reason), say=True)
-        if self.guard.policy.is_waiting(state.step):
+            for lifted_reason in self.guard.policy.relax(step_finding, run_state.updates, self._scheduled):
+                self.log.emit(RateLifted(step=run_state.step, reason=lifted_reason), say=True)
+        if self.guard.policy.is_waiting(run_state.step):
             return  # the snapshots from before it must survive the wait
         first_refused = decision.action is Action.DISCARD and not done.before.discards_in_a_row
         if first_refused and self.points.ring.capacity > 1:
@@ -408,18 +416,17 @@ class Recovery:
             # numbers, so the random states are those before it, too.)
             self._take_before(done)
             return
-        healthy = done.applied and finding.verdict is Verdict.HEALTHY
-        if healthy and self.points.ring.due(state.step, urgent=not finding.on_trend):
-            self._take(state)
+        is_healthy = done.applied and step_finding.verdict is Verdict.HEALTHY
+        if is_healthy and self.points.ring.due(run_state.step, urgent=not step_finding.on_trend):
+            self._take(run_state)
 
     def _take(self, state: RunState) -> None:
-        """Keep a snapshot."""
         self.points.take(state, self.guard.detector.state, self.watches.state_dicts())
 
     def _take_before(self, done: StepResult) -> None:
         """Keep a snapshot of the state before a step whose update was refused."""
-        watches = self.watches.state_dicts() | {self.samples.name: self.samples.before}
-        self.points.take(done.before, self._before, watches, self.engine.counters_before)
+        watch_states = self.watches.state_dicts() | {self.samples.name: self.samples.before}
+        self.points.take(done.before, self._before, watch_states, self.engine.counters_before)
 
     def rescue(
         self,
@@ -434,25 +441,25 @@ class Recovery:
         Raises HandoverError and UnstableError."""
         state = done.state
         onset = state.step if onset is None else onset
-        finding = Finding(state.step, verdict, 1.0, onset, damage, on_trend=False)
-        decision = self.guard.policy.escalate(finding, damage, self.points.oldest, damaged)
-        if decision.action.rewinds:
-            back = self._rewind(decision, done, damage)
-            assert back is not None, "only what the detector suspects is tried"
-            return StepOutcome(back, rewound=True)
-        self.incident_log.open(decision, state, self.points.since(onset), done.measured.grad_norm)
-        self.last_resort.conclude(decision, state, Cause.HARDWARE, damaged)
+        damage_finding = Finding(state.step, verdict, 1.0, onset, damage, on_trend=False)
+        step_decision = self.guard.policy.escalate(damage_finding, damage, self.points.oldest, damaged)
+        if step_decision.action.rewinds:
+            rewound_state = self._rewind(step_decision, done, damage)
+            assert rewound_state is not None, "only what the detector suspects is tried"
+            return StepOutcome(rewound_state, rewound=True)
+        self.incident_log.open(step_decision, state, self.points.since(onset), done.measured.grad_norm)
+        self.last_resort.conclude(step_decision, state, Cause.HARDWARE, damaged)
         assert not damaged, "nothing is left but to end"
         return StepOutcome(done.state)
 
     def _locate(self, batch: Step, state: RunState) -> str:
         """The origin of the first non-finite number; not empty if the state already had it."""
         self.parts.phase("locate")
-        found = nan_locator.locate(self.engine, batch.micro_batches)
-        self._located = found.sentence
-        self.log.emit(Located(step=state.step, **asdict(found)), say=True)
-        self.replays.finite_again = state.step if not found.reproduced else None
-        return found.sentence if found.kind == "state" else ""
+        number_origin = locators.locate(self.engine, batch.micro_batches)
+        self._located = number_origin.sentence
+        self.log.emit(Located(step=state.step, **asdict(number_origin)), say=True)
+        self.replays.finite_again = state.step if not number_origin.reproduced else None
+        return number_origin.sentence if number_origin.kind == "state" else ""
 
     def _rewind(self, decision: Decision, done: StepResult, damage: str) -> RunState | None:
         return self.rewinding.go_back(Tripped(decision, done, self._before, damage))
@@ -460,7 +467,69 @@ class Recovery:
     def finish(self, state: RunState) -> None:
         """At the end of the run: an incident that nothing followed is closed."""
         last = self.decision.finding if self.decision is not None else None
-        calm = last is not None and last.verdict is Verdict.HEALTHY and last.on_trend
+        is_calm = last is not None and last.verdict is Verdict.HEALTHY and last.on_trend
         seen = self.guard.policy.state.good >= self.settings.policy.verify_steps // 6
-        self.incident_log.close(state, "healed" if calm and seen else "open")
+        self.incident_log.close(state, "healed" if is_calm and seen else "open")
         state.stability = self.memory()  # the summary reports it
+
+
+TELLING = (IncidentEvent, Handover, AlertEvent, Unstable)  # events that may carry all this
+
+
+class PersistedState(BaseModel):
+    """Saved in checkpoints. incident: the open one. incidents: how many there were. rate: scheduled, of the last step.
+    left_out: by the last incident."""
+
+    model_config = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
+
+    guard: GuardState = GuardState()
+    incident: Incident | None = None
+    incidents: int = 0
+    rate: float | None = None
+    left_out: LeftOutSamples | None = None
+
+
+ONGOING = ("open", "handed over")  # continued by the next process
+
+
+class _Told(BaseModel):
+    """The parts of an event used here; other fields, and those of later versions, are ignored."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    policy: PolicyState
+    summary: Incident | None = None
+    left_out: LeftOutSamples | None = None
+
+
+def recall(saved: dict[str, Any], events: Iterable[Event], simulated: bool = False) -> PersistedState:
+    """The state at a start. Raises CheckpointError for one that this version cannot read.
+
+    saved: `RunState.stability` of the checkpoint. events: those of the journal that are `TELLING`, in order. simulated:
+    this is a dry run.
+    """
+    known_fields = {name: state for name, state in saved.items() if name in PersistedState.model_fields}
+    try:
+        memory = PersistedState.model_validate(copy.deepcopy(known_fields))
+    except ValidationError as error:
+        raise store.refuse_stability("the checkpoint", error) from None
+    if not simulated:
+        memory.guard = memory.guard.of_kind(False)  # a dry run spent no budget
+    for event in events:
+        incident_number = event.get("number")
+        if isinstance(incident_number, int):
+            memory.incidents = max(memory.incidents, incident_number)
+        if "policy" not in event:
+            continue
+        try:
+            told_state = _Told.model_validate(event.fields)
+        except ValidationError as error:
+            raise store.refuse_stability(f"the journal's event {event.event}", error) from None
+        # A dry run has its own clock.
+        if memory.guard.simulated or told_state.policy.clock < memory.guard.policy.clock:
+            continue
+        memory.guard.policy = told_state.policy
+        memory.left_out = told_state.left_out or memory.left_out
+        if told_state.summary is not None:
+            memory.incident = told_state.summary if told_state.summary.outcome in ONGOING else None
+    return memory

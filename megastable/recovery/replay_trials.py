@@ -1,43 +1,40 @@
 """Tries what may be done about an incident, in branches from the same good state: the suspects and others in their
-places, remedies, and the data without a corpus. Collective; leaves no trace. attribution/harm.py and
-attribution/remedies.py decide."""
+places, remedies, and the data without a corpus. Collective; leaves no trace. attribution/trials.py decides."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from megastable.attribution.branches import BranchStart, TrainedBranch, train_branch
 from megastable.attribution.conclusion import Conclusion
-from megastable.attribution.harm import (
+from megastable.attribution.sample_replay import BranchStart, Trained, TrainedBranch, harmless, train_branch
+from megastable.attribution.trials import (
     COMPRESSED,
     HARM,
-    BranchLosses,
-    HarmTrial,
-    choose_held_out,
-    find_repetition,
-    judge_trial,
-    mean_difference,
-    replace_samples,
-)
-from megastable.attribution.remedies import (
     NOTHING,
     OTHER_DATA,
     WITHOUT_BAD,
     WITHOUT_CORPUS,
+    BranchLosses,
     CorpusTrial,
+    HarmTrial,
     RemedyTrial,
+    choose_held_out,
     choose_remedy,
     find_rare_tokens,
+    find_repetition,
     harms_anyway,
     judge_corpus,
+    judge_trial,
+    mean_difference,
+    replace_samples,
 )
-from megastable.attribution.sample_replay import Trained, harmless
 from megastable.base.collectives import first
 from megastable.base.errors import DataError
 from megastable.checkpoint.snapshot import Snapshot
@@ -93,7 +90,7 @@ class TrialStart:
     @property
     def positions(self) -> Int64s:
         """Of the samples under suspicion."""
-        return np.concatenate([t.positions for t in self.window])
+        return np.concatenate([trained_step.positions for trained_step in self.window])
 
 
 class SuspectsTrial(NamedTuple):
@@ -105,7 +102,6 @@ class SuspectsTrial(NamedTuple):
 
 
 def mean_loss(losses: Floats) -> float:
-    """As the journal has it."""
     return round(float(losses.mean()), 4)
 
 
@@ -113,10 +109,10 @@ def describe_branch(
     name: str, trained: TrainedBranch, coming: Floats, control: Floats, cost: int
 ) -> dict[str, Any]:
     """For the journal. coming, control: losses of the data to come at its end, and at that of the control."""
-    difference, error = mean_difference(coming, control)
+    loss_difference, difference_error = mean_difference(coming, control)
     return {
         "name": name, "cost": cost, "loss": mean_loss(coming),
-        "difference": round(difference, 4), "error": round(error, 4),
+        "difference": round(loss_difference, 4), "error": round(difference_error, 4),
         "losses": trained.losses.round(4).tolist(), "norms": trained.norms.round(4).tolist(),
     }  # fmt: skip
 
@@ -138,57 +134,46 @@ class Trials:
         if steps < LEAST:
             return None
 
-        def measure() -> Outlook:
-            _, cursor = left_out.next_kept(state.cursor, steps * self.loader.batch)
-            ahead, _ = left_out.next_kept(cursor, min(FARTHEST, left - steps) * self.loader.batch)
+        def measure_outlook() -> Outlook:
+            _, next_cursor = left_out.next_kept(state.cursor, steps * self.loader.batch)
+            ahead, _ = left_out.next_kept(next_cursor, min(FARTHEST, left - steps) * self.loader.batch)
             chosen = np.linspace(0, ahead.size - 1, min(COMING, ahead.size)).round().astype(np.int64)
-            others = np.delete(ahead, chosen)
-            return Outlook(ahead[chosen], self.laboratory.losses(ahead[chosen]), others, steps)
+            other_positions = np.delete(ahead, chosen)
+            return Outlook(ahead[chosen], self.laboratory.losses(ahead[chosen]), other_positions, steps)
 
-        return self.unless_unreadable(state.step, measure)
+        return self.unless_unreadable(state.step, measure_outlook)
 
     def try_suspects(self, found: Conclusion, start: TrialStart) -> SuspectsTrial | None:
         """Try the suspects of a conclusion: its bad samples, or without any all samples of the window. None: there is
         nothing to compare, or it cannot be read."""
-        outlook = start.outlook
-        if outlook is None:
-            return None
-        return self.unless_unreadable(start.step, lambda: self._try_suspects(found, start, outlook))
+        return self._compare(start, partial(self._try_suspects, found, start))
 
     def try_remedies(self, offers: Sequence[Offer], start: TrialStart) -> RemedyTrial | None:
         """Try remedies with the data as it was, against none, and against other data in the place of the window; over
         the steps since the snapshot and `STEPS` more, as what they are for took so long to show. None: other data is
         enough, or there is nothing to compare."""
-        outlook, policy = start.outlook, self.guard.policy
+        trial_outlook, policy = start.outlook, self.guard.policy
         possible = self.engine.adjustments.possible
-        offers = [o for o in offers if o.name not in ADJUSTMENTS or o.name in possible]
-        if outlook is None:
+        offers = [offer for offer in offers if offer.name not in ADJUSTMENTS or offer.name in possible]
+        if trial_outlook is None:
             return None
-        steps = self._count_steps(start, outlook)
+        steps = self._count_steps(start, trial_outlook)
         # The least intrusive ones, if the run may not try all.
         while offers and not policy.may_try_remedies((len(offers) + 3) * steps, self.config.train.steps):
             offers = offers[:-1]
         if not offers:
             return None
-        return self.unless_unreadable(start.step, lambda: self._try_remedies(offers, start, outlook))
+        return self._compare(start, partial(self._try_remedies, offers, start))
 
     def try_corpus(self, corpus: str, bad: Sequence[int], start: TrialStart) -> CorpusTrial | None:
         """Try the data as it comes without a corpus, against the same without its bad samples alone. bad: their
         positions. None: there is nothing to compare, or the run has tried enough."""
-        outlook = start.outlook
-        if outlook is None:
-            return None
-        return self.unless_unreadable(
-            start.step, lambda: self._try_corpus(corpus, np.array(bad, dtype=np.int64), start, outlook)
-        )
+        return self._compare(start, partial(self._try_corpus, corpus, np.array(bad, dtype=np.int64), start))
 
     def try_nothing(self, start: TrialStart, state: RunState) -> str:
         """Whether the same steps lead to the same trouble again, and go through it: `STEPS` steps later, the data to
         come is no harder than on the snapshot. How, a sentence; "": they do not, or there is nothing to compare."""
-        outlook = start.outlook
-        if outlook is None:
-            return ""
-        return self.unless_unreadable(start.step, lambda: self._try_nothing(start, state, outlook)) or ""
+        return self._compare(start, partial(self._try_nothing, start, state)) or ""
 
     def repeat(self, snapshot: Snapshot, state: RunState, measure: Callable[[], T]) -> T | None:
         """What `measure` finds after the same steps, with the same updates, from `snapshot`, which the engine holds
@@ -206,16 +191,20 @@ class Trials:
         return (self.config.train.steps - state.step) // 2 >= LEAST
 
     def _count_steps(self, start: TrialStart, outlook: Outlook) -> int:
-        """Of branches with remedies."""
         return min(LONGEST, start.step - start.snapshot.step + outlook.steps)
+
+    def _compare(self, start: TrialStart, work: Callable[[Outlook], T | None]) -> T | None:
+        """The result of a trial; None: there is nothing to compare by, or it cannot be read."""
+        outlook = start.outlook
+        return None if outlook is None else self.unless_unreadable(start.step, lambda: work(outlook))
 
     def unless_unreadable(self, step: int, work: Callable[[], T]) -> T | None:
         """The result of `work`; None on all ranks if it cannot read samples, which training may never do."""
         try:
             return work()
-        except DataError as error:
-            text = f"branches are not tried: {error}"
-            self.log.emit(Warned(step=step, text=text), say=f"WARNING: {text}")
+        except DataError as data_error:
+            warning_text = f"branches are not tried: {data_error}"
+            self.log.emit(Warned(step=step, text=warning_text), say=f"WARNING: {warning_text}")
             return None
 
     def _try_suspects(self, found: Conclusion, start: TrialStart, outlook: Outlook) -> SuspectsTrial | None:
@@ -351,33 +340,33 @@ class Trials:
 
     def _find_fillers(self, snapshot: Snapshot, left_out: Selection, bad: Sequence[int]) -> Int64s:
         """Harmless samples that were trained on before a snapshot."""
-        applied = [t for t in self.points.trained if t.applied and t.step <= snapshot.step]
-        found = harmless(applied, left_out)[0]
+        applied_steps = [t for t in self.points.trained if t.applied and t.step <= snapshot.step]
+        filler_positions = harmless(applied_steps, left_out)[0]
         # Right after a start nothing is known of them, but the checkpoint was trained on them.
-        if not found.size:
-            cursor = snapshot.extra.state.cursor
-            found = np.arange(max(0, cursor - LONGEST * self.loader.batch), cursor)
-            found = found[~left_out.mask(found)]
-        return found[~np.isin(found, bad)]
+        if not filler_positions.size:
+            next_cursor = snapshot.extra.state.cursor
+            filler_positions = np.arange(max(0, next_cursor - LONGEST * self.loader.batch), next_cursor)
+            filler_positions = filler_positions[~left_out.mask(filler_positions)]
+        return filler_positions[~np.isin(filler_positions, bad)]
 
     def _next_batches(
         self, snapshot: Snapshot, suspects: Int64s, left_out: Selection, steps: int, most: int = LONGEST
     ) -> list[Int64s]:
         """The batches that follow a snapshot, as the run reads them, until `steps` steps after the first suspect; at
         most `most`."""
-        cursor, found, since = snapshot.extra.state.cursor, list[Int64s](), 0
-        while since < steps and len(found) < most:
-            positions, cursor = left_out.next_kept(cursor, self.loader.batches.at(cursor))
-            found.append(positions)
-            since += bool(since) or bool(np.isin(positions, suspects).any())
-        return found
+        next_cursor, found_batches, steps_since = snapshot.extra.state.cursor, list[Int64s](), 0
+        while steps_since < steps and len(found_batches) < most:
+            positions, next_cursor = left_out.next_kept(next_cursor, self.loader.batches.at(next_cursor))
+            found_batches.append(positions)
+            steps_since += bool(steps_since) or bool(np.isin(positions, suspects).any())
+        return found_batches
 
     def _train_and_measure(
         self, snapshot: Snapshot, batches: Sequence[Int64s], measured: Int64s, offer: Offer | None = None
     ) -> TrainedBranch:
         """A branch, and the losses of some samples at its end."""
-        trained, losses = self._train(snapshot, batches, lambda: self.laboratory.losses(measured), offer)
-        return trained._replace(measured=losses)
+        trained, end_losses = self._train(snapshot, batches, lambda: self.laboratory.losses(measured), offer)
+        return trained._replace(measured=end_losses)
 
     def _train(
         self,
@@ -389,23 +378,23 @@ class Trials:
     ) -> tuple[TrainedBranch, T]:
         """A branch, and what `measure` finds at its end; the engine holds the snapshot again. applied: which updates
         are; None: all that are finite."""
-        saved: RunState = snapshot.extra.state
-        start, engine = BranchStart(saved.updates, saved.trained_tokens), self.engine
-        policy, numerics = self.guard.policy, engine.numerics.now
-        limit_rate = policy.rate if offer is None else offer.policy.rate
+        saved_state: RunState = snapshot.extra.state
+        start, engine = BranchStart(saved_state.updates, saved_state.trained_tokens), self.engine
+        guard_policy, numerics = self.guard.policy, engine.numerics.now
+        limit_rate = guard_policy.rate if offer is None else offer.policy.rate
         try:
             if offer is not None:
                 engine.adjustments.switch(offer.policy.state.adjusted)
-                plain = numerics.plain | engine.numerics.kinds_of(offer.policy.state.kernels)
-                engine.numerics.switch(replace(numerics, fp8=offer.policy.fp8, plain=plain))
+                plain_kernels = numerics.plain | engine.numerics.kinds_of(offer.policy.state.kernels)
+                engine.numerics.switch(replace(numerics, fp8=offer.policy.fp8, plain=plain_kernels))
                 if offer.name == "reset_moments":
                     engine.reset_moments()
-            trained = train_branch(
+            trained_branch = train_branch(
                 engine.config, engine, self.loader, start, batches, limit_rate, self._tell_progress, applied
             )
-            return trained, measure()
+            return trained_branch, measure()
         finally:
-            engine.adjustments.switch(policy.state.adjusted)
+            engine.adjustments.switch(guard_policy.state.adjusted)
             engine.numerics.switch(numerics)
             self.points.restore(snapshot)
 
@@ -420,7 +409,6 @@ class Trials:
         reason: str,
         facts: Mapping[str, Any],
     ) -> None:
-        """Write a trial down."""
         n = outlook.positions.size
         described = [
             describe_branch(name, branch, branch.measured[:n], control.measured[:n], cost)

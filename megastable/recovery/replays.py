@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megastable.base.deterministic import exact
+from megastable.base.reproducible import exact
 from megastable.checkpoint.store import RunState
 from megastable.data.loader import Step
 from megastable.engine.engine import Engine
@@ -21,9 +21,9 @@ from megastable.engine.numerics import Numerics
 from megastable.recovery.run_parts import RunParts
 from megastable.run.events.stability_events import FellBack, KernelsLeft, KernelsTriedAgain, Returned
 from megastable_guard import policy_state
+from megastable_guard.actions import Verdict
 from megastable_guard.guard import Guard
 from megastable_guard.robust import Trend
-from megastable_guard.signals import Verdict
 
 SAME = 1e-3  # relative: replays agree far better, even with unordered sums on a GPU
 SAME_NORM = 0.05  # relative: norms agree far better, even with unordered sums of gradients
@@ -65,12 +65,12 @@ class Replays:
         about the hardware: a sentence, or "" yet, as a bad state may magnify the last bits."""
         if verdict is Verdict.NON_FINITE and self.finite_again != step:
             return False, ""
-        found = replay(_result(measured), self.again(batch), lambda: self.again(batch))
-        if found is Replay.OTHER:
+        replay_result = replay(_result(measured), self.again(batch), lambda: self.again(batch))
+        if replay_result is Replay.OTHER:
             return False, "the same data on the same state gave other numbers: hardware, or a race"
-        unsteady = found is Replay.UNSTEADY
-        proven = unsteady and exact(self.deterministic, self.engine.device)
-        return unsteady, UNSTEADY if proven else ""
+        is_unsteady = replay_result is Replay.UNSTEADY
+        is_proven = is_unsteady and exact(self.deterministic, self.engine.device)
+        return is_unsteady, UNSTEADY if is_proven else ""
 
     def again(self, batch: Step) -> Result:
         return _result(self.engine.measure(batch.micro_batches))
@@ -89,38 +89,38 @@ class Replays:
     def without_kernels(self, batch: Step, expected: Expected) -> Harmless | None:
         """Repeat the step that tripped, on the state that refused it, by the same kernels, and by plain PyTorch in
         their place: how, if only this is harmless. With one kernel left out, if that is enough, else with all."""
-        switch = self.engine.numerics
-        now, names = switch.now, switch.kernels
-        used = [kind for kind in names if kind not in now.plain]
-        if not used:
+        numerics_switch = self.engine.numerics
+        now, names = numerics_switch.now, numerics_switch.kernels
+        used_kinds = [kind for kind in names if kind not in now.plain]
+        if not used_kinds:
             return None
         repeated = self.engine.measure(batch.micro_batches)
 
-        def without(*kinds: str) -> Harmless | None:
+        def compute_without(*kinds: str) -> Harmless | None:
             to, kernels = replace(now, plain=now.plain.union(kinds)), tuple(names[kind] for kind in kinds)
             return self._harmless(batch, repeated, expected, Harmless(to, " and ".join(kernels), kernels))
 
-        everything = without(*used)
-        if everything is None or len(used) == 1:
-            return everything
-        return next(filter(None, map(without, used)), everything)
+        without_all = compute_without(*used_kinds)
+        if without_all is None or len(used_kinds) == 1:
+            return without_all
+        return next(filter(None, map(compute_without, used_kinds)), without_all)
 
     def _harmless(self, batch: Step, measured: Measured, expected: Expected, to: Harmless) -> Harmless | None:
         """`to` with a sentence as its reason, if the step is harmless so. measured: by the present numerics."""
-        engine, switch = self.engine, self.engine.numerics
-        counters, now = engine.counters(), switch.now
-        switch.switch(to.numerics)
+        engine, numerics_switch = self.engine, self.engine.numerics
+        engine_counters, present_numerics = engine.counters(), numerics_switch.now
+        numerics_switch.switch(to.numerics)
         try:
-            other = engine.measure(batch.micro_batches)
+            other_result = engine.measure(batch.micro_batches)
         finally:
-            switch.switch(now)
-            engine.restore_counters(counters)  # the magnitude history, which switching FP8 forgets
-        step, otherwise = ((m.loss, math.log(max(m.grad_norm, 1e-30))) for m in (measured, other))
-        if not gone(step, otherwise, expected):
+            numerics_switch.switch(present_numerics)
+            engine.restore_counters(engine_counters)  # the magnitude history, which switching FP8 forgets
+        step, other_numbers = ((m.loss, math.log(max(m.grad_norm, 1e-30))) for m in (measured, other_result))
+        if not gone(step, other_numbers, expected):
             return None
         reason = (
-            f"the same step without {to.reason} is harmless: a loss of {other.loss:.4g} in place of "
-            f"{measured.loss:.4g}, a gradient norm of {other.grad_norm:.3g} in place of {measured.grad_norm:.3g}"
+            f"the same step without {to.reason} is harmless: a loss of {other_result.loss:.4g} in place of "
+            f"{measured.loss:.4g}, a gradient norm of {other_result.grad_norm:.3g} in place of {measured.grad_norm:.3g}"
         )
         return replace(to, reason=reason)
 
@@ -130,8 +130,6 @@ def _result(measured: Measured) -> Result:
 
 
 class NumericsChoice:
-    """Of one process."""
-
     def __init__(self, parts: RunParts, guard: Guard) -> None:
         self.engine, self.guard, self.acts, self.log = parts.engine, guard, parts.acts, parts.log
         self.rest = parts.config.precision.kind  # the precision without FP8
@@ -140,31 +138,31 @@ class NumericsChoice:
 
     def choose(self, state: RunState) -> None:
         """FP8, or the precision of the rest, and the kernels for the step after `state`."""
-        switch, policy = self.engine.numerics, self.guard.policy
-        fp8 = self.engine.fp8 is not None and (not self.acts or policy.fp8)
-        left = policy.state.kernels if self.acts else []
-        to = Numerics(fp8, switch.kinds_of(left))
-        switch.switch(to)
-        self.engine.adjustments.switch(policy.state.adjusted)  # a dry run has none of its own
-        if gone := [name for name in left if name not in switch.kernels.values()]:
-            policy.state.kernels = [name for name in left if name not in gone]
+        switch, guard_policy = self.engine.numerics, self.guard.policy
+        fp8 = self.engine.fp8 is not None and (not self.acts or guard_policy.fp8)
+        left_kernels = guard_policy.state.kernels if self.acts else []
+        chosen_numerics = Numerics(fp8, switch.kinds_of(left_kernels))
+        switch.switch(chosen_numerics)
+        self.engine.adjustments.switch(guard_policy.state.adjusted)  # a dry run has none of its own
+        if gone := [name for name in left_kernels if name not in switch.kernels.values()]:
+            guard_policy.state.kernels = [name for name in left_kernels if name not in gone]
             event = KernelsTriedAgain(step=state.step, kernels=gone, now=list(switch.kernels.values()))
             self.log.emit(event, say=True)
-        if to != self._told:
-            self._tell(to, state)
-            self._told = to
+        if chosen_numerics != self._told:
+            self._tell(chosen_numerics, state)
+            self._told = chosen_numerics
 
     def _tell(self, to: Numerics, state: RunState) -> None:
-        policy, told = self.guard.policy, self._told
-        if to.fp8 != told.fp8:
-            change, precision = (Returned, "FP8") if to.fp8 else (FellBack, self.rest)
-            count = len(policy.state.fallbacks)
+        guard_policy, told_numerics = self.guard.policy, self._told
+        if to.fp8 != told_numerics.fp8:
+            change_event, precision = (Returned, "FP8") if to.fp8 else (FellBack, self.rest)
+            count = len(guard_policy.state.fallbacks)
             self.log.emit(
-                change(step=state.step, to=precision, reason=policy.precision, fallbacks=count),
-                say=f"step {state.step}: goes on in {precision}: {policy.precision}",
+                change_event(step=state.step, to=precision, reason=guard_policy.precision, fallbacks=count),
+                say=f"step {state.step}: goes on in {precision}: {guard_policy.precision}",
             )
-        if kinds := to.plain - told.plain:
-            names = [name for kind, name in self.engine.numerics.kernels.items() if kind in kinds]
+        if left_kinds := to.plain - told_numerics.plain:
+            names = [name for kind, name in self.engine.numerics.kernels.items() if kind in left_kinds]
             self.log.emit(
                 KernelsLeft(step=state.step, kernels=names, reason=policy_state.WRONG_KERNELS), say=True
             )
@@ -175,8 +173,8 @@ class NumericsChoice:
 
 def reproduced(recorded: Floats, again: Floats, tolerance: float = SAME) -> bool:
     """Whether a replay gave the same numbers, within a relative tolerance; non-finite numbers count as equal."""
-    same = np.isclose(recorded, again, rtol=tolerance, atol=0.0, equal_nan=True)
-    return bool(np.all(same | (~np.isfinite(recorded) & ~np.isfinite(again))))
+    are_close = np.isclose(recorded, again, rtol=tolerance, atol=0.0, equal_nan=True)
+    return bool(np.all(are_close | (~np.isfinite(recorded) & ~np.isfinite(again))))
 
 
 class Replay(StrEnum):
@@ -197,8 +195,8 @@ def replay(step: Result, again: Result, once_more: Callable[[], Result]) -> Repl
 
 def alike(one: Result, other: Result) -> bool:
     """Whether two runs of a step agree, in every loss and in the norm of the gradient."""
-    norms = np.array([one.norm]), np.array([other.norm])
-    return reproduced(one.losses, other.losses) and reproduced(*norms, SAME_NORM)
+    norm_pair = np.array([one.norm]), np.array([other.norm])
+    return reproduced(one.losses, other.losses) and reproduced(*norm_pair, SAME_NORM)
 
 
 def gone(step: Sequence[float], otherwise: Sequence[float], expected: Sequence[Trend | None]) -> bool:
@@ -209,15 +207,15 @@ def gone(step: Sequence[float], otherwise: Sequence[float], expected: Sequence[T
     """
     if not all(map(math.isfinite, otherwise)):
         return False
-    broken = not all(map(math.isfinite, step))
-    trouble = broken
-    for now, then, usual in zip(step, otherwise, expected, strict=True):
+    was_broken = not all(map(math.isfinite, step))
+    had_trouble = was_broken
+    for now, value_otherwise, usual in zip(step, otherwise, expected, strict=True):
         if usual is None:
             continue
-        level, bound = max(usual.level, usual.late), EXCESS * usual.scale
-        out = now - level > bound
-        most = OUTLIER * usual.scale if broken else REMAINS * (now - level) if out else bound
-        if then - level > most:
+        usual_level, excess_bound = max(usual.level, usual.late), EXCESS * usual.scale
+        out = now - usual_level > excess_bound
+        most = OUTLIER * usual.scale if was_broken else REMAINS * (now - usual_level) if out else excess_bound
+        if value_otherwise - usual_level > most:
             return False
-        trouble |= out
-    return trouble
+        had_trouble |= out
+    return had_trouble

@@ -6,6 +6,7 @@ import math
 import socket
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,18 +18,22 @@ from megastable.attribution.conclusion import Conclusion
 from megastable.attribution.examination import examine
 from megastable.attribution.sample_replay import Laboratory, Trained, harmless
 from megastable.base import free_memory
-from megastable.base.collectives import agree, gathered
+from megastable.base.collectives import agree, first, gathered, shared
+from megastable.base.errors import HandoverError, MegastableError, UnstableError
 from megastable.base.fingerprint import Marks
-from megastable.base.rng import rng_state
-from megastable.checkpoint import snapshot_budget
+from megastable.base.reproducible import rng_state
+from megastable.checkpoint import snapshot_budget, store
 from megastable.checkpoint.origin import Origin
 from megastable.checkpoint.snapshot import Ring, Snapshot
 from megastable.checkpoint.snapshot_budget import NO_SNAPSHOTS, SnapshotBudget
 from megastable.checkpoint.store import RunState
 from megastable.data.skips import Selection
+from megastable.recovery.incident_log import IncidentLog
 from megastable.recovery.run_parts import RunParts
-from megastable.run.events.stability_events import NoSnapshots, SnapshotRejected
-from megastable_guard.detector_state import DetectorState
+from megastable.run.events.stability_events import AlertEvent, NoSnapshots, SnapshotRejected
+from megastable_guard.actions import Action, Cause, Decision
+from megastable_guard.detector import DetectorState
+from megastable_guard.guard import Guard
 
 Floats = npt.NDArray[np.float64]
 TOLD = 4  # ranks named in a sentence
@@ -66,8 +71,8 @@ class Points:
         self.ring, self.may_look = Ring(parts.engine, budget.points, c.interval), budget.aside
         self._resumed_rate = resumed_rate
         # As many steps as the ring reaches back, whichever snapshots it keeps, or as what is waited for may last.
-        reach = max(2**c.keep * max(1, c.interval), self.config.policy.wait + ALARM)
-        self.trained: deque[Trained] = deque(maxlen=min(512, reach))
+        reach_steps = max(2**c.keep * max(1, c.interval), self.config.policy.wait + ALARM)
+        self.trained: deque[Trained] = deque(maxlen=min(512, reach_steps))
         self.finite: Snapshot | None = None  # the newest that `back` passed over although finite
 
     def take(
@@ -83,15 +88,15 @@ class Points:
             # Checkpoints fill in `stability` themselves; the vitals can be shared, as they are replaced as a whole.
             light = state.model_copy(update={"stability": {}, "vitals": None}).model_copy(deep=True)
             light.vitals = state.vitals
-            extra = RewindState(light, rng_state(), detector, watches, self.engine.adjustments.now)
-            self.ring.take(state.step, extra, counters, self.marks())
+            rewind_state = RewindState(light, rng_state(), detector, watches, self.engine.adjustments.now)
+            self.ring.take(state.step, rewind_state, counters, self.marks())
 
     @property
     def oldest(self) -> int | None:
         return self.ring.steps[0] if self.ring.steps else None
 
     def since(self, onset: int) -> list[Trained]:
-        return [t for t in self.trained if t.step >= onset]
+        return [trained_step for trained_step in self.trained if trained_step.step >= onset]
 
     def forget_after(self, step: int) -> None:
         """Drop the points and the samples of undone steps."""
@@ -121,17 +126,17 @@ class Points:
         checkpoint that one of them proves bad is convicted."""
         self.finite = None
         while (snapshot := self.ring.before(onset, older)) is not None:
-            if why := self._changed(snapshot):
-                text = f"  the snapshot of step {snapshot.step} {why}: further back"
+            if why_rejected := self._changed(snapshot):
+                rejected_text = f"  the snapshot of step {snapshot.step} {why_rejected}: further back"
             else:
-                finite, good = self._tried(snapshot, left_out, self.origin.blame)
+                is_finite, good = self._tried(snapshot, left_out, self.origin.blame)
                 if good:
                     return snapshot
-                if finite and self.finite is None:
+                if is_finite and self.finite is None:
                     self.finite = snapshot
-                why = "is worse on what it was trained on" if finite else "is not finite"
-                text = f"  the state after step {snapshot.step} {why} already: further back"
-            self.log.emit(SnapshotRejected(step=snapshot.step, reason=why), say=text)
+                why_rejected = "is worse on what it was trained on" if is_finite else "is not finite"
+                rejected_text = f"  the state after step {snapshot.step} {why_rejected} already: further back"
+            self.log.emit(SnapshotRejected(step=snapshot.step, reason=why_rejected), say=rejected_text)
             self.ring.forget_from(snapshot.step)
             onset = snapshot.step
         return None
@@ -148,28 +153,28 @@ class Points:
     def _changed(self, snapshot: Snapshot) -> str:
         """Where memory holds other bytes than were copied into it: the end of a sentence; empty if nowhere."""
         everyone = gathered((self.ring.intact(snapshot), socket.gethostname()))
-        bad = [(rank, host) for rank, (intact, host) in enumerate(everyone) if not intact]
-        if not bad:
+        bad_ranks = [(rank, host) for rank, (is_intact, host) in enumerate(everyone) if not is_intact]
+        if not bad_ranks:
             return ""
-        told = ", ".join(f"rank {rank} on {host}" for rank, host in bad[:TOLD])
-        more = f" and {len(bad) - TOLD} more" if len(bad) > TOLD else ""
-        return f"has other bytes than were copied into it, in the memory of {told}{more}"
+        told_ranks = ", ".join(f"rank {rank} on {host}" for rank, host in bad_ranks[:TOLD])
+        more_text = f" and {len(bad_ranks) - TOLD} more" if len(bad_ranks) > TOLD else ""
+        return f"has other bytes than were copied into it, in the memory of {told_ranks}{more_text}"
 
     def _tried(
         self, snapshot: Snapshot, left_out: Selection, blame: Callable[[int, Callable[[int], Floats]], str]
     ) -> tuple[bool, bool]:
         """Whether a point, which the engine has restored, is finite, and whether it is good."""
         self.restore(snapshot)
-        adjusted, switch = self.engine.adjustments.now, self.engine.adjustments.switch
-        switch(snapshot.extra.adjusted)  # with others a good state may look bad
+        adjusted_now, numerics_switch = self.engine.adjustments.now, self.engine.adjustments.switch
+        numerics_switch(snapshot.extra.adjusted)  # with others a good state may look bad
         try:
             recorded, now = self._reference(snapshot, left_out)
-            norms = self.engine.flat_state().norms()
-            finite = math.isfinite(norms.parameters + norms.second_moment)
-            blamed = blame(snapshot.step, lambda at: self._latest(at, left_out)) if finite else ""
+            state_norms = self.engine.flat_state().norms()
+            finite = math.isfinite(state_norms.parameters + state_norms.second_moment)
+            blame_reason = blame(snapshot.step, lambda at: self._latest(at, left_out)) if finite else ""
         finally:
-            switch(adjusted)
-        return finite, finite and not blamed and not conclusion.is_worse(now[: recorded.size], recorded)
+            numerics_switch(adjusted_now)
+        return finite, finite and not blame_reason and not conclusion.is_worse(now[: recorded.size], recorded)
 
     def restore(self, snapshot: Snapshot) -> None:
         self.ring.restore(snapshot)
@@ -185,8 +190,8 @@ class Points:
         if older is None or older.step >= snapshot.step:
             return snapshot
         # The state it was copied from led to a proven one, but its memory may have failed since.
-        whole = all(bool(torch.isfinite(t).all()) for t in older.tensors.values() if t.is_floating_point())
-        if not all(gathered(whole)) or self._changed(older):
+        is_whole = all(bool(torch.isfinite(t).all()) for t in older.tensors.values() if t.is_floating_point())
+        if not all(gathered(is_whole)) or self._changed(older):
             return snapshot
         self.restore(older)
         self.log.say(
@@ -208,29 +213,113 @@ class Points:
 
         Right after a start the former are unknown, and empty.
         """
-        count = self.config.attribution.reference
-        before = [t for t in self.trained if t.step <= snapshot.step and t.applied]
-        positions, recorded = harmless(before, left_out)
-        positions, recorded = positions[-count:], recorded[-count:]
-        if not positions.size:
-            return recorded, self._latest(snapshot.extra.state.cursor, left_out)
-        return recorded, self.laboratory.losses(positions)
+        sample_count = self.config.attribution.reference
+        steps_before = [t for t in self.trained if t.step <= snapshot.step and t.applied]
+        batch_positions, recorded_losses = harmless(steps_before, left_out)
+        batch_positions, recorded_losses = batch_positions[-sample_count:], recorded_losses[-sample_count:]
+        if not batch_positions.size:
+            return recorded_losses, self._latest(snapshot.extra.state.cursor, left_out)
+        return recorded_losses, self.laboratory.losses(batch_positions)
 
     def _latest(self, cursor: int, left_out: Selection) -> Floats:
         """Losses of the latest harmless samples before a position, on the current state."""
-        count = self.config.attribution.reference
-        latest, _ = left_out.next_kept(max(0, cursor - count), count)
-        return self.laboratory.losses(latest[latest < cursor])
+        sample_count = self.config.attribution.reference
+        latest_positions, _ = left_out.next_kept(max(0, cursor - sample_count), sample_count)
+        return self.laboratory.losses(latest_positions[latest_positions < cursor])
 
 
 def budget_snapshots(parts: RunParts) -> SnapshotBudget:
     """The number of points for which every rank has room, printed with its calculation. Collective."""
-    engine, pinned = parts.engine, torch.cuda.is_initialized()
-    state = engine.optimizer_state().values()
-    everyone = gathered(free_memory.demand(state, engine.flat_state().bytes(), pinned))
-    found = agree(lambda: snapshot_budget.plan(everyone, parts.config.stability.snapshots))
+    engine, is_pinned = parts.engine, torch.cuda.is_initialized()
+    state_tensors = engine.optimizer_state().values()
+    every_demand = gathered(free_memory.demand(state_tensors, engine.flat_state().bytes(), is_pinned))
+    found = agree(lambda: snapshot_budget.plan(every_demand, parts.config.stability.snapshots))
     if found.points:
         parts.log.say(found.text)
     else:
         parts.log.emit(NoSnapshots(bytes=found.snapshot, budget=found.budget), say=found.text)
     return found
+
+
+class LastResort:
+    """settle: waits until no checkpoint is in progress, so that existing ones can be counted."""
+
+    def __init__(
+        self,
+        parts: RunParts,
+        guard: Guard,
+        incident_log: IncidentLog,
+        points: Points,
+        settle: Callable[[], None],
+    ) -> None:
+        self.run, self.log, self.settle = parts.run, parts.log, settle
+        self.incident_log, self.points, self.guard = incident_log, points, guard
+        self._alerted = guard.policy.state.alert is not None  # as last reported, also by the previous process
+
+    def weigh(self, decision: Decision, damaged: bool = False) -> Decision:
+        """The decision in place of a hand-over: an alert if there is no checkpoint to go back to, or STOP if the state
+        is not finite, either (damaged)."""
+        onset = decision.finding.onset
+        if decision.action is not Action.HANDOVER or self.can_go_back(onset, damaged):
+            return decision
+        reason = f"no checkpoint in {self.run.checkpoints} is from before step {self._before(onset)}"
+        return self.guard.policy.cannot_hand_over(decision, reason, damaged)
+
+    def conclude(self, decision: Decision, state: RunState, cause: Cause, damaged: bool) -> None:
+        """End the process, or alert and return. Raises HandoverError, UnstableError and SpaceError."""
+        decision = self.weigh(decision, damaged)
+        if decision.action.ends:
+            raise self.end(decision, state, cause)
+        self.tell_alert(state)
+
+    def can_go_back(self, onset: int, damaged: bool = False) -> bool:
+        """Whether a restart finds a checkpoint from before `onset`, and from before those that led here. damaged: the
+        state is not finite; then having none is fine, too: the run starts over."""
+        self.settle()
+        before = self._before(onset)
+        steps = first(lambda: [store.step_of(path) for path in store.newest_first(self.run.checkpoints)])
+        return any(checkpoint_step < before for checkpoint_step in steps) or (damaged and not steps)
+
+    def tell_alert(self, state: RunState) -> None:
+        """Journal and print the begin and end of an alert. Raises SpaceError."""
+        alert = self.guard.policy.state.alert
+        if (alert is not None) == self._alerted:
+            return
+        self._alerted = alert is not None
+        if alert is not None:
+            self.incident_log.alert(alert.reason, state)
+        else:
+            self.log.emit(AlertEvent(what="over", step=state.step), say=True)
+
+    def end(
+        self, decision: Decision, state: RunState, cause: Cause, kernels: tuple[str, ...] = ()
+    ) -> MegastableError:
+        """The error that ends this process. A hand-over defers the window if the cause is unknown: it may be guilty.
+        kernels: names of those that the next process leaves."""
+        onset, is_unknown = decision.finding.onset, cause is Cause.UNKNOWN
+        if self.incident_log.incident is not None and not is_unknown:
+            self.incident_log.incident.cause = cause
+            self.incident_log.incident.kernels += kernels
+        if decision.action is Action.HANDOVER:
+            side_effects = self.guard.policy.handing_over(cause, kernels)
+            decision = replace(decision, reason=decision.reason + side_effects)
+        before = self._before(onset)
+        incident = self.incident_log.give_up(decision, state, self.points.since(onset), is_unknown, before)
+        where = f"step {state.step}: incident {incident.number} (began at step {onset}): {decision.reason}. "
+        if decision.action is Action.HANDOVER:
+            return shared(
+                HandoverError(
+                    f"{where}It needs a restart from a checkpoint before step {before}: {self.run.resuming} does that"
+                    + (f", and reads the suspect data later ({self.run.blends.name})" if is_unknown else "")
+                )
+            )
+        return shared(
+            UnstableError(
+                f"{where}A person is needed: look at {self.run.journal}; lower optimizer.lr, look at the data, or "
+                "raise the budgets of stability.policy"
+            )
+        )
+
+    def _before(self, onset: int) -> int:
+        """The step that the next process's checkpoint must precede."""
+        return self.points.origin.before(onset, self.guard.policy.state.clock)

@@ -8,35 +8,31 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megastable.attribution import groups
+from megastable.attribution import scores
 from megastable.attribution.conclusion import Conclusion
-from megastable.attribution.harm import HarmTrial, TrialVerdict, is_clear, is_harmless
 from megastable.attribution.sample_history import Waiting
 from megastable.attribution.sample_replay import Trained
-from megastable.base.rng import set_rng_state
+from megastable.attribution.trials import HarmTrial, TrialVerdict, is_clear, is_harmless
+from megastable.base.reproducible import set_rng_state
 from megastable.checkpoint.snapshot import Snapshot
 from megastable.checkpoint.store import RunState
-from megastable.engine import growth_locator
+from megastable.engine import locators
 from megastable.engine.measured import Measured
 from megastable.recovery.incident_log import IncidentLog
-from megastable.recovery.last_resort import LastResort
 from megastable.recovery.replay_trials import Trials, TrialStart
 from megastable.recovery.replays import UNSTEADY, Harmless, Replays
-from megastable.recovery.rewind_points import Points
+from megastable.recovery.rewind_points import LastResort, Points
 from megastable.recovery.run_parts import RunParts, StepResult
-from megastable.recovery.sample_watch import UNKNOWN
-from megastable.recovery.watches import Watches
+from megastable.recovery.watches import UNKNOWN, Watches
 from megastable.run.events.stability_events import Located, RateCut, RateWarmup, SettingsAdjusted
 from megastable.run.events.training_events import Warned
 from megastable_guard import policy_state
-from megastable_guard.actions import Action, Cause, Decision, Remedy
+from megastable_guard.actions import Action, Cause, Decision, Finding, Remedy, Verdict
 from megastable_guard.damage import TensorJump, TensorNorms
-from megastable_guard.detector import Detector
-from megastable_guard.detector_state import DetectorState
+from megastable_guard.detector import Detector, DetectorState
 from megastable_guard.guard import Guard
 from megastable_guard.policy import ADJUSTED, BLAMELESS, REWARM_FROM, Offer
 from megastable_guard.robust import Trend
-from megastable_guard.signals import Finding, Verdict
 
 # Most samples that one trial takes away: so many, or this share of those read.
 TAKEN_AWAY, TAKEN_SHARE = 1024, 0.001
@@ -89,72 +85,74 @@ class Rewinding:
     def go_back(self, t: Tripped) -> RunState | None:
         """Rewind, and return where the run stands; None: nothing was wrong, and it stays where it is. Raises
         HandoverError, UnstableError and SpaceError."""
-        begin, finding, policy = time.perf_counter(), t.decision.finding, self.guard.policy
+        begin_time, finding, policy = time.perf_counter(), t.decision.finding, self.guard.policy
         self.parts.phase("rewind")
-        window = self.points.since(finding.onset)
-        self.incident_log.open(t.decision, t.done.state, window, t.done.measured.grad_norm)
-        adjacent = self.incident_log.adjacent(window)
-        recurred = policy.recurred(adjacent)
+        suspect_window = self.points.since(finding.onset)
+        self.incident_log.open(t.decision, t.done.state, suspect_window, t.done.measured.grad_norm)
+        is_adjacent = self.incident_log.adjacent(suspect_window)
+        has_recurred = policy.recurred(is_adjacent)
 
         # On the state that tripped, which is gone afterwards: what is proven, and all that trials are compared with.
-        unsteady, damage, harmless = self._replayed(t)
-        left_out, present, outlook = self.parts.select_unskipped(), None, None
-        sizes: growth_locator.Sizes = {}
-        proven = bool(damage) or harmless is not None or finding.verdict is Verdict.CORRUPTED
-        if not proven:  # what is proven needs no trial
-            outlook = self.trials.look_ahead(t.done.state, left_out)
+        is_unsteady, damage_reason, harmless_way = self._replayed(t)
+        left_out, present, trial_outlook = self.parts.select_unskipped(), None, None
+        output_sizes: locators.Sizes = {}
+        is_proven = bool(damage_reason) or harmless_way is not None or finding.verdict is Verdict.CORRUPTED
+        if not is_proven:  # what is proven needs no trial
+            trial_outlook = self.trials.look_ahead(t.done.state, left_out)
             present = self.points.ring.aside(t.done.state.step) if self.points.may_look else None
-            if finding.verdict is not Verdict.NON_FINITE:  # of which nan_locator has told already
-                sizes = growth_locator.measure_sizes(self.engine, t.done.batch.micro_batches)
+            if finding.verdict is not Verdict.NON_FINITE:  # of which `locate` has told already
+                output_sizes = locators.measure_sizes(self.engine, t.done.batch.micro_batches)
 
         # On a good state from before the onset: the cause.
-        snapshot = self.points.back(finding.onset, 1 if recurred and not harmless else 0, left_out)
+        snapshot = self.points.back(finding.onset, 1 if has_recurred and not harmless_way else 0, left_out)
         if snapshot is None:
-            return self._unproven(t, damage, harmless)
-        if unsteady and not damage and self.replays.differ(t.done.batch):
-            damage = UNSTEADY  # also on a good state, where nothing would magnify the last bits
+            return self._unproven(t, damage_reason, harmless_way)
+        if is_unsteady and not damage_reason and self.replays.differ(t.done.batch):
+            damage_reason = UNSTEADY  # also on a good state, where nothing would magnify the last bits
         offer = None
-        if damage:
-            conclusion = Conclusion(Cause.HARDWARE, [], [], damage)
-        elif harmless:
-            conclusion = Conclusion(Cause.NUMERICS, [], [], harmless.reason, kernels=harmless.kernels)
+        if damage_reason:
+            conclusion = Conclusion(Cause.HARDWARE, [], [], damage_reason)
+        elif harmless_way:
+            conclusion = Conclusion(Cause.NUMERICS, [], [], harmless_way.reason, kernels=harmless_way.kernels)
         else:
-            conclusion = self.points.examine(window, snapshot, left_out, adjacent)
+            conclusion = self.points.examine(suspect_window, snapshot, left_out, is_adjacent)
             snapshot = self.points.before_region(conclusion, snapshot)
-            conclusion = self.incident_log.returned_again(conclusion, window)
-            if not proven:
-                conclusion = self._locate_growth(conclusion, t, sizes)
-                start = TrialStart(window, snapshot, left_out, outlook)
-                tried = self._try_all(t, conclusion, start, recurred or policy.state.recurrences > 0)
-                conclusion, offer = tried.conclusion, tried.offer
-                if tried.harmless is not None:
-                    return self._train_through(t, conclusion, tried.harmless, snapshot, present, begin)
-                if tried.heals and present is not None:
-                    self._wait(t, conclusion, present, begin)
+            conclusion = self.incident_log.returned_again(conclusion, suspect_window)
+            if not is_proven:
+                conclusion = self._locate_growth(conclusion, t, output_sizes)
+                start = TrialStart(suspect_window, snapshot, left_out, trial_outlook)
+                tried_all = self._try_all(t, conclusion, start, has_recurred or policy.state.recurrences > 0)
+                conclusion, offer = tried_all.conclusion, tried_all.offer
+                if tried_all.harmless is not None:
+                    return self._train_through(
+                        t, conclusion, tried_all.harmless, snapshot, present, begin_time
+                    )
+                if tried_all.heals and present is not None:
+                    self._wait(t, conclusion, present, begin_time)
                     return None
-                if tried.blameless:
-                    window = []  # all of them are read again
+                if tried_all.blameless:
+                    suspect_window = []  # all of them are read again
 
         # Back to that state, without the cause, unless the checkpoint that the run resumed from is to blame.
         suspect = conclusion.cause in BLAMELESS and self.points.origin.again(snapshot.step, finding.onset)
         if suspect and policy.may_suspect and self.last_resort.can_go_back(snapshot.step):
             why = f"the checkpoint of step {self.points.origin.step} is the suspect: {self.points.origin.suspect()}"
-            decision = policy.abandon(t.decision, why, proven=False)
-            raise self.last_resort.end(decision, t.done.state, Cause.STORAGE)
-        remedy = None
+            step_decision = policy.abandon(t.decision, why, proven=False)
+            raise self.last_resort.end(step_decision, t.done.state, Cause.STORAGE)
+        chosen_remedy = None
         if offer is not None:
-            remedy = policy.adopt(offer, conclusion.reason)
+            chosen_remedy = policy.adopt(offer, conclusion.reason)
             self._carry_out(offer, snapshot)
-        start = TrialStart(window, snapshot, left_out, outlook)
-        return self._undo(t.decision, t.done.state, conclusion, start, begin, remedy)
+        start = TrialStart(suspect_window, snapshot, left_out, trial_outlook)
+        return self._undo(t.decision, t.done.state, conclusion, start, begin_time, chosen_remedy)
 
-    def _locate_growth(self, found: Conclusion, t: Tripped, sizes: growth_locator.Sizes) -> Conclusion:
+    def _locate_growth(self, found: Conclusion, t: Tripped, sizes: locators.Sizes) -> Conclusion:
         """A conclusion that says which layer grew first, if any did. The engine holds a good state. sizes: those of the
         tripping samples on the state that tripped."""
         if not sizes:
             return found
-        good = growth_locator.measure_sizes(self.engine, t.done.batch.micro_batches)
-        growth = growth_locator.find_first_growth(good, sizes)
+        good = locators.measure_sizes(self.engine, t.done.batch.micro_batches)
+        growth = locators.find_first_growth(good, sizes)
         if growth is None:
             return found
         told = {"sentence": growth.sentence, "layer": growth.first.layer, "tensor": growth.first.tensor}
@@ -173,30 +171,30 @@ class Rewinding:
         """Go on with data that is new, or does no harm, from where the run stands: None; or from the snapshot: the
         state after it. That is where updates were refused since, so that their batches are trained on, unless that
         undoes many others; or where the present state could not be kept. Raises SpaceError."""
-        state, back, seconds = t.done.state, None, time.perf_counter() - begin
+        run_state, rewound_state, spent_seconds = t.done.state, None, time.perf_counter() - begin
         since = self.points.since(snapshot.step + 1)
-        applied = sum(step.applied for step in since)
-        few = not applied or (applied <= AGAIN and self.guard.policy.may_redo(applied))
-        again = applied < len(since) and few
+        applied_count = sum(trained_step.applied for trained_step in since)
+        are_few = not applied_count or (applied_count <= AGAIN and self.guard.policy.may_redo(applied_count))
+        does_again = applied_count < len(since) and are_few
         if t.decision.finding.verdict is Verdict.DAMAGE:
-            self.watches.probe.accept(state.step)
-        if present is not None and not again:
+            self.watches.probe.accept(run_state.step)
+        if present is not None and not does_again:
             self.points.restore(present)
         else:
-            back = self._go_on_from(snapshot, state, begin, trial.reason, seconds)
+            rewound_state = self._go_on_from(snapshot, run_state, begin, trial.reason, spent_seconds)
         self.guard.policy.trained_through(alone=not self.incident_log.has_acted)
         if t.decision.finding.verdict is not Verdict.DAMAGE:
             self._begin_again(trial)
-        lost = 0 if back is None else state.step - back.step
-        self.incident_log.train_through(found, state, trial.reason, lost, seconds)
-        return back
+        lost_steps = 0 if rewound_state is None else run_state.step - rewound_state.step
+        self.incident_log.train_through(found, run_state, trial.reason, lost_steps, spent_seconds)
+        return rewound_state
 
     def _wait(self, t: Tripped, found: Conclusion, present: Snapshot, begin: float) -> None:
         """Stay where the run stands, and leave it to itself for some steps. Raises SpaceError."""
         self.points.restore(present)
-        until, seconds = self.guard.policy.wait(t.decision.finding), time.perf_counter() - begin
+        waits_until, spent_seconds = self.guard.policy.wait(t.decision.finding), time.perf_counter() - begin
         self.incident_log.attribute(
-            found, [], Action.WAIT, f"it is left to itself until step {until}", 0, seconds
+            found, [], Action.WAIT, f"it is left to itself until step {waits_until}", 0, spent_seconds
         )
 
     def _begin_again(self, trial: HarmTrial) -> None:
@@ -216,14 +214,14 @@ class Rewinding:
             return found
         found = found.keep_first(max(TAKEN_AWAY, int(TAKEN_SHARE * read)))
         if self.guard.policy.are_costly(found.convicted):
-            reason = (
+            costly_reason = (
                 "they were deferred, as they cost more than they teach, and trouble comes with them again"
             )
-            return replace(found, proven=True, reason=f"{found.reason}. {reason}")
+            return replace(found, proven=True, reason=f"{found.reason}. {costly_reason}")
         deferred = replace(found, guilty=[], later=sorted({*found.convicted, *found.later}))
         if trial is not None and is_clear(trial):
-            kept = deferred if trial.verdict is TrialVerdict.MIXED and not found.few else found
-            return replace(kept, proven=True)
+            kept_conclusion = deferred if trial.verdict is TrialVerdict.MIXED and not found.few else found
+            return replace(kept_conclusion, proven=True)
         if not self.guard.policy.may_take_untried(len(found.convicted)):
             return deferred
         self.guard.policy.take_untried(len(found.convicted))
@@ -234,19 +232,19 @@ class Rewinding:
     ) -> tuple[Conclusion, str]:
         """What is to be skipped, or deferred, of the samples that were found bad on the present state; or why none is,
         as a sentence. Those that are few and far out by themselves need no trial."""
-        policy, count = self.guard.policy, len(found.convicted)
-        few = (found.few and policy.may_take_untried(count)) or policy.are_costly(found.convicted)
-        trial = None if few else self._try_aside(found, window, state)
-        if trial is not None and is_harmless(trial, few=False):
-            if trial.verdict is TrialVerdict.NEW:
-                self._begin_again(trial)
-            return found, trial.reason
-        chosen = self._bounded(found, trial, state.cursor)
+        policy, suspect_count = self.guard.policy, len(found.convicted)
+        are_few = (found.few and policy.may_take_untried(suspect_count)) or policy.are_costly(found.convicted)
+        harm_trial = None if are_few else self._try_aside(found, window, state)
+        if harm_trial is not None and is_harmless(harm_trial, few=False):
+            if harm_trial.verdict is TrialVerdict.NEW:
+                self._begin_again(harm_trial)
+            return found, harm_trial.reason
+        chosen_skips = self._bounded(found, harm_trial, state.cursor)
         # Nothing is undone: a sample behind the cursor cannot change places with one that is yet to be read.
-        chosen = replace(chosen, later=[p for p in chosen.later if p >= state.cursor])
-        if not chosen.convicted and not chosen.later:
-            return (found, f"{chosen.reason}; they are too many to skip, and were read already")
-        return chosen, ""
+        chosen_skips = replace(chosen_skips, later=[p for p in chosen_skips.later if p >= state.cursor])
+        if not chosen_skips.convicted and not chosen_skips.later:
+            return (found, f"{chosen_skips.reason}; they are too many to skip, and were read already")
+        return chosen_skips, ""
 
     def _try_aside(self, found: Conclusion, window: Sequence[Trained], state: RunState) -> HarmTrial | None:
         """Try suspects on the newest good snapshot from before `window`, and return to the state of now, where the run
@@ -256,15 +254,15 @@ class Rewinding:
         left_out, present = self.parts.select_unskipped(), self.points.ring.aside(state.step)
         outlook = self.trials.look_ahead(state, left_out)
 
-        def attempt() -> HarmTrial | None:
-            snapshot = self.points.look(min(t.step for t in window), left_out)
+        def try_on_snapshot() -> HarmTrial | None:
+            snapshot = self.points.look(min(trained_step.step for trained_step in window), left_out)
             if snapshot is None:
                 return None
-            tried = self.trials.try_suspects(found, TrialStart(window, snapshot, left_out, outlook))
-            return tried.verdict if tried is not None else None
+            tried_suspects = self.trials.try_suspects(found, TrialStart(window, snapshot, left_out, outlook))
+            return tried_suspects.verdict if tried_suspects is not None else None
 
         try:
-            return self.trials.unless_unreadable(state.step, attempt)
+            return self.trials.unless_unreadable(state.step, try_on_snapshot)
         finally:
             self.points.restore(present)
 
@@ -276,15 +274,15 @@ class Rewinding:
         One such step is enough: unlike hard data, a kernel that computes wrong numbers does not get easier, and makes
         harmless samples look guilty. keep_before: keeps the state before the step, so that no other one is repeated.
         """
-        wrong, policy, finding = self._wrong_kernels(t), self.guard.policy, t.decision.finding
+        wrong, guard_policy, step_finding = self._wrong_kernels(t), self.guard.policy, t.decision.finding
         if wrong is None:
             return None
         keep_before()
-        if not policy.may_look_back(finding.step, finding.step, self.points.oldest):
-            policy_state.leave_kernels(policy.state, wrong.kernels)
+        if not guard_policy.may_look_back(step_finding.step, step_finding.step, self.points.oldest):
+            policy_state.leave_kernels(guard_policy.state, wrong.kernels)
             return None
-        decision = policy.undo(replace(finding, onset=finding.step), wrong.reason)
-        return self.go_back(replace(t, decision=decision, harmless=wrong))
+        step_decision = guard_policy.undo(replace(step_finding, onset=step_finding.step), wrong.reason)
+        return self.go_back(replace(t, decision=step_decision, harmless=wrong))
 
     def _wrong_kernels(self, t: Tripped) -> Harmless | None:
         """The kernels without which a refused step is harmless, on the state that refused it."""
@@ -299,145 +297,150 @@ class Rewinding:
         """Examine the steps of a case on a proven state from before them. If a crowd of their samples is guilty there,
         the run resumes from it without them, and that state is returned; else it stays where it is: individually
         convicted samples are skipped, and with none nothing changes. Raises SpaceError."""
-        begin, policy = time.perf_counter(), self.guard.policy
+        begin_time, guard_policy = time.perf_counter(), self.guard.policy
         self.parts.phase("examine samples")
         window = [t for t in self.points.since(case.first) if t.step <= case.last]
         if not window:
             self.watches.samples.drop(case, state.step, UNKNOWN)
             return None
         left_out = self.parts.select_unskipped()
-        present = self.points.ring.aside(state.step)
+        present_state = self.points.ring.aside(state.step)
         outlook = self.trials.look_ahead(state, left_out)
-        snapshot = self.points.look(case.first, left_out)
+        past_snapshot = self.points.look(case.first, left_out)
         found = Conclusion(Cause.UNKNOWN, [], [], "no snapshot is good")
-        if snapshot is not None:
-            found = self.points.examine(window, snapshot, left_out, False)
-        if snapshot is None or found.cause is not Cause.DATA or len(found.guilty) < groups.CROWD:
-            self.points.restore(present)
-            few = found.individuals({p for t in window for p in t.positions.tolist()})
-            seconds = time.perf_counter() - begin
-            if few.guilty:
-                self.watches.samples.skip(case, few, window, state, seconds)
-                policy.skipped(few.convicted, few.proven)
+        if past_snapshot is not None:
+            found = self.points.examine(window, past_snapshot, left_out, False)
+        if past_snapshot is None or found.cause is not Cause.DATA or len(found.guilty) < scores.CROWD:
+            self.points.restore(present_state)
+            few_individuals = found.individuals({p for t in window for p in t.positions.tolist()})
+            spent_seconds = time.perf_counter() - begin_time
+            if few_individuals.guilty:
+                self.watches.samples.skip(case, few_individuals, window, state, spent_seconds)
+                guard_policy.skipped(few_individuals.convicted, few_individuals.proven)
             else:
-                self.watches.samples.nobody(case, found, state.step, seconds)
+                self.watches.samples.nobody(case, found, state.step, spent_seconds)
             return None
-        tried = self.trials.try_suspects(found, TrialStart(window, snapshot, left_out, outlook))
-        trial = tried.verdict if tried is not None else None
+        tried_suspects = self.trials.try_suspects(found, TrialStart(window, past_snapshot, left_out, outlook))
+        trial = tried_suspects.verdict if tried_suspects is not None else None
         if trial is not None and is_harmless(trial, few=False):
-            self.points.restore(present)
-            seconds = time.perf_counter() - begin
-            self.watches.samples.nobody(case, replace(found, reason=trial.reason), state.step, seconds)
+            self.points.restore(present_state)
+            spent_seconds = time.perf_counter() - begin_time
+            self.watches.samples.nobody(case, replace(found, reason=trial.reason), state.step, spent_seconds)
             if trial.verdict is TrialVerdict.NEW:
                 self._begin_again(trial)
             return None
         found = self._bounded(found, trial, state.cursor)
-        snapshot = self.points.before_region(found, snapshot)
-        finding = Finding(state.step, Verdict.SHIFT, 1.0, case.first, case.reason, on_trend=False)
-        decision = policy.undo(finding, case.reason)
+        past_snapshot = self.points.before_region(found, past_snapshot)
+        case_finding = Finding(state.step, Verdict.SHIFT, 1.0, case.first, case.reason, on_trend=False)
+        decision = guard_policy.undo(case_finding, case.reason)
         self.incident_log.open(decision, state, window, measured.grad_norm)
         self.watches.samples.convicted(case)
-        return self._undo(decision, state, found, TrialStart(window, snapshot, left_out, outlook), begin)
+        return self._undo(
+            decision, state, found, TrialStart(window, past_snapshot, left_out, outlook), begin_time
+        )
 
     def undo_jump(self, jump: TensorJump, done: StepResult) -> RunState | None:
         """Repeat the steps in which a tensor jumped, on a state from before them. If it does not jump again, something
         else than these steps changed it: the run goes on from that state, and nothing is taken away. Else it stays
         where it is: None. Raises SpaceError."""
-        begin, state, policy = time.perf_counter(), done.state, self.guard.policy
+        begin_time, state, guard_policy = time.perf_counter(), done.state, self.guard.policy
         self.parts.phase("replay steps")
-        left_out, present = self.parts.select_unskipped(), self.points.ring.aside(state.step)
+        left_out, present_state = self.parts.select_unskipped(), self.points.ring.aside(state.step)
 
-        def repeat() -> tuple[Snapshot | None, Mapping[str, TensorNorms] | None]:
-            snapshot = self.points.look(jump.before + 1, left_out)
-            return snapshot, None if snapshot is None else self.trials.repeat(
-                snapshot, state, self.watches.tensors.measure
+        def repeat_from_snapshot() -> tuple[Snapshot | None, Mapping[str, TensorNorms] | None]:
+            past_snapshot = self.points.look(jump.before + 1, left_out)
+            return past_snapshot, None if past_snapshot is None else self.trials.repeat(
+                past_snapshot, state, self.watches.tensors.measure
             )
 
-        snapshot, found = self.trials.unless_unreadable(state.step, repeat) or (None, None)
-        if snapshot is None or found is None or jump.is_repeated(found):
-            self.points.restore(present)
+        past_snapshot, repeated_norms = self.trials.unless_unreadable(state.step, repeat_from_snapshot) or (
+            None,
+            None,
+        )
+        if past_snapshot is None or repeated_norms is None or jump.is_repeated(repeated_norms):
+            self.points.restore(present_state)
             self.watches.tensors.accept()
-            why = "cannot be done again" if found is None else "make it again"
-            self.log.emit(Warned(step=state.step, text=f"{jump.reason}: the same steps {why}"), say=True)
+            why_kept = "cannot be done again" if repeated_norms is None else "make it again"
+            self.log.emit(Warned(step=state.step, text=f"{jump.reason}: the same steps {why_kept}"), say=True)
             return None
-        reason = f"{jump.reason}; the same steps from step {snapshot.step} on do not make it again"
+        reason = f"{jump.reason}; the same steps from step {past_snapshot.step} on do not make it again"
         finding = Finding(state.step, Verdict.DAMAGE, 1.0, jump.before + 1, reason, on_trend=False)
-        decision = policy.undo(finding, reason)
+        decision = guard_policy.undo(finding, reason)
         self.incident_log.open(decision, state, self.points.since(finding.onset), done.measured.grad_norm)
-        start = TrialStart([], snapshot, left_out, None)
-        return self._undo(decision, state, Conclusion(Cause.STATE, [], [], reason), start, begin)
+        trial_start = TrialStart([], past_snapshot, left_out, None)
+        return self._undo(decision, state, Conclusion(Cause.STATE, [], [], reason), trial_start, begin_time)
 
     def _replayed(self, t: Tripped) -> tuple[bool, str, Harmless | None]:
         """Whether all runs of the step differ; what is proven about the hardware, a sentence, or ""; how the step is
         harmless."""
-        unsteady, damage, harmless = False, t.damage, t.harmless
+        is_unsteady, damage_reason, harmless_way = False, t.damage, t.harmless
         if t.done.applied:  # the state that it was done on is gone
-            return unsteady, damage, harmless
-        if not damage and not harmless:
-            unsteady, damage = self.replays.compare(
+            return is_unsteady, damage_reason, harmless_way
+        if not damage_reason and not harmless_way:
+            is_unsteady, damage_reason = self.replays.compare(
                 t.done.batch, t.done.measured, t.done.state.step, t.decision.finding.verdict
             )
-        if not damage and not harmless:
+        if not damage_reason and not harmless_way:
             if self.guard.policy.may_fall_back:
-                harmless = self.replays.without_fp8(t.done.batch, t.done.measured, self._expected(t))
-            harmless = harmless or self._wrong_kernels(t)
-        if harmless:
+                harmless_way = self.replays.without_fp8(t.done.batch, t.done.measured, self._expected(t))
+            harmless_way = harmless_way or self._wrong_kernels(t)
+        if harmless_way:
             # Failed numerics must not measure samples and states.
-            self.engine.numerics.switch(harmless.numerics)
-        return unsteady, damage, harmless
+            self.engine.numerics.switch(harmless_way.numerics)
+        return is_unsteady, damage_reason, harmless_way
 
     def _try_all(self, t: Tripped, found: Conclusion, start: TrialStart, again: bool) -> Tried:
         """Try the suspects of a conclusion, and remedies where other data does not help either; again: the trouble came
         back. Samples that are not finite are bad without a trial."""
         if self.guard.policy.are_costly(found.convicted):
             return Tried(self._bounded(found, None, t.done.state.cursor))
-        trial, harms_anyway = None, False
-        finite = t.decision.finding.verdict is not Verdict.NON_FINITE
-        if finite and (suspects := self.trials.try_suspects(found, start)) is not None:
-            trial, harms_anyway = suspects
+        harm_trial, harms_anyway = None, False
+        is_finite = t.decision.finding.verdict is not Verdict.NON_FINITE
+        if is_finite and (suspects := self.trials.try_suspects(found, start)) is not None:
+            harm_trial, harms_anyway = suspects
         if again or harms_anyway:
             offer, reason = self._try_remedies(t, start)
             if offer is not None:
                 found = Conclusion(offer.remedy.cause, [], found.suspects, reason, kernels=offer.kernels)
                 return Tried(found, offer=offer, blameless=True)
-            if heals := self._try_waiting(t, start):
-                found = Conclusion(Cause.STATE, [], found.suspects, f"{found.reason}; {heals}")
-                return Tried(found, blameless=True, heals=heals)
-        if not finite:
+            if healing_reason := self._try_waiting(t, start):
+                found = Conclusion(Cause.STATE, [], found.suspects, f"{found.reason}; {healing_reason}")
+                return Tried(found, blameless=True, heals=healing_reason)
+        if not is_finite:
             return Tried(replace(found, proven=True))
-        few = found.few and self.guard.policy.may_take_untried(len(found.convicted))
-        if trial is None or not is_harmless(trial, few):
-            return Tried(self._bounded(found, trial, t.done.state.cursor))
-        if not trial.damaged:
-            return Tried(found, harmless=trial)
-        found, heals = _of_state(found, trial), self._try_waiting(t, start)
-        found = replace(found, reason="; ".join(filter(None, [found.reason, heals])))
-        return Tried(found, blameless=True, heals=heals)  # something else damaged the state
+        are_few = found.few and self.guard.policy.may_take_untried(len(found.convicted))
+        if harm_trial is None or not is_harmless(harm_trial, are_few):
+            return Tried(self._bounded(found, harm_trial, t.done.state.cursor))
+        if not harm_trial.damaged:
+            return Tried(found, harmless=harm_trial)
+        found, healing_reason = _of_state(found, harm_trial), self._try_waiting(t, start)
+        found = replace(found, reason="; ".join(filter(None, [found.reason, healing_reason])))
+        return Tried(found, blameless=True, heals=healing_reason)  # something else damaged the state
 
     def _try_waiting(self, t: Tripped, start: TrialStart) -> str:
         """How the trouble heals by itself, a sentence; "": it does not, or must not be waited for."""
-        may = self.guard.policy.may_wait and self.points.may_look
-        return self.trials.try_nothing(start, t.done.state) if may else ""
+        may_wait = self.guard.policy.may_wait and self.points.may_look
+        return self.trials.try_nothing(start, t.done.state) if may_wait else ""
 
     def _try_remedies(self, t: Tripped, start: TrialStart) -> tuple[Offer | None, str]:
         """The remedy whose branch has won, and why; None: none has, or the run has tried enough."""
-        policy, saved = self.guard.policy, start.snapshot.extra.state
-        if gone := policy.take_back_failed():
-            self.engine.adjustments.switch(policy.state.adjusted)
+        guard_policy, saved_state = self.guard.policy, start.snapshot.extra.state
+        if failed_changes := guard_policy.take_back_failed():
+            self.engine.adjustments.switch(guard_policy.state.adjusted)
             numerics = self.engine.numerics
-            numerics.switch(replace(numerics.now, plain=numerics.kinds_of(policy.state.kernels)))
+            numerics.switch(replace(numerics.now, plain=numerics.kinds_of(guard_policy.state.kernels)))
             self.log.emit(
                 SettingsAdjusted(
-                    step=saved.step,
-                    settings=policy.state.adjusted,
-                    reason=f"without {', '.join(gone)} again: the trouble came back",
+                    step=saved_state.step,
+                    settings=guard_policy.state.adjusted,
+                    reason=f"without {', '.join(failed_changes)} again: the trouble came back",
                 ),
                 say=True,
             )
-        good_rate = self.points.rate_before(saved.step)
-        rate = self.points.highest_rate_since(t.decision.finding.onset)
-        kernels = list(self.engine.numerics.kernels.values())
-        offers = policy.offer_remedies(saved.updates, good_rate, rate, kernels)
+        good_rate = self.points.rate_before(saved_state.step)
+        highest_rate = self.points.highest_rate_since(t.decision.finding.onset)
+        kernel_names = list(self.engine.numerics.kernels.values())
+        offers = guard_policy.offer_remedies(saved_state.updates, good_rate, highest_rate, kernel_names)
         trial = self.trials.try_remedies(offers, start)
         if trial is None:
             return None, ""
@@ -446,7 +449,7 @@ class Rewinding:
     def _carry_out(self, offer: Offer, snapshot: Snapshot) -> None:
         """What a remedy changes at once on the snapshot, which the engine holds; the rest follows from the policy at
         every step."""
-        saved: RunState = snapshot.extra.state
+        saved_state: RunState = snapshot.extra.state
         if offer.name == "reset_moments":
             self.engine.reset_moments()
             self.watches.tensors.state.begin_again()
@@ -454,34 +457,34 @@ class Rewinding:
             self.points.ring.forget_from(snapshot.step)
             self.points.ring.take(snapshot.step, snapshot.extra)
         if offer.name in ("rewarm", "reset_moments"):
-            updates = self.guard.policy.config.rewarm_steps
-            self.log.emit(RateWarmup(step=saved.step, begin=REWARM_FROM, updates=updates))
+            warmup_updates = self.guard.policy.config.rewarm_steps
+            self.log.emit(RateWarmup(step=saved_state.step, begin=REWARM_FROM, updates=warmup_updates))
         if offer.name in ("reset_moments", *ADJUSTED):
             self.log.emit(
-                SettingsAdjusted(step=saved.step, settings=[offer.name], reason=offer.remedy.reason)
+                SettingsAdjusted(step=saved_state.step, settings=[offer.name], reason=offer.remedy.reason)
             )
 
     def _remedy(self, found: Conclusion, start: TrialStart) -> Remedy:
         """The remedy for a conclusion. A corpus of which samples were bad again and again is tried to be left out."""
         policy, corpus, swap = self.guard.policy, self._corpus_of(found), ""
-        least = 1 - self.config.stability.policy.swap_most
+        least_share = 1 - self.config.stability.policy.swap_most
         if corpus is not None and found.proven and policy.may_swap(corpus):
             bad = sorted([*found.convicted, *found.later])
-            enough = start.left_out.share_without(corpus) >= least
-            trial = self.trials.try_corpus(corpus, bad, start) if enough else None
-            swap = trial.reason if trial is not None and trial.helps else ""
+            enough_left = start.left_out.share_without(corpus) >= least_share
+            corpus_trial = self.trials.try_corpus(corpus, bad, start) if enough_left else None
+            swap = corpus_trial.reason if corpus_trial is not None and corpus_trial.helps else ""
         updates = start.snapshot.extra.state.updates
         return policy.remedy(found.cause, updates, corpus, swap, found.proven, found.convicted, found.kernels)
 
     def _corpus_of(self, found: Conclusion) -> str | None:
         """The corpus that most of the bad samples are of, if more than half are."""
-        bad = [*found.convicted, *found.later]
-        if found.cause is not Cause.DATA or not bad:
+        bad_positions = [*found.convicted, *found.later]
+        if found.cause is not Cause.DATA or not bad_positions:
             return None
-        order = self.parts.source.order
-        counts = np.bincount(order.locate(np.array(bad)).corpus)
-        most = int(counts.argmax())
-        return order.corpora[most].name if 2 * counts[most] > len(bad) else None
+        data_order = self.parts.source.order
+        corpus_counts = np.bincount(data_order.locate(np.array(bad_positions)).corpus)
+        most = int(corpus_counts.argmax())
+        return data_order.corpora[most].name if 2 * corpus_counts[most] > len(bad_positions) else None
 
     def _undo(
         self,
@@ -499,16 +502,16 @@ class Rewinding:
         seconds = time.perf_counter() - begin
         if remedy.action is Action.HANDOVER:
             decision = replace(decision, reason=remedy.reason)
-            given = self.last_resort.weigh(replace(decision, action=remedy.action))
-            remedy = replace(remedy, action=given.action, reason=given.reason)
+            weighed_decision = self.last_resort.weigh(replace(decision, action=remedy.action))
+            remedy = replace(remedy, action=weighed_decision.action, reason=weighed_decision.reason)
         swap = self._corpus_of(found) if remedy.action is Action.SWAP_CORPUS else None
-        lost = state.step - snapshot.step
-        self.incident_log.attribute(found, window, remedy.action, remedy.reason, lost, seconds, swap)
+        lost_steps = state.step - snapshot.step
+        self.incident_log.attribute(found, window, remedy.action, remedy.reason, lost_steps, seconds, swap)
         if remedy.release:
             self.incident_log.release(remedy.release, snapshot.extra.state.cursor, remedy.reason)
         if remedy.action in (Action.CUT_LR, Action.CAP_LR):
-            limits = [limit.model_dump() for limit in self.guard.policy.state.limits]
-            self.log.emit(RateCut(step=state.step, reason=remedy.reason, limits=limits))
+            rate_limits = [rate_limit.model_dump() for rate_limit in self.guard.policy.state.limits]
+            self.log.emit(RateCut(step=state.step, reason=remedy.reason, limits=rate_limits))
         if remedy.action.ends:
             decision = replace(decision, action=remedy.action, reason=remedy.reason)
             raise self.last_resort.end(decision, state, found.cause)
@@ -517,51 +520,51 @@ class Rewinding:
     def _unproven(self, t: Tripped, damage: str, harmless: Harmless | None) -> RunState:
         """No snapshot is proven good: hand over; if impossible, alert, and resume from the newest finite one.
         Raises HandoverError and UnstableError."""
-        policy, begin, snapshot = self.guard.policy, time.perf_counter(), self.points.finite
-        origin, finding = self.points.origin, t.decision.finding
+        policy, begin_time, snapshot = self.guard.policy, time.perf_counter(), self.points.finite
+        origin, step_finding = self.points.origin, t.decision.finding
         if origin.reason:
-            why = f"the checkpoint of step {origin.step} is convicted: {origin.reason}"
-            cause, decision = Cause.STORAGE, policy.abandon(t.decision, why, proven=True)
+            conviction_reason = f"the checkpoint of step {origin.step} is convicted: {origin.reason}"
+            likely_cause, decision = Cause.STORAGE, policy.abandon(t.decision, conviction_reason, proven=True)
         else:
-            cause = Cause.HARDWARE if damage else Cause.NUMERICS if harmless else Cause.UNKNOWN
+            likely_cause = Cause.HARDWARE if damage else Cause.NUMERICS if harmless else Cause.UNKNOWN
             told = [t.decision.reason, "no snapshot is good", damage, harmless.reason if harmless else ""]
-            decision = policy.hand_over(finding, "; ".join(filter(None, told)), snapshot is None)
+            decision = policy.hand_over(step_finding, "; ".join(filter(None, told)), snapshot is None)
         decision = self.last_resort.weigh(decision, damaged=snapshot is None)
-        kernels = harmless.kernels if harmless else ()
+        wrong_kernels = harmless.kernels if harmless else ()
         if decision.action.ends or snapshot is None:
-            raise self.last_resort.end(decision, t.done.state, cause, kernels)
-        policy_state.leave_kernels(policy.state, kernels)
+            raise self.last_resort.end(decision, t.done.state, likely_cause, wrong_kernels)
+        policy_state.leave_kernels(policy.state, wrong_kernels)
         if self.incident_log.incident is not None:
-            self.incident_log.incident.cause = cause
+            self.incident_log.incident.cause = likely_cause
         self.points.restore(snapshot)
-        return self._go_on_from(snapshot, t.done.state, begin, "the newest that is finite")
+        return self._go_on_from(snapshot, t.done.state, begin_time, "the newest that is finite")
 
     def _go_on_from(
         self, snapshot: Snapshot, state: RunState, begin: float, reason: str, told: float = 0.0
     ) -> RunState:
         """Rewind everything but the engine to the snapshot that the engine has restored; where the run stands. told:
         the seconds since `begin` that the incident already counts."""
-        kept = snapshot.extra
-        back: RunState = kept.state.model_copy(deep=True)
+        kept_state = snapshot.extra
+        back: RunState = kept_state.state.model_copy(deep=True)
         back.seconds = state.seconds
-        self.guard.rewind(kept.detector)
-        incident = self.incident_log.incident
+        self.guard.rewind(kept_state.detector)
+        open_incident = self.incident_log.incident
         # After a fault of the hardware the same steps are done again, as they should have been.
-        hardware = incident is not None and incident.cause is Cause.HARDWARE
-        if not hardware and self.guard.policy.rewound(back.updates, state.step - back.step):
+        is_hardware = open_incident is not None and open_incident.cause is Cause.HARDWARE
+        if not is_hardware and self.guard.policy.rewound(back.updates, state.step - back.step):
             c = self.guard.policy.config
             self.log.emit(
                 RateWarmup(step=back.step, begin=c.rewind_warmup_from, updates=c.rewind_warmup), say=True
             )
-        self.watches.rewound(back.step, kept.watches)
-        set_rng_state(kept.random)
+        self.watches.rewound(back.step, kept_state.watches)
+        set_rng_state(kept_state.random)
         self.parts.loader.go_to(back.cursor, self.parts.select_unskipped())
         self.points.forget_after(snapshot.step)
-        seconds, lost = time.perf_counter() - begin, state.step - back.step
-        self.incident_log.rewound(back.step, back.cursor, seconds - told)
+        spent_seconds, lost = time.perf_counter() - begin, state.step - back.step
+        self.incident_log.rewound(back.step, back.cursor, spent_seconds - told)
         self.log.say(
             f"  rewound {lost} step{'' if lost == 1 else 's'} to step {back.step}, without a restart: found and "
-            f"undone in {seconds:.1f} s; {reason}"
+            f"undone in {spent_seconds:.1f} s; {reason}"
         )
         self.last_resort.tell_alert(back)
         return back
@@ -569,7 +572,7 @@ class Rewinding:
 
 def _of_state(found: Conclusion, trial: HarmTrial) -> Conclusion:
     """The state was worse than the samples can explain, which are harmless. A cause other than data stays."""
-    reason = f"the state was damaged, but not by the data: {trial.reason}"
+    remedy_reason = f"the state was damaged, but not by the data: {trial.reason}"
     if found.convicted:
-        return Conclusion(Cause.STATE, [], found.suspects, reason)
-    return replace(found, reason=f"{found.reason}; {reason}")
+        return Conclusion(Cause.STATE, [], found.suspects, remedy_reason)
+    return replace(found, reason=f"{found.reason}; {remedy_reason}")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from megastable.checkpoint.store import RunState
 from megastable.config.tree import RunConfig
 from megastable.data.loader import Loader, Step
-from megastable.data.skipping import Skipping
+from megastable.data.run_ledgers import Skipping
 from megastable.data.skips import Selection
 from megastable.data.source import Source
 from megastable.engine.engine import Engine
@@ -42,10 +42,10 @@ class RunParts:
 
     def select_unskipped(self) -> Selection:
         """What the ledger leaves of the current order. Collective."""
-        found, malformed = self.skipping.usable(self.source.order)
-        for problem in malformed:
+        usable_selection, malformed_lines = self.skipping.usable(self.source.order)
+        for problem in malformed_lines:
             self.log.emit(SkipsRefused(problem=problem))
-        return found
+        return usable_selection
 
 
 @dataclass(frozen=True)

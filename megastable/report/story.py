@@ -32,12 +32,12 @@ NAMED = 5  # documents
 
 def text_at(path: Path, position: int, config: RunConfig) -> str:
     """The start of the text at a position of a corpus, on one line."""
-    corpus = config.data.corpora[0].model_copy(update={"path": path})
-    corpora = open_corpora([corpus], config.model.sequence_length, config.run.seed)
-    info = corpora.manifests[0].tokenizer
-    tokens = corpora.train.sample(position)[1:25]
-    text = " ".join(load_tokenizer(find(path) / info.file, info.eod).decode(tokens).split())
-    return visible(text)[:36]
+    corpus_config = config.data.corpora[0].model_copy(update={"path": path})
+    opened_corpora = open_corpora([corpus_config], config.model.sequence_length, config.run.seed)
+    info = opened_corpora.manifests[0].tokenizer
+    sample_tokens = opened_corpora.train.sample(position)[1:25]
+    decoded_text = " ".join(load_tokenizer(find(path) / info.file, info.eod).decode(sample_tokens).split())
+    return visible(decoded_text)[:36]
 
 
 def story(incident: dict[str, Any], config: RunConfig, cost: Cost | None = None) -> Iterator[str]:
@@ -46,37 +46,43 @@ def story(incident: dict[str, Any], config: RunConfig, cost: Cost | None = None)
     yield f"step {i.onset:<7} {visible(sentences.symptom(i), 300)}; {visible(i.kind)}, cause: {visible(i.cause)}"
     if i.guilty:
         found, planted = (
-            {(d["corpus"], d["shard"], d["document"]) for d in incident[key] or ()}
-            for key in ("documents", "planted_documents")
+            {(d["corpus"], d["shard"], d["document"]) for d in incident[document_key] or ()}
+            for document_key in ("documents", "planted_documents")
         )
         named = sorted(d[2] for d in found)
-        more = f" and {len(named) - NAMED} more" if len(named) > NAMED else ""
-        line = f"guilty       samples {ranges(i.guilty, 4)}: documents {', '.join(map(str, named[:NAMED]))}{more}"
+        more_text = f" and {len(named) - NAMED} more" if len(named) > NAMED else ""
+        first_named = ", ".join(map(str, named[:NAMED]))
+        guilty_line = f"guilty       samples {ranges(i.guilty, 4)}: documents {first_named}{more_text}"
         if planted:
-            same, others = len(found & planted), len(found - planted)
-            line += (
+            same_count, other_count = len(found & planted), len(found - planted)
+            guilty_line += (
                 ", exactly the planted ones"
                 if found == planted
-                else f"; {same} of the {len(planted)} planted ones, {others} others"
+                else f"; {same_count} of the {len(planted)} planted ones, {other_count} others"
             )
-        yield line
-        path, position = config.data.corpora[0].path, i.guilty[0][0]
+        yield guilty_line
+        path, first_position = config.data.corpora[0].path, i.guilty[0][0]
         if read_planted(find(path)) and CLEAN.exists():
-            yield f"for example  {text_at(path, position, config)!r} instead of {text_at(CLEAN, position, config)!r}"
-    action = str(incident["action"])
-    skipped = (
+            bad_text, clean_text = (text_at(corpus, first_position, config) for corpus in (path, CLEAN))
+            yield f"for example  {bad_text!r} instead of {clean_text!r}"
+    action_name = str(incident["action"])
+    skipped_text = (
         "; skipped those samples"
         if i.guilty
         else f"; skipped {ranges(i.positions, 4)}"
         if i.positions
         else ""
     )
-    if left := put_off(i.deferred, i.returns, i.lost):
-        skipped += f"; {left}"
-    done = f"{sentences.ACTIONS.get(action, visible(action))}{skipped}" if incident["action"] else "nothing"
-    yield f"done         {done}: {visible(i.outcome)}"
-    time = f", time lost: {duration(cost.seconds)}" if cost is not None else ""
-    yield f"cost         steps lost: {i.steps_lost}, updates refused: {i.batches_discarded}{time}"
+    if deferral_text := put_off(i.deferred, i.returns, i.lost):
+        skipped_text += f"; {deferral_text}"
+    done_text = (
+        f"{sentences.ACTIONS.get(action_name, visible(action_name))}{skipped_text}"
+        if incident["action"]
+        else "nothing"
+    )
+    yield f"done         {done_text}: {visible(i.outcome)}"
+    time_text = f", time lost: {duration(cost.seconds)}" if cost is not None else ""
+    yield f"cost         steps lost: {i.steps_lost}, updates refused: {i.batches_discarded}{time_text}"
 
 
 def _instead(run: Path, config: RunConfig) -> Iterator[str]:
@@ -84,12 +90,12 @@ def _instead(run: Path, config: RunConfig) -> Iterator[str]:
     if not config.stability.enabled:
         yield "stability.enabled=false: spike detection was off."
     elif config.stability.dry_run:
-        for would in RunDirectory(run).events(Would):
-            yield f"step {would['step']:<7} would {would['action']}: {would['reason']}"
+        for would_event in RunDirectory(run).events(Would):
+            yield f"step {would_event['step']:<7} would {would_event['action']}: {would_event['reason']}"
         yield "stability.dry_run=true: nothing was done."
     else:
-        told = list(RunDirectory(run).events(LookedAhead))
-        for event in told:
+        look_ahead_events = list(RunDirectory(run).events(LookedAhead))
+        for event in look_ahead_events:
             yield f"ahead        {event.sentence()}"
         yield "No incident."
 
@@ -103,8 +109,8 @@ def tell(run: Path) -> None:
             f"{run / 'summary.json'}: {error}: it is written when a run is complete; {run / 'journal.jsonl'} tells "
             "what happened so far"
         ) from None
-    config = load(run / "recipe.yaml")
-    corpus = config.data.corpora[0].path
+    run_config = load(run / "recipe.yaml")
+    corpus_path = run_config.data.corpora[0].path
     validation = "none (train.eval_samples=0, or no validation split)"
     if s["val_loss"] is not None:
         validation = f"{s['val_loss']:.3f}"
@@ -115,30 +121,35 @@ def tell(run: Path) -> None:
         f"{s['tokens_per_second']:,.0f} a second on average, on {s['world_size']} processes with ZeRO "
         f"{s['zero_stage']}\n"
     )
-    if planted := read_planted(find(corpus)):
-        met = "" if s["cursor"] > planted.first else "; the run ended before them"
-        print(f"{corpus} has {planted}{met}.")
-    costs = costs_of(run) if s["incidents"] and RunDirectory(run).journal.exists() else {}
+    if planted_samples := read_planted(find(corpus_path)):
+        met_text = "" if s["cursor"] > planted_samples.first else "; the run ended before them"
+        print(f"{corpus_path} has {planted_samples}{met_text}.")
+    incident_costs = costs_of(run) if s["incidents"] and RunDirectory(run).journal.exists() else {}
     for incident in s["incidents"]:
-        print(*story(incident, config, costs.get(incident.get("number"))), sep="\n")
+        print(*story(incident, run_config, incident_costs.get(incident.get("number"))), sep="\n")
     if not s["incidents"]:
-        print("\n".join(_instead(run, config)))
-    reports = sorted(RunDirectory(run).incidents.glob("*/report.html"))
-    files = {str(report): "an incident, on one page for a browser" for report in reports[-3:]} | {
+        print("\n".join(_instead(run, run_config)))
+    report_paths = sorted(RunDirectory(run).incidents.glob("*/report.html"))
+    file_remarks = {
+        str(report_path): "an incident, on one page for a browser" for report_path in report_paths[-3:]
+    } | {
         f"{run}/summary.json": "these figures and more",
         f"{run}/journal.jsonl": "every event, in order, with its reason",
         f"{run}/steps/": "every step's measurements (Parquet)",
         f"{run}/checkpoints/": "what a run resumes from",
         f"{run}/recipe.yaml": "the configuration, resolved",
-        f"{corpus}/": "the corpus and its tokenizer",
+        f"{corpus_path}/": "the corpus and its tokenizer",
     }
-    width = max(map(len, files))
+    name_width = max(map(len, file_remarks))
     print(
         f"\ntraining loss    {number(s['first_loss'])} -> {number(s['final_loss'])} nats per token (mean of the last "
         "20 steps)\n"
         f"validation loss  {validation}\n"
     )
-    print(*(f"{name:<{width}}  {what}" for name, what in files.items()), sep="\n")
+    print(
+        *(f"{file_name:<{name_width}}  {file_remark}" for file_name, file_remark in file_remarks.items()),
+        sep="\n",
+    )
     programs = os.path.relpath(Path(sys.executable).parent)  # where this environment has its commands
     print(
         f"\nThe run:   {programs}/megastable watch {run}   then open http://localhost:8765\n"

@@ -26,20 +26,20 @@ class TextOutput:
         """whole: as wide as it is, for a number that is cut off says nothing; so is it in a pipe."""
         console, width = self._console, self._console.width
         if whole or not console.is_terminal:
-            widest = console.measure(table, options=console.options.update(max_width=WIDEST)).maximum
-            console.width = max(width, widest)
+            widest_table = console.measure(table, options=console.options.update(max_width=WIDEST)).maximum
+            console.width = max(width, widest_table)
         console.print(table)
         console.width = width
 
 
 def make_table(*headings: str, title: str = "", caption: str = "") -> Table:
     """A table without a frame. ">" before a heading: a column of numbers, on the right."""
-    table = Table(
+    rich_table = Table(
         box=SIMPLE_HEAD, pad_edge=False, title=title or None, title_justify="left", caption=caption or None
     )
     for heading in headings:
         right = heading.startswith(">")
-        table.add_column(
+        rich_table.add_column(
             heading.removeprefix(">"), justify="right" if right else "left", no_wrap=right, overflow="fold"
         )
-    return table
+    return rich_table

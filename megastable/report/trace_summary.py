@@ -1,4 +1,5 @@
-"""Sums up a trace of torch.profiler: the operators that take longest, communication beside computation, idle time.
+"""Sums up how long the phases of steps took, and traces of torch.profiler: the operators that take longest,
+communication alongside computation, idle time.
 
 On a GPU the operators are its kernels and copies; on a CPU each operation's own time, without that of those it calls.
 """
@@ -14,8 +15,80 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+import pyarrow as pa
+
 from megastable.base.errors import DataError
-from megastable.run.trace_names import METADATA, of_trace, phase_of, step_of
+from megastable.base.text import plural
+from megastable.run.record_files import read_files
+from megastable.run.records import SCHEMA
+from megastable.run.step_phases import COLUMNS, METADATA, OTHER, of_trace, phase_of, step_of
+
+READ = pa.schema([SCHEMA.field(name) for name in ("step", "time", "seconds", *COLUMNS.values())])
+
+
+@dataclass(frozen=True)
+class PhaseShare:
+    """A phase in all steps: its share of their time, and the seconds of one step: mean, median, 99th percentile."""
+
+    phase: str
+    share: float
+    mean: float
+    p50: float
+    p99: float
+
+
+@dataclass(frozen=True)
+class PhaseSummary:
+    """phases: in the order of a step; steps: how many have phases, the first and last of them; without: how many have
+    none; problems: files that could not be read. Steps that were done again count each time."""
+
+    phases: list[PhaseShare]
+    whole: PhaseShare
+    steps: int
+    first: int
+    last: int
+    without: int
+    problems: list[str]
+
+
+def read_phases(folder: Path, last: int | None = None) -> PhaseSummary:
+    """The phases of the steps recorded in `folder`, or of the `last` ones. Raises DataError if none has any."""
+    read_records = read_files(folder, READ)
+    problems = [
+        f"{folder / read.file.name}: not a readable record file ({read.problem})"
+        for read in read_records
+        if read.problem
+    ]
+    record_tables = [read.table for read in read_records if read.table is not None]
+    if not record_tables:
+        damaged_text = f" ({plural(len(problems), 'file')} cannot be read: {problems[0]})" if problems else ""
+        raise DataError(f"{folder}: no step records{damaged_text}: has this run done a step?")
+    table = pa.concat_tables(record_tables).sort_by("time")
+    if last is not None:
+        table = table.slice(max(0, len(table) - last))
+    known = table.filter(table.column(COLUMNS[OTHER]).is_valid())
+    if not len(known):
+        raise DataError(f"{folder}: {plural(len(table), 'step')}, none with phases")
+    step_seconds = _numbers(known, "seconds")
+    seconds_by_phase = {phase: _numbers(known, column_name) for phase, column_name in COLUMNS.items()}
+    total_seconds = float(step_seconds.sum()) or 1.0
+    step_numbers = known.column("step").to_numpy()
+    return PhaseSummary(
+        [_share(phase, phase_seconds, total_seconds) for phase, phase_seconds in seconds_by_phase.items()],
+        _share("step", step_seconds, total_seconds), len(known), int(step_numbers.min()), int(step_numbers.max()),
+        len(table) - len(known), problems,
+    )  # fmt: skip
+
+
+def _numbers(table: pa.Table, column: str) -> np.ndarray:
+    return np.nan_to_num(table.column(column).to_numpy().astype(float), posinf=0.0)
+
+
+def _share(phase: str, seconds: np.ndarray, total: float) -> PhaseShare:
+    p50, p99 = np.percentile(seconds, [50, 99])
+    return PhaseShare(phase, float(seconds.sum()) / total, float(seconds.mean()), float(p50), float(p99))
+
 
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 COMMUNICATION = re.compile(
@@ -61,11 +134,11 @@ class TraceSummary:
 def read_trace(path: Path) -> TraceSummary:
     """The summary of a trace file (.json or .json.gz). Raises DataError if it is not one."""
     try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            content = json.load(file)
-        events = [e for e in content["traceEvents"] if e.get("ph") == "X" and e.get("dur") is not None]
-        facts = content.get(METADATA) or {}
-        return _summary(path, facts, events)
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as trace_file:
+            content = json.load(trace_file)
+        timed_events = [e for e in content["traceEvents"] if e.get("ph") == "X" and e.get("dur") is not None]
+        trace_facts = content.get(METADATA) or {}
+        return _summary(path, trace_facts, timed_events)
     except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(f"{path}: not a trace of torch.profiler ({type(error).__name__}: {error})") from None
 
@@ -81,12 +154,9 @@ def _summary(path: Path, facts: dict[str, Any], events: Sequence[dict[str, Any]]
     ends = [e["ts"] + e["dur"] for e in marks if step_of(e["name"]) is not None]
     end = max(*ends, *(one.end for _, one, _ in spans)) if device or not ends else max(ends)
     inside = [
-        (name, clip, talks) for name, one, talks in spans if (clip := _clipped(one, begin, end)) is not None
+        (name, clip, talks) for name, one, talks in spans if (clip := clip_time(one, begin, end)) is not None
     ]
-    talking = merged(one for _, one, talks in inside if talks)
-    computing = merged(one for _, one, talks in inside if not talks)
-    both = length(intersection(talking, computing))
-    wall = end - begin
+    sums, wall = sum_busy((one, talks) for _, one, talks in inside), end - begin
     known = of_trace(path.name)
     phases = defaultdict[str, float](float)
     for event in marks:
@@ -95,9 +165,9 @@ def _summary(path: Path, facts: dict[str, Any], events: Sequence[dict[str, Any]]
     return TraceSummary(
         file=path.name, rank=int(facts.get("rank", known[1] if known else 0)), device="cuda" if device else "cpu",
         steps=[int(n) for n in facts.get("steps", [])] or sorted({n for e in marks if (n := step_of(e["name"]))}),
-        seconds=wall / 1e6, communication=length(talking) / 1e6,
-        overlapped=both / length(talking) if talking else None,
-        idle=1 - (length(talking) + length(computing) - both) / wall,
+        seconds=wall / 1e6, communication=sums.talking / 1e6,
+        overlapped=sums.both / sums.talking if sums.talking else None,
+        idle=1 - (sums.talking + sums.computing - sums.both) / wall,
         phases=dict(phases), operators=_operators(inside, wall),
     )  # fmt: skip
 
@@ -113,68 +183,65 @@ def _device(events: Iterable[dict[str, Any]]) -> Iterator[Span]:
 
 def _host(events: Iterable[dict[str, Any]]) -> Iterator[Span]:
     """What every thread does at each moment: the innermost operation; it is communication if it is called by such."""
-    threads = defaultdict[Any, list[dict[str, Any]]](list)
+    calls_by_thread = defaultdict[Any, list[dict[str, Any]]](list)
     for e in events:
         if e.get("cat") == "cpu_op" or (
             e.get("cat") == "user_annotation" and COMMUNICATION.search(e["name"])
         ):
-            threads[e.get("pid"), e.get("tid")].append(e)
-    for calls in threads.values():
-        calls.sort(key=lambda e: (e["ts"], -e["dur"]))
+            calls_by_thread[e.get("pid"), e.get("tid")].append(e)
+    for thread_calls in calls_by_thread.values():
+        thread_calls.sort(key=lambda e: (e["ts"], -e["dur"]))
         stack: list[tuple[str, float, bool]] = []  # name, end, communication
         at = 0.0
-        for e in [*calls, {"name": "", "ts": float("inf"), "dur": 0.0}]:
+        for e in [*thread_calls, {"name": "", "ts": float("inf"), "dur": 0.0}]:
             while stack and stack[-1][1] <= e["ts"]:
-                name, end, talks = stack.pop()
+                name, end, is_communication = stack.pop()
                 if end > at:
-                    yield name, BusyTime(at, end), talks
+                    yield name, BusyTime(at, end), is_communication
                     at = end
             if stack and e["ts"] > at:
                 yield stack[-1][0], BusyTime(at, e["ts"]), stack[-1][2]
             at = max(at, e["ts"])
             end = e["ts"] + e["dur"]
-            within = (stack[-1][1], stack[-1][2]) if stack else (end, False)
-            stack.append((e["name"], min(end, within[0]), within[1] or bool(COMMUNICATION.search(e["name"]))))
+            outer_call = (stack[-1][1], stack[-1][2]) if stack else (end, False)
+            stack.append(
+                (e["name"], min(end, outer_call[0]), outer_call[1] or bool(COMMUNICATION.search(e["name"])))
+            )
 
 
 def _operators(spans: Iterable[Span], wall: float) -> list[Operator]:
-    counts, spent = defaultdict[str, int](int), defaultdict[str, float](float)
+    call_counts, spent = defaultdict[str, int](int), defaultdict[str, float](float)
     for name, one, _ in spans:
-        counts[name] += 1
+        call_counts[name] += 1
         spent[name] += one.end - one.begin
     order = sorted(spent, key=lambda name: -spent[name])
-    return [Operator(name, counts[name], spent[name] / 1e6, spent[name] / wall) for name in order]
+    return [Operator(name, call_counts[name], spent[name] / 1e6, spent[name] / wall) for name in order]
 
 
-def _clipped(one: BusyTime, begin: float, end: float) -> BusyTime | None:
-    clip = BusyTime(max(one.begin, begin), min(one.end, end))
-    return clip if clip.begin < clip.end else None
+def clip_time(one: BusyTime, begin: float, end: float) -> BusyTime | None:
+    clipped_time = BusyTime(max(one.begin, begin), min(one.end, end))
+    return clipped_time if clipped_time.begin < clipped_time.end else None
 
 
-def merged(intervals: Iterable[BusyTime]) -> list[BusyTime]:
-    """Their union, in order, without overlaps."""
-    found: list[BusyTime] = []
-    for one in sorted(intervals):
-        if found and one.begin <= found[-1].end:
-            found[-1] = BusyTime(found[-1].begin, max(found[-1].end, one.end))
-        else:
-            found.append(one)
-    return found
+class BusySums(NamedTuple):
+    """Microseconds with any communication, with any computation, and with both."""
+
+    talking: float
+    computing: float
+    both: float
 
 
-def intersection(a: Sequence[BusyTime], b: Sequence[BusyTime]) -> list[BusyTime]:
-    """What is in both; each is in order and without overlaps."""
-    found, i, j = list[BusyTime](), 0, 0
-    while i < len(a) and j < len(b):
-        begin, end = max(a[i].begin, b[j].begin), min(a[i].end, b[j].end)
-        if begin < end:
-            found.append(BusyTime(begin, end))
-        if a[i].end < b[j].end:
-            i += 1
-        else:
-            j += 1
-    return found
-
-
-def length(intervals: Iterable[BusyTime]) -> float:
-    return sum(one.end - one.begin for one in intervals)
+def sum_busy(times: Iterable[tuple[BusyTime, bool]]) -> BusySums:
+    """times: when, and whether it is communication; they may overlap."""
+    time_edges = sorted(
+        (at, talks, change)
+        for busy_time, talks in times
+        for at, change in ((busy_time.begin, 1), (busy_time.end, -1))
+    )
+    busy_sums, running, edge_before = [0.0, 0.0, 0.0], [0, 0], 0.0
+    for at, talks, change in time_edges:
+        for n, is_busy in enumerate((running[True], running[False], running[True] and running[False])):
+            busy_sums[n] += at - edge_before if is_busy else 0.0
+        running[talks] += change
+        edge_before = at
+    return BusySums(*busy_sums)

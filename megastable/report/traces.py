@@ -1,19 +1,19 @@
-"""Reads runs of other stacks from traces, CSV files with a line for each logged step; and sums up their backtests."""
+"""Reads runs of other stacks from traces, CSV files with a line for each logged step; sums up and plots backtests."""
 
 from __future__ import annotations
 
 import csv
 import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
 from megastable.base.errors import DataError
-from megastable_guard.actions import Action
+from megastable.report.figures import draw_figure, drawable
+from megastable_guard.actions import Action, Verdict
 from megastable_guard.guard import BacktestDecision, Recorded
-from megastable_guard.signals import Verdict
 
 AROUND = 4  # gaps to each side that show the logging cadence of the loss: it must hold for five
 
@@ -76,17 +76,21 @@ def _gaps(lines: list[_Line]) -> Iterator[tuple[list[_Line], _Line | None]]:
 def _logged(lines: list[_Line]) -> list[_Line]:
     """Drop lines whose loss was not logged. A loss that the cadence of the surrounding gaps requires is kept as a nan:
     before the run ends or restarts, and in a gap twice as long, on a line that has a norm or a rate."""
-    gaps, kept = list(_gaps(lines)), list[_Line]()
-    for at, (gap, then) in enumerate(gaps):
-        around = [len(g) for g, after in gaps[max(0, at - AROUND) : at + AROUND + 1] if after is not None]
-        usual = statistics.median_low(around) if around else 0
-        due = gap[usual :: usual + 1]
-        if then is None:
-            kept += due
+    all_gaps, kept = list(_gaps(lines)), list[_Line]()
+    for at, (gap, next_line) in enumerate(all_gaps):
+        gap_lengths = [
+            len(other_gap)
+            for other_gap, line_after in all_gaps[max(0, at - AROUND) : at + AROUND + 1]
+            if line_after is not None
+        ]
+        usual_gap = statistics.median_low(gap_lengths) if gap_lengths else 0
+        due_lines = gap[usual_gap :: usual_gap + 1]
+        if next_line is None:
+            kept += due_lines
             continue
-        if len(gap) > 2 * usual:
-            kept += [line for line in due if line.row.grad_norm is not None or line.row.lr is not None]
-        kept.append(then)
+        if len(gap) > 2 * usual_gap:
+            kept += [line for line in due_lines if line.row.grad_norm is not None or line.row.lr is not None]
+        kept.append(next_line)
     return kept
 
 
@@ -94,11 +98,11 @@ def _first_met(path: Path, lines: list[_Line]) -> list[_Line]:
     """Drop repeated steps, as after the resume of a run directory. Raises DataError if most lines repeat."""
     kept: list[_Line] = []
     again: list[str] = []
-    for line in lines:
-        if kept and line.row.step <= kept[-1].row.step:
-            again.append(f"line {line.number}: step {line.row.step} after {kept[-1].row.step}")
+    for trace_line in lines:
+        if kept and trace_line.row.step <= kept[-1].row.step:
+            again.append(f"line {trace_line.number}: step {trace_line.row.step} after {kept[-1].row.step}")
         else:
-            kept.append(line)
+            kept.append(trace_line)
     if len(again) >= len(kept):
         raise DataError(f"{path} {again[0]}, and half of all lines go back: sort it")
     return kept
@@ -106,8 +110,8 @@ def _first_met(path: Path, lines: list[_Line]) -> list[_Line]:
 
 def _parse(path: Path, line: int, row: dict[str, str | None]) -> _Line:
     def number(name: str) -> float | None:
-        text = (row.get(name) or "").strip()
-        return float(text) if text else None
+        cell_text = (row.get(name) or "").strip()
+        return float(cell_text) if cell_text else None
 
     try:
         if None in row or None in row.values():
@@ -116,8 +120,8 @@ def _parse(path: Path, line: int, row: dict[str, str | None]) -> _Line:
         if step is None or not step.is_integer() or abs(step) > 2**53:
             raise ValueError(f"the step is {row['step']!r}, not a whole number below 2^53")
         data = (row.get("data") or "").strip() or None
-        logged, loss = loss is not None, math.nan if loss is None else loss
-        return _Line(line, Recorded(int(step), loss, number("grad_norm"), number("lr"), data), logged)
+        was_logged, loss = loss is not None, math.nan if loss is None else loss
+        return _Line(line, Recorded(int(step), loss, number("grad_norm"), number("lr"), data), was_logged)
     except ValueError as error:
         raise DataError(f"{path} line {line}: {error}: a line is step,loss,grad_norm[,lr]") from None
 
@@ -132,9 +136,62 @@ class Episode(NamedTuple):
 
 def episodes(judged: Iterable[BacktestDecision]) -> list[Episode]:
     """The rows of a table: everything but healthy steps, repetitions merged."""
-    found = []
-    for kind, group in groupby(judged, key=lambda step: (step.verdict, step.action, step.reset)):
-        if kind[:2] != (Verdict.HEALTHY, Action.APPLY):
-            steps = list(group)
-            found.append(Episode(steps[0], steps[-1].step, len(steps)))
-    return found
+    found_episodes = []
+    for group_kind, step_group in groupby(judged, key=lambda step: (step.verdict, step.action, step.reset)):
+        if group_kind[:2] != (Verdict.HEALTHY, Action.APPLY):
+            group_steps = list(step_group)
+            found_episodes.append(Episode(group_steps[0], group_steps[-1].step, len(group_steps)))
+    return found_episodes
+
+
+COLOURS = {
+    Action.DISCARD: "tab:orange", Action.REWIND: "tab:red", Action.FALL_BACK: "tab:blue", Action.CAP_LR: "tab:purple",
+    Action.CUT_LR: "tab:purple", Action.SWAP_CORPUS: "tab:brown", Action.HANDOVER: "black", Action.ALERT: "tab:pink",
+    Action.STOP: "black", Action.ADJUST: "tab:purple", Action.WAIT: "tab:olive",
+}  # fmt: skip
+
+
+def backtest_plot(
+    rows: Sequence[Recorded], judged: Sequence[BacktestDecision], title: str, path: Path
+) -> None:
+    """Loss and gradient norm over the steps; grey where a step stood out, a coloured line at each action.
+
+    The file format follows from the name (.png, .svg, .pdf). Raises DataError when it cannot be written.
+    """
+    steps = [row.step for row in rows]
+    with draw_figure(path, 14, 7) as figure:
+        loss, norm = figure.subplots(2, 1, sharex=True)
+        loss.plot(steps, [drawable(row.loss) for row in rows], linewidth=0.6)
+        norm.plot(steps, [drawable(row.grad_norm, positive=True) for row in rows], linewidth=0.6)
+        norm.set_yscale("log")
+        sorted_losses = sorted(row.loss for row in rows if math.isfinite(drawable(row.loss)))
+        if sorted_losses:
+            # The start of a run is far above the rest: clipped, so that spikes are visible.
+            lowest_usual, high = sorted_losses[0], sorted_losses[int(0.99 * (len(sorted_losses) - 1))]
+            loss.set_ylim(
+                lowest_usual - 0.1 * (high - lowest_usual) - 1e-6, high + 0.4 * (high - lowest_usual) + 1e-6
+            )
+        verdict_runs = groupby(judged, key=lambda step: step.verdict is Verdict.HEALTHY)
+        marked_runs = [list(steps) for is_healthy, steps in verdict_runs if not is_healthy]
+        for axis in (loss, norm):
+            for marked_run in marked_runs:
+                legend_label = "stands out" if marked_run is marked_runs[0] else None
+                axis.axvspan(
+                    marked_run[0].step - 0.5,
+                    marked_run[-1].step + 0.5,
+                    color="0.85",
+                    zorder=0,
+                    label=legend_label,
+                )
+            for guard_action, action_colour in COLOURS.items():
+                if action_steps := [step.step for step in judged if step.action is guard_action]:
+                    line_style = {"transform": axis.get_xaxis_transform(), "linewidth": 1, "alpha": 0.8}
+                    axis.vlines(
+                        action_steps, 0, 1, colors=action_colour, label=guard_action.value, **line_style
+                    )
+        if marked_runs:
+            loss.legend(loc="upper right")
+        loss.set_ylabel("loss (nats per token)")
+        norm.set_ylabel("gradient norm")
+        norm.set_xlabel("step")
+        figure.suptitle(title, parse_math=False)

@@ -18,7 +18,7 @@ from uuid import uuid4
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from megastable.base import jsonl
+from megastable.base import durable
 from megastable.base.errors import ConfigError
 from megastable.config.recipe import override, validate
 from megastable.config.tree import RunConfig
@@ -56,9 +56,9 @@ def ask(path: Path, values: Mapping[str, Any], reason: str, who: str, until: int
         values=dict(values),
         until=until,
     )
-    new = not path.exists()
-    jsonl.append(path, request.model_dump_json())
-    if new:
+    is_new = not path.exists()
+    durable.append_line(path, request.model_dump_json())
+    if is_new:
         with suppress(OSError):  # another person has made it just now
             path.chmod(0o644 | path.parent.stat().st_mode & 0o666)
     return request
@@ -68,7 +68,7 @@ def read_requests(path: Path) -> tuple[list[ChangeRequest], list[str]]:
     """All requests, oldest first, and what is wrong with the lines that are none. Raises DataError if the file cannot
     be read."""
     found, problems = list[ChangeRequest](), list[str]()
-    for number, line in enumerate(jsonl.read(path)[0], start=1):
+    for number, line in enumerate(durable.read_lines(path)[0], start=1):
         try:
             found += [ChangeRequest.model_validate_json(line)] if line.strip() else []
         except ValidationError as error:
@@ -78,17 +78,17 @@ def read_requests(path: Path) -> tuple[list[ChangeRequest], list[str]]:
 
 def parse_values(assignments: Sequence[str]) -> dict[str, Any]:
     """Values by key of overrides, KEY=VALUE each. Raises ConfigError."""
-    found: dict[str, Any] = {}
-    for assignment in assignments:
-        tree: Any = {}
-        override(tree, assignment)
-        key = assignment.partition("=")[0]
-        if key in found:
-            raise ConfigError(f"{key} is given twice")
-        for name in key.split("."):
-            tree = tree[name]
-        found[key] = tree
-    return found
+    values_by_key: dict[str, Any] = {}
+    for key_assignment in assignments:
+        value_tree: Any = {}
+        override(value_tree, key_assignment)
+        assigned_key = key_assignment.partition("=")[0]
+        if assigned_key in values_by_key:
+            raise ConfigError(f"{assigned_key} is given twice")
+        for key_part in assigned_key.split("."):
+            value_tree = value_tree[key_part]
+        values_by_key[assigned_key] = value_tree
+    return values_by_key
 
 
 def check_live(key: str, recipe: RunConfig, value: Any) -> None:
@@ -103,8 +103,8 @@ def check_live(key: str, recipe: RunConfig, value: Any) -> None:
         raise ConfigError(
             f"{key} cannot be changed while the run trains: {again}. Live are: {', '.join(LIVE)}"
         )
-    name = key.removeprefix("optimizer.")
-    if key.startswith("optimizer.") and not o.reads(name):
+    optimizer_key = key.removeprefix("optimizer.")
+    if key.startswith("optimizer.") and not o.reads(optimizer_key):
         raise ConfigError(
             f"{key}: optimizer.name={o.name} with optimizer.clipping={o.clipping.kind} does not read it"
         )
@@ -120,13 +120,13 @@ def with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
     """The configuration with other values of some keys. Raises ConfigError if that is impossible."""
     if not values:
         return config
-    tree = config.model_dump(mode="json")
-    for key, value in values.items():
-        override(tree, f"{key}={json.dumps(value)}")
-    new = validate(tree, "with this change")
+    config_tree = config.model_dump(mode="json")
+    for key, new_value in values.items():
+        override(config_tree, f"{key}={json.dumps(new_value)}")
+    new_config = validate(config_tree, "with this change")
     # Only the sections of the keys: a dump has no passwords.
     return config.model_copy(
-        update={key.partition(".")[0]: getattr(new, key.partition(".")[0]) for key in values}
+        update={key.partition(".")[0]: getattr(new_config, key.partition(".")[0]) for key in values}
     )
 
 
@@ -150,31 +150,34 @@ def config_at(recipe: RunConfig, made: Iterable[ChangeMade], step: int) -> RunCo
         try:
             config = with_values(config, change.new)
         except ConfigError:
-            for key, value in change.new.items():
+            for recipe_key, new_value in change.new.items():
                 with suppress(ConfigError):
-                    config = with_values(config, {key: value})
+                    config = with_values(config, {recipe_key: new_value})
     return config
 
 
 def list_left_out(recipe: RunConfig, made: Iterable[ChangeMade], step: int) -> list[str]:
     """What people have changed and the recipe cannot have at a step, a sentence for each key."""
     held = holding(made, step)
-    now, newest = config_at(recipe, held, step), {key: change for change in held for key in change.new}
-    problems = list[str]()
-    for key, change in newest.items():
+    config_now, newest_by_key = (
+        config_at(recipe, held, step),
+        {key: change for change in held for key in change.new},
+    )
+    key_problems = list[str]()
+    for key, change in newest_by_key.items():
         value = change.new[key]
         try:
-            if _find(now, key) == value:
+            if _find(config_now, key) == value:
                 continue
-            with_values(now, {key: value})
-            problem = "the other settings of that change do not allow it"
+            with_values(config_now, {key: value})
+            key_problem = "the other settings of that change do not allow it"
         except ConfigError as error:
-            problem = " ".join(str(error).split())
-        problems.append(
+            key_problem = " ".join(str(error).split())
+        key_problems.append(
             f"{key}={json.dumps(value)}, changed live at step {change.step}, does not hold from step {step} on: "
-            f"{problem}. Change it again, or the recipe"
+            f"{key_problem}. Change it again, or the recipe"
         )
-    return problems
+    return key_problems
 
 
 def answer(
@@ -187,36 +190,41 @@ def answer(
     """What becomes of a request that is read after `step`. level: loss and gradient norm of late."""
     begin = step + 1
     try:
-        for key, value in request.values.items():
-            check_live(key, recipe, value)
+        for key, asked_value in request.values.items():
+            check_live(key, recipe, asked_value)
         if request.until is not None and request.until < begin:
             raise ConfigError(
                 f"--until {request.until}: the run has done step {step} already: name a later one"
             )
-        now = config_at(recipe, made, begin)
-        config = with_values(now, request.values)
+        config_now = config_at(recipe, made, begin)
+        changed_config = with_values(config_now, request.values)
         _check_later(request, recipe, made, begin)
-        old, new = ({key: _find(c, key) for key in request.values} for c in (now, config))
-        if old == new:
-            raise ConfigError(f"{', '.join(f'{key} is {value}' for key, value in new.items())} already")
-    except ConfigError as error:
-        problem = " ".join(str(error).split())
-        return ChangeRefused(
-            step=step, change=request.id, who=request.who, reason=request.reason, problem=problem
+        old, new = (
+            {key: _find(one_config, key) for key in request.values}
+            for one_config in (config_now, changed_config)
         )
-    loss, norm = level or (None, None)
+        if old == new:
+            raise ConfigError(
+                f"{', '.join(f'{key} is {asked_value}' for key, asked_value in new.items())} already"
+            )
+    except ConfigError as error:
+        refusal_text = " ".join(str(error).split())
+        return ChangeRefused(
+            step=step, change=request.id, who=request.who, reason=request.reason, problem=refusal_text
+        )
+    loss, grad_norm = level or (None, None)
     return ChangeMade(
         step=begin, until=request.until, change=request.id, who=request.who, asked=request.time,
-        reason=request.reason, old=old, new=new, loss=loss, grad_norm=norm,
+        reason=request.reason, old=old, new=new, loss=loss, grad_norm=grad_norm,
     )  # fmt: skip
 
 
 def _check_later(request: ChangeRequest, recipe: RunConfig, made: Sequence[ChangeMade], begin: int) -> None:
     """Raises ConfigError if a request becomes impossible while it holds, as other changes end, or begin again after a
     rewind: it would end without a word."""
-    edges = {change.until + 1 for change in made if change.until is not None}
-    edges |= {change.step for change in made if change.step is not None}
-    for step in sorted(edges):
+    edge_steps = {change_made.until + 1 for change_made in made if change_made.until is not None}
+    edge_steps |= {change_made.step for change_made in made if change_made.step is not None}
+    for step in sorted(edge_steps):
         if begin < step <= (step if request.until is None else request.until):
             try:
                 with_values(config_at(recipe, made, step), request.values)
@@ -246,12 +254,12 @@ def _new_id() -> str:
 
 def _find(config: RunConfig, key: str) -> Any:
     """The value of a key, as JSON has it. Raises ConfigError if there is none."""
-    found: Any = config.model_dump(mode="json")
-    for name in key.split("."):
-        if not isinstance(found, dict) or name not in found:
-            tree = config.model_dump(mode="json")
-            override(tree, f"{key}=0")
-            validate(tree, "with this change")  # refuses it, and names the key that was meant
+    config_value: Any = config.model_dump(mode="json")
+    for key_part in key.split("."):
+        if not isinstance(config_value, dict) or key_part not in config_value:
+            config_tree = config.model_dump(mode="json")
+            override(config_tree, f"{key}=0")
+            validate(config_tree, "with this change")  # refuses it, and names the key that was meant
             raise ConfigError(f"{key}: there is no such key")
-        found = found[name]
-    return found
+        config_value = config_value[key_part]
+    return config_value

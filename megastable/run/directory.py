@@ -16,7 +16,7 @@ from typing import Any, TypeVar, overload
 
 import yaml
 
-from megastable.base import durable, jsonl
+from megastable.base import durable
 from megastable.base.errors import ConfigError, DataError
 from megastable.base.text import visible
 from megastable.config.model import ModelConfig
@@ -86,16 +86,16 @@ class RunDirectory:
 
     def _numbered(self, *kinds: type[Event]) -> Iterator[tuple[int, Event]]:
         """The events with their line numbers."""
-        lines, torn = jsonl.read(self.journal)
-        if torn:
+        journal_lines, is_torn = durable.read_lines(self.journal)
+        if is_torn:
             log.warning("%s: the last line was torn by a crash and is ignored", self.journal)
-        for number, event in enumerate(map(event_of_line, lines), start=1):
+        for line_number, event in enumerate(map(event_of_line, journal_lines), start=1):
             if "event" not in event:
                 raise DataError(
-                    f"{self.journal}: line {number} is not an event in JSON: mend or remove that line"
+                    f"{self.journal}: line {line_number} is not an event in JSON: mend or remove that line"
                 )
             if not kinds or isinstance(event, kinds):
-                yield number, event
+                yield line_number, event
 
     def handed_over(self) -> int | None:
         """The step before which a checkpoint must be, if the last process ended by a handover."""
@@ -143,35 +143,39 @@ class RunDirectory:
         if config.model.vocab_size is None:  # the tokenizer has not been read yet
             after["model.vocab_size"] = before.get("model.vocab_size")
         before, after = _folded(before, after), _folded(after, before)
-        changed = {
+        changed_leaves = {
             key: f"{key}: {before.get(key)} -> {after.get(key)}"
             for key in sorted({*before, *after} - {"run.dir"})
             if before.get(key) != after.get(key)
         }
-        foreign = [text for key, text in changed.items() if _below(key, IDENTITY) and not _below(key, FREE)]
-        if foreign:
+        foreign_changes = [
+            change_text
+            for key, change_text in changed_leaves.items()
+            if _below(key, IDENTITY) and not _below(key, FREE)
+        ]
+        if foreign_changes:
             raise ConfigError(
-                f"run.dir={self.root} belongs to another run: {'; '.join(foreign)}. "
+                f"run.dir={self.root} belongs to another run: {'; '.join(foreign_changes)}. "
                 "Use the old values to resume it, or another run.dir"
             )
-        return list(changed.values())
+        return list(changed_leaves.values())
 
     def freeze(self, config: RunConfig, fingerprints: list[str], ds_config: dict[str, Any]) -> None:
         """Write the resolved recipe, which can be started again as it is. Raises ConfigError if it cannot."""
         try:
             # Known passwords are redacted; there may be others.
-            mode = 0o600 if config.supervise.exposed else None
-            durable.write_file(self.recipe, frozen(config, fingerprints, ds_config), mode)
+            file_mode = 0o600 if config.supervise.exposed else None
+            durable.write_file(self.recipe, frozen(config, fingerprints, ds_config), file_mode)
         except OSError as error:
             raise ConfigError(f"{self.recipe} could not be written: {error}") from None
 
     def lock(self) -> None:
         """Keep other training processes out as long as this one lives. Raises ConfigError if there is one."""
-        path = self.root / ".lock"
+        lock_path = self.root / ".lock"
         try:
-            self._lock = durable.hold(path)
+            self._lock = durable.hold(lock_path)
         except OSError as error:
-            raise ConfigError(f"{path} cannot be locked: {error}") from None
+            raise ConfigError(f"{lock_path} cannot be locked: {error}") from None
         if self._lock is None:
             raise ConfigError(
                 f"run.dir={self.root}: another process trains here: stop it, or use another run.dir"
@@ -180,10 +184,10 @@ class RunDirectory:
 
 def frozen(config: RunConfig, fingerprints: list[str], ds_config: dict[str, Any]) -> bytes:
     """The resolved recipe as recipe.yaml holds it. fingerprints: of the corpora's manifests."""
-    content = {
+    recipe_content = {
         "config": config.model_dump(mode="json"), "manifests": fingerprints, "deepspeed_json": ds_config,
     }  # fmt: skip
-    return yaml.safe_dump(content, sort_keys=False).encode()
+    return yaml.safe_dump(recipe_content, sort_keys=False).encode()
 
 
 def as_json(value: Any, indent: int | None = None) -> str:
@@ -194,53 +198,53 @@ def as_json(value: Any, indent: int | None = None) -> str:
 def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file; empty if the file is missing or broken."""
     try:
-        found = json.loads(path.read_bytes())
+        json_value = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return json_value if isinstance(json_value, dict) else {}
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _plain(below) for key, below in value.items()}
+        return {field_name: _plain(value_below) for field_name, value_below in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(below) for below in value]
+        return [_plain(value_below) for value_below in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _below(key: str, parts: tuple[str, ...]) -> bool:
-    return any(key == part or key.startswith(f"{part}.") for part in parts)
+    return any(key == key_prefix or key.startswith(f"{key_prefix}.") for key_prefix in parts)
 
 
 def _leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     if isinstance(tree, dict):
-        for key, value in tree.items():
-            yield from _leaves(value, f"{prefix}{key}.")
+        for tree_key, tree_value in tree.items():
+            yield from _leaves(tree_value, f"{prefix}{tree_key}.")
     else:
         yield prefix.removesuffix("."), tree
 
 
 def _folded(leaves: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
     """A section that `others` lacks entirely (None), as one leaf."""
-    found: dict[str, Any] = {}
-    for key, value in leaves.items():
-        parent = next((k for k, v in others.items() if v is None and key.startswith(f"{k}.")), None)
-        if parent is None:
-            found[key] = value
+    folded_leaves: dict[str, Any] = {}
+    for leaf_key, leaf_value in leaves.items():
+        parent_key = next((k for k, v in others.items() if v is None and leaf_key.startswith(f"{k}.")), None)
+        if parent_key is None:
+            folded_leaves[leaf_key] = leaf_value
         else:
-            found.setdefault(parent, {})[key.removeprefix(f"{parent}.")] = value
-    return found
+            folded_leaves.setdefault(parent_key, {})[leaf_key.removeprefix(f"{parent_key}.")] = leaf_value
+    return folded_leaves
 
 
 def make(config: RunConfig, recipe: Path) -> RunDirectory:
     """The directory of a run: `run.dir`, or a new one below runs/ named after the recipe. Creates it."""
     try:
         if config.run.dir is not None:
-            root = config.run.dir
-            root.mkdir(parents=True, exist_ok=True)
+            run_root = config.run.dir
+            run_root.mkdir(parents=True, exist_ok=True)
         else:
-            root = _fresh(Path("runs"), recipe.stem)
-        run = RunDirectory(root)
+            run_root = _fresh(Path("runs"), recipe.stem)
+        run = RunDirectory(run_root)
         run.steps.mkdir(exist_ok=True)
         run.layers.mkdir(exist_ok=True)
         run.checkpoints.mkdir(exist_ok=True)
@@ -253,12 +257,38 @@ def make(config: RunConfig, recipe: Path) -> RunDirectory:
 
 def _fresh(parent: Path, stem: str) -> Path:
     parent.mkdir(parents=True, exist_ok=True)
-    number = 1
+    run_number = 1
     while True:
-        root = parent / f"{stem}-{number:03d}"
+        run_root = parent / f"{stem}-{run_number:03d}"
         try:
-            root.mkdir()
+            run_root.mkdir()
         except FileExistsError:
-            number += 1
+            run_number += 1
         else:
-            return root
+            return run_root
+
+
+class TrackerMemory:
+    """What a tracker must know in the next process, which of its runs is ours: RUN/trackers/NAME.json.
+
+    facts: of the last process; empty in the first one, and in a copy of a run directory: it is a run of its own."""
+
+    def __init__(self, root: Path, name: str) -> None:
+        self.root, self.path = root.resolve(), Path("trackers") / f"{name}.json"
+        known_facts = read_object(self.root / self.path)
+        self.facts: dict[str, Any] = {} if self._copied(known_facts) else known_facts
+
+    def _copied(self, found: dict[str, Any]) -> bool:
+        original_root = found.get("directory")
+        if not isinstance(original_root, str) or Path(original_root) == self.root:
+            return False
+        original_path = Path(original_root) / self.path  # gone if the directory was moved
+        try:
+            return original_path.exists() and not original_path.samefile(self.root / self.path)
+        except OSError:
+            return False
+
+    def keep(self, **facts: Any) -> None:
+        """Add facts. Raises OSError."""
+        self.facts |= facts | {"directory": str(self.root)}
+        durable.write_file(self.root / self.path, (as_json(self.facts) + "\n").encode())

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from megastable.base import jsonl
+from megastable.base import durable
 from megastable.base.errors import DataError, SpaceError
 from megastable.run.directory import RunDirectory, as_json
 from megastable.run.events.event import Event
@@ -32,26 +32,21 @@ class RunLog:
     def emit(self, event: Event, *, say: bool | str = False) -> None:
         """Journal an event: on return it is durable, or logged as pending if the disk refuses. say: also print its
         line, or this text."""
-        if not self.active:
-            return
         try:
-            self.write(event)
+            self._put(event, say)
         except DataError as error:
             log.warning("%s; waiting in memory: %s", error, self.run.waiting[-1])
-        self._tell(event, say)
+            self._tell(event, say)
 
     def commit(self, event: Event, *, say: bool | str = False) -> None:
         """As `emit`, for events that a restart depends on. Raises SpaceError if the event is not on the disk."""
-        if not self.active:
-            return
         try:
-            self.write(event)
+            self._put(event, say)
         except DataError as error:
             raise SpaceError(
                 f"{error}. A restart would not know of this: {event.event}: make room, then start again from the "
                 "newest checkpoint"
             ) from None
-        self._tell(event, say)
 
     def say(self, text: str) -> None:
         """Print a line without journaling it."""
@@ -66,13 +61,18 @@ class RunLog:
     def flush(self) -> None:
         """Write pending events. Raises DataError if the disk still refuses."""
         while self.run.waiting:
-            jsonl.append(self.run.journal, self.run.waiting[0])
+            durable.append_line(self.run.journal, self.run.waiting[0])
             self.run.waiting.pop(0)
 
     def write(self, event: Event) -> None:
         """Journal an event, which waits if the disk refuses it. Raises DataError then, which says why."""
         self.run.waiting.append(as_json({"time": round(time.time(), 3), **event.fields}))
         self.flush()
+
+    def _put(self, event: Event, say: bool | str) -> None:
+        if self.active:
+            self.write(event)
+            self._tell(event, say)
 
     def _tell(self, event: Event, say: bool | str) -> None:
         if say:

@@ -21,12 +21,8 @@ VARIABLES = {
     "mpirun (MPICH)": ("PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID"),
 }
 ALONE = {
-    "RANK": "0",
-    "LOCAL_RANK": "0",
-    "WORLD_SIZE": "1",
-    "MASTER_ADDR": "127.0.0.1",
-    "MASTER_PORT": "29500",
-}
+    "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -49,12 +45,12 @@ class Tasks:
 def tasks(environment: Mapping[str, str]) -> Tasks | None:
     """The processes that this one was started with; None if started alone."""
     number = partial(_number, environment)
-    found = [
-        Tasks(launcher, names[0], number(names[0]) or 1, number(names[1]) or 0, number(names[2]))
-        for launcher, names in VARIABLES.items()
+    launcher_tasks = [
+        Tasks(launcher_name, names[0], number(names[0]) or 1, number(names[1]) or 0, number(names[2]))
+        for launcher_name, names in VARIABLES.items()
     ]
     # mpirun under Slurm starts one process per host by srun, and these start the ranks.
-    most = max(found, key=lambda one: one.size)
+    most = max(launcher_tasks, key=lambda one: one.size)
     return most if most.size > 1 else None
 
 
@@ -104,15 +100,15 @@ def is_rank(environment: Mapping[str, str]) -> bool:
                 "or unset RANK"
             )
         return True
-    together = tasks(environment)
-    return together is not None and not _in_terminal(environment, together)
+    joint_tasks = tasks(environment)
+    return joint_tasks is not None and not _in_terminal(environment, joint_tasks)
 
 
 def check_alone(environment: Mapping[str, str]) -> None:
     """Raises ConfigError if this process, which starts the ranks of all hosts, is one of several."""
-    together = tasks(environment)
-    if together is not None and not _in_terminal(environment, together):
-        raise together.refused("would start all ranks", "Start it once, on one host (srun --ntasks=1 ...)")
+    joint_tasks = tasks(environment)
+    if joint_tasks is not None and not _in_terminal(environment, joint_tasks):
+        raise joint_tasks.refused("would start all ranks", "Start it once, on one host (srun --ntasks=1 ...)")
 
 
 def _apart(environment: Mapping[str, str], together: Tasks) -> bool:
@@ -121,8 +117,8 @@ def _apart(environment: Mapping[str, str], together: Tasks) -> bool:
         return False
     world = _number(environment, "WORLD_SIZE") or 1
     hosts = environment.get("GROUP_WORLD_SIZE") or environment.get("CROSS_SIZE")  # of torchrun, of deepspeed
-    itself = world == together.size and environment["RANK"] == str(together.rank)
-    return world < together.size or (hosts == "1" and not itself)
+    is_itself = world == together.size and environment["RANK"] == str(together.rank)
+    return world < together.size or (hosts == "1" and not is_itself)
 
 
 def _number(environment: Mapping[str, str], variable: str) -> int | None:

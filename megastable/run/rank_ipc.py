@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import socket
@@ -153,3 +154,19 @@ def log_of(run: RunDirectory, attempt: int, host: str = "") -> Path:
     """The file with the output of an attempt's launcher and ranks; host: of another than the first one."""
     folder = folder_of(run, attempt)
     return folder.with_name(f"{folder.name}-{host}.log" if host else f"{folder.name}.log")
+
+
+def beside_arguments(
+    module: str, about: str | None, arguments: Sequence[str] | None = None
+) -> argparse.Namespace:
+    """Read the arguments of a process that the supervisor runs beside a run (supervise/beside_process.py).
+
+    Returns:
+        parent: the process that it ends with; run, recipe, overrides.
+    """
+    argument_parser = argparse.ArgumentParser(prog=f"python -m {module}", description=about)
+    argument_parser.add_argument("--parent", type=int, default=os.getppid(), help="process that it ends with")
+    argument_parser.add_argument("run", type=Path)
+    argument_parser.add_argument("recipe")
+    argument_parser.add_argument("overrides", nargs="*")
+    return argument_parser.parse_intermixed_args(arguments)

@@ -26,16 +26,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megastable.base import durable
-from megastable.base.folder_stamp import folder_stamp
+from megastable.base.durable import folder_stamp
 
 log = logging.getLogger(__name__)
 
 COMPACTED = 10_000  # rows of a compacted file at most
 LOOSE = 20  # files that are left as they are while there are fewer: each compaction writes its rows again
-TRIES, PAUSE = (
-    8,
-    0.1,
-)  # listings until a file that is gone counts as damaged, and seconds between: a cache may be late
+# Listings until a file that is gone counts as damaged, and seconds between: a cache may be late.
+TRIES, PAUSE = (8, 0.1)
 LAST_STEP = 1 << 62
 GONE = "it is listed, and gone"
 NAME = re.compile(r"(\d+)-(\d+)-(?:(\d+)-)?(\d+)\.parquet")
@@ -68,11 +66,11 @@ def name_file(low: int, high: int, *stamps: int) -> str:
 
 def parse_name(name: str) -> RecordFile:
     """What the name of a record file says."""
-    found = NAME.fullmatch(name)
-    if found is None:
+    name_match = NAME.fullmatch(name)
+    if name_match is None:
         return RecordFile(0, 0, 0, LAST_STEP, name)
-    low, high, begin, stamp = found.groups()
-    return RecordFile(int(begin or stamp), int(stamp), int(low), int(high), name)
+    low_step, high_step, first_stamp, last_stamp = name_match.groups()
+    return RecordFile(int(first_stamp or last_stamp), int(last_stamp), int(low_step), int(high_step), name)
 
 
 def list_files(folder: Path) -> list[RecordFile]:
@@ -83,20 +81,20 @@ def list_files(folder: Path) -> list[RecordFile]:
 def _list_all(folder: Path) -> tuple[list[RecordFile], list[RecordFile]]:
     """The files that count, and those that a compacted one contains."""
     try:
-        names = [name for name in os.listdir(folder) if name.endswith(".parquet")]
+        file_names = [file_name for file_name in os.listdir(folder) if file_name.endswith(".parquet")]
     except FileNotFoundError:
         return [], []
-    files = sorted(map(parse_name, names), key=lambda file: (file.stamp, -file.begin, file.name))
-    counting, contained = list[RecordFile](), list[RecordFile]()
-    edge: float = math.inf  # where the compacted file begins that was passed last
-    for file in reversed(files):
-        if file.begin >= edge:
-            contained.append(file)
+    record_files = sorted(map(parse_name, file_names), key=lambda file: (file.stamp, -file.begin, file.name))
+    counting_files, contained_files = list[RecordFile](), list[RecordFile]()
+    edge_stamp: float = math.inf  # where the compacted file begins that was passed last
+    for file in reversed(record_files):
+        if file.begin >= edge_stamp:
+            contained_files.append(file)
             continue
-        counting.append(file)
+        counting_files.append(file)
         if file.begin < file.stamp:
-            edge = file.begin
-    return counting[::-1], contained
+            edge_stamp = file.begin
+    return counting_files[::-1], contained_files
 
 
 def encode_table(table: pa.Table) -> bytes:
@@ -119,8 +117,8 @@ def compact_files(folder: Path, columns: pa.Schema) -> None:
         columns: of the new files; what a file does not have is null there.
     """
     try:
-        files, contained = _list_all(folder)
-        for file in contained:  # of a process that died before it had removed them
+        files, contained_files = _list_all(folder)
+        for file in contained_files:  # of a process that died before it had removed them
             (folder / file.name).unlink(missing_ok=True)
         files = [file for file in files if file.stamp]
         # What was written before the newest compacted file did not fit into it, and fits into no other.
@@ -132,28 +130,28 @@ def compact_files(folder: Path, columns: pa.Schema) -> None:
 
 
 def _join_groups(folder: Path, files: Sequence[RecordFile], columns: pa.Schema) -> None:
-    group, rows = list[ReadFile](), 0
-    for file in files:
-        found = read_file(folder, file, columns)
-        if found.has_others:  # of another version: it stays as it is
-            found = found._replace(table=None)
-        if found.table is None or rows + len(found.table) > COMPACTED:
-            _join(folder, group)
-            group, rows = [], 0
-        if found.table is not None:
-            group.append(found)
-            rows += len(found.table)
-    if len(group) >= LOOSE:
-        _join(folder, group)
+    join_group, row_count = list[ReadFile](), 0
+    for record_file in files:
+        read_records = read_file(folder, record_file, columns)
+        if read_records.has_others:  # of another version: it stays as it is
+            read_records = read_records._replace(table=None)
+        if read_records.table is None or row_count + len(read_records.table) > COMPACTED:
+            _join(folder, join_group)
+            join_group, row_count = [], 0
+        if read_records.table is not None:
+            join_group.append(read_records)
+            row_count += len(read_records.table)
+    if len(join_group) >= LOOSE:
+        _join(folder, join_group)
 
 
 def _join(folder: Path, group: Sequence[ReadFile]) -> None:
     if len(group) < 2:
         return
-    table = pa.concat_tables([found.table for found in group])
-    low, high = min(found.file.low for found in group), max(found.file.high for found in group)
-    name = name_file(low, high, group[0].file.begin, group[-1].file.stamp)
-    durable.write_file(folder / name, encode_table(table))
+    joined_table = pa.concat_tables([found.table for found in group])
+    low_step, high_step = min(found.file.low for found in group), max(found.file.high for found in group)
+    file_name = name_file(low_step, high_step, group[0].file.begin, group[-1].file.stamp)
+    durable.write_file(folder / file_name, encode_table(joined_table))
     for found in group:
         (folder / found.file.name).unlink(missing_ok=True)
 
@@ -173,8 +171,8 @@ def read_files(
         OSError: the folder cannot be listed.
     """
     found = list[ReadFile]()
-    for attempt in range(TRIES):
-        time.sleep(PAUSE if attempt else 0.0)
+    for try_number in range(TRIES):
+        time.sleep(PAUSE if try_number else 0.0)
         found = [_read_listed(folder, file, columns) for file in choose(list_files(folder))]
         if not any(one.problem == GONE for one in found):
             break
@@ -190,20 +188,20 @@ def _read_listed(folder: Path, file: RecordFile, columns: pa.Schema) -> ReadFile
 
 def read_file(folder: Path, file: RecordFile, columns: pa.Schema) -> ReadFile:
     """The rows of a file; a column that it does not have is null. Raises FileNotFoundError if it is gone."""
-    path = folder / file.name
+    file_path = folder / file.name
     try:
         # Several times as fast for a small file as `read_table`, or with reading ahead.
-        with pq.ParquetFile(path, pre_buffer=False) as opened:
-            there = opened.schema_arrow.names
-            known = [name for name in columns.names if name in there]
-            table = opened.read(columns=known, use_threads=False)
+        with pq.ParquetFile(file_path, pre_buffer=False) as parquet_file:
+            stored_columns = parquet_file.schema_arrow.names
+            known_columns = [column_name for column_name in columns.names if column_name in stored_columns]
+            record_table = parquet_file.read(columns=known_columns, use_threads=False)
         for field in columns:
-            if field.name not in known:
-                table = table.append_column(field, pa.nulls(len(table), field.type))
-        table = table.select(columns.names).cast(columns)
-        return ReadFile(file, table, has_others=len(known) < len(there))
+            if field.name not in known_columns:
+                record_table = record_table.append_column(field, pa.nulls(len(record_table), field.type))
+        record_table = record_table.select(columns.names).cast(columns)
+        return ReadFile(file, record_table, has_others=len(known_columns) < len(stored_columns))
     except (pa.ArrowException, OSError, KeyError) as error:
-        if isinstance(error, FileNotFoundError) and not os.path.lexists(path):
+        if isinstance(error, FileNotFoundError) and not os.path.lexists(file_path):
             raise
         return ReadFile(file, None, str(error).splitlines()[0])
 
@@ -213,12 +211,12 @@ def read_last(folder: Path, columns: pa.Schema, count: int) -> pa.Table:
 
     def choose_last(files: list[RecordFile]) -> list[RecordFile]:
         # A name says how many rows there are at least: all steps between its two.
-        chosen, rows = list[RecordFile](), 0
-        while files and rows < count:
-            file = files.pop()
-            chosen.insert(0, file)
-            rows += 0 if file.high == LAST_STEP else file.high - file.low + 1
-        return chosen
+        chosen_files, row_count = list[RecordFile](), 0
+        while files and row_count < count:
+            record_file = files.pop()
+            chosen_files.insert(0, record_file)
+            row_count += 0 if record_file.high == LAST_STEP else record_file.high - record_file.low + 1
+        return chosen_files
 
     tables = [found.table for found in read_files(folder, columns, choose_last) if found.table is not None]
     return pa.concat_tables([columns.empty_table(), *tables])
@@ -231,14 +229,14 @@ class RecordFollower:
         self.folder, self.columns = folder, columns
         self.rows = 0  # read so far
         self._files: list[_FollowedFile] = []
-        self._changed: int | None = None  # when the folder was (folder_stamp.py)
+        self._changed: int | None = None  # when the folder was (`folder_stamp`)
         self._unlisted = ""  # why the folder cannot be listed
 
     @property
     def damaged(self) -> dict[str, str]:
         """Names of files that cannot be read, with the reason."""
-        found = {one.file.name: one.problem for one in self._files if one.problem}
-        return found | ({str(self.folder): self._unlisted} if self._unlisted else {})
+        problem_by_name = {one.file.name: one.problem for one in self._files if one.problem}
+        return problem_by_name | ({str(self.folder): self._unlisted} if self._unlisted else {})
 
     def read_new(self) -> Iterator[tuple[int, pa.Table]]:
         """Read what is new, a file at a time: to be taken in whole.
@@ -247,54 +245,54 @@ class RecordFollower:
             A number of rows, and the table that comes behind these, in place of all rows that were there. Rows come
             once more if their files were compacted, or if there is something new before them.
         """
-        for attempt in range(TRIES):
-            time.sleep(PAUSE if attempt else 0.0)
+        for try_number in range(TRIES):
+            time.sleep(PAUSE if try_number else 0.0)
             if (yield from self._read_listed()):
                 return
 
     def _read_listed(self) -> Generator[tuple[int, pa.Table], None, bool]:
         """As `read_new`; whether all was there that was listed."""
         try:
-            changed = folder_stamp(self.folder)
-            if changed is not None and changed == self._changed and not self.damaged:
+            folder_change = folder_stamp(self.folder)
+            if folder_change is not None and folder_change == self._changed and not self.damaged:
                 return True
-            files = list_files(self.folder)
+            record_files = list_files(self.folder)
         except OSError as error:
-            missing = isinstance(error, FileNotFoundError)  # the run has just begun
-            self._unlisted = "" if missing else error.strerror or str(error)
+            is_missing = isinstance(error, FileNotFoundError)  # the run has just begun
+            self._unlisted = "" if is_missing else error.strerror or str(error)
             return True
-        kept = self._count_kept(files)
-        if kept < len(self._files):
-            self.rows = self._files[kept].row
-            del self._files[kept:]
+        kept_count = self._count_kept(record_files)
+        if kept_count < len(self._files):
+            self.rows = self._files[kept_count].row
+            del self._files[kept_count:]
             yield self.rows, self.columns.empty_table()
-        for file in files[kept:]:
+        for record_file in record_files[kept_count:]:
             try:
-                _, table, problem, _ = read_file(self.folder, file, self.columns)
+                _, record_table, file_problem, _ = read_file(self.folder, record_file, self.columns)
             except FileNotFoundError:  # it has been compacted since it was listed
                 return False
-            row, size = self.rows, self._measure(file) if problem else (0, 0)
-            self._files.append(_FollowedFile(file, row, problem, size))
-            if table is not None:
-                self.rows += len(table)
-                yield row, table
-        self._changed, self._unlisted = changed, ""
+            first_row, file_size = self.rows, self._measure(record_file) if file_problem else (0, 0)
+            self._files.append(_FollowedFile(record_file, first_row, file_problem, file_size))
+            if record_table is not None:
+                self.rows += len(record_table)
+                yield first_row, record_table
+        self._changed, self._unlisted = folder_change, ""
         return True
 
     def _count_kept(self, files: Sequence[RecordFile]) -> int:
         """How many of the files that were read are as they were, up to the first that is not."""
-        for count, (before, file) in enumerate(zip(self._files, files, strict=False)):
-            if before.file != file or (before.problem and before.size != self._measure(file)):
-                return count
+        for kept_count, (before, record_file) in enumerate(zip(self._files, files, strict=False)):
+            if before.file != record_file or (before.problem and before.size != self._measure(record_file)):
+                return kept_count
         return min(len(self._files), len(files))
 
     def _measure(self, file: RecordFile) -> tuple[int, int]:
         """Size and time: a damaged file is read again once they have changed, as it was only half there."""
         try:
-            status = (self.folder / file.name).stat()
+            file_status = (self.folder / file.name).stat()
         except OSError:
             return 0, 0
-        return status.st_size, status.st_mtime_ns
+        return file_status.st_size, file_status.st_mtime_ns
 
 
 class _FollowedFile(NamedTuple):

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -29,40 +30,21 @@ from megastable.run.record_files import (
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Worst:
-    """The samples of a step with the highest losses, the highest first.
-
-    Absolute positions and nats per token; the first one's position, loss, micro-batch and data-parallel rank (with
-    context parallelism: group of ranks) also separately.
-    """
-
-    worst_position: int
-    worst_loss: float
-    worst_micro_batch: int
-    worst_rank: int
-    worst_positions: list[int]
-    worst_losses: list[float]
-
-
 def worst_samples(
     losses: Sequence[float], positions: Sequence[int], count: int, micro_batch: int, data: int
-) -> Worst:
-    """The `count` worst of a step's samples; losses that are nan come first.
+) -> dict[str, Any]:
+    """The columns of a step's `count` worst samples; losses that are nan come first.
 
     losses, positions: [global batch] in the step's order, that is [accumulation, data, micro_batch] flattened.
     """
-    values = np.asarray(losses, dtype=np.float64)
-    order = np.argsort(-np.nan_to_num(values, nan=np.inf), kind="stable")[:count]
-    first = int(order[0])
-    return Worst(
-        worst_position=int(positions[first]),
-        worst_loss=float(values[first]),
-        worst_micro_batch=first // (data * micro_batch),
-        worst_rank=first // micro_batch % data,
-        worst_positions=[int(positions[i]) for i in order],
-        worst_losses=values[order].tolist(),
-    )
+    sample_losses = np.asarray(losses, dtype=np.float64)
+    order = np.argsort(-np.nan_to_num(sample_losses, nan=np.inf), kind="stable")[:count]
+    worst_index = int(order[0])
+    return {
+        "worst_position": int(positions[worst_index]), "worst_loss": float(sample_losses[worst_index]),
+        "worst_micro_batch": worst_index // (data * micro_batch), "worst_rank": worst_index // micro_batch % data,
+        "worst_positions": [int(positions[i]) for i in order], "worst_losses": sample_losses[order].tolist(),
+    }  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -72,7 +54,9 @@ class StepRecord:
     first_position, next_position: the data cursor before and after; the step trained on the positions between them
     except `skipped`, ranges [first, end) concatenated. samples: how many; piece: length of the pieces that its last
     sample is cut into, in tokens; None in records of older versions. finite: whether loss and gradients were. clipped:
-    the update was applied with smaller gradients. z: root of the mean squared log-partition. worst_*: see `Worst`.
+    the update was applied with smaller gradients. z: root of the mean squared log-partition. worst_*: the samples with
+    the highest losses, the highest first: absolute positions, and nats per token; of the first one also its micro-batch
+    and data-parallel rank (with context parallelism: group of ranks).
     mfu_full and mfu_causal: share of the peak, counting the full attention matrix or its causal half. clipped_fraction:
     of the steps since it was last recorded. norm_kept: the share of the gradient's norm that clipping left, None if the
     update was refused. token_entropy: of the distribution of the batch's tokens, nats: the loss of the best model of
@@ -207,18 +191,18 @@ class Recorder:
         """Write pending records. If the disk refuses, that is logged, and they stay pending."""
         if not self.pending:
             return
-        steps = [record.step for record in self.pending]
+        record_steps = [pending_record.step for pending_record in self.pending]
         try:
             if self._stamp is None:
                 self._stamp = max((file.stamp for file in list_files(self.folder)), default=0)
             # Milliseconds of the last record. A clock may be set back, or be another host's that is behind.
-            stamp = max(int(self.pending[-1].time * 1000), self._stamp + 1)
-            path = self.folder / name_file(min(steps), max(steps), stamp)
-            durable.write_file(path, encode_records(self.pending, self.columns))
+            file_stamp = max(int(self.pending[-1].time * 1000), self._stamp + 1)
+            file_path = self.folder / name_file(min(record_steps), max(record_steps), file_stamp)
+            durable.write_file(file_path, encode_records(self.pending, self.columns))
         except OSError as error:
             log.warning("%s: %s; %d records wait in memory", self.folder, error, len(self.pending))
         else:
-            self._stamp = stamp
+            self._stamp = file_stamp
             self.pending.clear()
 
     def compact(self) -> None:
@@ -241,11 +225,13 @@ class Recorder:
         def choose_later(files: list[RecordFile]) -> list[RecordFile]:
             return [file for file in files if not file.stamp or file.stamp >= int(rows[0].time * 1000)]
 
-        key = pa.schema([self.columns.field(name) for name in ("step", "time")])
+        key_schema = pa.schema([self.columns.field(column_name) for column_name in ("step", "time")])
         written = set[tuple[int, float]]()
-        for found in read_files(self.folder, key, choose_later):
+        for found in read_files(self.folder, key_schema, choose_later):
             if found.table is not None:  # `read` names a damaged one
-                written.update(zip(*(column.to_pylist() for column in found.table.columns), strict=True))
+                written.update(
+                    zip(*(key_column.to_pylist() for key_column in found.table.columns), strict=True)
+                )
         self.pending = [row for row in rows if (row.step, row.time) not in written]
         self.flush()
 
@@ -266,18 +252,18 @@ def read(folder: Path, columns: pa.Schema = SCHEMA, newest: bool = True) -> pa.T
     Raises:
         DataError: a file is damaged; it is named.
     """
-    tables = [columns.empty_table()]
-    for found in read_files(folder, columns):
-        if found.table is None:
-            path = folder / found.file.name
+    record_tables = [columns.empty_table()]
+    for read_records in read_files(folder, columns):
+        if read_records.table is None:
+            file_path = folder / read_records.file.name
             raise DataError(
-                f"{path}: not a readable record file ({found.problem}): remove it to go on without"
+                f"{file_path}: not a readable record file ({read_records.problem}): remove it to go on without"
             )
-        tables.append(found.table)
-    table = pa.concat_tables(tables)
+        record_tables.append(read_records.table)
+    record_table = pa.concat_tables(record_tables)
     # Of one step in the order of writing, which is right also if a clock was set back.
-    table = table.take(np.argsort(table.column("step").to_numpy(), kind="stable"))
-    steps, times = table.column("step").to_numpy(), table.column("time").to_numpy()
-    last = np.searchsorted(steps, steps, side="right") - 1
-    chosen = times[last if newest else np.searchsorted(steps, steps, side="left")]
-    return table.take(np.flatnonzero(times == chosen))
+    record_table = record_table.take(np.argsort(record_table.column("step").to_numpy(), kind="stable"))
+    row_steps, row_times = record_table.column("step").to_numpy(), record_table.column("time").to_numpy()
+    last_rows = np.searchsorted(row_steps, row_steps, side="right") - 1
+    chosen_times = row_times[last_rows if newest else np.searchsorted(row_steps, row_steps, side="left")]
+    return record_table.take(np.flatnonzero(row_times == chosen_times))

@@ -7,17 +7,20 @@ show or use it. Pure, fed one event at a time.
 
 from __future__ import annotations
 
+import re
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 from megastable.base.errors import HANDOVER, NO_SPACE, STOPPED, UNSTABLE
+from megastable.base.text import visible
 from megastable.run.events.event import Event, Other, tree, whole
-from megastable.run.events.follow import Follower, PassedOver
 from megastable.run.events.people_events import ChangeMade
+from megastable.run.events.reading import Follower, PassedOver
 from megastable.run.events.stability_events import (
     AlertEvent,
     Discarded,
@@ -57,7 +60,109 @@ from megastable.run.events.training_events import (
     Unstable,
     Warned,
 )
-from megastable.run.task_history import TaskHistory
+
+OUTCOMES = ("evaluated", "failed", "skipped")
+TOGETHER = 3  # evaluations in a median
+KEPT = 20  # distances between two evaluations in a row
+ENOUGH = 4  # of them, for a standard deviation
+NORMAL = 0.954  # median distance of two evaluations, in standard deviations of one
+# By the name of the metric, less is better; of all others, more.
+LESS_IS_BETTER = re.compile(
+    r"(?:.*[/_])?(?:perplexity|ppl|bits_per_byte|loss|nll|brier_score|error|ter|wer|cer|mse|mae|rmse|ece)(?:,.*)?",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True)
+class ScoreDrop:
+    """How much worse a score is than at its best. ratio: as a share of the best; sigmas: in standard deviations of one
+    evaluation, infinite where it was always the same."""
+
+    ratio: float
+    sigmas: float
+
+
+@dataclass(frozen=True)
+class TaskSummary:
+    """step: of the last evaluation, scores: its numbers by name, drops: of those with enough evaluations. settled:
+    newest step whose checkpoint was evaluated, has failed or was passed over; failures: since the last success; counts:
+    of checkpoints by outcome."""
+
+    step: int
+    scores: dict[str, float]
+    drops: dict[str, ScoreDrop]
+    settled: int
+    failures: int
+    counts: dict[str, int]
+
+
+@dataclass
+class _OneTask:
+    last: deque[float] = field(default_factory=lambda: deque(maxlen=TOGETHER))
+    distances: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
+    best: float | None = None
+
+    def add(self, score: float, less: bool) -> None:
+        if self.last:
+            self.distances.append(abs(score - self.last[-1]))
+        self.last.append(score)
+        if len(self.last) == TOGETHER:
+            median_now = median(self.last)
+            better_of = min if less else max
+            self.best = median_now if self.best is None else better_of(self.best, median_now)
+
+    def drop(self) -> ScoreDrop | None:
+        if not self.best or len(self.distances) < ENOUGH:
+            return None
+        fallen = abs(self.best - median(self.last))
+        score_sigma = median(self.distances) / NORMAL
+        return ScoreDrop(
+            fallen / abs(self.best), fallen / score_sigma if score_sigma else float("inf") if fallen else 0.0
+        )
+
+
+@dataclass
+class TaskHistory:
+    """The evaluations of tasks: which there were, and which scores have fallen below their best.
+
+    A score of few questions is noisy, and the best of many noisy scores is a lucky one. So the median of the last three
+    evaluations is compared with the best such median, and the difference is also told in standard deviations of a
+    single evaluation: the median distance of two evaluations in a row, over 0.954 (of two normal variables with equal
+    mean).
+    """
+
+    _step: int = 0
+    _settled: int = 0
+    _failures: int = 0
+    _scores: dict[str, float] = field(default_factory=dict)
+    _tasks: dict[str, _OneTask] = field(default_factory=dict)
+    _counts: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(OUTCOMES, 0)))
+
+    def add(self, event: TasksEvaluated | TasksFailed | TasksSkipped) -> None:
+        """Take in one event; missing or malformed fields are ignored."""
+        step = event.of_step or 0
+        self._settled = max(self._settled, step)
+        match event:
+            case TasksEvaluated():
+                self._counts["evaluated"] += 1
+                self._step, self._failures = step, 0
+                self._scores = {visible(name, 120): value for name, value in event.numbers.items()}
+                for name, score in self._scores.items():
+                    one = self._tasks.setdefault(name, _OneTask())
+                    if isfinite(score):
+                        one.add(score, LESS_IS_BETTER.fullmatch(name) is not None)
+            case TasksFailed():
+                self._counts["failed"] += 1
+                self._failures += 1
+            case TasksSkipped():
+                self._counts["skipped"] += 1
+
+    def summary(self) -> TaskSummary:
+        """What is known now."""
+        score_drops = {name: drop for name in self._scores if (drop := self._tasks[name].drop()) is not None}
+        counts = dict(self._counts)
+        return TaskSummary(self._step, dict(self._scores), score_drops, self._settled, self._failures, counts)
+
 
 TAIL = 30  # newest events
 INCIDENT_LINES = 60  # of each incident, the newest
@@ -250,46 +355,46 @@ class RunHistory:
             self.refused += event.refused or 0
             self.passed_over += event.refused or 0
             return
-        moment = event.time
-        time = moment if moment is not None and abs(moment) < FAR else 0.0
-        self.began = self.began or time or None
-        if moment is not None and event.event not in NO_SIGN:
-            self.last = moment
-        step = whole(event.get("to_step" if "to_step" in event else "step"))
-        self.step = self.step if step is None else step
-        self._add_words(event, time, step)
+        event_time = event.time
+        sane_time = event_time if event_time is not None and abs(event_time) < FAR else 0.0
+        self.began = self.began or sane_time or None
+        if event_time is not None and event.event not in NO_SIGN:
+            self.last = event_time
+        event_step = whole(event.get("to_step" if "to_step" in event else "step"))
+        self.step = self.step if event_step is None else event_step
+        self._add_words(event, sane_time, event_step)
         self._add_work(event)
         self._add_hosts(event)
-        self._add_training(event, time, step)
+        self._add_training(event, sane_time, event_step)
 
     def _add_words(self, event: Event, time: float, step: int | None) -> None:
         """The tail, the list, and the event's incident."""
-        number = whole((summary := tree(event.get("summary"))).get("number"))
+        incident_number = whole((summary := tree(event.get("summary"))).get("number"))
         # Probes are in a plot; in a list they would take the place of what happened.
         if not isinstance(event, Other | Probed):
             self.tail.append(event)
-        words = list[JournalLine]()
+        new_lines = list[JournalLine]()
         if self.most_lines and not isinstance(event, Probed):
-            words.append(JournalLine(time, step, event.event, event.sentence(), number))
-            self.lines += words
-        if number is None:
+            new_lines.append(JournalLine(time, step, event.event, event.sentence(), incident_number))
+            self.lines += new_lines
+        if incident_number is None:
             return
-        case = self.incidents.setdefault(number, IncidentHistory(number, time))
-        case.summary = summary
-        case.lines += words
+        incident_history = self.incidents.setdefault(incident_number, IncidentHistory(incident_number, time))
+        incident_history.summary = summary
+        incident_history.lines += new_lines
         if isinstance(event, IncidentEvent):
             if event.what == "closed":
-                case.closed = time
+                incident_history.closed = time
             if event.what == "restarted":
                 self.failed = None
             if event.what in ("rewound", "restarted") and step is not None:
-                case.back_to = step
+                incident_history.back_to = step
                 self._undo(step)
 
     def _undo(self, step: int) -> None:
         """The run goes on from `step`: what was measured of later weights is of none that there are."""
-        for measured in (*self.evaluations, *self.probes, *self.scores):
-            measured.undone |= measured.step > step
+        for one_measurement in (*self.evaluations, *self.probes, *self.scores):
+            one_measurement.undone |= one_measurement.step > step
 
     def _add_work(self, event: Event) -> None:
         """What processes are at work, and how they end."""
@@ -311,10 +416,10 @@ class RunHistory:
                     self.left_out.clear()
                     self.proven.clear()
                     self.launched, self.widest = False, 0
-            case Launched(attempt=int(number)):
+            case Launched(attempt=int(attempt_number)):
                 self.hosts = tuple(map(str, event.hosts))
-                self.attempts.pop(number, None)
-                self.attempts[number] = AttemptHistory(number, event.time, len(self.hosts))
+                self.attempts.pop(attempt_number, None)
+                self.attempts[attempt_number] = AttemptHistory(attempt_number, event.time, len(self.hosts))
                 self.under_way = self.launched = True
                 self.widest = max(self.widest, len(self.hosts), event.wanted or 0)
                 self.rejected, self.unanswered = 0, None
@@ -333,8 +438,8 @@ class RunHistory:
     def _add_end(self, event: Ended) -> None:
         self.under_way = False
         self.clock = max(self.clock, event.clock or 0)
-        if (number := event.attempt) is not None:
-            self.attempts.setdefault(number, AttemptHistory(number, None, 0)).end = event
+        if (attempt_number := event.attempt) is not None:
+            self.attempts.setdefault(attempt_number, AttemptHistory(attempt_number, None, 0)).end = event
         if event.what:
             self.failed = event.time
             self.unanswered = FailedAttempt(event, len(self.hosts), self.widest, self.clock)
@@ -347,19 +452,19 @@ class RunHistory:
         return next((attempt.how for attempt in known if attempt is not None and attempt.how), "unknown")
 
     def _add_hosts(self, event: Event) -> None:
-        if not isinstance(event, HostLeftOut | HostProven | HostSlow) or (host := event.host) is None:
+        if not isinstance(event, HostLeftOut | HostProven | HostSlow) or (host_name := event.host) is None:
             return
         match event:
             case HostLeftOut():
-                self.left_out[host] = event
-                self.proven.discard(host)
-                self.newly_left_out.add(host)
+                self.left_out[host_name] = event
+                self.proven.discard(host_name)
+                self.newly_left_out.add(host_name)
             case HostProven():
-                self.proven.add(host)
+                self.proven.add(host_name)
             case HostSlow():
-                self.slow.pop(host, None)
+                self.slow.pop(host_name, None)
                 if event.what != "over":
-                    self.slow[host] = event
+                    self.slow[host_name] = event
 
     def _add_training(self, event: Event, time: float, step: int | None) -> None:
         """What the training did, and what was measured of it."""
@@ -368,7 +473,7 @@ class RunHistory:
                 self.clock = max(self.clock, step or 0)
                 if step is not None:
                     self._undo(step)
-                software = {str(name): str(value) for name, value in event.software.items()}
+                software = {str(package_name): str(value) for package_name, value in event.software.items()}
                 attempt = self.attempt or None
                 self.starts.append(
                     StartFacts(time, attempt, step or 0, event.world, list(self.hosts), software)
@@ -402,24 +507,24 @@ class RunHistory:
                 self._add_checkpoint(event, time, step)
 
     def _add_checkpoint(self, event: Event, time: float, step: int | None) -> None:
-        name = str(event.get("name"))
+        checkpoint_name = str(event.get("name"))
         if isinstance(event, CheckpointSaved):
             self.clock = max(self.clock, step or 0)
-            self.checkpoints.pop(name, None)
-            self.checkpoints[name] = CheckpointHistory(
-                name, step or 0, time, event.bytes, event.seconds, event.blocked
+            self.checkpoints.pop(checkpoint_name, None)
+            self.checkpoints[checkpoint_name] = CheckpointHistory(
+                checkpoint_name, step or 0, time, event.bytes, event.seconds, event.blocked
             )
             return
-        number = name.removeprefix("step-")
-        if isinstance(event, CheckpointRejected) and number.isdecimal() and len(number) < 19:
-            self.rejected = max(self.rejected, int(number))
-        if (known := self.checkpoints.get(name)) is None:
+        step_digits = checkpoint_name.removeprefix("step-")
+        if isinstance(event, CheckpointRejected) and step_digits.isdecimal() and len(step_digits) < 19:
+            self.rejected = max(self.rejected, int(step_digits))
+        if (known_checkpoint := self.checkpoints.get(checkpoint_name)) is None:
             return
         if isinstance(event, CheckpointHealthy):
-            known.state, known.proved = "healthy", step
+            known_checkpoint.state, known_checkpoint.proved = "healthy", step
         else:
-            known.state = "suspect" if isinstance(event, CheckpointSuspect) else "rejected"
-            known.why = event.sentence()
+            known_checkpoint.state = "suspect" if isinstance(event, CheckpointSuspect) else "rejected"
+            known_checkpoint.why = event.sentence()
 
 
 class HistoryReader:
@@ -439,21 +544,21 @@ class HistoryReader:
 
     def look(self) -> bool:
         """Whether there is anything new."""
-        before = (self.history.count, self.starts)
+        seen_before = (self.history.count, self.starts)
         for event in self._follower.stream():
             self._begin_again()
             self.history.add(event)
-            for events in self._others:
-                events.append(event)
+            for shared_events in self._others:
+                shared_events.append(event)
         self._begin_again()
-        return before != (self.history.count, self.starts)
+        return seen_before != (self.history.count, self.starts)
 
     def _begin_again(self) -> None:
         """Forget what an old version of the journal said."""
         if self._follower.starts != self.starts:
             self.starts, self.history = self._follower.starts, RunHistory(self.history.most_lines)
-            for events in self._others:
-                events.clear()
+            for shared_events in self._others:
+                shared_events.clear()
 
     @property
     def problem(self) -> str:

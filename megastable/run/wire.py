@@ -75,20 +75,20 @@ class Lines:
 
     def feed(self, data: bytes) -> list[Message]:
         """The messages that `data` completes. Raises WireError."""
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        if max(map(len, (*lines, self._rest))) > self.longest:
+        *message_lines, self._rest = (self._rest + data).split(b"\n")
+        if max(map(len, (*message_lines, self._rest))) > self.longest:
             raise WireError(f"a line of more than {self.longest} bytes")
-        return [_message(line) for line in lines]
+        return [_message(message_line) for message_line in message_lines]
 
 
 def _message(line: bytes) -> Message:
     try:
-        found = json.loads(line)
+        json_value = json.loads(line)
     except (ValueError, RecursionError):  # the latter: nested too deeply
         raise WireError("not a line of JSON") from None
-    if not isinstance(found, dict):
+    if not isinstance(json_value, dict):
         raise WireError("not a JSON object")
-    return found
+    return json_value
 
 
 def prepare(s: socket.socket) -> None:
@@ -108,21 +108,21 @@ class StoreClient:
         try:
             prepare(self._socket)
             self.local = str(self._socket.getsockname()[0])
-            own, theirs = nonce(), str(self._one(seconds).get("nonce"))
-            shown = proof(address.token, "client", own, theirs)
-            self.send({**hello, "nonce": own, "proof": shown})
+            own_nonce, their_nonce = nonce(), str(self._one(seconds).get("nonce"))
+            own_proof = proof(address.token, "client", own_nonce, their_nonce)
+            self.send({**hello, "nonce": own_nonce, "proof": own_proof})
             self.welcome = self._one(seconds)
-            wanted = proof(address.token, "server", theirs, own)
-            if not hmac.compare_digest(str(self.welcome.get("proof")), wanted):
+            wanted_proof = proof(address.token, "server", their_nonce, own_nonce)
+            if not hmac.compare_digest(str(self.welcome.get("proof")), wanted_proof):
                 raise WireError("the supervisor does not know the run's token")
         except BaseException:
             self.close()
             raise
 
     def _one(self, seconds: float) -> Message:
-        until = time.monotonic() + seconds
+        wait_until = time.monotonic() + seconds
         while not self._waiting:
-            if time.monotonic() > until:
+            if time.monotonic() > wait_until:
                 raise WireError("no answer")
             self._waiting += self._read(seconds)
         return self._waiting.pop(0)
@@ -133,18 +133,18 @@ class StoreClient:
 
     def receive(self, seconds: float) -> list[Message]:
         """What has come in, waiting up to `seconds` for the first; may be empty."""
-        found, self._waiting = self._waiting, []
-        return found or self._read(seconds)
+        waiting_messages, self._waiting = self._waiting, []
+        return waiting_messages or self._read(seconds)
 
     def _read(self, seconds: float) -> list[Message]:
         self._socket.settimeout(max(0.001, seconds))
         try:
-            data = self._socket.recv(1 << 16)
+            received_bytes = self._socket.recv(1 << 16)
         except TimeoutError:
             return []
-        if not data:
+        if not received_bytes:
             raise ConnectionResetError("the supervisor has closed the connection")
-        return self._lines.feed(data)
+        return self._lines.feed(received_bytes)
 
     def close(self) -> None:
         self._socket.close()

@@ -13,7 +13,7 @@ from pathlib import Path
 from megastable.cluster.child_process import ChildProcess, background
 from megastable.config.tree import RunConfig
 from megastable.run.directory import RunDirectory
-from megastable.supervise.log_tail import LogTail
+from megastable.supervise.supervisor_journal import LogTail
 
 AGAIN = 60.0  # seconds before a failed one is restarted
 TRIES = 5
@@ -48,19 +48,19 @@ class BesideProcess:
     def poll(self) -> None:
         """Start it, show its output, restart it after a failure. One that ends without is done."""
         if self._child is not None:
-            result = self._child.poll()
+            child_result = self._child.poll()
             self._show()
-            if result is None:
+            if child_result is None:
                 return
             self._child = None
-            if result.code == 0:
+            if child_result.code == 0:
                 self._tries = 0
             else:
-                self._failed(f"ended with {result.code}: see {self._log}")
+                self._failed(f"ended with {child_result.code}: see {self._log}")
         if self._tries and time.monotonic() >= self._due:
             self._output, self._began = LogTail.at_end(self._log), time.monotonic()
             try:
-                self._child = background(self.run, self._log, self._module, *self._arguments)
+                self._child = background(self._log, self._module, *self._arguments)
             except OSError as error:
                 self._failed(f"cannot be started: {error}")
 
@@ -79,8 +79,8 @@ class BesideProcess:
         if self._child is not None:
             with suppress(ProcessLookupError):
                 os.kill(self._child.pid, signal.SIGTERM)
-            until = time.monotonic() + PARTING
-            while self._child.poll() is None and time.monotonic() < until:
+            end_time = time.monotonic() + PARTING
+            while self._child.poll() is None and time.monotonic() < end_time:
                 time.sleep(LOOK)
             self._child.kill()
             self._child.wait()
@@ -93,14 +93,14 @@ class BesideProcess:
         # Failures of a run of weeks, days apart, must not add up.
         self._tries = (TRIES if now - self._began > LONG else self._tries) - 1
         self._due = now + (0.0 if self._finishing else AGAIN)
-        more = f"not again: {self._otherwise}"
+        what_follows = f"not again: {self._otherwise}"
         if self._tries:
-            more = "again" if self._finishing else "again in a minute"
-        self.say(f"WARNING: {self._what} {how}; {more}")
+            what_follows = "again" if self._finishing else "again in a minute"
+        self.say(f"WARNING: {self._what} {how}; {what_follows}")
 
     def _show(self) -> None:
-        if text := self._output.new():
-            self.say(text)
+        if new_lines := self._output.new():
+            self.say(new_lines)
 
 
 def look_ahead(

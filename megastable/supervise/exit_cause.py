@@ -2,13 +2,17 @@
 
 No single source is reliable: the launcher can exit with 0 though a rank was killed, passes on the code of the first
 rank it saw, and has no parent to read its code once its supervisor has died.
+
+A rank that loses another leaves last words, and is a witness. A process that dies closes its connection at once; a host
+without power or link only falls silent, and the others notice much later. So the ranks without last words whose last
+sign of life is the earliest were there first (`first_silent`).
 """
 
 from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -16,24 +20,24 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel, ConfigDict
 
 from megastable.base import errors
-from megastable.cluster.local_attempt import Fate
+from megastable.cluster.fleet import Fate
+from megastable.cluster.store import Heard
 from megastable.run.events.event import Event
 from megastable.run.events.stability_events import Handover, HostFaulty
 from megastable.run.events.training_events import Finished, Stopped, Unstable
 from megastable.run.rank_ipc import BEREFT, LastWords, Progress
-from megastable.supervise.first_silent import UNKNOWN, FirstSilent
-from megastable.supervise.hang_detector import HangDetector
+from megastable.supervise.hangs import HangDetector, Suspects
 
-# With the host in front from pdsh. The ranks are numbered within their host.
+# The ranks are numbered within their host.
 LAUNCHER = re.compile(
-    r"^(?:(?P<host>[\w.-]+): )?\[.*?(?:'--local_rank=(?P<rank>\d+)'.*)?exits with return code = (?P<code>-?\d+)",
+    r"^\[.*?(?:'--local_rank=(?P<rank>\d+)'.*)?exits with return code = (?P<code>-?\d+)",
     re.MULTILINE,
 )
 # Printed by a process for an error that its user can fix (errors.user_errors).
 TOLD = re.compile(r"^error: (\S.*)$", re.MULTILINE)
 # How a rank may end because of another: not at all, by the launcher, or by NCCL's watchdog.
 FOLLOWS = (None, signal.SIGTERM, signal.SIGABRT)
-NAMED = 8  # further hosts in a sentence
+NAMED = 8  # ranks, or further hosts, in a sentence
 FINAL = (errors.OK, errors.STOPPED, errors.UNSTABLE, errors.HANDOVER, errors.SUPERSEDED)
 SAID: dict[type[Event], int] = {
     Finished: errors.OK,
@@ -44,12 +48,19 @@ SAID: dict[type[Event], int] = {
 
 
 @dataclass(frozen=True)
-class Suspects:
-    """Whom a hang is due to, as far as is known. told: sentences; host, rank: if it is one."""
+class FirstSilent:
+    """ranks: in order; none if nothing is known. host: theirs, if it is one. told: the end of a sentence."""
 
-    told: Sequence[str] = ()
+    ranks: tuple[int, ...] = ()
     host: str | None = None
-    rank: int | None = None
+    told: str = ""
+
+    @property
+    def rank(self) -> int | None:
+        return self.ranks[0] if len(self.ranks) == 1 else None
+
+
+UNKNOWN = FirstSilent()
 
 
 class End(BaseModel):
@@ -82,11 +93,11 @@ class End(BaseModel):
         if self.certain:
             return self
         phase = detector.phase
-        text = f"no progress in {phase!r} for {detector.waited:.0f} s"
+        hang_text = f"no progress in {phase!r} for {detector.waited:.0f} s"
         if detector.waited >= detector.limit:  # else a rank was found to be stopped
-            text += f", where {detector.limit:.0f} s is the limit"
+            hang_text += f", where {detector.limit:.0f} s is the limit"
         return End(
-            hung=True, what=f"hang in {phase}", failure="; ".join([text, *suspects.told]), host=suspects.host,
+            hung=True, what=f"hang in {phase}", failure="; ".join([hang_text, *suspects.told]), host=suspects.host,
             rank=suspects.rank, step=self.step, cursor=self.cursor, trained=self.trained,
         )  # fmt: skip
 
@@ -127,29 +138,31 @@ class AttemptEvidence:
         """Of the ranks that were killed by a signal: the one that was killed first."""
         # The launcher ends the other ranks by SIGTERM. Of several hosts, the order in which their agents were asked
         # says nothing; that in which connections ended does: NCCL's watchdog aborts those that lost a killed rank.
-        killed = [(rank, fate) for rank, fate in self.fates.items() if fate.signal is not None]
-        killed.sort(key=lambda of: (of[1].signal == signal.SIGTERM, of[0] not in self.silent.ranks))
+        killed_ranks = [(rank, fate) for rank, fate in self.fates.items() if fate.signal is not None]
+        killed_ranks.sort(key=lambda of: (of[1].signal == signal.SIGTERM, of[0] not in self.silent.ranks))
         if any(fate.code for fate in self.fates.values()) or self.gone:
-            killed = [of for of in killed if of[1].signal != signal.SIGTERM]
-        if not killed:
+            killed_ranks = [rank_fate for rank_fate in killed_ranks if rank_fate[1].signal != signal.SIGTERM]
+        if not killed_ranks:
             return FirstExit(code=self.code)
-        rank, fate = killed[0]
+        rank, fate = killed_ranks[0]
         return FirstExit(f"rank {rank}", rank, fate.host, fate.signal, self.code)
 
     @cached_property
     def first_exit(self) -> FirstExit:
         """Of the rank that was killed; where none was seen to be, of the one that the launcher's output names."""
-        told = LAUNCHER.search(self.log) if self.killed.signal in (None, signal.SIGTERM) else None
-        if told is None:
+        launcher_match = LAUNCHER.search(self.log) if self.killed.signal in (None, signal.SIGTERM) else None
+        if launcher_match is None:
             return self.killed
-        status, host = int(told["code"]), told["host"] or self.here
-        how = (-status, self.code) if status < 0 else (None, status)
-        if told["host"] or not told["rank"]:
-            return FirstExit("a rank", None, host, *how)
+        launcher_status = int(launcher_match["code"])
+        signal_and_code = (-launcher_status, self.code) if launcher_status < 0 else (None, launcher_status)
+        if not launcher_match["rank"]:
+            return FirstExit("a rank", None, self.here, *signal_and_code)
         # Rank 0 reports progress: its host is the only one on which both numbers are the same.
         if self.progress is None or self.called(self.progress.host) != self.here:
-            return FirstExit(f"local rank {told['rank']}", None, host, *how)
-        return FirstExit(f"rank {told['rank']}", int(told["rank"]), host, *how)
+            return FirstExit(f"local rank {launcher_match['rank']}", None, self.here, *signal_and_code)
+        return FirstExit(
+            f"rank {launcher_match['rank']}", int(launcher_match["rank"]), self.here, *signal_and_code
+        )
 
     def end(self, what: str, failure: str, certain: bool = True, **known: Any) -> End:
         """An end at the place that the attempt had reached."""
@@ -173,11 +186,11 @@ def end_of(evidence: AttemptEvidence) -> End:
 
 def read_announcement(e: AttemptEvidence) -> End | None:
     """The training itself said in the journal how it ends."""
-    said = [SAID[type(event)] for event in e.events if type(event) in SAID]
-    if not said:
+    announced_codes = [SAID[type(event)] for event in e.events if type(event) in SAID]
+    if not announced_codes:
         return None
     hosts = [str(host) for event in e.events if isinstance(event, HostFaulty) for host in event.hosts]
-    return End(code=said[-1], certain=True, faulty=tuple(dict.fromkeys(map(e.called, hosts))))
+    return End(code=announced_codes[-1], certain=True, faulty=tuple(dict.fromkeys(map(e.called, hosts))))
 
 
 def blame_first_error(e: AttemptEvidence) -> End | None:
@@ -196,13 +209,13 @@ def blame_lost_hosts(e: AttemptEvidence) -> End | None:
     """Hosts were lost, and nobody was killed: the ranks elsewhere only lost them."""
     if e.killed.signal is not None or not e.gone:
         return None
-    (name, why), *others = e.gone.items()
-    text = f"host {name} {why}"
-    if others:
-        more = len(others) - NAMED
-        text += f"; and {', '.join(other for other, _ in others[:NAMED])}"
-        text += f" and {more} more" if more > 0 else ""
-    return e.end("host gone", text, host=None if others else name, gone=tuple(e.gone))
+    (host_name, loss_reason), *other_hosts = e.gone.items()
+    failure_text = f"host {host_name} {loss_reason}"
+    if other_hosts:
+        unnamed_count = len(other_hosts) - NAMED
+        failure_text += f"; and {', '.join(other for other, _ in other_hosts[:NAMED])}"
+        failure_text += f" and {unnamed_count} more" if unnamed_count > 0 else ""
+    return e.end("host gone", failure_text, host=None if other_hosts else host_name, gone=tuple(e.gone))
 
 
 def blame_first_silent(e: AttemptEvidence) -> End | None:
@@ -215,21 +228,25 @@ def blame_first_silent(e: AttemptEvidence) -> End | None:
 
 def blame_signal(e: AttemptEvidence) -> End | None:
     """A rank was killed."""
-    first = e.first_exit
-    if first.signal is None:
+    first_exit = e.first_exit
+    if first_exit.signal is None:
         return None
-    name = _name(first.signal)
-    text = f"{first.who} on {first.host or 'a host'} was killed by signal {first.signal} ({name})"
-    return e.end(name, text, signal=first.signal, rank=first.rank, host=first.host)
+    signal_name = _name(first_exit.signal)
+    who = f"{first_exit.who} on {first_exit.host or 'a host'}"
+    failure_text = f"{who} was killed by signal {first_exit.signal} ({signal_name})"
+    return e.end(
+        signal_name, failure_text, signal=first_exit.signal, rank=first_exit.rank, host=first_exit.host
+    )
 
 
 def blame_nobody_for_lost_connections(e: AttemptEvidence) -> End | None:
     """All that spoke had lost a rank that left no last words; NCCL also reports its own failures so."""
     if not e.words:
         return None
-    w = min(e.words, key=lambda words: words.time)
-    text = f"{len(e.words)} ranks lost another; rank {w.rank} on {e.called(w.host)} first: {w.error}"
-    return e.end("connection lost", text, certain=False)  # whoever lost it first is a witness
+    first_words = min(e.words, key=lambda words: words.time)
+    who = f"rank {first_words.rank} on {e.called(first_words.host)}"
+    failure_text = f"{len(e.words)} ranks lost another; {who} first: {first_words.error}"
+    return e.end("connection lost", failure_text, certain=False)  # whoever lost it first is a witness
 
 
 def blame_exit_code(e: AttemptEvidence) -> End | None:
@@ -267,3 +284,49 @@ def _name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
+
+
+BEATS = 2.5  # seconds without a heartbeat after which a rank is silent; one is sent every second
+TOGETHER = 1.0  # seconds within which ranks ended together: heartbeats come once a second
+
+
+def first_silent(
+    heard: Iterable[Heard], spoke: Collection[int], called: Callable[[str], str], now: float
+) -> FirstSilent:
+    """heard: of all ranks, after the attempt; spoke: those with last words; called: a host's name, from the one that
+    its ranks see; now: time.monotonic()."""
+    last = {rank.rank: (_last_sign(rank, now), rank) for rank in heard}
+    mute = sorted((at, rank) for rank, (at, _) in last.items() if rank not in spoke)
+    if not mute:
+        return UNKNOWN
+    # The moment of a death is exact; that of silence is known to a heartbeat.
+    first, rank = mute[0]
+    exact = not _fell_silent(last[rank][1], now)
+    if any(at < first for witness, (at, _) in last.items() if witness in spoke):
+        return UNKNOWN  # it ended after a rank that had lost another: it followed, too
+    ranks = [rank] if exact else sorted(other for at, other in mute if at - first <= TOGETHER)
+    hosts = {called(last[other][1].host) for other in ranks}
+    later = [at for at, _ in last.values() if at - first > (0 if exact else TOGETHER)]
+    if len(hosts) > 1 or not later:
+        return UNKNOWN  # all at once: the store or its network failed, or all were ended
+    host = hosts.pop()
+    who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks[:NAMED]))}"
+    who += f" and {len(ranks) - NAMED} more" if len(ranks) > NAMED else ""
+    told = (
+        "ended first, without last words"
+        if exact
+        else f"fell silent {min(later) - first:.1f} s before the others"
+    )
+    return FirstSilent(tuple(ranks), host, f"{who} on {host} {told}")
+
+
+def _last_sign(rank: Heard, now: float) -> float:
+    """When it was last known to live; time.monotonic()."""
+    return rank.at if rank.closed is None or _fell_silent(rank, now) else rank.closed
+
+
+def _fell_silent(rank: Heard, now: float) -> bool:
+    """A busy process may be late with its heartbeats, but its end is still seen as one."""
+    if rank.closed is None:
+        return now - rank.at > BEATS
+    return rank.cut and rank.closed - rank.at > BEATS

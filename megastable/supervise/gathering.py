@@ -1,5 +1,6 @@
 """Gathers the hosts of the next attempt: waits for those that are missing, takes spares or fewer hosts instead of them,
-and notices when a run on fewer hosts can grow again (cluster/lineup.py decides)."""
+and notices when a run on fewer hosts can grow again (`lineup` decides).
+"""
 
 from __future__ import annotations
 
@@ -12,11 +13,10 @@ from math import inf
 from megastable.base import errors
 from megastable.base.errors import ConfigError
 from megastable.cluster.fleet import Fleet
-from megastable.cluster.lineup import SETTLE, lineup
 from megastable.config import deepspeed_json
 from megastable.config.tree import RunConfig
 from megastable.run.events.supervisor_events import HostLeftOut, HostProven, HostsAwaited
-from megastable.supervise.bars import MOST, HostBar, in_force, next_bar
+from megastable.supervise.restart_policy import MOST, HostBar, in_force, next_bar
 from megastable.supervise.supervisor_journal import SupervisorJournal
 
 LOOK = 0.2  # seconds between polls
@@ -57,11 +57,13 @@ class Gathering:
             raise ConfigError(
                 f"supervise.spares={config.supervise.spares}: of {len(fleet.names)} hosts none is left to train"
             )
-        ranks = {name: fleet.ranks([name]) for name in fleet.names}
-        if config.supervise.spares and len(set(ranks.values())) > 1:
-            told = ", ".join(f"{name} {count}" for name, count in ranks.items())
+        ranks_by_host = {host_name: fleet.ranks([host_name]) for host_name in fleet.names}
+        if config.supervise.spares and len(set(ranks_by_host.values())) > 1:
+            slots_text = ", ".join(
+                f"{host_name} {rank_count}" for host_name, rank_count in ranks_by_host.items()
+            )
             raise ConfigError(
-                f"supervise.spares: any host must be able to take any place, but their slots differ: {told}"
+                f"supervise.spares: any host must be able to take any place, but their slots differ: {slots_text}"
             )
         self.told = set[str]()  # warnings of hosts
         self._looked = -inf
@@ -73,40 +75,44 @@ class Gathering:
     def hosts(self) -> tuple[str, ...] | RunExit:
         """Those of the next attempt, with nothing of earlier ones on them; the end if they stay away. Raises
         ConfigError."""
-        s, began, told = self.config.supervise, time.monotonic(), dict[str, str]()
-        shrink_after = s.shrink_after
+        supervise_config, start_time, said_reasons = self.config.supervise, time.monotonic(), dict[str, str]()
+        shrink_after = supervise_config.shrink_after
         if self._counted and shrink_after is not None:
             shrink_after = min(shrink_after, SETTLE)  # the others trained without them
         while True:
-            state = self.journal.state
-            missing, waited = self.fleet.missing(state.attempt), time.monotonic() - began
-            self._prove(missing)
-            barred = in_force(state.bars, time.time())
-            chosen = self._lineup(missing, barred, max(waited, self._missed(missing)), shrink_after)
-            if chosen and self._checked(chosen):
+            run_state = self.journal.state
+            missing_reasons = self.fleet.missing(run_state.attempt)
+            waited_seconds = time.monotonic() - start_time
+            self._prove(missing_reasons)
+            barred_hosts = in_force(run_state.bars, time.time())
+            missed_seconds = max(waited_seconds, self._missed(missing_reasons))
+            chosen_hosts = self._lineup(missing_reasons, barred_hosts, missed_seconds, shrink_after)
+            if chosen_hosts and self._checked(chosen_hosts):
                 break
-            away = {name: "left out" for name in self.fleet.names if barred.get(name)} | dict(missing)
-            names = ", ".join(away)
+            away_reasons = {name: "left out" for name in self.fleet.names if barred_hosts.get(name)}
+            away_reasons |= missing_reasons
+            away_names = ", ".join(away_reasons)
             if self.stopped():
-                return RunExit(errors.STOPPED, f"stopped while waiting for {names}")
-            if waited > s.wait_for_hosts and not chosen:
-                why = "; ".join(f"{name}: {reason}" for name, reason in away.items())
-                return RunExit(errors.HOST_GONE, f"{names} did not come within {waited:.0f} s ({why})")
-            self._tell(missing, waited, told)
+                return RunExit(errors.STOPPED, f"stopped while waiting for {away_names}")
+            if waited_seconds > supervise_config.wait_for_hosts and not chosen_hosts:
+                away_text = "; ".join(f"{host_name}: {reason}" for host_name, reason in away_reasons.items())
+                end_reason = f"{away_names} did not come within {waited_seconds:.0f} s ({away_text})"
+                return RunExit(errors.HOST_GONE, end_reason)
+            self._tell(missing_reasons, waited_seconds, said_reasons)
             time.sleep(LOOK)
             self.look()
-        for name in sorted(self._counted - set(chosen)):
-            self.strike(name, False, "it was gone again when the run was to grow by it")
+        for host_name in sorted(self._counted - set(chosen_hosts)):
+            self.strike(host_name, False, "it was gone again when the run was to grow by it")
         self._more_since, self._counted = inf, set()
-        self._announce(chosen, bool(told))
-        return chosen
+        self._announce(chosen_hosts, bool(said_reasons))
+        return chosen_hosts
 
     def _missed(self, missing: Collection[str]) -> float:
         """For how many seconds all of these have been away; 0 if there are none."""
         now = time.monotonic()
-        self._away = {name: self._away.get(name, now) for name in missing}
+        self._away = {host_name: self._away.get(host_name, now) for host_name in missing}
         self._away_told &= self._away.keys()
-        return min((now - since for since in self._away.values()), default=0.0)
+        return min((now - away_since for away_since in self._away.values()), default=0.0)
 
     def _lineup(
         self, missing: Collection[str], barred: Mapping[str, bool], waited: float, shrink_after: float | None
@@ -132,8 +138,8 @@ class Gathering:
         return bool(self._without(host, (), self.config.supervise.shrink_after))
 
     def _without(self, host: str, missing: Collection[str], shrink_after: float | None) -> tuple[str, ...]:
-        barred = in_force(self.journal.state.bars, time.time()) | {host: True}
-        return self._lineup(missing, barred, inf, shrink_after)
+        barred_hosts = in_force(self.journal.state.bars, time.time()) | {host: True}
+        return self._lineup(missing, barred_hosts, inf, shrink_after)
 
     def leave_out(self, host: str, bar: HostBar, reason: str) -> None:
         """Journal it."""
@@ -157,9 +163,9 @@ class Gathering:
 
     def strike(self, host: str, wholly: bool, reason: str, least: int = 1) -> None:
         """Leave it out for longer than the last time. least: strikes that this one counts as."""
-        before, cool_off = self.journal.state.bars.get(host), self.config.supervise.cool_off
-        bar = next_bar(before, wholly, cool_off, time.time(), least)
-        self.leave_out(host, bar, reason)
+        bar_before, cool_off = self.journal.state.bars.get(host), self.config.supervise.cool_off
+        host_bar = next_bar(bar_before, wholly, cool_off, time.time(), least)
+        self.leave_out(host, host_bar, reason)
 
     def computes_wrong(self, host: str, reason: str) -> None:
         """Leave it out for as long as can be, as nobody notices when it is repaired, and until a burn-in has passed."""
@@ -174,15 +180,15 @@ class Gathering:
         for host, bar in list(self.journal.state.bars.items()):
             if not bar.burn_in or time.time() < bar.until or host in missing or host not in self.fleet.names:
                 continue
-            answer = self.fleet.burn_in(host, bar.burn_in)
-            if answer is None:
+            burn_in_answer = self.fleet.burn_in(host, bar.burn_in)
+            if burn_in_answer is None:
                 continue
-            if answer.unmade:
-                if (text := f"{host}: no burn-in: {answer.unmade}") not in self.told:
+            if burn_in_answer.unmade:
+                if (text := f"{host}: no burn-in: {burn_in_answer.unmade}") not in self.told:
                     self.told.add(text)
                     self.say(f"WARNING: {text}")
-            elif answer.found:
-                self.computes_wrong(host, answer.found)
+            elif burn_in_answer.found:
+                self.computes_wrong(host, burn_in_answer.found)
             else:
                 self.journal.emit(HostProven(host=host, seconds=bar.burn_in))
                 self.journal.listen()
@@ -205,57 +211,57 @@ class Gathering:
             self._more_since = inf
             return 0
         self._more_since = min(self._more_since, now)
-        new = [name for name in wider if name not in names]
-        if now - self._more_since < SETTLE or self._refused(new, wider):
+        new_hosts = [name for name in wider if name not in names]
+        if now - self._more_since < SETTLE or self._refused(new_hosts, wider):
             return 0
-        self._counted = set(new)
+        self._counted = set(new_hosts)
         return len(wider)
 
     def _refused(self, new: Sequence[str], names: Sequence[str]) -> bool:
         """Whether a preflight of `names` refuses one of the new hosts; it is left out then."""
         findings = self.fleet.preflight(names, self.stopped)
-        found = {f.host: f.text for f in findings if f.severity == "refuse" and f.host in new}
-        for host, text in found.items():
+        refused_texts = {f.host: f.text for f in findings if f.severity == "refuse" and f.host in new}
+        for host, text in refused_texts.items():
             self.say(f"{host}: {text}: it is left out")
             self.strike(host, True, text)
-        return bool(found)
+        return bool(refused_texts)
 
     def _stand_by(self, away: Mapping[str, str]) -> None:
         """Say which of the hosts that do not train have gone, and which are back: a spare that is not there is none."""
         now = time.monotonic()
-        for name, reason in away.items():
-            if now - self._away.setdefault(name, now) >= SETTLE and name not in self._away_told:
-                self._away_told.add(name)
-                self.say(f"WARNING: {name}, which stands by, is not there: {reason}")
-        for name in sorted(self._away.keys() - away.keys()):
-            del self._away[name]
-            if name in self._away_told:
-                self._away_told.remove(name)
-                self.say(f"{name} stands by again")
+        for host_name, away_reason in away.items():
+            if now - self._away.setdefault(host_name, now) >= SETTLE and host_name not in self._away_told:
+                self._away_told.add(host_name)
+                self.say(f"WARNING: {host_name}, which stands by, is not there: {away_reason}")
+        for host_name in sorted(self._away.keys() - away.keys()):
+            del self._away[host_name]
+            if host_name in self._away_told:
+                self._away_told.remove(host_name)
+                self.say(f"{host_name} stands by again")
 
     def _checked(self, names: Sequence[str]) -> bool:
         """Whether a preflight lets them begin; a host that it refuses is left out if a spare can take its place. Raises
         ConfigError."""
         for finding in self.fleet.preflight(names, self.stopped):
-            text, launched = f"{finding.host}: {finding.text}", self.journal.state.launched
-            refused = finding.severity == "refuse" and finding.host in names
-            if refused and self._can_go_on_without(finding.host):
-                self.say(f"{text}: it is left out")
+            finding_text, has_launched = f"{finding.host}: {finding.text}", self.journal.state.launched
+            is_refused = finding.severity == "refuse" and finding.host in names
+            if is_refused and self._can_go_on_without(finding.host):
+                self.say(f"{finding_text}: it is left out")
                 self.strike(finding.host, True, finding.text)
                 return False
             # On hosts that have trained before, it may be what the next attempt survives.
-            if finding.severity == "refuse" and not launched:
-                raise ConfigError(f"{text} (megastable preflight has all of it)")
-            if text not in self.told:
-                self.told.add(text)
-                self.say(f"WARNING: {text}")
+            if finding.severity == "refuse" and not has_launched:
+                raise ConfigError(f"{finding_text} (megastable preflight has all of it)")
+            if finding_text not in self.told:
+                self.told.add(finding_text)
+                self.say(f"WARNING: {finding_text}")
         return True
 
     def _can_go_on_without(self, host: str) -> bool:
         """Whether those that are there can: as many as wanted, or fewer once the run has begun."""
-        state = self.journal.state
-        fewer = self.config.supervise.shrink_after if state.launched else None
-        return bool(self._without(host, self.fleet.missing(state.attempt), fewer))
+        run_state = self.journal.state
+        shrink_after = self.config.supervise.shrink_after if run_state.launched else None
+        return bool(self._without(host, self.fleet.missing(run_state.attempt), shrink_after))
 
     def _tell(self, missing: Mapping[str, str], waited: float, told: dict[str, str]) -> None:
         """Say who is waited for. told: what was said; is changed. Raises ConfigError for a host that will not come."""
@@ -273,19 +279,76 @@ class Gathering:
             raise ConfigError(f"host {name}: {reason} (as by: ssh {name} true)")
 
     def _announce(self, chosen: Sequence[str], waited: bool) -> None:
-        last = self.journal.state.hosts or tuple(self.fleet.names[: self.wanted])
-        new, old = [n for n in chosen if n not in last], [n for n in last if n not in chosen]
-        text = f"all {self.wanted} hosts are there" if waited else ""
+        last_hosts = self.journal.state.hosts or tuple(self.fleet.names[: self.wanted])
+        new_hosts, replaced_hosts = (
+            [host_name for host_name in chosen if host_name not in last_hosts],
+            [host_name for host_name in last_hosts if host_name not in chosen],
+        )
+        lineup_text = f"all {self.wanted} hosts are there" if waited else ""
         if len(chosen) < self.wanted:
-            text = f"going on with {len(chosen)} of {self.wanted} hosts: {', '.join(chosen)}"
-        elif new:
-            text = (
-                f"{', '.join(new)} takes the place of {', '.join(old)}"
-                if old
-                else f"{', '.join(new)} is back"
+            lineup_text = f"going on with {len(chosen)} of {self.wanted} hosts: {', '.join(chosen)}"
+        elif new_hosts:
+            lineup_text = (
+                f"{', '.join(new_hosts)} takes the place of {', '.join(replaced_hosts)}"
+                if replaced_hosts
+                else f"{', '.join(new_hosts)} is back"
             )
         if waited:
-            number = self.journal.state.attempt
-            self.journal.emit(HostsAwaited(attempt=number, hosts=[], reason=text), say=text)
-        elif text:
-            self.say(text)
+            attempt_number = self.journal.state.attempt
+            self.journal.emit(
+                HostsAwaited(attempt=attempt_number, hosts=[], reason=lineup_text), say=lineup_text
+            )
+        elif lineup_text:
+            self.say(lineup_text)
+
+
+SETTLE = 10.0  # seconds for a host to answer before a spare takes its place: agents do not all come at once
+
+
+def lineup(
+    hosts: Sequence[str],
+    wanted: int,
+    there: Collection[str],
+    barred: Mapping[str, bool],
+    last: Sequence[str],
+    waited: float,
+    shrink_after: float | None,
+    fits: Callable[[Sequence[str]], bool],
+) -> tuple[str, ...]:
+    """The hosts of the next attempt, that of rank 0 first; empty: wait on.
+
+    hosts: all, spares at the end; wanted: how many train when all is well; there: those that can begin now. barred:
+    hosts that failed, to be used only where nobody else is there (False) or not at all (True). last: of the attempt
+    before. waited: seconds since it ended. shrink_after: seconds after which fewer hosts will do, None: never. fits:
+    whether the layout and the global batch can be shared out among so many.
+    """
+    usable_hosts = [host for host in hosts if not barred.get(host, False)]
+    # Before all others the hosts of before: a newcomer has to read everything.
+    preferred_order = sorted(
+        usable_hosts, key=lambda host: (host in barred, host not in (last or hosts[:wanted]))
+    )
+    best_hosts = preferred_order[:wanted]
+    usable_here = [host for host in preferred_order if host in there]
+    if len(best_hosts) == wanted:
+        if all(host in there for host in best_hosts):
+            return _arranged(best_hosts, last, hosts)
+        if len(usable_here) >= wanted and waited >= SETTLE:
+            return _arranged(usable_here[:wanted], last, hosts)
+    shrink_patience = inf if shrink_after is None else shrink_after
+    if (
+        waited < (shrink_patience if len(usable_hosts) >= wanted else min(shrink_patience, SETTLE))
+        or shrink_after is None
+    ):
+        return ()
+    for host_count in range(min(len(usable_here), wanted), 0, -1):
+        if fits(fewer_hosts := _arranged(usable_here[:host_count], last, hosts)):
+            return fewer_hosts
+    return ()
+
+
+def _arranged(chosen: Sequence[str], last: Sequence[str], hosts: Sequence[str]) -> tuple[str, ...]:
+    """Those of before in their places, newcomers in the holes; in another number: all in the order of the host file."""
+    if len(chosen) != len(last):
+        return tuple(sorted(chosen, key=hosts.index))
+    new_hosts = iter(sorted(set(chosen) - set(last), key=hosts.index))
+    return tuple(host if host in chosen else next(new_hosts) for host in last)

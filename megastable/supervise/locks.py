@@ -22,28 +22,28 @@ TRAINING = ".lock"  # rank 0 holds it (run/directory.py)
 @contextmanager
 def only_supervisor(run: RunDirectory, host: str) -> Iterator[None]:
     """Keep other supervisors out. Raises ConfigError if there is one."""
-    path = run.root / SUPERVISOR
-    held = lock(path)
+    lock_path = run.root / SUPERVISOR
+    held_lock = lock(lock_path)
     try:
-        if held is None:
+        if held_lock is None:
             raise ConfigError(
                 f"run.dir={run.root}: another supervisor watches this run: `megastable status "
                 f"{run.root}` tells which, and how it stands"
             )
-        held.truncate(0)
-        held.write(json.dumps({"pid": os.getpid(), "host": host}))
-        held.flush()
+        held_lock.truncate(0)
+        held_lock.write(json.dumps({"pid": os.getpid(), "host": host}))
+        held_lock.flush()
     except OSError as error:
-        raise ConfigError(f"{path} cannot be written to: {error}") from None
-    with held:
+        raise ConfigError(f"{lock_path} cannot be written to: {error}") from None
+    with held_lock:
         yield
 
 
 def nobody_trains(run: RunDirectory) -> bool:
     """Whether no process trains here, on any host. Raises ConfigError if that cannot be determined."""
-    if (free := lock(run.root / TRAINING)) is None:
+    if (free_lock := lock(run.root / TRAINING)) is None:
         return False
-    free.close()
+    free_lock.close()
     return True
 
 
@@ -56,11 +56,11 @@ def nobody_works(run: RunDirectory) -> bool:
 def wait_until_nobody_trains(run: RunDirectory, seconds: float, hurry: Callable[[], bool]) -> None:
     """Wait until no process of an earlier attempt trains here: those on other hosts end by themselves. hurry: whether
     to stop waiting. Raises UnstableError if one still trains after `seconds`."""
-    until = time.monotonic() + seconds
+    end_time = time.monotonic() + seconds
     while not nobody_trains(run):
         if hurry():
             return
-        if time.monotonic() > until:
+        if time.monotonic() > end_time:
             raise UnstableError(
                 f"run.dir={run.root}: a process that this supervisor cannot reach still holds {run.root / TRAINING}: "
                 "end it"
@@ -78,8 +78,8 @@ def lock(path: Path) -> IO[str] | None:
 def is_held(path: Path) -> bool | None:
     """Whether a process holds the lock, tested by taking it for an instant; None = cannot be determined."""
     try:
-        with path.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        with path.open("rb") as lock_file:
+            fcntl.flock(lock_file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
     except FileNotFoundError:

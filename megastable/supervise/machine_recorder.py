@@ -15,8 +15,7 @@ from megastable.cluster.fleet import Fleet
 from megastable.cluster.store import Heard
 from megastable.run.directory import RunDirectory, read_object
 from megastable.run.events.event import whole
-from megastable.run.machine_files import LEVELS, MachineWriter
-from megastable.run.machine_state import MachineSample
+from megastable.run.machine_state import LEVELS, MachineSample, MachineWriter
 from megastable.run.rank_ipc import WorkBlock
 
 SECONDS = LEVELS["30s"]
@@ -51,8 +50,8 @@ class MachineRecorder:
             self._thread = threading.Thread(target=self._follow, name="machines", daemon=True)
             self._thread.start()
         with self._lock:
-            for heard, block in reports:
-                self._work.setdefault(heard.rank, deque(maxlen=BLOCKS)).append(block)
+            for heard, work_block in reports:
+                self._work.setdefault(heard.rank, deque(maxlen=BLOCKS)).append(work_block)
                 self._heard[heard.rank] = (time.monotonic(), heard)
 
     def close(self) -> None:
@@ -77,26 +76,33 @@ class MachineRecorder:
             self._told = True
 
     def sample(self) -> MachineSample:
-        """What is known now."""
         now = time.monotonic()
         with self._lock:
-            known = {rank: list(blocks) for rank, blocks in self._work.items()}
-            heard = {n: (at, rank) for n, (at, rank) in self._heard.items() if rank.closed is None}
-            for waiting in self._work.values():
-                while len(waiting) > 1:
-                    waiting.popleft()
-        fresh = {n: blocks for n, blocks in known.items() if n in heard and now - heard[n][0] < STALE}
-        own: list[float | None] = [None] * (max(fresh, default=-1) + 1)
-        for n, blocks in fresh.items():
+            blocks_by_rank = {heard_rank: list(work_blocks) for heard_rank, work_blocks in self._work.items()}
+            heard_by_rank = {n: (at, rank) for n, (at, rank) in self._heard.items() if rank.closed is None}
+            for waiting_blocks in self._work.values():
+                while len(waiting_blocks) > 1:
+                    waiting_blocks.popleft()
+        fresh_blocks = {
+            rank_number: work_blocks
+            for rank_number, work_blocks in blocks_by_rank.items()
+            if rank_number in heard_by_rank and now - heard_by_rank[rank_number][0] < STALE
+        }
+        own_seconds: list[float | None] = [None] * (max(fresh_blocks, default=-1) + 1)
+        for rank_number, work_blocks in fresh_blocks.items():
             # The last one was in the sample before, if there are newer ones.
-            own[n] = float(f"{statistics.fmean(b.own for b in blocks[-max(1, len(blocks) - 1) :]):.4g}")
-        steps = [blocks[-1].step for blocks in fresh.values()]
-        readings = self.fleet.readings()
-        ranks = dict[str, list[int]]()
-        for n, (_, rank) in sorted(heard.items(), key=lambda pair: pair[0]):
-            ranks.setdefault(self.fleet.called(rank.host), []).append(n)
+            new_blocks = work_blocks[-max(1, len(work_blocks) - 1) :]
+            own_seconds[rank_number] = float(f"{statistics.fmean(block.own for block in new_blocks):.4g}")
+        step_seconds = [work_blocks[-1].step for work_blocks in fresh_blocks.values()]
+        reading_by_host = self.fleet.readings()
+        ranks_by_host = dict[str, list[int]]()
+        for rank_number, (_, heard_rank) in sorted(heard_by_rank.items(), key=lambda pair: pair[0]):
+            ranks_by_host.setdefault(self.fleet.called(heard_rank.host), []).append(rank_number)
         return MachineSample(
             time=round(time.time(), 1), seconds=self.seconds, step=whole(read_object(self.run.progress).get("step")),
-            whole=float(f"{statistics.median(steps):.4g}") if steps else None, own=own,
-            hosts={name: r.model_copy(update={"ranks": ranks.get(name, [])}) for name, r in readings.items()},
+            whole=float(f"{statistics.median(step_seconds):.4g}") if step_seconds else None, own=own_seconds,
+            hosts={
+                host_name: host_reading.model_copy(update={"ranks": ranks_by_host.get(host_name, [])})
+                for host_name, host_reading in reading_by_host.items()
+            },
         )  # fmt: skip

@@ -1,25 +1,33 @@
 """Serves a run's numbers to Prometheus, by default on loopback: `curl http://127.0.0.1:PORT/metrics`.
 
-They are read from a `Status`, so counters survive restarts of the training and of the supervisor. What is served:
-metric_families.py and, of machines, below; alerts and a dashboard: launch/monitoring/.
+They are read from a `Status`, with the run's name as a label, so counters survive restarts of the training and of the
+supervisor. Alerts and a dashboard: launch/monitoring/. Every label that is known beforehand is there from the start: a
+counter that appears with its first event hides that event from alerts. Names end in their unit; losses are nats per
+token. What is unknown is left out.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from megastable.base.activity import REST
 from megastable.base.errors import ConfigError
 from megastable.cluster.preflight import HARDWARE_XID
-from megastable.run.machine_files import newest
-from megastable.run.machine_state import GIB, MachineSample
-from megastable.supervise.metric_families import families, labelled, seconds_by_kind
+from megastable.run.goodput.time_account import KINDS
+from megastable.run.machine_state import GIB, MachineSample, newest
+from megastable.run.run_history import ENDED_AS
+from megastable.supervise.standing import State
 from megastable.supervise.status import Status
+from megastable.warnings.trend_signals import SIGNALS
+from megastable_guard.actions import Cause
 
 LOOPBACK = "127.0.0.1"
 FRESH = 180.0  # seconds since a sample of machines within which it is served
@@ -36,7 +44,7 @@ OF_GPU = {
 
 
 class Metrics:
-    """Serves the latest status, and the latest sample of machines in a folder (machine_files.py). port: 0 = any free
+    """Serves the latest status, and the latest sample of machines in a folder (machine_state.py). port: 0 = any free
     one; address: to listen on. Raises ConfigError if it cannot."""
 
     def __init__(self, port: int, address: str = LOOPBACK, machines: Path | None = None) -> None:
@@ -53,11 +61,9 @@ class Metrics:
 
     @property
     def port(self) -> int:
-        """The port it listens on."""
         return int(self._server.server_address[1])
 
     def update(self, status: Status) -> None:
-        """Serve this status from now on."""
         self._status.see(status)
 
     def close(self) -> None:
@@ -82,17 +88,17 @@ class _Latest(Collector):
         if (status := self.status) is not None:
             yield from families(status)
             yield seconds_by_kind(status.name, self._seconds)
-            sample = None if self.machines is None else newest(self.machines)
-            if sample is not None and time.time() - sample.time < FRESH:
-                yield from machine_families(status.name, sample, status.world, status.stages)
+            machine_sample = None if self.machines is None else newest(self.machines)
+            if machine_sample is not None and time.time() - machine_sample.time < FRESH:
+                yield from machine_families(status.name, machine_sample, status.world, status.stages)
 
 
 def grown(counters: Mapping[str, float], told: Mapping[str, float]) -> dict[str, float]:
     """Counters by kind after what is told now; they never fall. Nor does their sum exceed what is told: time that turns
     out to be of another kind, as when records come late, is not counted again."""
-    room = sum(told.values()) - sum(counters.values())
+    room_left = sum(told.values()) - sum(counters.values())
     growth = {kind: max(0.0, seconds - counters.get(kind, 0.0)) for kind, seconds in told.items()}
-    share = min(1.0, max(0.0, room) / total) if (total := sum(growth.values())) else 0.0
+    share = min(1.0, max(0.0, room_left) / total) if (total := sum(growth.values())) else 0.0
     return {**counters, **{kind: counters.get(kind, 0.0) + share * more for kind, more in growth.items()}}
 
 
@@ -148,3 +154,236 @@ def machine_families(
     ]
     about = "Seconds of a step that are a rank's own work; ranks of a pipeline stage have the same work."
     yield labelled(run, "rank_own_seconds", about, ("host", "rank", "stage"), own)
+
+
+PREFIX = "megastable_"
+GIB = 1 << 30  # bytes
+OVER = ("healed", "stopped")  # outcomes of incidents that will not change any more
+
+
+def families(s: Status) -> Iterator[Metric]:
+    """All metrics but the time by kind."""
+    for metric_name, (help_text, value) in {**_progress(s), **_model(s), **_speed(s), **_safety(s)}.items():
+        if value is not None:
+            yield labelled(s.name, metric_name, help_text, (), [((), float(value))])
+    state_rows = [((state.name.lower(),), float(state is s.state)) for state in State]
+    yield labelled(s.name, "state", "1 for the state that the run is in.", ("state",), state_rows)
+    phase_rows = [((phase,), seconds) for phase, seconds in s.phases.items()]
+    help_text = "Seconds of a step by phase, the median of the last ones (docs/profiling.md)."
+    yield labelled(s.name, "step_phase_seconds", help_text, ("phase",), phase_rows)
+    mfu_rows = [
+        ((metric_name,), s.readings[f"mfu_{metric_name}"])
+        for metric_name in ("full", "causal")
+        if f"mfu_{metric_name}" in s.readings
+    ]
+    help_text = "Share of the devices' peak, counting the full attention matrix or its causal half."
+    yield labelled(s.name, "mfu_ratio", help_text, ("attention",), mfu_rows)
+    loss_rows = [((corpus_name,), loss) for corpus_name, loss in s.validation_by_corpus.items()]
+    help_text = "Last validation loss of a corpus, in a blend of several, nats per token."
+    yield labelled(s.name, "validation_corpus_loss_nats", help_text, ("corpus",), loss_rows)
+    trend_rows = [((signal_name,), float(signal_name in s.trends)) for signal_name in {**SIGNALS, **s.trends}]
+    help_text = "1 while a slow signal is warned of (docs/stability.md)."
+    yield labelled(s.name, "trend_warning", help_text, ("signal",), trend_rows)
+    yield from _tasks(s)
+    yield from _hosts(s)
+    yield from _counters(s)
+
+
+def seconds_by_kind(run: str, seconds: Mapping[str, float]) -> Metric:
+    """Where the time went."""
+    seconds_known = {kind.value: 0.0 for kind in KINDS} | dict(seconds)
+    help_text = "Where the time went (docs/goodput.md)."
+    return _counter(
+        run, "seconds", help_text, ("kind",), [((kind,), value) for kind, value in seconds_known.items()]
+    )
+
+
+Values = dict[str, tuple[str, float | None]]
+"""By name: what it is, and its value."""
+
+
+def _progress(s: Status) -> Values:
+    return {
+        "step": ("Steps done, refused ones included.", s.step),
+        "steps": ("Steps of the whole run.", s.steps),
+        "position": ("The next data position.", s.cursor),
+        "tokens": ("Tokens of the steps done, refused ones included.", s.tokens),
+        "skipped_samples": ("Samples before the data position that no step was trained on.", s.skipped),
+        "ranks": ("Training processes.", s.world),
+        "remaining_seconds": ("Seconds until the last step at that pace.", s.eta),
+        "attempt": ("The present start by the supervisor.", s.attempt),
+        "supervisor_up": ("1 while a supervisor is at work.", s.supervisor.alive),
+        "up": ("1 while the training processes are at work.", s.trainer.alive),
+        "in_step": (
+            "1 while rank 0 makes a step; 0 while it starts, evaluates, saves or goes back.",
+            s.phase == REST,
+        ),
+        "last_progress_timestamp_seconds": ("When there was the last sign of progress.", s.last_progress),
+        "last_step_timestamp_seconds": ("When the last step ended.", s.last_step),
+    }
+
+
+def _model(s: Status) -> Values:
+    found = s.readings
+    return {
+        "loss_nats": ("Loss of the last step, nats per token.", s.loss),
+        "validation_loss_nats": (
+            "Last validation loss, nats per token.",
+            s.validation[-1][1] if s.validation else None,
+        ),
+        "validation_step": (
+            "The step that it was measured at.",
+            s.validation[-1][0] if s.validation else None,
+        ),
+        "probe_loss_nats": (
+            "Newest loss of the probe, samples that are never trained on (docs/stability.md), nats per token.",
+            s.probe[1] if s.probe else None,
+        ),
+        "grad_norm": (
+            "Gradient norm of the last step before clipping.",
+            s.grad_norm if s.grad_norm is not None else found.get("grad_norm"),
+        ),
+        "learning_rate": ("Rate of the last update.", s.lr),
+        "clipped_ratio": ("Share of the steps whose gradients were clipped.", found.get("clipped_fraction")),
+        "update_ratio": (
+            "Norm of the last measured update to that of the weights.",
+            found.get("update_ratio"),
+        ),
+        "attention_entropy_nats": (
+            "Lowest attention entropy of a layer, nats.",
+            found.get("attention_entropy"),
+        ),
+        "attention_logit": ("Largest attention logit.", found.get("attention_logit")),
+        "fp8_saturation_ratio": ("Largest share of FP8 values that saturated.", found.get("fp8_saturation")),
+        "loss_scale": ("Scale of the loss; 1 but for fp16.", found.get("loss_scale")),
+    }
+
+
+def _speed(s: Status) -> Values:
+    memory_gib = s.readings.get("memory")
+    return {
+        "tokens_per_second": ("Tokens a second over all ranks, at the median step.", s.tokens_per_second),
+        "step_seconds": ("Seconds a step, the median of the last ones.", s.rate),
+        "memory_bytes": (
+            "Highest use of memory by rank 0.",
+            None if memory_gib is None else memory_gib * GIB,
+        ),
+        "goodput_ratio": (
+            "The share of all time since the run began that was training.",
+            s.goodput["share"] if s.goodput else None,
+        ),
+        "missing_capacity_ratio": (
+            "The share of the wanted ranks' time that was missing while fewer of them trained.",
+            s.goodput.get("smaller") if s.goodput else None,
+        ),
+    }
+
+
+def _safety(s: Status) -> Values:
+    newest_checkpoint = s.checkpoints[0] if s.checkpoints else None
+    return {
+        "incidents_open": ("Incidents that are not over.", sum(i.outcome == "open" for i in s.incidents)),
+        "alert": ("1 while nothing more is done automatically and a person is needed.", bool(s.alert)),
+        "last_checkpoint_step": (
+            "Step of the newest checkpoint.",
+            newest_checkpoint.step if newest_checkpoint else None,
+        ),
+        "last_checkpoint_timestamp_seconds": (
+            "When it was complete.",
+            newest_checkpoint.time if newest_checkpoint else None,
+        ),
+        "last_checkpoint_bytes": ("Its size.", newest_checkpoint.size if newest_checkpoint else None),
+        "checkpoint_free_bytes": ("Space that is left where checkpoints are written.", s.free),
+    }
+
+
+def _tasks(s: Status) -> Iterator[Metric]:
+    tasks = s.tasks
+    about = "Score of the last evaluation by eval.command (docs/evaluation.md)."
+    rows = [((name,), value) for name, value in tasks.scores.items()]
+    yield labelled(s.name, "task_score", about, ("task",), rows)
+    about = "How much worse the median of three evaluations is than the best such median, as a share of it."
+    rows = [((name,), drop.ratio) for name, drop in tasks.drops.items()]
+    yield labelled(s.name, "task_drop_ratio", about, ("task",), rows)
+    about = "The same in standard deviations of one evaluation."
+    rows = [((name,), drop.sigmas) for name, drop in tasks.drops.items()]
+    yield labelled(s.name, "task_drop_sigmas", about, ("task",), rows)
+    wanted = s.task_interval is not None
+    for name, about, value in (
+        ("task_step", "Step of the checkpoint of the last scores.", tasks.step if tasks.scores else None),
+        (
+            "task_settled_step",
+            "Newest step whose checkpoint was evaluated, has failed, or was passed over for a newer one.",
+            tasks.settled if wanted else None,
+        ),
+        ("task_interval_steps", "Steps between two evaluations (eval.interval).", s.task_interval),
+        (
+            "task_failures_in_a_row",
+            "Evaluations that failed since the last one that succeeded.",
+            tasks.failures if wanted else None,
+        ),
+    ):
+        yield labelled(s.name, name, about, (), [] if value is None else [((), float(value))])
+    about = "Checkpoints for the evaluation of tasks, by what became of them."
+    yield _counter(
+        s.name, "task_evaluations", about, ("outcome",), [((k,), n) for k, n in tasks.counts.items()]
+    )
+
+
+def _hosts(s: Status) -> Iterator[Metric]:
+    out = [((host,), 1.0) for host in s.left_out]
+    yield labelled(
+        s.name, "host_left_out", "1 while others are preferred to a host that failed.", ("host",), out
+    )
+    for name, about, values in (
+        (
+            "ratio",
+            "Time of a slow host's own work to that of the others.",
+            {h: f.ratio for h, f in s.slow.items()},
+        ),
+        ("cost", "The share of a step that a slow host costs.", {h: f.cost for h, f in s.slow.items()}),
+    ):
+        known = [((host,), value) for host, value in values.items() if value is not None]
+        yield labelled(s.name, f"slow_host_{name}", about, ("host",), known)
+
+
+def _counters(s: Status) -> Iterator[Metric]:
+    yield _counter(s.name, "updates_refused", "Updates that were not applied.", (), [((), s.refused)])
+    help_text = "Steps done again or undone because of incidents."
+    yield _counter(s.name, "steps_lost", help_text, (), [((), s.steps_lost)])
+    yield _counter(s.name, "starts", "Starts of the training processes.", (), [((), s.starts)])
+    restart_rows = [
+        ((ending_name,), count) for ending_name, count in (dict.fromkeys(ENDED_AS, 0) | s.restarts).items()
+    ]
+    yield _counter(s.name, "restarts", "Restarts by the supervisor.", ("reason",), restart_rows)
+    # What is open, or was handed over and opens again, may still change its class and cause; a counter never falls.
+    over_incidents = [one_incident for one_incident in s.incidents if one_incident.outcome in OVER]
+    cause_counts = {cause_name.value: 0 for cause_name in Cause} | Counter(
+        one_incident.cause for one_incident in over_incidents
+    )
+    cause_rows = [((cause_name,), count) for cause_name, count in cause_counts.items()]
+    yield _counter(s.name, "incidents_by_cause", "Incidents that are over, by cause.", ("cause",), cause_rows)
+    incident_counts = Counter(
+        (one_incident.kind, one_incident.cause, one_incident.verdict) for one_incident in over_incidents
+    )
+    help_text = "Incidents that are over, by class, cause and symptom."
+    yield _counter(s.name, "incidents", help_text, ("class", "cause", "verdict"), incident_counts.items())
+
+
+Rows = Iterable[tuple[Sequence[str], float]]
+"""Values of the labels, and the value."""
+
+
+def labelled(run: str, name: str, about: str, labels: Sequence[str], rows: Rows) -> Metric:
+    """A gauge with a label for the run, and others."""
+    gauge = GaugeMetricFamily(PREFIX + name, about, labels=["run", *labels])
+    for label_values, value in rows:
+        gauge.add_metric([run, *label_values], value)
+    return gauge
+
+
+def _counter(run: str, name: str, about: str, labels: Sequence[str], rows: Rows) -> Metric:
+    counter = CounterMetricFamily(PREFIX + name, about, labels=["run", *labels])
+    for label_values, value in rows:
+        counter.add_metric([run, *label_values], value)
+    return counter

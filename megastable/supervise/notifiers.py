@@ -21,8 +21,8 @@ from megastable.run.events.event import Event, tree
 from megastable.run.events.stability_events import AlertEvent, IncidentEvent, IncidentLater
 from megastable.run.events.supervisor_events import Ended, HookFailed, SupervisorEvent
 from megastable.run.log import RunLog
+from megastable.supervise.hooks import Notices
 from megastable.supervise.metrics import Metrics
-from megastable.supervise.notices import Notices
 from megastable.supervise.status import RunWatch, Status
 from megastable.supervise.status_panel import panel
 
@@ -51,28 +51,26 @@ class Notifiers:
         self._looked = 0.0
 
     def event(self, event: Event) -> None:
-        """An event was journaled."""
-        name, what = event.event, event.get("what")
+        event_name, event_what = event.event, event.get("what")
         if isinstance(event, Ended | AlertEvent | IncidentLater) or (
-            isinstance(event, IncidentEvent) and what in NEWS
+            isinstance(event, IncidentEvent) and event_what in NEWS
         ):
             self.reports.due()  # once more at the end, when the later steps are known
-        if text := news(event):
+        if news_text := news(event):
             self.notices.notify(
-                f"{name} {what}" if what else name, f"{self.run.root.name}: {text}", _facts(event, self.run)
+                f"{event_name} {event_what}" if event_what else event_name,
+                f"{self.run.root.name}: {news_text}",
+                _facts(event, self.run),
             )
 
     def output(self, text: str) -> None:
-        """Output of launcher and ranks."""
         self.say("\n".join(visible(line) for line in text.splitlines() if not ORDERLY.search(line)))
 
     def say(self, text: str) -> None:
-        """A line from the supervisor itself."""
         with suppress(OSError):  # a terminal that is gone, or a file on a full disk
             self.console.print(text, markup=False, highlight=False, soft_wrap=True, emoji=False)
 
     def tick(self) -> None:
-        """Called at every poll."""
         self.reports.poll()
         self.notices.poll()
         if (
@@ -110,12 +108,13 @@ def news(event: Event) -> str:
     match event:
         case IncidentEvent(what="opened" | "handed over" | "closed"):
             summary = event.summary
-            what = f"closed ({summary.get('outcome')})" if event.what == "closed" else event.what
-            text = f"incident {event.get('number')} (step {summary.get('onset', summary.get('step'))}) {what}"
-            more = (
+            what_happened = f"closed ({summary.get('outcome')})" if event.what == "closed" else event.what
+            onset = summary.get("onset", summary.get("step"))
+            incident_text = f"incident {event.get('number')} (step {onset}) {what_happened}"
+            reason_text = (
                 summary.get("failure") or "; ".join(summary.get("reasons") or []) or event.get("reason") or ""
             )
-            return f"{text}: {more}" if more else text
+            return f"{incident_text}: {reason_text}" if reason_text else incident_text
         case LookAheadSpent() | LookAheadFailed() | AlertEvent():
             return event.sentence()
         case SupervisorEvent(what="ended"):
@@ -127,9 +126,9 @@ def news(event: Event) -> str:
 
 def _facts(event: Event, run: RunDirectory) -> dict[str, Any]:
     summary = tree(event.get("summary"))
-    names = ("step", "onset", "cause", "kind", "verdict", "outcome", "steps_lost", "batches_discarded")
-    rest: dict[str, Any] = {key: event[key] for key in ("number", "code", "reason") if key in event}
-    return {"run": str(run.root), **{n: summary[n] for n in names if n in summary}, **rest}
+    summary_keys = ("step", "onset", "cause", "kind", "verdict", "outcome", "steps_lost", "batches_discarded")
+    event_fields: dict[str, Any] = {key: event[key] for key in ("number", "code", "reason") if key in event}
+    return {"run": str(run.root), **{n: summary[n] for n in summary_keys if n in summary}, **event_fields}
 
 
 class ReportProcess:
@@ -143,42 +142,34 @@ class ReportProcess:
         self._child: ChildProcess | None = None
 
     def due(self) -> None:
-        """There is something new to write."""
         self._due = True
 
     def poll(self, at_once: bool = False) -> bool:
         """Start it, or check whether it has ended. Returns whether all is written. at_once: skip the pause."""
         if self._child is not None:
-            if (result := self._child.poll()) is None:
+            if (child_result := self._child.poll()) is None:
                 return False
             self._child = None
-            if result.code:
-                self._failed(f"code {result.code}")
-            elif result.code is None:
+            if child_result.code:
+                self._failed(f"code {child_result.code}")
+            elif child_result.code is None:
                 self._failed(f"not done after {SECONDS:.0f} s")
         if not self._due or not self.run.journal.exists():
             return True
         if not at_once and time.monotonic() - self._began < PAUSE:
             return False
         self._due, self._began = False, time.monotonic()
-        if self._has_incidents():
-            with suppress(OSError):
+        with suppress(OSError):
+            # A search of bytes: the other process reports a broken journal.
+            if b'"incident"' in self.run.journal.read_bytes():
                 self._child = background(
-                    self.run, self._log, "megastable.report.postmortem", str(self.run.root), seconds=SECONDS
+                    self._log, "megastable.report.postmortem", str(self.run.root), seconds=SECONDS
                 )
         return self._child is None
 
     def finish(self) -> None:
-        """Wait until all is written."""
         while not self.poll(at_once=True):
             time.sleep(0.05)
 
     def _failed(self, why: str) -> None:
         self.say(f"WARNING: the incidents' files could not be written ({why}): see {self._log}")
-
-    def _has_incidents(self) -> bool:
-        """Whether the journal has any. A search of bytes: the other process reports a broken journal."""
-        try:
-            return b'"incident"' in self.run.journal.read_bytes()
-        except OSError:
-            return True

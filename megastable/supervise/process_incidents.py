@@ -1,12 +1,21 @@
-"""Tracks incidents of processes, which only the supervisor notices: from the failure until training has recovered."""
+"""Tracks incidents of processes, which only the supervisor notices: from the failure until training has recovered; and
+checks the data behind one: are the corpora readable, and which samples did the step have?
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from megastable.base.errors import MegastableError
+from megastable.config.tree import RunConfig
+from megastable.data.blends import read_blends
+from megastable.data.corpora import Corpora, open_corpora
+from megastable.data.skip_ledger import Ledger, SampleEntry, sample_entries
 from megastable.data.skips import Range
+from megastable.run.directory import RunDirectory
 from megastable.run.events.stability_events import IncidentEvent
 from megastable.run.rank_ipc import Progress
 from megastable.supervise.exit_cause import End
@@ -30,9 +39,9 @@ class ProcessIncidents:
 
     def open(self, verdict: Breakdown, cause: Cause, failure: str, evidence: Sequence[str] = ()) -> Incident:
         self.journal.listen()  # the training process numbers its own
-        state = self.journal.state
+        run_state = self.journal.state
         incident = Incident(
-            number=state.number + 1, step=state.clock, onset=state.clock, verdict=verdict,
+            number=run_state.number + 1, step=run_state.clock, onset=run_state.clock, verdict=verdict,
             kind="recoverable", cause=cause, failure=failure, evidence=list(evidence),
         )  # fmt: skip
         self._tell("opened", incident)
@@ -44,12 +53,12 @@ class ProcessIncidents:
         if incident is None:
             verdict = Breakdown.HANG if end.hung else Breakdown.CRASH
             incident = self.open(verdict, remedy.cause, end.failure, evidence)
-        again = bool(incident.actions)
+        acted_before = bool(incident.actions)
         incident.actions.append(remedy.action)
-        incident.reasons.append(f"{end.failure}: {remedy.reason}" if again else remedy.reason)
+        incident.reasons.append(f"{end.failure}: {remedy.reason}" if acted_before else remedy.reason)
         incident.cause = remedy.cause
         incident.evidence = list(dict.fromkeys([*incident.evidence, *evidence]))
-        incident.kind = "lingering" if again else "recoverable"
+        incident.kind = "lingering" if acted_before else "recoverable"
         incident.positions = sorted({*incident.positions, *skipped})
         if remedy.action is Action.STOP:
             incident.kind = "divergent"
@@ -59,22 +68,22 @@ class ProcessIncidents:
 
     def proven(self, progress: Progress | None) -> None:
         """Judge open incidents by a running attempt: it trains again, then gets past the step that failed."""
-        state = self.journal.state
+        run_state = self.journal.state
         if progress is None or progress.seconds is None or progress.step is None:
             return
-        if state.failed is not None and state.open:
+        if run_state.failed is not None and run_state.open:
             # Noticed by another process: only the wall clock is known.
-            passed = max(0.0, time.time() - state.failed)
+            passed_seconds = max(0.0, time.time() - run_state.failed)
             if self._noticed is not None:
-                passed, self._noticed = time.monotonic() - self._noticed, None
-            for incident in list(state.open.values()):
-                incident.seconds = round(incident.seconds + passed, 3)
-                incident.steps_lost += max(0, state.clock - max(state.began_step, state.rejected))
-                self._tell("restarted", incident, step=state.began_step)
+                passed_seconds, self._noticed = time.monotonic() - self._noticed, None
+            for incident in list(run_state.open.values()):
+                incident.seconds = round(incident.seconds + passed_seconds, 3)
+                incident.steps_lost += max(0, run_state.clock - max(run_state.began_step, run_state.rejected))
+                self._tell("restarted", incident, step=run_state.began_step)
                 self.journal.listener.say(
-                    f"training again after {passed:.1f} s, from step {state.began_step} on"
+                    f"training again after {passed_seconds:.1f} s, from step {run_state.began_step} on"
                 )
-        for incident in list(state.open.values()):
+        for incident in list(run_state.open.values()):
             if progress.step > incident.step:
                 self.close(incident, "healed")
 
@@ -90,3 +99,66 @@ class ProcessIncidents:
         summary = incident.model_dump(mode="json")
         self.journal.emit(IncidentEvent(what=what, number=incident.number, summary=summary, **fields))
         self.journal.listen()
+
+
+RECHECK = 20.0  # seconds in which unreadable data may recover, as on a flaky file system
+LOOK = 0.2  # seconds between polls
+
+
+def can_be_read(config: RunConfig, run: RunDirectory) -> bool:
+    """Whether the corpora can be opened on this host, which may not be one of the training hosts."""
+    try:
+        _open(config, run)
+    except MegastableError:
+        return False
+    return True
+
+
+def bad_data(config: RunConfig, run: RunDirectory, hurry: Callable[[], bool]) -> str:
+    """What is wrong with the corpora now, such as a shard truncated in mid-run; "" = nothing. hurry: whether to stop
+    retrying."""
+    end_time = time.monotonic() + RECHECK
+    while True:
+        try:
+            _open(config, run)
+        except MegastableError as error:
+            if hurry() or time.monotonic() >= end_time:
+                return str(error)
+        else:
+            return ""
+        time.sleep(LOOK)
+
+
+@dataclass(frozen=True)
+class FailedSamples:
+    """The samples of a failed step: positions, and lines that skip them; missing: those not on the ledger yet."""
+
+    positions: list[int]
+    entries: list[SampleEntry]
+    missing: bool
+
+
+def samples_of(config: RunConfig, run: RunDirectory, end: End, cursor: int, incident: int) -> FailedSamples:
+    """The samples of the failed step, which began at position `cursor`.
+
+    Innocent samples of the step are skipped along with the guilty one. Left in, that one would return in another step
+    of every epoch and kill processes again before it is suspected.
+    """
+    order = _open(config, run).train.order
+    skip_reason = f"{end.what} at step {end.step}, again and again"
+    ledger = Ledger.read(run.skips, [])
+    # Ignore the lines of this incident, which a supervisor that was killed may have written: the next batch is
+    # innocent.
+    ledger_before = ledger.without(incident, skip_reason)
+    usable_ledger, _ = ledger_before.usable(run.skips, order, config.data.skip)
+    positions, _ = usable_ledger.next_kept(cursor, config.batches.at(cursor))
+    sample_lines = sample_entries(order, positions, skip_reason, incident=incident, step=end.step)
+    return FailedSamples(
+        positions.tolist(), sample_lines, len(ledger.entries) - len(ledger_before.entries) < len(sample_lines)
+    )
+
+
+def _open(config: RunConfig, run: RunDirectory) -> Corpora:
+    return open_corpora(
+        config.data.corpora, config.model.sequence_length, config.run.seed, read_blends(run.blends)
+    )

@@ -13,8 +13,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from megastable.base import durable
-from megastable.cluster.fleet import Attempt
-from megastable.cluster.local_attempt import KernelView
+from megastable.cluster.fleet import Attempt, KernelView
 from megastable.run.directory import RunDirectory, read_object
 from megastable.run.rank_ipc import Control, LastWords, Progress, folder_of, pause_of
 
@@ -34,29 +33,32 @@ class RankFiles:
 
     def progress(self, attempt: int) -> Progress | None:
         """The progress of an attempt, if it has reported any."""
-        found = _read(Progress, self.run.progress)
-        return found if found is not None and found.attempt == attempt else None
+        read_progress = _read(Progress, self.run.progress)
+        return read_progress if read_progress is not None and read_progress.attempt == attempt else None
 
     def anybody_died(self, attempt: int) -> bool:
-        """Whether a rank has left last words."""
         return any(folder_of(self.run, attempt).glob("rank-*.json"))
 
     def last_words(self, attempt: int) -> list[LastWords]:
         """The last words of all ranks that left any. Torn files are ignored: the log has them, too."""
-        found = (_read(LastWords, path) for path in folder_of(self.run, attempt).glob("rank-*.json"))
-        return [words for words in found if words is not None]
+        words_read = (
+            _read(LastWords, words_path) for words_path in folder_of(self.run, attempt).glob("rank-*.json")
+        )
+        return [words for words in words_read if words is not None]
 
     def stacks(self, attempt: Attempt) -> tuple[list[str], dict[int, KernelView]]:
         """Ask all ranks for their stacks: the files, and the kernel's view of ranks that do not answer."""
-        progress, folder = self.progress(attempt.number), folder_of(self.run, attempt.number)
-        world = progress.world if progress is not None else None
+        progress, attempt_folder = self.progress(attempt.number), folder_of(self.run, attempt.number)
+        world_size = progress.world if progress is not None else None
         self.want(dump=self._wanted.dump + 1)
-        until = time.monotonic() + pause_of(world or 1) + STACKS
-        while time.monotonic() < until and len(list(folder.glob("*.stacks"))) != world:
+        end_time = time.monotonic() + pause_of(world_size or 1) + STACKS
+        while time.monotonic() < end_time and len(list(attempt_folder.glob("*.stacks"))) != world_size:
             time.sleep(0.2)
-        states = sorted(attempt.states().items())
-        mute = {rank: view for rank, view in states if not (folder / f"rank-{rank}.stacks").exists()}
-        return [str(path.relative_to(self.run.root)) for path in sorted(folder.glob("*.stacks"))], mute
+        kernel_views = sorted(attempt.states().items())
+        stack_files = sorted(attempt_folder.glob("*.stacks"))
+        named_files = {path.name for path in stack_files}
+        mute_ranks = {rank: view for rank, view in kernel_views if f"rank-{rank}.stacks" not in named_files}
+        return [str(path.relative_to(self.run.root)) for path in stack_files], mute_ranks
 
     # To the ranks
 
@@ -66,8 +68,8 @@ class RankFiles:
 
     def adopt(self, attempt: int) -> Control:
         """Continue with the control file that an earlier supervisor left for an attempt."""
-        wanted = _read(Control, self.run.control) or Control(attempt=attempt)
-        self._wanted = wanted.model_copy(update={"attempt": attempt})
+        control_left = _read(Control, self.run.control) or Control(attempt=attempt)
+        self._wanted = control_left.model_copy(update={"attempt": attempt})
         return self._wanted
 
     def want(self, **wishes: Any) -> None:

@@ -18,7 +18,7 @@ from megastable.config.supervise import SuperviseConfig, redacted_override
 from megastable.run.directory import RunDirectory
 from megastable.run.events.event import NOTHING, whole
 from megastable.run.run_history import AT_WORK, RunHistory
-from megastable.supervise.hang_detector import patience
+from megastable.supervise.hangs import patience
 
 
 class State(StrEnum):
@@ -54,29 +54,30 @@ def state_of(
 ) -> Standing:
     """supervised, training: whether the supervisor and rank 0 run, None = unknown. phase: of rank 0, "" = unknown. age:
     seconds since the last progress. rate: seconds per step."""
-    still = age is not None and age > patience(phase, rate, limits)
+    is_still = age is not None and age > patience(phase, rate, limits)
     at_work = told.word in (*AT_WORK, "supervisor") and not told.over
-    if training or (training is None and at_work and (supervised or (age is not None and not still))):
-        if told.word == "hang" or still:
-            pace = f"; a step takes {duration(rate)}" if rate is not None else ""
-            return Standing(State.HUNG, reason=f"nothing has moved for {duration(age or 0.0)}{pace}")
-        starts = phase == "starting" or (not phase and told.word not in ("training", "resumed"))
-        doubts = _doubts(told, supervised, training, age)
-        return Standing(State.STARTING if starts else State.RUNNING, reason=doubts)
+    if training or (training is None and at_work and (supervised or (age is not None and not is_still))):
+        if told.word == "hang" or is_still:
+            pace_text = f"; a step takes {duration(rate)}" if rate is not None else ""
+            return Standing(State.HUNG, reason=f"nothing has moved for {duration(age or 0.0)}{pace_text}")
+        is_starting = phase == "starting" or (not phase and told.word not in ("training", "resumed"))
+        doubts_text = _doubts(told, supervised, training, age)
+        return Standing(State.STARTING if is_starting else State.RUNNING, reason=doubts_text)
     if supervised and told.word in ("launched", "supervisor", ""):
         return Standing(State.STARTING)
-    goodbye = told.goodbye or NOTHING
-    pending = told.word in ("restart", "hosts_awaited")
-    if supervised and (pending or goodbye.get("event") not in ("stopped", "finished")):
-        why = (told.restart or goodbye).get("reason") or "its processes have ended: why is being looked into"
-        return Standing(State.WAITING, reason=visible(why, 300))
+    goodbye_event = told.goodbye or NOTHING
+    is_pending = told.word in ("restart", "hosts_awaited")
+    if supervised and (is_pending or goodbye_event.get("event") not in ("stopped", "finished")):
+        waiting_reason = (told.restart or goodbye_event).get(
+            "reason"
+        ) or "its processes have ended: why is being looked into"
+        return Standing(State.WAITING, reason=visible(waiting_reason, 300))
     if None in (supervised, training) and told.word and not told.over:
         return Standing(State.UNKNOWN, reason=_doubts(told, supervised, training, age))
     return _ended(told)
 
 
 def _doubts(told: RunHistory, supervised: bool | None, training: bool | None, age: float | None) -> str:
-    """Caveats about the state."""
     if training is None:
         sign = f"; the last sign of them is {duration(age)} old" if age is not None else ""
         return f"whether its processes are there cannot be told: their locks cannot be seen from here{sign}"
@@ -92,25 +93,28 @@ def _ended(told: RunHistory) -> Standing:
     """From the supervisor's last event or, if none, the training process's."""
     if told.word == "rolled_back":
         return Standing(State.STOPPED, reason=f"a person rolled it back to step {told.step}")
-    last, goodbye = told.supervisor or NOTHING, told.goodbye or NOTHING
-    reason = visible(last.get("reason") or goodbye.get("reason") or "", 500)
-    if last.get("what") == "ended" and (code := whole(last.get("code"))) is not None:
-        known = {errors.OK: State.FINISHED, errors.STOPPED: State.STOPPED}
-        return Standing(known.get(code, State.FAILED), code, reason)
-    match goodbye.get("event"):
+    supervisor_event, goodbye_event = told.supervisor or NOTHING, told.goodbye or NOTHING
+    end_reason = visible(supervisor_event.get("reason") or goodbye_event.get("reason") or "", 500)
+    exit_code = whole(supervisor_event.get("code"))
+    if supervisor_event.get("what") == "ended" and exit_code is not None:
+        known_states = {errors.OK: State.FINISHED, errors.STOPPED: State.STOPPED}
+        return Standing(known_states.get(exit_code, State.FAILED), exit_code, end_reason)
+    match goodbye_event.get("event"):
         case "finished":
             return Standing(State.FINISHED, errors.OK)
         case "stopped":
-            return Standing(State.STOPPED, errors.STOPPED, reason)
+            return Standing(State.STOPPED, errors.STOPPED, end_reason)
         case "unstable":
-            return Standing(State.FAILED, errors.UNSTABLE, reason)
+            return Standing(State.FAILED, errors.UNSTABLE, end_reason)
         case "handover":
-            return Standing(State.INTERRUPTED, errors.HANDOVER, reason)
+            return Standing(State.INTERRUPTED, errors.HANDOVER, end_reason)
     if told.word:
-        ends = (attempt.end for attempt in reversed(told.attempts.values()) if attempt.end is not None)
-        failure = next((failure for end in ends if (failure := end.get("failure"))), "")
-        why = visible(failure, 300) or "its processes are gone, and none said why"
-        return Standing(State.INTERRUPTED, None, why)
+        attempt_ends = (
+            attempt.end for attempt in reversed(told.attempts.values()) if attempt.end is not None
+        )
+        failure = next(filter(None, (attempt_end.get("failure") for attempt_end in attempt_ends)), "")
+        failure_text = visible(failure, 300) or "its processes are gone, and none said why"
+        return Standing(State.INTERRUPTED, None, failure_text)
     return Standing(State.NEW)
 
 

@@ -10,30 +10,34 @@ import math
 import shlex
 import shutil
 import socket
+import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import yaml
 from pydantic import ValidationError
 
 from megastable.base import errors
+from megastable.base.durable import folder_stamp
 from megastable.base.errors import DataError
 from megastable.base.text import visible
 from megastable.config.supervise import SuperviseConfig
 from megastable.config.warmups import BatchWarmup, Stages, batches
-from megastable.run import directory
 from megastable.run.directory import LOADER, RunDirectory, read_object
 from megastable.run.events.event import NOTHING, read_later, real, whole
 from megastable.run.goodput.watching import GoodputWatch
-from megastable.run.run_history import AttemptHistory, HistoryReader, IncidentHistory, RunHistory
-from megastable.run.task_history import TaskSummary
-from megastable.supervise.hang_detector import patience
+from megastable.run.record_files import read_last
+from megastable.run.records import SCHEMA
+from megastable.run.run_history import AttemptHistory, HistoryReader, IncidentHistory, RunHistory, TaskSummary
+from megastable.run.step_phases import COLUMNS, OTHER
+from megastable.supervise.hangs import patience
 from megastable.supervise.locks import SUPERVISOR, TRAINING, is_held
-from megastable.supervise.recent_steps import RecentSteps
 from megastable.supervise.standing import Standing, State, advice, command, state_of
 
 SHOWN = 5  # checkpoints
@@ -126,7 +130,7 @@ class Status:
     loss) of the last steps, oldest first; of refused ones, too. age: since the last sign of progress. rate: seconds per
     step, the median of the last ones; tokens_per_second: at that rate; phases: of a step, likewise. tokens: of the
     steps done; skipped: samples before the cursor that are in none of them; last_step: when the last one ended.
-    readings: the newest of what is recorded (recent_steps.NEWEST). loss, grad_norm, lr: of the last step. probe: step
+    readings: the newest of what is recorded (NEWEST). loss, grad_norm, lr: of the last step. probe: step
     and loss of the newest look at it. eta: of the rest at that rate. restarts: counted by how the previous attempt
     ended (run_history.name_end). starts: of training processes. stages: of the pipeline. task_interval: steps
     between two evaluations of tasks, None without any. hosts: of the newest attempt, that of rank 0 first; left_out:
@@ -193,7 +197,6 @@ class Status:
 
     @property
     def steps_lost(self) -> int:
-        """Steps repeated or undone because of incidents."""
         return sum(i.steps_lost for i in self.incidents)
 
 
@@ -215,13 +218,8 @@ def facts(status: Status) -> dict[str, Any]:
 
 def _with_units(value: Any) -> Any:
     if isinstance(value, dict):
-        return {UNITS.get(key, key): _with_units(below) for key, below in value.items()}
-    return [_with_units(below) for below in value] if isinstance(value, list | tuple) else value
-
-
-def as_json(status: Status) -> str:
-    """`facts` as JSON; non-finite floats are text, as everywhere in a run directory."""
-    return directory.as_json(facts(status), indent=1)
+        return {UNITS.get(key, key): _with_units(nested_value) for key, nested_value in value.items()}
+    return [_with_units(nested_value) for nested_value in value] if isinstance(value, list | tuple) else value
 
 
 def read_status(run: Path) -> Status:
@@ -263,7 +261,6 @@ class RunWatch:
         self._steps = RecentSteps(self.run.steps)
 
     def status(self) -> Status:
-        """The current status."""
         now = self.clock()
         if self._looks:
             self._journal.look()
@@ -370,36 +367,39 @@ class RunWatch:
 
     def _read_recipe(self, problems: list[str]) -> None:
         try:
-            found = self.run.recipe.stat()
-            stamp = (found.st_size, found.st_mtime_ns)
-            if stamp == self._recipe.stamp:
+            recipe_stat = self.run.recipe.stat()
+            recipe_stamp = (recipe_stat.st_size, recipe_stat.st_mtime_ns)
+            if recipe_stamp == self._recipe.stamp:
                 return
             config = yaml.load(self.run.recipe.read_text(encoding="utf-8"), LOADER)["config"]
             self.sections = {key: section for key, section in config.items() if isinstance(section, dict)}
-            limits = SuperviseConfig.model_validate(config.get("supervise") or {})
-            train, length = config["train"], int(config["model"]["sequence_length"])
-            given = train.get("batch_warmup")
-            warmup = None if given is None else BatchWarmup.model_validate(given)
-            sizes = batches(int(train["global_batch"]), warmup, length)
-            if min(sizes.values) < 1:
-                raise ValueError(f"train.global_batch={train['global_batch']} is not a batch")
-            stages = whole((config.get("parallel") or {}).get("pipeline")) or 1
-            evaluation = config.get("eval") or {}
-            interval = whole(evaluation.get("interval")) if evaluation.get("command") else None
-            self._recipe = _Recipe(stamp, whole(train["steps"]), sizes, length, stages, interval, limits)
+            supervise_limits = SuperviseConfig.model_validate(config.get("supervise") or {})
+            train_section, sequence_length = config["train"], int(config["model"]["sequence_length"])
+            warmup_section = train_section.get("batch_warmup")
+            batch_warmup = None if warmup_section is None else BatchWarmup.model_validate(warmup_section)
+            batch_sizes = batches(int(train_section["global_batch"]), batch_warmup, sequence_length)
+            if min(batch_sizes.values) < 1:
+                raise ValueError(f"train.global_batch={train_section['global_batch']} is not a batch")
+            pipeline_stages = whole((config.get("parallel") or {}).get("pipeline")) or 1
+            eval_section = config.get("eval") or {}
+            eval_interval = whole(eval_section.get("interval")) if eval_section.get("command") else None
+            self._recipe = _Recipe(
+                recipe_stamp, whole(train_section["steps"]), batch_sizes, sequence_length, pipeline_stages,
+                eval_interval, supervise_limits,
+            )  # fmt: skip
         except FileNotFoundError:
             return
         except (
             OSError,
             ValueError,
             yaml.YAMLError,
-            KeyError,
+            LookupError,
             TypeError,
             AttributeError,
             ArithmeticError,
         ) as error:
-            what = "its supervise part" if isinstance(error, ValidationError) else "it"
-            problems.append(f"{self.run.recipe}: {what} cannot be read: {str(error).splitlines()[0]}")
+            broken_part = "its supervise part" if isinstance(error, ValidationError) else "it"
+            problems.append(f"{self.run.recipe}: {broken_part} cannot be read: {str(error).splitlines()[0]}")
 
     def _process(self, lock: str, told: Mapping[str, Any]) -> Process:
         return Process(
@@ -407,8 +407,12 @@ class RunWatch:
         )
 
     def _goodput(self, alive: bool, now: float) -> dict[str, Any] | None:
-        account = self._time.account(alive, now)
-        return None if account is None else {**account.facts(), "settled": account.settled_seconds()}
+        time_account = self._time.account(alive, now)
+        return (
+            None
+            if time_account is None
+            else {**time_account.facts(), "settled": time_account.settled_seconds()}
+        )
 
     def _checkpoints(self) -> tuple[Checkpoint, ...]:
         """The newest committed ones, newest first."""
@@ -437,24 +441,27 @@ class RunWatch:
 
     def _complete(self) -> bool:
         """Whether all steps are done: summary.json exists (continuing a run removes it)."""
-        done, wanted = whole(read_object(self.run.summary).get("steps")), self._recipe.steps
-        return done is not None and (wanted is None or done >= wanted)
+        done_steps, wanted_steps = whole(read_object(self.run.summary).get("steps")), self._recipe.steps
+        return done_steps is not None and (wanted_steps is None or done_steps >= wanted_steps)
 
     def _last_progress(self, progress: dict[str, Any]) -> float | None:
         """Time of the newest progress. The writer's clock may differ from ours; the file's time is the server's."""
-        signs = [_finite(progress.get("time")), _finite(self._journal.history.last)]
+        sign_times = [_finite(progress.get("time")), _finite(self._journal.history.last)]
         with suppress(OSError):
-            signs.append(self.run.progress.stat().st_mtime)
-        return max((sign for sign in signs if sign is not None), default=None)
+            sign_times.append(self.run.progress.stat().st_mtime)
+        return max((sign_time for sign_time in sign_times if sign_time is not None), default=None)
 
     def _speed(self, progress: dict[str, Any], rate: float | None) -> float | None:
         """Tokens per second at the median rate: the last step may have been slower or faster."""
-        told, seconds = _finite(progress.get("tokens_per_second")), _finite(progress.get("seconds"))
-        tokens = (told or 0.0) * (seconds or 0.0)
-        sizes, cursor = self._recipe.batches, whole(progress.get("cursor"))
-        if sizes is not None and (cursor is not None or len(sizes.values) == 1):
-            tokens = sizes.at(cursor or 0) * (self._recipe.sequence_length or 0)
-        return tokens / rate if tokens and rate else None
+        reported_speed, step_seconds = (
+            _finite(progress.get("tokens_per_second")),
+            _finite(progress.get("seconds")),
+        )
+        step_tokens = (reported_speed or 0.0) * (step_seconds or 0.0)
+        batch_sizes, cursor = self._recipe.batches, whole(progress.get("cursor"))
+        if batch_sizes is not None and (cursor is not None or len(batch_sizes.values) == 1):
+            step_tokens = batch_sizes.at(cursor or 0) * (self._recipe.sequence_length or 0)
+        return step_tokens / rate if step_tokens and rate else None
 
     def _skipped(self, progress: dict[str, Any]) -> int | None:
         cursor, tokens = whole(progress.get("cursor")), whole(progress.get("tokens"))
@@ -463,36 +470,43 @@ class RunWatch:
 
     def _left(self, step: int, steps: int, cursor: int | None) -> float:
         """The steps after `step`, counted in steps of the batch at the cursor: later ones may be larger."""
-        left, sizes = max(0, steps - step), self._recipe.batches
-        if sizes is None or cursor is None:
-            return left
-        return (sizes.reach(cursor, left) - cursor) / sizes.at(cursor)
+        steps_left, batch_sizes = max(0, steps - step), self._recipe.batches
+        if batch_sizes is None or cursor is None:
+            return steps_left
+        return (batch_sizes.reach(cursor, steps_left) - cursor) / batch_sizes.at(cursor)
 
 
 def require_run(run: Path) -> None:
     """Raises DataError if a directory is not that of a run."""
-    marks = ("recipe.yaml", "journal.jsonl", "progress.json", SUPERVISOR, TRAINING)
+    run_files = ("recipe.yaml", "journal.jsonl", "progress.json", SUPERVISOR, TRAINING)
     if not run.is_dir():
         raise DataError(f"{run}: no such directory: give the directory of a run, such as runs/quickstart")
     try:
-        if any((run / name).exists() for name in marks):
+        if any((run / name).exists() for name in run_files):
             return
-        below = sorted(path.name for path in run.iterdir() if (path / "journal.jsonl").exists())
+        run_names = sorted(path.name for path in run.iterdir() if (path / "journal.jsonl").exists())
     except OSError as error:
         raise DataError(f"{run} cannot be read: {error.strerror}") from None
-    hint = f"those below it are: {', '.join(below[:10])}" if below else "give one, such as runs/quickstart"
-    raise DataError(f"{visible(run)} is not the directory of a run: {visible(hint)}")
+    hint_text = (
+        f"those below it are: {', '.join(run_names[:10])}"
+        if run_names
+        else "give one, such as runs/quickstart"
+    )
+    raise DataError(f"{visible(run)} is not the directory of a run: {visible(hint_text)}")
 
 
 def _believed(*processes: Process) -> tuple[Process, ...]:
     """A lock of another host that looks free may not be shared between hosts: unknown while there is progress, unless a
     lock held there is seen."""
-    elsewhere = [p.host not in ("", socket.gethostname()) for p in processes]
-    if any(p.alive and other for p, other in zip(processes, elsewhere, strict=True)):
+    on_other_host = [one_process.host not in ("", socket.gethostname()) for one_process in processes]
+    if any(
+        one_process.alive and is_elsewhere
+        for one_process, is_elsewhere in zip(processes, on_other_host, strict=True)
+    ):
         return processes
     return tuple(
-        replace(p, alive=None) if p.alive is False and other else p
-        for p, other in zip(processes, elsewhere, strict=True)
+        replace(one_process, alive=None) if one_process.alive is False and is_elsewhere else one_process
+        for one_process, is_elsewhere in zip(processes, on_other_host, strict=True)
     )
 
 
@@ -505,7 +519,7 @@ def _summarize_attempt(known: AttemptHistory) -> AttemptSummary:
 
 def _summarize_incident(known: IncidentHistory) -> IncidentSummary:
     summary = known.summary
-    actions = summary.get("actions")
+    incident_actions = summary.get("actions")
     return IncidentSummary(
         number=known.number,
         onset=whole(summary.get("onset", summary.get("step"))) or 0,
@@ -513,7 +527,9 @@ def _summarize_incident(known: IncidentHistory) -> IncidentSummary:
         verdict=visible(summary.get("verdict", "?"), 40),
         kind=visible(summary.get("kind", "?"), 40),
         cause=visible(summary.get("cause", "?"), 40),
-        action=visible(actions[-1], 40) if isinstance(actions, list) and actions else "",
+        action=visible(incident_actions[-1], 40)
+        if isinstance(incident_actions, list) and incident_actions
+        else "",
         outcome=visible(summary.get("outcome", "?"), 40),
         steps_lost=whole(summary.get("steps_lost")) or 0,
         batches_discarded=whole(summary.get("batches_discarded")) or 0,
@@ -526,18 +542,21 @@ def _summarize_incident(known: IncidentHistory) -> IncidentSummary:
 
 def _find_left_out(history: RunHistory, now: float) -> dict[str, float]:
     """Until when, by host, others are preferred to those that failed."""
-    until = {
+    until_by_host = {
         visible(host, 80): event.until + (event.burn_in or 0.0)
         for host, event in history.left_out.items() if event.until is not None and host not in history.proven
     }  # fmt: skip
-    return {host: moment for host, moment in until.items() if moment > now}
+    return {host: until_time for host, until_time in until_by_host.items() if until_time > now}
 
 
 def _describe_alert(history: RunHistory) -> str:
     if history.alert is None:
         return ""
-    step, reason = whole(history.alert.get("step")), visible(history.alert.get("reason") or "", 500)
-    return f"since step {step:,}: {reason}" if step is not None else reason
+    alert_step, alert_reason = (
+        whole(history.alert.get("step")),
+        visible(history.alert.get("reason") or "", 500),
+    )
+    return f"since step {alert_step:,}: {alert_reason}" if alert_step is not None else alert_reason
 
 
 def _free(folder: Path) -> int | None:
@@ -550,3 +569,78 @@ def _free(folder: Path) -> int | None:
 def _finite(value: object) -> float | None:
     number = real(value)
     return number if number is not None and math.isfinite(number) else None
+
+
+KEPT = 240  # steps
+ROWS = 300  # rows that are read: steps done again are among them
+TIMED = 50  # steps whose median is the rate
+ENOUGH = 5  # observed steps needed for a rate
+NEWEST = (
+    "time", "grad_norm", "mfu_full", "mfu_causal", "memory", "loss_scale", "clipped_fraction", "update_ratio",
+    "attention_logit", "attention_entropy", "fp8_saturation",
+)  # fmt: skip
+READ = pa.schema([SCHEMA.field(name) for name in ("step", "loss", "seconds", *NEWEST, *COLUMNS.values())])
+
+
+class RecentSteps:
+    """folder: of the step records. newest: the last known value of each of NEWEST; phases: seconds of a step by phase,
+    the median of the last ones."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.newest: dict[str, float] = {}
+        self.phases: dict[str, float] = {}
+        self._records: list[tuple[int, float, float]] = []  # step, loss, seconds
+        self._changed: int | None = None  # when the folder was (folder_stamp.py)
+        self._seen: deque[tuple[int, float, float]] = deque(maxlen=KEPT)
+
+    def read(self) -> None:
+        """Read the newest records, if there may be new ones."""
+        try:
+            changed_stamp = folder_stamp(self.folder)
+            if changed_stamp is not None and changed_stamp == self._changed:
+                return
+            # Of damaged files nothing: a gap in the plot is better than none.
+            step_table = read_last(self.folder, READ, ROWS)
+        except OSError:
+            return
+        self._changed = changed_stamp
+        row_dicts = step_table.slice(max(0, len(step_table) - ROWS)).to_pylist()
+        for row in row_dicts:
+            self.newest |= {
+                value_name: row[value_name] for value_name in NEWEST if row[value_name] is not None
+            }
+        steps_by_number = {row["step"]: (row["step"], row["loss"], row["seconds"]) for row in row_dicts}
+        self._records = [steps_by_number[step] for step in sorted(steps_by_number)][-KEPT:]
+        timed_rows = [row for row in row_dicts if row[COLUMNS[OTHER]] is not None][-TIMED:]
+        self.phases = {
+            phase: statistics.median(row[phase_column] or 0.0 for row in timed_rows)
+            for phase, phase_column in COLUMNS.items()
+            if timed_rows
+        }
+
+    def see(self, step: int, loss: float | None, seconds: float | None) -> None:
+        """Add the current step. After a rewind, all that was seen is outdated."""
+        if self._seen and step < self._seen[-1][0]:
+            self._seen.clear()
+        if loss is not None and seconds is not None and (not self._seen or self._seen[-1][0] != step):
+            self._seen.append((step, loss, seconds))
+
+    @property
+    def last(self) -> int:
+        """The last recorded step; 0 if none."""
+        return self._records[-1][0] if self._records else 0
+
+    def rate(self) -> float | None:
+        """Seconds per step, of observed steps, if there are enough: the records may be of another number of ranks."""
+        seen_seconds = [seconds for _, _, seconds in self._seen][-TIMED:]
+        recorded_seconds = [seconds for _, _, seconds in self._records[-TIMED:]]
+        chosen_seconds = (
+            seen_seconds if len(seen_seconds) >= ENOUGH or not recorded_seconds else recorded_seconds
+        )
+        return statistics.median(chosen_seconds) if chosen_seconds else None
+
+    def losses(self, step: int) -> tuple[tuple[int, float], ...]:
+        """(step, loss) up to the current step, oldest first: later ones were undone."""
+        rows = {at: loss for at, loss, _ in [*self._records, *self._seen] if at <= step}
+        return tuple((at, rows[at]) for at in sorted(rows))[-KEPT:]

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from itertools import pairwise
 from typing import Any
@@ -27,7 +28,6 @@ from megastable.supervise.status import IncidentSummary, Process, RunWatch, Stat
 
 BARS = "▁▂▃▄▅▆▇█"
 LARGEST = 1e30  # larger values would break the scale
-WIDE = 120  # columns from which events are beside the numbers
 FEWEST, MOST = 3, 8  # events shown
 LONG = (500, 120, 60)  # characters of a reason: the longest with which the panel fits the terminal's height
 HOSTS = 8  # named
@@ -54,42 +54,40 @@ def sparkline(values: Sequence[float], width: int) -> str:
     The scale spans the middle of the values, so that a spike does not flatten the rest.
     """
     values = [max(-LARGEST, min(LARGEST, v)) if math.isfinite(v) else math.nan for v in values]
-    count = min(width, len(values))
-    edges = [len(values) * n // count for n in range(count + 1)] if count else []
-    means = [math.fsum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
-    finite = sorted(m for m in means if math.isfinite(m))
-    if not finite:
-        return "×" * len(means)
-    low, middle = finite[0], finite[len(finite) // 2]
-    high = min(finite[-1], middle + 4 * max(middle - low, 1e-9)) if len(finite) > 2 else finite[-1]
-    span = max(high - low, 1e-9)
+    bar_count = min(width, len(values))
+    bar_edges = [len(values) * n // bar_count for n in range(bar_count + 1)] if bar_count else []
+    bar_means = [math.fsum(values[a:b]) / (b - a) for a, b in pairwise(bar_edges)]
+    finite_means = sorted(bar_mean for bar_mean in bar_means if math.isfinite(bar_mean))
+    if not finite_means:
+        return "×" * len(bar_means)
+    scale_bottom, median_mean = finite_means[0], finite_means[len(finite_means) // 2]
+    scale_top = finite_means[-1]
+    if len(finite_means) > 2:
+        scale_top = min(scale_top, median_mean + 4 * max(median_mean - scale_bottom, 1e-9))
+    scale_span = max(scale_top - scale_bottom, 1e-9)
     return "".join(
-        BARS[round(min(1.0, (m - low) / span) * (len(BARS) - 1))] if math.isfinite(m) else "×" for m in means
+        BARS[round(min(1.0, (bar_mean - scale_bottom) / scale_span) * (len(BARS) - 1))]
+        if math.isfinite(bar_mean)
+        else "×"
+        for bar_mean in bar_means
     )
 
 
 def panel(status: Status, folded: bool = True) -> RenderableType:
-    """The panel of a run; wide terminals get the events beside the numbers. Below it is the command of the advice, to
-    be copied: folded, or on one line of any length, which Live and a console that crops cannot show."""
+    """The panel of a run. Below it is the command of the advice, to be copied: folded, or on one line of any length,
+    which Live and a console that crops cannot show."""
     return _View(status, folded)
 
 
-def live(
-    watch: RunWatch, console: Console, seconds: float = 1.0, until: Callable[[Status], bool] | None = None
-) -> Status:
-    """Show a run until `until` says so (by default until no process is at work) or Ctrl-C. Returns the last status."""
-    over = until or (lambda s: s.state not in PRESENT)
+def live(watch: RunWatch, console: Console, seconds: float = 1.0) -> Status:
+    """Show a run until no process is at work, or Ctrl-C. Returns the last status."""
     status = watch.status()
-    with Live(
-        panel(status), console=console, auto_refresh=False, transient=True, vertical_overflow="crop"
-    ) as shown:
-        try:
-            while not over(status):
-                time.sleep(seconds)
-                status = watch.status()
-                shown.update(panel(status), refresh=True)
-        except KeyboardInterrupt:
-            pass
+    shown = Live(panel(status), console=console, auto_refresh=False, transient=True, vertical_overflow="crop")
+    with suppress(KeyboardInterrupt), shown:
+        while status.state in PRESENT:
+            time.sleep(seconds)
+            status = watch.status()
+            shown.update(panel(status), refresh=True)
     show(status, console)
     return status
 
@@ -104,146 +102,153 @@ class _View:
         self.status, self.folded = status, folded
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        s, wide = self.status, options.max_width >= WIDE
-        inner = options.update(width=options.max_width - 4)
-        side = inner.update(width=(inner.max_width - 2) // 2) if wide and s.tail else inner
-        command = Text(s.command, overflow="fold")
-        bar, following = _bar(s), _labelled([("next", Text(s.advice.removesuffix(s.command).rstrip()))])
-        height = console.height if console.is_terminal else TALL
-        for most in LONG:
-            numbers = _labelled(_rows(s, side.max_width - 24, most))
-            lines = len(console.render_lines(numbers, side))
+        run_status, inner_options = self.status, options.update(width=options.max_width - 4)
+        command_text = Text(run_status.command, overflow="fold")
+        advice_text = Text(run_status.advice.removesuffix(run_status.command).rstrip())
+        progress_bar, advice_table = _bar(run_status), _labelled([("next", advice_text)])
+        screen_height = console.height if console.is_terminal else TALL
+        for reason_length in LONG:
+            number_table = _labelled(_rows(run_status, inner_options.max_width - 24, reason_length))
             # Less the frame, the bar, and the shell's line.
-            room = height - lines - len(console.render_lines(following, inner)) - 4
-            room -= len(console.render_lines(command, options)) if s.command else 0
-            if room > FEWEST:
+            room_left = screen_height - 4 - len(console.render_lines(number_table, inner_options))
+            room_left -= len(console.render_lines(advice_table, inner_options))
+            room_left -= len(console.render_lines(command_text, options)) if run_status.command else 0
+            if room_left > FEWEST:
                 break
-        body: RenderableType = numbers
-        if s.tail and wide:
-            body = Table.grid(padding=(0, 2), expand=True)
-            body.add_column(ratio=1)
-            body.add_column(ratio=1)
-            body.add_row(numbers, _events(s, lines))
-        elif s.tail and room > 1:
-            body = Group(numbers, Rule(style="dim"), _events(s, min(MOST, room - 1)))
-        colour = COLOURS[s.state]
-        title = Text.assemble((s.name, "bold"), " ", (str(s.state), f"bold {colour}"))
-        yield Panel(Group(bar, body, following), title=title, title_align="left", border_style=colour)
-        if s.command:
-            yield command if self.folded else Text(s.command, no_wrap=True, overflow="ignore")
+        panel_body: RenderableType = number_table
+        if run_status.tail and room_left > 1:
+            panel_body = Group(number_table, Rule(style="dim"), _events(run_status, min(MOST, room_left - 1)))
+        state_colour = COLOURS[run_status.state]
+        state_text = (str(run_status.state), f"bold {state_colour}")
+        panel_title = Text.assemble((run_status.name, "bold"), " ", state_text)
+        panel_group = Group(progress_bar, panel_body, advice_table)
+        yield Panel(panel_group, title=panel_title, title_align="left", border_style=state_colour)
+        if run_status.command:
+            yield command_text if self.folded else Text(run_status.command, no_wrap=True, overflow="ignore")
 
 
 def _labelled(rows: Iterable[tuple[str, Text]]) -> Table:
-    grid = Table.grid(padding=(0, 1))
-    grid.add_column(style="dim", no_wrap=True, min_width=10)
-    grid.add_column(overflow="fold")  # a command must not be cut
-    for name, value in rows:
-        grid.add_row(name, value)
-    return grid
+    label_grid = Table.grid(padding=(0, 1))
+    label_grid.add_column(style="dim", no_wrap=True, min_width=10)
+    label_grid.add_column(overflow="fold")  # a command must not be cut
+    for label_text, value in rows:
+        label_grid.add_row(label_text, value)
+    return label_grid
 
 
 def _bar(s: Status) -> RenderableType:
-    grid = Table.grid(expand=True, padding=(0, 1))
-    grid.add_column(no_wrap=True)
-    grid.add_column(ratio=1)
-    grid.add_column(no_wrap=True, justify="right")
-    done = f"step {s.step:,}" + (f" of {s.steps:,}" if s.steps else "")
-    left = f"{min(1.0, s.step / s.steps):.0%}" if s.steps else ""
+    bar_grid = Table.grid(expand=True, padding=(0, 1))
+    bar_grid.add_column(no_wrap=True)
+    bar_grid.add_column(ratio=1)
+    bar_grid.add_column(no_wrap=True, justify="right")
+    done_text = f"step {s.step:,}" + (f" of {s.steps:,}" if s.steps else "")
+    left_text = f"{min(1.0, s.step / s.steps):.0%}" if s.steps else ""
     if s.eta is not None:
-        left += f"  {duration(s.eta)} to go"
-    bar = ProgressBar(total=s.steps or 1, completed=min(s.step, s.steps) if s.steps else 0)
-    grid.add_row(Text(done, style="bold"), Padding(bar, 0), Text(left))
-    return grid
+        left_text += f"  {duration(s.eta)} to go"
+    progress_bar = ProgressBar(total=s.steps or 1, completed=min(s.step, s.steps) if s.steps else 0)
+    bar_grid.add_row(Text(done_text, style="bold"), Padding(progress_bar, 0), Text(left_text))
+    return bar_grid
 
 
 def _rows(s: Status, width: int, most: int) -> Iterator[tuple[str, Text]]:
-    """width: of the loss bars. most: characters of a reason; `as_json` has all of it."""
+    """width: of the loss bars. most: characters of a reason; `facts` has all of it."""
     if s.reason:
-        code = f" (exit code {s.code})" if s.code else ""
-        yield "why", Text(_cut(s.reason, most) + code, style=COLOURS[s.state])
+        code_text = f" (exit code {s.code})" if s.code else ""
+        yield "why", Text(_cut(s.reason, most) + code_text, style=COLOURS[s.state])
     if s.alert:
         yield "ALERT", Text(_cut(s.alert, most), style="red")
     yield "loss", _loss(s, width)
-    if speed := _joined(
+    if speed_text := _joined(
         s.grad_norm is not None and f"gradient norm {s.grad_norm:.3g}",
         s.lr is not None and f"learning rate {s.lr:.3g}",
         s.applied is False and "last update refused",
     ):
-        yield "step", Text(speed)
-    if speed := _joined(
+        yield "step", Text(speed_text)
+    if speed_text := _joined(
         s.tokens_per_second is not None and f"{s.tokens_per_second:,.0f} tokens/s",
         s.rate is not None and f"{s.rate:.3g} s a step",
         s.world is not None and plural(s.world, "rank"),
     ):
-        yield "speed", Text(speed)
+        yield "speed", Text(speed_text)
     if s.validation:
         *_, (step, loss) = s.validation
-        before = f", {s.validation[-2][1]:.3f} at {s.validation[-2][0]:,}" if len(s.validation) > 1 else ""
-        yield "validation", Text(f"{loss:.3f} at step {step:,}{before}")
+        before_text = (
+            f", {s.validation[-2][1]:.3f} at {s.validation[-2][0]:,}" if len(s.validation) > 1 else ""
+        )
+        yield "validation", Text(f"{loss:.3f} at step {step:,}{before_text}")
         if s.validation_by_corpus:
-            found = ", ".join(f"{name} {loss:.3f}" for name, loss in s.validation_by_corpus.items())
-            yield "corpora", Text(_cut(found, most))
+            found_text = ", ".join(
+                f"{entry_name} {loss:.3f}" for entry_name, loss in s.validation_by_corpus.items()
+            )
+            yield "corpora", Text(_cut(found_text, most))
     if s.probe:
         yield "probe", Text(f"{s.probe[1]:.3f} at step {s.probe[0]:,}")
     if s.tasks.scores:
-        found = ", ".join(f"{name} {value:.4g}" for name, value in s.tasks.scores.items())
-        yield "tasks", Text(_cut(f"step {s.tasks.step:,}: {found}", most))
+        found_text = ", ".join(f"{entry_name} {value:.4g}" for entry_name, value in s.tasks.scores.items())
+        yield "tasks", Text(_cut(f"step {s.tasks.step:,}: {found_text}", most))
     if s.checkpoints:
-        newest = s.checkpoints[0]
-        told = f"{newest.name}, {_ago(s.time - newest.time)}" + (
-            f", {size(newest.size)}" if newest.size else ""
+        newest_checkpoint = s.checkpoints[0]
+        told_text = f"{newest_checkpoint.name}, {_ago(s.time - newest_checkpoint.time)}" + (
+            f", {size(newest_checkpoint.size)}" if newest_checkpoint.size else ""
         )
         yield (
             "checkpoint",
-            Text(told + (f"; {len(s.checkpoints) - 1} older" if len(s.checkpoints) > 1 else "")),
+            Text(told_text + (f"; {len(s.checkpoints) - 1} older" if len(s.checkpoints) > 1 else "")),
         )
     else:
         yield "checkpoint", Text("none yet")
     yield "incidents", _incidents(s)
     if s.restarts or len(s.attempts) > 1:
-        told = f"{sum(s.restarts.values())}"
-        if how := ", ".join(f"{name} {count}" for name, count in sorted(s.restarts.items())):
-            told += f" ({how})"
-        if failure := next((a.failure for a in reversed(s.attempts) if a.failure), ""):
-            told += f"; last: {_cut(failure, most)}"
-        yield "restarts", Text(told)
+        told_text = f"{sum(s.restarts.values())}"
+        if endings_text := ", ".join(
+            f"{entry_name} {restart_count}" for entry_name, restart_count in sorted(s.restarts.items())
+        ):
+            told_text += f" ({endings_text})"
+        if failure_text := next(
+            (one_attempt.failure for one_attempt in reversed(s.attempts) if one_attempt.failure), ""
+        ):
+            told_text += f"; last: {_cut(failure_text, most)}"
+        yield "restarts", Text(told_text)
     if s.goodput is not None and s.goodput["wall_seconds"]:
         yield "goodput", Text(_goodput(s.goodput))
     yield "processes", _processes(s)
     if len(s.hosts) > 1 or s.left_out:
         yield "hosts", Text(_hosts(s))
-    for slow in list(s.slow.values())[:MOST_SLOW]:
-        yield "slow", Text(_cut(slow.text, most), style="yellow")
-    for problem in s.problems:
-        yield "unread", Text(_cut(problem, most), style="yellow")
+    for slow_host in list(s.slow.values())[:MOST_SLOW]:
+        yield "slow", Text(_cut(slow_host.text, most), style="yellow")
+    for problem_text in s.problems:
+        yield "unread", Text(_cut(problem_text, most), style="yellow")
 
 
 def _loss(s: Status, width: int) -> Text:
     if s.loss is None:
         return Text("not yet")
-    line = sparkline([loss for _, loss in s.recent], max(8, width - 12))
-    return Text.assemble(f"{s.loss:.4f}", "  ", (line, "cyan"), (f" {plural(len(s.recent), 'step')}", "dim"))
+    loss_line = sparkline([loss for _, loss in s.recent], max(8, width - 12))
+    return Text.assemble(
+        f"{s.loss:.4f}", "  ", (loss_line, "cyan"), (f" {plural(len(s.recent), 'step')}", "dim")
+    )
 
 
 def _incidents(s: Status) -> Text:
     if not s.incidents:
         return Text("none" + (f"; {plural(s.refused, 'update')} refused" if s.refused else ""))
-    is_open = sum(case.outcome == "open" for case in s.incidents)
-    told = Text(f"{len(s.incidents)}" + (f", {is_open} open" if is_open else ""))
-    told.append(f"; {plural(s.steps_lost, 'step')} lost, {plural(s.refused, 'update')} refused")
-    for case in s.incidents[-2:]:
-        told.append("\n")
-        told.append(_case(case), style="yellow" if case.outcome == "open" else "")
-    return told
+    is_open = sum(incident_case.outcome == "open" for incident_case in s.incidents)
+    incidents_text = Text(f"{len(s.incidents)}" + (f", {is_open} open" if is_open else ""))
+    incidents_text.append(f"; {plural(s.steps_lost, 'step')} lost, {plural(s.refused, 'update')} refused")
+    for incident_case in s.incidents[-2:]:
+        incidents_text.append("\n")
+        incidents_text.append(_case(incident_case), style="yellow" if incident_case.outcome == "open" else "")
+    return incidents_text
 
 
 def _case(case: IncidentSummary) -> str:
-    losses = ""
+    losses_text = ""
     if case.loss_before is not None and case.loss_peak is not None:
-        losses = f", loss {case.loss_before:.2f} to {case.loss_peak:.2f}"
-    action = f", {case.action.replace('_', ' ')}" if case.action else ""
-    left = f"; {case.put_off}" if case.put_off else ""
-    return f"#{case.number} step {case.onset:,}: {case.verdict}{losses}, {case.cause}{action}: {case.outcome}{left}"
+        losses_text = f", loss {case.loss_before:.2f} to {case.loss_peak:.2f}"
+    action_text = f", {case.action.replace('_', ' ')}" if case.action else ""
+    deferred_text = f"; {case.put_off}" if case.put_off else ""
+    told = f"#{case.number} step {case.onset:,}: {case.verdict}{losses_text}, {case.cause}{action_text}"
+    return f"{told}: {case.outcome}{deferred_text}"
 
 
 def _goodput(told: Mapping[str, Any]) -> str:
@@ -262,16 +267,16 @@ def _hosts(s: Status) -> str:
 
 
 def _processes(s: Status) -> Text:
-    told = Text()
-    for name, process in (("supervisor", s.supervisor), ("training", s.trainer)):
-        told.append("; " if told else "")
-        told.append(f"{name} ")
-        told.append(*_alive(process))
+    processes_text = Text()
+    for process_name, process in (("supervisor", s.supervisor), ("training", s.trainer)):
+        processes_text.append("; " if processes_text else "")
+        processes_text.append(f"{process_name} ")
+        processes_text.append(*_alive(process))
     if s.attempt is not None:
-        told.append(f", attempt {s.attempt}")
+        processes_text.append(f", attempt {s.attempt}")
     if s.age is not None and s.state is not State.FINISHED:
-        told.append(f"; last sign {_ago(s.age)}")
-    return told
+        processes_text.append(f"; last sign {_ago(s.age)}")
+    return processes_text
 
 
 def _alive(process: Process) -> tuple[str, str]:
@@ -279,19 +284,21 @@ def _alive(process: Process) -> tuple[str, str]:
         return "cannot be told", "yellow"
     if not process.alive:
         return "none", ""
-    where = _joined(
+    where_text = _joined(
         process.pid is not None and f"pid {process.pid}", process.host and f"on {process.host}", by=" "
     )
-    return where or "is there", "green"
+    return where_text or "is there", "green"
 
 
 def _events(s: Status, count: int) -> Table:
-    grid = Table.grid(padding=(0, 1), expand=True)
-    grid.add_column(style="dim", no_wrap=True, min_width=8)
-    grid.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
+    event_grid = Table.grid(padding=(0, 1), expand=True)
+    event_grid.add_column(style="dim", no_wrap=True, min_width=8)
+    event_grid.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
     for said in s.tail[-count:]:
-        grid.add_row(_clock(said.time, s.time), Text(said.text, style=EVENT_COLOURS.get(said.event, "")))
-    return grid
+        event_grid.add_row(
+            _clock(said.time, s.time), Text(said.text, style=EVENT_COLOURS.get(said.event, ""))
+        )
+    return event_grid
 
 
 def _clock(moment: float, now: float) -> str:

@@ -18,35 +18,30 @@ from types import FrameType
 
 from megastable.base import activity, errors
 from megastable.base.errors import ConfigError, MegastableError
-from megastable.base.stop_signals import SAME, STOPS, release_stops
-from megastable.cluster.fleet import Attempt, Fleet
+from megastable.base.process import SAME, STOPS, release_stops
+from megastable.cluster.fleet import Attempt, Fleet, KernelView
 from megastable.cluster.launcher import TrainingCommand
-from megastable.cluster.local_attempt import STOPPED, KernelView
 from megastable.cluster.store import Store
+from megastable.cluster.this_host import STOPPED
 from megastable.config.supervise import redacted_override
 from megastable.config.tree import RunConfig
-from megastable.data.skip_ledger import append_all
+from megastable.data.skip_ledger import append_entries
 from megastable.data.skips import Range, ranges_of
 from megastable.run.directory import RunDirectory, read_object
 from megastable.run.events.event import Event, whole
 from megastable.run.events.supervisor_events import Ended, Hang, Launched, Restart, SupervisorEvent
 from megastable.run.rank_ipc import Beat, Progress, folder_of, log_of
 from megastable.supervise import beside_process
-from megastable.supervise.bars import bars_after
-from megastable.supervise.exit_cause import AttemptEvidence, End, Suspects, end_of
-from megastable.supervise.failed_data import bad_data, can_be_read, samples_of
-from megastable.supervise.first_silent import first_silent
+from megastable.supervise.exit_cause import AttemptEvidence, End, end_of, first_silent
 from megastable.supervise.gathering import Gathering, RunExit
-from megastable.supervise.hang_detector import HangDetector
-from megastable.supervise.hang_suspects import RankView, suspects
+from megastable.supervise.hangs import HangDetector, RankView, Suspects, suspects
 from megastable.supervise.locks import nobody_trains, only_supervisor, wait_until_nobody_trains
-from megastable.supervise.log_tail import end_of_log
 from megastable.supervise.machine_recorder import MachineRecorder
-from megastable.supervise.process_incidents import ProcessIncidents
+from megastable.supervise.process_incidents import ProcessIncidents, bad_data, can_be_read, samples_of
 from megastable.supervise.rank_files import RankFiles, StorageProbe
-from megastable.supervise.restart_policy import Failure, after_failure, pause
+from megastable.supervise.restart_policy import Failure, after_failure, bars_after, pause
 from megastable.supervise.slow_hosts import SlowHosts, reported
-from megastable.supervise.supervisor_journal import Listener, SupervisorJournal
+from megastable.supervise.supervisor_journal import Listener, SupervisorJournal, end_of_log
 from megastable_guard.actions import Action, Cause, Remedy
 from megastable_guard.incident import Breakdown
 
@@ -114,16 +109,16 @@ class Supervisor:
         """
         with only_supervisor(self.run, self.here):
             self.journal.catch_up()
-            state = self.journal.state
-            evaluated = self.config.eval.command is None or state.evaluated >= self.config.train.steps
-            if self._complete() and state.predecessor is None and evaluated:
+            run_state = self.journal.state
+            is_evaluated = self.config.eval.command is None or run_state.evaluated >= self.config.train.steps
+            if self._complete() and run_state.predecessor is None and is_evaluated:
                 self.say(
                     f"nothing to do: {self.run.summary} is there, all {self.config.train.steps} steps are done (to "
                     "train on: a larger train.steps; anew: another run.dir)"
                 )
                 return errors.OK
             with self.store:
-                return self._supervise(state.predecessor)
+                return self._supervise(run_state.predecessor)
 
     def _supervise(self, predecessor: tuple[int, str] | None) -> int:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -161,30 +156,30 @@ class Supervisor:
     def _until_the_end(self, predecessor: tuple[int, str] | None) -> RunExit:
         self.has_data = can_be_read(self.config, self.run)
         attempt = self._take_over(predecessor)
-        state = self.journal.state
-        follows: RunExit | StartAgain | None = None
-        if attempt is None and state.under_way:
-            left = self.fleet.left(state.attempt, state.hosts)
-            follows = self._settle(left, self._end(left))
-        elif attempt is None and (end := state.unmended) is not None:
+        run_state = self.journal.state
+        what_follows: RunExit | StartAgain | None = None
+        if attempt is None and run_state.under_way:
+            left_attempt = self.fleet.left(run_state.attempt, run_state.hosts)
+            what_follows = self._settle(left_attempt, self._end(left_attempt))
+        elif attempt is None and (attempt_end := run_state.unmended) is not None:
             # Its end was journaled, but not acted on.
-            remedy = after_failure(state.failures, len(self.fleet.names), self.config.stability.policy)
-            follows = self._mend(end, remedy, state.failed_attempts[-1].event.skipped)
+            remedy = after_failure(run_state.failures, len(self.fleet.names), self.config.stability.policy)
+            what_follows = self._mend(attempt_end, remedy, run_state.failed_attempts[-1].event.skipped)
         elif attempt is None and self._complete():
-            follows = RunExit(errors.OK, "complete")  # but for the evaluation of its last checkpoint
-        while not isinstance(follows, RunExit):
-            if follows is not None:
-                self._pause(follows)
+            what_follows = RunExit(errors.OK, "complete")  # but for the evaluation of its last checkpoint
+        while not isinstance(what_follows, RunExit):
+            if what_follows is not None:
+                self._pause(what_follows)
             if self.stopping:
                 return RunExit(errors.STOPPED, "stopped between two attempts")
             if attempt is None:
-                hosts = self.gathering.hosts()
-                if isinstance(hosts, RunExit):
-                    return hosts
-                attempt = self._launch(hosts)
-            follows = self._settle(attempt, self._watch(attempt))
+                next_hosts = self.gathering.hosts()
+                if isinstance(next_hosts, RunExit):
+                    return next_hosts
+                attempt = self._launch(next_hosts)
+            what_follows = self._settle(attempt, self._watch(attempt))
             attempt = None
-        return follows
+        return what_follows
 
     def _refuse_another_host(self, predecessor: tuple[int, str] | None) -> None:
         """Raise for processes of a supervisor on another host: they can be neither seen nor ended from here."""
@@ -204,8 +199,8 @@ class Supervisor:
             return None
         self.say(f"attempt {attempt.number} runs already, and is watched from here on")
         if not self.journal.state.under_way:
-            log = str(log_of(self.run, attempt.number))
-            self.journal.emit(self._launched(attempt.number, attempt.names, [], log))
+            log_path = str(log_of(self.run, attempt.number))
+            self.journal.emit(self._launched(attempt.number, attempt.names, [], log_path))
         self.again = self.ranks.adopt(attempt.number).again
         self.store.begin(attempt.number)
         if predecessor is not None:
@@ -220,10 +215,16 @@ class Supervisor:
         self.journal.insist(lambda: self.ranks.only(number))
         wait_until_nobody_trains(self.run, self.config.supervise.hang_unknown, lambda: self.stopping)
         # Journaled first: the next supervisor looks for it.
-        log = str(log_of(self.run, number).relative_to(self.run.root))
-        asked = self.training
-        words = [*asked.given, "--module", asked.module, asked.recipe, *asked.overrides]
-        self.journal.emit(self._launched(number, hosts, words, log))
+        log_path = str(log_of(self.run, number).relative_to(self.run.root))
+        asked_command = self.training
+        command_words = [
+            *asked_command.given,
+            "--module",
+            asked_command.module,
+            asked_command.recipe,
+            *asked_command.overrides,
+        ]
+        self.journal.emit(self._launched(number, hosts, command_words, log_path))
         self.journal.listen()
         self.store.begin(number)
         self.hangs.began()
@@ -237,70 +238,72 @@ class Supervisor:
 
     def _watch(self, attempt: Attempt) -> End:
         """Wait until the attempt has ended, or was ended."""
-        seen = time.monotonic()
-        first_death = asked = None
+        last_look = time.monotonic()
+        first_death = asked_time = None
         self.slow_hosts.began()
         self.machines.began()
-        hung, progress = False, None
+        is_hung, progress = False, None
         while attempt.look():
             time.sleep(LOOK)
             now = time.monotonic()
-            elapsed, seen = now - seen, now
+            elapsed_seconds, last_look = now - last_look, now
             self._hear_launcher(attempt)
-            if self.stopping and asked is None:
-                asked = now
+            if self.stopping and asked_time is None:
+                asked_time = now
                 self.ranks.want(stop=True)
                 self.say("stopping: the ranks finish their step and save; once more ends them at once")
             self._look()
             progress = self.ranks.progress(attempt.number)
             self.incidents.proven(progress)
-            work = reported(self.store, attempt.number)
-            self.machines.hear(work)
-            self.slow_hosts.hear(work)
-            if asked is None and (again := self._other_hosts(attempt, progress)):
-                asked, self.again = now, again
-                self.ranks.want(stop=True, again=again)
-                self.say(f"{again}: the ranks finish their step and save, to begin again")
-            if asked is not None and (self.signals > 1 or now - asked > self.config.supervise.stop_seconds):
+            work_reports = reported(self.store, attempt.number)
+            self.machines.hear(work_reports)
+            self.slow_hosts.hear(work_reports)
+            if asked_time is None and (restart_reason := self._other_hosts(attempt, progress)):
+                asked_time, self.again = now, restart_reason
+                self.ranks.want(stop=True, again=restart_reason)
+                self.say(f"{restart_reason}: the ranks finish their step and save, to begin again")
+            if asked_time is not None and (
+                self.signals > 1 or now - asked_time > self.config.supervise.stop_seconds
+            ):
                 break
             if first_death is None and self._somebody_died(attempt):
                 first_death = now
             if first_death is not None and now - first_death > self._grace(attempt):
                 break
             # A person's wish has a limit of its own.
-            ours = asked is None or bool(self.again)
-            if attempt.gone and ours:
+            by_our_wish = asked_time is None or bool(self.again)
+            if attempt.gone and by_our_wish:
                 break
-            late = self.hangs.look(progress, elapsed) or self._somebody_stopped(attempt)
-            if late and ours and first_death is None and not self._storage_stalls():
-                hung = True
+            is_late = self.hangs.look(progress, elapsed_seconds) or self._somebody_stopped(attempt)
+            if is_late and by_our_wish and first_death is None and not self._storage_stalls():
+                is_hung = True
                 break
         self._hear_launcher(attempt)  # one that had no ranks yet
-        stacks, found = list[str](), Suspects()
-        if hung:
-            stacks, mute = self.ranks.stacks(attempt)
-            found = suspects(self._views(mute))
+        stack_files, hang_suspects = list[str](), Suspects()
+        if is_hung:
+            stack_files, mute_ranks = self.ranks.stacks(attempt)
+            hang_suspects = suspects(self._views(mute_ranks))
         attempt.end()
         # Ranks of it on other hosts must end now, too.
         self.journal.insist(lambda: self.ranks.only(attempt.number + 1))
         self.incidents.failure_noticed()
-        if hung:
+        if is_hung:
             self.journal.emit(Hang(
                 attempt=attempt.number, phase=self.hangs.phase, waited=round(self.hangs.waited, 1),
                 limit=round(self.hangs.limit, 1), step=progress.step if progress is not None else None,
-                silent=found.told, stacks=stacks,
+                silent=hang_suspects.told, stacks=stack_files,
             ))  # fmt: skip
-        return self._end(attempt, found if hung else None)
+        return self._end(attempt, hang_suspects if is_hung else None)
 
     def _hear_launcher(self, attempt: Attempt) -> None:
-        if not self.signals and attempt.code in [-number for number in STOPS]:
+        if not self.signals and attempt.code in [-signal_number for signal_number in STOPS]:
             self.say("stopping: the launcher was asked to, by a signal")  # its ranks may live on without it
             self._asked()
 
     def _other_hosts(self, attempt: Attempt, progress: Progress | None) -> str:
         """Why it would be better to begin again on other hosts; empty: it would not."""
-        if more := self.gathering.more(attempt.number, attempt.names):
-            return f"{more} hosts can take part"
+        if host_count := self.gathering.more(attempt.number, attempt.names):
+            return f"{host_count} hosts can take part"
         return self.slow_hosts.look(attempt, progress)
 
     def _somebody_stopped(self, attempt: Attempt) -> bool:
@@ -325,26 +328,27 @@ class Supervisor:
     def _views(self, mute: Mapping[int, KernelView]) -> dict[int, RankView]:
         """What is known of every rank; mute: the kernel's view of those that do not answer."""
         now = time.monotonic()
-        found = {}
+        rank_views = {}
         for heard in list(self.store.ranks.values()):
-            beat = Beat.model_validate(heard.beat) if heard.beat else None
-            found[heard.rank] = RankView(
+            last_beat = Beat.model_validate(heard.beat) if heard.beat else None
+            rank_views[heard.rank] = RankView(
                 host=self.fleet.called(heard.host), silent=now - heard.at, closed=heard.closed is not None,
-                kernel=mute[heard.rank].text if heard.rank in mute else "", activity=beat.activity if beat else "",
-                lasted=beat.lasted if beat else 0.0, entered=beat.entered if beat else None,
+                kernel=mute[heard.rank].text if heard.rank in mute else "",
+                activity=last_beat.activity if last_beat else "",
+                lasted=last_beat.lasted if last_beat else 0.0, entered=last_beat.entered if last_beat else None,
             )  # fmt: skip
         # A rank may be stopped before it has found a new supervisor.
-        return found | {
-            rank: RankView(host=view.host or self.here, kernel=view.text)
-            for rank, view in mute.items() if rank not in found
+        return rank_views | {
+            rank: RankView(host=kernel_view.host or self.here, kernel=kernel_view.text)
+            for rank, kernel_view in mute.items() if rank not in rank_views
         }  # fmt: skip
 
     def _look(self) -> None:
         if not self.stopping and time.monotonic() > self.until:
             self.say(f"stopping: the {self.config.run.max_hours:g} hours of run.max_hours have passed")
             self.stopping = True
-        if not self.signals and (name := self.fleet.stop_asked()) is not None:
-            self.say(f"stopping: the agent on {name} was asked to (SIGTERM)")
+        if not self.signals and (host_name := self.fleet.stop_asked()) is not None:
+            self.say(f"stopping: the agent on {host_name} was asked to (SIGTERM)")
             self._asked()
         self.journal.listen()
         self.prescan.poll()
@@ -366,60 +370,65 @@ class Supervisor:
         """Whether a rank has ended by error or signal, on any host, or the training has journaled its end."""
         # The launcher of one host may end while the others wait for it in the rendezvous. One that ends by the signal
         # that has asked for a stop leaves its ranks to save.
-        launcher = attempt.code and not self.stopping
-        seen = any(fate.signal or fate.code for fate in attempt.fates.values())
-        return bool(self.journal.state.since_launch or launcher or seen) or self.ranks.anybody_died(
-            attempt.number
-        )
+        launcher_failed = attempt.code and not self.stopping
+        rank_failed = any(rank_fate.signal or rank_fate.code for rank_fate in attempt.fates.values())
+        return bool(
+            self.journal.state.since_launch or launcher_failed or rank_failed
+        ) or self.ranks.anybody_died(attempt.number)
 
     def _grace(self, attempt: Attempt) -> float:
         """Seconds for the other ranks to end after the first."""
         # Of a rank that ends as it starts, nobody may have seen more than its launcher's code.
-        codes = [f.code for f in attempt.fates.values()] or [attempt.code]
-        known = self.journal.state.since_launch or all(code in KNOWN for code in codes)
-        return ORDERLY if known else self.config.supervise.grace_seconds
+        exit_codes = [rank_fate.code for rank_fate in attempt.fates.values()] or [attempt.code]
+        is_known = self.journal.state.since_launch or all(exit_code in KNOWN for exit_code in exit_codes)
+        return ORDERLY if is_known else self.config.supervise.grace_seconds
 
     # Causes and consequences
 
     def _end(self, attempt: Attempt, hang: Suspects | None = None) -> End:
         self.journal.listen()
-        witness, log = attempt.witness()
+        witness_host, log_path = attempt.witness()
         progress = self.ranks.progress(attempt.number)
         # By one clock: an hour's difference must not make the last one the first.
-        words = [
-            w.model_copy(update={"time": w.time - self.fleet.clock(w.host)})
-            for w in self.ranks.last_words(attempt.number)
+        last_words = [
+            rank_words.model_copy(update={"time": rank_words.time - self.fleet.clock(rank_words.host)})
+            for rank_words in self.ranks.last_words(attempt.number)
         ]
-        said, heard = self.journal.state.since_launch, list(self.store.ranks.values())
-        silent = first_silent(heard, {w.rank for w in words}, self.fleet.called, time.monotonic())
-        evidence = AttemptEvidence(
-            list(said), words, attempt.fates, attempt.code, end_of_log(log, LOG_TAIL), progress, witness, attempt.gone,
-            self.fleet.called, silent,
+        events_said, heard_ranks = self.journal.state.since_launch, list(self.store.ranks.values())
+        first_silent_ranks = first_silent(
+            heard_ranks, {rank_words.rank for rank_words in last_words}, self.fleet.called, time.monotonic()
+        )
+        attempt_evidence = AttemptEvidence(
+            list(events_said), last_words, attempt.fates, attempt.code, end_of_log(log_path, LOG_TAIL), progress,
+            witness_host, attempt.gone,
+            self.fleet.called, first_silent_ranks,
         )  # fmt: skip
-        end = end_of(evidence)
-        return end if hang is None else end.by_hang(self.hangs, hang)
+        attempt_end = end_of(attempt_evidence)
+        return attempt_end if hang is None else attempt_end.by_hang(self.hangs, hang)
 
     def _settle(self, attempt: Attempt, end: End) -> RunExit | StartAgain:
         """Act on the end of an attempt, which is journaled already."""
-        number, state, policy = attempt.number, self.journal.state, self.config.stability.policy
+        number, run_state, policy = attempt.number, self.journal.state, self.config.stability.policy
         progress = self.ranks.progress(number)
-        clock = max(state.clock, progress.step or 0 if progress is not None else 0)
-        remedy, skipped = None, list[Range]()
+        clock = max(run_state.clock, progress.step or 0 if progress is not None else 0)
+        remedy, skipped_ranges = None, list[Range]()
         if not end.final and not self.stopping:
             step = end.step if end.cursor is not None else None
-            host = None if state.does_not_fit(end) else end.host
+            host = None if run_state.does_not_fit(end) else end.host
             failure = Failure(end.what, step, host, clock, code=end.code)
-            remedy = after_failure([*state.failures, failure], len(self.fleet.names), policy)
-            judged = end.code == errors.BAD_INPUT and self.has_data
-            if judged and (problem := bad_data(self.config, self.run, lambda: self.stopping)):
-                remedy = Remedy(Action.STOP, Cause.STORAGE, problem)  # another attempt would be refused
+            remedy = after_failure([*run_state.failures, failure], len(self.fleet.names), policy)
+            judge_data = end.code == errors.BAD_INPUT and self.has_data
+            if judge_data and (data_problem := bad_data(self.config, self.run, lambda: self.stopping)):
+                remedy = Remedy(Action.STOP, Cause.STORAGE, data_problem)  # another attempt would be refused
             if remedy.skip:
-                skipped = self._skip(end)  # before it is journaled as done
-        silent = None
+                skipped_ranges = self._skip(end)  # before it is journaled as done
+        silent_seconds = None
         if progress is not None:
-            silent = round(max(0.0, time.time() - progress.time + self.fleet.clock(progress.host)), 1)
-        told = end.model_dump() | ({} if remedy else {"what": ""})
-        self.journal.emit(Ended(attempt=number, clock=clock, silent=silent, skipped=skipped, **told))
+            silent_seconds = round(max(0.0, time.time() - progress.time + self.fleet.clock(progress.host)), 1)
+        end_fields = end.model_dump() | ({} if remedy else {"what": ""})
+        self.journal.emit(
+            Ended(attempt=number, clock=clock, silent=silent_seconds, skipped=skipped_ranges, **end_fields)
+        )
         self.journal.listen()
         if end.code == errors.OK:
             self.incidents.close_all("healed")
@@ -439,70 +448,70 @@ class Supervisor:
             return RunExit(end.code or errors.FAILED, self._advice(number, end))
         if remedy is None:
             # Whatever it was, it ended a run that was to end: the next start finds out whether it comes back.
-            code = errors.NO_SPACE if end.code == errors.NO_SPACE else errors.STOPPED
-            return RunExit(code, f"stopped as asked, but without a new checkpoint: {end.failure}")
-        return self._mend(end, remedy, skipped)
+            exit_code = errors.NO_SPACE if end.code == errors.NO_SPACE else errors.STOPPED
+            return RunExit(exit_code, f"stopped as asked, but without a new checkpoint: {end.failure}")
+        return self._mend(end, remedy, skipped_ranges)
 
     def _mend(self, end: End, remedy: Remedy, skipped: Sequence[Range]) -> RunExit | StartAgain:
         """Start another attempt after a failure, if the policy says so."""
         number = self.journal.state.attempt
         self.say(f"attempt {number} failed: {end.failure}")
         evidence = [log_of(self.run, number), *sorted(folder_of(self.run, number).glob("rank-*"))]
-        state = self.journal.state
-        bars = bars_after(end, remedy, state.bars, self.config.supervise.cool_off, time.time())
-        for host, bar in bars.items():
-            if bar.wholly and self.gathering.can_do_without(host):
+        run_state = self.journal.state
+        host_bars = bars_after(end, remedy, run_state.bars, self.config.supervise.cool_off, time.time())
+        for host, host_bar in host_bars.items():
+            if host_bar.wholly and self.gathering.can_do_without(host):
                 remedy = Remedy(Action.RESTART, Cause.HARDWARE, f"{remedy.reason}, and is left out")
-            if host not in state.newly_left_out:  # by a supervisor that died after that
-                self.gathering.leave_out(host, bar, end.what)
+            if host not in run_state.newly_left_out:  # by a supervisor that died after that
+                self.gathering.leave_out(host, host_bar, end.what)
         self.incidents.act(end, remedy, skipped, [str(path.relative_to(self.run.root)) for path in evidence])
         if remedy.action is Action.STOP:
-            mendable = end.code == errors.NO_SPACE or remedy.cause is Cause.STORAGE
-            code = end.code if mendable and end.code is not None else errors.UNSTABLE
+            is_mendable = end.code == errors.NO_SPACE or remedy.cause is Cause.STORAGE
+            exit_code = end.code if is_mendable and end.code is not None else errors.UNSTABLE
             if remedy.cause is Cause.HARDWARE:
-                code = errors.HOST_GONE
+                exit_code = errors.HOST_GONE
             reason = f"{remedy.reason}. The last failure: {end.failure}. {self._advice(number, end)}"
-            return RunExit(code, reason)
-        delay = pause(self.journal.state.failures, self.config.supervise.backoff_seconds)
+            return RunExit(exit_code, reason)
+        restart_delay = pause(self.journal.state.failures, self.config.supervise.backoff_seconds)
         if end.code == errors.NO_SPACE:
-            delay = max(delay, NO_ROOM)
-        return StartAgain(remedy.reason, delay, told=True)
+            restart_delay = max(restart_delay, NO_ROOM)
+        return StartAgain(remedy.reason, restart_delay, told=True)
 
     def _pause(self, again: StartAgain) -> None:
         """Journal the coming attempt, and wait until it is due."""
-        when = f" in {again.delay:.0f} s" if again.delay else ""
+        when_text = f" in {again.delay:.0f} s" if again.delay else ""
         self.journal.emit(
             Restart(attempt=self.journal.state.attempt, reason=again.reason, delay=again.delay),
-            say=again.told and f"starting again{when}: {again.reason}",
+            say=again.told and f"starting again{when_text}: {again.reason}",
         )
-        until = time.monotonic() + again.delay
-        while time.monotonic() < until and not self.stopping:
+        end_time = time.monotonic() + again.delay
+        while time.monotonic() < end_time and not self.stopping:
             time.sleep(LOOK)
             self._look()
 
     def _advice(self, number: int, end: End) -> str:
-        log = log_of(self.run, number)
+        log_path = log_of(self.run, number)
         if end.code == errors.UNSTABLE:
-            return f"the training gave up: read {self.run.incidents}/index.html and {log}"
-        return f"read {log}"
+            return f"the training gave up: read {self.run.incidents}/index.html and {log_path}"
+        return f"read {log_path}"
 
     def _skip(self, end: End) -> list[Range]:
         """Put the samples of the failed step on the ledger, for the rest of the run."""
         if end.cursor is None:
             return []
-        state = self.journal.state
-        incident = next(iter(state.open), state.number + 1)
-        found = samples_of(self.config, self.run, end, end.cursor, incident)
-        if found.missing:
-            self.journal.insist(lambda: append_all(self.run.skips, found.entries))
-        first, last = found.positions[0], found.positions[-1]
-        self.say(f"  skipped in this and every later epoch: positions {first}-{last}")
-        return ranges_of(found.positions)
+        run_state = self.journal.state
+        incident_number = next(iter(run_state.open), run_state.number + 1)
+        failed_samples = samples_of(self.config, self.run, end, end.cursor, incident_number)
+        if failed_samples.missing:
+            self.journal.insist(lambda: append_entries(self.run.skips, failed_samples.entries))
+        first_position, last_position = failed_samples.positions[0], failed_samples.positions[-1]
+        self.say(f"  skipped in this and every later epoch: positions {first_position}-{last_position}")
+        return ranges_of(failed_samples.positions)
 
     def _complete(self) -> bool:
         """Whether the training is over, and nothing of it is left to mend."""
-        state, done = self.journal.state, whole(read_object(self.run.summary).get("steps")) or 0
-        return done >= self.config.train.steps and not state.under_way and not state.open
+        run_state, done_steps = self.journal.state, whole(read_object(self.run.summary).get("steps")) or 0
+        return done_steps >= self.config.train.steps and not run_state.under_way and not run_state.open
 
     def _asked(self, number: int = signal.SIGTERM, frame: FrameType | None = None) -> None:
         """A signal to this process, or to another one of the run, has asked for a stop."""

@@ -17,11 +17,10 @@ import torch.distributed as dist
 from megastable.base.collectives import agree, first, shared
 from megastable.base.errors import CheckpointError, MegastableError, SpaceError, UnstableError
 from megastable.checkpoint import markers, store
-from megastable.checkpoint.health import CalmSteps
-from megastable.checkpoint.lineage import interrupted
-from megastable.checkpoint.memory_folder import PartFolder
+from megastable.checkpoint.held_points import PartFolder, interrupted
+from megastable.checkpoint.markers import CalmSteps
+from megastable.checkpoint.parts import recover
 from megastable.checkpoint.saving import SaveOutcome, Saver
-from megastable.checkpoint.staging import recover
 from megastable.checkpoint.store import LayoutState, RunState
 from megastable.checkpoint.vitals import Vitals, doubt, judge, loss_change, ratio, size_change, unclear
 from megastable.checkpoint.whole import load_into, run_of
@@ -54,8 +53,8 @@ class Checkpoints:
     measures those of the engine's state, after a step. lineage: of these processes.
 
     last: the step of the newest one that counts, -1 if none. rejected: damaged ones passed over at the start, with the
-    reason; passed: good ones that have read samples deferred since. ill: the step of a state that could not be saved
-    because it is not finite.
+    reason; passed: good ones that have read samples deferred since. nonfinite_step: of a state that could
+    not be saved because it is not finite.
     """
 
     def __init__(
@@ -77,7 +76,7 @@ class Checkpoints:
         self.last = -1
         self.rejected: dict[str, str] = {}
         self.passed: set[str] = set()
-        self.ill: int | None = None
+        self.nonfinite_step: int | None = None
         self.changes: dict[str, float] = {}  # rounding of the loaded state since it was saved
         self._last_begun = time.monotonic()  # the last save, or these processes' training from one
         self._moved: dict[str, str] = {}  # as saved, but with other losses here: passed over, with the reason
@@ -89,33 +88,38 @@ class Checkpoints:
         """The newest good one that the run may resume from; None in a new run. has_read: whether one has read samples
         deferred since then: such a one is taken only if there is no other good one."""
         self.settle_leftovers()
-        convicted = first(self._convicted)
-        unfit = convicted | self._moved
-        behind = first(lambda: self._of_which(has_read)) - unfit.keys()
-        found, rejected = store.newest_good(self.folder, unfit | dict.fromkeys(behind, ""))
-        self.passed = behind & rejected.keys()
-        if found is None and behind:
-            found, damaged = store.newest_good(self.folder, unfit)
-            rejected, self.passed = rejected | damaged, set()
-        told, self.rejected = self.rejected, {name: problem for name, problem in rejected.items() if problem}
-        for name, problem in self.rejected.items() - told.items():
-            event = CheckpointRejected(name=name, problem=problem)
-            self.log.emit(event, say=f"passed over a damaged checkpoint: {problem}")
-        if found is None and self.rejected:
-            raise shared(CheckpointError(self._nothing_left(convicted)))
-        return found
+        bad_names = first(self._convicted)
+        unfit_names = bad_names | self._moved
+        behind_names = first(lambda: self._of_which(has_read)) - unfit_names.keys()
+        newest_good, rejected_names = store.newest_good(
+            self.folder, unfit_names | dict.fromkeys(behind_names, "")
+        )
+        self.passed = behind_names & rejected_names.keys()
+        if newest_good is None and behind_names:
+            newest_good, damaged_names = store.newest_good(self.folder, unfit_names)
+            rejected_names, self.passed = rejected_names | damaged_names, set()
+        told_before = self.rejected
+        self.rejected = {
+            name: rejection_reason for name, rejection_reason in rejected_names.items() if rejection_reason
+        }
+        for name, rejection_reason in self.rejected.items() - told_before.items():
+            rejected_event = CheckpointRejected(name=name, problem=rejection_reason)
+            self.log.emit(rejected_event, say=f"passed over a damaged checkpoint: {rejection_reason}")
+        if newest_good is None and self.rejected:
+            raise shared(CheckpointError(self._nothing_left(bad_names)))
+        return newest_good
 
     def settle_leftovers(self) -> None:
         """Finish what the last process left undone: saves, and rewinds."""
         first(self._clean)
         if self.config.staging is not None:
             self._recover(PartFolder(self.config.staging, self.run.root))
-        before, rolled_back = first(self.run.handed_over), first(self.run.rolled_back)
+        handover_step, rolled_back = first(self.run.handed_over), first(self.run.rolled_back)
         if rolled_back is not None:
             first(lambda: self._go_behind(*rolled_back))
-        elif before is not None:
-            self.log.say(f"the last process asked for a checkpoint from before step {before}")
-            first(lambda: self._only_before(before))
+        elif handover_step is not None:
+            self.log.say(f"the last process asked for a checkpoint from before step {handover_step}")
+            first(lambda: self._only_before(handover_step))
         elif cut_short := first(
             lambda: interrupted(self.run.events(Training, IncidentEvent, CheckpointSaved))
         ):
@@ -126,34 +130,34 @@ class Checkpoints:
         of those that were. Collective."""
 
         def look() -> tuple[int, list[int]]:
-            convicted = {int(name.removeprefix("step-")) for name in self._convicted()}
-            return max(set(self._steps()) - convicted, default=-1), sorted(convicted)
+            bad_steps = {int(name.removeprefix("step-")) for name in self._convicted()}
+            return max(set(self._steps()) - bad_steps, default=-1), sorted(bad_steps)
 
         return first(look)
 
     def _of_which(self, true: Callable[[RunState], bool]) -> set[str]:
         """Names of those whose state meets the condition; not of unreadable ones, which are damaged."""
-        found = set[str]()
-        for path in self._paths():
+        found_names = set[str]()
+        for checkpoint_path in self._paths():
             with suppress(CheckpointError):
-                if true(store.read_state(path)):
-                    found.add(path.name)
-        return found
+                if true(store.read_state(checkpoint_path)):
+                    found_names.add(checkpoint_path.name)
+        return found_names
 
     def _paths(self) -> list[Path]:
         return store.newest_first(self.folder)
 
     def _nothing_left(self, convicted: Collection[str]) -> str:
         """The reason why the run cannot begin."""
-        count = len(self.rejected)
-        told = f"{self.folder}: none of its {count} checkpoints can be used; see the lines above."
+        rejected_count = len(self.rejected)
+        told = f"{self.folder}: none of its {rejected_count} checkpoints can be used; see the lines above."
         if self._moved:
             return (
                 f"{told} Weights and moments of {len(self._moved)} of them are as large as when they were saved, but "
                 f"compute other losses here: {self._look()}"
             )
-        accept = f", or accept one: {self._accept(convicted)}" if convicted else ""
-        return f"{told} Restore one{accept}, or start again with another run.dir"
+        accept_advice = f", or accept one: {self._accept(convicted)}" if convicted else ""
+        return f"{told} Restore one{accept_advice}, or start again with another run.dir"
 
     def _look(self) -> str:
         """Advice for a person whose checkpoint, or machine, computes other losses."""
@@ -163,8 +167,8 @@ class Checkpoints:
         )
 
     def _accept(self, names: Collection[str]) -> str:
-        newest = max((self.folder / name for name in names), key=store.step_of)
-        return f"megastable checkpoint accept {newest}"
+        newest_path = max((self.folder / name for name in names), key=store.step_of)
+        return f"megastable checkpoint accept {newest_path}"
 
     def _convicted(self) -> dict[str, str]:
         """Names of those that a run has convicted, with the reason."""
@@ -200,40 +204,43 @@ class Checkpoints:
         CheckpointError if an earlier one has other losses here, and it cannot be told whether that checkpoint or this
         machine is to blame.
         """
-        now = self.vitals(saved.step)
-        bf16 = self.engine.flat_state().moments is torch.bfloat16
-        kept = saved.vitals
-        optimizer = self.engine.config.optimizer
-        betas = optimizer.betas, *first(lambda: self._betas(found))
-        most = ratio(*betas) if optimizer.name in AVERAGES else math.inf
-        verdict = judge(kept, now, bf16, self.config.vitals, most)
+        current_vitals = self.vitals(saved.step)
+        bf16_moments = self.engine.flat_state().moments is torch.bfloat16
+        saved_vitals = saved.vitals
+        optimizer_config = self.engine.config.optimizer
+        all_betas = optimizer_config.betas, *first(lambda: self._betas(found))
+        moment_ratio = ratio(*all_betas) if optimizer_config.name in AVERAGES else math.inf
+        vitals_verdict = judge(saved_vitals, current_vitals, bf16_moments, self.config.vitals, moment_ratio)
         self.changes = (
             {}
-            if kept is None
-            else {"sizes": size_change(kept.sizes, now.sizes), "losses": loss_change(kept, now)}
+            if saved_vitals is None
+            else {
+                "sizes": size_change(saved_vitals.sizes, current_vitals.sizes),
+                "losses": loss_change(saved_vitals, current_vitals),
+            }
         )
-        asked = bool(verdict.problem or self._moved)
-        ruling = first(lambda: markers.accepted(found)) if asked else None
-        if verdict.problem and ruling is not None:
-            why = ruling.reason or "no reason given"
+        asks_person = bool(vitals_verdict.problem or self._moved)
+        acceptance_ruling = first(lambda: markers.accepted(found)) if asks_person else None
+        if vitals_verdict.problem and acceptance_ruling is not None:
+            accept_reason = acceptance_ruling.reason or "no reason given"
             self.log.emit(
-                Warned(step=saved.step, text=f"{found.name}: {verdict.problem}; accepted by a person"),
-                say=f"WARNING: {found}: {verdict.problem}; a person accepts it: {why}",
+                Warned(step=saved.step, text=f"{found.name}: {vitals_verdict.problem}; accepted by a person"),
+                say=f"WARNING: {found}: {vitals_verdict.problem}; a person accepts it: {accept_reason}",
             )
-        elif verdict.problem:
-            what = (
+        elif vitals_verdict.problem:
+            problem_kind = (
                 "its checksums are right, its content is not"
-                if verdict.content
+                if vitals_verdict.content
                 else "its content is as large as it was, what it computes is not as it was"
             )
-            problem = f"{found}: {what}: {verdict.problem}"
-            if verdict.content:
+            problem = f"{found}: {problem_kind}: {vitals_verdict.problem}"
+            if vitals_verdict.content:
                 first(lambda: markers.convict(found, problem))
             else:  # of the checkpoint or of this machine: the previous one decides
                 self._moved[found.name] = problem
             return False
-        doubtful = unclear(kept, now, self.config.vitals) if self._moved else ""
-        if doubtful and ruling is None:
+        doubtful = unclear(saved_vitals, current_vitals, self.config.vitals) if self._moved else ""
+        if doubtful and acceptance_ruling is None:
             names = ", ".join(self._moved)
             raise shared(
                 CheckpointError(
@@ -244,45 +251,45 @@ class Checkpoints:
             )
         # One that a person accepted may be wrong itself, and convicts no other by being loaded.
         for name, problem in self._moved.items() if not doubtful else ():
-            path = self.folder / name
-            first(lambda path=path, problem=problem: markers.convict(path, problem))  # type: ignore[misc]
+            checkpoint_path = self.folder / name
+            first(lambda path=checkpoint_path, problem=problem: markers.convict(path, problem))  # type: ignore[misc]
         for name in self.rejected if dist.get_rank() == 0 else ():
             store.set_aside(self.folder / name)
         if self.passed:
-            reason = f"it has read samples that {self.run.blends.name} puts off since then"
+            passed_reason = f"it has read samples that {self.run.blends.name} puts off since then"
             for name in first(lambda: store.set_aside_newer(self.folder, saved.step, forget=False)):
-                event = CheckpointSuspect(name=name, reason=reason)
-                self.log.emit(event, say=f"passed over {name}: {reason}")
+                suspect_event = CheckpointSuspect(name=name, reason=passed_reason)
+                self.log.emit(suspect_event, say=f"passed over {name}: {passed_reason}")
         return True
 
     def _betas(self, found: Path) -> list[tuple[float, float]]:
         """Adam's betas when `found` was saved, and all that people have set live, which moments forget slowly; none of
         what cannot be read, which nothing else here needs."""
-        betas = list[tuple[float, float]]()
+        all_betas = list[tuple[float, float]]()
         with suppress(MegastableError):
-            betas.append(run_of(found).optimizer.betas)
+            all_betas.append(run_of(found).optimizer.betas)
         with suppress(MegastableError, TypeError, ValueError):
-            for change in changes_of(self.run.journal):
-                for values in (change.old, change.new):
-                    if "optimizer.betas" in values:
-                        one, two = map(float, values["optimizer.betas"])
-                        betas.append((one, two))
-        return betas
+            for live_change in changes_of(self.run.journal):
+                for change_values in (live_change.old, live_change.new):
+                    if "optimizer.betas" in change_values:
+                        beta1, beta2 = map(float, change_values["optimizer.betas"])
+                        all_betas.append((beta1, beta2))
+        return all_betas
 
     def begin(self, state: RunState, saved: bool = True) -> None:
         """Training continues from `state`; saved: of which there is a checkpoint, or nothing to save."""
         step = state.step
         self.last = max(self.last, step) if saved else first(lambda: max(self._steps(), default=-1))
         # Without this, a run that is often resumed from memory would never be due by time.
-        unsaved = 0.0 if saved else first(lambda: self._count_unsaved(state))
-        self._last_begun = time.monotonic() - unsaved
+        unsaved_seconds = 0.0 if saved else first(lambda: self._count_unsaved(state))
+        self._last_begun = time.monotonic() - unsaved_seconds
         self.trend.resumed(step, first(self._unproven))
 
     def _count_unsaved(self, state: RunState) -> float:
         """Seconds of training up to `state` since the newest checkpoint that can be read; all without one."""
-        for path in store.newest_first(self.folder):
+        for checkpoint_path in store.newest_first(self.folder):
             with suppress(CheckpointError):
-                return max(0.0, state.seconds - store.read_state(path).seconds)
+                return max(0.0, state.seconds - store.read_state(checkpoint_path).seconds)
         return state.seconds
 
     def prepare(self) -> None:
@@ -292,8 +299,8 @@ class Checkpoints:
             self._say_note()
 
     def _say_note(self) -> None:
-        if note := self.saver.take_note():
-            self.log.say(note)
+        if saver_note := self.saver.take_note():
+            self.log.say(saver_note)
 
     def _clean(self) -> None:
         try:
@@ -302,13 +309,13 @@ class Checkpoints:
             raise SpaceError(f"{self.folder} cannot be written to: {error}") from None
 
     def _recover(self, staging: PartFolder) -> None:
-        if (found := recover(staging, self.folder, self._model, first(self._lineages))) is None:
+        if (recovered_save := recover(staging, self.folder, self._model, first(self._lineages))) is None:
             return
-        step, problem = found
-        what = problem or f"brought over from the local disks to {self.folder}"
+        step, problem = recovered_save
+        recovery_text = problem or f"brought over from the local disks to {self.folder}"
         self.log.emit(
             CheckpointRecovered(step=step, problem=problem),
-            say=f"the checkpoint of step {step}, which was not uploaded yet: {what}",
+            say=f"the checkpoint of step {step}, which was not uploaded yet: {recovery_text}",
         )
 
     def _lineages(self) -> list[str]:
@@ -327,12 +334,12 @@ class Checkpoints:
                 f"are later (from step {min(steps)} on): restore one, or accept the oldest by removing the line with "
                 f'"event": "handover" at the end of {self.run.journal}'
             )
-        healthy = [step for step in steps if step < before and self._is_healthy(step)]
-        if steps and not healthy:
+        healthy_steps = [step for step in steps if step < before and self._is_healthy(step)]
+        if steps and not healthy_steps:
             self.log.say(
                 "none of the checkpoints from before it has proved healthy yet: the newest of them is taken"
             )
-        store.set_aside_newer(self.folder, max(healthy, default=before - 1))
+        store.set_aside_newer(self.folder, max(healthy_steps, default=before - 1))
 
     def _go_behind(self, number: int, step: int, moment: float) -> None:
         """Put aside what a rollback that was killed had not put aside yet, but nothing that a person has accepted
@@ -345,14 +352,14 @@ class Checkpoints:
 
     def _leave_behind(self, undone: int, since: set[str]) -> None:
         """Put aside checkpoints that a rewind had undone when the process died, if others remain."""
-        names = {step: store.name_of(step) for step in self._steps()}
-        if any(step < undone or name in since for step, name in names.items()):
+        name_by_step = {step: store.name_of(step) for step in self._steps()}
+        if any(step < undone or name in since for step, name in name_by_step.items()):
             for name in store.set_aside_newer(self.folder, undone - 1, since):
-                why = f"an incident undid step {undone} and what came after"
-                self.log.emit(CheckpointSuspect(name=name, reason=why))
+                undo_reason = f"an incident undid step {undone} and what came after"
+                self.log.emit(CheckpointSuspect(name=name, reason=undo_reason))
 
     def _steps(self) -> list[int]:
-        return [store.step_of(path) for path in store.newest_first(self.folder)]
+        return [store.step_of(checkpoint_path) for checkpoint_path in store.newest_first(self.folder)]
 
     def _is_healthy(self, step: int) -> bool:
         return markers.healthy(self.folder / store.name_of(step)) is not None
@@ -363,10 +370,10 @@ class Checkpoints:
 
     def _is_doubted(self, step: int) -> bool:
         try:
-            vitals = store.read_state(self.folder / store.name_of(step)).vitals
+            saved_vitals = store.read_state(self.folder / store.name_of(step)).vitals
         except CheckpointError:
             return False  # damaged: passed over anyway
-        return vitals is not None and bool(vitals.doubt)
+        return saved_vitals is not None and bool(saved_vitals.doubt)
 
     # During training
 
@@ -378,52 +385,52 @@ class Checkpoints:
 
     def is_due(self, step: int, sums: Sequence[float]) -> bool:
         """Whether a checkpoint of `step` follows, on all ranks alike. sums: of `ballot`."""
-        steps = self.config.steps_between
-        return bool(sums[0]) or (steps > 0 and step % steps == 0)
+        step_interval = self.config.steps_between
+        return bool(sums[0]) or (step_interval > 0 and step % step_interval == 0)
 
     def save(self, state: RunState, wait: bool = False) -> bool:
-        """Begin to save; wait: until it is committed. False if there will be no checkpoint of this state. Leaving an
-        ill state is up to the caller (`ill`); with `wait`, UnstableError is raised."""
+        """Begin to save; wait: until it is committed. False if there will be no checkpoint of this state. Leaving a
+        state that is not finite is up to the caller (`nonfinite_step`); with `wait`, UnstableError is raised."""
         self.settle()
         self._last_begun = time.monotonic()
-        if self.ill is None:
+        if self.nonfinite_step is None:
             self._examine(state)
             self.saver.begin(state)
             self._say_note()
             if wait or not self.saver.asynchronous:
                 self.settle()
-        if wait and self.ill is not None:
+        if wait and self.nonfinite_step is not None:
             raise self.unstable()
         return self.saver.pending == state.step or self.last == state.step
 
     def _examine(self, state: RunState) -> None:
         """Measure the vitals that the checkpoint of `state` remembers. The steps wait for this: taken before the copy,
         they reveal a bad copy."""
-        before, now = state.vitals, self.vitals(state.step)
-        if before is not None and before.doubt:
-            before = None  # no baseline
-        reason = doubt(now, before, state.recent_losses, self.config.vitals)
+        vitals_before, current_vitals = state.vitals, self.vitals(state.step)
+        if vitals_before is not None and vitals_before.doubt:
+            vitals_before = None  # no baseline
+        doubt_reason = doubt(current_vitals, vitals_before, state.recent_losses, self.config.vitals)
         self._doubted.discard(state.step)
-        if reason:
+        if doubt_reason:
             self._doubted.add(state.step)
-            text = f"the checkpoint of step {state.step} will not count as healthy: {reason}"
-            self.log.emit(Warned(step=state.step, text=text), say=True)
-        state.vitals = now.model_copy(update={"doubt": reason})
+            warning_text = f"the checkpoint of step {state.step} will not count as healthy: {doubt_reason}"
+            self.log.emit(Warned(step=state.step, text=warning_text), say=True)
+        state.vitals = current_vitals.model_copy(update={"doubt": doubt_reason})
 
     def finish(self) -> None:
         """Wait for a save in progress. Raises SpaceError, UnstableError."""
         self.settle()
-        if self.ill is not None:
+        if self.nonfinite_step is not None:
             raise self.unstable()
 
     def settle(self) -> None:
-        """As `finish`, but an ill state is handled elsewhere. Raises SpaceError."""
+        """As `finish`, but a state that is not finite is handled elsewhere. Raises SpaceError."""
         self.phase("checkpoint")
         self._stands(self.saver.finish())
 
     def stepped(self, step: int, calm: bool, sums: Sequence[float]) -> None:
         """After every step: has a save been committed, has one proved healthy? calm: the step was on trend;
-        sums: of `saver.ballot`. Afterwards `ill` says whether a state was not finite."""
+        sums: of `saver.ballot`. Afterwards `nonfinite_step` says whether a state was not finite."""
         self.heard(sums)
         self._mark(self.trend.step(step, calm), step)
 
@@ -434,30 +441,30 @@ class Checkpoints:
     def back_to(self, state: RunState) -> None:
         """The run was rewound: later ones no longer count; if there are no others, the current state is saved first."""
         self.phase("checkpoint")
-        step, outcome = state.step, self.saver.finish()
+        step, save_outcome = state.step, self.saver.finish()
         self.trend.back_to(step)
-        if outcome is not None and outcome.step <= step:
+        if save_outcome is not None and save_outcome.step <= step:
             # One of a later step is put aside below, not counted.
-            self._stands(outcome)
-        self.ill = None
-        steps = first(self._steps)
-        kept = max((saved for saved in steps if saved <= step), default=None)
-        if kept is None and steps:
+            self._stands(save_outcome)
+        self.nonfinite_step = None
+        saved_steps = first(self._steps)
+        kept_step = max((saved_step for saved_step in saved_steps if saved_step <= step), default=None)
+        if kept_step is None and saved_steps:
             if not self.save(state, wait=True):
                 self.last = -1
                 return  # a suspect one is better than none
-            kept = step
+            kept_step = step
         for name in first(lambda: store.set_aside_newer(self.folder, step)):
-            reason = f"written after step {step}, which was returned to"
-            self.log.emit(CheckpointSuspect(name=name, reason=reason))
-        self.last = -1 if kept is None else kept
+            suspect_reason = f"written after step {step}, which was returned to"
+            self.log.emit(CheckpointSuspect(name=name, reason=suspect_reason))
+        self.last = -1 if kept_step is None else kept_step
 
     def unstable(self) -> UnstableError:
         """The error to raise if a non-finite state cannot be left. A checkpoint of it would push out a good one, and
         every later update is refused anyway."""
-        self.log.emit(Unstable(step=self.ill))
+        self.log.emit(Unstable(step=self.nonfinite_step))
         error = UnstableError(
-            f"step {self.ill}: weights or moments are not finite, so there is no checkpoint of it. Those in "
+            f"step {self.nonfinite_step}: weights or moments are not finite, so there is no checkpoint of it. Those in "
             f"{self.folder} are from before: start again to go on from the newest; if it recurs, lower optimizer.lr "
             "or skip the data"
         )
@@ -496,7 +503,7 @@ class Checkpoints:
             say=goes_on and f"WARNING: {message}; training goes on (checkpoint.on_failure=continue)",
         )
         if not outcome.finite:
-            self.ill = step
+            self.nonfinite_step = step
         elif not goes_on:
             raise shared(
                 SpaceError(f"{message}. Make room and start again, or set checkpoint.on_failure=continue")
@@ -505,12 +512,12 @@ class Checkpoints:
     def _mark(self, steps: list[int], now: int) -> None:
         """Mark those of `steps` as healthy."""
         for step in steps if dist.get_rank() == 0 else ():
-            path = self.folder / store.name_of(step)
-            if not path.exists():
+            checkpoint_path = self.folder / store.name_of(step)
+            if not checkpoint_path.exists():
                 continue  # it made room for newer ones before
             try:
-                markers.mark_healthy(path, now, self.trend.after)
+                markers.mark_healthy(checkpoint_path, now, self.trend.after)
             except CheckpointError as error:
                 self.log.say(f"WARNING: {error}")
             else:
-                self.log.emit(CheckpointHealthy(step=now, name=path.name))
+                self.log.emit(CheckpointHealthy(step=now, name=checkpoint_path.name))

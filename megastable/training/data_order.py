@@ -1,32 +1,41 @@
-"""Settles the order of the training data at the start of a run: blends, exchanges, skips. Collective."""
+"""Settles the order of the training data at the start of a run (blends, exchanges, skips), and feeds the loop with its
+global batches. Collective."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Mapping
 from pathlib import Path
 
+from megastable.base import activity
 from megastable.base.collectives import agree, first, shared
 from megastable.base.errors import CheckpointError
 from megastable.base.text import plural
 from megastable.checkpoint.store import RunState
 from megastable.config.tree import RunConfig
 from megastable.data.blends import BlendEntry, ExchangeEntry, Line, moved_skips
-from megastable.data.corpora import Corpora, open_corpora
-from megastable.data.coverage import describe_epochs, find_warnings
+from megastable.data.corpora import Corpora, describe_epochs, find_warnings, open_corpora
+from megastable.data.loader import Loader, Step
 from megastable.data.order import BLOCK
-from megastable.data.skip_ledger import Ledger, append, append_all
-from megastable.data.skipping import Skipping
+from megastable.data.run_ledgers import Skipping
+from megastable.data.skip_ledger import Ledger, append_entries, append_entry
 from megastable.data.skips import Selection
 from megastable.data.source import Source
 from megastable.run.directory import RunDirectory
 from megastable.run.events.data_events import (
+    BatchChanged,
     BlendChanged,
     ExchangesUndone,
+    LengthChanged,
+    MixChanged,
     OrderChanged,
     SkipsForeign,
+    SkipsRead,
     SkipsRefused,
 )
 from megastable.run.events.training_events import Warned
 from megastable.run.log import RunLog
+from megastable.training.heartbeat import Heartbeat
 
 
 class DataOrder:
@@ -72,75 +81,81 @@ class DataOrder:
         """
         if not saved.cursor:
             return []
-        known = self.corpora.known_by(saved.order_fingerprint, saved.cursor)
-        return None if known is None else self.corpora.exchanges[known:]
+        known_lines = self.corpora.known_by(saved.order_fingerprint, saved.cursor)
+        return None if known_lines is None else self.corpora.exchanges[known_lines:]
 
     def undo(self, later: list[ExchangeEntry], saved: RunState, found: Path) -> None:
         """Continue in the order that the checkpoint `found` knew."""
-        corpora, name = self.corpora, self.run.blends.name
+        corpora, ledger_name = self.corpora, self.run.blends.name
         reason = f"{found.name} has read these samples already, and no good checkpoint has not"
         undone = [entry.undone(reason, saved.step) for entry in reversed(later)]
-        first(lambda: append_all(self.run.blends, undone))
+        first(lambda: append_entries(self.run.blends, undone))
         lines: list[Line] = [*corpora.blends, *corpora.exchanges, *undone]
         self.corpora = agree(lambda: self._open(lines))
         self.log.emit(
             ExchangesUndone(step=saved.step, lines=len(undone), reason=reason),
-            say=f"note: {reason}: {plural(len(undone), 'line')} of {name} that put them off are undone",
+            say=f"note: {reason}: {plural(len(undone), 'line')} of {ledger_name} that put them off are undone",
         )
 
     def accept_another(self, saved: RunState, found: Path) -> None:
         """The checkpoint `found` knew a different order. Raises CheckpointError unless the recipe accepts that."""
-        message = (
+        change_message = (
             f"{found}: the data is not what it was when this checkpoint was written: a manifest, seed or sequence "
             "length of data.corpora changed, so positions mean other samples now"
         )
         if not self.config.data.accept_changed_manifest:
             raise shared(
                 CheckpointError(
-                    f"{message}. Restore the old corpora, or say data.accept_changed_manifest=true to go on "
+                    f"{change_message}. Restore the old corpora, or say data.accept_changed_manifest=true to go on "
                     "with the new order"
                 )
             )
         self.anew = True
-        old, new = saved.order_fingerprint, self.corpora.order_fingerprint
-        self.log.emit(OrderChanged(old=old, new=new), say=f"note: {message}")
+        old_order, new_order = saved.order_fingerprint, self.corpora.order_fingerprint
+        self.log.emit(OrderChanged(old=old_order, new=new_order), say=f"note: {change_message}")
 
     # Ledgers and journal
 
     def follow_blend(self, state: RunState) -> None:
         """Write down the blend, from the first block that has not been read yet."""
         corpora = self.corpora
-        begins = self.anew or not corpora.blends
+        is_first = self.anew or not corpora.blends
         # Before the first step, the corpora may have changed, too.
-        others = not state.step and corpora.blends and corpora.blends[-1].corpora != corpora.shares
-        if not begins and not others and not corpora.reblended:
+        has_changed = not state.step and corpora.blends and corpora.blends[-1].corpora != corpora.shares
+        if not is_first and not has_changed and not corpora.reblended:
             return
-        position = 0 if begins else -(-state.cursor // BLOCK) * BLOCK
+        position = 0 if is_first else -(-state.cursor // BLOCK) * BLOCK
         entry = BlendEntry(position=position, corpora=corpora.shares, step=state.step)
         blends: list[Line] = [*corpora.blends, *corpora.exchanges, entry]
         self.corpora = agree(lambda: self._open(blends))
         # The blend last: after a crash in between, a restart repeats both.
-        moved = 0 if begins else first(lambda: self._move_skips(corpora, position))
-        first(lambda: append(self.run.blends, entry))
-        if begins or not corpora.reblended:
+        moved_samples = 0 if is_first else first(lambda: self._move_skips(corpora, position))
+        first(lambda: append_entry(self.run.blends, entry))
+        if is_first or not corpora.reblended:
             return
-        old, new = corpora.blends[-1].weights, entry.weights
+        old_weights, new_weights = corpora.blends[-1].weights, entry.weights
         self.log.emit(
-            BlendChanged(step=state.step, position=position, old=old, new=new, skips_moved=moved),
-            say=f"the blend changes at position {position:,}, this is {state.cursor:,}: {old} -> {new}",
+            BlendChanged(
+                step=state.step,
+                position=position,
+                old=old_weights,
+                new=new_weights,
+                skips_moved=moved_samples,
+            ),
+            say=f"the blend changes at position {position:,}, this is {state.cursor:,}: {old_weights} -> {new_weights}",
         )
-        if moved:
+        if moved_samples:
             self.log.say(
-                f"{plural(moved, 'sample')} that the skip ledger names behind it: named where they are now"
+                f"{plural(moved_samples, 'sample')} that the skip ledger names behind it: named where they are now"
             )
 
     def _move_skips(self, before: Corpora, position: int) -> int:
         """Also skip the ledger's samples at their positions in the new blend; returns how many."""
-        entries = self._ledger().by_position.entries
-        new, since = self.source.order, before.blends[-1].time
-        moved = moved_skips(entries, before.train.order, new, position, since)
-        append_all(self.run.skips, moved)
-        return sum(entry.end - entry.first for entry in moved)
+        position_entries = self._ledger().by_position.entries
+        new_order, blend_time = self.source.order, before.blends[-1].time
+        moved_entries = moved_skips(position_entries, before.train.order, new_order, position, blend_time)
+        append_entries(self.run.skips, moved_entries)
+        return sum(entry.end - entry.first for entry in moved_entries)
 
     def _ledger(self) -> Ledger:
         return Ledger.read(self.run.skips, None if self.strict else [])
@@ -148,28 +163,29 @@ class DataOrder:
     def warn_of_foreign(self, step: int) -> None:
         """Warn, once per run, about corpora in the skip ledger that do not match any of this run: their content has
         changed, or the ledger is another run's."""
-        foreign, length = self.skipping.foreign(self.source.order), self.config.model.sequence_length
-        if foreign and self._told_foreign is None:
-            events = first(lambda: [e.get("fingerprint") for e in self.run.events(SkipsForeign)])
-            self._told_foreign = set(map(str, events))
-        for (corpus, fingerprint), tokens in foreign.items():
-            if fingerprint in (told := self._told_foreign or set()):
+        foreign_tokens = self.skipping.foreign(self.source.order)
+        sequence_length = self.config.model.sequence_length
+        if foreign_tokens and self._told_foreign is None:
+            told_fingerprints = first(lambda: [e.get("fingerprint") for e in self.run.events(SkipsForeign)])
+            self._told_foreign = set(map(str, told_fingerprints))
+        for (corpus, fingerprint), tokens in foreign_tokens.items():
+            if fingerprint in (told_foreign := self._told_foreign or set()):
                 continue
-            told.add(fingerprint)
+            told_foreign.add(fingerprint)
             self.log.emit(
                 SkipsForeign(step=step, corpus=corpus, fingerprint=fingerprint, tokens=tokens),
                 say=f"WARNING: {self.run.skips.name} names {tokens:,} tokens "
-                f"({plural(-(-tokens // length), 'sample')}) of corpus {corpus} with fingerprint "
+                f"({plural(-(-tokens // sequence_length), 'sample')}) of corpus {corpus} with fingerprint "
                 f"{fingerprint[:12]}..., which this run does not use: they are not skipped",
             )
 
     def tell_of_coverage(self) -> None:
         """Say how often the run reads each corpus, and what of that is probably not meant."""
-        c = self.config
-        samples = c.batches.reach(0, c.train.steps)
-        self.log.say(describe_epochs(self.source, samples))
-        for text in find_warnings(self.corpora, samples, bool(c.train.eval_samples)):
-            self.log.say(f"WARNING: {text}")
+        run_config = self.config
+        sample_count = run_config.batches.reach(0, run_config.train.steps)
+        self.log.say(describe_epochs(self.source, sample_count))
+        for warning_text in find_warnings(self.corpora, sample_count, bool(run_config.train.eval_samples)):
+            self.log.say(f"WARNING: {warning_text}")
 
     def tell_of_validation(self, step: int) -> None:
         """Warn about corpora that were taken out, and whose validation loss is missing from here on."""
@@ -182,10 +198,58 @@ class DataOrder:
 
     def usable(self, step: int) -> Selection:
         """As `selection`, but during a run, which a malformed line does not end."""
-        wanted, odd = self.skipping.usable(self.source.order)
-        for problem in odd:
+        wanted_samples, odd_lines = self.skipping.usable(self.source.order)
+        for problem in odd_lines:
             self.log.emit(
                 SkipsRefused(step=step, problem=problem),
                 say=f"WARNING: {problem}. Training goes on without that line",
             )
-        return wanted
+        return wanted_samples
+
+
+class Feed:
+    """loader: of the order's samples, from the run's cursor on. waited: seconds for the last batch."""
+
+    def __init__(self, order: DataOrder, loader: Loader, heart: Heartbeat) -> None:
+        self.order, self.loader, self.heart = order, loader, heart
+        self.waited = 0.0
+
+    def next(self) -> Step:
+        """The next global batch, with this rank's part of it."""
+        activity.enter(activity.DATA)
+        begin_time = time.perf_counter()
+        global_batch = next(self.loader)
+        self.waited = time.perf_counter() - begin_time
+        return global_batch
+
+    def mix(self, batch: Step) -> dict[str, float]:
+        """The share of each corpus in the last sample's block; empty if unknown."""
+        sample_selection = self.loader.skips
+        return sample_selection.mix(batch.next - 1) if isinstance(sample_selection, Selection) else {}
+
+    def tell_changes(self, state: RunState, batch: Step, mix: Mapping[str, float]) -> bool:
+        """Journal what changes on purpose at the step after `state`. Whether losses have another level from there on:
+        with another mix, or with the same text in other pieces."""
+        step, size, log = state.step + 1, batch.positions.size, self.order.log
+        mixed, cut = bool(state.mix) and mix != state.mix, bool(state.piece) and batch.piece != state.piece
+        if mixed:
+            log.emit(MixChanged(step=step, old=state.mix, new=mix), say=True)
+        if cut:
+            event = LengthChanged(step=step, position=batch.first, old=state.piece, new=batch.piece)
+            log.emit(event, say=True)
+        if state.batch and size != state.batch:
+            log.emit(BatchChanged(step=step, position=batch.first, old=state.batch, new=size), say=True)
+        return mixed or cut
+
+    def read_ledger(self, step: int, cursor: int) -> None:
+        """The skip ledger has new lines: continue at `cursor` without the samples they name. Collective."""
+        first(self.heart.skips.begin_to_read)
+        wanted_samples = self.order.usable(step)
+        lines_before = self.loader.skips.lines if isinstance(self.loader.skips, Selection) else 0
+        self.loader.go_to(cursor, wanted_samples)
+        self.order.warn_of_foreign(step)
+        if (new_lines := wanted_samples.lines - lines_before) > 0:
+            self.order.log.emit(
+                SkipsRead(step=step, cursor=cursor, entries=new_lines),
+                say=f"step {step}: {plural(new_lines, 'new line')} in {self.order.run.skips.name}: skipped from now on",
+            )

@@ -23,7 +23,7 @@ from torch.distributed import DistError
 
 from megastable.base import activity
 from megastable.base.errors import SUPERSEDED, MegastableError, code_of
-from megastable.base.installation import package_folders
+from megastable.base.process import package_folders
 from megastable.checkpoint.store import RunState
 from megastable.run import directory
 from megastable.run.directory import RunDirectory
@@ -53,13 +53,13 @@ class WatchedFile:
     def _state(self) -> tuple[int, int] | None:
         try:
             # Opened, as a network file system may answer `stat` from a cache up to a minute old.
-            with self.path.open("rb") as file:
-                found = os.fstat(file.fileno())
+            with self.path.open("rb") as opened_file:
+                file_stat = os.fstat(opened_file.fileno())
         except PermissionError:
             return (-1, 0) if self.denials else None
         except OSError:
             return None
-        return found.st_size, found.st_mtime_ns
+        return file_stat.st_size, file_stat.st_mtime_ns
 
 
 class Heartbeat:
@@ -121,26 +121,26 @@ class Heartbeat:
         """Measurements of the step that led to `state`, which is over: fields of `Progress`."""
         activity.end(numbers["seconds"])
         # Where the run stands is said later: the guard may still take the step back, or an evaluation begin.
-        measured = {"measured_step": state.step, "measured_cursor": state.cursor}
-        self._facts |= {**numbers, **measured, "stepped": round(time.time(), 3)}
+        measured_place = {"measured_step": state.step, "measured_cursor": state.cursor}
+        self._facts |= {**numbers, **measured_place, "stepped": round(time.time(), 3)}
         self._dirty = True
 
     def _report(self) -> None:
         with contextlib.suppress(OSError):  # a full disk: the journal has what matters
             self._dirty = False
             # Not synced: of no use after a power cut.
-            temporary = self.run.progress.with_name(f".{self.run.progress.name}.tmp")
-            temporary.write_text(directory.as_json({**self._facts, "time": round(time.time(), 3)}))
-            os.replace(temporary, self.run.progress)
+            temporary_path = self.run.progress.with_name(f".{self.run.progress.name}.tmp")
+            temporary_path.write_text(directory.as_json({**self._facts, "time": round(time.time(), 3)}))
+            os.replace(temporary_path, self.run.progress)
 
     # Control
 
     def _look(self) -> None:
         while True:
-            over = self._over
+            is_over = self._over
             if self._dirty and not self.rank:
                 self._report()
-            if over:
+            if is_over:
                 return
             if not self.rank:
                 self.skips.look()
@@ -165,34 +165,34 @@ class Heartbeat:
 
     def _stacks(self) -> None:
         facts = self._facts
-        with self._file("stacks").open("w") as file:
-            file.write(
+        with self._file("stacks").open("w") as stacks_file:
+            stacks_file.write(
                 f"rank {self.rank} on {facts['host']}, process {facts['pid']}: {facts['phase']} after step "
                 f"{facts['step']}\n\n"
             )
-            file.flush()
-            faulthandler.dump_traceback(file)
+            stacks_file.flush()
+            faulthandler.dump_traceback(stacks_file)
 
     # Last words
 
     def _last_words(self, error: Exception) -> None:
-        collective = isinstance(error, MegastableError) and error.collective
-        if collective and self.rank:
+        is_collective = isinstance(error, MegastableError) and error.collective
+        if is_collective and self.rank:
             return
-        words = LastWords(
+        last_words = LastWords(
             rank=self.rank, host=self._facts["host"], pid=os.getpid(), time=time.time(),
             step=self._facts["step"], cursor=self._facts["cursor"],
             code=code_of(error),
-            error=_in_a_line(error), where=_where(error), alone=not collective,
+            error=_in_a_line(error), where=_where(error), alone=not is_collective,
             trace="".join(traceback.format_exception(error)) if _lost(error, self._facts["world"]) else "",
         )  # fmt: skip
         with contextlib.suppress(OSError):
-            self._file("json").write_text(words.model_dump_json())
+            self._file("json").write_text(last_words.model_dump_json())
 
     def _file(self, suffix: str) -> Path:
-        folder = folder_of(self.run, self.attempt or 0)
-        folder.mkdir(parents=True, exist_ok=True)
-        return folder / f"rank-{self.rank}.{suffix}"
+        logs_folder = folder_of(self.run, self.attempt or 0)
+        logs_folder.mkdir(parents=True, exist_ok=True)
+        return logs_folder / f"rank-{self.rank}.{suffix}"
 
 
 def _lost(error: BaseException, world: int) -> bool:
@@ -219,10 +219,10 @@ def _in_a_line(error: BaseException) -> str:
 def _where(error: BaseException) -> str:
     """The innermost line of our code."""
     # Not by the name in the path: dependencies may lie in a clone of that name.
-    packages = package_folders()
-    frames = [
+    own_packages = package_folders()
+    own_frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if any(Path(frame.filename).is_relative_to(package) for package in packages)
+        if any(Path(frame.filename).is_relative_to(package) for package in own_packages)
     ]
-    return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
+    return f"{Path(own_frames[-1].filename).name}:{own_frames[-1].lineno}" if own_frames else ""

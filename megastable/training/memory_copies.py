@@ -11,28 +11,43 @@ removed. No step waits for any of it, and no failure of it ends the training.
 from __future__ import annotations
 
 import logging
+import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from megastable.base.collectives import gathered
-from megastable.checkpoint.files import write_file
-from megastable.checkpoint.held_points import RECORDS, HeldPart, PointKey
-from megastable.checkpoint.memory_hosts import MemoryHosts
-from megastable.checkpoint.memory_wire import MemoryClient, Pace
-from megastable.checkpoint.parts import adam_step_of, write_head, write_rank
-from megastable.checkpoint.pieces import unmeasured
+from megastable.base.collectives import agree, first, gathered
+from megastable.base.errors import CheckpointError, MegastableError
+from megastable.checkpoint import store
+from megastable.checkpoint.files import unmeasured, write_file
+from megastable.checkpoint.held_points import (
+    HISTORY,
+    RECORDS,
+    Complete,
+    HeldPart,
+    PointKey,
+    newest_complete,
+    outdated,
+    tainted,
+)
+from megastable.checkpoint.memory_hosts import MemoryClient, MemoryHosts, Pace
+from megastable.checkpoint.parts import adam_step_of, write_head, write_manifest, write_rank
 from megastable.checkpoint.snapshot import Loan, Ring
 from megastable.checkpoint.store import RunState
+from megastable.checkpoint.whole import WholeState, check_model, check_optimizer
 from megastable.engine.engine import Engine
 from megastable.engine.flatstate import FlatState
-from megastable.run.events.training_events import MemoryDropped, MemoryOff
+from megastable.run.directory import RunDirectory
+from megastable.run.events.training_events import MemoryDropped, MemoryOff, MemoryRefused, MemoryResume
 from megastable.run.log import RunLog
 from megastable.run.records import LayerRecord, StepRecord, encode_records
+from megastable.training.checkpoints import Checkpoints
+from megastable.training.data_order import DataOrder
 
 log = logging.getLogger(__name__)
 
@@ -129,36 +144,39 @@ class MemoryCopies:
 
     def ballot(self) -> tuple[float, ...]:
         """For the step's sum over the ranks: this one is idle; its copy is complete; has failed."""
-        job = self._job
-        if job is None:
+        current_copy = self._job
+        if current_copy is None:
             return 1.0, 0.0, 0.0
         return (
-            float(job.finished),
-            float(job.finished and job.done),
-            float(bool(job.finished and job.problem)),
+            float(current_copy.finished),
+            float(current_copy.finished and current_copy.done),
+            float(bool(current_copy.finished and current_copy.problem)),
         )
 
     def heard(self, sums: Sequence[float], step: int) -> None:
         """After every step, with the sums of `ballot`."""
-        idle, done, failed = sums
-        self._idle = idle == self._world
-        job = self._job
-        if job is None or self._counted or self.hosts is None:
+        idle_count, done_count, failed_count = sums
+        self._idle = idle_count == self._world
+        current_copy = self._job
+        if current_copy is None or self._counted or self.hosts is None:
             return
-        if done == self._world:
-            self._counted, self.complete, newest = True, job.key, job.key
+        if done_count == self._world:
+            self._counted, self.complete, newest_key = True, current_copy.key, current_copy.key
             self.hosts.folder.drop(
-                lambda key: key != newest and (key.lineage != self.lineage or key.step < newest.step)
+                lambda key: key != newest_key and (key.lineage != self.lineage or key.step < newest_key.step)
             )
             self.hosts.folder.touch()
-        elif failed and self._idle:
+        elif failed_count and self._idle:
             self._counted = True
             if not self._told:  # once: the next points are tried all the same
                 self._told = True
-                problem = next(p for p in gathered(job.problem) if p)
-                text = f"step {job.key.step}: {problem}"
+                first_problem = next(
+                    rank_problem for rank_problem in gathered(current_copy.problem) if rank_problem
+                )
+                problem_text = f"step {current_copy.key.step}: {first_problem}"
                 self.log.emit(
-                    MemoryOff(step=step, reason=text), say=f"WARNING: no copy in the hosts' memory of {text}"
+                    MemoryOff(step=step, reason=problem_text),
+                    say=f"WARNING: no copy in the hosts' memory of {problem_text}",
                 )
 
     def rewound(self, step: int) -> None:
@@ -170,11 +188,11 @@ class MemoryCopies:
             self._counted = True
         with self.hosts.server.lock:
             self._epoch, self._floor = self._epoch + 1, step
-            epoch = self._epoch
-            self.hosts.folder.drop(lambda key: key.step > step and key.epoch < epoch)
+            new_epoch = self._epoch
+            self.hosts.folder.drop(lambda key: key.step > step and key.epoch < new_epoch)
         if self.complete is not None and self.complete.step > step:
             self.complete = None
-        self.log.emit(MemoryDropped(step=step, epoch=epoch))
+        self.log.emit(MemoryDropped(step=step, epoch=new_epoch))
 
     def close(self, remove: bool) -> None:
         """remove: the run needs no copies any more."""
@@ -201,9 +219,9 @@ class MemoryCopies:
 
     def _copy(self, job: _PointCopy) -> None:
         try:
-            part = self._write(job)
+            written_part = self._write(job)
             job.loan.returned.set()
-            self._send(job, part)
+            self._send(job, written_part)
             job.done = True
         except Recalled:
             self._hang_up()
@@ -221,37 +239,43 @@ class MemoryCopies:
     def _write(self, job: _PointCopy) -> HeldPart:
         """Write this rank's part to its host's memory, and seal it."""
         assert self.hosts is not None
-        loan, hosts, rank = job.loan, self.hosts, dist.get_rank()
+        snapshot_loan, memory_hosts, rank = job.loan, self.hosts, dist.get_rank()
 
         def wanted() -> None:
-            if loan.recalled.is_set() or job.cancelled.is_set():
+            if snapshot_loan.recalled.is_set() or job.cancelled.is_set():
                 raise Recalled("the memory of the snapshot was needed, or the run was rewound")
 
-        folder = hosts.folder
+        memory_folder = memory_hosts.folder
         # The folder of this point may be another rank's already, and still empty.
-        folder.drop_part(rank, lambda key: key in (self.complete, job.key))
-        into = folder.begin(job.key)
-        loan.copied.wait()
-        tensors, topology = loan.snapshot.tensors, self._engine.topology
-        files, _ = write_rank(
-            into, topology, job.flat, tensors, loan.snapshot.extra.random, unmeasured, wanted
+        memory_folder.drop_part(rank, lambda key: key in (self.complete, job.key))
+        point_folder = memory_folder.begin(job.key)
+        snapshot_loan.copied.wait()
+        snapshot_tensors, topology = snapshot_loan.snapshot.tensors, self._engine.topology
+        file_records, _ = write_rank(
+            point_folder,
+            topology,
+            job.flat,
+            snapshot_tensors,
+            snapshot_loan.snapshot.extra.random,
+            unmeasured,
+            wanted,
         )
         if job.state is not None:
-            state = job.state.model_copy(update={
-                "adam_step": adam_step_of(tensors), "scaler": job.scaler, "fp8": job.fp8,
+            run_state = job.state.model_copy(update={
+                "adam_step": adam_step_of(snapshot_tensors), "scaler": job.scaler, "fp8": job.fp8,
                 "optimizer": self._engine.config.optimizer.name,
             })  # fmt: skip
-            files |= write_head(into, state, self._recipe())
+            file_records |= write_head(point_folder, run_state, self._recipe())
             if job.records:
-                files[RECORDS] = write_file(into / RECORDS, encode_records(job.records))
-        part = HeldPart(key=job.key, rank=rank, world=self._world, files=files)
-        with hosts.server.lock:
+                file_records[RECORDS] = write_file(point_folder / RECORDS, encode_records(job.records))
+        held_part = HeldPart(key=job.key, rank=rank, world=self._world, files=file_records)
+        with memory_hosts.server.lock:
             if job.cancelled.is_set():
-                folder.drop_part(rank, lambda key: key != job.key)
+                memory_folder.drop_part(rank, lambda key: key != job.key)
                 wanted()
-            folder.seal(part)
-        self.written += sum(record.size for record in files.values())
-        return part
+            memory_folder.seal(held_part)
+        self.written += sum(file_record.size for file_record in file_records.values())
+        return held_part
 
     def _send(self, job: _PointCopy, part: HeldPart) -> None:
         assert self.hosts is not None
@@ -263,8 +287,8 @@ class MemoryCopies:
                 raise Recalled("the run was rewound")
 
         self._client = self._client or self.hosts.connect(self.hosts.partner)
-        pace = Pace(self.hosts.config.bandwidth * 1e9)
-        self.sent += self._client.put(self.hosts.folder.point(part.key), part, pace, wanted)
+        send_pace = Pace(self.hosts.config.bandwidth * 1e9)
+        self.sent += self._client.put(self.hosts.folder.point(part.key), part, send_pace, wanted)
 
     def _hang_up(self) -> None:
         """What a connection has broken off in is unknown to its other end."""
@@ -272,3 +296,143 @@ class MemoryCopies:
             with suppress(OSError):
                 self._client.close()
             self._client = None
+
+
+# Restores the newest snapshot from the memories of the hosts, if it is newer than every checkpoint. Collective.
+#
+# Weights and moments are not read from the shared file system then. Whatever is missing, torn, outdated or wrong is
+# said, and the run resumes from a checkpoint as without it.
+
+
+AS_NEW = "a checkpoint is as new"
+
+
+class Restoring:
+    """restored: the point that the engine holds; spoilt: whether the engine holds parts of a point that failed."""
+
+    def __init__(
+        self, hosts: MemoryHosts, engine: Engine, run: RunDirectory, log: RunLog, checkpoints: Checkpoints,
+        order: DataOrder,
+    ) -> None:  # fmt: skip
+        self.hosts, self.engine, self.run, self.log = hosts, engine, run, log
+        self.checkpoints, self.order = checkpoints, order
+        self.restored: PointKey | None = None
+        self.spoilt = False
+        self._failed: dict[PointKey, str] = {}
+        self._told = set[PointKey]()
+
+    def restore(
+        self, newer_than: int, convicted: Collection[int], layout: store.LayoutState
+    ) -> tuple[Path, RunState] | None:
+        """Load the newest usable point of a step after `newer_than`; its folder and state. convicted: the steps of
+        checkpoints whose content was. None if there is none."""
+        held_parts = self.hosts.held()
+        if not any(held_parts):
+            return None
+        while True:
+            newest_point, passed_over = first(lambda: self._choose(held_parts, newer_than, convicted))
+            for key, reason in passed_over.items():
+                self._refused(key, reason)
+            if newest_point is None:
+                return None
+            load_problem, saved_state = self._load(newest_point, layout)
+            if saved_state is not None:
+                self.restored = newest_point.key
+                return self.hosts.folder.point(newest_point.key), saved_state
+            self._failed[newest_point.key] = load_problem
+
+    def _choose(
+        self, held: list[list[HeldPart]], newer_than: int, convicted: Collection[int]
+    ) -> tuple[Complete | None, dict[PointKey, str]]:
+        events = list(self.run.events(*HISTORY))
+
+        def refuse(key: PointKey) -> str:
+            if key.step <= newer_than:
+                return AS_NEW
+            return self._failed.get(key) or outdated(events, key) or tainted(key, newer_than, convicted)
+
+        return newest_complete(held, refuse)
+
+    def _refused(self, key: PointKey, reason: str) -> None:
+        if reason == AS_NEW or key in self._told:
+            return
+        self._told.add(key)
+        self.log.emit(
+            MemoryRefused(step=key.step, lineage=key.lineage, reason=reason),
+            say=f"the copy of step {key.step} in the hosts' memory is not used: {reason}",
+        )
+
+    def _load(self, found: Complete, layout: store.LayoutState) -> tuple[str, RunState | None]:
+        """The problem, or the state, which the engine holds then."""
+        folder, key = self.hosts.folder.point(found.key), found.key
+        self.log.emit(MemoryResume(step=key.step, lineage=key.lineage, epoch=key.epoch))
+        small_files = sorted(name for name in found.files if not name.endswith(".safetensors"))
+        local_position, local_count = self.hosts.local.index(self.hosts.rank), len(self.hosts.local)
+        if problem := _first(self.hosts.bring(found, small_files[local_position::local_count])):
+            return problem, None
+        try:
+            saved = agree(lambda: store.read_state(folder))
+            agree(lambda: self._describe(found, saved))
+            agree(lambda: self._check(folder, saved))
+            needed = agree(lambda: self._needed(folder))
+        except MegastableError as error:
+            return str(error), None
+        everyone = gathered(needed)
+        own_names = [
+            name for name in sorted(needed)
+            if next(rank for rank in self.hosts.local if name in everyone[rank]) == self.hosts.rank
+        ]  # fmt: skip
+        if problem := _first(self.hosts.bring(found, own_names)):
+            return problem, None
+        self.spoilt = True
+        try:
+            self.checkpoints.load(folder, saved, layout)
+        except MegastableError as error:
+            return str(error), None
+        state_norms = self.engine.flat_state().norms()
+        if not math.isfinite(state_norms.parameters + state_norms.second_moment):
+            return "weights or moments are not finite", None
+        self.spoilt = False
+        self._seal(found)
+        return "", saved
+
+    def _describe(self, found: Complete, saved: RunState) -> None:
+        """Write the manifest, without which the files are no checkpoint."""
+        if self.hosts.leads:
+            point_folder = self.hosts.folder.point(found.key)
+            try:
+                write_manifest(point_folder, saved, self.engine.config.model, found.files)
+            except OSError as error:
+                raise CheckpointError(f"{point_folder}: {error}") from None
+
+    def _check(self, folder: Path, saved: RunState) -> None:
+        """What may be refused while the engine is still untouched. Raises CheckpointError."""
+        if self.order.exchanged_since(saved) != []:
+            raise CheckpointError("the order of the data has changed since")
+        check_model(folder, self.engine.config.model)
+        check_optimizer(folder, saved, self.engine.config.optimizer.name)
+
+    def _needed(self, folder: Path) -> set[str]:
+        """The large files that this rank reads."""
+        whole, topology = WholeState(folder), self.engine.topology
+        whole.check_fits(self.engine.config.model)
+        names = {store.SHARED} & store.read_contents(folder).files.keys()
+        for f in self.engine.flat_state().fragments:
+            names |= whole.files(f.name, topology.tensor_rank, topology.layout.tensor, f.start, f.numel)
+        return names
+
+    def _seal(self, found: Complete) -> None:
+        """Parts that this host has fetched as a whole are copies from now on, too."""
+        point_folder = self.hosts.folder.point(found.key)
+        for rank, held_part in found.parts.items() if self.hosts.leads else ():
+            is_whole = all((point_folder / name).exists() for name in held_part.files)
+            if is_whole and self.hosts.host not in found.hosts[rank]:
+                try:
+                    self.hosts.folder.seal(held_part)
+                except OSError:
+                    return  # it is only one copy fewer
+
+
+def _first(problem: str) -> str:
+    """The first rank's problem. Collective."""
+    return next((rank_problem for rank_problem in gathered(problem) if rank_problem), "")

@@ -18,7 +18,6 @@ from megastable.base.collectives import agree, first, shared
 from megastable.base.errors import CheckpointError, ConfigError, MegastableError
 from megastable.checkpoint import store
 from megastable.checkpoint.held_points import RECORDS, PointKey
-from megastable.checkpoint.measuring import ProbeSamples
 from megastable.checkpoint.memory_hosts import open_memory
 from megastable.checkpoint.vitals import Vitals
 from megastable.checkpoint.whole import policy_of, run_of
@@ -34,7 +33,7 @@ from megastable.engine.engine import Engine
 from megastable.optim.next_update import RunPosition, compare_next_update, describe_next_update
 from megastable.parallel.layout import Layout
 from megastable.parallel.topology import Topology
-from megastable.recovery.persisted_state import TELLING, recall
+from megastable.recovery.recovery import TELLING, recall
 from megastable.run import directory
 from megastable.run.directory import RunDirectory, read_object
 from megastable.run.events.training_events import (
@@ -48,9 +47,10 @@ from megastable.run.events.training_events import (
 from megastable.run.log import RunLog
 from megastable.training.checkpoints import Checkpoints
 from megastable.training.data_order import DataOrder
+from megastable.training.evaluation import ProbeSamples
 from megastable.training.heartbeat import Heartbeat
 from megastable.training.live_changes import LiveChanges
-from megastable.training.memory_resume import Restoring
+from megastable.training.memory_copies import Restoring
 from megastable.training.startup import verify_held_out
 
 
@@ -111,103 +111,111 @@ class Start:
     def _resume(self) -> None:
         """Resume from the newest point in the hosts' memories, or from the newest good checkpoint of the run directory,
         if there is one."""
-        order, checkpoints = self.order, self.checkpoints
-        memory = None
+        data_order, run_checkpoints = self.order, self.checkpoints
+        memory_restore = None
         if self.memory is not None:
-            memory = Restoring(self.memory, self.engine, self.run, self.log, checkpoints, order)
-            checkpoints.settle_leftovers()
-            newest, convicted = checkpoints.standing()
-            if self._from_memory(memory, newest, convicted):
+            memory_restore = Restoring(
+                self.memory, self.engine, self.run, self.log, run_checkpoints, data_order
+            )
+            run_checkpoints.settle_leftovers()
+            newest_step, bad_steps = run_checkpoints.standing()
+            if self._from_memory(memory_restore, newest_step, bad_steps):
                 return
         while True:
-            found = checkpoints.find(lambda saved: bool(order.exchanged_since(saved)))
-            if memory is not None and found is not None and checkpoints.rejected:
+            newest_good = run_checkpoints.find(lambda saved: bool(data_order.exchanged_since(saved)))
+            if memory_restore is not None and newest_good is not None and run_checkpoints.rejected:
                 # A point may be newer than the checkpoint before one that is no good.
-                older, (_, convicted) = store.step_of(found), checkpoints.standing()
-                if self._from_memory(memory, older, convicted):
+                older_step, (_, bad_steps) = store.step_of(newest_good), run_checkpoints.standing()
+                if self._from_memory(memory_restore, older_step, bad_steps):
                     return
-            if found is None and memory is not None and memory.spoilt:
+            if newest_good is None and memory_restore is not None and memory_restore.spoilt:
                 raise shared(
                     CheckpointError(
                         "the copy in the hosts' memory could not be loaded, and there is no checkpoint: start again"
                     )
                 )
-            if found is None:
-                stability = self.config.stability
-                for text in lint(self.config) if stability.enabled and stability.signs.enabled else ():
-                    self.log.emit(Warned(step=0, text=text, sign="recipe"), say=f"WARNING: {text}")
+            if newest_good is None:
+                stability_config = self.config.stability
+                for lint_warning in (
+                    lint(self.config) if stability_config.enabled and stability_config.signs.enabled else ()
+                ):
+                    self.log.emit(
+                        Warned(step=0, text=lint_warning, sign="recipe"), say=f"WARNING: {lint_warning}"
+                    )
                 return
-            saved = agree(lambda found=found: store.read_state(found))  # type: ignore[misc]
-            if (later := order.exchanged_since(saved)) is None:
-                order.accept_another(saved, found)
-            checkpoints.load(found, saved, self.state.layout)
-            self._compute_as_saved(saved)
-            if checkpoints.proved(found, saved):
+            saved_state = agree(lambda found=newest_good: store.read_state(found))  # type: ignore[misc]
+            if (later_exchanges := data_order.exchanged_since(saved_state)) is None:
+                data_order.accept_another(saved_state, newest_good)
+            run_checkpoints.load(newest_good, saved_state, self.state.layout)
+            self._compute_as_saved(saved_state)
+            if run_checkpoints.proved(newest_good, saved_state):
                 break
-        if later:
-            order.undo(later, saved, found)
-        self._resumed(found, saved, "checkpoint", checkpoints.changes)
+        if later_exchanges:
+            data_order.undo(later_exchanges, saved_state, newest_good)
+        self._resumed(newest_good, saved_state, "checkpoint", run_checkpoints.changes)
 
     def _compute_as_saved(self, saved: store.RunState) -> None:
         """Compute without the kernels that the run has left, and with the changes that the checkpoint was trained with:
         otherwise a good one would look bad. The changes hold for the rest of the run, also without stability: exports
         have them."""
-        c, numerics = self.config.stability, self.engine.numerics
-        adjusted, possible = policy_of(saved).adjusted, self.engine.adjustments.possible
-        self.engine.adjustments.switch(adjusted)
-        if lost := [name for name in adjusted if name not in possible]:
-            text = (
+        stability_config, engine_numerics = self.config.stability, self.engine.numerics
+        policy_adjustments, possible_adjustments = policy_of(saved).adjusted, self.engine.adjustments.possible
+        self.engine.adjustments.switch(policy_adjustments)
+        if lost := [name for name in policy_adjustments if name not in possible_adjustments]:
+            warning_text = (
                 f"the run goes on without {', '.join(lost)}, with which a remedy has trained it until here: this "
                 "recipe cannot have it"
             )
-            self.log.emit(Warned(step=saved.step, text=text), say=f"WARNING: {text}")
-        if not c.enabled or c.dry_run:
+            self.log.emit(Warned(step=saved.step, text=warning_text), say=f"WARNING: {warning_text}")
+        if not stability_config.enabled or stability_config.dry_run:
             return
-        memory = first(lambda: recall(saved.stability, self.run.events(*TELLING)))
-        left = numerics.kinds_of(memory.guard.policy.kernels)
-        numerics.switch(replace(numerics.now, plain=left))
+        guard_memory = first(lambda: recall(saved.stability, self.run.events(*TELLING)))
+        left_kinds = engine_numerics.kinds_of(guard_memory.guard.policy.kernels)
+        engine_numerics.switch(replace(engine_numerics.now, plain=left_kinds))
 
     def _from_memory(self, memory: Restoring, newer_than: int, convicted: list[int]) -> bool:
         """Resume from a point in the hosts' memories, newer than all checkpoints, if there is one."""
-        restored = memory.restore(newer_than, convicted, self.state.layout)
-        if restored is None:
+        restored_point = memory.restore(newer_than, convicted, self.state.layout)
+        if restored_point is None:
             return False
-        self.restored, self.unwritten = memory.restored, restored[0] / RECORDS
-        for name in self.checkpoints.rejected if dist.get_rank() == 0 else ():
-            store.set_aside(self.run.checkpoints / name)
-        self._compute_as_saved(restored[1])
-        self._resumed(*restored, "memory", {})
+        self.restored, self.unwritten = memory.restored, restored_point[0] / RECORDS
+        for rejected_name in self.checkpoints.rejected if dist.get_rank() == 0 else ():
+            store.set_aside(self.run.checkpoints / rejected_name)
+        self._compute_as_saved(restored_point[1])
+        self._resumed(*restored_point, "memory", {})
         return True
 
     def _resumed(self, found: Path, saved: store.RunState, origin: str, changes: dict[str, float]) -> None:
         # A start with another recipe freezes it, even if it died before its first checkpoint.
         self.changed = sorted({*self.changed, *first(lambda: self._changed_since(found))})
         # Every snapshot copies the state, and the engine holds FP8's history from here on.
-        known = {"layout": self.state.layout, "versions": self.state.versions, "fp8": {}}
-        self.state = saved.model_copy(update=known)
+        known_here = {"layout": self.state.layout, "versions": self.state.versions, "fp8": {}}
+        self.state = saved.model_copy(update=known_here)
         self.log.emit(
             Resumed(
                 step=saved.step, checkpoint=found.name, cursor=saved.cursor, changes=changes, origin=origin
             ),
             say=f"resumed from {'the memory of the hosts' if origin == 'memory' else found} at step {saved.step}",
         )
-        if warning := first(lambda: self._compare_next_update(found, saved)):
-            self.log.emit(warning, say=f"WARNING: {warning.text}")
+        if update_warning := first(lambda: self._compare_next_update(found, saved)):
+            self.log.emit(update_warning, say=f"WARNING: {update_warning.text}")
 
     def _compare_next_update(self, found: Path, saved: store.RunState) -> Warned | None:
         """A warning if the recipe of `found` would make another next update."""
         try:
             old = run_of(found)
         except MegastableError as error:
-            text = f"whether the recipe makes another update than the checkpoint's cannot be said: {error}"
-            return Warned(step=saved.step, text=text)
+            warning_text = (
+                f"whether the recipe makes another update than the checkpoint's cannot be said: {error}"
+            )
+            return Warned(step=saved.step, text=warning_text)
         at = RunPosition(saved.updates, saved.trained_tokens, saved.cursor)
         changes = compare_next_update(old, self.config, at)
         if not changes:
             return None
         return Warned(
             step=saved.step, text=describe_next_update(old, self.config, at, changes), sign=NEXT_UPDATE,
-            numbers={change.name: [change.old, change.new] for change in changes},
+            numbers={update_change.name: [update_change.old, update_change.new] for update_change in changes},
         )  # fmt: skip
 
     def _changed_since(self, found: Path) -> list[str]:
@@ -238,8 +246,8 @@ class Start:
 
     def tell_complete(self) -> None:
         """Say that nothing is left to do, also to the journal, in which this process has resumed the run."""
-        done, wanted = self.state.step, self.config.train.steps
-        asked = f"; train.steps={wanted} asks for fewer" if wanted < done else ""
+        done, wanted_steps = self.state.step, self.config.train.steps
+        asked = f"; train.steps={wanted_steps} asks for fewer" if wanted_steps < done else ""
         self.log.emit(
             Finished(steps=done, val_loss=first(lambda: read_object(self.run.summary)).get("val_loss")),
             say=f"nothing to do: all {done} steps are already done in {self.run.root}{asked} (to train on: a larger "

@@ -18,12 +18,11 @@ import torch.distributed as dist
 from megastable.base import durable
 from megastable.base.collectives import agree, first, shared, strangers
 from megastable.base.errors import ConfigError
-from megastable.base.stop_signals import SAME, STOPS, release_stops
+from megastable.base.process import SAME, STOPS, release_stops
 from megastable.config import deepspeed_json
 from megastable.config.tree import RunConfig
 from megastable.data.blends import read_blends
-from megastable.data.corpora import Corpora, open_corpora
-from megastable.data.held_out import HeldOut
+from megastable.data.corpora import Corpora, HeldOut, open_corpora
 from megastable.data.shards import Shard
 from megastable.run import directory
 from megastable.run.directory import RunDirectory, read_object
@@ -37,8 +36,8 @@ class StopRequest:
         self.signal: int | None = None
         self._came = -math.inf
         self._until = math.inf if hours is None else time.monotonic() + 3600 * hours
-        for number in STOPS:
-            signal.signal(number, self._set)
+        for signal_number in STOPS:
+            signal.signal(signal_number, self._set)
         release_stops()
 
     def ask(self) -> None:
@@ -50,10 +49,10 @@ class StopRequest:
         return self.signal is not None or time.monotonic() > self._until
 
     def _set(self, number: int, frame: FrameType | None) -> None:
-        now = time.monotonic()
-        if number == signal.SIGINT and self.signal is not None and now - self._came > SAME:
+        arrival_time = time.monotonic()
+        if number == signal.SIGINT and self.signal is not None and arrival_time - self._came > SAME:
             raise KeyboardInterrupt
-        self.signal, self._came = number, now
+        self.signal, self._came = number, arrival_time
 
 
 def open_run(config: RunConfig, recipe_path: Path) -> tuple[RunConfig, RunDirectory]:
@@ -61,23 +60,23 @@ def open_run(config: RunConfig, recipe_path: Path) -> tuple[RunConfig, RunDirect
     token, mine = secrets.token_hex(8), []
 
     def make() -> tuple[Path, str]:
-        run = directory.make(config, recipe_path)
-        run.lock()
-        mine.append(run)
+        made_run = directory.make(config, recipe_path)
+        made_run.lock()
+        mine.append(made_run)
         try:
-            (run.root / ".seen").write_text(token)
+            (made_run.root / ".seen").write_text(token)
         except OSError as error:
             raise ConfigError(
-                f"run.dir={run.root} cannot be written to: {error}: make room, or use another"
+                f"run.dir={made_run.root} cannot be written to: {error}: make room, or use another"
             ) from None
-        return run.root, token
+        return made_run.root, token
 
     def see() -> None:
         try:
-            found = (root / ".seen").read_text()
+            own_text = (root / ".seen").read_text()
         except OSError:
-            found = ""
-        if found != theirs:
+            own_text = ""
+        if own_text != theirs:
             raise ConfigError(
                 f"run.dir={root} is not the same directory on {socket.gethostname()} (rank {dist.get_rank()}) as on "
                 "rank 0: it must lie on a file system that all hosts share"
@@ -95,32 +94,34 @@ def open_data(config: RunConfig) -> tuple[RunConfig, Corpora]:
 
     def read() -> tuple[RunConfig, Corpora]:
         # A new run's directory does not exist yet.
-        blends = read_blends(RunDirectory(config.run.dir).blends) if config.run.dir is not None else []
-        data, length = config.data, config.model.sequence_length
-        corpora = open_corpora(data.corpora, length, config.run.seed, blends, data.validation)
-        size = config.model.vocab_size or corpora.vocab_size
-        if size < corpora.vocab_size:
+        known_blends = read_blends(RunDirectory(config.run.dir).blends) if config.run.dir is not None else []
+        data_config, sequence_length = config.data, config.model.sequence_length
+        opened_corpora = open_corpora(
+            data_config.corpora, sequence_length, config.run.seed, known_blends, data_config.validation
+        )
+        vocab_size = config.model.vocab_size or opened_corpora.vocab_size
+        if vocab_size < opened_corpora.vocab_size:
             raise ConfigError(
-                f"model.vocab_size={size} is smaller than the tokenizer's {corpora.vocab_size}: "
+                f"model.vocab_size={vocab_size} is smaller than the tokenizer's {opened_corpora.vocab_size}: "
                 "leave it out, or make it larger"
             )
-        model = config.model.model_copy(update={"vocab_size": size})
-        return config.model_copy(update={"model": model}), corpora
+        model_config = config.model.model_copy(update={"vocab_size": vocab_size})
+        return config.model_copy(update={"model": model_config}), opened_corpora
 
-    resolved, corpora = agree(read)
-    ds_config = deepspeed_json.build(resolved, dist.get_world_size())
-    view = {
-        "recipe": resolved.model_dump_json(), "DeepSpeed file": json.dumps(ds_config),
-        "data.corpora": corpora.order_fingerprint, "validation data": json.dumps(corpora.held_out.names),
+    resolved_config, opened_corpora = agree(read)
+    ds_config = deepspeed_json.build(resolved_config, dist.get_world_size())
+    rank_view = {
+        "recipe": resolved_config.model_dump_json(), "DeepSpeed file": json.dumps(ds_config),
+        "data.corpora": opened_corpora.order_fingerprint, "validation data": json.dumps(opened_corpora.held_out.names),
     }  # fmt: skip
-    for what, value in view.items():
-        if other := strangers(value):
+    for view_name, view_value in rank_view.items():
+        if other_ranks := strangers(view_value):
             raise shared(
                 ConfigError(
-                    f"{what}: ranks {other} see another one than rank 0: make them the same on all hosts"
+                    f"{view_name}: ranks {other_ranks} see another one than rank 0: make them the same on all hosts"
                 )
             )
-    return resolved, corpora
+    return resolved_config, opened_corpora
 
 
 def verify_held_out(run: RunDirectory, held_out: HeldOut) -> None:
@@ -131,15 +132,19 @@ def verify_held_out(run: RunDirectory, held_out: HeldOut) -> None:
         return
 
     def find_unread() -> tuple[dict[str, list[object]], list[int]]:
-        known = read_object(run.verified)
-        states = dict(_state_of(stream.open(name)) for stream, name in shards)
-        return states, [i for i, (path, state) in enumerate(states.items()) if known.get(path) != state]
+        known_states = read_object(run.verified)
+        shard_states = dict(_state_of(stream.open(shard_name)) for stream, shard_name in shards)
+        return shard_states, [
+            shard_index
+            for shard_index, (shard_path, shard_state) in enumerate(shard_states.items())
+            if known_states.get(shard_path) != shard_state
+        ]
 
     # How they were before they are read: what changes meanwhile is read again.
-    states, unread = first(find_unread)
-    mine = [shards[i] for i in unread[dist.get_rank() :: dist.get_world_size()]]
+    states, unread_indices = first(find_unread)
+    mine = [shards[i] for i in unread_indices[dist.get_rank() :: dist.get_world_size()]]
     agree(lambda: [stream.open(name).verify() for stream, name in mine])
-    if unread and dist.get_rank() == 0:
+    if unread_indices and dist.get_rank() == 0:
         with suppress(OSError):  # read again at the next start
             durable.write_file(run.verified, json.dumps(states).encode())
 

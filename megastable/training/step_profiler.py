@@ -25,7 +25,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from megastable.base import activity
 from megastable.config.tree import LoggingConfig, ProfileConfig
 from megastable.run.directory import RunDirectory
-from megastable.run.trace_names import METADATA, phase_range, step_range, trace_name
+from megastable.run.step_phases import METADATA, phase_range, step_range, trace_name
 
 log = logging.getLogger(__name__)
 PATIENCE = 120.0  # seconds that the end of a run waits for a trace to be written
@@ -38,18 +38,18 @@ def profiled(
     """Within it, steps of this rank are traced and marked as the recipe says, and memory that runs out leaves a
     snapshot. say: prints a line."""
     snapshot_on_out_of_memory(run.profiles, rank, config.memory_history)
-    wanted = config.profile if config.profile is not None and rank in config.profile.ranks else None
-    nvtx = config.nvtx and torch.cuda.is_available()
-    if wanted is None and not nvtx:
+    profile_config = config.profile if config.profile is not None and rank in config.profile.ranks else None
+    marks_nvtx = config.nvtx and torch.cuda.is_available()
+    if profile_config is None and not marks_nvtx:
         yield
         return
-    profiler = StepProfiler(wanted, run.profiles, rank, say, nvtx)
-    activity.listener = profiler
+    step_profiler = StepProfiler(profile_config, run.profiles, rank, say, marks_nvtx)
+    activity.listener = step_profiler
     try:
         yield
     finally:
         activity.listener = None
-        profiler.close()
+        step_profiler.close()
 
 
 def untraced(config: ProfileConfig | None, folder: Path, world: int, done: int, last: int) -> str:
@@ -58,12 +58,12 @@ def untraced(config: ProfileConfig | None, folder: Path, world: int, done: int, 
     folder: of the traces; world: ranks; done: the step that this process begins after; last: that of the run."""
     if config is None or any((folder / trace_name(config.start, rank)).exists() for rank in config.ranks):
         return ""
-    end = config.start + config.steps - 1
+    last_traced = config.start + config.steps - 1
     if min(config.ranks) >= world:
         return (
             f"logging.profile.ranks={list(config.ranks)}: nothing is traced, the ranks are 0 to {world - 1}"
         )
-    if end <= done:
+    if last_traced <= done:
         return (
             f"logging.profile.from={config.start}: nothing is traced, step {done} is done: choose a later one"
         )
@@ -91,9 +91,9 @@ class StepProfiler:
         self._over = config is None
         self._writer: threading.Thread | None = None
         # Of a process that was killed while it wrote them.
-        for path in folder.glob(f".step-*-rank-{rank}.json*"):
+        for torn_trace in folder.glob(f".step-*-rank-{rank}.json*"):
             with suppress(OSError):
-                path.unlink()
+                torn_trace.unlink()
 
     # The listener
 
@@ -153,10 +153,10 @@ class StepProfiler:
             self._over = True
             log.info("%s exists: these steps are not traced again", self._path)
             return
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._cuda else [])]
-        trace = profile(activities=activities)
-        trace.start()
-        self._trace, self._steps = trace, []
+        profiled_activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._cuda else [])]
+        new_trace = profile(activities=profiled_activities)
+        new_trace.start()
+        self._trace, self._steps = new_trace, []
 
     def _finish(self) -> None:
         """Stop tracing; a thread writes the file."""
@@ -173,13 +173,16 @@ class StepProfiler:
         return self.folder / trace_name(self._wanted.start, self.rank)
 
     def _write(self, trace: Any) -> None:
-        plain = self.folder / f".{self._path.name.removesuffix('.gz')}"
-        packed = self.folder / f".{self._path.name}"
+        plain_path = self.folder / f".{self._path.name.removesuffix('.gz')}"
+        packed_path = self.folder / f".{self._path.name}"
         try:
-            trace.export_chrome_trace(str(plain))
-            with plain.open("rb") as source, gzip.open(packed, "wb", compresslevel=6) as target:
-                shutil.copyfileobj(source, target, 1 << 20)
-            os.replace(packed, self._path)
+            trace.export_chrome_trace(str(plain_path))
+            with (
+                plain_path.open("rb") as plain_file,
+                gzip.open(packed_path, "wb", compresslevel=6) as packed_file,
+            ):
+                shutil.copyfileobj(plain_file, packed_file, 1 << 20)
+            os.replace(packed_path, self._path)
             self.say(
                 f"profile of steps {self._steps[0]} to {self._steps[-1]}, rank {self.rank}: {self._path}"
             )
@@ -187,22 +190,22 @@ class StepProfiler:
             log.warning("the profile could not be written to %s: %s", self._path, error)
         finally:
             with suppress(OSError):
-                plain.unlink(missing_ok=True)
-                packed.unlink(missing_ok=True)
+                plain_path.unlink(missing_ok=True)
+                packed_path.unlink(missing_ok=True)
 
     # Ranges
 
     def _open(self, name: str) -> None:
         if self._trace is not None:
-            marked = record_function(name)
-            marked.__enter__()
-            ends: list[Callable[[], object]] = [lambda: marked.__exit__(None, None, None)]
+            marked_range = record_function(name)
+            marked_range.__enter__()
+            range_ends: list[Callable[[], object]] = [lambda: marked_range.__exit__(None, None, None)]
         else:
-            ends = []
+            range_ends = []
         if self._cuda:
             torch.cuda.nvtx.range_push(name)
-            ends.append(torch.cuda.nvtx.range_pop)
-        self._ranges.append(lambda: [end() for end in reversed(ends)])
+            range_ends.append(torch.cuda.nvtx.range_pop)
+        self._ranges.append(lambda: [end() for end in reversed(range_ends)])
 
     def _close_ranges(self) -> None:
         while self._ranges:
@@ -214,11 +217,11 @@ class StepProfiler:
             yield
         except Exception as error:
             log.warning("the profile is given up, the run goes on: %s: %s", type(error).__name__, error)
-            trace, self._trace, self._over, self._always = self._trace, None, True, False
+            failed_trace, self._trace, self._over, self._always = self._trace, None, True, False
             self._ranges.clear()
-            if trace is not None:
+            if failed_trace is not None:
                 with suppress(Exception):
-                    trace.stop()
+                    failed_trace.stop()
 
 
 def snapshot_on_out_of_memory(folder: Path, rank: int, history: int) -> None:
@@ -229,8 +232,8 @@ def snapshot_on_out_of_memory(folder: Path, rank: int, history: int) -> None:
     try:
         if history:
             torch.cuda.memory._record_memory_history(max_entries=history, stacks="python")
-        writer = SnapshotWriter(folder, rank, torch.cuda.memory._snapshot)
-        torch._C._cuda_attach_out_of_memory_observer(writer)  # type: ignore[attr-defined]
+        snapshot_writer = SnapshotWriter(folder, rank, torch.cuda.memory._snapshot)
+        torch._C._cuda_attach_out_of_memory_observer(snapshot_writer)  # type: ignore[attr-defined]
     except Exception as error:  # all of them are private to torch
         log.warning("no snapshot will be written when memory runs out: %s: %s", type(error).__name__, error)
 
@@ -247,12 +250,12 @@ class SnapshotWriter:
         if self._done:
             return
         self._done = True
-        temporary = self.path.with_name(f".{self.path.name}")
+        temporary_path = self.path.with_name(f".{self.path.name}")
         try:
             self.path.parent.mkdir(exist_ok=True)
-            with temporary.open("wb") as file:
-                pickle.dump(self._take(), file)
-            os.replace(temporary, self.path)
+            with temporary_path.open("wb") as snapshot_file:
+                pickle.dump(self._take(), snapshot_file)
+            os.replace(temporary_path, self.path)
             log.warning("out of memory: what was allocated is in %s", self.path)
         except Exception as error:
             log.warning("%s: no snapshot of the memory: %s: %s", self.path, type(error).__name__, error)

@@ -1,18 +1,27 @@
-"""Writes summary.json: a run in a few figures."""
+"""Tells a run in a few figures: on the console before its first step, in summary.json after the last."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from megastable.base import durable
+from megastable.base.collectives import first
 from megastable.base.errors import DataError, SpaceError
+from megastable.base.hardware import peak_tflops
+from megastable.base.reproducible import exact
+from megastable.base.text import plural
+from megastable.config.optimizers import OptimizerConfig
 from megastable.config.recipe import find
+from megastable.config.rules import LINEARS
 from megastable.config.tree import RunConfig
 from megastable.data.plant import read_planted
-from megastable.data.statistics import token_counts, unigram_entropy
-from megastable.model.flops import parameters
+from megastable.data.source import token_counts, unigram_entropy
+from megastable.engine.engine import Engine
+from megastable.model.kernels import DTYPES
+from megastable.model.sizes import in_fp8, parameters
 from megastable.run.directory import RunDirectory, as_json
 from megastable.run.events.reading import latest
 from megastable.run.events.stability_events import IncidentEvent
@@ -21,10 +30,78 @@ from megastable.run.goodput.watching import read_account
 from megastable.run.log import RunLog
 from megastable_guard.policy_state import PolicyState
 
+
+def introduction(config: RunConfig, engine: Engine, run: Path, peak: float, peak_source: str) -> str:
+    """Several lines. run: the run directory; peak: TFLOP/s of a device, and its source."""
+    c, layout = config, engine.topology.layout
+    context = f" (context {layout.context})" if layout.context > 1 else ""
+    return (
+        f"{parameters(c.model) / 1e6:,.1f}M parameters, {plural(layout.world, 'rank')}: tensor {layout.tensor} x "
+        f"pipeline {layout.pipeline} x data {layout.data}{context}, ZeRO {c.parallel.zero}, {c.precision.kind} on "
+        f"{engine.device.type}\n"
+        f"optimizer wrapper {type(engine.optimizer).__name__}, kernels: {engine.kernels}\n"
+        f"recomputation {c.parallel.recompute}, peak {peak:.3g} TFLOP/s a device ({peak_source})"
+        f"{_fp8_note(c, engine)}\n"
+        f"{_clipping(c.optimizer)}\n"
+        f"{_repeatable(c, engine)}\n"
+        f"{plural(c.train.global_batch, 'sample')} of {c.model.sequence_length} tokens a step{_warmups(c)}, "
+        f"run directory {run}"
+    )
+
+
+def find_peak(config: RunConfig, engine: Engine) -> tuple[float, str]:
+    """The device's peak, TFLOP/s, as rank 0 sees it, so that all ranks report the same MFU; where it is from."""
+    if given_peak := config.logging.peak_tflops:
+        return given_peak, "given"
+    return first(lambda: peak_tflops(engine.device, DTYPES[config.precision.kind]))
+
+
+def _warmups(config: RunConfig) -> str:
+    told, t = "", config.train
+    if t.batch_warmup is not None:
+        told += f", from {t.batch_warmup.start} samples on over {t.batch_warmup.tokens:,} tokens"
+    if t.sequence_warmup is not None:
+        told += (
+            f", in pieces from {t.sequence_warmup.start} tokens on over {t.sequence_warmup.tokens:,} tokens"
+        )
+    return told
+
+
+def _fp8_note(config: RunConfig, engine: Engine) -> str:
+    if config.precision.fp8 is None:
+        return ""
+    count, of = len(in_fp8(config)), config.model.layers * len(LINEARS)
+    emulated = (
+        ", emulated: its rounding is real, its speed is not" if engine.kernels.fp8 == "emulated" else ""
+    )
+    return f"\nFP8 with {config.precision.fp8.recipe} scales in {count} of {of} linear layers{emulated}"
+
+
+def _clipping(o: OptimizerConfig) -> str:
+    """Says what is clipped; the settings of a kind are those of optim/clipping.py."""
+    of, norm = o.clipping, f"a norm of {o.clip:g}"
+    match of.kind:
+        case "value":
+            return f"every element of the gradient is clipped to {of.threshold:g}"
+        case "adagc" | "zclip" | "agc":
+            set_ = {k: v for k, v in of.model_dump(exclude={"kind"}).items() if v is not None}
+            settings = f" ({', '.join(f'{k} {v:g}' for k, v in set_.items())})" if set_ else ""
+            return f"gradients are clipped by {of.kind}{settings}"
+        case "worker":
+            return f"each worker's gradient is clipped to {norm}"
+    return f"gradients are clipped to {norm}" if o.clip else "gradients are not clipped"
+
+
+def _repeatable(config: RunConfig, engine: Engine) -> str:
+    if exact(config.run.deterministic, engine.device):
+        return "a repeated step gives the same bits"
+    return "a repeated step may differ in the last bits (run.deterministic=true: the same bits)"
+
+
 if TYPE_CHECKING:  # it needs torch
     from megastable.checkpoint.store import RunState
     from megastable.data.corpora import Corpora
-    from megastable.training.observer import Observer
+    from megastable.training.recorder import Observer
 
 ENTROPY_TOKENS = 50_000_000  # of the validation text: more would not change its unigram entropy
 
@@ -36,22 +113,22 @@ def write_summary(
     """Write the last records and summary.json; rank 0. Raises SpaceError if the disk refuses."""
     assert observer is not None, "rank 0 keeps the records"
     observer.flush()
-    if pending := observer.steps.pending:
-        lost = len(pending)
-        log.emit(RecordsLost(steps=lost, from_step=pending[0].step))
-        raise SpaceError(f"{run.steps}: the last {lost} step records could not be written and are lost")
-    entropy = None
+    if pending_records := observer.steps.pending:
+        lost_count = len(pending_records)
+        log.emit(RecordsLost(steps=lost_count, from_step=pending_records[0].step))
+        raise SpaceError(f"{run.steps}: the last {lost_count} step records could not be written and are lost")
+    text_entropy = None
     if corpora.validation is not None:
-        counts = sum(
+        token_totals = sum(
             token_counts(stream, corpora.vocab_size, ENTROPY_TOKENS) for stream in corpora.validation.streams
         )
-        entropy = unigram_entropy(np.asarray(counts))
-    summary = summarise(config, state, validation, entropy, incidents(run, config), goodput(run))
+        text_entropy = unigram_entropy(np.asarray(token_totals))
+    run_summary = summarise(config, state, validation, text_entropy, incidents(run, config), goodput(run))
     try:
-        durable.write_file(run.summary, (as_json(summary, indent=1) + "\n").encode())
+        durable.write_file(run.summary, (as_json(run_summary, indent=1) + "\n").encode())
     except OSError as error:
         raise SpaceError(f"{run.summary} could not be written: {error}: make room, start again") from None
-    log.emit(Finished(**summary))
+    log.emit(Finished(**run_summary))
 
 
 def goodput(run: RunDirectory) -> dict[str, Any] | None:

@@ -19,15 +19,17 @@ from typing import Any
 from megastable.config.tree import LoggingConfig, RunConfig
 from megastable.run.directory import RunDirectory
 from megastable.run.records import LayerRecord, StepRecord
-from megastable.training.trackers.curves import layer_values, values_of
-from megastable.training.trackers.hyperparameters import is_untold, leaves
 from megastable.training.trackers.points import (
     LayersPoint,
     Point,
     RunPoint,
     StepPoint,
     ValidationPoint,
+    is_untold,
+    layer_values,
+    leaves,
     line_of,
+    values_of,
 )
 from megastable.training.trackers.tracker import COMMAND
 
@@ -38,8 +40,8 @@ MORE = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}  # of the environmen
 
 def run_point(config: RunConfig, run: RunDirectory, step: int, tokens: int, attempt: int | None) -> RunPoint:
     """The record of the run, for a process that begins after `step`."""
-    told = leaves(config.model_dump(mode="json"))
-    told = {key: value for key, value in told.items() if not is_untold(key)}
+    told_values = leaves(config.model_dump(mode="json"))
+    told_values = {key: value for key, value in told_values.items() if not is_untold(key)}
     return RunPoint(
         run.name(config),
         str(run.root.resolve()),
@@ -48,7 +50,7 @@ def run_point(config: RunConfig, run: RunDirectory, step: int, tokens: int, atte
         time.time(),
         attempt,
         config.logging.project,
-        told,
+        told_values,
     )
 
 
@@ -102,21 +104,21 @@ class Tracking:
 
     def validation(self, step: int, tokens: int, values: Mapping[str, float]) -> None:
         """An evaluation, with its losses by curve, in nats per token."""
-        now = time.time()
-        self._put(lambda: ValidationPoint(step, tokens, now, values))
+        current_time = time.time()
+        self._put(lambda: ValidationPoint(step, tokens, current_time, values))
 
     def close(self, seconds: float = PARTING) -> None:
         """Tell the trackers that this is all. Waits for them for a short time only."""
         if self._process is None or self._over:
             return
-        until = time.monotonic() + seconds
+        close_deadline = time.monotonic() + seconds
         try:
             self._queue.put_nowait(None)
         except queue.Full:
             return  # nobody reads; the pipe ends with this process
-        self._writer.join(max(0.0, until - time.monotonic()))
+        self._writer.join(max(0.0, close_deadline - time.monotonic()))
         try:
-            self._process.wait(max(0.0, until - time.monotonic()))
+            self._process.wait(max(0.0, close_deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             self._say(f"trackers are still busy after {seconds:g} s, and go on without this process")
         else:
@@ -136,11 +138,11 @@ class Tracking:
 
     def _write(self, begin: RunPoint) -> None:
         """Of the thread that writes."""
-        make: Callable[[], Point] | None = lambda: begin  # noqa: E731
+        make_point: Callable[[], Point] | None = lambda: begin  # noqa: E731
         try:
-            while make is not None:
-                self._send((line_of(make()) + "\n").encode())
-                make = self._queue.get()
+            while make_point is not None:
+                self._send((line_of(make_point()) + "\n").encode())
+                make_point = self._queue.get()
         except OSError as error:
             self._end(f"the process of the trackers is gone ({error})")
         except Exception as error:  # a record that cannot be told must not print a traceback into the console
@@ -150,12 +152,12 @@ class Tracking:
             self._stdin().close()
 
     def _send(self, line: bytes) -> None:
-        pipe, rest = self._stdin(), memoryview(line)
-        room = select.poll()
-        room.register(pipe, select.POLLOUT)
-        while rest:
-            if room.poll(1000):
-                rest = rest[pipe.write(rest) or 0 :]
+        tracker_pipe, rest_bytes = self._stdin(), memoryview(line)
+        pipe_poll = select.poll()
+        pipe_poll.register(tracker_pipe, select.POLLOUT)
+        while rest_bytes:
+            if pipe_poll.poll(1000):
+                rest_bytes = rest_bytes[tracker_pipe.write(rest_bytes) or 0 :]
 
     def _stdin(self) -> Any:
         assert self._process is not None

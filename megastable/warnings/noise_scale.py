@@ -48,15 +48,14 @@ class NoiseScale(BaseModel):
         return self.noise / self.signal if self.noise > 0 and self.signal > 0 else None
 
     def add(self, noise: float, signal: float) -> None:
-        """The estimates of an update."""
         self.updates += 1
         self.noise += (1 - DECAY) * (noise - self.noise)
         self.signal += (1 - DECAY) * (signal - self.signal)
 
     def is_far_off(self, batch: int) -> bool:
         """Whether to tell now that the batch is far off; it is told once. batch: of the last update, in samples."""
-        ratio = 1.0 if self.samples is None else batch / self.samples
-        self.beyond = self.beyond + 1 if not 1 / FAR <= ratio <= FAR else 0
+        batch_ratio = 1.0 if self.samples is None else batch / self.samples
+        self.beyond = self.beyond + 1 if not 1 / FAR <= batch_ratio <= FAR else 0
         if self.told or self.updates < LEAST or self.beyond < LASTING:
             return False
         self.told = True
@@ -73,8 +72,8 @@ def estimate_noise(found: Sequence[RankGradient], samples: int, apart: int = 1) 
             this number.
     """
     ranks = len(found)
-    small = sum(row.square for row in found) / ranks * apart if found else 0.0
-    large = sum(row.summed for row in found) / ranks**2 * apart if found else 0.0
+    small = sum(rank_row.square for rank_row in found) / ranks * apart if found else 0.0
+    large = sum(rank_row.summed for rank_row in found) / ranks**2 * apart if found else 0.0
     if ranks < 2 or not (math.isfinite(small) and math.isfinite(large)) or small == 0 or large == 0:
         return None
     return samples * ranks * (small - large) / (ranks - 1), (ranks * large - small) / (ranks - 1)
@@ -98,24 +97,23 @@ class NoiseScaleWatch(Watch):
     state: NoiseScale
 
     def __init__(self, config: RunConfig, engine: Engine, log: RunLog) -> None:
-        layout = engine.topology.layout
-        self.measures = engine.zero.local is not None and layout.data > 1 and layout.context == 1
-        self._train, self._ranks, self.log = config.train, layout.data, log
+        rank_layout = engine.topology.layout
+        self.measures = engine.zero.local is not None and rank_layout.data > 1 and rank_layout.context == 1
+        self._train, self._ranks, self.log = config.train, rank_layout.data, log
         self._apart, self._divided_by = engine.zero.sums_apart, engine.zero.divided_by
         self.state = NoiseScale()
 
     def after(self, measured: Measured, step: int, applied: bool) -> None:
-        """After every step."""
         if not self.measures or not applied:
             return
-        batch, micro = measured.losses.numel(), self._train.micro_batch
-        apart = batch // (self._ranks * micro) if self._apart else 1
-        samples = batch // self._ranks // apart
-        estimates = estimate_noise(read_columns(measured.gradients), samples, apart)
-        if estimates is None:
+        batch, micro_batch = measured.losses.numel(), self._train.micro_batch
+        gradients_apart = batch // (self._ranks * micro_batch) if self._apart else 1
+        rank_samples = batch // self._ranks // gradients_apart
+        noise_estimates = estimate_noise(read_columns(measured.gradients), rank_samples, gradients_apart)
+        if noise_estimates is None:
             return
         # Of other loss scales, and after a change of layout, the averages go on.
-        noise, signal = (one * (self._divided_by / measured.loss_scale) ** 2 for one in estimates)
+        noise, signal = (one * (self._divided_by / measured.loss_scale) ** 2 for one in noise_estimates)
         self.state.add(noise, signal)
         if batch < self._train.global_batch or step < EARLY * self._train.steps:
             self.state.beyond = 0  # it grows still
@@ -125,6 +123,6 @@ class NoiseScaleWatch(Watch):
 
     def rewound(self, step: int, saved: Mapping[str, Any] | None) -> None:
         if saved:
-            told = self.state.told
+            was_told = self.state.told
             self.load_state_dict(saved)
-            self.state.told |= told
+            self.state.told |= was_told

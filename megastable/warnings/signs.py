@@ -37,8 +37,7 @@ from megastable.base import collectives
 from megastable.checkpoint.store import RunState
 from megastable.config.stability import SignsConfig
 from megastable.config.tree import RunConfig
-from megastable.data.source import Source
-from megastable.data.statistics import sample_entropy
+from megastable.data.source import Source, sample_entropy
 from megastable.engine.layer_stats import LayerStatistics
 from megastable.engine.watch import Watch
 from megastable.optim.schedule import rates
@@ -116,52 +115,51 @@ class Signs(Watch):
         """
         if not self.measures(step):
             return []
-        found = {"peak": self._peak(step, overall)}
+        found_signs = {"peak": self._peak(step, overall)}
         if step in (*self.config.norms, *self.config.looks):
-            found["update"] = self._update(step, overall)
+            found_signs["update"] = self._update(step, overall)
         if self.looks(step):
-            found["activations"] = self._activations(step, layers)
-            found["attention"] = self._attention(step, layers)
-        return self._new(step, found) if undisturbed else []
+            found_signs["activations"] = self._activations(step, layers)
+            found_signs["attention"] = self._attention(step, layers)
+        return self._new(step, found_signs) if undisturbed else []
 
     def unigram(self, step: int, losses: Sequence[float], entropy: float, rates: float) -> list[Warned]:
         """Called once, after the update given by `due`. losses: the latest, nats per token; entropy: of the corpus's
         tokens, nan if unknown; rates: the sum of those of all updates so far."""
         self.state.compared = True
-        level = _level(losses)
-        if not entropy - level < self.config.below_unigram:  # nan gives no sign
+        loss_level = _level(losses)
+        if not entropy - loss_level < self.config.below_unigram:  # nan gives no sign
             return []
-        text = (
-            f"the loss is {level:.3f}, and the unigram entropy {entropy:.3f}, though the learning rates add up to "
+        sign_text = (
+            f"the loss is {loss_level:.3f}, and the unigram entropy {entropy:.3f}, though the learning rates add up to "
             f"{rates:.2g} already: the run has learnt little more than token frequencies"
         )
-        numbers = {"loss": level, "unigram_entropy": entropy, "rates": rates}
-        return self._new(step, {"unigram": (text, numbers)})
+        sign_numbers = {"loss": loss_level, "unigram_entropy": entropy, "rates": rates}
+        return self._new(step, {"unigram": (sign_text, sign_numbers)})
 
     def learns(
         self, step: int, updates: int, losses: Sequence[float], entropy: Callable[[], float]
     ) -> list[Warned]:
         """Called once, at the end given by `halves`, with the number of updates. losses, entropy: see `unigram`; the
         latter is asked for only if the loss falls in proportion."""
-        held = self.state.losses
-        held["end"] = level = _level(losses)
-        begin, half = held.get("begin", math.nan), held.get("half", math.nan)
-        fallen, late = begin - level, half - level
-        if not late >= self.config.slow_share * fallen - NOISE:  # nan gives no sign
+        held_losses = self.state.losses
+        held_losses["end"] = level = _level(losses)
+        begin_loss, half = held_losses.get("begin", math.nan), held_losses.get("half", math.nan)
+        total_fall, late = begin_loss - level, half - level
+        if not late >= self.config.slow_share * total_fall - NOISE:  # nan gives no sign
             return []
         unigram = entropy()
-        if not (level > unigram and begin - unigram > self.config.below_unigram):
+        if not (level > unigram and begin_loss - unigram > self.config.below_unigram):
             return []
-        text = (
+        sign_text = (
             f"after {updates} updates the loss is {level:.3f}, above the unigram entropy of {unigram:.3f}, and still "
-            f"falls in proportion to the sum of the learning rates ({late:.2f} of {fallen:.2f} nats in its second "
+            f"falls in proportion to the sum of the learning rates ({late:.2f} of {total_fall:.2f} nats in its second "
             "half): the rate is too low to learn much"
         )
-        numbers = {"loss": level, "unigram_entropy": unigram, "begin": begin, "half": half}
-        return self._new(step, {"slow": (text, numbers)})
+        sign_numbers = {"loss": level, "unigram_entropy": unigram, "begin": begin_loss, "half": half}
+        return self._new(step, {"slow": (sign_text, sign_numbers)})
 
     def _new(self, step: int, found: Mapping[str, Found]) -> list[Warned]:
-        """What was not told before."""
         new = {name: sign for name, sign in found.items() if sign is not None and name not in self.state.told}
         self.state.told += new
         return [
@@ -174,62 +172,62 @@ class Signs(Watch):
         change = ratio * math.sqrt(self.width) / 2
         if not change >= self.config.change:  # nan gives no sign
             return None
-        text = (
+        sign_text = (
             f"the update of step {step} changed the weights by {ratio:.1%} of their norm: the output of a layer of "
             f"width {self.width} may change by {change:.2f} times itself (limit {self.config.change:g}): such "
             "updates are too large"
         )
-        return text, {"update_ratio": ratio, "change": change}
+        return sign_text, {"update_ratio": ratio, "change": change}
 
     def _peak(self, step: int, overall: Mapping[str, float]) -> Found:
-        ratio, held = overall.get("update_ratio", math.nan), self.state.ratios
-        if 0 < ratio < math.inf and (step in self.peak or step in self.later):
-            held[step] = ratio
-        parts = [[held[s] for s in steps if s in held] for steps in (self.peak, self.later)]
-        if step not in self.later or not all(len(part) == len(self.peak) for part in parts):
+        update_ratio, held_ratios = overall.get("update_ratio", math.nan), self.state.ratios
+        if 0 < update_ratio < math.inf and (step in self.peak or step in self.later):
+            held_ratios[step] = update_ratio
+        parts = [[held_ratios[s] for s in steps if s in held_ratios] for steps in (self.peak, self.later)]
+        if step not in self.later or not all(len(known_part) == len(self.peak) for known_part in parts):
             return None
-        peak, now = (median(part) for part in parts)
+        peak, now = (median(known_part) for known_part in parts)
         change = now * math.sqrt(self.width) / 2
         if now < self.config.peak * peak or change < self.config.change / 2:
             return None
-        text = (
+        sign_text = (
             f"the warm-up ended at step {self.peak[-1]} with updates of {peak:.2%} of the weights' norm, and at step "
             f"{step} they are {now:.2%}, though the rate no longer rises: the output of a layer may go on to change by "
             f"{change:.2f} times itself a step"
         )
-        return text, {"update_ratio": now, "at_peak": peak, "change": change}
+        return sign_text, {"update_ratio": now, "at_peak": peak, "change": change}
 
     def _activations(self, step: int, layers: Rows) -> Found:
-        now = _column(layers, "activation_rms")
+        block_rms = _column(layers, "activation_rms")
         if not self.state.activation:
-            self.state.activation = now
+            self.state.activation = block_rms
             return None
-        large = {block: rms for block, rms in now.items() if rms >= self.config.rms}
-        growth, block = max(_over(large, self.state.activation), default=(0.0, ""))
-        if growth < self.config.growth or self.width < self.config.narrowest:
+        large_blocks = {block: rms for block, rms in block_rms.items() if rms >= self.config.rms}
+        rms_growth, block = max(_over(large_blocks, self.state.activation), default=(0.0, ""))
+        if rms_growth < self.config.growth or self.width < self.config.narrowest:
             return None
         first = self.state.activation[block]
-        text = (
-            f"the residual stream after {block} has grown {growth:.0f} times since the start of the run (limit "
-            f"{self.config.growth:g}), from an RMS of {first:.2g} to {now[block]:.2g} at step {step} (limit "
+        sign_text = (
+            f"the residual stream after {block} has grown {rms_growth:.0f} times since the start of the run (limit "
+            f"{self.config.growth:g}), from an RMS of {first:.2g} to {block_rms[block]:.2g} at step {step} (limit "
             f"{self.config.rms:g}): later updates hardly have an effect"
         )
-        return text, {"growth": growth, "rms": now[block], "first_rms": first}
+        return sign_text, {"growth": rms_growth, "rms": block_rms[block], "first_rms": first}
 
     def _attention(self, step: int, layers: Rows) -> Found:
         now = _column(layers, "attention_entropy")
         if not self.state.entropy:
             self.state.entropy = now
             return None
-        share, block = max(_over(self.state.entropy, now), default=(0.0, ""))
-        if share * self.config.collapse < 1.0:
+        entropy_ratio, block = max(_over(self.state.entropy, now), default=(0.0, ""))
+        if entropy_ratio * self.config.collapse < 1.0:
             return None
         first, logit = self.state.entropy[block], layers[block].get("attention_logit", math.nan)
-        text = (
+        sign_text = (
             f"attention of {block} has collapsed: its mean entropy was {first:.2f} nats, and is {now[block]:.2f} at "
             f"step {step}, with logits up to {logit:.0f}: QK-norm (model.qk_norm=true, in a new run) keeps them small"
         )
-        return text, {"entropy": now[block], "first_entropy": first, "attention_logit": logit}
+        return sign_text, {"entropy": now[block], "first_entropy": first, "attention_logit": logit}
 
 
 def due(rates: Iterable[float], config: SignsConfig) -> tuple[int, float]:
@@ -238,19 +236,19 @@ def due(rates: Iterable[float], config: SignsConfig) -> tuple[int, float]:
 
     rates: of all updates of the run, from the first on.
     """
-    total = 0.0
+    rate_sum = 0.0
     for updates, lr in enumerate(rates, 1):
-        total += lr
-        if total >= config.rate_sum and updates >= config.updates:
-            return updates, total
-    return 0, total
+        rate_sum += lr
+        if rate_sum >= config.rate_sum and updates >= config.updates:
+            return updates, rate_sum
+    return 0, rate_sum
 
 
 def find_peak(rates: Sequence[float]) -> int:
     """The number of updates after which the rate is highest first: the end of the warm-up; 0: it is too short to be
     judged, or does not end. rates: of the run's updates."""
-    peak = rates.index(max(rates)) + 1 if rates else 0
-    return peak if SHORTEST <= peak < len(rates) else 0
+    peak_update = rates.index(max(rates)) + 1 if rates else 0
+    return peak_update if SHORTEST <= peak_update < len(rates) else 0
 
 
 def halves(rates: Sequence[float], peak: int, config: SignsConfig) -> tuple[int, int]:
@@ -259,28 +257,28 @@ def halves(rates: Sequence[float], peak: int, config: SignsConfig) -> tuple[int,
     end = max(config.slow_updates, 2 * peak)
     if not 0 < end <= len(rates):
         return 0, 0
-    whole, total = sum(rates[:end]), 0.0
+    whole_sum, rate_sum = sum(rates[:end]), 0.0
     for updates, lr in enumerate(rates, 1):
-        total += lr
-        if total >= whole / 2:
+        rate_sum += lr
+        if rate_sum >= whole_sum / 2:
             return updates, end
     return 0, 0
 
 
 def _level(losses: Sequence[float]) -> float:
     """The median of the latest losses; nan without any."""
-    latest = [loss for loss in losses[-RECENT:] if math.isfinite(loss)]
-    return median(latest) if latest else math.nan
+    latest_losses = [loss for loss in losses[-RECENT:] if math.isfinite(loss)]
+    return median(latest_losses) if latest_losses else math.nan
 
 
 def _column(layers: Rows, key: str) -> dict[str, float]:
     """Values by block, without those that are zero or not finite."""
-    return {name: row[key] for name, row in layers.items() if 0.0 < row.get(key, 0.0) < math.inf}
+    return {block_name: row[key] for block_name, row in layers.items() if 0.0 < row.get(key, 0.0) < math.inf}
 
 
 def _over(one: Mapping[str, float], other: Mapping[str, float]) -> list[tuple[float, str]]:
     """Ratios of the common keys."""
-    return [(one[name] / other[name], name) for name in one if name in other]
+    return [(one[block_name] / other[block_name], block_name) for block_name in one if block_name in other]
 
 
 class StartSigns(Signs):
@@ -289,13 +287,13 @@ class StartSigns(Signs):
 
     def __init__(self, config: RunConfig, source: Source, log: RunLog) -> None:
         c = config.stability
-        enabled = c.enabled and c.signs.enabled
-        each = list(islice(rates(config), START)) if enabled else []
-        peak = find_peak(each)
-        super().__init__(c.signs.model_copy(update={"enabled": enabled}), config.model.hidden, peak)
+        is_enabled = c.enabled and c.signs.enabled
+        update_rates = list(islice(rates(config), START)) if is_enabled else []
+        peak = find_peak(update_rates)
+        super().__init__(c.signs.model_copy(update={"enabled": is_enabled}), config.model.hidden, peak)
         self.source, self.log, self.vocabulary = source, log, config.model.vocab_size
-        self._due, self._rates = due(each, c.signs)
-        self._half, self._end = halves(each, peak, c.signs)
+        self._due, self._rates = due(update_rates, c.signs)
+        self._half, self._end = halves(update_rates, peak, c.signs)
         self._refused = -START  # last step with a refused update
         self._calm = c.policy.discards  # steps after it whose numbers say nothing
 
@@ -305,28 +303,28 @@ class StartSigns(Signs):
             return
         if state.discards_in_a_row:
             self._refused = state.step
-        undisturbed, found = not incident and state.step >= self._refused + self._calm, list[Warned]()
+        undisturbed, found_signs = not incident and state.step >= self._refused + self._calm, list[Warned]()
         if statistics is not None:
-            found += self.measured(state.step, statistics.overall, statistics.layers, undisturbed)
-        due = 0 < self._due <= state.updates < self._due + RECENT
-        if undisturbed and due and not self.state.compared:
-            found += self.unigram(state.step, state.recent_losses, self._unigram_entropy(), self._rates)
-        found += self._learns(state, undisturbed)
-        for sign in found:
+            found_signs += self.measured(state.step, statistics.overall, statistics.layers, undisturbed)
+        is_due = 0 < self._due <= state.updates < self._due + RECENT
+        if undisturbed and is_due and not self.state.compared:
+            found_signs += self.unigram(state.step, state.recent_losses, self._unigram_entropy(), self._rates)
+        found_signs += self._learns(state, undisturbed)
+        for sign in found_signs:
             self.log.emit(sign, say=f"step {state.step}: WARNING: {sign.text}")
 
     def _learns(self, state: RunState, undisturbed: bool) -> list[Warned]:
-        held, updates = self.state.losses, state.updates
+        held_losses, updates = self.state.losses, state.updates
         if updates == BEGIN:
-            held["begin"] = _level(state.recent_losses[-BEGIN:])
+            held_losses["begin"] = _level(state.recent_losses[-BEGIN:])
         if updates == self._half:
-            held["half"] = _level(state.recent_losses)
-        if undisturbed and 0 < self._end <= updates < self._end + RECENT and "end" not in held:
+            held_losses["half"] = _level(state.recent_losses)
+        if undisturbed and 0 < self._end <= updates < self._end + RECENT and "end" not in held_losses:
             return self.learns(state.step, updates, state.recent_losses, self._unigram_entropy)
         return []
 
     def _unigram_entropy(self) -> float:
         """Unigram entropy of the run's first samples, a mix as blended; nats."""
-        size = self.vocabulary
-        assert size is not None, "the vocabulary size is taken from the corpus first"
-        return collectives.first(lambda: sample_entropy(self.source, self.config.sample, size))
+        vocabulary_size = self.vocabulary
+        assert vocabulary_size is not None, "the vocabulary size is taken from the corpus first"
+        return collectives.first(lambda: sample_entropy(self.source, self.config.sample, vocabulary_size))

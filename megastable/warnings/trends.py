@@ -1,21 +1,29 @@
 """Slow-moving signals through the whole run: a warning with its remedy each, and no action.
 
-`TrendWatch` measures and journals, `Trends` judges. Every `interval` steps a look is judged (`trend_signals`), and
-every evaluation against the training loss; every loss with those before it (`swings`), of which one is enough. Else a
-signal is warned of when it is beyond its limit at one place (a block, a kind of parameter) at several looks in a row. A
-place is told once; it is over when it has been well within the limit
-for as many looks, and may then be told again. A signal is over with the last of its places. The state is stored in
-checkpoints and snapshots: after a resume or a rewind the same numbers give the same warnings, bit for bit.
+`TrendWatch` measures and journals, `Trends` judges. Every `interval` steps a look is judged (trend_signals.py), and
+every evaluation against the training loss. Such a signal is warned of when it is beyond its limit at one place (a
+block, a kind of parameter) at several looks in a row. A place is told once; it is over when it has been well within the
+limit for as many looks, and may then be told again. A signal is over with the last of its places.
+
+Every loss is judged with those before it: does it swing (`find_swing`)? A sine is fitted to the latest `CYCLES` of its
+periods. It counts if it is most of what a smooth trend leaves of them, unlike a step, a spike or a drift; and if it is
+far beyond the scatter from step to step, unlike noise. One such fit is enough.
+
+The state is stored in checkpoints and snapshots: after a resume or a rewind the same numbers give the same warnings,
+bit for bit.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from itertools import pairwise
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict
 
 from megastable.base.text import plural
@@ -29,8 +37,79 @@ from megastable.engine.watch import Watch
 from megastable.optim.schedule import progress, warmup
 from megastable.run.events.stability_events import TrendEvent
 from megastable.run.log import RunLog
-from megastable.warnings import swings
 from megastable.warnings.trend_signals import SIGNALS, Reading, Rows, Series, TrendLook
+from megastable_guard.robust import MAD_TO_SIGMA
+
+Floats = npt.NDArray[np.float64]
+
+PERIODS = tuple(round(4 * 50 ** (i / 39)) for i in range(40))  # steps, 4 to 200
+CYCLES = 2.75  # periods that a fit takes
+LONGEST = math.ceil(CYCLES * PERIODS[-1])  # losses that are needed at most
+SHARE = 0.7  # of the squares around the trend that the sine explains, at least
+AMPLITUDE = 3.5  # of the scatter of single steps, at least: those of 5 are found in spite of noise
+POWER = 40.0  # likelihood of chance: e to minus this, with the scatter known
+
+
+class Swing(NamedTuple):
+    """period: steps; amplitude: nats; sigma: the scatter of single steps; share: of the squares that it explains."""
+
+    period: int
+    amplitude: float
+    sigma: float
+    share: float
+
+
+@cache
+def _bases(period: int) -> tuple[Floats, Floats]:
+    """Orthonormal columns over the window of a period: of a smooth trend [n, 3], and of its sine around that [n, 2]."""
+    n = math.ceil(CYCLES * period)
+    t = np.linspace(-1.0, 1.0, n)
+    trend, _ = np.linalg.qr(np.stack([np.ones(n), t, t * t], axis=1))
+    wave_phase = 2 * np.pi * np.arange(n) / period
+    raw_waves = np.stack([np.sin(wave_phase), np.cos(wave_phase)], axis=1)
+    sine, _ = np.linalg.qr(raw_waves - trend @ (trend.T @ raw_waves))
+    return trend, sine
+
+
+def is_due(period: int, step: int) -> bool:
+    """Whether a period is fitted after a step: four times within it."""
+    return step % max(1, period // 4) == 0
+
+
+def find_swing(losses: Sequence[float], step: int) -> Swing | None:
+    """The clearest sine of those that are due. losses: of the latest steps, nats, finite; `LONGEST` are enough."""
+    values = np.asarray(losses[-LONGEST:], dtype=np.float64)
+    found = [swing for period in PERIODS if is_due(period, step) and (swing := _fit(values, period))]
+    return max(found, key=lambda swing: swing.share, default=None)
+
+
+def _fit(values: Floats, period: int) -> Swing | None:
+    smooth_trend, sine_basis = _bases(period)
+    n = len(smooth_trend)
+    if len(values) < n:
+        return None
+    around_trend = values[-n:] - smooth_trend @ (smooth_trend.T @ values[-n:])
+    sine_wave = sine_basis.T @ around_trend
+    sine_power, whole_power = float(sine_wave @ sine_wave), float(around_trend @ around_trend)
+    if whole_power <= 0 or sine_power < SHARE * whole_power:
+        return None
+    # Of noise that widens, the scatter just before is the larger one.
+    values_before = values[:-n]
+    step_sigma = (
+        max(_scatter(values_before), _scatter(values_before[-4 * n :]))
+        if len(values_before) >= n
+        else _scatter(around_trend - sine_basis @ sine_wave)
+    )
+    swing_amplitude = math.sqrt(2 * sine_power / n)
+    if swing_amplitude < AMPLITUDE * step_sigma or sine_power < 2 * POWER * step_sigma**2:
+        return None
+    return Swing(period, swing_amplitude, step_sigma, sine_power / whole_power)
+
+
+def _scatter(values: Floats) -> float:
+    """Robust scatter of single steps, whatever trend they have."""
+    return MAD_TO_SIGMA / math.sqrt(2) * float(np.median(np.abs(np.diff(values))))
+
 
 VALIDATION = "validation"
 VALIDATION_REMEDY = (
@@ -100,8 +179,8 @@ class Trends(Watch):
         if saved is not None:
             known = [evaluation for evaluation in self.state.evaluations if evaluation.step <= step]
             self.load_state_dict(saved)
-            newest = self.state.evaluations[-1].step if self.state.evaluations else 0
-            self.state.evaluations += [evaluation for evaluation in known if newest < evaluation.step]
+            newest_step = self.state.evaluations[-1].step if self.state.evaluations else 0
+            self.state.evaluations += [evaluation for evaluation in known if newest_step < evaluation.step]
 
     def begin_again(self) -> None:
         """The coming step is the first of another data mix or sequence length: losses, gradients and attention have
@@ -124,18 +203,18 @@ class Trends(Watch):
 
     def measured(self, step: int, rate: float | None, rows: Rows) -> list[TrendEvent]:
         """Judge a look at an applied step. rate, rows: see `TrendLook`."""
-        look = TrendLook(step, rate, rows, self.state.series, self.config, self.width)
-        found = list[TrendEvent]()
-        for name, signal in SIGNALS.items():
-            found += self._judged(name, step, list(signal.read(look)), signal.remedy)
-        return found
+        trend_look = TrendLook(step, rate, rows, self.state.series, self.config, self.width)
+        found_events = list[TrendEvent]()
+        for signal_name, signal in SIGNALS.items():
+            found_events += self._judged(signal_name, step, list(signal.read(trend_look)), signal.remedy)
+        return found_events
 
     def evaluated(self, step: int, validation: float, losses: Iterable[float]) -> list[TrendEvent]:
         """Judge an evaluation. losses: of the latest steps."""
-        latest, evaluations = [loss for loss in losses if math.isfinite(loss)], self.state.evaluations
-        if not latest or not math.isfinite(validation):
+        latest_losses, evaluations = [loss for loss in losses if math.isfinite(loss)], self.state.evaluations
+        if not latest_losses or not math.isfinite(validation):
             return []
-        evaluations.append(LossPair(step=step, validation=validation, training=median(latest)))
+        evaluations.append(LossPair(step=step, validation=validation, training=median(latest_losses)))
         del evaluations[:-EVALUATIONS]
         best, now = min(evaluations, key=lambda e: e.validation), evaluations[-1]
         risen, fallen = now.validation - best.validation, best.training - now.training
@@ -153,11 +232,11 @@ class Trends(Watch):
     def trained(self, step: int, loss: float) -> list[TrendEvent]:
         """Judge the losses of the latest steps, of which `step` is the last; nats."""
         s = self.state
-        s.losses = [*s.losses, loss][-swings.LONGEST :] if math.isfinite(loss) else s.losses
-        found, told = swings.find_swing(s.losses, step), SWINGS in s.standing
+        s.losses = [*s.losses, loss][-LONGEST:] if math.isfinite(loss) else s.losses
+        found, was_told = find_swing(s.losses, step), SWINGS in s.standing
         if found is None:
-            last, period = s.swung
-            if not told or step - last <= CALM_PERIODS * period:
+            last_swung, period = s.swung
+            if not was_told or step - last_swung <= CALM_PERIODS * period:
                 return []
             text = f"no longer, since the warning of step {s.standing.pop(SWINGS)[-1].step}"
             return [TrendEvent(what="over", step=step, signal=SWINGS, text=text, remedy="", numbers={})]
@@ -166,7 +245,7 @@ class Trends(Watch):
             f"the loss swings with a period of {found.period} steps and an amplitude of {found.amplitude:.3f} nats, "
             f"{found.amplitude / max(found.sigma, 1e-12):.1f} times the scatter of single steps"
         )
-        if told:
+        if was_told:
             return []
         s.standing[SWINGS] = [StandingWarning(where="", step=step, text=text)]
         return [
@@ -191,42 +270,42 @@ class Trends(Watch):
                 swings[-1] += by
             else:
                 swings.append(by)
-        rise, fall = (sorted([0.0, 0.0, *(sign * by for by in swings)])[-2] for sign in (1, -1))
-        text = (
+        rise, fall = (sorted([0.0, 0.0, *(swing_sign * by for by in swings)])[-2] for swing_sign in (1, -1))
+        swing_text = (
             f"the validation loss oscillates: in the evaluations since step {latest[0].step} it has risen twice by "
             f"{rise:.3f} or more, and fallen twice by {fall:.3f} or more"
         )
-        return Reading("", min(rise, fall) / self.config.swing, text, {"rise": rise, "fall": fall})
+        return Reading("", min(rise, fall) / self.config.swing, swing_text, {"rise": rise, "fall": fall})
 
     def _judged(self, name: str, step: int, readings: list[Reading], remedy: str) -> list[TrendEvent]:
         """Count looks beyond the limit, or within it, of each place; what there is to tell."""
-        streaks, standing = self.state.streaks, self.state.standing
-        told = {warning.where: warning for warning in standing.get(name, [])}
-        new, ended = list[Reading](), list[StandingWarning]()
+        place_streaks, standing_places = self.state.streaks, self.state.standing
+        told_places = {warning.where: warning for warning in standing_places.get(name, [])}
+        new, ended_warnings = list[Reading](), list[StandingWarning]()
         for r in sorted(readings, key=lambda r: -r.severity):
-            place = f"{name} {r.where}"
-            streak = streaks.pop(place, 0) + 1
-            if r.severity >= CALM if r.where in told else not r.severity >= 1.0:
+            place_key = f"{name} {r.where}"
+            streak_length = place_streaks.pop(place_key, 0) + 1
+            if r.severity >= CALM if r.where in told_places else not r.severity >= 1.0:
                 continue
-            if streak < self.config.confirm:
-                streaks[place] = streak
-            elif r.where in told:
-                ended.append(told.pop(r.where))
+            if streak_length < self.config.confirm:
+                place_streaks[place_key] = streak_length
+            elif r.where in told_places:
+                ended_warnings.append(told_places.pop(r.where))
             else:
                 new.append(r)
-        left = [*told.values(), *(StandingWarning(where=r.where, step=step, text=r.text) for r in new)]
+        left = [*told_places.values(), *(StandingWarning(where=r.where, step=step, text=r.text) for r in new)]
         if left:
-            standing[name] = left
+            standing_places[name] = left
         else:
-            standing.pop(name, None)
+            standing_places.pop(name, None)
         if new:
             text = _with_others(new[0].text, len(new) - 1)
             numbers = {key: value for key, value in new[0].numbers.items() if math.isfinite(value)}
             return [
                 TrendEvent(what="warned", step=step, signal=name, text=text, remedy=remedy, numbers=numbers)
             ]
-        if ended and not left:
-            text = f"no longer, since the warning of step {ended[-1].step}"
+        if ended_warnings and not left:
+            text = f"no longer, since the warning of step {ended_warnings[-1].step}"
             return [TrendEvent(what="over", step=step, signal=name, text=text, remedy="", numbers={})]
         return []
 
@@ -241,8 +320,8 @@ class TrendWatch(Trends):
 
     def __init__(self, config: RunConfig, engine: Engine, log: RunLog) -> None:
         c = config.stability
-        enabled = c.enabled and c.trends.enabled
-        super().__init__(c.trends.model_copy(update={"enabled": enabled}), config.model.hidden)
+        is_enabled = c.enabled and c.trends.enabled
+        super().__init__(c.trends.model_copy(update={"enabled": is_enabled}), config.model.hidden)
         self.probe, self.engine, self.log = engine.trends, engine, log
         self.schedule, self.ratio = config.schedule, config.model.width_ratio
         self.adam_sized = config.optimizer.name in ADAM_LIKE
@@ -254,11 +333,11 @@ class TrendWatch(Trends):
     def begin(self, state: RunState) -> bool:
         """Before the step after `state`: watch it, if a look is due; whether it is. None is while the rate warms up:
         weights that start at zero grow straight, attention sharpens and logits grow, as they should."""
-        warming = progress(self.schedule, state.updates, state.trained_tokens) < warmup(self.schedule)
-        due = not warming and self.looks(state.step + 1)
-        if due:
+        is_warming = progress(self.schedule, state.updates, state.trained_tokens) < warmup(self.schedule)
+        is_due = not is_warming and self.looks(state.step + 1)
+        if is_due:
             self.probe.watch()
-        return due
+        return is_due
 
     def after(self, state: RunState, lr: float, applied: bool, incident: bool) -> None:
         """After every step. lr: its rate; incident: one is open, whose numbers are no trend."""
@@ -267,10 +346,10 @@ class TrendWatch(Trends):
         if incident or not applied:
             self.probe.drop()
             return
-        rows = self.probe.collect(self.engine.flat_state(), self.engine.kept)
+        probe_rows = self.probe.collect(self.engine.flat_state(), self.engine.kept)
         # What is measured against the rate are updates of the blocks' matrices, which have muP's.
-        rate = lr / self.ratio if self.adam_sized else None
-        self._tell(self.measured(state.step, rate, rows))
+        element_rate = lr / self.ratio if self.adam_sized else None
+        self._tell(self.measured(state.step, element_rate, probe_rows))
 
     def after_evaluation(self, state: RunState, loss: float) -> None:
         """loss: nats per token."""

@@ -33,14 +33,14 @@ def branch_rank(given: dict[str, Any], optimizer: dict[str, Any], world: int, tr
     returns; or not, unless `tried`. What the run and the branch measured, and whether their states are the same."""
     import torch.distributed as dist
 
-    from megastable.attribution.branches import BranchStart, train_branch
+    from megastable.attribution.sample_replay import BranchStart, train_branch
     from megastable.checkpoint.snapshot import Ring
     from megastable.config import deepspeed_json
     from megastable.config.tree import RunConfig
     from megastable.engine import adjustments
     from megastable.engine.engine import Engine
     from megastable.engine.numerics import Numerics
-    from megastable.model.mlp import gated
+    from megastable.model.block_parts import gated
     from megastable.optim.schedule import scheduled_rate
     from megastable.parallel.layout import Layout
     from megastable.parallel.topology import Topology

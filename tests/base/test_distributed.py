@@ -27,7 +27,7 @@ def end(rank: int, how: str) -> int:
     ("how", "message"),
     [("killed", r"ended without an answer .*\{1: -9\}"), ("failed", "rank 1 of 2.* on purpose")],
 )
-def test_a_rank_that_ends_is_noticed_at_once(how: str, message: str) -> None:
+def test_run_ranks_notices_a_rank_that_ends(how: str, message: str) -> None:
     with pytest.raises(AssertionError, match=message):
         run_ranks(2, end, 1, how)
     assert not multiprocessing.active_children()

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megastable.base import fingerprint as module
-from megastable.base import splitmix
+from megastable.base import reproducible
 from megastable.base.fingerprint import ROW, fingerprint, mark_of, marks_of, unlike
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.float64]
@@ -36,24 +36,17 @@ def factor(word: int) -> int:
 
 
 def odd_number(key: int, index: int) -> int:
-    return splitmix.mixed((index + 1) * splitmix.GOLDEN + key) | 1
+    return reproducible.mixed((index + 1) * reproducible.GOLDEN + key) | 1
 
 
-@pytest.mark.slow
-@given(st.lists(st.tuples(st.integers(0, 40), st.sampled_from(DTYPES)), max_size=4))
-def test_it_is_the_definition(shapes: list[tuple[int, torch.dtype]]) -> None:
-    tensors = [drawn(size, dtype, i) for i, (size, dtype) in enumerate(shapes)]
-    assert int(fingerprint(tensors)) % (1 << 64) == plainly(tensors)
-
-
-def test_it_is_the_definition_over_several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fingerprint_is_the_definition_over_several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "CACHED", 4 * ROW)
     t = drawn(8 * 9 * ROW + 13, torch.uint8)
     assert int(fingerprint([t])) % (1 << 64) == plainly([t])
 
 
 @given(st.data())
-def test_every_flipped_bit_shows(data: st.DataObject) -> None:
+def test_fingerprint_shows_every_flipped_bit(data: st.DataObject) -> None:
     dtype = data.draw(st.sampled_from(DTYPES))
     t = drawn(data.draw(st.integers(1, 100)), dtype)
     other = t.clone()
@@ -62,17 +55,7 @@ def test_every_flipped_bit_shows(data: st.DataObject) -> None:
     assert int(fingerprint([t])) != int(fingerprint([other]))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_where_it_lies_in_memory_does_not_matter(dtype: torch.dtype) -> None:
-    buffer = drawn(64, dtype)
-    for offset in range(5):
-        view = buffer[offset : offset + 21]
-        assert int(fingerprint([view])) == int(fingerprint([view.clone()]))
-    square = buffer[:64].view(8, 8)
-    assert int(fingerprint([square.t()])) == int(fingerprint([square.t().contiguous()]))
-
-
-def test_order_lengths_and_signs_of_zero_count() -> None:
+def test_fingerprint_counts_order_lengths_and_signs() -> None:
     a, b = drawn(5, torch.float32, 1), drawn(5, torch.float32, 2)
     assert int(fingerprint([a, b])) != int(fingerprint([b, a]))
     assert int(fingerprint([a, b])) != int(fingerprint([torch.cat([a, b])]))
@@ -98,9 +81,3 @@ def test_marks_tell_any_bit_on_whatever_they_were_made(dtype: torch.dtype, size:
             assert unlike(marks, marks_of({"a": other}, marks)) == ["a"]
     assert mark_of(tensor).device == "cpu"
     assert int(mark_of(tensor, "cuda").value) == int(fingerprint([tensor]))
-
-
-def test_a_mark_of_a_scalar_and_of_a_view() -> None:
-    table = torch.arange(12.0).view(3, 4)
-    assert int(mark_of(table.t()).value) == int(mark_of(table.t().contiguous()).value)
-    assert int(mark_of(torch.tensor(3.0)).value) != int(mark_of(torch.tensor(4.0)).value)

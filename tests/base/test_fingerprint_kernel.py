@@ -45,7 +45,7 @@ def compare() -> None:
     print("equal")
 
 
-def test_it_sums_as_torch_does() -> None:
+def test_kernel_sums_as_torch_does() -> None:
     done = subprocess.run(
         [
             sys.executable,

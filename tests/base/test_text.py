@@ -17,7 +17,7 @@ def test_visible_text_is_short_and_acts_on_nothing(text: str, most: int) -> None
     visible(text).encode()
 
 
-def test_text_that_is_cut_says_so() -> None:
+def test_visible_text_that_is_cut_says_so() -> None:
     assert (visible("abcdef", 4), visible("abcd", 4), visible("a\x07b", 4)) == ("abc…", "abcd", "a\\x…")
     assert visible(5) == "5" and visible("a\nb", keep="\n") == "a\nb"
 
@@ -28,7 +28,7 @@ def test_text_that_is_cut_says_so() -> None:
      (599.6, "10 min"), (3599, "1 h 0 min"), (12_000, "3 h 20 min"),
      (360_000, "4 d 4 h"), (float("nan"), "?"), (float("inf"), "?")],
 )  # fmt: skip
-def test_durations(seconds: float, text: str) -> None:
+def test_duration_in_words(seconds: float, text: str) -> None:
     assert duration(seconds) == text
 
 

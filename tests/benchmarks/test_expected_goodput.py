@@ -18,18 +18,8 @@ def rows(text: str) -> list[list[str]]:
     return [cells[:9] for cells in found if len(cells) >= 9 and "%" in cells[1]]
 
 
-def test_the_page_is_current(capsys: pytest.CaptureFixture[str]) -> None:
+def test_expected_goodput_is_what_the_page_says(capsys: pytest.CaptureFixture[str]) -> None:
     main([])
     told, page = capsys.readouterr().out, PAGE.read_text(encoding="utf-8")
     assert len(rows(told)) == 30 and rows(told) == rows(page)
     assert [line for line in told.splitlines() if re.match("[0-9,]+ GPUs", line) and line not in page] == []
-
-
-@pytest.mark.slow
-def test_dice_are_beside_it(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["--gpus", "10000", "--trials", "1"])
-    lines = [line.split("|") for line in capsys.readouterr().out.splitlines() if "%" in line and "|" in line]
-    played = [line for line in lines if line[-2].strip()]
-    assert len(played) == 10
-    for line in played:
-        assert float(line[-2].strip(" %")) == pytest.approx(float(line[2].strip(" *%")), abs=1.5)

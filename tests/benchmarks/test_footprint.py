@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from benchmarks import footprint
-from benchmarks.footprint import LAYOUTS, Case, Row
+from benchmarks.footprint import LAYOUTS, Case
 from benchmarks.train_speed import peak_of
 from megastable.base import products
-from megastable.base.errors import ConfigError
 from megastable.config.tree import RunConfig
 from megastable.engine.layer_stats import attention_chunks
 from megastable.model.gpt import Block
@@ -36,7 +32,7 @@ def holds(config: RunConfig) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("which", ["few", "more"])
-def test_formulas_hold(which: str) -> None:
+def test_footprint_formulas_hold(which: str) -> None:
     names = FEW if which == "few" else [name for name in (LAYOUTS if ALL else SOME) if name not in FEW]
     chosen = [name for name in names if holds(LAYOUTS[name].config)]
     assert chosen
@@ -68,7 +64,7 @@ SHAPES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_the_formula_of_a_look_at_the_attention_holds(shape: dict[str, Any]) -> None:
+def test_watched_formula_holds(shape: dict[str, Any]) -> None:
     config = Case(**shape).config
     if not holds(config):
         pytest.skip("this CPU computes products of bf16 in fp32")
@@ -83,32 +79,3 @@ def test_the_formula_of_a_look_at_the_attention_holds(shape: dict[str, Any]) -> 
             assert entropy.shape == highest.shape
 
     assert activations.watched(config) == pytest.approx(peak_of(look, again=footprint.PROFILED), rel=0.03)
-
-
-ROW = Row("TP2", 0, 0, 100, 100, 1000, 1030, 1001, 900, "head", {"weights": 1000, "logits": 30}, 500, 510)
-
-
-def test_difference_and_table() -> None:
-    assert ROW.difference == pytest.approx(0.03)
-    shown = footprint.table([ROW, replace(ROW, rank=1), replace(ROW, rank=2, total=990)])
-    assert shown.row_count == 2  # ranks of a stage that took the same are one row
-
-
-def test_an_unknown_layout_is_named() -> None:
-    with pytest.raises(ConfigError, match="TP3"):
-        footprint.measure(["TP3"])
-    outcome = CliRunner().invoke(footprint.app, ["--layout", "TP3"])
-    assert outcome.exit_code == 2
-
-
-def test_help_has_examples() -> None:
-    outcome = CliRunner().invoke(footprint.app, ["--help"], env={"COLUMNS": "200"})
-    assert outcome.exit_code == 0
-    assert "--output footprint.json" in " ".join(outcome.output.split())
-
-
-def test_json_that_cannot_be_written_is_refused_first(tmp_path: Path) -> None:
-    outcome = CliRunner().invoke(
-        footprint.app, ["--layout", "one", "--output", str(tmp_path / "no" / "x.json")]
-    )
-    assert outcome.exit_code == 2

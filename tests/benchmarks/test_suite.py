@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
-import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
+import psutil
 import pytest
-import torch
 
-from benchmarks import suite
+from benchmarks import ranks, suite
 from benchmarks.peers import OURS, chosen_peers
-from benchmarks.suite import STAGES, Stage, allowed
+from benchmarks.ranks import ABANDONED, DIED, RankEnd, run_on_ranks
+from benchmarks.suite import STAGES, Stage
 from benchmarks.train_speed import resolve
 from megastable.config import deepspeed_json, recipe
 from megastable.fp8.te import misfit
@@ -31,132 +28,8 @@ def python(text: str, seconds: int = 20, json: bool = True, name: str = "one") -
     return Stage(name, ("-c", text), seconds, json)
 
 
-def run(stage: Stage, seconds: float = 20.0) -> suite.Done:
-    with tempfile.TemporaryDirectory() as folder:
-        return suite.run(stage, sys.executable, seconds, Path(folder) / "one.log")
-
-
-def run_until(stage: Stage, said: str | None) -> suite.Done:
-    """A stage whose time is over as soon as it has printed `said`, on a slow machine, too; None: it ends by itself."""
-
-    class Waiting(subprocess.Popen[bytes]):
-        def __init__(self, *args: Any, stdout: Any, **kwargs: Any) -> None:
-            self.output = Path(stdout.name)
-            super().__init__(*args, stdout=stdout, **kwargs)
-
-        def wait(self, timeout: float | None = None) -> int:
-            while timeout is not None and said is not None and self.poll() is None:
-                if said in self.output.read_text():
-                    raise subprocess.TimeoutExpired(self.args, timeout)
-                time.sleep(0.05)
-            return super().wait(timeout)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(subprocess, "Popen", Waiting)
-        return run(stage, 240.0)
-
-
-def test_a_stage_that_passes() -> None:
-    done = run(python(WRITES.format('{"a": 1}')))
-    assert (done.returned, done.result, done.tail, done.outcome) == (0, {"a": 1}, "said\n", "passed")
-
-
-def test_a_stage_that_fails_leaves_its_last_words_and_all_of_them_in_a_file(tmp_path: Path) -> None:
-    log = tmp_path / "one.log"
-    stage = python("print('x' * 9000); raise SystemExit('no luck')", json=False)
-    done = suite.run(stage, sys.executable, 20, log)
-    assert done.log == str(log) and log.read_text() == "x" * 9000 + "\nno luck\n"
-    assert (done.returned, done.result, done.outcome) == (1, None, "failed with 1")
-    assert len(done.tail) == suite.TAIL and done.tail.endswith("no luck\n")
-
-
-@pytest.mark.parametrize("text", ["", "{", "\\udcff"])
-def test_a_result_that_is_none(text: str) -> None:
-    assert run(python(WRITES.format(text))).result is None
-
-
-TESTS = """
-import pytest, time
-@pytest.mark.parametrize("n", [1, 2])
-def test_good(n): pass
-def test_bad(): assert False
-@pytest.mark.skip(reason="none")
-def test_left(): pass
-def test_slow(): time.sleep({})
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("asleep", [0, 600], ids=["in time", "ended"])
-def test_the_outcome_of_every_test_is_kept(asleep: int, tmp_path: Path) -> None:
-    """Of a run that was ended, of those that it had come to."""
-    (tmp_path / "test_it.py").write_text(TESTS.format(asleep))
-    processes = "-n1" if asleep else "-n0"
-    command = ("-m", "pytest", str(tmp_path), "-v", processes, "-p", "no:cacheprovider", "-c", os.devnull)
-    done = run_until(Stage("tests", command, 20, json=False), "SKIPPED" if asleep else None)
-    found = {name.rpartition("::")[2]: outcome for name, outcome in done.result.items()}
-    wanted = {
-        "test_good[1]": "passed",
-        "test_good[2]": "passed",
-        "test_bad": "failed",
-        "test_left": "skipped",
-    }
-    assert found == wanted | ({} if asleep else {"test_slow": "passed"})
-    assert done.outcome == ("its time was over" if asleep else "failed with 1")
-
-
-KEPT = """
-import sys, time
-open(sys.argv[sys.argv.index("--output") + 1], "w").write('{"rows": [1]}')
-print("written", flush=True)
-time.sleep(600)
-"""
-
-
-def test_a_stage_that_is_ended_keeps_what_it_wrote() -> None:
-    done = run_until(python(KEPT), "written")
-    assert (done.outcome, done.result) == ("its time was over", {"rows": [1]})
-
-
-CHILD = """
-import subprocess, sys, time
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-print(child.pid, flush=True)
-time.sleep({})
-"""
-
-
-@pytest.mark.parametrize("asleep", [600, 0], ids=["late", "in time"])
-def test_nobody_is_left(asleep: int) -> None:
-    """Neither of a stage whose time is over, nor of one that ends before its children do, which is not waited for."""
-    done = run_until(python(CHILD.format(asleep), json=False), "\n" if asleep else None)
-    assert done.outcome == ("its time was over" if asleep else "passed")
-    child = Path("/proc") / done.tail.strip()
-    for _ in range(1000):
-        if not child.exists() or "(zombie)" in (child / "status").read_text():
-            break
-        time.sleep(0.05)
-    else:
-        pytest.fail(f"{child} runs on")
-
-
-def test_a_benchmark_is_told_how_long_it_has() -> None:
-    done = run(python("import sys; print(sys.argv[1:])", json=False), 50)
-    assert done.tail == "[]\n"
-    told = Stage("one", ("-c", "import sys; print(sys.argv[1:])", "{seconds}"), 50, json=False)
-    assert run(told, 50).tail == f"['{50 - suite.MARGIN}']\n"
-
-
-def test_what_is_left_goes_to_the_next() -> None:
-    one, other = Stage("one", (), 100), Stage("other", (), 50)
-    assert allowed(one, [other], 150) == 100
-    assert allowed(one, [other], 190) == 140  # what was before them was faster
-    assert allowed(one, [other], 120) == 100 and allowed(other, [], 20) == 20
-    assert sum(stage.seconds for stage in STAGES) <= 540
-
-
 @pytest.mark.parametrize("stage", [s for s in STAGES if "bench" in s.command], ids=lambda s: s.name)
-def test_the_recipes_and_peers_are_there(stage: Stage) -> None:
+def test_stages_name_recipes_and_peers_that_exist(stage: Stage) -> None:
     """Of stages that only a GPU host runs: what they ask for exists and can be laid out on one GPU."""
     words = list(stage.command)
     overrides = [word for word in words if "=" in word and not word.startswith("-")]
@@ -172,13 +45,7 @@ def test_the_recipes_and_peers_are_there(stage: Stage) -> None:
     assert config.precision.fp8 is None or misfit(config) is None
 
 
-def started(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "benchmarks.suite", *map(str, arguments)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "TERM": "dumb", "COLUMNS": "100"}
-    return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
-
-
-def test_all_of_it(
+def test_suite_runs_every_stage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stages = (
@@ -205,41 +72,33 @@ def test_all_of_it(
     assert left["outcome"].startswith("left out: no time is left") and left["returned"] is None
 
 
-def test_the_list_and_bad_input(tmp_path: Path) -> None:
-    done = started("--list", "--only", "7b-fp8")
-    assert (
-        done.returncode == 0 and done.stdout.count("\n") == 1 and "--peers megastable-fp8-off" in done.stdout
-    )
-    done = started("--only", "8b")
-    assert done.returncode == 2 and done.stderr.startswith(
-        "error: --only 8b: choose among tests, tests-exact, 350m"
-    )
-    done = started("--only", "tests", "--output", tmp_path / "no" / "such" / "file")
-    assert done.returncode == 2 and "could not be written" in done.stderr and done.stderr.count("\n") == 1
-    (tmp_path / "all.logs").write_text("")
-    done = started("--only", "tests", "--output", tmp_path / "all.json")
-    assert done.returncode == 2 and "give another --output" in done.stderr and done.stderr.count("\n") == 1
+def trouble(what: str) -> int | RankEnd:
+    """On rank 1; the other one waits for it then, as in a collective that a rank never reaches."""
+    if what != "none":
+        if os.environ["RANK"] == "1":
+            if what == "raises":
+                raise ValueError("so it is")
+            if what == "tells":
+                return RankEnd("HandoverError", "as told", os.getpid())
+            if what == "dies":
+                os._exit(9)
+        print(os.getpid(), flush=True)
+        time.sleep(1000)
+    return os.getpid()
 
 
-def test_the_script_lists_the_stages_without_an_environment(tmp_path: Path) -> None:
-    """By a python3 that has what is needed: here that of the tests."""
-    for name in ("launch", "benchmarks", "megastable"):
-        (tmp_path / name).symlink_to(ROOT / name)
-    (tmp_path / "bin").mkdir()
-    # A link to an interpreter is not in its environment.
-    (tmp_path / "bin" / "python3").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
-    (tmp_path / "bin" / "python3").chmod(0o755)
-    script = tmp_path / "bench_gpu.sh"
-    environment = os.environ | {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
-    script.write_text((ROOT / "launch" / "bench_gpu.sh").read_text().replace("/..", ""))
-    command = ["bash", str(script), "--list", "--only", "1.3b"]
-    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0 and done.stdout.startswith("1.3b "), done.stderr
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "GRACE", 0.2)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu() -> None:
-    done = subprocess.run(["bash", "launch/bench_gpu.sh"], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
-    assert done.stderr.startswith("error: no GPU")
+@pytest.mark.quick("raises*")
+@pytest.mark.parametrize(
+    ("what", "errors"),
+    [("raises", "ValueError"), ("tells", "HandoverError"), ("dies", DIED)],
+)
+def test_run_on_ranks_waits_for_others_not_long(what: str, errors: str, tmp_path: Path) -> None:
+    ends = run_on_ranks(2, trouble, what, limit=200, log=tmp_path / "log")
+    assert [end.error for end in ends] == [ABANDONED, errors]
+    assert not psutil.pid_exists(int((tmp_path / "log").read_text().splitlines()[-1]))
+    assert what != "tells" or (ends[1].text == "as told" and ends[1].result > 0)

@@ -11,11 +11,9 @@ import pytest
 from drills.poison import Kind, poison
 from megastable.base import errors
 from megastable.checkpoint import markers, store
-from megastable.checkpoint.vitals import paired
 from megastable.config.tree import RunConfig
-from megastable_tools.convert.catalogue import entries
-from megastable_tools.convert.marking import accept
-from tests.conftest import tiny, write_corpus
+from megastable_tools.convert.catalogue import accept, entries
+from tests.conftest import tiny
 from tests.distributed import run_ranks
 from tests.journal import events
 from tests.training.test_failures import batch, train
@@ -112,24 +110,6 @@ def test_three_in_a_row_and_a_person_who_accepts_one(corpus: Path, tmp_path: Pat
     assert any("accepted by a person" in e["text"] for e in events(run, "warning"))
 
 
-def test_one_that_was_put_aside_is_accepted_under_its_own_name(ten: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "run/checkpoints"
-    shutil.copytree(ten, tmp_path / "run")
-    (folder / "step-10").rename(folder / "rejected-step-10")
-    markers.convict(folder / "rejected-step-10", "its content is wrong")
-    assert "its content is wrong" in accept(folder / "rejected-step-10", "")
-    assert (folder / store.LATEST).read_text() == "step-10"
-    ruling = markers.accepted(folder / "step-10")
-    assert ruling is not None and markers.convicted(folder / "step-10") is None
-    (folder / "suspect-step-10").mkdir()
-    with pytest.raises(errors.CheckpointError):
-        accept(folder / "suspect-step-10", "")
-    file = next((folder / "step-5").glob("*.safetensors"))
-    file.write_bytes(file.read_bytes()[:-4])
-    with pytest.raises(errors.CheckpointError, match="damaged bytes"):
-        accept(folder / "step-5", "")
-
-
 def test_a_state_that_computes_something_else_is_passed_over_and_named(corpus: Path, tmp_path: Path) -> None:
     """Signs that are turned leave every size as it was: the probe samples tell."""
     run, folder = tmp_path / "run", tmp_path / "run/checkpoints"
@@ -176,14 +156,6 @@ def test_where_what_computes_is_wrong_no_checkpoint_is_convicted(
     assert [e["step"] for e in events(run, "resumed")] == [10]
 
 
-def test_what_rounding_may_do_is_nobodys_fault(corpus: Path, ten: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    shutil.copytree(ten, run)
-    assert run_ranks(1, train_elsewhere, at(corpus, run, "one", 11), 1.1) == [(0, "")]
-    (resumed,) = events(run, "resumed")
-    assert resumed["step"] == 10 and 0.001 < resumed["changes"]["losses"] < 0.05 and not rejected(run)
-
-
 def train_elsewhere(config: RunConfig, factor: float) -> tuple[int, str]:
     """Where every product comes out larger by `factor`, as a wrong kernel would have it."""
     import torch
@@ -196,51 +168,6 @@ def train_elsewhere(config: RunConfig, factor: float) -> tuple[int, str]:
 
     functional.linear = linear  # type: ignore[assignment]
     return train(config)
-
-
-@pytest.mark.slow
-def test_one_that_remembers_no_losses_convicts_nobody(corpus: Path, tmp_path: Path) -> None:
-    """Of an older version, or of when there were no probes: it would look right on any machine."""
-    run, folder = tmp_path / "run", tmp_path / "run/checkpoints"
-    run_ranks(1, train, at(corpus, run, "one", 10, checkpoint={"vitals": {"probes": 0}}))
-    run_ranks(1, train, at(corpus, run, "one", 15))
-    run_ranks(1, turned, folder)
-    ((code, message),) = run_ranks(1, train, at(corpus, run, "one", 20))
-    assert code == errors.BAD_INPUT and "step-10 does not prove" in message and "no losses" in message
-    assert [path.name for path in store.newest_first(folder)] == ["step-15", "step-10", "step-5"]
-    assert markers.convicted(folder / "step-15") is None
-
-
-CHANGES: dict[str, dict[str, Any]] = {  # layouts: see CASES
-    "precision": {"precision": {"kind": "fp32"}},
-    "moments": {"optimizer": {"lr": 3e-3, "moments": "bf16", "betas": [0.0, 0.999]}},
-    "kernels": {"kernels": {"attention": "reference", "loss": "reference"}},
-    "documents": {"data": {"keep_documents_apart": True}},
-    "corpus": {"data": {"accept_changed_manifest": True}},
-}
-
-
-@pytest.mark.slow
-def test_what_may_change_at_a_resume_convicts_nobody(tmp_path: Path) -> None:
-    """What rounds otherwise moves losses by less than a tenth of the bound; what changes the samples (other tokens at
-    their positions, documents that see each other) leaves nothing to compare."""
-    corpus = tmp_path / "corpus"
-    write_corpus(corpus, seed=1)
-    run_ranks(1, train, at(corpus, tmp_path / "run", "one", 10))
-    for name, parts in CHANGES.items():
-        run = tmp_path / f"run-{name}"
-        shutil.copytree(tmp_path / "run", run)
-        if name == "corpus":
-            shutil.rmtree(corpus)
-            write_corpus(corpus, seed=2)
-        parts = parts | {"data": {"corpora": [{"path": corpus}]} | parts.get("data", {})}
-        assert run_ranks(1, train, at(corpus, run, "one", 11, **parts)) == [(0, "")], name
-        (resumed,) = events(run, "resumed")
-        assert resumed["step"] == 10 and not rejected(run), name
-        assert resumed["changes"]["losses"] < 0.005, name
-        now, before = (store.read_state(run / f"checkpoints/step-{step}").vitals for step in (11, 10))
-        assert now is not None and before is not None
-        assert len(paired(before, now)) == (0 if name in ("documents", "corpus") else 32), name
 
 
 @pytest.mark.slow
@@ -279,27 +206,3 @@ def train_ill(config: RunConfig, step: int) -> tuple[int, str]:
 
     Checkpoints.save = save  # type: ignore[method-assign]
     return train(config)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("probes", [32, 0])
-def test_a_save_costs_one_forward_pass_over_the_probes(probes: int, corpus: Path, tmp_path: Path) -> None:
-    config = at(corpus, tmp_path / "run", "one", 10, checkpoint={"vitals": {"probes": probes}})
-    ((done, samples),) = run_ranks(1, counted, config)
-    assert done == (0, "") and samples == [probes] * (2 if probes else 0)
-    vitals = store.read_state(tmp_path / "run/checkpoints/step-10").vitals
-    assert vitals is not None and len(vitals.losses) == len(vitals.samples) == probes
-    assert len(vitals.sizes["weight"]) == len(vitals.sizes["exp_avg_sq"]) > 10
-
-
-def counted(config: RunConfig) -> tuple[tuple[int, str], list[int]]:
-    from megastable.engine.engine import Engine
-
-    real, samples = Engine.evaluate, list[int]()
-
-    def evaluate(self: Engine, micro_batches: Any) -> Any:
-        samples.append(sum(len(m.positions) for m in micro_batches))
-        return real(self, micro_batches)
-
-    Engine.evaluate = evaluate  # type: ignore[method-assign]
-    return train(config), samples

@@ -9,7 +9,6 @@ from random import Random
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from megastable.base.errors import CheckpointError
 from megastable.checkpoint import store
@@ -18,7 +17,6 @@ from megastable.checkpoint.parts import write_manifest
 from megastable.checkpoint.store import MANIFEST, RECIPE, STATE
 from megastable.run.directory import RunDirectory
 from megastable.run.events.training_events import CheckpointRejected, Resumed
-from megastable_tools.commands.checkpoint import app
 from tests.checkpoint.states import LAYOUTS, make_run, recipe_of
 from tests.conftest import tiny
 from tests.distributed import run_ranks
@@ -209,21 +207,6 @@ def test_of_a_thousand_corruptions_a_thousand_are_found_and_named(tmp_path: Path
             assert all(not told(each.folder) for each in specimens)
     assert missed == [] and found == TOTAL
     assert all(not told(each.folder) and read(each.folder) == each.files for each in specimens)
-
-
-def test_the_command_ends_with_2_for_each_kind_and_with_0_without_damage(tmp_path: Path) -> None:
-    def verify(folder: Path) -> tuple[int, str]:
-        done = CliRunner().invoke(app, ["verify", "--json", str(folder)])
-        return done.exit_code, done.stdout
-
-    dice, at = Random(2), specimen(tmp_path, "tp2-pp2")
-    assert verify(at.folder)[0] == 0
-    for kind in EVERY:
-        folder, names = at.damage(kind, dice)
-        code, text = verify(folder)
-        assert code == 2 and any(name in text for name in names), (kind, names, text)
-        at.mend(folder, names)
-    assert verify(at.folder)[0] == 0
 
 
 @pytest.mark.slow

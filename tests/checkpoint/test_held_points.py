@@ -11,8 +11,19 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from megastable.checkpoint.files import FileRecord
-from megastable.checkpoint.held_points import HeldPart, PointKey, names_of, newest_complete
+from megastable.checkpoint.held_points import (
+    HISTORY,
+    TRIES,
+    HeldPart,
+    PointKey,
+    names_of,
+    newest_complete,
+    outdated,
+    tainted,
+)
 from megastable.checkpoint.memory_hosts import partners
+from megastable.run.events.event import Event
+from megastable.run.events.reading import event_of
 
 LINEAGES = ("0" * 16, "a" * 16)
 
@@ -73,12 +84,6 @@ def test_the_newest_complete_point(held: list[list[HeldPart]], outdated: set[Poi
         assert len(found.files) == 3 * len(found.parts) + 2
 
 
-@given(KEYS)
-def test_a_key_is_its_folders_name(key: PointKey) -> None:
-    assert PointKey.of(key.name) == key
-    assert PointKey.of(key.name + "x") is None and PointKey.of("step-1") is None
-
-
 @pytest.mark.parametrize(
     "names", [[], ["state.json"], [*names_of(0), "../../x"], [*names_of(1), "state.json"]]
 )
@@ -88,3 +93,118 @@ def test_a_part_has_the_files_of_its_rank_and_no_others(names: list[str]) -> Non
     tree = {"key": {"step": 1, "epoch": 0, "lineage": LINEAGES[0]}, "rank": rank, "world": 2, "files": files}
     with pytest.raises(ValidationError):
         HeldPart.model_validate(tree)
+
+
+A, B = "a" * 16, "b" * 16
+
+
+def history(*lines: dict[str, Any]) -> list[Event]:
+    events = [event_of(line) for line in lines]
+    assert all(isinstance(event, HISTORY) for event in events)
+    return events
+
+
+def training(step: int, lineage: str | None = None) -> dict[str, Any]:
+    return {"event": "training", "step": step, **({"lineage": lineage} if lineage else {})}
+
+
+def dropped(step: int) -> dict[str, Any]:
+    return {"event": "memory_dropped", "step": step}
+
+
+def tried(step: int) -> dict[str, Any]:
+    return {"event": "memory_resume", "step": step, "lineage": A, "epoch": 0}
+
+
+def point_of(step: int = 100, epoch: int = 0) -> PointKey:
+    return PointKey(step=step, epoch=epoch, lineage=A)
+
+
+BEGAN = training(0, A)
+
+
+@pytest.mark.parametrize(
+    ("lines", "key", "why"),
+    [
+        ([BEGAN], point_of(), ""),
+        ([], point_of(), "earlier run"),
+        ([training(0), training(0, B)], point_of(), "earlier run"),
+        ([BEGAN, training(100, B)], point_of(), ""),  # which was resumed from it, and died
+        ([BEGAN, training(90, B)], point_of(), "gone on from step 90"),
+        ([training(50, B), BEGAN], point_of(), ""),
+        ([BEGAN, dropped(80)], point_of(), "rewound to step 80"),
+        ([BEGAN, dropped(80)], point_of(80), ""),
+        ([BEGAN, dropped(80)], point_of(100, 1), ""),  # taken after it
+        ([BEGAN, dropped(80), dropped(99)], point_of(100, 1), "rewound to step 99"),
+        ([BEGAN, training(100, B), dropped(99)], point_of(100, 1), "rewound to step 99"),
+        ([dropped(80), BEGAN], point_of(), ""),
+        ([BEGAN, {"event": "handover", "step": 104, "before": 103}], point_of(), "handed over"),
+        ([BEGAN, {"event": "unstable", "step": 104}], point_of(), "unstable"),
+        ([{"event": "unstable", "step": 104}, BEGAN], point_of(), ""),
+        (
+            [BEGAN, {"event": "incident", "what": "opened", "onset": 95, "policy": {}}],
+            point_of(),
+            "undid step 95",
+        ),
+        ([BEGAN, {"event": "incident", "what": "opened", "onset": 101, "policy": {}}], point_of(), ""),
+        (
+            [BEGAN, {"event": "incident", "what": "rewound", "to_step": 90, "policy": {}}],
+            point_of(),
+            "undid step 91",
+        ),
+        ([BEGAN, {"event": "rolled_back", "step": 60}], point_of(), "rolled the run back to step 60"),
+        ([BEGAN, {"event": "rolled_back", "step": 100}], point_of(), ""),
+        ([{"event": "rolled_back", "step": 60}, BEGAN], point_of(), ""),
+        ([BEGAN, *[tried(100)] * (TRIES - 1)], point_of(), ""),
+        ([BEGAN, *[tried(100)] * TRIES], point_of(), f"{TRIES} times"),
+        ([BEGAN, *[tried(90)] * TRIES], point_of(), ""),
+    ],
+)
+def test_what_happened_since_decides(lines: list[dict[str, Any]], key: PointKey, why: str) -> None:
+    found = outdated(history(*lines), key)
+    assert (why in found) if why else not found
+
+
+@given(
+    st.lists(
+        st.builds(training, st.integers(0, 9), st.sampled_from([A, B, None]))
+        | st.builds(dropped, st.integers(0, 9)),
+        max_size=8,
+    ),
+    st.integers(0, 9),
+    st.integers(0, 2),
+)
+def test_what_came_before_does_not_matter_and_undone_steps_never_return(
+    lines: list[dict[str, Any]], step: int, epoch: int
+) -> None:
+    """Against a model: which steps of the current state are of lineage A."""
+    key, known, mine, drops = point_of(step, epoch), False, False, 0
+    valid = False
+    for line in lines:
+        if line["event"] == "training":
+            begins = line.get("lineage") == A and not known
+            if begins:
+                known = mine = valid = True
+            else:
+                mine, valid = False, valid and line["step"] >= step
+        elif known:
+            drops += mine
+            if line["step"] < step and (not mine or epoch < drops):
+                valid = False
+    assert (outdated(history(*lines), key) == "") == valid
+
+
+@pytest.mark.parametrize(
+    ("convicted", "bad"),
+    [
+        ([], False),
+        ([50], False),
+        ([80], False),
+        ([90], True),
+        ([100], True),
+        ([110], False),
+        ([50, 90], True),
+    ],
+)
+def test_a_point_after_a_convicted_checkpoint_is_tainted(convicted: list[int], bad: bool) -> None:
+    assert bool(tainted(point_of(100), 80, convicted)) == bad

@@ -17,7 +17,6 @@ from megastable.checkpoint.files import TensorFile, hash_file
 from megastable.checkpoint.plain import load_plain
 from megastable.checkpoint.store import MANIFEST, STATE
 from tests.checkpoint.states import make_run
-from tests.distributed import run_ranks
 
 HUGE = 10**30
 
@@ -136,16 +135,3 @@ def test_what_is_no_file_is_not_waited_for(name: str, checkpoint: Path) -> None:
     if name == STATE:
         with pytest.raises(CheckpointError, match=name):
             store.read_state(checkpoint)
-
-
-def test_random_states_that_are_none(checkpoint: Path) -> None:
-    (checkpoint / "rng-00000.pt").write_bytes(b"\x80\x04cos\nsystem\n(S'true'\ntR.")
-    assert run_ranks(1, restore_rng, checkpoint) == ["rng-00000.pt: no random states (UnpicklingError)"]
-
-
-def restore_rng(checkpoint: Path) -> str:
-    try:
-        store.restore_rng(checkpoint)
-    except CheckpointError as error:
-        return str(error).removeprefix(f"{checkpoint}{os.sep}")
-    return ""

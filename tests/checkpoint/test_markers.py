@@ -7,12 +7,16 @@ import time
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from megastable.base.errors import CheckpointError
 from megastable.checkpoint import markers, store
-from megastable.checkpoint.markers import HEALTH, PINNED
+from megastable.checkpoint.markers import HEALTH, PINNED, CalmSteps
 from tests.checkpoint.standins import checkpoint
 from tests.full_disk import files_no_larger_than
+from tests.tiers import examples
 
 DAMAGED = [
     b"",
@@ -47,16 +51,6 @@ def test_a_marker_says_nothing_of_another_checkpoint(tmp_path: Path) -> None:
     assert str(other / HEALTH) in problem and "another checkpoint" in problem
 
 
-def test_one_byte_of_the_manifest_makes_it_another_checkpoint(tmp_path: Path) -> None:
-    path = checkpoint(tmp_path, 100)
-    markers.mark_healthy(path, 150, 50)
-    manifest = path / store.MANIFEST
-    manifest.write_bytes(manifest.read_bytes() + b"\n")
-    assert markers.healthy(path) is None
-    manifest.unlink()
-    assert markers.healthy(path) is None
-
-
 @pytest.mark.parametrize("content", DAMAGED)
 def test_a_damaged_health_marker_counts_as_none_a_damaged_pin_as_a_pin(
     content: bytes, tmp_path: Path
@@ -71,17 +65,6 @@ def test_a_damaged_health_marker_counts_as_none_a_damaged_pin_as_a_pin(
     assert all("damaged (" in problem and "\n" not in problem for problem in markers.problems(path))
 
 
-def test_what_lies_in_the_place_of_a_pin_is_one(tmp_path: Path) -> None:
-    path = checkpoint(tmp_path, 100)
-    (path / PINNED).symlink_to("nowhere")
-    assert markers.pinned(path) is not None
-    (path / PINNED).unlink()
-    (path / PINNED).mkdir()
-    assert markers.pinned(path) is not None
-    with pytest.raises(CheckpointError, match=r"pinned\.json could not be removed"):
-        markers.unpin(path)
-
-
 @pytest.mark.parametrize("reason", ["", "the best so far", "\x1b[31m\n{}", "bytes \udcff of a command line"])
 def test_pinned_until_unpinned(reason: str, tmp_path: Path) -> None:
     path = checkpoint(tmp_path, 100)
@@ -92,29 +75,6 @@ def test_pinned_until_unpinned(reason: str, tmp_path: Path) -> None:
     assert found is not None and found.reason == reason.replace("\udcff", "\\udcff")
     assert markers.unpin(path) and markers.pinned(path) is None
     assert not markers.unpin(path)
-
-
-def test_what_is_no_checkpoint_is_not_marked(tmp_path: Path) -> None:
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "file").write_text("")
-    for name in ("folder", "file", "none", "n" * 300):
-        with pytest.raises(CheckpointError):
-            markers.pin(tmp_path / name)
-        assert markers.pinned(tmp_path / "file") is None and markers.healthy(tmp_path / "file") is None
-    for name in ("folder", "file", "none"):
-        with pytest.raises(CheckpointError):
-            markers.mark_healthy(tmp_path / name, 1, 1)
-    for name in ("file", "none"):
-        with pytest.raises(CheckpointError, match="no such checkpoint"):
-            markers.unpin(tmp_path / name)
-    assert list((tmp_path / "folder").iterdir()) == []
-
-
-def test_what_is_not_finite_is_not_healthy(tmp_path: Path) -> None:
-    path = checkpoint(tmp_path, 100, finite=False)
-    with pytest.raises(CheckpointError, match="not finite"):
-        markers.mark_healthy(path, 150, 50)
-    assert markers.healthy(path) is None
 
 
 def test_a_disk_that_refuses_leaves_the_older_marker(tmp_path: Path) -> None:
@@ -153,3 +113,76 @@ def test_a_damaged_ruling_counts_as_none(name: str, text: bytes, tmp_path: Path)
     (path / name).write_bytes(text)
     assert markers.convicted(path) is None and markers.accepted(path) is None
     assert any("damaged" in problem for problem in markers.problems(path))
+
+
+class AgainstMemory(RuleBasedStateMachine):
+    """The reference keeps the set of steps that were seen to be calm, and counts back from now."""
+
+    @initialize(after=st.integers(0, 6), now=st.integers(0, 3))
+    def begin(self, after: int, now: int) -> None:
+        self.trend, self.after, self.now = CalmSteps(after), after, now
+        self.trend.resumed(now, [])
+        self.calm: set[int] = set()
+        self.pending: set[int] = set()
+        self.proven: list[int] = []
+
+    def count(self, checkpoint: int) -> int:
+        step = self.now
+        while step > checkpoint and step in self.calm:
+            step -= 1
+        return self.now - step
+
+    def expect(self, answer: list[int]) -> None:
+        healthy = sorted(c for c in self.pending if self.count(c) >= self.after)
+        assert answer == healthy
+        self.pending -= set(healthy)
+
+    def go_back(self, step: int) -> None:
+        self.now = step
+        self.calm.clear()
+        self.pending = {c for c in self.pending if c <= step}
+
+    @rule(calm=st.sampled_from([True, True, True, False]), jump=st.sampled_from([1] * 8 + [0, -3, 2, 5]))
+    def next(self, calm: bool, jump: int) -> None:
+        step = max(0, self.now + jump)
+        if step <= self.now:
+            self.go_back(step - 1)
+        self.now = step
+        if calm:
+            self.calm.add(step)
+        self.expect(self.trend.step(step, calm))
+
+    @rule(n=st.integers(1, 8))
+    def calm_steps(self, n: int) -> None:
+        for _ in range(n):
+            self.next(True, 1)
+
+    @rule(later=st.sampled_from([0, 0, 0, -2, 3]))
+    def save(self, later: int) -> None:
+        step = max(0, self.now + later)
+        self.now = max(self.now, step)
+        self.pending.add(step)
+        self.expect(self.trend.saved(step))
+
+    @rule(by=st.integers(0, 8))
+    def back(self, by: int) -> None:
+        step = max(0, self.now - by)
+        self.go_back(step)
+        self.trend.back_to(step)
+
+    @rule(by=st.integers(-3, 8))
+    def restart(self, by: int) -> None:
+        step, pending = max(0, self.now - by), sorted(self.pending)
+        self.go_back(step)
+        self.trend = CalmSteps(self.after)
+        self.trend.resumed(step, pending)
+
+    @invariant()
+    def agree(self) -> None:
+        if hasattr(self, "trend"):
+            assert self.trend.pending == sorted(self.pending)
+            assert all(self.trend.counted(c) == self.count(c) for c in self.pending)
+
+
+TestAgainstMemory = AgainstMemory.TestCase
+TestAgainstMemory.settings = settings(max_examples=examples(60), stateful_step_count=40)

@@ -10,7 +10,7 @@ import pytest
 from drills.poison import poison
 from megastable.base import errors
 from megastable.checkpoint import markers
-from megastable.checkpoint.lineage import tried
+from megastable.checkpoint.held_points import tried
 from megastable.config.tree import RunConfig
 from megastable.run.directory import RunDirectory
 from megastable.run.events.event import Event
@@ -19,7 +19,6 @@ from megastable.run.events.stability_events import AlertEvent, Handover, Inciden
 from megastable.run.events.training_events import Resumed
 from tests.conftest import write_corpus
 from tests.distributed import run_ranks
-from tests.engine.test_gate import start_of
 from tests.recovery.test_recovery import incidents, recipe, train
 from tests.training.test_resume import identical
 
@@ -83,20 +82,6 @@ def test_where_all_are_bad_it_trains_on_and_tells_a_person(
         code == 0 and len(alerts) == 1 and "is convicted" in alerts[0] and "is from before step" in alerts[0]
     )
     assert not (run / "skips.jsonl").exists() and not list(RunDirectory(run).events(RateCut))
-
-
-def test_a_recipe_is_compared_with_that_of_the_checkpoint(easy: Path, tmp_path: Path) -> None:
-    """A start that died before its first checkpoint has frozen another one all the same: at the next start nothing is
-    new, but trouble may well come from it."""
-    run = tmp_path / "run"
-    assert run_ranks(1, train, at(easy, run, 10))[0] == (0, "")
-    other = at(easy, run, 20, optimizer={"lr": 5e-3})
-    assert run_ranks(1, changed, other)[0] == ["optimizer.lr: 0.01 -> 0.005", "train.steps: 10 -> 20"]
-
-
-def changed(config: RunConfig) -> list[str]:
-    """What was changed since the checkpoint that a start goes on from, where it is not since the last start."""
-    return list(start_of(config).changed)
 
 
 def test_each_handover_without_new_ground_takes_an_older_one() -> None:

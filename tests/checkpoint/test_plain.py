@@ -80,13 +80,6 @@ def test_its_losses_are_those_of_the_run_and_of_the_reference(runs: Path, name: 
     assert model.step == 4 and not model.training
 
 
-def test_a_precision_can_be_chosen(runs: Path) -> None:
-    exact, narrow = load_plain(runs / "one"), load_plain(runs / "one", torch.bfloat16)
-    assert load_plain(runs / "one", None).gpt[0].weight.dtype == torch.float32  # as the run
-    for a, b in zip(exact.parameters(), narrow.parameters(), strict=True):
-        assert torch.equal(a.bfloat16(), b)
-
-
 def test_a_run_stands_for_its_newest_good_checkpoint(runs: Path, tmp_path: Path) -> None:
     run = shutil.copytree(runs / "one", tmp_path / "run")
     assert find_checkpoint(run).name == find_checkpoint(run / "checkpoints/latest").name == "step-4"
@@ -121,12 +114,6 @@ def test_what_cannot_be_used_is_named(runs: Path, tmp_path: Path) -> None:
     (run / "checkpoints/step-2/recipe.yaml").unlink()
     with pytest.raises(CheckpointError, match=r"recipe\.yaml: No such file"):
         load_plain(run / "checkpoints/step-2")
-
-
-def test_a_checkpoint_stands_alone(runs: Path, tmp_path: Path) -> None:
-    alone = shutil.copytree(runs / "tp2/checkpoints/step-4", tmp_path / "the-best")
-    model, other = load_plain(alone), load_plain(runs / "tp2")
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
 
 
 @pytest.mark.parametrize(

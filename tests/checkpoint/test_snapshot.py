@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +13,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from megastable.base.errors import ConfigError
+from megastable.base.free_memory import (
+    GIB,
+    Demand,
+    count_taken_bytes,
+    demand,
+    group_limits,
+)
 from megastable.checkpoint.snapshot import Ring
-from megastable_guard.spacing import thin
+from megastable.checkpoint.snapshot_budget import plan
+from megastable.config.stability import SnapshotConfig
+from megastable_guard.guard import thin
 
 
 @given(st.integers(1, 8), st.integers(1, 50), st.integers(1, 300))
@@ -96,18 +107,6 @@ def test_what_is_kept_aside_costs_no_point_and_is_the_present() -> None:
     assert all(torch.equal(engine.tensors[name], tensor) for name, tensor in now.items())
 
 
-def test_before_passes_over_newer_points_but_not_beyond_the_oldest() -> None:
-    engine = Counter()
-    ring = Ring(engine, capacity=3, interval=1)
-    assert ring.before(10) is None
-    for step in (1, 2, 3):
-        engine.advance()
-        ring.take(step, None)
-    assert ring.before(1) is None
-    found = [ring.before(9, older) for older in range(5)]
-    assert [s.step for s in found if s is not None] == [3, 2, 1, 1, 1]
-
-
 def test_a_dropped_point_gives_its_memory_to_the_next() -> None:
     engine = Counter()
     engine.advance()
@@ -117,12 +116,6 @@ def test_a_dropped_point_gives_its_memory_to_the_next() -> None:
         ring.take(step, None)
         places.append({t.data_ptr() for s in ring._kept for t in s.tensors.values()})
     assert len(set().union(*places[2:])) <= 6  # two points and the one being written, of two tensors each
-
-
-def test_no_room_no_points() -> None:
-    ring = Ring(Counter(), capacity=0, interval=1)
-    ring.take(1, None)
-    assert ring.steps == [] and not ring.due(1)
 
 
 @pytest.mark.parametrize("capacity", [1, 2, 4])
@@ -161,3 +154,84 @@ def test_a_lent_point_is_not_overwritten(capacity: int) -> None:
         ring.recall()
     thread.join()
     assert not wrong and recalled == [True]
+
+
+DEMANDS = st.lists(
+    st.builds(
+        Demand, st.sampled_from(["a", "b"]), snapshot=st.integers(1, 8 * GIB), free=st.integers(0, 99 * GIB)
+    ),
+    min_size=1, max_size=8,
+)  # fmt: skip
+
+
+# What is free
+
+
+def group(folder: Path, **files: object) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        (folder / name.replace("__", ".")).write_text(f"{content}\n")
+
+
+def test_the_limits_of_all_groups_above_count(tmp_path: Path) -> None:
+    """Version 2. What the kernel can drop is free; `max` is no limit; the root has no files."""
+    root, own = tmp_path / "cgroup", tmp_path / "own"
+    own.write_text("0::/slurm/job_7/step_0\n")
+    group(root / "slurm", memory__max=1000, memory__current=900, memory__stat="anon 100\ninactive_file 300")
+    group(root / "slurm/job_7", memory__max=500, memory__current=200, memory__stat="inactive_file 0")
+    group(root / "slurm/job_7/step_0", memory__max="max", memory__current=200, memory__stat="anon 5")
+    assert sorted(group_limits(root, own)) == [(500, 300), (1000, 400)]
+
+
+# What a snapshot takes
+
+
+@given(st.integers(0, 2**45))
+def test_pinned_memory_is_rounded_up_to_a_power_of_two(size: int) -> None:
+    held = count_taken_bytes(size, pinned=True)
+    assert count_taken_bytes(size, pinned=False) == size
+    assert (held & (held - 1)) == 0 and (size <= held < 2 * size or held == size == 0)
+
+
+def test_the_moments_that_are_not_there_yet_count() -> None:
+    masters = [torch.zeros(300), torch.zeros(5)]
+    state = {"0/weight": masters[0], "1/weight": masters[1]}
+    later = [4 * m.numel() for m in masters for _ in range(3)]
+    assert demand(state.values(), later, pinned=False).snapshot == 3 * 4 * 305
+    assert demand(state.values(), later, pinned=True).snapshot == 3 * (2048 + 32)
+    state |= {f"{i}/{key}": torch.zeros_like(m) for i, m in enumerate(masters) for key in ("m", "v", "more")}
+    assert demand(state.values(), later, pinned=False).snapshot == 4 * 4 * 305
+
+
+# How many
+
+
+@given(DEMANDS, st.integers(1, 6), st.permutations(range(8)))
+def test_all_ranks_of_a_host_share_a_quarter_of_it(
+    demands: list[Demand], keep: int, order: list[int]
+) -> None:
+    found = plan(demands, SnapshotConfig(keep=keep))
+    assert 0 <= found.points <= keep
+    for host in {d.host for d in demands}:
+        here = [d for d in demands if d.host == host]
+        assert found.points * max(d.snapshot for d in here) * len(here) <= min(d.free for d in here) / 4
+    if found.points < keep:  # one more would not fit somewhere
+        assert any(
+            (found.points + 1) * d.snapshot
+            > min(o.free for o in demands if o.host == d.host) / 4 / sum(o.host == d.host for o in demands)
+            for d in demands
+        )
+    # A look back puts the present state aside for as long, on every rank at once.
+    with_one_more = plan(demands, SnapshotConfig(keep=keep + 1))
+    assert found.aside == (with_one_more.points == keep + 1)
+    assert plan([demands[i] for i in order if i < len(demands)], SnapshotConfig(keep=keep)) == found
+
+
+def test_a_given_budget_counts_for_every_rank_whatever_is_free() -> None:
+    few = SnapshotConfig(memory_gib=0.5)
+    with pytest.raises(ConfigError, match=r"memory_gib=0\.5: a snapshot takes 1\.000 .* at least 1\.000"):
+        plan([Demand("a", 100, GIB), Demand("b", GIB, GIB)], few)
+    given = plan([Demand("a", GIB, 4 * GIB)] * 2, SnapshotConfig(memory_gib=3.0, keep=4))
+    assert given.points == 3 and "WARNING: that is more than the 4.000 GiB that are free on a" in given.text
+    assert "WARNING" in plan([Demand("a", GIB, 2 * GIB)], SnapshotConfig(memory_gib=3.0, keep=2)).text
+    assert "WARNING" not in plan([Demand("a", GIB, 4 * GIB)] * 2, SnapshotConfig(memory_gib=2.0)).text

@@ -1,8 +1,7 @@
-"""What a host says of itself: quick, complete, and in time where something hangs."""
+"""What a host says of itself: quick, complete, and in time where something hangs; asked once, or again and again."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
@@ -10,19 +9,27 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from unittest.mock import Mock
 
 import psutil
 import pytest
 
-from megastable.base.installation import package_folders
+from megastable.base.process import package_folders
 from megastable.cluster import gpu_health, host_check
-from megastable.cluster.gpu_health import RECENT, read_gpus, recent_xids
-from megastable.cluster.host_check import TOKEN, code_hash, look_at, variables
-from megastable.cluster.host_report import HostReport, read_report
-from megastable.cluster.timed_probe import TimedProbe
-from tests.patience import PATIENCE
+from megastable.cluster.agent import Agent
+from megastable.cluster.gpu_health import read_gpus
+from megastable.cluster.host_check import TOKEN, code_hash, variables
+from megastable.cluster.host_survey import HostReport, existing, read_report, survey
+from megastable.cluster.hosts import Hosts
+from megastable.cluster.launcher import HostSlots, TrainingCommand
+from megastable.cluster.preflight import Wanted, compare_reports
+from megastable.cluster.reach import Local
+from megastable.cluster.store import Store
+from megastable.cluster.this_host import HostWatch
+from megastable.run.directory import RunDirectory
+from tests.patience import PATIENCE, until
 
 # NVML as a module that raises what begins with "!"; what is not told is not supported.
 NVML = """
@@ -50,13 +57,6 @@ H100 = BARE | {
     "nvmlDeviceGetPowerUsage": 671200, "nvmlDeviceGetClockInfo": 1755,
     "nvmlDeviceGetCurrentClocksThrottleReasons": 0x48,
 }  # fmt: skip
-LOG = """\
-[    3.100000] NVRM: loading NVIDIA UNIX x86_64 Kernel Module
-[  100.000000] NVRM: Xid (PCI:0000:3b:00): 48, pid=1, an old one
-[90000.000000] NVRM: Xid (PCI:0000:3b:00): 79, pid='<unknown>', GPU has fallen off the bus.
-[90001.000000] NVRM: Xid (PCI:0000:3b:00): 79, once more
-[90002.000000] NVRM: Xid (PCI:0000:86:00.0): 13, Graphics Exception
-"""
 
 
 def check(folder: Path, *arguments: str, **environment: str) -> HostReport:
@@ -88,7 +88,7 @@ def fake_driver(folder: Path, monkeypatch: pytest.MonkeyPatch, told: Mapping[str
 # The report
 
 
-def test_the_report_of_this_host(tmp_path: Path) -> None:
+def test_host_check_reports_this_host(tmp_path: Path) -> None:
     (tmp_path / TOKEN).write_text("text")
     before = time.time()
     found = check(tmp_path, NCCL_DEBUG="INFO", DS_API_KEY="hush", UNRELATED="1")
@@ -107,7 +107,7 @@ def test_the_report_of_this_host(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == [TOKEN]
 
 
-def test_it_imports_neither_torch_nor_any_other_package() -> None:
+def test_host_check_imports_neither_torch_nor_any_other_package() -> None:
     code = "import sys, megastable.cluster.host_check; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     tops = {name.partition(".")[0] for name in done.stdout.split()} - {"megastable"}
@@ -116,80 +116,20 @@ def test_it_imports_neither_torch_nor_any_other_package() -> None:
 
 
 @pytest.mark.slow
-def test_in_full_it_measures(tmp_path: Path) -> None:
-    found = check(tmp_path, "--full")
-    assert found.matmul is not None and found.matmul.tflops > 0, found
-    assert min(found.matmul.each.values()) == found.matmul.tflops and found.matmul.device in found.matmul.each
-    if found.matmul.device == "cpu":
-        assert (
-            found.all_reduce is not None
-            and found.all_reduce.gb_per_second > 0
-            and found.all_reduce.ranks == 2
-        )
-
-
-def test_a_benchmark_that_fails_is_told(tmp_path: Path) -> None:
-    """Where torch cannot be imported, all else is reported."""
-    (tmp_path / "torch.py").write_text(
-        "raise ImportError('libcudart.so.12: cannot open shared object file')\n"
+def test_host_check_measures_in_full(tmp_path: Path) -> None:
+    found = check(tmp_path, "--full", DS_ACCELERATOR="cpu")
+    assert (
+        found.matmul is not None
+        and found.matmul.each == {"cpu": found.matmul.tflops}
+        and found.matmul.tflops > 0
     )
-    path = os.pathsep.join([str(tmp_path), *(str(folder.parent) for folder in package_folders())])
-    found = check(tmp_path, "--full", "--burn-in", "1", PYTHONPATH=path)
-    assert found.matmul is None and "libcudart.so.12" in found.matmul_unknown + found.all_reduce_unknown
-    assert found.burn_in is None and "libcudart.so.12" in found.burn_in_unknown
-    assert found.code is not None
+    assert found.all_reduce is not None and found.all_reduce.gb_per_second > 0 and found.all_reduce.ranks == 2
 
 
 # Probes
 
 
-def test_a_probe_answers_or_says_why() -> None:
-    assert TimedProbe(lambda: {"a": [1, None]}, PATIENCE).result() == ({"a": [1, None]}, None)
-    assert TimedProbe(lambda: "x" * 200_000, PATIENCE).result() == ("x" * 200_000, None)
-    assert TimedProbe(lambda: Path("/none").read_text(), PATIENCE).result() == (
-        None,
-        "/none: No such file or directory",
-    )
-    assert (
-        TimedProbe(lambda: 1 // 0, PATIENCE).result()[1]
-        == "ZeroDivisionError: integer division or modulo by zero"
-    )
-    assert TimedProbe(lambda: os.abort(), PATIENCE).result() == (None, "the probe was killed")
-
-
-def test_what_hangs_is_left_behind_and_holds_nothing_of_ours(tmp_path: Path) -> None:
-    """As ssh does, the caller waits until nobody has the other end of the output."""
-    os.mkfifo(tmp_path / "pipe")
-    code = (
-        "import os, sys\nfrom megastable.cluster.timed_probe import TimedProbe\n"
-        "def stuck():\n"
-        "    import signal\n"
-        "    open(sys.argv[2], 'w').write(str(os.getpid()))\n"
-        "    open(sys.argv[1])\n"  # nobody ever writes into it
-        "one, two = TimedProbe(stuck, 0.5), TimedProbe(lambda: 'well', 60.0)\n"
-        "print(one.result(), two.result())\n"
-    )
-    words = [sys.executable, "-c", code, str(tmp_path / "pipe"), str(tmp_path / "pid")]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE)
-    assert "no answer within" in done.stdout and "('well', None)" in done.stdout
-
-
-def test_a_probe_holds_none_of_our_files() -> None:
-    """One that waits for a dead disk cannot be killed, and what it held open would keep our callers waiting."""
-
-    def held() -> list[str]:
-        found = []
-        for fd in range(256):
-            with contextlib.suppress(OSError):
-                found.append(os.readlink(f"/proc/self/fd/{fd}"))
-        return found
-
-    names, why = TimedProbe(held, PATIENCE).result()
-    assert why is None and names[:3] == ["/dev/null"] * 3
-    assert [name.partition(":")[0] for name in names[3:]] == ["pipe"]  # to us
-
-
-def test_a_file_system_that_hangs_does_not_hang_the_report(
+def test_report_is_not_hung_by_a_file_system_that_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Here the token is a pipe that nobody writes into: whoever opens it waits for ever."""
@@ -207,25 +147,7 @@ def test_a_file_system_that_hangs_does_not_hang_the_report(
 # Parts
 
 
-def test_the_code_is_known_by_names_and_contents(tmp_path: Path) -> None:
-    def package(**files: str) -> str:
-        shutil.rmtree(tmp_path / "p", ignore_errors=True)
-        for name, text in files.items():
-            path = tmp_path / "p" / name.replace("__", "/")
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.with_suffix(".py").write_text(text)
-        return code_hash([tmp_path / "p"])
-
-    one = package(a="1", b="2")
-    assert one == package(b="2", a="1")
-    others = [package(a="1", b="3"), package(a="12", b=""), package(a="1", c="2"), package(a="1", x__b="2")]
-    assert len({one, *others}) == 5
-    package(a="1", b="2")
-    (tmp_path / "p/notes.txt").write_text("x")
-    assert code_hash([tmp_path / "p"]) == one
-
-
-def test_variables_that_are_long_or_secret_are_only_compared() -> None:
+def test_variables_that_are_long_or_secret_are_hashed() -> None:
     long, secret = "a" * 300, "s3cret"
     found = variables({"LD_LIBRARY_PATH": long, "NCCL_TOKEN": secret, "NCCL_DEBUG": "INFO", "HOME": "/"})
     assert found.keys() == {"LD_LIBRARY_PATH", "NCCL_TOKEN", "NCCL_DEBUG"} and found["NCCL_DEBUG"] == "INFO"
@@ -233,16 +155,10 @@ def test_variables_that_are_long_or_secret_are_only_compared() -> None:
     assert found != variables({"LD_LIBRARY_PATH": long, "NCCL_TOKEN": "other", "NCCL_DEBUG": "INFO"})
 
 
-def test_a_folder_that_is_missing_or_cannot_be_written(tmp_path: Path) -> None:
-    assert look_at(tmp_path / "none") == {"seen": False, "token": None, "writable": False, "seconds": None}
-    told = look_at(Path("/proc/self"))
-    assert told["seen"] and not told["writable"] and told["why"]
-
-
 # GPUs
 
 
-def test_gpus_are_read_by_nvml_and_dmesg(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_gpus_by_nvml_and_dmesg(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = float(Path("/proc/uptime").read_text().split()[0])
     program(tmp_path, "dmesg", f"echo '[{seconds:.6f}] NVRM: Xid (PCI:0000:3b:00): 79, pid=1'", monkeypatch)
     fake_driver(tmp_path, monkeypatch, H100)
@@ -266,12 +182,6 @@ def test_gpus_are_read_by_nvml_and_dmesg(tmp_path: Path, monkeypatch: pytest.Mon
         assert (read_gpus()[0] or [])[0]["clocks_throttled"] == []
 
 
-def test_xid_errors_of_the_last_day() -> None:
-    assert recent_xids(LOG, 90_100.0) == {"0:3b:00": [79], "0:86:00": [13]}
-    assert recent_xids(LOG, 200.0)["0:3b:00"] == [48, 79]
-    assert recent_xids(LOG, 90_002.0 + RECENT + 1) == {}
-
-
 @pytest.mark.parametrize(
     ("told", "said"),
     [
@@ -282,7 +192,7 @@ def test_xid_errors_of_the_last_day() -> None:
         (BARE | {"nvmlDeviceGetPciInfo": {}}, "ended with code 1"),
     ],
 )
-def test_gpus_that_cannot_be_read(
+def test_read_gpus_says_why_they_cannot_be_read(
     told: dict[str, object], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program(tmp_path, "dmesg", "true", monkeypatch)
@@ -290,3 +200,86 @@ def test_gpus_that_cannot_be_read(
     fake_driver(tmp_path, monkeypatch, told)
     gpus, why = read_gpus()
     assert gpus is None and why is not None and said in why
+
+
+class Shifted:
+    """Hosts whose name is the error of their clock, in seconds; one does not answer."""
+
+    def words(self, host: str, command: Sequence[str]) -> list[str]:
+        if host == "dead":
+            return ["sh", "-c", "echo ssh: connect to host dead port 22: No route to host; exit 255"]
+        shift = f"import json, sys; r = json.load(sys.stdin); r['time'] += {host}; print(json.dumps(r))"
+        return [
+            "sh",
+            "-c",
+            '"$@" | "$0" -c "$SHIFT"'.replace("$SHIFT", shift),
+            command[0],
+            *Local().words("", command),
+        ]
+
+
+def test_survey_gets_reports_tokens_and_clocks(tmp_path: Path) -> None:
+    told: list[str] = []
+    found = survey(["0", "10000", "dead", "-10000"], Shifted(), tmp_path, full=False, told=told.append)
+    assert found.reports["dead"] == "ssh: connect to host dead port 22: No route to host"
+    reports = [found.reports[host] for host in ("0", "10000", "-10000")]
+    for report in reports:
+        assert isinstance(report, HostReport) and report.folder is not None, report
+        assert report.folder.token == found.token
+    assert sorted(told) == sorted(found.reports) and found.offsets.keys() == {"0", "10000", "-10000"}
+    for host, offset in found.offsets.items():
+        assert abs(offset - float(host)) < PATIENCE
+    assert not (tmp_path / TOKEN).exists()
+
+
+def test_existing_is_the_folder_above_what_is_not_made_yet(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert existing(tmp_path) == existing(tmp_path / "a/b") == existing(tmp_path / "file/b") == tmp_path
+
+
+def test_survey_asks_the_hosts_also_where_the_folder_cannot_be_written() -> None:
+    """Between two attempts the disk may be full: the supervisor waits for room, and must not end for it."""
+    found = survey(["x"], Local(), Path("/proc/self"), full=False)
+    assert found.unwritten.startswith("/proc/self/.preflight could not be written: ")
+    told = [
+        one.text
+        for one in compare_reports(found.reports, Wanted(token=found.token, cpu=True))
+        if one.check == "folder"
+    ]
+    assert len(told) == 1 and told[0].startswith("the run directory cannot be written: ")
+
+
+def test_host_watch_reads_gpus_as_they_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program(tmp_path, "dmesg", "exit 1", monkeypatch)
+    fake_driver(tmp_path, monkeypatch, H100)
+    watch = HostWatch(0.05)
+    reading = until(watch.latest)
+    assert reading.gauges == {
+        "utilization": [0.97], "memory_used": [1.0], "memory": [79.65], "temperature": [41.0], "power": [671.2],
+        "clock": [1755.0], "ecc_uncorrected": [2.0],
+    }  # fmt: skip
+    assert (
+        reading.throttled == {0: ["hardware slowdown", "hardware thermal slowdown"]} and not reading.unknown
+    )
+    assert 0 < reading.memory_free < reading.memory
+    fake_driver(tmp_path, monkeypatch, H100 | {"nvmlDeviceGetTemperature": 88})
+    until(lambda: watch.latest().gauges["temperature"] == [88.0])
+
+
+def test_agent_sends_its_readings_to_the_supervisor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_driver(tmp_path, monkeypatch, H100)
+    run = RunDirectory(tmp_path)
+    with Store(run) as store:
+        training = TrainingCommand("recipe")
+        fleet = Hosts(run, store, [HostSlots("first", (0,))], Local("elsewhere"), 60.0, False, training)
+        agent = Agent(run, "first")
+        link = agent._connect()
+        reading = until(agent.watch.latest)
+        monkeypatch.setattr(link, "receive", Mock(side_effect=OSError))  # after one turn
+        with pytest.raises(OSError):
+            agent._serve(link)
+        assert until(fleet.readings) == {"first": reading} and reading.gauges["temperature"] == [41.0]
+        link.send({"machine": {"memory": "of another version"}})
+        until(lambda: store.agents["first"].machine.get("memory") == "of another version")
+        assert fleet.readings() == {}
+        link.close()

@@ -30,18 +30,17 @@ def rank(store: Store, number: int = 0, attempt: int = 1) -> StoreClient:
 
 
 def agent(store: Store, name: str = "first", ahead: float = 0.0) -> StoreClient:
-    return StoreClient(
-        store.address, {"role": "agent", "name": name, "hostname": name, "time": time.time() + ahead}
-    )
+    hello = {"role": "agent", "name": name, "hostname": name, "time": time.time() + ahead}
+    return StoreClient(store.address, hello)
 
 
-def test_the_address_is_for_the_user_alone(store: Store) -> None:
+def test_store_address_is_for_the_user_alone(store: Store) -> None:
     assert Address.read(store.run.store) == store.address
     assert store.run.store.stat().st_mode & 0o777 == 0o600
     assert store.address.host == "127.0.0.1"
 
 
-def test_heartbeats_are_heard_and_a_death_is_seen_at_once(store: Store) -> None:
+def test_store_hears_heartbeats_and_sees_a_death_at_once(store: Store) -> None:
     store.begin(1)
     links = [rank(store, number) for number in range(3)]
     assert links[0].welcome["attempt"] == 1
@@ -53,7 +52,7 @@ def test_heartbeats_are_heard_and_a_death_is_seen_at_once(store: Store) -> None:
     assert store.ranks[0].closed is None is store.ranks[2].closed
 
 
-def test_ranks_of_another_attempt_are_told_and_not_heard(store: Store) -> None:
+def test_store_tells_ranks_of_another_attempt_and_does_not_hear_them(store: Store) -> None:
     early = rank(store, 0, attempt=2)  # before the supervisor takes it over
     store.begin(2)
     until(lambda: 0 in store.ranks)
@@ -69,7 +68,7 @@ def test_ranks_of_another_attempt_are_told_and_not_heard(store: Store) -> None:
     new.close()
 
 
-def test_an_agent_is_told_and_its_clock_is_known(store: Store) -> None:
+def test_store_tells_an_agent_and_knows_its_clock(store: Store) -> None:
     assert not store.send("second", {"end": 1})
     link = agent(store, "second", ahead=40.0)
     until(lambda: "second" in store.agents)
@@ -87,7 +86,7 @@ def test_an_agent_is_told_and_its_clock_is_known(store: Store) -> None:
     again.close()
 
 
-def test_a_clock_that_was_set_right_is_right(store: Store) -> None:
+def test_agent_link_clock_is_that_of_the_newest_reports(store: Store) -> None:
     """Of the newest reports the one that was least delayed counts, not one of before."""
     link = agent(store, "second", ahead=40.0)
     for number, late in enumerate([0.0, *[0.5] * (CLOCKS - 1), 0.1, 0.5]):
@@ -98,11 +97,14 @@ def test_a_clock_that_was_set_right_is_right(store: Store) -> None:
     link.close()
 
 
-def test_strangers_are_not_let_in(store: Store) -> None:
+def test_store_lets_no_strangers_in(store: Store) -> None:
     """Without the token, with a forged one, with anything but our language, or with nothing."""
     wrong = store.address.model_copy(update={"token": "guess"})
-    with pytest.raises(OSError):
-        StoreClient(wrong, {"role": "rank", "attempt": 0, "rank": 0, "host": "x", "pid": 1})
+    good = {"role": "rank", "attempt": 0, "rank": 0, "host": "first", "pid": 7, "name": "first"}
+    bad: list[Message] = [{"rank": "one"}, {"rank": 1e400}, {"pid": None}, {"role": "agent", "time": []}]
+    for address, hello in ((wrong, good), *((store.address, good | more) for more in bad)):
+        with pytest.raises(OSError):
+            StoreClient(address, hello)
     for words in (
         b"GET / HTTP/1.1\r\n\r\n",
         b"[1]\n",
@@ -122,17 +124,6 @@ def test_strangers_are_not_let_in(store: Store) -> None:
     assert not store.ranks and not store.agents
 
 
-def test_a_stranger_that_says_nothing_is_not_kept(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megastable.cluster.store.GREETED", 0.2)
-    one = rank(store)
-    with socket.create_connection((store.address.host, store.address.port)) as s:
-        s.settimeout(PATIENCE)
-        while _received(s):
-            pass
-    store.begin(1)  # it reaches the one that has greeted
-    assert one.receive(PATIENCE) == [{"attempt": 1}]
-
-
 @pytest.mark.parametrize(
     "words",
     [
@@ -145,7 +136,7 @@ def test_a_stranger_that_says_nothing_is_not_kept(store: Store, monkeypatch: pyt
         encoded({"state": {}, "time": "noon"}),
     ],
 )
-def test_a_peer_that_talks_nonsense_is_cut_off_and_no_other(
+def test_store_cuts_off_a_peer_that_talks_nonsense_and_no_other(
     store: Store, caplog: pytest.LogCaptureFixture, words: bytes
 ) -> None:
     store.begin(1)
@@ -160,42 +151,6 @@ def test_a_peer_that_talks_nonsense_is_cut_off_and_no_other(
     assert not caplog.records, caplog.text  # asyncio tells of exceptions that nobody has caught
 
 
-@pytest.mark.parametrize(
-    "hello",
-    [{"rank": "one"}, {"rank": 1e400}, {"pid": None}, {"role": "agent"}, {"role": "agent", "time": []}],
-)
-def test_a_peer_that_greets_badly_is_not_let_in(
-    store: Store, caplog: pytest.LogCaptureFixture, hello: Message
-) -> None:
-    told = {"role": "rank", "attempt": 0, "rank": 0, "host": "first", "pid": 7, "name": "first"}
-    with pytest.raises(OSError):
-        StoreClient(store.address, told | hello)
-    assert not store.ranks and not store.agents
-    assert not caplog.records, caplog.text
-
-
-def test_a_huge_report_is_heard(store: Store) -> None:
-    link = agent(store)
-    states = {"states": {"0": "x" * (LONGEST // 2)}}
-    link.send(states)
-    until(lambda: list(store.agents["first"].inbox) == [states])
-
-
-def test_ipv6(tmp_path: Path) -> None:
-    if not socket.has_ipv6 or not any("::1" in str(one) for one in psutil.net_if_addrs()["lo"]):
-        pytest.skip("this machine has no ::1")
-    with Store(RunDirectory(tmp_path), "::1") as store:
-        store.begin(1)
-        assert (address := Address.read(store.run.store)) is not None and address.host == "::1"
-        ranks, agents = rank(store), agent(store)
-        assert ranks.local == "::1"
-        ranks.send({"step": 4})
-        until(lambda: store.ranks and store.ranks[0].beat == {"step": 4})
-        until(lambda: "first" in store.agents)
-        assert store.agents["first"].local == "::1"  # where the ranks meet
-        agents.close()
-
-
 def _received(s: socket.socket) -> bytes:
     try:
         return s.recv(4096)
@@ -203,7 +158,7 @@ def _received(s: socket.socket) -> bytes:
         return b""
 
 
-def test_a_supervisor_that_does_not_know_the_token_is_not_obeyed(tmp_path: Path) -> None:
+def test_store_client_does_not_obey_without_the_token(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = Address(host="127.0.0.1", port=server.getsockname()[1], token="secret")
 
@@ -220,3 +175,14 @@ def test_a_supervisor_that_does_not_know_the_token_is_not_obeyed(tmp_path: Path)
         with pytest.raises(WireError, match="does not know"):
             StoreClient(address, {"role": "agent"})
         thread.join()
+
+
+def test_store_listens_on_ipv6(tmp_path: Path) -> None:
+    if not any("::1" in str(one) for one in psutil.net_if_addrs()["lo"]):
+        pytest.skip("this machine has no ::1")
+    with Store(RunDirectory(tmp_path), "::1") as store:
+        store.begin(1)
+        link = rank(store)
+        link.send({"step": 4})
+        until(lambda: store.ranks and store.ranks[0].beat == {"step": 4})
+        assert link.local == "::1"

@@ -1,7 +1,8 @@
-"""Every key says what it means and what it expects, and its example is valid."""
+"""Every key says what it means and what it expects, its example is valid, and the reference has it."""
 
 from __future__ import annotations
 
+import re
 import shlex
 from typing import Any
 
@@ -9,9 +10,10 @@ import pytest
 import yaml
 
 from megastable.base.errors import ConfigError
+from megastable.base.process import ROOT
+from megastable.config.__main__ import COMMAND, page, values_of
 from megastable.config.keys import Key, all_keys, key_at, section_at, sections
 from megastable.config.recipe import override, validate
-from megastable.config.reference import meanings
 from megastable.config.tree import CorpusConfig, RunConfig
 
 KEYS = all_keys()
@@ -42,7 +44,7 @@ BESIDE = {
 
 
 @pytest.mark.parametrize("key", KEYS, ids=lambda key: key.path)
-def test_the_example_is_valid_alone(key: Key) -> None:
+def test_example_of_a_key_is_valid_alone(key: Key) -> None:
     """But for the keys of a section that is not there by default: they follow the section's own example."""
     tree: dict[str, Any] = {}
     examples = [*(holder.example for holder in holders(key)), *BESIDE.get(key.path, ()), key.example]
@@ -58,47 +60,7 @@ def test_the_example_is_valid_alone(key: Key) -> None:
     assert taken == shown or (key.section is not None and shown is not taken)
 
 
-@pytest.mark.parametrize("path", [path for path, _ in sections()])
-def test_every_section_and_key_says_what_it_means(path: str) -> None:
-    section = dict(sections())[path]
-    assert (section.__doc__ or "").strip().endswith((".", ").")), section
-    for name, field in section.model_fields.items():
-        if field.annotation is Key(name, field).section:
-            continue  # a section that is always there: its class says it
-        assert meanings(section).get(name, "").endswith((".", "]")), f"{path}.{name}"
-
-
-@pytest.mark.parametrize(
-    ("path", "expected"),
-    [
-        ("model.layers", "whole number above 0"),
-        ("model.kv_heads", "whole number above 0 or null"),
-        ("model.qk_norm", "true, false or full"),
-        ("optimizer.lr", "number above 0"),
-        ("optimizer.betas", "[number from 0 to 1, number from 0 to 1]"),
-        ("train.eval_samples", "whole number from 0 to 1e+06"),
-        ("parallel.zero", "0, 1, 2 or 3"),
-        ("precision.fp8.history", "whole number from 1 to 1024"),
-        ("supervise.metrics_port", "whole number from 0 to 65535"),
-        ("stability.policy.cut_factor", "number above 0 and below 1"),
-        ("stability.detector.window", "whole number at least 30"),
-        ("stability.signs.looks", "[whole number above 0, ...]"),
-        ("data.skip", "[[whole number at least 0, whole number at least 0], ...]"),
-        ("data.corpora", "[keys below it, ...]"),
-        ("data.corpora.0.path", "path"),
-        ("model.rope_scaling", "keys below it or null"),
-        ("logging.per_layer_scalars", "true or false"),
-        ("logging.trackers", "[tensorboard, wandb, mlflow, jsonl or command, ...]"),
-        ("run.name", "text or null"),
-        ("supervise.webhook", "text or null"),
-    ],
-)
-def test_what_a_key_expects(path: str, expected: str) -> None:
-    (key,) = [key for key in KEYS if key.path == path]
-    assert key.expected == expected
-
-
-def test_the_words_are_true_at_the_limits() -> None:
+def test_expected_words_are_true_at_the_limits() -> None:
     """Of every number with a bound: what lies beyond it is refused."""
     checked = 0
     for key in KEYS:
@@ -114,8 +76,18 @@ def test_the_words_are_true_at_the_limits() -> None:
     assert checked > 100
 
 
-def test_places_of_the_tree() -> None:
+def test_key_at_a_place_of_the_tree() -> None:
     assert section_at(["data", "corpora", "0"]) is CorpusConfig and section_at([]) is RunConfig
     assert [key_at(place.split(".")) and key_at(place.split(".")).path for place in (  # type: ignore[union-attr]
         "model.layers", "data.corpora.3.path", "optimizer.betas.1", "model.nothing", "nothing.layers",
     )] == ["model.layers", "data.corpora.3.path", "optimizer.betas", "model", None]  # fmt: skip
+
+
+def test_page_of_the_reference_is_current_and_has_every_key() -> None:
+    written = (ROOT / "docs/configuration.md").read_text(encoding="utf-8")
+    assert written == page(), f"docs/configuration.md is old, write it again: {COMMAND}"
+    parts = re.split(r"^#{2,} (.+)\n", written, flags=re.M)[1:]
+    chapters = dict(zip(parts[::2], parts[1::2]))
+    for path, section in sections():
+        chapter = chapters[path.replace(".0", ".N") or "At the top"]
+        assert re.findall(r"^\| `(\w+)` \| ", chapter, re.M) == [key.name for key in values_of(path, section)]

@@ -7,15 +7,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megastable.base.errors import ConfigError, DataError
+from megastable.base.errors import DataError
 from megastable.config.tree import CorpusConfig
-from megastable.data.append_only import append
 from megastable.data.blends import BlendEntry, in_force, moved_skips, read_blends
-from megastable.data.corpora import Corpora, open_corpora
+from megastable.data.corpora import Corpora, describe_epochs, find_warnings, open_corpora
 from megastable.data.order import BLOCK
-from megastable.data.skip_ledger import Ledger, SkipEntry
-from megastable.data.skips import Selection
+from megastable.data.skip_ledger import SkipEntry, append_entry
+from megastable_tools.prepare.prepare import prepare_shards
 from tests.conftest import write_corpus
+from tests.data.test_prepare import write_lines
+from tests.data.texts import documents, sentencepiece_file
 
 LENGTH = 32
 
@@ -44,7 +45,7 @@ def samples(corpora: Corpora, positions: range, corpus: str) -> list[tuple[int, 
     return list(zip(found.epoch[mine].tolist(), found.sequence[mine].tolist(), strict=True))
 
 
-def test_the_remaining_corpora_keep_their_order(three: dict[str, Path]) -> None:
+def test_blend_change_keeps_the_order_of_every_corpus(three: dict[str, Path]) -> None:
     """Weights change, then one is taken out and another comes in: each goes through the same samples, none is left out
     and none comes twice."""
     first = opened(three, {"a": 0.5, "b": 0.5})
@@ -67,7 +68,7 @@ def test_the_remaining_corpora_keep_their_order(three: dict[str, Path]) -> None:
     assert samples(run, range(BLOCK), "b") == samples(first, range(BLOCK), "b")
 
 
-def test_a_checkpoint_of_before_a_change_is_known(three: dict[str, Path]) -> None:
+def test_fingerprint_until_knows_a_checkpoint_of_before(three: dict[str, Path]) -> None:
     first = opened(three, {"a": 0.5, "b": 0.5})
     second = opened(three, {"a": 0.2, "b": 0.8}, [entry(first, 0)])
     run = opened(three, {"a": 0.2, "b": 0.8}, [entry(first, 0), entry(second, BLOCK)])
@@ -82,7 +83,7 @@ def test_a_checkpoint_of_before_a_change_is_known(three: dict[str, Path]) -> Non
     assert again.order_fingerprint != run.order_fingerprint
 
 
-def test_what_is_skipped_stays_so_where_the_blend_changes(three: dict[str, Path]) -> None:
+def test_moved_skips_stay_skipped(three: dict[str, Path]) -> None:
     """A skip is a position: behind the change the same samples stand at others."""
     first = opened(three, {"a": 0.5, "b": 0.5})
     second = opened(three, {"b": 0.2, "c": 0.8}, [entry(first, 0)])
@@ -104,12 +105,7 @@ def test_what_is_skipped_stays_so_where_the_blend_changes(three: dict[str, Path]
     assert not moved_skips([*ledger, *moved], first.train.order, run.train.order, BLOCK)
 
 
-def test_a_corpus_twice_is_refused(three: dict[str, Path]) -> None:
-    with pytest.raises(ConfigError, match="two corpora are named 'a'"):
-        opened(three | {"d": three["a"]}, {"a": 1, "d": 1})
-
-
-def test_a_corpus_that_was_taken_out_may_leave_the_disk(three: dict[str, Path]) -> None:
+def test_gone_stream_may_leave_the_disk(three: dict[str, Path]) -> None:
     first = opened(three, {"a": 0.5, "b": 0.5})
     second = opened(three, {"b": 1.0}, [entry(first, 0)])
     blends = [entry(first, 0), entry(second, BLOCK)]
@@ -124,27 +120,47 @@ def test_a_corpus_that_was_taken_out_may_leave_the_disk(three: dict[str, Path]) 
         [run.train.sample(p) for p in range(50)]
 
 
-def test_swapping_out_the_only_corpus_of_a_phase_is_refused(three: dict[str, Path]) -> None:
-    first = opened(three, {"a": 0.5, "b": 0.5})
-    second = opened(three, {"b": 1.0}, [entry(first, 0)])
-    run = opened(three, {"b": 1.0}, [entry(first, 0), entry(second, BLOCK)])
-    out = SkipEntry(first=BLOCK, end=2**62, reason="bad", corpus="b")
-    with pytest.raises(DataError, match="swaps out every corpus"):
-        Selection(run.train.order, Ledger([out]).exclusions)
-    kept, _ = Selection(run.train.order).next_kept(BLOCK - 5, 10)
-    assert kept.tolist() == list(range(BLOCK - 5, BLOCK + 5))
-
-
-def test_later_lines_take_the_place_of_those_behind_them(three: dict[str, Path], tmp_path: Path) -> None:
+def test_in_force_takes_later_lines(three: dict[str, Path], tmp_path: Path) -> None:
     one, two = opened(three, {"a": 1}), opened(three, {"b": 1})
     path = tmp_path / "blends.jsonl"
     for given in (entry(one, 0), entry(two, 3 * BLOCK), entry(one, 5 * BLOCK), entry(two, 2 * BLOCK)):
-        append(path, given)
+        append_entry(path, given)
     assert [e.position for e in in_force(read_blends(path))] == [0, 2 * BLOCK]
-    append(path, entry(two, 0))
+    append_entry(path, entry(two, 0))
     assert [e.position for e in in_force(read_blends(path))] == [0]
     with pytest.raises(DataError, match="no line for position 0"):
         in_force([entry(one, BLOCK)])
     path.write_text('{"position": 5, "corpora": []}\n')
     with pytest.raises(DataError, match=r"blends\.jsonl line 1: position .*correct or delete line 1"):
         read_blends(path)
+
+
+LONG = 64
+
+
+def open_weighted(folder: Path, weights: dict[str, float], length: int = LONG) -> Corpora:
+    given = [CorpusConfig(path=folder / name, weight=weight) for name, weight in weights.items()]
+    return open_corpora(given, length, 0)
+
+
+def test_find_warnings_of_epochs_shares_and_validation(tmp_path: Path) -> None:
+    tokenizer = sentencepiece_file(tmp_path)
+    for number, name in enumerate("abd"):
+        text = write_lines(tmp_path / f"{name}.jsonl", [f"{name} {text}" for text in documents(20 + number)])
+        held = 0.0 if name == "d" else 0.2
+        prepare_shards([text], tmp_path / name, tokenizer, validation=held, progress=False)
+    one = open_weighted(tmp_path, {"a": 1})
+    (size,) = one.train.order.sequences
+    assert describe_epochs(one.train, 39_000 * size) == "epochs of this run: a 39,000"
+    assert describe_epochs(one.train, size // 2).startswith("epochs of this run: a 0.")
+    assert find_warnings(one, size, True) == []
+    (often,) = find_warnings(one, 39_000 * size, True)
+    assert often.startswith("the run reads the corpus a 39,000 times")
+
+    # 1 and 3 x 0.00037: shares are rounded to whole slots of a block.
+    small = open_weighted(tmp_path, {"a": 1, "b": 0.00037})
+    (rounded,) = find_warnings(small, 10, False)
+    assert rounded.startswith("the corpus b gets 2 of 4096 samples of the blend") and "(+32 %)" in rounded
+    (missing,) = find_warnings(open_weighted(tmp_path, {"a": 1, "d": 1}), 10, True)
+    assert missing.startswith("corpora without a validation loss: the validation split of d has none")
+    assert find_warnings(open_weighted(tmp_path, {"a": 1, "d": 1}), 10, False) == []

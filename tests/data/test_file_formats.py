@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import gzip
 import json
+import lzma
+import os
+import tarfile
+from collections.abc import Callable
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megastable.base.errors import DataError
-from megastable_tools.prepare.file_formats import SNIFFED, format_of, holds_json_lines, open_content
+from megastable_tools.prepare.file_formats import (
+    PIECE,
+    SNIFFED,
+    decompress,
+    format_of,
+    holds_json_lines,
+    open_content,
+)
 from megastable_tools.prepare.text_files import TextFiles
-from tests.data.archives import COMPRESS as compressions
-from tests.data.archives import tar_bytes
+from tests.data.texts import COMPRESS as compressions
+from tests.data.texts import special, tar_bytes
 
 TEXTS = ["one", "two\nlines", "x" * 3 * SNIFFED, "日本語 \\ {}"]
 COMPRESS = {"": bytes, **compressions}
@@ -33,19 +42,9 @@ def read(path: Path, **options: object) -> list[str]:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "AA/wiki_00",
-        "part-00000",
-        "a.jl",
-        "a.jsonlines",
-        "a.ldjson",
-        "a.json5",
-        "a.jsonl.bak",
-        "a.jsonl.1",
-        "a.txt",
-    ],
+    ["AA/wiki_00", "part-00000", "a.jl", "a.jsonl.bak"],
 )
-def test_json_lines_under_any_name_are_their_texts(tmp_path: Path, name: str) -> None:
+def test_open_content_knows_json_lines_under_any_name(tmp_path: Path, name: str) -> None:
     # By the name's ending, and without it.
     for at, (ending, compress) in enumerate([*COMPRESS.items(), *(("", c) for c in COMPRESS.values())]):
         path = tmp_path / str(at) / (name + ending)
@@ -58,43 +57,21 @@ def test_json_lines_under_any_name_are_their_texts(tmp_path: Path, name: str) ->
             assert corpus.read.files == {"files of JSON lines, told by their content": [str(path)]}
 
 
-def test_broken_records_are_refused_wherever_they_stand(tmp_path: Path) -> None:
-    path = tmp_path / "part-00000"
-    for at, line in ((1, b'{"text": "bro\n'), (2, b'{"content": "x"}\n'), (3, b"no JSON\n")):
-        lines = json_lines(["a", "b", "c"]).splitlines(keepends=True)
-        lines.insert(at - 1, line)
-        path.write_bytes(b"".join(lines))
-        with pytest.raises(DataError, match=rf"part-00000:{at}: .*--skip-bad, or .* with --as-text"):
-            read(path)
-        assert read(path, skip_bad=True) == ["a", "b", "c"]
-        assert read(path, as_text=True) == [path.read_text()]
-    path.write_bytes(json_lines(["a"], key="content"))
-    with pytest.raises(DataError, match=r"part-00000:1: no key 'text' \(its keys: 'content'\)"):
-        read(path)
-
-
 @pytest.mark.parametrize(
     ("content", "what"),
     [
-        (json.dumps([{"text": "a"}]).encode(), "JSON, not one object per line"),
         (json.dumps([{"text": "a"}, {"text": "b"}], indent=1).encode(), "JSON, not one object per line"),
         (json.dumps({"text": "a", "n": 1}, indent=1).encode(), "JSON, not one object per line"),
-        (b"\n".join(json.dumps({"t": n}, indent=1).encode() for n in range(3)), "JSON, not one object"),
-        (json.dumps(["a", "b"]).encode(), "JSON, not one object per line"),
         (b"id,text\n1,a\n", "a table with the column 'text'"),
         (b'"text"\t"id"\r\n"a"\t1\r\n', "a table with the column 'text'"),
         (b"WARC/1.0\r\nWARC-Type: warcinfo\r\n\r\n", "a web archive"),
-        (b"Obj\x01\x04\x14avro.codec", "Avro"),
-        (b"ORC\x08\0\x11", "ORC"),
         (b"SQLite format 3\0", "an SQLite database"),
         (tar_bytes([("a.txt", b"a")]), r"a tar archive \(rename it to \.tar\)"),
         (gzip.compress(tar_bytes([("a.txt", b"a")])), "a tar archive"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",  # gzip writes the time into its content
 )
-def test_records_and_archives_that_are_not_read_are_refused_and_named(
-    tmp_path: Path, content: bytes, what: str
-) -> None:
+def test_open_content_refuses_what_is_not_read(tmp_path: Path, content: bytes, what: str) -> None:
     (tmp_path / "a.txt").write_text("text")
     for name in ("part-0", "data.pq", "x.gz"):
         path = tmp_path / name
@@ -109,20 +86,6 @@ def test_records_and_archives_that_are_not_read_are_refused_and_named(
         path.unlink()
 
 
-def test_tables_under_other_names(tmp_path: Path) -> None:
-    table = pa.table({"text": ["a", "b"]})
-    pq.write_table(table, tmp_path / "part.snappy")
-    with pytest.raises(DataError, match=r"part\.snappy holds Parquet \(rename it to \.parquet\)"):
-        read(tmp_path)
-    (tmp_path / "part.snappy").unlink()
-    for new in (pa.ipc.new_file, pa.ipc.new_stream):
-        with new(str(tmp_path / "table"), table.schema) as writer:
-            writer.write_table(table)
-        corpus = TextFiles([tmp_path])
-        assert list(corpus) == ["a", "b"]
-        assert corpus.read.counts == {"Arrow tables, told by their content": 1}
-
-
 @pytest.mark.parametrize(
     "text",
     [
@@ -131,77 +94,16 @@ def test_tables_under_other_names(tmp_path: Path) -> None:
         '{\n    "name": "Odoo",  # as Python\n}\n',
         '["a"](b) is a link',
         '{"a": 1} begins a sentence',
-        "[1] Reference\n[2] Another",
-        "{\\rm TeX}",
-        "Hello, text and more\n",
         "ORCHIDS, PAR1S, Obj",
         "{}",
-        '"quoted" speech',
         "{" * 100_000,
     ],
 )
-def test_texts_that_begin_like_records_are_texts(tmp_path: Path, text: str) -> None:
+def test_open_content_takes_texts_that_begin_like_records(tmp_path: Path, text: str) -> None:
     (tmp_path / "notes").write_text(text)
     corpus = TextFiles([tmp_path])
     assert list(corpus) == [text]
     assert corpus.read.counts == {"texts, one document each": 1}
-
-
-def test_what_is_mixed_is_said_and_files_about_data_are_left_out(tmp_path: Path) -> None:
-    for name in ("a.jsonl", "b/part-00000", "b/part-00001"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_bytes(json_lines([name]))
-    for name in ("b/README.md", "notes", "some/deep/README.md", "some/deep/notes"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(name)
-    corpus = TextFiles([tmp_path])
-    texts = ["notes", "some/deep/README.md", "some/deep/notes"]
-    assert list(corpus) == ["a.jsonl", "b/part-00000", "b/part-00001", *texts]
-    assert corpus.left_out.files == {"files about the data": [f"{tmp_path}/b/README.md"]}
-    assert corpus.read.files == {
-        "files of JSON lines": [f"{tmp_path}/a.jsonl"],
-        "files of JSON lines, told by their content": [f"{tmp_path}/b/part-00000 and 1 more"],
-        "texts, one document each": [f"{tmp_path}/notes and 2 more"],
-    }
-    assert len(read(tmp_path, as_text=True)) == 7
-
-
-def test_members_of_archives_are_told_by_their_content(tmp_path: Path) -> None:
-    path = tmp_path / "a.tar"
-    members = [
-        ("README", b"about"),
-        ("s/part-0", gzip.compress(json_lines(["a"]))),
-        ("s/part-1", json_lines(["b"])),
-    ]
-    path.write_bytes(tar_bytes(members))
-    corpus = TextFiles([path])
-    assert list(corpus) == ["a", "b"]
-    assert corpus.left_out.files == {"files about the data": [f"{path}!README"]}
-    assert corpus.read.files["files of JSON lines, told by their content"] == [f"{path}!s/part-0 and 1 more"]
-    path.write_bytes(tar_bytes([("table", b"PAR1\x15\0")]))
-    with pytest.raises(DataError, match=r"a\.tar!table holds Parquet"):
-        list(corpus)
-
-
-def test_utf16_is_refused_not_taken_for_a_binary_file(tmp_path: Path) -> None:
-    for encoding in ("utf-16", "utf-16-be"):
-        bom = b"\xfe\xff" if encoding.endswith("be") else b""
-        for name, text in (("a.txt", "a text é\n" * 900), ("a.jsonl", '{"text": "a"}\n')):
-            (tmp_path / name).write_bytes(bom + text.encode(encoding))
-            with pytest.raises(DataError, match="it is UTF-16, which iconv -f UTF-16 -t UTF-8 converts"):
-                read(tmp_path)
-            (tmp_path / name).unlink()
-    (tmp_path / "a.dat").write_bytes(b"\xff\xfe" + bytes(3000))
-    assert read(tmp_path) == []
-
-
-def test_a_file_that_holds_itself_compressed_ends(tmp_path: Path) -> None:
-    content = b"text"
-    for _ in range(6):
-        content = gzip.compress(content)
-    (tmp_path / "a").write_bytes(content)
-    with pytest.raises(DataError, match="compressed again and again"):
-        read(tmp_path)
 
 
 @given(
@@ -216,7 +118,7 @@ def test_a_file_that_holds_itself_compressed_ends(tmp_path: Path) -> None:
     cut=st.integers(0, SNIFFED),
 )
 @example(records=[{'"\\': "\n"}], cut=SNIFFED)
-def test_whatever_json_lines_hold_is_told(records: list[dict[str, object]], cut: int) -> None:
+def test_holds_json_lines_tells_all_of_them(records: list[dict[str, object]], cut: int) -> None:
     content = b"".join(json.dumps(record).encode() + b"\n" for record in records)
     padded = json.dumps(records[0]).encode()[:-1] + b', "long": "' + b"x" * 2 * SNIFFED
     assert holds_json_lines(content[:SNIFFED])
@@ -225,3 +127,140 @@ def test_whatever_json_lines_hold_is_told(records: list[dict[str, object]], cut:
         chunks = [content[at : at + piece] for at in range(0, len(content), piece)]
         opened = open_content("a", format_of("a"), chunks)
         assert (opened.kind, b"".join(opened.chunks)) == ("json lines", content)
+
+
+TAR_COMPRESS = {
+    ".tar": bytes,
+    ".tgz": gzip.compress,
+    **{f".tar{end}": of for end, of in compressions.items()},
+}
+
+
+def line(text: str, key: str = "text") -> bytes:
+    return json.dumps({"id": 1, key: text}).encode() + b"\n"
+
+
+PLAIN: list[tuple[str | tarfile.TarInfo, bytes]] = [
+    (special("./docs", tarfile.DIRTYPE), b""),
+    ("./docs/z.txt", "first, as it stands first é".encode()),
+    ("docs/a.jsonl", line("two") + line("three")),
+    ("docs/b.jsonl.xz", lzma.compress(line("four"))),
+    ("c.csv", b"id,text\n1,five\n"),
+    ("empty.txt", b""),
+    ("photo.png", b"\x89PNG\0"),
+    ("no_ending", b"six"),
+]
+TAR_TEXTS = ["first, as it stands first é", "two", "three", "four", "five", "six"]
+
+
+@pytest.mark.parametrize("ending", TAR_COMPRESS)
+def test_members_come_in_their_order(tmp_path: Path, ending: str) -> None:
+    path = tmp_path / f"a{ending}"
+    path.write_bytes(TAR_COMPRESS[ending](tar_bytes(PLAIN)))
+    corpus = TextFiles([tmp_path])
+    for _ in range(2):
+        assert list(corpus) == TAR_TEXTS
+        assert corpus.read_bytes == corpus.total_bytes == path.stat().st_size
+        assert corpus.left_out.files == {
+            "empty files": [f"{path}!empty.txt"],
+            "binary files": [f"{path}!photo.png"],
+        }
+    assert os.listdir(tmp_path) == [path.name]
+
+
+def test_members_leave_out_links_and_devices(tmp_path: Path) -> None:
+    (tmp_path / "secret.txt").write_text("a secret")
+    (tmp_path / "in").mkdir()
+    path = tmp_path / "in" / "a.tar"
+    path.write_bytes(
+        tar_bytes(
+            [
+                (special("link.txt", tarfile.SYMTYPE, "../secret.txt"), b""),
+                (special("hard.txt", tarfile.LNKTYPE, "/etc/passwd"), b""),
+                (special("null.txt", tarfile.CHRTYPE), b""),
+                (special("pipe.txt", tarfile.FIFOTYPE), b""),
+                ("../../out.txt", b"stays inside"),
+                ("/etc/absolute.txt", b"so does this"),
+                (".git/config", b"hidden"),
+                (".git/HEAD", b"hidden"),
+            ]
+        )
+    )
+    corpus = TextFiles([tmp_path / "in"])
+    assert list(corpus) == ["stays inside", "so does this"]
+    assert corpus.left_out.files == {
+        "links, devices and sparse files in archives": [
+            f"{path}!{name}" for name in ("link.txt", "hard.txt", "null.txt", "pipe.txt")
+        ],
+        "hidden files and folders": [f"{path}!.git/config and 1 more"],
+    }
+    assert sorted(file.name for file in tmp_path.rglob("*")) == ["a.tar", "in", "secret.txt"]
+
+
+@pytest.mark.parametrize("compress", [bytes, gzip.compress])
+def test_members_refuse_an_archive_cut_off_anywhere(
+    tmp_path: Path, compress: Callable[[bytes], bytes]
+) -> None:
+    path = tmp_path / ("a.tar" if compress is bytes else "a.tar.gz")
+    whole = compress(tar_bytes([("a.txt", b"one"), ("b.txt", b"two" * 300), ("c.txt", b"three")]))
+    end = whole.index(b"three") + 512 if compress is bytes else len(whole)  # zeros behind it, from a block on
+    for cut in range(0, end, 97):
+        path.write_bytes(whole[:cut])
+        with pytest.raises(DataError, match=rf"{path.name} (is damaged|ends too early)"):
+            list(TextFiles([path], skip_bad=True))
+
+
+def webdataset(count: int) -> list[tuple[str | tarfile.TarInfo, bytes]]:
+    members: list[tuple[str | tarfile.TarInfo, bytes]] = []
+    for number in range(count):
+        members += [
+            (f"s/{number:03d}.jpg", b"\xff\xd8\0"),
+            (f"s/{number:03d}.cls", b"7"),
+            (f"s/{number:03d}.json", json.dumps({"caption": f"said {number}"}, indent=1).encode()),
+            (f"s/{number:03d}.txt", f"text {number}".encode()),
+        ]
+    return members
+
+
+def test_samples_of_a_webdataset_are_documents(tmp_path: Path) -> None:
+    path = tmp_path / "a.tar"
+    path.write_bytes(tar_bytes(webdataset(50)))
+    corpus = TextFiles([path])
+    assert list(corpus) == [f"text {number}" for number in range(50)]
+    assert corpus.left_out.counts == {"other parts of WebDataset samples": 150}
+    assert corpus.left_out.files == {
+        "other parts of WebDataset samples": [
+            f"{path}!s/000.{ending} and 49 more" for ending in ("jpg", "cls", "json")
+        ]
+    }
+    assert list(TextFiles([path], key="txt")) == [f"text {number}" for number in range(50)]
+    assert list(TextFiles([path], key="caption")) == [f"said {number}" for number in range(50)]
+
+
+TEXT = b"".join(b"line %d of a text\n" % number for number in range(20_000))
+
+
+def chunked(data: bytes, size: int = 1000) -> list[bytes]:
+    return [data[at : at + size] for at in range(0, len(data), size)]
+
+
+@pytest.mark.parametrize("ending", compressions)
+def test_decompress_refuses_what_is_cut_off_or_changed(ending: str) -> None:
+    one = compressions[ending](TEXT)
+    for cut in (1, len(one) // 2, len(one) - 1):
+        with pytest.raises(DataError, match=r"a\.txt (ends too early|is damaged)"):
+            b"".join(decompress("a.txt", chunked(one + one[:cut]), ending))
+    for whole in (one + b"another thing", b"another thing", one + one[:3] + b"\xff" + one[4:]):
+        with pytest.raises(DataError, match=r"a\.txt (is damaged|ends too early)"):
+            b"".join(decompress("a.txt", chunked(whole), ending))
+
+
+@pytest.mark.quick(".gz")
+@pytest.mark.parametrize("ending", compressions)
+def test_decompress_gives_a_bomb_in_small_pieces(ending: str) -> None:
+    size, most = (200 << 20, 65 << 20) if ending == ".zst" else (16 << 20, 3 * PIECE)
+    bomb = compressions[ending](bytes(size))
+    assert len(bomb) < size / 500
+    lengths = [len(piece) for piece in decompress("a", [bomb], ending)]
+    assert sum(lengths) == size
+    assert max(lengths) <= most

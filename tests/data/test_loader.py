@@ -12,18 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from megastable.base.errors import ConfigError, DataError
-from megastable.cluster.lineup import lineup
-from megastable.data.loader import Loader, Step, segments_of
+from megastable.config.warmups import Stages
+from megastable.data.loader import Loader, Step
 from megastable.data.manifest import Manifest, Stream
 from megastable.data.order import Order, OrderedCorpus
-from megastable.data.skip_ledger import Ledger, SkipEntry
-from megastable.data.skips import Selection, Skips
+from megastable.data.skips import Selection, Skips, batches_ahead
 from megastable.data.source import Source
-from megastable.model.rope import document_positions
 from tests.tiers import examples
 
 MakeCorpus = Callable[..., Manifest]
@@ -69,17 +67,7 @@ def rows(step: Step) -> dict[int, list[int]]:
     }
 
 
-def test_samples_are_what_order_and_streams_say(source: Source) -> None:
-    positions = np.array([0, 5, 77, 1000])
-    samples = source.samples(positions)
-    assert samples.shape == (4, LENGTH + 1)
-    for position, sample in zip(positions.tolist(), samples, strict=True):
-        place = source.order.locate_one(position)
-        assert np.array_equal(sample, source.streams[place.corpus].read(place.first_token, LENGTH + 1))
-        assert np.array_equal(sample, source.sample(position))
-
-
-def test_a_step(source: Source) -> None:
+def test_loader_gives_a_step(source: Source) -> None:
     (step,) = load(source, 1)
     assert step.first == 0
     assert step.positions.tolist() == [p for p in range(28) if p not in (0, 1, 2, 10)]
@@ -96,171 +84,13 @@ def test_a_step(source: Source) -> None:
         assert batch.segments is None
 
 
-@pytest.mark.parametrize(("micro_batch", "data_size"), [(24, 1), (1, 1), (4, 2), (2, 3), (1, 24), (3, 8)])
-def test_the_global_order_is_the_same_in_every_layout(
-    source: Source, micro_batch: int, data_size: int
-) -> None:
-    reference = load(source, 5, micro_batch=24)
-    ranks = [
-        load(source, 5, micro_batch=micro_batch, data_size=data_size, data_rank=rank)
-        for rank in range(data_size)
-    ]
-    for number, expected in enumerate(reference):
-        parts = [steps[number] for steps in ranks]
-        together: dict[int, list[int]] = {}
-        for part in parts:
-            assert (part.first, part.next) == (expected.first, expected.next)
-            assert np.array_equal(part.positions, expected.positions)
-            assert len(part.micro_batches) == 24 // (micro_batch * data_size)
-            together |= rows(part)
-        assert together == rows(expected)
-        # Accumulation outermost: the first micro-batches of all ranks are the first positions.
-        front = [p for part in parts for p in part.micro_batches[0].positions.tolist()]
-        assert front == expected.positions[: micro_batch * data_size].tolist()
-
-
-HOSTS = tuple("abcdef")
-
-
-@pytest.mark.slow
-@settings(
-    deadline=None, max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-@given(
-    fates=st.lists(
-        st.tuples(
-            st.sets(st.sampled_from(HOSTS)),  # that are there
-            st.dictionaries(st.sampled_from(HOSTS), st.booleans(), max_size=3),  # that failed before
-            st.integers(1, 3),  # steps until the next loss or return
-            st.integers(0, 2),  # of which so many are lost: done again from the last checkpoint
-        ),
-        min_size=1,
-        max_size=6,
-    )
-)
-def test_hosts_that_are_lost_and_come_back_change_no_order(
-    source: Source, fates: list[tuple[set[str], dict[str, bool], int, int]]
-) -> None:
-    """Four hosts train and two are spares; each attempt has the hosts that cluster/lineup.py gives it."""
-    cursor, done, last = 0, list[Step](), tuple[str, ...]()
-    for there, barred, steps, lost in fates:
-        names = lineup(HOSTS, 4, there, barred, last, 1e9, 0.0, lambda some: 24 % (2 * len(some)) == 0)
-        if not names:
-            continue  # it waits
-        last = names if len(names) == 4 else last
-        size = len(names)
-        ranks = [
-            load(source, steps, cursor=cursor, micro_batch=2, data_size=size, data_rank=rank)
-            for rank in range(size)
-        ]
-        for parts in zip(*ranks, strict=True):
-            together: dict[int, list[int]] = {}
-            for part in parts:
-                together |= rows(part)
-            assert sorted(together) == parts[0].positions.tolist() and len(together) == 24  # none twice
-            done.append(parts[0])
-        if lost:
-            del done[-min(lost, steps) :]
-        cursor = done[-1].next if done else 0
-    for one, other in zip(done, load(source, len(done), micro_batch=24) if done else [], strict=True):
-        assert np.array_equal(one.positions, other.positions) and (one.first, one.next) == (
-            other.first,
-            other.next,
-        )
-
-
-def test_other_batch_sizes_walk_the_same_positions(source: Source) -> None:
-    walked = [np.concatenate([s.positions for s in load(source, 120 // n, global_batch=n)]) for n in (24, 40)]
-    assert np.array_equal(*walked)
-    assert not any(SKIPS.contains(int(position)) for position in walked[0])
-
-
-def test_resumed_from_the_cursor(source: Source) -> None:
-    straight = load(source, 6)
-    with Loader(source, SKIPS, 0, 24, 4, 0, 1, False) as loader:
-        first = list(islice(loader, 2))
-        cursor = loader.cursor  # not the one of what was read ahead
-    assert cursor == first[-1].next
-    resumed = first + load(source, 4, cursor=cursor, micro_batch=2)
-    for one, other in zip(straight, resumed, strict=True):
-        assert np.array_equal(one.positions, other.positions)
-        assert rows(one) == rows(other)
-
-
-def test_go_to_keeps_out_what_was_read_ahead(source: Source) -> None:
-    more = SKIPS.union(Skips.of([(90, 100), (101, 10**15)]))
-    with Loader(source, SKIPS, 0, 24, 4, 0, 1, False, prefetch=4) as loader:
-        next(loader)
-        cursor = loader.cursor
-        loader.go_to(loader.cursor, more)
-        assert loader.cursor == cursor
-        changed = list(islice(loader, 3))
-    expected = load(source, 3, cursor=cursor, skips=more)
-    assert [rows(step) for step in changed] == [rows(step) for step in expected]
-    assert changed[-1].next > 10**15
-
-
-@pytest.mark.parametrize("back", [0, 24, 55, 10**12])
-def test_go_to_anywhere_is_a_start_there(source: Source, back: int) -> None:
-    """Back, forward and to where it stands, with more skipped or less."""
-    for skips in (SKIPS, Skips.of([]), Skips.of([(back, back + 40)])):
-        with Loader(source, SKIPS, 24, 24, 4, 0, 1, False, prefetch=3) as loader:
-            next(loader)
-            loader.go_to(back, skips)
-            assert loader.cursor == back
-            again = list(islice(loader, 2))
-        expected = load(source, 2, cursor=back, skips=skips)
-        assert [(s.first, s.next, rows(s)) for s in again] == [(s.first, s.next, rows(s)) for s in expected]
-
-
-def test_go_to_after_an_error_of_what_was_read_ahead(source: Source) -> None:
+def test_go_to_recovers_from_an_error_ahead(source: Source) -> None:
     with Loader(source, Skips.of([(72, 2**62)]), 0, 24, 4, 0, 1, False, prefetch=1) as loader:
         list(islice(loader, 3))
         with pytest.raises(DataError, match="all others are skipped"):
             next(loader)
         loader.go_to(24, SKIPS)
         assert rows(next(loader)) == rows(load(source, 1, cursor=24)[0])
-
-
-def test_without_a_corpus_that_was_swapped_out(source: Source) -> None:
-    """Only its samples are missing; those of the others come in the same order."""
-    out = SkipEntry(first=30, end=2**62, reason="x", corpus="books")
-    selection = Selection(source.order, Ledger([out]).exclusions, SKIPS.ranges)
-    steps = load(source, 4, skips=selection)
-    walked = np.concatenate([step.positions for step in steps])
-    everything = np.concatenate([step.positions for step in load(source, 30)])
-    kept = [p for p in everything.tolist() if p < 30 or source.order.locate_one(p).corpus == 1]
-    assert walked.tolist() == kept[: 4 * 24]
-    # A start with it, or on the way, is the same.
-    assert [rows(s) for s in load(source, 2, cursor=steps[1].next, skips=selection)] == [
-        rows(s) for s in steps[2:]
-    ]
-
-
-@pytest.mark.parametrize(("micro_batch", "data_size"), [(24, 1), (1, 1), (4, 2), (2, 3)])
-def test_reading_any_positions(source: Source, micro_batch: int, data_size: int) -> None:
-    """In the given order, repeated, skipped ones too; the run goes on as if nothing had been read."""
-    unit = micro_batch * data_size
-    wanted = np.array([(7 * i + 31) % 50 for i in range(3 * unit)])
-    expected = [rows(step) for step in load(source, 3, micro_batch=24)]
-    found = np.empty_like(wanted)
-    walked: list[dict[int, list[int]]] = [{} for _ in expected]
-    for rank in range(data_size):
-        with Loader(source, SKIPS, 0, 24, micro_batch, rank, data_size, True) as loader:
-            assert loader.unit == unit
-            for part in walked:
-                part |= rows(next(loader))
-                before = (loader.cursor, loader.skips)
-                batches = loader.read(wanted)
-                assert (loader.cursor, loader.skips) == before
-            assert loader.read(wanted[:0]) == []
-        for number, batch in enumerate(batches):
-            assert batch.positions.shape == (micro_batch,) and batch.segments is not None
-            found[number * unit + rank * micro_batch :][:micro_batch] = batch.positions.numpy()
-            samples = torch.from_numpy(source.samples(batch.positions.numpy()))
-            assert torch.equal(batch.tokens, samples[:, :-1]) and torch.equal(batch.labels, samples[:, 1:])
-    assert found.tolist() == wanted.tolist()
-    assert walked == expected
 
 
 @settings(
@@ -272,7 +102,7 @@ def test_reading_any_positions(source: Source, micro_batch: int, data_size: int)
     st.booleans(),
     st.integers(0, 500),
 )
-def test_the_parts_of_a_context_group_joined_are_its_samples(
+def test_loader_parts_of_a_context_group_are_its_samples(
     source: Source, sizes: tuple[int, int], context: int, apart: bool, cursor: int
 ) -> None:
     """The same positions in the same order as without it, and segments of the whole sequence on every rank."""
@@ -297,40 +127,7 @@ def test_the_parts_of_a_context_group_joined_are_its_samples(
                         assert torch.equal(p.segments, batch.segments)
 
 
-@pytest.mark.parametrize("prefetch", [1, 5])
-def test_prefetch_changes_nothing(source: Source, prefetch: int) -> None:
-    assert [rows(step) for step in load(source, 4, prefetch=prefetch)] == [
-        rows(step) for step in load(source, 4)
-    ]
-
-
-@settings(deadline=None)
-@given(st.lists(st.lists(st.integers(0, 3), min_size=12, max_size=12), min_size=1, max_size=3))
-def test_documents_against_a_naive_walk(tokens: list[list[int]]) -> None:
-    segments = segments_of(np.array(tokens), eod=0)
-    assert segments.dtype == np.int32
-    for row, found in zip(tokens, segments.tolist(), strict=True):
-        segment = 0
-        for token, found_segment in zip(row, found, strict=True):
-            assert found_segment == segment
-            segment += token == 0
-
-
-def test_documents_kept_apart_begin_where_the_index_says(source: Source) -> None:
-    for step in load(source, 3, keep_documents_apart=True):
-        for batch in step.micro_batches:
-            assert batch.segments is not None
-            assert batch.segments.dtype == torch.int32
-            distances = document_positions(batch.segments)
-            for row, position in enumerate(batch.positions.tolist()):
-                place = source.order.locate_one(position)
-                starts = source.streams[place.corpus].document_starts(place.first_token, LENGTH)
-                resets = torch.nonzero(distances[row] == 0).flatten() + place.first_token
-                assert set(resets.tolist()) == {*starts.tolist(), place.first_token}
-                assert int(batch.segments[row, -1]) == len(resets) - 1
-
-
-def test_an_error_of_the_thread_reaches_the_caller(source: Source, tmp_path: Path) -> None:
+def test_loader_raises_what_its_thread_met(source: Source, tmp_path: Path) -> None:
     with Loader(source, SKIPS, 0, 24, 4, 0, 1, False) as loader:
         next(loader)
         for shard in (tmp_path / "books").glob("*.bin"):
@@ -343,12 +140,6 @@ def test_an_error_of_the_thread_reaches_the_caller(source: Source, tmp_path: Pat
         assert loader.cursor == cursor
 
 
-def test_closed_twice_and_with_work_ahead(source: Source) -> None:
-    loader = Loader(source, SKIPS, 0, 24, 4, 0, 1, False, prefetch=8)
-    loader.close()
-    loader.close()
-
-
 @pytest.mark.parametrize(
     "layout",
     [
@@ -356,38 +147,167 @@ def test_closed_twice_and_with_work_ahead(source: Source) -> None:
         {"part": (0, 3)}, {"part": (2, 2)}, {"part": (-1, 2)},
     ],
 )  # fmt: skip
-def test_layouts_refused(source: Source, layout: dict[str, Any]) -> None:
+def test_loader_refuses_layouts(source: Source, layout: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         load(source, 1, **layout)
 
 
-def test_an_order_of_other_corpora_is_refused(source: Source) -> None:
+def test_source_refuses_an_order_of_other_corpora(source: Source) -> None:
     with pytest.raises(DataError, match="the order was made for corpora of"):
         Source(source.order, source.streams[::-1], EOD)
 
 
-def test_nothing_left_to_train_on(source: Source) -> None:
-    """The steps before the end are not lost: the cursor is still that of the last one handed out."""
-    with pytest.raises(DataError, match="all others are skipped"):
-        load(source, 1, skips=Skips.of([(10, 2**62)]))
-    with Loader(source, Skips.of([(72, 2**62)]), 0, 24, 4, 0, 1, False, prefetch=1) as loader:
-        steps = list(islice(loader, 3))
-        with pytest.raises(DataError, match="all others are skipped"):
-            next(loader)
-        assert loader.cursor == steps[-1].next == 72
+LENGTH, EOD = 16, 0
+UNIT = 12  # of all batches: divides over 1, 2, 3, 4, 6 and 12 ranks
+Ranges = list[tuple[int, int]]
+PIECES = Stages((0, 21, 40, 100), (2, 4, 8, 16))
 
 
-def test_positions_are_looked_up_beside_the_training(source: Source) -> None:
-    """With a convicted sample a look-up locates all positions of a step: not on the thread that trains."""
-    threads = set[threading.Thread]()
+@pytest.fixture(scope="module")
+def long_source(tmp_path_factory: pytest.TempPathFactory) -> Source:
+    from tests.conftest import write_corpus
 
-    class Watched(Selection):
-        def next_kept(self, cursor: int, count: int) -> Any:
-            threads.add(threading.current_thread())
-            return super().next_kept(cursor, count)
+    folder = tmp_path_factory.mktemp("warmups")
+    manifest: Manifest = write_corpus(folder, tokens=6000)
+    stream = Stream(folder, manifest, "train")
+    return Source(Order([OrderedCorpus("one", stream.tokens, 1.0)], LENGTH, seed=3, block=64), [stream], EOD)
 
-    with Loader(source, Watched(source.order), 0, 24, 4, 0, 1, False) as loader:
-        list(islice(loader, 3))
-        loader.go_to(0, Watched(source.order))
-        next(loader)
-    assert len(threads) == 1 and threading.main_thread() not in threads
+
+@st.composite
+def batch_stages(draw: st.DrawFn) -> Stages:
+    sizes = sorted(draw(st.sets(st.integers(1, 5), min_size=1, max_size=4)))
+    firsts = draw(st.lists(st.integers(0, 250), min_size=len(sizes) - 1, max_size=len(sizes) - 1))
+    return Stages((0, *sorted(firsts)), tuple(UNIT * n for n in sizes))
+
+
+skips = st.lists(
+    st.tuples(st.integers(0, 400), st.integers(1, 60)).map(lambda t: (t[0], t[0] + t[1])), max_size=6
+)
+layouts = st.sampled_from(
+    [(ranks, micro) for ranks in (1, 2, 3, 4, 6) for micro in (1, 2, 3) if UNIT % (ranks * micro) == 0]
+)
+
+
+def walk(stages: Stages, left: Skips, cursor: int, steps: int) -> list[tuple[int, list[int]]]:
+    """Cursor and positions of each step, one position after the other."""
+    found = []
+    for _ in range(steps):
+        first, taken = cursor, list[int]()
+        size = next(
+            v for f, v in reversed(list(zip(stages.firsts, stages.values, strict=True))) if f <= first
+        )
+        while len(taken) < size:
+            if not left.contains(cursor):
+                taken.append(cursor)
+            cursor += 1
+        found.append((first, taken))
+    return found
+
+
+def load_stages(
+    long_source: Source, stages: Stages, left: Skips, cursor: int, layout: tuple[int, int], rank: int
+) -> Loader:
+    ranks, micro = layout
+    return Loader(long_source, left, cursor, stages, micro, rank, ranks, False, pieces=PIECES)
+
+
+def check(steps: list[list[Step]], wanted: list[tuple[int, list[int]]], layout: tuple[int, int]) -> None:
+    """Every rank's steps: the same cursors, and parts that are the batch, each position on one rank."""
+    ranks, micro = layout
+    for number, (first, positions) in enumerate(wanted):
+        together = np.full((len(positions) // (ranks * micro), ranks, micro), -1)
+        for rank in range(ranks):
+            step = steps[rank][number]
+            assert (step.first, step.positions.tolist()) == (first, positions)
+            assert step.next == positions[-1] + 1 and step.piece == PIECES.at(positions[-1])
+            for index, batch in enumerate(step.micro_batches):
+                together[index, rank] = batch.positions.numpy()
+        assert together.ravel().tolist() == positions
+
+
+@settings(
+    deadline=None, max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(batch_stages(), skips, layouts, layouts, st.integers(0, 8), st.integers(0, 8), st.data())
+def test_loader_trains_every_position_once_or_skips_it(
+    long_source: Source,
+    stages: Stages,
+    ranges: Ranges,
+    before: tuple[int, int],
+    after: tuple[int, int],
+    stop: int,
+    more: int,
+    data: st.DataObject,
+) -> None:
+    """`stop` steps on some ranks; a rewind to an earlier one with further skips; a resume on other ranks: each leads to
+    the steps of one walk over the positions, with nothing twice, and nothing left out but what is skipped."""
+    left, back = Skips.of(ranges), data.draw(st.integers(0, stop))
+    wanted = walk(stages, left, 0, stop)
+    loaders = [load_stages(long_source, stages, left, 0, before, rank) for rank in range(before[0])]
+    try:
+        check([list(islice(loader, stop)) for loader in loaders], wanted, before)
+        # Back in memory, with more to skip from there on.
+        cursor = wanted[back][0] if back < stop else loaders[0].cursor
+        left = left.union(Skips.of(data.draw(skips)).minus(Skips.of([(0, max(cursor, 1))])))
+        for loader in loaders:
+            loader.go_to(cursor, left)
+            assert loader.batch == stages.at(cursor)
+        again = walk(stages, left, cursor, 2)
+        check([list(islice(loader, 2)) for loader in loaders], again, before)
+        cursor = loaders[0].cursor
+    finally:
+        for loader in loaders:
+            loader.close()
+    # And on with another number of ranks, from what a checkpoint holds: the cursor.
+    rest = walk(stages, left, cursor, more)
+    others = [load_stages(long_source, stages, left, cursor, after, rank) for rank in range(after[0])]
+    try:
+        check([list(islice(loader, more)) for loader in others], rest, after)
+    finally:
+        for loader in others:
+            loader.close()
+    done = [p for _, positions in [*wanted[:back], *again, *rest] for p in positions]
+    end = done[-1] + 1 if done else 0
+    assert sorted({*done} | {p for p in range(end) if left.contains(p)}) == list(range(end))
+    assert len(done) == len({*done}) and not any(left.contains(p) for p in done)
+
+
+@settings(deadline=None, max_examples=examples(60))
+@given(batch_stages(), skips, st.integers(0, 400), st.integers(0, 12))
+@example(
+    Stages((0, 24), (12, 24)), [(5, 20)], 0, 3
+)  # a skip carries the second step past the end of the first stage
+def test_batches_ahead_are_what_will_be_read(stages: Stages, ranges: Ranges, cursor: int, steps: int) -> None:
+    left = Skips.of(ranges)
+    found = batches_ahead(left, stages, cursor, steps)
+    assert [batch.tolist() for batch in found] == [taken for _, taken in walk(stages, left, cursor, steps)]
+
+
+@settings(
+    deadline=None, max_examples=examples(20), suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(st.integers(0, 130), st.booleans())
+def test_loader_cuts_samples_by_their_position(long_source: Source, cursor: int, apart: bool) -> None:
+    """In a step, and read again: into pieces of the length at the position; documents end there, too."""
+    with Loader(long_source, Skips.of([]), cursor, UNIT, 3, 0, 1, apart, pieces=PIECES) as loader:
+        step = next(loader)
+        again = loader.read(step.positions)
+        alone = loader.read(np.repeat(step.positions[:1], 3))[0]
+    whole = all(PIECES.at(p) == LENGTH for p in step.positions.tolist())
+    for batch, same in zip(step.micro_batches, again, strict=True):
+        assert (batch.segments is None) == (whole and not apart)
+        if batch.segments is None:
+            assert same.segments is None
+            continue
+        assert same.segments is not None and same.segments.tolist() == batch.segments.tolist()
+        for position, tokens, segments in zip(
+            batch.positions.tolist(), batch.tokens.tolist(), batch.segments.tolist(), strict=True
+        ):
+            number = 0
+            for at, token in enumerate(tokens):
+                cut = at and at % PIECES.at(position) == 0
+                number += bool(at and (cut or (apart and tokens[at - 1] == EOD)))
+                assert segments[at] == number, (position, at, token)
+    first = step.micro_batches[0].segments
+    if alone.segments is not None and first is not None:
+        assert alone.segments[0].tolist() == first[0].tolist()

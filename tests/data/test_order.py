@@ -7,8 +7,8 @@ import json
 import math
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,8 +18,10 @@ from hypothesis import strategies as st
 from megastable.base.errors import ConfigError, DataError
 from megastable.data.manifest import Manifest, Segment, TokenizerInfo
 from megastable.data.order import (
+    LAST_POSITION,
     ROUNDS,
     VERSION,
+    Exchange,
     Location,
     Order,
     OrderedCorpus,
@@ -28,7 +30,9 @@ from megastable.data.order import (
     permute,
     round_keys,
 )
+from megastable.data.run_ledgers import Deferral, DeferralRoom, plan
 from megastable.data.shards import ShardInfo
+from megastable.data.skips import Selection
 from tests.tiers import examples
 
 TWO = [OrderedCorpus("books", 50_001, 0.7), OrderedCorpus("web", 7_000, 0.3)]
@@ -101,21 +105,6 @@ def test_permute_is_the_reference_at_any_size(size: int) -> None:
     assert len(set(found)) == len(values)
 
 
-@pytest.mark.slow
-def test_permute_reaches_every_place_equally_often() -> None:
-    """Chi-square over 4,000 keys: where the first of 7 values goes, and which of the 24 orders of 4 comes out."""
-    places = Counter(bijection(7, seed)[0] for seed in range(4000))
-    assert sum((places[i] - 4000 / 7) ** 2 / (4000 / 7) for i in range(7)) < 28  # 6 degrees, p = 1e-4
-    orders = Counter(tuple(bijection(4, seed)) for seed in range(4000))
-    assert len(orders) == 24
-
-
-def test_neighbours_do_not_stay_neighbours() -> None:
-    shuffled = np.array(bijection(100_000, 3))
-    assert np.mean(np.abs(np.diff(shuffled)) < 100) < 0.004  # by chance: 0.002
-    assert abs(np.corrcoef(shuffled, np.arange(100_000))[0, 1]) < 0.02
-
-
 @settings(deadline=None, max_examples=examples(30))
 @given(
     seed=st.integers(0, 2**40),
@@ -136,7 +125,7 @@ def test_locate_is_the_reference(
 
 
 @pytest.mark.parametrize("corpora", [TWO, TWO[:1]])
-def test_every_sequence_of_an_epoch_exactly_once(corpora: list[OrderedCorpus]) -> None:
+def test_locate_gives_every_sequence_of_an_epoch_once(corpora: list[OrderedCorpus]) -> None:
     order = Order(corpora, 10, seed=1)
     places = order.locate(np.arange(60_000))
     for index, sequences in enumerate(order.sequences):
@@ -148,13 +137,6 @@ def test_every_sequence_of_an_epoch_exactly_once(corpora: list[OrderedCorpus]) -
             assert np.array_equal(np.sort(visited[epochs == epoch]), np.arange(sequences))
         assert not np.array_equal(visited[epochs == 0], visited[epochs == 1])
     assert np.array_equal(places.first_token, places.sequence * 10)
-
-
-def test_the_last_sequence_ends_inside_the_corpus() -> None:
-    for tokens in range(11, 45):
-        order = Order([OrderedCorpus("a", tokens, 1)], 10, seed=0)
-        assert order.locate(np.arange(order.sequences[0])).first_token.max() + 11 <= tokens
-        assert order.sequences[0] * 10 + 11 > tokens
 
 
 @settings(deadline=None)
@@ -170,47 +152,6 @@ def test_quotas_are_exact_in_every_block(weights: list[float], seed: int, data: 
     block = data.draw(st.integers(0, 2**40))
     corpus = order.locate(np.arange(block * order.block, (block + 1) * order.block)).corpus
     assert np.bincount(corpus, minlength=len(weights)).tolist() == list(order.quotas)
-
-
-def test_largest_remainder() -> None:
-    def quotas(*weights: float, block: int) -> tuple[int, ...]:
-        return blend([OrderedCorpus(f"c{i}", 100, weight) for i, weight in enumerate(weights)], block)
-
-    assert quotas(0.5, 0.3, 0.2, block=10) == (5, 3, 2)
-    assert quotas(1, 1, 1, block=10) == (4, 3, 3)  # a tie: by name
-    assert quotas(41.6, 35.2, 23.2, block=10) == (4, 4, 2)
-    assert quotas(7, block=10) == (10,)
-
-
-def test_independent_of_how_positions_are_asked_for() -> None:
-    order = Order(TWO, 10, seed=4)
-    whole = np.stack(order.locate(np.arange(20_000)))
-    parts = [np.stack(Order(TWO, 10, seed=4).locate(part)) for part in np.split(np.arange(20_000), [7, 9000])]
-    assert np.array_equal(whole, np.concatenate(parts, axis=1))
-    backwards = np.arange(20_000)[::-1]
-    assert np.array_equal(whole[:, ::-1], np.stack(order.locate(backwards)))
-    assert order.locate([]).corpus.size == 0
-
-
-def test_the_order_of_a_corpus_is_its_own() -> None:
-    """Other corpora, other weights, another place in the list: the samples of a corpus come in the same order."""
-    alone = Order(TWO[:1], 10, seed=4).locate(np.arange(9000))
-    for corpora in (TWO, [TWO[1], TWO[0]], [*TWO, OrderedCorpus("code", 900, 2.0)]):
-        order = Order(corpora, 10, seed=4)
-        places = order.locate(np.arange(20_000))
-        mine = places.corpus == corpora.index(TWO[0])
-        count = min(int(mine.sum()), 9000)
-        assert count > 3000
-        assert np.array_equal(places.sequence[mine][:count], alone.sequence[:count])
-        assert np.array_equal(places.epoch[mine][:count], alone.epoch[:count])
-
-
-def test_the_list_order_of_the_corpora_has_no_influence() -> None:
-    one, other = Order(TWO, 10, seed=4), Order(TWO[::-1], 10, seed=4)
-    a, b = one.locate(np.arange(5000)), other.locate(np.arange(5000))
-    assert np.array_equal(a.corpus, 1 - b.corpus)
-    assert np.array_equal(a.first_token, b.first_token)
-    assert one.fingerprint(["x", "y"]) == other.fingerprint(["y", "x"])
 
 
 def test_fingerprint_changes_with_all_that_matters() -> None:
@@ -233,7 +174,7 @@ GOLDEN = [(0, 0, 1207), (0, 0, 3078), (1, 1, 6), (1, 1, 172), (1, 429254403, 69)
 GOLDEN_FINGERPRINT = "2a7faf151ab93278a35375d7c3f6f68d7a42136a71c3b90790765e0513f289dc"
 
 
-def test_the_order_is_the_same_tomorrow() -> None:
+def test_order_is_the_same_tomorrow() -> None:
     """Checkpoints and skips hold positions: change these numbers only together with `VERSION`."""
     order = Order(TWO, 10, seed=1234)
     assert [tuple(order.locate_one(position)[:3]) for position in (0, 1, 4095, 4096, 10**12)] == GOLDEN
@@ -253,15 +194,22 @@ def test_the_order_is_the_same_tomorrow() -> None:
         ([OrderedCorpus("a", 100, 1), OrderedCorpus("b", 100, 1e-5)], "'b' .* rounds to none"),
     ],
 )
-def test_blends_refused(corpora: list[OrderedCorpus], message: str) -> None:
+def test_order_refuses_blends(corpora: list[OrderedCorpus], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Order(corpora, 10, seed=0)
 
 
-def test_other_things_refused() -> None:
+def test_order_refuses_other_things() -> None:
     for length, block in [(0, 4096), (10, 0), (10, 2**16 + 1)]:
         with pytest.raises(ConfigError):
             Order(TWO, length, 0, block)
+    for phases in (
+        [Phase(1, {"books": 1})],
+        [Phase(0, {"books": 1}), Phase(0, {"web": 1})],
+        [Phase(0, {"x": 1})],
+    ):
+        with pytest.raises(ConfigError, match=r"0 first, then ascending|'x', which is not there"):
+            Order(TWO, 8, 1, phases=phases)
     for tokens in (0, 10):
         with pytest.raises(DataError, match=f"'a' has {tokens} tokens, a sequence needs 11"):
             Order([OrderedCorpus("a", tokens, 1)], 10, seed=0)
@@ -298,7 +246,7 @@ print(stream.tokens, len(marks), np.unique(marks), seconds, megabytes, sep="\\n"
 """
 
 
-def test_a_trillion_tokens_open_in_little_memory(tmp_path: Path) -> None:
+def test_order_of_a_trillion_tokens_takes_little_memory(tmp_path: Path) -> None:
     size = SEQUENCE * SEQUENCES
     order = Order(
         [OrderedCorpus("huge", SHARDS * size, 0.9), OrderedCorpus("small", 10**9, 0.1)], 4096, seed=7
@@ -381,7 +329,7 @@ def blended_orders(draw: st.DrawFn) -> Order:
 
 @settings(deadline=None, max_examples=examples(60))
 @given(order=blended_orders())
-def test_a_corpus_goes_on_with_its_next_sample_whatever_the_blend(order: Order) -> None:
+def test_phases_go_on_with_the_next_sample_of_a_corpus(order: Order) -> None:
     """Its samples, one after the other, are those of a run on it alone; shares are exact in every block."""
     count = 16 * order.block
     found = order.locate(np.arange(count))
@@ -419,7 +367,7 @@ def test_positions_of_is_the_way_back_of_locate(order: Order, first: int, length
     assert (np.array(after) - before).tolist() == counts.tolist()
 
 
-def test_the_way_back_at_any_size() -> None:
+def test_positions_of_finds_the_way_back_at_any_size() -> None:
     """10^12 tokens: the permutation and its inverse, for a corpus alone and in a blend."""
     for corpora in (
         [OrderedCorpus("a", 10**12, 1.0)],
@@ -434,7 +382,7 @@ def test_the_way_back_at_any_size() -> None:
             assert set(mine.tolist()) <= set(back.tolist())
 
 
-def test_one_phase_is_the_order_of_before_and_more_change_the_fingerprint() -> None:
+def test_fingerprint_of_one_phase_is_that_of_before() -> None:
     plain = Order(TWO, 8, 1)
     weights = {c.name: c.weight for c in TWO}
     one = Order(TWO, 8, 1, phases=[Phase(0, weights)])
@@ -451,15 +399,149 @@ def test_one_phase_is_the_order_of_before_and_more_change_the_fingerprint() -> N
     assert later.fingerprint(["x", "y", "z"]) != more.fingerprint(["x", "y", "z"])
 
 
-@pytest.mark.parametrize(
-    ("phases", "message"),
-    [
-        ([Phase(1, {"books": 1})], "0 first, then ascending"),
-        ([Phase(0, {"books": 1}), Phase(0, {"web": 1})], "0 first, then ascending"),
-        ([Phase(0, {"others": 1})], "'others', which is not there"),
-        ([Phase(0, {})], "different, non-empty names"),
-    ],
+BLOCK = 64
+
+
+def order(*sequences: int, phases: tuple[Phase, ...] = (), seed: int = 3) -> Order:
+    """Corpora "a", "b", ... of so many sequences of 8 tokens, evenly blended in blocks of 64."""
+    corpora = [OrderedCorpus(f"{chr(97 + i)}", 8 * n + 1, 1.0, chr(97 + i)) for i, n in enumerate(sequences)]
+    return Order(corpora, 8, seed, BLOCK, phases)
+
+
+def read(of: Order, positions: Any) -> list[tuple[int, int, int]]:
+    """Corpus, epoch and sequence of what stands at some positions."""
+    return list(zip(*(field.tolist() for field in of.locate(positions)[:3]), strict=True))
+
+
+swaps = st.tuples(st.integers(0, 120), st.integers(0, 120), st.integers(1, 20)).map(
+    lambda t: (t[0], t[0] + t[2] + t[1], t[2])
 )
-def test_impossible_phases(phases: list[Phase], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        Order(TWO, 8, 1, phases=phases)
+exchanges = st.lists(
+    st.builds(Exchange, st.sampled_from(["a", "b"]), st.lists(swaps, min_size=1, max_size=3).map(tuple)),
+    max_size=5,
+)
+
+
+@pytest.mark.slow
+@settings(deadline=None, max_examples=examples(60))
+@given(exchanges=exchanges)
+def test_exchanges_are_a_permutation_and_compose(
+    exchanges: list[Exchange],
+) -> None:
+    plain = order(150, 90)
+    one_by_one = plain
+    for exchange in exchanges:
+        before, after = one_by_one, one_by_one.exchanging([exchange])
+        index = "ab".index(exchange.corpus)
+        slots = np.arange(400)
+        held = read(before, before.positions_at(index, slots))
+        for first, second, count in exchange.swaps:
+            for a, b in zip(range(first, first + count), range(second, second + count), strict=True):
+                held[a], held[b] = held[b], held[a]
+        assert read(after, after.positions_at(index, slots)) == held
+        one_by_one = after
+    end = 12 * BLOCK
+    assert sorted(read(one_by_one, np.arange(end))) == sorted(read(plain, np.arange(end)))
+    assert read(plain.exchanging(exchanges), np.arange(end)) == read(one_by_one, np.arange(end))
+
+
+@settings(deadline=None, max_examples=examples(40))
+@given(exchanges=exchanges, first=st.integers(0, 300), length=st.integers(0, 400), data=st.data())
+def test_positions_of_finds_exchanged_samples(
+    exchanges: list[Exchange], first: int, length: int, data: st.DataObject
+) -> None:
+    of = order(150, 90).exchanging(exchanges)
+    corpus = data.draw(st.integers(0, 1))
+    wanted = data.draw(st.lists(st.integers(0, of.sequences[corpus] - 1), max_size=8, unique=True))
+    every = np.arange(first, first + length)
+    expected = [
+        p for p, (c, _, s) in zip(every.tolist(), read(of, every), strict=True) if c == corpus and s in wanted
+    ]
+    assert of.positions_of(corpus, wanted, first, first + length).tolist() == expected
+
+
+def test_fingerprint_before_a_position_knows_its_exchanges() -> None:
+    plain, given = order(150, 90), ["x", "y"]
+    place = int(plain.positions_at(0, np.array([40]))[0])
+    of = plain.exchanging([Exchange("a", ((40, 70, 2),))])
+    assert (
+        of.fingerprint(given, before=place)
+        == plain.fingerprint(given)
+        == plain.fingerprint(given, before=place + 1)
+    )
+    assert of.fingerprint(given, before=place + 1) != plain.fingerprint(given)
+    # However it came about: swapped and swapped back is no exchange.
+    back = of.exchanging([Exchange("a", ((40, 70, 2),))])
+    assert back.fingerprint(given) == plain.fingerprint(given)
+    # Which sample came there matters, also where it had been exchanged itself.
+    other = plain.exchanging([Exchange("a", ((70, 100, 2),)), Exchange("a", ((40, 70, 2),))])
+    assert other.fingerprint(given, before=place + 1) != of.fingerprint(given, before=place + 1)
+
+
+# Deferring
+
+
+def deferred(
+    of: Order, positions: list[int], begin: int, near: int, far: int, end: int, **left: Any
+) -> tuple[Order, Deferral]:
+    found = plan(of, Selection(of, **left), np.array(positions), DeferralRoom(begin, near, far, end))
+    return of.exchanging(found.exchanges), found
+
+
+def test_plan_keeps_the_epoch_where_it_has_room() -> None:
+    of = order(200)  # ends before `far`
+    after, found = deferred(of, [100, 101], 120, 150, 400, 900)
+    assert sorted(found.returns.tolist()) == [198, 199]
+    assert sorted(read(after, range(200))) == sorted(read(of, range(200)))
+    # It ends right behind the trouble: in the next one, and over both all is read as often.
+    after, found = deferred(of, [190, 191], 195, 230, 450, 900)
+    assert found.returns.tolist() == [450, 451]
+    assert sorted(read(after, range(600))) == sorted(read(of, range(600)))
+    # A window across its end is of both.
+    _, found = deferred(of, [199, 200, 201], 202, 210, 260, 900)
+    assert found.returns.tolist() == [260, 261, 262] or found.returns.tolist() == [262, 260, 261]
+
+
+@pytest.mark.slow
+@settings(deadline=None, max_examples=examples(60))
+@given(
+    sizes=st.lists(st.integers(40, 300), min_size=1, max_size=3),
+    windows=st.lists(st.tuples(st.integers(0, 500), st.integers(1, 30)), min_size=1, max_size=5),
+    end=st.integers(300, 900),
+    skipped=st.lists(st.tuples(st.integers(0, 900), st.integers(1, 40)), max_size=3),
+    room=st.tuples(st.integers(0, 50), st.integers(0, 200)),
+)
+def test_plan_defers_and_the_same_samples_are_read(
+    sizes: list[int],
+    windows: list[tuple[int, int]],
+    end: int,
+    skipped: list[tuple[int, int]],
+    room: tuple[int, int],
+) -> None:
+    """Any number of windows in any order: also those in which deferred samples have come back, and those of before."""
+    plain = now = order(*sizes)
+    more = [(first, first + count) for first, count in skipped]
+    lost = set[int]()
+    for first, count in windows:
+        before = now
+        left = Selection(now, more=[*more, *((p, p + 1) for p in lost)])
+        window, begin = left.next_kept(first, count)
+        if begin > end:
+            continue
+        found = plan(now, left, window, DeferralRoom(begin, begin + room[0], begin + room[0] + room[1], end))
+        now = now.exchanging(found.exchanges)
+        lost |= set(found.lost.tolist())
+        assert sorted([*found.positions.tolist(), *found.lost.tolist()]) == window.tolist()
+        assert (
+            not left.mask(found.returns).any()
+            and (found.returns >= begin).all()
+            and (found.returns < end).all()
+        )
+        assert read(now, found.returns) == read(before, found.positions)
+        assert read(now, range(first)) == read(before, range(first))  # nothing that was read already
+        assert set(found.returns.tolist()) <= set(now.deferred(0, end).tolist())
+    kept = np.setdiff1d(np.arange(end), [p for a, b in more for p in range(a, b)])
+    if not lost:
+        assert sorted(read(now, kept)) == sorted(read(plain, kept))
+    assert sorted(read(now, range(end))) == sorted(read(plain, range(end)))
+    assert read(now, [LAST_POSITION - 1]) == read(plain, [LAST_POSITION - 1])

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from collections.abc import Sequence
 from itertools import islice, pairwise
 from pathlib import Path
 
@@ -15,23 +11,21 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megastable.base.errors import ConfigError, DataError
-from megastable.config.recipe import load
 from megastable.config.tree import CorpusConfig, RunConfig
 from megastable.config.warmups import Stages
 from megastable.data.corpora import open_corpora
-from megastable.data.documents import documents_at
 from megastable.data.loader import Loader
 from megastable.data.manifest import Manifest
-from megastable.data.plant import PLANTED, plant, positions_of, read_planted
+from megastable.data.plant import plant, positions_of, read_planted
 from megastable.data.skips import Skips
+from megastable.data.source import documents_at
 from megastable.data.tokenizer import load_tokenizer
+from megastable_tools.prepare.adopt import verify_corpus
 from megastable_tools.prepare.prepare import prepare_shards
-from megastable_tools.prepare.verify import verify_corpus
 from tests.conftest import tiny
 from tests.data.texts import documents, sentencepiece_file
 from tests.tiers import examples
 
-ROOT = Path(__file__).parents[2]
 WHERE = {"step": 10, "samples": 12, "seed": 3}
 
 
@@ -63,9 +57,7 @@ def content(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_noise_is_what_the_run_reads_there_and_nothing_else(
-    clean: Path, tmp_path: Path, config: RunConfig
-) -> None:
+def test_plant_changes_what_the_run_reads_there_alone(clean: Path, tmp_path: Path, config: RunConfig) -> None:
     before = content(clean)
     planted, reused = plant(clean, tmp_path / "planted", config, **WHERE)
     assert not reused
@@ -114,20 +106,7 @@ def samples(corpus: Path, config: RunConfig) -> np.ndarray:
     return np.concatenate([np.c_[b.tokens.numpy(), b.labels.numpy()[:, -1]] for b in batches])
 
 
-def test_one_token_over_and_over(clean: Path, tmp_path: Path, config: RunConfig) -> None:
-    planted, _ = plant(clean, tmp_path / "planted", config, **WHERE, kind="repeated")
-    assert str(planted).startswith("one repeated token at the positions ")
-    before, after = samples(clean, config), samples(tmp_path / "planted", config)
-    ((first, end),) = planted.positions
-    assert np.flatnonzero(np.any(before != after, axis=1)).tolist() == list(range(first, end))
-    inner = after[first:end, 1:-1]
-    eod = open_corpora([CorpusConfig(path=clean)], config.model.sequence_length, 1).train.eod
-    assert len(np.unique(inner[inner != eod])) == 1 and np.array_equal(
-        inner == eod, before[first:end, 1:-1] == eod
-    )
-
-
-def test_the_shuffled_tokens_of_another_corpus(clean: Path, tmp_path: Path, config: RunConfig) -> None:
+def test_plant_shuffles_tokens_of_another_corpus(clean: Path, tmp_path: Path, config: RunConfig) -> None:
     (tmp_path / "in").mkdir()
     (tmp_path / "in/one.txt").write_text("zebra " * 500)
     tokenizer = clean / Manifest.load(clean).tokenizer.file
@@ -147,26 +126,10 @@ def test_the_shuffled_tokens_of_another_corpus(clean: Path, tmp_path: Path, conf
         plant(clean, tmp_path / "more", config, **{**where, "samples": 150})
     with pytest.raises(DataError, match="shuffled tokens need the corpus they are from"):
         plant(clean, tmp_path / "none", config, **WHERE, kind="shuffled")
-    with pytest.raises(DataError, match="shuffled tokens need the corpus they are from"):
-        plant(clean, tmp_path / "none", config, **WHERE, other=other)
-    manifest = Manifest.load(other)
-    info = manifest.tokenizer.model_copy(update={"xxh3": "0" * 32})
-    manifest.model_copy(update={"tokenizer": info}).save(other)
-    with pytest.raises(DataError, match="was made with another tokenizer"):
-        plant(clean, tmp_path / "none", config, **where)
-    assert not (tmp_path / "none").exists() and not (tmp_path / "more").exists()
-
-
-def test_the_quickstart_is_hit_in_steps_120_to_122() -> None:
-    c = load("launch/recipes/quickstart.yaml")
-    ((first, end),) = positions_of(120, 40, c.batches)
-    assert (first, end) == (1908, 1948)
-    assert (first // 16 + 1, (end - 1) // 16 + 1) == (120, 122)
-    assert c.train.steps > 122 + 50
 
 
 @given(st.integers(1, 1000), st.integers(1, 500), st.integers(3, 200))
-def test_a_region_begins_and_ends_inside_of_batches(step: int, samples: int, batch: int) -> None:
+def test_positions_of_a_region_are_inside_of_batches(step: int, samples: int, batch: int) -> None:
     ((first, end),) = positions_of(step, samples, Stages.constant(batch))
     assert end - first == samples
     assert first // batch == step - 1
@@ -177,7 +140,7 @@ def test_a_region_begins_and_ends_inside_of_batches(step: int, samples: int, bat
     st.integers(1, 1000), st.integers(1, 500), st.integers(1, 64), st.integers(0, 9),
     st.data(),
 )  # fmt: skip
-def test_so_many_samples_of_each_step(
+def test_positions_of_so_many_samples_of_each_step(
     step: int, samples: int, batch: int, seed: int, data: st.DataObject
 ) -> None:
     of_each = data.draw(st.integers(1, batch))
@@ -192,13 +155,6 @@ def test_so_many_samples_of_each_step(
     assert len(steps) == step - 1 + -(-samples // of_each)
 
 
-def test_places_in_a_batch_are_drawn_anew_for_every_step_and_seed() -> None:
-    places = [
-        [first % 16 for first, _ in positions_of(5, 20, Stages.constant(16), 1, seed)] for seed in (0, 1)
-    ]
-    assert len(set(places[0])) > 5 and places[0] != places[1]
-
-
 TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=300)
 
 
@@ -210,7 +166,7 @@ TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=
     text=TEXTS, step=st.integers(1, 12), samples_=st.integers(1, 20), seed=st.integers(0, 3),
     of_each=st.none() | st.integers(1, 4),
 )  # fmt: skip
-def test_any_text_goes_on_from_sample_to_sample_and_begins_again(
+def test_plant_continues_any_text_from_sample_to_sample(
     clean: Path, tmp_path_factory: pytest.TempPathFactory, text: str, step: int, samples_: int, seed: int,
     of_each: int | None,
 ) -> None:  # fmt: skip
@@ -237,53 +193,7 @@ def test_any_text_goes_on_from_sample_to_sample_and_begins_again(
         config.model.sequence_length, config.run.seed).train, positions)  # fmt: skip
 
 
-def test_another_text_replaces_one_only_when_told_to(clean: Path, tmp_path: Path, config: RunConfig) -> None:
-    output, where = tmp_path / "planted", {**WHERE, "kind": "text", "of_each": 2}
-    made, _ = plant(clean, output, config, **where, text="one ")
-    files = content(output)
-    for change in ({"text": "two "}, {"text": "one ", "of_each": 3}, {"text": "one ", "seed": 4}):
-        with pytest.raises(DataError, match=r"other text at 12 of the positions \d+ to \d+, .*--overwrite"):
-            plant(clean, output, config, **{**where, **change})
-    assert content(output) == files
-    replaced, reused = plant(clean, output, config, **where, text="two ", overwrite=True)
-    assert not reused and replaced.positions == made.positions and replaced.other != made.other
-    verify_corpus(output)
-    assert Manifest.load(output).source.endswith(f"; other text at {made.places}")
-
-
-def test_texts_that_cannot_be_planted(clean: Path, tmp_path: Path, config: RunConfig) -> None:
-    output = tmp_path / "planted"
-    with pytest.raises(DataError, match="no tokens"):
-        plant(clean, output, config, **WHERE, kind="text", text="")
-    for options in ({"kind": "text"}, {"text": "one"}, {"kind": "shuffled", "other": clean, "text": "one"}):
-        with pytest.raises(DataError, match="text needs what is planted"):
-            plant(clean, output, config, **WHERE, **options)
-    size = config.train.global_batch
-    for of_each in (0, size + 1):
-        with pytest.raises(ConfigError, match=rf"{of_each} samples of each step: .* choose 1 to {size}"):
-            plant(clean, output, config, **WHERE, of_each=of_each)
-    sequences = len(samples(clean, config))
-    with pytest.raises(DataError, match="before any repeats"):
-        plant(clean, output, config, step=1, samples=sequences // size + 2, of_each=1)
-    assert not output.exists()
-
-
-def test_a_file_of_before_with_a_single_range_is_readable(
-    clean: Path, tmp_path: Path, config: RunConfig
-) -> None:
-    output = tmp_path / "planted"
-    made, _ = plant(clean, output, config, **WHERE)
-    written = json.loads((output / PLANTED).read_text())
-    ((first, end),) = written["positions"]
-    (output / PLANTED).write_text(json.dumps({**written, "positions": [first, end]}))
-    assert read_planted(output) == made
-    assert plant(clean, output, config, **WHERE) == (made, True)
-    (output / PLANTED).write_text(json.dumps({**written, "positions": []}))
-    with pytest.raises(DataError, match="plant again"):
-        read_planted(output)
-
-
-def test_made_once_and_replaced_only_by_its_like(clean: Path, tmp_path: Path, config: RunConfig) -> None:
+def test_plant_replaces_only_its_like(clean: Path, tmp_path: Path, config: RunConfig) -> None:
     output = tmp_path / "planted"
     made, _ = plant(clean, output, config, **WHERE)
     files, times = content(output), {path: path.stat().st_mtime_ns for path in output.iterdir()}
@@ -295,16 +205,9 @@ def test_made_once_and_replaced_only_by_its_like(clean: Path, tmp_path: Path, co
     assert plant(clean, output, other, **WHERE, overwrite=True) == (made, True)
     assert {path: path.stat().st_mtime_ns for path in output.iterdir()} == times
 
-    again = tmp_path / "again"
-    plant(clean, again, config, **WHERE)
-    bins = [name for name in files if name.endswith(".bin")]
-    assert all((again / name).read_bytes() == files[name] for name in bins)
-
     reseeded = config.model_copy(update={"run": config.run.model_copy(update={"seed": 5})})
     for change in ((config, {**WHERE, "seed": 4}), (reseeded, WHERE)):
-        with pytest.raises(
-            DataError, match=r"for another run or corpus \(noise at the positions .*--overwrite"
-        ):
+        with pytest.raises(DataError, match=r"for another run or corpus .*--overwrite"):
             plant(clean, output, change[0], **change[1])
     assert content(output) == files
     replaced, reused = plant(clean, output, reseeded, **WHERE, overwrite=True)
@@ -314,13 +217,9 @@ def test_made_once_and_replaced_only_by_its_like(clean: Path, tmp_path: Path, co
     (output / "notes.txt").write_text("mine")
     with pytest.raises(DataError, match=r"will not be replaced: notes\.txt"):
         plant(clean, output, config, **WHERE, overwrite=True)
-    (output / bins[0]).write_bytes(b"")
-    with pytest.raises(DataError, match="restore it or prepare the corpus again"):
-        plant(clean, output, reseeded, **WHERE)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["again", "planted"]
 
 
-def test_what_cannot_be_planted_is_refused(clean: Path, tmp_path: Path, config: RunConfig) -> None:
+def test_plant_refuses(clean: Path, tmp_path: Path, config: RunConfig) -> None:
     output = tmp_path / "planted"
     with pytest.raises(DataError, match=r"positions \d+ to \d+ cannot be planted: .* before any repeats"):
         plant(clean, output, config, step=10_000)
@@ -335,7 +234,6 @@ def test_what_cannot_be_planted_is_refused(clean: Path, tmp_path: Path, config: 
         with pytest.raises(DataError, match="is inside of the corpus"):
             plant(clean, inside, config, **WHERE)
     assert not output.exists()
-
     output.mkdir()
     (output / "thesis.txt").write_text("years of work")
     for occupied in (output, output / "thesis.txt"):
@@ -345,52 +243,3 @@ def test_what_cannot_be_planted_is_refused(clean: Path, tmp_path: Path, config: 
     plant(clean, output, config, **WHERE)  # an empty directory is free
     with pytest.raises(DataError, match="planted already"):
         plant(output, tmp_path / "twice", config, **WHERE)
-    (output / PLANTED).write_text("{")
-    with pytest.raises(DataError, match="remove the directory and plant again"):
-        plant(clean, output, config, **WHERE)
-
-
-def test_damage_of_before_is_not_made_part_of_the_copy(
-    clean: Path, tmp_path: Path, config: RunConfig
-) -> None:
-    damaged = tmp_path / "damaged"
-    damaged.mkdir()
-    for name, old in content(clean).items():
-        (damaged / name).write_bytes(old[:-2] + b"\1\0" if name.endswith(".bin") else old)
-    with pytest.raises(DataError, match=r"\.bin is not the file that the manifest describes"):
-        plant(damaged, tmp_path / "planted", config, **WHERE)
-    assert [path.name for path in tmp_path.iterdir()] == ["damaged"]
-
-
-@pytest.mark.slow
-def test_the_command(clean: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "megastable", "prepare", "plant", str(clean), "planted"]
-    options = ["--recipe", "launch/recipes/quickstart.yaml", "--step", "3", "--samples", "6"]
-
-    def run(*overrides: str, more: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [*command, *options, *more, "--", *overrides], cwd=tmp_path, text=True, capture_output=True
-        )
-
-    done = run("model.sequence_length=32")
-    assert (done.returncode, done.stderr) == (0, "")
-    planted = json.loads((tmp_path / "planted" / PLANTED).read_text())
-    assert planted["positions"] == [[37, 43]]
-    count = len(planted["documents"])
-    assert done.stdout == f"planted planted: noise at the positions 37 to 42, in {count} documents\n"
-    refused = run("model.layer=3")
-    assert (refused.returncode, refused.stdout) == (2, "")
-    assert "did you mean model.layers?" in refused.stderr and "Traceback" not in refused.stderr
-
-    (tmp_path / "log.txt").write_text("GET / 200\r\n")
-    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
-    done = run("model.sequence_length=32", more=["--text", "log.txt", "--of-each", "2", "--overwrite"])
-    assert (done.returncode, done.stderr) == (0, "")
-    planted = json.loads((tmp_path / "planted" / PLANTED).read_text())
-    batches = {position // 16 for first, end in planted["positions"] for position in range(first, end)}
-    assert batches == {2, 3, 4}
-    assert done.stdout.startswith("planted planted: other text at 6 of the positions ")
-    for name, problem in (("latin.txt", "is not UTF-8 (byte 3)"), ("none.txt", "No such file")):
-        refused = run(more=["--text", name])
-        assert (refused.returncode, refused.stdout) == (2, "")
-        assert name in refused.stderr and problem in refused.stderr and "Traceback" not in refused.stderr

@@ -5,12 +5,13 @@ from __future__ import annotations
 import bz2
 import json
 import lzma
+import operator
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
-from typing import Any
 
-import numpy as np
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -19,17 +20,16 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as HuggingFaceModel
 from tokenizers import processors
 
-from megastable.base.errors import DataError
+from megastable.base.errors import DataError, MegastableError
 from megastable.data.manifest import Manifest, Stream
-from megastable.data.shards import Shard, ShardWriter
+from megastable.data.shards import Shard
+from megastable.data.source import token_counts, unigram_entropy
 from megastable.data.tokenizer import OWN, load_tokenizer
 from megastable_tools.prepare import prepare
-from megastable_tools.prepare.adopt import adopt_directory
-from megastable_tools.prepare.command_summary import EdgeToken
-from megastable_tools.prepare.prepare import prepare_shards, settle_threshold
-from megastable_tools.prepare.verify import verify_corpus
-from tests.data.archives import tar_bytes
-from tests.data.texts import documents, hugging_face_file, sentencepiece_file
+from megastable_tools.prepare.adopt import verify_corpus
+from megastable_tools.prepare.prepare import ordered_map, prepare_shards, settle_threshold
+from megastable_tools.prepare.stdlib import prepare_stdlib
+from tests.data.texts import documents, hugging_face_file, sentencepiece_file, tar_bytes
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,7 @@ def with_bos(path: Path, name: str = "<|begin|>") -> Path:
 
 
 @pytest.mark.slow
-def test_documents_begin_with_the_tokenizers_own_token(tmp_path: Path) -> None:
+def test_prepare_shards_begins_documents_with_the_own_token(tmp_path: Path) -> None:
     texts = ["one", "two words", "<|begin|> is text"] * 5
     lines = write_lines(tmp_path / "a.jsonl", texts)
     (tmp_path / "tokenizer").mkdir()
@@ -94,56 +94,11 @@ def test_documents_begin_with_the_tokenizers_own_token(tmp_path: Path) -> None:
     assert shard_bytes(tmp_path / "tokenizer.json-1") == shard_bytes(tmp_path / "tokenizer.json-2")
 
 
-def test_the_tokens_that_end_and_begin_documents_are_told_and_why(tmp_path: Path, tokenizer: Path) -> None:
-    text = write_lines(tmp_path / "a.jsonl", documents(9))
-
-    def edges(**options: Any) -> tuple[EdgeToken, EdgeToken | None, list[str]]:
-        made = prepare_shards(
-            [text], tmp_path / "out", overwrite=True, validation=0.0, progress=False, **options
-        )
-        return made.eod, made.bos, made.warnings
-
-    own, named = "the tokenizer's own end of a sentence", "named by --eod"
-    assert edges(tokenizer_path=tokenizer) == (EdgeToken(2, "</s>", own), None, [])
-    assert edges(tokenizer_path=tokenizer, eod="7")[0].why == named
-    assert verify_corpus(tmp_path / "out").eod == EdgeToken(7, "<0x04>")
-    file = with_bos(hugging_face_file(tmp_path, special=["</s>", "<|endoftext|>"]))
-    eod, bos, (hint,) = edges(tokenizer_path=file)
-    assert (eod, bos) == (EdgeToken(1, "<|endoftext|>", "by its usual name, before </s>"), None)
-    assert (
-        hint.startswith("other programs put <|begin|> before every text with this tokenizer")
-        and "--bos" in hint
-    )
-    _, bos, warnings = edges(tokenizer_path=file, bos=True)
-    assert bos is not None and bos.spelled == "<|begin|>" and "in other programs" in bos.why and not warnings
-
-
-def test_without_such_a_token_it_is_said_and_manifests_are_as_before(tmp_path: Path) -> None:
-    lines = write_lines(tmp_path / "a.jsonl", ["one", "two"])
-    file = hugging_face_file(tmp_path)
-    with pytest.raises(DataError, match=r"has no token to begin documents with.*leave --bos out"):
-        prepare_shards([lines], tmp_path / "out", file, bos=True)
-    content = json.loads(file.read_text())
-    model = HuggingFaceModel.from_str(json.dumps(content))
-    model.post_processor = processors.TemplateProcessing(
-        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
-    )
-    model.save(str(tmp_path / "same.json"))
-    with pytest.raises(DataError, match=r"begins and ends documents with one token, 0.*leave --bos out"):
-        prepare_shards([lines], tmp_path / "out", tmp_path / "same.json", bos=True)
-    assert not (tmp_path / "out").exists()
-    prepare_shards([lines], tmp_path / "out", file)
-    assert "bos" not in json.loads((tmp_path / "out" / "manifest.json").read_text())["tokenizer"]
-    manifest = Manifest.load(tmp_path / "out")
-    told = manifest.model_dump(mode="json", exclude={"text_bytes", "source", "created"})
-    assert set(told["tokenizer"]) == {"file", "kind", "xxh3", "vocab_size", "eod"}  # the same fingerprint
-
-
 def shard_bytes(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in directory.iterdir() if path.suffix in (".bin", ".idx")}
 
 
-def test_every_document_is_in_one_split_in_its_order(tmp_path: Path, tokenizer: Path) -> None:
+def test_prepare_shards_puts_every_document_in_one_split(tmp_path: Path, tokenizer: Path) -> None:
     texts = documents(400)
     lines = write_lines(tmp_path / "a.jsonl", texts)
     made = prepare_shards([lines], tmp_path / "out", tokenizer, name="mine", validation=0.1)
@@ -167,7 +122,7 @@ def test_every_document_is_in_one_split_in_its_order(tmp_path: Path, tokenizer: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [sentencepiece_file, hugging_face_file])
-def test_workers_do_not_change_a_byte(
+def test_prepare_shards_with_any_workers_gives_the_same_bytes(
     tmp_path: Path, make: Callable[[Path], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prepare, "BATCH", 5_000)  # some 30 batches
@@ -189,21 +144,7 @@ def test_workers_do_not_change_a_byte(
     assert len({summary.fingerprint for summary in made}) == 1
 
 
-def test_batches_do_not_change_a_byte(
-    tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lines = write_lines(tmp_path / "a.jsonl", documents(50))
-    for batch in (1, 3_000, 1 << 20):
-        monkeypatch.setattr(prepare, "BATCH", batch)
-        prepare_shards([lines], tmp_path / f"out{batch}", tokenizer, name="n")
-    assert (
-        shard_bytes(tmp_path / "out1")
-        == shard_bytes(tmp_path / "out3000")
-        == shard_bytes(tmp_path / "out1048576")
-    )
-
-
-def test_a_shard_ends_after_the_document_that_fills_it(tmp_path: Path, tokenizer: Path) -> None:
+def test_prepare_shards_ends_a_shard_after_a_document(tmp_path: Path, tokenizer: Path) -> None:
     lines = write_lines(tmp_path / "a.jsonl", documents(100))
     made = prepare_shards([lines], tmp_path / "out", tokenizer, validation=0, shard_tokens=3_000)
     manifest = Manifest.load(tmp_path / "out")
@@ -216,18 +157,8 @@ def test_a_shard_ends_after_the_document_that_fills_it(tmp_path: Path, tokenizer
     assert texts_of(tmp_path / "out", "train") == documents(100)
 
 
-def test_duplicates_never_straddle_the_split(tmp_path: Path, tokenizer: Path) -> None:
-    texts = documents(100)
-    lines = write_lines(tmp_path / "a.jsonl", texts * 3)
-    prepare_shards([lines], tmp_path / "out", tokenizer, validation=0.2)
-    train, validation = texts_of(tmp_path / "out", "train"), texts_of(tmp_path / "out", "validation")
-    assert len(validation) >= 3
-    assert not set(train) & set(validation)
-    assert sorted(train + validation) == sorted(texts * 3)
-
-
 @pytest.mark.slow
-def test_a_validation_set_of_ones_own(tmp_path: Path, tokenizer: Path) -> None:
+def test_prepare_shards_takes_a_validation_set(tmp_path: Path, tokenizer: Path) -> None:
     texts = documents(12)
     (tmp_path / "held").mkdir()
     write_lines(tmp_path / "held" / "b.jsonl", texts[:3])
@@ -248,82 +179,26 @@ def test_a_validation_set_of_ones_own(tmp_path: Path, tokenizer: Path) -> None:
     assert texts_of(tmp_path / "out", "train") == texts[3:]
 
 
-def test_how_the_files_of_both_inputs_were_read_is_told(tmp_path: Path, tokenizer: Path) -> None:
-    texts = documents(8)
-    for name in ("train", "held"):
-        (tmp_path / name).mkdir()
-    for number in range(2):
-        write_lines(tmp_path / "train" / f"{number}.jsonl", texts[number : number + 1])
-    held = [write_lines(tmp_path / "held" / "part-00000", texts[2:4])]
-    held += [
-        write_lines(tmp_path / "held" / f"{number}.jsonl", texts[number : number + 1]) for number in (4, 5)
-    ]
-    made = prepare_shards(
-        [tmp_path / "train"], tmp_path / "out", tokenizer, validation_inputs=held, progress=False
-    )
-    assert made.read == {"files of JSON lines": 4, "files of JSON lines, told by their content": 1}
-    assert made.read_files == {
-        # The rest of a kind is a count, which is that of both inputs.
-        "files of JSON lines": [f"{tmp_path}/train/0.jsonl and 3 more"],
-        "files of JSON lines, told by their content": [f"{tmp_path}/held/part-00000"],
-    }
-
-
-def test_the_split_depends_on_text_and_seed_alone(tmp_path: Path, tokenizer: Path) -> None:
-    texts = documents(200)
-    held_back = {}
+def test_prepare_shards_splits_by_text_and_seed_alone(tmp_path: Path, tokenizer: Path) -> None:
+    texts, held_back = documents(200), {}
     for name, part, seed in (
         ("all", texts, 0),
-        ("reversed", texts[::-1], 0),
-        ("half", texts[:100], 0),
+        ("half", [*texts[:100][::-1], texts[0]], 0),
         ("other", texts, 1),
     ):
         lines = write_lines(tmp_path / f"{name}.jsonl", part)
         prepare_shards([lines], tmp_path / name, tokenizer, validation=0.2, seed=seed)
         held_back[name] = set(texts_of(tmp_path / name, "validation"))
-    assert held_back["all"] == held_back["reversed"]
+        assert not held_back[name] & set(texts_of(tmp_path / name, "train"))
     assert held_back["half"] == held_back["all"] & set(texts[:100])
     assert held_back["all"] != held_back["other"]
-
-
-@pytest.mark.parametrize("validation", [1e-12, 0.01, 0.999999999999])
-@pytest.mark.parametrize("count", [2, 3])
-def test_tiny_corpora_have_both_splits(
-    tmp_path: Path, tokenizer: Path, validation: float, count: int
-) -> None:
-    texts = documents(count)
-    lines = write_lines(tmp_path / "a.jsonl", texts)
-    made = prepare_shards([lines], tmp_path / "out", tokenizer, validation=validation)
-    train, held_back = texts_of(tmp_path / "out", "train"), texts_of(tmp_path / "out", "validation")
-    assert sorted(train + held_back) == sorted(texts)
-    assert min(len(train), len(held_back)) == 1
-    assert not any("no validation split" in warning for warning in made.warnings)
-    assert len(shard_bytes(tmp_path / "out")) == 4
-    verify_corpus(tmp_path / "out")
-
-
-def test_a_validation_split_much_larger_than_asked_is_said(tmp_path: Path, tokenizer: Path) -> None:
-    lines = write_lines(tmp_path / "a.jsonl", ["one text " * 50, "another text " * 50])
-    made = prepare_shards([lines], tmp_path / "out", tokenizer, validation=0.01)
-    assert any("of the tokens, 1% of the documents were asked for" in warning for warning in made.warnings)
-
-
-@pytest.mark.parametrize("validation", [1e-12, 0.999999999999])
-def test_one_text_is_for_training_and_that_is_said(
-    tmp_path: Path, tokenizer: Path, validation: float
-) -> None:
-    lines = write_lines(tmp_path / "a.jsonl", ["the same"] * 3)
-    made = prepare_shards([lines], tmp_path / "out", tokenizer, validation=validation)
-    assert made.documents == {"train": 3}
-    assert ["no validation split" in warning for warning in made.warnings] == [True]
-    assert "warning: no validation split" in str(made)
 
 
 hashes = st.integers(0, 2**64 - 1)
 
 
 @given(wanted=st.integers(1, 2**64), ends=st.tuples(hashes, hashes))
-def test_a_settled_threshold_leaves_both_splits_a_document(wanted: int, ends: tuple[int, int]) -> None:
+def test_settle_threshold_leaves_both_splits_a_document(wanted: int, ends: tuple[int, int]) -> None:
     lowest, highest = sorted(ends)
     settled = settle_threshold(wanted, lowest, highest)
     assert settled <= highest  # there is something to train on
@@ -334,58 +209,7 @@ def test_a_settled_threshold_leaves_both_splits_a_document(wanted: int, ends: tu
     assert settle_threshold(0, lowest, highest) == 0
 
 
-@pytest.mark.parametrize("make", [sentencepiece_file, hugging_face_file])
-def test_no_text_forges_the_end_of_a_document(tmp_path: Path, make: Callable[[Path], Path]) -> None:
-    texts = [f"a{name}b{name}" for name in ("</s>", "<s>", "<unk>", "<|endoftext|>")]
-    prepare_shards(
-        [write_lines(tmp_path / "a.jsonl", texts)], tmp_path / "out", make(tmp_path), validation=0.0
-    )
-    assert texts_of(tmp_path / "out", "train") == texts  # which looks for ends inside, too
-
-
-@pytest.mark.slow
-def test_a_large_vocabulary_takes_four_bytes(
-    tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # A tokenizer.json whose only use of its vocabulary is the last word: 70,000 words.
-    words = {f"w{number}": number for number in range(70_000)} | {"</s>": 70_000}
-    model = {"type": "WordLevel", "vocab": words, "unk_token": "w0"}
-    added = [
-        {"id": 70_000, "content": "</s>", "special": True}
-        | dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    ]
-    file = tmp_path / "tokenizer.json"
-    file.write_text(
-        json.dumps(
-            {"version": "1.0", "added_tokens": added, "pre_tokenizer": {"type": "Whitespace"}, "model": model}
-            | dict.fromkeys(("truncation", "padding", "normalizer", "post_processor", "decoder"))
-        )
-    )
-    (tmp_path / "a.txt").write_text("w69999 w1")
-    prepare_shards([tmp_path / "a.txt"], tmp_path / "out", file, name="n")
-    assert Manifest.load(tmp_path / "out").dtype == "int32"
-    raw = (tmp_path / "out" / "n-train-00000.bin").read_bytes()
-    assert np.frombuffer(raw, "<i4").tolist() == [69_999, 1, 70_000]
-    verify_corpus(tmp_path / "out")
-
-
-def test_left_out_documents_are_counted(tmp_path: Path, tokenizer: Path) -> None:
-    folder = tmp_path / "in"
-    folder.mkdir()
-    write_lines(folder / "a.jsonl", ["one", "", "two"])
-    (folder / "b.jsonl").write_text("{\n")
-    (folder / "c.bin").write_bytes(b"\0")
-    with pytest.raises(DataError, match=r"b\.jsonl:1"):
-        prepare_shards([folder], tmp_path / "out", tokenizer)
-    assert sorted(os.listdir(tmp_path)) == ["in"]
-    made = prepare_shards([folder], tmp_path / "out", tokenizer, skip_bad=True)
-    assert sum(made.documents.values()) == 2
-    assert made.left_out == {"empty documents": 1, "bad documents": 1, "binary files": 1}
-
-
-def test_a_folder_of_every_kind_in_its_order_again_and_after_a_damaged_file(
-    tmp_path: Path, tokenizer: Path
-) -> None:
+def test_prepare_shards_reads_every_kind_or_refuses_damage(tmp_path: Path, tokenizer: Path) -> None:
     folder, texts = tmp_path / "in", documents(12)
     folder.mkdir()
     members = [("z.txt", texts[2].encode()), ("a.jsonl", json.dumps({"text": texts[3]}).encode())]
@@ -420,46 +244,11 @@ def test_a_folder_of_every_kind_in_its_order_again_and_after_a_damaged_file(
     assert shard_bytes(tmp_path / "one") == shard_bytes(tmp_path / "two")
 
 
-def test_an_input_that_can_be_read_once_is_refused_where_it_is_needed_twice(
-    tmp_path: Path, tokenizer: Path
-) -> None:
-    read, write = os.pipe()
-    os.write(write, b"one document")
-    os.close(write)
-    (tmp_path / "a.txt").write_text("another")
-    inputs = [tmp_path / "a.txt", Path(f"/dev/fd/{read}")]
-    with pytest.raises(DataError, match="or is a pipe"):
-        prepare_shards(inputs, tmp_path / "out", tokenizer, validation=1e-12)
-    os.close(read)
-    assert os.listdir(tmp_path) == ["a.txt"]
-
-
-def test_an_empty_corpus_is_refused(tmp_path: Path, tokenizer: Path) -> None:
-    folder = tmp_path / "in"
-    folder.mkdir()
-    with pytest.raises(DataError, match=r"corpus is empty: no text in 0 files"):
-        prepare_shards([folder], tmp_path / "out", tokenizer)
-    (folder / "a.bin").write_bytes(b"\0")
-    (folder / "a.txt").write_bytes(b"")
-    with pytest.raises(
-        DataError,
-        match=r"in 2 files .*; left out: 1 binary file \(.*a\.bin\); 1 empty file \(.*a\.txt\)",
-    ):
-        prepare_shards([folder], tmp_path / "out", tokenizer)
-    for number in range(2, 10):
-        (folder / f"{number}.bin").write_bytes(b"\0")
-    with pytest.raises(DataError, match=r"9 binary files \(.*2\.bin, .*4\.bin, and 6 more\); 1 empty file"):
-        prepare_shards([folder], tmp_path / "out", tokenizer)
-    assert sorted(os.listdir(tmp_path)) == ["in"]
-
-
-def test_what_exists_is_replaced_only_if_told_and_only_if_it_is_a_corpus(
-    tmp_path: Path, tokenizer: Path
-) -> None:
+def test_prepare_shards_replaces_only_a_corpus_and_if_told(tmp_path: Path, tokenizer: Path) -> None:
     output, lines = tmp_path / "out", write_lines(tmp_path / "a.jsonl", documents(5))
 
-    def make(file: Path = tokenizer, overwrite: bool = False) -> dict[str, bytes]:
-        prepare_shards([lines], output, file, overwrite=overwrite)
+    def make(overwrite: bool = False) -> dict[str, bytes]:
+        prepare_shards([lines], output, tokenizer, overwrite=overwrite)
         verify_corpus(output)
         return shard_bytes(output)
 
@@ -470,21 +259,13 @@ def test_what_exists_is_replaced_only_if_told_and_only_if_it_is_a_corpus(
     second = make(overwrite=True)
     assert first.keys() == second.keys()
     assert first != second
-    # Another tokenizer, under the same name and with the same output: nothing of the old one is reused.
-    third = make(sentencepiece_file(tmp_path, 500), overwrite=True)
-    assert third != second
-    assert texts_of(output, "train") + texts_of(output, "validation") != []
     (output / "precious.txt").write_text("")
     with pytest.raises(DataError, match=r"will not be replaced: precious\.txt"):
         make(overwrite=True)
-    (output / "precious.txt").unlink()
-    (output / "manifest.json").unlink()
-    with pytest.raises(DataError, match="is not a prepared corpus"):
-        make(overwrite=True)
-    assert shard_bytes(output) == third
+    assert shard_bytes(output) == second
 
 
-def test_a_failure_leaves_the_old_corpus_and_nothing_else(
+def test_prepare_shards_leaves_the_old_corpus_after_a_failure(
     tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines = write_lines(tmp_path / "a.jsonl", documents(5))
@@ -513,7 +294,7 @@ def test_a_failure_leaves_the_old_corpus_and_nothing_else(
         ({"eod": "<stop>"}, "no token '<stop>'"),
     ],
 )
-def test_bad_options_are_refused(
+def test_prepare_shards_refuses_bad_options(
     tmp_path: Path, tokenizer: Path, options: dict[str, object], message: str
 ) -> None:
     lines = write_lines(tmp_path / "a.jsonl", ["text"])
@@ -522,30 +303,56 @@ def test_bad_options_are_refused(
     assert os.listdir(tmp_path) == ["a.jsonl"]
 
 
-def test_an_output_inside_of_the_input_is_refused(tmp_path: Path, tokenizer: Path) -> None:
-    (tmp_path / "a.txt").write_text("text")
-    with pytest.raises(DataError, match="inside of the input"):
-        prepare_shards([tmp_path], tmp_path / "deep" / "out", tokenizer)
+def test_ordered_map_waits_for_its_consumer() -> None:
+    taken: list[int] = []
+
+    def items() -> Iterator[int]:
+        for number in range(1, 1001):
+            taken.append(number)
+            yield number
+
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    with closing(ordered_map(operator.neg, items(), 2)) as results:
+        assert [next(results), next(results)] == [-1, -2]
+        assert len(taken) <= 2 + 3 * 2
+        workers = [child for child in psutil.Process().children() if child.pid not in before]
+        assert len([child for child in workers if "spawn_main" in " ".join(child.cmdline())]) == 2
+    assert not [child for child in workers if "spawn_main" in _command(child)]
 
 
-def test_shards_of_another_program_are_adopted(tmp_path: Path, tokenizer: Path) -> None:
-    model = load_tokenizer(tokenizer)
-    texts = documents(40)
-    for number, part in enumerate((texts[:30], texts[30:])):
-        with ShardWriter(tmp_path / f"foreign_{number}", model.vocab_size) as writer:
-            for text in part:
-                writer.add_document(np.array([*model.encode(text), model.eod]))
-    made = adopt_directory(tmp_path, tokenizer, validation=0.2)
-    assert made.documents["train"] + made.documents["validation"] == 40
-    assert verify_corpus(tmp_path).fingerprint == made.fingerprint
-    with pytest.raises(DataError, match="--overwrite"):
-        adopt_directory(tmp_path, tokenizer)
-    assert adopt_directory(tmp_path, tokenizer, overwrite=True).documents == {"train": 40}
+def _command(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return ""
 
 
-def test_shards_beyond_the_vocabulary_are_not_adopted(tmp_path: Path, tokenizer: Path) -> None:
-    with ShardWriter(tmp_path / "foreign", 5_000) as writer:
-        writer.add_document(np.array([1, 4_999]))
-    with pytest.raises(DataError, match="4999"):
-        adopt_directory(tmp_path, tokenizer)
-    assert sorted(os.listdir(tmp_path)) == ["foreign.bin", "foreign.idx"]
+def test_ordered_map_tells_of_a_killed_worker() -> None:
+    with pytest.raises(MegastableError, match="fewer --workers"):
+        list(ordered_map(os._exit, [9, 9], 2))
+
+
+@pytest.mark.slow
+def test_prepare_stdlib_makes_a_corpus_once(tmp_path: Path) -> None:
+    output = tmp_path / "stdlib"
+    made = prepare_stdlib(output, vocab_size=1024)
+    assert made.action == "prepared"
+    assert made.tokens["train"] > 2_000_000
+    assert 0.01 < made.tokens["validation"] / made.tokens["train"] < 0.1
+    manifest = Manifest.load(output)
+    tokenizer = load_tokenizer(output / manifest.tokenizer.file)
+    stream = Stream(output, manifest, "validation")
+    assert "def " in tokenizer.decode(stream.read(0, 5_000))
+    assert 3 < unigram_entropy(token_counts(stream, tokenizer.vocab_size)) < 6.9  # below ln 1024
+
+    times = {path: path.stat().st_mtime_ns for path in output.iterdir()}
+    reused = prepare_stdlib(output, vocab_size=1024)
+    assert (reused.action, reused.tokens) == ("reused", made.tokens)
+    assert {path: path.stat().st_mtime_ns for path in output.iterdir()} == times
+
+    with pytest.raises(DataError, match="a vocabulary of 1024, not 'stdlib' with 2048"):
+        prepare_stdlib(output, vocab_size=2048)
+    shard = output / f"{manifest.shards[0].name}.bin"
+    shard.write_bytes(shard.read_bytes()[:-2])
+    with pytest.raises(DataError, match="restore it or prepare the corpus again"):
+        prepare_stdlib(output, vocab_size=1024)

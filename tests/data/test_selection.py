@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,11 +17,11 @@ from megastable.data.skip_ledger import (
     Ledger,
     SampleEntry,
     SkipEntry,
-    SkipLedger,
-    append_all,
+    append_entries,
+    released,
     sample_entries,
 )
-from megastable.data.skips import Range, Selection
+from megastable.data.skips import Exclusions, Range, Selection
 from tests.tiers import examples
 
 NAMES = ("books", "code", "web")
@@ -101,7 +100,7 @@ MORE = st.lists(st.tuples(st.integers(0, 300), st.integers(1, 20)).map(lambda r:
 
 @settings(deadline=None, max_examples=examples(120))
 @given(orders(), LINES, MORE, st.integers(0, 200), st.lists(st.integers(0, 40), max_size=6))
-def test_a_selection_is_the_naive_walk_in_every_epoch(
+def test_selection_is_the_naive_walk_in_every_epoch(
     order: Order, entries: list[AnyEntry], more: list[Range], cursor: int, counts: list[int]
 ) -> None:
     known = {None, *(corpus.name for corpus in order.corpora)}
@@ -130,7 +129,7 @@ def test_a_selection_is_the_naive_walk_in_every_epoch(
 
 @settings(deadline=None, max_examples=examples(60))
 @given(orders(), st.lists(st.integers(0, SHOWN - 1), min_size=1, max_size=5, unique=True), st.data())
-def test_what_was_convicted_comes_in_no_epoch_and_nothing_else_is_lost(
+def test_selection_loses_the_named_samples_and_no_others(
     order: Order, guilty: list[int], data: st.DataObject
 ) -> None:
     """Lines as the run writes them: exactly the convicted samples are gone, whatever the blend becomes; in sequences of
@@ -160,42 +159,6 @@ def test_what_was_convicted_comes_in_no_epoch_and_nothing_else_is_lost(
         assert len(kept) < SHOWN
 
 
-def test_a_corpus_of_which_all_is_named_is_gone() -> None:
-    """The search for a sample of it would not end; nor would that for one of 5,000."""
-    corpora = [OrderedCorpus(name, 16 * 5000 + 1, 1.0, print_of(name)) for name in NAMES[:2]]
-    order = Order(corpora, 16, seed=0, block=16)
-    all_of = sample("books", (0, 16 * 5000))
-    chosen = selection(order, [all_of])
-    assert chosen.corpora_left == 1 and chosen.share_without() == 0.5 == chosen.kept
-    assert chosen.mix(100) == {"code": 1.0}
-    with pytest.raises(
-        DataError, match="names all samples of those that it leaves: delete one of those lines"
-    ):
-        selection(order, [all_of, SkipEntry(first=9, end=LAST_POSITION, reason="x", corpus="code")])
-    with pytest.raises(DataError, match="names all samples"):
-        selection(order, [all_of, sample("code", (0, 80_000))])
-    nearly = selection(order, [all_of, sample("code", (0, 79_984))])
-    looks = 0
-
-    def locate(*given: Any) -> Any:
-        nonlocal looks
-        looks += 1
-        return Order.locate(order, *given)
-
-    order.locate = locate  # type: ignore[method-assign]
-    kept, _ = nearly.next_kept(0, 3)
-    assert looks < 40  # where one of 10,000 is left, not one by one
-    assert {(p.corpus, p.sequence) for p in map(order.locate_one, kept.tolist())} == {(1, 4999)}
-    assert nearly.corpora_left == 1 and nearly.kept == pytest.approx(0.5 / 5000)
-
-
-def test_a_corpus_with_other_content_is_another_one() -> None:
-    """Pruned into a new one, or of another run: the lines do not hold, and are no error."""
-    order = Order([OrderedCorpus("books", 500, 1.0, "new")], 16, seed=0)
-    chosen = selection(order, [sample("books", (0, 400), fingerprint="old"), sample("web", (0, 10))])
-    assert not chosen.mask(np.arange(200)).any() and chosen.lines == 2 and chosen.text == ""
-
-
 def everything(name: str, reason: str) -> SampleEntry:
     return sample(name, (0, 500)).model_copy(update={"reason": reason})
 
@@ -218,7 +181,7 @@ OUT_AND_ALL = [
     ],
 )
 @pytest.mark.parametrize("before", [True, False])
-def test_a_live_run_goes_on_without_the_line_that_names_everything_and_with_all_others(
+def test_usable_exclusions_ignore_a_line_that_names_everything(
     tmp_path: Path, wrong: list[AnyEntry], refused: list[str], before: bool
 ) -> None:
     """What was convicted before it stays out, and so does what is convicted after it."""
@@ -226,21 +189,48 @@ def test_a_live_run_goes_on_without_the_line_that_names_everything_and_with_all_
     good = [sample("books", (0, 32)), sample("code", (64, 80)), SkipEntry(first=3, end=5, reason="x")]
     path = tmp_path / "skips.jsonl"
     entries = [*good, *wrong] if before else [*good[:1], *wrong, *good[1:]]
-    append_all(path, entries)
-    found, odd = SkipLedger(path).usable(order)
+    append_entries(path, entries)
+    found, odd = Ledger.read(path).usable_exclusions(path, order)
     assert len(odd) == len(refused) and all(
         f"{text!r}" in said for text, said in zip(refused, odd, strict=True)
     )
     held = [e for e in entries if e.reason not in refused]
     kept = np.flatnonzero(~Selection(order, found).mask(np.arange(SHOWN))).tolist()
     assert kept == naive(order, held, (), SHOWN) and kept and found.lines == len(held)
-    again, problems = Ledger.read(path).usable(path, order)
-    assert problems == odd and np.flatnonzero(~again.mask(np.arange(SHOWN))).tolist() == kept
 
 
-def test_what_is_said_of_it() -> None:
-    order = Order([OrderedCorpus("books", 16 * 100 + 1, 1.0, print_of("books"))], 16, seed=0)
-    chosen = selection(
-        order, [sample("books", (0, 17)), SkipEntry(first=0, end=5000, reason="x")], [(4000, 6000)]
-    )
-    assert chosen.text == "6,000 positions, 2 of 100 samples of corpus books in every epoch"
+ORDER = Order([OrderedCorpus("a", 161, 2.0, "fa"), OrderedCorpus("b", 81, 1.0, "fb")], 8, seed=3, block=6)
+WHOLE = np.arange(30)  # an epoch of both, each sample once
+POSITIONS = st.lists(st.integers(0, 29), min_size=1, max_size=12, unique=True).map(sorted)
+STEPS = st.lists(
+    st.tuples(st.sampled_from(["convict", "release", "person"]), POSITIONS), min_size=1, max_size=8
+)
+
+
+def left_out(exclusions: Exclusions) -> set[int]:
+    return set(WHOLE[Selection(ORDER, exclusions).mask(WHOLE)].tolist())
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(STEPS)
+def test_released_withdraws_what_incidents_said_alone(
+    tmp_path_factory: object, steps: list[tuple[str, list[int]]]
+) -> None:
+    path = Path(tmp_path_factory.mktemp("ledger")) / "skips.jsonl"  # type: ignore[attr-defined]
+    own, persons, ever = set[int](), set[int](), set[int]()
+    for number, (what, positions) in enumerate(steps):
+        chosen = np.array(positions)
+        entries: list[AnyEntry]
+        if what == "release":
+            entries = [*released(Ledger.read(path), ORDER, chosen, "it was the rate", number, number)]
+            own -= set(positions) - persons
+        else:
+            incident = number if what == "convict" else None
+            entries = [*sample_entries(ORDER, chosen, what, (), incident, incident)]
+            (own if what == "convict" else persons).update(positions)
+            ever |= set(positions)
+        append_entries(path, entries)
+        if len(own | persons) < len(WHOLE):
+            assert left_out(Ledger.read(path).exclusions) == own | persons
+        if len(ever) < len(WHOLE):
+            assert left_out(Ledger.read(path).ever.exclusions) == ever

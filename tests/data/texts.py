@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import bz2
+import gzip
 import inspect
-from collections.abc import Sequence
+import io
+import lzma
+import tarfile
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
+import zstandard
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from megastable_tools.prepare.train_tokenizer import train_sentencepiece
+from megastable_tools.prepare.corpus_tokenizer import train_sentencepiece
 
 EOD_NAME = "<|endoftext|>"
 
@@ -50,3 +56,29 @@ def hugging_face_file(directory: Path, vocab_size: int = 600, special: Sequence[
     )
     tokenizer.save(str(directory / "tokenizer.json"))
     return directory / "tokenizer.json"
+
+
+def tar_bytes(members: Sequence[tuple[str | tarfile.TarInfo, bytes]]) -> bytes:
+    """An archive of these members, each a name or a header of its own, with its content."""
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w") as archive:
+        for named, content in members:
+            info = tarfile.TarInfo(named) if isinstance(named, str) else named
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
+    return file.getvalue()
+
+
+def special(name: str, kind: bytes, target: str = "") -> tarfile.TarInfo:
+    """A link, a device or a folder."""
+    info = tarfile.TarInfo(name)
+    info.type, info.linkname = kind, target
+    return info
+
+
+COMPRESS: dict[str, Callable[[bytes], bytes]] = {
+    ".gz": gzip.compress,
+    ".zst": zstandard.compress,
+    ".xz": lzma.compress,
+    ".bz2": bz2.compress,
+}

@@ -1,10 +1,9 @@
-"""The evaluation of checkpoints beside supervised runs: where scores arrive, and what stops, kills and restarts do."""
+"""The evaluation of checkpoints alongside a supervised run: where scores arrive, and what kills and restarts do."""
 
 from __future__ import annotations
 
 import json
 import shlex
-import signal
 import sys
 import urllib.request
 from pathlib import Path
@@ -21,7 +20,7 @@ from megastable.report.run_page.page_file import write_page
 from megastable.supervise.standing import State
 from megastable.supervise.status import read_status
 from tests.convert.huggingface.conftest import text_corpus, tokenizer
-from tests.downstream.complete_run import complete_run, settings
+from tests.downstream.complete_run import settings
 from tests.downstream.test_evaluator import gone
 from tests.patience import PATIENCE, until
 from tests.supervise.test_supervisor import Supervised
@@ -122,31 +121,6 @@ def command_of(process: psutil.Process) -> list[str]:
         return []
 
 
-@pytest.mark.slow
-def test_a_complete_run_is_evaluated_by_the_next_start(text_corpus: Path, tmp_path: Path) -> None:
-    """After a stop that came before the last scores."""
-    config = settings(text_corpus, tmp_path / "run", 6)
-    complete_run(config, [4, 6])
-    s = Watched(config, tmp_path)
-    try:
-        s.start()
-        step, pid = s.program()
-        assert step == 6
-        assert s.process is not None
-        s.process.send_signal(signal.SIGTERM)
-        assert s.finish() == errors.STOPPED
-        s.gone(pid)
-        assert s.evaluated() == [] and [e["of_step"] for e in s.events("tasks_skipped")] == [4]
-        s.let(6)
-        s.start()
-        assert s.finish() == errors.OK, s.output.read_text()
-        assert s.evaluated() == s.tracked() == [6]
-        assert not (s.run.root / "evaluation").exists() and not s.events("launched")
-        assert s.again().stdout.startswith("nothing to do")
-    finally:
-        s.end()
-
-
 def scraped(port: int) -> str:
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=PATIENCE) as answer:
         return str(answer.read().decode())
@@ -154,7 +128,7 @@ def scraped(port: int) -> str:
 
 @pytest.mark.slow
 @pytest.mark.timeout(9 * PATIENCE)  # for each wait of the test
-def test_scores_of_a_run_arrive_everywhere_and_a_killed_supervisor_loses_none(
+def test_evaluator_tells_scores_everywhere_and_a_killed_supervisor_loses_none(
     text_corpus: Path, tmp_path: Path
 ) -> None:
     steps, port = 60, free_port()

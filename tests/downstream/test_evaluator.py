@@ -14,11 +14,10 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from pydantic import ValidationError
 
 from megastable.base.errors import DataError
 from megastable.checkpoint.plain import load_plain
-from megastable.config.tree import LM_EVAL, EvalConfig, RunConfig
+from megastable.config.tree import RunConfig
 from megastable.model.loss import cross_entropy
 from megastable.run.directory import RunDirectory
 from megastable.run.events.training_events import TasksSkipped
@@ -26,7 +25,6 @@ from megastable_tools.downstream import evaluator
 from megastable_tools.downstream.evaluator import (
     MOST,
     Evaluator,
-    Leaving,
     SavedCheckpoint,
     next_due,
     read_scores,
@@ -116,7 +114,9 @@ def gone(pid: int) -> bool:
 
 
 @pytest.mark.slow
-def test_the_newest_is_evaluated_with_the_loss_of_the_plain_model(trained: RunConfig, tmp_path: Path) -> None:
+def test_evaluator_takes_the_newest_and_finds_the_loss_of_the_plain_model(
+    trained: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("transformers")
     run = run_of(trained)
     config = asking(trained, python(LOSS, "{model}", "{results}"), dtype="fp32", scratch=tmp_path / "scratch")
@@ -136,9 +136,17 @@ def test_the_newest_is_evaluated_with_the_loss_of_the_plain_model(trained: RunCo
     # Another process evaluates nothing twice, and leaves nothing behind.
     assert evaluate(config, run) == [*passed, found]
     assert not list((tmp_path / "scratch").iterdir())
+    # A disk that is nearly full is left to training, a checkpoint that was deleted is told of; neither is tried again.
+    usage = type("Usage", (), {"free": 1000})
+    monkeypatch.setattr(evaluator.shutil, "disk_usage", lambda path: usage)
+    (failed,) = evaluate(config, run_of(trained))[-1:]
+    assert failed["event"] == "tasks_failed" and "make room, or set eval.scratch" in failed["reason"]
+    assert evaluate(config, run)[-1] == failed
+    Evaluator(config, run, os.getppid())._evaluate(SavedCheckpoint("step-3", 3, "m"))
+    assert told(run)[-1]["event"] == "tasks_failed" and told(run)[-1]["checkpoint"] == "step-3"
 
 
-def test_a_program_that_fails_is_quoted(trained: RunConfig) -> None:
+def test_evaluator_quotes_a_program_that_fails(trained: RunConfig) -> None:
     evaluator = Evaluator(trained, run_of(trained), os.getppid())
     for code, reason in (
         ("import sys; sys.exit('no such task')", "the program ended with code 1: no such task"),
@@ -149,18 +157,7 @@ def test_a_program_that_fails_is_quoted(trained: RunConfig) -> None:
         assert str(raised.value) == reason
 
 
-@pytest.mark.slow
-def test_a_disk_that_fills_up_during_the_export_is_told_of_and_not_tried_again(trained: RunConfig) -> None:
-    run = run_of(trained)
-    config = asking(trained, python(SCORE, "{results}", "{step}", "{model}"), interval=STEPS)
-    with files_no_larger_than(40_000):
-        (found,) = evaluate(config, run)
-    assert found["event"] == "tasks_failed"
-    assert found["reason"].startswith("the export ended with code 2") and "File too large" in found["reason"]
-    assert evaluate(config, run) == [found] and not (run.root / "evaluation").exists()
-
-
-def test_scores_wait_for_a_journal_that_cannot_be_written(
+def test_evaluator_waits_for_a_journal_that_cannot_be_written(
     trained: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A process that did not know of them would evaluate the checkpoint again."""
@@ -181,7 +178,9 @@ def test_scores_wait_for_a_journal_that_cannot_be_written(
     assert len(waited) == 2 and [one["checkpoint"] for one in told(run)] == ["step-2"]
 
 
-def test_a_program_that_hangs_is_ended_with_all_that_it_started(trained: RunConfig, tmp_path: Path) -> None:
+def test_evaluator_ends_a_program_that_hangs_with_all_that_it_started(
+    trained: RunConfig, tmp_path: Path
+) -> None:
     run, pid_file, limit = run_of(trained), tmp_path / "pid", 0.5
     while (
         not pid_file.exists() or not pid_file.read_text()
@@ -195,26 +194,7 @@ def test_a_program_that_hangs_is_ended_with_all_that_it_started(trained: RunConf
     until(lambda: gone(pid))
 
 
-def test_a_disk_that_is_nearly_full_is_left_to_training(
-    trained: RunConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = run_of(trained)
-    usage = type("Usage", (), {"free": 1000})
-    monkeypatch.setattr(evaluator.shutil, "disk_usage", lambda path: usage)
-    config = asking(trained, python(SCORE, "{results}", "{step}", "{model}"), interval=STEPS)
-    (found,) = evaluate(config, run)
-    assert found["event"] == "tasks_failed" and "make room, or set eval.scratch" in found["reason"]
-
-
-def test_a_checkpoint_that_was_deleted_is_told_of(trained: RunConfig) -> None:
-    run = run_of(trained)
-    config = asking(trained, python(SCORE, "{results}", "{step}", "{model}"))
-    Evaluator(config, run, os.getppid())._evaluate(SavedCheckpoint("step-3", 3, "m"))
-    (found,) = told(run)
-    assert found["event"] == "tasks_failed" and found["checkpoint"] == "step-3"
-
-
-def test_one_at_a_time(
+def test_evaluator_waits_for_another_one(
     trained: RunConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Another one waits, and looks only then at what is done: that of a killed supervisor may journal scores yet."""
@@ -241,19 +221,7 @@ def test_one_at_a_time(
     assert [one["checkpoint"] for one in told(run)] == ["step-6"]
 
 
-def test_a_program_that_is_not_there_is_named(trained: RunConfig) -> None:
-    with pytest.raises(Exception, match="'no-such-program' is not a program"):
-        evaluate(asking(trained, "no-such-program {model} {results}"), run_of(trained))
-
-
-def test_it_ends_with_the_process_that_started_it(trained: RunConfig) -> None:
-    run = run_of(trained)
-    config = asking(trained, python(SCORE, "{results}", "{step}", "{model}"))
-    with pytest.raises(Leaving):
-        Evaluator(config, run, parent=os.getpid())._wait(0)
-
-
-def test_a_program_does_not_outlive_an_evaluation_that_is_killed(trained: RunConfig, tmp_path: Path) -> None:
+def test_killed_evaluator_leaves_no_program(trained: RunConfig, tmp_path: Path) -> None:
     """One that is asked to end is in test_beside_a_run.py."""
     run, pid_file = run_of(trained), tmp_path / "pid"
     code = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(600)"
@@ -274,14 +242,7 @@ def test_a_program_does_not_outlive_an_evaluation_that_is_killed(trained: RunCon
     until(lambda: gone(found))
 
 
-def test_checkpoints_are_known_by_their_manifests(trained: RunConfig, tmp_path: Path) -> None:
-    found = sorted(saved(run_of(trained)), key=lambda one: one.step)
-    assert [one.name for one in found] == ["step-2", "step-4", "step-6"]
-    assert len({one.manifest for one in found}) == 3
-    assert saved(RunDirectory(tmp_path)) == []
-
-
-def test_a_gpu_is_hidden_unless_it_is_asked_for(trained: RunConfig, tmp_path: Path) -> None:
+def test_evaluator_hides_a_gpu_unless_it_is_asked_for(trained: RunConfig, tmp_path: Path) -> None:
     environment = "os.environ.get('CUDA_VISIBLE_DEVICES'), os.environ['OMP_NUM_THREADS']"
     code = (
         f"import os, sys; seen = [{environment}, open('/proc/self/oom_score_adj').read()]; "
@@ -316,11 +277,11 @@ HARNESS = {
         ([1, 2], {}), (None, {}), ({}, {}), ({"results": {}}, {}),
     ],
 )  # fmt: skip
-def test_scores(content: Any, scores: dict[str, float]) -> None:
+def test_scores_of(content: Any, scores: dict[str, float]) -> None:
     assert scores_of(content) == scores
 
 
-def test_the_newest_file_below_a_folder_counts(tmp_path: Path) -> None:
+def test_read_scores_takes_the_newest_file(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no results"):
         read_scores(tmp_path)
     (tmp_path / "model").mkdir()
@@ -356,17 +317,8 @@ def at(*steps: int, manifest: str = "a") -> list[SavedCheckpoint]:
         (at(1000, 1010), [(1000, "a")], 1010, []),
     ],
 )  # fmt: skip
-def test_the_next_checkpoint(
+def test_next_due(
     there: list[SavedCheckpoint], settled: list[tuple[int, str]], due: int | None, passed: list[int]
 ) -> None:
     found, older = next_due(there, settled, 100, 1000)
     assert (found.step if found else None, [one.step for one in older]) == (due, passed)
-
-
-def test_places_in_a_command() -> None:
-    words = EvalConfig(command=LM_EVAL).words(Path("/a b"), Path("/r/results.json"), 7)
-    assert words[:6] == ["lm_eval", "run", "--model", "hf", "--model_args", "pretrained=/a b"]
-    assert words[-2:] == ["--output_path", "/r/results.json"]
-    for command in ("x", "x {model}", "x '{model} {results}", " "):
-        with pytest.raises(ValidationError):
-            EvalConfig(command=command)

@@ -3,16 +3,36 @@
 from __future__ import annotations
 
 import json
-import signal
-import time
 from pathlib import Path
+from typing import Any, cast
 
 import psutil
 import pytest
-from typer.testing import CliRunner
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
-from drills.corruption_plan import KINDS, QUICK
-from megastable_tools.commands.drill import app
+from drills.corruption import (
+    Clean,
+    FaultOutcome,
+    judge,
+    naming,
+    total,
+)
+from drills.corruption_faults import AMONG, BITS, WHOLE, Messages, Operations, flip
+from drills.corruption_plan import (
+    KINDS,
+    LAYOUTS,
+    POSITIONS,
+    QUICK,
+    RESUMED,
+    STEPS,
+    Change,
+    Planned,
+    plan,
+)
+from megastable.engine.engine import Engine
+from tests.distributed import run_ranks
 from tests.drills.refusals import refusal
 from tests.drills.test_drill import shared_memory, start
 from tests.patience import PATIENCE
@@ -32,7 +52,7 @@ def family(folder: Path) -> list[psutil.Process]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(2 * PATIENCE + 60)
-def test_quick_faults_are_found_named_and_undone(tmp_path: Path) -> None:
+def test_drill_sdc_finds_names_and_undoes_faults(tmp_path: Path) -> None:
     shared = shared_memory()
     tool = start(tmp_path, "sdc", "--quick", "--json", "--output", "sdc.json", "--keep", "kept")
     out, errors = tool.communicate(timeout=2 * PATIENCE)
@@ -56,23 +76,6 @@ def test_quick_faults_are_found_named_and_undone(tmp_path: Path) -> None:
     assert shared_memory() <= shared and family(tmp_path) == []
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(2 * PATIENCE + 60)
-def test_an_interrupted_drill_leaves_no_process(tmp_path: Path) -> None:
-    tool = start(tmp_path, "sdc", "dp2", "weight", "--keep", "kept")
-    end = time.monotonic() + PATIENCE
-    while not list(tmp_path.glob("kept/runs/dp2-1/clean/progress.json")):
-        assert tool.poll() is None and time.monotonic() < end, tool.communicate()
-        time.sleep(0.2)
-    tool.send_signal(signal.SIGTERM)  # as Ctrl-C
-    _, errors = tool.communicate(timeout=PATIENCE)
-    assert tool.returncode == 130 and "interrupted" in errors and "Traceback" not in errors
-    end = time.monotonic() + PATIENCE
-    while family(tmp_path) and time.monotonic() < end:  # the server of ranks notices that the tool is gone
-        time.sleep(0.1)
-    assert family(tmp_path) == []
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -89,16 +92,150 @@ def test_an_interrupted_drill_leaves_no_process(tmp_path: Path) -> None:
         (["thin", "sdc"], "sdc: there is no such scenario"),
     ],
 )
-def test_bad_input_is_told_before_anything_begins(
+def test_drill_sdc_refuses_bad_input(
     arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert message in refusal(arguments, tmp_path, monkeypatch)
 
 
-def test_the_list_has_every_kind_with_its_layouts() -> None:
-    done = CliRunner().invoke(app, ["sdc", "--list"])
-    assert done.exit_code == 0
-    lines = done.stdout.splitlines()
-    assert [line.partition(":")[0] for line in lines] == list(KINDS)
-    assert "norm/scaled: tp2, tp2-dp2" in lines
-    assert "gradients/zero: dp2, dp3, tp2, pp2, zero2, zero3, tp2-dp2" in lines
+STRUCK = 1000.0
+FAULT = Planned(layout="dp3", kind="master/sign", position=0, seed=1, step=24, rank=1)
+CHANGES = (Change(tensor="weight of head.weight", element=7, before=1.0, after=-1.0),)
+
+
+def event(name: str, step: int, time: float = STRUCK + 1, **fields: Any) -> dict[str, Any]:
+    return {"event": name, "time": time, "step": step, **fields}
+
+
+def judged(
+    *events: dict[str, Any], planned: Planned = FAULT, errors: tuple[str, ...] = ("", "", ""),
+    same: bool | None = False, changes: tuple[Change, ...] = CHANGES, expected: bool = True,
+    struck: float | None = STRUCK,
+) -> FaultOutcome:  # fmt: skip
+    return judge(planned, expected, changes, events, errors, same, 3.25, struck)
+
+
+@pytest.mark.parametrize(
+    ("told", "expected"),
+    [
+        ([[1]], "named"), ([[0, 1]], "suspected"), ([[]], "unknown"), ([[0]], "wrong"), ([[0, 2]], "wrong"),
+        ([[], [1]], "named"), ([[0, 1], [1]], "named"), ([[1], [0]], "wrong"), ([[], [0, 1, 2]], "suspected"),
+    ],
+)  # fmt: skip
+def test_naming_of_ranks(told: list[list[int]], expected: str) -> None:
+    assert naming(told, 1) == expected
+    outcome = judged(*(event("replay_differs", 25, ranks=ranks) for ranks in told))
+    assert outcome.naming == expected and outcome.right == (expected in ("named", "suspected"))
+
+
+def test_total_meets_its_targets() -> None:
+    right = judged(event("state_changed", 24, ranks=[1]), same=True)
+    wrong = judged(event("state_changed", 24, ranks=[0]), same=True)
+    missed, other = judged(), judged(expected=False)
+    clean = [Clean(layout="dp3", seed=1, findings=[], incidents=[], seconds=3.0)]
+    assert total([right] * 19 + [missed], clean).met and not total([right] * 18 + [missed], clean).met
+    assert total([right] * 19 + [wrong], clean).met and not total([right] * 18 + [wrong], clean).met
+    of = total([right] * 19 + [missed, other, other], clean)
+    assert (of.faults, of.counted, of.found, of.found_at_all, of.right) == (22, 20, 19, 19, 19) and of.met
+    assert (of.can_be_undone, of.undone, of.clean, of.false_alarms) == (19, 19, 1, 0)
+    alarm = [clean[0].model_copy(update={"findings": ["state_changed"]})]
+    assert total([right], alarm).false_alarms == 1 and not total([right], alarm).met
+
+
+# As people see it
+
+
+def every(seed: int = 1) -> list[Planned]:
+    return plan(list(LAYOUTS), KINDS, seed)
+
+
+def test_plan_has_three_positions_of_every_kind() -> None:
+    of: dict[tuple[str, str], list[Planned]] = {}
+    for fault in every():
+        of.setdefault((fault.layout, fault.kind), []).append(fault)
+    for (layout, kind), faults in of.items():
+        assert [fault.position for fault in faults] == [0, 1, 2]
+        ranks = [fault.rank for fault in faults]
+        assert len(set(ranks)) == min(POSITIONS, LAYOUTS[layout].ranks)
+        assert set(ranks) <= set(range(LAYOUTS[layout].ranks))
+        steps = [fault.step for fault in faults]
+        if kind.startswith("replica"):
+            assert steps == [RESUMED + 1] * 3
+        else:
+            assert len(set(steps)) == 3 and set(steps) <= set(STEPS)
+    assert len({fault.step for fault in every()} - {RESUMED + 1}) == len(STEPS)
+
+
+NO_ENGINE = cast(Engine, None)
+
+
+def fault(kind: str, position: int) -> Planned:
+    return Planned(layout="dp2", kind=kind, position=position, seed=1, step=24, rank=0)
+
+
+def struck(operations: Operations, act: Any) -> Any:
+    with operations.counting(NO_ENGINE):
+        act()
+    with operations.striking(NO_ENGINE):
+        return act()
+
+
+def messages(position: int) -> list[Tensor]:
+    """What this rank receives in a step, in which rank 0 is struck, and how often it was."""
+    rank = dist.get_rank()
+    told: list[Change] = []
+    one = fault("message/sign", position)
+
+    def act() -> list[Tensor]:
+        part, whole = torch.zeros(128), torch.zeros(256, dtype=torch.bfloat16)
+        dist.reduce_scatter_tensor(part, torch.arange(256.0) + 1)
+        agreed = torch.ones(128, dtype=torch.float64)
+        dist.all_reduce(agreed)  # what the gate sums
+        dist.all_gather_into_tensor(whole, torch.full((128,), rank + 1.0, dtype=torch.bfloat16))
+        stage = torch.arange(100.0) + 1
+        dist.recv(stage, 1) if rank == 0 else dist.send(stage, 0)
+        dist.all_gather_object([None, None], "a")
+        return [part, agreed, whole, stage]
+
+    if rank == 0:
+        return [*struck(Messages(one, told.append), act), torch.tensor(len(told))]
+    act()  # the step before
+    return act()
+
+
+@pytest.mark.quick("1")
+@pytest.mark.parametrize("position", [0, 1, 2])
+def test_messages_flip_one_bit_on_one_rank(position: int) -> None:
+    wrong, other = run_ranks(2, messages, position)
+    clean = [2 * (torch.arange(128.0) + 1), torch.full((128,), 2.0), wrong[2].abs(), torch.arange(100.0) + 1]
+    hit = [0, 2, 3][position]  # not what the ranks agree on
+    for i, (a, b) in enumerate(zip(wrong[:4], clean, strict=True)):
+        assert int((a.float() != b.float()).sum()) == (1 if i == hit else 0)
+        assert torch.equal(a.float().abs(), b.float())
+    assert int(wrong[4]) == 1 and (other[2] > 0).all()
+
+
+# A bit
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.flatten().view(WHOLE[tensor.dtype]).long()
+
+
+@pytest.mark.parametrize("dtype", list(WHOLE))
+@pytest.mark.parametrize("what", list(BITS))
+@pytest.mark.parametrize("position", [0, 1, 2])
+def test_flip_changes_one_bit_of_a_large_element(dtype: torch.dtype, what: str, position: int) -> None:
+    tensor = torch.randn(40, 30, generator=torch.Generator().manual_seed(1)).to(dtype)
+    before = tensor.clone()
+    change = flip(tensor, what, position, "weight of a")
+    assert change.tensor == "weight of a" and change.element is not None
+    changed = (bits(tensor) ^ bits(before)).nonzero().flatten().tolist()
+    assert changed == [change.element]
+    number = int((bits(tensor) ^ bits(before))[change.element]) & (2 ** (8 * tensor.element_size()) - 1)
+    assert number == 1 << BITS[what][position] - (32 - 8 * tensor.element_size())
+    first = int((1200 - AMONG) * (0.125, 0.5, 0.875)[position])
+    around = before.flatten()[first : first + AMONG].float().abs()
+    assert first + int(around.argmax()) == change.element
+    assert change.before == float(before.flatten()[change.element])
+    assert change.after == float(tensor.flatten()[change.element]) != change.before

@@ -16,8 +16,7 @@ import psutil
 import pytest
 
 from drills.learning import NAMES, QUICK
-from drills.plan import VARIABLE
-from drills.runner import damage
+from drills.scenario import VARIABLE
 from tests.drills.refusals import refusal
 from tests.patience import PATIENCE
 
@@ -50,7 +49,7 @@ def shared_memory() -> set[str]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(2 * PATIENCE + 60)
-def test_quick_drills_meet_their_targets(tmp_path: Path) -> None:
+def test_drill_quick_meets_its_targets(tmp_path: Path) -> None:
     shared = shared_memory()
     quick = "--quick", "--ranks", "1", "--keep", "kept"  # two ranks on one core wait more than they compute
     tool = start(tmp_path, *quick, "--output", "drills.json")
@@ -82,7 +81,7 @@ def test_quick_drills_meet_their_targets(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(2 * PATIENCE + 60)
-def test_an_interrupted_drill_leaves_no_process(tmp_path: Path) -> None:
+def test_drill_interrupted_leaves_no_process(tmp_path: Path) -> None:
     tool = start(tmp_path, "--quick", NAMES[0], "--keep", "kept", "--text", str(ROOT / "megastable"))
     end = time.monotonic() + PATIENCE
     while not any("--local_rank=1" in command for command in left(tmp_path)):
@@ -105,27 +104,8 @@ def test_an_interrupted_drill_leaves_no_process(tmp_path: Path) -> None:
         (["--keep", "file"], "--keep file is no directory"),
     ],
 )
-def test_bad_input_is_told_before_anything_begins(
+def test_drill_refuses_bad_input(
     arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert message in refusal(arguments, tmp_path, monkeypatch)
-
-
-@pytest.mark.slow
-def test_a_user_sees_what_was_wrong_and_no_traceback(tmp_path: Path) -> None:
-    tool = start(tmp_path, "flood")
-    out, errors = tool.communicate(timeout=PATIENCE)
-    assert (tool.returncode, out) == (2, "") and "Traceback" not in errors
-    message = "flood: there is no such scenario: all, gross, thin, slow, random-tokens"
-    assert message in " ".join(errors.replace("│", "").split()) and not list(tmp_path.iterdir())
-
-
-def test_damage_shows_only_in_the_bytes(tmp_path: Path) -> None:
-    for name, size in (("large", 100_000), ("small", 10)):
-        (tmp_path / name).write_bytes(bytes(size))
-    before = (tmp_path / "large").stat()
-    damage([tmp_path])
-    after, content = (tmp_path / "large").stat(), (tmp_path / "large").read_bytes()
-    assert (after.st_size, after.st_mtime_ns) == (before.st_size, before.st_mtime_ns)
-    assert content.count(b"\xff") == 4096 and (tmp_path / "small").read_bytes() == bytes(10)

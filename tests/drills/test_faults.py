@@ -5,15 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from drills.plan import Fault, Plan, Policy
+from drills.scenario import Fault, Plan, Policy
+from drills.worker import SIGMA, WINDOW, SkipStep
 from megastable.config.tree import RunConfig
 from tests.conftest import tiny
 from tests.distributed import run_ranks
 
 STEP = 4
-RATES = [1.0, 10.0, 10.0, 1.0]
 
 
 def struck(config: RunConfig, kind: str) -> dict[str, Any]:
@@ -92,7 +95,7 @@ def run(corpus: Path, folder: Path, kind: str) -> list[dict[str, Any]]:
 
 @pytest.mark.quick("nan_gradient")
 @pytest.mark.parametrize("kind", ["nan_gradient", "inf_loss"])
-def test_a_number_that_is_not_finite_once(corpus: Path, tmp_path: Path, kind: str) -> None:
+def test_fault_makes_a_number_infinite_once(corpus: Path, tmp_path: Path, kind: str) -> None:
     for found in run(corpus, tmp_path, kind):
         assert found["measured"]
         hit, again = found["hit"], found["again"]
@@ -103,7 +106,7 @@ def test_a_number_that_is_not_finite_once(corpus: Path, tmp_path: Path, kind: st
 
 @pytest.mark.quick("moments-exp_avg")
 @pytest.mark.parametrize(("kind", "where"), [("moments", "exp_avg"), ("bit_flip", "weight")])
-def test_a_state_that_is_changed_in_place(corpus: Path, tmp_path: Path, kind: str, where: str) -> None:
+def test_fault_changes_a_state_in_place(corpus: Path, tmp_path: Path, kind: str, where: str) -> None:
     for found in run(corpus, tmp_path, kind):
         hit, again = found["hit"], found["again"]
         assert found["measured"] and again["applied"] and again["changed"] == {}
@@ -117,47 +120,20 @@ def test_a_state_that_is_changed_in_place(corpus: Path, tmp_path: Path, kind: st
         assert (hit["loss"] == again["loss"]) == (kind == "moments")  # moments tell in the next step
 
 
-def through_a_broken_kernel(config: RunConfig) -> dict[str, Any]:
-    """Losses of the same batch in steps 3 to 6, of which 4 and 5 are hit, none of them applied; in FP8 and without."""
-    from drills import faults
-    from megastable.engine.engine import Engine
-    from megastable.fp8 import emulated
-    from tests.engine.test_gate import first_batch, start_of
-
-    assert config.run.dir is not None
-    before = Engine.train_step, emulated.multiply
-    fault = Fault(kind="fp8", step=STEP, steps=2, factor=5.0)
-    start = start_of(config)
-    faults.install(Plan(policy=Policy.OURS, run=config.run.dir, fault=fault))
-    engine = start.engine
-    batch = first_batch(start)
-    try:
-        for _ in range(STEP - 2):
-            engine.train_step(batch, 1e-3, lambda m: False)
-        found: dict[str, Any] = {"steps": [], "again": [], "without": []}
-        for _ in range(4):
-            found["steps"].append(engine.train_step(batch, 1e-3, lambda m: False)[0].loss)
-            found["again"].append(engine.measure(batch).loss)
-            engine.fp8.on = False
-            found["without"].append(engine.measure(batch).loss)
-            engine.fp8.on = True
-        found["evaluated"] = float(engine.evaluate(batch).mean())
-    finally:
-        Engine.train_step, emulated.multiply = before  # type: ignore[method-assign]
-    return found
+def fed(values: list[float], norm: float | None = None) -> SkipStep:
+    rule = SkipStep()
+    for value in values:
+        rule.applies(value, value if norm is None else norm)
+    return rule
 
 
-@pytest.mark.slow
-def test_fp8_products_that_are_wrong_for_some_steps(corpus: Path, tmp_path: Path) -> None:
-    """As often as such a step is done, and nothing else is."""
-    precision = {"fp8": {"backend": "emulated"}}
-    for found in run_ranks(2, through_a_broken_kernel, tiny(corpus, tmp_path / "run", precision=precision)):
-        right, *wrong, last = found["steps"]
-        assert right == last == found["evaluated"] and wrong[0] == wrong[1] != right
-        assert found["again"] == found["steps"]
-        assert len(set(found["without"])) == 1 and found["without"][0] == pytest.approx(right, rel=1e-3)
-
-
-def test_a_rate_that_is_too_high_for_some_updates(corpus: Path, tmp_path: Path) -> None:
-    for found in run(corpus, tmp_path, "high_rate"):
-        assert found["rates"] == pytest.approx(RATES)
+@given(st.lists(st.floats(-10, 10), min_size=0, max_size=300), st.floats(-100, 100))
+def test_skip_step_is_the_rule_of_olmo_core(seen: list[float], value: float) -> None:
+    rule = fed(seen)
+    last = np.array(seen[-WINDOW:])
+    if len(last) < WINDOW // 2 - 1:
+        assert rule.applies(value, value)
+        return
+    limit = last.mean() + SIGMA * last.std(ddof=1)
+    if abs(value - limit) > 1e-9:
+        assert rule.applies(value, value) == (value < limit)

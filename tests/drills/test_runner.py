@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from drills import runner
+from drills.exercise import Exercise, Outcome, Watch, run_exercises
 from drills.learning import choose
-from drills.plan import Fault, Plan, Policy
-from drills.runner import Done, Family, conditions, environment, finished
-from drills.stage import Stage
-from megastable.run.directory import RunDirectory
+from drills.runner import conditions
+from drills.scenario import GLOBAL_BATCH, Fault, Plan, Policy
+from drills.stage import RECIPE, SHORT, Stage
+from megastable.data.manifest import Manifest
 from tests.conftest import write_corpus
 
 (POISONED,) = choose(["poisoned-weight"])
@@ -28,7 +31,7 @@ def stage(tmp_path: Path) -> Stage:
     return stage
 
 
-def test_whatever_decides_how_a_run_goes_makes_it_another(stage: Stage) -> None:
+def test_conditions_change_with_all_that_decides_a_run(stage: Stage) -> None:
     plan = Plan(policy=Policy.OURS, run=stage.folder / "run", seed=1, fault=Fault(kind="bit_flip", step=3))
     folder = stage.folder
 
@@ -51,53 +54,54 @@ def test_whatever_decides_how_a_run_goes_makes_it_another(stage: Stage) -> None:
     assert len(others | {usual, told()}) == 10
 
 
-def test_other_code_makes_another_run_but_not_the_code_that_judges(
-    stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    package = tmp_path / "package"
-    package.mkdir()
-    (package / "train.py").write_text("x = 1\n")
-    (package / "score.py").write_text("y = 1\n")
-    monkeypatch.setattr(runner, "CODE", (package,))
-    monkeypatch.setattr(runner, "JUDGING", {package / "score.py"})
-    plan = Plan(policy=Policy.OURS, run=tmp_path / "run")
-    usual = conditions(stage, POISONED, plan, [], tmp_path / "one")
-    (package / "score.py").write_text("y = 2\n")
-    assert conditions(stage, POISONED, plan, [], tmp_path / "one") == usual
-    (package / "train.py").write_text("x = 2\n")
-    assert conditions(stage, POISONED, plan, [], tmp_path / "one") != usual
+PER_STEP = GLOBAL_BATCH * RECIPE["model"]["sequence_length"]
 
 
-def test_the_code_that_judges_is_there() -> None:
-    assert all(path.is_file() for path in runner.JUDGING)
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_corpus(tmp_path / "stdlib", tokens=40 * PER_STEP)
+    return tmp_path
 
 
-def test_what_was_not_written_down_whole_is_not_finished(tmp_path: Path) -> None:
-    run = RunDirectory(tmp_path / "a.b-ours-1")
-    note = tmp_path / "a.b-ours-1.done"
-    assert finished(run) is None
-    done = Done(conditions="x", planted=None, struck=1.5, exit=76, wall_seconds=3.0)
-    note.write_text(done.model_dump_json())
-    assert finished(run) == done
-    note.write_text(done.model_dump_json()[:-5])
-    assert finished(run) is None
+def train_tokens(part: Path) -> int:
+    return sum(segment.tokens for segment in Manifest.load(part).splits["train"])
 
 
-def test_runs_at_the_same_time_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(12)))
-    assert [environment(n)["OMP_NUM_THREADS"] for n in (1, 2, 4, 12, 24)] == ["8", "6", "3", "1", "1"]
+def test_stage_part_has_the_tokens_of_an_epoch(folder: Path) -> None:
+    for steps, epochs in ((60, 3), (30, 3), (60, 2)):
+        wanted = steps * PER_STEP // epochs
+        assert wanted - SHORT <= train_tokens(Stage(folder, 1, steps)._part(epochs)) <= wanted
 
 
-def test_a_fault_hits_a_rank_that_is_there() -> None:
-    fault = Fault(kind="bit_flip", step=3)
-    assert (fault.among(1).rank, fault.among(2), fault.among(4)) == (0, fault, fault)
+class Number(Outcome):
+    value: int
+
+    def describe(self) -> str:
+        return f"number {self.value}"
 
 
-def test_a_rank_that_starts_a_drill_is_none_of_the_drills(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("RANK", "0")
-    asleep = [sys.executable, "-c", "import time; time.sleep(600)"]
-    with Family(tmp_path / "plan", asleep, tmp_path / "log", {}) as family:
-        assert [p.pid for p in family.members()] == [family.parent.pid]
-        assert family.rank(0) is None
+def plan_runs(run: Callable[[int, Watch], Sequence[Number]], count: int = 12) -> list[Exercise[Number]]:
+    return [Exercise(f"run {i}", 160, partial(run, i)) for i in range(count)]
+
+
+@pytest.mark.parametrize("jobs", [1, 3])
+def test_run_exercises_keeps_their_order(jobs: int, capsys: pytest.CaptureFixture[str]) -> None:
+    active, most, lock = 0, 0, threading.Lock()
+
+    def run(number: int, watch: Watch) -> list[Number]:
+        nonlocal active, most
+        with lock:
+            active += 1
+            most = max(most, active)
+        time.sleep(0.02 if number < 3 else 0.005)
+        watch(7)
+        with lock:
+            active -= 1
+        return [Number(value=number)] * (1 + (number == 5))
+
+    outcomes = run_exercises(plan_runs(run), jobs)
+    assert most == jobs
+    assert [o.value for o in outcomes] == [0, 1, 2, 3, 4, 5, 5, 6, 7, 8, 9, 10, 11]
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 13 and lines[-1].startswith("12/12 run ") and "run 5: number 5" in "\n".join(lines)
+    assert run_exercises(plan_runs(run), jobs, quiet=True) == outcomes and capsys.readouterr().out == ""

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import yaml
 
-from drills.gross import CLEAN_FP8
-from drills.learning import SCENARIOS, LearningDrill, choose
-from drills.plan import Policy
-from drills.scenario import CLEAN, Scenario
-from drills.score import Fate, Score, causes_of, compare, is_right, score, steps_lost, within
+from drills.learning import SCENARIOS, LearningDrill
+from drills.scenario import CLEAN, Policy, Scenario
+from drills.score import Fate, Score, fate, is_right, score
+from megastable.data.corpora import open_corpora
+from megastable.data.plant import Planted, plant
+from megastable.data.skip_ledger import SkipEntry, append_entries, sample_entries
 from megastable.run.directory import RunDirectory
-from megastable.run.events.event import Event
-from megastable.run.events.reading import event_of
+from tests.conftest import tiny, write_corpus
 
 BY_NAME = {s.name: s for s in SCENARIOS}
 DATA, RATE, BIT, KILL, DISK = (
@@ -24,7 +25,6 @@ DATA, RATE, BIT, KILL, DISK = (
     for name in ("random-tokens", "high-rate", "flipped-bit", "killed-rank", "damaged-checkpoint")
 )
 POISON, START_UP = BY_NAME["poisoned-weight"], BY_NAME["no-warmup"]
-STRUCK = 5.0
 DRILL = LearningDrill([], [Policy.OURS], [1])
 
 
@@ -70,83 +70,6 @@ def rewound(at: int, to: int, cause: str, number: int = 1, **more: Any) -> list[
     ]
 
 
-def test_bad_data_that_was_found(tmp_path: Path) -> None:
-    refused = [{"event": "discarded", "step": step, "verdict": "outlier"} for step in (100, 101)]
-    found = rewound(101, 99, "data")
-    found[-1]["summary"]["actions"] = ["rewind"]
-    run = told(tmp_path, [START, *refused, *found])
-    s = judged(run, DATA, fate=Fate(planted=40, convicted=38, lost=2), code=0)
-    assert (s.ended, s.step, s.val_loss) == ("finished", 160, 3.5)
-    assert (s.steps_lost, s.discarded, s.fate.convicted, s.fate.lost, s.exit) == (2, 2, 38, 2, 0)
-    assert (s.incidents, s.rewinds, s.handovers, s.cuts, s.alerts, s.warnings) == (1, 1, 0, 0, 0, 0)
-    assert s.warned is None
-    assert (s.false_alarms, s.kinds, s.causes, s.seconds_to_recover) == (0, ["recoverable"], ["data"], 0.5)
-    assert s.kind_right and s.cause_right
-
-
-def test_what_was_done_is_counted(tmp_path: Path) -> None:
-    events = [START, *rewound(101, 90, "state"), *rewound(103, 90, "learning_rate", 2)]
-    for event, actions in zip(
-        events[1:], [["rewind"]] * 3 + [["rewind", "cut_lr", "cap_lr"]] * 3, strict=True
-    ):
-        event["summary"]["actions"] = actions
-    last = incident(3, "opened", 110, "unknown")
-    last["summary"]["actions"] = ["handover", "alert"]
-    warned = [{"event": "warning", "step": step, "text": "rate"} for step in (101, 150)]
-    run = told(tmp_path, [*events, last, {"event": "handover", "step": 110}, *warned], val_loss=None)
-    s = judged(run, RATE, code=76)
-    assert (s.incidents, s.rewinds, s.handovers, s.cuts, s.alerts, s.warnings) == (3, 2, 1, 2, 1, 2)
-    assert (s.ended, s.exit) == ("dead", 76)
-    run = told(tmp_path, [*events, {"event": "unstable", "step": 110}], val_loss=None, name="stopped")
-    assert judged(run, RATE).ended == "stopped"
-
-
-@pytest.mark.parametrize(("step", "in_time"), [(100, True), (101, False), (None, False)])
-def test_a_bad_start_must_be_warned_of_soon(tmp_path: Path, step: int | None, in_time: bool) -> None:
-    warning = [{"event": "warning", "step": step, "text": "rate"}] if step else []
-    run = told(tmp_path, [START, *warning], val_loss=9.0)
-    (s,) = compare([judged(run, START_UP)])
-    assert s.warned is in_time and within(s) is in_time and s.cause_right and s.false_alarms == 0
-    assert judged(run, START_UP, Policy.NOTHING).warned is None
-    assert judged(run, DATA).warned is None
-
-
-def test_a_poisoned_checkpoint_shows_in_the_numbers_of_training(tmp_path: Path) -> None:
-    events = [START, {"event": "ended", "step": 101}, {}, {}, {}, {}, *rewound(103, 99, "state")]
-    run = told(tmp_path, [e or {"event": "checkpoint", "step": 90} for e in events])
-    s = judged(run, POISON, struck=STRUCK)
-    assert (s.false_alarms, s.causes) == (0, ["state"]) and s.cause_right
-    assert judged(run, KILL, struck=STRUCK).false_alarms == 1
-    assert judged(run, POISON, struck=None).false_alarms == 1
-
-
-def test_alarms_that_nothing_explains(tmp_path: Path) -> None:
-    events = [
-        START,
-        {"event": "discarded", "step": 70},
-        *rewound(72, 60, "data"),
-        *rewound(103, 99, "data", 2),
-    ]
-    s = judged(told(tmp_path, events), DATA)
-    assert s.false_alarms == 2 and s.causes == ["data"] and s.cause_right
-    s = judged(told(tmp_path, events, name="clean"), CLEAN)
-    assert s.false_alarms == 3 and s.causes == []
-    # A fault from outside disturbs no number of the training: all that the trainer complains about is nothing.
-    s = judged(told(tmp_path, events, name="killed"), KILL, struck=0.5)
-    assert s.false_alarms == 3 and not s.cause_right
-
-
-def test_a_restart_after_a_death(tmp_path: Path) -> None:
-    ended = {"event": "ended", "step": 101}
-    again = {"event": "training", "step": 90}
-    died = [incident(1, what, 101, "process", policy=None) for what in ("opened", "closed")]
-    events = [START, {"event": "checkpoint", "step": 90}, {}, {}, {}, {}, ended, died[0], again, died[1]]
-    s = judged(told(tmp_path, [e or {"event": "warning"} for e in events]), KILL, struck=STRUCK)
-    assert (s.steps_lost, s.seconds_to_recover, s.false_alarms) == (11, 3.0, 0)
-    assert s.cause_right and s.kind_right
-    assert not judged(tmp_path / "run", DISK, struck=STRUCK).cause_right
-
-
 @pytest.mark.parametrize(
     ("scenario", "named", "right"),
     [
@@ -160,87 +83,11 @@ def test_a_restart_after_a_death(tmp_path: Path) -> None:
         (START_UP, set(), True), (START_UP, {"learning_rate"}, True), (START_UP, {"data"}, False),
     ],
 )  # fmt: skip
-def test_which_causes_are_right(scenario: Scenario, named: set[str], right: bool) -> None:
+def test_is_right_of_causes(scenario: Scenario, named: set[str], right: bool) -> None:
     assert is_right(named, scenario) == right
 
 
-def test_a_single_refused_update_is_judged_by_what_was_found_of_it() -> None:
-    def located(kind: str) -> Event:
-        return event_of({"event": "located", "kind": kind})
-
-    assert causes_of([], [located("not reproduced")]) == {"hardware"}
-    assert causes_of([], [located("state")]) == {"hardware"}
-    assert causes_of([], [located("backward")]) == causes_of([], []) == set()
-    assert causes_of([{"cause": "state"}], [located("not reproduced")]) == {"state"}
-
-
-def test_steps_are_lost_by_rewinds_and_by_restarts() -> None:
-    events = [
-        START,
-        {"event": "checkpoint", "step": 60},
-        *rewound(72, 60, "state"),
-        *rewound(70, 50, "state"),
-    ]
-    assert steps_lost(map(event_of, events)) == 32
-    assert (
-        steps_lost(
-            map(event_of, [*events, {"event": "ended", "step": 90}, {"event": "training", "step": 60}])
-        )
-        == 62
-    )
-    assert steps_lost(map(event_of, [START, {"event": "finished", "steps": 160}])) == 0
-
-
-def test_a_run_that_did_not_end(tmp_path: Path) -> None:
-    run = told(tmp_path, [START, {"event": "discarded", "step": 7}], val_loss=None)
-    s = judged(run, KILL, Policy.NOTHING)
-    assert (s.ended, s.step, s.val_loss, s.excess) == ("dead", 7, None, None)
-    assert s.cause_right is s.kind_right is s.seconds_to_recover is None
-    (run / "progress.json").write_text('{"step": 101}')
-    assert judged(run, KILL, Policy.NOTHING).step == 101
-
-
-def test_every_policy_is_compared_with_its_own_clean_run(tmp_path: Path) -> None:
-    def of(scenario: Scenario, policy: Policy, loss: Any) -> Score:
-        run = told(tmp_path, [START], loss, f"{scenario.name}-{policy}")
-        return judged(run, scenario, policy)
-
-    scores = compare(
-        [
-            of(CLEAN, Policy.OURS, 3.5), of(CLEAN, Policy.NOTHING, 3.6), of(DATA, Policy.OURS, 3.515),
-            of(DATA, Policy.NOTHING, 3.9), of(RATE, Policy.OURS, "nan"), of(BIT, Policy.SKIPPING, 3.5),
-        ]
-    )  # fmt: skip
-    excess = [s.excess for s in scores]
-    assert excess[:4] == pytest.approx([0, 0, 0.015, 0.3])
-    assert excess[4] is not None and math.isnan(excess[4]) and excess[5] is None
-    assert [within(s) for s in scores] == [True, True, True, False, False, False]
-    assert [s.clean for s in scores] == [True, True, False, False, False, False]
-
-
-def test_every_seed_is_compared_with_its_own_clean_run(tmp_path: Path) -> None:
-    scores = [
-        judged(told(tmp_path, [START], loss, f"{s.name}-{seed}"), s).model_copy(update={"seed": seed})
-        for s, seed, loss in (
-            (CLEAN, 1, 3.5),
-            (CLEAN, 2, 3.7),
-            (DATA, 1, 3.51),
-            (DATA, 2, 3.72),
-            (DATA, 3, 3.6),
-        )
-    ]
-    assert [s.excess for s in compare(scores)] == [0, 0, pytest.approx(0.01), pytest.approx(0.02), None]
-
-
-def test_a_run_in_fp8_is_compared_with_one_in_fp8(tmp_path: Path) -> None:
-    (kernel,) = choose(["fp8-kernel"])
-    losses = {CLEAN: 3.5, CLEAN_FP8: 3.45, kernel: 3.46}
-    scores = [judged(told(tmp_path, [START], loss, s.name), s) for s, loss in losses.items()]
-    assert [s.excess for s in compare(scores)] == pytest.approx([0, 0, 0.01])
-    assert compare([scores[0], scores[2]])[-1].excess is None
-
-
-def test_the_targets(tmp_path: Path) -> None:
+def test_is_met_by_the_targets(tmp_path: Path) -> None:
     good = judged(told(tmp_path, [START, *rewound(101, 99, "data")]), DATA).model_copy(
         update={"excess": 0.01}
     )
@@ -259,8 +106,34 @@ def test_the_targets(tmp_path: Path) -> None:
     assert DRILL.is_met([loser.model_copy(update={"policy": Policy.NOTHING})])
 
 
-def test_what_was_never_undone_explains_all_that_follows(tmp_path: Path) -> None:
-    late = told(tmp_path, [START, {"event": "discarded", "step": 150}])
-    assert judged(late, DATA, Policy.SKIPPING).false_alarms == 0
-    assert judged(late, DATA).false_alarms == 1
-    assert judged(late, CLEAN, Policy.SKIPPING).false_alarms == 1
+@pytest.fixture
+def bad(tmp_path: Path) -> tuple[RunDirectory, Planted, Any]:
+    """A run on a planted corpus, the samples that are bad in it, and its source."""
+    write_corpus(tmp_path / "clean")
+    (tmp_path / "clean/tokenizer.model").touch()  # it is copied
+    run = RunDirectory(tmp_path / "run")
+    run.root.mkdir()
+    config = tiny(tmp_path / "bad", run.root)
+    planted, _ = plant(tmp_path / "clean", tmp_path / "bad", config, step=5, samples=10, of_each=2)
+    run.recipe.write_text(yaml.safe_dump({"config": config.model_dump(mode="json"), "manifests": []}))
+    run.journal.write_text("")
+    opened = open_corpora(config.data.corpora, config.model.sequence_length, config.run.seed)
+    return run, planted, opened.train.order
+
+
+def numbers(planted: Planted) -> np.ndarray:
+    return np.array([position for first, end in planted.positions for position in range(first, end)])
+
+
+def test_fate_counts_identities_and_positions(bad: tuple[RunDirectory, Planted, Any]) -> None:
+    run, planted, order = bad
+    guilty = numbers(planted)
+    clean = np.setdiff1d(np.arange(guilty.min(), guilty.max()), guilty)[:1]
+    append_entries(run.skips, sample_entries(order, np.append(guilty[:7], clean), "data"))
+    assert (found := fate(run.root, planted)).convicted == 7 and found.lost == 1
+    # A window that is left out by position counts as well: of its samples, whichever they are.
+    first = int(guilty[-1]) // 8 * 8
+    append_entries(run.skips, [SkipEntry(first=first, end=first + 8, reason="state")])
+    found = fate(run.root, planted)
+    assert (found.convicted, found.lost) == (9, 7)
+    assert fate(run.root, None).lost == 16

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,32 +13,24 @@ from hypothesis import strategies as st
 
 from megastable.config.tree import RunConfig
 from megastable.engine.layer_stats import LayerStatistics, attention_chunks
-from megastable.model.attention_scores import AttentionScores
 from megastable.model.gpt import GPT, Block
+from megastable.model.kernels import AttentionScores
 from megastable.model.sizes import space_evenly
-from megastable.parallel.layout import Layout
 from megastable.parallel.sharding import placement_of
 from megastable.parallel.topology import TensorParallel
-from megastable.run import records
-from tests.conftest import tiny
 from tests.distributed import run_ranks
-from tests.parallel.test_layouts import OLMO2, batches, config, mine
-from tests.patience import PATIENCE
-from tests.training.tracked_run import all_told
+from tests.engine.engines import are_same, build_engine, copy_state, take_batch
+from tests.engine.test_gate import spoil_gradient
+from tests.parallel.test_layouts import OLMO2, batches, config
 
 STEPS, RATE = 3, 3e-3
 CLIP = 0.1  # far below the norms: what is measured is what the gradients were before
 
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "dp2": {},
     "accumulation-2": {"micro_batch": 2},
-    "tp2": {"tensor": 2},
-    "tp2-sequence-full": {"tensor": 2, "sequence": True, "recompute": "full"},
-    "pp2-full": {"pipeline": 2, "recompute": "full"},
-    "pp2-tied": {"pipeline": 2, "tied": True},
+    "pp2-tied-full": {"pipeline": 2, "tied": True, "recompute": "full"},
     "zero2": {"zero": 2},
-    "zero3-selective": {"zero": 3, "recompute": "selective"},
-    "zero3-small-buffers": {"zero": 3, "buffer": 5000},
+    "zero3-selective-small-buffers": {"zero": 3, "recompute": "selective", "buffer": 5000},
     "documents-tp2": {"tensor": 2, "apart": True},
     "context2-documents": {"context": 2, "apart": True},
     "olmo2-tp2-sequence-full": {"tensor": 2, "sequence": True, "recompute": "full", "model": OLMO2},
@@ -62,31 +53,19 @@ def recipe(**parts: Any) -> RunConfig:
     return c.model_copy(update={"optimizer": c.optimizer.model_copy(update={"clip": CLIP})})
 
 
-def engine_of(parts: dict[str, Any], world: int) -> tuple[Any, list[list[Any]]]:
+def engine_of(parts: dict[str, Any]) -> tuple[Any, list[list[Any]]]:
     """An engine, and this rank's micro-batches of every step."""
-    import torch.distributed as dist
-
-    from megastable.config import deepspeed_json
-    from megastable.engine.engine import Engine
-    from megastable.parallel.topology import Topology
-
-    apart, buffer = parts.get("apart", False), parts.get("buffer")
+    buffer = {"sub_group_size": parts["buffer"]} if "buffer" in parts else {}
     c = recipe(**{key: value for key, value in parts.items() if key not in ("apart", "buffer")})
-    p = c.parallel
-    layout = Layout(p.tensor, p.pipeline, deepspeed_json.data_parallel(c, world), p.context)
-    topology = Topology(layout, dist.get_rank(), timeout=PATIENCE)
-    json = deepspeed_json.build(c, world)
-    if buffer:
-        json["zero_optimization"]["sub_group_size"] = buffer
-    made = [mine(batch, topology, c.train.micro_batch) for batch in batches(apart)[:STEPS]]
-    return Engine(c, json, topology), made
+    engine = build_engine(c, **buffer)
+    return engine, [take_batch(engine, batch) for batch in batches(parts.get("apart", False))[:STEPS]]
 
 
-def watch_last(cases: list[dict[str, Any]], world: int) -> list[dict[str, Any]]:
+def watch_last(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Some steps of each case, the last of them watched; what was found, and whether the hooks are gone."""
     found = []
     for parts in cases:
-        engine, steps = engine_of(parts, world)
+        engine, steps = engine_of(parts)
         hooks = hooks_of(engine)
         for number, micro_batches in enumerate(steps, start=1):
             if number == STEPS:
@@ -94,12 +73,10 @@ def watch_last(cases: list[dict[str, Any]], world: int) -> list[dict[str, Any]]:
                 assert hooks_of(engine) > hooks
             measured, applied = engine.train_step(micro_batches, RATE, lambda m: m.finite)
             assert applied
-        found.append(
-            {
-                "statistics": engine.statistics(), "again": engine.statistics(), "grad_norm": measured.grad_norm,
-                "wrapper": type(engine.optimizer).__name__, "hooks": hooks_of(engine) - hooks,
-            }
-        )  # fmt: skip
+        found.append({
+            "statistics": engine.statistics(), "again": engine.statistics(), "grad_norm": measured.grad_norm,
+            "wrapper": type(engine.optimizer).__name__, "hooks": hooks_of(engine) - hooks,
+        })  # fmt: skip
     return found
 
 
@@ -177,7 +154,7 @@ def rms(x: torch.Tensor) -> float:
 @torch.no_grad()
 def attention_of(block: Block, qkv: torch.Tensor, segments: torch.Tensor | None) -> tuple[float, float]:
     """Mean entropy and largest logit by the whole matrix of scores."""
-    from megastable.model.rope import document_positions, rope_table, rotate
+    from megastable.model.attention import document_positions, rope_table, rotate
 
     a = block.attention
     s, b, _ = qkv.shape
@@ -230,53 +207,50 @@ def check(got: dict[str, Any], name: str, parts: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-def test_one_process_equals_a_plain_calculation() -> None:
-    cases: list[dict[str, Any]] = [
-        {},
-        {"tied": True},
-        {"apart": True, "recompute": "full"},
-        {"micro_batch": 1},
-    ]
-    (found,) = run_ranks(1, watch_last, cases, 1)
-    for parts, got in zip(cases, found, strict=True):
-        check(got, str(parts), parts)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("world", "cases"), [(2, LAYOUTS), (4, FOUR)])
-def test_every_layout_equals_a_plain_calculation(world: int, cases: dict[str, dict[str, Any]]) -> None:
+@pytest.mark.parametrize(
+    ("world", "cases"),
+    [
+        (
+            1,
+            {
+                str(c): c
+                for c in ({}, {"tied": True}, {"apart": True, "recompute": "full"}, {"micro_batch": 1})
+            },
+        ),
+        (2, LAYOUTS),
+        (4, FOUR),
+    ],
+)
+def test_statistics_of_every_layout_equal_a_plain_calculation(
+    world: int, cases: dict[str, dict[str, Any]]
+) -> None:
     """With parameters replicated, cut into pieces and tied, and blocks run twice for their activations."""
-    ranks = run_ranks(world, watch_last, list(cases.values()), world)
+    ranks = run_ranks(world, watch_last, list(cases.values()))
     for index, (name, parts) in enumerate(cases.items()):
-        found = [rank[index] for rank in ranks]
-        check(found[0], name, parts)
-        assert all(other["statistics"] == found[0]["statistics"] for other in found), name
+        check(ranks[0][index], name, parts)
+        assert all(rank[index]["statistics"] == ranks[0][index]["statistics"] for rank in ranks), name
 
 
 @pytest.mark.slow
-def test_every_wrapper_measures_the_gradients_that_it_reports() -> None:
+def test_statistics_of_every_wrapper_are_of_the_gradients_that_it_reports() -> None:
     """In low precision too: unscaled, before clipping, every parameter once."""
-    _, sizes = plain(False, False)
-    ranks = run_ranks(2, watch_last, [parts for parts, _ in WRAPPERS.values()], 2)
+    wanted, sizes = plain(False, False)
+    ranks = run_ranks(2, watch_last, [parts for parts, _ in WRAPPERS.values()])
     for (name, (_, wrapper)), one, other in zip(WRAPPERS.items(), *ranks, strict=True):
         assert one["wrapper"] == wrapper and one["hooks"] == 0, name
         assert one["statistics"] == other["statistics"]
         rows = one["statistics"].layers
         total = math.sqrt(sum(rows[p]["gradient_rms"] ** 2 * n for p, n in sizes.items()))
         assert total == pytest.approx(one["grad_norm"], rel=1e-5), name
-        wanted = plain(False, False)[0].overall
         for key, value in one["statistics"].overall.items():
-            assert value == pytest.approx(wanted[key], rel=0.05), f"{name}: {key}"
+            assert value == pytest.approx(wanted.overall[key], rel=0.05), f"{name}: {key}"
 
 
-def unchanged_by_watching() -> dict[str, Any]:
+def train_watched() -> dict[str, Any]:
     """The same run, watched at every step or never; then a step whose gradients are not finite."""
-    from megastable.engine.flatstate import KINDS
-
-    numbers: list[Any] = []
-    states = []
+    numbers, states = list[Any](), []
     for watched in (False, True):
-        engine, steps = engine_of({"recompute": "full"}, 1)
+        engine, steps = engine_of({"recompute": "full"})
         for micro_batches in steps:
             if watched:
                 engine.probe.watch()
@@ -284,22 +258,18 @@ def unchanged_by_watching() -> dict[str, Any]:
             numbers.append((measured.loss, measured.grad_norm))
             if watched:
                 engine.statistics()
-        flat = engine.flat_state()
-        states.append({f"{kind}/{n}": t for kind in KINDS for n, t in flat.shards(kind).items()})
+        states.append(copy_state(engine))
     engine.probe.watch()
-    weight = next(p for n, p in engine.ds.module.named_parameters() if n.endswith("mlp.down.weight"))
-    handle = weight.register_hook(lambda g: torch.full_like(g, math.nan))
+    handle = spoil_gradient(engine)
     _, applied = engine.train_step(steps[0], RATE, lambda m: m.finite)
     handle.remove()
-    return {"numbers": numbers, "states": states, "refused": engine.statistics(), "applied": applied}
+    same = numbers[:STEPS] == numbers[STEPS:] and are_same(*states)
+    return {"same": same, "refused": engine.statistics(), "applied": applied}
 
 
-def test_watching_changes_nothing_and_a_refused_step_has_no_update() -> None:
-    (found,) = run_ranks(1, unchanged_by_watching)
-    assert found["numbers"][:STEPS] == found["numbers"][STEPS:]
-    one, other = found["states"]
-    assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
-    assert not found["applied"]
+def test_watch_changes_nothing_and_a_refused_step_has_no_update() -> None:
+    (found,) = run_ranks(1, train_watched)
+    assert found["same"] and not found["applied"]
     statistics = found["refused"]
     assert "update_ratio" not in statistics.overall
     assert math.isfinite(statistics.overall["second_moment_max"])
@@ -309,89 +279,29 @@ def test_watching_changes_nothing_and_a_refused_step_has_no_update() -> None:
     assert all("update_ratio" not in row for row in statistics.layers.values())
 
 
-def train_a_little(c: RunConfig) -> int:
-    from megastable.train import train
-
-    return train(c, Path("recipe.yaml"))
-
-
-@pytest.mark.slow
-def test_a_run_records_its_layers_and_draws_their_curves(corpus: Path, tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    logging = {
-        "trackers": ["tensorboard"],
-        "per_layer_scalars": True,
-        "norms_interval": 2,
-        "layers_interval": 3,
-        "worst_samples": 2,
-    }
-    train = {"steps": 7, "global_batch": 8, "micro_batch": 2, "eval_samples": 0}
-    parts: dict[str, Any] = {"optimizer": {"clip": 0.01}, "stability": {"signs": {"enabled": False}}}
-    c = tiny(corpus, tmp_path / "run", logging=logging, train=train, **parts)
-    assert run_ranks(1, train_a_little, c) == [0]
-    steps = records.read(tmp_path / "run/steps").to_pylist()
-    occasional = ("parameter_norm", "second_moment_max", "update_ratio", "clipped_fraction")
-    for row in steps:
-        assert all((row[name] is not None) == (row["step"] in (2, 3, 4, 6)) for name in occasional)
-        assert (row["attention_logit"] is not None) == (row["step"] in (3, 6))
-        assert row["finite"] and row["clipped"] and len(row["worst_positions"]) == 2
-        assert (
-            row["worst_positions"][0]
-            == row["worst_position"]
-            in range(row["first_position"], row["next_position"])
-        )
-        assert row["worst_rank"] == 0 and row["z"] ** 2 * c.model.z_loss == pytest.approx(row["z_loss"])
-    layers = records.read(tmp_path / "run/layers", records.LAYER_SCHEMA).to_pylist()
-    assert [row["step"] for row in layers if row["name"] == "blocks.1"] == [3, 6]
-    for row in layers:
-        block = row["name"] in ("blocks.0", "blocks.1")
-        assert (row["activation_rms"] is not None) == block == (row["gradient_rms"] is None)
-    all_told(tmp_path / "run")
-    curves = EventAccumulator(str(tmp_path / "run/tensorboard/run"))
-    curves.Reload()
-    assert [e.value for e in curves.Scalars("1 train/loss")] == [row["loss"] for row in steps]
-    assert [e.step for e in curves.Scalars("attention_entropy/blocks.1")] == [3, 6]
-    assert [e.step for e in curves.Scalars("3 stability/update_to_weight")] == [2, 3, 4, 6]
-    assert "gradient_rms/blocks.0.mlp.down.weight" in curves.Tags()["scalars"]
-    assert [e.step for e in curves.Tensors("5 layers/attention_entropy")] == [3, 6]
-
-
 @given(
     sizes=st.tuples(*(st.integers(1, n) for n in (3, 2, 3, 17, 5))), apart=st.booleans(), scores=st.integers(1, 2000),
     spread=st.sampled_from([0.0, 1.0, 100.0]), seed=st.integers(0, 99), cap=st.sampled_from([None, 0.5, 20.0]),
     window=st.sampled_from([None, 1, 4]), most=st.integers(1, 17),
 )  # fmt: skip
-def test_attention_in_chunks_is_that_of_the_whole(
+def test_attention_chunks_are_those_of_the_whole(
     sizes: tuple[int, ...], apart: bool, scores: int, spread: float, seed: int, cap: float | None,
     window: int | None, most: int,
 ) -> None:  # fmt: skip
+    """Of all queries, and of some that are evenly spaced."""
     b, kv, groups, s, d = sizes
     g = torch.Generator().manual_seed(seed)
     q = spread * torch.randn(b, kv * groups, s, d, generator=g)
     k = torch.randn(b, kv, s, d, generator=g)
     segments = (torch.rand(b, s, generator=g) < 0.3).cumsum(1).int() if apart else None
-    parts = list(attention_chunks(q, k, segments, AttentionScores(cap=cap, window=window), scores))
-    entropy, highest, _ = (torch.cat(x, -1) for x in zip(*parts, strict=True))
-    entropy, highest = entropy.flatten(1, 2), highest.flatten(1, 2)
+    of = AttentionScores(cap=cap, window=window)
     wanted, logits = whole_attention(q, k, segments, cap, window)
-    assert torch.allclose(entropy.double(), wanted, rtol=1e-4, atol=1e-4)
-    assert torch.allclose(highest.double(), logits, rtol=1e-4, atol=1e-5)
-    at_once = max(x.numel() for x, *_ in parts) * s
-    assert at_once <= max(scores, b * kv * groups * s)
-    at = space_evenly(s, most)
-    parts = list(
-        attention_chunks(q[:, :, at], k, segments, AttentionScores(cap=cap, window=window), scores, at)
-    )
-    entropy, highest, _ = (torch.cat(x, -1) for x in zip(*parts, strict=True))
-    entropy, highest = entropy.flatten(1, 2), highest.flatten(1, 2)
-    assert torch.allclose(entropy.double(), wanted[..., at], rtol=1e-4, atol=1e-4)
-    assert torch.allclose(highest.double(), logits[..., at], rtol=1e-4, atol=1e-5)
-
-
-def test_uniform_attention_has_the_entropy_of_its_length() -> None:
-    q, k = torch.zeros(1, 2, 64, 8), torch.randn(1, 2, 64, 8)
-    entropy, highest, uniform = (torch.cat(x, -1) for x in zip(*attention_chunks(q, k, None), strict=True))
-    assert torch.allclose(entropy, uniform.expand_as(entropy), atol=1e-5)
-    assert torch.allclose(entropy[0, 0, 0], torch.arange(1, 65).float().log(), atol=1e-5)
-    assert float(highest.abs().max()) == 0.0
+    for at in (None, space_evenly(s, most)):
+        here = list(range(s)) if at is None else at
+        parts = list(attention_chunks(q[:, :, here], k, segments, of, scores, at))
+        entropy, highest = (
+            torch.cat(x, -1).flatten(1, 2).double() for x in list(zip(*parts, strict=True))[:2]
+        )
+        assert torch.allclose(entropy, wanted[..., here], rtol=1e-4, atol=1e-4)
+        assert torch.allclose(highest, logits[..., here], rtol=1e-4, atol=1e-5)
+        assert max(x.numel() for x, *_ in parts) * s <= max(scores, b * kv * groups * s)

@@ -20,7 +20,7 @@ from megastable.engine.local_gradients import (
     bound_rounding,
     read_columns,
 )
-from megastable.hardware.gradient_consistency import find_wrong_sums
+from megastable.hardware.gradient_watch import find_wrong_sums
 
 SLICES = [5 * ROW + 7, 3, 400 * ROW]  # of the buffers; the last one is read in several pieces, and sampled
 
@@ -67,7 +67,7 @@ def summed(
 
 @pytest.mark.quick("2")
 @pytest.mark.parametrize("ranks", [2, 3, 8])
-def test_the_columns_are_what_they_say(ranks: int) -> None:
+def test_columns_are_what_they_say(ranks: int) -> None:
     sent = gradients(ranks)
     watching = [rank(d, ranks) for d in range(ranks)]
     found = summed(watching, sent)
@@ -116,23 +116,19 @@ def lost(received: list[list[Tensor]]) -> None:
     received[1][2].view(-1, ROW)[7] = 0
 
 
-def negative_tail(received: list[list[Tensor]]) -> None:
-    received[1][0][-1:].add_(1.0).neg_()
-
-
-@pytest.mark.quick("0-flip2")
+@pytest.mark.quick("0-swapped")
 @pytest.mark.parametrize(
-    "fault", [flipped(31), flipped(30), flipped(23), flipped(22), swapped, shifted, lost, negative_tail]
+    "fault", [flipped(31), flipped(30), flipped(23), flipped(22), swapped, shifted, lost]
 )
 @pytest.mark.parametrize("tensor", [0, 1])
-def test_a_wrong_sum_shows(fault: Callable[[list[list[Tensor]]], None], tensor: int) -> None:
+def test_columns_show_a_wrong_sum(fault: Callable[[list[list[Tensor]]], None], tensor: int) -> None:
     watching = [rank(d, 3, tensor) for d in range(3)]
     assert find_wrong_sums(summed(watching, gradients(3))) == []
     found = summed(watching, gradients(3), fault)
     assert [d for d, row in enumerate(found) if not abs(row.excess) <= bound_rounding(row.slices, 3)] == [1]
 
 
-def test_stale_and_zero_are_counted_and_forgotten() -> None:
+def test_columns_count_stale_and_zero_gradients() -> None:
     watching, sent = [rank(d, 2) for d in range(2)], gradients(2)
     summed(watching, sent)
     for local in watching:
@@ -145,9 +141,9 @@ def test_stale_and_zero_are_counted_and_forgotten() -> None:
     assert [row.zero for row in summed(watching, [after[0], nothing])] == [0, 1]
 
 
-@pytest.mark.parametrize("size", [*SLICES, 2 * ROW, ROW - 1])
-def test_all_slices_at_once_are_as_one_by_one(size: int) -> None:
-    """A GPU takes all slices in a few kernels."""
+@pytest.mark.parametrize("size", [*SLICES, ROW - 1])
+def test_slices_measured_at_once_are_as_one_by_one(size: int) -> None:
+    """A GPU takes all slices in a few kernels, a CPU one by one."""
     local = rank(0, 3)
     slices = torch.randn(3 * size, generator=torch.Generator().manual_seed(1)).view(3, size)
     one, other = local._one_by_one(slices), local._at_once(slices)
@@ -159,7 +155,7 @@ def test_all_slices_at_once_are_as_one_by_one(size: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("receiver", [None, 1])
 @pytest.mark.parametrize("wrong", [None, 0, 1])
-def test_buckets_of_a_step_add_up(receiver: int | None, wrong: int | None) -> None:
+def test_columns_add_up_the_buckets_of_a_step(receiver: int | None, wrong: int | None) -> None:
     """ZeRO 2 sums bucket after bucket: all ranks receive each sum, or one does. wrong: who receives another one."""
     watching = [rank(d, 3) for d in range(3)]
     sent = [[*gradients(3, seed=d)[d], *gradients(3, seed=9)[d]] for d in range(3)]

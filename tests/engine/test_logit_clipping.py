@@ -69,7 +69,7 @@ def ran() -> list[dict[str, list[torch.Tensor]]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-def test_the_next_step_has_the_threshold(name: str) -> None:
+def test_qk_clip_gives_the_next_step_the_threshold(name: str) -> None:
     options, _ = CASES[name]
     options = dict(options)
     c = recipe("sdpa", **{key: value for key, value in options.items() if key != "apart"})

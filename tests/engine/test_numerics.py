@@ -1,14 +1,22 @@
-"""A step by plain PyTorch in place of the run's kernels: the same numbers, whatever the layout."""
+"""Kernels: what is chosen, what is said where it is not what was asked for; and a step by plain PyTorch instead."""
 
 from __future__ import annotations
 
+import re
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from megastable.base.errors import ConfigError
+from megastable.base.free_memory import total
 from megastable.config.tree import RunConfig
+from megastable.engine.build import check_weights_fit
+from megastable.engine.numerics import choose
+from megastable.parallel.layout import Layout
+from megastable_tools.plan.memory import kernels_on
 from tests.conftest import tiny
 from tests.distributed import run_ranks
 
@@ -49,7 +57,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 @pytest.mark.quick("one")
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_step_by_plain_pytorch_has_the_same_numbers(name: str, corpus: Path, tmp_path: Path) -> None:
+def test_switch_to_plain_pytorch_keeps_the_numbers(name: str, corpus: Path, tmp_path: Path) -> None:
     world, parts = LAYOUTS[name]
     parts = parts | {"precision": {"kind": "fp32"}, "model": {"dropout": 0.1} | parts.get("model", {})}
     for found in run_ranks(world, every_way, tiny(corpus, tmp_path / "run", **parts)):
@@ -59,11 +67,69 @@ def test_a_step_by_plain_pytorch_has_the_same_numbers(name: str, corpus: Path, t
             assert numbers != usual and numbers == pytest.approx(usual, rel=1e-4)
 
 
-@pytest.mark.slow
-def test_so_it_has_without_compiled_code(corpus: Path, tmp_path: Path) -> None:
-    parts: dict[str, Any] = {"precision": {"kind": "fp32"}, "kernels": {"compile": True}}
-    (found,) = run_ranks(1, every_way, tiny(corpus, tmp_path / "run", **parts))
-    usual = found.pop("")
-    assert found.pop("back") == usual[:1] and len(found) == 7
-    for numbers in found.values():
-        assert numbers == pytest.approx(usual, rel=1e-4)
+CPU = torch.device("cpu")
+
+
+def chosen(**parts: Any) -> Any:
+    return choose(RunConfig.model_validate({"precision": {"kind": "fp32"}} | parts), CPU)
+
+
+@pytest.mark.parametrize("cap", [None, 50.0])
+@pytest.mark.parametrize("kind", ["fp32", "fp16"])
+@pytest.mark.parametrize("attention", ["auto", "reference", "sdpa", "blocked", "te"])
+def test_choose_is_what_the_planner_chooses(attention: str, kind: str, cap: float | None) -> None:
+    config = RunConfig.model_validate(
+        {
+            "kernels": {"attention": attention},
+            "precision": {"kind": kind},
+            "model": {"attention_softcap": cap},
+        }
+    )
+    assert kernels_on(config, "cpu").attention == choose(config, CPU).attention
+
+
+@pytest.mark.parametrize(
+    ("parts", "note"),
+    [
+        ({"kernels": {"attention": "te"}}, r"attention=te: Transformer Engine .*; blocked is used"),
+        (
+            {"kernels": {"attention": "te"}, "precision": {"kind": "fp32", "fp8": "delayed"}},
+            r"attention=te: with FP8's delayed scales .*; blocked is used",
+        ),
+        (
+            {"precision": {"kind": "fp32", "fp8": {"backend": "te"}}},
+            r"precision\.fp8\.backend=te: Transformer Engine computes on GPUs only; FP8 is emulated",
+        ),
+        (
+            {"kernels": {"compile": True}, "precision": {"kind": "fp32", "fp8": "block"}},
+            r"compile=true: emulated FP8 .*; nothing is compiled",
+        ),
+        (
+            {"kernels": {"compile": True}, "parallel": {"zero": 3}},
+            r"compile=true: ZeRO 3 .*; nothing is compiled",
+        ),
+    ],
+)
+def test_choose_says_what_cannot_be_had(parts: dict[str, Any], note: str) -> None:
+    found = chosen(**parts)
+    (said,) = found.notes
+    assert re.search(note, said), said
+    assert found.attention == "blocked" and found.compile is False and found.fp8 in ("off", "emulated")
+
+
+def check(layers: int, layout: Layout, zero: int = 1) -> None:
+    model = {"layers": layers, "hidden": 64, "heads": 4, "vocab_size": 250}
+    config = RunConfig.model_validate({"model": model, "parallel": {"zero": zero}})
+    check_weights_fit(config, layout, torch.device("cpu"))
+
+
+def test_check_weights_fit_refuses_weights_beyond_memory() -> None:
+    of_block = 2 * (4 * 64 * 64 + 3 * 64 * 256)  # bytes in bf16
+    layers = total() // of_block + 1
+    one, tensor, data = Layout(1, 1, 1), Layout(2, 1, 1), Layout(1, 1, 2)
+    check(layers - 100, one)
+    check(layers, tensor)
+    check(layers, data, zero=3)
+    for layout in (one, data):
+        with pytest.raises(ConfigError, match=f"lower model.layers={layers}, .* parallel.tensor"):
+            check(layers, layout)

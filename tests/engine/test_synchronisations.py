@@ -9,16 +9,15 @@ import traceback
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 
-from megastable.config import deepspeed_json
 from megastable.config.tree import RunConfig
 from megastable.data.loader import MicroBatch
-from megastable.parallel.layout import Layout
-from megastable.parallel.topology import Topology
 from tests.distributed import run_ranks
+from tests.engine.engines import build_engine
 
 LENGTH, ACCUMULATION = 32, 4
 # With overlap_comm DeepSpeed sends gradients beside the backward pass, and waits at its end before it drops them.
@@ -34,7 +33,7 @@ KINDS: dict[str, tuple[int, dict[str, Any], dict[str, int]]] = {
 }
 
 
-def config_of(parts: dict[str, Any], world: int) -> RunConfig:
+def config_of(parts: dict[str, Any]) -> RunConfig:
     shape = dict(layers=2, hidden=32, heads=2, ffn=64, sequence_length=LENGTH, vocab_size=100)
     tree: dict[str, Any] = {
         "model": shape,
@@ -55,42 +54,23 @@ def batches() -> list[MicroBatch]:
     return found
 
 
-class Queued:
+def make_queued(*_: Any, **__: Any) -> Any:
     """A stream or an event of a device that works beside the host, where there is none."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        self.device = torch.device("cpu")
-
-    def __enter__(self) -> Queued:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        return None
-
-    def nothing(self, *_: Any) -> None:
-        return None
-
-    wait_stream = wait_event = record = record_event = synchronize = nothing
-
-    def query(self) -> bool:
-        return True
+    return MagicMock(device=torch.device("cpu"))
 
 
 def counted(names: list[str]) -> dict[str, tuple[dict[str, dict[str, int]], int]]:
     """By kind: what waits for the device in the later steps, in an evaluation and in a measurement, by who asks how
     often; and the clock readings that its timers keep."""
-    import torch.distributed as dist
     from deepspeed.accelerator import set_accelerator
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
-
-    from megastable.engine.engine import Engine
 
     waits = Counter[str]()
 
     class Device(CPU_Accelerator):
         """As CUDA: what DeepSpeed does only where a device works beside the host is counted, too."""
 
-        Stream = Event = Queued
+        Stream = Event = staticmethod(make_queued)
 
         def is_synchronized_device(self) -> bool:
             return False
@@ -98,12 +78,12 @@ def counted(names: list[str]) -> dict[str, tuple[dict[str, dict[str, int]], int]
         def is_fp16_supported(self) -> bool:
             return True
 
-        def current_stream(self, *_: Any) -> Queued:
-            return Queued()
+        def current_stream(self, *_: Any) -> Any:
+            return make_queued()
 
         default_stream = current_stream
 
-        def stream(self, stream: Queued) -> Queued:
+        def stream(self, stream: Any) -> Any:
             return stream
 
         def synchronize(self, *_: Any) -> None:
@@ -119,12 +99,10 @@ def counted(names: list[str]) -> dict[str, tuple[dict[str, dict[str, int]], int]
     torch.Tensor.record_stream = lambda *_: None  # type: ignore[method-assign]
     found = {}
     for name in names:
-        world, parts, _ = KINDS[name]
-        config = config_of(parts, world)
-        topology = Topology(Layout(1, config.parallel.pipeline, 1), dist.get_rank(), 120)
-        engine = Engine(config, deepspeed_json.build(config, world), topology)
+        _, parts, _ = KINDS[name]
+        engine = build_engine(config_of(parts))
 
-        def step(engine: Engine = engine) -> None:
+        def step(engine: Any = engine) -> None:
             engine.train_step(batches(), 1e-3, lambda m: m.finite)
 
         steps = [waited(step) for _ in range(5)][3:]  # DeepSpeed's timer begins with the third
@@ -142,7 +120,7 @@ def counted(names: list[str]) -> dict[str, tuple[dict[str, dict[str, int]], int]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2])
-def test_nothing_waits_for_the_device_but_what_has_to(world: int) -> None:
+def test_step_waits_for_the_device_only_where_it_has_to(world: int) -> None:
     names = [name for name, kind in KINDS.items() if kind[0] == world]
     for rank in run_ranks(world, counted, names):
         for name, (seen, kept) in rank.items():

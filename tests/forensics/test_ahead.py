@@ -10,24 +10,21 @@ import numpy as np
 import pytest
 import yaml
 
-from megastable.base.errors import DataError
 from megastable.config.tree import Corruption, RunConfig
-from megastable.data.append_only import append
 from megastable.data.blends import BlendEntry
 from megastable.data.corpora import open_corpora
 from megastable.data.manifest import TokenizerInfo, adopt
 from megastable.data.plant import Kind, plant
 from megastable.data.shards import ShardWriter
-from megastable.data.skip_ledger import Ledger, SkipEntry, append_all, read_ledger
+from megastable.data.skip_ledger import Ledger, SkipEntry, append_entries, append_entry, read_ledger
 from megastable.data.skips import Selection, Skips
 from megastable.report.postmortem.sample_texts import Library
 from megastable.run.directory import RunDirectory, make
 from megastable.run.events.data_events import LookAheadSpent, LookedAhead
 from megastable.run.records import Recorder
-from megastable_tools.forensics.ahead import Lookout, ahead_sheet
 from megastable_tools.forensics.history import History
-from megastable_tools.forensics.oddness.kinds import KINDS
-from megastable_tools.forensics.prescan import FREE, REASON, Scout
+from megastable_tools.forensics.oddness.judgement import KINDS
+from megastable_tools.forensics.prescan import FREE, REASON, Lookout, Scout, ahead_sheet
 from tests.conftest import tiny
 from tests.journal import note
 from tests.report.run_page.run_files import record
@@ -86,7 +83,7 @@ def left_out(config: RunConfig, run: RunDirectory) -> Skips:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["random", "repeated", "shuffled"])
-def test_finds_what_was_planted_and_nothing_else(kind: Kind, clean: Path, tmp_path: Path) -> None:
+def test_lookout_finds_what_was_planted_and_nothing_else(kind: Kind, clean: Path, tmp_path: Path) -> None:
     config, bad = planted(clean, tmp_path, kind, 20)
     found = Lookout(Library(config)).look(np.arange(800), config.data.look_ahead.score)
     positions = {f.position for f in found}
@@ -98,7 +95,7 @@ def test_finds_what_was_planted_and_nothing_else(kind: Kind, clean: Path, tmp_pa
 
 
 @pytest.mark.slow
-def test_the_scout_writes_what_is_clear_with_its_evidence_once(clean: Path, tmp_path: Path) -> None:
+def test_scout_writes_what_is_clear_with_its_evidence_once(clean: Path, tmp_path: Path) -> None:
     config, bad = planted(clean, tmp_path, "random", 20)
     run = make(config, Path("recipe.yaml"))
     scout = Scout(config, run)
@@ -127,27 +124,11 @@ def test_the_scout_writes_what_is_clear_with_its_evidence_once(clean: Path, tmp_
 
 
 @pytest.mark.slow
-def test_the_budget(clean: Path, tmp_path: Path) -> None:
-    config, _ = planted(clean, tmp_path, "random", 90, most=0.0)
-    run = make(config, Path("recipe.yaml"))
-    scout = Scout(config, run)
-    while scout.look():
-        pass
-    assert left_out(config, run).count() == FREE
-    (spent,) = run.events(LookAheadSpent)
-    assert spent["left"] < spent["found"] and spent["evidence"]
-    scout = Scout(config, run)  # another process has no budget of its own
-    while scout.look():
-        pass
-    assert left_out(config, run).count() == FREE
-
-
-@pytest.mark.slow
-def test_the_budget_is_of_what_was_looked_at(clean: Path, tmp_path: Path) -> None:
+def test_scout_has_a_budget_of_what_it_looked_at(clean: Path, tmp_path: Path) -> None:
     """Not of how far the run is, where it is switched on late; nor is it spent by what was skipped long ago."""
     config, _ = planted(clean, tmp_path, "random", 90, most=0.05)
     run = make(config, Path("recipe.yaml"))
-    append_all(run.skips, [SkipEntry(first=0, end=60, reason=f"{REASON}60 random tokens")])
+    append_entries(run.skips, [SkipEntry(first=0, end=60, reason=f"{REASON}60 random tokens")])
     note(run, "looked_ahead", positions=[[0, 60]], samples=60)
     run.progress.write_text(json.dumps({"phase": "step", "step": 19, "cursor": 304}))
     scout = Scout(config, run)
@@ -158,7 +139,20 @@ def test_the_budget_is_of_what_was_looked_at(clean: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_a_run_that_goes_back_is_looked_at_again(clean: Path, tmp_path: Path) -> None:
+def test_scout_keeps_to_its_budget(clean: Path, tmp_path: Path) -> None:
+    config, _ = planted(clean, tmp_path, "random", 90, most=0.0)
+    run = make(config, Path("recipe.yaml"))
+    for _ in range(2):  # another process has no budget of its own
+        scout = Scout(config, run)
+        while scout.look():
+            pass
+        assert left_out(config, run).count() == FREE
+    spent = next(iter(run.events(LookAheadSpent)))
+    assert spent["left"] < spent["found"] and spent["evidence"]
+
+
+@pytest.mark.slow
+def test_scout_looks_again_when_a_run_goes_back(clean: Path, tmp_path: Path) -> None:
     """What the process of before said of its place is no longer so: it begins at its checkpoint."""
     config, bad = planted(clean, tmp_path, "random", 20)
     run = make(config, Path("recipe.yaml"))
@@ -178,31 +172,13 @@ def test_a_run_that_goes_back_is_looked_at_again(clean: Path, tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_what_does_not_look_like_it_stays(clean: Path, tmp_path: Path) -> None:
-    config, _ = planted(clean, tmp_path, "random", 20, kinds=["wrong encoding"])
-    run = make(config, Path("recipe.yaml"))
-    scout = Scout(config, run)
-    while scout.look():
-        pass
-    assert not run.skips.exists() and not run.journal.exists()
-
-
-def test_a_damaged_corpus_is_an_error_with_its_file(clean: Path, tmp_path: Path) -> None:
-    config, _ = planted(clean, tmp_path, "random", 20)
-    path = tmp_path / "bad/part-0.bin"
-    path.write_bytes(path.read_bytes()[:-2])
-    with pytest.raises(DataError, match=r"part-0\.bin has .* bytes"):
-        Scout(config, RunDirectory(tmp_path / "run")).look()
-
-
-@pytest.mark.slow
-def test_the_sheet_of_what_is_to_come(clean: Path, tmp_path: Path) -> None:
+def test_ahead_sheet_shows_the_worst_first(clean: Path, tmp_path: Path) -> None:
     config, bad = planted(clean, tmp_path, "random", 20)
     run = make(config, Path("recipe.yaml"))
     run.recipe.write_text(yaml.safe_dump({"config": config.model_dump(mode="json"), "manifests": []}))
     run.journal.write_text("")
     opened = open_corpora(config.data.corpora, LENGTH, config.run.seed)
-    append(run.blends, BlendEntry(position=0, corpora=opened.shares))
+    append_entry(run.blends, BlendEntry(position=0, corpora=opened.shares))
     recorder = Recorder(run.steps, flush_steps=1)
     recorder.add(record(1, 1.7e9, loss=2.0, next_position=16))
     history = History(run.root)
@@ -214,5 +190,5 @@ def test_the_sheet_of_what_is_to_come(clean: Path, tmp_path: Path) -> None:
     assert all(row["step"] == 1 + 1 + (row["position"] - 16) // 16 for row in sheet.rows)
 
 
-def test_the_kinds_of_the_recipe_are_those_of_the_judgement() -> None:
+def test_kinds_of_the_recipe_are_those_of_the_judgement() -> None:
     assert set(get_args(Corruption)) == set(KINDS) - {"usual", "odd"}

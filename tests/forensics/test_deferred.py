@@ -13,15 +13,11 @@ import yaml
 
 from megastable.config.tree import RunConfig
 from megastable.data.shards import Shard
-from megastable.report.postmortem.evidence import Gatherer, Run
-from megastable.report.postmortem.sample_texts import SHOWN
 from megastable.run.record_files import LAST_STEP
-from megastable_tools.forensics.consumption import run_sheet
+from megastable_tools.forensics.consumption import document_sheet
 from megastable_tools.forensics.history import History
-from megastable_tools.forensics.samples import incident_sheet, step_sheet
 from megastable_tools.forensics.shard_set import open_shelf
-from megastable_tools.forensics.whereabouts import document_sheet
-from tests.conftest import LENGTH, write_corpus
+from tests.conftest import write_corpus
 from tests.distributed import run_ranks
 from tests.recovery.test_recovery import incidents, recipe, spoil
 
@@ -70,7 +66,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[tuple
     return root / "run", [[(position, tuple(tokens)) for position, *tokens in line] for line in lines]
 
 
-def test_every_step_that_read_a_document(run: tuple[Path, list[list[tuple[int, Sample]]]]) -> None:
+def test_document_sheet_lists_every_step_at_the_places_of_its_time(
+    run: tuple[Path, list[list[tuple[int, Sample]]]],
+) -> None:
     """Before the window was put off, and after it: at the places of each time, and with the tokens of each place."""
     root, read = run
     history = History(root)
@@ -101,55 +99,3 @@ def test_every_step_that_read_a_document(run: tuple[Path, list[list[tuple[int, S
         )
         assert both[0] - both[1], "it was read where something else stands by now"
     assert met["trained"] >= 6
-
-
-def test_the_sheet_of_a_step_that_was_undone(run: tuple[Path, list[list[tuple[int, Sample]]]]) -> None:
-    root, read = run
-    history = History(root)
-    (number, done), *_ = [(n, d) for n, d in enumerate(history.steps(1, LAST_STEP)) if d.undone]
-    sheet = step_sheet(history, done.step, done.step, texts=0)
-    raw = np.fromfile(root.parent / "corpus/part-0.bin", "<u2")
-    for position, tokens in read[number]:
-        (first,) = [
-            r["first_byte"] for r in sheet.rows
-            if (r["position"], r["state"], r["step"]) == (position, done.state, done.step)
-        ][:1]  # fmt: skip
-        assert tuple(raw[first // 2 :][: len(tokens)].tolist()) == tokens
-
-
-def test_the_sheet_and_the_post_mortem_of_the_incident_show_what_was_put_off(
-    run: tuple[Path, list[list[tuple[int, Sample]]]],
-) -> None:
-    root, read = run
-    history, (incident,) = History(root), incidents(root)
-    put_off = [p for a, b in incident["deferred"] for p in range(a, b)]
-    before = {
-        p: t for d, step in zip(history.steps(1, LAST_STEP), read, strict=True) if d.undone for p, t in step
-    }
-    sheet = incident_sheet(history, 1, texts=0)
-    shown = {r["position"] for r in sheet.rows if r["deferred"]}
-    assert shown == set(put_off) and f"{len(put_off)} samples deferred" in " ".join(sheet.lead)
-    raw = np.fromfile(root.parent / "corpus/part-0.bin", "<u2")
-    for position in put_off:
-        first = next(r["first_byte"] for r in sheet.rows if r["position"] == position)
-        assert tuple(raw[first // 2 :][:LENGTH].tolist()) == before[position]
-    case = Gatherer(Run(root), 1).gather()
-    texts = Run(root).samples.library(0.0)
-    put_off = put_off[:SHOWN]
-    assert [s.position for s in case.samples] == put_off
-    assert all("tokenizer.model cannot be read" in told for told in case.problems), "this corpus has none"
-    for sample in case.samples:
-        ends = [i for i, t in enumerate(before[sample.position]) if t == texts.source.eod]
-        parts = np.split(np.array(before[sample.position]), [i + 1 for i in ends])
-        told = [
-            texts.text([t for t in part.tolist() if t != texts.source.eod]) for part in parts if part.size
-        ]
-        assert [piece.text for piece in sample.pieces] == told
-
-
-def test_what_was_read_so_far_counts_a_sample_that_was_put_off_once(
-    run: tuple[Path, list[list[tuple[int, Sample]]]],
-) -> None:
-    root, _ = run
-    (row,) = run_sheet(History(root)).rows
-    assert (row["samples"], row["skipped"]) == (8 * 50, 0)

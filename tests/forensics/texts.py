@@ -10,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from megastable.data.tokenizer import Tokenizer
-from megastable_tools.forensics.oddness.lexicon import Lexicon
+from megastable_tools.forensics.oddness.features import Lexicon
 from megastable_tools.forensics.oddness.yardstick import Yardstick, cut, document_keys
+from megastable_tools.prepare.corpus_tokenizer import train_sentencepiece
 from megastable_tools.prepare.stdlib import stdlib_files
-from megastable_tools.prepare.train_tokenizer import train_sentencepiece
 
 Ids = npt.NDArray[np.int64]
 VOCABULARY = 1500
@@ -50,8 +50,10 @@ def joined(some: list[Ids] | tuple[Ids, ...]) -> tuple[npt.NDArray[np.uint16], I
     return np.concatenate(whole).astype(np.uint16), np.append(0, np.cumsum([len(one) for one in whole]))
 
 
-def yardstick_of(some: list[Ids] | tuple[Ids, ...]) -> Yardstick:
-    return Yardstick.of([joined(some)], Lexicon.of(tokenizer(), VOCABULARY))
+def yardstick_of(some: list[Ids] | tuple[Ids, ...], lexicon: Lexicon | None = None) -> Yardstick:
+    tokens, edges = joined(some)
+    sample = tokens, edges, document_keys(tokens, edges)
+    return Yardstick.of([sample], lexicon or Lexicon.of(tokenizer(), VOCABULARY))
 
 
 @cache

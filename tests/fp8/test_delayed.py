@@ -11,9 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megastable.fp8.amax_history import SLOTS, Meters
 from megastable.fp8.emulated import Delayed
-from megastable.fp8.formats import E4M3, E5M2, FP8Format
+from megastable.fp8.scale_factors import E4M3, E5M2, SLOTS, FP8Format, Meters
 from tests.distributed import run_ranks
 from tests.fp8 import model
 
@@ -69,7 +68,9 @@ STEP = st.lists(st.lists(AMAX, min_size=3, max_size=3), min_size=len(LAYERS), ma
 @given(
     st.integers(1, 5), st.integers(0, 3), st.lists(st.tuples(STEP, st.booleans()), min_size=1, max_size=12)
 )
-def test_any_steps_as_the_model_says(length: int, margin: int, steps: list[tuple[Step, bool]]) -> None:
+def test_meters_follow_the_model_through_any_steps(
+    length: int, margin: int, steps: list[tuple[Step, bool]]
+) -> None:
     mine, theirs = meters(length, margin), Models(length, margin)
     for step, applied in steps:
         show(mine, step)
@@ -78,87 +79,6 @@ def test_any_steps_as_the_model_says(length: int, margin: int, steps: list[tuple
             theirs.update(step)
         assert mine.scales.tolist() == theirs.scales
         assert not mine.seen.any()
-
-
-def test_a_scale_follows_the_largest_of_the_last_steps() -> None:
-    mine, theirs = meters(length=3), Models(length=3)
-    for step in numbers(40, 0).tolist():
-        show(mine, step)
-        mine.settle(True)
-        theirs.update(step)
-        assert mine.scales.tolist() == theirs.scales
-    # One outlier holds for as many steps as the history is long, and no longer.
-    peak, usual = [[64.0] * 3] * 2, [[2.0] * 3] * 2
-    seen = []
-    for step in (usual, usual, usual, peak, usual, usual, usual):
-        show(mine, step)
-        mine.settle(True)
-        seen.append(float(mine.scales[0, 0]))
-    assert seen[2:] == [224.0, 7.0, 7.0, 7.0, 224.0]
-
-
-def test_all_micro_batches_of_a_step_count_once() -> None:
-    mine, theirs = meters(length=2), Models(length=2)
-    for step in numbers(5, 1):
-        parts = [step * f for f in (0.25, 1.0, 0.5)]
-        for part in parts:
-            show(mine, part.tolist())
-        mine.settle(True)
-        theirs.update(step.tolist())
-        assert mine.scales.tolist() == theirs.scales
-
-
-def test_what_a_refused_step_has_shown_is_gone() -> None:
-    mine, theirs = meters(), Models()
-    steps = numbers(3, 2)
-    show(mine, steps[0].tolist())
-    mine.settle(True)
-    theirs.update(steps[0].tolist())
-    before = mine.state()
-    show(mine, (steps[1] * 1e6).tolist())
-    mine.settle(False)
-    assert torch.equal(mine.state(), before) and mine.scales.tolist() == theirs.scales
-    # The next step's own magnitudes enter alone.
-    show(mine, steps[2].tolist())
-    mine.settle(True)
-    theirs.update(steps[2].tolist())
-    assert mine.scales.tolist() == theirs.scales
-
-
-@pytest.mark.parametrize("bad", [0.0, np.inf, np.nan])
-def test_a_magnitude_that_says_nothing_moves_nothing_and_only_there(bad: float) -> None:
-    mine, theirs = meters(length=2), Models(length=2)
-    for step in (numbers(4, 3)).tolist():
-        step[1][2] = bad if theirs.scales[1][2] else step[1][2]
-        show(mine, step)
-        mine.settle(True)
-        theirs.update(step)
-    assert mine.scales.tolist() == theirs.scales
-    assert np.isfinite(theirs.scales).all() and np.all(theirs.scales)
-    assert mine.state().isfinite().all()
-
-
-def test_a_margin_leaves_powers_of_two() -> None:
-    step = numbers(1, 4)[0].tolist()
-    plain, wide = meters(), meters(margin=3)
-    for each in (plain, wide):
-        show(each, step)
-        each.settle(True)
-    assert torch.equal(plain.scales / 8, wide.scales)
-
-
-def test_nothing_is_known_before_the_first_step_and_after_forgetting() -> None:
-    mine = meters()
-    assert not mine.scales.any()
-    for step in numbers(3, 5).tolist():
-        show(mine, step)
-        mine.settle(True)
-    assert mine.scales.all()
-    show(mine, numbers(1, 6)[0].tolist())
-    mine.forget()
-    assert not mine.scales.any() and not mine.state().any()
-    mine.settle(True)  # what was seen is forgotten, too
-    assert not mine.scales.any()
 
 
 # State.
@@ -173,7 +93,7 @@ def run(mine: Meters, steps: np.ndarray) -> list[list[list[float]]]:
     return found
 
 
-def test_a_rewind_goes_the_same_way_again() -> None:
+def test_meters_go_the_same_way_again_after_a_rewind() -> None:
     steps = numbers(12, 7)
     mine = meters()
     run(mine, steps[:5])
@@ -185,33 +105,13 @@ def test_a_rewind_goes_the_same_way_again() -> None:
     assert run(mine, steps[5:]) == first
 
 
-def test_a_checkpoint_goes_through_json_exactly() -> None:
+def test_meters_go_through_json_exactly() -> None:
     steps = numbers(12, 8)
     mine, other = meters(), meters()
     run(mine, steps[:6])
     other.read(json.loads(json.dumps(mine.told())))
     assert torch.equal(other.scales, mine.scales) and torch.equal(other.state(), mine.state())
     assert run(other, steps[6:]) == run(mine, steps[6:])
-
-
-def test_another_layout_reads_its_own_layers() -> None:
-    mine = meters()
-    run(mine, numbers(6, 9))
-    other = meters(names=("blocks.7.mlp.down", LAYERS[1], LAYERS[0]))
-    other.read(mine.told())
-    assert torch.equal(other.scales[[2, 1]], mine.scales)
-    assert not other.scales[0].any()
-
-
-@pytest.mark.parametrize("length", [1, 2, 8])
-def test_a_history_of_another_length_keeps_the_newest(length: int) -> None:
-    steps = numbers(10, 10)
-    mine, other, theirs = meters(length=4), meters(length=length), Models(min(length, 4))
-    run(mine, steps)
-    other.read(mine.told())
-    for step in steps.tolist():
-        theirs.update(step)
-    assert other.scales.tolist() == theirs.scales
 
 
 # As a layer uses it.
@@ -222,7 +122,7 @@ def quantizer(to: Meters, layer: int = 0) -> Delayed:
 
 
 @pytest.mark.parametrize(("slot", "of"), list(enumerate(FORMATS)))
-def test_a_tensor_takes_the_scale_of_steps_before(slot: int, of: FP8Format) -> None:
+def test_delayed_takes_the_scale_of_steps_before(slot: int, of: FP8Format) -> None:
     mine = meters(length=2)
     x = torch.randn(50, 60, generator=torch.Generator().manual_seed(slot))
     # Unknown yet: its own.
@@ -244,14 +144,6 @@ def test_a_tensor_takes_the_scale_of_steps_before(slot: int, of: FP8Format) -> N
     assert int((mine.scales != 0).sum()) == 1
 
 
-def test_what_is_not_trained_on_is_not_noted() -> None:
-    mine = meters()
-    quantizer(mine)(torch.ones(3, 3), 0, False)
-    assert not mine.seen.any()
-    mine.settle(True)
-    assert not mine.scales.any()
-
-
 def of_rank(steps: list[list[np.ndarray]]) -> list[list[list[list[float]]]]:
     """What a rank knows after each step, having shown its own magnitudes: scales, and then the history."""
     import torch.distributed as dist
@@ -264,7 +156,7 @@ def of_rank(steps: list[list[np.ndarray]]) -> list[list[list[list[float]]]]:
     return [*found, mine.state().tolist()]
 
 
-def test_ranks_share_the_largest_magnitudes() -> None:
+def test_settle_shares_the_largest_magnitudes() -> None:
     steps = [list(numbers(2, 20 + i)) for i in range(6)]
     steps[4][1][:] = 0  # nothing there to see on rank 1
     ranks = run_ranks(2, of_rank, steps)

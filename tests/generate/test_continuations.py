@@ -37,23 +37,19 @@ def samples(
     return found
 
 
-def test_a_sample_depends_on_seed_and_number_only(plain: PlainModel, tokenizer: Tokenizer) -> None:
+def test_write_depends_on_seed_and_number_only(plain: PlainModel, tokenizer: Tokenizer) -> None:
     alone, (first, second, third) = samples(plain, tokenizer)[0], samples(plain, tokenizer, number=3)
     assert alone.tokens == first.tokens and alone.text == first.text
     assert len({tuple(s.tokens) for s in (first, second, third)}) == 3
+    for sample in (first, second, third):
+        assert len(sample.tokens) == 12 and sample.end == "length"
+        assert "def f(" + sample.text == tokenizer.decode(tokenizer.encode("def f(") + sample.tokens)
+        assert max(sample.tokens) < tokenizer.vocab_size  # the model has seven more
     assert samples(plain, tokenizer, seed=(2, 0))[0].tokens != alone.tokens
     assert samples(plain, tokenizer, seed=(1, 1))[0].tokens != alone.tokens
 
 
-def test_text_tokens_and_ends(plain: PlainModel, tokenizer: Tokenizer) -> None:
-    for sample in samples(plain, tokenizer, number=4):
-        assert len(sample.tokens) == 12 and sample.end == "length"
-        prompt = tokenizer.encode("def f(")
-        assert "def f(" + sample.text == tokenizer.decode(prompt + sample.tokens)
-        assert max(sample.tokens) < tokenizer.vocab_size  # the model has seven more
-
-
-def test_logprobs_are_the_models_own(plain: PlainModel, tokenizer: Tokenizer) -> None:
+def test_write_tells_the_models_own_logprobs(plain: PlainModel, tokenizer: Tokenizer) -> None:
     """Whatever the sampling leaves out."""
     (sample,) = samples(plain, tokenizer, Sampling(0.5, 5, 0.9))
     prompt = tokenizer.encode("def f(")
@@ -63,7 +59,7 @@ def test_logprobs_are_the_models_own(plain: PlainModel, tokenizer: Tokenizer) ->
     assert sample.logprobs == pytest.approx(wanted, abs=1e-4)
 
 
-def test_samples_end_one_by_one_and_the_others_go_on(plain: PlainModel, tokenizer: Tokenizer) -> None:
+def test_write_ends_samples_one_by_one(plain: PlainModel, tokenizer: Tokenizer) -> None:
     """Tokens taken as ends where they come in two of three samples, at different places."""
     free = samples(plain, tokenizer, number=3)
     ends = {free[0].tokens[3], free[2].tokens[6]}
@@ -77,7 +73,7 @@ def test_samples_end_one_by_one_and_the_others_go_on(plain: PlainModel, tokenize
             assert "def f(" + after.text == tokenizer.decode(prompt + after.tokens[:-1])
 
 
-def test_a_stop_text_is_no_part_of_it(plain: PlainModel, tokenizer: Tokenizer) -> None:
+def test_write_leaves_a_stop_text_out(plain: PlainModel, tokenizer: Tokenizer) -> None:
     (free,) = samples(plain, tokenizer)
     stop = free.text[5:8]
     (sample,) = samples(plain, tokenizer, stops=("never there", stop))
@@ -88,7 +84,7 @@ def test_a_stop_text_is_no_part_of_it(plain: PlainModel, tokenizer: Tokenizer) -
     assert sample.end == "length" and sample.text == free.text
 
 
-def test_a_model_that_says_nothing_is_named(tokenizer: Tokenizer) -> None:
+def test_write_names_a_model_that_says_nothing(tokenizer: Tokenizer) -> None:
     broken = model(vocabulary=tokenizer.vocab_size)
     with torch.no_grad():
         next(broken.parameters())[:] = float("nan")

@@ -33,7 +33,7 @@ def streamed(tokenizer: Tokenizer, before: list[int], ids: list[int]) -> list[st
 
 
 @given(before=text, written=text)
-def test_a_text_comes_whole_and_in_whole_characters(tokenizer: Tokenizer, before: str, written: str) -> None:
+def test_stream_decoder_gives_whole_characters(tokenizer: Tokenizer, before: str, written: str) -> None:
     """A character of bytes comes with its last byte: no piece holds a sign that the text does not."""
     pieces = streamed(tokenizer, tokenizer.encode(before), tokenizer.encode(written))
     assert "".join(pieces) == written
@@ -45,7 +45,7 @@ def test_a_text_comes_whole_and_in_whole_characters(tokenizer: Tokenizer, before
 
 @pytest.mark.quick("huggingface")
 @given(ids=st.lists(st.integers(0, 599), max_size=40), data=st.data())
-def test_whatever_comes_it_is_what_the_tokenizer_says(
+def test_stream_decoder_says_what_the_tokenizer_says(
     tokenizer: Tokenizer, ids: list[int], data: st.DataObject
 ) -> None:
     """Random tokens: loose bytes, ends of documents, beginnings of characters that never end."""
@@ -54,19 +54,11 @@ def test_whatever_comes_it_is_what_the_tokenizer_says(
     assert "".join(streamed(tokenizer, [], ids)) == tokenizer.decode(ids)
 
 
-def test_bytes_are_held_until_they_are_a_character(tokenizer: Tokenizer) -> None:
-    ids = tokenizer.encode("🤷")
-    assert len(ids) == 4  # a test without bytes would show nothing
-    pieces = streamed(tokenizer, tokenizer.encode("a"), [*ids, *ids[:2]])
-    assert pieces[:4] == ["", "", "", "🤷"] and pieces[4:6] == ["", ""]
-    assert set(pieces[6]) == {"\ufffd"}  # what stays unfinished is shown as that, at the end
-
-
 @given(
     parts=st.lists(st.text("ab", max_size=4), max_size=8),
     stops=st.lists(st.text("ab", min_size=1, max_size=4)),
 )
-def test_what_is_shown_ends_before_the_first_stop(parts: list[str], stops: list[str]) -> None:
+def test_cut_ends_before_the_first_stop(parts: list[str], stops: list[str]) -> None:
     whole, shown, held, met = "".join(parts), "", "", False
     for part in parts:
         new, held, met = cut(held + part, stops)
@@ -108,7 +100,7 @@ scores = st.lists(st.integers(-400, 400), min_size=1, max_size=12, unique=True).
     logits=scores, temperature=st.sampled_from([0.1, 0.7, 1.0, 3.0]), top_k=st.integers(0, 14),
     top_p=st.sampled_from([0.0123, 0.4567, 0.89, 1.0]), points=st.integers(1, 40),
 )  # fmt: skip
-def test_even_uniform_numbers_give_every_token_its_share(
+def test_pick_gives_every_token_its_share(
     logits: list[float], temperature: float, top_k: int, top_p: float, points: int
 ) -> None:
     sampling = Sampling(temperature, top_k, top_p)
@@ -121,25 +113,14 @@ def test_even_uniform_numbers_give_every_token_its_share(
         assert abs(chosen.count(token) - share * points) <= 1 + 1e-6
 
 
-@given(logits=scores, top_k=st.integers(0, 3), top_p=st.sampled_from([0.5, 1.0]))
-def test_without_temperature_it_is_the_likeliest(logits: list[float], top_k: int, top_p: float) -> None:
-    got = pick(torch.tensor([logits]), Sampling(0.0, top_k, top_p), torch.tensor([0.99], dtype=torch.float64))
-    assert got.tolist() == [logits.index(max(logits))]
-
-
 @pytest.mark.parametrize("sampling", [Sampling(1e-6), Sampling(1e-6, top_p=1.0), Sampling(1e-3, 2, 0.1)])
 @pytest.mark.parametrize("uniform", [0.0, 1 - 2**-53])
-def test_extremes(sampling: Sampling, uniform: float) -> None:
+def test_pick_at_extremes(sampling: Sampling, uniform: float) -> None:
     """Large logits, a temperature near zero, the first and the last uniform number there is."""
-    logits = torch.tensor([[-1e30, 5e4, 1e4, -math.inf]])
-    assert pick(logits, sampling, torch.tensor([uniform], dtype=torch.float64)).tolist() == [1]
-
-
-def test_the_last_uniform_number_never_takes_what_is_ruled_out() -> None:
-    last = torch.full((1,), 1 - 2**-53, dtype=torch.float64)
-    for sampling in (Sampling(1.0, 3, 1.0), Sampling(1.0, 0, 0.6), Sampling(1.0, 0, 1.0)):
-        logits = torch.cat((torch.randn(1, 1000), torch.full((1, 50), -math.inf)), -1)
-        assert int(pick(logits, sampling, last)) < 1000
+    logits, at = torch.tensor([[-1e30, 5e4, 1e4, -math.inf]]), torch.tensor([uniform], dtype=torch.float64)
+    assert pick(logits, sampling, at).tolist() == pick(logits, Sampling(0.0), at).tolist() == [1]
+    ruled_out = torch.cat((torch.randn(1, 1000), torch.full((1, 50), -math.inf)), -1)
+    assert int(pick(ruled_out, Sampling(1.0, 0, 1.0), at)) < 1000
 
 
 @pytest.mark.parametrize(
@@ -147,12 +128,12 @@ def test_the_last_uniform_number_never_takes_what_is_ruled_out() -> None:
     [((-0.1,), "temperature -0.1"), ((math.nan,), "temperature nan"), ((1.0, -1), "top-k -1"),
      ((1.0, 0, 0.0), "top-p 0.0"), ((1.0, 0, 1.5), "top-p 1.5"), ((1.0, 0, math.nan), "top-p nan")],
 )  # fmt: skip
-def test_what_cannot_be_is_refused(wrong: tuple[float, ...], word: str) -> None:
+def test_sampling_refuses_what_cannot_be(wrong: tuple[float, ...], word: str) -> None:
     with pytest.raises(DataError, match=word):
         Sampling(*wrong)  # type: ignore[arg-type]
 
 
-def test_a_file_or_a_pipe_loses_its_last_newline_only(
+def test_read_prompt_drops_one_last_newline_and_refuses_the_rest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "prompt.txt"
@@ -168,15 +149,10 @@ def test_a_file_or_a_pipe_loses_its_last_newline_only(
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
         assert read_prompt(None, None) == wanted
     assert read_prompt("as it is\n", None) == "as it is\n"
-
-
-def test_what_is_no_prompt_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="not both"):
-        read_prompt("a", tmp_path)
-    with pytest.raises(DataError, match=r"nothing\.txt cannot be read: No such file"):
-        read_prompt(None, tmp_path / "nothing.txt")
-    with pytest.raises(DataError, match="cannot be read: Is a directory"):
-        read_prompt(None, tmp_path)
     (tmp_path / "broken").write_bytes(b"ab\xff")
-    with pytest.raises(DataError, match=r"broken: byte 2 is no UTF-8"):
-        read_prompt(None, tmp_path / "broken")
+    for text, path, told in (
+        ("a", tmp_path, "not both"), (None, tmp_path / "nothing.txt", r"nothing\.txt cannot be read: No such file"),
+        (None, tmp_path / "broken", r"broken: byte 2 is no UTF-8"),
+    ):  # fmt: skip
+        with pytest.raises(DataError, match=told):
+            read_prompt(text, path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from megastable.data.manifest import FILE, Manifest
 from megastable.data.tokenizer import load_tokenizer
 from megastable_tools.convert.huggingface.export import to_hf
 from megastable_tools.generate.load import Speaker, open_speaker
-from tests.data.texts import hugging_face_file, sentencepiece_file
+from tests.data.texts import sentencepiece_file
 from tests.generate.runs import PIECES, run_with_tokenizer
 
 
@@ -33,7 +32,7 @@ def opened(path: Path, tokenizer: Path | None = None, dtype: str | None = None) 
     return open_speaker(path, tokenizer, dtype, "cpu")
 
 
-def test_a_run_speaks_with_the_tokenizer_of_its_corpus(run: Path) -> None:
+def test_open_speaker_speaks_with_the_tokenizer_of_its_corpus(run: Path) -> None:
     speaker = opened(run)
     assert speaker.tokenizer.xxh3 == load_tokenizer(run.parent / "corpus").xxh3
     assert speaker.ends == {speaker.tokenizer.eod} and speaker.notes == ()
@@ -41,7 +40,7 @@ def test_a_run_speaks_with_the_tokenizer_of_its_corpus(run: Path) -> None:
     assert next(opened(run, dtype="bf16").model.parameters()).dtype == torch.bfloat16
 
 
-def test_a_prompt_is_its_text_and_an_empty_one_the_start_of_a_document(run: Path) -> None:
+def test_prompt_is_its_text_and_an_empty_one_the_start_of_a_document(run: Path) -> None:
     speaker = opened(run)
     ids, eod = speaker.tokenizer.encode("def f("), speaker.tokenizer.eod
     assert speaker.prompt("def f(", document_start=False) == ids
@@ -51,12 +50,7 @@ def test_a_prompt_is_its_text_and_an_empty_one_the_start_of_a_document(run: Path
         speaker.prompt("a\udcff", document_start=False)
 
 
-def test_documents_that_were_kept_apart_have_nothing_before_them(tmp_path: Path) -> None:
-    speaker = opened(run_with_tokenizer(tmp_path, keep_documents_apart=True))
-    assert speaker.prompt("def f(", document_start=True) == speaker.tokenizer.encode("def f(")
-
-
-def test_a_token_that_begins_documents_begins_every_prompt(tmp_path: Path) -> None:
+def test_prompt_begins_with_what_begins_documents(tmp_path: Path) -> None:
     """Of the run, and of its export, which says so in config.json, too."""
     run = run_with_tokenizer(tmp_path)
     manifest = Manifest.load(tmp_path / "corpus")
@@ -71,17 +65,12 @@ def test_a_token_that_begins_documents_begins_every_prompt(tmp_path: Path) -> No
             assert speaker.prompt("def f(", document_start) == [bos, *ids]
             assert speaker.prompt("", document_start) == [bos]
         assert speaker.ends == {speaker.tokenizer.eod}
-    # Also with a tokenizer that is named, while the corpus can say so.
     kept = shutil.copy(tmp_path / "corpus/tokenizer.model", tmp_path / "kept.model")
     speaker = opened(run, Path(kept))
     assert speaker.prompt("def f(", False) == [bos, *ids] and speaker.ends == {info.eod} and not speaker.notes
-    for name in ("config.json", "generation_config.json"):
-        told = json.loads((out / name).read_text())
-        assert (told["bos_token_id"], told["eos_token_id"]) == (bos, info.eod)
-    assert "began with `bos`: the tokenizer puts it before every text" in (out / "README.md").read_text()
 
 
-def test_a_folder_of_hugging_face_speaks_as_the_run(run: Path, folder: Path) -> None:
+def test_open_speaker_of_a_folder_of_hugging_face_speaks_as_the_run(run: Path, folder: Path) -> None:
     ours, theirs = opened(run), opened(folder)
     text = "def f(x, é):\n    return 🤷\n"
     assert ours.prompt(text, False) == theirs.prompt(text, False)
@@ -91,53 +80,12 @@ def test_a_folder_of_hugging_face_speaks_as_the_run(run: Path, folder: Path) -> 
         torch.testing.assert_close(theirs.model(ids), ours.model(ids), rtol=1e-4, atol=1e-4)
 
 
-def test_no_prompt_forges_a_special_token(run: Path, folder: Path) -> None:
+def test_prompt_forges_no_special_token(run: Path, folder: Path) -> None:
     """Though other programs read the folder's tokenizer so that it does."""
     for speaker in (opened(run), opened(folder)):
         for text in ("x</s>", "<s>", "<unk>y"):
             ids = speaker.prompt(text, False)
             assert not {0, 1, 2} & {*ids} and speaker.tokenizer.decode(ids) == text
-
-
-def test_a_folder_says_what_ends_and_begins_its_texts(folder: Path, tmp_path: Path) -> None:
-    """As Llama's does: several ends, and a tokenizer that puts a token before every text."""
-    there = tmp_path / "llama"
-    there.mkdir()
-    for path in folder.iterdir():
-        (there / path.name).write_bytes(path.read_bytes())
-    settings = json.loads((there / "config.json").read_text())
-    (there / "config.json").write_text(json.dumps(settings | {"bos_token_id": 5, "eos_token_id": 7}))
-    (there / "generation_config.json").write_text('{"eos_token_id": [9, 7, 100000, true]}')
-    speaker = opened(there)
-    assert speaker.ends == {9, 7} and speaker.tokenizer.eod == 9 and speaker.start == (5,)
-    content = json.loads((there / "tokenizer.json").read_text())
-    word = next(piece for piece, id in content["model"]["vocab"].items() if id == 300)
-    content["post_processor"] = {
-        "type": "TemplateProcessing", "single": [{"SpecialToken": {"id": word, "type_id": 0}}, {"Sequence": {"id": "A",
-        "type_id": 0}}], "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
-        "special_tokens": {word: {"id": word, "ids": [300], "tokens": [word]}},
-    }  # fmt: skip
-    (there / "tokenizer.json").write_text(json.dumps(content))
-    speaker = opened(there)
-    assert speaker.prompt("def", False) == [300, *speaker.tokenizer.encode("def")]
-    assert speaker.prompt("", False) == [300]
-
-
-def test_a_token_that_begins_texts_must_be_known(folder: Path, tmp_path: Path) -> None:
-    there = shutil.copytree(folder, tmp_path / "there")
-    (there / "generation_config.json").write_text('{"bos_token_id": 123456}')
-    with pytest.raises(DataError, match="has the token 123456, and the model knows 400 only"):
-        opened(there).prompt("", False)
-    (there / "generation_config.json").write_text("[" * 100_000)  # nobody needs it
-    assert opened(there).start == opened(folder).start
-
-
-def test_a_key_that_is_not_known_can_be_accepted(folder: Path, tmp_path: Path) -> None:
-    there = shutil.copytree(folder, tmp_path / "there")
-    settings = json.loads((there / "config.json").read_text())
-    (there / "config.json").write_text(json.dumps(settings | {"is_mine": True}))
-    assert "--accept is_mine" in refused(there, kind=CheckpointError)
-    open_speaker(there, None, None, "cpu", accept=["is_mine"])
 
 
 def refused(path: Path, tokenizer: Path | None = None, kind: type[MegastableError] = DataError) -> str:
@@ -146,7 +94,7 @@ def refused(path: Path, tokenizer: Path | None = None, kind: type[MegastableErro
     return str(caught.value)
 
 
-def test_what_is_missing_or_wrong_is_said_with_what_to_do(run: Path, folder: Path, tmp_path: Path) -> None:
+def test_open_speaker_says_what_is_missing_or_wrong(run: Path, folder: Path, tmp_path: Path) -> None:
     assert "neither a checkpoint nor the directory of a run" in refused(tmp_path, kind=CheckpointError)
     large = sentencepiece_file(tmp_path, PIECES + 100)
     said = refused(run, large)
@@ -161,7 +109,7 @@ def test_what_is_missing_or_wrong_is_said_with_what_to_do(run: Path, folder: Pat
             open_speaker(run, None, None, device)
 
 
-def test_a_corpus_that_is_gone_or_another_one(tmp_path: Path) -> None:
+def test_open_speaker_without_the_corpus_or_with_another_one(tmp_path: Path) -> None:
     run = run_with_tokenizer(tmp_path)
     tokenizer = tmp_path / "corpus/tokenizer.model"
     kept = tokenizer.read_bytes()
@@ -175,14 +123,3 @@ def test_a_corpus_that_is_gone_or_another_one(tmp_path: Path) -> None:
     speaker = opened(run, tmp_path / "kept.model")
     assert speaker.tokenizer.vocab_size == PIECES
     assert "the corpus is not there: what begins and ends a document is guessed" in speaker.notes[0]
-
-
-def test_a_hugging_face_tokenizer_can_be_named(run: Path, tmp_path: Path) -> None:
-    speaker = opened(run, hugging_face_file(tmp_path, PIECES))
-    assert speaker.tokenizer.kind == "huggingface" and speaker.prompt("x = 1", False)
-    (note,) = speaker.notes
-    assert (
-        "ends documents with the token 2, which is" in note
-        and "there: what begins and ends a document" in note
-    )
-    assert speaker.ends == {load_tokenizer(speaker.tokenizer.file).eod}

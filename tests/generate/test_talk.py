@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from megastable_tools.generate.decode import Sampling, TextPiece
 from megastable_tools.generate.load import Speaker
 from megastable_tools.generate.talk import Printer, Talk, Wishes
 from tests.data.texts import sentencepiece_file
-from tests.generate.models import LENGTH, model
+from tests.generate.models import model
 
 WARM = Sampling(1.0, 0, 1.0)
 
@@ -51,34 +51,7 @@ def answers(*lines: str | type[BaseException]) -> Callable[[], str]:
     return ask
 
 
-def test_a_program_gets_the_text_or_json(speaker: Speaker, capsys: pytest.CaptureFixture[str]) -> None:
-    console, out = page()
-    Talk(speaker, wishes()).once("def f(", console, json=False)
-    text = out.getvalue()
-    told = capsys.readouterr().err
-    assert "seed 3; 20 tokens, " in told and "tokens/s (prompt of 4 tokens: " in told
-    console, out = page()
-    Talk(speaker, wishes(number=2)).once("def f(", console, json=True)
-    answer = json.loads(out.getvalue())
-    assert (answer["prompt"], answer["seed"], answer["step"], answer["dtype"]) == ("def f(", 3, 3, "float32")
-    assert answer["prompt_tokens"] == speaker.tokenizer.encode("def f(")
-    first, second = answer["samples"]
-    assert first["text"] == text.removesuffix("\n") != second["text"]
-    for sample in (first, second):
-        assert len(sample["tokens"]) == len(sample["logprobs"]) == 20 and sample["end"] == "length"
-
-
-def test_the_same_seed_gives_the_same_text_and_none_a_new_one(speaker: Speaker) -> None:
-    def text(seed: int | None) -> str:
-        console, out = page()
-        Talk(speaker, wishes(seed=seed)).once("", console, json=False)
-        return out.getvalue()
-
-    assert text(3) == text(3) != text(4)
-    assert text(None) != text(None)
-
-
-def test_a_terminal_shows_the_prompt_and_no_control_characters() -> None:
+def test_printer_shows_a_terminal_the_prompt_and_no_control_characters() -> None:
     pieces = [
         TextPiece(0, text, 1, 0.0, "eod" if text == "x" else None)
         for text in ("a\tb\n", "\x1b[2J\u202e\r", "x")
@@ -94,26 +67,7 @@ def test_a_terminal_shows_the_prompt_and_no_control_characters() -> None:
     assert printer.samples[0].text == "a\tb\n\x1b[2J\u202e\rx"
 
 
-def test_samples_come_one_after_the_other_the_first_one_live() -> None:
-    console, out = page()
-    seen = []
-
-    def pieces() -> Iterator[TextPiece]:
-        for sample, text, end in (
-            (0, "a", None), (1, "x", "eod"), (2, "p", None), (0, "b", "eod"), (2, "q", "length"),
-        ):  # fmt: skip
-            yield TextPiece(sample, text, 1, 0.0, end)  # type: ignore[arg-type]
-            seen.append(out.getvalue())
-
-    Printer(console, 3).print("prompt", pieces())
-    first, second, third = (f"--- {n} of 3 ---\n" for n in (1, 2, 3))
-    assert seen == [first + "a"] * 3 + [
-        f"{first}ab\n{second}x\n{third}p",
-        f"{first}ab\n{second}x\n{third}pq\n",
-    ]
-
-
-def test_lines_are_continued_and_an_empty_one_goes_on(
+def test_talk_continues_lines_and_goes_on_at_an_empty_one(
     speaker: Speaker, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def text(most: int) -> str:
@@ -131,46 +85,7 @@ def test_lines_are_continued_and_an_empty_one_goes_on(
     assert "it continues the text that you type" in told and "error: the prompt is not UTF-8" in told
 
 
-def test_another_line_is_another_draw(speaker: Speaker) -> None:
-    console, out = page()
-    Talk(speaker, wishes(stops=("\n",))).loop(console, answers("x", "x"))
-    first, second, *_ = out.getvalue().split("\n")
-    assert first != second
-
-
-def test_ctrl_c_stops_a_text_but_not_the_loop(speaker: Speaker, capsys: pytest.CaptureFixture[str]) -> None:
-    class Impatient(io.StringIO):
-        def write(self, text: str) -> int:
-            if len(self.getvalue()) > 30 and not self.interrupted:
-                self.interrupted = True
-                raise KeyboardInterrupt
-            return super().write(text)
-
-        interrupted = False
-
-    out = Impatient()
-    talk = Talk(speaker, wishes(most=100, past_eod=True))
-    talk.loop(Console(file=out, force_terminal=False), answers("def f(", "def g("))
-    told = capsys.readouterr().err
-    assert out.interrupted and "\n100 tokens" in told  # the second line was continued to its end
-    assert told.count(" tokens/s") == 2 and told.count("\n100 tokens") == 1
-
-
-def test_several_texts_cannot_all_go_on(speaker: Speaker, capsys: pytest.CaptureFixture[str]) -> None:
-    Talk(speaker, wishes(number=2, most=2)).loop(page()[0], answers("x", ""))
-    assert "type the one to go on with" in capsys.readouterr().err
-
-
-def test_what_is_longer_than_the_training_is_told(
-    speaker: Speaker, capsys: pytest.CaptureFixture[str]
-) -> None:
-    Talk(speaker, wishes(most=LENGTH - 4)).once("def f(", page()[0], json=False)
-    assert "note" not in capsys.readouterr().err
-    Talk(speaker, wishes(most=LENGTH - 3)).once("def f(", page()[0], json=False)
-    assert f"{LENGTH + 1} tokens, and the model was trained on {LENGTH}" in capsys.readouterr().err
-
-
-def test_wishes_that_cannot_be(speaker: Speaker) -> None:
+def test_talk_refuses_wishes_that_cannot_be(speaker: Speaker) -> None:
     with pytest.raises(DataError, match="--stop: an empty text"):
         Talk(speaker, wishes(stops=("a", "")))
     apart = model(vocabulary=speaker.tokenizer.vocab_size, data=DataConfig(keep_documents_apart=True))
@@ -178,16 +93,9 @@ def test_wishes_that_cannot_be(speaker: Speaker) -> None:
         Talk(Speaker(apart, speaker.tokenizer, speaker.ends, speaker.start), wishes(past_eod=True))
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        torch.OutOfMemoryError("CUDA out of memory"),
-        RuntimeError("DefaultCPUAllocator: can't allocate memory"),
-    ],
-)
-def test_memory_that_ends_is_told_with_what_to_do(speaker: Speaker, error: RuntimeError) -> None:
+def test_talk_says_what_to_do_when_memory_ends(speaker: Speaker) -> None:
     def full(*_: object) -> None:
-        raise error
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
     handle = speaker.model.gpt[1].mlp.register_forward_hook(full)
     try:
@@ -199,7 +107,7 @@ def test_memory_that_ends_is_told_with_what_to_do(speaker: Speaker, error: Runti
         handle.remove()
 
 
-def test_past_the_end_of_a_document(speaker: Speaker) -> None:
+def test_talk_goes_past_the_end_of_a_document(speaker: Speaker) -> None:
     """A model that says nothing but the end of a document."""
     only = model(vocabulary=speaker.tokenizer.vocab_size, tied=True)
     with torch.no_grad():

@@ -57,11 +57,11 @@ def world(pytestconfig: pytest.Config) -> Iterator[None]:
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT="0",
     )
-    from megastable.base import deterministic
+    from megastable.base import reproducible
     from megastable.engine import distributed
 
     if _only_exact(pytestconfig):
-        os.environ.update(deterministic.ENVIRONMENT)  # torch's part is switched by `exact`
+        os.environ.update(reproducible.ENVIRONMENT)  # torch's part is switched by `exact`
     distributed.start_distributed(timeout=120)
     yield
     distributed.stop_distributed()
@@ -70,11 +70,11 @@ def world(pytestconfig: pytest.Config) -> Iterator[None]:
 @pytest.fixture
 def exact() -> Iterator[None]:
     """As run.deterministic=true."""
-    from megastable.base import deterministic
+    from megastable.base import reproducible
 
-    deterministic.switch(True)
+    reproducible.switch(True)
     yield
-    deterministic.switch(False)
+    reproducible.switch(False)
 
 
 @pytest.fixture(autouse=True)

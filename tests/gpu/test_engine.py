@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import shutil
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -89,24 +88,6 @@ def test_it_learns_and_repeats_itself_bit_for_bit(kind: str) -> None:
     assert runs[0][0][-1] < runs[0][0][0] - 0.3
 
 
-@pytest.mark.usefixtures("exact")
-@pytest.mark.parametrize("apart", [False, True], ids=["causal", "documents"])
-def test_long_sequences_repeat_themselves_bit_for_bit(apart: bool) -> None:
-    """Of 2,048 tokens, where the gradients of attention are summed over many blocks of queries."""
-    shape = SHAPE | {"hidden": 512, "ffn": 1024, "sequence_length": 2048}
-    config = config_of(model=shape, data={"keep_documents_apart": apart})
-    drawn = torch.randint(500, (4, 2049), generator=torch.Generator().manual_seed(1))
-    segments = (torch.arange(2048) // 300).int().expand(4, -1).contiguous() if apart else None
-    batch = MicroBatch(drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous(), torch.arange(4), segments)
-    runs = []
-    for _ in range(2):
-        engine = engine_of(config)
-        steps = [engine.train_step([batch, batch], 1e-3, lambda m: m.finite)[0] for _ in range(4)]
-        runs.append(([(m.loss, m.grad_norm) for m in steps], state(engine)))
-        del engine
-    assert runs[0][0] == runs[1][0] and same(runs[0][1], runs[1][1])
-
-
 def test_fp32_on_a_gpu_equals_fp32_on_a_cpu(tmp_path: Path) -> None:
     """The same module in plain torch on the CPU: losses of some steps by AdamW."""
     from megastable.model.gpt import GPT
@@ -175,33 +156,35 @@ def test_a_rewind_point_copied_behind_the_steps_brings_back_every_bit(kind: str)
     assert again == first and same(after, state(engine))
 
 
-@pytest.fixture
-def noisy_syncs() -> Iterator[None]:
+def count_synchronisations(engine: Engine, step: int) -> tuple[int, int]:
+    """How often a step makes the host wait for the GPU: before the gate's one read, and in all."""
+    read, seen = engine._collect, list[int]()
     torch.cuda.set_sync_debug_mode("warn")
-    yield
-    torch.cuda.set_sync_debug_mode("default")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+
+            def waits() -> int:
+                return sum("synchroniz" in str(w.message) for w in caught)
+
+            def collect(*args: Any) -> Any:
+                seen.append(waits())
+                return read(*args)
+
+            engine._collect = collect  # type: ignore[method-assign, assignment]
+            engine.train_step(batches(step), 1e-3, lambda m: m.finite, ballot=lambda: {"some": (0.0, 1.0)})
+            return seen[0], waits()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
-def test_the_host_waits_for_the_gpu_only_at_the_end_of_a_step(noisy_syncs: None) -> None:
+def test_the_host_waits_for_the_gpu_only_at_the_end_of_a_step() -> None:
     """Forward and backward are only queued; the gate reads once, DeepSpeed's update a few times."""
     engine = engine_of(config_of())
     for i in range(3):
         engine.train_step(batches(i), 1e-3, lambda m: m.finite)
-    read = engine._collect
-    seen: list[int] = []
-
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-
-        def collect(*args: Any) -> Any:
-            seen.append(sum("synchroniz" in str(w.message) for w in caught))
-            return read(*args)
-
-        engine._collect = collect  # type: ignore[method-assign, assignment]
-        engine.train_step(batches(9), 1e-3, lambda m: m.finite, ballot=lambda: {"some": (0.0, 1.0)})
-        total = sum("synchroniz" in str(w.message) for w in caught)
-    assert seen == [0], f"{seen[0]} synchronisations before the gate's one read"
-    assert total <= 8, f"{total} synchronisations in a step"
+    before_gate, in_all = count_synchronisations(engine, 9)
+    assert before_gate == 0 and in_all <= 8
 
 
 @pytest.mark.usefixtures("exact")

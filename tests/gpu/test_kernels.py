@@ -12,13 +12,12 @@ from torch.nn.attention import SDPBackend
 
 from megastable.config.model import ModelConfig
 from megastable.model import cores
-from megastable.model.attention_scores import FULL
-from megastable.model.chunked import chunked_objective
 from megastable.model.cores import CORES, reference_attention
 from megastable.model.gpt import GPT
-from megastable.model.kernels import Kernels
-from megastable.model.loss import LossFunction, project
+from megastable.model.kernels import FULL, Kernels
+from megastable.model.loss import LossFunction, chunked_objective
 from megastable.parallel.topology import TensorParallel
+from tests.model.test_chunked import ONE, VOCABULARY, by_chunks, exact, inputs, reference
 
 ATTENTION = [
     "sdpa",
@@ -42,14 +41,6 @@ def test_attention(attention: str, groups: int, width: int, gpu: torch.device) -
     b, heads, s = 2, 8, 1024
     shapes = [(b, heads, s, width), *[(b, heads // groups, s, width)] * 2]
     check_core(attention, shapes, None, gpu)
-
-
-@pytest.mark.parametrize("groups", [1, 4])
-def test_attention_inside_documents(groups: int, gpu: torch.device) -> None:
-    b, heads, s, width = 2, 8, 1024, 64
-    begins = torch.rand(b, s, generator=torch.Generator().manual_seed(5)) < 0.01
-    segments = begins.cumsum(1).to(torch.int32).to(gpu)
-    check_core("sdpa", [(b, heads, s, width), *[(b, heads // groups, s, width)] * 2], segments, gpu)
 
 
 @pytest.mark.parametrize("groups", [1, 4])
@@ -89,28 +80,6 @@ def check_core(
         assert error(mine, its) < 2 * BF16
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_the_chunked_loss(dtype: torch.dtype, compiled: bool, gpu: torch.device) -> None:
-    s, b, h, vocabulary, z = 384, 3, 256, 5000, 1e-3
-    generator = torch.Generator(gpu).manual_seed(0)
-    x = torch.randn(s, b, h, generator=generator, device=gpu).to(dtype).requires_grad_()
-    weight = (0.1 * torch.randn(5120, h, generator=generator, device=gpu)).to(dtype).requires_grad_()
-    labels = torch.randint(vocabulary, (b, s), generator=generator, device=gpu)
-    tp = TensorParallel()
-    objective, samples = chunked_objective(
-        x, weight, labels, vocabulary, z, tp, compiled, elements=5000 * 500
-    )
-    got = [objective, samples, *torch.autograd.grad(objective, (x, weight))]
-
-    wide = [t.detach().float().requires_grad_() for t in (x, weight)]
-    function = LossFunction(vocabulary, z, tp)
-    right = function(project((wide[0], wide[1])), labels)
-    wanted = [right, function.samples[0], *torch.autograd.grad(right, wide)]
-    for mine, its in zip(got, wanted, strict=True):
-        assert error(mine, its) < (BF16 if dtype == torch.bfloat16 else 1e-4)
-
-
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("apart", [False, True], ids=["causal", "documents"])
 def test_a_compiled_block_is_one_graph_and_stays_it(recompute: str, apart: bool, gpu: torch.device) -> None:
@@ -141,3 +110,37 @@ def test_a_compiled_block_is_one_graph_and_stays_it(recompute: str, apart: bool,
     for got, wanted in zip(results[1], results[0], strict=True):
         assert got is not None and wanted is not None
         assert error(got, wanted) < 4 * BF16
+
+
+# Head and loss in chunks, by the references of tests/model/test_chunked.py
+
+
+def on(gpu: torch.device, case: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    x, weight, labels = (t.detach().to(gpu) for t in case)
+    return x.requires_grad_(), weight.requires_grad_(), labels
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("elements", [2**22, 2**14], ids=["one chunk", "chunks"])
+def test_it_is_about_as_exact_as_the_reference(
+    elements: int, dtype: torch.dtype, compiled: bool, gpu: torch.device
+) -> None:
+    case = on(gpu, inputs(96, 3, 64, 500, 512, dtype))
+    got = by_chunks(*case, 500, 1e-2, elements=elements, compiled=compiled)
+    plain, wanted = reference(*case, 500, 1e-2), exact(*case, 500, 1e-2)
+    for name in vars(wanted):
+        ours, theirs = (error(getattr(r, name), getattr(wanted, name)) for r in (got, plain))
+        assert ours <= 1.5 * theirs + 1e-6, (name, ours, theirs)
+
+
+def test_the_host_does_not_wait(gpu: torch.device) -> None:
+    x, weight, labels = on(gpu, inputs(dtype=torch.bfloat16))
+    by_chunks(x, weight, labels, VOCABULARY, 0.1, elements=500)
+    upstream = torch.ones((), device=gpu)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        objective, _ = chunked_objective(x, weight, labels, VOCABULARY, 0.1, ONE, elements=500)
+        torch.autograd.grad(objective, (x, weight), upstream)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

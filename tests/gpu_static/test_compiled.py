@@ -11,7 +11,6 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from megastable.config.model import ModelConfig
-from megastable.model import chunked
 from megastable.model.gpt import GPT, Block
 from megastable.model.kernels import Kernels
 from megastable.model.loss import LossFunction
@@ -60,19 +59,6 @@ def test_blocks_compile_forward_and_backward(recompute: str, apart: bool, codes:
     assert all(p.grad is not None and p.grad.device == fake.GPU for p in model.parameters())
 
 
-@pytest.mark.parametrize("apart", [False, True], ids=["causal", "documents"])
-def test_blocks_compile_for_evaluation(apart: bool, codes: list[str]) -> None:
-    """an evaluation compiles each block once more, without gradients"""
-    counters.clear()
-    model = model_of(shape(), "none")
-    with fake.mode, torch.no_grad():
-        tokens = torch.zeros(B, S, dtype=torch.long, device=fake.GPU)
-        segments = torch.zeros(B, S, dtype=torch.int32, device=fake.GPU)
-        for _ in range(3):
-            model((tokens, segments) if apart else tokens, tokens)
-    assert not counters["graph_break"] and len(codes) == 2
-
-
 @pytest.mark.parametrize("norms", ["before", "after", "both", "deep"])
 def test_what_lies_between_linear_layers_compiles(norms: str, codes: list[str]) -> None:
     """what lies between Transformer Engine's modules compiles by itself, as one graph each"""
@@ -98,15 +84,6 @@ def test_blocks_become_machine_code(apart: bool, codes: list[str], tmp_path: Pat
     assert any("flex" in code for code in codes) == apart
     made = machine_code(codes, tmp_path)
     assert len(made) == kernels(codes) > 10
-
-
-def test_the_loss_becomes_machine_code(codes: list[str], tmp_path: Path) -> None:
-    """inductor's kernels of the loss over a vocabulary of 32,000 become sm_90 cubins"""
-    with fake.mode:
-        logits = torch.empty(4096, 32_000, dtype=torch.bfloat16, device=fake.GPU)
-        local = torch.empty(4096, dtype=torch.long, device=fake.GPU)
-        chunked._compiled(chunked._both_)(logits, local, 1e-4, None)
-    assert len(machine_code(codes, tmp_path)) == kernels(codes) == 3
 
 
 def test_the_optimizer_becomes_machine_code(codes: list[str], tmp_path: Path) -> None:

@@ -10,12 +10,9 @@ from torch import nn
 
 from megastable.config.tree import RunConfig
 from megastable.fp8 import te
-from megastable.model.attention_scores import FULL
-from megastable.model.cores import _te_core
 from megastable.model.gpt import GPT
 from megastable.parallel.sharding import placement_of
 from megastable.parallel.topology import TensorParallel
-from tests.gpu_static import fake
 
 library = pytest.importorskip("transformer_engine.pytorch", reason="Transformer Engine is not installed here")
 
@@ -53,12 +50,6 @@ def its(module: nn.Module) -> list[str]:
 
 def known(module: nn.Module) -> list[tuple[int, str, Any]]:
     return [(id(p), placement_of(p).name, vars(p)["tensor_model_parallel"]) for p in module.parameters()]
-
-
-@pytest.mark.parametrize("recipe", ["current", "delayed", "block"])
-def test_it_can_be_had_on_a_hopper(recipe: str) -> None:
-    """Transformer Engine accepts all three recipes on a GPU of capability 9.0"""
-    assert te.why_not(config({"recipe": recipe}), fake.GPU) is None
 
 
 FUSED = ["LayerNormLinear", "Linear", "LayerNormMLP"]
@@ -124,10 +115,3 @@ def test_delayed_scales_stay_ours(norms: str) -> None:
                     assert cell.scale.data_ptr() == fp8._scales[row, slot].data_ptr()
                     assert cell.amax.data_ptr() == fp8._meters.seen[row, slot].data_ptr()
     assert not FP8GlobalStateManager.quantization_state.global_amax_buffer  # it sums none of them
-
-
-def test_its_attention_is_made() -> None:
-    """its attention is made for grouped queries (kernels.attention=te)"""
-    _te_core.cache_clear()
-    assert type(_te_core(8, 2, 64, FULL)).__name__ == "DotProductAttention"
-    _te_core.cache_clear()

@@ -6,13 +6,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from megastable_guard import learning_rate_limits
-from megastable_guard.actions import Action, Cause, Decision
+from megastable_guard import policy_state
+from megastable_guard.actions import Action, Cause, Decision, Verdict
 from megastable_guard.guard_config import PolicyConfig
 from megastable_guard.policy import SUSPICION, Policy
 from megastable_guard.policy_state import PolicyState
-from megastable_guard.signals import Verdict
-from tests.guard.policies import VERDICTS, seen
+from tests.guard.traces import VERDICTS, seen
 from tests.tiers import examples
 
 KERNELS = ["attention", "loss"]
@@ -21,7 +20,7 @@ BY_EXAMINATION = Cause.STATE, Cause.DATA, Cause.HARDWARE, Cause.NUMERICS
 RATES = st.sampled_from([1e-3, 1.5e-3, 1e-2])
 
 
-class Ladder(RuleBasedStateMachine):
+class PolicyLadder(RuleBasedStateMachine):
     """A run as the training loop drives it; its twin is saved and loaded again and again."""
 
     config = PolicyConfig(
@@ -33,10 +32,18 @@ class Ladder(RuleBasedStateMachine):
         super().__init__()
         self.policy, self.other = Policy(self.config, None, True), Policy(self.config, None, True)
         self.step, self.refused = 0, list[int]()
+        self.left_at = list[int]()  # clocks at which FP8 was left, as seen from outside
 
     def both(self, act):  # type: ignore[no-untyped-def]
-        one = act(self.policy)
+        before, one = self.policy.fp8, act(self.policy)
         assert one == act(self.other) and self.policy.state == self.other.state
+        now, s = self.policy.fp8, self.policy.state
+        if before and not now:
+            self.left_at.append(s.clock)
+        elif now and not before:
+            rest = self.config.fp8_rest * 2 ** (len(self.left_at) - 1)
+            assert s.clock - self.left_at[-1] >= rest and len(self.left_at) < self.config.fallbacks
+            assert not s.watching and not s.refused
         return one
 
     @rule(
@@ -137,7 +144,7 @@ class Ladder(RuleBasedStateMachine):
     def calm_for_long(self) -> None:
         """Every limit that is not for good ends, one after the other."""
         last = [limit for limit in self.policy.state.limits if limit.holds][-1]
-        rest = learning_rate_limits.rest(self.policy.state.limits, last, self.config)
+        rest = policy_state.limit_duration(self.policy.state.limits, last, self.config)
         for _ in range((rest or 200) + SUSPICION + self.config.verify_steps + 60):
             self.step += 1
             decision = self.both(lambda p: p.decide(seen(self.step), 0))
@@ -154,7 +161,7 @@ class Ladder(RuleBasedStateMachine):
         assert decision.action in (Action.REWIND, Action.HANDOVER, Action.STOP)
         if decision.action is Action.STOP:
             self.policy, self.other = Policy(self.config, None, True), Policy(self.config, None, True)
-            self.step, self.refused = 0, []
+            self.step, self.refused, self.left_at = 0, [], []
         elif decision.action is Action.REWIND:
             self.both(lambda p: p.remedy(Cause.HARDWARE, self.step))
         else:
@@ -169,7 +176,9 @@ class Ladder(RuleBasedStateMachine):
         assert sum(limit.times for limit in s.limits) <= c.cuts and len(s.fallbacks) <= c.fallbacks
         assert 0 < self.policy.rate(self.step, 1e-3) <= 1e-3
         assert s.alert is None or s.watching
+        assert len(s.fallbacks) == len(self.left_at) and self.policy.fp8 is not s.resting
+        assert 0 <= s.rested <= s.clock
 
 
-Ladder.TestCase.settings = settings(max_examples=examples(80), stateful_step_count=40)
-TestLadder = Ladder.TestCase
+PolicyLadder.TestCase.settings = settings(max_examples=examples(80), stateful_step_count=40)
+TestLadder = PolicyLadder.TestCase

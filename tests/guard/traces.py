@@ -6,15 +6,19 @@ adds one fault to a run and returns a new one.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from hypothesis import strategies as st
 
-from megastable_guard.signals import Signals
+from megastable_guard.actions import Action, Cause, Finding, Remedy, Signals, Verdict
+from megastable_guard.guard_config import PolicyConfig
+from megastable_guard.policy import Policy
 
 
 @dataclass(frozen=True)
-class Run:
+class SyntheticRun:
     """loss, norm: float64 of shape (steps,), nats and L2 norm before clipping. norm None: not measured."""
 
     loss: np.ndarray
@@ -33,15 +37,15 @@ def healthy(
     tail: float = 0.1,
     exponential: bool = False,
     norm: float = 0.4,
-) -> Run:
+) -> SyntheticRun:
     """noise: sigma of the loss, nats. tail: of the norm, times |Student t, 3 degrees|; exponential: in its exponent."""
     rng = np.random.default_rng(seed)
     loss = 3.0 + 8.0 * (1.0 + np.arange(steps) / 20.0) ** -0.5 + noise * rng.standard_normal(steps)
     heavy = tail * rng.standard_t(3, steps)
-    return Run(loss, norm * (np.exp(heavy) if exponential else 1.0 + np.abs(heavy)))
+    return SyntheticRun(loss, norm * (np.exp(heavy) if exponential else 1.0 + np.abs(heavy)))
 
 
-def plus(run: Run, start: int, loss: np.ndarray, norm: np.ndarray | float = 1.0) -> Run:
+def plus(run: SyntheticRun, start: int, loss: np.ndarray, norm: np.ndarray | float = 1.0) -> SyntheticRun:
     """`loss` nats added and the norm multiplied by `norm` from `start` on."""
     changed = run.loss.copy()
     end = min(start + len(loss), len(changed))
@@ -50,14 +54,14 @@ def plus(run: Run, start: int, loss: np.ndarray, norm: np.ndarray | float = 1.0)
         return replace(run, loss=changed)
     factors = run.norm.copy()
     factors[start:end] *= np.broadcast_to(norm, len(loss))[: end - start]
-    return Run(changed, factors)
+    return SyntheticRun(changed, factors)
 
 
-def spike(run: Run, start: int, *, length: int = 40, height: float = 1.5) -> Run:
+def spike(run: SyntheticRun, start: int, *, length: int = 40, height: float = 1.5) -> SyntheticRun:
     return plus(run, start, np.full(length, height))
 
 
-def divergence(run: Run, start: int, *, rate: float = 0.01) -> Run:
+def divergence(run: SyntheticRun, start: int, *, rate: float = 0.01) -> SyntheticRun:
     """The loss leaves its curve and rises by `rate` nats per step above the level it had."""
     left = len(run.loss) - start
     rising = np.interp(np.arange(left), [0, left], [0.0, rate * left])
@@ -65,6 +69,47 @@ def divergence(run: Run, start: int, *, rate: float = 0.01) -> Run:
     return plus(run, start, rising + smooth[0] - smooth)
 
 
-def swinging(run: Run, start: int, *, amplitude: float, period: int = 8) -> Run:
+def swinging(run: SyntheticRun, start: int, *, amplitude: float, period: int = 8) -> SyntheticRun:
     left = len(run.loss) - start
     return plus(run, start, amplitude * np.sin(2 * np.pi * np.arange(left) / period))
+
+
+CONFIG = PolicyConfig()
+VERDICTS = st.sampled_from(list(Verdict))
+
+
+def seen(step: int, verdict: Verdict = Verdict.HEALTHY, severity: float = 2.0, **more: object) -> Finding:
+    healthy = verdict is Verdict.HEALTHY
+    fields = {"onset": step, "reason": f"{verdict} at {step}", "on_trend": healthy} | more
+    return Finding(step=step, verdict=verdict, severity=0.0 if healthy else severity, **fields)  # type: ignore[arg-type]
+
+
+def run(policy: Policy, findings: list[Finding], oldest: int | None = 0) -> list[Action]:
+    return [policy.decide(finding, oldest).action for finding in findings]
+
+
+def trip(
+    policy: Policy,
+    step: int,
+    cause: Cause,
+    corpus: str = "a",
+    may_swap: bool = False,
+    proven: bool = True,
+    bad: Sequence[int] = (),
+) -> Action:
+    """A spike, and the remedy for its cause as it was found out; by default by a clear trial. may_swap: a
+    branch without the corpus would win."""
+    decision = policy.decide(seen(step, Verdict.SPIKE), 0)
+    if decision.action is not Action.REWIND:
+        return decision.action
+    swap = "without it the others are easier" if may_swap and policy.may_swap(corpus) else ""
+    return policy.remedy(cause, step, corpus, swap, proven, bad).action
+
+
+def trip_and_try(
+    policy: Policy, step: int, name: str, good_rate: float | None = None, rate: float | None = None
+) -> Remedy:
+    """A spike, and a remedy whose branch won."""
+    assert policy.decide(seen(step, Verdict.SPIKE), 0).action is Action.REWIND
+    offers = {offer.name: offer for offer in policy.offer_remedies(step, good_rate, rate)}
+    return policy.adopt(offers[name], "it won")

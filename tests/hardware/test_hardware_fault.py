@@ -3,7 +3,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from hypothesis import given
+from hypothesis import strategies as st
+
 from megastable.hardware.hardware_fault import FOUND, SEVERAL, WINDOW, FaultCounts, HardwareFault, read_counts
+from megastable.hardware.state_watch import find_minority
 from megastable.run.events.event import Event
 from megastable.run.events.stability_events import (
     GradientsDoubted,
@@ -36,22 +40,10 @@ def test_what_was_sent_or_is_of_several_hosts_counts_for_nobody() -> None:
         assert not counts.count(replace(fault(1), link=True), step).lasting
 
 
-def test_one_step_counts_once() -> None:
-    counts = FaultCounts()
-    for _ in range(3 * SEVERAL):
-        assert not counts.count(fault(1), 7).lasting
-
-
 def test_chances_are_forgotten() -> None:
     counts = FaultCounts()
     for number in range(3 * SEVERAL):
         assert not counts.count(fault(1), number * (WINDOW // 2 + 1)).lasting
-
-
-def test_a_host_must_leave_only_if_it_is_known_which() -> None:
-    assert fault(1, lasting=True).excludes_host
-    assert not fault(lasting=True).excludes_host and not fault(1).excludes_host
-    assert not HardwareFault(0, True, [1, 2], ["node-1", "node-2"], "one of them was wrong").excludes_host
 
 
 def found(kind: type[Event], step: int, *ranks: int, **fields: Any) -> Event:
@@ -83,9 +75,21 @@ def test_faults_of_another_host_or_before_it_was_accused_do_not_count() -> None:
     )
 
 
-def test_what_earlier_versions_and_others_wrote_does_not_count() -> None:
-    events = [
-        StateChanged.of({"step": 1, "ranks": [1]}),
-        StateChanged.of({"ranks": ["a"], "hosts": [3], "step": "x"}),
-    ]
-    assert read_counts(events, HOSTS) == (set(), set())
+PRINTS = st.integers(-(1 << 63), (1 << 63) - 1)
+
+
+@given(st.integers(2, 9), st.integers(0, 8), PRINTS, PRINTS)
+def test_a_minority_is_named_and_two_are_not_judged(ranks: int, where: int, usual: int, wrong: int) -> None:
+    held = dict.fromkeys(range(10, 10 + ranks), usual)
+    odd = 10 + where % ranks
+    held[odd] = wrong if wrong != usual else usual ^ 1
+    found = find_minority(held)
+    if ranks == 2:
+        assert found == ((10, 11), False)
+    else:
+        assert found == ((odd,), True)
+
+
+def test_without_a_majority_all_are_named() -> None:
+    assert find_minority({0: 1, 1: 1, 2: 2, 3: 2}) == ((0, 1, 2, 3), False)
+    assert find_minority({0: 1, 1: 1, 2: 1, 3: 2, 4: 3}) == ((3, 4), True)

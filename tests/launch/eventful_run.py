@@ -12,8 +12,7 @@ from typing import Any
 
 import yaml
 
-from megastable.run.machine_files import MachineWriter
-from megastable.run.machine_state import HostReading, MachineSample
+from megastable.run.machine_state import HostReading, MachineSample, MachineWriter
 from megastable.supervise.metrics import Metrics
 from megastable.supervise.status import read_status
 from tests.patience import PATIENCE

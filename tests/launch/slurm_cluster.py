@@ -28,6 +28,7 @@ import psutil
 from megastable.base.errors import MegastableError, user_errors
 from megastable.cluster.slurm import facts
 
+ROOT = Path(__file__).resolve().parents[2]
 TOOLS = "setpriv unshare nsenter ip munged slurmctld slurmd sinfo sbatch srun scontrol scancel squeue".split()
 UNSHARE = "setpriv --pdeathsig KILL unshare --mount --net --pid --ipc --uts --fork --kill-child --mount-proc".split()
 # What the cluster does with namespaces, the network in them and mounts, and nothing else.
@@ -90,6 +91,17 @@ BOOT = (
 
 class SlurmError(MegastableError):
     """The cluster cannot be made here, or does not do what was expected of it."""
+
+
+def checkout(folder: Path) -> Path:
+    """A repository for jobs: this one, with this interpreter in .venv."""
+    python = folder / ".venv/bin/python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
+    python.chmod(0o755)
+    for name in ("launch", "megastable", "ds_configs"):
+        (folder / name).symlink_to(ROOT / name)
+    return folder
 
 
 def missing() -> str | None:
@@ -192,10 +204,6 @@ class SlurmCluster:
         words = ["ip", "netns", "exec", name, *spaces, "sh", "-c", BOOT, name, "slurmd", "-D", "-N", name]
         self._booted[name] = self._daemon(*words)
         self.until(f"node {name} idle", lambda: self.state(name) == "idle")
-
-    def processes(self, name: str) -> list[psutil.Process]:
-        """All on that node, of jobs too."""
-        return psutil.Process(self._booted[name].pid).children(recursive=True)
 
     def lose(self, name: str) -> None:
         """Cuts its network and kills all its processes, as a power failure does."""

@@ -6,16 +6,11 @@ import json
 import os
 import socket
 import subprocess
-import sys
-import sysconfig
 from pathlib import Path
 
 import pytest
 
-from drills import runner
-from drills.plan import Policy
-from megastable.cluster.launcher import LAUNCHER, TrainingCommand, command, free_port
-from megastable.run.directory import RunDirectory
+from megastable.cluster.launcher import LAUNCHER, free_port
 from tests.distributed import run_main
 from tests.patience import PATIENCE
 from tests.training.tracked_run import all_told
@@ -29,23 +24,15 @@ TINY = (
 ).split()
 
 
-def launch(ranks: int, *arguments: str, port: int = 0) -> subprocess.CompletedProcess[str]:
-    command = [
-        *LAUNCHER, "--num_gpus", str(ranks), "--master_port", str(port or free_port()), "--module",
-        "megastable.train",
-        QUICKSTART, *arguments,
-    ]  # fmt: skip
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        command, cwd=ROOT, env=environment, timeout=PATIENCE, text=True, capture_output=True
-    )
-
-
 @pytest.mark.slow
-def test_tensor_and_pipeline_parallel_on_four_ranks(corpus: Path, tmp_path: Path) -> None:
+def test_launcher_trains_tensor_and_pipeline_parallel_on_four_ranks(corpus: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     data = f"data.corpora=[{{path: {corpus}}}]"
-    done = launch(4, *TINY, data, "parallel.tensor=2", "parallel.pipeline=2", f"run.dir={run}")
+    ports = ["--num_gpus", "4", "--master_port", str(free_port())]
+    layout = ["parallel.tensor=2", "parallel.pipeline=2", f"run.dir={run}"]
+    words = [*LAUNCHER, *ports, "--module", "megastable.train", QUICKSTART, *TINY, data, *layout]
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(words, cwd=ROOT, env=environment, timeout=PATIENCE, text=True, capture_output=True)
     assert done.returncode == 0, done.stdout + done.stderr
     summary = json.loads((run / "summary.json").read_text())
     assert (summary["world_size"], summary["tensor"], summary["pipeline"], summary["steps"]) == (4, 2, 2, 3)
@@ -54,15 +41,6 @@ def test_tensor_and_pipeline_parallel_on_four_ranks(corpus: Path, tmp_path: Path
     all_told(run)
     assert len(list((run / "tensorboard/run").glob("events*"))) == 1  # of one rank
     assert (run / "checkpoints/latest").read_text() == "step-3"
-
-
-@pytest.mark.slow
-def test_bad_input_is_told_once_by_the_launcher_too(tmp_path: Path) -> None:
-    """It ends the other rank, which would tell it again a while later."""
-    done = launch(2, *TINY, f"run.dir={tmp_path / 'run'}", "model.layer=3")
-    assert done.returncode == 2
-    assert done.stderr.count("model.layer: unknown key; did you mean model.layers?") == 1
-    assert "Traceback" not in done.stdout + done.stderr
 
 
 @pytest.mark.quick("2-model.layer=3-model.layer: unknown key; did you mean model.layers[?]")
@@ -74,7 +52,7 @@ def test_bad_input_is_told_once_by_the_launcher_too(tmp_path: Path) -> None:
         (2, "data.corpora=[{path: no/such/corpus}]", "is not a prepared corpus"),
     ],
 )
-def test_bad_input_is_told_once_without_a_traceback(
+def test_train_tells_bad_input_once_without_a_traceback(
     ranks: int, override: str, message: str, tmp_path: Path
 ) -> None:
     done = run_main(ranks, tmp_path / "said", QUICKSTART, *TINY, f"run.dir={tmp_path / 'run'}", override)
@@ -83,7 +61,7 @@ def test_bad_input_is_told_once_without_a_traceback(
 
 
 @pytest.mark.parametrize(("mark", "code"), [([], 2), (["--supervised=1@run"], 1)])
-def test_a_port_in_use_is_told_with_the_remedy(mark: list[str], code: int, tmp_path: Path) -> None:
+def test_train_tells_a_port_in_use_with_the_remedy(mark: list[str], code: int, tmp_path: Path) -> None:
     """Bad input, unless a supervisor chose the port: it starts again with another one."""
     with socket.socket() as taken:
         taken.bind(("0.0.0.0", 0))
@@ -93,19 +71,3 @@ def test_a_port_in_use_is_told_with_the_remedy(mark: list[str], code: int, tmp_p
         done = run_main(1, tmp_path / "said", QUICKSTART, *TINY, run, *mark, port=port)
     assert done.code == code and "--master_port" in done.stderr
     assert "Traceback" not in done.stdout + done.stderr
-
-
-@pytest.mark.slow
-def test_the_launcher_needs_no_script_beside_the_interpreter(tmp_path: Path) -> None:
-    """As where DeepSpeed is on PYTHONPATH: a python alone in its folder."""
-    alone = tmp_path / "python"
-    alone.symlink_to(Path(sys.executable).resolve())
-    for made in (
-        command(RunDirectory(tmp_path), 1, TrainingCommand("recipe.yaml")),
-        runner.command(Policy.CLIPPING, tmp_path / "recipe.yaml", [], 2),
-    ):
-        assert tuple(made[:3]) == LAUNCHER and made[0] == sys.executable
-    environment = {**os.environ, "PYTHONPATH": sysconfig.get_path("purelib"), "DS_ACCELERATOR": "cpu"}
-    command_line = [alone, *LAUNCHER[1:], "--help"]
-    done = subprocess.run(command_line, env=environment, timeout=PATIENCE, text=True, capture_output=True)
-    assert done.returncode == 0 and "--master_port" in done.stdout, done.stderr

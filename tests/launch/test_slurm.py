@@ -12,10 +12,9 @@ import pytest
 from megastable.base import errors
 from megastable.base.errors import HOST_GONE
 from tests.launch.slurm_cluster import SlurmCluster, missing
-from tests.launch.slurm_runs import checkout
 
 ROOT = Path(__file__).resolve().parents[2]
-JOB = f"PYTHONPATH={ROOT} {sys.executable} -m megastable.cluster.slurm_job"
+JOB = f"PYTHONPATH={ROOT} {sys.executable} -m megastable.cluster.slurm"
 ONCE = '[ "${SLURM_RESTART_COUNT:-0}" = 0 ] || exit 0\n'  # a requeued job is complete at once
 # Starts two agents a host, the second beside the first; each prints what it sees, and what it leaves to the launcher.
 AGENT = """
@@ -79,16 +78,7 @@ class Job:
         return [line for line in self.log.read_text().splitlines() if "slurmstepd" not in line]
 
 
-def test_nodes_are_hosts_of_their_own(cluster: SlurmCluster) -> None:
-    assert [cluster.state(name) for name in ("n1", "n2", "n3")] == ["idle"] * 3
-    script = "echo $(hostname) $(ls -d /proc/[0-9]* | wc -l) $CUDA_VISIBLE_DEVICES"
-    said = cluster.run("srun", "--nodes=3", "--gpus-per-node=2", "bash", "-c", script).split()
-    assert sorted(said[::3]) == ["n1", "n2", "n3"]
-    assert max(map(int, said[1::3])) < 15  # processes: the node's own
-    assert said[2::3] == ["0,1"] * 3
-
-
-def test_exit_codes_in_jobs(cluster: SlurmCluster, tmp_path: Path) -> None:
+def test_slurm_job_and_its_exit_codes(cluster: SlurmCluster, tmp_path: Path) -> None:
     """All at once: each takes seconds, in which Slurm lets a requeued job wait."""
     codes = [
         errors.OK, errors.FAILED, errors.BAD_INPUT, errors.STOPPED, errors.UNSTABLE, errors.NO_SPACE, HOST_GONE,
@@ -112,26 +102,6 @@ def test_exit_codes_in_jobs(cluster: SlurmCluster, tmp_path: Path) -> None:
     assert first != second
 
 
-def test_a_host_that_does_not_see_the_directory_is_left_out(cluster: SlurmCluster, tmp_path: Path) -> None:
-    (folder := tmp_path / "shared" / "repository").mkdir(parents=True)
-    hide = f"srun --overlap --nodes=1 --ntasks=1 --nodelist=n2 mount -t tmpfs tmpfs {folder.parent}"
-    show = f"srun --nodes=1 --ntasks=1 --nodelist=n2 --chdir=/ umount {folder.parent}"
-    job = Job(cluster, folder, f"{ONCE}{hide}\n{JOB} ended {HOST_GONE}", "--nodes=2", "--nodelist=n[1-2]")
-    facts = job.until(JobState="PENDING", ExcNodeList="n2")
-    cluster.run("scancel", str(job.number))
-    cluster.run(*show.split())
-    assert facts["Restarts"] == "1"
-    assert job.said()[1] == f"requeueing job {job.number}, without n2"
-
-
-def test_the_time_limit_sets_the_hours_of_the_run(cluster: SlurmCluster, tmp_path: Path) -> None:
-    job = Job(cluster, tmp_path, f"{JOB} limit", "--time=120")
-    job.until(JobState="COMPLETED")
-    key, _, hours = job.said()[0].partition("=")
-    assert key == "run.max_hours"
-    assert 1.7 < float(hours) <= 2 - 1 / 6
-
-
 def test_scancel_ends_a_job_for_good(cluster: SlurmCluster, tmp_path: Path) -> None:
     """Slurm signals the script and all that it started; the exit code of a stopped run then requeues nothing."""
     wait = "trap 'stopped=1' TERM\necho ready\nuntil [ ${stopped-} ]; do sleep 0.1; done"
@@ -144,7 +114,7 @@ def test_scancel_ends_a_job_for_good(cluster: SlurmCluster, tmp_path: Path) -> N
     assert any("Slurm is ending this job already (COMPLETING)" in line for line in job.said())
 
 
-def test_agents_see_all_of_their_node(cluster: SlurmCluster, tmp_path: Path) -> None:
+def test_agent_command_shows_agents_all_of_their_node(cluster: SlurmCluster, tmp_path: Path) -> None:
     (tmp_path / "head.py").write_text(HEAD)
     script = f"PYTHONPATH={ROOT} {sys.executable} head.py"
     options = "--nodes=2 --nodelist=n[1-2] --ntasks-per-node=1 --gpus-per-node=2 --exclusive --mem=0".split()
@@ -155,23 +125,8 @@ def test_agents_see_all_of_their_node(cluster: SlurmCluster, tmp_path: Path) -> 
     assert said == [f"agent {job.number} 0,1 {node} 8 1" for node in ("n1", "n1", "n2", "n2")], job.said()
 
 
-def test_who_hears_a_signal_of_scancel(cluster: SlurmCluster, tmp_path: Path) -> None:
-    """With --batch the script, which passes it on; without, the steps, that is the agents."""
-    step = "srun --overlap --nodes=1 --ntasks=1 bash -c 'echo step ready; listen step'"
-    job = Job(cluster, tmp_path, f"{LISTEN}{step} &\nlisten child &\necho script ready\nlisten script")
-    job.until_said("step ready")
-    job.until_said("script ready")
-    cluster.run("scancel", "--signal=TERM", "--batch", str(job.number))
-    job.until_said("script TERM")
-    assert not {"child TERM", "step TERM"} & set(job.said())
-    cluster.run("scancel", "--signal=TERM", str(job.number))
-    job.until_said("step TERM")
-    assert job.said().count("script TERM") == 1 and "child TERM" not in job.said()
-    cluster.run("scancel", str(job.number))
-
-
 @pytest.mark.slow
-def test_a_preemption_tells_the_steps_first(cluster: SlurmCluster, tmp_path: Path) -> None:
+def test_preemption_tells_the_steps_first(cluster: SlurmCluster, tmp_path: Path) -> None:
     """That is the agents. The script hears of it when the time is over, and Slurm has requeued the job."""
     step = "srun --overlap --nodes=1 --ntasks=1 --nodelist=n1 bash -c 'echo ready; listen step'"
     script = f"{ONCE}{LISTEN}{step} &\nlisten script"
@@ -189,7 +144,7 @@ def test_a_preemption_tells_the_steps_first(cluster: SlurmCluster, tmp_path: Pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lost", ["n1", "n3"])
-def test_a_lost_node_requeues_the_job(cluster: SlurmCluster, tmp_path: Path, lost: str) -> None:
+def test_lost_node_requeues_the_job(cluster: SlurmCluster, tmp_path: Path, lost: str) -> None:
     """The first one, where the script runs, and others. It asks for as many nodes as before."""
     script = f"echo on $SLURM_JOB_NODELIST\n{ONCE}{LISTEN}listen script"
     job = Job(cluster, tmp_path, script, "--nodes=3", "--exclusive")
@@ -201,24 +156,3 @@ def test_a_lost_node_requeues_the_job(cluster: SlurmCluster, tmp_path: Path, los
     job.until(JobState="COMPLETED")
     assert [line for line in job.said() if line.startswith("on ")] == ["on n[1-3]"] * 2
     assert ("script TERM" in job.said()) == (lost != "n1")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["launch/recipes/7b.yaml"], "name the run directory"),
-        (["no-such-recipe.yaml", "run.dir=run"], "no-such-recipe.yaml"),
-    ],
-)
-def test_bad_input_fails_the_job(
-    cluster: SlurmCluster, tmp_path: Path, arguments: list[str], message: str
-) -> None:
-    """The script itself, with our supervisor."""
-    checkout(tmp_path)
-    options = ["--gpus-per-node=2", "--output=log", "launch/slurm.sbatch"]
-    number = cluster.submit(*options, *arguments, cwd=tmp_path)
-    facts = cluster.until_job(number, JobState="FAILED")
-    assert (facts["ExitCode"], facts["Restarts"]) == (f"{errors.BAD_INPUT}:0", "0")
-    log = (tmp_path / "log").read_text()
-    assert message in log
-    assert "Traceback" not in log

@@ -45,7 +45,7 @@ def measured(run: Path) -> dict[str, list[float]]:
 @pytest.mark.slow
 @pytest.mark.skipif(missing() is not None, reason=str(missing()))
 @pytest.mark.skipif(not shutil.which("pdsh"), reason="not installed: pdsh (Debian: apt-get install pdsh)")
-def test_two_hosts_train_what_one_does(corpus: Path, tmp_path: Path) -> None:
+def test_launcher_on_two_hosts_trains_what_one_does(corpus: Path, tmp_path: Path) -> None:
     variables = tmp_path / ".deepspeed_env"  # deepspeed exports them on every host
     variables.write_text("DS_ACCELERATOR=cpu\nOMP_NUM_THREADS=1\n")
     (tmp_path / "hosts").mkdir()

@@ -7,16 +7,13 @@ from typing import NamedTuple
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
-from megastable.base import products
 from megastable.model import blocked
-from megastable.model.attention_scores import FULL, AttentionScores
 from megastable.model.blocked import blocked_attention, blocks, document_starts, kept_size, supported
+from megastable.model.kernels import FULL, AttentionScores
 from tests.tiers import examples
 
 CPU = torch.device("cpu")
@@ -70,30 +67,15 @@ def plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, of: AttentionScores = F
     return scores.masked_fill(~mask, -math.inf).softmax(-1) @ v
 
 
-def fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    groups = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-
-
 def results(case: Case, how: str) -> list[Tensor]:
     """The output and the gradients of q, k, v."""
     wide = torch.float64 if how == "exact" else case.q.dtype
     q, k, v = (t.detach().to(wide).requires_grad_() for t in case[:3])
     if how == "blocked":
         y = blocked_attention(q, k, v, case.segments, case.scores)
-    elif how == "exact":
-        y = plain(q, k, v, allowed(case), case.scores)
     else:
-        y = fused(q, k, v, allowed(case))
+        y = plain(q, k, v, allowed(case), case.scores)
     return [y.detach(), *torch.autograd.grad(y, (q, k, v), case.dy.to(wide))]
-
-
-def errors(got: list[Tensor], exact: list[Tensor]) -> list[float]:
-    """Relative to the norm of the exact result."""
-    for g, e in zip(got, exact, strict=True):
-        assert g.shape == e.shape
-    return [float((g.double() - e).norm() / e.norm().clamp_min(1e-30)) for g, e in zip(got, exact)]
 
 
 @pytest.fixture
@@ -123,7 +105,7 @@ shapes = {
 @pytest.mark.parametrize("kept", [0, 100], ids=["computed again", "kept"])
 @settings(max_examples=examples(25))
 @given(**shapes)
-def test_fp32_equals_the_plain_softmax(
+def test_blocked_attention_in_fp32_is_the_plain_softmax(
     kept: int, b: int, k: int, groups: int, s: int, d: int, documents: bool, scores: AttentionScores
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -139,46 +121,26 @@ def test_fp32_equals_the_plain_softmax(
 @pytest.mark.usefixtures("small_blocks")
 @settings(max_examples=examples(25))
 @given(**shapes)
-def test_bf16_equals_the_plain_softmax_up_to_its_rounding(
+def test_blocked_attention_in_bf16_is_the_plain_softmax_but_for_rounding(
     b: int, k: int, groups: int, s: int, d: int, documents: bool, scores: AttentionScores
 ) -> None:
     inputs = case(b, k, groups, s, d, torch.bfloat16, documents)._replace(scores=scores)
     for got, wanted in zip(results(inputs, "blocked"), results(inputs, "exact"), strict=True):
         assert got.dtype == torch.bfloat16
-        assert (got.double() - wanted).abs().max() <= 2**-6 * wanted.abs().max().clamp_min(1)
+        assert (got.double() - wanted).abs().max() <= 2**-5 * wanted.abs().max().clamp_min(1)
 
 
 @BF16
 @pytest.mark.parametrize("documents", [False, True], ids=["causal", "documents"])
-@pytest.mark.parametrize(
-    ("b", "k", "groups", "s", "d"), [(2, 2, 2, 256, 64), (1, 2, 3, 333, 96), (1, 1, 1, 700, 128)]
-)
-@pytest.mark.parametrize("size", [1.0, 3.0], ids=["flat", "peaked"])
-def test_bf16_is_as_exact_as_the_fused_kernel(
-    size: float, b: int, k: int, groups: int, s: int, d: int, documents: bool
-) -> None:
-    inputs = case(b, k, groups, s, d, torch.bfloat16, documents, size)
-    exact = results(inputs, "exact")
-    for ours, theirs in zip(
-        errors(results(inputs, "blocked"), exact), errors(results(inputs, "fused"), exact), strict=True
-    ):
-        assert ours < 1.5 * theirs
-
-
-@BF16
-@pytest.mark.parametrize("d", [64, 96, 128])
-def test_bf16_scores_are_fp32_scores(d: int) -> None:
-    """Also for a scale that is no power of two, and for strided inputs."""
-    g = torch.Generator().manual_seed(d)
-    q = 4 * torch.randn(3, 100, d + 8, generator=g).bfloat16()[:, 5:, :d]
-    k = 4 * torch.randn(3, 211, d, generator=g).bfloat16()[:, 11:]
-    before = torch.get_float32_matmul_precision(), torch.backends.mkldnn.matmul.fp32_precision  # type: ignore[attr-defined]
-    got = blocked._scores(q, k, 1 / math.sqrt(d), torch.empty(3, 95, 200))
-    assert before == (torch.get_float32_matmul_precision(), torch.backends.mkldnn.matmul.fp32_precision)  # type: ignore[attr-defined]
-    wanted = q.double() @ k.double().mT / math.sqrt(d)
-    assert (got - wanted).abs().max() < 2**-15 * wanted.abs().max()
-    rounded = (wanted.bfloat16() - wanted).abs().max()
-    assert (got - wanted).abs().max() < rounded / 50
+def test_blocked_attention_in_bf16_is_as_exact_as_the_fused_kernel(documents: bool) -> None:
+    """Where probabilities are peaked: errors relative to the norms."""
+    inputs = case(1, 2, 3, 333, 96, torch.bfloat16, documents, 3.0)
+    q, k, v = (t.detach().requires_grad_() for t in inputs[:3])
+    heads = (t.repeat_interleave(3, 1) for t in (k, v))
+    y = torch.nn.functional.scaled_dot_product_attention(q, *heads, attn_mask=allowed(inputs))
+    fused = [y.detach(), *torch.autograd.grad(y, (q, k, v), inputs.dy)]
+    for ours, theirs, exact in zip(results(inputs, "blocked"), fused, results(inputs, "exact"), strict=True):
+        assert (ours - exact).norm() < 1.5 * (theirs - exact).norm()
 
 
 @pytest.mark.usefixtures("small_blocks")
@@ -209,66 +171,15 @@ def test_blocks_cover_every_document_once(b: int, k: int, groups: int, s: int, s
         assert scores == room if starts is None else scores <= room
 
 
-@pytest.mark.usefixtures("small_blocks")
-@settings(max_examples=examples(30))
-@given(s=st.integers(1, 80), window=st.integers(1, 90), apart=st.booleans())
-def test_blocks_cover_every_window_once_and_little_more(s: int, window: int, apart: bool) -> None:
-    segments = (torch.arange(s) // 20)[None].int()
-    wanted = torch.ones(s, s, dtype=torch.bool).tril().triu(1 - window)
-    if apart:
-        wanted = wanted & (segments[0][:, None] == segments[0])
-    seen = torch.zeros(s, s, dtype=torch.int)
-    for at in blocks(1, 2, 1, s, 8, document_starts(segments, 8) if apart else None, window):
-        if at.k0 == 0:
-            seen[at.first : at.end, at.key : at.end] += 1
-        assert at.end - at.key <= window + 8 + blocked.ALIGN
-    assert seen.max() == 1 and bool((seen > 0)[wanted].all())
-
-
-def test_a_document_costs_what_it_holds() -> None:
-    s = 4096
-    segments = (torch.arange(s) // 128)[None].int()
-    cost = {
-        name: sum(math.prod(at.shape(1)) for at in blocks(1, 1, 1, s, 128, starts))
-        for name, starts in {"apart": document_starts(segments, 128), "whole": None}.items()
-    }
-    assert cost["apart"] == s * 128 and cost["whole"] > s * s // 2
-
-
-def test_probabilities_are_kept_only_while_they_are_few() -> None:
-    assert kept_size(1, 1, 256, 64) == 256 * 256
-    assert kept_size(2, 4, 100, 64) == 8 * 100 * 100
-    assert kept_size(1, 1, 2048, 64) == 0
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=BF16)])
 @pytest.mark.parametrize("s", [200, 700], ids=["kept", "computed again"])
-def test_two_runs_are_equal_bit_for_bit(s: int, dtype: torch.dtype) -> None:
+def test_blocked_attention_repeats_itself_bit_for_bit(s: int, dtype: torch.dtype) -> None:
     inputs = case(2, 2, 2, s, 32, dtype, documents=True)
     for one, two in zip(results(inputs, "blocked"), results(inputs, "blocked"), strict=True):
         assert torch.equal(one, two)
 
 
-def test_documents_do_not_see_each_other_and_nobody_the_future() -> None:
-    inputs = case(1, 2, 2, 40, 16, torch.float32)
-    segments = (torch.arange(40) // 13)[None].int()
-    before = blocked_attention(*inputs[:3], segments)
-    k, v = inputs.k.clone(), inputs.v.clone()
-    k[:, :, :13] += 5
-    v[:, :, 30:] -= 5
-    after = blocked_attention(inputs.q, k, v, segments)
-    assert torch.equal(before[:, :, 13:30], after[:, :, 13:30])
-    assert not torch.equal(before[:, :, :13], after[:, :, :13])
-    assert not torch.equal(before[:, :, 30:], after[:, :, 30:])
-
-
-def test_the_output_is_laid_out_for_what_follows() -> None:
-    inputs = case(2, 2, 3, 20, 8, torch.float32)
-    y = blocked_attention(*inputs[:3])
-    assert y.shape == inputs.q.shape and y.permute(2, 0, 1, 3).is_contiguous()
-
-
-def test_a_first_call_without_autograd_spoils_no_later_one() -> None:
+def test_blocked_attention_without_autograd_spoils_no_later_call() -> None:
     blocked._held.flat.clear()
     inputs = case(1, 2, 2, 40, 16, torch.float32)
     with torch.inference_mode():
@@ -277,25 +188,8 @@ def test_a_first_call_without_autograd_spoils_no_later_one() -> None:
     assert blocked_attention(q, k, v).sum().backward() is None and q.grad is not None
 
 
-def test_not_a_number_is_passed_on() -> None:
-    inputs = case(1, 1, 1, 20, 8, torch.float32)
-    inputs.q[0, 0, 7, 0] = math.nan
-    y = blocked_attention(*inputs[:3])
-    assert y[0, 0, 7].isnan().all() and y[0, 0, :7].isfinite().all() and y[0, 0, 8:].isfinite().all()
-
-
-@pytest.mark.parametrize("documents", [False, True], ids=["causal", "documents"])
-def test_checkpointing_changes_nothing(documents: bool) -> None:
-    inputs = case(2, 2, 2, 150, 16, torch.float32, documents)
-    q, k, v = (t.detach().requires_grad_() for t in inputs[:3])
-    y = checkpoint(blocked_attention, q, k, v, inputs.segments, use_reentrant=False, preserve_rng_state=False)
-    got = [y, *torch.autograd.grad(y, (q, k, v), inputs.dy)]
-    for one, two in zip(got, results(inputs, "blocked"), strict=True):
-        assert torch.equal(one, two)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=BF16)])
-def test_compiles_to_one_graph_once(dtype: torch.dtype) -> None:
+def test_blocked_attention_compiles_to_one_graph_once(dtype: torch.dtype) -> None:
     def layer(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None) -> Tensor:
         y = blocked_attention(q * 2, k, v, segments)
         return y.permute(2, 0, 1, 3).flatten(2)
@@ -318,21 +212,3 @@ def test_compiles_to_one_graph_once(dtype: torch.dtype) -> None:
             got = [y, *torch.autograd.grad(y, (q, k, v), dy)]
             for one, two in zip(got, [wanted, *torch.autograd.grad(wanted, (q, k, v), dy)], strict=True):
                 assert torch.equal(one, two)
-
-
-@pytest.mark.quick("capped window-documents")
-@pytest.mark.parametrize("documents", [False, True], ids=["causal", "documents"])
-@pytest.mark.parametrize("scores", [FULL, AttentionScores(0.3, 2.0, 9)], ids=["plain", "capped window"])
-def test_the_operator_keeps_the_rules_of_operators(documents: bool, scores: AttentionScores) -> None:
-    """Schema, fake shapes and strides, gradients through AOT, with static and symbolic sizes: torch's own check."""
-    inputs = case(2, 2, 2, 40, 16, torch.float32, documents)
-    q, k, v = (t.detach().requires_grad_() for t in inputs[:3])
-    room = 0 if scores.cap else kept_size(*q.shape)
-    torch.library.opcheck(blocked._op, (q, k, v, inputs.segments, room, *scores))
-
-
-def test_supported_is_said_of_cpus_only() -> None:
-    assert supported(CPU, torch.float32)
-    assert not supported(CPU, torch.float16) and not supported(CPU, torch.float64)
-    assert not supported(torch.device("cuda"), torch.bfloat16)
-    assert supported(CPU, torch.bfloat16) == products.NATIVE

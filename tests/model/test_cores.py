@@ -13,8 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import flex_attention
 
 from megastable.model import cores
-from megastable.model.attention_scores import FULL, AttentionScores
-from megastable.model.cores import CORES, attention_mask, reference_attention, see
+from megastable.model.cores import CORES, reference_attention, see
+from megastable.model.kernels import FULL, AttentionScores
 
 S, B, D = 11, 2, 8
 ON_A_CPU = ["reference", "sdpa", "blocked"]
@@ -47,7 +47,7 @@ def run(
 @pytest.mark.parametrize("apart", [False, True], ids=["causal", "documents"])
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("kind", SCORES)
-def test_the_reference_is_softmax_over_what_may_be_seen(kv_heads: int, apart: bool, kind: str) -> None:
+def test_reference_attention_is_softmax_over_what_may_be_seen(kv_heads: int, apart: bool, kind: str) -> None:
     (q, k, v), how = qkv(4, kv_heads), SCORES[kind]
     got = reference_attention(q, k, v, SEGMENTS if apart else None, how)
     for b in range(B):
@@ -69,7 +69,7 @@ def test_the_reference_is_softmax_over_what_may_be_seen(kv_heads: int, apart: bo
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", SCORES)
-def test_fast_backends_equal_the_reference(
+def test_cores_equal_the_reference(
     backend: str, kv_heads: int, apart: bool, dtype: torch.dtype, kind: str
 ) -> None:
     core, scores = CORES[backend], SCORES[kind]
@@ -93,7 +93,7 @@ def close(got: list[Tensor], wanted: list[Tensor], tolerance: float) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kv_heads", [4, 2])
-def test_no_gpu_is_asked_for_grouped_queries_in_fp32(
+def test_sdpa_asks_no_gpu_for_grouped_queries_in_fp32(
     kv_heads: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its fused kernels know them in 16 bits only. With tensors that claim to be on a GPU, and hold no numbers."""
@@ -119,7 +119,7 @@ def test_no_gpu_is_asked_for_grouped_queries_in_fp32(
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("apart", [False, True], ids=["causal", "documents"])
 @pytest.mark.parametrize("kind", SCORES)
-def test_what_a_gpu_computes_by_flex_attention_equals_the_reference(
+def test_flex_attention_of_a_gpu_equals_the_reference(
     kv_heads: int, apart: bool, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """FlexAttention written out, with the mask that its kernel gets on a GPU; forward: a CPU has no more of it."""
@@ -130,28 +130,3 @@ def test_what_a_gpu_computes_by_flex_attention_equals_the_reference(
     monkeypatch.setattr(cores, "_flex", lambda: flex_attention)
     got = CORES["sdpa"].run(q, k, v, documents, scores)
     close([got], [reference_attention(q, k, v, segments, scores)], 1e-5)
-
-
-@pytest.mark.parametrize("window", [None, 1, 3, 100])
-@pytest.mark.parametrize("apart", [False, True], ids=["causal", "documents"])
-def test_the_mask_is_causal_in_the_window_and_inside_one_document(window: int | None, apart: bool) -> None:
-    mask = attention_mask(SEGMENTS if apart else None, AttentionScores(window=window), S, CPU)
-    if mask is None:
-        assert not apart and window is None
-        return
-    assert mask.shape == (B if apart else 1, 1, S, S) and mask.dtype == torch.bool
-    for b in range(len(mask)):
-        for i in range(S):
-            for j in range(S):
-                near = window is None or i - j < window
-                same = not apart or bool(SEGMENTS[b, i] == SEGMENTS[b, j])
-                assert mask[b, 0, i, j] == (j <= i and near and same)
-
-
-@pytest.mark.parametrize("backend", ON_A_CPU)
-def test_the_future_is_not_seen(backend: str) -> None:
-    q, k, v = (t.detach() for t in qkv(4, 2))
-    before = CORES[backend].run(q, k, v, None)
-    k, v = k.clone(), v.clone()
-    k[:, :, 7:], v[:, :, 7:] = 1e3, -1e3
-    assert torch.equal(CORES[backend].run(q, k, v, None)[:, :, :7], before[:, :, :7])

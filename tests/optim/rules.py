@@ -103,26 +103,6 @@ class Lamb(Adam):
         return lr * ratio * u
 
 
-class Spam(Adam):
-    """arXiv:2501.06842, algorithm 1, with a reset before updates 1, 5, 9 and a warm-up of 3 updates."""
-
-    interval, threshold, warmup = 4, 30.0, 3
-
-    def change(self, name: str, p: Tensor, g: Tensor, lr: float, decay: float) -> Tensor:
-        age = self.t
-        while age > self.interval:
-            age -= self.interval
-        if age == 1:
-            self.m[name], self.v[name] = torch.zeros_like(p), torch.zeros_like(p)
-        v = self.v[name]
-        spikes = (g**2 > self.threshold * v) & (v != 0)
-        self.acted += int(spikes.sum())
-        g = g.clone()
-        g[spikes] = g[spikes].sign() * (self.threshold * v[spikes]).sqrt()
-        scale = 1 - 0.5 * (1 + math.cos(math.pi * min(age, self.warmup) / self.warmup))
-        return scale * lr * (self.adam(name, g, age) + decay * p)
-
-
 def splitmix(numbers: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """SplitMix64's finalizer (doi:10.1145/2660193.2660195), of unsigned numbers."""
     x = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -140,8 +120,11 @@ def sparse(name: str, p: Tensor, period: int, density: float) -> Tensor:
     return torch.from_numpy(uniform < density).view(p.shape)
 
 
-class SparseSpam(Rule):
-    """arXiv:2501.06842, algorithm 1, in fp64: g, m and v are those of M alone, and so is the update."""
+class Spam(Rule):
+    """arXiv:2501.06842, algorithm 1, with a reset before updates 1, 5, 9 and a warm-up of 3 updates.
+
+    In fp64: g, m and v are those of M alone, and so is the update.
+    """
 
     interval, threshold, warmup, density = 4, 30.0, 3, 0.4
 
@@ -165,7 +148,7 @@ class SparseSpam(Rule):
 
 
 class StableSpam(Adam):
-    """arXiv:2502.17055, algorithm 1, with a reset before updates 1, 5, 9."""
+    """arXiv:2502.17055, algorithm 1, with a reset before updates 1, 5, 9, and the sparse momentum of SPAM."""
 
     interval, gammas = 4, (0.7, 0.9, 0.8)  # gamma 1, 2 and 3
 
@@ -185,18 +168,15 @@ class StableSpam(Adam):
         mean, square = g1 * mean + (1 - g1) * norm, g2 * square + (1 - g2) * norm**2
         wanted = mean / (1 - g1**t) / (math.sqrt(square / (1 - g2**t)) + self.eps)
         self.shared[f"gradient_sizes/{name}"] = torch.tensor([limit, mean, square], dtype=torch.float64)
-        g = (g / norm * wanted if norm else g) * self.mask(name, p)
-        return lr * (self.adam(name, g, age) + decay * p) * self.mask(name, p)
-
-    def mask(self, name: str, p: Tensor) -> Tensor:
-        return torch.ones_like(p)
+        chosen = sparse(name, p, (t - 1) // self.interval, 0.4).float()
+        g = (g / norm * wanted if norm else g) * chosen
+        return lr * (self.adam(name, g, age) + decay * p) * chosen
 
 
-class SparseStableSpam(StableSpam):
-    """With the sparse momentum of SPAM."""
+class WholeSpam(Spam):
+    """With moments of all elements."""
 
-    def mask(self, name: str, p: Tensor) -> Tensor:
-        return sparse(name, p, (self.t - 1) // self.interval, 0.4).float()
+    density = 1.0
 
 
 class Adafactor(Rule):
@@ -288,3 +268,117 @@ class MuonClip(Muon):
                 self.w[of] = self.master[of].clone()
         self.highest.clear()
         return total
+
+
+Grads = dict[str, Tensor]
+
+
+class Clip:
+    """Called once per update with gradients and fp32 weights by name; notes the share of the norm that is left."""
+
+    def __init__(self) -> None:
+        self.kept: list[float] = []
+
+    def __call__(self, grads: Grads, master: Grads) -> Grads:
+        clipped = self.clipped(grads, master)
+        self.kept.append(norm_of(clipped) / norm_of(grads))
+        return clipped
+
+    def clipped(self, grads: Grads, master: Grads) -> Grads:
+        raise NotImplementedError
+
+    def state(self) -> dict[str, list[float]]:
+        """As megastable keeps it."""
+        return {}
+
+
+class Norm(Clip):
+    def clipped(self, grads: Grads, master: Grads) -> Grads:
+        return to_norm(grads, 1.0)
+
+
+class Value(Clip):
+    def __init__(self, threshold: float) -> None:
+        super().__init__()
+        self.threshold = threshold
+
+    def clipped(self, grads: Grads, master: Grads) -> Grads:
+        return {name: g.clamp(-self.threshold, self.threshold) for name, g in grads.items()}
+
+
+class AdaGC(Clip):
+    """lambda_abs = 1, beta = 0.98, lambda_rel = 1.05."""
+
+    def __init__(self, start: int) -> None:
+        super().__init__()
+        self.start, self.t = start, 0
+        self.gamma: dict[str, float] = {}
+
+    def clipped(self, grads: Grads, master: Grads) -> Grads:
+        self.t += 1
+        made = {}
+        whole = norm_of(grads)
+        for name, g in grads.items():
+            norm = float(g.double().norm())
+            if self.t <= self.start:
+                h = min(1.0 / whole, 1.0)
+                self.gamma[name] = min(self.gamma.get(name, math.inf), h * norm)
+            else:
+                h = min(1.05 * self.gamma[name] / norm, 1.0) if norm else 1.0
+                self.gamma[name] = 0.98 * self.gamma[name] + 0.02 * h * norm
+            made[name] = g * h
+        return made
+
+    def state(self) -> dict[str, list[float]]:
+        return {
+            "clipping/adagc/norms": [self.gamma[name] for name in sorted(self.gamma)],
+            "clipping/adagc/updates": [self.t],
+        }
+
+
+class ZClip(Clip):
+    """alpha = 0.97, z_thres = 2.5."""
+
+    def __init__(self, start: int) -> None:
+        super().__init__()
+        self.t = 0
+        self.start, self.seen = start, torch.zeros(0, dtype=torch.float64)
+        self.mean = self.variance = 0.0
+
+    def clipped(self, grads: Grads, master: Grads) -> Grads:
+        self.t += 1
+        norm = norm_of(grads)
+        if len(self.seen) < self.start:
+            self.seen = torch.cat((self.seen, torch.tensor([norm], dtype=torch.float64)))
+            self.mean, self.variance = float(self.seen.mean()), float(self.seen.var(correction=0))
+            return grads
+        to, z = norm, (norm - self.mean) / math.sqrt(self.variance)
+        if z > 2.5:
+            to = self.mean + 2.5**2 / z * math.sqrt(self.variance)
+        self.mean = 0.97 * self.mean + 0.03 * to
+        self.variance = 0.97 * self.variance + 0.03 * (to - self.mean) ** 2
+        return {name: g * (to / norm) for name, g in grads.items()}
+
+    def state(self) -> dict[str, list[float]]:
+        values = {"mean": self.mean, "variance": self.variance, "updates": self.t}
+        return {f"clipping/zclip/{name}": [value] for name, value in values.items()}
+
+
+class AGC(Clip):
+    """epsilon = 1e-3; rows of matrices, whole vectors, not the output layer."""
+
+    def __init__(self, threshold: float, head: str) -> None:
+        super().__init__()
+        self.threshold, self.head = threshold, head
+
+    def clipped(self, grads: Grads, master: Grads) -> Grads:
+        made = {}
+        for name, g in grads.items():
+            g = g.clone()
+            rows = zip(g, master[name], strict=True) if g.dim() > 1 else [(g, master[name])]
+            for row, weight in rows if name != self.head else ():
+                most = self.threshold * max(float(weight.norm()), 1e-3)
+                if float(row.norm()) > most:
+                    row *= most / float(row.norm())
+            made[name] = g
+        return made

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from megastable.config.model import ModelConfig
 from megastable.config.optimizers import OptimizerConfig
-from megastable.optim import build, spam
+from megastable.optim import build
 from megastable.optim.adafactor import bands
-from megastable.optim.fused import LANES
+from megastable.optim.adam_pieces import clip_spikes, draw_elements
+from megastable.optim.adamw import LANES
 from megastable.optim.pieces import Piece, PieceOptimizer, Surroundings, WholeParameter
-from megastable.parallel.fragments import Fragment
-from megastable.parallel.sharding import Placement, place, shard
+from megastable.parallel.sharding import Fragment, Placement, place, shard
 from tests.optim import rules
 
 ROWS, WIDTH = 13, 7
@@ -81,14 +81,8 @@ def test_spikes_are_clipped_to_the_threshold() -> None:
     v = torch.tensor([0.01, 0.01, 0.01, 0.01, 0.0, 0.0])
     bound = math.sqrt(0.04)
     wanted = torch.tensor([bound, -bound, 0.1, -0.1, 5.0, 0.0])
-    torch.testing.assert_close(spam.clipped(gradient, v, 4.0), wanted)
-    assert torch.equal(spam.clipped(gradient[2:4], v[2:4], 4.0), gradient[2:4])
-
-
-def test_a_period_is_a_function_of_the_update() -> None:
-    assert [spam.since_reset(step, 3) for step in range(1, 8)] == [1, 2, 3, 1, 2, 3, 1]
-    assert [spam.warmed_up(count, 2) for count in (1, 2, 3)] == pytest.approx([0.5, 1.0, 1.0])
-    assert spam.warmed_up(1, 0) == 1.0
+    torch.testing.assert_close(clip_spikes(gradient, v, 4.0), wanted)
+    assert torch.equal(clip_spikes(gradient[2:4], v[2:4], 4.0), gradient[2:4])
 
 
 @pytest.mark.parametrize(("dim", "sections"), [(None, ()), (0, (24,)), (0, (12, 8, 4)), (1, (16,))])
@@ -106,42 +100,5 @@ def test_every_shard_draws_as_the_whole_matrix(
             numel=part.stop - start, counted=True,
         )  # fmt: skip
         piece = Piece(f, torch.zeros(f.numel), torch.zeros(f.numel), {}, {})
-        drawn = spam.draw_elements(piece, 3, density, (rank, 2))(slice(0, f.numel))
+        drawn = draw_elements(piece, 3, density, (rank, 2))(slice(0, f.numel))
         assert drawn is not None and torch.equal(drawn, mine.flatten()[part])
-
-
-@pytest.mark.parametrize("name", ["spam", "stable_spam"])
-def test_sparse_momentum_changes_the_drawn_elements_alone_until_the_next_draw(name: str) -> None:
-    rows, width, interval = 64, 50, 3
-    keys = {"interval": interval, "density": 0.25} | ({"warmup": 2} if name == "spam" else {})
-    module = torch.nn.Linear(width, rows, bias=False)
-    place(module.weight, Placement("w"), 1)
-    recipe = OptimizerConfig.model_validate({"name": name, "lr": 1e-2, "weight_decay": 0.1, name: keys})
-    optimizer = build.build(module, recipe, ModelConfig(), compiled=False)
-    assert isinstance(optimizer, PieceOptimizer)
-    g = torch.Generator().manual_seed(0)
-    flat = torch.randn(rows * width, generator=g)
-    optimizer.param_groups = [group for group in optimizer.param_groups if group["params"]]
-    optimizer.param_groups[0]["params"] = [flat]
-    f = Fragment(
-        name="w", dim=None, sections=(), shape=(rows, width), group=0, offset=0, start=0, numel=flat.numel(),
-        counted=True,
-    )  # fmt: skip
-    optimizer.attach([flat], [f], Surroundings({"w": WholeParameter(Placement("w"), (rows, width), 0)}))
-    optimizer.recording, drawn = True, list[Tensor]()
-    for step in range(2 * interval):
-        before = flat.clone()
-        flat.grad = torch.randn(flat.shape, generator=g)
-        optimizer.sizes = []
-        optimizer.step()
-        mask = rules.sparse("w", flat.view(rows, width), step // interval, 0.25).flatten()
-        drawn.append(mask)
-        assert torch.equal(flat[~mask], before[~mask]) and (flat[mask] != before[mask]).all()
-        for kind in optimizer.kinds:
-            assert not optimizer.state[flat][kind][~mask].any() and optimizer.state[flat][kind][mask].all()
-        changed = sum(float(size.squares) for size in optimizer.sizes)
-        assert changed == pytest.approx(float((flat - before).double().square().sum()), rel=1e-6)
-    share = drawn[0].double().mean()
-    assert abs(share - 0.25) < 4 * math.sqrt(0.25 * 0.75 / flat.numel())
-    both = (drawn[0] & drawn[-1]).double().mean()  # drawn independently
-    assert abs(both - 0.25**2) < 4 * math.sqrt(0.0625 * 0.9375 / flat.numel())

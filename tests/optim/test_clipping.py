@@ -1,80 +1,232 @@
-"""Every kind of clipping under every layout against its formula on whole tensors; refusals, rewinds leave no trace."""
+"""In every precision: the optimizer gets what the formula of a clipping makes of the gradients that the gate saw.
+
+Under every layout, with refusals and rewinds: tests/parallel/test_pairs.py.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
+import math
 from typing import Any
 
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
 
+from megastable.config.tree import RunConfig
+from megastable.optim.clipping import clip_factors, row_factors, scale_rows
+from megastable.parallel.sharding import Fragment, placement_of, unshard
 from tests.distributed import run_ranks
-from tests.optim import clip_rules, rules, trained
-from tests.optim.test_optimizers import LAYOUTS
-from tests.parallel.test_layouts import ROUNDING, relative
+from tests.optim import rules
+from tests.optim.trained import BATCH, batches, recipe
+from tests.parallel.test_layouts import mine, relative, start_engine
 
-SPIKE = 7
-# By name: the recipe's section, and the rule that it stands for; its argument: the name of the output layer.
-CLIPPINGS: dict[str, tuple[Any, Callable[[str], clip_rules.Clip]]] = {
-    "norm": ("norm", lambda _: clip_rules.Norm()),
-    "value": ({"kind": "value", "threshold": 0.01}, lambda _: clip_rules.Value(0.01)),
-    "adagc": ({"kind": "adagc", "warmup": 4}, lambda _: clip_rules.AdaGC(4)),
-    "zclip": ({"kind": "zclip", "warmup": 4}, lambda _: clip_rules.ZClip(4)),
-    "agc": ({"kind": "agc", "threshold": 0.1}, lambda head: clip_rules.AGC(0.1, head)),
+STEPS = 3
+
+
+def plain_sgd(clipping: Any, clip: float = 1.0, **options: Any) -> RunConfig:
+    """Its "exp_avg" is the gradient that the optimizer gets."""
+    made = recipe({"name": "sgd", "momentum": 0.0, "clip": clip, "clipping": clipping}, **options)
+    scale = made.precision.model_copy(update={"initial_scale_power": 8})  # no overflow in fp16
+    return made.model_copy(update={"precision": scale})
+
+
+def clip_rank(recipes: dict[str, RunConfig], world: int) -> dict[str, Any]:
+    """What one rank sees, by recipe: `_train_three`."""
+    return {name: _train_three(c, world) for name, c in recipes.items()}
+
+
+def _train_three(c: RunConfig, world: int) -> dict[str, Any]:
+    """Three steps. In the last two, one worker's samples repeat a token, so that its gradient is far larger."""
+    engine, topology = start_engine(c, world)
+    fragments = engine.flat_state().fragments
+    seen: dict[str, list[Any]] = {key: [] for key in ("before", "after", "weight", "local", "norms", "kept")}
+    names = {id(q): placement_of(q).name for q in engine.ds.module.parameters()}
+
+    def pieces(take: Any) -> list[Any]:
+        return [(f, take(f).clone()) for f in fragments]
+
+    def judge(measured: Any) -> bool:
+        found = engine.zero.gradients(fragments)
+        scale = measured.loss_scale
+        seen["before"].append(pieces(lambda f: found[f.group, f.offset].view(-1)[: f.numel] / scale))
+        seen["weight"].append(pieces(lambda f: engine.flat_state().piece(f, "weight")))
+        return True
+
+    if c.optimizer.clipping.kind == "worker":
+        average, o = engine.ds.buffered_allreduce_fallback, engine.optimizer
+
+        def spied(*_: Any, **__: Any) -> None:
+            groups = zip(o.bf16_groups, o.fp32_groups_gradients, strict=True)
+            local = [(q, g) for qs, gs in groups for q, g in zip(qs, gs, strict=True)]
+            seen["local"].append({names[id(q)]: g.clone().view(q.shape) for q, g in local})
+            average()
+
+        engine.ds.buffered_allreduce_fallback = spied
+    for index, (tokens, labels, _) in enumerate(batches()[:STEPS]):
+        if index:
+            first = torch.arange(BATCH).view(-1, topology.layout.samples, c.train.micro_batch)[:, 0].flatten()
+            tokens[first], labels[first] = 3, 3
+        measured, applied = engine.train_step(
+            mine((tokens, labels, None), topology, c.train.micro_batch), 1e-2, judge
+        )
+        assert applied
+        seen["norms"].append(measured.grad_norm)
+        seen["kept"].append(engine.kept)
+        seen["after"].append(pieces(lambda f: engine.flat_state().piece(f, "exp_avg")))
+    return seen | {
+        "coordinates": topology.layout.coordinates(topology.rank),
+        "placements": {placement_of(q).name: placement_of(q) for q in engine.ds.module.parameters()},
+    }
+
+
+def whole(ranks: list[dict[str, Any]], name: str, key: str) -> list[dict[str, Tensor]]:
+    """Whole tensors of all ranks' pieces, by step."""
+    made = []
+    for step in range(STEPS):
+        shards: dict[str, dict[int, Tensor]] = {}
+        for rank in (rank[name] for rank in ranks):
+            for f, piece in rank[key][step]:
+                held = shards.setdefault(f.name, {})
+                flat = held.setdefault(rank["coordinates"][2], torch.zeros(f.shape)).view(-1)
+                flat[f.start : f.start + f.numel] = piece
+        made.append(_joined(ranks, name, shards))
+    return made
+
+
+def workers(ranks: list[dict[str, Any]], name: str, context: int) -> list[list[dict[str, Tensor]]]:
+    """Each worker's own gradient, the mean over its context ranks: by step and worker, whole tensors."""
+    made = []
+    for step in range(STEPS):
+        shards: dict[int, dict[str, dict[int, Tensor]]] = {}
+        for rank in (rank[name] for rank in ranks):
+            _, data, tensor = rank["coordinates"]
+            for parameter, g in rank["local"][step].items():
+                held = shards.setdefault(data // context, {}).setdefault(parameter, {})
+                held[tensor] = held.get(tensor, torch.zeros_like(g)) + g / context
+        made.append([_joined(ranks, name, shards[worker]) for worker in sorted(shards)])
+    return made
+
+
+def _joined(
+    ranks: list[dict[str, Any]], name: str, shards: dict[str, dict[int, Tensor]]
+) -> dict[str, Tensor]:
+    placements = {n: p for rank in ranks for n, p in rank[name]["placements"].items()}
+    return {
+        n: unshard([held[r] for r in sorted(held)], placements[n]) if placements[n].dim is not None else held[0]
+        for n, held in shards.items()
+    }  # fmt: skip
+
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "bf16-tp2-dp2": (4, {"precision": "bf16", "tensor": 2}),
+    "bf16-zero2-dp2": (2, {"precision": "bf16", "zero": 2}),
+    "fp16-pp3": (3, {"precision": "fp16", "pipeline": 3, "model": {"layers": 3}}),
+    "fp16-zero3-dp2": (2, {"precision": "fp16", "zero": 3}),
+}
+KINDS: dict[str, tuple[Any, Any]] = {
+    "value": ({"kind": "value", "threshold": 0.003}, lambda: rules.Value(0.003)),
+    "adagc": ({"kind": "adagc", "warmup": 1}, lambda: rules.AdaGC(1)),
+    "zclip": ({"kind": "zclip", "warmup": 2}, lambda: rules.ZClip(2)),
+    "agc": ("agc", lambda: rules.AGC(0.01, "head.weight")),
 }
 
 
-@cache
-def ran(layout: str, *names: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_clip_is_the_formula_in_every_precision(layout: str) -> None:
     world, options = LAYOUTS[layout]
-    recipes = {
-        name: trained.recipe({"name": "sgd", "clipping": CLIPPINGS[name][0]}, **options) for name in names
-    }
-    return recipes, run_ranks(world, trained.train_rank, recipes, world, SPIKE)
+    recipes = {name: plain_sgd(section, **options) for name, (section, _) in KINDS.items()}
+    ranks = run_ranks(world, clip_rank, recipes, world)
+    for name, (_, rule) in KINDS.items():
+        clip = rule()
+        before, after = whole(ranks, name, "before"), whole(ranks, name, "after")
+        weights = whole(ranks, name, "weight")
+        for step in range(STEPS):
+            assert ranks[0][name]["norms"][step] == pytest.approx(rules.norm_of(before[step]), rel=1e-6)
+            wanted = clip(before[step], weights[step])
+            for parameter, g in wanted.items():
+                assert relative(after[step][parameter], g) < 1e-5, f"{name}: {parameter} in step {step}"
+            assert ranks[0][name]["kept"][step] == pytest.approx(clip.kept[step], abs=1e-4)
+        assert name == "zclip" or min(clip.kept) < 0.95, f"{name} clipped nothing"
+        assert all(rank[name]["norms"][0] == ranks[0]["value"]["norms"][0] for rank in ranks)
 
 
-@cache
-def plainly(name: str, tied: bool, layers: int) -> Any:
-    model = trained.recipe({}, tied=tied, model={"layers": layers}).model
-    clip = CLIPPINGS[name][1]("embedding.weight" if tied else "head.weight")
-
-    def rule(w: Any) -> rules.Rule:
-        made = rules.SGD(w)
-        made.clip = clip
-        return made
-
-    return *trained.expected(model, rule, spike=SPIKE), clip
+WORKERS: dict[str, tuple[int, dict[str, Any]]] = {
+    "dp3": (3, {}),
+    "tp2-dp2": (4, {"tensor": 2}),
+    "pp2-dp2": (4, {"pipeline": 2}),
+    "context2-dp2": (4, {"context": 2}),
+}
 
 
-# A pipeline alone and ZeRO 2 over two data ranks: test_clipped_gradients.py.
-QUICK = ("norm", "adagc")  # with ranks of their own, so that the quick suite trains no others
-MORE = [name for name in LAYOUTS if name not in ("one", "pp2", "pp3", "zero2-dp2")]
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", WORKERS)
+def test_clip_of_each_workers_gradient(layout: str) -> None:
+    """Each data-parallel rank's own gradient is clipped, then averaged; the gate sees the average of unclipped ones."""
+    world, options = WORKERS[layout]
+    c = plain_sgd("worker", 5.0, precision="bf16", **options)
+    never = plain_sgd("worker", 1e6, precision="bf16", **options)
+    ranks = run_ranks(world, clip_rank, {"worker": c, "never": never}, world)
+    local = workers(ranks, "worker", c.parallel.context)
+    before, after = whole(ranks, "worker", "before"), whole(ranks, "worker", "after")
+    for step, gradients in enumerate(local):
+        norms = [rules.norm_of(g) for g in gradients]
+        scales = [min(1.0, 5.0 / (norm + 1e-6)) for norm in norms]
+        assert (min(norms) < 5 < max(norms)) == (step > 0), norms
+        for parameter in before[step]:
+            mean = sum(g[parameter] for g in gradients) / len(gradients)
+            assert relative(before[step][parameter], mean) < 1e-5, parameter
+            wanted = sum(g[parameter] * s for g, s in zip(gradients, scales, strict=True)) / len(gradients)
+            assert relative(after[step][parameter], wanted) < 1e-5, parameter
+        kept = rules.norm_of(after[step]) / rules.norm_of(before[step])
+        for rank in ranks:
+            assert rank["worker"]["norms"][step] == pytest.approx(rules.norm_of(before[step]), rel=1e-6)
+            assert rank["worker"]["kept"][step] == pytest.approx(kept, rel=1e-5)
+    assert ranks[0]["never"]["kept"] == [1.0] * STEPS
+    assert ranks[0]["never"]["norms"][:2] == ranks[0]["worker"]["norms"][:2]
+    untouched = whole(ranks, "never", "before"), whole(ranks, "never", "after")
+    for was, is_now in zip(*untouched, strict=True):
+        assert all(was[parameter].equal(is_now[parameter]) for parameter in was)
 
 
-@pytest.mark.quick(*(f"{name}-dp3" for name in QUICK))
-@pytest.mark.parametrize("layout", MORE)
-@pytest.mark.parametrize("name", CLIPPINGS)
-def test_ten_steps(layout: str, name: str) -> None:
-    recipes, ranks = ran(layout, *(QUICK if name in QUICK else CLIPPINGS))
-    c = recipes[name]
-    norms, rule, clip = plainly(name, c.model.tied, c.model.layers)
-    assert min(clip.kept) < 0.9, "nothing was clipped"
-    assert name not in ("zclip", "adagc") or clip.kept[SPIKE] < 0.8, "the spike was not clipped"
-    for rank in ranks:
-        assert rank[name]["norms"] == ranks[0][name]["norms"]
-        assert rank[name]["norms"] == pytest.approx(norms, rel=ROUNDING)
-        assert rank[name]["norms"][0] == rank["norm"]["norms"][0], "the gate saw another norm"
-        assert rank[name]["kept"] == ranks[0][name]["kept"]
-        assert rank[name]["kept"] == pytest.approx(clip.kept, rel=1e-4)
-        assert rank[name]["unchanged"] and rank[name]["rewound"]
-        assert rank[name]["shared"].keys() == clip.state().keys()
-        for key, value in rank[name]["shared"].items():
-            assert value.equal(ranks[0][name]["shared"][key]), f"{key} differs between ranks"
-            assert value.tolist() == pytest.approx(clip.state()[key], rel=1e-4), key
-    got = trained.whole(ranks, name, "weight", c.parallel.tensor)
-    assert got.keys() == rule.master.keys()
-    for parameter, wanted in rule.master.items():
-        assert relative(got[parameter], wanted) < ROUNDING, parameter
-    momentum = trained.whole(ranks, name, "exp_avg", c.parallel.tensor)
-    for parameter, wanted in rule.m.items():
-        assert relative(momentum[parameter], wanted) < 1e-4, parameter
+@given(
+    highest=st.lists(st.floats(-50, 5000, width=32), min_size=12, max_size=12),
+    kv=st.sampled_from([1, 2, 3, 12]),
+)
+def test_every_head_is_scaled_by_its_own_factor(highest: list[float], kv: int) -> None:
+    queries, keys = clip_factors(torch.tensor(highest), kv, 100.0)
+    for head, logit in enumerate(highest):
+        product = float(queries[head] * keys[head // (12 // kv)])
+        assert product == pytest.approx(100 / logit if logit > 100 else 1.0, rel=1e-5)
+    assert float(keys.max()) <= 1
+    if max(highest) <= 100:
+        assert (queries == 1).all() and (keys == 1).all()  # nothing is rounded
+
+
+@pytest.mark.parametrize("number", [math.inf, -math.inf, math.nan])
+def test_what_is_not_finite_is_left_alone(number: float) -> None:
+    queries, keys = clip_factors(torch.tensor([number, 1.0]), 1, 100.0)
+    assert queries.tolist() == [1.0, 1.0] and keys.tolist() == [1.0]
+
+
+def test_rows_of_a_tensor_rank() -> None:
+    queries, keys = torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([5.0, 6.0])
+    assert row_factors(queries, keys, 2, 2, 1).tolist() == [3, 3, 4, 4, 6, 6, 1, 1]
+
+
+@given(width=st.integers(1, 4), cut=st.tuples(st.integers(0, 20), st.integers(0, 20)))
+def test_pieces_that_cut_rows(width: int, cut: tuple[int, int]) -> None:
+    factors = torch.tensor([2.0, 3.0, 5.0, 7.0, 11.0])
+    wanted = factors.repeat_interleave(width)
+    begin, end = sorted(min(n, len(wanted)) for n in cut)
+    if begin == end:
+        return
+    fragment = Fragment(
+        name="qkv", dim=0, sections=(5,), shape=(5, width) if width > 1 else (5,), group=0, offset=0, start=begin,
+        numel=end - begin, counted=True,
+    )  # fmt: skip
+    piece = torch.ones(end - begin)
+    scale_rows(piece, fragment, factors)
+    assert torch.equal(piece, wanted[begin:end])

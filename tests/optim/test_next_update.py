@@ -36,7 +36,7 @@ def changes(old: RunConfig, new: RunConfig, at: RunPosition = DONE) -> dict[str,
 
 
 @pytest.mark.parametrize(("kind", "factor"), [("cosine", 5.9), ("linear", 5.7), ("wsd", 10)])
-def test_a_finished_run_that_is_made_longer_says_how_far_its_rate_jumps(kind: str, factor: float) -> None:
+def test_compare_next_update_says_how_far_the_rate_of_a_prolonged_run_jumps(kind: str, factor: float) -> None:
     schedule = {"kind": kind, "warmup_steps": 10}
     old = config(schedule=schedule)
     new = config(schedule=schedule, train={"steps": 200})
@@ -53,28 +53,20 @@ def test_a_finished_run_that_is_made_longer_says_how_far_its_rate_jumps(kind: st
     ("section", "keys", "expected"),
     [
         ("optimizer", {"lr": 1e-2}, {"learning rate": 10}),
-        ("optimizer", {"betas": (0.9, 0.995)}, {"optimizer.betas[1]": 0.1}),
         ("optimizer", {"weight_decay": 1.0}, {"optimizer.weight_decay": 10}),
-        ("optimizer", {"weight_decay": 0.0}, {"optimizer.weight_decay": None}),
         ("optimizer", {"clip": 0.25}, {"optimizer.clip": 0.25}),
         ("optimizer", {"clipping": "adagc"}, {"optimizer.clipping.kind": None}),
-        ("optimizer", {"eps": 1e-6}, {"optimizer.eps": 100}),
-        ("optimizer", {"moments": "bf16"}, {"optimizer.moments": None}),
         ("optimizer", {"spam": {"threshold": 1.0}}, {}),  # of a rule that is not used
         ("train", {"global_batch": 32}, {"global batch": 4}),
         ("train", {"batch_warmup": {"start": 2, "tokens": 10**6}}, {"global batch": 0.25}),
         ("train", {"sequence_warmup": {"start": 32, "tokens": 10**6}}, {"sequence length": 0.5}),
         ("schedule", {"warmup_steps": 500}, {"learning rate": 2.02}),
-        ("schedule", {"floor": 1.0}, {"learning rate": 10}),
-        ("precision", {"kind": "fp16"}, {"precision.kind": None}),
         ("precision", {"fp8": "delayed"}, {"precision.fp8": None}),
-        ("model", {"z_loss": 1e-2}, {"model.z_loss": 100}),
         ("logging", {"interval": 100}, {}),
-        ("parallel", {"pipeline": 2}, {}),
         ("optimizer", {"lr": 1.1e-3}, {}),  # below the factor
     ],
 )  # fmt: skip
-def test_a_changed_key_that_acts_at_once_is_named(
+def test_compare_next_update_names_a_changed_key_that_acts_at_once(
     section: str, keys: dict[str, Any], expected: dict[str, float | None]
 ) -> None:
     found = changes(config(), config(**{section: keys}))
@@ -87,22 +79,16 @@ def test_a_changed_key_that_acts_at_once_is_named(
     ("rule", "keys", "expected"),
     [
         ({"name": "sgd"}, {"eps": 1e-6}, set()),
-        ({"name": "sgd"}, {"betas": (0.5, 0.5)}, set()),
         ({"name": "sgd"}, {"momentum": 0.5}, {"optimizer.momentum"}),
         ({"name": "adafactor"}, {"eps": 1e-6, "betas": (0.5, 0.5)}, set()),
         ({"name": "adafactor"}, {"adafactor": {"momentum": 0.5}}, {"optimizer.adafactor.momentum"}),
         ({"name": "muon"}, {"eps": 1e-6, "momentum": 0.5}, {"optimizer.eps", "optimizer.momentum"}),
-        ({"name": "lamb"}, {"eps": 1e-6, "spam": {"threshold": 1.0}}, {"optimizer.eps"}),
-        ({"clipping": {"kind": "value", "threshold": 0.1}}, {"clip": 0.25}, set()),
-        ({"clipping": "zclip"}, {"clip": 0.25}, set()),
-        ({"clipping": "agc"}, {"clip": 0.25}, set()),
         ({"clipping": "adagc"}, {"clip": 0.25}, {"optimizer.clip"}),  # until its warm-up ends
         # What only one of the two reads goes with what is told.
         ({"name": "sgd", "momentum": 0.5}, {"name": "adamw", "momentum": None}, {"optimizer.name"}),
-        ({"clip": 0.25}, {"clip": 1.0, "clipping": "agc"}, {"optimizer.clipping.kind"}),
     ],
 )  # fmt: skip
-def test_a_key_that_the_rule_or_the_clipping_does_not_read_is_not_told(
+def test_compare_next_update_leaves_out_keys_that_nothing_reads(
     rule: dict[str, Any], keys: dict[str, Any], expected: set[str]
 ) -> None:
     assert changes(config(optimizer=rule), config(optimizer=rule | keys)).keys() == expected

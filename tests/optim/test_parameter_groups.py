@@ -61,14 +61,6 @@ def test_mup(base_layers: int | None) -> None:
         assert settings["eps"] == pytest.approx(1e-8 / (4 * (3 if base_layers else 1))), name
 
 
-def test_at_the_base_nothing_changes() -> None:
-    plain, base = by_name({}), by_name({}, mup={"base_width": 64, "base_layers": 6})
-    for name, settings in base.items():
-        assert settings == plain[name] | {"lr_scale": 1.0, "eps": 1e-8}
-    m = ModelConfig(**SIZES, mup={"base_width": 64, "base_layers": 6})
-    assert (m.width_ratio, m.depth_ratio, m.score_scale) == (1.0, 1.0, ModelConfig(**SIZES).score_scale)
-
-
 @pytest.mark.parametrize("name", ["sgd", "muon", "lamb", "adafactor"])
 def test_an_optimizer_without_adams_rates_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=f"model.mup with optimizer.name={name}"):

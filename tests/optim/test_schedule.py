@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megastable.config.tree import ScheduleConfig
-from megastable.optim.schedule import rate
+from megastable.config.tree import RunConfig, ScheduleConfig
+from megastable.optim.schedule import progress, rate, total, warmup
+from megastable.optim.schedule import rates as rates_of_run
 from tests.tiers import examples
 
 PEAK, TOTAL, WARMUP = 2e-3, 1000, 100
@@ -32,31 +33,11 @@ def test_warm_up_is_linear_and_never_zero(kind: str) -> None:
     assert found == pytest.approx([PEAK * (n + 1) / WARMUP for n in range(WARMUP)])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_without_warm_up_it_begins_at_the_peak(kind: str) -> None:
-    assert rates(kind, warmup_steps=0)[0] == PEAK
-
-
 @pytest.mark.parametrize(("kind", "end"), [("cosine", 0.1), ("linear", 0.1), ("wsd", 0.1), ("constant", 1.0)])
 def test_it_ends_at_the_floor_and_stays(kind: str, end: float) -> None:
     found = rates(kind, TOTAL + 500)
     assert found[TOTAL] == pytest.approx(PEAK * end)
     assert found[TOTAL:] == pytest.approx([PEAK * end] * 500)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_after_the_warm_up_it_never_rises(kind: str) -> None:
-    found = rates(kind)[WARMUP:]
-    assert found == sorted(found, reverse=True)
-
-
-def test_half_way_down() -> None:
-    middle = (WARMUP + TOTAL) // 2
-    assert rates("cosine")[middle] == pytest.approx(PEAK * 0.55)
-    assert rates("linear")[middle] == pytest.approx(PEAK * 0.55)
-    quarter = WARMUP + (TOTAL - WARMUP) // 4
-    assert rates("linear")[quarter] == pytest.approx(PEAK * (1 - 0.9 / 4))
-    assert rates("cosine")[quarter] == pytest.approx(PEAK * (0.1 + 0.9 * (1 + math.cos(math.pi / 4)) / 2))
 
 
 @pytest.mark.parametrize(("decay", "begin"), [(None, 900), (250, 750), (5000, WARMUP)])
@@ -106,3 +87,58 @@ def test_always_between_nothing_and_the_peak(
         assert found >= peak * floor * (1 - 1e-12)
     if updates > max(total, warmup) and kind != "constant":
         assert found == pytest.approx(peak * floor)
+
+
+def config(batch: int = 4, warmup: Any = None, **parts: Any) -> RunConfig:
+    train = {"global_batch": batch, "batch_warmup": warmup, "steps": parts.pop("steps", 40)}
+    model = {"sequence_length": 16, "vocab_size": 250}
+    return RunConfig.model_validate({"model": model, "train": train, "schedule": parts})
+
+
+@settings(deadline=None)
+@given(
+    st.sampled_from(KINDS), st.integers(0, 20), st.none() | st.integers(1, 30), st.none() | st.integers(1, 60)
+)
+def test_with_a_constant_batch_it_is_the_schedule_by_steps(
+    kind: str, warm: int, decay: int | None, end: int | None
+) -> None:
+    step = 4 * 16
+    tokens = {
+        "warmup_tokens": warm * step,
+        "decay_tokens": decay and decay * step,
+        "total_tokens": end and end * step,
+    }
+    by_steps = config(kind=kind, warmup_steps=warm, decay_steps=decay, total_steps=end)
+    by_tokens = config(kind=kind, **tokens)
+    found, wanted = list(rates_of_run(by_tokens)), list(rates_of_run(by_steps))
+    # The default of the final decay is a tenth of the run, in whole steps or in whole tokens.
+    if kind != "wsd" or decay is not None:
+        assert found == pytest.approx(wanted, rel=1e-12)
+    s = by_steps.schedule
+    assert wanted == [rate(s, by_steps.optimizer.lr, end or 40, n) for n in range(40)]
+
+
+@settings(deadline=None)
+@given(st.sampled_from(KINDS), st.integers(0, 2000), st.integers(1, 1500), st.integers(1, 5))
+def test_it_follows_the_tokens_whatever_the_batch(kind: str, warm: int, ramp: int, start: int) -> None:
+    """During a batch warm-up the rate at a position is that of any other batch, but for what the update adds."""
+    grown = config(
+        6 * start, {"start": start, "tokens": ramp}, kind=kind, warmup_tokens=warm, total_tokens=4000
+    )
+    cursor, peak = 0, grown.optimizer.lr
+    for found in rates_of_run(grown):
+        tokens, size = cursor * 16, grown.batches.at(cursor) * 16
+        assert found == rate(grown.schedule, peak, 4000, tokens, size)
+        assert 0 < found <= peak and (
+            tokens >= warm or found == pytest.approx(peak * min(1, (tokens + size) / warm))
+        )
+        cursor += size // 16
+    assert cursor * 16 == grown.tokens == total(grown.model_copy(
+        update={"schedule": grown.schedule.model_copy(update={"total_tokens": None})}
+    ))  # fmt: skip
+
+
+def test_what_a_step_adds() -> None:
+    by_tokens, by_steps = config(warmup_tokens=7), config(warmup_steps=7)
+    assert (progress(by_tokens.schedule, 3, 90), warmup(by_tokens.schedule)) == (90, 7)
+    assert (progress(by_steps.schedule, 3, 90), warmup(by_steps.schedule)) == (3, 7)

@@ -1,26 +1,36 @@
 """Train a tiny model with several optimizers under one layout, in one group of ranks, and the same in one process.
 
-ranks = run_ranks(world, train_rank, {"sgd": config(...), ...}, world)
-weights = whole(ranks, "sgd", "weight", tensor)
-expected("sgd", model) -> a plain rule after the same steps, see rules.py
+ranks = run_ranks(world, train_rank, {"sgd": recipe(...), ...}, world)
+check(ranks, "sgd", c, plainly(c, "sgd"))         # against a plain rule after the same steps, see rules.py
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from megastable.config.model import ModelConfig
 from megastable.config.tree import RunConfig
 from megastable.engine.flatstate import KINDS
-from megastable.parallel.layout import Layout
 from megastable.parallel.sharding import placement_of
-from megastable.parallel.topology import Topology
 from tests import reference
-from tests.parallel.test_layouts import LENGTH, VOCABULARY, config, merge, mine, plain
-from tests.patience import PATIENCE
+from tests.optim import rules
+from tests.parallel.test_layouts import (
+    BIAS,
+    LENGTH,
+    VOCABULARY,
+    config,
+    merge,
+    mine,
+    plain,
+    relative,
+    start_engine,
+)
+from tests.shapes import rates_of
 
 STEPS, HALF, BATCH = 10, 5, 12
 RATES = [3e-3 * min(i + 1, 4) / 4 for i in range(STEPS)]
@@ -61,15 +71,7 @@ def _same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 def _train(c: RunConfig, world: int, spike: int | None) -> dict[str, Any]:
     """Ten steps, with a refused one and a rewind in the middle that must leave no trace: the final state of this
     rank, norms, the shares of them that clipping left, sizes of updates, and whether the two left none."""
-    import torch.distributed as dist
-
-    from megastable.config import deepspeed_json
-    from megastable.engine.engine import Engine
-
-    p = c.parallel
-    layout = Layout(p.tensor, p.pipeline, deepspeed_json.data_parallel(c, world), p.context)
-    topology = Topology(layout, dist.get_rank(), timeout=PATIENCE)
-    engine = Engine(c, deepspeed_json.build(c, world), topology)
+    engine, topology = start_engine(c, world)
     norms, kept, unchanged, point = [], [], True, None
     data = list(zip(batches(spike), RATES, strict=True))
 
@@ -100,7 +102,7 @@ def _train(c: RunConfig, world: int, spike: int | None) -> dict[str, Any]:
     flat = engine.flat_state()
     return {
         "norms": norms, "kept": kept, "unchanged": unchanged, "rewound": _same(final, engine.optimizer_state()),
-        "state": {kind: flat.shards(kind) for kind in KINDS}, "coordinates": layout.coordinates(topology.rank),
+        "state": {kind: flat.shards(kind) for kind in KINDS}, "coordinates": topology.layout.coordinates(topology.rank),
         "placements": {placement_of(p).name: placement_of(p) for p in engine.ds.module.parameters()},
         "shared": {name: t.clone() for name, t in engine.shared_state.items()}, "update_ratio": ratio,
     }  # fmt: skip
@@ -117,3 +119,90 @@ def expected(
     """Gradient norms and the rule after the same ten steps in one process."""
     _, norms, optimizer = reference.train(*plain(model), batches(spike), RATES, micro_batches, rule)
     return norms, optimizer
+
+
+class AdamW(rules.Adam):
+    """With muP's rates and epsilons, and the decay that the recipe asks for."""
+
+    scales: dict[str, tuple[float, float, float]]
+
+    def change(self, name: str, p: Tensor, g: Tensor, lr: float, decay: float) -> Tensor:
+        rate, decays, eps = self.scales[name]
+        self.eps = 1e-8 * eps
+        return lr * rate * (self.decay * decays * p + self.adam(name, g, self.t))
+
+
+SPARSE = {"interval": 4, "density": 0.4}
+# By name: the recipe's section, the rule that it stands for, and its attributes that are kept as flat state.
+BOTH = {"exp_avg": "m", "exp_avg_sq": "v"}
+FIRST = {"exp_avg": "m"}
+OPTIMIZERS: dict[str, tuple[dict[str, Any], Any, dict[str, str]]] = {
+    "adamw": ({}, AdamW, BOTH),
+    "sgd": ({"name": "sgd"}, rules.SGD, FIRST),
+    "stable_adamw": ({"name": "stable_adamw"}, rules.StableAdamW, BOTH),
+    "lamb": ({"name": "lamb"}, rules.Lamb, BOTH),
+    "spam": ({"name": "spam", "spam": SPARSE | {"threshold": 30.0, "warmup": 3}}, rules.Spam, BOTH),
+    "spam-whole": (
+        {"name": "spam", "spam": {"interval": 4, "threshold": 30.0, "warmup": 3}}, rules.WholeSpam, BOTH
+    ),
+    "stable_spam": ({"name": "stable_spam", "stable_spam": SPARSE | {"max_decay": 0.8}}, rules.StableSpam, BOTH),
+    "adafactor": ({"name": "adafactor"}, rules.Adafactor, {}),
+    "adafactor-momentum": (
+        {"name": "adafactor", "adafactor": {"momentum": 0.8}}, rules.AdafactorMomentum, FIRST
+    ),
+    "muon": ({"name": "muon", "momentum": 0.95}, rules.Muon, FIRST),
+    "muon-clip": ({"name": "muon", "momentum": 0.95, "qk_clip": 1.45}, rules.MuonClip, {}),
+}  # fmt: skip
+# By name: the recipe's section, and the rule that it stands for; its argument: the name of the output layer.
+CLIPPINGS: dict[str, tuple[Any, Callable[[str], rules.Clip]]] = {
+    "norm": ("norm", lambda _: rules.Norm()),
+    "value": ({"kind": "value", "threshold": 0.01}, lambda _: rules.Value(0.01)),
+    "adagc": ({"kind": "adagc", "warmup": 4}, lambda _: rules.AdaGC(4)),
+    "zclip": ({"kind": "zclip", "warmup": 4}, lambda _: rules.ZClip(4)),
+    "agc": ({"kind": "agc", "threshold": 0.1}, lambda head: rules.AGC(0.1, head)),
+}
+
+
+def plainly(c: RunConfig, optimizer: str, clipping: str = "norm", spike: int | None = None) -> Any:
+    """Norms, the rule and its clipping after the same ten steps in one process, in fp32."""
+    clip = CLIPPINGS[clipping][1]("embedding.weight" if c.model.tied else "head.weight")
+
+    def make(w: dict[str, Tensor]) -> rules.Rule:
+        made = OPTIMIZERS[optimizer][1](w)
+        made.clip = clip
+        if isinstance(made, AdamW):
+            made.scales = rates_of(c, w)
+        return made
+
+    return *expected(c.model, make, spike=spike), clip
+
+
+def check(
+    ranks: list[dict[str, Any]], name: str, c: RunConfig, optimizer: str, plainly: Any, far: float
+) -> None:
+    """Weights, norms and state of all ranks against the plain rule. far: a relative difference of sums in another
+    order."""
+    norms, rule, clip = plainly
+    mine = [rank[name] for rank in ranks]
+    for rank in mine:
+        assert rank["norms"] == mine[0]["norms"] and rank["kept"] == mine[0]["kept"]
+        assert rank["unchanged"] and rank["rewound"]
+        assert rank["shared"].keys() == mine[0]["shared"].keys()
+        assert all(value.equal(mine[0]["shared"][key]) for key, value in rank["shared"].items())
+    assert mine[0]["norms"] == pytest.approx(norms, rel=far)
+    assert mine[0]["kept"] == pytest.approx(clip.kept, rel=20 * far)
+    got = whole(ranks, name, "weight", c.parallel.tensor)
+    assert got.keys() == rule.master.keys()
+    for parameter, wanted in rule.master.items():
+        allowed = BIAS if parameter.endswith(".bias") else far
+        assert relative(got[parameter], wanted) < allowed, parameter
+    for kind, attribute in OPTIMIZERS[optimizer][2].items():
+        state = whole(ranks, name, kind, c.parallel.tensor)
+        for parameter, wanted in getattr(rule, attribute).items():
+            if kind in mine[0]["state"] and parameter in state and not parameter.endswith(".bias"):
+                assert relative(state[parameter], wanted) < 20 * far, f"{kind} of {parameter}"
+    shared = rule.shared | {key: torch.tensor(values) for key, values in clip.state().items()}
+    assert mine[0]["shared"].keys() == shared.keys()
+    for key, wanted in shared.items():
+        assert relative(mine[0]["shared"][key], wanted) < 20 * far, key
+    assert mine[0]["update_ratio"] > 0

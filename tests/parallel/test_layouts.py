@@ -70,8 +70,8 @@ def mine(
     ]
 
 
-def train_rank(c: RunConfig, world: int, apart: bool) -> dict[str, Any]:
-    """What one rank sees of the steps: losses, norms, and its part of the final state."""
+def start_engine(c: RunConfig, world: int) -> tuple[Any, Topology]:
+    """The engine of this rank of `world`, and where the rank stands."""
     import torch.distributed as dist
 
     from megastable.config import deepspeed_json
@@ -80,11 +80,16 @@ def train_rank(c: RunConfig, world: int, apart: bool) -> dict[str, Any]:
     p = c.parallel
     layout = Layout(p.tensor, p.pipeline, deepspeed_json.data_parallel(c, world), p.context)
     topology = Topology(layout, dist.get_rank(), timeout=PATIENCE)
-    engine = Engine(c, deepspeed_json.build(c, world), topology)
+    return Engine(c, deepspeed_json.build(c, world), topology), topology
+
+
+def train_rank(c: RunConfig, world: int, apart: bool) -> dict[str, Any]:
+    """What one rank sees of the steps: losses, norms, and its part of the final state."""
+    engine, topology = start_engine(c, world)
     losses, norms, samples = [], [], []
     for batch, lr in zip(batches(apart, c.train.global_batch), RATES, strict=True):
         micro = mine(batch, topology, c.train.micro_batch)
-        if layout.context > 1 and not samples:
+        if c.parallel.context > 1 and not samples:
             samples.append(engine.evaluate(micro).tolist())
         measured, applied = engine.train_step(micro, lr, judge=lambda m: m.finite)
         assert applied
@@ -97,7 +102,7 @@ def train_rank(c: RunConfig, world: int, apart: bool) -> dict[str, Any]:
     final = flat.norms()
     return {
         "losses": losses, "norms": norms, "samples": samples, "state": state, "placements": placements,
-        "coordinates": layout.coordinates(topology.rank), "final": (final.parameters, final.second_moment),
+        "coordinates": topology.layout.coordinates(topology.rank), "final": (final.parameters, final.second_moment),
     }  # fmt: skip
 
 
@@ -146,59 +151,33 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
 OLMO2 = {"qk_norm": "full", "norms": "after"}
 QWEN2 = {"qk_norm": False, "qkv_bias": True}
 LLAMA3 = {"rope_scaling": {"kind": "llama3", "factor": 8.0, "original_length": 16}}
+# What only one of these has; every two parts of a layout meet in pairs.py, with every choice of the model.
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
     "accumulation-4": (1, {"micro_batch": 2}),
-    "accumulation-1": (1, {"micro_batch": 8}),
     "tp2": (2, {"tensor": 2}),
-    "pp2": (2, {"pipeline": 2}),
     "pp4": (4, {"pipeline": 4, "model": {"layers": 4}}),
-    "dp2": (2, {}),
-    "tp2-pp2": (4, {"tensor": 2, "pipeline": 2}),
-    "tp2-dp2": (4, {"tensor": 2}),
     "pp2-dp2": (4, {"pipeline": 2}),
+    "tp2-pp2": (4, {"tensor": 2, "pipeline": 2}),
     "zero2-dp2": (2, {"zero": 2}),
     "zero3-dp2": (2, {"zero": 3}),
     "zero2-dp3": (3, {"zero": 2, "batch": 6, "micro_batch": 1}),
-    "zero3-dp3": (3, {"zero": 3, "batch": 6, "micro_batch": 1}),
-    "tp2-dp3": (6, {"tensor": 2, "batch": 6}),
-    "zero2-tp2-dp2": (4, {"zero": 2, "tensor": 2}),
     "zero3-tp2-dp2": (4, {"zero": 3, "tensor": 2}),
-    "sequence-tp2": (2, {"tensor": 2, "sequence": True}),
     "sequence-tp2-pp2": (4, {"tensor": 2, "pipeline": 2, "sequence": True}),
-    "selective": (2, {"tensor": 2, "recompute": "selective"}),
-    "full": (2, {"pipeline": 2, "recompute": "full"}),
     "full-zero3": (2, {"zero": 3, "recompute": "full"}),
-    "tied": (1, {"tied": True}),
-    "tied-tp2": (2, {"tied": True, "tensor": 2}),
     "tied-pp2": (2, {"tied": True, "pipeline": 2}),
     # Five blocks: one stage has more weights than the other, and ZeRO cuts its embedding elsewhere.
     "tied-pp2-dp3": (6, {"tied": True, "pipeline": 2, "batch": 6, "micro_batch": 1, "model": {"layers": 5, "ffn": 32}}),
-    "tied-pp2-dp4": (8, {"tied": True, "pipeline": 2, "micro_batch": 1, "model": {"layers": 5, "ffn": 32}}),
-    "tied-tp2-pp2": (4, {"tied": True, "tensor": 2, "pipeline": 2}),
     "tied-zero3": (2, {"tied": True, "zero": 3}),
-    "documents-pp2": (2, {"pipeline": 2, "apart": True}),
     "documents-tp2-sequence": (2, {"tensor": 2, "sequence": True, "apart": True, "recompute": "full"}),
     "documents-dropout-pp2": (2, {"pipeline": 2, "apart": True, "model": {"dropout": 0.2}}),
-    "no-qk-norm-tp2": (2, {"tensor": 2, "model": {"qk_norm": False}}),
-    "olmo2-tp2": (2, {"tensor": 2, "model": OLMO2}),
     "olmo2-sequence-tp2-pp2": (
         4, {"tensor": 2, "pipeline": 2, "sequence": True, "recompute": "full", "model": OLMO2},
     ),
     "context2-olmo2": (2, {"context": 2, "model": OLMO2}),
-    "context2-zero2-dp2-documents": (4, {"context": 2, "zero": 2, "apart": True, "recompute": "selective"}),
     "context2-tp2": (4, {"context": 2, "tensor": 2}),
-    "context2-tp2-sequence": (
-        4, {"context": 2, "tensor": 2, "sequence": True, "apart": True, "recompute": "full"},
-    ),
     "context2-pp2": (4, {"context": 2, "pipeline": 2, "apart": True}),
-    "context2-zero3-tied": (2, {"context": 2, "zero": 3, "recompute": "full", "tied": True}),
     "context4": (4, {"context": 4}),
-    "olmo2-zero3-tp2-dp2": (4, {"tensor": 2, "zero": 3, "recompute": "selective", "model": OLMO2}),
-    "qwen2-tp2": (2, {"tensor": 2, "model": QWEN2}),
-    "qwen2-llama3-sequence-tp2-pp2": (
-        4, {"tensor": 2, "pipeline": 2, "sequence": True, "recompute": "selective", "model": QWEN2 | LLAMA3},
-    ),
     "qwen2-zero3-tp2-dp2": (4, {"tensor": 2, "zero": 3, "recompute": "full", "model": QWEN2}),
     "context2-zero2-qwen2-llama3-documents": (2, {"context": 2, "zero": 2, "apart": True, "model": QWEN2 | LLAMA3}),
 }  # fmt: skip
@@ -270,19 +249,17 @@ BIAS = 1e-3
 
 
 @pytest.mark.quick(
-    "one",
     "accumulation-4",
     "tp2",
     "pp2-dp2",
     "zero2-dp3",
     "zero3-dp2",
     "tied-pp2",
-    "tied-zero3",
     "context2-tp2",
-    "documents-tp2-sequence",
+    "documents-*sequence",
 )
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_fp32_equals_the_reference(name: str) -> None:
+def test_train_step_in_fp32_equals_the_reference(name: str) -> None:
     compare(*LAYOUTS[name], "fp32")
 
 
@@ -293,15 +270,9 @@ def test_fp32_equals_the_reference(name: str) -> None:
 # so a few flipped elements weigh much (measured: up to 2.5 times, in the embedding under fp16). Hence three times.
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name",
-    ["tp2-pp2", "zero3-tp2-dp2", "sequence-tp2-pp2", "tied-pp2-dp3",
-     "olmo2-sequence-tp2-pp2", "context2-olmo2"],
+    ("name", "precision"),
+    [("zero3-tp2-dp2", "bf16"), ("tied-pp2-dp3", "bf16"), ("olmo2-sequence-tp2-pp2", "bf16"),
+     ("context2-olmo2", "bf16"), ("tp2-pp2", "fp16"), ("zero2-dp2", "fp16"), ("tied-pp2-dp3", "fp16")],
 )  # fmt: skip
-def test_bf16_costs_no_more_than_bf16(name: str) -> None:
-    compare(*LAYOUTS[name], "bf16")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["tp2-pp2", "pp2-dp2", "zero2-dp2", "zero3-dp2", "tied-pp2-dp3"])
-def test_fp16_with_loss_scaling_costs_no_more_than_fp16(name: str) -> None:
-    compare(*LAYOUTS[name], "fp16")
+def test_train_step_in_low_precision_costs_no_more_than_the_precision(name: str, precision: str) -> None:
+    compare(*LAYOUTS[name], precision)

@@ -16,7 +16,6 @@ from tests.distributed import run_ranks
 
 S, B, D = 8, 2, 4
 HEADS = [(4, 4), (4, 2), (8, 1), (12, 6), (12, 4)]  # of queries, and of keys and values
-SHAPES = [f"{q}-{k}" for q, k in HEADS]
 
 
 def whole(q: int, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -26,7 +25,7 @@ def whole(q: int, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention over [s, b, heads, d]."""
+
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True).permute(2, 0, 1, 3)
@@ -56,7 +55,7 @@ def exchange(size: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_attention_over_a_group_is_attention(size: int) -> None:
+def test_to_heads_and_back_attention_over_a_group_is_attention(size: int) -> None:
     ranks = run_ranks(size, exchange, size)
     for index, (n, kv) in enumerate(HEADS):
         *qkv, grad = whole(n, kv)
@@ -73,14 +72,14 @@ def test_attention_over_a_group_is_attention(size: int) -> None:
             # Every query head has the key and value that it had.
             served = [k[:, :, i // (count // k.shape[2])] for i in range(count)], leaves[1].detach()
             for i, key in enumerate(served[0]):
-                assert torch.equal(key, served[1][:, :, (first + i) // groups]), SHAPES[index]
+                assert torch.equal(key, served[1][:, :, (first + i) // groups])
             assert v.shape == k.shape and k.shape[2] <= count
         torch.testing.assert_close(torch.cat([p["y"] for p in found]), y.detach())
         for i, leaf in enumerate(leaves):
             torch.testing.assert_close(torch.cat([p["grads"][i] for p in found]), leaf.grad)
 
 
-def test_alone_nothing_is_touched() -> None:
+def test_to_heads_alone_touches_nothing() -> None:
     q, k, v, y = whole(4, 2)
     assert all(a is b for a, b in zip(to_heads(q, k, v, WHOLE), (q, k, v), strict=True))
     assert to_tokens(y, WHOLE) is y
@@ -115,7 +114,7 @@ def written_and_compiled() -> list[tuple[Any, Any]]:
 
 
 @pytest.mark.slow
-def test_compiled_they_have_the_same_gradients() -> None:
+def test_mappings_have_the_same_gradients_compiled() -> None:
     for rank in run_ranks(2, written_and_compiled):
         assert len(rank) == 2 * len(MAPPINGS)
         for written, compiled in rank:

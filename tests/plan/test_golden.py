@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megastable.config import recipe
-from megastable_tools.plan import search, show
+from megastable_tools.plan import answer, search
 from megastable_tools.plan.cluster import load
 from megastable_tools.plan.memory import PHASES
 
@@ -50,12 +50,12 @@ def numbers_of(case: str) -> dict[str, Any]:
     name, gpus, cluster, *overrides = case.split()
     config = recipe.load(f"launch/recipes/{name}.yaml", ["model.vocab_size=50000", *overrides])
     plan = search.plan(config, int(gpus), load(f"launch/clusters/{cluster}.yaml"))
-    tree = show.tree(plan, config, 1e9)
+    tree = answer.plan_tree(plan, config, 1e9)
     time, memory = tree["time"], tree["memory"]
     numbers = {
         "seconds": time["seconds"], "mfu": [time["mfu"], time["mfu_causal"]], "parts": time["parts_seconds"],
         "traffic": [[t["group"], t["link"], t["bytes"], t["seconds"]] for t in time["traffic"]],
-        "phases": {phase: sum(plan.tightest.at(phase).values()) for phase in PHASES},
+        "phases": {phase: sum(plan.tightest.bytes_at(phase).values()) for phase in PHASES},
         "kinds": memory["kinds_bytes"], "left": memory["left_bytes"], "stage": memory["stage"], "host": tree["host"],
         "dollars": tree["dollars"],
     }  # fmt: skip
@@ -63,7 +63,7 @@ def numbers_of(case: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_numbers_stay(case: str) -> None:
+def test_plan_numbers_stay(case: str) -> None:
     golden = json.loads(GOLDEN.read_text())[case]
     found = numbers_of(case)
     assert found.keys() == golden.keys()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +20,12 @@ from megastable.run.events.stability_events import (
     AlertEvent,
     BranchesTried,
     Discarded,
-    Handover,
     IncidentEvent,
     Located,
-    RateCut,
     SnapshotRejected,
     Would,
 )
-from megastable.run.events.training_events import CheckpointSaved, Resumed
+from megastable.run.events.training_events import Resumed
 from megastable_tools.forensics.history import History
 from tests.conftest import tiny, write_corpus
 from tests.distributed import run_ranks
@@ -214,14 +210,6 @@ def easy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def straight(easy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The last checkpoint of a run of one process without a fault."""
-    run = tmp_path_factory.mktemp("straight")
-    assert run_ranks(1, train, recipe(easy, run)) == [(0, "")]
-    return run / f"checkpoints/step-{STEPS}"
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["one", "pp2"])
 def test_spoilt_weights_are_undone_and_nothing_is_put_off(name: str, easy: Path, tmp_path: Path) -> None:
@@ -256,145 +244,6 @@ def samples_of(run: Path) -> list[tuple[int, int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("times", [2, 3])
-def test_what_comes_back_at_the_same_place_is_undone_twice_and_then_trained_through(
-    times: int, easy: Path, tmp_path: Path
-) -> None:
-    """No rate is cut for it: other data does no harm from the good state, so that no remedy is tried."""
-    run = tmp_path / "run"
-    steps = {"steps": 70, "eval_samples": 0}
-    policy = {"rewarm_steps": 10, "verify_steps": 10}
-    config = recipe(easy, run, train=steps, stability={"policy": policy})
-    (end,) = run_ranks(1, spoil, config, "weights", [32], times)
-    (incident, *_) = incidents(run)
-    assert end["code"] == 0 and end["factor"] == 1
-    assert incident["actions"][:3] == ["rewind", "rewind", *["alert"] * (times == 3)]
-    assert incident["cause"] == "state" or times == 3
-    assert not list(RunDirectory(run).events(RateCut))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("exact", [True, False], ids=["where bits repeat", "where they need not"])
-def test_what_does_not_happen_again_is_the_hardware(
-    exact: bool, easy: Path, straight: Path, tmp_path: Path
-) -> None:
-    run = tmp_path / "run"
-    (end,) = run_ranks(1, noisy, recipe(easy, run), exact, "chip", [32, 33, 34, 35])
-    assert end["code"] == 0
-    (incident,) = incidents(run)
-    assert incident["cause"] == "hardware" and incident["positions"] == []
-    # Nothing is skipped, nothing lost: the same data, and the bytes of a run without the fault.
-    assert identical(run / f"checkpoints/step-{STEPS}", straight) >= 3
-
-
-def noisy(
-    config: RunConfig,
-    exact: bool,
-    kind: str = "weights",
-    steps: Sequence[int] = (32,),
-    noise: Sequence[str] = (),
-    bound: float = 3.5,
-    damaged: bool = False,
-) -> dict[str, Any]:
-    """`spoil`, on a machine that is said to repeat its bits, or not to; whatever it is said to be, it changes `noise`
-    ("losses", "grad_norm") of what it measures every time, on states of a loss above `bound`. damaged: whichever
-    snapshot is asked for, host memory has lost it."""
-    import torch
-
-    from megastable.checkpoint.snapshot import Ring
-    from megastable.engine.engine import Engine
-    from megastable.recovery import replays
-
-    real, drawn = Engine.measure, torch.Generator().manual_seed(1)
-
-    def measure(self: Engine, micro_batches: Any) -> Any:
-        found = real(self, micro_batches)
-        if found.loss < bound:
-            return found
-        factor = 1 + float(torch.rand((), generator=drawn))
-        return replace(found, **{name: getattr(found, name) * factor for name in noise})
-
-    def before(self: Ring, *args: Any) -> Any:
-        found = whole(self, *args)
-        for tensor in found.tensors.values() if found is not None else ():
-            tensor.fill_(float("nan"))
-        return found
-
-    whole = Ring.before
-    if damaged:
-        Ring.before = before  # type: ignore[method-assign]
-    Engine.measure = measure  # type: ignore[method-assign]
-    replays.exact = lambda *_: exact  # type: ignore[attr-defined]
-    return spoil(config, kind, list(steps))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("exact", "noise", "bound", "cause"),
-    [
-        (False, ["losses", "grad_norm"], 3.5, "state"),
-        (False, ["grad_norm"], 0.0, "hardware"),
-        (True, ["losses"], 3.5, "hardware"),
-    ],
-    ids=["magnified last bits", "on a good state, too", "where bits repeat"],
-)
-def test_other_numbers_every_time(
-    exact: bool, noise: list[str], bound: float, cause: str, easy: Path, tmp_path: Path
-) -> None:
-    """A bad state may magnify in what order a GPU sums; hardware is blamed where that cannot be the reason."""
-    (end,) = run_ranks(1, noisy, recipe(easy, tmp_path / "run"), exact, "weights", [32], noise, bound)
-    assert end["code"] == 0
-    assert [i["cause"] for i in incidents(tmp_path / "run")] == [cause]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("damaged", [True, False], ids=["damaged snapshots", "no snapshots"])
-@pytest.mark.parametrize(
-    ("exact", "kind", "cause"),
-    [(True, "weights", "hardware"), (False, "weights", "unknown"), (False, "chip", "hardware")],
-    ids=["unsteady where bits repeat", "unsteady", "not again"],
-)
-def test_hardware_is_told_without_a_rewind_point(
-    exact: bool, kind: str, cause: str, damaged: bool, easy: Path, tmp_path: Path
-) -> None:
-    """What replays prove holds where there is no state to go back to: the data is innocent, and read again."""
-    run = tmp_path / "run"
-    points = {} if damaged else {"snapshots": {"interval": 0}}
-    config = recipe(easy, run, stability=points, checkpoint={"interval": 20})
-    noise = ["losses"] if kind == "weights" else []
-    (end,) = run_ranks(1, noisy, config, exact, kind, [32, 33, 34, 35], noise, 3.5, damaged)
-    assert end["code"] == errors.HANDOVER
-    (told,) = incidents(run, "handed over")
-    assert told["summary"]["cause"] == cause
-    assert ("no snapshot is good" in end["message"]) == damaged
-    message = end["message"].replace(str(tmp_path), "")
-    assert ("hardware" in message) == (cause == "hardware")
-    assert told["summary"]["positions"] == [] and not (run / "skips.jsonl").exists()
-    assert bool(told["summary"]["deferred"]) == (cause == "unknown")
-
-
-@pytest.mark.slow
-def test_a_checkpoint_is_left_without_proof_once(easy: Path, tmp_path: Path) -> None:
-    """What comes back on the one before it is the policy's: otherwise a run would walk back to its beginning."""
-    run = tmp_path / "run"
-    parts = {"checkpoint": {"interval": 10, "keep": 9}, "stability": {"policy": {"recur_steps": 12}}}
-    (end,) = run_ranks(1, suspicious, recipe(easy, run, **parts))
-    assert end["code"] == errors.HANDOVER and "is the suspect" in end["message"]
-    (told,) = RunDirectory(run).events(Handover)
-    assert [t["cause"] for t in told["policy"]["taken"] if t["action"] == "handover"] == ["storage"]
-    (end,) = run_ranks(1, suspicious, recipe(easy, run, **parts))
-    assert end["code"] == 0 and len(list(RunDirectory(run).events(Handover))) == 1
-
-
-def suspicious(config: RunConfig) -> dict[str, Any]:
-    """`spoil`, where any trouble comes from the checkpoint as it seems."""
-    from megastable.checkpoint.origin import Origin
-
-    Origin.again = lambda *_: True  # type: ignore[method-assign]
-    return spoil(config, "weights", [32])
-
-
-@pytest.mark.slow
 def test_without_rewind_points_it_hands_over_to_a_restart(
     planted: tuple[Path, Planted], tmp_path: Path
 ) -> None:
@@ -419,23 +268,6 @@ def test_without_rewind_points_it_hands_over_to_a_restart(
 
 
 @pytest.mark.slow
-def test_a_restart_goes_back_behind_checkpoints_of_after_the_onset(easy: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    parts = {
-        "stability": {"snapshots": {"interval": 0}},
-        "checkpoint": {"interval": 1, "keep": 50, "vitals": {"probes": 8}},
-    }
-    config = recipe(easy, run, **parts)
-    (end,) = run_ranks(1, spoil, config, "weights", [32])
-    assert end["code"] == errors.HANDOVER
-    (event,) = RunDirectory(run).events(Handover)
-    assert run_ranks(1, train, config) == [(0, "")]
-    assert [e["step"] for e in RunDirectory(run).events(Resumed)] == [event["before"] - 1]
-    assert list((run / "checkpoints").glob("suspect-step-*"))
-    assert (run / f"checkpoints/step-{STEPS}").is_dir()
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("last_resort", ["train_on", "stop"])
 def test_a_handover_needs_a_checkpoint_of_before(last_resort: str, easy: Path, tmp_path: Path) -> None:
     """Where all are later the run trains on and tells a person, or stops if that is wanted, and keeps them: it must not
@@ -453,43 +285,6 @@ def test_a_handover_needs_a_checkpoint_of_before(last_resort: str, easy: Path, t
     assert [e["what"] for e in alerts][:1] == ["begun"] and "is from before step" in alerts[0]["reason"]
     (incident,) = incidents(run)
     assert incident["actions"] == ["alert"] and incident["positions"] == []
-
-
-@pytest.mark.slow
-def test_an_update_that_was_applied_tells_nothing_of_the_hardware(easy: Path, tmp_path: Path) -> None:
-    """Where the budgets are spent it trains on: done again on the state of after it, a step gives other numbers."""
-    config = recipe(easy, tmp_path / "run", stability={"policy": {"rewinds": 0}})
-    ((end, found),) = run_ranks(1, compared, config)
-    (incident,) = incidents(tmp_path / "run")
-    assert end["code"] == 0 and incident["actions"] == ["alert"] and found == []
-
-
-def compared(config: RunConfig) -> tuple[dict[str, Any], list[str]]:
-    """`spoil`, and what replays told of the hardware."""
-    from megastable.recovery.replays import Replays
-
-    real, found = Replays.compare, list[str]()
-
-    def compare(self: Replays, *args: Any) -> tuple[bool, str]:
-        unsteady, damage = real(self, *args)
-        found.append(damage)
-        return unsteady, damage
-
-    Replays.compare = compare  # type: ignore[method-assign]
-    return spoil(config, "weights", [32]), found
-
-
-@pytest.mark.slow
-def test_a_checkpoint_of_after_the_onset_is_replaced_at_once(easy: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    kept = {"interval": 1, "keep": 1, "healthy_after": 0, "asynchronous": False, "vitals": {"probes": 8}}
-    config = recipe(easy, run, checkpoint=kept)
-    (end,) = run_ranks(1, spoil, config, "weights", [32])
-    assert end["code"] == 0
-    (rewound,) = incidents(run, "rewound")
-    saved = [e["step"] for e in RunDirectory(run).events(CheckpointSaved)]
-    assert saved.count(rewound["to_step"]) == 2  # when it was reached, and again when nothing else was left
-    assert (run / "checkpoints/latest").read_text() == f"step-{STEPS}"
 
 
 def nan_gradients(config: RunConfig, steps: list[int]) -> int:
@@ -524,12 +319,6 @@ def test_nan_gradients_that_do_not_come_again_are_the_hardware(easy: Path, tmp_p
     assert [e["kind"] for e in RunDirectory(run).events(Located)] == ["not reproduced"] * 3
 
 
-def test_no_room_for_a_snapshot_is_said_with_the_numbers(easy: Path, tmp_path: Path) -> None:
-    few = {"snapshots": {"memory_gib": 1e-9}}
-    ((code, message),) = run_ranks(1, train, recipe(easy, tmp_path / "run", stability=few))
-    assert code == errors.BAD_INPUT and "stability.snapshots.memory_gib=1e-09: a snapshot takes 0." in message
-
-
 @pytest.mark.slow
 def test_a_dry_run_says_what_it_would_do_and_does_nothing(
     planted: tuple[Path, Planted], tmp_path: Path
@@ -542,17 +331,6 @@ def test_a_dry_run_says_what_it_would_do_and_does_nothing(
     would = [(e["step"], e["action"]) for e in RunDirectory(dry).events(Would)]
     assert (31, "discard") in would and [a for _, a in would].count("rewind") == 1
     assert not (dry / "skips.jsonl").exists() and incidents(dry) == []
-
-
-@pytest.mark.slow
-def test_a_dry_run_cuts_no_rate_and_pretends_none(easy: Path, tmp_path: Path) -> None:
-    """Two excursions: nobody is examined, so that nothing says it is the rate."""
-    run = tmp_path / "run"
-    config = recipe(easy, run, stability={"dry_run": True, "policy": {"rewarm_steps": 5}})
-    (end,) = run_ranks(1, spoil, config, "chip", [30, 31, 42, 43])
-    assert end["code"] == 0 and end["factor"] == 1.0
-    actions = [e["action"] for e in RunDirectory(run).events(Would)]
-    assert actions.count("rewind") == 2 and "cut_lr" not in actions
 
 
 @pytest.mark.slow
@@ -575,14 +353,14 @@ def test_a_stop_in_the_middle_of_an_incident_forgets_nothing(
 def train_where_little_is_harm(config: RunConfig) -> tuple[int, str]:
     """A few samples do not do much harm in a run as short as this, and what a corpus does to another one is not more
     than reading less of that one does."""
-    from megastable.attribution import harm, remedies
+    from megastable.attribution import trials
     from megastable.recovery import replay_trials
 
-    def judge_corpus(*given: Any) -> remedies.CorpusTrial:
+    def judge_corpus(*given: Any) -> trials.CorpusTrial:
         *losses, _, steps = given
-        return remedies.judge_corpus(*losses, 1.0, steps)
+        return trials.judge_corpus(*losses, 1.0, steps)
 
-    harm.HARM, harm.SURE = 0.001, 2.0
+    trials.HARM, trials.SURE = 0.001, 2.0
     replay_trials.judge_corpus = judge_corpus
     return train(config)
 

@@ -15,11 +15,11 @@ from megastable.data.plant import Planted
 from megastable.data.skip_ledger import read_ledger
 from megastable.recovery.replay_trials import Trials
 from megastable.run.directory import RunDirectory
-from megastable.run.events.stability_events import BranchesTried
+from megastable.run.events.stability_events import BranchesTried, Located
 from megastable_guard.guard_config import PolicyConfig
 from megastable_guard.policy import Policy
 from tests.distributed import run_ranks
-from tests.recovery.test_recovery import LAYOUTS, STEPS, incidents, planted, recipe, train
+from tests.recovery.test_recovery import LAYOUTS, STEPS, easy, incidents, planted, recipe, train, train_spoilt
 from tests.training.test_resume import identical
 
 __all__ = ["planted"]
@@ -77,3 +77,28 @@ def test_the_least_intrusive_remedies_are_tried_if_not_all_may_be(tried: int, na
     trials.try_remedies(policy.offer_remedies(30, None, None), start)
     calls = [[offer.name for offer in call.args[0]] for call in trials._try_remedies.call_args_list]
     assert calls == ([named] if named else [])
+
+
+__all__ = ["easy"]
+
+
+CASES = {
+    "norm": ("blocks.1.attention_norm.weight", 100.0, "output of blocks.1.attention_norm"),
+    "logits": ("blocks.1.attention.qkv.weight", 300.0, "output of blocks.1.attention.qkv"),
+}
+
+
+@pytest.mark.quick("norm-one")
+@pytest.mark.parametrize("layout", ["one", "pp2", "tp2", "zero3-dp2"])
+@pytest.mark.parametrize("case", CASES)
+def test_the_layer_that_grew_first_is_named(case: str, layout: str, easy: Path, tmp_path: Path) -> None:
+    world, parts = LAYOUTS[layout]
+    model = {**parts.get("model", {}), "qk_norm": False}
+    name, factor, place = CASES[case]
+    config = recipe(easy, tmp_path / "run", **{**parts, "model": model})
+    assert run_ranks(world, train_spoilt, config, 36, name, factor) == [(0, 1)] * world
+    incident = incidents(tmp_path / "run")[0]
+    assert any(f"the {place} is the first to grow" in reason for reason in incident["reasons"])
+    assert incident["cause"] == "state" and not incident["positions"]
+    located = [e for e in RunDirectory(tmp_path / "run").events(Located) if e["kind"] == "growth"]
+    assert located and f"the {located[0]['tensor']} of {located[0]['layer']}" == f"the {place}"

@@ -15,33 +15,32 @@ import pytest
 import torch
 
 from megastable.attribution.conclusion import Conclusion, Region
-from megastable.attribution.groups import CROWD
-from megastable.attribution.harm import HarmTrial, TrialVerdict
-from megastable.attribution.remedies import CorpusTrial, RemedyTrial
 from megastable.attribution.sample_history import Waiting
 from megastable.attribution.sample_replay import Trained
-from megastable.base.rng import rng_state
+from megastable.attribution.scores import CROWD
+from megastable.attribution.trials import CorpusTrial, HarmTrial, RemedyTrial, TrialVerdict
+from megastable.base.reproducible import rng_state
 from megastable.checkpoint import markers, origin, store
 from megastable.checkpoint.origin import Origin
 from megastable.checkpoint.snapshot import Ring
+from megastable.checkpoint.vitals import Vitals
 from megastable.config.stability import StabilityConfig
 from megastable.config.tree import ScheduleConfig
 from megastable.config.warmups import Stages
-from megastable.engine import growth_locator
+from megastable.engine import locators
 from megastable.recovery import rewind_points
 from megastable.recovery.replay_trials import SuspectsTrial
 from megastable.recovery.rewind_points import Points, RewindState
 from megastable.recovery.rewinding import Rewinding, Tripped
 from megastable.run.events.event import Event
 from megastable.run.events.stability_events import RateCut, RateWarmup, SettingsAdjusted
-from megastable_guard.actions import Action, Cause
-from megastable_guard.detector_state import DetectorState
+from megastable_guard.actions import Action, Cause, Verdict
+from megastable_guard.detector import DetectorState
 from megastable_guard.guard_config import DetectorConfig, PolicyConfig
 from megastable_guard.policy import Policy
 from megastable_guard.policy_state import Taken
-from megastable_guard.signals import Verdict
 from tests.checkpoint.states import state_of
-from tests.guard.policies import seen
+from tests.guard.traces import seen
 from tests.journal import KeptLog
 
 FOUND = Conclusion(Cause.DATA, [7, 8, 9, 20], [], "bad", region=MagicMock(spec=Region), later=[30])
@@ -106,7 +105,7 @@ def go_back(
     rewinding.trials.try_suspects.return_value = SuspectsTrial(suspects, harms_anyway)
     if chosen:
         rewinding.trials.try_remedies.return_value = RemedyTrial(chosen, 0.3, 0.01, 26)
-    with mock.patch.object(growth_locator, "measure_sizes", return_value={}):  # there is no model
+    with mock.patch.object(locators, "measure_sizes", return_value={}):  # there is no model
         rewinding.go_back(tripped)
     return rewinding, rewinding.incident_log.attribute.call_args.args[0]
 
@@ -173,12 +172,6 @@ def test_a_corpus_of_bad_samples_is_tried_after_enough_clear_incidents(
     assert left_out == ("1" if action is Action.SWAP_CORPUS else None)
 
 
-def test_without_a_remedy_that_is_better_the_samples_are_judged() -> None:
-    made, told = go_back(FOUND, "other data", harms_anyway=True)
-    assert told.cause is Cause.DATA and told.convicted == FOUND.convicted
-    assert not made.guard.policy.state.limits
-
-
 def test_what_is_not_finite_is_bad_without_a_trial_and_remedies_wait_until_it_comes_back() -> None:
     made, told = go_back(FOUND, "cut_lr", verdict=Verdict.NON_FINITE)
     assert told.convicted == FOUND.convicted and made.guard.policy.state.taken[-1].proven
@@ -233,13 +226,6 @@ def test_whoever_is_not_guilty_costs_nothing_but_time(found: Conclusion, good: b
     made.points.forget_after.assert_not_called()
     made.points.back.assert_not_called()  # which drops points that are not good
     made.watches.samples.skip.assert_not_called()
-
-
-def test_steps_that_are_not_known_are_not_looked_back_on() -> None:
-    stands, made = look_back(FOUND, last=36)
-    assert stands is None
-    made.watches.samples.drop.assert_called_once()
-    made.points.ring.aside.assert_not_called()
 
 
 def test_a_few_that_are_guilty_by_themselves_are_skipped_on_the_present_state() -> None:
@@ -330,7 +316,7 @@ def test_what_is_new_is_trained_on_and_so_are_the_refused_batches_of_it(
         MagicMock(step=step, applied=step not in refused) for step in range(onset, 41)
     ]
     done = MagicMock(state=state, applied=False)
-    with mock.patch.object(growth_locator, "measure_sizes", return_value={}):  # there is no model
+    with mock.patch.object(locators, "measure_sizes", return_value={}):  # there is no model
         stands = rewinding.go_back(Tripped(decision, done, DetectorState(), ""))
     assert (stands is not None) == back
     assert rewinding.points.restore.called == (not back) and rewinding.parts.loader.go_to.called == back
@@ -362,3 +348,34 @@ def test_what_cost_more_than_it_taught_is_skipped_when_it_makes_trouble_again(
     chosen, why = rewinding.choose_skips(FOUND, [MagicMock(step=30)], MagicMock(cursor=0, step=40))
     assert (chosen.convicted, why, chosen.proven) == (skipped, "", True)
     assert rewinding.trials.try_suspects.called == (not skipped)
+
+
+def test_what_only_checkpoints_need_is_not_copied() -> None:
+    kept = list[RewindState]()
+    ring = SimpleNamespace(steps=[], take=lambda step, extra, counters, marks: kept.append(extra))
+    engine = SimpleNamespace(adjustments=SimpleNamespace(now=()))
+    points: Any = SimpleNamespace(ring=ring, marks=lambda: None, engine=engine)
+    state = state_of(recent_losses=[3.0], stability={"samples": [1.0]}, vitals=Vitals(losses=[2.5]))
+    Points.take(points, state, DetectorState(), {})
+    state.recent_losses.append(4.0)
+    (point,) = kept
+    assert point.state.recent_losses == [3.0] and point.state.stability == {}
+    assert point.state.vitals is state.vitals and state.stability == {"samples": [1.0]}
+
+
+def test_a_snapshot_is_judged_with_the_changes_that_it_was_trained_with() -> None:
+    """And those of now are in force again, whatever happens."""
+    switched = list[tuple[str, ...]]()
+    adjustments = SimpleNamespace(now=("swiglu_clamp",), switch=switched.append)
+    norms = SimpleNamespace(parameters=1.0, second_moment=1.0)
+    engine = SimpleNamespace(adjustments=adjustments, flat_state=lambda: SimpleNamespace(norms=lambda: norms))
+
+    def reference(*_: object) -> tuple[np.ndarray, np.ndarray]:
+        assert switched == [()]
+        return np.full(8, 3.0), np.full(8, 2.9)
+
+    points: Any = SimpleNamespace(engine=engine, restore=lambda snapshot: None, _reference=reference)
+    snapshot: Any = SimpleNamespace(step=20, extra=SimpleNamespace(adjusted=()))
+    selection: Any = None
+    assert Points._tried(points, snapshot, selection, lambda step, measure: "") == (True, True)
+    assert switched == [(), ("swiglu_clamp",)]

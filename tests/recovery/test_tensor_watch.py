@@ -64,23 +64,8 @@ def test_a_jump_that_the_steps_make_again_is_the_runs_own(easy: Path, tmp_path: 
     assert not [i for i in incidents(run) if i["verdict"] == "damage"]
 
 
-def test_only_the_first_rank_has_the_trend_of_the_probe(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another one accepts a rise, and rewinds, without one; and the rates of undone steps do not count."""
-    from megastable.recovery import damage_watch
-
-    monkeypatch.setattr(damage_watch, "first", lambda action: None)  # as on another rank
-    engine: Any = SimpleNamespace(evaluate=lambda batches: torch.ones(4))
-    log: Any = SimpleNamespace(emit=lambda event: None)
-    loader: Any = SimpleNamespace(batch=16, unit=1)
-    batch: Any = SimpleNamespace(tokens=torch.zeros(1, 8, dtype=torch.int64))
-    probe = damage_watch.ProbeWatch(engine, loader, [batch], log)
-    assert probe.look(25) is None
-    probe.accept(25)
-    probe.rewound(10, {})
-
-
 def probe_watch(tokens: int, unit: int = 1) -> Any:
-    from megastable.recovery.damage_watch import ProbeWatch
+    from megastable.recovery.watches import ProbeWatch
 
     engine: Any = SimpleNamespace()
     log: Any = SimpleNamespace(emit=lambda event: None)
@@ -104,31 +89,11 @@ def test_a_trend_is_continued_on_the_same_samples_alone() -> None:
         again.load_state_dict(saved | {"looks": "rising"})
 
 
-def test_a_probe_has_samples_of_every_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of validation data of one's own the first samples are one of each set; a fifth of a small batch is fewer."""
-    from megastable.recovery import damage_watch
-
-    batches: list[Any] = [SimpleNamespace(tokens=torch.full((1, 8), i)) for i in range(9)]
-    evaluated = list[Any]()
-
-    def evaluate(chosen: list[Any]) -> torch.Tensor:
-        evaluated.append([int(batch.tokens[0, 0]) for batch in chosen])
-        return torch.ones(len(chosen))
-
-    engine, log = SimpleNamespace(evaluate=evaluate), SimpleNamespace(emit=lambda event: None)
-    for batch, unit, sets in ((10, 1, 1), (10, 1, 5), (10, 2, 5), (40, 1, 5)):
-        loader = SimpleNamespace(batch=batch, unit=unit)
-        with monkeypatch.context() as patched:
-            patched.setattr(damage_watch, "first", lambda action: None)
-            damage_watch.ProbeWatch(engine, loader, batches, log, sets).look(25)  # type: ignore[arg-type]
-    assert [len(chosen) for chosen in evaluated] == [2, 5, 3, 8]
-
-
 def test_rates_of_undone_steps_do_not_count() -> None:
-    from megastable.recovery import damage_watch
+    from megastable.recovery import watches
 
-    watch: Any = damage_watch.TensorWatch.__new__(damage_watch.TensorWatch)
-    watch.state, measured = damage_watch.TensorPaces(), SimpleNamespace()
+    watch: Any = watches.TensorWatch.__new__(watches.TensorWatch)
+    watch.state, measured = watches.TensorPaces(), SimpleNamespace()
     for step in (1, 2):
         watch.after_update(measured, step, 0.25)
     saved = watch.state_dict()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -16,16 +14,20 @@ import pytest
 import torch
 import yaml
 
-from megastable.base.errors import ConfigError, DataError
 from megastable.commands.root import app
 from megastable.config import recipe as recipes
 from megastable.run import records
 from megastable_tools.repeat import repeating
-from megastable_tools.repeat.first_difference import first_difference
-from megastable_tools.repeat.layout_difference import first_beyond
-from megastable_tools.repeat.operations import PARTS
-from megastable_tools.repeat.trace_file import StepTrace, path_of, read_header, read_steps
-from megastable_tools.repeat.trace_request import PlantSpot, TracePoint, TraceRequest
+from megastable_tools.repeat.differences import first_beyond, first_difference
+from megastable_tools.repeat.trace_file import (
+    PARTS,
+    PlantSpot,
+    StepTrace,
+    TraceRequest,
+    path_of,
+    read_header,
+    read_steps,
+)
 from megastable_tools.study.trial import QUIET
 from tests.conftest import tiny
 from tests.distributed import run_main, run_ranks
@@ -52,7 +54,7 @@ def _trace(path: str, overrides: Sequence[str]) -> int:
 
 def traced(world: int, recipe: Path, folder: Path, request: TraceRequest, *overrides: str) -> Steps:
     """The traces of a run, step by step and rank by rank."""
-    request.save(folder)
+    request.save_request(folder)
     given = ("kernels.compile=false", *overrides, f"run.dir={folder}")
     assert run_ranks(world, _trace, str(recipe), given) == [0] * world
     assert read_header(folder, world - 1).world == world
@@ -102,7 +104,7 @@ PLANTED = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_same_steps_give_the_same_bits_and_what_is_planted_is_named(
+def test_traced_run_gives_the_same_bits_and_names_what_is_planted(
     layout: str, recipe_of: Callable[[str], Path], clean: Callable[[str], Steps], tmp_path: Path
 ) -> None:
     world, recipe, one = LAYOUTS[layout][0], recipe_of(layout), clean(layout)
@@ -112,7 +114,7 @@ def test_the_same_steps_give_the_same_bits_and_what_is_planted_is_named(
     assert same.tensors == sum(len(rank.operations) for ranks in one for rank in ranks) > 300 * world
     for number, text in enumerate(PLANTED[layout]):
         step = 1 + number % 2  # before the last, so that it spreads
-        point = PlantSpot.parsed(f"{step}:{text}", STEPS).found(one[step])
+        point = PlantSpot.parse_spot(f"{step}:{text}", STEPS).find_point(one[step])
         other = traced(world, recipe, tmp_path / str(number), TraceRequest(steps=STEPS, plant=point))
         found = first_difference(zip(one, other, strict=True)).difference
         assert found is not None
@@ -127,7 +129,7 @@ def _faulty(path: str, overrides: Sequence[str], where: str, call: int) -> int:
     import torch.distributed as dist
 
     from megastable.engine import patches as _patches
-    from megastable.model import mlp
+    from megastable.model import block_parts
     from megastable.model.attention import Attention
 
     calls = iter(range(10**6))
@@ -136,8 +138,8 @@ def _faulty(path: str, overrides: Sequence[str], where: str, call: int) -> int:
         return next(calls) == call and dist.get_rank() == 1
 
     if where == "swiglu":
-        activation = mlp.swiglu
-        mlp.swiglu = lambda gate_up: activation(gate_up) * (1.5 if wrong() else 1)
+        activation = block_parts.swiglu
+        block_parts.swiglu = lambda gate_up: activation(gate_up) * (1.5 if wrong() else 1)
     elif where == "core backward":
         between = Attention.between
 
@@ -166,29 +168,21 @@ def _faulty(path: str, overrides: Sequence[str], where: str, call: int) -> int:
     [
         # Two micro-batches a step and rank, two blocks.
         ("swiglu", 7, "step 2, rank 1, micro-batch 1, blocks.1.mlp.swiglu output (forward)"),
-        (
-            "core backward",
-            4,
-            "step 2, rank 1, micro-batch 0, blocks.0.attention.qkv output gradient (backward)",
-        ),
-        (
-            "reduction",
-            3,
-            "step 2, rank 1, gradient of blocks.1.attention_norm.weight (reduction)",
-        ),  # two groups a step
+        ("core backward", 4, "step 2, rank 1, micro-batch 0, blocks.0.attention.qkv output gradient (backward)"),
+        ("reduction", 3, "step 2, rank 1, gradient of blocks.1.attention_norm.weight (reduction)"),  # 2 groups a step
     ],
-)
-def test_a_wrong_program_is_found(
+)  # fmt: skip
+def test_traced_run_finds_a_wrong_program(
     where: str, call_: int, named: str, recipe_of: Callable[[str], Path], clean: Callable[[str], Steps], tmp_path: Path
 ) -> None:  # fmt: skip
-    TraceRequest(steps=STEPS).save(tmp_path)
+    TraceRequest(steps=STEPS).save_request(tmp_path)
     assert run_ranks(2, _faulty, str(recipe_of("dp2")), [f"run.dir={tmp_path}"], where, call_) == [0, 0]
     other = zip(*(read_steps(tmp_path, rank) for rank in range(2)), strict=True)
     found = first_difference(zip(clean("dp2"), other, strict=True)).difference
     assert found is not None and str(found).startswith(named)
 
 
-def test_every_operation_of_a_block_is_there_in_the_order_of_the_model(
+def test_traced_run_has_every_operation_in_the_models_order(
     clean: Callable[[str], Steps],
 ) -> None:
     one = [o for o in clean("one")[1][0].operations if o.micro_batch == 1]
@@ -198,15 +192,8 @@ def test_every_operation_of_a_block_is_there_in_the_order_of_the_model(
         "attention.core", "attention.out", "mlp_norm", "mlp.gate_up", "mlp.swiglu", "mlp.down",
     ]  # fmt: skip
     blocks = [[*(f"blocks.{n}.{part}" for part in inside), f"blocks.{n}"] for n in range(2)]
-    assert forward == [
-        "embedding",
-        *blocks[0],
-        *blocks[1],
-        "final_norm",
-        "head",
-        "loss of the samples",
-        "loss",
-    ]
+    last = ["final_norm", "head", "loss of the samples", "loss"]
+    assert forward == ["embedding", *blocks[0], *blocks[1], *last]
     # A gradient for each, but for what only the trace computes; and full recomputation does all of a block again.
     backward = {o.name.removesuffix(" output gradient") for o in one if o.name.endswith(" output gradient")}
     assert backward == {*forward} - {"head", "loss of the samples"}
@@ -222,7 +209,7 @@ def test_every_operation_of_a_block_is_there_in_the_order_of_the_model(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["dp2", "zero3", "tp2"])
-def test_layouts_agree_up_to_rounding(layout: str, clean: Callable[[str], Steps]) -> None:
+def test_first_beyond_lets_layouts_agree_up_to_rounding(layout: str, clean: Callable[[str], Steps]) -> None:
     found = first_beyond(zip(clean("plain"), clean(layout), strict=True), 0.05)
     assert (found.first, found.steps) == (None, STEPS) and found.largest is not None
     # What is unmatched: plain logits have a gradient.
@@ -230,23 +217,7 @@ def test_layouts_agree_up_to_rounding(layout: str, clean: Callable[[str], Steps]
     assert found.tensors > 120 * STEPS
 
 
-def test_a_change_is_named_where_it_begins(
-    recipe_of: Callable[[str], Path], clean: Callable[[str], Steps], tmp_path: Path
-) -> None:
-    """A higher rate: everything up to the first update is the same."""
-    request = TraceRequest(steps=2, moments=True)
-    other = traced(2, recipe_of("dp2"), tmp_path / "lr", request, "optimizer.lr=1e-2")
-    found = first_beyond(zip(clean("dp2")[:3], other, strict=True), 1e-12).first
-    assert found is not None and (found.step, found.operation.phase) == (1, "update")
-    assert found.operation.name.startswith("fp32 master of")
-    other = traced(2, recipe_of("dp2"), tmp_path / "cap", request, "model.norm_eps=0.1")
-    found = first_beyond(zip(clean("dp2")[:3], other, strict=True), 0.05).first
-    assert found is not None and str(found).startswith(
-        "step 1, blocks.0.attention_norm output (forward): rms "
-    )
-
-
-def test_the_steps_are_those_of_a_run(
+def test_traced_run_does_the_steps_of_a_run(
     recipe_of: Callable[[str], Path], clean: Callable[[str], Steps], tmp_path: Path
 ) -> None:
     """Watching changes nothing: the losses of a training without it, in all digits of the records."""
@@ -283,18 +254,7 @@ def repeat(recipe: Path, *arguments: object, cwd: Path) -> Done:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick")
-def test_no_difference(recipe_of: Callable[[str], Path], tmp_path: Path) -> None:
-    done = repeat(recipe_of("tp2"), "--ranks", "2", "--output", "kept", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("no difference in 2 steps of 2 ranks: ")
-    assert all(path_of(tmp_path / "kept" / name, 1).exists() for name in ("first", "second"))
-    refused = repeat(recipe_of("tp2"), "--ranks", "2", "--output", "kept", cwd=tmp_path)
-    assert refused.returncode == 2 and "kept is not empty" in refused.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("quick")
-def test_a_difference_is_told_with_its_bits(recipe_of: Callable[[str], Path], tmp_path: Path) -> None:
+def test_repeat_tells_a_difference_with_its_bits(recipe_of: Callable[[str], Path], tmp_path: Path) -> None:
     plant = ("--ranks", "2", "--plant", "2:blocks.1.mlp.down:1")
     done = repeat(recipe_of("dp2"), *plant, cwd=tmp_path)
     assert done.returncode == 1, done.stderr
@@ -317,31 +277,7 @@ def test_a_difference_is_told_with_its_bits(recipe_of: Callable[[str], Path], tm
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick")
-def test_a_difference_that_is_not_there_again_is_transient(
-    recipe_of: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A fault of the first run alone."""
-    real, runs = TraceRequest.save, list[Path]()
-
-    def save(self: TraceRequest, folder: Path) -> None:
-        runs.append(folder)
-        name = "embedding weight gradient"
-        fault = TracePoint(step=1, phase="backward", micro_batch=1, name=name, rank=0)
-        real(self.model_copy(update={"plant": fault}) if len(runs) == 1 else self, folder)
-
-    monkeypatch.setattr(TraceRequest, "save", save)
-    done = repeat(recipe_of("one"), cwd=tmp_path)
-    *_, again, last = done.stdout.splitlines()
-    assert (done.returncode, len(runs)) == (1, 4)
-    assert again == "run again, they do not differ up to there: transient; run 1 is the odd one of four"
-    assert last == "first difference: step 1, rank 0, micro-batch 1, embedding weight gradient (backward)"
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("quick")
-def test_another_layout_is_compared_within_a_tolerance(
-    recipe_of: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_repeat_compares_layouts_within_a_tolerance(recipe_of: Callable[[str], Path], tmp_path: Path) -> None:
     against = ("--against-ranks", "2", "--against", "parallel.tensor=2")
     done = repeat(recipe_of("plain"), *against, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -374,7 +310,7 @@ def test_another_layout_is_compared_within_a_tolerance(
         (["model.layer=2"], "model.layer"),
     ],
 )
-def test_mistakes_show_before_anything_runs(
+def test_repeat_refuses_before_anything_runs(
     arguments: list[str], told: str, recipe_of: Callable[[str], Path], tmp_path: Path
 ) -> None:
     done = repeat(recipe_of("plain"), *arguments, cwd=tmp_path)
@@ -383,58 +319,11 @@ def test_mistakes_show_before_anything_runs(
     )
 
 
-@pytest.mark.usefixtures("quick")
-def test_what_is_there_for_the_trace_only_cannot_be_planted(
-    recipe_of: Callable[[str], Path], clean: Callable[[str], Steps], tmp_path: Path
-) -> None:
-    """Logits of the chunked loss."""
-    point = PlantSpot.parsed("1:head", STEPS).found(clean("one")[1])
-    with pytest.raises(AssertionError, match="nothing can be planted at 'head output'"):
-        traced(1, recipe_of("one"), tmp_path, TraceRequest(steps=1, plant=point))
-
-
-@pytest.mark.usefixtures("quick")
-def test_compiled_blocks_are_watched_from_outside(recipe_of: Callable[[str], Path], tmp_path: Path) -> None:
-    traces = traced(1, recipe_of("one"), tmp_path, TraceRequest(steps=1, blocks_only=True))
-    names = {o.name for o in traces[1][0].operations if o.phase == "forward"}
-    assert {"embedding output", "blocks.0 output", "blocks.1 output", "final_norm output"} <= names
-    assert not [name for name in names if "mlp" in name or "attention" in name]
-
-
-@pytest.mark.slow
-def test_under_the_real_launcher(recipe_of: Callable[[str], Path], tmp_path: Path) -> None:
-    """Two ranks, a fault on the second."""
-    done = subprocess.run(
-        [
-            sys.executable, "-m", "megastable", "repeat", recipe_of("dp2"), "--steps", "2", "--ranks",
-            "2", "--no-again", "--plant", "1:blocks.0.mlp.down output gradient:1",
-        ],
-        cwd=tmp_path, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 1, done.stderr
-    assert done.stdout.splitlines()[-1] == (
-        "first difference: step 1, rank 1, micro-batch 0, blocks.0.mlp.down output gradient (backward)"
-    )
-
-
 # Processes
 
 
-def test_a_run_that_fails_says_why(tmp_path: Path) -> None:
-    def fails(command: str) -> str:
-        (tmp_path / "output.log").unlink(missing_ok=True)
-        with pytest.raises((ConfigError, DataError)) as raised:
-            repeating.run_launcher(["bash", "-c", command], tmp_path, lambda _: None)
-        return f"{type(raised.value).__name__}: {raised.value}"
-
-    assert fails("echo noise; echo error: no such key >&2; exit 2") == "ConfigError: no such key"
-    assert fails("echo all; echo that; exit 3").startswith(
-        "DataError: the traced run ended with code 3:\nall\nthat"
-    )
-
-
 @pytest.mark.slow
-def test_a_run_that_is_interrupted_is_ended(tmp_path: Path) -> None:
+def test_run_launcher_ends_what_is_interrupted(tmp_path: Path) -> None:
     """As the launcher is by Ctrl-C, with time to end the ranks of other hosts."""
     folder, steps = tmp_path, path_of(tmp_path, 0)
     command = (

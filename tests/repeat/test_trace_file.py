@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from megastable.base.errors import ConfigError, DataError
 from megastable_tools.repeat.trace_file import (
+    PlantSpot,
     StepTrace,
     TraceHeader,
     TraceWriter,
@@ -18,7 +19,6 @@ from megastable_tools.repeat.trace_file import (
     read_header,
     read_steps,
 )
-from megastable_tools.repeat.trace_request import PlantSpot, TraceRequest
 from tests.repeat.traces import steps_of
 
 HEADER = TraceHeader(1, 2, "node", "CPU", "attention sdpa", True, {"tensor": 1, "data": 2})
@@ -27,12 +27,12 @@ HEADER = TraceHeader(1, 2, "node", "CPU", "attention sdpa", True, {"tensor": 1, 
 def written(folder: Path, steps: list[StepTrace]) -> Path:
     with TraceWriter(folder, HEADER) as writer:
         for step in steps:
-            writer.write(step)
+            writer.write_step(step)
     return path_of(folder, 1)
 
 
 @given(st.integers(0, 2**32))
-def test_what_is_written_is_read(tmp_path_factory: pytest.TempPathFactory, seed: int) -> None:
+def test_trace_writer_is_read_back(tmp_path_factory: pytest.TempPathFactory, seed: int) -> None:
     folder, random = tmp_path_factory.mktemp("trace"), np.random.default_rng(seed)
     steps = [ranks[0] for ranks in (*steps_of(2, 1, 1, 2, seed), *steps_of(1, 2, 1, 1, seed))]
     steps[1] = StepTrace(
@@ -49,13 +49,7 @@ def test_what_is_written_is_read(tmp_path_factory: pytest.TempPathFactory, seed:
         assert given_.moments is None or (given_.moments == found.moments).all()
 
 
-def test_names_are_written_once(tmp_path: Path) -> None:
-    steps = [ranks[0] for ranks in steps_of(50, 1, 1, 4)]
-    size = written(tmp_path, steps).stat().st_size
-    assert size < 12 * 50 * len(steps[0].operations) + 20_000
-
-
-def test_a_damaged_trace_is_refused(tmp_path: Path) -> None:
+def test_read_steps_refuses_a_damaged_trace(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"rank 1 wrote its trace elsewhere.*--output"):
         read_header(tmp_path, 1)
     path = written(tmp_path, [ranks[0] for ranks in steps_of(2, 1, 1, 1)])
@@ -70,14 +64,6 @@ def test_a_damaged_trace_is_refused(tmp_path: Path) -> None:
         TraceWriter(tmp_path / "none", HEADER)
 
 
-def test_requests(tmp_path: Path) -> None:
-    request = TraceRequest(steps=3, moments=True)
-    request.save(tmp_path / "new")
-    assert TraceRequest.load(tmp_path / "new") == request
-    with pytest.raises(DataError, match="megastable repeat"):
-        TraceRequest.load(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("text", "told"),
     [
@@ -85,18 +71,18 @@ def test_requests(tmp_path: Path) -> None:
         ("1:", "STEP:OPERATION"), ("1:a:0:0", "STEP:OPERATION"), ("0:tokens", "no step 0 of 5"), ("6:tokens", "of 5"),
     ],
 )  # fmt: skip
-def test_what_is_to_be_planted_must_be_said_right(text: str, told: str) -> None:
+def test_plant_spot_refuses_wrong_texts(text: str, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
-        PlantSpot.parsed(text, 5)
+        PlantSpot.parse_spot(text, 5)
 
 
-def test_what_is_planted_is_looked_up_in_the_trace() -> None:
+def test_plant_spot_is_looked_up_in_the_trace() -> None:
     (ranks,) = steps_of(1, 2, 1, 2)
-    point = PlantSpot.parsed("1:blocks.2.mlp.down", 5).found(ranks)
+    point = PlantSpot.parse_spot("1:blocks.2.mlp.down", 5).find_point(ranks)
     assert (point.rank, point.phase, point.micro_batch, point.name) == (
         1, "forward", 0, "blocks.2.mlp.down output",
     )  # fmt: skip
-    assert PlantSpot.parsed("1: tokens :1", 5).found(ranks).rank == 1
+    assert PlantSpot.parse_spot("1: tokens :1", 5).find_point(ranks).rank == 1
     for text, told in (
         ("1:blocks.2.mlp.down:0", "rank 0 has no 'blocks.2.mlp.down'; others have, for example rank 1"),
         ("1:tokens:2", "no rank 2: they are 0 to 1"),
@@ -104,4 +90,4 @@ def test_what_is_planted_is_looked_up_in_the_trace() -> None:
         ("1:gradient norm", "no operation 'gradient norm'"),
     ):
         with pytest.raises(ConfigError, match=told):
-            PlantSpot.parsed(text, 5).found(ranks)
+            PlantSpot.parse_spot(text, 5).find_point(ranks)

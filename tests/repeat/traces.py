@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megastable_tools.repeat.operations import TracedOperation
-from megastable_tools.repeat.trace_file import StepTrace
+from megastable_tools.repeat.trace_file import StepTrace, TracedOperation
 
 PARTS = ("mlp.down", "attention.out", "mlp.gate_up")  # not in the order of the alphabet
 

@@ -11,13 +11,12 @@ import numpy as np
 import yaml
 
 from megastable.data.corpora import open_corpora
-from megastable.data.documents import documents_at
+from megastable.data.source import documents_at
 from megastable.report.postmortem import sample_texts
 from megastable.run.directory import RunDirectory
 from megastable.run.records import LAYER_SCHEMA, LayerRecord, Recorder, StepRecord
-from megastable_guard.actions import Action, Cause
+from megastable_guard.actions import Action, Cause, Verdict
 from megastable_guard.incident import Incident
-from megastable_guard.signals import Verdict
 from tests.conftest import LENGTH, tiny
 
 NASTY = "\x1b[31m<script>alert(1)</script>\u202e</pre> ``` | **x** <img src=http://x.y/z>\x07"

@@ -9,7 +9,7 @@ from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
 from megastable.base.text import visible
-from megastable.report.postmortem import safe
+from megastable.report import safe
 
 # What does harm somewhere, more often than chance would make it.
 PIECES = st.sampled_from([

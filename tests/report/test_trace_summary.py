@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,24 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megastable.base.errors import DataError
-from megastable.report.trace_summary import BusyTime, intersection, length, merged, read_trace
+from megastable.report.trace_summary import BusyTime, read_trace, sum_busy
 
 SOME = st.lists(
     st.tuples(st.integers(0, 40), st.integers(1, 10)).map(lambda p: BusyTime(p[0], p[0] + p[1])), max_size=8
 )
 
 
-def covered(intervals: list[BusyTime]) -> set[int]:
-    return {n for one in intervals for n in range(int(one.begin), int(one.end))}
-
-
 @given(SOME, SOME)
-def test_intervals_are_sets(a: list[BusyTime], b: list[BusyTime]) -> None:
-    left, right = merged(a), merged(b)
-    assert covered(left) == covered(a) and length(left) == len(covered(a))
-    assert all(one.end < other.begin for one, other in pairwise(left))
-    both = intersection(left, right)
-    assert covered(both) == covered(a) & covered(b) and length(both) == len(covered(both))
+def test_sum_busy_counts_every_moment_once(a: list[BusyTime], b: list[BusyTime]) -> None:
+    talking, computing = ({n for one in some for n in range(int(one.begin), int(one.end))} for some in (a, b))
+    found = sum_busy([*((one, True) for one in a), *((one, False) for one in b)])
+    assert found == (len(talking), len(computing), len(talking & computing))
 
 
 def event(name: str, ts: float, dur: float, cat: str = "cpu_op", tid: int = 1) -> dict[str, Any]:
@@ -43,7 +36,7 @@ def write(path: Path, *events: dict[str, Any], **more: Any) -> Path:
     return path
 
 
-def test_on_a_cpu_an_operation_has_its_own_time(tmp_path: Path) -> None:
+def test_read_trace_of_a_cpu_gives_operations_their_own_time(tmp_path: Path) -> None:
     found = read_trace(write(
         tmp_path / "step-00000007-rank-2.json.gz",
         event("megastable: step 7", 100, 100, "user_annotation"),
@@ -66,7 +59,7 @@ def test_on_a_cpu_an_operation_has_its_own_time(tmp_path: Path) -> None:
     assert found.idle == pytest.approx(1 - (30 + 40) / 100)
 
 
-def test_on_a_gpu_kernels_count(tmp_path: Path) -> None:
+def test_read_trace_of_a_gpu_counts_kernels(tmp_path: Path) -> None:
     found = read_trace(write(
         tmp_path / "step-00000001-rank-0.json.gz",
         event("megastable: step 1", 0, 50, "user_annotation"),
@@ -88,7 +81,7 @@ PACKED = [gzip.compress(text, mtime=0) for text in (b"[]", b"{}", b'{"traceEvent
 
 
 @pytest.mark.parametrize("content", [b"", b"no gzip", *PACKED])
-def test_what_is_no_trace_is_said(tmp_path: Path, content: bytes) -> None:
+def test_read_trace_refuses_what_is_none(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "step-00000001-rank-0.json.gz"
     path.write_bytes(content)
     with pytest.raises(DataError, match="not a trace of"):

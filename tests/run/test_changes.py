@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megastable.base.errors import ConfigError
-from megastable.config.tree import RunConfig
 from megastable.run import changes
 from megastable.run.changes import (
     ChangeRequest,
@@ -29,6 +28,7 @@ from megastable.run.events.reading import event_of
 from tests.conftest import tiny
 
 RECIPE = tiny(Path("corpus"), Path("run"), supervise={"webhook": "https://a.example/secret"})
+BY_TOKENS = {"warmup_steps": None, "warmup_tokens": 0, "total_steps": None}
 KEYS: dict[str, Any] = {
     "optimizer.lr": lambda c: c.optimizer.lr, "optimizer.clip": lambda c: c.optimizer.clip,
     "model.z_loss": lambda c: c.model.z_loss, "schedule.floor": lambda c: c.schedule.floor,
@@ -57,15 +57,14 @@ def written(event: Event) -> ChangeMade:
         max_size=6,
     )
 )  # fmt: skip
-def test_at_every_step_the_newest_change_holds_that_has_begun_and_not_ended(
+def test_config_at_has_the_newest_change_that_has_begun_and_not_ended(
     asked: list[tuple[str, float, int, int | None]],
 ) -> None:
     """Steps come in any order, as a run is rewound between two requests."""
     made, plain = list[ChangeMade](), list[tuple[str, float, int, float]]()
     for number, (key, value, step, length) in enumerate(asked):
         until = None if length is None else step + length
-        event = answer(ChangeRequest(id=str(number), time=0, reason="r", values={key: value}, until=until),
-                       RECIPE, made, step, None)  # fmt: skip
+        event = answer(request(number, until, **{key.replace(".", "__"): value}), RECIPE, made, step, None)
         before = KEYS[key](config_at(RECIPE, made, step + 1))
         if isinstance(event, ChangeRefused):
             assert before == value or length == 0
@@ -81,68 +80,43 @@ def test_at_every_step_the_newest_change_holds_that_has_begun_and_not_ended(
             assert find(config) == (hold[-1] if hold else find(RECIPE))
 
 
-def test_other_sections_and_passwords_stay() -> None:
-    changed = changes.with_values(RECIPE, {"optimizer.lr": 1e-4, "schedule.kind": "wsd"})
-    assert (changed.optimizer.lr, changed.schedule.kind) == (1e-4, "wsd")
-    assert changed.supervise is RECIPE.supervise and changed.model is RECIPE.model
-
-
 @pytest.mark.parametrize(
-    ("key", "told"),
+    ("key", "told", "optimizer"),
     [
-        (
-            "train.steps",
-            "start it again with train.steps=5; to end the decay elsewhere: schedule.total_steps",
-        ),
-        ("train.global_batch", "start it again with train.global_batch=5"),
-        ("model.layers", "begin another run"),
-        ("optimizer.lrr", "optimizer.lr"),
-        ("optimizer.momentum", "start it again"),
-        ("schedule", "start it again"),
-        ("schedule.flor", "schedule.floor"),
+        ("train.steps", "with train.steps=5; to end the decay elsewhere: schedule.total_steps", {}),
+        ("train.global_batch", "start it again with train.global_batch=5", {}),
+        ("model.layers", "begin another run", {}),
+        ("optimizer.lrr", "optimizer.lr", {}),
+        ("schedule", "start it again", {}),
+        ("optimizer.betas", "does not read it", {"name": "sgd"}),
+        ("optimizer.clip", "at the start only", {"clipping": "adagc"}),
+        ("optimizer.clip", "does not read it", {"clipping": "zclip"}),
+        ("optimizer.weight_decay", "one group", {"weight_decay": 0.0}),
     ],
 )
-def test_what_cannot_be_changed_is_refused_with_what_to_do(key: str, told: str) -> None:
+def test_check_live_refuses_and_says_what_to_do(key: str, told: str, optimizer: dict[str, Any]) -> None:
     with pytest.raises(ConfigError) as error:
-        check_live(key, RECIPE, 5)
+        check_live(key, tiny(Path("corpus"), Path("run"), optimizer=optimizer), 5)
     assert told in str(error.value) and key in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "key", "told"),
-    [
-        ({"name": "sgd"}, "optimizer.betas", "does not read it"),
-        ({"clipping": "adagc"}, "optimizer.clip", "at the start only"),
-        ({"clipping": "zclip"}, "optimizer.clip", "does not read it"),
-        ({"weight_decay": 0.0}, "optimizer.weight_decay", "one group"),
-    ],
-)
-def test_what_this_optimizer_cannot_change_is_refused(optimizer: dict[str, Any], key: str, told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
-        check_live(key, tiny(Path("corpus"), Path("run"), optimizer=optimizer), 1)
 
 
 @pytest.mark.parametrize(
     ("given", "problem"),
     [
         (request(optimizer__lr=-1), "optimizer.lr=-1"),
-        (request(optimizer__lr="fast"), "optimizer.lr='fast'"),
         (request(optimizer__lr=3e-3), "optimizer.lr is 0.003 already"),
         (request(until=7, optimizer__lr=1e-3), "step 7 already"),
         (request(schedule__warmup_tokens=5), "schedule"),
     ],
 )
-def test_a_request_that_cannot_be_followed_is_answered_with_the_problem(
-    given: ChangeRequest, problem: str
-) -> None:
+def test_answer_refuses_a_request_that_cannot_be_followed(given: ChangeRequest, problem: str) -> None:
     event = answer(given, RECIPE, [], 7, None)
     assert isinstance(event, ChangeRefused) and problem in str(event.problem)
     assert (event.step, event.change, event.who) == (7, "c0", "ann")
 
 
-def test_a_start_with_another_value_in_its_recipe_ends_a_change_of_it() -> None:
-    event = answer(request(optimizer__lr=1e-3, optimizer__clip=0.5), RECIPE, [], 7, (2.0, 1.0))
-    made = [written(event)]
+def test_follow_recipe_ends_a_change_of_what_a_person_wrote_there_last() -> None:
+    made = [written(answer(request(optimizer__lr=1e-3, optimizer__clip=0.5), RECIPE, [], 7, (2.0, 1.0)))]
     assert (made[0].loss, made[0].grad_norm) == (2.0, 1.0)
     newer = tiny(Path("corpus"), Path("run"), optimizer={"lr": 5e-4})
     follows = follow_recipe(newer, ["optimizer.lr", "run.timeout"], made, 20)
@@ -151,21 +125,12 @@ def test_a_start_with_another_value_in_its_recipe_ends_a_change_of_it() -> None:
     assert [config_at(newer, made, step).optimizer.lr for step in (7, 8, 20, 21)] == [5e-4, 1e-3, 1e-3, 5e-4]
     assert config_at(newer, made, 21).optimizer.clip == 0.5
     assert follow_recipe(newer, ["optimizer.lr"], made, 20) is None
-    assert follow_recipe(newer, ["schedule.floor"], made, 20) is None
 
 
-def test_a_change_that_a_later_recipe_cannot_have_is_left_out() -> None:
-    event = answer(request(schedule__total_steps=50), RECIPE, [], 7, None)
-    by_tokens = tiny(Path("corpus"), Path("run"), schedule={"warmup_steps": None, "warmup_tokens": 100,
-                                                            "total_steps": None})  # fmt: skip
-    assert config_at(by_tokens, [written(event)], 8) == by_tokens
-
-
-def test_of_a_change_the_keys_hold_that_a_later_recipe_can_have() -> None:
+def test_config_at_holds_the_keys_that_a_later_recipe_can_have() -> None:
     made = [written(answer(request(schedule__total_steps=50, optimizer__lr=1e-5), RECIPE, [], 7, None))]
     assert list_left_out(RECIPE, made, 8) == []
-    by_tokens = tiny(Path("corpus"), Path("run"), schedule={"warmup_steps": None, "warmup_tokens": 100,
-                                                            "total_steps": None})  # fmt: skip
+    by_tokens = tiny(Path("corpus"), Path("run"), schedule=BY_TOKENS | {"warmup_tokens": 100})
     config = config_at(by_tokens, made, 8)
     assert config.optimizer.lr == 1e-5 and config.schedule == by_tokens.schedule
     [told] = list_left_out(by_tokens, made, 8)
@@ -173,27 +138,22 @@ def test_of_a_change_the_keys_hold_that_a_later_recipe_can_have() -> None:
     assert list_left_out(by_tokens, made, 7) == []
 
 
-def test_a_change_that_needs_another_one_that_ends_is_refused_unless_it_ends_with_it() -> None:
-    by_tokens = {"warmup_steps": None, "warmup_tokens": 0, "total_steps": None}
-    first = request(until=20, **{f"schedule__{key}": value for key, value in by_tokens.items()})
+def test_answer_refuses_a_change_that_outlives_the_one_that_it_needs() -> None:
+    first = request(until=20, **{f"schedule__{key}": value for key, value in BY_TOKENS.items()})
     made = [written(answer(first, RECIPE, [], 7, None))]
     for until in (None, 21):
         event = answer(request(1, until=until, schedule__total_tokens=10**6), RECIPE, made, 9, None)
         assert isinstance(event, ChangeRefused)
         assert "from step 21 on" in str(event.problem) and "--until 20" in str(event.problem)
-    event = answer(request(1, until=20, schedule__total_tokens=10**6), RECIPE, made, 9, None)
-    made.append(written(event))
-    assert [config_at(RECIPE, made, step).schedule.total_tokens for step in (10, 20, 21)] == [
-        10**6,
-        10**6,
-        None,
-    ]
+    made.append(written(answer(request(1, until=20, schedule__total_tokens=10**6), RECIPE, made, 9, None)))
+    found = [config_at(RECIPE, made, step).schedule.total_tokens for step in (10, 20, 21)]
+    assert found == [10**6, 10**6, None]
     # A rewind to before the first: it begins again, and the other one with it.
     event = answer(request(2, schedule__warmup_steps=3), RECIPE, made, 2, None)
     assert isinstance(event, ChangeRefused) and "from step 8 on" in str(event.problem)
 
 
-def test_requests_are_read_whatever_else_is_in_the_file(tmp_path: Path) -> None:
+def test_read_requests_passes_over_what_else_is_in_the_file(tmp_path: Path) -> None:
     path = tmp_path / "changes.jsonl"
     assert changes.read_requests(path) == ([], [])
     one = changes.ask(path, {"optimizer.lr": 1e-4}, "why", "ann", None)
@@ -201,13 +161,12 @@ def test_requests_are_read_whatever_else_is_in_the_file(tmp_path: Path) -> None:
         file.write("{not a line\n\n" + '{"id": "x", "time": 1, "reason": "r", "values": {}}\n{"id": "to')
     two = changes.ask(path, {"optimizer.betas": [0.9, 0.99]}, "why", "ann", 9)
     found, problems = changes.read_requests(path)
-    assert found == [one, two] and [p.split(" is no")[0] for p in problems] == [
-        f"{path} line 2", f"{path} line 4"
-    ]  # fmt: skip
+    assert found == [one, two]
+    assert [p.split(" is no")[0] for p in problems] == [f"{path} line 2", f"{path} line 4"]
 
 
 @pytest.mark.parametrize(("directory", "file"), [(0o755, 0o644), (0o2775, 0o664), (0o700, 0o644)])
-def test_requests_of_another_person_can_be_read_by_the_run(tmp_path: Path, directory: int, file: int) -> None:
+def test_ask_writes_a_file_that_the_run_can_read(tmp_path: Path, directory: int, file: int) -> None:
     tmp_path.chmod(directory)
     path, before = tmp_path / "changes.jsonl", os.umask(0o077)
     try:
@@ -220,7 +179,7 @@ def test_requests_of_another_person_can_be_read_by_the_run(tmp_path: Path, direc
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
-def test_assignments_are_read_as_overrides_are() -> None:
+def test_parse_values_reads_assignments_as_overrides() -> None:
     assert parse_values(["optimizer.lr=1e-4", "optimizer.betas=[0.9, 0.99]", "schedule.total_steps=null"]) == {
         "optimizer.lr": "1e-4", "optimizer.betas": [0.9, 0.99], "schedule.total_steps": None,
     }  # fmt: skip
@@ -229,4 +188,3 @@ def test_assignments_are_read_as_overrides_are() -> None:
             parse_values(wrong)
     event = answer(request(optimizer__lr="1e-4"), RECIPE, [], 0, None)
     assert isinstance(event, ChangeMade) and event.new == {"optimizer.lr": 1e-4}
-    assert isinstance(RECIPE, RunConfig)

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megastable.base import jsonl
-from megastable.run.events.follow import ANCHOR, Follower
+from megastable.base import durable
+from megastable.run.events.reading import Follower
 from tests.tiers import examples
 
 ENTRIES = st.lists(
@@ -43,7 +43,7 @@ def append(path: Path, content: bytes) -> None:
 
 @settings(deadline=None, max_examples=examples(80))
 @given(ENTRIES, st.lists(RUBBISH, max_size=8), st.data())
-def test_any_pieces_give_the_same_events_each_once(
+def test_follower_gives_the_same_events_each_once_whatever_the_pieces(
     entries: list[dict[str, Any]], rubbish: list[bytes], data: st.DataObject
 ) -> None:
     mixed = [lines([e]) for e in entries]
@@ -53,7 +53,7 @@ def test_any_pieces_give_the_same_events_each_once(
     cuts = sorted(data.draw(st.lists(st.integers(0, len(content)), max_size=12)))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "a.jsonl")
-        follower, found, done = Follower(path), list[dict[str, Any]](), 0
+        follower, found = Follower(path), list[dict[str, Any]]()
         assert follower.new() == []
         for begin, end in zip([0, *cuts], [*cuts, len(content)]):
             append(path, content[begin:end])
@@ -62,14 +62,13 @@ def test_any_pieces_give_the_same_events_each_once(
             whole = [json.loads(m) for m in mixed[:done] if m.startswith(b"{") and m[:-1] not in rubbish]
             # The line in the middle of which the file ends may have come already, without its newline.
             assert len(found) - len(whole) in (0, 1) and found[: len(whole)] == whole
-        assert found == entries
+        assert found == entries and follower.new() == [] and follower.starts == 1
         assert follower.damaged == sum(piece != b"" for piece in rubbish)
-        assert follower.new() == [] and follower.starts == 1
 
 
 @settings(deadline=None, max_examples=examples(60))
 @given(ENTRIES, ENTRIES, st.data())
-def test_a_torn_line_that_is_set_aside_costs_nothing(
+def test_follower_loses_nothing_where_a_torn_line_is_mended(
     before: list[dict[str, Any]], after: list[dict[str, Any]], data: st.DataObject
 ) -> None:
     """A process dies in the middle of a line; the next one mends the file before it appends."""
@@ -80,95 +79,58 @@ def test_a_torn_line_that_is_set_aside_costs_nothing(
         follower = Follower(path)
         found = follower.new()
         for entry in after:
-            jsonl.append(path, json.dumps(entry))
+            durable.append_line(path, json.dumps(entry))
             found += follower.new()
-        assert found == before + after
-        assert follower.starts == 1
+        assert found == before + after and follower.starts == 1
 
 
-@pytest.mark.parametrize("longer", [False, True])
-def test_another_file_is_read_from_its_beginning(longer: bool, tmp_path: Path) -> None:
+KNOWN = [event(n) for n in range(5)]
+
+
+@pytest.mark.parametrize(
+    ("contents", "wanted", "starts"),
+    [
+        ([[event(9), event(8)]], [event(9), event(8)], 2),  # another file
+        (
+            [[event(n, other=True) for n in range(9)]],
+            [event(n, other=True) for n in range(9)],
+            2,
+        ),  # and a longer one
+        ([KNOWN[:2]], KNOWN[:2], 2),  # shortened
+        ([[], KNOWN[:2]], KNOWN[:2], 2),  # an editor empties it before it writes
+        ([[*KNOWN, event(7)]], [event(7)], 1),  # copied back from a backup
+        ([None, [*KNOWN, event(7)]], [event(7)], 1),  # gone for a while
+    ],
+)
+def test_follower_reads_another_file_from_its_beginning(
+    contents: list[list[dict[str, Any]] | None], wanted: list[dict[str, Any]], starts: int, tmp_path: Path
+) -> None:
     path = tmp_path / "a.jsonl"
-    append(path, lines([event(n) for n in range(5)]))
     follower = Follower(path)
-    assert len(follower.new()) == 5
-    other = [event(m, other=True) for m in range(9 if longer else 2)]
-    (tmp_path / "b").write_bytes(lines(other))
-    (tmp_path / "b").replace(path)
-    assert follower.new() == other
-    assert follower.starts == 2
+    assert follower.new() == [] and follower.problem == ""  # there is none yet
+    append(path, lines(KNOWN))
+    assert follower.new() == KNOWN
+    found = list[Any]()
+    for content in contents:
+        path.unlink(missing_ok=True)
+        if content is not None:
+            append(path, lines(content))
+        found += follower.new()
+    assert found == wanted and follower.starts == starts
     append(path, lines([event(-1)]))
-    assert follower.new() == [event(-1)]
+    assert follower.new() == [event(-1)] and follower.starts == starts
 
 
-def test_a_shortened_file_is_read_again(tmp_path: Path) -> None:
+def test_follower_passes_damage_over_and_says_so(tmp_path: Path) -> None:
+    assert Follower(tmp_path).new() == []
+    folder = Follower(tmp_path)
+    folder.new()
+    assert "cannot be read" in folder.problem
     path = tmp_path / "a.jsonl"
-    append(path, lines([event(1), event(2)]))
+    append(path, b'{"a": ' + b"[" * 200_000 + b"}\n" + lines(KNOWN))
     follower = Follower(path)
-    follower.new()
-    path.write_bytes(lines([event(1)]))
-    assert follower.new() == [event(1)] and follower.starts == 2
-    append(path, lines([event(3)]))
-    assert follower.new() == [event(3)] and follower.starts == 2
-
-
-def test_what_comes_again_is_known_by_the_starts_also_when_seen_in_the_middle(tmp_path: Path) -> None:
-    """An editor empties the file, then writes it: whoever looked in between must not take it for news."""
-    path = tmp_path / "a.jsonl"
-    append(path, lines([event(1), event(2), event(3)]))
-    follower = Follower(path)
-    follower.new()
-    path.write_bytes(b"")
-    assert follower.new() == [] and follower.starts == 1
-    append(path, lines([event(1), event(3)]))
-    assert follower.new() == [event(1), event(3)] and follower.starts == 2
-    append(path, lines([event(4)]))
-    assert follower.new() == [event(4)] and follower.starts == 2
-
-
-def test_the_same_content_under_a_new_inode_is_not_told_twice(tmp_path: Path) -> None:
-    """As after a copy back from a backup, or an editor that saved what it had loaded."""
-    path = tmp_path / "a.jsonl"
-    content = lines([event(n, text=chr(120) * 100) for n in range(2 * ANCHOR // 100)])
-    append(path, content)
-    follower = Follower(path)
-    follower.new()
-    (tmp_path / "b").write_bytes(content + lines([event(-1)]))
-    (tmp_path / "b").replace(path)
-    assert follower.new() == [event(-1)] and follower.starts == 1
-
-
-def test_a_file_that_comes_late_or_goes(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    follower = Follower(path)
-    assert follower.new() == [] and follower.problem == ""
-    append(path, lines([event(1)]))
-    assert follower.new() == [event(1)]
-    path.unlink()
-    assert follower.new() == []
-    append(path, lines([event(1), event(2)]))
-    assert follower.new() == [event(2)]
-
-
-def test_a_folder_in_its_place_is_said(tmp_path: Path) -> None:
-    follower = Follower(tmp_path)
-    assert follower.new() == []
-    assert "cannot be read" in follower.problem
-
-
-def test_brackets_without_end_are_a_damaged_line(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    append(path, b'{"a": ' + b"[" * 200_000 + b"}\n" + lines([event(1)]))
-    follower = Follower(path)
-    assert follower.new() == [event(1)] and follower.damaged == 1
-
-
-def test_reading_stopped_in_the_middle_goes_on_there(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    append(path, lines([event(n) for n in range(4)]))
-    follower = Follower(path)
-    assert next(follower.stream()) == event(0)
-    assert follower.new() == [event(1), event(2), event(3)]
+    assert next(follower.stream()) == event(0) and follower.damaged == 1
+    assert follower.new() == KNOWN[1:]  # reading that was stopped in the middle goes on there
 
 
 class Growing(io.BytesIO):
@@ -189,9 +151,9 @@ class Growing(io.BytesIO):
         self.write(self.more.pop(0) if self.more else b"")
 
 
-def test_a_line_that_is_finished_while_it_is_read_comes_once(tmp_path: Path) -> None:
+def test_follower_gives_a_line_once_that_is_finished_while_it_is_read(tmp_path: Path) -> None:
     """Its end must not be taken for a line."""
-    content = lines([event(n) for n in range(4)])
+    content = lines(KNOWN[:4])
     for cut in range(1, len(content)):
         for again in range(cut, len(content)):
             file = Growing(content[:cut], content[cut:again], content[again:])
@@ -200,4 +162,4 @@ def test_a_line_that_is_finished_while_it_is_read_comes_once(tmp_path: Path) -> 
                 assert follower._known(file)
                 found += follower._rest(file)
                 file.grow()
-            assert found == [event(n) for n in range(4)] and follower.damaged == 0, (cut, again)
+            assert found == KNOWN[:4] and follower.damaged == 0, (cut, again)

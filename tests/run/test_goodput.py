@@ -1,4 +1,4 @@
-"""Where the time of a run goes: every second once, in order, under its name."""
+"""Where the time of a run goes: every second once, in order, under its name; capacity that was missing; GPU-hours."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,8 @@ from hypothesis import strategies as st
 from megastable.base.errors import DataError
 from megastable.run.events.reading import event_of
 from megastable.run.goodput.lifecycle import Lifecycle
-from megastable.run.goodput.step_times import NO_STEPS, StepTimes
-from megastable.run.goodput.time_account import TimeAccount, TimeKind
+from megastable.run.goodput.process_time import NO_STEPS, StepTimes
+from megastable.run.goodput.time_account import TimeAccount, TimeKind, TimeSpan, gpu_hours
 from megastable.run.goodput.watching import GoodputWatch, read_account
 from tests.run.test_records import record, write
 from tests.tiers import examples
@@ -68,52 +69,6 @@ END = [
     at(128, "ended", attempt=1, clock=20, silent=2.0, code=0, what=""),
     at(128.5, "supervisor", what="ended", code=0, reason="complete"),
 ]
-
-
-def test_a_run_without_trouble() -> None:
-    found = account([*BEGIN, *END], steps(1, 20, 105.5))
-    assert shown(found) == [
-        ("start_up", 100, 105.5), ("training", 105.5, 125.5), ("between_steps", 125.5, 126),
-        ("ending", 126, 128.5),
-    ]  # fmt: skip
-    assert found.wall == 28.5 and found.goodput() == pytest.approx(20 / 28.5)
-
-
-def test_what_lies_between_steps_is_told_by_its_events() -> None:
-    rows = [*steps(1, 5, 106), *steps(6, 10, 115), *steps(11, 15, 120.2), *steps(16, 20, 130)]
-    more = [
-        at(113, "evaluated", step=5, loss=3.0, samples=8, seconds=1.5),
-        at(
-            116, "checkpoint", step=5, name="step-5", bytes=1, seconds=2, blocked=1
-        ),  # written in the background
-    ]
-    found = account([*BEGIN, *more], rows, now=135)
-    assert shown(found) == [
-        ("start_up", 100, 106), ("training", 106, 111), ("checkpointing", 111, 111.5), ("evaluation", 111.5, 113),
-        ("checkpointing", 113, 115), ("training", 115, 125.2), ("stalled", 125.2, 130), ("training", 130, 135),
-    ]  # fmt: skip
-    # 0.2 s between steps 10 and 11 need no explanation, and are no training.
-    assert found.seconds()[K.BETWEEN] == pytest.approx(0.2)
-    assert found.seconds()[K.TRAINING] == pytest.approx(20)
-
-
-def test_a_checkpoint_that_was_waited_for_and_an_evaluation_right_after_a_step() -> None:
-    more = [
-        at(111.1, "evaluated", step=5, loss=3.0, samples=8, seconds=0.1),
-        at(112.9, "checkpoint", step=5, name="step-5", bytes=1, seconds=1.7, blocked=1.7),
-    ]
-    found = account([*BEGIN, *more], [*steps(1, 5, 106), *steps(6, 10, 113)], now=118)
-    assert shown(found)[1:5] == [
-        ("training", 106, 111), ("evaluation", 111, 111.1), ("checkpointing", 111.1, 113), ("training", 113, 118),
-    ]  # fmt: skip
-
-
-def test_an_evaluation_of_before_its_seconds_were_journaled() -> None:
-    more = [at(113, "evaluated", step=5, loss=3.0, samples=8)]
-    found = account([*BEGIN, *more], [*steps(1, 5, 106), *steps(6, 10, 113.5)], now=118)
-    assert ("evaluation", 111, 113) in shown(found)
-
-
 KILLED = [
     at(130, "ended", attempt=1, clock=20, silent=3.0, signal=9, hung=False, what="SIGKILL", host="b"),
     at(130.01, "incident", what="opened", number=1, summary={"number": 1, "verdict": "crash", "cause": "process"}),
@@ -123,203 +78,172 @@ KILLED = [
     at(151.5, "launched", attempt=2),
     at(158.5, "training", step=10, cursor=0, world=2),
 ]  # fmt: skip
+HUNG = at(160, "hang", attempt=1, phase="step", waited=30.0, limit=30.0, step=20, silent=[], stacks=[])
+SPIKE = {"number": 7, "verdict": "spike", "cause": "data"}
+STOPPED = [
+    *BEGIN, at(120, "stopped", step=10, cursor=80),
+    at(121, "ended", attempt=1, clock=10, silent=1.0, code=75, what=""), at(121.5, "supervisor", what="ended", code=75),
+    at(1002, "supervisor", what="started", pid=2, host="a", seconds=2.0), at(1003, "launched", attempt=2),
+    at(1010, "training", step=10, cursor=80, world=2),
+]  # fmt: skip
+ALONE = [
+    at(10, "training", step=0, cursor=0, world=2, seconds=5.0),
+    at(100, "training", step=5, cursor=0, world=2, seconds=6.0),  # the one of before was killed
+    at(110, "finished", steps=12), at(200, "training", step=12, cursor=0, world=2),
+]  # fmt: skip
 
 
-def test_a_killed_rank_costs_the_time_until_its_steps_are_done_again() -> None:
-    rows = [*steps(1, 15, 106), *steps(11, 30, 158.5)]  # the records of steps 16 to 20 were lost
-    found = account([*BEGIN, *KILLED], rows, now=178.5)
-    assert shown(found)[1:] == [
-        ("training", 106, 127), ("ending", 127, 130.5), ("pause", 130.5, 134.5),
-        ("waiting_for_hosts", 134.5, 150.5), ("start_up", 150.5, 158.5), ("redone", 158.5, 168.5),
-        ("training", 168.5, 178.5),
-    ]  # fmt: skip
-    lost = {kind: (cause, number, host) for kind, cause, number, host in found.lost()}
-    for kind in (K.ENDING, K.PAUSE, K.REDONE):
-        assert lost[kind] == ("SIGKILL", 1, "b")
-    assert lost[K.HOSTS] == ("SIGKILL", 1, "c")
-    assert found.seconds()[K.REDONE] == 10 and found.seconds()[K.HOSTS] == 16
-    assert {span.attempt for span in found.spans() if span.kind is K.REDONE} == {2}
+def evaluated(time: float, step: int, seconds: float) -> dict[str, Any]:
+    return at(time, "evaluated", step=step, loss=3.0, samples=8, seconds=seconds)
 
 
-def test_a_rank_that_is_killed_again_while_steps_are_done_again() -> None:
-    again = at(
-        166.5, "ended", attempt=2, clock=22, silent=0.0, signal=9, hung=False, what="SIGKILL", host="b"
-    )
-    rows = [
-        *steps(1, 20, 106),
-        *steps(11, 14, 158.5, 0.5),
-    ]  # of steps 15 to 22, which took 6 s, there is no record
-    found = account([*BEGIN, *KILLED, again], rows)
-    assert shown(found)[-2:] == [("redone", 158.5, 165), ("training", 165, 166.5)]
+def checkpoint(time: float, step: int) -> dict[str, Any]:
+    return at(time, "checkpoint", step=step, name=f"step-{step}", bytes=1, seconds=2, blocked=1)
 
 
-def test_what_is_done_again_is_known_without_records() -> None:
-    """Of a process that hung before anything was recorded, its end says how far it had come."""
-    events = [
-        *BEGIN,
-        at(160, "hang", attempt=1, phase="step", waited=30.0, limit=30.0, step=None, silent=[], stacks=[]),
-        at(161, "ended", attempt=1, clock=20, silent=31.0, hung=True, what="hang", host="b"),
-        at(162, "launched", attempt=2),
-        at(170, "training", step=10, cursor=0, world=2),
-    ]
-    found = account(events, steps(11, 25, 170), now=185)
-    assert shown(found)[-2:] == [("redone", 170, 180), ("training", 180, 185)]
+def spaced(gaps: list[float], seconds: float = 1.0, begin: float = 106.0) -> list[Row]:
+    """Steps with so much time between them."""
+    rows, now = [], begin
+    for n, gap in enumerate([0.0, *gaps], 1):
+        now += gap + seconds
+        rows.append((n, now, seconds, True))
+    return rows
 
 
-def test_a_pause_that_is_cut_short() -> None:
-    ends = at(132, "supervisor", what="ended", code=75, reason="stopped between two attempts")
-    found = account([*BEGIN, *KILLED[:3], ends], steps(1, 20, 106), now=140)
-    assert shown(found)[-2:] == [("pause", 130.5, 132), ("not_running", 132, 140)]
-
-
-def test_an_incident_of_another_supervisor_is_no_work_of_the_training_nor_blamed_for_what_came_before() -> (
-    None
-):
-    summary = {"number": 2, "verdict": "crash", "cause": "process"}
-    took_over = [
-        at(159, "incident", what="restarted", number=1, summary={"number": 1, "verdict": "crash"}),
-        at(160.6, "supervisor", what="took over", pid=3, host="a"),
-        at(160.6, "incident", what="opened", number=2, summary=summary),
-    ]
-    rows = [*steps(1, 20, 106), *steps(11, 12, 158.5), *steps(13, 30, 160.7)]
-    found = account([*BEGIN, *KILLED, *took_over], rows, now=178.7)
-    assert found.seconds()[K.RECOVERY] == 0
-    assert (K.REDONE, "SIGKILL", 1, "b") in found.lost()
-
-
-def test_a_supervisor_that_died_while_ranks_start() -> None:
-    events = [*BEGIN[:2], at(103, "supervisor", what="took over", pid=3, host="a"), BEGIN[2]]
-    assert shown(account(events, steps(1, 5, 106), now=111)) == [
-        ("start_up", 100, 106),
-        ("training", 106, 111),
-    ]
-
-
-def test_a_hang_is_charged_to_its_host_from_the_last_progress_on() -> None:
-    events = [
-        *BEGIN,
-        at(160, "hang", attempt=1, phase="step", waited=30.0, limit=30.0, step=20, silent=[], stacks=[]),
-        at(161, "ended", attempt=1, clock=20, silent=31.0, hung=True, what="hang of rank 1", host="b"),
-        at(161.1, "incident", what="opened", number=4, summary={"number": 4, "verdict": "hang"}),
-    ]
-    found = account(events, steps(1, 20, 106))
-    assert shown(found)[1:4] == [("training", 106, 126), ("unknown", 126, 130), ("hang", 130, 160)]
-    lost = found.lost()
-    assert lost[(K.HANG, "hang", 4, "b")] == (pytest.approx(30), 1)
-
-
-def test_a_rewind_is_recovery_and_what_follows_is_done_again_because_of_it() -> None:
-    spike = {"number": 7, "verdict": "spike", "cause": "data"}
-    rows = [*steps(1, 12, 106), *steps(9, 20, 121)]
-    rows[4] = (5, 111, 1.0, False)
-    events = [
-        *BEGIN,
-        at(118.5, "incident", what="opened", number=7, summary=spike),
-        at(120, "incident", what="rewound", number=7, to_step=8, summary=spike),
-    ]
-    found = account(events, rows, now=133)
-    assert shown(found)[1:] == [
-        ("training", 106, 110), ("refused", 110, 111), ("training", 111, 118), ("recovery", 118, 121),
-        ("redone", 121, 125), ("training", 125, 133),
-    ]  # fmt: skip
-    lost = found.lost()
-    assert lost[(K.RECOVERY, "spike, data", 7, "")][0] == 3
-    assert lost[(K.REDONE, "spike, data", 7, "")][0] == 4
-
-
-def test_a_run_that_is_stopped_and_started_again_is_not_running_meanwhile() -> None:
-    events = [
-        *BEGIN,
-        at(120, "stopped", step=10, cursor=80),
-        at(121, "ended", attempt=1, clock=10, silent=1.0, code=75, what=""),
-        at(121.5, "supervisor", what="ended", code=75),
-        at(1002, "supervisor", what="started", pid=2, host="a", seconds=2.0),
-        at(1003, "launched", attempt=2),
-        at(1010, "training", step=10, cursor=80, world=2),
-    ]
-    found = account(events, [*steps(1, 10, 106), *steps(11, 12, 1010)])
-    assert shown(found)[2:6] == [
-        ("checkpointing", 116, 120), ("ending", 120, 121.5), ("not_running", 121.5, 1000),
-        ("start_up", 1000, 1010),
-    ]  # fmt: skip
-    assert (K.NOT_RUNNING, "stopped", None, "") in found.lost() and found.seconds()[K.REDONE] == 0
-
-
-def test_processes_without_a_supervisor() -> None:
-    events = [
-        at(10, "training", step=0, cursor=0, world=2, seconds=5.0),
-        at(100, "training", step=5, cursor=0, world=2, seconds=6.0),  # the one of before was killed
-        at(110, "finished", steps=12),
-        at(200, "training", step=12, cursor=0, world=2),  # an older version, with more steps to do
-    ]
-    found = account(events, [*steps(1, 8, 10), *steps(6, 12, 101)], now=203)
-    assert shown(found) == [
-        ("start_up", 5, 10), ("training", 10, 18), ("not_running", 18, 94), ("start_up", 94, 101), ("redone", 101, 104),
-        ("training", 104, 108), ("unknown", 108, 110), ("not_running", 110, 200), ("start_up", 200, 203),
-    ]  # fmt: skip
-
-
-def test_of_a_machine_that_went_off_nobody_ran() -> None:
-    """Supervisor and ranks died together; the next supervisor finds an attempt without an end."""
-    events = [
-        *BEGIN,
-        at(500, "supervisor", what="took over", pid=3, host="a"),
-        at(501, "ended", attempt=1, clock=22, silent=373.0, what="vanished", host="a"),
-    ]
-    found = account(events, steps(1, 20, 106))
-    assert shown(found)[-3:] == [("training", 106, 128), ("not_running", 128, 500), ("ending", 500, 501)]
-
-
-def test_a_supervisor_that_died_while_ranks_train_costs_nothing() -> None:
-    events = [*BEGIN, at(115, "supervisor", what="took over", pid=3, host="a"), *END]
-    assert (
-        account(events, steps(1, 20, 105.5)).seconds()
-        == account([*BEGIN, *END], steps(1, 20, 105.5)).seconds()
-    )
-
-
-def test_a_step_that_takes_far_longer_than_its_neighbours_stalls() -> None:
-    rows = [(n, 106.0 + n + (20 if n > 7 else 0) + 9, 21.0 if n == 8 else 10.0 if n == 1 else 1.0, True)
-            for n in range(1, 16)]  # fmt: skip
-    found = account(BEGIN, rows, now=150)
-    assert shown(found)[:5] == [
-        ("start_up", 100, 115), ("training", 115, 122), ("stalled", 122, 142), ("training", 142, 150),
-    ]  # fmt: skip
-
-
-def test_missing_records_are_unknown_time() -> None:
-    rows = [*steps(1, 5, 106), *steps(16, 20, 121)]
-    assert shown(account(BEGIN, rows, now=126))[1:] == [
-        ("training", 106, 111), ("unknown", 111, 121), ("training", 121, 126),
-    ]  # fmt: skip
-
-
-def test_records_that_are_missing_are_unknown_however_short_the_time() -> None:
-    rows = [*steps(1, 5, 106), *steps(16, 20, 111.3)]
-    assert ("unknown", 111, 111.3) in shown(account(BEGIN, rows, now=116.3))
-
-
-def test_without_any_records_only_the_journal_is_believed() -> None:
-    more = [
-        at(110, "evaluated", step=4, loss=3.0, samples=8),
-        at(115, "evaluated", step=9, loss=3.0, seconds=1.0),
-    ]
-    assert shown(account([*BEGIN, *more, *END])) == [
+# Events, steps, now, and the spans from one on.
+SPANS: dict[str, tuple[list[dict[str, Any]], list[Row], float, int, list[tuple[str, float, float]]]] = {
+    "no trouble": ([*BEGIN, *END], steps(1, 20, 105.5), 128.5, 0, [
+        ("start_up", 100, 105.5), ("training", 105.5, 125.5), ("between_steps", 125.5, 126), ("ending", 126, 128.5),
+    ]),
+    "a checkpoint is written in the background, and a gap is explained by nothing": (
+        [*BEGIN, evaluated(113, 5, 1.5), checkpoint(116, 5)],
+        [*steps(1, 5, 106), *steps(6, 10, 115), *steps(11, 15, 120.2), *steps(16, 20, 130)], 135, 0, [
+            ("start_up", 100, 106), ("training", 106, 111), ("checkpointing", 111, 111.5), ("evaluation", 111.5, 113),
+            ("checkpointing", 113, 115), ("training", 115, 125.2), ("stalled", 125.2, 130), ("training", 130, 135),
+        ]),
+    "a checkpoint was waited for": (
+        [*BEGIN, evaluated(111.1, 5, 0.1), checkpoint(112.9, 5)], [*steps(1, 5, 106), *steps(6, 10, 113)], 118, 1,
+        [("training", 106, 111), ("evaluation", 111, 111.1), ("checkpointing", 111.1, 113), ("training", 113, 118)]),
+    "a rank is killed, and steps 16 to 20 were not recorded": (
+        [*BEGIN, *KILLED], [*steps(1, 15, 106), *steps(11, 30, 158.5)], 178.5, 1, [
+            ("training", 106, 127), ("ending", 127, 130.5), ("pause", 130.5, 134.5),
+            ("waiting_for_hosts", 134.5, 150.5), ("start_up", 150.5, 158.5), ("redone", 158.5, 168.5),
+            ("training", 168.5, 178.5),
+        ]),
+    "killed again, with steps 15 to 22 not recorded": (
+        [*BEGIN, *KILLED, at(166.5, "ended", attempt=2, clock=22, silent=0.0, signal=9, hung=False, what="SIGKILL")],
+        [*steps(1, 20, 106), *steps(11, 14, 158.5, 0.5)], 166.5, -2,
+        [("redone", 158.5, 165), ("training", 165, 166.5)]),
+    "a hang before any record": (
+        [*BEGIN, {**HUNG, "step": None}, at(161, "ended", attempt=1, clock=20, silent=31.0, hung=True, what="hang"),
+         at(162, "launched", attempt=2), at(170, "training", step=10, cursor=0, world=2)],
+        steps(11, 25, 170), 185, -2, [("redone", 170, 180), ("training", 180, 185)]),
+    "a pause is cut short": (
+        [*BEGIN, *KILLED[:3], at(132, "supervisor", what="ended", code=75, reason="stopped between two attempts")],
+        steps(1, 20, 106), 140, -2, [("pause", 130.5, 132), ("not_running", 132, 140)]),
+    "a supervisor died while ranks start": (
+        [*BEGIN[:2], at(103, "supervisor", what="took over", pid=3, host="a"), BEGIN[2]], steps(1, 5, 106), 111, 0,
+        [("start_up", 100, 106), ("training", 106, 111)]),
+    "a rewind": (
+        [*BEGIN, at(118.5, "incident", what="opened", number=7, summary=SPIKE),
+         at(120, "incident", what="rewound", number=7, to_step=8, summary=SPIKE)],
+        [*steps(1, 4, 106), (5, 111, 1.0, False), *steps(6, 12, 111), *steps(9, 20, 121)], 133, 1, [
+            ("training", 106, 110), ("refused", 110, 111), ("training", 111, 118), ("recovery", 118, 121),
+            ("redone", 121, 125), ("training", 125, 133),
+        ]),
+    "stopped and started again": (STOPPED, [*steps(1, 10, 106), *steps(11, 12, 1010)], 1010, 2, [
+        ("checkpointing", 116, 120), ("ending", 120, 121.5), ("not_running", 121.5, 1000), ("start_up", 1000, 1010),
+    ]),
+    "without a supervisor": (ALONE, [*steps(1, 8, 10), *steps(6, 12, 101)], 203, 0, [
+        ("start_up", 5, 10), ("training", 10, 18), ("not_running", 18, 94), ("start_up", 94, 101),
+        ("redone", 101, 104), ("training", 104, 108), ("unknown", 108, 110), ("not_running", 110, 200),
+        ("start_up", 200, 203),
+    ]),
+    "a machine went off, and nobody ran": (
+        [*BEGIN, at(500, "supervisor", what="took over", pid=3, host="a"),
+         at(501, "ended", attempt=1, clock=22, silent=373.0, what="vanished", host="a")], steps(1, 20, 106), 501, -3,
+        [("training", 106, 128), ("not_running", 128, 500), ("ending", 500, 501)]),
+    "a step takes far longer than its neighbours": (
+        BEGIN, [(n, 106.0 + n + (20 if n > 7 else 0) + 9, 21.0 if n == 8 else 10.0 if n == 1 else 1.0, True)
+                for n in range(1, 16)], 150, 0,
+        [("start_up", 100, 115), ("training", 115, 122), ("stalled", 122, 142), ("training", 142, 150)]),
+    "records are missing": (BEGIN, [*steps(1, 5, 106), *steps(16, 20, 111.3)], 150, 1, [
+        ("training", 106, 111), ("unknown", 111, 111.3), ("training", 111.3, 116.3), ("unknown", 116.3, 150),
+    ]),
+    "no records": ([*BEGIN, evaluated(115, 9, 1.0), *END], [], 128.5, 0, [
         ("start_up", 100, 105), ("unknown", 105, 114), ("evaluation", 114, 115), ("unknown", 115, 126),
         ("ending", 126, 128.5),
-    ]  # fmt: skip
-    # A process that was lost before its first records were written: how far it had come is known.
-    assert shown(account([*BEGIN, KILLED[0]]))[1] == ("training", 105, 127)
-    never = {**KILLED[0], "clock": 0}
-    assert shown(account([*BEGIN, never])) == [("start_up", 100, 127), ("ending", 127, 130)]
+    ]),
+    "lost before its first records": ([*BEGIN, KILLED[0]], [], 130, 1, [("training", 105, 127), ("ending", 127, 130)]),
+    "no step at all": ([*BEGIN, {**KILLED[0], "clock": 0}], [], 130, 0, [("start_up", 100, 127), ("ending", 127, 130)]),
+    "only the excess of a gap is stalled": (BEGIN, spaced([0.25] * 6 + [20.25] + [0.25] * 6), 143.25, 1, [
+        ("training", 106, 114.5), ("stalled", 114.5, 134.5), ("between_steps", 134.5, 134.75),
+        ("training", 134.75, 143.25),
+    ]),
+    "what evaluations do not explain": (
+        [*BEGIN, evaluated(119, 10, 3.0), evaluated(132, 20, 2.0)],
+        [*steps(1, 10, 106), *steps(11, 20, 119.1), *steps(21, 30, 150)], 160, 1, [
+            ("training", 106, 116), ("evaluation", 116, 119), ("between_steps", 119, 119.1),
+            ("training", 119.1, 129.1), ("stalled", 129.1, 130), ("evaluation", 130, 132), ("stalled", 132, 150),
+            ("training", 150, 160),
+        ]),
+}  # fmt: skip
 
 
-def test_steps_that_are_not_recorded_yet_are_known_by_the_progress() -> None:
-    told = {"phase": "step", "step": 9, "time": 114.0}
-    found = account(BEGIN, steps(1, 5, 106), now=116, **told)
+@pytest.mark.parametrize("case", SPANS)
+def test_account_names_every_second(case: str) -> None:
+    events, rows, now, first, wanted = SPANS[case]
+    found = account(events, rows, now)
+    assert shown(found)[first:][: len(wanted)] == wanted
+    assert sum(found.seconds().values()) == pytest.approx(found.wall)
+
+
+def test_account_charges_lost_time_to_cause_incident_and_host() -> None:
+    found = account([*BEGIN, *KILLED], [*steps(1, 15, 106), *steps(11, 30, 158.5)], now=178.5)
+    lost = {kind: (cause, number, host) for kind, cause, number, host in found.lost()}
+    assert [lost[kind] for kind in (K.ENDING, K.PAUSE, K.REDONE)] == [("SIGKILL", 1, "b")] * 3
+    assert lost[K.HOSTS] == ("SIGKILL", 1, "c") and found.goodput() == pytest.approx(31 / found.wall)
+    assert {span.attempt for span in found.spans() if span.kind is K.REDONE} == {2}
+    hung = [*BEGIN, HUNG, at(161, "ended", attempt=1, clock=20, silent=31.0, hung=True, what="hang of 1", host="b"),
+            at(161.1, "incident", what="opened", number=4, summary={"number": 4, "verdict": "hang"})]  # fmt: skip
+    assert account(hung, steps(1, 20, 106)).lost()[(K.HANG, "hang", 4, "b")] == (pytest.approx(30), 1)
+    events, rows, now, *_ = SPANS["a rewind"]
+    lost_by = account(events, rows, now).lost()
+    assert [lost_by[(kind, "spike, data", 7, "")][0] for kind in (K.RECOVERY, K.REDONE)] == [3, 4]
+    stopped = account(STOPPED, [*steps(1, 10, 106), *steps(11, 12, 1010)])
+    assert (K.NOT_RUNNING, "stopped", None, "") in stopped.lost() and stopped.seconds()[K.REDONE] == 0
+
+
+def test_account_knows_unrecorded_steps_by_the_progress() -> None:
+    found = account(BEGIN, steps(1, 5, 106), now=116, phase="step", step=9, time=114.0)
     assert found.seconds()[K.TRAINING] == pytest.approx(8) and shown(found)[-1] == ("unknown", 114, 116)
     found = account(BEGIN, steps(1, 5, 106), now=130, phase="evaluate", step=5, time=111.0)
     assert shown(found)[-1] == ("evaluation", 111, 130)
+
+
+def test_account_leaves_notes_and_a_dead_supervisor_out() -> None:
+    rows = steps(1, 20, 105.5)
+    later = [at(115, "supervisor", what="took over", pid=3, host="a")]
+    note = at(5000.0, "note", step=10, who="ann", text="done")
+    assert account([*BEGIN, *later, *END], rows).seconds() == account([*BEGIN, *END], rows).seconds()
+    assert shown(account([*BEGIN, *END, note], rows, now=128.5)) == shown(account([*BEGIN, *END], rows))
+
+
+@settings(max_examples=examples(300), deadline=None)
+@given(
+    st.lists(st.sampled_from([0.0, 0.125, 0.375, 0.75, 1.5, 4.0, 60.0]), max_size=40),
+    st.sampled_from([0.125, 1.0, 8.0]), st.floats(0, 100),
+)  # fmt: skip
+def test_account_of_gaps_is_that_of_a_slow_reference(gaps: list[float], seconds: float, rest: float) -> None:
+    rows = spaced(gaps, seconds)
+    found = account(BEGIN, rows, now=rows[-1][1] + rest).seconds()
+    usual = median(gaps) if len(rows) >= 5 else 0.0
+    late = [g for g in gaps if g > max(0.5, seconds, 5 * usual, usual + 1)]
+    unknown = rest if rest > max(0.5, seconds) else 0.0
+    assert found[K.STALLED] == pytest.approx(sum(late) - len(late) * usual)
+    assert found[K.TRAINING] == pytest.approx(len(rows) * seconds)
+    assert found[K.UNKNOWN] == pytest.approx(unknown)
+    assert found[K.BETWEEN] == pytest.approx(sum(gaps) - found[K.STALLED] + rest - unknown)
 
 
 # Whatever a journal says
@@ -327,17 +251,12 @@ def test_steps_that_are_not_recorded_yet_are_known_by_the_progress() -> None:
 
 NAMES = (
     "supervisor launched training ended hang restart hosts_awaited stopped finished unstable handover evaluated "
-    "checkpoint checkpoint_failed incident discard_examined samples_examined"
-)
+    "checkpoint checkpoint_failed incident discard_examined samples_examined resumed nonsense"
+).split()
 MOMENT = st.floats(0, 1000)
 NUMBER = st.one_of(st.none(), st.integers(0, 40))
 EVENT = st.fixed_dictionaries(
-    {
-        "event": st.sampled_from(
-            f"{NAMES} resumed nonsense".split()
-        ),
-        "time": MOMENT,
-    },
+    {"event": st.sampled_from(NAMES), "time": MOMENT},
     optional={
         "what": st.sampled_from(["started", "took over", "ended", "opened", "rewound", "closed", "", "SIGKILL"]),
         "step": NUMBER, "attempt": NUMBER, "clock": NUMBER, "number": NUMBER, "code": NUMBER,
@@ -347,17 +266,16 @@ EVENT = st.fixed_dictionaries(
     },
 )  # fmt: skip
 ROW = st.tuples(st.integers(1, 40), MOMENT, st.floats(0, 200), st.booleans())
+PROGRESS = {"phase": st.sampled_from(["step", "evaluate"]), "step": NUMBER, "time": MOMENT}
 
 
 @pytest.mark.slow
 @settings(max_examples=examples(400), deadline=None)
 @given(
     st.lists(EVENT, min_size=1, max_size=25), st.lists(ROW, max_size=25), st.booleans(), MOMENT,
-    st.fixed_dictionaries(
-        {}, optional={"phase": st.sampled_from(["step", "evaluate"]), "step": NUMBER, "time": MOMENT}
-    ),
+    st.fixed_dictionaries({}, optional=PROGRESS),
 )  # fmt: skip
-def test_every_second_once(
+def test_account_has_every_second_once(
     events: list[dict[str, Any]], rows: list[Row], in_order: bool, now: float, progress: dict[str, Any]
 ) -> None:
     if in_order:
@@ -380,7 +298,7 @@ def test_every_second_once(
 
 @settings(max_examples=examples(100), deadline=None)
 @given(st.lists(EVENT, min_size=1, max_size=25), st.lists(ROW, max_size=25), st.data())
-def test_a_look_changes_nothing(events: list[dict[str, Any]], rows: list[Row], data: st.DataObject) -> None:
+def test_snapshot_changes_nothing(events: list[dict[str, Any]], rows: list[Row], data: st.DataObject) -> None:
     events.sort(key=lambda e: float(e["time"]))
     life = Lifecycle()
     life.steps = steps_of(rows)
@@ -404,16 +322,12 @@ def run_of(folder: Path, events: Sequence[dict[str, Any]], rows: Sequence[Row]) 
     return folder
 
 
-def test_a_run_directory(tmp_path: Path) -> None:
+def test_read_account_of_a_directory_names_what_is_damaged(tmp_path: Path) -> None:
     run = run_of(tmp_path, [*BEGIN, *END], steps(1, 20, 105.5))
     found, problems = read_account(run)
     assert shown(found) == shown(account([*BEGIN, *END], steps(1, 20, 105.5))) and problems == []
     # Another clock: what is dead ends with its last sign of life, what lives now.
     assert read_account(run, alive=True)[0].end > found.end == 128.5
-
-
-def test_damaged_files_are_told_and_their_time_is_unknown(tmp_path: Path) -> None:
-    run = run_of(tmp_path, [*BEGIN, *END], steps(1, 20, 105.5))
     second = sorted((run / "steps").iterdir())[1]
     second.write_bytes(second.read_bytes()[:100])
     with (run / "journal.jsonl").open("a") as journal:
@@ -424,19 +338,15 @@ def test_damaged_files_are_told_and_their_time_is_unknown(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("what", ["none", "empty", "torn"])
-def test_without_a_journal_there_is_no_account(what: str, tmp_path: Path) -> None:
-    run = tmp_path / "run"
+def test_read_account_refuses_what_has_no_journal(what: str, tmp_path: Path) -> None:
     if what != "none":
-        run_of(run, [], [])
-        (run / "journal.jsonl").write_text("" if what == "empty" else '{"time": 12')
-    if what == "none":
-        run_of(tmp_path / "bare", BEGIN, [])
-        assert "no step records" in read_account(tmp_path / "bare")[1][0]
+        run_of(tmp_path / "run", [], [])
+        (tmp_path / "run" / "journal.jsonl").write_text("" if what == "empty" else '{"time": 12')
     with pytest.raises(DataError, match="no such directory" if what == "none" else "journal.jsonl: no event"):
-        read_account(run)
+        read_account(tmp_path / "run")
 
 
-def test_a_watch_sees_what_a_first_look_sees(tmp_path: Path) -> None:
+def test_watch_sees_what_a_first_look_sees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events, rows = [*BEGIN, *KILLED], [*steps(1, 15, 106), *steps(11, 30, 158.5)]
     watch = GoodputWatch(tmp_path)
     assert watch.look(alive=True) is None
@@ -446,37 +356,70 @@ def test_a_watch_sees_what_a_first_look_sees(tmp_path: Path) -> None:
         watch.look(alive=False)
     seen = watch.look(alive=False)
     assert seen is not None and shown(seen) == shown(read_account(tmp_path)[0])
-
-
-def test_a_look_of_a_moment_ago_is_not_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = run_of(tmp_path, [*BEGIN, *END[:1]], steps(1, 20, 105.5))
-    watch = GoodputWatch(run)
+    # What was looked at a moment ago is not looked at again.
     before = watch.account(alive=False)
-    run_of(tmp_path, [*BEGIN, *END], [])
+    run_of(tmp_path, [*events, at(300, "finished", steps=30)], rows)
     assert watch.account(alive=False) is before
     moment = time.monotonic() + 60
     monkeypatch.setattr(time, "monotonic", lambda: moment)
     after = watch.account(alive=False)
-    assert before is not None and after is not None and after.wall == before.wall + 2.5
+    assert before is not None and after is not None and after.end == 300 > before.end
 
 
-def test_records_that_come_late(tmp_path: Path) -> None:
-    """As of a disk that was full."""
-    run = run_of(tmp_path, [*BEGIN, *END], steps(1, 20, 105.5))
-    first = sorted((run / "steps").iterdir())[0]
-    content = first.read_bytes()
-    first.unlink()
-    before, watch = GoodputWatch(run).look(alive=False), GoodputWatch(run)
-    watch._files.look()
-    first.write_bytes(content)
-    after = watch.look(alive=False)
-    assert before is not None and after is not None
-    assert before.seconds()[K.TRAINING] == pytest.approx(15)
-    assert after.seconds()[K.TRAINING] == pytest.approx(20)
+# Runs on fewer hosts than wanted
 
 
-def test_a_note_after_the_end_is_no_time_of_the_run() -> None:
-    events = [at(0.0, "training", step=0), at(10.0, "finished", step=10)]
-    rows = steps(1, 10, 0.0)
-    later = at(5000.0, "note", step=10, who="ann", text="done")
-    assert shown(account(events, rows)) == shown(account([*events, later], rows, now=10.0))
+GROWN = [
+    at(100, "supervisor", what="started", pid=1, host="a"), at(101, "launched", attempt=1, hosts=["a", "b"]),
+    at(105, "training", step=0, cursor=0, world=8),
+    at(125, "ended", attempt=1, clock=20, silent=0.0, what="host gone", host="b"),
+    at(125.1, "incident", what="opened", number=3, summary={"number": 3, "verdict": "crash", "cause": "hardware"}),
+    at(125.2, "restart", attempt=1, reason="host gone", delay=0.0),
+    at(130, "hosts_awaited", attempt=1, hosts=["b"], reason="waiting for b (gone)"),
+    at(245, "hosts_awaited", attempt=1, hosts=[], reason="going on with 1 of 2 hosts: a"),
+    at(246, "launched", attempt=2, hosts=["a"]), at(255, "training", step=20, cursor=0, world=4),
+    at(297, "stopped", step=60, cursor=80), at(298, "ended", attempt=2, clock=60, silent=1.0, code=75, what=""),
+    at(299, "restart", attempt=2, reason="2 hosts can take part", delay=0.0),
+    at(300, "launched", attempt=3, hosts=["a", "b"]), at(310, "training", step=60, cursor=80, world=8),
+]  # fmt: skip
+GROWN_STEPS = [*steps(1, 20, 105), *steps(21, 60, 255), *steps(61, 100, 310)]
+
+
+def test_account_charges_growing_again_to_the_failure_that_took_the_hosts() -> None:
+    lost = account(GROWN, GROWN_STEPS, now=350).lost()
+    assert "stopped" not in {cause for _, cause, *_ in lost} and (K.ENDING, "growing", 3, "b") in lost
+    assert [lost[(kind, "growing", 3, "b")][0] for kind in (K.START_UP, K.CHECKPOINTING)] == [11, 2]
+    told = "c is 4 times as slow as the others, and is replaced"
+    events = [*GROWN[:-3], at(299, "restart", attempt=2, reason=told, delay=0.0), *GROWN[-2:]]
+    assert (K.START_UP, told, None, "") in account(events, GROWN_STEPS, now=350).lost()
+
+
+def test_account_measures_the_capacity_that_was_missing() -> None:
+    found = account(GROWN, GROWN_STEPS, now=350)
+    assert found.seconds()[K.TRAINING] == 100 and sum(found.seconds().values()) == found.wall == 250
+    assert found.smaller() == found.facts()["smaller"] == pytest.approx(40 * 0.5 / 250)
+    assert {s.missing for s in found.spans() if s.kind is K.TRAINING} == {0.0, 0.5}
+    unequal = [dict(e) for e in GROWN]
+    unequal[2]["world"] = unequal[-1]["world"] = 5  # host a has 4 ranks, b one
+    assert account(unequal, GROWN_STEPS, now=350).smaller() == pytest.approx(40 * 0.2 / 250)
+    for more, wanted in (({}, 0.0), ({"wanted": 4}, 0.5 * 20 / 25)):  # hosts that were never there
+        events = [BEGIN[0], at(101, "launched", attempt=1, hosts=["a", "b"], **more), BEGIN[2]]
+        assert account(events, steps(1, 20, 105), now=125).smaller() == pytest.approx(wanted)
+    # Who starts a smaller run misses nothing.
+    again = [*GROWN[:5], at(243, "supervisor", what="started", pid=2, host="a"), *GROWN[8:]]
+    assert account(again, GROWN_STEPS[:60], now=299).smaller() == 0
+    alone = [at(10, "training", step=0, world=8), at(50, "training", step=20, world=4)]
+    assert account(alone, [*steps(1, 20, 10), *steps(21, 40, 50)], now=70).smaller() == 0
+
+
+def test_gpu_hours_count_the_ranks_of_each_attempt_while_processes_existed() -> None:
+    def span(begin: float, end: float, kind: TimeKind, between: float = 0.0) -> TimeSpan:
+        return TimeSpan(begin * 3600, end * 3600, kind, "", None, "", 1, between=between * 3600)
+
+    spans = [span(0, 1, K.START_UP), span(1, 3, K.TRAINING, 0.5), span(3, 4, K.ENDING), span(4, 9, K.NOT_RUNNING),
+             span(9, 10, K.START_UP), span(10, 12, K.TRAINING)]  # fmt: skip
+    # Eight ranks for four hours, nobody for five, four ranks for three.
+    found = gpu_hours(spans, [(3600, 8), (36_000, 4)])
+    assert found == (pytest.approx(8 * 4 + 4 * 3), pytest.approx(8 * 1.5 + 4 * 2))
+    assert gpu_hours(spans[:2], [(0.0, 2), (3600, None)]) == (6, 3)
+    assert gpu_hours(spans, [(0.0, None)]) is None and gpu_hours(spans, []) is None

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +40,7 @@ def rank(number: int, world: int, **more: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     "environment", [{}, BATCH, SHELL, MEETING, {**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "1"}]
 )
-def test_a_process_that_was_started_alone_is_a_world(environment: dict[str, str]) -> None:
+def test_membership_of_a_process_that_was_started_alone_is_a_world(environment: dict[str, str]) -> None:
     assert membership(environment) == ALONE
     check_alone(environment)
 
@@ -59,7 +57,7 @@ def test_a_process_that_was_started_alone_is_a_world(environment: dict[str, str]
         (TASK | {"PMI_SIZE": "8", "PMI_RANK": "5"}, ("5", "8", "1")),
     ],
 )
-def test_ranks_join_where_it_is_said_where_they_meet(
+def test_membership_joins_ranks_where_it_is_said_where_they_meet(
     environment: dict[str, str], wanted: tuple[str, ...]
 ) -> None:
     found = membership(environment | MEETING)
@@ -67,18 +65,25 @@ def test_ranks_join_where_it_is_said_where_they_meet(
     assert not found.keys() & MEETING.keys()
 
 
-@pytest.mark.parametrize("missing", MEETING)
 @pytest.mark.parametrize(
-    ("environment", "says"),
+    ("environment", "missing", "says"),
     [
-        (TASK, ["srun started 8 processes", "sbatch launch/slurm.sbatch", "env -u SLURM_STEP_NUM_TASKS"]),
-        (TERMINAL, ["srun started 8 processes"]),
-        (OPEN_MPI, ["mpirun (Open MPI) started 16", "deepspeed --hostfile", "env -u OMPI_COMM_WORLD_SIZE"]),
-        (MPICH, ["mpirun (MPICH) started 16 processes"]),
+        (
+            TASK,
+            "MASTER_ADDR",
+            ["srun started 8 processes", "sbatch launch/slurm.sbatch", "env -u SLURM_STEP_NUM_TASK"],
+        ),
+        (TERMINAL, "MASTER_PORT", ["srun started 8 processes"]),
+        (
+            OPEN_MPI,
+            "MASTER_PORT",
+            ["mpirun (Open MPI) started 16", "deepspeed --hostfile", "env -u OMPI_COMM_WORLD_S"],
+        ),
+        (MPICH, "MASTER_ADDR", ["mpirun (MPICH) started 16 processes"]),
     ],
 )
-def test_ranks_that_cannot_meet_are_refused(
-    environment: dict[str, str], says: list[str], missing: str
+def test_membership_refuses_ranks_that_cannot_meet(
+    environment: dict[str, str], missing: str, says: list[str]
 ) -> None:
     there = {key: value for key, value in MEETING.items() if key != missing}
     with pytest.raises(ConfigError) as refused:
@@ -99,68 +104,49 @@ def test_ranks_that_cannot_meet_are_refused(
         rank(3, 64, CROSS_SIZE="8") | TASK,  # deepspeed --no_ssh, or torchrun, once a host
         rank(3, 64, GROUP_WORLD_SIZE="8") | TASK,
         rank(3, 8, CROSS_SIZE="1") | TERMINAL,  # deepspeed --num_gpus 8 in srun --ntasks=8 --pty bash
-        rank(0, 1) | TERMINAL,
         rank(3, 4, CROSS_SIZE="1") | BATCH,
         rank(3, 4, CROSS_SIZE="1") | SHELL,
     ],
 )
-def test_ranks_of_a_launcher_are_left_as_they_are(environment: dict[str, str]) -> None:
+def test_membership_leaves_ranks_of_a_launcher_as_they_are(environment: dict[str, str]) -> None:
     assert membership(environment) == {}
 
 
-@pytest.mark.parametrize("hosts", ["CROSS_SIZE", "GROUP_WORLD_SIZE"])
-@pytest.mark.parametrize("world", [4, 8])
-def test_a_launcher_in_every_task_is_refused(world: int, hosts: str) -> None:
-    """srun --ntasks=8 deepspeed --num_gpus 4: eight worlds of four."""
-    with pytest.raises(ConfigError, match="srun started 8 processes, and each of them would train apart"):
-        membership(rank(3, world, **{hosts: "1"}) | TASK)
+@pytest.mark.parametrize("environment", [
+    # srun --ntasks=8 deepspeed --num_gpus 4: eight worlds of four.
+    *(rank(3, world, **{hosts: "1"}) | TASK for world in (4, 8) for hosts in ("CROSS_SIZE", "GROUP_WORLD_SIZE")),
+    # RANK=0 and WORLD_SIZE=1 of a container or a notebook, in every task: as many worlds of one.
+    rank(0, 1) | TASK, rank(3, 4) | OPEN_MPI, {"RANK": "0"} | MPICH, {"RANK": "0", "WORLD_SIZE": "x"} | TASK,
+])  # fmt: skip
+def test_membership_refuses_ranks_that_would_train_apart(environment: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match="each of them would train apart") as refused:
+        membership(environment)
+    said = f"(RANK={environment['RANK']}, WORLD_SIZE={environment.get('WORLD_SIZE', '')})"
+    assert said in str(refused.value) and "no launcher has set RANK and WORLD_SIZE, unset" in str(
+        refused.value
+    )
 
 
-@pytest.mark.parametrize("task", [TASK, TASK | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}, OPEN_MPI, MPICH])
-@pytest.mark.parametrize("left", [rank(0, 1), rank(3, 4), {"RANK": "0"}, {"RANK": "0", "WORLD_SIZE": "x"}])
-def test_a_rank_that_was_left_over_is_refused(left: dict[str, str], task: dict[str, str]) -> None:
-    """RANK=0 and WORLD_SIZE=1 of a container or a notebook, in every task: as many worlds of one."""
-    with pytest.raises(ConfigError) as refused:
-        membership(left | task)
-    assert f"(RANK={left['RANK']}, WORLD_SIZE={left.get('WORLD_SIZE', '')})" in str(refused.value)
-    assert "no launcher has set RANK and WORLD_SIZE, unset them" in str(refused.value)
-    assert membership(task | MEETING)["RANK"] in ("0", "5", "9")
-
-
-def test_one_of_several_may_not_start_the_ranks_of_all() -> None:
+def test_check_alone_refuses_one_of_several_that_would_start_all() -> None:
     check_alone(TERMINAL)
     for environment in (TASK, OPEN_MPI, TASK | {"SLURM_PTY_PORT": "40001"}):
         with pytest.raises(ConfigError, match="each of them would start all ranks"):
             check_alone(environment)
 
 
-@pytest.fixture
-def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+@pytest.mark.parametrize("number", [0, 1])
+def test_train_is_refused_once_for_all(
+    number: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name in (*ALONE, *(name for names in VARIABLES.values() for name in names)):
         monkeypatch.delenv(name, raising=False)
-    return monkeypatch
-
-
-@pytest.mark.parametrize("number", [0, 1])
-def test_training_is_refused_once_for_all(
-    number: int, environment: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
     for name, value in (TASK | {"SLURM_PROCID": str(number)}).items():
-        environment.setenv(name, value)
+        monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit) as ended:
         train.main(["no-such-recipe.yaml"])
     said = capsys.readouterr().err
     assert ended.value.code == errors.BAD_INPUT and "RANK" not in os.environ
     assert ("srun started 8 processes" in said and said.count("error: ") == 1) if number == 0 else said == ""
-
-
-def test_a_second_supervisor_is_refused() -> None:
-    done = subprocess.run(
-        [sys.executable, "launch/supervise.py", "no-such-recipe.yaml"], cwd=ROOT, env={**os.environ, **TASK},
-        text=True, capture_output=True, timeout=PATIENCE,
-    )  # fmt: skip
-    assert done.returncode == errors.BAD_INPUT and "would start all ranks" in done.stderr
-    assert "Traceback" not in done.stderr
 
 
 def joined(number: int, port: int, results: Any) -> None:
@@ -181,7 +167,7 @@ def joined(number: int, port: int, results: Any) -> None:
 
 
 @pytest.mark.timeout(4 * PATIENCE + 60)
-def test_tasks_of_srun_are_one_world() -> None:
+def test_membership_makes_tasks_of_srun_one_world() -> None:
     import torch.distributed as dist
 
     results: Any = CONTEXT.Queue()
@@ -195,22 +181,11 @@ def test_tasks_of_srun_are_one_world() -> None:
         assert task.exitcode == 0
 
 
-@pytest.mark.parametrize(
-    ("environment", "expected"),
-    [
-        ({}, False),
-        ({"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}, True),
-        ({"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "2"}, True),
-        (
-            {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "0", "SLURM_PTY_PORT": "1"},
-            False,
-        ),  # a shell by srun --pty
-    ],
-)
-def test_a_rank_is_what_a_launcher_numbered(environment: dict[str, str], expected: bool) -> None:
-    assert is_rank(environment) is expected
-
-
-def test_a_host_that_a_launcher_of_pods_numbered_is_no_rank() -> None:
-    with pytest.raises(ConfigError, match=r"RANK=1 is set, and LOCAL_RANK not"):
+def test_is_rank_if_a_launcher_numbered_it_among_the_ranks() -> None:
+    of_srun = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "0"}
+    assert is_rank(rank(1, 4)) and is_rank(of_srun)
+    assert not is_rank({}) and not is_rank(of_srun | {"SLURM_PTY_PORT": "1"})  # a shell by srun --pty
+    with pytest.raises(
+        ConfigError, match=r"RANK=1 is set, and LOCAL_RANK not"
+    ):  # of a host, by a launcher of pods
         is_rank({"RANK": "1", "WORLD_SIZE": "2"})

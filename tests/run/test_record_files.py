@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -19,7 +18,6 @@ from hypothesis import strategies as st
 
 from megastable.run import record_files
 from megastable.run.record_files import (
-    LAST_STEP,
     RecordFile,
     RecordFollower,
     compact_files,
@@ -155,7 +153,7 @@ DEEDS = st.one_of(
 
 @settings(deadline=None)
 @given(st.lists(DEEDS, min_size=10, max_size=30))
-def test_whatever_happens_every_row_is_there_once(deeds: list[tuple]) -> None:  # type: ignore[type-arg]
+def test_compaction_keeps_every_row_once_whatever_happens(deeds: list[tuple]) -> None:  # type: ignore[type-arg]
     with (
         TemporaryDirectory() as name, patch.object(record_files, "COMPACTED", 12),
         patch.object(record_files, "LOOSE", 3), patch.object(record_files, "folder_stamp", lambda _: None),
@@ -172,7 +170,7 @@ def test_whatever_happens_every_row_is_there_once(deeds: list[tuple]) -> None:  
         assert len(list(run.folder.iterdir())) == len(list_files(run.folder))
 
 
-def test_wherever_a_compaction_is_killed_nothing_is_lost() -> None:
+def test_compaction_loses_nothing_wherever_it_is_killed() -> None:
     """Before the new file, before each of the old ones is removed, and after; with a rewind among them."""
     for kill in range(8):
         with TemporaryDirectory() as name, patch.object(record_files, "LOOSE", 3):
@@ -200,7 +198,7 @@ def write(folder: Path, files: int, size: int = 5, first: int = 1) -> list[str]:
     return [file.name for file in list_files(folder)]
 
 
-def test_a_checkpoint_leaves_few_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compact_files_leaves_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As large ones as may be; and a name says what is in them."""
     monkeypatch.setattr(record_files, "COMPACTED", 500)
     before = write(tmp_path, 19)
@@ -216,7 +214,7 @@ def test_a_checkpoint_leaves_few_files(tmp_path: Path, monkeypatch: pytest.Monke
     assert table.slice(49, 1).to_pylist() == alone.to_pylist()
 
 
-def test_a_damaged_file_stays_where_it_is(tmp_path: Path) -> None:
+def test_compact_files_leaves_a_damaged_file_where_it_is(tmp_path: Path) -> None:
     """And files of other names, which are nobody's, too."""
     names = write(tmp_path, 60)
     whole = (tmp_path / names[30]).read_bytes()
@@ -230,7 +228,9 @@ def test_a_damaged_file_stays_where_it_is(tmp_path: Path) -> None:
     assert read(tmp_path).column("step").to_pylist() == list(range(1, 301))
 
 
-def test_a_full_disk_keeps_the_files(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_compact_files_keeps_the_files_on_a_full_disk(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     names = write(tmp_path, 30)
     with files_no_larger_than(100):
         compact_files(tmp_path, SCHEMA)
@@ -238,7 +238,7 @@ def test_a_full_disk_keeps_the_files(tmp_path: Path, caplog: pytest.LogCaptureFi
     assert len(list(tmp_path.iterdir())) == 30
 
 
-def test_the_last_rows_are_read_of_the_last_files(tmp_path: Path) -> None:
+def test_read_last_reads_the_last_files_only(tmp_path: Path) -> None:
     names = write(tmp_path, 30)
     with patch.object(record_files, "read_file", wraps=record_files.read_file) as reading:
         assert read_last(tmp_path, ROWS, 12).column("step").to_pylist() == list(range(136, 151))
@@ -253,7 +253,7 @@ def new_rows(follower: RecordFollower) -> list[tuple[int, list[int]]]:
     return [(row, table.column("step").to_pylist()) for row, table in follower.read_new()]
 
 
-def test_a_follower_reads_only_what_is_new_and_a_damaged_file_when_it_is_whole(tmp_path: Path) -> None:
+def test_follower_reads_only_what_is_new_and_a_damaged_file_when_it_is_whole(tmp_path: Path) -> None:
     names = write(tmp_path, 3)
     whole = (tmp_path / names[1]).read_bytes()
     (tmp_path / names[1]).write_bytes(whole[:200])
@@ -272,42 +272,7 @@ def test_a_follower_reads_only_what_is_new_and_a_damaged_file_when_it_is_whole(t
     assert follower.damaged == {}
 
 
-def test_another_run_in_a_folder_of_the_same_name(tmp_path: Path) -> None:
-    write(tmp_path, 6)
-    follower = RecordFollower(tmp_path, ROWS)
-    new_rows(follower)
-    for path in list(tmp_path.iterdir()):
-        path.unlink()
-    recorder = Recorder(tmp_path, 5)
-    for step in range(1, 6):
-        recorder.add(record(step, BEGIN + 1e6 + step))
-    assert new_rows(follower) == [(0, []), (0, [1, 2, 3, 4, 5])]
-
-
-def test_a_folder_that_cannot_be_listed_is_named(tmp_path: Path) -> None:
-    follower = RecordFollower(tmp_path / "none", ROWS)
-    assert new_rows(follower) == [] and follower.damaged == {}
-    refused = OSError(errno.EACCES, "Permission denied")
-    with patch.object(record_files.os, "listdir", side_effect=refused):
-        follower = RecordFollower(tmp_path, ROWS)
-        assert new_rows(follower) == [] and follower.damaged == {str(tmp_path): "Permission denied"}
-    assert new_rows(follower) == [] and follower.damaged == {}
-
-
-@pytest.mark.parametrize(
-    ("name", "file"),
-    [
-        (name_file(1, 50, 7000), (7000, 7000, 1, 50)),
-        (name_file(1, 123456789, 7000, 9000), (7000, 9000, 1, 123456789)),
-        ("by hand.parquet", (0, 0, 0, LAST_STEP)),
-        ("1-2.parquet", (0, 0, 0, LAST_STEP)),
-    ],
-)
-def test_what_a_name_says(name: str, file: tuple[int, ...]) -> None:
-    assert parse_name(name) == RecordFile(*file, name)
-
-
-def test_files_with_columns_of_another_version_stay_as_they_are(tmp_path: Path) -> None:
+def test_compact_files_leaves_columns_of_another_version(tmp_path: Path) -> None:
     for number in range(25):
         name = name_file(number + 1, number + 1, 1000 + number)
         other = {"unknown": [7]} if number == 12 else {}
@@ -322,7 +287,9 @@ def test_files_with_columns_of_another_version_stay_as_they_are(tmp_path: Path) 
     assert pa.concat_tables(tables)["step"].to_pylist() == list(range(1, 26))
 
 
-def test_a_listing_that_names_what_is_gone_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_files_ends_where_a_listing_names_what_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As a file server's cache may for seconds."""
     pq.write_table(pa.table({"step": [1], "time": [BEGIN]}), tmp_path / name_file(1, 1, 1000))
     gone = parse_name(name_file(2, 2, 2000))

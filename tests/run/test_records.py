@@ -8,6 +8,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -53,12 +54,16 @@ def write(folder: Path, records: list[StepRecord], flush_steps: int = 50) -> Non
     recorder.flush()
 
 
-def test_what_was_written_is_read_back(tmp_path: Path) -> None:
+def test_read_gives_back_what_was_written(tmp_path: Path) -> None:
+    folder = tmp_path / "step=7" / "steps"  # datasets of Parquet files read columns from such names
+    folder.mkdir(parents=True)
+    assert read(folder).num_rows == 0 and read(folder).schema.equals(SCHEMA)
     records = [record(step) for step in range(1, 8)]
-    records[2] = record(3, loss=math.nan, grad_norm=math.inf, applied=False)
-    write(tmp_path, records, flush_steps=3)
-    assert len(list(tmp_path.iterdir())) == 3
-    table = read(tmp_path)
+    records[2] = record(3, loss=math.nan, grad_norm=math.inf, applied=False, first_position=10**15 + 1)
+    write(folder, records, flush_steps=3)
+    assert len(list(folder.iterdir())) == 3
+    (folder / "00000002-00000002-5.tmp").write_bytes(b"PAR1 and then a crash")
+    table = read(folder)
     assert table.schema.equals(SCHEMA)
     for got, wanted in zip(table.to_pylist(), map(asdict, records), strict=True):
         for name, value in wanted.items():
@@ -66,37 +71,28 @@ def test_what_was_written_is_read_back(tmp_path: Path) -> None:
             assert got[name] == (value if exact else pytest.approx(value, rel=1e-7, nan_ok=True)), name
 
 
-def test_large_positions_are_exact(tmp_path: Path) -> None:
-    position = 10**15 + 1
-    write(tmp_path, [record(1, first_position=position, next_position=position + 1, worst_position=position)])
-    (got,) = read(tmp_path).to_pylist()
-    assert (got["first_position"], got["next_position"], got["worst_position"]) == (
-        position, position + 1, position,
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize(("worst", "size"), [(0, 200), (4, 200 + 4 * 12)])
-def test_a_step_takes_at_most_200_bytes_and_12_a_worst_sample(worst: int, size: int, tmp_path: Path) -> None:
+def test_recorder_takes_at_most_200_bytes_a_step_and_12_a_worst_sample(
+    worst: int, size: int, tmp_path: Path
+) -> None:
     write(tmp_path, [record(step, worst=worst) for step in range(1, 1001)], flush_steps=50)
-    files = list(tmp_path.iterdir())
-    assert len(files) == 20
-    assert sum(f.stat().st_size for f in files) <= size * 1000
+    assert sum(f.stat().st_size for f in tmp_path.iterdir()) <= size * 1000
 
 
-def test_the_worst_samples_and_where_they_were() -> None:
+def test_worst_samples_are_found_where_they_were() -> None:
     """Two micro-batches of two on each of three ranks; a loss that is not a number is the worst."""
     losses = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 9.0, 2.5, 1.5, math.nan, 0.5, 7.0]
     positions = [100 + 10 * i for i in range(12)]
     worst = worst_samples(losses, positions, 4, micro_batch=2, data=3)
-    assert worst.worst_positions == [190, 160, 210, 150]
-    assert math.isnan(worst.worst_losses[0]) and worst.worst_losses[1:] == [9.0, 7.0, 6.0]
-    assert worst.worst_position == 190 and math.isnan(worst.worst_loss)
-    assert (worst.worst_micro_batch, worst.worst_rank) == (1, 1)
+    assert worst["worst_positions"] == [190, 160, 210, 150]
+    assert math.isnan(worst["worst_losses"][0]) and worst["worst_losses"][1:] == [9.0, 7.0, 6.0]
+    assert worst["worst_position"] == 190 and math.isnan(worst["worst_loss"])
+    assert (worst["worst_micro_batch"], worst["worst_rank"]) == (1, 1)
     few = worst_samples([1.0, 3.0], [7, 8], 4, micro_batch=1, data=1)
-    assert (few.worst_positions, few.worst_micro_batch, few.worst_rank) == ([8, 7], 1, 0)
+    assert (few["worst_positions"], few["worst_micro_batch"], few["worst_rank"]) == ([8, 7], 1, 0)
 
 
-def test_layers_are_read_back_and_those_of_a_step_done_again_replace_the_old(tmp_path: Path) -> None:
+def test_read_gives_layers_of_a_step_done_again_in_place_of_the_old(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path, 1, LAYER_SCHEMA)
     for time, steps in ((100.0, (10, 20, 30)), (200.0, (20,))):
         for step in steps:
@@ -104,17 +100,14 @@ def test_layers_are_read_back_and_those_of_a_step_done_again_replace_the_old(tmp
                 LayerRecord(step, time + step, "embedding.weight", gradient_rms=time, weight_max=math.inf),
                 LayerRecord(step, time + step, "blocks.0", attention_entropy=float(step)),
             )
-    assert len(list(tmp_path.iterdir())) == 4
     table = read(tmp_path, LAYER_SCHEMA)
-    assert table.schema.equals(LAYER_SCHEMA)
-    assert table.column("step").to_pylist() == [10, 10, 20, 20, 30, 30]
+    assert table.schema.equals(LAYER_SCHEMA) and table.column("step").to_pylist() == [10, 10, 20, 20, 30, 30]
     assert table.column("name").to_pylist() == ["embedding.weight", "blocks.0"] * 3
     assert table.column("gradient_rms").to_pylist() == [100.0, None, 200.0, None, 100.0, None]
     assert table.column("attention_entropy").to_pylist() == [None, 10.0, None, 20.0, None, 30.0]
-    assert table.column("weight_max").to_pylist()[0] == math.inf
 
 
-def test_the_newest_record_of_a_step_wins(tmp_path: Path) -> None:
+def test_read_takes_the_newest_record_of_a_step(tmp_path: Path) -> None:
     """Steps 1 to 10, then a return to step 6, then one to step 4 that got as far as 7."""
     write(tmp_path, [record(s, time=100.0 + s, loss=1.0) for s in range(1, 11)], flush_steps=4)
     write(tmp_path, [record(s, time=200.0 + s, loss=2.0) for s in range(7, 13)], flush_steps=4)
@@ -124,81 +117,7 @@ def test_the_newest_record_of_a_step_wins(tmp_path: Path) -> None:
     assert table.column("loss").to_pylist() == [1.0] * 4 + [3.0] * 3 + [2.0] * 5
 
 
-def test_nothing_recorded_yet(tmp_path: Path) -> None:
-    Recorder(tmp_path, 5).flush()
-    table = read(tmp_path)
-    assert table.num_rows == 0 and table.schema.equals(SCHEMA)
-
-
-def test_a_file_that_was_not_finished_is_not_read(tmp_path: Path) -> None:
-    write(tmp_path, [record(1)])
-    (tmp_path / "00000002-00000002-5.tmp").write_bytes(b"PAR1 and then a crash")
-    assert read(tmp_path).num_rows == 1
-
-
-@pytest.mark.parametrize("damage", ["empty", "cut", "foreign", "other columns"])
-def test_a_damaged_file_is_named(damage: str, tmp_path: Path) -> None:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    write(tmp_path, [record(s) for s in range(1, 11)], flush_steps=5)
-    path = sorted(tmp_path.iterdir())[1]
-    match damage:
-        case "empty":
-            path.write_bytes(b"")
-        case "cut":
-            path.write_bytes(path.read_bytes()[:-100])
-        case "foreign":
-            path.write_text("step,loss\n1,2\n")
-        case "other columns":
-            pq.write_table(pa.table({"step": ["one"], "loss": ["two"]}), path)
-    with pytest.raises(DataError, match=f"{path.name}: not a readable record file"):
-        read(tmp_path)
-
-
-def test_a_full_disk_loses_no_record(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    recorder = Recorder(tmp_path, 5)
-    for step in range(1, 5):
-        recorder.add(record(step))
-    with files_no_larger_than(100):
-        recorder.add(record(5))
-    assert list(tmp_path.glob("*.parquet")) == []
-    assert "5 records wait in memory" in caplog.text
-    recorder.add(record(6))
-    recorder.flush()
-    assert read(tmp_path).column("step").to_pylist() == [1, 2, 3, 4, 5, 6]
-    assert [p.suffix for p in tmp_path.iterdir()] == [".parquet"]
-
-
-def test_a_folder_named_like_a_partition_adds_no_columns(tmp_path: Path) -> None:
-    """runs/step=7/steps is a name a person may choose; datasets of Parquet files read columns from such names."""
-    folder = tmp_path / "step=7" / "lr=1" / "steps"
-    folder.mkdir(parents=True)
-    write(folder, [record(1), record(2)])
-    table = read(folder)
-    assert table.column("step").to_pylist() == [1, 2] and table.schema.equals(SCHEMA)
-
-
-def test_pending_records_of_a_killed_process_are_written_once(tmp_path: Path) -> None:
-    folder, file = tmp_path / "steps", tmp_path / "pending.parquet"
-    folder.mkdir()
-    write(folder, [record(step) for step in range(1, 5)])
-    # Steps 6 and 7 were undone and done again; 5 to 7 were written after the file was made.
-    again = [record(step, time=1.7e9 + 20 + step) for step in (6, 7, 8)]
-    pending = [record(step) for step in (5, 6, 7)] + again
-    file.write_bytes(encode_records(pending))
-    write(folder, pending[:4])
-    for _ in range(2):  # also if the same point is resumed from twice
-        Recorder(folder, 50).restore(file)
-        table = read(folder)
-        assert table.column("step").to_pylist() == list(range(1, 9))
-        assert table.column("time").to_pylist()[5:] == [r.time for r in again]
-        assert sum(len(read_file(path)) for path in folder.iterdir()) == 10
-        first = read(folder, newest=False).column("time").to_pylist()
-        assert first[5:7] == [record(6).time, record(7).time]
-
-
-def test_the_newest_is_what_was_written_last_whatever_the_clock_says(tmp_path: Path) -> None:
+def test_read_takes_what_was_written_last_whatever_the_clock_says(tmp_path: Path) -> None:
     first, again = ([record(step) for step in range(1, 7)], [record(n, time=1.6e9 + n) for n in range(4, 9)])
     write(tmp_path, first)
     write(tmp_path, again)  # by a host whose clock is years behind
@@ -208,21 +127,52 @@ def test_the_newest_is_what_was_written_last_whatever_the_clock_says(tmp_path: P
     assert read(tmp_path, newest=False).column("time").to_pylist() == [r.time for r in [*first, *again[3:]]]
 
 
-def read_file(path: Path) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = pq.read_table(path).to_pylist()
-    return rows
+@pytest.mark.parametrize("damage", ["empty", "cut", "foreign", "other columns"])
+def test_read_names_a_damaged_file(damage: str, tmp_path: Path) -> None:
+    write(tmp_path, [record(s) for s in range(1, 11)], flush_steps=5)
+    path = sorted(tmp_path.iterdir())[1]
+    if damage == "other columns":
+        pq.write_table(pa.table({"step": ["one"], "loss": ["two"]}), path)
+    else:
+        path.write_bytes(
+            {"empty": b"", "cut": path.read_bytes()[:-100], "foreign": b"step,loss\n1,2\n"}[damage]
+        )
+    with pytest.raises(DataError, match=f"{path.name}: not a readable record file"):
+        read(tmp_path)
 
 
-def test_restored_records_wait_if_the_disk_refuses(tmp_path: Path) -> None:
+def test_recorder_loses_no_record_on_a_full_disk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    recorder = Recorder(tmp_path, 5)
+    for step in range(1, 5):
+        recorder.add(record(step))
+    with files_no_larger_than(100):
+        recorder.add(record(5))
+    assert list(tmp_path.glob("*.parquet")) == [] and "5 records wait in memory" in caplog.text
+    recorder.add(record(6))
+    recorder.flush()
+    assert read(tmp_path).column("step").to_pylist() == [1, 2, 3, 4, 5, 6]
+    assert [p.suffix for p in tmp_path.iterdir()] == [".parquet"]
+
+
+def test_restore_writes_pending_records_of_a_killed_process_once(tmp_path: Path) -> None:
     folder, file = tmp_path / "steps", tmp_path / "pending.parquet"
     Recorder(folder, 50).restore(file)  # there is none
     assert not folder.exists()
-    file.write_bytes(encode_records([record(1), record(2)]))
     folder.mkdir()
-    (folder / "00000001-00000001-9999999999999.parquet").write_bytes(b"damaged")
-    recorder = Recorder(folder, 50)
-    with files_no_larger_than(10):
-        recorder.restore(file)
-    assert [r.step for r in recorder.pending] == [1, 2]
-    recorder.flush()
-    assert not recorder.pending and len(list(folder.iterdir())) == 2
+    write(folder, [record(step) for step in range(1, 5)])
+    # Steps 6 and 7 were undone and done again; 5 to 7 were written after the file was made.
+    again = [record(step, time=1.7e9 + 20 + step) for step in (6, 7, 8)]
+    pending = [record(step) for step in (5, 6, 7)] + again
+    file.write_bytes(encode_records(pending))
+    write(folder, pending[:4])
+    for _ in range(2):  # also if the same point is resumed from twice
+        recorder = Recorder(folder, 50)
+        with files_no_larger_than(10):
+            recorder.restore(file)
+        recorder.flush()
+        table = read(folder)
+        assert table.column("step").to_pylist() == list(range(1, 9))
+        assert table.column("time").to_pylist()[5:] == [r.time for r in again]
+        assert sum(len(pq.read_table(path)) for path in folder.iterdir()) == 10
+        first = read(folder, newest=False).column("time").to_pylist()
+        assert first[5:7] == [record(6).time, record(7).time]

@@ -1,8 +1,9 @@
-"""The fold of the journal: a long one is read briefly, which changes nothing of what is known of the run."""
+"""The fold of the journal: a long one is read briefly, which changes nothing of what is known; scores that fall."""
 
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -12,10 +13,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megastable.run.events import follow
-from megastable.run.events.follow import Follower, drop_refused
-from megastable.run.events.reading import event_of
-from megastable.run.run_history import TAIL, RunHistory
+from megastable.run.events import reading
+from megastable.run.events.reading import Follower, drop_refused, event_of
+from megastable.run.events.training_events import TasksEvaluated, TasksFailed, TasksSkipped
+from megastable.run.run_history import LESS_IS_BETTER, TAIL, RunHistory, ScoreDrop, TaskHistory
 from tests.supervise.runs import incident
 from tests.tiers import examples
 
@@ -58,9 +59,9 @@ def lines_of(story: list[Any]) -> list[bytes]:
     [[{"event": "discarded", "step": 5}] * 90, [ZEROED], [{"event": "discarded", "step": 5}] * 90], 5000, 1
 )
 @settings(max_examples=examples(200), deadline=None)
-def test_a_brief_reading_knows_the_same(story: list[list[Any]], block: int, pieces: int) -> None:
+def test_history_knows_the_same_by_a_brief_reading(story: list[list[Any]], block: int, pieces: int) -> None:
     lines = lines_of([one for part in story for one in part])
-    with TemporaryDirectory() as folder, patch.object(follow, "BLOCK", block):
+    with TemporaryDirectory() as folder, patch.object(reading, "BLOCK", block):
         path = Path(folder) / "journal.jsonl"
         followers, histories = (Follower(path), Follower(path, brief=True)), (RunHistory(), RunHistory())
         for piece in range(pieces):
@@ -74,23 +75,15 @@ def test_a_brief_reading_knows_the_same(story: list[list[Any]], block: int, piec
             assert followers[0].damaged == followers[1].damaged
 
 
-def test_most_of_a_long_journal_is_passed_over() -> None:
+def test_drop_refused_passes_over_most_of_a_long_journal() -> None:
     """Else nothing would be won; this is what a status of a million lines rests on."""
-    lines, refused = drop_refused(
-        b"".join(lines_of([{"event": "discarded", "step": n} for n in range(5000)]))
-    )
+    content = b"".join(lines_of([{"event": "discarded", "step": n} for n in range(5000)]))
+    lines, refused = drop_refused(content)
     assert (len(lines), refused) == (TAIL + 1, 5000 - TAIL - 1)
 
 
-VALUES = (
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats()
-    | st.text(max_size=5)
-    | st.just({"number": "x"})
-    | st.just([1])
-)
+SCALARS = st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
+VALUES = st.none() | SCALARS | st.just({"number": "x"}) | st.just([1])
 KEYS = """time what step steps to_step loss attempt code signal hung number summary bytes name world seconds delay
 reason waited host until strikes of_step""".split()
 KINDS = """training resumed evaluated checkpoint checkpoint_rejected discarded incident handover unstable stopped
@@ -101,7 +94,7 @@ finished supervisor launched ended hang restart hook_failed warning would host_l
 @given(
     st.lists(st.tuples(st.sampled_from(KINDS), st.dictionaries(st.sampled_from(KEYS), VALUES)), max_size=6)
 )
-def test_no_event_is_too_strange(events: list[tuple[str, dict[str, Any]]]) -> None:
+def test_history_takes_any_event(events: list[tuple[str, dict[str, Any]]]) -> None:
     history = RunHistory(most_lines=9)
     for kind, values in events:
         history.add(event_of({"event": kind, **values}))
@@ -116,7 +109,7 @@ def history_of(*events: dict[str, Any]) -> RunHistory:
     return history
 
 
-def test_what_later_events_undo_does_not_count() -> None:
+def test_history_does_not_count_what_later_events_undo() -> None:
     stopped, training = {"event": "stopped", "step": 7}, {"event": "training", "step": 7, "world": 1}
     assert history_of(stopped).goodbye is not None and history_of(stopped, training).goodbye is None
     measured = [{"event": "evaluated", "step": step, "loss": 1.0} for step in (6, 7, 8)]
@@ -131,13 +124,70 @@ def test_what_later_events_undo_does_not_count() -> None:
     assert history_of(training, {"event": "finished", "steps": 9}).step == 9
 
 
-@pytest.mark.parametrize("hung", [True, False])
-def test_restarts_are_counted_by_how_the_attempt_before_ended(hung: bool) -> None:
-    history = RunHistory()
-    for n in range(300):
-        for kind in ("launched", "training", "evaluated", "ended", "restart"):
-            history.add(
-                event_of({"event": kind, "attempt": n, "step": n, "loss": 1.0, "code": 1, "hung": hung})
-            )
-    assert history.restarts == {"hang" if hung else "crash": 300}
-    assert len(history.starts) == 300 and len(history.tail) == TAIL
+# Scores of tasks
+
+
+def evaluated(step: int, **scores: float) -> TasksEvaluated:
+    return TasksEvaluated(checkpoint="c", of_step=step, manifest="m", tokens=1, scores=scores, seconds=1.0)
+
+
+def after(scores: list[float], name: str = "acc") -> ScoreDrop | None:
+    history = TaskHistory()
+    for n, score in enumerate(scores):
+        history.add(evaluated(n + 1, **{name: score}))
+    return history.summary().drops.get(name)
+
+
+def test_task_history_counts_events_and_forgets_tasks_that_are_no_longer_evaluated() -> None:
+    history = TaskHistory()
+    named = {"checkpoint": "c", "manifest": "m", "reason": "r"}
+    for failed in (10, 20):
+        history.add(TasksFailed(of_step=failed, seconds=1.0, **named))
+    history.add(TasksSkipped(of_step=30, **named))
+    found = history.summary()
+    assert (found.step, found.scores, found.settled, found.failures) == (0, {}, 30, 2)
+    for step in range(40, 48):
+        history.add(evaluated(step, a=0.5, b=0.5))
+    history.add(evaluated(48, a=0.5))
+    found = history.summary()
+    assert (found.step, found.scores, found.settled, found.failures) == (48, {"a": 0.5}, 48, 0)
+    assert found.counts == {"evaluated": 9, "failed": 2, "skipped": 1} and set(found.drops) == {"a"}
+
+
+@pytest.mark.parametrize(
+    ("scores", "wanted"),
+    [
+        ([0.5, 0.1, 0.1, 0.1], None),  # too few to know the noise
+        ([0.0] * 9, None),  # nothing to fall from
+        ([0.5] * 6, ScoreDrop(0.0, 0.0)),
+        ([0.5] * 9 + [0.25] * 2, ScoreDrop(0.5, float("inf"))),  # without any noise
+        ([0.5] * 6 + [float("nan"), float("inf")], ScoreDrop(0.0, 0.0)),
+        ([float("nan")] * 9, None),
+        ([-4.0] * 9 + [-6.0] * 2, ScoreDrop(0.5, float("inf"))),  # a log likelihood
+        ([0.30, 0.33, 0.35, 0.38, 0.40, 0.41, 0.43, 0.1], ScoreDrop(0.0, 0.0)),  # once: the median is not it
+    ],
+)
+def test_task_history_tells_how_far_a_score_fell(scores: list[float], wanted: ScoreDrop | None) -> None:
+    assert after(scores) == wanted
+
+
+def test_task_history_knows_a_collapse_from_noise() -> None:
+    """100 questions with four answers, 30 evaluations, 200 runs: a fifth below the best is common, four standard
+    deviations are not."""
+    fell = after([0.30, 0.33, 0.35, 0.38, 0.40, 0.41, 0.43, 0.1, 0.12])
+    assert fell is not None and fell.ratio == pytest.approx((0.41 - 0.12) / 0.41) and fell.sigmas > 10
+    rose = after([30.0, 25.0, 21.0, 18.0, 16.0, 15.0, 29.0, 30.0], "wiki/perplexity")
+    assert rose is not None and rose.ratio == pytest.approx((29 - 16) / 16) and rose.sigmas > 2
+    dice, below, fallen = random.Random(1), 0, 0
+    for _ in range(200):
+        drop = after([sum(dice.random() < 0.25 for _ in range(100)) / 100 for _ in range(30)])
+        assert drop is not None
+        below += drop.ratio > 0.2
+        fallen += drop.ratio > 0.2 and drop.sigmas > 4
+    assert below > 20 and fallen <= 1
+
+
+def test_less_is_better_by_the_name() -> None:
+    less = "wiki/word_perplexity wiki/bits_per_byte perplexity x/Brier_score wmt/ter a/loss,strict".split()
+    more = "arc/acc arc/acc_norm gsm8k/exact_match,strict-match lossless/acc x/counter wmt/bleu".split()
+    assert all(map(LESS_IS_BETTER.fullmatch, less)) and not any(map(LESS_IS_BETTER.fullmatch, more))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import math
 import shutil
 from collections.abc import Callable
@@ -12,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from megastable.base.errors import ConfigError, DataError
+from megastable.base.errors import ConfigError
 from megastable.config import recipe
-from megastable_tools.study.study_directory import StudyDirectory, differences, identity_of, run_missing
-from megastable_tools.study.trial import LEARNT, QUIET, WINDOW, Trial, TrialResult, smoothed
+from megastable_tools.study.study_directory import StudyDirectory, differences, identity_of
+from megastable_tools.study.trial import LEARNT, WINDOW, TrialResult, smoothed
 from tests.conftest import write_corpus
 
 GRID = {"widths": [32, 64], "interventions": {"none": ["model.z_loss=0"]}, "seeds": [1]}
@@ -34,14 +33,6 @@ def other(change: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     return found
 
 
-def test_results_are_found_again(tmp_path: Path) -> None:
-    with StudyDirectory.open(tmp_path / "a", IDENTITY, TrialResult) as study:
-        RESULT.save(study.trials / "x.json")
-    with StudyDirectory.open(tmp_path / "a", IDENTITY, TrialResult) as study:
-        assert study.results == {"x": RESULT}
-        assert study.missing("xyyz") == ["y", "z"]
-
-
 @pytest.mark.parametrize(
     ("change", "told"),
     [
@@ -57,7 +48,7 @@ def test_results_are_found_again(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_another_study_is_refused(
+def test_study_directory_refuses_another_study(
     tmp_path: Path, change: Callable[[dict[str, Any]], None], told: str
 ) -> None:
     with StudyDirectory.open(tmp_path / "a", IDENTITY, TrialResult):
@@ -71,7 +62,7 @@ def test_another_study_is_refused(
         pass  # and has changed nothing
 
 
-def test_a_study_may_grow(tmp_path: Path) -> None:
+def test_study_directory_may_grow(tmp_path: Path) -> None:
     def change(i: dict[str, Any]) -> None:
         i["grid"] = {
             "widths": [16, 32, 64],
@@ -79,7 +70,11 @@ def test_a_study_may_grow(tmp_path: Path) -> None:
             "seeds": [1, 2],
         }  # type: ignore[dict-item]
 
-    with StudyDirectory.open(tmp_path / "a", IDENTITY, TrialResult):
+    with (
+        StudyDirectory.open(tmp_path / "a", IDENTITY, TrialResult),
+        pytest.raises(ConfigError, match="another process works on this study"),
+        StudyDirectory.open(tmp_path / "a", IDENTITY, TrialResult),
+    ):
         pass
     with StudyDirectory.open(tmp_path / "a", other(change), TrialResult):
         pass
@@ -91,18 +86,7 @@ def test_a_study_may_grow(tmp_path: Path) -> None:
         pass  # its results belong to the larger one
 
 
-def test_a_second_process_is_kept_out(tmp_path: Path) -> None:
-    with (
-        StudyDirectory.open(tmp_path / "a", IDENTITY, TrialResult),
-        pytest.raises(ConfigError, match="another process works on this study"),
-        StudyDirectory.open(tmp_path / "a", IDENTITY, TrialResult),
-    ):
-        pass
-    with StudyDirectory.open(tmp_path / "a", IDENTITY, TrialResult):
-        pass
-
-
-def test_what_is_no_study_is_left_alone(tmp_path: Path) -> None:
+def test_study_directory_leaves_other_folders_alone(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/thesis.txt").write_text("x")
     with (
@@ -119,16 +103,7 @@ def test_what_is_no_study_is_left_alone(tmp_path: Path) -> None:
         pass
 
 
-@pytest.mark.parametrize("name", ["study.json", "trials/x.json"])
-def test_damaged_files_are_told(tmp_path: Path, name: str) -> None:
-    with StudyDirectory.open(tmp_path / "a", IDENTITY, TrialResult) as study:
-        RESULT.save(study.trials / "x.json")
-    (tmp_path / "a" / name).write_text("{")
-    with pytest.raises(DataError, match=name), StudyDirectory.open(tmp_path / "a", IDENTITY, TrialResult):
-        pass
-
-
-def test_the_identity_follows_recipe_and_corpus(tiny_recipe: Path, corpus: Path, tmp_path: Path) -> None:
+def test_identity_of_follows_recipe_and_corpus(tiny_recipe: Path, corpus: Path, tmp_path: Path) -> None:
     def identity(*overrides: str) -> dict[str, Any]:
         return identity_of("lr", recipe.load(tiny_recipe, overrides), GRID)
 
@@ -146,51 +121,19 @@ def test_the_identity_follows_recipe_and_corpus(tiny_recipe: Path, corpus: Path,
     assert [text for text in differences(same, changed) if text.startswith("corpora")]
 
 
-def test_trials_run_and_results_are_kept(tiny_recipe: Path, tmp_path: Path) -> None:
-    few = (*QUIET, "train.steps=3")
-    trials = [Trial("a", few), Trial("b", (*few, "run.seed=2"))]
-    told: list[str] = []
-    with StudyDirectory.open(tmp_path / "a", IDENTITY, TrialResult) as study:
-        found = run_missing(study, tiny_recipe, trials, 2, lambda name, result: told.append(name))
-        assert sorted(told) == ["a", "b"] == sorted(found) and not list(study.runs.iterdir())
-        assert found["a"].losses != found["b"].losses and found["a"].first > 5
-        assert (
-            len(found["a"].losses) == 3
-            and math.isfinite(found["a"].validation)
-            and found["a"].parameters > 1000
-        )
-    with StudyDirectory.open(tmp_path / "a", IDENTITY, TrialResult) as study:
-        again = run_missing(study, tiny_recipe, trials, 2, lambda name, result: told.append(name))
-    assert len(told) == 2 and again == found  # read, not run
-
-
 def result(*losses: float, first: float = 8.0) -> TrialResult:
     return TrialResult(losses, first, math.nan, 1.5, 1000)
 
 
-def test_smoothing_and_divergence() -> None:
-    means = smoothed([float(i) for i in range(20)])
-    assert means[0] == 0 and means[1] == 0.5 and means[19] == sum(range(10, 20)) / WINDOW
-    assert smoothed([1.0, math.nan, 1.0]) == (1.0, math.inf, math.inf)
-
-
-def test_a_loss_is_capped_at_that_of_the_initialization() -> None:
-    assert result(7.0, 5.0).capped == 5.0 and not result(7.0, 5.0).diverged
-    assert result(7.0, math.inf).capped == 8.0 and result(7.0, math.inf).diverged
-    assert result(8.0 - LEARNT / 2).diverged  # the uniform distribution is nothing learnt
-
-
-def test_a_file_holds_the_whole_result(tmp_path: Path) -> None:
+def test_trial_result_is_whole_in_its_file_and_capped(tmp_path: Path) -> None:
     for index, given in enumerate((result(7.0, 5.25), result(7.0, math.inf))):
         path = tmp_path / f"{index}.json"
         given.save(path)
         found = TrialResult.load(path)
         assert math.isnan(found.validation) and repr(found) == repr(given)
-
-
-@pytest.mark.parametrize("text", ["", "{}", "[]", '{"losses": 1}', json.dumps({"losses": ["x"], "first": 1})])
-def test_a_damaged_file_is_refused(text: str, tmp_path: Path) -> None:
-    path = tmp_path / "x.json"
-    path.write_text(text)
-    with pytest.raises(DataError, match=r"x\.json: not the result of a run"):
-        TrialResult.load(path)
+    means = smoothed([float(i) for i in range(20)])
+    assert means[0] == 0 and means[1] == 0.5 and means[19] == sum(range(10, 20)) / WINDOW
+    assert smoothed([1.0, math.nan, 1.0]) == (1.0, math.inf, math.inf)
+    assert result(7.0, 5.0).capped == 5.0 and not result(7.0, 5.0).diverged
+    assert result(7.0, math.inf).capped == 8.0 and result(7.0, math.inf).diverged
+    assert result(8.0 - LEARNT / 2).diverged  # the uniform distribution is nothing learnt

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from megastable.run.events.event import Event
+
 
 def journal(run: Path, *events: dict[str, Any], begin: float = 1000.0) -> None:
     """Append events, a second apart where they have no time."""
@@ -32,3 +34,20 @@ def held(path: Path) -> Iterator[None]:
     with path.open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
+
+
+class Quiet:
+    """A listener to whom nothing is told but what is said."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def event(self, event: Event) -> None: ...
+
+    def output(self, text: str) -> None:
+        self.said.append(text)
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+    def tick(self) -> None: ...

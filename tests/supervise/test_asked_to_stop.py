@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -14,7 +13,6 @@ import psutil
 import pytest
 
 from megastable.base import errors
-from tests.patience import until
 from tests.supervise.test_supervisor import Supervised, settings
 
 STEPS = 24
@@ -87,7 +85,7 @@ TABLE = [
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 @pytest.mark.quick("the supervisor starts-the supervisor-*")
 @pytest.mark.parametrize(("moment", "receiver"), TABLE)
-def test_a_signal_ends_a_run_with_all_that_it_has(
+def test_signal_ends_a_run_with_all_that_it_has(
     supervised: Supervised, moment: str, receiver: str, number: signal.Signals
 ) -> None:
     supervised.start()
@@ -95,75 +93,14 @@ def test_a_signal_ends_a_run_with_all_that_it_has(
     for process in RECEIVERS[receiver](supervised):
         with suppress(psutil.NoSuchProcess):
             process.send_signal(number)
-    code = supervised.finish()
-    assert code == errors.STOPPED, supervised.output.read_text()[-3000:]
+    assert supervised.finish() == errors.STOPPED, supervised.output.read_text()[-3000:]
     # Nobody took it for a failure, and nothing goes on behind the back of whoever asked.
     assert not supervised.events("incident", "restart")
     assert not [process for process in supervised.everything() if process.is_running()]
-    done = supervised.progress().get("step") or 0
-    if done:
-        assert newest(supervised) >= done
-    advice = subprocess.run(
-        [sys.executable, "-m", "megastable.cli", "status", str(supervised.run.root)],
-        capture_output=True,
-        text=True,
-    )
+    if done := supervised.progress().get("step"):
+        saved = supervised.run.checkpoints.glob("step-*/manifest.json")
+        assert max(int(path.parent.name[5:]) for path in saved) >= done
+    words = [sys.executable, "-m", "megastable.cli", "status", str(supervised.run.root)]
+    advice = subprocess.run(words, capture_output=True, text=True)
     assert advice.returncode == errors.STOPPED and "to go on:" in advice.stdout
     assert advice.stdout.splitlines()[-1].startswith("megastable supervise ")
-
-
-def newest(run: Supervised) -> int:
-    """The step of the newest complete checkpoint."""
-    return max(int(path.parent.name[5:]) for path in run.run.checkpoints.glob("step-*/manifest.json"))
-
-
-def test_a_rank_hears_what_came_while_it_started_and_one_key_press_only_once() -> None:
-    code = """if True:
-        import os, signal, time
-        from megastable.base.stop_signals import SAME, hold_stops
-        hold_stops()
-        os.kill(os.getpid(), signal.SIGINT)
-        from megastable.training.startup import StopRequest
-        stop = StopRequest()
-        assert stop.wanted
-        os.kill(os.getpid(), signal.SIGINT)  # from the launcher, too
-        time.sleep(SAME)
-        try:
-            os.kill(os.getpid(), signal.SIGINT)
-        except KeyboardInterrupt:
-            raise SystemExit(7)
-        """
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 7
-
-
-@pytest.mark.slow
-def test_a_recipe_that_is_refused_is_said_though_a_stop_waits(tmp_path: Path) -> None:
-    words = [sys.executable, "-m", "megastable.train", str(tmp_path / "none.yaml")]
-    environment = os.environ | {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-    with subprocess.Popen(words, env=environment, text=True, stderr=subprocess.PIPE) as rank:
-        until(lambda: holds(rank.pid))
-        rank.terminate()
-        said = rank.communicate()[1]
-    assert rank.returncode == errors.BAD_INPUT and "error: " in said and "none.yaml" in said
-
-
-def test_a_hook_can_be_ended_by_a_signal(tmp_path: Path) -> None:
-    """Though the supervisor lets signals wait while it starts, which is when it is told of its hooks."""
-    code = """if True:
-        import sys
-        from megastable.base.stop_signals import hold_stops, release_stops
-        hold_stops()
-        from megastable.config.supervise import SuperviseConfig
-        from megastable.supervise.notices import Notices
-        failed = []
-        hooks = Notices(SuperviseConfig(command=sys.argv[1]), lambda *problem: failed.append(problem))
-        release_stops()
-        hooks.notify("incident", "x", {})
-        hooks.close(30)
-        print(failed)
-        """
-    hook = tmp_path / "hook"  # no shell: some let all signals through
-    hook.write_text(f"#!{sys.executable}\nimport os, signal\nos.kill(os.getpid(), signal.SIGTERM)\n")
-    hook.chmod(0o700)
-    done = subprocess.run([sys.executable, "-c", code, str(hook)], capture_output=True, text=True)
-    assert done.stdout == f"[('command', 'was killed by signal {signal.SIGTERM:d}')]\n", done

@@ -1,22 +1,23 @@
-"""Hosts that come, go and stand by, as the supervisor gathers them."""
+"""Which hosts train next: those that come, go and stand by, as the supervisor gathers them."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from math import inf
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given as drawn
+from hypothesis import strategies as st
 
 from megastable.base.errors import HOST_GONE, ConfigError
-from megastable.cluster import lineup
-from megastable.cluster.fleet import Here
-from megastable.cluster.host_burn_in import BurnInAnswer
+from megastable.cluster.fleet import BurnInAnswer
 from megastable.cluster.preflight import HostFinding
+from megastable.cluster.this_host import Here
 from megastable.config.tree import RunConfig
 from megastable.run.directory import RunDirectory
-from megastable.run.events.event import Event
 from megastable.run.events.supervisor_events import (
     Ended,
     HostLeftOut,
@@ -25,10 +26,11 @@ from megastable.run.events.supervisor_events import (
     Launched,
 )
 from megastable.supervise import gathering as module
-from megastable.supervise.bars import HostBar
-from megastable.supervise.gathering import Gathering, RunExit
+from megastable.supervise.gathering import SETTLE, Gathering, RunExit, lineup
+from megastable.supervise.restart_policy import HostBar
 from megastable.supervise.supervisor_journal import SupervisorJournal
 from tests.conftest import tiny
+from tests.supervise.runs import Quiet
 
 
 class Somewhere(Here):
@@ -56,21 +58,12 @@ class Somewhere(Here):
         return self.burned[name].pop(0) if self.burned.get(name) else None
 
 
-class Place:
+class Place(Quiet):
     def __init__(self, config: RunConfig, hosts: str, run: RunDirectory) -> None:
-        self.said: list[str] = []
+        super().__init__()
         self.fleet = Somewhere(hosts)
         self.journal = SupervisorJournal(run, self, lambda: False)
         self.config, self.looks = config, 0
-
-    def say(self, text: str) -> None:
-        self.said.append(text)
-
-    def event(self, event: Event) -> None: ...
-
-    def output(self, text: str) -> None: ...
-
-    def tick(self) -> None: ...
 
     def look(self) -> None:
         self.looks += 1
@@ -89,7 +82,6 @@ def place(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(module, "SHOWN", 0.0)
     monkeypatch.setattr(module, "GROWTH", 0.0)
     monkeypatch.setattr(module, "SETTLE", 0.05)
-    monkeypatch.setattr(lineup, "SETTLE", 0.05)
 
     def make(hosts: str, **supervise: Any) -> Place:
         limits = {"wait_for_hosts": 0.3, "shrink_after": None} | supervise
@@ -103,7 +95,7 @@ def place(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return make
 
 
-def test_a_spare_stands_by_and_takes_a_place(place: Any) -> None:
+def test_hosts_takes_a_spare_that_stands_by(place: Any) -> None:
     p = place("abcs", spares=1)
     g = p.gathering()
     assert g.hosts() == ("a", "b", "c") and p.said == []
@@ -115,22 +107,7 @@ def test_a_spare_stands_by_and_takes_a_place(place: Any) -> None:
     assert event["host"] == "b" and not event["wholly"]
 
 
-def test_a_spare_that_is_not_there_is_told_of_once(place: Any) -> None:
-    p = place("abcs", spares=1)
-    g = p.gathering()
-    p.fleet.away = {"s": "ssh: no route"}
-    until = time.monotonic() + 0.3
-    while time.monotonic() < until:
-        assert g.more(1, ("a", "b", "c")) == 0
-    assert [text for text in p.said if "stands by" in text] == [
-        "WARNING: s, which stands by, is not there: ssh: no route"
-    ]
-    p.fleet.away = {}
-    g.more(1, ("a", "b", "c"))
-    assert p.said[-1] == "s stands by again"
-
-
-def test_it_shrinks_as_far_as_the_batch_allows_and_grows_when_the_bar_is_over(place: Any) -> None:
+def test_hosts_shrinks_as_far_as_the_batch_allows_and_grows_when_the_bar_is_over(place: Any) -> None:
     p = place("abcde", shrink_after=0.1)  # 12 samples: five hosts with ten ranks cannot share them
     p.fleet.slots = dict.fromkeys("abcde", 1)
     p.config = p.config.model_copy(update={"train": p.config.train.model_copy(update={"global_batch": 20})})
@@ -153,7 +130,7 @@ def test_it_shrinks_as_far_as_the_batch_allows_and_grows_when_the_bar_is_over(pl
     assert grown in (4, 5)
 
 
-def test_one_that_stays_away_ends_the_run(place: Any) -> None:
+def test_hosts_ends_the_run_if_one_stays_away(place: Any) -> None:
     p = place("abc")
     p.fleet.away = {"b": "ssh: no route"}
     end = p.gathering().hosts()
@@ -161,7 +138,7 @@ def test_one_that_stays_away_ends_the_run(place: Any) -> None:
     assert p.looks and [event["hosts"] for event in p.journal.run.events(HostsAwaited)] == [["b"]]
 
 
-def test_a_host_that_the_check_refuses_is_replaced_by_a_spare_or_refused(place: Any) -> None:
+def test_hosts_replaces_by_a_spare_what_the_check_refuses(place: Any) -> None:
     p = place("abcs", spares=1)
     p.fleet.refused = {"b": "GPU 3 has fallen off the bus"}
     assert p.gathering().hosts() == ("a", "c", "s")
@@ -171,21 +148,7 @@ def test_a_host_that_the_check_refuses_is_replaced_by_a_spare_or_refused(place: 
         p.gathering().hosts()
 
 
-def test_while_a_host_is_refused_nobody_is_waited_for(place: Any) -> None:
-    p = place("abc", shrink_after=60.0)
-    p.launched("a", "b", "c")
-    p.fleet.away = {"c": "ssh: no route"}
-
-    def look() -> None:
-        p.fleet.away, p.fleet.refused = {}, {"b": "GPU 3 has fallen off the bus"}
-
-    p.look = look
-    assert p.gathering().hosts() == ("a", "c")
-    assert [text for text in p.said if text.startswith("waiting")] == ["waiting for c (ssh: no route)"]
-    assert [event["hosts"] for event in p.journal.run.events(HostsAwaited)] == [["c"], []]
-
-
-def test_spares_that_leave_nobody_or_do_not_fit(place: Any) -> None:
+def test_gathering_refuses_spares_that_leave_nobody_or_do_not_fit(place: Any) -> None:
     p = place("as", spares=2)
     with pytest.raises(ConfigError, match="of 2 hosts none is left to train"):
         p.gathering()
@@ -193,16 +156,6 @@ def test_spares_that_leave_nobody_or_do_not_fit(place: Any) -> None:
     p.fleet.slots = {"s": 1}
     with pytest.raises(ConfigError, match="slots differ: a 2, s 1"):
         p.gathering()
-
-
-def test_what_can_be_done_without(place: Any) -> None:
-    p = place("abc", shrink_after=60.0)
-    p.launched("a", "b", "c")
-    assert p.gathering().can_do_without("b")
-    p.config = p.config.model_copy(
-        update={"supervise": p.config.supervise.model_copy(update={"shrink_after": None})}
-    )
-    assert not p.gathering().can_do_without("b")
 
 
 def growing(place: Any, **supervise: Any) -> Any:
@@ -225,17 +178,7 @@ def asked_to_grow(g: Gathering, names: tuple[str, ...] = ("a", "c"), seconds: fl
     return 0
 
 
-@pytest.mark.slow
-def test_a_newcomer_that_the_check_refuses_is_left_out_before_anybody_stops(place: Any) -> None:
-    p, g = growing(place)
-    p.fleet.refused = {"b": "GPU 3 has fallen off the bus", "a": "busy: it trains"}
-    assert asked_to_grow(g, seconds=1.0) == 0
-    assert (
-        p.journal.state.bars["b"].wholly and p.said[-1] == "b: GPU 3 has fallen off the bus: it is left out"
-    )
-
-
-def test_a_host_that_goes_again_as_the_run_grows_gets_a_strike_and_is_not_awaited(place: Any) -> None:
+def test_hosts_strikes_a_host_that_goes_again_as_the_run_grows(place: Any) -> None:
     p, g = growing(place)
     g.config = p.config.model_copy(
         update={"supervise": p.config.supervise.model_copy(update={"shrink_after": 30.0})}
@@ -249,65 +192,20 @@ def test_a_host_that_goes_again_as_the_run_grows_gets_a_strike_and_is_not_awaite
     assert asked_to_grow(g, seconds=0.5) == 0  # its cool-off
 
 
-def test_who_has_been_away_for_long_is_not_awaited_again(place: Any) -> None:
-    p, g = growing(place, wait_for_hosts=20.0)
-    p.fleet.away = {"b": "ssh: no route"}
-    time.sleep(0.01)
-    g._missed(p.fleet.away)
-    g._away["b"] -= 100
-    g.config = p.config.model_copy(
-        update={"supervise": p.config.supervise.model_copy(update={"shrink_after": 90.0})}
-    )
-    began = time.monotonic()
-    assert g.hosts() == ("a", "c") and time.monotonic() - began < 10
-
-
-def test_a_host_that_trains_under_a_bar_does_not_keep_the_run_small(place: Any) -> None:
-    _, g = growing(place)
-    g.leave_out("a", HostBar(time.time() + 600, False, 1), "hang")
-    assert asked_to_grow(g) == 3
-
-
-def test_a_size_that_twice_failed_before_its_first_step_is_not_tried_again(place: Any) -> None:
+def test_hosts_tries_no_size_again_that_twice_failed_before_its_first_step(place: Any) -> None:
     p, g = growing(place)
     p.fleet.away = {"b": "ssh: no route"}
+    told = {"what": "OutOfMemoryError", "failure": "x", "code": 1, "host": "a", "trained": False, "step": 1}
     for _ in range(2):
         assert g.hosts() == ("a", "c")
-        p.journal.emit(
-            Ended(
-                attempt=1,
-                clock=0,
-                what="OutOfMemoryError",
-                failure="x",
-                code=1,
-                host="a",
-                trained=False,
-                step=1,
-            )
-        )
+        p.journal.emit(Ended(attempt=1, clock=0, **told))
         p.journal.listen()
     assert [f.host for f in p.journal.state.failures] == [None, None]
     end = g.hosts()
     assert isinstance(end, RunExit) and end.code == HOST_GONE
 
 
-def test_a_spare_takes_the_place_of_a_host_that_does_not_exist_any_more(place: Any) -> None:
-    p = place("abcs", spares=1)
-    p.fleet.away = {"b": "ssh: Could not resolve hostname b"}
-    assert p.gathering().hosts() == ("a", "c", "s")
-    p.fleet.away["s"] = "ssh: no route"
-    with pytest.raises(ConfigError, match="host b: ssh: Could not resolve"):
-        p.gathering().hosts()
-
-
-def test_what_was_launched_before_a_takeover_counts(place: Any) -> None:
-    p, _ = growing(place)
-    p.fleet.refused = {"b": "GPU 3 has fallen off the bus"}
-    assert p.gathering().hosts() == ("a", "c")  # another supervisor's: not the end of the run
-    assert p.journal.state.bars["b"].wholly
-
-
-def test_a_host_that_computed_wrong_comes_back_after_a_burn_in(place: Any) -> None:
+def test_hosts_takes_back_a_host_that_computed_wrong_after_a_burn_in(place: Any) -> None:
     p, g = growing(place, cool_off=0.0, burn_in=5.0, wait_for_hosts=5.0)
     p.launched("a", "b", "c")
     g.computes_wrong("b", "computes wrong")
@@ -327,20 +225,64 @@ def test_a_host_that_computed_wrong_comes_back_after_a_burn_in(place: Any) -> No
     assert g.hosts() == ("a", "b", "c")
 
 
-@pytest.mark.parametrize(("burns_in", "seconds"), [(False, 5.0), (True, 0.0)])
-def test_where_no_burn_in_can_be_made_its_time_is_enough(place: Any, burns_in: bool, seconds: float) -> None:
-    p, g = growing(place, cool_off=0.0, burn_in=seconds)
-    p.fleet.burns_in = burns_in
-    p.launched("a", "b", "c")
-    g.computes_wrong("b", "computes wrong")
-    assert p.journal.state.bars["b"].burn_in == 0.0
-    assert g.hosts() == ("a", "b", "c")
+HOSTS = ["a", "b", "c", "s"]  # s is a spare
+SHRINK = 120.0
 
 
-def test_a_host_that_is_left_out_is_named_when_nobody_comes(place: Any) -> None:
-    p = place("ab", burn_in=5.0)
-    p.launched("a", "b")
-    g = p.gathering()
-    g.computes_wrong("b", "computes wrong")
-    end = g.hosts()
-    assert isinstance(end, RunExit) and "b did not come" in end.reason and "left out" in end.reason
+def fits(names: Sequence[str]) -> bool:
+    return len(names) != 2  # as with a global batch that two cannot share
+
+
+@pytest.mark.parametrize(
+    ("there", "more", "chosen"),
+    [
+        ("abcs", {}, "abc"), ("abcs", {"last": ""}, "abc"),
+        ("abcs", {"last": "asc"}, "asc"),  # who trains goes on: the host of before is the spare now
+        # A spare takes the place of one that failed, also if that is back already ...
+        ("acs", {"b": False}, "asc"), ("bcs", {"a": False}, "sbc"), ("abcs", {"b": False}, "asc"),
+        ("abcs", {"b": True}, "asc"),
+        # ... but not of one that is only late.
+        ("acs", {}, ""), ("acs", {"waited": SETTLE}, "asc"), ("acs", {"waited": SETTLE, "last": ""}, "acs"),
+        # Without a spare the same host is waited for until the run shrinks; two cannot share the batch.
+        ("ac", {"b": False, "waited": SHRINK - 1}, ""), ("abc", {"b": False, "waited": 60.0}, "abc"),
+        ("ac", {"waited": SHRINK}, "a"), ("ac", {"waited": inf, "shrink_after": None}, ""), ("", {"waited": inf}, ""),
+        # A faulty host is not used even if fewer remain.
+        ("abcs", {"b": True, "wanted": 4, "last": "abcs"}, ""),
+        ("abcs", {"waited": SETTLE, "b": True, "wanted": 4, "last": "abcs"}, "acs"),  # nobody else to wait for
+        ("abc", {"waited": SETTLE, "b": True}, ""),  # the spare may still come
+        ("bca", {"wanted": 4, "waited": SHRINK, "last": "abcs"}, "abc"),  # the order of the host file
+    ],
+)  # fmt: skip
+def test_lineup_of_hosts_that_are_there(there: str, more: dict[str, Any], chosen: str) -> None:
+    given = {"wanted": 3, "waited": 0.0, "last": "abc", "shrink_after": SHRINK} | more
+    barred = {name: given.pop(name) for name in "abc" if name in given}
+    assert "".join(lineup(HOSTS, there=there, barred=barred, fits=fits, **given)) == chosen
+
+
+@drawn(
+    there=st.sets(st.sampled_from(HOSTS)),
+    barred=st.dictionaries(st.sampled_from(HOSTS), st.booleans()),
+    last=st.permutations(HOSTS).map(lambda names: names[:3]) | st.just([]),
+    waited=st.sampled_from([0.0, SETTLE, SHRINK, inf]),
+    shrink_after=st.sampled_from([None, 0.0, SHRINK]),
+)
+def test_lineup_has_only_hosts_that_are_there_and_may_be_used(
+    there: set[str], barred: dict[str, bool], last: list[str], waited: float, shrink_after: float | None
+) -> None:
+    chosen = lineup(HOSTS, 3, there, barred, last, waited, shrink_after, fits)
+    assert set(chosen) <= there and len(set(chosen)) == len(chosen) <= 3
+    assert not any(barred.get(host) for host in chosen)
+    if chosen and len(chosen) < 3:
+        assert shrink_after is not None and fits(chosen)
+        assert waited >= SETTLE or shrink_after == 0
+    if len(chosen) == 3 and last:
+        # Whoever stays keeps its place, so that the ranks of a host stay where its memory is.
+        assert all(host == new or host not in chosen for host, new in zip(last, chosen, strict=True))
+    usable = [host for host in HOSTS if not barred.get(host) and host in there]
+    if len(usable) >= 3 and waited >= SETTLE:
+        assert len(chosen) == 3
+        # The last choice only where it is needed.
+        soft = [host for host in chosen if host in barred]
+        assert not soft or not [h for h in usable if h not in barred and h not in chosen]
+    if not chosen and waited == inf and shrink_after is not None:
+        assert not any(fits(usable[:n]) for n in range(1, len(usable) + 1))

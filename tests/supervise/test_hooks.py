@@ -18,8 +18,7 @@ import pytest
 
 from megastable.base.errors import ConfigError
 from megastable.config.supervise import SuperviseConfig
-from megastable.supervise.hooks import check
-from megastable.supervise.notices import KEPT, PROBLEMS, Notices
+from megastable.supervise.hooks import Notices, check
 from tests.patience import PATIENCE, until
 
 Failures = list[tuple[str, str]]
@@ -89,11 +88,7 @@ def script(folder: Path, content: str) -> str:
     return str(path)
 
 
-def test_nobody_to_tell() -> None:
-    assert told(settings(), "hello") == []
-
-
-def test_a_webhook_gets_the_whole_story() -> None:
+def test_notices_reach_a_webhook_whole() -> None:
     handler, got = receiver()
     with serving(handler) as url:
         failures: Failures = []
@@ -110,7 +105,7 @@ def test_a_webhook_gets_the_whole_story() -> None:
     assert message["facts"] == {"run": "<r>", "loss": "nan", "incident": {"number": 1}}
 
 
-def test_a_command_gets_it_on_standard_input_and_in_the_environment(tmp_path: Path) -> None:
+def test_notices_reach_a_command_on_standard_input_and_in_the_environment(tmp_path: Path) -> None:
     command = script(tmp_path, 'cat > "$1/in.json"; env > "$1/env"')
     assert told(settings(command=f"{command} '{tmp_path}'"), "it's; $(touch /tmp/no) `x` <b>&") == []
     assert json.loads((tmp_path / "in.json").read_text())["facts"] == {"run": "runs/x", "step": 7}
@@ -123,27 +118,7 @@ def test_a_command_gets_it_on_standard_input_and_in_the_environment(tmp_path: Pa
     assert environment["PATH"] == os.environ["PATH"]
 
 
-def test_facts_that_no_environment_takes_are_no_obstacle(tmp_path: Path) -> None:
-    command = script(tmp_path, f"cat > {tmp_path}/in.json")
-    failures: Failures = []
-    hooks = Notices(settings(command=command), lambda *f: failures.append(f))
-    loop: dict[str, Any] = {}
-    loop["loop"] = loop
-    hooks.notify("incident", "loop", loop)
-    hooks.close(30)
-    assert json.loads((tmp_path / "in.json").read_text())["facts"] == {}
-    hooks = Notices(settings(command=command), lambda *f: failures.append(f))
-    hooks.notify(
-        "incident", "x" * 500_000, {"a=b\0": "c\0d", "huge": ["x"] * 100_000, "step": 3, "ü": "\ud800"}
-    )
-    hooks.close(30)
-    assert failures == []
-    message = json.loads((tmp_path / "in.json").read_text())
-    assert message["facts"]["step"] == 3 and "huge" not in message["facts"]
-    assert len(message["text"]) < 2000
-
-
-def test_what_comes_in_between_is_folded_into_the_next() -> None:
+def test_notices_fold_what_comes_in_between_into_the_next() -> None:
     handler, got = receiver()
     with serving(handler) as url:
         hooks = Notices(settings(webhook=url, notify_seconds=3600.0), lambda *_: None)
@@ -159,32 +134,7 @@ def test_what_comes_in_between_is_folded_into_the_next() -> None:
     }
 
 
-def test_the_pause_ends_by_itself() -> None:
-    handler, got = receiver()
-    with serving(handler) as url:
-        hooks = Notices(settings(webhook=url, notify_seconds=0.3), lambda *_: None)
-        for n in range(3):
-            hooks.notify("incident", str(n), {})
-        until(lambda: got and got[-1]["text"].startswith("2"))
-        assert len(got) <= 2
-        hooks.close(30)
-    assert got[-1]["text"].startswith("2")
-
-
-def test_a_flood_keeps_the_last_and_the_count() -> None:
-    handler, got = receiver()
-    with serving(handler) as url:
-        hooks = Notices(settings(webhook=url, notify_seconds=3600.0), lambda *_: None)
-        hooks.notify("incident", "first", {})
-        until(lambda: got)
-        for n in range(1000):
-            hooks.notify("incident", f"n{n}", {})
-        hooks.close(30)
-    assert len(got) == 2 and len(got[1]["more"]) == KEPT - 1
-    assert got[1]["text"].startswith("n999\nand 999 more: ")
-
-
-def test_a_refusal_is_reported_once_without_the_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_notices_report_a_refusal_once_without_the_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(request: BaseHTTPRequestHandler) -> None:
         request.send_response(500, "so \x1b[2J")
         request.end_headers()
@@ -206,40 +156,7 @@ def test_a_refusal_is_reported_once_without_the_secret(monkeypatch: pytest.Monke
     assert (kind, problem) == ("webhook", "127.0.0.1: answered 500 Internal Server Error")
 
 
-def _quote(request: BaseHTTPRequestHandler) -> None:
-    """Without what comes after the question mark, in the reason and in the body."""
-    path = request.path.partition("?")[0]
-    request.send_response(404, f"no {path}")
-    request.end_headers()
-    request.wfile.write(f"no such hook: {path}".encode())
-
-
-def _cut_short(request: BaseHTTPRequestHandler) -> None:
-    request.send_response(404)
-    request.end_headers()
-    request.wfile.write(f"{'x' * 150} {request.path}".encode())
-
-
-def _escape(request: BaseHTTPRequestHandler) -> None:
-    request.send_response(404)
-    request.end_headers()
-    request.wfile.write(json.dumps({"path": request.path}).replace("/", "\\/").encode())
-
-
-def _echo(request: BaseHTTPRequestHandler) -> None:
-    """Not HTTP at all."""
-    request.wfile.write(f"got {request.path.partition('?')[0]}\r\n".encode())
-
-
-@pytest.mark.parametrize("answer", [_quote, _cut_short, _escape, _echo])
-def test_no_part_of_the_address_comes_back(answer: Callable[[BaseHTTPRequestHandler], None]) -> None:
-    handler, _ = receiver(answer)
-    with serving(handler) as url:
-        ((_, problem),) = told(settings(webhook=f"{url}/services/T0/{'verysecret' * 8}?thread=1"), "x")
-    assert problem in ("127.0.0.1: answered 404 Not Found", "127.0.0.1: no answer in HTTP (BadStatusLine)")
-
-
-def test_a_redirect_is_not_followed() -> None:
+def test_webhook_follows_no_redirect() -> None:
     def redirect(request: BaseHTTPRequestHandler) -> None:
         request.send_response(307)
         request.send_header("Location", request.path)
@@ -250,24 +167,6 @@ def test_a_redirect_is_not_followed() -> None:
         ((_, problem),) = told(settings(webhook=url), "x")
     assert "answered 307" in problem and "moved" in problem
     assert len(got) <= 3
-
-
-def test_an_answer_without_end_is_an_answer() -> None:
-    ended = threading.Event()
-
-    def stream(request: BaseHTTPRequestHandler) -> None:
-        request.send_response(200)
-        request.end_headers()
-        try:
-            while True:
-                request.wfile.write(b"x" * 65536)
-        except OSError:
-            ended.set()
-
-    handler, _ = receiver(stream)
-    with serving(handler) as url:
-        assert told(settings(webhook=url), "x") == []
-        assert ended.wait(20)
 
 
 class Silent(socketserver.BaseRequestHandler):
@@ -283,7 +182,7 @@ class Silent(socketserver.BaseRequestHandler):
             pass
 
 
-def test_a_webhook_that_hangs_delays_nobody() -> None:
+def test_notices_are_delayed_by_no_webhook_that_hangs() -> None:
     with serving(Silent) as url:
         failures: Failures = []
         hooks = Notices(settings(webhook=url, hook_timeout=0.5), lambda *f: failures.append(f))
@@ -296,32 +195,12 @@ def test_a_webhook_that_hangs_delays_nobody() -> None:
     assert _children() == []
 
 
-def test_nobody_listens() -> None:
-    with socketserver.TCPServer(("127.0.0.1", 0), Silent) as server:
-        port = server.server_address[1]
-    ((_, problem),) = told(settings(webhook=f"http://127.0.0.1:{port}/secret"), "x")
-    assert "127.0.0.1: could not be reached" in problem and "secret" not in problem
-
-
-def test_closing_waits_only_so_long_and_leaves_nobody(tmp_path: Path) -> None:
-    command = script(tmp_path, f"echo $$ > {tmp_path}/pid; sleep 600")
-    failures: Failures = []
-    hooks = Notices(settings(command=command, hook_timeout=600.0), lambda *f: failures.append(f))
-    hooks.notify("incident", "x", {})
-    until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text().strip())
-    hooks.close(0.1)
-    assert failures[0] == ("command", "the last notification was not delivered in the time there was")
-    until(lambda: _children() == [])
-    hooks.notify("incident", "too late", {})
-    hooks.close(0.1)
-
-
 @pytest.mark.quick("*yes*")
 @pytest.mark.parametrize(
     "how",
     ["sleep 600 & sleep 600", "sleep 600 & exit 0", "sleep 600 & yes & yes", "exec >&- 2>&-; sleep 600"],
 )
-def test_a_command_and_all_that_it_started_are_ended(how: str, tmp_path: Path) -> None:
+def test_notices_end_a_command_and_all_that_it_started(how: str, tmp_path: Path) -> None:
     failures = told(settings(command=script(tmp_path, how), hook_timeout=0.5), "x")
     expected = (
         [] if "exit" in how else [("command", "not done after 0.5 s, and ended (supervise.hook_timeout)")]
@@ -330,17 +209,7 @@ def test_a_command_and_all_that_it_started_are_ended(how: str, tmp_path: Path) -
     assert _children() == []
 
 
-def test_a_child_that_left_the_group_holds_nobody_up(tmp_path: Path) -> None:
-    command = script(
-        tmp_path,
-        f"setsid sh -c 'echo $$ > {tmp_path}/pid; exec yes' &\nwhile ! test -s {tmp_path}/pid; do :; done",
-    )
-    assert told(settings(command=command, hook_timeout=5.0), "x") == []
-    # Its output is closed, which ends it.
-    until(lambda: _gone(int((tmp_path / "pid").read_text())))
-
-
-def test_a_failing_command_tells_its_last_words_but_no_secrets(
+def test_notices_tell_last_words_of_a_command_but_no_secrets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TOKEN", "s3cret value")
@@ -350,39 +219,6 @@ def test_a_failing_command_tells_its_last_words_but_no_secrets(
     assert told(settings(command=script(tmp_path, "kill -9 $$")), "x") == [
         ("command", "was killed by signal 9")
     ]
-
-
-def test_what_went_away_since_the_check_is_a_failure_not_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    command = script(tmp_path, "exit 0")
-    config = settings(command=f"{command} $TOKEN", webhook="http://127.0.0.1:9/$TOKEN")
-    monkeypatch.setenv("TOKEN", "abc")
-    check(config)
-    monkeypatch.delenv("TOKEN")
-    kinds = dict(told(config, "x"))
-    assert "no variable TOKEN" in kinds["command"] and "no variable TOKEN" in kinds["webhook"]
-    monkeypatch.setenv("TOKEN", "abc")
-    Path(command).unlink()
-    assert "could not be started" in told(settings(command=command), "x")[0][1]
-
-
-def test_a_report_that_fails_is_not_the_end(tmp_path: Path) -> None:
-    def full(kind: str, problem: str) -> None:
-        raise OSError("no space left")
-
-    hooks = Notices(settings(command=script(tmp_path, "exit 1")), full)
-    hooks.notify("incident", "x", {})
-    hooks.close(30)
-
-
-def test_ever_new_problems_are_reported_only_so_often(tmp_path: Path) -> None:
-    failures: Failures = []
-    hooks = Notices(settings(command="true"), lambda *f: failures.append(f))
-    hooks._senders[0].problems += [f"problem {n}" for n in range(100)]
-    hooks.poll()
-    hooks.close(30)
-    assert len(failures) == PROBLEMS
 
 
 @pytest.mark.parametrize(
@@ -405,20 +241,10 @@ def test_ever_new_problems_are_reported_only_so_often(tmp_path: Path) -> None:
         ("command", "echo $MEGASTABLE_NOT_SET", "no variable MEGASTABLE_NOT_SET"),
     ],
 )  # fmt: skip
-def test_what_cannot_work_is_said_before_the_run(key: str, value: str, message: str) -> None:
+def test_check_refuses_what_cannot_work(key: str, value: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         check(settings(**{key: value}))
     assert f"supervise.{key}" in str(caught.value) and "secret" not in str(caught.value)
-
-
-def test_what_can_work_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOOK", "https://hooks.example.org/T0/x")
-    check(settings(webhook="$HOOK", command="sh -c 'echo $$1' $HOOK"))
-    check(settings())
-
-
-def _gone(pid: int) -> bool:
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 def _children() -> list[str]:

@@ -5,7 +5,6 @@ With real training: test_supervisor.py and the drills.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -18,11 +17,10 @@ from typing import Any
 
 import pytest
 
-from megastable.base import errors, jsonl
+from megastable.base import durable, errors
 from megastable.base.errors import ConfigError, DataError, SpaceError
-from megastable.cluster import fleet, launcher
+from megastable.cluster import launcher, this_host
 from megastable.cluster.launcher import TrainingCommand
-from megastable.cluster.local_attempt import Fate, LocalAttempt
 from megastable.data.corpora import open_corpora
 from megastable.data.skip_ledger import Ledger, read_ledger
 from megastable.data.skips import Selection
@@ -33,20 +31,20 @@ from megastable.run.events.supervisor_events import (
     Ended,
     Hang,
     HostLeftOut,
-    HostsAwaited,
     Launched,
     SupervisorEvent,
 )
+from megastable.run.goodput.time_account import TimeKind
 from megastable.run.goodput.watching import read_account
 from megastable.run.rank_ipc import FLAG
-from megastable.supervise import failed_data, gathering, rank_files
+from megastable.supervise import process_incidents, rank_files
 from megastable.supervise import supervisor as module
-from megastable.supervise.notifiers import Notifiers
-from megastable.supervise.supervisor import ORDERLY, Supervisor
+from megastable.supervise.supervisor import Supervisor
 from megastable.supervise.supervisor_journal import SupervisorJournal
 from tests.conftest import tiny, write_corpus
 from tests.journal import note
 from tests.patience import PATIENCE
+from tests.supervise.runs import Quiet
 
 # What stands in for the training: trains from step `begin` to `until`, a hundredth of a second each, then ends.
 # It imports nothing of ours: that would take ten times longer than the rest of it.
@@ -99,23 +97,6 @@ os._exit(plan.get("code", 0))
 """
 
 
-class Quiet:
-    """Nobody listens."""
-
-    def __init__(self) -> None:
-        self.said: list[str] = []
-
-    def event(self, event: dict[str, Any]) -> None: ...
-
-    def output(self, text: str) -> None:
-        self.said.append(text)
-
-    def say(self, text: str) -> None:
-        self.said.append(text)
-
-    def tick(self) -> None: ...
-
-
 class Ladder:
     def __init__(self, corpus: Path, folder: Path) -> None:
         self.run, self.quiet = RunDirectory(folder), Quiet()
@@ -128,7 +109,7 @@ class Ladder:
     def supervisor(self, *hosts: str) -> Supervisor:
         """hosts: the names of several."""
         training = TrainingCommand("recipe.yaml", self.overrides)
-        here = fleet.Here(self.run, training)
+        here = this_host.Here(self.run, training)
         here.names = list(hosts) or here.names
         return Supervisor(self.config, self.run, self.quiet, training, lambda store: here)
 
@@ -158,7 +139,7 @@ def ladder(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
         return [sys.executable, "-c", PROGRAM, f"{FLAG}={number}@{run.root}"]
 
     ladder = Ladder(corpus, tmp_path)
-    monkeypatch.setattr(fleet, "command", command)
+    monkeypatch.setattr(this_host, "command", command)
     monkeypatch.setattr(module, "LOOK", 0.05)  # its programs live for a few tenths of a second
     before = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     yield ladder
@@ -169,7 +150,7 @@ def ladder(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
 FINISHED = {"begin": 5, "until": 20, "event": "finished"}
 
 
-def test_a_crash_and_then_the_end(ladder: Ladder) -> None:
+def test_supervisor_restarts_after_a_crash(ladder: Ladder) -> None:
     crash = {"begin": 0, "until": 7, "code": 1, "words": "RuntimeError: boom"}
     code, ends = ladder(crash, FINISHED)
     assert code == errors.OK and [e["code"] for e in ends] == [1, 0]
@@ -179,20 +160,15 @@ def test_a_crash_and_then_the_end(ladder: Ladder) -> None:
     assert told["steps_lost"] == 2 and told["seconds"] > 0
     assert told["failure"] == "rank 0 on here ended with: RuntimeError: boom (data.py:7)"
     assert "the last line" in ladder.quiet.said
+    assert json.loads(ladder.run.control.read_text())["attempt"] == 3  # ranks of it elsewhere must end
     assert list(ladder.run.events(SupervisorEvent))[-1]["code"] == 0
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_that_ends_the_launcher_before_it_has_ranks_is_no_crash(ladder: Ladder, number: int) -> None:
-    code, ends = ladder({"dies": number, "survived": False})
-    assert code == errors.STOPPED and len(ends) == 1 and not ladder.incidents()
 
 
 STOPPED = {"begin": 5, "until": 6, "event": "stopped", "code": errors.STOPPED}
 
 
 @pytest.mark.parametrize("first", ["the launcher", "run.max_hours"])
-def test_one_stop_that_comes_twice_leaves_the_ranks_the_time_to_save(ladder: Ladder, first: str) -> None:
+def test_supervisor_gives_ranks_the_time_to_save_if_one_stop_comes_twice(ladder: Ladder, first: str) -> None:
     """A scheduler signals all processes one after the other; and hours that have passed are no signal."""
     plan = STOPPED | {"obeys": True, "tells": 0.6}
     if first == "the launcher":
@@ -206,22 +182,7 @@ def test_one_stop_that_comes_twice_leaves_the_ranks_the_time_to_save(ladder: Lad
     assert (code, reason) == (errors.STOPPED, "stopped as asked, with a checkpoint")
 
 
-def test_hosts_that_are_awaited_and_come(ladder: Ladder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both is journaled: the time between is charged to them."""
-    there = time.monotonic() + 0.8
-    gone = {"second": "ssh: connect to host second port 22: Connection timed out"}
-    monkeypatch.setattr(gathering, "SHOWN", 0.2)
-    monkeypatch.setattr(fleet.Here, "missing", lambda *_: gone if time.monotonic() < there else {})
-    code, _ = ladder(FINISHED, hosts=("first", "second"))
-    waits = list(ladder.run.events(HostsAwaited))
-    assert code == errors.OK and [list(event.hosts) for event in waits] == [["second"], []]
-    assert "all 2 hosts are there" in ladder.quiet.said
-    lost = read_account(ladder.run.root)[0].lost()
-    (seconds,) = (seconds for (kind, *_, host), (seconds, _) in lost.items() if host == "second")
-    assert 0.5 < seconds < 0.8 + PATIENCE / 10
-
-
-def test_the_same_failure_at_the_same_step_skips_it_and_then_gives_up(ladder: Ladder) -> None:
+def test_supervisor_skips_a_step_that_fails_again_and_then_gives_up(ladder: Ladder) -> None:
     crash = {"begin": 0, "until": 7, "code": 1, "words": "ValueError: a bad sample"}
     code, ends = ladder(crash)
     assert code == errors.UNSTABLE and len(ends) == 4
@@ -237,7 +198,7 @@ def test_the_same_failure_at_the_same_step_skips_it_and_then_gives_up(ladder: La
 
 
 @pytest.mark.slow
-def test_a_supervisor_that_is_killed_when_it_has_skipped_skips_no_second_batch(
+def test_supervisor_killed_when_it_has_skipped_skips_no_second_batch(
     ladder: Ladder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The batch behind the first one is innocent."""
@@ -267,20 +228,6 @@ def test_a_supervisor_that_is_killed_when_it_has_skipped_skips_no_second_batch(
     assert incident["summary"]["positions"] == ends[-2]["skipped"]
 
 
-def test_where_skipping_helped_it_was_the_data(ladder: Ladder) -> None:
-    crash = {"begin": 0, "until": 7, "code": 1, "words": "ValueError: a bad sample"}
-    code, _ = ladder(crash, crash, crash, FINISHED)
-    assert code == errors.OK and ladder.incidents() == [("crash", "data", "lingering", "healed")]
-
-
-@pytest.mark.slow
-def test_what_never_begins_is_given_up_and_a_person_may_try_again(ladder: Ladder) -> None:
-    code, ends = ladder({"code": 1})
-    assert code == errors.UNSTABLE and len(ends) == ladder.config.stability.policy.barren
-    assert ladder.incidents() == [("crash", "process", "divergent", "stopped")]
-    assert ladder({"code": 1}, *[FINISHED] * 9)[0] == errors.OK  # the budgets are a person's to renew
-
-
 @pytest.mark.parametrize(
     ("plan", "code"),
     [
@@ -289,17 +236,14 @@ def test_what_never_begins_is_given_up_and_a_person_may_try_again(ladder: Ladder
         ({"begin": 0, "until": 3, "event": "unstable", "code": 76}, errors.UNSTABLE),
     ],
 )
-def test_what_trying_again_does_not_change(ladder: Ladder, plan: dict[str, Any], code: int) -> None:
+def test_supervisor_tries_nothing_again_that_would_not_change(
+    ladder: Ladder, plan: dict[str, Any], code: int
+) -> None:
     found, ends = ladder(plan)
     assert found == code and len(ends) == 1 and ladder.incidents() == []
 
 
-def test_a_handover_is_started_again_at_once(ladder: Ladder) -> None:
-    code, ends = ladder({"begin": 0, "until": 9, "event": "handover", "code": 78}, FINISHED)
-    assert code == errors.OK and len(ends) == 2 and ladder.incidents() == []
-
-
-def test_a_host_that_computes_wrong_is_left_out(ladder: Ladder) -> None:
+def test_supervisor_leaves_out_a_host_that_computes_wrong(ladder: Ladder) -> None:
     """A spare takes its place; where nobody can, the run goes on with it, and finds it again."""
     spares = ladder.config.supervise.model_copy(update={"spares": 1})
     ladder.config = ladder.config.model_copy(update={"supervise": spares})
@@ -313,7 +257,7 @@ def test_a_host_that_computes_wrong_is_left_out(ladder: Ladder) -> None:
 
 
 @pytest.mark.slow
-def test_a_hang_is_ended_and_what_is_known_of_it_is_kept(
+def test_supervisor_ends_a_hang_and_keeps_what_is_known_of_it(
     ladder: Ladder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rank_files, "STACKS", 0.5)  # it leaves none
@@ -325,34 +269,15 @@ def test_a_hang_is_ended_and_what_is_known_of_it_is_kept(
     assert ladder.incidents() == [("hang", "process", "recoverable", "healed")]
 
 
-def test_one_of_several_hosts_is_named(ladder: Ladder) -> None:
-    plan = [
-        {"begin": n, "until": n + 5, "code": 1, "words": f"RuntimeError: {n}", "host": "b"} for n in (0, 3, 6)
-    ]
-    code, ends = ladder(*plan, hosts=("a", "b"))
-    assert code == errors.HOST_GONE and len(ends) == 3
-    assert ladder.incidents()[-1] == ("crash", "hardware", "divergent", "stopped")
-    assert "failures of b" in list(ladder.run.events(SupervisorEvent))[-1]["reason"]
-
-
-def test_a_finished_run_is_left_alone_and_a_longer_one_goes_on(ladder: Ladder) -> None:
+def test_supervisor_leaves_a_finished_run_alone_and_goes_on_with_a_longer_one(ladder: Ladder) -> None:
     ladder.run.summary.write_text(json.dumps({"steps": ladder.config.train.steps}))
     assert ladder({"code": 2}) == (errors.OK, []) and not list(ladder.run.events(SupervisorEvent))
     ladder.run.summary.write_text(json.dumps({"steps": ladder.config.train.steps - 1}))
     assert ladder({"code": 2})[0] == errors.BAD_INPUT
 
 
-def test_a_torn_journal_and_foreign_lines_do_no_harm(ladder: Ladder) -> None:
-    note(ladder.run, "launched", attempt=6, command=[], log="x")
-    note(ladder.run, "ended", attempt=6)
-    with ladder.run.journal.open("a") as journal:
-        journal.write('{"time": 1, "event": "incid')
-    code, _ = ladder(FINISHED)
-    assert code == errors.OK and [e["attempt"] for e in ladder.run.events(Launched)] == [6, 7]
-
-
 @pytest.mark.slow
-def test_attempts_that_still_run_are_found_by_their_mark(ladder: Ladder) -> None:
+def test_supervisor_finds_attempts_that_still_run_by_their_mark(ladder: Ladder) -> None:
     """A supervisor that was killed leaves its processes; another takes the newest over, and ends the others."""
     ladder.plan({"begin": 0, "until": 0, "hang": True}, FINISHED | {"until": 150})
     old = []
@@ -378,7 +303,7 @@ def test_attempts_that_still_run_are_found_by_their_mark(ladder: Ladder) -> None
 
 def refusing(times: int, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     """A disk that is full for a while."""
-    left, append = [times], jsonl.append
+    left, append = [times], durable.append_line
 
     def attempt(path: Path, line: str) -> None:
         left[0] -= 1
@@ -386,11 +311,11 @@ def refusing(times: int, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
             raise DataError(f"{path} could not be written: no space left on device")
         append(path, line)
 
-    monkeypatch.setattr(jsonl, "append", attempt)
+    monkeypatch.setattr(durable, "append_line", attempt)
     return lambda: left[0]
 
 
-def test_a_full_disk_is_waited_for_and_nothing_is_lost(
+def test_supervisor_waits_for_a_full_disk_and_loses_nothing(
     ladder: Ladder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refusing(3, monkeypatch)
@@ -404,26 +329,11 @@ def test_a_full_disk_is_waited_for_and_nothing_is_lost(
         supervisor.journal.emit(Ended(attempt=2))
 
 
-@pytest.mark.slow
-def test_what_was_said_counts_more_than_a_hang_after_it(
-    ladder: Ladder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "ORDERLY", 1.0)
-    code, ends = ladder({"begin": 0, "until": 9, "event": "unstable", "hang": True})
-    assert code == errors.UNSTABLE and not ends[0]["hung"] and not list(ladder.run.events(Hang))
-
-
-def test_an_error_in_mid_run_is_no_bad_input(ladder: Ladder) -> None:
-    stale = {"begin": 0, "until": 7, "code": 2, "words": "DataError: Stale file handle"}
-    code, ends = ladder(stale, FINISHED)
-    assert code == errors.OK and [e["code"] for e in ends] == [2, 0]
-
-
-def test_a_shard_cut_in_mid_run_stops_at_once_and_after_the_restore_the_same_command_goes_on(
+def test_supervisor_stops_at_a_shard_cut_in_mid_run_and_goes_on_after_the_restore(
     ladder: Ladder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another attempt would be refused at its start: the second one does not begin before the file is back."""
-    monkeypatch.setattr(failed_data, "RECHECK", 0.0)
+    monkeypatch.setattr(process_incidents, "RECHECK", 0.0)
     write_corpus(tmp_path / "data")
     ladder.config = tiny(tmp_path / "data", ladder.run.root, supervise={"backoff_seconds": 0.1})
     shard = tmp_path / "data/part-0.bin"
@@ -447,52 +357,7 @@ def test_a_shard_cut_in_mid_run_stops_at_once_and_after_the_restore_the_same_com
     assert code == errors.OK and [e["code"] for e in ends] == [2, 0]
 
 
-def test_data_that_never_was_on_this_host_says_nothing(
-    ladder: Ladder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Such as on local disks of the nodes that train, below the same path."""
-    monkeypatch.setattr(failed_data, "RECHECK", 0.0)
-    ladder.config = tiny(tmp_path / "elsewhere", ladder.run.root, supervise={"backoff_seconds": 0.1})
-    stale = {"begin": 0, "until": 7, "code": 2, "words": "DataError: Stale file handle"}
-    assert ladder(stale, FINISHED)[0] == errors.OK
-    assert ladder.incidents() == [("crash", "process", "recoverable", "healed")]
-
-
-@pytest.mark.slow
-def test_a_disk_that_stays_full_is_called_by_its_name(
-    ladder: Ladder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Always at the same step, where a checkpoint is due: no sample is skipped for that."""
-    monkeypatch.setattr(module, "NO_ROOM", 0.0)
-    code, ends = ladder({"begin": 0, "until": 7, "code": errors.NO_SPACE})
-    assert code == errors.NO_SPACE and len(ends) == ladder.config.stability.policy.barren
-    assert ladder.incidents() == [("crash", "storage", "divergent", "stopped")]
-    reasons = list(ladder.run.events(IncidentEvent))[-1]["summary"]["reasons"]
-    assert all("the disk is full" in reason for reason in reasons) and "stays full" in reasons[-1]
-    assert not ladder.run.skips.exists()
-
-
-def test_data_that_comes_back_soon_is_trained_on(
-    ladder: Ladder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_corpus(tmp_path / "data")
-    ladder.config = tiny(tmp_path / "data", ladder.run.root, supervise={"backoff_seconds": 0.1})
-    real, looks = failed_data.open_corpora, []
-
-    def stutters(*given: Any) -> Any:
-        looks.append(given)
-        if len(looks) == 3:  # the first one at the start
-            (tmp_path / "manifest.json").rename(tmp_path / "data/manifest.json")
-        return real(*given)
-
-    monkeypatch.setattr(failed_data, "open_corpora", stutters)
-    stale: dict[str, Any] = {"begin": 0, "until": 7, "code": 2, "words": "DataError: Stale file handle"}
-    stale["moves"] = [[str(tmp_path / "data/manifest.json"), str(tmp_path / "manifest.json")]]
-    assert ladder(stale, FINISHED)[0] == errors.OK and len(looks) == 3
-    assert ladder.incidents() == [("crash", "process", "recoverable", "healed")]
-
-
-def test_no_file_and_no_argument_of_a_rank_holds_a_secret(ladder: Ladder) -> None:
+def test_supervisor_puts_a_secret_into_no_file_and_no_argument(ladder: Ladder) -> None:
     hook = "https://localhost:1/services/hunter2"
     ladder.overrides = [f"supervise.webhook={hook}"]
     parts = ladder.config.supervise.model_copy(update={"webhook": hook})
@@ -504,13 +369,7 @@ def test_no_file_and_no_argument_of_a_rank_holds_a_secret(ladder: Ladder) -> Non
     assert "hunter2" not in str(ladder.commands)
 
 
-def test_what_the_training_printed_last_is_told(ladder: Ladder) -> None:
-    code, ends = ladder({"code": 2, "prints": "error: data.corpora is empty: name one"})
-    assert code == errors.BAD_INPUT
-    assert ends[0]["failure"] == "the training ended with code 2: data.corpora is empty: name one"
-
-
-def test_a_run_that_finished_while_nobody_watched_is_adopted(ladder: Ladder) -> None:
+def test_supervisor_adopts_a_run_that_finished_while_nobody_watched(ladder: Ladder) -> None:
     note(ladder.run, "supervisor", what="started", pid=1, host=socket.gethostname())
     note(ladder.run, "launched", attempt=1, command=[], log="x")
     note(ladder.run, "finished", steps=99)
@@ -521,7 +380,7 @@ def test_a_run_that_finished_while_nobody_watched_is_adopted(ladder: Ladder) -> 
     assert ladder({"code": 1}) == (errors.OK, ends)  # and now there is nothing to do
 
 
-def test_a_failure_that_nobody_came_to_mend_is_mended(ladder: Ladder) -> None:
+def test_supervisor_mends_a_failure_that_another_one_did_not(ladder: Ladder) -> None:
     """The supervisor was killed after it had noted the end, and before it did anything about it."""
     crash = {"begin": 0, "until": 7, "code": 1, "words": "RuntimeError: boom"}
     emit = SupervisorJournal.emit
@@ -543,31 +402,27 @@ def test_a_failure_that_nobody_came_to_mend_is_mended(ladder: Ladder) -> None:
     assert ladder.incidents() == [("crash", "process", "recoverable", "healed")]
 
 
-def test_processes_that_train_on_another_host_are_left_alone(ladder: Ladder) -> None:
+def test_supervisor_leaves_alone_processes_on_another_host(ladder: Ladder) -> None:
     note(ladder.run, "supervisor", what="started", pid=1, host="login-7")
     ladder.run.lock()
     with pytest.raises(ConfigError, match="ran on login-7, and its processes still train"):
         ladder({"code": 1})
 
 
-def test_nohup_is_respected_and_a_dead_terminal_survived(ladder: Ladder) -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    ladder(FINISHED)
-    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    signal.signal(signal.SIGHUP, before)
-    full = Path("/dev/full").open("w")  # noqa: SIM115 (its end fails, too)
-    deaf = Notifiers(ladder.config, ladder.run)
-    deaf.console.file = full
-    deaf.say("nobody hears it")
-    with contextlib.suppress(OSError):
-        full.close()
-
-
-def test_only_an_end_that_all_ranks_know_of_is_waited_for(ladder: Ladder) -> None:
-    """A rank may be killed before its agent has seen it: then only its launcher's code is known."""
-    supervisor, attempt = ladder.supervisor(), LocalAttempt(ladder.run, 1)
-    for code, seconds in ((-9, supervisor.config.supervise.grace_seconds), (errors.STOPPED, ORDERLY)):
-        attempt.code, attempt.fates = code, {}
-        assert supervisor._grace(attempt) == seconds
-        attempt.fates = {0: Fate(code=errors.STOPPED), 1: Fate(signal=9)}
-        assert supervisor._grace(attempt) == supervisor.config.supervise.grace_seconds
+@pytest.mark.quick("3600.0")
+@pytest.mark.parametrize("ahead", [3600.0, -3600.0])
+def test_supervisor_measures_the_clock_of_rank_0_for_every_attempt(
+    ahead: float, ladder: Ladder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clocks = {"first": ahead, "here": ahead}
+    monkeypatch.setattr(this_host.Here, "clock", lambda self, name: clocks.get(name, 7.0))
+    crash = {"begin": 0, "until": 7, "code": 1, "words": "RuntimeError: boom", "ahead": ahead}
+    code, _ = ladder(crash, FINISHED | {"ahead": ahead}, hosts=("first", "second"))
+    assert code == errors.OK and [e["ahead"] for e in ladder.run.events(Launched)] == [ahead, ahead]
+    assert all(0 <= e["silent"] < PATIENCE for e in ladder.run.events(Ended))
+    account, _ = read_account(ladder.run.root)
+    seconds = account.seconds()
+    first = next(ladder.run.events(Launched)).time or 0.0
+    assert first < account.end <= time.time() < first + 1800
+    assert seconds[TimeKind.TRAINING] > 0  # the steps take a hundredth of a second each: no more is known
+    assert sum(seconds.values()) == pytest.approx(account.wall)

@@ -1,26 +1,32 @@
-"""What Prometheus sees, over real HTTP on loopback."""
+"""What the supervisor records of ranks and hosts, and what Prometheus sees, over real HTTP on loopback."""
 
 from __future__ import annotations
 
 import json
 import socket
+import time
 import urllib.request
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from prometheus_client import REGISTRY
+from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.parser import text_string_to_metric_families
 
 from megastable.base.errors import ConfigError
-from megastable.run.goodput.time_account import TimeKind
-from megastable.run.goodput.watching import GoodputWatch
-from megastable.supervise.metrics import Metrics, grown
+from megastable.cluster.fleet import Fleet
+from megastable.cluster.store import Heard
+from megastable.run.directory import RunDirectory
+from megastable.run.machine_state import HostReading, newest
+from megastable.run.rank_ipc import WorkBlock
+from megastable.supervise.machine_recorder import MachineRecorder
+from megastable.supervise.metrics import Metrics, grown, machine_families
 from megastable.supervise.status import Status, read_status
-from tests.patience import PATIENCE
-from tests.run.test_goodput import BEGIN, at, run_of, steps
+from tests.patience import PATIENCE, until
 from tests.supervise.runs import incident, journal
 
 
@@ -62,7 +68,7 @@ def status(tmp_path: Path) -> Status:
     return read_status(run)
 
 
-def test_a_status_is_served(status: Status) -> None:
+def test_metrics_serve_a_status(status: Status) -> None:
     metrics = Metrics(0)
     try:
         assert scrape(metrics) == {}
@@ -90,7 +96,7 @@ def test_a_status_is_served(status: Status) -> None:
     metrics.close()
 
 
-def test_a_counter_never_falls(status: Status) -> None:
+def test_metrics_count_incidents_once_and_never_fall(status: Status) -> None:
     metrics = Metrics(0)
     (case, _), last = status.incidents, 0.0
     try:
@@ -112,49 +118,11 @@ def test_a_counter_never_falls(status: Status) -> None:
         metrics.close()
 
 
-def test_the_seconds_of_a_run_by_kind_never_fall(status: Status) -> None:
-    metrics = Metrics(0)
-    try:
-        assert status.goodput is not None and sum(status.goodput["seconds"].values()) == pytest.approx(
-            status.goodput["wall_seconds"]
-        )
-        metrics.update(status)
-        found = scrape(metrics)
-        told = {
-            name.partition("|")[2]: value
-            for name, value in found.items()
-            if "megastable_seconds_total" in name
-        }
-        assert {kind: seconds for kind, seconds in told.items() if seconds} == status.goodput["settled"]
-        assert set(told) == set(TimeKind)  # those at 0, too: an alert does not see how a new counter began
-        assert found["megastable_goodput_ratio"] == status.goodput["share"]
-    finally:
-        metrics.close()
-
-
-def test_records_that_come_late_count_no_second_twice(status: Status) -> None:
-    metrics = Metrics(0)
-    try:
-        # What was unknown was training.
-        for training, unknown, wanted in ((20.0, 30.0, 20.0), (50.0, 5.0, 25.0), (90.0, 5.0, 65.0)):
-            settled = {"training": training, "unknown": unknown}
-            goodput = {"share": 0.5, "smaller": 0.1, "wall_seconds": 1e3, "seconds": {}, "settled": settled}
-            metrics.update(replace(status, goodput=goodput))
-            found = scrape(metrics)
-            assert found["megastable_seconds_total|training"] == pytest.approx(wanted)
-            assert found["megastable_missing_capacity_ratio"] == 0.1
-        metrics.update(replace(status, goodput=None))
-        found = scrape(metrics)
-        assert found["megastable_seconds_total|unknown"] == 30 and "megastable_goodput_ratio" not in found
-    finally:
-        metrics.close()
-
-
 SECONDS = st.dictionaries(st.sampled_from(["training", "hang", "unknown", "redone"]), st.floats(0, 1e6))
 
 
 @given(st.lists(SECONDS, max_size=8))
-def test_counters_never_fall_and_never_count_a_second_twice(looks: list[dict[str, float]]) -> None:
+def test_grown_never_falls_and_never_counts_a_second_twice(looks: list[dict[str, float]]) -> None:
     counters: dict[str, float] = {}
     most = 0.0
     for told in looks:
@@ -165,57 +133,7 @@ def test_counters_never_fall_and_never_count_a_second_twice(looks: list[dict[str
         counters = after
 
 
-@pytest.mark.slow
-def test_a_hang_that_was_unknown_for_minutes_counts_once(tmp_path: Path) -> None:
-    """Looked at every ten seconds: nobody knew, for 775 s, what the time after the last step was."""
-    rows = [*steps(1, 20, 106), *steps(21, 30, 915)]
-    events = [
-        *BEGIN,
-        at(901, "hang", attempt=1, phase="step", waited=775.0, limit=600.0, step=20, silent=[], stacks=[]),
-        at(902, "ended", attempt=1, clock=20, silent=776.0, hung=True, what="hang", host="b"),
-        at(904, "launched", attempt=2),
-        at(915, "training", step=20, cursor=0, world=2),
-    ]
-    counters: dict[str, float] = {}
-    for now in range(110, 930, 10):
-        run_of(tmp_path, [e for e in events if e["time"] <= now], [row for row in rows if row[1] <= now])
-        account = GoodputWatch(tmp_path).look(alive=True, now=now)
-        assert account is not None
-        counters = grown(counters, account.settled_seconds())
-        assert sum(counters.values()) <= account.wall + 1e-6
-    assert account is not None and counters == pytest.approx(account.settled_seconds())
-    assert counters["hang"] == 775 and "unknown" not in counters and counters["training"] == 25
-
-
-def test_two_runs_in_one_process_share_nothing(status: Status) -> None:
-    before = {family.name for family in REGISTRY.collect()}
-    first, second = Metrics(0), Metrics(0)
-    first.update(status)
-    assert scrape(second) == {} and scrape(first)
-    assert {family.name for family in REGISTRY.collect()} == before
-    first.close()
-    second.close()
-
-
-def test_only_this_host_is_served(status: Status) -> None:
-    metrics = Metrics(0)
-    assert metrics._server.server_address[0] == "127.0.0.1"
-    metrics.close()
-    with pytest.raises(OSError), socket.create_connection(("127.0.0.1", metrics.port), timeout=5):
-        pass
-
-
-def test_another_address_is_served_instead() -> None:
-    metrics = Metrics(0, "127.0.0.2")
-    assert metrics._server.server_address[0] == "127.0.0.2"
-    metrics.close()
-    with pytest.raises(
-        ConfigError, match=r"192\.0\.2\.1 \(supervise.metrics_address\) cannot be listened on"
-    ):
-        Metrics(0, "192.0.2.1")
-
-
-def test_a_port_in_use_is_said() -> None:
+def test_metrics_say_that_a_port_is_in_use() -> None:
     metrics = Metrics(0)
     with pytest.raises(ConfigError, match=rf"supervise.metrics_port={metrics.port}.*another port"):
         Metrics(metrics.port)
@@ -229,3 +147,71 @@ def test_a_visitor_who_says_nothing_holds_nobody_up(status: Status) -> None:
     with socket.create_connection(("127.0.0.1", metrics.port), timeout=PATIENCE):
         assert scrape(metrics)["megastable_step"] == 7
         metrics.close()
+
+
+class TwoHosts:
+    """The part of a fleet that is asked."""
+
+    def readings(self) -> Mapping[str, HostReading]:
+        gauges: dict[str, list[float | None]] = {
+            "utilization": [0.5], "clock": [1755.0], "temperature": [None],
+        }  # fmt: skip
+        known = HostReading(
+            memory=64.0, memory_free=16.0, load=1.0, gauges=gauges, throttled={0: ["x"]}, xid={0: [79, 45]}
+        )
+        silent = {"unknown": "nvidia-smi did not answer", "unread": ["throttled", "xid"]}
+        return {"node-0": known, "node-1": known.model_copy(update=silent)}
+
+    def called(self, hostname: str) -> str:
+        return f"node-{hostname[-1]}"
+
+
+def recorder(root: Path, seconds: float = 1000.0) -> MachineRecorder:
+    return MachineRecorder(RunDirectory(root), cast(Fleet, TwoHosts()), print, seconds)
+
+
+def heard(rank: int) -> Heard:
+    return Heard(rank, 1, f"host{rank}", 1, time.monotonic())
+
+
+def block(number: int, own: float, step: float = 1.0) -> WorkBlock:
+    return WorkBlock(block=number, step=step, own=own, parts=[own])
+
+
+def test_sample_has_the_work_of_every_rank_since_the_one_before(tmp_path: Path) -> None:
+    (tmp_path / "progress.json").write_text('{"step": 41}')
+    found = recorder(tmp_path)
+    first, second = heard(0), heard(1)
+    found.hear([(first, block(0, 0.5)), (second, block(0, 0.75))])
+    sample = found.sample()
+    assert (sample.own, sample.whole, sample.step) == ([0.5, 0.75], 1.0, 41)
+    assert [sample.hosts[name].ranks for name in ("node-0", "node-1")] == [[0], [1]]
+    found.hear([(first, block(1, 0.6)), (first, block(2, 0.8))])
+    assert found.sample().own == [0.7, 0.75]  # ten steps may take longer than a sample: the last word stands
+    second.closed = time.monotonic()
+    assert found.sample().own == [0.8]
+    found.began()
+    assert found.sample().own == [] and found.sample().whole is None
+    found.close()
+
+
+def test_machine_families_serve_what_is_recorded_and_nothing_that_is_unread(tmp_path: Path) -> None:
+    found = recorder(tmp_path, seconds=0.05)
+    found.hear([(heard(0), block(0, 0.5)), (heard(1), block(0, 0.75))])
+    sample = until(lambda: newest(tmp_path / "machines"))
+    found.close()
+    served = {
+        (one.name, *(v for k, v in sorted(one.labels.items()) if k != "run")): one.value
+        for family in machine_families("mine", sample, 4, 2)
+        for one in cast(GaugeMetricFamily, family).samples
+    }  # fmt: skip
+    # Of four ranks in two stages, the last two have not told.
+    assert served["megastable_rank_own_seconds", "node-1", "1", "0"] == 0.75
+    assert served["megastable_gpu_xid_kinds", "0", "node-0"] == 1  # 45 is of a process that was killed
+    assert [served["megastable_gpus_unreadable", f"node-{n}"] for n in (0, 1)] == [0, 1]
+    assert served["megastable_gpu_clock_hertz", "0", "node-0"] == 1.755e9
+    assert served["megastable_gpu_throttled", "0", "node-0"] == 1
+    assert served["megastable_host_memory_free_bytes", "node-1"] == 16 << 30
+    # What nobody can read is not served as 0.
+    assert not any(name == "megastable_gpu_temperature_celsius" for name, *_ in served)
+    assert ("megastable_gpu_throttled", "0", "node-1") not in served

@@ -1,21 +1,25 @@
-"""Who hears of a supervised run: people, and the files of its incidents, written by a process of their own."""
+"""What runs and is told beside a supervised run: people, files of incidents, and the look ahead in the data."""
 
 from __future__ import annotations
 
-import subprocess
+import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from megastable.cluster.child_process import ChildProcess
+from megastable.config.tree import RunConfig
 from megastable.run.directory import RunDirectory
 from megastable.run.events.stability_events import AlertEvent
-from megastable.supervise import notifiers
+from megastable.supervise import beside_process
+from megastable.supervise.beside_process import look_ahead
 from megastable.supervise.notifiers import Notifiers
 from tests.conftest import tiny
+from tests.forensics.test_ahead import clean, left_out, planted
+from tests.forensics.test_history import events_of, positions_of
 from tests.journal import note
-from tests.patience import PATIENCE
 from tests.supervise.runs import incident, journal
+from tests.supervise.test_supervisor import Supervised
 
 
 @pytest.fixture
@@ -24,7 +28,7 @@ def heard(corpus: Path, tmp_path: Path) -> Notifiers:
     return Notifiers(tiny(corpus, tmp_path), run)
 
 
-def test_people_are_told_of_an_alert(heard: Notifiers) -> None:
+def test_notifiers_tell_people_of_an_alert(heard: Notifiers) -> None:
     """Once when it begins and once when it is over, with the reason; the reports are written anew."""
     told: list[tuple[str, str]] = []
     heard.notices.notify = lambda event, text, facts: told.append((event, text))  # type: ignore[method-assign]
@@ -34,7 +38,7 @@ def test_people_are_told_of_an_alert(heard: Notifiers) -> None:
     assert told[0][1].endswith("training goes on: the 8 rewinds are spent") and "is over" in told[1][1]
 
 
-def test_no_process_writes_the_files_of_no_incident(heard: Notifiers) -> None:
+def test_report_process_writes_the_files_of_incidents_only(heard: Notifiers) -> None:
     run, reports = heard.run, heard.reports
     note(run, "launched", attempt=1, command=[], log="x")
     reports.finish()
@@ -45,28 +49,38 @@ def test_no_process_writes_the_files_of_no_incident(heard: Notifiers) -> None:
     assert (run.incidents / "0001/report.html").exists()
 
 
+__all__ = ["clean"]  # the fixture
+
+
 @pytest.mark.slow
-def test_the_files_of_an_incident_are_not_written_for_each_of_its_events(
-    heard: Notifiers, monkeypatch: pytest.MonkeyPatch
+def test_look_ahead_keeps_a_run_from_what_was_planted(clean: Path, tmp_path: Path) -> None:
+    config, bad = planted(clean, tmp_path, "random", 20)
+    given = Supervised(config, tmp_path, steps=32)
+    given.start()
+    assert given.finish() == 0, given.output.read_text()
+    run = given.run
+    skipped = left_out(config, run)
+    assert skipped.count() >= 18 and all(bad.contains(p) for a, b in skipped.ranges for p in range(a, b))
+    trained = positions_of(run.root)
+    assert not [p for p in trained if skipped.contains(p)] and max(trained) > 19 * 16 + 20
+    told = events_of(run.root)
+    assert {"looked_ahead"} <= {e["event"] for e in told} and not [
+        e for e in told if e["event"] == "incident"
+    ]
+    assert "ahead of the run: " in given.output.read_text()
+    assert not json.loads(run.summary.read_text())["incidents"]
+
+
+def _refuse(*arguments: object) -> ChildProcess:
+    raise OSError("no more processes")
+
+
+def test_beside_process_gives_up_what_cannot_be_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    started: list[Any] = []
-
-    class Counted(subprocess.Popen[bytes]):
-        def __init__(self, *given: Any, **options: Any) -> None:
-            if "megastable.report.postmortem" in given[0]:  # a supervisor starts other programs, too
-                started.append(given)
-            super().__init__(*given, **options)
-
-    monkeypatch.setattr(subprocess, "Popen", Counted)
-    monkeypatch.setattr(notifiers, "PAUSE", PATIENCE)  # however long they take
-    reports = heard.reports
-    for what in ("opened", "attributed", "closed"):
-        journal(heard.run.root, incident(1, what))
-        reports.due()
-        reports.poll()
-        if (child := reports._child) is not None:
-            child.wait()
-    assert not reports.poll()
-    assert len(started) == 1
-    reports.finish()
-    assert len(started) == 2  # at the end nothing is waited for
+    monkeypatch.setattr(beside_process, "background", _refuse)
+    said: list[str] = []
+    config = RunConfig.model_validate({"data": {"look_ahead": {"steps": 5}}})
+    process = look_ahead(config, RunDirectory(tmp_path), "x", [], said.append)
+    process.finish(lambda: None, lambda: False)
+    assert len(said) == beside_process.TRIES and "cannot be started: no more processes" in said[0]

@@ -1,39 +1,22 @@
-"""The supervisor's side of the files that it exchanges with the ranks."""
+"""The supervisor's side of the files that it exchanges with the ranks, and whether their file system answers."""
 
 from __future__ import annotations
 
+import os
 import threading
 from pathlib import Path
 
 import pytest
 
-from megastable.cluster.local_attempt import LocalAttempt
-from megastable.run.directory import RunDirectory, as_json
-from megastable.run.rank_ipc import Progress, folder_of, pause_of
+from megastable.run.directory import RunDirectory
 from megastable.supervise import rank_files
-from megastable.supervise.rank_files import RankFiles
+from megastable.supervise.rank_files import RankFiles, StorageProbe
+from tests.patience import until
 
 MANY = 1500  # ranks, which look for new orders every 3 s
 
 
-@pytest.mark.slow
-def test_the_stacks_of_many_ranks_are_waited_for_longer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Who has not looked yet would count as one that does not answer."""
-    monkeypatch.setattr(rank_files, "STACKS", 0.3)
-    run, folder = RunDirectory(tmp_path), folder_of(RunDirectory(tmp_path), 3)
-    folder.mkdir(parents=True)
-    progress = Progress(attempt=3, pid=1, host="a", time=0, phase="step", world=MANY, steps=9)
-    run.progress.write_text(as_json(progress.model_dump()))
-    late = threading.Timer(pause_of(MANY) - 0.4, (folder / "rank-7.stacks").touch)
-    late.start()
-    found, mute = RankFiles(run, print).stacks(LocalAttempt(run, 3))
-    late.join()
-    assert [Path(path).name for path in found] == ["rank-7.stacks"] and not mute
-
-
-def test_the_next_supervisor_knows_why_the_ranks_were_asked_to_stop(tmp_path: Path) -> None:
+def test_adopt_knows_why_the_ranks_were_asked_to_stop(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     first = RankFiles(run, print)
     first.only(4)
@@ -42,3 +25,33 @@ def test_the_next_supervisor_knows_why_the_ranks_were_asked_to_stop(tmp_path: Pa
     assert (taken.stop, taken.again) == (True, "3 hosts can take part")
     first.only(5)
     assert RankFiles(run, print).adopt(5).again == ""
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("path", ["/dev/full", "/no/such/folder/probe"])
+def test_storage_probe_takes_a_write_that_fails_for_one_that_came_back(path: str) -> None:
+    assert StorageProbe(Path(path)).stalled() is None
+
+
+def test_storage_probe_tells_a_write_that_does_not_come_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pipe that nobody reads stalls whoever opens it to write, also without root."""
+    monkeypatch.setattr(rank_files, "ANSWERS", 0.3)
+    os.mkfifo(tmp_path / "probe")
+
+    def writers() -> int:
+        return sum(thread.name == "storage" for thread in threading.enumerate())
+
+    before, probe = writers(), StorageProbe(tmp_path / "probe")
+    first = probe.stalled()
+    assert first is not None and first >= 0.3
+    second = probe.stalled()
+    assert second is not None and second > first
+    assert writers() == before + 1  # the same write: a stall of hours must not become thousands of threads
+    reader = os.open(tmp_path / "probe", os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        until(lambda: probe.stalled() is None)
+    finally:
+        os.close(reader)
+    assert writers() == before

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from megastable.base.errors import ConfigError
-from megastable.config.__main__ import main
 from megastable.config.recipe import load, override
 from megastable.config.supervise import SuperviseConfig, redacted_override
 from megastable.config.tree import RunConfig
@@ -41,7 +40,7 @@ HOOK = "https://hooks.example.com/services/T0/B0/hunter2"
         ("https://hooks.example.com", "https://hooks.example.com"),
     ],
 )  # fmt: skip
-def test_what_is_left_of_a_webhook(text: str, shown: str) -> None:
+def test_supervise_config_redacts_a_webhook(text: str, shown: str) -> None:
     config = SuperviseConfig(webhook=text)
     assert config.model_dump()["webhook"] == shown
     assert len(config.exposed) == (shown != text)
@@ -66,7 +65,7 @@ def test_what_is_left_of_a_webhook(text: str, shown: str) -> None:
         ("mail -s trouble me@example.com", "mail -s trouble me@example.com"),
     ],
 )  # fmt: skip
-def test_what_is_left_of_a_command(text: str, shown: str) -> None:
+def test_supervise_config_redacts_a_command(text: str, shown: str) -> None:
     config = SuperviseConfig(command=text)
     assert config.model_dump()["command"] == shown
     assert len(config.exposed) == (shown != text)
@@ -74,7 +73,7 @@ def test_what_is_left_of_a_command(text: str, shown: str) -> None:
 
 
 @pytest.mark.parametrize(("text", "mode"), [(HOOK, 0o600), ("$HOOK", 0o644)])
-def test_only_its_owner_reads_the_frozen_recipe_of_a_run_with_a_password(
+def test_freeze_lets_only_the_owner_read_a_recipe_with_a_password(
     text: str, mode: int, tmp_path: Path
 ) -> None:
     run, before = RunDirectory(tmp_path), os.umask(0o022)
@@ -86,7 +85,7 @@ def test_only_its_owner_reads_the_frozen_recipe_of_a_run_with_a_password(
         os.umask(before)
 
 
-def test_what_fails_is_told_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hook_tells_failures_without_passwords(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the rule of what is written down."""
     monkeypatch.setenv("HOOK", HOOK)
     for kind, text in [
@@ -100,7 +99,7 @@ def test_what_fails_is_told_without_them(monkeypatch: pytest.MonkeyPatch) -> Non
         assert "hunter2" not in told and told.startswith("no luck with "), text
 
 
-def test_overrides_of_other_parts_stay() -> None:
+def test_redacted_override_leaves_other_parts() -> None:
     assert redacted_override(f"supervise.webhook={HOOK}").endswith("/<redacted>")
     for text in (HOOK, f"{HOOK}$$x", "https://h/a,hunter2", "$BASE/hunter2"):
         assert "hunter2" not in redacted_override(f"supervise.webhook={text}")
@@ -118,7 +117,7 @@ def test_overrides_of_other_parts_stay() -> None:
 
 
 @pytest.mark.parametrize("key", ["webhook", "command"])
-def test_the_frozen_recipe_has_none_and_says_so_when_it_is_started(key: str, tmp_path: Path) -> None:
+def test_check_says_that_a_frozen_recipe_lacks_its_password(key: str, tmp_path: Path) -> None:
     config = RunConfig.model_validate({"run": {"dir": tmp_path}, "supervise": {key: HOOK}})
     run = RunDirectory(tmp_path)
     run.freeze(config, [], {})
@@ -128,14 +127,3 @@ def test_the_frozen_recipe_has_none_and_says_so_when_it_is_started(key: str, tmp
     with pytest.raises(ConfigError, match=rf"supervise\.{key}: its password was left out .* give it again"):
         hooks.check(frozen.supervise)
     assert frozen.supervise.exposed == []
-
-
-def test_it_is_warned_of_where_it_is_written_out(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    (warning,) = SuperviseConfig(webhook=HOOK).exposed
-    assert "supervise.webhook='$NAME'" in warning and "chmod 600" in warning and "hunter2" not in warning
-    assert SuperviseConfig(webhook="$HOOK", command="mail me").exposed == []
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(f"supervise: {{webhook: '{HOOK}'}}\n")
-    main([str(recipe), "--no-data"])
-    printed = capsys.readouterr()
-    assert warning in printed.err and "hunter2" not in printed.out + printed.err

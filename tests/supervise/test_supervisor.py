@@ -21,6 +21,8 @@ from megastable.base import errors
 from megastable.config.tree import RunConfig
 from megastable.run.directory import RunDirectory
 from megastable.run.events.event import Event
+from megastable.run.goodput.time_account import TimeKind
+from megastable.run.goodput.watching import read_account
 from tests.conftest import tiny
 from tests.distributed import run_ranks, train
 from tests.patience import PATIENCE
@@ -160,7 +162,7 @@ def settings(corpus: Path, run: Path) -> RunConfig:
 
 @pytest.mark.slow
 @pytest.mark.timeout((18 + 2 * KILLS) * PATIENCE + 60)  # for each wait of the test
-def test_whatever_is_killed_the_run_ends_with_the_same_bytes(
+def test_supervisor_ends_with_the_same_bytes_whatever_is_killed(
     supervised: Supervised, corpus: Path, tmp_path: Path
 ) -> None:
     s = supervised
@@ -232,6 +234,10 @@ def test_whatever_is_killed_the_run_ends_with_the_same_bytes(
     assert {i["outcome"] for i in incidents.values()} == {"healed"}
     assert [i["verdict"] for i in incidents.values()][:3] == ["crash", "crash", "hang"]
     assert {i["cause"] for i in incidents.values()} == {"process"}
+    account, problems = read_account(s.run.root)
+    seconds = account.seconds()
+    assert problems == [] and sum(seconds.values()) == pytest.approx(account.wall, rel=1e-6)
+    assert seconds[TimeKind.TRAINING] > 0 and seconds[TimeKind.REDONE] > 0 and seconds[TimeKind.HANG] > 0
     assert incidents[1]["seconds"] > 0 and incidents[1]["evidence"][0] == "logs/attempt-0001.log"
     reports = [s.run.incidents / f"{number:04d}" / "postmortem.md" for number in incidents]
     assert all(path.exists() for path in reports), [str(path) for path in reports if not path.exists()]

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
-import yaml
 
 from megastable import __version__
-from megastable.cluster.launcher import free_port
 from megastable.commands.root import COMMANDS, PANELS, app, load
-from megastable_tools.commands import drill, fp8_check, prepare
 from tests.checkpoint.states import make_run
-from tests.conftest import tiny
 from tests.forensics.shelves import Plain
 from tests.forensics.shelves import corpus as write_shards
 from tests.generate.runs import corpus_with_tokenizer
@@ -72,7 +66,7 @@ def test_the_list_of_commands_imports_none_of_them() -> None:
     modules = {name.removeprefix("megastable.") for name in out.splitlines()[-1].split()}
     assert {name for names in PANELS.values() for name in names} == set(COMMANDS)
     assert modules == {
-        "base", "base.errors", "base.stop_signals", "base.text", "cli", "commands", "commands.app", "commands.root"
+        "base", "base.errors", "base.process", "base.text", "cli", "commands", "commands.app", "commands.root"
     }  # fmt: skip
 
 
@@ -92,13 +86,6 @@ for words in {asked!r}:
     assert python(code).count("Usage: megastable ") == len(asked)
 
 
-def test_a_command_imports_no_other() -> None:
-    code = "import sys; from megastable.cli import main\ntry: main('status', '-h')\nexcept SystemExit: pass\n"
-    out = python(f"{code}print(*sorted(n for n in sys.modules if n.startswith('megastable.commands.')))")
-    modules = {name.removeprefix("megastable.commands.") for name in out.splitlines()[-1].split()}
-    assert modules == {"app", "options", "root", "status"}
-
-
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_list_says_what_the_command_itself_says(name: str) -> None:
     assert str(load(name).help).split("\n\n")[0] == COMMANDS[name]
@@ -116,90 +103,12 @@ def test_every_command_has_examples_of_its_own_that_it_can_parse(words: list[str
             command.make_context(words[-1], rest).close()  # raises where there is no such option
 
 
-@pytest.mark.parametrize("line", ["watsh", "inspect incidnt"])
-def test_a_misspelled_command_is_corrected(line: str) -> None:
-    done = megastable(*line.split())
-    wanted = {"watsh": "watch", "inspect incidnt": "incident"}[line]
-    assert done.returncode == 2 and f"Did you mean '{wanted}'?" in done.stderr
-
-
-@pytest.mark.parametrize(("words", "command"), LEAVES, ids=[" ".join(words) for words, _ in LEAVES])
-def test_paragraphs_of_help_have_no_line_breaks_of_the_source(words: list[str], command: Any) -> None:
-    assert "\n" not in str(command.help).replace("\n\n", "")
-
-
-@pytest.mark.parametrize("name", ["goodput", "profile", "report", "status", "watch"])
-def test_a_folder_that_is_no_run_is_refused_in_the_same_words(name: str, tmp_path: Path) -> None:
-    more = ["--output", tmp_path / "record"] if name == "report" else []
-    done = megastable(name, tmp_path, *more)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert (
-        done.stderr == f"error: {tmp_path} is not the directory of a run: give one, such as runs/quickstart\n"
-    )
-
-
 @pytest.mark.parametrize(
     "words", [[], *([name] for name in COMMANDS), ["checkpoint", "verify"]], ids=" ".join
 )
 def test_version(words: list[str]) -> None:
     done = megastable(*words, "--version")
     assert (done.returncode, done.stdout, done.stderr) == (0, f"megastable {__version__}\n", "")
-
-
-@pytest.mark.quick("*che-che*")
-@pytest.mark.parametrize(
-    ("line", "wanted"),
-    [
-        ("megastable che", "checkpoint"),
-        ("megastable checkpoint ver", "verify"),
-        ("megastable plan --fi", "--fixed"),
-    ],
-)
-def test_tab_completion(line: str, wanted: str) -> None:
-    told = {"_MEGASTABLE_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(line.count(" "))}
-    assert python("from megastable.cli import main; main()", **told).split() == [wanted]
-
-
-def test_completion_installs_itself(tmp_path: Path) -> None:
-    environment = os.environ | {"HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
-    code = "from megastable.cli import main; main('--install-completion')"
-    done = subprocess.run(
-        ["bash", "-c", f"{shlex.join([sys.executable, '-c', code])}; true"],
-        env=environment, capture_output=True, text=True,
-    )  # fmt: skip
-    assert "bash completion installed" in done.stdout, done.stderr
-    assert "_MEGASTABLE_COMPLETE=complete_bash" in (tmp_path / ".bash_completions/megastable.sh").read_text()
-
-
-def test_the_scripts_stand_for_commands() -> None:
-    scripts = [*(ROOT / "launch").glob("*.py")]
-    assert len(scripts) == 2
-    for script in scripts:
-        text = script.read_text(encoding="utf-8")
-        calls = [
-            n
-            for n in ast.walk(ast.parse(text))
-            if isinstance(n, ast.Call) and getattr(n.func, "id", "") == "main"
-        ]
-        named = {str(ast.literal_eval(one.args[0])) for one in calls if one.args}
-        assert len(named) == 1 and named <= set(COMMANDS) and text.count("\n") < 15, script
-
-
-def test_choices_are_those_of_what_is_called() -> None:
-    from drills.plan import Policy
-    from megastable.config.training import Fp8Config
-    from megastable_tools.forensics.pruning.token_loss import MOST, share_of
-    from megastable_tools.prepare.prepare import SHARD_TOKENS
-    from megastable_tools.prepare.token_files import IdType
-    from megastable_tools.prepare.train_tokenizer import ModelType
-
-    assert [p.value for p in drill.PolicyName] == [p.value for p in Policy]
-    assert [r.value for r in fp8_check.Recipe] == [*get_args(Fp8Config.model_fields["recipe"].annotation)]
-    assert (get_args(prepare.ModelType), get_args(prepare.IdType)) == (get_args(ModelType), get_args(IdType))
-    assert prepare.SHARD_TOKENS == SHARD_TOKENS
-    from megastable_tools.commands.prune import USUAL
-
-    assert share_of(USUAL) == MOST
 
 
 # Exit codes: the same damage, the same code
@@ -227,13 +136,6 @@ def test_what_is_not_there_is_bad_input(line: str, tmp_path: Path, monkeypatch: 
     done = megastable(*line.split(), cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: ") and "none" in done.stderr and "Traceback" not in done.stderr
-
-
-@pytest.mark.parametrize(("given", "near"), [("--overwrite", ""), ("--mots", "--most"), ("--hlep", "--help")])
-def test_of_an_unknown_option_only_near_ones_are_named(given: str, near: str) -> None:
-    done = megastable("prune", "apply", "a", "b", given)
-    assert f"No such option: {given}" in done.stderr and near in done.stderr
-    assert ("ossible options" in done.stderr) == bool(near)
 
 
 @pytest.mark.parametrize("words", [words for words, _ in LEAVES], ids=" ".join)
@@ -271,42 +173,6 @@ def shards(tmp_path: Path) -> Path:
     )
     (tmp_path / "list.txt").write_text("a 1\n")
     return tmp_path
-
-
-@pytest.mark.parametrize(
-    "line", ["prepare verify real", "prune plan corpus --list list.txt --most 50%", "inspect scan corpus"]
-)
-def test_a_shard_that_is_cut_off_is_bad_input(line: str, shards: Path) -> None:
-    corpus_with_tokenizer(shards / "real")
-    os.truncate(shards / "corpus/a.bin", 3)
-    os.truncate(next((shards / "real").glob("*.bin")), 3)
-    done = megastable(*line.split(), cwd=shards)
-    assert done.returncode == 2 and ".bin" in done.stderr and "Traceback" not in done.stderr
-
-
-@pytest.mark.quick("plan pipe")
-@pytest.mark.parametrize(
-    "line",
-    [
-        "backtest pipe",
-        "plan pipe",
-        "generate none --prompt-file pipe",
-        "prune plan corpus --list pipe",
-        "supervise pipe",
-    ],
-)
-def test_ctrl_c_ends_it_quietly(line: str, shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While it waits for somebody to write into the pipe that it reads."""
-    monkeypatch.delenv("RANK", raising=False)
-    os.mkfifo(shards / "pipe")
-    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
-    signal.setitimer(signal.ITIMER_REAL, 1.0)
-    try:
-        done = megastable(*line.split(), cwd=shards)
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0.0)
-        signal.signal(signal.SIGALRM, before)
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
 
 
 # JSON
@@ -352,16 +218,6 @@ def test_json_is_all_there_is_on_stdout_and_holds_no_words_for_numbers(line: str
     assert [text for text in texts(found) if WORDS.fullmatch(text)] == []
 
 
-@pytest.mark.parametrize("line", ["checkpoint verify run", "checkpoint show run", "backtest trace.csv"])
-def test_output_has_the_same_json_beside_what_people_see(line: str, shards: Path) -> None:
-    make_run(shards / "run")
-    trace(shards)
-    both = megastable(*line.split(), "--json", "--output", "both.json", cwd=shards)
-    shown = megastable(*line.split(), "--output", "out.json", cwd=shards)
-    assert both.stdout == (shards / "both.json").read_text() == (shards / "out.json").read_text()
-    assert shown.stdout and not shown.stdout.startswith(("{", "["))
-
-
 def test_benchmarks_and_drills_need_a_checkout(tmp_path: Path) -> None:
     """As from a wheel: the package alone."""
     for package in ("megastable", "guard/megastable_guard", "tools/megastable_tools"):
@@ -378,30 +234,3 @@ def test_benchmarks_and_drills_need_a_checkout(tmp_path: Path) -> None:
 
 
 # Training
-
-
-def launched(tmp_path: Path, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "megastable.cli", "train", *map(str, arguments)], cwd=tmp_path, capture_output=True,
-        text=True, env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
-    )  # fmt: skip
-
-
-@pytest.mark.slow
-def test_train_starts_the_launcher_and_what_is_a_rank_already_starts_none(
-    corpus: Path, tmp_path: Path
-) -> None:
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(yaml.safe_dump(tiny(corpus, tmp_path / "run").model_dump(mode="json")))
-    done = launched(tmp_path, recipe, "train.steps=2", "--", "--num_gpus", 1, "--log_level", "info")
-    assert done.returncode == 0, done.stderr
-    assert json.loads((tmp_path / "run/summary.json").read_text())["steps"] == 2
-    assert "deepspeed.launcher.launch" in done.stdout + done.stderr
-    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    rank["MASTER_PORT"] = str(free_port())
-    done = launched(tmp_path, recipe, "train.steps=3", **rank)
-    assert done.returncode == 0, done.stderr
-    assert json.loads((tmp_path / "run/summary.json").read_text())["steps"] == 3
-    assert "deepspeed.launcher" not in done.stdout + done.stderr
-    refused = launched(tmp_path, recipe, "--", "--num_gpus", 1, **rank)
-    assert refused.returncode == 2 and "--num_gpus: this process is a rank already" in refused.stderr

@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -27,8 +22,7 @@ from megastable.data.manifest import adopt
 from megastable.data.shards import ShardWriter
 from megastable_tools.commands.convert import app
 from megastable_tools.convert.huggingface.tokenizer_export import real_text
-from megastable_tools.prepare.train_tokenizer import train_sentencepiece
-from tests.patience import PATIENCE
+from megastable_tools.prepare.corpus_tokenizer import train_sentencepiece
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200", "TERM": "dumb"}
@@ -122,57 +116,3 @@ def test_mistakes_are_told_in_a_line(place: Path) -> None:
     assert "--recipe" in run("from-hf", "runs/a", "x", cwd=place, code=2).stderr
     for command in ("to-hf", "to-gguf", "from-hf", "check"):
         assert f"megastable convert {command}" in run(command, "--help", cwd=place).stdout
-
-
-def test_that_the_package_gguf_is_missing_is_told(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "gguf", None)
-    run("to-hf", "runs/a", "for-gguf", "--no-check", cwd=place)
-    told = run("to-gguf", "for-gguf", "made.gguf", cwd=place, code=2).stderr
-    assert told == (
-        "error: the package gguf, which writes such files, is not installed: bash launch/install.sh gguf\n"
-    )
-    assert not (place / "made.gguf").exists()
-
-
-def test_a_run_that_cannot_be_compared_does_not_stay(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run("to-hf", "runs/a", "odd", "--no-check", cwd=place)
-    settings = json.loads((place / "odd/config.json").read_text())
-    # Not for us, but transformers refuse it.
-    (place / "odd/config.json").write_text(json.dumps(settings | {"bos_token_id": "x", "use_cache": "never"}))
-    told = run("from-hf", "odd", "runs/odd", "--recipe", "base.yaml", cwd=place, code=2)
-    assert "cannot load it" in told.stderr
-    assert not (place / "runs/odd").exists()
-    run("from-hf", "odd", "runs/odd", "--recipe", "base.yaml", "--no-check", cwd=place)
-    assert (place / "runs/odd").exists()
-
-
-def test_what_is_not_checked_is_said(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told = run("to-hf", "runs/a", "unchecked", "--no-check", "--no-tokenizer", cwd=place)
-    assert "NOT CHECKED, as you asked" in told.stdout and "note: no tokenizer was written" in told.stdout
-    find = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *a: None if name == "transformers" else find(name, *a)
-    )
-    for arguments, code in ((("to-hf", "runs/a", "without"), 0), (("check", "runs/a", "unchecked"), 1)):
-        told = run(*arguments, cwd=place, code=code)
-        assert "WARNING: NOT CHECKED: transformers, which the check needs, is not installed" in told.stderr
-    assert "NOT CHECKED" in (place / "without/README.md").read_text()
-
-
-@pytest.mark.slow
-def test_ctrl_c_leaves_nothing(place: Path) -> None:
-    before = sorted(path.name for path in place.iterdir())
-    process = subprocess.Popen(
-        [sys.executable, "-m", "megastable", "convert", "to-hf", "runs/a", "interrupted"], cwd=place, env=ENVIRONMENT,
-        stderr=subprocess.PIPE, text=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )  # fmt: skip
-    assert process.stderr is not None
-    assert process.stderr.readline() == "comparing: our logits ...\n"  # written, not yet in its place
-    assert any(path.name.startswith("interrupted.tmp-") for path in place.iterdir())
-    process.send_signal(signal.SIGINT)
-    until = time.monotonic() + PATIENCE
-    while process.poll() is None and time.monotonic() < until:
-        time.sleep(0.05)
-    assert process.returncode == 130
-    assert process.stderr.read().endswith("interrupted\n")
-    assert sorted(path.name for path in place.iterdir()) == before

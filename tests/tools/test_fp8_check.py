@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +14,12 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from megastable.checkpoint.new_run import write_run
-from megastable.checkpoint.plain import load_plain
 from megastable.checkpoint.whole import parameters
 from megastable.config.recipe import load
 from megastable.config.tree import RunConfig
-from megastable.data.corpora import open_corpora
 from megastable_tools.commands.fp8_check import app
-from megastable_tools.fp8_check.material import gather
 from tests.checkpoint.states import state_of
-from tests.conftest import LENGTH, tiny
+from tests.conftest import tiny
 from tests.generate.runs import PIECES, corpus_with_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -120,45 +114,6 @@ def test_a_planted_layer_is_named_with_what_to_copy(corpus: Path, tmp_path: Path
     assert changed.keep == ("blocks.1.mlp.down",)
 
 
-@pytest.mark.slow
-def test_a_model_that_is_all_outliers_ends_with_1(corpus: Path, tmp_path: Path) -> None:
-    shape = tiny(corpus, tmp_path).model.model_dump() | {"vocab_size": PIECES}
-    held = numbers(tiny(corpus, tmp_path, model=shape))
-    for name, weight in held.items():
-        if name.startswith("blocks") and weight.dim() > 1:
-            weight[0, 0] = FAR
-    out, _ = call(written(corpus, tmp_path / "bad", held), *CALM, "--samples", 4, code=1)
-    assert "layers would have to be kept" in out and "NOT STABLE" in out
-    assert "verdict: not stable in FP8 by any of these recipes" in out
-
-
-def test_a_text_is_read_and_random_tokens_are_said(corpus: Path, run: Path, tmp_path: Path) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text("def f(x):\n    return x + 1\n" * 40)
-    out, _ = call(run, "--recipe", "current", "--samples", 2, "--text", text)
-    assert f"2 samples of {text}" in out
-    # A corpus that is gone: the run can still be asked, and it is said on what.
-    copy = written(tmp_path / "nowhere", tmp_path / "alone")
-    out, _ = call(copy, "--recipe", "delayed", "--samples", 2, "--history", 2)
-    assert "samples of random tokens" in out and "note: random tokens: " in out and "nowhere" in out
-
-
-def test_samples_are_those_of_the_run(corpus: Path, run: Path) -> None:
-    model = load_plain(run, None)
-    corpora = open_corpora(model.run.data.corpora, LENGTH, model.run.run.seed)
-    assert corpora.validation is not None
-    few = gather(model, 2)
-    assert "2 validation samples" in few.origin
-    assert np.array_equal(few.tokens, corpora.validation.samples(np.arange(2)))
-    # More than the validation split has: what it would train on next, less what is skipped.
-    (run / "skips.jsonl").write_text('{"first": 57, "end": 59, "reason": "test"}\n')
-    many = gather(model, 20)
-    (run / "skips.jsonl").unlink()
-    assert "training samples from position 56 on" in many.origin
-    wanted = [56, *range(59, 78)]
-    assert np.array_equal(many.tokens, corpora.train.samples(np.array(wanted)))
-
-
 def test_mistakes_are_said_and_end_with_2(corpus: Path, run: Path, tmp_path: Path) -> None:
     damaged = tmp_path / "damaged"
     shutil.copytree(run, damaged)
@@ -192,12 +147,3 @@ def test_mistakes_are_said_and_end_with_2(corpus: Path, run: Path, tmp_path: Pat
     # Asked how it would be, a run in fp16 is told what to change.
     out, _ = call(sixteen, "--dtype", "bf16", "--recipe", "block", "--samples", 2)
     assert "precision.fp8.recipe=block precision.kind=bf16" in out
-
-
-def test_help_has_examples_and_needs_no_torch() -> None:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "120", "TERM": "dumb"}
-    code = "import sys; from megastable.cli import main; sys.argv[1:] = ['fp8-check', '--help']; main()"
-    watched = f"import atexit, sys; atexit.register(lambda: print('torch' in sys.modules)); {code}"
-    done = subprocess.run([sys.executable, "-c", watched], env=environment, capture_output=True, text=True)
-    assert "megastable fp8-check runs/quickstart" in done.stdout and "Exit codes: 0 stable" in done.stdout
-    assert done.returncode == 0 and done.stdout.endswith("False\n"), done.stdout

@@ -6,7 +6,6 @@ import csv
 import io
 import json
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,10 +13,7 @@ from typing import Any
 
 import pytest
 
-from megastable.run.directory import RunDirectory
 from megastable_tools.commands.inspect import app
-from tests.conftest import tiny
-from tests.distributed import run_ranks
 from tests.report.runs import data_incident, make_run
 from tests.tools.cli import Done, call
 
@@ -81,22 +77,6 @@ def test_a_scan_and_what_is_to_come(run: Path, corpus: Path, tmp_path: Path) -> 
     assert result("ahead", run, "--steps", 5)["rows"] == []
 
 
-@pytest.mark.slow
-def test_losses_of_a_checkpoint_colour_what_it_trained_on(corpus: Path, tmp_path: Path) -> None:
-    from tests.distributed import train
-
-    run_ranks(1, train, tiny(corpus, tmp_path / "run", train={"steps": 10}))
-    done = inspect(
-        "step", tmp_path / "run", 10, "--checkpoint", tmp_path / "run", "--html", tmp_path / "x.html"
-    )
-    assert done.returncode == 0, done.stderr
-    assert " nats" in (tmp_path / "x.html").read_text()
-    told = result(
-        "score", corpus, "--checkpoint", tmp_path / "run", "--sample", 5, "--gradients", cwd=tmp_path
-    )
-    assert len(told["rows"]) == 5 and all(row["gradient_norm"] > 0 for row in told["rows"])
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -116,42 +96,3 @@ def test_mistakes(arguments: str, message: str, run: Path, corpus: Path, tmp_pat
     done = inspect(*arguments.format(run=run, corpus=corpus).split(), cwd=tmp_path)
     assert done.returncode == 2 and done.stderr.startswith("error: ") and "Traceback" not in done.stderr
     assert message in done.stderr.replace("\n", " ")
-
-
-def test_help_has_examples_of_every_command() -> None:
-    whole = " ".join(inspect("--help").stdout.split())
-    assert all(f"megastable inspect {command} " in whole for command in COMMANDS)
-    for command in COMMANDS:
-        done = inspect(command, "--help")
-        assert done.returncode == 0 and "Examples" in done.stdout
-
-
-def test_a_run_that_has_not_recorded_anything_yet(corpus: Path, tmp_path: Path) -> None:
-    run = make_run(corpus, tmp_path / "run")
-    for file in RunDirectory(run).steps.iterdir():
-        file.unlink()
-    done = inspect("step", run, 1)
-    assert done.returncode == 2 and "there are no records" in done.stderr
-    assert result("run", run)["rows"][0]["samples"] == 0
-
-
-def test_an_order_that_there_is_not_is_refused_before_anything_is_scored(tmp_path: Path) -> None:
-    done = inspect("score", tmp_path / "nothing", "--checkpoint", tmp_path, "--by", "best")
-    assert done.returncode == 2
-    assert done.stderr == "error: there is no order 'best': choose one of window, loss, low, odd, gradient\n"
-
-
-@pytest.mark.parametrize("name", ["inspect", "prune"])
-def test_an_interrupt_while_it_starts_leaves_no_traceback(name: str, tmp_path: Path) -> None:
-    """Imports take half a second: an impatient user is told nothing, rather than where Python was."""
-    # An import that takes until the tool is killed.
-    (tmp_path / "typer.py").write_text("import signal\nprint('importing', flush=True)\nsignal.pause()\n")
-    process = subprocess.Popen(
-        [sys.executable, "-m", "megastable", name, "--help"],
-        env=ENVIRONMENT | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    assert process.stdout is not None and process.stdout.readline() == "importing\n"
-    process.send_signal(signal.SIGINT)
-    _, said = process.communicate()
-    assert (process.returncode, said) == (-signal.SIGINT, "")

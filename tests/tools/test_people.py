@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from megastable.base import jsonl
-from megastable.base.login import login_name
+from megastable.base.process import login_name
 from megastable.commands.root import app
 from megastable.report.publish.public_run import public_event
 from megastable.report.publish.redaction import PublicNames, Redactor
-from megastable.report.run_page.run_panel import select_lines
-from megastable.run.changes import answer, read_requests
+from megastable.report.run_page.run_reader import select_lines
+from megastable.run.changes import read_requests
 from megastable.run.directory import RunDirectory
-from megastable.run.events.event import Event
-from megastable.run.events.follow import Follower
 from megastable.run.events.people_events import ChangeMade, ChangeMeasured, Note
 from megastable.run.log import RunLog
 from megastable.run.run_history import HistoryReader
@@ -99,61 +94,3 @@ def test_between_two_attempts_of_a_supervisor_a_change_waits_for_the_next_one(
     assert done.returncode == 0 and "has not answered it yet" in done.stdout, done
     [request] = read_requests(run.changes)[0]
     assert request.values == {"optimizer.lr": "1e-3"}
-
-
-def test_the_journal_is_read_once_while_the_run_has_not_answered(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It may have 100 MB, and the answer may take a minute."""
-    run = started(tmp_path / "run", monkeypatch)
-    RunLog(run).emit(ChangeMade(step=1, change="1", who="ann", reason="because", new={"model.z_loss": 0.5}))
-    monkeypatch.setattr("megastable.commands.change.PATIENCE", 30.0)
-    real, looks, passed = Follower.stream, 0, list[str]()
-
-    def stream(self: Follower) -> Iterator[Event]:
-        """As the run does at the third look."""
-        nonlocal looks
-        looks += 1
-        if looks == 4:
-            [request] = read_requests(run.changes)[0]
-            RunLog(run).emit(answer(request, tiny(run.root / "corpus", run.root), [], 6, None))
-        for event in real(self):
-            passed.append(event.event)
-            yield event
-
-    monkeypatch.setattr(Follower, "stream", stream)
-    whole = list[Path]()
-    content = jsonl.content
-    monkeypatch.setattr(jsonl, "content", lambda path: (whole.append(path), content(path))[1])
-    with only_supervisor(run, "here"):
-        done = change("optimizer.lr=1e-3", cwd=tmp_path)
-    assert done.returncode == 0 and "optimizer.lr 0.003 -> 0.001" in done.stdout, done
-    assert looks == 4 and passed == ["change_made", "change_made"]
-    assert run.journal not in whole
-
-
-def test_why_a_note_could_not_be_written_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, real = made_run(tmp_path / "run", last=5, incidents=[]), Path.open
-
-    def opens(path: Path, mode: str = "r", *arguments: Any, **more: Any) -> Any:
-        if path.name == run.journal.name and "a" in mode:
-            raise PermissionError(13, "Permission denied", str(path))
-        return real(path, mode, *arguments, **more)
-
-    monkeypatch.setattr(Path, "open", opens)  # a superuser may write everywhere
-    done = note("run", TEXT, cwd=tmp_path)
-    assert done.returncode == 2 and "journal.jsonl could not be written" in done.stderr, done
-    assert "Permission denied" in done.stderr and "make room" not in done.stderr
-
-
-def test_a_step_that_the_run_has_not_done_has_no_note(tmp_path: Path) -> None:
-    run = made_run(tmp_path / "run", last=20, incidents=[])
-    run.progress.write_text('{"step": 20}')
-    done = note("run", "ahead", "--step", 21, cwd=tmp_path)
-    assert done.returncode == 2 and "the run has done 20 steps" in done.stderr and not list(run.events(Note))
-
-
-def test_what_is_no_note_is_bad_input(tmp_path: Path) -> None:
-    made_run(tmp_path / "run", last=5, incidents=[])
-    done = note("run", "  \n ", cwd=tmp_path)
-    assert done.returncode == 2 and "empty" in done.stderr

@@ -4,20 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import pty
-import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
-import xxhash
 
-from megastable.data.manifest import Manifest
 from megastable_tools.commands.prune import app
 from tests.forensics.shelves import Plain, corpus
-from tests.patience import PATIENCE
 from tests.tools.cli import Done, call
 
 ROOT = Path(__file__).parents[2]
@@ -75,21 +68,6 @@ def test_from_a_list_to_the_proof(folder: Path) -> None:
     assert "pruned/a.bin is not the file that the manifest describes" in damaged.stderr
 
 
-def test_for_machines(folder: Path) -> None:
-    planned = run("plan", "corpus", "--list", "list.txt", "--json", "--most", "0.5", cwd=folder)
-    assert json.loads(planned.stdout) == {
-        "plan": "prune-plan.txt", "documents": 3, "cut": 0, "tokens": 6,
-        "document_share": 0.3, "token_share": 0.3,
-    }  # fmt: skip
-    assert planned.stderr == ""
-    text = (folder / "prune-plan.txt").read_text().splitlines()
-    (folder / "prune-plan.txt").write_text("\n".join(text[:-1]))
-    made = run("apply", "prune-plan.txt", "pruned", "--json", "--most", "0.5", cwd=folder)
-    found = json.loads(made.stdout)
-    assert (found["documents"], found["tokens_left"], made.stderr) == (2, 16, "")
-    assert found == json.loads((folder / "pruned" / "pruned.json").read_text())
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -110,55 +88,3 @@ def test_mistakes(folder: Path, arguments: str, message: str) -> None:
     before = sorted(os.listdir(folder))
     assert message in run(*arguments.split(), cwd=folder, code=2).stderr
     assert sorted(os.listdir(folder)) == before
-
-
-def test_help_has_examples_of_every_command() -> None:
-    told = subprocess.run(command("--help"), env=ENVIRONMENT, capture_output=True, text=True).stdout
-    for name in ("plan", "apply", "verify"):
-        assert f"megastable prune {name} " in told
-        assert run(name, "--help", cwd=ROOT).stdout
-
-
-@pytest.mark.slow
-def test_a_bar_and_ctrl_c(tmp_path: Path) -> None:
-    """On a terminal: how far it is; after Ctrl-C nothing is left and the exit code says so."""
-    shards = [Plain("a", [[([1, 2], 0)], [([3], 0)]])]
-    corpus(tmp_path / "corpus", shards, {"train": [("a", 0, 2)]}, "uint16")
-    # Large enough that it is still at work: a document of a gigabyte, of which next to nothing is on the disk.
-    size = 1 << 29
-    with (tmp_path / "corpus" / "a.bin").open("r+b") as file:
-        file.truncate(2 * (size + 1))
-    index = (tmp_path / "corpus" / "a.idx").read_bytes()
-    lengths = size.to_bytes(4, "little") + index[38:42]
-    pointers = index[42:50] + (2 * size).to_bytes(8, "little")
-    (tmp_path / "corpus" / "a.idx").write_bytes(index[:34] + lengths + pointers + index[58:])
-    manifest = json.loads((tmp_path / "corpus" / "manifest.json").read_text())
-    manifest["shards"][0] |= {"tokens": size + 1, "bin_bytes": 2 * (size + 1)}
-    manifest["shards"][0]["idx_xxh3"] = _xxh3((tmp_path / "corpus" / "a.idx").read_bytes())
-    manifest["splits"]["train"][0]["tokens"] = size + 1
-    (tmp_path / "corpus" / "manifest.json").write_text(json.dumps(manifest))
-    fingerprint = Manifest.load(tmp_path / "corpus").fingerprint()
-    (tmp_path / "plan").write_text(f"fingerprint: {fingerprint}\na 0\n")
-    before = sorted(os.listdir(tmp_path))
-    master, slave = pty.openpty()
-    tool = command("apply", "plan", "pruned", "--corpus", "corpus", "--most", "100%")
-    process = subprocess.Popen(tool, cwd=tmp_path, env=ENVIRONMENT, stdout=slave, stderr=slave)
-    os.close(slave)
-    shown = b""
-    while b"pruning" not in shown:
-        shown += os.read(master, 4096)
-    time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    try:
-        while block := os.read(master, 4096):
-            shown += block
-    except OSError:  # the terminal's other end is closed
-        pass
-    os.close(master)
-    assert process.wait(PATIENCE) == 130
-    assert b"interrupted" in shown and b"Traceback" not in shown
-    assert sorted(os.listdir(tmp_path)) == before
-
-
-def _xxh3(content: bytes) -> str:
-    return xxhash.xxh3_128_hexdigest(content)

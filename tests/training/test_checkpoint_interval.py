@@ -7,18 +7,10 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-import pytest
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
 
-from megastable.base.errors import ConfigError
 from megastable.checkpoint import store
-from megastable.config import recipe
-from megastable.config.checkpoint import CheckpointConfig
-from megastable.config.lint import lint
 from megastable.config.tree import RunConfig
-from megastable.config.units import LONGEST, UNITS
 from tests.conftest import tiny
 from tests.distributed import run_ranks
 from tests.engine.test_gate import trainer_of
@@ -66,30 +58,3 @@ def test_what_was_trained_before_a_resume_from_memory_counts(corpus: Path, tmp_p
     config = tiny(corpus, tmp_path / "run", train=parts, checkpoint=keep)
     (due,) = run_ranks(1, is_due, config, [(7300.0, True), (7000.0, False), (7300.0, False)])
     assert due == [False, False, True]
-
-
-def test_a_time_is_read_and_kept_as_written() -> None:
-    for text, seconds in (("90s", 90), ("30min", 1800), ("2h", 7200), ("1.5 h", 5400)):
-        c = CheckpointConfig.model_validate({"interval": text})
-        assert (c.seconds_between, c.steps_between) == (seconds, 0)
-        assert c.model_dump(mode="json")["interval"] == text
-        assert lint(RunConfig(checkpoint=c)) == lint(RunConfig())
-    c = CheckpointConfig.model_validate({"interval": "250"})
-    assert (c.seconds_between, c.steps_between) == (None, 250)
-
-
-@pytest.mark.parametrize(
-    "text", ["0min", "30m", "-5", "5.5", "null", "yes", "[1]", "1e9h", "99999999999h", "soon"]
-)
-def test_what_is_no_interval(text: str) -> None:
-    with pytest.raises(
-        ConfigError, match="expected a whole number at least 0, or a time above 0 in s, min or h"
-    ):
-        recipe.load("launch/recipes/quickstart.yaml", [f"checkpoint.interval={text}"])
-
-
-@given(st.decimals("0.001", 10**5, places=3), st.sampled_from(sorted(UNITS)))
-def test_any_time(number: object, unit: str) -> None:
-    seconds = float(str(number)) * UNITS[unit]
-    if seconds <= LONGEST:
-        assert CheckpointConfig(interval=f"{number}{unit}").seconds_between == seconds

@@ -9,20 +9,16 @@ import numpy as np
 import pytest
 
 from megastable.base.errors import DataError
-from megastable.base.login import login_name
+from megastable.base.process import login_name
 from megastable.config.tree import RunConfig
 from megastable.data.corpora import open_corpora
 from megastable.data.order import BLOCK, Order
 from megastable.data.plant import Planted, plant
 from megastable.data.shards import Shard
-from megastable.data.skip_ledger import SampleEntry, append_all, read_ledger, sample_entries
-from megastable.run import records
+from megastable.data.skip_ledger import SampleEntry, read_ledger, sample_entries
 from megastable.run.events.data_events import SkipsAdded
-from megastable_tools.forensics.consumption import run_sheet
 from megastable_tools.forensics.history import History
-from megastable_tools.forensics.shard_set import open_shelf
-from megastable_tools.forensics.skip import skip_documents, skip_plan
-from megastable_tools.forensics.whereabouts import document_sheet
+from megastable_tools.forensics.skip import skip_plan
 from tests.conftest import LENGTH, write_corpus
 from tests.distributed import run_ranks
 from tests.recovery.test_recovery import incidents, recipe, train
@@ -125,91 +121,6 @@ def test_samples_stay_out_when_the_blend_changes_and_when_a_corpus_goes_and_come
     assert [e["skips_moved"] for e in events(tmp_path / "run", "blend_changed")] == [0, 0, 0]
     last = max(epoch for some in trained for name, epoch, _ in some if name == "a")
     assert last >= 3 and {name for some in trained[56:] for name, _, _ in some} == {"a", "b"}
-
-
-@pytest.mark.slow
-def test_samples_stay_out_of_another_run_in_sequences_of_another_length(tmp_path: Path) -> None:
-    """The lines of one run, in the ledger of another; and they do not hold in a corpus of other content."""
-    write_corpus(tmp_path / "a", tokens=SHORT, validation=0)
-    order = open_corpora(small(tmp_path / "a", tmp_path, 1).data.corpora, LENGTH, 0).train.order
-    lines = sample_entries(order, np.array([3, 20]), "bad")
-    tokens = [tuple(pair) for line in lines for pair in line.tokens]
-
-    def config(steps: int, length: int) -> RunConfig:
-        data = {"corpora": [{"path": str(tmp_path / "a")}], "accept_changed_manifest": True}
-        made = small(tmp_path / "a", tmp_path / f"run-{length}", steps, data=data)
-        model = made.model.model_copy(update={"sequence_length": length})
-        return made.model_copy(update={"model": model, "run": made.run.model_copy(update={"seed": length})})
-
-    for length in (20, 48):
-        run = tmp_path / f"run-{length}"
-        run.mkdir()
-        text = "".join(entry.model_dump_json(exclude_none=True) + "\n" for entry in lines)
-        (run / "skips.jsonl").write_text(text)
-        assert run_ranks(1, train, config(24, length)) == [(0, "")]
-        trained = [s for some in identities(config(24, length), positions(run)) for _, _, s in some]
-        count = (order.corpora[0].tokens - 1) // length
-        sharing = {s for first, end in tokens for s in range(first // length, -(-end // length))}
-        assert len(trained) == 8 * 24 and set(trained) == set(range(count)) - sharing
-    assert not events(run, "skips_foreign")
-    write_corpus(tmp_path / "a", tokens=SHORT, validation=0, seed=7)
-    for steps in (28, 40):
-        assert run_ranks(1, train, config(steps, 48)) == [(0, "")]
-    (told,) = events(run, "skips_foreign")
-    assert told["corpus"] == "a" and told["fingerprint"] == lines[0].fingerprint
-    rows = {row["step"]: row["skipped"] for row in records.read(run / "steps").to_pylist()}
-    assert not any(rows[step] for step in range(25, 41))
-
-
-@pytest.mark.slow
-def test_documents_stay_out_however_long_the_run_becomes(tmp_path: Path) -> None:
-    """Two epochs and more beyond the end that the recipe said when a person had them skipped."""
-    write_corpus(tmp_path / "a", tokens=SHORT, validation=0)
-
-    def config(steps: int) -> RunConfig:
-        return small(tmp_path / "a", tmp_path / "run", steps=steps)
-
-    assert run_ranks(1, train, config(2)) == [(0, "")]
-    history = History(tmp_path / "run")
-    order, shard = order_of(config(2)), Shard(tmp_path / "a/part-0")
-    numbers = np.array([1, 4])
-    done = skip_documents(history, history.blends[0].corpora[0].fingerprint, {"part-0": numbers}, "bad")
-    bounds = [shard.document_bounds(n) for n in numbers.tolist()]
-    bad = {s for first, end in bounds for s in range(first // LENGTH, -(-end // LENGTH))}
-    assert (done.samples, done.already, done.lines, done.taken_up) == (len(bad), 0, 1, None)
-    assert done.text.startswith(f"2 documents of corpus a: {len(bad)} samples are skipped in every epoch")
-    (entry,) = read_ledger(tmp_path / "run/skips.jsonl")
-    assert isinstance(entry, SampleEntry) and entry.tokens == [list(pair) for pair in bounds]
-    assert run_ranks(1, train, config(20)) == [(0, "")]
-    trained = identities(config(20), positions(tmp_path / "run"))
-    assert not [s for some in trained[2:] for s in some if s[2] in bad] and trained[-1][-1][1] >= 3
-    assert {s for some in trained[2:] for _, _, s in some} == set(range(order.sequences[0])) - bad
-    (row,) = run_sheet(History(tmp_path / "run")).rows
-    count = sum(map(len, trained))
-    assert (row["samples"], row["skipped"]) == (count, History(tmp_path / "run").cursor - count)
-    rows = document_sheet(open_shelf([tmp_path / "a"]), "part-0", 4, [History(tmp_path / "run")]).rows
-    assert {r["state"] for r in rows if r.get("epoch", 0) > 0} == {"skipped"}
-    again = skip_documents(History(tmp_path / "run"), entry.fingerprint, {"part-0": numbers[:1]}, "bad")
-    assert (again.samples, again.lines) == (0, 0) and again.text.startswith("nothing to do: the 1 documents")
-
-
-@pytest.mark.slow
-def test_documents_are_named_also_where_all_of_their_samples_are_out(tmp_path: Path) -> None:
-    """Of shorter sequences these are fewer."""
-    write_corpus(tmp_path / "a", tokens=SHORT, validation=0)
-    config = small(tmp_path / "a", tmp_path / "run", steps=1)
-    assert run_ranks(1, train, config) == [(0, "")]
-    first, end = Shard(tmp_path / "a/part-0").document_bounds(4)
-    fingerprint = History(tmp_path / "run").blends[0].corpora[0].fingerprint
-    beside = [[s * LENGTH, s * LENGTH + 1] for s in range(first // LENGTH, -(-end // LENGTH))]
-    assert first > beside[0][1] and end - first > LENGTH
-    known = SampleEntry(corpus="a", fingerprint=fingerprint, tokens=beside, reason="others")
-    append_all(tmp_path / "run/skips.jsonl", [known])
-    for lines in (1, 0):
-        done = skip_documents(History(tmp_path / "run"), fingerprint, {"part-0": np.array([4])}, "bad")
-        assert (done.samples, done.already, done.lines) == (0, len(beside), lines)
-    _, entry = read_ledger(tmp_path / "run/skips.jsonl")
-    assert isinstance(entry, SampleEntry) and entry.tokens == [[first, end]]
 
 
 def test_of_a_span_only_its_samples_are_skipped(tmp_path: Path) -> None:

@@ -14,14 +14,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megastable.base.errors import ConfigError, MegastableError
+from megastable.base.errors import MegastableError
 from megastable.checkpoint.plain import load_plain
 from megastable.config.tree import RunConfig
 from megastable.data.blends import read_blends
-from megastable.data.corpora import Corpora, open_corpora
-from megastable.data.held_out import corpus_samples, samples_in_turn
+from megastable.data.corpora import Corpora, corpus_samples, open_corpora, samples_in_turn
 from megastable.data.manifest import Manifest, Stream
-from megastable.data.order import BLOCK, Order, OrderedCorpus
+from megastable.data.order import Order, OrderedCorpus
 from megastable.data.shards import Shard
 from megastable.data.source import Source
 from megastable.model.loss import cross_entropy
@@ -126,29 +125,6 @@ def test_losses_are_those_of_the_plain_model_on_the_same_samples(
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert summary["val_loss"] == found["loss"]
     assert summary["val_loss_by_corpus"] == {name: told["loss"] for name, told in found["corpora"].items()}
-
-
-@pytest.mark.slow
-def test_the_overall_loss_is_the_same_number_with_and_without_those_of_corpora(
-    data: Path, tmp_path: Path
-) -> None:
-    losses = {}
-    for count in (0, None, 20):
-        run = tmp_path / str(count)
-        made = config(data, run, WEIGHTS, {}, train={"eval_samples_per_corpus": count, "eval_interval": 2})
-        run_ranks(1, train, made)
-        found = evaluated(run)
-        losses[count] = [event["loss"] for event in found]
-        assert [bool(event.get("corpora")) for event in found] == [count != 0] * 2
-    assert losses[0] == losses[None] == losses[20] and len(losses[0]) == 2
-
-
-@pytest.mark.slow
-def test_one_corpus_has_no_second_loss(data: Path, tmp_path: Path) -> None:
-    run_ranks(1, train, config(data, tmp_path / "run", {"big": 1.0}, {}))
-    (found,) = evaluated(tmp_path / "run")
-    assert "corpora" not in found
-    assert json.loads((tmp_path / "run/summary.json").read_text())["val_loss_by_corpus"] == {}
 
 
 @pytest.mark.slow
@@ -301,62 +277,8 @@ def test_every_set_of_ones_own_has_a_loss_and_the_mean_is_over_all(
     assert set(summary["val_loss_by_corpus"]) == set(tokens)
 
 
-@pytest.mark.slow
-def test_losses_of_other_samples_are_not_compared(sets: Path, tmp_path: Path) -> None:
-    """A run goes on with a set of its own: that this is harder is no overfitting."""
-    both = {"eval_interval": 1, "eval_samples": 8}
-    run_ranks(1, train, config(sets, tmp_path / "run", {"big": 1.0}, {}, train=both | {"steps": 2}))
-    made = config(sets, tmp_path / "run", {"big": 1.0}, {}, train=both | {"steps": 4})
-    run_ranks(1, train, with_sets(made, {"path": str(sets / "few")}))
-    state = json.loads((tmp_path / "run/checkpoints/step-4/state.json").read_text())
-    assert [one["step"] for one in state["stability"]["trends"]["evaluations"]] == [3]
-    state = json.loads((tmp_path / "run/checkpoints/step-2/state.json").read_text())
-    assert [one["step"] for one in state["stability"]["trends"]["evaluations"]] == [1]
-
-
-def test_the_order_does_not_depend_on_sets_of_ones_own(sets: Path, tmp_path: Path) -> None:
-    plain = config(sets, tmp_path / "run", {"big": 0.9, "plain": 0.1}, {})
-    own = with_sets(plain, {"path": str(sets / "medium")}, {"path": str(sets / "few")})
-    without, with_them = opened(plain), opened(own)
-    assert without.order_fingerprint == with_them.order_fingerprint
-    positions = np.arange(2 * BLOCK)
-    assert (without.train.samples(positions) == with_them.train.samples(positions)).all()
-
-
-def test_the_first_samples_are_some_of_every_set(sets: Path, tmp_path: Path) -> None:
-    paths = [{"path": str(sets / name)} for name in SETS]
-    order = opened(with_sets(config(sets, tmp_path / "run", {"big": 1.0}, {}), *paths)).held_out.blend
-    assert order is not None
-    found = samples_in_turn(order.order, EACH)
-    corpora = order.order.locate(found.further).corpus.tolist()
-    few = order.order.sequences[2]
-    assert few < EACH and corpora == [0, 1, 2] * few + [0, 1] * (EACH - few)
-    assert sorted(place for mine in found.places.values() for place in mine) == list(range(len(corpora)))
-
-
-def test_a_corpus_that_is_trained_on_gives_its_validation_split(sets: Path, tmp_path: Path) -> None:
-    made = config(sets, tmp_path / "run", {"big": 0.9, "plain": 0.1}, {})
-    (stream,) = opened(with_sets(made, {"path": str(sets / "big")})).held_out.blend.streams  # type: ignore[union-attr]
-    assert stream.tokens == Manifest.load(sets / "big").tokens("validation")
-    with pytest.raises(ConfigError, match=r"the run trains on all of .*plain: name another folder"):
-        opened(with_sets(made, {"path": str(sets / "plain")}))
-
-
 def missing(folder: Path) -> None:
     shutil.rmtree(folder)
-
-
-def cut(folder: Path) -> None:
-    with (folder / "part-0.bin").open("r+b") as file:
-        file.truncate(100)
-
-
-def without_index(folder: Path) -> None:
-    (folder / "part-0.idx").unlink()
-
-
-def torn(folder: Path) -> None:
-    (folder / "manifest.json").write_text("{")
 
 
 def foreign(folder: Path) -> None:
@@ -387,9 +309,6 @@ def short(folder: Path) -> None:
     ("damage", "words"),
     [
         (missing, "manifest.json is not there: .*own is not a prepared corpus"),
-        (cut, "part-0.bin has 100 bytes, the manifest says"),
-        (without_index, "part-0.idx"),
-        (torn, "manifest.json is not JSON"),
         (foreign, "data.validation: .*own was made with another tokenizer than"),
         (short, "data.validation: corpus 'own' has .* tokens, a sequence needs"),
         (another, "part-0.bin is not the file that the manifest describes"),
@@ -468,9 +387,3 @@ def test_the_ranks_share_the_shards_and_the_next_start_reads_what_has_changed(
     assert first_rank[:3] == [["part-0"], [], ["part-0"]] and second_rank[:3] == [["part-0"], [], []]
     for told in (*first_rank[3:], *second_rank[3:]):
         assert "own/part-0.bin is not the file that the manifest describes" in told
-
-
-def test_two_sets_of_one_name_are_refused(sets: Path, tmp_path: Path) -> None:
-    twice = [{"path": str(sets / "few")}, {"path": str(sets / "medium"), "name": "few"}]
-    with pytest.raises(ConfigError, match=r"data.validation: two sets are named 'few'"):
-        opened(with_sets(config(sets, tmp_path / "run", {"big": 1.0}, {}), *twice))

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import re
 import resource
-import shutil
 import signal
-import subprocess
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +18,6 @@ import pytest
 from megastable.base import errors
 from megastable.checkpoint import store
 from megastable.config.tree import RunConfig
-from megastable.data.skip_ledger import SkipEntry, append
 from megastable.run import records
 from tests.conftest import tiny, write_corpus
 from tests.distributed import run_main, run_ranks
@@ -60,12 +55,6 @@ def train(
 
 def terminate() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
-
-
-def fill_the_disk(filler: Path) -> None:
-    with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
-        while file.write(bytes(4096)):
-            pass
 
 
 def keep_files_small(largest: int) -> None:
@@ -152,33 +141,6 @@ def test_a_process_killed_during_a_save(
 
 
 @pytest.mark.slow
-def test_a_damaged_checkpoint_is_passed_over(corpus: Path, tmp_path: Path, straight: Path) -> None:
-    damaged = tmp_path / "damaged"
-    config = tiny(corpus, damaged, train=batch())
-    run_ranks(2, train, config)
-    file = next((damaged / "checkpoints/step-20").glob("rank-00001.safetensors"))
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
-    # What a save leaves behind that was killed in the middle.
-    torn = damaged / "checkpoints" / f"{store.SAVING}step-20"
-    torn.mkdir()
-    (torn / "half.pt").write_bytes(b"half")
-    assert [code for code, _ in run_ranks(2, train, config)] == [0, 0]
-    (rejected,) = events(damaged, "checkpoint_rejected")
-    assert file.name in rejected["problem"] and "checksum" in rejected["problem"]
-    assert [e["step"] for e in events(damaged, "resumed")] == [10]
-    assert identical(straight, damaged / "checkpoints/step-20") == 6
-    assert not torn.exists()
-    assert records.read(damaged / "steps").num_rows == 20
-
-    for path in (damaged / "checkpoints").glob("step-*/manifest.json"):
-        path.write_text(path.read_text()[:-20])
-    for code, message in run_ranks(2, train, config):
-        assert code == errors.BAD_INPUT and "none of its 2 checkpoints can be used" in message
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("on_failure", ["continue", "stop"])
 def test_a_full_disk_during_a_save(on_failure: str, corpus: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
@@ -205,24 +167,6 @@ def test_a_full_disk_during_a_save(on_failure: str, corpus: Path, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_data_that_changed_since_the_checkpoint(tmp_path: Path) -> None:
-    corpus, run = tmp_path / "corpus", tmp_path / "run"
-    write_corpus(corpus, seed=1)
-    run_ranks(1, train, tiny(corpus, run, train=batch(steps=10)))
-    shutil.rmtree(corpus)
-    write_corpus(corpus, seed=2)
-    ((code, message),) = run_ranks(1, train, tiny(corpus, run, train=batch()))
-    assert (
-        code == errors.BAD_INPUT
-        and "the data is not what it was" in message
-        and "accept_changed_manifest" in message
-    )
-    accepted = {"corpora": [{"path": corpus}], "accept_changed_manifest": True}
-    assert run_ranks(1, train, tiny(corpus, run, train=batch(), data=accepted)) == [(0, "")]
-    assert len(events(run, "order_changed")) == 1
-
-
-@pytest.mark.slow
 def test_a_shard_cut_off_while_training(tmp_path: Path) -> None:
     corpus, run = tmp_path / "corpus", tmp_path / "run"
     write_corpus(corpus)
@@ -239,23 +183,6 @@ def test_a_shard_cut_off_while_training(tmp_path: Path) -> None:
     assert records.read(run / "steps").num_rows == 20
 
 
-def test_a_shard_cut_off_before_the_start(tmp_path: Path) -> None:
-    corpus = tmp_path / "corpus"
-    write_corpus(corpus)
-    shard = corpus / "part-0.bin"
-    shard.write_bytes(shard.read_bytes()[:-100])
-    ((code, message),) = run_ranks(1, train, tiny(corpus, tmp_path / "run"))
-    assert code == errors.BAD_INPUT and "part-0.bin" in message and "the manifest says" in message
-
-
-def test_another_model_in_the_same_directory_is_refused(corpus: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    run_ranks(1, train, tiny(corpus, run, train=batch(steps=2)))
-    model = tiny(corpus, run).model.model_dump() | {"layers": 3}
-    ((code, message),) = run_ranks(1, train, tiny(corpus, run, model=model))
-    assert code == errors.BAD_INPUT and "model.layers: 2 -> 3" in message
-
-
 def test_a_finished_run_is_left_alone(corpus: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     config = tiny(corpus, run, train=batch(steps=4))
@@ -265,52 +192,6 @@ def test_a_finished_run_is_left_alone(corpus: Path, tmp_path: Path) -> None:
     assert (run / "summary.json").read_bytes() == before
     # The second one says so, too, for whoever asks how the newest start ended.
     assert [event["steps"] for event in events(run, "finished")] == [4, 4]
-
-
-@pytest.mark.slow
-def test_skipped_positions_are_not_trained_on(corpus: Path, tmp_path: Path) -> None:
-    """The recipe's ranges and the ledger's: the steps' positions jump over both, and the rest is as without."""
-    plain, skipping = tmp_path / "plain", tmp_path / "skipping"
-    run_ranks(1, train, tiny(corpus, plain, train=batch(steps=6)))
-    skipping.mkdir()
-    append(skipping / "skips.jsonl", SkipEntry(first=30, end=33, reason="by hand"))
-    data = {"corpora": [{"path": corpus}], "skip": [[8, 16]]}
-    run_ranks(2, train, tiny(corpus, skipping, train=batch(steps=6), data=data))
-    rows = records.read(skipping / "steps").to_pylist()
-    assert [(r["first_position"], r["next_position"]) for r in rows] == [
-        (0, 8), (8, 24), (24, 35), (35, 43), (43, 51), (51, 59),
-    ]  # fmt: skip
-    first = records.read(plain / "steps").to_pylist()[0]
-    assert rows[0]["loss"] == pytest.approx(first["loss"], rel=1e-5)
-    assert json.loads((skipping / "summary.json").read_text())["cursor"] == 59
-
-
-@pytest.mark.slow
-def test_a_disk_without_any_room(corpus: Path, tmp_path: Path) -> None:
-    """A real full file system: checkpoint, records and journal all fail, training ends well and says so."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)], capture_output=True
-    )
-    if mounted.returncode:
-        pytest.skip(f"a small file system may not be mounted here: {mounted.stderr.decode().strip()}")
-    try:
-        run = disk / "run"
-        run_ranks(2, train, tiny(corpus, run, train=batch(steps=10)))
-        logs = {"trackers": [], "interval": 1000, "peak_tflops": 1.0, "flush_steps": 2}
-        config = tiny(corpus, run, train=batch(), checkpoint={"interval": 5}, logging=logs)
-        answers = run_ranks(2, train, config, partial(fill_the_disk, disk / "filler"), 3, 0)
-        assert [code for code, _ in answers] == [errors.NO_SPACE, errors.NO_SPACE]
-        assert not (run / "summary.json").exists()  # the one of ten steps is no longer true
-        store.verify(run / "checkpoints/step-10")
-        (disk / "filler").unlink()
-        assert [code for code, _ in run_ranks(2, train, tiny(corpus, run, train=batch()))] == [0, 0]
-        assert events(run, "resumed")[-1]["step"] == 10
-        assert (run / "checkpoints/latest").read_text() == "step-20"
-        assert records.read(run / "steps").num_rows == 20
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)
 
 
 def break_the_training() -> None:

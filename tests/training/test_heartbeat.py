@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import json
+import random
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.distributed import DistNetworkError
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import distributed
+from torch.distributed import DistNetworkError, distributed_c10d
 
 from megastable.base import errors
 from megastable.base.collectives import shared
 from megastable.base.errors import DataError, HandoverError
 from megastable.checkpoint.store import LayoutState, RunState
 from megastable.run.directory import RunDirectory
-from megastable.run.rank_ipc import Control, LastWords, Progress, attempt_of, folder_of, mark
+from megastable.run.rank_ipc import Control, LastWords, Progress, folder_of
+from megastable.training import rank_process as beats
 from megastable.training.heartbeat import Heartbeat, parting
+from megastable.training.rank_process import ENOUGH, STEPS, Beats, WorkBlocks, entered
 from tests.patience import PATIENCE
 
 
@@ -80,24 +88,6 @@ def test_progress_is_rank_0s_from_the_start_to_the_end(run: RunDirectory) -> Non
     assert read(run).phase == "ended"  # type: ignore[union-attr]
 
 
-def test_numbers_name_their_step_while_it_is_open_and_after_a_rewind(run: RunDirectory) -> None:
-    with heart(run) as beat:
-        beat.at(state(4))
-        beat.stepped(state(5), loss=3.0, seconds=0.5)
-        beat.phase("evaluate")
-        found = soon(lambda: (p := read(run)) and p.phase == "evaluate" and p)
-        assert (found.step, found.measured_step, found.measured_cursor, found.loss) == (4, 5, 40, 3.0)
-        beat.at(state(2))  # rewound
-        found = soon(lambda: (p := read(run)) and p.step == 2 and p)
-        assert (found.measured_step, found.loss) == (5, 3.0)
-
-
-def test_other_ranks_report_nothing(run: RunDirectory) -> None:
-    with heart(run, rank=1) as beat:
-        beat.at(state(4))
-    assert read(run) is None
-
-
 def test_a_stop_and_the_stacks_are_asked_for_by_attempt(run: RunDirectory) -> None:
     stop = Stop()
     with heart(run, stop=stop):
@@ -110,14 +100,6 @@ def test_a_stop_and_the_stacks_are_asked_for_by_attempt(run: RunDirectory) -> No
         soon(lambda: stop.asked)
         stacks = soon(lambda: (p := folder_of(run, 3) / "rank-0.stacks").exists() and p.read_text())
     assert stacks.startswith("rank 0 on ") and "test_heartbeat.py" in stacks
-
-
-def test_nobody_commands_a_run_without_a_supervisor(run: RunDirectory) -> None:
-    stop = Stop()
-    want(run, attempt=9, stop=True)
-    with heart(run, attempt=None, stop=stop):
-        time.sleep(0.6)
-    assert not stop.asked
 
 
 @pytest.mark.slow
@@ -151,11 +133,6 @@ def test_what_all_ranks_know_rank_0_says(run: RunDirectory) -> None:
         with pytest.raises(HandoverError), heart(run, rank=rank):
             raise shared(HandoverError("go back"))
     assert [p.name for p in folder_of(run, 3).iterdir()] == ["rank-0.json"]
-
-
-def test_the_mark_names_attempt_and_run(run: RunDirectory) -> None:
-    assert mark(run, 7) == f"7@{run.root.resolve()}" and attempt_of(mark(run, 7)) == 7
-    assert attempt_of(None) is None
 
 
 GLOO = "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:2968. Check the logs"
@@ -195,3 +172,55 @@ def test_a_rank_that_lost_another_says_so_in_a_line_and_keeps_its_traceback(
     words = LastWords.model_validate(json.loads((folder_of(run, 3) / "rank-1.json").read_text()))
     assert ("in fails" in words.trace) == (lines == 1)
     assert lines > 1 or (printed.count("\n") == 1 and "rank 1 lost another rank at " in printed)
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[None]:
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+def test_a_group_that_has_no_name_yet_is_not_counted(alone: None) -> None:
+    """Torch enters a new group into one table, then its name into another; a beat may come between the two."""
+    group = distributed.new_group([0])
+    distributed.all_reduce(torch.ones(1), group=group)
+    names = distributed_c10d._world.pg_names
+    before = entered()
+    name = names.pop(group)
+    try:
+        assert entered() == {other: count for other, count in before.items() if other != name}
+    finally:
+        names[group] = name
+    assert entered() == before and before[name] == 1
+
+
+def test_to_look_for_a_supervisor_changes_no_random_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run whose supervisor was replaced ends with the random states of one that was left alone."""
+    slept, before = threading.Event(), random.getstate()
+    monkeypatch.setattr(beats, "pause_of", lambda world: 1e-3)
+    looks = iter([None] * 3)
+
+    def read(path: Path) -> None:
+        if next(looks, path) is path:
+            slept.set()
+            threading.Event().wait()  # this thread ends with the process
+
+    monkeypatch.setattr(beats.Address, "read", read)
+    Beats(tmp_path, 1, 0, "here", 1)
+    assert slept.wait(PATIENCE) and random.getstate() == before
+
+
+@given(st.lists(st.integers(0, 60), max_size=6, unique=True), st.integers(1, 7))
+def test_blocks_are_of_the_same_steps_however_they_come(lost: list[int], at_once: int) -> None:
+    steps = [(n, 1.0, (0.0, float(n), 0.0, 0.0)) for n in range(61) if n not in lost]
+    blocks = WorkBlocks()
+    found = [b for i in range(0, len(steps), at_once) for b in blocks.add(steps[i : i + at_once])]
+    for block in found:
+        mine = [n for n, *_ in steps if n // STEPS == block.block]
+        assert len(mine) >= ENOUGH and block.own == pytest.approx(sum(mine) / len(mine), abs=1e-6)
+    whole = [b for b in range(6) if sum(n // STEPS == b for n, *_ in steps) >= ENOUGH]
+    # The last one is told once a step of the next has come, or its own last step.
+    assert [b.block for b in found] in (whole, whole[:-1])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from drills.plan import Fault, Plan, Policy
+from drills.scenario import Fault, Plan, Policy
 from megastable.config.tree import RunConfig
 from megastable.run import records
 from tests.distributed import run_ranks
@@ -97,17 +97,3 @@ def test_a_cap_ends_when_the_schedule_comes_back_below_it(easy: Path, tmp_path: 
     assert "the schedule is at" in lifted["reason"] and FIRST + 28 <= lifted["step"] <= FIRST + 32
     rates = {row["step"]: row["lr"] for row in records.read(run / "steps").to_pylist()}
     assert max(rates.values()) <= 1e-2  # nothing of the a hundred times too high is left
-
-
-@pytest.mark.slow
-def test_a_cap_is_tried_again_and_comes_back(easy: Path, tmp_path: Path) -> None:
-    """The schedule stays a hundred times too high: after its rest the cap is lifted, and trouble returns with it."""
-    run = tmp_path / "run"
-    assert run_ranks(1, mistaken, longer(easy, run, 110, cut_rest=20, cuts=2), 1000) == [(0, "")]
-    actions = [a for i in incidents(run) for a in i["actions"]]
-    assert actions == ["cap_lr", "cap_lr"]
-    (lifted,) = events(run, "rate_lifted")
-    assert "steps of new ground" in lifted["reason"]
-    _, second = events(run, "rate_cut")
-    assert second["limits"][0]["times"] == 2 and "for good" in second["reason"]
-    assert all(i["positions"] == [] for i in incidents(run))

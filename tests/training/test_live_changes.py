@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,34 +13,29 @@ from typing import Any
 
 import pytest
 
-from megastable.base import jsonl
+from megastable.base import durable
 from megastable.base.errors import DataError, SpaceError
 from megastable.checkpoint.vitals import ratio
 from megastable.checkpoint.whole import run_of
-from megastable.commands.root import app
 from megastable.config.tree import RunConfig
 from megastable.data.plant import Planted
 from megastable.run import changes, records
 from megastable.run.directory import RunDirectory
 from megastable.run.events.people_events import ChangeMade, ChangeMeasured, ChangeRefused
 from megastable.run.events.stability_events import (
-    AlertEvent,
     Discarded,
     IncidentEvent,
     IncidentLater,
-    StateChanged,
-    TrendEvent,
 )
 from megastable.run.events.training_events import Warned
 from megastable.run.log import RunLog
 from megastable.training.checkpoints import Checkpoints
 from megastable.training.heartbeat import WatchedFile
-from megastable.training.live_changes import LiveChanges
+from megastable.training.live_changes import Effects, Level, LiveChanges
 from tests.checkpoint.states import make_run
-from tests.conftest import tiny, write_corpus
+from tests.conftest import tiny
 from tests.distributed import run_ranks
 from tests.recovery.test_recovery import FIRST_BAD, hit_and_told, incidents, planted, recipe
-from tests.tools.cli import call
 from tests.training.test_resume import identical
 
 __all__ = ["planted"]
@@ -153,23 +145,6 @@ def make_live(run: RunDirectory, config: RunConfig, monkeypatch: pytest.MonkeyPa
     return LiveChanges(config, run, engine, RunLog(run), WatchedFile(run.changes, denials=True))
 
 
-def test_what_a_later_recipe_cannot_have_is_warned_of_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = RunDirectory(tmp_path / "run")
-    run.root.mkdir()
-    values = {"schedule.total_steps": 50, "optimizer.lr": 1e-5}
-    RunLog(run).emit(ChangeMade(step=8, change="1", who="ann", reason="because", new=values))
-    by_tokens = {"warmup_steps": None, "warmup_tokens": 100, "total_steps": None}
-    live = make_live(run, small(tmp_path, run.root, schedule=by_tokens), monkeypatch)
-    live.begin(6)
-    assert not list(run.events(Warned))
-    for step in (7, 8, 6, 7):
-        live.begin(step)
-    [warned] = run.events(Warned)
-    assert warned.step == 7 and str(warned.text).startswith("schedule.total_steps=50, changed live at step 8")
-
-
 def test_a_change_that_the_journal_does_not_take_is_not_made_until_it_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -178,14 +153,14 @@ def test_a_change_that_the_journal_does_not_take_is_not_made_until_it_does(
     live = make_live(run, small(tmp_path, run.root), monkeypatch)
     for rate in (1e-3, 1e-4):
         changes.ask(run.changes, {"optimizer.lr": rate}, "why", "ann", None)
-    real, full = jsonl.append, True
+    real, full = durable.append_line, True
 
     def append(path: Path, line: str) -> None:
         if full:
             raise DataError(f"{path} could not be written: no space")
         real(path, line)
 
-    monkeypatch.setattr(jsonl, "append", append)
+    monkeypatch.setattr(durable, "append_line", append)
     for step in (3, 4):
         live.file.has_news = False
         live.read(step)
@@ -199,38 +174,6 @@ def test_a_change_that_the_journal_does_not_take_is_not_made_until_it_does(
     full = True
     with pytest.raises(SpaceError):
         make_live(run, small(tmp_path, run.root), monkeypatch).follow_recipe(["optimizer.lr: 1 -> 2"], 6)
-
-
-def test_requests_that_the_run_may_not_read_are_warned_of(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = RunDirectory(tmp_path / "run")
-    live = make_live(run, small(tmp_path, run.root), monkeypatch)
-    changes.ask(run.changes, {"optimizer.lr": 1e-3}, "why", "ann", None)
-    may = False
-
-    def check(real: Callable[..., Any]) -> Callable[..., Any]:
-        def opens(path: Path, *arguments: Any, **more: Any) -> Any:
-            if path == run.changes and not may:
-                raise PermissionError(13, "Permission denied", str(path))
-            return real(path, *arguments, **more)
-
-        return opens
-
-    # Of a superuser, who runs tests in containers, no mode keeps a file.
-    for name in ("open", "read_bytes"):
-        monkeypatch.setattr(Path, name, check(getattr(Path, name)))
-    for step in (3, 4):
-        live.file.look()
-        assert live.file.has_news == (step == 3)
-        live.read(step)
-    [warned] = run.events(Warned)
-    assert "cannot be read" in str(warned.text) and "Permission denied" in str(warned.text)
-    may = True
-    live.file.look()
-    assert live.file.has_news
-    live.read(5)
-    assert [event.step for event in run.events(ChangeMade)] == [6]
 
 
 def test_a_checkpoint_is_judged_by_all_betas_that_its_moments_may_be_of(tmp_path: Path) -> None:
@@ -249,19 +192,6 @@ def test_a_checkpoint_is_judged_by_all_betas_that_its_moments_may_be_of(tmp_path
     RunLog(run).emit(ChangeMade(step=8, change="3", reason="because", new={"optimizer.betas": list(strange)}))
     assert ratio(*Checkpoints._betas(of_run, found)) == ratio(strange) > ratio(*betas)
     assert set(Checkpoints._betas(of_run, tmp_path / "none")) == {recipe, (0.5, 0.6), strange}
-
-
-def test_a_step_says_which_keys_change_there_also_when_it_is_repeated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = RunDirectory(tmp_path / "run")
-    run.root.mkdir()
-    for number, until, key in (("1", 9, "optimizer.lr"), ("2", None, "model.z_loss")):
-        RunLog(run).emit(ChangeMade(step=8, until=until, change=number, reason="because", new={key: 1e-3}))
-    live = make_live(run, small(tmp_path, run.root), monkeypatch)
-    both = {"optimizer.lr", "model.z_loss"}
-    told = [live.begin(step) for step in (6, 7, 8, 9, 10, 7, 8)]
-    assert told == [set(), both, set(), {"optimizer.lr"}, set(), both, set()]
 
 
 def kill(run: RunDirectory) -> None:
@@ -299,83 +229,6 @@ def test_after_a_kill_all_ranks_hold_at_every_step_what_they_held_before(
 
 
 @pytest.mark.slow
-def test_a_request_that_no_process_has_read_is_followed_by_the_next_one(corpus: Path, tmp_path: Path) -> None:
-    run = RunDirectory(tmp_path / "run")
-    run_ranks(1, train_with, small(corpus, run.root, train={"steps": 4, "eval_samples": 0}), {})
-    changes.ask(run.changes, {"optimizer.lr": 1e-3}, "late", "ann", None)
-    longer = small(corpus, run.root, train={"steps": 6, "eval_samples": 0})
-    [seen] = run_ranks(1, train_with, longer, {})
-    assert [row[1] for row in seen] == pytest.approx([row[1] for row in held(longer, 5, 0)[4:]])
-    # A recipe with another rate ends it, and a restart with this recipe keeps to that.
-    for steps in (7, 8):
-        newer = small(corpus, run.root, optimizer={"lr": 2e-3}, train={"steps": steps, "eval_samples": 0})
-        [[(step, rate, *_)]] = run_ranks(1, train_with, newer, {})
-        assert rate == pytest.approx(held(newer, 99, 0)[step - 1][1])
-    first, second = run.events(ChangeMade)
-    assert (first.step, second.step, second.new) == (5, 7, {"optimizer.lr": 2e-3})
-
-
-def wait_for_request(run: RunDirectory) -> None:
-    until = time.monotonic() + 30
-    (run.root / "waits").touch()
-    while not run.changes.exists() and time.monotonic() < until:
-        time.sleep(0.05)
-    time.sleep(0.4)
-
-
-@pytest.mark.slow
-def test_the_command_asks_a_run_at_work_and_tells_from_which_step(corpus: Path, tmp_path: Path) -> None:
-    config, answers = small(corpus, tmp_path / "run"), list[Any]()
-
-    def in_a_terminal() -> None:
-        while not (tmp_path / "run/waits").exists():
-            time.sleep(0.05)
-        arguments = ["run", "optimizer.lr=1e-3", "--reason", "the loss swings", "--json"]
-        answers.append(subprocess.run(
-            [sys.executable, "-m", "megastable.cli", "change", *arguments], cwd=tmp_path, capture_output=True,
-            text=True, check=False,
-        ))  # fmt: skip
-
-    person = threading.Thread(target=in_a_terminal)
-    person.start()
-    run_ranks(2, train_with, config, {3: wait_for_request})
-    person.join()
-    [done] = answers
-    assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)["made"]
-    assert told["step"] == 4 and told["new"] == {"optimizer.lr": 1e-3} and told["reason"] == "the loss swings"
-    [made] = RunDirectory(tmp_path / "run").events(ChangeMade)
-    assert made == told
-
-
-def test_the_command_asks_waits_and_tells_the_step(corpus: Path, tmp_path: Path) -> None:
-    config = small(corpus, tmp_path / "run")
-    run_ranks(
-        1, train_with, config.model_copy(update={"train": config.train.model_copy(update={"steps": 2})}), {}
-    )
-
-    def change(*arguments: str) -> Any:
-        return call(app, "change", "run", *arguments, cwd=tmp_path)
-
-    done = change("optimizer.lr=1e-3", "--reason", "x")
-    assert done.returncode == 2 and "is finished: with a larger train.steps it goes on" in done.stderr
-    (tmp_path / "run/progress.json").write_text('{"step": 1}')
-    done = change("optimizer.lr=1e-3", "--reason", "x")
-    told = "no process trains here: start it again with optimizer.lr=1e-3"
-    assert done.returncode == 2 and told in done.stderr
-    for arguments, told in (
-        (["model.layers=3", "--reason", "x"], "begin another run"),
-        (["optimizer.lr=-3", "--reason", "x"], "optimizer.lr=-3"),
-        (["optimizer.lr", "--reason", "x"], "key=value"),
-        (["optimizer.lr=1e-3", "--reason", " "], "--reason is empty"),
-        (["optimizer.lr=1e-3", "--reason", "x", "--until", "1"], "step 1 already"),
-    ):
-        done = change(*arguments)
-        assert done.returncode == 2 and told in done.stderr and "Traceback" not in done.stderr, done
-    assert not (tmp_path / "run/changes.jsonl").exists()
-
-
-@pytest.mark.slow
 def test_a_rewind_over_a_change_trains_each_step_with_what_held_there(
     planted: tuple[Path, Planted], tmp_path: Path
 ) -> None:
@@ -407,29 +260,49 @@ def test_a_rewind_over_a_change_trains_each_step_with_what_held_there(
     assert FIRST_BAD in [e.step for e in RunDirectory(tmp_path / "hit").events(Discarded)]
 
 
-@pytest.mark.slow
-def test_changes_of_a_healthy_run_trip_nothing(tmp_path: Path) -> None:
-    """Each is far, and its effect is seen: a z-loss of a hundred times raises the probe by 0.035 nats in 20 steps. Six
-    in 400 steps of a small model on noise that can be learnt; chosen on this run, and measured on no other."""
-    write_corpus(tmp_path / "corpus", tokens=400_000, ids=40)
-    config = tiny(
-        tmp_path / "corpus", tmp_path / "run", schedule={"warmup_steps": 20, "total_steps": 400},
-        train={"steps": 400, "micro_batch": 8}, checkpoint={"interval": 100},
-        stability={"detector": {"warmup_steps": 20, "min_values": 12}},
-    )  # fmt: skip
-    run, made = RunDirectory(tmp_path / "run"), list[ChangeMade]()
-    run.root.mkdir()
-    wanted: list[tuple[int, dict[str, Any]]] = [
-        (80, {"optimizer.lr": 6e-3}), (140, {"optimizer.weight_decay": 0.5}),
-        (200, {"optimizer.betas": [0.9, 0.99], "optimizer.clip": 0.3}), (250, {"model.z_loss": 1e-2}),
-        (300, {"optimizer.lr": 3e-4}), (340, {"schedule.total_steps": 350}),
+def done(step: int, loss: float, applied: bool = True) -> Any:
+    measured = SimpleNamespace(loss=loss, grad_norm=1.0)
+    return SimpleNamespace(state=SimpleNamespace(step=step), measured=measured, applied=applied)
+
+
+def test_effects_are_told_once_over_restarts_and_rewinds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megastable.training.live_changes.first", lambda action: action())
+    run = RunDirectory(tmp_path)
+    log = RunLog(run)
+
+    def closes(number: int, step: int, outcome: str = "healed", verdict: str = "spike") -> None:
+        summary = {"number": number, "outcome": outcome, "verdict": verdict}
+        log.emit(IncidentEvent(what="closed", step=step, number=number, summary=summary))
+
+    def process(first: int, last: int, closed: dict[int, int], ends: bool = False) -> None:
+        incidents: Any = SimpleNamespace(closed={})
+        changes: Any = SimpleNamespace(level=Level(), made=list(run.events(ChangeMade)))
+        effects = Effects(run, changes, incidents, log)
+        for step in range(first, last + 1):
+            incidents.closed |= {number: at for number, at in closed.items() if at == step}
+            effects.stepped(done(step, 1000.0 - step))
+        if ends:
+            effects.finish(last)
+
+    for change, until in (("a", {}), ("b", {"until": 70}), ("c", {})):
+        log.emit(
+            ChangeMade(step=699 if change == "c" else 61, change=change, loss=2.0, new={"k": 1}, **until)
+        )
+    closes(1, 50)
+    closes(2, 60, outcome="open")
+    closes(3, 61, verdict="crash")
+    process(51, 149, {})
+    process(120, 400, {4: 130})  # from an older checkpoint
+    closes(4, 130)
+    process(380, 700, {}, ends=True)
+    process(690, 700, {}, ends=True)
+    changed = [(e.change, e.step, e.steps, e.loss_after) for e in run.events(ChangeMeasured)]
+    assert changed == [("b", 70, 10, 1000 - 65.5), ("a", 160, 100, 1000 - 150.5), ("c", 700, 2, 1000 - 699.5)]
+    told = [(e.number, e.step, e.after, bool(e.at_end)) for e in run.events(IncidentLater)]
+    assert told == [
+        (1, 150, 100, False), (4, 230, 100, False), (1, 550, 500, False), (4, 630, 500, False),
+        (1, 700, 650, True), (4, 700, 570, True),
     ]  # fmt: skip
-    for step, values in wanted:
-        request = changes.ChangeRequest(id=str(step), time=0.0, reason="because", values=values)
-        event = changes.answer(request, config, made, step, None)
-        assert isinstance(event, ChangeMade)
-        made.append(event)
-        RunLog(run).emit(event)
-    run_ranks(1, train_with, config, {})
-    assert len(list(run.events(ChangeMeasured))) == 6
-    assert not list(run.events(IncidentEvent, TrendEvent, AlertEvent, Warned, StateChanged))
+    assert next(e.loss for e in run.events(IncidentLater)) == 1000 - 140.5

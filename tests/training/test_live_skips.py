@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,14 +13,11 @@ import pytest
 from megastable.config.tree import RunConfig
 from megastable.data.blends import read_blends
 from megastable.data.order import BLOCK
-from megastable.data.skip_ledger import SkipEntry, read_ledger
-from megastable.data.skips import Identity
+from megastable.data.skip_ledger import SkipEntry
 from megastable.run import records
-from megastable.run.events.data_events import SkipsForeign
-from megastable.run.events.event import Event
 from tests.conftest import tiny, write_corpus
 from tests.distributed import run_ranks, train
-from tests.journal import KeptLog, events
+from tests.journal import events
 
 
 def small(corpus: Path, run: Path, steps: int, **parts: Any) -> RunConfig:
@@ -126,42 +122,6 @@ def test_a_new_blend_begins_at_the_next_block_and_is_journaled(tmp_path: Path) -
     assert np.all(np.diff(flat) > 0) and flat[-1] > BLOCK
 
 
-@pytest.mark.slow
-def test_weights_that_change_twice_before_they_hold(tmp_path: Path) -> None:
-    """The second change takes the place of the first, which the checkpoint knew; what is skipped behind it follows."""
-    paths = [tmp_path / name for name in ("a", "b")]
-    for seed, path in enumerate(paths):
-        write_corpus(path, tokens=300_000, seed=seed)
-
-    def config(steps: int, share: float) -> RunConfig:
-        given = [{"path": paths[0], "weight": share}, {"path": paths[1], "weight": 1 - share}]
-        return small(paths[0], tmp_path / "run", data={"corpora": given}, steps=steps)
-
-    run_ranks(1, train, config(2, 0.5))
-    run_ranks(1, train, config(4, 0.3))
-    with (tmp_path / "run/skips.jsonl").open("a") as file:
-        file.write(line(BLOCK + 7, BLOCK + 30) + "\n")
-    run_ranks(1, train, config(4, 0.8))  # a new blend, and no checkpoint of it
-    assert run_ranks(1, train, config(5, 0.8)) == [0]
-    assert [e.position for e in read_blends(tmp_path / "run" / "blends.jsonl")] == [0, BLOCK, BLOCK]
-    assert not events(tmp_path / "run", "order_changed")
-    first, second = events(tmp_path / "run", "blend_changed")
-    moved = sum(e.end - e.first for e in read_ledger(tmp_path / "run/skips.jsonl")[1:])
-    assert first["skips_moved"] == 0 and 0 < second["skips_moved"] == moved <= 23
-
-
-def test_other_corpora_before_the_first_checkpoint(tmp_path: Path) -> None:
-    """Nothing was done yet: what is written down of the corpora is what is trained on, and what it is measured by."""
-    for seed, name in enumerate("ab"):
-        write_corpus(tmp_path / name, seed=seed)
-    ends = {"interval": 0, "at_end": False}
-    run_ranks(1, train, small(tmp_path / "a", tmp_path / "run", steps=1, checkpoint=ends))
-    run_ranks(1, train, small(tmp_path / "b", tmp_path / "run", steps=1, checkpoint=ends))
-    last = read_blends(tmp_path / "run/blends.jsonl")[-1]
-    assert (last.position, [share.name for share in last.corpora]) == (0, ["b"])
-    assert len(events(tmp_path / "run", "evaluated")) == 2
-
-
 def test_a_changed_corpus_is_still_refused(tmp_path: Path) -> None:
     write_corpus(tmp_path / "a", tokens=40_000)
     config = small(tmp_path / "a", tmp_path / "run", steps=5, checkpoint={"interval": 5})
@@ -220,30 +180,3 @@ def train_attempt(config: RunConfig, attempt: int) -> int:
     from megastable.train import train
 
     return train(config, Path("recipe.yaml"), attempt)
-
-
-def test_the_journal_is_read_once_for_corpora_that_the_run_does_not_use(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Not at every change of the ledger, in the middle of the training."""
-    from megastable.training.data_order import DataOrder
-
-    read, log = list[type[Event]](), KeptLog()
-    known = [{"fingerprint": "told"}]
-    data_order = SimpleNamespace(
-        skipping=SimpleNamespace(foreign=lambda order: foreign),
-        source=SimpleNamespace(order=None),
-        config=SimpleNamespace(model=SimpleNamespace(sequence_length=32)),
-        run=SimpleNamespace(events=lambda kind: read.append(kind) or known, skips=Path("skips.jsonl")),
-        log=log, _told_foreign=None,
-    )  # fmt: skip
-    monkeypatch.setattr("megastable.training.data_order.first", lambda action: action())
-    foreign = {Identity("a", "told"): 5, Identity("a", "old"): 96}
-    for _ in range(3):
-        DataOrder.warn_of_foreign(data_order, 7)  # type: ignore[arg-type]
-    foreign[Identity("b", "other")] = 33
-    DataOrder.warn_of_foreign(data_order, 7)  # type: ignore[arg-type]
-    assert read == [SkipsForeign]
-    assert [(e["fingerprint"], e["tokens"]) for e in log.events] == [("old", 96), ("other", 33)]
-    assert log.said[0].startswith("WARNING: skips.jsonl names 96 tokens (3 samples) of corpus a")
-    assert "33 tokens (2 samples) of corpus b" in log.said[1]

@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from megastable.checkpoint.held_points import HeldPart, PointKey
-from megastable.checkpoint.memory_folder import MemoryFolder
+from megastable.checkpoint.held_points import HeldPart, MemoryFolder, PointKey
 from megastable.config.tree import RunConfig
 from megastable.run import records
 from tests.conftest import tiny
@@ -27,9 +26,8 @@ POINT = 12  # the newest point then
 END = 20
 
 
-def train(config: RunConfig, hosts: Sequence[str], dies: bool, action: str = "") -> dict[str, Any]:
-    """Rank i sees the memory hosts[i]. dies: all ranks are killed after step `DIES`, once the point before is complete.
-    action: what rank 0 sees happen just before, or "late": rank 1 begins to write while rank 0's folder is empty."""
+def train(config: RunConfig, hosts: Sequence[str], dies: bool) -> dict[str, Any]:
+    """Rank i sees the memory hosts[i]. dies: all are killed after step `DIES`, once the point before is complete."""
     import torch.distributed as dist
 
     from megastable.train import train
@@ -46,8 +44,6 @@ def train(config: RunConfig, hosts: Sequence[str], dies: bool, action: str = "")
         while self._job is not None and not self._job.finished:
             time.sleep(0.005)  # however slow this machine is: the next ballot says that it is done
         if dies and step == DIES:
-            if action == "rewound":
-                self.rewound(POINT - 2)
             dist.barrier()
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -56,8 +52,6 @@ def train(config: RunConfig, hosts: Sequence[str], dies: bool, action: str = "")
         begin(self, state, pending)
 
     memory_copies.MemoryCopies.heard, memory_copies.MemoryCopies.begin = dying, beginning  # type: ignore[method-assign]
-    if action == "late":
-        late(dist.get_rank())
     code = train(config, Path("recipe.yaml"))
     copies = kept[0] if kept else None
     return {
@@ -65,27 +59,6 @@ def train(config: RunConfig, hosts: Sequence[str], dies: bool, action: str = "")
         "written": copies.written if copies else 0,
         "received": copies.hosts.server.received if copies and copies.hosts else 0,
     }  # fmt: skip
-
-
-def late(rank: int) -> None:
-    from megastable.training.memory_copies import MemoryCopies
-
-    begin, write = MemoryFolder.begin, MemoryCopies._write
-
-    def slow(self: MemoryFolder, key: PointKey) -> Path:
-        time.sleep(0.6 * rank)
-        folder = begin(self, key)
-        time.sleep(0.3)
-        return folder
-
-    def waiting(self: MemoryCopies, job: Any) -> HeldPart:
-        while self.hosts is not None and not self.hosts.folder.point(job.key).exists():
-            time.sleep(0.005)
-        return write(self, job)
-
-    MemoryFolder.begin = slow  # type: ignore[method-assign]
-    if rank > 0:
-        MemoryCopies._write = waiting  # type: ignore[method-assign]
 
 
 def recipe(corpus: Path, run: Path, copies: str = "always", **parts: Any) -> RunConfig:
@@ -101,9 +74,9 @@ def memories(folder: Path, count: int, ranks: int) -> list[str]:
     return [str(folder / f"host-{rank * count // ranks}") for rank in range(ranks)]
 
 
-def killed(world: int, config: RunConfig, hosts: Sequence[str], action: str = "") -> None:
+def killed(world: int, config: RunConfig, hosts: Sequence[str]) -> None:
     with pytest.raises(AssertionError, match="ended"):
-        run_ranks(world, train, config, hosts, True, action)
+        run_ranks(world, train, config, hosts, True)
 
 
 def spoil_checkpoints(run: Path) -> int:
@@ -138,13 +111,6 @@ def test_killed_ranks_resume_from_their_hosts_memory(corpus: Path, tmp_path: Pat
     # Those after the checkpoint of step 10 were in the memory of a process that was killed.
     assert records.read(run / "steps").column("step").to_pylist() == list(range(1, END + 1))
     assert not (tmp_path / "host-0").exists() or not any((tmp_path / "host-0").iterdir())  # at the end
-
-
-@pytest.mark.slow
-def test_a_rank_that_begins_late_leaves_the_folder_of_another(corpus: Path, tmp_path: Path) -> None:
-    config, hosts = recipe(corpus, run := tmp_path / "run"), memories(tmp_path, 1, 2)
-    killed(2, config, hosts, "late")
-    assert {(p.key.step, p.rank) for p in held(hosts[0], run)} == {(POINT, 0), (POINT, 1)}
 
 
 LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {  # ranks, hosts
@@ -218,7 +184,7 @@ def convict(run: Path) -> None:
     markers.convict(run / "checkpoints/step-10", "bad")
 
 
-# Everything else that makes a point outdated: tests/checkpoint/test_lineage.py.
+# Everything else that makes a point outdated: tests/checkpoint/test_held_points.py.
 OUTDATED: dict[str, tuple[Callable[[Path], object], str, int]] = {
     "rewound": (lambda run: journal(run, event="memory_dropped", step=10, epoch=1), "was rewound", 10),
     "convicted": (convict, "was convicted", 5),
@@ -251,89 +217,29 @@ def test_what_is_outdated_is_not_used(name: str, corpus: Path, tmp_path: Path) -
     assert [(e["step"], e["origin"]) for e in events(run, "resumed")] == [(step, "checkpoint")]
 
 
-@pytest.mark.slow
-def test_a_rewind_invalidates_later_points_at_once(corpus: Path, tmp_path: Path) -> None:
-    config, hosts = recipe(corpus, run := tmp_path / "run"), memories(tmp_path, 2, 2)
-    killed(2, config, hosts, "rewound")
-    assert not [part for host in hosts for part in held(host, run)]
-    assert events(run, "memory_dropped")[0]["step"] == POINT - 2
-
-
-@pytest.mark.slow
-def test_a_new_run_in_an_old_directory_begins_anew(corpus: Path, tmp_path: Path, straight: Path) -> None:
-    config, hosts = recipe(corpus, run := tmp_path / "run"), memories(tmp_path, 1, 2)
-    killed(2, config, hosts)
-    shutil.rmtree(run)
-    run_ranks(2, train, config, hosts, False)
-    assert not events(run, "resumed") and len(events(run, "memory_refused")) == 1
-    assert identical(straight, run / f"checkpoints/step-{END}") == 6
-
-
-@pytest.mark.slow
-def test_a_host_that_returns_with_old_memory_loses(corpus: Path, tmp_path: Path) -> None:
-    config, hosts = (
-        recipe(corpus, run := tmp_path / "run", checkpoint={"interval": 5}),
-        memories(tmp_path, 2, 2),
-    )
-    killed(2, config, hosts)
-    shutil.copytree(hosts[1], tmp_path / "old")
-    run_ranks(2, train, config, hosts, False)  # to the end, step 20, of which there is a checkpoint
-    longer = recipe(corpus, run, checkpoint={"interval": 5}, train=dict(config.train) | {"steps": END + 5})
-    shutil.copytree(tmp_path / "old", hosts[1], dirs_exist_ok=True)
-    run_ranks(2, train, longer, hosts, False)
-    assert [(e["step"], e["origin"]) for e in events(run, "resumed")] == [
-        (POINT, "memory"),
-        (END, "checkpoint"),
-    ]
-
-
-@pytest.mark.slow
-def test_fewer_ranks_take_the_parts_of_more(corpus: Path, tmp_path: Path) -> None:
-    config, hosts = recipe(corpus, run := tmp_path / "run"), memories(tmp_path, 2, 2)
-    killed(2, config, hosts)
-    spoil_checkpoints(run)
-    assert run_ranks(1, train, config, hosts[:1], False)[0]["code"] == 0  # the second host is gone
-    (resumed,), (reshaped,) = events(run, "resumed"), events(run, "reshaped")
-    assert (resumed["step"], resumed["origin"]) == (POINT, "memory") and reshaped["new"]["data"] == 1
-
-
-@pytest.mark.slow
-def test_both_copies_lost_is_a_start_from_the_checkpoint(corpus: Path, tmp_path: Path) -> None:
-    config, hosts = recipe(corpus, run := tmp_path / "run"), memories(tmp_path, 3, 3)
-    config = recipe(corpus, run, train=dict(config.train) | {"global_batch": 12})
-    killed(3, config, hosts)
-    for host in hosts[1:]:
-        shutil.rmtree(host)
-        Path(host).mkdir()
-    run_ranks(3, train, config, hosts, False)
-    assert [(e["step"], e["origin"]) for e in events(run, "resumed")] == [(10, "checkpoint")]
-    (refused,) = events(run, "memory_refused")
-    assert refused["reason"] == "no host holds the part of rank 1"
-
-
 def failing(config: RunConfig, hosts: Sequence[str], how: str) -> dict[str, Any]:
     """Train with a memory that is full, or with a partner that takes connections and never answers."""
     import socket
 
     import torch.distributed as dist
 
-    from megastable.checkpoint import memory_wire
+    from megastable.checkpoint import memory_hosts
     from megastable.checkpoint.memory_hosts import MemoryHosts
     from megastable.train import train
 
     os.environ["MEMORY"] = hosts[dist.get_rank()]
     silent = socket.create_server(("127.0.0.1", 0))
     if how == "stalls":
-        memory_wire.SECONDS = 1000.0  # longer than the run: nobody may wait for it
+        memory_hosts.SECONDS = 1000.0  # longer than the run: nobody may wait for it
 
         def connect(self: Any, rank: int) -> Any:
-            return memory_wire.MemoryClient("127.0.0.1", silent.getsockname()[1], self.token)
+            return memory_hosts.MemoryClient("127.0.0.1", silent.getsockname()[1], self.token)
 
         MemoryHosts.connect = connect  # type: ignore[method-assign]
     else:
         from megastable.base import free_memory
 
-        memory_wire.free_memory = type("", (), {"free": staticmethod(lambda: 0)})  # type: ignore[assignment,misc]
+        memory_hosts.free_memory = type("", (), {"free": staticmethod(lambda: 0)})  # type: ignore[assignment,misc]
         assert free_memory.free() > 0
     begin = time.monotonic()
     code = train(config, Path("recipe.yaml"))
@@ -358,24 +264,6 @@ def test_a_folder_that_is_not_there_is_said(corpus: Path, tmp_path: Path) -> Non
     run_ranks(1, train, config, [str(tmp_path / "missing")], False)
     (event,) = events(run, "memory_off")
     assert "missing" in event["reason"]
-
-
-@pytest.mark.slow
-def test_without_a_supervisor_nothing_is_kept_by_default(corpus: Path, tmp_path: Path) -> None:
-    parts = {"train": dict(recipe(corpus, tmp_path).train) | {"steps": 5}}
-    config, hosts = recipe(corpus, tmp_path / "run", "auto", **parts), memories(tmp_path, 2, 2)
-    assert all(not a["begun"] for a in run_ranks(2, train, config, hosts, False))
-    assert not any(path for host in hosts for path in Path(host).iterdir())
-
-
-@pytest.mark.slow
-def test_too_little_memory_is_said_once(corpus: Path, tmp_path: Path) -> None:
-    snapshots = {"interval": 4, "copies": {"mode": "always", "folder": "$MEMORY", "memory_gib": 1e-6}}
-    parts = {"train": dict(recipe(corpus, tmp_path).train) | {"steps": 9}}
-    config = recipe(corpus, run := tmp_path / "run", **parts, stability={"snapshots": snapshots})
-    assert all(not a["begun"] for a in run_ranks(2, train, config, memories(tmp_path, 2, 2), False))
-    (event,) = events(run, "memory_off")
-    assert "memory_gib" in event["reason"]
 
 
 @pytest.mark.slow

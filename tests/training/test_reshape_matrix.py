@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megastable.checkpoint.whole import WholeState
-from megastable.config.checkpoint import VitalsConfig
+from megastable.config.training import VitalsConfig
 from megastable.config.tree import RunConfig
 from megastable.engine.flatstate import KINDS
 from megastable.run import records

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,18 +13,14 @@ import pytest
 import torch
 
 from megastable.base import activity
-from megastable.config.tree import LoggingConfig, ProfileConfig, RunConfig
+from megastable.config.tree import LoggingConfig, ProfileConfig
 from megastable.report.trace_summary import read_trace
 from megastable.run import records
 from megastable.run.directory import RunDirectory
 from megastable.run.step_phases import COLUMNS
 from megastable.training import step_profiler
 from megastable.training.step_profiler import (
-    SnapshotWriter,
-    StepProfiler,
     profiled,
-    snapshot_on_out_of_memory,
-    untraced,
 )
 from tests.conftest import tiny
 from tests.distributed import run_ranks, train
@@ -73,34 +68,6 @@ def test_the_steps_that_are_wanted_are_traced_with_their_phases(tmp_path: Path) 
     assert names.count("megastable: step 3") == names.count("megastable: step 4") == 1
 
 
-def test_steps_that_are_done_again_are_not_traced_again(tmp_path: Path) -> None:
-    run_steps(tmp_path, 2, 3, 2, 3)  # the run went back after the window
-    (file,) = (tmp_path / "profiles").iterdir()
-    before = file.stat().st_mtime_ns
-    run_steps(tmp_path, 2, 3)  # resumed from an older checkpoint
-    assert file.stat().st_mtime_ns == before and read_trace(file).steps == [3, 4]
-    file.unlink()
-    run_steps(tmp_path, 3, 4)  # resumed within the window: what is left of it
-    assert read_trace(file).steps == [4]
-
-
-def test_a_rewind_or_the_end_within_the_window_ends_the_trace(tmp_path: Path) -> None:
-    for name in ("rewind", "end"):
-        (tmp_path / name).mkdir()
-    run_steps(tmp_path / "rewind", 2, 3, 1, 2, 3, 4, steps=3)
-    run_steps(tmp_path / "end", 2, 3, steps=9)
-    for name in ("rewind", "end"):
-        assert read_trace(tmp_path / name / "profiles/step-00000003-rank-0.json.gz").steps == [3, 4]
-
-
-def test_other_ranks_and_runs_without_a_profile_do_nothing(tmp_path: Path) -> None:
-    run_steps(tmp_path, 2, 3, rank=1)
-    with profiled(LoggingConfig(nvtx=True), RunDirectory(tmp_path), 0, print):  # there is no GPU to mark
-        assert activity.listener is None
-        step(2)
-    assert not (tmp_path / "profiles").exists()
-
-
 def test_what_a_killed_process_had_begun_to_write_is_removed(tmp_path: Path) -> None:
     """Also if nothing is traced again; not that of another rank, which may be at work."""
     folder = tmp_path / "profiles"
@@ -112,25 +79,6 @@ def test_what_a_killed_process_had_begun_to_write_is_removed(tmp_path: Path) -> 
     assert sorted(path.name for path in folder.iterdir()) == [
         ".step-00000100-rank-1.json", ".step-00000100-rank-1.json.gz",
     ]  # fmt: skip
-
-
-def test_a_profile_of_which_nothing_comes_says_why(tmp_path: Path) -> None:
-    """Not the next process, if there is a trace."""
-    config = ProfileConfig(start=200, steps=3, ranks=(2, 5))
-
-    def why(world: int = 8, done: int = 0, last: int = 1000) -> str:
-        return untraced(config, tmp_path, world, done, last)
-
-    assert (
-        untraced(None, tmp_path, 8, 0, 1000) == why() == why(world=3) == why(done=201) == why(last=200) == ""
-    )
-    assert why(world=2) == "logging.profile.ranks=[2, 5]: nothing is traced, the ranks are 0 to 1"
-    assert why(done=202) == (
-        "logging.profile.from=200: nothing is traced, step 202 is done: choose a later one"
-    )
-    assert why(last=199) == "logging.profile.from=200: nothing is traced, the last step is 199"
-    (tmp_path / "step-00000200-rank-5.json.gz").touch()
-    assert why(done=500) == ""
 
 
 @pytest.mark.parametrize("broken", ["folder", "start", "stop", "write"])
@@ -154,47 +102,6 @@ def test_a_profile_that_fails_is_given_up(
         assert not list((tmp_path / "profiles").iterdir())
         run_steps(tmp_path, *range(6))  # and the profiler is free for the next one
         assert len(list((tmp_path / "profiles").iterdir())) == 1
-
-
-def test_an_error_on_a_gpu_is_not_held_up_by_the_trace(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """To stop a trace waits for the GPU, and that perhaps for a rank that is gone."""
-    profiler = StepProfiler(ProfileConfig(start=3, steps=2), tmp_path / "profiles", 0, print)
-    profiler.begin(2)
-    trace, stopped = profiler._trace, []
-    assert trace is not None
-    stop = trace.stop
-    monkeypatch.setattr(trace, "stop", lambda: stopped.append(1))
-    profiler._cuda = True
-    try:
-        raise RuntimeError("a rank is gone")
-    except RuntimeError:
-        profiler.close()
-    stop()
-    assert not stopped and not list((tmp_path / "profiles").iterdir())
-
-
-def test_the_words_of_a_recipe() -> None:
-    read = RunConfig.model_validate({"logging": {"profile": {"from": 200, "steps": 3, "ranks": [0]}}})
-    assert read.logging.profile == ProfileConfig(start=200)
-    assert RunConfig.model_validate(read.model_dump(mode="json")) == read  # as the frozen recipe has it
-    for wrong in ({"from": 0}, {"from": True}, {"ranks": []}, {"from": 1, "start": 2}, {"steps": 1000}):
-        with pytest.raises(ValueError, match=r"logging\.profile"):
-            RunConfig.model_validate({"logging": {"profile": wrong}})
-
-
-def test_memory_that_runs_out_leaves_one_snapshot(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    snapshot_on_out_of_memory(tmp_path, 0, 10)  # no GPU: nothing
-    assert not list(tmp_path.iterdir())
-    taken = [{"segments": [1]}, {"segments": [2]}]
-    writer = SnapshotWriter(tmp_path / "profiles", 3, lambda: taken.pop(0))
-    writer(0, 1, 2, 3)
-    writer(0, 1, 2, 3)
-    (file,) = (tmp_path / "profiles").iterdir()
-    assert file.name == "out-of-memory-rank-3.pickle" and pickle.loads(file.read_bytes()) == {"segments": [1]}
-    SnapshotWriter(file, 3, dict)()  # a folder that cannot be made
-    assert "no snapshot of the memory" in caplog.text
 
 
 @pytest.mark.slow
@@ -241,8 +148,8 @@ class Event:
 def test_on_a_gpu_the_phases_are_added_when_its_events_have_passed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from megastable.engine.device_clock import DeviceClock
-    from megastable.training.observer import Observer
+    from megastable.engine.measured import DeviceClock
+    from megastable.training.recorder import Observer
     from tests.run.test_records import record
 
     stream = Event.stream = SimpleNamespace(now=0.0, done=0.0)

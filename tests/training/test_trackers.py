@@ -3,16 +3,37 @@ the incident."""
 
 from __future__ import annotations
 
+import errno
+import io
 import json
+import os
+import signal
 import subprocess
 import sys
+import threading
+import time
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
+from megastable.run.directory import RunDirectory
+from megastable.run.events.stability_events import IncidentEvent
+from megastable.run.events.training_events import ConfigChanged
+from megastable.run.log import RunLog
+from megastable.training.trackers.points import (
+    Point,
+    RunPoint,
+    StepPoint,
+    UndonePoint,
+)
+from megastable.training.trackers.relay import Lane, Relay, ToldSteps, TrackerNotes
+from megastable.training.trackers.tensorboard_tracker import folder_of
+from megastable.training.trackers.tracker import JsonlTracker, Setting
+from megastable.training.tracking import Tracking, run_point
+from tests.journal import note
 from tests.training.tracked_run import (
     FIRST,
     LOSSES,
@@ -24,6 +45,8 @@ from tests.training.tracked_run import (
     VALIDATION,
     configured,
     process,
+    record,
+    until,
 )
 
 WANDB, MLFLOW = (find_spec(name) is not None for name in ("wandb", "mlflow"))
@@ -89,20 +112,6 @@ def test_tensorboard(tracked: Tracked) -> None:
     assert scalars(run, "3 stability/incidents")[24] == 1
 
 
-def test_tensorboard_opens_on_what_matters(tracked: Tracked) -> None:
-    """It sorts groups by name, and opens the first two."""
-    (run,) = (tracked.root / "tensorboard").iterdir()
-    tags = accumulated(run).Tags()
-    groups = sorted({tag.partition("/")[0] for tag in tags["scalars"]})
-    assert groups == ["1 train", "2 validation", "3 stability", "4 speed"]
-    assert sorted(tag for tag in tags["scalars"] if tag < "3") == [
-        "1 train/loss", "1 train/lr", "1 train/norm_of_gradient", "2 validation/loss", "2 validation/of/a b",
-    ]  # fmt: skip
-    assert len(tags["scalars"]) < 20
-    shown = sorted(tag for tag in tags["tensors"] if not tag.startswith("_hparams_"))
-    assert shown == ["5 layers/activation_max", "5 layers/log10_gradient_rms"]
-
-
 def test_tensorboard_has_distributions_notes_and_hyperparameters(tracked: Tracked) -> None:
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
     from tensorboard.util.tensor_util import make_ndarray
@@ -142,11 +151,6 @@ def test_jsonl(tracked: Tracked) -> None:
     assert [row["step"] for row in rows if row["record"] == "run"] == [0, 18]
     assert {row["name"] for row in rows if row["record"] == "run"} == {NAME}
     assert not any("tracker_command" in line for line in lines)
-
-
-def test_a_program_gets_the_same_lines(tracked: Tracked) -> None:
-    wanted = (tracked.root / "trackers/records.jsonl").read_text(encoding="utf-8")
-    assert (tracked.root / "copy").read_text(encoding="utf-8") == wanted
 
 
 @pytest.mark.skipif(not WANDB, reason="wandb is not installed: bash launch/install.sh wandb")
@@ -201,3 +205,245 @@ def test_mlflow(tracked: Tracked, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run.data.tags["incident.0001"] == "step 18: incident 1: closed: healed"
     path = client.download_artifacts(run.info.run_id, "incidents/0001/incident.json")
     assert json.loads(Path(path).read_text())["outcome"] == "healed"
+
+
+def point(step: int, applied: bool = True, tokens: int = 10) -> StepPoint:
+    return StepPoint(step, step * tokens, float(step), applied, {"train/loss": 1.0 / step})
+
+
+class Recording:
+    """A tracker that keeps what it is told. wait: before each step."""
+
+    def __init__(self, wait: threading.Event | None = None, wrong: bool = False) -> None:
+        self.told: list[Any] = []
+        self.wait, self.wrong = wait, wrong
+
+    def step(self, point: StepPoint) -> None:
+        if self.wait is not None:
+            self.wait.wait()
+        if self.wrong:
+            raise SystemExit("no such project")
+        self.told.append(point)
+
+    validation = layers = undone = note = step
+
+    def flush(self) -> None:
+        self.told.append("flush")
+
+    def close(self, status: str) -> None:
+        self.told.append(status)
+
+
+def test_one_that_hangs_is_given_up_with_one_warning() -> None:
+    said, never = list[str](), threading.Event()
+    lane = Lane("x", lambda: Recording(never), said.append, 0.05, room=10)
+    begin = time.monotonic()
+    for n in range(1, 1000):
+        lane.put(point(n))
+    assert time.monotonic() - begin < 1.0 and lane.dropped >= 980
+    assert until(lambda: lane.check() or lane.over)
+    lane.put(point(1))
+    lane.check()
+    assert lane.failed and [line[:9] for line in said] == ["tracker x", "tracker x"]
+    assert "does not keep up" in said[0] and "given up: it has not answered" in said[1]
+    never.set()
+
+
+def tracking(root: Path, said: list[str], command: str, timeout: int = 60, room: int = 100) -> Tracking:
+    root.mkdir(exist_ok=True)
+    config, run = configured(["command"], command, timeout), RunDirectory(root)
+    return Tracking(config.logging, run, run_point(config, run, 0, 0, None), said.append, room)
+
+
+def test_trackers_that_stand_still_or_are_gone_hold_up_nothing(tmp_path: Path) -> None:
+    said = list[str]()
+    t = tracking(tmp_path / "run", said, "cat")
+    assert t._process is not None
+    os.kill(t._process.pid, signal.SIGSTOP)
+    begin = time.perf_counter()
+    for n in range(1, 5000):
+        t.step(record(n, 1.0), n)
+    assert (time.perf_counter() - begin) / 5000 < 0.001
+    begin = time.monotonic()
+    t.close(seconds=0.3)
+    assert time.monotonic() - begin < 2
+    assert said[0] == "WARNING: trackers do not keep up: 100 records wait, more are dropped"
+    os.kill(t._process.pid, signal.SIGKILL)
+    assert until(lambda: len(said) > 1) and "the process of the trackers is gone" in said[-1]
+    t.step(record(1, 1.0), 1)
+    t.close()
+
+
+def test_steps_that_come_again_undo_those_before() -> None:
+    told = ToldSteps()
+    assert [told.advance(point(n, applied=n != 4)) for n in range(1, 6)] == [None] * 5
+    undone = told.advance(point(3))
+    assert isinstance(undone, UndonePoint) and (undone.step, undone.last, undone.tokens) == (3, 5, 30)
+    assert [p.step for p in undone.points] == [3, 5]  # 4 was refused: it did nothing
+    assert told.advance(point(4)) is None and told.advance(point(5)) is None
+    again = ToldSteps.load(json.loads(json.dumps(told.model_dump())))
+    assert again.last == 5 and again.go_back(5, 1000, 0.0) is None
+    later = again.go_back(3, 1000, 0.0)
+    assert later is not None and [p.step for p in later.points] == [4, 5] and later.tokens == 40
+    assert [ToldSteps.load(x).last for x in (None, [], {"last": "x"}, {"last": 3, "points": [1]})] == [0] * 4
+
+
+def test_every_event_becomes_a_note_once(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    log = RunLog(run)
+    notes = TrackerNotes(run.journal)
+    assert list(notes.new()) == []
+    for n in (1, 2):
+        log.emit(IncidentEvent(what="opened", step=n, number=n, reason="bad", summary={"number": n}))
+    assert [(note.step, note.incident) for note in notes.new()] == [(1, 1), (2, 2)] and list(
+        notes.new()
+    ) == []
+    later = TrackerNotes(run.journal, notes.read)
+    log.emit(IncidentEvent(what="closed", step=9, number=2, summary={"number": 2, "outcome": "healed"}))
+    (note,) = later.new()
+    assert (
+        note.story == "**Incident 2**\n\n- step 2: opened: bad\n- step 9: closed: healed\n"
+        and later.incidents == 2
+    )
+    log.emit(IncidentEvent(what="attributed", number=2, cause="data", summary={"number": 2, "step": 8}))
+    assert [(note.step, note.text) for note in later.new()] == [(8, "incident 2: cause: data")]
+    # A person repaired it: the rest was told already.
+    run.journal.write_bytes(b"\n".join(run.journal.read_bytes().splitlines()[1:]) + b"\n")
+    assert list(later.new()) == []
+    log.emit(IncidentEvent(what="opened", step=11, number=3, summary={"number": 3}))
+    assert [note.incident for note in later.new()] == [3]
+
+
+def test_a_change_of_a_key_that_may_hold_a_secret_is_no_note(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    log, notes = RunLog(run), TrackerNotes(run.journal)
+    secret = [
+        "logging.tracker_command: a -> curl -H hunter2",
+        "eval.command: None -> hunter2",
+        "eval: None -> hunter2",
+    ]
+    secret += ["supervise.metrics_port: 9137 -> 9200", "supervise: None -> hunter2"]
+    log.emit(ConfigChanged(changes=[*secret, "train.steps: 10 -> 20", "eval.interval: 1 -> 2"]))
+    log.emit(ConfigChanged(changes=secret))
+    assert [note.text for note in notes.new()] == [
+        "recipe changed: train.steps: 10 -> 20; eval.interval: 1 -> 2"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "status"),
+    [
+        (["finished"], [], "finished"),  # opened once more, for scores that came later
+        (["finished"], ["training"], "failed"),  # continued, and so far without an end
+        (["stopped"], [], "failed"),
+        ([], ["training", "stopped"], "stopped"),
+        (["stopped"], ["training", "finished"], "finished"),
+    ],
+)
+def test_how_a_run_ended(tmp_path: Path, before: list[str], after: list[str], status: str) -> None:
+    run = RunDirectory(tmp_path)
+    for name in before:
+        note(run, name, steps=1)
+    told = TrackerNotes(run.journal)
+    list(told.new())
+    later = TrackerNotes(run.journal, told.read)
+    for name in after:
+        note(run, name, steps=1)
+    list(later.new())
+    assert later.status == status
+
+
+@pytest.mark.parametrize("name", ["..", "/etc", "a/../b", "", ".", "x" * 300, "ж" * 100, "\x00\n", " . "])
+def test_any_name_is_a_folder_inside(name: str, tmp_path: Path) -> None:
+    folder = tmp_path / folder_of(name)
+    folder.mkdir()
+    assert folder.resolve().parent == tmp_path.resolve() and folder_of(folder.name) == folder.name
+
+
+class Told:
+    """A lane that keeps what it gets."""
+
+    over = failed = False
+
+    def __init__(self) -> None:
+        self.points: list[Point] = []
+
+    def put(self, point: Point) -> None:
+        self.points.append(point)
+
+    def check(self) -> None: ...
+
+    def close(self, status: str) -> None:
+        self.over = True
+
+
+def step(number: int) -> StepPoint:
+    return StepPoint(number, number * 10, float(number), True, {"train/loss": 1.0})
+
+
+def relay(root: Path, after: int) -> tuple[Relay, Told]:
+    (root / "trackers").mkdir(exist_ok=True)
+    told = Told()
+    run = RunPoint("n", str(root), after, after * 10, float(after))
+    return Relay(run, cast(list[Lane], [told])), told
+
+
+def undone(told: Told) -> list[tuple[int, int]]:
+    return [(p.step, p.tokens) for p in told.points if isinstance(p, UndonePoint)]
+
+
+def test_steps_that_a_killed_job_told_are_undone_before_they_come_again(tmp_path: Path) -> None:
+    """It kept nothing of them: everything was killed at once, within seconds of its start."""
+    first, told = relay(tmp_path, 0)
+    for number in range(1, 9):
+        first.tell(step(number))
+    assert undone(told) == []
+    second, told = relay(tmp_path, 5)
+    second.tell(step(6))
+    assert undone(told) == [(6, 51)] and isinstance(told.points[-1], StepPoint)
+    assert second.close(1.0)
+    # One that has ended in order has told what it kept, and nothing else.
+    third, told = relay(tmp_path, 6)
+    third.tell(step(7))
+    assert undone(told) == []
+
+
+def jsonl(root: Path) -> JsonlTracker:
+    (root / "trackers").mkdir(exist_ok=True)
+    return JsonlTracker(Setting(RunPoint("n", str(root), 0, 0, 0.0), "jsonl"))
+
+
+def lines(root: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (root / "trackers/records.jsonl").read_text().splitlines()]
+
+
+def test_a_line_that_a_full_disk_has_cut_is_removed_by_the_next_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tracker = jsonl(tmp_path)
+    tracker.step(step(1))
+    tracker.flush()
+    whole = lines(tmp_path)
+
+    class Full:
+        """A disk with room for half a line."""
+
+        def __init__(self, file: io.FileIO) -> None:
+            self.file, self.room = file, 30
+
+        def write(self, content: memoryview) -> int:
+            if not self.room:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            written, self.room = self.file.write(content[: self.room]), 0
+            return written
+
+    monkeypatch.setattr(tracker, "_file", Full(tracker._file))
+    tracker.step(step(2))
+    with pytest.raises(OSError, match="No space"):
+        tracker.flush()
+    assert not (tmp_path / "trackers/records.jsonl").read_text().endswith("\n")
+    again = jsonl(tmp_path)
+    again.step(step(2))
+    again.close("finished")
+    assert [row["record"] for row in lines(tmp_path)] == ["run", "step", "run", "step"]
+    assert lines(tmp_path)[:2] == whole

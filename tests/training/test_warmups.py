@@ -7,7 +7,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from megastable.config.tree import RunConfig
@@ -15,11 +14,9 @@ from megastable.data.plant import Planted, plant
 from megastable.run import records
 from megastable.run.directory import RunDirectory
 from megastable.run.events.data_events import BatchChanged, LengthChanged
-from megastable.run.events.training_events import Resumed
 from tests.checkpoint.states import state_of
 from tests.conftest import LENGTH, tiny, write_corpus
 from tests.distributed import run_ranks, train
-from tests.engine.test_gate import start_of
 from tests.recovery.test_recovery import hit_and_told, incidents, recipe
 from tests.training.test_resume import identical
 
@@ -106,64 +103,6 @@ def test_a_resume_inside_of_both_is_bit_for_bit(name: str, corpus: Path, tmp_pat
         assert [(e.step, e.old, e.new) for e in events.events(LengthChanged)] == [(3, 8, 16), (7, 16, 32)]
     state = json.loads((stopped / "state.json").read_text())
     assert state["trained_tokens"] == state["tokens"] == CURSORS[-1] * LENGTH
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["zero2-dp2", "pp2", "tp2-sequence"])
-def test_another_number_of_data_ranks_takes_the_same_steps(name: str, corpus: Path, tmp_path: Path) -> None:
-    """From one rank to others in the middle of both: the same samples, rates and losses."""
-    run_ranks(1, train, at(corpus, tmp_path / "straight", END, {}, "fp32"))
-    run_ranks(1, train, at(corpus, tmp_path / "moved", STOP, {}, "fp32"))
-    world, parallel = LAYOUTS[name]
-    run_ranks(world, train, at(corpus, tmp_path / "moved", END, parallel, "fp32"))
-    straight, moved = (told(tmp_path / run, *COLUMNS) for run in ("straight", "moved"))
-    assert straight == moved
-    as_the_data_says(tmp_path / "moved")
-    losses, others = (told(tmp_path / run, "loss", "grad_norm") for run in ("straight", "moved"))
-    assert others["loss"] == pytest.approx(losses["loss"], rel=1e-6)
-    assert others["grad_norm"] == pytest.approx(losses["grad_norm"], rel=1e-5)
-    assert [e.step for e in RunDirectory(tmp_path / "moved").events(Resumed)] == [STOP]
-
-
-def loaders(config: RunConfig) -> None:
-    start = start_of(config)
-    source, left = start.order.source, start.order.selection()
-    with start.loader(source, left, 30) as training, start.from_the_first(source, 8) as whole:
-        assert (training.batches, training.pieces) == (config.batches, config.pieces)
-        assert next(training).positions.size == 8 and training.batch == 12
-        assert all(b.segments is not None for b in training.read(np.array([31])))
-        assert all(b.segments is None for b in (*next(whole).micro_batches, *training.read(np.array([32]))))
-
-
-def test_only_what_is_trained_on_is_cut(corpus: Path, tmp_path: Path) -> None:
-    """Evaluation and probe samples are whole."""
-    run_ranks(1, loaders, at(corpus, tmp_path / "run", END, {}))
-
-
-def announced(config: RunConfig) -> list[int]:
-    """The steps at which the detector is told that the data changes."""
-    from megastable_guard.guard import Guard
-
-    judge, found = Guard.judge, list[int]()
-
-    def spy(self: Guard, signals: Any, oldest: int | None) -> Any:
-        if signals.mixed:
-            found.append(signals.step)
-        return judge(self, signals, oldest)
-
-    Guard.judge = spy  # type: ignore[method-assign]
-    train(config)
-    return found
-
-
-@pytest.mark.slow
-def test_the_detector_is_told_of_another_length_and_not_of_another_batch(
-    corpus: Path, tmp_path: Path
-) -> None:
-    """Also where a run goes on at that very step; the first step of a run changes nothing."""
-    run = tmp_path / "run"
-    assert run_ranks(1, announced, at(corpus, run, 2, {})) == [[]]
-    assert run_ranks(1, announced, at(corpus, run, END, {})) == [[3, 7]]
 
 
 def test_a_refused_update_does_not_move_a_schedule_by_tokens() -> None:

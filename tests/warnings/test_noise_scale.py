@@ -13,13 +13,10 @@ from hypothesis import strategies as st
 
 from megastable.config.tree import RunConfig
 from megastable.engine.local_gradients import RankGradient, read_columns
-from megastable.run import records
-from megastable.run.events.training_events import BatchFarOff
 from megastable.warnings import noise_scale
 from megastable.warnings.noise_scale import NoiseScale, estimate_noise
 from tests import reference
-from tests.conftest import tiny
-from tests.distributed import run_ranks, train
+from tests.distributed import run_ranks
 from tests.parallel.test_layouts import batches, config, mine, plain
 from tests.patience import PATIENCE
 
@@ -147,15 +144,6 @@ def plain_gradient(c: RunConfig, tokens: torch.Tensor, labels: torch.Tensor) -> 
     return torch.cat([w.grad.double().flatten() for w in weights.values() if w.grad is not None]).numpy()
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_it_is_recorded_where_there_is_one(world: int, corpus: Path, tmp_path: Path) -> None:
-    batch = {"steps": 4, "global_batch": 8, "micro_batch": 2, "eval_samples": 0}
-    run_ranks(world, train, tiny(corpus, tmp_path / "run", train=batch))
-    column = records.read(tmp_path / "run/steps").column("noise_scale").to_pylist()
-    assert len(column) == 4
-    assert all(value is None for value in column) if world == 1 else any(value for value in column)
-
-
 # The hint
 
 
@@ -172,23 +160,6 @@ def far_off(batch: int, scales: list[float]) -> list[int]:
 @pytest.mark.parametrize(("batch", "told"), [(64, [500]), (16 * 5, [500]), (30, []), (8, []), (3, [500])])
 def test_a_batch_far_off_is_told_once_and_late(batch: int, told: list[int]) -> None:
     assert far_off(batch, [14.0] * 2000) == told
-
-
-def test_a_scale_that_crosses_the_limit_for_a_moment_is_not_told() -> None:
-    random = np.random.default_rng(0)
-    scales = 64 / 3.5 * np.exp(random.normal(0, 0.5, 20_000))  # the batch is 3.1 times the mean
-    assert far_off(64, scales.tolist()) == []
-    # It grows through the run: told when it has passed, and stays there.
-    grows = [1.0 + update / 50 for update in range(20_000)]
-    (update,) = far_off(2, grows)
-    assert 8 < grows[update - 1] < 25
-
-
-def test_what_is_told_says_both_numbers_and_what_to_do() -> None:
-    assert "10 times as large: a smaller train.global_batch" in noise_scale.describe_batch(25.6, 256)
-    assert "10 times smaller: a larger train.global_batch" in noise_scale.describe_batch(640.0, 64)
-    event = BatchFarOff(step=900, scale=25.6, batch=256, text=noise_scale.describe_batch(25.6, 256))
-    assert "about 25.6 samples, and the batch 256" in event.sentence()
 
 
 def test_a_rewind_brings_the_averages_back_but_not_what_was_told() -> None:

@@ -16,11 +16,11 @@ from pydantic import ValidationError
 
 from megastable.base.durable import write_file
 from megastable.base.errors import DataError
-from megastable.report.postmortem import logs, pages, pictures
+from megastable.report.postmortem import facts, pages, pictures
 from megastable.report.postmortem.evidence import Gatherer, Run
 from megastable.report.postmortem.facts import Cost, Evidence
 from megastable.report.postmortem.pages import name_picture
-from megastable.report.postmortem.sample_source import PublicView
+from megastable.report.postmortem.sample_texts import PublicView
 from megastable.run.directory import RunDirectory, as_json
 
 log = logging.getLogger(__name__)
@@ -38,24 +38,26 @@ def write_incidents(run: Path, again: int | None = None, *, public: PublicView |
     Returns the folders that were written. Raises DataError for an unreadable journal, an unknown number, a full disk,
     and an incident that cannot be reported, after everything else was written.
     """
-    given, told = _open(run, public), list[Evidence]()
+    run_facts, told = _open(run, public), list[Evidence]()
     written, refused = list[Path](), list[str]()
-    if again is not None and again not in given.incidents:
-        raise DataError(f"{run / 'journal.jsonl'} has no incident {again}, but {len(given.incidents)} others")
-    for number in given.incidents:
-        folder = run / "incidents" / f"{number:04d}"
+    if again is not None and again not in run_facts.incidents:
+        raise DataError(
+            f"{run / 'journal.jsonl'} has no incident {again}, but {len(run_facts.incidents)} others"
+        )
+    for number in run_facts.incidents:
+        incident_folder = run / "incidents" / f"{number:04d}"
         try:
-            case = Gatherer(given, number)
-            known = None if number == again else _known(folder, case.inputs)
-            evidence = known or case.gather()
-            content = {} if known else _render(evidence, run)
+            incident_case = Gatherer(run_facts, number)
+            known_evidence = None if number == again else _known(incident_folder, incident_case.inputs)
+            evidence = known_evidence or incident_case.gather()
+            file_contents = {} if known_evidence else _render(evidence, run)
         except Exception as error:  # whatever is wrong with it: the others are still reported
             log.exception("incident %d", number)
             refused.append(f"incident {number} could not be told: {type(error).__name__}: {error}")
             continue
         told.append(evidence.brief)
-        if content and _kept(folder, content, refused):
-            written.append(folder)
+        if file_contents and _kept(incident_folder, file_contents, refused):
+            written.append(incident_folder)
     if told:
         _kept(run / "incidents", {"index.html": pages.index(told).encode()}, refused)
     if refused:
@@ -68,14 +70,14 @@ def write_incidents(run: Path, again: int | None = None, *, public: PublicView |
 
 def incidents_of(run: Path) -> Iterator[Evidence]:
     """The facts of every incident, in order. Raises DataError for a journal that cannot be read."""
-    given = _open(run)
-    return (Gatherer(given, number).gather() for number in given.incidents)
+    run_facts = _open(run)
+    return (Gatherer(run_facts, incident_number).gather() for incident_number in run_facts.incidents)
 
 
 def costs_of(run: Path) -> dict[int, Cost]:
     """The cost of every incident, by number. Raises DataError for a journal that cannot be read."""
-    given = _open(run)
-    return {number: Gatherer(given, number).cost() for number in given.incidents}
+    run_facts = _open(run)
+    return {number: Gatherer(run_facts, number).cost() for number in run_facts.incidents}
 
 
 def _open(run: Path, public: PublicView | None = None) -> Run:
@@ -96,20 +98,20 @@ def _known(folder: Path, inputs: str) -> Evidence | None:
 
 def _render(e: Evidence, run: Path) -> dict[str, bytes]:
     """The files of one incident, evidence.json last."""
-    drawn = _pictures(e)
-    content = dict(drawn)
+    drawn_pictures = _pictures(e)
+    file_contents = dict(drawn_pictures)
     if e.samples:
-        content["samples.txt"] = pages.samples(e).encode()
+        file_contents["samples.txt"] = pages.samples(e).encode()
     if e.incident.documents:
-        content["documents.csv"] = pages.documents(e).encode()
+        file_contents["documents.csv"] = pages.documents(e).encode()
     if e.layers is not None:
-        content["layers.csv"] = pages.layers(e.layers).encode()
-    content |= {entry.file: logs.copy(run, entry) for entry in e.logs}
-    names = ["report.html", "postmortem.md", *content, EVIDENCE]
-    content["postmortem.md"] = pages.postmortem(e, names).encode()
-    content["report.html"] = pages.report(e, drawn, names).encode()
-    content[EVIDENCE] = (as_json(e.model_dump(mode="json"), indent=1) + "\n").encode()
-    return content
+        file_contents["layers.csv"] = pages.layers(e.layers).encode()
+    file_contents |= {log_entry.file: facts.copy(run, log_entry) for log_entry in e.logs}
+    file_names = ["report.html", "postmortem.md", *file_contents, EVIDENCE]
+    file_contents["postmortem.md"] = pages.postmortem(e, file_names).encode()
+    file_contents["report.html"] = pages.report(e, drawn_pictures, file_names).encode()
+    file_contents[EVIDENCE] = (as_json(e.model_dump(mode="json"), indent=1) + "\n").encode()
+    return file_contents
 
 
 def _kept(folder: Path, content: dict[str, bytes], refused: list[str]) -> bool:
@@ -119,8 +121,8 @@ def _kept(folder: Path, content: dict[str, bytes], refused: list[str]) -> bool:
         if EVIDENCE in content:
             # While it exists, the other files count as complete.
             (folder / EVIDENCE).unlink(missing_ok=True)
-        for name, data in content.items():
-            _put(folder / name, data)
+        for file_name, file_bytes in content.items():
+            _put(folder / file_name, file_bytes)
     except OSError as error:
         refused.append(f"{folder} could not be written: {error.strerror or error}: make room")
         return False
@@ -130,15 +132,15 @@ def _kept(folder: Path, content: dict[str, bytes], refused: list[str]) -> bool:
 def _pictures(e: Evidence) -> dict[str, bytes]:
     drawn: dict[str, bytes] = {}
     try:
-        if (steps := pictures.steps_picture(e)) is not None:
-            drawn["plot.png"] = steps
+        if e.passes:
+            drawn["plot.png"] = pictures.steps_picture(e)
         for number, region in enumerate(e.regions, 1):
             if region.probes:
                 drawn[name_picture("region", number)] = pictures.region_picture(
                     region, e.run.global_batch or 1
                 )
-        for number, trial in enumerate(e.trials, 1):
-            drawn[name_picture("branches", number)] = pictures.branches_picture(trial, e)
+        for number, branch_trial in enumerate(e.trials, 1):
+            drawn[name_picture("branches", number)] = pictures.branches_picture(branch_trial, e.passes)
         if e.tokens is not None:
             drawn["tokens.png"] = pictures.tokens_picture(e.tokens)
     except Exception as error:  # a missing font, a broken cache: the text still counts

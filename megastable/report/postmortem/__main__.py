@@ -39,12 +39,12 @@ def postmortem(
             raise DataError(f"{run / 'journal.jsonl'} has no incident {number}")
         print(as_json(found if number is None else found[0], indent=1))
         return
-    written = write_incidents(run, number)
-    for folder in written:
-        print(folder / "report.html")
-    if not written:
-        index = run / "incidents" / "index.html"
-        print(f"nothing new: {index}" if index.exists() else f"{run}: no incidents")
+    written_folders = write_incidents(run, number)
+    for incident_folder in written_folders:
+        print(incident_folder / "report.html")
+    if not written_folders:
+        index_page = run / "incidents" / "index.html"
+        print(f"nothing new: {index_page}" if index_page.exists() else f"{run}: no incidents")
 
 
 if __name__ == "__main__":

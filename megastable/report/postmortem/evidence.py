@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import hashlib
 import math
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
+import pyarrow as pa
 from pydantic import BaseModel, ValidationError
 
 from megastable.base.errors import ConfigError, DataError
@@ -24,8 +27,6 @@ from megastable.data.order import LAST_POSITION
 from megastable.data.plant import read_planted
 from megastable.data.skip_ledger import Ledger
 from megastable.data.skips import Skips
-from megastable.report.postmortem import passes
-from megastable.report.postmortem.cost import cost_of, outage
 from megastable.report.postmortem.facts import (
     VERSION,
     Cost,
@@ -38,18 +39,107 @@ from megastable.report.postmortem.facts import (
     RunFacts,
     StepRow,
     SuspectFacts,
+    TrackerLink,
+    find_trackers,
+    logs,
+    timeline,
 )
 from megastable.report.postmortem.journal import Journal, named_when, summary_of
-from megastable.report.postmortem.logs import logs
-from megastable.report.postmortem.sample_source import PublicView, SampleSource
-from megastable.report.postmortem.sample_texts import SHOWN, SampleText, Tokens
-from megastable.report.postmortem.timeline import timeline
-from megastable.report.postmortem.tracker_links import TrackerLink, find_trackers
+from megastable.report.postmortem.sample_texts import SHOWN, PublicView, SampleSource, SampleText, Tokens
 from megastable.report.postmortem.trial_facts import TrialFacts, find_trials
 from megastable.run.directory import RunDirectory
-from megastable.run.events.training_events import CheckpointRejected
+from megastable.run.events.stability_events import Handover
+from megastable.run.events.supervisor_events import Ended, Hang, Launched, SupervisorEvent
+from megastable.run.events.training_events import CheckpointRejected, Training
+from megastable.run.record_files import RecordFile, list_files, read_files
 from megastable.run.records import LAYER_SCHEMA, SCHEMA
 from megastable_guard.robust import trend
+
+
+class RecordFolder:
+    """The record files of a folder, which a run may be writing."""
+
+    def __init__(self, path: Path, kind: pa.Schema) -> None:
+        self.path, self.kind = path, kind
+
+    def files(self, first: int, last: int) -> list[RecordFile]:
+        """Files that may hold steps of [first, last], in the order of writing."""
+        try:
+            return _choose_between(list_files(self.path), first, last)
+        except OSError:
+            return []
+
+    def rows(self, first: int, last: int, columns: Sequence[str]) -> tuple[list[dict[str, Any]], list[str]]:
+        """Records of the steps [first, last] as {column: value}, in the order of time; and the damaged files."""
+        wanted_schema = pa.schema([self.kind.field(name) for name in columns])
+        found_rows, file_problems = list[dict[str, Any]](), list[str]()
+        try:
+            read = read_files(self.path, wanted_schema, lambda files: _choose_between(files, first, last))
+        except OSError as error:
+            return [], [f"{self.path.name} cannot be read: {error.strerror}"]
+        for file, table, *_ in read:
+            if table is None:
+                file_problems.append(f"{self.path.name}/{file.name} is damaged: its steps are missing here")
+                continue
+            step = table.column("step").to_numpy()
+            found_rows += table.take(np.flatnonzero((first <= step) & (step <= last))).to_pylist()
+        return sorted(found_rows, key=lambda row: row["time"]), file_problems
+
+
+def _choose_between(files: list[RecordFile], first: int, last: int) -> list[RecordFile]:
+    return [record_file for record_file in files if record_file.low <= last and record_file.high >= first]
+
+
+def passes(steps: Sequence[StepRow]) -> list[list[StepRow]]:
+    """`steps`, in the order of their times, split at each rewind: no part is empty. A run that rewinds repeats steps:
+    the first pass shows what went wrong, the last how it went on."""
+    run_passes: list[list[StepRow]] = []
+    for step_row in steps:
+        if not run_passes or step_row.step <= run_passes[-1][-1].step:
+            run_passes.append([])
+        run_passes[-1].append(step_row)
+    return run_passes
+
+
+def cost_of(i: IncidentFacts, run: RunFacts, rows: Sequence[StepRow], silent: float, down: float) -> Cost:
+    """rows: the steps around the incident; silent, down: its `outage`."""
+    known_seconds = [step_row.seconds for step_row in rows if step_row.seconds]
+    usual_seconds = statistics.median(known_seconds) if known_seconds else None
+    redone_seconds, spent = i.steps_lost * (usual_seconds or 0.0), i.seconds
+    if i.breakdown:  # the supervisor counts the same time, up to the end of the first step
+        down, spent = max(down, spent), 0.0
+    lost_tokens = None
+    if run.global_batch is not None and run.sequence_length is not None:
+        lost_tokens = i.steps_lost * run.global_batch * run.sequence_length
+    gpu_hours = None if run.world is None else run.world * (redone_seconds + spent + down + silent) / 3600
+    return Cost(
+        steps=i.steps_lost, batches_refused=i.batches_discarded, tokens=lost_tokens, step_seconds=usual_seconds,
+        redone_seconds=redone_seconds, recovery_seconds=spent, downtime_seconds=down, silent_seconds=silent,
+        gpu_hours=gpu_hours, money=None if gpu_hours is None or run.price is None else gpu_hours * run.price,
+    )  # fmt: skip
+
+
+def outage(journal: Journal, begin: int, end: int, breakdown: bool) -> tuple[float, float]:
+    """Seconds of the processes that an incident ended, which lies between two lines of the journal: from the last
+    progress of each until its end was noticed, and from then to the first step, or the end, of the next."""
+    end_kinds = (Ended, Hang) if breakdown else (Handover,)
+    journal_events = journal.events
+    silent_seconds, down, since, again = 0.0, 0.0, 0.0, False
+    for event_index in journal.turns(begin):
+        event = journal_events[event_index]
+        again = again or isinstance(event, Launched)
+        outage_over = isinstance(event, Training) or (again and isinstance(event, Ended))
+        if since and (outage_over or (isinstance(event, SupervisorEvent) and event.what == "ended")):
+            down, since = down + max(0.0, event["time"] - since), 0.0
+        if event_index > end and not since:
+            break
+        # A supervisor says of an end that was none of failure that it was "".
+        if isinstance(event, end_kinds) and not since and event.get("what") != "":
+            quiet = event.get("waited" if isinstance(event, Hang) else "silent")
+            silent_seconds += quiet if isinstance(quiet, int | float) and 0 < quiet < event["time"] else 0.0
+            since, again = event["time"], False
+    return silent_seconds, down
+
 
 BEFORE, AFTER = 60, 40  # steps shown around an incident
 LONG_BEFORE = 500  # steps before the onset whose trend what came later is compared with
@@ -85,8 +175,8 @@ class Run:
             self.ledger = Ledger.read(self.directory.skips)
         except DataError as error:
             self.problems.append(f"the skip ledger: {error}")
-        self.steps = passes.RecordFolder(self.directory.steps, SCHEMA)
-        self.layers = passes.RecordFolder(self.directory.layers, LAYER_SCHEMA)
+        self.steps = RecordFolder(self.directory.steps, SCHEMA)
+        self.layers = RecordFolder(self.directory.layers, LAYER_SCHEMA)
 
     @property
     def incidents(self) -> list[int]:
@@ -109,8 +199,8 @@ class Run:
             return self.public.source
         if self.config is None:
             raise DataError("without a recipe nobody knows the corpora")
-        skips = self.directory.skips
-        return SampleSource(self.config, read_blends(self.directory.blends), self.ledger, skips)
+        ledger_path = self.directory.skips
+        return SampleSource(self.config, read_blends(self.directory.blends), self.ledger, ledger_path)
 
 
 class Gatherer:
@@ -122,10 +212,10 @@ class Gatherer:
         indexes = self.journal.own[number]
         # A damaged checkpoint is found before an incident can be opened.
         found = range(max(0, indexes[0] - NEAR), indexes[0])
-        rejected = [n for n in found if isinstance(self.journal.events[n], CheckpointRejected)]
-        damage = summary_of(self.journal.events[indexes[0]]).get("verdict") == "damaged_checkpoint"
-        self.begin, self.end = min([indexes[0], *rejected]) if damage else indexes[0], indexes[-1]
-        self.own = [self.journal.events[index] for index in indexes]
+        rejected_indexes = [n for n in found if isinstance(self.journal.events[n], CheckpointRejected)]
+        is_damage = summary_of(self.journal.events[indexes[0]]).get("verdict") == "damaged_checkpoint"
+        self.begin, self.end = min([indexes[0], *rejected_indexes]) if is_damage else indexes[0], indexes[-1]
+        self.own = [self.journal.events[event_index] for event_index in indexes]
         self.incident = self._lenient(IncidentFacts, summary_of(self.own[-1]), "the incident")
         self.skipped = list(run.ledger.of_incident(number).entries)
         # A process that dies while an incident of the training is open has tried nothing.
@@ -137,17 +227,19 @@ class Gatherer:
 
         Without the corpora: once they are gone, what was written about them is worth keeping.
         """
-        paths = [self.run.layers.path / file.name for file in self.run.layers.files(*self._looks())]
-        paths += [self.run.directory.root / path for path in self.incident.evidence]
-        sizes = [f"{path.name}:{_size(path)}" for path in paths]
+        input_paths = [
+            self.run.layers.path / layer_file.name for layer_file in self.run.layers.files(*self._looks())
+        ]
+        input_paths += [self.run.directory.root / path for path in self.incident.evidence]
+        file_sizes = [f"{path.name}:{_size(path)}" for path in input_paths]
         # Not the files of the steps, which are compacted.
-        steps = self.run.steps.rows(*self._window(), ("step", "time"))
+        step_times = self.run.steps.rows(*self._window(), ("step", "time"))
         made = hashlib.sha256(self.run.recipe)
         for event in self.journal.events[self.journal.nearby(self.begin, self.end)]:
             made.update(repr(event.fields).encode())
         later = [event.fields for event in self.journal.later[self.incident.number]]
         run = self.run.problems, self.run.trackers
-        made.update(repr((VERSION, self._outage, self.skipped, steps, sizes, run, later)).encode())
+        made.update(repr((VERSION, self._outage, self.skipped, step_times, file_sizes, run, later)).encode())
         return made.hexdigest()
 
     def gather(self) -> Evidence:
@@ -174,23 +266,23 @@ class Gatherer:
             timeline=timeline(self.journal.events[self.journal.nearby(self.begin, self.end)], i.number),
             suspects=suspects, regions=self._regions(), trials=self._try("tokens of a trial", self._named_trials,
             self.trials), skipped=self.skipped,
-            passes=passes.passes(rows), layers=self._try("the layers", lambda: self._layers(rows), None),
+            passes=passes(rows), layers=self._try("the layers", lambda: self._layers(rows), None),
             samples=samples, tokens=tokens, logs=found, problems=self._told_problems(),
         )  # fmt: skip
 
     def _told_problems(self) -> list[str]:
         """Each once. Messages name files, and quote what is in them."""
-        told = self.problems if self.run.public is None else map(self.run.public.text, self.problems)
-        return list(dict.fromkeys(told))
+        problem_texts = self.problems if self.run.public is None else map(self.run.public.text, self.problems)
+        return list(dict.fromkeys(problem_texts))
 
     # From the corpora, in the order valid at the time of each position
 
     def _samples(self, losses: dict[int, float]) -> list[SampleText]:
         found = list[SampleText]()
         others = Skips.of(self.incident.shown).gaps()
-        for time, skipped, deferred in named_when(self.own):
-            ranges = Skips.of(skipped if self.incident.positions else deferred).minus(others).ranges
-            found += self.run.samples.library(time).samples(ranges, losses) if ranges else []
+        for event_time, skipped_ranges, deferred in named_when(self.own):
+            ranges = Skips.of(skipped_ranges if self.incident.positions else deferred).minus(others).ranges
+            found += self.run.samples.library(event_time).samples(ranges, losses) if ranges else []
         found = sorted(found, key=lambda sample: sample.position)[:SHOWN]
         return found if self.run.public is None else list(map(self.run.public.sample, found))
 
@@ -198,9 +290,9 @@ class Gatherer:
         """With the texts of their tokens."""
         if not self.run.shows_texts or not any(trial.tokens for trial in self.trials):
             return self.trials
-        text = self.run.samples.library().text
+        decode_text = self.run.samples.library().text
         return [
-            trial.model_copy(update={"texts": [text([token]) for token in trial.tokens]})
+            trial.model_copy(update={"texts": [decode_text([token]) for token in trial.tokens]})
             for trial in self.trials
         ]
 
@@ -212,8 +304,8 @@ class Gatherer:
 
     def cost(self) -> Cost:
         """The cost alone."""
-        rows = self._try("the step records", self._rows, list[StepRow]())
-        return self._cost(self._facts(rows), rows)
+        step_rows = self._try("the step records", self._rows, list[StepRow]())
+        return self._cost(self._facts(step_rows), step_rows)
 
     # From the journal
 
@@ -231,20 +323,20 @@ class Gatherer:
         return list({s.position: s for s in found}.values())
 
     def _regions(self) -> list[RegionFacts]:
-        told = [event for event in self.own if isinstance(event.get("region"), dict)]
-        found = [
+        region_events = [event for event in self.own if isinstance(event.get("region"), dict)]
+        region_facts = [
             self._lenient(RegionFacts, event["region"], "a region")
-            for event in told
-            if all(type(event["region"].get(edge)) is int for edge in ("first", "end"))
+            for event in region_events
+            if all(type(event["region"].get(edge_key)) is int for edge_key in ("first", "end"))
         ]
-        return [region for region in found if 0 <= region.first < region.end <= LAST_POSITION]
+        return [region for region in region_facts if 0 <= region.first < region.end <= LAST_POSITION]
 
     def _back_to(self) -> list[int]:
-        keys = {"rewound": "to_step", "restarted": "step"}
+        step_keys = {"rewound": "to_step", "restarted": "step"}
         if self.incident.verdict == "damaged_checkpoint":
-            keys["closed"] = "step"  # all in one event: a checkpoint used instead
-        steps = [event.get(keys.get(str(event.get("what")), "")) for event in self.own]
-        return [step for step in steps if type(step) is int]
+            step_keys["closed"] = "step"  # all in one event: a checkpoint used instead
+        named_steps = [event.get(step_keys.get(str(event.get("what")), "")) for event in self.own]
+        return [step for step in named_steps if type(step) is int]
 
     def _closed_at(self) -> int | None:
         """The last step before the incident was proven over or given up."""
@@ -261,20 +353,26 @@ class Gatherer:
             for t in self.trials
             if i.onset - LONGEST < t.snapshot < t.last < i.step + LONGEST
         ]
-        first = max(1, min([min(i.onset, i.step) - BEFORE, *(snapshot for snapshot, _ in tried)]))
+        first_step = max(1, min([min(i.onset, i.step) - BEFORE, *(snapshot for snapshot, _ in tried)]))
         last = max([max(i.step, i.onset, self._closed_at() or 0) + AFTER, *(last for _, last in tried)])
-        return first, min(last, first + LONGEST)
+        return first_step, min(last, first_step + LONGEST)
 
     def _later(self) -> list[LaterLoss]:
         """What the run did after the incident, against the trend from before."""
-        looks = self.journal.later[self.incident.number]
-        told = {e.step: (e, e.loss) for e in looks if e.step and e.loss is not None and math.isfinite(e.loss)}
+        later_looks = self.journal.later[self.incident.number]
+        told = {
+            e.step: (e, e.loss)
+            for e in later_looks
+            if e.step and e.loss is not None and math.isfinite(e.loss)
+        }
         if not told:
             return []
-        onset, columns = self.incident.onset, ("step", "time", "loss", "applied")
-        rows, problems = self.run.steps.rows(max(1, onset - LONG_BEFORE), onset - 1, columns)
-        self.problems += problems
-        before = {row["step"]: row["loss"] for row in rows if row["applied"] and math.isfinite(row["loss"])}
+        onset, wanted_columns = self.incident.onset, ("step", "time", "loss", "applied")
+        step_rows, file_problems = self.run.steps.rows(max(1, onset - LONG_BEFORE), onset - 1, wanted_columns)
+        self.problems += file_problems
+        before = {
+            row["step"]: row["loss"] for row in step_rows if row["applied"] and math.isfinite(row["loss"])
+        }
         return [
             LaterLoss(
                 step=step,
@@ -292,36 +390,44 @@ class Gatherer:
         return self.incident.onset - every, max(self.incident.step, self._closed_at() or 0) + every
 
     def _rows(self) -> list[StepRow]:
-        first, last = self._window()
-        rows, problems = self.run.steps.rows(first, last, COLUMNS)
-        self.problems += problems
-        known = {(row["step"], row["first_position"]) for row in rows}
-        for step in range(first, last + 1):
+        first, last_step = self._window()
+        rows, file_problems = self.run.steps.rows(first, last_step, COLUMNS)
+        self.problems += file_problems
+        known_steps = {(row["step"], row["first_position"]) for row in rows}
+        for step in range(first, last_step + 1):
             refused = self.journal.refused.get(step, ())
-            rows += [{**e, "applied": False} for e in refused if (step, e.get("first_position")) not in known]
-        found: list[StepRow] = []
+            rows += [
+                {**e, "applied": False} for e in refused if (step, e.get("first_position")) not in known_steps
+            ]
+        step_rows: list[StepRow] = []
         for row in rows:
             with suppress(ValidationError):  # a malformed event
-                found.append(StepRow.model_validate(row))
-        return sorted(found, key=lambda row: row.time)
+                step_rows.append(StepRow.model_validate(row))
+        return sorted(step_rows, key=lambda row: row.time)
 
     def _layers(self, rows: Sequence[StepRow]) -> Layers | None:
-        columns = [field.name for field in LAYER_SCHEMA]
-        found, problems = self.run.layers.rows(*self._looks(), columns)
-        self.problems += problems
-        opened = self.own[0]["time"]
-        met = [row.time for row in rows if row.step == self.incident.onset and row.time <= opened]
-        onset = max(met, default=opened)
-        ends = [
+        layer_columns = [field.name for field in LAYER_SCHEMA]
+        layer_rows, file_problems = self.run.layers.rows(*self._looks(), layer_columns)
+        self.problems += file_problems
+        opened_time = self.own[0]["time"]
+        onset_times = [
+            row.time for row in rows if row.step == self.incident.onset and row.time <= opened_time
+        ]
+        onset_time = max(onset_times, default=opened_time)
+        end_times = [
             e["time"] for e in self.own if e.get("what") in ("rewound", "restarted", "handed over", "closed")
         ]
-        closed = self.own[-1]["time"] if self.incident.outcome == "healed" else float("inf")
-        before = [row for row in found if row["time"] < onset]
-        during = [row for row in found if onset <= row["time"] <= min(ends, default=float("inf"))]
-        after = [row for row in found if row["time"] > closed]
+        closed_time = self.own[-1]["time"] if self.incident.outcome == "healed" else float("inf")
+        before = [row for row in layer_rows if row["time"] < onset_time]
+        rows_during = [
+            row for row in layer_rows if onset_time <= row["time"] <= min(end_times, default=float("inf"))
+        ]
+        after = [row for row in layer_rows if row["time"] > closed_time]
         looks = [
-            {row["name"]: row for row in some if row["time"] == some[which]["time"]} if some else {}
-            for some, which in ((before, -1), (during, 0), (after, 0))
+            {row["name"]: row for row in look_rows if row["time"] == look_rows[row_index]["time"]}
+            if look_rows
+            else {}
+            for look_rows, row_index in ((before, -1), (rows_during, 0), (after, 0))
         ]
         if not any(looks):
             return None
@@ -329,11 +435,15 @@ class Gatherer:
         for name in dict.fromkeys(name for look in looks for name in look):
             of = [look.get(name, {}) for look in looks]
             for key in dict.fromkeys(key for row in of for key in row if key not in NO_STATISTICS):
-                old, mid, new = (row.get(key) for row in of)
-                values.append(LayerValue(name=name, statistic=key, before=old, during=mid, after=new))
-        steps = [next((row["step"] for row in look.values()), None) for look in looks]
+                value_before, value_during, value_after = (row.get(key) for row in of)
+                values.append(
+                    LayerValue(
+                        name=name, statistic=key, before=value_before, during=value_during, after=value_after
+                    )
+                )
+        look_steps = [next((row["step"] for row in look.values()), None) for look in looks]
         return Layers(
-            before_step=steps[0], during_step=steps[1], after_step=steps[2],
+            before_step=look_steps[0], during_step=look_steps[1], after_step=look_steps[2],
             values=[v for v in values if (v.before, v.during, v.after) != (None, None, None)],
         )  # fmt: skip
 
@@ -342,10 +452,10 @@ class Gatherer:
         name, world = root.resolve().name, self.journal.world(self.begin)
         if c is None:
             return RunFacts(name=name, directory=str(root), world=world, public=self.run.public is not None)
-        onset = [row.first_position for row in rows if row.step == self.incident.onset]
-        batch = c.batches.at(onset[-1]) if onset else c.train.global_batch
+        onset = [step_row.first_position for step_row in rows if step_row.step == self.incident.onset]
+        global_batch = c.batches.at(onset[-1]) if onset else c.train.global_batch
         return RunFacts(
-            name=name, directory=str(root), world=world, steps=c.train.steps, global_batch=batch,
+            name=name, directory=str(root), world=world, steps=c.train.steps, global_batch=global_batch,
             sequence_length=c.model.sequence_length, lr=c.optimizer.lr,
             cut_factor=c.stability.policy.cut_factor, corpora=tuple(str(corpus.path) for corpus in c.data.corpora),
             planted=tuple(self._try("planted.json", self._planted, list[str]())), price=c.supervise.gpu_hour_price,
@@ -354,15 +464,15 @@ class Gatherer:
 
     def _planted(self) -> list[str]:
         """The planted faults, and how much of them this incident found."""
-        told = []
+        planted_texts = []
         for corpus in self.config.data.corpora if self.config and self.incident.positions else []:
             planted = read_planted(find(corpus.path))
             if planted is None:
                 continue
-            exactly = self.incident.guilty == planted.positions
-            found = "; exactly these were found guilty" if exactly else ""
-            told.append(f"{corpus.path} was made bad on purpose: it has {planted}{found}")
-        return told
+            found_exactly = self.incident.guilty == planted.positions
+            found_text = "; exactly these were found guilty" if found_exactly else ""
+            planted_texts.append(f"{corpus.path} was made bad on purpose: it has {planted}{found_text}")
+        return planted_texts
 
     # Going on without
 
@@ -376,14 +486,14 @@ class Gatherer:
 
     def _lenient(self, kind: type[Known], given: dict[str, Any], what: str) -> Known:
         """`given` as far as readable; omissions are named."""
-        rest = dict(given)
+        remaining_fields = dict(given)
         while True:
             try:
-                return kind.model_validate(rest)
+                return kind.model_validate(remaining_fields)
             except ValidationError as error:
-                for key in {str(detail["loc"][0]) for detail in error.errors()}:
-                    told = f"{what}: {key}={rest.pop(key, None)!r}"
-                    self.problems.append(f"{visible(told, 200)} is not understood")
+                for field_name in {str(error_detail["loc"][0]) for error_detail in error.errors()}:
+                    dropped_field = f"{what}: {field_name}={remaining_fields.pop(field_name, None)!r}"
+                    self.problems.append(f"{visible(dropped_field, 200)} is not understood")
 
 
 def expect_loss(before: Mapping[int, float], onset: int, step: int) -> dict[str, float]:

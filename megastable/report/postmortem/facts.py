@@ -6,21 +6,214 @@ before clipping, positions ranges [first, end). Missing facts are named in `Evid
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import re
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from operator import itemgetter
+from pathlib import Path
 from typing import Any
+from urllib.parse import quote, urlsplit, urlunsplit
 
 from pydantic import BaseModel, ConfigDict, field_validator, model_validator
 
-from megastable.data.documents import Document
+from megastable.base.text import plural, ranges
 from megastable.data.order import LAST_POSITION
 from megastable.data.skip_ledger import AnyEntry
-from megastable.report.postmortem.logs import Log
+from megastable.data.skips import ranges_of
+from megastable.data.source import Document
 from megastable.report.postmortem.sample_texts import Facts, SampleText, Tokens
-from megastable.report.postmortem.timeline import TimelineEntry
-from megastable.report.postmortem.tracker_links import TrackerLink
 from megastable.report.postmortem.trial_facts import TrialFacts
+from megastable.report.safe import log_text
+from megastable.run.directory import TrackerMemory
+from megastable.run.events.event import Event
+from megastable.run.events.stability_events import IncidentEvent
+from megastable.run.rank_ipc import LastWords
 from megastable_guard.incident import Breakdown, IncidentFields
+
+TIMELINE_LINES = 80  # lines
+
+
+class TimelineEntry(Facts):
+    """An event. time: Unix seconds; step: None if it has none; own: of the incident itself."""
+
+    time: float
+    step: int | None
+    text: str
+    own: bool
+
+    @property
+    def moment(self) -> str:
+        return datetime.fromtimestamp(self.time, UTC).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def timeline(events: Sequence[Event], number: int) -> list[TimelineEntry]:
+    """Events of incident `number` and around it."""
+    timeline_entries = [_entry(event, number) for event in events]
+    if len(timeline_entries) <= TIMELINE_LINES:
+        return timeline_entries
+    half_lines = TIMELINE_LINES // 2
+    more_events = plural(len(timeline_entries) - 2 * half_lines, "more event")
+    gap_entry = TimelineEntry(time=timeline_entries[half_lines].time, step=None, text=more_events, own=False)
+    return [*timeline_entries[:half_lines], gap_entry, *timeline_entries[-half_lines:]]
+
+
+def _entry(event: Event, number: int) -> TimelineEntry:
+    step = event.get("step")
+    return TimelineEntry(
+        time=event["time"], step=step if type(step) is int else None,
+        text=event.sentence() or event.event.replace("_", " "),
+        own=isinstance(event, IncidentEvent) and event.get("number") == number,
+    )  # fmt: skip
+
+
+class TrackerLink(Facts):
+    """url: of the run's page, "" if the tracker has none; command: that shows it then."""
+
+    name: str
+    url: str = ""
+    command: str = ""
+
+
+def find_trackers(run: Path) -> list[TrackerLink]:
+    """Of all trackers that this run has written to, and not a run that it was copied from."""
+    known = {name: TrackerMemory(run, name).facts for name in ("wandb", "mlflow", "tensorboard")}
+    return [link for name, facts in known.items() if facts and (link := _link(name, facts, run)) is not None]
+
+
+def _link(name: str, facts: Mapping[str, Any], run: Path) -> TrackerLink | None:
+    if name == "wandb":
+        url = _public(facts.get("url"))
+        files = f"{shlex.quote(str(run / 'trackers/wandb'))}/offline-run-*"
+        return TrackerLink(name="Weights & Biases", url=url, command="" if url else f"wandb sync {files}")
+    if name == "tensorboard":
+        return TrackerLink(
+            name="TensorBoard", command=f"tensorboard --logdir {shlex.quote(str(run / 'tensorboard'))}"
+        )
+    store, experiment_id, run_id = (facts.get(fact_key) for fact_key in ("store", "experiment", "run_id"))
+    if not isinstance(store, str):
+        return None
+    if (page := _public(store)) and isinstance(experiment_id, str) and isinstance(run_id, str):
+        return TrackerLink(
+            name="MLflow", url=f"{page.rstrip('/')}/#/experiments/{quote(experiment_id)}/runs/{quote(run_id)}"
+        )
+    store_text = page if "://" in store and not store.startswith("file:") else store
+    return (
+        TrackerLink(name="MLflow", command=f"mlflow ui --backend-store-uri {shlex.quote(store_text)}")
+        if store_text
+        else None
+    )
+
+
+def _public(url: object) -> str:
+    """The address of a page, without a password; "" if it is none."""
+    if not isinstance(url, str):
+        return ""
+    try:
+        url_parts = urlsplit(url)
+        host_port = (url_parts.hostname or "") + ("" if url_parts.port is None else f":{url_parts.port}")
+    except ValueError:
+        return ""
+    if url_parts.scheme not in ("http", "https") or not host_port:
+        return ""
+    return urlunsplit((url_parts.scheme, host_port, url_parts.path, "", ""))
+
+
+COPIED = 1 << 20  # last bytes of a log that are copied
+TAIL = 60  # last lines shown, ...
+WIDEST = 20_000  # ... and characters
+MOST_LOGS = 12  # logs shown
+_UNUSUAL = re.compile(r"[^A-Za-z0-9._-]")
+_RANK = re.compile(r"rank-(\d+)\.(json|stacks)")
+_WHO = re.compile(r"\Arank .*\n|0x[0-9a-f]+")  # differs between the stacks of two ranks at the same place
+
+
+class Log(Facts):
+    """A log, or a file left by a rank. ranks: all with the same content, "" for a log of all. file: the copy of its
+    end, control characters escaped, beside the report; tail: its last lines."""
+
+    source: str
+    ranks: str
+    file: str
+    bytes: int
+    tail: str
+
+
+def logs(root: Path, folder: str, paths: Iterable[str]) -> tuple[list[Log], list[str]]:
+    """Those of `paths` that are to be shown, and what could not be read: whole logs, then last words, causes before
+    consequences, then stacks. Equal ones are shown once, for all their ranks.
+
+    Args:
+        root: the run directory; only files in it are read.
+        folder: of the logs, left out of names.
+        paths: below `root`.
+    """
+    sorted_logs, unread_logs = list[tuple[tuple[Any, ...], int | None, Any, Log]](), list[str]()
+    for path in dict.fromkeys(paths):
+        try:
+            file_bytes, end_bytes = _end(root, path)
+        except (OSError, ValueError) as error:
+            why_unread = (error.strerror or error) if isinstance(error, OSError) else error
+            unread_logs.append(f"{path}: {why_unread}")
+            continue
+        log_lines, named = log_text(end_bytes), _RANK.fullmatch(Path(path).name)
+        parts = Path(path).parts
+        copy_name = "-".join(("log", *(parts[1:] if parts[0] == folder else parts)))
+        tail_lines = "\n".join(log_lines.rstrip("\n").splitlines()[-TAIL:])[-WIDEST:]
+        log = Log(source=path, ranks="", file=_UNUSUAL.sub("_", copy_name), bytes=file_bytes, tail=tail_lines)
+        if named is None:
+            sorted_logs.append((("", 0.0, 0, path), None, path, log))
+        else:
+            last_time, same_content = (
+                _said(log_lines) if named[2] == "json" else (0.0, _WHO.sub("", log_lines))
+            )
+            rank = int(named[1])
+            sorted_logs.append(
+                ((named[2], last_time, rank, path), rank, (Path(path).parent, named[2], same_content), log)
+            )
+    alike: dict[Any, tuple[Log, list[int]]] = {}
+    for _, rank_number, content_key, log in sorted(sorted_logs, key=itemgetter(0)):
+        alike.setdefault(content_key, (log, []))[1].extend([] if rank_number is None else [rank_number])
+    shown = [log.model_copy(update={"ranks": _ranks(rank_numbers)}) for log, rank_numbers in alike.values()]
+    if len(shown) > MOST_LOGS:
+        unread_logs.append(f"{plural(len(shown) - MOST_LOGS, 'more log')}, all different, are not shown")
+    return shown[:MOST_LOGS], unread_logs
+
+
+def _said(text: str) -> tuple[float, Any]:
+    """When a rank said its last words, and their content without the rank."""
+    try:
+        last_words = LastWords.model_validate_json(text)
+    except ValueError:
+        return math.inf, text
+    return last_words.time, (re.sub(r"\d+", "", last_words.error), last_words.where)
+
+
+def copy(root: Path, log: Log) -> bytes:
+    """The content of `log.file`. Raises OSError and ValueError if it is gone."""
+    return log_text(_end(root, log.source)[1]).encode()
+
+
+def _end(root: Path, path: str) -> tuple[int, bytes]:
+    """Size and last bytes of a file. Raises ValueError for one outside of `root`."""
+    log_file = (root / path).resolve()
+    if log_file.exists() and not log_file.is_file():
+        raise ValueError("no file")
+    if not log_file.is_relative_to(root.resolve()):
+        raise ValueError("not in the run directory: not copied")
+    with log_file.open("rb") as stream:
+        file_bytes = stream.seek(0, 2)
+        stream.seek(max(0, file_bytes - COPIED))
+        return file_bytes, stream.read(COPIED)
+
+
+def _ranks(numbers: Sequence[int]) -> str:
+    if not numbers:
+        return ""
+    return ("rank " if len(numbers) == 1 else "ranks ") + ranges(ranges_of(numbers))
+
 
 VERSION = 9  # of the derived files: a change rewrites all incidents
 
@@ -59,7 +252,7 @@ class IncidentFacts(IncidentFields):
     @field_validator("positions", "deferred", "returns")
     @classmethod
     def _forward(cls, ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
-        if not all(0 <= first < end <= LAST_POSITION for first, end in ranges):
+        if not all(0 <= first_position < end <= LAST_POSITION for first_position, end in ranges):
             raise ValueError("no ranges of positions")
         return ranges
 
@@ -110,13 +303,13 @@ class RegionFacts(BaseModel):
     def stretches(self) -> list[Stretch]:
         """The probes in ascending order, similar neighbours merged."""
         told: list[Stretch] = []
-        for first, measured, bad in sorted(self.probes):
+        for first_position, measured, bad in sorted(self.probes):
             last = told[-1] if told else None
-            if last is not None and first <= last.end and (bad > 0) == (last.bad > 0):
-                last.end, last.batches = max(last.end, first + measured), last.batches + 1
+            if last is not None and first_position <= last.end and (bad > 0) == (last.bad > 0):
+                last.end, last.batches = max(last.end, first_position + measured), last.batches + 1
                 last.measured, last.bad = last.measured + measured, last.bad + bad
             else:
-                told.append(Stretch(first, first + measured, 1, measured, bad))
+                told.append(Stretch(first_position, first_position + measured, 1, measured, bad))
         return told
 
 
@@ -160,8 +353,8 @@ class LayerValue(Facts):
     @property
     def ratio(self) -> float | None:
         """The value at the next record after `before`, divided by it."""
-        then = self.during if self.during is not None else self.after
-        return then / self.before if self.before and then is not None else None
+        later_value = self.during if self.during is not None else self.after
+        return later_value / self.before if self.before and later_value is not None else None
 
 
 class Layers(Facts):
@@ -241,7 +434,7 @@ class Evidence(Facts):
     @property
     def brief(self) -> Evidence:
         """The parts that the index of a run shows, without the large ones."""
-        empty: dict[str, Any] = dict.fromkeys(
+        empty_parts: dict[str, Any] = dict.fromkeys(
             ("timeline", "suspects", "regions", "trials", "passes", "samples", "logs"), ()
         )
-        return self.model_copy(update=empty | {"layers": None, "tokens": None})
+        return self.model_copy(update=empty_parts | {"layers": None, "tokens": None})

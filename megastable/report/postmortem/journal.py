@@ -51,29 +51,29 @@ class Journal:
         )
 
     def _add(self, event: Event) -> None:
-        at, step = len(self.events), event.get("step")
+        event_index, step = len(self.events), event.get("step")
         self.events.append(event.without("policy"))
         if isinstance(event, TURNS):
-            self._turns.append(at)
+            self._turns.append(event_index)
         elif isinstance(event, Discarded) and isinstance(step, int):
             self.refused[step].append(event)
         elif isinstance(event, IncidentLater):
             self.later[event.number or 0].append(event)
-        elif isinstance(event, IncidentEvent) and (number := number_of(event)) is not None:
-            self.own[number].append(at)
+        elif isinstance(event, IncidentEvent) and (incident_number := number_of(event)) is not None:
+            self.own[incident_number].append(event_index)
 
     def turns(self, at: int) -> list[int]:
         """Indexes of events where processes began or ended, after their last start before events[at]."""
-        first = bisect_left(self._turns, at)
-        while first > 0 and not isinstance(self.events[self._turns[first - 1]], STARTS):
-            first -= 1
-        return self._turns[first:]
+        first_turn = bisect_left(self._turns, at)
+        while first_turn > 0 and not isinstance(self.events[self._turns[first_turn - 1]], STARTS):
+            first_turn -= 1
+        return self._turns[first_turn:]
 
     def world(self, at: int) -> int | None:
         """Number of ranks at events[at]."""
-        for turn in range(bisect_left(self._turns, at) - 1, -1, -1):
-            if type(world := self.events[self._turns[turn]].get("world")) is int:
-                return world
+        for turn_index in range(bisect_left(self._turns, at) - 1, -1, -1):
+            if type(world_size := self.events[self._turns[turn_index]].get("world")) is int:
+                return world_size
         return None
 
     def nearby(self, begin: int, end: int) -> slice:
@@ -83,8 +83,8 @@ class Journal:
             first == begin or not isinstance(self.events[first], MARKS)
         ):
             first -= 1
-        most = min(len(self.events) - 1, end + LATER)
-        while last < most and (last == end or not isinstance(self.events[last], MARKS)):
+        most_index = min(len(self.events) - 1, end + LATER)
+        while last < most_index and (last == end or not isinstance(self.events[last], MARKS)):
             last += 1
         return slice(first, last + 1)
 
@@ -92,12 +92,12 @@ class Journal:
 @contextmanager
 def uncollected() -> Iterator[None]:
     """Pause garbage collection: with a million live events it would take as long as reading them."""
-    collects = gc.isenabled()
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if collects:
+        if was_enabled:
             gc.enable()
 
 
@@ -108,32 +108,32 @@ def summary_of(event: Event) -> dict[str, Any]:
 
 def number_of(event: Event) -> int | None:
     """The number of the incident that an event belongs to."""
-    number = summary_of(event).get("number")
-    return number if type(number) is int and 0 < number < 10**9 else None
+    incident_number = summary_of(event).get("number")
+    return incident_number if type(incident_number) is int and 0 < incident_number < 10**9 else None
 
 
 def _sane(event: Event) -> bool:
     """Whether it has a name and a time."""
-    time = event.get("time")
-    return event.named and isinstance(time, int | float) and 0 <= time < LATEST
+    event_time = event.get("time")
+    return event.named and isinstance(event_time, int | float) and 0 <= event_time < LATEST
 
 
 def named_when(told: Sequence[Event]) -> list[tuple[float, list[Range], list[Range]]]:
     """The positions that each of an incident's events, in order, adds to those skipped and deferred: (time, skipped,
     deferred). They refer to the data order of that time, before the event's own deferrals."""
-    found = list[tuple[float, list[Range], list[Range]]]()
-    known, put_off = Skips.of([]), Counter[Range]()
-    for number, event in enumerate(told):
+    named_positions = list[tuple[float, list[Range], list[Range]]]()
+    known_skips, put_off = Skips.of([]), Counter[Range]()
+    for event_number, event in enumerate(told):
         summary = summary_of(event)
         skipped = Skips.of(_ranges(summary.get("positions")))
         deferred = Counter(_ranges(summary.get("deferred")))
-        new = skipped.minus(known).ranges, sorted((deferred - put_off).elements())
-        if any(new):
-            found.append((float(told[max(0, number - 1)]["time"]), *new))
-        known, put_off = known.union(skipped), put_off | deferred
-    return found
+        new_ranges = skipped.minus(known_skips).ranges, sorted((deferred - put_off).elements())
+        if any(new_ranges):
+            named_positions.append((float(told[max(0, event_number - 1)]["time"]), *new_ranges))
+        known_skips, put_off = known_skips.union(skipped), put_off | deferred
+    return named_positions
 
 
 def _ranges(given: object) -> list[Range]:
     """The ranges of an event, whatever it holds."""
-    return [(a, b) for a, b in pairs(given) if 0 <= a < b <= LAST_POSITION]
+    return [(a, end_position) for a, end_position in pairs(given) if 0 <= a < end_position <= LAST_POSITION]

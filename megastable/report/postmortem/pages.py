@@ -17,11 +17,11 @@ from jinja2 import Environment
 from markupsafe import Markup, escape
 
 from megastable.base.text import duration, plural, ranges, visible
-from megastable.report.postmortem import safe, sentences
+from megastable.report import safe
+from megastable.report.postmortem import sentences
 from megastable.report.postmortem.facts import Evidence, Layers, LayerValue
 from megastable.report.postmortem.sample_texts import DocumentText, SampleText, count
 from megastable.report.postmortem.trial_facts import EXPLANATION, BranchFacts
-from megastable.report.templates import template_environment
 
 ON_PAGE = 5  # samples shown on the page
 DOCUMENTS = 50  # documents shown on the page
@@ -50,8 +50,8 @@ class Raw(str):
 def report(e: Evidence, pictures: Mapping[str, bytes], files: Sequence[str]) -> str:
     """report.html: a self-contained page. pictures: PNG by file name; files: that exist."""
     data = {
-        name: Markup("data:image/png;base64,") + base64.b64encode(png).decode()
-        for name, png in pictures.items()
+        picture_name: Markup("data:image/png;base64,") + base64.b64encode(png).decode()
+        for picture_name, png in pictures.items()
     }
     return _html().get_template("report.html.jinja").render(
         **_facts(e), pictures=data, files=_files(files), mood=_mood(e.incident.outcome), shown=e.samples[:ON_PAGE],
@@ -62,22 +62,22 @@ def report(e: Evidence, pictures: Mapping[str, bytes], files: Sequence[str]) -> 
 
 def postmortem(e: Evidence, files: Sequence[str]) -> str:
     """postmortem.md."""
-    example = "".join(piece.text for piece in e.samples[0].pieces)[:600] if e.samples else ""
+    example_text = "".join(text_piece.text for text_piece in e.samples[0].pieces)[:600] if e.samples else ""
     template = _markdown().get_template("postmortem.md.jinja")
     return template.render(
         **_facts(e),
         files=_files(files),
         has_plot="plot.png" in files,
         drawn=files,
-        example=example,
+        example=example_text,
         duration=duration,
     )
 
 
 def index(cases: Sequence[Evidence]) -> str:
     """index.html of a run's incidents, at least one."""
-    lost, opened = sum(e.cost.steps for e in cases), sum(e.incident.outcome != "healed" for e in cases)
-    told = f"{plural(len(cases), 'incident')}, {plural(lost, 'step')} lost"
+    lost_steps, opened = sum(e.cost.steps for e in cases), sum(e.incident.outcome != "healed" for e in cases)
+    told = f"{plural(len(cases), 'incident')}, {plural(lost_steps, 'step')} lost"
     told += f"; {opened} not proven to be over." if opened else "; all of them are over."
     return _html().get_template("index.html.jinja").render(
         run=cases[-1].run, cases=cases, headline=told, mood=_mood, story=sentences.headline
@@ -87,30 +87,33 @@ def index(cases: Sequence[Evidence]) -> str:
 def samples(e: Evidence) -> str:
     """samples.txt: every text whole, indented, so that none can pass for a heading."""
     i = e.incident
-    total, what = count(i.shown), sentences.what_of(i).capitalize()
-    first = f"{what} samples of incident {i.number}: {len(e.samples)} of {total:,}. "
+    sample_count, sample_kind = count(i.shown), sentences.what_of(i).capitalize()
+    first = f"{sample_kind} samples of incident {i.number}: {len(e.samples)} of {sample_count:,}. "
     first += "Characters that do not show are escaped."
-    return "\n".join([first, *(line for sample in e.samples for line in _sample(sample))]) + "\n"
+    return "\n".join([first, *(line for sample_text in e.samples for line in _sample(sample_text))]) + "\n"
 
 
 def _sample(sample: SampleText) -> Iterable[str]:
     loss = "" if sample.loss is None else f", loss {sentences.number(sample.loss)} on the good state"
     yield from ("", f"== position {sample.position}, corpus {visible(sample.corpus)}{loss}")
-    for piece in sample.pieces:
-        yield f"-- {visible(_place(piece))}" + ("" if piece.ends else " (goes on)")
-        yield from (f"    {line}" for line in safe.block(piece.text).split("\n"))
+    for text_piece in sample.pieces:
+        yield f"-- {visible(_place(text_piece))}" + ("" if text_piece.ends else " (goes on)")
+        yield from (f"    {text_line}" for text_line in safe.block(text_piece.text).split("\n"))
 
 
 def documents(e: Evidence) -> str:
     """documents.csv."""
-    rows = [(d.corpus, d.shard, d.document, d.first_token, d.tokens) for d in e.incident.documents]
-    return safe.table(("corpus", "shard", "document", "first_token", "tokens"), rows)
+    document_rows = [(d.corpus, d.shard, d.document, d.first_token, d.tokens) for d in e.incident.documents]
+    return safe.table(("corpus", "shard", "document", "first_token", "tokens"), document_rows)
 
 
 def layers(found: Layers) -> str:
     """layers.csv: every statistic before, during and after the incident."""
-    looks = {"before": found.before_step, "during": found.during_step, "after": found.after_step}
-    head = [f"{when} (step {step})" if step is not None else when for when, step in looks.items()]
+    step_by_look = {"before": found.before_step, "during": found.during_step, "after": found.after_step}
+    head = [
+        f"{look_name} (step {step})" if step is not None else look_name
+        for look_name, step in step_by_look.items()
+    ]
     rows = [(v.name, v.statistic, v.before, v.during, v.after, v.ratio) for v in found.values]
     return safe.table(("name", "statistic", *head, "ratio"), rows)
 
@@ -119,10 +122,10 @@ def changed(e: Evidence) -> list[LayerValue]:
     """The layer statistics that changed most, infinite ones first."""
 
     def change(value: LayerValue) -> float:
-        ratio = value.ratio
-        if ratio is None:
+        value_ratio = value.ratio
+        if value_ratio is None:
             return 0.0
-        return abs(math.log(ratio)) if 0 < ratio < math.inf else math.inf
+        return abs(math.log(value_ratio)) if 0 < value_ratio < math.inf else math.inf
 
     return sorted(e.layers.values if e.layers else [], key=change, reverse=True)[:CHANGED]
 
@@ -156,7 +159,7 @@ def name_picture(kind: str, number: int) -> str:
 
 def _with_pictures(kind: str, items: Sequence[T]) -> list[tuple[str, T]]:
     """Each with the name of its picture."""
-    return [(name_picture(kind, number), item) for number, item in enumerate(items, 1)]
+    return [(name_picture(kind, picture_number), item) for picture_number, item in enumerate(items, 1)]
 
 
 def _difference(branch: BranchFacts) -> str:
@@ -167,17 +170,17 @@ def _difference(branch: BranchFacts) -> str:
         return "0, the control"
     if not math.isfinite(branch.difference):
         return "not finite"
-    error = "" if branch.error is None or not math.isfinite(branch.error) else f" ± {branch.error:.3f}"
-    return f"{branch.difference:+.3f}{error}"
+    error_text = "" if branch.error is None or not math.isfinite(branch.error) else f" ± {branch.error:.3f}"
+    return f"{branch.difference:+.3f}{error_text}"
 
 
 def _layers_remark(layers: Layers | None) -> str:
     if layers is None:
         return ""
-    looks = [(layers.before_step, "before the onset"), (layers.during_step, "in the middle of it")]
-    looks += [(layers.after_step, "when it was over")]
-    told = [f"step {step:,}, {when}" for step, when in looks if step is not None]
-    return f"Looks into the layers: {'; '.join(told)}."
+    look_steps = [(layers.before_step, "before the onset"), (layers.during_step, "in the middle of it")]
+    look_steps += [(layers.after_step, "when it was over")]
+    look_texts = [f"step {step:,}, {look_name}" for step, look_name in look_steps if step is not None]
+    return f"Looks into the layers: {'; '.join(look_texts)}."
 
 
 def _files(names: Sequence[str]) -> list[tuple[str, str]]:
@@ -185,7 +188,9 @@ def _files(names: Sequence[str]) -> list[tuple[str, str]]:
         "region-": "where the ends of a further bad region were looked for",
         "branches-": "the losses of the branches of a further trial",
     }
-    known = FILES | {name: what for name in names for kind, what in further.items() if name.startswith(kind)}
+    known = FILES | {
+        name: file_remark for name in names for kind, file_remark in further.items() if name.startswith(kind)
+    }
     return [(name, known.get(name, "a log, or the stacks of a rank")) for name in names]
 
 
@@ -206,34 +211,27 @@ def _scientific(value: float | None) -> str:
 
 @cache
 def _html() -> Environment:
-    environment = _environment(autoescape=True, finalize=_visible)
-    style = environment.loader.get_source(environment, "style.css")[0]  # type: ignore[union-attr]
-    environment.globals["style"] = Markup(style)
+    environment = _add_filters(safe.html_environment("megastable.report.postmortem"))
+    style_sheet = environment.loader.get_source(environment, "style.css")[0]  # type: ignore[union-attr]
+    environment.globals["style"] = Markup(style_sheet)
     environment.filters["text"] = _text
     return environment
 
 
 @cache
 def _markdown() -> Environment:
-    environment = _environment(autoescape=False, finalize=_plain)
+    environment = _add_filters(safe.template_environment("megastable.report.postmortem", finalize=_plain))
     environment.filters |= {
-        "fenced": lambda text: Raw(safe.fenced(text)),
-        "code": lambda text: Raw(safe.code(text)),
-    }
+        "fenced": lambda text: Raw(safe.fenced(text)), "code": lambda text: Raw(safe.code(text)),
+    }  # fmt: skip
     return environment
 
 
-def _environment(**options: Any) -> Environment:
-    environment = template_environment("megastable.report.postmortem", **options)
+def _add_filters(environment: Environment) -> Environment:
     environment.filters |= {
-        "sentence": lambda text: text[:1].upper() + text[1:],
-        "path": lambda name: Raw(quote(name)),
-    }
+        "sentence": lambda text: text[:1].upper() + text[1:], "path": lambda name: Raw(quote(name)),
+    }  # fmt: skip
     return environment
-
-
-def _visible(value: Any) -> Any:
-    return safe.block(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
 def _plain(value: Any) -> Any:
@@ -242,8 +240,8 @@ def _plain(value: Any) -> Any:
 
 def _text(text: str) -> Markup:
     """Untrusted text for a `pre`, its escapes set apart."""
-    pieces = safe.split_escapes(safe.block(text))
+    text_pieces = safe.split_escapes(safe.block(text))
     return Markup("").join(
-        Markup('<span class="esc">{}</span>').format(piece) if special else escape(piece)
-        for piece, special in pieces
+        Markup('<span class="esc">{}</span>').format(text_piece) if is_escape else escape(text_piece)
+        for text_piece, is_escape in text_pieces
     )

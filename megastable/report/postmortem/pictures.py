@@ -7,19 +7,21 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import TYPE_CHECKING, Any, ParamSpec
 
 from megastable.base.text import escaped, visible
+from megastable.report.figures import drawable
 from megastable.report.postmortem.facts import Evidence, RegionFacts, StepRow
 from megastable.report.postmortem.sample_texts import Tokens
 from megastable.report.postmortem.trial_facts import BranchFacts, TrialFacts
-from megastable.report.scale import drawable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+Given = ParamSpec("Given")
 INK, FAINT, GRID = "#1f2933", "#8a94a0", "#e6e9ed"
 BAD, GOOD = "#d1495b", "#1f6fb2"
 BRANCHES = (
@@ -36,36 +38,42 @@ STYLE: dict[Any, Any] = {
 }  # fmt: skip
 
 
-def steps_picture(e: Evidence) -> bytes | None:
-    """Loss, gradient norm and, if cut, the learning rate around the incident, as PNG; None without steps."""
-    from matplotlib import rc_context
+def _as_png(draw: Callable[Given, Figure]) -> Callable[Given, bytes]:
+    @wraps(draw)
+    def draw_png(*given: Given.args, **named: Given.kwargs) -> bytes:
+        from matplotlib import rc_context
 
-    if not e.passes:
-        return None
-    with rc_context(STYLE):
-        return _png(_steps(e))
+        png_buffer = io.BytesIO()
+        with rc_context(STYLE):
+            # Without the library's version in it, the same facts give the same bytes.
+            draw(*given, **named).savefig(png_buffer, format="png", dpi=130, metadata={"Software": None})
+        return png_buffer.getvalue()
+
+    return draw_png
 
 
-def _steps(e: Evidence) -> Figure:
+@_as_png
+def steps_picture(e: Evidence) -> Figure:
+    """Loss, gradient norm and, if cut, the learning rate around an incident of which there are steps."""
     from matplotlib.lines import Line2D
 
-    cut = bool({"cut_lr", "cap_lr"} & set(e.incident.actions))
+    rate_cut = bool({"cut_lr", "cap_lr"} & set(e.incident.actions))
     panels = [("loss", "loss (nats per token)"), ("grad_norm", "gradient norm")]
-    panels += [("lr", "learning rate")] if cut else []
-    figure = _figure(10, 6.2 if cut else 5.2)
+    panels += [("lr", "learning rate")] if rate_cut else []
+    figure = _figure(10, 6.2 if rate_cut else 5.2)
     axes = figure.subplots(len(panels), 1, sharex=True, height_ratios=[3, 2, 1][: len(panels)], squeeze=False)
-    for axis, (name, label) in zip(axes[:, 0], panels, strict=True):
-        _panel(axis, e, name)
+    for axis, (panel_name, label) in zip(axes[:, 0], panels, strict=True):
+        _panel(axis, e, panel_name)
         axis.set_ylabel(label)
-    rows = [row for part in e.passes for row in part]
+    all_rows = [row for run_pass in e.passes for row in run_pass]
     signs = [Line2D([], [], color=GOOD, label="the run")]
     if len(e.passes) > 1:
         signs.append(Line2D([], [], color=BAD, label="undone, and done again"))
-    if not all(row.applied for row in rows):
+    if not all(row.applied for row in all_rows):
         signs.append(
             Line2D([], [], color=BAD, marker="x", linewidth=0, markeredgewidth=1.9, label="update refused")
         )
-    if not all(math.isfinite(drawable(v)) for row in rows for v in (row.loss, row.grad_norm)):
+    if not all(math.isfinite(drawable(v)) for row in all_rows for v in (row.loss, row.grad_norm)):
         signs.append(Line2D([], [], color=BAD, marker="^", linewidth=0, label="not finite"))
     figure.legend(handles=signs, loc="outside lower center", ncols=4, handlelength=1.6, columnspacing=2)
     axes[-1, 0].set_xlabel("step")
@@ -75,22 +83,22 @@ def _steps(e: Evidence) -> Figure:
 def _panel(axis: Axes, e: Evidence, name: str) -> None:
     from matplotlib.ticker import MaxNLocator, NullFormatter
 
-    log = name == "grad_norm"
-    stood, undone = standing(e.passes)
-    for part in undone:
-        _line(axis, part, name, log, {"color": BAD, "linewidth": 1.4, "zorder": 4})
-    _line(axis, stood, name, log, {"color": GOOD, "linewidth": 1.5, "zorder": 3})
-    refused = [row for part in e.passes for row in part if not row.applied and name != "lr"]
-    if refused:
-        marks: dict[str, Any] = {"color": BAD, "marker": "x", "s": 44, "linewidths": 1.9, "zorder": 6}
-        values = [drawable(getattr(row, name), log) for row in refused]
-        axis.scatter([row.step for row in refused], values, **marks)
+    is_log = name == "grad_norm"
+    standing_rows, undone_parts = standing(e.passes)
+    for part in undone_parts:
+        _line(axis, part, name, is_log, {"color": BAD, "linewidth": 1.4, "zorder": 4})
+    _line(axis, standing_rows, name, is_log, {"color": GOOD, "linewidth": 1.5, "zorder": 3})
+    refused_rows = [row for part in e.passes for row in part if not row.applied and name != "lr"]
+    if refused_rows:
+        mark_style: dict[str, Any] = {"color": BAD, "marker": "x", "s": 44, "linewidths": 1.9, "zorder": 6}
+        refused_values = [drawable(getattr(row, name), is_log) for row in refused_rows]
+        axis.scatter([row.step for row in refused_rows], refused_values, **mark_style)
     lost = [row for part in e.passes for row in part if not math.isfinite(drawable(getattr(row, name)))]
     if lost and name != "lr":
-        top: dict[str, Any] = {"transform": axis.get_xaxis_transform(), "clip_on": False, "zorder": 7}
-        axis.scatter([row.step for row in lost], [0.97] * len(lost), marker="^", color=BAD, s=36, **top)
+        top_style: dict[str, Any] = {"transform": axis.get_xaxis_transform(), "clip_on": False, "zorder": 7}
+        axis.scatter([row.step for row in lost], [0.97] * len(lost), marker="^", color=BAD, s=36, **top_style)
     norms = [v for part in e.passes for row in part if (v := drawable(row.grad_norm, True)) > 0]
-    if log and norms:
+    if is_log and norms:
         axis.set_yscale("log")
         axis.yaxis.set_major_formatter("{x:g}")
         if max(norms) < 4 * min(norms):  # less than a power of ten between them
@@ -108,21 +116,21 @@ def standing(passes: Sequence[Sequence[StepRow]]) -> tuple[list[StepRow], list[l
 
     Each of the latter begins with the step before it, if there is one, so that a line joins them.
     """
-    stood, undone = list[StepRow](), list[list[StepRow]]()
-    for part in passes:
-        kept = [row for row in stood if row.step < part[0].step]
-        if len(kept) < len(stood):
-            undone.append([*kept[-1:], *stood[len(kept) :]])
-        stood = [*kept, *part]
-    return stood, undone
+    standing_rows, undone_parts = list[StepRow](), list[list[StepRow]]()
+    for run_pass in passes:
+        kept_rows = [step_row for step_row in standing_rows if step_row.step < run_pass[0].step]
+        if len(kept_rows) < len(standing_rows):
+            undone_parts.append([*kept_rows[-1:], *standing_rows[len(kept_rows) :]])
+        standing_rows = [*kept_rows, *run_pass]
+    return standing_rows, undone_parts
 
 
 def _line(axis: Axes, rows: Sequence[StepRow], name: str, log: bool, style: dict[str, Any]) -> None:
-    marker = "o" if len(rows) == 1 else None
+    point_marker = "o" if len(rows) == 1 else None
     axis.plot(
         [r.step for r in rows],
         [drawable(getattr(r, name), log) for r in rows],
-        marker=marker,
+        marker=point_marker,
         markersize=3.5,
         **style,
     )
@@ -133,10 +141,10 @@ def _marks(axis: Axes, e: Evidence, named: bool) -> None:
     at = [(i.onset, "onset"), (i.step, "acted on"), *((s, "back to") for s in e.back_to[-1:])]
     at += [(e.healed_at, "healed")] if e.healed_at is not None else []
     shown: dict[int, list[str]] = {}
-    for step, what in at:
-        shown.setdefault(step, []).append(what)
+    for step, mark_name in at:
+        shown.setdefault(step, []).append(mark_name)
     axis.axvspan(i.onset - 0.5, max(i.step, i.onset) + 0.5, color=BAD, alpha=0.08, linewidth=0, zorder=0)
-    low, high = min(r.step for p in e.passes for r in p), max(r.step for p in e.passes for r in p)
+    first_step, last_step = min(r.step for p in e.passes for r in p), max(r.step for p in e.passes for r in p)
     groups: list[list[int]] = []
     for step in sorted(shown):
         axis.axvline(
@@ -146,51 +154,53 @@ def _marks(axis: Axes, e: Evidence, named: bool) -> None:
             linestyle=(0, (3, 3)),
             zorder=1,
         )
-        if groups and step - groups[-1][0] < 0.05 * (high - low):
+        if groups and step - groups[-1][0] < 0.05 * (last_step - first_step):
             groups[-1].append(step)
         else:
             groups.append([step])
     if not named:
         return
     # Above the plot, where they hide nothing; a label that would touch its neighbour is raised.
-    free = -math.inf
+    free_from = -math.inf
     for group in groups:
-        words = " · ".join(f"{what} {step:,}" for step in group for what in shown[step])
-        width = 0.0083 * len(words) * (high - low)
-        right = group[-1] - width > low and ("healed" not in words or group[0] + width > high)
-        begin = group[-1] - width if right else group[0]
-        level = int(begin < free)
-        free = max(free, begin + width)
+        label_text = " · ".join(f"{mark_name} {step:,}" for step in group for mark_name in shown[step])
+        label_width = 0.0083 * len(label_text) * (last_step - first_step)
+        is_right = group[-1] - label_width > first_step and (
+            "healed" not in label_text or group[0] + label_width > last_step
+        )
+        label_begin = group[-1] - label_width if is_right else group[0]
+        label_level = int(label_begin < free_from)
+        free_from = max(free_from, label_begin + label_width)
         axis.annotate(
-            words, (group[-1 if right else 0], 1), xycoords=("data", "axes fraction"), ha="right" if right else "left",
-            xytext=(0, 4 + 13 * level), textcoords="offset points", fontsize=8.8, parse_math=False,
+            label_text, (group[-1 if is_right else 0], 1), xycoords=("data", "axes fraction"),
+            ha="right" if is_right else "left", xytext=(0, 4 + 13 * label_level), textcoords="offset points",
+            fontsize=8.8, parse_math=False,
         )  # fmt: skip
 
 
-def branches_picture(trial: TrialFacts, e: Evidence) -> bytes:
-    """The losses of a trial's branches and of the run over the same steps, and the loss of the data to come after each
-    branch, as PNG."""
-    from matplotlib import rc_context
-
-    with rc_context(STYLE):
-        return _png(draw_branches(trial, e.passes))
-
-
 def draw_branches(trial: TrialFacts, passes: Sequence[Sequence[StepRow]]) -> Figure:
-    """As `branches_picture`, to be drawn with `STYLE`. passes: recorded steps of the run (passes.py)."""
+    """The losses of a trial's branches and of the run over the same steps, and the loss of the data to come after each
+    branch, to be drawn with `STYLE`. passes: recorded steps of the run."""
     from matplotlib.ticker import MaxNLocator
 
     figure = _figure(10, max(4.4, 2.6 + 0.3 * len(trial.branches)))
     steps, coming = figure.subplots(1, 2, width_ratios=[5, 3])
     hues = [*BRANCHES[: len(trial.branches)], *[FAINT] * (len(trial.branches) - len(BRANCHES))]
-    first, last = trial.snapshot, max(trial.last, trial.step)
-    _draw_run(steps, [[row for row in part if first <= row.step <= last] for part in passes])
-    for branch, hue in zip(trial.branches, hues, strict=True):
+    first_step, last_step = trial.snapshot, max(trial.last, trial.step)
+    _draw_run(
+        steps,
+        [
+            [step_row for step_row in run_pass if first_step <= step_row.step <= last_step]
+            for run_pass in passes
+        ],
+    )
+    for branch, branch_hue in zip(trial.branches, hues, strict=True):
         at = range(trial.snapshot + 1, trial.snapshot + 1 + len(branch.losses))
-        chosen = branch.name == trial.chosen
+        is_chosen = branch.name == trial.chosen
         steps.plot(
-            at, [drawable(loss) for loss in branch.losses], color=hue, linewidth=2.0 if chosen else 1.4, zorder=4,
-            label=_name(branch, trial), marker="." if len(branch.losses) < 2 else None,
+            at, [drawable(loss) for loss in branch.losses], color=branch_hue, zorder=4,
+            linewidth=2.0 if is_chosen else 1.4, label=_name(branch, trial),
+            marker="." if len(branch.losses) < 2 else None,
         )  # fmt: skip
     steps.axvline(trial.snapshot, color=FAINT, linewidth=1, linestyle=(0, (3, 3)), zorder=1)
     steps.annotate(
@@ -206,15 +216,30 @@ def draw_branches(trial: TrialFacts, passes: Sequence[Sequence[StepRow]]) -> Fig
     return figure
 
 
+branches_picture = _as_png(draw_branches)
+
+
 def _draw_run(axis: Axes, passes: Sequence[Sequence[StepRow]]) -> None:
     """The recorded steps of a trial's window: what stayed, what was undone, what was refused."""
-    stood, undone = standing([part for part in passes if part])
-    for number, part in enumerate(undone):
-        label = "the run: undone steps" if number == 0 else None
-        style = {"color": FAINT, "linewidth": 2.2, "linestyle": (0, (2, 1.5)), "zorder": 3, "label": label}
-        _line(axis, part, "loss", False, style)
-    if stood:
-        _line(axis, stood, "loss", False, {"color": INK, "linewidth": 2.2, "zorder": 3, "label": "the run"})
+    standing_rows, undone_parts = standing([part for part in passes if part])
+    for part_number, part in enumerate(undone_parts):
+        label = "the run: undone steps" if part_number == 0 else None
+        line_style = {
+            "color": FAINT,
+            "linewidth": 2.2,
+            "linestyle": (0, (2, 1.5)),
+            "zorder": 3,
+            "label": label,
+        }
+        _line(axis, part, "loss", False, line_style)
+    if standing_rows:
+        _line(
+            axis,
+            standing_rows,
+            "loss",
+            False,
+            {"color": INK, "linewidth": 2.2, "zorder": 3, "label": "the run"},
+        )
     refused = [row for part in passes for row in part if not row.applied]
     if refused:
         axis.scatter(
@@ -226,13 +251,13 @@ def _draw_run(axis: Axes, passes: Sequence[Sequence[StepRow]]) -> None:
 def _draw_differences(axis: Axes, trial: TrialFacts, hues: Sequence[str]) -> None:
     """For each branch a point with its standard error, the first one at the top."""
     known = [drawable(branch.difference) for branch in trial.branches]
-    for place, (branch, value, hue) in enumerate(zip(trial.branches, known, hues, strict=True)):
+    for row_place, (branch, value, hue) in enumerate(zip(trial.branches, known, hues, strict=True)):
         error = drawable(branch.error)
         axis.errorbar(
-            value, place, xerr=None if math.isnan(error) else error, fmt="o", color=hue, markersize=6, capsize=3,
+            value, row_place, xerr=None if math.isnan(error) else error, fmt="o", color=hue, markersize=6, capsize=3,
         )  # fmt: skip
         if math.isnan(value):
-            axis.annotate("not finite", (0, place), color=BAD, ha="center", va="center", fontsize=8.8)
+            axis.annotate("not finite", (0, row_place), color=BAD, ha="center", va="center", fontsize=8.8)
     axis.axvline(0, color=FAINT, linewidth=1, zorder=1)
     axis.set_yticks(
         range(len(known)), [_name(branch, trial).replace(" (", "\n(") for branch in trial.branches]
@@ -247,22 +272,16 @@ def _draw_differences(axis: Axes, trial: TrialFacts, hues: Sequence[str]) -> Non
 
 
 def _name(branch: BranchFacts, trial: TrialFacts) -> str:
-    name = visible(branch.label, LABEL_OF_BRANCH).replace("$", r"\$")
-    roles = [(branch.is_control, "control"), (branch.name == trial.chosen, "chosen")]
-    told = ", ".join(role for true, role in roles if true)
-    return f"{name} ({told})" if told else name
+    shown_name = visible(branch.label, LABEL_OF_BRANCH).replace("$", r"\$")
+    branch_roles = [(branch.is_control, "control"), (branch.name == trial.chosen, "chosen")]
+    role_text = ", ".join(role_name for has_role, role_name in branch_roles if has_role)
+    return f"{shown_name} ({role_text})" if role_text else shown_name
 
 
-def region_picture(region: RegionFacts, batch: int) -> bytes:
-    """The batches measured to find the ends of a region, and the share of bad samples in each, as PNG. batch: samples
-    of a step."""
-    from matplotlib import rc_context
-
-    with rc_context(STYLE):
-        return _png(_region(region, batch))
-
-
-def _region(region: RegionFacts, batch: int) -> Figure:
+@_as_png
+def region_picture(region: RegionFacts, batch: int) -> Figure:
+    """The batches measured to find the ends of a region, and the share of bad samples in each. batch: samples of a
+    step."""
     from matplotlib.ticker import FuncFormatter
 
     figure = _figure(10, 2.4)
@@ -304,39 +323,39 @@ def _region(region: RegionFacts, batch: int) -> Figure:
 def _place(steps: float, span: float) -> float:
     """Position on the axis of a batch that many batches after the region's first: a doubling takes a sixteenth of the
     region's width."""
-    beyond = -steps if steps < 0 else steps - span
-    if beyond <= 0:
+    beyond_steps = -steps if steps < 0 else steps - span
+    if beyond_steps <= 0:
         return steps
-    wide = max(1.0, span / 16) * math.log2(1 + beyond)
-    return -wide if steps < 0 else span + wide
+    wide_steps = max(1.0, span / 16) * math.log2(1 + beyond_steps)
+    return -wide_steps if steps < 0 else span + wide_steps
 
 
 def _unplace(at: float, span: float) -> float:
-    beyond = -at if at < 0 else at - span
-    if beyond <= 0:
+    beyond_steps = -at if at < 0 else at - span
+    if beyond_steps <= 0:
         return at
-    steps = 2 ** (beyond / max(1.0, span / 16)) - 1
-    return -steps if at < 0 else span + steps
+    region_steps = 2 ** (beyond_steps / max(1.0, span / 16)) - 1
+    return -region_steps if at < 0 else span + region_steps
 
 
-def tokens_picture(tokens: Tokens) -> bytes:
-    """The most frequent tokens of guilty samples and corpus, and both distributions by rank, as PNG."""
-    from matplotlib import rc_context
-
-    with rc_context(STYLE):
-        return _png(_tokens(tokens))
-
-
-def _tokens(tokens: Tokens) -> Figure:
+@_as_png
+def tokens_picture(tokens: Tokens) -> Figure:
+    """The most frequent tokens of guilty samples and corpus, and both distributions by rank."""
     figure = _figure(10, 0.7 + 0.19 * max(10, len(tokens.top)))
     bars, ranks = figure.subplots(1, 2, width_ratios=[3, 2])
-    places = list(range(len(tokens.top)))
-    for offset, name, colour in ((-0.2, "guilty", BAD), (0.2, "corpus", GOOD)):
-        shares = [100 * getattr(share, name) for share in tokens.top]
-        label = "guilty samples" if name == "guilty" else "corpus"
-        bars.barh([place + offset for place in places], shares, 0.38, color=colour, label=label)
+    bar_places = list(range(len(tokens.top)))
+    for bar_offset, side_name, colour in ((-0.2, "guilty", BAD), (0.2, "corpus", GOOD)):
+        token_shares = [100 * getattr(share, side_name) for share in tokens.top]
+        side_label = "guilty samples" if side_name == "guilty" else "corpus"
+        bars.barh(
+            [bar_place + bar_offset for bar_place in bar_places],
+            token_shares,
+            0.38,
+            color=colour,
+            label=side_label,
+        )
     bars.set_yticks(
-        places,
+        bar_places,
         [label_of(share.text) for share in tokens.top],
         family="DejaVu Sans Mono",
         fontsize=8.5,
@@ -348,9 +367,11 @@ def _tokens(tokens: Tokens) -> Figure:
     bars.set_xlabel("share of all tokens, %")
     bars.set_title("Most frequent tokens of either")
     bars.legend(loc="lower right")
-    for curve, colour in ((tokens.guilty_by_rank, BAD), (tokens.corpus_by_rank, GOOD)):
+    for rank_curve, colour in ((tokens.guilty_by_rank, BAD), (tokens.corpus_by_rank, GOOD)):
         ranks.loglog(
-            *zip(*((rank, 100 * share) for rank, share in curve), strict=True), color=colour, linewidth=1.8
+            *zip(*((rank, 100 * share) for rank, share in rank_curve), strict=True),
+            color=colour,
+            linewidth=1.8,
         )
     for axis in (ranks.xaxis, ranks.yaxis):
         axis.set_major_formatter("{x:g}")
@@ -362,8 +383,8 @@ def _tokens(tokens: Tokens) -> Figure:
 
 def label_of(text: str) -> str:
     """A token as a label: spaces visible, glyphs missing from the font escaped, short."""
-    shown = "".join(c if _has_glyph(c) else escaped(c) for c in visible(text).replace(" ", "␣"))
-    return shown if len(shown) <= LABEL else shown[: LABEL - 1] + "…"
+    shown_text = "".join(c if _has_glyph(c) else escaped(c) for c in visible(text).replace(" ", "␣"))
+    return shown_text if len(shown_text) <= LABEL else shown_text[: LABEL - 1] + "…"
 
 
 def _has_glyph(character: str) -> bool:
@@ -376,10 +397,3 @@ def _figure(width: float, height: float) -> Figure:
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained", facecolor="white")
-
-
-def _png(figure: Figure) -> bytes:
-    content = io.BytesIO()
-    # Without the library's version in it, the same facts give the same bytes.
-    figure.savefig(content, format="png", dpi=130, metadata={"Software": None})
-    return content.getvalue()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -13,12 +15,11 @@ from pydantic import BaseModel, ConfigDict
 from megastable.base.errors import DataError
 from megastable.config.recipe import find
 from megastable.config.tree import RunConfig
-from megastable.data.blends import Line
+from megastable.data.blends import Line, until
 from megastable.data.corpora import open_corpora
-from megastable.data.documents import Document, documents_by_position
+from megastable.data.skip_ledger import Ledger
 from megastable.data.skips import Selection, Skips
-from megastable.data.source import Source
-from megastable.data.statistics import token_counts, unigram_entropy
+from megastable.data.source import Document, Source, documents_by_position, token_counts, unigram_entropy
 from megastable.data.tokenizer import Tokenizer, load_tokenizer
 
 SHOWN = 50  # samples whose whole text is written
@@ -91,8 +92,8 @@ class Tokens(Facts):
         """The interpretation, in a sentence."""
         if self.repeated > 0.5:
             return f"A single token makes {self.repeated:.0%} of a sample: it looks like a repetition."
-        many = self.guilty_tokens >= FEW  # with fewer, hardly any token repeats in any text
-        if many and math.exp(self.guilty_entropy) > 0.5 * min(self.vocabulary, self.guilty_tokens):
+        has_many = self.guilty_tokens >= FEW  # with fewer, hardly any token repeats in any text
+        if has_many and math.exp(self.guilty_entropy) > 0.5 * min(self.vocabulary, self.guilty_tokens):
             return "Almost every token of the vocabulary is as frequent as any other: it looks like random tokens."
         if self.usual_distance is None:
             return "There are no ordinary samples before them to compare their tokens with."
@@ -133,26 +134,29 @@ class Library:
         return [self._sample(p, documents[p], losses.get(p)) for p in positions]
 
     def _sample(self, position: int, documents: list[Document], loss: float | None) -> SampleText:
-        tokens = self.source.sample(position)[:-1]
-        place = self.source.order.locate_one(position)
-        ends = np.flatnonzero(tokens == self.source.eod) + 1
-        parts = [part for part in np.split(tokens, ends) if part.size]
-        agree = len(parts) == len(documents)
-        pieces = []
-        for number, part in enumerate(parts):
-            closed = int(part[-1]) == self.source.eod
-            text = self.text(part[:-1].tolist() if closed else part.tolist())
-            of = documents[number] if agree else None
-            pieces.append(
+        sample_tokens = self.source.sample(position)[:-1]
+        sample_place = self.source.order.locate_one(position)
+        ends = np.flatnonzero(sample_tokens == self.source.eod) + 1
+        token_parts = [part for part in np.split(sample_tokens, ends) if part.size]
+        counts_agree = len(token_parts) == len(documents)
+        text_pieces = []
+        for piece_number, part in enumerate(token_parts):
+            is_closed = int(part[-1]) == self.source.eod
+            text = self.text(part[:-1].tolist() if is_closed else part.tolist())
+            of = documents[piece_number] if counts_agree else None
+            text_pieces.append(
                 DocumentText(
                     text=text,
-                    ends=closed,
+                    ends=is_closed,
                     shard=of.shard if of else None,
                     document=of.document if of else None,
                 )
             )
         return SampleText(
-            position=position, corpus=self.source.order.corpora[place.corpus].name, loss=loss, pieces=pieces
+            position=position,
+            corpus=self.source.order.corpora[sample_place.corpus].name,
+            loss=loss,
+            pieces=text_pieces,
         )
 
     def tokens(self, ranges: Sequence[Range], selection: Skips | Selection) -> Tokens:
@@ -187,8 +191,8 @@ class Library:
         )  # fmt: skip
 
     def _counts(self, positions: npt.NDArray[np.int64]) -> Counts:
-        tokens = self.source.samples(positions)[:, :-1]
-        return np.bincount(tokens.ravel(), minlength=self.vocabulary)
+        sample_tokens = self.source.samples(positions)[:, :-1]
+        return np.bincount(sample_tokens.ravel(), minlength=self.vocabulary)
 
     def _label(self, token: int) -> str:
         return "end of document" if token == self.source.eod else self.text([token]) or f"token {token}"
@@ -196,7 +200,7 @@ class Library:
 
 def count(ranges: Sequence[Range]) -> int:
     """Number of positions in `ranges` [first, end)."""
-    return sum(end - first for first, end in ranges)
+    return sum(end_position - first_position for first_position, end_position in ranges)
 
 
 def take(ranges: Sequence[Range], most: int) -> list[int]:
@@ -207,16 +211,16 @@ def take(ranges: Sequence[Range], most: int) -> list[int]:
 def spread(ranges: Sequence[Range], most: int) -> npt.NDArray[np.int64]:
     """Up to `most` positions, evenly spread over `ranges`: int64 [n], ascending where they are."""
     total = count(ranges)
-    wanted = np.arange(min(total, most), dtype=np.int64) * total // max(1, min(total, most))
-    firsts = np.array([first for first, _ in ranges], dtype=np.int64)
-    before = np.cumsum([0, *(end - first for first, end in ranges)], dtype=np.int64)[:-1]
-    at = np.searchsorted(before, wanted, side="right") - 1
-    return np.asarray(firsts[at] + wanted - before[at], dtype=np.int64)
+    wanted_numbers = np.arange(min(total, most), dtype=np.int64) * total // max(1, min(total, most))
+    range_firsts = np.array([first for first, _ in ranges], dtype=np.int64)
+    before = np.cumsum([0, *(end_position - first for first, end_position in ranges)], dtype=np.int64)[:-1]
+    at = np.searchsorted(before, wanted_numbers, side="right") - 1
+    return np.asarray(range_firsts[at] + wanted_numbers - before[at], dtype=np.int64)
 
 
 def _top(counts: Counts) -> list[int]:
-    order = np.argsort(-counts, kind="stable")[:TOP]
-    return [int(token) for token in order if counts[token]]
+    token_order = np.argsort(-counts, kind="stable")[:TOP]
+    return [int(token) for token in token_order if counts[token]]
 
 
 def _distance(one: Counts, other: Counts) -> float:
@@ -224,6 +228,50 @@ def _distance(one: Counts, other: Counts) -> float:
 
 
 def _by_rank(counts: Counts) -> list[tuple[int, float]]:
-    shares = np.sort(counts[counts > 0])[::-1] / counts.sum()
-    ranks = np.unique(np.geomspace(1, shares.size, POINTS).round().astype(np.int64))
-    return [(int(rank), float(shares[rank - 1])) for rank in ranks]
+    sorted_shares = np.sort(counts[counts > 0])[::-1] / counts.sum()
+    chosen_ranks = np.unique(np.geomspace(1, sorted_shares.size, POINTS).round().astype(np.int64))
+    return [(int(rank), float(sorted_shares[rank - 1])) for rank in chosen_ranks]
+
+
+@dataclass(frozen=True)
+class SampleSource:
+    """The samples of one run. order: the lines of blends.jsonl; ledger: of its skips, read from the file `skips`."""
+
+    config: RunConfig
+    order: Sequence[Line]
+    ledger: Ledger
+    skips: Path
+    _libraries: dict[int, Library] = field(default_factory=dict)
+
+    def library(self, time: float = math.inf) -> Library:
+        """The corpora in the order valid at a time, by default now. Raises MegastableError if they cannot be opened."""
+        line_count = len(until(self.order, time) or self.order[:1])
+        if line_count not in self._libraries:
+            self._libraries[line_count] = Library(self.config, self.order[:line_count])
+        return self._libraries[line_count]
+
+    def selection(self, library: Library) -> Selection:
+        """The samples that are trained on."""
+        return self.ledger.usable(self.skips, library.source.order, self.config.data.skip)[0]
+
+
+@dataclass(frozen=True)
+class PublicView:
+    """How a report is written for readers who have nothing of the run but its published record. text: of a message what
+    may be published; name: the public name of a "corpus" or a "shard"; source: of the texts of samples, None if they
+    are not shown. The record has public names, and the order inside a corpus depends on its own: so the source is that
+    of the run itself."""
+
+    text: Callable[[str], str]
+    name: Callable[[str, str], str]
+    source: SampleSource | None = None
+
+    def sample(self, sample: SampleText) -> SampleText:
+        """A sample with the public names of its corpus and shards."""
+        pieces = [
+            text_piece.model_copy(
+                update={"shard": None if text_piece.shard is None else self.name("shard", text_piece.shard)}
+            )
+            for text_piece in sample.pieces
+        ]
+        return sample.model_copy(update={"corpus": self.name("corpus", sample.corpus), "pieces": pieces})

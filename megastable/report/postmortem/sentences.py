@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from megastable.base.text import duration, plural, ranges
 from megastable.base.text import put_off as told_off
 from megastable.data.order import LAST_POSITION
 from megastable.data.skip_ledger import SampleEntry
 from megastable.report.postmortem.facts import Evidence, IncidentFacts
-from megastable.report.postmortem.sample_texts import Facts, count
+from megastable.report.postmortem.sample_texts import count
 
 NAMED = 1000  # most documents named by an incident (incident_log.py)
 TYPES = {
@@ -60,7 +61,7 @@ OUTCOMES = {
 }
 
 
-class FollowUp(Facts):
+class FollowUp(NamedTuple):
     """Something to do, and the command that does it."""
 
     text: str
@@ -74,7 +75,7 @@ def headline(e: Evidence) -> str:
 
 def sequel(e: Evidence) -> str:
     """What was found and done, and how it ended."""
-    return " ".join(part for part in (_found_and_done(e), outcome(e)) if part)
+    return " ".join(sentence_part for sentence_part in (_found_and_done(e), outcome(e)) if sentence_part)
 
 
 def type_of(kind: str) -> str:
@@ -102,8 +103,8 @@ def seen(i: IncidentFacts) -> str:
         return f"The checkpoint of step {i.step:,} was damaged, and passed over."
     if i.breakdown:
         return _sentence(i.failure) if i.failure else f"After step {i.step:,} {symptom(i)}."
-    lasting = i.verdict in ("drift", "plateau", "oscillation", "shift")
-    return f"{f'From step {i.onset:,} on' if lasting else f'At step {i.onset:,}'} {symptom(i)}."
+    is_lasting = i.verdict in ("drift", "plateau", "oscillation", "shift")
+    return f"{f'From step {i.onset:,} on' if is_lasting else f'At step {i.onset:,}'} {symptom(i)}."
 
 
 def symptom(i: IncidentFacts) -> str:
@@ -111,9 +112,9 @@ def symptom(i: IncidentFacts) -> str:
     if i.breakdown:
         what = {"crash": "a process ended that should have gone on", "hang": "the run hung"}
         return i.failure.rstrip(".") or what.get(i.verdict, "a checkpoint was damaged")
-    before, peak, norm = i.loss_before, i.loss_peak, i.norm_peak
-    known = before is not None and peak is not None
-    went = f" from {number(before)} to {number(peak)}" if known else ""
+    before, loss_peak, norm_peak = i.loss_before, i.loss_peak, i.norm_peak
+    known = before is not None and loss_peak is not None
+    went = f" from {number(before)} to {number(loss_peak)}" if known else ""
     match i.verdict:
         case "non_finite":
             return "the loss or the gradients were not finite"
@@ -129,12 +130,11 @@ def symptom(i: IncidentFacts) -> str:
             return "the losses or the gradient norms of whole steps lay above what is usual"
         case "oscillation":
             return f"the loss swung{went and f',{went}'}"
-        case "spike" if before is not None and peak is not None and peak > 1.02 * before:
+        case "spike" if before is not None and loss_peak is not None and loss_peak > 1.02 * before:
             return f"the loss jumped{went}"
         case "spike" if known:
-            return (
-                f"the gradient norm jumped{'' if norm is None else f' to {number(norm)}'}, the loss did not"
-            )
+            peak_text = "" if norm_peak is None else f" to {number(norm_peak)}"
+            return f"the gradient norm jumped{peak_text}, the loss did not"
         case "spike":
             return "the loss or the gradient norm jumped"
     return f"the loss went{went}" if known else "something stood out"
@@ -142,16 +142,18 @@ def symptom(i: IncidentFacts) -> str:
 
 def _found_and_done(e: Evidence) -> str:
     i = e.incident
-    back = f"step {e.back_to[-1]:,}" if e.back_to else "before the onset"
+    back_to = f"step {e.back_to[-1]:,}" if e.back_to else "before the onset"
     if i.breakdown:
         skipped = plural(count(i.positions), "sample")
         # Older runs wrote positions only: their samples come again.
-        until = " in this and every later epoch" if any(isinstance(s, SampleEntry) for s in e.skipped) else ""
-        told = [f"Skipped{until}: {skipped}."] if i.positions else []
-        told += [f"The run resumed from {back}; steps repeated: {i.steps_lost:,}."] if e.back_to else []
+        until_text = (
+            " in this and every later epoch" if any(isinstance(s, SampleEntry) for s in e.skipped) else ""
+        )
+        told = [f"Skipped{until_text}: {skipped}."] if i.positions else []
+        told += [f"The run resumed from {back_to}; steps repeated: {i.steps_lost:,}."] if e.back_to else []
         return " ".join(told)
     guilty = f"{plural(count(i.guilty), 'sample')} of {documents(e)}"
-    found = {
+    cause_text = {
         "data": f"{guilty} {'was' if count(i.guilty) == 1 else 'were'} guilty.",
         "state": "No sample was guilty: the state was.",
         "new_data": "Nothing was wrong: the data was new.",
@@ -165,8 +167,8 @@ def _found_and_done(e: Evidence) -> str:
         else "The same data on the same state gave something else: hardware.",
     }.get(i.cause, "")
     skipped = ", skipped them" if i.cause == "data" else ""
-    went = f"The run was rewound in memory to {back}{skipped} and continued"
-    done = {
+    went = f"The run was rewound in memory to {back_to}{skipped} and continued"
+    action_text = {
         "apply": "The run trained on; nothing was taken away.",
         "skip": "The run skipped them from there on. Nothing was undone.",
         "wait": "The run went on and waited for it to heal by itself, as a branch without any change had. Nothing was "
@@ -178,23 +180,21 @@ def _found_and_done(e: Evidence) -> str:
         "adjust": f"{went} with the remedy whose branch was clearly better{_name_winner(e)}.",
         "alert": "Nothing more was done automatically: training went on, and an alert was raised.",
         "swap_corpus": f"{went} without their corpus.",
-        "handover": f"A new process resumed from {back}." if e.back_to else "",
+        "handover": f"A new process resumed from {back_to}." if e.back_to else "",
     }.get(i.actions[-1] if i.actions else "", "")
-    return " ".join(filter(None, [found, done, put_off(e)]))
+    return " ".join(filter(None, [cause_text, action_text, put_off(e)]))
 
 
 def put_off(e: Evidence) -> str:
     """The fate of samples deferred without a conviction, or whose conviction was withdrawn."""
-    i, told, step = e.incident, list[str](), None
+    i, told_parts, return_step = e.incident, list[str](), None
     if i.deferred and i.returns and e.run.global_batch:
-        step = i.onset + (min(i.returns)[0] - min(i.deferred)[0]) // e.run.global_batch
-    if left := told_off(i.deferred, i.returns, i.lost, step):
-        told.append(f"{left}.")
-    elif i.positions and not i.guilty and not i.breakdown:  # of a version that deferred none
-        told.append(f"{plural(count(i.positions), 'sample')} skipped in this epoch.")
+        return_step = i.onset + (min(i.returns)[0] - min(i.deferred)[0]) // e.run.global_batch
+    if deferral_text := told_off(i.deferred, i.returns, i.lost, return_step):
+        told_parts.append(f"{deferral_text}.")
     if i.released:
-        told.append(f"{plural(i.released, 'sample')} no longer convicted.")
-    return " ".join(told)
+        told_parts.append(f"{plural(i.released, 'sample')} no longer convicted.")
+    return " ".join(told_parts)
 
 
 def what_of(i: IncidentFacts) -> str:
@@ -204,10 +204,10 @@ def what_of(i: IncidentFacts) -> str:
 
 def _name_winner(e: Evidence) -> str:
     """After a colon, the remedy that won the last trial; "" if that is not known."""
-    labels = [
+    winner_labels = [
         branch.label for trial in e.trials[-1:] for branch in trial.branches if branch.name == trial.chosen
     ]
-    return f": {labels[0]}" if labels else ""
+    return f": {winner_labels[0]}" if winner_labels else ""
 
 
 def _left(i: IncidentFacts) -> str:
@@ -227,17 +227,17 @@ def outcome(e: Evidence) -> str:
         return OUTCOMES.get(i.outcome, f"Outcome: {i.outcome}.")
     if i.breakdown or i.actions in (["skip"], ["apply"]):  # nothing was to come back to the trend
         return OUTCOMES["healed"]
-    after = f", at {i.loss_after:.2f}" if i.loss_after is not None else ""
-    at = f"By step {e.healed_at:,} the" if e.healed_at is not None else "The"
-    return f"{at} loss was on its trend again{after}."
+    loss_text = f", at {i.loss_after:.2f}" if i.loss_after is not None else ""
+    step_text = f"By step {e.healed_at:,} the" if e.healed_at is not None else "The"
+    return f"{step_text} loss was on its trend again{loss_text}."
 
 
 def later_losses(e: Evidence) -> list[str]:
     """What came of it: a sentence for each look, and one whether it was worth what it cost."""
     told = []
     for one in e.later:
-        when = f"At the end, {one.after:,} steps" if one.at_end else f"{one.after:,} steps"
-        text = f"{when} after it was over, at step {one.step:,}, the loss was {number(one.loss)}"
+        when_text = f"At the end, {one.after:,} steps" if one.at_end else f"{one.after:,} steps"
+        text = f"{when_text} after it was over, at step {one.step:,}, the loss was {number(one.loss)}"
         if one.expected is not None:
             text += (
                 f"; the trend of the steps before it leads to {number(one.expected)} ± {number(one.scatter)}"
@@ -249,90 +249,77 @@ def later_losses(e: Evidence) -> list[str]:
 def describe_worth(e: Evidence) -> str:
     """Whether what was done was worth it, by the newest look that can be compared with the trend from before. One
     scatter decides, which no set of runs was asked for: it changes nothing but these words."""
-    newest = next((one for one in reversed(e.later) if one.expected is not None), None)
+    newest = next((later_loss for later_loss in reversed(e.later) if later_loss.expected is not None), None)
     if newest is None or newest.expected is None or newest.scatter is None:
         return ""
-    cost = plural(e.cost.steps, "step") + " lost"
+    cost_text = plural(e.cost.steps, "step") + " lost"
     over = newest.loss - newest.expected
     if abs(over) <= newest.scatter:
-        return f"It was worth it: {cost}, and the loss is where the trend from before leads to."
+        return f"It was worth it: {cost_text}, and the loss is where the trend from before leads to."
     if over < 0:
-        return f"It was worth it: {cost}, and the loss is {number(-over)} below the trend from before."
-    return f"It was not, or not yet, worth it: {cost}, and the loss is {number(over)} above the trend from before."
+        return f"It was worth it: {cost_text}, and the loss is {number(-over)} below the trend from before."
+    return f"It was not, or not yet, worth it: {cost_text}, and the loss is {number(over)} above the trend from before."
 
 
 def figures(e: Evidence) -> list[tuple[str, str, str]]:
     """Key figures: (name, value, remark)."""
     i, c = e.incident, e.cost
-    shown: list[tuple[str, str, str]] = []
+    key_figures: list[tuple[str, str, str]] = []
     if not i.breakdown or i.loss_peak is not None:
-        shown.append(
-            (
-                "peak loss",
-                peak(i, i.loss_peak),
-                f"{number(i.loss_before)} before, {number(i.loss_after)} after",
-            )
-        )
-        shown.append(("gradient norm", peak(i, i.norm_peak), "its peak, before clipping"))
-    refused = f", {plural(c.batches_refused, 'update')} refused" if c.batches_refused else ""
-    shown.append(
-        ("steps lost", f"{c.steps:,}", ("" if c.tokens is None else f"{c.tokens:,} tokens") + refused)
-    )
-    shown.append(("time lost", duration(c.seconds), "done again, searching, waiting"))
+        loss_range = f"{number(i.loss_before)} before, {number(i.loss_after)} after"
+        key_figures.append(("peak loss", peak(i, i.loss_peak), loss_range))
+        key_figures.append(("gradient norm", peak(i, i.norm_peak), "its peak, before clipping"))
+    refused_text = f", {plural(c.batches_refused, 'update')} refused" if c.batches_refused else ""
+    token_text = "" if c.tokens is None else f"{c.tokens:,} tokens"
+    key_figures.append(("steps lost", f"{c.steps:,}", token_text + refused_text))
+    key_figures.append(("time lost", duration(c.seconds), "done again, searching, waiting"))
     if c.gpu_hours is not None:
-        money = f"{c.money:,.2f} {e.run.currency}" if c.money is not None else "no price is set"
-        shown.append(
-            ("GPU-hours", f"{c.gpu_hours:.2g}" if c.gpu_hours < 10 else f"{c.gpu_hours:,.0f}", money)
-        )
+        money_text = f"{c.money:,.2f} {e.run.currency}" if c.money is not None else "no price is set"
+        hours_text = f"{c.gpu_hours:.2g}" if c.gpu_hours < 10 else f"{c.gpu_hours:,.0f}"
+        key_figures.append(("GPU-hours", hours_text, money_text))
     if i.positions:
-        guilty = "guilty" if i.guilty else "skipped"
-        shown.append(
-            (
-                f"samples {guilty}",
-                f"{count(i.positions):,}",
-                documents(e) if i.guilty else "",
-            )
-        )
+        sample_kind, document_text = ("guilty", documents(e)) if i.guilty else ("skipped", "")
+        key_figures.append((f"samples {sample_kind}", f"{count(i.positions):,}", document_text))
     if i.deferred:
-        again = f"read again from position {min(i.returns)[0]:,}" if i.returns else ""
-        shown.append(("samples deferred", f"{count(i.deferred):,}", again))
-    return shown
+        return_text = f"read again from position {min(i.returns)[0]:,}" if i.returns else ""
+        key_figures.append(("samples deferred", f"{count(i.deferred):,}", return_text))
+    return key_figures
 
 
 def cost_explained(e: Evidence) -> str:
     """How the cost is computed."""
     c, r = e.cost, e.run
-    again = f"{plural(c.steps, 'step')} done again"
-    again += f" at {c.step_seconds:.3g} s (the median): {duration(c.redone_seconds)}" if c.step_seconds else (
+    repeat_text = f"{plural(c.steps, 'step')} done again"
+    repeat_text += f" at {c.step_seconds:.3g} s (the median): {duration(c.redone_seconds)}" if c.step_seconds else (
         ", of unknown length"
     )  # fmt: skip
-    parts = [again]
+    cost_parts = [repeat_text]
     if c.recovery_seconds or not e.incident.breakdown:
-        parts.append(f"finding and undoing it: {duration(c.recovery_seconds)}")
+        cost_parts.append(f"finding and undoing it: {duration(c.recovery_seconds)}")
     if c.silent_seconds:
-        parts.append(f"from the last progress until that was noticed: {duration(c.silent_seconds)}")
+        cost_parts.append(f"from the last progress until that was noticed: {duration(c.silent_seconds)}")
     if c.downtime_seconds or e.incident.breakdown:
-        parts.append(
+        cost_parts.append(
             f"from the end of a process to the first step of the next: {duration(c.downtime_seconds)}"
         )
-    told = "; ".join(parts) + "."
+    cost_text = "; ".join(cost_parts) + "."
     if c.gpu_hours is not None:
-        told += f" GPU-hours are {r.world} ranks times these {c.seconds:,.1f} seconds, over 3600"
-        told += f"; a GPU-hour costs {r.price:g} {r.currency}." if r.price is not None else (
+        cost_text += f" GPU-hours are {r.world} ranks times these {c.seconds:,.1f} seconds, over 3600"
+        cost_text += f"; a GPU-hour costs {r.price:g} {r.currency}." if r.price is not None else (
             "; supervise.gpu_hour_price in the recipe gives them a price."
         )  # fmt: skip
     if c.tokens is not None:
-        told += f" Tokens are steps times {r.global_batch} samples of {r.sequence_length} tokens."
-    return told
+        cost_text += f" Tokens are steps times {r.global_batch} samples of {r.sequence_length} tokens."
+    return cost_text
 
 
 def skipped(e: Evidence) -> list[tuple[str, str, str, str]]:
     """The incident's lines of the skip ledger: what is skipped, which part of it, for how long, and why."""
-    told = []
+    skip_rows = []
     for s in e.skipped:
         if isinstance(s, SampleEntry):
             which = f"tokens {ranges([(first, end) for first, end in s.tokens], 4)} of its training stream"
-            told.append((f"samples of corpus {s.corpus}", which, "in every epoch", s.reason))
+            skip_rows.append((f"samples of corpus {s.corpus}", which, "in every epoch", s.reason))
         else:
             what = f"corpus {s.corpus}" if s.corpus else "samples"
             which = (
@@ -340,38 +327,40 @@ def skipped(e: Evidence) -> list[tuple[str, str, str, str]]:
                 if s.end < LAST_POSITION
                 else f"from position {s.first}"
             )
-            told.append((what, which, "in this epoch" if s.end < LAST_POSITION else "for good", s.reason))
-    return told
+            skip_rows.append(
+                (what, which, "in this epoch" if s.end < LAST_POSITION else "for good", s.reason)
+            )
+    return skip_rows
 
 
 def follow_ups(e: Evidence) -> list[FollowUp]:
     """Next actions for a person who has the run, by cause and outcome."""
     if e.run.public:
         return []
-    causes = _of_breakdown(e) if e.incident.breakdown else _by_cause(e)
-    return [*_by_outcome(e), *causes, *_logs(e)]
+    cause_steps = _of_breakdown(e) if e.incident.breakdown else _by_cause(e)
+    return [*_by_outcome(e), *cause_steps, *_logs(e)]
 
 
 def _by_outcome(e: Evidence) -> Iterator[FollowUp]:
     i = e.incident
     if i.outcome == "stopped":
         yield FollowUp(
-            text="The run stands still. Decide on the cause below, then start it again: this names the command.",
-            command=f"megastable status {shlex.quote(e.run.directory)}",
+            "The run stands still. Decide on the cause below, then start it again: this names the command.",
+            f"megastable status {shlex.quote(e.run.directory)}",
         )
     elif i.outcome == "handed over":
         yield FollowUp(
-            text="Start the run again, unless a supervisor does: it goes on by itself. This names the command.",
-            command=f"megastable status {shlex.quote(e.run.directory)}",
+            "Start the run again, unless a supervisor does: it goes on by itself. This names the command.",
+            f"megastable status {shlex.quote(e.run.directory)}",
         )
     elif i.outcome == "open" and i.actions[-1:] == ["alert"]:
         yield FollowUp(
-            text="Decide on the cause below, and whether the run is worth going on: nothing more is done automatically "
+            "Decide on the cause below, and whether the run is worth going on: nothing more is done automatically "
             "until a budget of stability.policy comes back."
         )
     elif i.outcome == "open":
         yield FollowUp(
-            text="Look again when it is closed: this report is rewritten with every event of the incident."
+            "Look again when it is closed: this report is rewritten with every event of the incident."
         )
 
 
@@ -379,82 +368,80 @@ def _by_cause(e: Evidence) -> Iterator[FollowUp]:
     i, r = e.incident, e.run
     if i.cause == "data":
         yield FollowUp(
-            text="Read the guilty texts, and find out where these documents came from.",
-            command=f"less {_here(e)}/samples.txt",
+            "Read the guilty texts, and find out where these documents came from.",
+            f"less {_here(e)}/samples.txt",
         )
         yield FollowUp(
-            text="Look at each of them, with the document, the bytes and every step that ever read it.",
-            command=f"megastable inspect incident {shlex.quote(r.directory)} {i.number} --html incident.html",
+            "Look at each of them, with the document, the bytes and every step that ever read it.",
+            f"megastable inspect incident {shlex.quote(r.directory)} {i.number} --html incident.html",
         )
         for corpus in r.corpora:
             yield FollowUp(
-                text="Remove them from the corpus, for all later runs: this writes a plan to edit. Then come "
+                "Remove them from the corpus, for all later runs: this writes a plan to edit. Then come "
                 "megastable prune apply and verify.",
-                command=f"megastable prune plan {shlex.quote(corpus)} --incident "
+                f"megastable prune plan {shlex.quote(corpus)} --incident "
                 f"{shlex.quote(r.directory)}:{i.number} --spans",
             )
             yield FollowUp(
-                text="Check that the corpus is still the one that was prepared: this hashes every file again.",
-                command=f"megastable prepare verify {shlex.quote(corpus)}",
+                "Check that the corpus is still the one that was prepared: this hashes every file again.",
+                f"megastable prepare verify {shlex.quote(corpus)}",
             )
-        if any(isinstance(entry, SampleEntry) for entry in e.skipped):
+        if any(isinstance(skip_entry, SampleEntry) for skip_entry in e.skipped):
             ledger = shlex.quote(f"{r.directory}/skips.jsonl")
             yield FollowUp(
-                text="This run skips them in every epoch. To make another run on the same corpora skip them (RUN, with "
+                "This run skips them in every epoch. To make another run on the same corpora skip them (RUN, with "
                 "any seed, blend and sequence length), copy them to its skip ledger before it starts.",
                 # Without the incident and step of this run, which RUN would take for its own.
-                command=f'mkdir -p RUN && grep \'"tokens".*"incident":{i.number}[,}}]\' {ledger} | '
+                f'mkdir -p RUN && grep \'"tokens".*"incident":{i.number}[,}}]\' {ledger} | '
                 "sed -E 's/,\"(incident|step)\":[0-9]+//g' >> RUN/skips.jsonl",
             )
         if "swap_corpus" in i.actions:
             yield FollowUp(
-                text="A corpus is left out from here on: clean it, or raise the weights of the others knowingly."
+                "A corpus is left out from here on: clean it, or raise the weights of the others knowingly."
             )
     elif i.cause == "numerics" and i.kernels:
         yield FollowUp(
-            text=f"Look for known faults of {_left(i)}, and report it. Plain PyTorch is slower: until it is mended, "
+            f"Look for known faults of {_left(i)}, and report it. Plain PyTorch is slower: until it is mended, "
             "set kernels.attention, kernels.loss or kernels.compile to another kernel. After an update of torch the "
             "run tries it again by itself."
         )
     elif i.cause == "numerics" or _left_first(i):
         yield FollowUp(
-            text="Find the layers that FP8 does not suit: precision.fp8.keep keeps them in the precision of the rest.",
-            command=f"megastable fp8-check {shlex.quote(r.directory)}",
+            "Find the layers that FP8 does not suit: precision.fp8.keep keeps them in the precision of the rest.",
+            f"megastable fp8-check {shlex.quote(r.directory)}",
         )
         yield FollowUp(
-            text="If it comes back: another precision.fp8.recipe, precision.fp8.backend=emulated to tell whether it is "
+            "If it comes back: another precision.fp8.recipe, precision.fp8.backend=emulated to tell whether it is "
             "the kernels, or precision.fp8=off."
         )
         if i.cause != "numerics":
-            yield FollowUp(
-                text="If it comes back without FP8, the rate is cut next: optimizer.lr was too high."
-            )
+            yield FollowUp("If it comes back without FP8, the rate is cut next: optimizer.lr was too high.")
     elif i.cause == "learning_rate":
         lower = ""
         if r.lr and r.cut_factor:
             now = r.lr * r.cut_factor ** i.actions.count("cut_lr")
-            cut = i.outcome != "stopped" and "cut_lr" in i.actions
-            goes_on = f"; this run tries {now:g} for a while" if cut else ""
+            was_cut = i.outcome != "stopped" and "cut_lr" in i.actions
+            goes_on = f"; this run tries {now:g} for a while" if was_cut else ""
             lower = f" (optimizer.lr, now {r.lr:g}{goes_on})"
         yield FollowUp(
-            text=f"Begin the next run of this size with a lower peak rate{lower}, or a longer warm-up "
+            f"Begin the next run of this size with a lower peak rate{lower}, or a longer warm-up "
             "(schedule.warmup_steps or warmup_tokens)."
         )
         yield FollowUp(
-            text="Try other thresholds on this very run before changing them.",
-            command=f"megastable backtest {shlex.quote(r.directory)} --plot decisions.png",
+            "Try other thresholds on this very run before changing them.",
+            f"megastable backtest {shlex.quote(r.directory)} --plot decisions.png",
         )
     elif i.cause == "state":
         yield FollowUp(
-            text="Look for the layer that changed most in layers.csv: second moments and attention logits tell first."
+            "Look for the layer that changed most in layers.csv: second moments and attention logits tell first."
         )
         yield FollowUp(
-            text="If it comes back, lower optimizer.betas[1] or the rate: the optimizer's memory outlived its data."
+            "If it comes back, lower optimizer.betas[1] or the rate: the optimizer's memory outlived its data."
         )
     elif i.cause == "hardware":
         yield FollowUp(
-            text="Check the hosts of this attempt: GPU error counters (ECC, Xid), then a burn-in.",
-            command="megastable preflight --burn-in 30 -- --hostfile hostfile",
+            "Check the hosts of this attempt: GPU error counters (ECC, Xid), then a burn-in.",
+            "megastable preflight --burn-in 30 -- --hostfile hostfile",
         )
 
 
@@ -462,37 +449,37 @@ def _of_breakdown(e: Evidence) -> Iterator[FollowUp]:
     match e.incident.cause:
         case "data":
             yield FollowUp(
-                text="It failed at the same place again and again: read the samples that are skipped now.",
-                command=f"less {_here(e)}/samples.txt",
+                "It failed at the same place again and again: read the samples that are skipped now.",
+                f"less {_here(e)}/samples.txt",
             )
         case "hardware":
             yield FollowUp(
-                text="Take that host out of the hostfile, and check it: GPU error counters (ECC, Xid), then a burn-in.",
-                command="megastable preflight --burn-in 30    # on that host",
+                "Take that host out of the hostfile, and check it: GPU error counters (ECC, Xid), then a burn-in.",
+                "megastable preflight --burn-in 30    # on that host",
             )
         case "storage" if e.incident.verdict == "damaged_checkpoint":
             yield FollowUp(
-                text="Check the disk that held the damaged checkpoint, and the kernel's log of the host that wrote it."
+                "Check the disk that held the damaged checkpoint, and the kernel's log of the host that wrote it."
             )
         case "storage":
-            yield FollowUp(text="Restore the file that is named above; where the disk is full, make room.")
+            yield FollowUp("Restore the file that is named above; where the disk is full, make room.")
         case "code":
             yield FollowUp(
-                text="It fails at the same step with other data: reproduce it from the checkpoint before, on few ranks."
+                "It fails at the same step with other data: reproduce it from the checkpoint before, on few ranks."
             )
         case "process":
             yield FollowUp(
-                text="Find out what ended or held it up: the kernel's log tells of memory (OOM) and GPU faults.",
-                command="dmesg -T | tail -50",
+                "Find out what ended or held it up: the kernel's log tells of memory (OOM) and GPU faults.",
+                "dmesg -T | tail -50",
             )
 
 
 def _logs(e: Evidence) -> Iterator[FollowUp]:
     if e.logs:
-        stood = any(log.source.endswith(".stacks") for log in e.logs)
+        has_stacks = any(log_facts.source.endswith(".stacks") for log_facts in e.logs)
         yield FollowUp(
-            text=f"Read the log{', and the stacks below: where every rank stood' if stood else ' to its end'}.",
-            command=f"less {shlex.quote(f'{e.run.directory}/{e.logs[0].source}')}",
+            f"Read the log{', and the stacks below: where every rank stood' if has_stacks else ' to its end'}.",
+            f"less {shlex.quote(f'{e.run.directory}/{e.logs[0].source}')}",
         )
 
 

@@ -31,7 +31,7 @@ EXPLANATION = (
     "error of the mean difference."
 )
 WITH, WITHOUT = "with the suspects", "without the suspects"  # names of branches (recovery/replay_trials.py)
-WITHOUT_REMEDY = ("nothing", "other data")  # names of branches (attribution/remedies.py)
+WITHOUT_REMEDY = ("nothing", "other data")  # names of branches (attribution/trials.py)
 LABELS = {
     "cap_lr": "rate capped", "cut_lr": "rate cut", "leave_fp8": "without FP8", "rewarm": "warm-up again",
     "reset_moments": "moments reset", "clip": "tighter clipping", "z_loss": "larger z-loss", "beta2": "lower beta2",
@@ -122,9 +122,9 @@ class TrialFacts(BaseModel):
     @property
     def summary(self) -> str:
         """What was tried, on which state, and what came out: a sentence."""
-        winner = next((branch.label for branch in self.branches if branch.name == self.chosen), "")
-        if self.has_remedy and winner and self.reason:
-            return self._summarize(f"{winner} won: {self.reason.rstrip('.')}")
+        winner_label = next((branch.label for branch in self.branches if branch.name == self.chosen), "")
+        if self.has_remedy and winner_label and self.reason:
+            return self._summarize(f"{winner_label} won: {self.reason.rstrip('.')}")
         return self._summarize(self.reason.rstrip(".") or ", ".join(branch.label for branch in self.branches))
 
     def _summarize(self, outcome: str) -> str:
@@ -143,8 +143,8 @@ class TrialFacts(BaseModel):
         if losses:
             told.append(f"The mean loss of the data to come was {' and '.join(losses)}.")
         if self.tokens:
-            names = ", ".join(f"“{text}”" for text in self.texts or map(str, self.tokens))
-            told.append(f"Tokens that were rare until then, the most frequent first: {names}.")
+            token_names = ", ".join(f"“{token_text}”" for token_text in self.texts or map(str, self.tokens))
+            told.append(f"Tokens that were rare until then, the most frequent first: {token_names}.")
         if self.suspects is None and self.chosen in WITHOUT_REMEDY:
             told.append("No remedy won, so none was taken.")
         elif self.overruled:
@@ -164,34 +164,38 @@ def find_trials(journal: Journal, own: Sequence[int]) -> list[TrialFacts]:
     Args:
         own: indexes of the incident's events, ascending.
     """
-    events, indexes = journal.events, list[int]()
-    onset = _first_step(events[own[0]])
+    events, trial_indexes = journal.events, list[int]()
+    onset_step = _first_step(events[own[0]])
     # Samples are tried before the incident of a look back is opened: nothing else may lie between.
     for index in range(own[0] - 1, max(-1, own[0] - 1 - NEAR), -1):
         if isinstance(events[index], ENDS):
             break
         if isinstance(events[index], BranchesTried):
-            indexes.append(index)
-    indexes += [n for n in range(own[0], own[-1] + 1) if isinstance(events[n], BranchesTried)]
-    found = list[tuple[int | None, TrialFacts]]()  # with the index of the attribution that follows
-    for index in sorted(indexes):
+            trial_indexes.append(index)
+    trial_indexes += [n for n in range(own[0], own[-1] + 1) if isinstance(events[n], BranchesTried)]
+    trials_found = list[tuple[int | None, TrialFacts]]()  # with the index of the attribution that follows
+    for index in sorted(trial_indexes):
         try:
             trial = TrialFacts.model_validate(
                 {k: v for k, v in events[index].fields.items() if v is not None}
             )
         except ValidationError:
             continue
-        if onset is None or trial.step >= onset:
-            found.append((_find_attribution(events, own, index), trial))
-    told = list[TrialFacts]()
-    for number, (at, trial) in enumerate(found):
-        later = [other for other_at, other in found[number + 1 :] if other_at == at]
+        if onset_step is None or trial.step >= onset_step:
+            trials_found.append((_find_attribution(events, own, index), trial))
+    told_trials = list[TrialFacts]()
+    for trial_number, (at, trial) in enumerate(trials_found):
+        later_trials = [
+            other_trial for other_at, other_trial in trials_found[trial_number + 1 :] if other_at == at
+        ]
         cause = None if at is None else events[at].get("cause", "")
         # What is learnt of the suspects does not matter where a remedy wins: they are read again.
-        overruled = trial.suspects is not None and any(other.has_remedy for other in later)
-        chosen = "" if overruled else _name_chosen(trial, cause if isinstance(cause, str) else None)
-        told.append(trial.model_copy(update={"chosen": chosen, "overruled": overruled}))
-    return told
+        is_overruled = trial.suspects is not None and any(
+            other_trial.has_remedy for other_trial in later_trials
+        )
+        chosen_name = "" if is_overruled else _name_chosen(trial, cause if isinstance(cause, str) else None)
+        told_trials.append(trial.model_copy(update={"chosen": chosen_name, "overruled": is_overruled}))
+    return told_trials
 
 
 def _name_chosen(trial: TrialFacts, cause: str | None) -> str:
@@ -207,17 +211,17 @@ def _name_chosen(trial: TrialFacts, cause: str | None) -> str:
 def _find_attribution(events: Sequence[Event], own: Sequence[int], after: int) -> int | None:
     """The index of the event by which an incident was attributed next, or its samples were examined without a
     conviction."""
-    for index in range(after + 1, own[-1] + 1):
-        event = events[index]
-        attributed = isinstance(event, IncidentEvent) and event.what == "attributed" and index in own
-        if attributed or isinstance(event, EXAMINED):
-            return index
+    for event_index in range(after + 1, own[-1] + 1):
+        event = events[event_index]
+        is_attributed = isinstance(event, IncidentEvent) and event.what == "attributed" and event_index in own
+        if is_attributed or isinstance(event, EXAMINED):
+            return event_index
     return None
 
 
 def _first_step(opened: Event) -> int | None:
     """The onset of an incident that is opened."""
-    for key in ("onset", "step"):
-        if type(step := opened.get(key)) is int:
+    for step_key in ("onset", "step"):
+        if type(step := opened.get(step_key)) is int:
             return step
     return None

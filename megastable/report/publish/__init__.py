@@ -20,20 +20,20 @@ from tempfile import TemporaryDirectory, gettempdir
 from megastable.base import durable
 from megastable.base.errors import DataError
 from megastable.base.text import visible
-from megastable.report.postmortem import safe, write_incidents
-from megastable.report.postmortem.sample_source import PublicView
+from megastable.report import safe
+from megastable.report.postmortem import write_incidents
+from megastable.report.postmortem.sample_texts import PublicView
 from megastable.report.publish.public_run import PublicRun, public_copy, public_view
 from megastable.report.publish.redaction import Keeping, is_common
-from megastable.report.run_page import page_parts
+from megastable.report.run_page import page_file
 from megastable.report.run_page.page_file import content, whole
 from megastable.run.directory import as_json
 from megastable.supervise.status import read_status
 
 SUMS, PAGE = "SHA256SUMS", "index.html"
 MARK = '<html lang="en" data-megastable="record">'  # in the page: whose folder it is
-SUM = re.compile(
-    r"[0-9a-f]{64}  (?!/)(?!(?:.*/)?\.\.(?:/|$)).+"
-)  # whose name does not lead out of the folder
+# Whose name does not lead out of the folder.
+SUM = re.compile(r"[0-9a-f]{64}  (?!/)(?!(?:.*/)?\.\.(?:/|$)).+")
 SHORTEST = 5  # characters: shorter names are in every large file by chance
 TEXTS = ("samples.txt", "report.html", "evidence.json", "postmortem.md", PAGE)  # that show samples, if asked
 
@@ -59,8 +59,8 @@ def publish(run: Path, output: Path, keep: Keeping) -> PublishedRecord:
     read_status(run)  # raises if there is no run
     output = output.absolute() if not output.is_symlink() else output.resolve()
     output = output.parent.resolve() / output.name
-    own, root = output.resolve(), run.resolve()
-    if own == root or root in own.parents or own in root.parents:
+    own, run_root = output.resolve(), run.resolve()
+    if own == run_root or run_root in own.parents or own in run_root.parents:
         raise DataError(
             f"--output {visible(output)}: choose a folder that is not inside or around the run {visible(run)}"
         )
@@ -69,20 +69,20 @@ def publish(run: Path, output: Path, keep: Keeping) -> PublishedRecord:
     try:
         check_folder(output, set())
         # The copy has links to what is private, and the pages are not searched yet: not beside what is online.
-        with TemporaryDirectory(prefix="megastable-record-") as private:
-            work = Path(private).resolve()
-            made = public_copy(root, work / "run" / output.name, keep)
-            view, site = public_view(root, made), work / "site"
+        with TemporaryDirectory(prefix="megastable-record-") as private_folder:
+            work = Path(private_folder).resolve()
+            made = public_copy(run_root, work / "run" / output.name, keep)
+            view, site = public_view(run_root, made), work / "site"
             site.mkdir()
             # Pages name the run by the path that it is read from: by its name alone.
             with contextlib.chdir(work):
-                told = _write_pages(made, view, made.root.relative_to(work), site)
-            if found := find_leaks(site, _list_private(made, root, work), keep.texts):
+                page_facts = _write_pages(made, view, made.root.relative_to(work), site)
+            if leaking_files := find_leaks(site, _list_private(made, run_root, work), keep.texts):
                 raise DataError(
-                    f"nothing was published: a private name would be in {', '.join(found[:5])}. This is a bug of "
-                    "megastable, please report it"
+                    f"nothing was published: a private name would be in {', '.join(leaking_files[:5])}. This is a bug "
+                    "of megastable, please report it"
                 )
-            return PublishedRecord(output, made, *told, put_in_place(site, output))
+            return PublishedRecord(output, made, *page_facts, put_in_place(site, output))
     except OSError as error:
         raise DataError(
             f"{visible(output)} could not be written, or {visible(gettempdir())}, where it is made: "
@@ -99,8 +99,8 @@ def _write_pages(made: PublicRun, view: PublicView, root: Path, site: Path) -> t
             made.problems.append(view.text(str(error)))
     reader = whole(root)
     head = reader.head()
-    page = page_parts.self_contained(content([reader], public=True)).replace('<html lang="en">', MARK, 1)
-    (site / PAGE).write_text(page, encoding="utf-8")
+    page_text = page_file.self_contained(content([reader], public=True)).replace('<html lang="en">', MARK, 1)
+    (site / PAGE).write_text(page_text, encoding="utf-8")
     for name in (reader.run.incidents, reader.run.recipe):
         if name.exists():
             name.rename(site / name.name)
@@ -110,21 +110,21 @@ def _write_pages(made: PublicRun, view: PublicView, root: Path, site: Path) -> t
 
 def _list_private(made: PublicRun, *paths: Path) -> list[str]:
     """Names that must not be in any file: paths, names that were replaced, and those of this machine."""
-    keep, names = made.names.keep, made.names.of_kind
+    kept_kinds, names = made.names.keep, made.names.of_kind
     found = [*map(str, paths), str(Path.home()), socket.gethostname()]
     with contextlib.suppress(OSError, KeyError):
         found.append(getpass.getuser())
-    found += [] if keep.hosts else [*names.get("host", {}), *made.names.alike]
-    found += [] if keep.names else [*names.get("corpus", {}), *names.get("shard", {})]
+    found += [] if kept_kinds.hosts else [*names.get("host", {}), *made.names.alike]
+    found += [] if kept_kinds.names else [*names.get("corpus", {}), *names.get("shard", {})]
     # The folder's name, and names that are kept, were chosen for the public, whatever they are made of.
-    public = {public for known in names.values() for public in known.values()} | {made.root.name}
-    return [name for name in found if not any(name in one for one in public)]
+    public = {public for known_names in names.values() for public in known_names.values()} | {made.root.name}
+    return [name for name in found if not any(name in public_name for public_name in public)]
 
 
 def find_leaks(site: Path, private: Iterable[str], texts: bool = False) -> list[str]:
     """The files that have a private name as a word of its own. texts: samples, which may name anything, are shown."""
     # The page's own script and style name nothing of this machine.
-    ours = page_parts.script() + page_parts.style()
+    ours = page_file.script() + page_file.style()
     names = {name for name in private if len(name) >= SHORTEST and not is_common(name) and name not in ours}
     # As they stand in pages, tables and JSON.
     forms = {
@@ -151,26 +151,26 @@ def put_in_place(site: Path, output: Path) -> dict[str, int]:
             new one. Then nothing was changed.
         OSError: it cannot be written.
     """
-    paths = sorted(path for path in site.rglob("*") if path.is_file())
-    files = {path.relative_to(site).as_posix(): path.read_bytes() for path in paths}
-    sums = "".join(_sum_line(content, name) + "\n" for name, content in files.items())
-    before = check_folder(output, files)
+    site_paths = sorted(site_path for site_path in site.rglob("*") if site_path.is_file())
+    files = {site_path.relative_to(site).as_posix(): site_path.read_bytes() for site_path in site_paths}
+    new_sums = "".join(_sum_line(file_content, name) + "\n" for name, file_content in files.items())
+    old_sums = check_folder(output, files)
     # First everything is written beside the folder: a full disk leaves the older record as it was.
-    with TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent) as part:
-        for name, content in files.items():
-            (Path(part) / name).parent.mkdir(parents=True, exist_ok=True)
-            durable.write_file(Path(part) / name, content)
+    with TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent) as partial_folder:
+        for name, file_content in files.items():
+            (Path(partial_folder) / name).parent.mkdir(parents=True, exist_ok=True)
+            durable.write_file(Path(partial_folder) / name, file_content)
         output.mkdir(exist_ok=True)
-        durable.write_file(output / SUMS, (before + sums).encode())
+        durable.write_file(output / SUMS, (old_sums + new_sums).encode())
         for name in files:
             (output / name).parent.mkdir(parents=True, exist_ok=True)
-            os.replace(Path(part) / name, output / name)
-        for name in {line[66:] for line in before.splitlines()} - files.keys():
+            os.replace(Path(partial_folder) / name, output / name)
+        for name in {sum_line[66:] for sum_line in old_sums.splitlines()} - files.keys():
             (output / name).unlink(missing_ok=True)
             with contextlib.suppress(OSError):  # there is something else in it
                 (output / name).parent.rmdir()
-        durable.write_file(output / SUMS, sums.encode())
-    return {**{name: len(content) for name, content in files.items()}, SUMS: len(sums.encode())}
+        durable.write_file(output / SUMS, new_sums.encode())
+    return {**{name: len(file_content) for name, file_content in files.items()}, SUMS: len(new_sums.encode())}
 
 
 def check_folder(output: Path, new: Iterable[str]) -> str:
@@ -180,23 +180,23 @@ def check_folder(output: Path, new: Iterable[str]) -> str:
         return ""
     if not output.is_dir():
         raise DataError(f"{visible(output)} is no folder: choose another --output")
-    lines, page = list[str](), output / PAGE
+    lines, page_path = list[str](), output / PAGE
     with contextlib.suppress(OSError, UnicodeDecodeError):
         lines = list(filter(SUM.fullmatch, (output / SUMS).read_text(encoding="utf-8").splitlines()))
-    names = {line[66:] for line in lines}
-    ours = PAGE in names and (not page.is_file() or MARK.encode() in page.read_bytes()[:1000])
-    if not ours and any(output.iterdir()):
+    names = {sum_line[66:] for sum_line in lines}
+    is_ours = PAGE in names and (not page_path.is_file() or MARK.encode() in page_path.read_bytes()[:1000])
+    if not is_ours and any(output.iterdir()):
         raise DataError(
             f"{visible(output)} has files, but no record that this command wrote: choose another --output, or empty it"
         )
     for name in names.union(new):
         path = output.resolve() / name
-        there = os.path.lexists(path) or path.parent.resolve() != path.parent
-        if there and (path.resolve() != path or _sum_line(path.read_bytes(), name) not in lines):
+        file_exists = os.path.lexists(path) or path.parent.resolve() != path.parent
+        if file_exists and (path.resolve() != path or _sum_line(path.read_bytes(), name) not in lines):
             raise DataError(
                 f"{visible(output / name)} is not the record's, or was changed after it was written: move it away"
             )
-    return "".join(f"{line}\n" for line in lines)
+    return "".join(f"{sum_line}\n" for sum_line in lines)
 
 
 def _sum_line(content: bytes, name: str) -> str:

@@ -17,14 +17,14 @@ from typing import Any
 import pyarrow as pa
 import yaml
 
-from megastable.base import jsonl
+from megastable.base import durable
 from megastable.base.errors import MegastableError
 from megastable.base.text import plural
 from megastable.config.recipe import find, load
-from megastable.config.units import seconds_of
+from megastable.config.training import seconds_of
 from megastable.data.blends import BlendEntry, read_blends
 from megastable.data.skip_ledger import Ledger
-from megastable.report.postmortem.sample_source import PublicView, SampleSource
+from megastable.report.postmortem.sample_texts import PublicView, SampleSource
 from megastable.report.publish.redaction import HASH, WITHHELD, Keeping, PublicNames, Redactor, collect
 from megastable.run.directory import LOADER, RunDirectory, as_json, read_object
 from megastable.run.events.reading import KINDS
@@ -63,34 +63,36 @@ class PublicRun:
 def public_copy(run: Path, root: Path, keep: Keeping) -> PublicRun:
     """Write the copy to `root`, a new folder. It has links to the locks (does the run go on?) and to the checkpoints
     (are they still there?). Raises DataError if the journal cannot be read, OSError."""
-    given, copy, made = RunDirectory(run), RunDirectory(root), PublicRun(root, PublicNames(keep))
+    given, copy, public_run = RunDirectory(run), RunDirectory(root), PublicRun(root, PublicNames(keep))
     root.mkdir(parents=True)
-    journal, odd = _lines(given.journal)
-    events = [e for e in journal if isinstance(e.get("event"), str) and e["event"] in KINDS]
-    if left_out := odd + len(journal) - len(events):
-        what = "malformed, or of an unknown kind"
-        made.problems.append(f"{given.journal.name}: {plural(left_out, 'line')} left out: {what}")
-    skips, blends = _lines(given.skips)[0], _lines(given.blends)[0]
-    objects = {path: read_object(path) for path in (given.progress, given.summary)}
-    recipe = _read_recipe(given.recipe, made)
-    _name_corpora(recipe, blends, made.names)
-    collect([events, skips, blends, *objects.values()], made.names)
-    redact = Redactor(made.names)
-    _write_lines(copy.journal, [public_event(event, redact) for event in events])
-    _write_lines(copy.skips, [redact.tree(line) for line in skips])
-    _write_lines(copy.blends, [redact.tree(line) for line in blends])
-    for path, content in objects.items():
-        _write_lines(root / path.name, [public_object(content, redact)] if content else [])
-    if recipe:
-        public = public_recipe(recipe, redact, made.recipe_without)
-        copy.recipe.write_text(yaml.safe_dump(public, sort_keys=False), encoding="utf-8")
-    _copy_records(given.steps, copy.steps, SCHEMA, redact, made)
-    _copy_records(given.layers, copy.layers, LAYER_SCHEMA, redact, made)
-    for name in (SUPERVISOR, TRAINING, given.checkpoints.name):
-        if (given.root / name).exists():
-            (root / name).symlink_to((given.root / name).resolve())
-    made.withheld = redact.count
-    return made
+    journal_objects, odd_lines = _lines(given.journal)
+    known_events = [e for e in journal_objects if isinstance(e.get("event"), str) and e["event"] in KINDS]
+    if left_out := odd_lines + len(journal_objects) - len(known_events):
+        left_what = "malformed, or of an unknown kind"
+        public_run.problems.append(f"{given.journal.name}: {plural(left_out, 'line')} left out: {left_what}")
+    skip_lines, blend_lines = _lines(given.skips)[0], _lines(given.blends)[0]
+    object_files = {object_path: read_object(object_path) for object_path in (given.progress, given.summary)}
+    recipe_fields = _read_recipe(given.recipe, public_run)
+    _name_corpora(recipe_fields, blend_lines, public_run.names)
+    collect([known_events, skip_lines, blend_lines, *object_files.values()], public_run.names)
+    word_redactor = Redactor(public_run.names)
+    _write_lines(copy.journal, [public_event(event, word_redactor) for event in known_events])
+    _write_lines(copy.skips, [word_redactor.tree(ledger_line) for ledger_line in skip_lines])
+    _write_lines(copy.blends, [word_redactor.tree(ledger_line) for ledger_line in blend_lines])
+    for object_path, object_fields in object_files.items():
+        _write_lines(
+            root / object_path.name, [public_object(object_fields, word_redactor)] if object_fields else []
+        )
+    if recipe_fields:
+        public_fields = public_recipe(recipe_fields, word_redactor, public_run.recipe_without)
+        copy.recipe.write_text(yaml.safe_dump(public_fields, sort_keys=False), encoding="utf-8")
+    _copy_records(given.steps, copy.steps, SCHEMA, word_redactor, public_run)
+    _copy_records(given.layers, copy.layers, LAYER_SCHEMA, word_redactor, public_run)
+    for link_name in (SUPERVISOR, TRAINING, given.checkpoints.name):
+        if (given.root / link_name).exists():
+            (root / link_name).symlink_to((given.root / link_name).resolve())
+    public_run.withheld = word_redactor.count
+    return public_run
 
 
 def public_view(run: Path, made: PublicRun) -> PublicView:
@@ -98,16 +100,18 @@ def public_view(run: Path, made: PublicRun) -> PublicView:
     source, directory = None, RunDirectory(run)
     if made.names.keep.texts:
         try:
-            config, ledger = load(directory.recipe), Ledger.read(directory.skips, [])
+            run_config, skip_ledger = load(directory.recipe), Ledger.read(directory.skips, [])
             # The pages are made in another working directory: paths are resolved now.
-            data = config.data.model_copy(update={"corpora": _with_full_paths(config.data.corpora)})
+            data = run_config.data.model_copy(update={"corpora": _with_full_paths(run_config.data.corpora)})
             blends = [
                 line.model_copy(update={"corpora": _with_full_paths(line.corpora)})
                 if isinstance(line, BlendEntry)
                 else line
                 for line in read_blends(directory.blends)
             ]
-            source = SampleSource(config.model_copy(update={"data": data}), blends, ledger, directory.skips)
+            source = SampleSource(
+                run_config.model_copy(update={"data": data}), blends, skip_ledger, directory.skips
+            )
         except (MegastableError, OSError):  # whose message names files
             made.problems.append("the texts of samples: the recipe, the blends or the skips cannot be read")
     return PublicView(Redactor(made.names).text, made.names.of, source)
@@ -120,9 +124,9 @@ def _with_full_paths(corpora: Sequence[Any]) -> list[Any]:
 
 def public_event(event: Mapping[str, Any], redact: Redactor) -> dict[str, Any]:
     """An event of the journal. It keeps its name."""
-    told = public_object({key: value for key, value in event.items() if key != "event"}, redact)
-    if event["event"] == ConfigChanged.NAME and isinstance(changes := event.get("changes"), list):
-        told["changes"] = [redact.text(public_change(str(change))) for change in changes]
+    told = public_object({key: field_value for key, field_value in event.items() if key != "event"}, redact)
+    if event["event"] == ConfigChanged.NAME and isinstance(recipe_changes := event.get("changes"), list):
+        told["changes"] = [redact.text(public_change(str(recipe_change))) for recipe_change in recipe_changes]
     if event["event"] in BLENDED:
         told |= {key: redact.keyed("corpus", event.get(key)) for key in ("old", "new") if key in event}
     return {"event": event["event"], **told}
@@ -131,8 +135,8 @@ def public_event(event: Mapping[str, Any], redact: Redactor) -> dict[str, Any]:
 def public_change(change: str) -> str:
     """A change of the recipe, "key: old -> new", without the values of a key that is not published."""
     key = change.partition(":")[0]
-    private = {*NOT_OF_RECIPE, "data.corpora"}
-    return f"{key}: {WITHHELD}" if any(f"{one}.".startswith(f"{key}.") for one in private) else change
+    private_keys = {*NOT_OF_RECIPE, "data.corpora"}
+    return f"{key}: {WITHHELD}" if any(f"{one}.".startswith(f"{key}.") for one in private_keys) else change
 
 
 def public_object(value: Mapping[str, Any], redact: Redactor) -> dict[str, Any]:
@@ -151,43 +155,49 @@ def public_recipe(content: Mapping[str, Any], redact: Redactor, without: list[st
     config = _section(content.get("config"), "", redact, without)
     logging = config.get("logging")
     if "logging.tracker_command" in without and isinstance(logging, dict):
-        logging["trackers"] = [name for name in logging.get("trackers") or [] if name != "command"]
+        logging["trackers"] = [
+            tracker_name for tracker_name in logging.get("trackers") or [] if tracker_name != "command"
+        ]
     given = content.get("manifests")
-    hashes = [one for one in given if HASH.fullmatch(str(one))] if isinstance(given, list) else []
-    deepspeed = _section(content.get("deepspeed_json"), "deepspeed_json.", redact, without)
-    return {"config": config, "manifests": hashes, "deepspeed_json": deepspeed}
+    manifest_hashes = [one for one in given if HASH.fullmatch(str(one))] if isinstance(given, list) else []
+    public_json = _section(content.get("deepspeed_json"), "deepspeed_json.", redact, without)
+    return {"config": config, "manifests": manifest_hashes, "deepspeed_json": public_json}
 
 
 def _section(tree: Any, prefix: str, redact: Redactor, without: list[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for name, value in tree.items() if isinstance(tree, Mapping) else ():
-        key, path = redact.text(str(name)), f"{prefix}{name}"
-        if path == "data.corpora":
-            found[key] = redact.corpora(value)
-        elif path in NOT_OF_RECIPE or WITHHELD in key:
+    for section_key, value in tree.items() if isinstance(tree, Mapping) else ():
+        public_key, key_path = redact.text(str(section_key)), f"{prefix}{section_key}"
+        if key_path == "data.corpora":
+            found[public_key] = redact.corpora(value)
+        elif key_path in NOT_OF_RECIPE or WITHHELD in public_key:
             if value not in (None, []):
-                without.append(f"{prefix}{key}")
+                without.append(f"{prefix}{public_key}")
         elif isinstance(value, Mapping):
-            found[key] = _section(value, f"{path}.", redact, without)
-        elif (path == "supervise.currency" and CURRENCY.fullmatch(str(value))) or (
-            path == "checkpoint.interval" and seconds_of(str(value)) is not None
+            found[public_key] = _section(value, f"{key_path}.", redact, without)
+        elif (key_path == "supervise.currency" and CURRENCY.fullmatch(str(value))) or (
+            key_path == "checkpoint.interval" and seconds_of(str(value)) is not None
         ):
-            found[key] = value
-        elif WITHHELD in (told := as_json(redact.tree(value))):
-            without.append(path)
+            found[public_key] = value
+        elif WITHHELD in (value_text := as_json(redact.tree(value))):
+            without.append(key_path)
         else:
-            found[key] = json.loads(told) if isinstance(value, list) else redact.tree(value)
+            found[public_key] = json.loads(value_text) if isinstance(value, list) else redact.tree(value)
     return found
 
 
 def _name_corpora(recipe: Mapping[str, Any], blends: Iterable[Mapping[str, Any]], names: PublicNames) -> None:
     """Corpora get their names in the order of the recipe; the order's ledger tells which path has which name."""
-    shares = [share for line in blends for share in _objects(line.get("corpora")) if share.get("name")]
-    called = {str(share.get("path")): str(share["name"]) for share in shares}
+    corpus_shares = [
+        share for blend_line in blends for share in _objects(blend_line.get("corpora")) if share.get("name")
+    ]
+    names_by_path = {str(share.get("path")): str(share["name"]) for share in corpus_shares}
     data = recipe.get("config", {}).get("data")
-    listed = _objects(data.get("corpora")) if isinstance(data, dict) else []
-    for path in dict.fromkeys([*(str(one["path"]) for one in listed if one.get("path")), *called]):
-        names.alias("corpus", path, called.get(path) or Path(path).name or path)
+    listed_corpora = _objects(data.get("corpora")) if isinstance(data, dict) else []
+    for path in dict.fromkeys(
+        [*(str(one["path"]) for one in listed_corpora if one.get("path")), *names_by_path]
+    ):
+        names.alias("corpus", path, names_by_path.get(path) or Path(path).name or path)
 
 
 def _objects(value: Any) -> list[dict[str, Any]]:
@@ -195,11 +205,11 @@ def _objects(value: Any) -> list[dict[str, Any]]:
 
 
 def _read_recipe(path: Path, made: PublicRun) -> dict[str, Any]:
-    content: Any = None
+    recipe_content: Any = None
     with suppress(OSError, UnicodeDecodeError, yaml.YAMLError):
-        content = yaml.load(path.read_text(encoding="utf-8"), LOADER)
-    if isinstance(content, dict) and isinstance(content.get("config"), dict):
-        return content
+        recipe_content = yaml.load(path.read_text(encoding="utf-8"), LOADER)
+    if isinstance(recipe_content, dict) and isinstance(recipe_content.get("config"), dict):
+        return recipe_content
     if path.exists():
         made.problems.append(f"{path.name} cannot be read, or is no frozen recipe")
     return {}
@@ -207,30 +217,30 @@ def _read_recipe(path: Path, made: PublicRun) -> dict[str, Any]:
 
 def _lines(path: Path) -> tuple[list[dict[str, Any]], int]:
     """The JSON objects of a file of lines, and how many lines are none. A torn last line does not count."""
-    lines, found = list(filter(bytes.strip, jsonl.read(path)[0])), list[Any]()
-    for line in lines:
+    lines, line_values = list(filter(bytes.strip, durable.read_lines(path)[0])), list[Any]()
+    for file_line in lines:
         with suppress(ValueError, RecursionError):
-            found.append(json.loads(line))
-    return _objects(found), len(lines) - len(_objects(found))
+            line_values.append(json.loads(file_line))
+    return _objects(line_values), len(lines) - len(_objects(line_values))
 
 
 def _write_lines(path: Path, values: Sequence[Mapping[str, Any]]) -> None:
     """Write a file of lines, if there are any."""
     if values:
-        path.write_text("".join(as_json(value) + "\n" for value in values), encoding="utf-8")
+        path.write_text("".join(as_json(line_value) + "\n" for line_value in values), encoding="utf-8")
 
 
 def _copy_records(given: Path, target: Path, schema: pa.Schema, redact: Redactor, made: PublicRun) -> None:
     """Copy the known columns of the record files with a name as the run gives it."""
     target.mkdir()
-    found = [read for read in read_files(given, schema) if read.file.stamp]
-    for file, table, *_ in found:
-        if table is None:
+    read_records = [read for read in read_files(given, schema) if read.file.stamp]
+    for file, record_table, *_ in read_records:
+        if record_table is None:
             continue
         if "name" in schema.names:
-            names = pa.array(map(redact.layer, table.column("name").to_pylist()), pa.string())
-            table = table.set_column(schema.get_field_index("name"), "name", names)
-        stamps = dict.fromkeys([file.begin, file.stamp])
-        (target / name_file(file.low, file.high, *stamps)).write_bytes(encode_table(table))
-    if damaged := sum(read.table is None for read in found):
-        made.problems.append(f"{given.name}: {plural(damaged, 'file')} of records cannot be read")
+            layer_names = pa.array(map(redact.layer, record_table.column("name").to_pylist()), pa.string())
+            record_table = record_table.set_column(schema.get_field_index("name"), "name", layer_names)
+        flush_stamps = dict.fromkeys([file.begin, file.stamp])
+        (target / name_file(file.low, file.high, *flush_stamps)).write_bytes(encode_table(record_table))
+    if damaged_files := sum(read.table is None for read in read_records):
+        made.problems.append(f"{given.name}: {plural(damaged_files, 'file')} of records cannot be read")

@@ -17,7 +17,7 @@ from functools import cache
 from itertools import count
 from typing import Any
 
-from megastable.base.installation import package_folders
+from megastable.base.process import package_folders
 from megastable.config.tree import RunConfig
 
 # What stands between blanks, brackets, quotes and the like: a path, an address or a name with dots is one token.
@@ -36,7 +36,7 @@ SECRET = r"(?:token|secret|passw(?:or)?d|passphrase|credentials?|api[-_]?key|acc
 PASSWORD = re.compile(rf"(?i)(?:{SECRET}\W*[:=]\W*|-{SECRET}\W+|bearer\W+)$")
 # Never published, even if megastable's own source has it.
 ADDRESS = re.compile(r"://|@|^[/~]|\.{2}/")
-# Versions, and names of devices (base/software.py).
+# Versions, and names of devices (base/hardware.py).
 SOFTWARE = re.compile(
     r"\d{1,4}(?:\.\d{1,4}){0,3}(?:[a-z]{1,4}\d{0,4})?(?:\+(?:cpu|cu\d{2,3}|rocm[\d.]{1,8}))?"
     r"|[A-Z]{1,4}\d{1,4}[A-Z]{0,2}|\d{1,4}GB|HBM\d[a-z]?|SXM\d?|PCIe|NVL|NVIDIA|AMD|Instinct|GeForce|RTX|Tesla|cpu"
@@ -65,18 +65,18 @@ class PublicNames:
 
     def of(self, kind: str, name: str) -> str:
         """The public name of a private one; the next pseudonym for a new one."""
-        known = self.of_kind.setdefault(kind, {})
-        if name not in known:
+        known_names = self.of_kind.setdefault(kind, {})
+        if name not in known_names:
             if name in self.alike:
                 return self.alike[name]
-            kept = (
+            is_kept = (
                 self.keep.hosts if kind == "host" else self.keep.names and kind in ("corpus", "shard", "task")
             )
-            known[name] = name if kept else f"{kind}-{len(set(known.values())) + 1}"
-            short = name.partition(".")[0]
-            if kind == "host" and short != name and not short.isdecimal():
-                self.alike[short] = short if kept else known[name]
-        return known[name]
+            known_names[name] = name if is_kept else f"{kind}-{len(set(known_names.values())) + 1}"
+            short_name = name.partition(".")[0]
+            if kind == "host" and short_name != name and not short_name.isdecimal():
+                self.alike[short_name] = short_name if is_kept else known_names[name]
+        return known_names[name]
 
     def alias(self, kind: str, other: str, name: str) -> None:
         """Another spelling of a name."""
@@ -84,14 +84,14 @@ class PublicNames:
 
     def find(self, word: str, kind: str = "") -> str | None:
         """The public name of a word, if it is a name that was collected, of a kind or of any."""
-        kinds = [self.of_kind[kind]] if kind in self.of_kind else self.of_kind.values()
-        return ChainMap(*kinds, self.alike).get(word)
+        names_by_kind = [self.of_kind[kind]] if kind in self.of_kind else self.of_kind.values()
+        return ChainMap(*names_by_kind, self.alike).get(word)
 
     def longest_first(self, kind: str = "") -> list[str]:
         """All private names, of a kind or of any."""
-        known = [of for name, of in self.of_kind.items() if kind in ("", name)]
-        alike = self.alike if kind in ("", "host") else {}
-        return sorted({*alike, *(name for of in known for name in of)}, key=len)[::-1]
+        names_by_kind = [of for name, of in self.of_kind.items() if kind in ("", name)]
+        alike_names = self.alike if kind in ("", "host") else {}
+        return sorted({*alike_names, *(name for of in names_by_kind for name in of)}, key=len)[::-1]
 
 
 class Redactor:
@@ -101,38 +101,38 @@ class Redactor:
         self.names, self.count = names, 0
         found = _either(name for name in names.longest_first() if not is_common(name))
         forms = [rf"(?P<own>{found})"] if found else []
-        for kind, before in BEFORE.items():
-            if found := _either(name for name in names.longest_first(kind) if is_common(name)):
-                forms.append(rf"(?P<before_{kind}>(?:{before})\s+[\"'`]?)(?P<{kind}>{found})")
+        for name_kind, words_before in BEFORE.items():
+            if found := _either(name for name in names.longest_first(name_kind) if is_common(name)):
+                forms.append(rf"(?P<before_{name_kind}>(?:{words_before})\s+[\"'`]?)(?P<{name_kind}>{found})")
         self._names = re.compile(rf"(?<![\w.-])(?:{'|'.join(forms)})(?![\w-]|\.\w)") if forms else None
 
     def text(self, text: str) -> str:
         """A text with every word that is not public replaced; several in a row by one remark."""
-        parts, at = list[str](), 0
+        public_parts, text_offset = list[str](), 0
         # A collected name may have blanks in it, so it is looked for before there are words.
-        for found in self._names.finditer(text) if self._names else ():
-            kind = str(found.lastgroup)
-            before = found.group(f"before_{kind}") if kind in BEFORE else ""
-            public = self.names.find(found[kind], kind) or WITHHELD
-            parts += [self._words(text[at : found.start()]), before, public]
-            at = found.end()
-        told = "".join([*parts, self._words(text[at:])])
-        return re.sub(rf"{re.escape(WITHHELD)}(?:[\s\W]*{re.escape(WITHHELD)})+", WITHHELD, told)
+        for name_match in self._names.finditer(text) if self._names else ():
+            name_kind = str(name_match.lastgroup)
+            words_before = name_match.group(f"before_{name_kind}") if name_kind in BEFORE else ""
+            public_name = self.names.find(name_match[name_kind], name_kind) or WITHHELD
+            public_parts += [self._words(text[text_offset : name_match.start()]), words_before, public_name]
+            text_offset = name_match.end()
+        public_text = "".join([*public_parts, self._words(text[text_offset:])])
+        return re.sub(rf"{re.escape(WITHHELD)}(?:[\s\W]*{re.escape(WITHHELD)})+", WITHHELD, public_text)
 
     def _words(self, text: str) -> str:
         return TOKEN.sub(lambda found: self._word(found[0], text[: found.start()][-40:]), text)
 
     def _word(self, token: str, before: str) -> str:
-        word = token.strip(AROUND)
-        if not word:
+        bare_word = token.strip(AROUND)
+        if not bare_word:
             return token
         if not PASSWORD.search(before) and (
-            PLAIN.fullmatch(word) or (is_known(word) and not ADDRESS.search(word))
+            PLAIN.fullmatch(bare_word) or (is_known(bare_word) and not ADDRESS.search(bare_word))
         ):
             return token
         self.count += 1
-        left, _, right = token.partition(word)
-        return f"{left}{WITHHELD}{right}"
+        left_part, _, right_part = token.partition(bare_word)
+        return f"{left_part}{WITHHELD}{right_part}"
 
     def tree(self, value: Any) -> Any:
         """A JSON value with all its texts redacted, keys too; hashes of data stay."""
@@ -147,13 +147,13 @@ class Redactor:
 
     def layer(self, name: str) -> str:
         """The name of a layer, if it is made of megastable's own words."""
-        known = all(part.isdecimal() or is_known(part) for part in re.split(r"[._]", name))
-        return name if known else self.names.of("layer", name)
+        all_known = all(name_part.isdecimal() or is_known(name_part) for name_part in re.split(r"[._]", name))
+        return name if all_known else self.names.of("layer", name)
 
     def keyed(self, kind: str, value: Any) -> dict[str, Any]:
         """Values by names of a kind."""
-        given = value.items() if isinstance(value, Mapping) else ()
-        return apart((self.names.of(kind, str(name)), self.tree(of)) for name, of in given)
+        name_items = value.items() if isinstance(value, Mapping) else ()
+        return apart((self.names.of(kind, str(name)), self.tree(of)) for name, of in name_items)
 
     def corpora(self, value: Any) -> list[Any]:
         """A list of corpora, as the recipe and the order of the data have it: a path is the name of the corpus."""
@@ -173,7 +173,7 @@ class Redactor:
         if key == "corpora" and isinstance(value, list):
             return self.corpora(value)
         if key == "software" and isinstance(value, Mapping):
-            return {self.text(str(name)): public_version(of) for name, of in value.items()}
+            return {self.text(str(package_name)): public_version(of) for package_name, of in value.items()}
         if key in HASHED and isinstance(value, str) and HASH.fullmatch(value):
             return value
         return self.tree(value)
@@ -197,8 +197,8 @@ def apart(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     """Values by key. Keys that have become equal are numbered, so that no value is lost."""
     found: dict[str, Any] = {}
     for key, value in pairs:
-        unused = (f"{key} {number}" for number in count(2))
-        found[key if key not in found else next(name for name in unused if name not in found)] = value
+        unused_keys = (f"{key} {key_number}" for key_number in count(2))
+        found[key if key not in found else next(name for name in unused_keys if name not in found)] = value
     return found
 
 
@@ -208,27 +208,27 @@ def _either(names: Iterable[str]) -> str:
 
 def public_version(value: Any) -> str:
     """A version or the name of a device, without a word that is neither."""
-    words = str(value).split()
-    return " ".join(word if SOFTWARE.fullmatch(word) else WITHHELD for word in words)
+    version_words = str(value).split()
+    return " ".join(word if SOFTWARE.fullmatch(word) else WITHHELD for word in version_words)
 
 
 def collect(value: Any, names: PublicNames) -> None:
     """Add the names of hosts, corpora and shards that a JSON value holds."""
     if isinstance(value, Mapping):
-        for key, below in value.items():
-            if key in NAMED and isinstance(below, str) and below:
-                names.of(NAMED[key], below)
-            elif key in KEYED and isinstance(below, Mapping):
-                for name in below:
-                    names.of(KEYED[key], str(name))
-            elif key in HOSTS:
-                for host in below if isinstance(below, list | tuple) else ():
-                    if isinstance(host, str) and host:
-                        names.of("host", host)
-            collect(below, names)
+        for field_name, value_below in value.items():
+            if field_name in NAMED and isinstance(value_below, str) and value_below:
+                names.of(NAMED[field_name], value_below)
+            elif field_name in KEYED and isinstance(value_below, Mapping):
+                for private_name in value_below:
+                    names.of(KEYED[field_name], str(private_name))
+            elif field_name in HOSTS:
+                for host_name in value_below if isinstance(value_below, list | tuple) else ():
+                    if isinstance(host_name, str) and host_name:
+                        names.of("host", host_name)
+            collect(value_below, names)
     elif isinstance(value, list | tuple):
-        for below in value:
-            collect(below, names)
+        for value_below in value:
+            collect(value_below, names)
 
 
 @cache
@@ -236,25 +236,25 @@ def known_words() -> frozenset[str]:
     """Every token of our packages' source, the keys of the recipe, and names of Python's errors and of signals."""
     found = {
         token.strip(AROUND)
-        for package in package_folders()
-        for path in package.rglob("*.py")
-        for token in TOKEN.findall(path.read_text("utf-8"))
+        for package_folder in package_folders()
+        for source_path in package_folder.rglob("*.py")
+        for token in TOKEN.findall(source_path.read_text("utf-8"))
     }
     found |= set(_keys(RunConfig().model_dump(mode="json")))
     found |= {name for name in dir(builtins) if name.endswith(("Error", "Exception", "Interrupt"))}
-    found |= {one.name for one in signal.Signals}
+    found |= {one_signal.name for one_signal in signal.Signals}
     return frozenset(found)
 
 
 def is_known(word: str) -> bool:
     """Whether megastable uses the word: as it is, as the first of a sentence, or as the plural of one that it uses."""
-    words = known_words()
-    forms = {word, word[:1].lower() + word[1:]}
-    forms |= {form[:-1] for form in forms if form.endswith("s")}
-    return not forms.isdisjoint(words)
+    all_words = known_words()
+    word_forms = {word, word[:1].lower() + word[1:]}
+    word_forms |= {word_form[:-1] for word_form in word_forms if word_form.endswith("s")}
+    return not word_forms.isdisjoint(all_words)
 
 
 def _keys(tree: Any, before: str = "") -> Iterator[str]:
-    for key, value in tree.items() if isinstance(tree, dict) else ():
-        yield f"{before}{key}"
-        yield from _keys(value, f"{before}{key}.")
+    for tree_key, tree_value in tree.items() if isinstance(tree, dict) else ():
+        yield f"{before}{tree_key}"
+        yield from _keys(tree_value, f"{before}{tree_key}.")

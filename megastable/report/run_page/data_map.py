@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +12,61 @@ import numpy as np
 import numpy.typing as npt
 
 from megastable.base.errors import DataError
-from megastable.base.text import visible
+from megastable.base.text import ranges, visible
 from megastable.data.blends import Share, in_force, read_blends
-from megastable.data.skip_ledger import AnyEntry, Ledger
-from megastable.data.skips import NOTHING, Exclusions, Skips
-from megastable.report.skip_lines import skip_lines
+from megastable.data.order import LAST_POSITION
+from megastable.data.skip_ledger import AnyEntry, Ledger, SampleEntry
+from megastable.data.skips import NOTHING, Exclusions, Skips, ranges_of
 from megastable.run.directory import RunDirectory
 
+RANGES = 4  # of a line that are told
+DOCUMENTS = 8  # of a shard
+SHARDS = 3  # of a line
 BINS = 600  # of a strip
 REASONS = 12
 LINES = 60  # of the ledger
+
+
+def describe_skip(entry: AnyEntry, length: int) -> dict[str, Any]:
+    """A line of the skip ledger, for the page.
+
+    Args:
+        length: tokens of a sample.
+
+    Returns:
+        time: UTC; what: is skipped, by position of the data order or by tokens of a corpus's training stream;
+        documents: by shard and number, if the line names them; samples: how many, None if it is not known.
+    """
+    sample_count: int | None
+    if isinstance(entry, SampleEntry):
+        tokens = [(first, end) for first, end in entry.tokens]
+        what = f"{entry.corpus}, tokens {ranges(tokens, RANGES)}" + (", read again" if entry.released else "")
+        sample_count = math.ceil(sum(end - first for first, end in tokens) / max(1, length))
+        named_shards = [
+            f"{shard_documents.shard}: {_describe_documents(shard_documents.documents)}"
+            for shard_documents in (entry.documents or [])[:SHARDS]
+        ]
+        more_shards = len(entry.documents or []) - len(named_shards)
+        document_text = "; ".join(named_shards) + (f"; {more_shards} more shards" if more_shards > 0 else "")
+    else:
+        is_ahead, document_text = entry.end >= LAST_POSITION, ""
+        what = (
+            f"from position {entry.first} on"
+            if is_ahead
+            else f"positions {ranges([(entry.first, entry.end)])}"
+        )
+        what = f"{entry.corpus}, {what}" if entry.corpus else what
+        sample_count = None if is_ahead or entry.corpus else entry.end - entry.first
+    return {
+        "time": "" if entry.time is None else entry.time.strftime("%Y-%m-%d %H:%M"), "what": visible(what, 200),
+        "documents": visible(document_text, 200), "samples": sample_count, "reason": visible(entry.reason, 600),
+        "incident": entry.incident, "step": entry.step,
+    }  # fmt: skip
+
+
+def _describe_documents(numbers: list[int]) -> str:
+    """Those in a row as a range."""
+    return ("document " if len(numbers) == 1 else "documents ") + ranges(ranges_of(numbers), DOCUMENTS)
 
 
 class DataMap:
@@ -44,15 +89,15 @@ class DataMap:
             return False
         self._stamp, self.problems = stamp, []
         try:
-            ledger = Ledger.read(self.run.skips, odd := list[str]())
+            ledger = Ledger.read(self.run.skips, odd_lines := list[str]())
             self._exclusions, self._reasons = ledger.exclusions, ledger.reasons
             self._count, self._newest = len(ledger.entries), ledger.entries[-LINES:]
-            self.problems += odd[:3]
+            self.problems += odd_lines[:3]
         except (DataError, OSError) as error:
             self.problems.append(f"the skip ledger: {error}")
         try:
             blends = in_force(read_blends(self.run.blends))
-            self._shares = {share.name: share for entry in blends for share in entry.corpora}
+            self._shares = {share.name: share for blend_entry in blends for share in blend_entry.corpora}
         except (DataError, OSError) as error:
             self.problems.append(f"the ledger of blends: {error}")
         return True
@@ -60,52 +105,51 @@ class DataMap:
     @property
     def mixture(self) -> list[tuple[str, float]]:
         """The corpora in force, with their weights."""
-        return [(share.name, share.weight) for share in self._shares.values()]
+        return [(corpus_share.name, corpus_share.weight) for corpus_share in self._shares.values()]
 
     def skipped(self, length: int) -> int:
         """Number of samples of `length` tokens that are skipped. Corpora that are swapped out do not count."""
-        named = sum(tokens.count() for tokens in self._exclusions.tokens.values()) / max(1, length)
-        return self._exclusions.positions.count() + round(named)
+        named_samples = sum(tokens.count() for tokens in self._exclusions.tokens.values()) / max(1, length)
+        return self._exclusions.positions.count() + round(named_samples)
 
     def content(self, length: int, cursor: int, incidents: Iterable[dict[str, Any]]) -> dict[str, Any]:
         """The map for the page. cursor: the data position reached; incidents: with their positions."""
         incidents = list(incidents)
         marks = [
-            {"incident": i["number"], "kind": kind, "ranges": i[kind][:200]}
-            for i in incidents for kind in ("positions", "deferred", "returns") if i[kind]
+            {"incident": i["number"], "kind": range_kind, "ranges": i[range_kind][:200]}
+            for i in incidents for range_kind in ("positions", "deferred", "returns") if i[range_kind]
         ]  # fmt: skip
         edges = self._exclusions.positions.edges
-        last = max([cursor, *(end for mark in marks for _, end in mark["ranges"]), *edges[-1:, 1].tolist()])
-        corpora = []
+        last_position = max(
+            [
+                cursor,
+                *(end_position for incident_mark in marks for _, end_position in incident_mark["ranges"]),
+                *edges[-1:, 1].tolist(),
+            ]
+        )
+        corpus_maps = []
         for identity, tokens in self._exclusions.tokens.items():
             share = self._shares.get(identity.corpus)
-            total = max(share.tokens if share is not None else 0, int(tokens.edges[-1:, 1].max(initial=1)))
-            corpora.append({
-                "name": visible(identity.corpus, 80), "tokens": total, "known": share is not None,
-                "samples": round(tokens.count() / max(1, length)), "bins": binned(tokens, total),
+            total_tokens = max(
+                share.tokens if share is not None else 0, int(tokens.edges[-1:, 1].max(initial=1))
+            )
+            corpus_maps.append({
+                "name": visible(identity.corpus, 80), "tokens": total_tokens, "known": share is not None,
+                "samples": round(tokens.count() / max(1, length)), "bins": binned(tokens, total_tokens),
             })  # fmt: skip
-        named = {identity.corpus for identity in self._exclusions.tokens}
+        named_corpora = {identity.corpus for identity in self._exclusions.tokens}
         for name, share in self._shares.items():
-            if name not in named:
-                corpora.append(
-                    {
-                        "name": visible(name, 80),
-                        "tokens": share.tokens,
-                        "known": True,
-                        "samples": 0,
-                        "bins": [],
-                    }
-                )
-        reasons = [[visible(why, 300), n] for why, n in self._reasons.most_common(REASONS)]
-        lines = [
-            {**asdict(line), "what": visible(line.what, 200), "documents": visible(line.documents, 200),
-             "reason": visible(line.reason, 600)}
-            for line in skip_lines(reversed(self._newest), length)
-        ]  # fmt: skip
+            if name not in named_corpora:
+                no_skips = {"known": True, "samples": 0, "bins": []}
+                corpus_maps.append({"name": visible(name, 80), "tokens": share.tokens, **no_skips})
+        reason_counts = [
+            [visible(skip_reason, 300), n] for skip_reason, n in self._reasons.most_common(REASONS)
+        ]
+        skip_lines = [describe_skip(skip_entry, length) for skip_entry in reversed(self._newest)]
         return {
-            "cursor": cursor, "positions": last, "marks": marks, "corpora": corpora, "reasons": reasons,
-            "lines": lines, "count": self._count,
-            "by_position": binned(self._exclusions.positions, last), "skipped": self.skipped(length),
+            "cursor": cursor, "positions": last_position, "marks": marks, "corpora": corpus_maps,
+            "reasons": reason_counts, "lines": skip_lines, "count": self._count,
+            "by_position": binned(self._exclusions.positions, last_position), "skipped": self.skipped(length),
             "swapped": [visible(str(name), 80) for name in self._exclusions.swapped],
         }  # fmt: skip
 
@@ -116,20 +160,20 @@ def binned(skips: Skips, total: int) -> list[list[float]]:
     if not len(edges) or total <= 0:
         return []
     # How much is skipped up to each border of a bin.
-    borders = np.linspace(0, total, BINS + 1)
-    before = np.concatenate([[0.0], np.cumsum(edges[:, 1] - edges[:, 0])])
-    n = np.searchsorted(edges[:, 0], borders, side="right")
-    inside = np.where(
-        n > 0, np.minimum(borders, edges[np.maximum(n - 1, 0), 1]) - edges[np.maximum(n - 1, 0), 0], 0.0
+    bin_borders = np.linspace(0, total, BINS + 1)
+    skipped_before = np.concatenate([[0.0], np.cumsum(edges[:, 1] - edges[:, 0])])
+    n = np.searchsorted(edges[:, 0], bin_borders, side="right")
+    inside_bin = np.where(
+        n > 0, np.minimum(bin_borders, edges[np.maximum(n - 1, 0), 1]) - edges[np.maximum(n - 1, 0), 0], 0.0
     )
-    upto = before[np.maximum(n - 1, 0)] + inside
-    share = np.diff(upto) / (total / BINS)
-    return [[int(k), round(float(share[k]), 5)] for k in np.flatnonzero(share > 0)]
+    skipped_upto = skipped_before[np.maximum(n - 1, 0)] + inside_bin
+    bin_shares = np.diff(skipped_upto) / (total / BINS)
+    return [[int(k), round(float(bin_shares[k]), 5)] for k in np.flatnonzero(bin_shares > 0)]
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:
     try:
-        found = path.stat()
+        file_status = path.stat()
     except OSError:
         return None
-    return found.st_size, found.st_mtime_ns
+    return file_status.st_size, file_status.st_mtime_ns

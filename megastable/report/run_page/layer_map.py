@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from megastable.base.folder_stamp import folder_stamp
+from megastable.base.durable import folder_stamp
 from megastable.run.record_files import RecordFile, list_files, read_file
 from megastable.run.records import LAYER_SCHEMA
 
@@ -54,26 +54,26 @@ class LayerMap:
     def look(self) -> bool:
         """Look for new files, without reading them."""
         try:
-            changed = folder_stamp(self.folder)
-            if changed is not None and changed == self._changed:
+            folder_change = folder_stamp(self.folder)
+            if folder_change is not None and folder_change == self._changed:
                 return False
-            found = list_files(self.folder)
+            record_files = list_files(self.folder)
         except OSError:
             return False
-        self._changed, before = changed, self.files
-        self.files = [LayerFile(file.stamp / 1000, file.high, file) for file in found if file.stamp]
-        return self.files != before
+        self._changed, files_before = folder_change, self.files
+        self.files = [LayerFile(file.stamp / 1000, file.high, file) for file in record_files if file.stamp]
+        return self.files != files_before
 
     def chosen(self, begin: float, end: float, axis: str) -> list[LayerFile]:
         """At most MOST files of the looks between two steps or times, in order. By step those that were done again are
         left out."""
         files = self.files
         if axis != "time":
-            newest = {file.step: file for file in files}
-            files = [newest[step] for step in sorted(newest)]
-        key = [file.time if axis == "time" else file.step for file in files]
-        first, last = np.searchsorted(key, [begin, end], side="left")
-        files = files[max(0, first - 1) : last + 1]
+            newest_by_step = {layer_file.step: layer_file for layer_file in files}
+            files = [newest_by_step[step] for step in sorted(newest_by_step)]
+        axis_keys = [layer_file.time if axis == "time" else layer_file.step for layer_file in files]
+        first_index, last_index = np.searchsorted(axis_keys, [begin, end], side="left")
+        files = files[max(0, first_index - 1) : last_index + 1]
         if len(files) > MOST:
             files = [files[n] for n in np.unique(np.linspace(0, len(files) - 1, MOST).astype(int))]
         return files
@@ -81,51 +81,53 @@ class LayerMap:
     def read(self, files: list[LayerFile]) -> dict[str, Any]:
         """kinds: by kind that anything was measured of, the values [layers, looks]; layers: their names, from the first
         to the last."""
-        looks = [self._look(one.file) for one in files]
-        names = sorted({name for look in looks for name in look}, key=depth)
+        layer_looks = [self._look(layer_file.file) for layer_file in files]
+        names = sorted({name for look in layer_looks for name in look}, key=depth)
         cube = np.full((len(KINDS), len(names), len(files)), np.nan, dtype=np.float32)
-        for n, look in enumerate(looks):
+        for n, look in enumerate(layer_looks):
             for m, name in enumerate(names):
                 if name in look:
                     cube[:, m, n] = look[name]
-        some = {kind: cube[k] for k, kind in enumerate(KINDS) if not np.isnan(cube[k]).all()}
-        return {"layers": names, "kinds": some}
+        measured_kinds = {
+            map_kind: cube[k] for k, map_kind in enumerate(KINDS) if not np.isnan(cube[k]).all()
+        }
+        return {"layers": names, "kinds": measured_kinds}
 
     def _look(self, file: RecordFile) -> Look:
-        name = file.name
-        if name in self._looks:
-            self._looks.move_to_end(name)
-            return self._looks[name]
+        file_name = file.name
+        if file_name in self._looks:
+            self._looks.move_to_end(file_name)
+            return self._looks[file_name]
         try:
-            _, table, problem, _ = read_file(self.folder, file, COLUMNS)
+            _, record_table, file_problem, _ = read_file(self.folder, file, COLUMNS)
         except FileNotFoundError:
             return {}
-        if table is None:
-            self.damaged[name] = problem
+        if record_table is None:
+            self.damaged[file_name] = file_problem
             return {}
-        found = by_layer(table)
-        self._looks[name] = found
+        layer_look = by_layer(record_table)
+        self._looks[file_name] = layer_look
         while len(self._looks) > KEPT:
             self._looks.popitem(last=False)
-        return found
+        return layer_look
 
 
 def by_layer(table: pa.Table) -> Look:
     """The largest value of every kind, in each block and in each parameter outside of blocks."""
-    names = [layer_of(name) for name in table.column("name").to_pylist()]
-    order = {name: n for n, name in enumerate(dict.fromkeys(names))}
-    at = np.array([order[name] for name in names], dtype=np.intp)
-    found = np.full((len(order), len(KINDS)), np.nan, dtype=np.float32)
-    for k, (_, _, columns) in enumerate(KINDS.values()):
-        for column in columns:
-            np.fmax.at(found[:, k], at, table.column(column).to_numpy())
-    return {name: found[n] for name, n in order.items()}
+    layer_names = [layer_of(layer_name) for layer_name in table.column("name").to_pylist()]
+    layer_order = {layer_name: n for n, layer_name in enumerate(dict.fromkeys(layer_names))}
+    layer_indexes = np.array([layer_order[layer_name] for layer_name in layer_names], dtype=np.intp)
+    largest_values = np.full((len(layer_order), len(KINDS)), np.nan, dtype=np.float32)
+    for k, (_, _, kind_columns) in enumerate(KINDS.values()):
+        for column_name in kind_columns:
+            np.fmax.at(largest_values[:, k], layer_indexes, table.column(column_name).to_numpy())
+    return {layer_name: largest_values[n] for layer_name, n in layer_order.items()}
 
 
 def layer_of(name: str) -> str:
     """The block of a parameter, or the parameter itself outside of blocks."""
-    block = BLOCK.match(name)
-    return f"block {int(block[1])}" if block else name.removesuffix(".weight")
+    block_match = BLOCK.match(name)
+    return f"block {int(block_match[1])}" if block_match else name.removesuffix(".weight")
 
 
 def depth(layer: str) -> tuple[int, int, str]:

@@ -13,8 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megastable.base.text import visible
-from megastable.run.machine_files import SamplePlace, newest, places, read_sample
-from megastable.run.machine_state import MachineSample, as_floats
+from megastable.run.machine_state import MachineSample, SamplePlace, as_floats, newest, places, read_sample
 
 Floats = npt.NDArray[np.float64]
 MOST = 240  # samples in a map
@@ -58,27 +57,27 @@ class MachineMap:
     def look(self) -> bool:
         """Look for new samples."""
         try:
-            stamp = sorted((entry.name, entry.stat().st_size) for entry in os.scandir(self.folder))
+            folder_stamp = sorted((entry.name, entry.stat().st_size) for entry in os.scandir(self.folder))
         except OSError:
             return False
-        if stamp == self._stamp:
+        if folder_stamp == self._stamp:
             return False
-        self._stamp = stamp
+        self._stamp = folder_stamp
         self.levels, self.newest = places(self.folder), newest(self.folder)
         return True
 
     def read(self, begin: float, end: float) -> list[MachineSample]:
         """Those between two times that are to be drawn, oldest first. [unix seconds]"""
-        found = [self._sample(place) for place in chosen(self.levels, begin, end)]
-        return [sample for sample in found if sample is not None]
+        read_samples = [self._sample(sample_place) for sample_place in chosen(self.levels, begin, end)]
+        return [machine_sample for machine_sample in read_samples if machine_sample is not None]
 
     def _sample(self, place: SamplePlace) -> MachineSample | None:
         # By time: a file that is full gets another name.
         key = place.time + place.seconds / 1e9
         if key not in self._samples and (found := read_sample(place)) is not None:
             self._samples[key] = found
-            size = max(1, len(found.own) + sum(8 * host.gpus for host in found.hosts.values()))
-            while len(self._samples) > min(KEPT, max(2, VALUES // size)):
+            number_count = max(1, len(found.own) + sum(8 * host.gpus for host in found.hosts.values()))
+            while len(self._samples) > min(KEPT, max(2, VALUES // number_count)):
                 self._samples.popitem(last=False)
             return found
         return self._samples.get(key)
@@ -90,17 +89,18 @@ def chosen(levels: dict[str, list[SamplePlace]], begin: float, end: float) -> li
     inside = [[place for place in level if begin <= place.time <= end] for level in levels.values()]
     if not any(inside):
         return []
-    first = min(level[0].time for level in inside if level)
-    width = max(level[-1].time for level in inside if level) - first
-    seconds = [next(iter(level)).seconds if level else 0.0 for level in levels.values()]
-    best = next(
-        (n for n, level in enumerate(inside) if level and width <= MOST * seconds[n]), len(inside) - 1
+    first_time = min(level[0].time for level in inside if level)
+    window_width = max(level[-1].time for level in inside if level) - first_time
+    level_seconds = [next(iter(level)).seconds if level else 0.0 for level in levels.values()]
+    best_level = next(
+        (n for n, level in enumerate(inside) if level and window_width <= MOST * level_seconds[n]),
+        len(inside) - 1,
     )
-    found = list(inside[best])
-    for coarser in inside[best + 1 :]:
-        found = [place for place in coarser if not found or place.time < found[0].time] + found
-    for finer in reversed(inside[:best]):
-        found += [place for place in finer if not found or place.time > found[-1].time]
+    found = list(inside[best_level])
+    for coarser_level in inside[best_level + 1 :]:
+        found = [place for place in coarser_level if not found or place.time < found[0].time] + found
+    for finer_level in reversed(inside[:best_level]):
+        found += [place for place in finer_level if not found or place.time > found[-1].time]
     if len(found) > MOST:
         found = [found[n] for n in np.unique(np.linspace(0, len(found) - 1, MOST).astype(int))]
     return found
@@ -108,23 +108,23 @@ def chosen(levels: dict[str, list[SamplePlace]], begin: float, end: float) -> li
 
 def forward(samples: Sequence[MachineSample]) -> list[MachineSample]:
     """Those after whose step the run never went back: an axis of steps has a place for them."""
-    found, lowest = list[MachineSample](), math.inf
-    for sample in reversed(samples):
-        step = lowest if sample.step is None else sample.step
-        if step <= lowest:
-            found.append(sample)
-            lowest = step
-    return found[::-1]
+    forward_samples, lowest_step = list[MachineSample](), math.inf
+    for machine_sample in reversed(samples):
+        step = lowest_step if machine_sample.step is None else machine_sample.step
+        if step <= lowest_step:
+            forward_samples.append(machine_sample)
+            lowest_step = step
+    return forward_samples[::-1]
 
 
 def with_gaps(samples: Sequence[MachineSample]) -> list[MachineSample]:
     """The same, with empty samples where nothing was recorded."""
     found = list[MachineSample]()
     # Of very many samples only some are drawn, which are farther apart.
-    usual = float(np.median(np.diff([sample.time for sample in samples]))) if len(samples) > 1 else 0.0
+    usual_gap = float(np.median(np.diff([sample.time for sample in samples]))) if len(samples) > 1 else 0.0
     for sample in samples:
-        least = GAP * max(sample.seconds, found[-1].seconds, usual) if found else 0.0
-        if found and sample.time - sample.seconds - found[-1].time > least:
+        least_gap = GAP * max(sample.seconds, found[-1].seconds, usual_gap) if found else 0.0
+        if found and sample.time - sample.seconds - found[-1].time > least_gap:
             found.append(MachineSample(time=found[-1].time + 1.0, seconds=1.0, step=found[-1].step))
             found.append(MachineSample(time=sample.time - sample.seconds, seconds=1.0, step=sample.step))
         found.append(sample)
@@ -135,45 +135,55 @@ def maps(samples: Sequence[MachineSample], stages: int) -> list[dict[str, Any]]:
     """kind, title, unit, rows (names), values [rows, samples], and where colours begin and end, None: by the values.
     stages: of the pipeline."""
     own = as_floats([sample.own for sample in samples])
-    found = [own_work(own, stages)] if own.size and not np.isnan(own).all() else []
-    names = dict.fromkeys(name for sample in samples for name in sample.hosts)
-    count = {name: max(s.hosts[name].gpus for s in samples if name in s.hosts) for name in names}
-    rows = [f"{name} GPU {n}" for name in names for n in range(count[name])]
-    for kind, gauge in GAUGES.items():
-        values = np.full((len(rows), len(samples)), np.nan)
-        for at, sample in enumerate(samples):
-            begin = 0
-            for name in names:
-                if (host := sample.hosts.get(name)) is not None and (told := host.gauges.get(kind)):
-                    values[begin : begin + len(told), at] = np.array(told, dtype=np.float64)
-                begin += count[name]
+    drawn_maps = [own_work(own, stages)] if own.size and not np.isnan(own).all() else []
+    host_names = dict.fromkeys(name for sample in samples for name in sample.hosts)
+    gpu_counts = {name: max(s.hosts[name].gpus for s in samples if name in s.hosts) for name in host_names}
+    row_names = [f"{name} GPU {n}" for name in host_names for n in range(gpu_counts[name])]
+    for kind, gpu_gauge in GAUGES.items():
+        values = np.full((len(row_names), len(samples)), np.nan)
+        for sample_index, sample in enumerate(samples):
+            row_begin = 0
+            for name in host_names:
+                if (host_reading := sample.hosts.get(name)) is not None and (
+                    gpu_values := host_reading.gauges.get(kind)
+                ):
+                    values[row_begin : row_begin + len(gpu_values), sample_index] = np.array(
+                        gpu_values, dtype=np.float64
+                    )
+                row_begin += gpu_counts[name]
         if values.size and not np.isnan(values).all():
-            shown, labels = shared(values, rows, gauge.worst)
-            scale = (0.0, 1.0) if kind == "utilization" else None
-            found.append(_map(kind, gauge.title, gauge.unit, labels, shown, scale))
-    return found
+            shown_values, row_labels = shared(values, row_names, gpu_gauge.worst)
+            colour_scale = (0.0, 1.0) if kind == "utilization" else None
+            drawn_maps.append(
+                _map(kind, gpu_gauge.title, gpu_gauge.unit, row_labels, shown_values, colour_scale)
+            )
+    return drawn_maps
 
 
 def own_work(own: Floats, stages: int) -> dict[str, Any]:
     """The map of all ranks; own: seconds [samples, ranks]. Ranks of a pipeline stage do the same work: each is compared
     with their median."""
     ranks = own.shape[1]
-    rows = [f"rank {n}" for n in range(ranks)]
+    rank_names = [f"rank {n}" for n in range(ranks)]
     if ranks == 1:
-        return _map("own", "Own work of the rank", "seconds of a step", rows, own.T, None)
-    size = max(1, ranks // max(1, stages))
-    ratios = np.full_like(own, np.nan)
+        return _map("own", "Own work of the rank", "seconds of a step", rank_names, own.T, None)
+    stage_size = max(1, ranks // max(1, stages))
+    stage_ratios = np.full_like(own, np.nan)
     with np.errstate(all="ignore"):
-        for begin in range(0, ranks, size):
-            stage = own[:, begin : begin + size]
+        for begin in range(0, ranks, stage_size):
+            stage = own[:, begin : begin + stage_size]
             some = ~np.isnan(stage).all(axis=1)
-            ratios[some, begin : begin + size] = stage[some] / np.nanmedian(
+            stage_ratios[some, begin : begin + stage_size] = stage[some] / np.nanmedian(
                 stage[some], axis=1, keepdims=True
             )
-    values, labels = shared(ratios.T, rows, np.nanmax)
-    high = max(SLOW, min(3.0, float(np.nanmax(values))))
-    title = "Own work of every rank" if len(labels) == ranks else "Own work of ranks, the slowest of each row"
-    return _map("own", title, "times the median of its stage", labels, values, (0.9, high))
+    shown_ratios, row_labels = shared(stage_ratios.T, rank_names, np.nanmax)
+    highest_ratio = max(SLOW, min(3.0, float(np.nanmax(shown_ratios))))
+    map_title = (
+        "Own work of every rank" if len(row_labels) == ranks else "Own work of ranks, the slowest of each row"
+    )
+    return _map(
+        "own", map_title, "times the median of its stage", row_labels, shown_ratios, (0.9, highest_ratio)
+    )
 
 
 def shared(values: Floats, names: Sequence[str], worst: Any) -> tuple[Floats, list[str]]:
@@ -191,35 +201,38 @@ def shared(values: Floats, names: Sequence[str], worst: Any) -> tuple[Floats, li
 
 def _from_to(first: str, last: str) -> str:
     """Names of rows; of the last one only the number, if the rest is that of the first."""
-    before, _, number = last.rpartition(" ")
-    return f"{first} to {number if first.startswith(before + ' ') else last}"
+    name_before, _, last_number = last.rpartition(" ")
+    return f"{first} to {last_number if first.startswith(name_before + ' ') else last}"
 
 
 def _map(
     kind: str, title: str, unit: str, rows: list[str], values: Floats, scale: tuple[float, float] | None
 ) -> dict[str, Any]:
     return {
-        "kind": f"machine-{kind}", "title": title, "unit": unit, "rows": [visible(row, 100) for row in rows],
+        "kind": f"machine-{kind}", "title": title, "unit": unit, "rows": [visible(row_name, 100) for row_name in rows],
         "values": values.astype(np.float32), "scale": scale,
     }  # fmt: skip
 
 
 def hosts(sample: MachineSample | None) -> list[dict[str, Any]]:
     """The last reading of each host, for a table; those with something to look at first."""
-    found = []
-    for name, host in (sample.hosts if sample is not None else {}).items():
-        gauges = {key: [v for v in values if v is not None] for key, values in host.gauges.items()}
-        trouble = [f"GPU {n}: {', '.join(why)}" for n, why in host.throttled.items()]
-        trouble += [f"GPU {n}: Xid {', '.join(map(str, codes))}" for n, codes in host.xid.items()]
+    host_rows = []
+    for host_name, host in (sample.hosts if sample is not None else {}).items():
+        known_gauges = {key: [v for v in values if v is not None] for key, values in host.gauges.items()}
+        trouble = [
+            f"GPU {n}: {', '.join(throttle_reasons)}" for n, throttle_reasons in host.throttled.items()
+        ]
+        trouble += [f"GPU {n}: Xid {', '.join(map(str, xid_codes))}" for n, xid_codes in host.xid.items()]
         trouble += [
-            f"GPU {n}: {errors:.0f} uncorrected ECC errors"
-            for n, errors in enumerate(host.gauges.get("ecc_uncorrected", [])) if errors
+            f"GPU {n}: {ecc_errors:.0f} uncorrected ECC errors"
+            for n, ecc_errors in enumerate(host.gauges.get("ecc_uncorrected", [])) if ecc_errors
         ]  # fmt: skip
         trouble += [host.unknown] if host.unknown else []
-        found.append({
-            "name": visible(name, 80), "memory": host.memory, "memory_free": host.memory_free, "load": host.load,
-            "ranks": host.ranks[:64], "gpus": host.gpus, "trouble": [visible(text, 300) for text in trouble[:20]],
-            "unread": [told for key, told in UNREAD.items() if key in host.unread],
-            "range": {key: [min(values), max(values)] for key, values in gauges.items() if values},
+        host_rows.append({
+            "name": visible(host_name, 80), "memory": host.memory, "memory_free": host.memory_free, "load": host.load,
+            "ranks": host.ranks[:64], "gpus": host.gpus,
+            "trouble": [visible(trouble_text, 300) for trouble_text in trouble[:20]],
+            "unread": [unread_text for key, unread_text in UNREAD.items() if key in host.unread],
+            "range": {key: [min(values), max(values)] for key, values in known_gauges.items() if values},
         })  # fmt: skip
-    return sorted(found, key=lambda host: not host["trouble"])
+    return sorted(host_rows, key=lambda host: not host["trouble"])

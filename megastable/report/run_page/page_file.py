@@ -1,14 +1,95 @@
-"""Writes the page of runs as one self-contained file, with the pages of their incidents inside."""
+"""Puts the page of runs together: for a server, or as one self-contained file with the pages of its incidents."""
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import html
+import json
+import math
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from megastable.base import durable
-from megastable.report.run_page import page_parts, run_panel
+from megastable.report.run_page import run_reader
 from megastable.report.run_page.run_reader import RunReader, told_apart
+from megastable.report.sheet.page import embed
+
+HERE = Path(__file__).parent
+STATIC, VENDOR = HERE / "static", HERE / "vendor"
+SCRIPTS = (
+    "dom.js", "format.js", "source.js", "state.js", "marks.js", "plot.js", "charts.js", "heat.js", "machines.js",
+    "strips.js", "headline.js", "incidents.js", "lists.js", "keys.js", "page.js",
+)  # fmt: skip
+BODY = '<main id="page">%s</main>\n<noscript>This page needs JavaScript.</noscript>\n'
+
+
+@cache
+def style() -> str:
+    """uPlot's style and the page's."""
+    return f"{_text(VENDOR / 'uPlot.min.css')}\n{_text(STATIC / 'page.css')}"
+
+
+@cache
+def script() -> str:
+    """uPlot, with the licence text it requires, and our scripts in one scope."""
+    ours = "\n".join(_text(STATIC / name) for name in SCRIPTS)
+    licence = _text(VENDOR / "LICENSE")
+    return f'/* uPlot\n{licence}\n*/\n{_text(VENDOR / "uPlot.iife.min.js")}\n(() => {{\n"use strict";\n{ours}}})();\n'
+
+
+def served(told: Sequence[str]) -> str:
+    """The page of a server. What it shows it asks for; until that is there, `told` stands in its place."""
+    heading_lines = "".join(f"<h1>{html.escape(heading_line)}</h1>" for heading_line in told)
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>megastable</title>\n'
+        '<link rel="icon" href="data:,">\n<link rel="stylesheet" href="page.css">\n</head>\n<body>\n'
+        f'{BODY % heading_lines}<script src="page.js"></script>\n</body>\n</html>\n'
+    )
+
+
+def self_contained(data: dict[str, Any]) -> str:
+    """The page as one file that needs no network. data: what a server would answer (source.js)."""
+    page_style, code, page_data = f"\n{style()}", f"\n{script()}", embed(_finite(data))
+    policy = (
+        f"default-src 'none'; script-src '{_hash(code)}'; style-src 'unsafe-inline'; img-src data:; frame-src 'self'; "
+        "base-uri 'none'; form-action 'none'"
+    )
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>megastable</title>\n'
+        f'<link rel="icon" href="data:,">\n<style>{page_style}</style>\n</head>\n<body>\n{BODY % ""}'
+        f'<script type="application/json" id="data">{page_data}</script>\n<script>{code}</script>\n</body>\n</html>\n'
+    )
+
+
+def as_json(value: Any) -> bytes:
+    """For a browser, which knows no nan: numbers that are not finite are null."""
+    try:
+        return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
+    except ValueError:
+        return json.dumps(_finite(value), separators=(",", ":"), allow_nan=False).encode()
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {field_name: _finite(value_below) for field_name, value_below in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(value_below) for value_below in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+def _hash(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
 
 COLUMNS = 6000  # of a plot: what a zoom can still tell apart
 LINES = 5000  # of the journal
@@ -18,7 +99,7 @@ PAGES = 24 << 20  # bytes of incidents' pages
 def write_page(runs: Sequence[Path], output: Path) -> list[str]:
     """Write the page of run directories. Returns what could not be read. Raises DataError."""
     readers = told_apart([whole(run) for run in runs])
-    durable.write_output(output, page_parts.self_contained(content(readers)))
+    durable.write_output(output, self_contained(content(readers)))
     return [problem for reader in readers for problem in reader.head()["problems"]]
 
 
@@ -35,7 +116,7 @@ def content(readers: Sequence[RunReader], public: bool = False) -> dict[str, Any
     room, runs = PAGES, list[dict[str, Any]]()
     for reader in readers:
         panel = reader.panel()
-        panel["journal"] = run_panel.journal(reader, most=LINES)
+        panel["journal"] = run_reader.journal(reader, most=LINES)
         pages = dict[str, str]()
         # The newest first: those are asked for.
         for case in reversed(panel["incidents"]):
@@ -57,6 +138,6 @@ def incident_page(reader: RunReader, folder: str | None) -> str | None:
     if folder is None:
         return None
     try:
-        return (reader.run.incidents / folder / run_panel.REPORT).read_text(encoding="utf-8")
+        return (reader.run.incidents / folder / run_reader.REPORT).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
         return None

@@ -1,4 +1,4 @@
-"""Says in a sentence and twelve figures how a run stands, for somebody who has never seen it. Pure."""
+"""Says how a run stands, in a sentence and twelve figures, and what it trains, in a few lines. Pure."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import ValidationError
 
 from megastable.base.text import duration, plural, visible
+from megastable.config.model import ModelConfig
+from megastable.model.sizes import parameters
 from megastable.report.postmortem.facts import IncidentFacts
 from megastable.run.goodput.time_account import TimeKind
 from megastable.run.run_history import Measurement
@@ -69,15 +72,18 @@ def headline(
     now: float,
 ) -> dict[str, Any]:
     """recent: columns of the last steps that were not undone. incidents: all. evaluations: the last. trends: warnings
-    that are not over. account: see `run_panel.account`. recipe: the sections of the frozen one. skipped: samples.
-    undone: updates, as far as they are recorded."""
+    that are not over. account: see `run_reader.describe_account`. recipe: the sections of the frozen one. skipped:
+    samples. undone: updates, as far as they are recorded."""
     word, mood = _word(s, incidents, trends)
-    figures = [
+    key_figures = [
         _progress(s), _tokens(s, recipe, skipped), _left(s, account, now), _loss(recent, evaluations),
         _speed(s, recent), _mfu(recent), _incidents(incidents), _skipped(s, skipped), _lost(s, incidents, undone),
         _goodput(account), _cost(account, recipe), _checkpoint(usable),
     ]  # fmt: skip
-    shown = [{key: visible(text, 200) for key, text in figure._asdict().items()} for figure in figures]
+    shown = [
+        {key: visible(field_text, 200) for key, field_text in key_figure._asdict().items()}
+        for key_figure in key_figures
+    ]
     return {
         "word": word, "mood": mood, "sentence": visible(_sentence(s, incidents, trends), 1000),
         "advice": "" if s.advice.startswith("nothing to do") else s.advice,
@@ -87,7 +93,7 @@ def headline(
 
 
 def _word(s: Status, incidents: Sequence[IncidentFacts], trends: Sequence[str]) -> tuple[str, str]:
-    word, mood = WORDS[s.state]
+    state_word, state_mood = WORDS[s.state]
     if s.state is State.RUNNING:
         if s.alert:
             return "alert", "bad"
@@ -95,7 +101,7 @@ def _word(s: Status, incidents: Sequence[IncidentFacts], trends: Sequence[str]) 
             return "recovering", "warn"
         if trends or s.slow:
             return "warned", "warn"
-    return word, mood
+    return state_word, state_mood
 
 
 def _sentence(s: Status, incidents: Sequence[IncidentFacts], trends: Sequence[str]) -> str:
@@ -148,42 +154,42 @@ def _tokens(s: Status, recipe: Mapping[str, Any], skipped: int) -> Figure:
     length = recipe.get("model", {}).get("sequence_length")
     if s.cursor is None or not isinstance(length, int):
         return Figure("tokens", "?")
-    train, remark = recipe.get("train", {}), ""
+    train, token_remark = recipe.get("train", {}), ""
     if s.steps and isinstance(train.get("global_batch"), int) and train.get("batch_warmup") is None:
-        remark = f"of {short((s.steps * train['global_batch'] + skipped) * length)}"
+        token_remark = f"of {short((s.steps * train['global_batch'] + skipped) * length)}"
     if skipped:
-        remark += f", {short(skipped * length)} of them skipped"
-    return Figure("tokens", short(s.cursor * length), remark.removeprefix(", "))
+        token_remark += f", {short(skipped * length)} of them skipped"
+    return Figure("tokens", short(s.cursor * length), token_remark.removeprefix(", "))
 
 
 def _left(s: Status, account: Mapping[str, Any] | None, now: float) -> Figure:
-    took = "" if account is None else f"{duration(account['wall'])} so far"
+    took_text = "" if account is None else f"{duration(account['wall'])} so far"
     if s.eta is not None and s.eta < 1e10:
-        when = datetime.fromtimestamp(now + s.eta, UTC)
-        form = "%H:%M UTC" if s.eta < 20 * 3600 else "%b %-d, %H:%M UTC"
-        return Figure("time left", duration(s.eta), f"done about {when.strftime(form)}")
-    return Figure("time", duration(account["wall"]) if account else "?", took and "from the first start")
+        done_at = datetime.fromtimestamp(now + s.eta, UTC)
+        time_format = "%H:%M UTC" if s.eta < 20 * 3600 else "%b %-d, %H:%M UTC"
+        return Figure("time left", duration(s.eta), f"done about {done_at.strftime(time_format)}")
+    return Figure("time", duration(account["wall"]) if account else "?", took_text and "from the first start")
 
 
 def _loss(recent: Mapping[str, npt.NDArray[Any]], evaluations: Sequence[Measurement]) -> Figure:
     accepted = recent["loss"][recent["applied"].astype(bool)] if len(recent["loss"]) else np.empty(0)
     accepted = accepted[np.isfinite(accepted)][-USUAL:]
-    remark = (
+    loss_remark = (
         f"median of {USUAL} steps; validation {evaluations[-1].loss:.3f} at step {evaluations[-1].step:,}"
         if evaluations
         else f"median of {USUAL} steps; no validation yet"
     )
-    return Figure("loss", f"{float(np.median(accepted)):.3f}" if len(accepted) else "?", remark)
+    return Figure("loss", f"{float(np.median(accepted)):.3f}" if len(accepted) else "?", loss_remark)
 
 
 def _speed(s: Status, recent: Mapping[str, npt.NDArray[Any]]) -> Figure:
-    known = _median(recent["tokens_per_second"])
-    value = s.tokens_per_second if s.tokens_per_second is not None else known
-    rate = s.rate if s.rate is not None else _median(recent["seconds"])
+    median_speed = _median(recent["tokens_per_second"])
+    token_speed = s.tokens_per_second if s.tokens_per_second is not None else median_speed
+    step_seconds = s.rate if s.rate is not None else _median(recent["seconds"])
     return Figure(
         "tokens/s",
-        "?" if value is None else short(value),
-        "" if rate is None else f"{rate:.3g} s per step, of late",
+        "?" if token_speed is None else short(token_speed),
+        "" if step_seconds is None else f"{step_seconds:.3g} s per step, of late",
     )
 
 
@@ -198,21 +204,24 @@ def _incidents(incidents: Sequence[IncidentFacts]) -> Figure:
     if not incidents:
         return Figure("incidents", "0", "", "good")
     done = Counter(DONE.get(action, action[:30]) for i in incidents for action in i.actions)
-    told = ", ".join(plural(n, what) for what, n in done.most_common(3))
+    told = ", ".join(plural(n, action_word) for action_word, n in done.most_common(3))
     opened = sum(i.outcome != "healed" for i in incidents)
-    state = f"{opened} not over" if opened else "all over"
+    state_text = f"{opened} not over" if opened else "all over"
     return Figure(
-        "incidents", str(len(incidents)), f"{state}: {told}" if told else state, "warn" if opened else "good"
+        "incidents",
+        str(len(incidents)),
+        f"{state_text}: {told}" if told else state_text,
+        "warn" if opened else "good",
     )
 
 
 def _skipped(s: Status, skipped: int) -> Figure:
-    share = (
+    share_text = (
         f"{skipped / s.cursor:.2%} of those read".replace("%", " %")
         if s.cursor and skipped
         else "of the data"
     )
-    return Figure("samples skipped", f"{skipped:,}", share)
+    return Figure("samples skipped", f"{skipped:,}", share_text)
 
 
 def _lost(s: Status, incidents: Sequence[IncidentFacts], undone: int) -> Figure:
@@ -224,21 +233,21 @@ def _lost(s: Status, incidents: Sequence[IncidentFacts], undone: int) -> Figure:
 def _goodput(account: Mapping[str, Any] | None) -> Figure:
     if account is None or not account["wall"]:
         return Figure("goodput", "?", "share of the time that was training")
-    lost = account["wall"] - account["seconds"].get(TimeKind.TRAINING.value, 0.0)
-    return Figure("goodput", f"{100 * account['share']:.1f} %", f"{duration(lost)} were not training")
+    lost_seconds = account["wall"] - account["seconds"].get(TimeKind.TRAINING.value, 0.0)
+    return Figure("goodput", f"{100 * account['share']:.1f} %", f"{duration(lost_seconds)} were not training")
 
 
 def _cost(account: Mapping[str, Any] | None, recipe: Mapping[str, Any]) -> Figure:
     hours = None if account is None else account["gpu_hours"]
     if hours is None:
         return Figure("GPU-hours", "?")
-    told = f"{short(hours)} GPU-hours"
-    price = recipe.get("supervise", {}).get("gpu_hour_price")
-    if not isinstance(price, int | float):
+    hours_text = f"{short(hours)} GPU-hours"
+    hour_price = recipe.get("supervise", {}).get("gpu_hour_price")
+    if not isinstance(hour_price, int | float):
         return Figure("GPU-hours", short(hours), "ranks × time, idle time too")
-    money = hours * price
+    money = hours * hour_price
     currency = str(recipe["supervise"].get("currency", ""))[:8]
-    return Figure("cost", f"{money:,.{0 if money >= 10 else 2}f} {currency}", f"{told}, idle time too")
+    return Figure("cost", f"{money:,.{0 if money >= 10 else 2}f} {currency}", f"{hours_text}, idle time too")
 
 
 def _checkpoint(usable: UsableCheckpoints) -> Figure:
@@ -246,18 +255,136 @@ def _checkpoint(usable: UsableCheckpoints) -> Figure:
         return Figure("checkpoint", "none", "to resume from")
     if usable.proved is None:
         return Figure("checkpoint", f"step {usable.newest:,}", "the newest; none has proved healthy yet")
-    more = f"; newest of all: step {usable.newest:,}" if usable.newest != usable.proved else ""
-    return Figure("checkpoint", f"step {usable.proved:,}", f"the newest proved healthy{more}")
+    newest_text = f"; newest of all: step {usable.newest:,}" if usable.newest != usable.proved else ""
+    return Figure("checkpoint", f"step {usable.proved:,}", f"the newest proved healthy{newest_text}")
 
 
 def _median(values: npt.NDArray[Any]) -> float | None:
-    known = values[np.isfinite(values)] if len(values) else values
-    return float(np.median(known)) if len(known) else None
+    finite_values = values[np.isfinite(values)] if len(values) else values
+    return float(np.median(finite_values)) if len(finite_values) else None
 
 
 def short(value: float) -> str:
     """A large number in three digits: 812, 45.3 k, 1.24 M, 300 B."""
-    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if abs(value) >= 0.9995 * size:
-            return f"{value / size:#.3g}".rstrip(".") + f" {unit}"
+    for unit_letter, unit_size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if abs(value) >= 0.9995 * unit_size:
+            return f"{value / unit_size:#.3g}".rstrip(".") + f" {unit_letter}"
     return f"{value:.3g}"
+
+
+LONGEST = 300  # characters of a line
+CORPORA = 12  # that are named
+SOFTWARE = ("device", "torch", "deepspeed", "transformer-engine", "megastable")
+
+
+def recipe_facts(
+    recipe: Mapping[str, Any], world: int | None, mixture: Sequence[tuple[str, float]], software: Mapping[str, Any],
+    peak: tuple[float, str] | None,
+) -> list[tuple[str, str]]:  # fmt: skip
+    """Lines of (what, text). recipe: its sections; of any version, so that what it lacks is left out. world: ranks;
+    mixture: corpora with their weights; software: see base/software.py; peak: TFLOP/s of a device, and its source."""
+    fact_lines = [
+        ("model", _model(recipe)), ("batch", _batch(recipe)), ("data", _data(mixture)),
+        ("optimizer", _optimizer(recipe)), ("precision", _precision(recipe)), ("layout", _layout(recipe, world)),
+        ("device", _device(software, peak)), ("price", _price(recipe)),
+    ]  # fmt: skip
+    return [(fact_name, visible(text, LONGEST)) for fact_name, text in fact_lines if text]
+
+
+def _section(recipe: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    section_tree = recipe.get(name)
+    return section_tree if isinstance(section_tree, Mapping) else {}
+
+
+def _number(value: object) -> int | float | None:
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def _model(recipe: Mapping[str, Any]) -> str:
+    try:
+        c = ModelConfig.model_validate(_section(recipe, "model"))
+        if c.vocab_size is None:
+            return ""
+        head_text = f"{c.heads} heads" + (
+            f" and {c.kv_heads} of keys" if c.kv_heads not in (None, c.heads) else ""
+        )
+        return (
+            f"{short(parameters(c))} parameters: {plural(c.layers, 'layer')} of {c.hidden:,}, {head_text}, "
+            f"feed-forward {c.ffn_width:,}, vocabulary {c.vocab_size:,}"
+        )
+    except (ValidationError, TypeError, ValueError):
+        return ""
+
+
+def _batch(recipe: Mapping[str, Any]) -> str:
+    train = _section(recipe, "train")
+    samples, length = (
+        _number(train.get("global_batch")),
+        _number(_section(recipe, "model").get("sequence_length")),
+    )
+    if samples is None or length is None:
+        return ""
+    batch_text = f"{samples:,} samples of {length:,} tokens"
+    micro = _number(train.get("micro_batch"))
+    batch_text += "" if micro is None else f", micro-batches of {micro:,}"
+    return batch_text + (
+        "; smaller at first" if train.get("batch_warmup") or train.get("sequence_warmup") else ""
+    )
+
+
+def _data(mixture: Sequence[tuple[str, float]]) -> str:
+    total_weight = sum(corpus_weight for _, corpus_weight in mixture)
+    if not mixture or total_weight <= 0:
+        return ""
+    named_corpora = ", ".join(
+        visible(corpus_name, 60) + (f" {corpus_weight / total_weight:.3g}" if len(mixture) > 1 else "")
+        for corpus_name, corpus_weight in mixture[:CORPORA]
+    )
+    return named_corpora + (f" and {len(mixture) - CORPORA} more" if len(mixture) > CORPORA else "")
+
+
+def _optimizer(recipe: Mapping[str, Any]) -> str:
+    given, schedule = _section(recipe, "optimizer"), _section(recipe, "schedule")
+    told = [str(given.get("name", ""))]
+    for setting_key, word in (("lr", "rate"), ("clip", "clipped at"), ("weight_decay", "weight decay")):
+        if (setting_value := _number(given.get(setting_key))) is not None:
+            told.append(f"{word} {setting_value:g}")
+    if schedule.get("kind"):
+        warmup_steps = _number(schedule.get("warmup_steps"))
+        told.append(
+            str(schedule["kind"]) + (f" after {warmup_steps:,} steps of warm-up" if warmup_steps else "")
+        )
+    return ", ".join(word for word in told if word)
+
+
+def _precision(recipe: Mapping[str, Any]) -> str:
+    given = _section(recipe, "precision")
+    return str(given.get("kind", "")) + (", products in FP8" if given.get("fp8") else "")
+
+
+def _layout(recipe: Mapping[str, Any], world: int | None) -> str:
+    given, told, replica_ranks = _section(recipe, "parallel"), list[str](), 1
+    for axis_name in ("tensor", "pipeline", "context"):
+        size = given.get(axis_name)
+        if isinstance(size, int) and size > 1:
+            replica_ranks *= size
+            told.append(f"{axis_name} {size}")
+    if world:
+        told.append(f"data {world // replica_ranks:,}")
+    rank_text = f"{plural(world, 'rank')}: " if world else ""
+    zero = given.get("zero")
+    return rank_text + " × ".join(told) + (f", ZeRO {zero}" if isinstance(zero, int) and told else "")
+
+
+def _device(software: Mapping[str, Any], peak: tuple[float, str] | None) -> str:
+    device_parts = [str(software["device"])] if "device" in software else []
+    if peak is not None:
+        device_parts.append(f"peak {peak[0]:.3g} TFLOP/s ({peak[1]})")
+    device_parts += [f"{name} {software[name]}" for name in SOFTWARE[1:] if name in software]
+    return ", ".join(device_parts)
+
+
+def _price(recipe: Mapping[str, Any]) -> str:
+    given = _section(recipe, "supervise")
+    hour_price = _number(given.get("gpu_hour_price"))
+    return "" if hour_price is None else f"{hour_price:g} {given.get('currency', 'USD')} a GPU-hour"

@@ -1,26 +1,108 @@
-"""Serves the page of runs: Starlette and uvicorn, server-sent events for what is new."""
+"""Serves the page of runs, to whom it is for: Starlette and uvicorn, server-sent events for what is new."""
 
 from __future__ import annotations
 
 import asyncio
 import ctypes
 import errno
+import hmac
+import ipaddress
 import secrets
 import socket
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
+from http.cookies import CookieError, SimpleCookie
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
 from megastable.base.errors import ConfigError
-from megastable.base.installation import install_command
-from megastable.report.run_page import page_parts, run_panel
-from megastable.report.run_page.page_guard import HEADERS, INCIDENT_POLICY, POLICY, PageGuard, is_loopback
+from megastable.base.process import install_command
+from megastable.report.run_page import page_file, run_reader
 from megastable.report.run_page.plot_data import AXES
 from megastable.report.run_page.run_reader import RunReader, told_apart
+
+COOKIE = "megastable"
+NAMES = ("localhost", "127.0.0.1", "[::1]")
+
+# Of the page itself. uPlot sets its styles by script, which a policy allows.
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; frame-src 'self'; "
+    "frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
+)
+# Of an incident's files: no script, whatever they hold.
+INCIDENT_POLICY = (
+    "sandbox allow-same-origin; default-src 'none'; style-src 'unsafe-inline'; img-src 'self' data:; "
+    "frame-ancestors 'self'; base-uri 'none'; form-action 'none'"
+)
+HEADERS = {
+    "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer", "Cache-Control": "no-store",
+    "Cross-Origin-Resource-Policy": "same-origin", "Cross-Origin-Opener-Policy": "same-origin",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class PageGuard:
+    """Keeps others out of a served page: foreign web sites, and whoever does not have its token.
+
+    A page on a loopback address is protected from other machines, not from web sites that the same browser shows: one
+    that lets its own name point to 127.0.0.1 (DNS rebinding) is told by the Host header. Elsewhere a token is needed:
+    once in the address, from then on in a cookie.
+
+    loopback: whether only this machine can connect. token: "" if none is needed. port: its own, so that two pages of
+    one machine do not share a cookie."""
+
+    loopback: bool
+    token: str
+    port: int
+
+    @property
+    def cookie(self) -> str:
+        return f"{COOKIE}-{self.port}"
+
+    def refusal(self, headers: Mapping[str, str], query: Mapping[str, str]) -> tuple[int, str] | None:
+        """Why a request is not answered: a status and a sentence; None if it is."""
+        if self.loopback and host_of(headers.get("host", "")) not in NAMES:
+            return 421, "This page is served as localhost only: open it by that name.\n"
+        fetch_site = headers.get("sec-fetch-site", "none")
+        if fetch_site == "cross-site" and headers.get("sec-fetch-mode") != "navigate":
+            return 403, "Other web sites may not read this page.\n"
+        if self.token and not (self.same(query.get("token", "")) or self.same(self._cookie(headers))):
+            return 401, "This page needs its token: open the address that `megastable watch` has printed.\n"
+        return None
+
+    def same(self, given: str) -> bool:
+        """Compare with the token in constant time."""
+        return hmac.compare_digest(given.encode("utf-8", "replace"), self.token.encode())
+
+    def _cookie(self, headers: Mapping[str, str]) -> str:
+        try:
+            own_cookie = SimpleCookie(headers.get("cookie", "")).get(self.cookie)
+        except CookieError:
+            return ""
+        return "" if own_cookie is None else own_cookie.value
+
+
+def host_of(header: str) -> str:
+    """The name in a Host header, without the port."""
+    host_name = header.strip().lower()
+    if host_name.startswith("["):
+        return host_name[: host_name.find("]") + 1]
+    return host_name.rpartition(":")[0] if ":" in host_name else host_name
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches an address that is listened on."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
 
 try:
     import uvicorn
@@ -61,10 +143,10 @@ class PageServer:
         self._streams = 0
 
     def app(self) -> ASGIApp:
-        routes = [
+        page_routes = [
             Route("/", self._page),
-            Route("/page.css", partial(_fixed, page_parts.style, "text/css; charset=utf-8")),
-            Route("/page.js", partial(_fixed, page_parts.script, "text/javascript; charset=utf-8")),
+            Route("/page.css", partial(_fixed, page_file.style, "text/css; charset=utf-8")),
+            Route("/page.js", partial(_fixed, page_file.script, "text/javascript; charset=utf-8")),
             Route("/heads", self._heads),
             Route("/events", self._events),
             Route("/run/{run:int}/panel", self._panel),
@@ -75,7 +157,7 @@ class PageServer:
             Route("/run/{run:int}/incidents/{folder}/{file}", self._incident),
             Route("/run/{run:int}/incidents/{file}", self._index),
         ]
-        return _Guarded(Starlette(routes=routes, lifespan=self._lifespan), self.guard)
+        return _Guarded(Starlette(routes=page_routes, lifespan=self._lifespan), self.guard)
 
     @asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
@@ -93,7 +175,7 @@ class PageServer:
             answer.set_cookie(self.guard.cookie, self.guard.token, httponly=True, samesite="lax")
             return answer
         told = [reader.line() for reader in self.readers]
-        return Response(page_parts.served(told), media_type="text/html; charset=utf-8")
+        return Response(page_file.served(told), media_type="text/html; charset=utf-8")
 
     async def _heads(self, request: Request) -> Response:
         return _json(await run_in_threadpool(self._all_heads))
@@ -109,17 +191,17 @@ class PageServer:
     async def _stream(self) -> AsyncIterator[bytes]:
         self._streams += 1
         try:
-            told, quiet = list[int](), 0.0
+            told_versions, quiet_seconds = list[int](), 0.0
             while not self.ending():
-                versions = [reader.version for reader in self.readers]
-                if versions != told:
-                    told, quiet = versions, 0.0
-                    yield b"data: " + page_parts.as_json(await run_in_threadpool(self._all_heads)) + b"\n\n"
-                elif quiet >= ALIVE:
-                    quiet = 0.0
+                reader_versions = [run_reader.version for run_reader in self.readers]
+                if reader_versions != told_versions:
+                    told_versions, quiet_seconds = reader_versions, 0.0
+                    yield b"data: " + page_file.as_json(await run_in_threadpool(self._all_heads)) + b"\n\n"
+                elif quiet_seconds >= ALIVE:
+                    quiet_seconds = 0.0
                     yield b": still here\n\n"
                 await asyncio.sleep(TICK)
-                quiet += TICK
+                quiet_seconds += TICK
         finally:
             self._streams -= 1
 
@@ -132,47 +214,47 @@ class PageServer:
         return await self._answer(request, lambda reader: reader.plots(axis, begin, end, columns))
 
     async def _heat(self, request: Request) -> Response:
-        axis, begin, end = _window(request)
-        return await self._answer(request, lambda reader: reader.heat(axis, begin, end))
+        axis, window_begin, window_end = _window(request)
+        return await self._answer(request, lambda reader: reader.heat(axis, window_begin, window_end))
 
     async def _machines(self, request: Request) -> Response:
-        axis, begin, end = _window(request)
-        return await self._answer(request, lambda reader: reader.machine_maps(axis, begin, end))
+        axis, window_begin, window_end = _window(request)
+        return await self._answer(request, lambda reader: reader.machine_maps(axis, window_begin, window_end))
 
     async def _journal(self, request: Request) -> Response:
-        query, group = (request.query_params.get(key, "")[:200] for key in ("query", "group"))
-        most = min(2000, max(1, int(_number(request, "most") or run_panel.LINES)))
-        return await self._answer(request, lambda reader: run_panel.journal(reader, query, group, most))
+        query, group = (request.query_params.get(query_key, "")[:200] for query_key in ("query", "group"))
+        most = min(2000, max(1, int(_number(request, "most") or run_reader.LINES)))
+        return await self._answer(request, lambda reader: run_reader.journal(reader, query, group, most))
 
     async def _answer(self, request: Request, ask: Callable[[RunReader], Any]) -> Response:
-        reader = self._reader(request)
-        return _missing() if reader is None else _json(await run_in_threadpool(ask, reader))
+        run_reader = self._reader(request)
+        return _missing() if run_reader is None else _json(await run_in_threadpool(ask, run_reader))
 
     async def _incident(self, request: Request) -> Response:
-        folder, file = request.path_params["folder"], request.path_params["file"]
-        return self._file(request, folder, file) if folder.isdecimal() else _missing()
+        folder_name, file_name = request.path_params["folder"], request.path_params["file"]
+        return self._file(request, folder_name, file_name) if folder_name.isdecimal() else _missing()
 
     async def _index(self, request: Request) -> Response:
         return self._file(request, request.path_params["file"])
 
     def _file(self, request: Request, *names: str) -> Response:
         """A file of an incident, which may lie nowhere else."""
-        reader = self._reader(request)
-        if reader is None or any(name.startswith(".") or "\0" in name for name in names):
+        run_reader = self._reader(request)
+        if run_reader is None or any(path_part.startswith(".") or "\0" in path_part for path_part in names):
             return _missing()
-        path = reader.run.incidents.joinpath(*names)
-        kind = TYPES.get(path.suffix)
+        path = run_reader.run.incidents.joinpath(*names)
+        media_type = TYPES.get(path.suffix)
         try:
-            root = reader.run.incidents.resolve()
-            if kind is None or not path.is_file() or not path.resolve().is_relative_to(root):
+            incident_root = run_reader.run.incidents.resolve()
+            if media_type is None or not path.is_file() or not path.resolve().is_relative_to(incident_root):
                 return _missing()
         except (OSError, ValueError):
             return _missing()
-        return FileResponse(path, media_type=kind, headers={"Content-Security-Policy": INCIDENT_POLICY})
+        return FileResponse(path, media_type=media_type, headers={"Content-Security-Policy": INCIDENT_POLICY})
 
     def _reader(self, request: Request) -> RunReader | None:
-        number = request.path_params["run"]
-        return self.readers[number] if number < len(self.readers) else None
+        run_number = request.path_params["run"]
+        return self.readers[run_number] if run_number < len(self.readers) else None
 
 
 class _Guarded:
@@ -189,16 +271,11 @@ class _Guarded:
 
         async def with_headers(message: Any) -> None:
             if message["type"] == "http.response.start":
-                given = {name.lower() for name, _ in message["headers"]}
-                added = {**HEADERS, "Content-Security-Policy": POLICY}
-                message["headers"] = [
-                    *message["headers"],
-                    *(
-                        (k.lower().encode(), v.encode())
-                        for k, v in added.items()
-                        if k.lower().encode() not in given
-                    ),
-                ]
+                given_names = {name.lower() for name, _ in message["headers"]}
+                added_headers = {**HEADERS, "Content-Security-Policy": POLICY}
+                for header, value in added_headers.items():
+                    if (encoded := header.lower().encode()) not in given_names:
+                        message["headers"] = [*message["headers"], (encoded, value.encode())]
             await send(message)
 
         refused = self.guard.refusal(request.headers, request.query_params)
@@ -213,7 +290,7 @@ async def _fixed(text: Callable[[], str], kind: str, request: Request) -> Respon
 
 
 def _json(value: Any) -> Response:
-    return Response(page_parts.as_json(value), media_type="application/json")
+    return Response(page_file.as_json(value), media_type="application/json")
 
 
 def _missing() -> Response:
@@ -221,34 +298,31 @@ def _missing() -> Response:
 
 
 def _window(request: Request) -> tuple[str, float | None, float | None]:
-    axis = request.query_params.get("axis", "step")
-    return axis if axis in AXES else "step", _number(request, "from"), _number(request, "to")
+    axis_name = request.query_params.get("axis", "step")
+    return axis_name if axis_name in AXES else "step", _number(request, "from"), _number(request, "to")
 
 
 def _number(request: Request, key: str) -> float | None:
     try:
-        value = float(request.query_params[key])
+        query_value = float(request.query_params[key])
     except (KeyError, ValueError):
         return None
-    return value if abs(value) < 1e18 else None  # nan, too, is none
+    return query_value if abs(query_value) < 1e18 else None  # nan, too, is none
 
 
 def listen(host: str, port: int | None) -> socket.socket:
     """A socket that listens. port: None = the first free one from PORT on. Raises ConfigError."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for candidate in range(PORT, PORT + TRIES) if port is None else (port,):
-        found = socket.socket(family, socket.SOCK_STREAM)
+        found = socket.socket(address_family, socket.SOCK_STREAM)
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             found.bind((host, candidate))
             found.listen(128)
         except (OSError, OverflowError) as error:
             found.close()
-            if (
-                port is None
-                and getattr(error, "errno", None) == errno.EADDRINUSE
-                and candidate < PORT + TRIES - 1
-            ):
+            is_taken = getattr(error, "errno", None) == errno.EADDRINUSE
+            if port is None and is_taken and candidate < PORT + TRIES - 1:
                 continue
             raise ConfigError(
                 f"--host {host} --port {candidate}: cannot listen there: {getattr(error, 'strerror', None) or error}"
@@ -261,12 +335,11 @@ def give_memory_back() -> None:
     """Let freed arrays leave the process at once: else those of a long run's account stay, as room for the next."""
     pa.set_memory_pool(pa.system_memory_pool())
     with suppress(OSError, AttributeError):  # another C library than glibc
-        library = ctypes.CDLL(None)
-        library.mallopt(MMAP_THRESHOLD, 1 << 15)
-        library.mallopt(ARENA_MAX, 1)  # else every thread keeps memory of its own
-        library.prctl(
-            THP_DISABLE, 1, 0, 0, 0
-        )  # else the room of every column takes 2 MB more than is written
+        c_library = ctypes.CDLL(None)
+        c_library.mallopt(MMAP_THRESHOLD, 1 << 15)
+        c_library.mallopt(ARENA_MAX, 1)  # else every thread keeps memory of its own
+        # Else the room of every column takes 2 MB more than is written.
+        c_library.prctl(THP_DISABLE, 1, 0, 0, 0)
 
 
 def serve(runs: Sequence[Path], host: str, port: int | None, token: bool, say: Callable[[str], None]) -> None:
@@ -274,19 +347,21 @@ def serve(runs: Sequence[Path], host: str, port: int | None, token: bool, say: C
 
     Raises ConfigError, and DataError for a directory without a run."""
     give_memory_back()
-    readers = told_apart([RunReader(run) for run in runs])
+    run_readers = told_apart([RunReader(run) for run in runs])
     with listen(host, port) as bound:
-        loopback, number = is_loopback(host), bound.getsockname()[1]
-        guard = PageGuard(loopback, secrets.token_urlsafe(24) if token or not loopback else "", number)
-        name = "localhost" if loopback else socket.gethostname() if host in ("0.0.0.0", "::") else host
+        is_local, port_number = is_loopback(host), bound.getsockname()[1]
+        page_guard = PageGuard(
+            is_local, secrets.token_urlsafe(24) if token or not is_local else "", port_number
+        )
+        name = "localhost" if is_local else socket.gethostname() if host in ("0.0.0.0", "::") else host
         name = f"[{name}]" if ":" in name else name
-        page = PageServer(readers, guard)
-        config = uvicorn.Config(
+        page = PageServer(run_readers, page_guard)
+        server_config = uvicorn.Config(
             page.app(), log_level="warning", access_log=False, server_header=False,
             timeout_graceful_shutdown=1, lifespan="on", ws="none",
         )  # fmt: skip
-        say(f"http://{name}:{number}/" + (f"?token={guard.token}" if guard.token else ""))
-        server = uvicorn.Server(config)
-        page.ending = lambda: server.should_exit
+        say(f"http://{name}:{port_number}/" + (f"?token={page_guard.token}" if page_guard.token else ""))
+        http_server = uvicorn.Server(server_config)
+        page.ending = lambda: http_server.should_exit
         with suppress(KeyboardInterrupt):  # which it raises again, once it has ended in good order
-            server.run(sockets=[bound])
+            http_server.run(sockets=[bound])

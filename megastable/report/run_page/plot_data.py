@@ -8,13 +8,103 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from megastable.report.run_page.pixel_columns import columns_of, means, reduced, trailing_share, trend_band
 from megastable.report.run_page.step_table import SOMETIMES, GrowingColumns, StepTable
+
+Floats = npt.NDArray[np.floating[Any]]
+Indices = npt.NDArray[np.intp]
+
+
+class PixelColumns(NamedTuple):
+    """Of each column, over its finite values; nan without one. float32 [columns] each."""
+
+    mean: npt.NDArray[np.float32]
+    low: npt.NDArray[np.float32]
+    high: npt.NDArray[np.float32]
+
+
+def columns_of(x: Floats, begin: float, end: float, columns: int) -> Indices:
+    """Where each pixel column that is not empty begins in ascending `x`, which are [n]; `begin` to `end` is the width
+    of the plot. What lies outside falls to the first and the last column. With at most `columns` values, each is a
+    column of its own."""
+    if len(x) <= columns:
+        return np.arange(len(x))
+    column_edges = begin + (end - begin) / columns * np.arange(1, columns)
+    column_starts = np.unique(np.concatenate([[0], np.searchsorted(x, column_edges, side="left")]))
+    return column_starts[column_starts < len(x)]
+
+
+def reduced(values: npt.NDArray[Any], starts: Indices) -> PixelColumns:
+    """The columns of `values` [n] that begin at `starts`."""
+    values = values.astype(np.float32, copy=False)
+    if len(starts) == len(values):
+        bare = np.where(np.isfinite(values), values, np.float32(np.nan))
+        return PixelColumns(bare, bare, bare)
+    is_finite = np.isfinite(values)
+    if is_finite.all():
+        lowest_values, high = np.minimum.reduceat(values, starts), np.maximum.reduceat(values, starts)
+        column_counts = np.diff(np.append(starts, len(values)))
+        column_sums = np.add.reduceat(values, starts, dtype=np.float64)
+    else:
+        bare = np.where(is_finite, values, np.float32(np.nan))
+        lowest_values, high = np.fmin.reduceat(bare, starts), np.fmax.reduceat(bare, starts)
+        column_counts = np.add.reduceat(is_finite, starts, dtype=np.int64)
+        column_sums = np.add.reduceat(np.where(is_finite, values, np.float32(0)), starts, dtype=np.float64)
+    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+        return PixelColumns((column_sums / column_counts).astype(np.float32), lowest_values, high)
+
+
+def means(values: npt.NDArray[Any], starts: Indices) -> npt.NDArray[np.float64]:
+    """Means of columns of finite values."""
+    if len(starts) == len(values):
+        return values.astype(np.float64)
+    column_counts = np.diff(np.append(starts, len(values)))
+    return np.add.reduceat(values, starts, dtype=np.float64) / column_counts
+
+
+def trailing_share(values: npt.NDArray[np.bool_], starts: Indices, window: int, lead: int = 0) -> Floats:
+    """The share of true values in each column, or in the `window` values up to its end if these are more. lead: number
+    of `values` before the first column."""
+    counts_before = np.concatenate([[0], np.cumsum(values, dtype=np.int64)])
+    begins = starts + lead
+    column_ends = np.append(begins[1:], len(values))
+    begins = np.maximum(0, np.minimum(begins, column_ends - window))
+    return ((counts_before[column_ends] - counts_before[begins]) / (column_ends - begins)).astype(np.float32)
+
+
+def trend_band(
+    values: Floats, starts: Indices, window: int, width: float = 4.0, lead: int = 0
+) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+    """(lower, upper) edge, at the last value of every column: what a straight line through the `window` values up to it
+    says there, and `width` times the robust standard deviation of these around it. nan before there are enough. lead:
+    number of `values` before the first column."""
+    column_ends = np.append(starts[1:] + lead, len(values)) - 1
+    band_low = np.full(len(starts), np.nan, dtype=np.float32)
+    band_high = band_low.copy()
+    enough = np.flatnonzero(column_ends >= window - 1)
+    if len(enough):
+        rows = values[column_ends[enough, None] - np.arange(window)].astype(np.float64)  # the newest first
+        at = np.arange(window) - (window - 1) / 2
+        with np.errstate(invalid="ignore"):
+            # Between the medians of both halves: one spike must not tilt it.
+            half = window // 2
+            row_slopes = (np.median(rows[:, half:], axis=1) - np.median(rows[:, :half], axis=1)) / (
+                window - half
+            )
+            detrended_rows = rows - row_slopes[:, None] * at
+            row_medians = np.median(detrended_rows, axis=1)
+            row_spreads = 1.4826 * np.median(np.abs(detrended_rows - row_medians[:, None]), axis=1)
+        trend_level = row_medians + row_slopes * at[0]
+        band_low[enough], band_high[enough] = (
+            trend_level - width * row_spreads,
+            trend_level + width * row_spreads,
+        )
+    return band_low, band_high
+
 
 AXES = ("step", "tokens", "time")
 LINES = (
@@ -34,12 +124,12 @@ class AxisOfSteps:
 
     def values(self, axis: str, rows: npt.NDArray[np.intp]) -> npt.NDArray[np.float64]:
         """Of some rows: steps done, tokens of the data order passed, or seconds since the run began."""
-        steps = self.table.steps
+        step_columns = self.table.steps
         if axis == "time":
-            return np.asarray(steps["time"][rows] - self.began)
+            return np.asarray(step_columns["time"][rows] - self.began)
         if axis == "tokens":
-            return steps["next_position"][rows].astype(np.float64) * self.length
-        return steps["step"][rows].astype(np.float64)
+            return step_columns["next_position"][rows].astype(np.float64) * self.length
+        return step_columns["step"][rows].astype(np.float64)
 
     def live(self) -> npt.NDArray[np.intp]:
         """The rows that were not undone; their steps ascend."""
@@ -60,45 +150,45 @@ def plot_data(
     accepted, refused, undone and sometimes (measured at some steps only) hold `x`, an array for each axis, and their
     series: arrays of means, or {mean, low, high} where a column has several steps."""
     axes, steps = AxisOfSteps(table, length, began), table.steps
-    undone, applied = steps["undone"], steps["applied"]
-    first, last = _ends(axes)
-    lowest, highest = first[axis], last[axis]
-    window = (lowest if begin is None else begin, highest if end is None else end)
+    was_undone, was_applied = steps["undone"], steps["applied"]
+    first_values, last_values = _ends(axes)
+    lowest_value, highest_value = first_values[axis], last_values[axis]
+    window = (lowest_value if begin is None else begin, highest_value if end is None else end)
     if not window[0] < window[1]:
         window = (window[0], window[0] + 1)
 
-    accepted = _lines(axes, axis, np.flatnonzero(applied & ~undone), window, columns)
-    found: dict[str, Any] = {"rows": len(steps), "ends": last, "accepted": accepted}
-    groups = {"refused": np.flatnonzero(~applied), "undone": np.flatnonzero(applied & undone)}
-    for name, rows in groups.items():
-        rows, inside = _inside(axes, axis, rows, window)
-        rows = rows[inside]
-        starts = columns_of(axes.values(axis, rows), *window, columns)
-        found[name] = {
+    accepted_lines = _lines(axes, axis, np.flatnonzero(was_applied & ~was_undone), window, columns)
+    plot_series: dict[str, Any] = {"rows": len(steps), "ends": last_values, "accepted": accepted_lines}
+    row_groups = {"refused": np.flatnonzero(~was_applied), "undone": np.flatnonzero(was_applied & was_undone)}
+    for group_name, rows in row_groups.items():
+        rows, inside_window = _inside(axes, axis, rows, window)
+        rows = rows[inside_window]
+        column_starts = columns_of(axes.values(axis, rows), *window, columns)
+        plot_series[group_name] = {
             "count": len(rows),
-            **_group(axes, rows, starts, {n: _column(steps, n, rows) for n in APART}),
+            **_group(axes, rows, column_starts, {n: _column(steps, n, rows) for n in APART}),
         }
     looks = table.looks["row"]
-    kept = np.flatnonzero(~undone[looks]) if len(looks) else np.empty(0, np.intp)
-    rows, inside = _inside(axes, axis, looks[kept], window)
-    kept = np.searchsorted(looks, rows[inside])
-    starts = columns_of(axes.values(axis, looks[kept]), *window, columns)
-    some = {name: _column(table.looks, name, kept) for name in SOMETIMES}
-    found["sometimes"] = _group(axes, looks[kept], starts, some)
-    return found
+    kept = np.flatnonzero(~was_undone[looks]) if len(looks) else np.empty(0, np.intp)
+    rows, inside_window = _inside(axes, axis, looks[kept], window)
+    kept = np.searchsorted(looks, rows[inside_window])
+    column_starts = columns_of(axes.values(axis, looks[kept]), *window, columns)
+    look_columns = {group_name: _column(table.looks, group_name, kept) for group_name in SOMETIMES}
+    plot_series["sometimes"] = _group(axes, looks[kept], column_starts, look_columns)
+    return plot_series
 
 
 def _ends(axes: AxisOfSteps) -> tuple[dict[str, float], dict[str, float]]:
     """The lowest and the highest value of every axis."""
-    steps = axes.table.steps
-    if not len(steps):
+    step_columns = axes.table.steps
+    if not len(step_columns):
         return dict.fromkeys(AXES, 0.0), dict.fromkeys(AXES, 1.0)
-    first, last = dict[str, float](), dict[str, float]()
-    for axis, name in zip(AXES, ("step", "next_position", "time"), strict=True):
+    lowest_values, highest_values = dict[str, float](), dict[str, float]()
+    for axis, column_name in zip(AXES, ("step", "next_position", "time"), strict=True):
         # Not the first and the last row: there are ways back, and a clock may be set back.
-        rows = np.array([steps[name].argmin(), steps[name].argmax()], np.intp)
-        first[axis], last[axis] = axes.values(axis, rows).tolist()
-    return first, last
+        end_rows = np.array([step_columns[column_name].argmin(), step_columns[column_name].argmax()], np.intp)
+        lowest_values[axis], highest_values[axis] = axes.values(axis, end_rows).tolist()
+    return lowest_values, highest_values
 
 
 def _lines(
@@ -107,14 +197,18 @@ def _lines(
     steps, (rows, inside) = axes.table.steps, _inside(axes, axis, rows, window)
     # What is told of the last steps begins before the window.
     lead = min(inside.start, TREND)
-    longer, rows = rows[inside.start - lead : inside.stop], rows[inside]
+    longer_rows, rows = rows[inside.start - lead : inside.stop], rows[inside]
     starts = columns_of(axes.values(axis, rows), *window, columns)
-    found = _group(axes, rows, starts, {name: _column(steps, name, rows) for name in LINES})
+    line_group = _group(
+        axes, rows, starts, {line_name: _column(steps, line_name, rows) for line_name in LINES}
+    )
     if len(starts):
-        found["series"]["clipped"] = encoded(trailing_share(steps["clipped"][longer], starts, CLIPPED, lead))
-        low, high = trend_band(steps["loss"][longer], starts, TREND, lead=lead)
-        found["trend"] = {"low": encoded(low), "high": encoded(high)}
-    return found
+        line_group["series"]["clipped"] = encoded(
+            trailing_share(steps["clipped"][longer_rows], starts, CLIPPED, lead)
+        )
+        band_low, band_high = trend_band(steps["loss"][longer_rows], starts, TREND, lead=lead)
+        line_group["trend"] = {"low": encoded(band_low), "high": encoded(band_high)}
+    return line_group
 
 
 def _column(columns: GrowingColumns, name: str, rows: npt.NDArray[np.intp]) -> Callable[[], npt.NDArray[Any]]:
@@ -132,15 +226,17 @@ def _group(
     found: dict[str, Any] = {"x": {}, "series": {}}
     for axis in AXES:
         found["x"][axis] = encoded(means(axes.values(axis, rows), starts)) if len(rows) else ""
-    for name, get in series.items():
-        values = get()
+    for name, get_column in series.items():
+        values = get_column()
         if not len(values) or np.isnan(values).all():
             continue
         columns = reduced(values, starts)
         if len(starts) == len(values):
             found["series"][name] = encoded(columns.mean)
         else:
-            found["series"][name] = {key: encoded(value) for key, value in columns._asdict().items()}
+            found["series"][name] = {
+                band_key: encoded(band_values) for band_key, band_values in columns._asdict().items()
+            }
     return found
 
 
@@ -150,15 +246,15 @@ def _inside(
     """The rows, ascending by the axis, and which of them are in a window."""
     x = axes.values(axis, rows)
     if np.any(x[1:] < x[:-1]):  # a clock was set back, or steps were undone twice
-        order = np.argsort(x, kind="stable")
-        rows, x = rows[order], x[order]
+        row_order = np.argsort(x, kind="stable")
+        rows, x = rows[row_order], x[row_order]
     return rows, _slice(x, window)
 
 
 def _slice(x: npt.NDArray[np.float64], window: tuple[float, float]) -> slice:
     """What of ascending `x` is in a window, and a neighbour on each side: lines go on to the edge."""
-    first, last = np.searchsorted(x, window[0], "left"), np.searchsorted(x, window[1], "right")
-    return slice(max(0, int(first) - 1), min(len(x), int(last) + 1))
+    first_index, last_index = np.searchsorted(x, window[0], "left"), np.searchsorted(x, window[1], "right")
+    return slice(max(0, int(first_index) - 1), min(len(x), int(last_index) + 1))
 
 
 def encoded(values: npt.NDArray[Any]) -> str:

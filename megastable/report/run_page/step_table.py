@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
+
+from megastable.run.events.event import real, whole
+from megastable.run.record_files import RecordFollower, to_array
+from megastable.run.records import SCHEMA
+from megastable.run.run_history import FAR
 
 # 4 bytes for all that is only drawn: a run may have millions of steps.
 STEP = {
@@ -31,7 +40,7 @@ class GrowingColumns:
     def __init__(self, types: Mapping[str, str]) -> None:
         self.types = types
         self.length = 0
-        self._room = {name: np.empty(1024, kind) for name, kind in types.items()}
+        self._room = {column_name: np.empty(1024, column_type) for column_name, column_type in types.items()}
 
     def __len__(self) -> int:
         return self.length
@@ -41,21 +50,21 @@ class GrowingColumns:
 
     def append(self, columns: Columns) -> None:
         """Add rows. Columns that are not given are nan, or 0."""
-        more = len(next(iter(columns.values())))
-        if not more:
+        new_rows = len(next(iter(columns.values())))
+        if not new_rows:
             return
-        end = self.length + more
-        for name, room in self._room.items():
-            if end > len(room):
-                larger = np.empty(max(end, 2 * len(room)), room.dtype)
-                larger[: self.length] = room[: self.length]
-                self._room[name] = room = larger
-            given = columns.get(name)
+        end_row = self.length + new_rows
+        for column_name, column_room in self._room.items():
+            if end_row > len(column_room):
+                larger_room = np.empty(max(end_row, 2 * len(column_room)), column_room.dtype)
+                larger_room[: self.length] = column_room[: self.length]
+                self._room[column_name] = column_room = larger_room
+            given_values = columns.get(column_name)
             with np.errstate(over="ignore"):  # a loss beyond fp32 is infinite
-                room[self.length : end] = (
-                    (np.nan if room.dtype.kind == "f" else 0) if given is None else given
+                column_room[self.length : end_row] = (
+                    (np.nan if column_room.dtype.kind == "f" else 0) if given_values is None else given_values
                 )
-        self.length = end
+        self.length = end_row
 
     def cut(self, length: int) -> None:
         """Forget all rows from `length` on."""
@@ -81,11 +90,11 @@ class StepTable:
         is forgotten; `see` it again where it is newer. Afterwards call `find_undone`."""
         self.steps.cut(row)
         self.looks.cut(int(np.searchsorted(self.looks["row"], row)))
-        some = np.zeros(len(columns["step"]), bool)
+        has_look = np.zeros(len(columns["step"]), bool)
         for name in SOMETIMES:
-            some |= ~np.isnan(columns[name])
-        looks = np.flatnonzero(some)
-        self.looks.append({"row": row + looks, **{name: columns[name][looks] for name in SOMETIMES}})
+            has_look |= ~np.isnan(columns[name])
+        look_rows = np.flatnonzero(has_look)
+        self.looks.append({"row": row + look_rows, **{name: columns[name][look_rows] for name in SOMETIMES}})
         self.steps.append(columns)
         self.recorded = len(self.steps)
 
@@ -95,6 +104,63 @@ class StepTable:
 
     def find_undone(self) -> None:
         """Mark the steps that were undone: a later one has the same number, or a lower one."""
-        step, undone = self.steps["step"], self.steps["undone"]
-        undone[-1:] = False
-        undone[:-1] = step[:-1] >= np.minimum.accumulate(step[:0:-1])[::-1]
+        step_numbers, undone_flags = self.steps["step"], self.steps["undone"]
+        undone_flags[-1:] = False
+        undone_flags[:-1] = step_numbers[:-1] >= np.minimum.accumulate(step_numbers[:0:-1])[::-1]
+
+
+COLUMNS = pa.schema([SCHEMA.field(name) for name in (*STEP, *SOMETIMES)])
+TOLD = ("grad_norm", "lr", "tokens_per_second", "seconds")  # numbers that progress.json has of a step
+
+
+class RecordReader:
+    """The steps of a run. `look` and `see` are called by one thread, `table` by any.
+
+    Record files come with up to `logging.flush_steps` steps at a time. Until then, steps are known from progress.json,
+    as far as somebody looked; `see` adds such a step to the table, and the next records replace it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._follower = RecordFollower(folder, COLUMNS)
+        self._table, self._lock = StepTable(), Lock()
+
+    @property
+    def damaged(self) -> dict[str, str]:
+        """Names of files that cannot be read, with the reason."""
+        return self._follower.damaged
+
+    @contextmanager
+    def table(self) -> Iterator[StepTable]:
+        """The table, which does not change meanwhile."""
+        with self._lock:
+            yield self._table
+
+    def look(self) -> bool:
+        """Read new records; whether there were any."""
+        news = False
+        with self._lock:
+            for row, table in self._follower.read_new():
+                self._table.record(row, {field.name: to_array(table.column(field.name)) for field in COLUMNS})
+                news = True
+            if news:
+                self._table.find_undone()
+        return news
+
+    def see(self, progress: Mapping[str, Any]) -> bool:
+        """Add the newest step of progress.json; whether it was news."""
+        step, step_time = whole(progress.get("measured_step")), real(progress.get("stepped"))
+        loss = real(progress.get("loss"))
+        if step is None or loss is None or step_time is None or not self._table.end < step_time < FAR:
+            return False
+        seen_step: dict[str, Any] = {
+            "step": step, "time": step_time, "next_position": whole(progress.get("measured_cursor")) or 0,
+            "loss": loss, "applied": progress.get("applied") is not False,
+            "attempt": whole(progress.get("attempt")) or 0,
+        }  # fmt: skip
+        for name in TOLD:
+            seen_number = real(progress.get(name))
+            seen_step[name] = np.nan if seen_number is None else seen_number
+        with self._lock:
+            self._table.see({name: np.array([seen_number]) for name, seen_number in seen_step.items()})
+            self._table.find_undone()
+        return True

@@ -6,20 +6,19 @@ Text of documents is untrusted: every output shows it, and none interprets it.
 
 from __future__ import annotations
 
-from megastable.report.sheet.model import Column, CommandNote, Histogram, Passage, Sheet, Span
+from megastable.report.sheet.model import (
+    Column,
+    CommandNote,
+    Histogram,
+    Passage,
+    Sheet,
+    Span,
+    as_csv,
+    as_json,
+)
+from megastable.report.sheet.output import console
 from megastable.report.sheet.page import as_html
-from megastable.report.sheet.terminal import console
-from megastable.report.sheet.values import as_csv, as_json
 
 __all__ = [
-    "Column",
-    "CommandNote",
-    "Histogram",
-    "Passage",
-    "Sheet",
-    "Span",
-    "as_csv",
-    "as_html",
-    "as_json",
-    "console",
-]
+    "Column", "CommandNote", "Histogram", "Passage", "Sheet", "Span", "as_csv", "as_html", "as_json", "console",
+]  # fmt: skip

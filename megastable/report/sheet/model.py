@@ -1,11 +1,20 @@
-"""Defines a sheet. Values of rows are plain: text, numbers (numpy's too), booleans, lists of these, or None."""
+"""Defines a sheet, and its values as plain Python, text, JSON and CSV.
+
+Values of rows are plain: text, numbers (numpy's too), booleans, lists of these, or None.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, get_args
+
+import numpy as np
+
+from megastable.base.text import visible
+from megastable.report import safe
+from megastable.run import directory
 
 Kind = Literal["text", "count", "number", "share", "score"]
 Row = Mapping[str, Any]
@@ -57,7 +66,7 @@ class Passage:
 
     @property
     def text(self) -> str:
-        return "".join(span.text for span in self.spans)
+        return "".join(text_span.text for text_span in self.spans)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +86,8 @@ class Histogram:
             raise ValueError(
                 f"histogram {self.title}: {len(self.counts)} counts between {len(self.edges)} edges"
             )
-        rising = all(low < high for low, high in zip(self.edges, self.edges[1:]))
-        if not rising or not all(map(math.isfinite, self.edges)):
+        edges_rise = all(low < upper_edge for low, upper_edge in zip(self.edges, self.edges[1:]))
+        if not edges_rise or not all(map(math.isfinite, self.edges)):
             raise ValueError(f"histogram {self.title}: its edges do not rise, or are not finite")
 
 
@@ -106,8 +115,103 @@ class Sheet:
     data: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        keys = [column.key for column in self.columns]
+        keys = [sheet_column.key for sheet_column in self.columns]
         if len(set(keys)) != len(keys):
             raise ValueError(f"columns with the same key: {keys}")
-        if beyond := [number for number in self.passages if not 0 <= number < len(self.rows)]:
+        if beyond := [row_number for row_number in self.passages if not 0 <= row_number < len(self.rows)]:
             raise ValueError(f"passages of rows that there are not: {beyond[:5]}")
+
+
+SAFE = 2**53 - 1  # larger integers are not exact in a browser or a spreadsheet
+
+
+def plain(value: Any) -> Any:
+    """None, a boolean, a number or a text; lists and trees of these. numpy types become Python's, all else its text."""
+    if isinstance(value, np.ndarray | np.generic):
+        value = value.tolist()
+    if isinstance(value, dict):
+        return {str(tree_key): plain(value_below) for tree_key, value_below in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [plain(value_part) for value_part in value]
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
+
+
+def told(value: Any, column: Column) -> str:
+    """A plain value as text, made visible; "" for None."""
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list):
+        return ", ".join(told(value_part, column) for value_part in value)
+    if isinstance(value, str) or column.kind == "text":
+        return visible(value)
+    if not math.isfinite(value):
+        return str(value)
+    return _number(value, column)
+
+
+def tones(column: Column, rows: Iterable[Row]) -> tuple[float, float] | None:
+    """The limits from which a score is bad, and very bad; None if there are none."""
+    if column.kind != "score":
+        return None
+    if column.limit is not None:
+        return column.limit, 2 * column.limit
+    highest = max((v for v in (plain(row.get(column.key)) for row in rows) if _counts(v)), default=0.0)
+    return (0.4 * highest, 0.75 * highest) if highest > 0 else None
+
+
+def _counts(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _number(value: float, column: Column) -> str:
+    if column.kind == "share":
+        # Almost none or almost all must not look like none or all.
+        if 0 < value < 0.001:
+            return "<0.1%"
+        return ">99.9%" if 0.999 < value < 1 else f"{100 * value:.1f}%"
+    if abs(value) >= 1000 or column.kind == "count":
+        return f"{round(value):,}" if abs(value) < 1e15 or isinstance(value, int) else f"{value:.3e}"
+    digit_count = 2 if column.kind == "score" else 3
+    if column.kind == "number" and 0 < abs(value) < 0.001:
+        return f"{value:.2e}"
+    return f"{value:.{digit_count}f}" if abs(value) < 100 else f"{value:.1f}"
+
+
+def as_json(sheet: Sheet) -> str:
+    """For programs. Texts are exact, in ASCII; non-finite numbers are text, which float() parses."""
+    words = {column.key for column in sheet.columns if column.words}
+    json_content = {
+        "title": sheet.title,
+        "lead": list(sheet.lead),
+        "facts": dict(sheet.data),
+        "columns": [asdict(column) for column in sheet.columns if not column.words],
+        "rows": [
+            {key: row_value for key, row_value in sheet_row.items() if key not in words}
+            for sheet_row in sheet.rows
+        ],
+        "passages": {
+            str(row_number): [asdict(row_passage) for row_passage in passages]
+            for row_number, passages in sorted(sheet.passages.items())
+        },
+        "histograms": [asdict(sheet_histogram) for sheet_histogram in sheet.histograms],
+        "notes": list(sheet.notes),
+    }
+    # DEL is the only terminal control character that JSON leaves unescaped.
+    return directory.as_json(plain(json_content), indent=1).replace("\x7f", "\\u007f") + "\n"
+
+
+def as_csv(sheet: Sheet) -> str:
+    """Every column of every row, without the texts, for a spreadsheet: no formulas."""
+    head = [sheet_column.key for sheet_column in sheet.columns]
+    return safe.table(head, ([_cell(sheet_row.get(key)) for key in head] for sheet_row in sheet.rows))
+
+
+def _cell(value: Any) -> Any:
+    value = plain(value)
+    if isinstance(value, list):
+        return "; ".join("" if value_part is None else str(_cell(value_part)) for value_part in value)
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return value

@@ -1,20 +1,162 @@
-"""Sends a sheet to the outputs that a command's options name."""
+"""Sends a sheet to the outputs that a command's options name; renders it for a terminal of any width."""
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
+from rich.box import SIMPLE_HEAD
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.padding import Padding
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
 
 from megastable.base.durable import write_output
 from megastable.base.errors import DataError
-from megastable.report.sheet.model import Sheet
+from megastable.base.text import visible
+from megastable.report import safe
+from megastable.report.sheet.model import (
+    Column,
+    CommandNote,
+    Passage,
+    Row,
+    Sheet,
+    as_csv,
+    as_json,
+    plain,
+    told,
+    tones,
+)
 from megastable.report.sheet.page import as_html
-from megastable.report.sheet.terminal import console
-from megastable.report.sheet.values import as_csv, as_json
+
+LONGEST = 240  # characters of a cell
+NARROW = 14  # cells below which a column of text is not squeezed
+GAP = 2  # cells between columns, one of them the divider's
+HEAT = ("", "", "", "yellow", "yellow", "dark_orange", "dark_orange", "red", "bold red", "bold red")
+BAD, WORSE, SOFT, ESCAPE = "yellow", "bold red", "bright_black", "cyan"
+
+
+def console(sheet: Sheet, most: int = 20, texts: int = 0) -> RenderableType:
+    """The first `most` rows as a table of the columns that fit, and the passages of the first `texts` rows."""
+    rendered_parts: list[RenderableType] = [Text(visible(sheet.title), style="bold")]
+    rendered_parts += [Text(visible(lead_line)) for lead_line in sheet.lead]
+    if sheet.facts:
+        rendered_parts += [Text(), _facts(sheet.facts)]
+    if sheet.columns and sheet.rows:
+        rendered_parts += [Text(), _Rows(sheet, min(most, len(sheet.rows)))]
+    for row_number in [n for n in sorted(sheet.passages) if n < texts]:
+        rendered_parts += _passages(_where(sheet, row_number), sheet.passages[row_number])
+    if sheet.notes:
+        rendered_parts += [Text(), *map(_note, sheet.notes)]
+    return Group(*rendered_parts)
+
+
+def _note(note: str) -> Text:
+    """A command is wider than the terminal rather than broken: it is printed without cropping."""
+    if isinstance(note, CommandNote):
+        return Text(visible(note), no_wrap=True, overflow="ignore")
+    return Text(visible(note), style=SOFT)
+
+
+def _facts(facts: Sequence[tuple[str, str]]) -> Table:
+    fact_grid = Table.grid(padding=(0, 2))
+    for fact_name, fact_value in facts:
+        fact_grid.add_row(Text(visible(fact_name), style=SOFT), Text(visible(fact_value)))
+    return fact_grid
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The table, whose columns depend on its width."""
+
+    sheet: Sheet
+    most: int
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        rows = self.sheet.rows[: self.most]
+        candidates = [column for column in self.sheet.columns if not column.wide]
+        texts = {column.key: [_cell(row, column) for row in rows] for column in candidates}
+        columns = _fitting(candidates, texts, options.max_width)
+        table = Table(
+            box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, GAP - 1, 0, 0), header_style="bold"
+        )
+        for column in columns:
+            table.add_column(
+                Text(visible(column.title)), justify="right" if column.numeric else "left", vertical="top",
+                no_wrap=column.numeric or _width(column, texts[column.key]) <= NARROW, overflow="fold",
+            )  # fmt: skip
+        limits = {column.key: tones(column, self.sheet.rows) for column in columns}
+        for number, row in enumerate(rows):
+            table.add_row(*(
+                Text(texts[column.key][number], style=_tone(row, column, limits[column.key])) for column in columns
+            ))  # fmt: skip
+        yield table
+        yield from self._left_out([column for column in self.sheet.columns if column not in columns])
+
+    def _left_out(self, columns: Sequence[Column]) -> Iterable[Text]:
+        rest = len(self.sheet.rows) - self.most
+        told = [f"… and {rest:,} more"] if rest else []
+        if columns:
+            told.append(f"columns left out: {', '.join(visible(column.title) for column in columns)}")
+        if told:
+            yield Text(f"{'; '.join(told)} (--csv or --html for all)", style=SOFT)
+
+
+def _cell(row: Row, column: Column) -> str:
+    return visible(told(plain(row.get(column.key)), column), LONGEST)
+
+
+def _width(column: Column, texts: Iterable[str]) -> int:
+    return max(map(cell_len, [visible(column.title), *texts]))
+
+
+def _fitting(columns: Sequence[Column], texts: dict[str, list[str]], width: int) -> list[Column]:
+    """The columns that fit side by side, from the first on; text may be wrapped to `NARROW`."""
+    chosen, used_cells = list[Column](), 0
+    for column in columns:
+        needed_cells = _width(column, texts[column.key])
+        used_cells += (needed_cells if column.numeric else min(needed_cells, NARROW)) + (GAP if chosen else 0)
+        if chosen and used_cells > width:
+            break
+        chosen.append(column)
+    return chosen
+
+
+def _tone(row: Row, column: Column, limits: tuple[float, float] | None) -> str:
+    plain_value = plain(row.get(column.key))
+    if limits is None or isinstance(plain_value, bool | str | list) or plain_value is None:
+        return ""
+    return WORSE if plain_value >= limits[1] else BAD if plain_value >= limits[0] else ""
+
+
+def _where(sheet: Sheet, number: int) -> str:
+    """A row on one line: those of its first values that it has."""
+    row = sheet.rows[number]
+    first = [column for column in sheet.columns if not column.wide][:3]
+    told = [f"{visible(column.title)} {cell_text}" for column in first if (cell_text := _cell(row, column))]
+    return f"{number + 1}: {', '.join(told)}"
+
+
+def _passages(where: str, passages: Sequence[Passage]) -> Iterable[RenderableType]:
+    yield Text()
+    yield Rule(Text(where, style="bold"), align="left", style=SOFT)
+    for passage in passages:
+        yield Text(visible(passage.title), style=SOFT)
+        yield Padding(_heated(passage), (0, 0, 0, 2))
+
+
+def _heated(passage: Passage) -> Text:
+    text = Text(overflow="fold", tab_size=4)
+    for span in passage.spans:
+        for text_piece, is_escape in safe.split_escapes(safe.block(span.text)):
+            text.append(text_piece, style=ESCAPE if is_escape and not HEAT[span.level] else HEAT[span.level])
+    return text
+
 
 STDOUT = ("/dev/stdout", "/dev/fd/1", "/proc/self/fd/1")
 
@@ -43,11 +185,11 @@ class Output:
 
     @property
     def _files(self) -> list[Path]:
-        return [path for path in (self.csv, self.html, self.output) if path is not None]
+        return [output_path for output_path in (self.csv, self.html, self.output) if output_path is not None]
 
     @property
     def _on_stdout(self) -> list[Path]:
-        return [path for path in self._files if str(path) in STDOUT]
+        return [output_path for output_path in self._files if str(output_path) in STDOUT]
 
     def put(self, sheet: Sheet) -> None:
         """Raises DataError if a file, or the standard output, cannot be written."""
@@ -73,9 +215,9 @@ class Output:
         if self.json:
             print(as_json(sheet), end="")
             return
-        terminal = Console()
-        if not terminal.is_terminal:
-            terminal = Console(width=160)  # the width of a file or a pipe is unknown
-        terminal.print(console(sheet, self.rows, self.texts), crop=False)
-        for path in self._files:
-            print(f"written: {path}")
+        rich_console = Console()
+        if not rich_console.is_terminal:
+            rich_console = Console(width=160)  # the width of a file or a pipe is unknown
+        rich_console.print(console(sheet, self.rows, self.texts), crop=False)
+        for output_path in self._files:
+            print(f"written: {output_path}")

@@ -17,13 +17,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
 
 from megastable.base.text import escaped
-from megastable.report.postmortem import safe
-from megastable.report.sheet.model import Column, Histogram, Passage, Sheet
-from megastable.report.sheet.values import SAFE, plain, tones
+from megastable.report import safe
+from megastable.report.sheet.model import SAFE, Column, Histogram, Passage, Sheet, plain, tones
 
 VENDOR = Path(__file__).with_name("vendor")
 SCRIPTS = ("rows.js", "histogram.js", "reader.js", "grid.js", "page.js")
@@ -44,21 +43,22 @@ def as_html(sheet: Sheet) -> str:
     return _environment().get_template("sheet.html.jinja").render(
         sheet=sheet, first=FIRST, cards=cards, facts=[fact for fact in sheet.facts if fact not in cards],
         style=Markup(style), script=Markup(script), style_hash=_hash(style), script_hash=_hash(script),
-        data=Markup(embed(content(sheet))), parts={n: Markup(embed(part)) for n, part in texts(sheet).items()},
+        data=Markup(embed(content(sheet))),
+        parts={n: Markup(embed(text_part)) for n, text_part in texts(sheet).items()},
     )  # fmt: skip
 
 
 def content(sheet: Sheet) -> dict[str, Any]:
     """The data for the script: columns with their values, and histograms."""
-    keys = [column.key for column in sheet.columns]
+    column_keys = [sheet_column.key for sheet_column in sheet.columns]
     return {
-        "columns": [_column(column, sheet) for column in sheet.columns],
+        "columns": [_column(sheet_column, sheet) for sheet_column in sheet.columns],
         "rows": len(sheet.rows),
         "units": _units(sheet),
         "plan": _plan(sheet),
         "part": PART,
         "first": FIRST,
-        "histograms": [_histogram(histogram, keys) for histogram in sheet.histograms],
+        "histograms": [_histogram(sheet_histogram, column_keys) for sheet_histogram in sheet.histograms],
         "legend": marked(sheet.legend),
     }
 
@@ -83,8 +83,8 @@ def texts(sheet: Sheet) -> dict[int, dict[str, Any]]:
 
 def embed(value: Any) -> str:
     """JSON for the inside of a script element; its reader gets `value` back."""
-    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    return _UNSAFE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+    json_text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    return _UNSAFE.sub(lambda found: f"\\u{ord(found[0]):04x}", json_text)
 
 
 def marked(text: str) -> str:
@@ -98,14 +98,14 @@ def _column(column: Column, sheet: Sheet) -> dict[str, Any]:
     return {
         "key": column.key, "title": marked(column.title), "kind": column.kind, "help": marked(column.help),
         "wide": column.wide, "tones": tones(column, sheet.rows),
-        "values": [_value(row.get(column.key)) for row in sheet.rows],
+        "values": [_value(sheet_row.get(column.key)) for sheet_row in sheet.rows],
     }  # fmt: skip
 
 
 def _value(value: Any) -> Any:
     value = plain(value)
     if isinstance(value, list):
-        return [_value(part) for part in value]
+        return [_value(value_part) for value_part in value]
     if isinstance(value, bool) or value is None:
         return value
     if isinstance(value, int):
@@ -121,33 +121,35 @@ def _plan(sheet: Sheet) -> list[str | None] | None:
     if not sheet.rows or not all("shard" in row and "document" in row for row in sheet.rows):
         return None
     pairs = [(str(plain(row["shard"])), str(plain(row["document"]))) for row in sheet.rows]
-    spans = [f" {row['first']}:{row['end']}" if {"first", "end"} <= row.keys() else "" for row in sheet.rows]
+    token_spans = [
+        f" {row['first']}:{row['end']}" if {"first", "end"} <= row.keys() else "" for row in sheet.rows
+    ]
     return [
-        f"{shard} {document}{span}"
+        f"{shard} {document}{token_span}"
         if shard.isprintable() and document.isdecimal() and row.get("guilty") is not False
         else None
-        for (shard, document), span, row in zip(pairs, spans, sheet.rows, strict=True)
+        for (shard, document), token_span, row in zip(pairs, token_spans, sheet.rows, strict=True)
     ]
 
 
 def _passage(passage: Passage) -> dict[str, Any]:
     """Short keys and a digit per token: there may be millions."""
-    told: dict[str, Any] = {
+    passage_fields: dict[str, Any] = {
         "title": marked(passage.title),
-        "spans": [marked(span.text) for span in passage.spans],
+        "spans": [marked(text_span.text) for text_span in passage.spans],
     }
-    levels = "".join(str(span.level) for span in passage.spans)
-    if levels.strip("0"):
-        told["heat"] = levels
-    if any(span.hint for span in passage.spans):
-        told["hints"] = [marked(span.hint) for span in passage.spans]
-    return told
+    heat_levels = "".join(str(text_span.level) for text_span in passage.spans)
+    if heat_levels.strip("0"):
+        passage_fields["heat"] = heat_levels
+    if any(text_span.hint for text_span in passage.spans):
+        passage_fields["hints"] = [marked(text_span.hint) for text_span in passage.spans]
+    return passage_fields
 
 
 def _histogram(histogram: Histogram, keys: Sequence[str]) -> dict[str, Any]:
     return {
         "title": marked(histogram.title), "edges": _floats(histogram.edges), "counts": plain(histogram.counts),
-        "marks": [[float(at), marked(label)] for at, label in histogram.marks if math.isfinite(at)],
+        "marks": [[float(at), marked(mark_label)] for at, mark_label in histogram.marks if math.isfinite(at)],
         "note": marked(histogram.note),
         "column": keys.index(histogram.column) if histogram.column in keys else None,
     }  # fmt: skip
@@ -159,11 +161,7 @@ def _floats(values: Iterable[float]) -> list[float]:
 
 @cache
 def _environment() -> Environment:
-    environment = Environment(
-        loader=PackageLoader("megastable.report.sheet"), undefined=StrictUndefined, autoescape=True, finalize=_visible,
-        trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
-    )  # fmt: skip
-    return environment
+    return safe.html_environment("megastable.report.sheet")
 
 
 @cache
@@ -179,11 +177,11 @@ def _style() -> str:
 @cache
 def _script() -> str:
     """Tabulator, with the licence text it requires, and our script."""
-    licence, library = (
+    licence, library_code = (
         (VENDOR / name).read_text(encoding="utf-8") for name in ("LICENSE", "tabulator.min.js")
     )
-    ours = "\n".join(_source("megastable.report.sheet", name) for name in SCRIPTS)
-    return f'\n/* Tabulator\n{licence}\n*/\n{library}(() => {{\n"use strict";\n{ours}}})();\n'
+    own_scripts = "\n".join(_source("megastable.report.sheet", name) for name in SCRIPTS)
+    return f'\n/* Tabulator\n{licence}\n*/\n{library_code}(() => {{\n"use strict";\n{own_scripts}}})();\n'
 
 
 def _source(package: str, name: str) -> str:
@@ -193,7 +191,3 @@ def _source(package: str, name: str) -> str:
 def _hash(text: str) -> str:
     """The hash of an element in a content security policy."""
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-
-
-def _visible(value: Any) -> Any:
-    return safe.block(value) if isinstance(value, str) and not isinstance(value, Markup) else value

@@ -1,4 +1,4 @@
-"""Defines the journal's event classes, by theme, and one reader (reading.py; follow.py for a growing file).
+"""Defines the journal's event classes, by theme, and one reader (reading.py).
 
 Once released, names of events and of their fields do not change: a run outlives versions.
 """

@@ -85,9 +85,9 @@ class LookedAhead(Event):
 
     def words(self) -> str:
         kinds = self.get("kinds")
-        shown = ", ".join(f"{n} {kind}" for kind, n in kinds.items()) if isinstance(kinds, dict) else "?"
+        kind_text = ", ".join(f"{n} {kind}" for kind, n in kinds.items()) if isinstance(kinds, dict) else "?"
         where = ranges(pairs(self.get("positions")), 4) or "?"
-        return f"{self.get('samples')} samples to come are skipped, they look corrupt: positions {where} ({shown})"
+        return f"{self.get('samples')} samples to come are skipped, they look corrupt: positions {where} ({kind_text})"
 
 
 class LookAheadSpent(Event):

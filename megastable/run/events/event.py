@@ -28,10 +28,10 @@ def real(value: object) -> float | None:
 
 def whole(value: object) -> int | None:
     """An integer of a JSON file, within a sane range."""
-    number = real(value) if isinstance(value, int | float) else None
-    if number is None or not abs(number) < LARGEST or number != int(number):
+    whole_number = real(value) if isinstance(value, int | float) else None
+    if whole_number is None or not abs(whole_number) < LARGEST or whole_number != int(whole_number):
         return None
-    return int(number)
+    return int(whole_number)
 
 
 def text(value: object) -> str | None:
@@ -45,7 +45,7 @@ def flag(value: object) -> bool | None:
 def pairs(value: object) -> list[tuple[int, int]]:
     """Ranges [first, end); empty if it is something else."""
     try:
-        return [(int(a), int(b)) for a, b in value]  # type: ignore[attr-defined]
+        return [(int(first_value), int(end_value)) for first_value, end_value in value]  # type: ignore[attr-defined]
     except (TypeError, ValueError, OverflowError):
         return []
 
@@ -109,9 +109,9 @@ class Event:
         _give(self, {"event": self.NAME, **fields})
 
     def __init_subclass__(cls) -> None:
-        for name, hint in get_type_hints(cls, include_extras=True).items():
-            if name in cls.__annotations__ and hasattr(hint, "__metadata__"):
-                setattr(cls, name, _Field(name, hint.__metadata__[0]))
+        for field_name, type_hint in get_type_hints(cls, include_extras=True).items():
+            if field_name in cls.__annotations__ and hasattr(type_hint, "__metadata__"):
+                setattr(cls, field_name, _Field(field_name, type_hint.__metadata__[0]))
 
     @classmethod
     def of(cls, entry: Mapping[str, Any]) -> Self:
@@ -160,8 +160,8 @@ class Event:
     @property
     def event(self) -> str:
         """Its name in the journal; "" if none."""
-        name = self.fields.get("event")
-        return name if isinstance(name, str) else ""
+        event_name = self.fields.get("event")
+        return event_name if isinstance(event_name, str) else ""
 
     @property
     def time(self) -> float | None:
@@ -174,8 +174,8 @@ class Event:
 
     def line(self) -> str:
         """`sentence`, prefixed with its step."""
-        told, step = self.sentence(), self.get("step")
-        return f"step {step}: {told}" if told and isinstance(step, int) else told
+        event_text, step = self.sentence(), self.get("step")
+        return f"step {step}: {event_text}" if event_text and isinstance(step, int) else event_text
 
     def words(self) -> str:
         """The raw text of `sentence`, from fields that may hold anything: by default `TOLD`."""
@@ -194,8 +194,8 @@ class _ShownFields(dict[str, Any]):
         self._event = event
 
     def __missing__(self, name: str) -> Any:
-        begin, _, key = name.partition("_")
-        return self._event.because(key or "reason") if begin == "because" else self._event.get(name)
+        name_begin, _, key = name.partition("_")
+        return self._event.because(key or "reason") if name_begin == "because" else self._event.get(name)
 
 
 _give = Event.__dict__["fields"].__set__  # bypasses __setattr__; a journal may have a million events
@@ -218,5 +218,5 @@ class Other(Event):
 def read_later(told: Mapping[str, Any]) -> str:
     """`put_off` of an event or of an incident's summary, as text."""
     lost = told.get("lost")
-    returns, lost = pairs(told.get("returns")), lost if isinstance(lost, int) else 0
-    return put_off(pairs(told.get("deferred")), returns, lost)
+    return_ranges, lost = pairs(told.get("returns")), lost if isinstance(lost, int) else 0
+    return put_off(pairs(told.get("deferred")), return_ranges, lost)

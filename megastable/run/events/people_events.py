@@ -70,10 +70,10 @@ class ChangeMeasured(Event):
     norm_after: Real = None
 
     def words(self) -> str:
-        what = ", ".join(f"{key}={value}" for key, value in self.new.items()) or "a change"
+        change_text = ", ".join(f"{key}={new_value}" for key, new_value in self.new.items()) or "a change"
         loss = f"loss {_known(self.get('loss_before'))} before, {_known(self.get('loss_after'))} now"
         norm = f"gradient norm {_known(self.get('norm_before'))} before, {_known(self.get('norm_after'))} now"
-        return f"after {self.get('steps')} steps with {what}: {loss}; {norm}"
+        return f"after {self.get('steps')} steps with {change_text}: {loss}; {norm}"
 
 
 def _by(event: Event) -> str:

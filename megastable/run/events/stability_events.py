@@ -35,8 +35,8 @@ class Discarded(Event):
     loss_scale: Real
 
     def words(self) -> str:
-        numbers = f"loss {number(self.get('loss'))}, gradient norm {number(self.get('grad_norm'), '.3g')}"
-        return f"update refused, {numbers}{self.because()}"
+        number_text = f"loss {number(self.get('loss'))}, gradient norm {number(self.get('grad_norm'), '.3g')}"
+        return f"update refused, {number_text}{self.because()}"
 
 
 class _Samples(Event):
@@ -52,9 +52,9 @@ class _Samples(Event):
     reason: Text
 
     def words(self) -> str:
-        first, last = self.get("first"), self.get("last")
-        steps = f"step {first}" if first == last else f"steps {first} to {last}"
-        return f"samples of {steps} {self.FOUND}{self.because()}"
+        first_step, last_step = self.get("first"), self.get("last")
+        step_text = f"step {first_step}" if first_step == last_step else f"steps {first_step} to {last_step}"
+        return f"samples of {step_text} {self.FOUND}{self.because()}"
 
 
 class DiscardExamined(_Samples):
@@ -140,7 +140,7 @@ class HostFaulty(OfHardware):
 
 
 class Located(Event):
-    """The origin of the first non-finite number (engine/nan_locator.py), or of a growth (growth_locator.py), in its
+    """The origin of the first non-finite number (engine/locators.py), or of a growth, in its
     field `sentence`."""
 
     NAME = "located"
@@ -201,14 +201,18 @@ class IncidentEvent(Event):
             about += self._action()
         elif what == "attributed":
             given = summary.get("reasons")
-            reason = self.get("reason") or (given[-1] if isinstance(given, list) and given else "")
-            about = f"cause: {self.get('cause') or summary.get('cause')}{f': {reason}' if reason else ''}"
+            reason_text = self.get("reason") or (given[-1] if isinstance(given, list) and given else "")
+            about = f"cause: {self.get('cause') or summary.get('cause')}{f': {reason_text}' if reason_text else ''}"
             about += self._action()
             about += f", {self['remedy']}" if self.get("remedy") else ""
-            about += f"; {left}" if (left := read_later(self.fields)) else ""
+            about += f"; {deferral_text}" if (deferral_text := read_later(self.fields)) else ""
         elif what == "released":
-            n = sum(end - first for key in ("positions", "next_epoch") for first, end in pairs(self.get(key)))
-            about = f"{plural(n, 'skipped sample')} found innocent, to be read after all{self.because()}"
+            sample_count = sum(
+                end_position - first_position
+                for position_key in ("positions", "next_epoch")
+                for first_position, end_position in pairs(self.get(position_key))
+            )
+            about = f"{plural(sample_count, 'skipped sample')} found innocent, to be read after all{self.because()}"
         elif what == "rewound":
             about = f"back at step {self.get('to_step')}, going on from position {self.get('cursor')}"
         elif what == "restarted":
@@ -245,9 +249,9 @@ class IncidentLater(Event):
     at_end: Flag = None
 
     def words(self) -> str:
-        end = ", at the end of the run" if self.at_end else ""
-        when = f"{self.get('after')} steps after incident {self.get('number')} was over"
-        return f"{when}{end}: loss {number(self.get('loss'))}"
+        end_text = ", at the end of the run" if self.at_end else ""
+        when_text = f"{self.get('after')} steps after incident {self.get('number')} was over"
+        return f"{when_text}{end_text}: loss {number(self.get('loss'))}"
 
 
 class AlertEvent(OfIncident):
@@ -275,8 +279,8 @@ class TrendEvent(Event):
     numbers: Tree
 
     def words(self) -> str:
-        remedy = f". What helps: {self.get('remedy')}" if self.get("remedy") else ""
-        return f"trend of {self.get('signal')}: {self.get('text')}{remedy}"
+        remedy_text = f". What helps: {self.get('remedy')}" if self.get("remedy") else ""
+        return f"trend of {self.get('signal')}: {self.get('text')}{remedy_text}"
 
 
 class BranchesTried(Event):
@@ -287,9 +291,9 @@ class BranchesTried(Event):
     its standard error; losses, norms: of its steps, to be drawn; cost: how intrusive it is, from 0.
 
     Where suspects were tried, suspects: how many; cost: the difference of the branch with them; learnt: by how many
-    nats others of them are easier at its end; verdict: new, bad, mixed or noise (attribution/harm.py); damaged: the
+    nats others of them are easier at its end; verdict: new, bad, mixed or noise (attribution/trials.py); damaged: the
     state where the run stands is worse than both. Where remedies were tried, chosen: the name of a branch
-    (attribution/remedies.py); tokens: ids of those that were rare until then, the most frequent first; also where the
+    (attribution/trials.py); tokens: ids of those that were rare until then, the most frequent first; also where the
     run was tried without a corpus, with the name of that corpus.
     """
 

@@ -23,8 +23,8 @@ class SupervisorEvent(Event):
     reason: Text = None
 
     def words(self) -> str:
-        code = "" if self.get("code") is None else f" with {self['code']}"
-        return f"supervisor {self.get('what')}{code}{self.because()}"
+        code_text = "" if self.get("code") is None else f" with {self['code']}"
+        return f"supervisor {self.get('what')}{code_text}{self.because()}"
 
 
 class Launched(Event):
@@ -40,8 +40,8 @@ class Launched(Event):
     ahead: Real = None
 
     def words(self) -> str:
-        where = f" on {', '.join(map(str, self.hosts))}" if len(self.hosts) > 1 else ""
-        return f"attempt {self.get('attempt')} started{where}"
+        host_text = f" on {', '.join(map(str, self.hosts))}" if len(self.hosts) > 1 else ""
+        return f"attempt {self.get('attempt')} started{host_text}"
 
 
 class Ended(Event):
@@ -67,10 +67,10 @@ class Ended(Event):
     gone: Items = ()
 
     def words(self) -> str:
-        how, code, signal = self.get("failure"), self.get("code"), self.get("signal")
-        if code == 0 and not how:
+        how, exit_code, signal = self.get("failure"), self.get("code"), self.get("signal")
+        if exit_code == 0 and not how:
             return f"attempt {self.get('attempt')} finished"
-        return f"attempt {self.get('attempt')} ended: {how or (f'signal {signal}' if signal else f'code {code}')}"
+        return f"attempt {self.get('attempt')} ended: {how or (f'signal {signal}' if signal else f'code {exit_code}')}"
 
 
 class Hang(Event):
@@ -87,8 +87,8 @@ class Hang(Event):
     stacks: Items
 
     def words(self) -> str:
-        limit = f", {number(self['limit'], '.0f')} s is the limit" if "limit" in self else ""
-        return f"no progress for {number(self.get('waited'), '.0f')} s in {self.get('phase')}{limit}"
+        limit_text = f", {number(self['limit'], '.0f')} s is the limit" if "limit" in self else ""
+        return f"no progress for {number(self.get('waited'), '.0f')} s in {self.get('phase')}{limit_text}"
 
 
 class HostsAwaited(Event):
@@ -115,12 +115,12 @@ class HostLeftOut(Event):
     reason: Text
 
     def words(self) -> str:
-        how = "left out" if self.get("wholly") else "the last choice"
-        seconds = None if self.until is None or self.time is None else self.until - self.time
-        until = f"for {number(seconds, '.0f')} s"
+        how_text = "left out" if self.get("wholly") else "the last choice"
+        seconds_text = None if self.until is None or self.time is None else self.until - self.time
+        until_text = f"for {number(seconds_text, '.0f')} s"
         if self.get("burn_in"):
-            until += " and until a burn-in finds nothing"
-        return f"{self.get('host')} is {how} {until}{self.because()}"
+            until_text += " and until a burn-in finds nothing"
+        return f"{self.get('host')} is {how_text} {until_text}{self.because()}"
 
 
 class HostProven(Event):
@@ -131,8 +131,8 @@ class HostProven(Event):
     seconds: Real
 
     def words(self) -> str:
-        seconds = number(self.get("seconds"), ".0f")
-        return f"{self.get('host')} may be used again: a burn-in of {seconds} s found nothing"
+        seconds_text = number(self.get("seconds"), ".0f")
+        return f"{self.get('host')} may be used again: a burn-in of {seconds_text} s found nothing"
 
 
 class HostSlow(Event):

@@ -12,7 +12,7 @@ NEXT_UPDATE = "next_update"
 class Training(Event):
     """Training begins, after `step`. cursor: the next data position; world: ranks; seconds: since this process was
     started. lineage: of its copies on other disks and in memories. software: what rank 0 computes with
-    (base/software.py). peak_tflops: of a device, which MFU is a share of; peak_source: a data sheet, a measurement, the
+    (base/hardware.py). peak_tflops: of a device, which MFU is a share of; peak_source: a data sheet, a measurement, the
     recipe."""
 
     NAME = "training"
@@ -39,8 +39,8 @@ class Resumed(Event):
     origin: Text = None
 
     def words(self) -> str:
-        where = "the hosts' memory" if self.get("origin") == "memory" else self.get("checkpoint")
-        return f"resumed from {where}"
+        resume_source = "the hosts' memory" if self.get("origin") == "memory" else self.get("checkpoint")
+        return f"resumed from {resume_source}"
 
 
 class MemoryResume(Event):
@@ -140,15 +140,15 @@ class Evaluated(Event):
     @property
     def by_corpus(self) -> dict[str, float]:
         """The loss of each corpus that has one."""
-        found = {name: real(tree(told).get("loss")) for name, told in self.corpora.items()}
+        found = {name: real(tree(corpus_fields).get("loss")) for name, corpus_fields in self.corpora.items()}
         return {name: loss for name, loss in found.items() if loss is not None}
 
     def words(self) -> str:
         found = list(self.by_corpus.items())
-        named = [f"{name} {number(loss)}" for name, loss in found[:SHOWN]]
-        more = [f"{len(found) - SHOWN} more corpora"] if len(found) > SHOWN else []
+        named_losses = [f"{corpus_name} {number(corpus_loss)}" for corpus_name, corpus_loss in found[:SHOWN]]
+        more_corpora = [f"{len(found) - SHOWN} more corpora"] if len(found) > SHOWN else []
         return f"validation loss {number(self.get('loss'))}" + (
-            f" ({', '.join(named + more)})" if named else ""
+            f" ({', '.join(named_losses + more_corpora)})" if named_losses else ""
         )
 
 
@@ -167,14 +167,14 @@ class TasksEvaluated(Event):
     @property
     def numbers(self) -> dict[str, float]:
         """The scores that are numbers."""
-        found = {name: real(value) for name, value in self.scores.items()}
-        return {name: value for name, value in found.items() if value is not None}
+        score_by_name = {score_name: real(value) for score_name, value in self.scores.items()}
+        return {score_name: value for score_name, value in score_by_name.items() if value is not None}
 
     def words(self) -> str:
         found = list(self.numbers.items())
-        named = [f"{name} {number(value, '.4g')}" for name, value in found[:SHOWN]]
+        score_texts = [f"{name} {number(score_value, '.4g')}" for name, score_value in found[:SHOWN]]
         more = [f"{len(found) - SHOWN} more"] if len(found) > SHOWN else []
-        return f"tasks on {self.get('checkpoint')}: {', '.join(named + more)}"
+        return f"tasks on {self.get('checkpoint')}: {', '.join(score_texts + more)}"
 
 
 class TasksFailed(Event):
@@ -211,8 +211,8 @@ class CheckpointSaved(Event):
     blocked: Real
 
     def words(self) -> str:
-        took = f"{size(self.get('bytes'))} in {number(self.get('seconds'), '.1f')} s"
-        return f"checkpoint {self.get('name')} saved: {took}"
+        took_text = f"{size(self.get('bytes'))} in {number(self.get('seconds'), '.1f')} s"
+        return f"checkpoint {self.get('name')} saved: {took_text}"
 
 
 class CheckpointHealthy(Event):
@@ -232,8 +232,8 @@ class CheckpointRecovered(Event):
     problem: Text
 
     def words(self) -> str:
-        how = self.because("problem") or ": brought over from the local disks"
-        return f"a checkpoint that was not uploaded yet{how}"
+        how_text = self.because("problem") or ": brought over from the local disks"
+        return f"a checkpoint that was not uploaded yet{how_text}"
 
 
 class CheckpointFailed(Event):
@@ -270,8 +270,8 @@ class RolledBack(Event):
     who: Text = None
 
     def words(self) -> str:
-        by = self.get("who") or "a person"
-        return f"rolled back by {by} to the checkpoint of step {self.get('step')}{self.because()}"
+        by_whom = self.get("who") or "a person"
+        return f"rolled back by {by_whom} to the checkpoint of step {self.get('step')}{self.because()}"
 
 
 class RecordsLost(Event):

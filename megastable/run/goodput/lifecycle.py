@@ -15,8 +15,8 @@ import numpy as np
 
 from megastable.base import errors
 from megastable.run.events.event import Event, Other, real, tree, whole
-from megastable.run.events.follow import PassedOver
 from megastable.run.events.people_events import Note
+from megastable.run.events.reading import PassedOver
 from megastable.run.events.stability_events import Handover, IncidentEvent
 from megastable.run.events.supervisor_events import (
     Ended,
@@ -27,17 +27,100 @@ from megastable.run.events.supervisor_events import (
     SupervisorEvent,
 )
 from megastable.run.events.training_events import Finished, Stopped, Training, Unstable
-from megastable.run.goodput.capacity import Capacity
-from megastable.run.goodput.clocks import Clocks
-from megastable.run.goodput.process_time import ProcessTime, explains
-from megastable.run.goodput.step_times import NO_STEPS, StepTimes
+from megastable.run.goodput.process_time import NO_STEPS, ProcessTime, StepTimes, explains
 from megastable.run.goodput.time_account import Reason, TimeAccount, TimeKind, TimeLine
 
-OF_SUPERVISOR = (
-    "crash",
-    "hang",
-    "damaged_checkpoint",
-)  # verdicts of incidents that are no work of the training
+FEWER = re.compile(r"going on with \d+ of (\d+) hosts")  # as the supervisor says it when it has waited
+
+
+class Capacity:
+    """Fed the supervisor's events. Who started a supervisor with fewer hosts wants no more: what is wanted is what its
+    events say, else the most that an attempt had since it was started. Without a supervisor, nothing is missing: nobody
+    but a person changes the number of ranks."""
+
+    def __init__(self) -> None:
+        self._wanted = self._hosts = 0
+        self._full = 0  # ranks of an attempt on all hosts
+        self._launched = False
+
+    def started(self, event: SupervisorEvent) -> None:
+        if event.what == "started":
+            self._wanted = self._full = 0
+
+    def awaited(self, event: HostsAwaited) -> None:
+        if fewer_match := FEWER.search(event.reason or ""):
+            self._wanted = int(fewer_match[1][:9])
+
+    def launched(self, event: Launched) -> None:
+        self._hosts, self._launched = len(event.hosts), True
+        self._wanted = event.wanted or max(self._wanted, self._hosts)
+
+    def missing(self, world: int) -> float:
+        """The share of the wanted ranks that an attempt of `world` ranks lacks."""
+        if not self._launched:
+            return 0.0
+        if self._hosts >= self._wanted > 0:
+            self._full = world
+        # Hosts may have different numbers of ranks.
+        ranks_there, wanted = (world, self._full) if self._full and world else (self._hosts, self._wanted)
+        return max(0.0, 1 - ranks_there / wanted) if wanted else 0.0
+
+
+# Seconds. Nearer clocks are left as they are: a message that was late makes a clock look late by as much.
+NEAR = 0.2
+FAR = 1e9  # no clock is so wrong: damage
+SUPERVISOR_EVENTS = (SupervisorEvent, Launched, Hang, Ended, Restart, HostsAwaited)
+
+
+class Clocks:
+    """How far the clock of rank 0's host is ahead of the supervisor's, by attempt: hosts may be a minute apart. Without
+    a supervisor it is unknown: taken as 0.
+
+    Rank 0 writes the events of the training and the step records by the clock of its host, the supervisor writes by its
+    own, and measures the difference before every attempt (cluster/store.py).
+    """
+
+    def __init__(self) -> None:
+        self._ahead: dict[int, float] = {}
+
+    def launched(self, attempt: int, event: Launched) -> bool:
+        """Whether what ranks of this attempt wrote is to be corrected in another way than before."""
+        ahead_before, seconds_ahead = self._ahead.pop(attempt, None), event.ahead
+        if seconds_ahead is not None and NEAR <= abs(seconds_ahead) < FAR:
+            self._ahead[attempt] = seconds_ahead
+        return self._ahead.get(attempt) != ahead_before
+
+    def event(self, event: Event, attempt: int | None) -> Event:
+        """An event that was heard during `attempt`, by the supervisor's clock."""
+        seconds_ahead, event_time = self._ahead.get(attempt or 0), event.time
+        if seconds_ahead is None or event_time is None or not of_rank(event):
+            return event
+        return event.of({**event.fields, "time": event_time - seconds_ahead})
+
+    def progress(self, told: Mapping[str, Any]) -> float | None:
+        """The time of progress.json, which rank 0 writes, too."""
+        moment = real(told.get("time"))
+        return None if moment is None else moment - self._ahead.get(whole(told.get("attempt")) or 0, 0.0)
+
+    def steps(self, steps: StepTimes) -> StepTimes:
+        """All steps by the supervisor's clock, in their order by it."""
+        if not self._ahead:
+            return steps
+        corrected_steps = steps._replace(time=steps.time.copy())
+        for attempt, seconds_ahead in self._ahead.items():
+            corrected_steps.time[steps.attempt == attempt] -= seconds_ahead
+        return corrected_steps.rows(np.argsort(corrected_steps.time, kind="stable"))
+
+
+def of_rank(event: Event) -> bool:
+    """Whether rank 0 wrote it. The supervisor tells of incidents without the state of the policy."""
+    if isinstance(event, IncidentEvent):
+        return "policy" in event or (event.what == "closed" and "step" in event)
+    return not isinstance(event, SUPERVISOR_EVENTS)
+
+
+# Verdicts of incidents that are no work of the training.
+OF_SUPERVISOR = ("crash", "hang", "damaged_checkpoint")
 SLACK = 2.0  # seconds by which clocks of hosts may differ: steps recorded so long after an end belong to it
 SET_BACK = 60.0  # seconds by which a journal goes back in time only where a clock was set, or hosts differ
 NOTHING = Reason()
@@ -96,22 +179,22 @@ class Lifecycle:
     def hear(self, event: Event) -> None:
         """Take in one event. Those without a time, and unknown ones, are passed over."""
         event = self.clocks.event(event, self.attempt if self.supervised else None)
-        moment = event.time
-        if moment is None or not abs(moment) < 1e12 or isinstance(event, PassedOver | Note):
+        event_time = event.time
+        if event_time is None or not abs(event_time) < 1e12 or isinstance(event, PassedOver | Note):
             return  # people write notes also of runs that are over
-        if self.newest - moment > SET_BACK:
-            self.set_back = max(self.set_back, self.newest - moment)
-        self.newest = max(self.newest, moment)
+        if self.newest - event_time > SET_BACK:
+            self.set_back = max(self.set_back, self.newest - event_time)
+        self.newest = max(self.newest, event_time)
         if self.line is None:
-            self.line = TimeLine(moment - _before(event))
+            self.line = TimeLine(event_time - _before(event))
         if isinstance(event, Other):
             return
         match event:
             case SupervisorEvent():
-                self._supervisor(event, moment)
+                self._supervisor(event, event_time)
             case Launched():
-                self._leave(moment)
-                self._wait(moment)
+                self._leave(event_time)
+                self._wait(event_time)
                 self.attempt = event.attempt or self.attempt + 1
                 if self.clocks.launched(self.attempt, event):
                     self._steps = self.clocks.steps(self._recorded)
@@ -120,21 +203,21 @@ class Lifecycle:
                 self._lineup = len(event.hosts)
                 self._capacity.launched(event)
             case Training():
-                self._training(event, moment)
+                self._training(event, event_time)
             case Finished() | Stopped() | Unstable() | Handover():
-                self._goodbye(event, moment)
+                self._goodbye(event, event_time)
             case Hang():
-                self._hang(event, moment)
+                self._hang(event, event_time)
             case Ended():
-                self._ended(event, moment)
+                self._ended(event, event_time)
             case Restart():
-                self._leave(moment)
+                self._leave(event_time)
                 self._planned(event)
-                self._wait(moment)
-                self._pause = moment + max(0.0, event.delay or 0.0)
+                self._wait(event_time)
+                self._pause = event_time + max(0.0, event.delay or 0.0)
                 self._kind = TimeKind.START_UP
             case HostsAwaited():
-                self._hosts(event, moment)
+                self._hosts(event, event_time)
         self._incident(event)
         if self.process is not None and explains(event):
             self.process.events.append(event)
@@ -156,17 +239,16 @@ class Lifecycle:
             self._leave(moment)
             self._wait(moment)
             self.supervised, self._kind, self._pause = False, TimeKind.NOT_RUNNING, 0.0
-            code = event.code
+            exit_code = event.code
             # After a failure, the failure remains the cause.
-            if code in (errors.OK, errors.STOPPED) or not self._why.cause:
-                self._why = Reason(CODES.get(code if code is not None else -1, f"code {code}"))
+            if exit_code in (errors.OK, errors.STOPPED) or not self._why.cause:
+                self._why = Reason(CODES.get(exit_code if exit_code is not None else -1, f"code {exit_code}"))
             return
         if self.process is not None:
             self._took_over = moment  # what the process did meanwhile is known later
         else:
-            if (
-                not self._launched
-            ):  # the supervisor of before died, if there was one; processes go on starting
+            # The supervisor of before died, if there was one; processes go on starting.
+            if not self._launched:
                 self._kind = TimeKind.NOT_RUNNING
                 self._wait(moment - _before(event))
                 self._kind = TimeKind.START_UP
@@ -191,32 +273,33 @@ class Lifecycle:
     def _goodbye(self, event: Event, moment: float) -> None:
         if self.process is None:
             return
-        cause = {"stopped": "stopped", "finished": "complete", "handover": "hand-over"}.get(
+        stop_cause = {"stopped": "stopped", "finished": "complete", "handover": "hand-over"}.get(
             event.event, "unstable"
         )
-        number = whole(event.get("number"))
-        self._why = Reason(cause, number if not isinstance(event, Finished | Stopped) else None)
-        kind = TimeKind.CHECKPOINTING if isinstance(event, Stopped) else None
-        reached = whole(event.get("steps" if isinstance(event, Finished) else "step")) or 0
-        self._close(moment, kind, 0, reached, self._why)
+        incident_number = whole(event.get("number"))
+        self._why = Reason(stop_cause, incident_number if not isinstance(event, Finished | Stopped) else None)
+        tail_kind = TimeKind.CHECKPOINTING if isinstance(event, Stopped) else None
+        reached_step = whole(event.get("steps" if isinstance(event, Finished) else "step")) or 0
+        self._close(moment, tail_kind, 0, reached_step, self._why)
         self._kind = TimeKind.ENDING if self.supervised else TimeKind.NOT_RUNNING
 
     def _hang(self, event: Hang, moment: float) -> None:
-        since = moment - max(0.0, event.waited or 0.0)
+        last_progress = moment - max(0.0, event.waited or 0.0)
         self._why = self._failed = Reason("hang")
         if self.process is not None:
-            self._close(since, None, event.step or 0)
+            self._close(last_progress, None, event.step or 0)
         else:
-            self._wait(since)
+            self._wait(last_progress)
         self._kind = TimeKind.HANG
         self._wait(moment)
         self._kind = TimeKind.ENDING
 
     def _ended(self, event: Ended, moment: float) -> None:
-        hung, what = bool(event.hung), event.get("what")
-        if isinstance(what, str) and what and not (hung and self._failed is not None):
-            told = self._why.incident if self._kind is TimeKind.ENDING else None  # it said so itself
-            self._why = self._failed = Reason(what, told)
+        was_hung, what = bool(event.hung), event.get("what")
+        if isinstance(what, str) and what and not (was_hung and self._failed is not None):
+            # It said so itself.
+            known_incident = self._why.incident if self._kind is TimeKind.ENDING else None
+            self._why = self._failed = Reason(what, known_incident)
         if self._failed is not None:
             self._failed.host = self._failed.host or event.host or ""
         if self.process is not None:
@@ -231,7 +314,7 @@ class Lifecycle:
             if self._took_over is not None and self._took_over > last:
                 self._kind = TimeKind.NOT_RUNNING  # nobody was there to notice
                 self._wait(self._took_over)
-            self._kind = TimeKind.HANG if hung else TimeKind.ENDING
+            self._kind = TimeKind.HANG if was_hung else TimeKind.ENDING
         self._wait(moment)
         self._launched = False
         self.done = max(self.done, event.clock or 0)
@@ -250,14 +333,14 @@ class Lifecycle:
 
     def _incident(self, event: Event) -> None:
         summary = tree(event.get("summary"))
-        number = whole(summary.get("number", event.get("number")))
-        if number is None or not isinstance(event, IncidentEvent):
+        incident_number = whole(summary.get("number", event.get("number")))
+        if incident_number is None or not isinstance(event, IncidentEvent):
             return
-        self._alert[number] = (str(summary.get("verdict") or ""), str(summary.get("cause") or ""))
+        self._alert[incident_number] = (str(summary.get("verdict") or ""), str(summary.get("cause") or ""))
         # One of the supervisor is opened, or acted on again, right after the end of the attempt.
-        follows = self._failed is not None and event.what in ("opened", "attributed")
-        if follows and self._alert[number][0] in OF_SUPERVISOR:
-            self._why.incident = number
+        follows_failure = self._failed is not None and event.what in ("opened", "attributed")
+        if follows_failure and self._alert[incident_number][0] in OF_SUPERVISOR:
+            self._why.incident = incident_number
         if event.what in ("restarted", "closed"):
             self._failed = None
 
@@ -267,11 +350,11 @@ class Lifecycle:
         """The recorded steps of the process that trains. How wrong the clocks of later attempts were is not known yet:
         their records may look as old."""
         assert self.line is not None
-        found = self.steps.between(self.line.end - 0.01, until + SLACK)
+        steps_between = self.steps.between(self.line.end - 0.01, until + SLACK)
         if not self._known:
-            return found
-        own = (found.attempt == self.attempt) | (found.attempt == 0)
-        return found if own.all() else found.rows(np.flatnonzero(own))
+            return steps_between
+        own_steps = (steps_between.attempt == self.attempt) | (steps_between.attempt == 0)
+        return steps_between if own_steps.all() else steps_between.rows(np.flatnonzero(own_steps))
 
     def _close(
         self, until: float, tail: TimeKind | None, clock: int, reached: int = 0, why: Reason | None = None
@@ -283,25 +366,22 @@ class Lifecycle:
         process, self.process = self.process, None
         self._name()
         process.events = [e for e in process.events if self._own(e)]
-        steps = self._of_process(until)
-        if not len(steps.step):
-            began = max(clock, reached, process.told()) > process.step
-            tail, why = None if began else TimeKind.START_UP, None
-        self.done = max(
-            self.done,
-            reached,
-            process.put(self.line, steps, max(until, self.line.end), tail, clock, why),
-        )
+        process_steps = self._of_process(until)
+        if not len(process_steps.step):
+            has_begun = max(clock, reached, process.told()) > process.step
+            tail, why = None if has_begun else TimeKind.START_UP, None
+        farthest = process.put(self.line, process_steps, max(until, self.line.end), tail, clock, why)
+        self.done = max(self.done, reached, farthest)
 
     def _leave(self, moment: float) -> None:
         """The process that trained, if any, has gone without a word by `moment`."""
         if self.process is None:
             return
-        steps, events = self._of_process(moment), [e.time or 0.0 for e in self.process.events]
+        process_steps, event_times = self._of_process(moment), [e.time or 0.0 for e in self.process.events]
         assert self.line is not None
-        last = max([self.line.end, *events, *steps.time[-1:].tolist()])
+        last_sign = max([self.line.end, *event_times, *process_steps.time[-1:].tolist()])
         self._why = Reason("ended without a word")
-        self._close(min(last, moment), None, 0)
+        self._close(min(last_sign, moment), None, 0)
         self._kind = TimeKind.NOT_RUNNING
 
     def _wait(self, moment: float) -> None:
@@ -313,24 +393,24 @@ class Lifecycle:
         coming = self.attempt + self.supervised
         if self._pause > line.end:
             line.until(min(self._pause, moment), TimeKind.PAUSE, line.charge(self._why, coming))
-        waits = self._kind is TimeKind.HOSTS
-        prepares = waits or (self._kind is TimeKind.START_UP and not self._launched)
-        why = replace(self._why, host=self._awaited) if waits else self._why
-        line.until(moment, self._kind, line.charge(why, coming if prepares else self.attempt))
+        is_waiting = self._kind is TimeKind.HOSTS
+        is_preparing = is_waiting or (self._kind is TimeKind.START_UP and not self._launched)
+        wait_reason = replace(self._why, host=self._awaited) if is_waiting else self._why
+        line.until(moment, self._kind, line.charge(wait_reason, coming if is_preparing else self.attempt))
 
     def _own(self, event: Event) -> bool:
         """Whether an event of the training says what it did, and not the supervisor."""
-        number = whole(event.get("number"))
+        incident_number = whole(event.get("number"))
         return (
             not isinstance(event, IncidentEvent)
-            or self._alert.get(number or 0, ("",))[0] not in OF_SUPERVISOR
+            or self._alert.get(incident_number or 0, ("",))[0] not in OF_SUPERVISOR
         )
 
     def _name(self) -> None:
         """Name the causes of the training's incidents, as far as they are known."""
-        for number, reason in self._reasons.items():
-            verdict, cause = self._alert.get(number, ("", ""))
-            reason.cause = ", ".join(part for part in (verdict, cause) if part)
+        for incident_number, reason in self._reasons.items():
+            verdict, cause = self._alert.get(incident_number, ("", ""))
+            reason.cause = ", ".join(cause_part for cause_part in (verdict, cause) if cause_part)
 
     def snapshot(self, now: float, progress: Mapping[str, Any] | None = None) -> TimeAccount | None:
         """The account up to `now`, without changing this one; None before the first event. progress: progress.json, for
@@ -339,27 +419,27 @@ class Lifecycle:
             return None
         other = Lifecycle()
         other.__dict__ |= self.__dict__
-        other.line, settled = self.line.copy(), self.line.end
+        other.line, settled_until = self.line.copy(), self.line.end
         if self.process is not None:
             told = progress or {}
-            settled = max([settled, *self._of_process(now).time[-1:].tolist()])
+            settled_until = max([settled_until, *self._of_process(now).time[-1:].tolist()])
             other.process = replace(self.process, events=list(self.process.events))
-            step, last = whole(told.get("step")), self.clocks.progress(told)
-            tail = PHASES.get(str(told.get("phase")))
-            clock = step or 0
-            if last is not None and self.line.end < last < now and tail is None:
-                other._close(last, None, clock)
+            told_step, progress_time = whole(told.get("step")), self.clocks.progress(told)
+            tail_kind = PHASES.get(str(told.get("phase")))
+            progress_step = told_step or 0
+            if progress_time is not None and self.line.end < progress_time < now and tail_kind is None:
+                other._close(progress_time, None, progress_step)
                 other._kind = TimeKind.UNKNOWN
                 other._why = Reason("no progress yet")
             else:
-                other._close(now, tail, clock)
+                other._close(now, tail_kind, progress_step)
         other._wait(now)
         other._name()
         assert other.line is not None
-        return other.line.account(min(settled, other.line.end))
+        return other.line.account(min(settled_until, other.line.end))
 
 
 def _before(event: Event) -> float:
     """Seconds between the start of the process and its first event."""
-    told = real(event.get("seconds")) if isinstance(event, SupervisorEvent | Training) else None
-    return told if told is not None and 0 <= told < 1e9 else 0.0
+    started_seconds = real(event.get("seconds")) if isinstance(event, SupervisorEvent | Training) else None
+    return started_seconds if started_seconds is not None and 0 <= started_seconds < 1e9 else 0.0

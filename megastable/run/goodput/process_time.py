@@ -1,4 +1,4 @@
-"""Splits the time of one training process: its steps, and what lay between them. Pure, in numpy."""
+"""Reads the times of steps, and splits the time of one training process: its steps, and what lay between them."""
 
 from __future__ import annotations
 
@@ -6,16 +6,85 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
 from megastable.run.events.event import Event, whole
 from megastable.run.events.stability_events import DiscardExamined, IncidentEvent, SamplesExamined
 from megastable.run.events.training_events import CheckpointFailed, CheckpointSaved, Evaluated
-from megastable.run.goodput.step_times import StepTimes
 from megastable.run.goodput.time_account import CODE, Reason, TimeKind, TimeLine
+from megastable.run.record_files import RecordFollower, to_array
+from megastable.run.records import SCHEMA
+
+
+class StepTimes(NamedTuple):
+    """Steps in the order of their times. time: unix seconds of their ends; seconds: how long they took; attempt: 0 if
+    unknown. [n] each."""
+
+    step: npt.NDArray[np.int64]
+    time: npt.NDArray[np.float64]
+    seconds: npt.NDArray[np.float64]
+    applied: npt.NDArray[np.bool_]
+    attempt: npt.NDArray[np.int32]
+
+    def between(self, begin: float, end: float) -> StepTimes:
+        """Those that ended after `begin`, up to `end`."""
+        first_index, last_index = np.searchsorted(self.time, [begin, end], side="right")
+        return self.rows(slice(first_index, last_index))
+
+    def rows(self, chosen: slice | npt.NDArray[np.intp]) -> StepTimes:
+        return StepTimes(*(column[chosen] for column in self))  # type: ignore[arg-type]
+
+
+NO_STEPS = StepTimes(
+    np.empty(0, np.int64), np.empty(0), np.empty(0), np.empty(0, np.bool_), np.empty(0, np.int32)
+)
+COLUMNS = pa.schema([SCHEMA.field(name) for name in StepTimes._fields])
+
+
+class StepFiles:
+    """The times in the record files of a run, as far as they were read."""
+
+    def __init__(self, folder: Path) -> None:
+        self._follower = RecordFollower(folder, COLUMNS)
+        self._written = self._ordered = NO_STEPS  # in the order of writing, and of time
+
+    @property
+    def damaged(self) -> dict[str, str]:
+        """Names of files that cannot be read, with the reason."""
+        return self._follower.damaged
+
+    def look(self) -> None:
+        """Read what is new."""
+        parts = [(0, self._written)]
+        for row, record_table in self._follower.read_new():
+            while parts and parts[-1][0] >= row:
+                parts.pop()
+            if parts:
+                part_begin, times = parts[-1]
+                parts[-1] = part_begin, times.rows(slice(row - part_begin))
+            parts.append((row, _times_of(record_table)))
+        if len(parts) == 1 and parts[0][1] is self._written:
+            return
+        self._written = StepTimes(*map(np.concatenate, zip(*(times for _, times in parts), strict=True)))
+        is_ascending = not np.any(np.diff(self._written.time) < 0)
+        time_order = slice(None) if is_ascending else np.argsort(self._written.time, kind="stable")
+        self._ordered = self._written.rows(time_order)
+
+    def all(self) -> StepTimes:
+        """All steps read so far."""
+        return self._ordered
+
+
+def _times_of(table: pa.Table) -> StepTimes:
+    step_numbers, end_times, seconds, was_applied, attempt_numbers = map(to_array, table.columns)
+    seconds = np.nan_to_num(seconds.astype(np.float64), posinf=0.0)
+    return StepTimes(step_numbers, end_times, seconds, was_applied, attempt_numbers.astype(np.int32))
+
 
 PIECE = 1 << 16  # steps looked at together
 BLOCK = 256  # steps whose median is the usual one
@@ -67,118 +136,120 @@ class ProcessTime:
 
         Returns the farthest step done.
         """
-        begin, plain = line.end, line.charge(self.reason, self.attempt, self.missing)
+        begin, plain_charge = line.end, line.charge(self.reason, self.attempt, self.missing)
         count = len(steps.step)
         at = np.empty(2 * count + 1)
-        kind, charge = np.empty(2 * count + 1, np.int8), np.full(2 * count + 1, plain, np.int32)
+        kind, charge = np.empty(2 * count + 1, np.int8), np.full(2 * count + 1, plain_charge, np.int32)
         # Gap n comes before step n, the last one after all. A run may have millions of steps: these are views.
         before, begins = at[0::2], at[1::2]
-        gaps, kinds = kind[0::2], kind[1::2]
+        gaps, step_kinds = kind[0::2], kind[1::2]
         gap_charges, charges = charge[0::2], charge[1::2]
-        before[0], ends = begin, before[1:]
-        np.clip(np.maximum.accumulate(steps.time), begin, until, out=ends)
-        np.clip(steps.time - steps.seconds, before[:-1], ends, out=begins)
-        usual = _usual(steps.seconds) if count >= FEWEST else UsualSeconds(steps.seconds, 1)
+        before[0], step_ends = begin, before[1:]
+        np.clip(np.maximum.accumulate(steps.time), begin, until, out=step_ends)
+        np.clip(steps.time - steps.seconds, before[:-1], step_ends, out=begins)
+        usual_steps = _usual(steps.seconds) if count >= FEWEST else UsualSeconds(steps.seconds, 1)
         farthest = np.maximum.accumulate(np.r_[self.done, steps.step])
         far = int(farthest[-1])
 
         # Steps
-        kinds[:] = CODE[TimeKind.TRAINING]
-        again = steps.step <= farthest[:-1]
+        step_kinds[:] = CODE[TimeKind.TRAINING]
+        done_again = steps.step <= farthest[:-1]
         del farthest
-        kinds[again] = CODE[TimeKind.REDONE]
-        kinds[~steps.applied] = CODE[TimeKind.REFUSED]
-        charges[again & steps.applied] = line.charge(self.blame, self.attempt)
+        step_kinds[done_again] = CODE[TimeKind.REDONE]
+        step_kinds[~steps.applied] = CODE[TimeKind.REFUSED]
+        charges[done_again & steps.applied] = line.charge(self.blame, self.attempt)
 
         # Between them
-        evaluations = self._evaluations(steps, before, begins, until)
+        evaluation_times = self._evaluations(steps, before, begins, until)
         rest = np.empty(count + 1)
         rest[:-1], rest[-1] = begins, until
         rest -= before
-        for n, low, high in evaluations:
-            rest[n] -= high - low
-        ordinary = _usual(rest[:-1]) if count >= FEWEST else UsualSeconds(np.zeros(1), BLOCK)
-        gaps[:] = _gaps(steps.step, rest, usual, ordinary)
+        for n, evaluation_begin, evaluation_end in evaluation_times:
+            rest[n] -= evaluation_end - evaluation_begin
+        usual_gaps = _usual(rest[:-1]) if count >= FEWEST else UsualSeconds(np.zeros(1), BLOCK)
+        gaps[:] = _gaps(steps.step, rest, usual_steps, usual_gaps)
         del rest
         if count:
             gaps[0] = CODE[TimeKind.START_UP]
         gap_charges[0] = line.charge(self.blame, self.attempt)
-        last = int(steps.step[-1]) if count else self.step
-        if clock > last:  # the records of these were lost with the process, or are not written yet
+        last_step = int(steps.step[-1]) if count else self.step
+        if clock > last_step:  # the records of these were lost with the process, or are not written yet
             gaps[-1] = CODE[TimeKind.TRAINING if clock > far else TimeKind.REDONE]
-            gap_charges[-1] = plain if clock > far else gap_charges[0]
-        turns = np.flatnonzero(np.diff(steps.step) <= 0) + 1  # the steps after a rewind
-        gaps[turns] = CODE[TimeKind.RECOVERY]
+            gap_charges[-1] = plain_charge if clock > far else gap_charges[0]
+        rewind_steps = np.flatnonzero(np.diff(steps.step) <= 0) + 1  # the steps after a rewind
+        gaps[rewind_steps] = CODE[TimeKind.RECOVERY]
         self._events(line, steps, before, gaps, gap_charges)
         if tail is not None and gaps[-1] in OPEN:
             gaps[-1] = CODE[tail]
             gap_charges[-1] = gap_charges[-1] if why is None else line.charge(why, self.attempt)
         stalled = np.flatnonzero(gaps == CODE[TimeKind.STALLED])
-        lasts = dict(zip(stalled.tolist(), (begins[stalled] - ordinary.at(stalled)).tolist(), strict=True))
-        changes = _within(gaps, gap_charges, evaluations, before, lasts, plain)
-        if last < far < clock:  # the first of them were done before
-            share = (far - last) / (clock - last)
+        stall_ends = dict(
+            zip(stalled.tolist(), (begins[stalled] - usual_gaps.at(stalled)).tolist(), strict=True)
+        )
+        changes = _within(gaps, gap_charges, evaluation_times, before, stall_ends, plain_charge)
+        if last_step < far < clock:  # the first of them were done before
+            redone_share = (far - last_step) / (clock - last_step)
             gaps[-1], gap_charges[-1] = CODE[TimeKind.REDONE], gap_charges[0]
-            middle = float(before[-1] + share * (until - before[-1]))
-            changes.append((middle, int(CODE[TimeKind.TRAINING]), plain, 2 * count + 0.7))
-        for turn in turns:  # from there on, steps are done again because of that incident
-            here = slice(turn, None)
-            charges[here] = np.where(again[here] & steps.applied[here], gap_charges[turn], charges[here])
+            redone_end = float(before[-1] + redone_share * (until - before[-1]))
+            changes.append((redone_end, int(CODE[TimeKind.TRAINING]), plain_charge, 2 * count + 0.7))
+        for rewind_step in rewind_steps:  # from there on, steps are done again because of that incident
+            here = slice(rewind_step, None)
+            charges[here] = np.where(
+                done_again[here] & steps.applied[here], gap_charges[rewind_step], charges[here]
+            )
 
         # All changes, in order: each into the gap, or the step, that it lies in
-        late = _stalls(steps.seconds, usual)
-        extra = np.minimum(begins[late] + steps.seconds[late] - usual.at(late), ends[late])
+        late = _stalls(steps.seconds, usual_steps)
+        stall_begins = np.minimum(begins[late] + steps.seconds[late] - usual_steps.at(late), step_ends[late])
         changes += zip(
-            extra.tolist(), kinds[late].tolist(), charges[late].tolist(), (2 * late + 1.5).tolist()
+            stall_begins.tolist(),
+            step_kinds[late].tolist(),
+            charges[late].tolist(),
+            (2 * late + 1.5).tolist(),
         )
         kind[2 * late + 1] = np.where(late == 0, CODE[TimeKind.START_UP], CODE[TimeKind.STALLED])
         charge[2 * late[late == 0] + 1] = gap_charges[0]
-        del (
-            before,
-            begins,
-            ends,
-            gaps,
-            kinds,
-            gap_charges,
-            charges,
-        )  # or the arrays remain, beside their successors
+        # Or the arrays remain, beside their successors.
+        del (before, begins, step_ends, gaps, step_kinds, gap_charges, charges)
         if changes:
             changes.sort(key=lambda change: (int(change[3]), change[0], change[3]))
-            places = [int(order) + 1 for *_, order in changes]
-            at = np.insert(at, places, [moment for moment, *_ in changes])
-            kind = np.insert(kind, places, [of for _, of, _, _ in changes])
-            charge = np.insert(charge, places, [why for _, _, why, _ in changes])
+            insert_places = [int(change_order) + 1 for *_, change_order in changes]
+            at = np.insert(at, insert_places, [change_time for change_time, *_ in changes])
+            kind = np.insert(kind, insert_places, [of for _, of, _, _ in changes])
+            charge = np.insert(charge, insert_places, [why for _, _, why, _ in changes])
         line.follow(at, kind, charge, until)
         return max(far, clock, self.told())
 
     def told(self) -> int:
         """The farthest step that its events name as done; 0 if none."""
-        done = (e for e in self.events if isinstance(e, Evaluated | CheckpointSaved))
-        return max((whole(e.get("step")) or 0 for e in done), default=0)
+        done_events = (e for e in self.events if isinstance(e, Evaluated | CheckpointSaved))
+        return max((whole(e.get("step")) or 0 for e in done_events), default=0)
 
     def _evaluations(
         self, steps: StepTimes, begins: npt.NDArray[Any], ends: npt.NDArray[Any], until: float
     ) -> list[tuple[int, float, float]]:
         """The gap, begin and end of each. begins, ends: of the gaps; the last one ends at `until`."""
-        found = []
+        evaluation_times = []
         for event in self.events:
             if isinstance(event, Evaluated):
-                n, took = _gap(begins, event), event.seconds
+                n, took_seconds = _gap(begins, event), event.seconds
                 high = float(np.clip(event.time or 0.0, begins[n], ends[n] if n < len(ends) else until))
-                if took is None:  # of an older version: all since its step, if that is recorded
-                    took = high - begins[n] if n and steps.step[n - 1] == event.step else 0.0
-                found.append((n, min(max(float(begins[n]), high - took), high), high))
-        return found
+                if took_seconds is None:  # of an older version: all since its step, if that is recorded
+                    took_seconds = high - begins[n] if n and steps.step[n - 1] == event.step else 0.0
+                evaluation_times.append((n, min(max(float(begins[n]), high - took_seconds), high), high))
+        return evaluation_times
 
     def _events(
         self, line: TimeLine, steps: StepTimes, begins: npt.NDArray[Any], gaps: npt.NDArray[Any],
         charges: npt.NDArray[Any],
     ) -> None:  # fmt: skip
         """Explain the gaps by the events in them, evaluations left out. begins: of the gaps."""
-        saved = [e.step for e in self.events if isinstance(e, CheckpointSaved | CheckpointFailed) and e.step]
+        saved_steps = [
+            e.step for e in self.events if isinstance(e, CheckpointSaved | CheckpointFailed) and e.step
+        ]
         after = defaultdict[int, list[int]](list)  # the gaps after steps of checkpoints
-        for row in np.flatnonzero(np.isin(steps.step, saved)):
-            after[int(steps.step[row])].append(int(row) + 1)
+        for step_row in np.flatnonzero(np.isin(steps.step, saved_steps)):
+            after[int(steps.step[step_row])].append(int(step_row) + 1)
         for event in self.events:
             n = _gap(begins, event)
             match event:
@@ -193,10 +264,10 @@ class ProcessTime:
                         charges[n] = line.charge(self._why(event), self.attempt)
 
     def _why(self, event: Event) -> Reason:
-        number = whole(event.get("number"))
-        if not isinstance(event, IncidentEvent) or number is None:
+        incident_number = whole(event.get("number"))
+        if not isinstance(event, IncidentEvent) or incident_number is None:
             return Reason("samples examined")
-        return self.reasons.setdefault(number, Reason(incident=number))
+        return self.reasons.setdefault(incident_number, Reason(incident=incident_number))
 
 
 def explains(event: Event) -> bool:
@@ -224,17 +295,17 @@ def _gaps(
     where records are missing.
     """
     count = len(step)
-    found = np.full(count + 1, CODE[TimeKind.UNKNOWN])
+    gap_kinds = np.full(count + 1, CODE[TimeKind.UNKNOWN])
     for here in _pieces(1, count):
-        waited, normal, limit = rest[here], ordinary.at(here), np.maximum(SHORT, usual.at(here))
-        late = (waited > limit) & (waited > STALL * normal) & (waited > normal + STALL_SECONDS)
-        lived = np.where(late, CODE[TimeKind.STALLED], CODE[TimeKind.BETWEEN])
-        found[here] = np.where(step[here] - step[here - 1] == 1, lived, CODE[TimeKind.UNKNOWN])
+        waited, usual_gap, limit = rest[here], ordinary.at(here), np.maximum(SHORT, usual.at(here))
+        is_late = (waited > limit) & (waited > STALL * usual_gap) & (waited > usual_gap + STALL_SECONDS)
+        lived_kinds = np.where(is_late, CODE[TimeKind.STALLED], CODE[TimeKind.BETWEEN])
+        gap_kinds[here] = np.where(step[here] - step[here - 1] == 1, lived_kinds, CODE[TimeKind.UNKNOWN])
     for n in {0, count}:
         limit = max(SHORT, float(usual.at(min(n, count - 1)))) if count else SHORT
         if rest[n] <= limit:
-            found[n] = CODE[TimeKind.BETWEEN]
-    return found
+            gap_kinds[n] = CODE[TimeKind.BETWEEN]
+    return gap_kinds
 
 
 def _within(
@@ -242,34 +313,34 @@ def _within(
     begins: npt.NDArray[Any], lasts: Mapping[int, float], plain: int,
 ) -> list[tuple[float, int, int, float]]:  # fmt: skip
     """Changes within gaps: (at, kind, charge, order). lasts: of gaps that stalled, from when on they are as usual."""
-    over = dict[int, float]()  # the end of the last evaluation of each
-    changes = []
-    for n, low, high in evaluations:
-        over[n] = max(over.get(n, high), high)
-        changes.append((low, int(CODE[TimeKind.EVALUATION]), plain, 2 * n + 0.5))
-        changes.append((high, int(gaps[n]), int(charges[n]), 2 * n + 0.6))
+    evaluation_ends = dict[int, float]()  # the end of the last evaluation of each
+    kind_changes = []
+    for n, evaluation_begin, evaluation_end in evaluations:
+        evaluation_ends[n] = max(evaluation_ends.get(n, evaluation_end), evaluation_end)
+        kind_changes.append((evaluation_begin, int(CODE[TimeKind.EVALUATION]), plain, 2 * n + 0.5))
+        kind_changes.append((evaluation_end, int(gaps[n]), int(charges[n]), 2 * n + 0.6))
     for n, usual_from in lasts.items():
-        last = max(over.get(n, float(begins[n])), usual_from)
-        changes.append((last, int(CODE[TimeKind.BETWEEN]), plain, 2 * n + 0.65))
-    return changes
+        stall_end = max(evaluation_ends.get(n, float(begins[n])), usual_from)
+        kind_changes.append((stall_end, int(CODE[TimeKind.BETWEEN]), plain, 2 * n + 0.65))
+    return kind_changes
 
 
 def _usual(seconds: npt.NDArray[Any]) -> UsualSeconds:
     """Of at least FEWEST steps or gaps: the median of each one's block, the first one left out: it compiles and warms
     up."""
-    count, medians = len(seconds), []
-    for first in range(0, count, BLOCK):
+    value_count, block_medians = len(seconds), []
+    for first in range(0, value_count, BLOCK):
         # Not of a few steps that remain: those before are better known.
-        begin = max(1, min(first, count - BLOCK))
-        medians.append(np.median(seconds[begin : first + BLOCK]))
-    return UsualSeconds(np.array(medians), BLOCK)
+        block_begin = max(1, min(first, value_count - BLOCK))
+        block_medians.append(np.median(seconds[block_begin : first + BLOCK]))
+    return UsualSeconds(np.array(block_medians), BLOCK)
 
 
 def _stalls(seconds: npt.NDArray[Any], usual: UsualSeconds) -> npt.NDArray[np.intp]:
     found = [np.empty(0, np.intp)]
     for here in _pieces(0, len(seconds)):
-        taken, normal = seconds[here], usual.at(here)
-        found.append(here[(taken > STALL * normal) & (taken > normal + STALL_SECONDS)])
+        taken, usual_seconds = seconds[here], usual.at(here)
+        found.append(here[(taken > STALL * usual_seconds) & (taken > usual_seconds + STALL_SECONDS)])
     return np.concatenate(found)
 
 

@@ -6,7 +6,7 @@ and add up to the wall time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, NamedTuple
@@ -21,9 +21,8 @@ class TimeKind(StrEnum):
     TRAINING = "training"  # steps done for the first time, applied
     REDONE = "redone"  # steps done again, after a restart or a rewind
     REFUSED = "refused"  # steps whose update was refused
-    STALLED = (
-        "stalled"  # the excess of a step, or of a gap between two, several times as long as its neighbours
-    )
+    # The excess of a step, or of a gap between two, several times as long as its neighbours.
+    STALLED = "stalled"
     BETWEEN = "between_steps"  # records, statistics, decisions
     CHECKPOINTING = "checkpointing"  # steps waited for it
     EVALUATION = "evaluation"
@@ -110,11 +109,11 @@ class TimeAccount:
 
     def seconds(self, until: float = np.inf) -> dict[TimeKind, float]:
         """Seconds of every kind, of all or up to an instant."""
-        found = np.zeros(len(KINDS))
+        seconds_by_code = np.zeros(len(KINDS))
         for first in range(0, len(self.kind), BLOCK):
-            at, kind = self.at[first : first + BLOCK + 1], self.kind[first : first + BLOCK]
-            found += np.bincount(kind, np.diff(np.minimum(at, until)), len(KINDS))
-        return {kind: float(found[code]) for code, kind in enumerate(KINDS)}
+            block_instants, kind = self.at[first : first + BLOCK + 1], self.kind[first : first + BLOCK]
+            seconds_by_code += np.bincount(kind, np.diff(np.minimum(block_instants, until)), len(KINDS))
+        return {kind: float(seconds_by_code[code]) for code, kind in enumerate(KINDS)}
 
     def goodput(self) -> float:
         """The share of the wall time that was training; 0 of an empty account."""
@@ -141,35 +140,47 @@ class TimeAccount:
     def lost(self) -> dict[tuple[TimeKind, str, int | None, str], tuple[float, int]]:
         """Seconds, and the number of spans, by kind, cause, incident and host; training and what is charged to nothing
         is left out."""
-        found: dict[tuple[TimeKind, str, int | None, str], tuple[float, int]] = {}
+        seconds_by_cause: dict[tuple[TimeKind, str, int | None, str], tuple[float, int]] = {}
         for span in self.spans():
             if span.kind is not TimeKind.TRAINING and (span.cause or span.host or span.incident is not None):
-                key = (span.kind, span.cause, span.incident, span.host)
-                seconds, count = found.get(key, (0.0, 0))
-                found[key] = (seconds + span.seconds, count + 1)
-        return found
+                loss_key = (span.kind, span.cause, span.incident, span.host)
+                lost_seconds, span_count = seconds_by_cause.get(loss_key, (0.0, 0))
+                seconds_by_cause[loss_key] = (lost_seconds + span.seconds, span_count + 1)
+        return seconds_by_cause
 
     def spans(self) -> Iterator[TimeSpan]:
         """The account, in order. Steps of one kind and charge in a row, and what is between them, are one span."""
         # A stretch: entries of one kind and charge, with short ones between steps in between.
         # A run may have millions of steps: of its entries there are few arrays at a time.
-        count = len(self.kind)
+        entry_count = len(self.kind)
         real = np.flatnonzero((self.at[1:] > self.at[:-1]) & (self.kind != BETWEEN))
         if not len(real):
-            yield from self._bare(0, count)
+            yield from self._bare(0, entry_count)
             return
-        told = [(r.cause, r.incident, r.host, attempt, missing) for r, attempt, missing in self.charges]
-        same = {content: n for n, content in enumerate(told)}
-        key = np.array([same[content] for content in told], np.int32)[self.charge[real]]
+        told = [
+            (r.cause, r.incident, r.host, attempt, missing_share)
+            for r, attempt, missing_share in self.charges
+        ]
+        number_by_content = {charge_content: n for n, charge_content in enumerate(told)}
+        charge_keys = np.array([number_by_content[charge_content] for charge_content in told], np.int32)[
+            self.charge[real]
+        ]
         kind = self.kind[real]
-        begins = np.flatnonzero(np.r_[True, (key[1:] != key[:-1]) | (kind[1:] != kind[:-1])])
-        del key, kind
-        firsts, lasts = real[begins].tolist(), (real[np.r_[begins[1:], len(real)] - 1] + 1).tolist()
+        begins = np.flatnonzero(np.r_[True, (charge_keys[1:] != charge_keys[:-1]) | (kind[1:] != kind[:-1])])
+        del charge_keys, kind
+        stretch_firsts, stretch_lasts = (
+            real[begins].tolist(),
+            (real[np.r_[begins[1:], len(real)] - 1] + 1).tolist(),
+        )
         del real, begins
-        yield from self._bare(0, firsts[0])
-        for first, last, following in zip(firsts, lasts, [*firsts[1:], count], strict=True):
-            yield replace(self._span(first, last), between=self._between(first, last))
-            yield from self._bare(last, following)
+        yield from self._bare(0, stretch_firsts[0])
+        for stretch_first, stretch_last, next_first in zip(
+            stretch_firsts, stretch_lasts, [*stretch_firsts[1:], entry_count], strict=True
+        ):
+            yield replace(
+                self._span(stretch_first, stretch_last), between=self._between(stretch_first, stretch_last)
+            )
+            yield from self._bare(stretch_last, next_first)
 
     def _between(self, first: int, end: int) -> float:
         """Seconds between steps in some entries."""
@@ -181,15 +192,15 @@ class TimeAccount:
 
     def _bare(self, first: int, end: int) -> Iterator[TimeSpan]:
         """Entries without a step around them."""
-        for n in range(first, end):
-            if self.at[n + 1] > self.at[n]:
-                yield self._span(n, n + 1)
+        for entry_number in range(first, end):
+            if self.at[entry_number + 1] > self.at[entry_number]:
+                yield self._span(entry_number, entry_number + 1)
 
     def _span(self, first: int, end: int) -> TimeSpan:
-        reason, attempt, missing = self.charges[int(self.charge[first])]
+        reason, attempt, missing_share = self.charges[int(self.charge[first])]
         return TimeSpan(
             float(self.at[first]), float(self.at[end]), KINDS[int(self.kind[first])], reason.cause, reason.incident,
-            reason.host, attempt, missing=missing,
+            reason.host, attempt, missing=missing_share,
         )  # fmt: skip
 
 
@@ -230,15 +241,38 @@ class TimeLine:
 
     def account(self, settled: float | None = None) -> TimeAccount:
         """What was built, which uses this line up. settled: up to when it will not change any more."""
-        ats, kinds, charges = ([part[n] for part in self._parts] for n in range(3))
+        ats, part_kinds, part_charges = ([line_part[n] for line_part in self._parts] for n in range(3))
         self._parts.clear()  # of millions of steps: not all of them twice
-        at = np.concatenate([*ats, [self.end]])
+        all_instants = np.concatenate([*ats, [self.end]])
         ats.clear()
-        kind = np.concatenate([np.empty(0, np.int8), *kinds], dtype=np.int8, casting="unsafe")
-        kinds.clear()
-        charge = np.concatenate([np.empty(0, np.int32), *charges], dtype=np.int32, casting="unsafe")
-        return TimeAccount(at, kind, charge, tuple(self._charges), settled)
+        all_kinds = np.concatenate([np.empty(0, np.int8), *part_kinds], dtype=np.int8, casting="unsafe")
+        part_kinds.clear()
+        all_charges = np.concatenate([np.empty(0, np.int32), *part_charges], dtype=np.int32, casting="unsafe")
+        return TimeAccount(all_instants, all_kinds, all_charges, tuple(self._charges), settled)
 
 
 def _told(seconds: dict[TimeKind, float]) -> dict[str, float]:
     return {kind.value: round(value, 3) for kind, value in seconds.items() if value}
+
+
+class GpuHours(NamedTuple):
+    """all: of all ranks while processes of the run existed; training: of which were goodput."""
+
+    all: float
+    training: float
+
+
+def gpu_hours(spans: Iterable[TimeSpan], starts: Iterable[tuple[float, int | None]]) -> GpuHours | None:
+    """spans: of a `TimeAccount`; starts: of training processes, in order, as (Unix seconds, ranks); those without ranks
+    are left out. None if nobody knows the ranks."""
+    known = [(at, ranks) for at, ranks in starts if ranks]
+    if not known:
+        return None
+    all_hours, training_hours = 0.0, 0.0
+    for span in spans:
+        if span.kind is not TimeKind.NOT_RUNNING:
+            # Before the first step of an attempt its ranks are there already.
+            ranks = next((n for at, n in reversed(known) if at <= span.end), known[0][1])
+            all_hours += (span.end - span.begin) * ranks / 3600
+            training_hours += span.seconds * ranks / 3600 if span.kind is TimeKind.TRAINING else 0.0
+    return GpuHours(all_hours, training_hours)

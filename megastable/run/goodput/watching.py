@@ -9,7 +9,7 @@ from megastable.base.errors import DataError
 from megastable.base.text import plural
 from megastable.run.directory import RunDirectory, read_object
 from megastable.run.goodput.lifecycle import Lifecycle
-from megastable.run.goodput.step_times import StepFiles
+from megastable.run.goodput.process_time import StepFiles
 from megastable.run.goodput.time_account import TimeAccount
 from megastable.run.run_history import HistoryReader
 
@@ -31,10 +31,10 @@ class GoodputWatch:
 
     def account(self, alive: bool, now: float | None = None) -> TimeAccount | None:
         """As `look`, but what was seen a short while ago is not looked at again."""
-        began = time.monotonic()
-        if began >= self._due:
+        look_began = time.monotonic()
+        if look_began >= self._due:
             self.look(alive, now)
-            self._due = time.monotonic() + max(USUAL_PAUSE, EASE * (time.monotonic() - began))
+            self._due = time.monotonic() + max(USUAL_PAUSE, EASE * (time.monotonic() - look_began))
         return self._account
 
     def look(self, alive: bool, now: float | None = None) -> TimeAccount | None:
@@ -74,10 +74,10 @@ class GoodputWatch:
             )
         damaged = self._files.damaged
         if damaged:
-            name, why = next(iter(damaged.items()))
+            file_name, why_damaged = next(iter(damaged.items()))
             found.append(
                 f"{self.run.steps}: {plural(len(damaged), 'file')} cannot be read, the time of those steps is unknown "
-                f"({name}: {why})"
+                f"({file_name}: {why_damaged})"
             )
         return found
 
@@ -92,8 +92,8 @@ def read_account(root: Path, alive: bool = False) -> tuple[TimeAccount, list[str
     watch = GoodputWatch(root)
     account = watch.look(alive)
     if account is None:
-        why = "; ".join(watch.problems) or "it is missing or empty"
+        why_empty = "; ".join(watch.problems) or "it is missing or empty"
         raise DataError(
-            f"{watch.run.journal}: no event of a run ({why}): the account is made from the journal; restore it"
+            f"{watch.run.journal}: no event of a run ({why_empty}): the account is made from the journal; restore it"
         )
     return account, watch.problems

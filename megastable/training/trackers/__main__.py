@@ -20,10 +20,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from megastable.base import durable
-from megastable.base.spared_output import spare_output
-from megastable.training.trackers.lane import Lane
+from megastable.base.process import spare_output
 from megastable.training.trackers.points import RunPoint, point_of
-from megastable.training.trackers.relay import BLOCK, Relay, relay_all
+from megastable.training.trackers.relay import BLOCK, Lane, Relay, relay_all
 from megastable.training.trackers.tracker import COMMAND, Setting, opened
 
 LOW = 10  # nice value
@@ -80,16 +79,16 @@ def main() -> NoReturn:
 
 def first_line(given: int) -> tuple[RunPoint, bytes]:
     """The record of the run, and what was read behind it. Raises ValueError."""
-    content = b""
-    while b"\n" not in content:
-        if not (block := os.read(given, BLOCK)):
+    read_bytes = b""
+    while b"\n" not in read_bytes:
+        if not (read_block := os.read(given, BLOCK)):
             raise ValueError("the record of the run is missing")
-        content += block
-    line, _, rest = content.partition(b"\n")
-    point = point_of(line)
-    if not isinstance(point, RunPoint):
+        read_bytes += read_block
+    first_bytes, _, rest_bytes = read_bytes.partition(b"\n")
+    first_point = point_of(first_bytes)
+    if not isinstance(first_point, RunPoint):
         raise ValueError("the first line is not the record of a run")
-    return point, rest
+    return first_point, rest_bytes
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ from mlflow.tracking import MlflowClient
 
 from megastable.base.text import visible
 from megastable.run.directory import as_json
-from megastable.training.trackers.curves import apart, by_statistic, finite, shown
 from megastable.training.trackers.points import (
     LayersPoint,
     NotePoint,
@@ -26,6 +25,10 @@ from megastable.training.trackers.points import (
     StepPoint,
     UndonePoint,
     ValidationPoint,
+    apart,
+    by_statistic,
+    finite,
+    shown,
 )
 from megastable.training.trackers.tracker import Setting
 
@@ -44,49 +47,53 @@ class MlflowTracker:
 
     def __init__(self, setting: Setting) -> None:
         self._per_layer = setting.per_layer
-        run, memory = setting.run, setting.memory
-        store = os.environ.get("MLFLOW_TRACKING_URI")
-        if store is None:
+        run_record, tracker_memory = setting.run, setting.memory
+        store_uri = os.environ.get("MLFLOW_TRACKING_URI")
+        if store_uri is None:
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
-            store = (setting.folder.resolve() / "mlruns").as_uri()
-        for name, value in PATIENCE.items():
-            os.environ.setdefault(name, value)
-        self._client = MlflowClient(store)
+            store_uri = (setting.folder.resolve() / "mlruns").as_uri()
+        for variable_name, value in PATIENCE.items():
+            os.environ.setdefault(variable_name, value)
+        self._client = MlflowClient(store_uri)
         self._warn, self._timeout = setting.warn, setting.timeout
         self._metrics: list[Metric] = []
         self._notes: list[NotePoint] = []
         self._silent: float | None = None  # since when the server is away
-        known = memory.facts.get("run_id") if memory.facts.get("store") == store else None
-        self._id = self._resumed(known) if isinstance(known, str) else ""
+        known_id = (
+            tracker_memory.facts.get("run_id") if tracker_memory.facts.get("store") == store_uri else None
+        )
+        self._id = self._resumed(known_id) if isinstance(known_id, str) else ""
         if not self._id:
-            self._id = self._client.create_run(self._experiment(run.project), run_name=run.name).info.run_id
-            memory.keep(run_id=self._id, store=store)
-        memory.keep(experiment=str(self._client.get_run(self._id).info.experiment_id))
-        tags = {"megastable.directory": run.directory, "megastable.step": str(run.step)}
-        self._client.log_batch(self._id, tags=[RunTag(key, value) for key, value in tags.items()])
-        self._parameters(run)
+            self._id = self._client.create_run(
+                self._experiment(run_record.project), run_name=run_record.name
+            ).info.run_id
+            tracker_memory.keep(run_id=self._id, store=store_uri)
+        tracker_memory.keep(experiment=str(self._client.get_run(self._id).info.experiment_id))
+        run_tags = {"megastable.directory": run_record.directory, "megastable.step": str(run_record.step)}
+        self._client.log_batch(self._id, tags=[RunTag(key, value) for key, value in run_tags.items()])
+        self._parameters(run_record)
 
     def step(self, point: StepPoint) -> None:
-        values = shown(point)
+        metric_values = shown(point)
         if not point.applied:
-            values |= apart(point, "refused")
-        values["tokens"] = float(point.tokens)
-        self._add(values, point.step, point.time)
+            metric_values |= apart(point, "refused")
+        metric_values["tokens"] = float(point.tokens)
+        self._add(metric_values, point.step, point.time)
 
     def validation(self, point: ValidationPoint) -> None:
         self._add(finite(point.values), point.step, point.time)
 
     def layers(self, point: LayersPoint) -> None:
-        values = finite(point.values) if self._per_layer else {}
-        for kind, found in by_statistic(point.values).items():
-            values[f"layers/{kind}/lowest"] = min(found)
-            values[f"layers/{kind}/median"] = statistics.median(found)
-            values[f"layers/{kind}/largest"] = max(found)
-        self._add(values, point.step, point.time)
+        metric_values = finite(point.values) if self._per_layer else {}
+        for statistic_name, layer_values in by_statistic(point.values).items():
+            metric_values[f"layers/{statistic_name}/lowest"] = min(layer_values)
+            metric_values[f"layers/{statistic_name}/median"] = statistics.median(layer_values)
+            metric_values[f"layers/{statistic_name}/largest"] = max(layer_values)
+        self._add(metric_values, point.step, point.time)
 
     def undone(self, point: UndonePoint) -> None:
-        for step in point.points:
-            self._add(apart(step, "undone"), step.step, step.time)
+        for undone_step in point.points:
+            self._add(apart(undone_step, "undone"), undone_step.step, undone_step.time)
 
     def note(self, point: NotePoint) -> None:
         self._notes.append(point)
@@ -107,22 +114,22 @@ class MlflowTracker:
 
     def _wait(self, error: MlflowException) -> None:
         """Keep what there is for a server that is away. Raises the error when that lasts."""
-        now = time.monotonic()
+        current_time = time.monotonic()
         if self._silent is None:
-            self._silent = now
+            self._silent = current_time
             self._warn(f"MLflow does not take records, they wait: {visible(error, 300)}")
-        if now - self._silent > OUTAGE:
+        if current_time - self._silent > OUTAGE:
             raise error
         del self._metrics[:-WAITING]
 
     def _write(self, point: NotePoint) -> None:
-        key = f"note.{point.event}" if point.incident is None else f"incident.{point.incident:04d}"
-        self._client.set_tag(self._id, key, visible(f"step {point.step}: {point.text}", LONGEST))
+        tag_name = f"note.{point.event}" if point.incident is None else f"incident.{point.incident:04d}"
+        self._client.set_tag(self._id, tag_name, visible(f"step {point.step}: {point.text}", LONGEST))
         if point.incident is not None:
-            folder = f"incidents/{point.incident:04d}"
-            self._client.log_text(self._id, point.story, f"{folder}/incident.md")
-            summary = as_json(dict(point.summary), indent=1)
-            self._client.log_text(self._id, summary, f"{folder}/incident.json")
+            artifact_folder = f"incidents/{point.incident:04d}"
+            self._client.log_text(self._id, point.story, f"{artifact_folder}/incident.md")
+            summary_text = as_json(dict(point.summary), indent=1)
+            self._client.log_text(self._id, summary_text, f"{artifact_folder}/incident.json")
 
     def close(self, status: str) -> None:
         self.flush(self._timeout / 2)
@@ -139,20 +146,20 @@ class MlflowTracker:
             self.flush()
 
     def _experiment(self, name: str) -> str:
-        given = os.environ.get("MLFLOW_EXPERIMENT_ID")
-        if given:
-            return given
+        given_id = os.environ.get("MLFLOW_EXPERIMENT_ID")
+        if given_id:
+            return given_id
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", name)
-        found = self._client.get_experiment_by_name(name)
-        if found is not None:
-            return str(found.experiment_id)
+        known_experiment = self._client.get_experiment_by_name(name)
+        if known_experiment is not None:
+            return str(known_experiment.experiment_id)
         try:
             return str(self._client.create_experiment(name))
         except MlflowException:  # another run has just made it
-            found = self._client.get_experiment_by_name(name)
-            if found is None:
+            known_experiment = self._client.get_experiment_by_name(name)
+            if known_experiment is None:
                 raise
-            return str(found.experiment_id)
+            return str(known_experiment.experiment_id)
 
     def _resumed(self, known: str) -> str:
         """The run that the process before has written to; "" if it was deleted."""
@@ -164,17 +171,19 @@ class MlflowTracker:
 
     def _parameters(self, run: RunPoint) -> None:
         """The recipe. A parameter cannot change: later values become tags."""
-        known = self._client.get_run(self._id).data.params
-        given = {
+        known_parameters = self._client.get_run(self._id).data.params
+        given_parameters = {
             safe(key): visible(value, LONGEST)
             for key, value in run.config.items()
             if value not in (None, "", [])
         }
-        new = [Param(key, value) for key, value in given.items() if key not in known]
-        for begin in range(0, len(new), PARAMETERS):
-            self._client.log_batch(self._id, params=new[begin : begin + PARAMETERS])
-        for key, value in given.items():
-            if key in known and known[key] != value:
+        new_parameters = [
+            Param(key, value) for key, value in given_parameters.items() if key not in known_parameters
+        ]
+        for begin in range(0, len(new_parameters), PARAMETERS):
+            self._client.log_batch(self._id, params=new_parameters[begin : begin + PARAMETERS])
+        for key, value in given_parameters.items():
+            if key in known_parameters and known_parameters[key] != value:
                 self._client.set_tag(self._id, f"changed.{key}", f"{value} from step {run.step} on")
 
 

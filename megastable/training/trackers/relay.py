@@ -1,12 +1,18 @@
-"""Passes the records of one training process on to its trackers: from a pipe, and from the journal of the run."""
+"""Passes the records of one training process on to its trackers: from a pipe, and from the journal of the run.
+
+Each tracker has a thread of its own, behind a bounded queue: what it does not take in time is dropped.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
+import queue
 import select
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +20,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from megastable.base import durable
+from megastable.base.text import visible
 from megastable.run.directory import RunDirectory, as_json, read_object
 from megastable.run.events import (
     data_events,
@@ -23,7 +30,7 @@ from megastable.run.events import (
     training_events,
 )
 from megastable.run.events.event import Event, tree
-from megastable.run.events.follow import Follower
+from megastable.run.events.reading import Follower
 from megastable.run.events.stability_events import IncidentEvent
 from megastable.run.events.training_events import (
     ConfigChanged,
@@ -32,20 +39,127 @@ from megastable.run.events.training_events import (
     TasksEvaluated,
     Training,
 )
-from megastable.training.trackers.curves import INCIDENTS, TASKS, apart
-from megastable.training.trackers.hyperparameters import is_untold
-from megastable.training.trackers.lane import Lane
 from megastable.training.trackers.points import (
+    INCIDENTS,
+    TASKS,
+    LayersPoint,
     NotePoint,
     Point,
     RunPoint,
     StepPoint,
     TasksPoint,
     UndonePoint,
+    ValidationPoint,
+    apart,
+    is_untold,
     point_of,
 )
+from megastable.training.trackers.tracker import Tracker
 
 log = logging.getLogger(__name__)
+
+ROOM = 10_000  # records that wait for a tracker
+FLUSH = 5.0  # seconds between two flushes
+
+
+class Lane:
+    """name: of the tracker; open: makes it, in its thread; warn: prints a line for people; timeout: seconds that one
+    call may take."""
+
+    def __init__(
+        self,
+        name: str,
+        open: Callable[[], Tracker],
+        warn: Callable[[str], None],
+        timeout: float,
+        room: int = ROOM,
+    ) -> None:
+        self.name, self._open, self._warn, self._timeout = name, open, warn, timeout
+        self._queue = queue.Queue[Point | str](room)  # a text: the status to close with
+        self.dropped = 0
+        self.over = False  # closed, or given up:
+        self.failed = False
+        self._busy: float | None = None  # since when a call is under way
+        self._lock = threading.Lock()
+        self._status: str | None = None
+        self._thread = threading.Thread(target=self._run, name=f"tracker {name}", daemon=True)
+        self._thread.start()
+
+    def put(self, point: Point) -> None:
+        """Pass on a record, unless the tracker is given up or too far behind."""
+        if self.over:
+            return
+        try:
+            self._queue.put_nowait(point)
+        except queue.Full:
+            self.dropped += 1
+            if self.dropped == 1:
+                self._warn(
+                    f"tracker {self.name} does not keep up: {self._queue.maxsize:,} records wait for it, and more are "
+                    "dropped"
+                )
+
+    def check(self) -> None:
+        """Give the tracker up if a call takes too long."""
+        busy_since = self._busy
+        if busy_since is not None and time.monotonic() - busy_since > self._timeout:
+            self._give_up(f"it has not answered for {self._timeout:.0f} s (logging.tracker_timeout)")
+
+    def close(self, status: str) -> None:
+        """Begin to close the tracker, after what waits for it."""
+        self._status = status
+        with suppress(queue.Full):  # its thread looks at the status when the queue is empty
+            self._queue.put_nowait(status)
+
+    def _give_up(self, why: str) -> None:
+        with self._lock:
+            if self.over:
+                return
+            self.over = self.failed = True
+        self._warn(f"tracker {self.name} is given up: {visible(why, 500)}. Training goes on without it")
+
+    def _run(self) -> None:
+        try:
+            self._busy = time.monotonic()
+            opened_tracker = self._open()
+            self._busy = None
+            flush_time = time.monotonic()
+            while not self.over:
+                try:
+                    next_point: Point | str | None = self._queue.get(timeout=0.5)
+                except queue.Empty:
+                    next_point = self._status
+                self._busy = time.monotonic()
+                if isinstance(next_point, str):
+                    opened_tracker.close(next_point)
+                    with self._lock:
+                        self.over = True
+                elif next_point is not None:
+                    tell(opened_tracker, next_point)
+                if not self.over and time.monotonic() - flush_time > FLUSH:
+                    opened_tracker.flush()
+                    flush_time = time.monotonic()
+                self._busy = None
+        except BaseException as error:  # SystemExit too: a library may raise anything
+            log.exception("tracker %s", self.name)
+            self._busy = None
+            self._give_up(str(error) or type(error).__name__)
+
+
+def tell(tracker: Tracker, point: Point) -> None:
+    """Give a tracker one record."""
+    match point:
+        case StepPoint():
+            tracker.step(point)
+        case ValidationPoint():
+            tracker.validation(point)
+        case LayersPoint():
+            tracker.layers(point)
+        case UndonePoint():
+            tracker.undone(point)
+        case NotePoint():
+            tracker.note(point)
+
 
 TICK = 1.0  # seconds between two looks at journal and trackers
 KEEP = 15.0  # seconds between two notes of how far it came
@@ -59,26 +173,28 @@ class Relay:
 
     def __init__(self, run: RunPoint, lanes: Sequence[Lane]) -> None:
         self.run, self.lanes = run, lanes
-        root = Path(run.directory)
-        self._path = root / "trackers" / "relay.json"
-        state = read_object(self._path)
-        told = state.get("events")
-        self._notes = TrackerNotes(RunDirectory(root).journal, told if isinstance(told, int) else 0)
-        self._steps = ToldSteps.load(state.get("steps"))
+        run_root = Path(run.directory)
+        self._path = run_root / "trackers" / "relay.json"
+        kept_state = read_object(self._path)
+        told_count = kept_state.get("events")
+        self._notes = TrackerNotes(
+            RunDirectory(run_root).journal, told_count if isinstance(told_count, int) else 0
+        )
+        self._steps = ToldSteps.load(kept_state.get("steps"))
         self._kept = time.monotonic()
-        self._write(state | {"closed": False})
+        self._write(kept_state | {"closed": False})
         self._look()  # first: what happened between the processes
-        undone = self._steps.go_back(run.step, run.tokens + 1, run.time)
-        if undone is None and state.get("closed") is False:
-            undone = UndonePoint(run.step + 1, run.step + 1, run.tokens + 1, run.time)
-        if undone is not None:
-            self._put(undone)
+        undone_point = self._steps.go_back(run.step, run.tokens + 1, run.time)
+        if undone_point is None and kept_state.get("closed") is False:
+            undone_point = UndonePoint(run.step + 1, run.step + 1, run.tokens + 1, run.time)
+        if undone_point is not None:
+            self._put(undone_point)
 
     def tell(self, point: Point) -> None:
         """A record of the training process."""
         if isinstance(point, StepPoint):
-            if undone := self._steps.advance(point):
-                self._put(undone)
+            if undone_point := self._steps.advance(point):
+                self._put(undone_point)
             if point.applied:
                 point = replace(point, values={**point.values, INCIDENTS: float(self._notes.incidents)})
         if not isinstance(point, RunPoint):
@@ -110,8 +226,8 @@ class Relay:
             lane.put(point)
 
     def _look(self) -> None:
-        for note in self._notes.new():
-            self._put(note if note.step else replace(note, step=self._steps.last))
+        for new_note in self._notes.new():
+            self._put(new_note if new_note.step else replace(new_note, step=self._steps.last))
 
     def _keep(self, closed: bool = False) -> None:
         self._kept = time.monotonic()
@@ -127,23 +243,23 @@ class Relay:
 def relay_all(relay: Relay, given: int, rest: bytes = b"", alive: Callable[[], bool] = lambda: True) -> None:
     """Pass on the lines of a file descriptor, until its end, or until nobody is there who could write. rest: what was
     read of it already."""
-    ticked = time.monotonic()
+    tick_time = time.monotonic()
     while True:
-        *lines, rest = rest.split(b"\n")
-        for line in lines:
-            if (point := point_of(line)) is not None:
+        *whole_lines, rest = rest.split(b"\n")
+        for point_line in whole_lines:
+            if (point := point_of(point_line)) is not None:
                 relay.tell(point)
-        if time.monotonic() - ticked > TICK:
+        if time.monotonic() - tick_time > TICK:
             relay.tick()
-            ticked = time.monotonic()
+            tick_time = time.monotonic()
         if not select.select([given], [], [], TICK)[0]:
             if not alive():
                 return
             continue
-        block = os.read(given, BLOCK)
-        if not block:
+        read_block = os.read(given, BLOCK)
+        if not read_block:
             return
-        rest += block
+        rest += read_block
 
 
 KEPT = 2000  # accepted steps that are remembered, to be shown once they are undone
@@ -166,11 +282,11 @@ class ToldSteps(BaseModel):
 
     def advance(self, point: StepPoint) -> UndonePoint | None:
         """Another step; what it undoes, if it is not a new one."""
-        undone = self.go_back(point.step - 1, point.tokens, point.time)
+        undone_point = self.go_back(point.step - 1, point.tokens, point.time)
         self.last = point.step
         if point.applied:
             self.points = [*self.points[-KEPT + 1 :], replace(point, values=apart(point))]
-        return undone
+        return undone_point
 
     def go_back(self, step: int, tokens: int, time: float) -> UndonePoint | None:
         """The run stands after `step`; tokens: an upper bound of those before the next one's end."""
@@ -213,22 +329,22 @@ class TrackerNotes:
 
     def new(self) -> Iterator[NotePoint | TasksPoint]:
         """Notes of the events since the last call, and the scores of tasks among them."""
-        again = False
+        told_again = False
         for event in self._follower.stream():
             if self._follower.starts != self._starts:  # the file was repaired: its events were told already
-                self._starts, self._told, self.read, again = self._follower.starts, 0, 0, True
+                self._starts, self._told, self.read, told_again = self._follower.starts, 0, 0, True
                 self._stories.clear()
             self.read += 1
-            note, known = self._note(event), again or self.read <= self._told
+            event_note, is_known = self._note(event), told_again or self.read <= self._told
             if isinstance(event, Training):
                 self.status = "failed"  # until it says otherwise
             # A run that is complete stays so, whoever opens its trackers; one that was stopped is about to go on.
-            if isinstance(event, Finished) or (isinstance(event, Stopped) and not known):
+            if isinstance(event, Finished) or (isinstance(event, Stopped) and not is_known):
                 self.status = event.NAME
-            if known:
+            if is_known:
                 continue
-            if note is not None:
-                yield note
+            if event_note is not None:
+                yield event_note
 
     def _note(self, event: Event) -> NotePoint | TasksPoint | None:
         if isinstance(event, TasksEvaluated):

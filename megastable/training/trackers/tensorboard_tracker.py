@@ -23,9 +23,8 @@ from tensorboard.plugins.hparams import summary_v2 as hparams
 from tensorboard.plugins.text.summary_v2 import text_pb
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from megastable.training.trackers.curves import VALIDATION, apart, by_statistic, finite, shown
-from megastable.training.trackers.hyperparameters import hyperparameters
 from megastable.training.trackers.points import (
+    VALIDATION,
     LayersPoint,
     NotePoint,
     RunPoint,
@@ -33,6 +32,11 @@ from megastable.training.trackers.points import (
     TasksPoint,
     UndonePoint,
     ValidationPoint,
+    apart,
+    by_statistic,
+    finite,
+    hyperparameters,
+    shown,
 )
 from megastable.training.trackers.tracker import Setting
 
@@ -66,8 +70,8 @@ class TensorBoardTracker:
         self._scalars("", shown(point), point.step, point.time)
         if not point.applied:
             self._scalars("refused", apart(point), point.step, point.time)
-        elif (loss := finite(point.values).get("train/loss")) is not None:
-            self._scalars("by_tokens", {f"{TOKENS}/loss": loss}, point.tokens, point.time)
+        elif (train_loss := finite(point.values).get("train/loss")) is not None:
+            self._scalars("by_tokens", {f"{TOKENS}/loss": train_loss}, point.tokens, point.time)
 
     def validation(self, point: ValidationPoint) -> None:
         # Scores are of an earlier step, and not told again after a rewind.
@@ -79,9 +83,11 @@ class TensorBoardTracker:
     def layers(self, point: LayersPoint) -> None:
         if self._per_layer:
             self._scalars("", finite(point.values), point.step, point.time)
-        for kind, values in by_statistic(point.values).items():
-            summary = histogram_pb(f"{LAYERS}/{kind}", np.asarray(values), buckets=BUCKETS)
-            self._add("", summary, point.step, point.time)
+        for statistic_name, layer_values in by_statistic(point.values).items():
+            histogram_summary = histogram_pb(
+                f"{LAYERS}/{statistic_name}", np.asarray(layer_values), buckets=BUCKETS
+            )
+            self._add("", histogram_summary, point.step, point.time)
 
     def undone(self, point: UndonePoint) -> None:
         self._void("", point.step)
@@ -89,24 +95,24 @@ class TensorBoardTracker:
             self._void("by_tokens", point.tokens)
         if point.points:
             self._void("undone", point.step)
-        for step in point.points:
-            self._scalars("undone", apart(step), step.step, step.time)
+        for undone_step in point.points:
+            self._scalars("undone", apart(undone_step), undone_step.step, undone_step.time)
 
     def note(self, point: NotePoint) -> None:
         if point.incident is None:
             self._add("notes", text_pb(f"notes/{point.event}", point.text), point.step, point.time)
         else:
             # All of its story each time: of a text, TensorBoard shows the newest ones only.
-            tag = f"incidents/{point.incident:04d}"
-            self._add("notes", text_pb(tag, point.story), point.step, point.time)
+            incident_tag = f"incidents/{point.incident:04d}"
+            self._add("notes", text_pb(incident_tag, point.story), point.step, point.time)
 
     def flush(self) -> None:
-        for writer in self._writers.values():
-            writer.flush()
+        for event_file in self._writers.values():
+            event_file.flush()
 
     def close(self, status: str) -> None:
-        for writer in self._writers.values():
-            writer.close()
+        for event_file in self._writers.values():
+            event_file.close()
 
     def _hyperparameters(self, run: RunPoint) -> None:
         tuned = hyperparameters(run.config)
@@ -124,8 +130,8 @@ class TensorBoardTracker:
 
     def _void(self, part: str, step: int) -> None:
         """Later points of a folder, from `step` on, replace those before."""
-        started = SessionLog(status=SessionLog.SessionStatus.START)
-        self._writer(part).add(Event(wall_time=time.time(), step=step, session_log=started))
+        session_start = SessionLog(status=SessionLog.SessionStatus.START)
+        self._writer(part).add(Event(wall_time=time.time(), step=step, session_log=session_start))
 
     def _add(self, part: str, summary: Any, step: int, at: float) -> None:
         self._writer(part).add(Event(wall_time=at, step=step, summary=summary))
@@ -139,14 +145,14 @@ class TensorBoardTracker:
 def tag(name: str) -> str:
     """The name of a curve in TensorBoard."""
     name = BEHIND.get(name, name)
-    group, _, rest = name.partition("/")
-    return f"{GROUPS[group]}/{rest}" if group in GROUPS else name
+    group, _, curve_name = name.partition("/")
+    return f"{GROUPS[group]}/{curve_name}" if group in GROUPS else name
 
 
 def folder_of(name: str) -> str:
     """A name as that of a folder, whatever is in it."""
-    safe = re.sub(r"[^\w.+=@ -]", "_", name).encode()[:LONGEST].decode(errors="ignore")
-    return safe.strip(". ") or "run"
+    safe_name = re.sub(r"[^\w.+=@ -]", "_", name).encode()[:LONGEST].decode(errors="ignore")
+    return safe_name.strip(". ") or "run"
 
 
 NAME = re.compile(r"events\.out\.tfevents\.(\d{1,15})\..*")
@@ -157,12 +163,14 @@ class EventFile:
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        known = [int(found[1]) for path in folder.iterdir() if (found := NAME.fullmatch(path.name))]
-        moment = max(int(time.time()), max(known, default=0) + 1)
-        name = f"events.out.tfevents.{moment:010d}.{socket.gethostname()}.{os.getpid()}.0"
-        self._records = RecordWriter((folder / name).open("xb"))
-        source = SourceMetadata(writer="megastable")
-        self.add(Event(wall_time=time.time(), file_version="brain.Event:2", source_metadata=source))
+        known_moments = [
+            int(name_match[1]) for path in folder.iterdir() if (name_match := NAME.fullmatch(path.name))
+        ]
+        file_moment = max(int(time.time()), max(known_moments, default=0) + 1)
+        file_name = f"events.out.tfevents.{file_moment:010d}.{socket.gethostname()}.{os.getpid()}.0"
+        self._records = RecordWriter((folder / file_name).open("xb"))
+        source_metadata = SourceMetadata(writer="megastable")
+        self.add(Event(wall_time=time.time(), file_version="brain.Event:2", source_metadata=source_metadata))
         self.flush()
 
     def add(self, event: Event) -> None:

@@ -14,13 +14,17 @@ import numpy as np
 import wandb
 
 from megastable.run.directory import as_json
-from megastable.training.trackers.curves import VALIDATION, apart, by_statistic, finite, shown
 from megastable.training.trackers.points import (
+    VALIDATION,
     LayersPoint,
     NotePoint,
     StepPoint,
     UndonePoint,
     ValidationPoint,
+    apart,
+    by_statistic,
+    finite,
+    shown,
 )
 from megastable.training.trackers.tracker import Setting
 
@@ -33,33 +37,35 @@ class WandbTracker:
 
     def __init__(self, setting: Setting) -> None:
         self._per_layer, self._memory = setting.per_layer, setting.memory
-        facts, run = setting.memory.facts, setting.run
-        known = facts.get("id")
+        kept_facts, run_record = setting.memory.facts, setting.run
+        known_id = kept_facts.get("id")
         # Files that are not sent yet belong to the run directory: it may be moved before they are.
         os.environ.setdefault("WANDB_DATA_DIR", str(setting.folder / "wandb-data"))
-        mode = None if account() else "offline"
+        wandb_mode = None if account() else "offline"
         self._run: Any = wandb.init(
-            project=None if "WANDB_PROJECT" in os.environ else run.project,
-            name=run.name,
-            id=known if isinstance(known, str) else None,
-            resume="allow" if known and mode is None else None,
+            project=None if "WANDB_PROJECT" in os.environ else run_record.project,
+            name=run_record.name,
+            id=known_id if isinstance(known_id, str) else None,
+            resume="allow" if known_id and wandb_mode is None else None,
             dir=os.environ.get("WANDB_DIR", str(setting.folder)),
-            mode=mode,
-            config={"megastable": nested(run.config), "directory": run.directory},
+            mode=wandb_mode,
+            config={"megastable": nested(run_record.config), "directory": run_record.directory},
             settings=wandb.Settings(
                 console="off", silent=True, disable_git=True, disable_code=True, quiet=True
             ),
             reinit="create_new",
         )
-        if not known and self._run.offline:
+        if not known_id and self._run.offline:
             setting.warn(
                 f"wandb has no account here, or is offline: afterwards, wandb sync {self._run.dir.rpartition('/')[0]}"
             )
         # Offline, wandb does not know how far the run came, and it drops rows of a number that was there already. A
         # process that was killed may have sent some more than it kept.
-        rows = facts.get("rows") if known else 0
-        more = 0 if facts.get("closed", True) else KEEP
-        self._rows = max(int(self._run.step), (rows if isinstance(rows, int) else 0) + more)
+        known_rows = kept_facts.get("rows") if known_id else 0
+        unsure_rows = 0 if kept_facts.get("closed", True) else KEEP
+        self._rows = max(
+            int(self._run.step), (known_rows if isinstance(known_rows, int) else 0) + unsure_rows
+        )
         self._memory.keep(id=self._run.id, rows=self._rows, closed=False, url=self._run.url)
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("tokens", hidden=True)
@@ -67,46 +73,46 @@ class WandbTracker:
         self._run.define_metric("by_tokens/*", step_metric="tokens")
 
     def step(self, point: StepPoint) -> None:
-        values = shown(point)
+        row_values = shown(point)
         if not point.applied:
-            values |= apart(point, "refused")
-        elif "train/loss" in values:
-            values["by_tokens/loss"] = values["train/loss"]
-        self._row(point.step, values, point.tokens)
+            row_values |= apart(point, "refused")
+        elif "train/loss" in row_values:
+            row_values["by_tokens/loss"] = row_values["train/loss"]
+        self._row(point.step, row_values, point.tokens)
 
     def validation(self, point: ValidationPoint) -> None:
-        values = finite(point.values)
-        if VALIDATION in values:
-            values["by_tokens/validation_loss"] = values[VALIDATION]
-        self._row(point.step, values, point.tokens)
+        row_values = finite(point.values)
+        if VALIDATION in row_values:
+            row_values["by_tokens/validation_loss"] = row_values[VALIDATION]
+        self._row(point.step, row_values, point.tokens)
 
     def layers(self, point: LayersPoint) -> None:
-        values: dict[str, Any] = dict(finite(point.values)) if self._per_layer else {}
-        for kind, found in by_statistic(point.values).items():
-            histogram = np.histogram(np.asarray(found), bins=BUCKETS)
-            values[f"layers/{kind}"] = wandb.Histogram(np_histogram=histogram)
-        self._row(point.step, values)
+        row_values: dict[str, Any] = dict(finite(point.values)) if self._per_layer else {}
+        for statistic_name, layer_values in by_statistic(point.values).items():
+            layer_histogram = np.histogram(np.asarray(layer_values), bins=BUCKETS)
+            row_values[f"layers/{statistic_name}"] = wandb.Histogram(np_histogram=layer_histogram)
+        self._row(point.step, row_values)
 
     def undone(self, point: UndonePoint) -> None:
-        for step in point.points:
-            self._row(step.step, apart(step, "undone"), step.tokens)
+        for undone_step in point.points:
+            self._row(undone_step.step, apart(undone_step, "undone"), undone_step.tokens)
 
     def note(self, point: NotePoint) -> None:
         if point.incident is None:
             self._row(point.step, {"notes": wandb.Html(html(point.text))})
             return
-        name = f"incident-{point.incident:04d}"
-        self._row(point.step, {f"incidents/{name}": wandb.Html(html(point.story))})
+        incident_name = f"incident-{point.incident:04d}"
+        self._row(point.step, {f"incidents/{incident_name}": wandb.Html(html(point.story))})
         self._run.summary["incidents"] = point.incident
         if point.what in ("opened", "attributed", "handed over", "closed"):
-            artifact = wandb.Artifact(
-                f"{self._run.id}-{name}", type="incident", metadata={"step": point.step}
+            incident_artifact = wandb.Artifact(
+                f"{self._run.id}-{incident_name}", type="incident", metadata={"step": point.step}
             )
-            with artifact.new_file("incident.json") as file:
-                file.write(as_json(dict(point.summary), indent=1))
-            with artifact.new_file("incident.md") as file:
-                file.write(point.story)
-            self._run.log_artifact(artifact)
+            with incident_artifact.new_file("incident.json") as artifact_file:
+                artifact_file.write(as_json(dict(point.summary), indent=1))
+            with incident_artifact.new_file("incident.md") as artifact_file:
+                artifact_file.write(point.story)
+            self._run.log_artifact(incident_artifact)
 
     def flush(self) -> None:
         """wandb sends by itself."""
@@ -117,8 +123,8 @@ class WandbTracker:
 
     def _row(self, step: int, values: Mapping[str, Any], tokens: int | None = None) -> None:
         if values:
-            more = {"step": step} | ({} if tokens is None else {"tokens": tokens})
-            self._run.log({**values, **more}, step=self._rows)
+            place_values = {"step": step} | ({} if tokens is None else {"tokens": tokens})
+            self._run.log({**values, **place_values}, step=self._rows)
             self._rows += 1
             if self._rows % KEEP == 0:
                 self._memory.keep(rows=self._rows)
@@ -133,17 +139,17 @@ def account() -> bool:
 
 def nested(config: Mapping[str, Any]) -> dict[str, Any]:
     """Keys by path as a tree, which wandb's tables and filters know."""
-    found: dict[str, Any] = {}
+    nested_tree: dict[str, Any] = {}
     for path, value in config.items():
-        *parents, last = path.split(".")
-        node = found
+        *parents, leaf_name = path.split(".")
+        tree_node = nested_tree
         for name in parents:
-            node = node.setdefault(name, {})
-        node[last] = value
-    return found
+            tree_node = tree_node.setdefault(name, {})
+        tree_node[leaf_name] = value
+    return nested_tree
 
 
 def html(text: str) -> str:
     """Text as a page."""
-    safe = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-    return f"<pre style='white-space: pre-wrap'>{safe}</pre>"
+    escaped_text = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return f"<pre style='white-space: pre-wrap'>{escaped_text}</pre>"

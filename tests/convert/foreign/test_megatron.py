@@ -19,16 +19,14 @@ from megastable.checkpoint.new_run import write_run
 from megastable.checkpoint.plain import load_plain
 from megastable.checkpoint.store import LayoutState, RunState
 from megastable.checkpoint.whole import WholeState, parameters, run_of
-from megastable.config.model import ModelConfig
 from megastable.config.tree import RunConfig
 from megastable_tools.convert.foreign.megatron import (
-    MegatronState,
     export_megatron,
     find,
     import_megatron,
-    options_to_load,
 )
-from megastable_tools.convert.foreign.megatron_args import CENTERED, NAMES, flags_of
+from megastable_tools.convert.foreign.megatron_args import CENTERED, NAMES
+from megastable_tools.convert.inspecting import differences
 from tests.convert.foreign import mcore
 from tests.distributed import run_ranks
 
@@ -97,7 +95,7 @@ def our_logits(checkpoint: Path) -> Tensor:
     ],
     ids=str,
 )  # fmt: skip
-def test_megatrons_model_computes_the_same(
+def test_export_megatron_computes_the_same_in_megatron(
     ours: Any, alone: None, tmp_path: Path, model: dict[str, Any]
 ) -> None:
     checkpoint = ours(**model)
@@ -108,7 +106,7 @@ def test_megatrons_model_computes_the_same(
     assert (theirs[..., :101] - expected).abs().max() < 1e-4
 
 
-def test_what_megatrons_model_holds_is_imported(ours: Any, alone: None, tmp_path: Path) -> None:
+def test_import_megatron_takes_what_megatrons_model_holds(ours: Any, alone: None, tmp_path: Path) -> None:
     """The other way round: from its own state_dict, extra state, names and all."""
     content = torch.load(
         export_megatron(ours(), tmp_path / "args", local=True) / "mp_rank_00" / "model_optim_rng.pt",
@@ -143,7 +141,7 @@ def test_what_megatrons_model_holds_is_imported(ours: Any, alone: None, tmp_path
 
 
 @pytest.mark.slow
-def test_megatrons_ranks_compute_the_same(ours: Any, tmp_path: Path) -> None:
+def test_export_megatron_computes_the_same_on_megatrons_ranks(ours: Any, tmp_path: Path) -> None:
     """Its own tensor and pipeline ranks, each with its file, loaded strictly."""
     models: list[dict[str, Any]] = [{}, {"tied": True}, {"qkv_bias": True}]
     cases = [(model, tensor, pipeline) for model in models for tensor, pipeline in ((2, 1), (1, 2))]
@@ -161,7 +159,6 @@ def test_megatrons_ranks_compute_the_same(ours: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("model", "local"),
     [
-        ({}, False),
         ({"tied": True, "qk_norm": False}, True),
         ({"qkv_bias": True, "rope_scaling": LLAMA3, "max_positions": 99}, False),
         (
@@ -172,50 +169,22 @@ def test_megatrons_ranks_compute_the_same(ours: Any, tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_every_layout_comes_back_as_the_same_bytes(
+def test_import_megatron_gives_back_the_same_bytes(
     ours: Any, tmp_path: Path, model: dict[str, Any], local: bool
 ) -> None:
     source = ours(**model)
     before = WholeState(source)
-    keys = (
-        "head_width",
-        "tied",
-        "qkv_bias",
-        "rope_scaling",
-        "sequence_length",
-        "longest",
-        "score_scale",
-        "window",
-    )
+    keys = "head_width tied qkv_bias rope_scaling sequence_length longest score_scale window padded_vocab".split()
     for tensor, pipeline in LAYOUTS:
         name = f"{tensor}-{pipeline}"
         export_megatron(source, tmp_path / name, tensor, pipeline, local=local)
         with_recipe = run_of(source) if pipeline == 1 else None
         checkpoint = import_megatron(tmp_path / name, tmp_path / f"run-{name}", with_recipe, lambda _: None)
         after = WholeState(checkpoint)
-        assert after.names == before.names
-        for parameter in before.names:
-            assert torch.equal(after.tensor(parameter, "weight"), before.tensor(parameter, "weight")), (
-                parameter
-            )
+        assert {one.outcome for one in differences(before, after)} == {"identical"}
         # Padding and sizes came along: the recipe that Megatron's arguments make is the old one's.
-        model_after, model_before = run_of(checkpoint).model, run_of(source).model
-        assert model_after.padded_vocab == model_before.padded_vocab
         for key in (*keys, "full_attention_every", "zero_centered_norms"):
-            assert getattr(model_after, key) == getattr(model_before, key)
-
-
-def test_another_padding_of_the_vocabulary_is_taken(ours: Any, tmp_path: Path) -> None:
-    source = ours()
-    export_megatron(source, tmp_path / "megatron", tensor=2)
-    before = WholeState(source).tensor("embedding.weight", "weight")  # 112 rows
-    for multiple, rows in ((128, 128), (2, 102)):
-        run = run_of(source)
-        run = run.model_copy(update={"model": run.model.model_copy(update={"vocab_multiple": multiple})})
-        checkpoint = import_megatron(tmp_path / "megatron", tmp_path / f"run-{rows}", run, print)
-        after = WholeState(checkpoint).tensor("embedding.weight", "weight")
-        kept = min(rows, 112)
-        assert len(after) == rows and torch.equal(after[:kept], before[:kept]) and not after[kept:].any()
+            assert getattr(run_of(checkpoint).model, key) == getattr(run_of(source).model, key)
 
 
 def changed(
@@ -235,22 +204,16 @@ def changed(
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("use_rope_scaling", True), ("rotary_percent", 0.5), ("rotary_interleaved", True), ("add_bias_linear", True),
-        ("add_qkv_bias", True), ("num_experts", 8), ("position_embedding_type", "learned_absolute"),
-        ("apply_layernorm_1p", True), ("layernorm_zero_centered_gamma", True), ("normalization", "LayerNorm"),
-        ("apply_layernorm_1p", "yes"), ("swiglu", False), ("squared_relu", True), ("multi_latent_attention", True),
-        ("window_size", (128, 0)), ("window_size", (128, 128)), ("window_size", (-1, 0)), ("window_size", "128"),
-        ("softmax_scale", 0.5), ("softmax_scale", 0), ("softmax_scale", "x"), ("openai_gelu", True),
-        ("rotary_seq_len_interpolation_factor", "4"), ("activation_func_clamp_value", 7.0), ("quick_geglu", True),
-        ("apply_residual_connection_post_layernorm", True),
-        ("softmax_type", "learnable"), ("mtp_num_layers", 1), ("attention_output_gate", True), ("qk_l2_norm", True),
-        ("rotary_seq_len_interpolation_factor", 4), ("use_mup", True), ("spec", ["a", "b"]),
-        ("virtual_pipeline_model_parallel_size", 2), ("num_layers", 6), ("rotary_base", 10_000),
+        ("use_rope_scaling", True), ("rotary_percent", 0.5), ("add_bias_linear", True), ("add_qkv_bias", True),
+        ("num_experts", 8), ("position_embedding_type", "learned_absolute"), ("layernorm_zero_centered_gamma", True),
+        ("apply_layernorm_1p", "yes"), ("swiglu", False), ("window_size", (128, 0)), ("window_size", (128, 128)),
+        ("window_size", "128"), ("softmax_scale", 0.5), ("softmax_scale", "x"), ("qk_l2_norm", True),
+        ("rotary_seq_len_interpolation_factor", 4), ("spec", ["a", "b"]), ("num_layers", 6), ("rotary_base", 10_000),
         ("norm_epsilon", 1e-5), ("qk_layernorm", False), ("num_query_groups", 4), ("kv_channels", 8),
         ("untie_embeddings_and_output_weights", False), ("tensor_model_parallel_size", 4),
     ],
 )  # fmt: skip
-def test_an_option_without_a_home_is_refused_by_name(ours: Any, tmp_path: Path, key: str, value: Any) -> None:
+def test_import_megatron_refuses_an_option_by_name(ours: Any, tmp_path: Path, key: str, value: Any) -> None:
     folder = changed(ours, tmp_path / "megatron", lambda content: setattr(content["args"], key, value))
     names = {
         "num_layers": "model.layers", "rotary_base": "model.rope_theta", "norm_epsilon": "model.norm_eps",
@@ -264,58 +227,21 @@ def test_an_option_without_a_home_is_refused_by_name(ours: Any, tmp_path: Path, 
         ("window_size", (128, 0)): "model.window=None, in the checkpoint 129",
         ("softmax_scale", 0.5): "model.attention_scale=None, in the checkpoint 0.5",
         ("rotary_seq_len_interpolation_factor", 4): "model.rope_scaling=None, in the checkpoint {'kind': 'linear'",
-        (CENTERED[0], True): centered, (CENTERED[1], True): centered,
+        (CENTERED[1], True): centered,
     }.get((key, value) if key != "spec" else (), names.get(key, key))  # fmt: skip
     with pytest.raises(CheckpointError, match=message):
         import_megatron(folder, tmp_path / "run", run_of(ours()), print)
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("every", [1, [1, 0], "x", True])
-def test_other_patterns_of_windows_are_refused(ours: Any, tmp_path: Path, every: Any) -> None:
-    def change(content: dict[str, Any]) -> None:
-        content["args"].window_size, content["args"].window_attn_skip_freq = (8, 0), every
-
-    folder = changed(ours, tmp_path / "megatron", change)
-    with pytest.raises(CheckpointError, match=r"window_attn_skip_freq=.*all but every n-th"):
-        import_megatron(folder, tmp_path / "run", None, print)
-
-
-def test_a_choice_of_the_recipe_that_megatron_has_not_is_refused(ours: Any, tmp_path: Path) -> None:
-    """Its tensors have the same names and shapes."""
-    export_megatron(ours(), tmp_path / "megatron")
-    for key, value in (
-        ("logit_softcap", 30.0),
-        ("activation", "gelu"),
-        ("norms", "deep"),
-        ("swiglu_clamp", 7.0),
-    ):
-        run = run_of(ours())
-        run = run.model_copy(update={"model": run.model.model_copy(update={key: value})})
-        with pytest.raises(CheckpointError, match=f"model.{key}={value}, in the checkpoint"):
-            import_megatron(tmp_path / "megatron", tmp_path / "run", run, print)
-
-
-def test_options_that_megatron_does_not_take_from_a_checkpoint(ours: Any, tmp_path: Path) -> None:
-    options = options_to_load(ours(window=5), tmp_path / "megatron", False)
-    assert options[-3:] == ["--no-load-rng", "--window-size", "4,0"]
-    model = ModelConfig(window=129, full_attention_every=4, attention_scale=0.5)
-    assert flags_of(ModelConfig()) == []
-    assert flags_of(model) == "--window-size 128,0 --window-attn-skip-freq 4 --softmax-scale 0.5".split()
-    assert (
-        flags_of(ModelConfig(window=1), local=True) == "--window-size 0,0 --no-masked-softmax-fusion".split()
-    )
-
-
 @pytest.mark.parametrize(
     "name",
     [
-        "decoder.layers.0.self_attention.linear_proj.bias", "embedding.position_embeddings.weight",
-        "decoder.layers.1.mlp.experts.linear_fc1.weight0", "decoder.layers.0.mlp.router.weight",
-        "decoder.final_layernorm.bias", "language_model.encoder.final_norm.weight", "decoder.\x1b[2Jlayers",
+        "decoder.layers.0.self_attention.linear_proj.bias", "decoder.layers.1.mlp.experts.linear_fc1.weight0",
+        "language_model.encoder.final_norm.weight", "decoder.\x1b[2Jlayers",
     ],
 )  # fmt: skip
-def test_a_tensor_without_a_home_is_refused_by_name(ours: Any, tmp_path: Path, name: str) -> None:
+def test_import_megatron_refuses_a_tensor_by_name(ours: Any, tmp_path: Path, name: str) -> None:
     for rank in ("00", "01"):
         folder = changed(
             ours, tmp_path / "megatron", lambda content: content["model"].update({name: torch.ones(2)}), rank
@@ -326,7 +252,7 @@ def test_a_tensor_without_a_home_is_refused_by_name(ours: Any, tmp_path: Path, n
 
 
 @pytest.mark.slow
-def test_files_that_do_not_belong_together_are_refused(ours: Any, tmp_path: Path) -> None:
+def test_import_megatron_refuses_files_that_do_not_belong_together(ours: Any, tmp_path: Path) -> None:
     def refused(change: Callable[[dict[str, Any]], Any], match: str, at: str = "01") -> None:
         folder = tmp_path / f"megatron-{len(list(tmp_path.iterdir()))}"
         changed(ours, folder, change, at)
@@ -349,7 +275,7 @@ def test_files_that_do_not_belong_together_are_refused(ours: Any, tmp_path: Path
     refused(lambda c: c["model"].update({word: torch.ones(5, 32)}), "embedding.weight|vocabulary")
 
 
-def test_a_tied_head_that_differs_is_refused(ours: Any, tmp_path: Path) -> None:
+def test_import_megatron_refuses_a_tied_head_that_differs(ours: Any, tmp_path: Path) -> None:
     export_megatron(ours(tied=True), tmp_path / "megatron", pipeline=2)
     file = tmp_path / "megatron" / "iter_0000007" / "mp_rank_00_001" / "model_optim_rng.pt"
     content = torch.load(file, weights_only=False)
@@ -364,16 +290,14 @@ def test_a_tied_head_that_differs_is_refused(ours: Any, tmp_path: Path) -> None:
     ("model", "tensor", "pipeline", "match"),
     [
         ({"rope_scaling": {"kind": "yarn", "factor": 2.0, "original_length": 9}}, 1, 1, "rope_scaling=.*Llama 3.1"),
-        ({"logit_softcap": 9.0}, 1, 1, "logit_softcap=9.0"), ({"activation": "gelu"}, 1, 1, "activation=gelu"),
-        ({"norms": "both"}, 1, 1, "norms=both"), ({"embedding_scale": 2.0}, 1, 1, "embedding_scale=2.0"),
-        ({"mup": {"base_width": 16}}, 1, 1, "model.mup="),
+        ({"logit_softcap": 9.0}, 1, 1, "logit_softcap=9.0"), ({"mup": {"base_width": 16}}, 1, 1, "model.mup="),
         ({"rope_scaling": LLAMA3 | {"original_length": 4096}}, 1, 1, "rope_scaling=.*original_length=8192"),
         ({"qk_norm": "full"}, 1, 1, "qk_norm=full"), ({"norms": "after"}, 1, 1, "norms=after"),
         ({}, 3, 1, "tensor=3 does not divide model.heads"), ({}, 1, 3, "pipeline=3 does not divide"),
         ({}, 0, 1, "tensor=0"), ({"vocab_multiple": 1}, 2, 1, "vocab_multiple"),
     ],
 )  # fmt: skip
-def test_what_megatron_cannot_be_is_said_before_anything_is_written(
+def test_export_megatron_refuses_before_anything_is_written(
     ours: Any, tmp_path: Path, model: dict[str, Any], tensor: int, pipeline: int, match: str
 ) -> None:
     with pytest.raises(ConfigError, match=match):
@@ -381,20 +305,7 @@ def test_what_megatron_cannot_be_is_said_before_anything_is_written(
     assert not list(tmp_path.iterdir())
 
 
-def test_zero_centered_norms_are_transformer_engines(ours: Any, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"zero_centered_norms=True: .*only transformer_engine"):
-        export_megatron(ours(zero_centered_norms=True), tmp_path / "megatron", local=True)
-    assert not list(tmp_path.iterdir())
-
-
-def test_an_export_replaces_nothing(ours: Any, tmp_path: Path) -> None:
-    (tmp_path / "megatron").mkdir()
-    with pytest.raises(CheckpointError, match="exists already"):
-        export_megatron(ours(), tmp_path / "megatron")
-    assert not list((tmp_path / "megatron").iterdir())
-
-
-def test_folders_that_are_no_checkpoint_say_what_they_are(ours: Any, tmp_path: Path) -> None:
+def test_find_says_what_a_folder_is(ours: Any, tmp_path: Path) -> None:
     def refused(folder: Path, match: str) -> None:
         with pytest.raises(CheckpointError, match=match):
             import_megatron(folder, tmp_path / "run", None, print)
@@ -404,11 +315,7 @@ def test_folders_that_are_no_checkpoint_say_what_they_are(ours: Any, tmp_path: P
     folder.mkdir()
     refused(folder, "neither latest_checkpointed_iteration.txt")
     tracker = folder / "latest_checkpointed_iteration.txt"
-    for text, match in (
-        ("../x", "not an iteration number"),
-        ("9" * 50, "not an iteration number"),
-        ("12", "iter_0000012 is missing"),
-    ):
+    for text, match in (("../x", "not an iteration number"), ("12", "iter_0000012 is missing")):
         tracker.write_text(text)
         refused(folder, match)
     tracker.write_text("release\n")
@@ -425,22 +332,7 @@ def test_folders_that_are_no_checkpoint_say_what_they_are(ours: Any, tmp_path: P
     refused(folder, "tensor rank 0, stage 0 is missing")
 
 
-def test_a_checkpoint_without_arguments_needs_a_recipe(ours: Any, tmp_path: Path) -> None:
-    folder = changed(ours, tmp_path / "megatron", lambda content: content.pop("args"))
-    with pytest.raises(CheckpointError, match=r"do not say num_layers, .*give a recipe"):
-        import_megatron(folder, tmp_path / "run", None, print)
-    said: list[str] = []
-    import_megatron(folder, tmp_path / "run", run_of(ours()), said.append)
-    assert any("do not say num_layers" in line and "rotary_base" in line for line in said)
-    assert MegatronState(find(folder)).iteration == 7
-
-
-@pytest.fixture(scope="module")
-def exported(ours: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return export_megatron(ours(), tmp_path_factory.mktemp("exported") / "megatron", tensor=2, pipeline=2)
-
-
-def test_transformer_engines_names_are_those_that_megatron_maps_to() -> None:
+def test_names_of_transformer_engine_are_those_that_megatron_maps_to() -> None:
     """It is not needed for that: the local spec says what its norms are called there."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import http.client
+import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +25,9 @@ from megastable.data.shards import ShardWriter
 from megastable.data.tokenizer import Tokenizer
 from megastable_tools.convert.huggingface.architectures import ARCHITECTURES
 from megastable_tools.convert.huggingface.tokenizer_export import MANY_LANGUAGES, real_text
-from megastable_tools.prepare.train_tokenizer import train_sentencepiece
+from megastable_tools.prepare.corpus_tokenizer import train_sentencepiece
 from tests.conftest import tiny
+from tests.patience import PATIENCE
 
 VOCABULARY = 700  # no padding divides it
 YARN = {"kind": "yarn", "factor": 4.0, "original_length": 12}
@@ -45,27 +49,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama-linear": {"layers": 1, "qk_norm": False, "rope_scaling": {"kind": "linear", "factor": 4.0}},
     "qwen2": {"layers": 2, "qk_norm": False, "qkv_bias": True, "tied": True, "norm_eps": 1e-6},
     "olmo2": {"layers": 2, "qk_norm": "full", "norms": "after"},
-    "olmo2-wide": {
-        "layers": 1,
-        "qk_norm": "full",
-        "norms": "after",
-        "head_dim": 16,
-        "kv_heads": 4,
-        "ffn": 96,
-    },
-    "llama-yarn": {"layers": 2, "qk_norm": False, "rope_scaling": YARN},
+    "olmo2-wide": {"layers": 1, "qk_norm": "full", "norms": "after", "head_dim": 16, "kv_heads": 4, "ffn": 96},
     "qwen3-yarn": {"layers": 1, "rope_scaling": YARN | {"beta_fast": 8.0, "beta_slow": 0.5, "attention_factor": 1.3}},
-    "qwen2-yarn": {"layers": 1, "qk_norm": False, "qkv_bias": True, "rope_scaling": YARN},
-    "qwen3-window": {"layers": 3, "window": 7},
     "qwen2-windows": {"layers": 3, "qk_norm": False, "qkv_bias": True, "window": 7, "full_attention_every": 3},
-    "mistral": {"layers": 2, "qk_norm": False, "window": 7},
+    "mistral": {"layers": 2, "qk_norm": False, "window": 7, "rope_scaling": YARN},
     "olmo3": {"layers": 5, "qk_norm": "full", "norms": "after", "window": 7, "full_attention_every": 4},
     "gemma2": GEMMA2,
-    "gemma2-plain": {
-        **GEMMA2, "layers": 1, "tied": False, "window": None, "full_attention_every": None, "head_dim": None,
-        "attention_softcap": None, "logit_softcap": None, "attention_scale": None,
-        "rope_scaling": {"kind": "linear", "factor": 4.0},
-    },
 }  # fmt: skip
 Make = Callable[..., Path]
 
@@ -79,7 +68,7 @@ def choices(draw: st.DrawFn) -> dict[str, Any]:
         "attention_scale": st.none() | st.integers(1, 999).map(lambda n: n**-0.5),
         "attention_softcap": st.none() | st.floats(0.1, 99), "logit_softcap": st.none() | st.floats(0.1, 99),
     }  # fmt: skip
-    found = kind.values() | {key: draw(any_of[key]) for key in any_of if key in kind.free}
+    found = kind.fixed_values() | {key: draw(any_of[key]) for key in any_of if key in kind.free}
     every = st.none() | st.integers(2, 5) if found["window"] is not None else st.none()
     return found | ({"full_attention_every": draw(every)} if "full_attention_every" in kind.free else {})
 
@@ -143,3 +132,27 @@ def random_weights(config: ModelConfig, seed: int = 0) -> dict[str, Tensor]:
         weight = torch.randn(described.shape, generator=drawn)
         found[name] = 1 + 0.3 * weight if len(described.shape) == 1 else 0.15 * weight
     return found
+
+
+ROOT = Path(__file__).parents[3]
+
+
+@contextlib.contextmanager
+def llama_cpp(file: Path) -> Iterator[Callable[[str, dict[str, Any]], list[int]]]:
+    """ask("/tokenize" or "/completion", body) -> tokens, of a llama.cpp that has `file`; all in fp32."""
+    import xllamacpp
+
+    given = xllamacpp.CommonParams()
+    given.model.path, given.n_ctx, given.n_parallel, given.port = str(file), 256, 1, 0
+    given.warmup, given.n_gpu_layers, given.cpuparams.n_threads, given.verbosity = False, 0, 1, -1
+    given.cache_type_k = given.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+    given.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    server = xllamacpp.Server(given)
+    line = http.client.HTTPConnection(server.listening_address.removeprefix("http://"), timeout=PATIENCE)
+
+    def ask(path: str, body: dict[str, Any]) -> list[int]:
+        line.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+        return list(json.load(line.getresponse())["tokens"])
+
+    with contextlib.closing(line):
+        yield ask

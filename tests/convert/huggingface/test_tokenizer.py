@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import random
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +17,11 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from megastable.base.errors import CheckpointError
 from megastable.data.tokenizer import Tokenizer, load_tokenizer
 from megastable_tools.convert.huggingface.tokenizer_export import (
-    difference,
-    fast,
     real_text,
     texts,
     write_tokenizer,
 )
-from megastable_tools.prepare.train_tokenizer import train_sentencepiece
+from megastable_tools.prepare.corpus_tokenizer import train_sentencepiece
 from tests.data.test_prepare import with_bos
 from tests.data.texts import hugging_face_file
 
@@ -49,27 +46,8 @@ def auto(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return loaded(folder)
 
 
-@pytest.mark.quick("qwen3")
-@pytest.mark.parametrize("kind", ["qwen3", "llama", "olmo2"])
-def test_real_and_random_texts_get_the_same_ids(tokenizer: Tokenizer, tmp_path: Path, kind: str) -> None:
-    write_tokenizer(tokenizer, tmp_path, 48)
-    auto = loaded(tmp_path, {"model_type": kind})
-    for text in texts(tokenizer, seed=1):
-        ids = tokenizer.encode(text)
-        assert plain(auto, text) == ids
-        assert auto.decode(ids) == text == tokenizer.decode(ids)
-    assert (auto.eos_token_id, auto.bos_token_id, len(auto)) == (
-        tokenizer.eod,
-        tokenizer.eod,
-        tokenizer.vocab_size,
-    )
-    assert auto.model_max_length == 48
-    assert auto.decode([*ids, tokenizer.eod], skip_special_tokens=True) == text
-    assert (tmp_path / "tokenizer.model").read_bytes() == tokenizer.content
-
-
 @given(st.text())
-def test_any_text_gets_the_same_ids(tokenizer: Tokenizer, auto: Any, text: str) -> None:
+def test_write_tokenizer_gives_any_text_the_same_ids(tokenizer: Tokenizer, auto: Any, text: str) -> None:
     assert plain(auto, text) == tokenizer.encode(text)
 
 
@@ -83,7 +61,7 @@ def trained(file: Path, **options: Any) -> Tokenizer:
     return load_tokenizer(file)
 
 
-def test_a_model_that_puts_a_space_before_texts_as_llamas_does(tmp_path: Path) -> None:
+def test_write_tokenizer_of_a_model_that_puts_a_space_before_texts(tmp_path: Path) -> None:
     other = trained(
         tmp_path / "llama.model", model_type="bpe", normalization_rule_name="identity", remove_extra_whitespaces=False
     )  # fmt: skip
@@ -96,7 +74,7 @@ def test_a_model_that_puts_a_space_before_texts_as_llamas_does(tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_what_cannot_be_the_same_is_refused_and_written_only_when_asked(tmp_path: Path) -> None:
+def test_write_tokenizer_refuses_other_ids_unless_asked(tmp_path: Path) -> None:
     # Of equally likely cuts SentencePiece and tokenizers do not choose the same one.
     other = train_sentencepiece([real_text()], tmp_path / "unigram.model", 600, "unigram")
     with pytest.raises(
@@ -127,7 +105,7 @@ def byte_level(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return load_tokenizer(file)
 
 
-def test_a_tokenizer_json_adds_and_cuts_nothing(byte_level: Tokenizer, tmp_path: Path) -> None:
+def test_write_tokenizer_adds_and_cuts_nothing(byte_level: Tokenizer, tmp_path: Path) -> None:
     write_tokenizer(byte_level, tmp_path, 48)
     auto = loaded(tmp_path, {"model_type": "llama"})
     for text in texts(byte_level, seed=1):
@@ -139,7 +117,7 @@ def test_a_tokenizer_json_adds_and_cuts_nothing(byte_level: Tokenizer, tmp_path:
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "llama", "olmo2"])
-def test_a_special_token_in_a_text_is_one_as_fine_tuning_writes_it(
+def test_write_tokenizer_keeps_special_tokens_of_fine_tuning(
     tokenizer: Tokenizer, tmp_path: Path, kind: str
 ) -> None:
     write_tokenizer(tokenizer, tmp_path, 48)
@@ -158,74 +136,10 @@ def test_a_special_token_in_a_text_is_one_as_fine_tuning_writes_it(
     assert tokenizer.eod not in tokenizer.encode("x</s>") == plain(auto, "x</s>")
 
 
-def test_padding_is_a_token_of_its_own(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    assert write_tokenizer(tokenizer, tmp_path, 48).pad == 0
-    auto = loaded(tmp_path)
-    assert (auto.pad_token, auto.pad_token_id) == ("<unk>", 0) and auto.pad_token_id != auto.eos_token_id
-    batch = auto(["a", "a b c d e"], padding=True)
-    assert batch["input_ids"][0].count(0) == batch["attention_mask"][0].count(0) > 0
-
-
-@pytest.mark.quick("special2*")
-@pytest.mark.parametrize(
-    ("special", "pad"),
-    [
-        (["</s>"], "</s>"),  # there is no other
-        (["</s>", "<unk>", "<pad>"], "<pad>"),
-        (["</s>", "<|im_start|>"], "</s>"),  # one of a chat's own tokens is none for padding
-        (["</s>", "<|endoftext|>"], "<|endoftext|>"),
-    ],
-)
-def test_which_token_pads(tmp_path: Path, special: list[str], pad: str) -> None:
-    model = HuggingFaceModel(models.BPE())
-    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    model.train_from_iterator(
-        ["abc"], trainers.BpeTrainer(special_tokens=special, initial_alphabet=alphabet, show_progress=False)
-    )
-    model.save(str(tmp_path / "given.json"))
-    given = load_tokenizer(tmp_path / "given.json", eod="</s>")
-    assert write_tokenizer(given, tmp_path, 48).pad == model.token_to_id(pad)
-    assert loaded(tmp_path).pad_token == pad
-
-
-@pytest.mark.quick("metaspace-False")
-@pytest.mark.parametrize("before", [True, False])
-@pytest.mark.parametrize("kind", ["bytes", "metaspace"])
-def test_a_space_before_texts_stays_and_none_comes(tmp_path: Path, kind: str, before: bool) -> None:
-    model = HuggingFaceModel(models.BPE())
-    if kind == "bytes":
-        model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=before)
-        alphabet = pre_tokenizers.ByteLevel.alphabet()
-    else:
-        model.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always" if before else "never")
-        alphabet = ["a", "▁"]
-    model.train_from_iterator(
-        ["a aa"], trainers.BpeTrainer(special_tokens=["</s>"], initial_alphabet=alphabet, show_progress=False)
-    )
-    model.save(str(tmp_path / "given.json"))
-    given = load_tokenizer(tmp_path / "given.json")
-    write_tokenizer(given, tmp_path, 48)
-    auto = loaded(tmp_path, {"model_type": "llama"})
-    assert auto("a a")["input_ids"] == given.encode("a a") and auto.add_prefix_space is before
-
-
-def test_two_tokenizers_are_told_apart(tokenizer: Tokenizer, byte_level: Tokenizer, tmp_path: Path) -> None:
-    file = tmp_path / "tokenizer.json"
-    file.write_text(json.dumps(fast(tokenizer)))
-    assert difference(tokenizer, load_tokenizer(file)) == ""
-    assert "they give" in difference(tokenizer, byte_level)
-    # A merge less is another tokenizer, though it has the same vocabulary.
-    content = fast(tokenizer)
-    del content["model"]["merges"][random.Random(0).randrange(20)]
-    file.write_text(json.dumps(content))
-    assert "they give" in difference(tokenizer, load_tokenizer(file))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["qwen3", "llama", "olmo2"])
 @pytest.mark.parametrize("form", ["sentencepiece", "huggingface"])
-def test_the_token_that_begins_documents_is_put_before_every_text(
+def test_write_tokenizer_puts_the_begin_token_before_every_text(
     tokenizer: Tokenizer, tmp_path: Path, kind: str, form: str
 ) -> None:
     if form == "huggingface":

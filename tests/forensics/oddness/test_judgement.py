@@ -4,24 +4,18 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from megastable_tools.forensics.oddness.features import FEATURES, NAMES, Features
 from megastable_tools.forensics.oddness.judgement import (
-    CLASSES,
     JUDGED,
+    KINDS,
     MANY,
     MOST,
     UsualFeatures,
     judge,
-    length_class,
 )
-from megastable_tools.forensics.oddness.kinds import KINDS
-from tests.tiers import examples
 
 LENGTH = np.int64(200)
-LENGTHS = np.array([LENGTH])
 DAMAGE = ("controls", "nulls", "replacements", "latin1", "unknowns", "specials", "ends", "outside")
 
 
@@ -51,69 +45,30 @@ def _piece(**values: float) -> Features:
 USUAL = UsualFeatures.of(_lengths(_ordinary()), _ordinary())
 
 
-def test_a_score_is_the_power_of_ten_of_how_few_are_as_odd() -> None:
-    """By a single feature, of pieces that the yardstick has not seen."""
+def _judge(found: Features, usual: UsualFeatures = USUAL) -> tuple[float, str, str]:
+    judged = judge(usual, _lengths(found), found)
+    return float(judged.score[0]), KINDS[judged.kind[0]], NAMES[judged.feature[0]]
+
+
+def test_scores_are_powers_of_ten_of_how_few_are_as_odd() -> None:
+    """By a single feature, of pieces that the yardstick has not seen; and for all, by how many features there are."""
     fresh = _ordinary(400_000, seed=1)
     scores = USUAL.scores(_lengths(fresh), fresh)
     for name in ("unlikely", "order", "controls"):
         row = scores[NAMES.index(name)]
         for decades in (2, 3, 4):
             assert np.mean(row >= decades) == pytest.approx(10.0**-decades, rel=0.7)
-
-
-def test_the_score_of_a_piece_allows_for_how_many_features_there_are() -> None:
-    fresh = _ordinary(100_000, seed=2)
     judged = judge(USUAL, _lengths(fresh), fresh)
     assert 0.2 < np.mean(judged.score >= 2) / 0.01 < 1.5
     assert set(np.unique(judged.feature)) <= set(JUDGED.tolist())
 
 
-def test_only_the_odd_side_counts() -> None:
-    low, high = _piece(order=-5.0), _piece(order=9.0)
-    assert judge(USUAL, _lengths(low), low).score[0] > 5
-    assert judge(USUAL, _lengths(high), high).score[0] == 0
-
-
-def test_features_that_are_no_damage_make_no_score() -> None:
-    found = _piece(digits=1.0, capitals=1.0, letters=0.0, surprise=99.0)
-    judged = judge(USUAL, _lengths(found), found)
-    assert judged.score[0] == 0 and KINDS[judged.kind[0]] == "usual"
-
-
-def test_a_score_has_an_end() -> None:
-    found = _piece(unlikely=1e9)
-    assert judge(USUAL, _lengths(found), found).score[0] == MOST
-
-
-def test_two_percent_of_junk_hardly_move_what_is_usual() -> None:
-    clean, spoiled = _ordinary(), _ordinary()
-    for feature in FEATURES:
-        spoiled[feature.name][::50] = -50 if feature.side == "low" else 50
-    with_junk = UsualFeatures.of(_lengths(spoiled), spoiled)
-    piece = _piece(unlikely=3.0)
-    before = judge(USUAL, _lengths(clean)[:1], piece).score[0]
-    after = judge(with_junk, _lengths(clean)[:1], piece).score[0]
-    assert after > 0.4 * before > 1
-
-
-@settings(max_examples=examples(20))
-@given(st.lists(st.integers(1, 256), min_size=1, max_size=30))
-def test_every_length_has_numbers_even_if_only_one_was_seen(lengths: list[int]) -> None:
-    found = _ordinary(500)
-    one = UsualFeatures.of(np.full(len(found["length"]), 100), found)
-    taken = one.edge[length_class(np.array(lengths))]
-    assert np.isfinite(taken).all()
-
-
-def test_a_class_begins_at_its_length() -> None:
-    assert length_class(CLASSES).tolist() == list(range(1, len(CLASSES) + 1))
-    assert length_class(CLASSES - 1).tolist() == list(range(len(CLASSES)))
-
-
-def test_of_nothing_nothing_is_odd() -> None:
-    found = _piece(unlikely=50.0, outside=1.0)
-    judged = judge(UsualFeatures.nothing(), _lengths(found), found)
-    assert judged.score[0] == 0 and KINDS[judged.kind[0]] == "usual"
+def test_judge_scores_only_damage_on_the_odd_side_up_to_an_end() -> None:
+    assert _judge(_piece(order=-5.0))[0] > 5
+    assert _judge(_piece(order=9.0))[0] == 0
+    assert _judge(_piece(digits=1.0, capitals=1.0, letters=0.0, surprise=99.0))[:2] == (0, "usual")
+    assert _judge(_piece(unlikely=1e9))[0] == MOST
+    assert _judge(_piece(unlikely=50.0, outside=1.0), UsualFeatures.nothing())[:2] == (0, "usual")
 
 
 # What `_piece` gives: gain 0.79, entropy 0.04, pairs 0.04; each row is what the rule needs.
@@ -138,27 +93,18 @@ RULES: list[tuple[str, dict[str, float]]] = [
 
 
 @pytest.mark.parametrize(("kind", "values"), RULES)
-def test_what_a_piece_looks_like(kind: str, values: dict[str, float]) -> None:
-    found = _piece(**values)
-    judged = judge(USUAL, _lengths(found), found)
-    assert KINDS[judged.kind[0]] == kind
+def test_looks_like_names_the_kind(kind: str, values: dict[str, float]) -> None:
+    assert _judge(_piece(**values))[1] == kind
+    assert {kind for kind, _ in RULES} == set(KINDS)
 
 
-def test_what_explains_a_piece_is_what_makes_its_kind() -> None:
+def test_judge_explains_a_piece_by_what_makes_its_kind() -> None:
     """Not what is odder still: "outside of the vocabulary: its 5-grams repeat" helps nobody."""
     found = _piece(outside=0.01, repeats=1.0, controls=0.5)
-    judged = judge(USUAL, _lengths(found), found)
-    assert KINDS[judged.kind[0]] == "outside of the vocabulary"
-    assert NAMES[judged.feature[0]] == "outside"
+    score, kind, feature = _judge(found)
+    assert (kind, feature) == ("outside of the vocabulary", "outside")
     scores = USUAL.scores(_lengths(found), found)[JUDGED, 0]
-    assert judged.score[0] == pytest.approx(float(min(scores.max() - MANY, MOST)))
+    assert score == pytest.approx(float(min(scores.max() - MANY, MOST)))
     # Where nothing that makes the kind is odd by itself, the oddest feature speaks.
-    found = _piece(run=150.0, unknowns=0.5)
-    judged = judge(
-        replace(USUAL, edge=np.where(np.array(NAMES) == "run", np.inf, USUAL.edge)), LENGTHS, found
-    )
-    assert (KINDS[judged.kind[0]], NAMES[judged.feature[0]]) == ("repetition", "unknowns")
-
-
-def test_every_kind_has_a_rule_that_is_tested() -> None:
-    assert {kind for kind, _ in RULES} == set(KINDS)
+    blind = replace(USUAL, edge=np.where(np.array(NAMES) == "run", np.inf, USUAL.edge))
+    assert _judge(_piece(run=150.0, unknowns=0.5), blind)[1:] == ("repetition", "unknowns")

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import subprocess
+import sys
 import time
 from html.parser import HTMLParser
 from pathlib import Path
@@ -12,15 +15,21 @@ from typing import Any
 
 import pytest
 import yaml
-from selenium import webdriver
 
 from megastable.base import durable
 from megastable.commands.report import app
+from megastable.data.blends import BlendEntry, Share
+from megastable.data.manifest import Manifest
+from megastable.report.postmortem import write_incidents
 from megastable.report.publish import publish
 from megastable.report.publish.redaction import Keeping
-from megastable.run.directory import RunDirectory
+from megastable_tools.prepare.prepare import prepare_shards
+from tests.data.texts import documents, sentencepiece_file
+from tests.report.publish.plants import everything
 from tests.report.run_page.conftest import driver  # noqa: F401  (a fixture)
-from tests.report.run_page.made_runs import BEGIN, begin, made_run, note, progress
+from tests.report.run_page.made_runs import BEGIN, made_run, note, progress
+from tests.report.runs import data_incident, make_run
+from tests.run.test_follow import append
 from tests.tools.cli import call
 
 NONE = Keeping()
@@ -61,7 +70,7 @@ def text_of(folder: Path) -> str:
     return (folder / "index.html").read_text()
 
 
-def test_a_run_with_incidents_that_goes_on(tmp_path: Path) -> None:
+def test_publish_shows_a_run_with_incidents_that_goes_on(tmp_path: Path) -> None:
     run = made_run(tmp_path / "run", supervise={"gpu_hour_price": 2.5, "currency": "EUR"})
     progress(run, 150, time.time(), 3.0)
     with (run.root / ".lock").open("w") as file:
@@ -83,31 +92,8 @@ def test_a_run_with_incidents_that_goes_on(tmp_path: Path) -> None:
     assert not run.incidents.exists()  # the run directory is as it was
 
 
-def test_a_run_that_has_not_begun(tmp_path: Path) -> None:
-    run = begin(tmp_path / "run")
-    run.journal.unlink()
-    done = publish(run.root, tmp_path / "public", NONE)
-    told = check(tmp_path / "public")
-    assert (done.state, done.incidents) == ("not started", 0) and told["panel"]["incidents"] == []
-
-
 @pytest.mark.slow
-def test_hosts_have_no_names_unless_they_are_kept(tmp_path: Path) -> None:
-    run = made_run(tmp_path / "run", incidents=(), last=20)
-    note(run, BEGIN + 100_000, "launched", attempt=1, hosts=["gpu-a", "gpu-b"])
-    reason = "gpu-b is slow: 1.3 times as long as gpu-a"
-    note(run, BEGIN + 100_000, "host_slow", what="begun", host="gpu-b", reason=reason)
-    publish(run.root, tmp_path / "public", NONE)
-    page = text_of(tmp_path / "public")
-    check(tmp_path / "public")
-    assert "host-3 is slow: 1.3 times as long as host-2" in page and "gpu-" not in page
-    publish(run.root, tmp_path / "public", Keeping(hosts=True))
-    check(tmp_path / "public")
-    assert "gpu-b is slow" in text_of(tmp_path / "public")
-
-
-@pytest.mark.slow
-def test_a_run_with_damaged_files(tmp_path: Path) -> None:
+def test_publish_names_damaged_files(tmp_path: Path) -> None:
     """And markup in a text that is kept."""
     run = made_run(tmp_path / "run", incidents=(60,), last=80)
     lines = run.journal.read_text().splitlines()
@@ -126,23 +112,6 @@ def test_a_run_with_damaged_files(tmp_path: Path) -> None:
     assert "<b>loss" not in text_of(tmp_path / "public")
 
 
-@pytest.mark.slow
-def test_the_command(tmp_path: Path) -> None:
-    made_run(tmp_path / "run", incidents=(60,), last=80)
-    (tmp_path / "public").mkdir()
-    done = call(app, "run", "--output", "public/7b", "--json", cwd=tmp_path)
-    told, folder = json.loads(done.stdout), tmp_path / "public" / "7b"
-    assert done.returncode == 0 and (told["name"], told["incidents"], told["step"]) == ("7b", 1, 80)
-    assert check(folder)["head"]["name"] == "7b" and told["folder"] == str(folder)
-    assert {f["name"]: f["bytes"] for f in told["files"]} == {
-        p.relative_to(folder).as_posix(): p.stat().st_size for p in folder.rglob("*") if p.is_file()
-    }
-    (folder / "CNAME").write_text("example.org")
-    again = call(app, "run", "--output", "public/7b", cwd=tmp_path)
-    assert again.returncode == 0 and "public/7b/index.html: " in again.stdout and "left out: " in again.stdout
-    assert (folder / "CNAME").exists() and [p.name for p in (tmp_path / "public").iterdir()] == ["7b"]
-
-
 @pytest.mark.parametrize(
     ("run", "output", "says"),
     [
@@ -154,7 +123,7 @@ def test_the_command(tmp_path: Path) -> None:
         ("run", "mine", "no record that this command wrote"),
     ],
 )
-def test_bad_input_is_refused(run: str, output: str, says: str, tmp_path: Path) -> None:
+def test_command_refuses_bad_input(run: str, output: str, says: str, tmp_path: Path) -> None:
     made_run(tmp_path / "run", incidents=(), last=5)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis").write_text("x")
@@ -164,27 +133,75 @@ def test_bad_input_is_refused(run: str, output: str, says: str, tmp_path: Path) 
     assert sorted(tmp_path.rglob("*")) == before
 
 
-@pytest.mark.slow
-def test_it_works_from_a_disk(driver: webdriver.Chrome, tmp_path: Path) -> None:  # noqa: F811
-    run = made_run(tmp_path / "run", incidents=(60,), last=80)
-    publish(run.root, tmp_path / "public", NONE)
-    driver.get_log("browser")
-    driver.get((tmp_path / "public" / "index.html").as_uri())
-    assert "step 80 of 200" in driver.find_element("css selector", ".figures").text
-    # Nothing was asked for but files of the folder, and the page's script had no error.
-    wanted = driver.execute_script("return performance.getEntriesByType('resource').map(one => one.name)")
-    assert not [name for name in wanted if not name.startswith(("file:", "data:"))]
-    assert driver.get_log("browser") == []
-    driver.get((tmp_path / "public" / "incidents" / "index.html").as_uri())
-    driver.find_element("partial link text", "1").click()
-    assert driver.title == "Incident 1 of public"
+# The command, killed when it has made everything, and not searched it yet.
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from megastable.report import publish
+from megastable.report.publish.redaction import Keeping
+publish.find_leaks = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+publish.publish(Path(sys.argv[1]), Path(sys.argv[2]), Keeping())
+"""
 
 
 @pytest.mark.slow
-def test_texts_need_to_be_asked_for(spike: Path, tmp_path: Path) -> None:
-    for texts in (False, True):
-        publish(spike, tmp_path / "public", Keeping(texts=texts))
-        assert check(tmp_path / "public")["panel"]["incidents"][0]["cause_word"] == "data"
-        for name in ("samples.txt", "tokens.png"):
-            assert bool(list((tmp_path / "public").rglob(name))) == texts
-    assert not RunDirectory(spike).incidents.exists()
+def test_publish_leaves_no_link_into_the_run_where_it_is_killed(spike: Path, tmp_path: Path) -> None:
+    (spike / "checkpoints" / "step-10").mkdir(parents=True)
+    (tmp_path / "online").mkdir()
+    (tmp_path / "private").mkdir()
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, spike, tmp_path / "online" / "run"], capture_output=True, text=True,
+        env={**os.environ, "TMPDIR": str(tmp_path / "private")},
+    )  # fmt: skip
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert list((tmp_path / "online").iterdir()) == []
+    (made,) = (tmp_path / "private").iterdir()  # only for this user
+    assert made.stat().st_mode & 0o077 == 0
+    assert any(path.is_symlink() for path in made.rglob("*"))
+    publish(spike, tmp_path / "online" / "run", Keeping())
+    assert [path.name for path in (tmp_path / "online").iterdir()] == ["run"]
+
+
+PRIVATE = b"acmemails"
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run on a corpus with a private name, whose recipe and blend name it by a relative path."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "in").mkdir()
+    for number, text in enumerate(documents(60, 200)):
+        (tmp_path / "in" / f"{number:03d}.txt").write_text(text)
+    corpus = Path("acmemails")
+    prepare_shards([tmp_path / "in"], corpus, sentencepiece_file(tmp_path), progress=False)
+    root = make_run(corpus, tmp_path / "run", data_incident(corpus, [(236, 248)]))
+    known = Manifest.load(corpus)
+    share = Share(
+        name=known.name,
+        path=str(corpus),
+        weight=1.0,
+        tokens=known.tokens("train"),
+        fingerprint=known.fingerprint(),
+    )
+    append(root / "blends.jsonl", BlendEntry(position=0, step=0, corpora=[share]))
+    return root
+
+
+def samples(root: Path) -> str:
+    return (root / "0001" / "samples.txt").read_text()
+
+
+@pytest.mark.slow
+def test_texts_shown_are_those_of_the_run_without_its_names(run: Path, tmp_path: Path) -> None:
+    publish(run, tmp_path / "public", Keeping(texts=True))
+    publish(run, tmp_path / "named", Keeping(texts=True, names=True))
+    write_incidents(run)
+    ours, public = samples(run / "incidents"), samples(tmp_path / "public" / "incidents")
+    assert samples(tmp_path / "named" / "incidents") == ours and ours.count("acmemails") > 12
+    assert "corpus-1" in public and "shard-1" in public
+    assert public == re.sub(r"acmemails-train-00000", "shard-1", ours).replace("acmemails", "corpus-1")
+    assert [name for name, part in everything(tmp_path / "public") if PRIVATE in part] == []
+    both = [
+        json.loads((root / "incidents/0001/evidence.json").read_text()) for root in (run, tmp_path / "public")
+    ]
+    assert both[0]["tokens"] and both[0]["tokens"] == both[1]["tokens"] and both[1]["problems"] == []

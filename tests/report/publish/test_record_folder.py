@@ -12,7 +12,6 @@ import pytest
 
 from megastable.base.errors import DataError
 from megastable.report.publish import MARK, put_in_place
-from tests.full_disk import files_no_larger_than
 
 OWN = {"index.html", "SHA256SUMS"}
 
@@ -36,7 +35,7 @@ def output(tmp_path: Path) -> Path:
     return tmp_path / "public"
 
 
-def test_a_new_one_and_the_next(output: Path) -> None:
+def test_put_in_place_writes_a_new_record_and_the_next(output: Path) -> None:
     publish(output, a="1", **{"with blank__b": "2"})
     assert listing(output) == OWN | {"a", "with blank/b"}
     sizes = publish(output, a="3", new__c="4")
@@ -49,7 +48,7 @@ def test_a_new_one_and_the_next(output: Path) -> None:
     assert subprocess.run(check, cwd=output, capture_output=True).returncode == 1
 
 
-def test_files_of_others_stay(output: Path) -> None:
+def test_put_in_place_leaves_files_of_others(output: Path) -> None:
     publish(output, a="1", notes__old="1")
     (output / "CNAME").write_text("example.org")
     (output / ".git").mkdir()
@@ -65,7 +64,7 @@ def test_files_of_others_stay(output: Path) -> None:
 
 
 @pytest.mark.parametrize("what", ["a file", "a folder", "sums of another program"])
-def test_what_is_not_a_record_is_refused(what: str, output: Path) -> None:
+def test_put_in_place_refuses_what_is_not_a_record(what: str, output: Path) -> None:
     if what == "a file":
         output.write_text("x")
     else:
@@ -80,13 +79,7 @@ def test_what_is_not_a_record_is_refused(what: str, output: Path) -> None:
     assert listing(output) == before and list(output.parent.iterdir()) == [output]
 
 
-def test_an_empty_folder_is_taken(output: Path) -> None:
-    output.mkdir()
-    publish(output, a="1")
-    assert listing(output) == OWN | {"a"}
-
-
-def test_a_changed_file_is_not_overwritten(output: Path) -> None:
+def test_put_in_place_overwrites_no_changed_file(output: Path) -> None:
     publish(output, a="1", b="1")
     (output / "a").write_text("a remark of a person")
     with pytest.raises(DataError, match="a is not the record's, or was changed after it was written"):
@@ -96,7 +89,7 @@ def test_a_changed_file_is_not_overwritten(output: Path) -> None:
     assert listing(output) == OWN | {"a"}
 
 
-def test_nothing_outside_of_the_folder_is_touched(output: Path) -> None:
+def test_put_in_place_touches_nothing_outside_of_the_folder(output: Path) -> None:
     publish(output, a="1", below__b="1")
     (output.parent / "precious").write_text("mine")
     with (output / "SHA256SUMS").open("a") as file:
@@ -112,18 +105,7 @@ def test_nothing_outside_of_the_folder_is_touched(output: Path) -> None:
     assert listing(elsewhere) == set()
 
 
-def test_a_full_disk_changes_nothing(output: Path) -> None:
-    publish(output, a="1")
-    before = (output / "SHA256SUMS").read_text()
-    with files_no_larger_than(1000), pytest.raises(OSError):
-        publish(output, a="2" * 2000)
-    assert (output / "a").read_text() == "1" and (output / "SHA256SUMS").read_text() == before
-    assert list(output.parent.iterdir()) == [output]
-
-
-def test_a_call_that_was_killed_is_finished_by_the_next(
-    output: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_put_in_place_finishes_a_call_that_was_killed(output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever it was: at every rename, and at every file that is removed."""
 
     class Killed(BaseException):

@@ -11,7 +11,7 @@ import pytest
 
 from megastable.report.publish import publish
 from megastable.report.publish.redaction import Keeping
-from megastable.report.run_page import page_parts
+from megastable.report.run_page import page_file
 from megastable.run.events.reading import KINDS
 from tests.report.publish.plants import Plants, everything, plant
 
@@ -61,7 +61,7 @@ def found(plants: Plants, folder: Path, drawn: list[str]) -> set[tuple[str, str]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("planted", [True, False], ids=["unusable recipe", "usable recipe"], indirect=True)
-def test_secrets_are_nowhere(planted: Plants, tmp_path: Path, drawn: list[str]) -> None:
+def test_publish_shows_no_secret(planted: Plants, tmp_path: Path, drawn: list[str]) -> None:
     done = publish(run_of(tmp_path, planted), tmp_path / "public", Keeping())
     assert len(planted.secrets) > 2 * len(KINDS) and len(drawn) > 50
     assert found(planted, tmp_path / "public", drawn) == set()
@@ -82,7 +82,7 @@ def test_secrets_are_nowhere(planted: Plants, tmp_path: Path, drawn: list[str]) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("planted", [False], ids=["usable recipe"], indirect=True)
-def test_what_is_kept_is_names_and_texts_alone(planted: Plants, tmp_path: Path, drawn: list[str]) -> None:
+def test_publish_keeps_names_and_texts_alone(planted: Plants, tmp_path: Path, drawn: list[str]) -> None:
     publish(run_of(tmp_path, planted), tmp_path / "public", ALL)
     places = {place for place, _ in found(planted, tmp_path / "public", drawn)}
     ends = (".host", "json host", ".hosts", ".gone", ".hosts 2")
@@ -103,7 +103,7 @@ def test_what_is_kept_is_names_and_texts_alone(planted: Plants, tmp_path: Path, 
 
 
 @pytest.mark.slow
-def test_a_search_before_publishing_is_the_last_line(
+def test_publish_searches_before_it_publishes(
     spike: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What this machine is called was not in the run, so it was not replaced: here it is in the journal's words."""
@@ -112,7 +112,7 @@ def test_a_search_before_publishing_is_the_last_line(
     monkeypatch.setattr(socket, "gethostname", lambda: "reproduced-nowhere")
     publish(spike, tmp_path / "public", Keeping())
     before = (tmp_path / "public" / "SHA256SUMS").read_text()
-    monkeypatch.setattr(page_parts, "BODY", f"{page_parts.BODY}<p>on reproduced-nowhere</p>")
+    monkeypatch.setattr(page_file, "BODY", f"{page_file.BODY}<p>on reproduced-nowhere</p>")
     with pytest.raises(DataError, match=r"nothing was published.*index.html"):
         publish(spike, tmp_path / "public", Keeping())
     assert (tmp_path / "public" / "SHA256SUMS").read_text() == before

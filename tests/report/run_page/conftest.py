@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from selenium import webdriver
 
-from megastable.report.run_page.page_guard import PageGuard
+from megastable.report.run_page.page_server import PageGuard
 from megastable.report.run_page.run_reader import RunReader
 from tests.browser import MISSING, browser
 from tests.patience import PATIENCE, until

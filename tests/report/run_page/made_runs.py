@@ -9,12 +9,10 @@ from typing import Any
 import numpy as np
 
 from megastable.data import skip_ledger
-from megastable.data.append_only import append
 from megastable.data.blends import BlendEntry, Share
-from megastable.data.skip_ledger import SampleEntry
+from megastable.data.skip_ledger import SampleEntry, append_entry
 from megastable.run.directory import RunDirectory
-from megastable.run.machine_files import MachineWriter
-from megastable.run.machine_state import HostReading, MachineSample
+from megastable.run.machine_state import HostReading, MachineSample, MachineWriter
 from megastable.run.records import LAYER_SCHEMA, LayerRecord, Recorder
 from tests.report.run_page.run_files import BATCH, BEGIN, LENGTH, SECONDS, begin, note, progress, record
 
@@ -43,7 +41,7 @@ def made_run(
     run = begin(root, **parts)
     recorder, layers, time = Recorder(run.steps, flush), Recorder(run.layers, 1, LAYER_SCHEMA), BEGIN + 22
     ledger = run.skips
-    append(
+    append_entry(
         run.blends, BlendEntry(position=0, step=0, corpora=[share("web", 1_000_000), share("code", 400_000)])
     )
     step, number, waiting = 1, 0, list(incidents)
@@ -52,41 +50,15 @@ def made_run(
             onset, number = waiting.pop(0), number + 1
             for bad in (onset, onset + 1):
                 recorder.add(record(bad, time, 9.0 + bad % 2, applied=False))
-                note(
-                    run,
-                    time,
-                    "discarded",
-                    step=bad,
-                    verdict="outlier",
-                    reason="loss 14 sigma above",
-                    loss=9.0,
-                )
+                refused = {"step": bad, "verdict": "outlier", "reason": "loss 14 sigma above", "loss": 9.0}
+                note(run, time, "discarded", **refused)
                 time += SECONDS
-            told = summary(number, onset)
-            numbered = {"number": number, "summary": told}
-            note(
-                run,
-                time,
-                "incident",
-                what="opened",
-                step=onset + 1,
-                reason="loss up",
-                action="rewind",
-                **numbered,
-            )
-            note(
-                run,
-                time + 20,
-                "incident",
-                what="attributed",
-                cause="data",
-                reason="bad",
-                action="rewind",
-                **numbered,
-            )
-            note(run, time + 21, "incident", what="rewound", to_step=onset - 3, **numbered)
-            note(run, time + 60, "incident", what="closed", step=onset + 16, **numbered)
-            skip_ledger.append_all(ledger, [
+            known: dict[str, Any] = {"number": number, "summary": summary(number, onset), "action": "rewind"}
+            note(run, time, "incident", what="opened", step=onset + 1, reason="loss up", **known)
+            note(run, time + 20, "incident", what="attributed", cause="data", reason="bad", **known)
+            note(run, time + 21, "incident", what="rewound", to_step=onset - 3, **known)
+            note(run, time + 60, "incident", what="closed", step=onset + 16, **known)
+            skip_ledger.append_entries(ledger, [
                 SampleEntry(corpus="web", fingerprint="f", tokens=[[onset * 4096, onset * 4096 + 5 * LENGTH]],
                             reason="data: bad on the state before the onset", incident=number, step=onset),
             ])  # fmt: skip
@@ -96,49 +68,27 @@ def made_run(
         if step % 10 == 0:
             layers.add(*looks(step, time))
         if step % 50 == 0:
-            note(
-                run,
-                time + 0.1,
-                "evaluated",
-                step=step,
-                loss=curve(step) + 0.1,
-                samples=16,
-                seconds=1.0,
-                corpora={
-                    "web": {"loss": curve(step) + 0.2, "samples": 8},
-                    "code": {"loss": 1.5, "samples": 8},
-                },
-            )
-            if step == 100:
-                note(
-                    run,
-                    time + 0.2,
-                    "tasks_evaluated",
-                    checkpoint="step-50",
-                    of_step=50,
-                    manifest="m",
-                    tokens=1,
-                    scores={"arc/acc": 0.25},
-                    seconds=20.0,
-                )
-            note(
-                run,
-                time + 0.4,
-                "checkpoint",
-                step=step,
-                name=f"step-{step}",
-                bytes=63_000_000,
-                seconds=1.4,
-                blocked=0.01,
-            )
-            (run.checkpoints / f"step-{step}").mkdir(exist_ok=True)
-            (run.checkpoints / f"step-{step}" / "manifest.json").write_text("{}")
-            if step > 50:
-                note(run, time + 0.5, "checkpoint_healthy", step=step, name=f"step-{step - 50}")
+            look_back(run, step, time)
         time, step = time + SECONDS, step + 1
     recorder.flush()
     progress(run, last, time, curve(last))
     return run
+
+
+def look_back(run: RunDirectory, step: int, time: float) -> None:
+    """An evaluation, and a checkpoint, which proves the one before healthy."""
+    corpora = {"web": {"loss": curve(step) + 0.2, "samples": 8}, "code": {"loss": 1.5, "samples": 8}}
+    loss = {"loss": curve(step) + 0.1, "samples": 16, "seconds": 1.0}
+    note(run, time + 0.1, "evaluated", step=step, **loss, corpora=corpora)
+    if step == 100:
+        scores = {"scores": {"arc/acc": 0.25}, "seconds": 20.0, "tokens": 1}
+        note(run, time + 0.2, "tasks_evaluated", checkpoint="step-50", of_step=50, manifest="m", **scores)
+    saved = {"bytes": 63_000_000, "seconds": 1.4, "blocked": 0.01}
+    note(run, time + 0.4, "checkpoint", step=step, name=f"step-{step}", **saved)
+    (run.checkpoints / f"step-{step}").mkdir(exist_ok=True)
+    (run.checkpoints / f"step-{step}" / "manifest.json").write_text("{}")
+    if step > 50:
+        note(run, time + 0.5, "checkpoint_healthy", step=step, name=f"step-{step - 50}")
 
 
 def share(name: str, tokens: int) -> Share:
@@ -149,14 +99,10 @@ def looks(step: int, time: float) -> list[LayerRecord]:
     """Of two blocks and the embedding."""
     found = [LayerRecord(step, time, "embedding.weight", gradient_rms=0.001, update_ratio=0.01)]
     for n in range(2):
-        found.append(
-            LayerRecord(step, time, f"blocks.{n}.mlp.down.weight", gradient_rms=0.01 * (n + 1) + step / 1e4)
-        )
-        found.append(
-            LayerRecord(
-                step, time, f"blocks.{n}", activation_max=5.0 + n, attention_logit=8.0, attention_entropy=2.5
-            )
-        )
+        rms, block = 0.01 * (n + 1) + step / 1e4, f"blocks.{n}"
+        values = {"activation_max": 5.0 + n, "attention_logit": 8.0, "attention_entropy": 2.5}
+        found.append(LayerRecord(step, time, f"{block}.mlp.down.weight", gradient_rms=rms))
+        found.append(LayerRecord(step, time, block, **values))
     return found
 
 

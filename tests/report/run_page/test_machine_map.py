@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megastable.report.run_page import page_parts
-from megastable.report.run_page.machine_map import MOST, ROWS, chosen, forward, own_work, shared, with_gaps
+from megastable.report.run_page import page_file
+from megastable.report.run_page.machine_map import MOST, ROWS, chosen, own_work, shared, with_gaps
 from megastable.report.run_page.page_file import content
 from megastable.report.run_page.run_reader import RunReader
-from megastable.run.machine_files import LEVELS, SamplePlace
-from megastable.run.machine_state import MachineSample
+from megastable.run.machine_state import LEVELS, MachineSample, SamplePlace
 from tests.report.run_page.made_runs import machines, made_run
 from tests.report.run_page.run_files import BEGIN
 
@@ -23,7 +22,7 @@ def floats(text: str, kind: str = "f4") -> np.ndarray[Any, Any]:
     return np.frombuffer(base64.b64decode(text), kind)
 
 
-def test_a_slow_rank_and_a_throttled_gpu(tmp_path: Path) -> None:
+def test_machine_maps_show_a_slow_rank_and_a_throttled_gpu(tmp_path: Path) -> None:
     run = made_run(tmp_path / "run")
     reader = RunReader(run.root)
     assert reader.machine_maps("step", None, None)["maps"] == []
@@ -50,10 +49,10 @@ def test_a_slow_rank_and_a_throttled_gpu(tmp_path: Path) -> None:
     assert len(reader.machine_maps("step", 70, 140)["hosts"]) == 2
     assert 3 <= reader.machine_maps("step", 70, 140)["looks"] <= 6 < found["looks"]
     assert reader.machine_maps("time", 100, 200)["looks"] == 3
-    page_parts.as_json(content([reader]))
+    page_file.as_json(content([reader]))
 
 
-def test_a_pipelines_stages_are_compared_with_themselves() -> None:
+def test_own_work_compares_stages_with_themselves() -> None:
     own = np.array([[1.0, 1.1, 2.0, 2.6]] * 3)
     found = own_work(own, stages=2)
     assert found["values"][:, 0] == pytest.approx([1 / 1.05, 1.1 / 1.05, 2.0 / 2.3, 2.6 / 2.3])
@@ -63,7 +62,7 @@ def test_a_pipelines_stages_are_compared_with_themselves() -> None:
     assert np.isnan(own_work(absent, 1)["values"]).sum() == 3
 
 
-def test_of_many_ranks_the_slowest_of_neighbours() -> None:
+def test_shared_keeps_the_slowest_of_neighbours() -> None:
     values = np.ones((8000, 2))
     values[4321, 1] = 1.7
     found, names = shared(values, [f"rank {n}" for n in range(8000)], np.nanmax)
@@ -72,7 +71,7 @@ def test_of_many_ranks_the_slowest_of_neighbours() -> None:
     assert names[row] == "rank 4320 to 4351" and found[row, 1] == 1.7
 
 
-def test_nothing_is_drawn_where_nothing_was_read() -> None:
+def test_with_gaps_draws_nothing_where_nothing_was_read() -> None:
     samples = [MachineSample(time=t, seconds=30.0, own=[1.0]) for t in (0.0, 30.0, 1000.0, 1030.0)]
     found = with_gaps(samples)
     assert [s.time for s in found] == [0.0, 30.0, 31.0, 970.0, 1000.0, 1030.0]
@@ -84,7 +83,7 @@ def level(name: str, first: float, last: float) -> list[SamplePlace]:
     return [SamplePlace(t, seconds, Path(), 0, 0) for t in np.arange(first, last, seconds).tolist()]
 
 
-def test_as_fine_as_can_be_drawn() -> None:
+def test_chosen_is_as_fine_as_can_be_drawn() -> None:
     end = 3_000_000.0
     levels = {
         "30s": level("30s", end - 200_000, end), "15min": level("15min", end - 2_000_000, end),
@@ -101,24 +100,3 @@ def test_as_fine_as_can_be_drawn() -> None:
     early = chosen(levels, 100_000.0, 200_000.0)
     assert {place.seconds for place in early} == {21_600.0}
     assert chosen(levels, end + 1, end + 2) == [] and chosen({name: [] for name in levels}, 0, end) == []
-
-
-def test_an_axis_of_steps_does_not_go_back() -> None:
-    steps = [None, 10, 20, 30, 12, 22, 22, 32]
-    samples = [MachineSample(time=100.0 + 30 * n, seconds=30.0, step=step) for n, step in enumerate(steps)]
-    assert [sample.step for sample in forward(samples)] == [None, 10, 12, 22, 22, 32]
-
-
-def test_samples_far_apart_because_there_are_many_have_no_gaps() -> None:
-    samples = [MachineSample(time=3000.0 * n, seconds=30.0, step=n) for n in range(1, 10)]
-    assert with_gaps(samples) == samples
-    later = MachineSample(time=3000.0 * 60, seconds=30.0, step=60)
-    assert len(with_gaps([*samples, later])) == len(samples) + 3
-
-
-def test_rows_of_several_hosts_are_named_in_full() -> None:
-    names = [f"node-{host} GPU {gpu}" for host in range(100) for gpu in range(8)]
-    _, labels = shared(np.ones((800, 2)), names, np.nanmax)
-    assert labels[:3] == ["node-0 GPU 0 to 3", "node-0 GPU 4 to 7", "node-1 GPU 0 to 3"]
-    _, labels = shared(np.ones((600, 2)), [f"node-{n // 8} GPU {n % 8}" for n in range(600)], np.nanmax)
-    assert labels[2] == "node-0 GPU 6 to node-1 GPU 0"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megastable.report.run_page.page_guard import PageGuard, host_of, is_loopback
+from megastable.report.run_page.page_server import PageGuard, host_of, is_loopback
 
 OPEN = PageGuard(loopback=True, token="", port=80)
 CLOSED = PageGuard(loopback=False, token="secret-ü", port=80)

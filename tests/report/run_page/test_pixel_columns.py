@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megastable.report.run_page.pixel_columns import columns_of, means, reduced, trailing_share, trend_band
+from megastable.report.run_page.plot_data import columns_of, means, reduced, trailing_share, trend_band
 
 LOSSES = st.one_of(st.floats(-1e6, 1e6, width=32), st.sampled_from([math.nan, math.inf, -math.inf]))
 STEPS = st.lists(st.tuples(st.integers(0, 1000), LOSSES), min_size=1, max_size=200)

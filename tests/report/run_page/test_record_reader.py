@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megastable.base import folder_stamp
-from megastable.report.run_page.record_reader import RecordReader
-from megastable.report.run_page.step_table import SOMETIMES, StepTable
+from megastable.base import durable
+from megastable.base.durable import folder_stamp
+from megastable.report.run_page.step_table import SOMETIMES, RecordReader, StepTable
 from megastable.run import records
 from megastable.run.records import Recorder
 from tests.report.run_page.made_runs import curve, made_run
@@ -51,7 +51,7 @@ def undone(found: dict[str, list[float]]) -> list[float]:
 
 
 @given(st.lists(st.integers(1, 12), max_size=40), st.integers(0, 40))
-def test_undone_is_what_a_later_step_does_again(steps: list[int], recorded: int) -> None:
+def test_find_undone_marks_what_a_later_step_does_again(steps: list[int], recorded: int) -> None:
     """Of recorded steps and of those that were only seen; and of what is read once more."""
     table, given = StepTable(), {"step": np.array(steps, np.int64)}
     nothing = {name: np.full(len(steps), np.nan) for name in SOMETIMES}
@@ -65,7 +65,7 @@ def test_undone_is_what_a_later_step_does_again(steps: list[int], recorded: int)
         assert table.steps["undone"].tolist() == wanted and table.recorded == min(recorded, len(steps))
 
 
-def test_what_is_live_is_what_the_newest_records_are(tmp_path: Path) -> None:
+def test_reader_has_the_newest_records_live(tmp_path: Path) -> None:
     run = made_run(tmp_path / "run")
     reader = read(run.steps)
     found, newest = columns(reader), records.read(run.steps)
@@ -80,7 +80,7 @@ def test_what_is_live_is_what_the_newest_records_are(tmp_path: Path) -> None:
         assert table.looks["parameter_norm"].tolist() == pytest.approx((50 + steps / 100).tolist())
 
 
-def test_a_rewind_and_a_compaction_leave_the_table_that_a_new_reader_has(tmp_path: Path) -> None:
+def test_reader_has_the_table_of_a_new_reader_after_a_rewind_and_a_compaction(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path, 10)
     reader = RecordReader(tmp_path)
     assert not reader.look()
@@ -95,7 +95,7 @@ def test_a_rewind_and_a_compaction_leave_the_table_that_a_new_reader_has(tmp_pat
     assert len(columns(reader)["step"]) == 800 and undone(columns(reader))[:106] == list(range(95, 201))
 
 
-def test_steps_are_seen_before_they_are_recorded(tmp_path: Path) -> None:
+def test_reader_sees_steps_before_they_are_recorded(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path, 10)
     for step in range(1, 11):
         recorder.add(record(step, BEGIN + step, curve(step)))
@@ -113,19 +113,7 @@ def test_steps_are_seen_before_they_are_recorded(tmp_path: Path) -> None:
     assert not reader.see({"measured_step": "x", "loss": None}) and not reader.see({})
 
 
-def test_what_was_only_seen_marks_nothing_for_good(tmp_path: Path) -> None:
-    recorder = Recorder(tmp_path, 10)
-    for step in range(1, 11):
-        recorder.add(record(step, BEGIN + step, curve(step)))
-    reader = read(tmp_path)
-    assert reader.see(told(8, 13)) and undone(columns(reader)) == [8, 9, 10]
-    for step in range(11, 21):
-        recorder.add(record(step, BEGIN + 20 + step, curve(step)))
-    reader.look()
-    assert columns(reader) == columns(read(tmp_path)) and not undone(columns(reader))
-
-
-def test_a_clock_that_is_set_back_undoes_nothing(tmp_path: Path) -> None:
+def test_reader_undoes_nothing_where_a_clock_is_set_back(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path, 10)
     for step in range(1, 31):
         recorder.add(record(step, BEGIN + step, curve(step)))
@@ -138,10 +126,10 @@ def test_a_clock_that_is_set_back_undoes_nothing(tmp_path: Path) -> None:
         assert found["step"] == list(range(1, 61)) and not any(found["undone"])
 
 
-def test_a_file_that_comes_within_a_tick_of_the_file_systems_clock_is_read(
+def test_reader_reads_a_file_that_comes_within_a_tick_of_the_file_systems_clock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(folder_stamp, "RECENT", 1e9)  # also on a machine that is slow
+    monkeypatch.setattr(durable, "RECENT", 1e9)  # also on a machine that is slow
     recorder = Recorder(tmp_path, 10)
     for step in range(1, 11):
         recorder.add(record(step, BEGIN + step, curve(step)))
@@ -153,28 +141,8 @@ def test_a_file_that_comes_within_a_tick_of_the_file_systems_clock_is_read(
     assert columns(reader)["step"] == list(range(1, 21))
 
 
-def test_the_stamp_of_a_folder(tmp_path: Path) -> None:
-    for seconds, known in ((-3600, True), (3600, False)):  # a file server's clock may be ahead
+def test_folder_stamp_is_none_where_the_clock_of_the_file_server_is_ahead(tmp_path: Path) -> None:
+    for seconds, known in ((-3600, True), (3600, False)):
         moment = time.time_ns() + seconds * 10**9
         os.utime(tmp_path, ns=(moment, moment))
-        assert folder_stamp.folder_stamp(tmp_path) == (moment if known else None)
-
-
-def test_numbers_are_those_of_the_step_that_they_are_of(tmp_path: Path) -> None:
-    recorder = Recorder(tmp_path, 10)
-    for step in range(1, 11):
-        recorder.add(record(step, BEGIN + step, curve(step)))
-    reader = read(tmp_path)
-    # An evaluation goes on after step 12, whose outcome was open until it began; then a rewind to step 8.
-    assert reader.see({**told(12, 12), "step": 11, "cursor": 88, "time": BEGIN + 13})
-    assert not reader.see({**told(12, 12), "step": 12, "cursor": 96, "time": BEGIN + 60})
-    assert not reader.see({**told(12, 12), "step": 8, "cursor": 64, "time": BEGIN + 61})
-    with reader.table() as table:
-        last = {name: table.steps[name][-1] for name in ("step", "next_position", "time", "loss")}
-    assert last == {"step": 12, "next_position": 96, "time": BEGIN + 12, "loss": 3.0}
-    assert not any(columns(reader)["undone"])
-    assert reader.see({**told(12, 12), "measured_step": 9, "step": 9, "cursor": 72, "stepped": BEGIN + 62})
-    found = columns(reader)
-    assert [s for s, gone in zip(found["step"], found["undone"], strict=True) if gone] == [9, 10, 12]
-    for odd in ({"stepped": float("inf")}, {"stepped": "nan"}, {"measured_step": None}):
-        assert not reader.see({**told(12, 12), **odd})
+        assert folder_stamp(tmp_path) == (moment if known else None)

@@ -15,12 +15,11 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
 
 from megastable.report.run_page.page_file import write_page
-from megastable.report.run_page.run_reader import RunReader
 from megastable.run.directory import RunDirectory
-from megastable.run.records import LAYER_SCHEMA, Recorder
-from tests.patience import PATIENCE, until
+from megastable.run.records import Recorder
+from tests.patience import until
 from tests.report.run_page.conftest import serving
-from tests.report.run_page.made_runs import curve, looks, machines, made_run, summary
+from tests.report.run_page.made_runs import curve, machines, made_run, summary
 from tests.report.run_page.run_files import BEGIN, note, progress, record
 
 pytestmark = pytest.mark.slow
@@ -135,69 +134,6 @@ def test_a_run_that_goes_on(page: Pages, tmp_path: Path) -> None:
         page.leave()
 
 
-def test_the_probe_is_drawn_live_and_in_a_file(page: Pages, tmp_path: Path) -> None:
-    run = made_run(tmp_path / "run", incidents=())
-    data = "return document.querySelector('#plot-probe').plot()?.data"
-    with serving(run.root) as address:
-        page.open(address)
-        assert not page.find("#plot-probe").is_displayed()  # it was never measured
-        for step in (50, 75, 100):
-            note(run, BEGIN + 300 + step, "probed", step=step, loss=5 - step / 100, samples=16)
-        until(lambda: page.run(data) == [[50, 75, 100], [4.5, 4.25, 4.0]])
-        told = summary(1, 100)
-        note(run, BEGIN + 405, "incident", what="rewound", number=1, to_step=80, summary=told)
-        note(run, BEGIN + 410, "probed", step=100, loss=3.75, samples=16)
-        # The look that was undone, and the curve.
-        drawn = [[50, 75, 100], [None, None, 4.0], [4.5, 4.25, 3.75]]
-        until(lambda: page.run(data) == drawn)
-        assert "never trained on" in page.find("#plot-probe figcaption").get_attribute("title")
-        page.leave()
-    write_page([run.root], tmp_path / "page.html")
-    page.open((tmp_path / "page.html").as_uri())
-    assert page.run(data) == drawn
-
-
-def test_steps_that_nobody_knows_yet_are_a_gap(page: Pages, tmp_path: Path) -> None:
-    run = made_run(tmp_path / "run", incidents=())
-    progress(run, 180, time.time(), 3.2)
-    with serving(run.root) as address:
-        page.open(address)
-        until(lambda: page.run(LAST) == 180)
-        data = "const d = document.querySelector('#plot-loss').plot().data, n = d[0].indexOf(165)"
-        assert page.run(f"{data}; return d.slice(1).filter((column) => column[n] === null).length") == 1
-        page.leave()
-
-
-def test_steps_that_come_faster_than_their_data_are_drawn(page: Pages, tmp_path: Path) -> None:
-    run = made_run(tmp_path / "run", incidents=())
-    with serving(run.root) as address:
-        page.open(address)
-        page.run("took = 600")  # milliseconds, as on a machine that is busy: the next look is after 3 s
-        drawn, step = page.run(LAST), 150
-        until_ = time.monotonic() + PATIENCE
-        while page.run(LAST) == drawn:
-            assert time.monotonic() < until_
-            step += 1
-            progress(run, step, time.time(), 3.2)
-            time.sleep(0.3)
-            page.run("took = Math.max(took, 600)")
-        page.leave()
-
-
-@pytest.mark.parametrize("kind", ["address", "file"])
-def test_checkpoints_and_skipped_data_are_told(
-    page: Pages, kind: str, request: pytest.FixtureRequest
-) -> None:
-    page.open(request.getfixturevalue(kind))
-    until(lambda: page.texts("#data tbody tr") != [])
-    assert "resumes from step 150" in page.text("#checkpoints .note")
-    assert "branch off, take step 100" in page.text("#checkpoints .note")
-    newest, older = page.texts("#data tbody tr")
-    assert "web, tokens 450560-450719" in newest and "web, tokens 245760-245919" in older
-    page.run("document.querySelector('#data tbody button').click()")
-    until(lambda: "incident 2" in page.text("dialog[open]"))
-
-
 @pytest.mark.parametrize("kind", ["address", "file"])
 def test_a_drag_zooms_all_plots(page: Pages, kind: str, request: pytest.FixtureRequest) -> None:
     page.open(request.getfixturevalue(kind))
@@ -241,134 +177,6 @@ def test_an_incident_opens_its_post_mortem(page: Pages, kind: str, request: pyte
     page.press("p")
     low, high = page.window()
     assert low < 60 < high < 130
-
-
-def test_a_list_keeps_what_has_not_changed(page: Pages, tmp_path: Path) -> None:
-    """Else a click that falls together with a step, or the place of the keyboard, is lost."""
-    run = with_page(made_run(tmp_path / "run"))
-    with serving(run.root) as address:
-        page.open(address)
-        until(lambda: len(page.all("#incidents li")) == 2)
-        kept, button = (
-            page.all("#journal li")[0],
-            page.all("#incidents li")[1].find_element(By.CSS_SELECTOR, "button"),
-        )
-        page.run("arguments[0].focus()", button)
-        note(run, time.time(), "warning", step=150, text="something new")
-        told = summary(3, 140, outcome="open", actions=[])
-        note(run, time.time(), "incident", what="opened", number=3, step=141, reason="loss up", summary=told)
-        until(lambda: len(page.all("#incidents li")) == 3)
-        until(lambda: "loss up" in page.texts("#journal .text")[0])
-        assert page.run("return document.activeElement === arguments[0]", button)
-        assert (
-            page.run("return [...document.querySelectorAll('#journal li')].indexOf(arguments[0])", kept) == 2
-        )
-        page.press(Keys.ENTER)
-        assert "At step 60" in page.text("dialog h2")
-        page.leave()
-
-
-def test_search_theme_and_help(page: Pages, address: str) -> None:
-    page.open(address)
-    count = page.find("#journal .tools .note")
-    page.press("/", "healthy")
-    until(lambda: count.text == "2 events")
-    assert all("healthy" in text for text in page.texts("#journal .text"))
-    page.press(Keys.ESCAPE, "?")
-    assert "zoom all plots" in page.text("dialog.help")
-    page.press(Keys.ESCAPE)
-    before = page.find("body").value_of_css_property("background-color")
-    page.press("d")
-    assert page.find("body").value_of_css_property("background-color") != before
-    page.press("d", "l")
-    assert page.find("#plot-loss").is_displayed()
-
-
-def test_several_runs(page: Pages, made: RunDirectory, tmp_path: Path) -> None:
-    other = made_run(tmp_path / "other", last=90, incidents=(40,))
-    with serving(made.root, other.root) as address:
-        page.open(address)
-        lines = "return document.querySelector('#plot-%s').plot().series.length - 1"
-        until(lambda: page.run(lines % "lr") == 2)
-        page.all(".run .name")[1].click()
-        until(lambda: page.texts(".flags .flag") == ["1"])
-        assert "step 90 of 200" in page.text(".figures")
-        page.all(".run input")[0].click()
-        until(lambda: page.run(lines % "lr") == 1)
-        until(lambda: page.window() == [1, 90])
-        page.leave()
-
-
-def test_a_map_without_news_stays_under_the_pointer(page: Pages, tmp_path: Path) -> None:
-    run = made_run(tmp_path / "run", incidents=())
-    with serving(run.root) as address:
-        page.open(address)
-        until(lambda: page.all("#layers canvas"))
-        page.run("document.querySelector('#layers canvas').mine = true")
-        progress(run, 151, time.time(), 3.21)
-        until(lambda: page.run(LAST) == 151)
-        assert page.run("return document.querySelector('#layers canvas').mine")
-        Recorder(run.layers, 1, LAYER_SCHEMA).add(*looks(160, BEGIN + 900))
-        progress(run, 152, time.time(), 3.2)
-        until(lambda: not page.run("return document.querySelector('#layers canvas').mine"))
-        page.leave()
-
-
-def test_a_link_with_the_token_leads_here_from_another_site(page: Pages, made: RunDirectory) -> None:
-    with serving(made.root, token="tok") as address:
-        page.driver.get(f"data:text/html,<a href='{address}/?token=tok'>the run</a>")
-        page.find("a").click()
-        until(lambda: page.run("return document.documentElement.dataset.ready"))
-        assert page.run("return location.search") == ""
-        page.leave()
-
-
-def test_pages_that_nobody_looks_at_hold_up_no_other(page: Pages, made: RunDirectory) -> None:
-    """A browser opens six connections to a server, and a page that follows a run keeps one."""
-    first = page.driver.current_window_handle
-    with serving(made.root) as address:
-        for _ in range(8):
-            page.driver.switch_to.new_window("tab")
-            page.open(address)
-        assert page.run(LAST) == 150
-        for handle in page.driver.window_handles:
-            if handle != first:
-                page.driver.switch_to.window(handle)
-                page.driver.close()
-        page.driver.switch_to.window(first)
-
-
-def test_an_answer_that_fails_is_told_and_the_rest_is_drawn(
-    driver: webdriver.Chrome, made: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    page, other = Pages(driver), made_run(tmp_path / "other", last=90, incidents=())
-    inner = RunReader.panel
-
-    def fails(reader: RunReader) -> dict[str, Any]:
-        if reader.name == "other":
-            raise RuntimeError("unforeseen")
-        return inner(reader)
-
-    monkeypatch.setattr(RunReader, "panel", fails)
-    with serving(made.root, other.root) as address:
-        page.open(address)
-        until(lambda: "could not be loaded" in page.text(".problems"))
-        assert page.run(LAST) == 150 and page.texts(".flags .flag") == ["1", "2"]
-        page.leave()
-    page.errors()  # the server's answer
-
-
-@pytest.mark.parametrize("width", [800, 3840])
-def test_nothing_is_wider_than_the_page(page: Pages, file: str, width: int) -> None:
-    size = {"width": width, "height": 1000, "deviceScaleFactor": 1, "mobile": False}
-    page.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-    try:
-        page.open(file)
-        assert page.run("return document.documentElement.scrollWidth") <= width
-        plot = page.find("#plot-loss .uplot").rect
-        assert 0.8 * min(width, 1920) < plot["width"] < width
-    finally:
-        page.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
 @pytest.mark.parametrize("served", [True, False], ids=["served", "file"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -14,7 +13,7 @@ import typer
 from megastable.base.errors import FAILED, ConfigError
 from megastable.commands.app import App
 from megastable.commands.options import Json, JsonFile, Overrides, put_json
-from megastable_tools.commands.checkout import find_beside
+from megastable_tools.commands.drill import find_beside
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -36,22 +35,23 @@ def _settings(overrides: list[str] | None, section: str) -> StabilityConfig:
     from megastable.config import recipe
     from megastable.config.recipe import override
 
-    if foreign := [item for item in overrides or [] if not item.startswith(f"{section}.")]:
-        raise ConfigError(f"{foreign[0]}: only {section}.KEY=VALUE has an influence here")
-    tree: dict[str, Any] = {}
-    for assignment in overrides or []:
-        override(tree, assignment)
-    return recipe.validate(tree, "the overrides").stability
+    if foreign_overrides := [item for item in overrides or [] if not item.startswith(f"{section}.")]:
+        raise ConfigError(f"{foreign_overrides[0]}: only {section}.KEY=VALUE has an influence here")
+    settings_tree: dict[str, Any] = {}
+    for given_override in overrides or []:
+        override(settings_tree, given_override)
+    return recipe.validate(settings_tree, "the overrides").stability
 
 
 @app.add(
+    "stability",
     examples="""
     megastable bench stability
     megastable bench stability --rounds 100 --output cost.json
     megastable bench stability --recipe launch/recipes/125m.yaml model.vocab_size=32000 train.global_batch=32
-    """
+    """,
 )
-def stability(
+def bench_stability(
     overrides: Overrides = None,
     recipe_path: Annotated[
         Path, typer.Option("--recipe", help="Whose model, batch and precision to measure with")
@@ -72,26 +72,27 @@ def stability(
     from megastable.engine import distributed
 
     distributed.start_distributed(config.run.timeout, config.run.deterministic)
-    with bar("measuring", steps_needed(rounds), unit="steps") as progress:
-        found = measure(config, rounds, progress, progress.say)
+    with bar("measuring", steps_needed(rounds), unit="steps") as progress_bar:
+        found = measure(config, rounds, progress_bar, progress_bar.say)
     distributed.stop_distributed()
-    console = _console(as_json)
-    console.print(table(found.costs))
-    console.print(", ".join(f"{key} {value}" for key, value in (found.run | found.machine).items()))
+    result_console = _console(as_json)
+    result_console.print(table(found.costs))
+    result_console.print(", ".join(f"{key} {value}" for key, value in (found.run | found.machine).items()))
     if found.disturbed:
-        console.print(f"note: the guard did not simply pass {found.disturbed} steps: measure again")
+        result_console.print(f"note: the guard did not simply pass {found.disturbed} steps: measure again")
     put_json(asdict(found), as_json, output)
 
 
 @app.add(
+    "noise",
     examples="""
     megastable bench noise
     megastable bench noise --steps 6000 --seeds 4 --kind ar-0.7 --kind levels-20 --output noise.json
     megastable bench noise stability.detector.false_alarms=0.1
     megastable bench noise --no-norms --faults 20 --kind bursts
-    """
+    """,
 )
-def noise(
+def bench_noise(
     overrides: Annotated[list[str] | None, typer.Argument(help="stability.KEY=VALUE ...")] = None,
     steps: Annotated[int, typer.Option(min=200, help="Of every healthy run")] = 60_000,
     seeds: Annotated[int, typer.Option(min=1, help="Runs of every kind")] = 1,
@@ -113,104 +114,42 @@ def noise(
     find_beside("benchmarks")
     from benchmarks.noise import FAULTS, KINDS, Delays, count, delays
 
-    config = _settings(overrides, "stability")
-    if unknown := set(kinds or ()) - set(KINDS):
-        raise ConfigError(f"--kind {sorted(unknown)[0]}: one of {', '.join(KINDS)}")
-    table = Table(
+    run_config = _settings(overrides, "stability")
+    if unknown_kinds := set(kinds or ()) - set(KINDS):
+        raise ConfigError(f"--kind {sorted(unknown_kinds)[0]}: one of {', '.join(KINDS)}")
+    result_table = Table(
         "noise", "steps", "rewinds", "discards", "irreversible", "alerts", "levels let pass", "resets"
     )
     late = Table("noise", *FAULTS, title="acted on in time, of those planted (median of the steps it took)")
-    found = []
-    seen: list[Delays] = []
-    chosen = kinds or list(KINDS)
-    with bar("judging", len(chosen), unit="kinds") as progress:
-        for kind in chosen:
+    noise_counts = []
+    seen_delays: list[Delays] = []
+    chosen_kinds = kinds or list(KINDS)
+    with bar("judging", len(chosen_kinds), unit="kinds") as progress_bar:
+        for kind in chosen_kinds:
             if planted:
-                took = delays(kind, planted, first, config, norms)
+                took = delays(kind, planted, first, run_config, norms)
                 late.add_row(kind, *(f"{d.in_time} of {d.planted} ({d.median})" for d in took))
-                seen += took
-            f = count(kind, steps, range(first, first + seeds), config, norms)
-            found.append(f)
-            numbers = f.steps, f.rewinds, f.discards, f.irreversible, f.alerts, f.watched, f.resets
-            table.add_row(kind, *(f"{number:,}" for number in numbers))
-            progress()
-    _console(as_json).print(table)
+                seen_delays += took
+            f = count(kind, steps, range(first, first + seeds), run_config, norms)
+            noise_counts.append(f)
+            noise_numbers = f.steps, f.rewinds, f.discards, f.irreversible, f.alerts, f.watched, f.resets
+            result_table.add_row(kind, *(f"{count_number:,}" for count_number in noise_numbers))
+            progress_bar()
+    _console(as_json).print(result_table)
     if planted:
         _console(as_json).print(late)
-    put_json([*map(asdict, found), *map(asdict, seen)], as_json, output)
+    put_json([*map(asdict, noise_counts), *map(asdict, seen_delays)], as_json, output)
 
 
 @app.add(
-    examples="""
-    megastable bench attribution --text a.txt --text b/ --text a.txt+b/:0.05 --seeds 2
-    """
-)
-def attribution(
-    overrides: Annotated[list[str] | None, typer.Argument(help="stability.attribution.KEY=VALUE ...")] = None,
-    given: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--text",
-            help="A file or folder to train on; repeatable. A+B:0.05: two corpora, B with that share of the samples",
-        ),
-    ] = None,
-    seeds: Annotated[int, typer.Option(min=1, help="Runs on every text")] = 1,
-    first: Annotated[int, typer.Option("--first-seed", min=0, help="The others follow it")] = 1,
-    windows: Annotated[int, typer.Option(min=0, help="Healthy ones, on each of two states of a run")] = 24,
-    planted: Annotated[int, typer.Option(min=0, help="Of each kind, on each state")] = 2,
-    as_json: Json = False,
-    output: JsonFile = None,
-) -> None:
-    """Measure how often attribution convicts innocent samples, and finds bad ones, in small runs. Some 5 min a run."""
-    from rich.table import Table
-
-    from megastable.base.progress_bar import bar
-
-    settings = _settings(overrides, "stability.attribution").attribution
-    if not given:
-        raise ConfigError("--text: which text? One that no constant was chosen on")
-    find_beside("benchmarks")
-    _form_group_of_one()
-    from benchmarks.attribution_errors import PLANTS, STATES, Found, measure, pooled
-    from megastable.engine import distributed
-
-    found = list[Found]()
-    distributed.start_distributed(timeout=600, deterministic=False)
-    each = len(STATES) * (windows + planted * len(PLANTS))
-    with bar("examining", len(given) * seeds * each, unit="windows") as progress:
-        for text in given:
-            for seed in range(first, first + seeds):
-                with tempfile.TemporaryDirectory(prefix="megastable-bench-") as folder:
-                    found += measure(text, seed, windows, planted, Path(folder), settings, progress)
-                put_json([asdict(f) for f in found], False, output)
-    distributed.stop_distributed()
-    table = Table(
-        "text",
-        "kind",
-        "windows",
-        "with innocents convicted",
-        "innocents",
-        "of samples",
-        "share, mean",
-        "bad found",
-    )
-    for f in pooled(found):
-        table.add_row(
-            f.text, f.kind, f"{f.windows}", f"{f.wrong}", f"{f.innocent}", f"{f.samples:,}",
-            f"{sum(f.shares) / len(f.shares):.1%}", f"{f.named} of {f.bad}" if f.bad else "",
-        )  # fmt: skip
-    _console(as_json).print(table)
-    put_json([asdict(f) for f in found], as_json, None)
-
-
-@app.add(
+    "train",
     examples="""
     megastable bench train --rounds 9 --output train.json
     megastable bench train --recipe launch/recipes/125m.yaml train.micro_batch=1 --peers plain --peers transformers
     megastable bench train --recipe launch/recipes/1.3b.yaml model.vocab_size=32000 --device cuda
-    """
+    """,
 )
-def train(
+def bench_training(
     overrides: Overrides = None,
     recipe_path: Annotated[
         Path, typer.Option("--recipe", help="Whose model, micro-batch and precision to measure with")
@@ -242,8 +181,8 @@ def train(
     from megastable.config import deepspeed_json, recipe
 
     find_beside("benchmarks")
-    config = recipe.load(recipe_path, overrides or [])
-    deepspeed_json.build(config, 1)
+    run_config = recipe.load(recipe_path, overrides or [])
+    deepspeed_json.build(run_config, 1)
     device = _on(device)
     from benchmarks.peers import PEERS, chosen_peers
 
@@ -253,9 +192,9 @@ def train(
                 f"{name}: {peer.meaning}" + (f" (default: {', '.join(peer.default)})" if peer.default else "")
             )
         return
-    wanted = chosen_peers(peers or [], device)
+    wanted_peers = chosen_peers(peers or [], device)
     _form_group_of_one()
-    begun = time.monotonic()
+    begin_time = time.monotonic()
     from benchmarks import speed
     from benchmarks.train_speed import measure, steps_needed
     from megastable.base.progress_bar import bar
@@ -265,20 +204,20 @@ def train(
         """After every contestant, so that an interrupted run keeps its measurements."""
         put_json(asdict(now), False, output)
 
-    distributed.start_distributed(config.run.timeout, config.run.deterministic)
+    distributed.start_distributed(run_config.run.timeout, run_config.run.deterministic)
     try:
-        with bar("measuring", steps_needed(wanted, rounds), unit="steps") as progress:
+        with bar("measuring", steps_needed(wanted_peers, rounds), unit="steps") as progress_bar:
             found = measure(
-                config, wanted, rounds, apart, progress, progress.doing,
-                seconds and seconds - (time.monotonic() - begun), write,
+                run_config, wanted_peers, rounds, apart, progress_bar, progress_bar.doing,
+                seconds and seconds - (time.monotonic() - begin_time), write,
             )  # fmt: skip
     finally:
         distributed.stop_distributed()
-    console = _console(as_json)
-    console.print(speed.table(found))
-    about = ", ".join(f"{key} {value}" for key, value in (found.run | found.machine).items())
-    for line in (*speed.lines(found), about):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    result_console = _console(as_json)
+    result_console.print(speed.table(found))
+    about_text = ", ".join(f"{key} {value}" for key, value in (found.run | found.machine).items())
+    for result_line in (*speed.lines(found), about_text):
+        result_console.print(result_line, markup=False, highlight=False, soft_wrap=True)
     put_json(asdict(found), as_json, output)
 
 
@@ -298,12 +237,13 @@ def _on(device: str | None) -> str:
 
 
 @app.add(
+    "scaling",
     examples="""
     megastable bench scaling --layout TP2 --layout PP4
     megastable bench scaling --recipe launch/recipes/70b.yaml model.vocab_size=128000 --ranks 256
-    """
+    """,
 )
-def scaling(
+def bench_scaling(
     overrides: Overrides = None,
     layouts: Annotated[
         list[str] | None, typer.Option("--layout", help="Which to count, e.g. TP2; repeatable. Default: all")
@@ -326,18 +266,18 @@ def scaling(
 
     if recipe_path is not None:
         forecast = scaling.predict(recipe.load(recipe_path, overrides or []), ranks)
-        shown, tree, differs = scaling.forecast_table(forecast), asdict(forecast), False
+        shown_table, result_tree, counts_differ = scaling.forecast_table(forecast), asdict(forecast), False
     elif overrides:
         raise ConfigError(
             f"{overrides[0]}: the layouts that are counted have models of their own; give --recipe"
         )
     else:
-        stderr = _console(False, errors=True)
-        found = scaling.measure(layouts or [], lambda text: stderr.print(f"counting: {text}"))
-        shown, tree, differs = scaling.table(found), asdict(found), found.differs
-    _console(as_json).print(shown)
-    put_json(tree, as_json, output)
-    if differs:
+        error_console = _console(False, errors=True)
+        found = scaling.measure(layouts or [], lambda text: error_console.print(f"counting: {text}"))
+        shown_table, result_tree, counts_differ = scaling.table(found), asdict(found), found.differs
+    _console(as_json).print(shown_table)
+    put_json(result_tree, as_json, output)
+    if counts_differ:
         raise typer.Exit(FAILED)
 
 

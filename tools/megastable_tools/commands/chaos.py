@@ -10,13 +10,10 @@ import typer
 from megastable.base.errors import ConfigError
 from megastable.commands.app import App
 from megastable.commands.options import Json, JsonFile
-from megastable_tools.commands.checkout import find_beside
-from megastable_tools.commands.drill import conduct
+from megastable_tools.commands.drill import conduct_drill, find_beside
 
 app = App()
 STEPS, QUICK_STEPS, QUICK_FAULTS = 400, 200, 3
-# One run goes on during faults, of which some last minutes.
-ONE_RUN_STEPS, ONE_RUN_STEPS_PER_FAULT = 2000, 100
 QUICK = ("killed-rank", "killed-host", "stopped-rank")
 # So that a quick round fits in minutes; the full one has the supervisor's own limits.
 IMPATIENT = ("supervise.hang_floor=8", "supervise.host_silence=8")
@@ -27,7 +24,6 @@ LIMITS = ("supervise.wait_for_hosts=60", "supervise.shrink_after=null")
     examples="""
     megastable chaos --quick
     megastable chaos --hosts 3 --faults 12 --seed 7 --output chaos.json
-    megastable chaos --hosts 3 --spares 1 --faults 50 --one-run
     megastable chaos --only flapping-link,stalled-disk --seconds 60
     megastable chaos --list
     """,
@@ -37,7 +33,7 @@ LIMITS = ("supervise.wait_for_hosts=60", "supervise.shrink_after=null")
     "Exit codes: 0 every fault was found, blamed on the right host and ended as it should; 1 not so; 2 bad input, or "
     "hosts cannot be made here.",
 )
-def chaos(
+def run_chaos(
     hosts: Annotated[int, typer.Option(min=2, max=6, help="Hosts that train")] = 2,
     spares: Annotated[int, typer.Option(min=0, max=2, help="Spare hosts")] = 0,
     faults: Annotated[
@@ -45,20 +41,13 @@ def chaos(
     ] = None,
     steps: Annotated[
         int | None,
-        typer.Option(
-            min=50,
-            help="Steps of a run. Default: 400; with --quick 200; with --one-run 2000, or 100 a fault if that is more",
-        ),
+        typer.Option(min=50, help="Steps of a run. Default: 400; with --quick 200"),
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of kinds, hosts and times")] = 1,
     seconds: Annotated[
         float | None, typer.Option(min=0, max=300, help="Duration of the faults that last. Default: drawn")
     ] = None,
     only: Annotated[str, typer.Option(metavar="KIND,...", help="Kinds of faults. Default: all")] = "",
-    one_run: Annotated[
-        bool,
-        typer.Option("--one-run", help="Inject all faults into one run, one after the other; needs a spare"),
-    ] = False,
     quick: Annotated[bool, typer.Option("--quick", help="Three faults, short runs, short timeouts")] = False,
     corpus: Annotated[
         Path | None, typer.Option(help="Prepared corpus. Default: Python's standard library")
@@ -79,21 +68,18 @@ def chaos(
     from drills.hosts import NAMES
     from drills.namespaces import missing
 
-    kinds = cluster_faults.choose(
-        [name for name in only.split(",") if name] or (list(QUICK) if quick else [])
+    fault_kinds = cluster_faults.choose(
+        [kind_name for kind_name in only.split(",") if kind_name] or (list(QUICK) if quick else [])
     )
     if listed:
-        for kind in kinds:
-            print(f"{kind.name}: {kind.title}")
+        for fault_kind in fault_kinds:
+            print(f"{fault_kind.name}: {fault_kind.title}")
         return
-    if reason := missing():
-        raise ConfigError(f"hosts cannot be made here: {reason}")
-    if one_run and not spares:
-        raise ConfigError("--one-run: a host whose link was cut is replaced by a spare: say --spares 1")
-    count = faults or (QUICK_FAULTS if quick else 12)
+    if missing_reason := missing():
+        raise ConfigError(f"hosts cannot be made here: {missing_reason}")
+    fault_count = faults or (QUICK_FAULTS if quick else 12)
     if steps is None:
-        steps = max(ONE_RUN_STEPS, ONE_RUN_STEPS_PER_FAULT * count) if one_run else STEPS
-        steps = QUICK_STEPS if quick else steps
-    planned = plan(kinds, NAMES[:hosts], seed, count, steps, seconds=seconds)
-    setup = ClusterSetup(corpus, steps, hosts, spares, [*LIMITS, *(IMPATIENT if quick else ())])
-    conduct(ChaosDrill(setup, kinds, planned, one_run), keep, as_json, output)
+        steps = QUICK_STEPS if quick else STEPS
+    planned_faults = plan(fault_kinds, NAMES[:hosts], seed, fault_count, steps, seconds=seconds)
+    cluster_setup = ClusterSetup(corpus, steps, hosts, spares, [*LIMITS, *(IMPATIENT if quick else ())])
+    conduct_drill(ChaosDrill(cluster_setup, fault_kinds, planned_faults), keep, as_json, output)

@@ -14,8 +14,7 @@ from megastable.commands.app import App
 from megastable.commands.options import Csv, Html, Json, JsonFile, Overrides, Rows, Run, put_json
 
 if TYPE_CHECKING:
-    from megastable_tools.convert.branching import Branch
-    from megastable_tools.convert.reshaping import Made
+    from megastable_tools.convert.derived_runs import Branch, Made
 
 app = App(
     "Verify, list, show, pin, compare, reshape, branch, average, roll back to checkpoints. Needs no GPU."
@@ -40,22 +39,23 @@ One = Annotated[Path, typer.Argument(help="RUN/checkpoints/step-N, or RUN/checkp
 
 
 @app.add(
+    "verify",
     examples="""
     megastable checkpoint verify runs/7b
     megastable checkpoint verify runs/7b/checkpoints/step-500 runs/other --json
     """,
     more="Exit codes: 0 all good, 2 one is damaged, or there is none.",
 )
-def verify(paths: Annotated[list[Path], typer.Argument(help="Checkpoints, or runs for all of theirs")],
-           as_json: Json = False, output: JsonFile = None, csv: Csv = None, html: Html = None,
-           rows: Rows = 100) -> None:  # fmt: skip
+def verify_checkpoints(paths: Annotated[list[Path], typer.Argument(help="Checkpoints, or runs for all of theirs")],
+                       as_json: Json = False, output: JsonFile = None, csv: Csv = None, html: Html = None,
+                       rows: Rows = 100) -> None:  # fmt: skip
     """Check every file against the manifests: torn, cut off, flipped bits, swapped, missing, of another checkpoint."""
     from megastable.report.sheet.output import Output
-    from megastable_tools.convert import verifying
+    from megastable_tools.convert import inspecting
 
-    found = verifying.verify(paths, as_json)
-    Output(as_json, csv, html, rows, output=output).put(verifying.verified_sheet(found))
-    raise typer.Exit(BAD_INPUT if any(one.problems for one in found) else 0)
+    found = inspecting.verify(paths, as_json)
+    Output(as_json, csv, html, rows, output=output).put(inspecting.verified_sheet(found))
+    raise typer.Exit(BAD_INPUT if any(verified_checkpoint.problems for verified_checkpoint in found) else 0)
 
 
 @app.add(
@@ -74,158 +74,175 @@ def list_(run: Run, as_json: Json = False, output: JsonFile = None, csv: Csv = N
 
 
 @app.add(
+    "show",
     examples="""
     megastable checkpoint show runs/7b/checkpoints/step-500 --tensor "blocks.0.*"
     """,
 )
-def show(checkpoint: Checkpoint,
-         tensor: Annotated[str | None, typer.Option(help="Only tensors whose name matches, e.g. 'blocks.0.*'")] = None,
-         as_json: Json = False, output: JsonFile = None, csv: Csv = None, html: Html = None,
-         rows: Rows = 30) -> None:  # fmt: skip
+def show_checkpoint(
+    checkpoint: Checkpoint,
+    tensor: Annotated[str | None, typer.Option(help="Only tensors whose name matches, e.g. 'blocks.0.*'")] = None,
+    as_json: Json = False, output: JsonFile = None, csv: Csv = None, html: Html = None,
+    rows: Rows = 30
+) -> None:  # fmt: skip
     """Show a checkpoint: model, step, tokens, layout, versions, fingerprints, norm, maximum and mean of each tensor."""
     from megastable.report.sheet.output import Output
-    from megastable_tools.convert.showing import show as look
+    from megastable_tools.convert.inspecting import show as look
 
     if as_json and (csv or html):
         raise DataError("--json of show is more than a table: leave out --csv and --html")
-    out, shown = Output(False, csv, html, rows), look(checkpoint, tensor)
+    sheet_output, shown_checkpoint = Output(False, csv, html, rows), look(checkpoint, tensor)
     if not as_json:
-        out.put(shown.sheet)
-    put_json(shown.facts, as_json, output)
+        sheet_output.put(shown_checkpoint.sheet)
+    put_json(shown_checkpoint.facts, as_json, output)
 
 
 @app.add(
+    "pin",
     examples="""
     megastable checkpoint pin runs/7b/checkpoints/step-500 --reason "before the new data"
     """,
 )
-def pin(checkpoint: One, reason: Reason = "") -> None:
+def pin_checkpoint(checkpoint: One, reason: Reason = "") -> None:
     """Keep a checkpoint, whatever checkpoint.keep says."""
-    from megastable_tools.convert.marking import pin as keep
+    from megastable_tools.convert.catalogue import pin as keep
 
     print(keep(checkpoint, reason))
 
 
 @app.add(
+    "unpin",
     examples="""
     megastable checkpoint unpin runs/7b/checkpoints/step-500
     """,
 )
-def unpin(checkpoint: One) -> None:
+def unpin_checkpoint(checkpoint: One) -> None:
     """Undo pin: checkpoint.keep may delete it again."""
-    from megastable_tools.convert.marking import unpin as let_go
+    from megastable_tools.convert.catalogue import unpin as let_go
 
     print(let_go(checkpoint))
 
 
 @app.add(
+    "accept",
     examples="""
     megastable checkpoint accept runs/7b/checkpoints/rejected-step-500 --reason "the kernels were wrong"
     """,
 )
-def accept(checkpoint: One, reason: Reason = "") -> None:
+def accept_checkpoint(checkpoint: One, reason: Reason = "") -> None:
     """Allow runs to resume from a checkpoint that was rejected or set aside (rejected-step-N, suspect-step-N)."""
-    from megastable_tools.convert.marking import accept as take
+    from megastable_tools.convert.catalogue import accept as take
 
     print(take(checkpoint, reason))
 
 
 @app.add(
+    "rollback",
     examples="""
     megastable checkpoint rollback runs/7b/checkpoints/step-500 --reason "step 520 spiked"
     """,
 )
-def rollback(checkpoint: One, reason: Reason = "") -> None:
+def roll_back_run(checkpoint: One, reason: Reason = "") -> None:
     """Have a run that is not at work go on from an earlier checkpoint: newer ones are set aside, nothing is deleted."""
-    from megastable_tools.convert.marking import roll_back
+    from megastable_tools.convert.catalogue import roll_back
 
     print(roll_back(checkpoint, reason))
 
 
 @app.add(
+    "diff",
     examples="""
     megastable checkpoint diff runs/7b/checkpoints/step-500 runs/other
     """,
     more="Exit codes: 0 the same, 1 they differ, 2 bad input or a damaged checkpoint.",
 )
-def diff(a: Checkpoint, b: Checkpoint,
-         weights_only: Annotated[bool, typer.Option("--weights-only", help="Ignore moments, step and cursor")] = False,
-         as_json: Json = False, output: JsonFile = None, csv: Csv = None, html: Html = None,
-         top: Annotated[int, typer.Option(min=0, help="Tensors to print")] = 20) -> None:  # fmt: skip
+def compare_checkpoints(
+    a: Checkpoint, b: Checkpoint,
+    weights_only: Annotated[bool, typer.Option("--weights-only", help="Ignore moments, step and cursor")] = False,
+    as_json: Json = False, output: JsonFile = None, csv: Csv = None, html: Html = None,
+    top: Annotated[int, typer.Option(min=0, help="Tensors to print")] = 20
+) -> None:  # fmt: skip
     """Compare two checkpoints tensor by tensor, largest difference first. Layouts may differ. Exit code 1 if any."""
     from megastable.report.sheet.output import Output
-    from megastable_tools.convert.diff import compare
+    from megastable_tools.convert.inspecting import compare
 
-    out = Output(as_json, csv, html, top, output=output)
-    sheet, same = compare(a, b, weights_only, bool(as_json or output or csv or html), silent=as_json)
-    out.put(sheet)
-    raise typer.Exit(0 if same else FAILED)
+    sheet_output = Output(as_json, csv, html, top, output=output)
+    sheet, are_same = compare(a, b, weights_only, bool(as_json or output or csv or html), silent=as_json)
+    sheet_output.put(sheet)
+    raise typer.Exit(0 if are_same else FAILED)
 
 
 # A new run from one or more checkpoints
 
 
 @app.add(
-    examples="megastable checkpoint reshape runs/7b runs/7b-tp2 --tensor 2 --pipeline 1 --zero 1 --data 4"
+    "reshape",
+    examples="megastable checkpoint reshape runs/7b runs/7b-tp2 --tensor 2 --pipeline 1 --zero 1 --data 4",
 )
-def reshape(checkpoint: Checkpoint, out: Out, tensor: Tensor = None, pipeline: Pipeline = None, zero: Zero = None,
-            data: Data = None, micro_batch: MicroBatch = None, as_json: Json = False) -> None:  # fmt: skip
+def reshape_run(checkpoint: Checkpoint, out: Out, tensor: Tensor = None, pipeline: Pipeline = None, zero: Zero = None,
+                data: Data = None, micro_batch: MicroBatch = None, as_json: Json = False) -> None:  # fmt: skip
     """Make OUT, a run that continues from the checkpoint in another layout: the same weights, moments, step, cursor."""
-    from megastable_tools.convert import reshaping
+    from megastable_tools.convert import derived_runs
 
-    sizes = reshaping.Sizes(tensor, pipeline, zero, data, micro_batch)
-    with _writing([checkpoint], out, as_json) as ([found], watch):
-        made = reshaping.reshape(found, out, sizes, watch=watch)
-    _tell(made, as_json)
+    layout_sizes = derived_runs.Sizes(tensor, pipeline, zero, data, micro_batch)
+    with _writing([checkpoint], out, as_json) as ([good_checkpoint], watch_bytes):
+        new_run = derived_runs.reshape(good_checkpoint, out, layout_sizes, watch=watch_bytes)
+    _tell(new_run, as_json)
 
 
 @app.add(
+    "branch",
     examples="""
     megastable checkpoint branch runs/7b runs/7b-final --decay-steps 20000
     megastable checkpoint branch runs/7b/checkpoints/step-100000 runs/7b-100k --decay-steps 10000 --kind sqrt
-    """
+    """,
 )
-def branch(checkpoint: Checkpoint, out: Out,
-           decay_steps: Annotated[int, typer.Option(min=1, help="Updates until the new run's end")],
-           kind: Annotated[DecayShape, typer.Option(help="Shape of the decay; sqrt: 1 - sqrt")] = "linear",
-           floor: Annotated[float | None, typer.Option(min=0, max=1, show_default="the run's", help="Share of the peak "
-                                                       "rate at its end")] = None,
-           as_json: Json = False) -> None:  # fmt: skip
+def branch_run(
+    checkpoint: Checkpoint, out: Out,
+    decay_steps: Annotated[int, typer.Option(min=1, help="Updates until the new run's end")],
+    kind: Annotated[DecayShape, typer.Option(help="Shape of the decay; sqrt: 1 - sqrt")] = "linear",
+    floor: Annotated[float | None, typer.Option(min=0, max=1, show_default="the run's", help="Share of the peak "
+                                                "rate at its end")] = None,
+    as_json: Json = False
+) -> None:  # fmt: skip
     """Make OUT, a run that continues from a checkpoint of the constant phase with a final decay of the learning rate.
 
     Moments, data order, skips and position continue; the parent stays as it is (arXiv:2404.06395, arXiv:2405.18392).
     """
-    from megastable_tools.convert import branching
+    from megastable_tools.convert import derived_runs
 
-    with _writing([checkpoint], out, as_json) as ([found], watch):
-        made = branching.branch(found, out, decay_steps, kind, floor, watch=watch)
-    _tell(made, as_json)
+    with _writing([checkpoint], out, as_json) as ([good_checkpoint], watch_bytes):
+        new_run = derived_runs.branch(good_checkpoint, out, decay_steps, kind, floor, watch=watch_bytes)
+    _tell(new_run, as_json)
 
 
-@app.add(examples="megastable checkpoint export runs/7b runs/7b-weights")
-def export(checkpoint: Checkpoint, out: Out, as_json: Json = False) -> None:
+@app.add("export", examples="megastable checkpoint export runs/7b runs/7b-weights")
+def export_weights(checkpoint: Checkpoint, out: Out, as_json: Json = False) -> None:
     """Make OUT, a run without optimizer state, a third of the size: to evaluate, or to continue with fresh moments."""
-    from megastable_tools.convert import reshaping
+    from megastable_tools.convert import derived_runs
 
-    with _writing([checkpoint], out, as_json, optimizer=False) as ([found], watch):
-        made = reshaping.reshape(found, out, optimizer=False, watch=watch)
-    _tell(made, as_json)
+    with _writing([checkpoint], out, as_json, optimizer=False) as ([good_checkpoint], watch_bytes):
+        new_run = derived_runs.reshape(good_checkpoint, out, optimizer=False, watch=watch_bytes)
+    _tell(new_run, as_json)
 
 
 @app.add(
+    "average",
     examples="""
     megastable checkpoint average --last 5 runs/7b runs/7b-mean
     megastable checkpoint average --weights 0.3,0.7 runs/a runs/b runs/ab
-    """
+    """,
 )
-def average(paths: Annotated[list[Path], typer.Argument(metavar="CHECKPOINT... OUT")],
-            weights: Annotated[str | None, typer.Option(help="Weight of each, e.g. 0.1,0.2,0.7")] = None,
-            last: Annotated[int | None, typer.Option(min=2, help="The newest of a run: --last 5 RUN OUT")] = None,
-            as_json: Json = False) -> None:  # fmt: skip
+def average_checkpoints(
+    paths: Annotated[list[Path], typer.Argument(metavar="CHECKPOINT... OUT")],
+    weights: Annotated[str | None, typer.Option(help="Weight of each, e.g. 0.1,0.2,0.7")] = None,
+    last: Annotated[int | None, typer.Option(min=2, help="The newest of a run: --last 5 RUN OUT")] = None,
+    as_json: Json = False
+) -> None:  # fmt: skip
     """Make OUT from the mean of weights (LAWA, arXiv:2209.14981; model soups, arXiv:2203.05482), without moments."""
     from megastable.checkpoint.new_run import refuse_existing
-    from megastable_tools.convert import average as averaging
-    from megastable_tools.convert.verifying import checkpoints_of
+    from megastable_tools.convert import derived_runs
+    from megastable_tools.convert.inspecting import checkpoints_of
 
     *given, out = paths
     if not given:
@@ -234,21 +251,21 @@ def average(paths: Annotated[list[Path], typer.Argument(metavar="CHECKPOINT... O
     if last is not None:
         if len(given) != 1:
             raise ConfigError("--last K takes one run: average --last 5 RUN OUT")
-        there = checkpoints_of(given[0])
-        if len(there) < last:
+        run_checkpoints = checkpoints_of(given[0])
+        if len(run_checkpoints) < last:
             raise CheckpointError(
-                f"{given[0]}: {len(there)} checkpoints, --last {last} needs more: give fewer"
+                f"{given[0]}: {len(run_checkpoints)} checkpoints, --last {last} needs more: give fewer"
             )
-        given = there[:last][::-1]
+        given = run_checkpoints[:last][::-1]
     try:
-        numbers = None if weights is None else [float(part) for part in weights.split(",")]
+        numbers = None if weights is None else [float(weight_text) for weight_text in weights.split(",")]
     except ValueError:
         raise ConfigError(
             f"--weights {weights}: expected numbers with commas between, e.g. 0.1,0.2,0.7"
         ) from None
-    with _writing(given, out, as_json, optimizer=False, what="averaging") as (found, watch):
-        made = averaging.average(found, out, numbers, watch)
-    _tell(made, as_json)
+    with _writing(given, out, as_json, optimizer=False, what="averaging") as (good_checkpoints, watch_bytes):
+        new_run = derived_runs.average(good_checkpoints, out, numbers, watch_bytes)
+    _tell(new_run, as_json)
 
 
 @app.add(
@@ -261,8 +278,8 @@ def import_deepspeed(folder: Annotated[Path, typer.Argument(help="With latest, o
     """Make OUT, a run that continues from a checkpoint written by DeepSpeed itself (ZeRO 1 to 3)."""
     from megastable.checkpoint.new_run import refuse_existing
     from megastable.config import recipe as recipes
+    from megastable_tools.convert.derived_runs import describe_import
     from megastable_tools.convert.foreign.deepspeed import import_deepspeed as bring_in
-    from megastable_tools.convert.reshaping import describe_import
 
     refuse_existing(out)
     _tell(describe_import(out, bring_in(folder, out, recipes.load(recipe, overrides or ()), _say)), as_json)
@@ -279,20 +296,20 @@ def import_megatron(folder: Annotated[Path, typer.Argument(help="With its tracke
     """Make OUT, a run that starts from weights in Megatron-core's "torch" format; moments are not imported."""
     from megastable.checkpoint.new_run import refuse_existing
     from megastable.config import recipe as recipes
+    from megastable_tools.convert.derived_runs import describe_import
     from megastable_tools.convert.foreign.megatron import import_megatron as bring_in
-    from megastable_tools.convert.reshaping import describe_import
 
     refuse_existing(out)
     if recipe is None and overrides:
         raise ConfigError(f"{overrides[0]}: overrides need a recipe: give one with --recipe")
     run = None if recipe is None else recipes.load(recipe, overrides or ())
-    made = describe_import(out, bring_in(folder, out, run, _say))
+    new_run = describe_import(out, bring_in(folder, out, run, _say))
     if run is None:
         _say(
             "note: its recipe has the model of Megatron's arguments, and defaults for everything else: to train, add "
             "data.corpora='[{path: data/...}]', optimizer.lr=... and train.steps=..."
         )
-    _tell(made, as_json)
+    _tell(new_run, as_json)
 
 
 @app.add(
@@ -310,16 +327,16 @@ def export_megatron(checkpoint: Checkpoint, out: Annotated[Path, typer.Argument(
     from megastable.checkpoint.new_run import refuse_existing
     from megastable_tools.convert.foreign.megatron import export_megatron as write
     from megastable_tools.convert.foreign.megatron import options_to_load
-    from megastable_tools.convert.verifying import good
+    from megastable_tools.convert.inspecting import good
 
     refuse_existing(out)
-    source = good(checkpoint, as_json)
-    written = write(source, out, tensor, pipeline, local=local)
-    options = options_to_load(source, out, local)
+    good_checkpoint = good(checkpoint, as_json)
+    written = write(good_checkpoint, out, tensor, pipeline, local=local)
+    load_options = options_to_load(good_checkpoint, out, local)
     if as_json:
-        put_json({"folder": str(out), "checkpoint": str(written), "options": options}, True, None)
+        put_json({"folder": str(out), "checkpoint": str(written), "options": load_options}, True, None)
     else:
-        print(visible(f"{written}: load it with {shlex.join(options)}"))
+        print(visible(f"{written}: load it with {shlex.join(load_options)}"))
 
 
 @contextmanager
@@ -332,16 +349,16 @@ def _writing(
     from megastable.base.progress_bar import bar
     from megastable.checkpoint.new_run import refuse_existing
     from megastable.checkpoint.whole import WholeState
-    from megastable_tools.convert.verifying import good
+    from megastable_tools.convert.inspecting import good
 
     refuse_existing(out)
-    found = [good(path, silent) for path in checkpoints]
-    whole = WholeState(found[0])
-    size = 4 * sum(
+    good_checkpoints = [good(given_path, silent) for given_path in checkpoints]
+    whole = WholeState(good_checkpoints[0])
+    written_bytes = 4 * sum(
         math.prod(whole.shape(name)) * (len(whole.kinds_of(name)) if optimizer else 1) for name in whole.names
     )
-    with bar(what, size, silent) as watch:
-        yield found, watch
+    with bar(what, written_bytes, silent) as watch_bytes:
+        yield good_checkpoints, watch_bytes
 
 
 def _tell(made: Made | Branch, as_json: bool) -> None:

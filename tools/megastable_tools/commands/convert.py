@@ -46,29 +46,29 @@ def to_hf(
     """Write OUT: weights, config.json, tokenizer and a README, and compare its logits with the checkpoint's."""
     from megastable.base.text import plural, size
     from megastable_tools.convert.huggingface import export
+    from megastable_tools.convert.huggingface.folder import read_size
     from megastable_tools.convert.huggingface.parity import compare
-    from megastable_tools.convert.huggingface.weight_files import read_size
 
     if dtype not in export.DTYPES:
         raise ConfigError(f"--dtype {dtype}: choose among {', '.join(export.DTYPES)}")
-    with _watching(as_json) as watch:
+    with _watching(as_json) as watch_bytes:
         made = export.to_hf(
             checkpoint, out, dtype=cast(Any, dtype), shard_size=read_size(shard_size), tokenizer=tokenizer,
             without_tokenizer=no_tokenizer, inexact_tokenizer=inexact_tokenizer,
-            check=None if no_check else lambda a, b: compare(a, b, _say(as_json)), watch=watch,
+            check=None if no_check else lambda a, b: compare(a, b, _say(as_json)), watch=watch_bytes,
         )  # fmt: skip
     if made.checked is not None:
         made.checked.folder = out
-    facts = {
+    result_facts = {
         "out": str(out), "checkpoint": str(made.checkpoint), "step": made.step, "manifest": made.manifest,
         "dtype": dtype, "tensors": made.tensors, "files": made.files, "bytes": made.bytes,
         "tokenizer": made.tokenizer, "notes": made.notes,
     }  # fmt: skip
-    line = (
+    result_line = (
         f"exported {out}: step {made.step} of {made.checkpoint}, {plural(made.tensors, 'tensor')} in {dtype}, "
         f"{size(made.bytes)} in {plural(made.files, 'file')}"
     )
-    _end(facts, line, made.checked, as_json)
+    _end(result_facts, result_line, made.checked, as_json)
 
 
 @app.add("to-gguf", examples="megastable convert to-gguf exported exported.gguf")
@@ -79,11 +79,11 @@ def to_gguf(folder: Folder, out: Out, as_json: Json = False) -> None:
     from megastable.base.text import plural, size
     from megastable_tools.convert.huggingface import gguf
 
-    with _watching(as_json) as watch:
-        made = gguf.to_gguf(folder, out, watch)
-    tensors = f"{plural(made.tensors, 'tensor')} in {made.dtype}"
-    line = f"made {out}: {tensors}, {size(made.bytes)}, as {made.architecture}"
-    _tell(asdict(made) | {"out": str(made.out)}, line, as_json)
+    with _watching(as_json) as watch_bytes:
+        made = gguf.to_gguf(folder, out, watch_bytes)
+    tensors_text = f"{plural(made.tensors, 'tensor')} in {made.dtype}"
+    result_line = f"made {out}: {tensors_text}, {size(made.bytes)}, as {made.architecture}"
+    _tell(asdict(made) | {"out": str(made.out)}, result_line, as_json)
 
 
 @app.add(
@@ -107,7 +107,7 @@ def from_hf(
     from megastable_tools.convert.huggingface import importing
     from megastable_tools.convert.huggingface.parity import compare
 
-    with _watching(as_json) as watch:
+    with _watching(as_json) as watch_bytes:
         made = importing.from_hf(
             folder,
             out,
@@ -115,41 +115,44 @@ def from_hf(
             overrides or [],
             accept=accept or [],
             any_tokenizer=any_tokenizer,
-            watch=watch,
+            watch=watch_bytes,
         )
     try:
-        found = (
+        parity_report = (
             None if no_check else compare(made.checkpoint, made.folder, _say(as_json), accept=accept or [])
         )
     except BaseException:
         shutil.rmtree(out)
         raise
-    facts = {
+    result_facts = {
         "out": str(out), "folder": str(made.folder), "checkpoint": str(made.checkpoint), "parameters": made.numel,
         "notes": made.notes,
     }  # fmt: skip
-    line = (
+    result_line = (
         f"made {out}: {made.numel:,} parameters of {made.folder}, at step 0 without optimizer state; train with:\n"
         f"deepspeed --module megastable.train {shlex.quote(f'{out}/recipe.yaml')} {shlex.quote(f'run.dir={out}')}"
     )
-    if found is not None and found.failed:
+    if parity_report is not None and parity_report.failed:
         # Nobody should train on wrong weights.
         shutil.rmtree(out)
-        line = f"{out} was removed again (--no-check keeps it for inspection)"
-    _end(facts, line, found, as_json)
+        result_line = f"{out} was removed again (--no-check keeps it for inspection)"
+    _end(result_facts, result_line, parity_report, as_json)
 
 
 @app.add(
+    "check",
     examples="megastable convert check runs/quickstart exported",
     more="Exit codes: 0 the same, 1 they differ or could not be compared, 2 bad input or a damaged checkpoint.",
 )
-def check(checkpoint: Checkpoint, folder: Folder, accept: Accept = None, as_json: Json = False) -> None:
+def check_folder(
+    checkpoint: Checkpoint, folder: Folder, accept: Accept = None, as_json: Json = False
+) -> None:
     """Compare logits on random tokens and on text, and all tensors. Exit code 1 unless they are the same."""
     from megastable_tools.convert.huggingface.parity import compare
-    from megastable_tools.convert.verifying import good
+    from megastable_tools.convert.inspecting import good
 
-    found = compare(good(checkpoint, as_json), folder, _say(as_json), accept or [])
-    _end({}, "", found, as_json, asked=True)
+    parity_report = compare(good(checkpoint, as_json), folder, _say(as_json), accept or [])
+    _end({}, "", parity_report, as_json, asked=True)
 
 
 def _tell(facts: dict[str, Any], line: str, as_json: bool) -> None:
@@ -162,8 +165,8 @@ def _tell(facts: dict[str, Any], line: str, as_json: bool) -> None:
         return
     if line:
         print(visible(line, keep="\n"))
-    for note in facts.get("notes", ()):
-        print(f"note: {visible(note)}")
+    for user_note in facts.get("notes", ()):
+        print(f"note: {visible(user_note)}")
 
 
 def _end(

@@ -27,7 +27,7 @@ app = App()
     "the run did counts as good if the data to come is at most 0.01 nats harder than after the best branch, or not "
     "clearly so (3 standard errors).\n\nExit codes: 0 the run chose well, 1 it did not, 2 bad input.",
 )
-def court(
+def retry_incident(
     run: Run,
     incident: Annotated[int | None, typer.Argument(metavar="[INCIDENT]", help="Its number, from 1 on")] = None,
     step: Annotated[
@@ -43,26 +43,25 @@ def court(
 
     from megastable.base.progress_bar import bar
     from megastable.report.text_output import TextOutput
-    from megastable_tools.forensics.court import court_display as display
-    from megastable_tools.forensics.court.court_case import open_incident, open_steps
-    from megastable_tools.forensics.court.hold_court import hold_court
+    from megastable_tools.forensics.court import hold_court as display
+    from megastable_tools.forensics.court.hold_court import hold_court, open_incident, open_steps
     from megastable_tools.forensics.history import History
     from megastable_tools.forensics.samples import step_range
 
     if (incident is None) == (step is None):
         raise DataError("say what to try: the number of an incident, or --step N")
-    history = History(run)
+    run_history = History(run)
     if step is not None:
-        case = open_steps(history, *step_range(step))
+        court_case = open_steps(run_history, *step_range(step))
     elif incident is not None:
-        case = open_incident(history, incident)
-    with bar("reading the run", 0, as_json, "steps") as progress:
-        record = hold_court(history, case, only or [], steps, progress)
-    out = TextOutput(as_json)
-    out.say(*display.describe_case(record))
-    out.show(display.draw_table(record))
-    out.say(display.LEGEND, *display.describe_outcome(record))
-    put_json(display.court_tree(record), as_json, output)
+        court_case = open_incident(run_history, incident)
+    with bar("reading the run", 0, as_json, "steps") as progress_bar:
+        court_record = hold_court(run_history, court_case, only or [], steps, progress_bar)
+    text_output = TextOutput(as_json)
+    text_output.say(*display.describe_case(court_record))
+    text_output.show(display.draw_table(court_record))
+    text_output.say(display.LEGEND, *display.describe_outcome(court_record))
+    put_json(display.court_tree(court_record), as_json, output)
     if picture is not None:
-        display.court_picture(record, history, picture)
-    raise typer.Exit(0 if record.verdict.is_good else FAILED)
+        display.court_picture(court_record, run_history, picture)
+    raise typer.Exit(0 if court_record.verdict.is_good else FAILED)

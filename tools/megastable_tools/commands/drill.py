@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 import tempfile
 from contextlib import ExitStack
 from enum import StrEnum
@@ -12,9 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from megastable.base.errors import FAILED, OK, ConfigError
+from megastable.base.process import ROOT
 from megastable.commands.app import App
 from megastable.commands.options import Json, JsonFile, put_json
-from megastable_tools.commands.checkout import find_beside
 
 if TYPE_CHECKING:
     from drills.exercise import Drill
@@ -30,7 +31,7 @@ OWN = {CORRUPTION: "layouts", COURT: "texts"}
 
 
 class PolicyName(StrEnum):
-    """The policies of drills/plan.py, without importing it."""
+    """The policies of drills/scenario.py, without importing it."""
 
     nothing = "nothing"
     clipping = "clipping"
@@ -69,7 +70,7 @@ class PolicyName(StrEnum):
     "right rank, alone or among suspects, and no run has a finding without a fault; with court: all runs are as "
     "wanted; 1 not so; 2 bad input.",
 )
-def drill(
+def run_drill(
     context: typer.Context,
     names: Annotated[
         list[str] | None,
@@ -109,10 +110,10 @@ def drill(
     if keep is not None and keep.exists() and not keep.is_dir():
         raise ConfigError(f"--keep {keep} is no directory: choose another name")
     kind = names[0] if names and names[0] in FOREIGN else ""
-    chosen = (names or [])[bool(kind) :]
-    if given := [f"--{name}" for name in FOREIGN.get(kind, ()) if _was_given(context, name)]:
+    chosen_names = (names or [])[bool(kind) :]
+    if given_options := [f"--{name}" for name in FOREIGN.get(kind, ()) if _was_given(context, name)]:
         raise ConfigError(
-            f"{', '.join(given)}: drill {kind} has its own models and {OWN[kind]}: leave it out"
+            f"{', '.join(given_options)}: drill {kind} has its own models and {OWN[kind]}: leave it out"
         )
     if kind != COURT and (only or control):
         raise ConfigError(f"--only and --control are of drill {COURT}: leave them out")
@@ -122,26 +123,28 @@ def drill(
 
         if listed:
             return print("\n".join(list_kinds()))
-        drill = CorruptionDrill(chosen, numbers(seeds), quick)
+        drill = CorruptionDrill(chosen_names, read_seeds(seeds), quick)
     elif kind == COURT:
         from drills.court import CourtDrill, list_cases
 
         if listed:
             return print("\n".join(list_cases()))
-        drill = CourtDrill([*chosen, *filter(None, only.split(","))], numbers(seeds), control)
+        drill = CourtDrill([*chosen_names, *filter(None, only.split(","))], read_seeds(seeds), control)
     else:
         from drills.learning import LearningDrill, list_scenarios
-        from drills.plan import Policy
+        from drills.scenario import Policy
 
         if listed:
             return print("\n".join(list_scenarios()))
-        asked = {p.value for p in policy or ([PolicyName.ours] if quick else PolicyName)}
-        policies = [p for p in Policy if p.value in asked]
-        drill = LearningDrill(chosen, policies, numbers(seeds), text, ranks, layers, jobs, quick)
-    conduct(drill, keep, as_json, output)
+        asked_policies = {p.value for p in policy or ([PolicyName.ours] if quick else PolicyName)}
+        chosen_policies = [p for p in Policy if p.value in asked_policies]
+        drill = LearningDrill(
+            chosen_names, chosen_policies, read_seeds(seeds), text, ranks, layers, jobs, quick
+        )
+    conduct_drill(drill, keep, as_json, output)
 
 
-def conduct(drill: Drill[Any], keep: Path | None, as_json: bool, output: Path | None) -> None:
+def conduct_drill(drill: Drill[Any], keep: Path | None, as_json: bool, output: Path | None) -> None:
     """Do a drill, and exit as it says.
 
     Args:
@@ -151,21 +154,32 @@ def conduct(drill: Drill[Any], keep: Path | None, as_json: bool, output: Path | 
         output: a file for the JSON.
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with ExitStack() as stack:
-        folder = keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="drill-")))
-        outcomes = drill.conduct(folder.resolve(), as_json)
-    put_json(drill.report(outcomes), as_json, output)
-    raise typer.Exit(OK if drill.is_met(outcomes) else FAILED)
+    with ExitStack() as exit_stack:
+        drill_folder = keep or Path(exit_stack.enter_context(tempfile.TemporaryDirectory(prefix="drill-")))
+        drill_outcomes = drill.conduct(drill_folder.resolve(), as_json)
+    put_json(drill.report(drill_outcomes), as_json, output)
+    raise typer.Exit(OK if drill.is_met(drill_outcomes) else FAILED)
 
 
 def _was_given(context: typer.Context, name: str) -> bool:
-    source = context.get_parameter_source(name)
-    return source is not None and source.name == "COMMANDLINE"
+    parameter_source = context.get_parameter_source(name)
+    return parameter_source is not None and parameter_source.name == "COMMANDLINE"
 
 
-def numbers(seeds: str) -> list[int]:
+def read_seeds(seeds: str) -> list[int]:
     """The seeds of a list. Raises ConfigError."""
-    parts = [part.strip() for part in seeds.split(",")]
-    if not all(part.isdecimal() for part in parts) or len(set(parts)) < len(parts):
+    seed_texts = [seed_text.strip() for seed_text in seeds.split(",")]
+    if not all(seed_text.isdecimal() for seed_text in seed_texts) or len(set(seed_texts)) < len(seed_texts):
         raise ConfigError(f"--seeds {seeds}: give different whole numbers, e.g. --seeds 1,2,3")
-    return [int(part) for part in parts]
+    return [int(seed_text) for seed_text in seed_texts]
+
+
+def find_beside(folder: str) -> None:
+    """Make a folder beside the package importable. Raises ConfigError if it is missing."""
+    if not (ROOT / folder / "__init__.py").is_file():
+        raise ConfigError(
+            f"{folder}/ is not installed with megastable: this command needs a checkout of its repository; there, "
+            "bash launch/install.sh, then the same command with .venv/bin/megastable"
+        )
+    if str(ROOT) not in sys.path:
+        sys.path.insert(0, str(ROOT))

@@ -30,7 +30,7 @@ class Recipe(StrEnum):
     """,
     more="Exit codes: 0 stable by some recipe, with the layers kept that it names; 1 by none; 2 bad input.",
 )
-def check(
+def check_fp8(
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint (RUN/checkpoints/step-N), or a run for its newest")],
     recipes: Annotated[
         list[Recipe] | None,
@@ -65,38 +65,37 @@ def check(
     """
     from megastable.base.progress_bar import bar
     from megastable.report.text_output import TextOutput
-    from megastable_tools.fp8_check import display
-    from megastable_tools.fp8_check.advice import USUAL
+    from megastable_tools.fp8_check import advice as display
     from megastable_tools.fp8_check.effect import check as measure
     from megastable_tools.fp8_check.effect import passes
     from megastable_tools.fp8_check.material import configs_of, gather, in_words, open_model
 
-    wanted = [recipe.value for recipe in dict.fromkeys(recipes or Recipe)]
+    wanted_recipes = [recipe.value for recipe in dict.fromkeys(recipes or Recipe)]
     model = open_model(checkpoint, dtype, device)
-    configs, said = configs_of(model.run, wanted, formats, history)
-    size = min(micro_batch or model.run.train.micro_batch, samples)
-    before = history * size if "delayed" in configs else 0
+    fp8_configs, said_settings = configs_of(model.run, wanted_recipes, formats, history)
+    batch_size = min(micro_batch or model.run.train.micro_batch, samples)
+    before = history * batch_size if "delayed" in fp8_configs else 0
     material = gather(model, before + samples, text, tokenizer)
-    batches = material.batches(model, size)
-    warm, measured = batches[: before // size], batches[before // size :]
-    spread = f"; {samples} of them measured, {before} before these for delayed scales" if before else ""
+    batches = material.batches(model, batch_size)
+    warm, measured = batches[: before // batch_size], batches[before // batch_size :]
+    spread_text = f"; {samples} of them measured, {before} before these for delayed scales" if before else ""
     out = TextOutput(as_json)
-    out.say(in_words(model), f"{material.origin}{spread}", *(f"note: {note}" for note in material.notes))
-    with bar("measuring", passes(len(measured), len(warm), configs), as_json, "passes") as progress:
-        found = measure(model, measured, warm, configs, USUAL, progress, progress.more)
+    out.say(in_words(model), f"{material.origin}{spread_text}", *(f"note: {note}" for note in material.notes))
+    with bar("measuring", passes(len(measured), len(warm), fp8_configs), as_json, "passes") as progress_bar:
+        found = measure(model, measured, warm, fp8_configs, progress_bar, progress_bar.more)
     out.say("", display.LEGEND, "")
-    for outcome in found.outcomes:
-        out.show(display.layers(outcome, len(outcome.layers) if everything else rows))
+    for recipe_outcome in found.outcomes:
+        out.show(display.layers(recipe_outcome, len(recipe_outcome.layers) if everything else rows))
         if everything:
-            out.show(display.tensors(outcome))
+            out.show(display.tensors(recipe_outcome))
     out.show(display.models(found.loss, found.outcomes))
-    out.say(*display.advice(found.outcomes, said))
-    about: dict[str, Any] = {
+    out.say(*display.advice(found.outcomes, said_settings))
+    about_facts: dict[str, Any] = {
         "checkpoint": str(model.checkpoint), "step": model.step, "dtype": str(next(model.parameters()).dtype),
-        "samples": samples, "micro_batch": size, "history": history, "origin": material.origin,
+        "samples": samples, "micro_batch": batch_size, "history": history, "origin": material.origin,
         "notes": list(material.notes),
     }  # fmt: skip
-    put_json(about | display.tree(found.loss, found.outcomes, said, USUAL), as_json, output)
+    put_json(about_facts | display.tree(found.loss, found.outcomes, said_settings), as_json, output)
     if plot is not None:
         display.picture(found.outcomes, f"FP8: {model.checkpoint}", plot)
-    raise typer.Exit(0 if any(outcome.stable for outcome in found.outcomes) else FAILED)
+    raise typer.Exit(0 if any(recipe_outcome.stable for recipe_outcome in found.outcomes) else FAILED)

@@ -22,7 +22,7 @@ app = App()
     megastable generate runs/quickstart      (at a terminal: continues each line typed)
     """
 )
-def generate(
+def generate_text(
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, a run (its newest), or a Hugging Face folder")],
     prompt: Annotated[str | None, typer.Option(help="Default: --prompt-file, else standard input")] = None,
     prompt_file: Annotated[Path | None, typer.Option(help="File of the prompt, without its last newline")] = None,
@@ -61,10 +61,10 @@ def generate(
     from megastable_tools.generate.load import open_speaker
 
     sampling = Sampling(temperature, top_k, top_p)
-    wishes = Wishes(sampling, max_tokens, number, seed, tuple(stop or ()), past_eod, document_start)
-    talk = Talk(open_speaker(checkpoint, tokenizer, dtype, device, accept or ()), wishes)
-    console = Console(highlight=False)
+    talk_wishes = Wishes(sampling, max_tokens, number, seed, tuple(stop or ()), past_eod, document_start)
+    model_talk = Talk(open_speaker(checkpoint, tokenizer, dtype, device, accept or ()), talk_wishes)
+    rich_console = Console(highlight=False)
     if text is not None:
-        talk.once(text, console, as_json)
+        model_talk.once(text, rich_console, as_json)
     else:
-        talk.loop(console, ask)
+        model_talk.loop(rich_console, ask)

@@ -24,7 +24,7 @@ app = App()
     """,
     more="Exit codes: 0 something fits (with --fixed: the recipe's own layout), 1 nothing does, 2 bad input.",
 )
-def plan(
+def plan_recipe(
     recipe_path: Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe, or a run's recipe.yaml")],
     overrides: Overrides = None,
     cluster_path: Annotated[
@@ -63,10 +63,10 @@ def plan(
     """
     from megastable_tools.plan.answer import answer, picture
 
-    found = answer(
+    plan_answer = answer(
         recipe_path, overrides or [], cluster_path, gpus, tokens, top, vocab, fixed, fp8, quiet=as_json
     )
-    put_json(found.facts, as_json, output)
+    put_json(plan_answer.facts, as_json, output)
     if plot is not None:
-        picture(found, str(recipe_path), plot)
-    raise typer.Exit(0 if found.fits else FAILED)
+        picture(plan_answer, str(recipe_path), plot)
+    raise typer.Exit(0 if plan_answer.fits else FAILED)

@@ -14,7 +14,7 @@ from megastable.commands.app import App
 from megastable.commands.options import Json, Overrides, put_json
 
 if TYPE_CHECKING:
-    from megastable_tools.prepare.command_summary import Summary
+    from megastable_tools.prepare.reporting import Summary
 
 app = App(
     "Turn text into corpora for training: a tokenizer, Megatron shards, a manifest with counts and hashes."
@@ -70,91 +70,102 @@ CPUS = len(os.sched_getaffinity(0))
 @app.add(
     "tokenizer", examples="megastable prepare tokenizer --input texts/ --output my.model --vocab-size 32000"
 )
-def train(inputs: Inputs, output: Output, vocab_size: Vocabulary, model: ModelType = "bpe",
-          key: Key = "text", glob: Globs = None, skip_bad: SkipBad = False, as_text: AsText = False,
-          overwrite: Overwrite = False, as_json: Json = False) -> None:  # fmt: skip
+def train_text_tokenizer(
+    inputs: Inputs, output: Output, vocab_size: Vocabulary, model: ModelType = "bpe",
+    key: Key = "text", glob: Globs = None, skip_bad: SkipBad = False, as_text: AsText = False,
+    overwrite: Overwrite = False, as_json: Json = False,
+) -> None:  # fmt: skip
     """Train a SentencePiece tokenizer with byte fallback: every text survives encoding and decoding."""
-    from megastable_tools.prepare.left_out import told
+    from megastable_tools.prepare.corpus_tokenizer import train_sentencepiece
+    from megastable_tools.prepare.reporting import tell_counts
     from megastable_tools.prepare.text_files import TextFiles
-    from megastable_tools.prepare.train_tokenizer import train_sentencepiece
 
     if output.exists() and not overwrite:
         raise DataError(f"{output} exists already: choose another --output, or replace it with --overwrite")
-    corpus = TextFiles(inputs, key, skip_bad, glob or (), as_text)
-    info = train_sentencepiece(corpus, output, vocab_size, model).info
-    read, left_out = corpus.read, corpus.left_out
+    text_files = TextFiles(inputs, key, skip_bad, glob or (), as_text)
+    tokenizer_info = train_sentencepiece(text_files, output, vocab_size, model).info
+    read_files, left_out = text_files.read, text_files.left_out
     if as_json:
-        files = {"read": read.counts, "read_files": read.files}
-        files |= {"left_out": left_out.counts, "left_out_files": left_out.files}
-        put_json(info.model_dump() | files, True, None)
+        file_counts = {"read": read_files.counts, "read_files": read_files.files}
+        file_counts |= {"left_out": left_out.counts, "left_out_files": left_out.files}
+        put_json(tokenizer_info.model_dump() | file_counts, True, None)
         return
-    lines = [f"  read: {text}" for text in told(read.counts, read.files)]
-    lines += [f"  left out: {text}" for text in told(left_out.counts, left_out.files)]
-    print("\n".join([f"trained {output}: {vocab_size} tokens, {model}", *lines]))
+    text_lines = [f"  read: {told_text}" for told_text in tell_counts(read_files.counts, read_files.files)]
+    text_lines += [f"  left out: {told_text}" for told_text in tell_counts(left_out.counts, left_out.files)]
+    print("\n".join([f"trained {output}: {vocab_size} tokens, {model}", *text_lines]))
 
 
 @app.add(
+    "shards",
     examples="""
     megastable prepare shards --input texts/ --input more.jsonl.zst --output data/mine --tokenizer my.model
     megastable prepare shards --input texts/ --validation-input held-out/ --output data/mine --tokenizer my.model
     megastable prepare shards --input fineweb/ --glob '**/*.parquet' --output data/web --tokenizer my.model
     megastable prepare shards --input reviews.tsv.xz --key review --output data/reviews --tokenizer my.model
-    """
+    """,
 )
-def shards(inputs: Inputs, output: Output, tokenizer: Tokenizer, name: Name = None, validation: ShardShare = None,
-           validation_input: ValidationInputs = None, workers: Workers = CPUS,
-           shard_tokens: int = SHARD_TOKENS, key: Key = "text", glob: Globs = None,
-           eod: Eod = None, bos: Bos = False, seed: int = 0, skip_bad: SkipBad = False,
-           as_text: AsText = False, max_lost: MaxLost = MAX_LOST, overwrite: Overwrite = False,
-           as_json: Json = False) -> None:  # fmt: skip
+def prepare_shard_corpus(
+    inputs: Inputs, output: Output, tokenizer: Tokenizer, name: Name = None, validation: ShardShare = None,
+    validation_input: ValidationInputs = None, workers: Workers = CPUS,
+    shard_tokens: int = SHARD_TOKENS, key: Key = "text", glob: Globs = None,
+    eod: Eod = None, bos: Bos = False, seed: int = 0, skip_bad: SkipBad = False,
+    as_text: AsText = False, max_lost: MaxLost = MAX_LOST, overwrite: Overwrite = False,
+    as_json: Json = False
+) -> None:  # fmt: skip
     """Encode text into a corpus of Megatron .bin/.idx shards."""
     from megastable_tools.prepare.prepare import prepare_shards
 
-    made = prepare_shards(
+    made_corpus = prepare_shards(
         inputs, output, tokenizer, name=name, validation=validation, validation_inputs=validation_input or (),
         workers=workers, shard_tokens=shard_tokens, key=key, eod=eod, bos=bos, seed=seed, skip_bad=skip_bad,
         globs=glob or (), as_text=as_text, max_lost=max_lost, overwrite=overwrite,
     )  # fmt: skip
-    show(as_json, made)
+    print_summary(as_json, made_corpus)
 
 
-@app.add(examples="megastable prepare stdlib --output data/stdlib")
-def stdlib(output: Output, vocab_size: Vocabulary = 4096, workers: Workers = CPUS,
-           overwrite: Overwrite = False, as_json: Json = False) -> None:  # fmt: skip
+@app.add("stdlib", examples="megastable prepare stdlib --output data/stdlib")
+def prepare_stdlib_corpus(output: Output, vocab_size: Vocabulary = 4096, workers: Workers = CPUS,
+                          overwrite: Overwrite = False, as_json: Json = False) -> None:  # fmt: skip
     """Make a corpus of the Python standard library's source, or reuse it: real text without a download."""
     from megastable_tools.prepare.stdlib import prepare_stdlib
 
-    show(as_json, prepare_stdlib(output, vocab_size=vocab_size, workers=workers, overwrite=overwrite))
+    print_summary(
+        as_json, prepare_stdlib(output, vocab_size=vocab_size, workers=workers, overwrite=overwrite)
+    )
 
 
 @app.add(
+    "manifest",
     examples="""
     megastable prepare manifest megatron_shards/ --tokenizer tokenizer.json --validation 0.01
     megastable prepare manifest fineweb10B/ --output data/fineweb10B --tokenizer gpt2/tokenizer.json
     megastable prepare manifest nanogpt/data/ --raw uint16 --output data/nano --tokenizer gpt2/tokenizer.json
-    """
+    """,
 )
-def manifest(directory: Path, tokenizer: Tokenizer, name: Name = None, validation: Share = 0.0,
-             eod: Eod = None, overwrite: Overwrite = False, as_json: Json = False,
-             output: Annotated[Path | None, typer.Option(help="The corpus, of files that are not Megatron's")] = None,
-             raw: Annotated[IdType | None, typer.Option(help="Type of the ids in .bin files without a header")] = None,
-             bos: Annotated[bool, typer.Option("--bos", help="Documents begin with the tokenizer's own token")] = False,
-             ) -> None:  # fmt: skip
+def adopt_shards(
+    directory: Path, tokenizer: Tokenizer, name: Name = None, validation: Share = 0.0,
+    eod: Eod = None, overwrite: Overwrite = False, as_json: Json = False,
+    output: Annotated[Path | None, typer.Option(help="The corpus, of files that are not Megatron's")] = None,
+    raw: Annotated[IdType | None, typer.Option(help="Type of the ids in .bin files without a header")] = None,
+    bos: Annotated[bool, typer.Option("--bos", help="Documents begin with the tokenizer's own token")] = False,
+) -> None:  # fmt: skip
     """Adopt token ids that another program wrote: check them and write their manifest.
 
     Megatron's .bin/.idx stay where they are; datatrove's .ds and llm.c's .bin are copied to --output.
     """
     from megastable_tools.prepare.adopt import adopt_directory
 
-    show(as_json, adopt_directory(directory, tokenizer, name, validation, eod, overwrite, output, raw, bos))
+    print_summary(
+        as_json, adopt_directory(directory, tokenizer, name, validation, eod, overwrite, output, raw, bos)
+    )
 
 
-@app.add(examples="megastable prepare verify data/mine")
-def verify(directory: Path, as_json: Json = False) -> None:
+@app.add("verify", examples="megastable prepare verify data/mine")
+def verify_shards(directory: Path, as_json: Json = False) -> None:
     """Read every byte of a corpus and compare it with the manifest; ends with 2 if it is damaged."""
-    from megastable_tools.prepare.verify import verify_corpus
+    from megastable_tools.prepare.adopt import verify_corpus
 
-    show(as_json, verify_corpus(directory, silent=as_json))
+    print_summary(as_json, verify_corpus(directory, silent=as_json))
 
 
 @app.add(
@@ -183,11 +194,11 @@ def plant_noise(corpus: Path, output: Path, recipe: Annotated[Path, typer.Option
     planted, reused = plant(corpus, output, load(recipe, overrides or ()), step=step, samples=samples, seed=seed,
                             kind="random" if text is None else "text", text=None if text is None else read_text(text),
                             of_each=of_each, overwrite=overwrite)  # fmt: skip
-    told = f"{'reused' if reused else 'planted'} {output}: {planted}"
+    result_text = f"{'reused' if reused else 'planted'} {output}: {planted}"
     if as_json:
         put_json(planted.model_dump(mode="json"), True, None)
     else:
-        print(told)
+        print(result_text)
 
 
 def read_text(path: Path) -> str:
@@ -202,7 +213,7 @@ def read_text(path: Path) -> str:
         ) from error
 
 
-def show(as_json: bool, made: Summary) -> None:
+def print_summary(as_json: bool, made: Summary) -> None:
     if as_json:
         put_json(asdict(made), True, None)
     else:

@@ -43,7 +43,7 @@ ELSEWHERE = ("--hostfile", "-H", "--num_nodes", "--include", "--launcher")  # ra
     "and precision.kind=fp32 says most.\n\n"
     "Exit codes: 0 no difference, 1 a difference, 2 bad input, or a run that failed.",
 )
-def repeat(
+def repeat_steps(
     context: typer.Context,
     recipe_path: Recipe,
     overrides: Overrides = None,
@@ -91,8 +91,7 @@ def repeat(
     from megastable.run.membership import check_alone
     from megastable_tools.repeat.repeating import UNCOMPILED, RepeatPlan, Way, sentences, tree
     from megastable_tools.repeat.repeating import repeat as run_twice
-    from megastable_tools.repeat.trace_file import CPU
-    from megastable_tools.repeat.trace_request import PlantSpot
+    from megastable_tools.repeat.trace_file import CPU, PlantSpot
 
     check_alone(os.environ)
     given: list[str] = context.obj
@@ -111,7 +110,7 @@ def repeat(
         _check(config, None if given else n or 1)
     usual = max(TOLERANCES[config.precision.kind] for config in configs)
     allowed = (usual if changed or against_ranks else 0.0) if tolerance is None else tolerance
-    planted = None if plant is None else PlantSpot.parsed(plant, steps)
+    planted = None if plant is None else PlantSpot.parse_spot(plant, steps)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with ExitStack() as during:
         folder = output or Path(during.enter_context(tempfile.TemporaryDirectory(prefix="repeat-")))

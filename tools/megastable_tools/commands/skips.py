@@ -21,11 +21,12 @@ app = App("Try again what a run skips, on its newest checkpoint, and give back w
 
 
 @app.callback()
-def skips() -> None:
+def name_commands() -> None:
     """With a callback, a command is named even where there is one only."""
 
 
 @app.add(
+    "review",
     examples="""
     megastable skips review runs/7b
     megastable skips review runs/7b --incident 3 --incident 5 --steps 32 --json
@@ -37,7 +38,7 @@ def skips() -> None:
     "start on where it lies ahead, else in the next epoch.\n\n"
     "Exit codes: 0 done, 2 bad input, or with --give-back a run at work.",
 )
-def review(
+def review_skips(
     run: Run,
     incident: Annotated[list[int] | None, typer.Option(help="Only of this one; repeatable. Default: all")] = None,
     steps: Annotated[int, typer.Option(min=2, help="Steps of every branch")] = 16,
@@ -52,27 +53,27 @@ def review(
     from megastable.base.progress_bar import bar
     from megastable.report.text_output import TextOutput
     from megastable_tools.forensics.court import skip_review
-    from megastable_tools.forensics.court.skip_groups import LITTLE_RATE
+    from megastable_tools.forensics.court.skip_review import LITTLE_RATE
     from megastable_tools.forensics.history import History
 
-    history = History(run)
-    with skip_review.nobody_at_work(history.run) if give_back else nullcontext():
-        groups = skip_review.open_groups(history, incident or [])
-        if groups:
-            with bar("loading the checkpoint", 0, as_json, "steps") as progress:
-                found = skip_review.review_groups(history, groups, steps, progress)
-            found = skip_review.give_back(history, found) if give_back else found
+    run_history = History(run)
+    with skip_review.nobody_at_work(run_history.run) if give_back else nullcontext():
+        skipped_groups = skip_review.open_groups(run_history, incident or [])
+        if skipped_groups:
+            with bar("loading the checkpoint", 0, as_json, "steps") as progress_bar:
+                found = skip_review.review_groups(run_history, skipped_groups, steps, progress_bar)
+            found = skip_review.give_back(run_history, found) if give_back else found
         else:
             found = skip_review.SkipReview("", 0, 0.0, steps, [])
-    out = TextOutput(as_json)
-    if groups:
-        out.say(
-            f"{history.run.root}: tried on {found.checkpoint}, in branches of {steps} steps, at "
+    text_output = TextOutput(as_json)
+    if skipped_groups:
+        text_output.say(
+            f"{run_history.run.root}: tried on {found.checkpoint}, in branches of {steps} steps, at "
             f"{found.rate_share:.0%} of the peak rate{LOW if found.rate_share < LITTLE_RATE else ''}"
         )
-        _show(out, found, give_back)
+        _show(text_output, found, give_back)
     else:
-        out.say(f"{history.run.root}: no incident skips samples for good")
+        text_output.say(f"{run_history.run.root}: no incident skips samples for good")
     put_json(_tree(found), as_json, output)
 
 
@@ -81,25 +82,25 @@ def _show(out: TextOutput, found: SkipReview, give_back: bool) -> None:
 
     from megastable.base.text import plural
 
-    table = Table()
+    group_table = Table()
     for name in ("group", "samples", "documents", "cost", "learnt", "verdict", "then"):
-        table.add_column(
+        group_table.add_column(
             name, justify="left" if name in ("group", "verdict", "then") else "right", no_wrap=True
         )
     for one in found.groups:
         trial = one.trial
-        table.add_row(
+        group_table.add_row(
             one.group.name, f"{one.group.positions.size:,}", "?" if one.documents is None else f"{one.documents:,}",
             _with_error(trial.cost, trial.cost_error), _with_error(trial.learnt, trial.learnt_error), trial.verdict,
             _outcome(one, give_back),
         )  # fmt: skip
-    out.show(table)
+    out.show(group_table)
     out.say(
         "cost: by how much the data to come is harder after them; learnt: by how much others of them are easier. Nats"
     )
-    harmless = sum(one.harmless for one in found.groups)
-    if harmless and not give_back:
-        out.say(f"{plural(harmless, 'group')} would be given back with --give-back")
+    harmless_count = sum(one.harmless for one in found.groups)
+    if harmless_count and not give_back:
+        out.say(f"{plural(harmless_count, 'group')} would be given back with --give-back")
 
 
 def _outcome(one: ReviewedGroup, give_back: bool) -> str:
@@ -115,7 +116,7 @@ def _with_error(value: float, error: float) -> str:
 
 
 def _tree(found: SkipReview) -> dict[str, Any]:
-    groups = [
+    group_facts = [
         {
             "incident": one.group.incident, "step": one.group.step, "samples": int(one.group.positions.size),
             "documents": one.documents, "harmless": one.harmless, "given_back": one.given_back, **one.trial.facts,
@@ -125,5 +126,5 @@ def _tree(found: SkipReview) -> dict[str, Any]:
     ]  # fmt: skip
     return {
         "checkpoint": found.checkpoint, "step": found.step, "rate_share": found.rate_share, "steps": found.steps,
-        "groups": groups,
+        "groups": group_facts,
     }  # fmt: skip

@@ -95,28 +95,28 @@ def lr_sensitivity(
     from megastable_tools.study.trial import TrialResult
     from megastable_tools.study.variations import interventions as named
 
-    preset = lr_study.QUICK if quick else lr_study.FULL if full else lr_study.USUAL
+    size_preset = lr_study.QUICK if quick else lr_study.FULL if full else lr_study.USUAL
     path = recipe.find(recipe_path)
-    chosen = tuple(_whole(widths, "--widths")) if widths else preset.widths
-    scaled = (f"model.mup.base_width={min(chosen)}",) if mup else ()
-    common = (*lr_study.common(path, preset, overrides or []), *scaled)
+    chosen_widths = tuple(_whole(widths, "--widths")) if widths else size_preset.widths
+    mup_overrides = (f"model.mup.base_width={min(chosen_widths)}",) if mup else ()
+    common = (*lr_study.common(path, size_preset, overrides or []), *mup_overrides)
     config = recipe.load(path, common)
-    beyond = preset.edge_seeds if edge_seeds is None else edge_seeds
+    edge_seed_count = size_preset.edge_seeds if edge_seeds is None else edge_seeds
     grid = lr_study.LrGrid(
-        path, config, common, chosen, tuple(_rates(rates)) if rates else preset.rates,
-        named(interventions or preset.interventions, config.model), tuple(range(1, seeds + 1)),
-        tuple(range(seeds + 1, seeds + 1 + beyond)), margin,
+        path, config, common, chosen_widths, tuple(_rates(rates)) if rates else size_preset.rates,
+        named(interventions or size_preset.interventions, config.model), tuple(range(1, seeds + 1)),
+        tuple(range(seeds + 1, seeds + 1 + edge_seed_count)), margin,
     )  # fmt: skip
     grid.check()
-    size = "-quick" if quick else "-full" if full else ""
-    folder = output or _usual_folder(f"lr-sensitivity-{path.stem}{size}{'-mup' if mup else ''}")
+    size_suffix = "-quick" if quick else "-full" if full else ""
+    folder = output or _usual_folder(f"lr-sensitivity-{path.stem}{size_suffix}{'-mup' if mup else ''}")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with StudyDirectory.open(folder, identity_of("lr-sensitivity", config, grid.axes), TrialResult) as study:
         with bar("training", len(study.missing(t.name for t in grid.whole())), as_json, "runs") as progress:
             curves = lr_study.run_grid(grid, study, jobs or _usual_jobs(), _watcher(progress), progress.more)
-        about = {"kind": "lr-sensitivity", "recipe": str(path), "common": list(common)}
-        report = lr_study.make_report(grid, curves, about)
-        _present(report, f"{path.name}, {config.train.steps} steps", study.root, picture, as_json)
+        study_facts = {"kind": "lr-sensitivity", "recipe": str(path), "common": list(common)}
+        study_report = lr_study.make_report(grid, curves, study_facts)
+        _present(study_report, f"{path.name}, {config.train.steps} steps", study.root, picture, as_json)
 
 
 @app.add(
@@ -156,35 +156,36 @@ def coordinate_check(
     from megastable.base.progress_bar import bar
     from megastable.config import recipe
     from megastable_tools.study import coordinate_study as check
-    from megastable_tools.study.coordinates import Coordinates
+    from megastable_tools.study.coordinate_study import Coordinates
     from megastable_tools.study.study_directory import StudyDirectory, identity_of
 
     path, common = recipe.find(recipe_path), check.common(overrides or [])
-    config = recipe.load(path, common)
-    sizes = _whole(depths, "--depths") if depths else _whole(widths or "128,256,512,1024", "--widths")
+    run_config = recipe.load(path, common)
+    model_sizes = _whole(depths, "--depths") if depths else _whole(widths or "128,256,512,1024", "--widths")
     ways = (check.PLAIN, check.MUP) if mup else (check.PLAIN,)
     grid = check.CoordinateGrid(
-        path, config, common, tuple(sizes), bool(depths), ways, steps, tuple(range(1, seeds + 1))
+        path, run_config, common, tuple(model_sizes), bool(depths), ways, steps, tuple(range(1, seeds + 1))
     )
-    if len(sizes) < 2:
+    if len(model_sizes) < 2:
         raise ConfigError("a slope needs two widths or depths at least")
     grid.check()
-    folder = output or _usual_folder(
+    study_folder = output or _usual_folder(
         f"coordinates-{path.stem}{'-depth' if depths else ''}{'-mup' if mup else ''}"
     )
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    identity = identity_of("coordinate-check", config, grid.axes) | {"steps": steps}
-    with StudyDirectory.open(folder, identity, Coordinates) as study:
-        with bar("measuring", len(study.missing(grid.every)), as_json, "models") as progress:
-            check.run_grid(grid, study, jobs or _usual_jobs(), lambda name, _: _done(progress, name))
-        found = check.scales(grid, study.results)
-        about = {"kind": "coordinate-check", "recipe": str(path), "common": list(common)}
-        report = check.make_report(grid, study.results, found, about)
-        _present(report, f"{path.name}: {steps} steps", study.root, picture, as_json)
-    raise typer.Exit(0 if all(one.flat for one in found if one.way == ways[-1]) else FAILED)
+    study_identity = identity_of("coordinate-check", run_config, grid.axes) | {"steps": steps}
+    with StudyDirectory.open(study_folder, study_identity, Coordinates) as study:
+        with bar("measuring", len(study.missing(grid.every)), as_json, "models") as progress_bar:
+            check.run_grid(grid, study, jobs or _usual_jobs(), lambda name, _: _done(progress_bar, name))
+        scale_results = check.scales(grid, study.results)
+        study_facts = {"kind": "coordinate-check", "recipe": str(path), "common": list(common)}
+        study_report = check.make_report(grid, study.results, scale_results, study_facts)
+        _present(study_report, f"{path.name}: {steps} steps", study.root, picture, as_json)
+    raise typer.Exit(0 if all(one.flat for one in scale_results if one.way == ways[-1]) else FAILED)
 
 
 @app.add(
+    "compare",
     examples="""
     megastable study compare launch/recipes/quickstart.yaml --of "" --of model.qk_norm=false --seeds 5
         data.corpora.0.path=data/stdlib
@@ -193,7 +194,7 @@ def coordinate_check(
     """,
     more=f"The length of the runs is the recipe's. lr-sensitivity finds the rate of each. {RESUMED}",
 )
-def compare(
+def compare_candidates(
     recipe_path: Recipe,
     overrides: Overrides = None,
     candidates: Annotated[
@@ -210,8 +211,8 @@ def compare(
     as_json: Json = False,
 ) -> None:
     """Check whether overrides make a difference: paired seeds, with confidence intervals. Trains for real."""
-    chosen = tuple(" ".join(one.split()) for one in candidates or [])
-    if len(chosen) < 2 or len(set(chosen)) < len(chosen):
+    chosen_candidates = tuple(" ".join(one.split()) for one in candidates or [])
+    if len(chosen_candidates) < 2 or len(set(chosen_candidates)) < len(chosen_candidates):
         raise ConfigError('give two different candidates or more, e.g. --of "" --of model.qk_norm=false')
     from megastable.base.progress_bar import bar
     from megastable.config import recipe
@@ -219,19 +220,19 @@ def compare(
     from megastable_tools.study.study_directory import StudyDirectory, identity_of, run_missing
     from megastable_tools.study.trial import TrialResult
 
-    path, shared = recipe.find(recipe_path), comparing.common(overrides or [])
-    config, numbers = recipe.load(path, shared), tuple(range(1, seeds + 1))
-    grid = comparing.CompareGrid(path, config, shared, chosen, numbers)
+    recipe_file, shared_overrides = recipe.find(recipe_path), comparing.common(overrides or [])
+    run_config, seed_numbers = recipe.load(recipe_file, shared_overrides), tuple(range(1, seeds + 1))
+    grid = comparing.CompareGrid(recipe_file, run_config, shared_overrides, chosen_candidates, seed_numbers)
     grid.check()
-    folder = output or _usual_folder(f"compare-{path.stem}")
+    folder = output or _usual_folder(f"compare-{recipe_file.stem}")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with StudyDirectory.open(folder, identity_of("compare", grid.config, grid.axes), TrialResult) as study:
         trials = grid.trials()
-        with bar("training", len(study.missing(t.name for t in trials)), as_json, "runs") as progress:
-            run_missing(study, path, trials, jobs or _usual_jobs(), _watcher(progress))
-        about = {"kind": "compare", "recipe": str(path), "common": list(shared)}
-        found = comparing.make_report(grid, comparing.compare(grid, study.results), about)
-        _present(found, f"{path.name}: {seeds} seeds", study.root, picture, as_json)
+        with bar("training", len(study.missing(t.name for t in trials)), as_json, "runs") as progress_bar:
+            run_missing(study, recipe_file, trials, jobs or _usual_jobs(), _watcher(progress_bar))
+        study_facts = {"kind": "compare", "recipe": str(recipe_file), "common": list(shared_overrides)}
+        study_report = comparing.make_report(grid, comparing.compare(grid, study.results), study_facts)
+        _present(study_report, f"{recipe_file.name}: {seeds} seeds", study.root, picture, as_json)
 
 
 def _usual_folder(name: str) -> Path:
@@ -239,7 +240,7 @@ def _usual_folder(name: str) -> Path:
 
 
 def _usual_jobs() -> int:
-    from megastable_tools.study.workers import usual_jobs
+    from megastable_tools.study.trial import usual_jobs
 
     return usual_jobs()
 
@@ -255,12 +256,12 @@ def _whole(text: str, option: str) -> list[int]:
 def _rates(text: str) -> list[float]:
     """Learning rates, in order. Raises ConfigError."""
     try:
-        found = sorted({float(part) for part in text.split(",")})
+        found_rates = sorted({float(number_text) for number_text in text.split(",")})
     except ValueError:
-        found = []
-    if not found or not all(0 < rate < math.inf for rate in found):
+        found_rates = []
+    if not found_rates or not all(0 < found_rate < math.inf for found_rate in found_rates):
         raise ConfigError(f"--rates {text}: give learning rates above 0, e.g. --rates 1e-3,3e-3,1e-2")
-    return found
+    return found_rates
 
 
 def _watcher(progress: Bar) -> Callable[[str, TrialResult], None]:
@@ -282,10 +283,10 @@ def _present(report: StudyReport, title: str, folder: Path, picture: Path | None
     from megastable.report.text_output import TextOutput
 
     put_json(report.facts, as_json, folder / "result.json")
-    place = picture or folder / "picture.png"
-    with draw_figure(place, *report.size) as figure:
-        report.draw(figure)
-        figure.suptitle(title, parse_math=False)
-    out = TextOutput(as_json)
-    out.show(report.table)
-    out.say(*report.sentences, f"picture: {place}")
+    picture_path = picture or folder / "picture.png"
+    with draw_figure(picture_path, *report.size) as study_figure:
+        report.draw(study_figure)
+        study_figure.suptitle(title, parse_math=False)
+    text_output = TextOutput(as_json)
+    text_output.show(report.table)
+    text_output.say(*report.sentences, f"picture: {picture_path}")

@@ -7,27 +7,38 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from megastable.base import durable
 from megastable.base.errors import CheckpointError, DataError
-from megastable.base.text import duration, plural, size
+from megastable.base.process import login_name
+from megastable.base.text import duration, plural, size, visible
 from megastable.checkpoint import markers, store
+from megastable.checkpoint.held_points import interrupted
 from megastable.checkpoint.markers import Health, Pinned
 from megastable.checkpoint.store import FoundCheckpoint, Kind, LayoutState, found, glance, latest
 from megastable.config import recipe
 from megastable.report.sheet import Column, Sheet
+from megastable.run.directory import RunDirectory
 from megastable.run.events.event import Event
 from megastable.run.events.reading import read_events
+from megastable.run.events.stability_events import IncidentEvent
 from megastable.run.events.training_events import (
     CheckpointRejected,
     CheckpointSaved,
     CheckpointSuspect,
     Evaluated,
     Imported,
+    RolledBack,
+    Training,
 )
+from megastable.run.log import RunLog
+from megastable.supervise.locks import SUPERVISOR, TRAINING, lock
+from megastable_tools.convert.inspecting import checkpoints_of
 
 T = TypeVar("T")
 Standing = Literal["fresh", "healthy", "suspect", "rejected", "damaged", "incomplete"]
@@ -81,15 +92,15 @@ def entries(run: Path) -> list[CatalogueEntry]:
 
 def sheet(run: Path, listed: Sequence[CatalogueEntry]) -> Sheet:
     """The list as a table, and with all fields for JSON."""
-    named = [entry.name for entry in listed if entry.latest]
-    good = [entry.name for entry in listed if entry.state == "healthy"]
-    facts = [
+    latest_names = [entry.name for entry in listed if entry.latest]
+    healthy_names = [entry.name for entry in listed if entry.state == "healthy"]
+    sheet_facts = [
         ("checkpoints", f"{len(listed):,}"),
         ("on the disk", size(sum(entry.bytes for entry in listed))),
-        ("latest", named[0] if named else "none"),
-        ("newest healthy", good[-1] if good else "none yet"),
+        ("latest", latest_names[0] if latest_names else "none"),
+        ("newest healthy", healthy_names[-1] if healthy_names else "none yet"),
     ]
-    columns = [
+    sheet_columns = [
         Column("name", "checkpoint"),
         Column("state", "state", help="fresh: not proven yet; healthy: later steps stayed on trend"),
         Column("pinned", "pinned", help="not deleted until unpinned"),
@@ -104,30 +115,30 @@ def sheet(run: Path, listed: Sequence[CatalogueEntry]) -> Sheet:
         Column("problem", "problem"),
     ]
     damaged = sum(entry.state == "damaged" for entry in listed)
-    notes = [f"{plural(damaged, 'checkpoint')} cannot be used: see its problem"] if damaged else []
+    sheet_notes = [f"{plural(damaged, 'checkpoint')} cannot be used: see its problem"] if damaged else []
     return Sheet(
         title=f"Checkpoints of {run}",
-        facts=facts,
-        columns=columns,
-        rows=[_row(e) for e in listed],
-        notes=notes,
+        facts=sheet_facts,
+        columns=sheet_columns,
+        rows=[_row(catalogue_entry) for catalogue_entry in listed],
+        notes=sheet_notes,
         data={
             "checkpoints": len(listed),
             "bytes": sum(entry.bytes for entry in listed),
-            "latest": named[0] if named else None,
-            "newest_healthy": good[-1] if good else None,
+            "latest": latest_names[0] if latest_names else None,
+            "newest_healthy": healthy_names[-1] if healthy_names else None,
         },
     )
 
 
 def _row(entry: CatalogueEntry) -> dict[str, Any]:
     """Keys without a column are for JSON only."""
-    health, pinned = entry.health, entry.pinned
+    health_marker, pin_marker = entry.health, entry.pinned
     return {
         "name": entry.name, "step": entry.step, "path": str(entry.path), "state": entry.state, "latest": entry.latest,
-        "pinned": None if pinned is None else pinned.reason or "yes",
-        "proven_at": None if health is None else health.step,
-        "calm_steps": None if health is None else health.steps,
+        "pinned": None if pin_marker is None else pin_marker.reason or "yes",
+        "proven_at": None if health_marker is None else health_marker.step,
+        "calm_steps": None if health_marker is None else health_marker.steps,
         "loss": entry.loss, "probes": entry.probes, "validation": entry.validation,
         "size": size(entry.bytes), "bytes": entry.bytes,
         "written": None if entry.age is None else f"{duration(entry.age)} ago", "age_seconds": entry.age,
@@ -142,9 +153,9 @@ def _folder(path: Path) -> tuple[Path, Path | None]:
         raise CheckpointError(f"{path} is a checkpoint: give the directory of its run, two levels above")
     if path.absolute().name == "checkpoints" and path.is_dir():
         return path, path.absolute().parent / "journal.jsonl"
-    inside = path / "checkpoints"
-    if inside.is_dir() or (path / store.RECIPE).is_file():
-        return inside, path / "journal.jsonl"
+    inner_folder = path / "checkpoints"
+    if inner_folder.is_dir() or (path / store.RECIPE).is_file():
+        return inner_folder, path / "journal.jsonl"
     if path.is_dir() and found(path):  # copied out of their run
         return path, None
     raise CheckpointError(f"{path} is not the directory of a run: give one such as runs/quickstart")
@@ -152,27 +163,27 @@ def _folder(path: Path) -> tuple[Path, Path | None]:
 
 def _entry(one: FoundCheckpoint, told: _Journaled | None, named: bool) -> CatalogueEntry:
     path = one.path
-    _, damage = _tried(glance, path)
-    state, unreadable = _tried(store.read_state, path)
+    _, damage_problem = _tried(glance, path)
+    run_state, state_problem = _tried(store.read_state, path)
     # Problems of state.json mostly follow from those of the manifest.
-    problem = UNFINISHED.get(one.kind) or damage or unreadable
-    ruling, accepted = markers.convicted(path), markers.accepted(path)
-    doubt = state.vitals.doubt if state is not None and state.vitals is not None else ""
-    problems = [
-        *([problem] if problem else []), *([f"convicted: {ruling.reason}"] if ruling else []),
-        *([f"accepted by a person: {accepted.reason}"] if accepted else []),
-        *([f"will not count as healthy: {doubt}"] if doubt else []), *markers.problems(path),
+    main_problem = UNFINISHED.get(one.kind) or damage_problem or state_problem
+    ruling, acceptance_marker = markers.convicted(path), markers.accepted(path)
+    vitals_doubt = run_state.vitals.doubt if run_state is not None and run_state.vitals is not None else ""
+    all_problems = [
+        *([main_problem] if main_problem else []), *([f"convicted: {ruling.reason}"] if ruling else []),
+        *([f"accepted by a person: {acceptance_marker.reason}"] if acceptance_marker else []),
+        *([f"will not count as healthy: {vitals_doubt}"] if vitals_doubt else []), *markers.problems(path),
     ]  # fmt: skip
-    health = markers.healthy(path)
-    standing = _standing(one.kind, bool(damage or unreadable), health)
+    health_marker = markers.healthy(path)
+    checkpoint_standing = _standing(one.kind, bool(damage_problem or state_problem), health_marker)
     return CatalogueEntry(
-        step=one.step, name=path.name, path=path, state=standing, bytes=_bytes(path),
-        layout=state.layout if state else None, health=health, pinned=markers.pinned(path),
-        loss=state.recent_loss if state else None,
-        probes=store.finite_mean(state.vitals.losses) if state and state.vitals else None,
-        validation=told.until(one) if told else None,
+        step=one.step, name=path.name, path=path, state=checkpoint_standing, bytes=_bytes(path),
+        layout=run_state.layout if run_state else None, health=health_marker, pinned=markers.pinned(path),
+        loss=run_state.recent_loss if run_state else None,
+        probes=store.finite_mean(run_state.vitals.losses) if run_state and run_state.vitals else None,
+        validation=told.find_loss_until(one) if told else None,
         age=_age(path, told.written.get(path.name) if told else None), latest=named,
-        problem="; ".join(problems).replace(f"{path}{os.sep}", ""),
+        problem="; ".join(all_problems).replace(f"{path}{os.sep}", ""),
     )  # fmt: skip
 
 
@@ -205,12 +216,12 @@ class _Journaled:
         self._aside: dict[str, float | None] = {}
         self.written: dict[str, float] = {}  # unix seconds, by the name of the folder
         try:
-            for event in read_events(journal):
-                self._take(event)
+            for journal_event in read_events(journal):
+                self._take(journal_event)
         except DataError:
             return  # the list is useful without losses
 
-    def until(self, one: FoundCheckpoint) -> float | None:
+    def find_loss_until(self, one: FoundCheckpoint) -> float | None:
         """The last loss at or before a checkpoint."""
         if one.kind in ("suspect", "rejected") and one.path.name in self._aside:
             return self._aside[one.path.name]
@@ -226,36 +237,36 @@ class _Journaled:
         elif isinstance(event, CheckpointSaved | Imported) and event.time is not None:
             self.written[str(name) if isinstance(event, CheckpointSaved) else f"step-{step}"] = event.time
         elif isinstance(event, CheckpointSuspect | CheckpointRejected) and isinstance(name, str):
-            number = name.removeprefix("step-")
-            if number.isascii() and number.isdigit() and len(number) < 19:
-                aside = f"{event.NAME.removeprefix('checkpoint_')}-{name}"
-                self._aside[aside] = self._last(int(number))
+            step_digits = name.removeprefix("step-")
+            if step_digits.isascii() and step_digits.isdigit() and len(step_digits) < 19:
+                aside_name = f"{event.NAME.removeprefix('checkpoint_')}-{name}"
+                self._aside[aside_name] = self._last(int(step_digits))
                 if name in self.written:
-                    self.written[aside] = self.written[name]
+                    self.written[aside_name] = self.written[name]
 
     def _last(self, step: int) -> float | None:
-        before = [at for at in self._by_step if at <= step]
-        return self._by_step[max(before)] if before else None
+        earlier_steps = [loss_step for loss_step in self._by_step if loss_step <= step]
+        return self._by_step[max(earlier_steps)] if earlier_steps else None
 
 
 def _bytes(path: Path) -> int:
-    total = 0
+    total_bytes = 0
     try:
-        for entry in os.scandir(path):
-            if entry.is_file(follow_symlinks=False):
-                total += entry.stat(follow_symlinks=False).st_size
+        for folder_entry in os.scandir(path):
+            if folder_entry.is_file(follow_symlinks=False):
+                total_bytes += folder_entry.stat(follow_symlinks=False).st_size
     except OSError:
         pass  # deleted meanwhile or unreadable: reported as its problem
-    return total
+    return total_bytes
 
 
 def _age(path: Path, written_at: float | None) -> float | None:
     """Seconds. A copy's files are younger than the checkpoint: the journal, where it has it, knows better."""
     if written_at is not None:
         return max(0.0, time.time() - written_at)
-    for written in (path / store.MANIFEST, path):
+    for dated_path in (path / store.MANIFEST, path):
         try:
-            return max(0.0, time.time() - written.stat().st_mtime)
+            return max(0.0, time.time() - dated_path.stat().st_mtime)
         except OSError:
             continue
     return None
@@ -264,3 +275,126 @@ def _age(path: Path, written_at: float | None) -> float | None:
 def _short(layout: LayoutState) -> str:
     context = f" (CP{layout.context})" if layout.context > 1 else ""
     return f"TP{layout.tensor} PP{layout.pipeline} DP{layout.data}{context} ZeRO-{layout.zero} {layout.precision}"
+
+
+# What a person decides on a checkpoint: `pin`, `unpin`, `accept`, and `rollback` to it
+
+
+def find_one(path: Path) -> Path:
+    """A checkpoint named explicitly: "the newest of a run" changes over time. Raises CheckpointError."""
+    found = checkpoints_of(path)
+    if len(found) > 1:
+        checkpoint_names = ", ".join(run_checkpoint.name for run_checkpoint in found)
+        raise CheckpointError(f"{path} has {len(found)} checkpoints: name one: {checkpoint_names}")
+    return found[0]
+
+
+def pin(path: Path, reason: str) -> str:
+    """Protect one checkpoint from deletion; returns a message. Raises CheckpointError."""
+    checkpoint_path = find_one(path)
+    markers.pin(checkpoint_path, reason)
+    return visible(f"{checkpoint_path} is kept until unpinned{f': {reason}' if reason else ''}")
+
+
+def unpin(path: Path) -> str:
+    """Unpin one. Raises CheckpointError."""
+    checkpoint_path = find_one(path)
+    was = markers.unpin(checkpoint_path)
+    return visible(f"{checkpoint_path} " + ("may be deleted by retention" if was else "was not pinned"))
+
+
+def accept(path: Path, reason: str) -> str:
+    """Let runs continue from a checkpoint that was convicted or set aside, and restore its name; returns a message.
+
+    Raises CheckpointError.
+    """
+    checkpoint = find_one(path)
+    if all_problems := store.problems(checkpoint):
+        raise CheckpointError(f"{all_problems[0]}: damaged bytes cannot be accepted")
+    conviction_marker = markers.convicted(checkpoint)
+    target = checkpoint.with_name(store.name_of(store.read_contents(checkpoint).step))
+    if target != checkpoint and target.exists():
+        raise CheckpointError(f"{target} exists: rename or remove it first")
+    markers.accept(checkpoint, reason)
+    if target != checkpoint:
+        try:
+            os.replace(checkpoint, target)
+            durable.sync_directory(target.parent)
+        except OSError as error:
+            raise CheckpointError(f"{checkpoint} could not be renamed: {error.strerror or error}") from None
+        store.point_latest(target.parent)
+    was = f"; it was convicted: {conviction_marker.reason}" if conviction_marker is not None else ""
+    newer = [
+        one.name for one in store.newest_first(target.parent) if store.step_of(one) > store.step_of(target)
+    ]
+    newer_note = (
+        f". There are newer ones, and a run continues from the newest: {', '.join(newer)}" if newer else ""
+    )
+    return visible(f"{target} is accepted: runs continue from it, whatever they find in it{was}{newer_note}")
+
+
+def roll_back(path: Path, reason: str) -> str:
+    """Set aside the checkpoints after `path`, and the summary of a finished run; returns a message. Nothing is deleted.
+
+    Raises CheckpointError if the run could not resume from it or is at work, SpaceError if the journal cannot be
+    written.
+    """
+    checkpoint = find_one(path).resolve()
+    run, step = RunDirectory(checkpoint.parent.parent), store.read_contents(checkpoint).step
+    if checkpoint.parent != run.checkpoints or not run.journal.exists():
+        raise CheckpointError(f"{checkpoint} is not in the checkpoints of a run that has a journal")
+    with _nobody_at_work(run):
+        _check(checkpoint, run, step)
+        log = RunLog(run)
+        # The journal first. From this line on, copies of later steps in the memory of hosts do not count, and a start
+        # finishes what is not done here.
+        log.commit(RolledBack(step=step, reason=reason, who=login_name()))
+        rolled_back = run.rolled_back()
+        assert rolled_back is not None, "its line was just written"
+        aside_reason = f"rollback{rolled_back[0]}"
+        newer_names = store.set_aside_newer(run.checkpoints, step, forget=False, why=aside_reason)
+        for name in newer_names:
+            log.commit(CheckpointSuspect(name=name, reason=f"a person rolled the run back to step {step}"))
+        if run.summary.exists():
+            os.replace(run.summary, run.summary.with_name(f"{run.summary.stem}-{aside_reason}.json"))
+            durable.sync_directory(run.root)
+    aside = ", ".join(f"{aside_reason}-{name}" for name in newer_names)
+    return visible(
+        f"the next start of {run.root} trains on from step {step}"
+        + (f"; set aside, not deleted: {aside}" if newer_names else "; there was no newer checkpoint")
+        + f". How to start it: megastable status {run.root}"
+    )
+
+
+def _check(checkpoint: Path, run: RunDirectory, step: int) -> None:
+    if checkpoint.name != store.name_of(step):
+        raise CheckpointError(
+            f"{checkpoint} was set aside: accept it first: megastable checkpoint accept {checkpoint}"
+        )
+    if all_problems := store.problems(checkpoint):
+        raise CheckpointError(f"{all_problems[0]}: the run cannot go on from it")
+    if (ruling := markers.convicted(checkpoint)) is not None and markers.accepted(checkpoint) is None:
+        raise CheckpointError(
+            f"{checkpoint} was convicted: {ruling.reason}. To go on from it all the same: megastable checkpoint accept "
+            f"{checkpoint}"
+        )
+    interrupted_rewind = interrupted(run.events(Training, IncidentEvent, CheckpointSaved))
+    before = run.handed_over()
+    if before is None and interrupted_rewind is not None and checkpoint.name not in interrupted_rewind[1]:
+        before = interrupted_rewind[0]
+    if before is not None and step >= before:
+        raise CheckpointError(
+            f"{checkpoint}: an incident asks for a checkpoint from before step {before}: name one of those"
+        )
+
+
+@contextmanager
+def _nobody_at_work(run: RunDirectory) -> Iterator[None]:
+    """Hold the locks of the run. Raises CheckpointError if a process has one, ConfigError if they cannot be
+    taken."""
+    with ExitStack() as held_locks:
+        for lock_name, lock_holder in ((SUPERVISOR, "supervisor"), (TRAINING, "training")):
+            if (held_lock := lock(run.root / lock_name)) is None:
+                raise CheckpointError(f"{run.root}: its {lock_holder} is at work: stop the run first")
+            held_locks.enter_context(held_lock)
+        yield

@@ -26,16 +26,16 @@ import xxhash
 
 from megastable.base import durable
 from megastable.base.errors import ConfigError, DataError, user_errors
-from megastable.base.spared_output import spare_output
+from megastable.base.process import spare_output
 from megastable.base.text import size, visible
 from megastable.cluster.child_process import ChildProcess
 from megastable.config import recipe
 from megastable.config.tree import RunConfig
-from megastable.run.beside_arguments import beside_arguments
 from megastable.run.directory import RunDirectory, read_object
 from megastable.run.events.event import Event, whole
 from megastable.run.events.training_events import TasksEvaluated, TasksFailed, TasksSkipped
 from megastable.run.log import RunLog
+from megastable.run.rank_ipc import beside_arguments
 from megastable.training.tracking import Tracking, run_point
 
 PAUSE = 2.0  # seconds between two looks for a checkpoint
@@ -59,8 +59,8 @@ class Evaluator:
         self.leaving = self.told = False  # told: whether it has journaled anything
         self.folder = run.root.absolute() / "evaluation"
         if self.settings.scratch is not None:  # runs of one name may share it
-            whose = xxhash.xxh3_64_hexdigest(os.fsencode(run.root.resolve()))
-            self.folder = self.settings.scratch.absolute() / f"evaluation-{whose}"
+            run_hash = xxhash.xxh3_64_hexdigest(os.fsencode(run.root.resolve()))
+            self.folder = self.settings.scratch.absolute() / f"evaluation-{run_hash}"
 
     def watch(self) -> None:
         """Evaluate until the run is complete and its last checkpoint evaluated. Raises ConfigError, Leaving."""
@@ -72,30 +72,30 @@ class Evaluator:
             )
         try:
             self.folder.parent.mkdir(parents=True, exist_ok=True)
-            held = self._only_one()
+            evaluation_lock = self._only_one()
         except OSError as error:
             raise ConfigError(f"{error.filename or self.folder}: {error.strerror or error}") from None
-        with held:
-            settled = {
+        with evaluation_lock:
+            settled_checkpoints = {
                 (whole(event.get("of_step")) or 0, str(event.get("manifest")))
                 for event in self.run.events(TasksEvaluated, TasksFailed, TasksSkipped)
             }
             while True:
-                complete = self._complete()  # asked first: the last checkpoint is there by then
-                due, passed = next_due(
-                    saved(self.run), settled, self.settings.interval, self.config.train.steps
+                is_complete = self._complete()  # asked first: the last checkpoint is there by then
+                due_checkpoint, passed = next_due(
+                    saved(self.run), settled_checkpoints, self.settings.interval, self.config.train.steps
                 )
-                for older in passed:
-                    reason = f"{due.name} is there already" if due else ""
-                    self._tell(TasksSkipped(**_named(older), reason=reason), say=False)
-                    settled.add((older.step, older.manifest))
-                if due is not None and passed:
+                for older_checkpoint in passed:
+                    skip_reason = f"{due_checkpoint.name} is there already" if due_checkpoint else ""
+                    self._tell(TasksSkipped(**_named(older_checkpoint), reason=skip_reason), say=False)
+                    settled_checkpoints.add((older_checkpoint.step, older_checkpoint.manifest))
+                if due_checkpoint is not None and passed:
                     named = " to ".join(dict.fromkeys((passed[0].name, passed[-1].name)))
-                    self.log.say(f"not evaluated: {named}, as {due.name} is there already")
-                if due is not None:
-                    self._evaluate(due)
-                    settled.add((due.step, due.manifest))
-                elif complete:
+                    self.log.say(f"not evaluated: {named}, as {due_checkpoint.name} is there already")
+                if due_checkpoint is not None:
+                    self._evaluate(due_checkpoint)
+                    settled_checkpoints.add((due_checkpoint.step, due_checkpoint.manifest))
+                elif is_complete:
                     break
                 else:
                     self._wait(PAUSE)
@@ -105,13 +105,13 @@ class Evaluator:
     def _only_one(self) -> IO[str]:
         """The lock of the run's evaluation, once other processes have left it: that of a supervisor that was killed
         needs a moment. Raises OSError, Leaving."""
-        lock, waiting = self.run.root / ".evaluation.lock", False
-        while (held := durable.hold(lock)) is None:
-            if not waiting:
+        lock, is_waiting = self.run.root / ".evaluation.lock", False
+        while (held_lock := durable.hold(lock)) is None:
+            if not is_waiting:
                 self.log.say(f"another process evaluates {self.run.root}: waiting for its end")
-            waiting = True
+            is_waiting = True
             self._wait(LOOK)
-        return held
+        return held_lock
 
     def _tell(self, event: Event, say: bool = True) -> None:
         """Journal an event, waiting for a full disk: unknown to the next process, it would be done again."""
@@ -125,36 +125,36 @@ class Evaluator:
                 self.log.flush()
 
     def _evaluate(self, due: SavedCheckpoint) -> None:
-        begin = time.monotonic()
+        begin_time = time.monotonic()
         self.log.say(f"evaluating {due.name}")
-        event: Callable[..., Event]
+        make_event: Callable[..., Event]
         try:
             scores, tokens = self._scores(due)
-            event = partial(TasksEvaluated, tokens=tokens, scores=scores)
+            make_event = partial(TasksEvaluated, tokens=tokens, scores=scores)
         except (DataError, OSError) as error:
-            event = partial(TasksFailed, reason=visible(error, REASON))
+            make_event = partial(TasksFailed, reason=visible(error, REASON))
         finally:  # first: the journal may wait for room
             shutil.rmtree(self.folder, ignore_errors=True)
-        self._tell(event(**_named(due), seconds=round(time.monotonic() - begin, 1)))
+        self._tell(make_event(**_named(due), seconds=round(time.monotonic() - begin_time, 1)))
 
     def _scores(self, due: SavedCheckpoint) -> tuple[dict[str, float], int]:
         """The scores of a checkpoint, and the tokens it was trained on."""
         checkpoint = self.run.checkpoints / due.name
-        model, results = self.folder / "model", self.folder / "results"
+        model_folder, results_folder = self.folder / "model", self.folder / "results"
         shutil.rmtree(self.folder, ignore_errors=True)  # of a process that was killed
         self._check_room(checkpoint)
-        results.mkdir(parents=True)
+        results_folder.mkdir(parents=True)
         tokens = whole(read_object(checkpoint / "state.json").get("tokens")) or 0
-        export = "-m megastable.cli convert to-hf --no-check --dtype".split()
-        command = [sys.executable, *export, self.settings.dtype, str(checkpoint), str(model)]
+        export_words = "-m megastable.cli convert to-hf --no-check --dtype".split()
+        command = [sys.executable, *export_words, self.settings.dtype, str(checkpoint), str(model_folder)]
         try:
             self._run("the export", command)
         except DataError:
             if not (checkpoint / "manifest.json").exists():
                 raise DataError("it was deleted while it was read: see checkpoint.keep") from None
             raise
-        self._run("the program", self.settings.words(model, results / "results.json", due.step))
-        return read_scores(results), tokens
+        self._run("the program", self.settings.words(model_folder, results_folder / "results.json", due.step))
+        return read_scores(results_folder), tokens
 
     def _check_room(self, checkpoint: Path) -> None:
         """Leave room for the next checkpoint: training has precedence. Raises DataError."""
@@ -173,25 +173,25 @@ class Evaluator:
         threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(self.settings.threads))
         hidden = {"CUDA_VISIBLE_DEVICES": ""} if self.settings.device == "cpu" else {}
         tether = [sys.executable, "-m", "megastable_tools.downstream.tether", str(os.getpid())]
-        limit = self.settings.timeout
-        child = ChildProcess([*tether, *words], limit, environment={**os.environ, **threads, **hidden})
+        time_limit = self.settings.timeout
+        child = ChildProcess([*tether, *words], time_limit, environment={**os.environ, **threads, **hidden})
         try:
-            while (result := child.poll()) is None:
+            while (child_result := child.poll()) is None:
                 self._wait(LOOK)
         finally:
             child.kill()
             child.wait()
-        if result.code is None:
-            raise DataError(f"{what} was not done after {limit:g} s, and was ended (eval.timeout)")
-        if result.code:
-            print(result.tail, flush=True)
-            how = (
-                f"ended with code {result.code}"
-                if result.code > 0
-                else f"was killed by signal {-result.code}"
+        if child_result.code is None:
+            raise DataError(f"{what} was not done after {time_limit:g} s, and was ended (eval.timeout)")
+        if child_result.code:
+            print(child_result.tail, flush=True)
+            end_text = (
+                f"ended with code {child_result.code}"
+                if child_result.code > 0
+                else f"was killed by signal {-child_result.code}"
             )
-            last = result.tail.strip().splitlines()[-1:]
-            raise DataError(f"{what} {how}{': ' if last else ''}{''.join(last)}")
+            last_line = child_result.tail.strip().splitlines()[-1:]
+            raise DataError(f"{what} {end_text}{': ' if last_line else ''}{''.join(last_line)}")
 
     def _wait(self, seconds: float) -> None:
         time.sleep(seconds)
@@ -205,16 +205,18 @@ class Evaluator:
 
 def saved(run: RunDirectory) -> list[SavedCheckpoint]:
     """The complete checkpoints of a run."""
-    found = list[SavedCheckpoint]()
+    checkpoints_found = list[SavedCheckpoint]()
     for path in run.checkpoints.glob("step-*/manifest.json"):
         name = path.parent.name
         step = name.removeprefix("step-")
         try:
             if step.isdecimal():
-                found.append(SavedCheckpoint(name, int(step), xxhash.xxh3_128_hexdigest(path.read_bytes())))
+                checkpoints_found.append(
+                    SavedCheckpoint(name, int(step), xxhash.xxh3_128_hexdigest(path.read_bytes()))
+                )
         except OSError:
             continue  # deleted meanwhile
-    return found
+    return checkpoints_found
 
 
 def _named(one: SavedCheckpoint) -> dict[str, Any]:
@@ -240,12 +242,12 @@ def next_due(
     Due are the first one at or after each multiple of `interval`, and those from step `last` on. settled: (step,
     manifest) of those that were evaluated or passed over, there or not.
     """
-    due, periods = list[SavedCheckpoint](), {step // interval: step for step, _ in settled}
+    due, step_by_period = list[SavedCheckpoint](), {step // interval: step for step, _ in settled}
     for one in sorted(there, key=lambda c: c.step):
-        period = one.step // interval
-        taken = periods.setdefault(period, one.step)
-        wanted = one.step >= last or (period > 0 and taken == one.step)
-        if wanted and (one.step, one.manifest) not in settled:
+        step_period = one.step // interval
+        period_step = step_by_period.setdefault(step_period, one.step)
+        is_wanted = one.step >= last or (step_period > 0 and period_step == one.step)
+        if is_wanted and (one.step, one.manifest) not in settled:
             due.append(one)
     return (due[-1], due[:-1]) if due else (None, [])
 
@@ -273,42 +275,41 @@ def read_scores(folder: Path) -> dict[str, float]:
     "results", as lm-evaluation-harness writes it.
     """
     try:
-        files = sorted(folder.rglob("results*.json"), key=lambda path: path.stat().st_mtime_ns)
-        if not files:
+        result_files = sorted(folder.rglob("results*.json"), key=lambda path: path.stat().st_mtime_ns)
+        if not result_files:
             raise DataError("it has written no results: the JSON file belongs where {results} says")
-        if files[-1].stat().st_size > LARGEST:
-            raise DataError(f"{files[-1].name} has more than {LARGEST >> 20} MiB")
-        content = json.loads(files[-1].read_bytes())
+        if result_files[-1].stat().st_size > LARGEST:
+            raise DataError(f"{result_files[-1].name} has more than {LARGEST >> 20} MiB")
+        results_content = json.loads(result_files[-1].read_bytes())
     except OSError as error:
         raise DataError(f"its results cannot be read: {error}") from None
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{files[-1].name} is no JSON: {visible(error, 200)}") from None
-    found = scores_of(content)
-    if not found:
-        raise DataError(f"{files[-1].name} has no numbers: expected {{task: {{metric: number}}}}")
-    if len(found) > MOST:
-        raise DataError(f"{files[-1].name} has {len(found):,} numbers, more than {MOST:,}")
-    return found
+        raise DataError(f"{result_files[-1].name} is no JSON: {visible(error, 200)}") from None
+    scores_found = scores_of(results_content)
+    if not scores_found:
+        raise DataError(f"{result_files[-1].name} has no numbers: expected {{task: {{metric: number}}}}")
+    if len(scores_found) > MOST:
+        raise DataError(f"{result_files[-1].name} has {len(scores_found):,} numbers, more than {MOST:,}")
+    return scores_found
 
 
 def scores_of(content: Any) -> dict[str, float]:
     """The finite numbers of a results file, by "TASK/METRIC" or name."""
     if not isinstance(content, Mapping):
         return {}
-    harness = isinstance(content.get("results"), Mapping)
-    found: dict[str, float] = {}
-    for name, value in (content["results"] if harness else content).items():
+    is_harness = isinstance(content.get("results"), Mapping)
+    numbers_found: dict[str, float] = {}
+    for score_name, value in (content["results"] if is_harness else content).items():
         if isinstance(value, Mapping):
-            found |= {f"{name}/{_metric(key)}": number for key, number in value.items() if not _is_error(key)}
+            # lm-evaluation-harness writes "acc,none": the metric, and the filter of the answers.
+            scores = {
+                key.removesuffix(",none"): number for key, number in value.items() if not _is_error(key)
+            }
+            numbers_found |= {f"{score_name}/{key}": number for key, number in scores.items()}
         else:
-            found[name] = value
-    numbers = {name: value for name, value in found.items() if _is_finite(value)}
-    return {visible(name, LONGEST): float(value) for name, value in numbers.items()}
-
-
-def _metric(key: str) -> str:
-    """lm-evaluation-harness writes "acc,none": the metric, and the filter of the answers."""
-    return key.removesuffix(",none")
+            numbers_found[score_name] = value
+    finite_numbers = {score_name: value for score_name, value in numbers_found.items() if _is_finite(value)}
+    return {visible(score_name, LONGEST): float(value) for score_name, value in finite_numbers.items()}
 
 
 def _is_error(key: str) -> bool:

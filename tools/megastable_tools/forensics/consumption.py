@@ -1,26 +1,34 @@
-"""Report a run's data consumption: samples, tokens and epochs of every corpus, and skipped samples with reasons."""
+"""What runs have read: how much of every corpus, and each step that trained on one document."""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
+from megastable.base.errors import DataError
 from megastable.base.text import plural
-from megastable.data.blends import in_force
-from megastable.data.skips import Range, Skips, numbers_of
-from megastable.report.sheet import Column, Sheet
+from megastable.config.recipe import find
+from megastable.data.blends import GoneStream, in_force
+from megastable.data.order import LAST_POSITION, Order
+from megastable.data.shard_format import little_endian
+from megastable.data.skips import Range, Selection, Skips, numbers_of
+from megastable.report.postmortem.sample_texts import Library
+from megastable.report.sheet import Column, Passage, Sheet
 from megastable.run.events.reading import latest
 from megastable.run.events.stability_events import IncidentEvent
 from megastable.run.record_files import LAST_STEP
 from megastable_tools.forensics.history import SPANS, Done, History, blends_text
+from megastable_tools.forensics.shard_set import Shelf, spans
 
 FEW = 1 << 24  # positions: longer ranges are not checked for earlier reads
 
-COLUMNS = (
+CORPUS_COLUMNS = (
     Column("corpus", "corpus"),
     Column("weight", "share now", "share", "of the blend"),
     Column("share", "share so far", "share", "of what was read"),
@@ -39,51 +47,56 @@ def run_sheet(history: History) -> Sheet:
     library, cursor = history.library(), history.cursor
     order = library.source.order
     length = order.sequence_length
-    given = order.samples_before(cursor)
-    done = history.steps(0, LAST_STEP, SPANS)
-    last = [d for d in done if not d.undone]
-    rows: list[dict[str, Any]] = []
+    samples_given = order.samples_before(cursor)
+    done_steps = history.steps(0, LAST_STEP, SPANS)
+    kept_steps = [done_step for done_step in done_steps if not done_step.undone]
+    corpus_rows: list[dict[str, Any]] = []
     total = 0
-    out_of_all, now = _out(history, last), order.quotas_at(cursor)
+    out_of_all, current_shares = _out(history, kept_steps), order.quotas_at(cursor)
     for index, corpus in enumerate(order.corpora):
-        ranges = Skips.of([*out_of_all, *_swapped_out(history, corpus.name, last)]).ranges
+        ranges = Skips.of([*out_of_all, *_swapped_out(history, corpus.name, kept_steps)]).ranges
         out = _samples(ranges, index, order.samples_before, cursor)
-        samples = given[index] - out
-        total += samples
-        path = next(
+        read_samples = samples_given[index] - out
+        total += read_samples
+        corpus_path = next(
             (s.path for e in reversed(in_force(history.blends)) for s in e.corpora if s.name == corpus.name),
             "",
         )
-        rows.append({
-            "corpus": corpus.name, "weight": now[index] / sum(now), "samples": samples,
-            "tokens": samples * length, "epochs": given[index] / order.sequences[index], "skipped": out,
-            "skipped_tokens": out * length, "left": -given[index] % order.sequences[index], "path": path,
+        corpus_rows.append({
+            "corpus": corpus.name, "weight": current_shares[index] / sum(current_shares), "samples": read_samples,
+            "tokens": read_samples * length, "epochs": samples_given[index] / order.sequences[index], "skipped": out,
+            "skipped_tokens": out * length, "left": -samples_given[index] % order.sequences[index], "path": corpus_path,
         })  # fmt: skip
-    for row in rows:
-        row["share"] = row["samples"] / total if total else 0.0
-    refused = [d for d in done if not d.applied]
-    lost = sum(int(i.get("steps_lost", 0)) for i in latest(history.run.events(IncidentEvent)).values())
+    for corpus_row in corpus_rows:
+        corpus_row["share"] = corpus_row["samples"] / total if total else 0.0
+    refused_steps = [done_step for done_step in done_steps if not done_step.applied]
+    steps_lost = sum(int(i.get("steps_lost", 0)) for i in latest(history.run.events(IncidentEvent)).values())
     facts = [
-        ("position", f"{cursor:,}"), ("steps", f"{max((d.step for d in last), default=0):,}"),
-        ("tokens", f"{total * length:,}"), ("updates refused", f"{len(refused):,}"),
-        ("steps lost", f"{lost:,}"), ("skipped samples", f"{sum(r['skipped'] for r in rows):,}"),
+        ("position", f"{cursor:,}"), ("steps", f"{max((done_step.step for done_step in kept_steps), default=0):,}"),
+        ("tokens", f"{total * length:,}"), ("updates refused", f"{len(refused_steps):,}"),
+        ("steps lost", f"{steps_lost:,}"), ("skipped samples", f"{sum(r['skipped'] for r in corpus_rows):,}"),
     ]  # fmt: skip
     data = {
-        "position": cursor, "steps": max((d.step for d in last), default=0), "samples": total, "tokens": total * length,
-        "updates_refused": len(refused), "steps_lost": lost, "skipped_samples": sum(r["skipped"] for r in rows),
+        "position": cursor, "steps": max((done_step.step for done_step in kept_steps), default=0), "samples": total,
+        "tokens": total * length,
+        "updates_refused": len(refused_steps), "steps_lost": steps_lost,
+        "skipped_samples": sum(r["skipped"] for r in corpus_rows),
     }  # fmt: skip
-    reasons = history.ledger.reasons.most_common(20)
-    notes = [f"skip ledger, {plural(count, 'line')}: {reason}" for reason, count in reasons]
-    blends = in_force(history.blends)
-    if len(blends) > 1:
-        notes += [f"blend {text}" for text in blends_text(blends)]
+    skip_reasons = history.ledger.reasons.most_common(20)
+    notes = [
+        f"skip ledger, {plural(line_count, 'line')}: {skip_reason}"
+        for skip_reason, line_count in skip_reasons
+    ]
+    blends_in_force = in_force(history.blends)
+    if len(blends_in_force) > 1:
+        notes += [f"blend {blend_text}" for blend_text in blends_text(blends_in_force)]
     return Sheet(
         title=f"{history.run.root.name}, read so far",
         lead=[
             f"{plural(total, 'sample')} of {length:,} tokens up to position {cursor:,}. Refused batches were read, but "
             "caused no update."
         ],
-        facts=facts, columns=COLUMNS, rows=rows, notes=[*notes, *history.problems], data=data,
+        facts=facts, columns=CORPUS_COLUMNS, rows=corpus_rows, notes=[*notes, *history.problems], data=data,
     )  # fmt: skip
 
 
@@ -91,32 +104,222 @@ def _out(history: History, done: Sequence[Done]) -> list[Range]:
     """Ranges skipped in any corpus: on the ledger, and not read before that."""
     # A sample that was released after its position was passed was not read there.
     selection = history.selection(history.library(), ever=True)
-    named = selection.named_between(0, history.cursor)
-    told = selection.positions.union(Skips.of_numbers(named))
-    few = [(first, end) for first, end in told.between(0, history.cursor) if end - first <= FEW]
-    positions = numbers_of(few)
-    read = (p for _, mine in history.that_read(positions, done) for p in mine.tolist())
-    return Skips.of([*told.gaps().ranges, *((p, p + 1) for p in read)]).gaps().ranges
+    named_positions = selection.named_between(0, history.cursor)
+    skipped_ranges = selection.positions.union(Skips.of_numbers(named_positions))
+    short_ranges = [
+        (range_start, range_end)
+        for range_start, range_end in skipped_ranges.between(0, history.cursor)
+        if range_end - range_start <= FEW
+    ]
+    few_positions = numbers_of(short_ranges)
+    positions_read = (
+        p for _, read_positions in history.that_read(few_positions, done) for p in read_positions.tolist()
+    )
+    return Skips.of([*skipped_ranges.gaps().ranges, *((p, p + 1) for p in positions_read)]).gaps().ranges
 
 
 def _swapped_out(history: History, corpus: str, done: Sequence[Done]) -> list[Range]:
     """Ranges in which a corpus was swapped out: positions read before that decision stay read."""
-    order, found = history.library().source.order, []
-    for (begin, end), time in history.ledger.swaps(corpus):
-        then = -math.inf if time is None else time.timestamp()
-        at = bisect_right(done, then, key=lambda d: d.time)
-        first = max(begin, done[at - 1].next_position) if at else begin
-        if 0 < at < len(done):
+    order, unread_ranges = history.library().source.order, []
+    for (swap_start, swap_end), swap_time in history.ledger.swaps(corpus):
+        decision_time = -math.inf if swap_time is None else swap_time.timestamp()
+        step_index = bisect_right(done, decision_time, key=lambda d: d.time)
+        unread_start = max(swap_start, done[step_index - 1].next_position) if step_index else swap_start
+        if 0 < step_index < len(done):
             # The step in progress.
-            places = order.locate(history.positions(done[at])).corpus
-            if any(order.corpora[index].name == corpus for index in np.unique(places)):
-                first = max(first, done[at].next_position)
-        if first < end:
-            found.append((first, end))
-    return found
+            corpora_read = order.locate(history.positions(done[step_index])).corpus
+            if any(order.corpora[corpus_index].name == corpus for corpus_index in np.unique(corpora_read)):
+                unread_start = max(unread_start, done[step_index].next_position)
+        if unread_start < swap_end:
+            unread_ranges.append((unread_start, swap_end))
+    return unread_ranges
 
 
 def _samples(ranges: Sequence[Range], corpus: int, before: Any, cursor: int) -> int:
     """How many samples of a corpus are in `ranges`, up to `cursor`."""
-    inside = ((first, min(end, cursor)) for first, end in ranges if first < cursor)
-    return sum(before(end)[corpus] - before(first)[corpus] for first, end in inside)
+    ranges_inside = (
+        (range_start, min(range_end, cursor)) for range_start, range_end in ranges if range_start < cursor
+    )
+    return sum(
+        before(range_end)[corpus] - before(range_start)[corpus] for range_start, range_end in ranges_inside
+    )
+
+
+Int64s = npt.NDArray[np.int64]
+
+SHOWN = 20_000  # tokens of the document that are shown
+AHEAD = 50  # future positions listed
+
+DOCUMENT_COLUMNS = (
+    Column("run", "run"),
+    Column("step", "step", "count"),
+    Column("state", "state", help="trained; refused; undone; skipped: not trained on; ahead: not yet read"),
+    Column("position", "position", "count"),
+    Column("epoch", "epoch", "count"),
+    Column("first_token", "first token", "count", "of the document, from 0"),
+    Column("tokens", "tokens", "count"),
+    Column("loss", "loss of the step", "number"),
+    Column("time", "time", wide=True),
+)
+
+
+def document_sheet(
+    shelf: Shelf, shard_name: str, document: int, runs: Sequence[History], most: int = SHOWN
+) -> Sheet:
+    """Document number `document` of a shard, with its first `most` tokens as text.
+
+    Raises DataError if there is none, or a run has no such shard.
+    """
+    shard = shelf.shard(shard_name)
+    if not 0 <= document < shard.documents:
+        raise DataError(f"{shard.idx_path} has the documents 0 to {shard.documents - 1}, not {document}")
+    first, end = shard.document_bounds(document)
+    token_bytes = little_endian(shard.dtype).itemsize
+    facts = [
+        ("tokens", f"{end - first:,}"), ("tokens of the shard", f"[{first:,}, {end:,})"),
+        ("bytes of its .bin", f"[{first * token_bytes:,}, {end * token_bytes:,})"),
+    ]  # fmt: skip
+    step_rows = [step_row for history in runs for step_row in _rows(history, shelf, shard_name, first, end)]
+    trained_count = sum(step_row["state"] == "trained" for step_row in step_rows)
+    shown_ids = shard.read(first, min(end - first, most)).tolist()
+    cut_note = f", its first {most:,} tokens" if end - first > most else ""
+    document_name = f"document {document} of {shard_name}"
+    head: dict[str, Any] = {"run": "", "state": "the document", "first_token": 0, "tokens": end - first}
+    lead = [f"{plural(end - first, 'token')}."]
+    if runs:
+        lead.append(f"Trained on in {plural(trained_count, 'sample')} of {plural(len(runs), 'run')}.")
+    notes = [] if runs else ["With --run RUN (repeatable) every step that trained on it is listed."]
+    return Sheet(
+        title=document_name, lead=lead, facts=facts, columns=DOCUMENT_COLUMNS, rows=[head, *step_rows],
+        passages={0: [Passage(f"{document_name}{cut_note}", spans(_text(shown_ids, shelf.eod), shelf.tokenizer))]},
+        notes=[*notes, *([shelf.problem] if shelf.problem else []),
+        *(run_problem for run_history in runs for run_problem in run_history.problems)],
+        data={
+            "tokens": end - first, "first_token": first, "end_token": end, "first_byte": first * token_bytes,
+            "end_byte": end * token_bytes, "trained_samples": trained_count, "runs": len(runs),
+        },
+    )  # fmt: skip
+
+
+def stream_of(library: Library, shelf: Shelf, shard: str) -> int:
+    """Index of the run's corpus that a shard belongs to. Raises DataError if it is none of them."""
+    streams = library.source.streams
+    candidate_indexes = [
+        stream_index
+        for stream_index, stream in enumerate(streams)
+        if not isinstance(stream, GoneStream)
+        and any(shard_info.name == shard for shard_info in stream.manifest.shards)
+    ]
+    given_shard = shelf.shard(shard)
+    given_folder = given_shard.bin_path.resolve().parent
+    matching_indexes = [i for i in candidate_indexes if find(streams[i].directory).resolve() == given_folder]
+    if not matching_indexes:
+        # Accepts a copy elsewhere, but not another corpus with shards of the same names.
+        infos_by_index = {
+            i: next(x for x in streams[i].manifest.shards if x.name == shard) for i in candidate_indexes
+        }
+        if given_shard.info is not None:
+            matching_indexes = [i for i, x in infos_by_index.items() if x == given_shard.info]
+        else:
+            given_sizes = given_shard.bin_bytes, given_shard.idx_bytes, given_shard.documents
+            matching_indexes = [
+                i for i, x in infos_by_index.items() if (x.bin_bytes, x.idx_bytes, x.documents) == given_sizes
+            ]
+    if len(matching_indexes) != 1:
+        corpus_paths = ", ".join(
+            str(run_stream.directory) for run_stream in streams if not isinstance(run_stream, GoneStream)
+        )
+        raise DataError(
+            f"{given_shard.bin_path} is not the run's training data, which was {corpus_paths}; give the "
+            "shard of one of these"
+        )
+    return matching_indexes[0]
+
+
+def positions_with(library: Library, corpus: int, first: int, end: int, start: int, stop: int) -> Int64s:
+    """The positions in [start, stop) whose samples hold any of the tokens [first, end) of a corpus's stream."""
+    order = library.source.order
+    sequence_length, last_sequence = order.sequence_length, order.sequences[corpus] - 1
+    sequences = np.arange(first // sequence_length, min((end - 1) // sequence_length, last_sequence) + 1)
+    return order.positions_of(corpus, sequences, start, stop)
+
+
+def _rows(history: History, shelf: Shelf, shard: str, first: int, end: int) -> list[dict[str, Any]]:
+    run = history.run.root.name
+    library = history.library()
+    corpus = stream_of(library, shelf, shard)
+    stream, order = library.source.streams[corpus], library.source.order
+    at = stream.offset_of(shard, first)
+    if at is None:
+        return [{"run": run, "state": "not in the part that is trained on"}]
+    step, cursor, selection = history.step, history.cursor, history.selection(library)
+    horizon = _horizon(history, selection, step, cursor)
+    # Undone steps may have gone further than the run's current position.
+    most = max(horizon, _horizon(history, selection, 0, 0))
+    span = at, at + end - first
+    positions = positions_with(library, corpus, *span, 0, most)
+    past = positions[positions < cursor]
+    future_positions = positions[(positions >= cursor) & (positions < horizon)][:AHEAD]
+    found: list[dict[str, Any]] = []
+    met = set[int]()
+
+    def row(position: int, order: Order = order, **facts: Any) -> dict[str, Any]:
+        place = order.locate_one(position)
+        low, high = max(place.first_token, span[0]), min(place.first_token + order.sequence_length, span[1])
+        facts |= {"first_token": low - at, "tokens": high - low}
+        return {"run": run, "position": position, "epoch": place.epoch, **facts}
+
+    # The document's position when each step was done: it may have moved since.
+    for era_library, steps in history.eras(history.steps(0, LAST_STEP, SPANS)):
+        era_corpora = [c.name for c in era_library.source.order.corpora]
+        if order.corpora[corpus].name not in era_corpora:
+            continue
+        begin, stop = min(d.first_position for d in steps), max(d.next_position for d in steps)
+        era_positions = positions_with(
+            era_library, era_corpora.index(order.corpora[corpus].name), *span, begin, stop
+        )
+        for done, mine in history.that_read(era_positions, steps):
+            for position in mine.tolist():
+                met.add(position)
+                facts = {"step": done.step, "state": done.state, "loss": done.loss, "time": _clock(done.time)}
+                found.append(row(position, era_library.source.order, **facts))
+    passed_over = history.selection(library, ever=True).mask(past)
+    for position, left_out in zip(past.tolist(), passed_over.tolist(), strict=True):
+        if position not in met:
+            found.append(row(position, state="skipped" if left_out else "not recorded"))
+    batches, furthest = history.config.batches, int(future_positions.max(initial=cursor))
+    named = selection.named_between(cursor, furthest)
+    passed = selection.positions.union(Skips.of_numbers(named))
+    for position, left_out in zip(
+        future_positions.tolist(), selection.mask(future_positions).tolist(), strict=True
+    ):
+        before = sum(b - range_start for range_start, b in passed.between(cursor, position))
+        when = step + 1 + batches.steps(cursor, position - before)
+        if left_out:
+            found.append(row(position, state="skipped"))
+        elif when <= history.config.train.steps:
+            found.append(row(position, state="ahead", step=when))
+    return found
+
+
+def _horizon(history: History, selection: Selection, step: int, cursor: int) -> int:
+    """A position beyond the recipe's remaining steps after `step`, with a tenth to spare for later skips."""
+    steps_left = max(0, history.config.train.steps - step)
+    positions_left = (history.config.batches.reach(cursor, steps_left) - cursor) / selection.kept
+    horizon_end, end_before = cursor + int(1.1 * positions_left), -1
+    while horizon_end > end_before:
+        end_before = horizon_end
+        skipped_positions = sum(
+            range_end - range_start
+            for range_start, range_end in selection.positions.between(cursor, horizon_end)
+        )
+        horizon_end = min(LAST_POSITION, cursor + int(1.1 * positions_left) + skipped_positions)
+    return horizon_end
+
+
+def _clock(time: float) -> str:
+    return datetime.fromtimestamp(time, UTC).isoformat(" ", "seconds")
+
+
+def _text(ids: list[int], eod: int | None) -> list[int]:
+    return ids[:-1] if ids and ids[-1] == eod else ids

@@ -29,11 +29,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from megastable.base.durable import hold
+from megastable.base.durable import hold, write_data_file
 from megastable.base.errors import DataError
-from megastable.data.local_copy import write_file
-from megastable_tools.prepare.pool import ordered_map
-from megastable_tools.prepare.progress import Meter
+from megastable_tools.prepare.prepare import ordered_map
+from megastable_tools.prepare.reporting import Meter
 
 BEGUN, RESULT, YARDSTICK = "begun.json", "scan.json", "yardstick.npz"
 SCORES = "scores.json"  # the result in a folder of scores
@@ -96,27 +95,27 @@ def map_documents(
     Returns:
         The number of parts, and how many tokens were measured in this call.
     """
-    parts = read = documents = measured = 0
+    part_count = tokens_read = documents = measured = 0
     with (
         Meter(total, not progress, *labels, "tokens") as meter,
         closing(ordered_map(keep, runs, workers)) as all_kept,
     ):
-        for kept in all_kept:
-            parts, read = parts + 1, read + kept.tokens
-            if kept.measured:
-                documents, measured = documents + kept.documents, measured + kept.tokens
-            meter.update(read, documents, measured)
-    return parts, measured
+        for kept_part in all_kept:
+            part_count, tokens_read = part_count + 1, tokens_read + kept_part.tokens
+            if kept_part.measured:
+                documents, measured = documents + kept_part.documents, measured + kept_part.tokens
+            meter.update(tokens_read, documents, measured)
+    return part_count, measured
 
 
 def keep_rows(run: Run, measure: Callable[[Run], pa.Table], folder: Path) -> KeptPart:
     """Write the rows that `measure` computes of a run, unless its part has them."""
-    path, numbers = part(folder, run.number), run.numbers
-    there = read_rows(path, ["document"])
-    missing = there is None or not np.array_equal(there["document"].to_numpy(), numbers)
-    if missing:
-        write_rows(path, measure(run))
-    return KeptPart(run.tokens, len(numbers), missing)
+    rows_path, document_numbers = part(folder, run.number), run.numbers
+    rows_there = read_rows(rows_path, ["document"])
+    is_missing = rows_there is None or not np.array_equal(rows_there["document"].to_numpy(), document_numbers)
+    if is_missing:
+        write_rows(rows_path, measure(run))
+    return KeptPart(run.tokens, len(document_numbers), is_missing)
 
 
 class MapResult(BaseModel):
@@ -128,7 +127,7 @@ class MapResult(BaseModel):
 
     def save(self, folder: Path) -> None:
         """Write the file. Raises DataError when the disk refuses."""
-        write_file(folder / self.file, (self.model_dump_json(indent=1) + "\n").encode())
+        write_data_file(folder / self.file, (self.model_dump_json(indent=1) + "\n").encode())
 
     @classmethod
     def load(cls, folder: Path) -> Self:
@@ -146,7 +145,7 @@ class MapResult(BaseModel):
             raise DataError(f"{path} cannot be read: {error.strerror}") from error
         except ValidationError as error:
             detail = error.errors()[0]
-            where = ".".join(str(part) for part in detail["loc"])
+            where = ".".join(str(location_part) for location_part in detail["loc"])
             raise DataError(
                 f"{path} is damaged or of another version ({where}: {detail['msg']}): {cls.doing} again with --again"
             ) from error
@@ -170,63 +169,63 @@ def occupied(folder: Path, asked: dict[str, Any], again: bool) -> Iterator[None]
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        others = [path.name for path in folder.iterdir() if path.name != LOCK]
-        if others and BEGUN not in others:
+        other_names = [folder_entry.name for folder_entry in folder.iterdir() if folder_entry.name != LOCK]
+        if other_names and BEGUN not in other_names:
             raise DataError(
-                f"{folder} is not the folder of a scan, {others[0]} is in it: choose another --keep"
+                f"{folder} is not the folder of a scan, {other_names[0]} is in it: choose another --keep"
             )
-        lock = hold(folder / LOCK)
-        if lock is None:
+        folder_lock = hold(folder / LOCK)
+        if folder_lock is None:
             raise DataError(f"{folder}: another process scans into it: wait for it, or choose another --keep")
-        with lock:
+        with folder_lock:
             try:
                 _begin(folder, asked, again)
                 yield
             finally:
-                fcntl.flock(lock, fcntl.LOCK_UN)
+                fcntl.flock(folder_lock, fcntl.LOCK_UN)
     except OSError as error:
         raise DataError(f"{folder} cannot be used: {error.strerror or error}") from error
 
 
 def _begin(folder: Path, asked: dict[str, Any], again: bool) -> None:
-    path = folder / BEGUN
-    if path.exists() and not again:
+    settings_path = folder / BEGUN
+    if settings_path.exists() and not again:
         try:
-            there = json.loads(path.read_text(encoding="utf-8"))
+            there = json.loads(settings_path.read_text(encoding="utf-8"))
         except ValueError as error:
-            raise DataError(f"{path} cannot be read ({error}): start over with --again") from error
+            raise DataError(f"{settings_path} cannot be read ({error}): start over with --again") from error
         if there == asked:
             return
-        keys = [key for key in asked if not isinstance(there, dict) or there.get(key) != asked[key]]
-        what = ", ".join(dict.fromkeys(SETTINGS.get(key, key) for key in keys))
+        other_keys = [key for key in asked if not isinstance(there, dict) or there.get(key) != asked[key]]
+        other_settings = ", ".join(dict.fromkeys(SETTINGS.get(key, key) for key in other_keys))
         raise DataError(
-            f"{folder} holds the results of something else (other: {what}): choose another --keep, or replace "
-            "them with --again"
+            f"{folder} holds the results of something else (other: {other_settings}): choose another --keep, or "
+            "replace them with --again"
         )
     # The settings are removed last: a half-cleared folder is still recognised.
-    for name in (RESULT, SCORES, YARDSTICK, DUPLICATES):
-        (folder / name).unlink(missing_ok=True)
-    for name in (PARTS, NEAR):
-        shutil.rmtree(folder / name, ignore_errors=True)
-    write_file(path, (json.dumps(asked, indent=1) + "\n").encode())
-    for name in (PARTS, NEAR):
-        (folder / name).mkdir(exist_ok=True)
+    for file_name in (RESULT, SCORES, YARDSTICK, DUPLICATES):
+        (folder / file_name).unlink(missing_ok=True)
+    for file_name in (PARTS, NEAR):
+        shutil.rmtree(folder / file_name, ignore_errors=True)
+    write_data_file(settings_path, (json.dumps(asked, indent=1) + "\n").encode())
+    for file_name in (PARTS, NEAR):
+        (folder / file_name).mkdir(exist_ok=True)
 
 
 def write_rows(path: Path, rows: pa.Table) -> None:
     """Write a part atomically. Raises DataError if the disk fails."""
-    content = io.BytesIO()
-    pq.write_table(rows, content, compression="zstd", compression_level=1)
-    write_file(path, content.getvalue())
+    parquet_content = io.BytesIO()
+    pq.write_table(rows, parquet_content, compression="zstd", compression_level=1)
+    write_data_file(path, parquet_content.getvalue())
 
 
 def read_parts(folder: Path, count: int, again: str, columns: list[str] | None = None) -> Iterator[pa.Table]:
     """The rows of all parts. Raises DataError for one that is missing or damaged; again: the command that repairs
     it."""
-    for number in range(count):
-        rows = read_rows(path := part(folder, number), columns)
+    for part_number in range(count):
+        rows = read_rows(rows_path := part(folder, part_number), columns)
         if rows is None:
-            raise DataError(f"{path} is missing or damaged: {again} with --again")
+            raise DataError(f"{rows_path} is missing or damaged: {again} with --again")
         yield rows
 
 

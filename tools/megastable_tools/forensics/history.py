@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate, groupby
@@ -19,17 +19,18 @@ import numpy as np
 import numpy.typing as npt
 
 from megastable.base.errors import DataError
-from megastable.base.text import plural
+from megastable.base.text import plural, ranges
 from megastable.config.recipe import load
 from megastable.data.blends import BlendEntry, Share, in_force, read_blends
 from megastable.data.skip_ledger import Ledger
 from megastable.data.skips import Selection, Skips, numbers_of
-from megastable.report.postmortem.facts import SuspectFacts
-from megastable.report.postmortem.passes import RecordFolder
+from megastable.report.postmortem.evidence import RecordFolder
+from megastable.report.postmortem.facts import IncidentFacts, SuspectFacts
+from megastable.report.postmortem.journal import Journal, summary_of
 from megastable.report.postmortem.sample_texts import Library
-from megastable.run.directory import RunDirectory
+from megastable.run.directory import RunDirectory, read_object
 from megastable.run.events.data_events import OrderChanged
-from megastable.run.events.event import Event
+from megastable.run.events.event import Event, whole
 from megastable.run.events.reading import read_events
 from megastable.run.events.training_events import Resumed, Training
 from megastable.run.record_files import LAST_STEP
@@ -47,14 +48,13 @@ SPANS = ("step", "time", "first_position", "next_position", "skipped", "applied"
 
 @dataclass(frozen=True, slots=True)  # there may be millions
 class Done:
-    """One execution of a step. undone: the run was rewound past it later. skipped: None if an older version wrote
-    it."""
+    """One execution of a step. undone: the run was rewound past it later. skipped: edges of ranges, in turn."""
 
     step: int
     time: float
     first_position: int
     next_position: int
-    skipped: list[int] | None
+    skipped: list[int] | None  # None: none
     applied: bool
     undone: bool
     loss: float = float("nan")
@@ -98,20 +98,20 @@ class History:
     def eras(self, done: Sequence[Done]) -> Iterator[tuple[Library, list[Done]]]:
         """`done`, in the order of time, in parts with the same data order, each with that order; without steps from
         before the corpora changed."""
-        told = (one for one in done if one.time >= self._changed)
-        for count, some in groupby(told, key=lambda one: self._held(one.time)):
-            yield self._library(count), list(some)
+        known_steps = (done_step for done_step in done if done_step.time >= self._changed)
+        for blend_count, era_steps in groupby(known_steps, key=lambda one: self._held(one.time)):
+            yield self._library(blend_count), list(era_steps)
 
     def _held(self, time: float | None) -> int:
         """Number of lines in blends.jsonl at a time: at least the first."""
-        held = len(self.blends) if time is None else bisect_right(self._decided, time)
-        return max(held, min(1, len(self.blends)))
+        blends_held = len(self.blends) if time is None else bisect_right(self._decided, time)
+        return max(blends_held, min(1, len(self.blends)))
 
     @cached_property
     def _decided(self) -> list[float]:
         """The times of the lines of blends.jsonl, ascending."""
-        times = (-math.inf if e.time is None else e.time.timestamp() for e in self.blends)
-        return list(accumulate(times, max))
+        decision_times = (-math.inf if e.time is None else e.time.timestamp() for e in self.blends)
+        return list(accumulate(decision_times, max))
 
     def _open(self, count: int) -> Library:
         return Library(self.config, self.blends[:count])
@@ -119,53 +119,69 @@ class History:
     def share(self, fingerprint: str) -> Share:
         """The corpus of the run with that manifest fingerprint. Raises DataError if there is none."""
         # A removed corpus is still read up to the next block.
-        shares = [share for entry in reversed(in_force(self.blends)) for share in entry.corpora]
-        found = next((share for share in shares if share.fingerprint == fingerprint), None)
-        if found is None:
+        shares = [share for blend_entry in reversed(in_force(self.blends)) for share in blend_entry.corpora]
+        matching_share = next((share for share in shares if share.fingerprint == fingerprint), None)
+        if matching_share is None:
             known = ", ".join(dict.fromkeys(share.path for share in shares)) or "none that it wrote down"
             raise DataError(
                 f"{self.run.root} does not train on the corpus of the plan (fingerprint "
                 f"{fingerprint[:12]}...), but on {known}: make a plan of one of those"
             )
-        return found
+        return matching_share
 
     def steps(self, first: int, last: int, columns: Sequence[str] = COLUMNS) -> list[Done]:
         """Every execution of the steps [first, last], in the order of time; damaged files are listed in `problems`."""
-        rows, problems = self._folder.rows(first, last, columns)
-        self.problems += [p for p in problems if p not in self.problems]
-        return [Done(**row, undone=self._undone(row["step"], row["time"])) for row in rows]
+        record_rows, problems = self._folder.rows(first, last, columns)
+        self.problems += [new_problem for new_problem in problems if new_problem not in self.problems]
+        return [Done(**row, undone=self._undone(row["step"], row["time"])) for row in record_rows]
 
     def at(self, first: int, last: int) -> list[Done]:
         """As `steps`. Raises DataError if none was recorded."""
-        found = self.steps(first, last)
-        if not found:
-            rows = self._folder.files(0, LAST_STEP)
-            known = f"{plural(len(rows), 'file')} of records" if rows else "no records"
-            which = f"step {first}" if first == last else f"steps {first} to {last}"
+        steps_found = self.steps(first, last)
+        if not steps_found:
+            record_files = self._folder.files(0, LAST_STEP)
+            known = f"{plural(len(record_files), 'file')} of records" if record_files else "no records"
+            steps_named = f"step {first}" if first == last else f"steps {first} to {last}"
             raise DataError(
-                f"{self.run.steps}: {which} was not recorded (there are {known}): steps count from 1, and the "
+                f"{self.run.steps}: {steps_named} was not recorded (there are {known}): steps count from 1, and the "
                 f"latest {self.config.logging.flush_steps} of a run at work may not be on the disk yet"
             )
-        return found
+        return steps_found
+
+    def incident(self, number: int) -> tuple[IncidentFacts, list[Event], list[Event]]:
+        """What is told of an incident, its own events, and all events from its first to its last one. Raises DataError
+        if it does not exist."""
+        journal = Journal(self.run)
+        if number not in journal.own:
+            known = ranges([(n, n + 1) for n in sorted(journal.own)]) or "none"
+            raise DataError(
+                f"{self.run.journal}: there is no incident {number}; those of this run: {known}. Of a spike without an "
+                f"incident (a dry run, the guard off) `megastable inspect step {self.run.root} STEP` shows the samples "
+                f"and `megastable prune plan CORPUS --step {self.run.root}:STEP --spans` plans what to remove"
+            )
+        own_indexes = journal.own[number]
+        own_events = [journal.events[event_index] for event_index in own_indexes]
+        incident_facts = IncidentFacts.model_validate(summary_of(own_events[-1]))
+        return incident_facts, own_events, journal.events[own_indexes[0] : own_indexes[-1] + 1]
 
     def positions(self, done: Done) -> Int64s:
         """The positions that the step trained on: int64, ascending."""
         # Whole epochs may be skipped: do not enumerate them.
-        kept = self._left_out(done).gaps().between(done.first_position, done.next_position)
-        return numbers_of(kept)
+        kept_ranges = self._left_out(done).gaps().between(done.first_position, done.next_position)
+        return numbers_of(kept_ranges)
 
     def that_read(self, positions: Int64s, among: Sequence[Done] | None = None) -> list[tuple[Done, Int64s]]:
         """Every step, of `among` or of all, that trained on any of `positions`, with those positions: in the order of
         time."""
-        found = []
-        for done in self.steps(0, LAST_STEP, SPANS) if among is None else among:
-            if done.time < self._changed:
+        steps_found = []
+        for done_step in self.steps(0, LAST_STEP, SPANS) if among is None else among:
+            if done_step.time < self._changed:
                 continue
-            low, high = np.searchsorted(positions, (done.first_position, done.next_position))
-            mine = positions[low:high]
-            if mine.size and (mine := mine[~self._left_out(done).mask(mine)]).size:
-                found.append((done, mine))
-        return found
+            low, high_index = np.searchsorted(positions, (done_step.first_position, done_step.next_position))
+            mine = positions[low:high_index]
+            if mine.size and (mine := mine[~self._left_out(done_step).mask(mine)]).size:
+                steps_found.append((done_step, mine))
+        return steps_found
 
     @cached_property
     def ledger(self) -> Ledger:
@@ -175,17 +191,21 @@ class History:
         """The selection by today's ledger over the order of `library`. ever: ignore releases, as positions passed
         before a release stay skipped."""
         ledger = self.ledger.ever if ever else self.ledger
-        found, problems = ledger.usable(self.run.skips, library.source.order, self.config.data.skip)
-        self.problems += [p for p in problems if p not in self.problems]
-        return found
+        usable_selection, ledger_problems = ledger.usable(
+            self.run.skips, library.source.order, self.config.data.skip
+        )
+        self.problems += [
+            ledger_problem for ledger_problem in ledger_problems if ledger_problem not in self.problems
+        ]
+        return usable_selection
 
     def left_out(self, library: Library, positions: Int64s) -> npt.NDArray[np.bool_]:
         """Which samples at n positions of the order of `library` are skipped now: bool [n]. They may be at other
         positions by now; samples that the present order never gives are not skipped."""
-        today, then = self.library(), library.source.order
-        there = then.moved_to(today.source.order, positions)
-        out = there[self.selection(today).mask(there)]
-        return np.isin(positions, today.source.order.moved_to(then, out))
+        library_now, order_then = self.library(), library.source.order
+        positions_now = order_then.moved_to(library_now.source.order, positions)
+        skipped_positions = positions_now[self.selection(library_now).mask(positions_now)]
+        return np.isin(positions, library_now.source.order.moved_to(order_then, skipped_positions))
 
     @property
     def step(self) -> int:
@@ -199,62 +219,61 @@ class History:
 
     @cached_property
     def _latest(self) -> Done | None:
-        for file in reversed(self._folder.files(0, LAST_STEP)):  # the newest first
-            if found := self.steps(file.low, file.high, SPANS):
-                return max(found, key=lambda done: done.time)
+        for record_file in reversed(self._folder.files(0, LAST_STEP)):  # the newest first
+            if steps_found := self.steps(record_file.low, record_file.high, SPANS):
+                return max(steps_found, key=lambda done: done.time)
         return None
 
     def _left_out(self, done: Done) -> Skips:
-        if done.skipped is None:
-            return self._ledger_then(done.time)
-        return Skips.of(zip(done.skipped[::2], done.skipped[1::2], strict=True))
-
-    def _ledger_then(self, time: float) -> Skips:
-        # Versions that wrote no `skipped` knew of no other lines.
-        return Skips.of(self.config.data.skip).union(self.ledger.until(time).exclusions.positions)
+        edges = done.skipped or []
+        return Skips.of(zip(edges[::2], edges[1::2], strict=True))
 
     def _undone(self, step: int, time: float) -> bool:
-        times, lowest = self._goings_back
-        later = bisect_right(times, time)
-        return later < len(times) and lowest[later] < step
+        rewind_times, lowest_steps = self._goings_back
+        later_index = bisect_right(rewind_times, time)
+        return later_index < len(rewind_times) and lowest_steps[later_index] < step
 
     @cached_property
     def _goings_back(self) -> tuple[list[float], list[int]]:
         """Times of rewinds and restarts, ascending; and the lowest step from which the run continued, then or later."""
-        found = []
+        goings_back = []
         # A process that finds no checkpoint only reports that it trains.
         for event in self._events:
-            to = event.get("to_step") if event.get("what") == "rewound" else None
-            to = event.get("step") if isinstance(event, Resumed | Training) else to
-            if isinstance(to, int):
-                found.append((float(event["time"]), to))
-        found.sort()
-        lowest = list(accumulate((to for _, to in reversed(found)), min))[::-1]
-        return [time for time, _ in found], lowest
+            to_step = event.get("to_step") if event.get("what") == "rewound" else None
+            to_step = event.get("step") if isinstance(event, Resumed | Training) else to_step
+            if isinstance(to_step, int):
+                goings_back.append((float(event["time"]), to_step))
+        goings_back.sort()
+        lowest = list(accumulate((to_step for _, to_step in reversed(goings_back)), min))[::-1]
+        return [event_time for event_time, _ in goings_back], lowest
 
     @cached_property
     def _changed(self) -> float:
         """When the data order last changed entirely; before all times if never."""
-        times = [float(e["time"]) for e in self._events if isinstance(e, OrderChanged)]
-        if times:
+        change_times = [float(e["time"]) for e in self._events if isinstance(e, OrderChanged)]
+        if change_times:
             self.problems.append(
                 "The corpora, the seed or the sequence length changed during the run (order_changed in the journal): "
                 "earlier steps are not shown."
             )
-        return max(times, default=-math.inf)
+        return max(change_times, default=-math.inf)
 
     @cached_property
     def suspects(self) -> dict[int, SuspectFacts]:
         """What attribution measured of samples, by position; the newest."""
-        told = [e.get("suspects") or [] for e in self._events if e.get("what") == "attributed"]
-        return {s.position: s for some in told for s in map(SuspectFacts.model_validate, some)}
+        attributions_told = [e.get("suspects") or [] for e in self._events if e.get("what") == "attributed"]
+        return {
+            s.position: s
+            for suspects_told in attributions_told
+            for s in map(SuspectFacts.model_validate, suspects_told)
+        }
 
     @cached_property
     def _events(self) -> list[Event]:
         """The events on how the run continued, in order."""
         # Most journal lines are irrelevant here: they are not parsed.
-        told = read_events(self.run.journal, *MARKS)
-        return [e for e in told if "event" in e and isinstance(e.get("time"), int | float)]
+        marked_events = read_events(self.run.journal, *MARKS)
+        return [e for e in marked_events if "event" in e and isinstance(e.get("time"), int | float)]
 
 
 def blends_text(blends: Sequence[BlendEntry]) -> list[str]:
@@ -264,3 +283,20 @@ def blends_text(blends: Sequence[BlendEntry]) -> list[str]:
         + ", ".join(f"{s.name} {s.weight / sum(entry.weights.values()):.1%}" for s in entry.corpora)
         for entry in blends
     ]
+
+
+def live_place(history: History) -> tuple[int, int]:
+    """Step and cursor of a run, by its processes, or else by its records."""
+    progress_told = read_object(history.run.progress)
+    step, cursor = whole(progress_told.get("step")), whole(progress_told.get("cursor"))
+    return (history.step, history.cursor) if step is None or cursor is None else (step, cursor)
+
+
+def checkpoint_cursor(run: RunDirectory, choose: Callable[[list[int]], int]) -> int:
+    """The cursor of one of a run's checkpoints: choose `min` or `max`; 0 if there is none."""
+    # An unreadable one is also skipped when the run starts.
+    cursors_told = (
+        whole(read_object(path).get("cursor")) for path in run.checkpoints.glob("step-*/state.json")
+    )
+    known_cursors = [cursor for cursor in cursors_told if cursor is not None]
+    return choose(known_cursors) if known_cursors else 0

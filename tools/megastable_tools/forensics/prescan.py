@@ -3,8 +3,11 @@
 
     python -m megastable_tools.forensics.prescan RUN RECIPE [key=value ...]
 
-The supervisor starts it beside the training, on a spare core. Every skip is journaled with its evidence, and there is
-a budget: if a scan finds half of the data odd, the scan is wrong, or a person is needed.
+The data order is a pure function, so the coming samples are known. Every part of a document in them is compared with
+its corpus's baseline (yardstick.py), never with itself: a key from its first tokens says which half of the tables
+contains it, and the other half is used. The supervisor starts this beside the training, on a spare core. Every skip is
+journaled with its evidence, and there is a budget: if a scan finds half of the data odd, the scan is wrong, or a person
+is needed. `ahead_sheet` shows the same to a person, and skips nothing.
 """
 
 from __future__ import annotations
@@ -12,32 +15,240 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
 from megastable.base.errors import user_errors
-from megastable.base.spared_output import spare_output
+from megastable.base.process import spare_output
 from megastable.base.text import plural, ranges, visible
 from megastable.config import recipe
 from megastable.config.tree import RunConfig
-from megastable.data.blends import Line, read_blends
+from megastable.data.blends import GoneStream, Line, read_blends
+from megastable.data.manifest import Stream
 from megastable.data.order import Order
-from megastable.data.skip_ledger import SkipLedger, append_all, sample_entries
-from megastable.data.skips import Selection, ranges_of
+from megastable.data.shards import Shard
+from megastable.data.skip_ledger import Ledger, append_entries, sample_entries
+from megastable.data.skips import Selection, batches_ahead, ranges_of
+from megastable.data.source import Document, DocumentPart, parts_by_position
+from megastable.data.tokenizer import Tokenizer
 from megastable.report.postmortem.sample_texts import Library
-from megastable.run.beside_arguments import beside_arguments
+from megastable.report.sheet import Column, Passage, Sheet
 from megastable.run.directory import RunDirectory, read_object
 from megastable.run.events.data_events import LookAheadFailed, LookAheadSpent, LookedAhead
 from megastable.run.events.event import whole
 from megastable.run.log import RunLog
-from megastable_tools.forensics.ahead import COUNTED, FoundPart, Lookout, passage
-from megastable_tools.forensics.places import checkpoint_cursor
-from megastable_tools.prepare.coming import batches_ahead
+from megastable.run.rank_ipc import beside_arguments
+from megastable_tools.forensics.history import History, checkpoint_cursor, live_place
+from megastable_tools.forensics.oddness.features import FEATURES, Lexicon
+from megastable_tools.forensics.oddness.judgement import KINDS
+from megastable_tools.forensics.oddness.yardstick import HEAD, Yardstick, cut, document_keys
+from megastable_tools.forensics.scanning.rows import long_key, sample_with_keys
+from megastable_tools.forensics.scanning.units import BLOCK
+from megastable_tools.forensics.shard_set import spans
 
 Int64s = npt.NDArray[np.int64]
+
+SAMPLE = 4 << 20  # tokens of a corpus from which its baseline is learnt
+AT_ONCE = 1 << 20  # tokens measured at a time
+CLEAR = 6.0  # minimum score of a suspect piece
+COUNTED = 32  # tokens: shorter pieces are ignored
+
+COLUMNS = (
+    Column(
+        "score", "score", "score", "about -log10 of the share of ordinary text that is as odd", limit=CLEAR
+    ),
+    Column("kind", "looks like"),
+    Column("step", "step", "count", "at which it will be read, by the current order"),
+    Column("position", "position", "count"),
+    Column("corpus", "corpus"),
+    Column("shard", "shard"),
+    Column("document", "document", "count"),
+    Column("odd", "odd tokens", "count", "of this part, in pieces with that score"),
+    Column("tokens", "tokens", "count", "of this part of the document"),
+    Column("first", "first token", "count", "of this part, counted in the document from 0", wide=True),
+    Column("end", "end", "count", "the token of the document behind this part", wide=True),
+    Column("why", "why"),
+)
+
+
+@dataclass(frozen=True)
+class FoundPart:
+    """A part of a document at a coming position. odd: number of its tokens in pieces with a score of at least CLEAR;
+    score, kind, why: of the worst piece, which begins `worst` tokens into the part."""
+
+    position: int
+    part: DocumentPart
+    score: float
+    kind: str
+    why: str
+    odd: int
+    worst: int
+
+    @property
+    def document(self) -> Document:
+        return self.part.document
+
+
+class Lookout:
+    """Measures samples of a run before they are read. Raises DataError for damaged corpora."""
+
+    def __init__(self, library: Library) -> None:
+        self.library, self.source = library, library.source
+        self._yardsticks: dict[int, Yardstick] = {}
+        self._heads: dict[tuple[str, int], int] = {}
+
+    def yardstick(self, corpus: int) -> Yardstick:
+        """The baseline of a corpus, learnt once."""
+        if corpus not in self._yardsticks:
+            self._yardsticks[corpus] = learn(self.source.streams[corpus], self.library.tokenizer)
+        return self._yardsticks[corpus]
+
+    def look(self, positions: Int64s, least: float = CLEAR) -> list[FoundPart]:
+        """The parts with a score of at least `least`, in the order of the positions."""
+        length = self.source.order.sequence_length
+        suspect_parts = []
+        for some_positions in np.split(
+            positions, range(AT_ONCE // length + 1, positions.size, AT_ONCE // length + 1)
+        ):
+            suspect_parts += self._look(some_positions, least)
+        return suspect_parts
+
+    def _look(self, positions: Int64s, least: float) -> list[FoundPart]:
+        if not positions.size:
+            return []
+        corpus_names = [corpus.name for corpus in self.source.order.corpora]
+        by_corpus: dict[int, list[tuple[int, DocumentPart]]] = {}
+        for position, parts in parts_by_position(self.source, positions).items():
+            for part in parts:
+                by_corpus.setdefault(corpus_names.index(part.document.corpus), []).append((position, part))
+        suspect_parts = [
+            f for corpus, parts in by_corpus.items() for f in self._measure(corpus, parts, least)
+        ]
+        return sorted(suspect_parts, key=lambda f: (f.position, f.part.offset))
+
+    def _measure(
+        self, corpus: int, parts: list[tuple[int, DocumentPart]], least: float
+    ) -> Iterator[FoundPart]:
+        stream, yardstick = self.source.streams[corpus], self.yardstick(corpus)
+        # The shards one after the other, each opened once.
+        parts.sort(key=lambda item: (item[1].document.shard, item[1].first_token))
+        opened_shards: dict[str, Shard] = {}
+        part_ids, keys = [], []
+        for _, document_part in parts:
+            shard_name = document_part.document.shard
+            if shard_name not in opened_shards:
+                opened_shards = {shard_name: stream.open(shard_name)}
+            part_ids.append(opened_shards[shard_name].raw(document_part.first_token, document_part.tokens))
+            keys.append(self._key(opened_shards[shard_name], document_part.document))
+        part_edges = np.cumsum([0, *(document_part.tokens for _, document_part in parts)], dtype=np.int64)
+        pieces, owner = cut(part_edges)
+        features = yardstick.measure(np.concatenate(part_ids), pieces, np.array(keys, dtype=np.uint64)[owner])
+        piece_judgement = yardstick.judge(features)
+        lengths = np.diff(pieces)
+        score = np.where(lengths >= COUNTED, piece_judgement.score, 0.0)
+        for part_number in np.unique(owner[score >= least]).tolist():
+            own_pieces = np.flatnonzero(owner == part_number)
+            worst = int(own_pieces[score[own_pieces].argmax()])
+            position, document_part = parts[part_number]
+            feature_name = FEATURES[int(piece_judgement.feature[worst])].name
+            why = yardstick.explain(int(lengths[worst]), feature_name, float(features[feature_name][worst]))
+            yield FoundPart(
+                position, document_part, float(score[worst]), KINDS[int(piece_judgement.kind[worst])],
+                why, int(lengths[own_pieces][score[own_pieces] >= least].sum()),
+                int(pieces[worst] - part_edges[part_number]),
+            )  # fmt: skip
+
+    def _key(self, shard: Shard, document: Document) -> int:
+        document_place = document.shard, document.document
+        if document_place not in self._heads:
+            if len(self._heads) > 1 << 17:
+                self._heads.clear()
+            self._heads[document_place] = key_of(
+                shard, document.document, document.first_token, document.tokens
+            )
+        return self._heads[document_place]
+
+
+def key_of(shard: Shard, number: int, first: int, tokens: int) -> int:
+    """The key that decides which half of the tables a document belongs to."""
+    if tokens > BLOCK:
+        return long_key(shard.name, number)
+    head_tokens = min(tokens, HEAD)
+    return int(document_keys(shard.raw(first, head_tokens), np.array([0, head_tokens]))[0])
+
+
+def learn(stream: Stream, tokenizer: Tokenizer | None, most: int = SAMPLE) -> Yardstick:
+    """The baseline of a stream's corpus, from about `most` tokens spread over all of its shards."""
+    assert not isinstance(stream, GoneStream)
+    shards = [Shard(stream.directory / shard_info.name, shard_info) for shard_info in stream.manifest.shards]
+
+    shard_info = stream.manifest.tokenizer
+    return Yardstick.of(
+        sample_with_keys(shards, document_keys, most),
+        Lexicon.of(tokenizer, shard_info.vocab_size, shard_info.eod),
+    )
+
+
+def to_come(history: History, steps: int) -> tuple[int, list[Int64s]]:
+    """The run's current step, and the positions that each of its next `steps` steps will read, by today's skips."""
+    step, cursor = live_place(history)
+    selection = history.selection(history.library())
+    return step, batches_ahead(selection, history.config.batches, cursor, steps)
+
+
+def ahead_sheet(history: History, steps: int, texts: int) -> Sheet:
+    """The parts of a run's next `steps` steps that look corrupt, the worst first."""
+    step, batches = to_come(history, steps)
+    library, positions = history.library(), np.concatenate(batches)
+    lookout = Lookout(library)
+    suspect_parts = sorted(lookout.look(positions), key=lambda f: -f.score)
+    step_by_position = {
+        position: number for number, batch in enumerate(batches, step + 1) for position in batch.tolist()
+    }
+    suspect_rows = [
+        {
+            "score": f.score, "kind": f.kind, "step": step_by_position[f.position], "position": f.position,
+            "corpus": f.document.corpus, "shard": f.document.shard, "document": f.document.document, "odd": f.odd,
+            "tokens": f.part.tokens, **dict(zip(("first", "end"), f.part.own_span, strict=True)), "why": f.why,
+        }
+        for f in suspect_parts
+    ]  # fmt: skip
+    text_passages = {number: [passage(library, f)] for number, f in enumerate(suspect_parts[:texts])}
+    bad = len({f.position for f in suspect_parts})
+    token_total = positions.size * library.source.order.sequence_length
+    return Sheet(
+        title=f"{history.run.root.name}, the next {plural(steps, 'step')}",
+        lead=[
+            f"Steps {step + 1} to {step + steps}: {plural(positions.size, 'sample')}, {token_total:,} tokens; "
+            f"{plural(bad, 'sample')} with something as odd as {CLEAR:g} (one in 10^{CLEAR:g} of ordinary text).",
+        ],
+        columns=COLUMNS, rows=suspect_rows, passages=text_passages,
+        data={
+            "first_step": step + 1, "last_step": step + steps, "samples": int(positions.size), "tokens": token_total,
+            "odd_samples": bad, "odd_score": CLEAR,
+        },
+        notes=["megastable prune skip RUN PLAN leaves documents out; data.look_ahead.steps does it by itself"]
+        if suspect_parts else [],
+    )  # fmt: skip
+
+
+def passage(library: Library, found: FoundPart) -> Passage:
+    """The text of the part."""
+    source = library.source
+    corpus_index = [order_corpus.name for order_corpus in source.order.corpora].index(found.document.corpus)
+    part_ids = (
+        source.streams[corpus_index]
+        .open(found.document.shard)
+        .raw(found.part.first_token, found.part.tokens)
+        .tolist()
+    )
+    part_place = f"document {found.document.document} of {found.document.shard}, position {found.position}"
+    return Passage(part_place, spans(part_ids, library.tokenizer))
+
 
 REASON = "looked ahead: "  # prefix of the reasons written here
 FREE = 64  # positions that may be skipped before the share is limited
@@ -55,7 +266,6 @@ class Scout:
         self.log = RunLog(run, partial(print, flush=True))
         self.looked = self.begin = self.seen = 0
         self._used = 0  # samples skipped from `begin` on
-        self._ledger = SkipLedger(run.skips)
         self._selection: tuple[object, Selection] | None = None
         self._blends: list[Line] | None = None
         self._lookout: Lookout | None = None
@@ -64,31 +274,31 @@ class Scout:
     def look(self) -> bool:
         """Scan some of the coming samples; whether there was anything new. Raises MegastableError."""
         lookout, cursor = self._ready(), self._cursor()
-        order, batches = lookout.source.order, self.config.batches
+        order, batch_plan = lookout.source.order, self.config.batches
         if not self.looked or cursor < self.begin:
             self.begin = self.looked = cursor  # the first look, or the run was rewound past it
             self._used = self._skipped_before()
         self.looked = max(self.looked, cursor)
         selection = self._left(order)
-        ahead = batches_ahead(selection, batches, cursor, self.settings.steps)
-        end = int(ahead[-1][-1]) + 1 if ahead else cursor
-        if self.looked >= end:
+        batches_ahead_now = batches_ahead(selection, batch_plan, cursor, self.settings.steps)
+        end_position = int(batches_ahead_now[-1][-1]) + 1 if batches_ahead_now else cursor
+        if self.looked >= end_position:
             return False
-        positions, after = selection.next_kept(self.looked, max(1, CHUNK // order.sequence_length))
-        positions = positions[positions < end]
-        self.looked, self.seen = min(after, end), self.seen + positions.size
+        positions, cursor_after = selection.next_kept(self.looked, max(1, CHUNK // order.sequence_length))
+        positions = positions[positions < end_position]
+        self.looked, self.seen = min(cursor_after, end_position), self.seen + positions.size
         if positions.size:
             self._skip(self._clear(lookout.look(positions, self.settings.score)))
         return True
 
     def _ready(self) -> Lookout:
         """The lookout for the current data order, which may change during training."""
-        blends = read_blends(self.run.blends)
-        if self._lookout is None or blends != self._blends:
+        blends_now = read_blends(self.run.blends)
+        if self._lookout is None or blends_now != self._blends:
             # The first line only repeats the recipe.
             if self._lookout is None or self._blends:
-                self.looked, self._lookout = 0, Lookout(Library(self.config, blends))
-            self._blends = blends
+                self.looked, self._lookout = 0, Lookout(Library(self.config, blends_now))
+            self._blends = blends_now
         return self._lookout
 
     def _cursor(self) -> int:
@@ -100,58 +310,66 @@ class Scout:
     def _left(self, order: Order) -> Selection:
         """The selection by the ledger, read again only if it changed: it may be long. The run reports invalid lines."""
         try:
-            found = self.run.skips.stat()
-            state = found.st_size, found.st_mtime_ns, order
+            ledger_stat = self.run.skips.stat()
+            ledger_state = ledger_stat.st_size, ledger_stat.st_mtime_ns, order
         except OSError:
-            state = 0, 0, order
-        if self._selection is None or state != self._selection[0]:
-            more = self.config.data.skip
-            self._selection = state, Selection(order, self._ledger.usable(order, more)[0], more)
+            ledger_state = 0, 0, order
+        if self._selection is None or ledger_state != self._selection[0]:
+            ledger = Ledger.read(self.run.skips, [])
+            self._selection = ledger_state, ledger.usable(self.run.skips, order, self.config.data.skip)[0]
         return self._selection[1]
 
     def _skipped_before(self) -> int:
         """Number of samples from `begin` on skipped by an earlier scan, or by this one before a rewind."""
-        told = [r for event in self.run.events(LookedAhead) for r in event.positions]
-        return sum(end - first for first, end in told if first >= self.begin)
+        skipped_ranges = [r for look_event in self.run.events(LookedAhead) for r in look_event.positions]
+        return sum(
+            range_end - range_start for range_start, range_end in skipped_ranges if range_start >= self.begin
+        )
 
     def _clear(self, found: Sequence[FoundPart]) -> dict[int, list[FoundPart]]:
         """The samples with enough corrupt tokens, by position."""
-        kinds, by_position = set(self.settings.kinds), dict[int, list[FoundPart]]()
+        wanted_kinds, by_position = set(self.settings.kinds), dict[int, list[FoundPart]]()
         for one in found:
-            if one.kind in kinds:
+            if one.kind in wanted_kinds:
                 by_position.setdefault(one.position, []).append(one)
-        least = max(COUNTED, self.settings.share * self.config.model.sequence_length)
-        return {p: some for p, some in by_position.items() if sum(one.odd for one in some) >= least}
+        least_tokens = max(COUNTED, self.settings.share * self.config.model.sequence_length)
+        return {p: some for p, some in by_position.items() if sum(one.odd for one in some) >= least_tokens}
 
     def _skip(self, clear: dict[int, list[FoundPart]]) -> None:
         # The budget is a share of what was scanned, independent of the run's length and of earlier skips.
-        left = FREE + int(self.settings.most * self.seen) - self._used
-        chosen = dict(list(clear.items())[: max(0, left)])
+        budget_left = FREE + int(self.settings.most * self.seen) - self._used
+        chosen = dict(list(clear.items())[: max(0, budget_left)])
         if len(chosen) < len(clear) and not self._spent:
             self.log.emit(LookAheadSpent(
-                found=len(clear), left=max(0, left), used=self._used, looked=self.looked,
+                found=len(clear), left=max(0, budget_left), used=self._used, looked=self.looked,
                 evidence=self._evidence(list(clear.values())[len(chosen) :]),
             ))  # fmt: skip
         self._spent = len(chosen) < len(clear)
         if not chosen:
             return
-        kinds = Counter(max(some, key=lambda one: one.score).kind for some in chosen.values())
-        what = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
-        positions = ranges_of(sorted(chosen))
-        documents = dict.fromkeys(one.document for some in chosen.values() for one in some)
+        kind_counts = Counter(
+            max(sample_parts, key=lambda one: one.score).kind for sample_parts in chosen.values()
+        )
+        what = ", ".join(f"{kind_count} {kind_name}" for kind_name, kind_count in kind_counts.most_common())
+        position_ranges = ranges_of(sorted(chosen))
+        documents = dict.fromkeys(
+            suspect_part.document for sample_parts in chosen.values() for suspect_part in sample_parts
+        )
         assert self._lookout is not None
         order = self._lookout.source.order
-        append_all(self.run.skips, sample_entries(order, np.array(sorted(chosen)), REASON + what, documents))
+        append_entries(
+            self.run.skips, sample_entries(order, np.array(sorted(chosen)), REASON + what, documents)
+        )
         self._used += len(chosen)
-        event = LookedAhead(
-            positions=positions, samples=len(chosen), kinds=dict(kinds), looked=self.looked,
+        look_event = LookedAhead(
+            positions=position_ranges, samples=len(chosen), kinds=dict(kind_counts), looked=self.looked,
             documents=[document.model_dump() for document in list(documents)[:200]],
-            evidence=self._evidence(list(chosen.values())), budget_left=left - len(chosen),
+            evidence=self._evidence(list(chosen.values())), budget_left=budget_left - len(chosen),
         )  # fmt: skip
         self.log.emit(
-            event,
+            look_event,
             say=f"ahead of the run: {plural(len(chosen), 'sample')} of {plural(len(documents), 'document')} will be "
-            f"skipped in every epoch, positions {ranges(positions, 4)} ({what})",
+            f"skipped in every epoch, positions {ranges(position_ranges, 4)} ({what})",
         )
 
     def _evidence(self, found: Sequence[Sequence[FoundPart]]) -> list[dict[str, object]]:

@@ -12,14 +12,13 @@ import numpy.typing as npt
 
 from megastable.base.errors import DataError
 from megastable.base.text import plural, put_off, ranges
-from megastable.data.documents import DocumentPart, parts_by_position
 from megastable.data.skips import Skips, numbers_of
-from megastable.report.postmortem.facts import IncidentFacts
-from megastable.report.postmortem.journal import Journal, named_when, summary_of
+from megastable.data.source import DocumentPart, parts_by_position
+from megastable.report.postmortem.journal import named_when
 from megastable.report.postmortem.sample_texts import Library
 from megastable.report.sheet import Column, Passage, Sheet
 from megastable_tools.forensics.history import History
-from megastable_tools.forensics.spans import spans
+from megastable_tools.forensics.shard_set import spans
 
 Int64s = npt.NDArray[np.int64]
 TokenLosses = Callable[
@@ -58,37 +57,38 @@ def step_sheet(
 
     Raises DataError for steps that were not recorded.
     """
-    done = history.at(first, last)
+    done_steps = history.at(first, last)
     rows: list[dict[str, Any]] = []
-    passages: dict[int, list[Passage]] = {}
-    total = 0
-    for one in done:
-        positions = history.positions(one)
-        total += positions.size
-        if total > MOST:
+    text_passages: dict[int, list[Passage]] = {}
+    sample_count = 0
+    for done_step_now in done_steps:
+        positions = history.positions(done_step_now)
+        sample_count += positions.size
+        if sample_count > MOST:
             raise DataError(
                 f"steps {first} to {last} have more than {MOST:,} samples: look at fewer at a time"
             )
-        library = history.library(one.time)
-        recorded = dict(zip(one.worst_positions, one.worst_losses))
-        facts = {"step": one.step, "state": one.state}
-        _add(history, library, positions, facts, recorded, texts, losses, rows, passages)
+        step_library = history.library(done_step_now.time)
+        recorded = dict(zip(done_step_now.worst_positions, done_step_now.worst_losses))
+        step_facts = {"step": done_step_now.step, "state": done_step_now.state}
+        _add(history, step_library, positions, step_facts, recorded, texts, losses, rows, text_passages)
     which = f"step {first}" if first == last else f"steps {first} to {last}"
-    times = [
-        f"step {d.step}: loss {d.loss:.3f}, gradient norm {d.grad_norm:.3g}, {d.state}" for d in done[:20]
+    step_lines = [
+        f"step {d.step}: loss {d.loss:.3f}, gradient norm {d.grad_norm:.3g}, {d.state}"
+        for d in done_steps[:20]
     ]
-    again = len(done) - len({d.step for d in done})
-    lead = [f"{plural(total, 'sample')}, {plural(_documents(rows), 'document')}."]
-    if again:
-        lead.append("The run was rewound: repeated steps are listed each time.")
-    data = {
-        "samples": total, "documents": _documents(rows),
-        "steps": [{"step": d.step, "loss": d.loss, "grad_norm": d.grad_norm, "state": d.state} for d in done],
+    repeated_steps = len(done_steps) - len({d.step for d in done_steps})
+    lead_lines = [f"{plural(sample_count, 'sample')}, {plural(_documents(rows), 'document')}."]
+    if repeated_steps:
+        lead_lines.append("The run was rewound: repeated steps are listed each time.")
+    sheet_data = {
+        "samples": sample_count, "documents": _documents(rows),
+        "steps": [{"step": d.step, "loss": d.loss, "grad_norm": d.grad_norm, "state": d.state} for d in done_steps],
     }  # fmt: skip
     return Sheet(
-        title=f"{history.run.root.name}, {which}", lead=[*lead, *times], columns=_columns(rows), rows=rows,
-        passages=passages, notes=_notes(history, losses), legend="loss of a token",
-        counts=("position", "sample"), data=data,
+        title=f"{history.run.root.name}, {which}", lead=[*lead_lines, *step_lines], columns=_columns(rows), rows=rows,
+        passages=text_passages, notes=_notes(history, losses), legend="loss of a token",
+        counts=("position", "sample"), data=sheet_data,
     )  # fmt: skip
 
 
@@ -97,82 +97,75 @@ def incident_sheet(history: History, number: int, texts: int, losses: TokenLosse
 
     Raises DataError for a number that does not exist.
     """
-    journal = Journal(history.run)
-    if number not in journal.own:
-        known = ranges([(n, n + 1) for n in sorted(journal.own)]) or "none"
-        raise DataError(
-            f"{history.run.journal}: there is no incident {number}; those of this run: {known}. Of a spike without "
-            f"an incident (a dry run, the guard off) `megastable inspect step {history.run.root} STEP` shows the "
-            f"samples and `megastable prune plan CORPUS --step {history.run.root}:STEP --spans` plans what to remove"
-        )
-    told = [journal.events[index] for index in journal.own[number]]
-    incident = IncidentFacts.model_validate(summary_of(told[-1]))
-    rows: list[dict[str, Any]] = []
-    passages: dict[int, list[Passage]] = {}
+    incident, told, _ = history.incident(number)
+    sample_rows: list[dict[str, Any]] = []
+    text_passages: dict[int, list[Passage]] = {}
     steps = [d for d in history.steps(incident.onset, incident.step) if d.time <= told[0]["time"] + 1]
     recorded = {p: loss for d in steps for p, loss in zip(d.worst_positions, d.worst_losses)}
     by_step = {p: d for d in steps for p in history.positions(d).tolist()}
-    guilty = Skips.of(incident.positions)
-    size = guilty.union(Skips.of(incident.deferred)).count()
-    if size > MOST:
-        raise DataError(f"incident {number} has {size:,} positions: look at its steps, a few at a time")
+    guilty_skips = Skips.of(incident.positions)
+    named_size = guilty_skips.union(Skips.of(incident.deferred)).count()
+    if named_size > MOST:
+        raise DataError(f"incident {number} has {named_size:,} positions: look at its steps, a few at a time")
     # Each by the order of its time, and with its role.
-    given = [
-        (history.library(time), numbers_of(some), kind)
-        for time, skipped, deferred in named_when(told)
-        for some, kind in ((skipped, "guilty"), (deferred, "deferred"))
+    parts_named = [
+        (history.library(naming_time), numbers_of(some), kind)
+        for naming_time, skipped_ranges, deferred_ranges in named_when(told)
+        for some, kind in ((skipped_ranges, "guilty"), (deferred_ranges, "deferred"))
         if some
     ]
-    left_out = np.concatenate([np.empty(0, np.int64), *(numbers for _, numbers, _ in given)])
+    left_out = np.concatenate([np.empty(0, np.int64), *(numbers for _, numbers, _ in parts_named)])
     others = np.setdiff1d(np.array(list(by_step), dtype=np.int64), left_out)
-    measured = {p: s.loss for p, s in history.suspects.items() if s.loss is not None}
+    measured_losses = {p: s.loss for p, s in history.suspects.items() if s.loss is not None}
     notes = _notes(history, losses)
     if left_out.size + others.size > MOST:
         others = others[-max(0, MOST - left_out.size) :] if left_out.size < MOST else others[:0]
         notes.append(f"Of the other samples of the same steps only the last {others.size:,} are shown.")
 
     def facts(position: int, kind: str) -> dict[str, Any]:
-        step = by_step.get(position)
+        done_step = by_step.get(position)
         return {
-            "step": step.step if step else None,
-            "state": step.state if step else "unread",
-            "guilty": kind == "guilty" and guilty.contains(position) if incident.guilty else None,
+            "step": done_step.step if done_step else None,
+            "state": done_step.state if done_step else "unread",
+            "guilty": kind == "guilty" and guilty_skips.contains(position) if incident.guilty else None,
             "deferred": kind == "deferred" if incident.deferred else None,
         }
 
-    given.sort(key=lambda part: part[2], reverse=True)  # guilty ones first
-    for library, positions, kind in [*given, (history.library(told[0]["time"]), others, "")]:
+    parts_named.sort(key=lambda part: part[2], reverse=True)  # guilty ones first
+    for part_library, positions, kind in [*parts_named, (history.library(told[0]["time"]), others, "")]:
         if kind:
-            worst = [-measured.get(p, recorded.get(p, -np.inf)) for p in positions.tolist()]
-            positions = positions[np.argsort(worst, kind="stable")]
-        of = partial(facts, kind=kind)
-        _add(history, library, positions, of, recorded, texts, losses, rows, passages)
-    count = guilty.count()
-    documents = _documents([r for r in rows if not r["deferred"]], guilty.contains)
+            worst_first = [-measured_losses.get(p, recorded.get(p, -np.inf)) for p in positions.tolist()]
+            positions = positions[np.argsort(worst_first, kind="stable")]
+        facts_of = partial(facts, kind=kind)
+        _add(history, part_library, positions, facts_of, recorded, texts, losses, sample_rows, text_passages)
+    count = guilty_skips.count()
+    document_count = _documents(
+        [sample_row for sample_row in sample_rows if not sample_row["deferred"]], guilty_skips.contains
+    )
     found = "guilty" if incident.guilty else "left out"
-    where = f"positions {ranges(incident.positions) or 'none'}"
-    named = f"{plural(count, 'sample')} {found} ({where}), of {plural(documents, 'document')}"
+    where_text = f"positions {ranges(incident.positions) or 'none'}"
+    guilty_text = f"{plural(count, 'sample')} {found} ({where_text}), of {plural(document_count, 'document')}"
     left = put_off(incident.deferred, incident.returns, incident.lost)
-    what = "; ".join([*([named] if count or not left else []), *([left] if left else [])])
+    what_text = "; ".join([*([guilty_text] if count or not left else []), *([left] if left else [])])
     lead = [
         f"Step {incident.onset}, acted on at step {incident.step}: {incident.verdict}, {incident.kind}, cause: "
         f"{incident.cause}; {incident.outcome}.",
-        f"{what}; {plural(others.size, 'other sample')} of the same steps below them.",
+        f"{what_text}; {plural(others.size, 'other sample')} of the same steps below them.",
         *incident.reasons[-2:],
     ]
     return Sheet(
-        title=f"{history.run.root.name}, incident {number}", lead=lead, columns=_columns(rows), rows=rows,
-        passages=passages, notes=notes, legend="loss of a token", counts=("position", "sample"),
+        title=f"{history.run.root.name}, incident {number}", lead=lead, columns=_columns(sample_rows), rows=sample_rows,
+        passages=text_passages, notes=notes, legend="loss of a token", counts=("position", "sample"),
         data={"samples_named": count, "other_samples": int(others.size), "incident": incident.model_dump(mode="json")},
     )  # fmt: skip
 
 
 def step_range(text: str) -> tuple[int, int]:
     """STEP or STEP-STEP. Raises DataError for anything else."""
-    first, dash, last = text.partition("-")
-    if not first.isdecimal() or (dash and not last.isdecimal()) or int(last or first) < int(first):
+    first, dash, last_text = text.partition("-")
+    if not first.isdecimal() or (dash and not last_text.isdecimal()) or int(last_text or first) < int(first):
         raise DataError(f"{text!r} is not a step or a range of steps: write 120 or 120-122")
-    return int(first), int(last or first)
+    return int(first), int(last_text or first)
 
 
 def losses_under(checkpoint: Path | None) -> TokenLosses | None:
@@ -197,56 +190,58 @@ def _add(
 ) -> None:
     """Add a row for every part of a document in every sample, and the text of the first `texts` rows."""
     order = library.source.order
-    places = order.locate(positions)
-    now = history.left_out(library, positions)
-    of = parts_by_position(library.source, positions)
-    for index, position in enumerate(positions.tolist()):
+    sample_places = order.locate(positions)
+    skipped_now = history.left_out(library, positions)
+    parts_of_position = parts_by_position(library.source, positions)
+    for sample_index, position in enumerate(positions.tolist()):
         suspect = history.suspects.get(position)
-        tokens = heat = None
+        sample_tokens = heat = None
         if len(rows) < texts:
-            tokens = library.source.raw_sample(position)
-            if losses is not None and tokens.min() >= 0 and tokens.max() < library.vocabulary:
-                heat = losses(library, positions[index : index + 1])[0]
-        loss = suspect.loss if suspect and suspect.loss is not None else recorded.get(position)
-        sample = {
+            sample_tokens = library.source.raw_sample(position)
+            if losses is not None and sample_tokens.min() >= 0 and sample_tokens.max() < library.vocabulary:
+                heat = losses(library, positions[sample_index : sample_index + 1])[0]
+        sample_loss = suspect.loss if suspect and suspect.loss is not None else recorded.get(position)
+        sample_facts = {
             **(facts(position) if callable(facts) else facts),
             "position": position,
-            "loss": float(heat.mean()) if loss is None and heat is not None else loss,
+            "loss": float(heat.mean()) if sample_loss is None and heat is not None else sample_loss,
             "z": suspect.z if suspect else None,
             "gradient_norm": suspect.gradient_norm if suspect else None,
-            "corpus": order.corpora[int(places.corpus[index])].name,
-            "epoch": int(places.epoch[index]),
-            "skipped": bool(now[index]),
+            "corpus": order.corpora[int(sample_places.corpus[sample_index])].name,
+            "epoch": int(sample_places.epoch[sample_index]),
+            "skipped": bool(skipped_now[sample_index]),
         }
-        for part in of[position]:
-            if tokens is not None and len(rows) < texts:
-                passages[len(rows)] = [_passage(library, part, tokens, heat)]
-            rows.append(sample | _place(part))
+        for document_part in parts_of_position[position]:
+            if sample_tokens is not None and len(rows) < texts:
+                passages[len(rows)] = [_passage(library, document_part, sample_tokens, heat)]
+            rows.append(sample_facts | _place(document_part))
 
 
 def _place(part: DocumentPart) -> dict[str, Any]:
-    d, (first, end) = part.document, part.own_span
+    part_document, (span_first, span_end) = part.document, part.own_span
     return {
-        "shard": d.shard, "document": d.document, "first": first, "end": end, "tokens": part.tokens,
-        "of_tokens": d.tokens, "first_byte": part.first_byte, "bytes": part.bytes,
+        "shard": part_document.shard, "document": part_document.document, "first": span_first, "end": span_end,
+        "tokens": part.tokens,
+        "of_tokens": part_document.tokens, "first_byte": part.first_byte, "bytes": part.bytes,
     }  # fmt: skip
 
 
 def _passage(
     library: Library, part: DocumentPart, tokens: Int64s, heat: npt.NDArray[np.floating] | None
 ) -> Passage:
-    ids = tokens[part.offset : part.offset + part.tokens].tolist()
+    part_ids = tokens[part.offset : part.offset + part.tokens].tolist()
     # The loss at index i is that of token i + 1: the first token of a sample has none of its own.
-    own = None
+    own_losses = None
     if heat is not None:
-        shifted = np.concatenate([[np.nan], heat])[part.offset : part.offset + part.tokens]
-        own = shifted.tolist()
-    if ids and ids[-1] == library.source.eod:
-        ids, own = ids[:-1], own[:-1] if own is not None else None
-    d = part.document
-    first, end = part.own_span
-    where = f"document {d.document} of {d.shard}, its tokens {first:,} to {end - 1:,} of {d.tokens:,}"
-    return Passage(where, spans(ids, library.tokenizer, own))
+        shifted_losses = np.concatenate([[np.nan], heat])[part.offset : part.offset + part.tokens]
+        own_losses = shifted_losses.tolist()
+    if part_ids and part_ids[-1] == library.source.eod:
+        part_ids, own_losses = part_ids[:-1], own_losses[:-1] if own_losses is not None else None
+    part_document = part.document
+    first, span_end = part.own_span
+    where = f"document {part_document.document} of {part_document.shard}, its tokens {first:,} to {span_end - 1:,} of "
+    where += f"{part_document.tokens:,}"
+    return Passage(where, spans(part_ids, library.tokenizer, own_losses))
 
 
 def _documents(rows: Sequence[Mapping[str, Any]], chosen: Callable[[int], bool] = lambda _: True) -> int:
@@ -255,7 +250,7 @@ def _documents(rows: Sequence[Mapping[str, Any]], chosen: Callable[[int], bool] 
 
 def _columns(rows: Sequence[Mapping[str, Any]]) -> list[Column]:
     """The columns with content."""
-    return [c for c in COLUMNS if any(row.get(c.key) is not None for row in rows)]
+    return [c for c in COLUMNS if any(sample_row.get(c.key) is not None for sample_row in rows)]
 
 
 def _notes(history: History, losses: TokenLosses | None) -> list[str]:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from megastable.base import durable
 from megastable.base.errors import DataError
-from megastable.base.login import login_name
+from megastable.base.process import login_name
 from megastable.data.blends import GoneStream, in_force
 from megastable.data.manifest import Manifest, Stream
 from megastable.data.order import LAST_POSITION
@@ -27,13 +27,12 @@ from megastable.data.skip_ledger import (
     SampleEntry,
     ShardDocuments,
     SkipEntry,
-    append_all,
+    append_entries,
 )
 from megastable.data.skips import NONE, Identity, Range, Selection, Skips, sequences_of
 from megastable.run.events.data_events import SkipsAdded, SkipsRead
 from megastable.run.log import RunLog
-from megastable_tools.forensics.history import History
-from megastable_tools.forensics.places import checkpoint_cursor, live_place
+from megastable_tools.forensics.history import History, checkpoint_cursor, live_place
 from megastable_tools.forensics.pruning.prune_plan import Named, read_plan
 
 Int64s = npt.NDArray[np.int64]
@@ -86,28 +85,30 @@ def skip_documents(
     """
     library = history.library()
     order = library.source.order
-    corpus = [c.name for c in order.corpora].index(history.share(fingerprint).name)
-    name, stream = order.corpora[corpus].name, library.source.streams[corpus]
+    corpus_index = [order_corpus.name for order_corpus in order.corpora].index(
+        history.share(fingerprint).name
+    )
+    name, stream = order.corpora[corpus_index].name, library.source.streams[corpus_index]
     if isinstance(stream, GoneStream):
         raise DataError(f"the run no longer trains on corpus {name}: nothing to skip")
     chosen = {shard: of if isinstance(of, Named) else Named(of, {}) for shard, of in documents.items()}
     found = list(_tokens(stream, chosen))
-    edges = np.array([tokens for _, _, tokens in found], dtype=np.int64).reshape(-1, 2)
-    known = history.selection(library).sequences.get(corpus, NONE)
-    samples = sequences_of(Skips.merged(edges), order.sequence_length, order.sequences[corpus])
-    new = known.union(samples).count() - known.count()
+    token_edges = np.array([tokens for _, _, tokens in found], dtype=np.int64).reshape(-1, 2)
+    known_skips = history.selection(library).sequences.get(corpus_index, NONE)
+    samples = sequences_of(Skips.merged(token_edges), order.sequence_length, order.sequences[corpus_index])
+    new = known_skips.union(samples).count() - known_skips.count()
     # By tokens: with shorter sequences only some of them may lie in skipped samples.
-    named = history.ledger.exclusions.tokens.get(Identity(name, fingerprint), NONE)
-    lacking = named.union(Skips.merged(edges)).count() > named.count()
+    named_tokens = history.ledger.exclusions.tokens.get(Identity(name, fingerprint), NONE)
+    lacks_tokens = named_tokens.union(Skips.merged(token_edges)).count() > named_tokens.count()
     entries: list[AnyEntry] = []
-    for part in (found[at : at + RANGES] for at in range(0, len(found) if lacking else 0, RANGES)):
-        shards: dict[str, list[int]] = {}
-        for shard, number, _ in part:
-            shards.setdefault(shard, [])
-            if number not in shards[shard][-1:]:
-                shards[shard].append(number)
-        of = [ShardDocuments(shard=shard, documents=numbers) for shard, numbers in shards.items()]
-        tokens = [list(tokens) for _, _, tokens in part]
+    for token_part in (found[at : at + RANGES] for at in range(0, len(found) if lacks_tokens else 0, RANGES)):
+        documents_by_shard: dict[str, list[int]] = {}
+        for shard, number, _ in token_part:
+            documents_by_shard.setdefault(shard, [])
+            if number not in documents_by_shard[shard][-1:]:
+                documents_by_shard[shard].append(number)
+        of = [ShardDocuments(shard=shard, documents=numbers) for shard, numbers in documents_by_shard.items()]
+        tokens = [list(tokens) for _, _, tokens in token_part]
         entries.append(
             SampleEntry(corpus=name, fingerprint=fingerprint, tokens=tokens, reason=reason, documents=of)
         )
@@ -124,12 +125,12 @@ def skip_plan(history: History, path: Path, reason: str | None = None) -> Skippe
             f"{path} does not name its corpus: make a plan of it with megastable prune plan --list"
         )
     # At its current path: the recipe may have followed a moved corpus.
-    names = [corpus.name for corpus in history.library().source.order.corpora]
-    stream = history.library().source.streams[names.index(history.share(plan.fingerprint).name)]
+    corpus_names = [corpus.name for corpus in history.library().source.order.corpora]
+    stream = history.library().source.streams[corpus_names.index(history.share(plan.fingerprint).name)]
     if isinstance(stream, GoneStream):
         stream.pieces(0, 0)
-    directory = stream.directory
-    documents = plan.named(directory, Manifest.load(directory))
+    corpus_directory = stream.directory
+    documents = plan.named(corpus_directory, Manifest.load(corpus_directory))
     named = f"plan {path.name}, {plan.sha256[:12]}"
     return skip_documents(history, plan.fingerprint, documents, f"{reason} ({named})" if reason else named)
 
@@ -141,16 +142,16 @@ def swap_out(history: History, corpus: str, reason: str = "swapped out by a pers
     """
     _, cursor = live_place(history)
     blends = in_force(history.blends)
-    names = [share.name for share in blends[-1].corpora] if blends else []
-    if corpus not in names:
+    corpus_names = [corpus_share.name for corpus_share in blends[-1].corpora] if blends else []
+    if corpus not in corpus_names:
         raise DataError(
-            f"{history.run.root} has no corpus {corpus!r} in its blend; it has {', '.join(names) or 'none'}"
+            f"{history.run.root} has no corpus {corpus!r} in its blend; it has {', '.join(corpus_names) or 'none'}"
         )
-    if any(end == LAST_POSITION for (_, end), _ in history.ledger.swaps(corpus)):
+    if any(swap_end == LAST_POSITION for (_, swap_end), _ in history.ledger.swaps(corpus)):
         return Skipped(corpus, 0, 0, 0, 0, _is_live(history), None)
-    first = goes_back_to(history, cursor)
-    entry = SkipEntry(first=first, end=LAST_POSITION, reason=reason, corpus=corpus)
-    return _add(history, [entry], Skipped(corpus, 0, 0, 1, 0, False, None))
+    first_position = goes_back_to(history, cursor)
+    skip_entry = SkipEntry(first=first_position, end=LAST_POSITION, reason=reason, corpus=corpus)
+    return _add(history, [skip_entry], Skipped(corpus, 0, 0, 1, 0, False, None))
 
 
 def goes_back_to(history: History, cursor: int) -> int:
@@ -161,49 +162,49 @@ def goes_back_to(history: History, cursor: int) -> int:
 def _tokens(stream: Stream, documents: Mapping[str, Named]) -> Iterator[tuple[str, int, Range]]:
     """Shard, number and stream tokens of each of the documents, or of each span. Documents for validation, and those
     in no split, have none."""
-    for name, named in documents.items():
-        shard = stream.open(name)
-        for number in named.touched.tolist():
+    for shard_name, shard_removals in documents.items():
+        shard = stream.open(shard_name)
+        for number in shard_removals.touched.tolist():
             first, end = shard.document_bounds(number)
-            begin = stream.offset_of(name, first) if first < end else None
-            spans = named.spans.get(number, [(0, end - first)])
-            if number in named.spans and max(stop for _, stop in spans) > end - first:
+            stream_offset = stream.offset_of(shard_name, first) if first < end else None
+            spans = shard_removals.spans.get(number, [(0, end - first)])
+            if number in shard_removals.spans and max(span_stop for _, span_stop in spans) > end - first:
                 raise DataError(
-                    f"document {number} of {name} has {end - first:,} tokens, the plan names a span of it up to "
-                    f"{max(stop for _, stop in spans):,}: make a new plan"
+                    f"document {number} of {shard_name} has {end - first:,} tokens, the plan names a span of it up to "
+                    f"{max(span_stop for _, span_stop in spans):,}: make a new plan"
                 )
-            if begin is not None:
-                for low, high in spans:
-                    yield name, number, (begin + low, begin + high)
+            if stream_offset is not None:
+                for span_begin, span_end in spans:
+                    yield shard_name, number, (stream_offset + span_begin, stream_offset + span_end)
 
 
 def _add(history: History, entries: Sequence[AnyEntry], added: Skipped) -> Skipped:
-    order, more = history.library().source.order, history.config.data.skip
+    order, recipe_skips = history.library().source.order, history.config.data.skip
     Selection(
-        order, Ledger([*history.ledger.entries, *entries]).exclusions, more
+        order, Ledger([*history.ledger.entries, *entries]).exclusions, recipe_skips
     )  # refuses what would stop the run
-    live, before = _is_live(history), len(_told(history))
+    is_live, reads_before = _is_live(history), len(_told(history))
     if not entries:
         return added
-    append_all(history.run.skips, entries)
-    told = SkipsAdded(
+    append_entries(history.run.skips, entries)
+    added_event = SkipsAdded(
         corpus=added.corpus, documents=added.documents, samples=added.samples, lines=added.lines,
         already=added.already, who=login_name(), reason=entries[0].reason,
     )  # fmt: skip
-    RunLog(history.run).emit(told)
-    taken = _taken_up(history, before) if live else None
-    return Skipped(**asdict(added) | {"live": live, "taken_up": taken})
+    RunLog(history.run).emit(added_event)
+    taken_up = _taken_up(history, reads_before) if is_live else None
+    return Skipped(**asdict(added) | {"live": is_live, "taken_up": taken_up})
 
 
 def _is_live(history: History) -> bool:
-    path = history.run.root / ".lock"
+    lock_path = history.run.root / ".lock"
     try:
-        file = durable.hold(path, 0.0)
+        lock_file = durable.hold(lock_path, 0.0)
     except OSError:
         return False
-    if file is None:
+    if lock_file is None:
         return True
-    file.close()
+    lock_file.close()
     return False
 
 
@@ -214,9 +215,9 @@ def _told(history: History) -> list[int]:
 
 def _taken_up(history: History, before: int) -> int | None:
     """The step after which the run read the ledger again, when it had done so `before` times."""
-    until = time.monotonic() + PATIENCE
-    while time.monotonic() < until and _is_live(history):
-        if len(told := _told(history)) > before:
-            return told[before]
+    wait_until = time.monotonic() + PATIENCE
+    while time.monotonic() < wait_until and _is_live(history):
+        if len(steps_told := _told(history)) > before:
+            return steps_told[before]
         time.sleep(0.2)
     return None

@@ -1,8 +1,8 @@
-"""Judge the effect of FP8 on a model, and choose the layers that should stay out of it. Pure; without torch.
+"""Judge the effect of FP8 on a model, choose the layers that should stay out of it, and present both. Without torch.
 
     keep = advise(layers)                   # {"blocks.3.mlp.down": ("y is 31 % off, other layers 4 %",)}
-        problems = unstable(loss, measured)     # () if nothing speaks against it
-        best(outcomes)                          # the recipe to take, None if there is none
+    problems = unstable(loss, measured)     # () if nothing speaks against it
+    best(outcomes)                          # the recipe to take, None if there is none
 
 The limits are in `ErrorLimits`, each with its reason.
 """
@@ -10,9 +10,21 @@ The limits are in `ErrorLimits`, each with its reason.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+from rich.text import Text
+
+from megastable.base.text import plural
+from megastable.report.figures import draw_figure
+from megastable.report.text_output import make_table
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 ORDINARY = 1.4826  # times the median absolute deviation: a standard deviation, robustly
 
@@ -47,7 +59,7 @@ class ErrorLimits:
     kept: float = 0.5
 
 
-USUAL = ErrorLimits()
+LIMITS = ErrorLimits()
 
 
 @dataclass(frozen=True)
@@ -113,65 +125,61 @@ class RecipeOutcome:
         return self.kept or self.everything
 
 
-def advise(layers: Sequence[LayerLoss], limits: ErrorLimits = USUAL) -> dict[str, tuple[str, ...]]:
+def advise(layers: Sequence[LayerLoss]) -> dict[str, tuple[str, ...]]:
     """Layers to keep out of FP8, in their order, and why. A nan error counts as infinite."""
-    found = {
-        layer.name: [*_products(layer, layers, limits), *_tensors(layer, layers, limits)] for layer in layers
-    }
-    return {name: tuple(reasons) for name, reasons in found.items() if reasons}
+    found = {layer.name: [*_products(layer, layers), *_tensors(layer, layers)] for layer in layers}
+    return {layer_name: tuple(layer_reasons) for layer_name, layer_reasons in found.items() if layer_reasons}
 
 
-def _products(layer: LayerLoss, layers: Sequence[LayerLoss], limits: ErrorLimits) -> Iterable[str]:
-    for product, error in layer.products.items():
-        error, others = _finite(error), [_finite(other.products[product]) for other in layers]
-        if error > limits.useless:
-            yield f"{product} is {_percent(error)} off"
-        elif error > limits.product and error > _usual(others, limits):
-            yield f"{product} is {_percent(error)} off, the median of all layers {_percent(median(others))}"
+def _products(layer: LayerLoss, layers: Sequence[LayerLoss]) -> Iterable[str]:
+    for product_name, error in layer.products.items():
+        error, other_errors = _finite(error), [_finite(other.products[product_name]) for other in layers]
+        if error > LIMITS.useless:
+            yield f"{product_name} is {_percent(error)} off"
+        elif error > LIMITS.product and error > _usual(other_errors):
+            yield f"{product_name} is {_percent(error)} off, the median of all layers {_percent(median(other_errors))}"
 
 
-def _usual(errors: Sequence[float], limits: ErrorLimits) -> float:
+def _usual(errors: Sequence[float]) -> float:
     """An upper limit for ordinary errors among these."""
-    logs = [math.log(min(max(error, 1e-12), 1e12)) for error in errors]
-    middle = median(logs)
-    spread = ORDINARY * median([abs(log - middle) for log in logs])
-    return math.exp(middle + max(limits.robust * spread, math.log(limits.factor)))
+    log_errors = [math.log(min(max(error, 1e-12), 1e12)) for error in errors]
+    middle_log = median(log_errors)
+    log_spread = ORDINARY * median([abs(log_error - middle_log) for log_error in log_errors])
+    return math.exp(middle_log + max(LIMITS.robust * log_spread, math.log(LIMITS.factor)))
 
 
-def _tensors(layer: LayerLoss, layers: Sequence[LayerLoss], limits: ErrorLimits) -> Iterable[str]:
+def _tensors(layer: LayerLoss, layers: Sequence[LayerLoss]) -> Iterable[str]:
     for slot, tensor in layer.tensors.items():
-        if tensor.saturation > limits.saturation:
+        if tensor.saturation > LIMITS.saturation:
             yield f"{_percent(tensor.saturation)} of its {slot} are cut"
-        usual = median([other.tensors[slot].underflow for other in layers])
-        if tensor.underflow > max(limits.underflow, limits.crowd * usual):
+        usual = median([other_layer.tensors[slot].underflow for other_layer in layers])
+        if tensor.underflow > max(LIMITS.underflow, LIMITS.crowd * usual):
             yield f"{_percent(tensor.underflow)} of its {slot} become zero, the median of all layers {_percent(usual)}"
 
 
-def unstable(
-    loss: float, found: ModelLoss, kept: int = 0, layers: int = 0, limits: ErrorLimits = USUAL
-) -> tuple[str, ...]:
+def unstable(loss: float, found: ModelLoss, kept: int = 0, layers: int = 0) -> tuple[str, ...]:
     """Why a model should not be trained so; nothing where it can. loss: of bf16, nats per token; kept: so many of its
     layers are not in FP8."""
     if not all(map(math.isfinite, (found.loss, found.kl, found.cosine, found.gradient_error))):
         return ("loss or gradient is not finite",)
-    problems = []
-    change = (found.loss - loss) / loss if loss > 0 else 0.0
-    if abs(change) > limits.loss:
-        problems.append(f"the loss changes by {change:+.2%}, more than {limits.loss:.0%}")
-    if found.cosine < limits.cosine:
-        problems.append(
-            f"the gradient's direction changes: cosine {found.cosine:.3f}, less than {limits.cosine:g}"
+    problems_found = []
+    loss_change = (found.loss - loss) / loss if loss > 0 else 0.0
+    if abs(loss_change) > LIMITS.loss:
+        problems_found.append(f"the loss changes by {loss_change:+.2%}, more than {LIMITS.loss:.0%}")
+    if found.cosine < LIMITS.cosine:
+        problems_found.append(
+            f"the gradient's direction changes: cosine {found.cosine:.3f}, less than {LIMITS.cosine:g}"
         )
-    if kept > limits.kept * layers:
-        problems.append(f"{kept} of {layers} layers would have to be kept: too little is left to FP8")
-    return tuple(problems)
+    if kept > LIMITS.kept * layers:
+        problems_found.append(f"{kept} of {layers} layers would have to be kept: too little is left to FP8")
+    return tuple(problems_found)
 
 
 def best(outcomes: Sequence[RecipeOutcome]) -> RecipeOutcome | None:
     """The stable outcome that keeps the fewest layers out; among equals the one whose gradient is nearest
     to bf16's."""
-    stable = [outcome for outcome in outcomes if outcome.stable]
-    return min(stable, key=lambda o: (len(o.keep), o.advised.gradient_error), default=None)
+    stable_outcomes = [outcome for outcome in outcomes if outcome.stable]
+    return min(stable_outcomes, key=lambda o: (len(o.keep), o.advised.gradient_error), default=None)
 
 
 def _finite(error: float) -> float:
@@ -180,3 +188,178 @@ def _finite(error: float) -> float:
 
 def _percent(share: float) -> str:
     return f"{100 * share:.3g} %"
+
+
+LEGEND = (
+    "y, dx, dw: relative errors of a layer's products in FP8. input, weight, gradient: rounding errors "
+    "of each. cut, lost: the largest share of their numbers that became the format's largest, or zero."
+)
+
+
+def models(loss: float, outcomes: Sequence[RecipeOutcome]) -> Table:
+    """The whole model by every recipe, with all layers in FP8 and with the advised ones kept out."""
+    table = make_table("recipe", "in FP8", ">loss", ">change", ">KL", ">gradient off", ">cosine", "verdict")
+    table.add_row("none", "", f"{loss:.4f}", "", "", "", "", "")
+    for outcome in outcomes:
+        layers, kept_count = len(outcome.layers), len(outcome.keep)
+        verdict = "stable" if outcome.stable else "NOT STABLE"
+        last = outcome.kept is None
+        table.add_row(
+            outcome.recipe, f"all {layers} layers", *_model(loss, outcome.everything), verdict if last else ""
+        )
+        if outcome.kept is not None:
+            table.add_row("", f"{kept_count} kept out", *_model(loss, outcome.kept), verdict)
+    return table
+
+
+def _model(loss: float, found: ModelLoss) -> Iterator[str]:
+    yield f"{found.loss:.4f}"
+    yield f"{found.loss - loss:+.4f}"
+    yield f"{found.kl:.2e}"
+    yield _rounded(found.gradient_error)
+    yield f"{found.cosine:.4f}"
+
+
+def layers(outcome: RecipeOutcome, rows: int) -> Table:
+    """Errors of a recipe's products and tensors, the worst layers first."""
+    numbers = (">y", ">dx", ">dw", ">input", ">weight", ">gradient", ">cut", ">lost")
+    table = make_table("layer", *numbers, "", title=f"{outcome.recipe}: errors, the worst layers first")
+    for layer in worst(outcome.layers)[:rows]:
+        tensors = list(layer.tensors.values())
+        table.add_row(
+            _name(layer.name), *(_rounded(product_error) for product_error in layer.products.values()),
+            *(_rounded(tensor_loss.error) for tensor_loss in tensors), _share(max(t.saturation for t in tensors)),
+            _share(max(t.underflow for t in tensors)), "keep" if layer.name in outcome.keep else "",
+            style="bold" if layer.name in outcome.keep else None,
+        )  # fmt: skip
+    return table
+
+
+def tensors(outcome: RecipeOutcome) -> Table:
+    """Every tensor of a recipe, the worst first."""
+    headings = ("layer", "tensor", "format", ">error", ">dB", ">cut", ">lost", ">largest")
+    tensors_table = make_table(*headings, title=f"{outcome.recipe}: every tensor, the worst first")
+    tensors_found = [
+        (layer.name, slot, tensor) for layer in outcome.layers for slot, tensor in layer.tensors.items()
+    ]
+    for layer_name, slot, tensor_loss in sorted(tensors_found, key=lambda row: -_finite(row[2].error)):
+        tensors_table.add_row(
+            _name(layer_name), slot, tensor_loss.format, _rounded(tensor_loss.error), f"{tensor_loss.decibels:.1f}",
+            _share(tensor_loss.saturation),
+            _share(tensor_loss.underflow), f"{tensor_loss.largest:.3g}",
+        )  # fmt: skip
+    return tensors_table
+
+
+def worst(found: Sequence[LayerLoss]) -> list[LayerLoss]:
+    """Layers sorted by the largest error of their products."""
+    return sorted(found, key=lambda layer: -layer.worst)
+
+
+def _name(name: str) -> Text:
+    """A layer name, unbroken so that it can be copied."""
+    return Text(name, no_wrap=True)
+
+
+def _rounded(share: float) -> str:
+    return f"{share:.1%}" if share < 10 else f"{share:.1e}"
+
+
+def _share(share: float) -> str:
+    return "-" if share == 0 else f"{share:.0e}" if share < 1e-4 else f"{share:.2%}"
+
+
+def advice(outcomes: Sequence[RecipeOutcome], given: Mapping[str, object], most: int = 12) -> Iterator[str]:
+    """Lines of advice: layers to keep by each recipe and why, the recipe to take, overrides to add after RECIPE. given:
+    as for `overrides`."""
+    for outcome in outcomes:
+        if outcome.keep:
+            yield f"{outcome.recipe}: keep {plural(len(outcome.keep), 'layer')} of {len(outcome.layers)} out of FP8:"
+            for layer_name, layer_reasons in list(outcome.keep.items())[:most]:
+                yield f"  {layer_name}: {'; '.join(layer_reasons)}"
+            if len(outcome.keep) > most:
+                yield f"  and {len(outcome.keep) - most} more: --json has them all"
+        for problem in outcome.problems:
+            yield f"{outcome.recipe}: NOT STABLE: {problem}"
+    chosen = best(outcomes)
+    if chosen is None:
+        yield "verdict: not stable in FP8 by any of these recipes; leave precision.fp8 out"
+        return
+    many_text = "the best of these (regardless of speed): " if len(outcomes) > 1 else ""
+    kept = (
+        f", {plural(len(chosen.keep), 'layer')} kept out" if chosen.keep else ", no layer has to be kept out"
+    )
+    yield f"verdict: stable in FP8; {many_text}{chosen.recipe}{kept}. Say after the recipe:"
+    yield " ".join(overrides(chosen, given))
+
+
+def overrides(outcome: RecipeOutcome, given: Mapping[str, object]) -> list[str]:
+    """KEY=VALUE for an outcome. given: further KEY -> VALUE that the run needs."""
+    overrides_said = {"precision.fp8.recipe": outcome.recipe, **given}
+    if outcome.keep:
+        overrides_said["precision.fp8.keep"] = f"[{','.join(outcome.keep)}]"
+    return [f"{override_key}={override_value}" for override_key, override_value in overrides_said.items()]
+
+
+def tree(loss: float, outcomes: Sequence[RecipeOutcome], given: Mapping[str, object]) -> dict[str, Any]:
+    """All numbers, as a tree for JSON."""
+    chosen = best(outcomes)
+    return {
+        "loss": loss,
+        "stable": chosen is not None,
+        "best": chosen and chosen.recipe,
+        "overrides": chosen and overrides(chosen, given),
+        "limits": vars(LIMITS),
+        "recipes": [
+            {
+                "recipe": o.recipe, "stable": o.stable, "problems": list(o.problems),
+                "keep": {name: list(reasons) for name, reasons in o.keep.items()},
+                "overrides": overrides(o, given),
+                "everything": _tree(loss, o.everything), "kept": o.kept and _tree(loss, o.kept),
+                "layers": [
+                    {
+                        "layer": layer.name, "products": dict(layer.products),
+                        "tensors": {slot: vars(t) | {"decibels": t.decibels} for slot, t in layer.tensors.items()},
+                    }
+                    for layer in o.layers
+                ],
+            }
+            for o in outcomes
+        ],
+    }  # fmt: skip
+
+
+def _tree(loss: float, found: ModelLoss) -> dict[str, float]:
+    return vars(found) | {"change": found.loss - loss}
+
+
+def picture(outcomes: Sequence[RecipeOutcome], title: str, path: Path) -> None:
+    """A map of errors for every recipe: layers downwards, their tensors and products across. The file name decides the
+    format. Raises DataError if it cannot be written."""
+    layer_names = [layer.name for layer in outcomes[0].layers]
+    with draw_figure(path, 3 + 3 * len(outcomes), min(2 + 0.2 * len(layer_names), 60)) as figure:
+        _draw(outcomes, layer_names, figure)
+        figure.suptitle(title, parse_math=False)
+
+
+def _draw(outcomes: Sequence[RecipeOutcome], names: Sequence[str], figure: Figure) -> None:
+    from matplotlib.colors import LogNorm
+
+    column_names = [*outcomes[0].layers[0].tensors, *outcomes[0].layers[0].products]
+    (axes,) = figure.subplots(1, len(outcomes), squeeze=False, sharey=True)
+    # The same colours for every recipe and model: from rounding alone to nothing left.
+    error_colours = LogNorm(0.01, 1.0, clip=True)
+    for axis, outcome in zip(axes, outcomes, strict=True):
+        error_rows = [
+            [*(tensor_loss.error for tensor_loss in layer.tensors.values()), *layer.products.values()]
+            for layer in outcome.layers
+        ]
+        table = [[max(error, 1e-6) if math.isfinite(error) else 1.0 for error in row] for row in error_rows]
+        image = axis.imshow(table, aspect="auto", cmap="magma", norm=error_colours, interpolation="nearest")
+        axis.set_title(outcome.recipe)
+        axis.set_xticks(range(len(column_names)), column_names, rotation=60)
+        for row, layer_name in enumerate(names):
+            if layer_name in outcome.keep:
+                axis.text(len(column_names) - 0.5, row, " keep", va="center", fontsize=6, clip_on=False)
+    axes[0].set_yticks(range(len(names)), names, fontsize=6)
+    figure.colorbar(image, ax=list(axes), label="relative error", shrink=0.8)

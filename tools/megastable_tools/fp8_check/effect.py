@@ -25,7 +25,6 @@ from torch.autograd.function import once_differentiable
 from megastable.base.errors import DataError
 from megastable.checkpoint.plain import PlainModel
 from megastable.config.training import Fp8Config
-from megastable.fp8.amax_history import SLOTS, Meters
 from megastable.fp8.apply import emulate, linears
 from megastable.fp8.controller import History, losses
 from megastable.fp8.emulated import (
@@ -39,13 +38,11 @@ from megastable.fp8.emulated import (
     formats,
     multiply,
 )
-from megastable.fp8.scale_factors import Quantized, magnitude
+from megastable.fp8.scale_factors import SLOTS, Meters, Quantized, magnitude
 from megastable.model.loss import LossFunction
 from megastable.parallel.layers import ColumnParallelLinear, VocabParallelEmbedding
 from megastable.parallel.topology import TensorParallel
 from megastable_tools.fp8_check.advice import (
-    USUAL,
-    ErrorLimits,
     LayerLoss,
     ModelLoss,
     RecipeOutcome,
@@ -82,7 +79,7 @@ def passes(batches: int, before: int, configs: Mapping[str, Fp8Config]) -> int:
 
 def check(
     model: PlainModel, batches: Sequence[EvaluationBatch], before: Sequence[EvaluationBatch],
-    configs: Mapping[str, Fp8Config], limits: ErrorLimits = USUAL, advance: Callable[[], None] = lambda: None,
+    configs: Mapping[str, Fp8Config], advance: Callable[[], None] = lambda: None,
     more: Callable[[int], None] = lambda _: None,
 ) -> EffectReport:  # fmt: skip
     """The effect of each of `configs`, by recipe, on the model on `batches`. before: other micro-batches, the newest
@@ -91,23 +88,23 @@ def check(
     advance: called after every pass over a micro-batch; more: called with passes that `passes` did not count. The
     model's weights stay; its gradients do not. Raises DataError if it is broken without FP8.
     """
-    layers = linears(model.gpt)
-    history = _history(model, layers, before, advance) if "delayed" in configs else {}
-    measured = _layers(model, layers, batches, configs, history, advance)
-    keeps = {recipe: advise(found, limits) for recipe, found in measured.items()}
+    linear_layers = linears(model.gpt)
+    amax_history = _history(model, linear_layers, before, advance) if "delayed" in configs else {}
+    measured = _layers(model, linear_layers, batches, configs, amax_history, advance)
+    keeps_by_recipe = {recipe: advise(layer_losses) for recipe, layer_losses in measured.items()}
     variants = [(recipe, frozenset[str]()) for recipe in configs]
-    variants += [(recipe, frozenset(keep)) for recipe, keep in keeps.items() if keep]
+    variants += [(recipe, frozenset(keep)) for recipe, keep in keeps_by_recipe.items() if keep]
     more(len(batches) * (len(variants) - len(configs)))
-    loss, models = _models(model, batches, configs, history, variants, advance)
+    plain_loss, model_losses = _models(model, batches, configs, amax_history, variants, advance)
     outcomes = []
-    for recipe, keep in keeps.items():
-        everything, kept = (
-            models[recipe, frozenset()],
-            models.get((recipe, frozenset(keep))) if keep else None,
+    for recipe, keep in keeps_by_recipe.items():
+        full_loss, kept_loss = (
+            model_losses[recipe, frozenset()],
+            model_losses.get((recipe, frozenset(keep))) if keep else None,
         )
-        problems = unstable(loss, kept or everything, len(keep), len(layers), limits)
-        outcomes.append(RecipeOutcome(recipe, measured[recipe], keep, everything, kept, problems))
-    return EffectReport(loss, outcomes)
+        problems_found = unstable(plain_loss, kept_loss or full_loss, len(keep), len(linear_layers))
+        outcomes.append(RecipeOutcome(recipe, measured[recipe], keep, full_loss, kept_loss, problems_found))
+    return EffectReport(plain_loss, outcomes)
 
 
 # Forward and backward
@@ -125,11 +122,13 @@ def _pass(model: PlainModel, batch: EvaluationBatch) -> _Passed:
     """Forward and backward of the training objective; hooks collect the gradients."""
     hidden = model.hidden(batch.tokens[:, :-1], batch.segments)
     head = model.gpt[0] if model.gpt.tied else model.gpt[-1]
-    c = model.config
-    objective = LossFunction(model.vocabulary, c.z_loss, TensorParallel(), cap=c.logit_softcap)
+    model_config = model.config
+    loss_function = LossFunction(
+        model.vocabulary, model_config.z_loss, TensorParallel(), cap=model_config.logit_softcap
+    )
     assert isinstance(head, ColumnParallelLinear | VocabParallelEmbedding)
-    objective(model.gpt.readout.features(head, hidden), batch.tokens[:, 1:]).backward()
-    return _Passed(float(objective.samples[0][0].mean()), hidden.detach())
+    loss_function(model.gpt.readout.features(head, hidden), batch.tokens[:, 1:]).backward()
+    return _Passed(float(loss_function.samples[0][0].mean()), hidden.detach())
 
 
 @contextlib.contextmanager
@@ -141,12 +140,14 @@ def _gradients(model: nn.Module, take: Callable[[nn.Parameter, Tensor], None]) -
         take(parameter, parameter.grad)
         parameter.grad = None
 
-    hooks = [p.register_post_accumulate_grad_hook(given) for p in model.parameters()]
+    gradient_hooks = [
+        model_parameter.register_post_accumulate_grad_hook(given) for model_parameter in model.parameters()
+    ]
     try:
         yield
     finally:
-        for hook in hooks:
-            hook.remove()
+        for gradient_hook in gradient_hooks:
+            gradient_hook.remove()
 
 
 @contextlib.contextmanager
@@ -196,20 +197,20 @@ def _history(
     advance: Callable[[], None],
 ) -> History:
     """The largest magnitudes of every micro-batch, the newest first, in the form of `Meters.told`."""
-    found: list[list[list[float]]] = [[[] for _ in SLOTS] for _ in layers]
+    magnitudes_found: list[list[list[float]]] = [[[] for _ in SLOTS] for _ in layers]
 
     def look(number: int) -> Look:
         def see(*tensors: Tensor) -> None:
             for slot, tensor in enumerate(tensors):
-                found[number][slot].insert(0, float(magnitude(tensor)))
+                magnitudes_found[number][slot].insert(0, float(magnitude(tensor)))
 
         return see
 
     with _watched(layers, look), _gradients(model, lambda parameter, gradient: None):
-        for batch in before:
-            _pass(model, batch)
+        for earlier_batch in before:
+            _pass(model, earlier_batch)
             advance()
-    return dict(zip(layers, found, strict=True))
+    return dict(zip(layers, magnitudes_found, strict=True))
 
 
 # Layer by layer
@@ -228,10 +229,10 @@ class _Sums:
 
     def add_tensor(self, x: Tensor, became: Quantized) -> None:
         self.add(became.dequantized(torch.float32), x)
-        cut, lost = losses(x, became)
+        cut_count, lost_count = losses(x, became)
         self.cut, self.lost, self.numbers = (
-            self.cut + float(cut),
-            self.lost + float(lost),
+            self.cut + float(cut_count),
+            self.lost + float(lost_count),
             self.numbers + x.numel(),
         )
         self.largest, self.format = max(self.largest, float(magnitude(x))), became.format.name
@@ -258,16 +259,17 @@ def _layers(
     model: PlainModel, layers: Mapping[str, Any], batches: Sequence[EvaluationBatch], configs: Mapping[str, Fp8Config],
     history: History, advance: Callable[[], None],
 ) -> dict[str, list[LayerLoss]]:  # fmt: skip
-    quantizers = {
-        recipe: _quantizers(config, list(layers), history, model.device) for recipe, config in configs.items()
+    recipe_quantizers = {
+        recipe: _quantizers(recipe_config, list(layers), history, model.device)
+        for recipe, recipe_config in configs.items()
     }
-    names = (*SLOTS, *PRODUCTS)
-    sums = {recipe: [{name: _Sums() for name in names} for _ in layers] for recipe in configs}
+    sum_names = (*SLOTS, *PRODUCTS)
+    sums_by_recipe = {recipe: [{name: _Sums() for name in sum_names} for _ in layers] for recipe in configs}
 
     def look(number: int) -> Look:
         def compare(x: Tensor, w: Tensor, g: Tensor) -> None:
             for recipe in configs:
-                _compare(quantizers[recipe](number), sums[recipe][number], x, w, g)
+                _compare(recipe_quantizers[recipe](number), sums_by_recipe[recipe][number], x, w, g)
 
         return compare
 
@@ -278,9 +280,9 @@ def _layers(
     return {
         recipe: [
             LayerLoss(name, {slot: of[slot].tensor for slot in SLOTS}, {p: of[p].relative for p in PRODUCTS})
-            for name, of in zip(layers, found, strict=True)
+            for name, of in zip(layers, recipe_sums, strict=True)
         ]
-        for recipe, found in sums.items()
+        for recipe, recipe_sums in sums_by_recipe.items()
     }
 
 
@@ -288,22 +290,22 @@ def _quantizers(
     config: Fp8Config, names: Sequence[str], history: History, device: torch.device
 ) -> Callable[[int], Quantizer]:
     """The quantizers that `apply.emulate` gives to the layers, by their number."""
-    to = formats(config)
+    format_pair = formats(config)
     if config.recipe != "delayed":
-        same = Blocks(to) if config.recipe == "block" else Current(to)
-        return lambda number: same
-    meters = Meters(names, to, config.history, config.margin, device)
-    meters.read(history)
-    return lambda number: Delayed(to, meters, number)
+        same_quantizer = Blocks(format_pair) if config.recipe == "block" else Current(format_pair)
+        return lambda number: same_quantizer
+    amax_meters = Meters(names, format_pair, config.history, config.margin, device)
+    amax_meters.read(history)
+    return lambda number: Delayed(format_pair, amax_meters, number)
 
 
 def _compare(quantize: Quantizer, sums: Mapping[str, _Sums], x: Tensor, w: Tensor, g: Tensor) -> None:
     """One layer, one recipe: its tensors, and their products as in `emulated.Product`."""
-    slots = {INPUT: x, WEIGHT: w, GRADIENT: g}
-    became = {slot: quantize(tensor, slot, False) for slot, tensor in slots.items()}
-    for slot, tensor in slots.items():
-        sums[SLOTS[slot]].add_tensor(tensor, became[slot][0])
-    (xr, xc), (wr, wc), (gr, gc) = became.values()
+    slot_tensors = {INPUT: x, WEIGHT: w, GRADIENT: g}
+    quantized_slots = {slot: quantize(tensor, slot, False) for slot, tensor in slot_tensors.items()}
+    for slot, tensor in slot_tensors.items():
+        sums[SLOTS[slot]].add_tensor(tensor, quantized_slots[slot][0])
+    (xr, xc), (wr, wc), (gr, gc) = quantized_slots.values()
     sums["y"].add(multiply(xr, wr, x.dtype, transpose_b=True), F.linear(x, w))
     sums["dx"].add(multiply(gr, wc, x.dtype), g @ w)
     sums["dw"].add(multiply(gc, xc, x.dtype, transpose_a=True), g.t() @ x)
@@ -325,10 +327,10 @@ class _Against:
         self.apart += _square(a.sub_(b))
 
     def found(self, batches: int) -> ModelLoss:
-        both = math.sqrt(self.own) * math.sqrt(self.right)
-        cosine = self.dot / both if both else 1.0 if self.own == self.right else 0.0
-        error = math.sqrt(self.apart / self.right) if self.right else 0.0
-        return ModelLoss(self.loss / batches, self.kl / batches, cosine, error)
+        norm_product = math.sqrt(self.own) * math.sqrt(self.right)
+        cosine = self.dot / norm_product if norm_product else 1.0 if self.own == self.right else 0.0
+        gradient_error = math.sqrt(self.apart / self.right) if self.right else 0.0
+        return ModelLoss(self.loss / batches, self.kl / batches, cosine, gradient_error)
 
 
 def _models(
@@ -336,25 +338,25 @@ def _models(
     variants: Collection[tuple[str, frozenset[str]]], advance: Callable[[], None],
 ) -> tuple[float, dict[tuple[str, frozenset[str]], ModelLoss]]:  # fmt: skip
     """(loss without FP8, results of every variant), a variant being a recipe and the layers kept out of it."""
-    layers, total = linears(model.gpt), 0.0
+    linear_layers, total = linears(model.gpt), 0.0
     sums = {variant: _Against() for variant in variants}
     for batch in batches:
         right: dict[nn.Parameter, Tensor] = {}
         with _gradients(model, right.__setitem__):
-            plain = _pass(model, batch)
-        if not math.isfinite(plain.loss) or not all(bool(g.isfinite().all()) for g in right.values()):
+            plain_pass = _pass(model, batch)
+        if not math.isfinite(plain_pass.loss) or not all(bool(g.isfinite().all()) for g in right.values()):
             raise DataError(
                 f"{model.checkpoint}: loss or gradient is not finite without FP8, too: take another checkpoint, or "
                 "another --text"
             )
-        total += plain.loss
+        total += plain_pass.loss
         advance()
-        for (recipe, keep), against in sums.items():
-            with _plainly(layers), _gradients(model, partial(against.gradient, right)):
-                emulate(model.gpt, configs[recipe], frozenset(layers) - keep).read(history)
-                other = _pass(model, batch)
-            against.loss += other.loss
-            against.kl += _divergence(model, plain.hidden, other.hidden)
+        for (recipe, kept_layers), against in sums.items():
+            with _plainly(linear_layers), _gradients(model, partial(against.gradient, right)):
+                emulate(model.gpt, configs[recipe], frozenset(linear_layers) - kept_layers).read(history)
+                fp8_pass = _pass(model, batch)
+            against.loss += fp8_pass.loss
+            against.kl += _divergence(model, plain_pass.hidden, fp8_pass.hidden)
             advance()
     return total / len(batches), {variant: against.found(len(batches)) for variant, against in sums.items()}
 
@@ -362,9 +364,9 @@ def _models(
 @torch.no_grad()
 def _divergence(model: PlainModel, right: Tensor, other: Tensor) -> float:
     """KL(right || other) of the next token, nats, the mean over tokens; from the head's inputs, [s, b, hidden]."""
-    count, total = max(1, LOGITS // (4 * model.config.padded_vocab)), 0.0
+    chunk_size, total_divergence = max(1, LOGITS // (4 * model.config.padded_vocab)), 0.0
     right, other = right.flatten(0, 1), other.flatten(0, 1)
-    for a, b in zip(right.split(count), other.split(count), strict=True):
-        p, q = (model.logits(x)[..., : model.vocabulary].float().log_softmax(-1) for x in (a, b))
-        total += float(F.kl_div(q, p, reduction="sum", log_target=True))
-    return total / len(right)
+    for right_part, b in zip(right.split(chunk_size), other.split(chunk_size), strict=True):
+        p, q = (model.logits(x)[..., : model.vocabulary].float().log_softmax(-1) for x in (right_part, b))
+        total_divergence += float(F.kl_div(q, p, reduction="sum", log_target=True))
+    return total_divergence / len(right)

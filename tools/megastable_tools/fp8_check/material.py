@@ -36,13 +36,13 @@ def open_model(checkpoint: Path, dtype: str | None, device: str | None) -> Plain
 
     Raises CheckpointError as `load_plain`, DataError for a missing device, ConfigError for a run in fp16.
     """
-    model = load_plain(checkpoint, DTYPES[dtype] if dtype else None, find_device(device))
-    if model.run.precision.kind == "fp16" and dtype is None:
+    plain_model = load_plain(checkpoint, DTYPES[dtype] if dtype else None, find_device(device))
+    if plain_model.run.precision.kind == "fp16" and dtype is None:
         raise ConfigError(
-            f"{model.checkpoint} trains in fp16, which FP8 does not support: add --dtype bf16 to check it "
+            f"{plain_model.checkpoint} trains in fp16, which FP8 does not support: add --dtype bf16 to check it "
             "with precision.kind=bf16"
         )
-    return model
+    return plain_model
 
 
 def configs_of(
@@ -50,29 +50,33 @@ def configs_of(
 ) -> tuple[dict[str, Fp8Config], dict[str, object]]:
     """(what to measure, by recipe; KEY -> VALUE that a run needs besides): everything else as in the run, except that
     all layers take part."""
-    own = run.precision.fp8 or Fp8Config()
+    own_config = run.precision.fp8 or Fp8Config()
     every = {"keep_first": 0, "keep_last": 0, "keep": (), "history": history}
-    chosen = formats or own.formats
-    configs = {
-        recipe: Fp8Config.model_validate(own.model_dump() | every | {"recipe": recipe, "formats": chosen})
+    chosen = formats or own_config.formats
+    configs_by_recipe = {
+        recipe: Fp8Config.model_validate(
+            own_config.model_dump() | every | {"recipe": recipe, "formats": chosen}
+        )
         for recipe in recipes
     }
-    said: dict[str, object] = {}
+    overrides_said: dict[str, object] = {}
     if run.precision.kind == "fp16":
-        said["precision.kind"] = "bf16"
-    if chosen != own.formats:
-        said["precision.fp8.formats"] = chosen
-    said |= {f"precision.fp8.{key}": 0 for key in ("keep_first", "keep_last") if getattr(own, key)}
-    if own.keep:
-        said["precision.fp8.keep"] = "[]"
-    return configs, said
+        overrides_said["precision.kind"] = "bf16"
+    if chosen != own_config.formats:
+        overrides_said["precision.fp8.formats"] = chosen
+    overrides_said |= {
+        f"precision.fp8.{key}": 0 for key in ("keep_first", "keep_last") if getattr(own_config, key)
+    }
+    if own_config.keep:
+        overrides_said["precision.fp8.keep"] = "[]"
+    return configs_by_recipe, overrides_said
 
 
 def in_words(model: PlainModel) -> str:
     """The model in one line."""
-    size = sum(p.numel() for p in model.parameters()) / 1e6
-    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-    return f"{model.checkpoint}: step {model.step:,}, {size:,.1f}M parameters, {dtype} on {model.device.type}"
+    size = sum(model_parameter.numel() for model_parameter in model.parameters()) / 1e6
+    weight_dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    return f"{model.checkpoint}: step {model.step:,}, {size:,.1f}M parameters, {weight_dtype} on {model.device.type}"
 
 
 @dataclass(frozen=True)
@@ -86,16 +90,16 @@ class Material:
 
     def batches(self, model: PlainModel, micro_batch: int) -> list[EvaluationBatch]:
         """Micro-batches in order. Raises DataError for tokens outside the model's vocabulary."""
-        found = []
+        batches_found = []
         for first in range(0, len(self.tokens), micro_batch):
-            tokens, segments, strange = inputs(model, self.tokens[first : first + micro_batch], self.eod)
-            if strange.any():
+            tokens, segments, is_strange = inputs(model, self.tokens[first : first + micro_batch], self.eod)
+            if is_strange.any():
                 raise DataError(
                     f"{self.origin} has token ids beyond the model's vocabulary of {model.vocabulary:,}: it was made "
                     "with another tokenizer; give --text"
                 )
-            found.append(EvaluationBatch(tokens, segments))
-        return found
+            batches_found.append(EvaluationBatch(tokens, segments))
+        return batches_found
 
 
 def gather(
@@ -117,19 +121,22 @@ def gather(
 def _of_run(model: PlainModel, count: int) -> Material:
     run, folder = model.run, model.checkpoint.parent
     # A checkpoint may have been moved out of its run.
-    root = RunDirectory(folder.parent) if folder.name == "checkpoints" else None
-    length = model.config.sequence_length
-    blends = read_blends(root.blends) if root else ()
-    corpora = open_corpora(run.data.corpora, length, run.run.seed, blends, run.data.validation)
+    run_directory = RunDirectory(folder.parent) if folder.name == "checkpoints" else None
+    sequence_length = model.config.sequence_length
+    run_blends = read_blends(run_directory.blends) if run_directory else ()
+    corpora = open_corpora(run.data.corpora, sequence_length, run.run.seed, run_blends, run.data.validation)
     if corpora.vocab_size > model.vocabulary:
         raise DataError(
             f"the corpus has a vocabulary of {corpora.vocab_size:,}, the model of {model.vocabulary:,}"
         )
-    validation = corpora.validation
-    if validation is not None and _samples(validation) >= count:
-        return _taken(validation, np.arange(count), "validation samples", run.data.corpora[0].path)
+    validation_source = corpora.validation
+    if (
+        validation_source is not None
+        and sum(max(0, c.tokens - 1) // sequence_length for c in validation_source.order.corpora) >= count
+    ):
+        return _taken(validation_source, np.arange(count), "validation samples", run.data.corpora[0].path)
     cursor = read_state(model.checkpoint).cursor
-    positions, _ = _left(model, root, corpora.train.order).next_kept(cursor, count)
+    positions, _ = _left(model, run_directory, corpora.train.order).next_kept(cursor, count)
     return _taken(
         corpora.train, positions, f"training samples from position {cursor:,} on", run.data.corpora[0].path
     )
@@ -137,11 +144,6 @@ def _of_run(model: PlainModel, count: int) -> Material:
 
 def _taken(source: Source, positions: Int64s, what: str, path: Path) -> Material:
     return Material(source.samples(positions), f"{len(positions)} {what} of the run ({path})", source.eod)
-
-
-def _samples(source: Source) -> int:
-    """Number of different samples."""
-    return sum(max(0, corpus.tokens - 1) // source.order.sequence_length for corpus in source.order.corpora)
 
 
 def _left(model: PlainModel, root: RunDirectory | None, order: Order) -> Selection:
@@ -153,24 +155,24 @@ def _left(model: PlainModel, root: RunDirectory | None, order: Order) -> Selecti
 
 def _of_text(model: PlainModel, count: int, text: Path, tokenizer: Path | None) -> Material:
     try:
-        content = text.read_text(encoding="utf-8")
+        text_content = text.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else f"it is not UTF-8 at byte {error.start}"
         raise DataError(f"--text {text} cannot be read: {reason}") from None
     where = str(model.checkpoint)
-    spoken = load_tokenizer(find(tokenizer)) if tokenizer else tokenizer_of(model.run, where)
-    ids = np.asarray(spoken.encode(content), dtype=np.int64)
-    length = min(model.config.sequence_length, (len(ids) - 1) // count)
-    if length < min(SHORTEST, model.config.sequence_length):
+    text_tokenizer = load_tokenizer(find(tokenizer)) if tokenizer else tokenizer_of(model.run, where)
+    ids = np.asarray(text_tokenizer.encode(text_content), dtype=np.int64)
+    sample_length = min(model.config.sequence_length, (len(ids) - 1) // count)
+    if sample_length < min(SHORTEST, model.config.sequence_length):
         raise DataError(
             f"--text {text} is {len(ids):,} tokens: too short for {count} samples (--samples, and micro-batches before "
             f"them for delayed scaling); give {count * SHORTEST + 1:,} or more, or lower --samples, --micro-batch and "
             "--history"
         )
-    tokens = np.stack([ids[i * length : (i + 1) * length + 1] for i in range(count)])
-    whole = length == model.config.sequence_length
-    notes = [] if whole else [f"the text is short: samples of {length} tokens"]
-    return Material(tokens, f"{count} samples of {text}", spoken.eod, notes)
+    tokens = np.stack([ids[i * sample_length : (i + 1) * sample_length + 1] for i in range(count)])
+    is_whole = sample_length == model.config.sequence_length
+    text_notes = [] if is_whole else [f"the text is short: samples of {sample_length} tokens"]
+    return Material(tokens, f"{count} samples of {text}", text_tokenizer.eod, text_notes)
 
 
 def _random(model: PlainModel, count: int, seed: int, why: str) -> Material:

@@ -24,10 +24,9 @@ from torch import Tensor
 from megastable.base.errors import CheckpointError, DataError
 from megastable.checkpoint.plain import PlainModel
 from megastable.data.tokenizer import Tokenizer
-from megastable.model.attention import Attention
-from megastable.model.attention_scores import AttentionScores, softcap
+from megastable.model.attention import Attention, rope_table, rotate
 from megastable.model.gpt import Block, Head
-from megastable.model.rope import rope_table, rotate
+from megastable.model.kernels import AttentionScores, softcap
 
 SMALLEST = 64  # tokens that there is room for at least
 AT_ONCE = 2048  # tokens of a long prompt in one pass: what bounds the memory of activations and masks
@@ -44,15 +43,15 @@ class KeyValueCache:
         """Keep k and v [b, k, n, d] behind what is there; all of both, [b, k, length + n, d]."""
         b, heads, n, d = k.shape
         end = self.length + n
-        held = self._held.get(block)
-        if held is None or end > held.shape[3]:
-            grown = k.new_empty(2, b, heads, _room(end), d)
-            if held is not None:
-                grown[..., : self.length, :] = held[..., : self.length, :]
-            held = self._held[block] = grown
-        held[0, :, :, self.length : end] = k
-        held[1, :, :, self.length : end] = v
-        return held[0, :, :, :end], held[1, :, :, :end]
+        held_cache = self._held.get(block)
+        if held_cache is None or end > held_cache.shape[3]:
+            grown_cache = k.new_empty(2, b, heads, _room(end), d)
+            if held_cache is not None:
+                grown_cache[..., : self.length, :] = held_cache[..., : self.length, :]
+            held_cache = self._held[block] = grown_cache
+        held_cache[0, :, :, self.length : end] = k
+        held_cache[1, :, :, self.length : end] = v
+        return held_cache[0, :, :, :end], held_cache[1, :, :, :end]
 
     def choose(self, rows: Tensor) -> None:
         """Go on with these rows of the batch, int64 [n]; one may come more than once."""
@@ -70,17 +69,17 @@ def extend(model: PlainModel, tokens: Tensor, cache: KeyValueCache) -> Tensor:
 
     Long inputs are read in parts. Equal to `model.hidden` of all tokens at once but for rounding.
     """
-    parts = []
-    for part in tokens.split(AT_ONCE, dim=1):
-        x: Any = part
+    hidden_parts = []
+    for token_part in tokens.split(AT_ONCE, dim=1):
+        x: Any = token_part
         for layer in model.gpt.children():
             if isinstance(layer, Block):
                 x = layer.around(x, partial(_attend, layer.attention, layer.name, cache))
             elif not isinstance(layer, Head):
                 x = layer(x)
-        cache.length += part.shape[1]
-        parts.append(x)
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+        cache.length += token_part.shape[1]
+        hidden_parts.append(x)
+    return hidden_parts[0] if len(hidden_parts) == 1 else torch.cat(hidden_parts)
 
 
 def _attend(attention: Attention, name: str, cache: KeyValueCache, x: Tensor) -> Tensor:
@@ -106,20 +105,20 @@ def _core(q: Tensor, k: Tensor, v: Tensor, scores: AttentionScores) -> Tensor:
 
     The queries that share a key/value head are laid behind each other: the cache is read as it is, not repeated.
     """
-    (b, heads, n, d), (kv, length) = q.shape, k.shape[1:3]
+    (b, heads, n, d), (kv, key_length) = q.shape, k.shape[1:3]
     groups = heads // kv
-    first = 0 if scores.window is None else max(0, length - n + 1 - scores.window)
-    k, v = k[:, :, first:], v[:, :, first:]
+    first_key = 0 if scores.window is None else max(0, key_length - n + 1 - scores.window)
+    k, v = k[:, :, first_key:], v[:, :, first_key:]
     mask = None
     if n > 1:
-        index = torch.arange(first, length, device=q.device)
-        mask = scores.mask(index[-n:], index).repeat(groups, 1)
-    grouped = q.unflatten(1, (kv, groups)).flatten(2, 3)
+        key_index = torch.arange(first_key, key_length, device=q.device)
+        mask = scores.mask(key_index[-n:], key_index).repeat(groups, 1)
+    grouped_queries = q.unflatten(1, (kv, groups)).flatten(2, 3)
     if scores.cap is None:
-        y = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=scores.scale)
+        y = F.scaled_dot_product_attention(grouped_queries, k, v, attn_mask=mask, scale=scores.scale)
     else:
         # Written out: torch's kernels do not cap logits. In fp32, as in training.
-        z = softcap(grouped.float() @ k.float().transpose(-2, -1) * scores.factor(d), scores.cap)
+        z = softcap(grouped_queries.float() @ k.float().transpose(-2, -1) * scores.factor(d), scores.cap)
         z = z if mask is None else z.masked_fill(~mask, -torch.inf)
         y = (z.softmax(-1) @ v.float()).to(q.dtype)
     return y.reshape(b, heads, n, d)
@@ -163,9 +162,9 @@ def pick(logits: Tensor, sampling: Sampling, uniforms: Tensor) -> Tensor:
     share = ((scores - scores.amax(-1, keepdim=True)) / sampling.temperature).softmax(-1)
     if sampling.top_p < 1:
         share = share.masked_fill(share.cumsum(-1) - share >= sampling.top_p, 0.0)
-    below = share.cumsum(-1)
-    chosen = (below <= uniforms[:, None] * below[:, -1:]).sum(-1, keepdim=True)
-    return (chosen if ids is None else ids.gather(-1, chosen)).squeeze(-1)
+    share_below = share.cumsum(-1)
+    chosen_index = (share_below <= uniforms[:, None] * share_below[:, -1:]).sum(-1, keepdim=True)
+    return (chosen_index if ids is None else ids.gather(-1, chosen_index)).squeeze(-1)
 
 
 CONTEXT = 4  # tokens before one that its text may depend on: a space that the first of a text loses
@@ -187,13 +186,13 @@ class StreamDecoder:
     def feed(self, token: int) -> str:
         """The text that is certain now; "" while a character is unfinished."""
         self._ids.append(token)
-        text = self._tokenizer.decode(self._ids)
-        held = len(text) - len(text.rstrip("\ufffd"))
-        new = text[self._given : len(text) - min(held, UNFINISHED)]
-        self._given += len(new)
-        if not held:
+        whole_text = self._tokenizer.decode(self._ids)
+        held_characters = len(whole_text) - len(whole_text.rstrip("\ufffd"))
+        new_text = whole_text[self._given : len(whole_text) - min(held_characters, UNFINISHED)]
+        self._given += len(new_text)
+        if not held_characters:
             self._begin(self._ids[-CONTEXT:])
-        return new
+        return new_text
 
     def end(self) -> str:
         """What was held back: a character that stays unfinished shows as U+FFFD."""
@@ -281,12 +280,12 @@ class Continuations:
 
     def finish(self, samples: Sequence[int]) -> None:
         """These need no more tokens."""
-        rows = [row for row, sample in enumerate(self.going) if sample not in samples]
-        if len(rows) < len(self.going) and self._chosen is not None:
-            index = torch.tensor(rows, dtype=torch.int64, device=self._chosen.device)
-            self._chosen = self._chosen[index]
-            self._cache.choose(index)
-            self.going = [self.going[row] for row in rows]
+        kept_rows = [row for row, sample in enumerate(self.going) if sample not in samples]
+        if len(kept_rows) < len(self.going) and self._chosen is not None:
+            row_index = torch.tensor(kept_rows, dtype=torch.int64, device=self._chosen.device)
+            self._chosen = self._chosen[row_index]
+            self._cache.choose(row_index)
+            self.going = [self.going[row] for row in kept_rows]
 
 
 def write(
@@ -298,28 +297,28 @@ def write(
     most: tokens of a sample, at least one. seed: any numbers. ends: tokens that end a sample; stops: texts that do, and
     are no part of it. Raises CheckpointError, and what torch raises where memory does not suffice.
     """
-    known = min(model.vocabulary, tokenizer.vocab_size)
-    samples = Continuations(model, prompt, sampling, number, seed, known)
+    known_ids = min(model.vocabulary, tokenizer.vocab_size)
+    samples = Continuations(model, prompt, sampling, number, seed, known_ids)
     decoders = [StreamDecoder(tokenizer, prompt) for _ in range(number)]
-    held = [""] * number
-    for count in range(1, most + 1):
-        ended = []
+    held_texts = [""] * number
+    for token_count in range(1, most + 1):
+        ended_samples = []
         for sample, token, logprob in samples.step():
-            end: End | None = "length" if count == most else None
+            end: End | None = "length" if token_count == most else None
             if token in ends:
-                end, new = "eod", ""
+                end, new_text = "eod", ""
             else:
-                new = decoders[sample].feed(token)
+                new_text = decoders[sample].feed(token)
             if end is not None:
-                new += decoders[sample].end()
-            text, held[sample], met = cut(held[sample] + new, stops)
-            if met:
+                new_text += decoders[sample].end()
+            shown_text, held_texts[sample], met_stop = cut(held_texts[sample] + new_text, stops)
+            if met_stop:
                 end = "stop"
             elif end is not None:
-                text += held[sample]
+                shown_text += held_texts[sample]
             if end is not None:
-                ended.append(sample)
-            yield TextPiece(sample, text, token, logprob, end)
-        samples.finish(ended)
+                ended_samples.append(sample)
+            yield TextPiece(sample, shown_text, token, logprob, end)
+        samples.finish(ended_samples)
         if not samples.going:
             return

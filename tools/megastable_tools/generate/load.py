@@ -17,7 +17,7 @@ from megastable.config.tree import RunConfig
 from megastable.data.manifest import FILE, Manifest
 from megastable.data.tokenizer import HuggingFaceTokenizer, Tokenizer, load_tokenizer
 from megastable_tools.convert.huggingface.folder import is_folder, load_folder
-from megastable_tools.prepare.named import GUESSED, named_tokenizer
+from megastable_tools.prepare.corpus_tokenizer import GUESSED, named_tokenizer
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ASK = "name it with --tokenizer"
@@ -45,17 +45,17 @@ class Speaker:
             text.encode()
         except UnicodeEncodeError:
             raise DataError("the prompt is not UTF-8: convert it first") from None
-        ids = self.tokenizer.encode(text) if text else []
+        prompt_ids = self.tokenizer.encode(text) if text else []
         # Where documents were kept apart, none saw the end of the one before it.
-        behind = document_start and not self.model.run.data.keep_documents_apart
-        if behind or self.always or not ids:
-            ids = [*self.start, *ids]
-        if max(ids) >= self.model.vocabulary:
+        behind_start = document_start and not self.model.run.data.keep_documents_apart
+        if behind_start or self.always or not prompt_ids:
+            prompt_ids = [*self.start, *prompt_ids]
+        if max(prompt_ids) >= self.model.vocabulary:
             raise DataError(
-                f"the prompt has the token {max(ids)}, and the model knows {self.model.vocabulary:,} only: "
+                f"the prompt has the token {max(prompt_ids)}, and the model knows {self.model.vocabulary:,} only: "
                 f"{self.tokenizer.file} is not its tokenizer, {ASK}"
             )
-        return ids
+        return prompt_ids
 
 
 def open_speaker(
@@ -76,51 +76,52 @@ def open_speaker(
     if is_folder(checkpoint):
         return _of_folder(load_folder(checkpoint, precision, on, accept), tokenizer)
     # The tokenizer after the model: for a wrong path it is said what it should be.
-    model = load_plain(checkpoint, precision, on)
+    plain_model = load_plain(checkpoint, precision, on)
     if tokenizer:
-        spoken, problem = named_tokenizer(find(tokenizer), model.run)
+        spoken_tokenizer, tokenizer_problem = named_tokenizer(find(tokenizer), plain_model.run)
     else:
-        spoken, problem = tokenizer_of(model.run, str(model.checkpoint)), ""
-    begin = spoken.eod if spoken.bos is None else spoken.bos
+        spoken_tokenizer, tokenizer_problem = tokenizer_of(plain_model.run, str(plain_model.checkpoint)), ""
+    begin_token = spoken_tokenizer.eod if spoken_tokenizer.bos is None else spoken_tokenizer.bos
     return Speaker(
-        model,
-        spoken,
-        frozenset({spoken.eod}),
-        (begin,),
-        always=spoken.bos is not None,
-        notes=_compared(model, spoken) + ((f"{problem}: {GUESSED}",) if problem else ()),
+        plain_model,
+        spoken_tokenizer,
+        frozenset({spoken_tokenizer.eod}),
+        (begin_token,),
+        always=spoken_tokenizer.bos is not None,
+        notes=_compared(plain_model, spoken_tokenizer)
+        + ((f"{tokenizer_problem}: {GUESSED}",) if tokenizer_problem else ()),
     )
 
 
 def _of_folder(model: PlainModel, given: Path | None) -> Speaker:
     """What ends and begins a text is said in config.json, generation_config.json and by the tokenizer itself."""
     said: dict[str, Any] = {}
-    for name in ("config.json", "generation_config.json"):
+    for file_name in ("config.json", "generation_config.json"):
         try:
-            said |= json.loads((model.checkpoint / name).read_text(encoding="utf-8"))
+            said |= json.loads((model.checkpoint / file_name).read_text(encoding="utf-8"))
         except (OSError, ValueError, TypeError, RecursionError):  # it need not be there
             continue
-    ends, (start, *_) = _ids(said.get("eos_token_id")), [*_ids(said.get("bos_token_id")), None]
-    known = [end for end in ends if end < model.vocabulary]
+    end_tokens, (start_token, *_) = _ids(said.get("eos_token_id")), [*_ids(said.get("bos_token_id")), None]
+    known = [end_token for end_token in end_tokens if end_token < model.vocabulary]
     try:
         spoken = load_tokenizer(find(given) if given else model.checkpoint, known[0] if known else None)
     except DataError as error:
         raise DataError(f"{error}; or {ASK}") from None
-    added = spoken.added if isinstance(spoken, HuggingFaceTokenizer) else ()
-    begin = added or ((spoken.eod if start is None else start),)
+    added_ids = spoken.added if isinstance(spoken, HuggingFaceTokenizer) else ()
+    begin_tokens = added_ids or ((spoken.eod if start_token is None else start_token),)
     return Speaker(
         model,
         spoken,
         frozenset({spoken.eod, *known}),
-        begin,
-        always=bool(added),
+        begin_tokens,
+        always=bool(added_ids),
         notes=_compared(model, spoken),
     )
 
 
 def _ids(value: Any) -> list[int]:
-    given = value if isinstance(value, list) else [value]
-    return [id for id in given if isinstance(id, int) and not isinstance(id, bool) and id >= 0]
+    given_values = value if isinstance(value, list) else [value]
+    return [id for id in given_values if isinstance(id, int) and not isinstance(id, bool) and id >= 0]
 
 
 def tokenizer_of(run: RunConfig, where: str) -> Tokenizer:
@@ -129,35 +130,33 @@ def tokenizer_of(run: RunConfig, where: str) -> Tokenizer:
         raise DataError(f"{where}: its recipe names no corpus, and so no tokenizer: {ASK}")
     folder = find(run.data.corpora[0].path)
     try:
-        info = Manifest.load(folder).tokenizer
-        tokenizer = load_tokenizer(folder / info.file, info.eod, info.bos)
+        tokenizer_info = Manifest.load(folder).tokenizer
+        tokenizer = load_tokenizer(folder / tokenizer_info.file, tokenizer_info.eod, tokenizer_info.bos)
     except DataError as error:
         raise DataError(f"{where}: its tokenizer is that of the corpus {folder}: {error}; or {ASK}") from None
-    if tokenizer.xxh3 != info.xxh3:
+    if tokenizer.xxh3 != tokenizer_info.xxh3:
         raise DataError(f"{tokenizer.file} is not the tokenizer that {folder / FILE} was made with: {ASK}")
     return tokenizer
 
 
 def _compared(model: PlainModel, tokenizer: Tokenizer) -> tuple[str, ...]:
-    ids, known = tokenizer.vocab_size, model.vocabulary
-    if ids > known:
+    ids, model_ids = tokenizer.vocab_size, model.vocabulary
+    if ids > model_ids:
         raise DataError(
-            f"{tokenizer.file} has {ids:,} tokens, and the model of {model.checkpoint} knows {known:,} only: it is not "
-            f"its tokenizer, {ASK}"
+            f"{tokenizer.file} has {ids:,} tokens, and the model of {model.checkpoint} knows {model_ids:,} only: "
+            f"it is not its tokenizer, {ASK}"
         )
-    if ids < known:
-        text = (
-            f"{tokenizer.file} has {ids:,} tokens, the model knows {known:,}: those beyond are never chosen"
-        )
-        return (f"{text}; is it the right tokenizer?",)
+    if ids < model_ids:
+        note_text = f"{tokenizer.file} has {ids:,} tokens, the model knows {model_ids:,}: those beyond are never chosen"
+        return (f"{note_text}; is it the right tokenizer?",)
     return ()
 
 
 def find_device(name: str | None) -> torch.device:
     """None: a GPU if there is one. Raises DataError for one that cannot be used."""
     try:
-        on = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-        torch.empty(0, device=on).cpu()  # "meta" gives nothing back
+        torch_device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.empty(0, device=torch_device).cpu()  # "meta" gives nothing back
     except (RuntimeError, AssertionError) as error:
         raise DataError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from None
-    return on
+    return torch_device

@@ -53,19 +53,19 @@ class Printer:
 
     def print(self, prompt: str, pieces: Iterable[TextPiece]) -> None:
         """All of it; interrupted, the line is ended."""
-        at = 0
+        sample_index = 0
         try:
-            self._begin(at, prompt)
+            self._begin(sample_index, prompt)
             for piece in pieces:
                 self.samples[piece.sample].add(piece)
-                if piece.sample == at:
+                if piece.sample == sample_index:
                     self._out(piece.text)
-                while at < len(self.samples) and self.samples[at].end:
+                while sample_index < len(self.samples) and self.samples[sample_index].end:
                     self._end_line()
-                    at += 1
-                    if at < len(self.samples):
-                        self._begin(at, prompt)
-                        self._out(self.samples[at].text)
+                    sample_index += 1
+                    if sample_index < len(self.samples):
+                        self._begin(sample_index, prompt)
+                        self._out(self.samples[sample_index].text)
         finally:
             self._end_line()
 
@@ -84,9 +84,9 @@ class Printer:
             return
         if self._console.is_terminal:
             # Not by rich: it would count the columns of a tab from the beginning of the piece.
-            shown = visible(text, keep=KEPT)
-            styled = style and self._console.color_system is not None
-            self._console.file.write(f"{style}{shown}{PLAIN}" if styled else shown)
+            visible_text = visible(text, keep=KEPT)
+            is_styled = style and self._console.color_system is not None
+            self._console.file.write(f"{style}{visible_text}{PLAIN}" if is_styled else visible_text)
         else:
             self._console.file.write(text)
         self._console.file.flush()
@@ -95,11 +95,11 @@ class Printer:
 
 def as_json(prompt: str, samples: Iterable[Continuation], about: dict[str, Any]) -> str:
     """One object: what it was made with and how fast, the prompt, the samples."""
-    told = [
+    samples_told = [
         {"text": s.text, "end": s.end, "tokens": s.tokens, "logprobs": [round(x, 6) for x in s.logprobs]}
         for s in samples
     ]
-    return json.dumps(about | {"prompt": prompt, "samples": told})
+    return json.dumps(about | {"prompt": prompt, "samples": samples_told})
 
 
 class SpeedWatch:
@@ -127,8 +127,8 @@ class SpeedWatch:
 
     @property
     def told(self) -> str:
-        rate = f"{plural(self._tokens, 'token')}, {self.rate:,.1f} tokens/s"
-        return f"{rate} (prompt of {plural(self._prompt, 'token')}: {self._first - self._begin:.2f} s)"
+        rate_text = f"{plural(self._tokens, 'token')}, {self.rate:,.1f} tokens/s"
+        return f"{rate_text} (prompt of {plural(self._prompt, 'token')}: {self._first - self._begin:.2f} s)"
 
 
 def note(text: str) -> None:
@@ -218,12 +218,12 @@ class Talk:
 
     def pieces(self, ids: Sequence[int]) -> Iterator[TextPiece]:
         """The continuations of `ids`; another turn, other choices. Raises as `write`, DataError when memory ends."""
-        w, s = self.wishes, self.speaker
+        w, talk_speaker = self.wishes, self.speaker
         turn, self._turn = self._turn, self._turn + 1
-        ends = () if w.past_eod else s.ends
+        ends = () if w.past_eod else talk_speaker.ends
         try:
             yield from write(
-                s.model, s.tokenizer, ids, w.sampling,
+                talk_speaker.model, talk_speaker.tokenizer, ids, w.sampling,
                 number=w.number, most=w.most, seed=(self.seed, turn), ends=ends, stops=w.stops,
             )  # fmt: skip
         except (RuntimeError, MemoryError) as error:
@@ -231,30 +231,31 @@ class Talk:
             if isinstance(error, RuntimeError) and "memory" not in str(error):
                 raise
             raise DataError(
-                f"the memory of {s.model.device} does not suffice for {w.number:,} times {len(ids) + w.most:,} tokens: "
-                "take a smaller --number or --max-tokens, or --dtype bf16"
+                f"the memory of {talk_speaker.model.device} does not suffice for {w.number:,} times "
+                f"{len(ids) + w.most:,} tokens: take a smaller --number or --max-tokens, or --dtype bf16"
             ) from None
 
     def once(self, text: str, console: Console, json: bool) -> None:
         """Continue one prompt, on the console or as JSON in its file; the seed and the speed are told on stderr."""
-        ids, w = self.ids(text), self.wishes
-        watch = SpeedWatch(len(ids), w.number)
-        pieces = watch.of(self.pieces(ids))
+        prompt_ids, talk_wishes = self.ids(text), self.wishes
+        speed_watch = SpeedWatch(len(prompt_ids), talk_wishes.number)
+        pieces = speed_watch.of(self.pieces(prompt_ids))
         if not json:
-            Printer(console, w.number).print(text, pieces)
-            note(f"seed {self.seed}; {watch.told}")
+            Printer(console, talk_wishes.number).print(text, pieces)
+            note(f"seed {self.seed}; {speed_watch.told}")
             return
-        samples = [Continuation() for _ in range(w.number)]
+        all_samples = [Continuation() for _ in range(talk_wishes.number)]
         for piece in pieces:
-            samples[piece.sample].add(piece)
+            all_samples[piece.sample].add(piece)
         model = self.speaker.model
-        about = {
+        about_run = {
             "checkpoint": str(model.checkpoint), "step": model.step, "fingerprint": model.fingerprint,
             "dtype": str(next(model.parameters()).dtype).removeprefix("torch."), "device": str(model.device),
-            "seed": self.seed, "temperature": w.sampling.temperature, "top_k": w.sampling.top_k,
-            "top_p": w.sampling.top_p, "prompt_tokens": ids, "tokens_per_second": round(watch.rate, 2),
+            "seed": self.seed, "temperature": talk_wishes.sampling.temperature, "top_k": talk_wishes.sampling.top_k,
+            "top_p": talk_wishes.sampling.top_p, "prompt_tokens": prompt_ids,
+            "tokens_per_second": round(speed_watch.rate, 2),
         }  # fmt: skip
-        console.file.write(as_json(text, samples, about) + "\n")
+        console.file.write(as_json(text, all_samples, about_run) + "\n")
 
     def loop(self, console: Console, ask: Callable[[], str]) -> None:
         """Continue each line that `ask` gives until it raises EOFError; an empty one goes on with the last text."""

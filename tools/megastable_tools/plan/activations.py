@@ -90,36 +90,36 @@ INPUTS = {
 def in_fp8(config: RunConfig, saved: Saved) -> int:
     """Additional (or saved, if negative) bytes of a linear layer's input kept in FP8: a byte per element, and with
     blocks an fp32 scale per 128. Attention keeps a copy of its output of its own."""
-    fp8 = config.precision.fp8
-    if fp8 is None or config.parallel.recompute == "full":
+    fp8_config = config.precision.fp8
+    if fp8_config is None or config.parallel.recompute == "full":
         return 0
-    bits = saved.elements + (saved.elements // 128 * FP32 if fp8.recipe == "block" else 0)
-    return bits if saved.name == "attention output" else bits - saved.bytes
+    fp8_bytes = saved.elements + (saved.elements // 128 * FP32 if fp8_config.recipe == "block" else 0)
+    return fp8_bytes if saved.name == "attention output" else fp8_bytes - saved.bytes
 
 
 def sizes(config: RunConfig) -> ShapeSizes:
-    m, p, b = config.model, config.parallel, config.train.micro_batch
+    m, p, micro_batch = config.model, config.parallel, config.train.micro_batch
     t, d = p.tensor, m.head_width
-    tokens = b * m.sequence_length // p.context
+    token_count = micro_batch * m.sequence_length // p.context
     return ShapeSizes(
-        N=tokens, n=tokens // t if p.sequence else tokens, h=m.hidden, q=m.heads * d // t,
+        N=token_count, n=token_count // t if p.sequence else token_count, h=m.hidden, q=m.heads * d // t,
         k=m.key_value_heads * d // t, f=m.ffn_width // t, e=element(config), heads=m.heads // t // p.context,
-        samples=b, length=m.sequence_length,
+        samples=micro_batch, length=m.sequence_length,
     )  # fmt: skip
 
 
 def kept(operations: Sequence[SavedOperation]) -> int:
     """Bytes saved for the backward pass."""
-    return sum(saved.bytes for operation in operations for saved in operation.saved)
+    return sum(saved_tensor.bytes for saved_operation in operations for saved_tensor in saved_operation.saved)
 
 
 def extra(operations: Sequence[SavedOperation]) -> int:
     """Peak of bytes beside the saved ones, while the backward pass runs from the end."""
-    there = most = 0
-    for operation in reversed(operations):
-        most = max(most, there + operation.backward)
-        there -= sum(saved.bytes for saved in operation.saved)
-    return most
+    held_bytes = peak_bytes = 0
+    for saved_operation in reversed(operations):
+        peak_bytes = max(peak_bytes, held_bytes + saved_operation.backward)
+        held_bytes -= sum(saved_tensor.bytes for saved_tensor in saved_operation.saved)
+    return peak_bytes
 
 
 def block(config: RunConfig, kernels: PlannedKernels) -> list[SavedOperation]:
@@ -134,45 +134,45 @@ def block(config: RunConfig, kernels: PlannedKernels) -> list[SavedOperation]:
 
 def operations(config: RunConfig, kernels: PlannedKernels, recompute: str) -> list[SavedOperation]:
     """The operations of one block that is not recomputed as a whole."""
-    z, m = sizes(config), config.model
-    fused, selective = kernels.compile, recompute == "selective"
-    qkv = z.q + 2 * z.k
+    z, model_config = sizes(config), config.model
+    is_fused, is_selective = kernels.compile, recompute == "selective"
+    qkv_width = z.q + 2 * z.k
     attention = [
-        _linear("attention input", z, z.N * z.h, z.N * qkv, z.h * qkv),
-        *_heads(config, z, kernels, selective),
-        *_core(config, z, kernels, selective),
-        _out(z, config, kernels, selective),
+        _linear("attention input", z, z.N * z.h, z.N * qkv_width, z.h * qkv_width),
+        *_heads(config, z, kernels, is_selective),
+        *_core(config, z, kernels, is_selective),
+        _out(z, config, kernels, is_selective),
     ]
-    if fused:
+    if is_fused:
         # The norms are recomputed from their inputs.
         swiglu = SavedOperation((Saved("gate and up", z.N * 2 * z.f, z.e),), 3 * z.e * z.N * z.f)
     else:
         swiglu = SavedOperation((Saved("gate and up", z.N * 2 * z.f, z.e),), 4 * z.e * z.N * z.f)
     mlp = [_linear("MLP input", z, z.N * z.h, z.N * 2 * z.f, z.h * 2 * z.f), swiglu]
-    clamp = not fused and m.swiglu_clamp is not None
-    if not fused and not selective:
-        clamped = (Saved("clamped gate and up", z.N * 2 * z.f, z.e),) if clamp else ()
-        mlp.append(SavedOperation((*clamped, Saved("silu", z.N * z.f, z.e)), 3 * z.e * z.N * z.f))
-    elif selective:
-        mlp.append(SavedOperation((), (4 + 2 * clamp if not fused else 3) * z.e * z.N * z.f))
-    if fused and selective:
+    has_clamp = not is_fused and model_config.swiglu_clamp is not None
+    if not is_fused and not is_selective:
+        clamped_saved = (Saved("clamped gate and up", z.N * 2 * z.f, z.e),) if has_clamp else ()
+        mlp.append(SavedOperation((*clamped_saved, Saved("silu", z.N * z.f, z.e)), 3 * z.e * z.N * z.f))
+    elif is_selective:
+        mlp.append(SavedOperation((), (4 + 2 * has_clamp if not is_fused else 3) * z.e * z.N * z.f))
+    if is_fused and is_selective:
         mlp.append(SavedOperation((), z.e * (2 * z.N * z.f + z.n * z.h)))  # the product, recomputed
     else:
         mlp.append(_linear("SwiGLU output", z, z.N * z.f, z.n * z.h, z.f * z.h))
-    first, second = (
-        _norm("attention norm", z, z.stream, z.n, fused),
-        _norm("MLP norm", z, z.stream, z.n, fused),
+    first_norm, second_norm = (
+        _norm("attention norm", z, z.stream, z.n, is_fused),
+        _norm("MLP norm", z, z.stream, z.n, is_fused),
     )
     # Of `mixed` the last block: the others save the same, in another order.
-    placement = m.placement_of(m.layers - 1)
-    if placement == "both":
-        posts = [_norm(f"{name} post-norm", z, z.stream, z.n, fused) for name in ("attention", "MLP")]
-        if fused:  # the stream at the second norm is added up again, of two that are kept
-            second = [replace(operation, saved=()) for operation in second]
-        return [*first, *attention, *posts[0], *second, *mlp, *posts[1]]
-    if placement == "before":
-        return [*first, *attention, *second, *mlp]
-    return [*attention, *first, *mlp, *second]
+    norm_placement = model_config.placement_of(model_config.layers - 1)
+    if norm_placement == "both":
+        post_norms = [_norm(f"{name} post-norm", z, z.stream, z.n, is_fused) for name in ("attention", "MLP")]
+        if is_fused:  # the stream at the second norm is added up again, of two that are kept
+            second_norm = [replace(saved_operation, saved=()) for saved_operation in second_norm]
+        return [*first_norm, *attention, *post_norms[0], *second_norm, *mlp, *post_norms[1]]
+    if norm_placement == "before":
+        return [*first_norm, *attention, *second_norm, *mlp]
+    return [*attention, *first_norm, *mlp, *second_norm]
 
 
 def _norm(
@@ -181,12 +181,12 @@ def _norm(
     """own: no other operation saves its input; in fp32 it is kept uncast."""
     if fused:
         return [SavedOperation((Saved(f"{name}, input", elements, z.e),), 3 * z.e * elements)]
-    wide = elements * FP32
-    given = (Saved(f"{name}, in fp32", elements, FP32),) if z.e < FP32 or own else ()
+    wide_bytes = elements * FP32
+    given_saved = (Saved(f"{name}, in fp32", elements, FP32),) if z.e < FP32 or own else ()
     return [
         # The gradients along the mean: of the product, of the mean, of the square; and their sum.
-        SavedOperation((*given, Saved(f"{name}, reciprocals", rows, FP32)), 5 * wide),
-        SavedOperation((Saved(f"{name}, normed", elements, FP32),), 3 * wide),
+        SavedOperation((*given_saved, Saved(f"{name}, reciprocals", rows, FP32)), 5 * wide_bytes),
+        SavedOperation((Saved(f"{name}, normed", elements, FP32),), 3 * wide_bytes),
     ]
 
 
@@ -199,56 +199,56 @@ def _heads(
     config: RunConfig, z: ShapeSizes, kernels: PlannedKernels, selective: bool
 ) -> list[SavedOperation]:
     """From projected queries, keys and values to those at the core, without what the core itself saves."""
-    m, made = config.model, []
-    rows = z.N * z.q // m.head_width, z.N * z.k // m.head_width
-    repeated = _repeats(config, kernels) and not selective
-    normed = bool(m.qk_norm)
+    model_config, made = config.model, []
+    norm_rows = z.N * z.q // model_config.head_width, z.N * z.k // model_config.head_width
+    are_repeated = _repeats(config, kernels) and not selective
+    has_norm = bool(model_config.qk_norm)
     # Kept whole if a view of it is saved: the core's values; in fp32 the norms' inputs; compiled by the norms.
-    if (normed and (z.e == FP32 or kernels.compile)) or not (repeated or config.parallel.context > 1):
+    if (has_norm and (z.e == FP32 or kernels.compile)) or not (are_repeated or config.parallel.context > 1):
         made.append(SavedOperation((Saved("queries, keys, values", z.N * (z.q + 2 * z.k), z.e),), 0))
-    if normed and not kernels.compile:
-        made += _norm("query norm", z, z.N * z.q, rows[0], False, own=False)
-        made += _norm("key norm", z, z.N * z.k, rows[1], False, own=False)
-    if config.parallel.context > 1 and not repeated:
+    if has_norm and not kernels.compile:
+        made += _norm("query norm", z, z.N * z.q, norm_rows[0], False, own=False)
+        made += _norm("key norm", z, z.N * z.k, norm_rows[1], False, own=False)
+    if config.parallel.context > 1 and not are_repeated:
         made.append(SavedOperation((Saved("exchanged", z.N * (z.q + 2 * _keys(config, z)), z.e),), 0))
     return made
 
 
 def _keys(config: RunConfig, z: ShapeSizes) -> int:
     """k at the core: context parallelism may repeat heads."""
-    kv = config.model.key_value_heads // config.parallel.tensor
-    return z.k * lcm(kv, config.parallel.context) // kv
+    key_heads = config.model.key_value_heads // config.parallel.tensor
+    return z.k * lcm(key_heads, config.parallel.context) // key_heads
 
 
 def _repeats(config: RunConfig, kernels: PlannedKernels) -> bool:
     """Whether keys and values are repeated for every query: cores.py."""
-    m, p = config.model, config.parallel
-    kv = lcm(m.key_value_heads // p.tensor, p.context)
-    grouped = kv < m.heads // p.tensor
-    flex = config.data.keep_documents_apart or m.attention_softcap is not None or m.window is not None
-    on_gpu = kernels.gpu and (config.precision.kind != "fp32" or flex)
-    return kernels.attention == "reference" or (kernels.attention == "sdpa" and grouped and not on_gpu)
+    m, parallel_config = config.model, config.parallel
+    key_heads = lcm(m.key_value_heads // parallel_config.tensor, parallel_config.context)
+    are_grouped = key_heads < m.heads // parallel_config.tensor
+    needs_flex = config.data.keep_documents_apart or m.attention_softcap is not None or m.window is not None
+    on_gpu = kernels.gpu and (config.precision.kind != "fp32" or needs_flex)
+    return kernels.attention == "reference" or (kernels.attention == "sdpa" and are_grouped and not on_gpu)
 
 
 def _core(config: RunConfig, z: ShapeSizes, kernels: PlannedKernels, selective: bool) -> list[SavedOperation]:
     keys = _keys(config, z)
     queries = Saved("rotated queries", z.N * z.q, z.e)
-    scores = z.samples * z.heads * z.length**2
-    plain, capped = kernels.attention == "reference", config.model.attention_softcap is not None
+    score_count = z.samples * z.heads * z.length**2
+    is_plain, has_cap = kernels.attention == "reference", config.model.attention_softcap is not None
     if selective:
         # Inputs only: the rest is recomputed.
-        again = 6 * z.e * z.N * z.q
-        if plain:
-            again += (4 + capped) * scores * FP32
+        recomputed_bytes = 6 * z.e * z.N * z.q
+        if is_plain:
+            recomputed_bytes += (4 + has_cap) * score_count * FP32
         elif kernels.attention == "blocked":
-            again += probabilities(config, z) * z.e
-        return [SavedOperation((queries, Saved("rotated keys", z.N * keys, z.e)), again)]
-    if plain:
-        wide = [Saved(f"{what} in fp32", z.N * z.q, FP32) for what in ("queries", "keys", "values")]
-        mask = Saved("mask", z.length**2, 1)
-        tanh = [Saved("capped scores", scores, FP32)] if capped else []
-        saved = *wide, mask, *tanh, Saved("attention weights", scores, FP32)
-        return [SavedOperation(saved, 3 * scores * FP32)]
+            recomputed_bytes += probabilities(config, z) * z.e
+        return [SavedOperation((queries, Saved("rotated keys", z.N * keys, z.e)), recomputed_bytes)]
+    if is_plain:
+        wide_saved = [Saved(f"{what} in fp32", z.N * z.q, FP32) for what in ("queries", "keys", "values")]
+        mask_saved = Saved("mask", z.length**2, 1)
+        tanh_saved = [Saved("capped scores", score_count, FP32)] if has_cap else []
+        all_saved = *wide_saved, mask_saved, *tanh_saved, Saved("attention weights", score_count, FP32)
+        return [SavedOperation(all_saved, 3 * score_count * FP32)]
     if _repeats(config, kernels):
         given = [queries, Saved("keys, repeated", z.N * z.q, z.e), Saved("values, repeated", z.N * z.q, z.e)]
     else:
@@ -272,28 +272,28 @@ def probabilities(config: RunConfig, z: ShapeSizes) -> int:
     """Number of probabilities kept by model/blocked.py's forward: `kept_size` there; none with a cap."""
     if config.model.attention_softcap is not None:
         return 0
-    whole, rest = z.length // ROWS, z.length % ROWS
-    each = ROWS * ROWS * whole * (whole + 1) // 2 + rest * z.length
-    width = z.q * z.N // (z.samples * z.length * z.heads)
-    return z.samples * z.heads * each if each <= KEPT * z.length * width else 0
+    whole_blocks, rest_rows = z.length // ROWS, z.length % ROWS
+    kept_elements = ROWS * ROWS * whole_blocks * (whole_blocks + 1) // 2 + rest_rows * z.length
+    query_width = z.q * z.N // (z.samples * z.length * z.heads)
+    return z.samples * z.heads * kept_elements if kept_elements <= KEPT * z.length * query_width else 0
 
 
 def watched(config: RunConfig) -> int:
     """Peak of bytes that the probe allocates to examine a block's attention: `Block.queries_and_keys`,
     `attention_chunks`. Nothing is saved for a backward pass, and nothing is compiled."""
     z, m, c = sizes(config), config.model, config.parallel.context
-    keys, q = _keys(config, z), z.e * z.N * z.q
-    wide = FP32 * (3 if z.e < FP32 else 2)  # per element of a norm or a rotation
-    there = z.e * z.N * (z.q + 2 * z.k)  # as projected; normed and exchanged copies come on top
-    there += bool(m.qk_norm) * (q + z.e * z.N * z.k) + (c > 1) * 2 * z.e * z.N * (z.q + 2 * keys)
+    key_width, q = _keys(config, z), z.e * z.N * z.q
+    wide_width = FP32 * (3 if z.e < FP32 else 2)  # per element of a norm or a rotation
+    held_bytes = z.e * z.N * (z.q + 2 * z.k)  # as projected; normed and exchanged copies come on top
+    held_bytes += bool(m.qk_norm) * (q + z.e * z.N * z.k) + (c > 1) * 2 * z.e * z.N * (z.q + 2 * key_width)
     at_a_time = max(1, min(SCORES // (z.samples * z.heads * z.length), -(-z.length // 8)))
-    scores = z.samples * z.heads * at_a_time * z.length
-    copies = 2 if m.attention_softcap is None else 3
+    score_elements = z.samples * z.heads * at_a_time * z.length
+    score_copies = 2 if m.attention_softcap is None else 3
     return max(
-        (wide + z.e) * z.stream,
+        (wide_width + z.e) * z.stream,
         z.e * (z.stream + z.N * z.h + z.N * (z.q + 2 * z.k)),
-        there + max(wide * z.N * z.q, q + wide * z.N * keys),
-        q + z.e * z.N * keys + FP32 * (z.N * keys * (z.e < FP32) + copies * scores),
+        held_bytes + max(wide_width * z.N * z.q, q + wide_width * z.N * key_width),
+        q + z.e * z.N * key_width + FP32 * (z.N * key_width * (z.e < FP32) + score_copies * score_elements),
     )
 
 

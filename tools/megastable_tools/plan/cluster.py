@@ -106,23 +106,23 @@ def load(path: str | Path) -> ClusterConfig:
 
     Raises ConfigError with the file, the keys and the problem of each.
     """
-    found = find(path)
-    if not found.exists():
+    found_file = find(path)
+    if not found_file.exists():
         raise ConfigError(
             f"{path}: no such cluster description; these come along: {shipped('launch/clusters')}"
         )
     try:
-        return ClusterConfig.model_validate(read_yaml(found))
+        return ClusterConfig.model_validate(read_yaml(found_file))
     except ValidationError as error:
-        problems = "\n".join(f"  {_explain(detail)}" for detail in error.errors())
-        raise ConfigError(f"{found}:\n{problems}") from None
+        problem_lines = "\n".join(f"  {_explain(error_detail)}" for error_detail in error.errors())
+        raise ConfigError(f"{found_file}:\n{problem_lines}") from None
 
 
 def _explain(detail: ErrorDetails) -> str:
-    key = ".".join(str(part) for part in detail["loc"])
+    setting_key = ".".join(str(key_part) for key_part in detail["loc"])
     if detail["type"] == "missing":
-        return f"{key}: missing; see launch/clusters/h100.yaml for all keys"
+        return f"{setting_key}: missing; see launch/clusters/h100.yaml for all keys"
     if detail["type"] == "extra_forbidden":
-        return f"{key}: unknown key; see launch/clusters/h100.yaml for all keys"
-    message = detail["msg"].removeprefix("Value error, ")
-    return f"{key}={detail['input']!r}: {message}" if key else message
+        return f"{setting_key}: unknown key; see launch/clusters/h100.yaml for all keys"
+    error_message = detail["msg"].removeprefix("Value error, ")
+    return f"{setting_key}={detail['input']!r}: {error_message}" if setting_key else error_message

@@ -26,8 +26,7 @@ from megastable.optim.ownership import LIMIT
 from megastable.parallel.layout import Layout
 from megastable_tools.plan import activations
 from megastable_tools.plan.activations import FP32, PlannedKernels
-from megastable_tools.plan.stage_matrices import stage_matrices
-from megastable_tools.plan.updates import cost
+from megastable_tools.plan.updates import cost, stage_matrices
 from megastable_tools.plan.volume import (
     Stage,
     bounds,
@@ -90,27 +89,27 @@ class Footprint:
     items: tuple[Item, ...]
     host: Host
 
-    def at(self, phase: Phase) -> dict[Kind, int]:
+    def bytes_at(self, phase: Phase) -> dict[Kind, int]:
         """Bytes by kind in a phase."""
-        found = dict.fromkeys(KINDS, 0)
-        for item in self.items:
-            if phase in item.phases:
-                found[item.kind] += item.bytes
-        return found
+        bytes_by_kind = dict.fromkeys(KINDS, 0)
+        for memory_item in self.items:
+            if phase in memory_item.phases:
+                bytes_by_kind[memory_item.kind] += memory_item.bytes
+        return bytes_by_kind
 
     @cached_property
     def peak(self) -> Phase:
         """The phase with the most bytes."""
-        sums = dict.fromkeys(PHASES, 0)
-        for item in self.items:
-            for phase in item.phases:
-                sums[phase] += item.bytes
-        return max(PHASES, key=sums.__getitem__)
+        bytes_by_phase = dict.fromkeys(PHASES, 0)
+        for memory_item in self.items:
+            for step_phase in memory_item.phases:
+                bytes_by_phase[step_phase] += memory_item.bytes
+        return max(PHASES, key=bytes_by_phase.__getitem__)
 
     @cached_property
     def kinds(self) -> dict[Kind, int]:
         """Bytes by kind at the peak; they add up to `total`."""
-        return self.at(self.peak)
+        return self.bytes_at(self.peak)
 
     @cached_property
     def total(self) -> int:
@@ -120,17 +119,12 @@ class Footprint:
     @property
     def building(self) -> int:
         """Peak of bytes on the device before the first step."""
-        return max(sum(self.at(phase).values()) for phase in BUILDING)
+        return max(sum(self.bytes_at(step_phase).values()) for step_phase in BUILDING)
 
     @property
     def held(self) -> int:
         """Bytes on the device between two steps."""
-        return sum(self.at("between").values())
-
-    def largest(self, number: int = 5) -> list[Item]:
-        """The largest items at the peak."""
-        there = [item for item in self.items if self.peak in item.phases]
-        return sorted(there, key=lambda item: -item.bytes)[:number]
+        return sum(self.bytes_at("between").values())
 
 
 def footprints(
@@ -144,8 +138,14 @@ def footprints(
     cut: Sequence[int] | None = None,
     stages: Iterable[int] | None = None,
 ) -> list[Footprint]:
-    """The footprints of these pipeline stages, None = all; arguments as for `footprint`. cut: None =
-    `volume.bounds`."""
+    """Memory of a rank of each of these pipeline stages, None = all, in steps after the first one.
+
+    config: model.vocab_size must be known; layout: config.parallel on a number of ranks. kernels: None = those that the
+    config selects on such a device (`kernels_on`). zero: the section zero_optimization of DeepSpeed's configuration;
+    None = that of the config's file. elements: logits of a chunk; None = the device's. cut: None = `volume.bounds`.
+
+    Raises ConfigError if the batch cannot be divided over the layout, or the DeepSpeed file is missing.
+    """
     cut = bounds(config) if cut is None else cut
     stages = range(config.parallel.pipeline) if stages is None else stages
     kernels = kernels or kernels_on(config, device)
@@ -153,32 +153,6 @@ def footprints(
     return [
         _footprint(config, layout, stage, cut, device, kernels, zero, elements, block) for stage in stages
     ]
-
-
-def footprint(
-    config: RunConfig,
-    layout: Layout,
-    stage: int,
-    cut: Sequence[int],
-    *,
-    device: Device = "cuda",
-    kernels: PlannedKernels | None = None,
-    zero: Mapping[str, Any] | None = None,
-    elements: int | None = None,
-) -> Footprint:
-    """Memory of a rank of pipeline stage `stage` in steps after the first one.
-
-    config: model.vocab_size must be known; layout: config.parallel on a number of ranks. cut: from `volume.bounds`.
-    kernels: None = those that the config selects on such a device (`kernels_on`). zero: the section
-    zero_optimization of DeepSpeed's configuration; None = that of the config's file. elements: logits of a
-    chunk; None = the device's.
-
-    Raises ConfigError if the batch cannot be divided over the layout, or the DeepSpeed file is missing.
-    """
-    found = footprints(
-        config, layout, device=device, kernels=kernels, zero=zero, elements=elements, cut=cut, stages=[stage]
-    )
-    return found[0]
 
 
 def _footprint(
@@ -192,29 +166,29 @@ def _footprint(
     elements: int | None,
     block: Sequence[activations.SavedOperation],
 ) -> Footprint:
-    held, first = stage_of(cut, stage), first_block(cut, stage)
+    held_stage, first_number = stage_of(cut, stage), first_block(cut, stage)
     zero = _zero_section(config.deepspeed, config.parallel.zero) if zero is None else zero
     elements = elements or elements_on(device)
     steps = deepspeed_json.accumulation(config, layout.world)
-    groups = _flat(config, layout, held)
-    items = [
-        *_state(config, layout, held, groups),
-        *_exchanged(config, layout, held, groups, steps, zero),
-        *_building(config, layout, held, groups),
-        *_activations(config, held, first, kernels, min(layout.pipeline - stage, steps), block),
-        *_fp8_weights(config, held, first, kernels, min(layout.pipeline - stage, steps)),
-        *_ends(config, held),
-        *_stages(config, layout, stage, held, steps),
-        *_scratch(config, layout, held, groups, kernels, device),
+    group_elements = _flat(config, layout, held_stage)
+    memory_items = [
+        *_state(config, layout, held_stage, group_elements),
+        *_exchanged(config, layout, held_stage, group_elements, steps, zero),
+        *_building(config, layout, held_stage, group_elements),
+        *_activations(config, held_stage, first_number, kernels, min(layout.pipeline - stage, steps), block),
+        *_fp8_weights(config, held_stage, first_number, kernels, min(layout.pipeline - stage, steps)),
+        *_ends(config, held_stage),
+        *_stages(config, layout, stage, held_stage, steps),
+        *_scratch(config, layout, held_stage, group_elements, kernels, device),
     ]
-    if held.last:
-        items += _logits(config, kernels, elements, device)
-    found = tuple(item for item in items if item.bytes)
-    return Footprint(stage, found, _host(config, held, groups, layout, device))
+    if held_stage.last:
+        memory_items += _logits(config, kernels, elements, device)
+    found_items = tuple(memory_item for memory_item in memory_items if memory_item.bytes)
+    return Footprint(stage, found_items, _host(config, held_stage, group_elements, layout, device))
 
 
 def kernels_on(config: RunConfig, device: Device) -> PlannedKernels:
-    """The result of `kernel_choice.choose` on such a device, if everything is installed there."""
+    """The result of `numerics.choose` on such a device, if everything is installed there."""
     wanted, gpu = config.kernels, device == "cuda"
     capped, fp16 = config.model.attention_softcap is not None, config.precision.kind == "fp16"
     te = gpu and config.precision.kind != "fp32" and not config.segmented
@@ -233,8 +207,8 @@ def kernels_on(config: RunConfig, device: Device) -> PlannedKernels:
 
 @lru_cache(maxsize=8)
 def _zero_section(name: str, stage: int) -> dict[str, Any]:
-    config = RunConfig.model_validate({"deepspeed": name, "parallel": {"zero": stage}})
-    return deepspeed_json.build(config, 1)["zero_optimization"]
+    zero_config = RunConfig.model_validate({"deepspeed": name, "parallel": {"zero": stage}})
+    return deepspeed_json.build(zero_config, 1)["zero_optimization"]
 
 
 def _flat(config: RunConfig, layout: Layout, held: Stage) -> list[int]:
@@ -242,7 +216,7 @@ def _flat(config: RunConfig, layout: Layout, held: Stage) -> list[int]:
     groups = [group.sizes for group in parameter_groups(config, held)]
     if config.parallel.zero == 3:
         counted = (Counter(group).items() for group in groups)
-        return [sum(round_up(n, layout.data) * times for n, times in group) for group in counted]
+        return [sum(round_up(n, layout.data) * size_count for n, size_count in group) for group in counted]
     return [round_up(sum(group), 2 * layout.data) for group in groups]  # to 4 bytes of bf16 on every rank
 
 
@@ -255,29 +229,29 @@ def _state(config: RunConfig, layout: Layout, held: Stage, groups: Sequence[int]
     """Memory held from step to step; the moments are created by the first update."""
     e, whole = element(config), sum(groups)
     own = whole // layout.data
-    made: tuple[Phase, ...] = (*STEP, "optimizer")
+    made_phases: tuple[Phase, ...] = (*STEP, "optimizer")
     yield Item("weights", "weights that compute", (own if config.parallel.zero == 3 else whole) * e, PHASES)
-    yield Item("master", "fp32 master weights", own * FP32, made)
+    yield Item("master", "fp32 master weights", own * FP32, made_phases)
     yield Item("moments", "the optimizer's state", sum(_optimizer_state(config, held, groups, layout)))
     if _sums(config):
-        yield Item("gradients", "fp32 sums of gradients", whole * FP32, made)
+        yield Item("gradients", "fp32 sums of gradients", whole * FP32, made_phases)
     elif config.parallel.zero == 3:
-        yield Item("gradients", "fp32 sums of gradients, this rank's part", own * FP32, made)
+        yield Item("gradients", "fp32 sums of gradients, this rank's part", own * FP32, made_phases)
 
 
 def _building(config: RunConfig, layout: Layout, held: Stage, groups: Sequence[int]) -> Iterable[Item]:
     """Additional memory before the first step: under ZeRO 3 a layer that is not yet partitioned, then a parameter
     gathered for its hook. A second, flat copy of the weights is `Host.building`."""
-    e = element(config)
+    element_bytes = element(config)
     if config.parallel.zero == 3:
-        matrices, _ = parameters(config.model, held, config.parallel.tensor)
-        block = parameters(config.model, Stage(1, first=False, last=False), config.parallel.tensor)
-        layer = max(sum(map(sum, block)), *matrices)
-        yield Item("weights", "a layer, whole", layer * e, ("layers",))
-        yield Item("weights", "a parameter, whole", max(matrices) * e, ("optimizer",))
+        matrix_sizes, _ = parameters(config.model, held, config.parallel.tensor)
+        block_parameters = parameters(config.model, Stage(1, first=False, last=False), config.parallel.tensor)
+        layer = max(sum(map(sum, block_parameters)), *matrix_sizes)
+        yield Item("weights", "a layer, whole", layer * element_bytes, ("layers",))
+        yield Item("weights", "a parameter, whole", max(matrix_sizes) * element_bytes, ("optimizer",))
     elif not _sums(config):
-        copy = sum(groups) // layout.data * FP32
-        yield Item("gradients", "the update's copy of this rank's part", copy, ("optimizer",))
+        copy_bytes = sum(groups) // layout.data * FP32
+        yield Item("gradients", "the update's copy of this rank's part", copy_bytes, ("optimizer",))
 
 
 def _exchanged(
@@ -293,22 +267,22 @@ def _exchanged(
                 "gradients", "this rank's own gradient, of the part that it updates", part, ("update",)
             )
         return
-    e, whole = element(config), sum(groups)
-    own, stage = whole // layout.data, config.parallel.zero
+    e, whole_elements = element(config), sum(groups)
+    own, zero_stage = whole_elements // layout.data, config.parallel.zero
     bucket = int(zero.get("reduce_bucket_size", 5e8))
-    full = _fill(config, held, bucket) if stage > 1 else 0
+    full = _fill(config, held, bucket) if zero_stage > 1 else 0
     earlier: tuple[Phase, ...] = PASSES if steps > 1 else ("end",)  # from the first micro-batch on
     copy = Item(
         "gradients", "the update's copy of this rank's part", max(groups) // layout.data * FP32, ("update",)
     )
-    if stage == 1:
-        yield Item("gradients", "fp32 sums of gradients", whole * FP32, (*earlier, "update"))
+    if zero_stage == 1:
+        yield Item("gradients", "fp32 sums of gradients", whole_elements * FP32, (*earlier, "update"))
         yield Item("buffers", "bucket of gradients", bucket * FP32, BACK)
         yield copy
-    elif stage == 2:
+    elif zero_stage == 2:
         yield Item("gradients", "fp32 sums of gradients, this rank's part", own * FP32, (*earlier, "update"))
-        buffers = 2 if zero.get("overlap_comm") else 1
-        yield Item("buffers", "buckets of gradients", buffers * bucket * e, ("backward", "end"))
+        buffer_count = 2 if zero.get("overlap_comm") else 1
+        yield Item("buffers", "buckets of gradients", buffer_count * bucket * e, ("backward", "end"))
         yield Item("buffers", "a bucket in fp32, to be summed", full * FP32 * (e < FP32), ("end",))
         yield copy
     else:
@@ -318,7 +292,7 @@ def _exchanged(
         live = int(zero.get("stage3_max_live_parameters", 1e9)) + int(
             zero.get("stage3_prefetch_bucket_size", 5e7)
         )
-        yield Item("weights", "gathered weights", min(whole, live) * e, ("watch", *WAITING))
+        yield Item("weights", "gathered weights", min(whole_elements, live) * e, ("watch", *WAITING))
         # Released weights were freed already.
         first = _flat(config, layout, Stage(1, held.first, last=False))
         yield Item("weights", "gathered weights of the first block", min(sum(first), live) * e, ("end",))
@@ -327,15 +301,15 @@ def _exchanged(
 
 def _fill(config: RunConfig, held: Stage, bucket: int) -> int:
     """The most gradients in a bucket before the next one no longer fits: from the head to the embedding."""
-    matrices, _ = parameters(config.model, held, config.parallel.tensor)
-    if sum(matrices) <= bucket:
-        return sum(matrices)
-    blocks, ends = matrices[: 4 * held.blocks], matrices[4 * held.blocks :]
-    order = [*ends[held.first :], *reversed(blocks), *ends[: held.first]]
-    most = now = 0
-    for size in order:
-        now = now + size if now + size <= bucket else size
-        most = max(most, now)
+    matrix_sizes, _ = parameters(config.model, held, config.parallel.tensor)
+    if sum(matrix_sizes) <= bucket:
+        return sum(matrix_sizes)
+    block_sizes, end_sizes = matrix_sizes[: 4 * held.blocks], matrix_sizes[4 * held.blocks :]
+    gradient_order = [*end_sizes[held.first :], *reversed(block_sizes), *end_sizes[: held.first]]
+    most = bucket_fill = 0
+    for size in gradient_order:
+        bucket_fill = bucket_fill + size if bucket_fill + size <= bucket else size
+        most = max(most, bucket_fill)
     return most
 
 
@@ -349,32 +323,32 @@ def _activations(
 ) -> Iterable[Item]:
     """Saved activations of `flying` micro-batches, and the temporary memory of the backward pass."""
     z = activations.sizes(config)
-    for saved in (saved for operation in block for saved in operation.saved):
-        linear = activations.INPUTS.get(saved.name)
-        quantized = fp8_blocks(config, first, held.blocks, linear) if linear else 0
-        each = saved.bytes * held.blocks + activations.in_fp8(config, saved) * quantized
-        yield Item("activations", saved.name, each * flying, WAITING)
+    for saved_tensor in (saved_tensor for saved_operation in block for saved_tensor in saved_operation.saved):
+        linear_name = activations.INPUTS.get(saved_tensor.name)
+        fp8_block_count = fp8_blocks(config, first, held.blocks, linear_name) if linear_name else 0
+        each = saved_tensor.bytes * held.blocks + activations.in_fp8(config, saved_tensor) * fp8_block_count
+        yield Item("activations", saved_tensor.name, each * flying, WAITING)
         # Before the last block only that one is missing; at the end of a backward pass the first one is left.
-        yield Item("activations", saved.name, each * flying - each // held.blocks, ("watch",))
-        yield Item("activations", saved.name, each * (flying - 1) + each // held.blocks, ("end",))
+        yield Item("activations", saved_tensor.name, each * flying - each // held.blocks, ("watch",))
+        yield Item("activations", saved_tensor.name, each * (flying - 1) + each // held.blocks, ("end",))
     stream = z.stream * z.e
     yield Item("activations", "input of the last block", stream, ("watch",))
-    beside = activations.extra(block) + stream
+    beside_bytes = activations.extra(block) + stream
     if held.last:
         final = activations.final_norm(config)
         # On the last stage one micro-batch is in flight.
         yield Item("activations", "final norm", activations.kept(final), WAITING)
-        beside = max(activations.extra(final) + stream, beside - activations.kept(final))
-        scaled = config.model.width_ratio != 1.0  # the head's input is then another tensor
-        yield Item("activations", "features", z.N * z.h * z.e * (1 + scaled), ("loss",))
-    yield Item("activations", "gradients on their way back", beside, ("backward",))
+        beside_bytes = max(activations.extra(final) + stream, beside_bytes - activations.kept(final))
+        is_scaled = config.model.width_ratio != 1.0  # the head's input is then another tensor
+        yield Item("activations", "features", z.N * z.h * z.e * (1 + is_scaled), ("loss",))
+    yield Item("activations", "gradients on their way back", beside_bytes, ("backward",))
     yield Item("activations", "gradients on their way back", activations.extra(block) + stream, ("end",))
     if config.segmented:
-        width = config.model.head_width
-        places = z.samples * z.length * width * FP32
+        head_width = config.model.head_width
+        place_bytes = z.samples * z.length * head_width * FP32
         # On a GPU FlexAttention has a block mask.
-        mask = z.samples * z.length**2 if not kernels.gpu and kernels.attention != "blocked" else 0
-        yield Item("buffers", "places of tokens in segments", places + mask, PASSES)
+        mask_bytes = z.samples * z.length**2 if not kernels.gpu and kernels.attention != "blocked" else 0
+        yield Item("buffers", "places of tokens in segments", place_bytes + mask_bytes, PASSES)
     if config.model.window is not None and not kernels.gpu and kernels.attention == "sdpa":
         yield Item("buffers", "mask of the window", z.length**2)
 
@@ -397,85 +371,85 @@ def _fp8_weights(
     if config.parallel.recompute == "full":  # those of the recomputed block
         end = first + held.blocks
         # All blocks alike, except those with layers kept out of FP8.
-        some = range(first, end) if fp8.keep else [max(first, min(fp8.keep_first, end - 1))]
-        most = max((copies(i, 1) for i in some), default=0)
-        yield Item("activations", "FP8 copies of weights", most, ("backward",))
+        checked_blocks = range(first, end) if fp8.keep else [max(first, min(fp8.keep_first, end - 1))]
+        most_bytes = max((copies(block_number, 1) for block_number in checked_blocks), default=0)
+        yield Item("activations", "FP8 copies of weights", most_bytes, ("backward",))
         yield Item("activations", "FP8 copies of weights", copies(first, 1), ("end",))
         return
-    whole = copies(first, held.blocks) * flying
-    yield Item("activations", "FP8 copies of weights", whole, ("watch", *WAITING))
-    left = copies(first, held.blocks) * (flying - 1) + copies(first, 1)
-    yield Item("activations", "FP8 copies of weights", left, ("end",))
+    whole_bytes = copies(first, held.blocks) * flying
+    yield Item("activations", "FP8 copies of weights", whole_bytes, ("watch", *WAITING))
+    left_bytes = copies(first, held.blocks) * (flying - 1) + copies(first, 1)
+    yield Item("activations", "FP8 copies of weights", left_bytes, ("end",))
 
 
 def fp8_blocks(config: RunConfig, first: int, blocks: int, linear: str) -> int:
     """Number of `blocks` blocks from `first` on in which this linear layer, of `LINEARS`, computes in FP8."""
-    return sum(linear in fp8_linears(config, index) for index in range(first, first + blocks))
+    return sum(linear in fp8_linears(config, block_number) for block_number in range(first, first + blocks))
 
 
 def _ends(config: RunConfig, held: Stage) -> Iterable[Item]:
     """The embedding's gradient. With tied weights on one stage, the head's gradient is kept until then."""
-    m = config.model
-    size = m.padded_vocab * m.hidden // config.parallel.tensor * element(config)
+    model_config = config.model
+    table_bytes = model_config.padded_vocab * model_config.hidden // config.parallel.tensor * element(config)
     if held.first:
-        both = m.tied and held.last
-        yield Item("gradients", "gradient of the embedding", size * (1 + both), ("end",))
-        if both:
-            yield Item("gradients", "gradient of the head", size, ("backward",))
+        both_ends = model_config.tied and held.last
+        yield Item("gradients", "gradient of the embedding", table_bytes * (1 + both_ends), ("end",))
+        if both_ends:
+            yield Item("gradients", "gradient of the head", table_bytes, ("backward",))
 
 
 def _logits(config: RunConfig, kernels: PlannedKernels, elements: int, device: Device) -> Iterable[Item]:
-    """The head's projection and the loss: model/loss.py, model/chunked.py."""
+    """The head's projection and the loss: model/loss.py, model/loss.py."""
     z, m = activations.sizes(config), config.model
     columns = m.padded_vocab // config.parallel.tensor
-    weight, features = columns * z.h * z.e, z.N * z.h * z.e
+    weight_bytes, feature_bytes = columns * z.h * z.e, z.N * z.h * z.e
     if kernels.loss == "reference":
-        logits, capped = z.N * columns, m.logit_softcap is not None
-        yield Item("activations", "features, for the head", features, ("head",))
-        yield Item("logits", "logits", logits * (FP32 if capped else z.e), ("loss",))
-        yield Item("logits", "tanh of the logits, in fp32", logits * FP32 * capped, ("loss", "head"))
+        logits, has_cap = z.N * columns, m.logit_softcap is not None
+        yield Item("activations", "features, for the head", feature_bytes, ("head",))
+        yield Item("logits", "logits", logits * (FP32 if has_cap else z.e), ("loss",))
+        yield Item("logits", "tanh of the logits, in fp32", logits * FP32 * has_cap, ("loss", "head"))
         yield Item("logits", "softmax in fp32", logits * FP32, ("loss", "head"))
-        cast = z.e < FP32 and not capped  # logits with a cap, and their gradient, are fp32
-        yield Item("logits", "gradient of the logits", logits * (FP32 + z.e * cast), ("head",))
+        is_cast = z.e < FP32 and not has_cap  # logits with a cap, and their gradient, are fp32
+        yield Item("logits", "gradient of the logits", logits * (FP32 + z.e * is_cast), ("head",))
         return
     size = chunk_size(z.N, columns, elements)
-    many = size < z.N
+    many_chunks = size < z.N
     real = min(m.vocab_size or columns, columns) * z.h
     # In fp32 if several chunks are added up; fp16 on a CPU in any case.
-    narrow = config.precision.kind == "fp16" and device == "cpu"
-    wide = FP32 if many or narrow else z.e
-    part = real * z.e if many and device == "cpu" and config.precision.kind == "bf16" else 0
-    rows = (
+    is_narrow = config.precision.kind == "fp16" and device == "cpu"
+    wide_bytes = FP32 if many_chunks or is_narrow else z.e
+    part_bytes = real * z.e if many_chunks and device == "cpu" and config.precision.kind == "bf16" else 0
+    chunk_rows = (
         size if device == "cuda" or config.parallel.tensor > 1 else min(size, max(LOSS_BLOCK // columns, 1))
     )
     copies = 4 if m.logit_softcap is not None else 1  # in fp32; with a cap also given, divided, their tanh
-    scratch = 0 if kernels.compile else rows * columns * FP32 * copies
+    scratch_bytes = 0 if kernels.compile else chunk_rows * columns * FP32 * copies
     if config.stability.trends.enabled:  # before that, entropies of the chunk
-        block = min(size, max(ENTROPY_BLOCK[device] // columns, 1)) * columns
-        scratch = max(scratch, block * FP32 * (3 if m.logit_softcap is not None else 2))
-    yield Item("logits", "logits of a chunk", size * columns * z.e + scratch, ("loss",))
-    yield Item("logits", "gradient of the head, summed", real * wide + part, ("loss",))
-    yield Item("logits", "gradient of the features", features, ("loss",))
-    product = min(real, LOSS_BLOCK) * FP32 if device == "cpu" else 0
+        entropy_block = min(size, max(ENTROPY_BLOCK[device] // columns, 1)) * columns
+        scratch_bytes = max(scratch_bytes, entropy_block * FP32 * (3 if m.logit_softcap is not None else 2))
+    yield Item("logits", "logits of a chunk", size * columns * z.e + scratch_bytes, ("loss",))
+    yield Item("logits", "gradient of the head, summed", real * wide_bytes + part_bytes, ("loss",))
+    yield Item("logits", "gradient of the features", feature_bytes, ("loss",))
+    product_bytes = min(real, LOSS_BLOCK) * FP32 if device == "cpu" else 0
     # Unscaled and scaled.
-    yield Item("logits", "gradients of the head", real * wide + product + weight, ("head",))
-    yield Item("logits", "gradients of the features", 2 * features, ("head",))
+    yield Item("logits", "gradients of the head", real * wide_bytes + product_bytes + weight_bytes, ("head",))
+    yield Item("logits", "gradients of the features", 2 * feature_bytes, ("head",))
 
 
 def _stages(config: RunConfig, layout: Layout, stage: int, held: Stage, steps: int) -> Iterable[Item]:
     """Pipeline buffers: DeepSpeed's copy of every micro-batch in flight, and its receive buffers."""
     if layout.pipeline == 1:
         return
-    z = activations.sizes(config)
-    x, flying = z.stream * z.e, min(layout.pipeline - stage, steps)
-    buffers = max(2, flying)
-    yield Item("buffers", "received into", x * (2 - held.first - held.last))
+    shape_sizes = activations.sizes(config)
+    stream_bytes, flying_batches = shape_sizes.stream * shape_sizes.e, min(layout.pipeline - stage, steps)
+    buffers = max(2, flying_batches)
+    yield Item("buffers", "received into", stream_bytes * (2 - held.first - held.last))
     if not held.first:
-        yield Item("buffers", "a stage's inputs and their gradients", 2 * buffers * x)
+        yield Item("buffers", "a stage's inputs and their gradients", 2 * buffers * stream_bytes)
     if held.last:
-        yield Item("buffers", "a stage's outputs", buffers * z.N * z.h * z.e)
+        yield Item("buffers", "a stage's outputs", buffers * shape_sizes.N * shape_sizes.h * shape_sizes.e)
     else:
-        yield Item("buffers", "a stage's outputs", flying * x, PASSES)
+        yield Item("buffers", "a stage's outputs", flying_batches * stream_bytes, PASSES)
 
 
 def _scratch(
@@ -487,40 +461,40 @@ def _scratch(
     device: Device,
 ) -> Iterable[Item]:
     """Tables and temporary buffers."""
-    m, z = config.model, activations.sizes(config)
-    yield Item("buffers", "table of rotations", m.sequence_length * m.head_width * FP32)
+    model_config, z = config.model, activations.sizes(config)
+    yield Item("buffers", "table of rotations", model_config.sequence_length * model_config.head_width * FP32)
     # Every `logging.layers_interval` steps, and when updates are refused.
     yield Item("buffers", "attention looked at", activations.watched(config), ("watch",))
-    largest = max(n for group in parameters(m, held, config.parallel.tensor) for n in group)
-    yield Item("buffers", "the update looked at, a chunk", 4 * FP32 * min(CHUNK, largest), ("update",))
+    largest_matrix = max(n for group in parameters(model_config, held, config.parallel.tensor) for n in group)
+    yield Item("buffers", "the update looked at, a chunk", 4 * FP32 * min(CHUNK, largest_matrix), ("update",))
     if config.precision.fp8 is not None:
-        widest = max(z.N, m.hidden) * max(2 * z.f, z.q + 2 * z.k, z.h)
-        looked_at = 3 * FP32 * min(FP8_CHUNK, widest)
+        widest_tensor = max(z.N, model_config.hidden) * max(2 * z.f, z.q + 2 * z.k, z.h)
+        looked_at = 3 * FP32 * min(FP8_CHUNK, widest_tensor)
         yield Item("buffers", "FP8 looked at, a chunk", looked_at, ("watch", "backward", "end"))
     if _sums(config) and device == "cpu":
         yield Item("buffers", "gradients in fp32, a chunk", SUM_CHUNK * FP32, (*STEP, "optimizer"))
-    eager = config.optimizer.moments == "bf16" and not kernels.compile
-    scratch = 5 if eager else cost(config.optimizer).scratch
+    is_eager = config.optimizer.moments == "bf16" and not kernels.compile
+    scratch_bytes = 5 if is_eager else cost(config.optimizer).scratch
     size = min(UPDATE_CHUNK[device], max(groups))
-    yield Item("buffers", "the update's intermediate results", scratch * size * FP32, ("update",))
+    yield Item("buffers", "the update's intermediate results", scratch_bytes * size * FP32, ("update",))
     if config.optimizer.name == "muon":
         yield from _orthogonalized(config, layout, held)
     if kernels.attention == "blocked":
-        rows = min(activations.ROWS, z.length)
-        windows = [m.window_of(block) or z.length for block in range(m.layers)]
-        fit = z.heads * z.samples * rows * min(z.length, max(windows) + rows + ALIGN)
+        chunk_rows = min(activations.ROWS, z.length)
+        block_windows = [model_config.window_of(block) or z.length for block in range(model_config.layers)]
+        fit = z.heads * z.samples * chunk_rows * min(z.length, max(block_windows) + chunk_rows + ALIGN)
         scores = min(SCORES, fit) if fit > SCORES else fit
         # Scores and their gradients; plus probabilities, if none are kept.
-        unkept = config.parallel.recompute != "none" or not activations.probabilities(config, z)
-        slopes = FP32 * (m.attention_softcap is not None)
-        yield Item("buffers", "scores of a block", scores * (FP32 + slopes + z.e * (1 + unkept)))
+        not_kept = config.parallel.recompute != "none" or not activations.probabilities(config, z)
+        slope_bytes = FP32 * (model_config.attention_softcap is not None)
+        yield Item("buffers", "scores of a block", scores * (FP32 + slope_bytes + z.e * (1 + not_kept)))
 
 
 def _optimizer_state(config: RunConfig, held: Stage, groups: Sequence[int], layout: Layout) -> Iterable[int]:
     """Bytes of every tensor of the optimizer's flat state, fp32 masters left out, on this rank."""
-    width = 2 if config.optimizer.moments == "bf16" else FP32
-    for n, of in zip(groups, parameter_groups(config, held), strict=True):
-        yield from [n // layout.data * width] * of.moments
+    state_width = 2 if config.optimizer.moments == "bf16" else FP32
+    for element_count, of in zip(groups, parameter_groups(config, held), strict=True):
+        yield from [element_count // layout.data * state_width] * of.moments
 
 
 def _orthogonalized(config: RunConfig, layout: Layout, held: Stage) -> Iterable[Item]:
@@ -531,16 +505,16 @@ def _orthogonalized(config: RunConfig, layout: Layout, held: Stage) -> Iterable[
     largest = max(m.numel for m in all_of)
     here = max(min(sum(m.numel for m in all_of) // (config.parallel.tensor * layout.data), LIMIT), largest)
     yield Item("buffers", "matrices exchanged", 2 * here * e, ("update",))
-    square = max(min(m.rows, m.columns) for m in all_of) ** 2
-    yield Item("buffers", "a matrix orthogonalized", (3 * largest + 2 * square) * e, ("update",))
+    square_elements = max(min(m.rows, m.columns) for m in all_of) ** 2
+    yield Item("buffers", "a matrix orthogonalized", (3 * largest + 2 * square_elements) * e, ("update",))
 
 
 def _host(config: RunConfig, held: Stage, groups: Sequence[int], layout: Layout, device: Device) -> Host:
     sizes = [n // layout.data * FP32 for n in groups] + list(_optimizer_state(config, held, groups, layout))
-    state = sum(count_taken_bytes(size, device == "cuda") for size in sizes)
+    state = sum(count_taken_bytes(state_size, device == "cuda") for state_size in sizes)
     kept = config.stability.snapshots
-    copy = state if config.checkpoint.asynchronous else 0
-    return Host(state, kept.keep if kept.interval else 0, copy, _flattened(config, groups, layout))
+    copy_bytes = state if config.checkpoint.asynchronous else 0
+    return Host(state, kept.keep if kept.interval else 0, copy_bytes, _flattened(config, groups, layout))
 
 
 def _flattened(config: RunConfig, groups: Sequence[int], layout: Layout) -> int:

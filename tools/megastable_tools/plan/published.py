@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from megastable.config.tree import RunConfig
-from megastable.model.flops import flops_per_token
+from megastable.model.sizes import flops_per_token
 from megastable.parallel.layout import Layout
 from megastable_tools.plan.cluster import load
 from megastable_tools.plan.time import Others, StepTime, step_time
@@ -59,57 +59,57 @@ class Published:
         """Seconds per step."""
         if self.seconds is not None:
             return self.seconds
-        tokens = self.config.train.global_batch * self.config.model.sequence_length
+        step_tokens = self.config.train.global_batch * self.config.model.sequence_length
         if self.tokens_a_gpu is not None:
-            return tokens / (self.tokens_a_gpu * self.gpus)
+            return step_tokens / (self.tokens_a_gpu * self.gpus)
         assert self.tflops is not None
-        counted = self.counted or tokens * flops_per_token(self.config.model, True)
-        return counted / (self.tflops * 1e12 * self.gpus)
+        counted_flops = self.counted or step_tokens * flops_per_token(self.config.model, True)
+        return counted_flops / (self.tflops * 1e12 * self.gpus)
 
-    def predicted(self) -> StepTime:
-        cluster = load(f"launch/clusters/{self.cluster}.yaml")
-        return step_time(self.config, self.layout, cluster, others=Others(**self.others))
+    def predict_step(self) -> StepTime:
+        cluster_config = load(f"launch/clusters/{self.cluster}.yaml")
+        return step_time(self.config, self.layout, cluster_config, others=Others(**self.others))
 
 
 @cache
 def read_runs() -> tuple[Published, ...]:
     """The runs of published.yaml, each with what its publication says of all of them."""
-    found = list[Published]()
-    for publication in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")):
-        runs = publication.pop("runs")
-        for run in runs:
-            shared = {
-                key: value | run.get(key, {}) if isinstance(value, dict) else value
-                for key, value in publication.items()
+    published_runs = list[Published]()
+    for run_publication in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")):
+        publication_runs = run_publication.pop("runs")
+        for published_run in publication_runs:
+            shared_values = {
+                run_key: value | published_run.get(run_key, {}) if isinstance(value, dict) else value
+                for run_key, value in run_publication.items()
             }
-            found.append(Published(**(run | shared)))
-    return tuple(found)
+            published_runs.append(Published(**(published_run | shared_values)))
+    return tuple(published_runs)
 
 
 def table(runs: Sequence[Published]) -> str:
     """Markdown table: predicted beside published, with the error, and the parts of the step."""
-    rows = [
+    table_rows = [
         "| run | GPUs | layout | published, s | predicted, s | error | source |",
         "|---|---|---|---|---|---|---|",
     ]
     errors = []
     for run in runs:
-        found, lay, p = run.predicted(), run.layout, run.config.parallel
+        found, lay, parallel_config = run.predict_step(), run.layout, run.config.parallel
         errors.append(found.seconds / run.measured - 1)
-        axes = [("T", lay.tensor), ("P", lay.pipeline), ("C", lay.context), ("D", lay.data)]
-        where = " ".join(f"{axis}{size}" for axis, size in axes if size > 1)
-        where += f" ZeRO {p.zero}" if p.zero > 1 else ""
-        note = f"; {run.note}" if run.note else ""
-        rows.append(
+        axis_sizes = [("T", lay.tensor), ("P", lay.pipeline), ("C", lay.context), ("D", lay.data)]
+        where = " ".join(f"{axis_letter}{size}" for axis_letter, size in axis_sizes if size > 1)
+        where += f" ZeRO {parallel_config.zero}" if parallel_config.zero > 1 else ""
+        run_note = f"; {run.note}" if run.note else ""
+        table_rows.append(
             f"| {run.name} | {run.gpus} {run.cluster} | {where} | {run.measured:.2f} | {found.seconds:.2f} | "
-            f"{errors[-1]:+.0%} | {run.source}{note} |"
+            f"{errors[-1]:+.0%} | {run.source}{run_note} |"
         )
-    sizes = [abs(e) for e in errors]
-    rows.append(
+    sizes = [abs(relative_error) for relative_error in errors]
+    table_rows.append(
         f"\n{len(runs)} runs: error {statistics.mean(errors):+.1%} on average, {statistics.median(sizes):.1%} in the "
         f"median of its size, at most {max(sizes):.0%}."
     )
-    return "\n".join(rows)
+    return "\n".join(table_rows)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from megastable.base.errors import ConfigError
 from megastable.config import deepspeed_json
 from megastable.config.training import Fp8Config, ParallelConfig
 from megastable.config.tree import RunConfig
-from megastable.fp8.fitting import misfit
+from megastable.model.sizes import misfit
 from megastable.parallel.layout import Layout
 from megastable_tools.plan import volume
 from megastable_tools.plan.cluster import ClusterConfig
@@ -55,8 +55,8 @@ class Choice(NamedTuple):
     @classmethod
     def of(cls, config: RunConfig) -> Choice:
         p = config.parallel
-        axes = p.tensor, p.pipeline, p.context, p.sequence, p.zero, p.recompute
-        return cls(*axes, config.train.micro_batch, config.precision.fp8)
+        layout_axes = p.tensor, p.pipeline, p.context, p.sequence, p.zero, p.recompute
+        return cls(*layout_axes, config.train.micro_batch, config.precision.fp8)
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,8 @@ class LayoutPlan:
 
     @cached_property
     def time(self) -> StepTime:
-        zero = _zero_section(self.config.deepspeed, self.config.parallel.zero)
-        return step_time(self.config, self.layout, self.cluster, zero)
+        zero_section = _zero_section(self.config.deepspeed, self.config.parallel.zero)
+        return step_time(self.config, self.layout, self.cluster, zero_section)
 
     @cached_property
     def accumulation(self) -> int:
@@ -110,13 +110,13 @@ class SearchResult:
     plans: tuple[LayoutPlan, ...]
     nearest: LayoutPlan | None
 
-    def best(self) -> list[LayoutPlan]:
+    def list_best(self) -> list[LayoutPlan]:
         """The fastest plan of every tensor x pipeline, fastest first: differences in the other settings alone say
         little more. Tight ones are the last choice, and the last in the list."""
         first: dict[tuple[object, ...], LayoutPlan] = {}
-        for found in sorted(self.plans, key=lambda plan: plan.tight):
-            choice = Choice.of(found.config)
-            first.setdefault((choice.tensor, choice.pipeline, choice.fp8), found)
+        for layout_plan in sorted(self.plans, key=lambda plan: plan.tight):
+            layout_choice = Choice.of(layout_plan.config)
+            first.setdefault((layout_choice.tensor, layout_choice.pipeline, layout_choice.fp8), layout_plan)
         return list(first.values())
 
 
@@ -127,9 +127,9 @@ def room(cluster: ClusterConfig) -> int:
 
 def plan(config: RunConfig, gpus: int, cluster: ClusterConfig) -> LayoutPlan:
     """`config` unchanged. Raises ConfigError if its layout does not divide the GPUs or the batch."""
-    data = deepspeed_json.data_parallel(config, gpus)
+    data_ranks = deepspeed_json.data_parallel(config, gpus)
     deepspeed_json.build(config, gpus)  # raises if its DeepSpeed file contradicts it
-    return _judge(config, data, cluster)
+    return _judge(config, data_ranks, cluster)
 
 
 def search(
@@ -139,21 +139,21 @@ def search(
 
     precisions: values of precision.fp8 to try; None = the recipe's own.
     """
-    fitting: list[LayoutPlan] = []
-    nearest: LayoutPlan | None = None
+    fitting_plans: list[LayoutPlan] = []
+    nearest_plan: LayoutPlan | None = None
     for found in _judged(config, gpus, cluster, [config.precision.fp8] if precisions is None else precisions):
         if found.fits:
-            fitting.append(found)
-        elif nearest is None or found.left > nearest.left:
-            nearest = found
-    own = Choice.of(config)
+            fitting_plans.append(found)
+        elif nearest_plan is None or found.left > nearest_plan.left:
+            nearest_plan = found
+    own_choice = Choice.of(config)
 
     def order(found: LayoutPlan) -> tuple[float, int, int]:
         # Among equals the one that changes least, then the one with most free memory.
-        changed = sum(a != b for a, b in zip(Choice.of(found.config), own, strict=True))
-        return found.time.seconds, changed, -found.left
+        changed_count = sum(a != b for a, b in zip(Choice.of(found.config), own_choice, strict=True))
+        return found.time.seconds, changed_count, -found.left
 
-    return SearchResult(gpus, tuple(sorted(fitting, key=order)), nearest)
+    return SearchResult(gpus, tuple(sorted(fitting_plans, key=order)), nearest_plan)
 
 
 def _judged(
@@ -165,28 +165,28 @@ def _judged(
     so this follows the border between both, from small micro-batches and no recomputation on, past tight plans to the
     first that is not tight.
     """
-    for fp8 in precisions:
+    for fp8_config in precisions:
         for axes, micro_batches in families(config, gpus):
-            ways = list(RECOMPUTE)
+            recompute_ways = list(RECOMPUTE)
             for micro_batch in micro_batches:
-                for way in tuple(ways):
-                    candidate = configured(config, Choice(*axes, way, micro_batch, fp8))
-                    found = candidate and _judge(candidate, gpus // (axes[0] * axes[1]), cluster)
-                    if found:
-                        yield found
-                        if found.fits and not found.tight:
+                for recompute_way in tuple(recompute_ways):
+                    candidate = configured(config, Choice(*axes, recompute_way, micro_batch, fp8_config))
+                    layout_plan = candidate and _judge(candidate, gpus // (axes[0] * axes[1]), cluster)
+                    if layout_plan:
+                        yield layout_plan
+                        if layout_plan.fits and not layout_plan.tight:
                             break
-                    if not found or not found.fits:
-                        ways.remove(way)
+                    if not layout_plan or not layout_plan.fits:
+                        recompute_ways.remove(recompute_way)
 
 
 def smallest(config: RunConfig, cluster: ClusterConfig) -> int:
     """The least number of GPUs on which `config` fits unchanged, with data ranks that divide the batch; if there is
     none, that of one replica."""
-    p, t = config.parallel, config.train
-    replica = p.tensor * p.pipeline * p.context
-    numbers = [replica * n for n in divisors(gcd(*config.batches.values) // t.micro_batch)]
-    return next((n for n in numbers if plan(config, n, cluster).fits), replica)
+    parallel_config, train_config = config.parallel, config.train
+    replica_gpus = parallel_config.tensor * parallel_config.pipeline * parallel_config.context
+    gpu_counts = [replica_gpus * n for n in divisors(gcd(*config.batches.values) // train_config.micro_batch)]
+    return next((n for n in gpu_counts if plan(config, n, cluster).fits), replica_gpus)
 
 
 def elsewhere(
@@ -196,38 +196,38 @@ def elsewhere(
 
     If no layout is valid, the next smaller number of whole hosts; if memory is short, 2, 4, ... times as many GPUs.
     """
-    gpus, hosts = found.gpus, cluster.gpus_per_host
-    numbers: Iterable[int]
+    gpu_count, hosts = found.gpus, cluster.gpus_per_host
+    gpu_counts: Iterable[int]
     if found.nearest is None:
-        step = hosts if gpus > hosts else 1
-        whole = range((gpus - 1) // step * step, 0, -step)
-        numbers = (number for number in whole if _factors(config, number))
+        gpu_step = hosts if gpu_count > hosts else 1
+        whole = range((gpu_count - 1) // gpu_step * gpu_step, 0, -gpu_step)
+        gpu_counts = (number for number in whole if _factors(config, number))
     else:
-        numbers = (gpus * 2**n for n in range(1, doublings + 1))
-    for number in numbers:
-        if any(plan.fits for plan in _judged(config, number, cluster, [config.precision.fp8])):
-            return search(config, number, cluster).best()[0]
+        gpu_counts = (gpu_count * 2**divided_count for divided_count in range(1, doublings + 1))
+    for number in gpu_counts:
+        if any(other_plan.fits for other_plan in _judged(config, number, cluster, [config.precision.fp8])):
+            return search(config, number, cluster).list_best()[0]
     return None
 
 
 def other_batch(config: RunConfig, gpus: int, cluster: ClusterConfig) -> LayoutPlan | None:
     """If the global batch divides over no layout of `gpus`: a plan with the nearest batch that does."""
     m, batch = config.model, config.train.global_batch
-    shared = {heads * stages for heads in divisors(m.heads) for stages in range(1, m.layers + 1)}
-    ranks = {gpus // n for n in shared if gpus % n == 0}
-    batches = {n * max(1, round(batch / n)) for n in ranks}
-    for near in sorted(batches, key=lambda n: abs(n - batch))[:3]:
-        train = config.train.model_copy(update={"global_batch": near})
-        if best := search(config.model_copy(update={"train": train}), gpus, cluster).best():
-            return best[0]
+    shared = {heads * stage_count for heads in divisors(m.heads) for stage_count in range(1, m.layers + 1)}
+    sample_ranks = {gpus // divided_count for divided_count in shared if gpus % divided_count == 0}
+    near_batches = {divided_count * max(1, round(batch / divided_count)) for divided_count in sample_ranks}
+    for near_batch in sorted(near_batches, key=lambda n: abs(n - batch))[:3]:
+        train = config.train.model_copy(update={"global_batch": near_batch})
+        if best_plans := search(config.model_copy(update={"train": train}), gpus, cluster).list_best():
+            return best_plans[0]
     return None
 
 
 def _factors(config: RunConfig, gpus: int) -> bool:
     """Whether this many GPUs can be divided into tensor and context ranks, samples of a step and stages at all."""
-    m, batch = config.model, gcd(*config.batches.values)
-    shared = {heads * samples for heads in divisors(m.heads) for samples in divisors(batch)}
-    return any(gpus % n == 0 and gpus // n <= m.layers for n in shared)
+    m, global_batch = config.model, gcd(*config.batches.values)
+    shared_ranks = {heads * samples for heads in divisors(m.heads) for samples in divisors(global_batch)}
+    return any(gpus % n == 0 and gpus // n <= m.layers for n in shared_ranks)
 
 
 Axes = tuple[int, int, int, bool, int]  # tensor, pipeline, context, sequence, zero
@@ -238,51 +238,51 @@ def families(config: RunConfig, gpus: int) -> Iterator[tuple[Axes, tuple[int, ..
 
     Raises ConfigError for a DeepSpeed file that no ZeRO stage can use.
     """
-    m, batch = config.model, gcd(*config.batches.values)
-    zeros = [zero for zero in ZERO if _zero_section(config.deepspeed, zero) is not None]
-    if not zeros:  # raises with the file's problem
+    model_config, batch = config.model, gcd(*config.batches.values)
+    zero_stages = [zero for zero in ZERO if _zero_section(config.deepspeed, zero) is not None]
+    if not zero_stages:  # raises with the file's problem
         deepspeed_json.build(RunConfig(deepspeed=config.deepspeed, parallel=ParallelConfig()), 1)
     for tensor in divisors(gpus):
-        for pipeline in divisors(gpus // tensor):
-            data = gpus // tensor // pipeline
-            for context in divisors(data):
-                if batch % (data // context):
+        for pipeline_stages in divisors(gpus // tensor):
+            data_ranks = gpus // tensor // pipeline_stages
+            for context_ranks in divisors(data_ranks):
+                if batch % (data_ranks // context_ranks):
                     continue
-                sequence = tensor > 1 and m.sequence_length % (context * tensor) == 0
-                micro_batches = divisors(batch // (data // context))
-                for zero in zeros:
-                    axes = tensor, pipeline, context, sequence, zero
-                    if configured(config, Choice(*axes, "full", 1, None)) is not None:
-                        yield axes, micro_batches
+                is_sequence = tensor > 1 and model_config.sequence_length % (context_ranks * tensor) == 0
+                micro_batches = divisors(batch // (data_ranks // context_ranks))
+                for zero in zero_stages:
+                    layout_axes = tensor, pipeline_stages, context_ranks, is_sequence, zero
+                    if configured(config, Choice(*layout_axes, "full", 1, None)) is not None:
+                        yield layout_axes, micro_batches
 
 
 def configured(config: RunConfig, choice: Choice) -> RunConfig | None:
     """`config` with `choice`, checked by config/tree.py's own rules; None if they refuse it."""
-    p, t, precision = config.parallel, config.train, config.precision
-    parallel = p.model_copy(update=dict(zip(Choice._fields[:6], choice[:6])))
+    old_parallel, old_train, old_precision = config.parallel, config.train, config.precision
+    new_parallel = old_parallel.model_copy(update=dict(zip(Choice._fields[:6], choice[:6])))
     changed = {
-        "parallel": parallel,
-        "train": t.model_copy(update={"micro_batch": choice.micro_batch}),
-        "precision": precision.model_copy(update={"fp8": choice.fp8}),
+        "parallel": new_parallel,
+        "train": old_train.model_copy(update={"micro_batch": choice.micro_batch}),
+        "precision": old_precision.model_copy(update={"fp8": choice.fp8}),
     }
     try:
-        made = RunConfig(**{name: getattr(config, name) for name in RunConfig.model_fields} | changed)
+        made_config = RunConfig(**{name: getattr(config, name) for name in RunConfig.model_fields} | changed)
     except ValidationError:
         return None
     # What Transformer Engine does not support would be emulated.
-    return None if choice.fp8 is not None and misfit(made) else made
+    return None if choice.fp8 is not None and misfit(made_config) else made_config
 
 
 def overrides(config: RunConfig, base: RunConfig) -> list[str]:
     """Command-line overrides that turn `base` into `config`, the result of a search."""
-    ours, theirs = Choice.of(config), Choice.of(base)
-    said = []
-    for name, value, before in zip(Choice._fields, ours, theirs):
-        if value == before:
+    our_choice, their_choice = Choice.of(config), Choice.of(base)
+    override_words = []
+    for name, new_value, old_value in zip(Choice._fields, our_choice, their_choice):
+        if new_value == old_value:
             continue
         key = {"micro_batch": "train.micro_batch", "fp8": "precision.fp8"}.get(name, f"parallel.{name}")
-        said.append(f"{key}={_word(value)}")
-    return said
+        override_words.append(f"{key}={_word(new_value)}")
+    return override_words
 
 
 def _word(value: object) -> str:
@@ -295,26 +295,26 @@ def remedies(found: LayoutPlan) -> list[LayoutPlan]:
     """Changes that make a plan fit: for every setting the first other value that does, all else being equal; and the
     least number of GPUs on which it fits unchanged. Fastest first."""
     config, gpus, own = found.config, found.layout.world, Choice.of(found.config)
-    batch = config.train.global_batch
-    more = RECOMPUTE[RECOMPUTE.index(own.recompute) + 1 :]
-    tries: list[list[Choice]] = [
-        [own._replace(recompute=recompute) for recompute in more],
-        [own._replace(micro_batch=n) for n in reversed(divisors(batch)) if n < own.micro_batch],
+    global_batch = config.train.global_batch
+    more_recompute = RECOMPUTE[RECOMPUTE.index(own.recompute) + 1 :]
+    choice_lists: list[list[Choice]] = [
+        [own._replace(recompute=recompute_way) for recompute_way in more_recompute],
+        [own._replace(micro_batch=n) for n in reversed(divisors(global_batch)) if n < own.micro_batch],
         [own._replace(sequence=True)],
-        [own._replace(zero=zero) for zero in ZERO if zero > own.zero],
+        [own._replace(zero=zero_stage) for zero_stage in ZERO if zero_stage > own.zero],
         [own._replace(tensor=n, sequence=n > 1) for n in divisors(gpus) if n > own.tensor],
         [own._replace(pipeline=n) for n in divisors(gpus) if n > own.pipeline],
         [own._replace(context=n) for n in divisors(gpus) if n > own.context],
     ]
-    fitting: list[LayoutPlan] = []
-    for choices in tries:
-        others = (other for choice in choices if (other := configured(config, choice)) is not None)
+    fitting_plans: list[LayoutPlan] = []
+    for layout_choices in choice_lists:
+        others = (other for choice in layout_choices if (other := configured(config, choice)) is not None)
         plans = (tried for other in others if (tried := _possible(other, gpus, found.cluster)) is not None)
-        fitting += list(islice((tried for tried in plans if tried.fits), 1))
-    number = smallest(config, found.cluster)
-    if number > gpus and (larger := plan(config, number, found.cluster)).fits:
-        fitting.append(larger)
-    return sorted(fitting, key=lambda plan: (plan.layout.world, plan.time.seconds))
+        fitting_plans += list(islice((tried for tried in plans if tried.fits), 1))
+    gpu_number = smallest(config, found.cluster)
+    if gpu_number > gpus and (larger_plan := plan(config, gpu_number, found.cluster)).fits:
+        fitting_plans.append(larger_plan)
+    return sorted(fitting_plans, key=lambda plan: (plan.layout.world, plan.time.seconds))
 
 
 def _possible(config: RunConfig, gpus: int, cluster: ClusterConfig) -> LayoutPlan | None:
@@ -328,20 +328,20 @@ def _possible(config: RunConfig, gpus: int, cluster: ClusterConfig) -> LayoutPla
 def critical(cut: Sequence[int]) -> tuple[int, ...]:
     """Stages among which the tightest must be: the first, the last, and the first one of every size in between: later
     stages of the same size have fewer micro-batches in flight (1F1B)."""
-    end = len(cut) - 2
-    sizes: dict[int, int] = {}
-    for stage in range(1, end):
-        sizes.setdefault(cut[stage + 1] - cut[stage], stage)
-    return tuple(sorted({0, end, *sizes.values()}))
+    last_stage = len(cut) - 2
+    first_by_size: dict[int, int] = {}
+    for stage_number in range(1, last_stage):
+        first_by_size.setdefault(cut[stage_number + 1] - cut[stage_number], stage_number)
+    return tuple(sorted({0, last_stage, *first_by_size.values()}))
 
 
 def _judge(config: RunConfig, data: int, cluster: ClusterConfig) -> LayoutPlan:
-    p = config.parallel
-    layout = Layout(p.tensor, p.pipeline, data, p.context)
-    cut = tuple(volume.bounds(config))
-    device: Device = "cpu" if cluster.device == "cpu" else "cuda"
-    stages = footprints(config, layout, device=device, cut=cut, stages=critical(cut))
-    return LayoutPlan(config, layout, cluster, tuple(stages))
+    parallel_config = config.parallel
+    rank_layout = Layout(parallel_config.tensor, parallel_config.pipeline, data, parallel_config.context)
+    stage_cut = tuple(volume.bounds(config))
+    planned_device: Device = "cpu" if cluster.device == "cpu" else "cuda"
+    stages = footprints(config, rank_layout, device=planned_device, cut=stage_cut, stages=critical(stage_cut))
+    return LayoutPlan(config, rank_layout, cluster, tuple(stages))
 
 
 @lru_cache(maxsize=16)
@@ -351,12 +351,12 @@ def _zero_section(name: str, zero: Literal[0, 1, 2, 3]) -> dict[str, Any] | None
         ds = deepspeed_json.build(RunConfig(deepspeed=name, parallel=ParallelConfig(zero=zero)), 1)
     except ConfigError:
         return None
-    section: dict[str, Any] = ds["zero_optimization"]
-    return section
+    zero_tree: dict[str, Any] = ds["zero_optimization"]
+    return zero_tree
 
 
 @lru_cache(maxsize=4096)
 def divisors(number: int) -> tuple[int, ...]:
     """All divisors, ascending."""
-    low = [n for n in range(1, isqrt(number) + 1) if number % n == 0]
-    return tuple(sorted({*low, *(number // n for n in low)}))
+    low_divisors = [n for n in range(1, isqrt(number) + 1) if number % n == 0]
+    return tuple(sorted({*low_divisors, *(number // n for n in low_divisors)}))

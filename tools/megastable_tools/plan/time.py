@@ -23,8 +23,7 @@ from typing import Any, NamedTuple
 
 from megastable.base.errors import ConfigError
 from megastable.config.tree import RunConfig
-from megastable.model.flops import flops_per_token
-from megastable.model.sizes import fp8_linears
+from megastable.model.sizes import flops_per_token, fp8_linears
 from megastable.parallel.layout import Layout
 from megastable_tools.plan import volume, work
 from megastable_tools.plan.cluster import ClusterConfig
@@ -88,10 +87,10 @@ class StepTime:
     @property
     def parts(self) -> dict[str, float]:
         """Seconds by kind."""
-        found: dict[str, float] = dict.fromkeys(KINDS, 0.0)
-        for line in self.lines:
-            found[line.kind] += line.seconds
-        return found
+        seconds_by_kind: dict[str, float] = dict.fromkeys(KINDS, 0.0)
+        for time_line in self.lines:
+            seconds_by_kind[time_line.kind] += time_line.seconds
+        return seconds_by_kind
 
     @property
     def mfu(self) -> float:
@@ -112,12 +111,12 @@ class StepTime:
     def tokens_per_second(self) -> float:
         return self.tokens / self.seconds
 
-    def days(self, tokens: float, goodput: float = 1.0) -> float:
+    def count_days(self, tokens: float, goodput: float = 1.0) -> float:
         """Days to train on this many tokens, if a share `goodput` of the time is training."""
         return tokens / self.tokens_per_second / goodput / DAY
 
-    def dollars(self, tokens: float, goodput: float = 1.0) -> float:
-        return self.days(tokens, goodput) * 24 * self.gpus * self.price
+    def count_dollars(self, tokens: float, goodput: float = 1.0) -> float:
+        return self.count_days(tokens, goodput) * 24 * self.gpus * self.price
 
 
 @dataclass(frozen=True)
@@ -155,20 +154,20 @@ def step_time(
     Raises ConfigError for a layout that does not fit, and for FP8 that would not be faster.
     """
     _possible(config, layout, cluster)
-    return _Prediction(config, layout, cluster, dict(zero or {}), others).all()
+    return _Prediction(config, layout, cluster, dict(zero or {}), others).predict_step()
 
 
 def _possible(config: RunConfig, layout: Layout, cluster: ClusterConfig) -> None:
-    p, t = config.parallel, config.train
-    named = (p.tensor, p.pipeline, p.context)
-    if named != (layout.tensor, layout.pipeline, layout.context) or layout.data % layout.context:
+    parallel_config, t = config.parallel, config.train
+    named_sizes = (parallel_config.tensor, parallel_config.pipeline, parallel_config.context)
+    if named_sizes != (layout.tensor, layout.pipeline, layout.context) or layout.data % layout.context:
         raise ConfigError(
-            f"the layout {layout} is not that of parallel.*: tensor, pipeline, context = {named}"
+            f"the layout {layout} is not that of parallel.*: tensor, pipeline, context = {named_sizes}"
         )
-    if odd := [size for size in config.batches.values if size % (t.micro_batch * layout.samples)]:
+    if odd_batches := [size for size in config.batches.values if size % (t.micro_batch * layout.samples)]:
         size = f"train.global_batch={t.global_batch}"
-        if odd[-1] != t.global_batch:
-            size = f"train.batch_warmup: a batch of {odd[-1]}"
+        if odd_batches[-1] != t.global_batch:
+            size = f"train.batch_warmup: a batch of {odd_batches[-1]}"
         raise ConfigError(
             f"{size} is not a multiple of train.micro_batch={t.micro_batch} x "
             f"{layout.samples} groups of data-parallel ranks: change one of them"
@@ -177,8 +176,8 @@ def _possible(config: RunConfig, layout: Layout, cluster: ClusterConfig) -> None
         raise ConfigError(
             "model.vocab_size comes from a corpus, and none is opened here: set model.vocab_size=..."
         )
-    if (fp8 := config.precision.fp8) is not None:
-        if fp8.backend == "emulated":
+    if (fp8_config := config.precision.fp8) is not None:
+        if fp8_config.backend == "emulated":
             raise ConfigError(
                 "precision.fp8.backend=emulated is slower than no FP8, by an unmeasured factor: leave "
                 "precision.fp8 out, or use backend te"
@@ -215,63 +214,63 @@ class _Prediction:
         self.cut = volume.bounds(config)
         self.sizes = work.sizes(config)
         self.members = volume.members(config, layout.data)
-        self.links = {group: crossing(group, layout, cluster) for group in self.members}
+        self.links = {group_name: crossing(group_name, layout, cluster) for group_name in self.members}
         # Under ZeRO 3 weights are gathered between the operations: nothing is compiled (model/kernels.py).
         wanted = config.kernels.compile
-        compiled = (cluster.device == "gpu" if wanted == "auto" else wanted) and config.parallel.zero < 3
-        self.fused = compiled or others.fused
+        is_compiled = (cluster.device == "gpu" if wanted == "auto" else wanted) and config.parallel.zero < 3
+        self.fused = is_compiled or others.fused
         self.loss = "chunked" if config.kernels.loss == "auto" else config.kernels.loss
-        base = cluster.tflops.fp32 if config.precision.kind == "fp32" else cluster.tflops.bf16
-        if base is None:
+        base_peak = cluster.tflops.fp32 if config.precision.kind == "fp32" else cluster.tflops.bf16
+        if base_peak is None:
             raise ConfigError(f"precision.kind=fp32: {cluster.name} does not say how fast it is: tflops.fp32")
-        self.peak = base * 1e12
+        self.peak = base_peak * 1e12
         self._alike: dict[
             tuple[int | None, str], int
         ] = {}  # the first block with a window and a place of norms
-        self.held = [self._held(stage) for stage in range(config.parallel.pipeline)]
+        self.held = [self._held(stage_number) for stage_number in range(config.parallel.pipeline)]
         self._said: dict[int, list[volume.Term]] = {}
         self._blocks: dict[BlockKind, list[tuple[Operation, float]]] = {}
 
-    def all(self) -> StepTime:
-        c, stages = self.config, self.config.parallel.pipeline
+    def predict_step(self) -> StepTime:
+        c, stage_count = self.config, self.config.parallel.pipeline
         # Stages that hold the same layers take the same time.
-        held = self.held
-        firsts: dict[Any, int] = {}
-        for stage, key in enumerate(held):
-            firsts.setdefault(key, stage)
-        slots = {key: self._slot(stage) for key, stage in firsts.items()}
-        totals = [sum(line.seconds for line in slots[key]) for key in held]
-        dearest = max(range(stages), key=totals.__getitem__)
+        held_layers = self.held
+        first_stages: dict[Any, int] = {}
+        for stage_number, key in enumerate(held_layers):
+            first_stages.setdefault(key, stage_number)
+        slot_lines = {key: self._slot(stage_number) for key, stage_number in first_stages.items()}
+        stage_seconds = [sum(line.seconds for line in slot_lines[key]) for key in held_layers]
+        dearest = max(range(stage_count), key=stage_seconds.__getitem__)
         n = self.micro_batches
-        lines = [
+        time_lines = [
             TimeShare(line.what, line.kind, line.seconds * n, f"{n} micro-batches: {line.because}")
-            for line in slots[held[dearest]]
+            for line in slot_lines[held_layers[dearest]]
         ]
-        if stages > 1:
+        if stage_count > 1:
             because = f"a micro-batch on each of the other stages; the slowest, number {dearest}, waits"
             if self.others.virtual > 1:
                 because += f"; in {self.others.virtual} parts"
-            waiting = (sum(totals) - totals[dearest]) / self.others.virtual
-            lines.append(TimeShare("the pipeline fills and drains", "bubble", waiting, because))
-        lines += self._data(dearest, sum(line.seconds for line in lines if line.kind in COMPUTING))
+            bubble_seconds = (sum(stage_seconds) - stage_seconds[dearest]) / self.others.virtual
+            time_lines.append(TimeShare("the pipeline fills and drains", "bubble", bubble_seconds, because))
+        time_lines += self._data(dearest, sum(line.seconds for line in time_lines if line.kind in COMPUTING))
         update = work.update(c, volume.stage_of(self.cut, dearest), self.layout.data)
         because = f"{update.bytes / 1e9:.2f} GB of memory"
-        lines.append(
+        time_lines.append(
             TimeShare(f"norm, clipping, {c.optimizer.name}", "update", self._seconds(update), because)
         )
-        matrices = work.orthogonalization(c, volume.stage_of(self.cut, dearest), self.layout.data)
-        if matrices is not None:
-            because = f"{matrices.flops / 1e12:.3g} TFLOP on the busiest rank"
-            lines.append(TimeShare("Newton-Schulz", "update", self._seconds(matrices), because))
-        tokens = c.train.global_batch * c.model.sequence_length
+        newton_schulz = work.orthogonalization(c, volume.stage_of(self.cut, dearest), self.layout.data)
+        if newton_schulz is not None:
+            because = f"{newton_schulz.flops / 1e12:.3g} TFLOP on the busiest rank"
+            time_lines.append(TimeShare("Newton-Schulz", "update", self._seconds(newton_schulz), because))
+        step_tokens = c.train.global_batch * c.model.sequence_length
         return StepTime(
-            seconds=math.fsum(line.seconds for line in lines),
-            lines=tuple(line for line in lines if line.seconds > 0),
+            seconds=math.fsum(line.seconds for line in time_lines),
+            lines=tuple(line for line in time_lines if line.seconds > 0),
             traffic=tuple(self._traffic(dearest)),
-            tokens=tokens,
+            tokens=step_tokens,
             gpus=self.layout.world,
-            flops=tokens * flops_per_token(c.model, False),
-            flops_causal=tokens * flops_per_token(c.model, True),
+            flops=step_tokens * flops_per_token(c.model, False),
+            flops_causal=step_tokens * flops_per_token(c.model, True),
             peak=self.peak,
             price=self.cluster.dollars_per_gpu_hour,
         )
@@ -281,67 +280,67 @@ class _Prediction:
     def _held(self, stage: int) -> tuple[volume.Stage, tuple[tuple[BlockKind, int], ...]]:
         """The layers of a stage, and the number of its blocks by kind."""
         held = volume.stage_of(self.cut, stage)
-        first = volume.first_block(self.cut, stage)
-        counted = Counter(self._kind(number) for number in range(first, first + held.blocks))
+        first_block = volume.first_block(self.cut, stage)
+        counted = Counter(self._kind(number) for number in range(first_block, first_block + held.blocks))
         return held, tuple(sorted(counted.items(), key=lambda item: (sorted(item[0].eight), item[0].like)))
 
     def _kind(self, number: int) -> BlockKind:
         m = self.config.model
-        like = self._alike.setdefault((m.window_of(number), m.placement_of(number)), number)
-        return BlockKind(fp8_linears(self.config, number), like)
+        first_alike = self._alike.setdefault((m.window_of(number), m.placement_of(number)), number)
+        return BlockKind(fp8_linears(self.config, number), first_alike)
 
     def _operations(self, stage: int) -> Iterator[tuple[Operation, int, float]]:
         """The operations of one micro-batch: (operation, count, seconds of one)."""
-        z, (held, counted) = self.sizes, self.held[stage]
-        for kind, blocks in counted:
-            for o, seconds in self._block(kind):
-                yield o, o.times * blocks, seconds
-        others = [*work.ends(self.config, z, held)]
+        work_sizes, (held_stage, kind_counts) = self.sizes, self.held[stage]
+        for block_kind, block_count in kind_counts:
+            for o, line_seconds in self._block(block_kind):
+                yield o, o.times * block_count, line_seconds
+        end_operations = [*work.ends(self.config, work_sizes, held_stage)]
         if not self.others.summing:
-            others.append(work.accumulated(self.config, held, self.micro_batches))
-        yield from ((o, o.times, self._seconds(o)) for o in others)
+            end_operations.append(work.accumulated(self.config, held_stage, self.micro_batches))
+        yield from ((o, o.times, self._seconds(o)) for o in end_operations)
 
     def _block(self, kind: BlockKind) -> list[tuple[Operation, float]]:
         """The operations of one block of this kind, and the seconds of each; cached for all stages."""
         if kind not in self._blocks:
-            found = [*work.block(self.config, self.sizes, kind.eight, self.fused, kind.like)]
+            block_operations = [*work.block(self.config, self.sizes, kind.eight, self.fused, kind.like)]
             if self.others.scores:
-                found.append(work.scores(self.config, self.sizes))
-            self._blocks[kind] = [(o, self._seconds(o)) for o in found]
+                block_operations.append(work.scores(self.config, self.sizes))
+            self._blocks[kind] = [(o, self._seconds(o)) for o in block_operations]
         return self._blocks[kind]
 
     def _seconds(self, o: Operation) -> float:
         """Seconds of one operation."""
-        e, computing = self.cluster.efficiency, 0.0
+        e, computing_seconds = self.cluster.efficiency, 0.0
         if o.kind == work.ATTENTION:
-            computing = o.flops / (self.peak * e.attention)
+            computing_seconds = o.flops / (self.peak * e.attention)
         elif o.flops:
-            best = self.peak * e.products
+            best_rate = self.peak * e.products
             if o.kind == work.EIGHT:
                 assert self.cluster.tflops.fp8 is not None
-                best = self.cluster.tflops.fp8 * 1e12 * e.products_fp8
-            computing = o.flops * (1 + e.half_size / o.shortest) / (best * e.sustained)
-        reached = e.streams if o.kind == work.STREAM else e.memory
-        moving = o.bytes / (self.cluster.memory_tb_per_second * 1e12 * reached)
-        return max(computing, moving, o.kernels * self.cluster.kernel_us * 1e-6)
+                best_rate = self.cluster.tflops.fp8 * 1e12 * e.products_fp8
+            computing_seconds = o.flops * (1 + e.half_size / o.shortest) / (best_rate * e.sustained)
+        memory_share = e.streams if o.kind == work.STREAM else e.memory
+        moving_seconds = o.bytes / (self.cluster.memory_tb_per_second * 1e12 * memory_share)
+        return max(computing_seconds, moving_seconds, o.kernels * self.cluster.kernel_us * 1e-6)
 
     def _slot(self, stage: int) -> list[TimeShare]:
         """One micro-batch, forward and backward, on one stage, with its communication."""
-        grouped: dict[tuple[str, str], list[float]] = {}
-        for o, times, seconds in self._operations(stage):
-            part = "recomputation" if o.when == work.AGAIN else PART[o.kind]
-            sums = grouped.setdefault((o.kind, part), [0.0, 0.0, 0.0])
-            sums[0] += seconds * times
-            sums[1] += o.flops * times
-            sums[2] += o.bytes * times
-        lines = []
-        for (what, kind), (seconds, flops, moved) in grouped.items():
-            because = f"{moved / 1e9:.3g} GB at {moved / 1e12 / seconds:.3g} TB/s"
-            if flops:
-                because = f"{flops / 1e12:.3g} TFLOP at {flops / 1e12 / seconds:.3g} TFLOP/s"
-            lines.append(TimeShare(NAMES[what], kind, seconds, because))
-        computing = sum(line.seconds for line in lines)
-        return lines + self._messages(stage, computing)
+        grouped_sums: dict[tuple[str, str], list[float]] = {}
+        for work_operation, operation_count, seconds in self._operations(stage):
+            time_part = "recomputation" if work_operation.when == work.AGAIN else PART[work_operation.kind]
+            kind_sums = grouped_sums.setdefault((work_operation.kind, time_part), [0.0, 0.0, 0.0])
+            kind_sums[0] += seconds * operation_count
+            kind_sums[1] += work_operation.flops * operation_count
+            kind_sums[2] += work_operation.bytes * operation_count
+        time_lines = []
+        for (line_text, part_kind), (seconds, kind_flops, moved_bytes) in grouped_sums.items():
+            reason_text = f"{moved_bytes / 1e9:.3g} GB at {moved_bytes / 1e12 / seconds:.3g} TB/s"
+            if kind_flops:
+                reason_text = f"{kind_flops / 1e12:.3g} TFLOP at {kind_flops / 1e12 / seconds:.3g} TFLOP/s"
+            time_lines.append(TimeShare(NAMES[line_text], part_kind, seconds, reason_text))
+        computing_seconds = sum(time_line.seconds for time_line in time_lines)
+        return time_lines + self._messages(stage, computing_seconds)
 
     # Communication
 
@@ -351,13 +350,15 @@ class _Prediction:
 
     def _moving(self, terms: Iterable[volume.Term]) -> float:
         """Seconds of all calls."""
-        total = 0.0
-        for term in terms:
-            n, link = self.members[term.group], self.links[term.group]
-            if n > 1 and term.collective != "receive":  # the other end's send
-                total += link.seconds(term.collective, volume.sent(term, n), n)
-                total += term.calls * latency(term.collective, n, link)
-        return total
+        total_seconds = 0.0
+        for volume_term in terms:
+            n, group_link = self.members[volume_term.group], self.links[volume_term.group]
+            if n > 1 and volume_term.collective != "receive":  # the other end's send
+                total_seconds += group_link.count_seconds(
+                    volume_term.collective, volume.sent(volume_term, n), n
+                )
+                total_seconds += volume_term.calls * latency(volume_term.collective, n, group_link)
+        return total_seconds
 
     def _terms(self, stage: int) -> list[volume.Term]:
         if stage not in self._said:
@@ -368,39 +369,39 @@ class _Prediction:
 
     def _messages(self, stage: int, computing: float) -> list[TimeShare]:
         """Communication of a micro-batch: tensor, context and pipeline. computing: seconds that can hide some of it."""
-        found: dict[str, list[volume.Term]] = defaultdict(list)
+        terms_by_group: dict[str, list[volume.Term]] = defaultdict(list)
         for term in self._terms(stage):
-            waited = (
+            is_waited = (
                 term.collective == "send" if term.group == "pipeline" else term.group in ("tensor", "context")
             )
-            if waited and self.members[term.group] > 1:
-                found[term.group].append(term)
-        lines, n = [], self.micro_batches
-        for group, terms in found.items():
-            seconds, hidden = self._hide(self._moving(terms) / n, computing, group in self.others.hidden)
+            if is_waited and self.members[term.group] > 1:
+                terms_by_group[term.group].append(term)
+        time_lines, n = [], self.micro_batches
+        for group_name, terms in terms_by_group.items():
+            seconds, hidden = self._hide(self._moving(terms) / n, computing, group_name in self.others.hidden)
             computing -= hidden
             because = f"{self._sent(terms) / n / 1e9:.3g} GB in {sum(t.calls for t in terms) // n} messages "
-            because += self.links[group].told + _beside(hidden)
-            lines.append(TimeShare(f"{group} parallelism", group, seconds, because))
-        return lines
+            because += self.links[group_name].told + _beside(hidden)
+            time_lines.append(TimeShare(f"{group_name} parallelism", group_name, seconds, because))
+        return time_lines
 
     def _data(self, stage: int, computing: float) -> list[TimeShare]:
         """Communication once per step, or beside the micro-batches. computing: seconds of the whole step."""
-        found: dict[str, list[volume.Term]] = defaultdict(list)
+        terms_by_group: dict[str, list[volume.Term]] = defaultdict(list)
         for term in self._terms(stage):
             if term.group in ("data", "stage", "tied", "world", "model"):
-                found[term.what if term.what in LARGE else "norms, gate and the like"].append(term)
+                terms_by_group[term.what if term.what in LARGE else "norms, gate and the like"].append(term)
         zero, alone = self.config.parallel.zero, self.layout.pipeline == 1  # no overlap under a pipeline
-        lines = []
-        for what, terms in found.items():
+        time_lines = []
+        for what, terms in terms_by_group.items():
             beside = "data" in self.others.hidden and what in ("gradients", "weights")
             beside |= alone and zero == 3 and what == "weights"
             beside |= alone and zero > 1 and what == "gradients" and bool(self.zero.get("overlap_comm", True))
             seconds, hidden = self._hide(self._moving(terms), computing, beside)
             computing -= hidden
             because = f"{self._sent(terms) / 1e9:.3g} GB {self.links[terms[0].group].told}{_beside(hidden)}"
-            lines.append(TimeShare(what, "data", seconds, because))
-        return lines
+            time_lines.append(TimeShare(what, "data", seconds, because))
+        return time_lines
 
     def _hide(self, seconds: float, computing: float, beside: bool) -> tuple[float, float]:
         """(exposed, hidden) seconds of communication that overlaps with `computing`."""
@@ -408,13 +409,13 @@ class _Prediction:
         return seconds - hidden, hidden
 
     def _traffic(self, stage: int) -> Iterator[Traffic]:
-        found: dict[str, list[volume.Term]] = defaultdict(list)
-        for term in self._terms(stage):
-            if self.members[term.group] > 1:
-                found[term.group].append(term)
-        for group, terms in found.items():
-            link = self.links[group]
-            yield Traffic(group, link.name, self.members[group], self._sent(terms), self._moving(terms))
+        terms_by_group: dict[str, list[volume.Term]] = defaultdict(list)
+        for volume_term in self._terms(stage):
+            if self.members[volume_term.group] > 1:
+                terms_by_group[volume_term.group].append(volume_term)
+        for group, terms in terms_by_group.items():
+            group_link = self.links[group]
+            yield Traffic(group, group_link.name, self.members[group], self._sent(terms), self._moving(terms))
 
 
 def _beside(hidden: float) -> str:
@@ -446,12 +447,12 @@ class Crossing:
     def told(self) -> str:
         return f"over the {self.name} at {self.rate / 1e9:.3g} GB/s"
 
-    def seconds(self, collective: str, sent: float, ranks: int) -> float:
+    def count_seconds(self, collective: str, sent: float, ranks: int) -> float:
         """Seconds for `sent` bytes that leave each of `ranks` ranks. An all-to-all is not a ring: data for other hosts
         goes over the network, each rank with its own card, and the rest inside the host at the same time."""
         if collective == "all-to-all" and self.hosts > 1:
-            far = sent * (ranks - self.together) / (ranks - 1)
-            return max(far / self.own, (sent - far) / self.inside)
+            far_bytes = sent * (ranks - self.together) / (ranks - 1)
+            return max(far_bytes / self.own, (sent - far_bytes) / self.inside)
         return sent / self.rate
 
 
@@ -465,17 +466,17 @@ def crossing(group: str, layout: Layout, cluster: ClusterConfig) -> Crossing:
     """
     e, per = cluster.efficiency, cluster.gpus_per_host
     inside, near = cluster.host.gb_per_second * 1e9 * e.host, cluster.host.latency_us * 1e-6
-    own, far = cluster.network.gb_per_second * 1e9 * e.network, cluster.network.latency_us * 1e-6
-    step, size, first = _stride(group, layout)
+    own_rate, far = cluster.network.gb_per_second * 1e9 * e.network, cluster.network.latency_us * 1e-6
+    rank_stride, group_size, first_ranks = _stride(group, layout)
     found = []
-    for base in sorted({rank % per for rank in first}):
-        hosts = Counter(rank // per for rank in range(base, base + size * step, step))
+    for base in sorted({rank % per for rank in first_ranks}):
+        hosts = Counter(rank // per for rank in range(base, base + group_size * rank_stride, rank_stride))
         together = min(hosts.values())
         if len(hosts) == 1:
             found.append(Crossing("host", inside, inside, inside, near, near, 1, together))
         else:
-            rate = min(inside, own * together)
-            found.append(Crossing("network", rate, own, inside, near, far, len(hosts), together))
+            ring_rate = min(inside, own_rate * together)
+            found.append(Crossing("network", ring_rate, own_rate, inside, near, far, len(hosts), together))
     return min(found, key=lambda c: (c.rate, c.name == "host"))
 
 
@@ -483,14 +484,14 @@ def _stride(group: str, lay: Layout) -> tuple[int, int, Iterable[int]]:
     """(distance of neighbours, members, first ranks) of the groups of a kind. For a pipeline these are two neighbouring
     stages, which communicate, and for tied stages one rank of each."""
     t, d, c, p = lay.tensor, lay.data, lay.context, lay.pipeline
-    starts = [stage * t * d + k for stage in range(p) for k in range(t)]  # of data-parallel groups
+    group_starts = [stage * t * d + k for stage in range(p) for k in range(t)]  # of data-parallel groups
     match group:
         case "tensor":
             return 1, t, range(0, lay.world, t)
         case "context":
-            return t, c, (start + g * c * t for start in starts for g in range(lay.samples))
+            return t, c, (group_start + g * c * t for group_start in group_starts for g in range(lay.samples))
         case "data":
-            return t, d, starts
+            return t, d, group_starts
         case "stage":
             return 1, t * d, range(0, lay.world, t * d)
         case "pipeline":

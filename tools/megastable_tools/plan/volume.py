@@ -22,9 +22,8 @@ from megastable.config.model import ModelConfig
 from megastable.config.training import ParallelConfig
 from megastable.config.tree import RunConfig
 from megastable.model.sizes import GPU_ELEMENTS, chunk_size, layer_costs
-from megastable.parallel.pipeline import partition
-from megastable_tools.plan.stage_matrices import stage_matrices, stage_rounds
-from megastable_tools.plan.updates import cost
+from megastable.parallel.layout import partition
+from megastable_tools.plan.updates import cost, stage_matrices, stage_rounds
 
 FP32, FP64, INT32 = 4, 8, 4
 GRADIENT_COLUMNS = 9  # of engine/local_gradients.py
@@ -53,9 +52,9 @@ class Term:
 def members(config: RunConfig, data: int) -> dict[str, int]:
     """Number of ranks in a group of each kind."""
     t, p = config.parallel.tensor, config.parallel.pipeline
-    c = config.parallel.context
-    groups = {"tensor": t, "context": c, "data": data, "pipeline": p}
-    return groups | {"stage": t * data, "model": t * p, "tied": 2 * data, "world": t * p * data}
+    context_ranks = config.parallel.context
+    group_sizes = {"tensor": t, "context": context_ranks, "data": data, "pipeline": p}
+    return group_sizes | {"stage": t * data, "model": t * p, "tied": 2 * data, "world": t * p * data}
 
 
 def sent(term: Term, ranks: int) -> float:
@@ -65,7 +64,7 @@ def sent(term: Term, ranks: int) -> float:
     """
     if term.group == "tied":
         return term.total  # all of it goes to the other stage
-    rounds = {
+    ring_rounds = {
         "all-reduce": 2 * (ranks - 1) / ranks,
         "reduce-scatter": (ranks - 1) / ranks,
         "all-gather": ranks - 1,
@@ -75,7 +74,7 @@ def sent(term: Term, ranks: int) -> float:
         "send": 1.0,
         "receive": 0.0,
     }
-    return term.total * rounds[term.collective]
+    return term.total * ring_rounds[term.collective]
 
 
 def bounds(config: RunConfig) -> list[int]:
@@ -100,9 +99,9 @@ class Stage:
 
 def stage_of(cut: Sequence[int], stage: int) -> Stage:
     """Stage `stage` of layers partitioned by `cut`, from `bounds`."""
-    end = len(cut) - 2
-    extra = (stage == 0) + 2 * (stage == end)  # embedding; final norm and head
-    return Stage(cut[stage + 1] - cut[stage] - extra, stage == 0, stage == end)
+    last_stage = len(cut) - 2
+    end_layers = (stage == 0) + 2 * (stage == last_stage)  # embedding; final norm and head
+    return Stage(cut[stage + 1] - cut[stage] - end_layers, stage == 0, stage == last_stage)
 
 
 def first_block(cut: Sequence[int], stage: int) -> int:
@@ -119,18 +118,18 @@ def needs_product(model: ModelConfig, block: int) -> bool:
 def parameters(model: ModelConfig, stage: Stage, tensor: int) -> tuple[list[int], list[int]]:
     """Elements of every matrix, and of every norm and bias, on one rank."""
     h, d, f = model.hidden, model.head_width, model.ffn_width
-    q, k = model.heads * d, model.key_value_heads * d
-    matrices = [h * (q + 2 * k) // tensor, q * h // tensor, 2 * f * h // tensor, f * h // tensor]
-    norms = [h] * (4 if model.norms == "both" else 2)
+    q, key_width = model.heads * d, model.key_value_heads * d
+    matrix_sizes = [h * (q + 2 * key_width) // tensor, q * h // tensor, 2 * f * h // tensor, f * h // tensor]
+    norm_sizes = [h] * (4 if model.norms == "both" else 2)
     if model.qkv_bias:
-        norms.append((q + 2 * k) // tensor)
+        norm_sizes.append((q + 2 * key_width) // tensor)
     if model.qk_norm:
-        norms += [q // tensor, k // tensor] if model.qk_norm == "full" else [d, d]
+        norm_sizes += [q // tensor, key_width // tensor] if model.qk_norm == "full" else [d, d]
     # A stage holds a tied embedding once; the last stage has a copy if it is another one.
-    vocabulary = stage.first + (stage.last and not (model.tied and stage.first))
+    vocabulary_tables = stage.first + (stage.last and not (model.tied and stage.first))
     return (
-        matrices * stage.blocks + [model.padded_vocab * h // tensor] * vocabulary,
-        norms * stage.blocks + [h] * stage.last,
+        matrix_sizes * stage.blocks + [model.padded_vocab * h // tensor] * vocabulary_tables,
+        norm_sizes * stage.blocks + [h] * stage.last,
     )
 
 
@@ -147,25 +146,25 @@ class ParameterGroup:
 
 def parameter_groups(config: RunConfig, held: Stage) -> list[ParameterGroup]:
     """The optimizer's groups, without empty ones; Muon's matrices are the first."""
-    matrices, norms = parameters(config.model, held, config.parallel.tensor)
+    matrices, norm_sizes = parameters(config.model, held, config.parallel.tensor)
     of = cost(config.optimizer)
-    groups = [ParameterGroup(matrices, of.matrices), ParameterGroup(norms, of.vectors)]
+    group_sizes = [ParameterGroup(matrices, of.matrices), ParameterGroup(norm_sizes, of.vectors)]
     if config.optimizer.name == "muon":
         inner = len(matrices) - (held.first + held.last - (config.model.tied and held.first and held.last))
-        groups[:1] = [ParameterGroup(matrices[:inner], 1), ParameterGroup(matrices[inner:], 2)]
-    return [group for group in groups if group.sizes]
+        group_sizes[:1] = [ParameterGroup(matrices[:inner], 1), ParameterGroup(matrices[inner:], 2)]
+    return [parameter_group for parameter_group in group_sizes if parameter_group.sizes]
 
 
 def _watched(config: RunConfig, data: int) -> int:
     """Data ranks whose gradients are watched (engine/local_gradients.py), or ranks, if they share no data
     (engine/local_gradients.py)."""
-    c, p = config.stability, config.parallel
-    if not (c.enabled and c.hardware.gradients):
+    stability_config, parallel_config = config.stability, config.parallel
+    if not (stability_config.enabled and stability_config.hardware.gradients):
         return 0
     if data > 1:
         return data
-    ranks = p.tensor * p.pipeline
-    return ranks if ranks > 1 and p.zero == 1 and config.precision.kind == "bf16" else 0
+    ranks = parallel_config.tensor * parallel_config.pipeline
+    return ranks if ranks > 1 and parallel_config.zero == 1 and config.precision.kind == "bf16" else 0
 
 
 def step(
@@ -211,7 +210,7 @@ def step(
     terms.append(Term("the gate", "world", "all-reduce", FP64 * numbers, 1))
     terms += _clipping(config, data, held)
     terms += _update_sums(config, data, held, zero or {})
-    return [t for t in terms if t.calls]
+    return [volume_term for volume_term in terms if volume_term.calls]
 
 
 def accumulation(config: RunConfig, data: int) -> int:
@@ -233,64 +232,64 @@ def _activations(
     config: RunConfig, data: int, held: Stage, first: int, loss: str, elements: int
 ) -> list[Term]:
     """Tensor parallelism, in every micro-batch. first: number of the first block."""
-    m, p = config.model, config.parallel
-    t, steps, blocks = p.tensor, accumulation(config, data), held.blocks
-    if t == 1:
+    m, parallel_config = config.model, config.parallel
+    tensor_ranks, micro_batches, blocks = parallel_config.tensor, accumulation(config, data), held.blocks
+    if tensor_ranks == 1:
         return []
-    own = tokens(config)
-    whole = own * m.hidden * element(config)
-    part = whole // t
-    full = p.recompute == "full"
+    own_tokens = tokens(config)
+    whole_bytes = own_tokens * m.hidden * element(config)
+    part_bytes = whole_bytes // tensor_ranks
+    is_full = parallel_config.recompute == "full"
     # Recomputation ends at the last tensor that the backward pass needs: without a norm behind it, the
     # block's last product is not reduced again.
-    again = sum(1 + needs_product(m, block) for block in range(first, first + blocks))
+    recomputed_products = sum(1 + needs_product(m, block) for block in range(first, first + blocks))
     # Two regions of a block (attention, MLP), each entered and left; the embedding is left only, the head entered only.
     entered, left = 2 * blocks + held.last, 2 * blocks + held.first
-    entered_again, left_again = (2 * blocks, again) if full else (0, 0)
+    entered_again, left_again = (2 * blocks, recomputed_products) if is_full else (0, 0)
 
     def tensor(what: str, collective: str, size: int, calls: int) -> Term:
-        return Term(what, "tensor", collective, size, calls * steps)
+        return Term(what, "tensor", collective, size, calls * micro_batches)
 
-    if p.sequence:
-        norms = 4 if m.norms == "both" else 2
+    if parallel_config.sequence:
+        norm_sizes = 4 if m.norms == "both" else 2
         terms = [
-            tensor("activations, forward", "all-gather", part, entered),
-            tensor("activations, forward", "reduce-scatter", whole, left),
-            tensor("activations, recomputed", "all-gather", part, entered_again),
-            tensor("activations, recomputed", "reduce-scatter", whole, left_again),
-            tensor("their gradients", "reduce-scatter", whole, entered),
-            tensor("their gradients", "all-gather", part, left),
+            tensor("activations, forward", "all-gather", part_bytes, entered),
+            tensor("activations, forward", "reduce-scatter", whole_bytes, left),
+            tensor("activations, recomputed", "all-gather", part_bytes, entered_again),
+            tensor("activations, recomputed", "reduce-scatter", whole_bytes, left_again),
+            tensor("their gradients", "reduce-scatter", whole_bytes, entered),
+            tensor("their gradients", "all-gather", part_bytes, left),
             # Every rank norms only its part of the tokens.
-            tensor("gradients of norms", "all-reduce", m.hidden * FP32, norms * blocks + held.last),
+            tensor("gradients of norms", "all-reduce", m.hidden * FP32, norm_sizes * blocks + held.last),
         ]
     else:
         terms = [
-            tensor("activations, forward", "all-reduce", whole, left),
-            tensor("activations, recomputed", "all-reduce", whole, left_again),
-            tensor("their gradients", "all-reduce", whole, entered),
+            tensor("activations, forward", "all-reduce", whole_bytes, left),
+            tensor("activations, recomputed", "all-reduce", whole_bytes, left_again),
+            tensor("their gradients", "all-reduce", whole_bytes, entered),
         ]
     if m.qk_norm == "full":
         # The mean squares of queries and keys, and their gradients.
-        terms.append(tensor("QK-norm", "all-reduce", own * FP32, (6 if full else 4) * blocks))
+        terms.append(tensor("QK-norm", "all-reduce", own_tokens * FP32, (6 if is_full else 4) * blocks))
     elif m.qk_norm:
         terms.append(tensor("gradients of norms", "all-reduce", m.head_width * FP32, 2 * blocks))
     if held.last:
-        terms += [tensor("loss", *parts) for parts in _loss(config, own, loss, elements)]
+        terms += [tensor("loss", *term_parts) for term_parts in _loss(config, own_tokens, loss, elements)]
     return terms
 
 
 def _context(config: RunConfig, data: int, held: Stage) -> list[Term]:
     """All-to-alls around every attention, there and back: queries, keys and values to head shards, and the output to
     token shards. A key head goes to all ranks that have queries for it."""
-    m, p = config.model, config.parallel
+    model_config, p = config.model, config.parallel
     if p.context == 1:
         return []
-    q, k = m.heads // p.tensor, lcm(m.key_value_heads // p.tensor, p.context)
-    each = tokens(config) * m.head_width * element(config)
+    q, key_width = model_config.heads // p.tensor, lcm(model_config.key_value_heads // p.tensor, p.context)
+    head_bytes = tokens(config) * model_config.head_width * element(config)
     passes = (3 if p.recompute == "full" else 2) * held.blocks * accumulation(config, data)
     return [
-        Term("queries, keys, values", "context", "all-to-all", each * (q + 2 * k), passes),
-        Term("attention's output", "context", "all-to-all", each * q, passes),
+        Term("queries, keys, values", "context", "all-to-all", head_bytes * (q + 2 * key_width), passes),
+        Term("attention's output", "context", "all-to-all", head_bytes * q, passes),
     ]
 
 
@@ -300,31 +299,31 @@ def _loss(config: RunConfig, tokens: int, loss: str, elements: int) -> list[tupl
         return [("all-reduce", tokens * FP32, 1), ("all-reduce", 2 * tokens * FP32, 1)]  # maxima, then sums
     # For every chunk: logsumexp and target logit of each token.
     size = chunk_size(tokens, config.model.padded_vocab // config.parallel.tensor, elements)
-    chunks, rest = divmod(tokens, size)
-    return [("all-gather", 2 * size * FP32, chunks), ("all-gather", 2 * rest * FP32, int(rest > 0))]
+    whole_chunks, rest = divmod(tokens, size)
+    return [("all-gather", 2 * size * FP32, whole_chunks), ("all-gather", 2 * rest * FP32, int(rest > 0))]
 
 
 def _stages(config: RunConfig, data: int, held: Stage) -> list[Term]:
     """Pipeline parallelism, 1F1B or any other order: traffic across the ends of a stage."""
-    m, p = config.model, config.parallel
+    model_config, p = config.model, config.parallel
     if p.pipeline == 1:
         return []
-    steps, whole = accumulation(config, data), m.sequence_length * config.train.micro_batch
-    x = tokens(config) * m.hidden * element(config) // (p.tensor if p.sequence else 1)
+    steps, whole_tokens = accumulation(config, data), model_config.sequence_length * config.train.micro_batch
+    stream_bytes = tokens(config) * model_config.hidden * element(config) // (p.tensor if p.sequence else 1)
     forth, back = 0 if held.last else steps, 0 if held.first else steps  # stages behind and before this one
-    apart = config.data.keep_documents_apart
-    terms = [
-        Term("activations", "pipeline", "send", x, forth),
-        Term("their gradients", "pipeline", "receive", x, forth),
-        Term("activations", "pipeline", "receive", x, back),
-        Term("their gradients", "pipeline", "send", x, back),
-        Term("segments", "pipeline", "send", whole * INT32, forth * apart),
-        Term("segments", "pipeline", "receive", whole * INT32, back * apart),
+    documents_apart = config.data.keep_documents_apart
+    volume_terms = [
+        Term("activations", "pipeline", "send", stream_bytes, forth),
+        Term("their gradients", "pipeline", "receive", stream_bytes, forth),
+        Term("activations", "pipeline", "receive", stream_bytes, back),
+        Term("their gradients", "pipeline", "send", stream_bytes, back),
+        Term("segments", "pipeline", "send", whole_tokens * INT32, forth * documents_apart),
+        Term("segments", "pipeline", "receive", whole_tokens * INT32, back * documents_apart),
         # DeepSpeed broadcasts the loss to all stages, of this data rank and of all, although it is not used.
         Term("DeepSpeed's loss", "data", "all-reduce", FP32, int(held.last and data > 1)),
         Term("DeepSpeed's loss", "pipeline", "broadcast", 2 * FP32, 1),
     ]
-    return terms
+    return volume_terms
 
 
 def tied_piece(config: RunConfig, data: int, held: Stage, data_rank: int = 0) -> int:
@@ -332,94 +331,94 @@ def tied_piece(config: RunConfig, data: int, held: Stage, data_rank: int = 0) ->
     if not (config.model.tied and config.parallel.pipeline > 1 and (held.first or held.last)):
         return 0
     # Muon has a group of its own for what it leaves to AdamW.
-    group = parameter_groups(config, held)[int(config.optimizer.name == "muon")]
-    size = round_up(sum(group.sizes), 2 * data) // data
+    embedding_group = parameter_groups(config, held)[int(config.optimizer.name == "muon")]
+    partition_size = round_up(sum(embedding_group.sizes), 2 * data) // data
     embedding = config.model.padded_vocab * config.model.hidden // config.parallel.tensor
-    return min(max(embedding - data_rank * size, 0), size)
+    return min(max(embedding - data_rank * partition_size, 0), partition_size)
 
 
 def _tied(config: RunConfig, data: int, held: Stage, data_rank: int) -> list[Term]:
     """To the other stage: this stage's gradient, summed over the data ranks, of the elements that this rank updates."""
-    copies = tied_piece(config, data, held) > 0  # the first data rank always has some
-    piece = tied_piece(config, data, held, data_rank)
-    return [Term("tied embedding", "tied", "all-to-all", piece * FP32, int(copies))]
+    has_copies = tied_piece(config, data, held) > 0  # the first data rank always has some
+    piece_elements = tied_piece(config, data, held, data_rank)
+    return [Term("tied embedding", "tied", "all-to-all", piece_elements * FP32, int(has_copies))]
 
 
 def _zero(config: RunConfig, data: int, held: Stage, settings: Mapping[str, Any]) -> list[Term]:
     """Data parallelism: gradients, weights, and DeepSpeed's checks before the update."""
-    p, e, steps = config.parallel, element(config), accumulation(config, data)
-    groups = [group.sizes for group in parameter_groups(config, held)]
+    p, e, micro_batches = config.parallel, element(config), accumulation(config, data)
+    group_sizes = [group.sizes for group in parameter_groups(config, held)]
     if p.zero == 3:
-        gradients = sum(round_up(n, data) for group in groups for n in group) * FP32
+        gradients = sum(round_up(n, data) for group in group_sizes for n in group) * FP32
         return [
             *_gathered(config, data, held, settings),
-            Term("gradients", "data", "reduce-scatter", gradients, steps),
+            Term("gradients", "data", "reduce-scatter", gradients, micro_batches),
             *_checks(config, _updates(config, data, held, settings), FP64),
         ]
     # DeepSpeed pads to 4 bytes of bf16 on every rank.
-    flat = [round_up(sum(group), 2 * data) for group in groups]
+    flat = [round_up(sum(group), 2 * data) for group in group_sizes]
     # DeepSpeed also reduces over a group of one, but does not gather over it.
     weights = [Term("weights", "data", "all-gather", size // data * e, int(data > 1)) for size in flat]
     if p.zero == 1 and config.precision.kind == "bf16":
         # To every rank the part that it updates; the norm piggybacks on the gate's sum.
         summed = [Term("gradients", "data", "reduce-scatter", n * FP32, int(data > 1)) for n in flat]
         return [*summed, *weights]
-    sizes, times = [sum(group) for group in groups], steps if p.zero == 2 else 1
+    group_totals, sum_count = [sum(group) for group in group_sizes], micro_batches if p.zero == 2 else 1
     if settings.get("use_multi_rank_bucket_allreduce", True):
         # Of which every rank then keeps its part.
-        summed = [Term("gradients", "data", "all-reduce", sum(sizes) * FP32, times)]
+        summed = [Term("gradients", "data", "all-reduce", sum(group_totals) * FP32, sum_count)]
     else:
         # To every rank its part; the last ranks' parts come without padding.
-        owned = [
+        owned_elements = [
             sum(
-                min(max(n - rank * (padded // data), 0), padded // data)
-                for n, padded in zip(sizes, flat, strict=True)
+                min(max(n - data_rank * (padded_size // data), 0), padded_size // data)
+                for n, padded_size in zip(group_totals, flat, strict=True)
             )
-            for rank in range(data)
+            for data_rank in range(data)
         ]
-        summed = [Term("gradients", "data", "reduce", n * FP32, times * (n > 0)) for n in owned]
-    return [*summed, *_checks(config, len(groups), FP32), *weights]
+        summed = [Term("gradients", "data", "reduce", n * FP32, sum_count * (n > 0)) for n in owned_elements]
+    return [*summed, *_checks(config, len(group_sizes), FP32), *weights]
 
 
 def _clipping(config: RunConfig, data: int, held: Stage) -> list[Term]:
-    """What clipping sums over the ranks before an update: optim/clipping.py, engine/worker_clipping.py.
+    """What clipping sums over the ranks before an update: optim/clipping.py, engine/zero.py.
 
     `worker` counts as if no worker were above the threshold; otherwise gradients are averaged twice.
     """
-    m, p, kind = config.model, config.parallel, config.optimizer.clipping.kind
-    every = Stage(m.layers, first=True, last=True)
-    matrices, vectors = parameters(m, every, 1)
-    width = m.head_width * (m.heads + 2 * m.key_value_heads)
-    rows = m.layers * (width + 2 * m.ffn_width + 2 * m.hidden) + (1 if m.tied else 2) * m.padded_vocab
-    samples = data // p.context
+    m, parallel_config, kind = config.model, config.parallel, config.optimizer.clipping.kind
+    every_stage = Stage(m.layers, first=True, last=True)
+    matrix_sizes, vector_sizes = parameters(m, every_stage, 1)
+    qkv_width = m.head_width * (m.heads + 2 * m.key_value_heads)
+    rows = m.layers * (qkv_width + 2 * m.ffn_width + 2 * m.hidden) + (1 if m.tied else 2) * m.padded_vocab
+    sample_ranks = data // parallel_config.context
     numbers = {
         "value": 1,
-        "adagc": len(matrices) + len(vectors),
-        "agc": 2 * (rows + len(vectors)),
-        "worker": samples,
+        "adagc": len(matrix_sizes) + len(vector_sizes),
+        "agc": 2 * (rows + len(vector_sizes)),
+        "worker": sample_ranks,
     }
     terms = [Term("clipping", "world", "all-reduce", FP64 * numbers.get(kind, 0), int(kind in numbers))]
-    if kind == "worker" and p.context > 1:
-        for group in parameter_groups(config, held):
-            padded = round_up(sum(group.sizes), 2 * data) * FP32
-            terms.append(Term("gradients of a worker", "context", "all-reduce", padded, 1))
+    if kind == "worker" and parallel_config.context > 1:
+        for parameter_group in parameter_groups(config, held):
+            padded_size = round_up(sum(parameter_group.sizes), 2 * data) * FP32
+            terms.append(Term("gradients of a worker", "context", "all-reduce", padded_size, 1))
     return terms
 
 
 def _update_sums(config: RunConfig, data: int, held: Stage, settings: Mapping[str, Any]) -> list[Term]:
-    """What an optimizer sums over the ranks within an update: optim/adam_pieces.py, stable_spam.py,
+    """What an optimizer sums over the ranks within an update: optim/adam_pieces.py,
     adafactor.py. Tables of the whole model, also where a call updates a part of it."""
     m, name = config.model, config.optimizer.name
-    matrices, vectors = parameters(m, Stage(m.layers, first=True, last=True), 1)
-    number = FP64 * (len(matrices) + len(vectors))  # one for every parameter
-    q, k, f = m.heads * m.head_width, m.key_value_heads * m.head_width, m.ffn_width
-    sides = m.layers * (2 * q + 2 * k + 3 * f + 4 * m.hidden)  # rows and columns of all matrices
-    sides += (1 if m.tied else 2) * (m.padded_vocab + m.hidden)
+    matrices, vector_sizes = parameters(m, Stage(m.layers, first=True, last=True), 1)
+    number_bytes = FP64 * (len(matrices) + len(vector_sizes))  # one for every parameter
+    q, key_width, f = m.heads * m.head_width, m.key_value_heads * m.head_width, m.ffn_width
+    side_count = m.layers * (2 * q + 2 * key_width + 3 * f + 4 * m.hidden)  # rows and columns of all matrices
+    side_count += (1 if m.tied else 2) * (m.padded_vocab + m.hidden)
     sizes = {
-        "stable_adamw": [number],
-        "lamb": [2 * number],
-        "stable_spam": [number, 2 * number],  # maxima, then sums
-        "adafactor": [FP32 * (sides + len(matrices)), number],
+        "stable_adamw": [number_bytes],
+        "lamb": [2 * number_bytes],
+        "stable_spam": [number_bytes, 2 * number_bytes],  # maxima, then sums
+        "adafactor": [FP32 * (side_count + len(matrices)), number_bytes],
     }
     calls = _updates(config, data, held, settings)
     return [Term(f"{name}'s update", "world", "all-reduce", size, calls) for size in sizes.get(name, [])]
@@ -427,47 +426,47 @@ def _update_sums(config: RunConfig, data: int, held: Stage, settings: Mapping[st
 
 def _updates(config: RunConfig, data: int, held: Stage, settings: Mapping[str, Any]) -> int:
     """How often ZeRO calls the optimizer in a step: for all parameters, for each group, or for each sub-group."""
-    groups = parameter_groups(config, held)
+    group_sizes = parameter_groups(config, held)
     if config.parallel.zero == 3:
-        limit, calls = settings.get("sub_group_size", SUB_GROUP), 0
-        for group in groups:
-            size = limit  # the first parameter opens a sub-group
-            for n in group.sizes:
-                calls += size >= limit
-                size = (0 if size >= limit else size) + round_up(n, data) // data
+        sub_group_size, calls = settings.get("sub_group_size", SUB_GROUP), 0
+        for group in group_sizes:
+            size = sub_group_size  # the first parameter opens a sub-group
+            for parameter_elements in group.sizes:
+                calls += size >= sub_group_size
+                size = (0 if size >= sub_group_size else size) + round_up(parameter_elements, data) // data
         return calls
-    return 1 if config.parallel.zero == 1 and config.precision.kind == "bf16" else len(groups)
+    return 1 if config.parallel.zero == 1 and config.precision.kind == "bf16" else len(group_sizes)
 
 
 def _orthogonalized(config: RunConfig, data: int, held: Stage, rank: tuple[int, int] | None) -> list[Term]:
     """Muon's two exchanges: momentum to the owners of the matrices, and results back. Bytes that a rank gives itself
     count, so a matrix that stays where it lies costs less. rank: (data, tensor) rank; None: the mean of all."""
     m, p = config.model, config.parallel
-    ranks = p.tensor * data
-    if config.optimizer.name != "muon" or ranks == 1:
+    rank_count = p.tensor * data
+    if config.optimizer.name != "muon" or rank_count == 1:
         return []
     if rank is None:
-        given = [sum(matrix.numel for matrix in stage_matrices(m, held.blocks)) // ranks] * 2
+        given = [sum(matrix.numel for matrix in stage_matrices(m, held.blocks)) // rank_count] * 2
     else:
-        each, mine = stage_rounds(m, held.blocks, p.tensor, data, p.zero), rank[0] * p.tensor + rank[1]
-        given = [sum(of.given(mine, back=back) for of in each) for back in (False, True)]
+        each, own_rank = stage_rounds(m, held.blocks, p.tensor, data, p.zero), rank[0] * p.tensor + rank[1]
+        given = [sum(of.given(own_rank, back=back) for of in each) for back in (False, True)]
     e = 2 if config.precision.kind == "bf16" else FP32
-    names = "momentum of matrices", "orthogonalized matrices"
-    return [Term(what, "stage", "all-to-all", n * e, 1) for what, n in zip(names, given, strict=True)]
+    term_names = "momentum of matrices", "orthogonalized matrices"
+    return [Term(what, "stage", "all-to-all", n * e, 1) for what, n in zip(term_names, given, strict=True)]
 
 
 def _gathered(config: RunConfig, data: int, held: Stage, settings: Mapping[str, Any]) -> list[Term]:
     """ZeRO 3: weights, each padded to a multiple of the ranks, gathered where they are used."""
     p, m, e, steps = config.parallel, config.model, element(config), accumulation(config, data)
-    matrices, norms = parameters(m, held, p.tensor)
-    total = sum(matrices) + sum(norms)
+    matrix_sizes, norm_sizes = parameters(m, held, p.tensor)
+    total = sum(matrix_sizes) + sum(norm_sizes)
     enough = {"stage3_max_live_parameters": total, "stage3_max_reuse_distance": 2 * total}  # there and back
-    whole = [Counter(round_up(n, data) // data * e for n in group) for group in (matrices, norms)]
-    if all(settings.get(key, 10**9) >= needed for key, needed in enough.items()):
+    whole = [Counter(round_up(n, data) // data * e for n in group) for group in (matrix_sizes, norm_sizes)]
+    if all(settings.get(setting_key, 10**9) >= needed for setting_key, needed in enough.items()):
         # All in one call, kept until the end of the backward pass. A tied weight belongs to the whole model, and comes
         # first.
         first = round_up(m.padded_vocab * m.hidden // p.tensor, data) // data * e if m.tied else 0
-        rest = sum(size * n for counted in whole for size, n in counted.items()) - first
+        rest = sum(size * n for counted_sizes in whole for size, n in counted_sizes.items()) - first
         return [Term("weights", "data", "all-gather", size, steps * (size > 0)) for size in (first, rest)]
     # One by one, in both passes; once more where recomputed, except the last of a block, which the backward pass needs
     # next.
@@ -475,11 +474,11 @@ def _gathered(config: RunConfig, data: int, held: Stage, settings: Mapping[str, 
     if p.recompute == "full":
         block = Stage(held.blocks, first=False, last=False)
         uses.update(round_up(n, data) // data * e for group in parameters(m, block, p.tensor) for n in group)
-        for number in range(held.blocks):  # no pipeline under ZeRO 3: all of them
-            last = m.hidden if needs_product(m, number) else m.ffn_width * m.hidden // p.tensor
+        for block_number in range(held.blocks):  # no pipeline under ZeRO 3: all of them
+            last = m.hidden if needs_product(m, block_number) else m.ffn_width * m.hidden // p.tensor
             uses[round_up(last, data) // data * e] -= 1
-    for counted in whole:
-        for size, n in counted.items():
+    for counted_sizes in whole:
+        for size, n in counted_sizes.items():
             uses[size] += 2 * n
     return [Term("weights", "data", "all-gather", size, steps * n) for size, n in uses.items()]
 
@@ -492,10 +491,10 @@ def _model_group(p: ParallelConfig) -> str:
 def _checks(config: RunConfig, groups: int, norm_bytes: int) -> list[Term]:
     """ZeRO's norms, one per group of parameters; and in 16 bits a further check that all gradients are finite."""
     p = config.parallel
-    asked = [("data", True), (_model_group(p), p.tensor * p.pipeline > 1)]
-    terms = [Term("norm", group, "all-reduce", norm_bytes, groups * needed) for group, needed in asked]
+    asked_groups = [("data", True), (_model_group(p), p.tensor * p.pipeline > 1)]
+    terms = [Term("norm", group, "all-reduce", norm_bytes, groups * needed) for group, needed in asked_groups]
     if config.precision.kind == "fp16" or (config.precision.kind == "bf16" and p.zero == 2):
-        terms += [Term("overflow", group, "all-reduce", 1, int(needed)) for group, needed in asked]
+        terms += [Term("overflow", group, "all-reduce", 1, int(needed)) for group, needed in asked_groups]
     return terms
 
 

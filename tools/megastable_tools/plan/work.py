@@ -18,9 +18,8 @@ from dataclasses import dataclass
 from megastable.config.rules import LINEARS
 from megastable.config.tree import RunConfig
 from megastable.model.sizes import keys_seen
-from megastable.optim.matrices import ITERATIONS
-from megastable_tools.plan.stage_matrices import busiest_flops, stage_matrices
-from megastable_tools.plan.updates import cost
+from megastable.optim.ownership import ITERATIONS
+from megastable_tools.plan.updates import busiest_flops, cost, stage_matrices
 from megastable_tools.plan.volume import Stage, element, needs_product, parameter_groups, parameters
 
 FORWARD, BACKWARD, AGAIN = "forward", "backward", "recomputed"
@@ -65,19 +64,19 @@ class WorkSizes:
 def sizes(config: RunConfig) -> WorkSizes:
     """Elements: query, key, ffn and vocabulary are this tensor rank's. attended: pairs of tokens times heads times d,
     in a causal model without windows."""
-    m, p = config.model, config.parallel
-    tokens = m.sequence_length * config.train.micro_batch / p.context
-    d = m.head_width
-    pairs = config.train.micro_batch * m.sequence_length**2 / 2
+    model_config, parallel_config = config.model, config.parallel
+    tokens = model_config.sequence_length * config.train.micro_batch / parallel_config.context
+    d = model_config.head_width
+    pairs = config.train.micro_batch * model_config.sequence_length**2 / 2
     return WorkSizes(
         tokens=tokens,
-        sharded=tokens / (p.tensor if p.sequence else 1),
-        attended=pairs * m.heads * d / (p.tensor * p.context),
-        hidden=m.hidden,
-        query=m.heads * d / p.tensor,
-        key=m.key_value_heads * d / p.tensor,
-        ffn=m.ffn_width / p.tensor,
-        vocabulary=m.padded_vocab / p.tensor,
+        sharded=tokens / (parallel_config.tensor if parallel_config.sequence else 1),
+        attended=pairs * model_config.heads * d / (parallel_config.tensor * parallel_config.context),
+        hidden=model_config.hidden,
+        query=model_config.heads * d / parallel_config.tensor,
+        key=model_config.key_value_heads * d / parallel_config.tensor,
+        ffn=model_config.ffn_width / parallel_config.tensor,
+        vocabulary=model_config.padded_vocab / parallel_config.tensor,
         e=element(config),
     )
 
@@ -103,40 +102,40 @@ def block(
     config: RunConfig, z: WorkSizes, eight: Set[str], fused: bool, number: int = 0
 ) -> Iterator[Operation]:
     """Block `number` and one micro-batch: forward, recomputation and backward. eight: of `sizes.fp8_linears`."""
-    p, fp8 = config.parallel, config.precision.fp8
-    full, selective = p.recompute == "full", p.recompute == "selective"
+    p, fp8_config = config.parallel, config.precision.fp8
+    is_full, is_selective = p.recompute == "full", p.recompute == "selective"
     for name, (k, n) in linears(z).items():
         in_eight = name in eight
-        width = 1 if in_eight else z.e
+        element_width = 1 if in_eight else z.e
         product = Operation(
             name,
             EIGHT if in_eight else PRODUCT,
             2 * z.tokens * k * n,
-            width * (z.tokens * k + k * n) + z.e * z.tokens * n,
+            element_width * (z.tokens * k + k * n) + z.e * z.tokens * n,
             shortest=min(z.tokens, k, n),
         )
         # Recomputation ends before the block's last product if nothing in the backward pass needs its output.
-        again = full and (name != "mlp.down" or needs_product(config.model, number))
-        passes = [(FORWARD, 1), (AGAIN, int(again)), (BACKWARD, 2)]
-        yield from (_at(product, when, times) for when, times in passes if times)
-        if in_eight and fp8 is not None:
-            each = PASSES[fp8.recipe]
-            cast = Operation(f"{name}: x and weight", CAST, 0, each * (z.tokens * k + k * n), kernels=2)
-            yield cast
-            if again:
-                yield _at(cast, AGAIN, 1)
+        is_recomputed = is_full and (name != "mlp.down" or needs_product(config.model, number))
+        step_passes = [(FORWARD, 1), (AGAIN, int(is_recomputed)), (BACKWARD, 2)]
+        yield from (_at(product, pass_name, times) for pass_name, times in step_passes if times)
+        if in_eight and fp8_config is not None:
+            each = PASSES[fp8_config.recipe]
+            fp8_cast = Operation(f"{name}: x and weight", CAST, 0, each * (z.tokens * k + k * n), kernels=2)
+            yield fp8_cast
+            if is_recomputed:
+                yield _at(fp8_cast, AGAIN, 1)
             yield Operation(f"{name}: gradient", CAST, 0, each * z.tokens * n, when=BACKWARD)
     # Two products of s x s; q, k, v and the result pass through memory.
-    core = Operation(
+    attention_core = Operation(
         "attention", ATTENTION, 4 * attended(config, z, number), z.e * z.tokens * (2 * z.query + 2 * z.key)
     )
-    yield core
-    if full or selective:
-        yield _at(core, AGAIN, 1)
+    yield attention_core
+    if is_full or is_selective:
+        yield _at(attention_core, AGAIN, 1)
     yield Operation(
         "attention",
         ATTENTION,
-        2.5 * core.flops,
+        2.5 * attention_core.flops,
         z.e * z.tokens * (4 * z.query + 4 * z.key),
         kernels=3,
         when=BACKWARD,
@@ -153,55 +152,55 @@ def attended(config: RunConfig, z: WorkSizes, number: int) -> float:
 def scores(config: RunConfig, z: WorkSizes) -> Operation:
     """Additional cost of attention per block if [heads, s, s] is written out: product, mask, softmax, dropout and
     product forward, the same again for the backward pass, and their gradients."""
-    m = config.model
-    elements = 2 * z.attended / m.head_width
-    return Operation("scores", MEMORY, 0, 20 * elements * z.e, kernels=12)
+    model_config = config.model
+    score_elements = 2 * z.attended / model_config.head_width
+    return Operation("scores", MEMORY, 0, 20 * score_elements * z.e, kernels=12)
 
 
 def _elementwise(config: RunConfig, z: WorkSizes, fused: bool) -> Iterator[Operation]:
     """Norms, residuals, QK-norm with RoPE, SwiGLU."""
-    stream, heads, wide = z.sharded * z.hidden, z.tokens * (z.query + z.key), z.tokens * z.ffn
-    e, m, normed = z.e, config.model, bool(config.model.qk_norm)
-    more = 2 if m.norms == "both" else 0  # norms of the products' results
-    clamp = 0 if m.swiglu_clamp is None else wide * e
+    stream, head_elements, ffn_elements = z.sharded * z.hidden, z.tokens * (z.query + z.key), z.tokens * z.ffn
+    e, model_config, has_norm = z.e, config.model, bool(config.model.qk_norm)
+    more = 2 if model_config.norms == "both" else 0  # norms of the products' results
+    clamp_bytes = 0 if model_config.swiglu_clamp is None else ffn_elements * e
     if fused:
         # x -> y, twice; x + y between; SwiGLU reads two and writes one. Backward: what forward read, and gradients.
         # A norm before the sum: its input is read twice; its gradient passes through memory, too.
-        forth = [
+        forward_passes = [
             ("norms and residuals", (9 + more) * stream * e, 4),
-            ("RoPE", 2 * heads * e, 2),
-            ("SwiGLU", 3 * wide * e, 1),
+            ("RoPE", 2 * head_elements * e, 2),
+            ("SwiGLU", 3 * ffn_elements * e, 1),
         ]
         back = [
             ("norms and residuals", (12 + 3 * more) * stream * e, 5 + more),
-            ("RoPE", (3 if normed else 2) * heads * e, 3),
+            ("RoPE", (3 if has_norm else 2) * head_elements * e, 3),
         ]
-        back.append(("SwiGLU", 5 * wide * e, 2))
+        back.append(("SwiGLU", 5 * ffn_elements * e, 2))
     else:
         # Operation by operation, norms and RoPE in fp32: to float, square, mean, rsqrt, times, times, back.
-        norm, turn = 34.0, (34.0 if normed else 0.0) + 28.0
-        forth = [
-            ("norms and residuals", ((2 + more) * norm + 6 * e) * stream, 16 + 7 * more),
-            ("RoPE", turn * heads, 26),
+        norm_bytes, rotation_bytes = 34.0, (34.0 if has_norm else 0.0) + 28.0
+        forward_passes = [
+            ("norms and residuals", ((2 + more) * norm_bytes + 6 * e) * stream, 16 + 7 * more),
+            ("RoPE", rotation_bytes * head_elements, 26),
         ]
-        forth.append(("SwiGLU", 5 * wide * e + 4 * clamp, 2 + 2 * (clamp > 0)))
+        forward_passes.append(("SwiGLU", 5 * ffn_elements * e + 4 * clamp_bytes, 2 + 2 * (clamp_bytes > 0)))
         back = [
-            ("norms and residuals", ((2 + more) * 1.8 * norm + 2 * e) * stream, 28 + 13 * more),
-            ("RoPE", 1.8 * turn * heads, 40),
+            ("norms and residuals", ((2 + more) * 1.8 * norm_bytes + 2 * e) * stream, 28 + 13 * more),
+            ("RoPE", 1.8 * rotation_bytes * head_elements, 40),
         ]
-        back.append(("SwiGLU", 10 * wide * e + 6 * clamp, 5 + 2 * (clamp > 0)))
-    recompute = config.parallel.recompute
-    for what, size, kernels in forth:
-        yield Operation(what, MEMORY, 0, size, kernels=kernels)
-        if recompute == "full" or (recompute == "selective" and what == "SwiGLU"):
-            yield Operation(what, MEMORY, 0, size, kernels=kernels, when=AGAIN)
-    for what, size, kernels in back:
-        yield Operation(what, MEMORY, 0, size, kernels=kernels, when=BACKWARD)
+        back.append(("SwiGLU", 10 * ffn_elements * e + 6 * clamp_bytes, 5 + 2 * (clamp_bytes > 0)))
+    recompute_kind = config.parallel.recompute
+    for what, memory_bytes, kernel_count in forward_passes:
+        yield Operation(what, MEMORY, 0, memory_bytes, kernels=kernel_count)
+        if recompute_kind == "full" or (recompute_kind == "selective" and what == "SwiGLU"):
+            yield Operation(what, MEMORY, 0, memory_bytes, kernels=kernel_count, when=AGAIN)
+    for what, memory_bytes, kernel_count in back:
+        yield Operation(what, MEMORY, 0, memory_bytes, kernels=kernel_count, when=BACKWARD)
 
 
 def ends(config: RunConfig, z: WorkSizes, held: Stage) -> Iterator[Operation]:
     """Work of the first stage (embedding) and the last one (final norm, head, loss) beside the blocks."""
-    stream = z.sharded * z.hidden
+    stream_elements = z.sharded * z.hidden
     table = z.vocabulary * z.hidden
     if held.first:
         yield Operation("embedding", MEMORY, 0, 2 * z.tokens * z.hidden * z.e, kernels=4)
@@ -210,31 +209,31 @@ def ends(config: RunConfig, z: WorkSizes, held: Stage) -> Iterator[Operation]:
             "embedding", MEMORY, 0, table * z.e + 3 * z.tokens * z.hidden * z.e, kernels=4, when=BACKWARD
         )
     if held.last:
-        yield Operation("final norm", MEMORY, 0, 2 * stream * z.e, kernels=2)
-        yield Operation("final norm", MEMORY, 0, 4 * stream * z.e, kernels=3, when=BACKWARD)
-        product = Operation(
+        yield Operation("final norm", MEMORY, 0, 2 * stream_elements * z.e, kernels=2)
+        yield Operation("final norm", MEMORY, 0, 4 * stream_elements * z.e, kernels=3, when=BACKWARD)
+        head_product = Operation(
             "head",
             PRODUCT,
             2 * z.tokens * table,
             z.e * (z.tokens * z.hidden + table + z.tokens * z.vocabulary),
             shortest=min(z.tokens, z.hidden, z.vocabulary),
         )
-        yield product
-        yield _at(product, BACKWARD, 2)
+        yield head_product
+        yield _at(head_product, BACKWARD, 2)
         # Read in compute precision, in fp32 once each for the logsumexp and the gradient, which is written.
         yield Operation("loss", MEMORY, 0, (3 * z.e + 4) * z.tokens * z.vocabulary, kernels=12)
 
 
 def accumulated(config: RunConfig, held: Stage, micro_batches: int) -> Operation:
     """Accumulation of a micro-batch's gradients in fp32 sums: those are read and written. The first ones are copied."""
-    n, e = held_parameters(config, held), element(config)
-    size = n * (e + 8 - 4 / micro_batches)
-    return Operation("gradients", STREAM, 0, size, kernels=9 * held.blocks, when=BACKWARD)
+    parameter_count, element_bytes = held_parameters(config, held), element(config)
+    gradient_bytes = parameter_count * (element_bytes + 8 - 4 / micro_batches)
+    return Operation("gradients", STREAM, 0, gradient_bytes, kernels=9 * held.blocks, when=BACKWARD)
 
 
 def held_parameters(config: RunConfig, held: Stage) -> int:
     """Elements of the weights of a stage on one tensor rank."""
-    return sum(sum(group) for group in parameters(config.model, held, config.parallel.tensor))
+    return sum(sum(size_group) for size_group in parameters(config.model, held, config.parallel.tensor))
 
 
 def update(config: RunConfig, held: Stage, data: int) -> Operation:
@@ -256,13 +255,13 @@ def orthogonalization(config: RunConfig, held: Stage, data: int) -> Operation | 
         return None
     all_of = stage_matrices(config.model, held.blocks)
     flops = busiest_flops(config.model, held.blocks, config.parallel.tensor * data)
-    e = 2 if config.precision.kind == "bf16" else 4
-    mean = sum(m.numel for m in all_of) / len(all_of)
+    element_bytes = 2 if config.precision.kind == "bf16" else 4
+    mean_elements = sum(m.numel for m in all_of) / len(all_of)
     each = sum(m.flops for m in all_of) / len(all_of)
     # Of a matrix of mean size: it is read twice and written, as is its square.
-    passes = ITERATIONS * 6 * mean * e
+    matrix_traffic = ITERATIONS * 6 * mean_elements * element_bytes
     return Operation(
-        "orthogonalization", PRODUCT, flops, flops / each * passes,
+        "orthogonalization", PRODUCT, flops, flops / each * matrix_traffic,
         shortest=min(min(m.rows, m.columns) for m in all_of), kernels=math.ceil(flops / each * 3 * ITERATIONS),
     )  # fmt: skip
 

@@ -1,19 +1,78 @@
-"""Tell what a file holds: by its name, and where the name says nothing, by its first bytes.
+"""Tell what a file holds: by its name, and where the name says nothing, by its first bytes; and decompress it.
 
 Spark writes JSON lines as `part-00000`, WikiExtractor as `AA/wiki_00`, others as `.jl` or `.jsonl.0001`: read as text,
 each would be one document of raw JSON.
+
+Each compressed stream is read to its own end mark, so that damage and a missing end are errors, never a shorter text.
+(The file objects of `lzma`, `bz2` and `zstandard`, and so fsspec's, silently end at a broken second stream or a
+truncated file.)
 """
 
 from __future__ import annotations
 
+import bz2
 import json
+import lzma
 import re
-from collections.abc import Iterable, Iterator
+import zlib
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from pathlib import PurePosixPath
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from megastable_tools.prepare.decompress import DECODERS, decompress
+import zstandard
+
+from megastable.base.errors import DataError
+
+INPUT = 2048  # bytes that a decoder gets at a time: a few may expand to 128 KiB (Zstandard)
+PIECE = 1 << 20  # maximum bytes that bzip2 and xz give at a time: 46 bytes of bzip2 may hold 45 MB
+_ZSTD_WINDOW = 1 << 31  # bytes of memory: as for `zstd --long=31`, which large text archives use
+
+# Each makes the decoder of one stream: `decompress(bytes)`, `eof` once its end mark was read, `unused_data` after it.
+DECODERS: dict[str, Callable[[], Any]] = {
+    ".gz": lambda: zlib.decompressobj(wbits=31),
+    ".zst": lambda: zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW).decompressobj(),
+    ".zstd": lambda: zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW).decompressobj(),
+    ".xz": lzma.LZMADecompressor,
+    ".lzma": lzma.LZMADecompressor,
+    ".bz2": bz2.BZ2Decompressor,
+}
+
+
+def decompress(where: str, chunks: Iterable[bytes], ending: str) -> Iterator[bytes]:
+    """Decompress one or more consecutive streams, with zero bytes between or after them (padding of tapes and xz).
+
+    Args:
+        where: Names the file.
+        chunks: Its content.
+        ending: Of DECODERS.
+
+    Raises:
+        DataError: for damage, and for data that ends too early.
+    """
+    decoder: Any = None
+    try:
+        for chunk in chunks:
+            for chunk_offset in range(0, len(chunk), INPUT):
+                data_left = chunk[chunk_offset : chunk_offset + INPUT]
+                while data_left := data_left if decoder else data_left.lstrip(b"\0"):
+                    decoder = decoder or DECODERS[ending]()
+                    yield from filter(None, _decompress_some(decoder, data_left))
+                    data_left, decoder = (decoder.unused_data, None) if decoder.eof else (b"", decoder)
+    except (zlib.error, lzma.LZMAError, zstandard.ZstdError, OSError, EOFError) as error:
+        raise DataError(f"{where} is damaged: {error}; fetch it again") from error
+    if decoder is not None:
+        raise DataError(f"{where} ends too early, inside its compressed data: fetch it again")
+
+
+def _decompress_some(decoder: Any, data: bytes) -> Iterator[bytes]:
+    if not isinstance(decoder, bz2.BZ2Decompressor | lzma.LZMADecompressor):
+        yield decoder.decompress(data)
+        return
+    yield decoder.decompress(data, PIECE)
+    while not (decoder.eof or decoder.needs_input):
+        yield decoder.decompress(b"", PIECE)
+
 
 Kind = Literal["text", "json lines", "parquet", "arrow", "csv", "tsv", "tar", "unread"]
 KINDS: dict[str, Kind] = {
@@ -93,8 +152,8 @@ def format_of(name: str) -> FileFormat:
     if suffixes[-1] in SHORT:
         return FileFormat("tar", SHORT[suffixes[-1]])
     codec = suffixes.pop() if suffixes[-1] in DECODERS else ""
-    last = suffixes[-1] if suffixes else ""
-    kind = "unread" if last in UNREAD else KINDS.get(last, "text")
+    last_suffix = suffixes[-1] if suffixes else ""
+    kind = "unread" if last_suffix in UNREAD else KINDS.get(last_suffix, "text")
     return FileFormat("unread" if kind == "parquet" and codec else kind, codec)
 
 
@@ -108,43 +167,43 @@ def open_content(where: str, form: FileFormat, chunks: Iterable[bytes], as_text:
     if form.kind != "text" or as_text:
         return Content(form.kind, chunks)
     for _ in range(LAYERS):
-        head, chunks = _peek(chunks)
-        if not (found := _COMPRESSED.match(head)):
+        first_bytes, chunks = _peek(chunks)
+        if not (compressed_match := _COMPRESSED.match(first_bytes)):
             break
-        chunks = decompress(where, chunks, f".{found.lastgroup}")
-    if _COMPRESSED.match(head):
+        chunks = decompress(where, chunks, f".{compressed_match.lastgroup}")
+    if _COMPRESSED.match(first_bytes):
         return Content("unread", chunks, True, "compressed again and again")
-    if _ARROW.match(head):
+    if _ARROW.match(first_bytes):
         return Content("arrow", chunks, True)
-    if unread := next((what for magic, what in _UNREAD if magic.match(head)), ""):
-        return Content("unread", chunks, True, unread)
-    if holds_json_lines(head):
+    if unread_kind := next((unread_name for magic, unread_name in _UNREAD if magic.match(first_bytes)), ""):
+        return Content("unread", chunks, True, unread_kind)
+    if holds_json_lines(first_bytes):
         return Content("json lines", chunks, True)
     return Content("text", chunks)
 
 
 def holds_json_lines(head: bytes) -> bool:
     """Whether a file is JSON lines by its first bytes, in which some lines may be broken."""
-    cut = len(head) >= SNIFFED
+    is_cut = len(head) >= SNIFFED
     head = head.removeprefix(b"\xef\xbb\xbf").lstrip(_BLANK.encode())
     if not _OBJECT.match(head):
         return False
-    *lines, last = head.split(b"\n")
-    return any(map(_is_object, [*lines, last])) or (cut and _OBJECT.match(last) is not None)
+    *lines, last_line = head.split(b"\n")
+    return any(map(_is_object, [*lines, last_line])) or (is_cut and _OBJECT.match(last_line) is not None)
 
 
 def find_records(text: str, key: str) -> str:
     """What makes a whole text a file of records, as the end of "it holds ..."; "" for a text."""
-    start = re.match(f"[{_BLANK}]*", text)
-    assert start is not None  # nothing matches, too
-    if text[start.end() : start.end() + 1] in ("{", "["):
+    text_start = re.match(f"[{_BLANK}]*", text)
+    assert text_start is not None  # nothing matches, too
+    if text[text_start.end() : text_start.end() + 1] in ("{", "["):
         try:
-            value, end = json.JSONDecoder().raw_decode(text, start.end())
+            json_value, text_end = json.JSONDecoder().raw_decode(text, text_start.end())
         except (ValueError, RecursionError):
-            value, end = None, 0
-        first = value[0] if isinstance(value, list) and value else value
-        alone = text[end : end + SNIFFED].lstrip(" \t\r")[:1] in ("", "\n", "{", "\x1e")
-        if alone and first and isinstance(first, dict | str):
+            json_value, text_end = None, 0
+        first_value = json_value[0] if isinstance(json_value, list) and json_value else json_value
+        is_alone = text[text_end : text_end + SNIFFED].lstrip(" \t\r")[:1] in ("", "\n", "{", "\x1e")
+        if is_alone and first_value and isinstance(first_value, dict | str):
             return "JSON, not one object per line (jq -c . makes lines of it, jq -c '.[]' of an array)"
     header = text[:SNIFFED].partition("\n")[0].rstrip("\r")
     for delimiter in ",\t;|":
@@ -163,8 +222,8 @@ def _is_object(line: bytes) -> bool:
 
 def _peek(chunks: Iterable[bytes]) -> tuple[bytes, Iterator[bytes]]:
     """The first SNIFFED bytes or a few more, and all bytes."""
-    rest, seen, size = iter(chunks), list[bytes](), 0
-    while size < SNIFFED and (chunk := next(rest, None)) is not None:
-        seen.append(chunk)
-        size += len(chunk)
-    return b"".join(seen)[:SNIFFED], chain(seen, rest)
+    chunks_left, chunks_seen, bytes_seen = iter(chunks), list[bytes](), 0
+    while bytes_seen < SNIFFED and (chunk := next(chunks_left, None)) is not None:
+        chunks_seen.append(chunk)
+        bytes_seen += len(chunk)
+    return b"".join(chunks_seen)[:SNIFFED], chain(chunks_seen, chunks_left)

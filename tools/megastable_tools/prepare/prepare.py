@@ -7,32 +7,43 @@ hash of its text assigns it to training or validation: exact duplicates always g
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from multiprocessing import get_context, parent_process
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import NamedTuple, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 from rich.filesize import decimal
 
-from megastable.base.errors import DataError
+from megastable.base.durable import staged_directory
+from megastable.base.errors import DataError, MegastableError
 from megastable.base.text import plural, show_share, visible
-from megastable.data.local_copy import staged_directory
-from megastable.data.lost_text import MOST_LOST, SHOWN, LossCounter, describe_loss
-from megastable.data.manifest import FILE, Manifest, Segment, TokenizerInfo
+from megastable.data.manifest import Manifest, Segment, TokenizerInfo
 from megastable.data.shard_format import ShardInfo, dtype_for
 from megastable.data.shards import ShardWriter
-from megastable.data.tokenizer import OWN, Tokenizer, load_tokenizer
-from megastable_tools.prepare.command_summary import Summary
-from megastable_tools.prepare.left_out import told
-from megastable_tools.prepare.pool import ordered_map
-from megastable_tools.prepare.progress import Meter
+from megastable.data.tokenizer import (
+    MOST_LOST,
+    OWN,
+    SHOWN,
+    LossCounter,
+    Tokenizer,
+    describe_loss,
+    load_tokenizer,
+)
+from megastable_tools.prepare.reporting import Meter, Summary, tell_counts
 from megastable_tools.prepare.text_files import TextFiles
 
 SHARD_TOKENS = 1 << 30
@@ -60,7 +71,7 @@ class Encoded(NamedTuple):
     hashes: list[int]  # 64 bits each, of the UTF-8 text
     text_bytes: list[int]  # of each
     read_bytes: int
-    lost_bytes: int  # of the text; see `lost_text.py`
+    lost_bytes: int  # of the text; see `tokenizer.LossCounter`
     worst: tuple[int, str]  # the most that a document lost, and its beginning
 
 
@@ -87,7 +98,7 @@ def prepare_shards(
     progress: bool = True,
 ) -> Summary:
     """Make the corpus `output` from the text in `inputs` (files, and files of folders that `globs` match; see
-    `text.py`).
+    `text_files.py`).
 
     `validation` is the share of the documents to hold back (None: a hundredth, or none with `validation_inputs`); with
     two or more different documents, both splits get at least one. The documents of `validation_inputs` are the
@@ -95,10 +106,10 @@ def prepare_shards(
     the document that brings it to `shard_tokens`. `output` appears complete or not at all; an older corpus there is
     replaced only with `overwrite`. With `bos` every document begins with the tokenizer's own begin-of-document token.
 
-    Raises DataError for bad input, a tokenizer that loses more than the share `max_lost` of the text (`lost_text.py`),
+    Raises DataError for bad input, a tokenizer that loses more than the share `max_lost` of the text (`LossCounter`),
     or of that so far from `JUDGED_FROM` on, an empty corpus, an `output` that is occupied, or a full disk.
     """
-    begin = time.monotonic()
+    begin_time = time.monotonic()
     if validation and validation_inputs:
         raise DataError(
             f"validation is {validation}, and there are documents for validation already: choose one of --validation "
@@ -139,10 +150,10 @@ def prepare_shards(
                 f"nothing is left for the {empty.pop()} split: no text, or all of it is in the other input, too; give "
                 "other --input and --validation-input"
             )
-        settled = settle_threshold(threshold, *written.hashes)
-        if settled != threshold:
-            first, written = written, job.write(settled)
-            if written.hashes != first.hashes:
+        settled_threshold = settle_threshold(threshold, *written.hashes)
+        if settled_threshold != threshold:
+            first_pass, written = written, job.write(settled_threshold)
+            if written.hashes != first_pass.hashes:
                 raise DataError("the input changed while it was read, or is a pipe: put it into a file")
         manifest = written.manifest(name, tokenizer, source or visible(", ".join(map(str, inputs))))
         manifest.save(staging)
@@ -169,7 +180,7 @@ def prepare_shards(
         output,
         manifest,
         chosen,
-        seconds=time.monotonic() - begin,
+        seconds=time.monotonic() - begin_time,
         read=corpus.read,
         left_out=corpus.left_out,
         lost_share=written.lost_share,
@@ -194,22 +205,24 @@ def encode_batch(batch: DocumentBatch, tokenizer_path: Path, info: TokenizerInfo
     """Encode the documents of a batch; runs in the worker processes."""
     tokenizer = _cached_tokenizer(tokenizer_path, info)
     dtype = np.dtype(dtype_for(tokenizer.vocab_size))
-    begin = np.array([] if info.bos is None else [info.bos], dtype=dtype)
-    end = np.array([info.eod], dtype=dtype)
-    raw = [text.encode() for text in batch.texts]
-    encoded = tokenizer.encode_batch(batch.texts)
-    lost = _cached_counter(tokenizer_path, info).count(batch.texts, raw, encoded)
-    most = max(range(len(lost)), key=lost.__getitem__)
-    ids = [part.astype(dtype) for part in encoded]
-    _check_edges(tokenizer, ids)
+    begin_ids = np.array([] if info.bos is None else [info.bos], dtype=dtype)
+    end_ids = np.array([info.eod], dtype=dtype)
+    raw_texts = [text.encode() for text in batch.texts]
+    encoded_texts = tokenizer.encode_batch(batch.texts)
+    lost_bytes = _cached_counter(tokenizer_path, info).count(batch.texts, raw_texts, encoded_texts)
+    worst_index = max(range(len(lost_bytes)), key=lost_bytes.__getitem__)
+    document_ids = [encoded_part.astype(dtype) for encoded_part in encoded_texts]
+    _check_edges(tokenizer, document_ids)
     return Encoded(
-        tokens=np.concatenate([part for document in ids for part in (begin, document, end)]),
-        lengths=[begin.size + document.size + 1 for document in ids],
-        hashes=[xxhash.xxh3_64_intdigest(text, seed) for text in raw],
-        text_bytes=[len(text) for text in raw],
+        tokens=np.concatenate(
+            [encoded_part for document in document_ids for encoded_part in (begin_ids, document, end_ids)]
+        ),
+        lengths=[begin_ids.size + document.size + 1 for document in document_ids],
+        hashes=[xxhash.xxh3_64_intdigest(text, seed) for text in raw_texts],
+        text_bytes=[len(text) for text in raw_texts],
         read_bytes=batch.read_bytes,
-        lost_bytes=sum(lost),
-        worst=(lost[most], batch.texts[most][:SHOWN] if lost[most] else ""),
+        lost_bytes=sum(lost_bytes),
+        worst=(lost_bytes[worst_index], batch.texts[worst_index][:SHOWN] if lost_bytes[worst_index] else ""),
     )
 
 
@@ -217,7 +230,7 @@ def _check_edges(tokenizer: Tokenizer, documents: Sequence[npt.NDArray[np.intege
     """Raise a DataError if a text has the token that ends documents, or begins them: a piece of one character, a byte
     or the unknown piece, which cannot be taken from texts."""
     for does, option, token in (("ends", "--eod", tokenizer.eod), ("begins", "--bos", tokenizer.bos)):
-        if token is not None and any((ids == token).any() for ids in documents):
+        if token is not None and any((document_ids == token).any() for document_ids in documents):
             raise DataError(
                 f"the token {token} ({tokenizer.spelled(token)!r}), which {does} documents ({option}), is in the text "
                 f"of a document, too: {tokenizer.file.name} needs it for texts. "
@@ -253,11 +266,7 @@ def check_free(output: Path, overwrite: bool) -> None:
         return
     if not overwrite:
         raise DataError(f"{output} exists already: choose another --output, or replace it with --overwrite")
-    manifest = Manifest.load(output)
-    own = {FILE, manifest.tokenizer.file}
-    own |= {shard.name + suffix for shard in manifest.shards for suffix in (".bin", ".idx")}
-    if foreign := sorted(path.name for path in output.iterdir() if path.name not in own):
-        raise DataError(f"{output} will not be replaced: {foreign[0]} in it is not part of its corpus")
+    Manifest.load(output).check_replaceable(output)
 
 
 @dataclass
@@ -278,11 +287,11 @@ class _Written:
         self.text_bytes += sum(encoded.text_bytes) - left_out_bytes
         self.lost_bytes += encoded.lost_bytes
         self.worst = max(self.worst, encoded.worst, key=lambda worst: worst[0])
-        hashes = (*self.hashes, *encoded.hashes)
-        self.hashes = (min(hashes), max(hashes))
+        all_hashes = (*self.hashes, *encoded.hashes)
+        self.hashes = (min(all_hashes), max(all_hashes))
 
     def manifest(self, name: str, tokenizer: Tokenizer, source: str) -> Manifest:
-        splits = {
+        segments_by_split = {
             split: [
                 Segment(shard=shard.name, first_token=0, tokens=shard.tokens, documents=shard.documents)
                 for shard in shards
@@ -295,7 +304,7 @@ class _Written:
             tokenizer=tokenizer.info,
             dtype=dtype_for(tokenizer.vocab_size),
             shards=[shard for shards in self.shards.values() for shard in shards],
-            splits=splits,
+            splits=segments_by_split,
             text_bytes=self.text_bytes,
             source=source,
         )
@@ -317,61 +326,63 @@ class _Tokenization:
     def check_loss(self, written: _Written, of: str = "the text") -> None:
         """Raise a DataError if too much of the text is lost."""
         if written.lost_share > self.max_lost:
-            allowed = f"{min(1, written.lost_share + 0.001):.3f}"
+            allowed_share = f"{min(1, written.lost_share + 0.001):.3f}"
             lost = describe_loss(written.lost_share, self.tokenizer, written.worst[1], of)
             raise DataError(
                 f"{lost}: take another, train one on this text (megastable prepare tokenizer), or allow the loss with "
-                f"--max-lost {allowed}"
+                f"--max-lost {allowed_share}"
             )
 
     def write(self, threshold: int) -> _Written:
         """Write all shards: documents whose hash is below `threshold` are for validation."""
-        for old in (*self.staging.glob("*.bin"), *self.staging.glob("*.idx")):
-            old.unlink()
-        encode = partial(
+        for old_file in (*self.staging.glob("*.bin"), *self.staging.glob("*.idx")):
+            old_file.unlink()
+        encode_documents = partial(
             encode_batch, tokenizer_path=self.tokenizer.file, info=self.tokenizer.info, seed=self.seed
         )
         written = _Written({})
-        documents = tokens = 0
+        document_count = token_count = 0
         held_hashes = set[int]()
         with ExitStack() as stack:
-            total = self.corpus.total_bytes + (self.held_back.total_bytes if self.held_back else 0)
-            meter = stack.enter_context(Meter(total, silent=not self.progress))
-            train, validation = (stack.enter_context(_SplitWriter(self, split)) for split in SPLITS)
+            total_bytes = self.corpus.total_bytes + (self.held_back.total_bytes if self.held_back else 0)
+            meter = stack.enter_context(Meter(total_bytes, silent=not self.progress))
+            train_writer, validation_writer = (
+                stack.enter_context(_SplitWriter(self, split)) for split in SPLITS
+            )
 
             def encoded_batches(corpus: TextFiles) -> Iterator[Encoded]:
-                results = ordered_map(encode, _batches(corpus), self.workers)
-                yield from stack.enter_context(closing(results))
+                encoded_results = ordered_map(encode_documents, _batches(corpus), self.workers)
+                yield from stack.enter_context(closing(encoded_results))
 
             def note(encoded: Encoded, read_bytes: int, left_out_bytes: int = 0) -> None:
-                nonlocal documents, tokens
+                nonlocal document_count, token_count
                 written.note(encoded, left_out_bytes)
-                documents += len(encoded.lengths)
-                tokens += encoded.tokens.size
-                lost = f"{show_share(written.lost_share)} lost" if written.lost_bytes else ""
-                meter.update(read_bytes, documents, tokens, lost)
+                document_count += len(encoded.lengths)
+                token_count += encoded.tokens.size
+                loss_text = f"{show_share(written.lost_share)} lost" if written.lost_bytes else ""
+                meter.update(read_bytes, document_count, token_count, loss_text)
                 if written.text_bytes >= JUDGED_FROM:
                     self.check_loss(written, f"the first {decimal(written.text_bytes)} of text")
 
             # First what is held back, to know it in the other input.
             for encoded in encoded_batches(self.held_back) if self.held_back else ():
-                for document in np.split(encoded.tokens, np.cumsum(encoded.lengths)[:-1]):
-                    validation.add(document)
+                for document_ids in np.split(encoded.tokens, np.cumsum(encoded.lengths)[:-1]):
+                    validation_writer.add(document_ids)
                 held_hashes.update(encoded.hashes)
                 note(encoded, encoded.read_bytes)
             read_before = self.held_back.read_bytes if self.held_back else 0
             for encoded in encoded_batches(self.corpus):
-                ends, left_out_bytes = np.cumsum(encoded.lengths)[:-1], 0
-                for document, text_hash, text_bytes in zip(
-                    np.split(encoded.tokens, ends), encoded.hashes, encoded.text_bytes, strict=True
+                document_ends, left_out_bytes = np.cumsum(encoded.lengths)[:-1], 0
+                for document_ids, text_hash, text_bytes in zip(
+                    np.split(encoded.tokens, document_ends), encoded.hashes, encoded.text_bytes, strict=True
                 ):
                     if text_hash in held_hashes:
                         self.corpus.left_out.document(IN_BOTH)
                         left_out_bytes += text_bytes
                         continue
-                    (validation if text_hash < threshold else train).add(document)
+                    (validation_writer if text_hash < threshold else train_writer).add(document_ids)
                 note(encoded, read_before + encoded.read_bytes, left_out_bytes)
-            written.shards = {"train": train.close(), "validation": validation.close()}
+            written.shards = {"train": train_writer.close(), "validation": validation_writer.close()}
         return written
 
 
@@ -395,8 +406,8 @@ class _SplitWriter:
 
     def add(self, document: npt.NDArray[np.integer]) -> None:
         if self._open is None:
-            prefix = self._prefix.with_name(f"{self._prefix.name}-{len(self._done):05d}")
-            self._open = ShardWriter(prefix, self._vocab_size)
+            shard_prefix = self._prefix.with_name(f"{self._prefix.name}-{len(self._done):05d}")
+            self._open = ShardWriter(shard_prefix, self._vocab_size)
         self._open.add_document(document)
         if self._open.tokens >= self._limit:
             self.close()
@@ -409,23 +420,92 @@ class _SplitWriter:
 
 
 def _batches(corpus: TextFiles) -> Iterator[DocumentBatch]:
-    texts: list[str] = []
-    characters = 0
+    batch_texts: list[str] = []
+    character_count = 0
     for text in corpus:
-        texts.append(text)
-        characters += len(text)
-        if characters >= BATCH:
-            yield DocumentBatch(texts, corpus.read_bytes)
-            texts, characters = [], 0
-    if texts:
-        yield DocumentBatch(texts, corpus.read_bytes)
+        batch_texts.append(text)
+        character_count += len(text)
+        if character_count >= BATCH:
+            yield DocumentBatch(batch_texts, corpus.read_bytes)
+            batch_texts, character_count = [], 0
+    if batch_texts:
+        yield DocumentBatch(batch_texts, corpus.read_bytes)
 
 
 def _nothing_found(inputs: Sequence[Path], corpus: TextFiles) -> str:
-    left_out = "; ".join(told(corpus.left_out.counts, corpus.left_out.files, where_all=""))
-    where = ", ".join(str(path) for path in inputs[:3]) + (", ..." if len(inputs) > 3 else "")
+    left_out = "; ".join(tell_counts(corpus.left_out.counts, corpus.left_out.files, where_all=""))
+    input_names = ", ".join(str(input_path) for input_path in inputs[:3]) + (
+        ", ..." if len(inputs) > 3 else ""
+    )
     return (
-        f"the corpus is empty: no text in {plural(len(corpus.files), 'file')} of {where}"
+        f"the corpus is empty: no text in {plural(len(corpus.files), 'file')} of {input_names}"
         + (f"; left out: {left_out}" if left_out else "")
         + "; give other --input"
     )
+
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+def ordered_map(
+    function: Callable[[Item], Result], items: Iterable[Item], workers: int
+) -> Generator[Result, None, None]:
+    """`map(function, items)` in `workers` spawned processes, or in this one if `workers` is 1.
+
+    At most 3 items per worker are in flight, so a slow consumer stops the reading of `items`. Exceptions of
+    `function` are raised here. Close the iterator (`contextlib.closing`) to end the workers early;
+    they also end when this process ends in any way. Raises MegastableError when a worker is killed.
+    """
+    if workers == 1:
+        yield from map(function, items)
+        return
+    process_pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_start_worker)
+    pending_results: deque[Future[Result]] = deque()
+    try:
+        for item in items:
+            with _interrupts_held():
+                pending_results.append(process_pool.submit(function, item))
+            if len(pending_results) >= 3 * workers:
+                yield pending_results.popleft().result()
+        while pending_results:
+            yield pending_results.popleft().result()
+    except BrokenProcessPool as error:
+        raise MegastableError(
+            "a worker process was killed, probably for lack of memory: try again with fewer --workers"
+        ) from error
+    finally:
+        process_pool.shutdown(wait=True, cancel_futures=True)
+
+
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Hold Ctrl-C back while workers start: they inherit the mask, so that only this process receives it.
+
+    The mask is this thread's; when another thread takes the signal, Python still calls the handler here.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signals_received: list[int] = []
+    old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    old_handler = signal.signal(signal.SIGINT, lambda number, frame: signals_received.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, old_handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
+        if signals_received:
+            signal.raise_signal(signal.SIGINT)
+
+
+def _start_worker() -> None:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent_handle = parent_process()
+    if parent_handle is not None:
+        parent_handle.join()
+        os._exit(1)

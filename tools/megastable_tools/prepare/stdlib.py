@@ -10,10 +10,10 @@ from pathlib import Path
 from megastable.base.errors import DataError
 from megastable.data.manifest import FILE, Manifest, Stream
 from megastable.data.tokenizer import load_tokenizer
-from megastable_tools.prepare.command_summary import Summary
+from megastable_tools.prepare.corpus_tokenizer import train_sentencepiece
 from megastable_tools.prepare.prepare import check_free, prepare_shards
+from megastable_tools.prepare.reporting import Summary
 from megastable_tools.prepare.text_files import TextFiles
-from megastable_tools.prepare.train_tokenizer import train_sentencepiece
 
 NAME = "stdlib"
 VALIDATION = 0.03  # of about 730 modules of very different lengths
@@ -23,14 +23,14 @@ LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__p
 def stdlib_files() -> list[Path]:
     """The modules of this Python's standard library, sorted, without tests and installed packages."""
     root = Path(sysconfig.get_path("stdlib"))
-    files = sorted(
+    module_files = sorted(
         path for path in root.rglob("*.py") if not LEFT_OUT.intersection(path.relative_to(root).parts)
     )
-    if not files:
+    if not module_files:
         raise DataError(
             f"there is no .py file in {root}: this Python was installed without its source, use another"
         )
-    return files
+    return module_files
 
 
 def prepare_stdlib(
@@ -50,13 +50,13 @@ def prepare_stdlib(
         info = manifest.tokenizer
         return Summary.of("reused", output, manifest, load_tokenizer(output / info.file, info.eod, info.bos))
     check_free(output, overwrite)
-    files = stdlib_files()
-    with tempfile.TemporaryDirectory() as directory:
+    module_files = stdlib_files()
+    with tempfile.TemporaryDirectory() as temporary_folder:
         tokenizer = train_sentencepiece(
-            TextFiles(files, skip_bad=True), Path(directory, "tokenizer.model"), vocab_size
+            TextFiles(module_files, skip_bad=True), Path(temporary_folder, "tokenizer.model"), vocab_size
         )
         return prepare_shards(
-            files,
+            module_files,
             output,
             tokenizer.file,
             name=NAME,
@@ -77,6 +77,6 @@ def load_reusable(output: Path, vocab_size: int) -> Manifest:
             f"{output} is the corpus {manifest.name!r} with a vocabulary of {manifest.tokenizer.vocab_size}, "
             f"not {NAME!r} with {vocab_size}: choose another --output, or replace it with --overwrite"
         )
-    for split in manifest.splits:
-        Stream(output, manifest, split)  # checks the sizes of all its files
+    for split_name in manifest.splits:
+        Stream(output, manifest, split_name)  # checks the sizes of all its files
     return manifest

@@ -1,49 +1,56 @@
-"""Read documents from files: plain text, JSON lines, tables and archives, compressed or not.
+"""Find the input files of a corpus, and read their documents: plain text, JSON lines, tables and archives, compressed
+or not.
 
 The file name's ending decides: `.jsonl`, `.ndjson` and `.json` hold one JSON object per line; `.parquet`, `.arrow`,
 `.feather`, `.csv` and `.tsv` a table; `.tar` files of all these (except Parquet) or the samples of a WebDataset. `.gz`,
 `.zst`, `.xz` and `.bz2` may follow each except Parquet. Any other name says nothing: the content decides whether the
 file is JSON lines, Arrow or one document, and what is recognised but not read so is refused.
+
+A file that only describes the data (README.md, LICENSE, dataset_infos.json) is left out if its folder, or one below,
+holds data files, by their names or by what the first few others hold; where there are only texts it is a document. The
+same goes for members of an archive.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import re
+import struct
 from codecs import BOM_UTF16_BE, BOM_UTF16_LE
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path, PurePosixPath
+from typing import NoReturn
 
 from megastable.base.errors import DataError
-from megastable_tools.prepare.archive import (
-    ArchiveSample,
-    Member,
-    is_webdataset,
-    members,
-    samples,
-    split_name,
-    text_endings,
-)
-from megastable_tools.prepare.decompress import decompress
 from megastable_tools.prepare.file_formats import (
     SNIFFED,
     FileFormat,
     Kind,
+    decompress,
     find_records,
     format_of,
     open_content,
 )
-from megastable_tools.prepare.input_files import (
-    ABOUT,
-    HIDDEN,
-    TOKENS,
-    find_files,
-    holds_data,
-    is_about_data,
-    is_data,
-    is_datatrove,
+from megastable_tools.prepare.file_readers import (
+    ArchiveSample,
+    Cells,
+    Flaw,
+    Member,
+    arrow_cells,
+    csv_cells,
+    is_webdataset,
+    members,
+    parquet_cells,
+    samples,
+    split_name,
+    text_endings,
 )
-from megastable_tools.prepare.left_out import CountedFiles
-from megastable_tools.prepare.table_files import Cells, Flaw, arrow_cells, csv_cells, parquet_cells
+from megastable_tools.prepare.reporting import CountedFiles
+from megastable_tools.prepare.token_files import LLM_C
 
 CHUNK = 1 << 20  # bytes read at a time
 AS_TEXT = "read every file whose name does not tell its format as one text with --as-text"
@@ -91,13 +98,13 @@ class TextFiles:
     ) -> None:
         self._found = find_files(inputs, globs, as_text)
         self.files, self.key, self.skip_bad, self.as_text = self._found.paths, key, skip_bad, as_text
-        self.total_bytes = sum(path.stat().st_size for path in self.files if path.exists())
+        self.total_bytes = sum(input_path.stat().st_size for input_path in self.files if input_path.exists())
         self.read_bytes = 0
         self._reading, self._recognised = "", False
         self.left_out, self.read = CountedFiles(self._found.left_out), CountedFiles()
-        for path in self.files:  # fail before hours are spent on the others
-            if format_of(path.name).kind == "unread":
-                self._unread(str(path))
+        for input_path in self.files:  # fail before hours are spent on the others
+            if format_of(input_path.name).kind == "unread":
+                self._unread(str(input_path))
 
     def __iter__(self) -> Iterator[str]:
         self.read_bytes = 0
@@ -114,16 +121,16 @@ class TextFiles:
                 raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
 
     def _documents(self, path: Path) -> Iterator[str]:
-        where, form = str(path), format_of(path.name)
-        if form.kind == "parquet":
-            self._count("parquet", where)
-            yield from self._rows(where, self._parquet(path))
-        elif form.kind == "tar":
-            self._count("tar", where)
-            yield from self._archive(path, form)
+        path_text, file_format = str(path), format_of(path.name)
+        if file_format.kind == "parquet":
+            self._count("parquet", path_text)
+            yield from self._rows(path_text, self._parquet(path))
+        elif file_format.kind == "tar":
+            self._count("tar", path_text)
+            yield from self._archive(path, file_format)
         else:
             yield from self._content(
-                where, form, self._chunks(path, self._consumed), path in self._found.named
+                path_text, file_format, self._chunks(path, self._consumed), path in self._found.named
             )
 
     def _content(
@@ -138,11 +145,11 @@ class TextFiles:
         if form.kind in ("unread", "parquet", "tar"):
             self._unread(where, group)
             return
-        kind, chunks, self._recognised, unread = open_content(where, form, chunks, self.as_text)
+        kind, chunks, self._recognised, unread_kind = open_content(where, form, chunks, self.as_text)
         if kind == "text":
             yield from self._whole(where, chunks, named, group)
         elif kind == "unread":
-            self._misnamed(where, unread, group)
+            self._misnamed(where, unread_kind, group)
         else:
             self._count(kind, where)
             if kind == "json lines":
@@ -165,8 +172,8 @@ class TextFiles:
 
     def _chunks(self, path: Path, consumed: Callable[[int], None]) -> Iterator[bytes]:
         # Unbuffered: a buffered read of a slow pipe waits for a whole chunk and ignores Ctrl-C.
-        with path.open("rb", buffering=0) as file:
-            while chunk := file.read(CHUNK):
+        with path.open("rb", buffering=0) as input_file:
+            while chunk := input_file.read(CHUNK):
                 consumed(len(chunk))
                 yield chunk
 
@@ -178,42 +185,42 @@ class TextFiles:
             return members(where, decompress(where, chunks, form.codec) if form.codec else chunks, note)
 
         # The archive is opened twice, to examine its first members. A pipe cannot be: there each member is a file.
-        webdataset = path.is_file() and is_webdataset(opened(_ignore, _ignore), self.key)
-        found = opened(self._consumed, lambda name: self.left_out.file(NOT_PLAIN, f"{where}!{name}"))
-        if webdataset:
-            for sample in samples(found):
+        is_samples = path.is_file() and is_webdataset(opened(_ignore, _ignore), self.key)
+        found_members = opened(self._consumed, lambda name: self.left_out.file(NOT_PLAIN, f"{where}!{name}"))
+        if is_samples:
+            for sample in samples(found_members):
                 yield from self._sample(where, sample)
             return
         # In a pipe only the data read so far is known.
-        folders = _DataFolders(opened(_ignore, _ignore) if path.is_file() else iter(()), self.as_text)
-        for name, chunks in found:
-            inside = PurePosixPath(name)
-            group = f"{where}!{inside.suffix}"
-            folders.add(inside)
-            if _is_hidden(inside):
+        data_folders = _DataFolders(opened(_ignore, _ignore) if path.is_file() else iter(()), self.as_text)
+        for name, chunks in found_members:
+            inside_path = PurePosixPath(name)
+            name_group = f"{where}!{inside_path.suffix}"
+            data_folders.add(inside_path)
+            if _is_hidden(inside_path):
                 self.left_out.file(HIDDEN, f"{where}!{name}", group=where)
-            elif is_datatrove(inside.name):
-                self.left_out.file(TOKENS, f"{where}!{name}", group)
-            elif is_about_data(inside.name) and inside.parent in folders:
-                self.left_out.file(ABOUT, f"{where}!{name}", group)
+            elif is_datatrove(inside_path.name):
+                self.left_out.file(TOKENS, f"{where}!{name}", name_group)
+            elif is_about_data(inside_path.name) and inside_path.parent in data_folders:
+                self.left_out.file(ABOUT, f"{where}!{name}", name_group)
             else:
-                yield from self._content(f"{where}!{name}", format_of(name), chunks, group=group)
+                yield from self._content(f"{where}!{name}", format_of(name), chunks, group=name_group)
 
     def _sample(self, where: str, sample: ArchiveSample) -> Iterator[str]:
-        endings, parts = text_endings(self.key), dict[str, tuple[str, bytes]]()
+        endings, part_by_ending = text_endings(self.key), dict[str, tuple[str, bytes]]()
         for name, chunks in sample.members:
             ending = split_name(name)[1]
             if ending not in endings:
                 self.left_out.file(OTHER_PARTS, f"{where}!{name}", group=f"{where}!{ending}")
-            elif ending in parts:
+            elif ending in part_by_ending:
                 self._bad(f"{where}!{name}", "there twice in one sample")
             else:
-                parts[ending] = name, b"".join(chunks)
+                part_by_ending[ending] = name, b"".join(chunks)
         for ending in endings:
-            if ending in parts:
-                name, content = parts.pop(ending)
-                for other, (unused, _) in parts.items():
-                    self.left_out.file(OTHER_PARTS, f"{where}!{unused}", group=f"{where}!{other}")
+            if ending in part_by_ending:
+                name, content = part_by_ending.pop(ending)
+                for other_ending, (unused_name, _) in part_by_ending.items():
+                    self.left_out.file(OTHER_PARTS, f"{where}!{unused_name}", group=f"{where}!{other_ending}")
                 text = self._decode(f"{where}!{name}", content)
                 if text is not None and (ending != "json" or self.key == "json"):
                     yield text
@@ -226,44 +233,44 @@ class TextFiles:
         )
 
     def _whole(self, where: str, chunks: Iterable[bytes], named: bool, group: str | None) -> Iterator[str]:
-        content = bytearray()
+        file_content = bytearray()
         for chunk in chunks:
-            content += chunk
-            if b"\0" in content[:SNIFFED] and not is_utf16(bytes(content[:SNIFFED])):
+            file_content += chunk
+            if b"\0" in file_content[:SNIFFED] and not is_utf16(bytes(file_content[:SNIFFED])):
                 if named and not self.skip_bad:
                     raise DataError(f"{where} is a binary file, not text: leave it out, or give its text")
                 self.left_out.file(BINARY, where, group)
                 return
-        text = self._decode(where, bytes(content))
+        text = self._decode(where, bytes(file_content))
         if text == "":
             self.left_out.file(EMPTY, where, group)
-        elif text is not None and not self.as_text and (records := find_records(text, self.key)):
-            self._misnamed(where, records, group)
+        elif text is not None and not self.as_text and (record_kind := find_records(text, self.key)):
+            self._misnamed(where, record_kind, group)
         elif text is not None:
             self._count("text", where)
             yield text
 
     def _json_lines(self, path: str, chunks: Iterable[bytes]) -> Iterator[str]:
-        for number, raw in enumerate(_lines(chunks), start=1):
-            where = f"{path}:{number}"
-            line = self._decode(where, raw)
+        for line_number, raw_line in enumerate(_lines(chunks), start=1):
+            line_place = f"{path}:{line_number}"
+            line = self._decode(line_place, raw_line)
             if line is not None and line.strip():
-                yield from self._record(where, line)
+                yield from self._record(line_place, line)
 
     def _record(self, where: str, line: str) -> Iterator[str]:
         """The text of one JSON object."""
-        lines = " (jq -c '.[]' makes lines of an array)" if line.lstrip().startswith("[") else ""
+        lines_hint = " (jq -c '.[]' makes lines of an array)" if line.lstrip().startswith("[") else ""
         try:
             record = json.loads(line)
         except (ValueError, RecursionError) as error:
-            self._bad(where, f"not one JSON object per line ({error}){lines}")
+            self._bad(where, f"not one JSON object per line ({error}){lines_hint}")
             return
         if not isinstance(record, dict):
-            self._bad(where, f"not one JSON object per line (a {type(record).__name__}){lines}")
+            self._bad(where, f"not one JSON object per line (a {type(record).__name__}){lines_hint}")
             return
         if self.key not in record:
-            keys = ", ".join(map(repr, list(record)[:8])) or "none"
-            self._bad(where, f"no key {self.key!r} (its keys: {keys}), name another with --key")
+            key_names = ", ".join(map(repr, list(record)[:8])) or "none"
+            self._bad(where, f"no key {self.key!r} (its keys: {key_names}), name another with --key")
             return
         text = record[self.key]
         if not isinstance(text, str):
@@ -274,17 +281,17 @@ class TextFiles:
             yield text
 
     def _parquet(self, path: Path) -> Cells:
-        before, size = self.read_bytes, path.stat().st_size
-        for cell, share in parquet_cells(path, self.key):
-            self.read_bytes = before + int(size * share)
+        bytes_before, file_bytes = self.read_bytes, path.stat().st_size
+        for cell, share_read in parquet_cells(path, self.key):
+            self.read_bytes = bytes_before + int(file_bytes * share_read)
             yield cell
 
     def _rows(self, path: str, cells: Cells) -> Iterator[str]:
-        for row, cell in enumerate(cells, start=1):
-            where = f"{path}: row {row}"
+        for row_number, cell in enumerate(cells, start=1):
+            row_place = f"{path}: row {row_number}"
             if isinstance(cell, Flaw):
-                self._bad(where, cell.problem)
-            elif (text := self._decode(where, cell)) is not None:
+                self._bad(row_place, cell.problem)
+            elif (text := self._decode(row_place, cell)) is not None:
                 yield text
 
     def _decode(self, where: str, raw: bytes) -> str | None:
@@ -333,15 +340,15 @@ class _DataFolders:
 
     def __contains__(self, folder: PurePosixPath) -> bool:
         while folder not in self._found and (member := next(self._members, None)) is not None:
-            path = PurePosixPath(member.name)
-            self.add(path)
-            if not (self._as_text or _is_hidden(path)) and holds_data(member.name, member.chunks):
-                self._found.update(path.parents)
+            member_path = PurePosixPath(member.name)
+            self.add(member_path)
+            if not (self._as_text or _is_hidden(member_path)) and holds_data(member.name, member.chunks):
+                self._found.update(member_path.parents)
         return folder in self._found
 
 
 def _is_hidden(member: PurePosixPath) -> bool:
-    return any(part.startswith(".") and part != ".." for part in member.parts)
+    return any(path_part.startswith(".") and path_part != ".." for path_part in member.parts)
 
 
 def _ignore(what: object) -> None:
@@ -349,23 +356,23 @@ def _ignore(what: object) -> None:
 
 
 def _lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    rest: list[bytes] = []
+    line_parts: list[bytes] = []
     for chunk in chunks:
-        first, *others = chunk.split(b"\n")
-        rest.append(first)
-        if others:
-            yield b"".join(rest)
-            yield from others[:-1]
-            rest = [others[-1]]
-    yield b"".join(rest)
+        first_line, *other_lines = chunk.split(b"\n")
+        line_parts.append(first_line)
+        if other_lines:
+            yield b"".join(line_parts)
+            yield from other_lines[:-1]
+            line_parts = [other_lines[-1]]
+    yield b"".join(line_parts)
 
 
 def is_utf16(head: bytes) -> bool:
     """Whether a file is UTF-16 text by its first bytes: a byte order mark, and characters."""
     if not head.startswith((BOM_UTF16_LE, BOM_UTF16_BE)):
         return False
-    text = head[: len(head) // 2 * 2].decode("utf-16", errors="ignore")
-    return "\0" not in text and len(text) > len(head) // 4
+    decoded_text = head[: len(head) // 2 * 2].decode("utf-16", errors="ignore")
+    return "\0" not in decoded_text and len(decoded_text) > len(head) // 4
 
 
 def _is_unicode(text: str) -> bool:
@@ -377,3 +384,192 @@ def _is_unicode(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+DATA = {"json lines", "parquet", "arrow", "csv", "tsv", "tar"}
+LOOKED_AT = 8  # files of a folder whose names do not tell what they hold: those of one program are alike
+
+HIDDEN = "hidden files and folders"
+LINKS = "links to folders"
+SPECIAL = "pipes, sockets and devices"
+UNMATCHED = "files that no --glob matches"
+ABOUT = "files about the data"
+CACHES = "caches of Hugging Face datasets"
+TOKENS = "files of token ids, which megastable prepare manifest adopts"
+
+_ABOUT = re.compile(
+    r"(readme|licen[cs]e)([-_.][\w-]*)?(\.(md|txt|rst|html))?|"
+    r"(copying|notice|citation|changelog|contributing|authors|code_of_conduct|data_?card)(\.(md|txt|rst|html|cff|bib))?|"
+    r"dataset_infos?\.json|dataset_dict\.json|state\.json|croissant\.json|tokenizer(_config)?\.json|"
+    r"special_tokens_map\.json|_success|(sha\d+|md5)sums?(\.txt)?|checksums?(\.txt)?|.*\.(sha\d+|md5|crc)",
+    re.IGNORECASE,
+)
+_DATATROVE = re.compile(r".*\.ds(\.index|\.metadata|\.loss)?")
+
+
+@dataclass
+class Files:
+    """Result of `find_files`: files to read in order, those named by the user, and the others by reason."""
+
+    paths: list[Path] = field(default_factory=list)
+    named: set[Path] = field(default_factory=set)
+    left_out: dict[str, list[str]] = field(default_factory=dict)
+
+    def leave_out(self, reason: str, path: Path | str) -> None:
+        self.left_out.setdefault(reason, []).append(str(path))
+
+
+def find_files(inputs: Sequence[Path], globs: Sequence[str] = (), as_text: bool = False) -> Files:
+    """The files of `inputs` in their order; folders recursively, sorted by path.
+
+    With `globs`, a folder contributes only matching files: `pathlib` patterns, for names in any folder below
+    (`*.jsonl`) or, with a slash, relative to the folder (`train/**/*.parquet`). Links to folders are not followed.
+    as_text: as for `TextFiles`.
+    Raises DataError for a missing input, a named file of token ids, and globs that match nothing.
+    """
+    found_files, unmatched = Files(), set(globs)
+    folders = [input_path for input_path in inputs if input_path.is_dir()]
+    for input_path in inputs:
+        if input_path.is_dir():
+            unmatched -= _add_folder(found_files, input_path, globs, as_text)
+        elif not input_path.exists():
+            raise DataError(f"the input {input_path} does not exist")
+        elif _is_tokens(input_path):
+            raise DataError(
+                f"{input_path} holds token ids, not text: adopt it with megastable prepare manifest {input_path.parent}"
+            )
+        else:
+            found_files.paths.append(input_path)
+            found_files.named.add(input_path)
+    if globs and not folders:
+        raise DataError("--glob chooses files of a folder, and no --input is one: leave it out")
+    if unmatched:
+        raise DataError(
+            f"no file of {', '.join(map(str, folders[:3]))} matches --glob {sorted(unmatched)[0]!r}: correct it"
+        )
+    return found_files
+
+
+def _add_folder(found: Files, folder: Path, globs: Sequence[str], as_text: bool) -> set[str]:
+    """Returns the globs that match a file."""
+    folder_paths = sorted(_walk(folder, found), key=lambda file: file.relative_to(folder).parts)
+    dataset_folders = {
+        path.parent for path in folder_paths if path.name in ("state.json", "dataset_info.json")
+    }
+    paths_by_pattern = {
+        pattern: set(_matches(folder, pattern)).intersection(folder_paths) for pattern in globs
+    }
+    if globs:
+        matched_paths = set[Path]().union(*paths_by_pattern.values())
+        for path in folder_paths:
+            if path not in matched_paths:
+                found.leave_out(UNMATCHED, path)
+        folder_paths = [path for path in folder_paths if path in matched_paths]
+    with_data = {parent for path in folder_paths if is_data(path.name) for parent in path.parents}
+    about_folders = {path.parent for path in folder_paths if is_about_data(path.name)}
+    if not as_text:
+        with_data |= _find_unnamed_data(folder_paths, about_folders - with_data)
+    for path in folder_paths:
+        if _is_tokens(path):
+            found.leave_out(TOKENS, path)
+        elif is_about_data(path.name) and path.parent in with_data:
+            found.leave_out(ABOUT, path)
+        elif path.match("cache-*.arrow") and path.parent in dataset_folders:
+            found.leave_out(CACHES, path)
+        else:
+            found.paths.append(path)
+    return {pattern for pattern, files in paths_by_pattern.items() if files}
+
+
+def is_data(name: str) -> bool:
+    """Whether a file holds documents, by its name."""
+    return format_of(name).kind in DATA and not is_about_data(name)
+
+
+def _find_unnamed_data(paths: Sequence[Path], folders: set[Path]) -> set[Path]:
+    """Those of `folders` that hold data under names that do not tell, in themselves or below."""
+    looks, found_folders = Counter[Path](), set[Path]()
+    for path in paths if folders else ():
+        wanting = [parent for parent in path.parents if parent in folders and looks[parent] < LOOKED_AT]
+        if wanting and format_of(path.name).kind == "text" and not is_about_data(path.name):
+            looks.update(wanting)
+            if _file_holds_data(path):
+                found_folders.update(wanting)
+    return found_folders
+
+
+def _file_holds_data(path: Path) -> bool:
+    if not path.is_file():
+        return False  # a pipe can be read once
+    try:
+        with path.open("rb") as unnamed_file:
+            return holds_data(str(path), iter(partial(unnamed_file.read, SNIFFED), b""))
+    except OSError:
+        return False  # it is raised again on reading
+
+
+def holds_data(name: str, chunks: Iterable[bytes]) -> bool:
+    """Whether a file whose name does not tell holds records or a table, by its first bytes."""
+    file_format = format_of(name)
+    if file_format.kind != "text" or is_about_data(PurePosixPath(name).name):
+        return False
+    try:
+        return open_content(name, file_format, chunks).recognised
+    except DataError:
+        return False  # as for OSError
+
+
+def is_datatrove(name: str) -> bool:
+    """Whether a file is part of a datatrove shard, by its name."""
+    return _DATATROVE.fullmatch(name) is not None
+
+
+def is_about_data(name: str) -> bool:
+    """Whether a file describes data, by its name; a table such as licenses.csv or readme.parquet is data itself."""
+    kind = format_of(name).kind
+    return _ABOUT.fullmatch(name) is not None and (kind == "text" or name.lower().endswith(".json"))
+
+
+def _matches(folder: Path, pattern: str) -> Iterator[Path]:
+    try:
+        yield from folder.glob(pattern) if "/" in pattern else folder.rglob(pattern)
+    except (ValueError, NotImplementedError) as error:
+        raise DataError(f"--glob {pattern!r} is not a pattern for files of a folder: {error}") from error
+
+
+def _walk(folder: Path, found: Files) -> Iterator[Path]:
+    def refuse(error: OSError) -> NoReturn:
+        raise DataError(f"{error.filename} cannot be read: {error.strerror}")
+
+    for parent, folders, file_names in os.walk(folder, onerror=refuse):
+        folders.sort()  # left-out files are reported in this order
+        for entry_name in folders:
+            if entry_name.startswith("."):
+                found.leave_out(HIDDEN, f"{Path(parent, entry_name)}/")
+            elif Path(parent, entry_name).is_symlink():
+                found.leave_out(LINKS, Path(parent, entry_name))
+        folders[:] = [entry_name for entry_name in folders if not entry_name.startswith(".")]
+        for entry_name in sorted(file_names):
+            path = Path(parent, entry_name)
+            if entry_name.startswith("."):
+                found.leave_out(HIDDEN, path)
+            elif path.is_file() or not path.exists():  # a broken link is lost data and refused on reading
+                yield path
+            else:
+                found.leave_out(SPECIAL, path)  # they would block
+
+
+def _is_tokens(path: Path) -> bool:
+    """Whether a file is part of a datatrove or Megatron shard, or one of llm.c's."""
+    if is_datatrove(path.name):
+        return True
+    if path.suffix not in (".bin", ".idx"):
+        return False
+    if path.with_suffix(".idx").is_file() and path.with_suffix(".bin").is_file():
+        return True
+    try:
+        with path.open("rb") as file:
+            first_bytes = file.read(4)
+    except OSError:
+        return False  # the error is raised on reading
+    return len(first_bytes) == 4 and struct.unpack("<i", first_bytes)[0] in LLM_C

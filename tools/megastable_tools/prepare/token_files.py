@@ -58,18 +58,18 @@ class TokenFile:
         a failing disk.
         """
         try:
-            with self.path.open("rb") as file:
-                file.seek(self.first_byte)
-                yield from self._by_index(file) if self.ends else self._by_token(file, eod)
+            with self.path.open("rb") as token_file:
+                token_file.seek(self.first_byte)
+                yield from self._by_index(token_file) if self.ends else self._by_token(token_file, eod)
         except OSError as error:
             raise DataError(f"{self.path} cannot be read: {error.strerror}") from error
 
     def _by_index(self, file: BinaryIO) -> Iterator[Ids]:
         assert self.ends is not None
         first = 0
-        with self.ends.open("rb") as index:
-            while block := index.read(8 * CHUNK):
-                for end in np.frombuffer(block, "<u8").tolist():
+        with self.ends.open("rb") as index_file:
+            while index_block := index_file.read(8 * CHUNK):
+                for end in np.frombuffer(index_block, "<u8").tolist():
                     if not first <= end <= self.tokens:
                         raise DataError(
                             f"{self.ends} is not the index of {self.path}: a document from token {first} to {end} of "
@@ -80,20 +80,20 @@ class TokenFile:
 
     def _by_token(self, file: BinaryIO, eod: int) -> Iterator[Ids]:
         rest: list[Ids] = []
-        left, ended = self.tokens, False
+        left, any_ended = self.tokens, False
         while left:
-            ids = self._read(file, min(left, CHUNK))
-            at = 0
-            for end in (np.flatnonzero(ids == eod) + 1).tolist():
-                ended = True
-                if end == 1 and left == self.tokens:
+            chunk_ids = self._read(file, min(left, CHUNK))
+            document_begin = 0
+            for document_end in (np.flatnonzero(chunk_ids == eod) + 1).tolist():
+                any_ended = True
+                if document_end == 1 and left == self.tokens:
                     continue  # precedes the first document, in files where it precedes each
-                yield np.concatenate([*rest, ids[at:end]])
-                rest, at = [], end
-            if at < ids.size:
-                rest.append(ids[at:])
-            left -= ids.size
-            if not ended and self.tokens - left > LONGEST_WITHOUT_END:
+                yield np.concatenate([*rest, chunk_ids[document_begin:document_end]])
+                rest, document_begin = [], document_end
+            if document_begin < chunk_ids.size:
+                rest.append(chunk_ids[document_begin:])
+            left -= chunk_ids.size
+            if not any_ended and self.tokens - left > LONGEST_WITHOUT_END:
                 raise DataError(
                     f"{self.path} has no end-of-document token ({eod}) among its first {self.tokens - left:,}: name "
                     f"the token between its documents with --eod (it begins with token {rest[0][0]}; llm.c's files of "
@@ -103,65 +103,65 @@ class TokenFile:
             yield np.concatenate(rest)
 
     def _read(self, file: BinaryIO, count: int) -> Ids:
-        raw = file.read(count * self.itemsize)
-        if len(raw) < count * self.itemsize:
+        raw_bytes = file.read(count * self.itemsize)
+        if len(raw_bytes) < count * self.itemsize:
             raise DataError(f"{self.path} became shorter while it was read: restore it")
-        return np.frombuffer(raw, np.dtype(self.dtype).newbyteorder("<"))
+        return np.frombuffer(raw_bytes, np.dtype(self.dtype).newbyteorder("<"))
 
 
 def datatrove_file(path: Path) -> TokenFile:
     """`path` is NAME.ds. Raises DataError if its index is missing or contradicts it."""
-    index, size = path.with_name(path.name + ".index"), path.stat().st_size
-    if not index.is_file():
+    index_path, size = path.with_name(path.name + ".index"), path.stat().st_size
+    if not index_path.is_file():
         raise DataError(
-            f"{path} has no {index.name} beside it, the index of document ends: restore it, or write the file "
+            f"{path} has no {index_path.name} beside it, the index of document ends: restore it, or write the file "
             "again with save_index=True"
         )
-    raw = index.read_bytes()[-8:] if index.stat().st_size < 8 else _tail(index)
-    tokens = struct.unpack("<Q", raw)[0] if len(raw) == 8 and index.stat().st_size % 8 == 0 else 0
+    raw = index_path.read_bytes()[-8:] if index_path.stat().st_size < 8 else _tail(index_path)
+    tokens = struct.unpack("<Q", raw)[0] if len(raw) == 8 and index_path.stat().st_size % 8 == 0 else 0
     itemsize = _datatrove_itemsize(path) or (size // tokens if tokens else 0)
     if itemsize not in (2, 4) or tokens * itemsize != size:
         raise DataError(
-            f"{path} has {size} bytes, but {index.name} tells of {tokens} tokens of {itemsize or '?'} bytes: one "
+            f"{path} has {size} bytes, but {index_path.name} tells of {tokens} tokens of {itemsize or '?'} bytes: one "
             "is truncated or of another file, restore it"
         )
     masks = path.with_name(path.name + ".loss")
     note = f"the loss masks of {masks.name} are not used: every token is trained on" if masks.exists() else ""
-    return TokenFile(path, "uint16" if itemsize == 2 else "uint32", 0, tokens, index, note)
+    return TokenFile(path, "uint16" if itemsize == 2 else "uint32", 0, tokens, index_path, note)
 
 
 def _tail(path: Path) -> bytes:
-    with path.open("rb") as file:
-        file.seek(-8, 2)
-        return file.read(8)
+    with path.open("rb") as index_file:
+        index_file.seek(-8, 2)
+        return index_file.read(8)
 
 
 def _datatrove_itemsize(path: Path) -> int | None:
     """Bytes per id by the metadata; None without metadata."""
-    metadata = path.with_name(path.name + ".metadata")
+    metadata_path = path.with_name(path.name + ".metadata")
     try:
-        first = metadata.read_text(encoding="utf-8").partition("\n")[0]
+        first_line = metadata_path.read_text(encoding="utf-8").partition("\n")[0]
     except (OSError, UnicodeDecodeError):
         return None
-    size = first.rpartition("|")[2]
-    return int(size) if size in ("2", "4") else None
+    size_text = first_line.rpartition("|")[2]
+    return int(size_text) if size_text in ("2", "4") else None
 
 
 def bin_file(path: Path, raw: IdType | None) -> TokenFile:
     """`path` is llm.c's, or bare ids of the type `raw`. Raises DataError for anything else."""
     size = path.stat().st_size
     with path.open("rb") as file:
-        magic, version, tokens = struct.unpack("<3i", file.read(12).ljust(12, b"\0"))
-    if magic in LLM_C:
-        known, dtype = LLM_C[magic]
-        expected = _LLM_C_HEADER + tokens * np.dtype(dtype).itemsize
-        if version != known or size != expected:
+        magic_number, version, token_count = struct.unpack("<3i", file.read(12).ljust(12, b"\0"))
+    if magic_number in LLM_C:
+        known_version, dtype = LLM_C[magic_number]
+        expected_bytes = _LLM_C_HEADER + token_count * np.dtype(dtype).itemsize
+        if version != known_version or size != expected_bytes:
             raise DataError(
-                f"{path} has version {version} and {size} bytes, but its header (llm.c, {tokens} tokens) asks for "
-                f"version {known} and {expected}: it is truncated or damaged, fetch it again"
+                f"{path} has version {version} and {size} bytes, but its header (llm.c, {token_count} tokens) asks for "
+                f"version {known_version} and {expected_bytes}: it is truncated or damaged, fetch it again"
             )
-        return TokenFile(path, dtype, _LLM_C_HEADER, tokens)
-    if magic == _EVALUATION:
+        return TokenFile(path, dtype, _LLM_C_HEADER, token_count)
+    if magic_number == _EVALUATION:
         raise DataError(f"{path} holds llm.c's multiple-choice questions, not a corpus: move it away")
     if raw is None:
         raise DataError(

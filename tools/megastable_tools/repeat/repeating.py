@@ -22,12 +22,27 @@ from megastable.base.progress_bar import Bar
 from megastable.base.text import plural
 from megastable.cluster.child_process import LOOK, ChildProcess
 from megastable.cluster.launcher import launcher
-from megastable_tools.repeat.first_difference import BitComparison, FirstDifference, Ranks, first_difference
-from megastable_tools.repeat.flipped_bit import BitDifference, bit_difference
-from megastable_tools.repeat.layout_difference import LayoutComparison, first_beyond
-from megastable_tools.repeat.operations import when
-from megastable_tools.repeat.trace_file import TraceHeader, path_of, read_header, read_steps
-from megastable_tools.repeat.trace_request import PlantSpot, TracePoint, TraceRequest
+from megastable_tools.repeat.differences import (
+    BitComparison,
+    BitDifference,
+    Deviation,
+    FirstDifference,
+    LayoutComparison,
+    Ranks,
+    bit_difference,
+    first_beyond,
+    first_difference,
+)
+from megastable_tools.repeat.trace_file import (
+    PlantSpot,
+    TraceHeader,
+    TracePoint,
+    TraceRequest,
+    path_of,
+    read_header,
+    read_steps,
+    when,
+)
 
 MODULE = "megastable_tools.repeat.traced_run"
 UNCOMPILED = "kernels.compile=false"  # a compiled block hides its operations
@@ -88,45 +103,38 @@ class RepeatResult:
 
 def repeat(plan: RepeatPlan, bar: Bar) -> RepeatResult:
     """Raises ConfigError or DataError for a run that fails, with the end of its output."""
-    folders = [plan.folder / name for name in ("first", "second")]
+    trace_folders = [plan.folder / run_name for run_name in ("first", "second")]
     request = TraceRequest(steps=plan.steps, moments=plan.tolerance is not None, blocks_only=plan.blocks_only)
     bar.doing("run 1 of 2")
-    one = _run(plan, plan.ways[0], folders[0], request, bar)
-    planted = request.model_copy(update={"plant": _point(plan, folders[0], len(one))})
+    one = _run(plan, plan.ways[0], trace_folders[0], request, bar)
+    plant_point = plan.planted and plan.planted.find_point(
+        _step(trace_folders[0], len(one), plan.planted.step)
+    )
+    planted_request = request.model_copy(update={"plant": plant_point})
     bar.doing("run 2 of 2")
-    other = _run(plan, plan.ways[1], folders[1], planted, bar)
-    worlds = len(one), len(other)
+    other = _run(plan, plan.ways[1], trace_folders[1], planted_request, bar)
+    world_sizes = len(one), len(other)
     if plan.tolerance is not None:
         return RepeatResult(
-            plan, (one, other), first_beyond(_pairs(folders, worlds, plan.steps), plan.tolerance)
+            plan, (one, other), first_beyond(_pairs(trace_folders, world_sizes, plan.steps), plan.tolerance)
         )
     if one[0].layout != other[0].layout:
         raise ConfigError(
             f"the layouts are not the same ({one[0].layout} and {other[0].layout}): sums are rounded differently; give "
             "a --tolerance above 0"
         )
-    compared = first_difference(_pairs(folders, worlds, plan.steps))
-    found, look = compared.difference, None
-    if plan.again and found is not None and found.other is None:
-        bar.more(2 * found.step)
-        look = _look_again(plan, found, folders, planted, bar)
-    return RepeatResult(plan, (one, other), compared, look)
-
-
-def _point(plan: RepeatPlan, folder: Path, world: int) -> TracePoint | None:
-    if plan.planted is None:
-        return None
-    return plan.planted.found(_step(folder, world, plan.planted.step))
+    bit_comparison = first_difference(_pairs(trace_folders, world_sizes, plan.steps))
+    found_difference, second_look = bit_comparison.difference, None
+    if plan.again and found_difference is not None and found_difference.other is None:
+        bar.more(2 * found_difference.step)
+        second_look = _look_again(plan, found_difference, trace_folders, planted_request, bar)
+    return RepeatResult(plan, (one, other), bit_comparison, second_look)
 
 
 def _look_again(
     plan: RepeatPlan, found: FirstDifference, before: Sequence[Path], planted: TraceRequest, bar: Bar
 ) -> SecondLook:
-    operation = found.operation
-    point = TracePoint(
-        step=found.step, phase=operation.phase, micro_batch=operation.micro_batch, name=operation.name,
-        rank=found.rank,
-    )  # fmt: skip
+    operation, point = found.operation, TracePoint.of(found.operation, found.step, found.rank)
     folders = [folder.with_name(f"{folder.name}-again") for folder in before]
     world = 0
     for number, (folder, way) in enumerate(zip(folders, plan.ways, strict=True), start=1):
@@ -151,20 +159,16 @@ def _look_again(
 
 def _odd(fingerprints: Sequence[int | None]) -> int | None:
     """1 or 2, if three of four are the same and the other one is that."""
-    first, second, *more = fingerprints
-    if len({*more}) == 1 and (first == more[0]) != (second == more[0]):
-        return 2 if first == more[0] else 1
+    first_print, second_print, *other_prints = fingerprints
+    if len({*other_prints}) == 1 and (first_print == other_prints[0]) != (second_print == other_prints[0]):
+        return 2 if first_print == other_prints[0] else 1
     return None
 
 
 def _fingerprint(folder: Path, world: int, point: TracePoint) -> int | None:
-    trace = _step(folder, world, point.step)[point.rank]
-    for operation, value in zip(trace.operations, trace.fingerprints.tolist(), strict=True):
-        if (operation.phase, operation.micro_batch, operation.name) == (
-            point.phase,
-            point.micro_batch,
-            point.name,
-        ):
+    rank_trace = _step(folder, world, point.step)[point.rank]
+    for traced_operation, value in zip(rank_trace.operations, rank_trace.fingerprints.tolist(), strict=True):
+        if TracePoint.of(traced_operation, point.step, point.rank) == point:
             return int(value)
     return None
 
@@ -174,21 +178,21 @@ def _fingerprint(folder: Path, world: int, point: TracePoint) -> int | None:
 
 def _steps(folder: Path, world: int, steps: int) -> Iterator[Ranks]:
     """The traces of all ranks, step by step. Raises DataError if one has not all `steps`."""
-    count = -1
-    for ranks in zip(*(read_steps(folder, rank) for rank in range(world)), strict=False):
-        count += 1
-        yield ranks
-    if count != steps:
-        raise DataError(f"{folder}: the traces end after step {max(count, 0)} of {steps}: run it again")
+    step_count = -1
+    for step_traces in zip(*(read_steps(folder, rank_number) for rank_number in range(world)), strict=False):
+        step_count += 1
+        yield step_traces
+    if step_count != steps:
+        raise DataError(f"{folder}: the traces end after step {max(step_count, 0)} of {steps}: run it again")
 
 
 def _step(folder: Path, world: int, step: int) -> Ranks:
-    return next(ranks for ranks in _steps(folder, world, step) if ranks[0].step == step)
+    return next(step_traces for step_traces in _steps(folder, world, step) if step_traces[0].step == step)
 
 
 def _pairs(folders: Sequence[Path], worlds: tuple[int, int], steps: int) -> Iterator[tuple[Ranks, Ranks]]:
-    one, other = (_steps(folder, world, steps) for folder, world in zip(folders, worlds, strict=True))
-    return zip(one, other, strict=True)
+    one, second_steps = (_steps(folder, world, steps) for folder, world in zip(folders, worlds, strict=True))
+    return zip(one, second_steps, strict=True)
 
 
 # Processes
@@ -196,35 +200,35 @@ def _pairs(folders: Sequence[Path], worlds: tuple[int, int], steps: int) -> Iter
 
 def _run(plan: RepeatPlan, way: Way, folder: Path, request: TraceRequest, bar: Bar) -> list[TraceHeader]:
     """Train with a trace; the headers of all ranks."""
-    request.save(folder)
-    forced = [] if plan.blocks_only else [UNCOMPILED]
-    overrides = [*way.overrides, *forced, f"run.dir={folder.resolve()}"]
-    run_launcher(launcher(MODULE, str(plan.recipe), overrides, way.given), folder, bar)
-    first = read_header(folder, 0)
-    return [first, *(read_header(folder, rank) for rank in range(1, first.world))]
+    request.save_request(folder)
+    forced_overrides = [] if plan.blocks_only else [UNCOMPILED]
+    run_overrides = [*way.overrides, *forced_overrides, f"run.dir={folder.resolve()}"]
+    run_launcher(launcher(MODULE, str(plan.recipe), run_overrides, way.given), folder, bar)
+    first_header = read_header(folder, 0)
+    return [first_header, *(read_header(folder, rank_number) for rank_number in range(1, first_header.world))]
 
 
 def run_launcher(words: Sequence[str], folder: Path, told: Callable[[int], None]) -> None:
     """Run the launcher to its end, with its output in the folder. told: of the steps that rank 0 has done since it was
     told last. Raises ConfigError and DataError."""
-    log, done = folder / "output.log", 0
+    output_log, done = folder / "output.log", 0
     try:
-        process = ChildProcess(words, log=log)
+        launcher_process = ChildProcess(words, log=output_log)
     except OSError as error:
         raise ConfigError(f"{words[0]} could not be started: {error}") from None
     try:
-        while (result := process.poll()) is None:
+        while (process_result := launcher_process.poll()) is None:
             time.sleep(LOOK)
-            if (now := _done(folder)) > done:
-                told(now - done)
-                done = now
+            if (steps_now := _done(folder)) > done:
+                told(steps_now - done)
+                done = steps_now
     except BaseException:
-        _end(process)
+        _end(launcher_process)
         raise
-    if (now := _done(folder)) > done:
-        told(now - done)
-    if result.code != 0:
-        raise _failure(log, result.code)
+    if (steps_now := _done(folder)) > done:
+        told(steps_now - done)
+    if process_result.code != 0:
+        raise _failure(output_log, process_result.code)
 
 
 def _done(folder: Path) -> int:
@@ -237,24 +241,24 @@ def _done(folder: Path) -> int:
 
 def _end(process: ChildProcess) -> None:
     """As Ctrl-C would: the launcher ends the ranks of other hosts, too."""
-    until = time.monotonic() + PATIENCE
+    end_deadline = time.monotonic() + PATIENCE
     with suppress(ProcessLookupError):
         os.kill(process.pid, signal.SIGINT)
-    while process.poll() is None and time.monotonic() < until:
+    while process.poll() is None and time.monotonic() < end_deadline:
         time.sleep(LOOK)
     process.kill()
 
 
 def _failure(log: Path, code: int | None) -> MegastableError:
     try:
-        lines = log.read_text(errors="replace").strip().splitlines()
+        log_lines = log.read_text(errors="replace").strip().splitlines()
     except OSError:
-        lines = []
-    told = next((line for line in lines if line.startswith("error: ")), None)
-    if code == BAD_INPUT and told is not None:
-        return ConfigError(told.removeprefix("error: "))
-    last = "\n".join(lines[-LAST_WORDS:])
-    return DataError(f"the traced run ended with code {code}:\n{last}\nall of its output: {log}")
+        log_lines = []
+    told_text = next((log_line for log_line in log_lines if log_line.startswith("error: ")), None)
+    if code == BAD_INPUT and told_text is not None:
+        return ConfigError(told_text.removeprefix("error: "))
+    last_lines = "\n".join(log_lines[-LAST_WORDS:])
+    return DataError(f"the traced run ended with code {code}:\n{last_lines}\nall of its output: {log}")
 
 
 # What was found, in sentences and for JSON
@@ -262,67 +266,66 @@ def _failure(log: Path, code: int | None) -> MegastableError:
 
 def sentences(result: RepeatResult) -> list[str]:
     """The last one is the answer."""
-    found, (one, other) = result.compared, result.headers
+    found, (one, second_headers) = result.compared, result.headers
     if isinstance(found, LayoutComparison):
-        return [*_unmatched(found), *_largest(found), _of_layouts(result, found)]
+        within = (
+            [] if found.largest is None else [f"largest difference within the tolerance: {found.largest}"]
+        )
+        return [*_unmatched(found), *within, _of_layouts(result, found)]
     if found.difference is None:
         return [f"no difference in {_extent(result)}: {plural(found.tensors, 'tensor')} compared"]
-    lines = [_spread(found.difference)]
+    sentence_lines = [_spread(found.difference)]
     if result.again is not None:
-        lines.append(_again(result.again))
-    if not (one[0].exact and other[0].exact):
-        lines.append(
+        sentence_lines.append(_again(result.again))
+    if not (one[0].exact and second_headers[0].exact):
+        sentence_lines.append(
             f"{one[0].device}: kernels may sum in another order each time; run.deterministic=true forbids it"
         )
-    return [*lines, f"first difference: {_place(found.difference, one, result.again)}"]
+    return [*sentence_lines, f"first difference: {_place(found.difference, one, result.again)}"]
 
 
 def tree(result: RepeatResult) -> dict[str, Any]:
     """For JSON."""
     plan, found = result.plan, result.compared
-    facts: dict[str, Any] = {
+    result_facts: dict[str, Any] = {
         "kind": "repeat", "recipe": str(plan.recipe), "overrides": [list(way.overrides) for way in plan.ways],
         "same": result.same, "steps": plan.steps, "compared_steps": found.steps, "tensors": found.tensors,
         "runs": [asdict(headers[0]) | {"hosts": [h.host for h in headers]} for headers in result.headers],
         "says": sentences(result)[-1],
     }  # fmt: skip
     if isinstance(found, LayoutComparison):
-        return facts | {
-            "tolerance": plan.tolerance,
-            "difference": None if found.first is None else _flat(asdict(found.first), found.first.operation),
-            "largest": None if found.largest is None else _flat(asdict(found.largest), found.largest.operation),
+        return result_facts | {
+            "tolerance": plan.tolerance, "difference": _flat(found.first), "largest": _flat(found.largest),
             "unmatched": list(found.unmatched),
         }  # fmt: skip
-    difference, again = found.difference, result.again
-    return facts | {
-        "difference": None if difference is None else _flat(asdict(difference), difference.operation),
-        "again": None if again is None else _of_look(again),
+    again = result.again
+    return result_facts | {
+        "difference": _flat(found.difference),
+        "again": None if again is None else asdict(again) | {"elsewhere": _flat(again.elsewhere)},
     }
 
 
-def _of_look(again: SecondLook) -> dict[str, Any]:
-    where = again.elsewhere
-    return asdict(again) | {"elsewhere": None if where is None else _flat(asdict(where), where.operation)}
-
-
-def _flat(fields: dict[str, Any], operation: Any) -> dict[str, Any]:
+def _flat(found: FirstDifference | Deviation | None) -> dict[str, Any] | None:
     """With the operation's fields beside the others."""
+    if found is None:
+        return None
+    operation = found.operation
     micro_batch = None if operation.micro_batch < 0 else operation.micro_batch
-    return fields | {"operation": operation.name, "phase": operation.phase, "micro_batch": micro_batch}
+    return asdict(found) | {"operation": operation.name, "phase": operation.phase, "micro_batch": micro_batch}
 
 
 def _extent(result: RepeatResult) -> str:
-    worlds = [len(headers) for headers in result.headers]
+    worlds = [len(run_headers) for run_headers in result.headers]
     ranks = plural(worlds[0], "rank") if worlds[0] == worlds[1] else f"{worlds[0]} and {worlds[1]} ranks"
     return f"{plural(result.compared.steps, 'step')} of {ranks}"
 
 
 def _place(found: FirstDifference, headers: list[TraceHeader], again: SecondLook | None) -> str:
     told = str(found)
-    if len({header.host for header in headers}) > 1:
+    if len({rank_header.host for rank_header in headers}) > 1:
         told = told.replace(f"rank {found.rank},", f"rank {found.rank} (host {headers[found.rank].host}),", 1)
-    bits = again.bits if again is not None else None
-    return told if bits is None else f"{told}: {bits}"
+    found_bits = again.bits if again is not None else None
+    return told if found_bits is None else f"{told}: {found_bits}"
 
 
 def _spread(found: FirstDifference) -> str:
@@ -334,29 +337,25 @@ def _spread(found: FirstDifference) -> str:
 
 
 def _again(look: SecondLook) -> str:
-    odd = "" if look.odd is None else f"; run {look.odd} is the odd one of four"
+    odd_text = "" if look.odd is None else f"; run {look.odd} is the odd one of four"
     if look.outcome == "same place":
-        return f"run again, both differ at the same place: repeatable{odd}"
+        return f"run again, both differ at the same place: repeatable{odd_text}"
     if look.outcome == "elsewhere":
-        return f"run again, they first differ elsewhere ({look.elsewhere}): transient{odd}"
-    return f"run again, they do not differ up to there: transient{odd}"
+        return f"run again, they first differ elsewhere ({look.elsewhere}): transient{odd_text}"
+    return f"run again, they do not differ up to there: transient{odd_text}"
 
 
 def _unmatched(found: LayoutComparison) -> list[str]:
-    names = found.unmatched
-    if not names:
+    unmatched_names = found.unmatched
+    if not unmatched_names:
         return []
-    more = f" and {len(names) - SHOWN:,} more" if len(names) > SHOWN else ""
-    return [f"only in one of the two, and not compared: {', '.join(names[:SHOWN])}{more}"]
-
-
-def _largest(found: LayoutComparison) -> list[str]:
-    return [] if found.largest is None else [f"largest difference within the tolerance: {found.largest}"]
+    more_text = f" and {len(unmatched_names) - SHOWN:,} more" if len(unmatched_names) > SHOWN else ""
+    return [f"only in one of the two, and not compared: {', '.join(unmatched_names[:SHOWN])}{more_text}"]
 
 
 def _of_layouts(result: RepeatResult, found: LayoutComparison) -> str:
-    beyond = f"beyond {result.plan.tolerance:g}"
+    beyond_text = f"beyond {result.plan.tolerance:g}"
     if found.first is not None:
-        return f"first difference {beyond} (relative): {found.first}"
-    statistics = f"statistics of {plural(found.tensors, 'tensor')}"
-    return f"no difference {beyond} (relative) in {_extent(result)}: {statistics} compared"
+        return f"first difference {beyond_text} (relative): {found.first}"
+    statistics_text = f"statistics of {plural(found.tensors, 'tensor')}"
+    return f"no difference {beyond_text} (relative) in {_extent(result)}: {statistics_text} compared"

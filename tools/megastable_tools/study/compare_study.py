@@ -15,7 +15,7 @@ from rich.table import Table
 
 from megastable.config import recipe
 from megastable.config.tree import RunConfig
-from megastable.report.scale import drawable
+from megastable.report.figures import drawable
 from megastable.report.text_output import make_table
 from megastable_tools.study.study_directory import StudyReport
 from megastable_tools.study.trial import QUIET, Trial, TrialResult
@@ -89,8 +89,8 @@ def interval(values: Sequence[float]) -> Interval:
     if not all(map(math.isfinite, values)):
         return Interval(math.nan, math.nan)
     n = len(values)
-    half = quantile(n - 1) * stdev(values) / math.sqrt(n) if n > 1 else math.inf
-    return Interval(fmean(values), half)
+    half_width = quantile(n - 1) * stdev(values) / math.sqrt(n) if n > 1 else math.inf
+    return Interval(fmean(values), half_width)
 
 
 def paired(values: Sequence[float], others: Sequence[float]) -> Interval:
@@ -100,13 +100,13 @@ def paired(values: Sequence[float], others: Sequence[float]) -> Interval:
 
 def quantile(freedom: int, share: float = SHARE) -> float:
     """The t below which |t| is in this share of cases; freedom: degrees of freedom, at least 1."""
-    low, high = 0.0, 1.0
-    while within(high, freedom) < share:
-        high *= 2
+    low_t, high_t = 0.0, 1.0
+    while within(high_t, freedom) < share:
+        high_t *= 2
     for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if within(middle, freedom) < share else (low, middle)
-    return high
+        middle_t = (low_t + high_t) / 2
+        low_t, high_t = (middle_t, high_t) if within(middle_t, freedom) < share else (low_t, middle_t)
+    return high_t
 
 
 def within(t: float, freedom: int) -> float:
@@ -145,11 +145,12 @@ def compare(grid: CompareGrid, results: Mapping[str, TrialResult]) -> list[Compa
     """In the order of the candidates."""
     found: list[Compared] = []
     for index, candidate in enumerate(grid.candidates):
-        mine = tuple(results[grid.trial(index, seed).name] for seed in grid.seeds)
-        first = found[0].results if found else mine
-        training, validation = [r.capped for r in mine], [r.validation for r in mine]
+        own_results = tuple(results[grid.trial(index, seed).name] for seed in grid.seeds)
+        first = found[0].results if found else own_results
+        training, validation = [r.capped for r in own_results], [r.validation for r in own_results]
         found.append(Compared(
-            candidate, mine, interval(training), interval(validation), paired(training, [r.capped for r in first]),
+            candidate, own_results, interval(training), interval(validation),
+            paired(training, [r.capped for r in first]),
             paired(validation, [r.validation for r in first]),
         ))  # fmt: skip
     return found
@@ -164,19 +165,19 @@ def label(candidate: str) -> str:
 
 def _table(found: Sequence[Compared]) -> Table:
     """A row per candidate."""
-    shown = make_table(
+    result_table = make_table(
         "candidate", "final loss", "validation", "less the first", "validation, less the first", "diverged", "s a step",
         caption=f"nats per token; ±: {SHARE:.0%} confidence interval of the mean over {len(found[0].results)} seeds; "
         "differences are paired by seed",
     )  # fmt: skip
     for index, one in enumerate(found):
-        steps = sum(len(result.losses) for result in one.results)
-        shown.add_row(
+        step_count = sum(len(result.losses) for result in one.results)
+        result_table.add_row(
             label(one.candidate), _said(one.training), _said(one.validation),
             *(("", "") if not index else (_said(one.training_difference, "+"), _said(one.validation_difference, "+"))),
-            str(one.diverged or "-"), f"{sum(result.seconds for result in one.results) / steps:.3f}",
+            str(one.diverged or "-"), f"{sum(result.seconds for result in one.results) / step_count:.3f}",
         )  # fmt: skip
-    return shown
+    return result_table
 
 
 def _said(one: Interval, sign: str = "") -> str:
@@ -187,74 +188,77 @@ def _said(one: Interval, sign: str = "") -> str:
 
 def in_words(found: Sequence[Compared]) -> list[str]:
     """A sentence for each candidate but the first: whether the seeds show a difference."""
-    told = []
-    for one in found[1:]:
-        by = one.training_difference
+    sentences_told = []
+    for compared_candidate in found[1:]:
+        by = compared_candidate.training_difference
         if math.isinf(by.half):
-            shown = "one seed shows nothing: give more --seeds"
+            verdict_text = "one seed shows nothing: give more --seeds"
         elif not by.excludes_zero:
-            shown = "no difference is shown"
+            verdict_text = "no difference is shown"
         else:
-            shown = "worse" if by.mean > 0 else "better"
-        interval = "" if math.isinf(by.half) else f" ({SHARE:.0%}: {by.low:+.3f} to {by.high:+.3f})"
-        told.append(f"{label(one.candidate)}: {by.mean:+.3f} nat{interval}: {shown}")
-    return told
+            verdict_text = "worse" if by.mean > 0 else "better"
+        interval_text = "" if math.isinf(by.half) else f" ({SHARE:.0%}: {by.low:+.3f} to {by.high:+.3f})"
+        sentences_told.append(
+            f"{label(compared_candidate.candidate)}: {by.mean:+.3f} nat{interval_text}: {verdict_text}"
+        )
+    return sentences_told
 
 
 def make_report(grid: CompareGrid, found: Sequence[Compared], about: dict[str, Any]) -> StudyReport:
     """Everything, the losses of every step, too."""
-    facts = about | {
+    report_facts = about | {
         "confidence": SHARE, "seeds": grid.seeds, "candidates": [
             {
-                "overrides": one.candidate, "diverged": one.diverged,
+                "overrides": compared_candidate.candidate, "diverged": compared_candidate.diverged,
                 **{
-                    name: asdict(getattr(one, name))
-                    for name in ("training", "validation", "training_difference", "validation_difference")
+                    interval_name: asdict(getattr(compared_candidate, interval_name))
+                    for interval_name in ("training", "validation", "training_difference", "validation_difference")
                 },
                 "trials": [
-                    {"seed": seed, "final": result.final, **asdict(result)}
-                    for seed, result in zip(grid.seeds, one.results, strict=True)
+                    {"seed": seed, "final": trial_result.final, **asdict(trial_result)}
+                    for seed, trial_result in zip(grid.seeds, compared_candidate.results, strict=True)
                 ],
             }
-            for one in found
+            for compared_candidate in found
         ],
     }  # fmt: skip
-    return StudyReport(facts, _table(found), in_words(found), partial(_draw, found), (12, 4.5))
+    return StudyReport(report_facts, _table(found), in_words(found), partial(_draw, found), (12, 4.5))
 
 
 def _draw(found: Sequence[Compared], figure: Figure) -> None:
     """Left the loss over the steps, the mean of the seeds between lowest and highest; right the differences to the
     first candidate, every seed and the interval of their mean."""
-    left, right = figure.subplots(1, 2)
-    for index, one in enumerate(found):
-        colour, steps = f"C{index % 10}", range(1, 1 + len(one.results[0].losses))
+    loss_axis, right = figure.subplots(1, 2)
+    for candidate_index, one in enumerate(found):
+        colour, steps = f"C{candidate_index % 10}", range(1, 1 + len(one.results[0].losses))
         by_step = [
-            list(map(drawable, losses)) for losses in zip(*(r.losses for r in one.results), strict=True)
+            list(map(drawable, step_losses))
+            for step_losses in zip(*(trial_result.losses for trial_result in one.results), strict=True)
         ]
-        left.plot(
+        loss_axis.plot(
             steps,
-            [fmean(losses) for losses in by_step],
+            [fmean(step_losses) for step_losses in by_step],
             color=colour,
             linewidth=1,
             label=label(one.candidate),
         )
-        left.fill_between(
+        loss_axis.fill_between(
             steps, [min(x) for x in by_step], [max(x) for x in by_step], color=colour, alpha=0.2, linewidth=0
         )
-        if index:
+        if candidate_index:
             pairs = zip(one.results, found[0].results, strict=True)
-            points = [drawable(mine.capped - first.capped) for mine, first in pairs]
-            by, row = one.training_difference, len(found) - index
-            right.plot(points, [row] * len(points), "o", color=colour, markersize=4, alpha=0.5)
-            half = by.half if math.isfinite(by.half) else 0.0
-            right.errorbar([by.mean], [row], xerr=[half], fmt="D", color=colour, capsize=5)
-    last = sorted(loss for one in found for loss in one.results[0].losses if math.isfinite(loss))
-    if last:
-        left.set_ylim(
-            last[0] - 0.1, last[int(0.9 * (len(last) - 1))] + 0.2
+            points = [drawable(own_result.capped - first_result.capped) for own_result, first_result in pairs]
+            by, row_number = one.training_difference, len(found) - candidate_index
+            right.plot(points, [row_number] * len(points), "o", color=colour, markersize=4, alpha=0.5)
+            half_width = by.half if math.isfinite(by.half) else 0.0
+            right.errorbar([by.mean], [row_number], xerr=[half_width], fmt="D", color=colour, capsize=5)
+    last_losses = sorted(loss for one in found for loss in one.results[0].losses if math.isfinite(loss))
+    if last_losses:
+        loss_axis.set_ylim(
+            last_losses[0] - 0.1, last_losses[int(0.9 * (len(last_losses) - 1))] + 0.2
         )  # the start is far above the rest
-    left.set(xlabel="step", ylabel="training loss (nats per token)")
-    left.legend(fontsize="small")
+    loss_axis.set(xlabel="step", ylabel="training loss (nats per token)")
+    loss_axis.legend(fontsize="small")
     right.axvline(0, color="0.6", linewidth=1)
     right.set_yticks(
         range(1, len(found)), [label(one.candidate) for one in reversed(found[1:])], fontsize="small"

@@ -23,8 +23,7 @@ from megastable.base.errors import ConfigError, DataError
 from megastable.base.text import plural
 from megastable.config.tree import RunConfig
 from megastable.data.corpora import open_corpora
-from megastable_tools.study.trial import SavedResult, Trial, TrialResult
-from megastable_tools.study.workers import run_trials
+from megastable_tools.study.trial import SavedResult, Trial, TrialResult, run_trials
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -52,39 +51,41 @@ class StudyDirectory(Generic[R]):
         study = cls(root)
         try:
             root.mkdir(parents=True, exist_ok=True)
-            if not study.identity.exists() and any(not p.name.startswith(".") for p in root.iterdir()):
+            if not study.identity.exists() and any(
+                not folder_entry.name.startswith(".") for folder_entry in root.iterdir()
+            ):
                 raise ConfigError(
                     f"{root} is not the directory of a study, nor empty: choose another --output"
                 )
-            held = durable.hold(root / ".lock")
+            study_lock = durable.hold(root / ".lock")
         except OSError as error:
             raise ConfigError(f"{root} cannot be used: {error}: choose another --output") from None
-        if held is None:
+        if study_lock is None:
             raise ConfigError(
                 f"{root}: another process works on this study: wait for it, or choose another --output"
             )
-        with held:
+        with study_lock:
             study._claim(identity)
-            for path in sorted(study.trials.glob("*.json")):
-                study.results[path.stem] = kind.load(path)
+            for result_path in sorted(study.trials.glob("*.json")):
+                study.results[result_path.stem] = kind.load(result_path)
             yield study
 
     def _claim(self, identity: Mapping[str, Any]) -> None:
-        mine: dict[str, Any] = json.loads(json.dumps({"format": FORMAT, **identity}, default=str))
+        own_identity: dict[str, Any] = json.loads(json.dumps({"format": FORMAT, **identity}, default=str))
         if self.identity.exists():
             try:
-                found = json.loads(self.identity.read_text())
-                assert isinstance(found, dict)
+                identity_found = json.loads(self.identity.read_text())
+                assert isinstance(identity_found, dict)
             except (OSError, ValueError, AssertionError):
                 raise DataError(f"{self.identity}: not a study's: choose another --output") from None
-            if told := differences(found, mine):
-                more = f" and {plural(len(told) - SHOWN, 'more')}" if len(told) > SHOWN else ""
+            if told := differences(identity_found, own_identity):
+                more_text = f" and {plural(len(told) - SHOWN, 'more')}" if len(told) > SHOWN else ""
                 raise ConfigError(
-                    f"{self.root} holds another study: {'; '.join(told[:SHOWN])}{more}. "
+                    f"{self.root} holds another study: {'; '.join(told[:SHOWN])}{more_text}. "
                     "Say the same as then to go on, or choose another --output"
                 )
         try:
-            durable.write_file(self.identity, (json.dumps(mine, indent=1) + "\n").encode())
+            durable.write_file(self.identity, (json.dumps(own_identity, indent=1) + "\n").encode())
             self.trials.mkdir(exist_ok=True)
         except OSError as error:
             raise DataError(f"{self.root} could not be written to: {error}") from None
@@ -134,26 +135,32 @@ def identity_of(
     be read."""
     c = config
     corpora = open_corpora(c.data.corpora, c.model.sequence_length, c.run.seed, [], c.data.validation)
-    tree = config.model_dump(mode="json", exclude={"run": {"dir", "seed"}})
+    recipe_tree = config.model_dump(mode="json", exclude={"run": {"dir", "seed"}})
     own = {"validation": corpora.held_out.names[0]} if c.data.validation else {}
-    return {"kind": kind, "recipe": tree, "corpora": corpora.fingerprints, **own, "grid": dict(grid)}
+    return {"kind": kind, "recipe": recipe_tree, "corpora": corpora.fingerprints, **own, "grid": dict(grid)}
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
     """What keeps a study of identity `new` out of the directory of `old`, as "key: old -> new"."""
-    told: list[str] = []
-    for key in dict.fromkeys([*old, *new]):
-        was, now, name = old.get(key), new.get(key), f"{prefix}{key}"
-        if was == now:
+    differences_told: list[str] = []
+    for identity_key in dict.fromkeys([*old, *new]):
+        was, new_value, key_name = old.get(identity_key), new.get(identity_key), f"{prefix}{identity_key}"
+        if was == new_value:
             continue
-        if isinstance(was, dict) and isinstance(now, dict):
+        if isinstance(was, dict) and isinstance(new_value, dict):
             if prefix.startswith("grid."):
-                was = {k: v for k, v in was.items() if now.get(k) != v}  # more of them is no other study
-                now = {k: now.get(k) for k in was}
-            told += differences(was, now, f"{name}.")
-        elif prefix == "grid." and isinstance(was, list) and isinstance(now, list):
-            if gone := [value for value in was if value not in now]:
-                told.append(f"{name}: {', '.join(map(str, gone))} belong to it, and not to this one")
+                was = {
+                    inner_key: inner_value
+                    for inner_key, inner_value in was.items()
+                    if new_value.get(inner_key) != inner_value
+                }  # more of them is no other study
+                new_value = {inner_key: new_value.get(inner_key) for inner_key in was}
+            differences_told += differences(was, new_value, f"{key_name}.")
+        elif prefix == "grid." and isinstance(was, list) and isinstance(new_value, list):
+            if gone := [value for value in was if value not in new_value]:
+                differences_told.append(
+                    f"{key_name}: {', '.join(map(str, gone))} belong to it, and not to this one"
+                )
         else:
-            told.append(f"{name}: {was} -> {now}")
-    return told
+            differences_told.append(f"{key_name}: {was} -> {new_value}")
+    return differences_told

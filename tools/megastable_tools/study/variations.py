@@ -35,11 +35,13 @@ def at_width(model: ModelConfig, width: int) -> tuple[str, ...]:
             f"they are: choose multiples of {unit}, or other model.heads"
         )
     heads = model.heads * width // model.hidden
-    most = max(1, model.key_value_heads * width // model.hidden)
-    shared = next(n for n in range(most, 0, -1) if heads % n == 0)
-    ffn = max(MULTIPLE, round(model.ffn_width * width / model.hidden / MULTIPLE) * MULTIPLE)
+    most_shared = max(1, model.key_value_heads * width // model.hidden)
+    shared_heads = next(
+        shared_count for shared_count in range(most_shared, 0, -1) if heads % shared_count == 0
+    )
+    inner_width = max(MULTIPLE, round(model.ffn_width * width / model.hidden / MULTIPLE) * MULTIPLE)
     return (
-        f"model.hidden={width}", f"model.heads={heads}", f"model.kv_heads={shared}", f"model.ffn={ffn}",
+        f"model.hidden={width}", f"model.heads={heads}", f"model.kv_heads={shared_heads}", f"model.ffn={inner_width}",
     )  # fmt: skip
 
 
@@ -74,11 +76,11 @@ def usual(model: ModelConfig) -> dict[str, Switch]:
 def interventions(given: Sequence[str], model: ModelConfig) -> dict[str, tuple[str, ...]]:
     """Overrides by intervention, in the order given. given: names with commas between, or one definition each; see
     above. Raises ConfigError."""
-    switches, wanted = usual(model), list[str]()
+    switches, wanted_names = usual(model), list[str]()
     for text in given:
-        name, equals, overrides = text.partition("=")
-        if not equals:
-            wanted += [part.strip() for part in text.split(",")]
+        name, equals_sign, overrides = text.partition("=")
+        if not equals_sign:
+            wanted_names += [part.strip() for part in text.split(",")]
             continue
         if not NAME.fullmatch(name) or name in (NONE, ALL) or name in switches:
             raise ConfigError(
@@ -89,19 +91,19 @@ def interventions(given: Sequence[str], model: ModelConfig) -> dict[str, tuple[s
                 f"--interventions {text!r}: after the name come overrides, e.g. norms=model.norms=after"
             )
         switches[name] = Switch((), tuple(overrides.split()))
-        wanted.append(name)
-    named = [part for name in wanted for part in name.split("+") if part not in (NONE, ALL)]
-    if unknown := [name for name in named if name not in switches]:
+        wanted_names.append(name)
+    names_used = [part for name in wanted_names for part in name.split("+") if part not in (NONE, ALL)]
+    if unknown := [name for name in names_used if name not in switches]:
         raise ConfigError(
             f"--interventions: there is no {unknown[0]!r}: take {', '.join((NONE, *switches, ALL))}, A+B for both, or "
             "NAME=KEY=VALUE for another"
         )
-    return {name: _overrides(name, switches) for name in dict.fromkeys(wanted)}
+    return {name: _overrides(name, switches) for name in dict.fromkeys(wanted_names)}
 
 
 def _overrides(name: str, switches: Mapping[str, Switch]) -> tuple[str, ...]:
-    on = [] if name == NONE else list(switches) if name == ALL else name.split("+")
-    if set(on) & {NONE, ALL}:
+    names_on = [] if name == NONE else list(switches) if name == ALL else name.split("+")
+    if set(names_on) & {NONE, ALL}:
         raise ConfigError(f"--interventions {name}: {NONE} and {ALL} stand alone")
-    off = [override for key, switch in switches.items() if key not in on for override in switch.off]
-    return (*off, *(override for key in on for override in switches[key].on))
+    off = [override for key, switch in switches.items() if key not in names_on for override in switch.off]
+    return (*off, *(override for key in names_on for override in switches[key].on))

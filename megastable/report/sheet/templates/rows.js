@@ -5,7 +5,7 @@ const same = new Intl.NumberFormat("en-US", { maximumFractionDigits: 0 });
 const collator = new Intl.Collator("en", { numeric: true });
 const bare = (text) => text.replace(/[\ue000\ue001]/g, "");
 
-/** A value as text; values.py says it in the same way. */
+/** A value as text; model.py says it in the same way. */
 function told(value, kind) {
   if (value === null || value === undefined) return "";
   if (typeof value === "boolean") return value ? "yes" : "no";

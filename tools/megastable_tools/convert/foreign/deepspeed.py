@@ -9,9 +9,11 @@ model), or those of Hugging Face's architectures (architectures.py), after any c
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,11 +29,9 @@ from megastable.model.gpt import GPT
 from megastable.optim.build import ADAMS
 from megastable.parallel.sharding import placement_of
 from megastable.parallel.topology import TensorParallel
+from megastable_tools.convert.derived_runs import state_of, with_vocabulary
 from megastable_tools.convert.foreign import unpickle
-from megastable_tools.convert.foreign.begin import state_of, with_vocabulary
-from megastable_tools.convert.foreign.zero import ZeroState
-from megastable_tools.convert.huggingface.architectures import EVERYWHERE, OWN
-from megastable_tools.convert.huggingface.names import TensorRows, merge, table
+from megastable_tools.convert.huggingface.architectures import EVERYWHERE, OWN, TensorRows, merge, table
 
 Parts = Mapping[str, tuple[TensorRows, ...]]
 
@@ -71,7 +71,7 @@ def import_deepspeed(folder: Path, out: Path, run: RunConfig, say: Callable[[str
     say(f"note: {source}: it does not contain settings of the model: using the recipe's, {unseen(run.model)}")
 
     def whole(name: str, kind: str) -> Tensor:
-        parts = {part.name: state.tensor(prefix + part.name, kind) for part in naming.parts[name]}
+        parts = {part.name: state.assemble_tensor(prefix + part.name, kind) for part in naming.parts[name]}
         return merge(parts, naming.parts[name], held[name].shape[0])
 
     cursor = unpickle.number(state.client.get("cursor")) or 0
@@ -98,8 +98,8 @@ def unseen(config: ModelConfig) -> str:
     }
     usual = {"heads": c.heads, "kv_heads": c.key_value_heads, "rope_theta": f"{c.rope_theta:g}",
              "norm_eps": f"{c.norm_eps:g}"}  # fmt: skip
-    scaled = {"rope_scaling": f"({c.rope_scaling})"} if c.rope_scaling else {}
-    return " ".join(f"{key}={value}" for key, value in (usual | scaled | chosen).items())
+    rope_text = {"rope_scaling": f"({c.rope_scaling})"} if c.rope_scaling else {}
+    return " ".join(f"{key}={setting_value}" for key, setting_value in (usual | rope_text | chosen).items())
 
 
 def find(folder: Path) -> Path:
@@ -135,20 +135,20 @@ def naming_of(
 
     Raises CheckpointError for the first parameter that is missing, left over or of another shape.
     """
-    namings = [Naming("our layers", _own(config, held))]
+    possible_namings = [Naming("our layers", _own(config, held))]
     with contextlib.suppress(ConfigError):  # no Hugging Face architecture matches this model
-        namings.append(Naming("Hugging Face's", table(config)))
+        possible_namings.append(Naming("Hugging Face's", table(config)))
     names = state.shapes
-    for naming in namings:
+    for naming in possible_namings:
         anchor = next(iter(naming.parts.values()))[0].name
         # The shortest: "0.weight" is also the end of other names.
-        for found in sorted((n for n in names if n == anchor or n.endswith(f".{anchor}")), key=len):
-            prefix = found.removesuffix(anchor)
+        for anchor_match in sorted((n for n in names if n == anchor or n.endswith(f".{anchor}")), key=len):
+            prefix = anchor_match.removesuffix(anchor)
             if all(n.startswith(prefix) for n in names):
                 _check(naming.parts, held, state, prefix, where)
                 return naming, prefix
-    some = ", ".join(visible(name, 100) for name in list(names)[:3])
-    known = " or ".join(f"{next(iter(n.parts.values()))[0].name!r} ({n.whose})" for n in namings)
+    some = ", ".join(visible(shown_name, 100) for shown_name in list(names)[:3])
+    known = " or ".join(f"{next(iter(n.parts.values()))[0].name!r} ({n.whose})" for n in possible_namings)
     raise CheckpointError(
         f"{where}: its parameters are named {some}, ...: the supported models have names such as {known}"
     )
@@ -158,14 +158,14 @@ def _own(config: ModelConfig, held: Mapping[str, Described]) -> Parts:
     """Parameters by the module names of `GPT`, as DeepSpeed sees them."""
     with torch.device("meta"):
         gpt = GPT(config, TensorParallel(), recompute="none", seed=0)
-    names = {placement_of(parameter).name: key for key, parameter in gpt.named_parameters()}
-    return {name: (TensorRows(names[name], 0, of.shape),) for name, of in held.items()}
+    names = {placement_of(model_parameter).name: key for key, model_parameter in gpt.named_parameters()}
+    return {name: (TensorRows(names[name], 0, our_parameter.shape),) for name, our_parameter in held.items()}
 
 
 def _check(parts: Parts, held: Mapping[str, Described], state: ZeroState, prefix: str, where: Path) -> None:
     """Check that the checkpoint's parameters are those of `parts`, with their shapes."""
-    wanted = {prefix + part.name: part for of in parts.values() for part in of}
-    for name, part in wanted.items():
+    wanted_parts = {prefix + part.name: part for of in parts.values() for part in of}
+    for name, part in wanted_parts.items():
         shape = state.shapes.get(name)
         if shape is None:
             raise CheckpointError(
@@ -176,8 +176,302 @@ def _check(parts: Parts, held: Mapping[str, Described], state: ZeroState, prefix
                 f"{where}: {visible(name, 200)} is {shape}, in the recipe's model {part.shape}: correct the recipe's "
                 "model section"
             )
-    if left := sorted(set(state.shapes) - set(wanted)):
+    if left := sorted(set(state.shapes) - set(wanted_parts)):
         raise CheckpointError(
             f"{where}: {visible(left[0], 200)} has no home in the recipe's model ({len(left)} such): it is of another "
             "model"
         )
+
+
+# A folder of DeepSpeed's ZeRO 1, 2 or 3 as whole tensors: fp32 master weights and Adam's moments. Every data-parallel
+# rank saved flat buffers without names. `param_shapes` in the same files names the parameters of each buffer in order:
+# ZeRO 1 and 2 concatenate all parameters of an optimizer group, and split the whole evenly over the ranks; ZeRO 3
+# splits every parameter evenly, and concatenates the parts (as in deepspeed/utils/zero_to_fp32.py). DeepSpeed's other
+# description, `param_slice_mappings`, is not used: it is wrong under `round_robin_gradients` (0.19.8).
+
+
+OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d{1,6})_mp_rank_(\d{1,6})_optim_states\.pt")
+MODEL = re.compile(r"(?:zero_pp_rank_(\d{1,6})_)?mp_rank_(\d{1,6})_model_states\.pt")
+LARGEST = 1 << 42  # elements of a parameter: more means a damaged file
+
+
+@dataclass(frozen=True)
+class Range:
+    """Elements [start, start + numel) of the buffers of `rank`, concatenated from `group` on."""
+
+    rank: int
+    group: int
+    start: int
+    numel: int
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """One rank's flat buffer per group and kind; None if that kind is missing."""
+
+    path: Path
+    buffers: dict[str, list[Tensor] | None]
+    step: float
+
+
+class ZeroState:
+    """The parameters in a folder such as global_step100/. Files are mapped; tensors are assembled on request.
+
+    shapes: by name. kinds: a subset of `KINDS`. stage: of ZeRO. steps, skipped: global steps of the run, and those
+    skipped by fp16. adam_step: the optimizer's own count. client: the run's own data (client_state).
+    Raises CheckpointError for a folder that is damaged, incomplete, or of a run with tensor or pipeline parallelism.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        rank_files, model_files = _files(folder)
+        file_content = _mapping(unpickle.load(model_files[0]), model_files[0])
+        self.client, self._module = file_content, unpickle.fields(file_content.get("module"))
+        _check_model(file_content, model_files[0])
+        self.steps = _count(file_content.get("global_steps"))
+        self.skipped = _count(file_content.get("skipped_steps"))
+        shape_groups = _shapes(file_content.get("param_shapes"), model_files[0])
+        self.shapes = {name: shape for shape_group in shape_groups for name, shape in shape_group.items()}
+        if len(self.shapes) != sum(map(len, shape_groups)):
+            raise CheckpointError(f"{model_files[0]}: a parameter lies in two groups of the optimizer")
+        held = [_optimizer(path) for path in rank_files]
+        first = held[0]
+        self.stage = 3 if "fp32_flat_groups" in first else int(unpickle.number(first.get("zero_stage")) or 1)
+        self.loss_scale = unpickle.number(unpickle.fields(first.get("loss_scaler")).get("cur_scale"))
+        self._saved = [_read(path, of, self.stage) for path, of in zip(rank_files, held, strict=True)]
+        _check_ranks(first, self._saved)
+        self.kinds = tuple(k for k in KINDS if all(s.buffers[k] is not None for s in self._saved))
+        if self.kinds != KINDS:
+            self.kinds = KINDS[:1]
+        self.adam_step = self._saved[0].step if self.kinds == KINDS else 0.0
+        self._sizes = [[len(flat_buffer) for flat_buffer in s.buffers[KINDS[0]] or []] for s in self._saved]
+        try:
+            if self.stage == 3:
+                self._ranges = _zero3(self.shapes, self._sizes)
+            else:
+                group_paddings = first.get("param_alignment_paddings")
+                self._ranges = _zero12(shape_groups, self._sizes, group_paddings)
+        except _Contradiction as error:
+            raise CheckpointError(
+                f"{folder}: {error}: files of two checkpoints are mixed, or the optimizer is not one that is known "
+                "here; get the checkpoint again from where it was written"
+            ) from None
+
+    def assemble_tensor(self, name: str, kind: str) -> Tensor:
+        """A whole tensor, fp32. A weight must match the model's file, where ZeRO 1 and 2 store it whole."""
+        parts = [name_part.float() for r in self._ranges[name] for name_part in self._slices(r, kind)]
+        found = torch.cat(parts).view(self.shapes[name]) if parts else torch.zeros(self.shapes[name])
+        model_tensor = unpickle.dense(self._module.get(name)) if kind == KINDS[0] else None
+        if model_tensor is not None and model_tensor.shape == found.shape and not _agree(found, model_tensor):
+            raise CheckpointError(
+                f"{self.folder}: {visible(name, 200)} in the optimizer's files is not the one in the model's: files of "
+                "two checkpoints are mixed, or they are damaged; get the checkpoint again from where it was written"
+            )
+        return found
+
+    def _slices(self, r: Range, kind: str) -> Iterator[Tensor]:
+        """Slices of a range. Sub-groups of ZeRO 3 follow one another; a parameter may end in the next."""
+        rank_buffers = self._saved[r.rank].buffers[kind]
+        assert rank_buffers is not None
+        range_start, left_elements = r.start, r.numel
+        for flat_buffer, size in zip(rank_buffers[r.group :], self._sizes[r.rank][r.group :], strict=True):
+            if left_elements and range_start < size:
+                taken_elements = min(left_elements, size - range_start)
+                yield flat_buffer[range_start : range_start + taken_elements]
+                left_elements, range_start = left_elements - taken_elements, range_start + taken_elements
+            range_start -= size
+
+
+def _agree(master: Tensor, rounded: Tensor) -> bool:
+    """Whether `rounded` is `master` in the model's precision, with any rounding."""
+    dtype_limits = torch.finfo(rounded.dtype)
+    return torch.allclose(
+        master, rounded.float(), rtol=2 * dtype_limits.eps, atol=dtype_limits.smallest_normal, equal_nan=True
+    )
+
+
+class _Contradiction(Exception):
+    """The buffers' descriptions in the files do not fit the buffers."""
+
+
+def _files(folder: Path) -> tuple[list[Path], list[Path]]:
+    """The optimizer's files by data-parallel rank, and the model's; all must exist."""
+    try:
+        file_names = sorted(file_path.name for file_path in folder.iterdir())
+    except OSError as error:
+        raise CheckpointError(f"{folder}: cannot be read: {error.strerror or error}") from None
+    optimizers = {(int(m[1]), int(m[2])): folder / m[0] for m in map(OPTIMIZER.fullmatch, file_names) if m}
+    model_files = {(int(m[1] or 0), int(m[2])): folder / m[0] for m in map(MODEL.fullmatch, file_names) if m}
+    if any("expert_" in file_name or file_name.startswith("expp_rank_") for file_name in file_names):
+        raise CheckpointError(f"{folder}: it is of a mixture of experts, which this model is not")
+    if (cut := 1 + max((model_rank for _, model_rank in [*optimizers, *model_files]), default=0)) > 1:
+        raise CheckpointError(
+            f"{folder}: written under tensor or pipeline parallelism ({cut} model-parallel ranks): only checkpoints "
+            "of 1 can be read. With DeepSpeed, convert it by `python -m deepspeed.checkpoint.ds_to_universal`, load "
+            "that with load_universal in one tensor and one pipeline rank, and save it again"
+        )
+    if not model_files:
+        raise CheckpointError(
+            f"{folder}: holds no *mp_rank_00_model_states.pt: it is not a checkpoint of DeepSpeed; give the folder "
+            "that has global_step*/ and `latest` in it, or one such as global_step100"
+        )
+    if not optimizers:
+        raise CheckpointError(
+            f"{folder}: holds no *_optim_states.pt: the run was without ZeRO, or its optimizer was not saved; only "
+            "ZeRO 1, 2 and 3 keep the fp32 weights that are read here"
+        )
+    missing = sorted({(rank, 0) for rank in range(max(optimizers)[0] + 1)} - set(optimizers))
+    if missing:
+        raise CheckpointError(
+            f"{folder}: the file of data-parallel rank {missing[0][0]} (of {max(optimizers)[0] + 1}) is missing: get "
+            "it from the host that wrote it"
+        )
+    return [optimizers[key] for key in sorted(optimizers)], [model_files[key] for key in sorted(model_files)]
+
+
+def _mapping(content: Any, path: Path) -> dict[str, Any]:
+    content_fields = unpickle.fields(content)
+    if not content_fields:
+        raise CheckpointError(f"{path}: not a file of DeepSpeed: it holds no names")
+    return content_fields
+
+
+def _check_model(content: Mapping[str, Any], path: Path) -> None:
+    if (size := _count(content.get("mp_world_size"))) > 1:
+        raise CheckpointError(f"{path}: written under tensor parallelism of {size}: only 1 can be read")
+    if frozen := content.get("frozen_param_shapes"):
+        name = next(iter(unpickle.fields(frozen)), "?")
+        raise CheckpointError(
+            f"{path}: {visible(name, 200)} was frozen, and exists in 16 bits only: this model trains all of its "
+            "weights"
+        )
+
+
+def _shapes(given: Any, path: Path) -> list[dict[str, tuple[int, ...]]]:
+    shape_groups = []
+    for shape_group in given if isinstance(given, list) else []:
+        named_shapes = {}
+        for name, shape in unpickle.fields(shape_group).items():
+            if not isinstance(shape, tuple) or not all(isinstance(n, int) and n >= 0 for n in shape):
+                raise CheckpointError(f"{path}: param_shapes: {visible(name, 200)} has no shape")
+            if _numel(shape) > LARGEST:
+                raise CheckpointError(f"{path}: param_shapes: {visible(name, 200)} is impossibly large")
+            named_shapes[name] = tuple(shape)
+        shape_groups.append(named_shapes)
+    if not any(shape_groups):
+        raise CheckpointError(
+            f"{path}: holds no param_shapes, which are needed to find parameters: it was not written by ZeRO, or by a "
+            "DeepSpeed before 0.4"
+        )
+    return shape_groups
+
+
+def _numel(shape: Sequence[int]) -> int:
+    element_count = 1
+    for dimension_size in shape:
+        element_count *= dimension_size
+    return element_count
+
+
+def _count(value: Any) -> int:
+    read_number = unpickle.number(value)
+    return int(read_number) if read_number is not None and read_number >= 0 else 0
+
+
+def _optimizer(path: Path) -> dict[str, Any]:
+    file_content = _mapping(unpickle.load(path), path)
+    return _mapping(file_content.get("optimizer_state_dict"), path)
+
+
+def _read(path: Path, held: Mapping[str, Any], stage: int) -> _Saved:
+    weights = held.get("fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups")
+    masters = [unpickle.dense(t) for t in weights] if isinstance(weights, list) else []
+    if not masters or any(t is None or t.dim() != 1 for t in masters):
+        raise CheckpointError(
+            f"{path}: holds no flat fp32 weights: they were offloaded to a disk, or it is not of ZeRO 1, 2 or 3"
+        )
+    inner = held.get("optimizer_state_dict" if stage == 3 else "base_optimizer_state")
+    inner_fields = unpickle.fields(inner)
+    # "Elastic" checkpoints hold a list: the state of every group.
+    states = dict(enumerate(inner)) if isinstance(inner, list) else inner_fields.get("state")
+    settings = inner_fields.get("param_groups")
+    of = [unpickle.fields(states.get(i)) if isinstance(states, dict) else {} for i in range(len(masters))]
+    rank_buffers: dict[str, list[Tensor] | None] = {KINDS[0]: [t for t in masters if t is not None]}
+    for moment_kind in KINDS[1:]:
+        moment_buffers = [unpickle.dense(zero_state.get(moment_kind)) for zero_state in of]
+        moments_fit = [
+            m is not None and m.dim() == 1 and master_weight is not None and len(m) >= len(master_weight)
+            for m, master_weight in zip(moment_buffers, masters, strict=True)
+        ]
+        rank_buffers[moment_kind] = [m for m in moment_buffers if m is not None] if all(moments_fit) else None
+    step_values = [zero_state.get("step") for zero_state in of]
+    step_values += [unpickle.fields(g).get("step") for g in settings] if isinstance(settings, list) else []
+    step_values.append(held.get("base_optimizer_state_step"))
+    step = next((n for n in map(unpickle.number, step_values) if n is not None), 0.0)
+    return _Saved(path, rank_buffers, step)
+
+
+def _check_ranks(first: Mapping[str, Any], saved: Sequence[_Saved]) -> None:
+    counts = first.get("partition_count")
+    wanted = max(map(_count, counts), default=0) if isinstance(counts, list) else _count(counts)
+    if wanted and wanted != len(saved):
+        raise CheckpointError(
+            f"{saved[0].path.parent}: written by {wanted} data-parallel ranks, but there are files of {len(saved)}: "
+            "some are missing, or an older checkpoint is in the same folder"
+        )
+    if len({s.step for s in saved}) > 1:
+        raise CheckpointError(
+            f"{saved[0].path.parent}: the ranks' optimizers are at steps "
+            f"{', '.join(sorted({f'{s.step:g}' for s in saved}))}: files of two checkpoints are mixed"
+        )
+
+
+def _zero12(
+    groups: Sequence[Mapping[str, tuple[int, ...]]], sizes: Sequence[Sequence[int]], paddings: Any
+) -> dict[str, list[Range]]:
+    """Location of every parameter under ZeRO 1 and 2. sizes: by rank and group, without padding at the end."""
+    found: dict[str, list[Range]] = {}
+    if {len(rank_state) for rank_state in sizes} != {len(groups)}:
+        raise _Contradiction(f"{len(groups)} groups of parameters are named, the files hold {len(sizes[0])}")
+    for g, group_shapes in enumerate(groups):
+        rank_share = sizes[0][g]  # of every rank; the last ones may be shorter, without their padding
+        given = paddings[g] if isinstance(paddings, list) and g < len(paddings) else []
+        between = [_count(padding_size) for padding_size in given] if isinstance(given, list) else []
+        offset = 0
+        for parameter_index, (parameter_name, parameter_shape) in enumerate(group_shapes.items()):
+            parameter_numel = _numel(parameter_shape)
+            does_fit = offset + parameter_numel <= rank_share * len(sizes)
+            found[parameter_name] = list(_evenly(offset, parameter_numel, rank_share, g)) if does_fit else []
+            if not does_fit or any(r.start + r.numel > sizes[r.rank][g] for r in found[parameter_name]):
+                raise _Contradiction(f"{visible(parameter_name, 200)} does not fit into the files")
+            offset += parameter_numel + (between[parameter_index] if parameter_index < len(between) else 0)
+        padding_unit = 2 * len(sizes)  # NCCL's alignment; there is no further padding
+        held_elements = sum(rank_state[g] for rank_state in sizes)
+        if -(-offset // padding_unit) != -(-held_elements // padding_unit):
+            raise _Contradiction(f"group {g} holds {held_elements} elements, its parameters are {offset}")
+    return found
+
+
+def _evenly(offset: int, numel: int, share: int, group: int) -> Iterator[Range]:
+    range_end = offset + numel
+    while offset < range_end:
+        data_rank, range_start = divmod(offset, share)
+        taken_elements = min(range_end - offset, share - range_start)
+        yield Range(data_rank, group, range_start, taken_elements)
+        offset += taken_elements
+
+
+def _zero3(shapes: Mapping[str, tuple[int, ...]], sizes: Sequence[Sequence[int]]) -> dict[str, list[Range]]:
+    """Location of every parameter under ZeRO 3."""
+    rank_count, offset = len(sizes), 0
+    parameter_ranges: dict[str, list[Range]] = {}
+    for parameter_name, parameter_shape in shapes.items():
+        parameter_numel = _numel(parameter_shape)
+        share = -(-parameter_numel // rank_count)
+        rank_shares = [(rank, min(share, parameter_numel - rank * share)) for rank in range(rank_count)]
+        parameter_ranges[parameter_name] = [Range(rank, 0, offset, n) for rank, n in rank_shares if n > 0]
+        offset += share
+    for held in map(sum, sizes):
+        if held != offset:
+            raise _Contradiction(f"a rank holds {held} elements, its share of the parameters is {offset}")
+    return parameter_ranges

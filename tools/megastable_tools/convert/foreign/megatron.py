@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megastable.base.durable import staged_directory
 from megastable.base.errors import CheckpointError, DataError
 from megastable.base.text import visible
 from megastable.checkpoint.files import write_file
@@ -35,10 +36,9 @@ from megastable.checkpoint.whole import Described, WholeState, parameters, run_o
 from megastable.config import recipe
 from megastable.config.model import ModelConfig
 from megastable.config.tree import RunConfig
-from megastable.data.local_copy import staged_directory
 from megastable.parallel.sharding import Placement, shard, unshard
+from megastable_tools.convert.derived_runs import state_of, with_vocabulary
 from megastable_tools.convert.foreign import megatron_args, unpickle
-from megastable_tools.convert.foreign.begin import state_of, with_vocabulary
 from megastable_tools.convert.foreign.megatron_args import NAMES
 
 LATEST = "latest_checkpointed_iteration.txt"
@@ -64,64 +64,64 @@ class MegatronState:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        paths = _files(folder)
-        self.tensor, self.pipeline = 1 + max(t for t, _ in paths), 1 + max(p for _, p in paths)
+        rank_files = _files(folder)
+        self.tensor, self.pipeline = 1 + max(t for t, _ in rank_files), 1 + max(p for _, p in rank_files)
         self.args: dict[str, Any] = {}
         self.iteration: int | None = None
         self._held: dict[
             str, dict[int, list[Tensor]]
         ] = {}  # by our name and stage: of the tensor ranks, as theirs
-        first = 0
+        first_layer = 0
         for stage in range(self.pipeline):
-            ranks = [self._read(paths[t, stage]) for t in range(self.tensor)]
-            for t, rank in enumerate(ranks):
-                if odd := sorted(rank.keys() ^ ranks[0].keys()):
+            ranks = [self._read(rank_files[t, stage]) for t in range(self.tensor)]
+            for t, rank_tensors in enumerate(ranks):
+                if odd_names := sorted(rank_tensors.keys() ^ ranks[0].keys()):
                     raise CheckpointError(
-                        f"{paths[t, stage]}: not all tensor ranks hold {visible(odd[0], 200)}"
+                        f"{rank_files[t, stage]}: not all tensor ranks hold {visible(odd_names[0], 200)}"
                     )
             for name in ranks[0]:
-                by_stage = self._held.setdefault(name_ours(name, first, paths[0, stage]), {})
-                by_stage[stage] = [rank[name] for rank in ranks]
-            numbers = {n for name in ranks[0] if (n := number_of_layer(name)) is not None}
-            if numbers != set(range(len(numbers))):
-                raise CheckpointError(f"{paths[0, stage]}: some of its layers are missing")
-            first += len(numbers)
+                by_stage = self._held.setdefault(name_ours(name, first_layer, rank_files[0, stage]), {})
+                by_stage[stage] = [rank_tensors[name] for rank_tensors in ranks]
+            layer_numbers = {n for name in ranks[0] if (n := number_of_layer(name)) is not None}
+            if layer_numbers != set(range(len(layer_numbers))):
+                raise CheckpointError(f"{rank_files[0, stage]}: some of its layers are missing")
+            first_layer += len(layer_numbers)
 
     def _read(self, path: Path) -> dict[str, Tensor]:
         """The tensors of one file, by their names."""
-        content = unpickle.fields(unpickle.load(path))
-        if "model0" in content:
+        file_content = unpickle.fields(unpickle.load(path))
+        if "model0" in file_content:
             raise CheckpointError(
                 f"{path}: its pipeline stages are interleaved (virtual pipeline): save it again without virtual stages"
             )
-        model = unpickle.fields(content.get("model"))
-        if not model:
+        model_tensors = unpickle.fields(file_content.get("model"))
+        if not model_tensors:
             raise CheckpointError(f"{path}: holds no model: it is not a checkpoint of Megatron")
         # Megatron also takes a missing one as 0.
-        version = unpickle.number(content.get("checkpoint_version", 0))
+        version = unpickle.number(file_content.get("checkpoint_version", 0))
         if version != VERSION:
             raise CheckpointError(
                 f"{path}: checkpoint_version={version}: before 3.0 q, k and v are in another order; load and save it "
                 "with a current Megatron"
             )
-        iteration = int(unpickle.number(content.get("iteration")) or 0)
+        iteration = int(unpickle.number(file_content.get("iteration")) or 0)
         if self.iteration is None:
-            self.args, self.iteration = unpickle.fields(content.get("args")), iteration
+            self.args, self.iteration = unpickle.fields(file_content.get("args")), iteration
         if iteration != self.iteration:
             raise CheckpointError(
                 f"{path}: of iteration {iteration}, other files of {self.iteration}: files of two checkpoints are mixed"
             )
-        found = {}
-        for name, value in model.items():
+        found_tensors = {}
+        for name, tensor_value in model_tensors.items():
             if name.endswith("_extra_state"):
                 continue  # scales of FP8, which the next steps recompute
-            dense = unpickle.dense(value)
-            if dense is None or dense.dtype.itemsize < 2:
+            dense_tensor = unpickle.dense(tensor_value)
+            if dense_tensor is None or dense_tensor.dtype.itemsize < 2:
                 raise CheckpointError(
                     f"{path}: {visible(name, 200)} is not a tensor of 16 or 32 bits: keep primary weights out of FP8"
                 )
-            found[name.removeprefix("module.")] = dense
-        return found
+            found_tensors[name.removeprefix("module.")] = dense_tensor
+        return found_tensors
 
     @property
     def names(self) -> list[str]:
@@ -133,35 +133,35 @@ class MegatronState:
         """Rows of the vocabulary, padding included."""
         if EMBEDDING not in self._held:
             raise CheckpointError(f"{self.folder}: {name_theirs(EMBEDDING, 0, 'local')} is missing")
-        return sum(len(part) if part.dim() else 0 for part in self._shards(EMBEDDING))
+        return sum(len(rank_part) if rank_part.dim() else 0 for rank_part in self._shards(EMBEDDING))
 
-    def whole(self, name: str, of: Described) -> Tensor:
+    def assemble_tensor(self, name: str, of: Described) -> Tensor:
         """One of their tensors, assembled from the tensor ranks, in their row order; a vocabulary tensor keeps their
         number of rows. of: the expected shape and placement."""
-        shards, shape, dim = self._shards(name), list(of.shape), of.placement.dim
+        shards, shape, split_dim = self._shards(name), list(of.shape), of.placement.dim
         if name in VOCABULARY:
             shape[0] = len(shards[0]) if shards[0].dim() else 0
-        elif dim is not None:
-            shape[dim] //= len(shards)
+        elif split_dim is not None:
+            shape[split_dim] //= len(shards)
         for part in shards:
             if list(part.shape) != shape:
                 raise CheckpointError(
                     f"{self.folder}: {name} is {tuple(part.shape)} on a tensor rank, by the recipe {tuple(shape)}: "
                     "correct the recipe's model section"
                 )
-        if dim is None:
+        if split_dim is None:
             self._same(name, shards, shards[:1] * len(shards))
             return shards[0]
         return torch.cat(shards) if name in VOCABULARY else unshard(shards, place_theirs(name, of.placement))
 
-    def tie(self) -> None:
+    def drop_tied_head(self) -> None:
         """With tied weights the last of several stages holds a copy: compare it and drop it."""
-        for copies in self._held.pop("head.weight", {}).values():
-            self._same(EMBEDDING, copies, self._shards(EMBEDDING))
+        for head_copies in self._held.pop("head.weight", {}).values():
+            self._same(EMBEDDING, head_copies, self._shards(EMBEDDING))
 
     def _shards(self, name: str) -> list[Tensor]:
-        held = self._held[name]
-        return held[min(held)]
+        stage_parts = self._held[name]
+        return stage_parts[min(stage_parts)]
 
     def _same(self, name: str, one: list[Tensor], other: list[Tensor]) -> None:
         if not all(torch.equal(a, b) for a, b in zip(one, other, strict=True)):
@@ -181,25 +181,25 @@ def import_megatron(folder: Path, out: Path, run: RunConfig | None, say: Callabl
     source = find(folder)
     state = MegatronState(source)
     run = _recipe(state, run, say)
-    held, config = parameters(run.model), run.model
-    assert config.vocab_size is not None
-    if config.tied:
-        state.tie()
-    _check(state, held)
+    our_parameters, model_config = parameters(run.model), run.model
+    assert model_config.vocab_size is not None
+    if model_config.tied:
+        state.drop_tied_head()
+    _check(state, our_parameters)
     say(
         f"{source}: iteration {state.iteration}, tensor {state.tensor} x pipeline {state.pipeline}; weights only: "
         "Adam's moments are not imported, so warm up the learning rate again"
     )
 
     def whole(name: str, _: str) -> Tensor:
-        found = state.whole(name, held[name]).float()
+        our_rows = state.assemble_tensor(name, our_parameters[name]).float()
         if name in VOCABULARY:
-            padding = torch.zeros(max(0, config.padded_vocab - len(found)), found.shape[1])
-            found = torch.cat([found[: config.padded_vocab], padding])
-        return to_our_rows(name, found, config)
+            padding_rows = torch.zeros(max(0, model_config.padded_vocab - len(our_rows)), our_rows.shape[1])
+            our_rows = torch.cat([our_rows[: model_config.padded_vocab], padding_rows])
+        return to_our_rows(name, our_rows, model_config)
 
-    origin = {"source": str(source), "how": "imported from Megatron", "iteration": state.iteration}
-    return write_run(out, run, state_of(run), whole, optimizer=None, origin=origin)
+    run_origin = {"source": str(source), "how": "imported from Megatron", "iteration": state.iteration}
+    return write_run(out, run, state_of(run), whole, optimizer=None, origin=run_origin)
 
 
 def export_megatron(
@@ -212,31 +212,31 @@ def export_megatron(
     --use-checkpoint-args --no-load-optim --no-load-rng. Raises CheckpointError, ConfigError; then nothing of `out` is
     left.
     """
-    source = find_checkpoint(checkpoint)
-    run = run_of(source)
-    megatron_args.check_home(run, tensor, pipeline, local)
+    source_folder = find_checkpoint(checkpoint)
+    run_config = run_of(source_folder)
+    megatron_args.check_home(run_config, tensor, pipeline, local)
     refuse_existing(out)
-    state, whole = read_state(source), WholeState(source)
-    implementation = "local" if local else "transformer_engine"
-    args = megatron_args.args_of(run, tensor, pipeline, implementation, state.step)
-    name = f"iter_{state.step:07d}"
+    megatron_state, whole_state = read_state(source_folder), WholeState(source_folder)
+    layer_implementation = "local" if local else "transformer_engine"
+    args = megatron_args.args_of(run_config, tensor, pipeline, layer_implementation, megatron_state.step)
+    name = f"iter_{megatron_state.step:07d}"
     try:
         with staged_directory(out) as folder:
             for stage in range(pipeline):
                 for t in range(tensor):
                     place = folder / name / (f"mp_rank_{t:02d}" + (f"_{stage:03d}" if pipeline > 1 else ""))
                     place.mkdir(parents=True)
-                    model = _shards(run, whole, t, tensor, stage, pipeline, implementation)
+                    model = _shards(run_config, whole_state, t, tensor, stage, pipeline, layer_implementation)
                     write_file(
                         place / FILE,
                         {
                             "args": args,
                             "checkpoint_version": VERSION,
-                            "iteration": state.step,
+                            "iteration": megatron_state.step,
                             "model": model,
                         },
                     )
-            write_file(folder / LATEST, str(state.step).encode())
+            write_file(folder / LATEST, str(megatron_state.step).encode())
     except OSError as error:
         raise CheckpointError(
             f"{out} could not be written: {error.strerror or error}. Nothing was left there"
@@ -248,29 +248,29 @@ def export_megatron(
 
 def options_to_load(checkpoint: Path, out: Path, local: bool) -> list[str]:
     """Megatron's options that load what was written from a checkpoint to `out`."""
-    options = ["--load", str(out), "--use-checkpoint-args", "--no-load-optim", "--no-load-rng"]
-    return options + megatron_args.flags_of(run_of(checkpoint).model, local)
+    load_options = ["--load", str(out), "--use-checkpoint-args", "--no-load-optim", "--no-load-rng"]
+    return load_options + megatron_args.flags_of(run_of(checkpoint).model, local)
 
 
 def _shards(
     run: RunConfig, whole: WholeState, t: int, tensor: int, stage: int, pipeline: int, implementation: str
 ) -> OrderedDict[str, Tensor]:
     """The tensors of one Megatron rank, by its names."""
-    c, found = run.model, OrderedDict[str, Tensor]()
-    first, end = (c.layers * n // pipeline for n in (stage, stage + 1))
-    for name, of in parameters(c).items():
+    c, rank_tensors = run.model, OrderedDict[str, Tensor]()
+    first_layer, last_layer = (c.layers * layer_number // pipeline for layer_number in (stage, stage + 1))
+    for tensor_name, of in parameters(c).items():
         # Layer 0 is the embedding, block n is layer n + 1, final norm and head follow.
-        if (stage > 0 and of.layer <= first) or (stage < pipeline - 1 and of.layer > end):
+        if (stage > 0 and of.layer <= first_layer) or (stage < pipeline - 1 and of.layer > last_layer):
             continue
-        theirs = to_their_rows(name, whole.tensor(name, "weight"), c)
-        mine = shard(theirs, place_theirs(name, of.placement), t, tensor).clone()
-        found[name_theirs(name, first, implementation)] = mine
+        their_tensor = to_their_rows(tensor_name, whole.tensor(tensor_name, "weight"), c)
+        own_part = shard(their_tensor, place_theirs(tensor_name, of.placement), t, tensor).clone()
+        rank_tensors[name_theirs(tensor_name, first_layer, implementation)] = own_part
     if c.tied and 0 < stage == pipeline - 1:
-        cut = whole.placement(EMBEDDING)
-        found[name_theirs("head.weight", 0, implementation)] = shard(
-            whole.tensor(EMBEDDING, "weight"), cut, t, tensor
+        embedding_cut = whole.placement(EMBEDDING)
+        rank_tensors[name_theirs("head.weight", 0, implementation)] = shard(
+            whole.tensor(EMBEDDING, "weight"), embedding_cut, t, tensor
         ).clone()
-    return found
+    return rank_tensors
 
 
 def find(folder: Path) -> Path:
@@ -301,35 +301,35 @@ def _files(folder: Path) -> dict[tuple[int, int], Path]:
             f"{folder}: in Megatron's torch_dist format: convert it there with --ckpt-convert-format torch "
             "--ckpt-convert-save FOLDER"
         )
-    found = {}
-    for path in sorted(folder.glob("mp_rank_*")):
-        place = RANK.fullmatch(path.name)
-        if place is None:
-            raise CheckpointError(f"{path}: of a run with expert parallelism, which is not supported")
-        found[int(place[1]), int(place[2] or 0)] = path / FILE
-    if not found:
+    rank_files = {}
+    for rank_path in sorted(folder.glob("mp_rank_*")):
+        name_match = RANK.fullmatch(rank_path.name)
+        if name_match is None:
+            raise CheckpointError(f"{rank_path}: of a run with expert parallelism, which is not supported")
+        rank_files[int(name_match[1]), int(name_match[2] or 0)] = rank_path / FILE
+    if not rank_files:
         raise CheckpointError(
             f"{folder}: holds no folders such as mp_rank_00: it is not a checkpoint of Megatron"
         )
-    for t in range(1 + max(t for t, _ in found)):
-        for p in range(1 + max(p for _, p in found)):
-            if (t, p) not in found or not found[t, p].is_file():
-                raise CheckpointError(f"{folder}: {FILE} of tensor rank {t}, stage {p} is missing")
-    return found
+    for tensor_rank in range(1 + max(tensor_rank for tensor_rank, _ in rank_files)):
+        for p in range(1 + max(p for _, p in rank_files)):
+            if (tensor_rank, p) not in rank_files or not rank_files[tensor_rank, p].is_file():
+                raise CheckpointError(f"{folder}: {FILE} of tensor rank {tensor_rank}, stage {p} is missing")
+    return rank_files
 
 
 def _recipe(state: MegatronState, run: RunConfig | None, say: Callable[[str], None]) -> RunConfig:
     """The recipe, checked against the checkpoint's arguments; or one made from those."""
-    found = megatron_args.model_of(state.args, state.folder)
+    model_settings = megatron_args.model_of(state.args, state.folder)
     if dropout := megatron_args.dropout_of(state.args):
         say(
             f"note: it was trained with {dropout}: model.dropout is Megatron's hidden_dropout; attention has none here"
         )
     if run is not None:
         run = with_vocabulary(run)
-        if wrong := megatron_args.disagreements(found, run.model):
-            raise CheckpointError(f"{state.folder}: {'; '.join(wrong)}: correct the recipe")
-        if silent := megatron_args.missing(found):
+        if contradiction_texts := megatron_args.disagreements(model_settings, run.model):
+            raise CheckpointError(f"{state.folder}: {'; '.join(contradiction_texts)}: correct the recipe")
+        if silent := megatron_args.missing(model_settings):
             say(
                 f"warning: {state.folder}: its arguments do not say {', '.join(silent)}: using the recipe's values, "
                 "which may differ from those in training"
@@ -340,16 +340,16 @@ def _recipe(state: MegatronState, run: RunConfig | None, say: Callable[[str], No
                 f"{state.folder}: its vocabulary has {state.rows} rows, and model.vocab_size={run.model.vocab_size}: "
                 "correct the recipe"
             )
-        if (positions := found.get("max_positions", 0)) > run.model.sequence_length:
-            model = run.model.model_copy(update={"max_positions": positions})
+        if (position_count := model_settings.get("max_positions", 0)) > run.model.sequence_length:
+            model = run.model.model_copy(update={"max_positions": position_count})
             run = run.model_copy(update={"model": model})
         return run
-    if missing := megatron_args.missing(found):
+    if missing := megatron_args.missing(model_settings):
         raise CheckpointError(
             f"{state.folder}: its arguments do not say {', '.join(missing)}: give a recipe with the model"
         )
     vocabulary = megatron_args.vocabulary_of(state.args, state.rows, state.tensor)
-    return recipe.validate({"model": found | vocabulary}, f"{state.folder}: its arguments")
+    return recipe.validate({"model": model_settings | vocabulary}, f"{state.folder}: its arguments")
 
 
 def _check(state: MegatronState, held: Mapping[str, Described]) -> None:
@@ -362,13 +362,13 @@ def _check(state: MegatronState, held: Mapping[str, Described]) -> None:
             raise CheckpointError(
                 f"{state.folder}: {name} has no home in the recipe's model: it is of another one"
             )
-    for key, size in (
+    for key, layout_size in (
         ("tensor_model_parallel_size", state.tensor),
         ("pipeline_model_parallel_size", state.pipeline),
     ):
         said = unpickle.number(state.args.get(key))
-        if said is not None and said != size:
-            raise CheckpointError(f"{state.folder}: {key}={said:g}, but there are files of {size}")
+        if said is not None and said != layout_size:
+            raise CheckpointError(f"{state.folder}: {key}={said:g}, but there are files of {layout_size}")
 
 
 # Names and rows
@@ -384,17 +384,17 @@ def name_theirs(name: str, first: int, implementation: str) -> str:
 
 def name_ours(name: str, first: int, where: object) -> str:
     """The inverse of `name_theirs`, for either implementation. Raises CheckpointError for an unsupported name."""
-    layer = _THEIRS.fullmatch(name)
-    if layer is None and name in _TENSORS:
+    layer_match = _THEIRS.fullmatch(name)
+    if layer_match is None and name in _TENSORS:
         return _TENSORS[name]
-    if layer is not None and layer[2] in _LAYER:
-        return f"blocks.{int(layer[1]) + first}.{_LAYER[layer[2]]}"
-    before = name.startswith(("language_model.", "transformer."))
+    if layer_match is not None and layer_match[2] in _LAYER:
+        return f"blocks.{int(layer_match[1]) + first}.{_LAYER[layer_match[2]]}"
+    is_before_core = name.startswith(("language_model.", "transformer."))
     raise CheckpointError(
         f"{where}: {visible(name, 200)} has no home in this model: "
         + (
             "it is of Megatron before its core"
-            if before
+            if is_before_core
             else "it has no biases but those of q, k and v, no experts and no learnt positions"
         )
     )
@@ -402,8 +402,8 @@ def name_ours(name: str, first: int, where: object) -> str:
 
 def number_of_layer(name: str) -> int | None:
     """The number of the layer in one of their names."""
-    layer = _THEIRS.fullmatch(name)
-    return int(layer[1]) if layer else None
+    layer_match = _THEIRS.fullmatch(name)
+    return int(layer_match[1]) if layer_match else None
 
 
 def place_theirs(name: str, of: Placement) -> Placement:
@@ -415,9 +415,9 @@ def to_their_rows(name: str, whole: Tensor, config: ModelConfig) -> Tensor:
     """One of our whole tensors, in their row order."""
     if not name.endswith(_FUSED):
         return whole
-    k, d = config.key_value_heads, config.head_width
-    parts = whole.split((config.heads * d, k * d, k * d))
-    return torch.cat([part.view(k, -1, *whole.shape[1:]) for part in parts], 1).reshape(whole.shape)
+    k, head_width = config.key_value_heads, config.head_width
+    fused_parts = whole.split((config.heads * head_width, k * head_width, k * head_width))
+    return torch.cat([part.view(k, -1, *whole.shape[1:]) for part in fused_parts], 1).reshape(whole.shape)
 
 
 def to_our_rows(name: str, whole: Tensor, config: ModelConfig) -> Tensor:
@@ -425,5 +425,5 @@ def to_our_rows(name: str, whole: Tensor, config: ModelConfig) -> Tensor:
     if not name.endswith(_FUSED):
         return whole
     k, d = config.key_value_heads, config.head_width
-    groups = whole.reshape(k, -1, *whole.shape[1:]).split((config.heads // k * d, d, d), 1)
-    return torch.cat([part.reshape(-1, *whole.shape[1:]) for part in groups])
+    query_groups = whole.reshape(k, -1, *whole.shape[1:]).split((config.heads // k * d, d, d), 1)
+    return torch.cat([group_part.reshape(-1, *whole.shape[1:]) for group_part in query_groups])

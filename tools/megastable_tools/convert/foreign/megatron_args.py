@@ -16,8 +16,8 @@ import yaml
 
 from megastable.base.errors import CheckpointError, ConfigError
 from megastable.base.text import visible
+from megastable.config.keys import read_names
 from megastable.config.model import ModelConfig, RopeScalingConfig
-from megastable.config.other_names import read_names
 from megastable.config.tree import RunConfig
 from megastable_tools.convert.foreign.unpickle import number
 from megastable_tools.convert.huggingface.architectures import EVERYWHERE, OWN
@@ -59,31 +59,31 @@ def model_of(args: Args, where: object) -> dict[str, Any]:
         )
     found: dict[str, Any] = {}
     if args:
-        fields = ModelConfig.model_fields.items()
-        found |= {key: field.default for key, field in fields if key not in AT_HOME}
+        model_fields = ModelConfig.model_fields.items()
+        found |= {key: model_field.default for key, model_field in model_fields if key not in AT_HOME}
         found |= {"qkv_bias": args.get("add_qkv_bias") is True, "rope_scaling": _scaling(args, where)}
         found |= {"zero_centered_norms": any(bool(args.get(name)) for name in CENTERED)}
         found |= _windows(args, where)
-    for key, names in SAME.items():
-        value = next((n for n in (number(args.get(name)) for name in names) if n is not None), None)
+    for key, argument_names in SAME.items():
+        value = next((n for n in (number(args.get(name)) for name in argument_names) if n is not None), None)
         if value is not None:
             found[key] = value if key in ("rope_theta", "norm_eps") else int(value)
-    grouped = args.get("group_query_attention") is True
-    groups = number(args.get("num_query_groups")) if grouped else found.get("heads")
-    if groups is not None:
-        found["kv_heads"] = int(groups)
-    for key, name, flip in (
+    has_groups = args.get("group_query_attention") is True
+    group_count = number(args.get("num_query_groups")) if has_groups else found.get("heads")
+    if group_count is not None:
+        found["kv_heads"] = int(group_count)
+    for key, name, is_flipped in (
         ("qk_norm", "qk_layernorm", False),
         ("tied", "untie_embeddings_and_output_weights", True),
     ):
         if isinstance(value := args.get(name), bool):
-            found[key] = value != flip
+            found[key] = value != is_flipped
     if args:
         scale = _positive(args, "softmax_scale", where)
         found["attention_scale"] = None if scale == _usual_scale(found.get("head_dim")) else scale
-    length, positions = number(args.get("seq_length")), number(args.get("max_position_embeddings"))
-    if longest := length or positions:
-        found["sequence_length"] = int(longest)
+    sequence_length, positions = number(args.get("seq_length")), number(args.get("max_position_embeddings"))
+    if longest_sequence := sequence_length or positions:
+        found["sequence_length"] = int(longest_sequence)
     if positions:
         found["max_positions"] = int(positions)
     return found
@@ -98,16 +98,16 @@ def _scaling(args: Args, where: object) -> dict[str, Any] | None:
         raise CheckpointError(
             f"{where}: rotary_seq_len_interpolation_factor={linear:g} with use_rope_scaling: only one of them is known"
         )
-    factor = number(args.get("rope_scaling_factor")) or LLAMA3.factor
-    return LLAMA3.model_dump() | {"factor": float(factor)}
+    rope_factor = number(args.get("rope_scaling_factor")) or LLAMA3.factor
+    return LLAMA3.model_dump() | {"factor": float(rope_factor)}
 
 
 def _positive(args: Args, key: str, where: object) -> float | None:
     """An argument that is None or a number above 0."""
-    value = number(args.get(key))
-    if args.get(key) is not None and not (value and value > 0):
+    argument_value = number(args.get(key))
+    if args.get(key) is not None and not (argument_value and argument_value > 0):
         raise CheckpointError(f"{where}: {key}={visible(args[key], 100)}: it must be a number above 0")
-    return value
+    return argument_value
 
 
 def _windows(args: Args, where: object) -> dict[str, int | None]:
@@ -115,8 +115,8 @@ def _windows(args: Args, where: object) -> dict[str, int | None]:
     size, every = args.get("window_size"), args.get("window_attn_skip_freq")
     if size is None:
         return {"window": None, "full_attention_every": None}
-    whole = isinstance(size, tuple | list) and [type(n) for n in size] == [int, int]
-    if not whole or size[0] < 0 or size[1] != 0:
+    is_whole = isinstance(size, tuple | list) and [type(window_part) for window_part in size] == [int, int]
+    if not is_whole or size[0] < 0 or size[1] != 0:
         raise CheckpointError(
             f"{where}: window_size={visible(size, 100)}: not supported: it must be the number of tokens before, and 0"
         )
@@ -134,38 +134,38 @@ def _usual_scale(width: int | None) -> float | None:
 
 def missing(found: Args) -> list[str]:
     """The missing arguments that a recipe needs."""
-    named = {key: names[0] for key, names in SAME.items()}
-    named |= {"qk_norm": "qk_layernorm", "tied": "untie_embeddings_and_output_weights"}
-    return [name for key, name in named.items() if key not in found]
+    argument_names = {key: names[0] for key, names in SAME.items()}
+    argument_names |= {"qk_norm": "qk_layernorm", "tied": "untie_embeddings_and_output_weights"}
+    return [argument_name for key, argument_name in argument_names.items() if key not in found]
 
 
 def dropout_of(args: Args) -> str:
     """The dropout used in training, as "key=value"; "" for none."""
-    both = {key: number(args.get(key)) or 0 for key in ("hidden_dropout", "attention_dropout")}
-    return ", ".join(f"{key}={value:g}" for key, value in both.items() if value)
+    dropout_values = {key: number(args.get(key)) or 0 for key in ("hidden_dropout", "attention_dropout")}
+    return ", ".join(f"{key}={value:g}" for key, value in dropout_values.items() if value)
 
 
 def vocabulary_of(args: Args, rows: int, tensor: int) -> dict[str, int]:
     """vocab_size and a vocab_multiple that pads it to their `rows`, if possible."""
-    known = number(args.get("vocab_size"))
-    size = int(known) if known and known <= rows else rows
-    by = int(number(args.get("make_vocab_size_divisible_by")) or 0) * tensor
-    multiple = next(m for m in (128, by, rows) if m > 0 and -(-size // m) * m == rows)
-    return {"vocab_size": size, "vocab_multiple": multiple}
+    known_size = number(args.get("vocab_size"))
+    size = int(known_size) if known_size and known_size <= rows else rows
+    divisible_by = int(number(args.get("make_vocab_size_divisible_by")) or 0) * tensor
+    vocab_multiple = next(m for m in (128, divisible_by, rows) if m > 0 and -(-size // m) * m == rows)
+    return {"vocab_size": size, "vocab_multiple": vocab_multiple}
 
 
 def disagreements(found: Mapping[str, Any], model: ModelConfig) -> list[str]:
     """Contradictions between arguments and recipe, as "key=ours, Megatron's ...". Lengths may differ."""
-    mine = {
+    our_settings = {
         **model.model_dump(),
         "kv_heads": model.key_value_heads, "head_dim": model.head_width, "ffn": model.ffn_width,
     }  # fmt: skip
     if model.attention_scale == _usual_scale(model.head_width):
-        mine["attention_scale"] = None
+        our_settings["attention_scale"] = None
     return [
-        f"model.{key}={mine[key]}, in the checkpoint {value}"
-        for key, value in found.items()
-        if key not in ("sequence_length", "max_positions") and mine[key] != value
+        f"model.{key}={our_settings[key]}, in the checkpoint {argument_value}"
+        for key, argument_value in found.items()
+        if key not in ("sequence_length", "max_positions") and our_settings[key] != argument_value
     ]
 
 
@@ -174,8 +174,8 @@ def check_home(run: RunConfig, tensor: int, pipeline: int, local: bool = False) 
     does not divide it."""
     c = run.model
     assert c.vocab_size is not None
-    for key, field in type(c).model_fields.items():
-        if key not in AT_HOME and getattr(c, key) != field.default:
+    for key, model_field in type(c).model_fields.items():
+        if key not in AT_HOME and getattr(c, key) != model_field.default:
             raise ConfigError(f"model.{key}={getattr(c, key)}: Megatron's GPT has no known equivalent")
     if c.qk_norm == "full":
         raise ConfigError("model.qk_norm=full: Megatron's QK-norm is per head; it has no equivalent")
@@ -211,23 +211,23 @@ def check_home(run: RunConfig, tensor: int, pipeline: int, local: bool = False) 
 def flags_of(model: ModelConfig, local: bool = False) -> list[str]:
     """Options to give to Megatron beside --use-checkpoint-args, which does not set these. local: for its own
     implementation, whose fused softmax ignores windows."""
-    found = []
+    option_words = []
     if model.window is not None:
-        found += ["--window-size", f"{model.window - 1},0"]
-        found += ["--no-masked-softmax-fusion"] if local else []
+        option_words += ["--window-size", f"{model.window - 1},0"]
+        option_words += ["--no-masked-softmax-fusion"] if local else []
     if model.full_attention_every is not None:
-        found += ["--window-attn-skip-freq", str(model.full_attention_every)]
+        option_words += ["--window-attn-skip-freq", str(model.full_attention_every)]
     if model.attention_scale is not None:
-        found += ["--softmax-scale", repr(model.attention_scale)]
-    return found
+        option_words += ["--softmax-scale", repr(model.attention_scale)]
+    return option_words
 
 
 def args_of(run: RunConfig, tensor: int, pipeline: int, implementation: str, step: int) -> Namespace:
     """Arguments for Megatron's --use-checkpoint-args, under the names of 2023 to 2026. `vocab_size` must be known."""
     c = run.model
-    linear = c.rope_scaling is not None and c.rope_scaling.kind == "linear"
-    factor = c.rope_scaling.factor if c.rope_scaling else LLAMA3.factor
-    theta = int(c.rope_theta) if c.rope_theta == int(c.rope_theta) else c.rope_theta
+    is_linear = c.rope_scaling is not None and c.rope_scaling.kind == "linear"
+    rope_factor = c.rope_scaling.factor if c.rope_scaling else LLAMA3.factor
+    rope_theta = int(c.rope_theta) if c.rope_theta == int(c.rope_theta) else c.rope_theta
     return Namespace(
         num_layers=c.layers, encoder_num_layers=c.layers, hidden_size=c.hidden, ffn_hidden_size=c.ffn_width,
         num_attention_heads=c.heads, group_query_attention=c.key_value_heads != c.heads,
@@ -235,10 +235,10 @@ def args_of(run: RunConfig, tensor: int, pipeline: int, implementation: str, ste
         seq_length=c.sequence_length, encoder_seq_length=c.sequence_length,
         max_position_embeddings=c.longest,
         position_embedding_type="rope", add_position_embedding=True, use_rotary_position_embeddings=False,
-        rotary_base=theta, rotary_percent=1.0, rotary_interleaved=False,
-        rotary_seq_len_interpolation_factor=factor if linear else None,
-        use_rope_scaling=c.rope_scaling is not None and not linear,
-        rope_scaling_factor=LLAMA3.factor if linear else factor, no_rope_freq=None,
+        rotary_base=rope_theta, rotary_percent=1.0, rotary_interleaved=False,
+        rotary_seq_len_interpolation_factor=rope_factor if is_linear else None,
+        use_rope_scaling=c.rope_scaling is not None and not is_linear,
+        rope_scaling_factor=LLAMA3.factor if is_linear else rope_factor, no_rope_freq=None,
         normalization="RMSNorm", norm_epsilon=c.norm_eps, layernorm_epsilon=c.norm_eps,
         apply_layernorm_1p=c.zero_centered_norms, layernorm_zero_centered_gamma=c.zero_centered_norms,
         apply_residual_connection_post_layernorm=False,

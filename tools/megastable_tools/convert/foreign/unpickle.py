@@ -39,9 +39,9 @@ class StandIn:
     path = ""
 
     def __new__(cls, *args: Any) -> StandIn:
-        made = super().__new__(cls)
-        made.args, made.state = args, None
-        return made
+        stand_in = super().__new__(cls)
+        stand_in.args, stand_in.state = args, None
+        return stand_in
 
     def __init__(self, *args: Any) -> None:
         self.args: tuple[Any, ...] = args
@@ -91,12 +91,12 @@ def load(path: Path) -> Any:
     """
     try:
         with path.open("rb") as file:
-            zipped = file.read(2) == b"PK"
+            is_zip = file.read(2) == b"PK"
             file.seek(0)
-            names = _in_zip(path, file) if zipped else _in_legacy(file)
-        with _only(names), warnings.catch_warnings():
+            imported_names = _in_zip(path, file) if is_zip else _in_legacy(file)
+        with _only(imported_names), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
     except CheckpointError:
         raise
     except OSError as error:
@@ -110,41 +110,41 @@ def load(path: Path) -> Any:
 
 def _why(error: Exception) -> str:
     """The informative line of an error. Torch wraps it in advice to run whatever is in the file."""
-    inner = error.__context__ if isinstance(error, pickle.UnpicklingError) else None
-    lines = str(inner or error).strip().splitlines()
-    return visible(lines[0], 200) if lines else type(error).__name__
+    inner_error = error.__context__ if isinstance(error, pickle.UnpicklingError) else None
+    error_lines = str(inner_error or error).strip().splitlines()
+    return visible(error_lines[0], 200) if error_lines else type(error).__name__
 
 
 def _in_zip(path: Path, file: IO[bytes]) -> set[str]:
     """Names that the pickle in a zip imports; every entry has been checked against its CRC-32."""
-    with zipfile.ZipFile(file) as archive:
-        pickles = []
-        for info in archive.infolist():
-            if info.compress_type != zipfile.ZIP_STORED:
+    with zipfile.ZipFile(file) as zip_archive:
+        pickle_entries = []
+        for entry_info in zip_archive.infolist():
+            if entry_info.compress_type != zipfile.ZIP_STORED:
                 raise CheckpointError(f"{path}: holds compressed entries, which torch.save never writes")
-            if info.filename.endswith("/data.pkl"):
-                pickles.append(info)
-            if info.CRC:  # 0: torch was told not to compute them
-                with archive.open(info) as entry:
-                    while entry.read(BLOCK):
+            if entry_info.filename.endswith("/data.pkl"):
+                pickle_entries.append(entry_info)
+            if entry_info.CRC:  # 0: torch was told not to compute them
+                with zip_archive.open(entry_info) as zip_entry:
+                    while zip_entry.read(BLOCK):
                         pass
-        if len(pickles) != 1:
+        if len(pickle_entries) != 1:
             raise CheckpointError(f"{path}: a zip, but not one of torch.save: it has no data.pkl")
-        with archive.open(pickles[0]) as entry:
-            return set(_wanted(entry))
+        with zip_archive.open(pickle_entries[0]) as zip_entry:
+            return set(_wanted(zip_entry))
 
 
 def _in_legacy(file: IO[bytes]) -> set[str]:
-    return {name for _ in range(LEGACY_PICKLES) for name in _wanted(file)}
+    return {import_name for _ in range(LEGACY_PICKLES) for import_name in _wanted(file)}
 
 
 def _wanted(pickled: IO[bytes]) -> Iterator[str]:
     """Full names of classes and functions in the next pickle of a stream, by today's Python names."""
-    for opcode, argument, _ in pickletools.genops(pickled):
+    for opcode, opcode_argument, _ in pickletools.genops(pickled):
         if opcode.name == "GLOBAL":
-            module, _, name = str(argument).partition(" ")
-            module, name = _compat_pickle.NAME_MAPPING.get((module, name), (module, name))
-            yield f"{_compat_pickle.IMPORT_MAPPING.get(module, module)}.{name}"
+            module_name, _, name = str(opcode_argument).partition(" ")
+            module_name, name = _compat_pickle.NAME_MAPPING.get((module_name, name), (module_name, name))
+            yield f"{_compat_pickle.IMPORT_MAPPING.get(module_name, module_name)}.{name}"
 
 
 # Containers of the standard library that are data: mapped to plain ones that the unpickler can fill.
@@ -157,7 +157,7 @@ _PLAIN: dict[str, Callable[..., Any]] = {
 @contextmanager
 def _only(names: set[str]) -> Iterator[None]:
     """Let the unpickler make stand-ins of `names` only; what others in this process have allowed is suspended."""
-    before = torch.serialization.get_safe_globals()
+    globals_before = torch.serialization.get_safe_globals()
     torch.serialization.clear_safe_globals()
     try:
         allowed: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
@@ -167,4 +167,4 @@ def _only(names: set[str]) -> Iterator[None]:
         yield
     finally:
         torch.serialization.clear_safe_globals()
-        torch.serialization.add_safe_globals(before)
+        torch.serialization.add_safe_globals(globals_before)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 from pydantic.fields import FieldInfo
+from torch import Tensor
 
 from megastable.base.errors import ConfigError
 from megastable.config.model import ModelConfig
@@ -39,7 +42,7 @@ class Architecture:
     written: Mapping[str, Any] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
-    def values(self, fields: Mapping[str, FieldInfo] = ModelConfig.model_fields) -> dict[str, Any]:
+    def fixed_values(self, fields: Mapping[str, FieldInfo] = ModelConfig.model_fields) -> dict[str, Any]:
         """The model keys that it fixes, with its values. fields: of the configuration."""
         plain = {key: f.default for key, f in fields.items() if key not in OWN | EVERYWHERE | self.free}
         return plain | {"qk_norm": False} | dict(self.has)
@@ -53,18 +56,18 @@ QWEN3, LLAMA, QWEN2, OLMO2, MISTRAL, OLMO3, GEMMA2 = ARCHITECTURES
 
 def architecture_of(config: ModelConfig) -> Architecture:
     """The equivalent architecture. Raises ConfigError with the options that have no equivalent."""
-    found = [(kind, _differences(config, kind)) for kind in ARCHITECTURES]
-    least = min(len(lacking) for _, lacking in found)
-    near = [(kind, lacking) for kind, lacking in found if len(lacking) == least]
+    kind_differences = [(kind, _differences(config, kind)) for kind in ARCHITECTURES]
+    least = min(len(lacking) for _, lacking in kind_differences)
+    nearest_kinds = [(kind, lacking) for kind, lacking in kind_differences if len(lacking) == least]
     if least:
-        keys = dict.fromkeys(key for _, lacking in near for key in lacking)
-        ours = " with ".join(f"model.{key}={getattr(config, key)}" for key in keys)
+        differing_keys = dict.fromkeys(key for _, lacking in nearest_kinds for key in lacking)
+        ours = " with ".join(f"model.{key}={getattr(config, key)}" for key in differing_keys)
         theirs = "; ".join(
-            f"{kind.name} with " + " ".join(f"{key}={value}" for key, value in lacking.items())
-            for kind, lacking in near
+            f"{kind.name} with " + " ".join(f"{key}={model_value}" for key, model_value in lacking.items())
+            for kind, lacking in nearest_kinds
         )
         raise ConfigError(f"{ours}: no supported Hugging Face architecture has this; the nearest: {theirs}")
-    kind = near[0][0]
+    kind = nearest_kinds[0][0]
     if kind is GEMMA2:
         query_scalar(config)
     return kind
@@ -72,8 +75,8 @@ def architecture_of(config: ModelConfig) -> Architecture:
 
 def _differences(config: ModelConfig, kind: Architecture) -> dict[str, Any]:
     """The architecture's values of the keys in which it is not this model."""
-    wanted = kind.values(type(config).model_fields)
-    return {key: value for key, value in wanted.items() if getattr(config, key) != value}
+    wanted_values = kind.fixed_values(type(config).model_fields)
+    return {key: value for key, value in wanted_values.items() if getattr(config, key) != value}
 
 
 def query_scalar(config: ModelConfig) -> int:
@@ -87,3 +90,145 @@ def query_scalar(config: ModelConfig) -> int:
             f"the nearest is {n**-0.5!r}"
         )
     return n
+
+
+# Names of tensors: the rows of ours that form each of theirs. Ours are fused where they are multiplied together (q, k
+# and v; gate and up), and the vocabulary is padded; theirs are separate, without padding. Rotary embeddings are
+# half-split in both, so that nothing is permuted.
+
+
+@dataclass(frozen=True)
+class TensorRows:
+    """Rows [first, first + shape[0]) of one of our tensors are the tensor `name` of theirs."""
+
+    name: str
+    first: int
+    shape: tuple[int, ...]
+
+
+def table(config: ModelConfig) -> dict[str, tuple[TensorRows, ...]]:
+    """Each of our parameters, in the model's order, with its Hugging Face tensors. `vocab_size` must be known.
+
+    Raises ConfigError as `architecture_of`.
+    """
+    assert config.vocab_size is not None
+    found_kind, c = architecture_of(config), config
+    hidden, vocabulary_size = config.hidden, config.vocab_size
+    q, key_width = c.heads * c.head_width, c.key_value_heads * c.head_width
+    found = {"embedding.weight": _rows(("model.embed_tokens.weight", vocabulary_size), width=hidden)}
+    for block_number in range(c.layers):
+        ours, theirs = f"blocks.{block_number}", f"model.layers.{block_number}"
+        attention, mlp = f"{theirs}.self_attn", f"{theirs}.mlp"
+        norms = {norm: _rows((f"{theirs}.{name}.weight", hidden)) for norm, name in found_kind.norms.items()}
+        found[f"{ours}.attention_norm.weight"] = norms["attention_norm"]
+        found[f"{ours}.attention.qkv.weight"] = _rows(
+            (f"{attention}.q_proj.weight", q), (f"{attention}.k_proj.weight", key_width),
+            (f"{attention}.v_proj.weight", key_width), width=hidden,
+        )  # fmt: skip
+        if c.qkv_bias:
+            found[f"{ours}.attention.qkv.bias"] = _rows(
+                (f"{attention}.q_proj.bias", q),
+                (f"{attention}.k_proj.bias", key_width),
+                (f"{attention}.v_proj.bias", key_width),
+            )
+        if c.qk_norm:
+            norm_widths = (q, key_width) if c.qk_norm == "full" else (c.head_width, c.head_width)
+            for name, norm_width in zip(("q_norm", "k_norm"), norm_widths, strict=True):
+                found[f"{ours}.attention.{name}.weight"] = _rows((f"{attention}.{name}.weight", norm_width))
+        found[f"{ours}.attention.out.weight"] = _rows((f"{attention}.o_proj.weight", hidden), width=q)
+        found[f"{ours}.mlp_norm.weight"] = norms["mlp_norm"]
+        found[f"{ours}.mlp.gate_up.weight"] = _rows(
+            (f"{mlp}.gate_proj.weight", c.ffn_width), (f"{mlp}.up_proj.weight", c.ffn_width), width=hidden
+        )
+        found[f"{ours}.mlp.down.weight"] = _rows((f"{mlp}.down_proj.weight", hidden), width=c.ffn_width)
+        if c.norms == "both":
+            for norm in ("attention_post_norm", "mlp_post_norm"):
+                found[f"{ours}.{norm}.weight"] = norms[norm]
+    found["final_norm.weight"] = _rows(("model.norm.weight", hidden))
+    if not c.tied:
+        found["head.weight"] = _rows(("lm_head.weight", vocabulary_size), width=hidden)
+    return found
+
+
+def _rows(*named: tuple[str, int], width: int | None = None) -> tuple[TensorRows, ...]:
+    row_parts, first_row = list[TensorRows](), 0
+    for tensor_name, count in named:
+        row_parts.append(TensorRows(tensor_name, first_row, (count,) if width is None else (count, width)))
+        first_row += count
+    return tuple(row_parts)
+
+
+def split(whole: Tensor, parts: tuple[TensorRows, ...]) -> dict[str, Tensor]:
+    """Their tensors, as views of one of ours; further rows are padding."""
+    return {row_part.name: whole[row_part.first : row_part.first + row_part.shape[0]] for row_part in parts}
+
+
+def merge(theirs: Mapping[str, Tensor], parts: tuple[TensorRows, ...], rows: int) -> Tensor:
+    """One of our tensors, fp32 with `rows` rows, from theirs; further rows are zero. The inverse of `split`."""
+    whole_tensor = torch.empty((rows, *parts[0].shape[1:]))
+    for row_part in parts:
+        whole_tensor[row_part.first : row_part.first + row_part.shape[0]] = theirs[row_part.name]
+    whole_tensor[parts[-1].first + parts[-1].shape[0] :] = 0
+    return whole_tensor
+
+
+# muP's scales as factors of weights, for formats that have no such scales. They are ratios of sizes: powers of two, and
+# so exact, where the sizes are.
+
+
+def without_mup(config: ModelConfig) -> ModelConfig:
+    """The same model with muP's scales in its weights. Raises ConfigError if they cannot be there."""
+    if config.mup is None:
+        return config
+    remedy_text = "export weights of an untied model, or train without model.mup"
+    if config.tied and config.width_ratio != 1:
+        raise ConfigError(
+            f"model.mup with model.tied: the logits' scale 1/{config.width_ratio:g} cannot be a part of the embedding, "
+            f"which is the output layer as well: {remedy_text}"
+        )
+    is_scaled = _attention(config) != 1 or (config.depth_ratio != 1 and config.norms != "before")
+    if is_scaled and config.zero_centered_norms:
+        raise ConfigError(
+            "model.mup with model.zero_centered_norms: a norm that multiplies by 1 + weight takes no factor: train "
+            "without one of them"
+        )
+    if _attention(config) != 1 and not config.qk_norm:
+        raise ConfigError(
+            "model.mup.base_head_dim with model.qk_norm=false: the scale of attention cannot be a part of the fused "
+            "queries, keys and values: leave base_head_dim out"
+        )
+    return config.model_copy(update={"mup": None})
+
+
+def factor_of(name: str, config: ModelConfig) -> float:
+    """What the parameter `name` is multiplied by."""
+    if config.mup is None:
+        return 1.0
+    if name == "head.weight":
+        return 1 / config.width_ratio
+    if name.endswith(".attention.q_norm.weight"):
+        return _attention(config)
+    # The last operation of a branch has its scale.
+    last_weights = {
+        "before": (".attention.out.weight", ".mlp.down.weight"), "after": ("_norm.weight",),
+        "both": ("_post_norm.weight",),
+    }  # fmt: skip
+    if (
+        name.startswith("blocks.")
+        and name.endswith(last_weights.get(config.norms, ()))
+        and not name.endswith(".k_norm.weight")
+    ):
+        return 1 / config.depth_ratio
+    return 1.0
+
+
+def exact(config: ModelConfig) -> bool:
+    """Whether no factor rounds a weight."""
+    scale_factors = (config.width_ratio, config.depth_ratio, _attention(config))
+    return all(math.frexp(scale_factor)[0] == 0.5 for scale_factor in scale_factors)
+
+
+def _attention(config: ModelConfig) -> float:
+    """muP's scale of attention over the usual one."""
+    assert config.mup is not None
+    return math.sqrt((config.mup.base_head_dim or config.head_width) / config.head_width)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 import megastable
+from megastable.base.durable import staged_directory, write_data_file
 from megastable.base.errors import CheckpointError, DataError
 from megastable.base.text import visible
 from megastable.checkpoint import markers, store
@@ -27,21 +28,24 @@ from megastable.checkpoint.whole import WholeState, run_of
 from megastable.config.model import ModelConfig
 from megastable.config.recipe import find
 from megastable.config.tree import RunConfig
-from megastable.data.local_copy import staged_directory, write_file
 from megastable.data.manifest import TokenizerInfo
 from megastable.data.tokenizer import Tokenizer, load_tokenizer
-from megastable.model.flops import parameters as count_parameters
-from megastable_tools.convert.huggingface.architectures import QWEN2, architecture_of
-from megastable_tools.convert.huggingface.folder import CONFIG
-from megastable_tools.convert.huggingface.gguf import unsupported
-from megastable_tools.convert.huggingface.llama_cpp import KNOWN, converted, is_qwens, vocabulary
-from megastable_tools.convert.huggingface.mup_scales import exact, factor_of, without_mup
-from megastable_tools.convert.huggingface.names import split, table
+from megastable.model.sizes import parameters as count_parameters
+from megastable_tools.convert.huggingface.architectures import (
+    QWEN2,
+    architecture_of,
+    exact,
+    factor_of,
+    split,
+    table,
+    without_mup,
+)
+from megastable_tools.convert.huggingface.folder import CONFIG, INDEX, Entry, bytes_of, index, plan
+from megastable_tools.convert.huggingface.gguf import KNOWN, converted, is_qwens, unsupported, vocabulary
 from megastable_tools.convert.huggingface.parity import ParityReport
 from megastable_tools.convert.huggingface.settings import settings_of
 from megastable_tools.convert.huggingface.tokenizer_export import WITHOUT, Written, write_tokenizer
-from megastable_tools.convert.huggingface.weight_files import INDEX, Entry, bytes_of, index, plan
-from megastable_tools.prepare.named import GUESSED, corpus_of, named_tokenizer
+from megastable_tools.prepare.corpus_tokenizer import GUESSED, corpus_of, named_tokenizer
 
 T = TypeVar("T")
 Dtype = Literal["bf16", "fp32"]
@@ -92,18 +96,18 @@ def to_hf(
     refuse_existing(out)
     checkpoint = find_checkpoint(given)
     run = run_of(checkpoint)
-    whole = WholeState(checkpoint)
-    whole.check_fits(run.model)
+    whole_state = WholeState(checkpoint)
+    whole_state.check_fits(run.model)
     scaled = run.model
     run = run.model_copy(update={"model": without_mup(scaled)})
-    found, notes = (None, []) if without_tokenizer else _tokenizer(run, tokenizer)
+    found, user_notes = (None, []) if without_tokenizer else _tokenizer(run, tokenizer)
     entries = [
         (part.name, DTYPES[dtype], part.shape) for parts in table(run.model).values() for part in parts
     ]
-    planned = plan(entries, shard_size)
+    planned_files = plan(entries, shard_size)
     made = Export(
         out, checkpoint, store.step_of(checkpoint), hash_file(checkpoint / store.MANIFEST).xxh3, dtype, run,
-        tensors=len(entries), files=len(planned), bytes=sum(map(bytes_of, entries)), notes=notes,
+        tensors=len(entries), files=len(planned_files), bytes=sum(map(bytes_of, entries)), notes=user_notes,
     )  # fmt: skip
     proven = markers.healthy(checkpoint)
     made.health = f"proven by the {proven.steps} steps after it" if proven else "not proven by later steps"
@@ -112,18 +116,18 @@ def to_hf(
         try:
             _write_weights(
                 folder,
-                planned,
-                _theirs(whole, run.model, scaled, DTYPES[dtype]),
+                planned_files,
+                _theirs(whole_state, run.model, scaled, DTYPES[dtype]),
                 lambda done: watch(done, made.bytes),
             )
         except OSError as error:
             raise CheckpointError(_refused(out, error, made.bytes)) from None
-        pad = None
+        pad_id = None
         if found is not None:
             made.tokenizer, made.begins = found.xxh3, found.bos is not None
             begins = not run.data.keep_documents_apart
             written = write_tokenizer(found, folder, run.model.longest, not inexact_tokenizer, begins)
-            pad = written.pad
+            pad_id = written.pad
             made.notes += _told(made, found, written)
         else:
             made.notes.append("no tokenizer was written, as you asked")
@@ -137,12 +141,12 @@ def to_hf(
             made.notes.append(
                 f"muP's scales are multiplied into the weights, {rounded}; an import finds none"
             )
-        _write_settings(folder, run, dtype, found, pad)
+        _write_settings(folder, run, dtype, found, pad_id)
         if check is not None:
             made.checked = check(checkpoint, folder)
             if made.checked.failed:
                 raise NotTheSame(made.checked)
-        write_file(folder / "README.md", write_card(made).encode())
+        write_data_file(folder / "README.md", write_card(made).encode())
     return made
 
 
@@ -197,39 +201,39 @@ def _tokenizer(run: RunConfig, given: Path | None) -> tuple[Tokenizer, list[str]
 
 def _told(made: Export, tokenizer: Tokenizer, written: Written) -> list[str]:
     """Notes for the user on the exported tokenizer."""
-    notes = []
+    user_notes = []
     if written.problem:
-        notes.append(f"the tokenizer's ids are not always those of training: {written.problem}")
+        user_notes.append(f"the tokenizer's ids are not always those of training: {written.problem}")
     if written.pad == tokenizer.eod:
-        notes.append(
+        user_notes.append(
             "the tokenizer has no token for padding, so its end-of-document token pads: in fine-tuning mask padding by "
             "the attention mask, not by its id, or the end is never learned"
         )
     assert made.run.model.vocab_size is not None
-    kind = architecture_of(made.run.model)
-    if kind is QWEN2 and not is_qwens(written.content):
-        notes.append(
+    model_kind = architecture_of(made.run.model)
+    if model_kind is QWEN2 and not is_qwens(written.content):
+        user_notes.append(
             "transformers 5 replaces the tokenizer of a Qwen2 by Qwen's own, which gives other ids: load this one with "
             f"PreTrainedTokenizerFast.from_pretrained({made.out.name!r})"
         )
-    if problem := unsupported(made.run.model):
-        return [*notes, f"to-gguf does not write this model: {problem}"]
+    if tokenizer_problem := unsupported(made.run.model):
+        return [*user_notes, f"to-gguf does not write this model: {tokenizer_problem}"]
     try:
-        words = vocabulary(written.content, made.run.model.vocab_size)
+        llama_vocabulary = vocabulary(written.content, made.run.model.vocab_size)
     except CheckpointError as error:
-        return [*notes, f"this tokenizer is not for llama.cpp: {error}. {KNOWN}"]
-    wrong = converted(kind, words, tokenizer.kind == "sentencepiece")
-    if wrong:
-        notes.append(
-            f"llama.cpp's own converter {wrong}: use `megastable convert to-gguf {made.out.name} "
+        return [*user_notes, f"this tokenizer is not for llama.cpp: {error}. {KNOWN}"]
+    converter_error = converted(model_kind, llama_vocabulary, tokenizer.kind == "sentencepiece")
+    if converter_error:
+        user_notes.append(
+            f"llama.cpp's own converter {converter_error}: use `megastable convert to-gguf {made.out.name} "
             f"{made.out.name}.gguf` instead"
         )
-    return notes
+    return user_notes
 
 
 def _room(out: Path, size: int) -> None:
-    parent = next(path for path in out.absolute().parents if path.exists())
-    free = shutil.disk_usage(parent).free
+    existing_parent = next(parent_path for parent_path in out.absolute().parents if parent_path.exists())
+    free = shutil.disk_usage(existing_parent).free
     if free < size:
         raise CheckpointError(
             f"{out}: needs {size / 1e9:.2f} GB, but {free / 1e9:.2f} GB are free on that disk: make room"
@@ -242,58 +246,58 @@ def _write_weights(
     tensors: Iterator[tuple[str, Tensor]],
     watch: Callable[[int], None],
 ) -> None:
-    done = 0
-    with closing(ahead(tensors)) as stream:
-        for file, entries in planned.items():
+    done_bytes = 0
+    with closing(ahead(tensors)) as tensor_stream:
+        for file_name, tensor_entries in planned.items():
             # Without this metadata transformers 4 does not load a file.
-            with TensorFile(folder / file, entries, {"format": "pt"}) as writer:
-                for entry in entries:
-                    name, tensor = next(stream)
-                    writer.write(name, tensor)
-                    done += bytes_of(entry)
-                    watch(done)
+            with TensorFile(folder / file_name, tensor_entries, {"format": "pt"}) as tensor_writer:
+                for tensor_entry in tensor_entries:
+                    tensor_name, next_tensor = next(tensor_stream)
+                    tensor_writer.write(tensor_name, next_tensor)
+                    done_bytes += bytes_of(tensor_entry)
+                    watch(done_bytes)
     if len(planned) > 1:
-        write_file(folder / INDEX, index(planned).encode())
+        write_data_file(folder / INDEX, index(planned).encode())
 
 
 def ahead(given: Iterator[T]) -> Generator[T, None, None]:
     """The same items, each made by another thread while the previous one is in use."""
-    with ThreadPoolExecutor(1) as pool:
-        coming = pool.submit(next, given, None)
-        while (item := coming.result()) is not None:
-            coming = pool.submit(next, given, None)
-            yield item
+    with ThreadPoolExecutor(1) as thread_pool:
+        coming_item = thread_pool.submit(next, given, None)
+        while (ready_item := coming_item.result()) is not None:
+            coming_item = thread_pool.submit(next, given, None)
+            yield ready_item
 
 
 def _theirs(
     whole: WholeState, config: ModelConfig, scaled: ModelConfig, dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
     """scaled: the checkpoint's model, which may have muP's scales."""
-    for ours, parts in table(config).items():
-        tensor = whole.tensor(ours, "weight")
-        if (factor := factor_of(ours, scaled)) != 1:
-            tensor = tensor * factor
-        if not all(map(math.isfinite, tensor.aminmax())):  # the fastest check that also detects NaN
+    for our_name, row_parts in table(config).items():
+        next_tensor = whole.tensor(our_name, "weight")
+        if (scale_factor := factor_of(our_name, scaled)) != 1:
+            next_tensor = next_tensor * scale_factor
+        if not all(map(math.isfinite, next_tensor.aminmax())):  # the fastest check that also detects NaN
             raise CheckpointError(
-                f"{whole.checkpoint}: {ours} holds values that are not finite: export an older checkpoint"
+                f"{whole.checkpoint}: {our_name} holds values that are not finite: export an older checkpoint"
             )
-        for name, part in split(tensor, parts).items():
-            yield name, part.to(dtype)
+        for their_name, their_tensor in split(next_tensor, row_parts).items():
+            yield their_name, their_tensor.to(dtype)
 
 
 def _write_settings(
     folder: Path, run: RunConfig, dtype: Dtype, tokenizer: Tokenizer | None, pad: int | None
 ) -> None:
-    end = tokenizer.eod if tokenizer is not None else None
+    end_id = tokenizer.eod if tokenizer is not None else None
     # With documents kept apart, none attended to the end of the previous one.
-    begin = None if run.data.keep_documents_apart else end
+    begin_id = None if run.data.keep_documents_apart else end_id
     if tokenizer is not None and tokenizer.bos is not None:
-        begin = tokenizer.bos
-    tokens = {"bos": begin, "eos": end, "pad": pad}
-    settings = settings_of(run.model, str(DTYPES[dtype]).removeprefix("torch."), tokens)
-    generation = {f"{name}_token_id": id for name, id in tokens.items() if id is not None}
-    write_file(folder / CONFIG, (json.dumps(settings, indent=2) + "\n").encode())
-    write_file(folder / "generation_config.json", (json.dumps(generation, indent=2) + "\n").encode())
+        begin_id = tokenizer.bos
+    special_tokens = {"bos": begin_id, "eos": end_id, "pad": pad}
+    config_settings = settings_of(run.model, str(DTYPES[dtype]).removeprefix("torch."), special_tokens)
+    generation = {f"{token_name}_token_id": id for token_name, id in special_tokens.items() if id is not None}
+    write_data_file(folder / CONFIG, (json.dumps(config_settings, indent=2) + "\n").encode())
+    write_data_file(folder / "generation_config.json", (json.dumps(generation, indent=2) + "\n").encode())
 
 
 def _refused(out: Path, error: OSError, size: int) -> str:
@@ -319,7 +323,7 @@ def write_card(made: Export) -> str:
         apart="yes" if run.data.keep_documents_apart else "no",
         rounded="" if made.dtype == "fp32" else f", rounded once to {made.dtype}",
         checked=_say_checks(made),
-        notes="".join(f"\nNote: {visible(note)}\n" for note in made.notes),
+        notes="".join(f"\nNote: {visible(user_note)}\n" for user_note in made.notes),
     )
 
 

@@ -9,7 +9,8 @@ read; weights come one by one.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator
+import re
+from collections.abc import Collection, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,17 +20,16 @@ import xxhash
 from pydantic import ValidationError
 from torch import Tensor, nn
 
-from megastable.base.errors import CheckpointError
+from megastable.base.errors import CheckpointError, ConfigError
 from megastable.base.text import visible
+from megastable.checkpoint.files import Reader
 from megastable.checkpoint.plain import PlainModel, without_weights
-from megastable.checkpoint.reader import Reader
 from megastable.config.model import ModelConfig
 from megastable.config.recipe import find
 from megastable.config.tree import RunConfig
 from megastable.parallel.sharding import place, placement_of
-from megastable_tools.convert.huggingface.names import TensorRows, merge, table
+from megastable_tools.convert.huggingface.architectures import TensorRows, merge, table
 from megastable_tools.convert.huggingface.settings import model_of
-from megastable_tools.convert.huggingface.weight_files import INDEX, SINGLE
 
 CONFIG, ADAPTER = "config.json", "adapter_config.json"
 EDGE = 1 << 16  # bytes at either end of a file that enter the fingerprint
@@ -64,25 +64,25 @@ class HuggingFaceFolder:
         try:
             return ModelConfig(**self.sizes, vocab_multiple=1)
         except ValidationError as error:
-            problem = error.errors()[0]["msg"].removeprefix("Value error, ")
-            raise CheckpointError(f"{self.path / CONFIG}, as our model: {problem}") from None
+            model_problem = error.errors()[0]["msg"].removeprefix("Value error, ")
+            raise CheckpointError(f"{self.path / CONFIG}, as our model: {model_problem}") from None
 
     @cached_property
     def fingerprint(self) -> str:
         """xxh3-128 of config.json and of the size and both ends of every file."""
-        digest = xxhash.xxh3_128((self.path / CONFIG).read_bytes())
-        for name in sorted(set(self.files.values())):
-            with (self.path / name).open("rb") as file:
-                size = file.seek(0, 2)
-                file.seek(0)
-                digest.update(f"{name} {size}".encode() + file.read(EDGE))
-                file.seek(max(0, size - EDGE))
-                digest.update(file.read())
-        return digest.hexdigest()
+        fingerprint_digest = xxhash.xxh3_128((self.path / CONFIG).read_bytes())
+        for file_name in sorted(set(self.files.values())):
+            with (self.path / file_name).open("rb") as weight_file:
+                file_size = weight_file.seek(0, 2)
+                weight_file.seek(0)
+                fingerprint_digest.update(f"{file_name} {file_size}".encode() + weight_file.read(EDGE))
+                weight_file.seek(max(0, file_size - EDGE))
+                fingerprint_digest.update(weight_file.read())
+        return fingerprint_digest.hexdigest()
 
     def _find_files(self) -> dict[str, str]:
-        single, index = self.path / SINGLE, self.path / INDEX
-        if single.is_file():
+        single_path, index = self.path / SINGLE, self.path / INDEX
+        if single_path.is_file():
             return dict.fromkeys(self._names(SINGLE), SINGLE)
         if not index.is_file():
             old = sorted(
@@ -95,29 +95,29 @@ class HuggingFaceFolder:
                     "safe_serialization=True)"
                 )
             raise CheckpointError(f"{self.path}: holds neither {SINGLE} nor {INDEX}")
-        where = _read_json(index).get("weight_map")
+        weight_map = _read_json(index).get("weight_map")
         if (
-            not isinstance(where, dict)
-            or not where
-            or not all(isinstance(file, str) for file in where.values())
+            not isinstance(weight_map, dict)
+            or not weight_map
+            or not all(isinstance(file, str) for file in weight_map.values())
         ):
             raise CheckpointError(f"{index}: its weight_map does not name a file for each tensor")
-        held: dict[str, set[str]] = {}
-        for file in sorted(set(where.values())):
+        names_by_file: dict[str, set[str]] = {}
+        for file in sorted(set(weight_map.values())):
             if Path(file).name != file or not file.endswith(".safetensors"):
                 raise CheckpointError(f"{index}: {file!r} is not the name of a .safetensors file beside it")
             if not (self.path / file).is_file():
                 raise CheckpointError(f"{self.path / file} is not there, which {INDEX} names")
-            held[file] = set(self._names(file))
-        for name, file in where.items():
-            if name not in held[file]:
+            names_by_file[file] = set(self._names(file))
+        for name, file in weight_map.items():
+            if name not in names_by_file[file]:
                 raise CheckpointError(f"{self.path / file}: does not hold {name!r}, which {INDEX} says")
-        for file, names in held.items():
-            if beyond := sorted(name for name in names if where.get(name) != file):
+        for file, held_names in names_by_file.items():
+            if unlisted_names := sorted(name for name in held_names if weight_map.get(name) != file):
                 raise CheckpointError(
-                    f"{self.path / file}: holds {beyond[0]!r}, which {INDEX} does not list there"
+                    f"{self.path / file}: holds {unlisted_names[0]!r}, which {INDEX} does not list there"
                 )
-        return dict(where)
+        return dict(weight_map)
 
     def _names(self, file: str) -> list[str]:
         return list(self._opened(file).entries)
@@ -134,14 +134,16 @@ class HuggingFaceFolder:
             raise CheckpointError(
                 f"{self.path}: holds too few tensors for the {self.config.layers} layers of {CONFIG}"
             )
-        found = table(self.config)
-        wanted = {part.name: part for parts in found.values() for part in parts}
+        our_rows = table(self.config)
+        wanted = {row_part.name: row_part for parts in our_rows.values() for row_part in parts}
         there = {
-            name for name in self.files if not name.endswith(".rotary_emb.inv_freq")
+            tensor_name for tensor_name in self.files if not tensor_name.endswith(".rotary_emb.inv_freq")
         }  # in old Llamas: can be computed
         if self.config.tied and "lm_head.weight" in there:
             there.remove("lm_head.weight")
-            if not torch.equal(self.tensor("lm_head.weight"), self.tensor("model.embed_tokens.weight")):
+            if not torch.equal(
+                self.read_tensor("lm_head.weight"), self.read_tensor("model.embed_tokens.weight")
+            ):
                 raise CheckpointError(
                     f"{self.path}: tie_word_embeddings is true, and lm_head.weight is not the embedding: correct one"
                 )
@@ -152,41 +154,43 @@ class HuggingFaceFolder:
                     f"{self.path}: the tensor {visible(sorted(names)[0])!r} {what}{more}: it is not what {CONFIG} says "
                     f"({self.settings['architectures'][0]}, {self.config.layers} layers, tied: {self.config.tied})"
                 )
-        for name, part in wanted.items():
-            shape = self.shape(name)
-            if shape != part.shape:
+        for tensor_name, row_part in wanted.items():
+            tensor_shape = self.shape_of(tensor_name)
+            if tensor_shape != row_part.shape:
                 raise CheckpointError(
-                    f"{self.path}: {name} is {shape}, by {CONFIG} it should be {part.shape}"
+                    f"{self.path}: {tensor_name} is {tensor_shape}, by {CONFIG} it should be {row_part.shape}"
                 )
-            self.dtype(name)
-        return found
+            self.dtype_of(tensor_name)
+        return our_rows
 
-    def shape(self, name: str) -> tuple[int, ...]:
+    def shape_of(self, name: str) -> tuple[int, ...]:
         return self._opened(self.files[name]).shape(name)
 
-    def dtype(self, name: str) -> torch.dtype:
+    def dtype_of(self, name: str) -> torch.dtype:
         """Raises CheckpointError for anything but a plain float."""
-        held = self._opened(self.files[name])
-        kind = held.entries[name].kind
+        weight_reader = self._opened(self.files[name])
+        kind = weight_reader.entries[name].kind
         if kind not in FLOATS:
             raise CheckpointError(
                 f"{self.path}: {name} is {visible(kind, 20)}: only weights in fp32, bf16, fp16 and fp64 are read"
             )
-        return held.dtype(name)
+        return weight_reader.dtype(name)
 
-    def tensor(self, name: str) -> Tensor:
+    def read_tensor(self, name: str) -> Tensor:
         """A tensor in its own dtype; read on request. Raises CheckpointError."""
         return self._opened(self.files[name]).tensor(name)
 
-    def ours(self, name: str, rows: int | None = None) -> Tensor:
+    def read_our_tensor(self, name: str, rows: int | None = None) -> Tensor:
         """One of our tensors, whole, fp32; its first dimension padded with zeros to `rows`."""
-        parts = self.parts[name]
-        total = sum(part.shape[0] for part in parts)
-        return merge({part.name: self.tensor(part.name) for part in parts}, parts, rows or total)
+        row_parts = self.parts[name]
+        row_total = sum(part.shape[0] for part in row_parts)
+        return merge(
+            {part.name: self.read_tensor(part.name) for part in row_parts}, row_parts, rows or row_total
+        )
 
     @property
     def numel(self) -> int:
-        return sum(torch.Size(part.shape).numel() for parts in self.parts.values() for part in parts)
+        return sum(torch.Size(row_part.shape).numel() for parts in self.parts.values() for row_part in parts)
 
 
 def load_folder(
@@ -203,27 +207,29 @@ def load_folder(
     """
     folder = HuggingFaceFolder(path, accept)
     if dtype is None:
-        dtype = folder.dtype(folder.parts["embedding.weight"][0].name)
-    gpt = without_weights(folder.config, torch.device(device))
-    for module, key, parameter in parameters_in(gpt):
-        placement = placement_of(parameter)
+        dtype = folder.dtype_of(folder.parts["embedding.weight"][0].name)
+    empty_model = without_weights(folder.config, torch.device(device))
+    for owner_module, parameter_key, model_parameter in parameters_in(empty_model):
+        parameter_placement = placement_of(model_parameter)
         try:
-            filled = nn.Parameter(folder.ours(placement.name).to(device, dtype))
+            filled_parameter = nn.Parameter(
+                folder.read_our_tensor(parameter_placement.name).to(device, dtype)
+            )
         except torch.OutOfMemoryError as error:
             raise CheckpointError(
                 f"{path}: its weights do not fit on {device}: {_first_line(error)}"
             ) from None
-        place(filled, placement, 1)
-        setattr(module, key, filled)
+        place(filled_parameter, parameter_placement, 1)
+        setattr(owner_module, parameter_key, filled_parameter)
     run = RunConfig(model=folder.config)
-    return PlainModel(gpt, run, folder.path, step=0, fingerprint=folder.fingerprint).eval()
+    return PlainModel(empty_model, run, folder.path, step=0, fingerprint=folder.fingerprint).eval()
 
 
 def parameters_in(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
     """Every parameter with its module, and its name there."""
-    for owner in module.modules():
-        for key, parameter in list(owner.named_parameters(recurse=False)):
-            yield owner, key, parameter
+    for owner_module in module.modules():
+        for parameter_key, model_parameter in list(owner_module.named_parameters(recurse=False)):
+            yield owner_module, parameter_key, model_parameter
 
 
 def is_folder(path: Path) -> bool:
@@ -233,16 +239,66 @@ def is_folder(path: Path) -> bool:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        json_content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing: transformers cannot load {path.parent}") from None
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {_first_line(error)}") from None
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path}: expected a mapping, found a {type(content).__name__}")
-    return content
+    if not isinstance(json_content, dict):
+        raise CheckpointError(f"{path}: expected a mapping, found a {type(json_content).__name__}")
+    return json_content
 
 
 def _first_line(error: Exception) -> str:
-    text = str(error).strip().splitlines()
-    return text[0] if text else type(error).__name__
+    error_lines = str(error).strip().splitlines()
+    return error_lines[0] if error_lines else type(error).__name__
+
+
+# Tensors over .safetensors files, with the index of where each one is
+
+
+Entry = tuple[str, torch.dtype, tuple[int, ...]]
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
+
+
+def bytes_of(entry: Entry) -> int:
+    _, tensor_dtype, tensor_shape = entry
+    return tensor_dtype.itemsize * torch.Size(tensor_shape).numel()
+
+
+def read_size(text: str) -> int:
+    """Bytes of a text such as 5GB or 500 MiB. Raises ConfigError."""
+    size_match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMG]i?)?B?", text.strip(), re.IGNORECASE)
+    size_bytes = float(size_match[1]) * UNITS[(size_match[2] or "").upper()] if size_match else 0
+    if not 1 <= size_bytes < 2**62:
+        raise ConfigError(f"--shard-size {text}: write a size such as 5GB or 500MB")
+    return int(size_bytes)
+
+
+def plan(entries: Sequence[Entry], limit: int) -> dict[str, list[Entry]]:
+    """File names and their tensors, in order. A file exceeds `limit` bytes only if a single tensor does."""
+    shards: list[list[Entry]] = [[]]
+    file_size = 0
+    for tensor_entry in entries:
+        if shards[-1] and file_size + bytes_of(tensor_entry) > limit:
+            shards.append([])
+            file_size = 0
+        shards[-1].append(tensor_entry)
+        file_size += bytes_of(tensor_entry)
+    if len(shards) == 1:
+        return {SINGLE: shards[0]}
+    return {f"model-{i:05d}-of-{len(shards):05d}.safetensors": held for i, held in enumerate(shards, start=1)}
+
+
+def index(planned: dict[str, list[Entry]]) -> str:
+    """model.safetensors.index.json."""
+    all_entries = [tensor_entry for held in planned.values() for tensor_entry in held]
+    size_totals = {
+        "total_parameters": sum(torch.Size(tensor_shape).numel() for _, _, tensor_shape in all_entries),
+        "total_size": sum(map(bytes_of, all_entries)),
+    }
+    where = {tensor_name: file_name for file_name, held in planned.items() for tensor_name, _, _ in held}
+    return json.dumps({"metadata": size_totals, "weight_map": dict(sorted(where.items()))}, indent=2) + "\n"

@@ -21,8 +21,8 @@ from megastable.config.recipe import find
 from megastable.config.tree import RunConfig
 from megastable.data.corpora import Corpora, open_corpora
 from megastable.data.tokenizer import NO_EOD, Tokenizer, load_tokenizer
-from megastable.model.flops import parameters as parameter_count
-from megastable_tools.convert.foreign.begin import state_of
+from megastable.model.sizes import parameters as parameter_count
+from megastable_tools.convert.derived_runs import state_of
 from megastable_tools.convert.huggingface.architectures import OWN, architecture_of
 from megastable_tools.convert.huggingface.folder import HuggingFaceFolder
 from megastable_tools.convert.huggingface.tokenizer_export import CONFIG, FILE, difference
@@ -61,31 +61,31 @@ def from_hf(
     """
     refuse_existing(out)
     folder = HuggingFaceFolder(given, accept)
-    run, notes = run_from(folder, base, overrides)
-    rows = {name: described.shape[0] for name, described in parameters(run.model).items()}
-    if strange := sorted(set(rows) ^ set(folder.parts)):
-        raise CheckpointError(f"{given}: {strange[0]} has no name in both models")
+    run, user_notes = run_from(folder, base, overrides)
+    row_counts = {name: our_parameter.shape[0] for name, our_parameter in parameters(run.model).items()}
+    if strange_names := sorted(set(row_counts) ^ set(folder.parts)):
+        raise CheckpointError(f"{given}: {strange_names[0]} has no name in both models")
     corpora = open_corpora(run.data.corpora, run.model.sequence_length, run.run.seed)
     if not any_tokenizer:
-        check_tokenizer(folder, run, corpora, notes)
-    state = state_of(run, corpora.order_fingerprint)
-    total, done = 4 * parameter_count(run.model), 0
+        check_tokenizer(folder, run, corpora, user_notes)
+    start_state = state_of(run, corpora.order_fingerprint)
+    total_bytes, done_bytes = 4 * parameter_count(run.model), 0
 
     def whole(name: str, kind: str) -> Tensor:
         assert kind == "weight"
-        return folder.ours(name, rows[name])
+        return folder.read_our_tensor(name, row_counts[name])
 
     def watched(count: int) -> None:
-        nonlocal done
-        done += count
-        watch(done, total)
+        nonlocal done_bytes
+        done_bytes += count
+        watch(done_bytes, total_bytes)
 
-    origin = {
+    run_origin = {
         "source": str(folder.path), "what": folder.settings["architectures"][0], "fingerprint": folder.fingerprint,
         "recipe": str(base),
     }  # fmt: skip
-    checkpoint = write_run(out, run, state, whole, optimizer=None, origin=origin, watch=watched)
-    return Import(out, folder.path, checkpoint, run, folder.numel, notes)
+    new_checkpoint = write_run(out, run, start_state, whole, optimizer=None, origin=run_origin, watch=watched)
+    return Import(out, folder.path, new_checkpoint, run, folder.numel, user_notes)
 
 
 def run_from(
@@ -99,11 +99,11 @@ def run_from(
             f"model.sequence_length={length} in {base}: the model of {folder.path} supports up to {longest} "
             "(max_position_embeddings): set model.sequence_length to that or less"
         )
-    given = {key: value for key, value in folder.sizes.items() if key not in OWN}
-    tree = wanted.model_dump(mode="json")
+    folder_settings = {key: value for key, value in folder.sizes.items() if key not in OWN}
+    recipe_tree = wanted.model_dump(mode="json")
     notes = [
         f"model.{key}: {getattr(wanted.model, key)} in {base}, {value} in {folder.path}: using the folder's"
-        for key, value in given.items()
+        for key, value in folder_settings.items()
         if key in wanted.model.model_fields_set and getattr(wanted.model, key) not in (value, None)
     ]
     theirs, ours = folder.settings["architectures"][0], architecture_of(folder.config).name
@@ -111,8 +111,8 @@ def run_from(
         notes.append(
             f"this {theirs} computes the same as a {ours}: it is imported as one, and to-hf writes {ours}"
         )
-    tree["model"] |= given | {"max_positions": longest if longest > length else None}
-    return recipe.validate(tree, f"{base}, with the model of {folder.path}"), notes
+    recipe_tree["model"] |= folder_settings | {"max_positions": longest if longest > length else None}
+    return recipe.validate(recipe_tree, f"{base}, with the model of {folder.path}"), notes
 
 
 def check_tokenizer(folder: HuggingFaceFolder, run: RunConfig, corpora: Corpora, notes: list[str]) -> None:
@@ -125,10 +125,10 @@ def check_tokenizer(folder: HuggingFaceFolder, run: RunConfig, corpora: Corpora,
             f"{corpus}: a wrong tokenizer: it has {info.vocab_size} tokens, and {folder.path} a vocabulary of "
             f"{run.model.vocab_size}: prepare the corpus with the folder's tokenizer"
         )
-    ends = folder.settings.get("eos_token_id")
-    if ends is not None and info.eod not in (ends if isinstance(ends, list) else [ends]):
+    end_ids = folder.settings.get("eos_token_id")
+    if end_ids is not None and info.eod not in (end_ids if isinstance(end_ids, list) else [end_ids]):
         notes.append(
-            f"documents of {corpus} end with token {info.eod}, the model was made with eos_token_id={ends}"
+            f"documents of {corpus} end with token {info.eod}, the model was made with eos_token_id={end_ids}"
         )
     theirs = _tokenizers(folder)
     said = _put_before(folder, theirs[0]) if theirs else None
@@ -169,14 +169,14 @@ def _put_before(folder: HuggingFaceFolder, tokenizer: Tokenizer) -> tuple[int, .
         settings = json.loads((folder.path / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         settings = None
-    adds = settings.get("add_bos_token", True) if isinstance(settings, dict) else True
-    return () if adds is False else tokenizer.added or None
+    adds_begin = settings.get("add_bos_token", True) if isinstance(settings, dict) else True
+    return () if adds_begin is False else tokenizer.added or None
 
 
 def _tokenizers(folder: HuggingFaceFolder) -> list[Tokenizer]:
     """The folder's tokenizers, tokenizer.json first, as in transformers. Raises CheckpointError."""
-    files = [folder.path / FILE, *sorted(folder.path.glob("*.model"))]
+    tokenizer_files = [folder.path / FILE, *sorted(folder.path.glob("*.model"))]
     try:
-        return [load_tokenizer(file, NO_EOD) for file in files if file.is_file()]
+        return [load_tokenizer(file, NO_EOD) for file in tokenizer_files if file.is_file()]
     except DataError as error:
         raise CheckpointError(f"{error}; {ANY_WAY}") from None

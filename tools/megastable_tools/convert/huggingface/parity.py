@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import os
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -16,23 +17,30 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megastable.base import free_memory
 from megastable.base.errors import CheckpointError, MegastableError
-from megastable.base.installation import install_command
+from megastable.base.process import install_command
 from megastable.base.text import plural, size
+from megastable.checkpoint import store
+from megastable.checkpoint.plain import PlainModel, without_weights
 from megastable.checkpoint.whole import WholeState, run_of
 from megastable.config.model import ModelConfig
 from megastable.config.tree import RunConfig
 from megastable.data.corpora import open_corpora
 from megastable.data.tokenizer import NO_EOD, load_tokenizer
+from megastable.parallel.sharding import place, placement_of
 from megastable.report.sheet import Column, Sheet
-from megastable_tools.convert.huggingface import logits
-from megastable_tools.convert.huggingface.architectures import OWN
-from megastable_tools.convert.huggingface.folder import HuggingFaceFolder
-from megastable_tools.convert.huggingface.mup_scales import factor_of, without_mup
-from megastable_tools.convert.huggingface.names import merge, split, table
+from megastable_tools.convert.huggingface.architectures import (
+    OWN,
+    factor_of,
+    merge,
+    split,
+    table,
+    without_mup,
+)
+from megastable_tools.convert.huggingface.folder import HuggingFaceFolder, parameters_in
 from megastable_tools.convert.huggingface.tokenizer_export import real_text
 
 LARGEST = 1e-4  # difference of two logits
@@ -92,7 +100,7 @@ class ParityReport:
     @property
     def failed(self) -> bool:
         """Compared, and different."""
-        return bool(self.unequal or self.settings) or not all(row.same for row in self.rows)
+        return bool(self.unequal or self.settings) or not all(logit_row.same for logit_row in self.rows)
 
     @property
     def verdict(self) -> str:
@@ -103,18 +111,18 @@ class ParityReport:
                 f"the same: all {self.tensors} tensors bit for bit, differences of logits below {LARGEST:g}, "
                 f"KL divergence below {KL:g}"
             )
-        problems = list(self.settings)
+        problem_texts = list(self.settings)
         if self.unequal:
-            problems.append(
+            problem_texts.append(
                 f"{len(self.unequal)} of {self.tensors} tensors differ, the first is {self.unequal[0]}"
             )
         for row in self.rows:
             if not row.same:
-                problems.append(
+                problem_texts.append(
                     f"on {row.of} logits differ by up to {row.largest:.3g} (limit {LARGEST:g}), KL divergence "
                     f"{row.kl:.3g} (limit {KL:g})"
                 )
-        return f"NOT THE SAME: {'; '.join(problems)}"
+        return f"NOT THE SAME: {'; '.join(problem_texts)}"
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -129,40 +137,40 @@ def compare(
 
     Raises CheckpointError, ConfigError."""
     theirs, run = HuggingFaceFolder(folder, accept), run_of(checkpoint)
-    plain = without_mup(run.model)
+    plain_model = without_mup(run.model)
     found = ParityReport(checkpoint, folder, tensors=sum(map(len, theirs.parts.values())))
-    _same_model(checkpoint, plain, theirs)
-    for key in NUMBERS:
-        mine, other = _effective(plain, key), _effective(theirs.config, key)
+    _same_model(checkpoint, plain_model, theirs)
+    for model_key in NUMBERS:
+        mine, other = _effective(plain_model, model_key), _effective(theirs.config, model_key)
         if mine != other:
-            found.settings.append(f"model.{key} is {other} in the folder, and {mine} in the checkpoint")
-    held = {theirs.dtype(part.name) for parts in theirs.parts.values() for part in parts}
-    found.precision = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in held))
-    weights = _Rounded(WholeState(checkpoint), run.model, theirs)
-    samples = _samples(run, theirs, seed, found.notes)
-    whole, largest = _memory(theirs, samples)
-    free = free_memory.free()
+            found.settings.append(f"model.{model_key} is {other} in the folder, and {mine} in the checkpoint")
+    held = {theirs.dtype_of(row_part.name) for row_parts in theirs.parts.values() for row_part in row_parts}
+    found.precision = ", ".join(sorted(str(held_dtype).removeprefix("torch.") for held_dtype in held))
+    rounded_weights = _Rounded(WholeState(checkpoint), run.model, theirs)
+    token_samples = _samples(run, theirs, seed, found.notes)
+    whole, streamed_bytes = _memory(theirs, token_samples)
+    free_bytes = free_memory.free()
     if importlib.util.find_spec("transformers") is None:
-        install = install_command("hf")
-        found.why = f"transformers, which the check needs, is not installed: {install}, then run `check`"
-    elif largest > free:
-        need = f"it would take {size(largest)} of memory, but {size(free)} are free"
-        found.why = f"{need}: run `check` on a larger machine"
+        install_text = install_command("hf")
+        found.why = f"transformers, which the check needs, is not installed: {install_text}, then run `check`"
+    elif streamed_bytes > free_bytes:
+        need_text = f"it would take {size(streamed_bytes)} of memory, but {size(free_bytes)} are free"
+        found.why = f"{need_text}: run `check` on a larger machine"
     if found.why:
-        found.unequal = weights.all_unequal()
+        found.unequal = rounded_weights.all_unequal()
         return found
-    tokens = torch.cat([t for _, t in samples])
-    at = _positions(tokens, theirs)
+    all_tokens = torch.cat([sample_tokens for _, sample_tokens in token_samples])
+    at = _positions(all_tokens, theirs)
     # Not inference_mode: the table of positions that the model keeps is used with gradients, too.
     with torch.no_grad():
         say("our logits")
-        mine = logits.ours(run, checkpoint, weights, tokens, at)
-        found.unequal = sorted(weights.unequal)
+        mine = compute_our_logits(run, checkpoint, rounded_weights, all_tokens, at)
+        found.unequal = sorted(rounded_weights.unequal)
         say("logits of transformers")
-        found.how = "loaded whole" if whole <= free else "loaded layer by layer, for want of memory"
-        other, found.transformers = logits.theirs(theirs, tokens, at, whole <= free)
+        found.how = "loaded whole" if whole <= free_bytes else "loaded layer by layer, for want of memory"
+        other, found.transformers = compute_their_logits(theirs, all_tokens, at, whole <= free_bytes)
     first = 0
-    for of, rows in samples:
+    for of, rows in token_samples:
         found.rows.append(_row(of, mine[first : first + len(rows)], other[first : first + len(rows)]))
         first += len(rows)
     return found
@@ -170,9 +178,9 @@ def compare(
 
 def _same_model(checkpoint: Path, ours: ModelConfig, folder: HuggingFaceFolder) -> None:
     """Check that both describe the same model. Raises CheckpointError with the difference."""
-    theirs = folder.config
+    their_config = folder.config
     for key in ModelConfig.model_fields:
-        a, b = _effective(ours, key), _effective(theirs, key)
+        a, b = _effective(ours, key), _effective(their_config, key)
         if a != b and key not in OWN and key not in (*NUMBERS, "full_attention_every"):
             raise CheckpointError(
                 f"{folder.path} is a different model from {checkpoint}: model.{key} is {b} in the folder, {a} in the "
@@ -183,7 +191,7 @@ def _same_model(checkpoint: Path, ours: ModelConfig, folder: HuggingFaceFolder) 
 def _effective(config: ModelConfig, key: str) -> Any:
     """What a key amounts to, also where it is left out."""
     if key == "window":
-        return [config.window_of(block) for block in range(config.layers)]
+        return [config.window_of(block_number) for block_number in range(config.layers)]
     return getattr(config, EFFECTIVE.get(key, key))
 
 
@@ -193,27 +201,27 @@ def _samples(
     """Tokens to compare on: (description, int64 [rows, length])."""
     vocabulary = folder.config.vocab_size
     assert vocabulary is not None
-    budget = int(WORK / (2 * folder.numel) / (2 * ROWS))
-    length = min(run.model.sequence_length, folder.config.sequence_length, LENGTH, max(32, budget))
-    drawn = torch.Generator().manual_seed(seed)
-    found = [("random tokens", torch.randint(vocabulary, (ROWS, length), generator=drawn))]
+    token_budget = int(WORK / (2 * folder.numel) / (2 * ROWS))
+    row_length = min(run.model.sequence_length, folder.config.sequence_length, LENGTH, max(32, token_budget))
+    random_source = torch.Generator().manual_seed(seed)
+    found = [("random tokens", torch.randint(vocabulary, (ROWS, row_length), generator=random_source))]
     try:
-        source = open_corpora(
-            run.data.corpora, length, run.run.seed, validation=run.data.validation
+        validation_source = open_corpora(
+            run.data.corpora, row_length, run.run.seed, validation=run.data.validation
         ).validation
-        if source is not None:
-            text = torch.from_numpy(source.samples(np.arange(ROWS)))[:, :-1]
+        if validation_source is not None:
+            text = torch.from_numpy(validation_source.samples(np.arange(ROWS)))[:, :-1]
             if int(text.max()) < vocabulary:
                 return [*found, ("text of the validation corpus", text)]
     except (MegastableError, IndexError):
         pass  # the corpora need not be on this machine
     try:
-        ids = load_tokenizer(folder.path, NO_EOD).encode(real_text())
+        token_ids = load_tokenizer(folder.path, NO_EOD).encode(real_text())
     except MegastableError:
         notes.append("compared on random tokens alone: neither the run's corpora nor a tokenizer were found")
         return found
-    rows = min(ROWS, len(ids) // length)
-    text = torch.tensor(ids[: rows * length]).view(rows, length)
+    rows = min(ROWS, len(token_ids) // row_length)
+    text = torch.tensor(token_ids[: rows * row_length]).view(rows, row_length)
     return (
         [*found, ("text of Python's own library", text)] if rows and int(text.max()) < vocabulary else found
     )
@@ -221,21 +229,21 @@ def _samples(
 
 def _memory(folder: HuggingFaceFolder, samples: Sequence[tuple[str, Tensor]]) -> tuple[int, int]:
     """Bytes that transformers need with the whole model, and layer by layer."""
-    c, tokens = folder.config, torch.cat([t for _, t in samples])
+    c, tokens = folder.config, torch.cat([sample_tokens for _, sample_tokens in samples])
     rows, length = tokens.shape
     # Activations of a layer: its MLP, and scores of attention; logits of both, and what is computed from them.
     scores, answers = rows * c.heads * length**2, len(_positions(tokens, folder)) * rows * (c.vocab_size or 0)
-    activations = 4 * (tokens.numel() * (6 * c.hidden + 4 * c.ffn_width) + 3 * scores + 6 * answers)
-    outside = 4 * c.hidden * (c.vocab_size or 0) * 2
-    layer = (4 * folder.numel - outside // (2 if c.tied else 1)) // c.layers
-    return int(1.1 * 4 * folder.numel) + activations, outside + 2 * layer + activations
+    activation_bytes = 4 * (tokens.numel() * (6 * c.hidden + 4 * c.ffn_width) + 3 * scores + 6 * answers)
+    outside_bytes = 4 * c.hidden * (c.vocab_size or 0) * 2
+    layer = (4 * folder.numel - outside_bytes // (2 if c.tied else 1)) // c.layers
+    return int(1.1 * 4 * folder.numel) + activation_bytes, outside_bytes + 2 * layer + activation_bytes
 
 
 def _positions(tokens: Tensor, folder: HuggingFaceFolder) -> Tensor:
     """The positions of a row to compare: all, or as many as fit, evenly spaced, with the last."""
-    rows, length = tokens.shape
-    most = max(1, min(length, LOGITS // (4 * (folder.config.vocab_size or 1) * rows)))
-    return torch.linspace(length - 1, 0, most).round().long().flip(0)
+    row_count, row_length = tokens.shape
+    most_positions = max(1, min(row_length, LOGITS // (4 * (folder.config.vocab_size or 1) * row_count)))
+    return torch.linspace(row_length - 1, 0, most_positions).round().long().flip(0)
 
 
 class _Rounded:
@@ -248,50 +256,50 @@ class _Rounded:
 
     def __call__(self, name: str) -> Tensor:
         """fp32, with the padding of the vocabulary unchanged; for our model, so without those scales."""
-        tensor, parts = self.whole.tensor(name, "weight"), self.table[name]
-        factor = factor_of(name, self.model)
-        if factor != 1:
-            tensor = tensor * factor
-        rounded = {}
-        for theirs, part in split(tensor, parts).items():
-            held = self.folder.tensor(theirs)
+        our_tensor, row_parts = self.whole.tensor(name, "weight"), self.table[name]
+        scale_factor = factor_of(name, self.model)
+        if scale_factor != 1:
+            our_tensor = our_tensor * scale_factor
+        rounded_parts = {}
+        for their_name, row_part in split(our_tensor, row_parts).items():
+            held = self.folder.read_tensor(their_name)
             if held.dtype == torch.float64:  # converted on reading
                 held = held.float()
-            mine = part.to(held.dtype)
+            mine = row_part.to(held.dtype)
             if not torch.equal(mine.view(torch.uint8), held.view(torch.uint8)):  # -0.0 is not 0.0, nan is nan
-                self.unequal.add(theirs)
-            rounded[theirs] = mine.float()
-        whole = merge(rounded, parts, len(tensor))
-        return whole if factor == 1 else whole / factor
+                self.unequal.add(their_name)
+            rounded_parts[their_name] = mine.float()
+        rounded_whole = merge(rounded_parts, row_parts, len(our_tensor))
+        return rounded_whole if scale_factor == 1 else rounded_whole / scale_factor
 
     def all_unequal(self) -> list[str]:
-        for name in self.table:
-            self(name)
+        for tensor_name in self.table:
+            self(tensor_name)
         return sorted(self.unequal)
 
 
 def _row(of: str, ours: Tensor, theirs: Tensor) -> LogitRow:
     """ours, theirs: fp32 [rows, positions, vocabulary]."""
-    mine, other = ours.flatten(0, 1), theirs.flatten(0, 1)
-    if mine.shape != other.shape:
+    our_rows, their_rows = ours.flatten(0, 1), theirs.flatten(0, 1)
+    if our_rows.shape != their_rows.shape:
         raise CheckpointError(f"transformers give logits {tuple(theirs.shape)}, ours are {tuple(ours.shape)}")
-    largest = scale = total = 0.0
-    for a, b in zip(mine.split(64), other.split(64), strict=True):
-        p, q = a.double().log_softmax(-1), b.double().log_softmax(-1)
-        total += float((p.exp() * (p - q)).sum())
+    largest = largest_logit = kl_sum = 0.0
+    for a, their_chunk in zip(our_rows.split(64), their_rows.split(64), strict=True):
+        our_logprobs, their_logprobs = a.double().log_softmax(-1), their_chunk.double().log_softmax(-1)
+        kl_sum += float((our_logprobs.exp() * (our_logprobs - their_logprobs)).sum())
         # max() of Python would drop a nan.
         largest = (
-            float(np.fmax(largest, float((a - b).abs().max())))
-            if bool((a - b).isfinite().all())
+            float(np.fmax(largest, float((a - their_chunk).abs().max())))
+            if bool((a - their_chunk).isfinite().all())
             else math.nan
         )
-        scale = max(scale, float(a.abs().max()))
+        largest_logit = max(largest_logit, float(a.abs().max()))
         if math.isnan(largest):
             break
-    agree = float((mine.argmax(-1) == other.argmax(-1)).double().mean())
+    agreement_share = float((our_rows.argmax(-1) == their_rows.argmax(-1)).double().mean())
     # max() of Python would make 0 of a nan.
-    kl = math.nan if math.isnan(largest) else float(np.maximum(0.0, total / len(mine)))
-    return LogitRow(of, len(mine), largest, kl, agree, scale)
+    kl_divergence = math.nan if math.isnan(largest) else float(np.maximum(0.0, kl_sum / len(our_rows)))
+    return LogitRow(of, len(our_rows), largest, kl_divergence, agreement_share, largest_logit)
 
 
 def sheet(found: ParityReport) -> Sheet:
@@ -321,3 +329,122 @@ def sheet(found: ParityReport) -> Sheet:
     return Sheet(
         found.verdict, facts=facts, columns=columns, rows=rows, notes=notes if found.rows else found.notes
     )
+
+
+# Logits of our model and of transformers' on the same tokens, in fp32; layer by layer if memory is short
+
+
+def compute_our_logits(
+    run: RunConfig, checkpoint: Path, weights: Callable[[str], Tensor], tokens: Tensor, at: Tensor
+) -> Tensor:
+    """Logits [rows, positions, vocabulary] of our model; one layer's weights are in memory at a time."""
+    empty_model = without_weights(run.model, torch.device("cpu"))
+    model = PlainModel(empty_model, run, checkpoint, store.step_of(checkpoint), "").eval()
+
+    def fill(layer: nn.Module) -> None:
+        for owner_module, parameter_key, model_parameter in parameters_in(layer):
+            parameter_placement = placement_of(model_parameter)
+            filled_parameter = nn.Parameter(weights(parameter_placement.name), requires_grad=False)
+            place(filled_parameter, parameter_placement, 1)
+            setattr(owner_module, parameter_key, filled_parameter)
+
+    for layer_number, layer in enumerate(empty_model.children()):
+        _lazily(layer, fill, keep=layer_number == 0 and run.model.tied)
+    hidden_states = model.hidden(tokens)[at]
+    return model.logits(hidden_states).transpose(0, 1)[..., : model.vocabulary].float()
+
+
+def _lazily(layer: nn.Module, fill: Callable[[nn.Module], None], keep: bool = False) -> None:
+    """Fill a layer's weights before its forward pass, and release them after it."""
+
+    def empty(*_: Any) -> None:
+        for owner_module, parameter_key, model_parameter in parameters_in(layer):
+            hollow = nn.Parameter(torch.empty_like(model_parameter, device="meta"), requires_grad=False)
+            if hasattr(model_parameter, "placement"):
+                place(hollow, placement_of(model_parameter), 1)
+            setattr(owner_module, parameter_key, hollow)
+
+    layer.register_forward_pre_hook(lambda module, _: fill(module))
+    if not keep:
+        layer.register_forward_hook(empty)
+
+
+def compute_their_logits(
+    folder: HuggingFaceFolder, tokens: Tensor, at: Tensor, whole: bool
+) -> tuple[Tensor, str]:
+    """Logits [rows, positions, vocabulary] of transformers, and its version."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        their_model = _loaded(folder) if whole else _streamed(folder)
+        model_logits = their_model(tokens, logits_to_keep=at, use_cache=False).logits.float()
+    except (MegastableError, MemoryError):
+        raise
+    except Exception as error:  # a version of transformers may raise anything
+        raise CheckpointError(
+            f"{folder.path}: transformers {transformers.__version__} cannot load it: {type(error).__name__}: {error}"
+        ) from error
+    return model_logits, str(transformers.__version__)
+
+
+def _loaded(folder: HuggingFaceFolder) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    load_model: Any = AutoModelForCausalLM.from_pretrained
+    loaded_model, loading_info = load_model(
+        folder.path, dtype=torch.float32, attn_implementation="eager", use_safetensors=True, local_files_only=True,
+        trust_remote_code=False, output_loading_info=True,
+    )  # fmt: skip
+    for problem_kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        found = {str(tensor_name) for tensor_name in loading_info.get(problem_kind) or ()} - {
+            "lm_head.weight" if folder.config.tied else ""
+        }
+        if found:
+            raise CheckpointError(
+                f"{folder.path}: transformers say {problem_kind.replace('_', ' ')}: {sorted(found)[0]}"
+            )
+    eval_model: nn.Module = loaded_model.eval()
+    return eval_model
+
+
+def _streamed(folder: HuggingFaceFolder) -> nn.Module:
+    """transformers' model with the weights of one layer at a time, if the whole does not fit into memory."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(folder.path, local_files_only=True, trust_remote_code=False)
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(
+            config, attn_implementation="eager", dtype=torch.float32
+        )
+    present_names = set(folder.files) | ({"lm_head.weight"} if folder.config.tied else set())
+    if missing := sorted(set(model.state_dict()) - present_names):
+        raise CheckpointError(f"{folder.path}: transformers need the tensor {missing[0]}, which is missing")
+    model.model.rotary_emb = type(model.model.rotary_emb)(config=config)  # its table is computed, not loaded
+
+    def fill(prefix: str) -> Callable[[nn.Module], None]:
+        def filling(module: nn.Module) -> None:
+            for key, _ in list(module.named_parameters()):
+                owner_module, _, parameter_name = key.rpartition(".")
+                layer_weight = nn.Parameter(
+                    folder.read_tensor(f"{prefix}.{key}").float(), requires_grad=False
+                )
+                setattr(module.get_submodule(owner_module), parameter_name, layer_weight)
+
+        return filling
+
+    embedding_module = model.model.embed_tokens
+    fill("model.embed_tokens")(embedding_module)
+    if hasattr(embedding_module, "scalar_embed_scale"):  # of a Gemma 2: computed, too
+        embedding_module.embed_scale = torch.tensor(embedding_module.scalar_embed_scale)
+    fill("model.norm")(model.model.norm)
+    if folder.config.tied:
+        model.lm_head.weight = model.model.embed_tokens.weight
+    else:
+        fill("lm_head")(model.lm_head)
+    for layer_number, layer in enumerate(model.model.layers):
+        _lazily(layer, fill(f"model.layers.{layer_number}"))
+    streamed_model: nn.Module = model.eval()
+    return streamed_model

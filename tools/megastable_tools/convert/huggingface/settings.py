@@ -50,10 +50,10 @@ def settings_of(config: ModelConfig, dtype: str, tokens: Mapping[str, int | None
 
     Raises ConfigError as `architecture_of`.
     """
-    kind = architecture_of(config)
-    found: dict[str, Any] = {
-        "architectures": [kind.name],
-        "model_type": kind.type,
+    model_kind = architecture_of(config)
+    config_entries: dict[str, Any] = {
+        "architectures": [model_kind.name],
+        "model_type": model_kind.type,
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden,
         "intermediate_size": config.ffn_width,
@@ -64,21 +64,21 @@ def settings_of(config: ModelConfig, dtype: str, tokens: Mapping[str, int | None
         "hidden_act": TABLES["activations"][config.activation][0][0],
         "max_position_embeddings": config.longest,
         "rms_norm_eps": config.norm_eps,
-        **rope_of(config, kind),
+        **rope_of(config, model_kind),
         "tie_word_embeddings": config.tied,
         "attention_dropout": 0.0,
         "initializer_range": config.init_std,
         "use_cache": True,
-        **{f"{name}_token_id": id for name, id in tokens.items()},
+        **{f"{token_name}_token_id": token_id for token_name, token_id in tokens.items()},
         "torch_dtype": dtype,
         "dtype": dtype,
-        **kind.written,
-        **_windows_of(config, kind),
+        **model_kind.written,
+        **_windows_of(config, model_kind),
     }
-    if kind is GEMMA2:
-        found |= {SCALAR: query_scalar(config)}
-        found |= {theirs: getattr(config, ours) for ours, theirs in CAPS.items()}
-    return found
+    if model_kind is GEMMA2:
+        config_entries |= {SCALAR: query_scalar(config)}
+        config_entries |= {their_key: getattr(config, our_key) for our_key, their_key in CAPS.items()}
+    return config_entries
 
 
 def _windows_of(config: ModelConfig, kind: Architecture) -> dict[str, Any]:
@@ -87,12 +87,12 @@ def _windows_of(config: ModelConfig, kind: Architecture) -> dict[str, Any]:
         return {"sliding_window": config.window}
     if "window" not in kind.free:
         return {}
-    types = [FULL if config.window_of(block) is None else SLIDING for block in range(config.layers)]
+    layer_types = [FULL if config.window_of(block) is None else SLIDING for block in range(config.layers)]
     if kind in QWENS and config.window is None:
         return {"use_sliding_window": False, "sliding_window": None}
-    used = {"use_sliding_window": True} if kind in QWENS else {}
+    is_used = {"use_sliding_window": True} if kind in QWENS else {}
     # Transformers want a size even where no layer has the window.
-    return used | {"sliding_window": config.window or config.longest, "layer_types": types}
+    return is_used | {"sliding_window": config.window or config.longest, "layer_types": layer_types}
 
 
 def model_of(given: Settings, where: str, accept: Collection[str] = ()) -> dict[str, Any]:
@@ -106,28 +106,28 @@ def model_of(given: Settings, where: str, accept: Collection[str] = ()) -> dict[
     for key, value in given.items():
         if key not in accept:
             _refuse(kind, key, value, where)
-    sizes = _sizes(given, kind, where)
-    tied = _given(given, "tie_word_embeddings", kind, False)
-    if not isinstance(tied, bool):
-        raise CheckpointError(f"{where}: tie_word_embeddings={tied!r}: it must be true or false")
-    theta, scaling = read_rope(given, kind, where)
-    window, every = _windows(given, kind, sizes["layers"], where)
-    found = kind.values() | sizes | {
-        "tied": tied,
+    model_sizes = _sizes(given, kind, where)
+    is_tied = _given(given, "tie_word_embeddings", kind, False)
+    if not isinstance(is_tied, bool):
+        raise CheckpointError(f"{where}: tie_word_embeddings={is_tied!r}: it must be true or false")
+    rope_theta, rope_scaling = read_rope(given, kind, where)
+    window_size, full_every = _windows(given, kind, model_sizes["layers"], where)
+    model_settings = kind.fixed_values() | model_sizes | {
+        "tied": is_tied,
         "norm_eps": number(_given(given, "rms_norm_eps", kind), "rms_norm_eps", where),
-        "rope_theta": theta,
-        "rope_scaling": scaling,
-        "window": window,
-        "full_attention_every": every,
+        "rope_theta": rope_theta,
+        "rope_scaling": rope_scaling,
+        "window": window_size,
+        "full_attention_every": full_every,
         "sequence_length": _count(_given(given, "max_position_embeddings", kind), "max_position_embeddings", where),
     }  # fmt: skip
     if kind is GEMMA2:
         scalar = number(_given(given, SCALAR, kind), SCALAR, where)
-        found["attention_scale"] = None if scalar == sizes["head_dim"] else scalar**-0.5
-        for ours, theirs in CAPS.items():
-            cap = _given(given, theirs, kind)
-            found[ours] = None if cap is None else number(cap, theirs, where)
-    return found
+        model_settings["attention_scale"] = None if scalar == model_sizes["head_dim"] else scalar**-0.5
+        for our_key, their_key in CAPS.items():
+            cap_value = _given(given, their_key, kind)
+            model_settings[our_key] = None if cap_value is None else number(cap_value, their_key, where)
+    return model_settings
 
 
 def _given(given: Settings, key: str, kind: Architecture, default: Any = None) -> Any:
@@ -137,13 +137,13 @@ def _given(given: Settings, key: str, kind: Architecture, default: Any = None) -
 
 def _sizes(given: Settings, kind: Architecture, where: str) -> dict[str, int]:
     found: dict[str, int] = {}
-    for ours, theirs in TABLES["sizes"].items():
-        value = given.get(theirs)
-        if value is None and theirs in MAY_LACK:
+    for our_key, their_key in TABLES["sizes"].items():
+        given_value = given.get(their_key)
+        if given_value is None and their_key in MAY_LACK:
             continue
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**31:
-            raise CheckpointError(f"{where}: {theirs}={value!r}: it must be a number of at least 1")
-        found[ours] = value
+        if isinstance(given_value, bool) or not isinstance(given_value, int) or not 0 < given_value < 2**31:
+            raise CheckpointError(f"{where}: {their_key}={given_value!r}: it must be a number of at least 1")
+        found[our_key] = given_value
     # Their defaults for missing keys.
     found.setdefault("kv_heads", _given(given, "num_key_value_heads", kind) or found["heads"])
     if "head_dim" not in found:
@@ -165,19 +165,19 @@ def _windows(given: Settings, kind: Architecture, layers: int, where: str) -> tu
         return window, kind.full_every or None
     if not isinstance(types, list) or len(types) != layers or not set(map(str, types)) <= {FULL, SLIDING}:
         raise _layers_refused(types, f"it must list {FULL} or {SLIDING} for each of {layers} layers", where)
-    full = [name == FULL for name in types]
+    full = [layer_type == FULL for layer_type in types]
     if all(full) and (window is None or kind is not MISTRAL):
         return None, None
     if window is None:
-        why = "the model has no window, and attends to all that came before in every layer"
-        raise _layers_refused(types, why, where)
+        refusal_reason = "the model has no window, and attends to all that came before in every layer"
+        raise _layers_refused(types, refusal_reason, where)
     if not any(full):
         return window, None
-    every = full.index(True) + 1
-    if kind is MISTRAL or full != [(i + 1) % every == 0 for i in range(layers)]:
-        either = "" if kind is MISTRAL else ", or all but every n-th"
-        raise _layers_refused(types, f"all layers of a {kind.name} have the window{either}", where)
-    return window, every
+    full_every = full.index(True) + 1
+    if kind is MISTRAL or full != [(layer_number + 1) % full_every == 0 for layer_number in range(layers)]:
+        either_text = "" if kind is MISTRAL else ", or all but every n-th"
+        raise _layers_refused(types, f"all layers of a {kind.name} have the window{either_text}", where)
+    return window, full_every
 
 
 def _layers_refused(types: Any, why: str, where: str) -> CheckpointError:
@@ -185,12 +185,12 @@ def _layers_refused(types: Any, why: str, where: str) -> CheckpointError:
 
 
 def _window(given: Settings, kind: Architecture, where: str) -> int | None:
-    value, used = _given(given, "sliding_window", kind), given.get("use_sliding_window")
+    value, is_used = _given(given, "sliding_window", kind), given.get("use_sliding_window")
     if kind in QWENS or "window" not in kind.free:
         # Qwen's files contain a window also where it is not used.
-        if used is False or given.get("sliding_window") is None:
+        if is_used is False or given.get("sliding_window") is None:
             return None
-        if used is not True:
+        if is_used is not True:
             raise CheckpointError(
                 f"{where}: sliding_window={value!r}: not supported: the model attends to all that came before"
             )
@@ -211,9 +211,9 @@ def _has_windows(given: Settings, kind: Architecture, layers: int, where: str) -
 def _architecture(given: Settings, where: str) -> Architecture:
     names = given.get("architectures")
     if isinstance(names, list) and len(names) == 1 and str(names[0]) in KNOWN:
-        found = KNOWN[str(names[0])]
-        if given.get("model_type", found.type) == found.type:
-            return found
+        known_kind = KNOWN[str(names[0])]
+        if given.get("model_type", known_kind.type) == known_kind.type:
+            return known_kind
     raise CheckpointError(
         f"{where}: architectures={names!r}, model_type={given.get('model_type')!r}: those that are known here: "
         f"{', '.join(f'{a.name} ({a.type})' for a in KNOWN.values())}"
@@ -223,18 +223,18 @@ def _architecture(given: Settings, where: str) -> Architecture:
 def _refuse(kind: Architecture, key: str, value: Any, where: str) -> None:
     """Raises CheckpointError for an option that our model does not support."""
     problem = ""
-    allowed, why = TABLES["only"].get(key, ([], ""))
+    allowed, refusal_reason = TABLES["only"].get(key, ([], ""))
     if key in ("hidden_act", "hidden_activation"):
         # Gemma 2's key is the second one; elsewhere it does not matter if it is null.
-        allowed, why = TABLES["activations"][kind.values()["activation"]]
+        allowed, refusal_reason = TABLES["activations"][kind.fixed_values()["activation"]]
         allowed = [*allowed, *([None] if key == "hidden_activation" and kind is not GEMMA2 else [])]
     elif key == "use_sliding_window" and kind in QWENS:
         allowed = [False, True]
-    if why and not (kind is GEMMA2 and key in CAPS.values()):
+    if refusal_reason and not (kind is GEMMA2 and key in CAPS.values()):
         if not any(
             value == other and isinstance(value, bool) == isinstance(other, bool) for other in allowed
         ):
-            problem = f"not supported: {why}"
+            problem = f"not supported: {refusal_reason}"
     elif key not in _read(kind) and value not in (None, False, {}, []):
         problem = f"unknown key, which may change what the model computes; if it does not, add --accept {key}"
     if problem:
@@ -257,31 +257,31 @@ def _count(value: Any, key: str, where: str) -> int:
 
 def rope_of(config: ModelConfig, kind: Architecture) -> dict[str, Any]:
     """The entries of config.json."""
-    scaling = _written(config.rope_scaling)
-    whole = scaling | {"rope_theta": config.rope_theta}
+    rope_scaling = _written(config.rope_scaling)
+    rope_whole = rope_scaling | {"rope_theta": config.rope_theta}
     # Transformers 5 have one set for each kind of layer of an OLMo 3.
-    rope = {layer: dict(whole) for layer in LAYERS} if kind is OLMO3 else whole
-    found: dict[str, Any] = {"rope_theta": config.rope_theta, "rope_parameters": rope}
-    return found | ({"rope_scaling": scaling} if config.rope_scaling is not None else {})
+    rope_entries = {layer_kind: dict(rope_whole) for layer_kind in LAYERS} if kind is OLMO3 else rope_whole
+    config_entries: dict[str, Any] = {"rope_theta": config.rope_theta, "rope_parameters": rope_entries}
+    return config_entries | ({"rope_scaling": rope_scaling} if config.rope_scaling is not None else {})
 
 
 def _written(scaling: RopeScalingConfig | None) -> dict[str, Any]:
     if scaling is None:
         return {"rope_type": "default"}
-    given = {theirs: getattr(scaling, ours) for ours, theirs in SCALED[scaling.kind].items()}
+    given = {their_key: getattr(scaling, our_key) for our_key, their_key in SCALED[scaling.kind].items()}
     return {"rope_type": scaling.kind} | {key: value for key, value in given.items() if value is not None}
 
 
 def read_rope(given: Settings, kind: Architecture, where: str) -> tuple[float, RopeScalingConfig | None]:
     """Base and scaling, by the old keys and the new; they must agree. Raises CheckpointError."""
-    bases: dict[str, float] = {}
+    rope_bases: dict[str, float] = {}
     scalings: dict[str, RopeScalingConfig | None] = {}
     if given.get("rope_theta") is not None:
-        bases["rope_theta"] = number(given["rope_theta"], "rope_theta", where)
+        rope_bases["rope_theta"] = number(given["rope_theta"], "rope_theta", where)
     for key, value in _entries(given, kind, where):
         scalings[key] = _scaling(value, key, where)
         if value.get("rope_theta") is not None:
-            bases[f"{key}.rope_theta"] = number(value["rope_theta"], f"{key}.rope_theta", where)
+            rope_bases[f"{key}.rope_theta"] = number(value["rope_theta"], f"{key}.rope_theta", where)
     if kind is OLMO3 and any(scalings.values()):
         raise CheckpointError(
             f"{where}: {next(key for key, value in scalings.items() if value)}: not supported: {kind.name} scales the "
@@ -289,65 +289,65 @@ def read_rope(given: Settings, kind: Architecture, where: str) -> tuple[float, R
         )
     if len(set(scalings.values())) > 1:
         raise CheckpointError(f"{where}: rope_scaling and rope_parameters disagree: correct one")
-    if len(set(bases.values())) > 1:
-        both = " and ".join(f"{key}={value}" for key, value in bases.items())
-        raise CheckpointError(f"{where}: {both} disagree: correct one")
-    default: float = kind.defaults.get("rope_theta", THETA)
-    return next(iter(bases.values()), default), next(iter(scalings.values()), None)
+    if len(set(rope_bases.values())) > 1:
+        bases_text = " and ".join(f"{key}={value}" for key, value in rope_bases.items())
+        raise CheckpointError(f"{where}: {bases_text} disagree: correct one")
+    default_base: float = kind.defaults.get("rope_theta", THETA)
+    return next(iter(rope_bases.values()), default_base), next(iter(scalings.values()), None)
 
 
 def _entries(given: Settings, kind: Architecture, where: str) -> Iterator[tuple[str, Settings]]:
     """The descriptions of rotary embeddings in the file, with their keys."""
     for key in ("rope_scaling", "rope_parameters"):
-        value = given.get(key)
-        if value is None or value == {}:
+        given_value = given.get(key)
+        if given_value is None or given_value == {}:
             continue
-        if not isinstance(value, dict):
-            raise CheckpointError(f"{where}: {key}={value!r}: it must be a mapping")
-        if kind is not OLMO3 or not set(value) <= set(LAYERS):
-            yield key, value
+        if not isinstance(given_value, dict):
+            raise CheckpointError(f"{where}: {key}={given_value!r}: it must be a mapping")
+        if kind is not OLMO3 or not set(given_value) <= set(LAYERS):
+            yield key, given_value
             continue
-        for layer, inner in value.items():
-            if not isinstance(inner, dict):
-                raise CheckpointError(f"{where}: {key}.{layer}={inner!r}: it must be a mapping")
-            yield f"{key}.{layer}", inner
+        for layer_kind, inner_entry in given_value.items():
+            if not isinstance(inner_entry, dict):
+                raise CheckpointError(f"{where}: {key}.{layer_kind}={inner_entry!r}: it must be a mapping")
+            yield f"{key}.{layer_kind}", inner_entry
 
 
 def _scaling(value: Settings, key: str, where: str) -> RopeScalingConfig | None:
     # Older files use another key for the type.
-    kinds = {str(value[k]) for k in ("rope_type", "type") if value.get(k) is not None} or {"default"}
+    rope_kinds = {str(value[k]) for k in ("rope_type", "type") if value.get(k) is not None} or {"default"}
     rest = {k: v for k, v in value.items() if k not in ("rope_type", "type", "rope_theta") and v is not None}
-    whole = rest.pop("partial_rotary_factor", 1) == 1
-    (kind,) = kinds if len(kinds) == 1 else ("",)
-    rounded = kind != "yarn" or rest.pop("truncate", True) is True
-    keys = SCALED.get(kind, {})
-    needed = {theirs for ours, theirs in keys.items() if ours not in ROPE_MAY_LACK}
-    problem = ""
-    if not whole:
-        problem = "it rotates whole heads"
-    elif not rounded:
-        problem = "YaRN's ramp begins and ends at whole numbers"
-    elif kind not in (*SCALED, "default"):
-        problem = f"its rotary embeddings can be scaled as {KINDS} only"
-    elif missing := sorted(needed - set(rest)):
-        problem = f"rotary embeddings of type {kind} need {missing[0]}"
-    elif strange := sorted(set(rest) - set(keys.values())):
-        problem = f"rotary embeddings of type {kind} have no {strange[0]}"
-    if problem:
-        raise CheckpointError(f"{where}: {key}={value!r}: not supported: {problem}")
-    if kind == "default":
+    is_whole = rest.pop("partial_rotary_factor", 1) == 1
+    (rope_kind,) = rope_kinds if len(rope_kinds) == 1 else ("",)
+    is_rounded = rope_kind != "yarn" or rest.pop("truncate", True) is True
+    scaling_keys = SCALED.get(rope_kind, {})
+    needed_keys = {their_key for our_key, their_key in scaling_keys.items() if our_key not in ROPE_MAY_LACK}
+    refusal_text = ""
+    if not is_whole:
+        refusal_text = "it rotates whole heads"
+    elif not is_rounded:
+        refusal_text = "YaRN's ramp begins and ends at whole numbers"
+    elif rope_kind not in (*SCALED, "default"):
+        refusal_text = f"its rotary embeddings can be scaled as {KINDS} only"
+    elif missing_keys := sorted(needed_keys - set(rest)):
+        refusal_text = f"rotary embeddings of type {rope_kind} need {missing_keys[0]}"
+    elif strange_keys := sorted(set(rest) - set(scaling_keys.values())):
+        refusal_text = f"rotary embeddings of type {rope_kind} have no {strange_keys[0]}"
+    if refusal_text:
+        raise CheckpointError(f"{where}: {key}={value!r}: not supported: {refusal_text}")
+    if rope_kind == "default":
         return None
-    numbers = {
-        ours: number(rest[theirs], f"{key}.{theirs}", where)
-        for ours, theirs in keys.items() if theirs in rest
+    scaling_numbers = {
+        our_key: number(rest[their_key], f"{key}.{their_key}", where)
+        for our_key, their_key in scaling_keys.items() if their_key in rest
     }  # fmt: skip
     try:
-        return RopeScalingConfig.model_validate({"kind": kind, **numbers})
+        return RopeScalingConfig.model_validate({"kind": rope_kind, **scaling_numbers})
     except ValidationError as error:
-        detail = error.errors()[0]
-        named = ".".join(map(str, detail["loc"])) or "as ours"
-        problem = detail["msg"].removeprefix("Value error, ")
-        raise CheckpointError(f"{where}: {key}={value!r}: {named}: {problem}") from None
+        error_detail = error.errors()[0]
+        key_name = ".".join(map(str, error_detail["loc"])) or "as ours"
+        refusal_text = error_detail["msg"].removeprefix("Value error, ")
+        raise CheckpointError(f"{where}: {key}={value!r}: {key_name}: {refusal_text}") from None
 
 
 def number(value: Any, key: str, where: str) -> float:

@@ -28,10 +28,9 @@ from typing import Any
 from sentencepiece import sentencepiece_model_pb2
 from tokenizers import Tokenizer as HuggingFaceModel
 
+from megastable.base.durable import write_data_file
 from megastable.base.errors import CheckpointError
-from megastable.data.local_copy import write_file
-from megastable.data.tokenizer import SPACE, Tokenizer
-from megastable.data.unforgeable import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED
+from megastable.data.tokenizer import BYTE, CONTROL, NORMAL, SPACE, UNKNOWN, UNUSED, USER_DEFINED, Tokenizer
 
 FILE, CONFIG = "tokenizer.json", "tokenizer_config.json"
 Json = dict[str, Any]
@@ -81,12 +80,12 @@ def write_tokenizer(
     longest: tokens of a sequence; begins: the end of a document also begins one. A tokenizer's `bos` is put before
     every text. Raises CheckpointError if ids differ and `exact` is required, DataError.
     """
-    given = fast(tokenizer)
+    fast_content = fast(tokenizer)
     if tokenizer.bos is not None:
-        given["post_processor"] = _begun(given, tokenizer.bos)
-    text = json.dumps(given, ensure_ascii=False, separators=(",", ":")).encode()
+        fast_content["post_processor"] = _begun(fast_content, tokenizer.bos)
+    tokenizer_text = json.dumps(fast_content, ensure_ascii=False, separators=(",", ":")).encode()
     try:
-        model = HuggingFaceModel.from_str(text.decode())
+        model = HuggingFaceModel.from_str(tokenizer_text.decode())
     except Exception as error:  # the library raises plain Exception
         raise CheckpointError(f"{tokenizer.file} cannot be written as a {FILE}: {error}; {WITHOUT}") from None
     model.encode_special_tokens = True
@@ -96,48 +95,48 @@ def write_tokenizer(
             f"{tokenizer.file} cannot be written as a {FILE} that gives the same ids: {problem}. To accept that: "
             f"--inexact-tokenizer; {WITHOUT}"
         )
-    write_file(folder / FILE, text)
+    write_data_file(folder / FILE, tokenizer_text)
     if tokenizer.kind == "sentencepiece":
-        write_file(folder / "tokenizer.model", tokenizer.content)
-    content: Json = json.loads(model.to_str())  # older files omit defaults
-    pad = _pad(model, tokenizer.eod)
-    config = _config(tokenizer, pad, model, longest, begins, spaced(content))
-    write_file(folder / CONFIG, (json.dumps(config, indent=2) + "\n").encode())
-    return Written(content, problem, pad)
+        write_data_file(folder / "tokenizer.model", tokenizer.content)
+    tokenizer_content: Json = json.loads(model.to_str())  # older files omit defaults
+    pad_id = _pad(model, tokenizer.eod)
+    tokenizer_config = _config(tokenizer, pad_id, model, longest, begins, spaced(tokenizer_content))
+    write_data_file(folder / CONFIG, (json.dumps(tokenizer_config, indent=2) + "\n").encode())
+    return Written(tokenizer_content, problem, pad_id)
 
 
 def _pad(model: HuggingFaceModel, end: int) -> int:
     special = {token.content: id for id, token in model.get_added_tokens_decoder().items() if token.special}
-    return next((special[name] for name in PADS if special.get(name, end) != end), end)
+    return next((special[token_name] for token_name in PADS if special.get(token_name, end) != end), end)
 
 
 def spaced(content: Json) -> bool:
     """Whether a tokenizer.json puts a space before every text, as Llama 2's does."""
     return any(
-        step.get("add_prefix_space") is True
-        or step.get("type") == "Prepend"
-        or (step.get("type") == "Metaspace" and step.get("prepend_scheme", "always") != "never")
-        for step in steps(content)
+        text_rule.get("add_prefix_space") is True
+        or text_rule.get("type") == "Prepend"
+        or (text_rule.get("type") == "Metaspace" and text_rule.get("prepend_scheme", "always") != "never")
+        for text_rule in steps(content)
     )
 
 
 def steps(content: Json) -> list[Json]:
     """The normalizers and pre-tokenizers of a tokenizer.json, in order, with sequences flattened."""
-    found, todo = list[Json](), [content.get("pre_tokenizer"), content.get("normalizer")]
-    while todo:
-        step = todo.pop()
-        if step is not None and step.get("type") == "Sequence":
-            todo += reversed(step.get("normalizers", step.get("pretokenizers", [])))
-        elif step is not None:
-            found.append(step)
-    return found
+    text_rules, open_rules = list[Json](), [content.get("pre_tokenizer"), content.get("normalizer")]
+    while open_rules:
+        text_rule = open_rules.pop()
+        if text_rule is not None and text_rule.get("type") == "Sequence":
+            open_rules += reversed(text_rule.get("normalizers", text_rule.get("pretokenizers", [])))
+        elif text_rule is not None:
+            text_rules.append(text_rule)
+    return text_rules
 
 
 def _compared(tokenizer: Tokenizer, model: HuggingFaceModel) -> str:
-    samples, problems = texts(tokenizer), list[str]()
-    begin = [] if tokenizer.bos is None else [tokenizer.bos]
-    for sample in samples:
-        ours, theirs = [*begin, *tokenizer.encode(sample)], model.encode(sample).ids
+    sample_texts, problems = texts(tokenizer), list[str]()
+    begin_ids = [] if tokenizer.bos is None else [tokenizer.bos]
+    for sample in sample_texts:
+        ours, theirs = [*begin_ids, *tokenizer.encode(sample)], model.encode(sample).ids
         if ours != theirs:
             at = next(
                 (i for i, (a, b) in enumerate(zip(ours, theirs)) if a != b), min(len(ours), len(theirs))
@@ -145,7 +144,7 @@ def _compared(tokenizer: Tokenizer, model: HuggingFaceModel) -> str:
             problems.append(
                 f"of the text {sample[:60]!r} the token {at} is {_at(ours, at)} and would be {_at(theirs, at)}"
             )
-    return f"{problems[0]} ({len(problems)} of {len(samples)} texts differ)" if problems else ""
+    return f"{problems[0]} ({len(problems)} of {len(sample_texts)} texts differ)" if problems else ""
 
 
 def _at(ids: Sequence[int], index: int) -> str:
@@ -166,73 +165,73 @@ def fast(tokenizer: Tokenizer) -> Json:
 def _without_additions(processor: Json | None) -> Json | None:
     if processor is None or processor.get("type") == "ByteLevel":  # it only moves offsets
         return processor
-    kept = [p for p in map(_without_additions, processor.get("processors", [])) if p is not None]
-    return {"type": "Sequence", "processors": kept} if kept else None
+    kept_processors = [p for p in map(_without_additions, processor.get("processors", [])) if p is not None]
+    return {"type": "Sequence", "processors": kept_processors} if kept_processors else None
 
 
 def _begun(content: Json, bos: int) -> Json:
     """A post-processor that puts the token `bos` before every text, as before every document in training."""
-    name = HuggingFaceModel.from_str(json.dumps(content)).id_to_token(bos)
-    token = {"SpecialToken": {"id": name, "type_id": 0}}
-    one, other = ({"Sequence": {"id": which, "type_id": 0}} for which in "AB")
-    template: Json = {
-        "type": "TemplateProcessing", "single": [token, one], "pair": [token, one, token, other],
-        "special_tokens": {name: {"id": name, "ids": [bos], "tokens": [name]}},
+    begin_name = HuggingFaceModel.from_str(json.dumps(content)).id_to_token(bos)
+    token = {"SpecialToken": {"id": begin_name, "type_id": 0}}
+    one, second_sequence = ({"Sequence": {"id": sequence_name, "type_id": 0}} for sequence_name in "AB")
+    begin_template: Json = {
+        "type": "TemplateProcessing", "single": [token, one], "pair": [token, one, token, second_sequence],
+        "special_tokens": {begin_name: {"id": begin_name, "ids": [bos], "tokens": [begin_name]}},
     }  # fmt: skip
     before = content.get("post_processor")
     if before is None:
-        return template
-    rest = before["processors"] if before["type"] == "Sequence" else [before]
-    return {"type": "Sequence", "processors": [*rest, template]}
+        return begin_template
+    other_processors = before["processors"] if before["type"] == "Sequence" else [before]
+    return {"type": "Sequence", "processors": [*other_processors, begin_template]}
 
 
 def _of_sentencepiece(tokenizer: Tokenizer) -> Json:
-    proto: Any = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]
-    proto.ParseFromString(tokenizer.closed)
-    kind, rules = proto.trainer_spec.model_type, proto.normalizer_spec
-    if kind not in (UNIGRAM, BPE) or proto.trainer_spec.treat_whitespace_as_suffix:
+    model_proto: Any = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]
+    model_proto.ParseFromString(tokenizer.closed)
+    model_kind, rules = model_proto.trainer_spec.model_type, model_proto.normalizer_spec
+    if model_kind not in (UNIGRAM, BPE) or model_proto.trainer_spec.treat_whitespace_as_suffix:
         raise CheckpointError(
             f"{tokenizer.file}: only models of type BPE and unigram can be written as a {FILE}"
         )
-    spells = sum(piece.type == BYTE for piece in proto.pieces) == 256
-    literal = spells and not (
+    spells_bytes = sum(piece.type == BYTE for piece in model_proto.pieces) == 256
+    is_literal = spells_bytes and not (
         rules.add_dummy_prefix or rules.remove_extra_whitespaces or rules.precompiled_charsmap
     )
-    pieces = [
-        p.piece.replace(SPACE, " ") if literal and p.type in (NORMAL, USER_DEFINED, UNUSED) else p.piece
-        for p in proto.pieces
+    token_pieces = [
+        p.piece.replace(SPACE, " ") if is_literal and p.type in (NORMAL, USER_DEFINED, UNUSED) else p.piece
+        for p in model_proto.pieces
     ]
-    kinds, scores = [p.type for p in proto.pieces], [p.score for p in proto.pieces]
-    unknown = kinds.index(UNKNOWN)
-    added = [
+    piece_kinds, piece_scores = [p.type for p in model_proto.pieces], [p.score for p in model_proto.pieces]
+    unknown_id = piece_kinds.index(UNKNOWN)
+    added_tokens = [
         {"id": i, "content": piece, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
-         "special": kinds[i] != USER_DEFINED}
-        for i, piece in enumerate(pieces) if kinds[i] in (UNKNOWN, CONTROL, USER_DEFINED)
+         "special": piece_kinds[i] != USER_DEFINED}
+        for i, piece in enumerate(token_pieces) if piece_kinds[i] in (UNKNOWN, CONTROL, USER_DEFINED)
     ]  # fmt: skip
-    decoders: list[Json] = [{"type": "ByteFallback"}, {"type": "Fuse"}]
-    if not literal:
-        decoders.insert(0, {"type": "Replace", "pattern": {"String": SPACE}, "content": " "})
+    decoder_steps: list[Json] = [{"type": "ByteFallback"}, {"type": "Fuse"}]
+    if not is_literal:
+        decoder_steps.insert(0, {"type": "Replace", "pattern": {"String": SPACE}, "content": " "})
         if rules.add_dummy_prefix:
-            decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+            decoder_steps.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
     return {
-        "version": "1.0", "truncation": None, "padding": None, "added_tokens": added,
-        "normalizer": None if literal else _normalizer(rules),
-        "pre_tokenizer": _cut_at_spaces(pieces) if literal and kind == BPE else None,
-        "post_processor": None, "decoder": {"type": "Sequence", "decoders": decoders},
-        "model": _bpe(pieces, kinds, scores, unknown, spells) if kind == BPE
-        else _unigram(pieces, kinds, scores, unknown, spells),
+        "version": "1.0", "truncation": None, "padding": None, "added_tokens": added_tokens,
+        "normalizer": None if is_literal else _normalizer(rules),
+        "pre_tokenizer": _cut_at_spaces(token_pieces) if is_literal and model_kind == BPE else None,
+        "post_processor": None, "decoder": {"type": "Sequence", "decoders": decoder_steps},
+        "model": _bpe(token_pieces, piece_kinds, piece_scores, unknown_id, spells_bytes) if model_kind == BPE
+        else _unigram(token_pieces, piece_kinds, piece_scores, unknown_id, spells_bytes),
     }  # fmt: skip
 
 
 def _bpe(pieces: list[str], kinds: list[int], scores: list[float], unknown: int, spells: bool) -> Json:
     """Merges in the order of their scores: SentencePiece always makes the best piece that two neighbours form, from the
     left, whichever two they are."""
-    normal = {piece: i for i, piece in enumerate(pieces) if kinds[i] == NORMAL}
+    normal_pieces = {piece: i for i, piece in enumerate(pieces) if kinds[i] == NORMAL}
     merges = []
-    for piece, i in normal.items():
-        for cut in range(1, len(piece)):
-            if piece[:cut] in normal and piece[cut:] in normal:
-                merges.append((-scores[i], i, cut, [piece[:cut], piece[cut:]]))
+    for piece, i in normal_pieces.items():
+        for cut_index in range(1, len(piece)):
+            if piece[:cut_index] in normal_pieces and piece[cut_index:] in normal_pieces:
+                merges.append((-scores[i], i, cut_index, [piece[:cut_index], piece[cut_index:]]))
     return {
         "type": "BPE", "dropout": None, "unk_token": pieces[unknown], "continuing_subword_prefix": None,
         "end_of_word_suffix": None, "fuse_unk": True, "byte_fallback": spells, "ignore_merges": False,
@@ -242,31 +241,31 @@ def _bpe(pieces: list[str], kinds: list[int], scores: list[float], unknown: int,
 
 def _unigram(pieces: list[str], kinds: list[int], scores: list[float], unknown: int, spells: bool) -> Json:
     # Bytes are for characters without a piece: a text that spells out "<0x0A>" must not get the byte.
-    never = min(scores) - 1000.0
-    vocab = [
-        [piece, never if kinds[i] in (BYTE, CONTROL, UNKNOWN, UNUSED) else scores[i]]
-        for i, piece in enumerate(pieces)
+    lowest_score = min(scores) - 1000.0
+    scored_pieces = [
+        [token_piece, lowest_score if kinds[i] in (BYTE, CONTROL, UNKNOWN, UNUSED) else scores[i]]
+        for i, token_piece in enumerate(pieces)
     ]
-    return {"type": "Unigram", "unk_id": unknown, "vocab": vocab, "byte_fallback": spells}
+    return {"type": "Unigram", "unk_id": unknown, "vocab": scored_pieces, "byte_fallback": spells}
 
 
 def _normalizer(rules: Any) -> Json:
-    steps: list[Json] = []
+    normalizer_steps: list[Json] = []
     if rules.precompiled_charsmap:
-        charsmap = base64.b64encode(rules.precompiled_charsmap).decode()
-        steps.append({"type": "Precompiled", "precompiled_charsmap": charsmap})
+        encoded_charsmap = base64.b64encode(rules.precompiled_charsmap).decode()
+        normalizer_steps.append({"type": "Precompiled", "precompiled_charsmap": encoded_charsmap})
     if rules.remove_extra_whitespaces:
-        steps.append({"type": "Strip", "strip_left": True, "strip_right": True})
-        steps.append({"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "})
+        normalizer_steps.append({"type": "Strip", "strip_left": True, "strip_right": True})
+        normalizer_steps.append({"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "})
     if rules.add_dummy_prefix:
-        steps.append({"type": "Prepend", "prepend": SPACE})
-    steps.append({"type": "Replace", "pattern": {"String": " "}, "content": SPACE})
-    return {"type": "Sequence", "normalizers": steps}
+        normalizer_steps.append({"type": "Prepend", "prepend": SPACE})
+    normalizer_steps.append({"type": "Replace", "pattern": {"String": " "}, "content": SPACE})
+    return {"type": "Sequence", "normalizers": normalizer_steps}
 
 
 def _cut_at_spaces(pieces: list[str]) -> Json | None:
     """Split texts before runs of spaces, if that changes no id: the library is slow on whole texts."""
-    if any(" " in piece.lstrip(" ") for piece in pieces):
+    if any(" " in token_piece.lstrip(" ") for token_piece in pieces):
         return None
     return CUT_AT_SPACES
 
@@ -275,18 +274,18 @@ def _config(
     tokenizer: Tokenizer, pad: int, model: HuggingFaceModel, longest: int, begins: bool, space: bool
 ) -> Json:
     # In training a document followed the end of another, unless they were kept apart.
-    end, begin = tokenizer.eod, tokenizer.bos
-    begin = end if begin is None and begins else begin
-    unknown = next((t for t in ("<unk>", "[UNK]") if model.token_to_id(t) is not None), None)
+    end_id, begin_id = tokenizer.eod, tokenizer.bos
+    begin_id = end_id if begin_id is None and begins else begin_id
+    unknown_token = next((t for t in ("<unk>", "[UNK]") if model.token_to_id(t) is not None), None)
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         # Transformers 4 would add token_type_ids, which our models do not take.
         "model_input_names": ["input_ids", "attention_mask"],
         "model_max_length": longest,
-        **({"bos_token": model.id_to_token(begin)} if begin is not None else {}),
-        "eos_token": model.id_to_token(end),
+        **({"bos_token": model.id_to_token(begin_id)} if begin_id is not None else {}),
+        "eos_token": model.id_to_token(end_id),
         "pad_token": model.id_to_token(pad),
-        **({"unk_token": unknown} if unknown else {}),
+        **({"unk_token": unknown_token} if unknown_token else {}),
         "add_bos_token": tokenizer.bos is not None,
         "add_eos_token": False,
         # Otherwise transformers 4 and llama.cpp's converter would choose for themselves.

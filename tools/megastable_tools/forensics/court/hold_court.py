@@ -1,40 +1,269 @@
-"""Holds a trial again, from a checkpoint: all candidates from the same state, compared on the same data to come."""
+"""Holds a trial again, from a checkpoint: all candidates from the same state, compared on the same data to come; and
+shows it: a table and sentences for people, a tree for programs, a picture.
+
+A case is what a run had before it when trouble began, rebuilt from the run directory alone: its data order, its skips,
+the steps since a checkpoint, the suspects; and what it did about them. The data order and the ledger are those of the
+moment at which the trouble was seen, before anything was done about it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from rich.table import Table
 
-from megastable.attribution.harm import COMPRESSED, choose_held_out, find_repetition, replace_samples
-from megastable.attribution.remedies import NOTHING, OTHER_DATA
+from megastable.attribution.trials import (
+    COMPRESSED,
+    NOTHING,
+    OTHER_DATA,
+    choose_held_out,
+    find_repetition,
+    replace_samples,
+)
 from megastable.base.errors import DataError
 from megastable.base.progress_bar import Bar
+from megastable.base.text import plural
+from megastable.checkpoint.store import step_of
 from megastable.config.tree import RunConfig
+from megastable.data.skips import Selection
 from megastable.recovery.replay_trials import COMING, FARTHEST
+from megastable.report.figures import save
+from megastable.report.postmortem.evidence import RecordFolder, passes
+from megastable.report.postmortem.facts import StepRow
+from megastable.report.postmortem.journal import named_when
+from megastable.report.postmortem.pictures import STYLE, draw_branches
+from megastable.report.postmortem.sample_texts import Library
+from megastable.report.postmortem.trial_facts import BranchFacts, TrialFacts
 from megastable.run.changes import changes_of, config_at
-from megastable_tools.forensics.court.candidates import (
-    ADJUSTMENTS,
-    Candidate,
-    choose_candidates,
-    list_candidates,
-)
-from megastable_tools.forensics.court.court_case import CourtCase, data_ahead
+from megastable.run.events.stability_events import BranchesTried
+from megastable.run.records import SCHEMA
+from megastable_guard.actions import Action
 from megastable_tools.forensics.court.offline_run import (
     KeptState,
     OfflineRun,
+    ReplayedStep,
+    find_checkpoint,
     opened,
     recall_rate,
     recipe_of,
     single_process,
 )
-from megastable_tools.forensics.court.verdict import BranchOutcome, CourtVerdict, judge_branches
-from megastable_tools.forensics.history import History
+from megastable_tools.forensics.court.verdict import (
+    ADJUSTMENTS,
+    BranchOutcome,
+    Candidate,
+    CourtVerdict,
+    choose_candidates,
+    describe_verdict,
+    judge_branches,
+    list_candidates,
+)
+from megastable_tools.forensics.history import Done, History
 
 Int64s = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
+MOST = 200_000  # suspects of one case
+
+# The branch that does what an action does.
+DONE = {
+    Action.FALL_BACK: "leave_fp8", Action.CUT_LR: "cut_lr", Action.CAP_LR: "cap_lr", Action.SWAP_CORPUS: OTHER_DATA,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class CourtCase:
+    """title, told: what it is about, and what the run did, in words; choice: the branch that comes nearest to that.
+
+    library, selection: the data order, and what was left of it. steps: those since the checkpoint, up to the last one
+    before the trouble; losses: theirs, as recorded, nats. coming: the recorded steps after these. cursor: behind them.
+    suspects: positions, ascending.
+    """
+
+    title: str
+    told: str
+    choice: str
+    checkpoint: Path
+    library: Library
+    selection: Selection
+    steps: list[ReplayedStep]
+    losses: Floats
+    coming: list[ReplayedStep]
+    cursor: int
+    suspects: Int64s
+
+    @property
+    def first_step(self) -> int:
+        """The first step of the branches."""
+        return step_of(self.checkpoint) + len(self.steps) + 1
+
+
+def open_incident(history: History, number: int) -> CourtCase:
+    """The case of an incident. Raises DataError if it does not exist, or is not one of numbers; CheckpointError if no
+    good checkpoint is from before it."""
+    incident, told_events, events_between = history.incident(number)
+    opening_time = float(told_events[0]["time"])
+    if incident.breakdown:
+        raise DataError(
+            f"{history.run.root}: incident {number} is of processes or files ({incident.verdict}): there is nothing to "
+            "be tried about it"
+        )
+    data_order = history.library(opening_time).source.order
+    named_parts = [np.empty(0, np.int64)]
+    for naming_time, skipped_ranges, deferred_ranges in named_when(told_events):
+        if sum(end - first for first, end in (*skipped_ranges, *deferred_ranges)) > MOST:
+            raise DataError(f"{history.run.root}: incident {number} has more than {MOST:,} samples")
+        order_then = history.library(naming_time).source.order
+        named_parts += [
+            order_then.moved_to(data_order, np.arange(first, end))
+            for first, end in (*skipped_ranges, *deferred_ranges)
+        ]
+    actions_taken = " then ".join(dict.fromkeys(incident.actions)) or "nothing"
+    told_as = f"the run did: {actions_taken}; cause: {incident.cause}"
+    named_positions = np.unique(np.concatenate(named_parts))
+    winning_branches = [
+        str(journal_event.get("chosen"))
+        for journal_event in events_between
+        if isinstance(journal_event, BranchesTried)
+        and journal_event.get("chosen")
+        and not journal_event.get("corpus")
+    ]
+    winning_branches += ["other_kernels"] if incident.kernels else []
+    chosen_branch = choose_branch_like(incident.actions, winning_branches, bool(named_positions.size))
+    case_title = f"{history.run.root.name}, incident {number}"
+    return _rebuild(
+        history,
+        case_title,
+        told_as,
+        chosen_branch,
+        incident.onset,
+        incident.step,
+        opening_time,
+        named_positions,
+    )
+
+
+def choose_branch_like(actions: Sequence[str], won: Sequence[str], took_away: bool) -> str:
+    """The branch that comes nearest to what a run did.
+
+    Args:
+        actions: of the incident.
+        won: names of the branches that won a trial of remedies.
+        took_away: whether samples were skipped or deferred.
+    """
+    actions_taken = [action for action in Action if action in actions]
+    if Action.ADJUST in actions_taken or any(action in actions_taken for action in DONE):
+        usual_branch = next((DONE[action] for action in DONE if action in actions_taken), NOTHING)
+        remedies_tried = [branch_name for branch_name in won if branch_name not in (NOTHING, OTHER_DATA)]
+        return (
+            remedies_tried[-1] if remedies_tried and Action.SWAP_CORPUS not in actions_taken else usual_branch
+        )
+    # A skip alone undoes nothing: the samples were trained on.
+    return OTHER_DATA if took_away and set(actions_taken) - {Action.SKIP} else NOTHING
+
+
+def open_steps(history: History, first: int, last: int) -> CourtCase:
+    """The case of all samples of the steps [first, last], when the last of them was first done. Raises DataError if one
+    was not recorded, and CheckpointError if no good checkpoint is from before them."""
+    last_time = history.at(last, last)[0].time
+    done_steps = [step for step in _chain(history, last, last_time) if step.step >= first]
+    positions = np.unique(_positions(history, done_steps))
+    skipped_mask = history.left_out(history.library(last_time), positions)
+    refused_count = sum(not step.applied for step in done_steps)
+    choice = OTHER_DATA if refused_count or skipped_mask.any() else NOTHING
+    run_told = f"{refused_count} of {plural(len(done_steps), 'update')} refused, "
+    run_told += f"{int(skipped_mask.sum())} of {plural(skipped_mask.size, 'sample')} skipped by now"
+    steps_named = f"step {first}" if first == last else f"steps {first} to {last}"
+    return _rebuild(
+        history,
+        f"{history.run.root.name}, {steps_named}",
+        run_told,
+        choice,
+        first,
+        last,
+        last_time,
+        positions,
+    )
+
+
+def _rebuild(
+    history: History, title: str, told: str, choice: str, onset: int, last: int, time: float, named: Int64s
+) -> CourtCase:
+    """onset, last: the steps of the trouble. time: when it was seen. named: suspects, as far as they are known."""
+    step_chain = _chain(history, last, time)
+    suspects = named if named.size else _positions(history, [d for d in step_chain if d.step >= onset])
+    touching_steps = (
+        [d.step for d in step_chain if np.isin(history.positions(d), suspects).any()] if named.size else []
+    )
+    begin = min([onset, *touching_steps])
+    checkpoint = find_checkpoint(history.run, begin)
+    steps_after = [d for d in step_chain if d.step > step_of(checkpoint)]
+    missing_steps = sorted(set(range(step_of(checkpoint) + 1, begin)) - {d.step for d in steps_after})
+    if missing_steps:
+        raise DataError(
+            f"{history.run.steps}: step {missing_steps[0]} was not recorded, so it is not known what the run read "
+            f"after {checkpoint.name}"
+        )
+    library = history.library(time)
+    usable_skips = history.ledger.until(time).usable(
+        history.run.skips, library.source.order, history.config.data.skip
+    )[0]
+    rates_by_step = _rates(history, steps_after)
+    steps_before, rest = (
+        [d for d in steps_after if d.step < begin],
+        [d for d in steps_after if d.step >= begin],
+    )
+    as_done = [
+        ReplayedStep(history.positions(d), rates_by_step[d.step, d.time], d.applied) for d in steps_after
+    ]
+    cursor = rest[0].first_position if rest else steps_before[-1].next_position if steps_before else 0
+    return CourtCase(
+        title, told, choice, checkpoint, library, usable_skips, as_done[: len(steps_before)],
+        np.array([d.loss for d in steps_before]), as_done[len(steps_before) :], cursor, np.sort(suspects),
+    )  # fmt: skip
+
+
+def _chain(history: History, last: int, time: float) -> list[Done]:
+    """The steps up to `last` that were in force at a time, ascending: what was undone by then is not among them."""
+    steps_in_force: list[Done] = []
+    for done_step in history.steps(0, last):
+        if done_step.time > time:
+            continue
+        while steps_in_force and steps_in_force[-1].step >= done_step.step:
+            steps_in_force.pop()
+        steps_in_force.append(done_step)
+    return steps_in_force
+
+
+def _positions(history: History, steps: Sequence[Done]) -> Int64s:
+    return np.concatenate([np.empty(0, np.int64), *(history.positions(done_step) for done_step in steps)])
+
+
+def _rates(history: History, steps: Sequence[Done]) -> dict[tuple[int, float], float]:
+    """The learning rate of every step, by its number and time."""
+    if not steps:
+        return {}
+    record_folder = RecordFolder(history.run.steps, SCHEMA)
+    record_rows, _ = record_folder.rows(steps[0].step, steps[-1].step, ("step", "time", "lr"))
+    return {(record_row["step"], record_row["time"]): record_row["lr"] for record_row in record_rows}
+
+
+def data_ahead(case: CourtCase, config: RunConfig, steps: int) -> tuple[list[Int64s], int]:
+    """The batches of the next `steps` steps as the run would have read them, and the cursor behind them."""
+    coming_batches, cursor = [step.positions for step in case.coming][:steps], case.cursor
+    if coming_batches:
+        cursor = int(coming_batches[-1][-1]) + 1
+    while len(coming_batches) < steps:
+        positions, cursor = case.selection.next_kept(cursor, config.batches.at(cursor))
+        coming_batches.append(positions)
+    return coming_batches, cursor
+
+
 SEARCHED = 4  # times as many positions as fillers are wanted, in which these are searched
 
 
@@ -69,8 +298,8 @@ class TrialData:
 
     def batches_of(self, candidate: Candidate) -> list[Int64s]:
         """What a branch is trained on."""
-        replaced = self.suspects if candidate.name == OTHER_DATA else self.held_out
-        return replace_samples(self.batches, replaced, self.fillers)
+        replaced_samples = self.suspects if candidate.name == OTHER_DATA else self.held_out
+        return replace_samples(self.batches, replaced_samples, self.fillers)
 
 
 def hold_court(history: History, case: CourtCase, only: Sequence[str], steps: int, bar: Bar) -> CourtRecord:
@@ -90,21 +319,21 @@ def hold_court(history: History, case: CourtCase, only: Sequence[str], steps: in
     data = gather_data(history, case, config, steps)
     with (
         single_process(config),
-        opened(case.checkpoint, config, case.library.source, case.selection) as run,
+        opened(case.checkpoint, config, case.library.source, case.selection) as offline_run,
     ):
-        every = list_candidates(config, run.possible)
-        choice = case.choice if case.choice in [candidate.name for candidate in every] else NOTHING
-        candidates = choose_candidates(every, only, choice)
+        all_candidates = list_candidates(config, offline_run.possible)
+        choice = case.choice if case.choice in [candidate.name for candidate in all_candidates] else NOTHING
+        candidates = choose_candidates(all_candidates, only, choice)
         bar.more(len(case.steps) + len(candidates) * steps)
         bar.say(
             f"{len(case.steps)} steps are replayed, then {len(candidates)} branches of {steps} steps trained (--only "
             "NAME: fewer)"
         )
         bar.doing("replaying the run")
-        run.load()
-        replayed = run.replay(case.steps, bar)
-        kept, before = run.keep(), run.laboratory.losses(data.coming)
-        outcomes = [_try(run, candidate, kept, case, data, bar) for candidate in candidates]
+        offline_run.load()
+        replayed_losses = offline_run.replay(case.steps, bar)
+        kept, losses_before = offline_run.keep(), offline_run.laboratory.losses(data.coming)
+        outcomes = [_try(offline_run, candidate, kept, case, data, bar) for candidate in candidates]
     vocabulary = config.model.vocab_size
     assert vocabulary is not None, "a frozen recipe has it"
     read = case.library.source.samples
@@ -113,9 +342,11 @@ def hold_court(history: History, case: CourtCase, only: Sequence[str], steps: in
         for p in (data.suspects[:COMPRESSED], data.fillers[-COMPRESSED:], data.coming)
     ]
     repetition = find_repetition(*texts)
-    verdict = judge_branches(outcomes, before, choice, vocabulary, data.suspects.size, repetition)
-    differs = float(np.max(np.abs(replayed - case.losses), initial=0.0))
-    return CourtRecord(case, steps, data.suspects.size, differs, float(before.mean()), verdict)
+    verdict = judge_branches(outcomes, losses_before, choice, vocabulary, data.suspects.size, repetition)
+    replay_difference = float(np.max(np.abs(replayed_losses - case.losses), initial=0.0))
+    return CourtRecord(
+        case, steps, data.suspects.size, replay_difference, float(losses_before.mean()), verdict
+    )
 
 
 def gather_data(history: History, case: CourtCase, config: RunConfig, steps: int) -> TrialData:
@@ -124,9 +355,11 @@ def gather_data(history: History, case: CourtCase, config: RunConfig, steps: int
     suspects = np.intersect1d(case.suspects, np.concatenate(batches))
     if not suspects.size:
         raise DataError(f"{case.title}: none of its samples is read within {steps} steps: give more --steps")
-    count = SEARCHED * suspects.size
-    earlier, _ = case.selection.next_kept(max(0, case.cursor - count), count)
-    fillers = _never_skipped(history, case, earlier[earlier < case.cursor])[-suspects.size :]
+    searched_count = SEARCHED * suspects.size
+    earlier_positions, _ = case.selection.next_kept(max(0, case.cursor - searched_count), searched_count)
+    fillers = _never_skipped(history, case, earlier_positions[earlier_positions < case.cursor])[
+        -suspects.size :
+    ]
     if not fillers.size:
         raise DataError(
             f"{case.title}: the run has read no harmless samples before it, to put in place of the suspects"
@@ -139,15 +372,15 @@ def gather_data(history: History, case: CourtCase, config: RunConfig, steps: int
 
 def choose_coming(positions: Int64s) -> Int64s:
     """`COMING` of some positions, evenly spread."""
-    chosen = np.linspace(0, positions.size - 1, min(COMING, positions.size)).round().astype(np.int64)
-    return positions[chosen]
+    chosen_indexes = np.linspace(0, positions.size - 1, min(COMING, positions.size)).round().astype(np.int64)
+    return positions[chosen_indexes]
 
 
 def _read_later(case: CourtCase, config: RunConfig, cursor: int) -> Int64s:
     """The data to come: what is left of the run, `FARTHEST` batches at most; beyond its end if that is near."""
-    end = config.batches.reach(0, config.train.steps)
-    most = config.batches.reach(cursor, FARTHEST) - cursor
-    return case.selection.next_kept(cursor, max(COMING, min(most, end - cursor)))[0]
+    run_end = config.batches.reach(0, config.train.steps)
+    positions_ahead = config.batches.reach(cursor, FARTHEST) - cursor
+    return case.selection.next_kept(cursor, max(COMING, min(positions_ahead, run_end - cursor)))[0]
 
 
 def _never_skipped(history: History, case: CourtCase, positions: Int64s) -> Int64s:
@@ -167,26 +400,132 @@ def _try(
     recorded = as_recorded(case)
 
     def limit_rate(updates: int, scheduled: float) -> float:
-        done = updates - began
-        usual = run.limit_rate(updates, scheduled)
-        usual = recall_rate(usual, recorded[done]) if done < len(recorded) else usual
-        return candidate.change_rate(usual, done, first)
+        updates_done = updates - began
+        usual_rate = run.limit_rate(updates, scheduled)
+        usual_rate = (
+            recall_rate(usual_rate, recorded[updates_done]) if updates_done < len(recorded) else usual_rate
+        )
+        return candidate.change_rate(usual_rate, updates_done, first)
 
     try:
-        trained = run.train(data.batches_of(candidate), limit_rate, bar)
+        trained_branch = run.train(data.batches_of(candidate), limit_rate, bar)
         measured = run.laboratory.losses(data.measured)
     finally:
         run.restore(kept)
     n = data.coming.size
-    return BranchOutcome(candidate, measured[:n], measured[n:], trained.losses, trained.norms)
+    return BranchOutcome(candidate, measured[:n], measured[n:], trained_branch.losses, trained_branch.norms)
 
 
 def as_recorded(case: CourtCase) -> list[float]:
     """The rates of the first steps of the branches, as far as the run did the same updates: a refused one is applied in
     a branch."""
-    found = list[float]()
+    recorded_rates = list[float]()
     for step in case.coming:
-        found.append(step.rate)
+        recorded_rates.append(step.rate)
         if not step.applied:
             break
-    return found
+    return recorded_rates
+
+
+EXACT = 1e-6  # nats: the records have losses in fp32
+LEGEND = (
+    "loss: of the data to come, at the end of a branch; difference: that minus the loss after other data, with its "
+    "standard error; learnt: by how much suspects that no branch was trained on are easier than after other data; "
+    "norm: the highest gradient norm; intrusive: from 0. Nats. (…): counts only where other data does harm, too"
+)
+
+
+def describe_case(record: CourtRecord) -> Iterator[str]:
+    """What was tried, in sentences."""
+    case = record.case
+    yield f"{case.title}: {case.told}"
+    replay_text = f"{plural(len(case.steps), 'step')} replayed from {case.checkpoint.name}"
+    if case.steps:
+        replay_exactness = (
+            "as recorded" if record.differs <= EXACT else f"losses differ by {record.differs:.2g} at most"
+        )
+        replay_text += f" ({replay_exactness})"
+    yield (
+        f"{replay_text}; branches of {plural(record.steps, 'step')} from step {case.first_step} on, with "
+        f"{plural(record.suspects, 'suspect')}; the data to come has a loss of {record.before:.4f} before them"
+    )
+
+
+def draw_table(record: CourtRecord) -> Table:
+    """A row for every branch."""
+    table = Table()
+    for branch_name in ("branch", "what it does"):
+        table.add_column(branch_name)
+    for branch_name in ("loss", "difference", "learnt", "norm", "intrusive"):
+        table.add_column(branch_name, justify="right", no_wrap=True)
+    for row in record.verdict.rows:
+        row_marks = [
+            row_mark
+            for row_mark, branch_name in (("best", record.verdict.best), ("run", record.verdict.choice))
+            if branch_name == row.name
+        ]
+        branch_name = row.name if row.counts else f"({row.name})"
+        table.add_row(
+            f"{branch_name} <- {', '.join(row_marks)}" if row_marks else branch_name, row.about, _number(row.loss),
+            _with_error(row.difference, row.difference_error), _with_error(row.learnt, row.learnt_error),
+            f"{row.highest_norm:.3g}", str(row.intrusive),
+        )  # fmt: skip
+    return table
+
+
+def describe_outcome(record: CourtRecord) -> Iterator[str]:
+    """The verdicts, in sentences."""
+    yield f"suspects: {record.verdict.trial.reason}"
+    yield f"verdict: {describe_verdict(record.verdict)}"
+
+
+def court_tree(record: CourtRecord) -> dict[str, Any]:
+    """For programs. Losses in nats; the run's choice and the best branch by their names."""
+    case, verdict = record.case, record.verdict
+    return {
+        "title": case.title, "run_did": case.told, "checkpoint": str(case.checkpoint), "first_step": case.first_step,
+        "steps": record.steps, "replayed_steps": len(case.steps), "replay_differs": record.differs,
+        "suspects": record.suspects, "loss_before": record.before, "choice": verdict.choice, "best": verdict.best,
+        "choice_worse": verdict.worse, "choice_worse_error": verdict.worse_error, "good": verdict.is_good,
+        "other_data_harms": verdict.harmed_anyway, "trial": verdict.trial.facts,
+        "branches": [branch_row.facts for branch_row in verdict.rows],
+    }  # fmt: skip
+
+
+def court_picture(record: CourtRecord, history: History, path: Path) -> None:
+    """Losses of the branches and of the run, and of the data to come after each branch. The format follows from the
+    name (.png, .svg, .pdf). Raises DataError when it cannot be written."""
+    import matplotlib
+
+    first_step, verdict = record.case.first_step - 1, record.verdict
+    branch_facts = [
+        BranchFacts(
+            name=branch_row.name, cost=branch_row.intrusive, loss=branch_row.loss, difference=branch_row.difference,
+            error=branch_row.difference_error,
+            losses=branch_row.losses, norms=branch_row.norms,
+        )
+        for branch_row in verdict.rows
+    ]  # fmt: skip
+    trial_facts = TrialFacts(
+        step=first_step,
+        snapshot=first_step,
+        steps=record.steps,
+        chosen=verdict.best,
+        before=record.before,
+        branches=branch_facts,
+    )
+    step_rows = [
+        StepRow.model_validate(asdict(done_step)) for done_step in history.steps(first_step, trial_facts.last)
+    ]
+    with matplotlib.rc_context(STYLE):
+        save(draw_branches(trial_facts, passes(step_rows)), path)
+
+
+def _number(value: float) -> str:
+    return f"{value:.4f}" if math.isfinite(value) else "not finite"
+
+
+def _with_error(value: float, error: float) -> str:
+    if math.isnan(value):
+        return "-"
+    return f"{value:+.3f} ± {error:.3f}" if math.isfinite(value) else f"{value:+}"

@@ -12,8 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch.distributed as dist
 
-from megastable.attribution.branches import BranchStart, TrainedBranch, train_branch
-from megastable.attribution.sample_replay import Laboratory
+from megastable.attribution.sample_replay import BranchStart, Laboratory, TrainedBranch, train_branch
 from megastable.base.errors import CheckpointError
 from megastable.checkpoint import markers, store
 from megastable.checkpoint.snapshot import Ring, Snapshot
@@ -65,28 +64,28 @@ class KeptState(NamedTuple):
 def find_checkpoint(run: RunDirectory, before: int | None = None) -> Path:
     """The newest good checkpoint of a run, from before the step `before` if that is given. Raises CheckpointError if
     there is none."""
-    found = [
+    checkpoint_paths = [
         path for path in store.newest_first(run.checkpoints) if before is None or store.step_of(path) < before
     ]
-    problems = list[str]()
-    for path in found:
-        if (ruling := markers.convicted(path)) is not None and markers.accepted(path) is None:
-            problems.append(f"{path.name} was convicted: {ruling.reason}")
-        elif wrong := store.problems(path):
-            problems.append(wrong[0])
+    problems_found = list[str]()
+    for path in checkpoint_paths:
+        if (damage_ruling := markers.convicted(path)) is not None and markers.accepted(path) is None:
+            problems_found.append(f"{path.name} was convicted: {damage_ruling.reason}")
+        elif checkpoint_problems := store.problems(path):
+            problems_found.append(checkpoint_problems[0])
         else:
             return path
-    where = "" if before is None else f" from before step {before}"
-    why = f": {problems[0]}" if problems else store.others(run.checkpoints)
-    raise CheckpointError(f"{run.root} has no good checkpoint{where}{why}")
+    place_named = "" if before is None else f" from before step {before}"
+    reason_named = f": {problems_found[0]}" if problems_found else store.others(run.checkpoints)
+    raise CheckpointError(f"{run.root} has no good checkpoint{place_named}{reason_named}")
 
 
 def recipe_of(checkpoint: Path, now: RunConfig) -> RunConfig:
     """The recipe that wrote a checkpoint, for one process, with the corpora where they are now."""
-    tree = run_of(checkpoint).model_dump(mode="json")
-    tree["parallel"] |= LAYOUT
-    tree["data"]["corpora"] = now.model_dump(mode="json")["data"]["corpora"]
-    return recipe.validate(tree, f"{checkpoint / store.RECIPE}, for one process")
+    recipe_tree = run_of(checkpoint).model_dump(mode="json")
+    recipe_tree["parallel"] |= LAYOUT
+    recipe_tree["data"]["corpora"] = now.model_dump(mode="json")["data"]["corpora"]
+    return recipe.validate(recipe_tree, f"{checkpoint / store.RECIPE}, for one process")
 
 
 @contextmanager
@@ -96,7 +95,7 @@ def single_process(config: RunConfig) -> Iterator[None]:
         yield
         return
     check_alone(os.environ)
-    before = dict(os.environ)
+    environment_before = dict(os.environ)
     os.environ.update(ALONE)
     try:
         start_distributed(config.run.timeout, config.run.deterministic)
@@ -106,7 +105,7 @@ def single_process(config: RunConfig) -> Iterator[None]:
             stop_distributed()
     finally:
         os.environ.clear()
-        os.environ.update(before)
+        os.environ.update(environment_before)
 
 
 class OfflineRun:
@@ -155,11 +154,11 @@ class OfflineRun:
         """Compute as the run did at the checkpoint: without the kernels that it had left, maybe without FP8, and with
         its adjustments; but for one more of them, FP8, and all kernels."""
         engine, policy = self.engine, self._policy
-        fp8 = engine.fp8 is not None and not leave_fp8 and (policy.fp8 or not self._acts)
-        kept = policy.state if self._acts else PolicyState()
-        left = engine.numerics.kernels.values() if leave_kernels else kept.kernels
-        engine.numerics.switch(Numerics(fp8, engine.numerics.kinds_of(left)))
-        engine.adjustments.switch({*kept.adjusted, *filter(None, [adjustment])})
+        uses_fp8 = engine.fp8 is not None and not leave_fp8 and (policy.fp8 or not self._acts)
+        kept_policy = policy.state if self._acts else PolicyState()
+        kernels_left = engine.numerics.kernels.values() if leave_kernels else kept_policy.kernels
+        engine.numerics.switch(Numerics(uses_fp8, engine.numerics.kinds_of(kernels_left)))
+        engine.adjustments.switch({*kept_policy.adjusted, *filter(None, [adjustment])})
 
     def close(self) -> None:
         self.loader.close()
@@ -169,16 +168,18 @@ class OfflineRun:
 
         Raises DataError if a sample cannot be read.
         """
-        losses, length = list[float](), self.config.model.sequence_length
+        step_losses, sequence_length = list[float](), self.config.model.sequence_length
         for step in steps:
-            size, (updates, tokens) = step.positions.size * length, self.start
-            usual = self.limit_rate(updates, scheduled_rate(self.config, updates, tokens, size))
-            micro_batches, rate = self.loader.read(step.positions), recall_rate(usual, step.rate)
-            measured, applied = self.engine.train_step(micro_batches, rate, lambda _, step=step: step.applied)
-            self.start = BranchStart(updates + applied, tokens + applied * size)
-            losses.append(measured.loss)
+            step_tokens, (updates, tokens) = step.positions.size * sequence_length, self.start
+            usual_rate = self.limit_rate(updates, scheduled_rate(self.config, updates, tokens, step_tokens))
+            micro_batches, replay_rate = self.loader.read(step.positions), recall_rate(usual_rate, step.rate)
+            step_measured, applied = self.engine.train_step(
+                micro_batches, replay_rate, lambda _, step=step: step.applied
+            )
+            self.start = BranchStart(updates + applied, tokens + applied * step_tokens)
+            step_losses.append(step_measured.loss)
             advance(1)
-        return np.array(losses)
+        return np.array(step_losses)
 
     def keep(self) -> KeptState:
         """A copy of the engine's state."""
@@ -194,8 +195,8 @@ class OfflineRun:
     def first_rate(self, batch: Int64s) -> float:
         """The rate of the next update."""
         updates, tokens = self.start
-        size = batch.size * self.config.model.sequence_length
-        return self.limit_rate(updates, scheduled_rate(self.config, updates, tokens, size))
+        batch_tokens = batch.size * self.config.model.sequence_length
+        return self.limit_rate(updates, scheduled_rate(self.config, updates, tokens, batch_tokens))
 
     def train(
         self, batches: Sequence[Int64s], limit_rate: LimitRate, advance: Callable[[int], None]
@@ -209,11 +210,11 @@ class OfflineRun:
 @contextmanager
 def opened(checkpoint: Path, config: RunConfig, source: Source, selection: Selection) -> Iterator[OfflineRun]:
     """An offline run that is closed afterwards; its engine is empty."""
-    run = OfflineRun(checkpoint, config, source, selection)
+    offline_run = OfflineRun(checkpoint, config, source, selection)
     try:
-        yield run
+        yield offline_run
     finally:
-        run.close()
+        offline_run.close()
 
 
 def recall_rate(usual: float, recorded: float) -> float:

@@ -1,12 +1,14 @@
 """Tries again what incidents of a run skip, on its newest checkpoint, and gives back what does no harm.
 
-One branch trains the next steps of the run with the samples of a group in their first places, the control trains those
-steps as they are. The samples lie as close together as a step has room for: as in the region where they were met, not
-spread over an epoch, where a few would do no harm that can be measured.
+A group is what an incident skips for good: samples of the skip ledger that no person named. One branch trains the next
+steps of the run with the samples of a group in their first places, the control trains those steps as they are. The
+samples lie as close together as a step has room for: as in the region where they were met, not spread over an epoch,
+where a few would do no harm that can be measured.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -14,18 +16,32 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from megastable.attribution.harm import COMPRESSED, BranchLosses, HarmTrial, find_repetition, judge_trial
+from megastable.attribution.scores import robust
+from megastable.attribution.trials import (
+    COMPRESSED,
+    GUESSING,
+    HELD_OUT,
+    BranchLosses,
+    HarmTrial,
+    TrialVerdict,
+    choose_held_out,
+    find_repetition,
+    judge_trial,
+)
 from megastable.base.errors import DataError
 from megastable.base.progress_bar import Bar
 from megastable.checkpoint.store import step_of
-from megastable.data.documents import documents_at
-from megastable.data.skip_ledger import append_all, released
+from megastable.data.order import Order
+from megastable.data.skip_ledger import Ledger, append_entries, released
+from megastable.data.skips import NONE, Selection
+from megastable.data.source import documents_at
 from megastable.recovery.replay_trials import COMING, FARTHEST
 from megastable.run.changes import changes_of, config_at
 from megastable.run.directory import RunDirectory
 from megastable.run.events.data_events import SkipsGivenBack
 from megastable.run.log import RunLog
 from megastable.supervise.locks import SUPERVISOR, TRAINING, lock
+from megastable_guard.policy import FEW
 from megastable_tools.forensics.court.hold_court import choose_coming
 from megastable_tools.forensics.court.offline_run import (
     OfflineRun,
@@ -34,18 +50,118 @@ from megastable_tools.forensics.court.offline_run import (
     recipe_of,
     single_process,
 )
-from megastable_tools.forensics.court.skip_groups import (
-    SkipGroup,
-    TriedSamples,
-    choose_tried,
-    find_groups,
-    is_given_back,
-    put_first,
-)
 from megastable_tools.forensics.history import History
 
 Int64s = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
+FAR = 6.0  # robust deviations above the data to come, from which a few samples are gross (attribution.threshold)
+LITTLE_RATE = 0.2  # of the peak rate: with less, little harm shows, and no harm is no evidence
+LAST_SEARCHED = 1 << 50  # positions that are searched for a sample
+
+
+@dataclass(frozen=True)
+class SkipGroup:
+    """The samples that an incident skips, at positions that hold them: int64 [n], in the order of their corpora and
+    tokens. step: of the incident."""
+
+    incident: int
+    step: int
+    positions: Int64s
+
+    @property
+    def name(self) -> str:
+        return f"incident {self.incident}"
+
+
+@dataclass(frozen=True)
+class TriedSamples:
+    """Positions of a group that are trained on, and of those that are measured only."""
+
+    trained: Int64s
+    held_out: Int64s
+
+    @property
+    def count(self) -> int:
+        return self.trained.size + self.held_out.size
+
+
+def find_groups(ledger: Ledger, order: Order, selection: Selection, cursor: int) -> list[SkipGroup]:
+    """The groups that are skipped now, by their incidents. selection: what the whole ledger leaves."""
+    by_others = Selection(order, replace(ledger.by_others.exclusions, positions=NONE, swapped={})).sequences
+    named_entries = ledger.by_identity.ever.entries
+    incident_numbers = sorted(
+        {ledger_entry.incident for ledger_entry in named_entries if ledger_entry.incident is not None}
+    )
+    skip_groups = []
+    for incident_number in incident_numbers:
+        incident_lines = ledger.of_incident(incident_number).by_identity.ever
+        position_parts = [np.empty(0, np.int64)]
+        for corpus_index, sequences in Selection(order, incident_lines.exclusions).sequences.items():
+            left_out = selection.sequences.get(corpus_index, NONE)
+            skipped_now = sequences.minus(left_out.gaps()).minus(by_others.get(corpus_index, NONE))
+            skipped_sequences = skipped_now.gaps().next_kept(0, skipped_now.count())[0]
+            position_parts.append(find_positions(order, corpus_index, skipped_sequences, cursor))
+        steps = [
+            ledger_entry.step for ledger_entry in incident_lines.entries if ledger_entry.step is not None
+        ]
+        skip_group = SkipGroup(incident_number, max(steps, default=0), np.concatenate(position_parts))
+        skip_groups += [skip_group] if skip_group.positions.size else []
+    return skip_groups
+
+
+def find_positions(order: Order, corpus: int, sequences: Int64s, cursor: int) -> Int64s:
+    """A position of each of n sequences of a corpus, in their order: the last one up to two passes over it after the
+    cursor. Without those that the order gives nowhere there."""
+    samples_wanted = order.samples_before(cursor)[corpus] + 2 * order.sequences[corpus]
+    search_end = max(1, cursor)
+    while order.samples_before(search_end)[corpus] < samples_wanted and search_end < LAST_SEARCHED:
+        search_end *= 2
+    positions = order.positions_of(
+        corpus, sequences, 0, search_end if search_end < LAST_SEARCHED else max(1, cursor)
+    )
+    found_sequences = order.locate(positions).sequence
+    last = {int(number): int(position) for number, position in zip(found_sequences, positions, strict=True)}
+    return np.array([last[n] for n in sequences.tolist() if n in last], dtype=np.int64)
+
+
+def choose_tried(group: SkipGroup, slots: int) -> TriedSamples:
+    """The samples of a group to be tried: all, or evenly spread ones so that at most half of `slots` are trained on."""
+    chosen_count = min(group.positions.size, slots // 2 + HELD_OUT)
+    chosen_positions = group.positions[
+        np.linspace(0, group.positions.size - 1, chosen_count).round().astype(np.int64)
+    ]
+    held_out = choose_held_out(chosen_positions)
+    return TriedSamples(
+        chosen_positions[~np.isin(chosen_positions, held_out)][: max(1, slots // 2)], held_out
+    )
+
+
+def put_first(batches: list[Int64s], samples: Int64s) -> list[Int64s]:
+    """The batches with `samples` in their first places."""
+    flat_positions = np.concatenate(batches)
+    flat_positions[: samples.size] = samples
+    return np.split(flat_positions, np.cumsum([batch.size for batch in batches])[:-1])
+
+
+def is_given_back(trial: HarmTrial, suspects: Floats, coming: Floats, vocabulary: int, share: float) -> bool:
+    """Whether skipped samples do no harm: what is new, and what does none that can be measured. Not of these a few that
+    are far out by themselves, as the run itself decides (`is_harmless`), and what is as hard as guessing: a low rate
+    hides the harm of both.
+
+    Args:
+        suspects: their losses before the trial, [n] nats.
+        coming: losses of the data to come, likewise.
+        vocabulary: how many tokens there are.
+        share: of the peak rate that the trial was held with.
+    """
+    if trial.verdict is not TrialVerdict.NOISE or share < LITTLE_RATE:
+        return trial.verdict is TrialVerdict.NEW
+    median_loss = float(np.median(suspects))
+    middle, scale = robust(coming)
+    few_and_far = suspects.size <= FEW and median_loss > middle + FAR * scale
+    return not few_and_far and median_loss < GUESSING * math.log(vocabulary)
+
+
 LEAST_RATE = 0.01  # of the peak rate: with less, nothing is learnt in so few steps
 
 
@@ -74,13 +190,13 @@ class SkipReview:
 @contextmanager
 def nobody_at_work(run: RunDirectory) -> Iterator[None]:
     """Hold the locks of a run. Raises DataError if a process has one, ConfigError if they cannot be taken."""
-    with ExitStack() as held:
-        for name, who in ((SUPERVISOR, "supervisor"), (TRAINING, "training")):
-            if (held_lock := lock(run.root / name)) is None:
+    with ExitStack() as held_locks:
+        for lock_name, lock_holder in ((SUPERVISOR, "supervisor"), (TRAINING, "training")):
+            if (held_lock := lock(run.root / lock_name)) is None:
                 raise DataError(
-                    f"{run.root}: its {who} is at work: stop the run first, or leave out --give-back"
+                    f"{run.root}: its {lock_holder} is at work: stop the run first, or leave out --give-back"
                 )
-            held.enter_context(held_lock)
+            held_locks.enter_context(held_lock)
         yield
 
 
@@ -88,14 +204,16 @@ def open_groups(history: History, only: Sequence[int]) -> list[SkipGroup]:
     """What incidents of a run skip. only: of these incidents, if any are named. Raises DataError if one of them skips
     nothing."""
     library = history.library()
-    groups = find_groups(history.ledger, library.source.order, history.selection(library), history.cursor)
-    known = [group.incident for group in groups]
-    if unknown := [number for number in only if number not in known]:
-        listed = ", ".join(map(str, known)) or "none does"
+    skip_groups = find_groups(
+        history.ledger, library.source.order, history.selection(library), history.cursor
+    )
+    known_incidents = [skip_group.incident for skip_group in skip_groups]
+    if unknown := [incident_number for incident_number in only if incident_number not in known_incidents]:
+        incidents_listed = ", ".join(map(str, known_incidents)) or "none does"
         raise DataError(
-            f"{history.run.skips}: incident {unknown[0]} skips no samples for good; these do: {listed}"
+            f"{history.run.skips}: incident {unknown[0]} skips no samples for good; these do: {incidents_listed}"
         )
-    return [group for group in groups if not only or group.incident in only]
+    return [skip_group for skip_group in skip_groups if not only or skip_group.incident in only]
 
 
 def review_groups(history: History, groups: Sequence[SkipGroup], steps: int, bar: Bar) -> SkipReview:
@@ -106,45 +224,55 @@ def review_groups(history: History, groups: Sequence[SkipGroup], steps: int, bar
         DataError: a sample cannot be read, or the rate is too low to learn anything.
     """
     checkpoint = find_checkpoint(history.run)
-    config, library = recipe_of(checkpoint, history.config), history.library()
-    config = config_at(config, changes_of(history.run.journal), step_of(checkpoint) + 1)
-    vocabulary = config.model.vocab_size
+    run_config, library = recipe_of(checkpoint, history.config), history.library()
+    run_config = config_at(run_config, changes_of(history.run.journal), step_of(checkpoint) + 1)
+    vocabulary = run_config.model.vocab_size
     assert vocabulary is not None, "a frozen recipe has it"
     selection = history.selection(library)
     bar.more(steps * (len(groups) + 1))
-    with single_process(config), opened(checkpoint, config, library.source, selection) as run:
-        run.load()
-        batches, cursor = list[Int64s](), run.state.cursor
+    with single_process(run_config), opened(checkpoint, run_config, library.source, selection) as offline_run:
+        offline_run.load()
+        batches, cursor = list[Int64s](), offline_run.state.cursor
         for _ in range(steps):
-            positions, cursor = selection.next_kept(cursor, config.batches.at(cursor))
+            positions, cursor = selection.next_kept(cursor, run_config.batches.at(cursor))
             batches.append(positions)
-        share = run.first_rate(batches[0]) / config.optimizer.lr
-        if share < LEAST_RATE:
+        rate_share = offline_run.first_rate(batches[0]) / run_config.optimizer.lr
+        if rate_share < LEAST_RATE:
             raise DataError(
-                f"{checkpoint}: the learning rate has fallen to {share:.1%} of its peak: nothing is learnt with it, so "
-                "nothing can be tried"
+                f"{checkpoint}: the learning rate has fallen to {rate_share:.1%} of its peak: nothing is learnt with "
+                "it, so nothing can be tried"
             )
-        ahead = max(COMING, config.batches.reach(cursor, FARTHEST) - cursor)
-        coming = choose_coming(selection.next_kept(cursor, ahead)[0])
-        slots = sum(batch.size for batch in batches)
-        tried = [choose_tried(group, slots) for group in groups]
-        measure = _Measuring(run, batches, coming, tried, bar)
-        before, suspects = measure.before()
+        positions_ahead = max(COMING, run_config.batches.reach(cursor, FARTHEST) - cursor)
+        coming = choose_coming(selection.next_kept(cursor, positions_ahead)[0])
+        slot_count = sum(batch.size for batch in batches)
+        tried = [choose_tried(skip_group, slot_count) for skip_group in groups]
+        branch_measuring = _Measuring(offline_run, batches, coming, tried, bar)
+        losses_before, suspect_losses = branch_measuring.before()
         bar.doing("the next steps as they are")
-        control = measure.branch(batches)
-        found = list[ReviewedGroup]()
-        for number, group in enumerate(groups):
-            bar.doing(group.name)
-            after = measure.branch(put_first(batches, tried[number].trained))
-            losses = BranchLosses(after[0], control[0], before, before)
-            held_out = after[1][number], control[1][number]
-            chosen = tried[number].trained[:COMPRESSED], np.concatenate(batches)[:COMPRESSED], coming
-            texts = [library.source.samples(p).astype(np.int32) for p in chosen]
-            repetition = find_repetition(*texts)
-            trial = judge_trial(losses, held_out, vocabulary, tried[number].count, steps, repetition)
-            harmless = is_given_back(trial, suspects[number], before, vocabulary, share)
-            found.append(ReviewedGroup(group, _documents(history, group), trial, harmless))
-    return SkipReview(checkpoint.name, step_of(checkpoint), share, steps, found)
+        control_losses = branch_measuring.branch(batches)
+        reviewed_groups = list[ReviewedGroup]()
+        for group_number, skip_group in enumerate(groups):
+            bar.doing(skip_group.name)
+            losses_after = branch_measuring.branch(put_first(batches, tried[group_number].trained))
+            branch_losses = BranchLosses(losses_after[0], control_losses[0], losses_before, losses_before)
+            held_out = losses_after[1][group_number], control_losses[1][group_number]
+            text_positions = (
+                tried[group_number].trained[:COMPRESSED],
+                np.concatenate(batches)[:COMPRESSED],
+                coming,
+            )
+            sample_texts = [library.source.samples(p).astype(np.int32) for p in text_positions]
+            repetition = find_repetition(*sample_texts)
+            harm_trial = judge_trial(
+                branch_losses, held_out, vocabulary, tried[group_number].count, steps, repetition
+            )
+            is_harmless = is_given_back(
+                harm_trial, suspect_losses[group_number], losses_before, vocabulary, rate_share
+            )
+            reviewed_groups.append(
+                ReviewedGroup(skip_group, _documents(history, skip_group), harm_trial, is_harmless)
+            )
+    return SkipReview(checkpoint.name, step_of(checkpoint), rate_share, steps, reviewed_groups)
 
 
 class _Measuring:
@@ -158,21 +286,23 @@ class _Measuring:
 
     def before(self) -> tuple[Floats, list[Floats]]:
         """On the checkpoint: of the data to come, and of the samples of every group."""
-        of = [np.concatenate([some.trained, some.held_out]) for some in self.tried]
+        of = [np.concatenate([tried_some.trained, tried_some.held_out]) for tried_some in self.tried]
         return self._losses(of)
 
     def branch(self, batches: Sequence[Int64s]) -> tuple[Floats, list[Floats]]:
         """At the end of a branch: of the data to come, and of what is held out of every group."""
         try:
             self.run.train(batches, self.run.limit_rate, self.bar)
-            return self._losses([some.held_out for some in self.tried])
+            return self._losses([tried_some.held_out for tried_some in self.tried])
         finally:
             self.run.restore(self.kept)
 
     def _losses(self, of: Sequence[Int64s]) -> tuple[Floats, list[Floats]]:
-        losses = self.run.laboratory.losses(np.concatenate([self.coming, *of]))
-        parts = np.split(losses, np.cumsum([self.coming.size, *(some.size for some in of)])[:-1])
-        return parts[0], list(parts[1:])
+        all_losses = self.run.laboratory.losses(np.concatenate([self.coming, *of]))
+        loss_parts = np.split(
+            all_losses, np.cumsum([self.coming.size, *(group_samples.size for group_samples in of)])[:-1]
+        )
+        return loss_parts[0], list(loss_parts[1:])
 
 
 def give_back(history: History, review: SkipReview) -> SkipReview:
@@ -181,25 +311,32 @@ def give_back(history: History, review: SkipReview) -> SkipReview:
     The caller holds the locks. Raises DataError if it cannot be written.
     """
     order = history.library().source.order
-    found = list[ReviewedGroup]()
+    reviewed_groups = list[ReviewedGroup]()
     for one in review.groups:
         if not one.harmless:
-            found.append(one)
+            reviewed_groups.append(one)
             continue
-        group, reason = one.group, f"tried again on {review.checkpoint}: {one.trial.reason}"
-        lines = released(history.ledger, order, np.sort(group.positions), reason, group.incident, group.step)
-        append_all(history.run.skips, lines)
+        skip_group, release_reason = one.group, f"tried again on {review.checkpoint}: {one.trial.reason}"
+        release_lines = released(
+            history.ledger,
+            order,
+            np.sort(skip_group.positions),
+            release_reason,
+            skip_group.incident,
+            skip_group.step,
+        )
+        append_entries(history.run.skips, release_lines)
         RunLog(history.run).emit(
             SkipsGivenBack(
                 step=review.step,
-                incident=group.incident,
-                samples=group.positions.size,
-                lines=len(lines),
-                reason=reason,
+                incident=skip_group.incident,
+                samples=skip_group.positions.size,
+                lines=len(release_lines),
+                reason=release_reason,
             )
         )
-        found.append(ReviewedGroup(group, one.documents, one.trial, True, given_back=True))
-    return replace(review, groups=found)
+        reviewed_groups.append(ReviewedGroup(skip_group, one.documents, one.trial, True, given_back=True))
+    return replace(review, groups=reviewed_groups)
 
 
 def _documents(history: History, group: SkipGroup) -> int | None:

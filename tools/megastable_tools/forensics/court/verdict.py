@@ -1,11 +1,16 @@
-"""Judges the branches of a court: what a run did, what would have been best, and whether that was about as good.
+"""Candidates of a court, and the judgement: what a run did, what would have been best, and whether that was as good.
+
+Candidates are branches that are trained from the same state, the least intrusive first. "nothing" trains on the data as
+it was, "other data" has harmless samples in the places of the suspects. Every other one has the data as it was, and a
+remedy: those that a run tries itself (`stability.policy.remedies`), by the same names, whatever its recipe and its
+budgets allow; and a cut of the rate as deep as two.
 
     difference  by how much the data to come is harder after a branch than after the control, "other data"; nats, with
                 its standard error: both are measured on the same samples
     learnt      by how much suspects that no branch was trained on are easier after it than after the control; as in a
-                trial of the run (attribution/harm.py), noise that became less surprising was not learnt
+                trial of the run (attribution/trials.py), noise that became less surprising was not learnt
 
-The best branch is chosen as a run chooses its remedy (attribution/remedies.py). Remedies count only where training on
+The best branch is chosen as a run chooses its remedy (attribution/trials.py). Remedies count only where training on
 other data harms, too: a lower rate would win over a few steps in any case, as noise shrinks with it.
 
 Pure.
@@ -14,16 +19,106 @@ Pure.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from megastable.attribution.harm import SURE, BranchLosses, HarmTrial, judge_trial, mean_difference
-from megastable.attribution.remedies import NOTHING, OTHER_DATA, TOLERANCE, choose_remedy, harms_anyway
-from megastable_tools.forensics.court.candidates import Candidate
+from megastable.attribution.trials import (
+    NOTHING,
+    OTHER_DATA,
+    SURE,
+    TOLERANCE,
+    BranchLosses,
+    HarmTrial,
+    choose_remedy,
+    harms_anyway,
+    judge_trial,
+    mean_difference,
+)
+from megastable.base.errors import ConfigError
+from megastable.config.tree import RunConfig
+from megastable_guard.guard_config import RemedyName
+from megastable_guard.policy import ADJUSTED, REWARM_FROM
+from megastable_guard.policy_state import warmup_share
+
+CUT_TWICE = "cut_lr_twice"
+ADJUSTMENTS = frozenset({"reset_moments", "other_kernels", *ADJUSTED})  # those that not every recipe has
+ORDER = (NOTHING, OTHER_DATA, *get_args(RemedyName), CUT_TWICE)
+
+# The rate of an update: from the usual one, the updates of the branch so far, and the rate at its beginning.
+ChangeRate = Callable[[float, int, float], float]
+
+
+def keep_rate(usual: float, updates: int, first: float) -> float:
+    return usual
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """adjustment: of engine/adjustments.py, or ""."""
+
+    name: str
+    about: str
+    change_rate: ChangeRate = keep_rate
+    adjustment: str = ""
+    resets_moments: bool = False
+    leaves_fp8: bool = False
+    leaves_kernels: bool = False
+
+    @property
+    def is_remedy(self) -> bool:
+        return self.name not in (NOTHING, OTHER_DATA)
+
+
+def list_candidates(config: RunConfig, adjustments: Collection[str]) -> list[Candidate]:
+    """All that a run with this recipe could do, the least intrusive first. adjustments: that are possible."""
+    c = config.stability.policy
+
+    def warm_up(usual: float, updates: int, first: float) -> float:
+        return usual * warmup_share(0, updates, c.rewarm_steps, REWARM_FROM)
+
+    cut_factor, rewarm_text = c.cut_factor, f"the rate warms up again, over {c.rewarm_steps} updates"
+    all_candidates = [
+        Candidate(NOTHING, "the data as it was"),
+        Candidate(OTHER_DATA, "harmless samples in the places of the suspects"),
+        Candidate("cap_lr", "the rate no higher than at first", lambda usual, _, first: min(usual, first)),
+        Candidate("rewarm", rewarm_text, warm_up),
+    ]
+    if "reset_moments" in adjustments:
+        adjustment_about = f"the optimizer's moments begin again at zero, and {rewarm_text}"
+        all_candidates.append(Candidate("reset_moments", adjustment_about, warm_up, resets_moments=True))
+    all_candidates += [
+        Candidate(name, adjustment_about.removesuffix(" for the rest of the run"), adjustment=name)
+        for name, adjustment_about in ADJUSTED.items()
+        if name in adjustments
+    ]
+    if config.precision.fp8 is not None:
+        all_candidates.append(
+            Candidate("leave_fp8", f"without FP8, in {config.precision.kind}", leaves_fp8=True)
+        )
+    if "other_kernels" in adjustments:
+        all_candidates.append(
+            Candidate("other_kernels", "by plain PyTorch in place of all kernels", leaves_kernels=True)
+        )
+    all_candidates += [
+        Candidate("cut_lr", f"the rate x {cut_factor:g}", lambda usual, *_: cut_factor * usual),
+        Candidate(CUT_TWICE, f"the rate x {cut_factor**2:g}", lambda usual, *_: cut_factor**2 * usual),
+    ]
+    return sorted(all_candidates, key=lambda candidate: ORDER.index(candidate.name))
+
+
+def choose_candidates(every: Sequence[Candidate], only: Sequence[str], choice: str) -> list[Candidate]:
+    """The candidates with the names `only`, or all without any, and those that a verdict on `choice` needs. Raises
+    ConfigError for a name that there is not."""
+    candidate_names = [candidate.name for candidate in every]
+    if unknown_names := [candidate_name for candidate_name in only if candidate_name not in candidate_names]:
+        raise ConfigError(f"--only {unknown_names[0]!r}: choose from {', '.join(candidate_names)}")
+    wanted_names = {*(only or candidate_names), choice, NOTHING, OTHER_DATA}
+    return [candidate for candidate in every if candidate.name in wanted_names]
+
 
 Floats = npt.NDArray[np.float64]
 
@@ -102,26 +197,26 @@ def judge_branches(
     """
 
     def try_suspects(outcome: BranchOutcome) -> HarmTrial:
-        coming = BranchLosses(outcome.coming, control.coming, before, before)
+        coming_losses = BranchLosses(outcome.coming, control.coming, before, before)
         held_out = outcome.held_out, control.held_out
-        return judge_trial(coming, held_out, vocabulary, suspects, outcome.losses.size, repetition)
+        return judge_trial(coming_losses, held_out, vocabulary, suspects, outcome.losses.size, repetition)
 
     by_name = {outcome.candidate.name: outcome for outcome in outcomes}
     control, steps = by_name[OTHER_DATA], by_name[NOTHING].losses.size
     harmed_anyway = harms_anyway(control.coming, before)
-    counting = {
-        name: outcome.coming
-        for name, outcome in by_name.items()
+    counting_losses = {
+        branch_name: outcome.coming
+        for branch_name, outcome in by_name.items()
         if harmed_anyway or not outcome.candidate.is_remedy
     }
-    best = choose_remedy(counting, steps).chosen
-    worse, worse_error = _compare(by_name[choice].coming, by_name[best].coming)
-    rows = [
-        _row(place, outcome, control, try_suspects(outcome), outcome.candidate.name in counting)
-        for place, outcome in enumerate(outcomes)
+    best_branch = choose_remedy(counting_losses, steps).chosen
+    worse_nats, worse_error = _compare(by_name[choice].coming, by_name[best_branch].coming)
+    branch_rows = [
+        _row(branch_place, outcome, control, try_suspects(outcome), outcome.candidate.name in counting_losses)
+        for branch_place, outcome in enumerate(outcomes)
     ]
     trial = try_suspects(by_name[NOTHING])
-    return CourtVerdict(rows, choice, best, worse, worse_error, harmed_anyway, trial)
+    return CourtVerdict(branch_rows, choice, best_branch, worse_nats, worse_error, harmed_anyway, trial)
 
 
 def describe_verdict(found: CourtVerdict) -> str:

@@ -1,28 +1,260 @@
 """Features of a piece of a document that distinguish text from noise, in one pass of vectorised sums.
 
 Order is measured within the piece: how much likelier its neighbours are together than its tokens far apart. Shuffled
-tokens have no such gain, on any topic.
+tokens have no such gain, on any topic. The frequencies of tokens and token pairs in a corpus are in two halves, and a
+document is measured with the other half: otherwise every document would be usual by its own counts, a repeated one most
+of all. A bit of a document's key assigns it to a half.
+
+What tokens are (bytes, letters, digits, controls and so on) is in tables of their vocabulary, for a scan to add up.
+Counts per token are packed four to a 64-bit word, so that one gather and one sum per word give them for a whole piece:
+a piece has at most 1,024 tokens, and a token counts at most 63 of anything, so that no field overflows.
 """
 
 from __future__ import annotations
 
+import json
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from megastable_tools.forensics.oddness.lexicon import LONGEST_PIECE, Lexicon, unpack
-from megastable_tools.forensics.oddness.tables import (
-    BONUS,
-    BUCKETS,
-    Ids,
-    Int64s,
-    Keys,
-    Tables,
-    bucket,
-    halves,
+from megastable.data.tokenizer import SPACE, HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
+
+LONGEST_PIECE = 1024  # tokens; more would overflow the fields of a word
+MOST = 63  # maximum count per token
+FIELD = 16  # bits
+
+# The four fields of each word. Bytes and characters are of the text, the others count characters unless said.
+WORDS: tuple[tuple[str, ...], ...] = (
+    ("bytes", "characters", "letters", "digits"),
+    ("spaces", "capitals", "foreign", "ends"),  # foreign: not ASCII
+    ("controls", "nulls", "replacements", "latin1"),
+    ("fallbacks", "unknowns", "specials", "outside"),  # of tokens
 )
+COUNTED = tuple(name for word in WORDS for name in word)
+NOTHING = b""
+
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+# Where Windows-1252 has a character in place of a control, without those that good typography uses.
+_MOJIBAKE = frozenset("ƒ†‡ˆ‰Š‹ŒŽ˜š›œžŸ") | {chr(c) for c in range(0x80, 0xC0)} | {"Ã", "Â"}
+
+Words = npt.NDArray[np.uint64]
+
+
+@dataclass(frozen=True)
+class Lexicon:
+    """Tables by token id, each with one entry more than the vocabulary: the last is any id outside of it.
+
+    words: uint64 [len(WORDS), vocab_size + 1], see WORDS; byte: uint8 [vocab_size + 1], the byte that a token
+    spells on its own (byte fallback), 0 for other tokens. known: whether the tokens' texts were available.
+    """
+
+    vocab_size: int
+    words: Words
+    byte: npt.NDArray[np.uint8]
+    known: bool
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer | None, vocab_size: int, eod: int | None = None) -> Lexicon:
+        """The tables for a vocabulary of `vocab_size`; without a tokenizer only ids and ends are counted.
+
+        Ids that the tokenizer lacks (padding of the vocabulary) count as specials. eod: the tokenizer's if None.
+        """
+        counts_by_name = {count_name: np.zeros(vocab_size + 1, dtype=np.uint64) for count_name in COUNTED}
+        byte_table = np.zeros(vocab_size + 1, dtype=np.uint8)
+        counts_by_name["outside"][vocab_size] = 1
+        if eod is None and tokenizer is not None:
+            eod = tokenizer.eod
+        if tokenizer is not None:
+            counts_by_name["specials"][: max(vocab_size, 0)] = 1
+            for token, (token_bytes, token_sort) in enumerate(_pieces(tokenizer)):
+                if token >= vocab_size:
+                    break
+                counts_by_name["specials"][token] = token_sort == "special"
+                counts_by_name["unknowns"][token] = token_sort == "unknown"
+                counts_by_name["fallbacks"][token] = token_sort == "byte"
+                if token_sort == "byte" and len(token_bytes) == 1:
+                    byte_table[token] = token_bytes[0]
+                for count_name, token_count in _look(token_bytes).items():
+                    counts_by_name[count_name][token] = min(token_count, MOST)
+        if eod is not None and 0 <= eod < vocab_size:
+            for count_name in COUNTED:
+                counts_by_name[count_name][eod] = count_name == "ends"
+        word_table = np.zeros((len(WORDS), vocab_size + 1), dtype=np.uint64)
+        for word_number, field_names in enumerate(WORDS):
+            for field_place, count_name in enumerate(field_names):
+                word_table[word_number] |= counts_by_name[count_name] << np.uint64(FIELD * field_place)
+        return cls(vocab_size, word_table, byte_table, tokenizer is not None)
+
+    def table(self, name: str) -> npt.NDArray[np.int64]:
+        """How much of `name` (one of COUNTED) each token counts: int64 [vocab_size + 1]."""
+        return unpack(self.words)[name]
+
+
+def unpack(words: Words) -> dict[str, npt.NDArray[np.int64]]:
+    """The counts in words uint64 [len(WORDS), n], or in sums of at most LONGEST_PIECE of them: name -> int64 [n]."""
+    field_mask = np.uint64((1 << FIELD) - 1)
+    return {
+        name: ((words[word_number] >> np.uint64(FIELD * field_place)) & field_mask).astype(np.int64)
+        for word_number, field_names in enumerate(WORDS)
+        for field_place, name in enumerate(field_names)
+    }
+
+
+def _look(content: bytes) -> dict[str, int]:
+    """The counts of a token's bytes, which may be only a part of a character."""
+    text = content.decode("utf-8", "ignore")
+    character_counts = dict.fromkeys(
+        ("letters", "digits", "spaces", "capitals", "foreign", "controls", "nulls", "replacements", "latin1"),
+        0,
+    )
+    for character in text:
+        character_counts["letters"] += character.isalpha()
+        character_counts["digits"] += character.isdigit()
+        character_counts["spaces"] += character.isspace()
+        character_counts["capitals"] += character.isupper()
+        character_counts["nulls"] += character == "\0"
+        character_counts["controls"] += (
+            character < " " and character not in "\t\n\r\0\f"
+        ) or character == "\x7f"
+        character_counts["replacements"] += character == "\ufffd"
+        character_counts["latin1"] += character in _MOJIBAKE
+    # A continuation byte (10xxxxxx) begins no character.
+    character_beginnings = [first_byte for first_byte in content if first_byte & 0xC0 != 0x80]
+    character_counts["foreign"] = sum(first_byte >= 0x80 for first_byte in character_beginnings)
+    return {"bytes": len(content), "characters": len(character_beginnings), **character_counts}
+
+
+def _pieces(tokenizer: Tokenizer) -> Iterator[tuple[bytes, str]]:
+    """The bytes of each token and its sort: "text", "byte", "unknown" or "special"."""
+    if isinstance(tokenizer, SentencePieceTokenizer):
+        yield from _sentencepiece(tokenizer)
+    elif isinstance(tokenizer, HuggingFaceTokenizer):
+        yield from _huggingface(tokenizer)
+    else:
+        for token in range(tokenizer.vocab_size):
+            yield tokenizer.decode([token]).encode(), "text"
+
+
+def _sentencepiece(tokenizer: SentencePieceTokenizer) -> Iterator[tuple[bytes, str]]:
+    piece_model = tokenizer.model
+    for token in range(tokenizer.vocab_size):
+        token_piece = str(piece_model.id_to_piece(token))
+        if piece_model.is_unknown(token):
+            yield NOTHING, "unknown"
+        elif piece_model.is_control(token) or piece_model.is_unused(token):
+            yield NOTHING, "special"
+        elif piece_model.is_byte(token):
+            yield bytes.fromhex(token_piece[3:5]), "byte"
+        else:
+            yield token_piece.replace(SPACE, " ").encode(), "text"
+
+
+def _huggingface(tokenizer: HuggingFaceTokenizer) -> Iterator[tuple[bytes, str]]:
+    described: dict[str, Any] = json.loads(tokenizer.content)
+    special_ids = {
+        added_token["id"] for added_token in described.get("added_tokens") or [] if added_token.get("special")
+    }
+    unknown = (described.get("model") or {}).get("unk_token")
+    # A byte-level vocabulary writes each byte as one printable character.
+    by_bytes = '"ByteLevel"' in json.dumps([described.get("decoder"), described.get("pre_tokenizer")])
+    byte_alphabet = _byte_alphabet()
+    for token in range(tokenizer.vocab_size):
+        token_piece = tokenizer.model.id_to_token(token)
+        if token_piece is None or token in special_ids:
+            yield NOTHING, "unknown" if token_piece is not None and token_piece == unknown else "special"
+        elif token_piece == unknown:
+            yield NOTHING, "unknown"
+        elif by_bytes and all(character in byte_alphabet for character in token_piece):
+            piece_bytes = bytes(byte_alphabet[character] for character in token_piece)
+            yield piece_bytes, "text" if _whole(piece_bytes) else "byte"
+        elif spelled_byte := _BYTE.fullmatch(token_piece):
+            yield bytes.fromhex(spelled_byte[1]), "byte"
+        else:
+            yield token_piece.replace(SPACE, " ").encode("utf-8", "ignore"), "text"
+
+
+def _whole(content: bytes) -> bool:
+    try:
+        content.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The character of each byte in a byte-level vocabulary (GPT-2): printable ones stand for themselves."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    other_bytes = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {
+        chr(256 + other_number): byte for other_number, byte in enumerate(other_bytes)
+    }
+
+
+BUCKETS = 22  # bits: pairs are hashed to 4 M buckets
+BONUS = 16  # steps per nat of a bucket's entry
+KEEN = 200.0  # weight of the prior in pairs: p(b|a) = (count(a,b) + KEEN p(b)) / (count(a) + KEEN)
+HALF = 0.5  # count of a token that never occurred
+
+Ids = npt.NDArray[np.integer]
+Int64s = npt.NDArray[np.int64]
+Keys = npt.NDArray[np.uint64]
+
+
+@dataclass(frozen=True)
+class Tables:
+    """rarity: float32 [2, V + 1], -log p(token) in nats; start: float32 [2, V + 1] and bonus: uint8 [2, buckets].
+
+    log p(b|a) / p(b) is start[a] + bonus[bucket(a, b)] / BONUS. The first axis: the half of the documents
+    that are measured with it, made of the other half.
+    """
+
+    rarity: npt.NDArray[np.float32]
+    start: npt.NDArray[np.float32]
+    bonus: npt.NDArray[np.uint8]
+
+    @classmethod
+    def of(cls, ids: Ids, edges: Int64s, keys: Keys, width: int) -> Tables:
+        """Tables of the documents `edges` int64 [d + 1] of `ids` (0 <= id < width), with their keys uint64 [d]."""
+        rarity = np.empty((2, width), dtype=np.float32)
+        start_weight = np.empty((2, width), dtype=np.float32)
+        bonus = np.zeros((2, 1 << BUCKETS), dtype=np.uint8)
+        half_of_token = np.repeat(halves(keys), np.diff(edges))
+        inside_document = np.ones(max(len(ids) - 1, 0), dtype=bool)
+        inside_document[edges[1:-1][(edges[1:-1] > 0) & (edges[1:-1] < len(ids))] - 1] = False
+        for table_half in (0, 1):
+            of_other = half_of_token != table_half
+            counts = np.bincount(ids[of_other], minlength=width)
+            id_probability = (counts + HALF) / (counts.sum() + HALF * width)
+            rarity[table_half] = -np.log(id_probability)
+            pair_starts = np.flatnonzero(of_other[:-1] & inside_document)
+            first_ids, second_ids = ids[:-1][pair_starts], ids[1:][pair_starts]
+            bucket_weights = np.bincount(
+                bucket(first_ids, second_ids), weights=1 / id_probability[second_ids], minlength=1 << BUCKETS
+            )
+            seen = np.flatnonzero(bucket_weights)  # most are zero, and a logarithm of all of them is slow
+            bonus[table_half, seen] = np.minimum(np.rint(np.log1p(bucket_weights[seen] / KEEN) * BONUS), 255)
+            start_weight[table_half] = np.log(KEEN / (np.bincount(first_ids, minlength=width) + KEEN))
+        return cls(rarity, start_weight, bonus)
+
+
+def halves(keys: Keys) -> npt.NDArray[np.uint32]:
+    """The half, 0 or 1, of the documents with these keys: the row of the tables to measure them with."""
+    mixed_keys = keys * np.uint64(0x9E3779B97F4A7C15)
+    return (mixed_keys >> np.uint64(63)).astype(np.uint32)
+
+
+def bucket(a: Ids, b: Ids) -> npt.NDArray[np.uint32]:
+    """The bucket of each pair: uint32 [n], below 2^BUCKETS."""
+    mixed_pairs = a.astype(np.uint32) * np.uint32(0x9E3779B1)
+    mixed_pairs += b.astype(np.uint32) * np.uint32(0x85EBCA77)
+    mixed_pairs ^= mixed_pairs >> np.uint32(15)
+    mixed_pairs *= np.uint32(0x2C1B3C6D)
+    return np.asarray(mixed_pairs >> np.uint32(32 - BUCKETS), dtype=np.uint32)
+
 
 Floats = npt.NDArray[np.float32]
 Features = dict[str, Floats]
@@ -137,12 +369,12 @@ NAMES = tuple(feature.name for feature in FEATURES)
 
 def inside(tokens: npt.NDArray[np.integer], vocab_size: int) -> Ids:
     """Ids [n] as unsigned integers, with `vocab_size` for any id outside 0..vocab_size-1. Copies only if needed."""
-    unsigned = tokens.view(f"u{tokens.dtype.itemsize}")  # a negative id is a huge one
-    if unsigned.dtype.itemsize == 8:
-        return np.minimum(unsigned, np.uint64(vocab_size)).astype(np.uint32)
-    if vocab_size > np.iinfo(unsigned.dtype).max:
-        return unsigned
-    return np.minimum(unsigned, unsigned.dtype.type(vocab_size))
+    unsigned_ids = tokens.view(f"u{tokens.dtype.itemsize}")  # a negative id is a huge one
+    if unsigned_ids.dtype.itemsize == 8:
+        return np.minimum(unsigned_ids, np.uint64(vocab_size)).astype(np.uint32)
+    if vocab_size > np.iinfo(unsigned_ids.dtype).max:
+        return unsigned_ids
+    return np.minimum(unsigned_ids, unsigned_ids.dtype.type(vocab_size))
 
 
 def measure(ids: Ids, edges: Int64s, keys: Keys, lexicon: Lexicon, tables: Tables) -> Features:
@@ -151,19 +383,19 @@ def measure(ids: Ids, edges: Int64s, keys: Keys, lexicon: Lexicon, tables: Table
 
     An empty piece has 0 everywhere. Raises ValueError for a longer piece.
     """
-    lengths = np.diff(edges)
-    if lengths.size and (int(lengths.max()) > LONGEST_PIECE or int(lengths.min()) < 0):
-        raise ValueError(f"a piece of {int(lengths.max())} tokens: {LONGEST_PIECE} at most")
-    full = np.flatnonzero(lengths)
-    found = {name: np.zeros(len(lengths), dtype=np.float32) for name in NAMES}
-    if full.size:
-        starts, n = edges[:-1][full], lengths[full]
-        some = _order(ids, starts, n, halves(keys[full]), tables)
-        some |= _repetition(ids, starts, n, lexicon.vocab_size)
-        some |= _characters(ids, starts, n, lexicon)
-        for name, values in some.items():
-            found[name][full] = values
-    return found
+    piece_lengths = np.diff(edges)
+    if piece_lengths.size and (int(piece_lengths.max()) > LONGEST_PIECE or int(piece_lengths.min()) < 0):
+        raise ValueError(f"a piece of {int(piece_lengths.max())} tokens: {LONGEST_PIECE} at most")
+    nonempty_pieces = np.flatnonzero(piece_lengths)
+    feature_values = {feature_name: np.zeros(len(piece_lengths), dtype=np.float32) for feature_name in NAMES}
+    if nonempty_pieces.size:
+        piece_starts, token_counts = edges[:-1][nonempty_pieces], piece_lengths[nonempty_pieces]
+        measured_features = _order(ids, piece_starts, token_counts, halves(keys[nonempty_pieces]), tables)
+        measured_features |= _repetition(ids, piece_starts, token_counts, lexicon.vocab_size)
+        measured_features |= _characters(ids, piece_starts, token_counts, lexicon)
+        for feature_name, values in measured_features.items():
+            feature_values[feature_name][nonempty_pieces] = values
+    return feature_values
 
 
 def _order(ids: Ids, starts: Int64s, n: Int64s, half: npt.NDArray[np.uint32], tables: Tables) -> Features:
@@ -178,9 +410,9 @@ def _order(ids: Ids, starts: Int64s, n: Int64s, half: npt.NDArray[np.uint32], ta
     pairs = np.maximum(n - 1, 1).astype(np.float32)
 
     def together(partner: Ids) -> Floats:
-        both = tables.bonus.ravel().take(bucket(ids, partner) | row)
-        both[last] = 0
-        return np.add.reduceat(both, starts, dtype=np.uint32).astype(np.float32) / (BONUS * pairs)
+        pair_bonus = tables.bonus.ravel().take(bucket(ids, partner) | row)
+        pair_bonus[last] = 0
+        return np.add.reduceat(pair_bonus, starts, dtype=np.uint32).astype(np.float32) / (BONUS * pairs)
 
     base = (np.add.reduceat(start, starts) - start[last]) / pairs
     near = together(np.append(ids[1:], ids[-1:])) + base
@@ -201,31 +433,33 @@ def _order(ids: Ids, starts: Int64s, n: Int64s, half: npt.NDArray[np.uint32], ta
 def _repetition(ids: Ids, starts: Int64s, n: Int64s, vocab_size: int) -> Features:
     """Entropy, top, run, repeats, pairs, period."""
     size = len(ids)
-    piece = np.repeat(np.arange(len(n), dtype=np.uint64), n)
+    piece_number = np.repeat(np.arange(len(n), dtype=np.uint64), n)
     # Runs of the sorted (piece, id) are the counts of each token in its piece.
-    bits = np.uint64(int(vocab_size).bit_length())
-    order = np.sort((piece << bits) | ids)
-    first = np.flatnonzero(np.append(True, order[1:] != order[:-1]))
-    counts = np.diff(np.append(first, size)).astype(np.float32)
-    of = np.searchsorted(first, starts)
-    told = np.add.reduceat(counts * np.log(counts), of)
-    entropy = np.log(n) - told / n
-    top = np.maximum.reduceat(counts, of) / n
+    id_bits = np.uint64(int(vocab_size).bit_length())
+    sorted_ids = np.sort((piece_number << id_bits) | ids)
+    first_of_id = np.flatnonzero(np.append(True, sorted_ids[1:] != sorted_ids[:-1]))
+    id_counts = np.diff(np.append(first_of_id, size)).astype(np.float32)
+    count_index = np.searchsorted(first_of_id, starts)
+    count_entropy = np.add.reduceat(id_counts * np.log(id_counts), count_index)
+    entropy = np.log(n) - count_entropy / n
+    top_share = np.maximum.reduceat(id_counts, count_index) / n
     # Runs of equal neighbours; a piece begins one.
-    changes = np.append(True, ids[1:] != ids[:-1])
-    changes[starts] = True
-    begins = np.flatnonzero(changes)
-    run = np.maximum.reduceat(np.diff(np.append(begins, size)), np.searchsorted(begins, starts))
-    found = {
+    run_changes = np.append(True, ids[1:] != ids[:-1])
+    run_changes[starts] = True
+    run_starts = np.flatnonzero(run_changes)
+    run = np.maximum.reduceat(np.diff(np.append(run_starts, size)), np.searchsorted(run_starts, starts))
+    repetition_features = {
         "entropy": np.where(n > 1, entropy / np.log(np.maximum(n, 2)), 1),
-        "top": top,
+        "top": top_share,
         "run": run.astype(np.float32),
     }
-    for name, length in (("pairs", 2), ("repeats", GRAM)):
-        again = _again(ids, piece, starts, n, length)
-        found[name] = np.add.reduceat(again, starts, dtype=np.int32) / np.maximum(n - length + 1, 1)
-    found["period"] = _period(ids, starts, n, found["repeats"])
-    return {name: values.astype(np.float32) for name, values in found.items()}
+    for name, gram_length in (("pairs", 2), ("repeats", GRAM)):
+        is_repeat = _again(ids, piece_number, starts, n, gram_length)
+        repetition_features[name] = np.add.reduceat(is_repeat, starts, dtype=np.int32) / np.maximum(
+            n - gram_length + 1, 1
+        )
+    repetition_features["period"] = _period(ids, starts, n, repetition_features["repeats"])
+    return {name: feature_values.astype(np.float32) for name, feature_values in repetition_features.items()}
 
 
 def _again(
@@ -235,71 +469,75 @@ def _again(
 
     n-grams are hashed to 32 bits: in a piece of 1,024 tokens two different ones collide once in 8,000 pieces.
     """
-    mixed = ids.astype(np.uint64)
-    for ahead in range(1, length):
-        mixed *= MIXER
-        mixed[:-ahead] += ids[ahead:]
-    for back in range(1, length):
+    gram_hashes = ids.astype(np.uint64)
+    for tokens_ahead in range(1, length):
+        gram_hashes *= MIXER
+        gram_hashes[:-tokens_ahead] += ids[tokens_ahead:]
+    for tokens_back in range(1, length):
         # An n-gram that reaches into the next piece gets a unique value.
-        place = (starts + n - back)[n >= back].astype(np.uint64)
-        mixed[place] = place ^ np.uint64(0xD1B54A32D192ED03)
-    mixed *= MIXER
-    mixed >>= np.uint64(32)
-    mixed |= piece << np.uint64(32)
-    mixed.sort()
-    again = np.empty(len(mixed), dtype=bool)
-    again[0] = False
-    np.equal(mixed[1:], mixed[:-1], out=again[1:])
-    return again
+        edge_places = (starts + n - tokens_back)[n >= tokens_back].astype(np.uint64)
+        gram_hashes[edge_places] = edge_places ^ np.uint64(0xD1B54A32D192ED03)
+    gram_hashes *= MIXER
+    gram_hashes >>= np.uint64(32)
+    gram_hashes |= piece << np.uint64(32)
+    gram_hashes.sort()
+    is_repeat = np.empty(len(gram_hashes), dtype=bool)
+    is_repeat[0] = False
+    np.equal(gram_hashes[1:], gram_hashes[:-1], out=is_repeat[1:])
+    return is_repeat
 
 
 def _period(ids: Ids, starts: Int64s, n: Int64s, repeats: Floats) -> Floats:
     """The largest share of tokens that equal the one p before them, p up to LONGEST_PERIOD and half of the piece; 0 for
     pieces with few repeats, which saves most of the work."""
-    found = np.zeros(len(n), dtype=np.float32)
-    some = np.flatnonzero(repeats > LOOPED)
-    if not some.size:
-        return found
-    size = n[some]
-    ends = np.cumsum(size)
-    begins = ends - size
-    place = np.arange(int(ends[-1])) - np.repeat(begins, size)
-    these = ids.take(place + np.repeat(starts[some], size))
+    period_shares = np.zeros(len(n), dtype=np.float32)
+    looped_pieces = np.flatnonzero(repeats > LOOPED)
+    if not looped_pieces.size:
+        return period_shares
+    piece_sizes = n[looped_pieces]
+    piece_ends = np.cumsum(piece_sizes)
+    piece_begins = piece_ends - piece_sizes
+    place_inside = np.arange(int(piece_ends[-1])) - np.repeat(piece_begins, piece_sizes)
+    looped_ids = ids.take(place_inside + np.repeat(starts[looped_pieces], piece_sizes))
     for period in range(1, LONGEST_PERIOD + 1):
-        same = np.zeros(len(these), dtype=bool)
-        np.equal(these[period:], these[:-period], out=same[period:])
-        same &= place >= period
-        share = np.add.reduceat(same, begins, dtype=np.int32) / np.maximum(size - period, 1)
-        found[some] = np.maximum(found[some], np.where(size >= 2 * period, share, 0))
-    return found
+        is_same = np.zeros(len(looped_ids), dtype=bool)
+        np.equal(looped_ids[period:], looped_ids[:-period], out=is_same[period:])
+        is_same &= place_inside >= period
+        share = np.add.reduceat(is_same, piece_begins, dtype=np.int32) / np.maximum(piece_sizes - period, 1)
+        period_shares[looped_pieces] = np.maximum(
+            period_shares[looped_pieces], np.where(piece_sizes >= 2 * period, share, 0)
+        )
+    return period_shares
 
 
 def _characters(ids: Ids, starts: Int64s, n: Int64s, lexicon: Lexicon) -> Features:
     """Shares of characters and tokens of each sort."""
-    sums = np.stack([np.add.reduceat(word.take(ids), starts) for word in lexicon.words])
-    counts = unpack(sums)
+    word_sums = np.stack([np.add.reduceat(lexicon_word.take(ids), starts) for lexicon_word in lexicon.words])
+    counts = unpack(word_sums)
     if lexicon.byte.any():
         _spelled(counts, lexicon.byte.take(ids), starts)
-    ended = lexicon.words[1].take(ids[starts + n - 1]) >> np.uint64(48)
-    counts["ends"] -= ended.astype(np.int64)
-    characters = np.maximum(counts["characters"], 1)
+    ends_last = lexicon.words[1].take(ids[starts + n - 1]) >> np.uint64(48)
+    counts["ends"] -= ends_last.astype(np.int64)
+    character_counts = np.maximum(counts["characters"], 1)
     per_character = "letters digits spaces capitals foreign controls nulls replacements latin1".split()
-    found = {name: counts[name] / characters for name in per_character}
-    found["unbroken"] = counts["characters"] / (counts["spaces"] + counts["foreign"] + 1)
-    found["bytes"] = counts["bytes"] / n
-    found |= {name: counts[name] / n for name in ("fallbacks", "unknowns", "specials", "ends", "outside")}
-    return {name: np.minimum(values, 1e6).astype(np.float32) for name, values in found.items()}
+    character_features = {name: counts[name] / character_counts for name in per_character}
+    character_features["unbroken"] = counts["characters"] / (counts["spaces"] + counts["foreign"] + 1)
+    character_features["bytes"] = counts["bytes"] / n
+    character_features |= {
+        name: counts[name] / n for name in ("fallbacks", "unknowns", "specials", "ends", "outside")
+    }
+    return {name: np.minimum(values, 1e6).astype(np.float32) for name, values in character_features.items()}
 
 
 def _spelled(counts: dict[str, Int64s], byte: npt.NDArray[np.uint8], starts: Int64s) -> None:
     """Count the characters that several tokens of a byte each spell: U+FFFD, and U+0080 to U+00BF."""
     next_byte = np.append(byte[1:], np.uint8(0))
-    latin1 = (byte == 0xC2) & (next_byte & 0xC0 == 0x80)
-    replacement = (
+    is_latin1 = (byte == 0xC2) & (next_byte & 0xC0 == 0x80)
+    is_replacement = (
         (byte == 0xEF)
         & (next_byte == 0xBF)
         & (np.append(byte[2:], np.zeros(2, np.uint8))[: len(byte)] == 0xBD)
     )
-    for name, found in (("latin1", latin1), ("replacements", replacement)):
-        if found.any():
-            counts[name] += np.add.reduceat(found, starts, dtype=np.int64)
+    for field_name, is_spelled in (("latin1", is_latin1), ("replacements", is_replacement)):
+        if is_spelled.any():
+            counts[field_name] += np.add.reduceat(is_spelled, starts, dtype=np.int64)

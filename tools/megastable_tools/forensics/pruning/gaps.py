@@ -116,12 +116,12 @@ def _piece(
 ) -> RemainingPiece:
     """Tokens [first, end) of a document with sequences of `lengths`; an empty sequence goes to the piece that it
     touches."""
-    found, at = list[tuple[int, int]](), 0
+    found, tokens_before = list[tuple[int, int]](), 0
     for length, mode in zip(lengths, modes, strict=True):
-        inside = min(at + length, end) - max(at, first)
-        if inside > 0 or (not length and inside == 0):
-            found.append((inside, mode))
-        at += length
+        tokens_inside = min(tokens_before + length, end) - max(tokens_before, first)
+        if tokens_inside > 0 or (not length and tokens_inside == 0):
+            found.append((tokens_inside, mode))
+        tokens_before += length
     if closed:
         length, mode = found[-1]
         found[-1:] = [(length + 1, mode)] if length < LONGEST_SEQUENCE else [(length, mode), (1, mode)]
@@ -161,61 +161,61 @@ class Gaps:
     ) -> Gaps:  # fmt: skip
         """`documents` must exist, ascending; spans: of other documents. A document that its spans cover completely is
         removed as a whole. Reads the index in pieces; raises DataError if it is damaged, or a span does not exist."""
-        cuts, covered = list[CutDocument](), list[int]()
-        for number in sorted(spans or ()):
-            cut = cut_document(shard, number, (spans or {})[number], eod, bos)
-            if cut is None:
-                covered.append(number)
+        document_cuts, covered_documents = list[CutDocument](), list[int]()
+        for document_number in sorted(spans or ()):
+            document_cut = cut_document(shard, document_number, (spans or {})[document_number], eod, bos)
+            if document_cut is None:
+                covered_documents.append(document_number)
             else:
-                cuts.append(cut)
-        if covered:
-            documents = np.union1d(documents, np.array(covered, np.int64))
-        tokens = [np.empty(0, np.int64)]
+                document_cuts.append(document_cut)
+        if covered_documents:
+            documents = np.union1d(documents, np.array(covered_documents, np.int64))
+        token_parts = [np.empty(0, np.int64)]
         for part in chunks(shard.documents):
-            low, high = np.searchsorted(documents, (part.start, part.stop)).tolist()
-            if low < high:
-                lengths = np.diff(shard.document_edges(part.start, part.stop - part.start))
-                tokens.append(lengths[documents[low:high] - part.start])
-        return cls(documents, np.concatenate(tokens), tuple(cuts), eod, bos)
+            low_index, high_index = np.searchsorted(documents, (part.start, part.stop)).tolist()
+            if low_index < high_index:
+                document_lengths = np.diff(shard.document_edges(part.start, part.stop - part.start))
+                token_parts.append(document_lengths[documents[low_index:high_index] - part.start])
+        return cls(documents, np.concatenate(token_parts), tuple(document_cuts), eod, bos)
 
     @property
     def gone(self) -> int:
         """Number of removed tokens."""
-        return int(self.tokens.sum()) + sum(cut.gone for cut in self.cuts)
+        return int(self.tokens.sum()) + sum(document_cut.gone for document_cut in self.cuts)
 
     @property
     def added(self) -> int:
         """Number of added tokens that end and begin documents."""
-        return sum(cut.added for cut in self.cuts)
+        return sum(document_cut.added for document_cut in self.cuts)
 
     @cached_property
     def _cut(self) -> Int64s:
-        return np.array([cut.number for cut in self.cuts], np.int64)
+        return np.array([document_cut.number for document_cut in self.cuts], np.int64)
 
     @cached_property
     def _more(self) -> Int64s:
-        return np.array([len(cut.pieces) - 1 for cut in self.cuts], np.int64)
+        return np.array([len(document_cut.pieces) - 1 for document_cut in self.cuts], np.int64)
 
     def tokens_lost_before(self, document: int) -> int:
         """How many tokens nearer to the beginning a document lies without what is removed before it."""
-        whole = self.tokens[: np.searchsorted(self.documents, document)].sum()
-        cuts = self.cuts[: np.searchsorted(self._cut, document)]
-        return int(whole) + sum(cut.tokens - cut.left for cut in cuts)
+        whole_tokens = self.tokens[: np.searchsorted(self.documents, document)].sum()
+        earlier_cuts = self.cuts[: np.searchsorted(self._cut, document)]
+        return int(whole_tokens) + sum(cut.tokens - cut.left for cut in earlier_cuts)
 
     def renumbered(self, first: int, count: int) -> Int64s:
         """The new numbers of the documents [first, first + count), for a cut one that of its first piece: int64
         [count], -1 for removed ones."""
-        old = np.arange(first, first + count)
-        more = np.append(0, np.cumsum(self._more))[np.searchsorted(self._cut, old)]
-        new = np.asarray(old - np.searchsorted(self.documents, old) + more)
-        low, high = np.searchsorted(self.documents, (first, first + count))
-        new[self.documents[low:high] - first] = -1
-        return new
+        old_numbers = np.arange(first, first + count)
+        pieces_before = np.append(0, np.cumsum(self._more))[np.searchsorted(self._cut, old_numbers)]
+        new_numbers = np.asarray(old_numbers - np.searchsorted(self.documents, old_numbers) + pieces_before)
+        low_index, high_index = np.searchsorted(self.documents, (first, first + count))
+        new_numbers[self.documents[low_index:high_index] - first] = -1
+        return new_numbers
 
     def cut_among(self, first: int, count: int) -> tuple[CutDocument, ...]:
         """The documents of [first, first + count) that are cut."""
-        low, high = np.searchsorted(self._cut, (first, first + count)).tolist()
-        return self.cuts[low:high]
+        low_index, high_index = np.searchsorted(self._cut, (first, first + count)).tolist()
+        return self.cuts[low_index:high_index]
 
 
 def remaining_runs(shard: Shard, gaps: Gaps) -> Iterator[tuple[npt.NDArray[np.integer], list[RemainingRun]]]:
@@ -224,20 +224,20 @@ def remaining_runs(shard: Shard, gaps: Gaps) -> Iterator[tuple[npt.NDArray[np.in
         first, count = unit.first_document, unit.documents
         edges, sequences = shard.document_edges(first, count), shard.document_sequences(first, count)
         tokens = shard.raw(unit.first_token, unit.tokens)
-        inside = slice(int(sequences[0]), int(sequences[-1]))
-        lengths, modes = shard.sequence_lengths(inside), shard.modes(inside)
-        whole = RemainingRun(
+        sequence_slice = slice(int(sequences[0]), int(sequences[-1]))
+        lengths, modes = shard.sequence_lengths(sequence_slice), shard.modes(sequence_slice)
+        whole_run = RemainingRun(
             tokens, lengths, np.zeros(len(lengths), np.int8) if modes is None else modes, np.diff(sequences)
         )
-        kept = gaps.renumbered(first, count) >= 0
+        is_kept = gaps.renumbered(first, count) >= 0
         edges, sequences, done, found = edges - edges[0], sequences - sequences[0], 0, list[RemainingRun]()
-        for cut in (*gaps.cut_among(first, count), None):
-            end = count if cut is None else cut.number - first
-            found.append(_without(whole, slice(done, end), edges, sequences, kept))
-            if cut is not None:
-                own = tokens[edges[end] : edges[end + 1]]
-                found += [_run_of_piece(piece, own, gaps) for piece in cut.pieces]
-            done = end + 1
+        for document_cut in (*gaps.cut_among(first, count), None):
+            document_end = count if document_cut is None else document_cut.number - first
+            found.append(_without(whole_run, slice(done, document_end), edges, sequences, is_kept))
+            if document_cut is not None:
+                own_tokens = tokens[edges[document_end] : edges[document_end + 1]]
+                found += [_run_of_piece(piece, own_tokens, gaps) for piece in document_cut.pieces]
+            done = document_end + 1
         yield tokens, found
 
 
@@ -246,28 +246,28 @@ def _without(
 ) -> RemainingRun:
     """Those of some `documents` of a run that are `kept`, bool [d]; edges, sequences: where each begins in it, int64
     [d + 1]."""
-    some = kept[documents]
-    bounds = slice(documents.start, documents.stop + 1)
-    tokens = slice(int(edges[bounds.start]), int(edges[bounds.stop - 1]))
-    parts = slice(int(sequences[bounds.start]), int(sequences[bounds.stop - 1]))
+    kept_some = kept[documents]
+    edge_slice = slice(documents.start, documents.stop + 1)
+    token_slice = slice(int(edges[edge_slice.start]), int(edges[edge_slice.stop - 1]))
+    parts = slice(int(sequences[edge_slice.start]), int(sequences[edge_slice.stop - 1]))
     run = RemainingRun(
-        whole.tokens[tokens], whole.lengths[parts], whole.modes[parts], whole.counts[documents]
+        whole.tokens[token_slice], whole.lengths[parts], whole.modes[parts], whole.counts[documents]
     )
-    if some.all():
+    if kept_some.all():
         return run
-    of_token, of_part = np.repeat(some, np.diff(edges[bounds])), np.repeat(some, run.counts)
-    return RemainingRun(run.tokens[of_token], run.lengths[of_part], run.modes[of_part], run.counts[some])
+    of_token, of_part = np.repeat(kept_some, np.diff(edges[edge_slice])), np.repeat(kept_some, run.counts)
+    return RemainingRun(run.tokens[of_token], run.lengths[of_part], run.modes[of_part], run.counts[kept_some])
 
 
 def _run_of_piece(piece: RemainingPiece, tokens: npt.NDArray[np.integer], gaps: Gaps) -> RemainingRun:
     """A piece of a document with these tokens."""
-    opening = [gaps.bos] if piece.opened and gaps.bos is not None else []
-    closing = [gaps.eod] if piece.closed else []
-    framed = np.concatenate(
-        [np.array(some, tokens.dtype) for some in (opening, tokens[piece.first : piece.end], closing)]
+    opening_ids = [gaps.bos] if piece.opened and gaps.bos is not None else []
+    closing_ids = [gaps.eod] if piece.closed else []
+    framed_tokens = np.concatenate(
+        [np.array(some, tokens.dtype) for some in (opening_ids, tokens[piece.first : piece.end], closing_ids)]
     )
     return RemainingRun(
-        framed,
+        framed_tokens,
         np.array(piece.lengths, np.int32),
         np.array(piece.modes, np.int8),
         np.array([len(piece.lengths)]),

@@ -1,33 +1,51 @@
-"""Apply a pruning plan: write a new corpus without its documents and spans, with everything else byte for byte equal.
+"""Apply a pruning plan: write a new corpus without its documents and spans, with everything else byte for byte equal;
+and prove it.
 
 Where a span is cut out of a document, tokens that end and begin documents replace it: `gaps.py`. Sequences,
 modes and documents without tokens are unchanged; shards keep their names. Files are read a run of documents at a time,
 hashed before and after, and written on: memory grows by a few bytes for each sequence of a shard, and damage of the
-original is not hidden by new hashes. The proof: `proof.py`.
+original is not hidden by new hashes.
+
+The proof (`verify`): the document map names every document of either corpus exactly once and in order, and every piece
+of a cut one. What the original gives without the rest is computed again, and hashed: its hashes, counts, splits and map
+must be those of the pruned corpus, whose files are read in full. Memory grows with the documents of one shard.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy as np
 import xxhash
 
+from megastable.base.durable import staged_directory, write_data_file
 from megastable.base.errors import DataError
 from megastable.base.text import plural
 from megastable.config.recipe import find
-from megastable.data.local_copy import staged_directory, write_file
 from megastable.data.manifest import FILE as MANIFEST
-from megastable.data.manifest import Manifest, Segment, Stream
+from megastable.data.manifest import Manifest, Segment, Stream, TokenizerInfo
 from megastable.data.shard_format import ShardInfo, chunks
 from megastable.data.shards import Shard, ShardWriter, hash_file
-from megastable_tools.forensics.pruning.gaps import Gaps, remaining_runs
-from megastable_tools.forensics.pruning.prune_plan import NOTHING, Named, PrunePlan, read_plan
-from megastable_tools.forensics.pruning.pruned import MAP, Cut, MapWriter, Pruned, Removed
-from megastable_tools.forensics.pruning.token_loss import Loss
+from megastable_tools.forensics.pruning.gaps import Gaps, Span, remaining_runs
+from megastable_tools.forensics.pruning.prune_plan import NOTHING, Loss, Named, PrunePlan, read_plan
+from megastable_tools.forensics.pruning.pruned import (
+    FILE,
+    MAP,
+    Cut,
+    MapWriter,
+    Pruned,
+    Rows,
+    add_removed,
+    gone_text,
+    read_map,
+)
 
 Progress = Callable[[int], object]  # called for every block with its bytes in the original
 Place = tuple[str, int, int]  # tokens [first, end) of a shard
@@ -44,44 +62,44 @@ def apply(
     corpus, empty, takes too much or names what does not exist, for a damaged corpus, and for an output that is
     occupied or in the way.
     """
-    chosen = read_plan(plan)
-    directory = _corpus_of(chosen, corpus)
-    manifest = Manifest.load(directory)
-    gaps = gaps_of(directory, manifest, chosen.named(directory, manifest))
-    loss = Loss.of(
-        manifest, documents=sum(gap.documents.size for gap in gaps.values()),
+    chosen_plan = read_plan(plan)
+    corpus_directory = _corpus_of(chosen_plan, corpus)
+    corpus_manifest = Manifest.load(corpus_directory)
+    gaps = gaps_of(corpus_directory, corpus_manifest, chosen_plan.named(corpus_directory, corpus_manifest))
+    corpus_loss = Loss.of(
+        corpus_manifest, documents=sum(gap.documents.size for gap in gaps.values()),
         cut=sum(len(gap.cuts) for gap in gaps.values()), tokens=sum(gap.gone for gap in gaps.values()),
     )  # fmt: skip
-    loss.check(
+    corpus_loss.check(
         most,
         str(plan),
         "delete lines of documents to keep",
         "cut only the bad parts (plan --spans)",
     )
-    _keep_apart(directory, output)
-    tokenizer = tokenizer_bytes(directory, manifest)
-    say(loss)
+    _keep_apart(corpus_directory, output)
+    tokenizer_content = tokenizer_bytes(corpus_directory, corpus_manifest)
+    say(corpus_loss)
     with staged_directory(output) as staging:
         try:
-            made = _write(chosen, directory, manifest, gaps, staging, progress)
+            pruned_corpus = _write(chosen_plan, corpus_directory, corpus_manifest, gaps, staging, progress)
         except OSError as error:
             raise DataError(f"{output} could not be written: {error.strerror or error}") from error
-        write_file(staging / manifest.tokenizer.file, tokenizer)
-        made.save(staging)
-    return made
+        write_data_file(staging / corpus_manifest.tokenizer.file, tokenizer_content)
+        pruned_corpus.save(staging)
+    return pruned_corpus
 
 
 def gaps_of(directory: Path, manifest: Manifest, named: dict[str, Named]) -> dict[str, Gaps]:
     """The removed parts of every shard, by a plan. Raises DataError for a span that does not exist."""
     # Shards are opened one at a time: there may be more than the limit of open files.
-    found = {}
-    for info in manifest.shards:
-        of = named.get(info.name, NOTHING)
-        shard = Shard(directory / info.name, info)
-        found[info.name] = Gaps.of(
+    gaps_by_shard = {}
+    for shard_info in manifest.shards:
+        of = named.get(shard_info.name, NOTHING)
+        shard = Shard(directory / shard_info.name, shard_info)
+        gaps_by_shard[shard_info.name] = Gaps.of(
             shard, of.documents, of.spans, manifest.tokenizer.eod, manifest.tokenizer.bos
         )
-    return found
+    return gaps_by_shard
 
 
 def _write(
@@ -93,64 +111,63 @@ def _write(
     progress: Progress,
 ) -> Pruned:
     """Write all files except the tokenizer's and pruned.json, which is returned."""
-    places = moved(directory, manifest, all_gaps)
-    for split, found in places.items():
-        if not found and manifest.splits[split]:
+    split_places_by_name = moved(directory, manifest, all_gaps)
+    for split, split_places in split_places_by_name.items():
+        if not split_places and manifest.splits[split]:
             _nothing_left(plan, split, directory, manifest.splits[split][0])
-    infos, cuts, removed = list[ShardInfo](), list[Cut](), Removed()
-    spans = any(line.span is not None for lines in plan.lines.values() for line in lines)
-    writer = MapWriter(staging)
+    infos, shard_cuts, removed_digest = list[ShardInfo](), list[Cut](), hashlib.sha256()
+    map_writer = MapWriter(staging)
     try:
-        for info in manifest.shards:
-            shard, gaps = Shard(directory / info.name, info), all_gaps[info.name]
-            removed.add(info.name, gaps)
+        for shard_info in manifest.shards:
+            shard, shard_gaps = Shard(directory / shard_info.name, shard_info), all_gaps[shard_info.name]
+            add_removed(removed_digest, shard_info.name, shard_gaps)
             for part in chunks(shard.documents):
-                writer.add(info.name, part.start, part.stop - part.start, gaps)
-            left = gaps.documents.size < shard.documents or not gaps.documents.size
-            if left:
-                infos.append(write_shard(shard, info, gaps, staging, progress))
-            cuts.append(cut_of(info.name, gaps, left, spans))
+                map_writer.add(shard_info.name, part.start, part.stop - part.start, shard_gaps)
+            is_left = shard_gaps.documents.size < shard.documents or not shard_gaps.documents.size
+            if is_left:
+                infos.append(write_shard(shard, shard_info, shard_gaps, staging, progress))
+            shard_cuts.append(cut_of(shard_info.name, shard_gaps, is_left))
     finally:
-        writer.close()
-    with (staging / MAP).open("rb") as file:
-        os.fsync(file.fileno())
-    facts = pruned_facts(cuts, removed, infos, all_gaps, spans)
-    what = plural(facts["documents"], "document")
-    what += f" and {plural(facts['tokens'], 'token')}" if spans else ""
-    source = f"{manifest.source}; {what} pruned of {manifest.fingerprint()}".lstrip("; ")
+        map_writer.close()
+    with (staging / MAP).open("rb") as map_file:
+        os.fsync(map_file.fileno())
+    pruned_data = pruned_facts(shard_cuts, removed_digest.hexdigest(), infos, all_gaps)
+    removed_text = plural(pruned_data["documents"], "document")
+    removed_text += f" and {plural(pruned_data['tokens'], 'token')}" if pruned_data["cut"] else ""
+    source_text = f"{manifest.source}; {removed_text} pruned of {manifest.fingerprint()}".lstrip("; ")
     pruned = Manifest(
-        name=manifest.name, tokenizer=manifest.tokenizer, dtype=manifest.dtype, shards=infos, source=source,
-        splits=splits_at(staging, places),
+        name=manifest.name, tokenizer=manifest.tokenizer, dtype=manifest.dtype, shards=infos, source=source_text,
+        splits=splits_at(staging, split_places_by_name),
     )  # fmt: skip
     check_splits(staging, pruned)
     pruned.save(staging)
     return Pruned(
         original=str(directory.resolve()), fingerprint=manifest.fingerprint(), plan=plan.path.name,
         plan_sha256=plan.sha256, made=datetime.now(UTC), manifest_xxh3=hash_file(staging / MANIFEST),
-        map_xxh3=hash_file(staging / MAP), **facts,
+        map_xxh3=hash_file(staging / MAP), **pruned_data,
     ).sealed()  # fmt: skip
 
 
 def pruned_facts(
-    cuts: list[Cut], removed: Removed, infos: list[ShardInfo], all_gaps: dict[str, Gaps], spans: bool
+    cuts: list[Cut], removed: str, infos: list[ShardInfo], all_gaps: dict[str, Gaps]
 ) -> dict[str, Any]:
-    """What pruned.json says of the documents. spans: the plan has some."""
+    """What pruned.json says of the documents."""
     return {
         "shards": cuts,
-        "removed": str(removed),
-        "documents": sum(cut.documents for cut in cuts),
-        "tokens": sum(cut.tokens for cut in cuts),
-        "documents_left": sum(info.documents for info in infos),
-        "tokens_left": sum(info.tokens for info in infos),
-        "cut": sum(cut.cut or 0 for cut in cuts) if spans else None,
-        "added": sum(gaps.added for gaps in all_gaps.values()) if spans else None,
+        "removed": removed,
+        "documents": sum(shard_cut.documents for shard_cut in cuts),
+        "tokens": sum(shard_cut.tokens for shard_cut in cuts),
+        "documents_left": sum(shard_info.documents for shard_info in infos),
+        "tokens_left": sum(shard_info.tokens for shard_info in infos),
+        "cut": sum(shard_cut.cut for shard_cut in cuts),
+        "added": sum(shard_gaps.added for shard_gaps in all_gaps.values()),
     }
 
 
-def cut_of(shard: str, gaps: Gaps, left: bool, spans: bool) -> Cut:
-    """The loss of a shard. spans: the plan has some."""
-    cut = len(gaps.cuts) if spans else None
-    return Cut(shard=shard, documents=gaps.documents.size, tokens=gaps.gone, left=left, cut=cut)
+def cut_of(shard: str, gaps: Gaps, left: bool) -> Cut:
+    """The loss of a shard."""
+    documents, cut = gaps.documents.size, len(gaps.cuts)
+    return Cut(shard=shard, documents=documents, tokens=gaps.gone, left=left, cut=cut)
 
 
 def write_shard(
@@ -163,18 +180,18 @@ def write_shard(
     if hash_file(shard.idx_path) != info.idx_xxh3:
         raise DataError(f"{shard.idx_path} is not the file that its manifest describes: restore it")
     shard.verify_index()
-    before = xxhash.xxh3_128()
+    hash_before = xxhash.xxh3_128()
     with ShardWriter(
         (directory or shard.bin_path.parent) / shard.name, 1, shard.has_modes, shard.dtype, directory is None
-    ) as writer:
-        for tokens, runs in remaining_runs(shard, gaps):
-            before.update(tokens.tobytes())
+    ) as shard_writer:
+        for tokens, document_runs in remaining_runs(shard, gaps):
+            hash_before.update(tokens.tobytes())
             progress(tokens.nbytes)
-            for run in runs:
-                writer.add_documents(*run)
-        if before.hexdigest() != info.bin_xxh3:
+            for document_run in document_runs:
+                shard_writer.add_documents(*document_run)
+        if hash_before.hexdigest() != info.bin_xxh3:
             raise DataError(f"{shard.bin_path} is not the file that its manifest describes: restore it")
-        return writer.close()
+        return shard_writer.close()
 
 
 def moved(directory: Path, manifest: Manifest, gaps: dict[str, Gaps]) -> dict[str, list[Place]]:
@@ -184,18 +201,18 @@ def moved(directory: Path, manifest: Manifest, gaps: dict[str, Gaps]) -> dict[st
     Raises DataError for a split that does not consist of whole documents.
     """
     check_splits(directory, manifest)
-    infos = {info.name: info for info in manifest.shards}
+    infos_by_name = {shard_info.name: shard_info for shard_info in manifest.shards}
     places: dict[str, list[Place]] = {}
     for split, segments in manifest.splits.items():
         places[split] = []
         for segment in segments:
-            shard, of = Shard(directory / segment.shard, infos[segment.shard]), gaps[segment.shard]
-            first, end = (
-                edge - of.tokens_lost_before(shard.documents_before(edge))
-                for edge in (segment.first_token, segment.end)
+            shard, of = Shard(directory / segment.shard, infos_by_name[segment.shard]), gaps[segment.shard]
+            first_token, end_token = (
+                segment_edge - of.tokens_lost_before(shard.documents_before(segment_edge))
+                for segment_edge in (segment.first_token, segment.end)
             )
-            if first < end:
-                places[split].append((segment.shard, first, end))
+            if first_token < end_token:
+                places[split].append((segment.shard, first_token, end_token))
     return places
 
 
@@ -207,17 +224,17 @@ def splits_at(directory: Path, places: dict[str, list[Place]]) -> dict[str, list
         documents = shard.documents_before(end) - shard.documents_before(first)
         return Segment(shard=name, first_token=first, tokens=end - first, documents=documents)
 
-    return {split: [segment(*place) for place in found] for split, found in places.items()}
+    return {split: [segment(*place) for place in split_places] for split, split_places in places.items()}
 
 
 def check_splits(directory: Path, manifest: Manifest) -> None:
     """Raises DataError where a split does not consist of whole documents."""
     for split, segments in manifest.splits.items():
         if segments:
-            stream, first = Stream(directory, manifest, split), 0
+            split_stream, first_token = Stream(directory, manifest, split), 0
             for segment in segments:
-                stream.read(first, 1)  # checks the edges of the segment
-                first += segment.tokens
+                split_stream.read(first_token, 1)  # checks the edges of the segment
+                first_token += segment.tokens
 
 
 def tokenizer_bytes(directory: Path, manifest: Manifest) -> bytes:
@@ -233,10 +250,10 @@ def tokenizer_bytes(directory: Path, manifest: Manifest) -> bytes:
 
 
 def _keep_apart(directory: Path, output: Path) -> None:
-    one, other = directory.resolve(), output.resolve()
-    if one == other:
+    corpus_path, output_path = directory.resolve(), output.resolve()
+    if corpus_path == output_path:
         raise DataError(f"{output} is the corpus itself, which must not change: choose another output")
-    if other.is_relative_to(one) or one.is_relative_to(other):
+    if output_path.is_relative_to(corpus_path) or corpus_path.is_relative_to(output_path):
         raise DataError(f"{output} and the corpus {directory} lie in each other: choose another output")
     try:
         if output.exists() and not (output.is_dir() and not any(output.iterdir())):
@@ -265,3 +282,163 @@ def _nothing_left(plan: PrunePlan, split: str, directory: Path, segment: Segment
         f"{plan.path} leaves nothing of the split {split!r}: delete its line {plan.line_of(segment.shard, document)}, "
         "for one, to keep that document"
     )
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What was compared: remaining documents and tokens, and the number of removed ones; cut documents, and
+    added tokens that begin and end documents, which count among the remaining tokens."""
+
+    documents: int
+    tokens: int
+    gone: int
+    gone_tokens: int
+    cut: int
+    added: int
+    original: Path
+
+    def __str__(self) -> str:
+        same = f"{plural(self.documents, 'document')} and {plural(self.tokens, 'token')} are those of {self.original}"
+        return f"{same}; {gone_text(self.gone, self.gone_tokens, self.cut, self.added)}"
+
+
+def verify(
+    directory: Path,
+    original: Path | None = None,
+    plan: Path | None = None,
+    progress: Progress = lambda count: None,
+) -> Proof:
+    """Compare a pruned corpus with its original (default: its recorded path); plan: compare that, too.
+
+    Raises DataError naming the first difference.
+    """
+    directory = find(directory)
+    pruned = Pruned.load(directory)
+    for file_name, wanted_hash in ((MANIFEST, pruned.manifest_xxh3), (MAP, pruned.map_xxh3)):
+        if hash_file(directory / file_name) != wanted_hash:
+            raise DataError(
+                f"{directory / file_name} was changed after {FILE} was written: restore it, or prune again"
+            )
+    new = Manifest.load(directory)
+    original = find(original or Path(pruned.original))
+    old = Manifest.load(original)
+    if old.fingerprint() != pruned.fingerprint:
+        raise DataError(
+            f"{original} is not what {directory} was pruned of: its fingerprint is {old.fingerprint()[:12]}..., not "
+            f"{pruned.fingerprint[:12]}...; give the original with --original"
+        )
+    if (new.name, new.dtype, new.tokenizer) != (old.name, old.dtype, old.tokenizer):
+        raise DataError(f"{directory / MANIFEST}: name, dtype or tokenizer is not that of {original}")
+    for checked_folder, checked_manifest in ((original, old), (directory, new)):
+        tokenizer_bytes(checked_folder, checked_manifest)
+    _no_others(directory, new)
+    return _compare(directory, new, original, old, pruned, plan, progress)
+
+
+def original_bytes(directory: Path, original: Path | None = None) -> int:
+    """Number of bytes that `verify` will report as progress."""
+    original_directory = find(original or Path(Pruned.load(find(directory)).original))
+    return sum(shard_info.bin_bytes for shard_info in Manifest.load(original_directory).shards)
+
+
+def _compare(
+    directory: Path, new: Manifest, original: Path, old: Manifest, pruned: Pruned, plan: Path | None,
+    progress: Progress,
+) -> Proof:  # fmt: skip
+    listed_gaps = None if plan is None else gaps_of(original, old, read_plan(plan).named(original, old))
+    map_groups = groupby(read_map(directory), key=lambda item: item[0])
+    shard_named, map_group = next(map_groups, ("", iter(())))
+    all_gaps, removed, shard_cuts, infos = dict[str, Gaps](), hashlib.sha256(), list[Cut](), list[ShardInfo]()
+    for shard_info in old.shards:
+        shard, map_rows = Shard(original / shard_info.name, shard_info), list[Rows]()
+        if shard_named == shard_info.name:
+            map_rows = [map_part for _, map_part in map_group]
+            shard_named, map_group = next(map_groups, ("", iter(())))
+        shard_gaps = all_gaps[shard_info.name] = _gaps_of_map(directory, shard, map_rows, old.tokenizer)
+        if listed_gaps is not None and (shard_gaps.documents.tolist(), shard_gaps.cuts) != (
+            listed_gaps[shard_info.name].documents.tolist(), listed_gaps[shard_info.name].cuts
+        ):  # fmt: skip
+            raise DataError(f"{plan} does not name what {directory} lacks of {shard_info.name}")
+        add_removed(removed, shard_info.name, shard_gaps)
+        is_left = shard_gaps.documents.size < shard_info.documents or not shard_gaps.documents.size
+        if is_left:
+            infos.append(write_shard(shard, shard_info, shard_gaps, None, progress))
+        shard_cuts.append(cut_of(shard_info.name, shard_gaps, is_left))
+    if shard_named:
+        raise DataError(f"{directory / MAP} names the shard {shard_named!r}, which is not there: prune again")
+    _check_shards(directory, new, infos, original)
+    for fact_name, fact_value in pruned_facts(shard_cuts, removed.hexdigest(), infos, all_gaps).items():
+        if getattr(pruned, fact_name) != fact_value:
+            raise DataError(f"{directory / FILE}: {fact_name} does not match map and shards: prune again")
+    if new.splits != splits_at(directory, moved(original, old, all_gaps)):
+        raise DataError(
+            f"{directory / MANIFEST}: its splits are not those of {original} without the documents"
+        )
+    check_splits(directory, new)
+    counts = pruned.documents_left, pruned.tokens_left, pruned.documents, pruned.tokens
+    return Proof(*counts, pruned.cut, pruned.added, original)
+
+
+def _check_shards(directory: Path, new: Manifest, infos: list[ShardInfo], original: Path) -> None:
+    """Check that the shards are those that the original gives now, in the manifest and on disk."""
+    expected_infos = {info.name: info for info in infos}
+    for info in new.shards:
+        if info.name not in expected_infos:
+            raise DataError(
+                f"{directory / MANIFEST}: the shard {info.name} should not be there: none of its documents is left"
+            )
+        for suffix, fact_names in ((".idx", ("idx_xxh3", "idx_bytes")), (".bin", ("bin_xxh3", "bin_bytes"))):
+            if any(getattr(info, fact) != getattr(expected_infos[info.name], fact) for fact in fact_names):
+                raise DataError(
+                    f"{directory / info.name}{suffix} is not what {original} gives without the documents and spans "
+                    f"of {MAP}: prune again"
+                )
+        Shard(directory / info.name, info).verify()
+    if new.shards != infos:
+        raise DataError(
+            f"{directory / MANIFEST}: a shard is missing, out of order, or not as it is: prune again"
+        )
+
+
+def _gaps_of_map(directory: Path, shard: Shard, rows: list[Rows], tokenizer: TokenizerInfo) -> Gaps:
+    """The removed parts of a shard by its rows of the map, which must be what these parts give."""
+    damage_text = f"{directory / MAP}: the rows of {shard.name} are not those of its documents: prune again"
+    found = (
+        Rows(
+            *(
+                np.concatenate(column_parts)
+                for column_parts in zip(*(rows_part.columns for rows_part in rows), strict=True)
+            )
+        )
+        if rows
+        else None
+    )
+    old = np.empty(0, np.int64) if found is None else found.old
+    if not np.array_equal(np.unique(old), np.arange(shard.documents)) or np.any(np.diff(old) < 0):
+        raise DataError(damage_text)
+    if found is None:
+        return Gaps.of(shard, old, {}, tokenizer.eod, tokenizer.bos)
+    spans = dict[int, list[Span]]()
+    for document_number in np.unique(old[found.end >= 0]).tolist():
+        begin, end = shard.document_bounds(document_number)
+        pieces = slice(*np.searchsorted(old, [document_number, document_number + 1]).tolist())
+        edges = [0, *np.stack([found.first[pieces], found.end[pieces]], axis=1).ravel().tolist(), end - begin]
+        if edges != sorted(edges):
+            raise DataError(damage_text)
+        spans[document_number] = [
+            (span_start, span_end)
+            for span_start, span_end in zip(edges[::2], edges[1::2], strict=True)
+            if span_start < span_end
+        ]
+    shard_gaps = Gaps.of(shard, old[found.new < 0], spans, tokenizer.eod, tokenizer.bos)
+    expected_rows = Rows.of(0, shard.documents, shard_gaps)
+    if not all(map(np.array_equal, found.columns, expected_rows.columns)):
+        raise DataError(damage_text)
+    return shard_gaps
+
+
+def _no_others(directory: Path, manifest: Manifest) -> None:
+    own_names = {shard_info.name for shard_info in manifest.shards}
+    for path in sorted(directory.iterdir()):
+        if path.suffix in (".bin", ".idx") and path.name[: -len(path.suffix)] not in own_names:
+            raise DataError(f"{path} is not a shard of this corpus: remove it")

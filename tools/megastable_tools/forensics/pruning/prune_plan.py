@@ -1,4 +1,5 @@
-"""Read and write pruning plans: text files that list documents to remove, for a person to edit before they are applied.
+"""Read and write pruning plans: text files that list documents to remove, for a person to edit before they are applied;
+and the share of a corpus that a plan removes, with its limit.
 
 A line is a document: its shard, its number there, and after a # the evidence, for people only. With
 `first:end` after the number it is a span of that document: its tokens from `first` on, counted from 0, and before
@@ -16,7 +17,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +26,73 @@ from megastable.base.errors import DataError
 from megastable.base.text import plural, visible
 from megastable.data.manifest import Manifest
 from megastable_tools.forensics.pruning.gaps import Span
-from megastable_tools.forensics.pruning.token_loss import Loss
+
+MOST = 0.05  # default maximum share of a corpus, in tokens or in documents
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Removed documents, cut documents and removed tokens; and the totals."""
+
+    documents: int
+    cut: int
+    tokens: int
+    of_documents: int
+    of_tokens: int
+
+    @classmethod
+    def of(cls, manifest: Manifest, documents: int, cut: int, tokens: int) -> Self:
+        """The loss relative to the corpus of `manifest`."""
+        shards = manifest.shards
+        return cls(documents, cut, tokens, sum(s.documents for s in shards), sum(s.tokens for s in shards))
+
+    @property
+    def document_share(self) -> float:
+        return self.documents / max(self.of_documents, 1)
+
+    @property
+    def token_share(self) -> float:
+        return self.tokens / max(self.of_tokens, 1)
+
+    @property
+    def told(self) -> dict[str, float]:
+        """As numbers for JSON."""
+        share_numbers = {"document_share": self.document_share, "token_share": self.token_share}
+        return {"documents": self.documents, "cut": self.cut, "tokens": self.tokens, **share_numbers}
+
+    def __str__(self) -> str:
+        cut_text = f", {plural(self.cut, 'more document')} cut" if self.cut else ""
+        return (
+            f"{plural(self.documents, 'document')} of {self.of_documents:,} ({self.document_share:.3%}){cut_text}, "
+            f"{plural(self.tokens, 'token')} of {self.of_tokens:,} ({self.token_share:.3%})"
+        )
+
+    def check(self, most: float, what: str, less: str, spans: str = "") -> None:
+        """Raises DataError if more than the share `most` of the tokens or of the documents would be removed. less:
+        advice to remove less; spans: advice to cut documents instead of removing whole ones."""
+        lost_share = max(self.document_share, self.token_share)
+        if lost_share <= most:
+            return
+        cut_advice = f", {spans}" if spans and self.documents else ""
+        raise DataError(
+            f"{what} would take {self}: more than {100 * most:g} % of it; {less}{cut_advice}, or "
+            f"allow it with --most {_above(lost_share)}"
+        )
+
+
+def _above(share: float) -> str:
+    """A percentage that allows this share."""
+    return f"{min(100.0, -(-share * 1000 // 1) / 10):g}%"
+
+
+def share_of(text: str) -> float:
+    """A share such as "5%" or "0.05". Raises DataError for anything else, and for one above 1."""
+    share_match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*(%?)\s*", text)
+    share_given = float(share_match[1]) / (100 if share_match[2] else 1) if share_match else -1.0
+    if not 0 <= share_given <= 1:
+        raise DataError(f"--most {text}: give a share of the corpus, such as 5% or 0.05")
+    return share_given
+
 
 FORMAT = "1"
 KEYS = ("format", "corpus", "fingerprint", "tokenizer")
@@ -111,76 +178,76 @@ class PrunePlan:
             )
         if not self.lines:
             raise DataError(f"{self.path} names no document: nothing to do")
-        infos = {info.name: info for info in manifest.shards}
-        found = {}
+        infos_by_name = {shard_info.name: shard_info for shard_info in manifest.shards}
+        removals_found = {}
         for shard, lines in self.lines.items():
-            if shard not in infos:
-                known = ", ".join(list(infos)[:5]) + ", ..." * (len(infos) > 5)
+            if shard not in infos_by_name:
+                known_shards = ", ".join(list(infos_by_name)[:5]) + ", ..." * (len(infos_by_name) > 5)
                 raise DataError(
                     f"{self.path} line {lines[0].number}: {directory} has no shard '{visible(shard, 80)}', it has "
-                    f"{known}"
+                    f"{known_shards}"
                 )
-            found[shard] = self._named(shard, lines, infos[shard].documents, twice)
-        if sum(len(named.documents) for named in found.values()) == sum(
-            info.documents for info in infos.values()
+            removals_found[shard] = self._named(shard, lines, infos_by_name[shard].documents, twice)
+        if sum(len(shard_removals.documents) for shard_removals in removals_found.values()) == sum(
+            shard_info.documents for shard_info in infos_by_name.values()
         ):
-            last = max(lines[-1].number for lines in self.lines.values())
+            last_line = max(lines[-1].number for lines in self.lines.values())
             raise DataError(
-                f"{self.path} names every document of the corpus: nothing would be left; delete its line {last}, "
+                f"{self.path} names every document of the corpus: nothing would be left; delete its line {last_line}, "
                 "and those of all others to keep"
             )
-        return found
+        return removals_found
 
     def _named(self, shard: str, lines: list[PlanLine], count: int, twice: bool) -> Named:
         whole, spans = dict[int, int](), dict[int, list[Span]]()
-        for number, document, span in lines:
+        for line_number, document, document_span in lines:
             if document >= count:
                 raise DataError(
-                    f"{self.path} line {number}: there is no document {document} in {shard}, "
+                    f"{self.path} line {line_number}: there is no document {document} in {shard}, "
                     f"which has {plural(count, 'document')}, counted from 0"
                 )
             if document in whole and not twice:
                 raise DataError(
-                    f"{self.path} lines {whole[document]} and {number} name the same document: "
+                    f"{self.path} lines {whole[document]} and {line_number} name the same document: "
                     f"{document} of {shard}; delete one"
                 )
-            if span is None:
-                whole[document] = number
+            if document_span is None:
+                whole[document] = line_number
             else:
-                spans.setdefault(document, []).append(span)
-        if not twice and (both := sorted(whole.keys() & spans.keys())):
+                spans.setdefault(document, []).append(document_span)
+        if not twice and (named_twice := sorted(whole.keys() & spans.keys())):
             raise DataError(
-                f"{self.path} line {whole[both[0]]} names document {both[0]} of {shard} as a whole, another line a "
-                "span of it: delete one"
+                f"{self.path} line {whole[named_twice[0]]} names document {named_twice[0]} of {shard} as a whole, "
+                "another line a span of it: delete one"
             )
-        left = {document: sorted(of) for document, of in sorted(spans.items()) if document not in whole}
-        return Named(np.array(sorted(whole), dtype=np.int64), left)
+        spans_left = {document: sorted(of) for document, of in sorted(spans.items()) if document not in whole}
+        return Named(np.array(sorted(whole), dtype=np.int64), spans_left)
 
     def line_of(self, shard: str, document: int) -> int:
         """The line number of a document."""
-        return next(line.number for line in self.lines[shard] if line.document == document)
+        return next(plan_line.number for plan_line in self.lines[shard] if plan_line.document == document)
 
 
 def read_plan(path: Path) -> PrunePlan:
     """A plan, or a list by hand. Raises DataError naming the invalid line."""
     try:
-        content = path.read_bytes()
-        text = content.decode("utf-8-sig")
+        file_content = path.read_bytes()
+        file_text = file_content.decode("utf-8-sig")
     except FileNotFoundError:
         raise DataError(f"{path}: there is no such plan; megastable prune plan makes one") from None
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not text in UTF-8 ({error}): it is not a plan") from error
-    plan = PrunePlan(path, hashlib.sha256(content).hexdigest())
-    lines = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
+    plan = PrunePlan(path, hashlib.sha256(file_content).hexdigest())
+    lines = file_text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
     start = next((n for n, line in enumerate(lines) if line.strip() and not line.lstrip().startswith("#")), 0)
     try:
         columns = next(csv.reader([lines[start].strip()]), [])
     except csv.Error:  # a field that is too long: not a table
         columns = []
-    parts = _table(path, lines, start) if {"shard", "document"} <= set(columns) else _lines(plan, lines)
-    for shard, line in parts:
+    plan_parts = _table(path, lines, start) if {"shard", "document"} <= set(columns) else _lines(plan, lines)
+    for shard, line in plan_parts:
         if line.span is not None and line.span[0] >= line.span[1]:
             raise DataError(
                 f"{path} line {line.number}: the span {line.span[0]}:{line.span[1]} is empty: give first and end, the "
@@ -192,44 +259,44 @@ def read_plan(path: Path) -> PrunePlan:
 
 def text_of(removals: Iterable[Removal], corpus: Path, manifest: Manifest) -> str:
     """A plan as text, in the order of the removals."""
-    found = list(removals)
-    head = [
+    removal_list = list(removals)
+    head_lines = [
         "# Documents to leave out of a corpus, one in a line: its shard, its number there, and what speaks against it;",
         "# with FIRST:END only these tokens of it. Delete a line to keep that; what is behind a # is for you. Then:",
         "#   megastable prune apply THIS_FILE OUTPUT",
-        f"# {loss_of(found, manifest)}.",
+        f"# {loss_of(removal_list, manifest)}.",
         f"format: {FORMAT}",
         f"corpus: {_quoted(str(corpus))}",
         f"fingerprint: {manifest.fingerprint()}",
         f"tokenizer: {_quoted(manifest.tokenizer.file)} {manifest.tokenizer.xxh3}",
         "",
     ]
-    return "\n".join([*head, *map(_line, found)]) + "\n"
+    return "\n".join([*head_lines, *map(_line, removal_list)]) + "\n"
 
 
 def loss_of(removals: Iterable[Removal], manifest: Manifest) -> Loss:
     """The loss of a corpus."""
-    whole, cut, tokens = 0, set[tuple[str, int]](), 0
+    whole_count, cut_documents, token_count = 0, set[tuple[str, int]](), 0
     for removal in removals:
-        tokens += removal.tokens
+        token_count += removal.tokens
         if removal.span is None:
-            whole += 1
+            whole_count += 1
         else:
-            cut.add((removal.shard, removal.document))
-    return Loss.of(manifest, documents=whole, cut=len(cut), tokens=tokens)
+            cut_documents.add((removal.shard, removal.document))
+    return Loss.of(manifest, documents=whole_count, cut=len(cut_documents), tokens=token_count)
 
 
 def _line(removal: Removal) -> str:
-    parts = [plural(removal.tokens, "token"), visible(removal.why, WHY)]
-    excerpt = f": {visible(removal.excerpt, EXCERPT)}" if removal.excerpt else ""
+    evidence_parts = [plural(removal.tokens, "token"), visible(removal.why, WHY)]
+    excerpt_text = f": {visible(removal.excerpt, EXCERPT)}" if removal.excerpt else ""
     name = removal.shard if _WORD.fullmatch(removal.shard) else json.dumps(removal.shard)
     span = "" if removal.span is None else f" {removal.span[0]}:{removal.span[1]}"
-    return f"{name} {removal.document}{span}  # {'; '.join(part for part in parts if part)}{excerpt}"
+    return f"{name} {removal.document}{span}  # {'; '.join(part for part in evidence_parts if part)}{excerpt_text}"
 
 
 def _quoted(text: str) -> str:
-    plain = text.isprintable() and text == text.strip() and not text.startswith('"')
-    return text if plain else json.dumps(text)
+    is_plain = text.isprintable() and text == text.strip() and not text.startswith('"')
+    return text if is_plain else json.dumps(text)
 
 
 def _unquoted(path: Path, number: int, text: str) -> str:
@@ -245,28 +312,28 @@ def _unquoted(path: Path, number: int, text: str) -> str:
 
 def _lines(plan: PrunePlan, lines: list[str]) -> Iterator[tuple[str, PlanLine]]:
     """Shard and content of plain and JSON lines; keys are stored in the plan."""
-    for number, line in enumerate(lines, start=1):
-        found = _LINE.fullmatch(line)
-        if found and (
-            plan.lines or not found[1].endswith(":")
+    for line_number, text_line in enumerate(lines, start=1):
+        line_match = _LINE.fullmatch(text_line)
+        if line_match and (
+            plan.lines or not line_match[1].endswith(":")
         ):  # `format: 1` is a key only before the first document
-            name = found[1]
-            span = None if found[3] is None else (int(found[3]), int(found[4]))
-            shard = _unquoted(plan.path, number, name) if name[0] == '"' else name
-            yield shard, PlanLine(number, int(found[2]), span)
+            shard_text = line_match[1]
+            line_span = None if line_match[3] is None else (int(line_match[3]), int(line_match[4]))
+            shard = _unquoted(plan.path, line_number, shard_text) if shard_text[0] == '"' else shard_text
+            yield shard, PlanLine(line_number, int(line_match[2]), line_span)
             continue
-        line = line.strip()
-        if not line or line.startswith("#"):
+        text_line = text_line.strip()
+        if not text_line or text_line.startswith("#"):
             continue
-        if line.startswith("{"):
+        if text_line.startswith("{"):
             try:
-                yield _line_of_row(plan.path, number, line, json.loads(line))
+                yield _line_of_row(plan.path, line_number, text_line, json.loads(text_line))
             except (ValueError, RecursionError):
-                _bad(plan.path, number, line)
-        elif not plan.lines and (key := _KEY.fullmatch(line)):
-            _take(plan, number, key[1], _unquoted(plan.path, number, key[2]))
+                _bad(plan.path, line_number, text_line)
+        elif not plan.lines and (key_match := _KEY.fullmatch(text_line)):
+            _take(plan, line_number, key_match[1], _unquoted(plan.path, line_number, key_match[2]))
         else:
-            _bad(plan.path, number, line)
+            _bad(plan.path, line_number, text_line)
 
 
 def _take(plan: PrunePlan, number: int, key: str, value: str) -> None:
@@ -281,35 +348,40 @@ def _take(plan: PrunePlan, number: int, key: str, value: str) -> None:
 
 
 def _table(path: Path, lines: list[str], start: int) -> Iterator[tuple[str, PlanLine]]:
-    rows = csv.DictReader(lines[start:])
+    table_rows = csv.DictReader(lines[start:])
     try:
-        for row in rows:
-            number = start + rows.line_num
-            yield _line_of_row(path, number, lines[number - 1], row)
+        for table_row in table_rows:
+            line_number = start + table_rows.line_num
+            yield _line_of_row(path, line_number, lines[line_number - 1], table_row)
     except csv.Error as error:
         raise DataError(
-            f"{path} line {start + rows.line_num + 1}: {error}: correct or delete the line"
+            f"{path} line {start + table_rows.line_num + 1}: {error}: correct or delete the line"
         ) from None
 
 
 def _line_of_row(path: Path, number: int, line: str, row: Mapping[str, Any]) -> tuple[str, PlanLine]:
     """Shard and content of a row of a table, or of a JSON object: a document, or a span of it with both ends."""
     try:
-        shard, given = row["shard"], [row.get(name) for name in ("document", "first", "end")]
+        shard, given_cells = (
+            row["shard"],
+            [row.get(column_name) for column_name in ("document", "first", "end")],
+        )
     except KeyError:
         _bad(path, number, line)
-    cells = ["" if cell is None else str(cell).strip().replace(",", "") for cell in given]
-    known = [bool(cell) for cell in cells]
-    whole, span = [True, False, False], [True, True, True]
-    numbers = [cell for cell in cells if cell]
+    cell_texts = [
+        "" if cell_text is None else str(cell_text).strip().replace(",", "") for cell_text in given_cells
+    ]
+    filled_cells = [bool(cell_text) for cell_text in cell_texts]
+    whole_pattern, span = [True, False, False], [True, True, True]
+    number_texts = [cell_text for cell_text in cell_texts if cell_text]
     if not (
         isinstance(shard, str)
-        and known in (whole, span)
-        and all(re.fullmatch("[0-9]{1,18}", cell) for cell in numbers)
+        and filled_cells in (whole_pattern, span)
+        and all(re.fullmatch("[0-9]{1,18}", cell_text) for cell_text in number_texts)
     ):
         _bad(path, number, line)
-    document, *ends = map(int, numbers)
-    return shard.strip(), PlanLine(number, document, (ends[0], ends[1]) if ends else None)
+    document, *span_ends = map(int, number_texts)
+    return shard.strip(), PlanLine(number, document, (span_ends[0], span_ends[1]) if span_ends else None)
 
 
 def _bad(path: Path, number: int, line: str) -> NoReturn:

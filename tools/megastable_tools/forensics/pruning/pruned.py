@@ -9,12 +9,11 @@ follows; `opened`: an added begin-of-document token precedes. So the map locates
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -23,10 +22,13 @@ import pyarrow.parquet as pq
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from megastable.base.durable import write_data_file
 from megastable.base.errors import DataError
 from megastable.base.text import plural
-from megastable.data.local_copy import write_file
 from megastable_tools.forensics.pruning.gaps import Gaps
+
+if TYPE_CHECKING:
+    from hashlib import _Hash as Digest
 
 FILE, MAP = "pruned.json", "documents.parquet"
 SCHEMA = pa.schema(
@@ -46,7 +48,7 @@ Int64s = npt.NDArray[np.int64]
 
 class Cut(BaseModel):
     """The loss of a shard. left: it still exists in the pruned corpus; a shard without documents does not. cut: other
-    documents that lost spans; None if the plan has no spans."""
+    documents that lost spans."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -54,7 +56,7 @@ class Cut(BaseModel):
     documents: int = Field(ge=0)
     tokens: int = Field(ge=0)
     left: bool
-    cut: int | None = Field(default=None, ge=0)
+    cut: int = Field(ge=0)
 
 
 class Pruned(BaseModel):
@@ -62,8 +64,7 @@ class Pruned(BaseModel):
 
     removed: SHA-256 of the lines "shard document" of all removed documents and "shard document first:end"
     of all spans, in order. documents: removed as a whole; tokens: removed. cut: documents that lost spans; added:
-    boundary tokens, which end and begin documents, added at cuts. Both are None, and not
-    in the file, if the plan has no spans.
+    boundary tokens, which end and begin documents, added at cuts.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -78,8 +79,8 @@ class Pruned(BaseModel):
     tokens: int
     documents_left: int
     tokens_left: int
-    cut: int | None = None
-    added: int | None = None
+    cut: int
+    added: int
     shards: list[Cut]
     made: datetime
     manifest_xxh3: str
@@ -89,24 +90,24 @@ class Pruned(BaseModel):
     def __str__(self) -> str:
         gone = gone_text(self.documents, self.tokens, self.cut, self.added)
         left = f"{plural(self.documents_left, 'document')} and {plural(self.tokens_left, 'token')} are left"
-        lost = [
+        lost_lines = [
             f"\nthe shard {cut.shard} is gone: nothing of it remained" for cut in self.shards if not cut.left
         ]
-        return f"{gone}, {left}{''.join(lost)}"
+        return f"{gone}, {left}{''.join(lost_lines)}"
 
     def sealed(self) -> Pruned:
         return self.model_copy(update={"seal": self._digest()})
 
     def save(self, directory: Path) -> None:
-        write_file(directory / FILE, self._text())
+        write_data_file(directory / FILE, self._text())
 
     @classmethod
     def load(cls, directory: Path) -> Pruned:
         """Raises DataError for a directory that is not a pruned corpus, and for a changed file."""
         path = directory / FILE
         try:
-            content = path.read_bytes()
-            found = cls.model_validate_json(content)
+            file_content = path.read_bytes()
+            pruned_found = cls.model_validate_json(file_content)
         except FileNotFoundError:
             raise DataError(
                 f"{path} is missing: {directory} is not a pruned corpus (megastable prune apply makes them)"
@@ -114,42 +115,36 @@ class Pruned(BaseModel):
         except OSError as error:
             raise DataError(f"{path} cannot be read: {error.strerror}: restore it") from error
         except ValidationError as error:
-            what = ".".join(map(str, error.errors()[0]["loc"])) or "it"
-            raise DataError(f"{path} is damaged ({what}: {error.errors()[0]['msg']}): prune again") from error
-        if found.seal != found._digest() or content != found._text():
+            field_named = ".".join(map(str, error.errors()[0]["loc"])) or "it"
+            raise DataError(
+                f"{path} is damaged ({field_named}: {error.errors()[0]['msg']}): prune again"
+            ) from error
+        if pruned_found.seal != pruned_found._digest() or file_content != pruned_found._text():
             raise DataError(f"{path} was changed after it was written: prune again")
-        return found
+        return pruned_found
 
     def _digest(self) -> str:
-        text = self.model_dump_json(exclude={"seal"}, exclude_none=True)
-        return xxhash.xxh3_128_hexdigest(text.encode())
+        json_text = self.model_dump_json(exclude={"seal"})
+        return xxhash.xxh3_128_hexdigest(json_text.encode())
 
     def _text(self) -> bytes:
-        return (self.model_dump_json(indent=1, exclude_none=True) + "\n").encode()
+        return (self.model_dump_json(indent=1) + "\n").encode()
 
 
-def gone_text(documents: int, tokens: int, cut: int | None, added: int | None) -> str:
+def gone_text(documents: int, tokens: int, cut: int, added: int) -> str:
     """The removals, as text."""
-    gone = f"{plural(documents, 'document')} and {plural(tokens, 'token')} are gone"
+    text_gone = f"{plural(documents, 'document')} and {plural(tokens, 'token')} are gone"
     if not cut:
-        return gone
-    closed = f", {plural(added or 0, 'boundary token')} put in between" if added else ""
-    return f"{gone}, {plural(cut, 'document')} {'was' if cut == 1 else 'were'} cut{closed}"
+        return text_gone
+    closed_text = f", {plural(added, 'boundary token')} put in between" if added else ""
+    return f"{text_gone}, {plural(cut, 'document')} {'was' if cut == 1 else 'were'} cut{closed_text}"
 
 
-class Removed:
-    """The digest of the removed documents, added in order, shard by shard."""
-
-    def __init__(self) -> None:
-        self._digest = hashlib.sha256()
-
-    def add(self, shard: str, gaps: Gaps) -> None:
-        lines = [f"{shard} {document}\n" for document in gaps.documents.tolist()]
-        lines += [f"{shard} {cut.number} {first}:{end}\n" for cut in gaps.cuts for first, end in cut.spans]
-        self._digest.update("".join(lines).encode())
-
-    def __str__(self) -> str:
-        return self._digest.hexdigest()
+def add_removed(digest: Digest, shard: str, gaps: Gaps) -> None:
+    """Add what is removed from a shard to the digest of `Pruned.removed`."""
+    lines = [f"{shard} {document_number}\n" for document_number in gaps.documents.tolist()]
+    lines += [f"{shard} {cut.number} {first}:{end}\n" for cut in gaps.cuts for first, end in cut.spans]
+    digest.update("".join(lines).encode())
 
 
 class MapWriter:
@@ -158,18 +153,19 @@ class MapWriter:
     def __init__(self, directory: Path) -> None:
         # Ascending numbers take almost no space as differences.
         options: dict[str, Any] = {"use_dictionary": ["shard"], "compression": "zstd", "store_schema": False}
-        delta = dict.fromkeys(("old", "new", "first", "end"), "DELTA_BINARY_PACKED")
-        self._writer = pq.ParquetWriter(directory / MAP, SCHEMA, column_encoding=delta, **options)
+        delta_encodings = dict.fromkeys(("old", "new", "first", "end"), "DELTA_BINARY_PACKED")
+        self._writer = pq.ParquetWriter(directory / MAP, SCHEMA, column_encoding=delta_encodings, **options)
 
     def add(self, shard: str, first: int, count: int, gaps: Gaps) -> None:
         """Add the documents [first, first + count) of a shard."""
         rows = Rows.of(first, count, gaps)
         names = pa.DictionaryArray.from_arrays(pa.array(np.zeros(rows.old.size, np.int32)), pa.array([shard]))
-        columns = [pa.array(values, mask=values < 0) for values in (rows.new, rows.first, rows.end)]
-        table = pa.table(
-            [names, pa.array(rows.old), *columns, pa.array(rows.closed), pa.array(rows.opened)], schema=SCHEMA
+        number_columns = [pa.array(values, mask=values < 0) for values in (rows.new, rows.first, rows.end)]
+        map_table = pa.table(
+            [names, pa.array(rows.old), *number_columns, pa.array(rows.closed), pa.array(rows.opened)],
+            schema=SCHEMA,
         )
-        self._writer.write_table(table, row_group_size=max(rows.old.size, 1))
+        self._writer.write_table(map_table, row_group_size=max(rows.old.size, 1))
 
     def close(self) -> None:
         self._writer.close()
@@ -193,42 +189,34 @@ class Rows:
     @classmethod
     def of(cls, first: int, count: int, gaps: Gaps) -> Rows:
         """The fate of the documents [first, first + count) of a shard."""
-        cuts, copies = gaps.cut_among(first, count), np.ones(count, np.int64)
-        for cut in cuts:
-            copies[cut.number - first] = len(cut.pieces)
-        old = np.repeat(np.arange(first, first + count), copies)
-        new = np.repeat(gaps.renumbered(first, count), copies)
-        edges, put = np.full((2, old.size), -1), np.zeros((2, old.size), bool)
-        found = cls(old, new, *edges, *put)
-        for cut in cuts:
-            at = int(np.searchsorted(old, cut.number))
-            for place, piece in enumerate(cut.pieces):
-                found.new[at + place] += place
-                found.first[at + place], found.end[at + place] = piece.first, piece.end
-                found.closed[at + place], found.opened[at + place] = piece.closed, piece.opened
-        return found
+        document_cuts, row_counts = gaps.cut_among(first, count), np.ones(count, np.int64)
+        for document_cut in document_cuts:
+            row_counts[document_cut.number - first] = len(document_cut.pieces)
+        old_numbers = np.repeat(np.arange(first, first + count), row_counts)
+        new_numbers = np.repeat(gaps.renumbered(first, count), row_counts)
+        piece_edges, piece_marks = np.full((2, old_numbers.size), -1), np.zeros((2, old_numbers.size), bool)
+        rows_found = cls(old_numbers, new_numbers, *piece_edges, *piece_marks)
+        for document_cut in document_cuts:
+            at = int(np.searchsorted(old_numbers, document_cut.number))
+            for place, piece in enumerate(document_cut.pieces):
+                rows_found.new[at + place] += place
+                rows_found.first[at + place], rows_found.end[at + place] = piece.first, piece.end
+                rows_found.closed[at + place], rows_found.opened[at + place] = piece.closed, piece.opened
+        return rows_found
 
 
 def read_map(directory: Path) -> Iterator[tuple[str, Rows]]:
     """The map in its pieces, each of one shard. Raises DataError if it is damaged."""
-    path = directory / MAP
+    map_path = directory / MAP
     try:
-        with pq.ParquetFile(path) as file:
-            # Versions without spans have no columns for them, versions without added BOS tokens none for those.
-            columns = [name for name in SCHEMA.names if name in file.schema_arrow.names]
+        with pq.ParquetFile(map_path) as file:
             for group in range(file.num_row_groups):
-                table = file.read_row_group(group, columns=columns).combine_chunks()
-                names = table["shard"].unique().to_pylist()
-                if len(names) != 1:
-                    raise DataError(f"{path}: its row group {group} spans several shards: prune again")
-                none = np.full(len(table), -1)
-                new, first, end = (
-                    table[name].fill_null(-1).to_numpy() if name in columns else none
-                    for name in ("new", "first", "end")
-                )
-                closed, opened = (
-                    table[name].to_numpy() if name in columns else none >= 0 for name in ("closed", "opened")
-                )
-                yield str(names[0]), Rows(table["old"].to_numpy(), new, first, end, closed, opened)
+                table = file.read_row_group(group, columns=SCHEMA.names).combine_chunks()
+                shard_names = table["shard"].unique().to_pylist()
+                if len(shard_names) != 1:
+                    raise DataError(f"{map_path}: its row group {group} spans several shards: prune again")
+                new, first, end = (table[name].fill_null(-1).to_numpy() for name in ("new", "first", "end"))
+                closed, opened = (table[name].to_numpy() for name in ("closed", "opened"))
+                yield str(shard_names[0]), Rows(table["old"].to_numpy(), new, first, end, closed, opened)
     except (pa.ArrowException, OSError, ValueError, KeyError) as error:
-        raise DataError(f"{path} cannot be read: {error}: prune again") from error
+        raise DataError(f"{map_path} cannot be read: {error}: prune again") from error

@@ -14,9 +14,9 @@ import xxhash
 import zstandard
 
 from megastable.data.shards import Shard
-from megastable_tools.forensics.oddness.kinds import KINDS
-from megastable_tools.forensics.oddness.windows import JudgedPieces, judge_pieces
-from megastable_tools.forensics.oddness.yardstick import NAMES, Yardstick, cut
+from megastable_tools.forensics.oddness.features import NAMES
+from megastable_tools.forensics.oddness.judgement import KINDS
+from megastable_tools.forensics.oddness.yardstick import JudgedPieces, Yardstick, cut, judge_pieces
 from megastable_tools.forensics.scanning.units import BLOCK, SAMPLE, Int64s, PieceBlock, Raw, blocks, sample
 
 EMPTY = "empty"  # the kind of a document without tokens, which is not measured
@@ -61,45 +61,45 @@ def measure_rows(
     """
     _keep_memory()
     lengths = np.diff(edges)
-    worst = _Worst(len(lengths), edges)
-    largest = [NAMES.index(name) for name in LARGEST]
-    sums = np.zeros((len(lengths), len(NAMES)), dtype=np.float64)
-    peaks = np.zeros((len(lengths), len(largest)), dtype=np.float32)
-    hashes, compression = _Hashes(shard.name, first, lengths), np.zeros(len(lengths), np.float32)
-    for block in blocks(shard, edges, cut):
-        keys = hashes.add(block.tokens, block.edges, block.owner)
-        _compress(block, compression)
+    worst_pieces = _Worst(len(lengths), edges)
+    largest = [NAMES.index(feature_name) for feature_name in LARGEST]
+    feature_sums = np.zeros((len(lengths), len(NAMES)), dtype=np.float64)
+    feature_peaks = np.zeros((len(lengths), len(largest)), dtype=np.float32)
+    document_hashes, compression = _Hashes(shard.name, first, lengths), np.zeros(len(lengths), np.float32)
+    for piece_block in blocks(shard, edges, cut):
+        piece_keys = document_hashes.add(piece_block.tokens, piece_block.edges, piece_block.owner)
+        _compress(piece_block, compression)
         if key is not None:
-            keys = np.full_like(keys, key)
-        judged = judge_pieces(yardstick, block.tokens, block.edges, keys)
-        measured = judged.features
-        weight = measured["length"].astype(np.float64)
-        begins = np.flatnonzero(np.append(True, np.diff(block.owner) != 0))
-        of = block.owner[begins]
-        table = np.stack([measured[name] for name in NAMES], axis=1)
-        sums[of] += np.add.reduceat(table * weight[:, None], begins)
-        peaks[of] = np.maximum(peaks[of], np.maximum.reduceat(table[:, largest], begins))
-        worst.look(block.owner, begins, judged, block.first_token)
-    features = (sums / np.maximum(lengths, 1)[:, None]).astype(np.float32)
-    features[:, largest] = peaks
-    high, low = hashes.columns()
-    columns = {
+            piece_keys = np.full_like(piece_keys, key)
+        judged_block = judge_pieces(yardstick, piece_block.tokens, piece_block.edges, piece_keys)
+        block_features = judged_block.features
+        piece_weights = block_features["length"].astype(np.float64)
+        begins = np.flatnonzero(np.append(True, np.diff(piece_block.owner) != 0))
+        of = piece_block.owner[begins]
+        table = np.stack([block_features[feature_name] for feature_name in NAMES], axis=1)
+        feature_sums[of] += np.add.reduceat(table * piece_weights[:, None], begins)
+        feature_peaks[of] = np.maximum(feature_peaks[of], np.maximum.reduceat(table[:, largest], begins))
+        worst_pieces.look(piece_block.owner, begins, judged_block, piece_block.first_token)
+    features = (feature_sums / np.maximum(lengths, 1)[:, None]).astype(np.float32)
+    features[:, largest] = feature_peaks
+    high_hashes, low_hashes = document_hashes.columns()
+    row_columns = {
         "shard": coded(np.zeros(len(lengths), np.int8), [shard.name]),
         "document": np.arange(first, first + len(lengths)),
         "first_token": edges[:-1],
         "tokens": lengths,
-        "score": worst.score,
-        "kind": coded(np.where(lengths > 0, worst.kind, len(KINDS)).astype(np.int8), ALL_KINDS),
-        "feature": coded(worst.feature.astype(np.int8), NAMES),
-        "value": worst.value,
-        "piece": worst.first,
-        "piece_tokens": worst.tokens,
-        "high": high,
-        "low": low,
+        "score": worst_pieces.score,
+        "kind": coded(np.where(lengths > 0, worst_pieces.kind, len(KINDS)).astype(np.int8), ALL_KINDS),
+        "feature": coded(worst_pieces.feature.astype(np.int8), NAMES),
+        "value": worst_pieces.value,
+        "piece": worst_pieces.first,
+        "piece_tokens": worst_pieces.tokens,
+        "high": high_hashes,
+        "low": low_hashes,
         "compression": compression,
-        **{name: features[:, column] for column, name in enumerate(NAMES)},
+        **{feature_name: features[:, feature_column] for feature_column, feature_name in enumerate(NAMES)},
     }
-    return pa.table(columns, schema=SCHEMA)
+    return pa.table(row_columns, schema=SCHEMA)
 
 
 @cache
@@ -120,8 +120,8 @@ def coded(codes: npt.NDArray[np.int8], names: Sequence[str]) -> pa.DictionaryArr
 def codes(column: pa.ChunkedArray, names: Sequence[str]) -> Int64s:
     """The input of `coded`, int64 [n]; a file keeps only the names that occur, in any order."""
     whole = column.combine_chunks()
-    known = np.array([names.index(name) for name in whole.dictionary.to_pylist()], dtype=np.int64)
-    return known[whole.indices.to_numpy(zero_copy_only=False)] if len(whole) else np.empty(0, np.int64)
+    known_codes = np.array([names.index(name) for name in whole.dictionary.to_pylist()], dtype=np.int64)
+    return known_codes[whole.indices.to_numpy(zero_copy_only=False)] if len(whole) else np.empty(0, np.int64)
 
 
 def document_keys(tokens: Raw, edges: Int64s) -> UInt64s:
@@ -141,12 +141,12 @@ def keyed_sample(
     shards: Sequence[Shard], most: int = SAMPLE
 ) -> Iterator[tuple[Shard, Int64s, Int64s, int | None]]:
     """A sample of shards (`units.sample`), with the keys of parts of long documents."""
-    for shard, edges, documents in sample(shards, most):
+    for shard, sample_edges, document_numbers in sample(shards, most):
         key = None
-        if len(documents) == 1:
-            first, end = shard.document_bounds(int(documents[0]))
-            key = long_key(shard.name, int(documents[0])) if end - first > BLOCK else None
-        yield shard, edges, documents, key
+        if len(document_numbers) == 1:
+            first, document_end = shard.document_bounds(int(document_numbers[0]))
+            key = long_key(shard.name, int(document_numbers[0])) if document_end - first > BLOCK else None
+        yield shard, sample_edges, document_numbers, key
 
 
 def sample_with_keys(
@@ -154,28 +154,28 @@ def sample_with_keys(
 ) -> Iterator[tuple[Raw, Int64s, UInt64s]]:
     """The sample with its tokens and keys, for a yardstick. keys_of: whole documents, by tokens and edges."""
     for shard, edges, _, key in keyed_sample(shards, most):
-        tokens, inside = shard.raw(int(edges[0]), int(edges[-1] - edges[0])), np.unique(edges - edges[0])
-        yield tokens, inside, keys_of(tokens, inside) if key is None else np.array([key], np.uint64)
+        tokens, inner_edges = shard.raw(int(edges[0]), int(edges[-1] - edges[0])), np.unique(edges - edges[0])
+        yield tokens, inner_edges, keys_of(tokens, inner_edges) if key is None else np.array([key], np.uint64)
 
 
 def _digests(tokens: Raw, edges: Int64s) -> npt.NDArray[np.uint64]:
     """xxh3-128 of the bytes between `edges` int64 [d + 1]: big-endian uint64 [d, 2]."""
-    view = tokens.data.cast("B") if len(tokens) else memoryview(b"")
-    at = (edges * tokens.dtype.itemsize).tolist()
-    joined = b"".join([xxhash.xxh3_128_digest(view[a:b]) for a, b in pairwise(at)])
+    byte_view = tokens.data.cast("B") if len(tokens) else memoryview(b"")
+    byte_edges = (edges * tokens.dtype.itemsize).tolist()
+    joined = b"".join([xxhash.xxh3_128_digest(byte_view[a:byte_end]) for a, byte_end in pairwise(byte_edges)])
     return np.frombuffer(joined, ">u8").reshape(-1, 2)
 
 
 def _compress(block: PieceBlock, compression: npt.NDArray[np.float32]) -> None:
     """Store the compression ratio of every document that begins in `block` in `compression` [d]."""
-    view, itemsize = block.tokens.data.cast("B"), block.tokens.dtype.itemsize
+    byte_view, itemsize = block.tokens.data.cast("B"), block.tokens.dtype.itemsize
     begins = np.flatnonzero(np.append(True, np.diff(block.owner) != 0))
-    edges = (np.append(block.edges[begins], block.edges[-1]) * itemsize).tolist()
+    byte_edges = (np.append(block.edges[begins], block.edges[-1]) * itemsize).tolist()
     compress = _compressor().compress
-    for document, (begin, end) in zip(block.owner[begins].tolist(), pairwise(edges), strict=True):
+    for document, (byte_begin, end) in zip(block.owner[begins].tolist(), pairwise(byte_edges), strict=True):
         if not compression[document]:  # for a document of several blocks its first one counts
-            size = min(end - begin, COMPRESSED)
-            compression[document] = size / len(compress(view[begin : begin + size]))
+            size = min(end - byte_begin, COMPRESSED)
+            compression[document] = size / len(compress(byte_view[byte_begin : byte_begin + size]))
 
 
 @cache
@@ -199,14 +199,14 @@ class _Worst:
     ) -> None:
         """Consider pieces of documents `owner` [k], each document's first at `begins`; first_token: their offset in the
         shard."""
-        score = judged.worst.score
+        piece_scores = judged.worst.score
         # The first of each document's maxima: a stable sort by score within each document.
-        order = np.lexsort((-score, owner))
-        at = order[begins]
+        score_order = np.lexsort((-piece_scores, owner))
+        at = score_order[begins]
         of = owner[at]
-        better = (score[at] > self.score[of]) | (self.tokens[of] == 0)
-        at, of = at[better], of[better]
-        self.score[of], self.kind[of] = score[at], judged.worst.kind[at]
+        is_better = (piece_scores[at] > self.score[of]) | (self.tokens[of] == 0)
+        at, of = at[is_better], of[is_better]
+        self.score[of], self.kind[of] = piece_scores[at], judged.worst.kind[at]
         self.feature[of], self.value[of] = judged.worst.feature[at], judged.value[at]
         self.first[of], self.tokens[of] = judged.first[at] + first_token, judged.tokens[at]
 
@@ -222,16 +222,18 @@ class _Hashes:
     def add(self, tokens: Raw, edges: Int64s, owner: Int64s) -> UInt64s:
         """The keys of the pieces of a block, uint64 [k]."""
         begins = np.flatnonzero(np.append(True, np.diff(owner) != 0))
-        of = owner[begins]
-        if self._lengths[of[0]] > BLOCK:
-            document = int(of[0])
-            if self._open is None or self._open[0] != document:
-                self._open = document, xxhash.xxh3_128()
+        block_documents = owner[begins]
+        if self._lengths[block_documents[0]] > BLOCK:
+            long_document = int(block_documents[0])
+            if self._open is None or self._open[0] != long_document:
+                self._open = long_document, xxhash.xxh3_128()
             self._open[1].update(tokens.data.cast("B"))
-            self._digests[document] = np.frombuffer(self._open[1].digest(), ">u8")
-            return np.full(len(owner), long_key(self._shard, self._first + document), np.uint64)
-        self._digests[of] = _digests(tokens, np.append(edges[begins], edges[-1]))
-        return np.repeat(self._digests[of, 1].astype(np.uint64), np.diff(np.append(begins, len(owner))))
+            self._digests[long_document] = np.frombuffer(self._open[1].digest(), ">u8")
+            return np.full(len(owner), long_key(self._shard, self._first + long_document), np.uint64)
+        self._digests[block_documents] = _digests(tokens, np.append(edges[begins], edges[-1]))
+        return np.repeat(
+            self._digests[block_documents, 1].astype(np.uint64), np.diff(np.append(begins, len(owner)))
+        )
 
     def columns(self) -> tuple[UInt64s, UInt64s]:
         return self._digests[:, 0].astype(np.uint64), self._digests[:, 1].astype(np.uint64)

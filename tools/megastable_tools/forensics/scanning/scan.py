@@ -24,16 +24,18 @@ from megastable.base.errors import DataError
 from megastable.base.text import plural
 from megastable_tools.forensics import document_map
 from megastable_tools.forensics.document_map import KeptPart, keep_rows, map_documents
-from megastable_tools.forensics.oddness.yardstick import NAMES, Lexicon, Yardstick
+from megastable_tools.forensics.oddness.features import NAMES, Lexicon
+from megastable_tools.forensics.oddness.yardstick import Yardstick
 from megastable_tools.forensics.scanning.duplicates import (
     COPY,
     HASHED,
     Records,
     find_exact,
+    find_near,
+    sign,
     sort_copies,
     write_copies,
 )
-from megastable_tools.forensics.scanning.near import find_near, sign
 from megastable_tools.forensics.scanning.rows import (
     EMPTY,
     UInt64s,
@@ -43,19 +45,24 @@ from megastable_tools.forensics.scanning.rows import (
     measure_rows,
     sample_with_keys,
 )
-from megastable_tools.forensics.scanning.scan_summary import STEP, THRESHOLDS, ScanSummary, tally
 from megastable_tools.forensics.scanning.scanned import (
     SHARES,
+    STEP,
+    THRESHOLDS,
     USUAL,
     Bars,
     CopyFacts,
     Scan,
+    ScanSummary,
     ShardFacts,
     Threshold,
     WorstDocument,
+    advised,
+    excess,
+    ordinary,
+    tally,
     told,
 )
-from megastable_tools.forensics.scanning.score_threshold import advised, excess, ordinary
 from megastable_tools.forensics.scanning.units import (
     SAMPLE,
     Int64s,
@@ -69,7 +76,7 @@ from megastable_tools.forensics.scanning.units import (
     units,
 )
 from megastable_tools.forensics.shard_set import Shelf
-from megastable_tools.prepare.progress import Meter
+from megastable_tools.prepare.reporting import Meter
 
 FORMAT = 4  # of what is in the folder
 TOP = 100  # worst documents that the result holds
@@ -108,27 +115,28 @@ def scan_shards(
         raise DataError(
             f"{workers} workers, the worst {top}, similarity {threshold}: give at least 1, at least 1, and 0.3 to 1"
         )
-    for one in (shelf, against):
-        if one is not None and not one.tokens:
+    for scanned_shelf in (shelf, against):
+        if scanned_shelf is not None and not scanned_shelf.tokens:
             raise DataError(
-                f"{one.name} has no tokens in {plural(len(one.shards), 'shard')}: there is nothing to scan"
+                f"{scanned_shelf.name} has no tokens in {plural(len(scanned_shelf.shards), 'shard')}: there is nothing "
+                "to scan"
             )
-    warnings = _compare(shelf, against)
-    asked = {
+    shelf_warnings = _compare(shelf, against)
+    asked_settings = {
         "format": FORMAT, "version": __version__, "name": shelf.name, "fingerprint": shelf.fingerprint,
         "tokenizer": _tokenizer(shelf), "against": against.fingerprint if against else "",
         "files": _files(shelf, against),
     }  # fmt: skip
-    with document_map.occupied(folder, asked, again):
-        job = _ScanJob(shelf, folder, against, workers, near, threshold, top, progress, warnings)
-        return job.finished() or job.run()
+    with document_map.occupied(folder, asked_settings, again):
+        scan_job = _ScanJob(shelf, folder, against, workers, near, threshold, top, progress, shelf_warnings)
+        return scan_job.finished() or scan_job.run()
 
 
 def _files(*shelves: Shelf | None) -> str:
     """A hash of the sizes and times of all files: a manifest does not show later changes of a file."""
-    shards = [shard for shelf in shelves if shelf is not None for shard in shelf.shards]
-    stamps = [(shard.name, stamp_of(shard.bin_path.with_name(shard.name))) for shard in shards]
-    return xxhash.xxh3_128_hexdigest(repr(stamps).encode())
+    all_shards = [shard for shelf in shelves if shelf is not None for shard in shelf.shards]
+    shard_stamps = [(shard.name, stamp_of(shard.bin_path.with_name(shard.name))) for shard in all_shards]
+    return xxhash.xxh3_128_hexdigest(repr(shard_stamps).encode())
 
 
 def _tokenizer(shelf: Shelf) -> str:
@@ -139,22 +147,22 @@ def _tokenizer(shelf: Shelf) -> str:
 
 def _compare(shelf: Shelf, against: Shelf | None) -> list[str]:
     """Warnings about the two; raises DataError if they are incompatible."""
-    warnings = [shelf.problem] if shelf.problem else []
+    shelf_warnings = [shelf.problem] if shelf.problem else []
     if against is None:
-        return warnings
-    one, other = _tokenizer(shelf), _tokenizer(against)
-    sizes = {shelf.vocab_size, against.vocab_size} - {None}
-    if (one and other and one != other) or len(sizes) > 1:
+        return shelf_warnings
+    shelf_tokenizer, other = _tokenizer(shelf), _tokenizer(against)
+    vocabulary_sizes = {shelf.vocab_size, against.vocab_size} - {None}
+    if (shelf_tokenizer and other and shelf_tokenizer != other) or len(vocabulary_sizes) > 1:
         raise DataError(
             f"{shelf.name} and the reference {against.name} were made with different tokenizers "
             f"({_described(shelf)}; {_described(against)}): the same ids mean other texts; choose another reference"
         )
-    if not one or not other:
-        unknown = " and ".join(each.name for each in (shelf, against) if not _tokenizer(each))
-        warnings.append(
-            f"the tokenizer of {unknown} is not known: assuming that both were made with the same one"
+    if not shelf_tokenizer or not other:
+        unknown_names = " and ".join(each.name for each in (shelf, against) if not _tokenizer(each))
+        shelf_warnings.append(
+            f"the tokenizer of {unknown_names} is not known: assuming that both were made with the same one"
         )
-    return warnings
+    return shelf_warnings
 
 
 def _described(shelf: Shelf) -> str:
@@ -185,27 +193,27 @@ class _ScanJob:
         """The result, if an earlier call has completed it."""
         if not (self.folder / document_map.RESULT).exists():
             return None
-        scan = Scan.load(self.folder)
-        alike = not self.near or scan.near_threshold == self.threshold
-        if scan.top < self.top or not alike:
+        earlier_scan = Scan.load(self.folder)
+        is_alike = not self.near or earlier_scan.near_threshold == self.threshold
+        if earlier_scan.top < self.top or not is_alike:
             return None
-        return scan.model_copy(update={"top": self.top, "worst": scan.worst[: self.top]})
+        return earlier_scan.model_copy(update={"top": self.top, "worst": earlier_scan.worst[: self.top]})
 
     def run(self) -> Scan:
-        begin = time.monotonic()
+        begin_time = time.monotonic()
         self.units = list(units(self.shelf.shards, unit_size(self.shelf.tokens)))
-        yardstick, usual = self._yardstick()
-        ready = time.monotonic()
-        measured = self._measure()
-        seconds = time.monotonic() - ready
-        copies, near = self._duplicates()
-        scan = self._result(yardstick, usual, self._summarise(), copies, near)
+        yardstick, usual_summary = self._yardstick()
+        ready_time = time.monotonic()
+        measured_tokens = self._measure()
+        measuring_seconds = time.monotonic() - ready_time
+        exact_copies, near_copies = self._duplicates()
+        scan = self._result(yardstick, usual_summary, self._summarise(), exact_copies, near_copies)
         scan = scan.model_copy(
             update={
-                "yardstick_seconds": ready - begin,
-                "seconds": seconds,
-                "measured_tokens": measured,
-                "duplicates_seconds": time.monotonic() - ready - seconds,
+                "yardstick_seconds": ready_time - begin_time,
+                "seconds": measuring_seconds,
+                "measured_tokens": measured_tokens,
+                "duplicates_seconds": time.monotonic() - ready_time - measuring_seconds,
             }
         )
         scan.save(self.folder)
@@ -220,10 +228,10 @@ class _ScanJob:
 
             def noted() -> Iterator[tuple[Raw, Int64s, UInt64s]]:
                 nonlocal done, count
-                for tokens, edges, keys in sample_with_keys(reference.shards, document_keys):
-                    done, count = done + len(tokens), count + len(keys)
+                for tokens, sample_edges, sample_keys in sample_with_keys(reference.shards, document_keys):
+                    done, count = done + len(tokens), count + len(sample_keys)
                     meter.update(done, count, done)
-                    yield tokens, edges, keys
+                    yield tokens, sample_edges, sample_keys
 
             try:
                 yardstick = Yardstick.load(path)
@@ -239,44 +247,44 @@ class _ScanJob:
 
     def _measure(self) -> int:
         """Complete the rows of all units; how many tokens were measured for it."""
-        changed = (self.folder / document_map.YARDSTICK).stat().st_mtime_ns
-        measure = partial(_measure_unit, folder=self.folder, changed=changed)
-        keep = partial(keep_rows, measure=measure, folder=self.folder)
-        return self._map(keep, "scanning", "scanned")
+        changed_time = (self.folder / document_map.YARDSTICK).stat().st_mtime_ns
+        measure_unit = partial(_measure_unit, folder=self.folder, changed=changed_time)
+        keep_unit = partial(keep_rows, measure=measure_unit, folder=self.folder)
+        return self._map(keep_unit, "scanning", "scanned")
 
     def _map(self, keep: Callable[[Unit], KeptPart], doing: str, done: str) -> int:
-        labels, tokens = (doing, done), self.shelf.tokens
+        labels, total_tokens = (doing, done), self.shelf.tokens
         return map_documents(
-            self.units, keep, tokens, labels=labels, progress=self.progress, workers=self.workers
+            self.units, keep, total_tokens, labels=labels, progress=self.progress, workers=self.workers
         )[1]
 
     def _summarise(self) -> ScanSummary:
-        found = ScanSummary(self.top)
-        for unit, rows in zip(self.units, self._read_rows()):
-            found.add(tally(rows, unit.shard, unit.before, self.shelf.documents, self.top))
-        return found
+        scan_summary = ScanSummary(self.top)
+        for unit, unit_rows in zip(self.units, self._read_rows()):
+            scan_summary.add(tally(unit_rows, unit.shard, unit.before, self.shelf.documents, self.top))
+        return scan_summary
 
     def _read_rows(self, columns: list[str] | None = None) -> Iterator[pa.Table]:
         return document_map.read_parts(self.folder, len(self.units), "scan again", columns)
 
     def _duplicates(self) -> tuple[Records, Records | None]:
         """Find exact copies and near ones, and write them."""
-        exact = find_exact(self._hashes, self.shelf.documents)
-        near = None
+        exact_copies = find_exact(self._hashes, self.shelf.documents)
+        near_copies = None
         if self.near:
             self._map(partial(sign, folder=self.folder), "signing", "signed")
-            near = find_near(self.shelf.shards, self.units, self.folder, exact, self.threshold)
-        both = sort_copies([exact, np.empty(0, COPY) if near is None else near])
-        write_copies(self.folder / document_map.DUPLICATES, both)
-        return exact, near
+            near_copies = find_near(self.shelf.shards, self.units, self.folder, exact_copies, self.threshold)
+        all_copies = sort_copies([exact_copies, np.empty(0, COPY) if near_copies is None else near_copies])
+        write_copies(self.folder / document_map.DUPLICATES, all_copies)
+        return exact_copies, near_copies
 
     def _hashes(self) -> Iterator[Records]:
-        for unit, rows in zip(self.units, self._read_rows(["high", "low", "tokens"])):
-            records = np.empty(len(rows), HASHED)
-            for name in ("high", "low", "tokens"):
-                records[name] = rows[name].to_numpy()
-            records["document"] = np.arange(len(rows)) + unit.before + unit.first_document
-            yield records
+        for unit, unit_rows in zip(self.units, self._read_rows(["high", "low", "tokens"])):
+            hash_records = np.empty(len(unit_rows), HASHED)
+            for column_name in ("high", "low", "tokens"):
+                hash_records[column_name] = unit_rows[column_name].to_numpy()
+            hash_records["document"] = np.arange(len(unit_rows)) + unit.before + unit.first_document
+            yield hash_records
 
     def _result(
         self,
@@ -287,27 +295,28 @@ class _ScanJob:
         near: Records | None,
     ) -> Scan:
         shelf, before = self.shelf, 0
-        shards = []
+        shard_facts = []
         for shard in shelf.shards:
-            shards.append(
+            shard_facts.append(
                 ShardFacts(name=shard.name, documents=shard.documents, tokens=shard.tokens, before=before)
             )
             before += shard.documents
         empty = int(found.lengths[0])
-        kinds = found.by_kind()
+        kind_counts = found.by_kind()
         times = excess(usual)
-        lengths = found.lengths[: int(np.flatnonzero(found.lengths)[-1]) + 1]
+        length_counts = found.lengths[: int(np.flatnonzero(found.lengths)[-1]) + 1]
         return Scan(
             name=shelf.name, fingerprint=shelf.fingerprint, tokenizer=_tokenizer(shelf),
             vocab_size=yardstick.lexicon.vocab_size, against=self.against.name if self.against else "",
-            shards=shards, units=len(self.units), documents=shelf.documents, tokens=shelf.tokens, empty=empty,
-            sample_documents=usual.above(0.0)[0], sample_tokens=int(usual.tokens.sum()), kinds=kinds,
+            shards=shard_facts, units=len(self.units), documents=shelf.documents, tokens=shelf.tokens, empty=empty,
+            sample_documents=usual.above(0.0)[0], sample_tokens=int(usual.tokens.sum()), kinds=kind_counts,
             quantiles=found.quantiles(SHARES),
-            histograms={name: Bars(edges=edges, counts=n) for name, (edges, n) in found.histograms().items()},
-            lengths=lengths.tolist(), score_step=STEP,
+            histograms={name: Bars(edges=bar_edges, counts=bar_counts) for name,
+            (bar_edges, bar_counts) in found.histograms().items()},
+            lengths=length_counts.tolist(), score_step=STEP,
             scores=found.scores().tolist(), advised=advised(found, times), thresholds=_thresholds(found, usual, times),
             top=self.top,
-            worst=[_worst(row, yardstick) for row in found.worst],
+            worst=[_worst(worst_row, yardstick) for worst_row in found.worst],
             copies=CopyFacts.of(copies), near=None if near is None else CopyFacts.of(near),
             near_threshold=self.threshold if self.near else None, workers=self.workers, seconds=0.0,
             measured_tokens=0, yardstick_seconds=0.0, duplicates_seconds=0.0,
@@ -317,35 +326,35 @@ class _ScanJob:
 
 def _thresholds(found: ScanSummary, usual: ScanSummary, times: float) -> list[Threshold]:
     """Number of documents above each score, up to the worst one."""
-    full, sampled = found.above(0.0)[0], usual.above(0.0)[0]
-    table = []
+    full_count, sampled_count = found.above(0.0)[0], usual.above(0.0)[0]
+    threshold_table = []
     for score in sorted({*THRESHOLDS, advised(found, times) or THRESHOLDS[0]}):
-        documents, tokens = found.above(score)
+        documents_above, tokens_above = found.above(score)
         kinds = {kind: found.above(score, kind)[0] for kind in found.by_kind() if kind not in (EMPTY, USUAL)}
-        table.append(
+        threshold_table.append(
             Threshold(
-                score=score, documents=documents, tokens=tokens, share=documents / max(full, 1),
-                ordinary=times * ordinary(found.lengths, score), usual=usual.above(score)[0] / max(sampled, 1),
-                kinds={k: n for k, n in kinds.items() if n},
+                score=score, documents=documents_above, tokens=tokens_above, share=documents_above / max(full_count, 1),
+                ordinary=times * ordinary(found.lengths, score), usual=usual.above(score)[0] / max(sampled_count, 1),
+                kinds={kind_name: kind_count for kind_name, kind_count in kinds.items() if kind_count},
             )
         )  # fmt: skip
-        if not documents:
+        if not documents_above:
             break
-    return table
+    return threshold_table
 
 
 def _worst(row: dict[str, Any], yardstick: Yardstick) -> WorstDocument:
     return WorstDocument(
-        **{name: row[name] for name in WorstDocument.model_fields if name in row},
-        why=told(yardstick, row), features={name: row[name] for name in NAMES},
+        **{column_name: row[column_name] for column_name in WorstDocument.model_fields if column_name in row},
+        why=told(yardstick, row), features={column_name: row[column_name] for column_name in NAMES},
     )  # fmt: skip
 
 
 def _lexicon(shelf: Shelf, reference: Shelf) -> Lexicon:
     """Of the tokenizer of either: `_compare` has checked that they are the same, or assumed so."""
     tokenizer = reference.tokenizer or shelf.tokenizer
-    size = reference.vocab_size or shelf.vocab_size or _vocabulary(reference)
-    return Lexicon.of(tokenizer, size, shelf.eod if reference.eod is None else reference.eod)
+    vocabulary_size = reference.vocab_size or shelf.vocab_size or _vocabulary(reference)
+    return Lexicon.of(tokenizer, vocabulary_size, shelf.eod if reference.eod is None else reference.eod)
 
 
 def _vocabulary(shelf: Shelf) -> int:
@@ -359,14 +368,14 @@ def _vocabulary(shelf: Shelf) -> int:
 
 def _doubts(shelf: Shelf, reference: Shelf, yardstick: Yardstick, usual: ScanSummary) -> list[str]:
     """Limitations of this scan's numbers."""
-    tokens, found = int(usual.tokens.sum()), []
+    tokens, doubts_found = int(usual.tokens.sum()), []
     if tokens < ENOUGH:
-        found.append(
+        doubts_found.append(
             f"The baseline was learnt from only {plural(tokens, 'token')}: below {ENOUGH:,}, scores and kinds are "
             "unreliable. Give a larger reference of the same tokenizer (--against)."
         )
     if shelf.vocab_size is None and reference.vocab_size is None:
-        found.append(
+        doubts_found.append(
             f"The vocabulary is not known: ids from {yardstick.lexicon.vocab_size:,} on were taken for outside of it."
         )
-    return found
+    return doubts_found

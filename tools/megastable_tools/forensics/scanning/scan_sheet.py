@@ -14,14 +14,12 @@ from megastable.base.text import duration, plural
 from megastable.data.shards import Shard
 from megastable.data.tokenizer import Tokenizer
 from megastable.report.sheet import Column, CommandNote, Histogram, Passage, Sheet, Span
-from megastable_tools.forensics.oddness.judgement import MOST
-from megastable_tools.forensics.oddness.kinds import ODD
-from megastable_tools.forensics.oddness.yardstick import FEATURES, PIECE
+from megastable_tools.forensics.oddness.features import FEATURES
+from megastable_tools.forensics.oddness.judgement import MOST, ODD
+from megastable_tools.forensics.oddness.yardstick import PIECE
 from megastable_tools.forensics.scanning.rows import EMPTY
-from megastable_tools.forensics.scanning.scanned import USUAL, Scan, Threshold, WorstDocument
-from megastable_tools.forensics.scanning.score_threshold import CHECKED, RATE
-from megastable_tools.forensics.shard_set import Shelf
-from megastable_tools.forensics.spans import spans
+from megastable_tools.forensics.scanning.scanned import CHECKED, RATE, USUAL, Scan, Threshold, WorstDocument
+from megastable_tools.forensics.shard_set import Shelf, spans
 
 CONTEXT = 48  # tokens shown before and after a piece
 SHOWN = 512  # tokens shown of a piece
@@ -50,16 +48,16 @@ def sheet_of(scan: Scan, shelf: Shelf, top: int = 50, kept: Path | None = None) 
     if shelf.fingerprint != scan.fingerprint:
         raise DataError(f"{shelf.name} is not the scanned corpus, or has changed since: scan it again")
     worst = scan.worst[:top]
-    about = "how unusual: about -log10 of the share of usual texts as odd"
+    score_about = "how unusual: about -log10 of the share of usual texts as odd"
     # Documents are coloured from the advised score on.
-    columns = [Column("score", "score", "score", about, limit=scan.advised), *COLUMNS]
+    columns = [Column("score", "score", "score", score_about, limit=scan.advised), *COLUMNS]
     for feature in FEATURES:
         columns.append(Column(feature.name, feature.name, "share" if feature.share else "score", wide=True))
-    rows = [row.model_dump(exclude={"features", "feature", "value"}) | row.features for row in worst]
-    passages = {number: [passage(row, shelf)] for number, row in enumerate(worst)}
+    sheet_rows = [row.model_dump(exclude={"features", "feature", "value"}) | row.features for row in worst]
+    text_passages = {row_number: [passage(row, shelf)] for row_number, row in enumerate(worst)}
     return Sheet(
-        title=_title(scan, shelf), lead=_lead(scan), facts=_facts(scan), columns=columns, rows=rows,
-        passages=passages, histograms=_histograms(scan),
+        title=_title(scan, shelf), lead=_lead(scan), facts=_facts(scan), columns=columns, rows=sheet_rows,
+        passages=text_passages, histograms=_histograms(scan),
         notes=[*_notes(scan), *_next(scan, shelf, kept)], legend="the piece with the highest score", data=_data(scan),
     )  # fmt: skip
 
@@ -71,57 +69,57 @@ def _title(scan: Scan, shelf: Shelf) -> str:
 
 def passage(row: WorstDocument, shelf: Shelf) -> Passage:
     """The text around the worst piece of a document; ids if there is no tokenizer, or outside its vocabulary."""
-    shard, end = shelf.shard(row.shard), row.piece + row.piece_tokens
-    shown = min(end, row.piece + SHOWN)
-    heat = min(1.0, max(0.15, row.score / HOTTEST))
-    before = _text(shard, max(row.first_token, row.piece - CONTEXT), row.piece, shelf.tokenizer)
-    text = _text(shard, row.piece, shown, shelf.tokenizer)
-    after = _text(shard, shown, min(shown + CONTEXT, row.first_token + row.tokens), shelf.tokenizer)
-    title = f"document {row.document} of {row.shard}, tokens {row.piece} to {end - 1} of the shard: {row.why}"
-    found = [Span(before), Span(text, heat, f"score {row.score:.1f}"), Span(after)]
-    return Passage(title, [span for span in found if span.text])
+    shard, piece_end = shelf.shard(row.shard), row.piece + row.piece_tokens
+    shown_end = min(piece_end, row.piece + SHOWN)
+    span_heat = min(1.0, max(0.15, row.score / HOTTEST))
+    text_before = _text(shard, max(row.first_token, row.piece - CONTEXT), row.piece, shelf.tokenizer)
+    piece_text = _text(shard, row.piece, shown_end, shelf.tokenizer)
+    after = _text(shard, shown_end, min(shown_end + CONTEXT, row.first_token + row.tokens), shelf.tokenizer)
+    title = f"document {row.document} of {row.shard}, tokens {row.piece} to {piece_end - 1} of the shard: {row.why}"
+    text_spans = [Span(text_before), Span(piece_text, span_heat, f"score {row.score:.1f}"), Span(after)]
+    return Passage(title, [text_span for text_span in text_spans if text_span.text])
 
 
 def _text(shard: Shard, first: int, end: int, tokenizer: Tokenizer | None) -> str:
     """Tokens [first, end) of a shard: runs of known ids as text, other ids in brackets."""
     ids = shard.raw(first, max(end - first, 0)).astype(np.int64)
     known = (ids >= 0) & (ids < (tokenizer.vocab_size if tokenizer is not None else np.iinfo(np.int64).max))
-    parts = []
-    for run in np.split(np.arange(len(ids)), np.flatnonzero(np.diff(known)) + 1):
-        part = ids[run].tolist()
-        if len(run) and known[run[0]]:
-            parts += [span.text for span in spans(part, tokenizer)]
+    text_parts = []
+    for id_run in np.split(np.arange(len(ids)), np.flatnonzero(np.diff(known)) + 1):
+        run_ids = ids[id_run].tolist()
+        if len(id_run) and known[id_run[0]]:
+            text_parts += [text_span.text for text_span in spans(run_ids, tokenizer)]
         else:
-            parts += [f"[{token}]" for token in part]
-    return "".join(parts)
+            text_parts += [f"[{token}]" for token in run_ids]
+    return "".join(text_parts)
 
 
 def _lead(scan: Scan) -> list[str]:
-    by = f"the baseline of {scan.against}" if scan.against else "its own baseline"
-    were = "was" if scan.documents == 1 else "were"
-    lead = [
+    baseline_text = f"the baseline of {scan.against}" if scan.against else "its own baseline"
+    was_or_were = "was" if scan.documents == 1 else "were"
+    lead_lines = [
         f"{plural(scan.documents, 'document')} with {plural(scan.tokens, 'token')} in "
-        f"{plural(len(scan.shards), 'shard')} {were} measured by {by}.",
+        f"{plural(len(scan.shards), 'shard')} {was_or_were} measured by {baseline_text}.",
         *scan.warnings,
     ]
     line = next((each for each in scan.thresholds if each.score == scan.advised), None)
     if line is None:
-        lead.append("None stands out: at every score this many ordinary documents are expected.")
+        lead_lines.append("None stands out: at every score this many ordinary documents are expected.")
     else:
-        lead.append(
+        lead_lines.append(
             f"{_number(line.documents, 'document')} a score of {line.score:g} or more{_sorts(line)}; {_false(line)}."
         )
     if scan.copies.documents:
-        lead.append(
+        lead_lines.append(
             f"{_number(scan.copies.documents, 'document')} an exact copy earlier in it: "
             f"{plural(scan.copies.tokens, 'token')}."
         )
     if scan.near is not None and scan.near.documents:
-        lead.append(
+        lead_lines.append(
             f"{_number(scan.near.documents, 'more document')} an earlier one that is at least "
             f"{scan.near_threshold:.0%} the same: {plural(scan.near.tokens, 'token')}."
         )
-    return lead
+    return lead_lines
 
 
 def _number(count: int, noun: str) -> str:
@@ -130,11 +128,11 @@ def _number(count: int, noun: str) -> str:
 
 def _sorts(line: Threshold) -> str:
     sorts = sorted(line.kinds.items(), key=lambda item: -item[1])
-    return f" ({', '.join(f'{kind}: {count:,}' for kind, count in sorts)})" if sorts else ""
+    return f" ({', '.join(f'{kind_name}: {count:,}' for kind_name, count in sorts)})" if sorts else ""
 
 
 def _facts(scan: Scan) -> list[tuple[str, str]]:
-    facts = [
+    scan_facts = [
         ("documents", f"{scan.documents:,}"),
         ("tokens", f"{scan.tokens:,}"),
         ("exact copies", f"{scan.copies.documents:,}"),
@@ -143,17 +141,17 @@ def _facts(scan: Scan) -> list[tuple[str, str]]:
         ("reference", scan.against or "itself"),
         ("sample", f"{plural(scan.sample_documents, 'document')}, {plural(scan.sample_tokens, 'token')}"),
     ]
-    last = None
-    for line in scan.thresholds:
+    last_documents = None
+    for threshold_line in scan.thresholds:
         # Skip a score above which no fewer documents lie than above a lower one.
-        if line.documents != last:
-            facts.append((f"score {line.score:g} or more", _above(line, scan)))
-        last = line.documents
+        if threshold_line.documents != last_documents:
+            scan_facts.append((f"score {threshold_line.score:g} or more", _above(threshold_line, scan)))
+        last_documents = threshold_line.documents
     if scan.tokens_per_second:
         processes = f"{scan.workers} process" + "es" * (scan.workers > 1)
         speed = f"{duration(scan.seconds)}, {scan.tokens_per_second / 1e6:,.1f} M tokens/s with {processes}"
-        facts.append(("time", f"{speed}; {duration(scan.yardstick_seconds)} to learn the baseline"))
-    return facts
+        scan_facts.append(("time", f"{speed}; {duration(scan.yardstick_seconds)} to learn the baseline"))
+    return scan_facts
 
 
 def _data(scan: Scan) -> dict[str, Any]:
@@ -175,9 +173,9 @@ def _data(scan: Scan) -> dict[str, Any]:
 
 
 def _above(line: Threshold, scan: Scan) -> str:
-    text = f"{plural(line.documents, 'document')} ({line.share:.3%}), {plural(line.tokens, 'token')}{_sorts(line)}"
-    held = f"; of {scan.against} {_held(line, scan)}" if scan.against else ""
-    return f"{text}; {_false(line)}{held}"
+    line_text = f"{plural(line.documents, 'document')} ({line.share:.3%}), {plural(line.tokens, 'token')}{_sorts(line)}"
+    reference_text = f"; of {scan.against} {_held(line, scan)}" if scan.against else ""
+    return f"{line_text}; {_false(line)}{reference_text}"
 
 
 def _false(line: Threshold) -> str:
@@ -197,27 +195,27 @@ def _held(line: Threshold, scan: Scan) -> str:
 
 def _histograms(scan: Scan) -> list[Histogram]:
     marks = [(line.score, f"{line.documents:,} above") for line in scan.thresholds if line.documents]
-    last = max((number for number, count in enumerate(scan.scores) if count), default=0)
-    edges = [scan.score_step * number for number in range(last + 2)]
-    found = [
+    last = max((bar_number for bar_number, bar_count in enumerate(scan.scores) if bar_count), default=0)
+    edges = [scan.score_step * bar_number for bar_number in range(last + 2)]
+    histograms_found = [
         Histogram("score", edges, scan.scores[: last + 1], marks, "documents by their score", column="score")
     ]
     if len(scan.lengths) > 1:
         # Bar i holds lengths of i bits; logarithms keep the bars equally wide.
-        begin = next(number for number, count in enumerate(scan.lengths) if count)
-        powers = [float(number - 1) for number in range(begin, len(scan.lengths) + 1)]
+        begin = next(bar_number for bar_number, bar_count in enumerate(scan.lengths) if bar_count)
+        powers = [float(bar_number - 1) for bar_number in range(begin, len(scan.lengths) + 1)]
         note = f"powers of two; from {2 ** max(begin - 1, 0):,} to {2 ** (len(scan.lengths) - 1):,} tokens"
-        found.append(Histogram("length", powers, scan.lengths[begin:], note=note))
+        histograms_found.append(Histogram("length", powers, scan.lengths[begin:], note=note))
     notes = {feature.name: feature.text.format("…") for feature in FEATURES}
     for name, note in (notes | {"compression": "how many times smaller zstd makes a document"}).items():
-        bars, at = scan.histograms.get(name), scan.quantiles.get(name)
-        if bars is None or at is None or at[0] == at[-1]:
+        bars, feature_quantiles = scan.histograms.get(name), scan.quantiles.get(name)
+        if bars is None or feature_quantiles is None or feature_quantiles[0] == feature_quantiles[-1]:
             continue
-        named = dict(zip(scan.shares, at))
-        sides = [(named[0.01], "1 %"), (named[0.99], "99 %")]
-        inside = [side for side in sides if bars.edges[0] <= side[0] <= bars.edges[-1]]
-        found.append(Histogram(name, bars.edges, bars.counts, inside, note, column=name))
-    return found
+        quantiles_by_share = dict(zip(scan.shares, feature_quantiles))
+        quantile_sides = [(quantiles_by_share[0.01], "1 %"), (quantiles_by_share[0.99], "99 %")]
+        sides_inside = [side for side in quantile_sides if bars.edges[0] <= side[0] <= bars.edges[-1]]
+        histograms_found.append(Histogram(name, bars.edges, bars.counts, sides_inside, note, column=name))
+    return histograms_found
 
 
 def _next(scan: Scan, shelf: Shelf, kept: Path | None) -> list[str]:
@@ -226,8 +224,8 @@ def _next(scan: Scan, shelf: Shelf, kept: Path | None) -> list[str]:
         return []
     if shelf.directory is None or scan.advised is None:
         return [f"Kept in {kept}."]
-    corpus, scanned = shlex.quote(str(shelf.directory)), shlex.quote(str(kept))
-    plan = f"megastable prune plan {corpus} --scan {scanned} --score {scan.advised:g} --spans"
+    quoted_corpus, quoted_scan = shlex.quote(str(shelf.directory)), shlex.quote(str(kept))
+    plan = f"megastable prune plan {quoted_corpus} --scan {quoted_scan} --score {scan.advised:g} --spans"
     return [
         f"Kept in {kept}. To plan the removal of everything with {scan.advised:g} or more:",
         CommandNote(plan),
@@ -250,5 +248,5 @@ def _notes(scan: Scan) -> list[str]:
             "A reference that is known to be good (--against) shows more."
         )
     kinds: Sequence[tuple[str, int]] = sorted(scan.kinds.items(), key=lambda item: -item[1])
-    shown = ", ".join(f"{kind}: {count:,}" for kind, count in kinds if kind not in (USUAL, EMPTY))
+    shown = ", ".join(f"{kind}: {kind_count:,}" for kind, kind_count in kinds if kind not in (USUAL, EMPTY))
     return [*notes, f"Kinds of documents with a score of {ODD:g} or more: {shown}."] if shown else notes

@@ -76,34 +76,34 @@ def units(shards: Sequence[Shard], size: int) -> Iterator[Unit]:
 
     Raises DataError for an index that is damaged where it is read.
     """
-    number = before = 0
-    for index, shard in enumerate(shards):
-        document = token = 0
-        prefix = shard.bin_path.with_name(shard.name)
-        stamp = stamp_of(prefix)
-        while document < shard.documents:
-            aim = min(token + size, shard.tokens)
-            end = min(shard.documents_before(aim), document + DOCUMENTS)
+    unit_number = before = 0
+    for shard_index, shard in enumerate(shards):
+        first_document = first_token = 0
+        shard_prefix = shard.bin_path.with_name(shard.name)
+        shard_stamp = stamp_of(shard_prefix)
+        while first_document < shard.documents:
+            aimed_token = min(first_token + size, shard.tokens)
+            end = min(shard.documents_before(aimed_token), first_document + DOCUMENTS)
             # A document as long as a unit gets one of its own; every unit has at least one.
-            end = max(end, document + 1)
-            stop = shard.tokens if end == shard.documents else shard.document_bounds(end)[0]
-            if stop < token:
+            end = max(end, first_document + 1)
+            end_token = shard.tokens if end == shard.documents else shard.document_bounds(end)[0]
+            if end_token < first_token:
                 raise DataError(
                     f"{shard.idx_path}: document {end} begins before one that precedes it: write the shard again"
                 )
             yield Unit(
-                number,
-                index,
+                unit_number,
+                shard_index,
                 before,
-                prefix,
+                shard_prefix,
                 shard.info,
-                stamp,
-                document,
-                end - document,
-                token,
-                stop - token,
+                shard_stamp,
+                first_document,
+                end - first_document,
+                first_token,
+                end_token - first_token,
             )
-            document, token, number = end, stop, number + 1
+            first_document, first_token, unit_number = end, end_token, unit_number + 1
         before += shard.documents
 
 
@@ -124,15 +124,15 @@ def _opened(prefix: Path, info: ShardInfo | None, stamp: tuple[int, ...]) -> Sha
 
 def stamp_of(prefix: Path) -> tuple[int, ...]:
     """Sizes and modification times of a shard's files. Raises DataError if they are missing."""
-    found: list[int] = []
+    stamp_parts: list[int] = []
     for suffix in (".bin", ".idx"):
-        path = with_suffix(prefix, suffix)
+        file_path = with_suffix(prefix, suffix)
         try:
-            facts = path.stat()
+            file_stat = file_path.stat()
         except OSError as error:
-            raise DataError(f"{path} can no longer be read: {error.strerror}") from error
-        found += (facts.st_size, facts.st_mtime_ns)
-    return tuple(found)
+            raise DataError(f"{file_path} can no longer be read: {error.strerror}") from error
+        stamp_parts += (file_stat.st_size, file_stat.st_mtime_ns)
+    return tuple(stamp_parts)
 
 
 def edges_of(shard: Shard, unit: Unit) -> Int64s:
@@ -187,59 +187,59 @@ def sample(shards: Sequence[Shard], most: int = SAMPLE) -> Iterator[tuple[Shard,
             edges = shards[unit.shard].document_edges(unit.first_document, unit.documents)
             yield from _parts(shards[unit.shard], edges, unit.first_document, int(edges[0]), int(edges[-1]))
         return
-    before, done = -1, 0
-    for number, begin, end in _stretches(shards, most):
-        done = done if number == before else 0
-        shard, before = shards[number], number
-        first, edges = _touched(shard, begin, end)
+    shard_before, documents_done = -1, 0
+    for shard_number, stretch_begin, stretch_end in _stretches(shards, most):
+        documents_done = documents_done if shard_number == shard_before else 0
+        shard, shard_before = shards[shard_number], shard_number
+        first_document, edges = _touched(shard, stretch_begin, stretch_end)
         # The last document of the previous stretch; other parts of a long one were taken there.
-        known = max(done - first, 0) if edges[1] - edges[0] <= BLOCK else 0
+        known = max(documents_done - first_document, 0) if edges[1] - edges[0] <= BLOCK else 0
         if known < len(edges) - 1:
-            yield from _parts(shard, edges[known:], first + known, begin, end)
-        done = first + len(edges) - 1
+            yield from _parts(shard, edges[known:], first_document + known, stretch_begin, stretch_end)
+        documents_done = first_document + len(edges) - 1
 
 
 def _stretches(shards: Sequence[Shard], most: int) -> list[tuple[int, int, int]]:
     """(shard, first token, end), ascending: as many stretches as have about `most` tokens with all of their
     documents."""
-    offsets = np.cumsum([0, *(shard.tokens for shard in shards)])
-    length, left, found = -(-most // RUNS), most, []
+    shard_offsets = np.cumsum([0, *(shard.tokens for shard in shards)])
+    stretch_length, tokens_left, stretches_found = -(-most // RUNS), most, []
     # Each next one falls into a large gap between the others (van der Corput): any number of them is evenly spread.
-    digits = RUNS.bit_length() - 1
-    for at in range(RUNS):
-        place = (int(f"{at:0{digits}b}"[::-1], 2) + 0.5) / RUNS * int(offsets[-1])
-        number = int(np.searchsorted(offsets, place, side="right")) - 1
-        begin = max(int(place) - length // 2 - int(offsets[number]), 0)
-        end = min(begin + length, shards[number].tokens)
-        found.append((number, begin, end))
-        _, edges = _touched(shards[number], begin, end)
-        whole = np.diff(edges)
-        left -= int(np.where(whole > BLOCK, np.minimum(whole, length), whole).sum())
-        if left <= 0:
+    digit_count = RUNS.bit_length() - 1
+    for place_number in range(RUNS):
+        token_place = (int(f"{place_number:0{digit_count}b}"[::-1], 2) + 0.5) / RUNS * int(shard_offsets[-1])
+        number = int(np.searchsorted(shard_offsets, token_place, side="right")) - 1
+        stretch_begin = max(int(token_place) - stretch_length // 2 - int(shard_offsets[number]), 0)
+        stretch_end = min(stretch_begin + stretch_length, shards[number].tokens)
+        stretches_found.append((number, stretch_begin, stretch_end))
+        _, touched_edges = _touched(shards[number], stretch_begin, stretch_end)
+        whole = np.diff(touched_edges)
+        tokens_left -= int(np.where(whole > BLOCK, np.minimum(whole, stretch_length), whole).sum())
+        if tokens_left <= 0:
             break
-    return sorted(found)
+    return sorted(stretches_found)
 
 
 def _touched(shard: Shard, begin: int, end: int) -> tuple[int, Int64s]:
     """The documents that hold any of the tokens [begin, end): the first one, edges int64 [d + 1]."""
-    first = shard.document_of(begin)
-    last = min(max(shard.documents_before(end), first + 1), first + DOCUMENTS)
-    return first, shard.document_edges(first, last - first)
+    first_document = shard.document_of(begin)
+    last_document = min(max(shard.documents_before(end), first_document + 1), first_document + DOCUMENTS)
+    return first_document, shard.document_edges(first_document, last_document - first_document)
 
 
 def _parts(
     shard: Shard, edges: Int64s, first: int, begin: int, end: int
 ) -> Iterator[tuple[Shard, Int64s, Int64s]]:
     """Runs of documents without a long one; for each long one its part in [begin, end), `BLOCK` tokens at a time."""
-    done = 0
+    documents_done = 0
     for at in [*np.flatnonzero(np.diff(edges) > BLOCK).tolist(), len(edges) - 1]:
-        if edges[done] < edges[at]:
-            yield shard, edges[done : at + 1], np.arange(first + done, first + at)
+        if edges[documents_done] < edges[at]:
+            yield shard, edges[documents_done : at + 1], np.arange(first + documents_done, first + at)
         if at < len(edges) - 1:
-            low, high = max(int(edges[at]), begin), min(int(edges[at + 1]), end)
-            for part in range(low, high, BLOCK):
-                yield shard, np.array([part, min(part + BLOCK, high)]), np.array([first + at])
-        done = at + 1
+            part_begin, part_end = max(int(edges[at]), begin), min(int(edges[at + 1]), end)
+            for part in range(part_begin, part_end, BLOCK):
+                yield shard, np.array([part, min(part + BLOCK, part_end)]), np.array([first + at])
+        documents_done = at + 1
 
 
 def workers_for(asked: int | None) -> int:

@@ -5,14 +5,16 @@
 
 A document is read as in training: in windows of the model's sequence length, each with a fresh context, the first
 one after the end of another document. This shows what token statistics do not: text that the model cannot
-predict, and text that it has memorised.
+predict, and text that it has memorised. Documents are selected before that: all, some evenly spread, or those of
+a list; they are read in runs of a bounded size, parcels.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,21 +27,22 @@ import torch
 from megastable import __version__
 from megastable.base.errors import DataError
 from megastable.checkpoint.plain import PlainModel
+from megastable.data.shards import Shard
 from megastable_tools.forensics import document_map
 from megastable_tools.forensics.document_map import keep_rows, map_documents
-from megastable_tools.forensics.oddness.lexicon import Lexicon
+from megastable_tools.forensics.oddness.features import Lexicon
+from megastable_tools.forensics.pruning.prune_plan import read_plan
 from megastable_tools.forensics.scanning.rows import coded
+from megastable_tools.forensics.scanning.units import units
 from megastable_tools.forensics.scoring.losses import (
     BATCH,
     check_vocabulary,
     inputs,
     load,
     losses_of,
-    losses_under,
     token_losses,
     tokenizer_of,
 )
-from megastable_tools.forensics.scoring.pick import Parcel, Picked, digest, parcels, spread
 from megastable_tools.forensics.scoring.scored import (
     ODD,
     SCHEMA,
@@ -48,17 +51,138 @@ from megastable_tools.forensics.scoring.scored import (
     histogram,
     judged,
     likes,
-    rows,
 )
 from megastable_tools.forensics.shard_set import Shelf
 
-__all__ = ["Scorer", "Scores", "losses_under", "rows", "score_shelf", "token_losses"]
+Int64s = npt.NDArray[np.int64]
+Picked = Mapping[str, Int64s]  # by shard, the numbers of its documents, ascending
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """Documents of one shard processed together: their numbers [d], and tokens [first, end) of each."""
+
+    number: int
+    shard: Shard
+    numbers: Int64s
+    first: Int64s
+    end: Int64s
+
+    @property
+    def tokens(self) -> int:
+        return int((self.end - self.first).sum())
+
+
+def listed(shelf: Shelf, path: Path) -> dict[str, Int64s]:
+    """The documents that a plan or a list by hand names. Raises DataError for one that is not in `shelf`."""
+    list_plan = read_plan(path)
+    if shelf.manifest is not None and shelf.directory is not None:
+        shard_removals = list_plan.checked(shelf.directory, shelf.manifest, twice=True)
+        return {shard: document_numbers.touched for shard, document_numbers in shard_removals.items()}
+    documents_by_shard = {
+        shard: [plan_line.document for plan_line in lines] for shard, lines in list_plan.lines.items()
+    }
+    return checked(
+        shelf,
+        {
+            shard: np.array(document_numbers, np.int64)
+            for shard, document_numbers in documents_by_shard.items()
+        },
+    )
+
+
+def between(shelf: Shelf, first: int, end: int) -> dict[str, Int64s]:
+    """The documents [first, end), counted over all shards. Raises DataError when there are none."""
+    if not 0 <= first < min(end, shelf.documents):
+        raise DataError(
+            f"{shelf.name} has the documents 0 to {shelf.documents - 1}, none of {first} to {end - 1}"
+        )
+    return _by_shard(shelf, np.arange(first, min(end, shelf.documents)))
+
+
+def spread(shelf: Shelf, count: int, among: Picked | None = None) -> dict[str, Int64s]:
+    """`count` documents evenly spread over all, or over those of `among`; all of them if there are no more."""
+    if count < 1:
+        raise DataError(f"a sample of {count} documents: give at least 1")
+    total = shelf.documents if among is None else sum(map(len, among.values()))
+    wanted = (np.arange(min(count, total)) * total + total // 2) // max(min(count, total), 1)
+    if among is None:
+        return _by_shard(shelf, wanted)
+    documents_by_shard, before = {}, 0
+    for shard in shelf.shards:
+        shard_documents = among.get(shard.name, np.empty(0, np.int64))
+        wanted_inside = wanted[(wanted >= before) & (wanted < before + len(shard_documents))] - before
+        if wanted_inside.size:
+            documents_by_shard[shard.name] = shard_documents[wanted_inside]
+        before += len(shard_documents)
+    return documents_by_shard
+
+
+def checked(shelf: Shelf, picked: Picked) -> dict[str, Int64s]:
+    """Each once, ascending. Raises DataError for documents that are not in `shelf`, and for an empty selection."""
+    documents_by_shard = {}
+    for shard_name, documents in picked.items():
+        shard = shelf.shard(shard_name)
+        documents = np.unique(documents)
+        if documents.size and not 0 <= documents[0] <= documents[-1] < shard.documents:
+            wrong_document = documents[0] if documents[0] < 0 else documents[-1]
+            raise DataError(
+                f"there is no document {wrong_document} in {shard_name}, which has {shard.documents:,}, counted from 0"
+            )
+        if documents.size:
+            documents_by_shard[shard_name] = documents
+    if not documents_by_shard:
+        raise DataError(f"no document of {shelf.name} is named: nothing to do")
+    return documents_by_shard
+
+
+def digest(picked: Picked | None) -> str:
+    """A digest to compare two selections; "" for all."""
+    if picked is None:
+        return ""
+    digest_parts = [(shard_name, picked[shard_name].tobytes()) for shard_name in sorted(picked)]
+    return hashlib.sha256(repr(digest_parts).encode()).hexdigest()
+
+
+def parcels(shelf: Shelf, picked: Picked | None, size: int) -> Iterator[Parcel]:
+    """The documents in the order of the shards, in runs of about `size` tokens; a longer one is alone."""
+    if picked is None:
+        for unit in units(shelf.shards, size):
+            shard = shelf.shards[unit.shard]
+            unit_edges = shard.document_edges(unit.first_document, unit.documents)
+            yield Parcel(unit.number, shard, unit.numbers, unit_edges[:-1], unit_edges[1:])
+        return
+    parcel_number = 0
+    for shard in shelf.shards:
+        documents = picked.get(shard.name, np.empty(0, np.int64))
+        bounds = np.array(
+            [shard.document_bounds(document_number) for document_number in documents.tolist()], np.int64
+        ).reshape(-1, 2)
+        total = np.cumsum(bounds[:, 1] - bounds[:, 0])
+        first_index = 0
+        while first_index < len(documents):
+            tokens_done = int(total[first_index - 1]) if first_index else 0
+            end_index = max(first_index + 1, int(np.searchsorted(total, tokens_done + size, side="right")))
+            some = slice(first_index, end_index)
+            yield Parcel(parcel_number, shard, documents[some], bounds[some, 0], bounds[some, 1])
+            parcel_number, first_index = parcel_number + 1, end_index
+
+
+def _by_shard(shelf: Shelf, wanted: Int64s) -> dict[str, Int64s]:
+    """Documents counted over all shards, ascending, by shard."""
+    documents_by_shard, before = {}, 0
+    for shard in shelf.shards:
+        wanted_inside = wanted[(wanted >= before) & (wanted < before + shard.documents)] - before
+        if wanted_inside.size:
+            documents_by_shard[shard.name] = wanted_inside
+        before += shard.documents
+    return documents_by_shard
+
 
 FORMAT = 1
 PARCEL = 1 << 18  # tokens of a part
 MOST_PARTS = 2048  # parts grow if there would be more
 
-Int64s = npt.NDArray[np.int64]
 Raw = npt.NDArray[np.integer]
 Floats = npt.NDArray[np.floating]
 
@@ -79,8 +203,9 @@ def score_shelf(
 ) -> Scores:
     """Score documents of a shelf into `folder` (`scored.rows`); results of an earlier call are reused.
 
-    documents: only these (`pick.py` makes them); sample: this many of them, evenly spread. gradients: also the norm of
-    the gradient of each document's mean loss, at three times the cost. exact: in fp32. batch: tokens of a forward pass.
+    documents: only these, as `between` or `listed` give them; sample: this many of them, evenly spread. gradients: also
+    the norm of the gradient of each document's mean loss, at three times the cost. exact: in fp32. batch: tokens of a
+    forward pass.
     again: remove any earlier scores from `folder`.
 
     Raises CheckpointError for a checkpoint that cannot be used; DataError for shards that are damaged or of another
@@ -93,16 +218,16 @@ def score_shelf(
     if sample is not None:
         documents = spread(shelf, sample, documents)
     precision = str(next(model.parameters()).dtype).removeprefix("torch.")
-    asked = {
+    asked_settings = {
         "format": FORMAT, "version": __version__, "scores": shelf.name, "fingerprint": shelf.fingerprint,
         "checkpoint": model.fingerprint, "precision": precision, "gradients": gradients, "documents": digest(documents),
     }  # fmt: skip
-    with document_map.occupied(folder, asked, again):
-        work = _ScoreWork(scorer, shelf, folder, documents, progress)
-        work.measure()
-        scores = work.result(precision)
-        scores.save(folder)
-    return scores
+    with document_map.occupied(folder, asked_settings, again):
+        score_work = _ScoreWork(scorer, shelf, folder, documents, progress)
+        score_work.measure()
+        score_result = score_work.result(precision)
+        score_result.save(folder)
+    return score_result
 
 
 @dataclass(frozen=True)
@@ -121,12 +246,12 @@ class Scorer:
     @classmethod
     def of(cls, shelf: Shelf, model: PlainModel, gradients: bool = False, batch: int = BATCH) -> Scorer:
         """Raises DataError if the shelf is of another tokenizer than the model."""
-        known = shelf.tokenizer.xxh3 if shelf.tokenizer else None
-        if known is None and shelf.manifest is not None:
-            known = shelf.manifest.tokenizer.xxh3
-        check_vocabulary(model, f"the documents of {shelf.name}", shelf.vocab_size, known)
-        trained = tokenizer_of(model)
-        eod = shelf.eod if shelf.eod is not None else trained.eod if trained else None
+        known_xxh3 = shelf.tokenizer.xxh3 if shelf.tokenizer else None
+        if known_xxh3 is None and shelf.manifest is not None:
+            known_xxh3 = shelf.manifest.tokenizer.xxh3
+        check_vocabulary(model, f"the documents of {shelf.name}", shelf.vocab_size, known_xxh3)
+        trained_tokenizer = tokenizer_of(model)
+        eod = shelf.eod if shelf.eod is not None else trained_tokenizer.eod if trained_tokenizer else None
         lexicon = Lexicon.of(shelf.tokenizer, model.vocabulary, eod) if shelf.tokenizer else None
         return cls(model, eod, lexicon.table("bytes") if lexicon else None, gradients, batch)
 
@@ -137,88 +262,98 @@ class Scorer:
     def measure(self, parcel: Parcel) -> pa.Table:
         """Rows (`SCHEMA`) of the documents of a parcel. Raises DataError when they cannot be read."""
         tokens, edges = _read(parcel)
-        lengths, first = np.diff(edges), int(self.eod is None)
-        of = windows(lengths, self.window, first)
-        sums, fresh = np.zeros(len(of)), np.zeros(len(of))
+        document_lengths, first_loss = np.diff(edges), int(self.eod is None)
+        of = windows(document_lengths, self.window, first_loss)
+        window_sums, fresh_sums = np.zeros(len(of)), np.zeros(len(of))
         for chosen in batches(of, self.batch):
             losses = token_losses(self.model, self._rows(of, chosen, tokens, edges), self.eod, self.batch)
-            at = np.arange(losses.shape[1])
-            told = at < of.length[chosen, None]
-            sums[chosen] = np.where(told, losses, 0.0).sum(1, dtype=np.float64)
-            new = told & (at >= of.fresh[chosen, None])
-            fresh[chosen] = np.where(new, losses, 0.0).sum(1, dtype=np.float64)
-        totals = np.bincount(of.owner, fresh, len(lengths))
-        count = np.maximum(lengths - first, 0)
-        means = sums / of.length
-        worse = worst(of, means, len(lengths))
-        there = worse >= 0
+            token_places = np.arange(losses.shape[1])
+            has_loss = token_places < of.length[chosen, None]
+            window_sums[chosen] = np.where(has_loss, losses, 0.0).sum(1, dtype=np.float64)
+            is_new = has_loss & (token_places >= of.fresh[chosen, None])
+            fresh_sums[chosen] = np.where(is_new, losses, 0.0).sum(1, dtype=np.float64)
+        totals = np.bincount(of.owner, fresh_sums, len(document_lengths))
+        loss_counts = np.maximum(document_lengths - first_loss, 0)
+        means = window_sums / of.length
+        worse = worst(of, means, len(document_lengths))
+        has_window = worse >= 0
         with np.errstate(divide="ignore", invalid="ignore"):
-            loss = totals / count
-            bits = totals / math.log(2) / self._bytes(tokens, edges, first)
-        columns = {
-            "shard": coded(np.zeros(len(lengths), np.int8), [parcel.shard.name]),
+            document_loss = totals / loss_counts
+            bits = totals / math.log(2) / self._bytes(tokens, edges, first_loss)
+        row_columns = {
+            "shard": coded(np.zeros(len(document_lengths), np.int8), [parcel.shard.name]),
             "document": parcel.numbers,
             "first_token": parcel.first,
-            "tokens": lengths,
-            "loss": loss.astype(np.float32),
-            "worst_window": np.where(there, np.append(means, np.nan)[worse], np.nan).astype(np.float32),
-            "worst_first": parcel.first + np.where(there, np.append(of.begin, 0)[worse], 0),
-            "worst_tokens": np.where(there, np.append(of.length, 0)[worse], 0).astype(np.int32),
+            "tokens": document_lengths,
+            "loss": document_loss.astype(np.float32),
+            "worst_window": np.where(has_window, np.append(means, np.nan)[worse], np.nan).astype(np.float32),
+            "worst_first": parcel.first + np.where(has_window, np.append(of.begin, 0)[worse], 0),
+            "worst_tokens": np.where(has_window, np.append(of.length, 0)[worse], 0).astype(np.int32),
             "bits_per_byte": np.where(np.isfinite(bits) | np.isinf(totals), bits, np.nan).astype(np.float32),
-            "gradient_norm": self._gradient_norms(of, tokens, edges, count),
+            "gradient_norm": self._gradient_norms(of, tokens, edges, loss_counts),
         }
-        return pa.table(columns, schema=SCHEMA)
+        return pa.table(row_columns, schema=SCHEMA)
 
     def losses(self, parcel: Parcel, begin: int, end: int) -> npt.NDArray[np.float32]:
         """The loss of each of the tokens [begin, end) of a parcel of one document, nats: float32 [end - begin]; nan for
         a first one without a loss."""
         tokens, edges = _read(parcel)
         of = windows(np.diff(edges), self.window, int(self.eod is None))
-        found = np.full(len(tokens), np.nan, np.float32)
+        losses_found = np.full(len(tokens), np.nan, np.float32)
         for window in np.flatnonzero((of.begin < end) & (of.begin + of.length > begin))[:, None]:
-            at, fresh, length = (int(values[window[0]]) for values in (of.begin, of.fresh, of.length))
-            losses = token_losses(self.model, self._rows(of, window, tokens, edges), self.eod)[0]
-            found[at + fresh : at + length] = losses[fresh:]
-        return found[begin:end]
+            window_begin, fresh_count, length = (
+                int(values[window[0]]) for values in (of.begin, of.fresh, of.length)
+            )
+            window_losses = token_losses(self.model, self._rows(of, window, tokens, edges), self.eod)[0]
+            losses_found[window_begin + fresh_count : window_begin + length] = window_losses[fresh_count:]
+        return losses_found[begin:end]
 
     def _rows(self, of: Windows, chosen: Int64s, tokens: Raw, edges: Int64s) -> Int64s:
-        return window_rows(of, chosen, tokens, edges, self.eod or 0)
+        """The tokens of the `chosen` windows, int64 [b, longest + 1], padded with zeros at the end."""
+        token_table = np.zeros((len(chosen), int(of.length[chosen].max()) + 1), np.int64)
+        for table_row, window in zip(token_table, chosen.tolist(), strict=True):
+            at, window_length = int(edges[of.owner[window]] + of.begin[window]), int(of.length[window])
+            table_row[1 : window_length + 1] = tokens[at : at + window_length]
+            table_row[0] = tokens[at - 1] if of.begin[window] else self.eod or 0
+        return token_table
 
     def _bytes(self, tokens: Raw, edges: Int64s, first: int) -> npt.NDArray[np.float64]:
         """UTF-8 bytes of the tokens with a loss in each document [d]; nan if unknown."""
         if self.bytes_of is None:
             return np.full(len(edges) - 1, np.nan)
-        last = len(self.bytes_of) - 1
-        ids = np.where((tokens < 0) | (tokens >= last), last, tokens)
-        total = np.append(0, np.cumsum(self.bytes_of[ids]))
+        last_id = len(self.bytes_of) - 1
+        known_ids = np.where((tokens < 0) | (tokens >= last_id), last_id, tokens)
+        total = np.append(0, np.cumsum(self.bytes_of[known_ids]))
         return (total[edges[1:]] - total[np.minimum(edges[:-1] + first, edges[1:])]).astype(np.float64)
 
     def _gradient_norms(
         self, of: Windows, tokens: Raw, edges: Int64s, count: Int64s
     ) -> npt.NDArray[np.float32]:
         """L2 norm of the gradient of the mean loss of each document [d]; nan without a loss."""
-        norms = np.full(len(count), np.nan, np.float32)
+        gradient_norms = np.full(len(count), np.nan, np.float32)
         if not self.gradients:
-            return norms
-        per = max(1, self.batch // self.window)
-        bounds = np.searchsorted(of.owner, np.arange(len(count) + 1))
+            return gradient_norms
+        windows_per_batch = max(1, self.batch // self.window)
+        window_bounds = np.searchsorted(of.owner, np.arange(len(count) + 1))
         for document in np.flatnonzero(count).tolist():
-            mine = np.arange(bounds[document], bounds[document + 1])
+            own_windows = np.arange(window_bounds[document], window_bounds[document + 1])
             # The sum is kept in fp32 for any dtype of the weights.
             total: dict[str, torch.Tensor] = {}
-            for begin in range(0, len(mine), per):
-                chosen = mine[begin : begin + per]
-                given, segments, strange = inputs(self.model, self._rows(of, chosen, tokens, edges), self.eod)
-                at = np.arange(given.shape[1] - 1)
-                new = (at < of.length[chosen, None]) & (at >= of.fresh[chosen, None]) & ~strange[:, 1:]
-                losses = losses_of(self.model, given, segments)
-                mean = (losses * torch.from_numpy(new).to(losses.device)).sum() / int(count[document])
-                found = torch.autograd.grad(mean, list(self.model.parameters()))
-                for (name, _), gradient in zip(self.model.named_parameters(), found, strict=True):
+            for batch_begin in range(0, len(own_windows), windows_per_batch):
+                chosen = own_windows[batch_begin : batch_begin + windows_per_batch]
+                given_tokens, segments, strange = inputs(
+                    self.model, self._rows(of, chosen, tokens, edges), self.eod
+                )
+                at = np.arange(given_tokens.shape[1] - 1)
+                is_new = (at < of.length[chosen, None]) & (at >= of.fresh[chosen, None]) & ~strange[:, 1:]
+                losses = losses_of(self.model, given_tokens, segments)
+                mean_loss = (losses * torch.from_numpy(is_new).to(losses.device)).sum() / int(count[document])
+                gradients_found = torch.autograd.grad(mean_loss, list(self.model.parameters()))
+                for (name, _), gradient in zip(self.model.named_parameters(), gradients_found, strict=True):
                     total[name] = gradient.float() + total[name] if name in total else gradient.float()
-            squares = sum(g.square().sum(dtype=torch.float64) for g in total.values())
-            norms[document] = math.sqrt(float(squares))
-        return norms
+            square_sum = sum(g.square().sum(dtype=torch.float64) for g in total.values())
+            gradient_norms[document] = math.sqrt(float(square_sum))
+        return gradient_norms
 
 
 @dataclass
@@ -233,52 +368,53 @@ class _ScoreWork:
     seconds: float = 0.0
 
     def _parcels(self) -> Iterator[Parcel]:
-        size = max(PARCEL, -(-self.shelf.tokens // MOST_PARTS))
-        return parcels(self.shelf, self.documents, size)
+        parcel_size = max(PARCEL, -(-self.shelf.tokens // MOST_PARTS))
+        return parcels(self.shelf, self.documents, parcel_size)
 
     def measure(self) -> None:
         """Measure every parcel without a part."""
         if not self.shelf.documents:
             raise DataError(f"{self.shelf.name} has no documents: there is nothing to score")
-        begin, total = time.monotonic(), self.shelf.tokens
+        begin_time, total_tokens = time.monotonic(), self.shelf.tokens
         if self.documents is not None:
-            total = sum(parcel.tokens for parcel in self._parcels())
-        keep = partial(keep_rows, measure=self.scorer.measure, folder=self.folder)
+            total_tokens = sum(parcel.tokens for parcel in self._parcels())
+        keep_parcel = partial(keep_rows, measure=self.scorer.measure, folder=self.folder)
         labels = ("scoring", "scored")
         self.number, self.measured = map_documents(
-            self._parcels(), keep, total, labels=labels, progress=self.progress
+            self._parcels(), keep_parcel, total_tokens, labels=labels, progress=self.progress
         )
-        self.seconds = time.monotonic() - begin
+        self.seconds = time.monotonic() - begin_time
 
     def result(self, precision: str) -> Scores:
-        columns = ["tokens", "loss", "worst_window", "worst_tokens", "bits_per_byte"]
-        parts = document_map.read_parts(self.folder, self.number, "score again", columns)
-        held = [[rows[name].to_numpy() for name in columns] for rows in parts]
+        column_names = ["tokens", "loss", "worst_window", "worst_tokens", "bits_per_byte"]
+        row_parts = document_map.read_parts(self.folder, self.number, "score again", column_names)
+        held = [[part_rows[name].to_numpy() for name in column_names] for part_rows in row_parts]
         tokens, loss, worse, length, bits = (np.concatenate(values) for values in zip(*held, strict=True))
-        model, shelf, first = self.scorer.model, self.shelf, int(self.scorer.eod is None)
-        good = np.isfinite(loss)
-        told = (tokens - first)[good].astype(np.float64)
-        nats = loss[good] * told
+        model, shelf, first_loss = self.scorer.model, self.shelf, int(self.scorer.eod is None)
+        is_finite = np.isfinite(loss)
+        loss_counts = (tokens - first_loss)[is_finite].astype(np.float64)
+        total_nats = loss[is_finite] * loss_counts
         with np.errstate(divide="ignore", invalid="ignore"):
-            size = np.where(bits[good] > 0, nats / math.log(2) / bits[good], 0.0)
-        edges, counts = histogram(loss)
+            size = np.where(bits[is_finite] > 0, total_nats / math.log(2) / bits[is_finite], 0.0)
+        bar_edges, bar_counts = histogram(loss)
         by, by_window = likes(tokens, loss), likes(length, worse)
         z = judged(by, tokens, loss)
-        high = (np.fmax(z, judged(by_window, length, worse)) >= ODD) | ((length > 0) & ~np.isfinite(worse))
-        warnings = [shelf.problem] if shelf.problem else []
-        if first:
-            warnings.append(
+        is_high = (np.fmax(z, judged(by_window, length, worse)) >= ODD) | ((length > 0) & ~np.isfinite(worse))
+        score_warnings = [shelf.problem] if shelf.problem else []
+        if first_loss:
+            score_warnings.append(
                 "the end-of-document token is unknown: the first token of each document has no loss"
             )
         return Scores(
             name=shelf.name, fingerprint=shelf.fingerprint, checkpoint=str(model.checkpoint),
             checkpoint_fingerprint=model.fingerprint, step=model.step, precision=precision, device=str(model.device),
             window=self.scorer.window, gradients=self.scorer.gradients, parts=self.number, documents=len(tokens),
-            tokens=int(tokens.sum()), loss=float(nats.sum() / told.sum()) if told.sum() else math.nan,
-            bits_per_byte=float(nats[size > 0].sum() / math.log(2) / size.sum()) if size.sum() else None,
-            likes=by, window_likes=by_window, high=int(high.sum()), low=int((z <= -ODD).sum()), edges=edges,
-            counts=counts, quantiles=np.quantile(loss[good], SHARES).tolist() if good.any() else [],
-            seconds=self.seconds, measured_tokens=self.measured, warnings=warnings,
+            tokens=int(tokens.sum()),
+            loss=float(total_nats.sum() / loss_counts.sum()) if loss_counts.sum() else math.nan,
+            bits_per_byte=float(total_nats[size > 0].sum() / math.log(2) / size.sum()) if size.sum() else None,
+            likes=by, window_likes=by_window, high=int(is_high.sum()), low=int((z <= -ODD).sum()), edges=bar_edges,
+            counts=bar_counts, quantiles=np.quantile(loss[is_finite], SHARES).tolist() if is_finite.any() else [],
+            seconds=self.seconds, measured_tokens=self.measured, warnings=score_warnings,
         )  # fmt: skip
 
 
@@ -305,55 +441,42 @@ def windows(lengths: Int64s, size: int, first: int) -> Windows:
     Each starts with a fresh context, as a training sample does, `size` tokens after the last. Only a document's last
     window overlaps the previous one, so that its tokens have as much context as others: a short rest would look bad.
     """
-    told = np.maximum(lengths - first, 0)
-    count = -(-told // size)
-    owner = np.repeat(np.arange(len(lengths)), count)
-    at = (np.arange(len(owner)) - np.repeat(np.cumsum(count) - count, count)) * size
-    length = np.minimum(told[owner], size)
-    begin = np.minimum(at, told[owner] - length)
-    return Windows(owner, begin + first, length, at - begin)
+    loss_counts = np.maximum(lengths - first, 0)
+    count = -(-loss_counts // size)
+    window_owner = np.repeat(np.arange(len(lengths)), count)
+    window_places = (np.arange(len(window_owner)) - np.repeat(np.cumsum(count) - count, count)) * size
+    window_lengths = np.minimum(loss_counts[window_owner], size)
+    window_begins = np.minimum(window_places, loss_counts[window_owner] - window_lengths)
+    return Windows(window_owner, window_begins + first, window_lengths, window_places - window_begins)
 
 
 def batches(of: Windows, tokens: int) -> Iterator[Int64s]:
     """The indices of windows, in batches of similar length with at most `tokens` tokens when padded to the longest
     (at least one window)."""
-    order = np.argsort(-of.length, kind="stable")
-    begin = 0
-    while begin < len(order):
-        count = max(1, tokens // int(of.length[order[begin]]))
-        yield order[begin : begin + count]
-        begin += count
-
-
-def window_rows(of: Windows, chosen: Int64s, tokens: Raw, edges: Int64s, before: int) -> Int64s:
-    """The tokens of the `chosen` windows, int64 [b, longest + 1], padded with zeros at the end.
-
-    tokens [n], edges int64 [d + 1]: of the documents; before: the token before the first token of each.
-    """
-    table = np.zeros((len(chosen), int(of.length[chosen].max()) + 1), np.int64)
-    for row, window in zip(table, chosen.tolist(), strict=True):
-        at, length = int(edges[of.owner[window]] + of.begin[window]), int(of.length[window])
-        row[1 : length + 1] = tokens[at : at + length]
-        row[0] = tokens[at - 1] if of.begin[window] else before
-    return table
+    length_order = np.argsort(-of.length, kind="stable")
+    batch_begin = 0
+    while batch_begin < len(length_order):
+        batch_count = max(1, tokens // int(of.length[length_order[batch_begin]]))
+        yield length_order[batch_begin : batch_begin + batch_count]
+        batch_begin += batch_count
 
 
 def worst(of: Windows, means: Floats, documents: int) -> Int64s:
     """The window with the highest mean [w] of each document, the first of equals: int64 [documents], -1 without any."""
-    found = np.full(documents, -1, np.int64)
+    windows_found = np.full(documents, -1, np.int64)
     # nan, from a broken model, counts as the highest.
-    order = np.lexsort((np.arange(len(of)), np.where(np.isnan(means), -np.inf, -means), of.owner))
-    firsts = np.flatnonzero(np.append(True, np.diff(of.owner[order]) != 0)) if len(of) else order
-    found[of.owner[order[firsts]]] = order[firsts]
-    return found
+    loss_order = np.lexsort((np.arange(len(of)), np.where(np.isnan(means), -np.inf, -means), of.owner))
+    firsts = np.flatnonzero(np.append(True, np.diff(of.owner[loss_order]) != 0)) if len(of) else loss_order
+    windows_found[of.owner[loss_order[firsts]]] = loss_order[firsts]
+    return windows_found
 
 
 def _read(parcel: Parcel) -> tuple[Raw, Int64s]:
     """The tokens of all documents, one after the other [n], and their edges, int64 [d + 1]."""
     lengths = parcel.end - parcel.first
     if np.array_equal(parcel.end[:-1], parcel.first[1:]):
-        tokens = parcel.shard.raw(int(parcel.first[0]), int(lengths.sum()))
+        all_tokens = parcel.shard.raw(int(parcel.first[0]), int(lengths.sum()))
     else:
         read = [parcel.shard.raw(a, n) for a, n in zip(parcel.first.tolist(), lengths.tolist(), strict=True)]
-        tokens = np.concatenate(read)
-    return tokens, np.append(0, np.cumsum(lengths))
+        all_tokens = np.concatenate(read)
+    return all_tokens, np.append(0, np.cumsum(lengths))

@@ -32,11 +32,11 @@ def load(checkpoint: Path, exact: bool = False, device: str | None = None) -> Pl
     Raises as `load_plain`, and DataError for a missing device.
     """
     try:
-        on = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        torch.empty(0, device=on)
+        torch_device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.empty(0, device=torch_device)
     except (RuntimeError, AssertionError) as error:
         raise DataError(f"device {device!r} cannot be used: {str(error).splitlines()[0]}") from None
-    return load_plain(checkpoint, torch.float32 if exact else None, on)
+    return load_plain(checkpoint, torch.float32 if exact else None, torch_device)
 
 
 def losses_of(model: PlainModel, tokens: Tensor, segments: Tensor | None = None) -> Tensor:
@@ -46,18 +46,20 @@ def losses_of(model: PlainModel, tokens: Tensor, segments: Tensor | None = None)
     """
     x = model.hidden(tokens[:, :-1], segments).flatten(0, 1)
     labels = tokens[:, 1:].t().flatten()
-    count = max(1, LOGITS // (4 * model.config.padded_vocab))
+    chunk_size = max(1, LOGITS // (4 * model.config.padded_vocab))
 
     def of(x: Tensor, labels: Tensor) -> Tensor:
         return cross_entropy(model.logits(x), labels, model.vocabulary)[0]
 
-    parts = []
-    for some, wanted in zip(x.split(count), labels.split(count), strict=True):
-        if torch.is_grad_enabled() and len(x) > count:
-            parts.append(recomputed(of, some, wanted, use_reentrant=False, preserve_rng_state=False))
+    loss_parts = []
+    for hidden_part, label_part in zip(x.split(chunk_size), labels.split(chunk_size), strict=True):
+        if torch.is_grad_enabled() and len(x) > chunk_size:
+            loss_parts.append(
+                recomputed(of, hidden_part, label_part, use_reentrant=False, preserve_rng_state=False)
+            )
         else:
-            parts.append(of(some, wanted))
-    return torch.cat(parts).view(tokens.shape[1] - 1, -1).t()
+            loss_parts.append(of(hidden_part, label_part))
+    return torch.cat(loss_parts).view(tokens.shape[1] - 1, -1).t()
 
 
 def token_losses(
@@ -73,17 +75,19 @@ def token_losses(
     apart, attention ends there, as in training. batch: tokens of a forward pass. lengths: of the pieces that the rows
     are cut into, int64 [n]; None: they are whole.
     """
-    found = np.empty((len(tokens), tokens.shape[1] - 1), np.float32)
-    count = max(1, batch // max(found.shape[1], 1))
+    losses_found = np.empty((len(tokens), tokens.shape[1] - 1), np.float32)
+    row_count = max(1, batch // max(losses_found.shape[1], 1))
     # Not inference_mode: the table of positions that the model keeps is used with gradients, too.
     with torch.no_grad():
-        for first in range(0, len(tokens), count):
-            rows = tokens[first : first + count]
-            cut = None if lengths is None else lengths[first : first + count]
-            given, segments, strange = inputs(model, rows, eod, cut)
-            losses = losses_of(model, given, segments).cpu().numpy()
-            found[first : first + count] = np.where(strange[:, 1:], np.inf, losses)
-    return found
+        for first_row in range(0, len(tokens), row_count):
+            rows = tokens[first_row : first_row + row_count]
+            cut_lengths = None if lengths is None else lengths[first_row : first_row + row_count]
+            given_tokens, segments, is_strange = inputs(model, rows, eod, cut_lengths)
+            batch_losses = losses_of(model, given_tokens, segments).cpu().numpy()
+            losses_found[first_row : first_row + row_count] = np.where(
+                is_strange[:, 1:], np.inf, batch_losses
+            )
+    return losses_found
 
 
 def inputs(
@@ -91,12 +95,12 @@ def inputs(
 ) -> tuple[Tensor, Tensor | None, npt.NDArray[np.bool_]]:
     """(tokens, segments, which ids are beyond the vocabulary) of rows [b, s + 1], on the model's device. eod, lengths:
     as in `token_losses`."""
-    strange = (tokens < 0) | (tokens >= model.vocabulary)
-    tokens = np.where(strange, 0, tokens)
-    segments, apart = None, eod if model.run.data.keep_documents_apart else None
-    if apart is not None or lengths is not None:
-        segments = torch.from_numpy(segments_of(tokens[:, :-1], apart, lengths)).to(model.device)
-    return torch.from_numpy(tokens).to(model.device), segments, strange
+    is_strange = (tokens < 0) | (tokens >= model.vocabulary)
+    tokens = np.where(is_strange, 0, tokens)
+    segments, apart_eod = None, eod if model.run.data.keep_documents_apart else None
+    if apart_eod is not None or lengths is not None:
+        segments = torch.from_numpy(segments_of(tokens[:, :-1], apart_eod, lengths)).to(model.device)
+    return torch.from_numpy(tokens).to(model.device), segments, is_strange
 
 
 def losses_under(checkpoint: Path) -> Callable[[Library, Int64s], npt.NDArray[np.floating]]:
@@ -108,16 +112,16 @@ def losses_under(checkpoint: Path) -> Callable[[Library, Int64s], npt.NDArray[np
     model = load(checkpoint)
 
     def losses(library: Library, positions: Int64s) -> npt.NDArray[np.floating]:
-        length = library.source.order.sequence_length
-        own = None if library.tokenizer is None else library.tokenizer.xxh3
-        check_vocabulary(model, "the samples", library.vocabulary, own)
-        if length > model.config.sequence_length:
+        sequence_length = library.source.order.sequence_length
+        own_xxh3 = None if library.tokenizer is None else library.tokenizer.xxh3
+        check_vocabulary(model, "the samples", library.vocabulary, own_xxh3)
+        if sequence_length > model.config.sequence_length:
             raise DataError(
                 f"{model.checkpoint} was trained on sequences of {model.config.sequence_length} tokens, the samples "
-                f"have {length}: give a checkpoint that has read as many"
+                f"have {sequence_length}: give a checkpoint that has read as many"
             )
-        lengths = lengths_at(library.pieces, positions)
-        cut = lengths if (lengths < length).any() else None
+        piece_lengths = lengths_at(library.pieces, positions)
+        cut = piece_lengths if (piece_lengths < sequence_length).any() else None
         return token_losses(model, library.source.samples(positions), library.source.eod, lengths=cut)
 
     return losses

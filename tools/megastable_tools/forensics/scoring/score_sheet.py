@@ -10,11 +10,9 @@ import numpy as np
 from megastable.base.errors import DataError
 from megastable.base.text import number, plural
 from megastable.report.sheet import Column, Histogram, Passage, Sheet
-from megastable_tools.forensics.scoring.document_scores import Scorer
-from megastable_tools.forensics.scoring.pick import Parcel
+from megastable_tools.forensics.scoring.document_scores import Parcel, Scorer
 from megastable_tools.forensics.scoring.scored import ODD, Scores, first_rows
-from megastable_tools.forensics.shard_set import Shelf
-from megastable_tools.forensics.spans import spans
+from megastable_tools.forensics.shard_set import Shelf, spans
 
 WHOLE = 2048  # tokens up to which a document is shown in full
 
@@ -58,7 +56,7 @@ def score_sheet(
             f"{folder} holds scores of other shards than {shelf.name}, or it has changed: score it again"
         )
     rows = [row | {"finding": _finding(row)} for row in first_rows(folder, most, by)]
-    passages = {
+    text_passages = {
         index: [_passage(row, shelf, scorer)] for index, row in enumerate(rows[:texts]) if row["tokens"]
     }
     lead = [
@@ -87,18 +85,20 @@ def score_sheet(
         "harder_than_usual": scores.high, "easier_than_usual": scores.low, "window_tokens": scores.window,
         "precision": scores.precision, "device": scores.device, "tokens_per_second": scores.tokens_per_second,
     }  # fmt: skip
-    notes = [
+    sheet_notes = [
         *scores.warnings,
         "A loss far below the usual is a finding, too: text that is repeated, generated or memorised.",
         "The checkpoint may know its own training data already, bad text included: one from before, or from a clean "
         "corpus, shows more.",
     ]
     if scorer is None and texts:
-        notes.append("With the checkpoint the tokens are coloured by their loss.")
-    columns = [c for c in COLUMNS if any(row.get(c.key) is not None for row in rows)]
+        sheet_notes.append("With the checkpoint the tokens are coloured by their loss.")
+    sheet_columns = [
+        sheet_column for sheet_column in COLUMNS if any(row.get(sheet_column.key) is not None for row in rows)
+    ]
     return Sheet(
-        title=f"{scores.name}, scored by step {scores.step}", lead=lead, facts=facts, columns=columns, rows=rows,
-        passages=passages, histograms=_histograms(scores), notes=notes, legend="loss of a token", data=data,
+        title=f"{scores.name}, scored by step {scores.step}", lead=lead, facts=facts, columns=sheet_columns, rows=rows,
+        passages=text_passages, histograms=_histograms(scores), notes=sheet_notes, legend="loss of a token", data=data,
     )  # fmt: skip
 
 
@@ -119,31 +119,31 @@ def _finding(row: dict[str, Any]) -> str:
 def _histograms(scores: Scores) -> list[Histogram]:
     if not sum(scores.counts):
         return []
-    marks = [
-        (value, f"{share:.1%}" if share < 0.01 or share > 0.99 else f"{share:.0%}")
-        for share, value in zip(scores.shares, scores.quantiles)
+    quantile_marks = [
+        (quantile_value, f"{share:.1%}" if share < 0.01 or share > 0.99 else f"{share:.0%}")
+        for share, quantile_value in zip(scores.shares, scores.quantiles)
         if share in (0.01, 0.5, 0.99)
     ]
     return [
-        Histogram("loss of the documents, nats per token", scores.edges, scores.counts, marks, column="loss",
+        Histogram("loss of the documents, nats per token", scores.edges, scores.counts, quantile_marks, column="loss",
                   note="Marked: 1%, half and 99% of the documents are below.")
     ]  # fmt: skip
 
 
 def _passage(row: dict[str, Any], shelf: Shelf, scorer: Scorer | None) -> Passage:
     """The document, or for a longer one the worst window."""
-    first, end = row["first_token"], row["first_token"] + row["tokens"]
-    begin, upto = first, end
-    if end - first > WHOLE:
+    first, document_end = row["first_token"], row["first_token"] + row["tokens"]
+    begin, upto = first, document_end
+    if document_end - first > WHOLE:
         begin, upto = row["worst_first"], row["worst_first"] + row["worst_tokens"]
     shard = shelf.shard(row["shard"])
-    ids = shard.raw(begin, upto - begin).tolist()
-    losses = None
+    shown_ids = shard.raw(begin, upto - begin).tolist()
+    shown_losses = None
     if scorer is not None:
-        parcel = Parcel(0, shard, np.array([row["document"]]), np.array([first]), np.array([end]))
-        losses = scorer.losses(parcel, begin - first, upto - first).tolist()
-    if ids and ids[-1] == shelf.eod:
-        ids, losses = ids[:-1], losses[:-1] if losses is not None else None
-    what = f"loss {number(row['loss'])}, worst window {number(row['worst_window'])}"
+        parcel = Parcel(0, shard, np.array([row["document"]]), np.array([first]), np.array([document_end]))
+        shown_losses = scorer.losses(parcel, begin - first, upto - first).tolist()
+    if shown_ids and shown_ids[-1] == shelf.eod:
+        shown_ids, shown_losses = shown_ids[:-1], shown_losses[:-1] if shown_losses is not None else None
+    loss_text = f"loss {number(row['loss'])}, worst window {number(row['worst_window'])}"
     where = f"document {row['document']} of {row['shard']}, its tokens {begin - first:,} to {upto - first - 1:,} of "
-    return Passage(f"{where}{row['tokens']:,}: {what}", spans(ids, shelf.tokenizer, losses))
+    return Passage(f"{where}{row['tokens']:,}: {loss_text}", spans(shown_ids, shelf.tokenizer, shown_losses))

@@ -113,13 +113,13 @@ def rows(folder: Path) -> Iterator[dict[str, Any]]:
     """
     scores = Scores.load(folder)
     for table in document_map.read_parts(folder, scores.parts, "score again"):
-        tokens, loss, worst, length = (
+        token_counts, loss, worst, length = (
             table[key].to_numpy() for key in ("tokens", "loss", "worst_window", "worst_tokens")
         )
-        z, worst_z = judged(scores.likes, tokens, loss), judged(scores.window_likes, length, worst)
+        z, worst_z = judged(scores.likes, token_counts, loss), judged(scores.window_likes, length, worst)
         odd = np.fmax(np.abs(z), worst_z)
-        broken = np.isinf(worst) | (np.isnan(worst) & (length > 0))
-        odd[broken] = np.inf
+        is_broken = np.isinf(worst) | (np.isnan(worst) & (length > 0))
+        odd[is_broken] = np.inf
         for row, *values in zip(table.to_pylist(), z.tolist(), worst_z.tolist(), odd.tolist(), strict=True):
             row |= dict(zip(("z", "worst_z", "odd"), values, strict=True))
             yield {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in row.items()}
@@ -159,34 +159,38 @@ def likes(tokens: Int64s, loss: Floats) -> list[Like]:
 
     Lengths are grouped by powers of two, and merged with their neighbours until there are `FEW` texts.
     """
-    good = np.isfinite(loss)
-    tokens, loss = tokens[good], loss[good]
+    is_finite = np.isfinite(loss)
+    tokens, loss = tokens[is_finite], loss[is_finite]
     if len(tokens) < FEWEST:
         return []
-    power = np.frexp(np.maximum(tokens, 1).astype(np.float64))[1]  # tokens < 2 ** power
-    found, begin, last = list[tuple[int, int]](), 0, int(power.max())
-    for upto in range(1, last + 1):
-        if int(((power > begin) & (power <= upto)).sum()) >= FEW:
-            found.append((begin, upto))
-            begin = upto
-    if begin < last:
-        found.append((found.pop()[0] if found else 0, last))
-    told = []
-    for low, high in found:
-        inside = loss[(power > low) & (power <= high)]
-        median = float(np.median(inside))
-        scale = max(SIGMA * float(np.median(np.abs(inside - median))), LEAST)
-        below = 1 << 62 if high == last else 1 << high
-        told.append(Like(below=below, documents=len(inside), median=median, scale=scale))
-    return told
+    length_powers = np.frexp(np.maximum(tokens, 1).astype(np.float64))[1]  # tokens < 2 ** power
+    power_ranges, power_begin, last_power = list[tuple[int, int]](), 0, int(length_powers.max())
+    for power_end in range(1, last_power + 1):
+        if int(((length_powers > power_begin) & (length_powers <= power_end)).sum()) >= FEW:
+            power_ranges.append((power_begin, power_end))
+            power_begin = power_end
+    if power_begin < last_power:
+        power_ranges.append((power_ranges.pop()[0] if power_ranges else 0, last_power))
+    baselines_told = []
+    for power_low, power_high in power_ranges:
+        class_losses = loss[(length_powers > power_low) & (length_powers <= power_high)]
+        median = float(np.median(class_losses))
+        robust_scale = max(SIGMA * float(np.median(np.abs(class_losses - median))), LEAST)
+        length_limit = 1 << 62 if power_high == last_power else 1 << power_high
+        baselines_told.append(
+            Like(below=length_limit, documents=len(class_losses), median=median, scale=robust_scale)
+        )
+    return baselines_told
 
 
 def judged(by: Sequence[Like], tokens: Int64s, loss: Floats) -> Floats:
     """Distance of the losses of texts [d] from the baseline, in robust deviations; nan without `by`."""
     if not by:
         return np.full(len(tokens), np.nan)
-    at = np.searchsorted([one.below for one in by], tokens, side="right")
-    return (loss - np.array([one.median for one in by])[at]) / np.array([one.scale for one in by])[at]
+    baseline_index = np.searchsorted([length_baseline.below for length_baseline in by], tokens, side="right")
+    return (loss - np.array([length_baseline.median for length_baseline in by])[baseline_index]) / np.array(
+        [length_baseline.scale for length_baseline in by]
+    )[baseline_index]
 
 
 def histogram(loss: Floats) -> tuple[list[float], list[int]]:
@@ -194,6 +198,6 @@ def histogram(loss: Floats) -> tuple[list[float], list[int]]:
     good = loss[np.isfinite(loss)]
     if not good.size:
         return [0.0, 1.0], [0]
-    low, high = float(good.min()), float(good.max())
-    counts, edges = np.histogram(good, BARS, (low, max(high, low + LEAST)))
-    return edges.tolist(), counts.tolist()
+    lowest_loss, highest_loss = float(good.min()), float(good.max())
+    bar_counts, bar_edges = np.histogram(good, BARS, (lowest_loss, max(highest_loss, lowest_loss + LEAST)))
+    return bar_edges.tolist(), bar_counts.tolist()

@@ -1,0 +1,141 @@
+"""Whatever makes the two compute something else is found: that is what the check is for."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megastable.base import free_memory
+from megastable.report.sheet import as_json
+from megastable_tools.convert.huggingface import parity
+from megastable_tools.convert.huggingface.export import to_hf
+from megastable_tools.convert.huggingface.parity import LogitRow, ParityReport, compare, sheet
+from tests.convert.huggingface.conftest import MODELS, Make
+
+Change = Callable[[dict[str, Tensor], dict[str, Any]], None]
+
+
+def interleaved(tensors: dict[str, Tensor], settings: dict[str, Any]) -> None:
+    """The other layout of rotary embeddings: pairs (2i, 2i + 1), as Meta's own Llama files have it."""
+    name = "model.layers.0.self_attn.q_proj.weight"
+    heads = tensors[name].view(4, 2, 4, 32)
+    tensors[name] = heads.transpose(1, 2).reshape(32, 32).contiguous()
+
+
+def swapped(tensors: dict[str, Tensor], settings: dict[str, Any]) -> None:
+    gate, up = (f"model.layers.1.mlp.{name}_proj.weight" for name in ("gate", "up"))
+    tensors[gate], tensors[up] = tensors[up], tensors[gate]
+
+
+def nudged(tensors: dict[str, Tensor], settings: dict[str, Any]) -> None:
+    tensors["model.norm.weight"][3] += 1e-6
+
+
+CHANGES: dict[str, Change] = {
+    "interleaved": interleaved,
+    "swapped": swapped,
+    "nudged": nudged,
+    "theta": lambda _, s: s["rope_parameters"].update(rope_theta=1e4 + 50) or s.update(rope_theta=1e4 + 50),
+    "eps": lambda _, s: s.update(rms_norm_eps=2e-5),
+    "norms": lambda t, _: t["model.layers.0.input_layernorm.weight"].mul_(1.01),
+}
+
+
+@pytest.fixture(scope="module")
+def qwen3(make: Make, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return to_hf(make(MODELS["qwen3"]), tmp_path_factory.mktemp("qwen3") / "out", dtype="fp32").out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CHANGES)
+def test_compare_finds_a_change(make: Make, qwen3: Path, tmp_path: Path, name: str) -> None:
+    checkpoint, out = make(MODELS["qwen3"]), shutil.copytree(qwen3, tmp_path / "out")
+    tensors = load_file(out / "model.safetensors")
+    settings = json.loads((out / "config.json").read_text())
+    CHANGES[name](tensors, settings)
+    save_file(tensors, out / "model.safetensors", {"format": "pt"})
+    (out / "config.json").write_text(json.dumps(settings))
+    found = compare(checkpoint, out)
+    assert found.failed and found.verdict.startswith("NOT THE SAME")
+    if name in ("theta", "eps"):
+        assert not found.unequal and all(
+            row.largest > parity.LARGEST or row.kl > parity.KL for row in found.rows
+        )
+    else:
+        assert found.unequal and "tensors differ" in found.verdict
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-tied", "llama", "olmo2", "olmo3", "mistral", "gemma2"])
+def test_compare_goes_layer_by_layer_if_memory_is_short(
+    make: Make, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = make({**MODELS[name], "layers": 6})
+    out = to_hf(checkpoint, tmp_path / "out").out
+    whole = compare(checkpoint, out)
+    need: list[tuple[int, int]] = []
+    memory = parity._memory
+    monkeypatch.setattr(parity, "_memory", lambda *a: need.append(memory(*a)) or need[-1])
+    monkeypatch.setattr(free_memory, "free", lambda: need[-1][0] - 1 if need else 0)
+    streamed = compare(checkpoint, out)
+    assert (whole.how, streamed.how) == ("loaded whole", "loaded layer by layer, for want of memory")
+    assert streamed.rows == whole.rows and not streamed.failed
+    assert need[-1][1] < need[-1][0]
+    monkeypatch.setattr(free_memory, "free", lambda: need[-1][1] - 1)
+    skipped = compare(checkpoint, out)
+    assert not skipped.rows and not skipped.failed
+    assert skipped.verdict.startswith("NOT CHECKED: it would take ")
+
+
+@pytest.mark.parametrize(
+    ("kind", "changed", "named", "shows"),
+    [
+        ("qwen3", {"rms_norm_eps": 1.0000001e-5}, "model.norm_eps is 1.0000001e-05 in the folder, and 1e-05", False),
+        ("qwen3", {"rope_parameters": {"rope_type": "linear", "factor": 1.0000001, "rope_theta": 1e4}},
+         "model.rope_scaling is kind='linear' factor=1.0000001", False),
+        ("gemma2", {"query_pre_attn_scalar": 25}, "model.attention_scale is 0.2 in the folder, and 0.2041", True),
+        ("gemma2", {"attn_logit_softcapping": 2.0000001}, "model.attention_softcap is 2.0000001 in the folder", False),
+        ("gemma2", {"sliding_window": 8}, r"model.window is \[8, None, 8\] in the folder, and \[7, None, 7\]", True),
+    ],
+)  # fmt: skip
+def test_compare_sees_a_setting_that_hardly_shows(
+    make: Make, tmp_path: Path, kind: str, changed: dict[str, Any], named: str, shows: bool
+) -> None:
+    out = to_hf(make(MODELS[kind]), tmp_path / "out", dtype="fp32").out
+    settings = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps(settings | changed))
+    found = compare(make(MODELS[kind]), out)
+    assert found.failed and re.search(named, found.verdict)
+    assert all(row.same != shows for row in found.rows)
+
+
+def test_row_by_hand() -> None:
+    ours = torch.tensor([[[0.0, 0.0], [1.0, 3.0]]])
+    theirs = torch.tensor([[[0.0, 0.0], [1.0, 2.0]]])
+    row = parity._row("these", ours, theirs)
+    p = torch.tensor([1.0, 3.0]).double().softmax(0)
+    q = torch.tensor([1.0, 2.0]).double().softmax(0)
+    assert row.kl == pytest.approx(float((p * (p / q).log()).sum()) / 2)
+    assert (row.tokens, row.largest, row.agree, row.scale) == (2, 1.0, 1.0, 3.0)
+    theirs[0, 0, 1] = float("nan")
+    assert not parity._row("these", ours, theirs).largest < 1
+
+
+@pytest.mark.parametrize(
+    ("largest", "kl"), [(2e-4, 0.0), (0.0, 2e-10), (float("nan"), 0.0), (0.0, float("nan"))]
+)
+def test_parity_report_fails_beyond_its_limits(largest: float, kl: float) -> None:
+    fine = LogitRow("text", 5, 9e-5, 9e-11, 1.0, 3.0)
+    assert not ParityReport(Path("a"), Path("b"), rows=[fine]).failed
+    found = ParityReport(Path("a"), Path("b"), rows=[fine, LogitRow("text", 5, largest, kl, 1.0, 3.0)])
+    assert found.failed and "on text logits differ" in found.verdict
+    assert "NOT THE SAME" in json.loads(as_json(sheet(found)))["title"]
