@@ -13,13 +13,13 @@ import numpy as np
 import torch
 
 from megastable.config.tree import RunConfig
-from megastable.data.manifest import TokenizerInfo, adopt
+from megastable.data.manifest import TokenizerInfo, adopt_shards
 from megastable.data.shard_format import ShardWriter
 from megastable.engine.measured import Measured
-from megastable.model.sizes import parameters
+from megastable.model.sizes import count_parameters
 
 
-def machine(device: torch.device) -> dict[str, Any]:
+def describe_machine(device: torch.device) -> dict[str, Any]:
     """Hardware and software of a measurement."""
     on_gpu = device.type == "cuda"
     return {
@@ -53,7 +53,7 @@ def write_random_corpus(folder: Path, vocabulary: int, tokens: int) -> None:
     tokenizer_info = TokenizerInfo(
         file="tokenizer.model", kind="sentencepiece", xxh3="0" * 32, vocab_size=vocabulary, eod=0
     )
-    adopt(folder, tokenizer_info, validation=0.05).save(folder)
+    adopt_shards(folder, tokenizer_info, validation=0.05).save_manifest(folder)
 
 
 def name_processor() -> str:
@@ -67,7 +67,7 @@ def describe_run(config: RunConfig) -> dict[str, Any]:
     """The model, the batch and the precision of a measurement."""
     run_config = config
     return {
-        "parameters": parameters(run_config.model),
+        "parameters": count_parameters(run_config.model),
         "vocabulary": run_config.model.vocab_size,
         "sequence_length": run_config.model.sequence_length,
         "micro_batch": run_config.train.micro_batch,

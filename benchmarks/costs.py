@@ -104,7 +104,7 @@ class Costs:
     totals: dict[str, Total]
 
 
-def estimate(terms: Sequence[Term], factor: float) -> Estimate:
+def estimate_sum(terms: Sequence[Term], factor: float) -> Estimate:
     """The sum of the weighted medians, times `factor`; the values of all terms are paired by round."""
     round_count = len(terms[0][0])
     drawn = np.random.default_rng(0).integers(0, round_count, (RESAMPLES, round_count))
@@ -113,7 +113,7 @@ def estimate(terms: Sequence[Term], factor: float) -> Estimate:
     return Estimate(factor * sum(weight * float(np.median(values)) for values, weight in terms), low, high)
 
 
-def assess(
+def assess_costs(
     samples: Mapping[str, Sequence[float]], kinds: Sequence[str], intervals: Mapping[str, int]
 ) -> Costs:
     """Costs from measurements.
@@ -137,10 +137,10 @@ def assess(
         cost = Cost(
             name,
             every,
-            estimate(direct, 1000 * every),
-            estimate(paired, 1000 * every),
-            estimate(direct, of_step),
-            estimate(paired, of_step),
+            estimate_sum(direct, 1000 * every),
+            estimate_sum(paired, 1000 * every),
+            estimate_sum(direct, of_step),
+            estimate_sum(paired, of_step),
             {watch: 1000 * float(np.median(seconds[watch])) for watch in watches},
         )
         components.append(cost)
@@ -148,13 +148,13 @@ def assess(
     totals = {
         "gate": Total(gate.direct_share, gate.paired_share, GATE_LIMIT),
         "guard": Total(guard.direct_share, guard.paired_share, GUARD_LIMIT),
-        "everything": Total(estimate(direct_terms, of_step), estimate(paired_terms, of_step), LIMIT),
+        "everything": Total(estimate_sum(direct_terms, of_step), estimate_sum(paired_terms, of_step), LIMIT),
     }
-    steps_ms = {kind: estimate([(seconds[kind], 1.0)], 1000) for kind in kinds}
+    steps_ms = {kind: estimate_sum([(seconds[kind], 1.0)], 1000) for kind in kinds}
     return Costs(steps_ms, components, totals)
 
 
-def table(costs: Costs) -> Table:
+def cost_table(costs: Costs) -> Table:
     """A table: component, duration, frequency, share of a step; sums and limits at the end."""
     bare_ms = costs.steps_ms["bare"].median
     shown_table = Table(

@@ -12,7 +12,14 @@ import argparse
 from collections.abc import Iterator, Sequence
 from statistics import mean
 
-from megastable_tools.plan.goodput_model import DAY, ExpectedGoodput, FaultyCluster, expected, spares, trial
+from megastable_tools.plan.goodput_model import (
+    DAY,
+    ExpectedGoodput,
+    FaultyCluster,
+    count_spares,
+    expect_goodput,
+    play_trial,
+)
 
 GPUS = (64, 1024, 10_000)
 # Seconds from the launch to the first step. Two ranks of a small model took 6 here, nearly all of it imports; the rest,
@@ -46,7 +53,9 @@ def row(name: str, c: FaultyCluster, found: ExpectedGoodput, trials: int) -> str
     row_cells = [name, f"**{found.training:.2%}**", *(f"{share:.2%}" for share in loss_shares)]
     if trials:
         trial_seconds = min(FAILURES / c.rate, LONGEST)
-        row_cells.append(f"{mean(trial(c, trial_seconds, trial_seed) for trial_seed in range(trials)):.2%}")
+        row_cells.append(
+            f"{mean(play_trial(c, trial_seconds, trial_seed) for trial_seed in range(trials)):.2%}"
+        )
     return f"| {' | '.join(row_cells)} |"
 
 
@@ -57,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parsed_arguments = parser.parse_args(arguments)
     for gpus in parsed_arguments.gpus:
         base = next(cases(gpus))[1]
-        hosts = spares(base)
+        hosts = count_spares(base)
         print(
             f"\n{gpus:,} GPUs: a failure every {1 / base.rate / 3600:.1f} h, a start takes {base.start:.0f} s, a "
             f"checkpoint every {base.interval / 60:.0f} min; {hosts} spare hosts suffice for 99 % of the failures\n"
@@ -76,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         table_heads += ["by dice"] if parsed_arguments.trials else []
         print(f"| {' | '.join(table_heads)} |\n|{'---|' * len(table_heads)}")
         for case_name, faulty_cluster in cases(gpus):
-            print(row(case_name, faulty_cluster, expected(faulty_cluster), parsed_arguments.trials))
+            print(row(case_name, faulty_cluster, expect_goodput(faulty_cluster), parsed_arguments.trials))
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from benchmarks.layouts import PP2, SP2, TP2, LayoutCase, run_layouts
 from megastable.base import durable
 from megastable.base.errors import ConfigError, user_errors
 from megastable_tools.plan import memory
-from megastable_tools.plan.volume import bounds
+from megastable_tools.plan.volume import stage_bounds
 
 WARM = 2  # steps before the measured one: moments, tables and scratch exist, ZeRO 3 knows its order
 MIB = 2**20
@@ -144,28 +144,28 @@ class Row:
         return self.total_expected / self.total - 1
 
 
-def measure(names: Sequence[str] = (), say: Callable[[str], None] = lambda _: None) -> list[Row]:
+def measure_layouts(names: Sequence[str] = (), say: Callable[[str], None] = lambda _: None) -> list[Row]:
     """Measure the layouts of these names (of `LAYOUTS`; none: all) in separate processes; a row for every rank.
 
     Raises ConfigError for an unknown name, MegastableError if a rank fails.
     """
     measured_layouts = run_layouts(LAYOUTS, names, measure_joined, say)
-    return [row for name, case, ranks in measured_layouts for row in compare(name, case, ranks)]
+    return [row for name, case, ranks in measured_layouts for row in compare_ranks(name, case, ranks)]
 
 
 STATE = ("weights", "gradients", "master", "moments")
 
 
-def compare(name: str, case: LayoutCase, ranks: Sequence[Measured]) -> list[Row]:
+def compare_ranks(name: str, case: LayoutCase, ranks: Sequence[Measured]) -> list[Row]:
     """Every rank's measurement beside the formulas."""
-    stage_bounds = bounds(case.config)
+    bounds = stage_bounds(case.config)
     rank_rows = []
     for rank, measured in enumerate(ranks):
-        [expected] = memory.footprints(
+        [expected] = memory.list_footprints(
             case.config,
             case.layout,
             stages=[measured.stage],
-            cut=stage_bounds,
+            cut=bounds,
             device=measured.device,
             zero=case.deepspeed["zero_optimization"],
             elements=case.elements,
@@ -193,7 +193,7 @@ def compare(name: str, case: LayoutCase, ranks: Sequence[Measured]) -> list[Row]
     return rank_rows
 
 
-def table(rows: Iterable[Row]) -> Table:
+def footprint_table(rows: Iterable[Row]) -> Table:
     """One row for every rank that differs from its neighbours of the same stage, otherwise one per stage."""
     made_table = Table("layout", "stage", title="Memory of one rank in a training step, MiB")
     column_names = "building formulas state formulas peak formulas difference watched diagnosed".split()
@@ -223,11 +223,11 @@ def measure_joined(case: LayoutCase) -> Measured:
 
     from benchmarks.train_speed import living_bytes, peak_of
     from megastable.engine import locators
-    from megastable.engine.distributed import device
+    from megastable.engine.distributed import choose_device
     from megastable.engine.engine import Engine
 
-    config, settings, topology = case.config, case.deepspeed, case.join()
-    on_gpu = device().type == "cuda"
+    config, settings, topology = case.config, case.deepspeed, case.join_group()
+    on_gpu = choose_device().type == "cuda"
     gc.collect()
     before = torch.cuda.memory_allocated() if on_gpu else living_bytes()
     made: list[Engine] = []
@@ -248,12 +248,12 @@ def measure_joined(case: LayoutCase) -> Measured:
         engine.train_step(batches, 1e-4, lambda measured: measured.finite)
 
     def watched() -> None:
-        engine.probe.watch()
+        engine.probe.watch_step()
         step()
-        engine.statistics()
+        engine.collect_statistics()
 
     def located() -> None:
-        locators.locate(engine, batches)
+        locators.locate_first_nonfinite(engine, batches)
 
     for _ in range(WARM):
         step()
@@ -328,8 +328,8 @@ def main(
         console = Console()
         if output is not None and not output.absolute().parent.is_dir():
             raise ConfigError(f"--output {output}: no such folder; create it, or name another one")
-        rows = measure(layout or (), lambda name: Console(stderr=True).print(name, style="dim"))
-        console.print(table(rows))
+        rows = measure_layouts(layout or (), lambda name: Console(stderr=True).print(name, style="dim"))
+        console.print(footprint_table(rows))
         if output is not None:
             durable.write_output(output, json.dumps([asdict(one_row) for one_row in rows], indent=1) + "\n")
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.ranks import launch
+from benchmarks.ranks import launch_ranks
 from megastable.base.errors import ConfigError
 from megastable.config import deepspeed_json
 from megastable.config.tree import RunConfig
@@ -66,10 +66,10 @@ class LayoutCase:
     @property
     def deepspeed(self) -> Section:
         """DeepSpeed's settings."""
-        settings = deepspeed_json.build(self.config, self.world)
+        settings = deepspeed_json.build_deepspeed_json(self.config, self.world)
         return {**settings, "zero_optimization": settings["zero_optimization"] | self.zero}
 
-    def join(self) -> Topology:
+    def join_group(self) -> Topology:
         """On a rank of the process group."""
         from megastable.model import sizes
 
@@ -82,7 +82,7 @@ class LayoutCase:
         drawn = torch.Generator().manual_seed(sample_rank)
         assert model_config.vocab_size is not None
         found = []
-        for batch_number in range(deepspeed_json.accumulation(self.config, self.world)):
+        for batch_number in range(deepspeed_json.count_micro_batches(self.config, self.world)):
             # A context-parallel rank has a part of the tokens.
             token_count = model_config.sequence_length // self.layout.context
             tokens = torch.randint(0, model_config.vocab_size, (batch_size, token_count + 1), generator=drawn)
@@ -119,4 +119,4 @@ def run_layouts(
             raise ConfigError(f"--layout {name!r}: choose among {', '.join(map(repr, layouts))}")
     for name in names or layouts:
         say(name)
-        yield name, layouts[name], launch(layouts[name].world, function, layouts[name])
+        yield name, layouts[name], launch_ranks(layouts[name].world, function, layouts[name])

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from megastable.config.stability import StabilityConfig
 from megastable_guard.actions import Action, Signals, Verdict
-from megastable_guard.guard import Guard, Recorded, simulate
+from megastable_guard.guard import Guard, Recorded, simulate_guard
 
 Series = npt.NDArray[np.float64]
 Draw = Callable[[int, np.random.Generator], Series]
@@ -103,7 +103,9 @@ KINDS: dict[str, Draw] = {
 }
 
 
-def healthy(kind: str, steps: int, seed: int, norms: bool = True, sigma: float = SIGMA) -> Iterator[Recorded]:
+def healthy_run(
+    kind: str, steps: int, seed: int, norms: bool = True, sigma: float = SIGMA
+) -> Iterator[Recorded]:
     """A healthy run. norms: whether gradient norms were recorded. Raises KeyError for a kind that is not in KINDS."""
     rng = np.random.default_rng(seed)
     kind_noise = KINDS[kind](steps, rng)
@@ -134,15 +136,15 @@ class FalseAlarms:
         return 1e4 * count / self.steps
 
 
-def count(
+def count_actions(
     kind: str, steps: int, seeds: Iterable[int], config: StabilityConfig, norms: bool = True
 ) -> FalseAlarms:
     """The actions in `steps` healthy steps with each of the seeds."""
     kept, done, total_steps = config.snapshots, Counter[str](), 0
     for seed in seeds:
         verdict_before = Verdict.HEALTHY
-        for judged in simulate(
-            healthy(kind, steps, seed, norms), config, interval=kept.interval, keep=kept.keep
+        for judged in simulate_guard(
+            healthy_run(kind, steps, seed, norms), config, interval=kept.interval, keep=kept.keep
         ):
             done[judged.action] += 1
             done["irreversible"] += judged.action not in REVERSIBLE
@@ -206,11 +208,13 @@ class Delays:
         return self.steps[half_count] if half_count < len(self.steps) else None
 
 
-def delays(kind: str, planted: int, seed: int, config: StabilityConfig, norms: bool = True) -> list[Delays]:
+def measure_delays(
+    kind: str, planted: int, seed: int, config: StabilityConfig, norms: bool = True
+) -> list[Delays]:
     """Plant every fault `planted` times into one healthy run, which continues unaffected."""
     longest_fault = max(len(fault.loss) for fault in FAULTS.values())
     steps = FIRST + APART * (planted - 1) + longest_fault
-    healthy_rows = list(healthy(kind, steps, seed, norms))
+    healthy_rows = list(healthy_run(kind, steps, seed, norms))
     sigma = SIGMA * float(np.std(KINDS[kind](steps, np.random.default_rng(seed))))
     clean_guard = Guard(config, simulated=True)
     delays_by_fault: dict[str, list[int]] = {name: [] for name in FAULTS}
@@ -220,7 +224,7 @@ def delays(kind: str, planted: int, seed: int, config: StabilityConfig, norms: b
                 branch_guard = Guard(config, clean_guard.state, simulated=True)
                 delay = _delay(branch_guard, healthy_rows[fault_step:], fault, sigma)
                 delays_by_fault[name] += [] if delay is None else [delay]
-        clean_guard.judge(Signals(row.step, row.loss, row.grad_norm), 0)
+        clean_guard.judge_step(Signals(row.step, row.loss, row.grad_norm), 0)
     return [
         Delays(kind, name, planted, sum(delay < FAULTS[name].within for delay in took), sorted(took))
         for name, took in delays_by_fault.items()
@@ -231,6 +235,6 @@ def _delay(guard: Guard, rows: list[Recorded], fault: Fault, sigma: float) -> in
     for steps, (row, loss_rise, norm_factor) in enumerate(zip(rows, fault.loss, fault.norm)):
         grad_norm = None if row.grad_norm is None else row.grad_norm * float(norm_factor)
         step_signals = Signals(row.step, row.loss + sigma * float(loss_rise), grad_norm)
-        if guard.judge(step_signals, 0).action is not Action.APPLY:
+        if guard.judge_step(step_signals, 0).action is not Action.APPLY:
             return steps
     return None

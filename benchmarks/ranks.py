@@ -48,7 +48,9 @@ class Place(NamedTuple):
     log: Path | None
 
 
-def launch(world: int, function: Callable[[Any], Any], argument: Any, timeout: float = TIMEOUT) -> list[Any]:
+def launch_ranks(
+    world: int, function: Callable[[Any], Any], argument: Any, timeout: float = TIMEOUT
+) -> list[Any]:
     """Run `function(argument)` on every rank of a process group of `world` local processes; results by rank.
 
     function: a module-level one. Raises MegastableError if a rank fails.

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _world
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.common import machine
+from benchmarks.common import describe_machine
 from benchmarks.layouts import PP2, SP2, TP2, LayoutCase, run_layouts
 from megastable.base.errors import ConfigError
 from megastable.config import deepspeed_json
@@ -149,21 +149,23 @@ class Found:
         return any(held_layout.differences or held_layout.missed for held_layout in self.layouts)
 
 
-def measure(names: Sequence[str] = (), say: Callable[[str], None] = lambda _: None) -> Found:
+def count_layouts(names: Sequence[str] = (), say: Callable[[str], None] = lambda _: None) -> Found:
     """Count the layouts of these names (of `LAYOUTS`; none: all) in separate processes.
 
     Raises ConfigError for an unknown name, MegastableError if a rank fails.
     """
     counted_layouts = run_layouts(LAYOUTS, names, count_joined, say)
-    held_layouts = [compare(name, case, ranks) for name, case, ranks in counted_layouts]
-    return Found(held_layouts, machine(torch.device("cpu")))
+    held_layouts = [compare_ranks(name, case, ranks) for name, case, ranks in counted_layouts]
+    return Found(held_layouts, describe_machine(torch.device("cpu")))
 
 
-def expected(case: LayoutCase, stage: int, data_rank: int = 0, tensor_rank: int = 0) -> dict[Message, int]:
+def expected_messages(
+    case: LayoutCase, stage: int, data_rank: int = 0, tensor_rank: int = 0
+) -> dict[Message, int]:
     """The messages of a rank of `stage` by the formulas."""
     config = case.config
-    volume_terms = volume.step(
-        config, case.layout.data, stage, volume.bounds(config), config.kernels.loss, elements=case.elements,
+    volume_terms = volume.list_step_terms(
+        config, case.layout.data, stage, volume.stage_bounds(config), config.kernels.loss, elements=case.elements,
         zero=case.deepspeed["zero_optimization"], data_rank=data_rank, tensor_rank=tensor_rank,
     )  # fmt: skip
     message_counts: Counter[Message] = Counter()
@@ -172,11 +174,11 @@ def expected(case: LayoutCase, stage: int, data_rank: int = 0, tensor_rank: int 
     return dict(message_counts)
 
 
-def compare(name: str, case: LayoutCase, ranks: Sequence[Counted]) -> Held:
+def compare_ranks(name: str, case: LayoutCase, ranks: Sequence[Counted]) -> Held:
     """Every rank's count beside the formulas."""
     differences, by_stage = [], {}
     for rank, counted in enumerate(ranks):
-        wanted_messages = expected(case, *case.layout.coordinates(rank))
+        wanted_messages = expected_messages(case, *case.layout.coordinates_of(rank))
         for message in sorted(counted.messages.keys() | wanted_messages.keys()):
             counted_calls, wanted_calls = counted.messages.get(message, 0), wanted_messages.get(message, 0)
             if counted_calls != wanted_calls:
@@ -220,7 +222,7 @@ def _alike(by_stage: dict[int, tuple[Sums, Sums]]) -> dict[str, tuple[Sums, Sums
     return {(f"{r[0]}-{r[-1]}" if len(r) > 1 else str(r[0])): by_stage[r[0]] for r in stage_runs}
 
 
-def table(found: Found) -> Table:
+def scaling_table(found: Found) -> Table:
     """One row for every layout, stage, group and collective; both numbers where counted and expected differ."""
     made = Table("layout", "stages", "group", "collective", title="What one rank gives in a training step")
     made.add_column("calls", justify="right")
@@ -280,7 +282,7 @@ class Forecast:
     busiest: dict[str, float]
 
 
-def predict(config: RunConfig, world: int) -> Forecast:
+def predict_step(config: RunConfig, world: int) -> Forecast:
     """A step of `config` on `world` ranks, by the formulas. model.vocab_size must be given.
 
     Raises ConfigError if the ranks cannot be laid out, or the vocabulary is unknown.
@@ -289,18 +291,22 @@ def predict(config: RunConfig, world: int) -> Forecast:
         raise ConfigError(
             "model.vocab_size comes from a corpus, and none is opened here: set model.vocab_size=..."
         )
-    parallel_config, data = config.parallel, deepspeed_json.data_parallel(config, world)
-    zero_settings = deepspeed_json.build(config, world)["zero_optimization"]
+    parallel_config, data = config.parallel, deepspeed_json.size_of_data_parallel(config, world)
+    zero_settings = deepspeed_json.build_deepspeed_json(config, world)["zero_optimization"]
     loss = "chunked" if config.kernels.loss == "auto" else config.kernels.loss
-    group_sizes, stage_bounds = volume.members(config, data), volume.bounds(config)
+    group_sizes, stage_bounds = volume.count_members(config, data), volume.stage_bounds(config)
     most: dict[Key, Line] = {}
     busiest_bytes: dict[str, float] = {}
     for stage in range(parallel_config.pipeline):
         lines: dict[Key, Line] = {}
-        for t in volume.step(config, data, stage, stage_bounds, loss, ballot=BALLOT, zero=zero_settings):
+        for t in volume.list_step_terms(
+            config, data, stage, stage_bounds, loss, ballot=BALLOT, zero=zero_settings
+        ):
             if t.collective != "receive":  # the other end's send
                 line_key, group_size = (t.what, t.group, t.collective), group_sizes[t.group]
-                new_line = Line(*line_key, group_size, t.calls, t.total, volume.sent(t, group_size), stage)
+                new_line = Line(
+                    *line_key, group_size, t.calls, t.total, volume.count_sent_bytes(t, group_size), stage
+                )
                 lines[line_key] = new_line if line_key not in lines else lines[line_key].plus(new_line)
         for line_key, new_line in lines.items():
             if line_key not in most or new_line.bytes > most[line_key].bytes:
@@ -310,7 +316,9 @@ def predict(config: RunConfig, world: int) -> Forecast:
             busiest_bytes[group] = max(bytes_sent, busiest_bytes.get(group, 0.0))
     layout = {"tensor": parallel_config.tensor, "pipeline": parallel_config.pipeline, "data": data}
     busiest_bytes = {group: bytes_sent for group, bytes_sent in busiest_bytes.items() if bytes_sent}
-    return Forecast(world, layout, volume.accumulation(config, data), list(most.values()), busiest_bytes)
+    return Forecast(
+        world, layout, volume.count_micro_batches(config, data), list(most.values()), busiest_bytes
+    )
 
 
 Key = tuple[str, str, str]
@@ -379,7 +387,7 @@ def _bytes(given: Any) -> int:
     return sum(map(_bytes, given)) if isinstance(given, list | tuple) else 0
 
 
-def numbers() -> dict[str, int]:
+def sequence_numbers() -> dict[str, int]:
     """Number of collectives that every group of this rank has seen."""
     return {
         group.group_name: group._get_sequence_number_for_group()  # type: ignore[attr-defined]
@@ -391,15 +399,15 @@ def count_joined(case: LayoutCase, warm: int = 2) -> Counted:
     """Train `warm` steps on random tokens, and count the next one. On a rank of a process group."""
     from megastable.engine.engine import Engine
 
-    topology = case.join()
+    topology = case.join_group()
     engine = Engine(case.config, case.deepspeed, topology)
     drawn_batches = case.draw_batches(topology.sample_rank)
     for step in range(warm + 1):
-        numbers_before, counter = numbers(), Count()
+        numbers_before, counter = sequence_numbers(), Count()
         with counter:
             _, applied = engine.train_step(drawn_batches, 1e-4, lambda measured: measured.finite)
         assert applied, f"step {step} was not finite"
-    numbers_after = numbers()
+    numbers_after = sequence_numbers()
     missed = sum(numbers_after[name] - numbers_before[name] for name in numbers_after) - counter.calls.total()
     kind_by_group = _kinds(engine)
     messages: Counter[Message] = Counter()

@@ -17,7 +17,7 @@ import numpy as np
 from rich import box
 from rich.table import Table
 
-from benchmarks.costs import Estimate, estimate
+from benchmarks.costs import Estimate, estimate_sum
 from benchmarks.peers import OURS
 
 LIMITS = {"bare": 0.95}  # minimum ratio of ours to the same model without DeepSpeed, gate and records
@@ -93,11 +93,11 @@ class Speed:
     rows: list[Row]
     notes: list[str]
 
-    def row(self, name: str) -> Row:
+    def row_of(self, name: str) -> Row:
         return next(row for row in self.rows if row.name == name)
 
 
-def assess(
+def assess_speed(
     order: Sequence[str],
     samples: Mapping[str, Sequence[float]],
     entries: Mapping[str, Entry],
@@ -120,7 +120,7 @@ def assess(
 
 def _row(name: str, samples: Mapping[str, Sequence[float]], entry: Entry, work: Work, peak: Peak) -> Row:
     seconds = np.asarray(samples[name], dtype=np.float64)
-    step_estimate = estimate([(seconds, 1.0)], 1.0)
+    step_estimate = estimate_sum([(seconds, 1.0)], 1.0)
     flops_by_kind = {"full": work.flops_full, "causal": work.flops_causal}
 
     def utilisation(tflops: float) -> dict[str, float]:
@@ -128,7 +128,7 @@ def _row(name: str, samples: Mapping[str, Sequence[float]], entry: Entry, work: 
 
     speed_ratio = None
     if name != OURS and len(samples.get(OURS, ())) == len(seconds):
-        speed_ratio = estimate([(seconds / np.asarray(samples[OURS], dtype=np.float64), 1.0)], 1.0)
+        speed_ratio = estimate_sum([(seconds / np.asarray(samples[OURS], dtype=np.float64), 1.0)], 1.0)
     return Row(
         name, None, entry,
         Estimate(1e3 * step_estimate.median, 1e3 * step_estimate.low, 1e3 * step_estimate.high),
@@ -153,7 +153,7 @@ def _differing(entries: Mapping[str, Entry]) -> list[str]:
     return difference_notes
 
 
-def table(speed: Speed) -> Table:
+def speed_table(speed: Speed) -> Table:
     """A table of 80 columns."""
     run = speed.run
     title = f"A step of {run['tokens']:,} tokens, {run['parameters']:,} parameters; ± half of a 95% interval"
@@ -180,7 +180,7 @@ def table(speed: Speed) -> Table:
     return shown_table
 
 
-def lines(speed: Speed) -> list[str]:
+def describe_speed(speed: Speed) -> list[str]:
     """The lines below the table: backends, reasons, the peak, limits, notes."""
     text_lines = []
     for row in speed.rows:
@@ -194,7 +194,7 @@ def lines(speed: Speed) -> list[str]:
         "MFU % (the attention counted as a full square, then causal) is of "
         f"{speed.peak.measured_tflops:,.2f} TFLOP/s, a matrix product measured here"
     )
-    own_row = speed.row(OURS)
+    own_row = speed.row_of(OURS)
     if speed.peak.nominal_tflops and own_row.mfu_nominal:
         peak_text += (
             f"; of the data sheet's {speed.peak.nominal_tflops:,.0f} TFLOP/s ours is "

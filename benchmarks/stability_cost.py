@@ -30,8 +30,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.common import describe_run, is_finite, machine, write_random_corpus
-from benchmarks.costs import Costs, assess
+from benchmarks.common import describe_machine, describe_run, is_finite, write_random_corpus
+from benchmarks.costs import Costs, assess_costs
 from megastable.checkpoint.store import LayoutState, RunState
 from megastable.config import deepspeed_json
 from megastable.config.tree import CorpusConfig, RunConfig
@@ -115,11 +115,11 @@ class Stopwatch:
 
 
 def steps_needed(rounds: int) -> int:
-    """Number of calls of `advance` by `measure`."""
+    """Number of calls of `advance` by `measure_costs`."""
     return (rounds + 1) * len(KINDS)
 
 
-def measure(
+def measure_costs(
     config: RunConfig,
     rounds: int,
     advance: Callable[[], None] = lambda: None,
@@ -129,7 +129,7 @@ def measure(
 
     Raises ConfigError for a layout that needs more ranks.
     """
-    deepspeed_json.build(config, 1)
+    deepspeed_json.build_deepspeed_json(config, 1)
     with tempfile.TemporaryDirectory(prefix="megastable-bench-") as folder:
         vocab_size = config.model.vocab_size or VOCABULARY
         write_random_corpus(Path(folder) / "corpus", vocab_size, (config.model.sequence_length + 1) * SAMPLES)
@@ -140,15 +140,15 @@ def measure(
         config_tree["run"]["dir"] = Path(folder) / "run"
         config = RunConfig.model_validate(config_tree)
         corpora = open_corpora(config.data.corpora, config.model.sequence_length, config.run.seed)
-        run_directory = directory.make(config, Path("bench"))
+        run_directory = directory.make_directory(config, Path("bench"))
         with _loader(config, corpora) as loader:
             return Bench(config, corpora, run_directory, loader, say).measure(rounds, advance)
 
 
 def _loader(config: RunConfig, corpora: Corpora) -> Loader:
     return Loader(
-        corpora.train, Skips.of([]), 0, config.batches, config.train.micro_batch, 0, 1,
-        config.data.keep_documents_apart, config.data.prefetch, pin_memory=distributed.device().type == "cuda",
+        corpora.train, Skips.from_ranges([]), 0, config.batches, config.train.micro_batch, 0, 1,
+        config.data.keep_documents_apart, config.data.prefetch, pin_memory=distributed.choose_device().type == "cuda",
         pieces=config.pieces,
     )  # fmt: skip
 
@@ -168,7 +168,7 @@ class Bench:
         self.config, self.loader = config, loader
         random.seed(c.run.seed)
         torch.manual_seed(c.run.seed)
-        self.engine = Engine(c, deepspeed_json.build(c, 1), Topology(layout, 0, c.run.timeout))
+        self.engine = Engine(c, deepspeed_json.build_deepspeed_json(c, 1), Topology(layout, 0, c.run.timeout))
         held = LayoutState(**vars(layout), zero=c.parallel.zero, precision=c.precision.kind)
         self.state = RunState(order_fingerprint=corpora.order_fingerprint, layout=held)
         with redirect_stdout(io.StringIO()):  # no progress line of a training run
@@ -190,7 +190,7 @@ class Bench:
         """Warm up, then run `rounds` rounds of every kind of step."""
         self._settle_in()
         samples: dict[str, list[float]] = defaultdict(list)
-        began = machine(self.engine.device)
+        began = describe_machine(self.engine.device)
         for number in range(rounds + 1):
             round_seconds = self._round(self.batches[number % BATCHES], advance)
             for name, seconds in round_seconds.items() if number else ():  # the first round is a warm-up
@@ -205,7 +205,9 @@ class Bench:
             "probe": EVERY,
             "records": c.logging.flush_steps,
         }
-        return Measurement(began, self._run(), rounds, self.disturbed, assess(samples, KINDS, steps_between))
+        return Measurement(
+            began, self._run(), rounds, self.disturbed, assess_costs(samples, KINDS, steps_between)
+        )
 
     def _run(self) -> dict[str, Any]:
         optimizer, points = type(self.engine.optimizer).__name__, self.recovery.points
@@ -215,13 +217,13 @@ class Bench:
         """As in the middle of a run: the detector's windows are full, the ring of snapshots too."""
         measured = self.latest
         # Snapshots are taken here, under the stopwatch.
-        self.recovery.points.ring.due = lambda step, urgent=False: False  # type: ignore[method-assign]
+        self.recovery.points.ring.is_due = lambda step, urgent=False: False  # type: ignore[method-assign]
         random_draws = np.random.default_rng(0)
         for _ in range(2 * self.config.stability.detector.window):
             self.state.step += 1
             loss = measured.loss + 0.01 * random_draws.standard_normal()
             grad_norm = measured.grad_norm * np.exp(0.1 * random_draws.standard_normal())
-            self.recovery.guard.judge(Signals(self.state.step, loss, grad_norm, RATE), None)
+            self.recovery.guard.judge_step(Signals(self.state.step, loss, grad_norm, RATE), None)
         for _ in range(self.config.stability.snapshots.keep + 1):
             self.state.step += 1
             self._snapshot()
@@ -233,7 +235,7 @@ class Bench:
             "bare": lambda: self._bare(batch),
             "gate": lambda: self._gate(batch),
             "guard": lambda: self._guard(batch),
-            "hardware": lambda: self._guard(batch, self.recovery.watches.ballot),
+            "hardware": lambda: self._guard(batch, self.recovery.watches.collect_ballot),
             "snapshot": lambda: self._with_snapshot(batch, watch),
             "layers": lambda: self._with_layers(batch),
             "timed gate": lambda: self._timed_gate(batch, watch),
@@ -249,21 +251,21 @@ class Bench:
                 # Memory is looked after in one kind of step, by what it was left with right before.
                 watched = kind.endswith("hardware")
                 self.memory.on = watched
-                self.memory.seal(self.state.step)
+                self.memory.seal_state(self.state.step)
                 with watch.time(kind):
                     ways[kind]()
                 advance()
             with watch.time("statistics"):
-                self.engine.statistics()
+                self.engine.collect_statistics()
             with watch.time("tensors"):
-                self.recovery.watches.tensors.measure()
+                self.recovery.watches.tensors.measure_norms()
             with watch.time("probe"):
-                self.probe.look(self.state.step)
+                self.probe.look_at_probe(self.state.step)
             # As many as fit in one file.
             steps = self.observer.steps
             steps.pending = steps.pending[-1:] * self.config.logging.flush_steps
             with watch.time("write"):
-                steps.flush()
+                steps.flush_records()
         finally:
             gc.enable()
         return watch.seconds
@@ -275,7 +277,7 @@ class Bench:
         own_engine = self.engine
         own_engine._begin_step(batch.micro_batches, RATE)
         own_engine._count_tokens(batch.micro_batches)
-        with patches.instead(own_engine.ds, "_take_model_step", own_engine._update_by_deepspeed):
+        with patches.replace_attribute(own_engine.ds, "_take_model_step", own_engine._update_by_deepspeed):
             own_engine._run_forward_and_backward(batch.micro_batches)
 
     def _gate(self, batch: Step) -> None:
@@ -293,9 +295,9 @@ class Bench:
         self._guard(batch)
 
     def _with_layers(self, batch: Step) -> None:
-        self.engine.probe.watch()
+        self.engine.probe.watch_step()
         measured, applied = self.engine.train_step(batch.micro_batches, RATE, self._judge)
-        self._settle(batch, measured, applied, self.engine.statistics())
+        self._settle(batch, measured, applied, self.engine.collect_statistics())
 
     def _timed_gate(self, batch: Step, watch: Stopwatch) -> None:
         """The gate by itself: without the update, and without the norm that DeepSpeed needs anyway."""
@@ -305,7 +307,7 @@ class Bench:
             ("all", e, "train_step"), ("before", e, "_begin_step"), ("before", e, "_count_tokens"),
             ("passes", e, "_run_forward_and_backward"), ("update", e, "_update_by_deepspeed"),
             ("norm", e.zero, "squared_norm"), ("own norm", *self._own_norm()), ("collect", e, "_collect"),
-            ("counters", e, "counters"),
+            ("counters", e, "read_counters"),
         ]  # fmt: skip
         with _stopwatches(inner_watch, timed_calls):
             e.train_step(batch.micro_batches, RATE, inner_watch.timed("finite", is_finite))
@@ -320,64 +322,67 @@ class Bench:
         timed_judge = watch.timed("judge", self._judge)
         measured, applied = self.engine.train_step(batch.micro_batches, RATE, timed_judge)
         r, inner_watch = self.recovery, Stopwatch(self.engine.device)
-        timed_calls = [("samples", r.samples, "observe"), ("signs", r.watches.signs, "after")]
+        timed_calls = [("samples", r.samples, "observe_batch"), ("signs", r.watches.signs, "judge_step")]
         with _stopwatches(inner_watch, timed_calls), watch.time("settle"):
             self._settle(batch, measured, applied)
         watch.seconds["settle"] -= sum(inner_watch.seconds.values())
         watch.seconds |= inner_watch.seconds
 
     def _timed_hardware(self, batch: Step, watch: Stopwatch) -> None:
-        with _stopwatches(watch, [("seal", self.memory, "seal")]):
-            self._guard(batch, watch.timed("ballot", self.recovery.watches.ballot))
+        with _stopwatches(watch, [("seal", self.memory, "seal_state")]):
+            self._guard(batch, watch.timed("ballot", self.recovery.watches.collect_ballot))
 
     def _timed_layers(self, batch: Step, watch: Stopwatch) -> None:
         e, probe = self.engine, self.engine.probe
         timed_calls = [
-            (probe, "_before"), (probe, "_after"), (probe, "gradients"), (e.zero, "gradients"), (e, "flat_state"),
+            (probe, "_before"), (probe, "_after"), (probe, "add_gradients"), (e.zero, "view_gradients"),
+            (e, "flat_state"),
         ]  # fmt: skip
         with _stopwatches(watch, [("look", *call) for call in timed_calls]):
             with watch.time("look"):
-                probe.watch()
+                probe.watch_step()
             measured, applied = e.train_step(batch.micro_batches, RATE, self._judge)
         with watch.time("tell"):
-            layer_statistics = e.statistics()
-        with _stopwatches(watch, [("tell", self.observer.layers, "add")]):
+            layer_statistics = e.collect_statistics()
+        with _stopwatches(watch, [("tell", self.observer.layers, "add_records")]):
             self._settle(batch, measured, applied, layer_statistics)
 
     def _timed_trends(self, batch: Step, watch: Stopwatch) -> None:
         own_engine, trend_probe, trend_watch = self.engine, self.engine.trends, self.recovery.watches.trends
-        timed_calls = [(trend_probe, "_before"), (trend_probe, "_after"), (trend_probe, "gradients")]
+        timed_calls = [(trend_probe, "_before"), (trend_probe, "_after"), (trend_probe, "add_gradients")]
         with _stopwatches(watch, [("trend", *call) for call in timed_calls]):
-            trend_probe.watch()
+            trend_probe.watch_step()
             measured, applied = own_engine.train_step(batch.micro_batches, RATE, self._judge)
         with watch.time("trend"):
-            trend_watch.after(self.state, RATE, applied, incident=False)
+            trend_watch.judge_step(self.state, RATE, applied, incident=False)
         self._settle(batch, measured, applied)
 
     # Parts of the steps
 
     def _judge(self, measured: Measured) -> bool:
-        return self.recovery.judge(measured, self.state.step + 1, RATE)
+        return self.recovery.judge_update(measured, self.state.step + 1, RATE)
 
     def _settle(
         self, batch: Step, measured: Measured, applied: bool, found: LayerStatistics | None = None
     ) -> None:
         """The work of train.py after a step."""
         state_before, sample_count = self.state, batch.positions.size
-        state_after = state_before.after(
+        state_after = state_before.after_step(
             cursor=batch.next, tokens=sample_count * self.config.model.sequence_length, seconds=1.0, loss=measured.loss,
             applied=applied, mix={}, batch=sample_count, piece=batch.piece,
         )  # fmt: skip
-        self.recovery.watches.signs.after(state_after, found)
+        self.recovery.watches.signs.judge_step(state_after, found)
         step_result = StepResult(batch, measured, applied, state_before, state_after, RATE, 1.0, 0.0)
-        self.observer.step(step_result, found, self.engine.loss.z_loss)
-        self.state = self.recovery.settle(step_result).state
+        self.observer.record_step(step_result, found, self.engine.loss.z_loss)
+        self.state = self.recovery.carry_out_decision(step_result).state
         decision = self.recovery.decision
         self.disturbed += decision is not None and decision.action is not Action.APPLY
 
     def _snapshot(self) -> None:
         recovery = self.recovery
-        recovery.points.take(self.state, recovery.guard.detector.state, recovery.watches.state_dicts())
+        recovery.points.take_snapshot(
+            self.state, recovery.guard.detector.state, recovery.watches.state_dicts()
+        )
 
     def _losses(self) -> float:
         """Seconds of the loss function for the per-sample losses of a step: included in the bare step."""
@@ -401,5 +406,5 @@ def _stopwatches(watch: Stopwatch, calls: list[tuple[str, Any, str]]) -> Iterato
     with ExitStack() as exit_stack:
         for name, owner, attribute in calls:
             timed_call = watch.timed(name, getattr(owner, attribute))
-            exit_stack.enter_context(patches.instead(owner, attribute, timed_call))
+            exit_stack.enter_context(patches.replace_attribute(owner, attribute, timed_call))
         yield

@@ -122,7 +122,7 @@ def allowed(stage: Stage, later: Sequence[Stage], left: float) -> float:
     return min(left, max(stage.seconds, left - sum(later_stage.seconds for later_stage in later)))
 
 
-def run(stage: Stage, python: str, seconds: float, output: Path) -> Done:
+def run_stage(stage: Stage, python: str, seconds: float, output: Path) -> Done:
     """A stage in a separate process group, ended as a whole after `seconds`. output: a file for what it prints."""
     with tempfile.TemporaryDirectory(prefix="megastable-bench-") as folder:
         found_path = Path(folder) / "found.json"
@@ -218,7 +218,9 @@ def main(
             continue
         console.print(f"{stage.name} ...")
         time_left = allowed(stage, wanted_stages[number + 1 :], seconds_left)
-        done_stages[stage.name] = run(stage, sys.executable, time_left, log_folder / f"{stage.name}.log")
+        done_stages[stage.name] = run_stage(
+            stage, sys.executable, time_left, log_folder / f"{stage.name}.log"
+        )
         console.print(done_stages[stage.name].tail, markup=False, highlight=False)
         write(output, done_stages)
     table = Table("stage", "seconds", "outcome", title="GPU", title_justify="left")

@@ -30,9 +30,9 @@ import psutil
 import torch
 from torch import Tensor
 
-from benchmarks.common import describe_run, machine
+from benchmarks.common import describe_machine, describe_run
 from benchmarks.peers import OURS, PEERS, Contestant, Task, Unavailable
-from benchmarks.speed import Entry, Memory, Peak, Speed, Work, assess
+from benchmarks.speed import Entry, Memory, Peak, Speed, Work, assess_speed
 from megastable.base.errors import ConfigError
 from megastable.base.hardware import measured_tflops, nominal_tflops
 from megastable.config import deepspeed_json
@@ -40,7 +40,7 @@ from megastable.config.model import ModelConfig
 from megastable.config.tree import RunConfig
 from megastable.data.loader import MicroBatch
 from megastable.engine import distributed
-from megastable.model.sizes import flops_per_token, parameters
+from megastable.model.sizes import count_parameters, flops_per_token
 
 SMALL, LARGE = 4_096, 32_000  # vocabularies, if the recipe leaves it to the tokenizer
 SMALL_HIDDEN = 512  # maximum width of a small model
@@ -56,9 +56,9 @@ NO_TIME = "it was not warm in the time that there was: more --seconds, or fewer 
 Say = Callable[[str], None]
 
 
-def resolve(config: RunConfig, micro_batches: int = MICRO_BATCHES) -> tuple[RunConfig, list[str]]:
+def resolve_config(config: RunConfig, micro_batches: int = MICRO_BATCHES) -> tuple[RunConfig, list[str]]:
     """The config to measure, and notes on its changes. Raises ConfigError for settings that cannot be compared here."""
-    deepspeed_json.build(config, 1)
+    deepspeed_json.build_deepspeed_json(config, 1)
     if config.precision.kind == "fp16":
         raise ConfigError(
             "precision.kind=fp16: the others are trained without a loss scale; use bf16 or fp32"
@@ -99,7 +99,7 @@ def random_batches(config: RunConfig, device: torch.device) -> list[MicroBatch]:
     c, generator = config, torch.Generator().manual_seed(config.run.seed)
     assert c.model.vocab_size is not None
     drawn_batches = []
-    for number in range(deepspeed_json.accumulation(c, 1)):
+    for number in range(deepspeed_json.count_micro_batches(c, 1)):
         b = c.train.micro_batch
         drawn = torch.randint(c.model.vocab_size, (b, c.model.sequence_length + 1), generator=generator)
         tokens, labels = drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
@@ -115,17 +115,17 @@ def memory_needed(c: ModelConfig, micro_batch: int, names: Sequence[str], width:
     width: bytes of an activation. A block without recomputation keeps about 34 bytes of 16-bit activations per token
     and hidden unit (Korthikanti et al., arXiv:2205.05198, section 4, without the scores); logits exist three times.
     """
-    bytes_held = parameters(c) * (sum(PEERS[name].holds for name in names) + width)
+    bytes_held = count_parameters(c) * (sum(PEERS[name].holds for name in names) + width)
     tokens = micro_batch * c.sequence_length
     return bytes_held + tokens * (17 * width * c.hidden * c.layers + (8 + width) * c.padded_vocab)
 
 
 def steps_needed(names: Sequence[str], rounds: int) -> int:
-    """Number of calls of `advance` by `measure`, if all can run."""
+    """Number of calls of `advance` by `measure_speed`, if all can run."""
     return len(names) * (rounds + 1)
 
 
-def measure(
+def measure_speed(
     config: RunConfig,
     names: Sequence[str],
     rounds: int,
@@ -144,14 +144,14 @@ def measure(
     none can.
     """
     end = None if seconds is None else time.monotonic() + seconds
-    config, notes = resolve(config)
-    task = Task(config, distributed.device(), random_batches(config, distributed.device()))
+    config, notes = resolve_config(config)
+    task = Task(config, distributed.choose_device(), random_batches(config, distributed.choose_device()))
     if apart is None:
         needed = memory_needed(config.model, config.train.micro_batch, names, task.dtype.itemsize)
         apart = len(names) > 1 and needed > ROOM * _memory(task.device)
         if apart:
             notes.append(f"measured apart: together they take about {needed / 2**30:,.0f} GiB")
-    about = machine(task.device), describe_run(config)
+    about = describe_machine(task.device), describe_run(config)
     if about[0]["load_average"] > about[0]["cores"] / 2:
         notes.append(
             f"the machine was busy before this began (load {about[0]['load_average']} on {about[0]['cores']} cores): "
@@ -173,7 +173,7 @@ def measure(
         # In an unfinished round some have a sample more.
         rounds_done = min((len(of) for of in bench.samples.values() if of), default=0)
         samples_by_name = {name: of[:rounds_done] for name, of in bench.samples.items()}
-        return assess(
+        return assess_speed(
             names, samples_by_name, bench.entries, bench.problems, work, device_peak, about, notes_told
         )
 
@@ -278,7 +278,7 @@ class Bench:
             seconds_patience = math.inf if name == OURS else self._left() - turns * self.round_seconds
             with warnings.catch_warnings(), alarm.after(seconds_patience):
                 warnings.simplefilter("ignore")
-                built = PEERS[name].build(self.task)
+                built = PEERS[name].build_contestant(self.task)
                 at_build = time.perf_counter() - begin_time
                 built.prepare()
                 begin_time = time.perf_counter()

@@ -64,7 +64,7 @@ class Planned(BaseModel):
         return f"{self.kind} ({self.seconds:g} s)" if self.seconds else self.kind
 
 
-def plan(
+def plan_faults(
     kinds: Sequence[Kind],
     hosts: Sequence[str],
     seed: int,
@@ -80,7 +80,7 @@ def plan(
     """
     head = hosts[0]
     for kind in kinds:
-        if not kind.places(hosts, head):
+        if not kind.possible_hosts(hosts, head):
             raise ConfigError(
                 f"{kind.name} happens to {kind.place}, and there is only {head}: take more hosts"
             )
@@ -88,7 +88,7 @@ def plan(
         raise ConfigError(f"{len(kinds)} kinds of faults in runs of {steps} steps: nothing can be planned")
     chance = random.Random(seed)
     ordered, phases = _rounds(kinds, chance), _rounds((STARTING, *PHASES), chance)
-    places = {kind.name: _rounds(kind.places(hosts, head), chance) for kind in kinds}
+    places = {kind.name: _rounds(kind.possible_hosts(hosts, head), chance) for kind in kinds}
     planned = []
     for number, kind in zip(range(1, faults + 1), ordered):
         phase = PHASES[0] if kind.early else next(phases)
@@ -149,7 +149,7 @@ class ClusterOutcome(Outcome):
         return {True: "yes", False: "no", None: "unknown"}[self.same]
 
 
-def judge(
+def judge_fault(
     kind: Kind,
     planned: Planned,
     verdict: Verdict,
@@ -171,9 +171,10 @@ def judge(
     """
     seconds_found, said, blamed_host = verdict
     return ClusterOutcome(
-        planned=planned, found=seconds_found, verdict=said, blamed=blamed_host, expected=kind.blamed(planned.host),
+        planned=planned, found=seconds_found, verdict=said, blamed=blamed_host,
+        expected=kind.host_to_blame(planned.host),
         harmless=kind.harmless, exit=exit, same=same, cost=cost,
-        verdict_right=kind.accepts(said, blamed_host, planned.host),
+        verdict_right=kind.accepts_verdict(said, blamed_host, planned.host),
         end_right=(exit == OK and same is True) if kind.back or spared else exit == HOST_GONE,
     )  # fmt: skip
 
@@ -225,9 +226,9 @@ class ClusterRun:
     def _supervise(self, head: str) -> Started:
         words = self.setup.words(self.run, self.folder / "hostfile")
         variables = {**VARIABLES, "PYTHONPATH": str(ROOT)}
-        return self.hosts[head].start(words, self.output, variables, ROOT)
+        return self.hosts[head].start_process(words, self.output, variables, ROOT)
 
-    def progress(self) -> dict[str, Any]:
+    def read_progress(self) -> dict[str, Any]:
         with suppress(OSError, ValueError):
             progress_content = json.loads((self.seen / "progress.json").read_text())
             if isinstance(progress_content, dict):
@@ -259,7 +260,7 @@ class ClusterRun:
         return ConfigError(f"{what}: {self.output.read_text()[-2000:]}")
 
     def _due(self, planned: Planned) -> bool:
-        run_progress = self.progress()
+        run_progress = self.read_progress()
         if planned.phase == STARTING:
             return bool(run_progress) or bool(self.hosts[planned.host].ranks())
         steps_done = run_progress.get("step") or 0
@@ -267,7 +268,7 @@ class ClusterRun:
             run_progress.get("phase") == planned.phase or steps_done >= planned.step + PHASE_MISSED
         )
 
-    def end(self) -> int | None:
+    def wait_for_end(self) -> int | None:
         """The supervisor's exit code; None if it never ends."""
         while time.monotonic() - self.began < self.endless:
             assert self.cluster.supervisor is not None
@@ -276,7 +277,7 @@ class ClusterRun:
             time.sleep(0.1)
         return None
 
-    def left(self) -> dict[str, str]:
+    def hash_checkpoint(self) -> dict[str, str]:
         """The bytes of the last checkpoint, hashed, by file."""
         checkpoint_folder = self.seen / f"checkpoints/step-{self.setup.steps}"
         return {
@@ -284,7 +285,7 @@ class ClusterRun:
             for shard_path in sorted(checkpoint_folder.glob("*.safetensors"))
         }
 
-    def verdict(self, since: float) -> Verdict:
+    def read_verdict(self, since: float) -> Verdict:
         """Seconds until the first verdict after `since`, what it says, and the host that it blames."""
         for event in self._events():
             if event.get("time", 0) > since and event.get("event") == "ended" and event.get("what"):
@@ -300,7 +301,7 @@ class ClusterRun:
                 return None, output_line, None
         return None, "", None
 
-    def keep(self) -> None:
+    def keep_files(self) -> None:
         """Copy what megastable goodput reads, and logs, from the shared disk, which goes with the hosts."""
         for kept_name in ("journal.jsonl", "recipe.yaml", "summary.json", "progress.json"):
             with suppress(FileNotFoundError):
@@ -320,15 +321,15 @@ class ClusterRun:
 
 def run_undisturbed(setup: ClusterSetup, folder: Path) -> Undisturbed:
     """Raises ConfigError if the run fails without any fault."""
-    with Hosts(empty(folder), setup.hosts + setup.spares) as hosts:
+    with Hosts(make_empty(folder), setup.hosts + setup.spares) as hosts:
         run = ClusterRun(setup, folder, hosts, endless=max(ENDLESS, SLOWEST * setup.steps))
-        code = run.end()
+        code = run.wait_for_end()
         if code != 0:
             raise ConfigError(f"the run ended with {code} without a fault: {run.output.read_text()[-2000:]}")
-        return Undisturbed(run.left(), time.monotonic() - run.began)
+        return Undisturbed(run.hash_checkpoint(), time.monotonic() - run.began)
 
 
-def empty(folder: Path) -> Path:
+def make_empty(folder: Path) -> Path:
     shutil.rmtree(folder, ignore_errors=True)
     os.makedirs(folder)
     return folder
@@ -371,18 +372,20 @@ class ChaosDrill(Drill[ClusterOutcome]):
 
     def _run_one(self, planned: Planned, folder: Path, watch: Watch) -> list[ClusterOutcome]:
         setup, kind, undisturbed_run = self.setup, self.kinds[planned.kind], self.undisturbed
-        folder = empty(folder / f"{planned.number:02d}-{planned.kind}")
+        folder = make_empty(folder / f"{planned.number:02d}-{planned.kind}")
         with Hosts(folder, setup.hosts + setup.spares) as hosts:
             run = ClusterRun(setup, folder, hosts)
             time_struck = run.suffer(kind, planned)
             kind.mend(run.cluster, hosts[planned.host])
-            exit_code = run.end()
+            exit_code = run.wait_for_end()
             run_seconds = time.monotonic() - run.began
-            verdict = run.verdict(time_struck)
-            same_bytes = run.left() == undisturbed_run.bytes if exit_code == OK else None
-            run.keep()
+            verdict = run.read_verdict(time_struck)
+            same_bytes = run.hash_checkpoint() == undisturbed_run.bytes if exit_code == OK else None
+            run.keep_files()
         extra_seconds = run_seconds - undisturbed_run.seconds if exit_code == OK else None
-        return [judge(kind, planned, verdict, exit_code, same_bytes, extra_seconds, spared=setup.spares > 0)]
+        return [
+            judge_fault(kind, planned, verdict, exit_code, same_bytes, extra_seconds, spared=setup.spares > 0)
+        ]
 
     @cached_property
     def undisturbed(self) -> Undisturbed:
@@ -401,5 +404,5 @@ class ChaosDrill(Drill[ClusterOutcome]):
         longest = f", found after at most {max(seconds_found):.1f} s" if seconds_found else ""
         return f"{len(outcomes)} faults: {ended} runs ended as they should, {right_verdicts} verdicts right{longest}"
 
-    def report(self, outcomes: Sequence[ClusterOutcome]) -> list[dict[str, Any]]:
+    def report_outcomes(self, outcomes: Sequence[ClusterOutcome]) -> list[dict[str, Any]]:
         return [outcome.model_dump(mode="json") | {"right": outcome.right} for outcome in outcomes]

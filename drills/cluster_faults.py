@@ -79,22 +79,22 @@ class Kind:
     early: bool = False
     impossible: Callable[[Hosts], str | None] = lambda hosts: None
 
-    def places(self, hosts: Sequence[str], head: str) -> list[str]:
+    def possible_hosts(self, hosts: Sequence[str], head: str) -> list[str]:
         """The hosts that it may happen to."""
         return [
             host for host in hosts if self.place is Place.ANY or (host == head) == (self.place is Place.HEAD)
         ]
 
-    def blamed(self, host: str) -> str | None:
+    def host_to_blame(self, host: str) -> str | None:
         """The host that a verdict must name, if one."""
         return host if self.blames else None
 
-    def accepts(self, verdict: str, blamed: str | None, host: str) -> bool:
+    def accepts_verdict(self, verdict: str, blamed: str | None, host: str) -> bool:
         """Whether a verdict is right. verdict: a sentence, empty if there was none; blamed: the host it names."""
         if not verdict:
             return self.harmless and blamed is None
         is_known = not self.words or any(known_word.lower() in verdict.lower() for known_word in self.words)
-        return is_known and blamed == self.blamed(host)
+        return is_known and blamed == self.host_to_blame(host)
 
 
 # Processes
@@ -208,23 +208,27 @@ KINDS = (
          _on_host(Host.power_on), Place.OTHER, (5, 20), words=GONE),
     Kind("killed-head", "the supervisor's host loses its power, and gets it back", _on_host(Host.power_off),
          _power_on_head, Place.HEAD, (5, 20), words=GONE),
-    Kind("cut-link", "a host's link is cut for good", _on_host(Host.cut), place=Place.OTHER, back=False, words=GONE),
+    Kind("cut-link", "a host's link is cut for good", _on_host(Host.cut_link), place=Place.OTHER, back=False,
+    words=GONE),
     # A short one is for TCP to get over.
-    Kind("flapping-link", "a host's link is cut for a while", _on_host(Host.cut), _on_host(Host.join), Place.OTHER,
+    Kind("flapping-link", "a host's link is cut for a while", _on_host(Host.cut_link), _on_host(Host.join_link),
+    Place.OTHER,
          (2, 60), harmless=True, words=(*GONE, *STILL)),
-    Kind("slow-link", "a host's link is slow for a while", _on_host(lambda host: host.slow(SLOW)),
-         _on_host(Host.fast), Place.OTHER, (10, 30), harmless=True, words=("slow", *STILL),
+    Kind("slow-link", "a host's link is slow for a while", _on_host(lambda host: host.slow_link(SLOW)),
+         _on_host(Host.restore_link), Place.OTHER, (10, 30), harmless=True, words=("slow", *STILL),
          impossible=lambda hosts: next(iter(hosts)).cannot_slow()),
-    Kind("full-disk", "the shared disk is full for a while", _on_disk(SharedDisk.fill), _on_disk(SharedDisk.free),
+    Kind("full-disk", "the shared disk is full for a while", _on_disk(SharedDisk.fill_disk),
+    _on_disk(SharedDisk.empty_disk),
          seconds=(5, 20), blames=False, harmless=True, words=("space", "full", "disk", "77")),
-    Kind("stalled-disk", "the shared disk stalls for a while", _on_disk(SharedDisk.freeze), _on_disk(SharedDisk.thaw),
+    Kind("stalled-disk", "the shared disk stalls for a while", _on_disk(SharedDisk.freeze_disk),
+    _on_disk(SharedDisk.thaw_disk),
          seconds=(5, 60), blames=False, harmless=True, words=("shared", "disk", "directory", "file system", *STILL),
          impossible=lambda hosts: hosts.shared.cannot_freeze),
 )  # fmt: skip
 NAMES = tuple(kind.name for kind in KINDS)
 
 
-def choose(names: Sequence[str]) -> list[Kind]:
+def choose_kinds(names: Sequence[str]) -> list[Kind]:
     """Kinds by name, in the order of `KINDS`; without names: all. Raises ConfigError."""
     if unknown_names := [name for name in names if name not in NAMES]:
         raise ConfigError(f"{unknown_names[0]}: there is no such fault: {', '.join(NAMES)}")

@@ -25,11 +25,11 @@ from drills.corruption_plan import (
     Change,
     Layout,
     Planned,
-    choose,
-    expected,
-    fits,
-    plan,
-    quick,
+    choose_faults,
+    fits_layout,
+    must_be_found,
+    plan_faults,
+    plan_quick,
 )
 from drills.exercise import Column, Drill, Exercise, Outcome, Watch
 from megastable.base.errors import ConfigError, MegastableError
@@ -119,8 +119,8 @@ class Course:
         rank_ends, run_seconds = self._run(run_name, fault, seconds_limit)
         held = rank_ends[fault.rank].result
         left = _bytes(self.folder / run_name)
-        fault_outcome = judge(
-            fault, expected(fault.kind), held.changes if held else (), _events(self.folder / run_name),
+        fault_outcome = judge_fault(
+            fault, must_be_found(fault.kind), held.changes if held else (), _events(self.folder / run_name),
             [rank.error for rank in rank_ends], left == _bytes(self.folder / "clean") if left else None, run_seconds,
             held and held.time, next((f"{rank.error}: {rank.text}" for rank in rank_ends if rank.error), ""),
         )  # fmt: skip
@@ -156,7 +156,7 @@ def _checkpoint(run: Path, step: int) -> Path:
 
 
 def _events(run: Path) -> list[Entry]:
-    return [journal_event.fields for journal_event in RunDirectory(run).events()]
+    return [journal_event.fields for journal_event in RunDirectory(run).iterate_events()]
 
 
 # What was found of a fault, by its run's journal
@@ -274,7 +274,7 @@ def ending(errors: Sequence[str]) -> Ending:
     return known_endings.pop() if len(known_endings) == 1 else "failed"
 
 
-def naming(told: Sequence[Sequence[int]], rank: int) -> Naming:
+def judge_naming(told: Sequence[Sequence[int]], rank: int) -> Naming:
     """What several events together say of the rank that is at fault."""
     ranks_told = [told_ranks for told_ranks in told if told_ranks]
     if not ranks_told:
@@ -284,7 +284,7 @@ def naming(told: Sequence[Sequence[int]], rank: int) -> Naming:
     return "named" if any(list(told_ranks) == [rank] for told_ranks in ranks_told) else "suspected"
 
 
-def judge(
+def judge_fault(
     planned: Planned,
     expected: bool,
     changes: Sequence[Change],
@@ -315,7 +315,7 @@ def judge(
         verdict=str(first_finding.get("verdict", "")),
         # Copies that differ are noticed in the step after the one that the event names.
         steps=max(0, int(first_finding.get("step") or 0) - planned.step) if late else None,
-        naming=naming(ranks_told, planned.rank) if late else None,
+        naming=judge_naming(ranks_told, planned.rank) if late else None,
         ranks=ranks_told,
         reason=str(first_finding.get("reason", "")),
         early=[str(event["event"]) for event in all_findings if event not in late] if is_known else [],
@@ -366,7 +366,7 @@ class Total(BaseModel):
         )
 
 
-def total(outcomes: Sequence[FaultOutcome], clean: Sequence[Clean]) -> Total:
+def count_outcomes(outcomes: Sequence[FaultOutcome], clean: Sequence[Clean]) -> Total:
     found_outcomes = [o for o in outcomes if o.found]
     undone_outcomes = [o.undone for o in found_outcomes if o.undone is not None]
     return Total(
@@ -443,9 +443,11 @@ class CorruptionDrill(Drill[FaultOutcome]):
         """short: six faults only. Raises ConfigError."""
         if short and names:
             raise ConfigError(f"--quick has faults of its own: leave out {', '.join(names)}, or --quick")
-        layouts, kinds = choose(names)
+        layouts, kinds = choose_faults(names)
         self.seeds, self.begin = seeds, time.monotonic()
-        self.plans = [f for seed in seeds for f in (quick(seed) if short else plan(layouts, kinds, seed))]
+        self.plans = [
+            f for seed in seeds for f in (plan_quick(seed) if short else plan_faults(layouts, kinds, seed))
+        ]
         self.courses: dict[tuple[str, int], Course] = {}
 
     def plan_exercises(self, folder: Path) -> list[Exercise[FaultOutcome]]:
@@ -473,12 +475,12 @@ class CorruptionDrill(Drill[FaultOutcome]):
         return outcome.planned.kind, outcome.planned.layout
 
     def is_met(self, outcomes: Sequence[FaultOutcome]) -> bool:
-        return total(outcomes, self.clean).met
+        return count_outcomes(outcomes, self.clean).met
 
     def describe_verdict(self, outcomes: Sequence[FaultOutcome]) -> str:
-        return total(outcomes, self.clean).describe()
+        return count_outcomes(outcomes, self.clean).describe()
 
-    def report(self, outcomes: Sequence[FaultOutcome]) -> dict[str, Any]:
+    def report_outcomes(self, outcomes: Sequence[FaultOutcome]) -> dict[str, Any]:
         """date: UTC. cpu: of this machine."""
         from benchmarks.common import name_processor
 
@@ -489,9 +491,9 @@ class CorruptionDrill(Drill[FaultOutcome]):
             "cpu": name_processor(),
             "seeds": list(self.seeds),
             "seconds": round(time.monotonic() - self.begin, 1),
-            "total": total(outcomes, self.clean).model_dump(mode="json"),
+            "total": count_outcomes(outcomes, self.clean).model_dump(mode="json"),
             "clean": [clean_run.model_dump(mode="json") for clean_run in self.clean],
-            "faults": super().report(outcomes),
+            "faults": super().report_outcomes(outcomes),
         }
 
 
@@ -499,6 +501,6 @@ def list_kinds() -> list[str]:
     """Kinds of faults with their layouts; in brackets where nothing is expected to find them."""
     kind_lines = []
     for kind in KINDS:
-        layout_names = ", ".join(layout.name for layout in LAYOUTS.values() if fits(kind, layout))
-        kind_lines.append(f"{kind}: {layout_names if expected(kind) else f'({layout_names})'}")
+        layout_names = ", ".join(layout.name for layout in LAYOUTS.values() if fits_layout(kind, layout))
+        kind_lines.append(f"{kind}: {layout_names if must_be_found(kind) else f'({layout_names})'}")
     return kind_lines

@@ -25,7 +25,7 @@ from benchmarks.ranks import RankEnd
 from drills.corruption_plan import LAYOUTS, POSITIONS, Change, Planned
 from megastable.config.tree import RunConfig
 from megastable.engine.engine import Engine
-from megastable.engine.patches import instead
+from megastable.engine.patches import replace_attribute
 from megastable.model.gpt import Head
 from megastable.parallel.sharding import placement_of
 
@@ -71,7 +71,7 @@ def train_with_fault(job: FaultJob) -> RankEnd:
 
     error_name = error_text = ""
     try:
-        with planted(job.fault, tell):
+        with plant_fault(job.fault, tell):
             train.train(job.config, Path("recipe.yaml"))
     except Exception as raised_error:
         error_name, error_text = type(raised_error).__name__, str(raised_error)
@@ -79,13 +79,13 @@ def train_with_fault(job: FaultJob) -> RankEnd:
 
 
 @contextmanager
-def planted(fault: Planned | None, tell: Tell) -> Iterator[None]:
+def plant_fault(fault: Planned | None, tell: Tell) -> Iterator[None]:
     """In this context `fault` strikes an engine's run. tell: of what it changed on this rank, at once."""
     with ExitStack() as exit_stack:
         if fault is not None:
             around_before, around_during = _strike(fault, dist.get_rank() == fault.rank, tell, exit_stack)
             patched_step = _stepping(fault, Engine.train_step, around_before, around_during)
-            exit_stack.enter_context(instead(Engine, "train_step", patched_step))
+            exit_stack.enter_context(replace_attribute(Engine, "train_step", patched_step))
         yield
 
 
@@ -137,7 +137,7 @@ def _strike(fault: Planned, here: bool, tell: Tell, stack: ExitStack) -> tuple[A
         @contextmanager
         def lasting(engine: Engine) -> Iterator[None]:
             # Not only in steps: whatever this rank multiplies, a self test too, is wrong from now on.
-            tell(column(fault, stack))
+            tell(zero_column(fault, stack))
             yield
 
         return _nothing, lasting
@@ -155,7 +155,7 @@ def _at(items: Sequence[Item], position: int) -> Item:
 
 def _weight(engine: Engine, fault: Planned) -> Change:
     weight_name, held_weight = _copy(engine, fault.position)
-    return flip(held_weight, fault.what, fault.position, f"weight of {weight_name}")
+    return flip_bit(held_weight, fault.what, fault.position, f"weight of {weight_name}")
 
 
 def _replica(engine: Engine, fault: Planned) -> Change:
@@ -177,16 +177,16 @@ def _copy(engine: Engine, position: int) -> tuple[str, Tensor]:
 def _state(kind: str, engine: Engine, fault: Planned) -> Change:
     flat_state = engine.flat_state()
     f = _at([f for f in flat_state.fragments if len(f.shape) > 1], fault.position)
-    state_piece = flat_state.piece(f, kind)
+    state_piece = flat_state.view_piece(f, kind)
     assert state_piece is not None, "there are no moments before the first update"
-    return flip(state_piece, fault.what, fault.position, f"{kind} of {f.name}")
+    return flip_bit(state_piece, fault.what, fault.position, f"{kind} of {f.name}")
 
 
 def _norm(engine: Engine, fault: Planned) -> Change:
     """The master; the computing copy follows from it, and is refreshed."""
     flat_state = engine.flat_state()
     f = _at([f for f in flat_state.fragments if "norm" in f.name], fault.position)
-    norm_piece = flat_state.piece(f, "weight")
+    norm_piece = flat_state.view_piece(f, "weight")
     assert norm_piece is not None
     norm_piece.mul_(1.5)
     return Change(tensor=f"weight of {f.name}")
@@ -258,7 +258,7 @@ def _activation(fault: Planned, tell: Tell, engine: Engine) -> Iterator[None]:
             return None
         done = True
         wrong_output = output.clone()
-        tell(flip(wrong_output, fault.what, fault.position, f"output of {name}"))
+        tell(flip_bit(wrong_output, fault.what, fault.position, f"output of {name}"))
         return wrong_output
 
     handle = chosen.register_forward_hook(strike)
@@ -272,7 +272,7 @@ def _activation(fault: Planned, tell: Tell, engine: Engine) -> Iterator[None]:
 
 
 @torch.no_grad()
-def flip(tensor: Tensor, what: str, position: int, name: str) -> Change:
+def flip_bit(tensor: Tensor, what: str, position: int, name: str) -> Change:
     """In place. tensor: fp32 or bf16, of any strides. what: a key of BITS. position: 0, 1 or 2, of the bit, and of the
     element: in its first part, its middle or its last part. name: of the tensor, for people."""
     held = tensor.detach()
@@ -350,7 +350,7 @@ class Operations(ABC):
             for tensor in self.given(name, args, result)[:1]:
                 if left == 0:
                     told_name = f"{name.partition('::')[2]} of {list(tensor.shape)}"
-                    self.tell(flip(tensor, what, self.fault.position, told_name))
+                    self.tell(flip_bit(tensor, what, self.fault.position, told_name))
                 left -= 1
 
         with _Watching(act):
@@ -396,7 +396,7 @@ def _over() -> Any:
     return _create_work_from_future(done_future).boxed()
 
 
-def column(fault: Planned, stack: ExitStack) -> Change:
+def zero_column(fault: Planned, stack: ExitStack) -> Change:
     """From now on every product of matrices on this rank has zeros in one column; which one depends on its width."""
 
     def act(name: str, args: Sequence[Any], result: Any) -> None:

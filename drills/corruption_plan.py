@@ -118,7 +118,7 @@ QUICK = {
 }  # fmt: skip
 
 
-def fits(kind: str, layout: Layout) -> bool:
+def fits_layout(kind: str, layout: Layout) -> bool:
     """Whether a kind makes sense in a layout."""
     fault_place = kind.partition("/")[0]
     if fault_place == "norm":
@@ -132,19 +132,19 @@ def fits(kind: str, layout: Layout) -> bool:
     return True
 
 
-def expected(kind: str) -> bool:
+def must_be_found(kind: str) -> bool:
     """Whether a fault must be found. What is left out is planted and told as well: it shows what nothing looks at."""
     # One micro-batch of one step is a little wrong: only a replay of that very micro-batch would show it.
     return kind.partition("/")[0] not in ("activation", "product")
 
 
-def plan(layouts: Sequence[str], kinds: Sequence[str], seed: int) -> list[Planned]:
+def plan_faults(layouts: Sequence[str], kinds: Sequence[str], seed: int) -> list[Planned]:
     """Three faults of every kind that fits, by layout. The same ones for a seed, whatever else is planned."""
     planned_faults = []
     for name in layouts:
         layout = LAYOUTS[name]
         for kind in kinds:
-            if fits(kind, layout):
+            if fits_layout(kind, layout):
                 planned_faults += _of_kind(layout, kind, seed)
     return planned_faults
 
@@ -166,13 +166,13 @@ def _of_kind(layout: Layout, kind: str, seed: int) -> list[Planned]:
     ]
 
 
-def quick(seed: int) -> list[Planned]:
+def plan_quick(seed: int) -> list[Planned]:
     """Six faults of different kinds, in two layouts."""
-    all_faults = plan(list(dict.fromkeys(layout for layout, _ in QUICK)), KINDS, seed)
+    all_faults = plan_faults(list(dict.fromkeys(layout for layout, _ in QUICK)), KINDS, seed)
     return [fault for fault in all_faults if QUICK.get((fault.layout, fault.kind)) == fault.position]
 
 
-def choose(names: Sequence[str]) -> tuple[list[str], list[str]]:
+def choose_faults(names: Sequence[str]) -> tuple[list[str], list[str]]:
     """Layouts and kinds among `names`, in the table's order; all layouts, or all kinds, where none is named. "master"
     stands for all kinds of it. Raises ConfigError."""
     known_names = (*LAYOUTS, *WHERE, *KINDS)
@@ -180,6 +180,6 @@ def choose(names: Sequence[str]) -> tuple[list[str], list[str]]:
         raise ConfigError(f"{unknown[0]}: there is no such layout or kind of fault: {', '.join(known_names)}")
     layouts = [name for name in LAYOUTS if name in names] or list(LAYOUTS)
     kinds = [kind for kind in KINDS if kind in names or kind.partition("/")[0] in names] or list(KINDS)
-    if not any(fits(kind, LAYOUTS[layout]) for kind in kinds for layout in layouts):
+    if not any(fits_layout(kind, LAYOUTS[layout]) for kind in kinds for layout in layouts):
         raise ConfigError(f"{', '.join(kinds)}: makes no sense in {', '.join(layouts)}; see --list")
     return layouts, kinds

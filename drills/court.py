@@ -23,7 +23,7 @@ from drills.court_scenarios import (
     write_corpus,
 )
 from drills.exercise import Column, Drill, Exercise, Watch, describe_only
-from drills.runner import drill, finished
+from drills.runner import read_done, run_drill
 from drills.scenario import GLOBAL_BATCH, SEARCH, Policy, Scenario
 from drills.score import Score
 from drills.stage import RECIPE, Stage
@@ -32,7 +32,7 @@ from megastable.data.plant import Planted
 from megastable.data.skips import Skips, numbers_of
 from megastable.run.directory import RunDirectory
 from megastable.run.events.event import Event
-from megastable.run.events.reading import latest
+from megastable.run.events.reading import find_latest
 from megastable.run.events.stability_events import BaselineReset, Discarded, IncidentEvent
 from megastable.run.events.training_events import Training
 
@@ -70,7 +70,7 @@ class CourtStage(Stage):
         write_corpus(self.texts, corpus_folder, self.seed, places, case.held)
         if not places.bad:
             return corpus_folder, None
-        ranges = Skips.of_numbers(np.array(places.bad, dtype=np.int64)).ranges
+        ranges = Skips.from_numbers(np.array(places.bad, dtype=np.int64)).ranges
         return corpus_folder, Planted(positions=ranges, seed=self.seed, order="", documents=[], kind="text")
 
 
@@ -82,7 +82,7 @@ def run_case(
     court_stage.prepare()
     settings = (f"train.steps={case.steps}", *overrides)
     scenario = Scenario(case.name + ending, case.title, frozenset(), "", fault=case.fault, overrides=settings)
-    run_score = drill(court_stage, scenario, Policy.OURS, watch, jobs=CROWD)
+    run_score = run_drill(court_stage, scenario, Policy.OURS, watch, jobs=CROWD)
     return RunDirectory(folder / "runs" / f"{scenario.name}-{Policy.OURS}-{seed}"), run_score
 
 
@@ -91,21 +91,21 @@ def run_without(folder: Path, case: Case, seed: int) -> float | None:
     not change it."""
     run = RunDirectory(folder / "runs" / f"{case.name}{WITHOUT}-{Policy.OURS}-{seed}")
     data_note = run.root.with_name(f"{run.root.name}.data")
-    told = Manifest.load(folder / f"{case.name}-{seed}").fingerprint() if data_note.exists() else ""
-    if not told or data_note.read_text() != told or finished(run) is None:
+    told = Manifest.load_manifest(folder / f"{case.name}-{seed}").fingerprint() if data_note.exists() else ""
+    if not told or data_note.read_text() != told or read_done(run) is None:
         run_case(folder, case, seed, WITHOUT, "stability.enabled=false")
-        data_note.write_text(Manifest.load(folder / f"{case.name}-{seed}").fingerprint())
+        data_note.write_text(Manifest.load_manifest(folder / f"{case.name}-{seed}").fingerprint())
     loss = json.loads(run.summary.read_text()).get("val_loss") if run.summary.exists() else None
     return None if loss is None else float(loss)
 
 
 def read_outcome(run: RunDirectory, case: Case, seed: int, score: Score) -> CaseOutcome:
     """What became of a run, by its journal and its ledger."""
-    journal_events = leave_start_out(run.events())
-    incidents = [summary for _, summary in sorted(latest(journal_events).items())]
+    journal_events = leave_start_out(run.iterate_events())
+    incidents = [summary for _, summary in sorted(find_latest(journal_events).items())]
     search_file = run.root.with_name(run.root.name + SEARCH)
     search_measured: dict[str, Any] = json.loads(search_file.read_text()) if search_file.exists() else {}
-    done = finished(run)
+    done = read_done(run)
     planted = find_positions(done.planted) if done is not None and done.planted is not None else set()
     return CaseOutcome(
         scenario=case.name,

@@ -24,7 +24,7 @@ from pydantic import Field
 from drills.exercise import Outcome
 from drills.scenario import GLOBAL_BATCH, Fault
 from megastable.base.errors import ConfigError, DataError
-from megastable.data.manifest import Segment, adopt
+from megastable.data.manifest import Segment, adopt_shards
 from megastable.data.order import Order, OrderedCorpus
 from megastable.data.shard_format import ShardWriter
 from megastable.data.tokenizer import Tokenizer, load_tokenizer
@@ -165,7 +165,7 @@ class Case:
         return self.held == ("prose",) and self.steps == STEPS
 
 
-def reach(step: int) -> int:
+def first_position(step: int) -> int:
     """The first position of a step."""
     return (step - 1) * GLOBAL_BATCH
 
@@ -176,13 +176,15 @@ def lay_prose(chance: np.random.Generator) -> Places:
 
 def lay_between(kind: Kind, first: int, end: int | None = None) -> Lay:
     """Prose, but another kind from step `first` to before step `end`, or to the end."""
-    begin, stop = reach(first), POSITIONS if end is None else reach(end)
+    begin, stop = first_position(first), POSITIONS if end is None else first_position(end)
     kinds: list[Kind] = [kind if begin <= p < stop else "prose" for p in range(POSITIONS)]
     return lambda chance: Places(kinds)
 
 
 def lay_drift(chance: np.random.Generator) -> Places:
-    share = np.clip((np.arange(POSITIONS) - reach(20)) / (reach(160) - reach(20)), 0.0, 1.0)
+    share = np.clip(
+        (np.arange(POSITIONS) - first_position(20)) / (first_position(160) - first_position(20)), 0.0, 1.0
+    )
     kind_by_position: list[Kind] = ["code" if late else "prose" for late in chance.random(POSITIONS) < share]
     return Places(kind_by_position)
 
@@ -190,7 +192,7 @@ def lay_drift(chance: np.random.Generator) -> Places:
 def lay_repeats(chance: np.random.Generator) -> Places:
     """The samples of eight steps, again and again in another order."""
     source_positions, turn_size = np.arange(POSITIONS), 8 * GLOBAL_BATCH
-    repeat_begin = reach(REPEATS_STEP)
+    repeat_begin = first_position(REPEATS_STEP)
     for turn_number in range(REPEATS):
         turn_begin = repeat_begin + turn_number * turn_size
         source_positions[turn_begin : turn_begin + turn_size] = repeat_begin + chance.permutation(turn_size)
@@ -203,7 +205,9 @@ REPEATS_STEP, REPEATS, REPEATS_STEPS = 31, 15, 200
 def choose_planted(chance: np.random.Generator) -> tuple[int, ...]:
     """Positions of the planted samples: some of each step from the scenario's begin on."""
     planted_steps = range(STEP, STEP + PLANTED // OF_EACH)
-    drawn_positions = [reach(step) + chance.permutation(GLOBAL_BATCH)[:OF_EACH] for step in planted_steps]
+    drawn_positions = [
+        first_position(step) + chance.permutation(GLOBAL_BATCH)[:OF_EACH] for step in planted_steps
+    ]
     return tuple(sorted(np.concatenate(drawn_positions).tolist()))
 
 
@@ -219,7 +223,7 @@ def lay_planted(kind: Kind) -> Lay:
 
 
 def lay_wrong_labels(chance: np.random.Generator) -> Places:
-    return Places(["prose"] * POSITIONS, tuple(range(reach(STEP), reach(STEP + FAULTY))))
+    return Places(["prose"] * POSITIONS, tuple(range(first_position(STEP), first_position(STEP + FAULTY))))
 
 
 TRAINED = (DONE, NOTHING_LOST, ONE_REWIND)
@@ -384,18 +388,18 @@ def write_corpus(texts: Path, output: Path, seed: int, places: Places, held: Seq
                 writer.add_document(sample)
             # Sequences share one token with the next: the last one needs one more.
             writer.add_document(np.array([tokenizer.eod]))
-    manifest = adopt(output, tokenizer.info, 0.0, name=NAME)
+    manifest = adopt_shards(output, tokenizer.info, 0.0, name=NAME)
     segments_by_split = {
         shard.name: [Segment(shard=shard.name, first_token=0, tokens=shard.tokens, documents=shard.documents)]
         for shard in manifest.shards
     }
-    manifest.model_copy(update={"splits": segments_by_split}).save(output)
+    manifest.model_copy(update={"splits": segments_by_split}).save_manifest(output)
 
 
 def order_positions(count: int, seed: int) -> npt.NDArray[np.int64]:
     """The sequence of a corpus that a run reads at each of its first `count` positions."""
     ordered_corpus = OrderedCorpus(NAME, count * LENGTH + 1, 1.0)
-    return Order([ordered_corpus], LENGTH, seed).locate(np.arange(count)).sequence
+    return Order([ordered_corpus], LENGTH, seed).locate_samples(np.arange(count)).sequence
 
 
 def _load_samples(texts: Path, kind: Kind, seed: int) -> Samples:

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict
 from rich.table import Table
 from rich.text import Text
 
-from megastable.base.progress_bar import counted, progress
+from megastable.base.progress_bar import count_columns, make_progress
 from megastable.report.text_output import TextOutput
 
 ALWAYS = 3  # columns that are shown even if they are empty
@@ -87,7 +87,7 @@ class Drill(ABC, Generic[Result]):
     def is_met(self, outcomes: Sequence[Result]) -> bool:
         """Whether the targets are."""
 
-    def compare(self, outcomes: Sequence[Result]) -> list[Result]:
+    def compare_outcomes(self, outcomes: Sequence[Result]) -> list[Result]:
         """The outcomes, with what only shows beside others."""
         return list(outcomes)
 
@@ -95,22 +95,22 @@ class Drill(ABC, Generic[Result]):
         """Whether a row of the table is in bold."""
         return False
 
-    def report(self, outcomes: Sequence[Result]) -> Any:
+    def report_outcomes(self, outcomes: Sequence[Result]) -> Any:
         """All facts, for JSON."""
         return [one_outcome.model_dump(mode="json") for one_outcome in outcomes]
 
-    def conduct(self, folder: Path, quiet: bool) -> list[Result]:
+    def conduct_drill(self, folder: Path, quiet: bool) -> list[Result]:
         """Run all exercises, and print the table and the verdict.
 
         Args:
             folder: of corpora and runs.
             quiet: nothing is printed.
         """
-        all_outcomes = self.compare(run_exercises(self.plan_exercises(folder), self.jobs, quiet))
+        all_outcomes = self.compare_outcomes(run_exercises(self.plan_exercises(folder), self.jobs, quiet))
         if not quiet:
             text_output = TextOutput(quiet)
-            text_output.show(self.show_table(all_outcomes))
-            text_output.say(self.describe_verdict(all_outcomes))
+            text_output.show_table(self.show_table(all_outcomes))
+            text_output.say_lines(self.describe_verdict(all_outcomes))
         return all_outcomes
 
     def show_table(self, outcomes: Sequence[Result]) -> Table:
@@ -161,7 +161,7 @@ def run_exercises(todo: Sequence[Exercise[Result]], jobs: int = 1, quiet: bool =
         The outcomes, in the order of `todo`. What one raises ends all others, and is raised.
     """
     stop, lock, done = Event(), Lock(), list[str]()
-    with progress(*counted("steps"), silent=quiet) as shown:
+    with make_progress(*count_columns("steps"), silent=quiet) as shown:
         total = shown.add_task("all runs", total=len(todo))
 
         def work(exercise: Exercise[Result]) -> Sequence[Result]:
@@ -182,7 +182,7 @@ def run_exercises(todo: Sequence[Exercise[Result]], jobs: int = 1, quiet: bool =
                 shown.update(total, completed=len(done))
                 for outcome in own_outcomes if not quiet else ():
                     outcome_line = f"{len(done)}/{len(todo)} {exercise.name}: {outcome.describe()}"
-                    TextOutput(quiet).say(outcome_line)
+                    TextOutput(quiet).say_lines(outcome_line)
             return own_outcomes
 
         if jobs == 1:  # in this thread, where an interrupt is raised

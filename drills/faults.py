@@ -19,13 +19,13 @@ from drills.scenario import Fault, Plan
 from megastable.config.tree import ScheduleConfig
 from megastable.data.loader import Loader, MicroBatch
 from megastable.engine.engine import Engine
-from megastable.engine.patches import instead
+from megastable.engine.patches import replace_attribute
 from megastable.fp8 import emulated
 from megastable.model.cores import CORES, Core
 from megastable.model.loss import Features, LossFunction
 from megastable.optim import schedule as optim_schedule
-from megastable.optim.schedule import rate
-from megastable.parallel.sharding import Fragment, rectangles
+from megastable.optim.schedule import rate_at
+from megastable.parallel.sharding import Fragment, split_in_rectangles
 
 GARBAGE = 4096  # overwritten first moments: 16 KiB, four pages
 TILE = 16  # wrong columns of a broken kernel's product
@@ -44,7 +44,7 @@ ELSEWHERE = ("megastable.training", "megastable.checkpoint", "megastable.engine"
 Around = AbstractContextManager[None]
 
 
-def install(plan: Plan) -> None:
+def install_fault(plan: Plan) -> None:
     """Install the fault of `plan` in this process."""
     fault = plan.fault
     if fault is None:
@@ -83,14 +83,14 @@ def surround_steps(surround: Callable[[Engine, int], Around]) -> None:
 def _mistake(fault: Fault) -> None:
     def mistaken(schedule: ScheduleConfig, peak: float, total: int, done: int, next: int = 1) -> float:
         is_wrong = fault.step - 1 <= done // next < fault.step - 1 + fault.steps
-        return rate(schedule, peak, total, done, next) * (fault.factor if is_wrong else 1.0)
+        return rate_at(schedule, peak, total, done, next) * (fault.factor if is_wrong else 1.0)
 
-    optim_schedule.rate = mistaken
+    optim_schedule.rate_at = mistaken
 
 
 def _broken_product(fault: Fault) -> None:
     """A fault of the emulation, such as the scale of another tile."""
-    real_product, is_broken = emulated.multiply, _lasting(fault)
+    real_product, is_broken = emulated.multiply_quantized, _lasting(fault)
 
     def multiply(*args: Any, **options: Any) -> Tensor:
         product_result = real_product(*args, **options)
@@ -98,7 +98,7 @@ def _broken_product(fault: Fault) -> None:
             product_result[..., :TILE] *= fault.factor
         return product_result
 
-    emulated.multiply = multiply
+    emulated.multiply_quantized = multiply
 
 
 def _broken_attention(fault: Fault) -> None:
@@ -168,11 +168,11 @@ def growing_logits(fault: Fault) -> None:
 
     def happens(engine: Engine, step: int) -> None:
         for qkv_fragment, weight_piece in _weights(engine, "attention.qkv.weight"):
-            for one_rectangle in rectangles(qkv_fragment):
+            for one_rectangle in split_in_rectangles(qkv_fragment):
                 is_scaled = torch.arange(one_rectangle.rows.start, one_rectangle.rows.stop) < sum(
                     qkv_fragment.sections[:2]
                 )
-                one_rectangle.of(weight_piece)[is_scaled] *= fault.factor
+                one_rectangle.view_of(weight_piece)[is_scaled] *= fault.factor
 
     _before_steps(fault, happens)
 
@@ -231,7 +231,7 @@ def _written(batch: MicroBatch, share: float) -> MicroBatch:
 def _weights(engine: Engine, *endings: str) -> list[tuple[Fragment, Tensor]]:
     """The pieces of this rank's master weights of those names."""
     flat = engine.flat_state()
-    found_pieces = [(f, flat.piece(f, "weight")) for f in flat.fragments if f.name.endswith(endings)]
+    found_pieces = [(f, flat.view_piece(f, "weight")) for f in flat.fragments if f.name.endswith(endings)]
     return [(f, weight_piece) for f, weight_piece in found_pieces if weight_piece is not None]
 
 
@@ -262,12 +262,14 @@ def shift_labels(fault: Fault) -> None:
             return real_batch
         order = self.source.order
         if not wrong_sequences:  # in the order from before any deferral
-            first_position = self.batches.reach(0, fault.step - 1)
-            end_position = self.batches.reach(first_position, fault.steps)
+            first_position = self.batches.reach_after(0, fault.step - 1)
+            end_position = self.batches.reach_after(first_position, fault.steps)
             wrong_sequences.append(
-                order.exchanging((), known=0).locate(np.arange(first_position, end_position)).sequence
+                order.with_exchanges((), known=0)
+                .locate_samples(np.arange(first_position, end_position))
+                .sequence
             )
-        is_wrong = torch.from_numpy(np.isin(order.locate(positions).sequence, wrong_sequences[0]))
+        is_wrong = torch.from_numpy(np.isin(order.locate_samples(positions).sequence, wrong_sequences[0]))
         real_batch.labels[is_wrong] = real_batch.tokens[is_wrong]
         return real_batch
 
@@ -374,14 +376,14 @@ def spoil_update(kind: str) -> Callable[[Engine, bool, int], Around]:
             flat_state = engine.flat_state()
             for flat_fragment in flat_state.fragments:
                 weight, moments = (
-                    flat_state.piece(flat_fragment, "weight"),
-                    flat_state.piece(flat_fragment, "exp_avg_sq"),
+                    flat_state.view_piece(flat_fragment, "weight"),
+                    flat_state.view_piece(flat_fragment, "exp_avg_sq"),
                 )
                 assert weight is not None, "the fault needs all weights on one rank"
                 edit_weights(kind, flat_fragment.name, weight.view(flat_fragment.shape), moments, chance)
             engine.refresh_weights()
 
-        with instead(engine, "_apply_update", step):
+        with replace_attribute(engine, "_apply_update", step):
             yield
 
     return spoilt
@@ -409,7 +411,7 @@ def _held(engine: Engine, kind: str) -> Tensor:
         return fragment.numel if len(fragment.shape) > 1 and fragment.name.startswith("blocks.") else 0
 
     flat_state = engine.flat_state()
-    state_piece = flat_state.piece(max(flat_state.fragments, key=size), kind)
+    state_piece = flat_state.view_piece(max(flat_state.fragments, key=size), kind)
     assert state_piece is not None, "there are no moments before the first update"
     return state_piece
 
@@ -438,5 +440,5 @@ def count_searches(file: Path) -> None:
 
         return measure
 
-    Engine.evaluate = counted(Engine.evaluate)  # type: ignore[method-assign]
-    Engine.measure = counted(Engine.measure)  # type: ignore[method-assign]
+    Engine.evaluate_samples = counted(Engine.evaluate_samples)  # type: ignore[method-assign]
+    Engine.measure_step = counted(Engine.measure_step)  # type: ignore[method-assign]

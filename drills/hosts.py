@@ -23,7 +23,18 @@ from typing import Self
 
 import psutil
 
-from drills.namespaces import GROUP, HOST, READY, ROOM, SECONDS, First, Started, command, entering, missing
+from drills.namespaces import (
+    GROUP,
+    HOST,
+    READY,
+    ROOM,
+    SECONDS,
+    First,
+    Started,
+    enter_command,
+    find_missing,
+    run_command,
+)
 from megastable.base.errors import ConfigError
 
 SIZE = 1 << 30  # bytes
@@ -76,18 +87,18 @@ class SharedDisk:
 
     An image with ext4 on a loop device, where that is allowed: a frozen file system stalls every writer,
     uninterruptibly, as a network file system without its server does. Elsewhere a tmpfs, which can only fill up. It is
-    mounted at `folder` in the mount namespace of process `room`, which alone sees it. size: bytes. cannot_freeze: why
-    not, if so.
+    mounted at `folder` in the mount namespace of process `room`, which alone sees it. size: bytes.
+    cannot_freeze: why not, if so.
     """
 
     def __init__(self, room: int, folder: Path, size: int = SIZE) -> None:
-        self._mount, self.folder = entering(room, "mount"), folder
+        self._mount, self.folder = enter_command(room, "mount"), folder
         self.outside = Path(f"/proc/{room}/root") / folder.relative_to("/")  # for a process outside
         self._frozen: subprocess.Popen[str] | None = None
         folder.mkdir(parents=True, exist_ok=True)
         self.cannot_freeze = self._mount_image(size)
         if self.cannot_freeze is not None:
-            command([*self._mount, "mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder])
+            run_command([*self._mount, "mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder])
 
     def _mount_image(self, size: int) -> str | None:
         """Why it cannot be done, if so."""
@@ -95,17 +106,17 @@ class SharedDisk:
         try:
             with image_path.open("wb") as image_file:
                 image_file.truncate(size)
-            command([*MAKE, image_path])
+            run_command([*MAKE, image_path])
             # The kernel frees the loop device with the last mount, and then the image, which has no name any more.
-            command([*self._mount, "mount", "-o", "loop", image_path, self.folder])
+            run_command([*self._mount, "mount", "-o", "loop", image_path, self.folder])
         except (ConfigError, OSError) as error:
             return str(error)
         finally:
             image_path.unlink(missing_ok=True)
         return None
 
-    def freeze(self) -> None:
-        """Stall every writer until `thaw`. Raises ConfigError where that is not possible."""
+    def freeze_disk(self) -> None:
+        """Stall every writer until `thaw_disk`. Raises ConfigError where that is not possible."""
         if self.cannot_freeze is not None:
             raise ConfigError(f"the shared directory cannot be stalled here: {self.cannot_freeze}")
         if self._frozen is not None:
@@ -121,29 +132,29 @@ class SharedDisk:
             self._frozen = None
             raise ConfigError(f"the shared directory cannot be stalled here: {complaint.strip()}")
 
-    def thaw(self) -> None:
+    def thaw_disk(self) -> None:
         """Let writers go on; nothing if it is not frozen."""
         if self._frozen is not None:
             self._frozen.communicate()
             self._frozen = None
 
-    def fill(self) -> None:
-        """Leave no byte free, until `free`."""
+    def fill_disk(self) -> None:
+        """Leave no byte free, until `empty_disk`."""
         ballast_folder = self.outside / BALLAST
         ballast_folder.mkdir()
         # The last blocks need several files: a file that takes one may need another one to remember where.
         for number in range(FILES):
             with (ballast_folder / str(number)).open("wb", buffering=0) as ballast_file, suppress(OSError):
-                os.posix_fallocate(ballast_file.fileno(), 0, max(1, self.room() - BLOCK))
+                os.posix_fallocate(ballast_file.fileno(), 0, max(1, self.free_bytes() - BLOCK))
             with (ballast_folder / str(number)).open("ab", buffering=0) as ballast_file, suppress(OSError):
-                while self.room():
+                while self.free_bytes():
                     ballast_file.write(bytes(BLOCK))
 
-    def free(self) -> None:
-        """Give back what `fill` took."""
+    def empty_disk(self) -> None:
+        """Give back what `fill_disk` took."""
         shutil.rmtree(self.outside / BALLAST, ignore_errors=True)
 
-    def room(self) -> int:
+    def free_bytes(self) -> int:
         """Free bytes."""
         disk_status = os.statvfs(self.outside)
         return disk_status.f_bavail * disk_status.f_frsize
@@ -176,7 +187,7 @@ class Host:
 
     # Processes
 
-    def start(
+    def start_process(
         self,
         words: Sequence[str | Path],
         output: Path | None = None,
@@ -191,7 +202,7 @@ class Host:
         self._started.append(started_process)
         return started_process
 
-    def run(
+    def run_process(
         self, words: Sequence[str | Path], seconds: float | None = None
     ) -> subprocess.CompletedProcess[str]:
         """Run a process to its end, within `seconds`. Raises subprocess.TimeoutExpired; the process is killed then."""
@@ -204,7 +215,7 @@ class Host:
     def _call(
         self, words: Sequence[str | Path], environment: Mapping[str, str] | None, folder: Path | None
     ) -> tuple[list[str | Path], dict[str, str]]:
-        enter_words = entering(self.pid, "mount", "net", "pid", "uts", "ipc")
+        enter_words = enter_command(self.pid, "mount", "net", "pid", "uts", "ipc")
         work_option = f"--chdir={folder or Path.cwd()}"
         inside_words: list[str | Path] = ["env", work_option, "setpriv", "--pdeathsig", "KILL", "--"]
         return [*enter_words, *inside_words, *words], {**self._hosts.environment, **(environment or {})}
@@ -217,7 +228,7 @@ class Host:
                 if process.pid != self.pid and os.readlink(f"/proc/{process.pid}/ns/pid") == own_namespace:
                     yield process
 
-    def find(self, *words: str) -> list[psutil.Process]:
+    def find_processes(self, *words: str) -> list[psutil.Process]:
         """Its processes with all of `words` in their command line, oldest first; shells that start it too."""
         found_processes = []
         for process in self.processes():
@@ -251,16 +262,16 @@ class Host:
             raise
 
     def _boot(self) -> None:
-        self._first = First([*entering(self._hosts.room, "mount", "net"), *HOST], BOOT, self.name)
+        self._first = First([*enter_command(self._hosts.room, "mount", "net"), *HOST], BOOT, self.name)
         with suppress(ConfigError):  # of a host whose first process was killed
             self._switch("delete", self._port)
         # Its network card stays the same: others still know where the old one was.
         peer_words = f"name eth0 address {self._card} netns {self.pid}".split()
         self._switch("add", self._port, "master", "switch", "type", "veth", "peer", *peer_words)
         self._switch("set", self._port, "up")
-        network_words = entering(self.pid, "net")
-        command([*network_words, "ip", "address", "add", f"{self.address}/24", "dev", "eth0"])
-        command([*network_words, "ip", "link", "set", "eth0", "up"])
+        network_words = enter_command(self.pid, "net")
+        run_command([*network_words, "ip", "address", "add", f"{self.address}/24", "dev", "eth0"])
+        run_command([*network_words, "ip", "link", "set", "eth0", "up"])
         self.start_sshd()
 
     def power_off(self) -> None:
@@ -269,7 +280,7 @@ class Host:
             return
         if self.on:
             with suppress(ConfigError):  # it has no cable yet
-                self.cut()
+                self.cut_link()
         self._first.kill()
         # The `nsenter` of a process that has just been stopped may stop a little later.
         while self._first.alive:
@@ -284,7 +295,9 @@ class Host:
         sshd_path = shutil.which("sshd") or "sshd"  # it wants an absolute path
         hosts_folder = self._hosts.folder
         log_path = hosts_folder / f"sshd-{self}.log"
-        if self.run([sshd_path, "-f", hosts_folder / "ssh/sshd_config", "-E", log_path], SECONDS).returncode:
+        if self.run_process(
+            [sshd_path, "-f", hosts_folder / "ssh/sshd_config", "-E", log_path], SECONDS
+        ).returncode:
             raise ConfigError(f"sshd on host {self}: {log_path.read_text().strip()}")
 
     def kill_sshd(self) -> bool:
@@ -296,40 +309,40 @@ class Host:
         psutil.wait_procs(sshd_processes, SECONDS)  # until then the kernel takes connections for it
         return bool(sshd_processes)
 
-    def cut(self) -> None:
+    def cut_link(self) -> None:
         """Pull its cable at the switch: packets in both directions are lost."""
         self._switch("set", self._port, "down")
 
-    def join(self) -> None:
+    def join_link(self) -> None:
         """Plug the cable in again."""
         self._switch("set", self._port, "up")
 
-    def slow(self, bits: int) -> None:
-        """Let only so many bits a second pass in each direction, until `fast`."""
+    def slow_link(self, bits: int) -> None:
+        """Let only so many bits a second pass in each direction, until `restore_link`."""
         for queue_words in self._queues("replace"):
-            command([*queue_words, "tbf", "rate", f"{bits}bit", *QUEUE])
+            run_command([*queue_words, "tbf", "rate", f"{bits}bit", *QUEUE])
 
-    def fast(self) -> None:
+    def restore_link(self) -> None:
         """The full speed again."""
         for queue_words in self._queues("delete"):
             with suppress(ConfigError):  # it was not slow
-                command(queue_words)
+                run_command(queue_words)
 
     def cannot_slow(self) -> str | None:
-        """Why `slow` does not work here, if so: not every kernel has the queue that it needs."""
+        """Why `slow_link` does not work here, if so: not every kernel has the queue that it needs."""
         try:
-            self.slow(1_000_000_000)
+            self.slow_link(1_000_000_000)
         except ConfigError as error:
             return str(error)
-        self.fast()
+        self.restore_link()
         return None
 
     def _switch(self, *words: str) -> None:
-        command([*entering(self._hosts.room, "net"), "ip", "link", *words])
+        run_command([*enter_command(self._hosts.room, "net"), "ip", "link", *words])
 
     def _queues(self, what: str) -> Iterator[list[str]]:
         for pid, device in ((self._hosts.room, self._port), (self.pid, "eth0")):
-            yield [*entering(pid, "net"), "tc", "qdisc", what, "dev", device, "root"]
+            yield [*enter_command(pid, "net"), "tc", "qdisc", what, "dev", device, "root"]
 
 
 class Hosts:
@@ -362,7 +375,7 @@ class Hosts:
         return self._room.pid
 
     def __enter__(self) -> Self:
-        if missing_reason := missing():
+        if missing_reason := find_missing():
             raise ConfigError(missing_reason)
         self._write_files()
         with ExitStack() as exit_stack:
@@ -374,7 +387,7 @@ class Hosts:
                 exit_stack.callback(host.power_off)
                 self._hosts[host.name] = host
             # Before all others: nothing can end a process that writes to a frozen file system.
-            exit_stack.callback(self.shared.thaw)
+            exit_stack.callback(self.shared.thaw_disk)
             self._ending = exit_stack.pop_all()
         return self
 
@@ -389,7 +402,7 @@ class Hosts:
         ssh.mkdir(mode=0o700, parents=True)
         binary_folder.mkdir()
         for name in ("user", "host"):
-            command(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", ssh / name])
+            run_command(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", ssh / name])
         (ssh / "sshd_config").write_text(SSHD.format(ssh=ssh))
         (binary_folder / "ssh").write_text(SSH.format(ssh=ssh, program=shutil.which("ssh")))
         (binary_folder / "ssh").chmod(0o755)

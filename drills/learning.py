@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean
 
 from drills.exercise import Column, Drill, Exercise, Watch
-from drills.runner import drill
+from drills.runner import run_drill
 from drills.scenario import (
     CLEAN,
     CLEAN_ABSENT,
@@ -25,7 +25,7 @@ from drills.scenario import (
     Policy,
     Scenario,
 )
-from drills.score import TARGET, WRONG, Score, better, compare, within
+from drills.score import TARGET, WRONG, Score, compare_scores, is_better, is_within
 from drills.stage import Stage
 from megastable.base.errors import ConfigError
 
@@ -37,7 +37,7 @@ QUICK = ("random-tokens", "killed-rank")
 NAMES = tuple(scenario.name for scenario in EVERY)
 
 
-def choose(names: Sequence[str]) -> list[Scenario]:
+def choose_scenarios(names: Sequence[str]) -> list[Scenario]:
     """Scenarios by name or group, in the table's order; without names: all. Raises ConfigError."""
     if unknown_names := [name for name in names if name not in (*NAMES, *GROUPS)]:
         raise ConfigError(f"{unknown_names[0]}: there is no such scenario: {', '.join([*GROUPS, *NAMES])}")
@@ -73,7 +73,7 @@ def _each(cell: Callable[[Score], object], always: bool = False) -> Callable[[Se
 def _describe_excess(s: Score) -> str:
     if s.clean or s.excess is None:
         return ""
-    return f"{s.excess:+.4f}{' better' if better(s) else ''}"
+    return f"{s.excess:+.4f}{' better' if is_better(s) else ''}"
 
 
 def _describe_warnings(s: Score) -> str:
@@ -101,7 +101,7 @@ COLUMNS: tuple[Column[Score], ...] = (
     Column("policy", lambda row: row[0].policy, left=True),
     Column("val\nloss", describe_ends),
     Column("minus\nclean", _each(_describe_excess, always=True),
-           lambda row: _is_ours(row) and any(not s.clean and not within(s) for s in row)),
+           lambda row: _is_ours(row) and any(not s.clean and not is_within(s) for s in row)),
     Column("bad\nfound", _each(lambda s: f"{s.fate.convicted}/{s.fate.planted}" if s.fate.planted else "")),
     Column("clean\nlost", _each(lambda s: s.fate.lost), lambda row: _is_ours(row) and any(s.fate.lost for s in row)),
     Column("put\noff", _each(lambda s: s.fate.deferred)),
@@ -145,7 +145,7 @@ class LearningDrill(Drill[Score]):
         quick: bool = False,
     ) -> None:
         """Raises ConfigError."""
-        self.scenarios = choose(names or (list(QUICK) if quick else []))
+        self.scenarios = choose_scenarios(names or (list(QUICK) if quick else []))
         if text is not None and not text.exists():
             raise ConfigError(f"--text {text}: there is no such file or folder")
         if ranks < 1 or GLOBAL_BATCH % ranks:
@@ -153,7 +153,7 @@ class LearningDrill(Drill[Score]):
                 f"--ranks {ranks}: a step's {GLOBAL_BATCH} samples are shared evenly; choose 1, 2 or 4"
             )
         if quick:
-            self.scenarios = [scenario.at(QUICK_FAULT_STEP) for scenario in self.scenarios]
+            self.scenarios = [scenario.at_step(QUICK_FAULT_STEP) for scenario in self.scenarios]
         steps, text = QUICK_STEPS if quick else STEPS, text and text.resolve()
         self.stage = Stage(Path(), 0, steps, ranks, layers, text)
         self.policies, self.seeds, self.jobs = policies, seeds, jobs
@@ -172,7 +172,7 @@ class LearningDrill(Drill[Score]):
         ]
 
     def _run(self, stage: Stage, scenario: Scenario, policy: Policy, watch: Watch) -> list[Score]:
-        return [drill(stage, scenario, policy, watch, self.jobs)]
+        return [run_drill(stage, scenario, policy, watch, self.jobs)]
 
     def row_of(self, outcome: Score) -> tuple[Hashable, Hashable]:
         return outcome.scenario, outcome.policy
@@ -180,15 +180,17 @@ class LearningDrill(Drill[Score]):
     def is_marked(self, row: Sequence[Score]) -> bool:
         return _is_ours(row)
 
-    def compare(self, outcomes: Sequence[Score]) -> list[Score]:
-        return compare(outcomes)
+    def compare_outcomes(self, outcomes: Sequence[Score]) -> list[Score]:
+        return compare_scores(outcomes)
 
     def is_met(self, outcomes: Sequence[Score]) -> bool:
         """None of ours ends worse or loses a clean sample for good, and at most one in 12 causes is wrong."""
         every = [s for s in outcomes if s.policy is Policy.OURS]
         ours = [s for s in every if not s.clean]
         wrong = sum(not s.cause_right for s in ours)
-        return all(map(within, ours)) and wrong <= len(ours) // WRONG and not any(s.fate.lost for s in every)
+        return (
+            all(map(is_within, ours)) and wrong <= len(ours) // WRONG and not any(s.fate.lost for s in every)
+        )
 
     def describe_verdict(self, outcomes: Sequence[Score]) -> str:
         """Of ours."""
@@ -196,8 +198,8 @@ class LearningDrill(Drill[Score]):
         ours = [s for s in own_scores if not s.clean]
         if not ours:
             return "ours was not among the policies: there is no target to meet"
-        well, right = sum(map(within, ours)), sum(bool(s.cause_right) for s in ours)
-        gained_count = sum(within(s) and better(s) for s in ours)
+        well, right = sum(map(is_within, ours)), sum(bool(s.cause_right) for s in ours)
+        gained_count = sum(is_within(s) and is_better(s) for s in ours)
         alarms, lost = sum(s.false_alarms for s in own_scores), sum(s.fate.lost for s in own_scores)
         return (
             f"ours: {well} of {len(ours)} at most {TARGET} nat worse than the clean run (or warned of, where that is "

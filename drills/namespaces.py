@@ -40,7 +40,7 @@ mount -t tmpfs tmpfs /run && mount -t sysfs sysfs /sys && hostname try
 
 
 @cache
-def missing() -> str | None:
+def find_missing() -> str | None:
     """Why hosts cannot be made here, if so."""
     if os.geteuid() != 0:
         return "making network namespaces needs root"
@@ -52,12 +52,12 @@ def missing() -> str | None:
     return f"namespaces may not be made here: {trial.stderr.strip()}" if trial.returncode else None
 
 
-def entering(pid: int, *kinds: str) -> list[str]:
+def enter_command(pid: int, *kinds: str) -> list[str]:
     """The start of a command that runs in the namespaces of process `pid`: mount, net, pid, uts, ipc."""
     return ["nsenter", f"--target={pid}", *(f"--{kind}" for kind in kinds), "--"]
 
 
-def command(words: Sequence[str | Path]) -> str:
+def run_command(words: Sequence[str | Path]) -> str:
     """What a command prints that sets something up. Raises ConfigError with what it complained about."""
     try:
         done = subprocess.run(

@@ -27,7 +27,7 @@ WEIGHT = 1e4  # the new value of one weight; usual ones are 0.02
 SCALE = 1.5  # factor on the weights of a block
 
 
-def poison(folder: Path, kind: Kind, *, forget: bool = False, step: int | None = None) -> Path:
+def poison_checkpoint(folder: Path, kind: Kind, *, forget: bool = False, step: int | None = None) -> Path:
     """Poison the newest checkpoint of `folder`, or the one of `step`; returns its path.
 
     kind: "weight": one weight of a block becomes 1e4. "second_moments": all of Adam's become zero. "block": all weights
@@ -38,7 +38,7 @@ def poison(folder: Path, kind: Kind, *, forget: bool = False, step: int | None =
     if not found_checkpoints or not found_checkpoints[0].is_dir():
         raise CheckpointError(f"{folder}: there is no such checkpoint")
     checkpoint = found_checkpoints[0]
-    contents, health_marker = store.read_contents(checkpoint), markers.healthy(checkpoint)
+    contents, health_marker = store.read_contents(checkpoint), markers.read_health(checkpoint)
     changed_names = set[str]()
     for shard_file, first_byte, number_count in _chosen(checkpoint, kind):
         _edit(shard_file, first_byte, number_count, _EDITS[kind])
@@ -50,7 +50,7 @@ def poison(folder: Path, kind: Kind, *, forget: bool = False, step: int | None =
         run_state = store.read_state(checkpoint).model_copy(update={"vitals": None})
         file_hashes[STATE] = write_file(checkpoint / STATE, run_state.model_dump_json(indent=1).encode())
     file_hashes |= {name: hash_file(checkpoint / name) for name in changed_names}
-    write_file(checkpoint / MANIFEST, contents.model_copy(update={"files": file_hashes}).sealed())
+    write_file(checkpoint / MANIFEST, contents.model_copy(update={"files": file_hashes}).to_sealed_bytes())
     if health_marker is not None:
         (checkpoint / HEALTH).unlink()
         markers.mark_healthy(checkpoint, health_marker.step, health_marker.steps)

@@ -22,12 +22,12 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from drills.exercise import Watch
 from drills.scenario import SEARCH, VARIABLE, Outside, Plan, Policy, Scenario
-from drills.score import Score, fate, score
+from drills.score import Score, find_fate, score_run
 from drills.stage import OVERRIDES, Stage
 from megastable.base import durable
 from megastable.base.errors import CheckpointError, MegastableError
 from megastable.base.process import ROOT
-from megastable.cluster.launcher import LAUNCHER, free_port
+from megastable.cluster.launcher import LAUNCHER, find_free_port
 from megastable.data.manifest import Manifest
 from megastable.data.plant import Planted
 from megastable.run.directory import RunDirectory
@@ -63,7 +63,7 @@ class Done(BaseModel):
     wall_seconds: float
 
 
-def drill(stage: Stage, scenario: Scenario, policy: Policy, watch: Watch, jobs: int = 1) -> Score:
+def run_drill(stage: Stage, scenario: Scenario, policy: Policy, watch: Watch, jobs: int = 1) -> Score:
     """One run from its start to its end, or its existing results. Leaves no process behind.
 
     watch: called repeatedly with the step; an exception in it ends the run. jobs: number of runs that share the
@@ -76,16 +76,16 @@ def drill(stage: Stage, scenario: Scenario, policy: Policy, watch: Watch, jobs: 
         policy=policy,
         run=run.root,
         seed=stage.seed,
-        fault=scenario.fault and scenario.fault.among(stage.ranks),
+        fault=scenario.fault and scenario.fault.with_ranks(stage.ranks),
     )
     run_overrides = [*OVERRIDES[policy], *scenario.overrides]
     run_overrides += [f"run.dir={run.root}", f"data.corpora=[{{path: {corpus_folder}}}]"]
     conditions_hash = conditions(stage, scenario, wanted_plan, run_overrides, corpus_folder)
-    done = finished(run)
+    done = read_done(run)
     if done is None or done.conditions != conditions_hash:
         done = _run(stage, scenario, wanted_plan, run_overrides, conditions_hash, planted, watch, jobs)
-    return score(
-        run.root, scenario, policy, stage.seed, fate(run.root, done.planted), struck=done.struck, code=done.exit,
+    return score_run(
+        run.root, scenario, policy, stage.seed, find_fate(run.root, done.planted), struck=done.struck, code=done.exit,
         wall_seconds=done.wall_seconds,
     )  # fmt: skip
 
@@ -95,13 +95,15 @@ def conditions(stage: Stage, scenario: Scenario, plan: Plan, overrides: list[str
     source_files = sorted(path for part in CODE for path in part.rglob("*.py") if path not in JUDGING)
     told = xxhash.xxh3_128(stage.recipe.read_bytes())
     settings = [overrides, scenario.outside, scenario.step, stage.ranks]
-    told.update(json.dumps([*settings, plan.model_dump_json(), Manifest.load(corpus).fingerprint()]).encode())
+    told.update(
+        json.dumps([*settings, plan.model_dump_json(), Manifest.load_manifest(corpus).fingerprint()]).encode()
+    )
     for path in source_files:
         told.update(path.read_bytes())
     return told.hexdigest()
 
 
-def finished(run: RunDirectory) -> Done | None:
+def read_done(run: RunDirectory) -> Done | None:
     """The facts written when the run ended; None if it did not, or they cannot be read."""
     try:
         return Done.model_validate_json(_beside(run, ".done").read_bytes())
@@ -146,7 +148,7 @@ def command(policy: Policy, recipe: Path, overrides: list[str], ranks: int) -> l
     if policy is Policy.OURS:
         supervise = str(ROOT / "launch/supervise.py")
         return [sys.executable, supervise, "--module", WORKER, str(recipe), *overrides, "--", *count_words]
-    port_words = ["--master_port", str(free_port())]
+    port_words = ["--master_port", str(find_free_port())]
     return [*LAUNCHER, *count_words, *port_words, "--module", WORKER, str(recipe), *overrides]
 
 
@@ -213,11 +215,11 @@ def strike(family: Family, run: RunDirectory, scenario: Scenario, victim: int) -
 
         damage(newest_first(run.checkpoints)[:1])
     if scenario.outside in POISONS:
-        from drills.poison import poison
+        from drills.poison import poison_checkpoint
 
         # A policy without checkpoints has none to continue from, either.
         with suppress(CheckpointError):
-            poison(run.checkpoints, POISONS[scenario.outside])
+            poison_checkpoint(run.checkpoints, POISONS[scenario.outside])
     return family.strike(victim, signal.SIGSTOP if scenario.outside == "stop_rank" else signal.SIGKILL)
 
 

@@ -73,7 +73,7 @@ class Fault(BaseModel):
     steps: int = 1
     factor: float = 10.0
 
-    def among(self, ranks: int) -> Fault:
+    def with_ranks(self, ranks: int) -> Fault:
         """The same fault in a run with this many ranks."""
         return self.model_copy(update={"rank": min(self.rank, ranks - 1)})
 
@@ -184,7 +184,7 @@ class Scenario:
     warning: bool = False
     trend: str = ""
 
-    def at(self, step: int) -> Scenario:
+    def at_step(self, step: int) -> Scenario:
         """The same at another step."""
         fault = self.fault and self.fault.model_copy(update={"step": step})
         return replace(self, step=step, fault=fault)

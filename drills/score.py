@@ -19,7 +19,7 @@ from megastable.report.postmortem.sample_texts import Library
 from megastable.run import records
 from megastable.run.directory import RunDirectory
 from megastable.run.events.event import Event
-from megastable.run.events.reading import latest
+from megastable.run.events.reading import find_latest
 from megastable.run.events.stability_events import Discarded, Handover, IncidentEvent, Located, TrendEvent
 from megastable.run.events.supervisor_events import SupervisorEvent
 from megastable.run.events.training_events import Training, Unstable, Warned
@@ -119,7 +119,7 @@ class Score(Outcome):
         return "not measured" if self.ended == "finished" else f"{self.ended} at step {self.step}"
 
 
-def score(
+def score_run(
     run: Path,
     scenario: Scenario,
     policy: Policy,
@@ -132,7 +132,7 @@ def score(
 ) -> Score:
     """fate: of the samples. struck: unix time of a fault from outside. code: the exit code."""
     run_directory = RunDirectory(run)
-    events = list(run_directory.events())
+    events = list(run_directory.iterate_events())
     run_summary = json.loads(run_directory.summary.read_text()) if run_directory.summary.exists() else {}
     is_ours = policy is Policy.OURS
     # Only ours undoes a fault; under the others anything later may be its consequence.
@@ -234,7 +234,7 @@ def _explains(scenario: Scenario, event: Event, struck: float | None, reach: flo
 
 def _latest(events: Iterable[Event]) -> list[Summary]:
     """The latest state of each incident, in order."""
-    return [summary for _, summary in sorted(latest(events).items())]
+    return [summary for _, summary in sorted(find_latest(events).items())]
 
 
 def causes_of(incidents: Sequence[Summary], events: Iterable[Event]) -> set[str]:
@@ -281,7 +281,7 @@ def _recovery(incidents: Sequence[Summary], events: Iterable[Event], struck: flo
     return round((times_again or watched)[0] - struck, 1) if times_again or watched else None
 
 
-def compare(scores: Sequence[Score]) -> list[Score]:
+def compare_scores(scores: Sequence[Score]) -> list[Score]:
     """The scores with `excess`, if they include a clean run of the same policy and seed."""
     reference_by_key = {(s.policy, s.scenario, s.seed): s for s in scores if s.clean}
     clean_losses = {key: s.val_loss for key, s in reference_by_key.items()}
@@ -305,7 +305,7 @@ def _led(s: Score, references: Mapping[tuple[Policy, str, int], Score]) -> Score
 def smoothed(run: RunDirectory) -> dict[int, float]:
     """Exponential average of the training losses by step; empty without records."""
     loss_by_step, level = dict[int, float](), None
-    for step_record in records.read(run.steps).to_pylist() if run.steps.exists() else ():
+    for step_record in records.read_newest_records(run.steps).to_pylist() if run.steps.exists() else ():
         level = step_record["loss"] if level is None else level + (step_record["loss"] - level) / SMOOTH
         loss_by_step[step_record["step"]] = level
     return loss_by_step
@@ -317,7 +317,7 @@ def shows(losses: Mapping[int, float], undisturbed: Mapping[int, float], begin: 
     return next((step for step in above if step >= begin), None)
 
 
-def within(s: Score) -> bool:
+def is_within(s: Score) -> bool:
     """Whether a run ends no worse than the clean one; or caused a warning in time, if that is the expected answer."""
     if s.warned is not None:
         return s.warned
@@ -326,29 +326,31 @@ def within(s: Score) -> bool:
     return s.excess is not None and s.excess <= TARGET
 
 
-def better(s: Score) -> bool:
+def is_better(s: Score) -> bool:
     """Whether a run ends better than the clean one, by more than equivalent runs differ. A slow fault is not about how
     it ends."""
     return s.begin is None and s.excess is not None and s.excess < -TARGET
 
 
-def fate(run: Path, planted: Planted | None) -> Fate:
+def find_fate(run: Path, planted: Planted | None) -> Fate:
     """The fate of a started run's samples, by its own ledger and order, as the next process would read them, and the
     planted corruption. A sample is its sequence in the corpus, wherever it is read: a deferred one is not lost.
     Raises DataError if its directory or corpus cannot be read."""
     run_history = History(run)
-    library = run_history.library()
+    library = run_history.library_at()
     run_order = library.source.order
     all_positions = np.arange(run_order.sequences[0])
-    positions_out = all_positions[run_history.selection(library).mask(all_positions)]
-    left_out = set(run_order.locate(positions_out).sequence.tolist())
+    positions_out = all_positions[run_history.select_from(library).mask_skipped(all_positions)]
+    left_out = set(run_order.locate_samples(positions_out).sequence.tolist())
     bad_sequences = set[int]()
     if planted is not None:
         # In the corpus's own order, before any deferral.
         bad_sequences = set(
-            Library(run_history.config).source.order.locate(numbers_of(planted.positions)).sequence.tolist()
+            Library(run_history.config)
+            .source.order.locate_samples(numbers_of(planted.positions))
+            .sequence.tolist()
         )
-    all_incidents = list(latest(run_history.run.events(IncidentEvent)).values())
+    all_incidents = list(find_latest(run_history.run.iterate_events(IncidentEvent)).values())
     deferred_count = sum(end - first for i in all_incidents for first, end in i.get("deferred", ()))
     named_documents = _documents(document for i in all_incidents for document in i.get("documents", ()))
     guilty = _documents(d.model_dump() for d in planted.documents) if planted is not None else set()

@@ -23,7 +23,7 @@ from drills.scenario import GLOBAL_BATCH, STEPS, Policy, Scenario, make_text
 from megastable.base.errors import DataError
 from megastable.config import recipe
 from megastable.data.manifest import FILE, Manifest, Segment, Stream
-from megastable.data.plant import Planted, plant
+from megastable.data.plant import Planted, plant_corruption
 from megastable.data.tokenizer import load_tokenizer
 from megastable_tools.prepare.corpus_tokenizer import train_sentencepiece
 from megastable_tools.prepare.prepare import prepare_shards
@@ -116,10 +116,10 @@ class Stage:
         if scenario.region is None:
             return corpus_folder, None
         planted_folder = self.folder / f"{self.corpus.name}-{scenario.name}-{self.seed}"
-        planted, _ = plant(
+        planted, _ = plant_corruption(
             corpus_folder,
             planted_folder,
-            recipe.load(self.recipe),
+            recipe.load_recipe(self.recipe),
             step=scenario.step,
             samples=scenario.samples,
             seed=self.seed,
@@ -136,10 +136,10 @@ class Stage:
         if scenario.text is None:
             return None
         text_random = Random(f"{scenario.name} {self.seed}")
-        manifest = Manifest.load(self.corpus)
+        manifest = Manifest.load_manifest(self.corpus)
         stream = Stream(self.corpus, manifest, "train")
         token_count = min(stream.tokens, scenario.samples * RECIPE["model"]["sequence_length"])
-        passage_ids = stream.read(text_random.randrange(stream.tokens - token_count + 1), token_count)
+        passage_ids = stream.read_tokens(text_random.randrange(stream.tokens - token_count + 1), token_count)
         eod_token = manifest.tokenizer.eod
         tokenizer = load_tokenizer(self.corpus / manifest.tokenizer.file, eod_token)
         passage_text = tokenizer.decode(passage_ids[passage_ids != eod_token].tolist())
@@ -152,10 +152,10 @@ class Stage:
             made = part_folder.with_name(f"{part_folder.name}.tmp")
             shutil.rmtree(made, ignore_errors=True)
             shutil.copytree(self.corpus, made)
-            manifest = Manifest.load(made)
+            manifest = Manifest.load_manifest(made)
             wanted = self.steps * GLOBAL_BATCH * RECIPE["model"]["sequence_length"] // epochs
             chosen = _short_documents(Stream(made, manifest, "train"), manifest.splits["train"], wanted)
-            manifest.model_copy(update={"splits": manifest.splits | {"train": chosen}}).save(made)
+            manifest.model_copy(update={"splits": manifest.splits | {"train": chosen}}).save_manifest(made)
             made.rename(part_folder)  # an existing one is complete
         return part_folder
 
@@ -166,7 +166,7 @@ class Stage:
             for package in importlib.metadata.distributions():
                 if package_text := package.read_text("METADATA"):
                     Path(text_folder, f"{package.name}.txt").write_text(package_text, encoding="utf-8")
-            tokenizer_info = Manifest.load(self.corpus).tokenizer
+            tokenizer_info = Manifest.load_manifest(self.corpus).tokenizer
             prepare_shards(
                 [Path(text_folder)],
                 self.other,
@@ -211,7 +211,7 @@ def _short_documents(stream: Stream, segments: Sequence[Segment], wanted: int) -
     are too few."""
     chosen, tokens_left = list[Segment](), wanted
     for segment in segments:
-        shard = stream.open(segment.shard)
+        shard = stream.open_shard(segment.shard)
         for document_number in range(shard.document_of(segment.first_token), shard.documents):
             first, end = shard.document_bounds(document_number)
             if end > segment.end:

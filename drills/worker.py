@@ -27,7 +27,7 @@ def main() -> None:
     run_plan = Plan.model_validate_json(Path(os.environ[VARIABLE]).read_bytes())
     if run_plan.policy is not Policy.OURS:
         replace_gate(SkipStep() if run_plan.policy is Policy.SKIPPING else None)
-    faults.install(run_plan)
+    faults.install_fault(run_plan)
     faults.count_searches(run_plan.run.with_name(run_plan.run.name + SEARCH))
     train.main()
 
@@ -36,14 +36,14 @@ def replace_gate(rule: SkipStep | None) -> None:
     """Judge every update by `rule` alone; without a rule, apply all that DeepSpeed accepts."""
 
     def judge(self: Recovery, measured: Measured, step: int, lr: float) -> bool:
-        return rule is None or rule.applies(measured.loss, measured.grad_norm)
+        return rule is None or rule.applies_update(measured.loss, measured.grad_norm)
 
     def refusal(self: Recovery, measured: Measured) -> tuple[str, str]:
         numbers = f"loss {measured.loss:.4g}, gradient norm {measured.grad_norm:.4g}"
         return (Verdict.OUTLIER if measured.finite else Verdict.NON_FINITE), numbers
 
-    Recovery.judge = judge  # type: ignore[method-assign]
-    Recovery.refusal = refusal  # type: ignore[method-assign]
+    Recovery.judge_update = judge  # type: ignore[method-assign]
+    Recovery.explain_refusal = refusal  # type: ignore[method-assign]
 
 
 class SkipStep:
@@ -58,7 +58,7 @@ class SkipStep:
     def __init__(self) -> None:
         self._seen: tuple[deque[float], deque[float]] = (deque(maxlen=WINDOW), deque(maxlen=WINDOW))
 
-    def applies(self, loss: float, grad_norm: float) -> bool:
+    def applies_update(self, loss: float, grad_norm: float) -> bool:
         """Whether the update of a step with this loss (nats) and gradient norm before clipping is applied."""
         values = (loss, grad_norm)
         if not all(map(math.isfinite, values)):

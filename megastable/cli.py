@@ -21,13 +21,13 @@ def main(*first: str) -> None:
     handler_before = signal.getsignal(signal.SIGINT)
     if handler_before is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports ends it without a traceback
-    from megastable.commands.root import command
+    from megastable.commands.root import build_command
 
     signal.signal(signal.SIGINT, handler_before)
     reconfigure = getattr(sys.stdout, "reconfigure", None)
     if reconfigure is not None:  # a locale that lacks a character must not end it
         reconfigure(errors="backslashreplace")
-    command().main(words, prog_name="megastable")
+    build_command().main(words, prog_name="megastable")
 
 
 if __name__ == "__main__":

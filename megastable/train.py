@@ -24,7 +24,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megastable.base import activity
-from megastable.base.collectives import first
+from megastable.base.collectives import run_on_first
 from megastable.base.errors import OK, STOPPED, HandoverError, MegastableError, UnstableError
 from megastable.base.hardware import describe_software
 from megastable.config.tree import RunConfig
@@ -39,11 +39,11 @@ from megastable.training.evaluation import Evaluation
 from megastable.training.heartbeat import Heartbeat
 from megastable.training.live_changes import Effects
 from megastable.training.memory_copies import MemoryCopies
-from megastable.training.recorder import Observer, StepRecorder, due, end_if_all_refused
+from megastable.training.recorder import Observer, StepRecorder, end_if_all_refused, is_due
 from megastable.training.resume import Start
 from megastable.training.startup import StopRequest, open_data, open_run
-from megastable.training.step_profiler import profiled, untraced
-from megastable.training.summary import find_peak, introduction, write_summary
+from megastable.training.step_profiler import explain_no_trace, profile_steps
+from megastable.training.summary import find_peak, introduce_run, write_summary
 
 COLLECT = 100  # steps between two collections of garbage, by all ranks at once: one alone makes all wait
 
@@ -60,50 +60,50 @@ class Trainer:
         self.order, self.engine = order, start.engine
         self.checkpoints, self.state = start.checkpoints, start.state
         self.stopping = False
-        first(lambda: self.run.summary.unlink(missing_ok=True))  # of a shorter run in this directory
+        run_on_first(lambda: self.run.summary.unlink(missing_ok=True))  # of a shorter run in this directory
         with ExitStack() as closing:
             peak, source = find_peak(c, self.engine)
-            self.log.say(introduction(c, self.engine, self.run.root, peak, source))
+            self.log.say_line(introduce_run(c, self.engine, self.run.root, peak, source))
             for text in self.engine.kernels.notes:
-                self.log.emit(Warned(step=self.state.step, text=text), say=f"WARNING: {text}")
+                self.log.emit_event(Warned(step=self.state.step, text=text), say=f"WARNING: {text}")
             observer = None
             if dist.get_rank() == 0:
                 device, attempt = self.engine.device, heart.attempt
                 observer = Observer(c, self.run, start.layout, device, peak, self.state, attempt)
                 closing.callback(observer.close)
                 if start.unwritten is not None:
-                    observer.steps.restore(start.unwritten)
-            self.evaluation = Evaluation.of(
-                self.engine, order.corpora.held_out, c.train, start.layout.samples, start.from_the_first
+                    observer.steps.restore_records(start.unwritten)
+            self.evaluation = Evaluation.for_run(
+                self.engine, order.corpora.held_out, c.train, start.layout.samples, start.make_whole_loader
             )
-            first(heart.skips.begin_to_read)
-            loader = start.loader(order.source, order.selection(), self.state.cursor)
+            run_on_first(heart.skips.begin_to_read)
+            loader = start.make_loader(order.source, order.select_samples(), self.state.cursor)
             closing.callback(loader.close)
             self.feed, self.changes = Feed(order, loader, heart), start.changes
-            self.changes.read(self.state.step)
-            self.log.emit(Training(
+            self.changes.read_requests(self.state.step)
+            self.log.emit_event(Training(
                 step=self.state.step, cursor=self.state.cursor, world=start.layout.world,
-                seconds=round(activity.age(), 3), software=describe_software(self.engine.device),
+                seconds=round(activity.process_age(), 3), software=describe_software(self.engine.device),
                 peak_tflops=float(f"{peak:.4g}"), peak_source=source, lineage=start.lineage,
             ))  # fmt: skip
-            self.checkpoints.begin(self.state, saved=start.restored is None)
-            parts = RunParts(c, self.engine, loader, self.run, order.skipping, self.log, heart.phase)
+            self.checkpoints.begin_training(self.state, saved=start.restored is None)
+            parts = RunParts(c, self.engine, loader, self.run, order.skipping, self.log, heart.enter_phase)
             held_out, sets = (e.micro_batches, e.sets) if (e := self.evaluation) else ([], 1)
-            settle = self.checkpoints.settle
+            settle = self.checkpoints.settle_save
             self.recovery = Recovery(parts, self.state, settle, start.suspects, held_out, sets)
             self.effects = Effects(self.run, self.changes, self.recovery.incident_log, self.log)
             self.copies = MemoryCopies(
-                start.memory, self.engine, self.recovery.points.ring, self.log, start.frozen, start.lineage,
+                start.memory, self.engine, self.recovery.points.ring, self.log, start.freeze_recipe, start.lineage,
                 start.restored, self.state.step,
             )  # fmt: skip
-            self.checkpoints.prepare()
-            if self.checkpoints.rejected:
-                self.recovery.incident_log.damaged(self.checkpoints.rejected, self.state.step)
+            self.checkpoints.prepare_saves()
+            if rejected := self.checkpoints.rejected:
+                self.recovery.incident_log.record_rejected_checkpoints(rejected, self.state.step)
             self.recorder = StepRecorder(c.logging, self.engine, self.recovery, self.log, observer)
             world, done = dist.get_world_size(), self.state.step
-            if why := untraced(c.logging.profile, self.run.profiles, world, done, c.train.steps):
-                self.log.say(f"WARNING: {why}")
-            closing.enter_context(profiled(c.logging, self.run, dist.get_rank(), self.log.say))
+            if why := explain_no_trace(c.logging.profile, self.run.profiles, world, done, c.train.steps):
+                self.log.say_line(f"WARNING: {why}")
+            closing.enter_context(profile_steps(c.logging, self.run, dist.get_rank(), self.log.say_line))
             self._closing = closing.pop_all()
 
     def train(self) -> int:
@@ -115,7 +115,7 @@ class Trainer:
             return exit_code
         except MegastableError as error:
             if error.collective:  # all ranks are here: what they have begun to write is good
-                self.checkpoints.saver.finish()
+                self.checkpoints.saver.finish_save()
             self.copies.close(remove=isinstance(error, HandoverError | UnstableError))
             raise
         finally:
@@ -127,75 +127,75 @@ class Trainer:
         gc.disable()
         while self.state.step < c.train.steps and not self.stopping:
             before = self.state
-            self.heart.at(before)
+            self.heart.begin_step(before)
             begin_time = time.perf_counter()
-            batch = feed.next()
-            mix, tokens = feed.mix(batch), batch.positions.size * c.model.sequence_length
+            batch = feed.next_batch()
+            mix, tokens = feed.mix_of(batch), batch.positions.size * c.model.sequence_length
 
             # Forward, backward, gate, update
-            changed_keys = self.changes.begin(before.step)
-            recovery.begin(before, feed.tell_changes(before, batch, mix), changed_keys)
+            changed_keys = self.changes.begin_step(before.step)
+            recovery.prepare_step(before, feed.tell_changes(before, batch, mix), changed_keys)
             scheduled_lr = scheduled_rate(self.engine.config, before.updates, before.trained_tokens, tokens)
-            lr = recovery.rate(before.updates, scheduled_lr)
-            recorder.begin(before)
+            lr = recovery.limit_rate(before.updates, scheduled_lr)
+            recorder.begin_step(before)
             measured, applied = self.engine.train_step(
-                batch.micro_batches, lr, recovery.gate(before, lr), self._collect_ballot
+                batch.micro_batches, lr, recovery.make_judge(before, lr), self._collect_ballot
             )
             seconds = time.perf_counter() - begin_time
             ballot = measured.ballot
             self.stopping = any(ballot["stop"])
 
             # Where the run stands now, and the record of it
-            self.state = state = before.after(
+            self.state = state = before.after_step(
                 cursor=batch.next, tokens=tokens, seconds=seconds, loss=measured.loss, applied=applied, mix=mix,
                 batch=batch.positions.size, piece=batch.piece,
             )  # fmt: skip
             step_result = StepResult(
                 batch, measured, applied, before, state, lr, seconds, feed.waited, self.engine.kept
             )
-            self.heart.stepped(
+            self.heart.end_step(
                 state, loss=measured.loss, grad_norm=measured.grad_norm, lr=lr, applied=applied, seconds=seconds,
                 tokens_per_second=tokens / seconds,
             )  # fmt: skip
-            recorder.step(step_result)
+            recorder.record_step(step_result)
 
             # What the guard decided: mostly nothing, sometimes back to an earlier step
             open_incident = recovery.incident_log.incident
-            step_outcome = recovery.settle(step_result)
+            step_outcome = recovery.carry_out_decision(step_result)
             if step_outcome.repeated:
                 self.state = step_outcome.state
-                self.checkpoints.heard(ballot["checkpoint"])
+                self.checkpoints.hear_ballot(ballot["checkpoint"])
                 continue
             if not step_outcome.rewound:
                 end_if_all_refused(step_result, recovery)
-                step_outcome = recovery.inspect(step_result, self._saves(ballot))
+                step_outcome = recovery.inspect_hardware(step_result, self._saves(ballot))
             if not step_outcome.rewound:
-                self.checkpoints.stepped(state.step, applied and recovery.calm, ballot["checkpoint"])
+                self.checkpoints.note_step(state.step, applied and recovery.calm, ballot["checkpoint"])
                 if self.checkpoints.nonfinite_step is not None:
                     step_outcome = self._leave(step_result)
             if recovery.incident_log.incident is not open_incident:
                 recorder.flush()  # one was opened or closed: its report is written now
             if any(ballot["read_skips"]):
                 feed.read_ledger(state.step, step_outcome.state.cursor)
-            self.changes.heard(ballot["read_changes"], step_outcome.state.step)
+            self.changes.hear_ballot(ballot["read_changes"], step_outcome.state.step)
             if step_outcome.rewound:
                 self.state = step_outcome.state
-                self.copies.rewound(self.state.step)
+                self.copies.drop_after(self.state.step)
                 self._remember()
-                self.checkpoints.back_to(self.state)
+                self.checkpoints.rewind_to(self.state)
                 continue
 
-            self.effects.stepped(step_result)
-            self.copies.heard(ballot["copies"], state.step)
-            if self.copies.wanted(state.step) and recovery.calm:
+            self.effects.note_step(step_result)
+            self.copies.hear_ballot(ballot["copies"], state.step)
+            if self.copies.is_wanted(state.step) and recovery.calm:
                 if dist.get_rank() == 0:
                     self._remember()
-                self.copies.begin(self.state, recorder.pending)
+                self.copies.begin_copy(self.state, recorder.pending)
 
             # Once in a while
-            if due(COLLECT, state.step):
+            if is_due(COLLECT, state.step):
                 gc.collect()  # of all generations: what lives through one of fewer would stay for good
-            if due(c.train.eval_interval, state.step) and state.step < c.train.steps and not self.stopping:
+            if is_due(c.train.eval_interval, state.step) and state.step < c.train.steps and not self.stopping:
                 self._evaluate()
             if self.checkpoints.is_due(state.step, ballot["save"]):
                 self._checkpoint()
@@ -203,24 +203,26 @@ class Trainer:
     def _end(self) -> int:
         """The last checkpoint, the summary and the last word."""
         c, s = self.config, self.state
-        self.heart.at(s)
-        self.checkpoints.finish()
+        self.heart.begin_step(s)
+        self.checkpoints.finish_save()
         needs_checkpoint = s.step > self.checkpoints.last and (self.stopping or c.checkpoint.at_end)
         if needs_checkpoint and not self._checkpoint(wait=True):
-            raise self.checkpoints.unsaved(s.step)
+            raise self.checkpoints.make_unsaved_error(s.step)
         self.checkpoints.saver.close()
         if self.stopping and s.step < c.train.steps:
-            self.log.emit(
+            self.log.emit_event(
                 Stopped(step=s.step, cursor=s.cursor),
                 say=f"stopped at step {s.step} as asked; {self.run.resuming} goes on from there",
             )
             return STOPPED
-        self.recovery.finish(s)
-        self.effects.finish(s.step)
+        self.recovery.finish_run(s)
+        self.effects.finish_run(s.step)
         validation = self._evaluate()
         observer = self.recorder.observer
-        first(lambda: write_summary(self.run, c, s, validation, self.order.corpora, observer, self.log))
-        self.log.say(f"finished: {self.run.summary}")
+        run_on_first(
+            lambda: write_summary(self.run, c, s, validation, self.order.corpora, observer, self.log)
+        )
+        self.log.say_line(f"finished: {self.run.summary}")
         return OK
 
     def _collect_ballot(self) -> Ballot:
@@ -230,10 +232,10 @@ class Trainer:
             "stop": (float(self.stop.wanted),),
             "read_skips": (float(self.heart.skips.has_news),),
             "read_changes": (float(self.heart.changes.has_news),),
-            "save": self.checkpoints.ballot(),
-            "checkpoint": self.checkpoints.saver.ballot(),
-            "copies": self.copies.ballot(),
-            **self.recovery.watches.ballot(self.state.step),
+            "save": self.checkpoints.collect_ballot(),
+            "checkpoint": self.checkpoints.saver.collect_ballot(),
+            "copies": self.copies.collect_ballot(),
+            **self.recovery.watches.collect_ballot(self.state.step),
         }
 
     def _saves(self, ballot: Ballot) -> bool:
@@ -244,29 +246,29 @@ class Trainer:
     def _leave(self, done: StepResult) -> StepOutcome:
         """Go back from a state that was found not to be finite when it was to be saved."""
         if not self.recovery.acts:
-            raise self.checkpoints.unstable()
+            raise self.checkpoints.make_unstable_error()
         damage_text = f"weights or moments were not finite after step {self.checkpoints.nonfinite_step}"
-        return self.recovery.rescue(done, damage_text)
+        return self.recovery.rewind_damaged_state(done, damage_text)
 
     def _evaluate(self) -> Evaluated | None:
         """The losses of the evaluation samples; always the same samples."""
         if self.evaluation is None:
             return None
-        self.heart.phase("evaluate")
-        evaluated_losses = self.evaluation.measure(self.state.step)
-        self.log.emit(evaluated_losses)
-        self.recorder.validation(self.state, evaluated_losses)
+        self.heart.enter_phase("evaluate")
+        evaluated_losses = self.evaluation.measure_losses(self.state.step)
+        self.log.emit_event(evaluated_losses)
+        self.recorder.record_validation(self.state, evaluated_losses)
         return evaluated_losses
 
     def _checkpoint(self, wait: bool = False) -> bool:
         """Begin to save, and wait for it where that is said; False when there is no checkpoint then."""
         self.recorder.flush(compact=True)
         self._remember()
-        return self.checkpoints.save(self.state, wait)
+        return self.checkpoints.save_state(self.state, wait)
 
     def _remember(self) -> None:
         """Into the state what a checkpoint is to know."""
-        self.state.stability = self.recovery.memory()
+        self.state.stability = self.recovery.dump_state()
         self.state.order_fingerprint = self.order.corpora.fingerprint_until(self.state.cursor)
 
 
@@ -290,7 +292,7 @@ def train(config: RunConfig, recipe_path: Path, attempt: int | None = None) -> i
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The entry point of every rank."""
-    rank_process.main(train, arguments)
+    rank_process.run_rank(train, arguments)
 
 
 if __name__ == "__main__":

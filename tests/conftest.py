@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from megastable.config.tree import RunConfig
-from megastable.data.manifest import Manifest, TokenizerInfo, adopt
+from megastable.data.manifest import Manifest, TokenizerInfo, adopt_shards
 from megastable.data.shards import ShardWriter
 from tests import durations, tiers
 
@@ -139,8 +139,8 @@ def write_corpus(
     tokenizer = TokenizerInfo(
         file="tokenizer.model", kind="sentencepiece", xxh3="0" * 32, vocab_size=VOCABULARY, eod=0
     )
-    manifest = adopt(directory, tokenizer, validation)
-    manifest.save(directory)
+    manifest = adopt_shards(directory, tokenizer, validation)
+    manifest.save_manifest(directory)
     return manifest
 
 

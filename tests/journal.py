@@ -13,12 +13,12 @@ from megastable.run.log import RunLog
 
 def note(run: RunDirectory, name: str, **fields: Any) -> None:
     """An event, complete or not, into the journal of a run."""
-    RunLog(run).emit(event_of({"event": name, **fields}))
+    RunLog(run).emit_event(event_of({"event": name, **fields}))
 
 
 def events(run: Path, *names: str) -> list[Event]:
     """Those of a run's journal that have one of these names, all if none is given."""
-    return [event for event in RunDirectory(run).events() if not names or event.event in names]
+    return [event for event in RunDirectory(run).iterate_events() if not names or event.event in names]
 
 
 class KeptLog(RunLog):
@@ -28,5 +28,5 @@ class KeptLog(RunLog):
         self.events, self.said = list[Event](), list[str]()
         self.active, self.console = True, self.said.append
 
-    def write(self, event: Event) -> None:
+    def write_event(self, event: Event) -> None:
         self.events.append(event)

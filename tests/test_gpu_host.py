@@ -57,7 +57,7 @@ os.environ.update(
 distributed.start_distributed(60)
 import deepspeed.runtime.zero.muon.muon_optimizer
 assert "torch._inductor.compile_fx" not in sys.modules
-print(before, distributed.device(), torch.distributed.get_backend())
+print(before, distributed.choose_device(), torch.distributed.get_backend())
 distributed.stop_distributed()
 """
 UNUSABLE = """

@@ -18,7 +18,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import megastable
-from megastable.cluster.launcher import free_port
+from megastable.cluster.launcher import find_free_port
 from tests.data.texts import documents
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -150,7 +150,7 @@ def test_a_wheel_alone_trains_under_a_supervisor(wheel: Path, tmp_path: Path) ->
     call("-m", "megastable.config", recipe, *few, "--world", 2, told="valid on 2 ranks")
     command("plan", "launch/recipes/7b.yaml", "--vocab", 32000, "--gpus", 64)
     small = [*few, "train.global_batch=8", "model.layers=1", "train.steps=3"]
-    launcher = ["-m", "deepspeed.launcher.runner", "--num_gpus", 2, "--master_port", free_port()]
+    launcher = ["-m", "deepspeed.launcher.runner", "--num_gpus", 2, "--master_port", find_free_port()]
     call(*launcher, "--module", "megastable.train", recipe, *small, "run.dir=runs/alone")
     assert json.loads((here / "runs/alone/summary.json").read_text())["steps"] == 3
     supervised = ["supervise", recipe, *small, "run.dir=runs/supervised", "--", "--num_gpus", "2"]

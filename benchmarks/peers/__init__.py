@@ -72,7 +72,7 @@ class Task:
         module = gpt.GPT(run_config.model, TensorParallel(), "none", run_config.run.seed)
         return {placement_of(p).name: p.data.to(self.dtype) for p in module.parameters()}
 
-    def inputs(self) -> list[tuple[Tensor, Tensor]]:
+    def send_inputs(self) -> list[tuple[Tensor, Tensor]]:
         """(tokens, labels), each [b, s], sent to the device in every step, as a loader does."""
         return [
             (b.tokens.to(self.device, non_blocking=True), b.labels.to(self.device, non_blocking=True))
@@ -107,7 +107,7 @@ class Peer:
         """Whether it gets `Task.weights`: our own modules draw the same weights themselves."""
         return not self.builder.startswith("own:")
 
-    def build(self, task: Task) -> Contestant:
+    def build_contestant(self, task: Task) -> Contestant:
         module, _, function = self.builder.partition(":")
         built: Contestant = getattr(importlib.import_module(f"{__name__}.{module}"), function)(task)
         return built
@@ -140,7 +140,7 @@ def chosen_peers(names: Sequence[str], device: str) -> list[str]:
     return list(dict.fromkeys([OURS, *(names or default_peers(device))]))
 
 
-def adamw(module: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
+def make_adamw(module: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
     """torch's fused AdamW over the parameters in their dtype; matrices decay, norms do not."""
     return adamw_of(list(module.parameters()), config)
 
@@ -155,17 +155,17 @@ def adamw_of(parameters: list[Any], config: OptimizerConfig) -> torch.optim.Adam
     )
 
 
-def trained(
+def make_training_step(
     task: Task, module: nn.Module, loss_of: Callable[[Tensor, Tensor], Tensor]
 ) -> Callable[[], Tensor]:
     """The step of a plain training loop: gradients accumulate in the dtype of the weights, one clip, one update."""
     c, n = task.config, len(task.batches)
-    optimizer = adamw(module, c.optimizer)
+    optimizer = make_adamw(module, c.optimizer)
     parameters = list(module.parameters())
 
     def step() -> Tensor:
         total_loss: Any = 0.0
-        for tokens, labels in task.inputs():
+        for tokens, labels in task.send_inputs():
             loss = loss_of(tokens, labels) / n
             loss.backward()
             total_loss += loss.detach()

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.peers import Contestant, Task, Unavailable, trained
+from benchmarks.peers import Contestant, Task, Unavailable, make_training_step
 from megastable.base.errors import ConfigError
 from megastable_tools.convert.huggingface import architectures, settings
 
@@ -27,7 +27,7 @@ def _model(task: Task) -> tuple[nn.Module, str]:
     c = c.model_copy(update={"vocab_size": c.padded_vocab})
     try:
         name_table, told = (
-            architectures.table(c),
+            architectures.map_tensor_names(c),
             settings.settings_of(c, str(task.dtype).removeprefix("torch."), {}),
         )
     except ConfigError as error:
@@ -44,7 +44,7 @@ def _model(task: Task) -> tuple[nn.Module, str]:
         )
     their_weights: dict[str, Tensor] = {}
     for name, parts in name_table.items():
-        their_weights |= architectures.split(task.weights[name], parts)
+        their_weights |= architectures.split_tensor(task.weights[name], parts)
     missing_names, unexpected_names = module.load_state_dict(their_weights, strict=False)
     if unexpected_names or [name for name in missing_names if not (c.tied and name == "lm_head.weight")]:
         raise Unavailable(
@@ -76,11 +76,11 @@ def compiled(task: Task) -> Contestant:
     if task.config.kernels.compile is False:
         return eager(task)
     module, peer_text = _model(task)
-    training_step = trained(task, module, _loss_of(torch.compile(module), task))
+    training_step = make_training_step(task, module, _loss_of(torch.compile(module), task))
     return Contestant(training_step, f"{peer_text}, compiled whole; AdamW fused, no masters, no z-loss")
 
 
 def eager(task: Task) -> Contestant:
     module, peer_text = _model(task)
-    training_step = trained(task, module, _loss_of(module, task))
+    training_step = make_training_step(task, module, _loss_of(module, task))
     return Contestant(training_step, f"{peer_text}, eager; AdamW fused, no masters, no z-loss")

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.common import is_finite
-from benchmarks.peers import RATE, Contestant, Task, Unavailable, adamw_of, trained
+from benchmarks.peers import RATE, Contestant, Task, Unavailable, adamw_of, make_training_step
 from megastable.config import deepspeed_json
 from megastable.config.tree import RunConfig
 from megastable.data.loader import MicroBatch
 from megastable.engine.engine import Engine
 from megastable.engine.measured import Measured
-from megastable.engine.numerics import choose
+from megastable.engine.numerics import choose_kernels
 from megastable.engine.watch import Ballot
 from megastable.hardware.hardware_watch import HardwareWatch
 from megastable.model import gpt
@@ -77,7 +77,7 @@ def ours_fp8_off(task: Task) -> Contestant:
 
 
 def _engine(task: Task, c: RunConfig, mine: bool = False, watched: bool = True) -> Contestant:
-    engine = Engine(c, deepspeed_json.build(c, 1), Topology(Layout(1, 1, 1), 0, c.run.timeout))
+    engine = Engine(c, deepspeed_json.build_deepspeed_json(c, 1), Topology(Layout(1, 1, 1), 0, c.run.timeout))
     if mine:
         task.ours = engine
 
@@ -113,7 +113,7 @@ class WatchedEngine:
 
     def begin(self) -> None:
         """Others may have trained the engine meanwhile."""
-        self._watch.state.seal(self._done)
+        self._watch.state.seal_state(self._done)
 
     def step(self, batches: Sequence[MicroBatch]) -> float:
         measured, applied = self._engine.train_step(batches, RATE, self._judge, self._ballot)
@@ -127,20 +127,20 @@ class WatchedEngine:
         return {"loop": OF_LOOP, **{watch.name: watch.ballot(self._done) for watch in self._watch.watches}}
 
     def _judge(self, measured: Measured) -> bool:
-        self._watch.judge(measured, self._done + 1)
+        self._watch.judge_step(measured, self._done + 1)
         assert self._watch.memory is None, self._watch.memory.reason
         return measured.finite
 
 
 def _said(c: RunConfig, task: Task) -> str:
-    chosen_kernels = choose(c, task.device)
+    chosen_kernels = choose_kernels(c, task.device)
     return "; ".join([str(chosen_kernels), *chosen_kernels.notes])
 
 
 def _model(task: Task) -> tuple[nn.Module, LossFunction]:
     """Our modules with our kernels. Their weights come from the same seed."""
     c = task.config
-    chosen = choose(c, task.device)
+    chosen = choose_kernels(c, task.device)
     m = c.model
     loss = LossFunction(m.vocab_size or 0, m.z_loss, TensorParallel(), chosen.compile, m.logit_softcap)
     module = gpt.GPT(c.model, TensorParallel(), c.parallel.recompute, c.run.seed, loss, kernels=chosen)
@@ -159,7 +159,9 @@ def bare(task: Task) -> Contestant:
         mean_loss: Tensor = module(tokens, labels)
         return mean_loss
 
-    return Contestant(trained(task, module, loss_of), f"{_said(task.config, task)}; AdamW fused, no masters")
+    return Contestant(
+        make_training_step(task, module, loss_of), f"{_said(task.config, task)}; AdamW fused, no masters"
+    )
 
 
 def bare_masters(task: Task) -> Contestant:
@@ -174,7 +176,7 @@ def bare_masters(task: Task) -> Contestant:
 
     def step() -> Tensor:
         total_loss: Any = 0.0
-        for batch_number, (tokens, labels) in enumerate(task.inputs()):
+        for batch_number, (tokens, labels) in enumerate(task.send_inputs()):
             loss.samples.clear()
             mean_loss = module(tokens, labels) / n
             mean_loss.backward()

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.peers import Contestant, Task, refuse_others, trained
+from benchmarks.peers import Contestant, Task, make_training_step, refuse_others
 from megastable.config.model import ModelConfig
 
 
@@ -94,7 +94,7 @@ class PlainGPT(nn.Module):
             torch.empty(0),
         )  # not buffers: a cast to bf16 would lose precision
 
-    def ready(self, weights: dict[str, Tensor], device: torch.device, dtype: torch.dtype) -> PlainGPT:
+    def load_weights(self, weights: dict[str, Tensor], device: torch.device, dtype: torch.dtype) -> PlainGPT:
         """Move to the device, with weights by our names, and build the rotary tables."""
         c = self.config
         self.to(dtype).to_empty(device=device).load_state_dict(weights)
@@ -122,9 +122,10 @@ def build(task: Task) -> Contestant:
     compiled = task.config.kernels.compile is not False
     with torch.device("meta"):  # no weights are drawn only to be overwritten
         module = PlainGPT(task.config.model)
-    module.ready(task.weights, task.device, task.dtype)
+    module.load_weights(task.weights, task.device, task.dtype)
     forward: Any = torch.compile(module) if compiled else module
     how = "compiled whole" if compiled else "eager"
     return Contestant(
-        trained(task, module, forward), f"plain torch, sdpa, cross_entropy, {how}; AdamW fused, no masters"
+        make_training_step(task, module, forward),
+        f"plain torch, sdpa, cross_entropy, {how}; AdamW fused, no masters",
     )

@@ -49,11 +49,11 @@ class JudgementPause(_LookState):
     end: int = 0
     times: int = 0
 
-    def begin(self, step: int) -> None:
+    def begin_pause(self, step: int) -> None:
         self.times = self.times + 1 if step <= self.end + REST * 2**self.times else 1
         self.end = step + REST * 2**self.times
 
-    def hold(self, step: int) -> None:
+    def hold_until_settled(self, step: int) -> None:
         """The next step is trained otherwise, on purpose: what follows at once is the effect of that."""
         self.end = max(self.end, step + 2 * REST)
 
@@ -79,8 +79,8 @@ class Rise:
 
 
 class ProbeTrend(_LookState):
-    """One `judge` per look, in order; a state for checkpoints. samples: which ones. looks: the newest ones, step and
-    losses of each. surprises: changes less the expected ones, in units of these: while a run learns fast, they are
+    """One `judge_look` per look, in order; a state for checkpoints. samples: which ones. looks: the newest ones, step
+    and losses of each. surprises: changes less the expected ones, in units of these: while a run learns fast, they are
     larger."""
 
     samples: str = ""
@@ -88,7 +88,7 @@ class ProbeTrend(_LookState):
     surprises: list[float] = []
     pause: JudgementPause = JudgementPause()
 
-    def judge(self, step: int, losses: Floats) -> Rise | None:
+    def judge_look(self, step: int, losses: Floats) -> Rise | None:
         """A look after `step`: losses of the samples, [n] nats. A rise is no part of the trend until it is accepted."""
         if not self.looks:
             self.looks = [(step, losses.tolist())]
@@ -131,11 +131,11 @@ class ProbeTrend(_LookState):
         slowing_factor = min(1.0, rate / earlier_rate) if earlier_rate < 0 else 1.0
         return min(0.0, rate) * slowing_factor * (step - last)
 
-    def accept(self, step: int, losses: Floats) -> None:
+    def accept_rise(self, step: int, losses: Floats) -> None:
         """A rise was no damage: it is the level from now on."""
         if not np.isfinite(losses).all():
             return
-        self.pause.begin(step)
+        self.pause.begin_pause(step)
         # At another level the loss falls as fast as before, for want of anything better.
         level_shift = losses - np.array(self.looks[-1][1])
         shifted_looks = [
@@ -147,7 +147,7 @@ class ProbeTrend(_LookState):
         """The run trains otherwise from here on: how fast the loss fell until now says nothing."""
         self.looks = self.looks[-1:]
 
-    def rewind(self, step: int) -> None:
+    def forget_after(self, step: int) -> None:
         """The run is back after `step`."""
         self.looks = [(look_step, look_losses) for look_step, look_losses in self.looks if look_step <= step]
 
@@ -207,15 +207,15 @@ class TensorLook(NamedTuple):
 
 
 class TensorPaces(_LookState):
-    """One `judge` per look, in order; a state for checkpoints. rates: the sum of those of all updates so far. last: the
-    newest look. paces: how fast the norms of tensors have moved, the newest ones, by tensor."""
+    """One `judge_look` per look, in order; a state for checkpoints. rates: the sum of those of all updates so far.
+    last: the newest look. paces: how fast the norms of tensors have moved, the newest ones, by tensor."""
 
     rates: float = 0.0
     last: TensorLook | None = None
     paces: dict[str, list[float]] = {}
     pause: JudgementPause = JudgementPause()
 
-    def judge(self, look: TensorLook, beta2: float | None) -> TensorJump | None:
+    def judge_look(self, look: TensorLook, beta2: float | None) -> TensorJump | None:
         """The farthest jump, if any; then the look is no part of the history. beta2: the decay rate of second moments,
         None if they are no such averages."""
         last_look = self.last
@@ -257,16 +257,16 @@ class TensorPaces(_LookState):
                 self.paces[tensor_name] = [*self.paces.get(tensor_name, []), tensor_pace][-NEWEST_PACES:]
         self.last = look
 
-    def accept(self, look: TensorLook) -> None:
+    def accept_jump(self, look: TensorLook) -> None:
         """The jump of the last look was the run's own work: it goes on from there, at this pace."""
-        self.pause.begin(look.step)
+        self.pause.begin_pause(look.step)
         self._learn(look)
 
     def begin_again(self) -> None:
         """The optimizer begins again, on purpose."""
         self.last = None
 
-    def rewind(self, step: int) -> None:
+    def forget_after(self, step: int) -> None:
         """The run is back after `step`: a look after that is forgotten."""
         if self.last is not None and self.last.step > step:
             self.last = None

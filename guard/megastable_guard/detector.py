@@ -35,7 +35,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from megastable_guard.actions import Finding, Signals, Verdict
 from megastable_guard.guard_config import DetectorConfig
-from megastable_guard.robust import MAD_TO_SIGMA, Scatter, Sum, Trend, median, neighbour_difference, trend
+from megastable_guard.robust import MAD_TO_SIGMA, Scatter, Sum, Trend, fit_trend, median, neighbour_difference
 
 _NEWEST = 9  # values per level of the opening
 _TURNED = 0.1  # share of the rise: a drop of this much since half of the patience ago is a turn
@@ -210,7 +210,7 @@ class _Residuals:
 
 
 class Detector:
-    """One `observe` per step, before its update. The same numbers give the same findings on every rank."""
+    """One `observe_step` per step, before its update. The same numbers give the same findings on every rank."""
 
     def __init__(self, config: DetectorConfig, state: DetectorState | None = None) -> None:
         self.config = config
@@ -236,12 +236,12 @@ class Detector:
         self._state = DetectorState(seen=self._state.seen)
         self._state.loss.record, self._state.norm.record = jump_records
 
-    def expected(self) -> tuple[Trend | None, Trend | None]:
+    def expect_next(self) -> tuple[Trend | None, Trend | None]:
         """The expected loss (nats) and log gradient norm of the next step; None: too little is known."""
         s, c = self._state, self.config
         return self._trend(s.loss, c.loss_floor), self._trend(s.norm, c.norm_floor)
 
-    def observe(self, signals: Signals) -> Finding:
+    def observe_step(self, signals: Signals) -> Finding:
         """Judge one step against those before it, and remember it. Never raises, for any numbers.
 
         A step with non-finite numbers leaves the state unchanged.
@@ -336,7 +336,7 @@ class Detector:
         trend_time, full_window = self._state.seen, self.config.window
         if self._state.excursion is not None:
             trend_time = channel.times[-1]  # a slope is not extrapolated for longer than it was observed
-        return trend(channel.times, channel.values, trend_time, floor=floor, full=full_window)
+        return fit_trend(channel.times, channel.values, trend_time, floor=floor, full=full_window)
 
     def _residuals(self, loss: float, norm: float | None, line: Trend, norm_line: Trend | None) -> _Residuals:
         s = self._state
@@ -376,18 +376,18 @@ class Detector:
     def _sequential(self, step: int, r: _Residuals, line: Trend, norm_line: Trend | None) -> Excursion | None:
         """Add this step to the running sums; an excursion if one reaches its limit."""
         c, s, now = self.config, self._state.sums, self._state.seen
-        noise_factor = self._state.scatter.factor(c.scatter_usual, c.scatter_most)
-        s.spike.add(min(r.rise / noise_factor, c.spike_clip) - c.spike_allowance, now, step)
+        noise_factor = self._state.scatter.widening_factor(c.scatter_usual, c.scatter_most)
+        s.spike.add_term(min(r.rise / noise_factor, c.spike_clip) - c.spike_allowance, now, step)
         if r.norm is not None:
             # In a run with harmless norm jumps of 20 sigma the norm gets half the weight.
             tamed_norm = r.norm / max(1.0, self._state.norm.record / c.tame)
-            s.joint.add(self._both(r.rise, tamed_norm) - c.joint_allowance, now, step)
-        s.drift.add(min(r.above_best / noise_factor, c.drift_clip) - c.drift_allowance, now, step)
+            s.joint.add_term(self._both(r.rise, tamed_norm) - c.joint_allowance, now, step)
+        s.drift.add_term(min(r.above_best / noise_factor, c.drift_clip) - c.drift_allowance, now, step)
         wide_clip = c.oscillation_clip
-        s.wide_up.add(
+        s.wide_up.add_term(
             min(max(r.rise * r.wider / noise_factor, 0.0), wide_clip) - c.oscillation_allowance, now, step
         )
-        s.wide_down.add(
+        s.wide_down.add_term(
             min(max(r.fall * r.wider / noise_factor, 0.0), wide_clip) - c.oscillation_allowance, now, step
         )
 
@@ -486,7 +486,7 @@ class Detector:
         newest_losses = s.loss.raw[-3 * third_length :]
         last_level = median(newest_losses[-third_length:])
         neighbour_scatter = neighbour_difference(newest_losses)
-        least_climb = _CLIMB * neighbour_scatter * s.scatter.factor(_PLAIN, c.scatter_most)
+        least_climb = _CLIMB * neighbour_scatter * s.scatter.widening_factor(_PLAIN, c.scatter_most)
         first_level, middle_level = (
             median(newest_losses[:third_length]),
             median(newest_losses[third_length : 2 * third_length]),
@@ -502,9 +502,9 @@ class Detector:
         if s.seen - e.since < _SLOW:
             return
         loss_above = _above(s.loss.raw, c.loss_floor)
-        e.loss_again.add(min(loss_above, c.spike_clip) - c.spike_allowance, s.seen, step)
+        e.loss_again.add_term(min(loss_above, c.spike_clip) - c.spike_allowance, s.seen, step)
         joint_term = self._both(loss_above, _above(s.norm.raw, c.norm_floor))
-        e.joint_again.add(joint_term - c.joint_allowance, s.seen, step)
+        e.joint_again.add_term(joint_term - c.joint_allowance, s.seen, step)
         for by, limit in ((e.loss_again, self._spike_limit), (e.joint_again, self._joint_limit)):
             if by.value >= c.renewal * limit:
                 e.onset, e.verdict = by.onset, Verdict.SPIKE
@@ -580,10 +580,10 @@ class Detector:
                 # A refused jump cannot have done harm, so it barely counts as harmless.
                 known_jump = max(c.lone, c.record_margin * channel.record)
                 channel.record = max(channel.record, min(channel.pending.pop(0)[1], 1.25 * known_jump))
-        s.scatter.add((signals.loss - line.level) / line.scale, c.scatter_memory)
+        s.scatter.add_residual((signals.loss - line.level) / line.scale, c.scatter_memory)
         self._hold(signals, line)
         fall_sum = s.sums.fall
-        fall_sum.add(min(r.fall, c.spike_clip) - c.fall_allowance, s.seen, signals.step)
+        fall_sum.add_term(min(r.fall, c.spike_clip) - c.fall_allowance, s.seen, signals.step)
         if fall_sum.value >= c.spike_limit:
             if s.seen - fall_sum.since <= _SLOW:  # a further fall renews the memory of the first one
                 drop_level = line.level if s.drop is None else max(line.level, s.drop.level)

@@ -1,10 +1,10 @@
 """The guard: detector and policy together judge every step, in training, in a dry run and in the backtest.
 
 guard = Guard(config.stability)
-decision = guard.judge(Signals(step, loss, grad_norm, lr), oldest_snapshot)
+decision = guard.judge_step(Signals(step, loss, grad_norm, lr), oldest_snapshot)
 
-A recording does not react (`simulate`): a rewind does not take place. So the rest of an excursion that was acted on is
-marked and not acted on again, and the effect of the action is unknown.
+A recording does not react (`simulate_guard`): a rewind does not take place. So the rest of an excursion that was
+acted on is marked and not acted on again, and the effect of the action is unknown.
 """
 
 from __future__ import annotations
@@ -64,19 +64,19 @@ class Guard:
         self.simulated = simulated
         self._acted, self._broken = state.acted, state.broken
 
-    def judge(self, signals: Signals, oldest_snapshot: int | None) -> Decision:
+    def judge_step(self, signals: Signals, oldest_snapshot: int | None) -> Decision:
         """The decision on a step, before its update."""
-        step_finding = self.detector.observe(signals)
+        step_finding = self.detector.observe_step(signals)
         if step_finding.verdict is not Verdict.NON_FINITE:
             self._broken = False
         if not self.simulated:
-            return self.policy.decide(step_finding, oldest_snapshot)
+            return self.policy.decide_on_step(step_finding, oldest_snapshot)
         if self._acted is not None and self._acted_on(step_finding):
             reason = f"part of the excursion that the action at step {self._acted} would have undone"
             return Decision(Action.APPLY, step_finding, reason)
         # Whether the action would have helped is unknown: the recorded loss says nothing about it.
         step_decision = self._pretend(
-            self.policy.decide(replace(step_finding, on_trend=True), oldest_snapshot)
+            self.policy.decide_on_step(replace(step_finding, on_trend=True), oldest_snapshot)
         )
         if step_decision.action not in (Action.APPLY, Action.DISCARD):
             self._acted = signals.step
@@ -86,13 +86,13 @@ class Guard:
     def _pretend(self, decision: Decision) -> Decision:
         """The follow-up of a decision that is not carried out: nothing is examined, so the cause is unknown."""
         if decision.action is Action.REWIND:
-            self.policy.rewound(decision.finding.step, decision.finding.step - decision.finding.onset)
-            chosen_remedy = self.policy.remedy(Cause.STATE, decision.finding.step)
+            self.policy.note_rewind(decision.finding.step, decision.finding.step - decision.finding.onset)
+            chosen_remedy = self.policy.choose_remedy(Cause.STATE, decision.finding.step)
             if chosen_remedy.action is not Action.REWIND:
                 reason = f"{decision.reason}; {chosen_remedy.reason}"
                 decision = replace(decision, action=chosen_remedy.action, reason=reason)
         if decision.action is Action.HANDOVER:
-            self.policy.handing_over(Cause.UNKNOWN)
+            self.policy.carry_out_handover(Cause.UNKNOWN)
         if decision.action is Action.STOP:
             # As if a person had restarted it.
             self.policy = Policy(self.config.policy, has_fp8=self.policy.has_fp8)
@@ -104,7 +104,7 @@ class Guard:
             return self._broken
         return finding.verdict is not Verdict.HEALTHY and finding.onset <= (self._acted or 0)
 
-    def rewind(self, detector: DetectorState) -> None:
+    def rewind_detector(self, detector: DetectorState) -> None:
         """Undo the steps since `detector` was saved. The policy still remembers them."""
         self.detector = Detector(self.config.detector, detector)
 
@@ -138,7 +138,7 @@ class BacktestDecision:
     reset: bool = False
 
 
-def simulate(
+def simulate_guard(
     rows: Iterable[Recorded], config: GuardConfig, fp8: bool = False, *, interval: int, keep: int
 ) -> Iterator[BacktestDecision]:
     """The guard's answer to every step, in order.
@@ -155,16 +155,16 @@ def simulate(
         is_mixed = data_name is not None and row.data is not None and row.data != data_name
         data_name = row.data or data_name
         signals = Signals(row.step, row.loss, row.grad_norm, row.lr, is_mixed)
-        decision = guard.judge(signals, snapshots[0] if interval else None)
+        decision = guard.judge_step(signals, snapshots[0] if interval else None)
         step_finding = decision.finding
         if interval and step_finding.verdict is Verdict.HEALTHY and row.step >= snapshots[-1] + interval:
-            snapshots = thin([*snapshots, row.step], keep, interval)
+            snapshots = thin_snapshots([*snapshots, row.step], keep, interval)
         yield BacktestDecision(
             row.step, step_finding.verdict, decision.action, decision.reason, step_finding.reset
         )
 
 
-def thin(steps: Sequence[int], capacity: int, interval: int) -> list[int]:
+def thin_snapshots(steps: Sequence[int], capacity: int, interval: int) -> list[int]:
     """Which of the ascending `steps` to keep, at most `capacity`: the newest, and older ones ever further apart.
 
     Ages grow about as powers of two of `interval`, so that a few snapshots reach far back; those beyond the

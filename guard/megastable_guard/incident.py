@@ -94,7 +94,7 @@ class Incident(IncidentFields):
     outcome: Outcome = "open"
 
 
-def kind_of(verdict: Verdict, recurrences: int) -> Kind:
+def classify_incident(verdict: Verdict, recurrences: int) -> Kind:
     """Recoverable: a jump that one rewind undoes. Lingering: it settles higher, oscillates, or comes back. Divergent:
     it moves away from the trend, or keeps coming back."""
     if verdict is Verdict.DRIFT or recurrences > 1:

@@ -4,8 +4,8 @@ The ladder: apply < discard < rewind (and skip or defer) < what wins among the r
 out < hand over to a restart from a checkpoint < alert (train on, refuse single updates, notify a person). Reversible
 before irreversible: what changes how the run trains is offered by `offer_remedies`, and taken only if its branch wins.
 An exhausted budget pauses the remedy, not the run. STOP is reserved for non-finite numbers with nothing to go back to,
-and for `last_resort=stop`. `decide` is called before every update; `remedy` or `adopt` after a rewind, with the
-findings; `relax` lifts limits of the rate; `fp8` says whether the coming step computes in FP8.
+and for `last_resort=stop`. `decide_on_step` is called before every update; `choose_remedy` or `adopt_remedy` after a
+rewind, with the findings; `lift_limits` lifts limits of the rate; `fp8` says whether the coming step computes in FP8.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Policy:
 
     # Before an update
 
-    def decide(self, finding: Finding, oldest: int | None) -> Decision:
+    def decide_on_step(self, finding: Finding, oldest: int | None) -> Decision:
         """The action on a step. oldest: step of the oldest snapshot; None = there is none."""
         s, c, step = self.state, self.config, finding.step
         s.clock = max(s.clock, step)
@@ -96,7 +96,7 @@ class Policy:
                 f"{len(s.refused) + 1} updates stood out within {SUSPICION} steps; {decision_reason}"
             )
             finding = replace(finding, onset=min([finding.onset, *s.refused]))
-        return self.escalate(finding, decision_reason, oldest)
+        return self.escalate_trouble(finding, decision_reason, oldest)
 
     def _decide_on_healthy(self, finding: Finding, oldest: int | None) -> Decision:
         """Apply, unless the last action is not proven in time."""
@@ -105,7 +105,7 @@ class Policy:
         if s.watching and finding.step >= s.watch_until and not finding.on_trend:
             earlier_finding = replace(finding, onset=min(finding.onset, s.tripped))
             steps = c.wait if self._has_waited else c.verify_steps
-            return self.escalate(
+            return self.escalate_trouble(
                 earlier_finding, f"not back on the trend {steps} steps after the last action", oldest
             )
         if finding.on_trend and policy_state.is_fallback_over(s, c):
@@ -128,7 +128,7 @@ class Policy:
         s, c = self.state, self.config
         return c.wait > 0 and (not s.waits_until or s.clock - s.waits_until > c.recur_steps)
 
-    def wait(self, finding: Finding) -> int:
+    def begin_waiting(self, finding: Finding) -> int:
         """Leave the trouble for which a rewind was decided last to itself, until the step that is returned. If it is
         not over by then, it is rewound to before it began."""
         s = self.state
@@ -172,9 +172,9 @@ class Policy:
         if alone:
             s.watching, s.recurrences, s.good, s.alert = False, 0, 0, None
 
-    def skipped(self, positions: Sequence[int], proven: bool) -> None:
+    def note_skipped(self, positions: Sequence[int], proven: bool) -> None:
         """Bad samples were skipped without a rewind. If an action was being verified, they explain its incident.
-        proven: as in `remedy`."""
+        proven: as in `choose_remedy`."""
         s = self.state
         last_rewind = next(
             (past_action for past_action in reversed(s.taken) if past_action.action is Action.REWIND), None
@@ -212,13 +212,13 @@ class Policy:
 
     def may_look_back(self, step: int, onset: int, oldest: int | None) -> bool:
         """Whether steps from `onset` up to `step` may be examined on an earlier state, and undone if samples are
-        guilty. oldest: as in `decide`."""
+        guilty. oldest: as in `decide_on_step`."""
         look_finding = Finding(step, Verdict.SHIFT, 1.0, onset)
         return oldest is not None and oldest < onset and not self._forbids_rewind(look_finding)
 
-    def undo(self, finding: Finding, reason: str) -> Decision:
+    def undo_steps(self, finding: Finding, reason: str) -> Decision:
         """Rewind to before the onset of what has raised no alarm, but was looked at and may be undone."""
-        return self.escalate(finding, reason, finding.onset - 1)
+        return self.escalate_trouble(finding, reason, finding.onset - 1)
 
     @property
     def may_suspect(self) -> bool:
@@ -227,7 +227,7 @@ class Policy:
         barren_handovers = self.state.barren_handovers(self.config.verify_steps)
         return not barren_handovers and not self._tell_spent_handovers()
 
-    def abandon(self, decision: Decision, reason: str, proven: bool) -> Decision:
+    def abandon_checkpoint(self, decision: Decision, reason: str, proven: bool) -> Decision:
         """Hand over because the resumed checkpoint is bad. If that is proven it costs no budget: each time an older one
         is used, so the hand-overs are finite."""
         if not proven:
@@ -243,9 +243,11 @@ class Policy:
         self._take(Action.HANDOVER, finding.step, cause)
         return Decision(Action.HANDOVER, finding, reason)
 
-    def escalate(self, finding: Finding, reason: str, oldest: int | None, damaged: bool = False) -> Decision:
+    def escalate_trouble(
+        self, finding: Finding, reason: str, oldest: int | None, damaged: bool = False
+    ) -> Decision:
         """The lowest available rung above a refused update. A rewind's further remedy follows when its cause is known.
-        oldest: as in `decide`. damaged: the state cannot be trained on."""
+        oldest: as in `decide_on_step`. damaged: the state cannot be trained on."""
         # Memory first: a rewind costs some steps, a hand-over costs a restart and all steps since the checkpoint.
         # Without a snapshot from before the onset only a checkpoint can help. Where there is one, but rewinding is
         # forbidden, an older state would end as this one did: so the run trains on, unless the present state cannot be
@@ -296,7 +298,7 @@ class Policy:
 
     # Handing over
 
-    def handing_over(self, cause: Cause, kernels: Sequence[str] = ()) -> str:
+    def carry_out_handover(self, cause: Cause, kernels: Sequence[str] = ()) -> str:
         """The decided hand-over takes place: returns the message on its side effects. Called when replays have proven
         or cleared the hardware. kernels: as in `Examined`.
 
@@ -305,7 +307,7 @@ class Policy:
         s, c = self.state, self.config
         s.taken[-1].cause, s.alert = cause, None
         if c.rewind_warmup and cause is not Cause.HARDWARE:
-            s.rewound = s.clock  # `resumed` sets its update
+            s.rewound = s.clock  # `resume_from` sets its update
         is_second = self._count(Action.HANDOVER) > 1
         if kernels:
             return f"; {policy_state.leave_kernels(s, kernels)}"
@@ -322,7 +324,7 @@ class Policy:
             s.taken.pop()
         return self._train_on(decision.finding, f"{decision.reason}; {reason}", damaged)
 
-    def resumed(self, step: int, updates: int) -> None:
+    def resume_from(self, step: int, updates: int) -> None:
         """A new process continues from `step`. Any verification continues, past the step that tripped."""
         s = self.state
         policy_state.move_limits_back(s.limits, updates)
@@ -397,15 +399,17 @@ class Policy:
 
     # After a rewind
 
-    def recurred(self, adjacent: bool = False) -> bool:
-        """Called before `remedy`: whether the incident came back although no sample was found guilty the last time:
+    def has_recurred(self, adjacent: bool = False) -> bool:
+        """Called before `choose_remedy`: whether the incident came back although no sample was found guilty the last
+        time:
         soon after it, or for the third time in a window. An incident next to skipped samples is attributed to data
         until shown otherwise."""
         soon = self._count(Action.REWIND, *BLAMELESS, within=self.config.recur_steps)
         return not adjacent and (soon > 0 or self._count(Action.REWIND, *BLAMELESS) > 1)
 
     def may_swap(self, corpus: str) -> bool:
-        """Called before `remedy`: whether samples of a corpus were bad so often that the run is to be tried without."""
+        """Called before `choose_remedy`: whether samples of a corpus were bad so often that the run is to be tried
+        without."""
         proven_rewinds = [
             past_action
             for past_action in self.state.taken
@@ -416,7 +420,7 @@ class Policy:
             and self._count(Action.SWAP_CORPUS) < self.config.swaps
         )
 
-    def remedy(
+    def choose_remedy(
         self, cause: Cause, updates: int, corpus: str | None = None, swap: str = "",
         proven: bool = False, bad: Sequence[int] = (), kernels: Sequence[str] = (),
     ) -> Remedy:  # fmt: skip
@@ -585,7 +589,7 @@ class Policy:
             t.kernels = ()
         return failed_names
 
-    def adopt(self, offer: Offer, reason: str) -> Remedy:
+    def adopt_remedy(self, offer: Offer, reason: str) -> Remedy:
         """Go on with a remedy whose branch has won, for this reason."""
         tried_steps, self.state = self.state.tried, offer.policy.state
         self.state.tried = tried_steps
@@ -634,11 +638,11 @@ class Policy:
 
     # The learning rate
 
-    def follow(self, scheduled: float) -> None:
-        """Call with the scheduled rate of every coming update, before `rate`."""
+    def follow_schedule(self, scheduled: float) -> None:
+        """Call with the scheduled rate of every coming update, before `limit_rate`."""
         policy_state.follow_schedule(self.state.limits, self.state.clock, scheduled)
 
-    def rate(self, updates: int, scheduled: float) -> float:
+    def limit_rate(self, updates: int, scheduled: float) -> float:
         """The rate of the update after `updates` applied ones, with the schedule at `scheduled`."""
         s, c = self.state, self.config
         warmup_share = policy_state.warmup_share(s.rewound, updates, c.rewind_warmup, c.rewind_warmup_from)
@@ -647,7 +651,7 @@ class Policy:
         )
         return policy_state.limit_rate(s.limits, updates, scheduled, c.rewarm_steps, warmup_share)
 
-    def rewound(self, updates: int, redone: int) -> bool:
+    def note_rewind(self, updates: int, redone: int) -> bool:
         """The run was rewound to `updates` applied ones, by `redone` steps: whether the rate warms up from there."""
         s = self.state
         s.redone += redone
@@ -656,7 +660,7 @@ class Policy:
             self.state.rewound = updates
         return self.config.rewind_warmup > 0
 
-    def relax(self, finding: Finding, updates: int, scheduled: float) -> list[str]:
+    def lift_limits(self, finding: Finding, updates: int, scheduled: float) -> list[str]:
         """Lift limits that have lasted long enough, or that the schedule has fallen below; a sentence for each.
 
         Called after an applied step, with the scheduled rate of its update.
@@ -669,7 +673,7 @@ class Policy:
         for cap in policy_state.find_outgrown_caps(s.limits, finding.step, scheduled, c.verify_steps):
             s.limits.remove(cap)
             lifted_reasons.append(
-                f"the schedule is at {scheduled:.3g}, no longer above {cap.highest(scheduled):.3g}"
+                f"the schedule is at {scheduled:.3g}, no longer above {cap.highest_rate(scheduled):.3g}"
             )
         limit = policy_state.find_rested_limit(s.limits, s.clock, c)
         if limit is not None:

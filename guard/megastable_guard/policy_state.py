@@ -49,7 +49,7 @@ class Limit(_Memory):
     def holds(self) -> bool:
         return self.lifted is None
 
-    def highest(self, scheduled: float) -> float:
+    def highest_rate(self, scheduled: float) -> float:
         """The highest rate under a cap, with the schedule at `scheduled`."""
         return self.value if self.scheduled is None else self.value * min(1.0, scheduled / self.scheduled)
 
@@ -66,7 +66,7 @@ def limit_rate(
     rate = scheduled
     newest_cut = max((limit.updates for limit in limits if limit.holds and limit.kind == "cut"), default=None)
     for limit in limits:
-        limited_rate = rate * limit.value if limit.kind == "cut" else min(rate, limit.highest(scheduled))
+        limited_rate = rate * limit.value if limit.kind == "cut" else min(rate, limit.highest_rate(scheduled))
         if limit.holds:
             rate = limited_rate
         elif rewarm > (updates_since := max(0, updates - limit.lifted_updates)):
@@ -91,7 +91,7 @@ def follow_schedule(limits: Sequence[Limit], clock: int, scheduled: float) -> No
         rate_before = rate_limit.latest or rate_limit.scheduled
         if not 1 / JUMP <= scheduled / rate_before <= JUMP:
             rate_limit.value, rate_limit.scheduled, rate_limit.jumped = (
-                rate_limit.highest(rate_before),
+                rate_limit.highest_rate(rate_before),
                 scheduled,
                 clock,
             )
@@ -122,7 +122,7 @@ def find_outgrown_caps(limits: Sequence[Limit], step: int, scheduled: float, set
         and rate_limit.holds
         and step > rate_limit.clock
         and (rate_limit.jumped is None or step >= rate_limit.jumped + settled)
-        and scheduled <= rate_limit.highest(scheduled)
+        and scheduled <= rate_limit.highest_rate(scheduled)
     ]
 
 

@@ -54,7 +54,7 @@ class Trend:
     late: float
 
 
-def trend(times: Sequence[int], values: Sequence[float], now: int, *, floor: float, full: int) -> Trend:
+def fit_trend(times: Sequence[int], values: Sequence[float], now: int, *, floor: float, full: int) -> Trend:
     """Tukey's resistant line (Exploratory Data Analysis, 1977, chapter 5), extrapolated to `now`.
 
     The slope is the shallower of the two between the medians of the outer thirds and of the last two, and never rises:
@@ -96,7 +96,7 @@ class Sum(BaseModel):
     since: int = 0
     onset: int = 0
 
-    def add(self, term: float, now: int, step: int) -> None:
+    def add_term(self, term: float, now: int, step: int) -> None:
         if self.height == 0.0:
             self.since, self.onset, self.largest = now, step, 0.0
         self.height = max(0.0, self.height + term)
@@ -126,13 +126,13 @@ class Scatter(BaseModel):
     average: Annotated[float, Field(allow_inf_nan=False)] = 0.0
     variance: Annotated[float, Field(allow_inf_nan=False)] = _WHITE
 
-    def add(self, residual: float, memory: int) -> None:
+    def add_residual(self, residual: float, memory: int) -> None:
         """residual: in sigma. memory: number of observations to remember."""
         self.seen += 1
         self.average += _GAIN * (max(-_CLIP, min(_CLIP, residual)) - self.average)
         new_share = 1.0 / min(self.seen + _PRIOR, memory)
         self.variance += new_share * (self.average**2 - self.variance)
 
-    def factor(self, usual: float, most: float) -> float:
+    def widening_factor(self, usual: float, most: float) -> float:
         """The divisor of a residual: the root of the long-run variance over the `usual` one, from 1 to `most`."""
         return min(most, math.sqrt(max(1.0, self.variance / _WHITE / usual)))

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
-from megastable.base.text import plural
+from megastable.base.text import count_noun
 from megastable_guard.actions import Cause
 from megastable_guard.policy import FEW
 
@@ -74,20 +74,20 @@ class Conclusion:
     proven: bool = False
 
     @property
-    def convicted(self) -> list[int]:
+    def bad_positions(self) -> list[int]:
         """Positions of the bad samples, ascending."""
         return sorted(self.guilty)
 
     @property
     def few(self) -> bool:
         """Whether a few samples are named, most of them far out by themselves."""
-        return 0 < len(self.convicted) <= min(FEW, 2 * len(self.alone))
+        return 0 < len(self.bad_positions) <= min(FEW, 2 * len(self.alone))
 
     def keep_first(self, most: int) -> Conclusion:
         """With the first `most` samples only."""
-        return replace(self, guilty=self.convicted[:most])
+        return replace(self, guilty=self.bad_positions[:most])
 
-    def individuals(self, met: set[int]) -> Conclusion:
+    def keep_individuals(self, met: set[int]) -> Conclusion:
         """Without the samples of `met` that are not bad by themselves; any other bad sample resembles the rest."""
         if not self.alone:
             return replace(self, guilty=[])
@@ -148,7 +148,7 @@ def blame_state(suspects: list[Suspect], steps: str, endless: int | None = None)
     if endless is not None:
         blame_reason = (
             f"samples of {steps} are bad on the state before it, but so are those of the next "
-            f"{plural(endless, 'step')}, as far as was looked: that is no region of bad data"
+            f"{count_noun(endless, 'step')}, as far as was looked: that is no region of bad data"
         )
     else:
         blame_reason = f"none of the {len(suspects)} samples of {steps} is bad on the state before it"

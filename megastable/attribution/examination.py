@@ -20,7 +20,7 @@ from megastable.attribution.conclusion import Conclusion, Region, Suspect, blame
 from megastable.attribution.sample_replay import Known, Laboratory, Trained
 from megastable.attribution.scores import STRAY, Judged, Scale, ScoredSamples
 from megastable.base.errors import DataError
-from megastable.base.text import plural
+from megastable.base.text import count_noun
 from megastable.data.skips import Selection, Skips
 
 Int64s = npt.NDArray[np.int64]
@@ -43,7 +43,7 @@ class Followed(NamedTuple):
     beyond: Floats = np.empty(0)
 
 
-def examine(
+def examine_window(
     laboratory: Laboratory,
     window: Sequence[Trained],
     history: Sequence[Trained],
@@ -60,15 +60,15 @@ def examine(
         adjacent: the window lies next to what a recent incident skipped.
 
     Raises:
-        DataError: as `Laboratory.losses`.
+        DataError: as `Laboratory.measure_losses`.
     """
-    return laboratory.led(
-        lambda lab: Examination(lab, window, history, cursor, selection, adjacent).conclude()
+    return laboratory.run_on_rank0(
+        lambda lab: Examination(lab, window, history, cursor, selection, adjacent).reach_conclusion()
     )
 
 
 class Examination:
-    """For `window`, the steps since the onset; see `examine`."""
+    """For `window`, the steps since the onset; see `examine_window`."""
 
     def __init__(
         self,
@@ -87,9 +87,9 @@ class Examination:
         self.endless: int | None = None  # batches after the window for which a region went on without an end
         self.together: float | None = None  # gradient of a batch of the bad, relative to an ordinary one's
         self.positions = np.concatenate([trained_step.positions for trained_step in self.steps])
-        self.corpora = laboratory.corpora(self.positions)
-        self.losses = self.lab.losses(self.positions)
-        self.known: Known = laboratory.known(history, self.corpora, cursor, selection)
+        self.corpora = laboratory.find_corpora(self.positions)
+        self.losses = self.lab.measure_losses(self.positions)
+        self.known: Known = laboratory.find_harmless(history, self.corpora, cursor, selection)
         self.usual = scores.UsualLosses(self.known.losses, self.known.corpora)
         self.scale = Scale(self._harmless())
 
@@ -102,26 +102,31 @@ class Examination:
             late_count = min(self.config.behind * self.size, max(0, own_indices.size - 4 * scores.ENOUGH))
             chosen_parts.append(own_indices[: own_indices.size - late_count][-CALIBRATING:])
         chosen_indices = np.concatenate([np.empty(0, np.int64), *chosen_parts])
-        return self.lab.samples(self.known.positions[chosen_indices], self.usual.z[chosen_indices])
+        return self.lab.prepare_samples(self.known.positions[chosen_indices], self.usual.z[chosen_indices])
 
-    def judge(self) -> tuple[Judged, Floats]:
+    def judge_window(self) -> tuple[Judged, Floats]:
         """The bad samples of the window, and z."""
         c = self.config
-        z, p_values = self.usual.compare(self.losses, self.corpora, self.shared)
+        z, p_values = self.usual.compare_losses(self.losses, self.corpora, self.shared)
         bad_alone = scores.bad_by_loss(z, p_values, c.threshold)
         self.alone = self.positions[bad_alone]
         significance = c.adjacent_significance if self.adjacent else c.significance
-        scored_suspects, shared_error = self.lab.samples(self.positions, z), self.usual.error(self.corpora)
-        return scores.judge(self.scale, scored_suspects, bad_alone, shared_error, significance, c.innocent), z
+        scored_suspects, shared_error = (
+            self.lab.prepare_samples(self.positions, z),
+            self.usual.shared_error(self.corpora),
+        )
+        return scores.judge_suspects(
+            self.scale, scored_suspects, bad_alone, shared_error, significance, c.innocent
+        ), z
 
-    def conclude(self) -> Conclusion:
+    def reach_conclusion(self) -> Conclusion:
         # Losses come first. The state that is measured on is older than the records, or a little damaged, so that it
         # may put every sample above its record. What the ordinary samples of the window share is no evidence against
         # any of them: if somebody is bad, the window is judged once more, beyond that common shift.
-        judged, z = self.judge()
+        judged, z = self.judge_window()
         if judged.bad.any() and (shared_shift := scores.shared_shift(z, judged.bad)) > 0:
             self.shared = shared_shift
-            judged, z = self.judge()
+            judged, z = self.judge_window()
         # Samples may also be bad together only, however easy each is: the gradients of one repeated sentence add up.
         alike_judgement = self._judge_alike(judged.bad)
         judged = alike_judgement or judged
@@ -131,14 +136,14 @@ class Examination:
         if alike_judgement is None and (shift_ahead := self._shift_ahead(followed_region.beyond)) > 0:
             # What lies ahead is high as well: the state is to blame, except for samples that are worse than that.
             self.shared += shift_ahead
-            judged, z = self.judge()
+            judged, z = self.judge_window()
             followed_region = self._follow(judged)
         every_suspect = [*_suspects(self.positions, self.losses, z), *followed_region.measured]
         measured = {suspect.position: suspect for suspect in every_suspect}
         if alike_judgement is None:
             worst_positions = sorted(followed_region.bad.tolist(), key=lambda position: -measured[position].z)
             for position in worst_positions[: min(SHOWN, self.config.gradients)]:
-                gradient_norm = self.lab.gradient_norm(np.array([position]))
+                gradient_norm = self.lab.measure_gradient_norm(np.array([position]))
                 if not math.isnan(gradient_norm):
                     measured[position] = replace(measured[position], gradient_norm=gradient_norm)
         all_suspects = list(measured.values())
@@ -172,10 +177,10 @@ class Examination:
                 positions_ahead, cursor = self.selection.next_kept(cursor, self.size)
             except DataError:
                 break  # all that is left is skipped
-            losses_ahead = self.lab.losses(positions_ahead)
-            z = self.usual.far_out(losses_ahead, self.lab.corpora(positions_ahead)) - self.shared
+            losses_ahead = self.lab.measure_losses(positions_ahead)
+            z = self.usual.far_out(losses_ahead, self.lab.find_corpora(positions_ahead)) - self.shared
             named_positions = positions_ahead[
-                judged.score.of(self.lab.samples(positions_ahead, z)) >= judged.bar
+                judged.score.score_samples(self.lab.prepare_samples(positions_ahead, z)) >= judged.bar
             ]
             clean = clean + 1 if named_positions.size <= most_stray else 0
             found_bad.append(named_positions)
@@ -192,7 +197,7 @@ class Examination:
         how_ended = "nothing is bad beyond the window"
         if region_batches:
             how_ended = f"it goes on for {region_batches} {'batch' if region_batches == 1 else 'batches'}"
-        how_ended += f": the next {clean} batches have at most {plural(most_stray, 'such sample')} each"
+        how_ended += f": the next {clean} batches have at most {count_noun(most_stray, 'such sample')} each"
         steps = round(len(probes) / FORWARD, 1)
         region = Region(
             int(all_bad[0]), int(all_bad[-1]) + 1, how_ended, len(measured_suspects), steps, tuple(probes)
@@ -205,8 +210,10 @@ class Examination:
         z = z[np.isfinite(z)]
         if z.size < scores.ENOUGH // 2:
             return 0.0
-        median_z, z_scale = scores.robust(z)
-        standard_error = math.hypot(self.usual.error(), scores.MEDIAN_ERROR * z_scale / math.sqrt(z.size))
+        median_z, z_scale = scores.robust_scale(z)
+        standard_error = math.hypot(
+            self.usual.shared_error(), scores.MEDIAN_ERROR * z_scale / math.sqrt(z.size)
+        )
         return median_z if median_z > 3 * standard_error else 0.0
 
     def _judge_alike(self, bad: Bools) -> Judged | None:
@@ -218,7 +225,7 @@ class Examination:
         are_suspected = (
             bad if bad.sum() >= scores.CROWD else np.isin(self.positions, extraordinary_batches.positions)
         )
-        scored_suspects = self.lab.samples(self.positions, np.zeros(self.positions.size))
+        scored_suspects = self.lab.prepare_samples(self.positions, np.zeros(self.positions.size))
         window_judgement = scores.judge_alike(
             self.scale, scored_suspects, are_suspected, self.config.innocent
         )

@@ -133,7 +133,7 @@ class Rest(_HistoryState):
     until: int = 0
     steps: int = 0
 
-    def after(self, step: int) -> Rest:
+    def begin_rest(self, step: int) -> Rest:
         """Twice as long if it recurs soon."""
         is_soon = step < self.until + LONGEST_REST
         rest_steps = min(max(FIRST_REST, 2 * self.steps), LONGEST_REST) if is_soon else FIRST_REST
@@ -151,7 +151,7 @@ class WatchState(_HistoryState):
 
 
 class SampleTest:
-    """One `observe` per step, in order."""
+    """One `observe_batch` per step, in order."""
 
     def __init__(self, config: SampleConfig, state: SampleState | None = None) -> None:
         self._limit = math.log(1e4 / config.examinations) + math.log(2 * LIFTS.size)
@@ -162,7 +162,7 @@ class SampleTest:
         """A copy: later observations do not change it."""
         return _copied(self._state)
 
-    def observe(
+    def observe_batch(
         self,
         step: int,
         losses: Floats,

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from megastable.attribution import scores
 from megastable.attribution.scores import READ, ScoredSamples
-from megastable.base.collectives import agree, first
+from megastable.base.collectives import run_on_all, run_on_first
 from megastable.base.errors import MegastableError
 from megastable.config.stability import AttributionConfig
 from megastable.config.tree import RunConfig
@@ -62,14 +62,14 @@ class ExtraordinaryBatches(NamedTuple):
     ratio: float
 
 
-def harmless(steps: Sequence[Trained], selection: Skips | Selection) -> tuple[Int64s, Floats]:
+def collect_harmless(steps: Sequence[Trained], selection: Skips | Selection) -> tuple[Int64s, Floats]:
     """Positions and losses of the samples of some steps, without those skipped by now: they may have been convicted
     since, in a later epoch."""
     all_positions = np.concatenate(
         [np.empty(0, np.int64), *(trained_step.positions for trained_step in steps)]
     )
     all_losses = np.concatenate([np.empty(0), *(trained_step.losses for trained_step in steps)])
-    are_kept = ~selection.mask(all_positions)
+    are_kept = ~selection.mask_skipped(all_positions)
     return all_positions[are_kept], all_losses[are_kept]
 
 
@@ -85,56 +85,60 @@ class Laboratory:
         """Samples of a step where the run stands: those before had as many, or fewer during a batch warm-up."""
         return self.loader.batch
 
-    def losses(self, positions: Int64s) -> Floats:
+    def measure_losses(self, positions: Int64s) -> Floats:
         """Per-sample cross-entropy, fp64 [n], by forward passes alone, a global batch at a time.
 
         Raises DataError on every rank if one cannot read its part.
         """
-        self._tell("losses", positions)
+        self._tell("measure_losses", positions)
         loader_unit, loss_parts = self.loader.unit, [np.empty(0)]
         for part in np.split(positions, range(self.batch, positions.size, self.batch)):
             if part.size:
                 padded_positions = np.concatenate([part, np.repeat(part[-1:], -part.size % loader_unit)])
-                loss_parts.append(self.engine.evaluate(self._read(padded_positions)).numpy()[: part.size])
+                loss_parts.append(
+                    self.engine.evaluate_samples(self._read(padded_positions)).numpy()[: part.size]
+                )
         return np.concatenate(loss_parts)
 
-    def gradient_norm(self, positions: Int64s) -> float:
+    def measure_gradient_norm(self, positions: Int64s) -> float:
         """Norm of the mean gradient of some samples, by a batch full of copies; nan if fp16 overflows.
 
         positions: weighted evenly if as many copies as the batch has room for are whole micro-batches on every rank.
-        Raises DataError as `losses` does.
+        Raises DataError as `measure_losses` does.
         """
-        self._tell("gradient_norm", positions)
+        self._tell("measure_gradient_norm", positions)
         even_size = positions.size * max(1, self.batch // positions.size)
         copied_size = self.batch if even_size % self.loader.unit else even_size
-        measured = self.engine.measure(self._read(np.resize(positions, copied_size)))
+        measured = self.engine.measure_step(self._read(np.resize(positions, copied_size)))
         return math.nan if measured.overflow else measured.grad_norm
 
-    def corpora(self, positions: Int64s) -> Int64s:
-        return self.loader.source.order.locate(positions).corpus
+    def find_corpora(self, positions: Int64s) -> Int64s:
+        return self.loader.source.order.locate_samples(positions).corpus
 
-    def tokens(self, positions: Int64s) -> npt.NDArray[np.int32]:
+    def read_tokens(self, positions: Int64s) -> npt.NDArray[np.int32]:
         """The first `READ` + 1 of each sample, or all: int32 [n, l]; read by every rank, a global batch at a time.
 
-        Raises DataError as `losses` does.
+        Raises DataError as `measure_losses` does.
         """
-        self._tell("tokens", positions)
-        return agree(lambda: self._read_tokens(positions))
+        self._tell("read_tokens", positions)
+        return run_on_all(lambda: self._read_tokens(positions))
 
     def _read_tokens(self, positions: Int64s) -> npt.NDArray[np.int32]:
         source = self.loader.source
         read_tokens = np.empty((positions.size, min(source.order.sequence_length, READ) + 1), np.int32)
         for part_begin in range(0, positions.size, self.batch):
             part_slice = slice(part_begin, part_begin + self.batch)
-            read_tokens[part_slice] = source.samples(positions[part_slice])[:, : read_tokens.shape[1]]
+            read_tokens[part_slice] = source.read_samples(positions[part_slice])[:, : read_tokens.shape[1]]
         return read_tokens
 
-    def samples(self, positions: Int64s, z: Floats) -> ScoredSamples:
-        """Prepare samples for scoring. z: of their losses [n]; unknown ones do not count. Raises DataError as `losses`
-        does."""
-        return ScoredSamples(self.tokens(positions), np.nan_to_num(z, nan=0.0), self.corpora(positions))
+    def prepare_samples(self, positions: Int64s, z: Floats) -> ScoredSamples:
+        """Prepare samples for scoring. z: of their losses [n]; unknown ones do not count. Raises DataError as
+        `measure_losses` does."""
+        return ScoredSamples(
+            self.read_tokens(positions), np.nan_to_num(z, nan=0.0), self.find_corpora(positions)
+        )
 
-    def led(self, work: Callable[[Laboratory], T]) -> T:
+    def run_on_rank0(self, work: Callable[[Laboratory], T]) -> T:
         """Run `work` with this laboratory on rank 0 alone, whose measurements the other ranks join; its result, or its
         MegastableError, on every rank.
 
@@ -146,10 +150,10 @@ class Laboratory:
         if dist.get_rank() == 0:
             return self._lead(work)
         # Requests of rank 0, until it is done.
-        while (asked_for := first(_nothing)) is not None:
+        while (asked_for := run_on_first(_nothing)) is not None:
             method_name, sample_positions = asked_for
             getattr(self, method_name)(sample_positions)
-        return first(_nothing)
+        return run_on_first(_nothing)
 
     def _lead(self, work: Callable[[Laboratory], T]) -> T:
         """Run it, and send the others the outcome."""
@@ -168,41 +172,42 @@ class Laboratory:
             raised_error = raised
         finally:
             self._leads = False
-        first(_nothing)
-        return first(tell_outcome)
+        run_on_first(_nothing)
+        return run_on_first(tell_outcome)
 
     def _tell(self, measure: str, positions: Int64s) -> None:
         """Make the other ranks join a measurement, if this one leads."""
         if self._leads:
-            first(lambda: (measure, positions))
+            run_on_first(lambda: (measure, positions))
 
-    def known(
+    def find_harmless(
         self, history: Sequence[Trained], corpora: Int64s, cursor: int, selection: Skips | Selection
     ) -> Known:
-        """Harmless samples for comparison with samples of `corpora`: those recorded in `history`, with losses when not
+        """Harmless samples for comparison with samples of `corpora`: those recorded in `history`, with losses
+        when not
         trained on yet, just like the suspects'. For corpora with few recorded (rare, or right after a start) the latest
         before position `cursor`, measured: they were trained on, most of them long ago."""
-        positions, losses = harmless(history[-math.ceil(RECORDED / self.batch) :], selection)
-        known, count = Known(positions, losses, self.corpora(positions)), self.config.reference
+        positions, losses = collect_harmless(history[-math.ceil(RECORDED / self.batch) :], selection)
+        known, count = Known(positions, losses, self.find_corpora(positions)), self.config.reference
         few = [c for c in np.unique(corpora).tolist() if (known.corpora == c).sum() < count]
         reach, kept, of = 0, np.empty(0, np.int64), np.empty(0, np.int64)
         while few and reach < min(cursor, SEARCHED) and any((of == c).sum() < count for c in few):
             reach = min(cursor, max(4 * reach, 4 * count))
             kept, _ = selection.next_kept(cursor - reach, reach)
             kept = kept[kept < cursor]
-            of = self.corpora(kept)
+            of = self.find_corpora(kept)
         found = [kept[of == c][-count:] for c in few]
         # No more than recorded: those are the better reference, and were tried first.
         found = [f for f, c in zip(found, few, strict=True) if f.size > (known.corpora == c).sum()]
         if not found:
             return known
         positions = np.concatenate(found)
-        measured = Known(positions, self.losses(positions), self.corpora(positions))
+        measured = Known(positions, self.measure_losses(positions), self.find_corpora(positions))
         left = ~np.isin(known.corpora, measured.corpora)
         return Known(*(np.concatenate([new, old[left]]) for old, new in zip(known, measured, strict=True)))
 
     def _read(self, positions: Int64s) -> list[MicroBatch]:
-        return agree(lambda: self.loader.read(positions))
+        return run_on_all(lambda: self.loader.read_micro_batches(positions))
 
     def find_extraordinary(self, steps: Sequence[Trained], known: Known) -> ExtraordinaryBatches | None:
         """Measure gradients of a few batches of `steps` on the good state, the refused ones first, and of an ordinary
@@ -210,8 +215,8 @@ class Laboratory:
         batches = sorted(steps, key=lambda t: t.applied)[: max(0, min(BATCHES, self.config.gradients - 1))]
         if not batches or known.positions.size < scores.ENOUGH:
             return None
-        whole = self.gradient_norm(known.positions[-self.batch :])
-        norms = np.array([self.gradient_norm(t.positions) for t in batches])
+        whole = self.measure_gradient_norm(known.positions[-self.batch :])
+        norms = np.array([self.measure_gradient_norm(t.positions) for t in batches])
         far = [
             t.positions
             for t, batch_norm in zip(batches, norms, strict=True)
@@ -268,7 +273,7 @@ def train_branch(
     try:
         for step, sample_positions in enumerate(batches):
             tell_progress(step)
-            micro_batches = agree(partial(loader.read, sample_positions))
+            micro_batches = run_on_all(partial(loader.read_micro_batches, sample_positions))
             token_count = sample_positions.size * config.model.sequence_length
             limited_rate = limit_rate(updates, scheduled_rate(config, updates, trained_tokens, token_count))
             is_allowed = applied is None or applied[step]

@@ -9,7 +9,7 @@ outliers with conformal p-values", Annals of Statistics 2023).
 Individuals (`bad_by_loss`): as bad as hardly any harmless sample, by the loss alone.
 Crowds: first the window as a whole must be worse than as many harmless samples drawn at random (`group_test`, a
 permutation test); then a score names those that differ from harmless samples (`Score`). It learns from the suspects
-themselves, and is calibrated on harmless samples that it did not learn from (`crowd`), which preserves the false
+themselves, and is calibrated on harmless samples that it did not learn from (`name_crowd`), which preserves the false
 discovery rate. Three kinds of evidence are in it:
 
 - z of the loss among harmless samples of the corpus;
@@ -23,7 +23,7 @@ discovery rate. Three kinds of evidence are in it:
 Each in robust deviations of harmless samples of its corpus, clipped at `LOW` and `HIGH`, and added: none decides alone.
 One half of the harmless samples is for learning, the other for calibration. Tokens cost no model time; their statistics
 are counts of them and of pairs of neighbours, in `BUCKETS` hashed buckets each; tokens are [n, L + 1], as
-`Source.samples` returns them, or their first `READ` + 1.
+`Source.read_samples` returns them, or their first `READ` + 1.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class UsualLosses:
             z[of_corpus] = (losses[of_corpus] - corpus_usual.centre) / corpus_usual.scale
         return np.where(np.isfinite(losses), z, np.inf)
 
-    def compare(self, losses: Floats, corpora: Int64s, shift: float = 0.0) -> tuple[Floats, Floats]:
+    def compare_losses(self, losses: Floats, corpora: Int64s, shift: float = 0.0) -> tuple[Floats, Floats]:
         """How far out each loss [n] is for its corpus, beyond `shift`, and how often a harmless one is as far out: z
         and p, fp64 [n]; p is 1 where z is nan, and 0 if the loss is not finite."""
         z, p_values = self.far_out(losses, corpora) - shift, np.ones(losses.shape)
@@ -116,13 +116,13 @@ class UsualLosses:
         every_z = np.concatenate([np.empty(0), *(corpus_usual.z for corpus_usual in self.of.values())])
         for corpus, corpus_usual in self.of.items():
             of_corpus = corpora == corpus
-            p_values[of_corpus] = chances(
+            p_values[of_corpus] = chance_of(
                 z[of_corpus], corpus_usual.z if corpus_usual.z.size >= TAIL_KNOWN else every_z
             )
         p_values[~np.isfinite(losses)] = 0.0
         return z, p_values
 
-    def error(self, corpora: Int64s | None = None) -> float:
+    def shared_error(self, corpora: Int64s | None = None) -> float:
         """Standard error that the z of all samples of a corpus share, for the one with the fewest samples among
         `corpora`; None: among all."""
         chosen_usuals = (
@@ -138,7 +138,7 @@ def shared_shift(z: Floats, bad: Bools) -> float:
     return max(0.0, float(np.median(other_z))) if other_z.size >= max(ENOUGH // 2, bad.sum()) else 0.0
 
 
-def chances(z: Floats, usual: Floats) -> Floats:
+def chance_of(z: Floats, usual: Floats) -> Floats:
     """For each z, how often a harmless sample [m] is as bad, or slightly more.
 
     Adds one standard error, as one reference serves many suspects.
@@ -189,7 +189,7 @@ def fewer_false(p: Floats, innocent: float, nulls: float | None = None) -> Bools
 # Crowds
 
 
-def robust(values: Floats) -> tuple[float, float]:
+def robust_scale(values: Floats) -> tuple[float, float]:
     """Median and 1.4826 MAD."""
     median_value = float(np.median(values))
     return median_value, max(1e-6, 1.4826 * float(np.median(np.abs(values - median_value))))
@@ -210,7 +210,7 @@ def group_test(suspects: Floats, harmless: Floats, error: float) -> float:
     return float(1 + (drawn_means >= suspect_mean).sum()) / (DRAWS + 1)
 
 
-def crowd(suspects: Floats, harmless: Floats, innocent: float) -> Bools:
+def name_crowd(suspects: Floats, harmless: Floats, innocent: float) -> Bools:
     """The suspects [n] that differ from harmless samples [m], with a share of false ones of at most `innocent`.
 
     Conformal p-values; Benjamini and Hochberg's procedure with Storey's estimate of how many are harmless ("A direct
@@ -223,10 +223,10 @@ def crowd(suspects: Floats, harmless: Floats, innocent: float) -> Bools:
     return fewer_false(p, innocent, harmless_count) & (p <= 0.5)
 
 
-def between(bad: Floats, harmless: Floats) -> float:
+def bar_between(bad: Floats, harmless: Floats) -> float:
     """The bar between two kinds, equally far from both in their own robust deviations: if they lie far apart, the false
     discoveries that a rate allows would all lie in between."""
-    (bad_median, bad_scale), (usual_median, usual_scale) = robust(bad), robust(harmless)
+    (bad_median, bad_scale), (usual_median, usual_scale) = robust_scale(bad), robust_scale(harmless)
     bad_scale = max(bad_scale, usual_scale / 2)
     return (bad_median * usual_scale + usual_median * bad_scale) / (bad_scale + usual_scale)
 
@@ -256,12 +256,12 @@ PART = 256  # samples with features in memory at a time
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2^64 over the golden ratio, for multiplicative hashing
 
 
-def words(tokens: Tokens) -> Int64s:
+def hash_words(tokens: Tokens) -> Int64s:
     """The bucket of each token of n samples except the first, which is not predicted: int64 [n, L], below BUCKETS."""
     return _bucket(tokens[:, 1 : READ + 1].astype(np.uint64))
 
 
-def pairs(tokens: Tokens) -> Int64s:
+def hash_pairs(tokens: Tokens) -> Int64s:
     """The bucket of each token together with the one before it: int64 [n, L], BUCKETS to 2 BUCKETS."""
     read_tokens = tokens[:, : READ + 1].astype(np.uint64)
     return _bucket(read_tokens[:, 1:] + read_tokens[:, :-1] * GOLDEN) + BUCKETS
@@ -279,14 +279,14 @@ class Words:
     """How rare tokens are in harmless samples. rarity: -log frequency of each bucket, nats, fp64 [BUCKETS]."""
 
     def __init__(self, harmless: Tokens) -> None:
-        bucket_counts = np.bincount(words(harmless).ravel(), minlength=BUCKETS) + HALF
+        bucket_counts = np.bincount(hash_words(harmless).ravel(), minlength=BUCKETS) + HALF
         seen_buckets = max(1, int((bucket_counts > HALF).sum()))
         # Buckets without any token of the vocabulary get no share.
         self.rarity = -np.log(bucket_counts / (bucket_counts.sum() - HALF * (BUCKETS - 2 * seen_buckets)))
 
     def surprisal(self, tokens: Tokens) -> Floats:
         """Surprisal of n samples, nats per token: fp64 [n]."""
-        return np.asarray(self.rarity[words(tokens)].mean(axis=1))
+        return np.asarray(self.rarity[hash_words(tokens)].mean(axis=1))
 
 
 class Resemblance:
@@ -296,7 +296,7 @@ class Resemblance:
         harmless_counts = _counts(harmless) + HALF
         self._usual, self._suspects = harmless_counts / harmless_counts.sum(), _counts(suspects)
 
-    def of(self, tokens: Tokens, among: Bools | None = None) -> Floats:
+    def measure_likeness(self, tokens: Tokens, among: Bools | None = None) -> Floats:
         """Resemblance of n samples, nats per token: fp64 [n]. among: which of them are suspects themselves; each is
         left out of those that it is compared with, otherwise every sample would resemble itself."""
         likeness_scores, total_suspects = np.empty(len(tokens)), self._suspects.sum()
@@ -304,7 +304,7 @@ class Resemblance:
         bucket_rows = (
             row
             for token_part in parts
-            for row in np.concatenate([words(token_part), pairs(token_part)], axis=1)
+            for row in np.concatenate([hash_words(token_part), hash_pairs(token_part)], axis=1)
         )
         for row, at in enumerate(bucket_rows):
             own, own_counts = np.unique(at, return_counts=True)
@@ -323,7 +323,8 @@ def _counts(tokens: Tokens) -> Floats:
     bucket_counts = np.zeros(2 * BUCKETS)
     for token_part in np.array_split(tokens, max(1, len(tokens) // PART)):
         bucket_counts += np.bincount(
-            np.concatenate([words(token_part), pairs(token_part)], axis=1).ravel(), minlength=2 * BUCKETS
+            np.concatenate([hash_words(token_part), hash_pairs(token_part)], axis=1).ravel(),
+            minlength=2 * BUCKETS,
         )
     return bucket_counts
 
@@ -335,7 +336,7 @@ class ScoredSamples(NamedTuple):
     z: Floats
     corpora: Int64s
 
-    def of(self, chosen: Bools | Int64s | slice) -> ScoredSamples:
+    def select_samples(self, chosen: Bools | Int64s | slice) -> ScoredSamples:
         return ScoredSamples(self.tokens[chosen], self.z[chosen], self.corpora[chosen])
 
 
@@ -343,7 +344,10 @@ class CorpusBaseline:
     """Statistics of harmless samples of one corpus."""
 
     def __init__(self, harmless: ScoredSamples) -> None:
-        self.learnt, self.kept = harmless.of(slice(0, None, 2)), harmless.of(slice(1, None, 2))
+        self.learnt, self.kept = (
+            harmless.select_samples(slice(0, None, 2)),
+            harmless.select_samples(slice(1, None, 2)),
+        )
         learnt_tokens, z = self.learnt.tokens, self.learnt.z
         self.words = Words(learnt_tokens)
         word_surprisal = self.words.surprisal(learnt_tokens)
@@ -354,12 +358,12 @@ class CorpusBaseline:
         self._slope = (
             float(np.cov(word_surprisal[inner], z[inner], bias=True)[0, 1]) / spread if spread > 1e-9 else 0.0
         )
-        self._middle, self._scale = robust(z - self._slope * word_surprisal)
+        self._middle, self._scale = robust_scale(z - self._slope * word_surprisal)
         # Error of a badness per error of z, which enters it twice.
         self.amplified = 1 + 1 / self._scale
-        self.badness = self.of(self.kept)
+        self.badness = self.measure_badness(self.kept)
 
-    def of(self, samples: ScoredSamples) -> Floats:
+    def measure_badness(self, samples: ScoredSamples) -> Floats:
         """Badness of samples by themselves: fp64 [n]."""
         word_surprisal = np.clip(self.words.surprisal(samples.tokens), *self._edges)
         unexplained = (samples.z - self._slope * word_surprisal - self._middle) / self._scale
@@ -373,11 +377,11 @@ class Scale:
         corpora, counts = np.unique(harmless.corpora, return_counts=True)
         known_corpora = corpora[counts >= 2 * ENOUGH].tolist()
         self.usual = {
-            corpus_index: CorpusBaseline(harmless.of(harmless.corpora == corpus_index))
+            corpus_index: CorpusBaseline(harmless.select_samples(harmless.corpora == corpus_index))
             for corpus_index in known_corpora
         }
 
-    def judges(self, corpora: Int64s) -> Bools:
+    def can_judge(self, corpora: Int64s) -> Bools:
         """Which of n samples can be judged."""
         return np.isin(corpora, list(self.usual))
 
@@ -386,10 +390,10 @@ class Scale:
         badness_scores = np.zeros(samples.z.shape)
         for corpus_index, corpus_baseline in self.usual.items():
             of_corpus = samples.corpora == corpus_index
-            badness_scores[of_corpus] = corpus_baseline.of(samples.of(of_corpus))
+            badness_scores[of_corpus] = corpus_baseline.measure_badness(samples.select_samples(of_corpus))
         return badness_scores
 
-    def harmless(self, corpora: Int64s) -> tuple[Floats, float]:
+    def harmless_badness(self, corpora: Int64s) -> tuple[Floats, float]:
         """The badness of the calibration samples of these corpora, and its maximum error per error of z."""
         own_baselines = [
             usual for corpus_index, usual in self.usual.items() if (corpora == corpus_index).any()
@@ -409,21 +413,21 @@ class Score:
     def __init__(self, scale: Scale, suspects: ScoredSamples, among: Bools, losses: bool = True) -> None:
         self._scale, self._resemblance = scale, dict[int, tuple[Resemblance, float, float]]()
         self._losses = losses
-        chosen_suspects, harmless_scores = suspects.of(among), [np.empty(0)]
+        chosen_suspects, harmless_scores = suspects.select_samples(among), [np.empty(0)]
         for corpus_index in np.unique(chosen_suspects.corpora).tolist():
             if (corpus_baseline := scale.usual.get(corpus_index)) is None:
                 continue
             suspect_resemblance = Resemblance(chosen_suspects.tokens, corpus_baseline.learnt.tokens)
-            likeness = suspect_resemblance.of(corpus_baseline.kept.tokens)
-            likeness_median, width = robust(likeness)
+            likeness = suspect_resemblance.measure_likeness(corpus_baseline.kept.tokens)
+            likeness_median, width = robust_scale(likeness)
             self._resemblance[corpus_index] = suspect_resemblance, likeness_median, width
             harmless_scores.append(
                 self._together(corpus_baseline.badness, (likeness - likeness_median) / width)
             )
         self.harmless = np.concatenate(harmless_scores)  # scores of the calibration samples, fp64 [m]
-        self.suspects = self.of(suspects, among)
+        self.suspects = self.score_samples(suspects, among)
 
-    def of(self, samples: ScoredSamples, among: Bools | None = None) -> Floats:
+    def score_samples(self, samples: ScoredSamples, among: Bools | None = None) -> Floats:
         """Scores of samples, fp64 [k]; -inf for other corpora than those of the chosen suspects. among: which of the
         samples are chosen ones themselves."""
         scores = np.full(samples.z.shape, -np.inf)
@@ -431,7 +435,7 @@ class Score:
         for corpus_index, (suspect_resemblance, likeness_median, likeness_scale) in self._resemblance.items():
             of_corpus = samples.corpora == corpus_index
             own_suspects = None if among is None else among[of_corpus]
-            likeness_scores = suspect_resemblance.of(samples.tokens[of_corpus], own_suspects)
+            likeness_scores = suspect_resemblance.measure_likeness(samples.tokens[of_corpus], own_suspects)
             scores[of_corpus] = self._together(
                 badness[of_corpus], (likeness_scores - likeness_median) / likeness_scale
             )
@@ -442,11 +446,11 @@ class Score:
             return np.maximum(likeness, LOW)
         return np.asarray(badness + np.clip(likeness, LOW, HIGH))
 
-    def name(self, innocent: float) -> Bools:
+    def name_bad(self, innocent: float) -> Bools:
         """The bad ones of the suspects, bool [n], with a share of false ones of at most `innocent`."""
-        are_named = crowd(self.suspects, self.harmless, innocent)
+        are_named = name_crowd(self.suspects, self.harmless, innocent)
         if are_named.sum() > 1:
-            are_named &= self.suspects >= between(self.suspects[are_named], self.harmless)
+            are_named &= self.suspects >= bar_between(self.suspects[are_named], self.harmless)
         return are_named
 
     @property
@@ -465,7 +469,7 @@ class Judged(NamedTuple):
     bar: float = np.inf
 
 
-def judge(
+def judge_suspects(
     scale: Scale, suspects: ScoredSamples, alone: Bools, error: float, significance: float, innocent: float
 ) -> Judged:
     """The bad samples of a window. alone: those that are bad by their loss alone, bool [n]. error: common standard
@@ -473,19 +477,19 @@ def judge(
 
     The worst samples are suspected first; a second round looks for the like of those that it names.
     """
-    can_judge = scale.judges(suspects.corpora)
-    badness, (harmless, error_factor) = scale.badness(suspects), scale.harmless(suspects.corpora)
+    can_judge = scale.can_judge(suspects.corpora)
+    badness, (harmless, error_factor) = scale.badness(suspects), scale.harmless_badness(suspects.corpora)
     p_value = group_test(badness[can_judge], harmless, error * error_factor)
     bad = alone
     if p_value <= significance:
         first_suspects = np.zeros(alone.shape, dtype=bool)
         first_suspects[can_judge] = suspect_worst(badness[can_judge], harmless)
-        bad = bad | Score(scale, suspects, first_suspects).name(innocent)
+        bad = bad | Score(scale, suspects, first_suspects).name_bad(innocent)
     if not bad.any():
         return Judged(bad, p_value)
     suspect_score = Score(scale, suspects, bad)
     if p_value <= significance:
-        bad = alone | suspect_score.name(innocent)
+        bad = alone | suspect_score.name_bad(innocent)
     return (
         Judged(bad, p_value, suspect_score, _bar(suspect_score, bad)) if bad.any() else Judged(bad, p_value)
     )
@@ -497,11 +501,11 @@ def judge_alike(scale: Scale, suspects: ScoredSamples, suspected: Bools, innocen
     Bad samples need not be hard: one repeated sentence is easy, and its gradients add up. So only their likeness to
     each other, and difference from harmless samples, identifies them; fewer than `CROWD` are not named.
     """
-    are_bad, suspect_score = suspected & scale.judges(suspects.corpora), None
+    are_bad, suspect_score = suspected & scale.can_judge(suspects.corpora), None
     for _ in range(2):
         if are_bad.any():
             suspect_score = Score(scale, suspects, are_bad, losses=False)
-            are_bad = suspect_score.name(innocent)
+            are_bad = suspect_score.name_bad(innocent)
     if suspect_score is None or are_bad.sum() < CROWD:
         return Judged(np.zeros(suspected.shape, dtype=bool), 1.0)
     # The minimum of a few very similar samples is too strict for the rest of their region; harmless ones lie far below.

@@ -43,23 +43,23 @@ spent: deque[Spent] = deque(
 class Clock(Protocol):
     """Measures activities by another clock than the host's."""
 
-    def begin(self) -> None: ...
+    def begin_step(self) -> None: ...
 
-    def enter(self, name: str) -> None: ...
+    def enter_activity(self, name: str) -> None: ...
 
-    def end(self, step: int, seconds: float) -> Iterable[tuple[int, float, Mapping[str, float]]]:
+    def end_step(self, step: int, seconds: float) -> Iterable[tuple[int, float, Mapping[str, float]]]:
         """The step is over; returns those whose times are known by now: number, seconds in all and by activity."""
 
 
 class ActivityListener(Protocol):
     """Is told of the activities of every step, by the thread that trains."""
 
-    def begin(self, step: int) -> None:
+    def begin_step(self, step: int) -> None:
         """A step begins after so many."""
 
-    def enter(self, name: str) -> None: ...
+    def enter_activity(self, name: str) -> None: ...
 
-    def end(self) -> None: ...
+    def end_step(self) -> None: ...
 
 
 clock: Clock | None = None
@@ -68,28 +68,28 @@ _in_step, _trainer = False, 0
 _spent: dict[str, float] = {}  # seconds by activity, in this step
 
 
-def begin(steps: int) -> None:
+def begin_step(steps: int) -> None:
     """A step begins after so many. What an evaluation or a rewind has entered before is not part of it."""
     global step, _in_step, _trainer
     step, _in_step, _trainer = steps, True, threading.get_ident()
     if clock is not None:
-        clock.begin()
+        clock.begin_step()
     if listener is not None:
-        listener.begin(steps)
-    enter(_now[0])
+        listener.begin_step(steps)
+    enter_activity(_now[0])
     _spent.clear()
 
 
-def end(seconds: float) -> None:
-    """The step is over, which took so long in all. Without `begin` nothing happens."""
+def end_step(seconds: float) -> None:
+    """The step is over, which took so long in all. Without `begin_step` nothing happens."""
     global _in_step
     if not _in_step or step is None:
         return
-    enter(_now[0])
+    enter_activity(_now[0])
     _in_step = False
     if listener is not None:
-        listener.end()
-    steps_over = [(step, seconds, dict(_spent))] if clock is None else clock.end(step, seconds)
+        listener.end_step()
+    steps_over = [(step, seconds, dict(_spent))] if clock is None else clock.end_step(step, seconds)
     for step_number, step_seconds, by_activity in steps_over:
         timed.append(
             (step_number, step_seconds, tuple(by_activity.get(activity_name, 0.0) for activity_name in OWN))
@@ -97,14 +97,14 @@ def end(seconds: float) -> None:
         spent.append((step_number, by_activity))
 
 
-def waited(seconds: float) -> None:
+def count_wait(seconds: float) -> None:
     """So much of the present activity was a wait for other ranks. Ignored of any thread but the one that trains."""
     if _in_step and threading.get_ident() == _trainer and (activity_name := _now[0]) in OWN:
         _spent[activity_name] = _spent.get(activity_name, 0.0) - seconds
         _spent[REDUCE] = _spent.get(REDUCE, 0.0) + seconds
 
 
-def enter(name: str) -> None:
+def enter_activity(name: str) -> None:
     """From now on this process does `name`."""
     global _now
     current_time = time.monotonic()
@@ -112,19 +112,19 @@ def enter(name: str) -> None:
         previous_name, previous_time = _now
         _spent[previous_name] = _spent.get(previous_name, 0.0) + current_time - previous_time
         if clock is not None:
-            clock.enter(name)
+            clock.enter_activity(name)
         if listener is not None:
-            listener.enter(name)
+            listener.enter_activity(name)
     _now = (name, current_time)
 
 
-def current() -> tuple[str, float]:
+def current_activity() -> tuple[str, float]:
     """The activity, and for how many seconds."""
     activity_name, since_time = _now
     return activity_name, time.monotonic() - since_time
 
 
-def age() -> float:
+def process_age() -> float:
     """Seconds since this process was started, by the kernel's clock; 0 if it does not say."""
     try:
         # Field 22 of proc(5), in ticks since boot; psutil knows the time of the boot to a second only.
@@ -134,20 +134,20 @@ def age() -> float:
         return 0.0
 
 
-def exchanged(count: int) -> None:
+def set_exchanged(count: int) -> None:
     """So many sends and receives were before the first exchange."""
     global _exchanged
     _exchanged = (count, None)
 
 
-def exchange_begins(count: int) -> None:
+def begin_exchange(count: int) -> None:
     """count: torch's, of the world group."""
     global _exchanged
     _exchanged = (_exchanged[0], count)
-    enter(EXCHANGE)
+    enter_activity(EXCHANGE)
 
 
-def exchange_ends(count: int) -> None:
+def end_exchange(count: int) -> None:
     """count: torch's, of the world group."""
     global _exchanged
     past_exchanges, count_before = _exchanged
@@ -155,7 +155,7 @@ def exchange_ends(count: int) -> None:
     _exchanged = (past_exchanges + count - count_before, None)
 
 
-def collectives(count: int) -> int:
+def count_collectives(count: int) -> int:
     """How many of `count`, torch's of the world group, were collectives. Gloo counts sends and receives too, which the
     stages of a pipeline do not all do equally often."""
     past_exchanges, count_before = _exchanged

@@ -13,7 +13,7 @@ from megastable.base.errors import MegastableError
 T = TypeVar("T")
 
 
-def gathered(value: Any, group: Any = None) -> list[Any]:
+def gather_objects(value: Any, group: Any = None) -> list[Any]:
     """The `value` of every rank of `group` (default: the world), in rank order, on every rank."""
     if dist.get_world_size(group) == 1:
         return [value]  # even a collective of one rank takes a millisecond
@@ -22,7 +22,7 @@ def gathered(value: Any, group: Any = None) -> list[Any]:
     return values_by_rank
 
 
-def agree(action: Callable[[], T]) -> T:
+def run_on_all(action: Callable[[], T]) -> T:
     """Run `action` on every rank. If it raises a MegastableError on any rank, all ranks raise the lowest rank's
     error."""
     own_result: Any = None
@@ -31,11 +31,11 @@ def agree(action: Callable[[], T]) -> T:
         own_result = action()
     except MegastableError as own_error:
         error = own_error
-    _raise_first(gathered(error))
+    _raise_first(gather_objects(error))
     return own_result
 
 
-def first(action: Callable[[], T]) -> T:
+def run_on_first(action: Callable[[], T]) -> T:
     """Run `action` on rank 0 only; every rank returns its result or raises its MegastableError."""
     result_or_error: list[Any] = [None, None]
     if dist.get_rank() == 0:
@@ -49,19 +49,19 @@ def first(action: Callable[[], T]) -> T:
     return result_or_error[0]
 
 
-def shared(error: MegastableError) -> MegastableError:
+def mark_collective(error: MegastableError) -> MegastableError:
     """Mark `error` as one that every rank raises at the same place."""
     error.collective = True
     return error
 
 
-def strangers(value: Any) -> list[int]:
+def find_differing_ranks(value: Any) -> list[int]:
     """The ranks whose `value` differs from rank 0's; empty when all agree."""
-    values_by_rank = gathered(value)
+    values_by_rank = gather_objects(value)
     return [rank for rank, rank_value in enumerate(values_by_rank) if rank_value != values_by_rank[0]]
 
 
 def _raise_first(errors: list[Any]) -> None:
     for error in errors:
         if error is not None:
-            raise shared(error)
+            raise mark_collective(error)

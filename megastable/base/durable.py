@@ -28,7 +28,7 @@ def sync_directory(directory: Path) -> None:
         os.close(descriptor)
 
 
-def hold(path: Path, seconds: float = 1.0) -> IO[str] | None:
+def lock_file(path: Path, seconds: float = 1.0) -> IO[str] | None:
     """The file at `path`, locked for as long as it stays open; None when another process holds it for all of `seconds`.
 
     A process that only checks the lock (a status command) holds it for an instant. Raises OSError.

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from megastable.base.text import visible
+from megastable.base.text import make_visible
 
 LINES = "\n\t"
 # Failures of the file system that a name given by the user can cause.
@@ -98,13 +98,13 @@ def user_errors() -> Iterator[None]:
         yield
     except MegastableError as error:
         # File names and contents are untrusted: a terminal must not obey escape sequences in them.
-        print(f"error: {visible(error, keep=LINES)}", file=sys.stderr, flush=True)
+        print(f"error: {make_visible(error, keep=LINES)}", file=sys.stderr, flush=True)
         raise SystemExit(error.code) from None
     except OSError as error:
         if error.errno not in OF_NAMES:
             raise
         error_text = f"{error.filename}: {error.strerror}" if error.filename is not None else str(error)
-        print(f"error: {visible(error_text[:500])}", file=sys.stderr, flush=True)
+        print(f"error: {make_visible(error_text[:500])}", file=sys.stderr, flush=True)
         raise SystemExit(BAD_INPUT) from None
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)

@@ -50,7 +50,7 @@ Marks = Mapping[str, Mark]
 
 
 @torch.no_grad()
-def fingerprint(tensors: Iterable[Tensor]) -> Tensor:
+def fingerprint_tensors(tensors: Iterable[Tensor]) -> Tensor:
     """int64 [], on the device of the tensors (any dtype, all on one device): of their bytes, in this order."""
     flat_tensors = [_bytes(tensor) for tensor in tensors]
     total = torch.zeros((), dtype=torch.int64, device=flat_tensors[0].device if flat_tensors else None)
@@ -65,7 +65,7 @@ def mark_of(tensor: Tensor, device: str | None = None) -> Mark:
     compared with a copy on the CPU: device: that made the other mark."""
     device = device or tensor.device.type
     if device != "cpu":
-        return Mark(device, fingerprint([tensor]))
+        return Mark(device, fingerprint_tensors([tensor]))
     hashed = xxhash.xxh3_64_intdigest(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
     return Mark(device, torch.tensor(hashed - (1 << 63)))
 
@@ -76,7 +76,7 @@ def marks_of(tensors: Mapping[str, Tensor], like: Marks | None = None) -> Marks:
     return {name: mark_of(tensor, device_by_name.get(name)) for name, tensor in tensors.items()}
 
 
-def unlike(marks: Marks, others: Marks) -> list[str]:
+def compare_marks(marks: Marks, others: Marks) -> list[str]:
     """The names whose marks differ, or that only one of them has. Waits for the devices, once for each."""
     both = [name for name in marks if name in others]
     differing_names = [
@@ -117,7 +117,7 @@ def _add(total: Tensor, flat: Tensor, scale: int) -> None:
         return
     if rest.numel():
         words = torch.cat((words, torch.cat((rest, rest.new_zeros(8 - rest.numel()))).view(torch.int64)))
-    total += _sum(words) * reproducible.signed(scale) + reproducible.signed(length_term)
+    total += _sum(words) * reproducible.to_signed(scale) + reproducible.to_signed(length_term)
 
 
 def _sum(words: Tensor) -> Tensor:
@@ -143,7 +143,7 @@ def _sum(words: Tensor) -> Tensor:
 @cache
 def _odd_numbers(key: int, count: int, device: torch.device) -> Tensor:
     """Factors: int64 [count]."""
-    return reproducible.sequence(key, 0, count, device) | 1
+    return reproducible.random_sequence(key, 0, count, device) | 1
 
 
 @cache

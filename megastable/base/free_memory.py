@@ -31,20 +31,20 @@ class Demand:
     free: int
 
 
-def demand(state: Iterable[Tensor], later: Iterable[int], pinned: bool) -> Demand:
+def measure_demand(state: Iterable[Tensor], later: Iterable[int], pinned: bool) -> Demand:
     """This rank's demand. state: what a snapshot copies now; later: bytes of the tensors that there are after the first
     update."""
     bytes_now = sum(count_taken_bytes(t.numel() * t.element_size(), pinned) for t in state)
     bytes_after = sum(count_taken_bytes(tensor_bytes, pinned) for tensor_bytes in later)
-    return Demand(socket.gethostname(), max(bytes_now, bytes_after), free())
+    return Demand(socket.gethostname(), max(bytes_now, bytes_after), free_bytes())
 
 
-def free() -> int:
+def free_bytes() -> int:
     """Bytes of host memory that this process may still allocate, by the machine and by its control groups."""
     return min([int(psutil.virtual_memory().available), *(group.left for group in group_limits())])
 
 
-def total() -> int:
+def total_bytes() -> int:
     """Bytes of host memory that the processes of this control group may have together."""
     return min([int(psutil.virtual_memory().total), *(group_memory.most for group_memory in group_limits())])
 

@@ -19,7 +19,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from megastable.base.text import visible
+from megastable.base.text import make_visible
 
 
 class _Rate(ProgressColumn):
@@ -34,7 +34,7 @@ class _Rate(ProgressColumn):
         return Text("" if task_speed is None else f"{task_speed:.3g} {self._unit}/s")
 
 
-def progress(*middle: ProgressColumn, silent: bool = False) -> Progress:
+def make_progress(*middle: ProgressColumn, silent: bool = False) -> Progress:
     """Bars on stderr, of any number of tasks: what is done, the bar, the columns `middle`, time left."""
     console = Console(stderr=True)
     description_column = TextColumn("{task.description}", markup=False)
@@ -44,7 +44,7 @@ def progress(*middle: ProgressColumn, silent: bool = False) -> Progress:
     )  # fmt: skip
 
 
-def counted(unit: str) -> list[ProgressColumn]:
+def count_columns(unit: str) -> list[ProgressColumn]:
     """Columns: how many of how many, and how many a second."""
     return (
         [DownloadColumn(), TransferSpeedColumn()] if unit == "bytes" else [MofNCompleteColumn(), _Rate(unit)]
@@ -55,25 +55,25 @@ class Bar:
     """To be told of what is done; any thread may."""
 
     def __init__(self, shown: Progress, what: str, total: int) -> None:
-        self._shown, self._task = shown, shown.add_task(visible(what), total=total)
+        self._shown, self._task = shown, shown.add_task(make_visible(what), total=total)
 
     def __call__(self, count: int = 1) -> None:
         self._shown.update(self._task, advance=count)
 
-    def more(self, count: int) -> None:
+    def extend_total(self, count: int) -> None:
         """There is more to do than was known."""
         self._shown.update(self._task, total=(self._shown.tasks[0].total or 0) + count)
 
-    def doing(self, what: str) -> None:
-        self._shown.update(self._task, description=visible(what))
+    def set_description(self, what: str) -> None:
+        self._shown.update(self._task, description=make_visible(what))
 
-    def say(self, text: object) -> None:
+    def print_line(self, text: object) -> None:
         """A line above the bar, also where there is none."""
         self._shown.console.print(text)
 
 
 @contextmanager
-def bar(what: str, total: int, silent: bool = False, unit: str = "bytes") -> Iterator[Bar]:
+def show_bar(what: str, total: int, silent: bool = False, unit: str = "bytes") -> Iterator[Bar]:
     """A bar of `total` bytes, files, steps or the like, which are to be told to it as they are done."""
-    with progress(*counted(unit), silent=silent) as shown_progress:
+    with make_progress(*count_columns(unit), silent=silent) as shown_progress:
         yield Bar(shown_progress, what, total)

@@ -29,7 +29,7 @@ WORKSPACES = {":4096:8", ":16:8"}
 ALGORITHMS = {"ring", "tree"}
 
 
-def prepare() -> None:
+def prepare_determinism() -> None:
     """Set all variables and switches before CUDA starts. Raises ConfigError if the environment conflicts."""
     for name, value in ENVIRONMENT.items():
         given = os.environ.setdefault(name, value)
@@ -38,10 +38,10 @@ def prepare() -> None:
                 f"run.deterministic=true and {name}={given}: a step would not repeat bit for bit; unset the variable, "
                 f"or set it to {value}"
             )
-    switch(True)
+    switch_determinism(True)
 
 
-def exact(deterministic: bool, device: torch.device) -> bool:
+def is_exact(deterministic: bool, device: torch.device) -> bool:
     """Whether a repeated step gives the same bits on sound hardware. deterministic: `run.deterministic`."""
     return deterministic or device.type == "cpu"
 
@@ -54,7 +54,7 @@ def _repeats(name: str, value: str) -> bool:
     return set(value.lower().split(",")) <= ALGORITHMS if name == NCCL else value == ENVIRONMENT[name]
 
 
-def switch(on: bool) -> None:
+def switch_determinism(on: bool) -> None:
     """Torch's own switches, which may change at any time; compiled code is recompiled."""
     # Not warn_only: torch would then keep nondeterministic attention kernels.
     torch.use_deterministic_algorithms(on)
@@ -93,16 +93,16 @@ GOLDEN = 0x9E3779B97F4A7C15  # the step between inputs: odd, and far from any re
 FACTORS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 
 
-def mix(x: Tensor) -> Tensor:
+def mix_tensor(x: Tensor) -> Tensor:
     """x: int64, changed in place and returned. Products of int64 wrap around, as unsigned ones do."""
     for shift, factor in FACTORS:
         x ^= unsigned_shift(x, shift)
-        x *= signed(factor)
+        x *= to_signed(factor)
     x ^= unsigned_shift(x, 31)
     return x
 
 
-def mixed(number: int) -> int:
+def mix_number(number: int) -> int:
     """The same of one number, modulo 2^64: unsigned, below 2^64."""
     number %= 2**64
     for shift, factor in FACTORS:
@@ -110,12 +110,12 @@ def mixed(number: int) -> int:
     return number ^ (number >> 31)
 
 
-def sequence(key: int, start: int, count: int, device: torch.device | str = "cpu") -> Tensor:
+def random_sequence(key: int, start: int, count: int, device: torch.device | str = "cpu") -> Tensor:
     """Numbers `start` to `start + count` of the generator with this key: int64 [count]."""
     x = torch.arange(start + 1, start + count + 1, dtype=torch.int64, device=device)
-    x *= signed(GOLDEN)
-    x += signed(key % 2**64)
-    return mix(x)
+    x *= to_signed(GOLDEN)
+    x += to_signed(key % 2**64)
+    return mix_tensor(x)
 
 
 def unsigned_shift(x: Tensor, bits: int) -> Tensor:
@@ -123,6 +123,6 @@ def unsigned_shift(x: Tensor, bits: int) -> Tensor:
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def signed(number: int) -> int:
+def to_signed(number: int) -> int:
     """The int64 that has the bits of an unsigned number below 2^64."""
     return number - (1 << 64) if number >= 1 << 63 else number

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 FOREVER = 1e12  # seconds; its square is more than all bytes there are
 
 
-def visible(text: object, most: int | None = None, keep: str = "") -> str:
+def make_visible(text: object, most: int | None = None, keep: str = "") -> str:
     """`text` with invisible characters, and those that change how others are shown, as escapes such as \\x1b or
     \\u202e.
 
@@ -17,28 +17,30 @@ def visible(text: object, most: int | None = None, keep: str = "") -> str:
     whole_text = str(text)
     cut = whole_text if most is None else whole_text[: most + 1]
     shown_text = (
-        cut if cut.isprintable() else "".join(c if c.isprintable() or c in keep else escaped(c) for c in cut)
+        cut
+        if cut.isprintable()
+        else "".join(c if c.isprintable() or c in keep else escape_character(c) for c in cut)
     )
     return shown_text if most is None or len(shown_text) <= most else shown_text[: most - 1] + "…"
 
 
-def escaped(character: str) -> str:
+def escape_character(character: str) -> str:
     """One character as an ASCII escape of Python."""
     return character.encode("unicode_escape").decode()
 
 
-def plural(n: int, noun: str) -> str:
+def count_noun(n: int, noun: str) -> str:
     """A count and its noun."""
     return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}s"
 
 
-def ranges(given: Sequence[tuple[int, int]], most: int = 12) -> str:
+def show_ranges(given: Sequence[tuple[int, int]], most: int = 12) -> str:
     """Half-open ranges [first, end) as text, with both ends included."""
     shown_ranges = ", ".join(str(a) if b == a + 1 else f"{a}-{b - 1}" for a, b in given[:most])
-    return shown_ranges + (f" and {plural(len(given) - most, 'more range')}" if len(given) > most else "")
+    return shown_ranges + (f" and {count_noun(len(given) - most, 'more range')}" if len(given) > most else "")
 
 
-def put_off(
+def describe_deferral(
     deferred: Sequence[tuple[int, int]],
     returns: Sequence[tuple[int, int]],
     lost: int = 0,
@@ -50,13 +52,13 @@ def put_off(
     if count:
         return_text = f"; read again from position {min(returns)[0]:,}" if returns else ""
         return_text += f" (about step {step:,})" if returns and step is not None else ""
-        fate_texts.append(f"{plural(count, 'sample')} deferred{return_text}")
+        fate_texts.append(f"{count_noun(count, 'sample')} deferred{return_text}")
     if lost:
-        fate_texts.append(f"{plural(lost, 'sample')} skipped in this epoch: no room to read them later")
+        fate_texts.append(f"{count_noun(lost, 'sample')} skipped in this epoch: no room to read them later")
     return ", ".join(fate_texts)
 
 
-def duration(seconds: float) -> str:
+def show_duration(seconds: float) -> str:
     """A time span as text: 0.4 s, 59 s, 3 min 14 s, 12 min, 3 h 20 min, 4 d 3 h; a question mark if it is no number
     that a clock tells."""
     if not abs(seconds) < FOREVER:
@@ -73,7 +75,7 @@ def duration(seconds: float) -> str:
     return f"{hours} h {minutes} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
 
 
-def number(value: object, form: str = ".3f") -> str:
+def show_number(value: object, form: str = ".3f") -> str:
     """A number of an event as text; a question mark if it is not a number ("nan" and "inf" are numbers)."""
     try:
         return format(float(value), form)  # type: ignore[arg-type]
@@ -81,7 +83,7 @@ def number(value: object, form: str = ".3f") -> str:
         return "?"
 
 
-def size(of: object) -> str:
+def show_size(of: object) -> str:
     """Bytes as text; a question mark if it is not a number of bytes."""
     if isinstance(of, bool) or not isinstance(of, int | float) or not abs(of) < FOREVER**2:
         return "?"

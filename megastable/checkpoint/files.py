@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, Validat
 from torch import Tensor
 
 from megastable.base.errors import CheckpointError
-from megastable.base.text import visible
+from megastable.base.text import make_visible
 from megastable.parallel.sharding import Placement
 
 BLOCK = 1 << 24  # bytes written and hashed at a time
@@ -57,7 +57,7 @@ class HashingFile:
     def flush(self) -> None:
         self.file.flush()
 
-    def finish(self) -> FileRecord:
+    def make_record(self) -> FileRecord:
         self.file.flush()
         os.fsync(self.file.fileno())
         return FileRecord(size=self.size, xxh3=self.hash.hexdigest())
@@ -76,14 +76,14 @@ def write_file(path: Path, content: Any) -> FileRecord:
                 if hashing_file.error is None:
                     raise
                 raise hashing_file.error from None
-        return hashing_file.finish()
+        return hashing_file.make_record()
 
 
 class TensorFile:
     """One .safetensors file, written as a stream: names, dtypes and shapes are known first, tensors come one by one.
 
         with TensorFile(path, [("weight", torch.float32, (2, 3))]) as file:
-            file.write("weight", tensor)
+            file.write_tensor("weight", tensor)
         file.record  # its size and hash
 
     The library's own writer needs all tensors of a file in memory at once. Memory here: one block. Raises OSError.
@@ -116,7 +116,7 @@ class TensorFile:
             raise
         self._record: FileRecord | None = None
 
-    def write(self, name: str, tensor: Tensor) -> None:
+    def write_tensor(self, name: str, tensor: Tensor) -> None:
         """Write the next tensor, of its declared dtype and shape, on any device."""
         next_entry = self._left.pop()
         assert (name, tensor.dtype, tuple(tensor.shape)) == next_entry, f"{name}: expected {next_entry}"
@@ -129,7 +129,7 @@ class TensorFile:
         """Finish the file; on disk when this returns."""
         if self._record is None:
             assert not self._left, f"{self._left[-1][0]} was not written"
-            self._record = self._hashing.finish()
+            self._record = self._hashing.make_record()
             self._file.close()
         return self._record
 
@@ -194,26 +194,26 @@ class Reader:
             raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
         self.entries = self._header()
 
-    def shape(self, name: str) -> tuple[int, ...]:
+    def shape_of(self, name: str) -> tuple[int, ...]:
         return self.entries[name].shape
 
-    def dtype(self, name: str) -> torch.dtype:
+    def dtype_of(self, name: str) -> torch.dtype:
         """Raises CheckpointError for a dtype that is not supported."""
         dtype_name = self.entries[name].kind
         if dtype_name not in DTYPES:
             raise CheckpointError(
-                f"{self.path}: {visible(name, 200)} is {visible(dtype_name, 20)}, which is not read here"
+                f"{self.path}: {make_visible(name, 200)} is {make_visible(dtype_name, 20)}, which is not read here"
             )
         return DTYPES[dtype_name]
 
-    def tensor(self, name: str) -> Tensor:
+    def read_tensor(self, name: str) -> Tensor:
         """The whole tensor."""
         tensor_entry = self.entries[name]
-        return self.flat(name, 0, math.prod(tensor_entry.shape)).view(tensor_entry.shape)
+        return self.read_range(name, 0, math.prod(tensor_entry.shape)).view(tensor_entry.shape)
 
-    def flat(self, name: str, start: int, end: int) -> Tensor:
+    def read_range(self, name: str, start: int, end: int) -> Tensor:
         """Elements [start, end) of the flattened tensor. Raises CheckpointError."""
-        tensor_entry, dtype = self.entries[name], self.dtype(name)
+        tensor_entry, dtype = self.entries[name], self.dtype_of(name)
         assert 0 <= start <= end <= math.prod(tensor_entry.shape)
         tensor = torch.empty(end - start, dtype=dtype)
         self._read(tensor_entry.begin + start * dtype.itemsize, tensor.view(torch.uint8).numpy().data)
@@ -253,13 +253,13 @@ class Reader:
         next_byte = 8 + header_length
         for name, entry in sorted(tensor_entries.items(), key=lambda item: (item[1].begin, item[1].end)):
             if entry.begin != next_byte:
-                raise self._damaged(f"{visible(name, 200)} does not begin where the one before it ends")
+                raise self._damaged(f"{make_visible(name, 200)} does not begin where the one before it ends")
             next_byte = entry.end
             if entry.kind in DTYPES:
                 wanted_bytes = DTYPES[entry.kind].itemsize * math.prod(entry.shape)
                 if entry.end - entry.begin != wanted_bytes:
                     raise self._damaged(
-                        f"{visible(name, 200)} has {entry.end - entry.begin} bytes, not {wanted_bytes}"
+                        f"{make_visible(name, 200)} has {entry.end - entry.begin} bytes, not {wanted_bytes}"
                     )
         if next_byte != file_size:
             raise self._damaged(f"it has {file_size:,} bytes, its header says {next_byte:,}")
@@ -360,7 +360,7 @@ class Pieces(BaseModel):
         return not any(s.nonfinite for piece in self.pieces for s in piece.statistics.values())
 
 
-def statistics_of(flat: Tensor) -> PieceStatistics:
+def measure_piece(flat: Tensor) -> PieceStatistics:
     """flat: fp32 [n]. Chunks are summed in fp32, which is twenty times faster on a CPU, and added up in fp64."""
     square_sum = value_sum = largest_absolute = 0.0
     for chunk in flat.split(CHUNK) if flat.numel() else ():
@@ -383,8 +383,8 @@ def statistics_of(flat: Tensor) -> PieceStatistics:
     )
 
 
-def unmeasured(flat: Tensor) -> PieceStatistics:
-    """Instead of `statistics_of`, where these would cost too much: nan."""
+def skip_statistics(flat: Tensor) -> PieceStatistics:
+    """Instead of `measure_piece`, where these would cost too much: nan."""
     return PieceStatistics(nonfinite=0, norm=math.nan, absmax=math.nan, mean=math.nan)
 
 

@@ -55,7 +55,7 @@ class PointKey(BaseModel):
         return f"step-{self.step}-{self.epoch}-{self.lineage}"
 
     @classmethod
-    def of(cls, name: str) -> Self | None:
+    def parse_name(cls, name: str) -> Self | None:
         """The key of a folder's name; None if it is another's."""
         name_match = KEY.fullmatch(name)
         if name_match is None:
@@ -108,7 +108,7 @@ class Complete:
     def files(self) -> dict[str, FileRecord]:
         return {name: record for part in self.parts.values() for name, record in part.files.items()}
 
-    def holders(self, name: str) -> Sequence[int]:
+    def hosts_with(self, name: str) -> Sequence[int]:
         """The hosts that hold a file."""
         return next(self.hosts[rank] for rank, part in self.parts.items() if name in part.files)
 
@@ -164,7 +164,7 @@ def _assembled(key: PointKey, held: Sequence[Sequence[HeldPart]]) -> Complete | 
 # carries its lineage, and what the journal says happened after it decides.
 
 
-# What `outdated` needs.
+# What `explain_outdated` needs.
 HISTORY = (
     Training, IncidentEvent, Handover, Unstable,
     CheckpointSaved, MemoryDropped, MemoryResume, RolledBack,
@@ -172,7 +172,7 @@ HISTORY = (
 TRIES = 2  # of the same point: a third failure may be its own
 
 
-def outdated(events: Sequence[Event], key: PointKey) -> str:
+def explain_outdated(events: Sequence[Event], key: PointKey) -> str:
     """Why the point must not be used; "" if it may. events: of the journal, those of `HISTORY`, in order."""
     start_indices = (
         i
@@ -200,7 +200,7 @@ def outdated(events: Sequence[Event], key: PointKey) -> str:
                 return f"the run was rewound to step {event_step} after it"
         elif isinstance(event, MemoryResume):
             resume_count += (event_step, event.lineage, event.epoch) == (key.step, key.lineage, key.epoch)
-    open_rewind = interrupted(events)
+    open_rewind = find_interrupted_rewind(events)
     if open_rewind is not None and open_rewind[0] <= key.step:
         return f"an incident was open that undid step {open_rewind[0]} and what came after"
     if resume_count >= TRIES:
@@ -208,7 +208,7 @@ def outdated(events: Sequence[Event], key: PointKey) -> str:
     return ""
 
 
-def interrupted(events: Iterable[Event]) -> tuple[int, set[str]] | None:
+def find_interrupted_rewind(events: Iterable[Event]) -> tuple[int, set[str]] | None:
     """Leftovers of a rewind that the last process had not put aside when it died: the first undone step, and the
     checkpoints written after the rewind, which are good.
 
@@ -228,7 +228,7 @@ def interrupted(events: Iterable[Event]) -> tuple[int, set[str]] | None:
     return (undone_step, later_names) if isinstance(undone_step, int) else None
 
 
-def tried(events: Iterable[Event], clock: int, verify_steps: int) -> list[int]:
+def find_tried_steps(events: Iterable[Event], clock: int, verify_steps: int) -> list[int]:
     """The steps of checkpoints that processes resumed from after a handover without reaching new ground: none may be
     resumed from again.
 
@@ -247,7 +247,7 @@ def tried(events: Iterable[Event], clock: int, verify_steps: int) -> list[int]:
     return tried_steps
 
 
-def tainted(key: PointKey, newest: int, convicted: Collection[int]) -> str:
+def explain_bad_ancestor(key: PointKey, newest: int, convicted: Collection[int]) -> str:
     """Why a point must not be used if checkpoints of the steps `convicted` hold bad states; newest: the step of the
     newest one that does not, -1 if there is none."""
     bad = [step for step in convicted if newest < step <= key.step]
@@ -282,7 +282,7 @@ class PartFolder:
         run = run.resolve()
         self.root = disk / f"{run.name}-{xxhash.xxh3_64_hexdigest(str(run).encode())}"
 
-    def held(self) -> list[HeldPart]:
+    def list_parts(self) -> list[HeldPart]:
         """The parts here; those with missing or short files are left out."""
         found = []
         for path in self.root.glob("step-*/held-*.json"):
@@ -295,48 +295,48 @@ class PartFolder:
                 found.append(part)
         return sorted(found, key=lambda part: (part.key.step, part.key.epoch, part.key.lineage, part.rank))
 
-    def point(self, key: PointKey) -> Path:
+    def point_folder(self, key: PointKey) -> Path:
         return self.root / key.name
 
-    def begin(self, key: PointKey) -> Path:
+    def begin_point(self, key: PointKey) -> Path:
         """The folder to write files of a point to. Raises OSError."""
-        self.point(key).mkdir(mode=0o700, exist_ok=True)
-        return self.point(key)
+        self.point_folder(key).mkdir(mode=0o700, exist_ok=True)
+        return self.point_folder(key)
 
-    def seal(self, part: HeldPart) -> None:
+    def seal_part(self, part: HeldPart) -> None:
         """From now on it counts: its files are all there. Raises OSError."""
-        durable.write_file(self.point(part.key) / _seal(part.rank), part.model_dump_json().encode())
+        durable.write_file(self.point_folder(part.key) / _seal(part.rank), part.model_dump_json().encode())
 
     def drop_part(self, rank: int, but: Callable[[PointKey], bool]) -> None:
         """Remove a rank's parts of all points, except of those."""
-        for key in self.points():
+        for key in self.list_points():
             if but(key):
                 continue
             self.clear_part(rank, key)
             with suppress(OSError):  # other parts remain
-                self.point(key).rmdir()
+                self.point_folder(key).rmdir()
 
     def clear_part(self, rank: int, key: PointKey) -> None:
         """Remove a rank's part of a point, but not the folder: it may be another rank's, and still empty."""
         for file_name in (_seal(rank), *every_name(rank)):  # the seal first
-            (self.point(key) / file_name).unlink(missing_ok=True)
+            (self.point_folder(key) / file_name).unlink(missing_ok=True)
 
-    def drop(self, which: Callable[[PointKey], bool]) -> None:
+    def drop_points(self, which: Callable[[PointKey], bool]) -> None:
         """Remove whole points. Another rank may be at it, too."""
-        for key in self.points():
+        for key in self.list_points():
             if which(key):
-                for seal_path in self.point(key).glob(_seal("*")):
+                for seal_path in self.point_folder(key).glob(_seal("*")):
                     seal_path.unlink(missing_ok=True)
-                shutil.rmtree(self.point(key), ignore_errors=True)
+                shutil.rmtree(self.point_folder(key), ignore_errors=True)
 
-    def points(self) -> list[PointKey]:
+    def list_points(self) -> list[PointKey]:
         with suppress(OSError):
-            return [key for name in os.listdir(self.root) if (key := PointKey.of(name)) is not None]
+            return [key for name in os.listdir(self.root) if (key := PointKey.parse_name(name)) is not None]
         return []
 
 
 class MemoryFolder(PartFolder):
-    """That of one run in this host's memory. Nothing is created before `open`."""
+    """That of one run in this host's memory. Nothing is created before `open_locked`."""
 
     def __init__(self, folder: Path, run: Path) -> None:
         self.user = folder / f"megastable-{os.geteuid()}"
@@ -344,7 +344,7 @@ class MemoryFolder(PartFolder):
         self._run = run.resolve()
         self._lock: IO[str] | None = None
 
-    def open(self) -> None:
+    def open_locked(self) -> None:
         """Create and lock it. Raises OSError, also if it belongs to somebody else."""
         self.user.mkdir(mode=0o700, exist_ok=True)
         found = self.user.lstat()
@@ -359,7 +359,7 @@ class MemoryFolder(PartFolder):
                 raise OSError(f"{self.root / LOCK} cannot be locked")
         durable.write_file(self.root / OWNER, json.dumps({"run": str(self._run)}).encode())
 
-    def size(self) -> int:
+    def count_bytes(self) -> int:
         """Bytes of all its files."""
         total_bytes = 0
         for part_file in self.root.glob("step-*/*"):
@@ -367,12 +367,12 @@ class MemoryFolder(PartFolder):
                 total_bytes += part_file.stat().st_size
         return total_bytes
 
-    def touch(self) -> None:
+    def mark_alive(self) -> None:
         """The run still lives."""
         with suppress(OSError):
             os.utime(self.root)
 
-    def remove(self) -> None:
+    def remove_all(self) -> None:
         """Remove everything: the run needs it no more."""
         shutil.rmtree(self.root, ignore_errors=True)
         with suppress(OSError):  # other runs remain
@@ -384,7 +384,7 @@ class MemoryFolder(PartFolder):
             self._lock.close()
             self._lock = None
 
-    def sweep(self, days: float) -> list[str]:
+    def sweep_abandoned(self, days: float) -> list[str]:
         """Remove what other runs of this user have left here: runs that are finished or gone, or not heard of for
         `days`, and of which no process lives. Returns their names."""
         removed_names = []

@@ -76,13 +76,13 @@ def mark_healthy(checkpoint: Path, step: int, steps: int) -> Health:
     return health
 
 
-def healthy(checkpoint: Path) -> Health | None:
+def read_health(checkpoint: Path) -> Health | None:
     """The healthy marker of a checkpoint, None without one. A marker that is damaged, of a newer format or of another
-    checkpoint does not count; `problems` reports it."""
+    checkpoint does not count; `list_marker_problems` reports it."""
     return _about(checkpoint, HEALTH, Health)[0]
 
 
-def convict(checkpoint: Path, reason: str) -> Ruling:
+def mark_bad(checkpoint: Path, reason: str) -> Ruling:
     """Forbid runs to continue from a checkpoint, until a person accepts it. It is no longer healthy, either.
 
     The marker is on disk when this returns. Raises CheckpointError."""
@@ -92,25 +92,25 @@ def convict(checkpoint: Path, reason: str) -> Ruling:
     return bad_ruling
 
 
-def accept(checkpoint: Path, reason: str = "") -> Ruling:
+def mark_accepted(checkpoint: Path, reason: str = "") -> Ruling:
     """Record that a person allows runs to continue from a checkpoint, whatever they find. Raises CheckpointError."""
     acceptance_ruling = _rule(checkpoint, ACCEPTED, reason)
     _remove(checkpoint / CONVICTED)
     return acceptance_ruling
 
 
-def convicted(checkpoint: Path) -> Ruling | None:
+def read_bad_ruling(checkpoint: Path) -> Ruling | None:
     """The ruling that forbids runs to continue from it. An unreadable marker does not count: a run finds out again."""
-    return None if accepted(checkpoint) is not None else _about(checkpoint, CONVICTED, Ruling)[0]
+    return None if read_acceptance(checkpoint) is not None else _about(checkpoint, CONVICTED, Ruling)[0]
 
 
-def accepted(checkpoint: Path) -> Ruling | None:
+def read_acceptance(checkpoint: Path) -> Ruling | None:
     """The ruling by which a person allows runs to continue from it anyway."""
     return _about(checkpoint, ACCEPTED, Ruling)[0]
 
 
-def pin(checkpoint: Path, reason: str = "") -> Pinned:
-    """Keep a checkpoint until `unpin`; an older reason is replaced. The marker is on disk when this returns.
+def pin_checkpoint(checkpoint: Path, reason: str = "") -> Pinned:
+    """Keep a checkpoint until `unpin_checkpoint`; an older reason is replaced. The marker is on disk when this returns.
 
     Raises CheckpointError for a folder that is not a checkpoint, and if the marker cannot be written.
     """
@@ -124,7 +124,7 @@ def pin(checkpoint: Path, reason: str = "") -> Pinned:
     return pinned
 
 
-def unpin(checkpoint: Path) -> bool:
+def unpin_checkpoint(checkpoint: Path) -> bool:
     """Remove the pin of a checkpoint; whether there was one. Raises CheckpointError."""
     pin_path = checkpoint / PINNED
     try:
@@ -139,12 +139,12 @@ def unpin(checkpoint: Path) -> bool:
     return True
 
 
-def pinned(checkpoint: Path) -> Pinned | None:
+def read_pin(checkpoint: Path) -> Pinned | None:
     """The pin of a checkpoint. An unreadable pin counts: nothing is deleted because of a damaged file."""
     return _pinned(checkpoint)[0]
 
 
-def problems(checkpoint: Path) -> list[str]:
+def list_marker_problems(checkpoint: Path) -> list[str]:
     """Problems with the markers of a checkpoint, a sentence each."""
     checked_rulings = (_about(checkpoint, marker_name, Ruling) for marker_name in (CONVICTED, ACCEPTED))
     return [
@@ -248,11 +248,11 @@ class CalmSteps:
         """Steps of the checkpoints that are not proven yet, ascending."""
         return sorted(self._pending)
 
-    def counted(self, checkpoint: int) -> int:
+    def count_calm_steps(self, checkpoint: int) -> int:
         """Number of steps after the checkpoint of that step that stayed on trend so far, without a gap."""
         return 0 if self._at is None else max(0, self._at - max(checkpoint, self._calm_since))
 
-    def saved(self, step: int) -> list[int]:
+    def add_checkpoint(self, step: int) -> list[int]:
         """A checkpoint of `step` is complete. The call may come late: steps after it count from when it was taken.
 
         Returns the steps of the checkpoints that are healthy now: mostly none, with after=0 this one.
@@ -262,14 +262,14 @@ class CalmSteps:
         self._pending.add(step)
         return self._proven()
 
-    def step(self, step: int, calm: bool) -> list[int]:
+    def add_step(self, step: int, calm: bool) -> list[int]:
         """`step` is done. calm: it stayed on trend: an applied update, no finding, no open incident.
 
         Returns the steps of the checkpoints that became healthy with it, ascending. A gap in the steps resets the
         count. A step that was done before means that the run was rewound.
         """
         if self._at is not None and step <= self._at:
-            self.back_to(step - 1)
+            self.rewind_to(step - 1)
         elif self._at is None or step > self._at + 1:
             self._calm_since = step - 1
         self._at = step
@@ -277,18 +277,20 @@ class CalmSteps:
             self._calm_since = step
         return self._proven()
 
-    def back_to(self, step: int) -> None:
+    def rewind_to(self, step: int) -> None:
         """The run continues from the state after `step`: later checkpoints no longer count, and the remaining ones
         start again, since the calm steps after them may have led into the incident."""
-        self.resumed(step, self._pending)
+        self.resume_at(step, self._pending)
 
-    def resumed(self, step: int, pending: Iterable[int]) -> None:
-        """A new process continues from `step`. pending: steps of the checkpoints in the folder that are not healthy;
-        the counts of the last process are lost."""
+    def resume_at(self, step: int, pending: Iterable[int]) -> None:
+        """A new process continues from `step`. pending: steps of the checkpoints in the folder that are not
+        healthy; the counts of the last process are lost."""
         self._pending = {saved_step for saved_step in pending if saved_step <= step}
         self._at = self._calm_since = step
 
     def _proven(self) -> list[int]:
-        proven_steps = [saved_step for saved_step in self.pending if self.counted(saved_step) >= self.after]
+        proven_steps = [
+            saved_step for saved_step in self.pending if self.count_calm_steps(saved_step) >= self.after
+        ]
         self._pending.difference_update(proven_steps)
         return proven_steps

@@ -22,7 +22,7 @@ import xxhash
 from pydantic import BaseModel, ConfigDict, NonNegativeInt
 
 from megastable.base import free_memory
-from megastable.base.collectives import first, gathered
+from megastable.base.collectives import gather_objects, run_on_first
 from megastable.base.free_memory import GIB, SHARE
 from megastable.checkpoint.files import FileRecord, hash_file
 from megastable.checkpoint.held_points import (
@@ -68,7 +68,7 @@ class Pace:
     def __init__(self, rate: float | None) -> None:
         self._rate, self._due = rate, 0.0
 
-    def wait(self, count: int, sleep: Callable[[float], object] = time.sleep) -> None:
+    def wait_before(self, count: int, sleep: Callable[[float], object] = time.sleep) -> None:
         """Before `count` bytes are sent."""
         if self._rate is None:
             return
@@ -81,12 +81,12 @@ class Pace:
 
 class _MemoryPeer:
     def __init__(self, s: socket.socket) -> None:
-        wire.prepare(s)
+        wire.prepare_socket(s)
         s.settimeout(SECONDS)
         self.socket, self.file = s, s.makefile("rb")
 
     def send(self, message: dict[str, Any]) -> None:
-        self.socket.sendall(wire.encoded(message))
+        self.socket.sendall(wire.encode_message(message))
 
     def line(self, longest: int = LINE) -> dict[str, Any]:
         """Raises WireError, OSError; ConnectionResetError at the end."""
@@ -110,7 +110,7 @@ class _MemoryPeer:
             while sent_bytes < size:
                 go_on()
                 block_size = min(CHUNK, size - sent_bytes)
-                pace.wait(block_size)
+                pace.wait_before(block_size)
                 sent_now = self.socket.sendfile(file, sent_bytes, block_size)
                 if sent_now != block_size:
                     raise OSError(f"{path} is shorter than it was")
@@ -194,15 +194,16 @@ class MemoryServer:
         connection = _MemoryPeer(s)
         self._open.add(connection)
         try:
-            own_nonce = wire.nonce()
+            own_nonce = wire.make_nonce()
             connection.send({"nonce": own_nonce})
             client_greeting = connection.line(wire.GREETING)
             client_nonce = str(client_greeting.get("nonce"))
             if not hmac.compare_digest(
-                str(client_greeting.get("proof")), wire.proof(self._token, "client", client_nonce, own_nonce)
+                str(client_greeting.get("proof")),
+                wire.make_proof(self._token, "client", client_nonce, own_nonce),
             ):
                 return
-            connection.send({"proof": wire.proof(self._token, "server", own_nonce, client_nonce)})
+            connection.send({"proof": wire.make_proof(self._token, "server", own_nonce, client_nonce)})
             connection.socket.settimeout(None)  # until the next point; the kernel notices a peer that is gone
             connection.socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             while True:
@@ -241,9 +242,9 @@ class MemoryServer:
         if why := self.refuse(key):
             raise wire.WireError(why)
         self.folder.drop_part(request.rank, lambda other: other == key or self.kept(other))
-        if free_memory.free() < record.size + SPARE:
+        if free_memory.free_bytes() < record.size + SPARE:
             raise OSError(f"{self.folder.root}: no memory left for a copy of {record.size} bytes")
-        folder = self.folder.begin(key)
+        folder = self.folder.begin_point(key)
         connection.send({"go": True})
         connection.take(folder / request.name, record)
         self.received += record.size
@@ -257,15 +258,15 @@ class MemoryServer:
                 self.folder.drop_part(sealed_part.rank, lambda other: other != sealed_part.key)
                 raise wire.WireError(refusal_reason)
             for file_name, file_record in sealed_part.files.items():
-                if (self.folder.point(sealed_part.key) / file_name).stat().st_size != file_record.size:
+                if (self.folder.point_folder(sealed_part.key) / file_name).stat().st_size != file_record.size:
                     raise wire.WireError(f"{file_name} is not as it was put")
-            self.folder.seal(sealed_part)
+            self.folder.seal_part(sealed_part)
 
     def _get(self, connection: _MemoryPeer, request: _Request) -> None:
         key = request.key
         if key is None or request.name not in every_name(request.rank):
             raise wire.WireError(f"not a file of rank {request.rank}: {request.name!r}")
-        file_path = self.folder.point(key) / request.name
+        file_path = self.folder.point_folder(key) / request.name
         file_size = file_path.stat().st_size
         connection.send({"size": file_size})
         connection.give(file_path, file_size, Pace(None))
@@ -278,19 +279,22 @@ class MemoryClient:
         server_socket = socket.create_connection((host, port), timeout=SECONDS)
         try:
             self._connection = _MemoryPeer(server_socket)
-            own_nonce, server_nonce = wire.nonce(), str(self._connection.line(wire.GREETING).get("nonce"))
+            own_nonce, server_nonce = (
+                wire.make_nonce(),
+                str(self._connection.line(wire.GREETING).get("nonce")),
+            )
             self._connection.send(
-                {"nonce": own_nonce, "proof": wire.proof(token, "client", own_nonce, server_nonce)}
+                {"nonce": own_nonce, "proof": wire.make_proof(token, "client", own_nonce, server_nonce)}
             )
             server_answer = self._connection.line(wire.GREETING)
-            wanted_proof = wire.proof(token, "server", server_nonce, own_nonce)
+            wanted_proof = wire.make_proof(token, "server", server_nonce, own_nonce)
             if not hmac.compare_digest(str(server_answer.get("proof")), wanted_proof):
                 raise wire.WireError("the peer does not know the token of these processes")
         except BaseException:
             server_socket.close()
             raise
 
-    def put(self, folder: Path, part: HeldPart, pace: Pace, go_on: Callable[[], None]) -> int:
+    def put_part(self, folder: Path, part: HeldPart, pace: Pace, go_on: Callable[[], None]) -> int:
         """Send a part whose files lie in `folder`; bytes of them. go_on: raises to break off."""
         for name, record in part.files.items():
             key, given = part.key.model_dump(), record.model_dump()
@@ -303,7 +307,7 @@ class MemoryClient:
         self._agreed()
         return sum(record.size for record in part.files.values())
 
-    def get(self, key: PointKey, rank: int, name: str, record: FileRecord, into: Path) -> None:
+    def get_file(self, key: PointKey, rank: int, name: str, record: FileRecord, into: Path) -> None:
         """Fetch a file into the folder `into`, if its hash is right."""
         self._connection.send({"do": "get", "key": key.model_dump(), "rank": rank, "name": name})
         server_answer = self._connection.line()
@@ -353,13 +357,13 @@ class MemoryHosts:
         memory_names = list(dict.fromkeys(memory_view.memory for memory_view in seen))
         self.hosts = [memory_names.index(memory_view.memory) for memory_view in seen]
         self.host = self.hosts[self.rank]
-        self.partner = partners(self.hosts)[self.rank]
+        self.partner = assign_partners(self.hosts)[self.rank]
         self.clients = [
-            rank for rank, partner_rank in enumerate(partners(self.hosts)) if partner_rank == self.rank
+            rank for rank, partner_rank in enumerate(assign_partners(self.hosts)) if partner_rank == self.rank
         ]
-        self.token = first(lambda: secrets.token_hex(16))
+        self.token = run_on_first(lambda: secrets.token_hex(16))
         self.server = MemoryServer(folder, seen[self.rank].listens, self.token)
-        self._addresses: list[tuple[str, int]] = gathered((self.server.address, self.server.port))
+        self._addresses: list[tuple[str, int]] = gather_objects((self.server.address, self.server.port))
 
     @property
     def local(self) -> list[int]:
@@ -374,25 +378,25 @@ class MemoryHosts:
     def ranks_of(self, host: int) -> list[int]:
         return [rank for rank, host_number in enumerate(self.hosts) if host_number == host]
 
-    def connect(self, rank: int) -> MemoryClient:
+    def connect_to(self, rank: int) -> MemoryClient:
         """To the server of another rank. Raises OSError."""
         address, port = self._addresses[rank]
         return MemoryClient(address, port, self.token)
 
-    def held(self) -> list[list[HeldPart]]:
+    def gather_parts(self) -> list[list[HeldPart]]:
         """By host, the parts in its memory. Collective."""
-        parts_by_rank = gathered(self.folder.held() if self.leads else [])
+        parts_by_rank = gather_objects(self.folder.list_parts() if self.leads else [])
         parts_by_host: list[list[HeldPart]] = [[] for _ in set(self.hosts)]
         for host, parts in zip(self.hosts, parts_by_rank, strict=True):
             parts_by_host[host] += parts
         return parts_by_host
 
-    def bring(self, point: Complete, names: Iterable[str]) -> str:
+    def bring_files(self, point: Complete, names: Iterable[str]) -> str:
         """Have files of a point in this host's memory, with the right hash, fetched from others if need be. The problem
         if one cannot be had."""
         open_clients: dict[int, MemoryClient] = {}
         try:
-            point_folder = self.folder.begin(point.key)
+            point_folder = self.folder.begin_point(point.key)
             for file_name in names:
                 self._bring(point, file_name, point.files[file_name], point_folder, open_clients)
         except OSError as error:
@@ -412,16 +416,16 @@ class MemoryHosts:
             last_problem = "the hash of the copy here is wrong"
             (into / name).unlink()
         part_rank = next(rank for rank, held_part in point.parts.items() if name in held_part.files)
-        for host in point.holders(name):
+        for host in point.hosts_with(name):
             host_ranks = self.ranks_of(host)
             if host == self.host:
                 continue
             giving_rank = host_ranks[self.rank % len(host_ranks)]  # all of its ranks share the work
             try:
                 client = clients.get(giving_rank) or clients.setdefault(
-                    giving_rank, self.connect(giving_rank)
+                    giving_rank, self.connect_to(giving_rank)
                 )
-                client.get(point.key, part_rank, name, record, into)
+                client.get_file(point.key, part_rank, name, record, into)
             except OSError as error:
                 if (broken_client := clients.pop(giving_rank, None)) is not None:
                     broken_client.close()
@@ -430,13 +434,15 @@ class MemoryHosts:
                 return
         raise OSError(f"{name}: {last_problem}")
 
-    def room(self, size: int) -> str:
+    def explain_no_room(self, size: int) -> str:
         """Why there is no room for copies of parts of `size` bytes here, if so. Collective: the same on every rank."""
-        free_bytes = free_memory.free() + self.folder.size()
+        free_bytes = free_memory.free_bytes() + self.folder.count_bytes()
         with suppress(OSError):
             disk_space = os.statvfs(self.folder.root)
-            free_bytes = min(free_bytes, disk_space.f_bavail * disk_space.f_frsize + self.folder.size())
-        needs_by_rank = gathered((size, free_bytes))
+            free_bytes = min(
+                free_bytes, disk_space.f_bavail * disk_space.f_frsize + self.folder.count_bytes()
+            )
+        needs_by_rank = gather_objects((size, free_bytes))
         for host in sorted(set(self.hosts)):
             ranks = self.ranks_of(host)
             wanted = sum(needs_by_rank[rank][0] for rank in [*ranks, *self._kept_by(ranks)]) * 2
@@ -452,13 +458,15 @@ class MemoryHosts:
 
     def _kept_by(self, ranks: Collection[int]) -> list[int]:
         """The ranks of other hosts whose points these keep."""
-        return [rank for rank, partner_rank in enumerate(partners(self.hosts)) if partner_rank in ranks]
+        return [
+            rank for rank, partner_rank in enumerate(assign_partners(self.hosts)) if partner_rank in ranks
+        ]
 
     def close(self, remove: bool) -> None:
         """remove: also what it holds."""
         self.server.close()
         if remove:
-            self.folder.remove()
+            self.folder.remove_all()
         else:
             self.folder.close()
 
@@ -473,7 +481,7 @@ def open_memory(config: MemoryCopyConfig, run: Path, supervised: bool) -> tuple[
         mine = MemoryView(memory_of(base), "", folder.root.is_dir(), _own_address())
     except OSError as error:
         mine = MemoryView("", str(error), False, LOOPBACK)
-    seen: list[MemoryView] = gathered(mine)
+    seen: list[MemoryView] = gather_objects(mine)
     several = len({s.memory for s in seen}) > 1
     copying = config.mode == "always" or (supervised and several)
     if not copying and not any(s.exists for s in seen):
@@ -484,16 +492,16 @@ def open_memory(config: MemoryCopyConfig, run: Path, supervised: bool) -> tuple[
         mine = MemoryView(mine.memory, mine.problem, mine.exists, _towards(other) or LOOPBACK)
     try:
         if not problem:
-            folder.open()
+            folder.open_locked()
     except OSError as error:
         problem = str(error)
-    everyone: list[tuple[MemoryView, str]] = gathered((mine, problem))
+    everyone: list[tuple[MemoryView, str]] = gather_objects((mine, problem))
     if problem := next((p for _, p in everyone if p), ""):
         folder.close()
         return None, problem
     found = MemoryHosts(config, folder, [s for s, _ in everyone], copying)
     if found.leads:
-        folder.sweep(config.days)
+        folder.sweep_abandoned(config.days)
     return found, ""
 
 
@@ -517,7 +525,7 @@ def _towards(host: str) -> str | None:
     return None
 
 
-def partners(hosts: Sequence[Hashable]) -> list[int | None]:
+def assign_partners(hosts: Sequence[Hashable]) -> list[int | None]:
     """By rank: the rank that keeps a copy of its point; None if all ranks are on one host.
 
     hosts: of every rank, by rank. The hosts form a ring in the order of their first ranks, and the i-th rank of a host

@@ -24,25 +24,25 @@ import megastable
 from megastable.base import durable
 from megastable.base.durable import staged_directory
 from megastable.base.errors import CheckpointError, ConfigError, DataError
-from megastable.base.text import visible
+from megastable.base.text import make_visible
 from megastable.checkpoint import store
 from megastable.checkpoint.files import (
     FileRecord,
     ShardPiece,
     TensorFile,
     entry_name,
+    measure_piece,
     part_name,
-    statistics_of,
     write_file,
 )
 from megastable.checkpoint.parts import describe_part, write_head, write_manifest, write_shared
 from megastable.checkpoint.store import RunState
-from megastable.checkpoint.whole import Described, parameters
+from megastable.checkpoint.whole import Described, describe_parameters
 from megastable.config.tree import RunConfig
 from megastable.engine.flatstate import KINDS
 from megastable.model import gpt
-from megastable.parallel.layout import Layout, partition
-from megastable.parallel.sharding import shard
+from megastable.parallel.layout import Layout, cut_into_stages
+from megastable.parallel.sharding import cut_shard
 from megastable.parallel.topology import TensorParallel
 from megastable.run.directory import RunDirectory
 from megastable.run.events.event import Event
@@ -115,7 +115,7 @@ def write_run(
             for each in (made.steps, made.layers, made.checkpoints):
                 each.mkdir()
             resolved = run.model_copy(update={"run": run.run.model_copy(update={"dir": out})})
-            made.freeze(resolved, [], {})
+            made.freeze_recipe(resolved, [], {})
             for name in ("skips.jsonl", "blends.jsonl") if ledgers is not None else ():
                 with contextlib.suppress(FileNotFoundError):
                     write_file(folder / name, (ledgers / name).read_bytes())  # type: ignore[operator]
@@ -126,9 +126,11 @@ def write_run(
             )
             durable.write_file(made.checkpoints / store.LATEST, checkpoint.name.encode())
             log = RunLog(made)
-            log.commit(Imported(step=state.step, **origin))
+            log.commit_event(Imported(step=state.step, **origin))
             for event in people:
-                log.commit(event.of({key: value for key, value in event.fields.items() if key != "time"}))
+                log.commit_event(
+                    event.from_fields({key: value for key, value in event.fields.items() if key != "time"})
+                )
     except OSError as error:
         reason = "the disk is full: make room" if error.errno == errno.ENOSPC else error.strerror or error
         raise CheckpointError(f"{out} could not be written: {reason}. Nothing was left there") from None
@@ -168,9 +170,9 @@ def write_checkpoint(
 
 def _stages(run: RunConfig, count: int) -> list[dict[str, Described]]:
     """The parameters of every pipeline stage; a tied weight counts in its first stage."""
-    layers = gpt.layers(run.model, TensorParallel(), "none")
-    bounds = partition([layer.cost for layer in layers], count, [layer.is_block for layer in layers])
-    held = parameters(run.model)
+    layers = gpt.list_layers(run.model, TensorParallel(), "none")
+    bounds = cut_into_stages([layer.cost for layer in layers], count, [layer.is_block for layer in layers])
+    held = describe_parameters(run.model)
     return [
         {name: d for name, d in held.items() if first <= d.layer < end}
         for first, end in itertools.pairwise(bounds)
@@ -190,7 +192,7 @@ def _write_stage(
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < 4 * layout.data * layout.tensor:  # one file of each rank of the stage is open at a time
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    ranks = {(d, t): layout.rank(stage, d, t) for d in range(layout.data) for t in range(layout.tensor)}
+    ranks = {(d, t): layout.rank_at(stage, d, t) for d in range(layout.data) for t in range(layout.tensor)}
     wanted = {
         place: {name: cut for name, of in held.items() if (cut := _cut(of, layout, *place)) is not None}
         for place in ranks
@@ -221,11 +223,11 @@ def _write_stage(
                         if name not in wanted[d, t]:
                             continue
                         if flat is None:
-                            flat = shard(tensor, of.placement, t, layout.tensor).flatten()
+                            flat = cut_shard(tensor, of.placement, t, layout.tensor).flatten()
                         _, start, numel = wanted[d, t][name]
                         piece = flat[start : start + numel]
-                        files[d, t].write(entry_name(kind, name), piece)
-                        statistics[d, t][kind] = statistics_of(piece)
+                        files[d, t].write_tensor(entry_name(kind, name), piece)
+                        statistics[d, t][kind] = measure_piece(piece)
                         watch(4 * numel)
             for place in ranks:
                 if name in wanted[place]:
@@ -263,7 +265,8 @@ def _cut(of: Described, layout: Layout, data: int, tensor: int) -> tuple[tuple[i
 def _checked(tensor: Tensor, name: str, of: Described) -> Tensor:
     if tuple(tensor.shape) != of.shape:
         raise CheckpointError(
-            f"{visible(name)} is {tuple(tensor.shape)}, in the recipe's model {of.shape}: it belongs to another model"
+            f"{make_visible(name)} is {tuple(tensor.shape)}, in the recipe's model {of.shape}: it belongs to "
+            "another model"
         )
     return tensor.float()
 

@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from megastable.base.collectives import first
+from megastable.base.collectives import run_on_first
 from megastable.base.errors import CheckpointError
 from megastable.checkpoint import markers, store
-from megastable.checkpoint.held_points import tried
+from megastable.checkpoint.held_points import find_tried_steps
 from megastable.checkpoint.store import RunState
 from megastable.checkpoint.vitals import fallen_behind
 from megastable.config.tree import RunConfig
@@ -43,7 +43,7 @@ class Origin:
         the last start and of the checkpoint, as "key: old -> new"."""
         self._run, self._config, self._log = run, config.checkpoint.vitals, log
         self._verify = config.stability.policy.verify_steps
-        self._batch = state.batch or config.batches.at(state.cursor)
+        self._batch = state.batch or config.batches.value_at(state.cursor)
         self._other_measure, self._other_cause = (
             any(change_text.startswith(key_prefix) for change_text in changed for key_prefix in key_prefixes)
             for key_prefixes in (MEASURES, CAUSES)
@@ -52,18 +52,18 @@ class Origin:
         self._recent, self._cursor = list(state.recent_losses), state.cursor
         self._returns = 0
         checkpoint_path = run.checkpoints / store.name_of(state.step)
-        self._accepted = first(lambda: markers.accepted(checkpoint_path) is not None)
+        self._accepted = run_on_first(lambda: markers.read_acceptance(checkpoint_path) is not None)
         self.reason = ""
 
-    def blame(self, step: int, measure: Callable[[int], Floats]) -> str:
-        """As `worse`; a bad state that was resumed from convicts the checkpoint."""
-        worse_reason = self.worse(step, measure)
+    def blame_checkpoint(self, step: int, measure: Callable[[int], Floats]) -> str:
+        """As `explain_worse_state`; a bad state that was resumed from convicts the checkpoint."""
+        worse_reason = self.explain_worse_state(step, measure)
         if worse_reason and step == self.step:
             self.reason = worse_reason
             self._convict(f"the state that it holds was bad when it was saved: {worse_reason}")
         return worse_reason
 
-    def worse(self, step: int, measure: Callable[[int], Floats]) -> str:
+    def explain_worse_state(self, step: int, measure: Callable[[int], Floats]) -> str:
         """Whether the state after `step`, which the engine holds, is worse than its checkpoint's vitals say: a
         sentence, or "".
 
@@ -73,7 +73,7 @@ class Origin:
             return ""
         return fallen_behind(measure(self._cursor), self._recent, self._batch, self._config)
 
-    def again(self, step: int, onset: int) -> bool:
+    def note_return(self, step: int, onset: int) -> bool:
         """Called at every rewind to the state after `step` with no sample convicted for the trouble at `onset`. Whether
         the checkpoint is the suspect: trouble came back at once, on the very state resumed from."""
         if not self.step or step > self.step or onset > self.proven or self._other_cause or self._accepted:
@@ -81,19 +81,22 @@ class Origin:
         self._returns += 1
         return self._returns > 1
 
-    def suspect(self) -> str:
+    def suspect_checkpoint(self) -> str:
         """Blame the checkpoint, without a proof that would mark it; returns why."""
         self.reason = "the trouble came back at once, on its very state, with nobody guilty"
         return self.reason
 
-    def before(self, onset: int, clock: int) -> int:
+    def find_step_before(self, onset: int, clock: int) -> int:
         """The step that the next process's checkpoint must precede. onset: of the trouble; clock: the farthest step.
 
         A process that resumed after a handover, and hands over again without new ground, goes further back: the same
         checkpoint would lead to the same end.
         """
-        read_events = self._run.events
-        bad_steps = [onset, *first(lambda: tried(read_events(Handover, Training), clock, self._verify))]
+        read_events = self._run.iterate_events
+        bad_steps = [
+            onset,
+            *run_on_first(lambda: find_tried_steps(read_events(Handover, Training), clock, self._verify)),
+        ]
         if self.reason and self.step:
             bad_steps.append(self.step)
         return min(bad_steps)
@@ -105,14 +108,14 @@ class Origin:
         def mark() -> bool:
             if not checkpoint_path.is_dir():
                 return False  # deleted by retention
-            markers.convict(checkpoint_path, reason)
+            markers.mark_bad(checkpoint_path, reason)
             return True
 
         try:
-            was_marked = first(mark)
+            was_marked = run_on_first(mark)
         except CheckpointError as error:
             warning_text = f"{error}: it is put aside by the restart all the same"
-            self._log.emit(Warned(step=self.step, text=warning_text))
+            self._log.emit_event(Warned(step=self.step, text=warning_text))
             return
         if was_marked:
-            self._log.emit(CheckpointSuspect(name=checkpoint_name, reason=reason))
+            self._log.emit_event(CheckpointSuspect(name=checkpoint_name, reason=reason))

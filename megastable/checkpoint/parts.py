@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megastable.base import durable
-from megastable.base.collectives import first, gathered
+from megastable.base.collectives import gather_objects, run_on_first
 from megastable.base.errors import CheckpointError
 from megastable.checkpoint import store
 from megastable.checkpoint.files import (
@@ -27,8 +27,8 @@ from megastable.checkpoint.files import (
     TensorFile,
     entry_name,
     hash_file,
+    measure_piece,
     part_name,
-    statistics_of,
     write_file,
 )
 from megastable.checkpoint.held_points import HeldPart, PartFolder, PointKey, newest_complete
@@ -69,11 +69,11 @@ def write_rank(
     Raises:
         OSError: The disk refuses.
     """
-    measure = measure or statistics_of
+    measure = measure or measure_piece
     # A replica is written by the rank that counts it.
     has_moments = adam_step_of(tensors) > 0
     counted_fragments = [
-        (f, flat.kinds(f.group) if has_moments else KINDS[:1]) for f in flat.fragments if f.counted
+        (f, flat.kinds_of_group(f.group) if has_moments else KINDS[:1]) for f in flat.fragments if f.counted
     ]
     base_name, shard_pieces = part_name(topology.rank), []
     tensor_entries = [
@@ -86,7 +86,7 @@ def write_rank(
             piece_statistics: dict[str, PieceStatistics] = {}
             for kind in fragment_kinds:
                 piece = tensors[f"{f.group}/{kind}"][f.offset : f.offset + f.numel].float()
-                tensor_file.write(entry_name(kind, f.name), piece)
+                tensor_file.write_tensor(entry_name(kind, f.name), piece)
                 piece_statistics[kind] = measure(piece)
             shard_pieces.append(
                 ShardPiece(
@@ -136,7 +136,7 @@ def write_shared(folder: Path, tensors: Mapping[str, Tensor]) -> tuple[Files, bo
     entries = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in sorted(tensors.items())]
     with TensorFile(folder / store.SHARED, entries) as file:
         for name, tensor in sorted(tensors.items()):
-            file.write(name, tensor)
+            file.write_tensor(name, tensor)
     return {store.SHARED: file.record}, all(bool(tensor.isfinite().all()) for tensor in tensors.values())
 
 
@@ -156,7 +156,7 @@ def write_manifest(folder: Path, state: RunState, model: ModelConfig, files: Fil
         fingerprints={"model": store.model_fingerprint(model), "data": state.order_fingerprint},
         versions=state.versions,
     )
-    write_file(folder / store.MANIFEST, manifest_contents.sealed())
+    write_file(folder / store.MANIFEST, manifest_contents.to_sealed_bytes())
     durable.sync_directory(folder)
     return manifest_contents
 
@@ -208,21 +208,21 @@ def put_in_place(temporary: Path, state: RunState, model: ModelConfig, files: Fi
 CHUNK = 1 << 22  # bytes
 
 
-def upload(source: Path, files: dict[str, FileRecord], target: Path) -> None:
+def upload_files(source: Path, files: dict[str, FileRecord], target: Path) -> None:
     """Copy files, and verify their hashes on the way. Raises OSError."""
     for name, record in files.items():
         with (source / name).open("rb") as source_file, (target / name).open("wb") as target_file:
             hashing_file = HashingFile(target_file)
             while file_block := source_file.read(CHUNK):
                 hashing_file.write(file_block)
-            copied_record = hashing_file.finish()
+            copied_record = hashing_file.make_record()
         if copied_record != record:
             raise OSError(f"{source / name} has changed since it was written")
         if hash_file(target / name, from_disk=True) != record:
             raise OSError(f"{target / name} reads back differently from what was written")
 
 
-def recover(
+def recover_staged(
     staging: PartFolder, folder: Path, model: ModelConfig, lineages: Collection[str]
 ) -> tuple[int, str] | None:
     """At the start of a run, collective: upload a checkpoint that is staged on the hosts' local disks and newer than
@@ -231,15 +231,17 @@ def recover(
     lineages: of the processes whose checkpoints count; others belong to an earlier run in this directory, or to what a
     person has rolled back. Useless parts are deleted.
     """
-    parts_by_rank: list[list[HeldPart]] = gathered(staging.held())
-    newest = first(lambda: max((store.step_of(path) for path in store.newest_first(folder)), default=-1))
+    parts_by_rank: list[list[HeldPart]] = gather_objects(staging.list_parts())
+    newest = run_on_first(
+        lambda: max((store.step_of(path) for path in store.newest_first(folder)), default=-1)
+    )
 
     def refuse(key: PointKey) -> str:
         return "" if key.step > newest and key.lineage in lineages else "it does not count"
 
     save, _ = newest_complete(parts_by_rank, refuse)
     if save is None:
-        staging.drop(lambda _: True)
+        staging.drop_points(lambda _: True)
         for foreign_seal in staging.root.glob("*/sealed-*"):  # of a name that this version does not write
             log.warning("%s: a staged checkpoint of another version is left where it is", foreign_seal.parent)
         with suppress(OSError):
@@ -253,7 +255,7 @@ def recover(
             for staged_part in save.parts.values():
                 # The first rank of this start whose host has it.
                 if save.hosts[staged_part.rank][0] == dist.get_rank():
-                    upload(staging.point(save.key), staged_part.files, temporary)
+                    upload_files(staging.point_folder(save.key), staged_part.files, temporary)
         except OSError as error:
             return str(error)
         return ""
@@ -266,10 +268,10 @@ def recover(
                 return str(error)
         return problem
 
-    problem = next((told for told in gathered(bring()) if told), "")
-    problem = first(accept)
+    problem = next((told for told in gather_objects(bring()) if told), "")
+    problem = run_on_first(accept)
     if problem:  # keep the parts: the next start may find more space
-        first(lambda: shutil.rmtree(temporary, ignore_errors=True))
+        run_on_first(lambda: shutil.rmtree(temporary, ignore_errors=True))
     else:
         shutil.rmtree(staging.root, ignore_errors=True)
     return save.key.step, problem

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from megastable.base.errors import CheckpointError
-from megastable.base.text import visible
+from megastable.base.text import make_visible
 from megastable.checkpoint import store
 from megastable.checkpoint.files import hash_file
 from megastable.checkpoint.whole import WholeState, run_of
@@ -26,7 +26,7 @@ from megastable.config.rules import caps_logits
 from megastable.config.tree import RunConfig
 from megastable.model.gpt import GPT, Head, set_updates
 from megastable.model.kernels import PLAIN, Kernels
-from megastable.parallel.sharding import place, placement_of
+from megastable.parallel.sharding import placement_of, set_placement
 from megastable.parallel.topology import TensorParallel
 
 log = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class PlainModel(nn.Module):
     def device(self) -> torch.device:
         return next(self.parameters()).device
 
-    def hidden(self, tokens: Tensor, segments: Tensor | None = None) -> Tensor:
+    def compute_hidden(self, tokens: Tensor, segments: Tensor | None = None) -> Tensor:
         """tokens int64 [b, s] (segments: the document ordinal of each token, if attention stays inside) -> the head's
         inputs, [s, b, hidden]."""
         layer_output: Any = tokens if segments is None else (tokens, segments)
@@ -67,13 +67,17 @@ class PlainModel(nn.Module):
         assert isinstance(layer_output, Tensor)
         return layer_output
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def compute_logits(self, hidden: Tensor) -> Tensor:
         """[..., hidden] -> [..., padded vocabulary] in the weights' dtype; columns from `vocabulary` on are padding."""
-        return self.gpt.logits(hidden)
+        return self.gpt.compute_logits(hidden)
 
     def forward(self, tokens: Tensor, segments: Tensor | None = None) -> Tensor:
         """tokens int64 [b, s] -> fp32 logits [b, s, vocabulary]."""
-        return self.logits(self.hidden(tokens, segments)).transpose(0, 1)[..., : self.vocabulary].float()
+        return (
+            self.compute_logits(self.compute_hidden(tokens, segments))
+            .transpose(0, 1)[..., : self.vocabulary]
+            .float()
+        )
 
 
 def load_plain(
@@ -105,12 +109,12 @@ def without_weights(config: ModelConfig, device: torch.device) -> GPT:
 
 def find_checkpoint(path: Path) -> Path:
     """The folder of the checkpoint that `path` names (see `load_plain`), verified against its manifest."""
-    path = recipe.find(path)
+    path = recipe.find_recipe(path)
     if path.name == store.LATEST:
         return _verified(path.parent / _latest(path))
     if (path / store.STATE).exists() or path.name.startswith("step-"):
         if not path.is_dir():
-            raise CheckpointError(f"{path}: there is no such checkpoint{store.others(path.parent)}")
+            raise CheckpointError(f"{path}: there is no such checkpoint{store.describe_others(path.parent)}")
         return _verified(path)
     checkpoints_folder = path if path.name == "checkpoints" else path / "checkpoints"
     if not checkpoints_folder.is_dir():
@@ -124,21 +128,23 @@ def find_checkpoint(path: Path) -> Path:
             return _verified(candidate)
         except CheckpointError as error:
             last_problem = str(error)
-            log.warning("passed over: %s", visible(last_problem))
+            log.warning("passed over: %s", make_visible(last_problem))
     raise CheckpointError(f"{checkpoints_folder}: no checkpoint there can be used: {last_problem}")
 
 
 def _verified(path: Path) -> Path:
-    store.verify(path)
+    store.verify_checkpoint(path)
     return path
 
 
 def _latest(path: Path) -> str:
-    name = store.latest(path.parent)
+    name = store.read_latest(path.parent)
     if not name:
-        raise CheckpointError(f"{path} cannot be read: name a checkpoint{store.others(path.parent)}")
+        raise CheckpointError(f"{path} cannot be read: name a checkpoint{store.describe_others(path.parent)}")
     if not (path.parent / name).is_dir() or "/" in name:
-        raise CheckpointError(f"{path} names {name!r}, which is not there{store.others(path.parent)}")
+        raise CheckpointError(
+            f"{path} names {name!r}, which is not there{store.describe_others(path.parent)}"
+        )
     return name
 
 
@@ -149,12 +155,12 @@ def _fill(gpt: GPT, model: ModelConfig, checkpoint: Path, dtype: torch.dtype, de
     for module in gpt.modules():
         for parameter_name, parameter in list(module.named_parameters(recurse=False)):
             placement = placement_of(parameter)
-            whole_weight = whole_state.tensor(placement.name, "weight")
+            whole_weight = whole_state.read_tensor(placement.name, "weight")
             try:
                 filled_parameter = nn.Parameter(whole_weight.to(device, dtype))
             except torch.OutOfMemoryError as error:
                 raise CheckpointError(
                     f"{checkpoint}: its weights do not fit on {device}: {str(error).splitlines()[0]}"
                 ) from None
-            place(filled_parameter, placement, 1)
+            set_placement(filled_parameter, placement, 1)
             setattr(module, parameter_name, filled_parameter)

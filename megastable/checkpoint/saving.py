@@ -1,8 +1,8 @@
 """Asynchronous checkpoint saving: a step waits only for a copy in host memory, the rest runs in the background.
 
-    saver.begin(state)                          # copies; a thread of this rank writes, hashes, fsyncs, reads back
-    ... steps; in each: saver.ballot() into its reduction, saver.heard(sums) after it
-    outcome = saver.heard(...) or .finish()     # when the checkpoint is complete, or why it failed
+    saver.begin_save(state)                          # copies; a thread of this rank writes, hashes, fsyncs, reads back
+    ... steps; in each: saver.collect_ballot() into its reduction, saver.hear_ballot(sums) after it
+    outcome = saver.hear_ballot(...) or .finish()     # when the checkpoint is complete, or why it failed
 
 Save completion piggybacks on the per-step all-reduce. When all ranks have written their parts, the ranks exchange their
 records in that step, and a thread of rank 0 writes the manifest and renames the folder. The next save waits for this
@@ -27,14 +27,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megastable.base import durable, free_memory
-from megastable.base.collectives import first, gathered
+from megastable.base.collectives import gather_objects, run_on_first
 from megastable.base.errors import CheckpointError
 from megastable.base.reproducible import rng_state
 from megastable.checkpoint import markers, store
 from megastable.checkpoint.files import hash_file
 from megastable.checkpoint.held_points import HeldPart, PartFolder, PointKey
-from megastable.checkpoint.parts import Files, adam_step_of, put_in_place, upload, write_head, write_rank
-from megastable.checkpoint.store import DELETING, SAVING, RunState, found, glance, latest
+from megastable.checkpoint.parts import (
+    Files,
+    adam_step_of,
+    put_in_place,
+    upload_files,
+    write_head,
+    write_rank,
+)
+from megastable.checkpoint.store import DELETING, SAVING, RunState, check_sizes, list_checkpoints, read_latest
 from megastable.config.model import ModelConfig
 from megastable.config.training import CheckpointConfig
 from megastable.engine.flatstate import KINDS, FlatState
@@ -43,7 +50,7 @@ from megastable.engine.hostcopy import CopiedTensors, HostCopy
 if TYPE_CHECKING:  # it would load DeepSpeed
     from megastable.engine.engine import Engine
 
-# Retention of checkpoints: `doomed` decides which to delete, `apply` deletes them.
+# Retention of checkpoints: `choose_deleted` decides which to delete, `delete_old_checkpoints` deletes them.
 #
 # Kept are the newest ones, one at regular intervals for good, pinned ones, and the newest that proved healthy. Also
 # the first one after that (or the first of all if none has proved healthy): if a slow drift affects the unproven
@@ -63,19 +70,19 @@ class KeptCheckpoint:
     pinned: bool = False
 
 
-def doomed(checkpoints: Sequence[KeptCheckpoint], keep: int, keep_every: int = 0) -> list[int]:
+def choose_deleted(checkpoints: Sequence[KeptCheckpoint], keep: int, keep_every: int = 0) -> list[int]:
     """Steps of the checkpoints to delete, ascending: all that are not vital, pinned or milestones.
 
     keep: this many newest stay, at least 1. keep_every: also, the first checkpoint at or after each multiple of this
     many steps stays for good (not for multiple 0); 0 = none.
     """
-    stay = vital(checkpoints, keep) | {c.step for c in checkpoints if c.pinned}
+    stay = choose_vital(checkpoints, keep) | {c.step for c in checkpoints if c.pinned}
     if keep_every:
-        stay |= milestones([c.step for c in checkpoints], keep_every)
+        stay |= choose_milestones([c.step for c in checkpoints], keep_every)
     return sorted({c.step for c in checkpoints} - stay)
 
 
-def vital(checkpoints: Sequence[KeptCheckpoint], keep: int) -> set[int]:
+def choose_vital(checkpoints: Sequence[KeptCheckpoint], keep: int) -> set[int]:
     """Those that the run may have to continue from: the newest `keep`, the newest healthy one, the first one after
     it."""
     if keep < 1:
@@ -91,7 +98,7 @@ def vital(checkpoints: Sequence[KeptCheckpoint], keep: int) -> set[int]:
     }
 
 
-def milestones(steps: Sequence[int], every: int) -> set[int]:
+def choose_milestones(steps: Sequence[int], every: int) -> set[int]:
     """The first of `steps` at or after each multiple of `every`, from the first multiple on.
 
     Deleting checkpoints between milestones does not change the result, as long as steps ascend.
@@ -104,18 +111,22 @@ def milestones(steps: Sequence[int], every: int) -> set[int]:
     return {step for multiple, step in first.items() if multiple}
 
 
-def standing(folder: Path) -> list[KeptCheckpoint]:
+def list_kept(folder: Path) -> list[KeptCheckpoint]:
     """The checkpoints of a folder, ascending, without checking that they are complete. Links are left out: their
     targets are kept elsewhere. Raises CheckpointError for a folder that cannot be read."""
-    paths = [(f.step, f.path) for f in found(folder) if f.kind == "checkpoint" and not f.path.is_symlink()]
+    paths = [
+        (f.step, f.path)
+        for f in list_checkpoints(folder)
+        if f.kind == "checkpoint" and not f.path.is_symlink()
+    ]
     return [
-        KeptCheckpoint(step, markers.healthy(path) is not None, markers.pinned(path) is not None)
+        KeptCheckpoint(step, markers.read_health(path) is not None, markers.read_pin(path) is not None)
         for step, path in paths
     ]
 
 
-def apply(folder: Path, keep: int, keep_every: int = 0) -> list[str]:
-    """Delete what `doomed` names in RUN/checkpoints; returns the names of the deleted checkpoints, ascending.
+def delete_old_checkpoints(folder: Path, keep: int, keep_every: int = 0) -> list[str]:
+    """Delete what `choose_deleted` names in RUN/checkpoints; returns the names of the deleted checkpoints, ascending.
 
     A damaged checkpoint (by its sizes) does not count as kept, so it cannot displace a good one. Suspect and rejected
     checkpoints and links are neither counted nor deleted. A checkpoint is renamed before it is deleted, so that a crash
@@ -123,12 +134,14 @@ def apply(folder: Path, keep: int, keep_every: int = 0) -> list[str]:
     """
     try:
         _clear(folder)
-        names = [store.name_of(step) for step in doomed(_whole(folder, keep, keep_every), keep, keep_every)]
+        names = [
+            store.name_of(step) for step in choose_deleted(_whole(folder, keep, keep_every), keep, keep_every)
+        ]
     except (CheckpointError, OSError) as error:
         log.warning("no old checkpoint is deleted: %s", error)
         return []
     # The target of `latest` stays, even if that file could not be updated.
-    hidden = [name for name in names if name != latest(folder) and _hide(folder, name)]
+    hidden = [name for name in names if name != read_latest(folder) and _hide(folder, name)]
     if not hidden:
         return []
     try:
@@ -147,12 +160,12 @@ def _whole(folder: Path, keep: int, keep_every: int) -> list[KeptCheckpoint]:
 
     Examines only those whose presence lets others be deleted: a folder may hold thousands of files.
     """
-    kept, seen = standing(folder), set[int]()
-    while doomed(kept, keep, keep_every) and (unseen := vital(kept, keep) - seen):
+    kept, seen = list_kept(folder), set[int]()
+    while choose_deleted(kept, keep, keep_every) and (unseen := choose_vital(kept, keep) - seen):
         seen |= unseen
         for step in unseen:
             try:
-                glance(folder / store.name_of(step))
+                check_sizes(folder / store.name_of(step))
             except CheckpointError as error:
                 log.warning("%s; it does not count as a checkpoint", error)
                 kept = [c for c in kept if c.step != step]
@@ -164,7 +177,7 @@ def _hide(folder: Path, name: str) -> bool:
     visible_path, hidden_path = folder / name, folder / f"{DELETING}{name}"
     try:
         os.replace(visible_path, hidden_path)
-        if markers.pinned(hidden_path) is None:
+        if markers.read_pin(hidden_path) is None:
             return True
         os.replace(hidden_path, visible_path)  # pinned in the meantime
     except OSError as error:
@@ -174,8 +187,10 @@ def _hide(folder: Path, name: str) -> bool:
 
 def _clear(folder: Path) -> None:
     """Delete what earlier calls left behind. A renamed checkpoint cannot be pinned: if it is, it is complete."""
-    for left_behind in [found_folder for found_folder in found(folder) if found_folder.kind == "deleting"]:
-        if markers.pinned(left_behind.path) is None:
+    for left_behind in [
+        found_folder for found_folder in list_checkpoints(folder) if found_folder.kind == "deleting"
+    ]:
+        if markers.read_pin(left_behind.path) is None:
             _delete(left_behind.path)
             continue
         try:
@@ -233,7 +248,8 @@ class _Save:
 
 
 class Saver:
-    """The saves of one rank of a run. `begin`, `heard` and `finish` are called by all ranks at the same places."""
+    """The saves of one rank of a run. `begin_save`, `hear_ballot` and `finish_save` are called by all ranks at the
+    same places."""
 
     def __init__(
         self,
@@ -271,7 +287,7 @@ class Saver:
         pending_note, self._note = self._note, ""
         return pending_note
 
-    def prepare(self) -> None:
+    def prepare_memory(self) -> None:
         """Before the first step: check for memory for a copy, and allocate it, so that the first save delays the steps
         no longer than later ones."""
         if self.asynchronous is None:
@@ -279,7 +295,7 @@ class Saver:
         if self.asynchronous and not self._spare:
             self._fetching = self._thread.submit(self._fetch, self._engine.flat_state().moments)
 
-    def begin(self, state: RunState) -> None:
+    def begin_save(self, state: RunState) -> None:
         """Copy the engine's state, and start writing it. No other save may be in progress."""
         assert self._job is None, "the save before is not finished"
         begin_time = time.perf_counter()
@@ -293,7 +309,7 @@ class Saver:
         if self._fetching is not None:
             self._spare, self._fetching = self._fetching.result(), None
         copied_tensors = (
-            self._host.copy(optimizer_state, self._spare)
+            self._host.copy_tensors(optimizer_state, self._spare)
             if self.asynchronous
             else CopiedTensors(optimizer_state)
         )
@@ -303,7 +319,7 @@ class Saver:
         new_save.writing = self._thread.submit(self._write, new_save, self._engine.flat_state())
         new_save.blocked = time.perf_counter() - begin_time
 
-    def ballot(self) -> tuple[float, float]:
+    def collect_ballot(self) -> tuple[float, float]:
         """For the step's sum over the ranks: whether this rank's part is written; whether the checkpoint is
         complete."""
         job = self._job
@@ -313,8 +329,8 @@ class Saver:
         settled = job is not None and job.committing is not None and job.committing.done()
         return float(written), float(settled)
 
-    def heard(self, sums: Sequence[float]) -> SaveOutcome | None:
-        """Call after every step with the sums of `ballot`: returns the outcome, once there is one, on all ranks
+    def hear_ballot(self, sums: Sequence[float]) -> SaveOutcome | None:
+        """Call after every step with the sums of `collect_ballot`: returns the outcome, once there is one, on all ranks
         alike."""
         current_save, begin_time = self._job, time.perf_counter()
         if current_save is None:
@@ -332,7 +348,7 @@ class Saver:
             else None
         )
 
-    def finish(self) -> SaveOutcome | None:
+    def finish_save(self) -> SaveOutcome | None:
         """Wait for the save in progress; its outcome. None if there is none."""
         current_save, begin_time = self._job, time.perf_counter()
         if current_save is None:
@@ -346,7 +362,7 @@ class Saver:
         """Call when no save is in progress and none will follow: wait for the thread's clean-up."""
         self._thread.shutdown()
 
-    def clean(self) -> None:
+    def remove_leftovers(self) -> None:
         """At the start of a run: remove leftovers of a process that died during a save. Raises OSError."""
         if self._rank == 0:
             store.bring_back(self.folder)
@@ -364,16 +380,18 @@ class Saver:
             shapes_by_name = {
                 f"{group_index}/{kind}": group_masters.shape
                 for group_index, group_masters in enumerate(masters)
-                if kind in flat_state.kinds(group_index)
+                if kind in flat_state.kinds_of_group(group_index)
             }
-            fetched_tensors |= self._host.fetch(shapes_by_name, dtype)
+            fetched_tensors |= self._host.allocate_touched(shapes_by_name, dtype)
         return fetched_tensors
 
     def _has_room(self, source: dict[str, Tensor]) -> bool:
         """Whether every rank has host memory for a copy of its state."""
         is_pinned = torch.cuda.is_initialized()
-        own_demand = free_memory.demand(source.values(), self._engine.flat_state().bytes(), is_pinned)
-        all_demands = gathered(own_demand)
+        own_demand = free_memory.measure_demand(
+            source.values(), self._engine.flat_state().count_bytes(), is_pinned
+        )
+        all_demands = gather_objects(own_demand)
         for rank_demand in all_demands:
             host_demands = [
                 other_demand for other_demand in all_demands if other_demand.host == rank_demand.host
@@ -397,7 +415,7 @@ class Saver:
             target_folder = (
                 job.temporary if self._staging is None else self._stage(self._staging, self._key(job))
             )
-            job.copied.wait()
+            job.copied.wait_until_complete()
             file_records, all_finite = write_rank(
                 target_folder, self._engine.topology, flat, job.copied.tensors, job.random
             )
@@ -407,7 +425,7 @@ class Saver:
             if self._staging is not None:
                 if all_finite:
                     self._seal(self._staging, job, file_records)
-                upload(target_folder, file_records, job.temporary)
+                upload_files(target_folder, file_records, job.temporary)
             return _RankPart(file_records, all_finite)
         except OSError as error:
             return _RankPart(problem=str(error))
@@ -423,14 +441,14 @@ class Saver:
         staging.drop_part(self._rank, lambda other: other == key)
         staging.clear_part(self._rank, key)
         staging.root.mkdir(parents=True, exist_ok=True)
-        return staging.begin(key)
+        return staging.begin_point(key)
 
     def _seal(self, staging: PartFolder, job: _Save, files: Files) -> None:
         """Seal the part: from now on it survives its process."""
         point_key = self._key(job)
         if self._rank == 0:  # files that a commit also needs
-            files = files | write_head(staging.point(point_key), job.state, self.recipe())
-        staging.seal(HeldPart(key=point_key, rank=self._rank, world=self._world, files=files))
+            files = files | write_head(staging.point_folder(point_key), job.state, self.recipe())
+        staging.seal_part(HeldPart(key=point_key, rank=self._rank, world=self._world, files=files))
 
     def _check_space(self) -> None:
         newest_checkpoints = store.newest_first(self.folder)
@@ -447,14 +465,14 @@ class Saver:
     def _all_written(self, job: _Save) -> SaveOutcome | None:
         """Collective: exchange the records; rank 0 commits, or all ranks get the problem."""
         assert job.writing is not None
-        parts: list[_RankPart] = gathered(job.writing.result())
+        parts: list[_RankPart] = gather_objects(job.writing.result())
         problem = next(
             (f"rank {rank}: {part.problem}" for rank, part in enumerate(parts) if part.problem), ""
         )
         finite = all(part.finite for part in parts)
         if problem or not finite:
             self._close(job)
-            first(lambda: shutil.rmtree(job.temporary, ignore_errors=True))
+            run_on_first(lambda: shutil.rmtree(job.temporary, ignore_errors=True))
             return self._outcome(job, None, problem or "weights or moments are not finite", finite)
         job.stage = "committing"
         if self._rank == 0:
@@ -469,7 +487,7 @@ class Saver:
             assert job.committing is not None
             return job.committing.result()
 
-        save_outcome = first(told)
+        save_outcome = run_on_first(told)
         self._close(job)
         return save_outcome
 
@@ -496,5 +514,5 @@ class Saver:
         except Exception as error:
             log.exception("a checkpoint could not be committed")
             return self._outcome(job, None, f"{type(error).__name__}: {error}".splitlines()[0])
-        apply(self.folder, self.config.keep, self.config.keep_every)
+        delete_old_checkpoints(self.folder, self.config.keep, self.config.keep_every)
         return self._outcome(job, final_path, size=total_bytes)

@@ -1,6 +1,6 @@
 """Keeps snapshots in host memory: copies of the engine's state in a ring that thins out with age.
 
-Only copies tensors; `thin` (megastable_guard/guard.py) decides which points are kept.
+Only copies tensors; `thin_snapshots` (megastable_guard/guard.py) decides which points are kept.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from megastable.base.fingerprint import Marks, marks_of, unlike
+from megastable.base.fingerprint import Marks, compare_marks, marks_of
 from megastable.engine.hostcopy import CopiedTensors, HostCopy
-from megastable_guard.guard import thin
+from megastable_guard.guard import thin_snapshots
 
 if TYPE_CHECKING:  # it would load DeepSpeed
     from megastable.engine.engine import Engine
@@ -57,14 +57,14 @@ class Ring:
         """Ascending."""
         return [snapshot.step for snapshot in self._kept]
 
-    def due(self, step: int, urgent: bool = False) -> bool:
+    def is_due(self, step: int, urgent: bool = False) -> bool:
         """Whether a point is due. urgent: only if long overdue: a doubtful one is better than an old one."""
         if not self.capacity or not self._interval:
             return False
         steps_since = step - self.steps[-1] if self._kept else step
         return steps_since >= 4 * self._interval if urgent else steps_since >= self._interval
 
-    def take(
+    def take_snapshot(
         self, step: int, extra: Any, counters: dict[str, Any] | None = None, marks: Marks | None = None
     ) -> None:
         """Copy the state after `step` steps; if memory is used up, the oldest or most crowded point makes room.
@@ -75,25 +75,27 @@ class Ring:
         if not self.capacity:
             return
         self.forget_from(step)
-        keep = thin([*self.steps, step], self.capacity, self._interval)
+        keep = thin_snapshots([*self.steps, step], self.capacity, self._interval)
         for snapshot in [s for s in self._kept if s.step not in keep]:
             self._kept.remove(snapshot)
             self._spare.append(snapshot.tensors)
         source = self._engine.optimizer_state()
-        copied = self._host.copy(source, self._spare_memory())
+        copied = self._host.copy_tensors(source, self._spare_memory())
         self._newest = copied
         marks = marks_of(source) if marks is None else marks
-        self._kept.append(Snapshot(step, copied.tensors, marks, counters or self._engine.counters(), extra))
+        self._kept.append(
+            Snapshot(step, copied.tensors, marks, counters or self._engine.read_counters(), extra)
+        )
 
-    def lend(self, step: int) -> Loan | None:
+    def lend_newest(self, step: int) -> Loan | None:
         """The newest point, for another thread to read, if it is of `step`. One loan at a time."""
-        self.recall()
+        self.recall_loan()
         if not self._kept or self._kept[-1].step != step or self._newest is None:
             return None
         self._loan = Loan(self._kept[-1], self._newest)
         return self._loan
 
-    def recall(self) -> None:
+    def recall_loan(self) -> None:
         """Break the loan off: its memory is needed. Waits for the reader, who looks every few milliseconds."""
         if self._loan is not None:
             self._loan.recalled.set()
@@ -108,28 +110,28 @@ class Ring:
         if free:
             return self._spare.pop(free[0])
         if self._spare:
-            self.recall()
+            self.recall_loan()
             return self._spare.pop()
         return {}
 
-    def before(self, onset: int, older: int = 0) -> Snapshot | None:
+    def find_before(self, onset: int, older: int = 0) -> Snapshot | None:
         """The newest point that no step from `onset` on has touched; `older`: skip so many, if there are."""
         earlier_snapshots = [snapshot for snapshot in self._kept if snapshot.step < onset]
         return earlier_snapshots[max(0, len(earlier_snapshots) - 1 - older)] if earlier_snapshots else None
 
-    def aside(self, step: int) -> Snapshot:
+    def copy_aside(self, step: int) -> Snapshot:
         """Copy the current state, after `step` steps, besides the points, so that inspecting an older one changes
         nothing. Takes the memory of one more point while it is kept (snapshot_budget.py plans for it)."""
         source = self._engine.optimizer_state()
-        copied = self._host.copy(source, {})
-        return Snapshot(step, copied.tensors, marks_of(source), self._engine.counters(), None)
+        copied = self._host.copy_tensors(source, {})
+        return Snapshot(step, copied.tensors, marks_of(source), self._engine.read_counters(), None)
 
-    def intact(self, snapshot: Snapshot) -> bool:
+    def is_intact(self, snapshot: Snapshot) -> bool:
         """Whether this rank's memory still holds what was copied into it."""
         self._host.synchronize()
-        return not unlike(snapshot.marks, marks_of(snapshot.tensors, snapshot.marks))
+        return not compare_marks(snapshot.marks, marks_of(snapshot.tensors, snapshot.marks))
 
-    def restore(self, snapshot: Snapshot) -> None:
+    def restore_snapshot(self, snapshot: Snapshot) -> None:
         """Restore the engine's state. The caller updates the low-precision weights, and drops later points if the run
         resumes from there."""
         self._host.synchronize()

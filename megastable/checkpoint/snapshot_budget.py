@@ -26,7 +26,7 @@ class SnapshotBudget:
 NO_SNAPSHOTS = SnapshotBudget(0, 0, 0.0, "", False)
 
 
-def plan(demands: Sequence[Demand], config: SnapshotConfig) -> SnapshotBudget:
+def plan_snapshots(demands: Sequence[Demand], config: SnapshotConfig) -> SnapshotBudget:
     """The same on every rank. Raises ConfigError if the allowed memory does not hold one."""
     ranks = Counter(d.host for d in demands)
     least: dict[str, int] = {}
@@ -36,7 +36,7 @@ def plan(demands: Sequence[Demand], config: SnapshotConfig) -> SnapshotBudget:
     def budget(d: Demand) -> float:
         return config.memory_gib * GIB if config.memory_gib else SHARE * least[d.host] / ranks[d.host]
 
-    rows = [(capacity(config.keep + 1, d.snapshot, budget(d)), d.snapshot, budget(d)) for d in demands]
+    rows = [(count_fitting(config.keep + 1, d.snapshot, budget(d)), d.snapshot, budget(d)) for d in demands]
     most, size, room = min(rows, key=lambda row: (row[0], -row[1], row[2]))
     points, aside = min(most, config.keep), most > config.keep
     numbers = f"a snapshot takes {size / GIB:.3f} GiB a rank, and there is room for {room / GIB:.3f}"
@@ -59,6 +59,6 @@ def plan(demands: Sequence[Demand], config: SnapshotConfig) -> SnapshotBudget:
     return SnapshotBudget(points, size, room, text, aside)
 
 
-def capacity(keep: int, snapshot_bytes: int, budget_bytes: float) -> int:
+def count_fitting(keep: int, snapshot_bytes: int, budget_bytes: float) -> int:
     """How many snapshots fit: at most `keep`, whole ones only."""
     return min(keep, int(budget_bytes // max(1, snapshot_bytes)))

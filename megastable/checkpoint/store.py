@@ -25,10 +25,10 @@ from pydantic import BaseModel, ConfigDict, FiniteFloat, NonNegativeInt, Validat
 
 from megastable import __version__
 from megastable.base import durable
-from megastable.base.collectives import first, gathered
+from megastable.base.collectives import gather_objects, run_on_first
 from megastable.base.errors import CheckpointError
 from megastable.base.reproducible import set_rng_state
-from megastable.base.text import visible
+from megastable.base.text import make_visible
 from megastable.checkpoint.files import FORMAT, FileRecord, hash_file
 from megastable.checkpoint.vitals import Vitals
 from megastable.config.model import ModelConfig
@@ -113,7 +113,7 @@ class RunState(BaseModel):
 
     versions: dict[str, str] = {}
 
-    def after(
+    def after_step(
         self, *, cursor: int, tokens: int, seconds: float, loss: float, applied: bool, mix: dict[str, float],
         batch: int, piece: int,
     ) -> RunState:  # fmt: skip
@@ -157,13 +157,13 @@ class Contents(BaseModel):
         """Bytes."""
         return sum(file_record.size for file_record in self.files.values())
 
-    def sealed(self) -> bytes:
+    def to_sealed_bytes(self) -> bytes:
         """The manifest's bytes, with its own checksum."""
         unsealed_text = self.model_copy(update={"xxh3": ""}).model_dump_json(indent=1).encode()
         head, _, tail = unsealed_text.rpartition(SEAL % b"")
         return head + SEAL % xxhash.xxh3_128_hexdigest(unsealed_text).encode() + tail
 
-    def seals(self, text: bytes) -> bool:
+    def is_seal_of(self, text: bytes) -> bool:
         """Whether `text`, from which this was parsed, is exactly the bytes written."""
         head, seal_found, tail = text.rpartition(SEAL % self.xxh3.encode())
         return bool(seal_found) and xxhash.xxh3_128_hexdigest(head + SEAL % b"" + tail) == self.xxh3
@@ -247,7 +247,7 @@ def _rename(checkpoint: Path, why: str) -> None:
 
 
 def point_latest(folder: Path) -> None:
-    """Point `latest` to the newest remaining checkpoint, or remove it: it never names one that was set aside."""
+    """Point `read_latest` to the newest remaining checkpoint, or remove it: it never names one that was set aside."""
     remaining_checkpoints = newest_first(folder)
     try:
         (folder / LATEST).unlink(missing_ok=True)
@@ -298,7 +298,7 @@ class FoundCheckpoint(NamedTuple):
     path: Path
 
 
-def found(folder: Path) -> list[FoundCheckpoint]:
+def list_checkpoints(folder: Path) -> list[FoundCheckpoint]:
     """The checkpoints of a folder by step, of all kinds; empty if it does not exist. Raises CheckpointError for a
     folder that cannot be read."""
     try:
@@ -316,18 +316,18 @@ def found(folder: Path) -> list[FoundCheckpoint]:
 
 def newest_first(folder: Path) -> list[Path]:
     """The complete-looking checkpoints of a folder, the newest first."""
-    return [one.path for one in reversed(found(folder)) if one.kind == "checkpoint"]
+    return [one.path for one in reversed(list_checkpoints(folder)) if one.kind == "checkpoint"]
 
 
-def latest(folder: Path) -> str:
-    """The name in the file `latest`, "" if there is none."""
+def read_latest(folder: Path) -> str:
+    """The name in the file `read_latest`, "" if there is none."""
     try:
         return (folder / LATEST).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError):
         return ""
 
 
-def others(folder: Path) -> str:
+def describe_others(folder: Path) -> str:
     """The end of an error about a missing checkpoint: a list of those in the folder."""
     checkpoint_names = [path.name for path in newest_first(folder)]
     return f"; there are {', '.join(checkpoint_names)}" if checkpoint_names else ""
@@ -345,7 +345,7 @@ def read_contents(checkpoint: Path) -> Contents:
             )
         raise CheckpointError(f"{path}: missing or unreadable: the save did not finish")
     contents, manifest_bytes = _read(path, Contents)
-    if not contents.seals(manifest_bytes):
+    if not contents.is_seal_of(manifest_bytes):
         raise CheckpointError(f"{path}: damaged (its checksum does not match)")
     return contents
 
@@ -374,7 +374,7 @@ def _read(path: Path, model: type[M]) -> tuple[M, bytes]:
         json_tree = json.loads(file_bytes.decode("utf-8"))
         version = json_tree.get("format") if isinstance(json_tree, dict) else None
         if type(version) is int and version != FORMAT:
-            by = visible(str(dict(json_tree.get("versions") or {}).get("megastable", "another")))
+            by = make_visible(str(dict(json_tree.get("versions") or {}).get("megastable", "another")))
             raise CheckpointError(
                 f"{path}: format {version}, of version {by} of megastable; this is {__version__}, which reads format "
                 f"{FORMAT}: use that version"
@@ -386,13 +386,13 @@ def _read(path: Path, model: type[M]) -> tuple[M, bytes]:
         raise CheckpointError(f"{path}: damaged ({str(error).splitlines()[0]})") from None
 
 
-def verify(checkpoint: Path, part: int = 0, parts: int = 1) -> None:
+def verify_checkpoint(checkpoint: Path, part: int = 0, parts: int = 1) -> None:
     """Compare every file (or each `parts`-th from `part` on) with the manifest; CheckpointError where one differs."""
     for problem in _problems(checkpoint, part, parts):
         raise CheckpointError(problem)
 
 
-def problems(checkpoint: Path) -> list[str]:
+def list_problems(checkpoint: Path) -> list[str]:
     """All problems of a checkpoint, a sentence each; empty if it is exactly as written."""
     try:
         return list(_problems(checkpoint, 0, 1))
@@ -417,7 +417,7 @@ def _problems(checkpoint: Path, part: int, parts: int) -> Iterator[str]:
     for file_name, file_record in by_size[part::parts]:
         file_path = checkpoint / file_name
         if "/" in file_name or "\0" in file_name or file_name in ("", ".", ".."):
-            yield f"{checkpoint / MANIFEST}: names {visible(file_name)!r}, which is not a file of a checkpoint"
+            yield f"{checkpoint / MANIFEST}: names {make_visible(file_name)!r}, which is not a file of a checkpoint"
             continue
         try:
             file_stat = file_path.stat()
@@ -454,7 +454,7 @@ def _listed(checkpoint: Path) -> list[str]:
         raise CheckpointError(f"{checkpoint} cannot be read: {error.strerror}") from None
 
 
-def glance(checkpoint: Path) -> Contents:
+def check_sizes(checkpoint: Path) -> Contents:
     """The manifest of a checkpoint whose files all exist with the right sizes: nothing is hashed, for decisions after
     every save and for lists. Raises CheckpointError otherwise."""
     contents = read_contents(checkpoint)
@@ -482,16 +482,16 @@ def newest_good(
     convicted: names that do not count, with the reason; the same on all ranks.
     """
     rejected: dict[str, str] = {}
-    for checkpoint_name in first(lambda: _names(folder)):
+    for checkpoint_name in run_on_first(lambda: _names(folder)):
         if convicted and checkpoint_name in convicted:
             rejected[checkpoint_name] = convicted[checkpoint_name]
             continue
         problem = ""
         try:
-            verify(folder / checkpoint_name, dist.get_rank(), dist.get_world_size())
+            verify_checkpoint(folder / checkpoint_name, dist.get_rank(), dist.get_world_size())
         except CheckpointError as error:
             problem = str(error)
-        problem = next((rank_problem for rank_problem in gathered(problem) if rank_problem), "")
+        problem = next((rank_problem for rank_problem in gather_objects(problem) if rank_problem), "")
         if not problem:
             return folder / checkpoint_name, rejected
         rejected[checkpoint_name] = problem

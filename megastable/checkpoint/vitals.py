@@ -26,9 +26,10 @@ Floats = npt.NDArray[np.float64]
 
 ROUNDED = 2.0**-8  # relative: maximum change by rounding to bf16
 KINDS = {"weight": "weights", "exp_avg": "first moments", "exp_avg_sq": "second moments"}
-# The maximum of a first moment's square over the second moment that gradients can produce: see `contradiction`. 53 for
+# The maximum of a first moment's square over the second moment that gradients can produce: see
+# `explain_contradiction`. 53 for
 # betas of (0.9, 0.999), 1.4 for (0.9, 0.95); twice that, as the betas may have changed, and moments may be rounded.
-# Other betas give more, (0, 0.999) 1000: see `ratio`.
+# Other betas give more, (0, 0.999) 1000: see `bound_moment_ratio`.
 RATIO = 106.0
 TINY = 1e-15  # first moments below it are not judged: their squares are near fp32's smallest numbers
 # Norms and magnitudes below it are not compared: fp32 rounds their squares away, differently in each kernel. Second
@@ -66,23 +67,23 @@ class VitalsVerdict:
     content: bool = False
 
 
-def judge(
+def judge_loaded_state(
     kept: Vitals | None, now: Vitals, bf16_moments: bool, config: VitalsConfig, most: float = RATIO
 ) -> VitalsVerdict:
     """Whether the loaded state is the saved one.
 
     kept: its checkpoint's vitals, None if it has none; now: the same, measured on the state. bf16_moments:
-    these are kept in bf16 here. most: as in `contradiction`.
+    these are kept in bf16 here. most: as in `explain_contradiction`.
     """
-    state_problem = contradiction(now.sizes, most)
+    state_problem = explain_contradiction(now.sizes, most)
     if kept is not None and not state_problem:
-        state_problem = resized(kept.sizes, now.sizes, bf16_moments, config.size_change)
+        state_problem = explain_size_change(kept.sizes, now.sizes, bf16_moments, config.size_change)
     if state_problem or kept is None:
         return VitalsVerdict(state_problem, content=bool(state_problem))
-    return VitalsVerdict(moved(kept, now, config))
+    return VitalsVerdict(explain_loss_change(kept, now, config))
 
 
-def ratio(*betas: tuple[float, float]) -> float:
+def bound_moment_ratio(*betas: tuple[float, float]) -> float:
     """Twice the maximum of a first moment's square over the second one, for Adam with any of these betas."""
     ratio_bounds = [
         (1 - beta1) ** 2 / (1 - beta2) / (1 - beta1**2 / beta2) if beta1**2 < beta2 < 1 else math.inf
@@ -91,13 +92,13 @@ def ratio(*betas: tuple[float, float]) -> float:
     return max([RATIO, *(2 * ratio_bound for ratio_bound in ratio_bounds)])
 
 
-def contradiction(sizes: Sizes, most: float = RATIO) -> str:
+def explain_contradiction(sizes: Sizes, most: float = RATIO) -> str:
     """Moments that no sequence of gradients produces: a sentence, or "".
 
     m = sum (1 - b1) b1^i g_i and v = sum (1 - b2) b2^i g_i^2 over the same gradients, so by Cauchy and Schwarz
     m^2 <= v (1 - b1)^2 / (1 - b2) / (1 - b1^2 / b2) for each element, and for the largest of them. This needs no record
-    of the saved state, and has no false alarms for moments made by Adam, with betas for which `ratio` is `most`; inf
-    for an optimizer whose moments are of different numbers.
+    of the saved state, and has no false alarms for moments made by Adam, with betas for which `bound_moment_ratio` is
+    `most`; inf for an optimizer whose moments are of different numbers.
     """
     first_moments, second_moments = sizes.get("exp_avg", {}), sizes.get("exp_avg_sq", {})
     for name in sorted(first_moments.keys() & second_moments.keys()):
@@ -110,7 +111,7 @@ def contradiction(sizes: Sizes, most: float = RATIO) -> str:
     return ""
 
 
-def resized(kept: Sizes, now: Sizes, bf16_moments: bool, change: float) -> str:
+def explain_size_change(kept: Sizes, now: Sizes, bf16_moments: bool, change: float) -> str:
     """The tensor whose size differs most from the saved one, a sentence, or ""."""
     worst_excess, worst_sentence = 1.0, ""
     for kind, kept_sizes in kept.items():
@@ -132,9 +133,13 @@ def resized(kept: Sizes, now: Sizes, bf16_moments: bool, change: float) -> str:
     return worst_sentence
 
 
-def moved(kept: Vitals, now: Vitals, config: VitalsConfig) -> str:
+def explain_loss_change(kept: Vitals, now: Vitals, config: VitalsConfig) -> str:
     """Whether the losses of the probes have changed: a sentence, or ""; only for identical samples."""
-    pairs, median_change, loss_bound = paired(kept, now), loss_change(kept, now), _rounding(kept, now, config)
+    pairs, median_change, loss_bound = (
+        pair_losses(kept, now),
+        loss_change(kept, now),
+        _rounding(kept, now, config),
+    )
     if not median_change > loss_bound:
         return ""
     before, after = (fmean(side_losses) for side_losses in zip(*pairs, strict=True))
@@ -144,9 +149,9 @@ def moved(kept: Vitals, now: Vitals, config: VitalsConfig) -> str:
     )
 
 
-def unclear(kept: Vitals | None, now: Vitals, config: VitalsConfig) -> str:
+def explain_unclear_proof(kept: Vitals | None, now: Vitals, config: VitalsConfig) -> str:
     """Why an unchanged state does not prove that this machine computes correctly, a sentence, or ""."""
-    if kept is None or not paired(kept, now):
+    if kept is None or not pair_losses(kept, now):
         return "it has no losses of the current probe samples"
     middle, bound = loss_change(kept, now), _rounding(kept, now, config) / CLEAR
     if middle <= bound:
@@ -158,7 +163,9 @@ def unclear(kept: Vitals | None, now: Vitals, config: VitalsConfig) -> str:
 
 def loss_change(kept: Vitals, now: Vitals) -> float:
     """Change of the losses of common probes, nats: the median; inf if that is not finite, 0 without any."""
-    return median([abs(b - a) if math.isfinite(b - a) else math.inf for a, b in paired(kept, now)] or [0.0])
+    return median(
+        [abs(b - a) if math.isfinite(b - a) else math.inf for a, b in pair_losses(kept, now)] or [0.0]
+    )
 
 
 def size_change(kept: Sizes, now: Sizes) -> float:
@@ -174,7 +181,7 @@ def size_change(kept: Sizes, now: Sizes) -> float:
     )
 
 
-def doubt(now: Vitals, before: Vitals | None, recent: Sequence[float], config: VitalsConfig) -> str:
+def explain_doubt(now: Vitals, before: Vitals | None, recent: Sequence[float], config: VitalsConfig) -> str:
     """Why a state may not be called healthy when it is saved, a sentence, or "".
 
     before: of the previous checkpoint; recent: the latest training losses. The probes must be far above both: harder
@@ -185,7 +192,7 @@ def doubt(now: Vitals, before: Vitals | None, recent: Sequence[float], config: V
         return ""
     level = median(now.losses)
     above = level - median(finite_losses)
-    probe_rises = [b - a for a, b in paired(before, now)] if before is not None else [above]
+    probe_rises = [b - a for a, b in pair_losses(before, now)] if before is not None else [above]
     rise = median(probe_rises) if probe_rises else above
     if (
         all(math.isfinite(recent_loss) for recent_loss in (rise, above))
@@ -224,7 +231,7 @@ def fallen_behind(
     )
 
 
-def paired(kept: Vitals, now: Vitals) -> list[tuple[float, float]]:
+def pair_losses(kept: Vitals, now: Vitals) -> list[tuple[float, float]]:
     """Losses of the common probes, (kept, now)."""
     known = dict(zip(kept.samples, kept.losses, strict=False))
     return [(known[s], loss) for s, loss in zip(now.samples, now.losses, strict=False) if s in known]

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from megastable.base.errors import CheckpointError
-from megastable.base.text import visible
+from megastable.base.text import make_visible
 from megastable.checkpoint import store
 from megastable.checkpoint.files import Reader, ShardPiece, entry_name, read_pieces
 from megastable.checkpoint.store import RunState
@@ -27,8 +27,8 @@ from megastable.config.tree import RunConfig
 from megastable.engine.adjustments import SWIGLU_CLAMP
 from megastable.engine.flatstate import KINDS
 from megastable.model.gpt import GPT
-from megastable.optim.build import interchangeable
-from megastable.parallel.sharding import Fragment, Placement, placement_of, shard, unshard
+from megastable.optim.build import is_interchangeable
+from megastable.parallel.sharding import Fragment, Placement, cut_shard, join_shards, placement_of
 from megastable.parallel.topology import TensorParallel
 from megastable.run.changes import changes_of, config_at
 from megastable.run.directory import RunDirectory
@@ -45,7 +45,7 @@ class Described:
     layer: int
 
 
-def parameters(config: ModelConfig) -> dict[str, Described]:
+def describe_parameters(config: ModelConfig) -> dict[str, Described]:
     """Every parameter of a model by its name, in the model's order; no memory is taken. `vocab_size` must be known."""
     with torch.device("meta"):
         meta_model = GPT(config, TensorParallel(), recompute="none", seed=0)
@@ -64,7 +64,7 @@ def run_of(checkpoint: Path) -> RunConfig:
     path = checkpoint / store.RECIPE
     if not path.is_file():
         raise CheckpointError(f"{path} is missing, which describes the model: the checkpoint is incomplete")
-    run = recipe.load(path)
+    run = recipe.load_recipe(path)
     if run.model.vocab_size is None:
         raise CheckpointError(f"{path}: model.vocab_size is missing: it is not the recipe of a started run")
     adjusted = policy_of(store.read_state(checkpoint)).adjusted
@@ -115,7 +115,7 @@ class WholeState:
         held_kinds = {tensor_kind for part in parts_by_name.values() for tensor_kind in part.kinds}
         if not held_kinds <= set(KINDS) or KINDS[0] not in held_kinds:
             raise CheckpointError(
-                f"{checkpoint}: its ranks hold {visible(sorted(held_kinds), 200)}: not parts of one checkpoint"
+                f"{checkpoint}: its ranks hold {make_visible(sorted(held_kinds), 200)}: not parts of one checkpoint"
             )
         self.kinds = tuple(tensor_kind for tensor_kind in KINDS if tensor_kind in held_kinds)
         self._held: dict[str, dict[int, list[tuple[str, ShardPiece]]]] = {}
@@ -154,16 +154,16 @@ class WholeState:
         if not shared_path.exists():
             return {}
         shared_reader = Reader(shared_path)
-        return {tensor_name: shared_reader.tensor(tensor_name) for tensor_name in shared_reader.entries}
+        return {tensor_name: shared_reader.read_tensor(tensor_name) for tensor_name in shared_reader.entries}
 
     def kinds_of(self, name: str) -> tuple[str, ...]:
         """The kinds of tensors held for a parameter, a subset of `kinds`."""
         return tuple(self._any(name).statistics)
 
-    def placement(self, name: str) -> Placement:
+    def placement_of(self, name: str) -> Placement:
         return self._any(name).placement
 
-    def shape(self, name: str) -> tuple[int, ...]:
+    def shape_of(self, name: str) -> tuple[int, ...]:
         """Shape of the whole tensor."""
         any_piece = self._any(name)
         whole_shape = list(any_piece.shape)
@@ -173,28 +173,30 @@ class WholeState:
 
     def check_fits(self, model: ModelConfig) -> None:
         """Raises CheckpointError unless this holds exactly the parameters of `model`."""
-        wanted_parameters = parameters(model)
+        wanted_parameters = describe_parameters(model)
         if unknown := sorted(set(self._held) - set(wanted_parameters)):
             raise CheckpointError(
-                f"{self.checkpoint}: holds {visible(unknown[0], 200)!r}, which the recipe's model does not have: it "
+                f"{self.checkpoint}: holds {make_visible(unknown[0], 200)!r}, which the recipe's model does not "
+                "have: it "
                 "belongs to another model"
             )
         for name, of in wanted_parameters.items():
-            if (self.shape(name), self.placement(name)) != (of.shape, of.placement):
+            if (self.shape_of(name), self.placement_of(name)) != (of.shape, of.placement):
                 raise CheckpointError(
-                    f"{self.checkpoint}: {name} is {self.shape(name)}, in the recipe's model {of.shape}: it belongs to "
+                    f"{self.checkpoint}: {name} is {self.shape_of(name)}, in the recipe's model {of.shape}: it "
+                    "belongs to "
                     "another model"
                 )
 
-    def pieces(self, name: str) -> list[ShardPiece]:
+    def pieces_of(self, name: str) -> list[ShardPiece]:
         return [shard_piece for rank_pieces in self._of(name).values() for _, shard_piece in rank_pieces]
 
-    def tensor(self, name: str, kind: str) -> Tensor:
+    def read_tensor(self, name: str, kind: str) -> Tensor:
         """The whole tensor `name`."""
         by_rank = self._of(name)
-        return unshard([self._shard(name, kind, r) for r in sorted(by_rank)], self.placement(name))
+        return join_shards([self._shard(name, kind, r) for r in sorted(by_rank)], self.placement_of(name))
 
-    def read(self, name: str, kind: str, rank: int, size: int, start: int, numel: int) -> Tensor:
+    def read_range(self, name: str, kind: str, rank: int, size: int, start: int, numel: int) -> Tensor:
         """`numel` elements from `start` of the flattened shard of `name` on tensor rank `rank` of `size`.
 
         If the checkpoint has as many tensor ranks, only those elements are read.
@@ -207,12 +209,12 @@ class WholeState:
         shard_key = (name, kind, rank, size)
         # A shard is often requested in consecutive ranges.
         if self._last is None or self._last[0] != shard_key:
-            own_shard = shard(self.tensor(name, kind), any_piece.placement, rank, size)
+            own_shard = cut_shard(self.read_tensor(name, kind), any_piece.placement, rank, size)
             self._last = (shard_key, own_shard.flatten())
         return self._last[1][start : start + numel]
 
-    def files(self, name: str, rank: int, size: int, start: int, numel: int) -> set[str]:
-        """The files that `read` opens for these elements."""
+    def files_of_range(self, name: str, rank: int, size: int, start: int, numel: int) -> set[str]:
+        """The files that `read_range` opens for these elements."""
         piece, by_rank = self._any(name), self._of(name)
         if piece.dim is not None and len(by_rank) != size:
             return {file for held in by_rank.values() for file, _ in held}
@@ -249,7 +251,8 @@ class WholeState:
             )
         if not pieces_fit:
             raise CheckpointError(
-                f"{self.checkpoint}: the pieces of {visible(name, 200)!r} do not form one tensor: some are missing, "
+                f"{self.checkpoint}: the pieces of {make_visible(name, 200)!r} do not form one tensor: some are "
+                "missing, "
                 "duplicated or of another one"
             )
 
@@ -278,9 +281,9 @@ class WholeState:
         held = there.entries.get(entry)
         if held is None or held.kind != "F32" or len(held.shape) != 1 or held.shape[0] < end:
             raise CheckpointError(
-                f"{there.path}: {visible(entry, 200)} is missing or of another shape: a part of another checkpoint"
+                f"{there.path}: {make_visible(entry, 200)} is missing or of another shape: a part of another checkpoint"
             )
-        return there.flat(entry, start, end)
+        return there.read_range(entry, start, end)
 
 
 def _described(piece: ShardPiece) -> tuple[object, ...]:
@@ -301,11 +304,11 @@ def load_into(engine: Any, checkpoint: Path, state: RunState) -> None:
     whole_state.check_fits(engine.config.model)
 
     def read(fragment: Fragment, kind: str) -> Tensor:
-        return whole_state.read(
+        return whole_state.read_range(
             fragment.name, kind, topology.tensor_rank, topology.layout.tensor, fragment.start, fragment.numel
         )
 
-    engine.flat_state().fill(read, whole_state.adam_step)
+    engine.flat_state().fill_from(read, whole_state.adam_step)
     engine.restore_shared_state(whole_state.shared)
     if state.layout.precision == engine.config.precision.kind:
         engine.restore_scaler(state.scaler)
@@ -315,7 +318,7 @@ def load_into(engine: Any, checkpoint: Path, state: RunState) -> None:
 
 def check_optimizer(checkpoint: Path, state: RunState, name: str) -> None:
     """Raises CheckpointError if the optimizer `name` cannot continue from the checkpoint's state."""
-    if state.adam_step and not interchangeable(state.optimizer, name):
+    if state.adam_step and not is_interchangeable(state.optimizer, name):
         raise CheckpointError(
             f"{checkpoint} holds the state of optimizer.name={state.optimizer}, which {name} cannot continue. "
             f"Set it back; or begin with the weights alone: `megastable checkpoint export {checkpoint} NEW_RUN`, then "
@@ -327,7 +330,7 @@ def check_model(checkpoint: Path, model: ModelConfig) -> None:
     """Raises CheckpointError, with the differences, if the weights are of another model."""
     if store.read_contents(checkpoint).fingerprints.get("model") == store.model_fingerprint(model):
         return
-    checkpoint_model = recipe.load(checkpoint / store.RECIPE).model.model_dump()
+    checkpoint_model = recipe.load_recipe(checkpoint / store.RECIPE).model.model_dump()
     differing_keys = [
         f"model.{key}: {checkpoint_model[key]} in the checkpoint, {value} in this run"
         for key, value in model.model_dump().items()

@@ -26,8 +26,8 @@ from megastable import __version__
 from megastable.base.errors import FAILED, OK, STOPPED, ConfigError, MegastableError
 from megastable.base.process import STOPS, hold_stops, release_stops, spare_output
 from megastable.cluster import slurm
-from megastable.cluster.launcher import free_port
-from megastable.cluster.this_host import HostWatch, LocalAttempt, alive_here
+from megastable.cluster.launcher import find_free_port
+from megastable.cluster.this_host import HostWatch, LocalAttempt, list_attempts_here
 from megastable.run.directory import RunDirectory
 from megastable.run.events.supervisor_events import SupervisorEvent
 from megastable.run.machine_state import HostReading
@@ -54,15 +54,15 @@ class Agent:
         for signal_number in STOPS:  # first: looking for processes takes a while
             signal.signal(signal_number, self._asked)
         release_stops()
-        self.attempt = LocalAttempt.found(run)
+        self.attempt = LocalAttempt.find_running(run)
         self.running = self.attempt is not None
         self.problem = ""  # why the newest attempt could not be started
-        self.port = free_port()  # for the ranks to meet at, if this host is the first
+        self.port = find_free_port()  # for the ranks to meet at, if this host is the first
         self.ended = 0  # attempts up to this one are gone from here
         self.code: int | None = None  # to end with, once the supervisor said so
         self.watch = HostWatch()
 
-    def work(self) -> int:
+    def serve_until_told(self) -> int:
         """Until the supervisor says that the run is over, or there is none. The exit code."""
         alone_since = time.monotonic()
         while self.code is None:
@@ -92,7 +92,7 @@ class Agent:
         there is nothing to do."""
         exit_code = FAILED
         with suppress(OSError, MegastableError):
-            for event in self.run.events(SupervisorEvent):
+            for event in self.run.iterate_events(SupervisorEvent):
                 is_complete = event.get("what") == "ended" and event.get("code") == OK
                 exit_code = OK if is_complete else FAILED
         return exit_code
@@ -103,7 +103,7 @@ class Agent:
         self.stop = True
 
     def _connect(self) -> StoreClient:
-        address = Address.read(self.run.store)
+        address = Address.read_file(self.run.store)
         if address is None:
             raise FileNotFoundError(self.run.store)
         hello = {
@@ -120,17 +120,17 @@ class Agent:
             self._look()
             agent_state = self._state()
             if agent_state != sent_state or time.monotonic() >= next_report:
-                link.send({"state": agent_state, "time": time.time()})
+                link.send_message({"state": agent_state, "time": time.time()})
                 sent_state, next_report = agent_state, time.monotonic() + REPORT
-            if (host_reading := self.watch.latest()) is not None and host_reading is not sent_reading:
-                link.send({"machine": host_reading.model_dump(mode="json")})
+            if (host_reading := self.watch.latest_reading()) is not None and host_reading is not sent_reading:
+                link.send_message({"machine": host_reading.model_dump(mode="json")})
                 sent_reading = host_reading
-            for store_message in link.receive(LOOK):
+            for store_message in link.receive_messages(LOOK):
                 self._obey(store_message, link)
 
     def _look(self) -> None:
         if self.attempt is not None:
-            self.running = self.attempt.look()
+            self.running = self.attempt.poll_processes()
 
     def _state(self) -> Message:
         """What the supervisor hears; see `Hosts` and `RemoteAttempt`."""
@@ -152,8 +152,10 @@ class Agent:
         elif "end" in message:
             self._end(int(message["end"]))
         elif "states" in message:
-            kernel_views = self.attempt.states() if self.attempt is not None else {}
-            link.send({"states": {str(rank): kernel_view.text for rank, kernel_view in kernel_views.items()}})
+            kernel_views = self.attempt.read_kernel_views() if self.attempt is not None else {}
+            link.send_message(
+                {"states": {str(rank): kernel_view.text for rank, kernel_view in kernel_views.items()}}
+            )
         elif "quit" in message:
             self.code = int(message["quit"])
 
@@ -163,13 +165,13 @@ class Agent:
             return  # told twice
         self._end(attempt_number - 1)
         launcher_words = [sys.executable, *map(str, wanted["words"])]
-        launcher_environment = slurm.for_launcher(os.environ) | {
+        launcher_environment = slurm.strip_step_variables(os.environ) | {
             k: str(v) for k, v in wanted["environment"].items()
         }
         launcher_environment[HOST] = self.name
         self.problem = ""
         try:
-            self.attempt = LocalAttempt.start(
+            self.attempt = LocalAttempt.start_launcher(
                 self.run, attempt_number, launcher_words, self.run.root / wanted["log"], launcher_environment
             )
             self.running = True
@@ -179,16 +181,16 @@ class Agent:
 
     def _end(self, number: int) -> None:
         """Kill what is left of all attempts up to `number`, whoever started them, stopped processes too."""
-        for alive in alive_here(self.run):
+        for alive in list_attempts_here(self.run):
             if alive <= number:
                 mine = self.attempt if self.attempt is not None and self.attempt.number == alive else None
-                (mine or LocalAttempt(self.run, alive)).end()
+                (mine or LocalAttempt(self.run, alive)).kill_all()
         if self.attempt is not None and self.attempt.number <= number:
-            self.attempt.end()
+            self.attempt.kill_all()
             self.running = False
-        self.port = free_port()
+        self.port = find_free_port()
         if not any(
-            alive <= number for alive in alive_here(self.run)
+            alive <= number for alive in list_attempts_here(self.run)
         ):  # some cannot be killed, as in a stalled driver
             self.ended = max(self.ended, number)
 
@@ -214,14 +216,14 @@ def main() -> NoReturn:
     spare_output()
     hold_stops()
     try:
-        exit_code = attend(args.run, args.name)
+        exit_code = attend_host(args.run, args.name)
     except AgentIsHere as error:  # whoever starts agents may do so twice: it wants one to be there
         print(error, flush=True)
         exit_code = OK
     sys.exit(exit_code)
 
 
-def attend(root: Path | None, name: str) -> int:
+def attend_host(root: Path | None, name: str) -> int:
     """Be the agent of this host, until the supervisor says that the run is over. The exit code, which is the run's.
     Raises ConfigError without a run directory: its address is in there; AgentIsHere."""
     if root is None:
@@ -231,7 +233,7 @@ def attend(root: Path | None, name: str) -> int:
     if held_socket is None:
         raise AgentIsHere(f"an agent of {run.root} is on this host already")
     with held_socket:
-        return Agent(run, name).work()
+        return Agent(run, name).serve_until_told()
 
 
 if __name__ == "__main__":

@@ -77,7 +77,7 @@ class KnownCase:
         )
         self.what = f"{dtype} [{n}, {k}] x [{k}, {m}] {layout} (seed {seed}, round {round_})"
 
-    def compute(self, a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+    def compute_results(self, a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
         torch.set_float32_matmul_precision("high" if self.tf32 else "highest")
         return torch.mm(a, b), a.sum(1, dtype=torch.float32)
 
@@ -115,21 +115,21 @@ class BurnIn:
         self.devices, self._step, self._since = devices, "its start", math.inf
         self.report: dict[str, Any] = {"seed": seed, "seconds": seconds, "runs": 0, "found": []}
 
-    def watch(self) -> None:
+    def report_hangs(self) -> None:
         """Report a step that hangs; end without a report if whoever asked is gone. For a thread of its own."""
         parent_pid = os.getppid()
         while os.getppid() == parent_pid:
             time.sleep(1.0)
             if time.monotonic() - self._since > HANG:
                 self.report["found"].append(f"{self._step}: no end within {HANG:.0f} s: see the kernel's log")
-                self.end()
+                self.print_and_exit()
         os._exit(1)
 
-    def end(self) -> None:
+    def print_and_exit(self) -> None:
         print(json.dumps(self.report), flush=True)
         os._exit(0)  # what waits for a dead device is not waited for
 
-    def run(self, seconds: float, round_: int) -> None:
+    def run_rounds(self, seconds: float, round_: int) -> None:
         """At least one round, from `round_` on."""
         self._since, has_begun = time.monotonic(), False
         end_time = self._since + seconds
@@ -154,7 +154,7 @@ class BurnIn:
         while run_count < 2 or time.monotonic() < end_time:
             # All devices compute at the same time; then one after the other is looked at.
             results_by_device = {
-                device: case.compute(*tensors_by_device[device][:2]) for device in self.devices
+                device: case.compute_results(*tensors_by_device[device][:2]) for device in self.devices
             }
             run_count += 1
             for device, results in results_by_device.items():
@@ -164,7 +164,7 @@ class BurnIn:
                     continue
                 difference_text = describe_difference(case.answers, results)
                 if difference_text or run_count > 1:
-                    compute = partial(case.compute, *tensors_by_device[device][:2])
+                    compute = partial(case.compute_results, *tensors_by_device[device][:2])
                     self._refuse(
                         device,
                         difference_text or "the CPU does not see the difference",
@@ -276,17 +276,17 @@ def main() -> None:
         BurnIn(find_devices(), parsed_options.seconds, parsed_options.seed),
         time.monotonic(),
     )
-    threading.Thread(target=burn_in.watch, daemon=True).start()
+    threading.Thread(target=burn_in.report_hangs, daemon=True).start()
     if burn_in.devices[0].type == "cuda":
         if in_use := describe_use():
             burn_in.report["in_use"] = in_use
-            burn_in.end()
+            burn_in.print_and_exit()
         burn_in.report["found"], burn_in.report["undiagnosed"] = diagnose(parsed_options.seconds)
         # Sums are exact in fp32, and rounded once.
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
-    burn_in.run(parsed_options.seconds - (time.monotonic() - start_time), parsed_options.first_round)
-    burn_in.end()
+    burn_in.run_rounds(parsed_options.seconds - (time.monotonic() - start_time), parsed_options.first_round)
+    burn_in.print_and_exit()
 
 
 if __name__ == "__main__":

@@ -118,7 +118,9 @@ class ChildProcess:
                 self._tail = (self._tail + os.read(self._output.fileno(), PIPE))[-self._kept :]
 
 
-def background(log: Path, module: str, *arguments: str, seconds: float = float("inf")) -> ChildProcess:
+def start_in_background(
+    log: Path, module: str, *arguments: str, seconds: float = float("inf")
+) -> ChildProcess:
     """Start a module of ours beside a run, at low priority. Raises OSError."""
     log.parent.mkdir(exist_ok=True)
     child_environment = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -145,7 +147,7 @@ class TimedProbe:
             _answer(look, write_end)
         os.close(write_end)
 
-    def result(self) -> tuple[Any, str | None]:
+    def read_answer(self) -> tuple[Any, str | None]:
         """(answer, None), or (None, why there is none). Call once."""
         content = b""
         try:
@@ -197,7 +199,7 @@ def _parsed(content: bytes) -> tuple[Any, str | None]:
     return answer_fields.get("answer"), answer_fields.get("why")
 
 
-def answer_of(what: str, module: str, *arguments: str, seconds: float) -> dict[str, Any] | str:
+def ask_module(what: str, module: str, *arguments: str, seconds: float) -> dict[str, Any] | str:
     """The JSON object that a module of ours prints last, or why there is none. It ends with whoever asked for it."""
     process = subprocess.Popen(
         [sys.executable, "-m", module, *arguments], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,

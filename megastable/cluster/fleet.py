@@ -53,16 +53,16 @@ class Attempt(Protocol):
     @property
     def code(self) -> int | None: ...
 
-    def look(self) -> bool:
+    def poll_processes(self) -> bool:
         """Whether anything of it runs. Poll often."""
 
-    def witness(self) -> tuple[str, Path]:
+    def find_failed_log(self) -> tuple[str, Path]:
         """The host whose launcher failed first, and its log; else the host of rank 0."""
 
-    def end(self) -> None:
+    def kill_all(self) -> None:
         """Kill everything at once: ranks stuck in a collective do not react to softer signals."""
 
-    def states(self) -> dict[int, KernelView]:
+    def read_kernel_views(self) -> dict[int, KernelView]:
         """The kernel's view of the ranks that can be seen, by rank."""
 
 
@@ -76,49 +76,49 @@ class Fleet(ABC):
     burns_in = False
 
     @abstractmethod
-    def found(self, names: Sequence[str]) -> Attempt | None:
+    def find_running_attempt(self, names: Sequence[str]) -> Attempt | None:
         """An attempt that runs already, started by an earlier supervisor on these hosts; none: on all."""
 
     @abstractmethod
-    def left(self, number: int, names: Sequence[str]) -> Attempt:
+    def find_ended_attempt(self, number: int, names: Sequence[str]) -> Attempt:
         """What can still be seen of an attempt that an earlier supervisor started on these hosts, and that has
         ended."""
 
     @abstractmethod
-    def start(self, number: int, names: Sequence[str]) -> Attempt:
+    def start_attempt(self, number: int, names: Sequence[str]) -> Attempt:
         """On these hosts, all of which can begin; that of rank 0 first. Raises OSError if a file for it cannot be
         written."""
 
     @abstractmethod
-    def readings(self) -> Mapping[str, HostReading]:
+    def latest_readings(self) -> Mapping[str, HostReading]:
         """The newest state of each host that tells it."""
 
-    def ranks(self, names: Sequence[str]) -> int:
+    def count_ranks(self, names: Sequence[str]) -> int:
         """How many ranks these hosts have; 0 if the launcher decides."""
         return 0
 
-    def missing(self, attempt: int) -> Mapping[str, str]:
+    def list_missing_hosts(self, attempt: int) -> Mapping[str, str]:
         """Hosts that cannot begin anew now, and why; `attempt`: the newest, of which nothing may be left. Poll often:
         it also works on what is missing."""
         return {}
 
-    def preflight(self, names: Sequence[str], hurry: Callable[[], bool]) -> Sequence[HostFinding]:
+    def check_hosts(self, names: Sequence[str], hurry: Callable[[], bool]) -> Sequence[HostFinding]:
         """What speaks against these hosts, before an attempt; takes seconds. hurry: whether to give it up."""
         return ()
 
-    def burn_in(self, name: str, seconds: float) -> BurnInAnswer | None:
+    def poll_burn_in(self, name: str, seconds: float) -> BurnInAnswer | None:
         """What a burn-in of a host that does not train found; None while it goes on. Starts it. Poll often."""
         return BurnInAnswer(unmade="this host trains")
 
-    def stop_asked(self) -> str | None:
+    def find_host_asked_to_stop(self) -> str | None:
         """The host whose agent was asked to stop, if one was; a spare may leave."""
         return None
 
-    def called(self, hostname: str) -> str:
+    def name_of_host(self, hostname: str) -> str:
         """The name of a host here, from the one that it has itself."""
         return hostname
 
-    def clock(self, hostname: str) -> float:
+    def clock_offset(self, hostname: str) -> float:
         """How far its clock is ahead of ours, in seconds."""
         return 0.0
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megastable.base.process import install_command
-from megastable.cluster.child_process import answer_of
+from megastable.cluster.child_process import ask_module
 
 SECONDS = 10.0  # allowed to the process: a driver that works answers in 1 to 3
 XID = re.compile(r"\[\s*(?P<seconds>\d+\.\d+)\].*NVRM: Xid \(PCI:(?P<bus>[0-9a-fA-F:.]+)\): (?P<code>\d+)")
@@ -34,7 +34,7 @@ NO_DRIVER = "NVML Shared Library Not Found"  # of NVML: a host without GPUs
 
 def read_gpus() -> tuple[list[dict[str, Any]] | None, str | None]:
     """(GPUs in the driver's order, None), or (None, why they are unknown)."""
-    found = answer_of("the GPUs' driver", "megastable.cluster.gpu_health", seconds=SECONDS)
+    found = ask_module("the GPUs' driver", "megastable.cluster.gpu_health", seconds=SECONDS)
     return (None, found) if isinstance(found, str) else (found["gpus"], found["why"])
 
 

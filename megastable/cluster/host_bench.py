@@ -37,7 +37,7 @@ def find_devices() -> list[torch.device]:
     return [torch.device("cuda", n) for n in range(gpu_count)] or [torch.device("cpu")]
 
 
-def measured_matmul(device: torch.device, seconds: float = SECONDS) -> tuple[float, str]:
+def measure_matmul(device: torch.device, seconds: float = SECONDS) -> tuple[float, str]:
     """(TFLOP/s, dtype) of matrix products in the precision that trains there: the median, without a first one.
 
     A CPU without bf16 instructions computes bf16 products in fp32 (base/products.py).
@@ -56,16 +56,16 @@ def measured_matmul(device: torch.device, seconds: float = SECONDS) -> tuple[flo
     return 2 * size**3 / statistics.median(run_seconds[1:]) / 1e12, str(dtype).removeprefix("torch.")
 
 
-def matmul(devices: list[torch.device]) -> dict[str, Any]:
+def measure_all_matmuls(devices: list[torch.device]) -> dict[str, Any]:
     """The slowest device's rate; `each` has those of all."""
     rates, dtype = dict[str, float](), ""
     for device in devices:
-        rates[str(device)], dtype = measured_matmul(device)
+        rates[str(device)], dtype = measure_matmul(device)
     slowest = min(rates, key=rates.__getitem__)
     return {"tflops": rates[slowest], "dtype": dtype, "device": slowest, "each": rates}
 
 
-def all_reduce(kind: str, ranks: int, seconds: float = 60.0) -> dict[str, Any]:
+def measure_all_reduce(kind: str, ranks: int, seconds: float = 60.0) -> dict[str, Any]:
     """Bandwidth per rank as NCCL's tests count it ("bus bandwidth": 2 (n-1) / n x bytes / time), between `ranks`
     processes. Raises RuntimeError with what the first failed one said."""
     os.environ["NCCL_DEBUG"] = "WARN"
@@ -115,7 +115,7 @@ def time_all_reduces(rank: int, kind: str, ranks: int, folder: Path) -> None:
     dist.destroy_process_group()
 
 
-def measure() -> dict[str, Any]:
+def measure_host() -> dict[str, Any]:
     """Both measurements; null with a reason for one that failed, or that has no second device."""
     devices = find_devices()
     kind = devices[0].type
@@ -123,13 +123,13 @@ def measure() -> dict[str, Any]:
         torch.set_num_threads(len(os.sched_getaffinity(0)))  # whatever OMP_NUM_THREADS says for one rank
     found: dict[str, Any] = {}
     try:
-        found["matmul"] = matmul(devices)
+        found["matmul"] = measure_all_matmuls(devices)
     except RuntimeError as error:
         found |= {"matmul": None, "matmul_unknown": str(error)[:300]}
     if kind == "cuda" and len(devices) == 1:
         return found | {"all_reduce": None, "all_reduce_unknown": "one GPU alone exchanges with none"}
     try:
-        found["all_reduce"] = all_reduce(kind, CPU_RANKS if kind == "cpu" else len(devices))
+        found["all_reduce"] = measure_all_reduce(kind, CPU_RANKS if kind == "cpu" else len(devices))
     except (RuntimeError, OSError) as error:
         found |= {"all_reduce": None, "all_reduce_unknown": str(error)[:300]}
     return found
@@ -137,4 +137,4 @@ def measure() -> dict[str, Any]:
 
 if __name__ == "__main__":
     signal.alarm(LIMIT)  # the last resort: whoever asked may be gone
-    print(json.dumps(measure()), flush=True)
+    print(json.dumps(measure_host()), flush=True)

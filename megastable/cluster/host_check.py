@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from megastable.base.process import package_folders
-from megastable.cluster.child_process import TimedProbe, answer_of
+from megastable.cluster.child_process import TimedProbe, ask_module
 from megastable.cluster.gpu_health import read_gpus
 
 TOKEN = ".preflight"  # in the run directory; its text shows that all hosts see the same one
@@ -51,32 +51,32 @@ NAMES = ("LD_LIBRARY_PATH", "LD_PRELOAD", "OMP_NUM_THREADS", "PYTHONHASHSEED")
 SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL")
 
 
-def report(
+def report_host(
     folder: Path, full: bool = False, burn_in_seconds: float | None = None, seed: int = 0
 ) -> dict[str, Any]:
     """The report; the keys are those of `preflight.HostReport`."""
     probes = {
-        "code": TimedProbe(lambda: code_hash(package_folders()), LOOK),
-        "commit": TimedProbe(lambda: commit(package_folders()[0].parent), LOOK),
-        "packages": TimedProbe(packages, LOOK),
+        "code": TimedProbe(lambda: hash_code(package_folders()), LOOK),
+        "commit": TimedProbe(lambda: read_commit(package_folders()[0].parent), LOOK),
+        "packages": TimedProbe(list_packages, LOOK),
         "disk_free": TimedProbe(lambda: shutil.disk_usage(folder).free, LOOK),
         "shm_free": TimedProbe(lambda: shutil.disk_usage(SHM).free, LOOK),
-        "folder": TimedProbe(lambda: look_at(folder), LOOK),
+        "folder": TimedProbe(lambda: look_at_folder(folder), LOOK),
     }
     report_fields: dict[str, Any] = {
         "host": socket.gethostname(),
-        "machine": machine(),
+        "machine": identify_machine(),
         "python": platform.python_version(),
-        "variables": variables(os.environ),
+        "variables": collect_variables(os.environ),
     }
     for field_name, probe in probes.items():
-        report_fields[field_name], unknown_reason = probe.result()
+        report_fields[field_name], unknown_reason = probe.read_answer()
         if unknown_reason is not None:
             report_fields[f"{field_name}_unknown"] = unknown_reason
     if full:
-        report_fields |= bench()
+        report_fields |= run_host_bench()
     if burn_in_seconds is not None:
-        report_fields |= burn_in(burn_in_seconds, seed)
+        report_fields |= run_burn_in(burn_in_seconds, seed)
     report_fields["gpus"], unknown_reason = (
         read_gpus()
     )  # after the work: that is when a hot GPU lowers its clocks
@@ -86,7 +86,7 @@ def report(
     return report_fields
 
 
-def machine() -> str:
+def identify_machine() -> str:
     """What two names of one host have in common and two hosts, or containers, have not; "" if that is not known."""
     try:
         boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -95,12 +95,12 @@ def machine() -> str:
         return ""
 
 
-def allowed(full: bool, burn_in_seconds: float | None) -> float:
+def allowed_seconds(full: bool, burn_in_seconds: float | None) -> float:
     """Seconds after which a report is not waited for."""
     return ALL + (BENCH if full else 0.0) + (0.0 if burn_in_seconds is None else burn_in_seconds + BURN_IN)
 
 
-def code_hash(packages: Sequence[Path]) -> str:
+def hash_code(packages: Sequence[Path]) -> str:
     """sha256 of the names and contents of all .py and .yaml files, as hexadecimal digits."""
     total = hashlib.sha256()
     for package in packages:
@@ -111,7 +111,7 @@ def code_hash(packages: Sequence[Path]) -> str:
     return total.hexdigest()
 
 
-def commit(checkout: Path) -> str | None:
+def read_commit(checkout: Path) -> str | None:
     """The commit checked out; None for what is no git checkout."""
     if not (checkout / ".git").exists():
         return None
@@ -124,7 +124,7 @@ def commit(checkout: Path) -> str | None:
     return finished_process.stdout.strip() or None
 
 
-def packages() -> dict[str, str]:
+def list_packages() -> dict[str, str]:
     """Installed versions of `PACKAGES`, from their metadata: none is imported."""
     version_by_package = {}
     for package_name in PACKAGES:
@@ -135,7 +135,7 @@ def packages() -> dict[str, str]:
     return version_by_package
 
 
-def variables(environment: Mapping[str, str]) -> dict[str, str]:
+def collect_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """The variables that change how training runs. Secret or long values as a hash: they are only compared."""
     return {
         variable_name: _shown(variable_name, value) for variable_name, value in sorted(environment.items())
@@ -149,7 +149,7 @@ def _shown(name: str, value: str) -> str:
     return "sha256:" + hashlib.sha256(value.encode(errors="surrogateescape")).hexdigest()[:16]
 
 
-def look_at(folder: Path) -> dict[str, Any]:
+def look_at_folder(folder: Path) -> dict[str, Any]:
     """Whether `folder` is there and can be written, the text of its token, and how long writing 4 KiB durably takes."""
     found: dict[str, Any] = {"seen": folder.is_dir(), "token": None, "writable": False, "seconds": None}
     if not found["seen"]:
@@ -171,18 +171,18 @@ def look_at(folder: Path) -> dict[str, Any]:
     return found
 
 
-def bench() -> dict[str, Any]:
+def run_host_bench() -> dict[str, Any]:
     """What host_bench measures, or why there is nothing."""
-    found = answer_of("the benchmark", "megastable.cluster.host_bench", seconds=BENCH)
+    found = ask_module("the benchmark", "megastable.cluster.host_bench", seconds=BENCH)
     if isinstance(found, str):
         return {"matmul": None, "matmul_unknown": found, "all_reduce": None, "all_reduce_unknown": found}
     return found
 
 
-def burn_in(seconds: float, seed: int) -> dict[str, Any]:
+def run_burn_in(seconds: float, seed: int) -> dict[str, Any]:
     """What the burn-in found, or why there is nothing."""
     words = ("--seconds", str(seconds), "--seed", str(seed))
-    found = answer_of("the burn-in", "megastable.cluster.burn_in", *words, seconds=seconds + BURN_IN)
+    found = ask_module("the burn-in", "megastable.cluster.burn_in", *words, seconds=seconds + BURN_IN)
     return {"burn_in": None, "burn_in_unknown": found} if isinstance(found, str) else {"burn_in": found}
 
 
@@ -196,8 +196,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the burn-in")
     given = parser.parse_args()
     # The last resort: whoever asked may be gone.
-    signal.alarm(int(allowed(given.full, given.burn_in)))
-    print(json.dumps(report(given.folder, given.full, given.burn_in, given.seed)), flush=True)
+    signal.alarm(int(allowed_seconds(given.full, given.burn_in)))
+    print(json.dumps(report_host(given.folder, given.full, given.burn_in, given.seed)), flush=True)
 
 
 if __name__ == "__main__":

@@ -13,10 +13,10 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, ValidationError
 
 from megastable.base.errors import ConfigError
-from megastable.base.text import visible
+from megastable.base.text import make_visible
 from megastable.cluster.child_process import TimedProbe
-from megastable.cluster.host_check import LOOK, TOKEN, allowed
-from megastable.cluster.reach import AT_ONCE, CONNECT, HostAnswer, Reach, python, run_on
+from megastable.cluster.host_check import LOOK, TOKEN, allowed_seconds
+from megastable.cluster.reach import AT_ONCE, CONNECT, HostAnswer, Reach, build_python_command, run_on_hosts
 
 BURNING = 1024  # hosts at a time: each only waits, and they are to be done at the same time
 START = 20.0  # seconds for Python itself, from a cold shared file system
@@ -41,7 +41,7 @@ class Survey:
     unwritten: str = ""
 
 
-def survey(
+def survey_hosts(
     hosts: Sequence[str],
     reach: Reach,
     folder: Path,
@@ -59,10 +59,10 @@ def survey(
     check_words = ["--folder", str(folder.absolute()), *["--full"] * full]
     if burn_in is not None:
         check_words += ["--burn-in", str(burn_in.seconds), "--seed", str(burn_in.seed)]
-    check_command = python("megastable.cluster.host_check", *check_words)
-    time_limit = CONNECT + START + allowed(full, None if burn_in is None else burn_in.seconds)
+    check_command = build_python_command("megastable.cluster.host_check", *check_words)
+    time_limit = CONNECT + START + allowed_seconds(full, None if burn_in is None else burn_in.seconds)
     with _token(folder) as (token, unwritten):
-        answer_by_host = run_on(
+        answer_by_host = run_on_hosts(
             hosts,
             reach,
             check_command,
@@ -95,22 +95,22 @@ def _token(folder: Path) -> Iterator[tuple[str | None, str]]:
             file.flush()
             os.fsync(file.fileno())  # other hosts are to see it
 
-    _, why = TimedProbe(write, LOOK).result()
+    _, why = TimedProbe(write, LOOK).read_answer()
     try:
         if why is None:
             yield token, ""
         else:
             yield None, f"{path} could not be written: {why}. Every host writes into that directory"
     finally:
-        TimedProbe(path.unlink, LOOK).result()
+        TimedProbe(path.unlink, LOOK).read_answer()
 
 
-def existing(path: Path) -> Path:
+def find_existing_folder(path: Path) -> Path:
     """`path`, or the directory above it in which it would be made. Raises ConfigError if the file system hangs."""
     parent_folders = [path.absolute(), *path.absolute().parents]
     index, probe_failure = TimedProbe(
         lambda: [folder.is_dir() for folder in parent_folders].index(True), LOOK
-    ).result()
+    ).read_answer()
     if probe_failure is not None:
         raise ConfigError(f"{path}: {probe_failure}: its file system hangs or fails")
     return parent_folders[index]
@@ -220,7 +220,7 @@ def read_report(output: str) -> HostReport | str:
                 field = ".".join(map(str, first_error["loc"]))
                 problem = f"{field or 'JSON'}: {first_error['msg']}"
                 return f"its report cannot be read ({problem}): is the code the same there?"
-    last_line = visible(output.strip().splitlines()[-1], 200) if output.strip() else "nothing"
+    last_line = make_visible(output.strip().splitlines()[-1], 200) if output.strip() else "nothing"
     return f"it printed no report, but {last_line}"
 
 

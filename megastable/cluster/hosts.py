@@ -17,14 +17,20 @@ from pydantic import ValidationError
 from megastable import __version__
 from megastable.base import durable
 from megastable.base.errors import ConfigError
-from megastable.base.text import visible
+from megastable.base.text import make_visible
 from megastable.cluster.child_process import ChildProcess
 from megastable.cluster.fleet import Attempt, BurnInAnswer, Fate, Fleet, KernelView
 from megastable.cluster.host_check import BURN_IN
-from megastable.cluster.host_survey import HostBurnIn, survey
-from megastable.cluster.launcher import HostSlots, TrainingCommand, command, include, lines
+from megastable.cluster.host_survey import HostBurnIn, survey_hosts
+from megastable.cluster.launcher import (
+    HostSlots,
+    TrainingCommand,
+    build_attempt_command,
+    build_include_arguments,
+    format_hostfile,
+)
 from megastable.cluster.preflight import HostFinding, Wanted, compare_reports
-from megastable.cluster.reach import CONNECT, KEPT, Reach, python, reason_of
+from megastable.cluster.reach import CONNECT, KEPT, Reach, build_python_command, describe_failure
 from megastable.cluster.store import AgentLink, Store
 from megastable.run.directory import RunDirectory
 from megastable.run.machine_state import HostReading
@@ -74,7 +80,7 @@ class Hosts(Fleet):
 
     # Agents
 
-    def agent(self, name: str) -> AgentLink | None:
+    def find_agent(self, name: str) -> AgentLink | None:
         """The agent of a host, if it is there now."""
         agent_link = self.store.agents.get(name)
         if agent_link is None or agent_link.closed is not None or time.monotonic() - agent_link.at >= FRESH:
@@ -82,7 +88,7 @@ class Hosts(Fleet):
         self.failed.pop(name, None)
         return agent_link
 
-    def revive(self, name: str) -> str:
+    def start_agent(self, name: str) -> str:
         """Try to start an agent on a host that has none; why there is none."""
         now = time.monotonic()
         running_try = self._tries.get(name)
@@ -90,19 +96,21 @@ class Hosts(Fleet):
         too_many_tries = self.reach.detached and len(self._tries) >= AT_ONCE
         if running_try is not None and (try_result := running_try.poll()) is not None:
             del self._tries[name]
-            self.failed[name] = reason_of(try_result, STARTED) or ""
+            self.failed[name] = describe_failure(try_result, STARTED) or ""
         elif running_try is None and now - self._tried.get(name, -AGAIN) >= AGAIN and not too_many_tries:
             self._tried[name] = now
             # An agent in the foreground keeps what started it busy for as long as it lives.
             try_limit = STARTED if self.reach.detached else float("inf")
             try:
-                self._tries[name] = ChildProcess(self.reach.words(name, self._agent_words(name)), try_limit)
+                self._tries[name] = ChildProcess(
+                    self.reach.build_command(name, self._agent_words(name)), try_limit
+                )
             except (ConfigError, OSError) as error:
                 self.failed[name] = str(error)
         return self.failed.get(name) or "its agent has not connected"
 
     def _agent_words(self, name: str) -> list[str]:
-        agent_words = python("megastable.cluster.agent", str(self.run.root), "--name", name)
+        agent_words = build_python_command("megastable.cluster.agent", str(self.run.root), "--name", name)
         if not self.reach.detached:
             return agent_words
         # The agent must outlive the ssh that starts it. Its own words go where those of the ranks do.
@@ -116,13 +124,13 @@ class Hosts(Fleet):
 
     # Fleet
 
-    def found(self, names: Sequence[str]) -> Attempt | None:
+    def find_running_attempt(self, names: Sequence[str]) -> Attempt | None:
         end_time = time.monotonic() + FIRST_LOOK
         names = names or self.names
-        while any(self.agent(host_name) is None or not self._state(host_name) for host_name in names):
+        while any(self.find_agent(host_name) is None or not self._state(host_name) for host_name in names):
             for host_name in names:
-                if self.agent(host_name) is None:
-                    self.revive(host_name)
+                if self.find_agent(host_name) is None:
+                    self.start_agent(host_name)
             if time.monotonic() > end_time:
                 break
             time.sleep(0.1)
@@ -135,9 +143,9 @@ class Hosts(Fleet):
         self._training = tuple(names)
         return RemoteAttempt(self, max(running_attempts), names, {})
 
-    def left(self, number: int, names: Sequence[str]) -> Attempt:
+    def find_ended_attempt(self, number: int, names: Sequence[str]) -> Attempt:
         attempt = RemoteAttempt(self, number, names or self.names, {})
-        attempt.look()
+        attempt.poll_processes()
         is_known = any(self._state(host_name).get("attempt") == number for host_name in attempt.names)
         if not is_known and len(attempt.names) > 1:
             # A scheduler has ended all of it, and begun the job again, perhaps on other hosts.
@@ -148,12 +156,12 @@ class Hosts(Fleet):
         agent_link = self.store.agents.get(name)
         return {} if agent_link is None else agent_link.state
 
-    def missing(self, attempt: int) -> Mapping[str, str]:
+    def list_missing_hosts(self, attempt: int) -> Mapping[str, str]:
         missing_reasons = {}
         for host_name in self.names:
-            agent = self.agent(host_name)
+            agent = self.find_agent(host_name)
             if agent is None:
-                missing_reasons[host_name] = self.revive(host_name)
+                missing_reasons[host_name] = self.start_agent(host_name)
             elif agent.hello.get("version") != __version__:
                 self._tell(host_name, {"quit": 0})
                 missing_reasons[host_name] = "its agent is of another version of megastable, and ends"
@@ -164,16 +172,16 @@ class Hosts(Fleet):
 
     def _tell(self, name: str, message: dict[str, object]) -> None:
         now = time.monotonic()
-        if now - self._told.get(name, -TOLD) >= TOLD and self.store.send(name, message):
+        if now - self._told.get(name, -TOLD) >= TOLD and self.store.send_to_agent(name, message):
             self._told[name] = now
 
-    def ranks(self, names: Sequence[str]) -> int:
+    def count_ranks(self, names: Sequence[str]) -> int:
         return sum(len(host.slots) for host in self.hosts if host.name in names)
 
-    def preflight(self, names: Sequence[str], hurry: Callable[[], bool]) -> Sequence[HostFinding]:
+    def check_hosts(self, names: Sequence[str], hurry: Callable[[], bool]) -> Sequence[HostFinding]:
         if not self.shares:
             return ()  # there is no way to the others
-        host_survey = survey(names, self.reach, self.run.root, full=False, hurry=hurry)
+        host_survey = survey_hosts(names, self.reach, self.run.root, full=False, hurry=hurry)
         if hurry():
             return ()
         slots_by_host = {host.name: host.slots for host in self.hosts if host.name in names}
@@ -182,25 +190,32 @@ class Hosts(Fleet):
             host_survey.reports, Wanted(slots_by_host, host_survey.token, host_survey.offsets, cpu=on_cpu)
         )
 
-    def burn_in(self, name: str, seconds: float) -> BurnInAnswer | None:
-        return self._burn_ins.poll(name, seconds)
+    def poll_burn_in(self, name: str, seconds: float) -> BurnInAnswer | None:
+        return self._burn_ins.poll_burn_in(name, seconds)
 
-    def start(self, number: int, names: Sequence[str]) -> Attempt:
+    def start_attempt(self, number: int, names: Sequence[str]) -> Attempt:
         by_name = {host.name: host for host in self.hosts}
         hosts = [by_name[name] for name in names]
         first = self.store.agents[names[0]]  # it was there when it was chosen
         slots = folder_of(self.run, number).with_suffix(".hostfile")
         slots.parent.mkdir(exist_ok=True)
-        durable.write_file(slots, lines(hosts).encode())
+        durable.write_file(slots, format_hostfile(hosts).encode())
         variables = collect_exported_variables() if self.shares else {}
         meeting = ["--master_addr", first.local] if not _has(self.training.given, "--master_addr") else []
         wanted = {}
         for index, name in enumerate(names):
-            where = ["--hostfile", str(slots), *include(hosts), "--no_ssh", "--node_rank", str(index)]
-            words = command(
+            where = [
+                "--hostfile",
+                str(slots),
+                *build_include_arguments(hosts),
+                "--no_ssh",
+                "--node_rank",
+                str(index),
+            ]
+            words = build_attempt_command(
                 self.run, number, self.training, [*where, *meeting], port=int(first.state["port"])
             )
-            log = self.log(number, name, names[0]).relative_to(self.run.root)
+            log = self.log_of_host(number, name, names[0]).relative_to(self.run.root)
             wanted[name] = {
                 "launch": {
                     "attempt": number, "words": words[1:], "environment": variables, "log": str(log),
@@ -210,37 +225,37 @@ class Hosts(Fleet):
         self._training = tuple(names)
         return RemoteAttempt(self, number, names, wanted)
 
-    def log(self, number: int, name: str, first: str) -> Path:
+    def log_of_host(self, number: int, name: str, first: str) -> Path:
         """The output of an attempt on a host. first: the host of rank 0."""
         return log_of(self.run, number, "" if name == first else name)
 
-    def stop_asked(self) -> str | None:
+    def find_host_asked_to_stop(self) -> str | None:
         return next((host_name for host_name in self._training if self._state(host_name).get("stop")), None)
 
-    def called(self, hostname: str) -> str:
+    def name_of_host(self, hostname: str) -> str:
         if hostname in self.names:
             return hostname  # our ranks know it from their agent
         agent_links = list(self.store.agents.values())
         matching_names = [agent.name for agent in agent_links if agent.hello.get("hostname") == hostname]
         return matching_names[0] if len(matching_names) == 1 else hostname
 
-    def clock(self, hostname: str) -> float:
-        agent_link = self.store.agents.get(self.called(hostname))
+    def clock_offset(self, hostname: str) -> float:
+        agent_link = self.store.agents.get(self.name_of_host(hostname))
         return 0.0 if agent_link is None else agent_link.clock
 
-    def readings(self) -> Mapping[str, HostReading]:
+    def latest_readings(self) -> Mapping[str, HostReading]:
         reading_by_host = {}
         for host_name in self.names:
-            if (agent := self.agent(host_name)) is not None and agent.machine:
+            if (agent := self.find_agent(host_name)) is not None and agent.machine:
                 with suppress(ValidationError):  # of another version
                     reading_by_host[host_name] = HostReading.model_validate(agent.machine)
         return reading_by_host
 
     def close(self, code: int) -> None:
         for host_name in self.names:
-            self.store.send(host_name, {"quit": code})
+            self.store.send_to_agent(host_name, {"quit": code})
         end_time = time.monotonic() + FRESH
-        while any(self.agent(host_name) for host_name in self.names) and time.monotonic() < end_time:
+        while any(self.find_agent(host_name) for host_name in self.names) and time.monotonic() < end_time:
             time.sleep(0.05)
         for running_try in self._tries.values():
             running_try.kill()
@@ -270,14 +285,14 @@ class RemoteAttempt:
         failure_codes = [code for code in self._codes.values() if code]
         return failure_codes[0] if failure_codes else (0 if len(self._codes) == len(self.names) else None)
 
-    def look(self) -> bool:
+    def poll_processes(self) -> bool:
         now = time.monotonic()
         if now - self._looked > FROZEN:
             self._began = now  # what was said meanwhile is yet to be read
         self._looked = now
         anything_runs = False
         for host_name in self.names:
-            agent = self.hosts.agent(host_name)
+            agent = self.hosts.find_agent(host_name)
             if agent is None:
                 self._judge(host_name)
                 anything_runs = anything_runs or host_name not in self.gone
@@ -316,12 +331,12 @@ class RemoteAttempt:
         now = time.monotonic()
         if name in self._wanted and now - self._ordered.get(name, -RETOLD) >= RETOLD:
             self._ordered[name] = now
-            self.hosts.store.send(name, dict(self._wanted[name]))
+            self.hosts.store.send_to_agent(name, dict(self._wanted[name]))
 
     def _judge(self, name: str) -> None:
         """A host whose agent is silent: try to reach it, and after a while of both in vain believe that it is gone."""
-        revive_failure = self.hosts.revive(name)
-        silent_seconds = time.monotonic() - self.heard(name)
+        revive_failure = self.hosts.start_agent(name)
+        silent_seconds = time.monotonic() - self.last_sign_of_life(name)
         if silent_seconds <= self.hosts.silence:
             return
         if self.hosts.failed.get(name):  # also because there is no way to it
@@ -329,43 +344,45 @@ class RemoteAttempt:
                 name, f"is gone: no word from it for {silent_seconds:.0f} s; {revive_failure}"
             )
 
-    def heard(self, name: str) -> float:
+    def last_sign_of_life(self, name: str) -> float:
         """When a host last gave a sign of life, by its agent or by a rank; time.monotonic()."""
         agent = self.hosts.store.agents.get(name)
         known_names = {name}
-        if agent is not None and self.hosts.called(hostname := str(agent.hello["hostname"])) == name:
+        if agent is not None and self.hosts.name_of_host(hostname := str(agent.hello["hostname"])) == name:
             known_names.add(hostname)
         rank_times = [rank.at for rank in list(self.hosts.store.ranks.values()) if rank.host in known_names]
         return max([self._began, *rank_times, *([agent.at] if agent is not None else [])])
 
-    def witness(self) -> tuple[str, Path]:
+    def find_failed_log(self) -> tuple[str, Path]:
         first_host = self.names[0]
         failed_host = next(
             (failed_host for failed_host, launcher_code in self._codes.items() if launcher_code), first_host
         )
-        return failed_host, self.hosts.log(self.number, failed_host, first_host)
+        return failed_host, self.hosts.log_of_host(self.number, failed_host, first_host)
 
-    def end(self) -> None:
+    def kill_all(self) -> None:
         self._over = True
         end_time = time.monotonic() + KILLED
         for host_name in self.names:
-            self.hosts.store.send(host_name, {"end": self.number})
+            self.hosts.store.send_to_agent(host_name, {"end": self.number})
         while time.monotonic() < end_time:
             agent_links = [
-                agent for host_name in self.names if (agent := self.hosts.agent(host_name)) is not None
+                agent for host_name in self.names if (agent := self.hosts.find_agent(host_name)) is not None
             ]
             if all(agent.state.get("ended", 0) >= self.number for agent in agent_links):
                 return
             time.sleep(0.05)
 
-    def states(self) -> dict[int, KernelView]:
+    def read_kernel_views(self) -> dict[int, KernelView]:
         kernel_views: dict[int, KernelView] = {}
         asked_agents = [
-            agent_link for host_name in self.names if (agent_link := self.hosts.agent(host_name)) is not None
+            agent_link
+            for host_name in self.names
+            if (agent_link := self.hosts.find_agent(host_name)) is not None
         ]
         for agent in asked_agents:
             agent.inbox.clear()
-            self.hosts.store.send(agent.name, {"states": True})
+            self.hosts.store.send_to_agent(agent.name, {"states": True})
         end_time = time.monotonic() + SEEN
         while time.monotonic() < end_time and not all(agent.inbox for agent in asked_agents):
             time.sleep(0.05)
@@ -420,19 +437,19 @@ class HostBurnIns:
         self._running: dict[str, ChildProcess] = {}
         self._next: dict[str, float] = {}  # when one that could not be made is tried again
 
-    def poll(self, host: str, seconds: float) -> BurnInAnswer | None:
+    def poll_burn_in(self, host: str, seconds: float) -> BurnInAnswer | None:
         """What a burn-in of `seconds` found; None while it goes on. Starts it. Poll often."""
         running_child, now = self._running.get(host), time.monotonic()
         if running_child is None:
             if now < self._next.get(host, now):
                 return None
-            burn_in_command = python(
+            burn_in_command = build_python_command(
                 "megastable.cluster.burn_in", "--seconds", str(seconds), "--seed", str(secrets.randbits(32))
             )
             time_limit = seconds + BURN_IN + CONNECT
             try:
                 self._running[host] = ChildProcess(
-                    self._reach.words(host, burn_in_command), time_limit, kept=KEPT
+                    self._reach.build_command(host, burn_in_command), time_limit, kept=KEPT
                 )
             except (OSError, ValueError) as error:
                 return self._unmade(host, f"could not be started: {error}")
@@ -441,7 +458,7 @@ class HostBurnIns:
         if child_result is None:
             return None
         del self._running[host]
-        if failure_reason := reason_of(child_result, seconds + BURN_IN + CONNECT):
+        if failure_reason := describe_failure(child_result, seconds + BURN_IN + CONNECT):
             return self._unmade(host, failure_reason)
         try:
             burn_in_report = HostBurnIn.model_validate_json(child_result.tail.strip().splitlines()[-1])
@@ -449,11 +466,13 @@ class HostBurnIns:
             return self._unmade(host, "its report cannot be read")
         if burn_in_report.in_use:
             return self._unmade(host, burn_in_report.in_use)
-        return BurnInAnswer(found="; ".join(visible(found_text, 1000) for found_text in burn_in_report.found))
+        return BurnInAnswer(
+            found="; ".join(make_visible(found_text, 1000) for found_text in burn_in_report.found)
+        )
 
     def _unmade(self, host: str, reason: str) -> BurnInAnswer:
         self._next[host] = time.monotonic() + UNMADE_AGAIN
-        return BurnInAnswer(unmade=visible(reason, 400))
+        return BurnInAnswer(unmade=make_visible(reason, 400))
 
     def close(self) -> None:
         for running_child in self._running.values():

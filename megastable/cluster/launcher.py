@@ -21,12 +21,12 @@ from typing import Any, NoReturn
 import psutil
 
 from megastable.base.errors import ConfigError
-from megastable.base.text import visible
+from megastable.base.text import make_visible
 from megastable.cluster.child_process import TimedProbe
-from megastable.cluster.reach import Local, Reach, Srun, Ssh, allocated
-from megastable.config.supervise import redacted_override
+from megastable.cluster.reach import Local, Reach, Srun, Ssh, list_allocated_nodes
+from megastable.config.supervise import redact_override
 from megastable.run.directory import RunDirectory
-from megastable.run.rank_ipc import FLAG, mark
+from megastable.run.rank_ipc import FLAG, make_mark
 
 # Not the `deepspeed` script beside the interpreter: there is none if DeepSpeed is on PYTHONPATH.
 LAUNCHER = (sys.executable, "-m", "deepspeed.launcher.runner")
@@ -44,7 +44,7 @@ class TrainingCommand:
     module: str = MODULE
 
 
-def command(
+def build_attempt_command(
     run: RunDirectory,
     number: int,
     training: TrainingCommand,
@@ -61,14 +61,14 @@ def command(
         port: Where the ranks meet; one that is free here if not given.
     """
     # The ranks send no notifications: they need no password, and other users see their arguments.
-    redacted_overrides = [redacted_override(override_text) for override_text in training.overrides]
-    launcher_words = launcher(
+    redacted_overrides = [redact_override(override_text) for override_text in training.overrides]
+    launcher_words = build_launcher_command(
         training.module, training.recipe, redacted_overrides, [*placed, *training.given], port
     )
-    return [*launcher_words, f"run.dir={run.root}", f"{FLAG}={mark(run, number)}"]
+    return [*launcher_words, f"run.dir={run.root}", f"{FLAG}={make_mark(run, number)}"]
 
 
-def launcher(
+def build_launcher_command(
     module: str, recipe: str, overrides: Sequence[str], given: Sequence[str], port: int | None = None
 ) -> list[str]:
     """The deepspeed launcher of this interpreter, with a port of its own; given: further arguments for it."""
@@ -76,12 +76,12 @@ def launcher(
     ports = []
     # Free ports of another host are unknown here: the launcher's default.
     if not any(a.startswith("--master_port") for a in given) and (port is not None or not elsewhere):
-        ports = ["--master_port", str(free_port() if port is None else port)]
+        ports = ["--master_port", str(find_free_port() if port is None else port)]
     quiet = [] if any(a in ("--quiet", "-q") or a.startswith("--log_level") for a in given) else ["--quiet"]
     return [*LAUNCHER, *quiet, *ports, *given, "--module", module, recipe, *overrides]
 
 
-def free_port() -> int:
+def find_free_port() -> int:
     """A port that is free on this host now."""
     with socket.socket() as bound_socket:
         bound_socket.bind(("", 0))
@@ -113,15 +113,15 @@ class HostChoice:
         return isinstance(self.reach, Local) and self.reach.only is not None
 
 
-def placed(given: Sequence[str], environment: Mapping[str, str]) -> HostChoice:
+def choose_hosts(given: Sequence[str], environment: Mapping[str, str]) -> HostChoice:
     """Raises ConfigError for arguments that contradict each other, or a bad host file."""
     by_slurm = str(_parser().parse_known_args(list(given))[0].launcher).lower() == "slurm"
-    slurm_nodes = allocated(environment) if by_slurm else None
+    slurm_nodes = list_allocated_nodes(environment) if by_slurm else None
     if by_slurm and slurm_nodes is None:
         raise ConfigError(
             "--launcher slurm: there is no allocation (SLURM_JOB_NODELIST): use sbatch or salloc"
         )
-    launch_placement = placement(given, environment, slurm_nodes)
+    launch_placement = read_launch_placement(given, environment, slurm_nodes)
     slurm_gpus = environment.get("SLURM_GPUS_ON_NODE", "") if by_slurm else ""
     hosts = [_counted(host, slurm_gpus) for host in launch_placement.hosts]
     other_arguments = _how(given)
@@ -147,7 +147,7 @@ def _refuse_two_names_of_here(hosts: Sequence[HostSlots]) -> None:
     names = [host.name for host in hosts]
     own = {one.address for of in psutil.net_if_addrs().values() for one in of}
     # A name server that does not answer holds nobody up: what it would have known counts as other hosts.
-    known, _ = TimedProbe(lambda: [name for name in names if _leads_here(name, own)], RESOLVED).result()
+    known, _ = TimedProbe(lambda: [name for name in names if _leads_here(name, own)], RESOLVED).read_answer()
     here = [
         name for name in names
         if name in ("localhost", socket.gethostname(), *(known or ()))
@@ -192,7 +192,7 @@ def _how(given: Sequence[str]) -> list[str]:
     return parser.parse_known_args(list(given))[1]
 
 
-def interface(wanted: str | None, place: HostChoice) -> str:
+def choose_interface(wanted: str | None, place: HostChoice) -> str:
     """The address to listen on. wanted: supervise.interface. Raises ConfigError."""
     if wanted is not None:
         return _address(wanted)
@@ -210,7 +210,7 @@ def interface(wanted: str | None, place: HostChoice) -> str:
     for host_name in [] if place.by_themselves else host_names:
         if (unresolved_reason := _unresolved(host_name)) is not None:
             raise ConfigError(
-                f"host {visible(host_name, 100)}: its name leads to no address ({unresolved_reason}): correct it "
+                f"host {make_visible(host_name, 100)}: its name leads to no address ({unresolved_reason}): correct it "
                 "in the hostfile, or make it known here; if only ssh knows it, name the interface that all hosts "
                 "reach, supervise.interface=eth0"
             )
@@ -343,7 +343,7 @@ def _parser() -> _Parser:
     return parser
 
 
-def placement(
+def read_launch_placement(
     given: Sequence[str], environment: Mapping[str, str], allocated: Sequence[str] | None = None
 ) -> LaunchPlacement:
     """What the launcher's arguments `given` mean.
@@ -357,7 +357,8 @@ def placement(
     args, unknown = _parser().parse_known_args(list(given))
     if unknown or args.help:
         raise ConfigError(
-            f"arguments after --: {visible(unknown[0] if unknown else '--help')} is none of the deepspeed launcher's; "
+            f"arguments after --: {make_visible(unknown[0] if unknown else '--help')} is none of the deepspeed "
+            "launcher's; "
             "`deepspeed --help` has all of them"
         )
     filtered = bool(args.include or args.exclude)
@@ -416,12 +417,12 @@ def parse_hostfile(text: str, file: str) -> dict[str, int]:
         line_place, line_match = f"{file}, line {line_number}", ENTRY.search(line)
         if line_match is None:
             raise ConfigError(
-                f"{line_place}: {visible(line, 80)!r} is not `HOST slots=NUMBER`, e.g. node-01 slots=8"
+                f"{line_place}: {make_visible(line, 80)!r} is not `HOST slots=NUMBER`, e.g. node-01 slots=8"
             )
         host_name, slots = line_match.groups()
         if host_name in slots_by_host:
             raise ConfigError(
-                f"{line_place}: {visible(host_name)} is listed twice: write all its GPUs into one line"
+                f"{line_place}: {make_visible(host_name)} is listed twice: write all its GPUs into one line"
             )
         slots_by_host[host_name] = _few(int(slots), f"{line_place}: slots")
     if not slots_by_host:
@@ -463,19 +464,21 @@ def filter_hosts(
     for host_name, slots in _specified(filter_text, option_name).items():
         if host_name not in pool:
             raise ConfigError(
-                f"{option_name} {visible(filter_text)}: {visible(host_name)!r} is not in the hostfile"
+                f"{option_name} {make_visible(filter_text)}: {make_visible(host_name)!r} is not in the hostfile"
             )
         host_slots = pool[host_name]
         if missing_slots := [slot for slot in slots if host_slots and slot not in host_slots]:
             raise ConfigError(
-                f"{option_name} {visible(filter_text)}: {visible(host_name)} has slots 0 to {len(host_slots) - 1}, "
+                f"{option_name} {make_visible(filter_text)}: {make_visible(host_name)} has slots 0 to "
+                f"{len(host_slots) - 1}, "
                 f"not {missing_slots[0]}"
             )
         if include:
             filtered_slots[host_name] = slots or host_slots
         elif slots and not host_slots:
             raise ConfigError(
-                f"{option_name} {visible(filter_text)}: the slots of {visible(host_name)} are unknown: use --include"
+                f"{option_name} {make_visible(filter_text)}: the slots of {make_visible(host_name)} are unknown: "
+                "use --include"
             )
         elif slots and (slots_left := tuple(slot for slot in host_slots if slot not in slots)):
             filtered_slots[host_name] = slots_left
@@ -493,19 +496,20 @@ def _specified(text: str, option: str) -> dict[str, tuple[int, ...]]:
             slot_numbers = {int(slot) for slot in slots.split(",")} if colon else set[int]()
         except ValueError:
             raise ConfigError(
-                f"{option} {visible(text)}: {visible(host_part)!r} is not NAME or NAME:SLOT,SLOT, e.g. node-01:0,2"
+                f"{option} {make_visible(text)}: {make_visible(host_part)!r} is not NAME or NAME:SLOT,SLOT, e.g. "
+                "node-01:0,2"
             ) from None
         slots_by_host.setdefault(host_name, set()).update(slot_numbers)
     return {host_name: tuple(sorted(slot_numbers)) for host_name, slot_numbers in slots_by_host.items()}
 
 
-def lines(hosts: Sequence[HostSlots]) -> str:
+def format_hostfile(hosts: Sequence[HostSlots]) -> str:
     """A host file of them."""
     return "".join(f"{host.name} slots={max(host.slots) + 1}\n" for host in hosts)
 
 
-def include(hosts: Sequence[HostSlots]) -> list[str]:
-    """The launcher's arguments for those of them that do not use all slots of `lines`."""
+def build_include_arguments(hosts: Sequence[HostSlots]) -> list[str]:
+    """The launcher's arguments for those of them that do not use all slots of `format_hostfile`."""
     if all(host.slots == tuple(range(len(host.slots))) for host in hosts):
         return []
     return ["--include", "@".join(f"{host.name}:{','.join(map(str, host.slots))}" for host in hosts)]

@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megastable.base.process import install_command
-from megastable.base.text import plural, size, visible
+from megastable.base.text import count_noun, make_visible, show_size
 from megastable.cluster.host_survey import GpuState, HostReport
 
 Severity = Literal["refuse", "warn"]
@@ -113,7 +113,7 @@ def compare_reports(reports: Mapping[str, HostReport | str], wanted: Wanted) -> 
 
 
 def _unreached(reason: str) -> str:
-    failure_text = visible(reason, 400)
+    failure_text = make_visible(reason, 400)
     for failure_sign, remedy in (
         ("timed out", "is it up, and its name and port right?"),
         ("No route", "is it up, and on this network?"),
@@ -142,28 +142,28 @@ def _disks(report: HostReport, wanted: Wanted) -> Told:
         yield (
             "disk",
             "refuse",
-            f"free space of the run directory's disk: {visible(report.disk_free_unknown, 200)}",
+            f"free space of the run directory's disk: {make_visible(report.disk_free_unknown, 200)}",
         )
     elif checkpoint_bytes is not None and free_bytes < checkpoint_bytes:
         yield (
             "disk",
             "refuse",
-            f"{size(free_bytes)} free, and a checkpoint takes about {size(checkpoint_bytes)}: make room",
+            f"{show_size(free_bytes)} free, and a checkpoint takes about {show_size(checkpoint_bytes)}: make room",
         )
     elif free_bytes < (COPIES * checkpoint_bytes if checkpoint_bytes is not None else LITTLE_DISK):
         need_text = (
-            f"{COPIES} checkpoints take about {size(COPIES * checkpoint_bytes)}"
+            f"{COPIES} checkpoints take about {show_size(COPIES * checkpoint_bytes)}"
             if checkpoint_bytes is not None
             else "a run writes logs, too"
         )
-        yield "disk", "warn", f"{size(free_bytes)} free, and {need_text}: make room"
+        yield "disk", "warn", f"{show_size(free_bytes)} free, and {need_text}: make room"
     shm_bytes = report.shm_free
     if shm_bytes is None:
-        yield "shm", "warn", f"/dev/shm: {visible(report.shm_free_unknown, 200)}"
+        yield "shm", "warn", f"/dev/shm: {make_visible(report.shm_free_unknown, 200)}"
     elif shm_bytes < LITTLE_SHM:
         severity: Severity = "refuse" if shm_bytes < NO_SHM and not wanted.cpu else "warn"
         finding_text = (
-            f"/dev/shm has {size(shm_bytes)} free, and ranks of one host exchange through it: delete leftovers, "
+            f"/dev/shm has {show_size(shm_bytes)} free, and ranks of one host exchange through it: delete leftovers, "
             "or give the container more (docker --shm-size=1g, or an emptyDir of medium Memory)"
         )
         yield "shm", severity, finding_text
@@ -175,7 +175,7 @@ def _folder(report: HostReport, wanted: Wanted) -> Told:
         yield (
             "folder",
             "refuse",
-            f"run directory: {visible(report.folder_unknown, 200)}; its disk hangs or fails",
+            f"run directory: {make_visible(report.folder_unknown, 200)}; its disk hangs or fails",
         )
     elif not shared_folder.seen:
         yield "folder", "refuse", "the run directory is not there: mount the file system that all hosts share"
@@ -188,7 +188,7 @@ def _folder(report: HostReport, wanted: Wanted) -> Told:
         yield (
             "folder",
             "refuse",
-            f"the run directory cannot be written: {visible(shared_folder.why, 200) or 'unknown why'}",
+            f"the run directory cannot be written: {make_visible(shared_folder.why, 200) or 'unknown why'}",
         )
     elif shared_folder.seconds is not None and shared_folder.seconds > SLOW_WRITE:
         finding_text = (
@@ -205,18 +205,18 @@ def _gpus(report: HostReport, host: str, known: Mapping[str, HostReport], wanted
     if host_gpus is None:
         others_with_gpus = sum(1 for other_report in known.values() if other_report.gpus)
         if others_with_gpus:
-            finding_told = f"no GPU is seen ({visible(report.gpus_unknown, 200)})"
+            finding_told = f"no GPU is seen ({make_visible(report.gpus_unknown, 200)})"
             yield "gpus", "refuse", f"{finding_told}; {others_with_gpus} of {len(known)} hosts see theirs"
         elif wanted_slots:
             finding_told = (
-                f"no GPU is seen ({visible(report.gpus_unknown, 200)}): where there is none, training runs on the "
+                f"no GPU is seen ({make_visible(report.gpus_unknown, 200)}): where there is none, training runs on the "
                 "CPU; DS_ACCELERATOR=cpu says that it is meant"
             )
             yield "gpus", "warn", finding_told
         return
     if missing_slots := [slot for slot in wanted_slots if slot >= len(host_gpus)]:
         finding_told = (
-            f"has {plural(len(host_gpus), 'GPU')}, and slot {missing_slots[0]} is asked for: correct slots= in the "
+            f"has {count_noun(len(host_gpus), 'GPU')}, and slot {missing_slots[0]} is asked for: correct slots= in the "
             "hostfile, or find the GPU that is gone (nvidia-smi)"
         )
         yield "gpus", "refuse", finding_told
@@ -229,7 +229,8 @@ def _gpus(report: HostReport, host: str, known: Mapping[str, HostReport], wanted
 def _gpu(gpu: GpuState) -> Iterator[tuple[Severity, str]]:
     if gpu.ecc_uncorrected:
         finding_text = (
-            f"{plural(gpu.ecc_uncorrected, 'uncorrected ECC error')} since its driver started: reset it (nvidia-smi "
+            f"{count_noun(gpu.ecc_uncorrected, 'uncorrected ECC error')} since its driver started: reset it "
+            "(nvidia-smi "
             "--gpu-reset) or replace it"
         )
         yield "refuse", finding_text
@@ -240,37 +241,37 @@ def _gpu(gpu: GpuState) -> Iterator[tuple[Severity, str]]:
         else:
             yield "warn", f"Xid {xid_code} within a day, mostly an error of a program: see dmesg"
     if gpu.clocks_throttled:
-        throttle_reasons = visible(", ".join(gpu.clocks_throttled), 200)
+        throttle_reasons = make_visible(", ".join(gpu.clocks_throttled), 200)
         yield "warn", f"its clocks are held back ({throttle_reasons}): look at cooling and power"
     if gpu.memory and gpu.memory_used and gpu.memory_used > BUSY * gpu.memory:
-        used = f"{size(gpu.memory_used)} of {size(gpu.memory)}"
+        used = f"{show_size(gpu.memory_used)} of {show_size(gpu.memory)}"
         finding_text = f"{used} are in use: end what still runs there (see nvidia-smi)"
         yield "warn", finding_text
 
 
 def _unmeasured(report: HostReport) -> Told:
     if report.matmul is None and report.matmul_unknown:
-        yield "matmul", "refuse", f"a matrix product failed: {visible(report.matmul_unknown)}"
+        yield "matmul", "refuse", f"a matrix product failed: {make_visible(report.matmul_unknown)}"
     is_alone = (
         report.matmul is not None
         and not report.matmul.device.startswith("cpu")
         and len(report.matmul.each) == 1
     )
     if report.all_reduce is None and report.all_reduce_unknown and not is_alone:
-        yield "all_reduce", "refuse", f"an all-reduce failed: {visible(report.all_reduce_unknown)}"
+        yield "all_reduce", "refuse", f"an all-reduce failed: {make_visible(report.all_reduce_unknown)}"
 
 
 def _burn_in(report: HostReport) -> Told:
     if report.burn_in is None:
         if report.burn_in_unknown:
-            yield "burn_in", "refuse", f"no burn-in: {visible(report.burn_in_unknown)}"
+            yield "burn_in", "refuse", f"no burn-in: {make_visible(report.burn_in_unknown)}"
         return
     if report.burn_in.in_use:
-        yield "burn_in", "refuse", f"no burn-in, {visible(report.burn_in.in_use, 400)}: end them first"
+        yield "burn_in", "refuse", f"no burn-in, {make_visible(report.burn_in.in_use, 400)}: end them first"
     if report.burn_in.undiagnosed:
-        yield "burn_in", "warn", f"dcgmi diag told nothing: {visible(report.burn_in.undiagnosed, 400)}"
+        yield "burn_in", "warn", f"dcgmi diag told nothing: {make_visible(report.burn_in.undiagnosed, 400)}"
     for found_text in report.burn_in.found:
-        yield "burn_in", "refuse", visible(found_text, 1000)
+        yield "burn_in", "refuse", make_visible(found_text, 1000)
 
 
 # Hosts among each other
@@ -287,8 +288,8 @@ def _different(values: Mapping[str, str | None]) -> Iterator[tuple[str, str, str
     most = counts.most_common(1)[0][0]  # of equally many the first
     for host, value in values.items():
         if value != most:
-            mine, others = (visible(v, 100) if v is not None else "none" for v in (value, most))
-            yield host, mine, f"{counts[most]} of {plural(len(values), 'host')} have {others}"
+            mine, others = (make_visible(v, 100) if v is not None else "none" for v in (value, most))
+            yield host, mine, f"{counts[most]} of {count_noun(len(values), 'host')} have {others}"
 
 
 def _twice(known: Mapping[str, HostReport]) -> Between:
@@ -296,7 +297,7 @@ def _twice(known: Mapping[str, HostReport]) -> Between:
     for host, report in known.items():
         if report.machine and (first_host := host_by_machine.setdefault(report.machine, host)) != host:
             finding_text = (
-                f"is the same host as {visible(first_host)}: name it once, with all its GPUs in one line"
+                f"is the same host as {make_visible(first_host)}: name it once, with all its GPUs in one line"
             )
             yield host, "reached", "refuse", finding_text
 
@@ -304,13 +305,18 @@ def _twice(known: Mapping[str, HostReport]) -> Between:
 def _code(known: Mapping[str, HostReport]) -> Between:
     for host, report in known.items():
         if report.code is None:
-            yield host, "code", "warn", f"the code could not be read: {visible(report.code_unknown, 200)}"
+            yield (
+                host,
+                "code",
+                "warn",
+                f"the code could not be read: {make_visible(report.code_unknown, 200)}",
+            )
     readable_reports = {host: report for host, report in known.items() if report.code is not None}
     for host, own_hash, others_text in _different(
         {host: str(report.code)[:12] for host, report in readable_reports.items()}
     ):
         commit = readable_reports[host].commit
-        commit_text = f" (commit {visible(commit[:12])})" if commit else ""
+        commit_text = f" (commit {make_visible(commit[:12])})" if commit else ""
         yield (
             host,
             "code",
@@ -324,20 +330,20 @@ def _versions(known: Mapping[str, HostReport]) -> Between:
         yield host, "versions", "warn", f"Python {mine}; {others}: install the same"
     installed = {host: report for host, report in known.items() if report.packages is not None}
     for host in known.keys() - installed.keys():
-        why = visible(known[host].packages_unknown, 200)
+        why = make_visible(known[host].packages_unknown, 200)
         yield host, "versions", "warn", f"installed packages could not be read: {why}"
     for name in sorted({name for report in installed.values() for name in report.packages or {}}):
         severity: Severity = "refuse" if name in DECISIVE else "warn"
         values = {host: (report.packages or {}).get(name) for host, report in installed.items()}
         for host, mine, others in _different(values):
-            yield host, "versions", severity, f"{visible(name, 60)} {mine}; {others}: install the same"
+            yield host, "versions", severity, f"{make_visible(name, 60)} {mine}; {others}: install the same"
 
 
 def _variables(known: Mapping[str, HostReport]) -> Between:
     for variable_name in sorted({name for report in known.values() for name in report.variables}):
         values = {host: report.variables.get(variable_name) for host, report in known.items()}
         for host, own_value, others_text in _different(values):
-            difference = f"{visible(variable_name, 60)}={own_value}; {others_text}"
+            difference = f"{make_visible(variable_name, 60)}={own_value}; {others_text}"
             finding_text = f"{difference}: set it alike (.deepspeed_env is for every host)"
             yield host, "variables", "warn", finding_text
 
@@ -382,7 +388,7 @@ def _products(known: Mapping[str, HostReport]) -> Between:
             )
     for (kind, _), kind_rates in rates_by_kind.items():
         for (host, device), severity, finding_text in _slow(kind_rates, "TFLOP/s", kind == "cpu"):
-            yield host, "matmul", severity, f"matrix products on {visible(device, 20)}: {finding_text}"
+            yield host, "matmul", severity, f"matrix products on {make_visible(device, 20)}: {finding_text}"
 
 
 def _exchanges(known: Mapping[str, HostReport]) -> Between:
@@ -454,14 +460,18 @@ def tabulate_reports(
     host_table = Table("host", *(HEADS[check] for check in checks), box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     host_table.columns[0].overflow = "fold"
     for host in shown_hosts[:MOST]:
-        report, host_text = reports[host], Text(visible(host, 60))
+        report, host_text = reports[host], Text(make_visible(host, 60))
         if isinstance(report, str):
             host_table.add_row(host_text, Text("!", style=COLOURS["refuse"]), *["-"] * (len(checks) - 1))
         else:
             row_cells = [_cell(_value(report, check), worst_severity.get((host, check))) for check in checks]
             host_table.add_row(host_text, *row_cells)
     hidden_count = len(reports) - len(shown_hosts[:MOST])
-    return Group(host_table, Text(f"and {plural(hidden_count, 'more host')}")) if hidden_count else host_table
+    return (
+        Group(host_table, Text(f"and {count_noun(hidden_count, 'more host')}"))
+        if hidden_count
+        else host_table
+    )
 
 
 def describe_findings(findings: Sequence[HostFinding]) -> Iterator[Text]:
@@ -470,8 +480,8 @@ def describe_findings(findings: Sequence[HostFinding]) -> Iterator[Text]:
     for host_finding in findings:
         hosts_by_text.setdefault((host_finding.severity, host_finding.text), []).append(host_finding.host)
     for (severity, finding_text), hosts in sorted(hosts_by_text.items(), key=lambda item: item[0][0]):
-        host_names = ", ".join(visible(host, 60) for host in hosts[:NAMED])
-        more_text = f" and {plural(len(hosts) - NAMED, 'more host')}" if len(hosts) > NAMED else ""
+        host_names = ", ".join(make_visible(host, 60) for host in hosts[:NAMED])
+        more_text = f" and {count_noun(len(hosts) - NAMED, 'more host')}" if len(hosts) > NAMED else ""
         yield Text.assemble(
             ("REFUSED" if severity == "refuse" else "warning", COLOURS[severity]),
             f" {host_names}{more_text}: {finding_text}",
@@ -483,7 +493,7 @@ def summarize_findings(hosts: int, findings: Sequence[HostFinding]) -> str:
     warned_hosts = {host_finding.host for host_finding in findings} - refused_hosts
     summary_parts = [f"{len(refused_hosts):,} refused"] if refused_hosts else []
     summary_parts += [f"{len(warned_hosts):,} with warnings"] if warned_hosts else []
-    return f"{plural(hosts, 'host')} checked: {', '.join(summary_parts) or 'nothing found'}"
+    return f"{count_noun(hosts, 'host')} checked: {', '.join(summary_parts) or 'nothing found'}"
 
 
 def _cell(value: str, severity: Severity | None) -> Text:
@@ -494,9 +504,9 @@ def _cell(value: str, severity: Severity | None) -> Text:
 
 def _value(report: HostReport, check: Check) -> str:
     if check == "disk":
-        return size(report.disk_free)
+        return show_size(report.disk_free)
     if check == "shm":
-        return size(report.shm_free)
+        return show_size(report.shm_free)
     if check == "folder":
         write_seconds = None if report.folder is None else report.folder.seconds
         return "-" if write_seconds is None else f"{write_seconds * 1000:.0f} ms"
@@ -507,5 +517,5 @@ def _value(report: HostReport, check: Check) -> str:
     if check == "all_reduce":
         return "-" if report.all_reduce is None else f"{report.all_reduce.gb_per_second:.3g}"
     if check == "burn_in":
-        return "-" if report.burn_in is None else plural(report.burn_in.runs, "run")
+        return "-" if report.burn_in is None else count_noun(report.burn_in.runs, "run")
     return "ok"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from megastable.base.errors import ConfigError
-from megastable.base.text import visible
+from megastable.base.text import make_visible
 from megastable.cluster import slurm
 from megastable.cluster.child_process import LOOK, ChildProcess, ChildResult
 
@@ -30,7 +30,7 @@ class Reach(Protocol):
 
     detached: bool
 
-    def words(self, host: str, command: Sequence[str]) -> list[str]:
+    def build_command(self, host: str, command: Sequence[str]) -> list[str]:
         """The command of this host that does. Raises ConfigError if there is no way to that host."""
 
 
@@ -41,7 +41,7 @@ class Ssh:
     port: int | None = None
     detached = True
 
-    def words(self, host: str, command: Sequence[str]) -> list[str]:
+    def build_command(self, host: str, command: Sequence[str]) -> list[str]:
         port_words = [] if self.port is None else ["-p", str(self.port)]
         ssh_options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT}"]
         # `--`: a name of the hostfile must not be an option.
@@ -54,8 +54,8 @@ class Srun:
 
     detached = False  # Slurm ends what outlives its step
 
-    def words(self, host: str, command: Sequence[str]) -> list[str]:
-        return [*slurm.agent_command(host, os.environ), "sh", "-c", in_this_folder(command)]
+    def build_command(self, host: str, command: Sequence[str]) -> list[str]:
+        return [*slurm.build_agent_command(host, os.environ), "sh", "-c", in_this_folder(command)]
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Local:
     only: str | None = None
     detached = True
 
-    def words(self, host: str, command: Sequence[str]) -> list[str]:
+    def build_command(self, host: str, command: Sequence[str]) -> list[str]:
         if self.only is not None and host != self.only:
             raise ConfigError(f"{host} cannot be reached from here (--no_ssh)")
         return ["sh", "-c", in_this_folder(command)]
@@ -91,12 +91,12 @@ def in_this_folder(command: Sequence[str]) -> str:
     return f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(env_words)}"
 
 
-def python(module: str, *arguments: str) -> list[str]:
+def build_python_command(module: str, *arguments: str) -> list[str]:
     """A module of ours, by the interpreter that runs here."""
     return [sys.executable, "-m", module, *arguments]
 
 
-def run_on(
+def run_on_hosts(
     hosts: Iterable[str], reach: Reach, command: Sequence[str], seconds: float,
     *, at_once: int = AT_ONCE, told: Callable[[str, HostAnswer], None] | None = None,
     hurry: Callable[[], bool] = lambda: False,
@@ -122,13 +122,13 @@ def run_on(
             while waiting and len(running) < at_once:
                 host = waiting.popleft()
                 try:
-                    running[host] = ChildProcess(reach.words(host, command), seconds, kept=KEPT)
+                    running[host] = ChildProcess(reach.build_command(host, command), seconds, kept=KEPT)
                 except (OSError, ValueError) as error:
                     settle(host, "", f"could not be started: {error}")
             ended = {host: result for host, one in running.items() if (result := one.poll()) is not None}
             for host, result in ended.items():
                 del running[host]
-                settle(host, result.tail, reason_of(result, seconds))
+                settle(host, result.tail, describe_failure(result, seconds))
             if running and not ended:
                 time.sleep(LOOK)
     finally:
@@ -138,12 +138,12 @@ def run_on(
     return {host: found[host] for host in names}
 
 
-def reason_of(result: ChildResult, seconds: float) -> str | None:
+def describe_failure(result: ChildResult, seconds: float) -> str | None:
     """Why a command did not end well; None if it did."""
     if result.code == 0:
         return None
     output_lines = [line.strip() for line in result.tail.splitlines() if line.strip()]
-    last_line = visible(output_lines[-1] if output_lines else "", LONGEST)
+    last_line = make_visible(output_lines[-1] if output_lines else "", LONGEST)
     if result.code is None:
         return f"no answer within {seconds:.0f} s" + (f": {last_line}" if last_line else "")
     if result.code == SSH_FAILED and last_line:
@@ -151,7 +151,7 @@ def reason_of(result: ChildResult, seconds: float) -> str | None:
     return f"exit code {result.code}" + (f": {last_line}" if last_line else "")
 
 
-def allocated(environment: Mapping[str, str]) -> list[str] | None:
+def list_allocated_nodes(environment: Mapping[str, str]) -> list[str] | None:
     """The nodes of this Slurm allocation; None outside of one. Raises ConfigError."""
     node_list = environment.get("SLURM_JOB_NODELIST")
     if not node_list:
@@ -162,6 +162,7 @@ def allocated(environment: Mapping[str, str]) -> list[str] | None:
         raise ConfigError(f"SLURM_JOB_NODELIST={node_list}: scontrol could not be started: {error}") from None
     if child_result.code != 0:
         raise ConfigError(
-            f"SLURM_JOB_NODELIST={node_list}: scontrol show hostnames failed: {visible(child_result.tail, LONGEST)}"
+            f"SLURM_JOB_NODELIST={node_list}: scontrol show hostnames failed: "
+            f"{make_visible(child_result.tail, LONGEST)}"
         )
     return child_result.tail.split()

@@ -64,12 +64,12 @@ class JobEnd:
     excluded: str | None = None
 
 
-def facts(line: str) -> dict[str, str]:
+def parse_job_facts(line: str) -> dict[str, str]:
     """What `scontrol show job --oneliner` printed, by its names."""
     return {match[1]: match[2] for match in FACT.finditer(line.strip())}
 
 
-def verdict(code: int, job: Mapping[str, str], gone: Sequence[str] = ()) -> JobEnd:
+def judge_job_end(code: int, job: Mapping[str, str], gone: Sequence[str] = ()) -> JobEnd:
     """What becomes of a job whose supervisor ended with `code`.
 
     job: its facts. gone: hosts to leave out from now on, beside those that the job was told to leave out before.
@@ -103,7 +103,7 @@ def hours_left(environment: Mapping[str, str], job: Mapping[str, str], now: floa
     return max(0.0, seconds_left - min(MARGIN_SECONDS, seconds_left / 10)) / 3600
 
 
-def agent_command(host: str, environment: Mapping[str, str]) -> list[str]:
+def build_agent_command(host: str, environment: Mapping[str, str]) -> list[str]:
     """The words before an agent's own that start it on `host`, in a step of its own. environment: of the batch script.
 
     So that agents start again one by one, and a lost node or a failed agent takes no other with it. The step shares all
@@ -117,7 +117,7 @@ def agent_command(host: str, environment: Mapping[str, str]) -> list[str]:
     ]  # fmt: skip
 
 
-def for_launcher(environment: Mapping[str, str]) -> dict[str, str]:
+def strip_step_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """The environment in which an agent starts the launcher: without the variables of its own step."""
     return {name: value for name, value in environment.items() if not STEP_VARIABLES.fullmatch(name)}
 
@@ -126,22 +126,24 @@ RUN = "run.dir="
 STEP_SECONDS = 60.0  # after which a host on which no step has started counts as gone
 
 
-def limit(environment: Mapping[str, str]) -> str:
+def build_limit_override(environment: Mapping[str, str]) -> str:
     """An override that ends the run before the job's time limit; empty without one."""
     left_hours = hours_left(environment, _job(environment), time.time())
     return "" if left_hours is None else f"run.max_hours={left_hours:.4f}"
 
 
-def ended(code: int, gone: list[str], environment: Mapping[str, str], runs: Sequence[Path] = ()) -> None:
+def end_job(code: int, gone: list[str], environment: Mapping[str, str], runs: Sequence[Path] = ()) -> None:
     """Requeues the job if its supervisor's exit code says so. runs: the run directory, if it is known."""
     # Slurm ends a job that it requeues, and us with it, KillWait (30 s by default) after SIGTERM.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     job_number, job_facts = _number(environment), _job(environment)
     if code == HOST_GONE:
         gone = _gone(
-            [*gone, *(host for run_folder in runs for host in blamed(run_folder))], job_facts, environment
+            [*gone, *(host for run_folder in runs for host in list_blamed_hosts(run_folder))],
+            job_facts,
+            environment,
         )
-    job_end = verdict(code, job_facts, gone)
+    job_end = judge_job_end(code, job_facts, gone)
     print(f"exit code {code}: {job_end.why}", flush=True)
     if not job_end.requeue:
         return
@@ -155,12 +157,12 @@ def ended(code: int, gone: list[str], environment: Mapping[str, str], runs: Sequ
         print(f"{error}. `sbatch` the same command again to go on", flush=True)
 
 
-def blamed(run: Path) -> list[str]:
+def list_blamed_hosts(run: Path) -> list[str]:
     """The host that failed again and again, for which a run's supervisor has ended. It answers as others do: only the
     journal knows it. None if that cannot be read."""
     failed_host, blamed_hosts = None, list[str]()
     try:
-        for event in RunDirectory(run).events(Ended, SupervisorEvent):
+        for event in RunDirectory(run).iterate_events(Ended, SupervisorEvent):
             if isinstance(event, Ended):
                 failed_host = event.get("host")
             else:
@@ -186,14 +188,14 @@ def _number(environment: Mapping[str, str]) -> str:
 
 
 def _job(environment: Mapping[str, str]) -> dict[str, str]:
-    return facts(_scontrol("show", "job", "--oneliner", _number(environment)))
+    return parse_job_facts(_scontrol("show", "job", "--oneliner", _number(environment)))
 
 
 def _gone(named: list[str], job: Mapping[str, str], environment: Mapping[str, str]) -> list[str]:
     """Hosts that Slurm takes for fine, and that were named, start no step, or do not see this directory."""
 
     def answers(host: str) -> bool:
-        step_words = [*agent_command(host, environment), "test", "-d", str(Path.cwd())]
+        step_words = [*build_agent_command(host, environment), "test", "-d", str(Path.cwd())]
         try:
             return subprocess.run(step_words, capture_output=True, timeout=STEP_SECONDS).returncode == 0
         except subprocess.TimeoutExpired:
@@ -220,11 +222,11 @@ def main(arguments: list[str]) -> int:
     """The exit code."""
     match arguments:
         case ["limit"]:
-            print(limit(os.environ))
+            print(build_limit_override(os.environ))
             return 0
         case ["ended", code, *rest] if code.isdecimal():
             runs = [Path(word.removeprefix(RUN)) for word in rest if word.startswith(RUN)]
-            ended(int(code), [word for word in rest if not word.startswith(RUN)], os.environ, runs)
+            end_job(int(code), [word for word in rest if not word.startswith(RUN)], os.environ, runs)
             return int(code)
     print(__doc__, file=sys.stderr)
     return BAD_INPUT

@@ -26,10 +26,10 @@ from megastable.run.wire import (
     Lines,
     Message,
     WireError,
-    encoded,
-    nonce,
-    prepare,
-    proof,
+    encode_message,
+    make_nonce,
+    make_proof,
+    prepare_socket,
 )
 
 GREETED = 10.0  # seconds for a peer to prove that it knows the token
@@ -109,7 +109,7 @@ class Store:
             self._server = server_future.result()
             port = int(self._server.sockets[0].getsockname()[1])
             self.address = Address(host=self.interface, port=port, token=self.token)
-            self.address.write(self.run.store)
+            self.address.write_file(self.run.store)
         except OSError as error:
             self.__exit__()
             raise ConfigError(
@@ -131,7 +131,7 @@ class Store:
             connection.transport.close()
         await asyncio.sleep(0)  # the transports close in the next turn of the loop
 
-    def begin(self, attempt: int) -> None:
+    def begin_attempt(self, attempt: int) -> None:
         """A new attempt begins: forget the ranks of older ones, and tell those that still speak to end."""
         asyncio.run_coroutine_threadsafe(self._begin(attempt), self._loop).result()
 
@@ -139,20 +139,20 @@ class Store:
         self.attempt, self.ranks = attempt, {}
         for connection in self._connections:
             if connection.rank is not None:
-                connection.say({"attempt": attempt})
-                self.meet(connection.rank)
+                connection.write_message({"attempt": attempt})
+                self.add_rank(connection.rank)
 
-    def meet(self, rank: Heard) -> None:
+    def add_rank(self, rank: Heard) -> None:
         """In the store's thread: a rank has connected, or its attempt has begun for us."""
         if rank.attempt == self.attempt:
             self.ranks[rank.rank] = rank
 
-    def send(self, name: str, message: Message) -> bool:
+    def send_to_agent(self, name: str, message: Message) -> bool:
         """Send to the agent of a host; False if it is not connected. That it was sent does not mean that it arrived."""
         agent_link = self.agents.get(name)
         if agent_link is None or agent_link.closed is not None:
             return False
-        self._loop.call_soon_threadsafe(agent_link.connection.say, message)
+        self._loop.call_soon_threadsafe(agent_link.connection.write_message, message)
         return True
 
 
@@ -162,29 +162,29 @@ class _Connection(asyncio.Protocol):
     def __init__(self, store: Store) -> None:
         self.store = store
         self.lines = Lines(GREETING)
-        self.nonce = nonce()
+        self.nonce = make_nonce()
         self.greeted = False
         self.rank: Heard | None = None
         self.agent: AgentLink | None = None
 
     def connection_made(self, transport: Any) -> None:
         self.transport = transport
-        prepare(transport.get_extra_info("socket"))
+        prepare_socket(transport.get_extra_info("socket"))
         self.store._connections.add(self)
-        self.say({"nonce": self.nonce})
+        self.write_message({"nonce": self.nonce})
         self.limit = asyncio.get_running_loop().call_later(GREETED, self._expire)
 
     def _expire(self) -> None:
         if not self.greeted:
             self.transport.abort()
 
-    def say(self, message: Message) -> None:
+    def write_message(self, message: Message) -> None:
         if not self.transport.is_closing():
-            self.transport.write(encoded(message))
+            self.transport.write(encode_message(message))
 
     def data_received(self, data: bytes) -> None:
         try:
-            for message in self.lines.feed(data):
+            for message in self.lines.feed_bytes(data):
                 if self.greeted:
                     self._hear(message)
                 else:
@@ -195,7 +195,7 @@ class _Connection(asyncio.Protocol):
     def _greet(self, hello: Message) -> None:
         peer_nonce = str(hello["nonce"])
         if not hmac.compare_digest(
-            str(hello.get("proof")), proof(self.store.token, "client", peer_nonce, self.nonce)
+            str(hello.get("proof")), make_proof(self.store.token, "client", peer_nonce, self.nonce)
         ):
             raise WireError("a peer that does not know the token")
         self.greeted, self.lines.longest = True, LONGEST
@@ -204,7 +204,7 @@ class _Connection(asyncio.Protocol):
             self.rank = Heard(
                 int(hello["rank"]), int(hello["attempt"]), str(hello["host"]), int(hello["pid"]), now
             )
-            self.store.meet(self.rank)
+            self.store.add_rank(self.rank)
         else:
             self.agent = AgentLink(
                 str(hello["name"]), hello, str(self.transport.get_extra_info("peername")[0]), now,
@@ -214,8 +214,8 @@ class _Connection(asyncio.Protocol):
             if link_before is not None and link_before.closed is None:
                 link_before.connection.transport.abort()  # the same host again: the old connection is a dead one
             self.store.agents[self.agent.name] = self.agent
-        server_proof = proof(self.store.token, "server", self.nonce, peer_nonce)
-        self.say({"proof": server_proof, "attempt": self.store.attempt})
+        server_proof = make_proof(self.store.token, "server", self.nonce, peer_nonce)
+        self.write_message({"proof": server_proof, "attempt": self.store.attempt})
 
     def _hear(self, message: Message) -> None:
         now = time.monotonic()

@@ -25,10 +25,10 @@ from megastable.base import free_memory
 from megastable.base.errors import ConfigError
 from megastable.cluster.fleet import Attempt, Fate, Fleet, KernelView
 from megastable.cluster.gpu_health import NO_DRIVER, read_gpus
-from megastable.cluster.launcher import TrainingCommand, command
+from megastable.cluster.launcher import TrainingCommand, build_attempt_command
 from megastable.run.directory import RunDirectory
 from megastable.run.machine_state import HostReading, host_reading
-from megastable.run.rank_ipc import FLAG, log_of, mark
+from megastable.run.rank_ipc import FLAG, log_of, make_mark
 
 STOPPED = "stopped by a signal"  # of a rank's state
 SCAN = 2.0  # seconds between two scans of all processes of the host
@@ -54,7 +54,7 @@ class LocalAttempt:
         self.code: int | None = None
 
     @classmethod
-    def start(
+    def start_launcher(
         cls,
         run: RunDirectory,
         number: int,
@@ -76,14 +76,14 @@ class LocalAttempt:
         return cls(run, number, launcher)
 
     @classmethod
-    def found(cls, run: RunDirectory) -> LocalAttempt | None:
+    def find_running(cls, run: RunDirectory) -> LocalAttempt | None:
         """The newest attempt that runs here already; older ones are killed."""
-        running_attempts = alive_here(run)
+        running_attempts = list_attempts_here(run)
         for attempt_number in running_attempts[:-1]:
-            cls(run, attempt_number).end()
+            cls(run, attempt_number).kill_all()
         return cls(run, running_attempts[-1]) if running_attempts else None
 
-    def look(self) -> bool:
+    def poll_processes(self) -> bool:
         """Whether anything of it runs here. Poll often: how a rank ended is known only until its parent reaps it."""
         if self._launcher is not None:
             self.code = self._launcher.poll()
@@ -103,10 +103,10 @@ class LocalAttempt:
         self._ranks |= {process.pid: rank for rank, process in process_by_rank.items()}
         return process_by_rank
 
-    def witness(self) -> tuple[str, Path]:
+    def find_failed_log(self) -> tuple[str, Path]:
         return self.host, log_of(self.run, self.number)
 
-    def end(self) -> None:
+    def kill_all(self) -> None:
         if self._launcher is not None:
             self.code = self._launcher.poll()  # after the kill it would only say so
         for _ in range(100):
@@ -121,21 +121,21 @@ class LocalAttempt:
         if self._launcher is not None:
             self._launcher.wait()
 
-    def states(self) -> dict[int, KernelView]:
+    def read_kernel_views(self) -> dict[int, KernelView]:
         return {rank: KernelView(None, _describe(process)) for rank, process in self._scan().items()}
 
     def _processes(self) -> list[psutil.Process]:
         return [process for process, attempt_number in _marked(self.run) if attempt_number == self.number]
 
 
-def alive_here(run: RunDirectory) -> list[int]:
+def list_attempts_here(run: RunDirectory) -> list[int]:
     """The attempts of which processes run on this host, the oldest first."""
     return sorted({attempt_number for _, attempt_number in _marked(run)})
 
 
 def _marked(run: RunDirectory) -> Iterator[tuple[psutil.Process, int]]:
     """Processes of this host whose arguments carry the mark of an attempt of `run`."""
-    own_mark = mark(run, 0).partition("@")[2]
+    own_mark = make_mark(run, 0).partition("@")[2]
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
             for argument in process.cmdline():  # empty for a zombie
@@ -205,7 +205,7 @@ class HostWatch:
         self._latest: HostReading | None = None
         self._thread: threading.Thread | None = None
 
-    def latest(self) -> HostReading | None:
+    def latest_reading(self) -> HostReading | None:
         """The newest reading; None until there is one. Returns at once."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._follow, name="host watch", daemon=True)
@@ -213,7 +213,9 @@ class HostWatch:
         return self._latest
 
     def _read(self, gpus: Sequence[Mapping[str, Any]], why: str) -> HostReading:
-        return host_reading(free_memory.total(), free_memory.free(), os.getloadavg()[0], gpus, why)
+        return host_reading(
+            free_memory.total_bytes(), free_memory.free_bytes(), os.getloadavg()[0], gpus, why
+        )
 
     def _follow(self) -> None:
         pause_event = threading.Event()
@@ -242,16 +244,16 @@ class Here(Fleet):
         self.names = [socket.gethostname()]
         self.watch = HostWatch()
 
-    def found(self, names: Sequence[str]) -> Attempt | None:
-        return LocalAttempt.found(self.run)
+    def find_running_attempt(self, names: Sequence[str]) -> Attempt | None:
+        return LocalAttempt.find_running(self.run)
 
-    def left(self, number: int, names: Sequence[str]) -> Attempt:
+    def find_ended_attempt(self, number: int, names: Sequence[str]) -> Attempt:
         return LocalAttempt(self.run, number)
 
-    def start(self, number: int, names: Sequence[str]) -> Attempt:
-        launcher_words = command(self.run, number, self.training)
-        return LocalAttempt.start(self.run, number, launcher_words, log_of(self.run, number))
+    def start_attempt(self, number: int, names: Sequence[str]) -> Attempt:
+        launcher_words = build_attempt_command(self.run, number, self.training)
+        return LocalAttempt.start_launcher(self.run, number, launcher_words, log_of(self.run, number))
 
-    def readings(self) -> Mapping[str, HostReading]:
-        host_reading = self.watch.latest()
+    def latest_readings(self) -> Mapping[str, HostReading]:
+        host_reading = self.watch.latest_reading()
         return {} if host_reading is None else {self.names[0]: host_reading}

@@ -104,7 +104,7 @@ class App(typer.Typer):
         )
         self.examples: list[str] = []  # one per command, for the group's own help
 
-    def add(
+    def add_command(
         self,
         name: str | None = None,
         *,

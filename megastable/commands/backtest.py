@@ -23,7 +23,7 @@ EVERY = 100  # steps between updates of the progress bar
 app = App()
 
 
-@app.add(
+@app.add_command(
     examples="""
     megastable backtest runs/quickstart
     megastable backtest trace.csv --output out.json --plot out.png
@@ -45,8 +45,8 @@ def backtest(
 
     JSON: every step as {step, verdict, action, reason, reset}.
     """
-    from megastable.base.progress_bar import bar
-    from megastable_guard.guard import simulate
+    from megastable.base.progress_bar import show_bar
+    from megastable_guard.guard import simulate_guard
 
     given_overrides = overrides or []
     if foreign_keys := [
@@ -59,9 +59,9 @@ def backtest(
             f"stability.enabled=false: nothing would be decided; say stability.enabled=true to try {source}"
         )
     judged_steps = []
-    with bar("replaying", len(recorded_steps), as_json, "steps") as progress:
+    with show_bar("replaying", len(recorded_steps), as_json, "steps") as progress:
         snapshot_config = config.snapshots
-        for step in simulate(
+        for step in simulate_guard(
             recorded_steps, config, fp8, interval=snapshot_config.interval, keep=snapshot_config.keep
         ):
             judged_steps.append(step)
@@ -79,26 +79,26 @@ def backtest(
 def _config(source: Path, overrides: list[str]) -> tuple[StabilityConfig, bool]:
     """The run's thresholds, or the defaults, with the overrides; and whether it computed in FP8."""
     from megastable.config import recipe
-    from megastable.config.recipe import override
+    from megastable.config.recipe import override_key
 
     if source.is_dir():
-        config = recipe.load(source / "recipe.yaml", overrides)
+        config = recipe.load_recipe(source / "recipe.yaml", overrides)
         return config.stability, config.precision.fp8 is not None
     config_tree: dict[str, Any] = {}
     for assignment in overrides:
-        override(config_tree, assignment)
-    return recipe.validate(config_tree, "the overrides").stability, False
+        override_key(config_tree, assignment)
+    return recipe.validate_tree(config_tree, "the overrides").stability, False
 
 
 def _read(source: Path) -> list[Recorded]:
-    from megastable.report.traces import read_trace
+    from megastable.report.traces import read_csv_trace
     from megastable.run import records
     from megastable_guard.guard import Recorded
 
     if not source.is_dir():
-        return read_trace(source, lambda line: typer.echo(line, err=True))
+        return read_csv_trace(source, lambda line: typer.echo(line, err=True))
     # As first met: a step repeated after a rewind looks harmless the second time.
-    record_rows = records.read(source / "steps", newest=False).to_pylist()
+    record_rows = records.read_newest_records(source / "steps", newest=False).to_pylist()
     if not record_rows:
         raise DataError(
             f"{source}: no step records in {source / 'steps'}: give a run directory, or a CSV file"
@@ -116,12 +116,12 @@ def _show(source: Path, judged: list[BacktestDecision]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from megastable.report.traces import episodes
+    from megastable.report.traces import list_episodes
     from megastable_guard.actions import Action
 
     console = Console(markup=False, emoji=False, highlight=False)
     episode_table = Table("steps", "verdict", "action", "reason", title=str(source), title_justify="left")
-    for first_step, last_step, count in episodes(judged):
+    for first_step, last_step, count in list_episodes(judged):
         steps = str(first_step.step) if count == 1 else f"{first_step.step}-{last_step}"
         episode_table.add_row(
             steps, first_step.verdict, "reset" if first_step.reset else first_step.action, first_step.reason

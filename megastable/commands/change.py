@@ -18,7 +18,7 @@ app = App()
 PATIENCE = 60.0  # seconds to wait for the run's answer
 
 
-@app.add(
+@app.add_command(
     examples="""
     megastable change runs/7b optimizer.lr=2e-4 --reason "the loss swings since step 41000"
     megastable change runs/7b optimizer.clip=0.5 model.z_loss=1e-4 --reason "large logits" --until 42000
@@ -46,10 +46,10 @@ def change(
     """Change settings of a run that trains, such as its learning rate; the journal says who, why, what came."""
     from megastable.base.errors import ConfigError, DataError
     from megastable.base.process import login_name
-    from megastable.config.recipe import load
+    from megastable.config.recipe import load_recipe
     from megastable.run import changes
     from megastable.run.directory import RunDirectory, read_object
-    from megastable.run.events.event import whole
+    from megastable.run.events.event import read_whole
     from megastable.run.events.people_events import ChangeMade, ChangeRefused
     from megastable.run.events.reading import Follower
     from megastable.supervise.locks import nobody_works
@@ -61,14 +61,14 @@ def change(
         )
     if not reason:
         raise ConfigError("--reason is empty: say why, for those who read the record")
-    recipe, values = load(run_directory.recipe), changes.parse_values(settings)
-    step = whole(read_object(run_directory.progress).get("step")) or 0
+    recipe, values = load_recipe(run_directory.recipe), changes.parse_values(settings)
+    step = read_whole(read_object(run_directory.progress).get("step")) or 0
     request = changes.ChangeRequest(id="", time=0.0, reason=reason, values=values, until=until)
     journal = Follower(run_directory.journal)
-    changes_made = [event for event in journal.stream() if isinstance(event, ChangeMade)]
+    changes_made = [event for event in journal.stream_events() if isinstance(event, ChangeMade)]
     if journal.problem:
         raise DataError(journal.problem)
-    refusal_event = changes.answer(request, recipe, changes_made, step, None)
+    refusal_event = changes.answer_request(request, recipe, changes_made, step, None)
     if isinstance(refusal_event, ChangeRefused):
         raise ConfigError(str(refusal_event.problem))
     if nobody_works(run_directory):
@@ -81,7 +81,7 @@ def change(
             f"{run_directory.root}: no process trains here: start it again with {' '.join(settings)} "
             f"({run_directory.resuming}) and --reason"
         )
-    request = changes.ask(run_directory.changes, values, reason, login_name(), until)
+    request = changes.ask_change(run_directory.changes, values, reason, login_name(), until)
     run_answer = _answer(run_directory, journal, request.id)
     if isinstance(run_answer, ChangeRefused):
         raise ConfigError(str(run_answer.problem))
@@ -94,7 +94,7 @@ def change(
             "or start (the journal says from which step)"
         )
     else:
-        print(run_answer.line())
+        print(run_answer.format_line())
 
 
 def _answer(directory: RunDirectory, journal: Follower, change: str) -> Event | None:
@@ -106,7 +106,7 @@ def _answer(directory: RunDirectory, journal: Follower, change: str) -> Event | 
 
     end_time, has_ended = time.monotonic() + PATIENCE, False
     while True:
-        for event in journal.stream():
+        for event in journal.stream_events():
             if event.get("change") == change:
                 return event
         if has_ended or time.monotonic() > end_time:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 app = App()
 
 
-@app.add(
+@app.add_command(
     examples="""
     megastable goodput runs/7b
     megastable goodput runs/7b --plot goodput.png
@@ -47,62 +47,66 @@ def goodput(
         typer.echo(f"WARNING: {problem}", err=True)
     if not as_json:
         _show(run, time_account, rows)
-    put_json(facts(run, time_account, problems), as_json, output)
+    put_json(collect_facts(run, time_account, problems), as_json, output)
     if plot is not None:
-        from megastable.report.figures import goodput_picture
+        from megastable.report.figures import draw_goodput
 
-        goodput_picture(time_account, run.resolve().name, plot)
+        draw_goodput(time_account, run.resolve().name, plot)
 
 
-def facts(run: Path, account: TimeAccount, problems: list[str]) -> dict[str, Any]:
+def collect_facts(run: Path, account: TimeAccount, problems: list[str]) -> dict[str, Any]:
     """The account for programs; times in unix seconds."""
     names = ("kind", "cause", "incident", "host", "seconds", "spans")
-    lost_rows = [dict(zip(names, (*key, *told), strict=True)) for key, told in account.lost().items()]
+    lost_rows = [dict(zip(names, (*key, *told), strict=True)) for key, told in account.sum_losses().items()]
     spans = [
         {
             "from": span.begin, "to": span.end, "kind": span.kind, "cause": span.cause, "incident": span.incident,
             "host": span.host, "attempt": span.attempt, "between_steps": span.between, "missing": span.missing,
         }
-        for span in account.spans()
+        for span in account.list_spans()
     ]  # fmt: skip
     time_bounds = {"begin_unix_seconds": account.begin, "end_unix_seconds": account.end}
     told = {"lost": lost_rows, "spans": spans, "problems": problems}
-    return {"run": str(run), **time_bounds, **account.facts(), **told}
+    return {"run": str(run), **time_bounds, **account.list_facts(), **told}
 
 
 def _show(run: Path, account: TimeAccount, rows: int) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from megastable.base.text import duration, visible
+    from megastable.base.text import make_visible, show_duration
 
     console, wall_seconds = Console(markup=False, emoji=False, highlight=False), account.wall or 1.0
     console.print(
-        f"{visible(run)}: {account.goodput():.1%} of {duration(account.wall)} was training", soft_wrap=True
+        f"{make_visible(run)}: {account.compute_goodput():.1%} of {show_duration(account.wall)} was training",
+        soft_wrap=True,
     )
     kind_table = Table("kind", "time", "share")
-    for kind, seconds in sorted(account.seconds().items(), key=lambda entry: -entry[1]):
+    for kind, seconds in sorted(account.sum_seconds().items(), key=lambda entry: -entry[1]):
         if seconds > 0:
             name = kind.value.replace("_", " ")
-            kind_table.add_row(name, duration(seconds), f"{seconds / wall_seconds:.2%}")
+            kind_table.add_row(name, show_duration(seconds), f"{seconds / wall_seconds:.2%}")
     kind_table.add_section()
-    kind_table.add_row("all", duration(account.wall), f"{sum(account.seconds().values()) / wall_seconds:.2%}")
+    kind_table.add_row(
+        "all", show_duration(account.wall), f"{sum(account.sum_seconds().values()) / wall_seconds:.2%}"
+    )
     console.print(kind_table)
-    if missing_share := account.smaller():
+    if missing_share := account.measure_missing():
         console.print(
             f"While it trained, hosts were missing: {missing_share:.2%} of what all would have done. Of their time, "
-            f"{account.goodput() - missing_share:.1%} was training.",
+            f"{account.compute_goodput() - missing_share:.1%} was training.",
             soft_wrap=True,
         )
-    lost_rows = sorted(account.lost().items(), key=lambda entry: -entry[1][0])
+    lost_rows = sorted(account.sum_losses().items(), key=lambda entry: -entry[1][0])
     if lost_rows and rows:
         heads = ("cause", "kind", "incident", "host", "spans", "time", "share")
         cause_table = Table(*heads, title="lost time by cause", title_justify="left")
         for (kind, cause, incident, host), (seconds, span_count) in lost_rows[:rows]:
             incident_text = "" if incident is None else str(incident)
             cause_table.add_row(
-                visible(cause, 60), kind.value.replace("_", " "), incident_text, visible(host, 40), str(span_count),
-                duration(seconds), f"{seconds / wall_seconds:.2%}",
+                make_visible(cause, 60), kind.value.replace("_", " "), incident_text, make_visible(host, 40),
+                str(span_count),
+                show_duration(seconds), f"{seconds / wall_seconds:.2%}",
             )  # fmt: skip
         console.print(cause_table)
         if len(lost_rows) > rows:

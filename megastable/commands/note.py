@@ -12,7 +12,7 @@ from megastable.commands.options import Json, Run, put_json
 app = App()
 
 
-@app.add(
+@app.add_command(
     examples="""
     megastable note runs/7b "learning rate looks high since the new blend, watching"
     megastable note runs/7b "the dip is the move to other hosts" --step 41250
@@ -32,7 +32,7 @@ def note(
     from megastable.base.errors import DataError
     from megastable.base.process import login_name
     from megastable.run.directory import RunDirectory, read_object
-    from megastable.run.events.event import whole
+    from megastable.run.events.event import read_whole
     from megastable.run.events.people_events import Note
     from megastable.run.log import RunLog
 
@@ -43,15 +43,15 @@ def note(
         )
     if not text:
         raise DataError("the note is empty: write it in quotes behind the run")
-    done_step = whole(read_object(run_directory.progress).get("step"))
+    done_step = read_whole(read_object(run_directory.progress).get("step"))
     if step is not None and done_step is not None and step > done_step:
         raise DataError(
             f"--step {step}: the run has done {done_step} steps; a note is about what has happened"
         )
     note_step = done_step if step is None else step
     note_event = Note(step=note_step, who=login_name(), text=text)
-    RunLog(run_directory).write(note_event)
+    RunLog(run_directory).write_event(note_event)
     if as_json:
         put_json(note_event.fields, True, None)
     else:
-        print(f"{run_directory.journal}: {note_event.line() or note_event.sentence()}")
+        print(f"{run_directory.journal}: {note_event.format_line() or note_event.format_sentence()}")

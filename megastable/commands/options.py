@@ -97,7 +97,7 @@ def ask_reason(config: RunConfig, reason: str | None) -> Note | None:
 
     if config.run.dir is None or not (run := RunDirectory(config.run.dir)).recipe.exists():
         return None
-    changed_keys = run.compare(config)
+    changed_keys = run.compare_recipe(config)
     if not changed_keys:
         return None
     changes_text = "; ".join(changed_keys[:SHOWN]) + (
@@ -120,7 +120,7 @@ def note_reason(config: RunConfig, reason: str | None) -> None:
 
     note = ask_reason(config, reason)
     if note is not None and config.run.dir is not None and nobody_works(run := RunDirectory(config.run.dir)):
-        RunLog(run).emit(note)
+        RunLog(run).emit_event(note)
 
 
 def _is_in_front() -> bool:

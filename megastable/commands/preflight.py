@@ -26,7 +26,7 @@ ASSUMED_VOCABULARY = 128_000  # where the recipe leaves it to a tokenizer
 STATE = 12  # bytes of a checkpoint per parameter: fp32 weights and two fp32 moments
 
 
-@app.add(
+@app.add_command(
     cls=WithLauncherArguments,
     examples="""
     megastable preflight
@@ -83,9 +83,9 @@ def preflight(
     from rich.console import Console
     from rich.progress import MofNCompleteColumn, TimeElapsedColumn
 
-    from megastable.base.progress_bar import Bar, progress
-    from megastable.cluster.host_survey import as_facts, survey
-    from megastable.cluster.launcher import placement
+    from megastable.base.progress_bar import Bar, make_progress
+    from megastable.cluster.host_survey import as_facts, survey_hosts
+    from megastable.cluster.launcher import read_launch_placement
     from megastable.cluster.preflight import (
         Wanted,
         compare_reports,
@@ -93,14 +93,16 @@ def preflight(
         summarize_findings,
         tabulate_reports,
     )
-    from megastable.cluster.reach import allocated
+    from megastable.cluster.reach import list_allocated_nodes
     from megastable.config import recipe as recipes
 
     burn_in_order = _order(burn_in, seed)
-    config = None if recipe is None else recipes.load(recipe, overrides or [])
+    config = None if recipe is None else recipes.load_recipe(recipe, overrides or [])
     launcher_arguments: list[str] = context.obj
     by_slurm = any(one_word.lower() in ("slurm", "--launcher=slurm") for one_word in launcher_arguments)
-    launch_placement = placement(launcher_arguments, os.environ, allocated(os.environ) if by_slurm else None)
+    launch_placement = read_launch_placement(
+        launcher_arguments, os.environ, list_allocated_nodes(os.environ) if by_slurm else None
+    )
     hosts, host_reach = list(launch_placement.hosts), _reach(launch_placement)
     if launch_placement.no_ssh:
         hosts = [launch_placement.hosts[launch_placement.node_rank]]
@@ -111,9 +113,9 @@ def preflight(
         if burn_in_order is None
         else f"burn-in of {burn_in:g} minutes, seed {burn_in_order.seed}"
     )
-    with progress(MofNCompleteColumn(), TimeElapsedColumn(), silent=as_json) as progress_display:
+    with make_progress(MofNCompleteColumn(), TimeElapsedColumn(), silent=as_json) as progress_display:
         progress_bar = Bar(progress_display, progress_text, len(host_names))
-        host_survey = survey(
+        host_survey = survey_hosts(
             host_names, host_reach, run_folder, not quick, burn_in_order, told=lambda host: progress_bar()
         )
     if host_survey.unwritten:
@@ -170,18 +172,18 @@ def _reach(placed: LaunchPlacement) -> Reach:
 
 def _folder(config: RunConfig | None) -> Path:
     """The run directory, or the folder in which it will be made."""
-    from megastable.cluster.host_survey import existing
+    from megastable.cluster.host_survey import find_existing_folder
 
-    return existing(Path() if config is None else config.run.dir or Path("runs"))
+    return find_existing_folder(Path() if config is None else config.run.dir or Path("runs"))
 
 
 def _checkpoint(config: RunConfig | None) -> float | None:
     """About the bytes of a checkpoint."""
     if config is None:
         return None
-    from megastable.model.sizes import parameters
+    from megastable.model.sizes import count_parameters
 
     model = config.model
     if model.vocab_size is None:
         model = model.model_copy(update={"vocab_size": ASSUMED_VOCABULARY})
-    return float(STATE * parameters(model))
+    return float(STATE * count_parameters(model))

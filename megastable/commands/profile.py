@@ -21,7 +21,7 @@ app = App()
 NO_TRACE = "No trace: start or resume it with logging.profile='{from: STEP, steps: 3}' for one."
 
 
-@app.add(
+@app.add_command(
     examples="""
     megastable profile runs/7b
     megastable profile runs/7b --last 1000 --rows 30
@@ -86,7 +86,7 @@ def slow_host(directory: Any) -> HostSlow | None:
     from megastable.run.run_history import HistoryReader
 
     history_reader = HistoryReader(directory.journal)
-    history_reader.look()
+    history_reader.look_again()
     return next(reversed(history_reader.history.slow.values()), None)
 
 
@@ -101,14 +101,14 @@ def _facts(phases: PhaseSummary, slowest: HostSlow | None, traces: list[TraceSum
 def _show_phases(console: Console, run: Path, found: PhaseSummary, slowest: HostSlow | None) -> None:
     from rich.table import Table
 
-    from megastable.base.text import plural, visible
+    from megastable.base.text import count_noun, make_visible
 
     console.print(
-        f"{visible(run)}: {plural(found.steps, 'step')}, from {found.first:,} to {found.last:,}",
+        f"{make_visible(run)}: {count_noun(found.steps, 'step')}, from {found.first:,} to {found.last:,}",
         soft_wrap=True,
     )
     if found.without:
-        console.print(f"{plural(found.without, 'step')} without phases left out")
+        console.print(f"{count_noun(found.without, 'step')} without phases left out")
     phase_table = Table("phase", *(_right(name) for name in ("share", "mean ms", "median ms", "p99 ms")))
     for phase_share in found.phases:
         if phase_share.mean > 0:
@@ -124,17 +124,17 @@ def _show_phases(console: Console, run: Path, found: PhaseSummary, slowest: Host
     )
     console.print(phase_table)
     if slowest is not None:
-        console.print(slowest.sentence(), soft_wrap=True)
+        console.print(slowest.format_sentence(), soft_wrap=True)
 
 
 def _show_trace(console: Console, found: TraceSummary, rows: int) -> None:
     from rich.table import Table
 
-    from megastable.base.text import visible
+    from megastable.base.text import make_visible
 
-    steps = visible(", ".join(map(str, found.steps)), 200)
+    steps = make_visible(", ".join(map(str, found.steps)), 200)
     console.print(
-        f"\n{visible(found.file, 80)}: rank {found.rank}, steps {steps}, {found.seconds:.3f} s on {found.device}",
+        f"\n{make_visible(found.file, 80)}: rank {found.rank}, steps {steps}, {found.seconds:.3f} s on {found.device}",
         soft_wrap=True,
     )
     if found.overlapped is not None:
@@ -149,7 +149,7 @@ def _show_trace(console: Console, found: TraceSummary, rows: int) -> None:
     operator_table = Table("operator", *(_right(name) for name in ("times", "ms", "share")))
     for one in found.operators[:rows]:
         operator_table.add_row(
-            visible(one.name, 90), f"{one.count:,}", f"{1e3 * one.seconds:.2f}", f"{one.share:.1%}"
+            make_visible(one.name, 90), f"{one.count:,}", f"{1e3 * one.seconds:.2f}", f"{one.share:.1%}"
         )
     console.print(operator_table)
     if len(found.operators) > rows:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 app = App()
 
 
-@app.add(
+@app.add_command(
     examples="""
     megastable report runs/7b --output public/7b
     megastable report runs/7b --output public/7b --keep-names --json
@@ -45,19 +45,19 @@ def report(
     as_json: Json = False,
 ) -> None:
     """Write the record of a run for publication: run page, post-mortems, recipe; nothing private."""
-    from megastable.report.publish import publish
+    from megastable.report.publish import publish_run
     from megastable.report.publish.redaction import Keeping
 
-    published_record = publish(run, output, Keeping(hosts=keep_hosts, names=keep_names, texts=with_text))
+    published_record = publish_run(run, output, Keeping(hosts=keep_hosts, names=keep_names, texts=with_text))
     for problem in published_record.made.problems:
         typer.echo(f"WARNING: {problem}", err=True)
     if as_json:
-        put_json(facts(published_record), as_json, None)
+        put_json(collect_facts(published_record), as_json, None)
         return
     _show(published_record, output)
 
 
-def facts(done: PublishedRecord) -> dict[str, Any]:
+def collect_facts(done: PublishedRecord) -> dict[str, Any]:
     """What was written, for programs."""
     made = done.made
     return {
@@ -69,11 +69,12 @@ def facts(done: PublishedRecord) -> dict[str, Any]:
 
 
 def _show(done: PublishedRecord, output: Path) -> None:
-    from megastable.base.text import plural, size, visible
+    from megastable.base.text import count_noun, make_visible, show_size
 
     typer.echo(
-        f"{visible(output / 'index.html')}: {plural(len(done.files), 'file')}, {size(sum(done.files.values()))}"
+        f"{make_visible(output / 'index.html')}: {count_noun(len(done.files), 'file')}, "
+        f"{show_size(sum(done.files.values()))}"
     )
     left_out_keys = ", ".join(done.made.recipe_without) or "nothing"
-    typer.echo(f"left out: {plural(done.made.withheld, 'word')} of texts; of the recipe {left_out_keys}")
+    typer.echo(f"left out: {count_noun(done.made.withheld, 'word')} of texts; of the recipe {left_out_keys}")
     typer.echo("read it before you publish it")

@@ -64,10 +64,10 @@ class LazyGroup(Group):
 
     def resolve_command(self, context: Any, args: list[str]) -> Any:
         name, command_stub, other_words = super().resolve_command(context, args)
-        return name, command_stub and load(str(command_stub.name)), other_words
+        return name, command_stub and load_command(str(command_stub.name)), other_words
 
 
-def load(name: str) -> Any:
+def load_command(name: str) -> Any:
     """Import the command of that name."""
     module_name = name.replace("-", "_")
     is_own = find_spec(f"megastable.commands.{module_name}") is not None
@@ -90,5 +90,5 @@ def megastable() -> None:
     """GPT pretraining that detects loss spikes, rewinds, and skips the data that caused them."""
 
 
-def command() -> Any:
+def build_command() -> Any:
     return typer.main.get_command(app)

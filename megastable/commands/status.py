@@ -13,7 +13,7 @@ from megastable.commands.options import Json, JsonFile, Run, put_json
 app = App()
 
 
-@app.add(
+@app.add_command(
     examples="""
     megastable status runs/7b
     megastable status runs/7b --watch
@@ -31,15 +31,15 @@ def status(
     """Show the state of a run, who supervises it, and what to do next."""
     from rich.console import Console
 
-    from megastable.supervise.status import RunWatch, exit_code, facts, read_status
-    from megastable.supervise.status_panel import live, show
+    from megastable.supervise.status import RunWatch, collect_facts, exit_code, read_status
+    from megastable.supervise.status_panel import print_status, show_live
 
     if watch and (as_json or output):
         raise ConfigError("--watch: not with --json and --output, which take one look")
     if watch:
-        raise typer.Exit(exit_code(live(RunWatch(run), Console())))
+        raise typer.Exit(exit_code(show_live(RunWatch(run), Console())))
     run_status = read_status(run)
     if not as_json:
-        show(run_status, Console())
-    put_json(facts(run_status), as_json, output)
+        print_status(run_status, Console())
+    put_json(collect_facts(run_status), as_json, output)
     raise typer.Exit(exit_code(run_status))

@@ -14,7 +14,7 @@ from megastable.commands.options import Overrides, Recipe, StartReason, ask_reas
 app = App()
 
 
-@app.add(
+@app.add_command(
     cls=WithLauncherArguments,
     examples="""
     megastable supervise launch/recipes/quickstart.yaml run.dir=runs/mine -- --num_gpus 2
@@ -41,7 +41,7 @@ def supervise(
     from megastable.cluster import agent
     from megastable.cluster.fleet import Fleet
     from megastable.cluster.hosts import Hosts
-    from megastable.cluster.launcher import TrainingCommand, interface, placed
+    from megastable.cluster.launcher import TrainingCommand, choose_hosts, choose_interface
     from megastable.cluster.store import Store
     from megastable.cluster.this_host import Here
     from megastable.config import recipe as recipes
@@ -53,20 +53,20 @@ def supervise(
 
     spare_output()
     launcher_arguments = context.obj
-    host_choice = placed(launcher_arguments, os.environ)
+    host_choice = choose_hosts(launcher_arguments, os.environ)
     if not host_choice.by_themselves:
         check_alone(os.environ)
-    config = recipes.load(recipe, overrides or [])
+    config = recipes.load_recipe(recipe, overrides or [])
     if host_choice.node > 0:
-        raise typer.Exit(agent.attend(config.run.dir, host_choice.hosts[host_choice.node].name))
-    hooks.check(config.supervise)  # before anything is created
-    store_address = interface(config.supervise.interface, host_choice)
-    run = directory.make(config, recipes.find(recipe))
+        raise typer.Exit(agent.attend_host(config.run.dir, host_choice.hosts[host_choice.node].name))
+    hooks.check_hooks(config.supervise)  # before anything is created
+    store_address = choose_interface(config.supervise.interface, host_choice)
+    run = directory.make_directory(config, recipes.find_recipe(recipe))
     run_config = config.model_copy(update={"run": config.run.model_copy(update={"dir": run.root})})
     start_reason = ask_reason(run_config, reason)
     notifiers = Notifiers(config, run)
     for exposed_text in config.supervise.exposed:
-        notifiers.say(f"WARNING: {exposed_text}")
+        notifiers.print_line(f"WARNING: {exposed_text}")
     training_command = TrainingCommand(recipe, overrides or [], launcher_arguments, module)
     placed_training = replace(training_command, given=host_choice.given)  # without what says where
     try:
@@ -81,6 +81,6 @@ def supervise(
             )
 
         supervisor = Supervisor(config, run, notifiers, training_command, fleet, store_address, start_reason)
-        raise typer.Exit(supervisor.supervise())
+        raise typer.Exit(supervisor.supervise_run())
     finally:
         notifiers.close()

@@ -13,7 +13,7 @@ from megastable.commands.options import Overrides, Recipe, StartReason, note_rea
 app = App()
 
 
-@app.add(
+@app.add_command(
     cls=WithLauncherArguments,
     examples="""
     megastable train launch/recipes/quickstart.yaml run.dir=runs/mine -- --num_gpus 2
@@ -35,7 +35,7 @@ def train(
     """Train without a supervisor, by the deepspeed launcher."""
     from megastable.base.errors import ConfigError
     from megastable.base.process import hold_stops
-    from megastable.run.membership import is_rank, membership
+    from megastable.run.membership import find_membership, is_rank
 
     launcher_arguments = context.obj
     if is_rank(os.environ):
@@ -47,14 +47,16 @@ def train(
             raise ConfigError(
                 f"{launcher_arguments[0]}: this process is a rank already: say it to what has started it"
             )
-        if reason and {**os.environ, **membership(os.environ)}["RANK"] == "0":
+        if reason and {**os.environ, **find_membership(os.environ)}["RANK"] == "0":
             with suppress(ConfigError):  # which all ranks raise together below
-                note_reason(recipes.load(recipe, overrides or []), reason)
+                note_reason(recipes.load_recipe(recipe, overrides or []), reason)
         main([recipe, *(overrides or [])])
         return
-    from megastable.cluster.launcher import launcher
+    from megastable.cluster.launcher import build_launcher_command
     from megastable.config import recipe as recipes
 
-    note_reason(recipes.load(recipe, overrides or []), reason)  # reports mistakes before a process starts
-    launcher_words = launcher("megastable.train", recipe, overrides or [], launcher_arguments)
+    note_reason(
+        recipes.load_recipe(recipe, overrides or []), reason
+    )  # reports mistakes before a process starts
+    launcher_words = build_launcher_command("megastable.train", recipe, overrides or [], launcher_arguments)
     os.execv(launcher_words[0], launcher_words)

@@ -13,7 +13,7 @@ from megastable.commands.app import App
 app = App()
 
 
-@app.add(
+@app.add_command(
     examples="""
     megastable watch runs/7b
     megastable watch runs/7b runs/7b-lr2 --port 9000
@@ -61,6 +61,6 @@ def watch(
         for problem in write_page(runs, output):
             typer.echo(f"WARNING: {problem}", err=True)
         return
-    from megastable.report.run_page.page_server import serve
+    from megastable.report.run_page.page_server import serve_pages
 
-    serve(runs, host, port, token, lambda address: typer.echo(f"{address}   (Ctrl-C ends it)"))
+    serve_pages(runs, host, port, token, lambda address: typer.echo(f"{address}   (Ctrl-C ends it)"))

@@ -20,11 +20,11 @@ from typing import Any
 import yaml
 
 from megastable.base.errors import ConfigError, MegastableError, user_errors
-from megastable.base.text import plural
+from megastable.base.text import count_noun
 from megastable.config import deepspeed_json
-from megastable.config.keys import REQUIRED, Key, keys_of, read_names, sections
-from megastable.config.lint import lint
-from megastable.config.recipe import load
+from megastable.config.keys import REQUIRED, Key, keys_of, read_names, walk_sections
+from megastable.config.lint import lint_recipe
+from megastable.config.recipe import load_recipe
 from megastable.config.tree import RunConfig
 from megastable.data.corpora import describe_epochs, find_warnings, open_corpora
 from megastable_guard.section import Section
@@ -46,9 +46,9 @@ This page is made from `megastable/config/`: `{COMMAND}`.
 MEANING = re.compile(r"(?P<meaning>.*?)(?: \[(?P<unit>[^\[\]]+)\])?")
 
 
-def page() -> str:
+def write_reference() -> str:
     """The whole page."""
-    (root, *parts) = sections()  # the root comes last: it has one key of its own besides the sections
+    (root, *parts) = walk_sections()  # the root comes last: it has one key of its own besides the sections
     chapters = [(path.replace(".0", ".N"), path, section) for path, section in parts]
     contents = [f"{'  ' * _depth(title)}- [{title}](#{_anchor(title)})" for title, _, _ in chapters]
     contents += ["- [At the top](#at-the-top)", "- [Names of other trainers](#names-of-other-trainers)"]
@@ -58,7 +58,7 @@ def page() -> str:
     return "\n".join(blocks)
 
 
-def meanings(section: type[Section]) -> dict[str, str]:
+def read_meanings(section: type[Section]) -> dict[str, str]:
     """The strings below a section's keys, read from its source: by pydantic it would cost time at every start."""
     (class_node,) = ast.parse(inspect.getsource(section)).body
     assert isinstance(class_node, ast.ClassDef)
@@ -80,7 +80,7 @@ def values_of(path: str, section: type[Section]) -> list[Key]:
 
 
 def _chapter(title: str, path: str, section: type[Section]) -> str:
-    table_rows, meaning_by_key = [], meanings(section)
+    table_rows, meaning_by_key = [], read_meanings(section)
     for value_key in values_of(path, section):
         meaning_and_unit = MEANING.fullmatch(meaning_by_key[value_key.name])
         assert meaning_and_unit is not None  # anything matches
@@ -179,7 +179,7 @@ def _check_corpora(config: RunConfig) -> tuple[str, list[str]]:
         raise ConfigError(
             f"model.vocab_size={given} is smaller than the tokenizer's {corpora.vocab_size}: leave it out"
         )
-    samples = config.batches.reach(0, config.train.steps)
+    samples = config.batches.reach_after(0, config.train.steps)
     return (
         describe_epochs(corpora.train, samples),
         find_warnings(corpora, samples, bool(config.train.eval_samples)),
@@ -190,7 +190,7 @@ class _Reference(argparse.Action):
     """Prints the reference and ends, as --help does: no recipe is needed."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        print(page(), end="")
+        print(write_reference(), end="")
         parser.exit()
 
 
@@ -217,24 +217,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     args = parser.parse_intermixed_args(arguments)
     with user_errors():
-        config = load(args.recipe, args.overrides)
+        config = load_recipe(args.recipe, args.overrides)
         replica = config.parallel.tensor * config.parallel.pipeline * config.parallel.context
         world = replica if args.world is None else args.world
-        ds = deepspeed_json.build(config, world)
+        ds = deepspeed_json.build_deepspeed_json(config, world)
         epochs, odd = ("", []) if args.no_data else _check_corpora(config)
-        warnings = [*config.supervise.exposed, *lint(config), *odd]
+        warnings = [*config.supervise.exposed, *lint_recipe(config), *odd]
         tree = config.model_dump(mode="json")
         if args.json:
             print(json.dumps({"config": tree, "deepspeed": ds, "warnings": warnings}, indent=2))
         else:
             print(f"# {args.recipe}, resolved\n{yaml.safe_dump(tree, sort_keys=False)}")
-            print(f"# DeepSpeed, {plural(world, 'rank')}\n{json.dumps(ds, indent=2)}", flush=True)
+            print(f"# DeepSpeed, {count_noun(world, 'rank')}\n{json.dumps(ds, indent=2)}", flush=True)
         if epochs:
             print(epochs, file=sys.stderr)
         for text in warnings:  # behind the long page, where a terminal shows them
             print(f"WARNING: {text}", file=sys.stderr)
         print(
-            f"{args.recipe}: valid on {plural(world, 'rank')}, {plural(len(warnings), 'warning')}",
+            f"{args.recipe}: valid on {count_noun(world, 'rank')}, {count_noun(len(warnings), 'warning')}",
             file=sys.stderr,
         )
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from megastable.base.errors import ConfigError
-from megastable.base.text import plural
-from megastable.config.recipe import find, shipped
+from megastable.base.text import count_noun
+from megastable.config.recipe import find_recipe, list_shipped_files
 from megastable.config.tree import RunConfig
 
 # The keys allowed in a file, by section: what megastable fills in, and what it has been run with.
@@ -88,7 +88,7 @@ REFUSED = {
 }
 
 
-def data_parallel(config: RunConfig, world: int) -> int:
+def size_of_data_parallel(config: RunConfig, world: int) -> int:
     """Data-parallel size of `world` ranks, including context parallelism; `ConfigError` if the layout does not
     factor."""
     p = config.parallel
@@ -96,7 +96,7 @@ def data_parallel(config: RunConfig, world: int) -> int:
     context_text = f" x parallel.context={p.context}" if p.context > 1 else ""
     if world < 1 or world % (model_ranks * p.context):
         raise ConfigError(
-            f"{plural(world, 'rank')} cannot be laid out as parallel.tensor={p.tensor} x "
+            f"{count_noun(world, 'rank')} cannot be laid out as parallel.tensor={p.tensor} x "
             f"parallel.pipeline={p.pipeline}{context_text}: the number of ranks must be a multiple of "
             f"{model_ranks * p.context}"
         )
@@ -107,7 +107,8 @@ def data_parallel(config: RunConfig, world: int) -> int:
         raise ConfigError(
             f"train.global_batch={t.global_batch} is not a multiple of train.micro_batch={t.micro_batch} x "
             f"{sample_groups} "
-            f"data-parallel ranks ({plural(world, 'rank')} / tensor {p.tensor} / pipeline {p.pipeline}{context_text}): "
+            f"data-parallel ranks ({count_noun(world, 'rank')} / tensor {p.tensor} / pipeline "
+            f"{p.pipeline}{context_text}): "
             "change one of them"
         )
     samples_of_pass = t.micro_batch * sample_groups
@@ -121,15 +122,15 @@ def data_parallel(config: RunConfig, world: int) -> int:
     return data_ranks
 
 
-def accumulation(config: RunConfig, world: int) -> int:
+def count_micro_batches(config: RunConfig, world: int) -> int:
     """Micro-batches per step and rank, after a batch warm-up."""
-    sample_ranks = data_parallel(config, world) // config.parallel.context
+    sample_ranks = size_of_data_parallel(config, world) // config.parallel.context
     return config.train.global_batch // (config.train.micro_batch * sample_ranks)
 
 
-def build(config: RunConfig, world: int) -> dict[str, Any]:
+def build_deepspeed_json(config: RunConfig, world: int) -> dict[str, Any]:
     """The complete DeepSpeed configuration of `config` on `world` ranks."""
-    file_path = find(config.deepspeed.replace("{zero}", str(config.parallel.zero)))
+    file_path = find_recipe(config.deepspeed.replace("{zero}", str(config.parallel.zero)))
     given_keys = _read(file_path)
     _check(given_keys, file_path, config.parallel.pipeline)
     return _merge(given_keys, _filled(config, world), file_path, "")
@@ -140,7 +141,7 @@ def _read(path: Path) -> dict[str, Any]:
         file_content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(
-            f"deepspeed={path}: no such file; these come along: {shipped('ds_configs')}"
+            f"deepspeed={path}: no such file; these come along: {list_shipped_files('ds_configs')}"
         ) from None
     except (OSError, ValueError) as file_error:
         raise ConfigError(f"deepspeed={path}: not a readable JSON file: {file_error}") from None
@@ -172,7 +173,11 @@ def _check(given: dict[str, Any], path: Path, stages: int) -> None:
 
 
 def _filled(config: RunConfig, world: int) -> dict[str, Any]:
-    o, precision_kind, micro_batches = config.optimizer, config.precision.kind, accumulation(config, world)
+    o, precision_kind, micro_batches = (
+        config.optimizer,
+        config.precision.kind,
+        count_micro_batches(config, world),
+    )
     filled_keys: dict[str, Any] = {
         # DeepSpeed has no context parallelism: ranks that share a sample count as data-parallel ranks.
         "train_batch_size": config.train.global_batch * config.parallel.context,

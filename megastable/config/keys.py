@@ -56,7 +56,7 @@ class Key:
     def default(self) -> str:
         """The default as YAML in one line; `REQUIRED` if there is none."""
         default_value = self.field.get_default(call_default_factory=True, validated_data={})
-        return REQUIRED if default_value is PydanticUndefined else flow(default_value)
+        return REQUIRED if default_value is PydanticUndefined else write_in_one_line(default_value)
 
     @property
     def example(self) -> str:
@@ -64,11 +64,11 @@ class Key:
         if self.section is not None and self.field.examples is None:
             first_name, first_field = next(iter(self.section.model_fields.items()))
             return Key(f"{self.path}.{first_name}", first_field).example
-        shown_value = flow(self.field.examples[0]) if self.field.examples else self.default
+        shown_value = write_in_one_line(self.field.examples[0]) if self.field.examples else self.default
         return f"{self.path}={shlex.quote(shown_value)}"
 
 
-def flow(value: Any) -> str:
+def write_in_one_line(value: Any) -> str:
     """`value` as YAML in one line."""
     plain_value = to_jsonable_python(value)
     written_value = yaml.safe_dump(plain_value, default_flow_style=True, sort_keys=False, width=1 << 30)
@@ -103,13 +103,13 @@ def key_at(location: Sequence[str]) -> Key | None:
     return None
 
 
-def sections(path: str = "", section: type[Section] = RunConfig) -> Iterator[tuple[str, type[Section]]]:
+def walk_sections(path: str = "", section: type[Section] = RunConfig) -> Iterator[tuple[str, type[Section]]]:
     """Every section with its place, in the order of the tree; the tree itself is at ""."""
     yield path, section
     for key in keys_of(path, section):
         if key.section is not None:
             index_suffix = ".0" if get_origin(key.field.annotation) is list else ""
-            yield from sections(key.path + index_suffix, key.section)
+            yield from walk_sections(key.path + index_suffix, key.section)
 
 
 def keys_of(path: str, section: type[Section]) -> list[Key]:
@@ -119,7 +119,7 @@ def keys_of(path: str, section: type[Section]) -> list[Key]:
 
 def all_keys() -> list[Key]:
     """Every key of the tree, sections among them."""
-    return [key for path, section in sections() for key in keys_of(path, section)]
+    return [key for path, section in walk_sections() for key in keys_of(path, section)]
 
 
 def in_words(annotation: Any, bounds: Sequence[Any] = ()) -> str:
@@ -137,7 +137,7 @@ def in_words(annotation: Any, bounds: Sequence[Any] = ()) -> str:
         return bound_words[0]
     inner_kinds = get_args(annotation)
     if get_origin(annotation) is Literal:
-        return _either([flow(choice) for choice in inner_kinds])
+        return _either([write_in_one_line(choice) for choice in inner_kinds])
     if NoneType in inner_kinds:
         (other_kind,) = (k for k in inner_kinds if k is not NoneType)
         return f"{in_words(other_kind)} or null"

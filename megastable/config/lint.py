@@ -210,13 +210,13 @@ LLAMA = "Llama, arXiv:2302.13971, section 2.3"
 CHINCHILLA = "Chinchilla, arXiv:2203.15556, appendix B"
 
 
-def lint(config: RunConfig) -> list[str]:
+def lint_recipe(config: RunConfig) -> list[str]:
     """Warnings about the recipe of a new run: key=value, what happens, source, remedy."""
     rules = [*RULES, *(rule for rule, names in OF if config.optimizer.name in names)]
     return [str(hint) for rule in rules if (hint := rule(config)) is not None]
 
 
-def compute(c: RunConfig) -> float:
+def estimate_compute(c: RunConfig) -> float:
     """Training compute without the embeddings, as DeepSeek LLM counts it (arXiv:2401.02954, section 3.2). [FLOP]"""
     m = c.model
     per_token = 6 * block_weights(m) + 12 * m.layers * m.heads * m.head_width * m.sequence_length
@@ -225,10 +225,10 @@ def compute(c: RunConfig) -> float:
 
 def best_rate(c: RunConfig) -> float:
     """The peak rate of lowest loss for AdamW by the power law of DeepSeek LLM (arXiv:2401.02954, section 3.1)."""
-    return 0.3118 * float(compute(c) ** -0.1250)
+    return 0.3118 * float(estimate_compute(c) ** -0.1250)
 
 
-def tokens(c: RunConfig) -> int:
+def tokens_of_update(c: RunConfig) -> int:
     """Tokens of an update."""
     return c.train.global_batch * c.model.sequence_length
 
@@ -246,7 +246,7 @@ class Lengths:
     setting: str
 
 
-def lengths(c: RunConfig) -> Lengths:
+def measure_lengths(c: RunConfig) -> Lengths:
     """The lengths of run and schedule."""
     s = c.schedule
     if s.by_tokens:
@@ -267,9 +267,9 @@ def lengths(c: RunConfig) -> Lengths:
 
 def first_rate(c: RunConfig) -> float:
     """The mean rate of the first updates."""
-    warmup_length, done_length, data_cursor, first_rates = max(1, lengths(c).warmup), 0, 0, []
+    warmup_length, done_length, data_cursor, first_rates = max(1, measure_lengths(c).warmup), 0, 0, []
     for _ in range(FIRST):
-        batch_size = c.batches.at(data_cursor)
+        batch_size = c.batches.value_at(data_cursor)
         data_cursor += batch_size
         done_length += batch_size * c.model.sequence_length if c.schedule.by_tokens else 1
         first_rates.append(c.optimizer.lr * min(1.0, done_length / warmup_length))
@@ -281,7 +281,7 @@ def first_rate(c: RunConfig) -> float:
 
 def warmup_outlasts_run(c: RunConfig) -> Hint | None:
     """The peak rate is never reached."""
-    spans = lengths(c)
+    spans = measure_lengths(c)
     run_end, end_setting = spans.run, spans.setting
     if c.schedule.kind != "constant" and spans.total < run_end:
         run_end, end_setting = spans.total, f"schedule.total_{spans.unit}={spans.total}"
@@ -313,7 +313,7 @@ def data_warmup_outlasts_run(c: RunConfig) -> Hint | None:
 
 def schedule_ends_early(c: RunConfig) -> Hint | None:
     """The run trains on at the lowest rate."""
-    spans = lengths(c)
+    spans = measure_lengths(c)
     if c.schedule.kind == "constant" or spans.total >= EARLY * spans.run:
         return None
     return Hint(
@@ -326,7 +326,7 @@ def schedule_ends_early(c: RunConfig) -> Hint | None:
 
 def schedule_outlasts_run(c: RunConfig) -> Hint | None:
     """The run ends at a high rate."""
-    spans = lengths(c)
+    spans = measure_lengths(c)
     if c.schedule.kind == "constant" or spans.total <= OUTLASTS * spans.run:
         return None
     return Hint(
@@ -352,7 +352,7 @@ def no_decay(c: RunConfig) -> Hint | None:
 
 def no_constant_phase(c: RunConfig) -> Hint | None:
     """The final decay of `wsd` takes the whole run."""
-    spans = lengths(c)
+    spans = measure_lengths(c)
     decay_room = spans.total - spans.warmup
     if c.schedule.kind != "wsd" or spans.decay is None or spans.decay <= decay_room:
         return None
@@ -449,11 +449,11 @@ def no_evaluation(c: RunConfig) -> Hint | None:
 
 def first_updates(c: RunConfig) -> Hint | None:
     """The first updates are too large for the initial weights, or there is no warm-up."""
-    spans, mean_rate = lengths(c), first_rate(c)
+    spans, mean_rate = measure_lengths(c), first_rate(c)
     warmup_setting = f"schedule.warmup_{spans.unit}={spans.warmup}"
     initial_std = matrix_std(c.model)
     output_change = mean_rate / c.model.width_ratio * math.sqrt(c.model.hidden) / (2 * initial_std)
-    update_length = c.batches.at(0) * c.model.sequence_length if c.schedule.by_tokens else 1
+    update_length = c.batches.value_at(0) * c.model.sequence_length if c.schedule.by_tokens else 1
     warmup_by_thumb = math.ceil(update_length * 2 / max(1 - c.optimizer.betas[1], 1e-9))
     if output_change >= CHANGE:
         longer_warmup = math.ceil(min(spans.warmup * output_change / CHANGE, 1e15))
@@ -484,7 +484,8 @@ def peak_rate(c: RunConfig) -> Hint | None:
         return None
     return Hint(
         f"optimizer.lr={c.optimizer.lr:g}",
-        f"{c.optimizer.lr / law_rate:.2g} times {law_rate:.2g}, the best rate of AdamW for the {compute(c):.1e} "
+        f"{c.optimizer.lr / law_rate:.2g} times {law_rate:.2g}, the best rate of AdamW for the "
+        f"{estimate_compute(c):.1e} "
         f"FLOP of this run (limit {ABOVE_LAW:g} times): it diverges or ends at a higher loss",
         "DeepSeek LLM, arXiv:2401.02954, section 3.1: 0.3118 C^-0.125",
         f"optimizer.lr={law_rate:.2g} or less",
@@ -505,7 +506,7 @@ def rate_without_qk_norm(c: RunConfig) -> Hint | None:
 
 def stale_second_moment(c: RunConfig) -> Hint | None:
     """A long memory in runs of few, large updates."""
-    beta2, batch_tokens = c.optimizer.betas[1], tokens(c)
+    beta2, batch_tokens = c.optimizer.betas[1], tokens_of_update(c)
     if beta2 <= LONG_MEMORY or batch_tokens < LARGE_BATCH:
         return None
     return Hint(

@@ -128,7 +128,7 @@ class OptimizerConfig(Section):
 
     in_a_word: ClassVar[Mapping[str, str]] = {"clipping": "kind"}
 
-    def reads(self, key: str) -> bool:
+    def reads_key(self, key: str) -> bool:
         """Whether the rule, or the kind of clipping, reads a key of this section, such as `clipping.decay`."""
         rules, kinds = RULES_WITH.get(key), CLIPPINGS_WITH.get(key)
         return (rules is None or self.name in rules) and (kinds is None or self.clipping.kind in kinds)

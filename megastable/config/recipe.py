@@ -22,7 +22,7 @@ from megastable_guard.section import BEYOND_RANGE, BOOL_FOR_ANOTHER_KIND
 SHIPPED = Path(__file__).resolve().parents[1] / "shipped"
 
 
-def find(path: str | Path) -> Path:
+def find_recipe(path: str | Path) -> Path:
     """`path` from the working directory, or else from the checkout, or of what comes along: recipes work from anywhere,
     also without a checkout."""
     given_path = Path(path)
@@ -34,7 +34,7 @@ def find(path: str | Path) -> Path:
     return given_path if given_path.exists() or given_path.is_absolute() else next(existing_paths, given_path)
 
 
-def shipped(folder: str) -> str:
+def list_shipped_files(folder: str) -> str:
     """The names of the files that come along in a folder, for messages."""
     return ", ".join(f"{folder}/{file_path.name}" for file_path in sorted((SHIPPED / folder).iterdir()))
 
@@ -58,7 +58,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
     try:
         yaml_content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except FileNotFoundError:
-        raise ConfigError(f"{path}: no such recipe; these come along: {shipped('launch/recipes')}") from None
+        raise ConfigError(
+            f"{path}: no such recipe; these come along: {list_shipped_files('launch/recipes')}"
+        ) from None
     except (OSError, UnicodeDecodeError) as read_error:
         raise ConfigError(f"{path}: cannot be read: {read_error}") from None
     except yaml.YAMLError as read_error:
@@ -72,34 +74,35 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return yaml_content
 
 
-def load(recipe: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+def load_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a recipe, apply overrides in order, validate. Raises ConfigError."""
-    recipe_path = find(recipe)
+    recipe_path = find_recipe(recipe)
     recipe_tree = read_yaml(recipe_path)
     if not (recipe_tree or overrides):
         raise ConfigError(
-            f"{recipe} is empty: it names no model and no corpus; these come along: {shipped('launch/recipes')}"
+            f"{recipe} is empty: it names no model and no corpus; these come along: "
+            f"{list_shipped_files('launch/recipes')}"
         )
     if "manifests" in recipe_tree and isinstance(recipe_tree.get("config"), dict):
         recipe_tree = recipe_tree["config"]  # the frozen recipe of a run directory
         if (recipe_path.parent / "checkpoints").is_dir():
             # The run directory is where its recipe is: a copied one is a run of its own.
-            override(recipe_tree, f"run.dir={json.dumps(str(recipe_path.parent))}")
+            override_key(recipe_tree, f"run.dir={json.dumps(str(recipe_path.parent))}")
     for assignment in overrides:
-        override(recipe_tree, assignment)
-    return validate(recipe_tree, str(recipe_path))
+        override_key(recipe_tree, assignment)
+    return validate_tree(recipe_tree, str(recipe_path))
 
 
-def validate(tree: dict[str, Any], where: str) -> RunConfig:
+def validate_tree(tree: dict[str, Any], where: str) -> RunConfig:
     """A `RunConfig` of a plain tree, or a `ConfigError` that lists every problem."""
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as error:
-        problems = "\n".join(f"  {line}" for detail in error.errors() for line in explain(detail))
+        problems = "\n".join(f"  {line}" for detail in error.errors() for line in explain_error(detail))
         raise ConfigError(f"{where}:\n{problems}") from None
 
 
-def explain(detail: ErrorDetails) -> list[str]:
+def explain_error(detail: ErrorDetails) -> list[str]:
     """The message lines for one of pydantic's errors; more than one if a whole section is unknown."""
     location, error_kind, message = (
         [str(path_part) for path_part in detail["loc"]],
@@ -187,7 +190,7 @@ def _elsewhere(name: str) -> list[Key]:
     return [any_key for any_key in tree_keys if any_key.name in best_names]
 
 
-def override(tree: dict[str, Any], assignment: str) -> None:
+def override_key(tree: dict[str, Any], assignment: str) -> None:
     """Put one `a.b.c=value` into `tree`; the value is read as YAML."""
     dotted_key, equals, value_text = assignment.partition("=")
     if not equals or not all(dotted_key.split(".")):

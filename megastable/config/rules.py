@@ -18,7 +18,7 @@ def caps_logits(attention: str, device: str) -> bool:
     return attention in ("reference", "blocked") or (attention == "sdpa" and device == "cuda")
 
 
-def impossible(
+def find_impossible(
     m: ModelConfig, p: ParallelConfig, precision: PrecisionConfig, o: OptimizerConfig, train: TrainConfig
 ) -> list[str]:
     """Impossible combinations, and those that DeepSpeed 0.19.8 gets wrong; each with its key and its remedy."""
@@ -128,14 +128,14 @@ def _impossible_optimizer(o: OptimizerConfig) -> list[str]:
     problems = []
     if o.betas[0] >= 1 or o.betas[1] >= 1:
         problems.append(f"optimizer.betas={list(o.betas)}: both must be below 1")
-    if o.moments == "bf16" and not o.reads("moments"):
+    if o.moments == "bf16" and not o.reads_key("moments"):
         problems.append(
             f"optimizer.moments=bf16 with optimizer.name={o.name}: only adamw keeps its moments in bf16; leave "
             "optimizer.moments out"
         )
     if o.momentum == 1:
         problems.append("optimizer.momentum=1: must be below 1")
-    if o.momentum is not None and not o.reads("momentum"):
+    if o.momentum is not None and not o.reads_key("momentum"):
         problems.append(
             f"optimizer.momentum={o.momentum:g} with optimizer.name={o.name}: only sgd and muon have it; leave it out"
         )
@@ -161,13 +161,13 @@ def _impossible_clipping(o: OptimizerConfig, m: ModelConfig, p: ParallelConfig, 
         bad.append(
             "optimizer.clipping.kind=value: set optimizer.clipping.threshold, the largest magnitude of an element"
         )
-    if of.threshold is not None and not o.reads("clipping.threshold"):
+    if of.threshold is not None and not o.reads_key("clipping.threshold"):
         bad.append(
             f"optimizer.clipping.threshold={of.threshold:g} with optimizer.clipping.kind={of.kind}: that clips to "
             "optimizer.clip; set it instead"
         )
     for key in ("decay", "warmup"):
-        if getattr(of, key) is not None and not o.reads(f"clipping.{key}"):
+        if getattr(of, key) is not None and not o.reads_key(f"clipping.{key}"):
             bad.append(
                 f"optimizer.clipping.{key} with optimizer.clipping.kind={of.kind}: only adagc and zclip have it; leave "
                 "it out"

@@ -36,7 +36,7 @@ COMMAND = re.compile(
 HOST = re.compile(r"(?:[\w.${}-]*|\[[\w.:%]*\])(?::(?:\d|\$)[\w{}]*)?")
 
 
-def hidden(key: str, text: str) -> list[tuple[int, int]]:
+def find_passwords(key: str, text: str) -> list[tuple[int, int]]:
     """Spans of passwords in `text`, the value of `key`, in order. A $VARIABLE is none."""
     if key == "webhook":
         whole_match = WEBHOOK.fullmatch(text)
@@ -59,14 +59,14 @@ def _written_out(text: str) -> bool:
     return re.search(r"[^\W_]", rest.replace(REDACTED, "")) is not None
 
 
-def redacted(key: str, text: str) -> str:
+def redact_value(key: str, text: str) -> str:
     """`text`, the value of `key`, with passwords redacted."""
-    for begin, end in reversed(hidden(key, text)):
+    for begin, end in reversed(find_passwords(key, text)):
         text = text[:begin] + REDACTED + text[end:]
     return text
 
 
-def redacted_override(assignment: str) -> str:
+def redact_override(assignment: str) -> str:
     """An override of the command line, safe to write down and to show to other users."""
     dotted_key, equals, text = assignment.partition("=")
     section_name, _, key = dotted_key.partition(".")
@@ -77,10 +77,10 @@ def redacted_override(assignment: str) -> str:
     except yaml.YAMLError:
         return f"{dotted_key}{equals}{REDACTED}"
     if key:
-        shown_value = redacted(key, value) if isinstance(value, str) else value
+        shown_value = redact_value(key, value) if isinstance(value, str) else value
     elif isinstance(value, dict):
         shown_value = {
-            k: redacted(k, v) if k in SECRETS and isinstance(v, str) else v for k, v in value.items()
+            k: redact_value(k, v) if k in SECRETS and isinstance(v, str) else v for k, v in value.items()
         }
     else:
         shown_value = value
@@ -156,7 +156,7 @@ class SuperviseConfig(Section):
 
     @field_serializer(*SECRETS)
     def _without_secrets(self, value: str | None, info: FieldSerializationInfo) -> str | None:
-        return None if value is None else redacted(info.field_name, value)
+        return None if value is None else redact_value(info.field_name, value)
 
     @property
     def exposed(self) -> list[str]:
@@ -166,5 +166,5 @@ class SuperviseConfig(Section):
             f"list of processes has it. Export it as a variable and name that: supervise.{key}='$NAME'. It is left out "
             "of everything that is written here; make a recipe that holds it private (chmod 600)"
             for key in SECRETS
-            if (value := getattr(self, key)) is not None and hidden(key, value)
+            if (value := getattr(self, key)) is not None and find_passwords(key, value)
         ]

@@ -25,7 +25,7 @@ from pydantic import (
 
 from megastable.config.model import ModelConfig
 from megastable.config.optimizers import OptimizerConfig
-from megastable.config.rules import impossible
+from megastable.config.rules import find_impossible
 from megastable.config.stability import StabilityConfig
 from megastable.config.supervise import SuperviseConfig
 from megastable.config.training import (
@@ -36,7 +36,7 @@ from megastable.config.training import (
     TrainConfig,
     WholeSeconds,
 )
-from megastable.config.warmups import Stages, batches, pieces
+from megastable.config.warmups import Stages, stage_batches, stage_pieces
 from megastable_guard.section import Fraction, Section
 
 
@@ -102,7 +102,7 @@ class EvalConfig(Section):
             raise ValueError(f"{' and '.join(missing)} must be in it: where the program finds or puts them")
         return command
 
-    def words(self, model: Path, results: Path, step: int) -> list[str]:
+    def fill_command(self, model: Path, results: Path, step: int) -> list[str]:
         """The command with its places filled in."""
         value_by_place = {
             "{model}": str(model),
@@ -353,17 +353,17 @@ class RunConfig(Section):
     @property
     def batches(self) -> Stages:
         """The global batch of the step that begins at a cursor. [samples]"""
-        return batches(self.train.global_batch, self.train.batch_warmup, self.model.sequence_length)
+        return stage_batches(self.train.global_batch, self.train.batch_warmup, self.model.sequence_length)
 
     @property
     def pieces(self) -> Stages:
         """Length of the pieces that the sample at a position is cut into. [tokens]"""
-        return pieces(self.model.sequence_length, self.train.sequence_warmup)
+        return stage_pieces(self.model.sequence_length, self.train.sequence_warmup)
 
     @property
     def tokens(self) -> int:
         """Length of the run, if nothing is skipped. [tokens]"""
-        return self.batches.reach(0, self.train.steps) * self.model.sequence_length
+        return self.batches.reach_after(0, self.train.steps) * self.model.sequence_length
 
     @property
     def segmented(self) -> bool:
@@ -372,6 +372,6 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _possible(self) -> RunConfig:
-        if problems := impossible(self.model, self.parallel, self.precision, self.optimizer, self.train):
+        if problems := find_impossible(self.model, self.parallel, self.precision, self.optimizer, self.train):
             raise ValueError("\n  ".join(problems))
         return self

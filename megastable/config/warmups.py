@@ -52,10 +52,10 @@ class Stages:
     values: tuple[int, ...]
 
     @classmethod
-    def constant(cls, value: int) -> Stages:
+    def of_constant(cls, value: int) -> Stages:
         return cls((0,), (value,))
 
-    def at(self, position: int) -> int:
+    def value_at(self, position: int) -> int:
         return self.values[bisect_right(self.firsts, position) - 1]
 
     def from_position(self, position: int) -> Iterator[tuple[int, int | None]]:
@@ -67,7 +67,7 @@ class Stages:
 
     # Of batch sizes
 
-    def reach(self, cursor: int, steps: int) -> int:
+    def reach_after(self, cursor: int, steps: int) -> int:
         """The cursor after `steps` steps from `cursor` on, if nothing is skipped."""
         for batch_size, stage_end in self.from_position(cursor):
             steps_here = (
@@ -76,7 +76,7 @@ class Stages:
             cursor, steps = cursor + steps_here * batch_size, steps - steps_here
         return cursor
 
-    def steps(self, cursor: int, end: int) -> int:
+    def count_steps(self, cursor: int, end: int) -> int:
         """How many steps from `cursor` on are over at position `end`, if nothing is skipped."""
         step_count = 0
         for batch_size, stage_end in self.from_position(cursor):
@@ -88,19 +88,19 @@ class Stages:
         return step_count
 
 
-def batches(full: int, warmup: BatchWarmup | None, sequence_length: int) -> Stages:
+def stage_batches(full: int, warmup: BatchWarmup | None, sequence_length: int) -> Stages:
     """The global batch of the step that begins at a cursor. [samples]"""
     if warmup is None:
-        return Stages.constant(full)
+        return Stages.of_constant(full)
     sizes = tuple(range(warmup.start, full + 1, warmup.increment or warmup.start))
     each = (len(sizes) - 1) * sequence_length
     return Stages(tuple(-(-i * warmup.tokens // each) for i in range(len(sizes))), sizes)
 
 
-def pieces(full: int, warmup: SequenceWarmup | None) -> Stages:
+def stage_pieces(full: int, warmup: SequenceWarmup | None) -> Stages:
     """The length of the pieces of the sample at a position, whose length is `full`. [tokens]"""
     if warmup is None:
-        return Stages.constant(full)
+        return Stages.of_constant(full)
     lengths = tuple(warmup.start << i for i in range((full // warmup.start).bit_length()))
     each = (full - warmup.start) * full
     return Stages(tuple(-(-(n - warmup.start) * warmup.tokens // each) for n in lengths), lengths)

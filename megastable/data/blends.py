@@ -69,7 +69,7 @@ class ExchangeEntry(LedgerEntry):
         """The exchange as an object of the order."""
         return Exchange(self.corpus, tuple(self.exchange))
 
-    def undone(self, reason: str, step: int) -> ExchangeEntry:
+    def make_undoing(self, reason: str, step: int) -> ExchangeEntry:
         """The line that undoes this one if it is the latest: it exchanges the same samples again."""
         return ExchangeEntry(corpus=self.corpus, exchange=self.exchange[::-1], reason=reason, step=step)
 
@@ -96,7 +96,7 @@ def _kind(content: Any) -> type[Line]:
     return ExchangeEntry if isinstance(content, dict) and "exchange" in content else BlendEntry
 
 
-def in_force(lines: Sequence[Line]) -> list[BlendEntry]:
+def blends_in_force(lines: Sequence[Line]) -> list[BlendEntry]:
     """The blends that no later line has replaced, by position; the first is at 0."""
     valid_blends: list[BlendEntry] = []
     for blend_entry in lines:
@@ -107,7 +107,7 @@ def in_force(lines: Sequence[Line]) -> list[BlendEntry]:
     return valid_blends
 
 
-def exchanges(lines: Sequence[Line]) -> list[ExchangeEntry]:
+def exchanges_in_force(lines: Sequence[Line]) -> list[ExchangeEntry]:
     """The exchanges in force, oldest first: those since the last blend at position 0."""
     valid_exchanges: list[ExchangeEntry] = []
     for given_line in lines:
@@ -118,12 +118,12 @@ def exchanges(lines: Sequence[Line]) -> list[ExchangeEntry]:
     return valid_exchanges
 
 
-def until(lines: Sequence[Line], time: float) -> list[Line]:
+def lines_until(lines: Sequence[Line], time: float) -> list[Line]:
     """The lines written up to a time, in seconds since 1970; lines without a time always count."""
     return [line for line in lines if line.time is None or line.time.timestamp() <= time]
 
 
-def phases(entries: Sequence[BlendEntry]) -> list[Phase]:
+def order_phases(entries: Sequence[BlendEntry]) -> list[Phase]:
     """The blends as phases of the order."""
     return [Phase(blend_entry.position // BLOCK, blend_entry.weights) for blend_entry in entries]
 
@@ -140,13 +140,13 @@ def moved_skips(
         is_later = since is None or e.time is None or e.time >= since
         if is_later and e.corpus is None and e.end > position and e.end - e.first <= MOST:
             by_reason.setdefault(e.reason, []).append((max(e.first, position), e.end))
-    known_skips = Skips.of((e.first, e.end) for e in position_entries if e.corpus is None)
+    known_skips = Skips.from_ranges((e.first, e.end) for e in position_entries if e.corpus is None)
     moved_entries = []
     for reason, chosen_ranges in by_reason.items():
-        positions = numbers_of(Skips.of(chosen_ranges).ranges)
+        positions = numbers_of(Skips.from_ranges(chosen_ranges).ranges)
         new_positions = old.moved_to(new, positions)
-        new_ranges = Skips.of(
-            (p, p + 1) for p in new_positions[~known_skips.mask(new_positions)].tolist()
+        new_ranges = Skips.from_ranges(
+            (p, p + 1) for p in new_positions[~known_skips.mask_skipped(new_positions)].tolist()
         ).ranges
         moved_entries += [
             SkipEntry(first=range_first, end=range_end, reason=reason)
@@ -162,5 +162,5 @@ class GoneStream(Stream):
         self.tokens = share.tokens
         self._problem = f"corpus {share.name!r}, which was taken out of the blend, is needed again: {problem}"
 
-    def pieces(self, first: int, count: int) -> list[tuple[Shard, int, int, int]]:
+    def split_range(self, first: int, count: int) -> list[tuple[Shard, int, int, int]]:
         raise DataError(self._problem)

@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from megastable.base.errors import ConfigError, DataError
-from megastable.base.text import visible
-from megastable.config.recipe import find
+from megastable.base.text import make_visible
+from megastable.config.recipe import find_recipe
 from megastable.config.tree import CorpusConfig, ValidationConfig
 from megastable.data.blends import (
     BlendEntry,
@@ -25,12 +25,12 @@ from megastable.data.blends import (
     GoneStream,
     Line,
     Share,
-    exchanges,
-    in_force,
-    phases,
+    blends_in_force,
+    exchanges_in_force,
+    order_phases,
 )
 from megastable.data.manifest import Manifest, Stream, TokenizerInfo
-from megastable.data.order import BLOCK, Order, OrderedCorpus, blend
+from megastable.data.order import BLOCK, Order, OrderedCorpus, blend_quotas
 from megastable.data.source import Source
 
 SPLIT = "validation"
@@ -60,7 +60,7 @@ class HeldOut:
 
     @property
     def shards(self) -> list[tuple[Stream, str]]:
-        """Those of the sets of `data.validation`, each once: its stream, and its name for `Stream.open`."""
+        """Those of the sets of `data.validation`, each once: its stream, and its name for `Stream.open_shard`."""
         streams = self.blend.streams if self.blend is not None and self.in_turn else ()
         found = {(one.directory, each.shard): (one, each.shard) for one in streams for each in one.segments}
         return list(found.values())
@@ -85,14 +85,14 @@ def open_held_out(
 
     def add(name: str, path: Path, manifest: Manifest) -> None:
         # A split shorter than a sequence holds no sample.
-        if manifest.tokens(SPLIT) > sequence_length:
+        if manifest.count_tokens(SPLIT) > sequence_length:
             streams[name] = Stream(path, manifest, SPLIT)
 
     for name, path_and_manifest in here.items():
         add(name, *path_and_manifest)
     for name, old_share in out.items():
         try:
-            add(name, *opened(old_share))
+            add(name, *open_share(old_share))
         except DataError as error:
             problem_by_name[name] = str(error)
 
@@ -121,7 +121,7 @@ def open_sets(
     or before. Raises ConfigError for sets of one name or of text that is trained on, DataError for damaged ones."""
     streams = dict[str, Stream]()
     for given_set in given:
-        path = find(given_set.path)
+        path = find_recipe(given_set.path)
         manifest, name = manifests[path], given_set.name or manifests[path].name
         if name in streams:
             raise ConfigError(
@@ -179,7 +179,7 @@ def corpus_samples(blend: Order, computed: int, alone: Order, count: int) -> Cor
 
 
 def _samples(order: Order, positions: Int64s) -> list[tuple[str, int]]:
-    found = order.locate(positions)
+    found = order.locate_samples(positions)
     return [(order.corpora[c].name, s) for c, s in zip(found.corpus, found.sequence.tolist(), strict=True)]
 
 
@@ -187,10 +187,10 @@ def _names(order: Order) -> list[str]:
     return sorted(f"{corpus.name} {corpus.fingerprint}".strip() for corpus in order.corpora)
 
 
-def opened(share: Share) -> tuple[Path, Manifest]:
+def open_share(share: Share) -> tuple[Path, Manifest]:
     """A corpus that was taken out of the blend. Raises DataError if it is not what it was."""
-    corpus_path = find(Path(share.path))
-    manifest = Manifest.load(corpus_path)
+    corpus_path = find_recipe(Path(share.path))
+    manifest = Manifest.load_manifest(corpus_path)
     if manifest.fingerprint() != share.fingerprint:
         raise DataError(f"{corpus_path} has changed: restore it")
     return corpus_path, manifest
@@ -236,7 +236,7 @@ class Corpora:
         if its order was a different one."""
         train_order = self.train.order
         for exchange_count in range(len(self.exchanges), -1, -1):
-            earlier_order = train_order.exchanging([], exchange_count)
+            earlier_order = train_order.with_exchanges([], exchange_count)
             if self._fingerprint_until(earlier_order, cursor) == fingerprint:
                 return exchange_count
         return None
@@ -249,7 +249,7 @@ class Corpora:
     def reblended(self) -> bool:
         """Whether the recipe asks for another blend than the run's current one."""
         wanted = [OrderedCorpus(share.name, share.tokens, share.weight) for share in self.shares]
-        wanted_quotas = {c.name: quota for c, quota in zip(wanted, blend(wanted, BLOCK), strict=True)}
+        wanted_quotas = {c.name: quota for c, quota in zip(wanted, blend_quotas(wanted, BLOCK), strict=True)}
         order = self.train.order
         return wanted_quotas != {
             c.name: quota for c, quota in zip(order.corpora, order.quotas, strict=True) if quota
@@ -277,8 +277,8 @@ def open_corpora(
             "data.corpora is empty: name at least one prepared corpus, e.g. data.corpora=[{path: data/stdlib}]; "
             "megastable prepare makes them"
         )
-    given = [corpus.model_copy(update={"path": find(corpus.path)}) for corpus in given]
-    manifests = [Manifest.load(corpus.path) for corpus in given]
+    given = [corpus.model_copy(update={"path": find_recipe(corpus.path)}) for corpus in given]
+    manifests = [Manifest.load_manifest(corpus.path) for corpus in given]
     corpus_names = [manifest.name for manifest in manifests]
     if twice := next((name for name in corpus_names if corpus_names.count(name) > 1), None):
         raise ConfigError(
@@ -288,19 +288,19 @@ def open_corpora(
     tokenizer = manifests[0].tokenizer
     for corpus, manifest in zip(given, manifests, strict=True):
         _check_tokenizer("data.corpora", corpus.path, manifest.tokenizer, given[0].path, tokenizer)
-        if manifest.tokens("train") == 0:
+        if manifest.count_tokens("train") == 0:
             raise DataError(f"{corpus.path}: no documents to train on")
     shares = [
         Share(
             name=manifest.name,
             path=str(corpus.path),
             weight=corpus.weight,
-            tokens=manifest.tokens("train"),
+            tokens=manifest.count_tokens("train"),
             fingerprint=manifest.fingerprint(),
         )
         for corpus, manifest in zip(given, manifests, strict=True)
     ]
-    valid, moves = in_force(blends), exchanges(blends)
+    valid, moves = blends_in_force(blends), exchanges_in_force(blends)
     here = {manifest.name: (corpus.path, manifest) for corpus, manifest in zip(given, manifests, strict=True)}
     out = {share.name: share for entry in valid for share in entry.corpora if share.name not in here}
     streams = [Stream(set_path, manifest, "train") for set_path, manifest in here.values()]
@@ -311,7 +311,7 @@ def open_corpora(
         ],
         sequence_length,
         seed,
-        phases=phases(valid),
+        phases=order_phases(valid),
         exchanges=[entry.done for entry in moves],
     )
     streams += [_taken_out(share) for share in out.values()]
@@ -319,8 +319,8 @@ def open_corpora(
     weights_by_blend = [*(entry.weights for entry in valid), {share.name: share.weight for share in shares}]
     if validation:
         manifest_by_folder = {
-            set_path: Manifest.load(set_path)
-            for set_path in (find(given_set.path) for given_set in validation)
+            set_path: Manifest.load_manifest(set_path)
+            for set_path in (find_recipe(given_set.path) for given_set in validation)
         }
         for set_path, manifest in manifest_by_folder.items():
             _check_tokenizer("data.validation", set_path, manifest.tokenizer, given[0].path, tokenizer)
@@ -354,7 +354,7 @@ def _check_tokenizer(key: str, path: Path, its: TokenizerInfo, first: Path, toke
 
 def _taken_out(share: Share) -> Stream:
     try:
-        return Stream(*opened(share), "train")
+        return Stream(*open_share(share), "train")
     except DataError as error:
         return GoneStream(share, str(error))
 
@@ -378,9 +378,9 @@ def describe_epochs(source: Source, samples: int) -> str:
 
 def _elsewhere(name: str, stream: Stream) -> str:
     """The folder of a corpus, if that has another name: a copy, planted or pruned, is called as the original is."""
-    if isinstance(stream, GoneStream) or find(stream.directory).resolve().name == name:
+    if isinstance(stream, GoneStream) or find_recipe(stream.directory).resolve().name == name:
         return ""
-    return f" ({visible(stream.directory)})"
+    return f" ({make_visible(stream.directory)})"
 
 
 def find_warnings(corpora: Corpora, samples: int, evaluated: bool) -> list[str]:
@@ -419,7 +419,7 @@ def _missing_validation(corpora: Corpora) -> Sequence[str]:
     held_out, sequence_length = corpora.held_out, corpora.train.order.sequence_length
     if not held_out.without:
         return ()
-    token_counts = {manifest.name: manifest.tokens(SPLIT) for manifest in corpora.manifests}
+    token_counts = {manifest.name: manifest.count_tokens(SPLIT) for manifest in corpora.manifests}
     split_texts = ", ".join(
         f"{name} has {token_counts[name]:,} tokens" if token_counts[name] else f"{name} has none"
         for name in held_out.without

@@ -92,7 +92,7 @@ class Loader:
         part: tuple[int, int] = (0, 1),
         pieces: Stages | None = None,
     ) -> None:
-        batch_stages = Stages.constant(global_batch) if isinstance(global_batch, int) else global_batch
+        batch_stages = Stages.of_constant(global_batch) if isinstance(global_batch, int) else global_batch
         unit = micro_batch * data_size
         if wrong_sizes := [n for n in batch_stages.values if min(n, micro_batch, data_size) < 1 or n % unit]:
             raise ConfigError(
@@ -108,7 +108,7 @@ class Loader:
             part_rank * sequence_length // part_count, (part_rank + 1) * sequence_length // part_count
         )
         self.source, self.skips, self.cursor = source, skips, cursor
-        self.batches, self.pieces = batch_stages, pieces or Stages.constant(sequence_length)
+        self.batches, self.pieces = batch_stages, pieces or Stages.of_constant(sequence_length)
         self.keep_documents_apart = keep_documents_apart
         self.pin_memory = pin_memory
         self._mine_shape, self._data_rank = (data_size, micro_batch), data_rank
@@ -133,7 +133,7 @@ class Loader:
         self._drop()
         self._fill(self._prefetch)
 
-    def read(self, positions: Int64s) -> list[MicroBatch]:
+    def read_micro_batches(self, positions: Int64s) -> list[MicroBatch]:
         """This rank's part of any positions, a multiple of micro_batch * data_size of them; the cursor does not
         move."""
         piece_lengths = lengths_at(self.pieces, positions)
@@ -146,11 +146,11 @@ class Loader:
     @property
     def batch(self) -> int:
         """The global batch of the next step."""
-        return self.batches.at(self.cursor)
+        return self.batches.value_at(self.cursor)
 
     @property
     def unit(self) -> int:
-        """`read` takes multiples of this many positions."""
+        """`read_micro_batches` takes multiples of this many positions."""
         return self._mine_shape[0] * self._mine_shape[1]
 
     def close(self) -> None:
@@ -176,14 +176,18 @@ class Loader:
     def _step(self, before: Future[Step] | int, skips: Skips | Selection) -> Step:
         """Read one step, in the thread: the step after `before` (done, or cancelled after this one), or at a cursor."""
         first_cursor = before if isinstance(before, int) else before.result().next
-        positions, next_cursor = skips.next_kept(first_cursor, self.batches.at(first_cursor))
+        positions, next_cursor = skips.next_kept(first_cursor, self.batches.value_at(first_cursor))
         return Step(
-            first_cursor, next_cursor, positions, self.read(positions), self.pieces.at(next_cursor - 1)
+            first_cursor,
+            next_cursor,
+            positions,
+            self.read_micro_batches(positions),
+            self.pieces.value_at(next_cursor - 1),
         )
 
     def _micro_batch(self, positions: Int64s, lengths: Int64s | None) -> MicroBatch:
         """lengths: of the pieces that the samples are cut into, int64 [b]; None: they are whole."""
-        samples = self.source.samples(positions)
+        samples = self.source.read_samples(positions)
         tokens, labels = (np.ascontiguousarray(x[:, self._part]) for x in (samples[:, :-1], samples[:, 1:]))
         eod_token = self.source.eod if self.keep_documents_apart else None
         is_cut = eod_token is not None or lengths is not None

@@ -116,7 +116,7 @@ class Manifest(BaseModel):
         return self
 
     @classmethod
-    def load(cls, directory: Path) -> Manifest:
+    def load_manifest(cls, directory: Path) -> Manifest:
         """Read DIRECTORY/manifest.json. Raises DataError when it is missing, broken or contradicts itself."""
         path = directory / FILE
         try:
@@ -140,7 +140,7 @@ class Manifest(BaseModel):
         except ValidationError as error:
             raise DataError(f"{path}: {_first_problem(error)}") from error
 
-    def save(self, directory: Path) -> None:
+    def save_manifest(self, directory: Path) -> None:
         """Write DIRECTORY/manifest.json atomically. Raises DataError if the disk fails."""
         manifest_path = directory / FILE
         try:
@@ -165,7 +165,7 @@ class Manifest(BaseModel):
         if foreign := sorted(path.name for path in directory.iterdir() if path.name not in own_names):
             raise DataError(f"{directory} will not be replaced: {foreign[0]} in it is not part of its corpus")
 
-    def tokens(self, split: str) -> int:
+    def count_tokens(self, split: str) -> int:
         """Number of tokens of a split; 0 when the corpus has no such split."""
         return sum(split_segment.tokens for split_segment in self.splits.get(split, ()))
 
@@ -194,12 +194,12 @@ class Stream:
         self._lock = Lock()
         self._checked: set[int] = set()
 
-    def read(self, first: int, count: int) -> Tokens:
+    def read_tokens(self, first: int, count: int) -> Tokens:
         """Tokens [first, first + count) of the stream: int64 [count], across shards.
 
-        Raises IndexError outside the stream; DataError as `Shard.read` does.
+        Raises IndexError outside the stream; DataError as `Shard.read_tokens` does.
         """
-        parts = [shard.read(at, length) for shard, at, length, _ in self.pieces(first, count)]
+        parts = [shard.read_tokens(at, length) for shard, at, length, _ in self.split_range(first, count)]
         return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.int64), *parts])
 
     def offset_of(self, shard: str, token: int) -> int | None:
@@ -209,13 +209,13 @@ class Stream:
                 return int(segment_edge) + token - segment.first_token
         return None
 
-    def open(self, shard: str) -> Shard:
+    def open_shard(self, shard: str) -> Shard:
         """A shard of the corpus, of any split. Raises DataError if there is none of that name."""
         if shard not in self._infos:
             raise DataError(f"{self.directory / FILE} lists no shard {shard!r}")
         return Shard(self.directory / shard, self._infos[shard], self.manifest.tokenizer.vocab_size)
 
-    def pieces(self, first: int, count: int) -> list[tuple[Shard, int, int, int]]:
+    def split_range(self, first: int, count: int) -> list[tuple[Shard, int, int, int]]:
         """Split a range of the stream at segments: (shard, offset in the shard, length, offset in the
         stream)."""
         if first < 0 or count < 0 or first + count > self.tokens:
@@ -237,7 +237,7 @@ class Stream:
         with self._lock:
             shard = self._shards.pop(own_segment.shard, None)
             if shard is None:
-                shard = self.open(own_segment.shard)
+                shard = self.open_shard(own_segment.shard)
             self._shards[own_segment.shard] = shard
             if len(self._shards) > OPEN_SHARDS:
                 self._shards.popitem(last=False)  # closed once no thread reads from it
@@ -261,7 +261,7 @@ class Stream:
             )
 
 
-def adopt(
+def adopt_shards(
     directory: Path,
     tokenizer: TokenizerInfo,
     validation: float,
@@ -272,12 +272,12 @@ def adopt(
 
     Every file is read once in full: ids, indices and pointers are checked, hashes computed. The last fraction
     `validation` of all tokens, in the order of the shards' names, becomes the split "validation". `seen` gets the
-    tokens as from `Shard.verify`. Raises DataError.
+    tokens as from `Shard.verify_shard`. Raises DataError.
     """
     shard_prefixes = sorted(path.with_suffix("") for path in directory.glob("*.idx"))
     if not shard_prefixes:
         raise DataError(f"{directory} contains no .idx file: it holds no Megatron shards")
-    shards = [Shard(prefix, vocab_size=tokenizer.vocab_size).verify(seen) for prefix in shard_prefixes]
+    shards = [Shard(prefix, vocab_size=tokenizer.vocab_size).verify_shard(seen) for prefix in shard_prefixes]
     if len({shard.dtype for shard in shards}) > 1:
         raise DataError(f"{directory}: some shards are uint16, others int32: write them again as one type")
     return Manifest(

@@ -144,12 +144,12 @@ class Order:
             if any(e.corpus == corpus.name for e in self.exchanges)
         }
 
-    def exchanging(self, more: Sequence[Exchange], known: int | None = None) -> Order:
+    def with_exchanges(self, more: Sequence[Exchange], known: int | None = None) -> Order:
         """This order with more exchanges applied; known: keep only this many of its own."""
         all_exchanges = [*self.exchanges[:known], *more]
         return Order(self.corpora, self.sequence_length, self.seed, self.block, self.phases, all_exchanges)
 
-    def locate(self, positions: npt.ArrayLike) -> Locations:
+    def locate_samples(self, positions: npt.ArrayLike) -> Locations:
         """The samples at `positions`, n integers. Raises DataError outside of [0, 2^62)."""
         where = np.asarray(positions)
         if where.size == 0:
@@ -163,12 +163,12 @@ class Order:
         keys = np.empty((ROUNDS, corpus_indexes.size), dtype=np.uint64)
         for corpus_index, member_indexes in _groups(corpus_indexes):
             keys[:, member_indexes] = self._keys(self.corpora[corpus_index].name, epoch[member_indexes])
-        sequence = permute(number_in_epoch, self._sequences[corpus_indexes], keys)
+        sequence = permute_values(number_in_epoch, self._sequences[corpus_indexes], keys)
         return Locations(corpus_indexes, epoch, sequence, sequence * self.sequence_length)
 
-    def locate_one(self, position: int) -> Location:
+    def locate_sample(self, position: int) -> Location:
         """The sample at one position."""
-        return Location(*(int(location_field[0]) for location_field in self.locate([position])))
+        return Location(*(int(location_field[0]) for location_field in self.locate_samples([position])))
 
     def positions_of(self, corpus: int, sequences: npt.ArrayLike, first: int, end: int) -> Int64s:
         """All positions in [first, end) that hold any of n `sequences` of a corpus: int64, ascending.
@@ -180,13 +180,13 @@ class Order:
         samples_by_epoch = [np.empty(0, np.int64)]
         epoch_numbers = set(range(first_slot // size, -(-last_slot // size)))
         if corpus in self._exchanged:  # with samples of other epochs
-            slots, moved_samples = self.moved(corpus).T
+            slots, moved_samples = self.moved_slots(corpus).T
             epoch_numbers |= set(
                 (moved_samples[(first_slot <= slots) & (slots < last_slot)] // size).tolist()
             )
         for epoch in sorted(epoch_numbers):
             round_key_array = self._keys(self.corpora[corpus].name, np.full(wanted.size, epoch))
-            samples = epoch * size + permute_back(wanted, np.full(wanted.size, size), round_key_array)
+            samples = epoch * size + unpermute_values(wanted, np.full(wanted.size, size), round_key_array)
             samples_by_epoch.append(samples)
         slots = self._slots_of(corpus, np.concatenate(samples_by_epoch))
         return np.sort(self.positions_at(corpus, slots[(first_slot <= slots) & (slots < last_slot)]))
@@ -219,18 +219,18 @@ class Order:
         """Number of slots per block of each corpus at `position`."""
         return self._quotas[self._phase(position // self.block)].tolist()
 
-    def absent(self, corpus: int) -> list[tuple[int, int]]:
+    def absent_ranges(self, corpus: int) -> list[tuple[int, int]]:
         """The ranges of positions [first, end) of the phases without samples of a corpus."""
         edges = [*(self._starts * self.block).tolist(), LAST_POSITION]
         return [
             edge for quotas, edge in zip(self._quotas, pairwise(edges), strict=True) if not quotas[corpus]
         ]
 
-    def moved(self, corpus: int) -> Int64s:
+    def moved_slots(self, corpus: int) -> Int64s:
         """The slots of a corpus that hold other samples than their own, ascending, and these samples: int64 [n, 2]."""
         return self._exchanged[corpus].moved if corpus in self._exchanged else np.empty((0, 2), np.int64)
 
-    def deferred(self, first: int, end: int) -> Int64s:
+    def deferred_positions(self, first: int, end: int) -> Int64s:
         """The positions in [first, end) whose samples were deferred to there: int64, ascending."""
         low, last_slots, found = self.samples_before(first), self.samples_before(end), [np.empty(0, np.int64)]
         for index, exchanged in self._exchanged.items():
@@ -264,7 +264,7 @@ class Order:
             )
         slot_ends = self.samples_before(before) if before is not None else [LAST_POSITION] * len(self.corpora)
         moved_by_corpus = (
-            (c.name, self.moved(corpus_index), slot_end)
+            (c.name, self.moved_slots(corpus_index), slot_end)
             for corpus_index, (c, slot_end) in enumerate(zip(self.corpora, slot_ends, strict=True))
         )
         if exchanged_slots := sorted(
@@ -282,7 +282,7 @@ class Order:
         if unknown_names := sorted(set(weights) - {corpus.name for corpus in self.corpora}):
             raise ConfigError(f"the blend names the corpus {unknown_names[0]!r}, which is not there")
         quota_by_name = dict(
-            zip((c.name for c in chosen_corpora), blend(chosen_corpora, self.block), strict=True)
+            zip((c.name for c in chosen_corpora), blend_quotas(chosen_corpora, self.block), strict=True)
         )
         return [quota_by_name.get(corpus.name, 0) for corpus in self.corpora]
 
@@ -297,7 +297,7 @@ class Order:
         samples = slots.copy()
         for corpus_index, exchange_table in self._exchanged.items():
             is_own = corpus_indexes == corpus_index
-            samples[is_own] = exchange_table.samples(slots[is_own])
+            samples[is_own] = exchange_table.samples_at_slots(slots[is_own])
         return corpus_indexes, samples
 
     def slots_at(self, positions: Int64s) -> tuple[Int64s, Int64s]:
@@ -318,7 +318,7 @@ class Order:
 
     def _slots_of(self, corpus: int, samples: Int64s) -> Int64s:
         """The slots of a corpus that hold n of its samples."""
-        return self._exchanged[corpus].slots(samples) if corpus in self._exchanged else samples
+        return self._exchanged[corpus].slots_of_samples(samples) if corpus in self._exchanged else samples
 
     def positions_at(self, corpus: int, slots: Int64s) -> Int64s:
         """The positions of n slots of a corpus: the inverse of `slots_at`."""
@@ -360,7 +360,7 @@ class Order:
         return np.array(epoch_keys, dtype=np.uint64).reshape(-1, ROUNDS)[epoch_indexes].T
 
 
-def blend(corpora: Sequence[OrderedCorpus], block: int) -> tuple[int, ...]:
+def blend_quotas(corpora: Sequence[OrderedCorpus], block: int) -> tuple[int, ...]:
     """Slots of `block` for each corpus: its exact share, by largest remainder, ties by name.
 
     Raises ConfigError for no corpora, equal or empty names, weights that are not positive and finite, and a
@@ -396,7 +396,7 @@ def round_keys(seed: int, name: str, number: int) -> tuple[int, ...]:
     return tuple(np.frombuffer(hashlib.blake2b(material, digest_size=8 * ROUNDS).digest(), "<u8").tolist())
 
 
-def permute(values: Int64s, sizes: Int64s, keys: UInt64s) -> Int64s:
+def permute_values(values: Int64s, sizes: Int64s, keys: UInt64s) -> Int64s:
     """For each i, a bijection of [0, sizes[i]), chosen by keys[:, i] (uint64 [rounds, n]), at values[i].
 
     Pairs of numbers below `side` number at most 2 * sqrt(size) + 1 more than needed; a value that lands in the excess
@@ -411,8 +411,8 @@ def permute(values: Int64s, sizes: Int64s, keys: UInt64s) -> Int64s:
     return _walk(forward, values, sizes, keys)
 
 
-def permute_back(values: Int64s, sizes: Int64s, keys: UInt64s) -> Int64s:
-    """The inverse of `permute`."""
+def unpermute_values(values: Int64s, sizes: Int64s, keys: UInt64s) -> Int64s:
+    """The inverse of `permute_values`."""
 
     def backward(left: UInt64s, right: UInt64s, side: UInt64s, keys: UInt64s) -> tuple[UInt64s, UInt64s]:
         for round_key in keys[::-1]:
@@ -480,8 +480,8 @@ class Exchange:
 class Exchanged:
     """The slots of one corpus that hold other samples than their own: two sorted tables, a lookup takes O(log n).
 
-    `moved`: these slots, ascending, and their samples, int64 [n, 2]. `deferred`: slots whose sample comes from an
-    earlier slot, ascending, int64 [n].
+    `moved`: these slots, ascending, and their samples, int64 [n, 2]. `deferred`: slots whose sample
+    comes from an earlier slot, ascending, int64 [n].
     """
 
     def __init__(self, swaps: Sequence[Swap]) -> None:
@@ -498,11 +498,11 @@ class Exchanged:
         by_sample = np.argsort(self._samples)
         self._back = self._samples[by_sample], self._slots[by_sample]
 
-    def samples(self, slots: Int64s) -> Int64s:
+    def samples_at_slots(self, slots: Int64s) -> Int64s:
         """The samples that n slots hold."""
         return _looked_up(slots, self._slots, self._samples)
 
-    def slots(self, samples: Int64s) -> Int64s:
+    def slots_of_samples(self, samples: Int64s) -> Int64s:
         """The slots that hold n samples."""
         return _looked_up(samples, *self._back)
 

@@ -21,8 +21,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from megastable.base.durable import staged_directory, write_data_file
 from megastable.base.errors import ConfigError, DataError
-from megastable.base.text import plural
-from megastable.config.recipe import find
+from megastable.base.text import count_noun
+from megastable.config.recipe import find_recipe
 from megastable.config.tree import CorpusConfig, RunConfig
 from megastable.config.warmups import Stages
 from megastable.data.corpora import Corpora, open_corpora
@@ -81,7 +81,7 @@ class Planted(BaseModel):
         return f"{self.samples} of the positions {self.first} to {last_position}"
 
     def __str__(self) -> str:
-        return f"{WHAT[self.kind]} at {self.places}, in {plural(len(self.documents), 'document')}"
+        return f"{WHAT[self.kind]} at {self.places}, in {count_noun(len(self.documents), 'document')}"
 
 
 def read_planted(directory: Path) -> Planted | None:
@@ -104,12 +104,12 @@ def positions_of(
     that naming the guilty samples takes more than naming the batch. With it, `of_each` samples of each step (the rest
     in the last one), at places in the batch drawn with `seed`. Raises ConfigError for an `of_each` outside a batch.
     """
-    begin = batches.reach(0, step - 1)
+    begin = batches.reach_after(0, step - 1)
     if of_each is None:
-        whole = next(n for n in range(1, samples + 3) if batches.reach(begin, n) - begin >= samples + 2)
-        first_position = begin + (batches.reach(begin, whole) - begin - samples) // 2
+        whole = next(n for n in range(1, samples + 3) if batches.reach_after(begin, n) - begin >= samples + 2)
+        first_position = begin + (batches.reach_after(begin, whole) - begin - samples) // 2
         return [(first_position, first_position + samples)]
-    batch_size = batches.at(begin)
+    batch_size = batches.value_at(begin)
     if not 1 <= of_each <= batch_size:
         raise ConfigError(
             f"{of_each} samples of each step: a step has {batch_size} (train.global_batch), choose 1 to {batch_size}"
@@ -117,13 +117,15 @@ def positions_of(
     random = np.random.default_rng((seed, 1))
     places = []
     for step_offset in range(-(-samples // of_each)):
-        chosen_places = random.permutation(batches.at(begin))[: samples - step_offset * of_each][:of_each]
+        chosen_places = random.permutation(batches.value_at(begin))[: samples - step_offset * of_each][
+            :of_each
+        ]
         places.append(begin + chosen_places)
-        begin += batches.at(begin)
-    return Skips.of_numbers(np.concatenate(places).astype(np.int64)).ranges
+        begin += batches.value_at(begin)
+    return Skips.from_numbers(np.concatenate(places).astype(np.int64)).ranges
 
 
-def plant(
+def plant_corruption(
     corpus: Path,
     output: Path,
     config: RunConfig,
@@ -151,7 +153,7 @@ def plant(
     already planted or too small, for an occupied `output`, for an `other` that is missing, of another tokenizer or too
     small, and for a text without tokens.
     """
-    corpus = find(corpus)
+    corpus = find_recipe(corpus)
     if (kind == "shuffled") != (other is not None):
         raise DataError(
             f"kind {kind!r}: shuffled tokens need the corpus they are from (other), no other kind does"
@@ -183,7 +185,10 @@ def plant(
         )
     foreign, source, count = None, "", samples * (length - 1)
     if other is not None:
-        foreign, source = _foreign(other, corpora, count), Manifest.load(find(other)).fingerprint()
+        foreign, source = (
+            _foreign(other, corpora, count),
+            Manifest.load_manifest(find_recipe(other)).fingerprint(),
+        )
     elif text is not None:
         foreign, source = _encoded(text, corpus, corpora, count), xxhash.xxh3_128_hexdigest(text.encode())
     planted = Planted(
@@ -199,21 +204,21 @@ def plant(
     with staged_directory(output) as staging:
         manifest = _write(corpus, staging, corpora, planted, foreign)
         write_data_file(staging / PLANTED, planted.model_dump_json(indent=1).encode() + b"\n")
-        manifest.save(staging)
+        manifest.save_manifest(staging)
     return planted, False
 
 
 def _foreign(other: Path, corpora: Corpora, count: int) -> Tokens:
     """The first `count` tokens of a corpus that may replace others, int64 [count]."""
-    other = find(other)
-    other_manifest = Manifest.load(other)
+    other = find_recipe(other)
+    other_manifest = Manifest.load_manifest(other)
     if other_manifest.tokenizer.xxh3 != corpora.manifests[0].tokenizer.xxh3:
         raise DataError(
             f"{other} was made with another tokenizer: its token ids mean something else; prepare it with "
             f"{corpora.manifests[0].tokenizer.file} of the corpus"
         )
     train_stream = Stream(other, other_manifest, "train")
-    usable_tokens = train_stream.read(0, min(train_stream.tokens, 4 * count)).astype(np.int64)
+    usable_tokens = train_stream.read_tokens(0, min(train_stream.tokens, 4 * count)).astype(np.int64)
     usable_tokens = usable_tokens[(usable_tokens != 0) & (usable_tokens != corpora.train.eod)]
     if usable_tokens.size < count:
         raise DataError(
@@ -241,7 +246,7 @@ def _occupied(output: Path, planted: Planted, overwrite: bool) -> bool:
     there = read_planted(output)
     if there is None:
         raise DataError(f"{output} exists already and is not a planted corpus: choose another output")
-    manifest = Manifest.load(output)
+    manifest = Manifest.load_manifest(output)
     if there == planted:
         for split in manifest.splits:
             Stream(output, manifest, split)  # checks the sizes of all its files
@@ -267,12 +272,12 @@ def _write(
             shutil.copyfile(corpus / name, staging / name)
         for name in touched_shards:
             # Otherwise the new hashes would hide earlier damage.
-            Shard(staging / name, info_by_shard[name]).verify()
+            Shard(staging / name, info_by_shard[name]).verify_shard()
         _replace(staging, corpora, planted, foreign)
     except OSError as error:
         raise DataError(f"{corpus} could not be copied to {staging}: {error}") from error
     for name in touched_shards:
-        info_by_shard[name] = Shard(staging / name, vocab_size=manifest.tokenizer.vocab_size).verify()
+        info_by_shard[name] = Shard(staging / name, vocab_size=manifest.tokenizer.vocab_size).verify_shard()
     source_text = f"{manifest.source}; {WHAT[planted.kind]} at {planted.places}"
     return manifest.model_copy(update={"shards": list(info_by_shard.values()), "source": source_text})
 
@@ -280,10 +285,10 @@ def _write(
 def _replace(staging: Path, corpora: Corpora, planted: Planted, foreign: Tokens | None) -> None:
     order, (stream,), eod_token = corpora.train.order, corpora.train.streams, corpora.train.eod
     draw_tokens = _drawer(corpora, planted, foreign)
-    for first_token in order.locate(numbers_of(planted.positions)).first_token.tolist():
-        for shard, shard_offset, count, _ in stream.pieces(first_token + 1, order.sequence_length - 1):
+    for first_token in order.locate_samples(numbers_of(planted.positions)).first_token.tolist():
+        for shard, shard_offset, count, _ in stream.split_range(first_token + 1, order.sequence_length - 1):
             planted_tokens = np.where(
-                shard.read(shard_offset, count) == eod_token, eod_token, draw_tokens(count)
+                shard.read_tokens(shard_offset, count) == eod_token, eod_token, draw_tokens(count)
             )
             dtype = little_endian(shard.dtype)
             with with_suffix(staging / shard.name, ".bin").open("r+b") as bin_file:

@@ -1,8 +1,8 @@
 """What a run writes to its ledgers, and reads from them: skips (`Skipping`), and deferrals of samples that were part of
 an incident without being its cause (`Deferring`). Rank 0 reads and writes; all ranks follow, and see the same lines.
 
-A deferral exchanges samples with later ones. `plan` is pure: which slots to exchange (`order.Exchange`), as far from
-the incident as possible, best first:
+A deferral exchanges samples with later ones. `plan_deferral` is pure: which slots to exchange (`order.Exchange`), as
+far from the incident as possible, best first:
 
 1. in the same epoch of their corpus, at least `far` away: the instability is over by then;
 2. in the same epoch, as late as possible, but not `near`;
@@ -13,7 +13,7 @@ Never a slot that is skipped or already exchanged, nor one after the run's last 
 reported as lost.
 
 The ledgers decide what is read, and are written before the journal's event. If the process ends between the two, the
-ledgers win: the next process tells the journal what they hold (`find_untold`, `IncidentLog.restore`).
+ledgers win: the next process tells the journal what they hold (`find_unjournalled`, `IncidentLog.restore`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from megastable.base.collectives import first as share_first
+from megastable.base.collectives import run_on_first as share_first
 from megastable.base.errors import DataError, SpaceError
 from megastable.config.tree import RunConfig
 from megastable.data.blends import ExchangeEntry, Line
@@ -52,7 +52,7 @@ from megastable.data.source import Source
 from megastable.run.directory import RunDirectory
 
 
-def persist(path: Path, entries: Sequence[LedgerEntry], what: str) -> None:
+def append_durably(path: Path, entries: Sequence[LedgerEntry], what: str) -> None:
     """Add lines to a ledger, on disk when this returns. Raises SpaceError on all ranks if they cannot be written."""
 
     def write() -> None:
@@ -75,31 +75,31 @@ class Skipping:
         self._path = run.skips
         self._excluded = Exclusions()
 
-    def check(self, strict: bool) -> None:
+    def check_ledger(self, strict: bool) -> None:
         """strict: raise DataError for a malformed line, when a person has started the run and can fix it."""
 
         def read() -> tuple[Exclusions, list[str]]:
             problems: list[str] = []
-            return Ledger.read(self._path, problems).exclusions, problems
+            return Ledger.read_ledger(self._path, problems).exclusions, problems
 
         self._excluded, line_problems = share_first(read)
         if strict and line_problems:
             raise DataError(line_problems[0])
 
-    def selection(self, order: Order, strict: bool = True) -> Selection:
-        """The samples left in `order`. Raises DataError as `check` and `Selection` do, if `strict`."""
+    def select_samples(self, order: Order, strict: bool = True) -> Selection:
+        """The samples left in `order`. Raises DataError as `check_ledger` and `Selection` do, if `strict`."""
         if not strict:
-            return self.usable(order)[0]
-        self.check(strict)
+            return self.select_usable(order)[0]
+        self.check_ledger(strict)
         return Selection(order, self._excluded, self._more)
 
-    def usable(self, order: Order) -> tuple[Selection, list[str]]:
-        """As `selection`, but during a run, which a malformed line does not end: such lines are ignored, and their
+    def select_usable(self, order: Order) -> tuple[Selection, list[str]]:
+        """As `select_samples`, but during a run, which a malformed line does not end: such lines are ignored, and their
         problems are the second result."""
 
         def read() -> tuple[Exclusions, list[str]]:
             problems: list[str] = []
-            excluded, refused_lines = Ledger.read(self._path, problems).usable_exclusions(
+            excluded, refused_lines = Ledger.read_ledger(self._path, problems).usable_exclusions(
                 self._path, order, self._more
             )
             return excluded, [*problems, *refused_lines]
@@ -107,7 +107,7 @@ class Skipping:
         self._excluded, line_problems = share_first(read)
         return Selection(order, self._excluded, self._more), line_problems
 
-    def foreign(self, order: Order) -> dict[Identity, int]:
+    def find_foreign(self, order: Order) -> dict[Identity, int]:
         """Corpora that lines of the last read name tokens of, and how many, but that are not in `order`."""
         own_identities = {Identity(corpus.name, corpus.fingerprint) for corpus in order.corpora}
         return {key: of.count() for key, of in self._excluded.tokens.items() if key not in own_identities}
@@ -140,9 +140,9 @@ class Deferral:
     lost: Int64s
 
 
-def plan(order: Order, left: Selection, positions: Int64s, room: DeferralRoom) -> Deferral:
+def plan_deferral(order: Order, left: Selection, positions: Int64s, room: DeferralRoom) -> Deferral:
     """New positions for the samples at `positions`, all before room.begin. Samples that are skipped anyway stay."""
-    positions = np.unique(positions[~left.mask(positions)])
+    positions = np.unique(positions[~left.mask_skipped(positions)])
     corpus_indexes, slots = order.slots_at(positions)
     epochs = slots // np.array(order.sequences)[corpus_indexes]
     exchanges, old_positions, new_positions = (
@@ -187,13 +187,13 @@ def _free(
 ) -> Int64s:
     """Up to `count` slots of [first, end), the first or the last ones, whose samples are neither skipped nor
     exchanged."""
-    found_slots, moved_slots = list[Int64s](), order.moved(corpus)[:, 0]
+    found_slots, moved_slots = list[Int64s](), order.moved_slots(corpus)[:, 0]
     first, end = (max(first, end - MOST), end) if late else (first, min(end, first + MOST))
     chunk_starts: Sequence[int] = range(first, end, AT_ONCE)
     for first_slot in reversed(chunk_starts) if late else chunk_starts:
         slots = np.arange(first_slot, min(end, first_slot + AT_ONCE))
         slots = slots[~np.isin(slots, moved_slots) & ~np.isin(slots, taken)]
-        slots = slots[~left.mask(order.positions_at(corpus, slots))]
+        slots = slots[~left.mask_skipped(order.positions_at(corpus, slots))]
         wanted_count = count - sum(some_slots.size for some_slots in found_slots)
         found_slots.append(slots[max(0, slots.size - wanted_count) :] if late else slots[:wanted_count])
         if wanted_count <= slots.size:
@@ -212,7 +212,7 @@ class Deferring:
         self.verify_steps = config.stability.policy.verify_steps
         self.recur_steps = config.stability.policy.recur_steps
 
-    def defer(
+    def defer_samples(
         self, positions: Int64s, step: int, begin: int, reason: str, incident: int, ahead: int = 0
     ) -> Deferral:
         """Defer the samples at n positions, and up to `ahead` after them, as far as there is room for all. step: began
@@ -232,16 +232,17 @@ class Deferring:
             for e in found_deferral.exchanges
             for at in range(0, len(e.swaps), RANGES)
         ]  # fmt: skip
-        persist(self.run.blends, ledger_entries, f"incident {incident} wants deferred")
-        self.source.order = self.source.order.exchanging(found_deferral.exchanges)
+        append_durably(self.run.blends, ledger_entries, f"incident {incident} wants deferred")
+        self.source.order = self.source.order.with_exchanges(found_deferral.exchanges)
         return found_deferral
 
     def step_of(self, position: int, step: int, begin: int) -> int:
-        """Approximate step that reads a position, as if nothing in between were skipped. step, begin: as `defer`."""
-        return step + self.batches.steps(begin, position)
+        """Approximate step that reads a position, as if nothing in between were skipped. step, begin: as
+        `defer_samples`."""
+        return step + self.batches.count_steps(begin, position)
 
     def _plan(self, left: Selection, positions: Int64s, step: int, begin: int, ahead: int) -> Deferral | None:
-        """As `defer`, with all of `ahead`; None if fewer are left."""
+        """As `defer_samples`, with all of `ahead`; None if fewer are left."""
         end_position = int(positions.max()) + 1
         if ahead:
             try:
@@ -249,14 +250,14 @@ class Deferring:
             except DataError:
                 return None
             positions = np.concatenate([positions, more_positions])
-        return plan(self.source.order, left, positions, self._room(left, end_position, step, begin))
+        return plan_deferral(self.source.order, left, positions, self._room(left, end_position, step, begin))
 
     def _room(self, left: Selection, end: int, step: int, begin: int) -> DeferralRoom:
         # Skips on the way only make the run get further.
-        last = max(end, self.batches.reach(begin, self.steps - step + 1))
+        last = max(end, self.batches.reach_after(begin, self.steps - step + 1))
 
         def after(steps: int) -> int:
-            count = self.batches.reach(end, steps) - end
+            count = self.batches.reach_after(end, steps) - end
             try:
                 return min(last, left.next_kept(end, count)[1]) if count < last - end else last
             except DataError:  # nothing is left
@@ -281,7 +282,7 @@ class UntoldSamples:
         return bool(self.convicted.size or self.skipped.size or self.freed.size or self.deferred)
 
 
-def find_untold(
+def find_unjournalled(
     incident: int,
     skipped: Sequence[Range],
     deferred: Sequence[Range],
@@ -303,8 +304,8 @@ def find_untold(
     """
     own_ledger = ledger.of_incident(incident)
     entries, exclusions = own_ledger.entries, own_ledger.exclusions
-    told_skips = Skips.of(skipped)
-    places = order.locate(numbers_of(told_skips.ranges))
+    told_skips = Skips.from_ranges(skipped)
+    places = order.locate_samples(numbers_of(told_skips.ranges))
     convicted, freed_by_corpus = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
     for corpus_index, corpus in enumerate(order.corpora):
         tokens = exclusions.tokens.get(Identity(corpus.name, corpus.fingerprint), NONE)
@@ -315,15 +316,18 @@ def find_untold(
             there = numbers_of(told_skips.ranges)[places.corpus == corpus_index]
             freed_by_corpus.append(there[~np.isin(known_sequences, named)])
     by_position = [e for e in entries if isinstance(e, SkipEntry)]
-    more_skips = Skips.of((e.first, e.end) for e in by_position if e.corpus is None).minus(told_skips)
+    more_skips = Skips.from_ranges((e.first, e.end) for e in by_position if e.corpus is None).minus(
+        told_skips
+    )
     # Samples skipped by position are not freed by a line that frees others.
-    positions = Skips.of((e.first, e.end) for e in by_position)
+    positions = Skips.from_ranges((e.first, e.end) for e in by_position)
     free = np.concatenate(freed_by_corpus)
     here, there = _find_deferred(incident, deferred, lines, order)
     exchanged = [e for e in lines if isinstance(e, ExchangeEntry) and e.incident == incident]
     reasons = [e.reason for e in [*exchanged, *entries]]
     return UntoldSamples(
-        np.sort(np.concatenate(convicted)), numbers_of(more_skips.ranges), free[~positions.mask(free)], here, there,
+        np.sort(np.concatenate(convicted)), numbers_of(more_skips.ranges), free[~positions.mask_skipped(free)],
+        here, there,
         reasons[-1] if reasons else "",
     )  # fmt: skip
 
@@ -333,7 +337,7 @@ def _find_deferred(
 ) -> tuple[list[Range], list[Range]]:
     """What exchanges of the incident deferred, without those that were undone since."""
     names = [corpus.name for corpus in order.corpora]
-    known_skips, deferred_ranges, return_ranges = Skips.of(deferred), list[Range](), list[Range]()
+    known_skips, deferred_ranges, return_ranges = Skips.from_ranges(deferred), list[Range](), list[Range]()
     for line_number, line in enumerate(lines):
         if not isinstance(line, ExchangeEntry) or line.incident != incident or line.corpus not in names:
             continue
@@ -344,9 +348,9 @@ def _find_deferred(
         later = np.concatenate([np.arange(second, second + count) for _, second, count in line.exchange])
         corpus = names.index(line.corpus)
         positions, returns = order.positions_at(corpus, slots), order.positions_at(corpus, later)
-        if not known_skips.mask(positions).all():
-            deferred_ranges += Skips.of_numbers(np.sort(positions)).ranges
-            return_ranges += Skips.of_numbers(np.sort(returns)).ranges
+        if not known_skips.mask_skipped(positions).all():
+            deferred_ranges += Skips.from_numbers(np.sort(positions)).ranges
+            return_ranges += Skips.from_numbers(np.sort(returns)).ranges
     return deferred_ranges, return_ranges
 
 
@@ -357,7 +361,7 @@ def _nearest(order: Order, corpus: int, sequences: Int64s, cursor: int) -> Int64
         first_position, end = max(0, cursor - reach), min(LAST_POSITION, cursor + reach)
         found_positions = order.positions_of(corpus, sequences, first_position, end)
         found_positions = found_positions[np.argsort(np.abs(found_positions - cursor), kind="stable")]
-        _, index = np.unique(order.locate(found_positions).sequence, return_index=True)
+        _, index = np.unique(order.locate_samples(found_positions).sequence, return_index=True)
         samples_read = order.samples_before(end)[corpus] - order.samples_before(first_position)[corpus]
         if index.size == sequences.size or samples_read > 2 * order.sequences[corpus] or end == LAST_POSITION:
             return found_positions[index]

@@ -172,12 +172,12 @@ def file_sizes(prefix: Path) -> tuple[int, int]:
     return bytes_by_suffix[0], bytes_by_suffix[1]
 
 
-def chunks(count: int) -> Iterator[slice]:
+def chunk_slices(count: int) -> Iterator[slice]:
     """Slices that cover `count` entries, `CHUNK` at a time."""
     return (slice(first_entry, min(first_entry + CHUNK, count)) for first_entry in range(0, count, CHUNK))
 
 
-def fill(path: Path, descriptor: int, into: npt.NDArray[Any], at: int) -> None:
+def fill_array(path: Path, descriptor: int, into: npt.NDArray[Any], at: int) -> None:
     """Read an array from byte `at` of a file. Raises DataError if the disk fails or the file ends too early."""
     byte_view = into.data.cast("B") if into.size else memoryview(b"")
     bytes_done = 0
@@ -187,11 +187,11 @@ def fill(path: Path, descriptor: int, into: npt.NDArray[Any], at: int) -> None:
         except OSError as error:
             raise DataError(f"{path} cannot be read at byte {at + bytes_done}: {error.strerror}") from error
         if bytes_read == 0:
-            shorter(path)
+            raise_shorter(path)
         bytes_done += bytes_read
 
 
-def shorter(path: Path) -> NoReturn:
+def raise_shorter(path: Path) -> NoReturn:
     """Raise the error for a file that has ended too early."""
     raise DataError(f"{path} became shorter while it was in use: restore it, then resume")
 
@@ -390,14 +390,14 @@ class ShardWriter:
         lengths = np.frombuffer(self._lengths, dtype=np.int32)
         write = self._idx.write
         write(_index_header(self.dtype, len(lengths), self.documents))
-        length_parts = [lengths[part] for part in chunks(len(lengths))]
+        length_parts = [lengths[part] for part in chunk_slices(len(lengths))]
         for part in length_parts:
             write(part.astype("<i4").tobytes())
         for pointers in _pointers_of(length_parts, self.dtype):
             write(pointers)
         sequence_count = 0
         write(np.zeros(1, "<i8").tobytes())
-        for document_slice in chunks(self.documents):
+        for document_slice in chunk_slices(self.documents):
             if self._counts is None:
                 write(np.arange(document_slice.start + 1, document_slice.stop + 1, dtype="<i8").tobytes())
             else:

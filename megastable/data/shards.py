@@ -2,7 +2,7 @@
 
 A shard (format and writer: `shard_format.py`) is one stream of tokens; token t lies at byte
 t * itemsize of the `.bin`. That requires contiguous pointers, which are checked at both ends on opening, around every
-requested document, and everywhere by `Shard.verify`.
+requested document, and everywhere by `Shard.verify_shard`.
 
 Both files are read with `pread`, never mapped: a failing disk or a file truncated during training then raises an error
 with a message instead of a SIGBUS.
@@ -31,13 +31,13 @@ from megastable.data.shard_format import (
     ShardInfo,
     ShardWriter,
     Tokens,
-    chunks,
+    chunk_slices,
     file_sizes,
-    fill,
+    fill_array,
     hash_file,
     little_endian,
+    raise_shorter,
     read_index_ends,
-    shorter,
     with_suffix,
 )
 
@@ -86,21 +86,21 @@ class Shard:
             raise DataError(f"{self.bin_path} cannot be read: {error.strerror}") from error
         weakref.finalize(self, os.close, self._descriptor)
 
-    def read(self, first: int, count: int) -> Tokens:
+    def read_tokens(self, first: int, count: int) -> Tokens:
         """Tokens [first, first + count) of the stream: int64 [count].
 
         Raises IndexError outside the shard, DataError for an id outside the vocabulary or a failing
         disk.
         """
-        read_ids = self.raw(first, count).astype(np.int64)
+        read_ids = self.read_raw(first, count).astype(np.int64)
         self._check_ids(read_ids, first)
         return read_ids
 
-    def raw(self, first: int, count: int) -> npt.NDArray[np.integer]:
-        """As `read`, but in the stored type, uint16 or int32 [count], for any vocabulary."""
+    def read_raw(self, first: int, count: int) -> npt.NDArray[np.integer]:
+        """As `read_tokens`, but in the stored type, uint16 or int32 [count], for any vocabulary."""
         self._check_range(first, count)
         raw_tokens = np.empty(count, dtype=little_endian(self.dtype))
-        fill(self.bin_path, self._descriptor, raw_tokens, first * self._itemsize)
+        fill_array(self.bin_path, self._descriptor, raw_tokens, first * self._itemsize)
         return raw_tokens
 
     def document_of(self, token: int) -> int:
@@ -137,7 +137,7 @@ class Shard:
         if first_document > last_document:
             self._disordered(first_document)
         found_starts = [np.empty(0, np.int64)]
-        for part in chunks(last_document - first_document):
+        for part in chunk_slices(last_document - first_document):
             found_starts.append(self.document_edges(first_document + part.start, part.stop - part.start)[:-1])
         unique_starts = np.unique(np.concatenate(found_starts))
         if unique_starts.size and not first <= unique_starts[0] <= unique_starts[-1] < first + count:
@@ -218,13 +218,13 @@ class Shard:
             self._broken_pointer(sequences.start + int(np.argmin(lengths)))
         return lengths
 
-    def modes(self, sequences: slice) -> npt.NDArray[np.int8] | None:
+    def sequence_modes(self, sequences: slice) -> npt.NDArray[np.int8] | None:
         """The mode of each sequence of a slice [a, b): int8 [b - a]; None for a shard without modes."""
         if not self.has_modes:
             return None
         return self._entries("i1", self._index.modes + sequences.start, sequences.stop - sequences.start)
 
-    def verify(self, seen: Callable[[Shard, int, Tokens], None] | None = None) -> ShardInfo:
+    def verify_shard(self, seen: Callable[[Shard, int, Tokens], None] | None = None) -> ShardInfo:
         """Read both files in full: index order, contiguous pointers, ids, and the hashes if `info` has them.
 
         `seen` gets every token once, in order: this shard, the offset of a part, and the part, int64 [n].
@@ -232,8 +232,8 @@ class Shard:
         """
         self.verify_index()
         bin_hash = xxhash.xxh3_128()
-        for token_slice in chunks(self.tokens):
-            tokens = self.read(token_slice.start, token_slice.stop - token_slice.start)
+        for token_slice in chunk_slices(self.tokens):
+            tokens = self.read_tokens(token_slice.start, token_slice.stop - token_slice.start)
             bin_hash.update(tokens.astype(little_endian(self.dtype)).tobytes())
             if seen is not None:
                 seen(self, token_slice.start, tokens)
@@ -262,7 +262,7 @@ class Shard:
         Raises DataError for the first wrong entry.
         """
         pointer = 0
-        for part in chunks(self.sequences):
+        for part in chunk_slices(self.sequences):
             lengths = self.sequence_lengths(part).astype(np.int64)
             sequence_ends = pointer + np.cumsum(lengths * self._itemsize)
             expected_pointers = np.concatenate(([pointer], sequence_ends[:-1]))
@@ -275,7 +275,7 @@ class Shard:
         if pointer != self.bin_bytes:  # the ends have changed since opening
             self._broken_pointer(self.sequences - 1)
         last_index = 0
-        for part in chunks(self.documents):
+        for part in chunk_slices(self.documents):
             indices = self.document_sequences(part.start, part.stop - part.start)
             if int(indices[0]) != last_index:
                 self._disordered(part.start)
@@ -300,7 +300,7 @@ class Shard:
 
     def _entries(self, kind: str, at: int, count: int) -> npt.NDArray[Any]:
         entries = np.empty(count, dtype=kind)
-        fill(self.idx_path, self._index.descriptor, entries, at)
+        fill_array(self.idx_path, self._index.descriptor, entries, at)
         return entries
 
     def _numbers(self, kind: struct.Struct, at: int) -> tuple[int, ...]:
@@ -310,7 +310,7 @@ class Shard:
         except OSError as error:
             raise DataError(f"{self.idx_path} cannot be read: {error.strerror}") from error
         if len(entry_bytes) < kind.size:
-            shorter(self.idx_path)
+            raise_shorter(self.idx_path)
         return kind.unpack(entry_bytes)
 
     def _pointers(self, sequences: slice) -> Tokens:

@@ -194,13 +194,13 @@ def sample_entries(
 ) -> list[SampleEntry]:
     """The lines that skip the samples at `positions`, n integers, for the rest of the run: at least one for each of
     their corpora. documents: of the named ones, for people."""
-    located_samples, sequence_length = order.locate(positions), order.sequence_length
+    located_samples, sequence_length = order.locate_samples(positions), order.sequence_length
     named_documents = list(documents)
     made_entries = []
     for corpus_index in np.unique(located_samples.corpus).tolist():
         corpus = order.corpora[corpus_index]
         first_tokens = located_samples.first_token[located_samples.corpus == corpus_index]
-        token_edges = Skips.merged(np.column_stack([first_tokens, first_tokens + sequence_length])).edges
+        token_edges = Skips.from_edges(np.column_stack([first_tokens, first_tokens + sequence_length])).edges
         shards: dict[str, list[int]] = {}
         for document in named_documents:
             if document.corpus == corpus.name:
@@ -231,7 +231,7 @@ class Ledger:
     entries: Sequence[AnyEntry]
 
     @classmethod
-    def read(cls, path: Path, odd: list[str] | None = None) -> Ledger:
+    def read_ledger(cls, path: Path, odd: list[str] | None = None) -> Ledger:
         """The lines of skips.jsonl, as `read_entries` reads them."""
         return cls(read_ledger(path, odd))
 
@@ -251,10 +251,13 @@ class Ledger:
                     ranges_by_corpus[entry.corpus].append((entry.first, entry.end))
                     counts[entry.corpus] += 1
             for identity, pairs in pairs_by_identity.items():
-                earlier, ranges = tokens.get(identity, NONE), Skips.merged(np.array(pairs, dtype=np.int64))
+                earlier, ranges = (
+                    tokens.get(identity, NONE),
+                    Skips.from_edges(np.array(pairs, dtype=np.int64)),
+                )
                 tokens[identity] = earlier.minus(ranges) if is_release else earlier.union(ranges)
         skipped = {
-            corpus: Skips.merged(np.array(chosen_ranges, dtype=np.int64))
+            corpus: Skips.from_edges(np.array(chosen_ranges, dtype=np.int64))
             for corpus, chosen_ranges in ranges_by_corpus.items()
         }
         positions = skipped.pop(None, NONE)
@@ -268,7 +271,9 @@ class Ledger:
         """Number of lines by reason."""
         return Counter(ledger_entry.reason for ledger_entry in self.entries)
 
-    def usable(self, path: Path, order: Order, more: Sequence[Range] = ()) -> tuple[Selection, list[str]]:
+    def select_usable(
+        self, path: Path, order: Order, more: Sequence[Range] = ()
+    ) -> tuple[Selection, list[str]]:
         """The selection by `usable_exclusions`, with the problems of the other lines."""
         usable_exclusions, line_problems = self.usable_exclusions(path, order, more)
         return Selection(order, usable_exclusions, more), line_problems
@@ -324,7 +329,7 @@ class Ledger:
     def of_incident(self, number: int) -> Ledger:
         return Ledger([ledger_entry for ledger_entry in self.entries if ledger_entry.incident == number])
 
-    def without(self, incident: int, reason: str) -> Ledger:
+    def without_reason(self, incident: int, reason: str) -> Ledger:
         """All lines except those of an incident that give this reason."""
         return Ledger([e for e in self.entries if (e.incident, e.reason) != (incident, reason)])
 
@@ -348,11 +353,11 @@ class Ledger:
         """The lines as if nothing had been released."""
         return Ledger([ledger_entry for ledger_entry in self.entries if not _releases(ledger_entry)])
 
-    def until(self, time: float) -> Ledger:
+    def lines_until(self, time: float) -> Ledger:
         """The lines written up to a time, in seconds since 1970; lines without a time always count."""
         return Ledger([e for e in self.entries if e.time is None or e.time.timestamp() <= time])
 
-    def swaps(self, corpus: str) -> list[tuple[Range, datetime | None]]:
+    def swapped_ranges(self, corpus: str) -> list[tuple[Range, datetime | None]]:
         """The skipped positions of a corpus, one range per line, and since when."""
         swap_entries = (e for e in self.entries if isinstance(e, SkipEntry) and e.corpus == corpus)
         return [((entry.first, entry.end), entry.time) for entry in swap_entries]
@@ -363,13 +368,13 @@ def read_ledger(path: Path, odd: list[str] | None = None) -> list[AnyEntry]:
     return read_entries(path, _kind_of_line, odd)
 
 
-def released(
+def release_entries(
     ledger: Ledger, order: Order, positions: Int64s, reason: str, incident: int, step: int
 ) -> list[SampleEntry]:
     """The lines that release what incidents of the run said of the samples at n positions. Samples that a person or
     another tool also named stay skipped."""
     foreign_selection = Selection(order, replace(ledger.by_others.exclusions, positions=NONE, swapped={}))
-    free_positions = positions[~foreign_selection.mask(positions)]
+    free_positions = positions[~foreign_selection.mask_skipped(positions)]
     release_lines = sample_entries(order, free_positions, f"released: {reason}", (), incident, step)
     return [line.model_copy(update={"released": True}) for line in release_lines]
 

@@ -27,7 +27,7 @@ AT_ONCE = 1 << 16  # positions examined at a time if most are skipped
 
 def ranges_of(numbers: npt.ArrayLike) -> list[Range]:
     """Whole numbers in any order as ascending ranges [first, end) that do not touch."""
-    return Skips.of_numbers(np.asarray(numbers, dtype=np.int64)).ranges
+    return Skips.from_numbers(np.asarray(numbers, dtype=np.int64)).ranges
 
 
 def numbers_of(ranges: Iterable[Range]) -> Int64s:
@@ -42,15 +42,15 @@ class Skips:
         self._firsts, self._ends = firsts, ends
 
     @classmethod
-    def of(cls, ranges: Iterable[Range]) -> Skips:
+    def from_ranges(cls, ranges: Iterable[Range]) -> Skips:
         """The union of `ranges`, in any order, overlapping or not.
 
         Raises DataError for a range that violates 0 <= first < end <= 2^62 or is not of integers.
         """
-        return cls.merged(np.array([_checked(item) for item in ranges], dtype=np.int64).reshape(-1, 2))
+        return cls.from_edges(np.array([_checked(item) for item in ranges], dtype=np.int64).reshape(-1, 2))
 
     @classmethod
-    def merged(cls, edges: Int64s) -> Skips:
+    def from_edges(cls, edges: Int64s) -> Skips:
         """The union of n ranges, int64 [n, 2], each of them first < end."""
         edges = edges[np.argsort(edges[:, 0], kind="stable")]
         reach = np.maximum.accumulate(edges[:, 1])
@@ -59,9 +59,9 @@ class Skips:
         return cls(edges[begins, 0], reach[np.append(begins[1:], len(edges)) - 1] if begins.size else reach)
 
     @classmethod
-    def of_numbers(cls, numbers: Int64s) -> Skips:
+    def from_numbers(cls, numbers: Int64s) -> Skips:
         """A set of n numbers, int64 [n], in any order."""
-        return cls.merged(np.column_stack([numbers, numbers + 1]))
+        return cls.from_edges(np.column_stack([numbers, numbers + 1]))
 
     @property
     def edges(self) -> Int64s:
@@ -82,7 +82,7 @@ class Skips:
         range_index = int(np.searchsorted(self._firsts, position, side="right")) - 1
         return range_index >= 0 and position < int(self._ends[range_index])
 
-    def mask(self, positions: Int64s) -> Bools:
+    def mask_skipped(self, positions: Int64s) -> Bools:
         """Which of `positions`, int64 [n], are skipped: bool [n]."""
         range_indexes = np.searchsorted(self._firsts, positions, side="right") - 1
         if not self._ends.size:
@@ -109,7 +109,7 @@ class Skips:
         positions_taken = np.minimum(gap_lengths, count - positions_before)
         return np.repeat(gap_starts - positions_before, positions_taken) + np.arange(positions_taken.sum())
 
-    def between(self, first: int, end: int) -> list[Range]:
+    def ranges_between(self, first: int, end: int) -> list[Range]:
         """The skipped ranges inside [first, end), cut off at its edges."""
         low = int(np.searchsorted(self._ends, first, side="right"))
         high = int(np.searchsorted(self._firsts, end, side="left"))
@@ -128,7 +128,7 @@ class Skips:
     @classmethod
     def union_of(cls, parts: Iterable[Skips]) -> Skips:
         """The numbers in any of the parts."""
-        return cls.merged(np.concatenate([np.empty((0, 2), np.int64), *(part.edges for part in parts)]))
+        return cls.from_edges(np.concatenate([np.empty((0, 2), np.int64), *(part.edges for part in parts)]))
 
     def union(self, other: Skips) -> Skips:
         """The numbers in either set."""
@@ -186,7 +186,7 @@ class Selection:
         the index of the corpus.
         """
         self.lines = excluded.lines
-        self.positions = Skips.of(more).union(excluded.positions)
+        self.positions = Skips.from_ranges(more).union(excluded.positions)
         self._order = order
         names = [corpus.name for corpus in order.corpora]
         if unknown := sorted(set(excluded.swapped) - set(names)):
@@ -197,11 +197,15 @@ class Selection:
         self.sequences: dict[int, Skips] = {}
         self._out: dict[int, Skips] = {}
         for corpus_index, corpus in enumerate(order.corpora):
-            out = excluded.swapped.get(corpus.name, NONE).union(Skips.of(order.absent(corpus_index)))
+            out = excluded.swapped.get(corpus.name, NONE).union(
+                Skips.from_ranges(order.absent_ranges(corpus_index))
+            )
             tokens = excluded.tokens.get(Identity(corpus.name, corpus.fingerprint), NONE)
             chosen_sequences = sequences_of(tokens, order.sequence_length, order.sequences[corpus_index])
             if chosen_sequences.count() == order.sequences[corpus_index]:
-                out = Skips.of([(0, LAST_POSITION)])  # otherwise the search for a kept one would not end
+                out = Skips.from_ranges(
+                    [(0, LAST_POSITION)]
+                )  # otherwise the search for a kept one would not end
             if chosen_sequences.count():
                 self.sequences[corpus_index] = chosen_sequences
             if out.count():
@@ -256,16 +260,16 @@ class Selection:
         )
         return sum(quotas_left) / sum(order.quotas)
 
-    def mix(self, position: int) -> dict[str, float]:
+    def mix_at(self, position: int) -> dict[str, float]:
         """The share of each corpus around a position, without corpora swapped out there."""
         quotas = self._order.quotas_at(position)
         corpora_out = {corpus_index for corpus_index, skips in self._out.items() if skips.contains(position)}
         left = {i: quota for i, quota in enumerate(quotas) if quota and i not in corpora_out}
         return {self._order.corpora[i].name: quota / sum(left.values()) for i, quota in left.items()}
 
-    def mask(self, positions: Int64s) -> Bools:
+    def mask_skipped(self, positions: Int64s) -> Bools:
         """Which of n `positions` are skipped: bool [n]."""
-        return self._passed.mask(positions) | self._left_out(positions)
+        return self._passed.mask_skipped(positions) | self._left_out(positions)
 
     def next_kept(self, cursor: int, count: int) -> tuple[Int64s, int]:
         """As `Skips.next_kept`."""
@@ -296,11 +300,11 @@ class Selection:
         is_out = np.zeros(positions.shape, dtype=bool)
         if not self._out and not self.sequences:
             return is_out
-        located_samples = self._order.locate(positions)
+        located_samples = self._order.locate_samples(positions)
         for corpus, skips in self._out.items():
-            is_out |= (located_samples.corpus == corpus) & skips.mask(positions)
+            is_out |= (located_samples.corpus == corpus) & skips.mask_skipped(positions)
         for corpus, sequences in self.sequences.items():
-            is_out |= (located_samples.corpus == corpus) & sequences.mask(located_samples.sequence)
+            is_out |= (located_samples.corpus == corpus) & sequences.mask_skipped(located_samples.sequence)
         return is_out
 
     def _gone(self) -> set[int]:
@@ -315,7 +319,7 @@ def sequences_of(tokens: Skips, length: int, count: int) -> Skips:
     """The sequences, of the `count` of a stream, that have any of `tokens` among their own `length` tokens."""
     first_tokens, end_tokens = tokens.edges.T
     sequence_edges = np.column_stack([first_tokens // length, np.minimum(-(-end_tokens // length), count)])
-    return Skips.merged(sequence_edges[sequence_edges[:, 0] < sequence_edges[:, 1]])
+    return Skips.from_edges(sequence_edges[sequence_edges[:, 0] < sequence_edges[:, 1]])
 
 
 def _checked(item: Range) -> Range:

@@ -31,27 +31,27 @@ class Source:
             raise DataError(f"the order was made for corpora of {wanted} tokens, the streams have {given}")
         self.order, self.streams, self.eod = order, tuple(streams), eod
 
-    def sample(self, position: int) -> Int64s:
+    def read_sample(self, position: int) -> Int64s:
         """The tokens at a position: int64 [L + 1], the inputs and, shifted by one, the labels."""
-        place = self.order.locate_one(position)
-        return self.streams[place.corpus].read(place.first_token, self.order.sequence_length + 1)
+        place = self.order.locate_sample(position)
+        return self.streams[place.corpus].read_tokens(place.first_token, self.order.sequence_length + 1)
 
-    def raw_sample(self, position: int) -> Int64s:
-        """As `sample`, for any ids, also those outside the vocabulary."""
-        return self.raw_samples(np.array([position]))[0]
+    def read_raw_sample(self, position: int) -> Int64s:
+        """As `read_sample`, for any ids, also those outside the vocabulary."""
+        return self.read_raw_samples(np.array([position]))[0]
 
-    def samples(self, positions: Int64s) -> Int64s:
-        """The tokens at n positions: int64 [n, L + 1]. Raises DataError as `Stream.read` does."""
-        return self._rows(positions, Stream.read)
+    def read_samples(self, positions: Int64s) -> Int64s:
+        """The tokens at n positions: int64 [n, L + 1]. Raises DataError as `Stream.read_tokens` does."""
+        return self._rows(positions, Stream.read_tokens)
 
-    def raw_samples(self, positions: Int64s) -> Int64s:
-        """As `samples`, for any ids."""
+    def read_raw_samples(self, positions: Int64s) -> Int64s:
+        """As `read_samples`, for any ids."""
         return self._rows(positions, _raw)
 
     def _rows(self, positions: Int64s, read: Callable[[Stream, int, int], Int64s]) -> Int64s:
         token_count = self.order.sequence_length + 1
         tokens = np.empty((len(positions), token_count), dtype=np.int64)
-        sample_places = self.order.locate(positions)
+        sample_places = self.order.locate_samples(positions)
         for token_row, corpus, first_token in zip(
             tokens, sample_places.corpus.tolist(), sample_places.first_token.tolist(), strict=True
         ):
@@ -60,8 +60,8 @@ class Source:
 
 
 def _raw(stream: Stream, first: int, count: int) -> Int64s:
-    pieces = stream.pieces(first, count)
-    return np.concatenate([shard.raw(at, length) for shard, at, length, _ in pieces]).astype(np.int64)
+    pieces = stream.split_range(first, count)
+    return np.concatenate([shard.read_raw(at, length) for shard, at, length, _ in pieces]).astype(np.int64)
 
 
 class Document(BaseModel):
@@ -124,7 +124,7 @@ def parts_by_position(source: Source, positions: npt.ArrayLike) -> dict[int, lis
 
 def _walk(source: Source, positions: npt.ArrayLike) -> Iterator[tuple[int, list[DocumentPart]]]:
     """Every position with its parts, in stream order, so that each shard is opened once."""
-    position_array, sample_places = np.asarray(positions), source.order.locate(positions)
+    position_array, sample_places = np.asarray(positions), source.order.locate_samples(positions)
     stream_order = np.lexsort((sample_places.first_token, sample_places.corpus))
     for position, index, first_token in zip(
         position_array[stream_order].tolist(),
@@ -140,7 +140,7 @@ def _walk(source: Source, positions: npt.ArrayLike) -> Iterator[tuple[int, list[
 
 
 def _parts(corpus: str, stream: Stream, first: int, count: int) -> Iterator[DocumentPart]:
-    for shard, token_at, length, offset in stream.pieces(first, count):
+    for shard, token_at, length, offset in stream.split_range(first, count):
         end_token, document = token_at + length, shard.document_of(token_at)
         while token_at < end_token:
             begin, stop = shard.document_bounds(document)
@@ -170,7 +170,7 @@ def token_counts(stream: Stream, vocab_size: int, limit: int | None = None) -> n
     counts_by_token = np.zeros(vocab_size, dtype=np.int64)
     token_limit = min(stream.tokens, stream.tokens if limit is None else limit)
     for first_token in range(0, token_limit, CHUNK):
-        tokens = stream.read(first_token, min(CHUNK, token_limit - first_token))
+        tokens = stream.read_tokens(first_token, min(CHUNK, token_limit - first_token))
         counts_by_token += np.bincount(tokens, minlength=vocab_size)
     return counts_by_token
 
@@ -180,7 +180,9 @@ def sample_entropy(source: Source, tokens: int, vocab_size: int) -> float:
     corpora as blended. Ids outside the vocabulary are left out; nan if a shard cannot be read.
     """
     try:
-        ids = source.raw_samples(np.arange(max(1, tokens // source.order.sequence_length)))[:, :-1].ravel()
+        ids = source.read_raw_samples(np.arange(max(1, tokens // source.order.sequence_length)))[
+            :, :-1
+        ].ravel()
     except DataError:
         return float("nan")
     return unigram_entropy(np.bincount(ids[(ids >= 0) & (ids < vocab_size)], minlength=vocab_size))

@@ -28,7 +28,7 @@ from tokenizers import Tokenizer as HuggingFaceModel
 
 from megastable.base.durable import write_data_file
 from megastable.base.errors import DataError
-from megastable.base.text import show_share, visible
+from megastable.base.text import make_visible, show_share
 from megastable.data.manifest import TokenizerInfo
 
 Ids = npt.NDArray[np.int32]
@@ -112,7 +112,7 @@ class Tokenizer(ABC):
         """Load the model so that no text gets one of `ids`."""
 
     @abstractmethod
-    def spelled(self, id: int) -> str:
+    def spell_token(self, id: int) -> str:
         """A token as the file spells it; "" if it has no such id."""
 
     @abstractmethod
@@ -132,7 +132,7 @@ class Tokenizer(ABC):
     def _id_of(self, piece: str) -> int | None:
         """The id of a token, by its name."""
 
-    def beginning(self, bos: int, why: str) -> Tokenizer:
+    def begin_with(self, bos: int, why: str) -> Tokenizer:
         """The same tokenizer, of documents that begin with `bos`."""
         new_tokenizer = type(self)(self.file, self.content, self.eod, bos)
         new_tokenizer.why_eod, new_tokenizer.why_bos = self.why_eod, why
@@ -230,7 +230,7 @@ class SentencePieceTokenizer(Tokenizer):
         space_tokens = [self._id_of(f"<0x{space_byte:02X}>") for space_byte in SPACE.encode()]
         self._spelled_space = np.array([token for token in space_tokens if token is not None], dtype=np.int32)
 
-    def spelled(self, id: int) -> str:
+    def spell_token(self, id: int) -> str:
         return str(self.model.id_to_piece(id)) if id < self.vocab_size else ""
 
     def is_special(self, id: int) -> bool:
@@ -321,7 +321,7 @@ class HuggingFaceTokenizer(Tokenizer):
         token: int | None = self.model.token_to_id(piece)
         return token
 
-    def spelled(self, id: int) -> str:
+    def spell_token(self, id: int) -> str:
         return str(self.model.id_to_token(id) or "")
 
     def is_special(self, id: int) -> bool:
@@ -395,7 +395,7 @@ class LossCounter:
         if self._unknown is not None:
             self._bytes[self._unknown] = 0
 
-    def count(self, texts: Sequence[str], raw: Sequence[bytes], ids: Sequence[Ids]) -> list[int]:
+    def count_lost(self, texts: Sequence[str], raw: Sequence[bytes], ids: Sequence[Ids]) -> list[int]:
         """The bytes that are lost of each document.
 
         Args:
@@ -432,14 +432,14 @@ def describe_loss(share: float, tokenizer: Tokenizer, worst: str, of: str = "the
     """What was lost and where; worst: the beginning of the document that lost most."""
     return (
         f"{show_share(share)} of {of} is lost or unknown in {tokenizer.file}, which has no tokens for it, most of "
-        f"it in a document that begins with {visible(worst[:SHOWN])!r}"
+        f"it in a document that begins with {make_visible(worst[:SHOWN])!r}"
     )
 
 
 def check_text(text: str, tokenizer: Tokenizer) -> None:
     """Raise a DataError if `tokenizer` loses more than MOST_LOST of a text."""
     raw_text = text.encode()
-    (lost_bytes,) = LossCounter(tokenizer).count([text], [raw_text], tokenizer.encode_batch([text]))
+    (lost_bytes,) = LossCounter(tokenizer).count_lost([text], [raw_text], tokenizer.encode_batch([text]))
     if lost_bytes > MOST_LOST * len(raw_text):
         raise DataError(f"{describe_loss(lost_bytes / len(raw_text), tokenizer, text)}: give another text")
 

@@ -17,7 +17,7 @@ from megastable.engine.flatstate import FlatState
 from megastable.model.block_parts import MLP, gated, swiglu
 from megastable.model.gpt import Block
 from megastable.model.loss import LossFunction
-from megastable.optim.clipping import clip_factors, over, row_factors, scale_rows
+from megastable.optim.clipping import clip_factors, find_heads_over, row_factors, scale_rows
 from megastable.parallel.topology import Topology
 
 
@@ -51,25 +51,25 @@ class LogitClipping:
         self._highest = {layer: torch.empty(own_heads, device=device) for layer in self._attentions}
         self._table = torch.empty(model.layers, model.heads, device=device)
         self.threshold: float | None = None
-        self.switch(threshold)
+        self.switch_threshold(threshold)
 
-    def switch(self, threshold: float | None) -> None:
+    def switch_threshold(self, threshold: float | None) -> None:
         """Clip at another threshold from the next step on."""
         if threshold == self.threshold:  # as before nearly every step
             return
         self.threshold = threshold
-        self.begin()
+        self.begin_step()
         for layer_index, attention in self._attentions.items():
             attention.highest = None if threshold is None else self._highest[layer_index]
 
-    def begin(self) -> None:
+    def begin_step(self) -> None:
         """Before a step."""
         if self.threshold is None:
             return
         for layer_highest in self._highest.values():
             layer_highest.fill_(-math.inf)
 
-    def measured(self) -> Tensor:
+    def gather_highest_logits(self) -> Tensor:
         """The largest logits of the step, fp32 [layers, heads] on the CPU. Collective over the world."""
         self._table.fill_(-math.inf)
         for layer_index, layer_highest in self._highest.items():
@@ -82,9 +82,10 @@ class LogitClipping:
     def after_update(
         self, highest: Tensor, inner: torch.optim.Optimizer, flat: FlatState
     ) -> Callable[..., Any]:
-        """The optimizer's `step`, and then QK-clip of the buffers that it updates. highest: from `measured`."""
+        """The optimizer's `step`, and then QK-clip of the buffers that it updates. highest: from
+        `gather_highest_logits`."""
         step, threshold = inner.step, self.threshold
-        if threshold is None or not over(highest, threshold).any():
+        if threshold is None or not find_heads_over(highest, threshold).any():
             return step
 
         def stepped(*args: Any, **kwargs: Any) -> Any:
@@ -112,7 +113,7 @@ class LogitClipping:
                     layout.tensor,
                     self.topology.tensor_rank,
                 )
-                weight_piece = flat.piece(f, "weight")
+                weight_piece = flat.view_piece(f, "weight")
                 assert weight_piece is not None
                 scale_rows(weight_piece, f, own_factors)
 
@@ -172,16 +173,16 @@ class Adjustments:
         )
         self.now: tuple[str, ...] = ()
 
-    def follow(self, config: RunConfig) -> None:
+    def follow_config(self, config: RunConfig) -> None:
         """Take the recipe's values from `config` from the next update on; what was switched applies to these."""
         o = config.optimizer
         self._z_loss, self._clip = config.model.z_loss, o.clip
         self._betas = [o.betas for _ in self._groups]
         for group, decay_share in self._decays:
             group["weight_decay"] = decay_share * o.weight_decay
-        self.switch(self.now)
+        self.switch_to(self.now)
 
-    def switch(self, names: Collection[str]) -> None:
+    def switch_to(self, names: Collection[str]) -> None:
         """Train with these changes and no others from the next update on, as far as they are possible."""
         names_before, self.now = self.now, tuple(names)
         self._loss.z_loss = max(LEAST_Z_LOSS, Z_LOSS * self._z_loss) if "z_loss" in names else self._z_loss
@@ -191,7 +192,7 @@ class Adjustments:
             self.clip = self._clip * (CLIP if "clip" in names else 1.0)
             self._wrapper.clip_grad = self.clip
         if "qk_clip" in self.possible:
-            self._qk_clip.switch(QK_CLIP if "qk_clip" in names else None)
+            self._qk_clip.switch_threshold(QK_CLIP if "qk_clip" in names else None)
         wants_clamp = "swiglu_clamp" in names
         if "swiglu_clamp" in self.possible and wants_clamp != ("swiglu_clamp" in names_before):
             for mlp in self._mlps:

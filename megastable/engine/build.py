@@ -13,36 +13,36 @@ from deepspeed.runtime.config import DeepSpeedConfigError
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import nn
 
-from megastable.base.collectives import agree
+from megastable.base.collectives import run_on_all
 from megastable.base.errors import ConfigError
-from megastable.base.free_memory import GIB, total
+from megastable.base.free_memory import GIB, total_bytes
 from megastable.base.products import linear_of_parameter
 from megastable.config.tree import RunConfig
 from megastable.engine.patches import Partitioned
 from megastable.model import gpt
-from megastable.model.init import initialise
+from megastable.model.init import initialise_weights
 from megastable.model.kernels import DTYPES, Kernels
 from megastable.model.loss import LossFunction
 from megastable.model.sizes import matrix_elements
 from megastable.parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megastable.parallel.layout import Layout, partition
+from megastable.parallel.layout import Layout, cut_into_stages
 from megastable.parallel.topology import ContextParallel, Topology
 
 
-def build(
+def build_model(
     config: RunConfig, ds_config: dict[str, Any], topology: Topology, kernels: Kernels, loss: LossFunction,
     cp: ContextParallel, device: torch.device,
 ) -> nn.Module:  # fmt: skip
     """The model, or this rank's stage, with initial weights; under ZeRO 3 this rank's partition of them. ConfigError if
     they cannot fit into memory."""
-    agree(partial(check_weights_fit, config, topology.layout, device))
+    run_on_all(partial(check_weights_fit, config, topology.layout, device))
     make = partial(_make, config, ds_config, topology, device)
     module: nn.Module
     if topology.layout.pipeline == 1:
         module = gpt.GPT(config.model, loss.tp, config.parallel.recompute, None, loss, kernels, cp, make)
     else:
         module = _Pipeline(config, kernels, topology, loss, cp, make)
-    initialise(module, config.model, loss.tp, config.run.seed, topology.data_rank)
+    initialise_weights(module, config.model, loss.tp, config.run.seed, topology.data_rank)
     return module
 
 
@@ -52,7 +52,7 @@ def check_weights_fit(config: RunConfig, layout: Layout, device: torch.device) -
     sharing_ranks = layout.world if config.parallel.zero == 3 else layout.tensor * layout.pipeline
     needed_bytes = matrix_elements(config.model) * DTYPES[config.precision.kind].itemsize // sharing_ranks
     on_gpu = device.type == "cuda"
-    device_memory = torch.cuda.get_device_properties(device).total_memory if on_gpu else total()
+    device_memory = torch.cuda.get_device_properties(device).total_memory if on_gpu else total_bytes()
     if needed_bytes > device_memory:
         m = config.model
         raise ConfigError(
@@ -86,13 +86,13 @@ def _make(
         # Otherwise DeepSpeed monkeypatches F.linear globally.
         zero_section = ds_config["zero_optimization"] | {"memory_efficient_linear": False}
         given_config = ds_config | {"zero_optimization": zero_section}
-        with refusals(config.deepspeed):
+        with turn_refusals_into_config_errors(config.deepspeed):
             Partitioned(built_layer, topology.data_group, config_dict_or_path=given_config, mpu=Mpu(topology))
     return built_layer
 
 
 @contextlib.contextmanager
-def refusals(file: str) -> Iterator[None]:
+def turn_refusals_into_config_errors(file: str) -> Iterator[None]:
     """Turn DeepSpeed's refusals into a ConfigError. file: the DeepSpeed JSON that the recipe names."""
     try:
         yield
@@ -159,13 +159,20 @@ class _Pipeline(PipelineModule):
         make: gpt.Make,
     ) -> None:
         is_chunked, recompute = kernels.loss == "chunked", config.parallel.recompute
-        head_class, head_readout = gpt.LateHead if is_chunked else gpt.Head, gpt.Readout.of(config.model)
-        self._layers = listed_layers = gpt.layers(config.model, loss.tp, recompute, kernels, head_class, cp)
+        head_class, head_readout = (
+            gpt.LateHead if is_chunked else gpt.Head,
+            gpt.Readout.from_config(config.model),
+        )
+        self._layers = listed_layers = gpt.list_layers(
+            config.model, loss.tp, recompute, kernels, head_class, cp
+        )
         layer_specs: list[LayerSpec] = []
         for layer_index, layer in enumerate(listed_layers):
             if layer.tied:
                 tied_forward = (
-                    (head_readout.features if is_chunked else head_readout.tied_head) if layer_index else None
+                    (head_readout.make_features if is_chunked else head_readout.tied_head)
+                    if layer_index
+                    else None
                 )
                 layer_specs.append(_TiedSpec(layer, make, tied_forward))
             else:
@@ -177,7 +184,7 @@ class _Pipeline(PipelineModule):
         super().__init__(layer_specs, topology=rank_grid, loss_fn=loss)
 
     def _partition_layers(self, method: str = "") -> None:
-        self.parts = partition(
+        self.parts = cut_into_stages(
             [listed_layer.cost for listed_layer in self._layers],
             self.num_stages,
             [listed_layer.is_block for listed_layer in self._layers],

@@ -18,7 +18,7 @@ from torch.distributed.rendezvous import rendezvous as meet
 
 from megastable.base.errors import MegastableError, RendezvousError
 from megastable.base.hardware import ranks_of_host
-from megastable.base.reproducible import prepare
+from megastable.base.reproducible import prepare_determinism
 from megastable.engine import patches
 
 
@@ -29,11 +29,11 @@ def start_distributed(timeout: float, deterministic: bool = False, rendezvous: f
     `run.deterministic`, for this process from now on. Raises RendezvousError.
     """
     if deterministic:
-        prepare()
+        prepare_determinism()
     # DeepSpeed runs the garbage collector repeatedly while it builds an engine: imported modules are not garbage.
     gc.freeze()
-    patches.at_start()
-    if device().type == "cuda":
+    patches.patch_at_start()
+    if choose_device().type == "cuda":
         _take_gpu()
         if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
             # Evaluation and recomputation allocate other sizes than training: without it the memory fragments.
@@ -41,11 +41,11 @@ def start_distributed(timeout: float, deterministic: bool = False, rendezvous: f
             allocator_settings = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
             (allocator_settings or torch.cuda.memory._set_allocator_settings)("expandable_segments:True")
     else:
-        patches.on_cpu()
+        patches.patch_for_cpu()
         if "OMP_NUM_THREADS" not in os.environ:
             # Ranks of one host share its cores; by default every rank would start a thread per core.
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks_of_host()))
-    backend_name = "nccl" if device().type == "cuda" else "gloo"
+    backend_name = "nccl" if choose_device().type == "cuda" else "gloo"
     try:
         # A limit of its own: torch would wait for a host that is gone as long as for a collective.
         store, rank, world = next(meet("env://", timeout=datetime.timedelta(seconds=rendezvous)))
@@ -54,7 +54,7 @@ def start_distributed(timeout: float, deterministic: bool = False, rendezvous: f
         dist.init_process_group(
             backend_name, store=store, rank=rank, world_size=world, timeout=collective_limit
         )
-        with silence():
+        with silence_stdout():
             deepspeed.init_distributed(dist_backend=backend_name, timeout=collective_limit, verbose=False)
     except (dist.DistNetworkError, dist.DistStoreError) as network_error:
         meeting_place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
@@ -69,10 +69,10 @@ def start_distributed(timeout: float, deterministic: bool = False, rendezvous: f
 def _take_gpu() -> None:
     """Make this rank's GPU the current one: NCCL's object collectives use the current device, by default GPU 0."""
     try:
-        torch.cuda.set_device(device())
+        torch.cuda.set_device(choose_device())
     except RuntimeError as cuda_error:  # too old a driver, more ranks than GPUs, a GPU that fell off the bus
         raise MegastableError(
-            f"rank {os.environ.get('RANK', '0')} on {socket.gethostname()} cannot use {device()} of "
+            f"rank {os.environ.get('RANK', '0')} on {socket.gethostname()} cannot use {choose_device()} of "
             f"{torch.cuda.device_count()}: {str(cuda_error).splitlines()[0]} (nvidia-smi shows the driver and "
             "the GPUs; every rank must see all of its host; DS_ACCELERATOR=cpu trains without)"
         ) from None
@@ -85,7 +85,7 @@ def stop_distributed() -> None:
         dist.destroy_process_group()
 
 
-def device() -> torch.device:
+def choose_device() -> torch.device:
     """The device of this rank: DS_ACCELERATOR=cpu keeps a run off the GPUs."""
     if get_accelerator().device_name() == "cpu":
         return torch.device("cpu")
@@ -93,7 +93,7 @@ def device() -> torch.device:
 
 
 @contextlib.contextmanager
-def silence() -> Iterator[None]:
+def silence_stdout() -> Iterator[None]:
     """Silence DeepSpeed's partitioning and settings on stdout; ours are in the run directory."""
     with contextlib.redirect_stdout(io.StringIO()):
         yield

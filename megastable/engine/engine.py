@@ -2,7 +2,7 @@
 
     engine = Engine(config, ds_config, topology)
     result = engine.train_step(micro_batches, lr, judge)   # forward, backward, gate, update
-    losses = engine.evaluate(micro_batches)                # per-sample cross-entropy
+    losses = engine.evaluate_samples(micro_batches)                # per-sample cross-entropy
 
 The interface is the same for one pipeline stage or many, ZeRO 1 to 3, bf16, fp16 or fp32. Differences of the ZeRO
 wrappers: zero.py; changes to DeepSpeed: patches.py.
@@ -23,28 +23,28 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megastable.base import activity
-from megastable.base.collectives import gathered, shared, strangers
+from megastable.base.collectives import find_differing_ranks, gather_objects, mark_collective
 from megastable.base.errors import ConfigError
 from megastable.config.tree import RunConfig
 from megastable.data.loader import MicroBatch
 from megastable.engine import patches
 from megastable.engine.adjustments import Adjustments, LogitClipping
-from megastable.engine.build import Mpu, build, refusals
-from megastable.engine.distributed import device, silence
+from megastable.engine.build import Mpu, build_model, turn_refusals_into_config_errors
+from megastable.engine.distributed import choose_device, silence_stdout
 from megastable.engine.flatstate import SHARED, FlatState
 from megastable.engine.hostcopy import Filled
 from megastable.engine.layer_stats import LayerStatistics, Probe
 from megastable.engine.measured import DeviceClock, Judge, Measured
-from megastable.engine.numerics import NumericsSwitch, choose
+from megastable.engine.numerics import NumericsSwitch, choose_kernels
 from megastable.engine.trend_probe import TrendProbe
 from megastable.engine.watch import Ballot
-from megastable.engine.zero import Bf16, Worker, wrapper
-from megastable.fp8.apply import apply
+from megastable.engine.zero import Bf16, Worker, wrap_optimizer
+from megastable.fp8.apply import apply_fp8
 from megastable.fp8.controller import History
 from megastable.model import gpt
-from megastable.model.block_parts import keys_of
+from megastable.model.block_parts import keys_of_samples
 from megastable.model.loss import LossFunction
-from megastable.optim.build import build as build_optimizer
+from megastable.optim.build import build_optimizer as build_optimizer
 from megastable.optim.build import shared_state
 from megastable.optim.clipping import CLIPPINGS, Clipping, by_norm
 from megastable.optim.pieces import Piece, PieceOptimizer, Surroundings
@@ -61,15 +61,15 @@ class Engine:
 
     def __init__(self, config: RunConfig, ds_config: dict[str, Any], topology: Topology) -> None:
         self.config, self.topology = config, topology
-        self.device = device()
+        self.device = choose_device()
         layout, p = topology.layout, config.parallel
         self.tp = TensorParallel(topology.tensor_group, topology.tensor_rank, layout.tensor, p.sequence)
         self.cp = ContextParallel(topology.context_group, layout.context, topology.context_rank)
         m = config.model
         assert m.vocab_size is not None
-        self.kernels = choose(config, self.device)
-        if other_ranks := strangers(self.kernels):
-            raise shared(
+        self.kernels = choose_kernels(config, self.device)
+        if other_ranks := find_differing_ranks(self.kernels):
+            raise mark_collective(
                 ConfigError(
                     f"kernels: ranks {other_ranks} would use other kernels than rank 0, and copies of weights "
                     "would drift "
@@ -77,13 +77,13 @@ class Engine:
                 )
             )
         self.loss = LossFunction(m.vocab_size, m.z_loss, self.tp, self.kernels.compile, m.logit_softcap)
-        with silence():
-            module = build(config, ds_config, topology, self.kernels, self.loss, self.cp, self.device)
+        with silence_stdout():
+            module = build_model(config, ds_config, topology, self.kernels, self.loss, self.cp, self.device)
             has_stages_in_fp8 = config.precision.fp8 is not None and layout.pipeline > 1
             sharing_group = topology.stage_group() if has_stages_in_fp8 else None
-            self.fp8 = apply(module, config, self.kernels.fp8, sharing_group, self.device)
+            self.fp8 = apply_fp8(module, config, self.kernels.fp8, sharing_group, self.device)
             self.numerics = NumericsSwitch(module, self.kernels, self.loss, self.fp8)
-            with refusals(config.deepspeed):
+            with turn_refusals_into_config_errors(config.deepspeed):
                 self.ds, self.optimizer, *_ = deepspeed.initialize(
                     model=module,
                     optimizer=build_optimizer(module, config.optimizer, m, self.kernels.compile),
@@ -91,9 +91,9 @@ class Engine:
                     mpu=Mpu(topology) if layout.pipeline == 1 else None,
                     dist_init_required=False,
                 )
-        self.zero = wrapper(self.optimizer, self.ds, topology, self.device)
+        self.zero = wrap_optimizer(self.optimizer, self.ds, topology, self.device)
         if config.stability.enabled:
-            self.zero.watch(config.stability.hardware)
+            self.zero.watch_hardware(config.stability.hardware)
         self.clipping = self._attach()
         self.kept = 1.0  # the share of the gradient's norm that clipping left in the last update
         self.qk_clip = LogitClipping(module, m, topology, config.optimizer.qk_clip, self.device)
@@ -102,20 +102,20 @@ class Engine:
         )
         self.tied = self._tie() if config.model.tied and layout.pipeline > 1 else None
         if layout.pipeline > 1:
-            patches.untimed(self.ds)
-            patches.told(self.ds)
+            patches.disable_step_timers(self.ds)
+            patches.report_activities(self.ds)
         self._update_by_deepspeed = patches.hold_update_back(self.ds)
         if self.device.type == "cuda":
             activity.clock = DeviceClock(lambda: torch.cuda.Event(enable_timing=True))
         self.updates = 0
         self._probing = self._segmented = False
-        self.measures_update = False  # whether the coming update's size is measured, for `statistics`
+        self.measures_update = False  # whether the coming update's size is measured, for `collect_statistics`
         self._copies: list[Filled | torch.cuda.Event] = []
         self.probe = Probe(self.ds.module, topology, self.tp, self.device, self.fp8)
         self.trends = TrendProbe(self.probe)
         self.measured: Measured | None = None
         self.applied = False
-        self.counters_before = self.counters()
+        self.counters_before = self.read_counters()
 
     def _attach(self) -> Clipping | None:
         """Tell the optimizer and the clipping what lies in the flat buffers; None if DeepSpeed clips. Collective."""
@@ -127,7 +127,9 @@ class Engine:
         place = t.tensor_rank, t.layout.tensor
         whole_parameters = flat.whole_parameters(t.layout.tensor)
         if isinstance(inner, PieceOptimizer):
-            inner.attach(self.masters, flat.fragments, Surroundings(whole_parameters, place, t.stage_group()))
+            inner.attach_buffers(
+                self.masters, flat.fragments, Surroundings(whole_parameters, place, t.stage_group())
+            )
         if o.clipping.kind == "norm":
             return None
         if isinstance(self.zero, Bf16) and o.clipping.kind == "worker":
@@ -148,9 +150,9 @@ class Engine:
 
     def _sum_tied(self, tied: TiedGradient) -> None:
         if (f := self._tied) is None:
-            tied.add(torch.empty(0, device=self.device))
+            tied.add_other_stage(torch.empty(0, device=self.device))
         else:
-            tied.add(self.zero.gradients([f])[f.group, f.offset].view(-1)[: f.numel])
+            tied.add_other_stage(self.zero.view_gradients([f])[f.group, f.offset].view(-1)[: f.numel])
 
     # Training
 
@@ -174,15 +176,15 @@ class Engine:
             What was measured, and whether the update was applied.
         """
         if not self._probing:
-            self.counters_before = self.counters()
+            self.counters_before = self.read_counters()
         self._begin_step(micro_batches, lr)
         # Before the passes: on a GPU, a copy to it would wait for all that is queued.
         token_counts = self._count_tokens(micro_batches)
         self._run_forward_and_backward(micro_batches)
 
         # The gate: every rank has the same measurements, and decides alike.
-        activity.enter(activity.REDUCE)
-        self.zero.average()
+        activity.enter_activity(activity.REDUCE)
+        self.zero.average_gradients()
         if self.tied is not None:
             self._sum_tied(self.tied)
         self.measured, clip_norm = self._measure_step(len(micro_batches), token_counts, ballot)
@@ -195,9 +197,9 @@ class Engine:
         else:
             self._refuse_update()
 
-        activity.enter(activity.REST)
+        activity.enter_activity(activity.REST)
         if self.fp8 is not None:
-            self.fp8.settle(self.applied)
+            self.fp8.settle_step(self.applied)
         if self.applied:
             self.updates += 1
         return self.measured, self.applied
@@ -212,30 +214,30 @@ class Engine:
         self._pass_on(micro_batches)
         self.loss.samples.clear()
         self.loss.entropies = self.trends.watching and not self._probing
-        self.zero.begin()
-        self.qk_clip.begin()
+        self.zero.begin_step()
+        self.qk_clip.begin_step()
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group.get("lr_scale", 1.0)
 
     def _run_forward_and_backward(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Leave the gradients of all micro-batches with DeepSpeed, whose `step` and `train_batch` do not update."""
-        activity.enter(activity.FORWARD)
+        activity.enter_activity(activity.FORWARD)
         with self._computing():
             if self.topology.layout.pipeline > 1:
                 self.ds.train_batch(iter([self._inputs(m) for m in micro_batches]))
                 return
             self.ds.train()
             for micro_batch in micro_batches:
-                activity.enter(activity.FORWARD)
+                activity.enter_activity(activity.FORWARD)
                 inputs, labels = self._inputs(micro_batch)
                 loss = self.ds(inputs, labels)
-                activity.enter(activity.BACKWARD)
+                activity.enter_activity(activity.BACKWARD)
                 self.ds.backward(loss)
                 del loss
                 self.ds.step()
 
     @torch.no_grad()
-    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
+    def evaluate_samples(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
         """Per-sample cross-entropy, fp64 [ranks x micro-batches], in the loader's order; no update."""
         self._pass_on(micro_batches)
         self.loss.samples.clear()
@@ -248,7 +250,7 @@ class Engine:
                 self.ds.eval()
                 for micro_batch in micro_batches:
                     self.ds(*self._inputs(micro_batch))
-        return self._collect(len(micro_batches), self.zero.scalar([]))[0][0]
+        return self._collect(len(micro_batches), self.zero.make_scalar([]))[0][0]
 
     def _pass_on(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Let a pipeline agree anew on what its stages send if that changes: with segments, or without."""
@@ -267,7 +269,7 @@ class Engine:
         tokens, labels = move(batch.tokens), move(batch.labels)
         segments = None if batch.segments is None else move(batch.segments)
         if self.config.model.dropout:
-            dropout_keys = move(keys_of(batch.positions, self.config.run.seed))
+            dropout_keys = move(keys_of_samples(batch.positions, self.config.run.seed))
             return (tokens, dropout_keys if segments is None else segments, dropout_keys), labels
         return (tokens if segments is None else (tokens, segments)), labels
 
@@ -306,9 +308,9 @@ class Engine:
             watching_probe for watching_probe in (self.probe, self.trends) if watching_probe.watching
         ]:
             flat = self.flat_state()
-            gradient_pieces = self.zero.gradients(flat.fragments)
+            gradient_pieces = self.zero.view_gradients(flat.fragments)
             for watching_probe in watching_probes:
-                watching_probe.gradients(flat, gradient_pieces, scale)
+                watching_probe.add_gradients(flat, gradient_pieces, scale)
 
     def _measure_step(
         self, micro_batches: int, token_counts: Tensor, ballot: Callable[[], Ballot]
@@ -324,12 +326,14 @@ class Engine:
             The measurements, and the norm that the update clips by, as DeepSpeed's wrapper wants it.
         """
         norm_part, is_valid, known_norm = self.zero.squared_norm()
-        own_gradient = self.zero.scalar([]) if self.zero.local is None else self.zero.local.columns()
+        own_gradient = (
+            self.zero.make_scalar([]) if self.zero.local is None else self.zero.local.make_columns()
+        )
         own_ballot = ballot()
-        votes = self.zero.scalar(list(chain.from_iterable(own_ballot.values())))
+        votes = self.zero.make_scalar(list(chain.from_iterable(own_ballot.values())))
         norm_summands = torch.stack((torch.where(is_valid, norm_part, 0.0), (~is_valid).double()))
         summands = token_counts, own_gradient, norm_summands, votes
-        activity.enter(activity.GATE)
+        activity.enter_activity(activity.GATE)
         (losses, squares, *entropies), sums = self._collect(micro_batches, torch.cat(summands))
         summed_counts, rank_gradients, (squared_norm, broken_count), votes = sums.split(
             [len(rank_summand) for rank_summand in summands]
@@ -352,7 +356,7 @@ class Engine:
 
     def _apply_update(self, measured: Measured, norm: Any) -> None:
         """Clip, and let DeepSpeed update; it drops gradients that are not finite. norm: as from `_measure_step`."""
-        activity.enter(activity.OPTIMIZER)
+        activity.enter_activity(activity.OPTIMIZER)
         inner = self.optimizer.optimizer
         if isinstance(inner, PieceOptimizer):
             inner.sizes, inner.recording = [], self.measures_update
@@ -360,14 +364,16 @@ class Engine:
         with contextlib.ExitStack() as update_context:
             update_context.enter_context(self.zero.clipping_by(norm))
             if self.qk_clip.threshold is not None:
-                clipping_step = self.qk_clip.after_update(self.qk_clip.measured(), inner, self._flat)
-                update_context.enter_context(patches.instead(inner, "step", clipping_step))
+                clipping_step = self.qk_clip.after_update(
+                    self.qk_clip.gather_highest_logits(), inner, self._flat
+                )
+                update_context.enter_context(patches.replace_attribute(inner, "step", clipping_step))
             self._update_by_deepspeed(None)
         self.applied = bool(self.ds.was_step_applied())
 
     def _refuse_update(self) -> None:
         """Drop the gradients instead of an update."""
-        self.zero.discard()
+        self.zero.discard_gradients()
         self.ds._step_applied = self.applied = False
         self.ds.skipped_steps += 1
         self.ds.global_steps += 1
@@ -380,13 +386,13 @@ class Engine:
         if self.clipping is None:
             return by_norm(norm, self.adjustments.clip)
         flat = self._flat
-        flat_gradients, gradient_pieces = self.zero.gradients(flat.fragments), []
+        flat_gradients, gradient_pieces = self.zero.view_gradients(flat.fragments), []
         for f in flat.fragments:
-            weight_piece = flat.piece(f, "weight")
+            weight_piece = flat.view_piece(f, "weight")
             assert weight_piece is not None
             gradient = flat_gradients[f.group, f.offset].view(-1)[: f.numel]
             gradient_pieces.append(Piece(f, weight_piece, gradient, {}, {}))
-        return self.clipping.clip(gradient_pieces, norm, scale)
+        return self.clipping.clip_pieces(gradient_pieces, norm, scale)
 
     @property
     def updates(self) -> int:
@@ -398,15 +404,15 @@ class Engine:
         self._updates = number
         gpt.set_updates(self.ds.module, self.config.model, number)
 
-    def follow(self, config: RunConfig) -> None:
+    def follow_config(self, config: RunConfig) -> None:
         """Train with the settings of `config` from the next update on: those that are read anew at every step
         (run/changes.py, `LIVE`)."""
         self.config = config
-        self.adjustments.follow(config)
+        self.adjustments.follow_config(config)
 
-    def measure(self, micro_batches: Sequence[MicroBatch]) -> Measured:
+    def measure_step(self, micro_batches: Sequence[MicroBatch]) -> Measured:
         """Measurements of a step on these micro-batches, by the same forward and backward; the state is unchanged."""
-        saved_counters, last_result = self.counters(), (self.measured, self.applied)
+        saved_counters, last_result = self.read_counters(), (self.measured, self.applied)
         self._probing = True
         try:
             first_group = self.optimizer.param_groups[0]
@@ -418,9 +424,10 @@ class Engine:
             self.restore_counters(saved_counters)
         return measured
 
-    def statistics(self) -> LayerStatistics:
-        """Statistics of weights, moments and the last update, and of the last step if `probe.watch()` preceded it."""
-        return self.probe.collect(self.flat_state(), self.applied)
+    def collect_statistics(self) -> LayerStatistics:
+        """Statistics of weights, moments and the last update, and of the last step if `probe.watch_step()` preceded
+        it."""
+        return self.probe.collect_statistics(self.flat_state(), self.applied)
 
     # State
 
@@ -448,7 +455,7 @@ class Engine:
         held.update({n: t.to(self.device, copy=True) for n, t in saved.items() if not n.startswith(CLIPPING)})
         if self.clipping is not None:
             mine = {n.removeprefix(CLIPPING): t for n, t in saved.items() if n.startswith(CLIPPING)}
-            self.clipping.restore(mine)
+            self.clipping.restore_state(mine)
 
     @property
     def clipping_anew(self) -> str | None:
@@ -489,12 +496,12 @@ class Engine:
                     value.zero_()
         shared_state(self.optimizer.optimizer).clear()
 
-    def counters(self) -> dict[str, Any]:
+    def read_counters(self) -> dict[str, Any]:
         """DeepSpeed's step counters, fp16's loss scaler, the state of FP8's delayed scales, and `updates`."""
         return {
             "engine": {counter_name: getattr(self.ds, counter_name) for counter_name in COUNTERS},
             "scaler": self.scaler,
-            "fp8": self.fp8.state() if self.fp8 is not None else None,
+            "fp8": self.fp8.copy_state() if self.fp8 is not None else None,
             "updates": self.updates,
         }
 
@@ -504,18 +511,18 @@ class Engine:
         self.restore_scaler(saved["scaler"])
         self.updates = saved["updates"]
         if self.fp8 is not None:
-            self.fp8.restore(saved["fp8"])
+            self.fp8.restore_state(saved["fp8"])
 
     def fp8_history(self) -> dict[str, list[list[float]]]:
         """State of FP8's delayed scales, of all layers of the model; collective."""
-        here = self.fp8.history() if self.fp8 is not None else {}
+        here = self.fp8.write_history() if self.fp8 is not None else {}
         if self.topology.layout.pipeline == 1 or self.fp8 is None:
             return here
-        return {name: told for held in gathered(here) for name, told in held.items()}
+        return {name: told for held in gather_objects(here) for name, told in held.items()}
 
     def restore_fp8_history(self, history: History) -> None:
         if self.fp8 is not None:
-            self.fp8.read(history)
+            self.fp8.read_history(history)
 
     @property
     def scaler(self) -> dict[str, Any]:

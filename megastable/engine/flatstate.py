@@ -18,7 +18,7 @@ import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
-from megastable.base.collectives import gathered
+from megastable.base.collectives import gather_objects
 from megastable.optim.pieces import MOMENTS, PieceOptimizer, UpdateSize, WholeParameter
 from megastable.parallel.sharding import Fragment
 
@@ -73,40 +73,40 @@ class FlatState:
         moments_dtype: torch.dtype = getattr(self.optimizer, "moments", torch.float32)
         return moments_dtype
 
-    def kinds(self, group: int) -> tuple[str, ...]:
+    def kinds_of_group(self, group: int) -> tuple[str, ...]:
         """The kinds of tensors of a group after the first update: a subset of `KINDS`, in its order."""
         o = self.optimizer
         return (KINDS[0], *(o.kinds_of(self.settings[group]) if isinstance(o, PieceOptimizer) else MOMENTS))
 
-    def bytes(self) -> Iterator[int]:
+    def count_bytes(self) -> Iterator[int]:
         """Of every buffer after the first update."""
         for group, master in enumerate(self.masters):
-            for kind in self.kinds(group):
+            for kind in self.kinds_of_group(group):
                 yield master.numel() * (torch.float32 if kind == KINDS[0] else self.moments).itemsize
 
-    def buffer(self, group: int, kind: str) -> Tensor | None:
+    def find_buffer(self, group: int, kind: str) -> Tensor | None:
         """The flat buffer of a group, masters in fp32; None for state before the first update, or of another kind."""
         master = self.masters[group]
         return master.data if kind == "weight" else self.optimizer.state.get(master, {}).get(kind)
 
-    def piece(self, fragment: Fragment, kind: str) -> Tensor | None:
+    def view_piece(self, fragment: Fragment, kind: str) -> Tensor | None:
         """A view of a fragment's elements."""
-        flat_buffer = self.buffer(fragment.group, kind)
+        flat_buffer = self.find_buffer(fragment.group, kind)
         return None if flat_buffer is None else flat_buffer.narrow(0, fragment.offset, fragment.numel)
 
     @torch.no_grad()
-    def updates(self) -> Iterator[UpdateSize]:
+    def measure_updates(self) -> Iterator[UpdateSize]:
         """Sizes of the last update of this rank's weights: of every piece, or of parts of it. Nothing before the first
         one, and if an optimizer without AdamW's formula was not asked to measure it."""
         if isinstance(self.optimizer, PieceOptimizer):
             yield from self.optimizer.sizes
             return
         for f in self.fragments:
-            for weight_change in self.changes(f) if f.counted else ():
-                yield UpdateSize.of(f.name, weight_change)
+            for weight_change in self.derive_changes(f) if f.counted else ():
+                yield UpdateSize.of_change(f.name, weight_change)
 
     @torch.no_grad()
-    def changes(self, fragment: Fragment) -> Iterator[Tensor]:
+    def derive_changes(self, fragment: Fragment) -> Iterator[Tensor]:
         """The change of a fragment's weights by the last AdamW update, in chunks; nothing before the first one.
 
         It is derived from the state after it: w' = (1 - lr d) w - lr a with a = m_hat / (sqrt(v_hat) + eps) and decay d
@@ -114,7 +114,7 @@ class FlatState:
         to 1.2 %, in either direction.
         """
         of, state = self.settings[fragment.group], self.optimizer.state.get(self.masters[fragment.group], {})
-        held = [self.piece(fragment, kind) for kind in KINDS]
+        held = [self.view_piece(fragment, kind) for kind in KINDS]
         if "step" not in state:
             return
         lr, decay, (beta1, beta2) = of["lr"], of["weight_decay"], of["betas"]
@@ -127,13 +127,13 @@ class FlatState:
             yield a.add_(w, alpha=decay).mul_(lr / (1 - lr * decay))
 
     @torch.no_grad()
-    def norms(self) -> StateNorms:
+    def sum_norms(self) -> StateNorms:
         """Collective over the world; every parameter counts once."""
         squared_norms = torch.zeros(2, dtype=torch.float64, device=self.masters[0].device)
         for f in self.fragments:
             if f.counted:
                 for kind_index, kind in enumerate(("weight", "exp_avg_sq")):
-                    piece = self.piece(f, kind)
+                    piece = self.view_piece(f, kind)
                     if piece is not None:
                         squared_norms[kind_index] += torch.linalg.vector_norm(
                             piece, dtype=torch.float64
@@ -145,14 +145,14 @@ class FlatState:
     @torch.no_grad()
     def tensor_norms(self, names: Sequence[str]) -> tuple[list[float], list[float | None]]:
         """L2 norms of the weights of every whole tensor, and of its second moments, None for one without; by `names`,
-        as in `sizes`. Collective over the world."""
+        as in `measure_sizes`. Collective over the world."""
         state_device = self.masters[0].device
         row_of_tensor = {name: kind_index for kind_index, name in enumerate(names)}
         squared_sums = torch.zeros(3, len(row_of_tensor), dtype=torch.float64, device=state_device)
         for f in self.fragments:
             if f.counted:
                 for kind_index, kind in enumerate(("weight", "exp_avg_sq")):
-                    piece = self.piece(f, kind)
+                    piece = self.view_piece(f, kind)
                     if piece is not None:
                         for piece_part in piece.split(CHUNK):
                             norm = torch.linalg.vector_norm(piece_part.float())
@@ -166,7 +166,7 @@ class FlatState:
         ]
 
     @torch.no_grad()
-    def sizes(self, names: Sequence[str]) -> dict[str, dict[str, Size]]:
+    def measure_sizes(self, names: Sequence[str]) -> dict[str, dict[str, Size]]:
         """Norm and largest magnitude of every whole tensor, by kind and name; without moments before the first update.
 
         names: all that any rank may hold, the same on every rank. Collective over the world; every element counts once.
@@ -178,7 +178,7 @@ class FlatState:
         largest = torch.zeros(len(KINDS), len(row), dtype=torch.float64, device=device)
         for f in self.fragments:
             for k, kind in enumerate(KINDS if f.counted else ()):
-                piece = self.piece(f, kind)
+                piece = self.view_piece(f, kind)
                 for part in (
                     piece.split(CHUNK if device.type == "cuda" else CACHED) if piece is not None else ()
                 ):
@@ -198,20 +198,20 @@ class FlatState:
         }
 
     @torch.no_grad()
-    def shards(self, kind: str) -> dict[str, Tensor]:
+    def gather_shards(self, kind: str) -> dict[str, Tensor]:
         """This tensor rank's and stage's parameters by name, whole over data parallelism, fp32 on the CPU.
 
         Collective over the data group, which sums the pieces.
         """
         shard_by_name: dict[str, Tensor] = {}
         own_names = sorted({(f.name, f.shape) for f in self.fragments})
-        names_by_rank = gathered(own_names, self.data_group)
+        names_by_rank = gather_objects(own_names, self.data_group)
         for name, parameter_shape in sorted(
             {named_shape for rank_names in names_by_rank for named_shape in rank_names}
         ):
             flat_shard = torch.zeros(parameter_shape, device=self.masters[0].device).flatten()
             for fragment in self.fragments:
-                piece = self.piece(fragment, kind) if fragment.name == name else None
+                piece = self.view_piece(fragment, kind) if fragment.name == name else None
                 if piece is not None:
                     flat_shard[fragment.start : fragment.start + fragment.numel] = piece
             dist.all_reduce(flat_shard, group=self.data_group)
@@ -219,7 +219,7 @@ class FlatState:
         return shard_by_name
 
     @torch.no_grad()
-    def fill(self, read: Callable[[Fragment, str], Tensor], step: float) -> None:
+    def fill_from(self, read: Callable[[Fragment, str], Tensor], step: float) -> None:
         """Set masters and state: `read(fragment, kind)` returns its elements; `step` is the optimizer's count of
         updates, 0 without state. bf16 moments are rounded to nearest.
 
@@ -230,20 +230,20 @@ class FlatState:
             # The fused kernel needs its step count on the weights' device, the plain one on the CPU.
             is_fused = self.optimizer.defaults.get("fused")
             state["step"] = torch.tensor(float(step), device=master.device if is_fused else "cpu")
-            for kind in self.kinds(group)[1:]:
+            for kind in self.kinds_of_group(group)[1:]:
                 state[kind] = torch.zeros_like(master.data, dtype=self.moments)
         for master in self.masters if not step else []:
             self.optimizer.state.get(master, {}).clear()  # moments of a checkpoint loaded before
         for f in self.fragments:
-            for kind in self.kinds(f.group) if step else KINDS[:1]:
-                piece = self.piece(f, kind)
+            for kind in self.kinds_of_group(f.group) if step else KINDS[:1]:
+                piece = self.view_piece(f, kind)
                 assert piece is not None
                 piece.copy_(read(f, kind))
 
     def whole_parameters(self, tensor: int) -> dict[str, WholeParameter]:
         """Every parameter of the whole model by name; tensor: size of the tensor group. Collective."""
         held = {f.name: (f.placement, f.shape) for f in self.fragments}
-        found = {name: of for each in gathered(held) for name, of in each.items()}
+        found = {name: of for each in gather_objects(held) for name, of in each.items()}
         parameters = {}
         for row, (name, (placement, shape)) in enumerate(sorted(found.items())):
             whole = tuple(n * tensor if dim == placement.dim else n for dim, n in enumerate(shape))

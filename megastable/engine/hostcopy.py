@@ -24,7 +24,8 @@ class Filled:
         self._future, self.waited = future, 0.0
 
     def synchronize(self) -> None:
-        """Wait until the copies are filled or have failed; readers get the error from `CopiedTensors.wait`."""
+        """Wait until the copies are filled or have failed; readers get the error from
+        `CopiedTensors.wait_until_complete`."""
         wait_begin = time.perf_counter()
         wait((self._future,))
         self.waited += time.perf_counter() - wait_begin
@@ -35,12 +36,13 @@ class Filled:
 
 @dataclass(frozen=True)
 class CopiedTensors:
-    """tensors: on the CPU, complete only after `wait`. done: a `Filled`, a CUDA event, or None if complete."""
+    """tensors: on the CPU, complete only after `wait_until_complete`. done: a `Filled`, a CUDA event, or None if
+    complete."""
 
     tensors: dict[str, Tensor]
     done: Any = None
 
-    def wait(self) -> None:
+    def wait_until_complete(self) -> None:
         """Wait until all copies are complete; from any thread. Raises the error of a failed copy."""
         if isinstance(self.done, Filled):
             self.done.result()
@@ -61,7 +63,7 @@ class HostCopy:
         self._hold, self._thread = hold, thread
         self._stream = torch.cuda.Stream() if torch.cuda.is_initialized() else None
 
-    def copy(self, source: dict[str, Tensor], spare: dict[str, Tensor]) -> CopiedTensors:
+    def copy_tensors(self, source: dict[str, Tensor], spare: dict[str, Tensor]) -> CopiedTensors:
         """spare: tensors of an older, unneeded copy; their memory is reused where it fits."""
 
         def place(name: str, tensor: Tensor) -> Tensor:
@@ -90,7 +92,7 @@ class HostCopy:
         self._hold(done)
         return CopiedTensors(copies, done)
 
-    def fetch(self, shapes: dict[str, torch.Size], dtype: torch.dtype) -> dict[str, Tensor]:
+    def allocate_touched(self, shapes: dict[str, torch.Size], dtype: torch.dtype) -> dict[str, Tensor]:
         """Memory to copy into (`spare`), touched: the system provides pages on the first write, which is slow."""
         is_pinned = self._stream is not None
         return {

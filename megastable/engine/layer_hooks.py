@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from megastable.engine.engine import Engine
 from megastable.model.gpt import Block, Head
-from megastable.model.loss import Features, LossFunction, projected
+from megastable.model.loss import Features, LossFunction, project_in_chunks
 from megastable.parallel.sharding import placement_of
 
 # Operations between two modules belong to neither: the input of the left module is the output of the right one, ...
@@ -51,7 +51,7 @@ def depth_of(name: str, blocks: int) -> int:
     return {"embedding": 0, "final_norm": blocks + 1, "head": blocks + 2, "loss": blocks + 3}[layer_kind]
 
 
-def renamed(name: str, table: Mapping[str, str]) -> str | None:
+def replace_ending(name: str, table: Mapping[str, str]) -> str | None:
     """`name` with the ending that `table` gives for its own; None if it has none of these."""
     for name_ending, other_ending in table.items():
         if name.endswith(name_ending):
@@ -65,14 +65,14 @@ def split_stream(stream: Any) -> tuple[Tensor, tuple[Any, ...]]:
 
 
 class LayerHooks:
-    """Hooks that call `see`; `watching` sets them."""
+    """Hooks that call `see_tensor`; `watch_layers` sets them."""
 
     def __init__(self) -> None:
         self._calls: Counter[str] = Counter()
         self._forward: int | None = None  # the micro-batch; None while backward recomputes a block
         self._backward = 0
 
-    def see(self, x: Tensor, micro_batch: int, backward: bool, layer: str, tensor: str) -> None:
+    def see_tensor(self, x: Tensor, micro_batch: int, backward: bool, layer: str, tensor: str) -> None:
         """x: an activation, or its or a weight's gradient, of the layer of this name in the whole model. tensor: which
         of its tensors: "input", "output", "input gradient", "weight gradient", ..."""
         raise NotImplementedError
@@ -81,13 +81,13 @@ class LayerHooks:
         def hook(gradient: Tensor) -> None:
             # An activation's hook opens every backward pass: it sets the pass for the weights' hooks.
             self._backward = micro_batch
-            self.see(gradient, micro_batch, True, layer, tensor)
+            self.see_tensor(gradient, micro_batch, True, layer, tensor)
 
         return hook
 
     def _enter(self, name: str, x: Tensor, micro_batch: int) -> Tensor:
-        giving_layer = renamed(name, GIVEN_BY)
-        self.see(x, micro_batch, False, giving_layer or name, "output" if giving_layer else "input")
+        giving_layer = replace_ending(name, GIVEN_BY)
+        self.see_tensor(x, micro_batch, False, giving_layer or name, "output" if giving_layer else "input")
         if x.requires_grad:
             # The gradient of `x` is summed over all its readers; that of a view belongs to this module alone.
             x = x.view_as(x)
@@ -95,13 +95,13 @@ class LayerHooks:
         return x
 
     def _leave(self, name: str, y: Tensor, micro_batch: int) -> None:
-        self.see(y, micro_batch, False, name, "output")
+        self.see_tensor(y, micro_batch, False, name, "output")
         if y.requires_grad:
-            taking_layer = renamed(name, TAKEN_BY)
+            taking_layer = replace_ending(name, TAKEN_BY)
             gradient_kind = "input gradient" if taking_layer else "output gradient"
             y.register_hook(self._gradient(micro_batch, taking_layer or name, gradient_kind))
 
-    def module(self, module: nn.Module, name: str) -> list[Any]:
+    def hook_module(self, module: nn.Module, name: str) -> list[Any]:
         """Hooks on a module. Layers of the list (blocks, embedding, ...) count the micro-batches for their
         submodules."""
         is_layer = is_layer_of_list(name)
@@ -124,15 +124,15 @@ class LayerHooks:
 
         return [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
 
-    def parameter(self, parameter: nn.Parameter) -> Any:
+    def hook_parameter(self, parameter: nn.Parameter) -> Any:
         layer, _, which = placement_of(parameter).name.rpartition(".")  # its weight, or its bias
 
         def hook(gradient: Tensor) -> None:
-            self.see(gradient, self._backward, True, layer, f"{which} gradient")
+            self.see_tensor(gradient, self._backward, True, layer, f"{which} gradient")
 
         return parameter.register_hook(hook)
 
-    def loss(self, function: LossFunction) -> Callable[[Tensor | Features, Tensor], Tensor]:
+    def wrap_loss(self, function: LossFunction) -> Callable[[Tensor | Features, Tensor], Tensor]:
         """The loss function with checks: it is not a module. If it contains the head's projection, the logits are
         computed once more to be checked, chunk by chunk."""
 
@@ -141,12 +141,12 @@ class LayerHooks:
             self._calls["loss"] += 1
             if isinstance(given, tuple):
                 given = self._enter("head", given[0], micro_batch), given[1]
-                for logits in projected(given):
-                    self.see(logits, micro_batch, False, "head", "output")
+                for logits in project_in_chunks(given):
+                    self.see_tensor(logits, micro_batch, False, "head", "output")
             else:
                 given = self._enter("loss", given, micro_batch)
             loss_value = function(given, labels)
-            self.see(loss_value, micro_batch, False, "loss", "output")
+            self.see_tensor(loss_value, micro_batch, False, "loss", "output")
             return loss_value
 
         return watched
@@ -156,7 +156,7 @@ Hooks = TypeVar("Hooks", bound=LayerHooks)
 
 
 @contextlib.contextmanager
-def watching(engine: Engine, watch: Hooks) -> Iterator[Hooks]:
+def watch_layers(engine: Engine, watch: Hooks) -> Iterator[Hooks]:
     """Sets hooks on all of this rank's modules, parameters and its loss. Blocks are not compiled, and take no more
     memory than in any other step."""
     module, hook_handles = engine.ds.module, list[Any]()
@@ -164,14 +164,14 @@ def watching(engine: Engine, watch: Hooks) -> Iterator[Hooks]:
     loss_attribute = "loss" if engine.topology.layout.pipeline == 1 else "loss_fn"
     loss_function = getattr(module, loss_attribute)
     try:
-        setattr(module, loss_attribute, watch.loss(loss_function))
+        setattr(module, loss_attribute, watch.wrap_loss(loss_function))
         for block in model_blocks:
             block.in_halves = True
         for module_name, named_part in named_modules(module):
             if isinstance(named_part, Head) and engine.kernels.loss == "chunked":
                 continue  # its output is the loss, which does its work
-            hook_handles += watch.module(named_part, module_name)
-        hook_handles += [watch.parameter(p) for p in module.parameters()]
+            hook_handles += watch.hook_module(named_part, module_name)
+        hook_handles += [watch.hook_parameter(p) for p in module.parameters()]
         yield watch
     finally:
         setattr(module, loss_attribute, loss_function)

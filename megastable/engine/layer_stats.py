@@ -1,10 +1,10 @@
 """Periodic statistics of the model's layers and the optimizer; equal under every parallel layout.
 
-    probe.watch()                            # before a step: hooks on block outputs and attention
+    probe.watch_step()                            # before a step: hooks on block outputs and attention
     ... forward and backward ...
-    probe.gradients(flat, pieces, scale)     # before the optimizer runs
+    probe.add_gradients(flat, pieces, scale)     # before the optimizer runs
     ... update ...
-    statistics = probe.collect(flat, applied)    # the only communication
+    statistics = probe.collect_statistics(flat, applied)    # the only communication
 
 Every statistic is a sum of squares, a count and a maximum that each rank takes over its own part, so two
 all-reduces at the end (sums, maxima) give those of the whole model and global batch. A step that is not watched
@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from megastable.base.collectives import gathered
+from megastable.base.collectives import gather_objects
 from megastable.engine.flatstate import CHUNK, FlatState
 from megastable.fp8.controller import Fp8
 from megastable.fp8.scale_factors import SLOTS
@@ -58,19 +58,19 @@ class LayerStatistics:
 
 
 class LayerTally:
-    """Sums, counts and maxima by row (a parameter or block) and kind. No host synchronisation until `reduce`."""
+    """Sums, counts and maxima by row (a parameter or block) and kind. No host synchronisation until `reduce_cells`."""
 
     def __init__(self, rows: Sequence[str], device: torch.device, kinds: Sequence[str] = KINDS) -> None:
         self.rows, self.device, self.kinds = {name: i for i, name in enumerate(rows)}, device, kinds
-        self.clear()
+        self.clear_cells()
 
-    def clear(self) -> None:
+    def clear_cells(self) -> None:
         self._cells: list[int] = []
         self._counts: list[int] = []
         self._totals: list[Tensor] = []
         self._highest: list[Tensor] = []
 
-    def add(self, row: str, kind: str, total: Tensor, count: int, highest: Tensor) -> None:
+    def add_cell(self, row: str, kind: str, total: Tensor, count: int, highest: Tensor) -> None:
         """Add `count` numbers to a cell: their sum or that of their squares, fp64, and maximum, fp32."""
         self._cells.append(self.rows[row] * len(self.kinds) + self.kinds.index(kind))
         self._counts.append(count)
@@ -82,11 +82,11 @@ class LayerTally:
         for part in x.detach().reshape(-1).split(CHUNK):
             norm = torch.linalg.vector_norm(part, dtype=torch.float64)
             low, high = torch.aminmax(part)
-            self.add(
+            self.add_cell(
                 row, kind, (norm / scale).square(), part.numel(), torch.maximum(high, -low).float() / scale
             )
 
-    def reduce(self) -> Tensor:
+    def reduce_cells(self) -> Tensor:
         """Totals, counts and maxima over all ranks, fp64 [3, rows, kinds] on the CPU; collective over the world."""
         count = len(self.rows) * len(self.kinds)
         cell_sums = torch.zeros(2, count, dtype=torch.float64, device=self.device)
@@ -104,7 +104,7 @@ class LayerTally:
 
 
 class Probe:
-    """The probe of this rank's part of the model. Built, and `collect`ed, on all ranks together."""
+    """The probe of this rank's part of the model. Built, and `collect_statistics`ed, on all ranks together."""
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class Probe:
         # Between the blocks x is the same on all ranks of a tensor group, unless they split the sequence.
         self.counts_activations = topology.tensor_rank == 0 or tp.sequence
         own_names = [placement_of(p).name for p in module.parameters()], [b.name for b in self.blocks]
-        names_by_rank = gathered(own_names)
+        names_by_rank = gather_objects(own_names)
         # Ranks are numbered stage by stage: this is the order of the model.
         row_names = dict.fromkeys(
             name for name_kind in (0, 1) for rank_names in names_by_rank for name in rank_names[name_kind]
@@ -128,23 +128,23 @@ class Probe:
         self.watching = False
         self._hooks: list[RemovableHandle] = []
 
-    def watch(self) -> None:
+    def watch_step(self) -> None:
         """Watch the coming step: the output and the attention of every block."""
         self._look_away()
-        self.tally.clear()
+        self.tally.clear_cells()
         self.watching = True
         for watched_block in self.blocks:
             self._hooks.append(watched_block.register_forward_pre_hook(self._before))
             self._hooks.append(watched_block.register_forward_hook(self._after))
         if self._fp8 is not None:
-            self._fp8.watch(self._quantized)
+            self._fp8.watch_quantization(self._quantized)
 
     def _look_away(self) -> None:
         for block_hook in self._hooks:
             block_hook.remove()
         self._hooks.clear()
         if self._fp8 is not None:
-            self._fp8.watch(None)
+            self._fp8.watch_quantization(None)
 
     def _before(self, block: nn.Module, args: tuple[Any, ...]) -> None:
         # Before the block, which then saves its own activations: the probe's tensors are freed by then.
@@ -154,7 +154,7 @@ class Probe:
         for entropy, highest, _ in attention_chunks(
             *block.queries_and_keys(stream), segments, block.attention.scores
         ):
-            self.tally.add(
+            self.tally.add_cell(
                 block.name, "attention", entropy.sum(dtype=torch.float64), entropy.numel(), highest.amax()
             )
 
@@ -167,9 +167,9 @@ class Probe:
     def _quantized(self, layer: str, slot: str, saturated: Tensor, lost: Tensor, count: int) -> None:
         for number_fate, number_count in (("saturation", saturated), ("underflow", lost)):
             zero_maximum = torch.zeros((), device=number_count.device)
-            self.tally.add(f"{layer}.weight", f"{slot}_{number_fate}", number_count, count, zero_maximum)
+            self.tally.add_cell(f"{layer}.weight", f"{slot}_{number_fate}", number_count, count, zero_maximum)
 
-    def gradients(self, flat: FlatState, pieces: Mapping[tuple[int, int], Tensor], scale: float) -> None:
+    def add_gradients(self, flat: FlatState, pieces: Mapping[tuple[int, int], Tensor], scale: float) -> None:
         """Add the gradients of a watched step, before the optimizer runs. Local.
 
         pieces: by (group, offset) of a fragment, the mean over the global batch times `scale`.
@@ -180,29 +180,29 @@ class Probe:
                 piece = pieces[f.group, f.offset].reshape(-1)[: f.numel]
                 self.tally.add_moments(f.name, "gradient", piece, scale)
 
-    def collect(self, flat: FlatState, applied: bool) -> LayerStatistics:
+    def collect_statistics(self, flat: FlatState, applied: bool) -> LayerStatistics:
         """Statistics of weights, moments and, if `applied`, the last update; and of the watched step. Collective."""
         was_watched, self.watching = self.watching, False
         if not was_watched:
-            self.tally.clear()
+            self.tally.clear_cells()
         for f in flat.fragments:
             if not f.counted:
                 continue
             for kind, key in (("weight", "weight"), ("second_moment", "exp_avg_sq")):
-                piece = flat.piece(f, key)
+                piece = flat.view_piece(f, key)
                 if piece is not None:
                     self.tally.add_moments(f.name, kind, piece)
-        for update_size in flat.updates() if applied else ():
-            self.tally.add(
+        for update_size in flat.measure_updates() if applied else ():
+            self.tally.add_cell(
                 update_size.name, "update", update_size.squares, update_size.numel, update_size.highest
             )
-        reduced_cells = self.tally.reduce()
-        self.tally.clear()
+        reduced_cells = self.tally.reduce_cells()
+        self.tally.clear_cells()
         return _statistics(reduced_cells, list(self.tally.rows), was_watched)
 
 
 def _statistics(numbers: Tensor, rows: Sequence[str], watched: bool) -> LayerStatistics:
-    """numbers: [3, rows, kinds], see `LayerTally.reduce`."""
+    """numbers: [3, rows, kinds], see `LayerTally.reduce_cells`."""
     column = {kind: numbers[:, :, i] for i, kind in enumerate(KINDS)}
     total = {kind: float(of[0].sum()) for kind, of in column.items()}
     highest = {kind: float(of[2].max()) for kind, of in column.items() if of[1].any()}
@@ -276,7 +276,7 @@ def attention_chunks(
     for first_query in range(0, n, at_a_time):
         end_query = min(first_query + at_a_time, n)
         chunk_queries, key_end = query_positions[first_query:end_query], at[end_query - 1] + 1
-        refused_keys = ~scores.mask(chunk_queries, key_positions[:key_end])
+        refused_keys = ~scores.make_mask(chunk_queries, key_positions[:key_end])
         if segments is not None:
             refused_keys = refused_keys | (segments[:, chunk_queries, None] != segments[:, None, :key_end])
             refused_keys = refused_keys[:, None, None]
@@ -289,7 +289,7 @@ def attention_chunks(
 def _entropy(q: Tensor, k: Tensor, refused: Tensor, scores: AttentionScores) -> tuple[Tensor, Tensor]:
     """One chunk: q [b, k, q / k, c, d], k fp32 [b, k, d, n], refused broadcastable to [b, k, q / k, c, n]. A function,
     so that its scores are freed before the next chunk's."""
-    scaled_queries = q.float().flatten(2, 3) * scores.factor(q.shape[-1])
+    scaled_queries = q.float().flatten(2, 3) * scores.score_factor(q.shape[-1])
     logits = (scaled_queries @ k).unflatten(2, q.shape[2:4])
     # Finite, so that its product with a probability of zero is zero.
     logits.masked_fill_(refused, -1e30)

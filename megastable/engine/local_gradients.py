@@ -88,43 +88,43 @@ class LocalGradients:
         self._own: list[Tensor] = []
         self._previous: Tensor | None = None
         self._device = device
-        self.begin()
+        self.begin_step()
 
-    def begin(self) -> None:
+    def begin_step(self) -> None:
         """A step begins."""
         self.digest = torch.zeros(2, self._ranks, dtype=torch.float64, device=self._device)
         self.total = torch.zeros((), dtype=torch.float64, device=self._device)
         self._size, self._compared = torch.zeros_like(self.total), self.total.new_zeros(3)
         self._summed, self._receivers = torch.zeros_like(self.total), 1  # of one sum
 
-    def before(self, gradients: Sequence[Tensor]) -> None:
+    def measure_before_sum(self, gradients: Sequence[Tensor]) -> None:
         """gradients: flat fp32 buffers, whole, about to be summed; every rank receives its part."""
         slices = [g.view(self._ranks, -1) for g in gradients]
         found = torch.stack([self._at_once(s) if s.is_cuda else self._one_by_one(s) for s in slices]).sum(0)
         # In place: memory that is freed on DeepSpeed's stream while it is still read may be given away on another.
         self.digest.add_(found)
         self._size.add_(found[1].sum())
-        self._own = [sample(s[self._rank]).clone() for s in slices]  # the sum overwrites it
+        self._own = [sample_blocks(s[self._rank]).clone() for s in slices]  # the sum overwrites it
 
-    def before_whole(self, gradient: Tensor, receiver: int | None) -> None:
+    def measure_bucket_before_sum(self, gradient: Tensor, receiver: int | None) -> None:
         """gradient: flat, fp32, about to be summed; one data rank receives the sum, None: all do."""
         own_check, own_square = self._measured(gradient)
         self._receivers = self._ranks if receiver is None else 1
         receiving_slices = slice(None) if receiver is None else slice(receiver, receiver + 1)
         self.digest[:, receiving_slices] += torch.stack((own_check, own_square))[:, None]
         self._size.add_(own_square)
-        self._own = [sample(gradient).clone()]
+        self._own = [sample_blocks(gradient).clone()]
 
-    def after(self, parts: Sequence[Tensor]) -> None:
+    def measure_after_sum(self, parts: Sequence[Tensor]) -> None:
         """parts: what this rank has received, the sums over the data ranks."""
         sum_check, sum_square = torch.stack([self._measured(received_part) for received_part in parts]).sum(0)
         self.total.add_(sum_check)
         self._summed.add_(sum_square / self._receivers)
         own_samples, self._own = self._own, []
         for own_sample, received_part in zip(own_samples, parts, strict=True):
-            self._compared.add_(products(own_sample, sample(received_part) - own_sample))
+            self._compared.add_(compute_products(own_sample, sample_blocks(received_part) - own_sample))
 
-    def columns(self) -> Tensor:
+    def make_columns(self) -> Tensor:
         """What this rank adds to the sum: fp64 [data ranks x COLUMNS], on the device."""
         own_columns = torch.zeros(self._ranks, COLUMNS, dtype=torch.float64, device=self._device)
         own_columns[:, :2] = self.digest.T
@@ -140,11 +140,11 @@ class LocalGradients:
             row[6] = (self.digest == self._previous).all()
         row[7] = self._size == 0
 
-    def keep(self) -> None:
+    def keep_digest(self) -> None:
         """The next step's gradient must not be this one's."""
         self._previous = self.digest
 
-    def forget(self) -> None:
+    def forget_digest(self) -> None:
         """The next step may be the last one again."""
         self._previous = None
 
@@ -187,7 +187,7 @@ class LocalGradients:
         return torch.stack((part_check, torch.stack(chunk_norms).double().square().sum()))
 
 
-def sample(part: Tensor) -> Tensor:
+def sample_blocks(part: Tensor) -> Tensor:
     """At most BLOCKS x BLOCK elements, spread evenly."""
     if part.numel() <= BLOCKS * BLOCK:
         return part
@@ -195,7 +195,7 @@ def sample(part: Tensor) -> Tensor:
     return part[: block_distance * BLOCKS].view(BLOCKS, block_distance)[:, :BLOCK].flatten()
 
 
-def products(own: Tensor, others: Tensor) -> Tensor:
+def compute_products(own: Tensor, others: Tensor) -> Tensor:
     """fp64 [3]: their dot product, and both squared norms."""
     vector_pairs = ((own, others), (own, own), (others, others))
     return torch.stack([torch.dot(a, b) for a, b in vector_pairs]).double()
@@ -211,14 +211,18 @@ class OwnGradients(LocalGradients):
         super().__init__(topology, device)
         self._held, self._place, self._world = held, topology.rank, topology.layout.world
 
-    def columns(self) -> Tensor:
+    def make_columns(self) -> Tensor:
         """What this rank adds to the sum: fp64 [ranks x COLUMNS], on the device."""
         for flat_gradient, first_moment in self._held():
             gradient_digest = self._measured(flat_gradient)
             self.digest.add_(gradient_digest[:, None])
             self._size.add_(gradient_digest[1])
             if first_moment is not None:
-                self._compared.add_(products(sample(flat_gradient), sample(first_moment.view(-1)).float()))
+                self._compared.add_(
+                    compute_products(
+                        sample_blocks(flat_gradient), sample_blocks(first_moment.view(-1)).float()
+                    )
+                )
         rank_columns = torch.zeros(self._world, COLUMNS, dtype=torch.float64, device=self._device)
         rank_columns[self._place, 1] = self._size
         self._tell(rank_columns[self._place])

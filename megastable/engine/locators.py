@@ -24,11 +24,11 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from megastable.base.collectives import gathered
+from megastable.base.collectives import gather_objects
 from megastable.data.loader import MicroBatch
 from megastable.engine.engine import Engine
 from megastable.engine.flatstate import CACHED, CHUNK, KINDS
-from megastable.engine.layer_hooks import LayerHooks, depth_of, watching
+from megastable.engine.layer_hooks import LayerHooks, depth_of, watch_layers
 from megastable.parallel.sharding import placement_of
 
 # Times as large. Chosen, not measured: planted noise on a good state stays below it (tests/recovery/test_recovery.py).
@@ -82,7 +82,7 @@ class _SizeHooks(LayerHooks):
         self._blocks, self._squares = blocks, dict[TensorPlace, Tensor]()
         self._ticks = dict[tuple[bool, str, str], int]()
 
-    def see(self, x: Tensor, micro_batch: int, backward: bool, layer: str, tensor: str) -> None:
+    def see_tensor(self, x: Tensor, micro_batch: int, backward: bool, layer: str, tensor: str) -> None:
         place_tick = self._ticks.setdefault((backward, layer, tensor), len(self._ticks))
         place = TensorPlace(
             backward, depth_of(layer, self._blocks) * (-1 if backward else 1), place_tick, layer, tensor
@@ -110,11 +110,11 @@ class _SizeHooks(LayerHooks):
 def measure_sizes(engine: Engine, micro_batches: Sequence[MicroBatch]) -> dict[TensorPlace, float]:
     """By a forward and backward of these samples on the state that the engine holds, which stays as it is. Collective;
     every rank gets the same. Costs about a step."""
-    with watching(engine, _SizeHooks(engine.config.model.layers)) as size_hooks:
+    with watch_layers(engine, _SizeHooks(engine.config.model.layers)) as size_hooks:
         scale = float(getattr(engine.optimizer, "loss_scale", 1.0))
-        engine.measure(micro_batches)
+        engine.measure_step(micro_batches)
     size_by_place = dict[TensorPlace, float]()
-    for rank_sizes in gathered(size_hooks.sizes(scale)):
+    for rank_sizes in gather_objects(size_hooks.sizes(scale)):
         for place, tensor_size in rank_sizes.items():
             size_by_place[place] = max(
                 tensor_size if math.isfinite(tensor_size) else math.inf, size_by_place.get(place, 0.0)
@@ -156,8 +156,8 @@ class Diagnosis:
     at the same place: more than one after a sum over the tensor group, or an exchange in the context group, which hides
     whose part was bad. layer: its name in the whole model, e.g. "blocks.7.mlp.down". tensor: which of its tensors
     ("output", "weight gradient", ...). value: "nan" or "inf". micro_batch: from 0, within the step. parameters: for
-    "state", as `poisoned` returns them. positions, losses: the samples of that micro-batch, absolute, and their losses
-    in the replay (nats). sentence: all of this in one line.
+    "state", as `find_nonfinite_state` returns them. positions, losses: the samples of that micro-batch, absolute, and
+    their losses in the replay (nats). sentence: all of this in one line.
     """
 
     kind: Kind
@@ -181,21 +181,21 @@ class Diagnosis:
         return self.kind != "not reproduced"
 
 
-def poisoned(engine: Engine) -> list[str]:
+def find_nonfinite_state(engine: Engine) -> list[str]:
     """The parameters with a non-finite master, moment or computing copy, e.g. "first moment of
     blocks.0.mlp.down.weight on rank 1"; empty if the state is sound. Collective; reads the state once.
     """
-    return _described(gathered(_poison(engine)))
+    return _described(gather_objects(_poison(engine)))
 
 
-def locate(engine: Engine, micro_batches: Sequence[MicroBatch]) -> Diagnosis:
+def locate_first_nonfinite(engine: Engine, micro_batches: Sequence[MicroBatch]) -> Diagnosis:
     """Locate the fault of the step that was just refused. Collective; costs about a step, and does not change the
     state.
 
     micro_batches: those of the refused step; weights and moments must be unchanged since.
     """
-    host_names = gathered(socket.gethostname())
-    poison_by_rank = gathered(_poison(engine))
+    host_names = gather_objects(socket.gethostname())
+    poison_by_rank = gather_objects(_poison(engine))
     if any(poison_by_rank):
         poisoned_parameters = _described(poison_by_rank)
         rank = next(rank for rank, first in enumerate(poison_by_rank) if first)
@@ -207,17 +207,19 @@ def locate(engine: Engine, micro_batches: Sequence[MicroBatch]) -> Diagnosis:
             parameters=tuple(poisoned_parameters),
         )
     # Replay the step with hooks
-    with _loss_scale_kept(engine), watching(engine, _FirstBad(engine.config.model.layers)) as first_bad:
+    with _loss_scale_kept(engine), watch_layers(engine, _FirstBad(engine.config.model.layers)) as first_bad:
         if engine.measured is not None:
             engine.set_loss_scale(engine.measured.loss_scale)  # DeepSpeed may have lowered it since
-        measured = engine.measure(micro_batches)
+        measured = engine.measure_step(micro_batches)
     if measured.finite:
         return Diagnosis(
             kind="not reproduced",
             sentence="not reproduced: a replay of the same samples on the same weights is finite, with a loss of "
             f"{measured.loss:.4f} and a gradient norm of {measured.grad_norm:.4f}",
         )
-    sightings = [(rank, first) for rank, first in enumerate(gathered(first_bad.first)) if first is not None]
+    sightings = [
+        (rank, first) for rank, first in enumerate(gather_objects(first_bad.first)) if first is not None
+    ]
     if not sightings:
         return Diagnosis(
             kind="sum",
@@ -230,7 +232,7 @@ def locate(engine: Engine, micro_batches: Sequence[MicroBatch]) -> Diagnosis:
     )
     rank_place = _place(engine, rank, host_names[rank])
     # Every rank has another part of the batch; the losses cover the whole.
-    positions = gathered(micro_batches[first.micro_batch].positions.tolist())[rank]
+    positions = gather_objects(micro_batches[first.micro_batch].positions.tolist())[rank]
     layout = engine.topology.layout
     batch_shape = (len(micro_batches), layout.samples, len(positions))
     sample_losses = measured.losses.view(batch_shape)[
@@ -267,7 +269,7 @@ def locate(engine: Engine, micro_batches: Sequence[MicroBatch]) -> Diagnosis:
 
 
 def _place(engine: Engine, rank: int, host: str) -> dict[str, Any]:
-    stage, data_rank, tensor_rank = engine.topology.layout.coordinates(rank)
+    stage, data_rank, tensor_rank = engine.topology.layout.coordinates_of(rank)
     return {"rank": rank, "host": host, "stage": stage, "data_rank": data_rank, "tensor_rank": tensor_rank}
 
 
@@ -284,7 +286,10 @@ def _poison(engine: Engine) -> list[tuple[str, str]]:
     """(key of `STATE`, parameter) of non-finite state on this rank. Waits once for the device."""
     flat = engine.flat_state()
     tensors = [
-        ((k, f.name), piece) for k in KINDS for f in flat.fragments if (piece := flat.piece(f, k)) is not None
+        ((k, f.name), piece)
+        for k in KINDS
+        for f in flat.fragments
+        if (piece := flat.view_piece(f, k)) is not None
     ]
     tensors += [(("computing", name), copy) for name, copy, _ in computing_copies(engine)]
     # An offloaded optimizer keeps its partition on the CPU.
@@ -348,7 +353,7 @@ class _FirstBad(LayerHooks):
         self.first: _Sighting | None = None
         self._tick = 0
 
-    def see(self, x: Tensor, micro_batch: int, backward: bool, layer: str, tensor: str) -> None:
+    def see_tensor(self, x: Tensor, micro_batch: int, backward: bool, layer: str, tensor: str) -> None:
         self._tick += 1
         tensor_extremes = torch.stack(x.detach().aminmax()).tolist()
         if all(map(math.isfinite, tensor_extremes)):
@@ -362,7 +367,7 @@ class _FirstBad(LayerHooks):
 
 @contextlib.contextmanager
 def _loss_scale_kept(engine: Engine) -> Iterator[None]:
-    saved_counters = engine.counters()
+    saved_counters = engine.read_counters()
     try:
         yield
     finally:

@@ -40,12 +40,12 @@ class DeviceClock:
         self._marks: list[tuple[str, DeviceEvent]] = []  # of this step
         self._pending: list[tuple[int, float, list[tuple[str, DeviceEvent]]]] = []
 
-    def begin(self) -> None:
+    def begin_step(self) -> None:
         """A step begins; what a step that was given up has marked is forgotten."""
         self._free += [marked_event for _, marked_event in self._marks]
         self._marks = []
 
-    def enter(self, name: str) -> None:
+    def enter_activity(self, name: str) -> None:
         """The stream gets to `name` here."""
         if self._marks and self._marks[-1][0] == name:
             return
@@ -53,7 +53,7 @@ class DeviceClock:
         entry_event.record()
         self._marks.append((name, entry_event))
 
-    def end(self, step: int, seconds: float) -> list[tuple[int, float, Mapping[str, float]]]:
+    def end_step(self, step: int, seconds: float) -> list[tuple[int, float, Mapping[str, float]]]:
         """Those of earlier steps that the GPU is done with."""
         self._marks.append(("", end_mark := self._free.pop() if self._free else self._event()))
         end_mark.record()

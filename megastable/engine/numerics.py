@@ -20,19 +20,19 @@ from megastable.base.process import install_command
 from megastable.config.rules import caps_logits
 from megastable.config.tree import RunConfig
 from megastable.fp8.controller import Fp8
-from megastable.model.blocked import supported
+from megastable.model.blocked import is_supported
 from megastable.model.gpt import Block
 from megastable.model.kernels import DTYPES, Kernels
 from megastable.model.loss import LossFunction
 
 
-def choose(config: RunConfig, device: torch.device) -> Kernels:
+def choose_kernels(config: RunConfig, device: torch.device) -> Kernels:
     """The kernels of a run on this device."""
     wanted_kernels, fallback_notes = config.kernels, []
     attention_core: str = wanted_kernels.attention
     is_compiled = wanted_kernels.compile
     dtype, on_gpu = DTYPES[config.precision.kind], device.type == "cuda"
-    best_core = "blocked" if supported(device, dtype) else "sdpa"
+    best_core = "blocked" if is_supported(device, dtype) else "sdpa"
     if _no_attention(best_core, config, device, dtype):
         best_core = "reference"
     if attention_core == "auto":
@@ -53,7 +53,7 @@ def choose(config: RunConfig, device: torch.device) -> Kernels:
 
 def _no_attention(attention: str, config: RunConfig, device: torch.device, dtype: torch.dtype) -> str | None:
     """The reason why this core cannot be used."""
-    if attention == "blocked" and not supported(device, dtype):
+    if attention == "blocked" and not is_supported(device, dtype):
         return "it supports only CPUs, in fp32, and in bf16 where oneDNN has bf16 products"
     if config.model.attention_softcap is not None and not caps_logits(attention, device.type):
         refusing_kernels = "Transformer Engine does" if attention == "te" else "torch's kernels for CPUs do"
@@ -131,7 +131,7 @@ class NumericsSwitch:
         """The kinds of this run's kernels with these names; others are not in use."""
         return frozenset(kind for kind, kernel_name in self.kernels.items() if kernel_name in names)
 
-    def switch(self, to: Numerics) -> None:
+    def switch_to(self, to: Numerics) -> None:
         """Compute so from the next step on. Delayed scales of FP8 lose their history where FP8 is switched."""
         if self._fp8 is not None:
             self._fp8.on = to.fp8

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.distributed import Work, distributed_c10d
 
 from megastable.base import activity
-from megastable.base.collectives import gathered
+from megastable.base.collectives import gather_objects
 from megastable.engine.local_gradients import LocalGradients
 from megastable.optim.build import OPTIMIZERS
 from megastable.parallel.mappings import sum_and_scatter
@@ -36,7 +36,7 @@ from megastable.parallel.mappings import sum_and_scatter
 CHUNK = 1 << 18  # elements; a copy fits in a CPU's cache
 
 
-def at_start() -> None:
+def patch_at_start() -> None:
     """Patches before the process group exists."""
     # DeepSpeed logs every setting. Needless when it logs on rank 0 and at debug only.
     deepspeed_logger.setLevel(logging.WARNING)
@@ -58,7 +58,7 @@ def at_start() -> None:
     known += [optimizer for optimizer in OPTIMIZERS if optimizer not in known]
 
 
-def on_cpu() -> None:
+def patch_for_cpu() -> None:
     """Patches for a rank that computes on a CPU."""
     # It refuses fp16 on CPUs without fp16 instructions; torch computes it on all of them, slowly. Needless when it asks
     # torch.
@@ -81,7 +81,7 @@ def _timed(wait: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return wait(*args, **kwargs)
         finally:
-            activity.waited(time.monotonic() - wait_begin)
+            activity.count_wait(time.monotonic() - wait_begin)
 
     timed.timed = True  # type: ignore[attr-defined]
     return timed
@@ -99,14 +99,14 @@ class Partitioned(deepspeed.zero.Init):
         param.partition()  # type: ignore[attr-defined]
 
 
-def untimed(engine: Any) -> None:
+def disable_step_timers(engine: Any) -> None:
     """Disable step timers: its pipeline times every step, and frees the times (two CUDA events each) only when it
     prints them. Needless when it does not time what it will not print."""
     if engine.steps_per_print() is None:
         engine.timers = NoopTimer()
 
 
-def told(engine: Any) -> None:
+def report_activities(engine: Any) -> None:
     """Say what is done in every instruction of a pipeline's schedule: a whole step is one call. Collective. Needless
     when it calls hooks."""
     doing = {
@@ -118,13 +118,13 @@ def told(engine: Any) -> None:
 
     def within(kind: type, instruct: Callable[..., None]) -> Callable[..., None]:
         def enter(self: Any, *args: Any, **kwargs: Any) -> None:
-            activity.enter(doing[kind])
+            activity.enter_activity(doing[kind])
             instruct(self, *args, **kwargs)
 
         def exchange(self: Any, *args: Any, **kwargs: Any) -> None:
-            activity.exchange_begins(world._get_sequence_number_for_group())
+            activity.begin_exchange(world._get_sequence_number_for_group())
             instruct(self, *args, **kwargs)
-            activity.exchange_ends(world._get_sequence_number_for_group())
+            activity.end_exchange(world._get_sequence_number_for_group())
 
         if kind in exchanges:
             return exchange
@@ -132,11 +132,11 @@ def told(engine: Any) -> None:
 
     world: Any = distributed_c10d._get_default_group()
     count = world._get_sequence_number_for_group()
-    activity.exchanged(count - min(gathered(count)))  # it tries its links when it is built
+    activity.set_exchanged(count - min(gather_objects(count)))  # it tries its links when it is built
     engine._INSTRUCTION_MAP = {kind: within(kind, f) for kind, f in engine._INSTRUCTION_MAP.items()}
 
 
-def watched_messages(sent: Callable[[Tensor, int], None], received: Callable[[Tensor, int], None]) -> None:
+def watch_messages(sent: Callable[[Tensor, int], None], received: Callable[[Tensor, int], None]) -> None:
     """Show every message between stages, with the other stage: before it is sent, and when it has arrived. Needless
     with hooks."""
     real_send, real_receive = (
@@ -174,15 +174,15 @@ def sum_in_parts(
     parts = o.fp32_groups_gradient_flat_partition
 
     def reduce(*_: Any, **__: Any) -> None:
-        activity.enter(activity.REDUCE)  # until the gate, which is next
+        activity.enter_activity(activity.REDUCE)  # until the gate, which is next
         if ranks == 1:
             return
         if (gradient_watch := watching()) is not None:
-            gradient_watch.before(o.fp32_groups_gradients_flat)
+            gradient_watch.measure_before_sum(o.fp32_groups_gradients_flat)
         for whole_gradient, own_part in zip(o.fp32_groups_gradients_flat, parts, strict=True):
             sum_and_scatter(whole_gradient, own_part, group)
         if gradient_watch is not None:
-            gradient_watch.after(parts)
+            gradient_watch.measure_after_sum(parts)
         for own_part in parts:
             own_part.div_(ranks)
 
@@ -216,7 +216,7 @@ def update_at_once(o: DeepSpeedZeroOptimizer) -> None:
     o._optimizer_step = step
 
 
-def measured_buckets(o: DeepSpeedZeroOptimizer, watch: LocalGradients) -> None:
+def measure_buckets(o: DeepSpeedZeroOptimizer, watch: LocalGradients) -> None:
     """Sum the buckets of ZeRO 2, and of ZeRO 1 in fp16 and fp32, as DeepSpeed does, measured before and after.
 
     Needless with hooks before and after its sum.
@@ -234,14 +234,14 @@ def measured_buckets(o: DeepSpeedZeroOptimizer, watch: LocalGradients) -> None:
         summed_bucket = flat_bucket.to(dtype)
         is_checked = summed_bucket.dtype is torch.float32  # else sums round too much to be checked
         if is_checked:
-            watch.before_whole(summed_bucket, rank)
+            watch.measure_bucket_before_sum(summed_bucket, rank)
         if rank is None:
             dist.all_reduce(summed_bucket, group=sum_group)
         else:
             dist.reduce(summed_bucket, dist.get_global_rank(sum_group, rank), group=sum_group)
         if rank is None or rank == dist.get_rank(sum_group):
             if is_checked:
-                watch.after([summed_bucket])
+                watch.measure_after_sum([summed_bucket])
             if summed_bucket is not flat_bucket:
                 flat_bucket.copy_(summed_bucket)
         return summed_bucket  # ZeRO 2 keeps the fp32 result
@@ -249,7 +249,7 @@ def measured_buckets(o: DeepSpeedZeroOptimizer, watch: LocalGradients) -> None:
     o.allreduce_bucket = allreduce_bucket
 
 
-def measured_scattering(o: DeepSpeedZeroOptimizer_Stage3, watch: LocalGradients, ranks: int) -> None:
+def measure_scattering(o: DeepSpeedZeroOptimizer_Stage3, watch: LocalGradients, ranks: int) -> None:
     """Reduce-scatter the buckets of ZeRO 3 as DeepSpeed does, measured before and after; it pads with what lies in
     memory, of which there is no checksum.
 
@@ -274,10 +274,10 @@ def measured_scattering(o: DeepSpeedZeroOptimizer_Stage3, watch: LocalGradients,
         rank = dist.get_rank(partition_group)
         own_part, is_checked = flat_table.view(ranks, -1)[rank], flat_table.dtype is torch.float32
         if is_checked:
-            watch.before([flat_table])
+            watch.measure_before_sum([flat_table])
         sum_and_scatter(flat_table, own_part, partition_group)
         if is_checked:
-            watch.after([own_part])
+            watch.measure_after_sum([own_part])
         own_gradients = []
         for one_gradient, own_piece in zip(flat_gradients, own_part.split(column_sizes), strict=True):
             left_elements = min(max(one_gradient.numel() - rank * len(own_piece), 0), len(own_piece))
@@ -317,7 +317,7 @@ class Accumulate:
 
 
 @contextlib.contextmanager
-def instead(owner: Any, name: str, value: Any) -> Iterator[None]:
+def replace_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Set another value of an attribute for the duration of the block."""
     own = vars(owner)
     missing = object()

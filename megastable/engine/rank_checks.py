@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megastable.base import products
-from megastable.base.fingerprint import STEP, Marks, fingerprint
+from megastable.base.fingerprint import STEP, Marks, fingerprint_tensors
 from megastable.base.hardware import kind_of
 from megastable.config.model import ModelConfig
 from megastable.data.loader import MicroBatch
@@ -97,18 +97,18 @@ class GradientDigest:
         """Of all parameters together."""
         check_slots = torch.zeros(SLOTS, dtype=torch.float64)
         check_slots.index_add_(0, torch.arange(len(self.checks)) % SLOTS, self.checks)
-        joined_bits = int(fingerprint([self.bits]))
+        joined_bits = int(fingerprint_tensors([self.bits]))
         return Digest(tuple(check_slots.tolist()), (float(self.squares.sum()),), (joined_bits,), self.maker)
 
 
-def gradient_digest(engine: Engine, micro_batches: Sequence[MicroBatch]) -> GradientDigest:
+def digest_gradient(engine: Engine, micro_batches: Sequence[MicroBatch]) -> GradientDigest:
     """Of the gradient for these micro-batches on the current state, which does not change. Collective."""
     parameters = [p for p in engine.ds.module.parameters() if p.requires_grad]
     bits = torch.zeros(len(parameters), dtype=torch.int64, device=engine.device)
     sums = torch.zeros(2, len(parameters), dtype=torch.float64, device=engine.device)
 
     def note(number: int, gradient: Tensor) -> None:
-        bits[number] = bits[number] * STEP + fingerprint([gradient])
+        bits[number] = bits[number] * STEP + fingerprint_tensors([gradient])
         for gradient_chunk in gradient.detach().flatten().split(CHUNK):
             wide_chunk = gradient_chunk.float()
             sums[0, number] += torch.dot(wide_chunk, _signs(wide_chunk.device)[: wide_chunk.numel()])
@@ -116,7 +116,7 @@ def gradient_digest(engine: Engine, micro_batches: Sequence[MicroBatch]) -> Grad
 
     hooks = [p.register_hook(partial(note, number)) for number, p in enumerate(parameters)]
     try:
-        engine.measure(micro_batches)
+        engine.measure_step(micro_batches)
     finally:
         for hook in hooks:
             hook.remove()
@@ -143,7 +143,7 @@ ROUNDS = 2
 
 
 @torch.no_grad()
-def wrong_product(model: ModelConfig, tensor: int, dtype: torch.dtype, device: torch.device) -> str:
+def find_wrong_product(model: ModelConfig, tensor: int, dtype: torch.dtype, device: torch.device) -> str:
     """Which product of this device is wrong, and where: a phrase; "" if none is. tensor: ranks that share a matrix."""
     for input_width, output_width in _shapes(model, tensor):
         x, weight, known_answer = _case(input_width, output_width, dtype)
@@ -220,7 +220,7 @@ class Replicas:
         layout, p = engine.topology.layout, engine.config.parallel
         self._held: dict[str, Callable[[], Named]] = {}
         self.kinds: dict[str, list[list[int]]] = {}
-        if p.zero < 3 or engine.zero.copied():  # ZeRO 3 leaves small ones whole
+        if p.zero < 3 or engine.zero.replicated_parameters():  # ZeRO 3 leaves small ones whole
             self._add(COPIES, "data", layout, self._weights)
         self._add("replicas", "tensor", layout, self._replicated)
         if engine.config.model.tied and layout.pipeline > 1:
@@ -228,12 +228,12 @@ class Replicas:
         self._add("shared state", "world", layout, lambda: dict(engine.shared_state))
 
     def _add(self, kind: str, axis: str, layout: Layout, held: Callable[[], Named]) -> None:
-        rank_groups = [list(range(layout.world))] if axis == "world" else layout.groups(axis)
+        rank_groups = [list(range(layout.world))] if axis == "world" else layout.list_groups(axis)
         if len(rank_groups[0]) > 1:
             self.kinds[kind], self._held[kind] = rank_groups, held
 
     def _weights(self) -> Named:
-        return {placement_of(p).name: p.data for p in self.engine.zero.copied()}
+        return {placement_of(p).name: p.data for p in self.engine.zero.replicated_parameters()}
 
     def _replicated(self) -> Named:
         flat = self.engine.flat_state()
@@ -243,7 +243,7 @@ class Replicas:
             found = {placement_of(p).name: p.data for p in parameters if not p.tensor_model_parallel}
         for f in flat.fragments:
             for kind in KINDS if f.dim is None else ():
-                if (piece := flat.piece(f, kind)) is not None:
+                if (piece := flat.view_piece(f, kind)) is not None:
                     found[f"{kind} of {f.name}"] = piece
         return found
 
@@ -251,30 +251,32 @@ class Replicas:
         module = self.engine.ds.module
         return {placement_of(p).name: p.data for p in module.tied_modules.parameters()}
 
-    def group(self, kind: str) -> int | None:
+    def find_group(self, kind: str) -> int | None:
         """The number of this rank's group; None if it holds nothing of the kind."""
         rank = self.engine.topology.rank
         return next((i for i, ranks in enumerate(self.kinds[kind]) if rank in ranks), None)
 
-    def fingerprint(self, kind: str, weights: Marks | None = None) -> Tensor:
+    def fingerprint_kind(self, kind: str, weights: Marks | None = None) -> Tensor:
         """int64 []: of all that this rank holds of the kind, which must be something. weights: marks of flat weights,
         if there are any."""
         # Hundreds of small tensors take longer than a few large ones.
         is_flat = kind == COPIES and self.engine.config.parallel.zero < 3
         if is_flat and weights is not None:
-            return fingerprint([torch.stack([weight_mark.value for weight_mark in weights.values()])])
-        return fingerprint(self.engine.zero.flat_weights if is_flat else self._held[kind]().values())
+            return fingerprint_tensors([torch.stack([weight_mark.value for weight_mark in weights.values()])])
+        return fingerprint_tensors(self.engine.zero.flat_weights if is_flat else self._held[kind]().values())
 
-    def by_name(self, kind: str) -> dict[str, int]:
+    def fingerprint_by_name(self, kind: str) -> dict[str, int]:
         """The fingerprint of every tensor of the kind that this rank holds."""
-        if self.group(kind) is None:
+        if self.find_group(kind) is None:
             return {}
-        return {name: int(fingerprint([held_tensor])) for name, held_tensor in self._held[kind]().items()}
+        return {
+            name: int(fingerprint_tensors([held_tensor])) for name, held_tensor in self._held[kind]().items()
+        }
 
-    def columns(self, kinds: Iterable[str], weights: Marks | None = None) -> list[float]:
-        """What this rank adds to the sum that compares these kinds. weights: as of `fingerprint`."""
-        groups = {kind: self.group(kind) for kind in kinds}
-        held = [self.fingerprint(kind, weights) for kind, group in groups.items() if group is not None]
+    def make_columns(self, kinds: Iterable[str], weights: Marks | None = None) -> list[float]:
+        """What this rank adds to the sum that compares these kinds. weights: as of `fingerprint_kind`."""
+        groups = {kind: self.find_group(kind) for kind in kinds}
+        held = [self.fingerprint_kind(kind, weights) for kind, group in groups.items() if group is not None]
         values = iter(torch.stack(held).tolist() if held else [])
         columns: list[float] = []
         for kind, own in groups.items():
@@ -283,7 +285,7 @@ class Replicas:
         return columns
 
     def find_unequal(self, kinds: Iterable[str], sums: Sequence[float]) -> list[tuple[str, list[int]]]:
-        """The kinds and groups of ranks that do not all hold the same. sums: of the `columns` of all ranks."""
+        """The kinds and groups of ranks that do not all hold the same. sums: of the `make_columns` of all ranks."""
         groups = [(kind, ranks) for kind in kinds for ranks in self.kinds[kind]]
         parts = (sums[i : i + COLUMNS] for i in range(0, len(sums), COLUMNS))
         return [of for of, part in zip(groups, parts, strict=True) if not are_equal(part, len(of[1]))]

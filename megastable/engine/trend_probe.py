@@ -1,10 +1,10 @@
 """Measures what the slow signals are judged by (warnings/trends.py): a light look at one step, on all ranks.
 
-    probe.watch()                            # before a step: hooks on the blocks, for one sample of this rank
+    probe.watch_step()                            # before a step: hooks on the blocks, for one sample of this rank
     ... forward and backward ...
-    probe.gradients(flat, pieces, scale)     # before the optimizer runs
+    probe.add_gradients(flat, pieces, scale)     # before the optimizer runs
     ... update ...
-    look = probe.collect(flat, kept)         # the only communication: two all-reduces of a few scalars per tensor
+    look = probe.collect_look(flat, kept)         # the only communication: two all-reduces of a few scalars per tensor
 
 `Probe` (layer_stats.py) measures every sample of a step, for the records. A trend needs far less: the first sample of
 each data rank's first micro-batch. The cost of a look, per rank:
@@ -34,7 +34,7 @@ from megastable.engine.flatstate import CACHED, CHUNK, FlatState
 from megastable.engine.layer_stats import LayerTally, Probe, attention_chunks
 from megastable.model.gpt import Block, open_stream
 from megastable.model.sizes import space_evenly
-from megastable.parallel.sharding import Fragment, rectangles
+from megastable.parallel.sharding import Fragment, split_in_rectangles
 
 OUTPUTS = ("qkv", "projection", "ffn")
 KINDS = ("attention", "focus", *OUTPUTS, "added", "stream", "gradient", "weight", "update", "table", "stale")
@@ -50,8 +50,8 @@ Look = dict[str, dict[str, float]]
 
 
 class TrendProbe:
-    """probe: the layer probe of the same rank, which knows the rows of the model. Built, and `collect`ed, on all ranks
-    together."""
+    """probe: the layer probe of the same rank, which knows the rows of the model. Built, and `collect_look`ed, on all
+    ranks together."""
 
     def __init__(self, probe: Probe) -> None:
         self._blocks, self._counts_activations = probe.blocks, probe.counts_activations
@@ -61,10 +61,10 @@ class TrendProbe:
         self._seen: set[tuple[str, str]] = set()
         self._rows: dict[tuple[int, int], list[Tensor]] = {}
 
-    def watch(self) -> None:
+    def watch_step(self) -> None:
         """Watch the coming step."""
         self._look_away()
-        self.tally.clear()
+        self.tally.clear_cells()
         self._seen.clear()
         self._rows.clear()
         self.watching = True
@@ -72,10 +72,10 @@ class TrendProbe:
             self._hooks.append(watched_block.register_forward_pre_hook(self._before))
             self._hooks.append(watched_block.register_forward_hook(self._after))
 
-    def drop(self) -> None:
+    def drop_step(self) -> None:
         """Forget the watched step: its update was refused."""
         self._look_away()
-        self.tally.clear()
+        self.tally.clear_cells()
         self._rows.clear()
         self.watching = False
 
@@ -109,9 +109,9 @@ class TrendProbe:
         ]
         total, short, most = (torch.stack(of) for of in zip(*parts, strict=True))
         count = queries.shape[:3].numel()
-        self.tally.add(block.name, "attention", total.sum(), count, most.amax())
+        self.tally.add_cell(block.name, "attention", total.sum(), count, most.amax())
         self._sum(block.name, "focus", short.sum(), count)
-        for kind, output in zip(OUTPUTS, block.outputs(one, apart, PREFIX), strict=True):
+        for kind, output in zip(OUTPUTS, block.compute_outputs(one, apart, PREFIX), strict=True):
             # Those of qkv are split over a tensor group, the others whole on each of its ranks.
             if kind == "qkv" or self._counts_activations:
                 self._add(block.name, kind, output)
@@ -135,14 +135,15 @@ class TrendProbe:
             self._sum(row, kind, (norm / scale).square(), part.numel())
 
     def _sum(self, row: str, kind: str, total: Tensor, count: int) -> None:
-        self.tally.add(row, kind, total.double(), count, torch.zeros((), device=total.device))
+        self.tally.add_cell(row, kind, total.double(), count, torch.zeros((), device=total.device))
 
     @property
     def _chunk(self) -> int:
         return CHUNK if self.tally.device.type == "cuda" else CACHED
 
-    def gradients(self, flat: FlatState, pieces: Mapping[tuple[int, int], Tensor], scale: float) -> None:
-        """Add the gradients of a watched step, before the optimizer runs. Local; pieces: as in `Probe.gradients`."""
+    def add_gradients(self, flat: FlatState, pieces: Mapping[tuple[int, int], Tensor], scale: float) -> None:
+        """Add the gradients of a watched step, before the optimizer runs. Local; pieces: as in
+        `Probe.add_gradients`."""
         self._look_away()
         for f in flat.fragments:
             if not f.counted:
@@ -152,12 +153,12 @@ class TrendProbe:
             if f.name in TABLES:
                 # Rows that two ranks share are judged in their parts.
                 self._rows[f.group, f.offset] = [
-                    (torch.linalg.vector_norm(r.of(piece), dim=1, dtype=torch.float32) / scale).square()
-                    for r in rectangles(f)
+                    (torch.linalg.vector_norm(r.view_of(piece), dim=1, dtype=torch.float32) / scale).square()
+                    for r in split_in_rectangles(f)
                 ]
 
     @torch.no_grad()
-    def collect(self, flat: FlatState, kept: float) -> Look:
+    def collect_look(self, flat: FlatState, kept: float) -> Look:
         """The numbers of the watched step, whose update was applied, by block and parameter; collective.
 
         kept: what clipping left of the gradient's norm. Of a block: "entropy" (mean of its attention, nats), "focus"
@@ -168,26 +169,26 @@ class TrendProbe:
         """
         self.watching = False
         for f in flat.fragments:
-            weight_piece = flat.piece(f, "weight")
+            weight_piece = flat.view_piece(f, "weight")
             if f.counted and weight_piece is not None:
                 self._add(f.name, "weight", weight_piece)
                 self._stale(flat, f, kept)
-        for update_size in flat.updates():
+        for update_size in flat.measure_updates():
             self._sum(update_size.name, "update", update_size.squares, update_size.numel)
-        reduced_cells, row_names = self.tally.reduce(), list(self.tally.rows)
-        self.tally.clear()
+        reduced_cells, row_names = self.tally.reduce_cells(), list(self.tally.rows)
+        self.tally.clear_cells()
         self._rows.clear()
         return {name: _row(reduced_cells[:, i]) for i, name in enumerate(row_names)}
 
     def _stale(self, flat: FlatState, f: Fragment, kept: float) -> None:
-        v = flat.piece(f, "exp_avg_sq") if f.name in TABLES else None
+        v = flat.view_piece(f, "exp_avg_sq") if f.name in TABLES else None
         state = flat.optimizer.state.get(flat.masters[f.group], {})
         if v is None or "step" not in state:
             return
         # A tensor: it may be on the device, and is not waited for.
         unbias = 1 - flat.settings[f.group]["betas"][1] ** state["step"].double()
-        for r, squares in zip(rectangles(f), self._rows.get((f.group, f.offset), ()), strict=False):
-            known = r.of(v).sum(1, dtype=torch.float32) / unbias
+        for r, squares in zip(split_in_rectangles(f), self._rows.get((f.group, f.offset), ()), strict=False):
+            known = r.view_of(v).sum(1, dtype=torch.float32) / unbias
             # Counted, not weighed: one rare token that fills a document is no trend.
             self._sum(f.name, "table", (squares > 0).sum(), squares.numel())
             self._sum(f.name, "stale", (squares * kept**2 > STALE * known).sum(), squares.numel())

@@ -39,10 +39,10 @@ class StageMessages:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.begin()
-        patches.watched_messages(self._add_sent, self._add_received)
+        self.begin_step()
+        patches.watch_messages(self._add_sent, self._add_received)
 
-    def begin(self) -> None:
+    def begin_step(self) -> None:
         """A step begins."""
         self.sent: dict[int, Tensor] = defaultdict(self._none)
         self.received: dict[int, Tensor] = defaultdict(self._none)
@@ -104,12 +104,12 @@ class Wrapper(ABC):
         """The weights in compute precision that this rank keeps between two steps, flat; with ZeRO 3 its part."""
         return list(self.o.bit16_groups_flat)
 
-    def copied(self) -> list[nn.Parameter]:
+    def replicated_parameters(self) -> list[nn.Parameter]:
         """The parameters whose weights in compute precision all data ranks keep."""
         return list(self.engine.module.parameters())
 
     @abstractmethod
-    def place(self, parameter: nn.Parameter) -> tuple[int, int, int, int] | None:
+    def place_parameter(self, parameter: nn.Parameter) -> tuple[int, int, int, int] | None:
         """(group, offset in its master, first element of the parameter, number of elements) that this rank updates;
         None if it updates nothing."""
 
@@ -122,7 +122,7 @@ class Wrapper(ABC):
     def refresh_weights(self) -> None:
         """Copy the master weights to the parameters in compute precision."""
 
-    def watch(self, config: HardwareConfig) -> None:
+    def watch_hardware(self, config: HardwareConfig) -> None:
         """Measure the gradients of every rank before they are summed over data ranks (`local`), and what stages send
         (`messages`), as far as that is wanted."""
         layout = self.topology.layout
@@ -145,20 +145,20 @@ class Wrapper(ABC):
         """This rank's flat gradients with their first moments; None where they do not lie so in memory."""
         return None
 
-    def begin(self) -> None:
+    def begin_step(self) -> None:
         """A step begins."""
         for gradient_watch in (self.local, self.messages):
             if gradient_watch is not None:
-                gradient_watch.begin()
+                gradient_watch.begin_step()
 
     @abstractmethod
     def _measure_sums(self, watch: LocalGradients) -> None:
         """Have `watch` see what is summed, before and after."""
 
-    def average(self) -> None:  # noqa: B027
+    def average_gradients(self) -> None:  # noqa: B027
         """Divide sums over the data ranks, where DeepSpeed has not done so."""
 
-    def gradients(self, fragments: Sequence[Fragment]) -> dict[tuple[int, int], Tensor]:
+    def view_gradients(self, fragments: Sequence[Fragment]) -> dict[tuple[int, int], Tensor]:
         """The optimizer's input, times the loss scale, by the (group, offset) of its fragments."""
         gradient_by_place = {}
         for group, group_pieces in self.o.averaged_gradients.items():
@@ -168,20 +168,20 @@ class Wrapper(ABC):
                 group_offset += piece.numel()
         return gradient_by_place
 
-    def discard(self) -> None:
+    def discard_gradients(self) -> None:
         """Drop the gradients. Weights, moments and loss scale stay the same, bit for bit."""
         self.o.zero_grad()
 
     def clipping_by(self, known: Any) -> contextlib.AbstractContextManager[None]:
         """In this context an update clips by the known norm instead of computing it again."""
-        return patches.instead(self.o, self.norm, lambda *_, **__: known)
+        return patches.replace_attribute(self.o, self.norm, lambda *_, **__: known)
 
     def flat_state(self) -> FlatState:
         """Masters and moments of this rank by parameter; see flatstate.py. Views: writing to them changes the state."""
         fragments = []
         for parameter in self.engine.module.parameters():
             placement = placement_of(parameter)
-            group, offset, start, numel = self.place(parameter) or (0, 0, 0, 0)
+            group, offset, start, numel = self.place_parameter(parameter) or (0, 0, 0, 0)
             if numel > 0:
                 fragments.append(
                     Fragment(
@@ -196,7 +196,7 @@ class Wrapper(ABC):
         settings = [groups[owner[i]] for i in range(len(masters))]
         return FlatState(masters, self.o.optimizer, fragments, self.topology.data_group, settings)
 
-    def scalar(self, value: Any) -> Tensor:
+    def make_scalar(self, value: Any) -> Tensor:
         """A number of this rank on its device, fp64. Without waiting: a GPU still computes the gradients."""
         return torch.as_tensor(value, dtype=torch.float64).to(self.device, non_blocking=True)
 
@@ -208,7 +208,7 @@ class _Linked(Wrapper):
     of a pipeline have different groups: embedding and head may have one that no stage between them has.
     """
 
-    def place(self, parameter: nn.Parameter) -> tuple[int, int, int, int] | None:
+    def place_parameter(self, parameter: nn.Parameter) -> tuple[int, int, int, int] | None:
         held: Any = getattr(parameter, "_hp_mapping", None)
         if held is None:
             return None
@@ -222,7 +222,7 @@ class _Linked(Wrapper):
     def _squares(self) -> Tensor:
         counted = list(self._counted_gradients())
         # DeepSpeed's norms are fp32 as well; those of fp16 gradients would overflow in fp16.
-        norms = torch._foreach_norm(counted, dtype=torch.float32) if counted else [self.scalar(0.0)]
+        norms = torch._foreach_norm(counted, dtype=torch.float32) if counted else [self.make_scalar(0.0)]
         scale = float(getattr(self.o, "loss_scale", 1.0))
         return torch.stack(norms).double().square().sum() / scale**2
 
@@ -264,9 +264,9 @@ class Bf16(_Linked):
         return [(g, m if m is not None and m.numel() == g.numel() else None) for g, m in pairs]
 
     def clipping_by(self, known: Any) -> contextlib.AbstractContextManager[None]:
-        return patches.instead(bf16_optimizer, self.norm, lambda *_, **__: known)
+        return patches.replace_attribute(bf16_optimizer, self.norm, lambda *_, **__: known)
 
-    def gradients(self, fragments: Sequence[Fragment]) -> dict[tuple[int, int], Tensor]:
+    def view_gradients(self, fragments: Sequence[Fragment]) -> dict[tuple[int, int], Tensor]:
         return {(f.group, f.offset): self._buffers[f.group][f.offset :] for f in fragments}
 
     def refresh_weights(self) -> None:
@@ -286,14 +286,14 @@ class Zero12(_Linked):
         patches.update_at_once(o)
 
     def _measure_sums(self, watch: LocalGradients) -> None:
-        patches.measured_buckets(self.o, watch)
+        patches.measure_buckets(self.o, watch)
 
     @property
     def masters(self) -> list[Tensor]:
         return list(self.o.single_partition_of_fp32_groups)
 
-    def average(self) -> None:
-        torch._foreach_div_(list(self.gradients([]).values()), self.topology.layout.data)
+    def average_gradients(self) -> None:
+        torch._foreach_div_(list(self.view_gradients([]).values()), self.topology.layout.data)
 
     def _counted_gradients(self) -> Sequence[Tensor]:
         # Not by fragments: with round_robin_gradients DeepSpeed links parameters to each other's pieces. A partition
@@ -310,10 +310,10 @@ class Zero12(_Linked):
         ]
 
     def clipping_by(self, known: Any) -> contextlib.AbstractContextManager[None]:
-        return super().clipping_by(self.scalar(known).float() * self.o.loss_scale)
+        return super().clipping_by(self.make_scalar(known).float() * self.o.loss_scale)
 
-    def discard(self) -> None:
-        super().discard()
+    def discard_gradients(self) -> None:
+        super().discard_gradients()
         self.o.micro_step_id = -1
         self.o._release_preflattened_grad_buffers()
         for group in self.o.averaged_gradients:
@@ -337,7 +337,7 @@ class Zero3(Wrapper):
         return self.topology.layout.data
 
     def _measure_sums(self, watch: LocalGradients) -> None:
-        patches.measured_scattering(self.o, watch, self.topology.layout.data)
+        patches.measure_scattering(self.o, watch, self.topology.layout.data)
 
     @property
     def masters(self) -> list[Tensor]:
@@ -347,17 +347,17 @@ class Zero3(Wrapper):
     def flat_weights(self) -> list[Tensor]:
         return list(self.o.fp16_partitioned_groups_flat)
 
-    def copied(self) -> list[nn.Parameter]:
+    def replicated_parameters(self) -> list[nn.Parameter]:
         return list(self.o.persistent_parameters)
 
-    def place(self, parameter: nn.Parameter) -> tuple[int, int, int, int] | None:
+    def place_parameter(self, parameter: nn.Parameter) -> tuple[int, int, int, int] | None:
         group, group_offset, part_size = self.o.grad_position[self.o.get_param_id(parameter)]
         part_start = self.topology.data_rank * part_size
         return group, group_offset, part_start, min(part_size, parameter.ds_numel - part_start)  # type: ignore[attr-defined]
 
     def squared_norm(self) -> tuple[Tensor, Tensor, Any]:
         known_norms = self.o._get_norm_groups()
-        unscaled_norms = torch.stack([self.scalar(one_norm) for one_norm in known_norms]) / float(
+        unscaled_norms = torch.stack([self.make_scalar(one_norm) for one_norm in known_norms]) / float(
             getattr(self.o, "loss_scale", 1.0)
         )
         is_valid = torch.isfinite(unscaled_norms).all() & (
@@ -367,8 +367,8 @@ class Zero3(Wrapper):
         counted_share = 1.0 if self.topology.rank == 0 else 0.0
         return counted_share * unscaled_norms.square().sum(), is_valid, known_norms
 
-    def discard(self) -> None:
-        super().discard()
+    def discard_gradients(self) -> None:
+        super().discard_gradients()
         self.o.averaged_gradients = {}  # zero_grad has already reset its micro_step_id to 0
 
     def refresh_weights(self) -> None:
@@ -388,7 +388,7 @@ WRAPPERS: dict[type, type[Wrapper]] = {
 }  # fmt: skip
 
 
-def wrapper(o: Any, engine: Any, topology: Topology, device: torch.device) -> Wrapper:
+def wrap_optimizer(o: Any, engine: Any, topology: Topology, device: torch.device) -> Wrapper:
     """The interface to the wrapper that DeepSpeed chose."""
     for deepspeed_class, wrapper_class in WRAPPERS.items():
         if isinstance(o, deepspeed_class):
@@ -443,7 +443,7 @@ class Worker(Clipping):
             if group_parameter.tensor_model_parallel or is_first_rank
         ]
 
-    def clip(self, pieces: Sequence[Piece], norm: float, scale: float) -> float:
+    def clip_pieces(self, pieces: Sequence[Piece], norm: float, scale: float) -> float:
         t, o = self.topology, self.zero.o
         worker_squares = torch.zeros(t.layout.samples, dtype=torch.float64, device=self.device)
         if t.context_rank == 0:

@@ -18,7 +18,7 @@ from torch import nn
 from megastable.config.training import Fp8Config
 from megastable.config.tree import RunConfig
 from megastable.fp8.controller import Emulated, Fp8
-from megastable.fp8.emulated import Product, metered, quantizers
+from megastable.fp8.emulated import Product, make_meters, make_quantizers
 from megastable.model.gpt import Block
 from megastable.model.sizes import in_fp8
 from megastable.parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -27,7 +27,9 @@ from megastable.parallel.sharding import placement_of
 Linear = ColumnParallelLinear | RowParallelLinear
 
 
-def apply(module: nn.Module, config: RunConfig, backend: str, group: Any, device: torch.device) -> Fp8 | None:
+def apply_fp8(
+    module: nn.Module, config: RunConfig, backend: str, group: Any, device: torch.device
+) -> Fp8 | None:
     """Make `module`, a built model or a stage of one, compute as `precision.fp8` says; None without that section.
 
     backend: "emulated" or "te", see `numerics.choose`. group: the ranks that share delayed scales: all with parts
@@ -38,18 +40,18 @@ def apply(module: nn.Module, config: RunConfig, backend: str, group: Any, device
     if backend == "te":
         from megastable.fp8 import te  # only here: most machines lack its dependencies
 
-        return te.apply(module, config, group, device)
-    return emulate(module, config.precision.fp8, in_fp8(config), group, device)
+        return te.apply_transformer_engine(module, config, group, device)
+    return emulate_fp8(module, config.precision.fp8, in_fp8(config), group, device)
 
 
-def linears(module: nn.Module) -> dict[str, Linear]:
+def find_linears(module: nn.Module) -> dict[str, Linear]:
     """The linear layers of a model's blocks by name, such as blocks.3.mlp.down."""
     blocks = [part for part in module.modules() if isinstance(part, Block)]
     found = [part for block in blocks for part in block.modules() if isinstance(part, Linear)]
     return {placement_of(linear.weight).name.removesuffix(".weight"): linear for linear in found}
 
 
-def emulate(
+def emulate_fp8(
     module: nn.Module,
     config: Fp8Config,
     names: frozenset[str],
@@ -57,10 +59,12 @@ def emulate(
     device: torch.device | None = None,
 ) -> Emulated:
     """Emulate FP8 in the layers `names` that are on this rank. device: None = the module's."""
-    here = {name: linear for name, linear in linears(module).items() if name in names}
-    meters = metered(config, list(here), device or next(module.parameters()).device)
+    here = {name: linear for name, linear in find_linears(module).items() if name in names}
+    meters = make_meters(config, list(here), device or next(module.parameters()).device)
     found = Emulated(list(here), meters, group)
-    for (name, linear), quantize in zip(here.items(), quantizers(config, len(here), meters), strict=True):
+    for (name, linear), quantize in zip(
+        here.items(), make_quantizers(config, len(here), meters), strict=True
+    ):
         before = linear.product
         plain = before.plain if isinstance(before, Product) else before  # tools apply the emulation again
         linear.product = Product(name, quantize, lambda: found.on, plain)

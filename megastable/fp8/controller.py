@@ -43,47 +43,47 @@ class Fp8:
     @on.setter
     def on(self, value: bool) -> None:
         if value != self._on:
-            self.forget()
+            self.forget_history()
         self._on = value
 
     def computing(self) -> AbstractContextManager[Any]:
         """Context for forward and backward of a step, or for an evaluation."""
         return contextlib.nullcontext()
 
-    def watch(self, record: Record | None) -> None:
+    def watch_quantization(self, record: Record | None) -> None:
         """Call `record` for every tensor that is quantized; None: stop."""
         raise NotImplementedError
 
-    def settle(self, applied: bool) -> None:
+    def settle_step(self, applied: bool) -> None:
         """Call after a step, whose update was applied or not."""
         if self._meters is not None:
-            self._meters.settle(applied and self._on, self._group)
+            self._meters.settle_step(applied and self._on, self._group)
 
-    def forget(self) -> None:
+    def forget_history(self) -> None:
         """Clear the state of delayed scales."""
         if self._meters is not None:
-            self._meters.forget()
+            self._meters.forget_history()
 
-    def state(self) -> Tensor | None:
-        """A copy of the state of delayed scales, for `restore` after a rewind."""
-        return self._meters.state() if self._meters is not None else None
+    def copy_state(self) -> Tensor | None:
+        """A copy of the state of delayed scales, for `restore_state` after a rewind."""
+        return self._meters.copy_state() if self._meters is not None else None
 
-    def restore(self, saved: Tensor | None) -> None:
+    def restore_state(self, saved: Tensor | None) -> None:
         if self._meters is None or saved is None:
             return
         if self._on:
-            self._meters.restore(saved)
+            self._meters.restore_state(saved)
         else:
-            self.forget()  # otherwise snapshots taken while it is off would keep the old history
+            self.forget_history()  # otherwise snapshots taken while it is off would keep the old history
 
-    def history(self) -> dict[str, list[list[float]]]:
+    def write_history(self) -> dict[str, list[list[float]]]:
         """The state of delayed scales, for a checkpoint."""
-        return self._meters.told() if self._meters is not None else {}
+        return self._meters.write_history() if self._meters is not None else {}
 
-    def read(self, history: History) -> None:
-        """Load a `history` of any backend and layout; layers of other ranks are ignored."""
+    def read_history(self, history: History) -> None:
+        """Load a `write_history` of any backend and layout; layers of other ranks are ignored."""
         if self._meters is not None:
-            self._meters.read(history)
+            self._meters.read_history(history)
 
 
 class Emulated(Fp8):
@@ -93,18 +93,20 @@ class Emulated(Fp8):
         super().__init__(layers, meters, group)
         self.products: list[Product] = []
 
-    def watch(self, record: Record | None) -> None:
+    def watch_quantization(self, record: Record | None) -> None:
         for fp8_product in self.products:
-            fp8_product.observe = partial(tell, record, fp8_product.name) if record is not None else None
+            fp8_product.observe = (
+                partial(report_quantization, record, fp8_product.name) if record is not None else None
+            )
 
 
-def tell(record: Record, layer: str, slot: int, x: Tensor, became: Quantized) -> None:
+def report_quantization(record: Record, layer: str, slot: int, x: Tensor, became: Quantized) -> None:
     """Report the quantization of a matrix to `record`."""
-    record(layer, SLOTS[slot], *losses(x, became), x.numel())
+    record(layer, SLOTS[slot], *count_losses(x, became), x.numel())
 
 
 @torch.no_grad()
-def losses(x: Tensor, became: Quantized) -> tuple[Tensor, Tensor]:
+def count_losses(x: Tensor, became: Quantized) -> tuple[Tensor, Tensor]:
     """How many numbers of a matrix were cut to the format's largest, and how many became zero; fp64.
 
     A magnitude within half a step above the largest is rounded to it, not cut.
@@ -116,7 +118,7 @@ def losses(x: Tensor, became: Quantized) -> tuple[Tensor, Tensor]:
     for first in range(0, len(x), part_rows):
         matrix_part, quantized_part = (
             x[first : first + part_rows],
-            became.rows(first, min(first + part_rows, len(x))),
+            became.slice_rows(first, min(first + part_rows, len(x))),
         )
         decoded_codes = quantized_part.decoded(torch.float32)
         is_beyond = (

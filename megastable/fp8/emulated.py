@@ -30,14 +30,14 @@ from megastable.fp8.scale_factors import (
     by_rows,
     by_tensor,
     by_tiles,
-    magnitude,
+    largest_magnitude,
     scale_of,
 )
 
 INPUT, WEIGHT, GRADIENT = range(len(SLOTS))
 
 
-def formats(config: Fp8Config) -> tuple[FP8Format, FP8Format, FP8Format]:
+def choose_formats(config: Fp8Config) -> tuple[FP8Format, FP8Format, FP8Format]:
     """The formats of inputs, weights and gradients."""
     is_hybrid = config.formats == "hybrid" or (config.formats == "auto" and config.recipe != "block")
     return E4M3, E4M3, E5M2 if is_hybrid else E4M3
@@ -63,7 +63,7 @@ class Current:
         self, x: Tensor, slot: int, note: bool, largest: Tensor | None = None
     ) -> tuple[Quantized, Quantized]:
         to = self.formats[slot]
-        quantized_x = by_tensor(x, scale_of(magnitude(x) if largest is None else largest, to), to)
+        quantized_x = by_tensor(x, scale_of(largest_magnitude(x) if largest is None else largest, to), to)
         return quantized_x, quantized_x
 
 
@@ -79,9 +79,9 @@ class Delayed:
         self, x: Tensor, slot: int, note: bool, largest: Tensor | None = None
     ) -> tuple[Quantized, Quantized]:
         to, known_scale = self.formats[slot], self.meters.scales[self.layer, slot]
-        largest = magnitude(x) if largest is None else largest
+        largest = largest_magnitude(x) if largest is None else largest
         if note:
-            self.meters.see(self.layer, slot, largest)
+            self.meters.note_magnitude(self.layer, slot, largest)
         quantized_x = by_tensor(x, torch.where(known_scale > 0, known_scale, scale_of(largest, to)), to)
         return quantized_x, quantized_x
 
@@ -102,16 +102,16 @@ class Blocks:
         return by_rows(x, to), by_columns(x, to)
 
 
-def metered(config: Fp8Config, layers: Sequence[str], device: torch.device) -> Meters | None:
+def make_meters(config: Fp8Config, layers: Sequence[str], device: torch.device) -> Meters | None:
     """The history of delayed scales of these layers; None for other recipes."""
     if config.recipe != "delayed":
         return None
-    return Meters(layers, formats(config), config.history, config.margin, device)
+    return Meters(layers, choose_formats(config), config.history, config.margin, device)
 
 
-def quantizers(config: Fp8Config, layers: int, meters: Meters | None) -> list[Quantizer]:
+def make_quantizers(config: Fp8Config, layers: int, meters: Meters | None) -> list[Quantizer]:
     """The quantizers of `layers` layers, those of `meters` if scales are delayed."""
-    slot_formats = formats(config)
+    slot_formats = choose_formats(config)
     if meters is not None:
         return [Delayed(slot_formats, meters, layer_number) for layer_number in range(layers)]
     return [Blocks(slot_formats) if config.recipe == "block" else Current(slot_formats)] * layers
@@ -157,7 +157,7 @@ class _Product(torch.autograd.Function):
         # Save the weight itself and quantize it again: otherwise every micro-batch of a pipeline would keep a copy, and
         # ZeRO 3 a copy of what it releases.
         ctx.save_for_backward(quantized_columns.values, quantized_columns.inverse, w)
-        return multiply(quantized_rows, quantized_weight, x.dtype, transpose_b=True).view(
+        return multiply_quantized(quantized_rows, quantized_weight, x.dtype, transpose_b=True).view(
             *x.shape[:-1], w.shape[0]
         )
 
@@ -169,13 +169,15 @@ class _Product(torch.autograd.Function):
         rows, columns = product.quantized(gradient.reshape(-1, gradient.shape[-1]), GRADIENT)
         dx = dw = None
         if ctx.needs_input_grad[0]:
-            dx = multiply(rows, product.quantize(w, WEIGHT, False)[1], ctx.dtype).view(ctx.shape)
+            dx = multiply_quantized(rows, product.quantize(w, WEIGHT, False)[1], ctx.dtype).view(ctx.shape)
         if ctx.needs_input_grad[1]:
-            dw = multiply(columns, Quantized(values, inverse, *ctx.layout), ctx.dtype, transpose_a=True)
+            dw = multiply_quantized(
+                columns, Quantized(values, inverse, *ctx.layout), ctx.dtype, transpose_a=True
+            )
         return dx, dw, None, None
 
 
-def multiply(
+def multiply_quantized(
     a: Quantized, b: Quantized, dtype: torch.dtype, *, transpose_a: bool = False, transpose_b: bool = False
 ) -> Tensor:
     """a b, or with either transposed, in `dtype`: bf16 or fp32; summed in fp32, rounded once."""

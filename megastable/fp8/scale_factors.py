@@ -49,7 +49,7 @@ E4M3 = FP8Format("E4M3", torch.float8_e4m3fn, 448.0, mantissa=3, bias=7)
 E5M2 = FP8Format("E5M2", torch.float8_e5m2, 57344.0, mantissa=2, bias=15)
 
 
-def cast(x: Tensor, scale: Tensor, to: FP8Format) -> Tensor:
+def cast_to_fp8(x: Tensor, scale: Tensor, to: FP8Format) -> Tensor:
     """fp32(x) * scale, rounded to the nearest number of the format, ties to even, saturating; of type `to.dtype`.
 
     scale: fp32, broadcastable to x.
@@ -58,7 +58,7 @@ def cast(x: Tensor, scale: Tensor, to: FP8Format) -> Tensor:
     return scaled_x.clamp_(-to.max, to.max).to(to.dtype)
 
 
-def decode(values: Tensor, of: FP8Format, dtype: torch.dtype) -> Tensor:
+def decode_fp8(values: Tensor, of: FP8Format, dtype: torch.dtype) -> Tensor:
     """The numbers encoded by `values`, of type `of.dtype`: each is also a bf16 number."""
     if values.device.type != "cpu" or dtype is not torch.bfloat16:
         return values.to(dtype)
@@ -97,7 +97,7 @@ class Quantized:
         """The fields that are not tensors."""
         return self.format, self.height, self.width
 
-    def rows(self, begin: int, end: int) -> Quantized:
+    def slice_rows(self, begin: int, end: int) -> Quantized:
         """These rows of a matrix, from a multiple of `height` on."""
         row_scales = self.inverse
         if row_scales.dim():
@@ -106,7 +106,7 @@ class Quantized:
 
     def decoded(self, dtype: torch.dtype) -> Tensor:
         """The values with all scales taken as one."""
-        return decode(self.values, self.format, dtype)
+        return decode_fp8(self.values, self.format, dtype)
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """The values with their scales; exact for powers of two (except subnormal numbers of `dtype`)."""
@@ -117,7 +117,7 @@ class Quantized:
         return _flat(number_blocks * self.inverse.to(dtype)[:, None, :, None], decoded_numbers.shape)
 
 
-def magnitude(x: Tensor) -> Tensor:
+def largest_magnitude(x: Tensor) -> Tensor:
     """The largest magnitude, fp32; nan if any is nan; 0 if empty."""
     if not x.numel():
         return torch.zeros((), device=x.device)
@@ -140,7 +140,7 @@ def scale_of(largest: Tensor, to: FP8Format, power_of_two: bool = False) -> Tens
 
 def by_tensor(x: Tensor, scale: Tensor, to: FP8Format) -> Quantized:
     """x of any shape; scale: fp32, one number."""
-    return Quantized(cast(x, scale, to), scale.reciprocal(), to)
+    return Quantized(cast_to_fp8(x, scale, to), scale.reciprocal(), to)
 
 
 def by_rows(x: Tensor, to: FP8Format) -> Quantized:
@@ -161,7 +161,7 @@ def by_tiles(x: Tensor, to: FP8Format) -> Quantized:
 def _by_blocks(x: Tensor, to: FP8Format, height: int, width: int) -> Quantized:
     matrix_blocks = _grid(x, height, width)
     block_scales = scale_of(matrix_blocks.abs().amax(-1).amax(1).float(), to, power_of_two=True)
-    fp8_values = _flat(cast(matrix_blocks, block_scales[:, None, :, None], to), x.shape)
+    fp8_values = _flat(cast_to_fp8(matrix_blocks, block_scales[:, None, :, None], to), x.shape)
     return Quantized(fp8_values, block_scales.reciprocal(), to, height, width)
 
 
@@ -204,12 +204,12 @@ class Meters:
         self.scales = torch.zeros(cell_shape, device=device)
         self.seen = torch.zeros(cell_shape, device=device)
 
-    def see(self, layer: int, slot: int, largest: Tensor) -> None:
+    def note_magnitude(self, layer: int, slot: int, largest: Tensor) -> None:
         """Record a magnitude of this step; fp32, one number."""
         seen_cell = self.seen[layer, slot]
         torch.maximum(seen_cell, largest, out=seen_cell)
 
-    def settle(self, applied: bool, group: Any = None) -> None:
+    def settle_step(self, applied: bool, group: Any = None) -> None:
         """After a step: move the recorded magnitudes into the history if the step's update was applied. Collective over
         `group` (None: the world; without a process group: this rank only), with the same `applied` on all ranks."""
         if applied:
@@ -226,30 +226,30 @@ class Meters:
         clamped_scales = (self._most / largest_magnitudes).clamp_(max=LARGEST)
         self.scales.copy_(torch.where(largest_magnitudes > 0, clamped_scales, 0.0))
 
-    def forget(self) -> None:
+    def forget_history(self) -> None:
         """Clear the history."""
         for meter_tensor in (self.history, self.scales, self.seen):
             meter_tensor.zero_()
 
-    def state(self) -> Tensor:
+    def copy_state(self) -> Tensor:
         """A copy of the history, from which everything follows."""
         return self.history.clone()
 
-    def restore(self, saved: Tensor) -> None:
-        """Restore what `state` returned."""
+    def restore_state(self, saved: Tensor) -> None:
+        """Restore what `copy_state` returned."""
         self.history.copy_(saved)
         self._rescale()
         self.seen.zero_()
 
-    def told(self) -> dict[str, list[list[float]]]:
+    def write_history(self) -> dict[str, list[list[float]]]:
         """The history by layer, for a checkpoint: exact, since Python's floats hold every fp32 number."""
         return dict(zip(self.names, self.history.tolist(), strict=True))
 
-    def read(self, told: Mapping[str, Sequence[Sequence[float]]]) -> None:
-        """Load what `told` returned, for the layers on this rank; cut or padded to this history's length."""
+    def read_history(self, told: Mapping[str, Sequence[Sequence[float]]]) -> None:
+        """Load what `write_history` returned, for the layers on this rank; cut or padded to this history's length."""
         saved_history = torch.zeros_like(self.history)
         for layer_number, layer in enumerate(self.names):
             for slot, slot_values in enumerate(told.get(layer, ())):
                 kept_values = list(slot_values)[: saved_history.shape[-1]]
                 saved_history[layer_number, slot, : len(kept_values)] = torch.tensor(kept_values)
-        self.restore(saved_history)
+        self.restore_state(saved_history)

@@ -36,12 +36,29 @@ from megastable.base import products
 from megastable.base.process import install_command
 from megastable.config.training import Fp8Config
 from megastable.config.tree import RunConfig
-from megastable.fp8.controller import Fp8, Record, tell
-from megastable.fp8.emulated import GRADIENT, INPUT, WEIGHT, Quantizer, formats, metered, quantizers
-from megastable.fp8.scale_factors import AT_ONCE, BLOCK, E5M2, SLOTS, Meters, Quantized, magnitude, scale_of
+from megastable.fp8.controller import Fp8, Record, report_quantization
+from megastable.fp8.emulated import (
+    GRADIENT,
+    INPUT,
+    WEIGHT,
+    Quantizer,
+    choose_formats,
+    make_meters,
+    make_quantizers,
+)
+from megastable.fp8.scale_factors import (
+    AT_ONCE,
+    BLOCK,
+    E5M2,
+    SLOTS,
+    Meters,
+    Quantized,
+    largest_magnitude,
+    scale_of,
+)
 from megastable.model.block_parts import MLP, RMSNorm, swiglu
 from megastable.model.gpt import Block
-from megastable.model.sizes import fp8_linears, misfit
+from megastable.model.sizes import find_misfit, fp8_linears
 from megastable.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megastable.parallel.sharding import shape_of
 from megastable.parallel.topology import TensorParallel
@@ -69,7 +86,7 @@ def _itself(x: Tensor) -> Tensor:
     return x
 
 
-def watch(
+def watch_module(
     watched: Watched, quantizers: Sequence[Quantizer], show: Callable[[int, int, Tensor, Quantized], None]
 ) -> RemovableHandle:
     """Call `show(number of the layer, slot, rows of a matrix, their quantization)` in every training pass until the
@@ -84,7 +101,7 @@ def watch(
         matrix_parts = matrix.detach().reshape(-1, matrix.shape[-1]).split(part_rows)
         with torch.no_grad():
             matrix_magnitude = reduce(
-                torch.maximum, (magnitude(of(matrix_part)) for matrix_part in matrix_parts)
+                torch.maximum, (largest_magnitude(of(matrix_part)) for matrix_part in matrix_parts)
             )
             for matrix_part in matrix_parts:
                 x = of(matrix_part)
@@ -123,7 +140,7 @@ def why_not(config: RunConfig, device: torch.device) -> str | None:
     """The reason why Transformer Engine cannot compute `config.precision.fp8` on this device; None if it can."""
     if device.type != "cuda":
         return "Transformer Engine computes on GPUs only"
-    if misfit_reason := misfit(config):
+    if misfit_reason := find_misfit(config):
         return misfit_reason
     if find_spec("transformer_engine") is None:
         return f"Transformer Engine is not installed ({install_command('gpu')})"
@@ -168,7 +185,7 @@ def linears_of(block: Block, config: RunConfig) -> set[str]:
     return set(fp8_linears(config, int(block.name.rpartition(".")[2])))
 
 
-def fit(block: Block, linears: Collection[str]) -> list[Fitted]:
+def fit_block(block: Block, linears: Collection[str]) -> list[Fitted]:
     """Replace those `linears` (of `config.LINEARS`) of a built block by modules of Transformer Engine.
 
     A norm before a layer becomes a part of its module, which quantizes the norm's output directly, unless the norm has
@@ -203,7 +220,7 @@ def fit(block: Block, linears: Collection[str]) -> list[Fitted]:
     for fitted in fitted_modules:
         fitted.module.forward = torch.compiler.disable(fitted.module.forward)
     if fitted_modules:
-        block.in_pieces()
+        block.compile_in_pieces()
     return fitted_modules
 
 
@@ -296,14 +313,16 @@ class _Sum:
 # The controller
 
 
-def apply(module: nn.Module, config: RunConfig, group: Any, device: torch.device) -> Fp8:
+def apply_transformer_engine(module: nn.Module, config: RunConfig, group: Any, device: torch.device) -> Fp8:
     """Convert `module`, a built model or a stage of one, to `config.precision.fp8`; returns its controller.
 
     group: the ranks that share delayed scales, those of the stage; None: the world. device: where the module will be.
     """
     assert config.precision.fp8 is not None
     model_blocks = [part for part in module.modules() if isinstance(part, Block)]
-    fitted_modules = [fitted for block in model_blocks for fitted in fit(block, linears_of(block, config))]
+    fitted_modules = [
+        fitted for block in model_blocks for fitted in fit_block(block, linears_of(block, config))
+    ]
     return TransformerEngine(fitted_modules, config.precision.fp8, group, device)
 
 
@@ -312,36 +331,38 @@ class TransformerEngine(Fp8):
 
     def __init__(self, fitted: Sequence[Fitted], config: Fp8Config, group: Any, device: torch.device) -> None:
         layer_names = [layer for one in fitted for layer in one.layers]
-        history_meters = metered(config, layer_names, device)
+        history_meters = make_meters(config, layer_names, device)
         super().__init__(layer_names, history_meters, group)
         self._config, self._fitted, self._recipe = config, fitted, _recipe(config)
         self._hooks: list[RemovableHandle] = []
         self._weights = [fitted_weight for one in fitted for fitted_weight in one.weights]
-        self._weight_format, self._room = formats(config)[WEIGHT], 2.0**config.margin
+        self._weight_format, self._room = choose_formats(config)[WEIGHT], 2.0**config.margin
         self._first: Tensor | None = None  # scales without a history
         if history_meters is not None:
             self._scales = torch.ones_like(history_meters.scales)  # read by the kernels: never 0
             with self._autocast(True):
                 _connect(fitted, history_meters, self._scales)
 
-    def watch(self, record: Record | None) -> None:
+    def watch_quantization(self, record: Record | None) -> None:
         for module_hook in self._hooks:
             module_hook.remove()
         self._hooks.clear()
         if record is None or not self.on:
             return
-        layer_quantizers = iter(quantizers(self._config, len(self.layers), self._meters))
+        layer_quantizers = iter(make_quantizers(self._config, len(self.layers), self._meters))
         for fitted in self._fitted:
             module_inputs = (
                 partial(_normed, fitted.module) if hasattr(fitted.module, "layer_norm_weight") else _itself
             )
-            # `fit` makes one module of an MLP only if its activation is this one.
+            # `fit_block` makes one module of an MLP only if its activation is this one.
             watched_module = Watched(fitted.module, fitted.layers, fitted.weights, module_inputs, swiglu)
 
             def show(number: int, *seen: Any, layers: Sequence[str] = fitted.layers) -> None:
-                tell(record, layers[number], *seen)
+                report_quantization(record, layers[number], *seen)
 
-            self._hooks.append(watch(watched_module, [next(layer_quantizers) for _ in fitted.layers], show))
+            self._hooks.append(
+                watch_module(watched_module, [next(layer_quantizers) for _ in fitted.layers], show)
+            )
 
     def computing(self) -> contextlib.AbstractContextManager[Any]:
         return self._autocast(self.on) if self._meters is None else self._metered(self._meters)
@@ -379,8 +400,8 @@ class TransformerEngine(Fp8):
             first_scales[list(own_weights), WEIGHT] = scale_of(largest_weights, self._weight_format)
         return first_scales / self._room
 
-    def forget(self) -> None:
-        super().forget()
+    def forget_history(self) -> None:
+        super().forget_history()
         self._first = None
 
 
@@ -396,7 +417,7 @@ def _recipe(config: Fp8Config) -> Any:
     """Its recipe object for ours. Delayed scaling is only declared: see `Meters`."""
     from transformer_engine.common import recipe
 
-    to = recipe.Format.HYBRID if formats(config)[2] is E5M2 else recipe.Format.E4M3
+    to = recipe.Format.HYBRID if choose_formats(config)[2] is E5M2 else recipe.Format.E4M3
     if config.recipe == "delayed":
         return recipe.DelayedScaling(fp8_format=to, amax_history_len=1, amax_compute_algo="most_recent")
     if config.recipe == "block":

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megastable.base.collectives import gathered
+from megastable.base.collectives import gather_objects
 from megastable.base.hardware import kind_of
 from megastable.data.loader import Step
 from megastable.engine.engine import Engine
@@ -107,7 +107,7 @@ class Consistency:
         """Before the update; norms that are not finite are left to the guard."""
         return [rank_doubt for rank_doubt in self._all(found) if rank_doubt.size > self._cleared(rank_doubt)]
 
-    def clear(self, doubts: Iterable[Doubt]) -> None:
+    def clear_doubts(self, doubts: Iterable[Doubt]) -> None:
         """It was the data, or chance."""
         for doubt in doubts:
             bar_before = self._bars.get(_key(doubt))
@@ -136,7 +136,7 @@ class Consistency:
         rank_ratios, rank_cosines = self._compare(found)
         return [*self._scaled(rank_ratios), *self._negated(rank_cosines)]
 
-    def accept(self, found: Sequence[RankGradient]) -> None:
+    def accept_step(self, found: Sequence[RankGradient]) -> None:
         """The update was applied."""
         self._accepted += 1
         rank_ratios, rank_cosines = self._compare(found)
@@ -237,16 +237,16 @@ class MessageWatch(Watch):
         """What was sent less what has arrived."""
         return () if self.messages is None else (self.messages.left,)
 
-    def judge(self, measured: Measured) -> Suspicion | None:
+    def judge_messages(self, measured: Measured) -> Suspicion | None:
         """Whether a message was changed on its way."""
         fault_reason = "a message between stages did not arrive as it was sent"
         return Suspicion(fault_reason, messages=True) if any(measured.ballot.get(self.name, ())) else None
 
-    def prove(self, suspicion: Suspicion, batch: Step, step: int) -> HardwareFault:
+    def prove_doubts(self, suspicion: Suspicion, batch: Step, step: int) -> HardwareFault:
         """Which one. Collective."""
         assert self.messages is not None
-        everyone, found = gathered(self.messages.by_stage()), dict[int, int]()  # sender, by receiver
-        for group_ranks in self.engine.topology.layout.groups("pipeline"):
+        everyone, found = gather_objects(self.messages.by_stage()), dict[int, int]()  # sender, by receiver
+        for group_ranks in self.engine.topology.layout.list_groups("pipeline"):
             for stage, rank in enumerate(group_ranks):
                 for other_stage, arrived_mark in everyone[rank][1].items():
                     if everyone[group_ranks[other_stage]][0].get(stage) != arrived_mark:
@@ -256,7 +256,7 @@ class MessageWatch(Watch):
         what_differs = ", and what ".join(pairs) or "a stage received from another one"
         fault_reason = f"what {what_differs} is not what was sent: a link or a chip lies"
         fault = self._faults.make_fault(step - 1, sorted(found), fault_reason, link=True)
-        return self._faults.report(MessagesDiffer, step, fault)
+        return self._faults.report_fault(MessagesDiffer, step, fault)
 
 
 class GradientWatch(Watch):
@@ -272,11 +272,11 @@ class GradientWatch(Watch):
         self.baseline, self._of = Consistency(are_mutual), "data rank" if are_mutual else "rank"
         self._cleared = -1  # a step that a repetition has cleared
 
-    def judge(self, measured: Measured, step: int) -> Suspicion | None:
+    def judge_gradients(self, measured: Measured, step: int) -> Suspicion | None:
         """What the columns of a step show, before its update."""
         if self.local is None:
             return None
-        self.local.keep()
+        self.local.keep_digest()
         is_cleared, self._cleared = self._cleared == step, -1
         if is_cleared:
             return None
@@ -288,24 +288,26 @@ class GradientWatch(Watch):
 
     def after_update(self, measured: Measured, step: int, rate: float) -> None:
         if self.local is not None and measured.finite:
-            self.baseline.accept(read_columns(measured.gradients))
+            self.baseline.accept_step(read_columns(measured.gradients))
 
     def rewound(self, step: int, saved: Mapping[str, Any] | None) -> None:
         if self.local is not None:
-            self.local.forget()  # the next step may be the last one once more
+            self.local.forget_digest()  # the next step may be the last one once more
 
-    def prove(self, suspicion: Suspicion, batch: Step, step: int) -> HardwareFault | None:
+    def prove_doubts(self, suspicion: Suspicion, batch: Step, step: int) -> HardwareFault | None:
         """Whether hardware is the cause of a refused update; if not, the same step is not refused again. The state must
         be that before the step."""
         kinds = sorted({str(rank_doubt.kind) for rank_doubt in suspicion.doubts})
         find_fault = self._find_receivers if suspicion.sums else self._repeat
         fault = find_fault(suspicion, batch, step)
         if fault is not None:
-            return self._faults.report(GradientsDoubted, step, fault, verdict=fault.verdict, kinds=kinds)
+            return self._faults.report_fault(
+                GradientsDoubted, step, fault, verdict=fault.verdict, kinds=kinds
+            )
         cleared_fault = self._faults.make_fault(step, (), self._explain_cleared(suspicion))
-        self._faults.report(GradientsDoubted, step, cleared_fault, verdict="data", kinds=kinds)
+        self._faults.report_fault(GradientsDoubted, step, cleared_fault, verdict="data", kinds=kinds)
         self._cleared = step
-        self.baseline.clear(suspicion.doubts)
+        self.baseline.clear_doubts(suspicion.doubts)
         return None
 
     def _explain_cleared(self, suspicion: Suspicion) -> str:
@@ -319,8 +321,11 @@ class GradientWatch(Watch):
     def _find_receivers(self, suspicion: Suspicion, batch: Step, step: int) -> HardwareFault | None:
         """The ranks that hold a wrong sum."""
         assert self.local is not None
-        every_digest, receiver_texts = gathered((self._digest(), float(self.local.total))), dict[int, str]()
-        for ranks in self.engine.topology.layout.groups("data"):
+        every_digest, receiver_texts = (
+            gather_objects((self._digest(), float(self.local.total))),
+            dict[int, str](),
+        )
+        for ranks in self.engine.topology.layout.list_groups("data"):
             for d in suspicion.sums:
                 digests = [every_digest[rank][0] for rank in ranks]
                 sum_excess = abs(
@@ -340,16 +345,16 @@ class GradientWatch(Watch):
     def _repeat(self, suspicion: Suspicion, batch: Step, step: int) -> HardwareFault | None:
         """What repeating the step shows."""
         recomputation, first_digest, sent = self._recomputation, self._digest(), self._sent()
-        self.engine.measure(batch.micro_batches)
+        self.engine.measure_step(batch.micro_batches)
         computed_digests, sent_again = [[first_digest, self._digest()]], self._sent()
         changed_stages = {stage for stage, sent_mark in sent.items() if sent_again.get(stage) != sent_mark}
         for turn in range(1, 1 + recomputation.others):
-            self.engine.measure(recomputation.read_turned(batch.positions, turn))
+            self.engine.measure_step(recomputation.read_turned(batch.positions, turn))
             computed_digests.append([self._digest()])
-        proof, moved_stages = recomputation.compare(computed_digests, changed_stages)
+        proof, moved_stages = recomputation.compare_results(computed_digests, changed_stages)
         if proof is None:
             return None
-        return recomputation.conclude(self._find_origin(proof, moved_stages), step - 1, suspicion.reason)
+        return recomputation.make_fault(self._find_origin(proof, moved_stages), step - 1, suspicion.reason)
 
     def _sent(self) -> dict[int, int]:
         """Fingerprints of what was sent in the last pass, by the stage that received it."""
@@ -363,9 +368,11 @@ class GradientWatch(Watch):
         if proof.product or (rank_layout.pipeline == 1 and not proof.lasting):
             return proof
         if proof.lasting or self.engine.zero.messages is None:
-            return proof._replace(ranks=rank_layout.replicas(proof.ranks))
+            return proof._replace(ranks=rank_layout.find_replicas(proof.ranks))
         is_tied = self.engine.tied is not None
-        return proof._replace(ranks=find_causes(proof.ranks, rank_layout.groups("pipeline"), moved, is_tied))
+        return proof._replace(
+            ranks=find_causes(proof.ranks, rank_layout.list_groups("pipeline"), moved, is_tied)
+        )
 
     def _digest(self) -> Digest:
         """Of the last backward pass."""

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megastable.base.collectives import gathered
+from megastable.base.collectives import gather_objects
 from megastable.base.text import ranks_on
 from megastable.run.events.stability_events import (
     GradientsDoubted,
@@ -52,7 +52,7 @@ class FaultLog:
     """Names ranks and their hosts, and tells the journal what was found. Made by all ranks at once. hosts: of all."""
 
     def __init__(self, log: RunLog) -> None:
-        self.hosts: list[str] = gathered(socket.gethostname())
+        self.hosts: list[str] = gather_objects(socket.gethostname())
         self._log = log
 
     def name_ranks(self, ranks: Sequence[int]) -> str:
@@ -65,11 +65,15 @@ class FaultLog:
         host_names = sorted({self.hosts[rank] for rank in ranks})
         return HardwareFault(after, lasting, list(ranks), host_names, reason, link)
 
-    def report(self, kind: type[OfHardware], step: int, fault: HardwareFault, **fields: Any) -> HardwareFault:
+    def report_fault(
+        self, kind: type[OfHardware], step: int, fault: HardwareFault, **fields: Any
+    ) -> HardwareFault:
         """Tell the journal and the console of a fault. fields: those that this kind has beside the usual ones."""
         ranks = list(fault.ranks)
         hosts = [self.hosts[rank] for rank in ranks]
-        self._log.emit(kind(step=step, ranks=ranks, hosts=hosts, reason=fault.reason, **fields), say=True)
+        self._log.emit_event(
+            kind(step=step, ranks=ranks, hosts=hosts, reason=fault.reason, **fields), say=True
+        )
         return fault
 
 
@@ -79,7 +83,7 @@ class FaultCounts:
     def __init__(self, seen: Iterable[tuple[int, int]] = ()) -> None:
         self._seen = set(seen)
 
-    def count(self, fault: HardwareFault, step: int) -> HardwareFault:
+    def count_fault(self, fault: HardwareFault, step: int) -> HardwareFault:
         """What comes by chance again and again on one rank is no chance. Only what is of one host for sure counts."""
         if fault.lasting or fault.link or len(fault.hosts) != 1:
             return fault

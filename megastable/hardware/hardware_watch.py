@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from megastable.base.collectives import first
+from megastable.base.collectives import run_on_first
 from megastable.config.tree import RunConfig
 from megastable.data.loader import Loader, Step
 from megastable.engine.engine import Engine
@@ -47,7 +47,9 @@ class HardwareWatch:
         c = config.stability
         self._on, self._phase = c.enabled, phase
         fault_log = FaultLog(log)
-        found_faults, replayed_faults = first(lambda: read_counts(run.events(*FOUND), fault_log.hosts))
+        found_faults, replayed_faults = run_on_first(
+            lambda: read_counts(run.iterate_events(*FOUND), fault_log.hosts)
+        )
         replay_counts, replay_interval = FaultCounts(replayed_faults), c.hardware.replay_interval
         gradient_recomputation = Recomputation(config, engine, loader, fault_log)
         self.sums = SumWatch(c.enabled and bool(c.hardware.fingerprint_interval), fault_log)
@@ -67,18 +69,21 @@ class HardwareWatch:
         several_hosts = c.enabled and len(set(fault_log.hosts)) > 1
         self._counts = FaultCounts(found_faults) if several_hosts else None
 
-    def judge(self, measured: Measured, step: int) -> None:
+    def judge_step(self, measured: Measured, step: int) -> None:
         """Before the update of `step`."""
         # What each watch has put into the ballot comes back summed over all ranks, so that all see the same and go the
         # same way. Memory that changed explains copies that differ; copies explain a sum that differs, not vice versa.
-        memory_fault, copies_fault = self.state.judge(measured), self.replicas.judge(measured, step)
-        wrong_sum = self.sums.judge(measured, step)
+        memory_fault, copies_fault = (
+            self.state.judge_memory(measured),
+            self.replicas.judge_copies(measured, step),
+        )
+        wrong_sum = self.sums.judge_sums(measured, step)
         self.memory = self._explain_copies(memory_fault, copies_fault, step) or wrong_sum
         if self.memory is None:
             self.replicas.look_again(step)
-        gradient_suspicion = self.gradients.judge(measured, step)
+        gradient_suspicion = self.gradients.judge_gradients(measured, step)
         # A gradient that stands out follows from a wrong message.
-        self.suspicion = self.messages.judge(measured) or gradient_suspicion
+        self.suspicion = self.messages.judge_messages(measured) or gradient_suspicion
 
     @property
     def reason(self) -> str:
@@ -87,10 +92,12 @@ class HardwareWatch:
             return self.memory.reason
         return SUSPECTED if self.suspicion is not None else ""
 
-    def verify(self, step: int) -> HardwareFault | None:
+    def verify_state(self, step: int) -> HardwareFault | None:
         """Before the state after `step` is saved: whether memory holds what the step left, and copies are equal."""
         if self._on:
-            self.memory = self._explain_copies(self.state.check(), self.replicas.check(step), step)
+            self.memory = self._explain_copies(
+                self.state.check_memory(), self.replicas.check_copies(step), step
+            )
         return self.memory
 
     def _explain_copies(
@@ -100,12 +107,12 @@ class HardwareWatch:
         wrong, on its way to most of them, makes these the majority, so nobody is counted for that."""
         if own is None:
             return copies
-        self.replicas.explained()
+        self.replicas.forget_differing()
         return self._count(own, step)
 
-    def prove(self, suspicion: Suspicion, batch: Step, step: int) -> HardwareFault | None:
+    def prove_suspicion(self, suspicion: Suspicion, batch: Step, step: int) -> HardwareFault | None:
         watch = self.messages if suspicion.messages else self.gradients
-        proven_fault = watch.prove(suspicion, batch, step)
+        proven_fault = watch.prove_doubts(suspicion, batch, step)
         if proven_fault is not None:
             proven_step, proven_times = self._proven
             self._proven = step, proven_times + 1 if proven_step == step else 1
@@ -117,11 +124,11 @@ class HardwareWatch:
         return self._proven[1] >= SEVERAL
 
     def _count(self, fault: HardwareFault | None, step: int) -> HardwareFault | None:
-        return fault if fault is None or self._counts is None else self._counts.count(fault, step)
+        return fault if fault is None or self._counts is None else self._counts.count_fault(fault, step)
 
-    def replay(self, batch: Step, step: int) -> HardwareFault | None:
+    def replay_step(self, batch: Step, step: int) -> HardwareFault | None:
         """After `step`, of its samples, where that is due."""
-        if not self._on or not self.replays.due(step):
+        if not self._on or not self.replays.is_due(step):
             return None
         self._phase("replay")
-        return self.replays.check(batch, step)
+        return self.replays.check_batch(batch, step)

@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megastable.base.collectives import gathered
-from megastable.base.reproducible import exact
+from megastable.base.collectives import gather_objects
+from megastable.base.reproducible import is_exact
 from megastable.config.tree import RunConfig
 from megastable.data.loader import Loader, MicroBatch, Step
 from megastable.engine.engine import Engine
-from megastable.engine.rank_checks import Digest, GradientDigest, gradient_digest, wrong_product
+from megastable.engine.rank_checks import Digest, GradientDigest, digest_gradient, find_wrong_product
 from megastable.engine.watch import Watch
 from megastable.hardware.hardware_fault import FaultCounts, FaultLog, HardwareFault
 from megastable.model.kernels import DTYPES
@@ -125,27 +125,29 @@ class Recomputation:
         self._layout = engine.topology.layout
         self._shape = -1, self._layout.samples, config.train.micro_batch
         self.others = min(TURNS, self._layout.samples - 1)
-        self._exact = exact(config.run.deterministic, engine.device)
+        self._exact = is_exact(config.run.deterministic, engine.device)
         dtype, tensor = DTYPES[config.precision.kind], self._layout.tensor
-        self._find_wrong_product = partial(wrong_product, config.model, tensor, dtype, engine.device)
+        self._find_wrong_product = partial(find_wrong_product, config.model, tensor, dtype, engine.device)
 
     def read_turned(self, positions: npt.NDArray[np.int64], turn: int) -> Sequence[MicroBatch]:
         """The micro-batches of the data rank `turn` further. positions: of one or more micro-batches of all of them."""
-        return self._loader.read(np.roll(positions.reshape(self._shape), -turn, 1).ravel())
+        return self._loader.read_micro_batches(np.roll(positions.reshape(self._shape), -turn, 1).ravel())
 
-    def compare(
+    def compare_results(
         self, results: Sequence[Sequence[Digest]], note: Any = None
     ) -> tuple[GradientFault | None, Sequence[Any]]:
         """What the results of all ranks show, or their products with known answers; and the note of every rank.
         Collective. results: this rank's, as of `find_fault`."""
-        every_result = gathered((results, self._find_wrong_product(), note))
+        every_result = gather_objects((results, self._find_wrong_product(), note))
         of_ranks, wrong_products, rank_notes = zip(*every_result, strict=True)
         if ranks := tuple(rank for rank, product_text in enumerate(wrong_products) if product_text):
             return GradientFault(ranks, True, True, wrong_products[ranks[0]], product=True), rank_notes
         rank_layout, by_rank = self._layout, dict(enumerate(of_ranks))
-        return find_fault(by_rank, rank_layout.groups("data"), rank_layout.context, self._exact), rank_notes
+        return find_fault(
+            by_rank, rank_layout.list_groups("data"), rank_layout.context, self._exact
+        ), rank_notes
 
-    def conclude(self, proof: GradientFault, after: int, why: str = "") -> HardwareFault:
+    def make_fault(self, proof: GradientFault, after: int, why: str = "") -> HardwareFault:
         """What is proven, as a fault since the step after `after`. why: begins the reason."""
         what_differs = self.faults.name_ranks(proof.ranks)
         if proof.product:
@@ -172,33 +174,37 @@ class ReplayCheck(Watch):
         self.every, self.engine, self._recomputation, self._counts = every, engine, recomputation, counts
         self._right = self._again = step  # after which all was right; until which it is due at every step
 
-    def due(self, step: int) -> bool:
+    def is_due(self, step: int) -> bool:
         return bool(self.every) and (step % self.every == 0 or step <= self._again)
 
     def rewound(self, step: int, saved: Mapping[str, Any] | None) -> None:
         self._right = min(self._right, step)
 
-    def check(self, batch: Step, step: int) -> HardwareFault | None:
+    def check_batch(self, batch: Step, step: int) -> HardwareFault | None:
         """Of the samples of `step`, on the current state."""
         own, other = self._compute(batch, 0), self._compute(batch, 1)
         recomputation, results = self._recomputation, [own.total, other.total]
-        proof, _ = recomputation.compare([[one] for one in results] if recomputation.others else [results])
+        proof, _ = recomputation.compare_results(
+            [[one] for one in results] if recomputation.others else [results]
+        )
         if proof is None:
             self._right = step
             return None
         replay_fault = (
-            recomputation.conclude(proof, self._right) if proof.product else self._prove(batch, own, other)
+            recomputation.make_fault(proof, self._right) if proof.product else self._prove(batch, own, other)
         )
-        replay_fault = self._counts.count(replay_fault, step)
+        replay_fault = self._counts.count_fault(replay_fault, step)
         self._again = step + WATCHED
-        return recomputation.faults.report(ReplayDiffers, step, replay_fault, verdict=replay_fault.verdict)
+        return recomputation.faults.report_fault(
+            ReplayDiffers, step, replay_fault, verdict=replay_fault.verdict
+        )
 
     def _compute(self, batch: Step, turn: int) -> GradientDigest:
         """Of the first micro-batch of the data rank that is `turn` further; of its own, if there is no other one."""
         if not turn or not self._recomputation.others:
-            return gradient_digest(self.engine, batch.micro_batches[:1])
+            return digest_gradient(self.engine, batch.micro_batches[:1])
         size = batch.positions.size // len(batch.micro_batches)
-        return gradient_digest(self.engine, self._recomputation.read_turned(batch.positions[:size], turn))
+        return digest_gradient(self.engine, self._recomputation.read_turned(batch.positions[:size], turn))
 
     def _prove(self, batch: Step, own: GradientDigest, other: GradientDigest) -> HardwareFault:
         """What computing both once more shows, and computing them on a third rank."""
@@ -206,15 +212,17 @@ class ReplayCheck(Watch):
         further_totals = [[self._compute(batch, turn).total] for turn in range(2, 1 + recomputation.others)]
         own_again, other_again = self._compute(batch, 0), self._compute(batch, 1)
         all_totals = [[own.total, own_again.total], [other.total, other_again.total], *further_totals]
-        proof, unlike_names = recomputation.compare(all_totals, _name_unlike(own, own_again))
+        proof, unlike_names = recomputation.compare_results(all_totals, _name_unlike(own, own_again))
         if proof is None:
             fault_reason = f"{WHAT}, not once more: which rank was wrong is not known"
             return recomputation.faults.make_fault(after, (), fault_reason)
         if proof.product:
-            return recomputation.conclude(proof, after)
+            return recomputation.make_fault(proof, after)
         # What one of a replica computes wrong changes the gradients of others.
-        ranks = self.engine.topology.layout.replicas(proof.ranks)
-        return recomputation.conclude(proof._replace(ranks=ranks), after, WHAT + unlike_names[proof.ranks[0]])
+        ranks = self.engine.topology.layout.find_replicas(proof.ranks)
+        return recomputation.make_fault(
+            proof._replace(ranks=ranks), after, WHAT + unlike_names[proof.ranks[0]]
+        )
 
 
 def _name_unlike(one: GradientDigest, two: GradientDigest) -> str:

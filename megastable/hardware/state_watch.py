@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from megastable.base.collectives import gathered
-from megastable.base.fingerprint import Marks, mark_of, marks_of, unlike
+from megastable.base.collectives import gather_objects
+from megastable.base.fingerprint import Marks, compare_marks, mark_of, marks_of
 from megastable.config.stability import HardwareConfig
 from megastable.engine.engine import Engine
 from megastable.engine.measured import Measured
@@ -29,16 +29,16 @@ NAMED = 3  # ranks, or tensors, named in a sentence
 
 class StateWatch(Watch):
     """Of this rank. A GPU reads what an update left beside the next forward pass, on a stream of its own, and once more
-    behind the backward pass. on: whether it looks from the next `seal` on."""
+    behind the backward pass. on: whether it looks from the next `seal_state` on."""
 
     name = "state"
 
     def __init__(self, on: bool, engine: Engine, step: int, faults: FaultLog) -> None:
         self.engine, self.on, self._faults = engine, on, faults
         self._beside = torch.cuda.Stream() if on and engine.device.type == "cuda" else None
-        self.seal(step)
+        self.seal_state(step)
 
-    def seal(self, step: int) -> None:
+    def seal_state(self, step: int) -> None:
         """The state after `step` steps is as it should be."""
         self._step = step
         self._marks: Marks | None = None
@@ -56,7 +56,7 @@ class StateWatch(Watch):
     def _mark_weights(self) -> Marks:
         return {f"weights/{i}": mark_of(flat) for i, flat in enumerate(self.engine.zero.flat_weights)}
 
-    def current(self) -> Marks | None:
+    def current_marks(self) -> Marks | None:
         """Of masters and moments, as the last update left them, by the names of optimizer_state()."""
         if self._beside is not None:  # what the GPU does next on its usual stream comes after the seal
             torch.cuda.current_stream().wait_stream(self._beside)
@@ -66,31 +66,31 @@ class StateWatch(Watch):
         """Whether the state is not what was sealed."""
         return (float(bool(self._find_changed())),) if self.on else ()
 
-    def judge(self, measured: Measured) -> HardwareFault | None:
+    def judge_memory(self, measured: Measured) -> HardwareFault | None:
         """Collective if anything changed."""
         return self._name_changed() if any(measured.ballot.get(self.name, ())) else None
 
-    def check(self) -> HardwareFault | None:
+    def check_memory(self) -> HardwareFault | None:
         """Compare now. Collective."""
-        return self._name_changed() if self.on and any(gathered(bool(self._find_changed()))) else None
+        return self._name_changed() if self.on and any(gather_objects(bool(self._find_changed()))) else None
 
     def after_update(self, measured: Measured, step: int, rate: float) -> None:
-        self.seal(step)
+        self.seal_state(step)
 
     def rewound(self, step: int, saved: Mapping[str, Any] | None) -> None:
         if saved is not None:  # else the state is what the last update left
-            self.seal(step)
+            self.seal_state(step)
 
     def _find_changed(self) -> list[str]:
         """What is not as it was, by names of optimizer_state(), or "weights/..."."""
-        sealed_marks = self.current()
+        sealed_marks = self.current_marks()
         assert sealed_marks is not None
         self.weights = self._mark_weights()
         marks_now = {**marks_of(self.engine.optimizer_state()), **self.weights}
-        return unlike({**sealed_marks, **self._weights}, marks_now)
+        return compare_marks({**sealed_marks, **self._weights}, marks_now)
 
     def _name_changed(self) -> HardwareFault | None:
-        every_change = gathered(self._find_changed())
+        every_change = gather_objects(self._find_changed())
         ranks = [rank for rank, changed in enumerate(every_change) if changed]
         if not ranks:
             return None  # the fingerprint was wrong, not the memory
@@ -100,7 +100,7 @@ class StateWatch(Watch):
             f"after step {self._step}, between two updates, memory changed: {'; '.join(texts)}{more_text}"
         )
         memory_fault = self._faults.make_fault(self._step, ranks, reason)
-        return self._faults.report(StateChanged, self._step, memory_fault)
+        return self._faults.report_fault(StateChanged, self._step, memory_fault)
 
 
 def _describe(changed: Sequence[str]) -> str:
@@ -138,7 +138,7 @@ class SumWatch(Watch):
     def ballot(self, step: int) -> Sequence[float]:
         return split_fingerprint(self._mark) if self._on else ()
 
-    def judge(self, measured: Measured, step: int) -> HardwareFault | None:
+    def judge_sums(self, measured: Measured, step: int) -> HardwareFault | None:
         """What the ballot of `step` shows of the step that was judged before. Collective if that differs."""
         if not self._on:
             return None
@@ -147,13 +147,13 @@ class SumWatch(Watch):
         return None if are_same else self._name_receivers(mark, before)
 
     def _name_receivers(self, mark: int, step: int) -> HardwareFault:
-        ranks, is_proven = find_minority(dict(enumerate(gathered(mark))))
+        ranks, is_proven = find_minority(dict(enumerate(gather_objects(mark))))
         who_differs = "whose is wrong is not known"
         if is_proven:
             who_differs = f"{self._faults.name_ranks(ranks)} received something else than most"
         fault_reason = f"the sum of step {step} over all ranks was not the same on all of them: {who_differs}"
         sum_fault = self._faults.make_fault(step - 1, ranks if is_proven else (), fault_reason, link=True)
-        return self._faults.report(ReplicasDiffer, step, sum_fault, proven=step - 1)
+        return self._faults.report_fault(ReplicasDiffer, step, sum_fault, proven=step - 1)
 
 
 def _mark_sums(measured: Measured) -> int:
@@ -188,23 +188,23 @@ class ReplicaWatch(Watch):
         self._differing = 0, list[TensorCopies]()  # after which step, and which
 
     def ballot(self, step: int) -> Sequence[float]:
-        return self.replicas.columns(self._due(step), self._state.weights)
+        return self.replicas.make_columns(self._due(step), self._state.weights)
 
     def _due(self, step: int) -> list[str]:
         """The kinds that are compared after `step`, before the next update."""
         compared_kinds = self.replicas.kinds if self.every else ()
         return [copy_kind for copy_kind in compared_kinds if copy_kind == COPIES or step % self.every == 0]
 
-    def check(self, step: int) -> HardwareFault | None:
+    def check_copies(self, step: int) -> HardwareFault | None:
         """Compare all now, after `step` steps. Collective."""
         copy_kinds, device = list(self.replicas.kinds), self.replicas.engine.device
         if not self.every or not copy_kinds:
             return None
-        sum_columns = torch.tensor(self.replicas.columns(copy_kinds), dtype=torch.float64, device=device)
+        sum_columns = torch.tensor(self.replicas.make_columns(copy_kinds), dtype=torch.float64, device=device)
         dist.all_reduce(sum_columns)
         return self._judge(copy_kinds, sum_columns.tolist(), step)
 
-    def judge(self, measured: Measured, step: int) -> HardwareFault | None:
+    def judge_copies(self, measured: Measured, step: int) -> HardwareFault | None:
         """Before the update of `step`. Collective if anything differs."""
         ballot_sums = measured.ballot.get(self.name, ())
         return self._judge(self._due(step - 1), ballot_sums, step - 1) if ballot_sums else None
@@ -217,7 +217,7 @@ class ReplicaWatch(Watch):
 
     def _name_differing(self, unequal: Sequence[tuple[str, list[int]]], step: int) -> HardwareFault:
         kinds = sorted({kind for kind, _ in unequal})
-        everyone = gathered({kind: self.replicas.by_name(kind) for kind in kinds})
+        everyone = gather_objects({kind: self.replicas.fingerprint_by_name(kind) for kind in kinds})
         copies = [
             TensorCopies(kind, name, {rank: everyone[rank][kind].get(name, 0) for rank in ranks})
             for kind, ranks in unequal
@@ -239,9 +239,9 @@ class ReplicaWatch(Watch):
         wrong = sorted({rank for minority in found if minority.proven for rank in minority.ranks})
         last = min(self._equal[kind] for kind in kinds)
         fault = self._faults.make_fault(last, wrong, reason)
-        return self._faults.report(ReplicasDiffer, step, fault, proven=last)
+        return self._faults.report_fault(ReplicasDiffer, step, fault, proven=last)
 
-    def explained(self) -> None:
+    def forget_differing(self) -> None:
         """It is known why copies differ."""
         self._differing = 0, []
 
@@ -252,10 +252,12 @@ class ReplicaWatch(Watch):
         after, differing = self._differing
         if not differing or after != step - 1:
             return
-        self.explained()
-        now = {kind: self.replicas.by_name(kind) for kind in {each.kind for each in differing}}
+        self.forget_differing()
+        now = {kind: self.replicas.fingerprint_by_name(kind) for kind in {each.kind for each in differing}}
         rank = self.replicas.engine.topology.rank
-        everyone = gathered([now[each.kind].get(each.name) == each.held.get(rank) for each in differing])
+        everyone = gather_objects(
+            [now[each.kind].get(each.name) == each.held.get(rank) for each in differing]
+        )
         wrong: dict[int, str] = {}
         for number, each in enumerate(differing):
             others = [r for r in each.held if not everyone[r][number]]
@@ -269,13 +271,13 @@ class ReplicaWatch(Watch):
             reason = f"step {after} done again gives another {wrong[holders[0]]} than {who} held"
             if sources != holders:
                 reason += f", made from gradients of {self._faults.name_ranks(sources)}"
-            self._faults.report(WrongCopy, after, self._faults.make_fault(after, sources, reason))
+            self._faults.report_fault(WrongCopy, after, self._faults.make_fault(after, sources, reason))
 
     def _find_sources(self, holders: Sequence[int], differing: Sequence[TensorCopies]) -> list[int]:
         """A rank whose copy alone is wrong; if its data ranks were not compared, as of replicas on tensor ranks, each
         of these may have sent the gradient that is wrong in it."""
         source_ranks = set(holders)
-        for ranks in self.replicas.engine.topology.layout.groups("data"):
+        for ranks in self.replicas.engine.topology.layout.list_groups("data"):
             sources_here = source_ranks.intersection(ranks)
             if sources_here and not any(each.held.keys() >= set(ranks) for each in differing):
                 source_ranks.update(ranks)

@@ -35,11 +35,11 @@ class Rope(NamedTuple):
     scaling: RopeScalingConfig | None = None
 
     @classmethod
-    def of(cls, config: ModelConfig) -> Rope:
+    def from_config(cls, config: ModelConfig) -> Rope:
         return cls(config.head_width, config.rope_theta, config.rope_scaling)
 
 
-def frequencies(rope: Rope, device: torch.device) -> Tensor:
+def rope_frequencies(rope: Rope, device: torch.device) -> Tensor:
     """Radians per position, fp32 [width / 2], computed as in transformers (modeling_rope_utils.py)."""
     turn_exponents = torch.arange(0, rope.width, 2, dtype=torch.float32, device=device) / rope.width
     plain_rates, scaling = 1.0 / rope.theta**turn_exponents, rope.scaling
@@ -80,7 +80,7 @@ def _yarn_ramp(rope: Rope, scaling: RopeScalingConfig, device: torch.device) -> 
     ).clamp(0, 1)
 
 
-def magnitude(scaling: RopeScalingConfig | None) -> float:
+def yarn_magnitude(scaling: RopeScalingConfig | None) -> float:
     """Factor of rotated queries and keys (YaRN: arXiv:2309.00071, section 3.4)."""
     if scaling is None or scaling.kind != "yarn":
         return 1.0
@@ -93,8 +93,8 @@ def rope_table(length: int, rope: Rope, device: torch.device) -> tuple[Tensor, T
 
     Kept outside the modules: a buffer would be cast to bf16 with them, which cannot tell positions above 256 apart.
     """
-    angle = torch.arange(length, dtype=torch.float32, device=device)[:, None] * frequencies(rope, device)
-    factor = magnitude(rope.scaling)
+    angle = torch.arange(length, dtype=torch.float32, device=device)[:, None] * rope_frequencies(rope, device)
+    factor = yarn_magnitude(rope.scaling)
     return (angle.cos(), angle.sin()) if factor == 1.0 else (angle.cos() * factor, angle.sin() * factor)
 
 
@@ -113,7 +113,7 @@ def rotation(segments: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
     return cos[document_position][:, :, None], sin[document_position][:, :, None]
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the pairs (i, i + d/2) of x [s, b, heads, d]; cos, sin broadcastable to [s, b, 1, d/2], fp32."""
     a, b = x.float().chunk(2, -1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
@@ -157,9 +157,9 @@ def raise_highest(
     """
     q, k = q.detach(), k.detach()
     if torch.compiler.is_compiling():
-        _op(highest, q, k, segments, scores.factor(q.shape[-1]), scores.window)
+        _op(highest, q, k, segments, scores.score_factor(q.shape[-1]), scores.window)
     else:
-        _raise(highest, q, k, segments, scores.factor(q.shape[-1]), scores.window)
+        _raise(highest, q, k, segments, scores.score_factor(q.shape[-1]), scores.window)
 
 
 @torch.no_grad()
@@ -269,7 +269,7 @@ class Attention(nn.Module):
         self.cp, self.scores = cp, scores
         width = self.width = config.head_width
         self.q_heads, self.k_heads = config.heads // tp.size, config.key_value_heads // tp.size
-        self.rope = Rope.of(config)
+        self.rope = Rope.from_config(config)
         self.recompute_core = recompute_core
         self.core = CORES[kernels.attention]
         kv_width = config.key_value_heads * width
@@ -281,7 +281,7 @@ class Attention(nn.Module):
         self.out = RowParallelLinear(config.heads * width, config.hidden, tp, f"{name}.out")
         self.highest: Tensor | None = None  # fp32 [q / c]: raised by the logits of training steps, if set
 
-    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def split_heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [s, b, q, d], keys and values [s, b, k, d], normed, not yet rotated."""
         return self._split(self.qkv(x))
 
@@ -292,9 +292,9 @@ class Attention(nn.Module):
         q, k, v = qkv.view(s, b, -1, self.width).split((self.q_heads, self.k_heads, self.k_heads), dim=2)
         return _normed(q, self.q_norm), _normed(k, self.k_norm), v
 
-    def places(self, length: int, segments: Tensor | None, device: torch.device) -> Places:
+    def find_places(self, length: int, segments: Tensor | None, device: torch.device) -> Places:
         """Positions for a micro-batch of samples of `length` tokens."""
-        scores = self.scores.within(length)
+        scores = self.scores.within_length(length)
         if segments is not None:
             return Places(*_rotation(segments, self.rope), segments, _prepared(segments, self.core, scores))
         cos, sin = rope_table(length, self.rope, device)
@@ -304,19 +304,19 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor, at: Places, between: Callable[[Tensor, Places], Tensor] | None = None
     ) -> Tensor:
-        """between: a compiled replacement of `self.between`; see `Block.in_pieces`."""
-        return self.out((between or self.between)(self.qkv(x), at))
+        """between: a compiled replacement of `self.attend_between`; see `Block.compile_in_pieces`."""
+        return self.out((between or self.attend_between)(self.qkv(x), at))
 
-    def rotated(self, qkv: Tensor, at: Places) -> tuple[Tensor, Tensor, Tensor]:
+    def rotate_heads(self, qkv: Tensor, at: Places) -> tuple[Tensor, Tensor, Tensor]:
         """Inputs of the core: q [b, q, s, d], k and v [b, k, s, d], from qkv [s, b, (q + 2 k) d] without biases."""
         q, k, v = to_heads(*self._split(qkv), self.cp)
-        rotated_heads = rotate(q, at.cos, at.sin), rotate(k, at.cos, at.sin), v
+        rotated_heads = rotate_pairs(q, at.cos, at.sin), rotate_pairs(k, at.cos, at.sin), v
         q, k, v = (t.permute(1, 2, 0, 3) for t in rotated_heads)
         return q, k, v
 
-    def between(self, qkv: Tensor, at: Places) -> Tensor:
+    def attend_between(self, qkv: Tensor, at: Places) -> Tensor:
         """From fused queries, keys and values [s, b, (q + 2 k) d] to the attention output [s, b, q d]."""
-        q, k, v = self.rotated(qkv, at)
+        q, k, v = self.rotate_heads(qkv, at)
         if (
             torch.is_grad_enabled() and self.highest is not None
         ):  # in this order, evaluation is not compiled anew

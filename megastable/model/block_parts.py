@@ -21,8 +21,8 @@ from torch.utils.checkpoint import checkpoint
 
 from megastable.config.model import ModelConfig
 from megastable.parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megastable.parallel.mappings import share, total
-from megastable.parallel.sharding import Placement, place
+from megastable.parallel.mappings import share_weight, sum_over_group
+from megastable.parallel.sharding import Placement, set_placement
 from megastable.parallel.topology import TensorParallel
 
 
@@ -43,12 +43,12 @@ class RMSNorm(nn.Module):
         self.scale = None if scale == 1.0 else torch.tensor(scale, dtype=torch.float32, device="cpu")
         self.tp = tp if partial else TensorParallel()
         self.weight = nn.Parameter(torch.empty(width))
-        place(self.weight, Placement(f"{name}.weight"), tp.size)
+        set_placement(self.weight, Placement(f"{name}.weight"), tp.size)
 
     def forward(self, x: Tensor) -> Tensor:
         wide_x = x.float()
         normed_x = wide_x * torch.rsqrt(wide_x.pow(2).mean(-1, keepdim=True) + self.eps)
-        wide_weight = _factor(share(self.weight, self.tp).float(), self.centered)
+        wide_weight = _factor(share_weight(self.weight, self.tp).float(), self.centered)
         return (normed_x * (wide_weight if self.scale is None else wide_weight * self.scale)).to(x.dtype)
 
 
@@ -66,11 +66,11 @@ class SplitRMSNorm(nn.Module):
         super().__init__()
         self.width, self.eps, self.tp, self.centered = width, eps, tp, centered
         self.weight = nn.Parameter(torch.empty(width // tp.size))
-        place(self.weight, Placement(f"{name}.weight", 0, (width,)), tp.size)
+        set_placement(self.weight, Placement(f"{name}.weight", 0, (width,)), tp.size)
 
     def forward(self, x: Tensor) -> Tensor:
         wide_x = x.float()
-        mean_square = total(wide_x.pow(2).sum(-1, keepdim=True), self.tp) / self.width
+        mean_square = sum_over_group(wide_x.pow(2).sum(-1, keepdim=True), self.tp) / self.width
         wide_weight = _factor(self.weight.float(), self.centered)
         return (wide_x * torch.rsqrt(mean_square + self.eps) * wide_weight).to(x.dtype)
 
@@ -105,7 +105,9 @@ class MLP(nn.Module):
         ffn_width = config.ffn_width
         self.recompute_core = recompute_core
         self.activation = activation_of(config)
-        self.fast: Callable[[Tensor], Tensor] | None = None  # its compiled version; see `Block.in_pieces`
+        self.fast: Callable[[Tensor], Tensor] | None = (
+            None  # its compiled version; see `Block.compile_in_pieces`
+        )
         self.plain = False  # whether the compiled version is left aside
         self.gate_up = ColumnParallelLinear(config.hidden, (ffn_width, ffn_width), tp, f"{name}.gate_up")
         self.down = RowParallelLinear(ffn_width, config.hidden, tp, f"{name}.down")
@@ -135,12 +137,12 @@ def _mixed(x: Tensor) -> Tensor:
     return x ^ ((x >> 33) & 0x7FFFFFFF)
 
 
-def keys_of(positions: Tensor, seed: int) -> Tensor:
+def keys_of_samples(positions: Tensor, seed: int) -> Tensor:
     """Keys, int64 [b], of the samples at these absolute positions of a run."""
     return _mixed(positions * OF_SAMPLE + seed)
 
 
-def at_places(keys: Tensor, *places: int) -> Tensor:
+def keys_at_places(keys: Tensor, *places: int) -> Tensor:
     """Keys, int64 [places, b], of samples at places in the model, numbers from 0 on. Not for compiled code, which would
     be compiled again for every place."""
     return torch.stack([keys + _wrapped(place * OF_PLACE) for place in places])
@@ -151,9 +153,9 @@ def _wrapped(number: int) -> int:
     return (number + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
-def dropped(x: Tensor, keys: Tensor, share: float, first: int) -> Tensor:
+def drop_elements(x: Tensor, keys: Tensor, share: float, first: int) -> Tensor:
     """x [s, b, h] without a random `share` of its elements, the others divided by 1 - share. keys: int64 [b], of
-    `at_places`; first: position in the sample of this rank's first token."""
+    `keys_at_places`; first: position in the sample of this rank's first token."""
     s, h = x.shape[0], x.shape[2]
     token_positions = torch.arange(first, first + s, device=x.device)
     channel_numbers = torch.arange(h, device=x.device)

@@ -37,7 +37,7 @@ EXTRA = 8  # columns for the subtraction; two are used, the width stays a multip
 
 
 @functools.cache
-def supported(device: torch.device, dtype: torch.dtype) -> bool:
+def is_supported(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether `blocked_attention` supports this: CPUs, fp32, and bf16 where oneDNN has bf16 products."""
     if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
         return False
@@ -65,7 +65,7 @@ class AttentionBlock:
         return pair_count, (self.end - self.first) * groups, self.end - self.key
 
 
-def blocks(
+def split_blocks(
     b: int, heads: int, groups: int, s: int, c: int, starts: list[list[int]] | None = None,
     window: int | None = None,
 ) -> Iterator[AttentionBlock]:  # fmt: skip
@@ -183,12 +183,12 @@ class _Call:
         self.b, self.q, self.s, self.d = q.shape
         self.k = k.shape[1]
         self.g = self.q // self.k
-        self.scale, self.cap, self.window = scores.factor(self.d), scores.cap, scores.window
+        self.scale, self.cap, self.window = scores.score_factor(self.d), scores.cap, scores.window
         self.segments = segments
         self.slopes = _scratch("slopes", torch.float32)
         query_count = min(ROWS if segments is None else DOCUMENT_ROWS, self.s)
         starts_by_sample = None if segments is None else document_starts(segments, query_count)
-        self.blocks = blocks(self.b, self.k, self.g, self.s, query_count, starts_by_sample, self.window)
+        self.blocks = split_blocks(self.b, self.k, self.g, self.s, query_count, starts_by_sample, self.window)
         self.room, self.future = _scratch("scores", torch.float32), _future(query_count)
 
     def view(self, x: Tensor, at: AttentionBlock) -> Tensor:
@@ -371,13 +371,13 @@ def blocked_attention(
 
     documents: int [b, s], the document of every token, not decreasing along s; None: a sample is one document. The
     cost depends on the lengths of the documents and the window, not of the sequence. All of one dtype, fp32 or bf16, on
-    a CPU (see `supported`). The result is contiguous as [s, b, q, d].
+    a CPU (see `is_supported`). The result is contiguous as [s, b, q, d].
     """
     needs_gradients = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     # Computed here: a compiled graph in the disk cache must depend on the value that it was compiled for.
     # With a cap the backward needs the logits as well: both are computed again.
     kept_elements = kept_size(*q.shape) if needs_gradients and scores.cap is None else 0
-    scores = scores.within(q.shape[2])
+    scores = scores.within_length(q.shape[2])
     if torch.compiler.is_compiling():
         return _op(q, k, v, documents, kept_elements, *scores)[0]
     return _Eager.apply(q, k, v, documents, kept_elements, *scores)[0]

@@ -22,7 +22,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 from megastable.base.products import is_cast
 from megastable.model.blocked import blocked_attention
-from megastable.model.kernels import FULL, AttentionScores, in_parts, softcap
+from megastable.model.kernels import FULL, AttentionScores, compute_in_parts, softcap
 
 
 class RunCore(Protocol):
@@ -73,7 +73,7 @@ def attention_mask(
 @lru_cache(maxsize=4)
 def _mask(scores: AttentionScores, length: int, device: torch.device) -> Tensor:
     token_index = torch.arange(length, device=device)
-    return scores.mask(token_index, token_index)[None, None]
+    return scores.make_mask(token_index, token_index)[None, None]
 
 
 def reference_attention(
@@ -89,9 +89,9 @@ def _of_queries(
     """`reference_attention` of the queries from position `first` on: q [b, q, n, d] -> the same shape."""
     group_size, (query_count, d), device = q.shape[1] // k.shape[1], q.shape[2:], q.device
     k, v = k.repeat_interleave(group_size, 1).float(), v.repeat_interleave(group_size, 1).float()
-    capped_logits = softcap(q.float() @ k.transpose(-2, -1) * scores.factor(d), scores.cap)
+    capped_logits = softcap(q.float() @ k.transpose(-2, -1) * scores.score_factor(d), scores.cap)
     query_positions = torch.arange(first, first + query_count, device=device)
-    allowed = scores.mask(query_positions, torch.arange(k.shape[2], device=device))
+    allowed = scores.make_mask(query_positions, torch.arange(k.shape[2], device=device))
     if documents is not None:
         allowed = allowed & (documents[:, None, query_positions, None] == documents[:, None, None, :])
     return (capped_logits.masked_fill(~allowed, -torch.inf).softmax(-1) @ v).to(q.dtype)
@@ -106,13 +106,14 @@ def plain_attention(
         return _of_queries(part, first, keys, values, documents, scores)
 
     samples, heads, length = q.shape[:3]
-    return in_parts(of_queries, q, (k, v), max(1, ELEMENTS // (samples * heads * length)), (2, 2))
+    return compute_in_parts(of_queries, q, (k, v), max(1, ELEMENTS // (samples * heads * length)), (2, 2))
 
 
 def sdpa_attention(
     q: Tensor, k: Tensor, v: Tensor, documents: Tensor | BlockMask | None, scores: AttentionScores = FULL
 ) -> Tensor:
-    """torch's fused kernels (fp32 softmax inside). documents: a mask of s x s, or on a GPU the result of `see`."""
+    """torch's fused kernels (fp32 softmax inside). documents: a mask of s x s, or on a GPU the result of
+    `make_block_mask`."""
     scale = scores.scale
     group_size, on_gpu = q.shape[1] // k.shape[1], q.device.type == "cuda"
     if isinstance(documents, BlockMask):
@@ -144,7 +145,7 @@ def sdpa_attention(
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=group_size > 1, scale=scale)
 
 
-def see(
+def make_block_mask(
     segments: Tensor | None, scores: AttentionScores, length: int, device: torch.device
 ) -> BlockMask | None:
     """The block mask of FlexAttention (arXiv:2412.05496): which blocks of queries attend to which blocks of keys. None:
@@ -179,7 +180,7 @@ def _capped(cap: float) -> Callable[..., Tensor]:
 
 
 def _sdpa_mask(segments: Tensor | None, scores: AttentionScores, length: int, device: torch.device) -> Any:
-    return (see if device.type == "cuda" else attention_mask)(segments, scores, length, device)
+    return (make_block_mask if device.type == "cuda" else attention_mask)(segments, scores, length, device)
 
 
 @lru_cache(maxsize=1)
@@ -203,7 +204,7 @@ def _te_core(heads: int, groups: int, width: int, scores: AttentionScores) -> Ca
 
     return DotProductAttention(
         heads, width, num_gqa_groups=groups, attention_dropout=0.0, qkv_format="sbhd", attn_mask_type="causal",
-        softmax_scale=scores.factor(width), window_size=None if scores.window is None else (scores.window - 1, 0),
+        softmax_scale=scores.score_factor(width), window_size=None if scores.window is None else (scores.window - 1, 0),
     )  # fmt: skip
 
 

@@ -20,14 +20,14 @@ from torch.utils.checkpoint import checkpoint
 
 from megastable.config.model import ModelConfig
 from megastable.model.attention import Attention, Places
-from megastable.model.block_parts import MLP, RMSNorm, at_places, dropped
+from megastable.model.block_parts import MLP, RMSNorm, drop_elements, keys_at_places
 from megastable.model.cores import CORES
-from megastable.model.init import initialise
+from megastable.model.init import initialise_weights
 from megastable.model.kernels import PLAIN, AttentionScores, Kernels
-from megastable.model.loss import Features, LossFunction, project
+from megastable.model.loss import Features, LossFunction, project_features
 from megastable.model.sizes import layer_costs
 from megastable.parallel.layers import ColumnParallelLinear, VocabParallelEmbedding
-from megastable.parallel.mappings import enter
+from megastable.parallel.mappings import enter_tensor_region
 from megastable.parallel.topology import WHOLE, ContextParallel, TensorParallel
 
 GRAPHS = 64  # most for one code object, where blocks are compiled
@@ -54,7 +54,7 @@ class Residual:
     norm: float = 1.0
 
     @classmethod
-    def of(cls, config: ModelConfig, block: int) -> Residual:
+    def from_config(cls, config: ModelConfig, block: int) -> Residual:
         norm_placement = config.placement_of(block)
         return cls(
             norm_placement,
@@ -73,7 +73,7 @@ class Residual:
         """Whether the norm is of the sum of stream and branch."""
         return self.placement in ("sum", "deep", "branch")
 
-    def join(
+    def join_branch(
         self, x: Tensor, branch: Transform, norm: Transform, second: Transform | None, drop: Transform,
         grown: Tensor | None,
     ) -> Tensor:  # fmt: skip
@@ -123,7 +123,7 @@ class Embedding(VocabParallelEmbedding):
         if self.factor != 1.0:
             x = x * self.factor
         if self.training and dropout_keys is not None:
-            x = dropped(x, at_places(dropout_keys, 0)[0], self.dropout, self.part * len(x))
+            x = drop_elements(x, keys_at_places(dropout_keys, 0)[0], self.dropout, self.part * len(x))
         return _with(inputs, x)
 
 
@@ -152,7 +152,7 @@ class Block(nn.Module):
         self.name = name = f"blocks.{index}"
         recomputes_core = recompute == "selective"
         self.recompute = recompute == "full"
-        self.residual = residual = Residual.of(config, index)
+        self.residual = residual = Residual.from_config(config, index)
         make_norm = partial(
             RMSNorm,
             config.hidden,
@@ -163,7 +163,13 @@ class Block(nn.Module):
         )
         self.attention_norm = make_norm(f"{name}.attention_norm", scale=residual.norm)
         self.attention = Attention(
-            config, tp, f"{name}.attention", recomputes_core, kernels, cp, AttentionScores.of(config, index)
+            config,
+            tp,
+            f"{name}.attention",
+            recomputes_core,
+            kernels,
+            cp,
+            AttentionScores.from_config(config, index),
         )
         self.mlp_norm = make_norm(f"{name}.mlp_norm", scale=residual.norm)
         self.mlp = MLP(config, tp, f"{name}.mlp", recomputes_core)
@@ -183,13 +189,15 @@ class Block(nn.Module):
             torch._dynamo.config.recompile_limit = max(GRAPHS, torch._dynamo.config.recompile_limit)
             self._fast = torch.compile(self._block, fullgraph=kernels.whole_blocks, dynamic=False)
 
-    def in_pieces(self) -> None:
+    def compile_in_pieces(self) -> None:
         """Exclude its linear layers from torch.compile; the code between them is compiled separately."""
         if not self._kernels.compile:
             return
         is_whole = self._kernels.whole_blocks
-        compiled_between = torch.compile(self.attention.between, fullgraph=is_whole, dynamic=False)
-        self._fast = lambda x, at: self.around(x, lambda y: self.attention(y, at, compiled_between), at.keys)
+        compiled_between = torch.compile(self.attention.attend_between, fullgraph=is_whole, dynamic=False)
+        self._fast = lambda x, at: self.run_around(
+            x, lambda y: self.attention(y, at, compiled_between), at.keys
+        )
         if isinstance(self.mlp, MLP):
             self.mlp.fast = torch.compile(self.mlp.activation, fullgraph=is_whole, dynamic=False)
 
@@ -211,7 +219,7 @@ class Block(nn.Module):
         x, segments, dropout_keys = open_stream(stream)
         at = self._places(x, segments)
         if self.training and dropout_keys is not None:
-            at = at._replace(keys=at_places(dropout_keys, 1 + 2 * self._index, 2 + 2 * self._index))
+            at = at._replace(keys=keys_at_places(dropout_keys, 1 + 2 * self._index, 2 + 2 * self._index))
         runs_halves = self.in_halves or self._plain
         run_block = self._halves if runs_halves else self._fast
         is_recomputed = (self.recompute or runs_halves) and torch.is_grad_enabled()
@@ -223,13 +231,13 @@ class Block(nn.Module):
         `forward`, which is unchanged. Collective over the tensor and the context group."""
         x, segments, _ = open_stream(stream)
         at = self._places(x, segments)
-        q, k, _ = self.attention.rotated(
+        q, k, _ = self.attention.rotate_heads(
             self.attention.qkv(self.attention_norm(x) if self.residual.norms_input else x), at
         )
         return q, k
 
     @torch.no_grad()
-    def outputs(self, x: Tensor, segments: Tensor | None, most: int) -> tuple[Tensor, Tensor, Tensor]:
+    def compute_outputs(self, x: Tensor, segments: Tensor | None, most: int) -> tuple[Tensor, Tensor, Tensor]:
         """What the products of qkv, of attention's projection and of the MLP give for the first `most` tokens of
         x [s, b, hidden], for all tokens where ranks share a sequence: [s, b, width / tensor], and twice x's shape.
         Computed separately from `forward`, not compiled. Collective over the tensor and the context group."""
@@ -249,10 +257,10 @@ class Block(nn.Module):
         return qkv, attention, mlp
 
     def _places(self, x: Tensor, segments: Tensor | None) -> Places:
-        return self.attention.places(x.shape[0] * self._split, segments, x.device)
+        return self.attention.find_places(x.shape[0] * self._split, segments, x.device)
 
     def _block(self, x: Tensor, at: Places) -> Tensor:
-        return self.around(x, lambda y: self.attention(y, at), at.keys)
+        return self.run_around(x, lambda y: self.attention(y, at), at.keys)
 
     def _halves(self, x: Tensor, at: Places) -> Tensor:
         """The block, not compiled, so that hooks on its modules run. As that saves twice the activations, it is
@@ -260,16 +268,16 @@ class Block(nn.Module):
         attended_half = _recomputed(self._attended, x, lambda y: self.attention(y, at), at.keys)
         return _recomputed(self._fed, attended_half, at.keys)
 
-    def around(self, x: Tensor, attend: Callable[[Tensor], Tensor], keys: Tensor | None = None) -> Tensor:
+    def run_around(self, x: Tensor, attend: Callable[[Tensor], Tensor], keys: Tensor | None = None) -> Tensor:
         """The block with `attend` in place of its attention; `attend` maps x [s, b, hidden] to the same shape. keys:
         of dropout in both halves, int64 [2, b], if there is any."""
         return self._fed(self._attended(x, attend, keys), keys)
 
     def _dropped(self, x: Tensor, keys: Tensor | None, half: int) -> Tensor:
-        return x if keys is None else dropped(x, keys[half], self._dropout, self._part * len(x))
+        return x if keys is None else drop_elements(x, keys[half], self._dropout, self._part * len(x))
 
     def _attended(self, x: Tensor, attend: Callable[[Tensor], Tensor], keys: Tensor | None) -> Tensor:
-        return self.residual.join(
+        return self.residual.join_branch(
             x,
             attend,
             self.attention_norm,
@@ -279,7 +287,7 @@ class Block(nn.Module):
         )
 
     def _fed(self, x: Tensor, keys: Tensor | None) -> Tensor:
-        return self.residual.join(
+        return self.residual.join_branch(
             x, self.mlp, self.mlp_norm, self.mlp_post_norm, lambda y: self._dropped(y, keys, 1), self.grown
         )
 
@@ -315,27 +323,27 @@ class FinalNorm(RMSNorm):
 
 @dataclass(frozen=True)
 class Readout:
-    """How logits are made of x and the head's weight. scale: their factor (muP); cap: see `loss.project`."""
+    """How logits are made of x and the head's weight. scale: their factor (muP); cap: see `loss.project_features`."""
 
     scale: float = 1.0
     cap: float | None = None
 
     @classmethod
-    def of(cls, config: ModelConfig) -> Readout:
+    def from_config(cls, config: ModelConfig) -> Readout:
         return cls(1 / config.width_ratio, config.logit_softcap)
 
-    def features(self, head: ColumnParallelLinear | VocabParallelEmbedding, x: Tensor) -> Features:
+    def make_features(self, head: ColumnParallelLinear | VocabParallelEmbedding, x: Tensor) -> Features:
         """Inputs of the logits, for a head or the embedding of a tied model: x inside the tensor-parallel region, and
         the weight (a view: DeepSpeed's pipeline starts a backward pass by hooks on non-leaf tensors)."""
-        x = enter(x, head.tp)
+        x = enter_tensor_region(x, head.tp)
         return x if self.scale == 1.0 else x * self.scale, head.weight.view_as(head.weight)
 
-    def project(self, given: Features) -> Tensor:
-        return project(given, self.cap)
+    def project_features(self, given: Features) -> Tensor:
+        return project_features(given, self.cap)
 
     def tied_head(self, embedding: VocabParallelEmbedding, x: Tensor) -> Tensor:
         """The head of a tied model: logits from the embedding's weight."""
-        return self.project(self.features(embedding, x))
+        return self.project_features(self.make_features(embedding, x))
 
 
 class Head(ColumnParallelLinear):
@@ -349,14 +357,14 @@ class Head(ColumnParallelLinear):
 
     def forward(self, x: Tensor, then: Callable[[Features], Any] | None = None) -> Any:
         # Called in here, because ZeRO 3 releases the weight afterwards.
-        return (then or self.readout.project)(self.readout.features(self, x))
+        return (then or self.readout.project_features)(self.readout.make_features(self, x))
 
 
 class LateHead(Head):
     """The head of a pipeline whose loss does the projection, chunk by chunk: x -> features."""
 
     def forward(self, x: Tensor, then: Callable[[Features], Any] | None = None) -> Any:
-        head_features = self.readout.features(self, x)
+        head_features = self.readout.make_features(self, x)
         return head_features if then is None else then(head_features)
 
 
@@ -371,7 +379,7 @@ class Layer:
     tied: bool = False
 
 
-def layers(
+def list_layers(
     config: ModelConfig,
     tp: TensorParallel,
     recompute: str,
@@ -395,7 +403,9 @@ def layers(
         ),
         Layer(embedding, cost=costs[-1], tied=True)
         if c.tied
-        else Layer(partial(head, c.hidden, (vocabulary,), tp, "head", Readout.of(c)), cost=costs[-1]),
+        else Layer(
+            partial(head, c.hidden, (vocabulary,), tp, "head", Readout.from_config(c)), cost=costs[-1]
+        ),
     ]
 
 
@@ -418,12 +428,12 @@ class GPT(nn.Sequential):
         cp: ContextParallel = WHOLE,
         make: Make = call,
     ) -> None:
-        listed = layers(config, tp, recompute, kernels, cp=cp)
+        listed = list_layers(config, tp, recompute, kernels, cp=cp)
         super().__init__(*(make(layer.build) for layer in listed[: -1 if config.tied else None]))
         if seed is not None:
-            initialise(self, config, tp, seed)
+            initialise_weights(self, config, tp, seed)
         self.loss = loss
-        self.tied, self.readout = config.tied, Readout.of(config)
+        self.tied, self.readout = config.tied, Readout.from_config(config)
         self.chunked = kernels.loss == "chunked"
 
     def forward(self, inputs: Stream, labels: Tensor | None = None) -> Tensor:
@@ -433,19 +443,19 @@ class GPT(nn.Sequential):
             x = layer_module(x)
         loss_function = self.loss
         if labels is None:
-            return self.logits(x)
+            return self.compute_logits(x)
         assert loss_function is not None
         if self.chunked:
             return self._headed(x, lambda given: loss_function(given, labels))
-        return loss_function(self.logits(x), labels)
+        return loss_function(self.compute_logits(x), labels)
 
-    def logits(self, x: Tensor) -> Tensor:
+    def compute_logits(self, x: Tensor) -> Tensor:
         """What the head makes of x [s, b, hidden]."""
-        return self._headed(x, self.readout.project)
+        return self._headed(x, self.readout.project_features)
 
     def _headed(self, x: Tensor, then: Callable[[Features], Tensor]) -> Tensor:
         last_layer = self[-1]
-        return then(self.readout.features(self._embedding, x)) if self.tied else last_layer(x, then)
+        return then(self.readout.make_features(self._embedding, x)) if self.tied else last_layer(x, then)
 
     @property
     def _embedding(self) -> VocabParallelEmbedding:

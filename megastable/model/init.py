@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from megastable.base.hardware import ranks_of_host
 from megastable.config.model import ModelConfig
-from megastable.parallel.sharding import Placement, placement_of, shape_of, shard
+from megastable.parallel.sharding import Placement, cut_shard, placement_of, shape_of
 from megastable.parallel.topology import TensorParallel
 
 CHUNK = 1 << 18  # numbers drawn at a time: in fp32 they stay in a core's cache
@@ -98,7 +98,7 @@ def _scaled(chunk: Tensor, first: int, parts: list[tuple[int, float]]) -> Tensor
 
 
 def whole_weight(placement: Placement, shape: tuple[int, ...], config: ModelConfig, seed: int) -> Tensor:
-    """The initial value, fp32, of the whole tensor: the plain reference of `fill`."""
+    """The initial value, fp32, of the whole tensor: the plain reference of `fill_parts`."""
     if len(shape) == 1:
         return torch.full(shape, _of_vector(placement, config))
     parts = section_stds(placement, shape[0], shape[1], config)
@@ -118,7 +118,7 @@ class ParameterPart:
     start: int = 0
 
 
-def initialise(
+def initialise_weights(
     module: nn.Module, config: ModelConfig, tp: TensorParallel, seed: int, data_rank: int = 0
 ) -> None:
     """Fill every parameter of `module` in place, on all cores of this rank; those on the meta device stay empty.
@@ -132,10 +132,10 @@ def initialise(
             parts.append(ParameterPart(placement_of(p), shape_of(p), piece, data_rank * len(piece)))
         elif not p.is_meta:
             parts.append(ParameterPart(placement_of(p), shape_of(p), p.detach().view(-1)))
-    fill(parts, config, tp, seed, threads_to_draw())
+    fill_parts(parts, config, tp, seed, threads_to_draw())
 
 
-def fill(
+def fill_parts(
     parts: Iterable[ParameterPart], config: ModelConfig, tp: TensorParallel, seed: int, threads: int
 ) -> None:
     """Fill `parts` on this many threads. Each thread holds one chunk of numbers, in fp32 and in the target dtype."""
@@ -200,7 +200,7 @@ def _of_shard(
     """The rows of a chunk (starting at row `first` of the whole tensor) that belong to this tensor rank's shard, cut to
     its columns; and their first row in the shard."""
     if placement.dim != 0 or tp.size == 1:
-        yield first, shard(chunk, placement, tp.rank, tp.size)
+        yield first, cut_shard(chunk, placement, tp.rank, tp.size)
         return
     passed_rows = 0
     for section_rows in placement.sections:

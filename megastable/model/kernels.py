@@ -23,18 +23,18 @@ class AttentionScores(NamedTuple):
     window: int | None = None
 
     @classmethod
-    def of(cls, config: ModelConfig, block: int) -> AttentionScores:
+    def from_config(cls, config: ModelConfig, block: int) -> AttentionScores:
         return cls(config.score_scale, config.attention_softcap, config.window_of(block))
 
-    def within(self, length: int) -> AttentionScores:
+    def within_length(self, length: int) -> AttentionScores:
         """The same for samples of `length` tokens: without a window that none of them reaches."""
         return self if self.window is None or self.window < length else self._replace(window=None)
 
-    def factor(self, width: int) -> float:
+    def score_factor(self, width: int) -> float:
         """The factor of q k. width: of a head."""
         return 1 / math.sqrt(width) if self.scale is None else self.scale
 
-    def mask(self, queries: Tensor, keys: Tensor) -> Tensor:
+    def make_mask(self, queries: Tensor, keys: Tensor) -> Tensor:
         """bool [queries, keys]: which keys a query sees. Both int64, positions in the sample."""
         key_distance = queries[:, None] - keys
         is_seen = key_distance >= 0
@@ -49,7 +49,7 @@ def softcap(z: Tensor, cap: float | None) -> Tensor:
     return z if cap is None else torch.tanh(z / cap) * cap
 
 
-def in_parts(
+def compute_in_parts(
     compute: Callable[..., Tensor], x: Tensor, whole: tuple[Tensor, ...], size: int, dims: tuple[int, int]
 ) -> Tensor:
     """What `compute` makes of x, computed for `size` rows of it at a time, and again in the backward pass.

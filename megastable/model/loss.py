@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 from megastable.base import products
 from megastable.base.products import linear
 from megastable.model import sizes
-from megastable.model.kernels import in_parts, softcap
+from megastable.model.kernels import compute_in_parts, softcap
 from megastable.parallel.topology import TensorParallel
 
 # Elementwise work on a chunk goes in blocks of this many logits, to stay in a CPU's cache.
@@ -122,7 +122,7 @@ class _Chunked(torch.autograd.Function):
                     ]
                     - chunk_start
                 )
-                own_entropies.append(own_entropy(logits[measured_in_chunk], of.cap))
+                own_entropies.append(measure_own_entropy(logits[measured_in_chunk], of.cap))
             loss[chunk_slice], lse[chunk_slice] = _between(logits, local_labels[chunk_slice], of, any(grads))
             logit_gradient = logits  # overwritten in place
             if dx is not None:
@@ -132,7 +132,7 @@ class _Chunked(torch.autograd.Function):
         squared_lse = lse.pow(2)
         sample_means = torch.stack([loss, squared_lse]).view(2, *x.shape[:2]).mean(1)
         if own_entropies:
-            mean_entropy = joined_entropy(torch.cat(own_entropies, 1), of.tp).view(-1, x.shape[1]).mean(0)
+            mean_entropy = join_entropy(torch.cat(own_entropies, 1), of.tp).view(-1, x.shape[1]).mean(0)
             sample_means = torch.cat((sample_means, mean_entropy[None]))
         ctx.save_for_backward(dx, dw and dw.total)
         ctx.x_shape, ctx.weight_shape, ctx.weight_dtype = x.shape, weight.shape, weight.dtype
@@ -285,7 +285,7 @@ def _predicted_rows(x: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def own_entropy(logits: Tensor, cap: float | None = None) -> Tensor:
+def measure_own_entropy(logits: Tensor, cap: float | None = None) -> Tensor:
     """Of a rank's columns of logits [tokens, rows], before a cap: logsumexp, and the entropy (nats) of the distribution
     over these columns alone; fp32 [2, tokens]. No rows: -inf and 0.
 
@@ -298,7 +298,7 @@ def own_entropy(logits: Tensor, cap: float | None = None) -> Tensor:
 
 
 def _block_entropy(logits: Tensor, cap: float | None) -> Tensor:
-    """`own_entropy` of a block; a function, so that nothing of a block is alive in the next one."""
+    """`measure_own_entropy` of a block; a function, so that nothing of a block is alive in the next one."""
     z = softcap(logits.float(), cap)
     lse = z.logsumexp(-1)
     z = z - lse.unsqueeze(-1)
@@ -306,9 +306,9 @@ def _block_entropy(logits: Tensor, cap: float | None) -> Tensor:
 
 
 @torch.no_grad()
-def joined_entropy(own: Tensor, tp: TensorParallel) -> Tensor:
-    """Entropy over the whole vocabulary, nats, fp32 [tokens], from `own_entropy` of every rank of the tensor group:
-    that of the choice of a rank, and that within each."""
+def join_entropy(own: Tensor, tp: TensorParallel) -> Tensor:
+    """Entropy over the whole vocabulary, nats, fp32 [tokens], from `measure_own_entropy` of every rank of the tensor
+    group: that of the choice of a rank, and that within each."""
     if tp.size == 1:
         return own[1]
     rank_entropies = [torch.empty_like(own, memory_format=torch.contiguous_format) for _ in range(tp.size)]
@@ -410,14 +410,14 @@ def cross_entropy(
 Features = tuple[Tensor, Tensor]  # x [s, b, hidden] and the weight that makes logits of it
 
 
-def project(given: Features, cap: float | None = None) -> Tensor:
+def project_features(given: Features, cap: float | None = None) -> Tensor:
     """Logits [s, b, padded vocabulary / tensor], in fp32 if they are capped (Gemma 2, arXiv:2408.00118, section 2)."""
     logits = linear(*given)
     return logits if cap is None else softcap(logits.float(), cap)
 
 
 @torch.no_grad()
-def projected(given: Features) -> Iterator[Tensor]:
+def project_in_chunks(given: Features) -> Iterator[Tensor]:
     """Logits before a cap, [n, padded vocabulary / tensor], of n tokens at a time, as few as `chunked_objective` holds
     in memory."""
     x, weight = given[0].flatten(0, 1), given[1]
@@ -476,23 +476,27 @@ class LossFunction:
         """Entropy of what is predicted at `sizes.choose_predicted_positions`, nats, fp32 [positions * b]."""
         features = isinstance(given, tuple)
         at = sizes.choose_predicted_positions(len(given[0] if isinstance(given, tuple) else given))
-        parts = projected((given[0][at], given[1])) if isinstance(given, tuple) else [given[at].flatten(0, 1)]
+        parts = (
+            project_in_chunks((given[0][at], given[1]))
+            if isinstance(given, tuple)
+            else [given[at].flatten(0, 1)]
+        )
         own = list[Tensor]()
         for part in parts:
             rows = min(max(self.vocabulary - self.tp.rank * part.shape[1], 0), part.shape[1])
-            own.append(own_entropy(part[:, :rows], self.cap if features else None))
-        return joined_entropy(torch.cat(own, 1), self.tp)
+            own.append(measure_own_entropy(part[:, :rows], self.cap if features else None))
+        return join_entropy(torch.cat(own, 1), self.tp)
 
     def _of_features(self, given: Features, labels: Tensor) -> Tensor:
         """Loss and logsumexp of every token, [2, s, b], with as many logits in memory as `chunked_objective` has."""
         (x, weight), label_rows = given, labels.t()
 
         def of_tokens(part: Tensor, first: int, weight: Tensor) -> Tensor:
-            logits = project((part, weight), self.cap)
+            logits = project_features((part, weight), self.cap)
             return torch.stack(self._of_logits(logits, label_rows[first : first + len(part)]))
 
         sample_length, sample_count = x.shape[:2]
         chunk_tokens = sizes.chunk_size(
             sample_length * sample_count, len(weight), sizes.elements_on(x.device.type)
         )
-        return in_parts(of_tokens, x, (weight,), max(1, chunk_tokens // sample_count), (0, 1))
+        return compute_in_parts(of_tokens, x, (weight,), max(1, chunk_tokens // sample_count), (0, 1))

@@ -13,7 +13,7 @@ from megastable.config.training import Fp8Config
 from megastable.config.tree import RunConfig
 
 
-def parameters(c: ModelConfig) -> int:
+def count_parameters(c: ModelConfig) -> int:
     """Trainable parameters of the whole model, vocabulary padding included."""
     d = c.head_width
     norm_elements = {False: 0, True: 2, "full": c.heads + c.key_value_heads}[c.qk_norm] * d
@@ -43,7 +43,7 @@ def flops_per_token(c: ModelConfig, causal: bool) -> float:
 MULTIPLE = 16  # sizes of its FP8 products must be multiples of this
 
 
-def misfit(config: RunConfig) -> str | None:
+def find_misfit(config: RunConfig) -> str | None:
     """The reason why it has no products for a model in this layout, on any GPU; None if it has."""
     c, m, p = config, config.model, config.parallel
     if c.precision.kind != "bf16":

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megastable.optim.pieces import Piece, PieceOptimizer, chunk_size
-from megastable.parallel.sharding import Fragment, Rectangle, rectangles, shape_of, whole_index
+from megastable.parallel.sharding import Fragment, Rectangle, shape_of, split_in_rectangles, whole_index
 
 TINY = 1e-30  # the paper's first epsilon, added to squares of gradients
 ROWS, COLUMNS, PRESENT = "rows", "columns", "present"
@@ -60,7 +60,7 @@ class Adafactor(PieceOptimizer):
             square_norms += [
                 (piece, torch.linalg.vector_norm(u).double().square()) for _, u in self._scaled(piece)
             ]
-        square_sums = self.totals(square_norms, 1)[:, 0].tolist()
+        square_sums = self.sum_by_parameter(square_norms, 1)[:, 0].tolist()
         for piece in pieces:
             whole_parameter, group = self.at.parameters[piece.name], piece.group
             clip_shrink = 1 / max(
@@ -76,7 +76,7 @@ class Adafactor(PieceOptimizer):
                     )
                 if group["weight_decay"]:
                     change.add_(piece.weight[part_range] * (-group["lr"] * group["weight_decay"]))
-                self.move(piece, change, part_range)
+                self.move_weights(piece, change, part_range)
 
     def _means(self, pieces: Sequence[Piece]) -> dict[str, Tensor]:
         """Means of squared gradients over the rows and columns of the matrices that some rank updates. Collective."""
@@ -89,8 +89,8 @@ class Adafactor(PieceOptimizer):
             if piece.group["matrices"] and piece.fragment.counted:
                 sums[PRESENT, piece.name] += 1
                 rows, columns = self._indices(piece)
-                for band in bands(piece.fragment, chunk_size(piece.weight)):
-                    squares = band.of(piece.gradient).square()
+                for band in split_in_bands(piece.fragment, chunk_size(piece.weight)):
+                    squares = band.view_of(piece.gradient).square()
                     sums[ROWS, piece.name].index_add_(0, rows[band.rows], squares.sum(1))
                     sums[COLUMNS, piece.name].index_add_(0, columns[band.columns], squares.sum(0))
         if dist.is_initialized():
@@ -117,16 +117,16 @@ class Adafactor(PieceOptimizer):
         rows, columns = self._indices(piece)
         r, c = (self.shared[f"{kind}/{piece.name}"] for kind in (ROWS, COLUMNS))
         by_row, by_column = (r / r.mean()).rsqrt_().mul_(factor)[rows, None], c.rsqrt()[None, columns]
-        for row_band in bands(piece.fragment, chunk_size(piece.weight)):
-            u = row_band.of(piece.gradient) * by_row[row_band.rows]
+        for row_band in split_in_bands(piece.fragment, chunk_size(piece.weight)):
+            u = row_band.view_of(piece.gradient) * by_row[row_band.rows]
             yield row_band.part, u.mul_(by_column[:, row_band.columns]).flatten()
 
 
-def bands(fragment: Fragment, size: int) -> Iterator[Rectangle]:
+def split_in_bands(fragment: Fragment, size: int) -> Iterator[Rectangle]:
     """The rectangles of a piece of a matrix, whole rows some `size` elements at a time."""
     row_width = fragment.shape[1]
     rows_at_once = max(1, size // row_width)
-    for whole_rectangle in rectangles(fragment):
+    for whole_rectangle in split_in_rectangles(fragment):
         for first_row in range(whole_rectangle.rows.start, whole_rectangle.rows.stop, rows_at_once):
             band_end = min(first_row + rows_at_once, whole_rectangle.rows.stop)
             band_start = whole_rectangle.part.start + (first_row - whole_rectangle.rows.start) * row_width

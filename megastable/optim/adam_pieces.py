@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megastable.base.reproducible import GOLDEN, mix, signed, unsigned_shift
+from megastable.base.reproducible import GOLDEN, mix_tensor, to_signed, unsigned_shift
 from megastable.optim.adamw import update_fused
-from megastable.optim.pieces import Piece, PieceOptimizer, UpdateSize, chunk_size, chunks
+from megastable.optim.pieces import Piece, PieceOptimizer, UpdateSize, chunk_size, split_in_chunks
 from megastable.parallel.sharding import whole_index
 
 
@@ -25,7 +25,7 @@ class AdamPieces(PieceOptimizer):
     def __init__(self, params: Iterable[Any], *, lr: float, betas: tuple[float, float], eps: float) -> None:
         super().__init__(params, lr=lr, betas=betas, eps=eps)
 
-    def adamw(
+    def apply_adamw(
         self, piece: Piece, at: slice, rate: float, count: int, gradient: Tensor | None = None,
         chosen: Tensor | None = None,
     ) -> None:  # fmt: skip
@@ -44,7 +44,7 @@ class AdamPieces(PieceOptimizer):
         if chosen is not None:  # weight decay has changed the others, too
             weight.copy_(torch.where(chosen, weight, old_weight))
         if self.recording and piece.fragment.counted:
-            self.sizes.append(UpdateSize.of(piece.name, weight - old_weight))
+            self.sizes.append(UpdateSize.of_change(piece.name, weight - old_weight))
 
 
 def count_of(count: int, like: Tensor) -> Tensor:
@@ -61,15 +61,15 @@ class Lamb(AdamPieces):
 
     def update(self, pieces: Sequence[Piece], step: int) -> None:
         matrix_pieces = [piece for piece in pieces if len(piece.fragment.shape) > 1]
-        square_sums = self.totals(self._squares(matrix_pieces, step), 2)
+        square_sums = self.sum_by_parameter(self._squares(matrix_pieces, step), 2)
         norm_pairs = square_sums.sqrt().tolist()
         for piece in pieces:
             weight_norm, step_norm = norm_pairs[
                 self.at.parameters[piece.name].row
             ]  # both 0 for norms and biases
             rate = piece.group["lr"] * (weight_norm / step_norm if weight_norm and step_norm else 1.0)
-            for part_range in chunks(piece):
-                self.adamw(piece, part_range, rate, step)
+            for part_range in split_in_chunks(piece):
+                self.apply_adamw(piece, part_range, rate, step)
 
     def _squares(self, pieces: Sequence[Piece], step: int) -> Iterator[tuple[Piece, Tensor]]:
         """|w|^2 and |u|^2 of parts of pieces, with u of this update; fp64 [2]."""
@@ -79,7 +79,7 @@ class Lamb(AdamPieces):
         ]
         for piece in pieces:
             group = piece.group
-            for part_range in chunks(piece):
+            for part_range in split_in_chunks(piece):
                 weight, gradient = piece.weight[part_range], piece.gradient[part_range]
                 u, *moments = (x[: weight.numel()] for x in work_buffers)
                 # The kernel subtracts its step times the rate from what it is told are the weights.
@@ -99,14 +99,14 @@ class StableAdamW(AdamPieces):
     """
 
     def update(self, pieces: Sequence[Piece], step: int) -> None:
-        lag_sums = self.totals(
-            ((p, lag(p, part_range, step)) for p in pieces for part_range in chunks(p)), 1
+        lag_sums = self.sum_by_parameter(
+            ((p, lag(p, part_range, step)) for p in pieces for part_range in split_in_chunks(p)), 1
         )[:, 0].tolist()
         for piece in pieces:
             whole_parameter = self.at.parameters[piece.name]
             rms_lag = math.sqrt(lag_sums[whole_parameter.row] / whole_parameter.numel)
-            for part_range in chunks(piece):
-                self.adamw(piece, part_range, piece.group["lr"] / max(1.0, rms_lag), step)
+            for part_range in split_in_chunks(piece):
+                self.apply_adamw(piece, part_range, piece.group["lr"] / max(1.0, rms_lag), step)
 
 
 def lag(piece: Piece, at: slice, step: int) -> Tensor:
@@ -170,9 +170,9 @@ class Spam(AdamPieces):
             if count == 1:
                 forget(piece)
             chosen = draw_elements(piece, (step - 1) // self.interval, self.density, self.at.tensor)
-            for at in chunks(piece):
+            for at in split_in_chunks(piece):
                 gradient = clip_spikes(piece.gradient[at], piece.state["exp_avg_sq"][at], self.threshold)
-                self.adamw(piece, at, rate, count, gradient, chosen(at))
+                self.apply_adamw(piece, at, rate, count, gradient, chosen(at))
 
 
 def forget(piece: Piece) -> None:
@@ -192,12 +192,14 @@ def draw_elements(
     rows, columns = (whole_index(f, dim, *tensor).to(device) for dim in (0, 1))
     width, width_of_whole = f.shape[1], f.shape[1] * (tensor[1] if f.dim == 1 else 1)
     name = hashlib.blake2b(f"{period} {f.name}".encode(), digest_size=8).digest()
-    key, bound = signed(int.from_bytes(name, "little")), round(density * 2**DRAWN_BITS)
+    key, bound = to_signed(int.from_bytes(name, "little")), round(density * 2**DRAWN_BITS)
 
     def chosen(at: slice) -> Tensor:
         shard_places = torch.arange(f.start + at.start, f.start + at.stop, device=device)
         whole_places = rows[shard_places // width] * width_of_whole + columns[shard_places % width]
-        return unsigned_shift(mix((whole_places + 1) * signed(GOLDEN) + key), 64 - DRAWN_BITS) < bound
+        return (
+            unsigned_shift(mix_tensor((whole_places + 1) * to_signed(GOLDEN) + key), 64 - DRAWN_BITS) < bound
+        )
 
     return chosen
 
@@ -244,10 +246,10 @@ class StableSpam(AdamPieces):
         self.interval, self.decays, self.density = interval, (max_decay, *norm_decays), density
 
     def update(self, pieces: Sequence[Piece], step: int) -> None:
-        parts = [(piece, at) for piece in pieces for at in chunks(piece)]
+        parts = [(piece, at) for piece in pieces for at in split_in_chunks(piece)]
         peaks = [largest(piece.gradient[at]) for piece, at in parts]
         owners = [piece for piece, _ in parts]
-        highest = self.maxima(zip(owners, peaks, strict=True), 1)[:, 0]
+        highest = self.find_maxima(zip(owners, peaks, strict=True), 1)[:, 0]
         averages, decays = self._averages(), highest.new_tensor(self.decays)
         bias_factors = 1 / (1 - decays**step)
         averages[:, 0].mul_(decays[0]).add_(highest * (1 - decays[0]))
@@ -271,7 +273,7 @@ class StableSpam(AdamPieces):
             square_norm = torch.linalg.vector_norm(gradient_part).double().square()
             return owners[index], torch.stack([square_norm, square_norm.new_tensor(gradient_part.numel())])
 
-        square_sums, present_counts = self.totals(map(seen, range(len(parts))), 2).unbind(1)
+        square_sums, present_counts = self.sum_by_parameter(map(seen, range(len(parts))), 2).unbind(1)
         norms = square_sums.sqrt()
         averages[:, 1].mul_(decays[1]).add_(norms * (1 - decays[1]))
         averages[:, 2].mul_(decays[2]).add_(norms.square() * (1 - decays[2]))
@@ -295,7 +297,7 @@ class StableSpam(AdamPieces):
         }
         for part_index, (piece, at) in enumerate(parts):
             scaled_gradient = clipped_part(part_index) * self._at(piece, norm_scales)
-            self.adamw(
+            self.apply_adamw(
                 piece, at, piece.group["lr"], period_update, scaled_gradient, chosen[piece.fragment](at)
             )
 

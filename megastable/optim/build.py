@@ -28,7 +28,7 @@ ADAMS = frozenset({"adamw", "stable_adamw", "lamb"})
 AVERAGES = ADAMS | {"spam", "stable_spam"}
 
 
-def build(
+def build_optimizer(
     module: nn.Module, config: OptimizerConfig, model: ModelConfig, compiled: bool
 ) -> torch.optim.Optimizer:
     """The optimizer over `module`'s parameters; compiled: AdamW with bf16 moments as one kernel."""
@@ -61,7 +61,7 @@ def build(
     return FusedAdamW(groups, **adam_settings)
 
 
-def interchangeable(one: str, other: str) -> bool:
+def is_interchangeable(one: str, other: str) -> bool:
     """Whether the state of one optimizer continues under the other, by their names."""
     return one == other or {one, other} <= ADAMS
 

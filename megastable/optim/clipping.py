@@ -1,7 +1,7 @@
 """Gradient clipping on the pieces of ZeRO's flat buffers, between the gate's yes and the update.
 
     clipping = CLIPPINGS[kind](config.optimizer, parameters, tensor, device)
-    kept = clipping.clip(pieces, norm, scale)           # in place; collective
+    kept = clipping.clip_pieces(pieces, norm, scale)           # in place; collective
 
 The gate has judged the gradients before any clipping. Every rank computes the same factors from the same sums, so that
 copies of a weight stay the same bits. State has the form of an optimizer's shared state (pieces.py): it changes with an
@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from megastable.config.optimizers import OptimizerConfig
-from megastable.optim.pieces import Piece, WholeParameter, summed, totals
-from megastable.parallel.sharding import Fragment, rectangles, whole_index
+from megastable.optim.pieces import Piece, WholeParameter, sum_by_parameter, sum_over_world
+from megastable.parallel.sharding import Fragment, split_in_rectangles, whole_index
 
 EPS = 1e-6  # of clipping by a global norm, as in DeepSpeed
 
@@ -51,7 +51,7 @@ class Clipping(ABC):
         self.shared: dict[str, Tensor] = {}
 
     @abstractmethod
-    def clip(self, pieces: Sequence[Piece], norm: float, scale: float) -> float:
+    def clip_pieces(self, pieces: Sequence[Piece], norm: float, scale: float) -> float:
         """Clip the gradients of this rank's pieces in place; returns the share of their norm that is left, 1 if nothing
         was clipped, the same on all ranks.
 
@@ -59,7 +59,7 @@ class Clipping(ABC):
         Collective over the world.
         """
 
-    def restore(self, saved: Mapping[str, Tensor]) -> None:
+    def restore_state(self, saved: Mapping[str, Tensor]) -> None:
         """Replace the state by a copy of `saved`; one of another kind of clipping is dropped."""
         is_complete = all(name in saved for name in self.names)
         self.shared = {n: saved[n].to(self.device, copy=True) for n in self.names} if is_complete else {}
@@ -85,14 +85,14 @@ def _left(removed: Tensor, norm: float) -> float:
 class Value(Clipping):
     """Clamp every element to [-threshold, threshold] (Mikolov's, as described in arXiv:1211.5063, section 3.2)."""
 
-    def clip(self, pieces: Sequence[Piece], norm: float, scale: float) -> float:
+    def clip_pieces(self, pieces: Sequence[Piece], norm: float, scale: float) -> float:
         most, removed = self.threshold * scale, torch.zeros(1, dtype=torch.float64, device=self.device)
         for piece in pieces:
             before = _squared(piece.gradient)
             piece.gradient.clamp_(-most, most)
             if piece.fragment.counted:
                 removed += before - _squared(piece.gradient)
-        return _left(summed(removed) / scale**2, norm)
+        return _left(sum_over_world(removed) / scale**2, norm)
 
 
 class AdaGC(Clipping):
@@ -106,7 +106,7 @@ class AdaGC(Clipping):
     names = ("adagc/norms", "adagc/updates")
     THRESHOLD, DECAY, WARMUP = 1.05, 0.98, 100
 
-    def clip(self, pieces: Sequence[Piece], norm: float, scale: float) -> float:
+    def clip_pieces(self, pieces: Sequence[Piece], norm: float, scale: float) -> float:
         if not self.shared:
             element_counts = {"adagc/norms": len(self.parameters), "adagc/updates": 1}
             self.shared = {
@@ -115,7 +115,7 @@ class AdaGC(Clipping):
             }
         past_norms, update_count = (self.shared[name] for name in self.names)
         piece_squares = ((p.fragment, _squared(p.gradient)) for p in pieces)
-        current_norms = totals(piece_squares, 1, self.parameters, self.device)[:, 0].sqrt() / scale
+        current_norms = sum_by_parameter(piece_squares, 1, self.parameters, self.device)[:, 0].sqrt() / scale
         if int(update_count) < self.warmup:
             norm_share = _scaled(pieces, by_norm(norm, self.config.clip))
             clipped_norms = current_norms * norm_share
@@ -123,7 +123,7 @@ class AdaGC(Clipping):
                 clipped_norms == 0, past_norms, torch.minimum(past_norms, clipped_norms)
             )
         else:
-            clip_factors = allowed(current_norms, self.threshold * past_norms, unless=past_norms == 0)
+            clip_factors = compute_factors(current_norms, self.threshold * past_norms, unless=past_norms == 0)
             for piece in pieces:
                 piece.gradient.mul_(clip_factors[self.parameters[piece.name].row].float())
             clipped_norms = current_norms * clip_factors
@@ -145,7 +145,7 @@ class ZClip(Clipping):
     names = ("zclip/mean", "zclip/variance", "zclip/updates")
     THRESHOLD, DECAY, WARMUP = 2.5, 0.97, 25
 
-    def clip(self, pieces: Sequence[Piece], norm: float, scale: float) -> float:
+    def clip_pieces(self, pieces: Sequence[Piece], norm: float, scale: float) -> float:
         mean, variance, update_count = (
             float(self.shared[name]) if self.shared else 0.0 for name in self.names
         )
@@ -198,7 +198,7 @@ class AGC(Clipping):
             self._first[name] = self._units
             self._units += whole_parameter.shape[0] if len(whole_parameter.shape) > 1 else 1
 
-    def clip(self, pieces: Sequence[Piece], norm: float, scale: float) -> float:
+    def clip_pieces(self, pieces: Sequence[Piece], norm: float, scale: float) -> float:
         square_table = torch.zeros(2, self._units, dtype=torch.float64, device=self.device)
         clip_units = [
             clip_unit for piece in pieces if piece.name != self.head for clip_unit in self._split(piece)
@@ -209,9 +209,9 @@ class AGC(Clipping):
                     square_row.index_add_(
                         0, table_rows, torch.linalg.vector_norm(unit_values, dim=1).double().square()
                     )
-        gradient_norms, weight_norms = summed(square_table).sqrt_()
+        gradient_norms, weight_norms = sum_over_world(square_table).sqrt_()
         gradient_norms /= scale
-        row_factors = allowed(gradient_norms, self.threshold * weight_norms.clamp(min=self.LEAST))
+        row_factors = compute_factors(gradient_norms, self.threshold * weight_norms.clamp(min=self.LEAST))
         for _, table_rows, gradient, _ in clip_units:
             gradient.mul_(row_factors[table_rows].float().unsqueeze(1))
         return _left(((1 - row_factors.square()) * gradient_norms.square()).sum(), norm)
@@ -225,10 +225,13 @@ class AGC(Clipping):
         rows = self._rows[f]
         if len(f.shape) == 1:
             return [(piece, rows, piece.gradient.view(1, -1), piece.weight.view(1, -1))]
-        return [(piece, rows[r.rows], r.of(piece.gradient), r.of(piece.weight)) for r in rectangles(f)]
+        return [
+            (piece, rows[r.rows], r.view_of(piece.gradient), r.view_of(piece.weight))
+            for r in split_in_rectangles(f)
+        ]
 
 
-def allowed(norms: Tensor, most: Tensor, unless: Tensor | None = None) -> Tensor:
+def compute_factors(norms: Tensor, most: Tensor, unless: Tensor | None = None) -> Tensor:
     """Factors that reduce `norms` to `most`, exactly 1 where they are not above; unless: where they do not apply."""
     is_above = norms > most
     if unless is not None:
@@ -253,14 +256,14 @@ CLIPPINGS: dict[str, type[Clipping]] = {"value": Value, "adagc": AdaGC, "zclip":
 # anything but its factor.
 
 
-def over(highest: Tensor, threshold: float) -> Tensor:
+def find_heads_over(highest: Tensor, threshold: float) -> Tensor:
     """Which heads to clip. A largest logit that is not finite is no measurement: its head is left alone."""
     return torch.isfinite(highest) & (highest > threshold)
 
 
 def clip_factors(highest: Tensor, kv_heads: int, threshold: float) -> tuple[Tensor, Tensor]:
     """Factors of query heads [..., heads] and key heads [..., kv_heads], from largest logits [..., heads]. fp32."""
-    wanted_factors = torch.where(over(highest, threshold), threshold / highest, 1.0)
+    wanted_factors = torch.where(find_heads_over(highest, threshold), threshold / highest, 1.0)
     grouped_factors = wanted_factors.unflatten(-1, (kv_heads, -1))
     key_factors = grouped_factors.amin(-1).sqrt()
     return (grouped_factors / key_factors.unsqueeze(-1)).flatten(-2), key_factors
@@ -280,5 +283,5 @@ def scale_rows(piece: Tensor, fragment: Fragment, factors: Tensor) -> None:
     """Multiply the rows of a parameter's shard by `factors` [rows], in place, in the `piece` that `fragment` describes:
     a flat range, which may begin and end inside a row."""
     factors = factors.to(piece.device)
-    for row_rectangle in rectangles(fragment):
-        row_rectangle.of(piece).mul_(factors[row_rectangle.rows, None])
+    for row_rectangle in split_in_rectangles(fragment):
+        row_rectangle.view_of(piece).mul_(factors[row_rectangle.rows, None])

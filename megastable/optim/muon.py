@@ -17,18 +17,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megastable.base.collectives import gathered
+from megastable.base.collectives import gather_objects
 from megastable.base.products import is_cast, mm
 from megastable.optim.adam_pieces import AdamPieces
-from megastable.optim.ownership import ITERATIONS, Matrix, MatrixPiece, Round, plan
-from megastable.optim.pieces import MOMENTS, Piece, Surroundings, chunk_size, chunks
+from megastable.optim.ownership import ITERATIONS, Matrix, MatrixPiece, Round, plan_rounds
+from megastable.optim.pieces import MOMENTS, Piece, Surroundings, chunk_size, split_in_chunks
 from megastable.parallel.sharding import Fragment
 
 # Apply a function to whole matrices that lie in pieces on the ranks of a pipeline stage.
 #
-# Two all-to-alls a round (`ownership.plan`): pieces to the matrices' owners, and those of the results back. Messages
-# have the dtype in which the owner computes: bf16 halves them, and rounding before the message gives the same bits as
-# after.
+# Two all-to-alls a round (`ownership.plan_rounds`): pieces to the matrices' owners, and those of the results back.
+# Messages have the dtype in which the owner computes: bf16 halves them, and rounding before the message gives the same
+# bits as after.
 
 
 Messages = list[list[MatrixPiece]]  # by the other rank
@@ -53,7 +53,7 @@ class Exchange:
         self._rounds = [_traffic(exchange_round, rank) for exchange_round in rounds]
 
     @torch.no_grad()
-    def run(
+    def exchange_matrices(
         self,
         read: Callable[[MatrixPiece, Tensor], None],
         function: Callable[[Tensor], Tensor],
@@ -101,10 +101,10 @@ def _traffic(held: Round, rank: int) -> _Traffic:
     all_ranks = range(len(held.matrices))
     return _Traffic(
         [(m, 1 + max(piece.shard for piece in held.pieces[m])) for m in held.matrices[rank]],
-        [held.message(rank, owner, back=False) for owner in all_ranks],
-        [held.message(holder, rank, back=False) for holder in all_ranks],
-        [held.message(holder, rank, back=True) for holder in all_ranks],
-        [held.message(rank, owner, back=True) for owner in all_ranks],
+        [held.list_message(rank, owner, back=False) for owner in all_ranks],
+        [held.list_message(holder, rank, back=False) for holder in all_ranks],
+        [held.list_message(holder, rank, back=True) for holder in all_ranks],
+        [held.list_message(rank, owner, back=True) for owner in all_ranks],
     )
 
 
@@ -157,21 +157,23 @@ class Muon(AdamPieces):
     def kinds_of(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         return MOMENTS[:1] if group["orthogonalize"] else MOMENTS
 
-    def attach(self, masters: Sequence[Tensor], fragments: Sequence[Fragment], at: Surroundings) -> None:
-        super().attach(masters, fragments, at)
+    def attach_buffers(
+        self, masters: Sequence[Tensor], fragments: Sequence[Fragment], at: Surroundings
+    ) -> None:
+        super().attach_buffers(masters, fragments, at)
         alone = not dist.is_initialized()
-        held = [list(fragments)] if alone else gathered(list(fragments), at.stage_group)
+        held = [list(fragments)] if alone else gather_objects(list(fragments), at.stage_group)
         rank = 0 if alone else dist.get_rank(at.stage_group)
         self._exchanges = {}
         for index, master in enumerate(masters):
-            rounds = plan([[f for f in of if f.group == index] for of in held], at.tensor[1])
+            rounds = plan_rounds([[f for f in of if f.group == index] for of in held], at.tensor[1])
             self._exchanges[master] = Exchange(rounds, rank, at.stage_group, self.dtype)
 
     def update(self, pieces: Sequence[Piece], step: int) -> None:
         for piece in pieces:
             if not piece.group["orthogonalize"]:
-                for part_range in chunks(piece):
-                    self.adamw(piece, part_range, piece.group["lr"], step)
+                for part_range in split_in_chunks(piece):
+                    self.apply_adamw(piece, part_range, piece.group["lr"], step)
         # Also where this rank has no piece: it may own matrices.
         for group in self.param_groups:
             for master in group["params"] if group["orthogonalize"] else ():
@@ -199,9 +201,9 @@ class Muon(AdamPieces):
                 weight_change = (piece.weight[part_range] * piece.group["weight_decay"]).add_(
                     result_part.float() * of.matrix.scale
                 )
-                self.move(piece, weight_change.mul_(-piece.group["lr"]), part_range)
+                self.move_weights(piece, weight_change.mul_(-piece.group["lr"]), part_range)
 
-        self._exchanges[master].run(read, orthogonalized, write, master.device)
+        self._exchanges[master].exchange_matrices(read, orthogonalize_matrix, write, master.device)
 
 
 def _within(of: MatrixPiece, held: Mapping[str, Piece]) -> tuple[Piece, int]:
@@ -220,7 +222,7 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of x, x^3 and x^5: steepest at zero
 
 
 @torch.no_grad()
-def orthogonalized(x: Tensor) -> Tensor:
+def orthogonalize_matrix(x: Tensor) -> Tensor:
     """About U V^T of x = U S V^T, in the dtype of x (fp32 or bf16); zero if x is zero. x: [rows, columns], finite."""
     is_tall = x.shape[0] > x.shape[1]
     x = x.t().contiguous() if is_tall else x

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from megastable.config.tree import RunConfig
-from megastable.optim.schedule import progress, rate, total
+from megastable.optim.schedule import find_decay_end, measure_progress, rate_at
 
 FACTOR = 1.2  # a smaller change of a number is not told
 RATE = "learning rate"
@@ -66,13 +66,15 @@ def describe_next_update(old: RunConfig, new: RunConfig, at: RunPosition, change
 
 def _settings(config: RunConfig, at: RunPosition) -> dict[str, Any]:
     """Everything of a recipe that an update depends on, other than the layout and the data."""
-    sequence_length, global_batch = config.model.sequence_length, config.batches.at(at.cursor)
-    schedule_progress = progress(config.schedule, at.updates, at.trained_tokens)
-    next_done = progress(config.schedule, 1, global_batch * sequence_length)
+    sequence_length, global_batch = config.model.sequence_length, config.batches.value_at(at.cursor)
+    schedule_progress = measure_progress(config.schedule, at.updates, at.trained_tokens)
+    next_done = measure_progress(config.schedule, 1, global_batch * sequence_length)
     update_settings: dict[str, Any] = {
-        RATE: rate(config.schedule, config.optimizer.lr, total(config), schedule_progress, next_done),
+        RATE: rate_at(
+            config.schedule, config.optimizer.lr, find_decay_end(config), schedule_progress, next_done
+        ),
         "global batch": global_batch,
-        "sequence length": config.pieces.at(at.cursor),
+        "sequence length": config.pieces.value_at(at.cursor),
         "precision.kind": config.precision.kind,
         "model.z_loss": config.model.z_loss,
         "data.keep_documents_apart": config.data.keep_documents_apart,
@@ -85,7 +87,7 @@ def _settings(config: RunConfig, at: RunPosition) -> dict[str, Any]:
     clipping_settings = optimizer_settings.pop("clipping")
     optimizer_settings |= {f"clipping.{key}": value for key, value in clipping_settings.items()}
     for key, value in optimizer_settings.items():
-        if config.optimizer.reads(key):
+        if config.optimizer.reads_key(key):
             update_settings |= _leaves(f"optimizer.{key}", value)
     return update_settings
 
@@ -114,10 +116,10 @@ def _factor(name: str, old: Any, new: Any) -> float | None:
 def _remedy_of_schedule(old: RunConfig, new: RunConfig, at: RunPosition) -> str:
     """What to do if the rate differs because the decay ends elsewhere; "" if it does not."""
     unit = "tokens" if old.schedule.by_tokens else "steps"
-    end, now_end = total(old), total(new)
+    end, now_end = find_decay_end(old), find_decay_end(new)
     if old.schedule.by_tokens != new.schedule.by_tokens or end == now_end or new.schedule.kind == "constant":
         return ""
-    done = progress(old.schedule, at.updates, at.trained_tokens)
+    done = measure_progress(old.schedule, at.updates, at.trained_tokens)
     text = (
         f"The decay ended after {end:,} {unit}, now it ends after {now_end:,}, and {done:,} are done: set "
         f"schedule.total_{unit}={end} to keep the schedule as it was"

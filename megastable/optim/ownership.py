@@ -86,7 +86,7 @@ def is_orthogonalized(name: str, shape: Sequence[int]) -> bool:
     return len(shape) == 2 and name not in BY_ADAMW
 
 
-def matrices(placement: Located, shape: Sequence[int]) -> list[Matrix]:
+def split_in_matrices(placement: Located, shape: Sequence[int]) -> list[Matrix]:
     """The matrices of a whole parameter of `shape` [rows, columns], in order."""
     rows, columns = shape
     name, dim = placement.name, placement.dim
@@ -115,7 +115,7 @@ class Part:
     numel: int
 
 
-def parts(fragment: Held, tensor: int, tensor_rank: int) -> Iterator[Part]:
+def split_fragment(fragment: Held, tensor: int, tensor_rank: int) -> Iterator[Part]:
     """A fragment's elements by matrix. tensor: ranks of the tensor group, of which `tensor_rank` holds the fragment.
 
     Raises ValueError for several matrices side by side in shards of columns, which no layer has.
@@ -130,7 +130,7 @@ def parts(fragment: Held, tensor: int, tensor_rank: int) -> Iterator[Part]:
         )
     fragment_begin, fragment_end = fragment.start, fragment.start + fragment.numel
     matrix_begin = 0  # of the matrix, in the flattened shard of the parameter
-    for matrix in matrices(placement, whole_shape):
+    for matrix in split_in_matrices(placement, whole_shape):
         matrix_end = matrix_begin + matrix.numel // shard_count
         part_begin, part_end = max(fragment_begin, matrix_begin), min(fragment_end, matrix_end)
         if part_begin < part_end:
@@ -170,7 +170,7 @@ class Round:
     matrices: tuple[tuple[Matrix, ...], ...]
     pieces: dict[Matrix, tuple[MatrixPiece, ...]]
 
-    def message(self, holder: int, owner: int, *, back: bool) -> list[MatrixPiece]:
+    def list_message(self, holder: int, owner: int, *, back: bool) -> list[MatrixPiece]:
         """The pieces that `holder` sends to `owner`, or gets `back` from it, in order."""
         return [
             piece
@@ -179,25 +179,25 @@ class Round:
             if piece.rank == holder and (back or piece.counted)
         ]
 
-    def given(self, rank: int, *, back: bool) -> int:
+    def count_given(self, rank: int, *, back: bool) -> int:
         """Elements that `rank` gives to the all-to-all, to itself included."""
         all_ranks = range(len(self.matrices))
         if back:
-            rank_messages = [self.message(holder, rank, back=True) for holder in all_ranks]
+            rank_messages = [self.list_message(holder, rank, back=True) for holder in all_ranks]
         else:
-            rank_messages = [self.message(rank, owner, back=False) for owner in all_ranks]
+            rank_messages = [self.list_message(rank, owner, back=False) for owner in all_ranks]
         return sum(piece.numel for message in rank_messages for piece in message)
 
 
-def plan(held: Sequence[Sequence[Held]], tensor: int, limit: int = LIMIT) -> list[Round]:
+def plan_rounds(held: Sequence[Sequence[Held]], tensor: int, limit: int = LIMIT) -> list[Round]:
     """The rounds of one flat buffer. held: the fragments in it of every rank of the stage, rank = data rank x tensor +
     tensor rank.
 
-    Owners are balanced by floating-point operations (see `owners`). A rank gives and gets at most `limit` elements in a
-    round, or one matrix. Raises ValueError if the ranks do not hold every matrix exactly once.
+    Owners are balanced by floating-point operations (see `assign_owners`). A rank gives and gets at most `limit`
+    elements in a round, or one matrix. Raises ValueError if the ranks do not hold every matrix exactly once.
     """
     pieces = _pieces(held, tensor)
-    owner = owners(pieces, len(held))
+    owner = assign_owners(pieces, len(held))
     return [
         Round(
             tuple(tuple(m for m in batch if owner[m] == rank) for rank in range(len(held))),
@@ -207,7 +207,7 @@ def plan(held: Sequence[Sequence[Held]], tensor: int, limit: int = LIMIT) -> lis
     ]
 
 
-def owners(pieces: dict[Matrix, tuple[MatrixPiece, ...]], ranks: int) -> dict[Matrix, int]:
+def assign_owners(pieces: dict[Matrix, tuple[MatrixPiece, ...]], ranks: int) -> dict[Matrix, int]:
     """The owner of every matrix: the largest first, each to the rank that holds most of it, as long as that rank stays
     within its fair share of the operations; otherwise to the one with the least work.
 
@@ -231,7 +231,7 @@ def _pieces(held: Sequence[Sequence[Held]], tensor: int) -> dict[Matrix, tuple[M
     for rank, fragments in enumerate(held):
         for fragment in fragments:
             if is_orthogonalized(fragment.placement.name, fragment.shape):
-                for matrix_part in parts(fragment, tensor, rank % tensor):
+                for matrix_part in split_fragment(fragment, tensor, rank % tensor):
                     piece_place = matrix_part.shard, matrix_part.start, matrix_part.offset, matrix_part.numel
                     pieces_by_matrix[matrix_part.matrix].append(
                         MatrixPiece(rank, matrix_part.matrix, *piece_place, fragment.counted)

@@ -4,8 +4,10 @@
         kinds = ("exp_avg",)
         def update(self, pieces, step): ...        # all pieces of this rank, once per call of step()
 
-ZeRO hands an optimizer flat fp32 buffers, without shapes. `attach` tells it what lies in them, after DeepSpeed has laid
-them out. A rule that needs a whole tensor (a norm, a row, the matrix itself) sums over the ranks with `totals`.
+ZeRO hands an optimizer flat fp32 buffers, without shapes. `attach_buffers` tells it what lies in them, after
+DeepSpeed has laid
+them out. A rule that needs a whole tensor (a norm, a row, the matrix itself) sums over the ranks with
+`sum_by_parameter`.
 
 State has two forms. Flat state lies in buffers like the weights, by kind ("exp_avg", "exp_avg_sq"). Shared state is the
 same on every rank and is indexed by whole parameters ("rows/blocks.0.mlp.up.weight"); it may be of any shape and is
@@ -46,7 +48,7 @@ class WholeParameter:
         return torch.Size(self.shape).numel()
 
 
-def totals(
+def sum_by_parameter(
     parts: Iterable[tuple[Fragment, Tensor]],
     width: int,
     parameters: Mapping[str, WholeParameter],
@@ -60,10 +62,10 @@ def totals(
     for fragment, numbers in parts:
         if fragment.counted:
             sum_table[parameters[fragment.name].row] += numbers.double()
-    return summed(sum_table)
+    return sum_over_world(sum_table)
 
 
-def summed(table: Tensor) -> Tensor:
+def sum_over_world(table: Tensor) -> Tensor:
     """`table`, summed in place over the world."""
     if dist.is_initialized():
         dist.all_reduce(table)
@@ -106,7 +108,7 @@ class UpdateSize:
     highest: Tensor
 
     @classmethod
-    def of(cls, name: str, change: Tensor) -> UpdateSize:
+    def of_change(cls, name: str, change: Tensor) -> UpdateSize:
         """The size of some weights' change."""
         lowest_value, highest_value = torch.aminmax(change)
         square_sum = torch.linalg.vector_norm(change, dtype=torch.float64).square()
@@ -134,7 +136,9 @@ class PieceOptimizer(torch.optim.Optimizer):
         """The flat state of a parameter group."""
         return self.kinds
 
-    def attach(self, masters: Sequence[Tensor], fragments: Sequence[Fragment], at: Surroundings) -> None:
+    def attach_buffers(
+        self, masters: Sequence[Tensor], fragments: Sequence[Fragment], at: Surroundings
+    ) -> None:
         """Learn what lies in the flat buffers. masters: of this rank; fragments: index them by `group`."""
         self.at = at
         self._fragments = {master: [] for master in masters}
@@ -145,7 +149,8 @@ class PieceOptimizer(torch.optim.Optimizer):
     def update(self, pieces: Sequence[Piece], step: int) -> None:
         """Update weights and state of all pieces in place; step: the number of this update, from 1.
 
-        Every rank calls it equally often, also without pieces: it may be collective. `totals` sums over the world.
+        Every rank calls it equally often, also without pieces: it may be collective. `sum_by_parameter` sums over the
+        world.
         """
 
     @torch.no_grad()
@@ -179,21 +184,21 @@ class PieceOptimizer(torch.optim.Optimizer):
         flat_state = {kind: view(self.state[p][kind]) for kind in self.kinds_of(group)}
         return Piece(f, view(p.detach()), view(p.grad), flat_state, group)
 
-    def move(self, piece: Piece, change: Tensor, part: slice = slice(None)) -> None:
+    def move_weights(self, piece: Piece, change: Tensor, part: slice = slice(None)) -> None:
         """Add `change`, decay included, to (a part of) a piece's weights, and measure it if asked to."""
         piece.weight[part].add_(change)
         if self.recording and piece.fragment.counted:
-            self.sizes.append(UpdateSize.of(piece.name, change))
+            self.sizes.append(UpdateSize.of_change(piece.name, change))
 
-    def totals(self, parts: Iterable[tuple[Piece, Tensor]], width: int) -> Tensor:
+    def sum_by_parameter(self, parts: Iterable[tuple[Piece, Tensor]], width: int) -> Tensor:
         """Sums over all pieces of all ranks by parameter: fp64 [parameters, width]. Collective over the world.
 
         parts: of each piece its numbers, [width]; copies count once. All ranks get the same bits.
         """
         fragment_parts = ((piece.fragment, numbers) for piece, numbers in parts)
-        return totals(fragment_parts, width, self.at.parameters, self._device)
+        return sum_by_parameter(fragment_parts, width, self.at.parameters, self._device)
 
-    def maxima(self, parts: Iterable[tuple[Piece, Tensor]], width: int) -> Tensor:
+    def find_maxima(self, parts: Iterable[tuple[Piece, Tensor]], width: int) -> Tensor:
         """The same with maxima of numbers that are not negative."""
         table = torch.zeros(len(self.at.parameters), width, dtype=torch.float64, device=self._device)
         for piece, numbers in parts:
@@ -208,7 +213,7 @@ class PieceOptimizer(torch.optim.Optimizer):
         return next(iter(self._fragments)).device
 
 
-def chunks(piece: Piece) -> Iterator[slice]:
+def split_in_chunks(piece: Piece) -> Iterator[slice]:
     """The elements of a piece in parts to process at a time."""
     chunk_length = chunk_size(piece.weight)
     for chunk_begin in range(0, piece.weight.numel(), chunk_length):
@@ -234,7 +239,7 @@ class SGD(PieceOptimizer):
     def update(self, pieces: Sequence[Piece], step: int) -> None:
         for piece in pieces:
             group = piece.group
-            for at in chunks(piece):
+            for at in split_in_chunks(piece):
                 buffer = piece.state["exp_avg"][at].mul_(group["momentum"]).add_(piece.gradient[at])
                 change = (piece.weight[at] * group["weight_decay"]).add_(buffer).mul_(-group["lr"])
-                self.move(piece, change, at)
+                self.move_weights(piece, change, at)

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megastable.base.products import linear
-from megastable.parallel.mappings import enter, leave
-from megastable.parallel.sharding import Placement, place
+from megastable.parallel.mappings import enter_tensor_region, leave_tensor_region
+from megastable.parallel.sharding import Placement, set_placement
 from megastable.parallel.topology import TensorParallel
 
 Product = Callable[[Tensor, Tensor], Tensor]  # x [..., in], w [out, in] -> [..., out]; FP8 replaces it
@@ -31,10 +31,10 @@ class ColumnParallelLinear(nn.Module):
         self.tp = tp
         self.product: Product = linear
         self.weight = nn.Parameter(torch.empty(sum(sections) // tp.size, inputs))
-        place(self.weight, Placement(f"{name}.weight", 0, tuple(sections)), tp.size)
+        set_placement(self.weight, Placement(f"{name}.weight", 0, tuple(sections)), tp.size)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.product(enter(x, self.tp), self.weight)
+        return self.product(enter_tensor_region(x, self.tp), self.weight)
 
 
 class ColumnParallelBias(nn.Module):
@@ -46,7 +46,7 @@ class ColumnParallelBias(nn.Module):
     def __init__(self, sections: Sequence[int], tp: TensorParallel, name: str) -> None:
         super().__init__()
         self.bias = nn.Parameter(torch.empty(sum(sections) // tp.size))
-        place(self.bias, Placement(f"{name}.bias", 0, tuple(sections)), tp.size)
+        set_placement(self.bias, Placement(f"{name}.bias", 0, tuple(sections)), tp.size)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.bias
@@ -60,10 +60,10 @@ class RowParallelLinear(nn.Module):
         self.tp = tp
         self.product: Product = linear
         self.weight = nn.Parameter(torch.empty(outputs, inputs // tp.size))
-        place(self.weight, Placement(f"{name}.weight", 1, (inputs,)), tp.size)
+        set_placement(self.weight, Placement(f"{name}.weight", 1, (inputs,)), tp.size)
 
     def forward(self, x: Tensor) -> Tensor:
-        return leave(self.product(x, self.weight), self.tp)
+        return leave_tensor_region(self.product(x, self.weight), self.tp)
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -73,7 +73,7 @@ class VocabParallelEmbedding(nn.Module):
         super().__init__()
         self.tp = tp
         self.weight = nn.Parameter(torch.empty(vocabulary // tp.size, hidden))
-        place(self.weight, Placement(f"{name}.weight", 0, (vocabulary,)), tp.size)
+        set_placement(self.weight, Placement(f"{name}.weight", 0, (vocabulary,)), tp.size)
 
     def forward(self, tokens: Tensor) -> Tensor:
         token_ids = tokens.t()
@@ -83,4 +83,4 @@ class VocabParallelEmbedding(nn.Module):
         local_ids = token_ids - self.tp.rank * shard_rows
         is_elsewhere = (local_ids < 0) | (local_ids >= shard_rows)
         x = F.embedding(local_ids.masked_fill(is_elsewhere, 0), self.weight)
-        return leave(x.masked_fill(is_elsewhere.unsqueeze(-1), 0.0), self.tp)
+        return leave_tensor_region(x.masked_fill(is_elsewhere.unsqueeze(-1), 0.0), self.tp)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megastable.base.collectives import gathered
+from megastable.base.collectives import gather_objects
 from megastable.parallel.topology import ContextParallel, TensorParallel
 
 # torch 2.13 renamed both; older versions only have the second names.
@@ -127,26 +127,26 @@ class _ReduceScatter(torch.autograd.Function):
         return _all_gather(grad, ctx.tp), None
 
 
-def enter(x: Tensor, tp: TensorParallel) -> Tensor:
+def enter_tensor_region(x: Tensor, tp: TensorParallel) -> Tensor:
     """Enter a tensor-parallel region: x [s, b, h], whole on every rank; the backward pass sums the gradients."""
     if tp.size == 1:
         return x
     return _Gather.apply(x, tp) if tp.sequence else _Copy.apply(x, tp)
 
 
-def leave(x: Tensor, tp: TensorParallel) -> Tensor:
+def leave_tensor_region(x: Tensor, tp: TensorParallel) -> Tensor:
     """Leave a tensor-parallel region: sum partial results [s, b, h] (with sequence parallelism: and split them)."""
     if tp.size == 1:
         return x
     return _ReduceScatter.apply(x, tp) if tp.sequence else _Reduce.apply(x, tp)
 
 
-def share(weight: Tensor, tp: TensorParallel) -> Tensor:
+def share_weight(weight: Tensor, tp: TensorParallel) -> Tensor:
     """A replicated weight that each rank applies to its own part of the data: the backward sums its gradient."""
     return weight if tp.size == 1 else _Share.apply(weight, tp)
 
 
-def total(x: Tensor, tp: TensorParallel) -> Tensor:
+def sum_over_group(x: Tensor, tp: TensorParallel) -> Tensor:
     """The sum of `x`, of any shape, over the group, for ranks that use it differently afterwards: their gradients are
     partial and are summed as well."""
     return x if tp.size == 1 else _Total.apply(x, tp)
@@ -210,30 +210,31 @@ def to_tokens(y: Tensor, cp: ContextParallel) -> Tensor:
 # the copies first would not achieve that: the data-parallel sums round differently on the two stages.
 
 
-def overlaps(own: range, others: Sequence[range]) -> list[int]:
+def count_overlaps(own: range, others: Sequence[range]) -> list[int]:
     """Number of elements that `own` shares with each of `others`. Ranges of step 1."""
     return [len(range(max(own.start, r.start), min(own.stop, r.stop))) for r in others]
 
 
 class TiedGradient:
-    """This rank's partition of a tied weight's gradient. Collective: all ranks of the group build it and call `add`."""
+    """This rank's partition of a tied weight's gradient. Collective: all ranks of the group build it and call
+    `add_other_stage`."""
 
     def __init__(self, elements: range, stage: int, group: Any) -> None:
         """elements: the elements of the flattened weight that this rank updates, maybe none. stage: of this rank.
         group: all ranks of both stages, ordered by stage and data rank, like the partitions."""
         self.group = group
-        elements_by_rank = gathered((stage, elements), group)
+        elements_by_rank = gather_objects((stage, elements), group)
         other_ranges = [
             other_elements if other_stage != stage else range(0)
             for other_stage, other_elements in elements_by_rank
         ]
-        self._counts = overlaps(elements, other_ranges)
+        self._counts = count_overlaps(elements, other_ranges)
         assert sum(self._counts) == len(elements), (
             f"the other stage does not hold all of {elements}: {other_ranges}"
         )
 
     @torch.no_grad()
-    def add(self, piece: Tensor) -> None:
+    def add_other_stage(self, piece: Tensor) -> None:
         """Add the other stage's gradient of the same elements to `piece` ([len(elements)], contiguous), in place.
 
         Sends and receives len(elements) numbers, and allocates memory for as many.

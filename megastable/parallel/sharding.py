@@ -29,7 +29,7 @@ class Placement:
     sections: tuple[int, ...] = ()
 
 
-def shard(whole: Tensor, placement: Placement, rank: int, size: int) -> Tensor:
+def cut_shard(whole: Tensor, placement: Placement, rank: int, size: int) -> Tensor:
     """The shard of `whole` that tensor rank `rank` of `size` holds."""
     if placement.dim is None or size == 1:
         return whole
@@ -37,8 +37,8 @@ def shard(whole: Tensor, placement: Placement, rank: int, size: int) -> Tensor:
     return torch.cat([part.chunk(size, placement.dim)[rank] for part in parts], placement.dim)
 
 
-def unshard(shards: Sequence[Tensor], placement: Placement) -> Tensor:
-    """The whole tensor from all its shards, in rank order; the inverse of `shard`."""
+def join_shards(shards: Sequence[Tensor], placement: Placement) -> Tensor:
+    """The whole tensor from all its shards, in rank order; the inverse of `cut_shard`."""
     if placement.dim is None or len(shards) == 1:
         return shards[0]
     shard_count = len(shards)
@@ -49,7 +49,7 @@ def unshard(shards: Sequence[Tensor], placement: Placement) -> Tensor:
     )
 
 
-def place(parameter: nn.Parameter, placement: Placement, size: int) -> None:
+def set_placement(parameter: nn.Parameter, placement: Placement, size: int) -> None:
     """Mark `parameter` with its placement, and for DeepSpeed's norms (unmarked parameters count once per group)."""
     parameter.placement = placement  # type: ignore[attr-defined]
     parameter.tensor_model_parallel = placement.dim is not None and size > 1  # type: ignore[attr-defined]
@@ -61,7 +61,7 @@ def shape_of(parameter: Tensor) -> tuple[int, ...]:
 
 
 def placement_of(parameter: Tensor) -> Placement:
-    """The placement set by `place`."""
+    """The placement set by `set_placement`."""
     placement = getattr(parameter, "placement", None)
     assert isinstance(placement, Placement), (
         "a parameter without a placement: build it through parallel/layers.py"
@@ -108,12 +108,12 @@ class Rectangle:
     rows: slice
     columns: slice
 
-    def of(self, piece: Tensor) -> Tensor:
+    def view_of(self, piece: Tensor) -> Tensor:
         """A view [rows, columns] of a fragment's elements [n]."""
         return piece[self.part].view(self.rows.stop - self.rows.start, -1)
 
 
-def rectangles(fragment: Fragment) -> list[Rectangle]:
+def split_in_rectangles(fragment: Fragment) -> list[Rectangle]:
     """The fragment as at most three matrices, in order: the end of a row, whole rows, the beginning of a row.
 
     A shard of more than two dimensions counts as [first, others]; a vector as rows of one element.
@@ -144,4 +144,4 @@ def whole_index(fragment: Fragment, dim: int, rank: int, size: int) -> Tensor:
     if fragment.dim != dim:
         return torch.arange(index_count)
     whole_indices = torch.arange(index_count * size)
-    return shard(whole_indices, Placement(fragment.name, 0, fragment.sections), rank, size)
+    return cut_shard(whole_indices, Placement(fragment.name, 0, fragment.sections), rank, size)

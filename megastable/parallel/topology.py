@@ -24,7 +24,7 @@ class Topology:
     def __init__(self, layout: Layout, rank: int, timeout: float) -> None:
         self.layout = layout
         self.rank = rank
-        self.stage, self.data_rank, self.tensor_rank = layout.coordinates(rank)
+        self.stage, self.data_rank, self.tensor_rank = layout.coordinates_of(rank)
         self.sample_rank, self.context_rank = divmod(self.data_rank, layout.context)
         # A new group does not inherit the world's timeout.
         self._timeout = timedelta(seconds=timeout)
@@ -34,7 +34,7 @@ class Topology:
 
     def _group(self, axis: str) -> Any:
         own_group = None
-        for ranks in self.layout.groups(axis):
+        for ranks in self.layout.list_groups(axis):
             new_group = dist.new_group(ranks, timeout=self._timeout)  # every rank must create every group
             if self.rank in ranks:
                 own_group = new_group

@@ -18,14 +18,21 @@ import numpy.typing as npt
 
 from megastable.attribution.conclusion import Conclusion
 from megastable.attribution.sample_replay import Trained
-from megastable.base.collectives import first
+from megastable.base.collectives import run_on_first
 from megastable.base.errors import DataError
-from megastable.base.text import number, plural, ranges
+from megastable.base.text import count_noun, show_number, show_ranges
 from megastable.checkpoint.store import RunState, step_of
 from megastable.data.blends import read_blends
 from megastable.data.order import LAST_POSITION
-from megastable.data.run_ledgers import Deferral, Deferring, UntoldSamples, find_untold, persist
-from megastable.data.skip_ledger import AnyEntry, Ledger, SampleEntry, SkipEntry, released, sample_entries
+from megastable.data.run_ledgers import Deferral, Deferring, UntoldSamples, append_durably, find_unjournalled
+from megastable.data.skip_ledger import (
+    AnyEntry,
+    Ledger,
+    SampleEntry,
+    SkipEntry,
+    release_entries,
+    sample_entries,
+)
 from megastable.data.skips import Selection, Skips, ranges_of
 from megastable.data.source import Document, documents_at
 from megastable.recovery.run_parts import RunParts
@@ -34,7 +41,7 @@ from megastable.run.events.stability_events import AlertEvent, Handover, Inciden
 from megastable.run.events.training_events import Unstable
 from megastable_guard.actions import Action, Cause, Decision, Verdict
 from megastable_guard.guard import Guard
-from megastable_guard.incident import Breakdown, Incident, LeftOutSamples, Outcome, kind_of
+from megastable_guard.incident import Breakdown, Incident, LeftOutSamples, Outcome, classify_incident
 from megastable_guard.policy import BLAMELESS
 
 Int64s = npt.NDArray[np.int64]
@@ -57,7 +64,7 @@ class IncidentLog:
         self.left_out: LeftOutSamples | None = None
         self.closed = dict[int, int]()  # by number, the steps at which incidents were over
 
-    def restore(
+    def restore_incident(
         self, incident: Incident | None, count: int, state: RunState, left_out: LeftOutSamples | None = None
     ) -> None:
         """Resume from `state` with what the journal and the checkpoint remember: the open incident, how many there
@@ -67,13 +74,15 @@ class IncidentLog:
             return
 
         def read_untold() -> UntoldSamples:
-            skip_ledger, blend_lines = Ledger.read(self.run.skips, []), read_blends(self.run.blends)
+            skip_ledger, blend_lines = Ledger.read_ledger(self.run.skips, []), read_blends(self.run.blends)
             known_incident = incident.number, incident.positions, incident.deferred
-            return find_untold(*known_incident, skip_ledger, blend_lines, self.source.order, state.cursor)
+            return find_unjournalled(
+                *known_incident, skip_ledger, blend_lines, self.source.order, state.cursor
+            )
 
-        # As `skip` leaves it: nothing was undone that has to prove itself.
+        # As `skip_bad_samples` leaves it: nothing was undone that has to prove itself.
         is_skip_alone = not self.guard.policy.state.watching and set(incident.actions) <= {Action.SKIP}
-        if untold_samples := first(read_untold):
+        if untold_samples := run_on_first(read_untold):
             incident.actions += [Action.SKIP] if is_skip_alone and not incident.actions else []
             self._tell_untold(untold_samples)
         elif is_skip_alone and not incident.actions:
@@ -83,7 +92,7 @@ class IncidentLog:
             incident.steps_lost += max(0, incident.step - state.step)
             self._tell("restarted", step=state.step)
         elif is_skip_alone:
-            self.close(state, "healed")
+            self.close_incident(state, "healed")
 
     def _tell_untold(self, untold: UntoldSamples) -> None:
         """Tell the journal what the ledgers hold of the open incident: the last process ended between the two."""
@@ -100,7 +109,7 @@ class IncidentLog:
         incident.documents += [document.model_dump() for document in bad_documents][:NAMED]
         incident.reasons.append(reason)
         incident.released += untold.freed.size
-        kept_positions = Skips.of(incident.positions).minus(Skips.of_numbers(untold.freed))
+        kept_positions = Skips.from_ranges(incident.positions).minus(Skips.from_numbers(untold.freed))
         incident.positions = sorted({*kept_positions.ranges, *ranges_of(named)})
         incident.deferred = sorted([*incident.deferred, *untold.deferred])
         incident.returns = sorted([*incident.returns, *untold.returns])
@@ -109,17 +118,17 @@ class IncidentLog:
             what="attributed", cause=incident.cause, positions=ranges_of(named), reason=reason,
             deferred=untold.deferred, returns=untold.returns, **self._story(),
         )  # fmt: skip
-        how = f"{plural(named.size, 'sample')} skipped, {plural(_count(untold.deferred), 'sample')} deferred"
-        freed_text = f", {plural(untold.freed.size, 'sample')} released" if untold.freed.size else ""
+        how = f"{count_noun(named.size, 'sample')} skipped, {count_noun(_count(untold.deferred), 'sample')} deferred"
+        freed_text = f", {count_noun(untold.freed.size, 'sample')} released" if untold.freed.size else ""
         self._commit(event, f"incident {incident.number}, from the ledgers: {how}{freed_text}: {reason}")
 
-    def open(
+    def open_incident(
         self, decision: Decision, state: RunState, window: Sequence[Trained], grad_norm: float
     ) -> Incident:
         """The incident that a decision belongs to: the open one, or a new one. window: the steps since its onset."""
         finding = decision.finding
         incident = self._add(state, finding.onset, finding.verdict, window)
-        incident.kind = kind_of(Verdict(incident.verdict), self.guard.policy.state.recurrences)
+        incident.kind = classify_incident(Verdict(incident.verdict), self.guard.policy.state.recurrences)
         incident.norm_peak = _peak(incident.norm_peak, [grad_norm])
         self._tell(
             "opened", f"step {state.step}: incident {incident.number}: {decision.reason}", step=state.step,
@@ -132,14 +141,14 @@ class IncidentLog:
         if self.incident is None:
             self._number()
             self.incident = Incident(
-                number=self.count, step=state.step, onset=onset, verdict=verdict, kind=kind_of(verdict, 0),
+                number=self.count, step=state.step, onset=onset, verdict=verdict, kind=classify_incident(verdict, 0),
                 loss_before=_usual(state), warnings=self.list_warnings(),
             )  # fmt: skip
         self.incident.batches_discarded += sum(not t.applied for t in window)
         self.incident.loss_peak = _peak(self.incident.loss_peak, [float(t.losses.mean()) for t in window])
         return self.incident
 
-    def damaged(self, rejected: dict[str, str], step: int) -> None:
+    def record_rejected_checkpoints(self, rejected: dict[str, str], step: int) -> None:
         """Checkpoints that could not be used, with the reason: the run resumed from an older one, after `step`."""
         newest = max(step_of(Path(checkpoint_name)) for checkpoint_name in rejected)
         self._number()
@@ -149,14 +158,18 @@ class IncidentLog:
             steps_lost=newest - step, outcome="healed", failure="; ".join(rejected.values()),
         )  # fmt: skip
         summary_fields = summary.model_dump(mode="json")
-        self.log.emit(IncidentEvent(what="closed", step=step, number=self.count, summary=summary_fields))
+        self.log.emit_event(
+            IncidentEvent(what="closed", step=step, number=self.count, summary=summary_fields)
+        )
 
     def _number(self) -> None:
         """The next incident number: the supervisor opens some, too."""
-        known_numbers = first(lambda: [event.get("number") for event in self.run.events(IncidentEvent)])
+        known_numbers = run_on_first(
+            lambda: [event.get("number") for event in self.run.iterate_events(IncidentEvent)]
+        )
         self.count = max([self.count, *(n for n in known_numbers if isinstance(n, int))]) + 1
 
-    def adjacent(self, window: Sequence[Trained]) -> bool:
+    def is_adjacent(self, window: Sequence[Trained]) -> bool:
         """Whether trouble continues where it was: the window begins within `NEXT` global batches of samples that the
         last action skipped or deferred recently. That is presumed to be a region of bad data."""
         if self.left_out is None or not window:
@@ -165,7 +178,7 @@ class IncidentLog:
         is_soon = abs(window[0].step - self.left_out.step) <= self.deferring.recur_steps
         return is_soon and -batch_size <= first_position - self.left_out.end <= NEXT * batch_size
 
-    def returned(self, window: Sequence[Trained]) -> tuple[list[int], list[int]]:
+    def find_returned(self, window: Sequence[Trained]) -> tuple[list[int], list[int]]:
         """The positions of samples that were deferred because of trouble and that trouble has come with again, at the
         start of a stretch of them: those of its first `NEXT` global batches, and the rest of what was read of it, which
         trouble may only have preceded. Empty otherwise."""
@@ -175,7 +188,9 @@ class IncidentLog:
         first, last_position = int(window[0].positions.min()), max(int(t.positions.max()) for t in window) + 1
         # A step's damage to the weights shows in the next step.
         early_position = first - batch_size
-        deferred_positions = self.source.order.deferred(max(0, early_position - batch_size), last_position)
+        deferred_positions = self.source.order.deferred_positions(
+            max(0, early_position - batch_size), last_position
+        )
         # Samples of other corpora, or skipped ones, in between end no stretch.
         begins = deferred_positions[np.diff(deferred_positions, prepend=-batch_size - 1) > batch_size]
         begins = begins[(begins >= early_position) & (begins < first + NEXT * batch_size)]
@@ -185,21 +200,22 @@ class IncidentLog:
         near_begin = deferred_positions < begins[0] + NEXT * batch_size
         return deferred_positions[near_begin].tolist(), deferred_positions[~near_begin].tolist()
 
-    def returned_again(self, found: Conclusion, window: Sequence[Trained]) -> Conclusion:
+    def convict_returned(self, found: Conclusion, window: Sequence[Trained]) -> Conclusion:
         """Convict samples that trouble came with twice, on two good states: nothing else was the same. A conclusion
         that names samples, or a cause other than data, stays."""
         if found.guilty or found.cause not in BLAMELESS:
             return found
-        again, later_positions = self.returned(window)
+        again, later_positions = self.find_returned(window)
         if not again:
             return found
         told_reason = (
-            f"{plural(len(again), 'sample')} came with trouble before and were deferred; now they are read again, on "
+            f"{count_noun(len(again), 'sample')} came with trouble before and were deferred; now they are read "
+            "again, on "
             f"another good state, and it begins with them. (Each alone is ordinary: {found.reason})"
         )
         return replace(found, cause=Cause.DATA, guilty=again, later=later_positions, reason=told_reason)
 
-    def attribute(
+    def record_conclusion(
         self,
         found: Conclusion,
         window: Sequence[Trained],
@@ -218,8 +234,8 @@ class IncidentLog:
         skipped, deferred = list[tuple[int, int]](), NOBODY
         told_reason = f"{found.cause}: {found.reason}"
         if found.cause is Cause.DATA:
-            if found.convicted:
-                skipped = self._convict(np.array(found.convicted, dtype=np.int64), told_reason)
+            if found.bad_positions:
+                skipped = self._convict(np.array(found.bad_positions, dtype=np.int64), told_reason)
             if found.later:
                 deferred, no_room = self._defer(window, told_reason, np.array(found.later, dtype=np.int64))
                 open_incident.positions = sorted({*open_incident.positions, *no_room})
@@ -231,8 +247,8 @@ class IncidentLog:
         if swap is not None:
             swap_reason = f"samples of corpus {swap} were bad again and again"
             self._skip_positions([(min([*found.guilty, *found.later]), LAST_POSITION)], swap_reason, swap)
-            self.log.say(f"  swapped out: corpus {swap}")
-        convicted = set(found.convicted)
+            self.log.say_line(f"  swapped out: corpus {swap}")
+        convicted = set(found.bad_positions)
         told = [s for n, s in enumerate(found.suspects) if n < SHOWN or s.position in convicted][:NAMED]
         if found.cause is not Cause.NEW_DATA or not self.has_acted:
             open_incident.cause = found.cause
@@ -254,7 +270,9 @@ class IncidentLog:
             skipped_count = _count(skipped)
             of = f" of {len(open_incident.documents)} documents" if open_incident.documents else ""
             how = "in this and every later epoch" if found.cause is Cause.DATA else "in this epoch"
-            self.log.say(f"  skipped {how}: {skipped_count} samples{of} (positions {ranges(skipped, 4)})")
+            self.log.say_line(
+                f"  skipped {how}: {skipped_count} samples{of} (positions {show_ranges(skipped, 4)})"
+            )
 
     @property
     def has_acted(self) -> bool:
@@ -269,27 +287,29 @@ class IncidentLog:
         SpaceError."""
         nothing_done = not self.has_acted
         new = Conclusion(Cause.NEW_DATA, [], found.suspects, reason)
-        self.attribute(new, [], Action.APPLY, "nothing is taken away", lost, seconds)
+        self.record_conclusion(new, [], Action.APPLY, "nothing is taken away", lost, seconds)
         if nothing_done:
-            self.close(state, "healed")
+            self.close_incident(state, "healed")
 
-    def release(self, positions: Sequence[int], cursor: int, reason: str) -> None:
+    def release_samples(self, positions: Sequence[int], cursor: int, reason: str) -> None:
         """Withdraw the conviction of samples by incidents of this run. Skips by a person, or by another tool, stay.
         cursor: the run continues there: earlier samples are read in the next epoch. Raises SpaceError."""
         open_incident, order = self._present(), self.source.order
         chosen_positions = np.array(sorted(positions), dtype=np.int64)
 
         def make_entries() -> list[SampleEntry]:
-            skip_ledger = Ledger.read(self.run.skips, [])
-            return released(
+            skip_ledger = Ledger.read_ledger(self.run.skips, [])
+            return release_entries(
                 skip_ledger, order, chosen_positions, reason, open_incident.number, open_incident.step
             )
 
-        entries = first(make_entries)
-        persist(self.run.skips, entries, f"incident {open_incident.number} wants released")
+        entries = run_on_first(make_entries)
+        append_durably(self.run.skips, entries, f"incident {open_incident.number} wants released")
         mine = Selection(order, Ledger([e.model_copy(update={"released": None}) for e in entries]).exclusions)
-        freed = chosen_positions[mine.mask(chosen_positions)]
-        open_incident.positions = Skips.of(open_incident.positions).minus(Skips.of_numbers(freed)).ranges
+        freed = chosen_positions[mine.mask_skipped(chosen_positions)]
+        open_incident.positions = (
+            Skips.from_ranges(open_incident.positions).minus(Skips.from_numbers(freed)).ranges
+        )
         open_incident.released += freed.size
         again, passed = ranges_of(freed[freed >= cursor]), ranges_of(freed[freed < cursor])
         here_text = f"{_count(again)} are read again from position {again[0][0]} on" if again else ""
@@ -298,9 +318,9 @@ class IncidentLog:
         journal_event = IncidentEvent(
             what="released", reason=reason, positions=again, next_epoch=passed, **self._story()
         )
-        self._commit(journal_event, f"  released: {plural(freed.size, 'sample')} ({reason}): {how_read}")
+        self._commit(journal_event, f"  released: {count_noun(freed.size, 'sample')} ({reason}): {how_read}")
 
-    def skip(
+    def skip_bad_samples(
         self,
         found: Conclusion,
         onset: int,
@@ -320,22 +340,22 @@ class IncidentLog:
             # The ledger's lines name its number: the journal must know it first. Without an onset nothing is undone.
             self._tell("opened", step=state.step, verdict=verdict, action=Action.SKIP, reason=seen)
             incident.outcome = "healed"  # so that no restart takes it for open once its samples are told
-        self.log.say(f"step {state.step}: incident {self._present().number}: {seen}")
-        self.attribute(
+        self.log.say_line(f"step {state.step}: incident {self._present().number}: {seen}")
+        self.record_conclusion(
             found, window, Action.SKIP, "the guilty samples are skipped, nothing is undone", 0, seconds
         )
         if is_new_incident:
             self._tell("closed", step=state.step)
             self.incident = None
 
-    def rewound(self, step: int, cursor: int, seconds: float = 0.0) -> None:
-        """The run continues after `step`, from position `cursor`. seconds: since `attribute`."""
+    def record_rewind(self, step: int, cursor: int, seconds: float = 0.0) -> None:
+        """The run continues after `step`, from position `cursor`. seconds: since `record_conclusion`."""
         open_incident = self._present()
         open_incident.seconds = round(open_incident.seconds + seconds, 3)
         self.closed = drop_closed_after(step, self.closed)
         self._tell("rewound", to_step=step, cursor=cursor)
 
-    def close(self, state: RunState, outcome: Outcome) -> None:
+    def close_incident(self, state: RunState, outcome: Outcome) -> None:
         """The last action is proven, or the run ends before a proof."""
         if self.incident is None:
             return
@@ -344,13 +364,14 @@ class IncidentLog:
         incident.loss_after = _usual(state)
         how = "over: on the trend again" if outcome == "healed" else "not proven to be over"
         text = (
-            f"step {state.step}: incident {incident.number} is {how}, loss {number(incident.loss_after)}; "
-            f"{plural(incident.steps_lost, 'step')} lost, {plural(incident.batches_discarded, 'update')} refused"
+            f"step {state.step}: incident {incident.number} is {how}, loss {show_number(incident.loss_after)}; "
+            f"{count_noun(incident.steps_lost, 'step')} lost, {count_noun(incident.batches_discarded, 'update')} "
+            "refused"
         )
         self._tell("closed", text, step=state.step)
         self.incident = None
 
-    def alert(self, reason: str, state: RunState) -> None:
+    def record_alert(self, reason: str, state: RunState) -> None:
         """No further remedy for the current incident: training continues, and a person is alerted. Raises
         SpaceError."""
         incident = self._present()
@@ -424,10 +445,12 @@ class IncidentLog:
             return NOBODY, []
         incident, ahead = self._present(), 0
         positions = np.concatenate([t.positions for t in window]) if only is None else only
-        if only is None and self.adjacent(window) and self.left_out is not None:
+        if only is None and self.is_adjacent(window) and self.left_out is not None:
             ahead = max(0, 2 * self.left_out.count - positions.size)
         first_step, first_position = window[0].step, int(window[0].positions.min())
-        found = self.deferring.defer(positions, first_step, first_position, reason, incident.number, ahead)
+        found = self.deferring.defer_samples(
+            positions, first_step, first_position, reason, incident.number, ahead
+        )
         lost_ranges = ranges_of(found.lost)
         self._skip_positions(lost_ranges, f"{reason}; there is no room to read them later")
         self._remember(np.concatenate([found.positions, found.lost]))
@@ -438,13 +461,13 @@ class IncidentLog:
         incident.lost += found.lost.size
         if deferred:
             return_step = self.deferring.step_of(return_ranges[0][0], first_step, first_position)
-            self.log.say(
-                f"  deferred: {plural(found.positions.size, 'sample')} (positions {ranges(deferred, 4)}), "
+            self.log.say_line(
+                f"  deferred: {count_noun(found.positions.size, 'sample')} (positions {show_ranges(deferred, 4)}), "
                 f"read again from position {return_ranges[0][0]} (about step {return_step})"
             )
         if lost_ranges:
-            self.log.say(
-                f"  lost in this epoch: {plural(found.lost.size, 'sample')}: the run ends before there is room"
+            self.log.say_line(
+                f"  lost in this epoch: {count_noun(found.lost.size, 'sample')}: the run ends before there is room"
             )
         return found, lost_ranges
 
@@ -464,16 +487,16 @@ class IncidentLog:
         self._skip([SkipEntry.model_validate({"first": a, "end": b, **told}) for a, b in ranges])
 
     def _skip(self, entries: Sequence[AnyEntry]) -> None:
-        persist(self.run.skips, entries, f"incident {self._present().number} wants skipped")
+        append_durably(self.run.skips, entries, f"incident {self._present().number} wants skipped")
 
     def _tell(self, what: str, say: str = "", **fields: Any) -> None:
         if what == "closed" and "step" in fields and self._present().outcome == "healed":
             self.closed[self._present().number] = fields["step"]
-        self.log.emit(IncidentEvent(what=what, **fields, **self._story()), say=say)
+        self.log.emit_event(IncidentEvent(what=what, **fields, **self._story()), say=say)
 
     def _commit(self, event: Event, say: str = "") -> None:
         """Must be on the disk before anything else happens."""
-        first(lambda: self.log.commit(event, say=say))
+        run_on_first(lambda: self.log.commit_event(event, say=say))
 
     def _story(self) -> dict[str, Any]:
         """Carried by every event, so that the next process can resume from it."""

@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from megastable.attribution.sample_replay import Trained
-from megastable.base.collectives import first
+from megastable.base.collectives import run_on_first
 from megastable.base.errors import MegastableError
 from megastable.checkpoint import store
 from megastable.checkpoint.origin import CAUSES, Origin
@@ -87,16 +87,16 @@ class Recovery:
         self._mixed = False  # whether the next step is the first of another data mix
         self._scheduled: float | None = None  # rate of the coming update, before cuts and caps
         self._located = ""  # result of replaying this step, refused as it is not finite
-        c, read_events = self.settings, parts.run.events
-        memory = first(lambda: recall(state.stability, read_events(*TELLING), c.dry_run))
+        c, read_events = self.settings, parts.run.iterate_events
+        memory = run_on_first(lambda: recall_state(state.stability, read_events(*TELLING), c.dry_run))
         self.guard = Guard(c, memory.guard, c.dry_run, parts.engine.fp8 is not None)
-        self.guard.policy.resumed(state.step, state.updates)
+        self.guard.policy.resume_from(state.step, state.updates)
         self.numerics = NumericsChoice(parts, self.guard)
         self._before = self.guard.detector.state
         self.replays = Replays(parts.engine, self.config.run.deterministic)
         trend_watch = TrendWatch(self.config, parts.engine, parts.log)
         self.incident_log = IncidentLog(parts, self.guard, lambda: trend_watch.standing)
-        self.incident_log.restore(memory.incident, memory.incidents, state, memory.left_out)
+        self.incident_log.restore_incident(memory.incident, memory.incidents, state, memory.left_out)
         self.watches = Watches(
             HardwareWatch(
                 self.config, parts.engine, parts.loader, state.step, parts.run, parts.log, parts.phase
@@ -118,16 +118,16 @@ class Recovery:
         if any(changed_key.startswith((*CAUSES, *["train.steps"] * follows)) for changed_key in changed):
             self._train_otherwise(state.step)
         resume_origin = Origin(parts.run, self.config, state, changed, parts.log)
-        self.points = Points(parts, resume_origin, self.hardware.state.current, memory.rate)
+        self.points = Points(parts, resume_origin, self.hardware.state.current_marks, memory.rate)
         self.last_resort = LastResort(parts, self.guard, self.incident_log, self.points, settle)
         self.rewinding = Rewinding(
             parts, self.guard, self.points, self.replays, self.incident_log, self.last_resort, self.watches
         )
         if self.acts:
             self._take(state)
-        self.numerics.choose(state)
+        self.numerics.choose_numerics(state)
 
-    def memory(self) -> dict[str, Any]:
+    def dump_state(self) -> dict[str, Any]:
         incident_log = self.incident_log
         persisted_state = PersistedState(
             guard=self.guard.state,
@@ -148,7 +148,7 @@ class Recovery:
 
     # Before a step
 
-    def begin(self, state: RunState, other_data: bool, other_settings: Collection[str]) -> None:
+    def prepare_step(self, state: RunState, other_data: bool, other_settings: Collection[str]) -> None:
         """Prepare the step after `state`. other_data: its data is of another mix or length on purpose: the detector
         accepts a new level of the loss as its effect. Also while an incident is open, whose proof is then judged by the
         new level. other_settings: keys that a person has changed: trends and tensors get another pace."""
@@ -158,30 +158,30 @@ class Recovery:
         if other_settings:
             self.watches.signs.leave_rates(other_settings)
             self._train_otherwise(state.step)
-        self.numerics.choose(state)
+        self.numerics.choose_numerics(state)
 
     def _train_otherwise(self, step: int) -> None:
         """A person has changed how the steps after `step` are trained: what follows at once is the effect of that."""
         self.watches.trends.begin_again()
         for watch in (self.watches.tensors, self.watches.probe):
             watch.state.begin_again()
-            watch.state.pause.hold(step)
+            watch.state.pause.hold_until_settled(step)
 
     # Before the update
 
-    def gate(self, state: RunState, lr: float) -> Judge:
+    def make_judge(self, state: RunState, lr: float) -> Judge:
         """The judge of the step after `state`, at a learning rate."""
-        return lambda measured: self.judge(measured, state.step + 1, lr)
+        return lambda measured: self.judge_update(measured, state.step + 1, lr)
 
-    def judge(self, measured: Measured, step: int, lr: float) -> bool:
+    def judge_update(self, measured: Measured, step: int, lr: float) -> bool:
         """The gate: whether the update may be applied."""
         self.decision, self._located = None, ""
         hardware = self.hardware
         # Hardware is judged first, and what it did is kept from the guard: numbers that memory, a link or a chip has
         # changed say nothing about data or learning rate, and the detector must not learn from them.
-        hardware.judge(measured, step)
+        hardware.judge_step(measured, step)
         if hardware.suspicion is not None and self.settings.dry_run:
-            self.log.emit(Would(step=step, action="repeat", reason=hardware.suspicion.reason), say=True)
+            self.log.emit_event(Would(step=step, action="repeat", reason=hardware.suspicion.reason), say=True)
         if measured.overflow:
             return False  # normal in fp16: the loss scale is reduced
         if not self.settings.enabled:
@@ -194,17 +194,17 @@ class Recovery:
         # run asks as if there were a snapshot of every step, and lets the update pass whatever the answer is.
         oldest_snapshot = 0 if self.settings.dry_run else self.points.oldest
         self._before = self.guard.detector.state
-        self.decision = self.guard.judge(signals, oldest_snapshot)
+        self.decision = self.guard.judge_step(signals, oldest_snapshot)
         return measured.finite if self.settings.dry_run else self.decision.applies
 
-    def rate(self, updates: int, scheduled: float) -> float:
+    def limit_rate(self, updates: int, scheduled: float) -> float:
         """The learning rate of the update after `updates` applied ones, where the schedule says `scheduled`: less after
         a cut or under a cap."""
         self._scheduled = scheduled
-        self.guard.policy.follow(scheduled)
-        return self.guard.policy.rate(updates, scheduled) if self.acts else scheduled
+        self.guard.policy.follow_schedule(scheduled)
+        return self.guard.policy.limit_rate(updates, scheduled) if self.acts else scheduled
 
-    def refusal(self, measured: Measured) -> tuple[str, str]:
+    def explain_refusal(self, measured: Measured) -> tuple[str, str]:
         """Why the last update was refused: a verdict, and its reason."""
         if self.decision is not None:
             return self.decision.finding.verdict, self.decision.reason
@@ -216,7 +216,7 @@ class Recovery:
 
     # After the step
 
-    def settle(self, done: StepResult) -> StepOutcome:
+    def carry_out_decision(self, done: StepResult) -> StepOutcome:
         """Execute the decision about a step. If the run is not rewound, suspected samples are examined. Raises
         HandoverError and UnstableError."""
         step_batch, measured, step = done.batch, done.measured, done.state.step
@@ -229,7 +229,7 @@ class Recovery:
         if self.acts and (suspicion := self.hardware.suspicion) is not None:
             return self._repeat(done, suspicion)
         if not measured.overflow:
-            self.samples.observe(step_batch, measured, done.applied, step)
+            self.samples.observe_batch(step_batch, measured, done.applied, step)
         rewound_state = self._carry_out(done)
         if rewound_state is None and self.acts and self.decision is not None:
             rewound_state = self._look_at_samples(self.decision, done)
@@ -239,33 +239,37 @@ class Recovery:
             return StepOutcome(rewound_state, rewound=True)
         return StepOutcome(done.state)
 
-    def inspect(self, done: StepResult, saves: bool) -> StepOutcome:
+    def inspect_hardware(self, done: StepResult, saves: bool) -> StepOutcome:
         """After a step: at an interval whether the hardware computes right, and, if the state is to be saved, whether
-        memory is whole. Else as `settle`."""
+        memory is whole. Else as `carry_out_decision`."""
         step = done.state.step
-        fault = self.hardware.replay(done.batch, step)
+        fault = self.hardware.replay_step(done.batch, step)
         if fault is None or not fault.lasting:
-            fault = self.hardware.verify(step) if saves else None
+            fault = self.hardware.verify_state(step) if saves else None
         return StepOutcome(done.state) if fault is None or not self.acts else self._undo(done, fault)
 
     def _accuse(self, done: StepResult, fault: HardwareFault) -> MegastableError:
         """The end of this process, as a chip would go on lying: the next one does without its host."""
         state, guard_policy = done.state, self.guard.policy
-        self.log.emit(
+        self.log.emit_event(
             HostFaulty(step=state.step, hosts=list(fault.hosts), ranks=list(fault.ranks), reason=fault.reason)
         )
         first_wrong = self._onset(fault, state.step)
         finding = Finding(state.step, Verdict.CORRUPTED, 1.0, first_wrong, fault.reason, on_trend=False)
         decision = guard_policy.hand_over(finding, fault.reason, True, Cause.HARDWARE)
-        self.incident_log.open(decision, state, self.points.since(finding.onset), done.measured.grad_norm)
-        return self.last_resort.end(self.last_resort.weigh(decision, damaged=True), state, Cause.HARDWARE)
+        self.incident_log.open_incident(
+            decision, state, self.points.steps_since(finding.onset), done.measured.grad_norm
+        )
+        return self.last_resort.make_ending_error(
+            self.last_resort.weigh_handover(decision, damaged=True), state, Cause.HARDWARE
+        )
 
     def _undo(self, done: StepResult, fault: HardwareFault, damaged: bool = True) -> StepOutcome:
-        """Back to a state from before it. damaged: as in `rescue`."""
+        """Back to a state from before it. damaged: as in `rewind_damaged_state`."""
         if fault.excludes_host:
             raise self._accuse(done, fault)
         first_wrong = self._onset(fault, done.state.step)
-        return self.rescue(done, fault.reason, Verdict.CORRUPTED, first_wrong, damaged)
+        return self.rewind_damaged_state(done, fault.reason, Verdict.CORRUPTED, first_wrong, damaged)
 
     def _onset(self, fault: HardwareFault, step: int) -> int:
         """The first step that is not trusted. If nothing is left from before it, the newest state is better than none:
@@ -278,15 +282,17 @@ class Recovery:
         """Do a step again whose gradients were doubted, on the state before it: if hardware lied, as an incident."""
         self.parts.phase("repeat")
         before, counters = done.before, self.engine.counters_before
-        fault = self.hardware.prove(suspicion, done.batch, done.state.step)
+        fault = self.hardware.prove_suspicion(suspicion, done.batch, done.state.step)
         if fault is not None and fault.excludes_host:
             raise self._accuse(done, fault)
         # Without snapshots, one fault that has passed is no reason to leave a state that it did not touch.
         if fault is not None and (self.points.ring.capacity or self.hardware.lasts):
             if self.points.ring.capacity:  # nothing else needs to be repeated
-                self.points.take(before, self.guard.detector.state, self.watches.state_dicts(), counters)
+                self.points.take_snapshot(
+                    before, self.guard.detector.state, self.watches.state_dicts(), counters
+                )
             return self._undo(done, fault, damaged=not self.points.ring.capacity)
-        self.watches.repeated(before.step)
+        self.watches.repeat_step(before.step)
         self.engine.restore_counters(counters)
         repeated_state = before.model_copy(update={"seconds": done.state.seconds})
         self.loader.go_to(repeated_state.cursor, self.loader.skips)
@@ -297,32 +303,38 @@ class Recovery:
         """Note the samples of a refused update, examine suspected ones; the new state if the run is rewound for it."""
         state = done.state
         if decision.action is Action.DISCARD and self.replays.finite_again != state.step:
-            self.samples.refused(done.batch, done.measured, state.step, decision, self._located)
+            self.samples.note_refused(done.batch, done.measured, state.step, decision, self._located)
         incident = self.incident_log.incident
         is_clear = incident is None and not self.guard.policy.state.watching
         # Trouble while another cause is handled, or unknown, is its consequence.
         is_data_alone = is_clear or (incident is not None and incident.cause is Cause.DATA)
         may_look = is_data_alone and self.points.may_look
-        case = self.samples.lifted(self.guard.policy, state.step, self.points.oldest) if may_look else None
+        case = (
+            self.samples.take_waiting_batches(self.guard.policy, state.step, self.points.oldest)
+            if may_look
+            else None
+        )
         if case is not None:
             rewound_state = self.rewinding.look_back(case, done.measured, state)
             if rewound_state is not None:
                 return rewound_state
         is_quiet, points = is_clear and done.applied and self.calm, self.points
         choose_skips = self.rewinding.choose_skips
-        for found in self.samples.act(state, points.trained, points.laboratory, is_quiet, choose_skips):
-            self.guard.policy.skipped(found.convicted, found.proven)
+        for found in self.samples.examine_cases(
+            state, points.trained, points.laboratory, is_quiet, choose_skips
+        ):
+            self.guard.policy.note_skipped(found.bad_positions, found.proven)
         return None
 
     def _look_at_tensors(self, done: StepResult) -> RunState | None:
         """Once in a while, whether a tensor has jumped; the new state if the run is rewound for it."""
         run_state, policy, tensors = done.state, self.guard.policy, self.watches.tensors
-        if run_state.step % EVERY or (jump := tensors.look(run_state)) is None:
+        if run_state.step % EVERY or (jump := tensors.look_at_tensors(run_state)) is None:
             return None
         if policy.may_look_back(run_state.step, jump.before + 1, self.points.oldest) and self.points.may_look:
             return self.rewinding.undo_jump(jump, done)
         self._train_on(jump.reason, run_state)
-        tensors.accept()
+        tensors.accept_jump()
         return None
 
     def _look_at_probe(self, done: StepResult) -> RunState | None:
@@ -332,20 +344,20 @@ class Recovery:
         is_due = not state.step % EVERY or state.step in self.points.ring.steps[-1:]
         if not is_due or guard_policy.is_waiting(state.step):
             return None
-        rise = self.watches.probe.look(state.step)
+        rise = self.watches.probe.look_at_probe(state.step)
         if rise is None:
             return None
         may_look_back = guard_policy.may_look_back(state.step, rise.before + 1, self.points.oldest)
         if not may_look_back or not self.rewinding.trials.may_try(state):
             self._train_on(rise.reason, state)
-            self.watches.probe.accept(state.step)
+            self.watches.probe.accept_rise(state.step)
             return None
         rise_finding = Finding(state.step, Verdict.DAMAGE, 1.0, rise.before + 1, rise.reason, on_trend=False)
-        return self._rewind(guard_policy.undo(rise_finding, rise.reason), done, "")
+        return self._rewind(guard_policy.undo_steps(rise_finding, rise.reason), done, "")
 
     def _train_on(self, reason: str, state: RunState) -> None:
         warning_text = f"{reason}; the run may not be rewound for it, and trains on"
-        self.log.emit(Warned(step=state.step, text=warning_text), say=f"WARNING: {warning_text}")
+        self.log.emit_event(Warned(step=state.step, text=warning_text), say=f"WARNING: {warning_text}")
 
     def _carry_out(self, done: StepResult) -> RunState | None:
         """Do what was decided about a step; the new state, if the run is rewound."""
@@ -355,15 +367,17 @@ class Recovery:
         step_decision, damage_reason = self._escalate_damage(self.decision, done)
         if self.settings.dry_run:
             if step_decision.action is not Action.APPLY:
-                self.log.emit(
+                self.log.emit_event(
                     Would(step=state.step, action=step_decision.action, reason=step_decision.reason), say=True
                 )
             return None
         if step_decision.finding.reset:
             reason = step_decision.finding.reason
-            self.log.emit(BaselineReset(step=state.step, reason=reason), say=f"step {state.step}: {reason}")
+            self.log.emit_event(
+                BaselineReset(step=state.step, reason=reason), say=f"step {state.step}: {reason}"
+            )
         if step_decision.healed:
-            self.incident_log.close(state, "healed")
+            self.incident_log.close_incident(state, "healed")
         if step_decision.action is Action.DISCARD and not damage_reason:
             tripped_step = Tripped(step_decision, done, self._before, damage_reason)
             rewound_state = self.rewinding.leave_kernels(tripped_step, lambda: self._take_before(done))
@@ -387,27 +401,35 @@ class Recovery:
             return decision, ""
         damage_reason = self._locate(done.batch, done.state)
         if damage_reason and not decision.action.ends and not decision.action.rewinds and self.acts:
-            decision = self.guard.policy.escalate(decision.finding, damage_reason, self.points.oldest, True)
+            decision = self.guard.policy.escalate_trouble(
+                decision.finding, damage_reason, self.points.oldest, True
+            )
         return decision, damage_reason
 
     def _conclude(self, decision: Decision, done: StepResult, damage: str) -> None:
         """Hand over, alert or stop. Raises HandoverError and UnstableError."""
         state, finding = done.state, decision.finding
-        self.incident_log.open(decision, state, self.points.since(finding.onset), done.measured.grad_norm)
+        self.incident_log.open_incident(
+            decision, state, self.points.steps_since(finding.onset), done.measured.grad_norm
+        )
         hardware_reason = ""
         if not (damage or done.applied):  # an applied update has changed the state
-            _, hardware_reason = self.replays.compare(done.batch, done.measured, state.step, finding.verdict)
+            _, hardware_reason = self.replays.compare_replays(
+                done.batch, done.measured, state.step, finding.verdict
+            )
             decision = replace(decision, reason="; ".join(filter(None, [decision.reason, hardware_reason])))
         likely_cause = Cause.HARDWARE if damage or hardware_reason else Cause.UNKNOWN
-        self.last_resort.conclude(decision, state, likely_cause, damaged=bool(damage))
+        self.last_resort.end_or_alert(decision, state, likely_cause, damaged=bool(damage))
 
     def _train_further(self, decision: Decision, done: StepResult) -> None:
         """After a step that was applied or refused, and no more: lift limits, and keep a snapshot if one is due."""
         run_state, step_finding = done.state, decision.finding
         self.last_resort.tell_alert(run_state)
         if done.applied and self._scheduled is not None:
-            for lifted_reason in self.guard.policy.relax(step_finding, run_state.updates, self._scheduled):
-                self.log.emit(RateLifted(step=run_state.step, reason=lifted_reason), say=True)
+            for lifted_reason in self.guard.policy.lift_limits(
+                step_finding, run_state.updates, self._scheduled
+            ):
+                self.log.emit_event(RateLifted(step=run_state.step, reason=lifted_reason), say=True)
         if self.guard.policy.is_waiting(run_state.step):
             return  # the snapshots from before it must survive the wait
         first_refused = decision.action is Action.DISCARD and not done.before.discards_in_a_row
@@ -417,18 +439,18 @@ class Recovery:
             self._take_before(done)
             return
         is_healthy = done.applied and step_finding.verdict is Verdict.HEALTHY
-        if is_healthy and self.points.ring.due(run_state.step, urgent=not step_finding.on_trend):
+        if is_healthy and self.points.ring.is_due(run_state.step, urgent=not step_finding.on_trend):
             self._take(run_state)
 
     def _take(self, state: RunState) -> None:
-        self.points.take(state, self.guard.detector.state, self.watches.state_dicts())
+        self.points.take_snapshot(state, self.guard.detector.state, self.watches.state_dicts())
 
     def _take_before(self, done: StepResult) -> None:
         """Keep a snapshot of the state before a step whose update was refused."""
         watch_states = self.watches.state_dicts() | {self.samples.name: self.samples.before}
-        self.points.take(done.before, self._before, watch_states, self.engine.counters_before)
+        self.points.take_snapshot(done.before, self._before, watch_states, self.engine.counters_before)
 
-    def rescue(
+    def rewind_damaged_state(
         self,
         done: StepResult,
         damage: str,
@@ -442,35 +464,39 @@ class Recovery:
         state = done.state
         onset = state.step if onset is None else onset
         damage_finding = Finding(state.step, verdict, 1.0, onset, damage, on_trend=False)
-        step_decision = self.guard.policy.escalate(damage_finding, damage, self.points.oldest, damaged)
+        step_decision = self.guard.policy.escalate_trouble(
+            damage_finding, damage, self.points.oldest, damaged
+        )
         if step_decision.action.rewinds:
             rewound_state = self._rewind(step_decision, done, damage)
             assert rewound_state is not None, "only what the detector suspects is tried"
             return StepOutcome(rewound_state, rewound=True)
-        self.incident_log.open(step_decision, state, self.points.since(onset), done.measured.grad_norm)
-        self.last_resort.conclude(step_decision, state, Cause.HARDWARE, damaged)
+        self.incident_log.open_incident(
+            step_decision, state, self.points.steps_since(onset), done.measured.grad_norm
+        )
+        self.last_resort.end_or_alert(step_decision, state, Cause.HARDWARE, damaged)
         assert not damaged, "nothing is left but to end"
         return StepOutcome(done.state)
 
     def _locate(self, batch: Step, state: RunState) -> str:
         """The origin of the first non-finite number; not empty if the state already had it."""
         self.parts.phase("locate")
-        number_origin = locators.locate(self.engine, batch.micro_batches)
+        number_origin = locators.locate_first_nonfinite(self.engine, batch.micro_batches)
         self._located = number_origin.sentence
-        self.log.emit(Located(step=state.step, **asdict(number_origin)), say=True)
+        self.log.emit_event(Located(step=state.step, **asdict(number_origin)), say=True)
         self.replays.finite_again = state.step if not number_origin.reproduced else None
         return number_origin.sentence if number_origin.kind == "state" else ""
 
     def _rewind(self, decision: Decision, done: StepResult, damage: str) -> RunState | None:
         return self.rewinding.go_back(Tripped(decision, done, self._before, damage))
 
-    def finish(self, state: RunState) -> None:
+    def finish_run(self, state: RunState) -> None:
         """At the end of the run: an incident that nothing followed is closed."""
         last = self.decision.finding if self.decision is not None else None
         is_calm = last is not None and last.verdict is Verdict.HEALTHY and last.on_trend
         seen = self.guard.policy.state.good >= self.settings.policy.verify_steps // 6
-        self.incident_log.close(state, "healed" if is_calm and seen else "open")
-        state.stability = self.memory()  # the summary reports it
+        self.incident_log.close_incident(state, "healed" if is_calm and seen else "open")
+        state.stability = self.dump_state()  # the summary reports it
 
 
 TELLING = (IncidentEvent, Handover, AlertEvent, Unstable)  # events that may carry all this
@@ -502,7 +528,7 @@ class _Told(BaseModel):
     left_out: LeftOutSamples | None = None
 
 
-def recall(saved: dict[str, Any], events: Iterable[Event], simulated: bool = False) -> PersistedState:
+def recall_state(saved: dict[str, Any], events: Iterable[Event], simulated: bool = False) -> PersistedState:
     """The state at a start. Raises CheckpointError for one that this version cannot read.
 
     saved: `RunState.stability` of the checkpoint. events: those of the journal that are `TELLING`, in order. simulated:

@@ -13,7 +13,13 @@ import numpy as np
 import numpy.typing as npt
 
 from megastable.attribution.conclusion import Conclusion
-from megastable.attribution.sample_replay import BranchStart, Trained, TrainedBranch, harmless, train_branch
+from megastable.attribution.sample_replay import (
+    BranchStart,
+    Trained,
+    TrainedBranch,
+    collect_harmless,
+    train_branch,
+)
 from megastable.attribution.trials import (
     COMPRESSED,
     HARM,
@@ -35,7 +41,7 @@ from megastable.attribution.trials import (
     mean_difference,
     replace_samples,
 )
-from megastable.base.collectives import first
+from megastable.base.collectives import run_on_first
 from megastable.base.errors import DataError
 from megastable.checkpoint.snapshot import Snapshot
 from megastable.checkpoint.store import RunState
@@ -139,7 +145,9 @@ class Trials:
             ahead, _ = left_out.next_kept(next_cursor, min(FARTHEST, left - steps) * self.loader.batch)
             chosen = np.linspace(0, ahead.size - 1, min(COMING, ahead.size)).round().astype(np.int64)
             other_positions = np.delete(ahead, chosen)
-            return Outlook(ahead[chosen], self.laboratory.losses(ahead[chosen]), other_positions, steps)
+            return Outlook(
+                ahead[chosen], self.laboratory.measure_losses(ahead[chosen]), other_positions, steps
+            )
 
         return self.unless_unreadable(state.step, measure_outlook)
 
@@ -175,7 +183,7 @@ class Trials:
         come is no harder than on the snapshot. How, a sentence; "": they do not, or there is nothing to compare."""
         return self._compare(start, partial(self._try_nothing, start, state)) or ""
 
-    def repeat(self, snapshot: Snapshot, state: RunState, measure: Callable[[], T]) -> T | None:
+    def repeat_steps(self, snapshot: Snapshot, state: RunState, measure: Callable[[], T]) -> T | None:
         """What `measure` finds after the same steps, with the same updates, from `snapshot`, which the engine holds
         before and after, to where the run stands. None: they are not known, too many, or cannot be read."""
         steps = [t for t in self.points.trained if snapshot.step < t.step <= state.step]
@@ -204,46 +212,46 @@ class Trials:
             return work()
         except DataError as data_error:
             warning_text = f"branches are not tried: {data_error}"
-            self.log.emit(Warned(step=step, text=warning_text), say=f"WARNING: {warning_text}")
+            self.log.emit_event(Warned(step=step, text=warning_text), say=f"WARNING: {warning_text}")
             return None
 
     def _try_suspects(self, found: Conclusion, start: TrialStart, outlook: Outlook) -> SuspectsTrial | None:
         snapshot, begin = start.snapshot, time.perf_counter()
-        suspects = np.array(found.convicted, dtype=np.int64) if found.convicted else start.positions
+        suspects = np.array(found.bad_positions, dtype=np.int64) if found.bad_positions else start.positions
         steps = min(outlook.steps, STEPS // 2 if found.few else STEPS)
         batches = self._next_batches(snapshot, suspects, start.left_out, steps)
         if not any(np.isin(batch, suspects).any() for batch in batches[-steps:]):
             text = f"suspects are not tried: they come more than {LONGEST} steps after the snapshot"
-            self.log.emit(Warned(step=start.step, text=text), say=f"WARNING: {text}")
+            self.log.emit_event(Warned(step=start.step, text=text), say=f"WARNING: {text}")
             return None
         suspects = np.sort(np.intersect1d(suspects, np.concatenate(batches)))
-        fillers = self._find_fillers(snapshot, start.left_out, found.convicted)[-suspects.size :]
+        fillers = self._find_fillers(snapshot, start.left_out, found.bad_positions)[-suspects.size :]
         n = outlook.positions.size
         if not suspects.size or not fillers.size:
             return None
         held_out = choose_held_out(suspects)
         measured = np.concatenate([outlook.positions, held_out])
-        before = self.laboratory.losses(outlook.positions)
+        before = self.laboratory.measure_losses(outlook.positions)
         with_them = self._train_and_measure(snapshot, replace_samples(batches, held_out, fillers), measured)
         control = self._train_and_measure(snapshot, replace_samples(batches, suspects, fillers), measured)
-        if not first(lambda: bool(np.isfinite(control.measured).all())):
+        if not run_on_first(lambda: bool(np.isfinite(control.measured).all())):
             return SuspectsTrial(None, True)  # not even harmless samples can be trained on from here
         coming = BranchLosses(with_them.measured[:n], control.measured[:n], before, outlook.losses)
         held = with_them.measured[n:], control.measured[n:]
         vocabulary = self.config.model.vocab_size
         assert vocabulary is not None
         texts = [
-            self.laboratory.tokens(p)
+            self.laboratory.read_tokens(p)
             for p in (suspects[:COMPRESSED], fillers[-COMPRESSED:], outlook.positions)
         ]
-        trial = first(
+        trial = run_on_first(
             lambda: judge_trial(
                 coming, held, vocabulary, suspects.size, len(batches), find_repetition(*texts)
             )
         )
         branches = {"with the suspects": with_them, WITHOUT_BAD: control}
         self._tell(start, branches, control, before, outlook, begin, trial.reason, trial.facts)
-        return SuspectsTrial(trial, first(lambda: harms_anyway(coming.control, before)))
+        return SuspectsTrial(trial, run_on_first(lambda: harms_anyway(coming.control, before)))
 
     def _try_remedies(
         self, offers: Sequence[Offer], start: TrialStart, outlook: Outlook
@@ -254,7 +262,7 @@ class Trials:
         fillers = self._find_fillers(snapshot, start.left_out, [])
         if not fillers.size:
             return None
-        before, ahead = self.laboratory.losses(outlook.positions), outlook.positions
+        before, ahead = self.laboratory.measure_losses(outlook.positions), outlook.positions
         tried = self.guard.policy.state
 
         def train_on(other: Int64s) -> TrainedBranch:
@@ -265,18 +273,20 @@ class Trials:
             )
 
         control = train_on(fillers[-sum(batch.size for batch in batches) :])
-        if not first(lambda: harms_anyway(control.measured, before)):
+        if not run_on_first(lambda: harms_anyway(control.measured, before)):
             return None
         # What the run was trained on may be what does the harm, learnt by heart.
         if outlook.others.size:
             fresh = train_on(outlook.others)
-            if not first(lambda: harms_anyway(fresh.measured, before)):
+            if not run_on_first(lambda: harms_anyway(fresh.measured, before)):
                 return None
         tried.tried += (len(offers) + 1) * steps
         branches = {NOTHING: self._train_and_measure(snapshot, batches, ahead), OTHER_DATA: control}
         branches |= {offer.name: self._train_and_measure(snapshot, batches, ahead, offer) for offer in offers}
-        trial = first(lambda: choose_remedy({name: b.measured for name, b in branches.items()}, len(batches)))
-        texts = (self.laboratory.tokens(p[-COMPRESSED:]) for p in (suspects, fillers))
+        trial = run_on_first(
+            lambda: choose_remedy({name: b.measured for name, b in branches.items()}, len(batches))
+        )
+        texts = (self.laboratory.read_tokens(p[-COMPRESSED:]) for p in (suspects, fillers))
         tokens = find_rare_tokens(*texts)
         facts = {"chosen": trial.chosen, "steps": len(batches), "tokens": tokens}
         self._tell(start, branches, control, before, outlook, begin, trial.reason, facts)
@@ -287,15 +297,15 @@ class Trials:
         steps = self._count_steps(start, outlook)
         if not self.guard.policy.may_try_remedies(2 * steps, self.config.train.steps):
             return ""
-        before = self.laboratory.losses(ahead)
-        again = self.repeat(snapshot, state, lambda: self.laboratory.losses(ahead))
+        before = self.laboratory.measure_losses(ahead)
+        again = self.repeat_steps(snapshot, state, lambda: self.laboratory.measure_losses(ahead))
         # Trouble that these steps did not make, they do not heal, either.
-        if again is None or not first(lambda: abs(mean_difference(again, outlook.losses)[0]) < HARM):
+        if again is None or not run_on_first(lambda: abs(mean_difference(again, outlook.losses)[0]) < HARM):
             return ""
         self.guard.policy.state.tried += 2 * steps
         batches = self._next_batches(snapshot, start.positions, start.left_out, steps, steps)
         branch = self._train_and_measure(snapshot, batches, ahead)
-        heals = first(lambda: not harms_anyway(branch.measured, before))
+        heals = run_on_first(lambda: not harms_anyway(branch.measured, before))
         how = "no harder than before: it heals by itself" if heals else "still harder"
         reason = f"the same {steps} steps make it again, and after them the data to come is {how}"
         facts = {"chosen": NOTHING if heals else "", "steps": steps}
@@ -309,7 +319,7 @@ class Trials:
         index = [known.name for known in self.loader.source.order.corpora].index(corpus)
 
         def is_of(positions: Int64s) -> Bools:
-            return np.asarray(self.laboratory.corpora(positions) == index)
+            return np.asarray(self.laboratory.find_corpora(positions) == index)
 
         others = ~is_of(outlook.positions)
         outlook = replace(outlook, positions=outlook.positions[others], losses=outlook.losses[others])
@@ -323,14 +333,14 @@ class Trials:
         fillers = fillers[~is_of(fillers)][-every.size :]
         if not outlook.positions.size or not every.size or not fillers.size:
             return None
-        before = self.laboratory.losses(outlook.positions)
+        before = self.laboratory.measure_losses(outlook.positions)
         self.guard.policy.state.tried += steps
         without, control = (
             self._train_and_measure(snapshot, replace_samples(batches, replaced, fillers), outlook.positions)
             for replaced in (every, bad)
         )
         more = coming.size / max(1, int((~is_of(coming) | np.isin(coming, bad)).sum()))
-        trial = first(
+        trial = run_on_first(
             lambda: judge_corpus(corpus, without.measured, control.measured, before, more, len(batches))
         )
         branches = {WITHOUT_BAD: control, WITHOUT_CORPUS: without}
@@ -341,12 +351,12 @@ class Trials:
     def _find_fillers(self, snapshot: Snapshot, left_out: Selection, bad: Sequence[int]) -> Int64s:
         """Harmless samples that were trained on before a snapshot."""
         applied_steps = [t for t in self.points.trained if t.applied and t.step <= snapshot.step]
-        filler_positions = harmless(applied_steps, left_out)[0]
+        filler_positions = collect_harmless(applied_steps, left_out)[0]
         # Right after a start nothing is known of them, but the checkpoint was trained on them.
         if not filler_positions.size:
             next_cursor = snapshot.extra.state.cursor
             filler_positions = np.arange(max(0, next_cursor - LONGEST * self.loader.batch), next_cursor)
-            filler_positions = filler_positions[~left_out.mask(filler_positions)]
+            filler_positions = filler_positions[~left_out.mask_skipped(filler_positions)]
         return filler_positions[~np.isin(filler_positions, bad)]
 
     def _next_batches(
@@ -356,7 +366,9 @@ class Trials:
         most `most`."""
         next_cursor, found_batches, steps_since = snapshot.extra.state.cursor, list[Int64s](), 0
         while steps_since < steps and len(found_batches) < most:
-            positions, next_cursor = left_out.next_kept(next_cursor, self.loader.batches.at(next_cursor))
+            positions, next_cursor = left_out.next_kept(
+                next_cursor, self.loader.batches.value_at(next_cursor)
+            )
             found_batches.append(positions)
             steps_since += bool(steps_since) or bool(np.isin(positions, suspects).any())
         return found_batches
@@ -365,7 +377,9 @@ class Trials:
         self, snapshot: Snapshot, batches: Sequence[Int64s], measured: Int64s, offer: Offer | None = None
     ) -> TrainedBranch:
         """A branch, and the losses of some samples at its end."""
-        trained, end_losses = self._train(snapshot, batches, lambda: self.laboratory.losses(measured), offer)
+        trained, end_losses = self._train(
+            snapshot, batches, lambda: self.laboratory.measure_losses(measured), offer
+        )
         return trained._replace(measured=end_losses)
 
     def _train(
@@ -381,12 +395,12 @@ class Trials:
         saved_state: RunState = snapshot.extra.state
         start, engine = BranchStart(saved_state.updates, saved_state.trained_tokens), self.engine
         guard_policy, numerics = self.guard.policy, engine.numerics.now
-        limit_rate = guard_policy.rate if offer is None else offer.policy.rate
+        limit_rate = guard_policy.limit_rate if offer is None else offer.policy.limit_rate
         try:
             if offer is not None:
-                engine.adjustments.switch(offer.policy.state.adjusted)
+                engine.adjustments.switch_to(offer.policy.state.adjusted)
                 plain_kernels = numerics.plain | engine.numerics.kinds_of(offer.policy.state.kernels)
-                engine.numerics.switch(replace(numerics, fp8=offer.policy.fp8, plain=plain_kernels))
+                engine.numerics.switch_to(replace(numerics, fp8=offer.policy.fp8, plain=plain_kernels))
                 if offer.name == "reset_moments":
                     engine.reset_moments()
             trained_branch = train_branch(
@@ -394,9 +408,9 @@ class Trials:
             )
             return trained_branch, measure()
         finally:
-            engine.adjustments.switch(guard_policy.state.adjusted)
-            engine.numerics.switch(numerics)
-            self.points.restore(snapshot)
+            engine.adjustments.switch_to(guard_policy.state.adjusted)
+            engine.numerics.switch_to(numerics)
+            self.points.restore_snapshot(snapshot)
 
     def _tell(
         self,
@@ -418,7 +432,7 @@ class Trials:
             step=start.step, snapshot=start.snapshot.step, reason=reason, branches=described, before=mean_loss(before),
             present=mean_loss(outlook.losses), seconds=round(time.perf_counter() - begin, 3), **facts,
         )  # fmt: skip
-        self.log.emit(event)
+        self.log.emit_event(event)
 
     def _tell_progress(self, step: int) -> None:
         """A trial is as many steps long as a hang would be: the supervisor must see that it moves."""

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megastable.base.reproducible import exact
+from megastable.base.reproducible import is_exact
 from megastable.checkpoint.store import RunState
 from megastable.data.loader import Step
 from megastable.engine.engine import Engine
@@ -60,24 +60,28 @@ class Replays:
         self.engine, self.deterministic = engine, deterministic
         self.finite_again: int | None = None  # step whose numbers were finite when repeated
 
-    def compare(self, batch: Step, measured: Measured, step: int, verdict: Verdict) -> tuple[bool, str]:
+    def compare_replays(
+        self, batch: Step, measured: Measured, step: int, verdict: Verdict
+    ) -> tuple[bool, str]:
         """Repeat the step that tripped, on the state that refused it: whether all its runs differ, and what that proves
         about the hardware: a sentence, or "" yet, as a bad state may magnify the last bits."""
         if verdict is Verdict.NON_FINITE and self.finite_again != step:
             return False, ""
-        replay_result = replay(_result(measured), self.again(batch), lambda: self.again(batch))
+        replay_result = compare_with_replays(
+            _result(measured), self.repeat_step(batch), lambda: self.repeat_step(batch)
+        )
         if replay_result is Replay.OTHER:
             return False, "the same data on the same state gave other numbers: hardware, or a race"
         is_unsteady = replay_result is Replay.UNSTEADY
-        is_proven = is_unsteady and exact(self.deterministic, self.engine.device)
+        is_proven = is_unsteady and is_exact(self.deterministic, self.engine.device)
         return is_unsteady, UNSTEADY if is_proven else ""
 
-    def again(self, batch: Step) -> Result:
-        return _result(self.engine.measure(batch.micro_batches))
+    def repeat_step(self, batch: Step) -> Result:
+        return _result(self.engine.measure_step(batch.micro_batches))
 
-    def differ(self, batch: Step) -> bool:
+    def do_runs_differ(self, batch: Step) -> bool:
         """Whether two runs of a step differ."""
-        return not alike(self.again(batch), self.again(batch))
+        return not are_results_alike(self.repeat_step(batch), self.repeat_step(batch))
 
     def without_fp8(self, batch: Step, measured: Measured, expected: Expected) -> Harmless | None:
         """Repeat the step that tripped, on the state that refused it, without FP8: how, if it is then harmless."""
@@ -94,7 +98,7 @@ class Replays:
         used_kinds = [kind for kind in names if kind not in now.plain]
         if not used_kinds:
             return None
-        repeated = self.engine.measure(batch.micro_batches)
+        repeated = self.engine.measure_step(batch.micro_batches)
 
         def compute_without(*kinds: str) -> Harmless | None:
             to, kernels = replace(now, plain=now.plain.union(kinds)), tuple(names[kind] for kind in kinds)
@@ -108,15 +112,15 @@ class Replays:
     def _harmless(self, batch: Step, measured: Measured, expected: Expected, to: Harmless) -> Harmless | None:
         """`to` with a sentence as its reason, if the step is harmless so. measured: by the present numerics."""
         engine, numerics_switch = self.engine, self.engine.numerics
-        engine_counters, present_numerics = engine.counters(), numerics_switch.now
-        numerics_switch.switch(to.numerics)
+        engine_counters, present_numerics = engine.read_counters(), numerics_switch.now
+        numerics_switch.switch_to(to.numerics)
         try:
-            other_result = engine.measure(batch.micro_batches)
+            other_result = engine.measure_step(batch.micro_batches)
         finally:
-            numerics_switch.switch(present_numerics)
+            numerics_switch.switch_to(present_numerics)
             engine.restore_counters(engine_counters)  # the magnitude history, which switching FP8 forgets
         step, other_numbers = ((m.loss, math.log(max(m.grad_norm, 1e-30))) for m in (measured, other_result))
-        if not gone(step, other_numbers, expected):
+        if not has_trouble_vanished(step, other_numbers, expected):
             return None
         reason = (
             f"the same step without {to.reason} is harmless: a loss of {other_result.loss:.4g} in place of "
@@ -136,18 +140,18 @@ class NumericsChoice:
         # What the recipe says, which a person knows: a start may have left kernels already, untold.
         self._told = Numerics(self.engine.fp8 is not None)
 
-    def choose(self, state: RunState) -> None:
+    def choose_numerics(self, state: RunState) -> None:
         """FP8, or the precision of the rest, and the kernels for the step after `state`."""
         switch, guard_policy = self.engine.numerics, self.guard.policy
         fp8 = self.engine.fp8 is not None and (not self.acts or guard_policy.fp8)
         left_kernels = guard_policy.state.kernels if self.acts else []
         chosen_numerics = Numerics(fp8, switch.kinds_of(left_kernels))
-        switch.switch(chosen_numerics)
-        self.engine.adjustments.switch(guard_policy.state.adjusted)  # a dry run has none of its own
+        switch.switch_to(chosen_numerics)
+        self.engine.adjustments.switch_to(guard_policy.state.adjusted)  # a dry run has none of its own
         if gone := [name for name in left_kernels if name not in switch.kernels.values()]:
             guard_policy.state.kernels = [name for name in left_kernels if name not in gone]
             event = KernelsTriedAgain(step=state.step, kernels=gone, now=list(switch.kernels.values()))
-            self.log.emit(event, say=True)
+            self.log.emit_event(event, say=True)
         if chosen_numerics != self._told:
             self._tell(chosen_numerics, state)
             self._told = chosen_numerics
@@ -157,13 +161,13 @@ class NumericsChoice:
         if to.fp8 != told_numerics.fp8:
             change_event, precision = (Returned, "FP8") if to.fp8 else (FellBack, self.rest)
             count = len(guard_policy.state.fallbacks)
-            self.log.emit(
+            self.log.emit_event(
                 change_event(step=state.step, to=precision, reason=guard_policy.precision, fallbacks=count),
                 say=f"step {state.step}: goes on in {precision}: {guard_policy.precision}",
             )
         if left_kinds := to.plain - told_numerics.plain:
             names = [name for kind, name in self.engine.numerics.kernels.items() if kind in left_kinds]
-            self.log.emit(
+            self.log.emit_event(
                 KernelsLeft(step=state.step, kernels=names, reason=policy_state.WRONG_KERNELS), say=True
             )
 
@@ -171,7 +175,7 @@ class NumericsChoice:
 # Pure
 
 
-def reproduced(recorded: Floats, again: Floats, tolerance: float = SAME) -> bool:
+def are_losses_alike(recorded: Floats, again: Floats, tolerance: float = SAME) -> bool:
     """Whether a replay gave the same numbers, within a relative tolerance; non-finite numbers count as equal."""
     are_close = np.isclose(recorded, again, rtol=tolerance, atol=0.0, equal_nan=True)
     return bool(np.all(are_close | (~np.isfinite(recorded) & ~np.isfinite(again))))
@@ -185,21 +189,23 @@ class Replay(StrEnum):
     UNSTEADY = "unsteady"  # every run differs
 
 
-def replay(step: Result, again: Result, once_more: Callable[[], Result]) -> Replay:
+def compare_with_replays(step: Result, again: Result, once_more: Callable[[], Result]) -> Replay:
     """Compare a step with its replay; if they differ, run a second replay: GPUs may sum in any order, and some
     states amplify it."""
-    if alike(step, again):
+    if are_results_alike(step, again):
         return Replay.SAME
-    return Replay.OTHER if alike(again, once_more()) else Replay.UNSTEADY
+    return Replay.OTHER if are_results_alike(again, once_more()) else Replay.UNSTEADY
 
 
-def alike(one: Result, other: Result) -> bool:
+def are_results_alike(one: Result, other: Result) -> bool:
     """Whether two runs of a step agree, in every loss and in the norm of the gradient."""
     norm_pair = np.array([one.norm]), np.array([other.norm])
-    return reproduced(one.losses, other.losses) and reproduced(*norm_pair, SAME_NORM)
+    return are_losses_alike(one.losses, other.losses) and are_losses_alike(*norm_pair, SAME_NORM)
 
 
-def gone(step: Sequence[float], otherwise: Sequence[float], expected: Sequence[Trend | None]) -> bool:
+def has_trouble_vanished(
+    step: Sequence[float], otherwise: Sequence[float], expected: Sequence[Trend | None]
+) -> bool:
     """Whether a step's anomaly vanishes when it is computed otherwise: without FP8, or by other kernels.
 
     Each: loss (nats) and log gradient norm. A non-finite number must become finite and ordinary. Of the excess over the

@@ -15,10 +15,10 @@ import torch
 
 from megastable.attribution import conclusion
 from megastable.attribution.conclusion import Conclusion
-from megastable.attribution.examination import examine
-from megastable.attribution.sample_replay import Laboratory, Trained, harmless
+from megastable.attribution.examination import examine_window
+from megastable.attribution.sample_replay import Laboratory, Trained, collect_harmless
 from megastable.base import free_memory
-from megastable.base.collectives import agree, first, gathered, shared
+from megastable.base.collectives import gather_objects, mark_collective, run_on_all, run_on_first
 from megastable.base.errors import HandoverError, MegastableError, UnstableError
 from megastable.base.fingerprint import Marks
 from megastable.base.reproducible import rng_state
@@ -73,9 +73,9 @@ class Points:
         # As many steps as the ring reaches back, whichever snapshots it keeps, or as what is waited for may last.
         reach_steps = max(2**c.keep * max(1, c.interval), self.config.policy.wait + ALARM)
         self.trained: deque[Trained] = deque(maxlen=min(512, reach_steps))
-        self.finite: Snapshot | None = None  # the newest that `back` passed over although finite
+        self.finite: Snapshot | None = None  # the newest that `go_back_before` passed over although finite
 
-    def take(
+    def take_snapshot(
         self,
         state: RunState,
         detector: DetectorState,
@@ -89,13 +89,13 @@ class Points:
             light = state.model_copy(update={"stability": {}, "vitals": None}).model_copy(deep=True)
             light.vitals = state.vitals
             rewind_state = RewindState(light, rng_state(), detector, watches, self.engine.adjustments.now)
-            self.ring.take(state.step, rewind_state, counters, self.marks())
+            self.ring.take_snapshot(state.step, rewind_state, counters, self.marks())
 
     @property
     def oldest(self) -> int | None:
         return self.ring.steps[0] if self.ring.steps else None
 
-    def since(self, onset: int) -> list[Trained]:
+    def steps_since(self, onset: int) -> list[Trained]:
         return [trained_step for trained_step in self.trained if trained_step.step >= onset]
 
     def forget_after(self, step: int) -> None:
@@ -117,42 +117,45 @@ class Points:
         return next(known, self._resumed_rate if step == self.origin.step else None)
 
     def highest_rate_since(self, step: int) -> float | None:
-        return max((t.scheduled for t in self.since(step) if t.scheduled is not None), default=None)
+        return max((t.scheduled for t in self.steps_since(step) if t.scheduled is not None), default=None)
 
     # Rewinding
 
-    def back(self, onset: int, older: int, left_out: Selection) -> Snapshot | None:
+    def go_back_before(self, onset: int, older: int, left_out: Selection) -> Snapshot | None:
         """Restore the newest point before `onset` that is still good; older: skip so many. Bad ones are dropped, and a
         checkpoint that one of them proves bad is convicted."""
         self.finite = None
-        while (snapshot := self.ring.before(onset, older)) is not None:
+        while (snapshot := self.ring.find_before(onset, older)) is not None:
             if why_rejected := self._changed(snapshot):
                 rejected_text = f"  the snapshot of step {snapshot.step} {why_rejected}: further back"
             else:
-                is_finite, good = self._tried(snapshot, left_out, self.origin.blame)
+                is_finite, good = self._tried(snapshot, left_out, self.origin.blame_checkpoint)
                 if good:
                     return snapshot
                 if is_finite and self.finite is None:
                     self.finite = snapshot
                 why_rejected = "is worse on what it was trained on" if is_finite else "is not finite"
                 rejected_text = f"  the state after step {snapshot.step} {why_rejected} already: further back"
-            self.log.emit(SnapshotRejected(step=snapshot.step, reason=why_rejected), say=rejected_text)
+            self.log.emit_event(SnapshotRejected(step=snapshot.step, reason=why_rejected), say=rejected_text)
             self.ring.forget_from(snapshot.step)
             onset = snapshot.step
         return None
 
-    def look(self, onset: int, left_out: Selection) -> Snapshot | None:
-        """As `back`, for inspection only: the run may stay where it is, so no point is dropped and no checkpoint
-        convicted."""
-        while (snapshot := self.ring.before(onset)) is not None:
-            if not self._changed(snapshot) and self._tried(snapshot, left_out, self.origin.worse)[1]:
+    def look_back_before(self, onset: int, left_out: Selection) -> Snapshot | None:
+        """As `go_back_before`, for inspection only: the run may stay where it is, so no point is dropped and no
+        checkpoint convicted."""
+        while (snapshot := self.ring.find_before(onset)) is not None:
+            if (
+                not self._changed(snapshot)
+                and self._tried(snapshot, left_out, self.origin.explain_worse_state)[1]
+            ):
                 return snapshot
             onset = snapshot.step
         return None
 
     def _changed(self, snapshot: Snapshot) -> str:
         """Where memory holds other bytes than were copied into it: the end of a sentence; empty if nowhere."""
-        everyone = gathered((self.ring.intact(snapshot), socket.gethostname()))
+        everyone = gather_objects((self.ring.is_intact(snapshot), socket.gethostname()))
         bad_ranks = [(rank, host) for rank, (is_intact, host) in enumerate(everyone) if not is_intact]
         if not bad_ranks:
             return ""
@@ -164,20 +167,20 @@ class Points:
         self, snapshot: Snapshot, left_out: Selection, blame: Callable[[int, Callable[[int], Floats]], str]
     ) -> tuple[bool, bool]:
         """Whether a point, which the engine has restored, is finite, and whether it is good."""
-        self.restore(snapshot)
-        adjusted_now, numerics_switch = self.engine.adjustments.now, self.engine.adjustments.switch
+        self.restore_snapshot(snapshot)
+        adjusted_now, numerics_switch = self.engine.adjustments.now, self.engine.adjustments.switch_to
         numerics_switch(snapshot.extra.adjusted)  # with others a good state may look bad
         try:
             recorded, now = self._reference(snapshot, left_out)
-            state_norms = self.engine.flat_state().norms()
+            state_norms = self.engine.flat_state().sum_norms()
             finite = math.isfinite(state_norms.parameters + state_norms.second_moment)
             blame_reason = blame(snapshot.step, lambda at: self._latest(at, left_out)) if finite else ""
         finally:
             numerics_switch(adjusted_now)
         return finite, finite and not blame_reason and not conclusion.is_worse(now[: recorded.size], recorded)
 
-    def restore(self, snapshot: Snapshot) -> None:
-        self.ring.restore(snapshot)
+    def restore_snapshot(self, snapshot: Snapshot) -> None:
+        self.ring.restore_snapshot(snapshot)
         self.engine.refresh_weights()
 
     def before_region(self, found: Conclusion, snapshot: Snapshot) -> Snapshot:
@@ -185,28 +188,32 @@ class Points:
         region, the newest one before it, restored into the engine."""
         if found.region is None or found.region.first >= snapshot.extra.state.cursor:
             return snapshot
-        touched = [t.step for t in self.trained if t.applied and np.isin(t.positions, found.convicted).any()]
-        older = self.ring.before(min(touched)) if touched else None
+        touched = [
+            t.step for t in self.trained if t.applied and np.isin(t.positions, found.bad_positions).any()
+        ]
+        older = self.ring.find_before(min(touched)) if touched else None
         if older is None or older.step >= snapshot.step:
             return snapshot
         # The state it was copied from led to a proven one, but its memory may have failed since.
         is_whole = all(bool(torch.isfinite(t).all()) for t in older.tensors.values() if t.is_floating_point())
-        if not all(gathered(is_whole)) or self._changed(older):
+        if not all(gather_objects(is_whole)) or self._changed(older):
             return snapshot
-        self.restore(older)
-        self.log.say(
+        self.restore_snapshot(older)
+        self.log.say_line(
             f"  the bad region begins before step {snapshot.step}: further back, to step {older.step}"
         )
         return older
 
     # On the restored state
 
-    def examine(
+    def examine_window(
         self, window: list[Trained], snapshot: Snapshot, left_out: Selection, adjacent: bool
     ) -> Conclusion:
         """Find the guilty samples of `window`."""
         history = [t for t in self.trained if t.applied and t.step <= snapshot.step]
-        return examine(self.laboratory, window, history, snapshot.extra.state.cursor, left_out, adjacent)
+        return examine_window(
+            self.laboratory, window, history, snapshot.extra.state.cursor, left_out, adjacent
+        )
 
     def _reference(self, snapshot: Snapshot, left_out: Selection) -> tuple[Floats, Floats]:
         """Of harmless samples from before a snapshot: losses when trained on, losses on its state.
@@ -215,29 +222,31 @@ class Points:
         """
         sample_count = self.config.attribution.reference
         steps_before = [t for t in self.trained if t.step <= snapshot.step and t.applied]
-        batch_positions, recorded_losses = harmless(steps_before, left_out)
+        batch_positions, recorded_losses = collect_harmless(steps_before, left_out)
         batch_positions, recorded_losses = batch_positions[-sample_count:], recorded_losses[-sample_count:]
         if not batch_positions.size:
             return recorded_losses, self._latest(snapshot.extra.state.cursor, left_out)
-        return recorded_losses, self.laboratory.losses(batch_positions)
+        return recorded_losses, self.laboratory.measure_losses(batch_positions)
 
     def _latest(self, cursor: int, left_out: Selection) -> Floats:
         """Losses of the latest harmless samples before a position, on the current state."""
         sample_count = self.config.attribution.reference
         latest_positions, _ = left_out.next_kept(max(0, cursor - sample_count), sample_count)
-        return self.laboratory.losses(latest_positions[latest_positions < cursor])
+        return self.laboratory.measure_losses(latest_positions[latest_positions < cursor])
 
 
 def budget_snapshots(parts: RunParts) -> SnapshotBudget:
     """The number of points for which every rank has room, printed with its calculation. Collective."""
     engine, is_pinned = parts.engine, torch.cuda.is_initialized()
     state_tensors = engine.optimizer_state().values()
-    every_demand = gathered(free_memory.demand(state_tensors, engine.flat_state().bytes(), is_pinned))
-    found = agree(lambda: snapshot_budget.plan(every_demand, parts.config.stability.snapshots))
+    every_demand = gather_objects(
+        free_memory.measure_demand(state_tensors, engine.flat_state().count_bytes(), is_pinned)
+    )
+    found = run_on_all(lambda: snapshot_budget.plan_snapshots(every_demand, parts.config.stability.snapshots))
     if found.points:
-        parts.log.say(found.text)
+        parts.log.say_line(found.text)
     else:
-        parts.log.emit(NoSnapshots(bytes=found.snapshot, budget=found.budget), say=found.text)
+        parts.log.emit_event(NoSnapshots(bytes=found.snapshot, budget=found.budget), say=found.text)
     return found
 
 
@@ -256,7 +265,7 @@ class LastResort:
         self.incident_log, self.points, self.guard = incident_log, points, guard
         self._alerted = guard.policy.state.alert is not None  # as last reported, also by the previous process
 
-    def weigh(self, decision: Decision, damaged: bool = False) -> Decision:
+    def weigh_handover(self, decision: Decision, damaged: bool = False) -> Decision:
         """The decision in place of a hand-over: an alert if there is no checkpoint to go back to, or STOP if the state
         is not finite, either (damaged)."""
         onset = decision.finding.onset
@@ -265,11 +274,11 @@ class LastResort:
         reason = f"no checkpoint in {self.run.checkpoints} is from before step {self._before(onset)}"
         return self.guard.policy.cannot_hand_over(decision, reason, damaged)
 
-    def conclude(self, decision: Decision, state: RunState, cause: Cause, damaged: bool) -> None:
+    def end_or_alert(self, decision: Decision, state: RunState, cause: Cause, damaged: bool) -> None:
         """End the process, or alert and return. Raises HandoverError, UnstableError and SpaceError."""
-        decision = self.weigh(decision, damaged)
+        decision = self.weigh_handover(decision, damaged)
         if decision.action.ends:
-            raise self.end(decision, state, cause)
+            raise self.make_ending_error(decision, state, cause)
         self.tell_alert(state)
 
     def can_go_back(self, onset: int, damaged: bool = False) -> bool:
@@ -277,7 +286,9 @@ class LastResort:
         state is not finite; then having none is fine, too: the run starts over."""
         self.settle()
         before = self._before(onset)
-        steps = first(lambda: [store.step_of(path) for path in store.newest_first(self.run.checkpoints)])
+        steps = run_on_first(
+            lambda: [store.step_of(path) for path in store.newest_first(self.run.checkpoints)]
+        )
         return any(checkpoint_step < before for checkpoint_step in steps) or (damaged and not steps)
 
     def tell_alert(self, state: RunState) -> None:
@@ -287,11 +298,11 @@ class LastResort:
             return
         self._alerted = alert is not None
         if alert is not None:
-            self.incident_log.alert(alert.reason, state)
+            self.incident_log.record_alert(alert.reason, state)
         else:
-            self.log.emit(AlertEvent(what="over", step=state.step), say=True)
+            self.log.emit_event(AlertEvent(what="over", step=state.step), say=True)
 
-    def end(
+    def make_ending_error(
         self, decision: Decision, state: RunState, cause: Cause, kernels: tuple[str, ...] = ()
     ) -> MegastableError:
         """The error that ends this process. A hand-over defers the window if the cause is unknown: it may be guilty.
@@ -301,19 +312,21 @@ class LastResort:
             self.incident_log.incident.cause = cause
             self.incident_log.incident.kernels += kernels
         if decision.action is Action.HANDOVER:
-            side_effects = self.guard.policy.handing_over(cause, kernels)
+            side_effects = self.guard.policy.carry_out_handover(cause, kernels)
             decision = replace(decision, reason=decision.reason + side_effects)
         before = self._before(onset)
-        incident = self.incident_log.give_up(decision, state, self.points.since(onset), is_unknown, before)
+        incident = self.incident_log.give_up(
+            decision, state, self.points.steps_since(onset), is_unknown, before
+        )
         where = f"step {state.step}: incident {incident.number} (began at step {onset}): {decision.reason}. "
         if decision.action is Action.HANDOVER:
-            return shared(
+            return mark_collective(
                 HandoverError(
                     f"{where}It needs a restart from a checkpoint before step {before}: {self.run.resuming} does that"
                     + (f", and reads the suspect data later ({self.run.blends.name})" if is_unknown else "")
                 )
             )
-        return shared(
+        return mark_collective(
             UnstableError(
                 f"{where}A person is needed: look at {self.run.journal}; lower optimizer.lr, look at the data, or "
                 "raise the budgets of stability.policy"
@@ -322,4 +335,4 @@ class LastResort:
 
     def _before(self, onset: int) -> int:
         """The step that the next process's checkpoint must precede."""
-        return self.points.origin.before(onset, self.guard.policy.state.clock)
+        return self.points.origin.find_step_before(onset, self.guard.policy.state.clock)

@@ -87,10 +87,10 @@ class Rewinding:
         HandoverError, UnstableError and SpaceError."""
         begin_time, finding, policy = time.perf_counter(), t.decision.finding, self.guard.policy
         self.parts.phase("rewind")
-        suspect_window = self.points.since(finding.onset)
-        self.incident_log.open(t.decision, t.done.state, suspect_window, t.done.measured.grad_norm)
-        is_adjacent = self.incident_log.adjacent(suspect_window)
-        has_recurred = policy.recurred(is_adjacent)
+        suspect_window = self.points.steps_since(finding.onset)
+        self.incident_log.open_incident(t.decision, t.done.state, suspect_window, t.done.measured.grad_norm)
+        is_adjacent = self.incident_log.is_adjacent(suspect_window)
+        has_recurred = policy.has_recurred(is_adjacent)
 
         # On the state that tripped, which is gone afterwards: what is proven, and all that trials are compared with.
         is_unsteady, damage_reason, harmless_way = self._replayed(t)
@@ -99,15 +99,17 @@ class Rewinding:
         is_proven = bool(damage_reason) or harmless_way is not None or finding.verdict is Verdict.CORRUPTED
         if not is_proven:  # what is proven needs no trial
             trial_outlook = self.trials.look_ahead(t.done.state, left_out)
-            present = self.points.ring.aside(t.done.state.step) if self.points.may_look else None
+            present = self.points.ring.copy_aside(t.done.state.step) if self.points.may_look else None
             if finding.verdict is not Verdict.NON_FINITE:  # of which `locate` has told already
                 output_sizes = locators.measure_sizes(self.engine, t.done.batch.micro_batches)
 
         # On a good state from before the onset: the cause.
-        snapshot = self.points.back(finding.onset, 1 if has_recurred and not harmless_way else 0, left_out)
+        snapshot = self.points.go_back_before(
+            finding.onset, 1 if has_recurred and not harmless_way else 0, left_out
+        )
         if snapshot is None:
             return self._unproven(t, damage_reason, harmless_way)
-        if is_unsteady and not damage_reason and self.replays.differ(t.done.batch):
+        if is_unsteady and not damage_reason and self.replays.do_runs_differ(t.done.batch):
             damage_reason = UNSTEADY  # also on a good state, where nothing would magnify the last bits
         offer = None
         if damage_reason:
@@ -115,9 +117,9 @@ class Rewinding:
         elif harmless_way:
             conclusion = Conclusion(Cause.NUMERICS, [], [], harmless_way.reason, kernels=harmless_way.kernels)
         else:
-            conclusion = self.points.examine(suspect_window, snapshot, left_out, is_adjacent)
+            conclusion = self.points.examine_window(suspect_window, snapshot, left_out, is_adjacent)
             snapshot = self.points.before_region(conclusion, snapshot)
-            conclusion = self.incident_log.returned_again(conclusion, suspect_window)
+            conclusion = self.incident_log.convict_returned(conclusion, suspect_window)
             if not is_proven:
                 conclusion = self._locate_growth(conclusion, t, output_sizes)
                 start = TrialStart(suspect_window, snapshot, left_out, trial_outlook)
@@ -134,14 +136,17 @@ class Rewinding:
                     suspect_window = []  # all of them are read again
 
         # Back to that state, without the cause, unless the checkpoint that the run resumed from is to blame.
-        suspect = conclusion.cause in BLAMELESS and self.points.origin.again(snapshot.step, finding.onset)
+        suspect = conclusion.cause in BLAMELESS and self.points.origin.note_return(
+            snapshot.step, finding.onset
+        )
         if suspect and policy.may_suspect and self.last_resort.can_go_back(snapshot.step):
-            why = f"the checkpoint of step {self.points.origin.step} is the suspect: {self.points.origin.suspect()}"
-            step_decision = policy.abandon(t.decision, why, proven=False)
-            raise self.last_resort.end(step_decision, t.done.state, Cause.STORAGE)
+            origin = self.points.origin
+            why = f"the checkpoint of step {origin.step} is the suspect: {origin.suspect_checkpoint()}"
+            step_decision = policy.abandon_checkpoint(t.decision, why, proven=False)
+            raise self.last_resort.make_ending_error(step_decision, t.done.state, Cause.STORAGE)
         chosen_remedy = None
         if offer is not None:
-            chosen_remedy = policy.adopt(offer, conclusion.reason)
+            chosen_remedy = policy.adopt_remedy(offer, conclusion.reason)
             self._carry_out(offer, snapshot)
         start = TrialStart(suspect_window, snapshot, left_out, trial_outlook)
         return self._undo(t.decision, t.done.state, conclusion, start, begin_time, chosen_remedy)
@@ -156,7 +161,7 @@ class Rewinding:
         if growth is None:
             return found
         told = {"sentence": growth.sentence, "layer": growth.first.layer, "tensor": growth.first.tensor}
-        self.log.emit(Located(step=t.done.state.step, kind="growth", reproduced=True, **told), say=True)
+        self.log.emit_event(Located(step=t.done.state.step, kind="growth", reproduced=True, **told), say=True)
         return replace(found, reason=f"{found.reason}; {growth.sentence}")
 
     def _train_through(
@@ -172,14 +177,14 @@ class Rewinding:
         state after it. That is where updates were refused since, so that their batches are trained on, unless that
         undoes many others; or where the present state could not be kept. Raises SpaceError."""
         run_state, rewound_state, spent_seconds = t.done.state, None, time.perf_counter() - begin
-        since = self.points.since(snapshot.step + 1)
+        since = self.points.steps_since(snapshot.step + 1)
         applied_count = sum(trained_step.applied for trained_step in since)
         are_few = not applied_count or (applied_count <= AGAIN and self.guard.policy.may_redo(applied_count))
         does_again = applied_count < len(since) and are_few
         if t.decision.finding.verdict is Verdict.DAMAGE:
-            self.watches.probe.accept(run_state.step)
+            self.watches.probe.accept_rise(run_state.step)
         if present is not None and not does_again:
-            self.points.restore(present)
+            self.points.restore_snapshot(present)
         else:
             rewound_state = self._go_on_from(snapshot, run_state, begin, trial.reason, spent_seconds)
         self.guard.policy.trained_through(alone=not self.incident_log.has_acted)
@@ -191,9 +196,12 @@ class Rewinding:
 
     def _wait(self, t: Tripped, found: Conclusion, present: Snapshot, begin: float) -> None:
         """Stay where the run stands, and leave it to itself for some steps. Raises SpaceError."""
-        self.points.restore(present)
-        waits_until, spent_seconds = self.guard.policy.wait(t.decision.finding), time.perf_counter() - begin
-        self.incident_log.attribute(
+        self.points.restore_snapshot(present)
+        waits_until, spent_seconds = (
+            self.guard.policy.begin_waiting(t.decision.finding),
+            time.perf_counter() - begin,
+        )
+        self.incident_log.record_conclusion(
             found, [], Action.WAIT, f"it is left to itself until step {waits_until}", 0, spent_seconds
         )
 
@@ -210,21 +218,21 @@ class Rewinding:
         it. read: samples so far."""
         if trial is not None:
             found = replace(found, reason=f"{found.reason}. {trial.reason}")
-        if found.cause is not Cause.DATA or not found.convicted:
+        if found.cause is not Cause.DATA or not found.bad_positions:
             return found
         found = found.keep_first(max(TAKEN_AWAY, int(TAKEN_SHARE * read)))
-        if self.guard.policy.are_costly(found.convicted):
+        if self.guard.policy.are_costly(found.bad_positions):
             costly_reason = (
                 "they were deferred, as they cost more than they teach, and trouble comes with them again"
             )
             return replace(found, proven=True, reason=f"{found.reason}. {costly_reason}")
-        deferred = replace(found, guilty=[], later=sorted({*found.convicted, *found.later}))
+        deferred = replace(found, guilty=[], later=sorted({*found.bad_positions, *found.later}))
         if trial is not None and is_clear(trial):
             kept_conclusion = deferred if trial.verdict is TrialVerdict.MIXED and not found.few else found
             return replace(kept_conclusion, proven=True)
-        if not self.guard.policy.may_take_untried(len(found.convicted)):
+        if not self.guard.policy.may_take_untried(len(found.bad_positions)):
             return deferred
-        self.guard.policy.take_untried(len(found.convicted))
+        self.guard.policy.take_untried(len(found.bad_positions))
         return found
 
     def choose_skips(
@@ -232,8 +240,10 @@ class Rewinding:
     ) -> tuple[Conclusion, str]:
         """What is to be skipped, or deferred, of the samples that were found bad on the present state; or why none is,
         as a sentence. Those that are few and far out by themselves need no trial."""
-        policy, suspect_count = self.guard.policy, len(found.convicted)
-        are_few = (found.few and policy.may_take_untried(suspect_count)) or policy.are_costly(found.convicted)
+        policy, suspect_count = self.guard.policy, len(found.bad_positions)
+        are_few = (found.few and policy.may_take_untried(suspect_count)) or policy.are_costly(
+            found.bad_positions
+        )
         harm_trial = None if are_few else self._try_aside(found, window, state)
         if harm_trial is not None and is_harmless(harm_trial, few=False):
             if harm_trial.verdict is TrialVerdict.NEW:
@@ -242,7 +252,7 @@ class Rewinding:
         chosen_skips = self._bounded(found, harm_trial, state.cursor)
         # Nothing is undone: a sample behind the cursor cannot change places with one that is yet to be read.
         chosen_skips = replace(chosen_skips, later=[p for p in chosen_skips.later if p >= state.cursor])
-        if not chosen_skips.convicted and not chosen_skips.later:
+        if not chosen_skips.bad_positions and not chosen_skips.later:
             return (found, f"{chosen_skips.reason}; they are too many to skip, and were read already")
         return chosen_skips, ""
 
@@ -251,11 +261,13 @@ class Rewinding:
         stays. None: there is no room for it, or no such snapshot."""
         if not self.points.may_look or not window:
             return None
-        left_out, present = self.parts.select_unskipped(), self.points.ring.aside(state.step)
+        left_out, present = self.parts.select_unskipped(), self.points.ring.copy_aside(state.step)
         outlook = self.trials.look_ahead(state, left_out)
 
         def try_on_snapshot() -> HarmTrial | None:
-            snapshot = self.points.look(min(trained_step.step for trained_step in window), left_out)
+            snapshot = self.points.look_back_before(
+                min(trained_step.step for trained_step in window), left_out
+            )
             if snapshot is None:
                 return None
             tried_suspects = self.trials.try_suspects(found, TrialStart(window, snapshot, left_out, outlook))
@@ -264,7 +276,7 @@ class Rewinding:
         try:
             return self.trials.unless_unreadable(state.step, try_on_snapshot)
         finally:
-            self.points.restore(present)
+            self.points.restore_snapshot(present)
 
     def leave_kernels(self, t: Tripped, keep_before: Callable[[], None]) -> RunState | None:
         """After a single refused update that is harmless without some kernels, leave them and do the step again: where
@@ -281,7 +293,7 @@ class Rewinding:
         if not guard_policy.may_look_back(step_finding.step, step_finding.step, self.points.oldest):
             policy_state.leave_kernels(guard_policy.state, wrong.kernels)
             return None
-        step_decision = guard_policy.undo(replace(step_finding, onset=step_finding.step), wrong.reason)
+        step_decision = guard_policy.undo_steps(replace(step_finding, onset=step_finding.step), wrong.reason)
         return self.go_back(replace(t, decision=step_decision, harmless=wrong))
 
     def _wrong_kernels(self, t: Tripped) -> Harmless | None:
@@ -291,7 +303,7 @@ class Rewinding:
         return self.replays.without_kernels(t.done.batch, self._expected(t))
 
     def _expected(self, t: Tripped) -> tuple[Trend | None, Trend | None]:
-        return Detector(self.config.stability.detector, t.detector).expected()
+        return Detector(self.config.stability.detector, t.detector).expect_next()
 
     def look_back(self, case: Waiting, measured: Measured, state: RunState) -> RunState | None:
         """Examine the steps of a case on a proven state from before them. If a crowd of their samples is guilty there,
@@ -299,42 +311,44 @@ class Rewinding:
         convicted samples are skipped, and with none nothing changes. Raises SpaceError."""
         begin_time, guard_policy = time.perf_counter(), self.guard.policy
         self.parts.phase("examine samples")
-        window = [t for t in self.points.since(case.first) if t.step <= case.last]
+        window = [t for t in self.points.steps_since(case.first) if t.step <= case.last]
         if not window:
-            self.watches.samples.drop(case, state.step, UNKNOWN)
+            self.watches.samples.drop_case(case, state.step, UNKNOWN)
             return None
         left_out = self.parts.select_unskipped()
-        present_state = self.points.ring.aside(state.step)
+        present_state = self.points.ring.copy_aside(state.step)
         outlook = self.trials.look_ahead(state, left_out)
-        past_snapshot = self.points.look(case.first, left_out)
+        past_snapshot = self.points.look_back_before(case.first, left_out)
         found = Conclusion(Cause.UNKNOWN, [], [], "no snapshot is good")
         if past_snapshot is not None:
-            found = self.points.examine(window, past_snapshot, left_out, False)
+            found = self.points.examine_window(window, past_snapshot, left_out, False)
         if past_snapshot is None or found.cause is not Cause.DATA or len(found.guilty) < scores.CROWD:
-            self.points.restore(present_state)
-            few_individuals = found.individuals({p for t in window for p in t.positions.tolist()})
+            self.points.restore_snapshot(present_state)
+            few_individuals = found.keep_individuals({p for t in window for p in t.positions.tolist()})
             spent_seconds = time.perf_counter() - begin_time
             if few_individuals.guilty:
-                self.watches.samples.skip(case, few_individuals, window, state, spent_seconds)
-                guard_policy.skipped(few_individuals.convicted, few_individuals.proven)
+                self.watches.samples.skip_bad_samples(case, few_individuals, window, state, spent_seconds)
+                guard_policy.note_skipped(few_individuals.bad_positions, few_individuals.proven)
             else:
-                self.watches.samples.nobody(case, found, state.step, spent_seconds)
+                self.watches.samples.record_nobody_bad(case, found, state.step, spent_seconds)
             return None
         tried_suspects = self.trials.try_suspects(found, TrialStart(window, past_snapshot, left_out, outlook))
         trial = tried_suspects.verdict if tried_suspects is not None else None
         if trial is not None and is_harmless(trial, few=False):
-            self.points.restore(present_state)
+            self.points.restore_snapshot(present_state)
             spent_seconds = time.perf_counter() - begin_time
-            self.watches.samples.nobody(case, replace(found, reason=trial.reason), state.step, spent_seconds)
+            self.watches.samples.record_nobody_bad(
+                case, replace(found, reason=trial.reason), state.step, spent_seconds
+            )
             if trial.verdict is TrialVerdict.NEW:
                 self._begin_again(trial)
             return None
         found = self._bounded(found, trial, state.cursor)
         past_snapshot = self.points.before_region(found, past_snapshot)
         case_finding = Finding(state.step, Verdict.SHIFT, 1.0, case.first, case.reason, on_trend=False)
-        decision = guard_policy.undo(case_finding, case.reason)
-        self.incident_log.open(decision, state, window, measured.grad_norm)
-        self.watches.samples.convicted(case)
+        decision = guard_policy.undo_steps(case_finding, case.reason)
+        self.incident_log.open_incident(decision, state, window, measured.grad_norm)
+        self.watches.samples.shorten_rest(case)
         return self._undo(
             decision, state, found, TrialStart(window, past_snapshot, left_out, outlook), begin_time
         )
@@ -345,12 +359,12 @@ class Rewinding:
         where it is: None. Raises SpaceError."""
         begin_time, state, guard_policy = time.perf_counter(), done.state, self.guard.policy
         self.parts.phase("replay steps")
-        left_out, present_state = self.parts.select_unskipped(), self.points.ring.aside(state.step)
+        left_out, present_state = self.parts.select_unskipped(), self.points.ring.copy_aside(state.step)
 
         def repeat_from_snapshot() -> tuple[Snapshot | None, Mapping[str, TensorNorms] | None]:
-            past_snapshot = self.points.look(jump.before + 1, left_out)
-            return past_snapshot, None if past_snapshot is None else self.trials.repeat(
-                past_snapshot, state, self.watches.tensors.measure
+            past_snapshot = self.points.look_back_before(jump.before + 1, left_out)
+            return past_snapshot, None if past_snapshot is None else self.trials.repeat_steps(
+                past_snapshot, state, self.watches.tensors.measure_norms
             )
 
         past_snapshot, repeated_norms = self.trials.unless_unreadable(state.step, repeat_from_snapshot) or (
@@ -358,15 +372,19 @@ class Rewinding:
             None,
         )
         if past_snapshot is None or repeated_norms is None or jump.is_repeated(repeated_norms):
-            self.points.restore(present_state)
-            self.watches.tensors.accept()
+            self.points.restore_snapshot(present_state)
+            self.watches.tensors.accept_jump()
             why_kept = "cannot be done again" if repeated_norms is None else "make it again"
-            self.log.emit(Warned(step=state.step, text=f"{jump.reason}: the same steps {why_kept}"), say=True)
+            self.log.emit_event(
+                Warned(step=state.step, text=f"{jump.reason}: the same steps {why_kept}"), say=True
+            )
             return None
         reason = f"{jump.reason}; the same steps from step {past_snapshot.step} on do not make it again"
         finding = Finding(state.step, Verdict.DAMAGE, 1.0, jump.before + 1, reason, on_trend=False)
-        decision = guard_policy.undo(finding, reason)
-        self.incident_log.open(decision, state, self.points.since(finding.onset), done.measured.grad_norm)
+        decision = guard_policy.undo_steps(finding, reason)
+        self.incident_log.open_incident(
+            decision, state, self.points.steps_since(finding.onset), done.measured.grad_norm
+        )
         trial_start = TrialStart([], past_snapshot, left_out, None)
         return self._undo(decision, state, Conclusion(Cause.STATE, [], [], reason), trial_start, begin_time)
 
@@ -377,7 +395,7 @@ class Rewinding:
         if t.done.applied:  # the state that it was done on is gone
             return is_unsteady, damage_reason, harmless_way
         if not damage_reason and not harmless_way:
-            is_unsteady, damage_reason = self.replays.compare(
+            is_unsteady, damage_reason = self.replays.compare_replays(
                 t.done.batch, t.done.measured, t.done.state.step, t.decision.finding.verdict
             )
         if not damage_reason and not harmless_way:
@@ -386,13 +404,13 @@ class Rewinding:
             harmless_way = harmless_way or self._wrong_kernels(t)
         if harmless_way:
             # Failed numerics must not measure samples and states.
-            self.engine.numerics.switch(harmless_way.numerics)
+            self.engine.numerics.switch_to(harmless_way.numerics)
         return is_unsteady, damage_reason, harmless_way
 
     def _try_all(self, t: Tripped, found: Conclusion, start: TrialStart, again: bool) -> Tried:
         """Try the suspects of a conclusion, and remedies where other data does not help either; again: the trouble came
         back. Samples that are not finite are bad without a trial."""
-        if self.guard.policy.are_costly(found.convicted):
+        if self.guard.policy.are_costly(found.bad_positions):
             return Tried(self._bounded(found, None, t.done.state.cursor))
         harm_trial, harms_anyway = None, False
         is_finite = t.decision.finding.verdict is not Verdict.NON_FINITE
@@ -408,7 +426,7 @@ class Rewinding:
                 return Tried(found, blameless=True, heals=healing_reason)
         if not is_finite:
             return Tried(replace(found, proven=True))
-        are_few = found.few and self.guard.policy.may_take_untried(len(found.convicted))
+        are_few = found.few and self.guard.policy.may_take_untried(len(found.bad_positions))
         if harm_trial is None or not is_harmless(harm_trial, are_few):
             return Tried(self._bounded(found, harm_trial, t.done.state.cursor))
         if not harm_trial.damaged:
@@ -426,10 +444,10 @@ class Rewinding:
         """The remedy whose branch has won, and why; None: none has, or the run has tried enough."""
         guard_policy, saved_state = self.guard.policy, start.snapshot.extra.state
         if failed_changes := guard_policy.take_back_failed():
-            self.engine.adjustments.switch(guard_policy.state.adjusted)
+            self.engine.adjustments.switch_to(guard_policy.state.adjusted)
             numerics = self.engine.numerics
-            numerics.switch(replace(numerics.now, plain=numerics.kinds_of(guard_policy.state.kernels)))
-            self.log.emit(
+            numerics.switch_to(replace(numerics.now, plain=numerics.kinds_of(guard_policy.state.kernels)))
+            self.log.emit_event(
                 SettingsAdjusted(
                     step=saved_state.step,
                     settings=guard_policy.state.adjusted,
@@ -455,12 +473,12 @@ class Rewinding:
             self.watches.tensors.state.begin_again()
             # The snapshot has the old moments: a further rewind to it must not bring them back.
             self.points.ring.forget_from(snapshot.step)
-            self.points.ring.take(snapshot.step, snapshot.extra)
+            self.points.ring.take_snapshot(snapshot.step, snapshot.extra)
         if offer.name in ("rewarm", "reset_moments"):
             warmup_updates = self.guard.policy.config.rewarm_steps
-            self.log.emit(RateWarmup(step=saved_state.step, begin=REWARM_FROM, updates=warmup_updates))
+            self.log.emit_event(RateWarmup(step=saved_state.step, begin=REWARM_FROM, updates=warmup_updates))
         if offer.name in ("reset_moments", *ADJUSTED):
-            self.log.emit(
+            self.log.emit_event(
                 SettingsAdjusted(step=saved_state.step, settings=[offer.name], reason=offer.remedy.reason)
             )
 
@@ -469,20 +487,22 @@ class Rewinding:
         policy, corpus, swap = self.guard.policy, self._corpus_of(found), ""
         least_share = 1 - self.config.stability.policy.swap_most
         if corpus is not None and found.proven and policy.may_swap(corpus):
-            bad = sorted([*found.convicted, *found.later])
+            bad = sorted([*found.bad_positions, *found.later])
             enough_left = start.left_out.share_without(corpus) >= least_share
             corpus_trial = self.trials.try_corpus(corpus, bad, start) if enough_left else None
             swap = corpus_trial.reason if corpus_trial is not None and corpus_trial.helps else ""
         updates = start.snapshot.extra.state.updates
-        return policy.remedy(found.cause, updates, corpus, swap, found.proven, found.convicted, found.kernels)
+        return policy.choose_remedy(
+            found.cause, updates, corpus, swap, found.proven, found.bad_positions, found.kernels
+        )
 
     def _corpus_of(self, found: Conclusion) -> str | None:
         """The corpus that most of the bad samples are of, if more than half are."""
-        bad_positions = [*found.convicted, *found.later]
+        bad_positions = [*found.bad_positions, *found.later]
         if found.cause is not Cause.DATA or not bad_positions:
             return None
         data_order = self.parts.source.order
-        corpus_counts = np.bincount(data_order.locate(np.array(bad_positions)).corpus)
+        corpus_counts = np.bincount(data_order.locate_samples(np.array(bad_positions)).corpus)
         most = int(corpus_counts.argmax())
         return data_order.corpora[most].name if 2 * corpus_counts[most] > len(bad_positions) else None
 
@@ -502,19 +522,21 @@ class Rewinding:
         seconds = time.perf_counter() - begin
         if remedy.action is Action.HANDOVER:
             decision = replace(decision, reason=remedy.reason)
-            weighed_decision = self.last_resort.weigh(replace(decision, action=remedy.action))
+            weighed_decision = self.last_resort.weigh_handover(replace(decision, action=remedy.action))
             remedy = replace(remedy, action=weighed_decision.action, reason=weighed_decision.reason)
         swap = self._corpus_of(found) if remedy.action is Action.SWAP_CORPUS else None
         lost_steps = state.step - snapshot.step
-        self.incident_log.attribute(found, window, remedy.action, remedy.reason, lost_steps, seconds, swap)
+        self.incident_log.record_conclusion(
+            found, window, remedy.action, remedy.reason, lost_steps, seconds, swap
+        )
         if remedy.release:
-            self.incident_log.release(remedy.release, snapshot.extra.state.cursor, remedy.reason)
+            self.incident_log.release_samples(remedy.release, snapshot.extra.state.cursor, remedy.reason)
         if remedy.action in (Action.CUT_LR, Action.CAP_LR):
             rate_limits = [rate_limit.model_dump() for rate_limit in self.guard.policy.state.limits]
-            self.log.emit(RateCut(step=state.step, reason=remedy.reason, limits=rate_limits))
+            self.log.emit_event(RateCut(step=state.step, reason=remedy.reason, limits=rate_limits))
         if remedy.action.ends:
             decision = replace(decision, action=remedy.action, reason=remedy.reason)
-            raise self.last_resort.end(decision, state, found.cause)
+            raise self.last_resort.make_ending_error(decision, state, found.cause)
         return self._go_on_from(snapshot, state, begin, remedy.reason, seconds)
 
     def _unproven(self, t: Tripped, damage: str, harmless: Harmless | None) -> RunState:
@@ -524,19 +546,22 @@ class Rewinding:
         origin, step_finding = self.points.origin, t.decision.finding
         if origin.reason:
             conviction_reason = f"the checkpoint of step {origin.step} is convicted: {origin.reason}"
-            likely_cause, decision = Cause.STORAGE, policy.abandon(t.decision, conviction_reason, proven=True)
+            likely_cause, decision = (
+                Cause.STORAGE,
+                policy.abandon_checkpoint(t.decision, conviction_reason, proven=True),
+            )
         else:
             likely_cause = Cause.HARDWARE if damage else Cause.NUMERICS if harmless else Cause.UNKNOWN
             told = [t.decision.reason, "no snapshot is good", damage, harmless.reason if harmless else ""]
             decision = policy.hand_over(step_finding, "; ".join(filter(None, told)), snapshot is None)
-        decision = self.last_resort.weigh(decision, damaged=snapshot is None)
+        decision = self.last_resort.weigh_handover(decision, damaged=snapshot is None)
         wrong_kernels = harmless.kernels if harmless else ()
         if decision.action.ends or snapshot is None:
-            raise self.last_resort.end(decision, t.done.state, likely_cause, wrong_kernels)
+            raise self.last_resort.make_ending_error(decision, t.done.state, likely_cause, wrong_kernels)
         policy_state.leave_kernels(policy.state, wrong_kernels)
         if self.incident_log.incident is not None:
             self.incident_log.incident.cause = likely_cause
-        self.points.restore(snapshot)
+        self.points.restore_snapshot(snapshot)
         return self._go_on_from(snapshot, t.done.state, begin_time, "the newest that is finite")
 
     def _go_on_from(
@@ -547,22 +572,22 @@ class Rewinding:
         kept_state = snapshot.extra
         back: RunState = kept_state.state.model_copy(deep=True)
         back.seconds = state.seconds
-        self.guard.rewind(kept_state.detector)
+        self.guard.rewind_detector(kept_state.detector)
         open_incident = self.incident_log.incident
         # After a fault of the hardware the same steps are done again, as they should have been.
         is_hardware = open_incident is not None and open_incident.cause is Cause.HARDWARE
-        if not is_hardware and self.guard.policy.rewound(back.updates, state.step - back.step):
+        if not is_hardware and self.guard.policy.note_rewind(back.updates, state.step - back.step):
             c = self.guard.policy.config
-            self.log.emit(
+            self.log.emit_event(
                 RateWarmup(step=back.step, begin=c.rewind_warmup_from, updates=c.rewind_warmup), say=True
             )
-        self.watches.rewound(back.step, kept_state.watches)
+        self.watches.note_rewind(back.step, kept_state.watches)
         set_rng_state(kept_state.random)
         self.parts.loader.go_to(back.cursor, self.parts.select_unskipped())
         self.points.forget_after(snapshot.step)
         spent_seconds, lost = time.perf_counter() - begin, state.step - back.step
-        self.incident_log.rewound(back.step, back.cursor, spent_seconds - told)
-        self.log.say(
+        self.incident_log.record_rewind(back.step, back.cursor, spent_seconds - told)
+        self.log.say_line(
             f"  rewound {lost} step{'' if lost == 1 else 's'} to step {back.step}, without a restart: found and "
             f"undone in {spent_seconds:.1f} s; {reason}"
         )
@@ -573,6 +598,6 @@ class Rewinding:
 def _of_state(found: Conclusion, trial: HarmTrial) -> Conclusion:
     """The state was worse than the samples can explain, which are harmless. A cause other than data stays."""
     remedy_reason = f"the state was damaged, but not by the data: {trial.reason}"
-    if found.convicted:
+    if found.bad_positions:
         return Conclusion(Cause.STATE, [], found.suspects, remedy_reason)
     return replace(found, reason=f"{found.reason}; {remedy_reason}")

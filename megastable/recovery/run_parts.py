@@ -42,9 +42,9 @@ class RunParts:
 
     def select_unskipped(self) -> Selection:
         """What the ledger leaves of the current order. Collective."""
-        usable_selection, malformed_lines = self.skipping.usable(self.source.order)
+        usable_selection, malformed_lines = self.skipping.select_usable(self.source.order)
         for problem in malformed_lines:
-            self.log.emit(SkipsRefused(problem=problem))
+            self.log.emit_event(SkipsRefused(problem=problem))
         return usable_selection
 
 

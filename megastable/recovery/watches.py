@@ -23,10 +23,10 @@ import numpy as np
 from pydantic import ValidationError
 
 from megastable.attribution.conclusion import Conclusion
-from megastable.attribution.examination import examine
+from megastable.attribution.examination import examine_window
 from megastable.attribution.sample_history import Alarm, Rest, SampleTest, Waiting, WatchState
 from megastable.attribution.sample_replay import Laboratory, Trained
-from megastable.base.collectives import first, shared
+from megastable.base.collectives import mark_collective, run_on_first
 from megastable.base.errors import DataError
 from megastable.checkpoint import store
 from megastable.checkpoint.store import RunState
@@ -89,16 +89,18 @@ class SampleWatch(Watch):
         if saved is not None:
             self.load_state_dict(saved)
 
-    def observe(self, batch: Step, measured: Measured, applied: bool, step: int) -> None:
+    def observe_batch(self, batch: Step, measured: Measured, applied: bool, step: int) -> None:
         """Judge the samples of a step; suspects wait."""
         if not self.config.enabled:
             return
         if not applied:
             # Of a step that may leave a snapshot; a copy costs as much as the test.
             self.before = self.state_dict()
-        corpus_indices = self.parts.source.order.locate(batch.positions).corpus
+        corpus_indices = self.parts.source.order.locate_samples(batch.positions).corpus
         losses = measured.losses.numpy()
-        alarm = self._test.observe(step, losses, corpus_indices, self._names, applied, measured.grad_norm)
+        alarm = self._test.observe_batch(
+            step, losses, corpus_indices, self._names, applied, measured.grad_norm
+        )
         if alarm is not None and step >= self._rest.until:
             self._suspect(alarm, step)
 
@@ -106,19 +108,21 @@ class SampleWatch(Watch):
         self._test, self._quiet = SampleTest(self.config.samples), 0
         while self._waiting:
             waiting_case = self._waiting.pop(0)
-            self.drop(waiting_case, waiting_case.last, "what comes now is new, and so may this have been")
+            self.drop_case(
+                waiting_case, waiting_case.last, "what comes now is new, and so may this have been"
+            )
 
     def _suspect(self, alarm: Alarm, step: int) -> None:
         if self.config.dry_run:
             journal_event = Would(step=step, action=Action.SKIP, reason=alarm.reason)
-            self.log.emit(journal_event, say=f"step {step}: would examine samples: {alarm.reason}")
+            self.log.emit_event(journal_event, say=f"step {step}: would examine samples: {alarm.reason}")
             return
         cases_before = [waiting_case for waiting_case in self._waiting if waiting_case.kind == "batch"]
         self._waiting = [waiting_case for waiting_case in self._waiting if waiting_case.kind != "batch"]
         first = min([alarm.onset, *(waiting_case.first for waiting_case in cases_before)])
         self._wait(Waiting(kind="batch", first=first, last=step, verdict=Verdict.SHIFT, reason=alarm.reason))
 
-    def refused(
+    def note_refused(
         self, batch: Step, measured: Measured, step: int, decision: Decision, located: str = ""
     ) -> None:
         """An update was refused, and nothing more is done about it now. located: the origin of its first non-finite
@@ -130,7 +134,7 @@ class SampleWatch(Watch):
                     losses=losses, located=located)
         )  # fmt: skip
 
-    def lifted(self, policy: Policy, step: int, oldest: int | None) -> Waiting | None:
+    def take_waiting_batches(self, policy: Policy, step: int, oldest: int | None) -> Waiting | None:
         """A case of whole batches that need not wait any longer, as a state from before it is available. oldest: step
         of the oldest snapshot."""
         case = next((case for case in self._waiting if case.kind == "batch"), None)
@@ -139,30 +143,32 @@ class SampleWatch(Watch):
         self._waiting.remove(case)
         return case
 
-    def nobody(self, case: Waiting, found: Conclusion, step: int, seconds: float) -> None:
+    def record_nobody_bad(self, case: Waiting, found: Conclusion, step: int, seconds: float) -> None:
         """Journal that no sample of a case is guilty. Whole batches then rest before the next examination, twice as
         long if they recur soon."""
         if case.kind == "batch":
-            self._rest = self._rest.after(step)
+            self._rest = self._rest.begin_rest(step)
         examined_event = DiscardExamined if case.kind == "discard" else SamplesExamined
         reason = "; ".join(filter(None, [found.reason, case.located]))
-        event = examined_event(**describe(case, step, reason), seconds=round(seconds, 3))
-        self.log.emit(event, say=f"step {step}: {case.reason}; examined: {reason}: nothing is skipped")
+        event = examined_event(**describe_case(case, step, reason), seconds=round(seconds, 3))
+        self.log.emit_event(event, say=f"step {step}: {case.reason}; examined: {reason}: nothing is skipped")
 
-    def convicted(self, case: Waiting) -> None:
+    def shorten_rest(self, case: Waiting) -> None:
         """A sample of a case is guilty: the next rest of its kind is short."""
         if case.kind == "batch":
             self._rest = Rest(until=self._rest.until)
 
-    def skip(
+    def skip_bad_samples(
         self, case: Waiting, found: Conclusion, window: Sequence[Trained], state: RunState, seconds: float
     ) -> None:
         """Skip the guilty samples of a case; nothing is undone. Raises SpaceError."""
-        self.convicted(case)
-        self.incident_log.skip(found, case.first, window, case.verdict, case.reason, state, seconds)
+        self.shorten_rest(case)
+        self.incident_log.skip_bad_samples(
+            found, case.first, window, case.verdict, case.reason, state, seconds
+        )
         self.parts.loader.go_to(state.cursor, self.parts.select_unskipped())
 
-    def act(
+    def examine_cases(
         self,
         state: RunState,
         trained: Sequence[Trained],
@@ -189,12 +195,12 @@ class SampleWatch(Watch):
         every_case = [*self._waiting, case]
         self._waiting = every_case[-CASES:]
         for dropped_case in every_case[:-CASES]:
-            self.drop(dropped_case, case.last, f"{CASES} later ones wait")
+            self.drop_case(dropped_case, case.last, f"{CASES} later ones wait")
 
-    def drop(self, case: Waiting, step: int, reason: str) -> None:
+    def drop_case(self, case: Waiting, step: int, reason: str) -> None:
         """Journal that a case is not examined, and why."""
-        self.log.emit(
-            SamplesDropped(**describe(case, step, reason)),
+        self.log.emit_event(
+            SamplesDropped(**describe_case(case, step, reason)),
             say=f"step {step}: {case.reason}; not examined: {reason}",
         )
 
@@ -215,33 +221,35 @@ class SampleWatch(Watch):
             suspect_window = [Trained(case.first, batch_positions, losses, applied=False)]
         else:
             suspect_window = [t for t in trained if case.first <= t.step <= case.last]
-        if not suspect_window or left_out.mask(suspect_window[-1].positions).all():
-            self.drop(case, state.step, LEFT_OUT if suspect_window else UNKNOWN)
+        if not suspect_window or left_out.mask_skipped(suspect_window[-1].positions).all():
+            self.drop_case(case, state.step, LEFT_OUT if suspect_window else UNKNOWN)
             return None
         try:
-            case_conclusion = examine(laboratory, suspect_window, harmless_history, state.cursor, left_out)
+            case_conclusion = examine_window(
+                laboratory, suspect_window, harmless_history, state.cursor, left_out
+            )
         except DataError as error:
             # On every rank. If it is yet to be trained on, training will report it.
-            self.drop(case, state.step, str(error))
+            self.drop_case(case, state.step, str(error))
             return None
         spent_seconds = time.perf_counter() - begin_time
         if case_conclusion.cause is not Cause.DATA or not case_conclusion.guilty:
-            self.nobody(case, case_conclusion, state.step, spent_seconds)
+            self.record_nobody_bad(case, case_conclusion, state.step, spent_seconds)
             return None
         case_conclusion, why_kept = choose_skips(case_conclusion, suspect_window, state)
         spent_seconds = time.perf_counter() - begin_time
         if why_kept:
-            self._kept = self._kept.after(state.step)
-            self.nobody(case, replace(case_conclusion, reason=why_kept), state.step, spent_seconds)
+            self._kept = self._kept.begin_rest(state.step)
+            self.record_nobody_bad(case, replace(case_conclusion, reason=why_kept), state.step, spent_seconds)
             return None
         if case.verdict is Verdict.NON_FINITE:
             case_conclusion = replace(case_conclusion, proven=True)
         self._kept = Rest(until=self._kept.until)
-        self.skip(case, case_conclusion, suspect_window, state, spent_seconds)
+        self.skip_bad_samples(case, case_conclusion, suspect_window, state, spent_seconds)
         return case_conclusion
 
 
-def describe(case: Waiting, step: int, reason: str) -> dict[str, Any]:
+def describe_case(case: Waiting, step: int, reason: str) -> dict[str, Any]:
     """For the journal: what became of a case at `step`, and why."""
     case_place = {"first": case.first, "last": case.last, "positions": case.positions}
     return {"step": step, "suspected": case.reason, "reason": reason, **case_place}
@@ -270,20 +278,20 @@ class ProbeWatch(Watch):
         self.state = ProbeTrend(samples=f"{batch_digests} {loader.unit}")
         self._losses = np.empty(0)
 
-    def look(self, step: int) -> Rise | None:
+    def look_at_probe(self, step: int) -> Rise | None:
         """After `step`: whether the probe has risen."""
         if not self._batches:
             return None
-        self._losses = self.engine.evaluate(self._batches).numpy()
-        self.log.emit(Probed(step=step, loss=float(self._losses.mean()), samples=self._losses.size))
-        return first(lambda: self.state.judge(step, self._losses))
+        self._losses = self.engine.evaluate_samples(self._batches).numpy()
+        self.log.emit_event(Probed(step=step, loss=float(self._losses.mean()), samples=self._losses.size))
+        return run_on_first(lambda: self.state.judge_look(step, self._losses))
 
-    def accept(self, step: int) -> None:
+    def accept_rise(self, step: int) -> None:
         """The rise of the last look was no damage."""
-        first(lambda: self.state.accept(step, self._losses))
+        run_on_first(lambda: self.state.accept_rise(step, self._losses))
 
     def rewound(self, step: int, saved: Mapping[str, Any] | None) -> None:
-        self.state.rewind(step)
+        self.state.forget_after(step)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if state.get("samples") == self.state.samples:  # else other validation data, or another batch
@@ -303,7 +311,7 @@ class TensorWatch(Watch):
     def after_update(self, measured: Measured, step: int, rate: float) -> None:
         self.state.rates += rate
 
-    def measure(self) -> dict[str, TensorNorms]:
+    def measure_norms(self) -> dict[str, TensorNorms]:
         """The norms of the state that the engine holds, by tensor."""
         weights, moment_norms = self.engine.flat_state().tensor_norms(self._names)
         return {
@@ -311,20 +319,20 @@ class TensorWatch(Watch):
             for tensor_name, weight_norm, moment_norm in zip(self._names, weights, moment_norms, strict=True)
         }
 
-    def look(self, state: RunState) -> TensorJump | None:
+    def look_at_tensors(self, state: RunState) -> TensorJump | None:
         """After a step: whether a tensor has jumped since the last look."""
         betas = [group["betas"][1] for group in self.engine.optimizer.param_groups if "betas" in group]
         moments_restart = self.engine.config.optimizer.name in FORGETFUL
-        self._look = TensorLook(state.step, self.state.rates, state.updates, self.measure())
-        return self.state.judge(self._look, None if moments_restart else min(betas, default=None))
+        self._look = TensorLook(state.step, self.state.rates, state.updates, self.measure_norms())
+        return self.state.judge_look(self._look, None if moments_restart else min(betas, default=None))
 
-    def accept(self) -> None:
+    def accept_jump(self) -> None:
         """The jump of the last look is the run's own work."""
         if self._look is not None:
-            self.state.accept(self._look)
+            self.state.accept_jump(self._look)
 
     def rewound(self, step: int, saved: Mapping[str, Any] | None) -> None:
-        self.state.rewind(step)
+        self.state.forget_after(step)
         if saved is not None:
             self.state.rates = TensorPaces.model_validate(saved).rates
 
@@ -345,7 +353,7 @@ class Watches:
         yield from self.hardware.watches
         yield from (self.samples, self.trends, self.signs, self.probe, self.tensors, self.noise)
 
-    def ballot(self, step: int) -> dict[str, Sequence[float]]:
+    def collect_ballot(self, step: int) -> dict[str, Sequence[float]]:
         return {watch.name: watch.ballot(step) for watch in self}
 
     def after_update(self, measured: Measured, step: int, rate: float) -> None:
@@ -356,12 +364,12 @@ class Watches:
         for watch in self:
             watch.begin_again()
 
-    def rewound(self, step: int, saved: Mapping[str, Mapping[str, Any]]) -> None:
+    def note_rewind(self, step: int, saved: Mapping[str, Mapping[str, Any]]) -> None:
         """The run is back on the snapshot of `step`, which has `state_dicts`."""
         for watch in self:
             watch.rewound(step, saved.get(watch.name, {}))
 
-    def repeated(self, step: int) -> None:
+    def repeat_step(self, step: int) -> None:
         """The step after `step` is done again, from the state that its refused update has left alone."""
         for watch in self:
             watch.rewound(step, None)
@@ -375,4 +383,6 @@ class Watches:
             try:
                 watch.load_state_dict(saved.get(watch.name, {}))
             except ValidationError as error:
-                raise shared(store.refuse_stability(f"the checkpoint's {watch.name}", error)) from None
+                raise mark_collective(
+                    store.refuse_stability(f"the checkpoint's {watch.name}", error)
+                ) from None

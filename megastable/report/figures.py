@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 LARGEST = 1e30  # larger values are as good as infinite, and break a plot's scale
 
 
-def drawable(value: float | None, positive: bool = False) -> float:
+def limit_value(value: float | None, positive: bool = False) -> float:
     """`value` if it can be drawn, else nan, which draws nothing. positive: on a logarithmic scale."""
     if value is None or not -LARGEST < value < LARGEST or (positive and value <= 0):
         return math.nan
     return value
 
 
-def save(figure: Figure, path: Path) -> None:
+def save_figure(figure: Figure, path: Path) -> None:
     """Write a figure, in the format of the file's extension. Raises DataError."""
     try:
         figure.savefig(path, dpi=110, format=path.suffix[1:] or "png")
@@ -40,7 +40,7 @@ def draw_figure(path: Path, width: float, height: float) -> Iterator[Figure]:
 
     figure = Figure(figsize=(width, height), layout="constrained")
     yield figure
-    save(figure, path)
+    save_figure(figure, path)
 
 
 COLOURS = {
@@ -55,25 +55,25 @@ THIN = 1 / 1200  # of the width: what is shorter is drawn as wide, what is neare
 CAUSES = 8  # of which the lost time is shown
 
 
-def goodput_picture(account: TimeAccount, title: str, path: Path) -> None:
+def draw_goodput(account: TimeAccount, title: str, path: Path) -> None:
     """A picture of an account. The format follows from the name (.png, .svg, .pdf). Raises DataError when it cannot be
     written."""
     unit_name, scale = next(
         (cause_name, scale) for cause_name, scale, least_wall in UNITS if account.wall >= least_wall
     )
     spans_by_kind = defaultdict[TimeKind, list[tuple[float, float]]](list)
-    for span in account.spans():
+    for span in account.list_spans():
         spans_by_kind[span.kind].append(
             ((span.begin - account.begin) / scale, (span.end - account.begin) / scale)
         )
-    seconds_by_kind, wall = account.seconds(), account.wall or 1.0
+    seconds_by_kind, wall = account.sum_seconds(), account.wall or 1.0
     kinds = [kind for kind in TimeKind if seconds_by_kind[kind] > 0]
     lost = sorted(_by_cause(account), key=lambda entry: -sum(entry[1].values()))[:CAUSES]
     row_heights = [0.6 + 0.3 * max(1, len(kinds)), 0.6 + 0.3 * max(1, len(lost))]
     with draw_figure(path, 14, 1.5 + sum(row_heights)) as figure:
         time_axis, lost_axis = figure.subplots(2, 1, height_ratios=row_heights)
         for n, kind in enumerate(kinds):
-            drawn_spans = [(a, b - a) for a, b in thick(spans_by_kind[kind], THIN * wall / scale)]
+            drawn_spans = [(a, b - a) for a, b in thicken_intervals(spans_by_kind[kind], THIN * wall / scale)]
             time_axis.broken_barh(drawn_spans, (n - 0.4, 0.8), color=COLOURS[kind])
         time_axis.set_yticks(
             range(len(kinds)), [f"{_called(k)}  {seconds_by_kind[k] / wall:.1%}" for k in kinds]
@@ -89,10 +89,12 @@ def goodput_picture(account: TimeAccount, title: str, path: Path) -> None:
         lost_axis.set_yticks(range(len(lost)), [cause_name for cause_name, _ in lost], parse_math=False)
         lost_axis.set_ylim(max(len(lost), 1) - 0.5, -0.5)
         lost_axis.set_xlabel(f"{unit_name} lost, by cause")
-        figure.suptitle(f"{title}: {account.goodput():.1%} of the time was training", parse_math=False)
+        figure.suptitle(
+            f"{title}: {account.compute_goodput():.1%} of the time was training", parse_math=False
+        )
 
 
-def thick(intervals: Iterable[Sequence[float]], least: float) -> list[tuple[float, float]]:
+def thicken_intervals(intervals: Iterable[Sequence[float]], least: float) -> list[tuple[float, float]]:
     """Intervals in order, each at least `least` wide, and joined where less is between them."""
     joined_intervals: list[tuple[float, float]] = []
     for begin, end in intervals:
@@ -106,10 +108,10 @@ def thick(intervals: Iterable[Sequence[float]], least: float) -> list[tuple[floa
 
 def _by_cause(account: TimeAccount) -> list[tuple[str, dict[TimeKind, float]]]:
     found = defaultdict[str, dict[TimeKind, float]](lambda: defaultdict(float))
-    for (kind, cause, incident, host_name), (lost_seconds, _) in account.lost().items():
+    for (kind, cause, incident, host_name), (lost_seconds, _) in account.sum_losses().items():
         name = f"incident {incident}: {cause}" if incident is not None else cause
         found[f"{name} on {host_name}" if host_name else name][kind] += lost_seconds
-    for kind, lost_seconds in account.seconds().items():
+    for kind, lost_seconds in account.sum_seconds().items():
         charged_seconds = sum(by_kind.get(kind, 0.0) for by_kind in found.values())
         if kind is not TimeKind.TRAINING and lost_seconds - charged_seconds > 1e-6:
             found[_called(kind)][kind] += lost_seconds - charged_seconds

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from megastable.base.errors import DataError, user_errors
-from megastable.base.text import duration, number, put_off, ranges, visible
-from megastable.config.recipe import find, load
+from megastable.base.text import describe_deferral, make_visible, show_duration, show_number, show_ranges
+from megastable.config.recipe import find_recipe, load_recipe
 from megastable.config.tree import RunConfig
 from megastable.data.corpora import open_corpora
 from megastable.data.plant import read_planted
@@ -35,15 +35,18 @@ def text_at(path: Path, position: int, config: RunConfig) -> str:
     corpus_config = config.data.corpora[0].model_copy(update={"path": path})
     opened_corpora = open_corpora([corpus_config], config.model.sequence_length, config.run.seed)
     info = opened_corpora.manifests[0].tokenizer
-    sample_tokens = opened_corpora.train.sample(position)[1:25]
-    decoded_text = " ".join(load_tokenizer(find(path) / info.file, info.eod).decode(sample_tokens).split())
-    return visible(decoded_text)[:36]
+    sample_tokens = opened_corpora.train.read_sample(position)[1:25]
+    decoded_text = " ".join(
+        load_tokenizer(find_recipe(path) / info.file, info.eod).decode(sample_tokens).split()
+    )
+    return make_visible(decoded_text)[:36]
 
 
-def story(incident: dict[str, Any], config: RunConfig, cost: Cost | None = None) -> Iterator[str]:
+def tell_incident(incident: dict[str, Any], config: RunConfig, cost: Cost | None = None) -> Iterator[str]:
     """An incident of summary.json in a few lines: seen, guilty, an example, done, cost."""
     i = IncidentFacts.model_validate({"number": 0, "kind": incident["class"], **incident})
-    yield f"step {i.onset:<7} {visible(sentences.symptom(i), 300)}; {visible(i.kind)}, cause: {visible(i.cause)}"
+    symptom = make_visible(sentences.name_symptom(i), 300)
+    yield f"step {i.onset:<7} {symptom}; {make_visible(i.kind)}, cause: {make_visible(i.cause)}"
     if i.guilty:
         found, planted = (
             {(d["corpus"], d["shard"], d["document"]) for d in incident[document_key] or ()}
@@ -52,7 +55,7 @@ def story(incident: dict[str, Any], config: RunConfig, cost: Cost | None = None)
         named = sorted(d[2] for d in found)
         more_text = f" and {len(named) - NAMED} more" if len(named) > NAMED else ""
         first_named = ", ".join(map(str, named[:NAMED]))
-        guilty_line = f"guilty       samples {ranges(i.guilty, 4)}: documents {first_named}{more_text}"
+        guilty_line = f"guilty       samples {show_ranges(i.guilty, 4)}: documents {first_named}{more_text}"
         if planted:
             same_count, other_count = len(found & planted), len(found - planted)
             guilty_line += (
@@ -62,26 +65,26 @@ def story(incident: dict[str, Any], config: RunConfig, cost: Cost | None = None)
             )
         yield guilty_line
         path, first_position = config.data.corpora[0].path, i.guilty[0][0]
-        if read_planted(find(path)) and CLEAN.exists():
+        if read_planted(find_recipe(path)) and CLEAN.exists():
             bad_text, clean_text = (text_at(corpus, first_position, config) for corpus in (path, CLEAN))
             yield f"for example  {bad_text!r} instead of {clean_text!r}"
     action_name = str(incident["action"])
     skipped_text = (
         "; skipped those samples"
         if i.guilty
-        else f"; skipped {ranges(i.positions, 4)}"
+        else f"; skipped {show_ranges(i.positions, 4)}"
         if i.positions
         else ""
     )
-    if deferral_text := put_off(i.deferred, i.returns, i.lost):
+    if deferral_text := describe_deferral(i.deferred, i.returns, i.lost):
         skipped_text += f"; {deferral_text}"
     done_text = (
-        f"{sentences.ACTIONS.get(action_name, visible(action_name))}{skipped_text}"
+        f"{sentences.ACTIONS.get(action_name, make_visible(action_name))}{skipped_text}"
         if incident["action"]
         else "nothing"
     )
-    yield f"done         {done_text}: {visible(i.outcome)}"
-    time_text = f", time lost: {duration(cost.seconds)}" if cost is not None else ""
+    yield f"done         {done_text}: {make_visible(i.outcome)}"
+    time_text = f", time lost: {show_duration(cost.seconds)}" if cost is not None else ""
     yield f"cost         steps lost: {i.steps_lost}, updates refused: {i.batches_discarded}{time_text}"
 
 
@@ -90,17 +93,17 @@ def _instead(run: Path, config: RunConfig) -> Iterator[str]:
     if not config.stability.enabled:
         yield "stability.enabled=false: spike detection was off."
     elif config.stability.dry_run:
-        for would_event in RunDirectory(run).events(Would):
+        for would_event in RunDirectory(run).iterate_events(Would):
             yield f"step {would_event['step']:<7} would {would_event['action']}: {would_event['reason']}"
         yield "stability.dry_run=true: nothing was done."
     else:
-        look_ahead_events = list(RunDirectory(run).events(LookedAhead))
+        look_ahead_events = list(RunDirectory(run).iterate_events(LookedAhead))
         for event in look_ahead_events:
-            yield f"ahead        {event.sentence()}"
+            yield f"ahead        {event.format_sentence()}"
         yield "No incident."
 
 
-def tell(run: Path) -> None:
+def print_story(run: Path) -> None:
     """Print the story of the finished run `run`."""
     try:
         s = json.loads((run / "summary.json").read_text())
@@ -109,7 +112,7 @@ def tell(run: Path) -> None:
             f"{run / 'summary.json'}: {error}: it is written when a run is complete; {run / 'journal.jsonl'} tells "
             "what happened so far"
         ) from None
-    run_config = load(run / "recipe.yaml")
+    run_config = load_recipe(run / "recipe.yaml")
     corpus_path = run_config.data.corpora[0].path
     validation = "none (train.eval_samples=0, or no validation split)"
     if s["val_loss"] is not None:
@@ -121,12 +124,12 @@ def tell(run: Path) -> None:
         f"{s['tokens_per_second']:,.0f} a second on average, on {s['world_size']} processes with ZeRO "
         f"{s['zero_stage']}\n"
     )
-    if planted_samples := read_planted(find(corpus_path)):
+    if planted_samples := read_planted(find_recipe(corpus_path)):
         met_text = "" if s["cursor"] > planted_samples.first else "; the run ended before them"
         print(f"{corpus_path} has {planted_samples}{met_text}.")
     incident_costs = costs_of(run) if s["incidents"] and RunDirectory(run).journal.exists() else {}
     for incident in s["incidents"]:
-        print(*story(incident, run_config, incident_costs.get(incident.get("number"))), sep="\n")
+        print(*tell_incident(incident, run_config, incident_costs.get(incident.get("number"))), sep="\n")
     if not s["incidents"]:
         print("\n".join(_instead(run, run_config)))
     report_paths = sorted(RunDirectory(run).incidents.glob("*/report.html"))
@@ -142,7 +145,8 @@ def tell(run: Path) -> None:
     }
     name_width = max(map(len, file_remarks))
     print(
-        f"\ntraining loss    {number(s['first_loss'])} -> {number(s['final_loss'])} nats per token (mean of the last "
+        f"\ntraining loss    {show_number(s['first_loss'])} -> {show_number(s['final_loss'])} nats per token "
+        "(mean of the last "
         "20 steps)\n"
         f"validation loss  {validation}\n"
     )
@@ -164,4 +168,4 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m megastable.report.story", description=__doc__)
     parser.add_argument("run", type=Path, help="the directory of a finished run")
     with user_errors():
-        tell(parser.parse_args().run)
+        print_story(parser.parse_args().run)

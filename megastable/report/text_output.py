@@ -7,7 +7,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from megastable.base.text import visible
+from megastable.base.text import make_visible
 
 WIDEST = 220  # characters of a table in a pipe
 
@@ -18,11 +18,11 @@ class TextOutput:
     def __init__(self, quiet: bool) -> None:
         self._console = Console(markup=False, emoji=False, highlight=False, quiet=quiet)
 
-    def say(self, *lines: str) -> None:
+    def say_lines(self, *lines: str) -> None:
         for line in lines:
-            self._console.print(Text(visible(line, keep="\n")), soft_wrap=True)
+            self._console.print(Text(make_visible(line, keep="\n")), soft_wrap=True)
 
-    def show(self, table: RenderableType, whole: bool = False) -> None:
+    def show_table(self, table: RenderableType, whole: bool = False) -> None:
         """whole: as wide as it is, for a number that is cut off says nothing; so is it in a pipe."""
         console, width = self._console, self._console.width
         if whole or not console.is_terminal:

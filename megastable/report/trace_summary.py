@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 
 from megastable.base.errors import DataError
-from megastable.base.text import plural
+from megastable.base.text import count_noun
 from megastable.run.record_files import read_files
 from megastable.run.records import SCHEMA
 from megastable.run.step_phases import COLUMNS, METADATA, OTHER, of_trace, phase_of, step_of
@@ -62,14 +62,16 @@ def read_phases(folder: Path, last: int | None = None) -> PhaseSummary:
     ]
     record_tables = [read.table for read in read_records if read.table is not None]
     if not record_tables:
-        damaged_text = f" ({plural(len(problems), 'file')} cannot be read: {problems[0]})" if problems else ""
+        damaged_text = (
+            f" ({count_noun(len(problems), 'file')} cannot be read: {problems[0]})" if problems else ""
+        )
         raise DataError(f"{folder}: no step records{damaged_text}: has this run done a step?")
     table = pa.concat_tables(record_tables).sort_by("time")
     if last is not None:
         table = table.slice(max(0, len(table) - last))
     known = table.filter(table.column(COLUMNS[OTHER]).is_valid())
     if not len(known):
-        raise DataError(f"{folder}: {plural(len(table), 'step')}, none with phases")
+        raise DataError(f"{folder}: {count_noun(len(table), 'step')}, none with phases")
     step_seconds = _numbers(known, "seconds")
     seconds_by_phase = {phase: _numbers(known, column_name) for phase, column_name in COLUMNS.items()}
     total_seconds = float(step_seconds.sum()) or 1.0

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megastable.base.errors import DataError
-from megastable.report.figures import draw_figure, drawable
+from megastable.report.figures import draw_figure, limit_value
 from megastable_guard.actions import Action, Verdict
 from megastable_guard.guard import BacktestDecision, Recorded
 
 AROUND = 4  # gaps to each side that show the logging cadence of the loss: it must hold for five
 
 
-def read_trace(path: Path, say: Callable[[str], None] = lambda _: None) -> list[Recorded]:
+def read_csv_trace(path: Path, say: Callable[[str], None] = lambda _: None) -> list[Recorded]:
     """A CSV file with the columns step, loss and, if known, grad_norm, lr and data, in any order, among others.
 
     Two features of real logs are skipped with a message: lines without a logged loss, and steps repeated after a
@@ -134,7 +134,7 @@ class Episode(NamedTuple):
     steps: int
 
 
-def episodes(judged: Iterable[BacktestDecision]) -> list[Episode]:
+def list_episodes(judged: Iterable[BacktestDecision]) -> list[Episode]:
     """The rows of a table: everything but healthy steps, repetitions merged."""
     found_episodes = []
     for group_kind, step_group in groupby(judged, key=lambda step: (step.verdict, step.action, step.reset)):
@@ -161,10 +161,10 @@ def backtest_plot(
     steps = [row.step for row in rows]
     with draw_figure(path, 14, 7) as figure:
         loss, norm = figure.subplots(2, 1, sharex=True)
-        loss.plot(steps, [drawable(row.loss) for row in rows], linewidth=0.6)
-        norm.plot(steps, [drawable(row.grad_norm, positive=True) for row in rows], linewidth=0.6)
+        loss.plot(steps, [limit_value(row.loss) for row in rows], linewidth=0.6)
+        norm.plot(steps, [limit_value(row.grad_norm, positive=True) for row in rows], linewidth=0.6)
         norm.set_yscale("log")
-        sorted_losses = sorted(row.loss for row in rows if math.isfinite(drawable(row.loss)))
+        sorted_losses = sorted(row.loss for row in rows if math.isfinite(limit_value(row.loss)))
         if sorted_losses:
             # The start of a run is far above the rest: clipped, so that spikes are visible.
             lowest_usual, high = sorted_losses[0], sorted_losses[int(0.99 * (len(sorted_losses) - 1))]

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from megastable.base import durable
 from megastable.base.errors import ConfigError
-from megastable.config.recipe import override, validate
+from megastable.config.recipe import override_key, validate_tree
 from megastable.config.tree import RunConfig
 from megastable.run.events.people_events import ChangeMade, ChangeRefused
 from megastable.run.events.reading import read_events
@@ -45,7 +45,9 @@ class ChangeRequest(BaseModel):
     until: int | None = None
 
 
-def ask(path: Path, values: Mapping[str, Any], reason: str, who: str, until: int | None) -> ChangeRequest:
+def ask_change(
+    path: Path, values: Mapping[str, Any], reason: str, who: str, until: int | None
+) -> ChangeRequest:
     """Append a request to `path`. A file that this makes can be read by the run, whoever's it is: its directory says
     who else can. Raises DataError if it cannot be written."""
     request = ChangeRequest(
@@ -81,7 +83,7 @@ def parse_values(assignments: Sequence[str]) -> dict[str, Any]:
     values_by_key: dict[str, Any] = {}
     for key_assignment in assignments:
         value_tree: Any = {}
-        override(value_tree, key_assignment)
+        override_key(value_tree, key_assignment)
         assigned_key = key_assignment.partition("=")[0]
         if assigned_key in values_by_key:
             raise ConfigError(f"{assigned_key} is given twice")
@@ -104,7 +106,7 @@ def check_live(key: str, recipe: RunConfig, value: Any) -> None:
             f"{key} cannot be changed while the run trains: {again}. Live are: {', '.join(LIVE)}"
         )
     optimizer_key = key.removeprefix("optimizer.")
-    if key.startswith("optimizer.") and not o.reads(optimizer_key):
+    if key.startswith("optimizer.") and not o.reads_key(optimizer_key):
         raise ConfigError(
             f"{key}: optimizer.name={o.name} with optimizer.clipping={o.clipping.kind} does not read it"
         )
@@ -122,8 +124,8 @@ def with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
         return config
     config_tree = config.model_dump(mode="json")
     for key, new_value in values.items():
-        override(config_tree, f"{key}={json.dumps(new_value)}")
-    new_config = validate(config_tree, "with this change")
+        override_key(config_tree, f"{key}={json.dumps(new_value)}")
+    new_config = validate_tree(config_tree, "with this change")
     # Only the sections of the keys: a dump has no passwords.
     return config.model_copy(
         update={key.partition(".")[0]: getattr(new_config, key.partition(".")[0]) for key in values}
@@ -135,7 +137,7 @@ def changes_of(journal: Path) -> list[ChangeMade]:
     return [event for event in read_events(journal, b'"change_made"') if isinstance(event, ChangeMade)]
 
 
-def holding(made: Iterable[ChangeMade], step: int) -> list[ChangeMade]:
+def select_holding(made: Iterable[ChangeMade], step: int) -> list[ChangeMade]:
     """The changes that have begun by a step and have not ended, in the order in which they were made."""
     return [
         change for change in made
@@ -146,7 +148,7 @@ def holding(made: Iterable[ChangeMade], step: int) -> list[ChangeMade]:
 def config_at(recipe: RunConfig, made: Iterable[ChangeMade], step: int) -> RunConfig:
     """What a run trains with at a step. Of a change that this recipe cannot have, the keys that it can have hold."""
     config = recipe
-    for change in holding(made, step):
+    for change in select_holding(made, step):
         try:
             config = with_values(config, change.new)
         except ConfigError:
@@ -158,7 +160,7 @@ def config_at(recipe: RunConfig, made: Iterable[ChangeMade], step: int) -> RunCo
 
 def list_left_out(recipe: RunConfig, made: Iterable[ChangeMade], step: int) -> list[str]:
     """What people have changed and the recipe cannot have at a step, a sentence for each key."""
-    held = holding(made, step)
+    held = select_holding(made, step)
     config_now, newest_by_key = (
         config_at(recipe, held, step),
         {key: change for change in held for key in change.new},
@@ -180,7 +182,7 @@ def list_left_out(recipe: RunConfig, made: Iterable[ChangeMade], step: int) -> l
     return key_problems
 
 
-def answer(
+def answer_request(
     request: ChangeRequest,
     recipe: RunConfig,
     made: Sequence[ChangeMade],
@@ -258,8 +260,8 @@ def _find(config: RunConfig, key: str) -> Any:
     for key_part in key.split("."):
         if not isinstance(config_value, dict) or key_part not in config_value:
             config_tree = config.model_dump(mode="json")
-            override(config_tree, f"{key}=0")
-            validate(config_tree, "with this change")  # refuses it, and names the key that was meant
+            override_key(config_tree, f"{key}=0")
+            validate_tree(config_tree, "with this change")  # refuses it, and names the key that was meant
             raise ConfigError(f"{key}: there is no such key")
         config_value = config_value[key_part]
     return config_value

@@ -18,7 +18,7 @@ import yaml
 
 from megastable.base import durable
 from megastable.base.errors import ConfigError, DataError
-from megastable.base.text import visible
+from megastable.base.text import make_visible
 from megastable.config.model import ModelConfig
 from megastable.config.tree import RunConfig
 from megastable.run.events.event import Event
@@ -67,17 +67,17 @@ class RunDirectory:
         """What resumes the run, in words: a command that does not name the directory begins a new run."""
         return f"the same command with {shlex.quote(f'run.dir={self.root}')}"
 
-    def name(self, config: RunConfig) -> str:
+    def name_run(self, config: RunConfig) -> str:
         """What the run is called: `run.name`, or the name of the directory."""
-        return config.run.name or visible(self.root.resolve().name, 100) or "run"
+        return config.run.name or make_visible(self.root.resolve().name, 100) or "run"
 
     @overload
-    def events(self) -> Iterator[Event]: ...
+    def iterate_events(self) -> Iterator[Event]: ...
 
     @overload
-    def events(self, *kinds: type[Kind]) -> Iterator[Kind]: ...
+    def iterate_events(self, *kinds: type[Kind]) -> Iterator[Kind]: ...
 
-    def events(self, *kinds: type[Event]) -> Iterator[Event]:
+    def iterate_events(self, *kinds: type[Event]) -> Iterator[Event]:
         """The journal's events in order, of `kinds` only when given. A torn last line is left out, with a warning.
 
         Raises DataError for a malformed line.
@@ -97,7 +97,7 @@ class RunDirectory:
             if not kinds or isinstance(event, kinds):
                 yield line_number, event
 
-    def handed_over(self) -> int | None:
+    def find_handover(self) -> int | None:
         """The step before which a checkpoint must be, if the last process ended by a handover."""
         told = list(self._numbered(Handover, RolledBack, Training))
         if not told or not isinstance(told[-1][1], Handover):
@@ -110,9 +110,9 @@ class RunDirectory:
             )
         return int(last["before"])
 
-    def rolled_back(self) -> tuple[int, int, float] | None:
+    def find_rollback(self) -> tuple[int, int, float] | None:
         """If a person has rolled the run back since it last trained: the number of the rollback, its step and time."""
-        told = list(self.events(RolledBack, Training))
+        told = list(self.iterate_events(RolledBack, Training))
         if not told or isinstance(told[-1], Training):
             return None
         number, step = sum(isinstance(event, RolledBack) for event in told), told[-1].get("step")
@@ -122,7 +122,7 @@ class RunDirectory:
             )
         return number, step, told[-1].time or 0.0
 
-    def compare(self, config: RunConfig, recipe: Path | None = None) -> list[str]:
+    def compare_recipe(self, config: RunConfig, recipe: Path | None = None) -> list[str]:
         """Differences from the frozen recipe, as "key: old -> new"; none if nothing is frozen yet. recipe: that of a
         checkpoint, to compare with instead.
 
@@ -160,20 +160,20 @@ class RunDirectory:
             )
         return list(changed_leaves.values())
 
-    def freeze(self, config: RunConfig, fingerprints: list[str], ds_config: dict[str, Any]) -> None:
+    def freeze_recipe(self, config: RunConfig, fingerprints: list[str], ds_config: dict[str, Any]) -> None:
         """Write the resolved recipe, which can be started again as it is. Raises ConfigError if it cannot."""
         try:
             # Known passwords are redacted; there may be others.
             file_mode = 0o600 if config.supervise.exposed else None
-            durable.write_file(self.recipe, frozen(config, fingerprints, ds_config), file_mode)
+            durable.write_file(self.recipe, encode_recipe(config, fingerprints, ds_config), file_mode)
         except OSError as error:
             raise ConfigError(f"{self.recipe} could not be written: {error}") from None
 
-    def lock(self) -> None:
+    def lock_run(self) -> None:
         """Keep other training processes out as long as this one lives. Raises ConfigError if there is one."""
         lock_path = self.root / ".lock"
         try:
-            self._lock = durable.hold(lock_path)
+            self._lock = durable.lock_file(lock_path)
         except OSError as error:
             raise ConfigError(f"{lock_path} cannot be locked: {error}") from None
         if self._lock is None:
@@ -182,7 +182,7 @@ class RunDirectory:
             )
 
 
-def frozen(config: RunConfig, fingerprints: list[str], ds_config: dict[str, Any]) -> bytes:
+def encode_recipe(config: RunConfig, fingerprints: list[str], ds_config: dict[str, Any]) -> bytes:
     """The resolved recipe as recipe.yaml holds it. fingerprints: of the corpora's manifests."""
     recipe_content = {
         "config": config.model_dump(mode="json"), "manifests": fingerprints, "deepspeed_json": ds_config,
@@ -236,7 +236,7 @@ def _folded(leaves: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
     return folded_leaves
 
 
-def make(config: RunConfig, recipe: Path) -> RunDirectory:
+def make_directory(config: RunConfig, recipe: Path) -> RunDirectory:
     """The directory of a run: `run.dir`, or a new one below runs/ named after the recipe. Creates it."""
     try:
         if config.run.dir is not None:
@@ -288,7 +288,7 @@ class TrackerMemory:
         except OSError:
             return False
 
-    def keep(self, **facts: Any) -> None:
+    def keep_facts(self, **facts: Any) -> None:
         """Add facts. Raises OSError."""
         self.facts |= facts | {"directory": str(self.root)}
         durable.write_file(self.root / self.path, (as_json(self.facts) + "\n").encode())

@@ -14,7 +14,7 @@ from megastable.run.events.event import Event
 log = logging.getLogger(__name__)
 
 
-def silent(text: str) -> None:
+def print_nothing(text: str) -> None:
     """A console that prints nothing."""
 
 
@@ -25,11 +25,11 @@ class RunLog:
     """
 
     def __init__(
-        self, run: RunDirectory, console: Callable[[str], None] = silent, active: bool = True
+        self, run: RunDirectory, console: Callable[[str], None] = print_nothing, active: bool = True
     ) -> None:
         self.run, self.console, self.active = run, console, active
 
-    def emit(self, event: Event, *, say: bool | str = False) -> None:
+    def emit_event(self, event: Event, *, say: bool | str = False) -> None:
         """Journal an event: on return it is durable, or logged as pending if the disk refuses. say: also print its
         line, or this text."""
         try:
@@ -38,8 +38,8 @@ class RunLog:
             log.warning("%s; waiting in memory: %s", error, self.run.waiting[-1])
             self._tell(event, say)
 
-    def commit(self, event: Event, *, say: bool | str = False) -> None:
-        """As `emit`, for events that a restart depends on. Raises SpaceError if the event is not on the disk."""
+    def commit_event(self, event: Event, *, say: bool | str = False) -> None:
+        """As `emit_event`, for events that a restart depends on. Raises SpaceError if the event is not on the disk."""
         try:
             self._put(event, say)
         except DataError as error:
@@ -48,7 +48,7 @@ class RunLog:
                 "newest checkpoint"
             ) from None
 
-    def say(self, text: str) -> None:
+    def say_line(self, text: str) -> None:
         """Print a line without journaling it."""
         if self.active:
             self.console(text)
@@ -58,22 +58,22 @@ class RunLog:
         """Whether events are pending because the disk refused them."""
         return bool(self.run.waiting)
 
-    def flush(self) -> None:
+    def flush_events(self) -> None:
         """Write pending events. Raises DataError if the disk still refuses."""
         while self.run.waiting:
             durable.append_line(self.run.journal, self.run.waiting[0])
             self.run.waiting.pop(0)
 
-    def write(self, event: Event) -> None:
+    def write_event(self, event: Event) -> None:
         """Journal an event, which waits if the disk refuses it. Raises DataError then, which says why."""
         self.run.waiting.append(as_json({"time": round(time.time(), 3), **event.fields}))
-        self.flush()
+        self.flush_events()
 
     def _put(self, event: Event, say: bool | str) -> None:
         if self.active:
-            self.write(event)
+            self.write_event(event)
             self._tell(event, say)
 
     def _tell(self, event: Event, say: bool | str) -> None:
         if say:
-            self.console(say if isinstance(say, str) else event.line())
+            self.console(say if isinstance(say, str) else event.format_line())

@@ -94,7 +94,7 @@ def host_reading(
     )  # fmt: skip
 
 
-def merged(samples: Sequence[MachineSample]) -> MachineSample:
+def merge_samples(samples: Sequence[MachineSample]) -> MachineSample:
     """One sample for several, oldest first: means of times, utilization, power and clocks; the worst of all else."""
     last = samples[-1]
     host_names = dict.fromkeys(name for sample in samples for name in sample.hosts)
@@ -170,7 +170,7 @@ class MachineWriter:
         self._count = dict[str, int]()
         self._newest = 0.0  # time of the sample before
 
-    def add(self, sample: MachineSample) -> None:
+    def add_sample(self, sample: MachineSample) -> None:
         """Write it, and the coarser ones that it completes."""
         if sample.time < self._newest:  # a clock was set back: what waits for it may wait for years
             self.close()
@@ -181,7 +181,7 @@ class MachineWriter:
                 waiting_samples.append(sample)
                 if sample.time - waiting_samples[0].time + waiting_samples[0].seconds < level_seconds:
                     return
-                sample, self._open[level_name] = merged(waiting_samples), []
+                sample, self._open[level_name] = merge_samples(waiting_samples), []
             self._write(level_name, sample)
 
     def close(self) -> None:
@@ -190,7 +190,7 @@ class MachineWriter:
         for level_name, waiting_samples in self._open.items():
             waiting_samples += [merged_sample] if merged_sample is not None else []
             if waiting_samples:
-                merged_sample = merged(waiting_samples)
+                merged_sample = merge_samples(waiting_samples)
                 self._write(level_name, merged_sample)
             self._open[level_name] = []
 
@@ -219,7 +219,7 @@ def old_file(path: Path) -> Path:
     return path.with_suffix(".old.jsonl")
 
 
-def places(folder: Path) -> dict[str, list[SamplePlace]]:
+def list_places(folder: Path) -> dict[str, list[SamplePlace]]:
     """All samples by level, oldest first, without reading more of them than when they are of."""
     return {
         name: sorted(sample_place for path in (old_file(file), file) for sample_place in _places(path, level_seconds))
@@ -250,7 +250,7 @@ def read_sample(place: SamplePlace) -> MachineSample | None:
     return stored_sample if stored_sample.time == place.time else None
 
 
-def newest(folder: Path) -> MachineSample | None:
+def read_newest(folder: Path) -> MachineSample | None:
     """The last sample, None if there is none."""
     level_name = next(iter(LEVELS))
     level_path = folder / f"{level_name}.jsonl"

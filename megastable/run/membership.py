@@ -35,14 +35,14 @@ class Tasks:
     rank: int
     local_rank: int | None
 
-    def refused(self, what: str, remedy: str) -> ConfigError:
+    def make_refusal(self, what: str, remedy: str) -> ConfigError:
         return ConfigError(
             f"{self.launcher} started {self.size} processes, and each of them {what}. {remedy}. If there is only this "
             f"one after all: env -u {self.variable} COMMAND"
         )
 
 
-def tasks(environment: Mapping[str, str]) -> Tasks | None:
+def find_tasks(environment: Mapping[str, str]) -> Tasks | None:
     """The processes that this one was started with; None if started alone."""
     number = partial(_number, environment)
     launcher_tasks = [
@@ -54,15 +54,15 @@ def tasks(environment: Mapping[str, str]) -> Tasks | None:
     return most if most.size > 1 else None
 
 
-def membership(environment: Mapping[str, str]) -> dict[str, str]:
+def find_membership(environment: Mapping[str, str]) -> dict[str, str]:
     """RANK etc., as far as missing from `environment`, for a rank to join its process group.
 
     Raises ConfigError if several ranks would each train their own model.
     """
-    together = tasks(environment)
+    together = find_tasks(environment)
     if "RANK" in environment:
         if together is not None and _apart(environment, together):
-            raise together.refused(
+            raise together.make_refusal(
                 f"would train apart from the others (RANK={environment['RANK']}, WORLD_SIZE="
                 f"{environment.get('WORLD_SIZE', '')})",
                 "Start one launcher that knows all hosts (docs/clusters.md); where no launcher has set RANK and "
@@ -79,7 +79,7 @@ def membership(environment: Mapping[str, str]) -> dict[str, str]:
             )
         else:
             remedy = "Start them by deepspeed --hostfile HOSTFILE, or say where they meet: MASTER_ADDR and MASTER_PORT"
-        raise together.refused("would train a model of its own", remedy)
+        raise together.make_refusal("would train a model of its own", remedy)
     return {
         "RANK": str(together.rank),
         "WORLD_SIZE": str(together.size),
@@ -100,15 +100,17 @@ def is_rank(environment: Mapping[str, str]) -> bool:
                 "or unset RANK"
             )
         return True
-    joint_tasks = tasks(environment)
+    joint_tasks = find_tasks(environment)
     return joint_tasks is not None and not _in_terminal(environment, joint_tasks)
 
 
 def check_alone(environment: Mapping[str, str]) -> None:
     """Raises ConfigError if this process, which starts the ranks of all hosts, is one of several."""
-    joint_tasks = tasks(environment)
+    joint_tasks = find_tasks(environment)
     if joint_tasks is not None and not _in_terminal(environment, joint_tasks):
-        raise joint_tasks.refused("would start all ranks", "Start it once, on one host (srun --ntasks=1 ...)")
+        raise joint_tasks.make_refusal(
+            "would start all ranks", "Start it once, on one host (srun --ntasks=1 ...)"
+        )
 
 
 def _apart(environment: Mapping[str, str], together: Tasks) -> bool:

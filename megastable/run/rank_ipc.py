@@ -130,7 +130,7 @@ def host_name() -> str:
     return os.environ.get(HOST) or socket.gethostname()
 
 
-def mark(run: RunDirectory, attempt: int) -> str:
+def make_mark(run: RunDirectory, attempt: int) -> str:
     """An argument of an attempt's processes, by which they are found again."""
     return f"{attempt}@{run.root.resolve()}"
 
@@ -156,7 +156,7 @@ def log_of(run: RunDirectory, attempt: int, host: str = "") -> Path:
     return folder.with_name(f"{folder.name}-{host}.log" if host else f"{folder.name}.log")
 
 
-def beside_arguments(
+def parse_arguments(
     module: str, about: str | None, arguments: Sequence[str] | None = None
 ) -> argparse.Namespace:
     """Read the arguments of a process that the supervisor runs beside a run (supervise/beside_process.py).

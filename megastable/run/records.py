@@ -1,7 +1,7 @@
 """Writes and reads step records (columnar files steps/*.parquet) and layer records (layers/*.parquet).
 
 record_files.py says how the files are named, ordered and compacted. After a restart from an older checkpoint the same
-steps are recorded again: `read` keeps the newest record of each.
+steps are recorded again: `read_newest_records` keeps the newest record of each.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class StepRecord:
     is no estimate (warnings/noise_scale.py). fp8: 1 or 0, whether the step was computed in FP8, if the recipe asks for
     it. attempt: of the supervisor, None without one. forward_seconds to other_seconds: of rank 0, see step_phases.py;
     on a GPU None in the last record of a file, whose kernels still run when it is written. Other values that may be
-    None: see `probe.Statistics`.
+    None: see `LayerStatistics` in engine/layer_stats.py.
     """
 
     step: int
@@ -160,15 +160,15 @@ _ARROW = {
 }  # fmt: skip
 
 
-def schema(kind: type[StepRecord] | type[LayerRecord]) -> pa.Schema:
+def make_schema(kind: type[StepRecord] | type[LayerRecord]) -> pa.Schema:
     """The columns of a kind of record: floats take 4 bytes, except the time."""
     return pa.schema(
         [(f.name, pa.float64() if f.name == "time" else _ARROW[str(f.type)]) for f in fields(kind)]
     )
 
 
-SCHEMA = schema(StepRecord)
-LAYER_SCHEMA = schema(LayerRecord)
+SCHEMA = make_schema(StepRecord)
+LAYER_SCHEMA = make_schema(LayerRecord)
 
 
 class Recorder:
@@ -180,14 +180,14 @@ class Recorder:
         self._steps = 0
         self._stamp: int | None = None  # of the newest file
 
-    def add(self, *records: StepRecord | LayerRecord) -> None:
+    def add_records(self, *records: StepRecord | LayerRecord) -> None:
         """Add the records of one step; its rows have the same time."""
         self.pending.extend(records)
         self._steps += 1
         if self._steps % self.flush_steps == 0:
-            self.flush()
+            self.flush_records()
 
-    def flush(self) -> None:
+    def flush_records(self) -> None:
         """Write pending records. If the disk refuses, that is logged, and they stay pending."""
         if not self.pending:
             return
@@ -205,11 +205,11 @@ class Recorder:
             self._stamp = file_stamp
             self.pending.clear()
 
-    def compact(self) -> None:
+    def compact_records(self) -> None:
         """Make few files of many. If the disk refuses, that is logged, and they stay as they are."""
         compact_files(self.folder, self.columns)
 
-    def restore(self, file: Path) -> None:
+    def restore_records(self, file: Path) -> None:
         """Write the step records that a process had pending when it made `file`, if they were not written since.
 
         Does nothing if there is no such file.
@@ -228,12 +228,12 @@ class Recorder:
         key_schema = pa.schema([self.columns.field(column_name) for column_name in ("step", "time")])
         written = set[tuple[int, float]]()
         for found in read_files(self.folder, key_schema, choose_later):
-            if found.table is not None:  # `read` names a damaged one
+            if found.table is not None:  # `read_newest_records` names a damaged one
                 written.update(
                     zip(*(key_column.to_pylist() for key_column in found.table.columns), strict=True)
                 )
         self.pending = [row for row in rows if (row.step, row.time) not in written]
-        self.flush()
+        self.flush_records()
 
 
 def encode_records(records: Sequence[StepRecord | LayerRecord], columns: pa.Schema = SCHEMA) -> bytes:
@@ -241,7 +241,7 @@ def encode_records(records: Sequence[StepRecord | LayerRecord], columns: pa.Sche
     return encode_table(pa.Table.from_pylist([vars(record) for record in records], schema=columns))
 
 
-def read(folder: Path, columns: pa.Schema = SCHEMA, newest: bool = True) -> pa.Table:
+def read_newest_records(folder: Path, columns: pa.Schema = SCHEMA, newest: bool = True) -> pa.Table:
     """Read all records of a run, by step.
 
     Args:

@@ -17,8 +17,8 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from megastable.base.errors import HANDOVER, NO_SPACE, STOPPED, UNSTABLE
-from megastable.base.text import visible
-from megastable.run.events.event import Event, Other, tree, whole
+from megastable.base.text import make_visible
+from megastable.run.events.event import Event, Other, read_tree, read_whole
 from megastable.run.events.people_events import ChangeMade
 from megastable.run.events.reading import Follower, PassedOver
 from megastable.run.events.stability_events import (
@@ -138,7 +138,7 @@ class TaskHistory:
     _tasks: dict[str, _OneTask] = field(default_factory=dict)
     _counts: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(OUTCOMES, 0)))
 
-    def add(self, event: TasksEvaluated | TasksFailed | TasksSkipped) -> None:
+    def add_event(self, event: TasksEvaluated | TasksFailed | TasksSkipped) -> None:
         """Take in one event; missing or malformed fields are ignored."""
         step = event.of_step or 0
         self._settled = max(self._settled, step)
@@ -146,7 +146,7 @@ class TaskHistory:
             case TasksEvaluated():
                 self._counts["evaluated"] += 1
                 self._step, self._failures = step, 0
-                self._scores = {visible(name, 120): value for name, value in event.numbers.items()}
+                self._scores = {make_visible(name, 120): value for name, value in event.numbers.items()}
                 for name, score in self._scores.items():
                     one = self._tasks.setdefault(name, _OneTask())
                     if isfinite(score):
@@ -157,7 +157,7 @@ class TaskHistory:
             case TasksSkipped():
                 self._counts["skipped"] += 1
 
-    def summary(self) -> TaskSummary:
+    def summarize_tasks(self) -> TaskSummary:
         """What is known now."""
         score_drops = {name: drop for name in self._scores if (drop := self._tasks[name].drop()) is not None}
         counts = dict(self._counts)
@@ -348,7 +348,7 @@ class RunHistory:
         """Of the newest start that says what it computes with."""
         return next((start.software for start in reversed(self.starts) if start.software), {})
 
-    def add(self, event: Event) -> None:
+    def add_event(self, event: Event) -> None:
         """Take in one event; missing or malformed fields are ignored."""
         self.count += 1
         if isinstance(event, PassedOver):
@@ -360,7 +360,7 @@ class RunHistory:
         self.began = self.began or sane_time or None
         if event_time is not None and event.event not in NO_SIGN:
             self.last = event_time
-        event_step = whole(event.get("to_step" if "to_step" in event else "step"))
+        event_step = read_whole(event.get("to_step" if "to_step" in event else "step"))
         self.step = self.step if event_step is None else event_step
         self._add_words(event, sane_time, event_step)
         self._add_work(event)
@@ -369,13 +369,13 @@ class RunHistory:
 
     def _add_words(self, event: Event, time: float, step: int | None) -> None:
         """The tail, the list, and the event's incident."""
-        incident_number = whole((summary := tree(event.get("summary"))).get("number"))
+        incident_number = read_whole((summary := read_tree(event.get("summary"))).get("number"))
         # Probes are in a plot; in a list they would take the place of what happened.
         if not isinstance(event, Other | Probed):
             self.tail.append(event)
         new_lines = list[JournalLine]()
         if self.most_lines and not isinstance(event, Probed):
-            new_lines.append(JournalLine(time, step, event.event, event.sentence(), incident_number))
+            new_lines.append(JournalLine(time, step, event.event, event.format_sentence(), incident_number))
             self.lines += new_lines
         if incident_number is None:
             return
@@ -493,16 +493,16 @@ class RunHistory:
             case Probed(loss=float(loss)) if step is not None:
                 self.probes.append(Measurement(step, time, loss))
             case TasksEvaluated() | TasksFailed() | TasksSkipped():
-                self.tasks.add(event)
+                self.tasks.add_event(event)
                 self.evaluated = max(self.evaluated, event.of_step or 0)
                 if isinstance(event, TasksEvaluated) and event.of_step is not None and event.numbers:
                     self.scores.append(Measurement(event.of_step, time, float("nan"), event.numbers))
             case RolledBack(step=int(back_to)):
                 self.evaluated = min(self.evaluated, back_to)
             case RateCut() | RateWarmup() | RateLifted() | ChangeMade():
-                self.rates.append((step or 0, time, event.sentence()))
+                self.rates.append((step or 0, time, event.format_sentence()))
             case Warned() if event.sign == NEXT_UPDATE:
-                self.rates.append((step or 0, time, event.sentence()))
+                self.rates.append((step or 0, time, event.format_sentence()))
             case CheckpointSaved() | CheckpointHealthy() | CheckpointSuspect() | CheckpointRejected():
                 self._add_checkpoint(event, time, step)
 
@@ -524,12 +524,12 @@ class RunHistory:
             known_checkpoint.state, known_checkpoint.proved = "healthy", step
         else:
             known_checkpoint.state = "suspect" if isinstance(event, CheckpointSuspect) else "rejected"
-            known_checkpoint.why = event.sentence()
+            known_checkpoint.why = event.format_sentence()
 
 
 class HistoryReader:
-    """Follows a journal: `history` grows with every `look`, and begins anew when the file was repaired. starts: how
-    often it has begun."""
+    """Follows a journal: `history` grows with every `look_again`, and begins anew when the file was repaired. starts:
+    how often it has begun."""
 
     def __init__(self, journal: Path, most_lines: int = 0) -> None:
         self._follower = Follower(journal, brief=True)
@@ -542,12 +542,12 @@ class HistoryReader:
         self._others.append([])
         return self._others[-1]
 
-    def look(self) -> bool:
+    def look_again(self) -> bool:
         """Whether there is anything new."""
         seen_before = (self.history.count, self.starts)
-        for event in self._follower.stream():
+        for event in self._follower.stream_events():
             self._begin_again()
-            self.history.add(event)
+            self.history.add_event(event)
             for shared_events in self._others:
                 shared_events.append(event)
         self._begin_again()

@@ -41,28 +41,28 @@ class Address(BaseModel):
     token: str
 
     @classmethod
-    def read(cls, path: Path) -> Self | None:
+    def read_file(cls, path: Path) -> Self | None:
         """None if there is none, or it is half-written."""
         try:
             return cls.model_validate_json(path.read_bytes())
         except (OSError, ValidationError):
             return None
 
-    def write(self, path: Path) -> None:
+    def write_file(self, path: Path) -> None:
         """Raises OSError."""
         durable.write_file(path, self.model_dump_json().encode(), mode=0o600)
 
 
-def proof(token: str, side: str, own: str, other: str) -> str:
+def make_proof(token: str, side: str, own: str, other: str) -> str:
     """What `side` ("server" or "client") sends to prove that it knows the token; own, other: nonces."""
     return hmac.new(token.encode(), f"{side} {own} {other}".encode(), "sha256").hexdigest()
 
 
-def nonce() -> str:
+def make_nonce() -> str:
     return secrets.token_hex(16)
 
 
-def encoded(message: Mapping[str, Any]) -> bytes:
+def encode_message(message: Mapping[str, Any]) -> bytes:
     return json.dumps(message, separators=(",", ":")).encode() + b"\n"
 
 
@@ -73,7 +73,7 @@ class Lines:
         self.longest = longest
         self._rest = b""
 
-    def feed(self, data: bytes) -> list[Message]:
+    def feed_bytes(self, data: bytes) -> list[Message]:
         """The messages that `data` completes. Raises WireError."""
         *message_lines, self._rest = (self._rest + data).split(b"\n")
         if max(map(len, (*message_lines, self._rest))) > self.longest:
@@ -91,7 +91,7 @@ def _message(line: bytes) -> Message:
     return json_value
 
 
-def prepare(s: socket.socket) -> None:
+def prepare_socket(s: socket.socket) -> None:
     """Let the kernel find out when the peer is gone, also if nobody says so."""
     s.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     s.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(LOST_AFTER * 1000))
@@ -106,13 +106,13 @@ class StoreClient:
         self._lines = Lines()
         self._waiting: list[Message] = []
         try:
-            prepare(self._socket)
+            prepare_socket(self._socket)
             self.local = str(self._socket.getsockname()[0])
-            own_nonce, their_nonce = nonce(), str(self._one(seconds).get("nonce"))
-            own_proof = proof(address.token, "client", own_nonce, their_nonce)
-            self.send({**hello, "nonce": own_nonce, "proof": own_proof})
+            own_nonce, their_nonce = make_nonce(), str(self._one(seconds).get("nonce"))
+            own_proof = make_proof(address.token, "client", own_nonce, their_nonce)
+            self.send_message({**hello, "nonce": own_nonce, "proof": own_proof})
             self.welcome = self._one(seconds)
-            wanted_proof = proof(address.token, "server", their_nonce, own_nonce)
+            wanted_proof = make_proof(address.token, "server", their_nonce, own_nonce)
             if not hmac.compare_digest(str(self.welcome.get("proof")), wanted_proof):
                 raise WireError("the supervisor does not know the run's token")
         except BaseException:
@@ -127,11 +127,11 @@ class StoreClient:
             self._waiting += self._read(seconds)
         return self._waiting.pop(0)
 
-    def send(self, message: Mapping[str, Any]) -> None:
+    def send_message(self, message: Mapping[str, Any]) -> None:
         self._socket.settimeout(LOST_AFTER)
-        self._socket.sendall(encoded(message))
+        self._socket.sendall(encode_message(message))
 
-    def receive(self, seconds: float) -> list[Message]:
+    def receive_messages(self, seconds: float) -> list[Message]:
         """What has come in, waiting up to `seconds` for the first; may be empty."""
         waiting_messages, self._waiting = self._waiting, []
         return waiting_messages or self._read(seconds)
@@ -144,7 +144,7 @@ class StoreClient:
             return []
         if not received_bytes:
             raise ConnectionResetError("the supervisor has closed the connection")
-        return self._lines.feed(received_bytes)
+        return self._lines.feed_bytes(received_bytes)
 
     def close(self) -> None:
         self._socket.close()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from megastable.cluster.child_process import ChildProcess, background
+from megastable.cluster.child_process import ChildProcess, start_in_background
 from megastable.config.tree import RunConfig
 from megastable.run.directory import RunDirectory
 from megastable.supervise.supervisor_journal import LogTail
@@ -60,11 +60,11 @@ class BesideProcess:
         if self._tries and time.monotonic() >= self._due:
             self._output, self._began = LogTail.at_end(self._log), time.monotonic()
             try:
-                self._child = background(self._log, self._module, *self._arguments)
+                self._child = start_in_background(self._log, self._module, *self._arguments)
             except OSError as error:
                 self._failed(f"cannot be started: {error}")
 
-    def finish(self, meanwhile: Callable[[], None], hurry: Callable[[], bool]) -> None:
+    def wait_until_done(self, meanwhile: Callable[[], None], hurry: Callable[[], bool]) -> None:
         """Wait until it is done or given up; `hurry` ends the wait. After a failure it is restarted at once."""
         self._finishing, self._due = True, 0.0
         while not hurry():
@@ -99,11 +99,11 @@ class BesideProcess:
         self.say(f"WARNING: {self._what} {how}; {what_follows}")
 
     def _show(self) -> None:
-        if new_lines := self._output.new():
+        if new_lines := self._output.read_new_lines():
             self.say(new_lines)
 
 
-def look_ahead(
+def build_look_ahead(
     config: RunConfig, run: RunDirectory, recipe: str, overrides: Sequence[str], say: Callable[[str], None]
 ) -> BesideProcess:
     """The scan ahead of a run (forensics/prescan.py). Its ledger lines stay."""
@@ -113,7 +113,7 @@ def look_ahead(
     )  # fmt: skip
 
 
-def evaluation(
+def build_evaluation(
     config: RunConfig, run: RunDirectory, recipe: str, overrides: Sequence[str], say: Callable[[str], None]
 ) -> BesideProcess:
     """The evaluation of a run's checkpoints (downstream/evaluator.py)."""

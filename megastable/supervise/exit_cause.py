@@ -5,7 +5,7 @@ rank it saw, and has no parent to read its code once its supervisor has died.
 
 A rank that loses another leaves last words, and is a witness. A process that dies closes its connection at once; a host
 without power or link only falls silent, and the others notice much later. So the ranks without last words whose last
-sign of life is the earliest were there first (`first_silent`).
+sign of life is the earliest were there first (`find_first_silent`).
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ class AttemptEvidence:
             f"rank {launcher_match['rank']}", int(launcher_match["rank"]), self.here, *signal_and_code
         )
 
-    def end(self, what: str, failure: str, certain: bool = True, **known: Any) -> End:
+    def build_end(self, what: str, failure: str, certain: bool = True, **known: Any) -> End:
         """An end at the place that the attempt had reached."""
         step = cursor = None
         if self.progress is not None and self.progress.step is not None:
@@ -179,7 +179,7 @@ class AttemptEvidence:
         )
 
 
-def end_of(evidence: AttemptEvidence) -> End:
+def find_exit_cause(evidence: AttemptEvidence) -> End:
     """The end by the first of the rules that applies: what a rank reports counts before what others saw of it."""
     return next(end for rule in RULES if (end := rule(evidence)) is not None)
 
@@ -202,7 +202,7 @@ def blame_first_error(e: AttemptEvidence) -> End | None:
     w = min(own, key=lambda words: words.time)
     host = e.called(w.host)
     text = f"rank {w.rank} on {host} ended with: {w.error}" + (f" ({w.where})" if w.where else "")
-    return e.end(w.error[:200], text, code=w.code, rank=w.rank, host=_faulty(host, w.code))
+    return e.build_end(w.error[:200], text, code=w.code, rank=w.rank, host=_faulty(host, w.code))
 
 
 def blame_lost_hosts(e: AttemptEvidence) -> End | None:
@@ -215,7 +215,7 @@ def blame_lost_hosts(e: AttemptEvidence) -> End | None:
         unnamed_count = len(other_hosts) - NAMED
         failure_text += f"; and {', '.join(other for other, _ in other_hosts[:NAMED])}"
         failure_text += f" and {unnamed_count} more" if unnamed_count > 0 else ""
-    return e.end("host gone", failure_text, host=None if other_hosts else host_name, gone=tuple(e.gone))
+    return e.build_end("host gone", failure_text, host=None if other_hosts else host_name, gone=tuple(e.gone))
 
 
 def blame_first_silent(e: AttemptEvidence) -> End | None:
@@ -223,7 +223,7 @@ def blame_first_silent(e: AttemptEvidence) -> End | None:
     seen = {e.killed.rank, *(rank for rank, fate in e.fates.items() if fate.code is not None)}
     if not e.words or e.killed.signal not in FOLLOWS or not e.silent.ranks or seen & set(e.silent.ranks):
         return None
-    return e.end("rank lost", e.silent.told, rank=e.silent.rank, host=e.silent.host)
+    return e.build_end("rank lost", e.silent.told, rank=e.silent.rank, host=e.silent.host)
 
 
 def blame_signal(e: AttemptEvidence) -> End | None:
@@ -234,7 +234,7 @@ def blame_signal(e: AttemptEvidence) -> End | None:
     signal_name = _name(first_exit.signal)
     who = f"{first_exit.who} on {first_exit.host or 'a host'}"
     failure_text = f"{who} was killed by signal {first_exit.signal} ({signal_name})"
-    return e.end(
+    return e.build_end(
         signal_name, failure_text, signal=first_exit.signal, rank=first_exit.rank, host=first_exit.host
     )
 
@@ -246,7 +246,7 @@ def blame_nobody_for_lost_connections(e: AttemptEvidence) -> End | None:
     first_words = min(e.words, key=lambda words: words.time)
     who = f"rank {first_words.rank} on {e.called(first_words.host)}"
     failure_text = f"{len(e.words)} ranks lost another; {who} first: {first_words.error}"
-    return e.end("connection lost", failure_text, certain=False)  # whoever lost it first is a witness
+    return e.build_end("connection lost", failure_text, certain=False)  # whoever lost it first is a witness
 
 
 def blame_exit_code(e: AttemptEvidence) -> End | None:
@@ -258,14 +258,14 @@ def blame_exit_code(e: AttemptEvidence) -> End | None:
         return None
     told = TOLD.findall(e.log)
     text = f"the training ended with code {code}" + (f": {told[-1][:500]}" if told else "")
-    return e.end(f"code {code}", text, code=code, host=_faulty(e.first_exit.host, code))
+    return e.build_end(f"code {code}", text, code=code, host=_faulty(e.first_exit.host, code))
 
 
 def blame_nobody(e: AttemptEvidence) -> End:
     """Nothing is known."""
     if e.first_exit.code is None and not e.fates:
-        return e.end("processes gone", "its processes are gone, and nobody saw them end", certain=False)
-    return e.end("no word", "a rank ended without a word", certain=False, host=e.first_exit.host)
+        return e.build_end("processes gone", "its processes are gone, and nobody saw them end", certain=False)
+    return e.build_end("no word", "a rank ended without a word", certain=False, host=e.first_exit.host)
 
 
 RULES: Sequence[Callable[[AttemptEvidence], End | None]] = (
@@ -290,7 +290,7 @@ BEATS = 2.5  # seconds without a heartbeat after which a rank is silent; one is 
 TOGETHER = 1.0  # seconds within which ranks ended together: heartbeats come once a second
 
 
-def first_silent(
+def find_first_silent(
     heard: Iterable[Heard], spoke: Collection[int], called: Callable[[str], str], now: float
 ) -> FirstSilent:
     """heard: of all ranks, after the attempt; spoke: those with last words; called: a host's name, from the one that

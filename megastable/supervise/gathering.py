@@ -1,5 +1,5 @@
 """Gathers the hosts of the next attempt: waits for those that are missing, takes spares or fewer hosts instead of them,
-and notices when a run on fewer hosts can grow again (`lineup` decides).
+and notices when a run on fewer hosts can grow again (`choose_lineup` decides).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megastable.cluster.fleet import Fleet
 from megastable.config import deepspeed_json
 from megastable.config.tree import RunConfig
 from megastable.run.events.supervisor_events import HostLeftOut, HostProven, HostsAwaited
-from megastable.supervise.restart_policy import MOST, HostBar, in_force, next_bar
+from megastable.supervise.restart_policy import MOST, HostBar, in_force, next_exclusion
 from megastable.supervise.supervisor_journal import SupervisorJournal
 
 LOOK = 0.2  # seconds between polls
@@ -57,7 +57,7 @@ class Gathering:
             raise ConfigError(
                 f"supervise.spares={config.supervise.spares}: of {len(fleet.names)} hosts none is left to train"
             )
-        ranks_by_host = {host_name: fleet.ranks([host_name]) for host_name in fleet.names}
+        ranks_by_host = {host_name: fleet.count_ranks([host_name]) for host_name in fleet.names}
         if config.supervise.spares and len(set(ranks_by_host.values())) > 1:
             slots_text = ", ".join(
                 f"{host_name} {rank_count}" for host_name, rank_count in ranks_by_host.items()
@@ -72,7 +72,7 @@ class Gathering:
         self._away = dict[str, float]()  # hosts that are not there, since when
         self._away_told = set[str]()
 
-    def hosts(self) -> tuple[str, ...] | RunExit:
+    def gather_hosts(self) -> tuple[str, ...] | RunExit:
         """Those of the next attempt, with nothing of earlier ones on them; the end if they stay away. Raises
         ConfigError."""
         supervise_config, start_time, said_reasons = self.config.supervise, time.monotonic(), dict[str, str]()
@@ -81,7 +81,7 @@ class Gathering:
             shrink_after = min(shrink_after, SETTLE)  # the others trained without them
         while True:
             run_state = self.journal.state
-            missing_reasons = self.fleet.missing(run_state.attempt)
+            missing_reasons = self.fleet.list_missing_hosts(run_state.attempt)
             waited_seconds = time.monotonic() - start_time
             self._prove(missing_reasons)
             barred_hosts = in_force(run_state.bars, time.time())
@@ -102,7 +102,7 @@ class Gathering:
             time.sleep(LOOK)
             self.look()
         for host_name in sorted(self._counted - set(chosen_hosts)):
-            self.strike(host_name, False, "it was gone again when the run was to grow by it")
+            self.strike_host(host_name, False, "it was gone again when the run was to grow by it")
         self._more_since, self._counted = inf, set()
         self._announce(chosen_hosts, bool(said_reasons))
         return chosen_hosts
@@ -121,14 +121,16 @@ class Gathering:
         last = self.journal.state.hosts
         # An attempt on fewer hosts does not say who is wanted.
         last = last if len(last) == self.wanted and set(last) <= set(self.fleet.names) else ()
-        return lineup(self.fleet.names, self.wanted, there, barred, last, waited, shrink_after, self._fits)
+        return choose_lineup(
+            self.fleet.names, self.wanted, there, barred, last, waited, shrink_after, self._fits
+        )
 
     def _fits(self, names: Sequence[str]) -> bool:
         # What does not fit on more hosts does not fit on fewer.
         if any(count >= UNFIT for size, count in self.journal.state.unfit.items() if size >= len(names)):
             return False
         try:
-            deepspeed_json.build(self.config, self.fleet.ranks(names))
+            deepspeed_json.build_deepspeed_json(self.config, self.fleet.count_ranks(names))
         except ConfigError:
             return False
         return True
@@ -151,26 +153,26 @@ class Gathering:
             burn_in=bar.burn_in,
             reason=reason,
         )
-        self.journal.emit(event)
-        self.journal.listen()
+        self.journal.journal_event(event)
+        self.journal.read_new_events()
 
-    def spares(self, attempt: int, names: Sequence[str]) -> list[str]:
+    def list_spares(self, attempt: int, names: Sequence[str]) -> list[str]:
         """Hosts that could take the place of one of the attempt's `names` at once: they are there, and have not failed
         of late."""
-        missing = self.fleet.missing(attempt - 1)
+        missing = self.fleet.list_missing_hosts(attempt - 1)
         barred = in_force(self.journal.state.bars, time.time())
         return [name for name in self.fleet.names if name not in {*names, *missing, *barred}]
 
-    def strike(self, host: str, wholly: bool, reason: str, least: int = 1) -> None:
+    def strike_host(self, host: str, wholly: bool, reason: str, least: int = 1) -> None:
         """Leave it out for longer than the last time. least: strikes that this one counts as."""
         bar_before, cool_off = self.journal.state.bars.get(host), self.config.supervise.cool_off
-        host_bar = next_bar(bar_before, wholly, cool_off, time.time(), least)
+        host_bar = next_exclusion(bar_before, wholly, cool_off, time.time(), least)
         self.leave_out(host, host_bar, reason)
 
-    def computes_wrong(self, host: str, reason: str) -> None:
+    def leave_out_faulty_host(self, host: str, reason: str) -> None:
         """Leave it out for as long as can be, as nobody notices when it is repaired, and until a burn-in has passed."""
         before, s = self.journal.state.bars.get(host), self.config.supervise
-        bar = next_bar(
+        bar = next_exclusion(
             before, True, s.cool_off, time.time(), MOST + 1, s.burn_in if self.fleet.burns_in else 0.0
         )
         self.leave_out(host, bar, reason)
@@ -180,7 +182,7 @@ class Gathering:
         for host, bar in list(self.journal.state.bars.items()):
             if not bar.burn_in or time.time() < bar.until or host in missing or host not in self.fleet.names:
                 continue
-            burn_in_answer = self.fleet.burn_in(host, bar.burn_in)
+            burn_in_answer = self.fleet.poll_burn_in(host, bar.burn_in)
             if burn_in_answer is None:
                 continue
             if burn_in_answer.unmade:
@@ -188,12 +190,12 @@ class Gathering:
                     self.told.add(text)
                     self.say(f"WARNING: {text}")
             elif burn_in_answer.found:
-                self.computes_wrong(host, burn_in_answer.found)
+                self.leave_out_faulty_host(host, burn_in_answer.found)
             else:
-                self.journal.emit(HostProven(host=host, seconds=bar.burn_in))
-                self.journal.listen()
+                self.journal.journal_event(HostProven(host=host, seconds=bar.burn_in))
+                self.journal.read_new_events()
 
-    def more(self, attempt: int, names: Sequence[str]) -> int:
+    def count_possible_hosts(self, attempt: int, names: Sequence[str]) -> int:
         """How many hosts could take part, if those are more than the attempt's `names`, and have been for a while; else
         0. Poll often: it also looks after the hosts that do not train. Newcomers are checked first."""
         now = time.monotonic()
@@ -201,7 +203,7 @@ class Gathering:
             return 0
         self._looked = now
         # Nothing of the attempts before this one is left on them, which those of this one have said when they began.
-        missing = self.fleet.missing(attempt - 1)
+        missing = self.fleet.list_missing_hosts(attempt - 1)
         self._prove({*missing, *names})
         self._stand_by({name: reason for name, reason in missing.items() if name not in names})
         # One that trains although it failed before does so in a larger run as well.
@@ -219,11 +221,11 @@ class Gathering:
 
     def _refused(self, new: Sequence[str], names: Sequence[str]) -> bool:
         """Whether a preflight of `names` refuses one of the new hosts; it is left out then."""
-        findings = self.fleet.preflight(names, self.stopped)
+        findings = self.fleet.check_hosts(names, self.stopped)
         refused_texts = {f.host: f.text for f in findings if f.severity == "refuse" and f.host in new}
         for host, text in refused_texts.items():
             self.say(f"{host}: {text}: it is left out")
-            self.strike(host, True, text)
+            self.strike_host(host, True, text)
         return bool(refused_texts)
 
     def _stand_by(self, away: Mapping[str, str]) -> None:
@@ -242,12 +244,12 @@ class Gathering:
     def _checked(self, names: Sequence[str]) -> bool:
         """Whether a preflight lets them begin; a host that it refuses is left out if a spare can take its place. Raises
         ConfigError."""
-        for finding in self.fleet.preflight(names, self.stopped):
+        for finding in self.fleet.check_hosts(names, self.stopped):
             finding_text, has_launched = f"{finding.host}: {finding.text}", self.journal.state.launched
             is_refused = finding.severity == "refuse" and finding.host in names
             if is_refused and self._can_go_on_without(finding.host):
                 self.say(f"{finding_text}: it is left out")
-                self.strike(finding.host, True, finding.text)
+                self.strike_host(finding.host, True, finding.text)
                 return False
             # On hosts that have trained before, it may be what the next attempt survives.
             if finding.severity == "refuse" and not has_launched:
@@ -261,7 +263,7 @@ class Gathering:
         """Whether those that are there can: as many as wanted, or fewer once the run has begun."""
         run_state = self.journal.state
         shrink_after = self.config.supervise.shrink_after if run_state.launched else None
-        return bool(self._without(host, self.fleet.missing(run_state.attempt), shrink_after))
+        return bool(self._without(host, self.fleet.list_missing_hosts(run_state.attempt), shrink_after))
 
     def _tell(self, missing: Mapping[str, str], waited: float, told: dict[str, str]) -> None:
         """Say who is waited for. told: what was said; is changed. Raises ConfigError for a host that will not come."""
@@ -272,7 +274,9 @@ class Gathering:
             told.update(missing)
             text = "waiting for " + "; ".join(f"{name} ({reason})" for name, reason in missing.items())
             number = self.journal.state.attempt
-            self.journal.emit(HostsAwaited(attempt=number, hosts=list(missing), reason=text), say=text)
+            self.journal.journal_event(
+                HostsAwaited(attempt=number, hosts=list(missing), reason=text), say=text
+            )
         hopeless = [(name, reason) for name, reason in missing.items() if HOPELESS.search(reason)]
         if hopeless and not self._lineup(missing, {}, inf, None) and not self.journal.state.launched:
             name, reason = hopeless[0]
@@ -295,7 +299,7 @@ class Gathering:
             )
         if waited:
             attempt_number = self.journal.state.attempt
-            self.journal.emit(
+            self.journal.journal_event(
                 HostsAwaited(attempt=attempt_number, hosts=[], reason=lineup_text), say=lineup_text
             )
         elif lineup_text:
@@ -305,7 +309,7 @@ class Gathering:
 SETTLE = 10.0  # seconds for a host to answer before a spare takes its place: agents do not all come at once
 
 
-def lineup(
+def choose_lineup(
     hosts: Sequence[str],
     wanted: int,
     there: Collection[str],

@@ -25,7 +25,7 @@ LEAST = 300.0  # ... to this, in seconds: the work in such a phase varies
 TICK = 1.0  # most seconds counted between two polls: more, and this process itself was stopped
 
 
-def patience(phase: str, usual: float | None, config: SuperviseConfig) -> float:
+def tolerated_seconds(phase: str, usual: float | None, config: SuperviseConfig) -> float:
     """Seconds without progress that are tolerated in a phase. usual: seconds of a step, if known."""
     if phase != "step" or usual is None:
         return config.hang_unknown
@@ -46,15 +46,15 @@ class HangDetector:
         self._times: Counter[str] = Counter()
         self._seen: Progress | None = None
 
-    def began(self) -> None:
+    def begin_attempt(self) -> None:
         """A new attempt begins; learnt durations stay."""
         self.phase, self.waited, self._lasted, self._whole, self._seen = "starting", 0.0, 0.0, True, None
 
-    def forgive(self) -> None:
+    def reset_wait(self) -> None:
         """What was waited for until now has another reason."""
         self.waited = 0.0
 
-    def look(self, progress: Progress | None, seconds: float) -> bool:
+    def detect_hang(self, progress: Progress | None, seconds: float) -> bool:
         """Whether it hangs. progress: of the current attempt, None before its first; seconds: since the last poll."""
         passed_seconds = min(seconds, TICK)
         self.waited, self._lasted = self.waited + passed_seconds, self._lasted + passed_seconds
@@ -76,7 +76,7 @@ class HangDetector:
     @property
     def limit(self) -> float:
         """Seconds that the current phase may take."""
-        least_limit = patience(self.phase, median(self._steps) if self._steps else None, self.config)
+        least_limit = tolerated_seconds(self.phase, median(self._steps) if self._steps else None, self.config)
         if self.phase != "step" and self._times[self.phase] >= LEARNT:
             least_limit = min(least_limit, LEAST)
         # The duration of other phases also depends on disk, cache and amount of work.
@@ -115,9 +115,11 @@ class RankView:
         return self.closed or self.silent >= SILENT
 
 
-def suspects(ranks: Mapping[int, RankView]) -> Suspects:
+def find_suspects(ranks: Mapping[int, RankView]) -> Suspects:
     """ranks: all that anything is known of."""
-    ranks_behind = culprits({rank: view.entered for rank, view in ranks.items() if view.entered is not None})
+    ranks_behind = find_awaited_ranks(
+        {rank: view.entered for rank, view in ranks.items() if view.entered is not None}
+    )
     # No count tells a stage of a pipeline that waits for another one.
     at_work = [rank for rank, rank_view in sorted(ranks.items()) if rank_view.activity not in ("", EXCHANGE)]
     if any(rank_view.activity == EXCHANGE for rank_view in ranks.values()):
@@ -160,7 +162,7 @@ def _told(ranks: Mapping[int, RankView], blamed: Sequence[int], behind: Sequence
 Entered = Mapping[str, int]  # collectives entered, by process group
 
 
-def waits(entered: Mapping[int, Entered]) -> dict[int, set[int]]:
+def build_wait_graph(entered: Mapping[int, Entered]) -> dict[int, set[int]]:
     """For every rank, those it waits for. entered: of each rank, in the groups it belongs to."""
     counts_by_group = defaultdict[str, dict[int, int]](dict)
     for rank, group_counts in entered.items():
@@ -175,9 +177,9 @@ def waits(entered: Mapping[int, Entered]) -> dict[int, set[int]]:
     return awaited_by_rank
 
 
-def culprits(entered: Mapping[int, Entered]) -> list[int]:
+def find_awaited_ranks(entered: Mapping[int, Entered]) -> list[int]:
     """The ranks that others wait for, and that wait for nobody; empty if all are equally far, as when the network
     fails within a collective."""
-    wait_graph = waits(entered)
+    wait_graph = build_wait_graph(entered)
     awaited_ranks = set().union(*wait_graph.values()) if wait_graph else set()
     return sorted(rank for rank in awaited_ranks if not wait_graph[rank])

@@ -26,9 +26,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from megastable.base.errors import ConfigError
-from megastable.base.text import visible
+from megastable.base.text import make_visible
 from megastable.cluster.child_process import ChildProcess, ChildResult
-from megastable.config.supervise import REDACTED, SuperviseConfig, hidden
+from megastable.config.supervise import REDACTED, SuperviseConfig, find_passwords
 from megastable.run.directory import as_json
 
 WEBHOOK = Path(__file__).with_name("webhook.py")
@@ -42,7 +42,7 @@ class Hook:
     text: str
     seconds: float
 
-    def check(self) -> None:
+    def check_hook(self) -> None:
         """Raises ConfigError if the hook cannot work."""
         if REDACTED in self.text:
             raise ConfigError(
@@ -53,17 +53,17 @@ class Hook:
         command_words, _ = self._resolved()
         if shutil.which(command_words[0]) is None:
             raise ConfigError(
-                f"supervise.command: {visible(shlex.split(self.text)[0], 200)!r} is not a program that can be "
+                f"supervise.command: {make_visible(shlex.split(self.text)[0], 200)!r} is not a program that can be "
                 "started: give its path, and make it executable"
             )
 
-    def start(self, content: Mapping[str, Any]) -> ChildProcess:
+    def start_process(self, content: Mapping[str, Any]) -> ChildProcess:
         """Raises ConfigError, OSError or ValueError when it cannot be started."""
         command_words, hook_variables = self._resolved()
         child_environment = {**os.environ, **_variables(content), **hook_variables}
         return ChildProcess(command_words, self.seconds, as_json(content).encode(), child_environment)
 
-    def problem(self, result: ChildResult) -> str:
+    def describe_problem(self, result: ChildResult) -> str:
         """Why it failed, safe to show; "" if it did not."""
         is_webhook = self.kind == "webhook"
         host_prefix = f"{urlsplit(_address(self.text)).hostname}: " if is_webhook else ""
@@ -73,21 +73,21 @@ class Hook:
         if exit_code == 0:
             return ""
         if is_webhook and exit_code == 1:
-            return self.safe(host_prefix + output_tail)
+            return self.redact_secrets(host_prefix + output_tail)
         ending_text = (
             f"ended with code {exit_code}" if exit_code > 0 else f"was killed by signal {-exit_code}"
         )
-        return self.safe(f"{host_prefix}{ending_text}{': ' if output_tail else ''}{output_tail}")
+        return self.redact_secrets(f"{host_prefix}{ending_text}{': ' if output_tail else ''}{output_tail}")
 
-    def safe(self, problem: str) -> str:
-        """`problem` without secrets: neither values of variables nor anything else that is redacted."""
+    def redact_secrets(self, problem: str) -> str:
+        """`describe_problem` without secrets: neither values of variables nor anything else that is redacted."""
         values = [os.environ.get(name, "") for name in Template(self.text).get_identifiers()]
         for used in [self.text, Template(self.text).safe_substitute(os.environ)]:
-            parts = [used[begin:end] for begin, end in hidden(self.kind, used)]
+            parts = [used[begin:end] for begin, end in find_passwords(self.kind, used)]
             values += [v for part in parts for v in (part, part.partition("?")[2])]
         for secret in sorted({v for v in values if len(v) > 3}, key=len, reverse=True):
             problem = problem.replace(secret, "…")
-        return visible(problem, 500)
+        return make_visible(problem, 500)
 
     def _resolved(self) -> tuple[list[str], dict[str, str]]:
         """The words of the command and the variables added to its environment. Raises ConfigError."""
@@ -102,10 +102,10 @@ def hooks_of(config: SuperviseConfig) -> list[Hook]:
     return [Hook(kind, text, config.hook_timeout) for kind, text in hook_texts.items() if text is not None]
 
 
-def check(config: SuperviseConfig) -> None:
+def check_hooks(config: SuperviseConfig) -> None:
     """Raises ConfigError if a hook cannot work, before an unattended run relies on it."""
     for hook in hooks_of(config):
-        hook.check()
+        hook.check_hook()
 
 
 def _words(text: str) -> list[str]:
@@ -134,7 +134,8 @@ def _address(text: str) -> str:
         )
     if url_parts.username is not None or not url.isascii() or not url.isprintable() or " " in url:
         raise ConfigError(
-            f"supervise.webhook at {visible(host)}: no user, blanks or special characters may stand in the address: "
+            f"supervise.webhook at {make_visible(host)}: no user, blanks or special characters may stand in the "
+            "address: "
             "percent-encode them"
         )
     return url
@@ -154,7 +155,7 @@ def _expanded(text: str, key: str) -> str:
 def _variables(content: Mapping[str, Any]) -> dict[str, str]:
     """Scalar facts as environment variables."""
     named_values = {
-        re.sub(r"\W", "_", str(fact_name), flags=re.ASCII).upper(): visible(fact_value, 8000)
+        re.sub(r"\W", "_", str(fact_name), flags=re.ASCII).upper(): make_visible(fact_value, 8000)
         for fact_name, fact_value in content["facts"].items()
         if isinstance(fact_value, str | int | float)
     }
@@ -182,7 +183,7 @@ class Notice:
     time: float
 
 
-def folded(notices: Sequence[Notice], left_out: int) -> dict[str, Any]:
+def fold_notices(notices: Sequence[Notice], left_out: int) -> dict[str, Any]:
     """Several notices, oldest first, as one message: the newest in full, the others in short."""
     *before, newest = notices
     more = len(before) + left_out
@@ -212,7 +213,7 @@ class Sender:
         self._child: ChildProcess | None = None
         self._thread: threading.Thread | None = None
 
-    def put(self, notice: Notice) -> None:
+    def add_notice(self, notice: Notice) -> None:
         with self._change:
             self._keep([*self._waiting, notice])
             self._tries = 0
@@ -254,7 +255,7 @@ class Sender:
                     return
                 notice_batch, left_out, is_last = self._waiting, self._left_out, self._closing
                 self._waiting, self._left_out = [], 0
-            delivery_problem = self._deliver(folded(notice_batch, left_out))
+            delivery_problem = self._deliver(fold_notices(notice_batch, left_out))
             ready_time = time.monotonic() + self.pause
             with self._change:
                 if delivery_problem:
@@ -268,17 +269,17 @@ class Sender:
     def _deliver(self, content: dict[str, Any]) -> str:
         """Why it failed, or ""."""
         try:
-            child = self.hook.start(content)
+            child = self.hook.start_process(content)
         except ConfigError as error:
             return str(error)
         except (OSError, ValueError) as error:
-            return self.hook.safe(f"could not be started: {error}")
+            return self.hook.redact_secrets(f"could not be started: {error}")
         with self._change:
             self._child = child
             if self._over:
                 child.kill()
         try:
-            return self.hook.problem(child.wait())
+            return self.hook.describe_problem(child.wait())
         finally:
             with self._change:
                 self._child = None
@@ -295,15 +296,15 @@ class Notices:
         self._told: set[tuple[str, str]] = set()
         self._senders = [Sender(hook, config.notify_seconds) for hook in hooks_of(config)]
 
-    def notify(self, event: str, text: str, facts: Mapping[str, Any]) -> None:
+    def send_notice(self, event: str, text: str, facts: Mapping[str, Any]) -> None:
         """Send `text`, a sentence about an event; facts: for programs: run, step, incident, ..."""
-        visible_text = "\n".join(visible(line, LONGEST) for line in text.splitlines()) or event
+        visible_text = "\n".join(make_visible(line, LONGEST) for line in text.splitlines()) or event
         notice = Notice(event, visible_text[:LONGEST], _copied(facts), round(time.time(), 3))
         for sender in self._senders:
-            sender.put(notice)
-        self.poll()
+            sender.add_notice(notice)
+        self.report_failures()
 
-    def poll(self) -> None:
+    def report_failures(self) -> None:
         """Report new failures."""
         for sender in self._senders:
             while sender.problems:
@@ -314,7 +315,7 @@ class Notices:
         end_time = time.monotonic() + timeout
         for sender in self._senders:
             sender.close(end_time)
-        self.poll()
+        self.report_failures()
         self._senders = []
 
     def _report(self, kind: str, problem: str) -> None:

@@ -23,7 +23,7 @@ TRAINING = ".lock"  # rank 0 holds it (run/directory.py)
 def only_supervisor(run: RunDirectory, host: str) -> Iterator[None]:
     """Keep other supervisors out. Raises ConfigError if there is one."""
     lock_path = run.root / SUPERVISOR
-    held_lock = lock(lock_path)
+    held_lock = take_lock(lock_path)
     try:
         if held_lock is None:
             raise ConfigError(
@@ -41,7 +41,7 @@ def only_supervisor(run: RunDirectory, host: str) -> Iterator[None]:
 
 def nobody_trains(run: RunDirectory) -> bool:
     """Whether no process trains here, on any host. Raises ConfigError if that cannot be determined."""
-    if (free_lock := lock(run.root / TRAINING)) is None:
+    if (free_lock := take_lock(run.root / TRAINING)) is None:
         return False
     free_lock.close()
     return True
@@ -67,10 +67,10 @@ def wait_until_nobody_trains(run: RunDirectory, seconds: float, hurry: Callable[
             )
 
 
-def lock(path: Path) -> IO[str] | None:
+def take_lock(path: Path) -> IO[str] | None:
     """The file, locked as long as it stays open; None if another process holds the lock. Raises ConfigError."""
     try:
-        return durable.hold(path)
+        return durable.lock_file(path)
     except OSError as error:
         raise ConfigError(f"{path} cannot be locked: {error}") from None
 

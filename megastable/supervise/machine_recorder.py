@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from megastable.cluster.fleet import Fleet
 from megastable.cluster.store import Heard
 from megastable.run.directory import RunDirectory, read_object
-from megastable.run.events.event import whole
+from megastable.run.events.event import read_whole
 from megastable.run.machine_state import LEVELS, MachineSample, MachineWriter
 from megastable.run.rank_ipc import WorkBlock
 
@@ -36,15 +36,15 @@ class MachineRecorder:
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
         self._told = False
-        self.began()
+        self.begin_attempt()
 
-    def began(self) -> None:
+    def begin_attempt(self) -> None:
         """Another attempt begins: its ranks are others."""
         with self._lock:
             self._work = dict[int, deque[WorkBlock]]()  # by rank; the last one stays
             self._heard = dict[int, tuple[float, Heard]]()  # by rank: when it spoke of its work
 
-    def hear(self, reports: Iterable[tuple[Heard, WorkBlock]]) -> None:
+    def add_work_reports(self, reports: Iterable[tuple[Heard, WorkBlock]]) -> None:
         """What ranks say of their work. Returns at once, and begins to record."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._follow, name="machines", daemon=True)
@@ -61,9 +61,9 @@ class MachineRecorder:
             self._thread.join(GOODBYE)
 
     def _follow(self) -> None:
-        self.fleet.readings()  # hosts begin to read
+        self.fleet.latest_readings()  # hosts begin to read
         while not self._over.wait(self.seconds):
-            self._write(lambda: self._writer.add(self.sample()))
+            self._write(lambda: self._writer.add_sample(self.take_sample()))
         self._write(self._writer.close)
 
     def _write(self, write: Callable[[], None]) -> None:
@@ -75,7 +75,7 @@ class MachineRecorder:
                 self.say(f"WARNING: {self.run.machines}: readings of machines cannot be written: {error}")
             self._told = True
 
-    def sample(self) -> MachineSample:
+    def take_sample(self) -> MachineSample:
         now = time.monotonic()
         with self._lock:
             blocks_by_rank = {heard_rank: list(work_blocks) for heard_rank, work_blocks in self._work.items()}
@@ -94,12 +94,13 @@ class MachineRecorder:
             new_blocks = work_blocks[-max(1, len(work_blocks) - 1) :]
             own_seconds[rank_number] = float(f"{statistics.fmean(block.own for block in new_blocks):.4g}")
         step_seconds = [work_blocks[-1].step for work_blocks in fresh_blocks.values()]
-        reading_by_host = self.fleet.readings()
+        reading_by_host = self.fleet.latest_readings()
         ranks_by_host = dict[str, list[int]]()
         for rank_number, (_, heard_rank) in sorted(heard_by_rank.items(), key=lambda pair: pair[0]):
-            ranks_by_host.setdefault(self.fleet.called(heard_rank.host), []).append(rank_number)
+            ranks_by_host.setdefault(self.fleet.name_of_host(heard_rank.host), []).append(rank_number)
         return MachineSample(
-            time=round(time.time(), 1), seconds=self.seconds, step=whole(read_object(self.run.progress).get("step")),
+            time=round(time.time(), 1), seconds=self.seconds,
+            step=read_whole(read_object(self.run.progress).get("step")),
             whole=float(f"{statistics.median(step_seconds):.4g}") if step_seconds else None, own=own_seconds,
             hosts={
                 host_name: host_reading.model_copy(update={"ranks": ranks_by_host.get(host_name, [])})

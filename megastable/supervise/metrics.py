@@ -22,7 +22,7 @@ from megastable.base.activity import REST
 from megastable.base.errors import ConfigError
 from megastable.cluster.preflight import HARDWARE_XID
 from megastable.run.goodput.time_account import KINDS
-from megastable.run.machine_state import GIB, MachineSample, newest
+from megastable.run.machine_state import GIB, MachineSample, read_newest
 from megastable.run.run_history import ENDED_AS
 from megastable.supervise.standing import State
 from megastable.supervise.status import Status
@@ -64,7 +64,7 @@ class Metrics:
         return int(self._server.server_address[1])
 
     def update(self, status: Status) -> None:
-        self._status.see(status)
+        self._status.set_status(status)
 
     def close(self) -> None:
         """Stop listening. May be called again."""
@@ -79,21 +79,21 @@ class _Latest(Collector):
         self.status: Status | None = None
         self._seconds: dict[str, float] = {}  # by kind
 
-    def see(self, status: Status) -> None:
-        self._seconds = grown(self._seconds, (status.goodput or {}).get("settled", {}))
+    def set_status(self, status: Status) -> None:
+        self._seconds = grow_counters(self._seconds, (status.goodput or {}).get("settled", {}))
         self.status = status
 
     def collect(self) -> Iterator[Metric]:
         # Read once: the supervisor may replace it meanwhile.
         if (status := self.status) is not None:
-            yield from families(status)
+            yield from build_families(status)
             yield seconds_by_kind(status.name, self._seconds)
-            machine_sample = None if self.machines is None else newest(self.machines)
+            machine_sample = None if self.machines is None else read_newest(self.machines)
             if machine_sample is not None and time.time() - machine_sample.time < FRESH:
-                yield from machine_families(status.name, machine_sample, status.world, status.stages)
+                yield from build_machine_families(status.name, machine_sample, status.world, status.stages)
 
 
-def grown(counters: Mapping[str, float], told: Mapping[str, float]) -> dict[str, float]:
+def grow_counters(counters: Mapping[str, float], told: Mapping[str, float]) -> dict[str, float]:
     """Counters by kind after what is told now; they never fall. Nor does their sum exceed what is told: time that turns
     out to be of another kind, as when records come late, is not counted again."""
     room_left = sum(told.values()) - sum(counters.values())
@@ -102,7 +102,7 @@ def grown(counters: Mapping[str, float], told: Mapping[str, float]) -> dict[str,
     return {**counters, **{kind: counters.get(kind, 0.0) + share * more for kind, more in growth.items()}}
 
 
-def machine_families(
+def build_machine_families(
     run: str, sample: MachineSample, world: int | None = None, stages: int = 1
 ) -> Iterator[Metric]:
     """Hosts, GPUs and ranks of a sample. Pure. world: ranks of the run; stages: of its pipeline."""
@@ -161,7 +161,7 @@ GIB = 1 << 30  # bytes
 OVER = ("healed", "stopped")  # outcomes of incidents that will not change any more
 
 
-def families(s: Status) -> Iterator[Metric]:
+def build_families(s: Status) -> Iterator[Metric]:
     """All metrics but the time by kind."""
     for metric_name, (help_text, value) in {**_progress(s), **_model(s), **_speed(s), **_safety(s)}.items():
         if value is not None:

@@ -12,19 +12,19 @@ from rich.console import Console
 from rich.live import Live
 
 from megastable.base.errors import MegastableError
-from megastable.base.text import visible
-from megastable.cluster.child_process import ChildProcess, background
+from megastable.base.text import make_visible
+from megastable.cluster.child_process import ChildProcess, start_in_background
 from megastable.config.tree import RunConfig
 from megastable.run.directory import RunDirectory
 from megastable.run.events.data_events import LookAheadFailed, LookAheadSpent
-from megastable.run.events.event import Event, tree
+from megastable.run.events.event import Event, read_tree
 from megastable.run.events.stability_events import AlertEvent, IncidentEvent, IncidentLater
 from megastable.run.events.supervisor_events import Ended, HookFailed, SupervisorEvent
 from megastable.run.log import RunLog
 from megastable.supervise.hooks import Notices
 from megastable.supervise.metrics import Metrics
 from megastable.supervise.status import RunWatch, Status
-from megastable.supervise.status_panel import panel
+from megastable.supervise.status_panel import build_panel
 
 REFRESH = 1.0  # seconds between updates of panel and metrics
 NEWS = ("opened", "attributed", "rewound", "restarted", "handed over", "closed")
@@ -43,36 +43,40 @@ class Notifiers:
         c = config.supervise
         self.console = Console(highlight=False)
         log = RunLog(run)
-        self.notices = Notices(c, lambda kind, problem: log.emit(HookFailed(kind=kind, problem=problem)))
+        self.notices = Notices(
+            c, lambda kind, problem: log.emit_event(HookFailed(kind=kind, problem=problem))
+        )
         self.metrics = Metrics(c.metrics_port, c.metrics_address, run.machines) if c.metrics_port else None
-        self.reports = ReportProcess(run, self.say)
+        self.reports = ReportProcess(run, self.print_line)
         self.live: Live | None = None
         self._watch: RunWatch | None = None
         self._looked = 0.0
 
-    def event(self, event: Event) -> None:
+    def handle_event(self, event: Event) -> None:
         event_name, event_what = event.event, event.get("what")
         if isinstance(event, Ended | AlertEvent | IncidentLater) or (
             isinstance(event, IncidentEvent) and event_what in NEWS
         ):
-            self.reports.due()  # once more at the end, when the later steps are known
-        if news_text := news(event):
-            self.notices.notify(
+            self.reports.mark_due()  # once more at the end, when the later steps are known
+        if news_text := describe_news(event):
+            self.notices.send_notice(
                 f"{event_name} {event_what}" if event_what else event_name,
                 f"{self.run.root.name}: {news_text}",
                 _facts(event, self.run),
             )
 
-    def output(self, text: str) -> None:
-        self.say("\n".join(visible(line) for line in text.splitlines() if not ORDERLY.search(line)))
+    def show_output(self, text: str) -> None:
+        self.print_line(
+            "\n".join(make_visible(line) for line in text.splitlines() if not ORDERLY.search(line))
+        )
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         with suppress(OSError):  # a terminal that is gone, or a file on a full disk
             self.console.print(text, markup=False, highlight=False, soft_wrap=True, emoji=False)
 
-    def tick(self) -> None:
+    def poll_all(self) -> None:
         self.reports.poll()
-        self.notices.poll()
+        self.notices.report_failures()
         if (
             self.metrics is None and not self.console.is_terminal
         ) or time.monotonic() - self._looked < REFRESH:
@@ -80,7 +84,7 @@ class Notifiers:
         self._looked = time.monotonic()
         with suppress(MegastableError, OSError):
             self._watch = self._watch or RunWatch(self.run.root)
-            status = self._watch.status()
+            status = self._watch.read_status()
             if self.metrics is not None:
                 self.metrics.update(status)
             if self.console.is_terminal:
@@ -90,11 +94,11 @@ class Notifiers:
         if self.live is None:
             self.live = Live(console=self.console, auto_refresh=False, transient=True)
             self.live.start()
-        self.live.update(panel(status), refresh=True)
+        self.live.update(build_panel(status), refresh=True)
 
     def close(self) -> None:
         """Send what is left, and close."""
-        self.reports.finish()
+        self.reports.wait_until_written()
         if self.live is not None:
             with suppress(OSError):
                 self.live.stop()
@@ -103,7 +107,7 @@ class Notifiers:
             self.metrics.close()
 
 
-def news(event: Event) -> str:
+def describe_news(event: Event) -> str:
     """The notification for an event; "" = none."""
     match event:
         case IncidentEvent(what="opened" | "handed over" | "closed"):
@@ -116,7 +120,7 @@ def news(event: Event) -> str:
             )
             return f"{incident_text}: {reason_text}" if reason_text else incident_text
         case LookAheadSpent() | LookAheadFailed() | AlertEvent():
-            return event.sentence()
+            return event.format_sentence()
         case SupervisorEvent(what="ended"):
             if event.get("code") in (None, 0):
                 return "the run is complete"
@@ -125,7 +129,7 @@ def news(event: Event) -> str:
 
 
 def _facts(event: Event, run: RunDirectory) -> dict[str, Any]:
-    summary = tree(event.get("summary"))
+    summary = read_tree(event.get("summary"))
     summary_keys = ("step", "onset", "cause", "kind", "verdict", "outcome", "steps_lost", "batches_discarded")
     event_fields: dict[str, Any] = {key: event[key] for key in ("number", "code", "reason") if key in event}
     return {"run": str(run.root), **{n: summary[n] for n in summary_keys if n in summary}, **event_fields}
@@ -141,7 +145,7 @@ class ReportProcess:
         self._due, self._began = True, -PAUSE
         self._child: ChildProcess | None = None
 
-    def due(self) -> None:
+    def mark_due(self) -> None:
         self._due = True
 
     def poll(self, at_once: bool = False) -> bool:
@@ -162,12 +166,12 @@ class ReportProcess:
         with suppress(OSError):
             # A search of bytes: the other process reports a broken journal.
             if b'"incident"' in self.run.journal.read_bytes():
-                self._child = background(
+                self._child = start_in_background(
                     self._log, "megastable.report.postmortem", str(self.run.root), seconds=SECONDS
                 )
         return self._child is None
 
-    def finish(self) -> None:
+    def wait_until_written(self) -> None:
         while not self.poll(at_once=True):
             time.sleep(0.05)
 

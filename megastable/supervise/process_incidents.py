@@ -37,8 +37,10 @@ class ProcessIncidents:
         """Start the clock for the time until training goes on."""
         self._noticed = time.monotonic()
 
-    def open(self, verdict: Breakdown, cause: Cause, failure: str, evidence: Sequence[str] = ()) -> Incident:
-        self.journal.listen()  # the training process numbers its own
+    def open_incident(
+        self, verdict: Breakdown, cause: Cause, failure: str, evidence: Sequence[str] = ()
+    ) -> Incident:
+        self.journal.read_new_events()  # the training process numbers its own
         run_state = self.journal.state
         incident = Incident(
             number=run_state.number + 1, step=run_state.clock, onset=run_state.clock, verdict=verdict,
@@ -47,12 +49,14 @@ class ProcessIncidents:
         self._tell("opened", incident)
         return incident
 
-    def act(self, end: End, remedy: Remedy, skipped: Sequence[Range], evidence: Sequence[str]) -> None:
+    def journal_remedy(
+        self, end: End, remedy: Remedy, skipped: Sequence[Range], evidence: Sequence[str]
+    ) -> None:
         """Journal the remedy for a failure, in a new incident or the open one."""
         incident = next(iter(self.journal.state.open.values()), None)
         if incident is None:
             verdict = Breakdown.HANG if end.hung else Breakdown.CRASH
-            incident = self.open(verdict, remedy.cause, end.failure, evidence)
+            incident = self.open_incident(verdict, remedy.cause, end.failure, evidence)
         acted_before = bool(incident.actions)
         incident.actions.append(remedy.action)
         incident.reasons.append(f"{end.failure}: {remedy.reason}" if acted_before else remedy.reason)
@@ -62,11 +66,11 @@ class ProcessIncidents:
         incident.positions = sorted({*incident.positions, *skipped})
         if remedy.action is Action.STOP:
             incident.kind = "divergent"
-            self.close(incident, "stopped")
+            self.close_incident(incident, "stopped")
         else:
             self._tell("attributed", incident)
 
-    def proven(self, progress: Progress | None) -> None:
+    def judge_open_incidents(self, progress: Progress | None) -> None:
         """Judge open incidents by a running attempt: it trains again, then gets past the step that failed."""
         run_state = self.journal.state
         if progress is None or progress.seconds is None or progress.step is None:
@@ -80,32 +84,34 @@ class ProcessIncidents:
                 incident.seconds = round(incident.seconds + passed_seconds, 3)
                 incident.steps_lost += max(0, run_state.clock - max(run_state.began_step, run_state.rejected))
                 self._tell("restarted", incident, step=run_state.began_step)
-                self.journal.listener.say(
+                self.journal.listener.print_line(
                     f"training again after {passed_seconds:.1f} s, from step {run_state.began_step} on"
                 )
         for incident in list(run_state.open.values()):
             if progress.step > incident.step:
-                self.close(incident, "healed")
+                self.close_incident(incident, "healed")
 
-    def close(self, incident: Incident, outcome: Outcome) -> None:
+    def close_incident(self, incident: Incident, outcome: Outcome) -> None:
         incident.outcome = outcome
         self._tell("closed", incident)
 
     def close_all(self, outcome: Outcome) -> None:
         for incident in list(self.journal.state.open.values()):
-            self.close(incident, outcome)
+            self.close_incident(incident, outcome)
 
     def _tell(self, what: str, incident: Incident, **fields: Any) -> None:
         summary = incident.model_dump(mode="json")
-        self.journal.emit(IncidentEvent(what=what, number=incident.number, summary=summary, **fields))
-        self.journal.listen()
+        self.journal.journal_event(
+            IncidentEvent(what=what, number=incident.number, summary=summary, **fields)
+        )
+        self.journal.read_new_events()
 
 
 RECHECK = 20.0  # seconds in which unreadable data may recover, as on a flaky file system
 LOOK = 0.2  # seconds between polls
 
 
-def can_be_read(config: RunConfig, run: RunDirectory) -> bool:
+def can_read_corpora(config: RunConfig, run: RunDirectory) -> bool:
     """Whether the corpora can be opened on this host, which may not be one of the training hosts."""
     try:
         _open(config, run)
@@ -114,7 +120,7 @@ def can_be_read(config: RunConfig, run: RunDirectory) -> bool:
     return True
 
 
-def bad_data(config: RunConfig, run: RunDirectory, hurry: Callable[[], bool]) -> str:
+def find_bad_data(config: RunConfig, run: RunDirectory, hurry: Callable[[], bool]) -> str:
     """What is wrong with the corpora now, such as a shard truncated in mid-run; "" = nothing. hurry: whether to stop
     retrying."""
     end_time = time.monotonic() + RECHECK
@@ -138,7 +144,9 @@ class FailedSamples:
     missing: bool
 
 
-def samples_of(config: RunConfig, run: RunDirectory, end: End, cursor: int, incident: int) -> FailedSamples:
+def find_failed_samples(
+    config: RunConfig, run: RunDirectory, end: End, cursor: int, incident: int
+) -> FailedSamples:
     """The samples of the failed step, which began at position `cursor`.
 
     Innocent samples of the step are skipped along with the guilty one. Left in, that one would return in another step
@@ -146,12 +154,12 @@ def samples_of(config: RunConfig, run: RunDirectory, end: End, cursor: int, inci
     """
     order = _open(config, run).train.order
     skip_reason = f"{end.what} at step {end.step}, again and again"
-    ledger = Ledger.read(run.skips, [])
+    ledger = Ledger.read_ledger(run.skips, [])
     # Ignore the lines of this incident, which a supervisor that was killed may have written: the next batch is
     # innocent.
-    ledger_before = ledger.without(incident, skip_reason)
-    usable_ledger, _ = ledger_before.usable(run.skips, order, config.data.skip)
-    positions, _ = usable_ledger.next_kept(cursor, config.batches.at(cursor))
+    ledger_before = ledger.without_reason(incident, skip_reason)
+    usable_ledger, _ = ledger_before.select_usable(run.skips, order, config.data.skip)
+    positions, _ = usable_ledger.next_kept(cursor, config.batches.value_at(cursor))
     sample_lines = sample_entries(order, positions, skip_reason, incident=incident, step=end.step)
     return FailedSamples(
         positions.tolist(), sample_lines, len(ledger.entries) - len(ledger_before.entries) < len(sample_lines)

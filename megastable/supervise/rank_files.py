@@ -31,7 +31,7 @@ class RankFiles:
 
     # From the ranks
 
-    def progress(self, attempt: int) -> Progress | None:
+    def read_progress(self, attempt: int) -> Progress | None:
         """The progress of an attempt, if it has reported any."""
         read_progress = _read(Progress, self.run.progress)
         return read_progress if read_progress is not None and read_progress.attempt == attempt else None
@@ -39,22 +39,22 @@ class RankFiles:
     def anybody_died(self, attempt: int) -> bool:
         return any(folder_of(self.run, attempt).glob("rank-*.json"))
 
-    def last_words(self, attempt: int) -> list[LastWords]:
+    def read_last_words(self, attempt: int) -> list[LastWords]:
         """The last words of all ranks that left any. Torn files are ignored: the log has them, too."""
         words_read = (
             _read(LastWords, words_path) for words_path in folder_of(self.run, attempt).glob("rank-*.json")
         )
         return [words for words in words_read if words is not None]
 
-    def stacks(self, attempt: Attempt) -> tuple[list[str], dict[int, KernelView]]:
+    def collect_stacks(self, attempt: Attempt) -> tuple[list[str], dict[int, KernelView]]:
         """Ask all ranks for their stacks: the files, and the kernel's view of ranks that do not answer."""
-        progress, attempt_folder = self.progress(attempt.number), folder_of(self.run, attempt.number)
+        progress, attempt_folder = self.read_progress(attempt.number), folder_of(self.run, attempt.number)
         world_size = progress.world if progress is not None else None
-        self.want(dump=self._wanted.dump + 1)
+        self.tell_ranks(dump=self._wanted.dump + 1)
         end_time = time.monotonic() + pause_of(world_size or 1) + STACKS
         while time.monotonic() < end_time and len(list(attempt_folder.glob("*.stacks"))) != world_size:
             time.sleep(0.2)
-        kernel_views = sorted(attempt.states().items())
+        kernel_views = sorted(attempt.read_kernel_views().items())
         stack_files = sorted(attempt_folder.glob("*.stacks"))
         named_files = {path.name for path in stack_files}
         mute_ranks = {rank: view for rank, view in kernel_views if f"rank-{rank}.stacks" not in named_files}
@@ -62,17 +62,17 @@ class RankFiles:
 
     # To the ranks
 
-    def only(self, attempt: int) -> None:
+    def allow_only_attempt(self, attempt: int) -> None:
         """From now on ranks of earlier attempts must end. Raises OSError."""
         self._write(Control(attempt=attempt))
 
-    def adopt(self, attempt: int) -> Control:
+    def adopt_control(self, attempt: int) -> Control:
         """Continue with the control file that an earlier supervisor left for an attempt."""
         control_left = _read(Control, self.run.control) or Control(attempt=attempt)
         self._wanted = control_left.model_copy(update={"attempt": attempt})
         return self._wanted
 
-    def want(self, **wishes: Any) -> None:
+    def tell_ranks(self, **wishes: Any) -> None:
         """Tell the ranks. On a full disk the message is lost; the timeouts then take over."""
         try:
             self._write(self._wanted.model_copy(update=wishes))
@@ -101,7 +101,7 @@ class StorageProbe:
         self._writing: threading.Thread | None = None
         self._began = 0.0
 
-    def stalled(self) -> float | None:
+    def stalled_seconds(self) -> float | None:
         """For how many seconds a write has not come back; None if writes do. Blocks for at most `ANSWERS`. A write that
         fails, as on a full disk, has come back."""
         if self._writing is None or not self._writing.is_alive():

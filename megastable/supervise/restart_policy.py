@@ -33,7 +33,7 @@ class Failure:
     code: int | None = None
 
 
-def after_failure(failures: Sequence[Failure], hosts: int, config: PolicyConfig) -> Remedy:
+def choose_remedy(failures: Sequence[Failure], hosts: int, config: PolicyConfig) -> Remedy:
     """The action after the last of `failures`, those of one run in order; hosts: how many it runs on."""
     c, last = config, failures[-1]
     recent_failures = [f for f in failures if last.clock - f.clock < c.budget_window]
@@ -75,7 +75,7 @@ def _trailing(failures: Sequence[Failure], like: Callable[[Failure], bool]) -> l
     return list(takewhile(like, reversed(failures)))
 
 
-def pause(failures: Sequence[Failure], most: float) -> float:
+def pause_seconds(failures: Sequence[Failure], most: float) -> float:
     """Seconds to wait before a restart: none after new ground, then doubling from 1 up to `most`."""
     barren_count = len(_trailing(failures, lambda f: f.clock == failures[-1].clock))
     return 0.0 if barren_count <= 1 else min(most, 2.0 ** (barren_count - 2))
@@ -98,7 +98,7 @@ class HostBar:
     burn_in: float = 0.0
 
 
-def next_bar(
+def next_exclusion(
     before: HostBar | None, wholly: bool, cool_off: float, now: float, least: int = 1, burn_in: float = 0.0
 ) -> HostBar:
     """The bar of a host that has failed; before: its last one. Every strike doubles it; they are forgotten when the
@@ -116,7 +116,7 @@ def _length(strikes: int, cool_off: float) -> float:
     return cool_off * 2.0 ** min(strikes - 1, MOST)
 
 
-def bars_after(
+def exclusions_after(
     end: End, remedy: Remedy, before: Mapping[str, HostBar], cool_off: float, now: float
 ) -> dict[str, HostBar]:
     """What follows for the hosts that a failure is blamed on. before: all bars so far; now: time.time().
@@ -127,7 +127,7 @@ def bars_after(
     hosts = end.gone or ((end.host,) if end.host is not None else ())
     if not (wholly or end.hung or end.what in LOST):
         return {}
-    return {host: next_bar(before.get(host), wholly, cool_off, now) for host in hosts}
+    return {host: next_exclusion(before.get(host), wholly, cool_off, now) for host in hosts}
 
 
 def in_force(bars: Mapping[str, HostBar], now: float) -> dict[str, bool]:

@@ -49,19 +49,19 @@ class SlowHosts:
     ) -> None:
         self.config, self.store, self.fleet = config, store, fleet
         self.journal, self.gathering = journal, gathering
-        self.began()
+        self.begin_attempt()
 
-    def began(self) -> None:
+    def begin_attempt(self) -> None:
         """Another attempt begins."""
         self._found: Stragglers | None = None
         self._unread = deque[tuple[Heard, WorkBlock]](maxlen=MOST_WORK)
         self._since, self._starting, self._looked = time.monotonic(), inf, -inf
 
-    def hear(self, reports: Iterable[tuple[Heard, WorkBlock]]) -> None:
+    def add_work_reports(self, reports: Iterable[tuple[Heard, WorkBlock]]) -> None:
         """What ranks say of their work, for the next look."""
         self._unread.extend(reports)
 
-    def look(self, attempt: Attempt, progress: Progress | None) -> str:
+    def find_replacement(self, attempt: Attempt, progress: Progress | None) -> str:
         """Why the attempt should begin again, without a host that is slow and was left out; empty: it should not. Poll
         often."""
         limit, p = self.config.supervise.slow_host, self.config.parallel
@@ -71,7 +71,7 @@ class SlowHosts:
             ranks = list(self.store.ranks.values())
             if len(ranks) < progress.world or progress.loss is None:
                 return ""
-            hosts = {heard.rank: self.fleet.called(heard.host) for heard in ranks}
+            hosts = {heard.rank: self.fleet.name_of_host(heard.host) for heard in ranks}
             self._found = Stragglers(limit, hosts, p.pipeline, p.tensor * p.context)
             self._starting = time.monotonic() - self._since
         if self._read(self._found):
@@ -82,7 +82,7 @@ class SlowHosts:
         has_changed = False
         while self._unread:
             heard, work_block = self._unread.popleft()
-            has_changed |= found.add(heard.rank, work_block)
+            has_changed |= found.add_block(heard.rank, work_block)
         return has_changed
 
     def _tell(self, found: Stragglers, attempt: int) -> None:
@@ -93,13 +93,15 @@ class SlowHosts:
                     what="begun", attempt=attempt, host=host, rank=slow_host.rank, ratio=round(slow_host.ratio, 3),
                     seconds=round(slow_host.seconds, 6), cost=round(slow_host.cost, 4),
                     parts={part_name: round(ratio, 3) for part_name, ratio in slow_host.parts.items()},
-                    reason=slow_host.words(found.alone),
+                    reason=slow_host.describe_slowness(found.alone),
                 )  # fmt: skip
-                self.journal.emit(event, say=True)
+                self.journal.journal_event(event, say=True)
         for host in sorted(told_hosts - found.slow.keys()):
             over_text = f"host {host} is no longer slow"
-            self.journal.emit(HostSlow(what="over", attempt=attempt, host=host, reason=over_text), say=True)
-        self.journal.listen()
+            self.journal.journal_event(
+                HostSlow(what="over", attempt=attempt, host=host, reason=over_text), say=True
+            )
+        self.journal.read_new_events()
 
     def _replace(self, found: Stragglers, attempt: Attempt, steps: int) -> str:
         """steps: that are left of the run."""
@@ -112,10 +114,10 @@ class SlowHosts:
             for slow_host in found.slow.values()
             if slow_host.cost >= least_cost and steps * slow_host.seconds > self._starting
         ]
-        spare_hosts = self.gathering.spares(attempt.number, attempt.names) if hosts_worth_it else []
+        spare_hosts = self.gathering.list_spares(attempt.number, attempt.names) if hosts_worth_it else []
         worst_hosts = sorted(hosts_worth_it, key=lambda slow: -slow.cost)[: len(spare_hosts)]
         for slow_host in worst_hosts:
-            self.gathering.strike(slow_host.host, False, "slow host")
+            self.gathering.strike_host(slow_host.host, False, "slow host")
         slow_names = " and ".join(slow_host.host for slow_host in worst_hosts)
         return (
             f"{', '.join(spare_hosts[: len(worst_hosts)])} can take the place of {slow_names}"
@@ -124,7 +126,7 @@ class SlowHosts:
         )
 
 
-def reported(store: Store, attempt: int) -> list[tuple[Heard, WorkBlock]]:
+def take_work_reports(store: Store, attempt: int) -> list[tuple[Heard, WorkBlock]]:
     """What ranks of an attempt have said of their work since the last call."""
     work_reports = []
     while store.work:
@@ -160,7 +162,7 @@ class SlowHost:
     cost: float
     parts: Mapping[str, float]
 
-    def words(self, alone: bool = False) -> str:
+    def describe_slowness(self, alone: bool = False) -> str:
         """alone: whether there is no other host, so that the rank is named."""
         subject_text = f"rank {self.rank} on {self.host} is" if alone else f"host {self.host} is"
         parts_text = ", ".join(f"{part_name} {ratio:.2f} x" for part_name, ratio in self.parts.items())
@@ -196,7 +198,7 @@ class Stragglers:
         self._since = 0  # blocks since the last window
         self._spread = UNKNOWN
 
-    def add(self, rank: int, block: WorkBlock) -> bool:
+    def add_block(self, rank: int, block: WorkBlock) -> bool:
         """Whether `slow` has other hosts now."""
         if self.blind or rank not in self.hosts or not 0 < block.own < math.inf:
             return False

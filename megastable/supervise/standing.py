@@ -1,7 +1,7 @@
 """Decides the state of a run: running, hung, stopped, interrupted and so on. Pure.
 
 From the locks of its directory, the last events of its journal, and the age of its last progress;
-`advice` also looks whether there are logs.
+`advise_person` also looks whether there are logs.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from enum import StrEnum
 from pathlib import Path
 
 from megastable.base import errors
-from megastable.base.text import duration, visible
+from megastable.base.text import make_visible, show_duration
 from megastable.cluster.launcher import MODULE
-from megastable.config.supervise import SuperviseConfig, redacted_override
+from megastable.config.supervise import SuperviseConfig, redact_override
 from megastable.run.directory import RunDirectory
-from megastable.run.events.event import NOTHING, whole
+from megastable.run.events.event import NOTHING, read_whole
 from megastable.run.run_history import AT_WORK, RunHistory
-from megastable.supervise.hangs import patience
+from megastable.supervise.hangs import tolerated_seconds
 
 
 class State(StrEnum):
@@ -43,7 +43,7 @@ class Standing:
     reason: str = ""
 
 
-def state_of(
+def judge_state(
     told: RunHistory,
     supervised: bool | None,
     training: bool | None,
@@ -54,12 +54,14 @@ def state_of(
 ) -> Standing:
     """supervised, training: whether the supervisor and rank 0 run, None = unknown. phase: of rank 0, "" = unknown. age:
     seconds since the last progress. rate: seconds per step."""
-    is_still = age is not None and age > patience(phase, rate, limits)
+    is_still = age is not None and age > tolerated_seconds(phase, rate, limits)
     at_work = told.word in (*AT_WORK, "supervisor") and not told.over
     if training or (training is None and at_work and (supervised or (age is not None and not is_still))):
         if told.word == "hang" or is_still:
-            pace_text = f"; a step takes {duration(rate)}" if rate is not None else ""
-            return Standing(State.HUNG, reason=f"nothing has moved for {duration(age or 0.0)}{pace_text}")
+            pace_text = f"; a step takes {show_duration(rate)}" if rate is not None else ""
+            return Standing(
+                State.HUNG, reason=f"nothing has moved for {show_duration(age or 0.0)}{pace_text}"
+            )
         is_starting = phase == "starting" or (not phase and told.word not in ("training", "resumed"))
         doubts_text = _doubts(told, supervised, training, age)
         return Standing(State.STARTING if is_starting else State.RUNNING, reason=doubts_text)
@@ -71,7 +73,7 @@ def state_of(
         waiting_reason = (told.restart or goodbye_event).get(
             "reason"
         ) or "its processes have ended: why is being looked into"
-        return Standing(State.WAITING, reason=visible(waiting_reason, 300))
+        return Standing(State.WAITING, reason=make_visible(waiting_reason, 300))
     if None in (supervised, training) and told.word and not told.over:
         return Standing(State.UNKNOWN, reason=_doubts(told, supervised, training, age))
     return _ended(told)
@@ -79,7 +81,7 @@ def state_of(
 
 def _doubts(told: RunHistory, supervised: bool | None, training: bool | None, age: float | None) -> str:
     if training is None:
-        sign = f"; the last sign of them is {duration(age)} old" if age is not None else ""
+        sign = f"; the last sign of them is {show_duration(age)} old" if age is not None else ""
         return f"whether its processes are there cannot be told: their locks cannot be seen from here{sign}"
     return "its supervisor is gone: the ranks train on alone" if _orphaned(told, supervised) else ""
 
@@ -94,8 +96,8 @@ def _ended(told: RunHistory) -> Standing:
     if told.word == "rolled_back":
         return Standing(State.STOPPED, reason=f"a person rolled it back to step {told.step}")
     supervisor_event, goodbye_event = told.supervisor or NOTHING, told.goodbye or NOTHING
-    end_reason = visible(supervisor_event.get("reason") or goodbye_event.get("reason") or "", 500)
-    exit_code = whole(supervisor_event.get("code"))
+    end_reason = make_visible(supervisor_event.get("reason") or goodbye_event.get("reason") or "", 500)
+    exit_code = read_whole(supervisor_event.get("code"))
     if supervisor_event.get("what") == "ended" and exit_code is not None:
         known_states = {errors.OK: State.FINISHED, errors.STOPPED: State.STOPPED}
         return Standing(known_states.get(exit_code, State.FAILED), exit_code, end_reason)
@@ -113,14 +115,14 @@ def _ended(told: RunHistory) -> Standing:
             attempt.end for attempt in reversed(told.attempts.values()) if attempt.end is not None
         )
         failure = next(filter(None, (attempt_end.get("failure") for attempt_end in attempt_ends)), "")
-        failure_text = visible(failure, 300) or "its processes are gone, and none said why"
+        failure_text = make_visible(failure, 300) or "its processes are gone, and none said why"
         return Standing(State.INTERRUPTED, None, failure_text)
     return Standing(State.NEW)
 
 
-def advice(stands: Standing, run: RunDirectory, told: RunHistory, supervised: bool | None) -> str:
+def advise_person(stands: Standing, run: RunDirectory, told: RunHistory, supervised: bool | None) -> str:
     """The next action for a person, a sentence."""
-    again = visible(shlex.join(command(run, told)))
+    again = make_visible(shlex.join(build_resume_command(run, told)))
     match stands.state:
         case State.RUNNING | State.STARTING if _orphaned(told, supervised):
             return f"the same command takes it over, and mends what happens: {again}"
@@ -131,13 +133,16 @@ def advice(stands: Standing, run: RunDirectory, told: RunHistory, supervised: bo
         case State.WAITING:
             return "nothing to do: the supervisor starts it again by itself"
         case State.FINISHED:
-            return f"nothing to do: {visible(run.summary)} has its figures"
+            return f"nothing to do: {make_visible(run.summary)} has its figures"
         case State.HUNG if supervised:
-            return f"nothing to do: the supervisor ends it and starts it again; the logs are in {visible(run.logs)}"
+            log_folder = make_visible(run.logs)
+            return f"nothing to do: the supervisor ends it and starts it again; the logs are in {log_folder}"
         case State.HUNG:
             return f"a supervisor ends it and starts it again: {again}"
         case State.UNKNOWN:
-            host = visible((told.supervisor or NOTHING).get("host") or "the host that it was started on", 80)
+            host = make_visible(
+                (told.supervisor or NOTHING).get("host") or "the host that it was started on", 80
+            )
             return f"look on {host}; if nobody is at work there, to go on: {again}"
         case State.STOPPED | State.INTERRUPTED:
             return f"to go on: {again}"
@@ -149,16 +154,16 @@ def advice(stands: Standing, run: RunDirectory, told: RunHistory, supervised: bo
     where = run.logs if newest is None or stands.code == errors.BAD_INPUT else run.incidents / f"{newest:04d}"
     if not where.exists():  # no rank was ever started: the reason, which is shown beside it, is all there is
         return f"mend the cause, then: {again}"
-    return f"read {visible(where)} and mend the cause, then: {again}"
+    return f"read {make_visible(where)} and mend the cause, then: {again}"
 
 
-def command(run: RunDirectory, told: RunHistory) -> list[str]:
+def build_resume_command(run: RunDirectory, told: RunHistory) -> list[str]:
     """The command that resumes the run as last started, where it lies now: it may have been moved or copied; with its
     own recipe if no supervisor journaled one."""
     recipe, overrides, given = (told.started.get(key) for key in ("recipe", "overrides", "given"))
     if not isinstance(recipe, str) or not isinstance(overrides, list):
         recipe, overrides, given = str(run.recipe), [], []
-    words = ["megastable", "supervise", recipe, *(redacted_override(str(text)) for text in overrides)]
+    words = ["megastable", "supervise", recipe, *(redact_override(str(text)) for text in overrides)]
     said = [word.removeprefix("run.dir=") for word in words if word.startswith("run.dir=")]
     if said and Path(said[-1]).resolve() != run.root.resolve():
         words = [word for word in words if not word.startswith("run.dir=")]

@@ -26,19 +26,19 @@ from pydantic import ValidationError
 from megastable.base import errors
 from megastable.base.durable import folder_stamp
 from megastable.base.errors import DataError
-from megastable.base.text import visible
+from megastable.base.text import make_visible
 from megastable.config.supervise import SuperviseConfig
-from megastable.config.warmups import BatchWarmup, Stages, batches
+from megastable.config.warmups import BatchWarmup, Stages, stage_batches
 from megastable.run.directory import LOADER, RunDirectory, read_object
-from megastable.run.events.event import NOTHING, read_later, real, whole
+from megastable.run.events.event import NOTHING, read_later, read_real, read_whole
 from megastable.run.goodput.watching import GoodputWatch
 from megastable.run.record_files import read_last
 from megastable.run.records import SCHEMA
 from megastable.run.run_history import AttemptHistory, HistoryReader, IncidentHistory, RunHistory, TaskSummary
 from megastable.run.step_phases import COLUMNS, OTHER
-from megastable.supervise.hangs import patience
+from megastable.supervise.hangs import tolerated_seconds
 from megastable.supervise.locks import SUPERVISOR, TRAINING, is_held
-from megastable.supervise.standing import Standing, State, advice, command, state_of
+from megastable.supervise.standing import Standing, State, advise_person, build_resume_command, judge_state
 
 SHOWN = 5  # checkpoints
 RECENT = 20  # of evaluations and attempts
@@ -211,7 +211,7 @@ def exit_code(status: Status) -> int:
     return errors.OK
 
 
-def facts(status: Status) -> dict[str, Any]:
+def collect_facts(status: Status) -> dict[str, Any]:
     """For programs: keys name their units."""
     return {**_with_units(asdict(status)), "steps_lost": status.steps_lost}
 
@@ -224,7 +224,7 @@ def _with_units(value: Any) -> Any:
 
 def read_status(run: Path) -> Status:
     """The status of the run in a directory. Raises DataError if there is no run."""
-    return RunWatch(run).status()
+    return RunWatch(run).read_status()
 
 
 @dataclass
@@ -260,34 +260,34 @@ class RunWatch:
         self._time = goodput or GoodputWatch(run, journal=self._journal)
         self._steps = RecentSteps(self.run.steps)
 
-    def status(self) -> Status:
+    def read_status(self) -> Status:
         now = self.clock()
         if self._looks:
-            self._journal.look()
+            self._journal.look_again()
         problems = self._journal.problems
         self._read_recipe(problems)
-        self._steps.read()
+        self._steps.read_records()
         s, progress = self._journal.history, read_object(self.run.progress)
-        attempt = next(reversed(s.attempts), whole(progress.get("attempt")))
+        attempt = next(reversed(s.attempts), read_whole(progress.get("attempt")))
         # Files of an earlier attempt say nothing about the processes of this one.
-        stale = bool(s.attempts) and whole(progress.get("attempt")) not in (attempt, None)
+        stale = bool(s.attempts) and read_whole(progress.get("attempt")) not in (attempt, None)
         supervisor = self._process(SUPERVISOR, s.supervisor.fields if s.supervisor else NOTHING)
         trainer = self._process(TRAINING, {} if stale else progress)
-        phase = "" if stale else visible(progress.get("phase") or "", 20)
-        step, steps = self._step(progress), self._recipe.steps or whole(progress.get("steps"))
-        loss, seconds = real(progress.get("loss")), _finite(progress.get("seconds"))
-        measured = whole(progress.get("measured_step"))
-        self._steps.see(step if measured is None else measured, loss, seconds)
-        last, rate = self._last_progress(progress), self._steps.rate()
+        phase = "" if stale else make_visible(progress.get("phase") or "", 20)
+        step, steps = self._step(progress), self._recipe.steps or read_whole(progress.get("steps"))
+        loss, seconds = read_real(progress.get("loss")), _finite(progress.get("seconds"))
+        measured = read_whole(progress.get("measured_step"))
+        self._steps.add_step(step if measured is None else measured, loss, seconds)
+        last, rate = self._last_progress(progress), self._steps.median_step_seconds()
         age = max(0.0, now - last) if last is not None else None  # clocks may jump
         slowest = max((x for x in (rate, seconds) if x is not None), default=None)
         limits = self._recipe.limits
-        if not s.over and age is not None and age <= patience(phase, slowest, limits):
+        if not s.over and age is not None and age <= tolerated_seconds(phase, slowest, limits):
             supervisor, trainer = _believed(supervisor, trainer)
-        stands = state_of(s, supervisor.alive, trainer.alive, phase, age, slowest, limits)
+        stands = judge_state(s, supervisor.alive, trainer.alive, phase, age, slowest, limits)
         unreadable = self._journal.problem if stands.state is State.NEW else ""
         if unreadable:
-            stands = Standing(State.UNKNOWN, reason=visible(unreadable, 300))
+            stands = Standing(State.UNKNOWN, reason=make_visible(unreadable, 300))
         if stands.state is State.NEW and self._complete():
             stands = Standing(
                 State.FINISHED, errors.OK, "its journal is gone: summary.json says that it is complete"
@@ -296,16 +296,16 @@ class RunWatch:
             why = "the supervisor waits for the evaluation of the last checkpoint (eval.command)"
             stands = Standing(State.FINISHED, errors.OK, why)
         goes_on = stands.state in (State.RUNNING, State.HUNG) and steps is not None and rate is not None
-        recent, applied = self._steps.losses(step), progress.get("applied")
+        recent, applied = self._steps.losses_until(step), progress.get("applied")
         advised = (
-            f"make {visible(self.run.journal)} readable, or ask as the user to whom the run belongs"
+            f"make {make_visible(self.run.journal)} readable, or ask as the user to whom the run belongs"
             if unreadable
-            else advice(stands, self.run, s, supervisor.alive)
+            else advise_person(stands, self.run, s, supervisor.alive)
         )
-        again = visible(shlex.join(command(self.run, s)))
+        again = make_visible(shlex.join(build_resume_command(self.run, s)))
         return Status(
-            run=visible(self.run.root),
-            name=visible(self.run.root.resolve().name, 60),
+            run=make_visible(self.run.root),
+            name=make_visible(self.run.root.resolve().name, 60),
             time=now,
             state=stands.state,
             code=stands.code,
@@ -317,21 +317,21 @@ class RunWatch:
             phase=phase,
             step=step,
             steps=steps,
-            cursor=whole(progress.get("cursor")),
+            cursor=read_whole(progress.get("cursor")),
             skipped=self._skipped(progress),
-            tokens=whole(progress.get("tokens")),
+            tokens=read_whole(progress.get("tokens")),
             last_step=_finite(progress.get("stepped")) or self._steps.newest.get("time"),
-            world=whole(progress.get("world")) or (s.starts[-1].ranks if s.starts else None),
+            world=read_whole(progress.get("world")) or (s.starts[-1].ranks if s.starts else None),
             stages=self._recipe.stages,
             loss=loss if loss is not None else recent[-1][1] if recent else None,
-            grad_norm=real(progress.get("grad_norm")),
-            lr=real(progress.get("lr")),
+            grad_norm=read_real(progress.get("grad_norm")),
+            lr=read_real(progress.get("lr")),
             tokens_per_second=self._speed(progress, rate),
             phases=dict(self._steps.phases),
             readings=dict(self._steps.newest),
             applied=applied if isinstance(applied, bool) else None,
             rate=rate,
-            eta=self._left(step, steps or 0, whole(progress.get("cursor"))) * (rate or 0.0)
+            eta=self._left(step, steps or 0, read_whole(progress.get("cursor"))) * (rate or 0.0)
             if goes_on
             else None,
             age=age,
@@ -340,27 +340,35 @@ class RunWatch:
             starts=len(s.starts),
             attempt=attempt,
             attempts=tuple(map(_summarize_attempt, list(s.attempts.values())[-RECENT:])),
-            hosts=tuple(visible(host, 80) for host in s.hosts),
-            slow={visible(h, 80): SlowSummary(e.ratio, e.cost, e.sentence()) for h, e in s.slow.items()},
+            hosts=tuple(make_visible(host, 80) for host in s.hosts),
+            slow={
+                make_visible(h, 80): SlowSummary(e.ratio, e.cost, e.format_sentence())
+                for h, e in s.slow.items()
+            },
             left_out=_find_left_out(s, now),
             restarts=dict(s.restarts),
             incidents=tuple(_summarize_incident(case) for _, case in sorted(s.incidents.items())),
             refused=s.refused,
             alert=_describe_alert(s),
-            trends={visible(name, 40): visible(event.text or "", 300) for name, event in s.trends.items()},
+            trends={
+                make_visible(name, 40): make_visible(event.text or "", 300)
+                for name, event in s.trends.items()
+            },
             goodput=self._goodput(bool(supervisor.alive or trainer.alive), now),
             checkpoints=self._checkpoints(),
             free=_free(self.run.checkpoints),
             validation=tuple((one.step, one.loss) for one in s.evaluations[-RECENT:]),
             validation_by_corpus={
-                visible(name, 80): loss for one in s.evaluations[-1:] for name, loss in one.values.items()
+                make_visible(name, 80): loss
+                for one in s.evaluations[-1:]
+                for name, loss in one.values.items()
             },
             probe=(s.probes[-1].step, s.probes[-1].loss) if s.probes else None,
-            tasks=s.tasks.summary(),
+            tasks=s.tasks.summarize_tasks(),
             task_interval=self._recipe.task_interval,
             recent=recent,
-            tail=tuple(Said(event.time or 0.0, event.event, event.line()) for event in s.tail),
-            problems=tuple(visible(problem) for problem in problems),
+            tail=tuple(Said(event.time or 0.0, event.event, event.format_line()) for event in s.tail),
+            problems=tuple(make_visible(problem) for problem in problems),
         )
 
     # Reading
@@ -377,14 +385,14 @@ class RunWatch:
             train_section, sequence_length = config["train"], int(config["model"]["sequence_length"])
             warmup_section = train_section.get("batch_warmup")
             batch_warmup = None if warmup_section is None else BatchWarmup.model_validate(warmup_section)
-            batch_sizes = batches(int(train_section["global_batch"]), batch_warmup, sequence_length)
+            batch_sizes = stage_batches(int(train_section["global_batch"]), batch_warmup, sequence_length)
             if min(batch_sizes.values) < 1:
                 raise ValueError(f"train.global_batch={train_section['global_batch']} is not a batch")
-            pipeline_stages = whole((config.get("parallel") or {}).get("pipeline")) or 1
+            pipeline_stages = read_whole((config.get("parallel") or {}).get("pipeline")) or 1
             eval_section = config.get("eval") or {}
-            eval_interval = whole(eval_section.get("interval")) if eval_section.get("command") else None
+            eval_interval = read_whole(eval_section.get("interval")) if eval_section.get("command") else None
             self._recipe = _Recipe(
-                recipe_stamp, whole(train_section["steps"]), batch_sizes, sequence_length, pipeline_stages,
+                recipe_stamp, read_whole(train_section["steps"]), batch_sizes, sequence_length, pipeline_stages,
                 eval_interval, supervise_limits,
             )  # fmt: skip
         except FileNotFoundError:
@@ -403,15 +411,17 @@ class RunWatch:
 
     def _process(self, lock: str, told: Mapping[str, Any]) -> Process:
         return Process(
-            is_held(self.run.root / lock), whole(told.get("pid")), visible(told.get("host") or "", 80)
+            is_held(self.run.root / lock),
+            read_whole(told.get("pid")),
+            make_visible(told.get("host") or "", 80),
         )
 
     def _goodput(self, alive: bool, now: float) -> dict[str, Any] | None:
-        time_account = self._time.account(alive, now)
+        time_account = self._time.account_lately(alive, now)
         return (
             None
             if time_account is None
-            else {**time_account.facts(), "settled": time_account.settled_seconds()}
+            else {**time_account.list_facts(), "settled": time_account.settled_seconds()}
         )
 
     def _checkpoints(self) -> tuple[Checkpoint, ...]:
@@ -432,7 +442,7 @@ class RunWatch:
     # Derived values
 
     def _step(self, progress: dict[str, Any]) -> int:
-        step = whole(progress.get("step"))
+        step = read_whole(progress.get("step"))
         if step is None:
             step, word = self._journal.history.step, self._journal.history.word
             if step is None or word in ("training", "resumed", "launched"):
@@ -441,7 +451,7 @@ class RunWatch:
 
     def _complete(self) -> bool:
         """Whether all steps are done: summary.json exists (continuing a run removes it)."""
-        done_steps, wanted_steps = whole(read_object(self.run.summary).get("steps")), self._recipe.steps
+        done_steps, wanted_steps = read_whole(read_object(self.run.summary).get("steps")), self._recipe.steps
         return done_steps is not None and (wanted_steps is None or done_steps >= wanted_steps)
 
     def _last_progress(self, progress: dict[str, Any]) -> float | None:
@@ -458,13 +468,13 @@ class RunWatch:
             _finite(progress.get("seconds")),
         )
         step_tokens = (reported_speed or 0.0) * (step_seconds or 0.0)
-        batch_sizes, cursor = self._recipe.batches, whole(progress.get("cursor"))
+        batch_sizes, cursor = self._recipe.batches, read_whole(progress.get("cursor"))
         if batch_sizes is not None and (cursor is not None or len(batch_sizes.values) == 1):
-            step_tokens = batch_sizes.at(cursor or 0) * (self._recipe.sequence_length or 0)
+            step_tokens = batch_sizes.value_at(cursor or 0) * (self._recipe.sequence_length or 0)
         return step_tokens / rate if step_tokens and rate else None
 
     def _skipped(self, progress: dict[str, Any]) -> int | None:
-        cursor, tokens = whole(progress.get("cursor")), whole(progress.get("tokens"))
+        cursor, tokens = read_whole(progress.get("cursor")), read_whole(progress.get("tokens"))
         length = self._recipe.sequence_length
         return None if cursor is None or tokens is None or not length else max(0, cursor - tokens // length)
 
@@ -473,7 +483,7 @@ class RunWatch:
         steps_left, batch_sizes = max(0, steps - step), self._recipe.batches
         if batch_sizes is None or cursor is None:
             return steps_left
-        return (batch_sizes.reach(cursor, steps_left) - cursor) / batch_sizes.at(cursor)
+        return (batch_sizes.reach_after(cursor, steps_left) - cursor) / batch_sizes.value_at(cursor)
 
 
 def require_run(run: Path) -> None:
@@ -492,7 +502,7 @@ def require_run(run: Path) -> None:
         if run_names
         else "give one, such as runs/quickstart"
     )
-    raise DataError(f"{visible(run)} is not the directory of a run: {visible(hint_text)}")
+    raise DataError(f"{make_visible(run)} is not the directory of a run: {make_visible(hint_text)}")
 
 
 def _believed(*processes: Process) -> tuple[Process, ...]:
@@ -513,7 +523,7 @@ def _believed(*processes: Process) -> tuple[Process, ...]:
 def _summarize_attempt(known: AttemptHistory) -> AttemptSummary:
     if (end := known.end) is None:
         return AttemptSummary(known.number, known.began)
-    failure = visible(end.get("failure") or "", 300)
+    failure = make_visible(end.get("failure") or "", 300)
     return AttemptSummary(known.number, known.began, known.how, end.code, end.signal, end.step, failure)
 
 
@@ -522,28 +532,28 @@ def _summarize_incident(known: IncidentHistory) -> IncidentSummary:
     incident_actions = summary.get("actions")
     return IncidentSummary(
         number=known.number,
-        onset=whole(summary.get("onset", summary.get("step"))) or 0,
-        step=whole(summary.get("step")) or 0,
-        verdict=visible(summary.get("verdict", "?"), 40),
-        kind=visible(summary.get("kind", "?"), 40),
-        cause=visible(summary.get("cause", "?"), 40),
-        action=visible(incident_actions[-1], 40)
+        onset=read_whole(summary.get("onset", summary.get("step"))) or 0,
+        step=read_whole(summary.get("step")) or 0,
+        verdict=make_visible(summary.get("verdict", "?"), 40),
+        kind=make_visible(summary.get("kind", "?"), 40),
+        cause=make_visible(summary.get("cause", "?"), 40),
+        action=make_visible(incident_actions[-1], 40)
         if isinstance(incident_actions, list) and incident_actions
         else "",
-        outcome=visible(summary.get("outcome", "?"), 40),
-        steps_lost=whole(summary.get("steps_lost")) or 0,
-        batches_discarded=whole(summary.get("batches_discarded")) or 0,
+        outcome=make_visible(summary.get("outcome", "?"), 40),
+        steps_lost=read_whole(summary.get("steps_lost")) or 0,
+        batches_discarded=read_whole(summary.get("batches_discarded")) or 0,
         put_off=read_later(summary),
-        loss_before=real(summary.get("loss_before")),
-        loss_peak=real(summary.get("loss_peak")),
-        failure=visible(summary.get("failure") or "", 300),
+        loss_before=read_real(summary.get("loss_before")),
+        loss_peak=read_real(summary.get("loss_peak")),
+        failure=make_visible(summary.get("failure") or "", 300),
     )
 
 
 def _find_left_out(history: RunHistory, now: float) -> dict[str, float]:
     """Until when, by host, others are preferred to those that failed."""
     until_by_host = {
-        visible(host, 80): event.until + (event.burn_in or 0.0)
+        make_visible(host, 80): event.until + (event.burn_in or 0.0)
         for host, event in history.left_out.items() if event.until is not None and host not in history.proven
     }  # fmt: skip
     return {host: until_time for host, until_time in until_by_host.items() if until_time > now}
@@ -553,8 +563,8 @@ def _describe_alert(history: RunHistory) -> str:
     if history.alert is None:
         return ""
     alert_step, alert_reason = (
-        whole(history.alert.get("step")),
-        visible(history.alert.get("reason") or "", 500),
+        read_whole(history.alert.get("step")),
+        make_visible(history.alert.get("reason") or "", 500),
     )
     return f"since step {alert_step:,}: {alert_reason}" if alert_step is not None else alert_reason
 
@@ -567,7 +577,7 @@ def _free(folder: Path) -> int | None:
 
 
 def _finite(value: object) -> float | None:
-    number = real(value)
+    number = read_real(value)
     return number if number is not None and math.isfinite(number) else None
 
 
@@ -594,7 +604,7 @@ class RecentSteps:
         self._changed: int | None = None  # when the folder was (folder_stamp.py)
         self._seen: deque[tuple[int, float, float]] = deque(maxlen=KEPT)
 
-    def read(self) -> None:
+    def read_records(self) -> None:
         """Read the newest records, if there may be new ones."""
         try:
             changed_stamp = folder_stamp(self.folder)
@@ -619,7 +629,7 @@ class RecentSteps:
             if timed_rows
         }
 
-    def see(self, step: int, loss: float | None, seconds: float | None) -> None:
+    def add_step(self, step: int, loss: float | None, seconds: float | None) -> None:
         """Add the current step. After a rewind, all that was seen is outdated."""
         if self._seen and step < self._seen[-1][0]:
             self._seen.clear()
@@ -631,7 +641,7 @@ class RecentSteps:
         """The last recorded step; 0 if none."""
         return self._records[-1][0] if self._records else 0
 
-    def rate(self) -> float | None:
+    def median_step_seconds(self) -> float | None:
         """Seconds per step, of observed steps, if there are enough: the records may be of another number of ranks."""
         seen_seconds = [seconds for _, _, seconds in self._seen][-TIMED:]
         recorded_seconds = [seconds for _, _, seconds in self._records[-TIMED:]]
@@ -640,7 +650,7 @@ class RecentSteps:
         )
         return statistics.median(chosen_seconds) if chosen_seconds else None
 
-    def losses(self, step: int) -> tuple[tuple[int, float], ...]:
+    def losses_until(self, step: int) -> tuple[tuple[int, float], ...]:
         """(step, loss) up to the current step, oldest first: later ones were undone."""
         rows = {at: loss for at, loss, _ in [*self._records, *self._seen] if at <= step}
         return tuple((at, rows[at]) for at in sorted(rows))[-KEPT:]

@@ -22,7 +22,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from megastable.base.text import duration, plural, size
+from megastable.base.text import count_noun, show_duration, show_size
 from megastable.supervise.standing import State
 from megastable.supervise.status import IncidentSummary, Process, RunWatch, Status
 
@@ -73,28 +73,30 @@ def sparkline(values: Sequence[float], width: int) -> str:
     )
 
 
-def panel(status: Status, folded: bool = True) -> RenderableType:
+def build_panel(status: Status, folded: bool = True) -> RenderableType:
     """The panel of a run. Below it is the command of the advice, to be copied: folded, or on one line of any length,
     which Live and a console that crops cannot show."""
     return _View(status, folded)
 
 
-def live(watch: RunWatch, console: Console, seconds: float = 1.0) -> Status:
+def show_live(watch: RunWatch, console: Console, seconds: float = 1.0) -> Status:
     """Show a run until no process is at work, or Ctrl-C. Returns the last status."""
-    status = watch.status()
-    shown = Live(panel(status), console=console, auto_refresh=False, transient=True, vertical_overflow="crop")
+    status = watch.read_status()
+    shown = Live(
+        build_panel(status), console=console, auto_refresh=False, transient=True, vertical_overflow="crop"
+    )
     with suppress(KeyboardInterrupt), shown:
         while status.state in PRESENT:
             time.sleep(seconds)
-            status = watch.status()
-            shown.update(panel(status), refresh=True)
-    show(status, console)
+            status = watch.read_status()
+            shown.update(build_panel(status), refresh=True)
+    print_status(status, console)
     return status
 
 
-def show(status: Status, console: Console) -> None:
+def print_status(status: Status, console: Console) -> None:
     """Print it for good."""
-    console.print(panel(status, folded=False), crop=False)
+    console.print(build_panel(status, folded=False), crop=False)
 
 
 class _View:
@@ -144,7 +146,7 @@ def _bar(s: Status) -> RenderableType:
     done_text = f"step {s.step:,}" + (f" of {s.steps:,}" if s.steps else "")
     left_text = f"{min(1.0, s.step / s.steps):.0%}" if s.steps else ""
     if s.eta is not None:
-        left_text += f"  {duration(s.eta)} to go"
+        left_text += f"  {show_duration(s.eta)} to go"
     progress_bar = ProgressBar(total=s.steps or 1, completed=min(s.step, s.steps) if s.steps else 0)
     bar_grid.add_row(Text(done_text, style="bold"), Padding(progress_bar, 0), Text(left_text))
     return bar_grid
@@ -167,7 +169,7 @@ def _rows(s: Status, width: int, most: int) -> Iterator[tuple[str, Text]]:
     if speed_text := _joined(
         s.tokens_per_second is not None and f"{s.tokens_per_second:,.0f} tokens/s",
         s.rate is not None and f"{s.rate:.3g} s a step",
-        s.world is not None and plural(s.world, "rank"),
+        s.world is not None and count_noun(s.world, "rank"),
     ):
         yield "speed", Text(speed_text)
     if s.validation:
@@ -189,7 +191,7 @@ def _rows(s: Status, width: int, most: int) -> Iterator[tuple[str, Text]]:
     if s.checkpoints:
         newest_checkpoint = s.checkpoints[0]
         told_text = f"{newest_checkpoint.name}, {_ago(s.time - newest_checkpoint.time)}" + (
-            f", {size(newest_checkpoint.size)}" if newest_checkpoint.size else ""
+            f", {show_size(newest_checkpoint.size)}" if newest_checkpoint.size else ""
         )
         yield (
             "checkpoint",
@@ -225,16 +227,18 @@ def _loss(s: Status, width: int) -> Text:
         return Text("not yet")
     loss_line = sparkline([loss for _, loss in s.recent], max(8, width - 12))
     return Text.assemble(
-        f"{s.loss:.4f}", "  ", (loss_line, "cyan"), (f" {plural(len(s.recent), 'step')}", "dim")
+        f"{s.loss:.4f}", "  ", (loss_line, "cyan"), (f" {count_noun(len(s.recent), 'step')}", "dim")
     )
 
 
 def _incidents(s: Status) -> Text:
     if not s.incidents:
-        return Text("none" + (f"; {plural(s.refused, 'update')} refused" if s.refused else ""))
+        return Text("none" + (f"; {count_noun(s.refused, 'update')} refused" if s.refused else ""))
     is_open = sum(incident_case.outcome == "open" for incident_case in s.incidents)
     incidents_text = Text(f"{len(s.incidents)}" + (f", {is_open} open" if is_open else ""))
-    incidents_text.append(f"; {plural(s.steps_lost, 'step')} lost, {plural(s.refused, 'update')} refused")
+    incidents_text.append(
+        f"; {count_noun(s.steps_lost, 'step')} lost, {count_noun(s.refused, 'update')} refused"
+    )
     for incident_case in s.incidents[-2:]:
         incidents_text.append("\n")
         incidents_text.append(_case(incident_case), style="yellow" if incident_case.outcome == "open" else "")
@@ -257,7 +261,7 @@ def _goodput(told: Mapping[str, Any]) -> str:
     shares = [f"{kind.replace('_', ' ')} {v / wall:.1%}" for v, kind in lost[:LOSSES] if v / wall >= LEAST]
     smaller = told.get("smaller", 0.0)
     shares += [f"{smaller:.1%} more if no host had been missing"] if smaller >= LEAST else []
-    return ", ".join([f"{told['share']:.1%} of {duration(wall)} was training", *shares])
+    return ", ".join([f"{told['share']:.1%} of {show_duration(wall)} was training", *shares])
 
 
 def _hosts(s: Status) -> str:
@@ -311,7 +315,7 @@ def _clock(moment: float, now: float) -> str:
 
 
 def _ago(seconds: float) -> str:
-    return f"{duration(seconds)} ago" if seconds >= 1 else "just now"
+    return f"{show_duration(seconds)} ago" if seconds >= 1 else "just now"
 
 
 def _joined(*parts: str | bool | None, by: str = " · ") -> str:

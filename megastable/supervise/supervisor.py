@@ -23,24 +23,29 @@ from megastable.cluster.fleet import Attempt, Fleet, KernelView
 from megastable.cluster.launcher import TrainingCommand
 from megastable.cluster.store import Store
 from megastable.cluster.this_host import STOPPED
-from megastable.config.supervise import redacted_override
+from megastable.config.supervise import redact_override
 from megastable.config.tree import RunConfig
 from megastable.data.skip_ledger import append_entries
 from megastable.data.skips import Range, ranges_of
 from megastable.run.directory import RunDirectory, read_object
-from megastable.run.events.event import Event, whole
+from megastable.run.events.event import Event, read_whole
 from megastable.run.events.supervisor_events import Ended, Hang, Launched, Restart, SupervisorEvent
 from megastable.run.rank_ipc import Beat, Progress, folder_of, log_of
 from megastable.supervise import beside_process
-from megastable.supervise.exit_cause import AttemptEvidence, End, end_of, first_silent
+from megastable.supervise.exit_cause import AttemptEvidence, End, find_exit_cause, find_first_silent
 from megastable.supervise.gathering import Gathering, RunExit
-from megastable.supervise.hangs import HangDetector, RankView, Suspects, suspects
+from megastable.supervise.hangs import HangDetector, RankView, Suspects, find_suspects
 from megastable.supervise.locks import nobody_trains, only_supervisor, wait_until_nobody_trains
 from megastable.supervise.machine_recorder import MachineRecorder
-from megastable.supervise.process_incidents import ProcessIncidents, bad_data, can_be_read, samples_of
+from megastable.supervise.process_incidents import (
+    ProcessIncidents,
+    can_read_corpora,
+    find_bad_data,
+    find_failed_samples,
+)
 from megastable.supervise.rank_files import RankFiles, StorageProbe
-from megastable.supervise.restart_policy import Failure, after_failure, bars_after, pause
-from megastable.supervise.slow_hosts import SlowHosts, reported
+from megastable.supervise.restart_policy import Failure, choose_remedy, exclusions_after, pause_seconds
+from megastable.supervise.slow_hosts import SlowHosts, take_work_reports
 from megastable.supervise.supervisor_journal import Listener, SupervisorJournal, end_of_log
 from megastable_guard.actions import Action, Cause, Remedy
 from megastable_guard.incident import Breakdown
@@ -77,32 +82,35 @@ class Supervisor:
         interface: str = "127.0.0.1",
         reason: Event | None = None,
     ) -> None:
-        self.config, self.run, self.say, self.reason = config, run, listener.say, reason
+        self.config, self.run, self.say, self.reason = config, run, listener.print_line, reason
         self.store = Store(run, interface)
         self.fleet = fleet(self.store)
-        self.training = replace(training, overrides=[redacted_override(text) for text in training.overrides])
+        self.training = replace(training, overrides=[redact_override(text) for text in training.overrides])
         self.here = socket.gethostname()
         self.stopping, self.signals = False, 0  # hours that have passed are no signal
         self.signalled = self.asked_kernel = -inf
         self.until = inf if config.run.max_hours is None else time.monotonic() + 3600 * config.run.max_hours
         self.journal = SupervisorJournal(run, listener, lambda: self.stopping)
         hurry = self.journal.hurry
-        self.gathering = Gathering(config, self.fleet, self.journal, listener.say, hurry, self._look)
+        self.gathering = Gathering(config, self.fleet, self.journal, listener.print_line, hurry, self._look)
         self.slow_hosts = SlowHosts(config, self.store, self.fleet, self.journal, self.gathering)
-        self.machines = MachineRecorder(run, self.fleet, listener.say)
+        self.machines = MachineRecorder(run, self.fleet, listener.print_line)
         self.again = ""  # why the next attempt has other hosts, if this one was asked to stop for that
         self.incidents = ProcessIncidents(self.journal)
         self.hangs = HangDetector(config.supervise)
         self.storage = StorageProbe(run.root / ".storage")
-        self.ranks = RankFiles(run, listener.say)
-        beside = (config, run, training.recipe, self.training.overrides, listener.say)
-        self.prescan, self.evaluation = beside_process.look_ahead(*beside), beside_process.evaluation(*beside)
+        self.ranks = RankFiles(run, listener.print_line)
+        beside = (config, run, training.recipe, self.training.overrides, listener.print_line)
+        self.prescan, self.evaluation = (
+            beside_process.build_look_ahead(*beside),
+            beside_process.build_evaluation(*beside),
+        )
         # Whether this host could read the corpora at the start: later trouble is damage.
         self.has_data = False
 
     # Attempts
 
-    def supervise(self) -> int:
+    def supervise_run(self) -> int:
         """Run until the training is complete, stopped, or beyond repair. Returns the exit code, one of errors.py.
 
         Raises ConfigError if another supervisor runs here.
@@ -127,10 +135,10 @@ class Supervisor:
         release_stops()
         self._refuse_another_host(predecessor)
         if self.reason is not None:
-            self.journal.emit(self.reason)
-        self.journal.emit(SupervisorEvent(
+            self.journal.journal_event(self.reason)
+        self.journal.journal_event(SupervisorEvent(
             what="started" if predecessor is None else "took over", pid=os.getpid(), host=self.here,
-            **asdict(self.training), seconds=round(activity.age(), 3),
+            **asdict(self.training), seconds=round(activity.process_age(), 3),
         ))  # fmt: skip
         end = RunExit(errors.FAILED, "an unforeseen error")
         try:
@@ -147,23 +155,23 @@ class Supervisor:
             self.machines.close()
             self.evaluation.close()
             self.fleet.close(end.code)
-            self.journal.emit(SupervisorEvent(
+            self.journal.journal_event(SupervisorEvent(
                 what="ended", pid=os.getpid(), host=self.here, code=end.code, reason=end.reason
             ))  # fmt: skip
-            self.journal.listen()
+            self.journal.read_new_events()
         return end.code
 
     def _until_the_end(self, predecessor: tuple[int, str] | None) -> RunExit:
-        self.has_data = can_be_read(self.config, self.run)
+        self.has_data = can_read_corpora(self.config, self.run)
         attempt = self._take_over(predecessor)
         run_state = self.journal.state
         what_follows: RunExit | StartAgain | None = None
         if attempt is None and run_state.under_way:
-            left_attempt = self.fleet.left(run_state.attempt, run_state.hosts)
+            left_attempt = self.fleet.find_ended_attempt(run_state.attempt, run_state.hosts)
             what_follows = self._settle(left_attempt, self._end(left_attempt))
         elif attempt is None and (attempt_end := run_state.unmended) is not None:
             # Its end was journaled, but not acted on.
-            remedy = after_failure(run_state.failures, len(self.fleet.names), self.config.stability.policy)
+            remedy = choose_remedy(run_state.failures, len(self.fleet.names), self.config.stability.policy)
             what_follows = self._mend(attempt_end, remedy, run_state.failed_attempts[-1].event.skipped)
         elif attempt is None and self._complete():
             what_follows = RunExit(errors.OK, "complete")  # but for the evaluation of its last checkpoint
@@ -173,7 +181,7 @@ class Supervisor:
             if self.stopping:
                 return RunExit(errors.STOPPED, "stopped between two attempts")
             if attempt is None:
-                next_hosts = self.gathering.hosts()
+                next_hosts = self.gathering.gather_hosts()
                 if isinstance(next_hosts, RunExit):
                     return next_hosts
                 attempt = self._launch(next_hosts)
@@ -185,14 +193,14 @@ class Supervisor:
         """Raise for processes of a supervisor on another host: they can be neither seen nor ended from here."""
         if predecessor is None or predecessor[1] == self.here or len(self.fleet.names) > 1:
             return  # of several hosts, the agents see them
-        if not nobody_trains(self.run) and self.fleet.found(()) is None:
+        if not nobody_trains(self.run) and self.fleet.find_running_attempt(()) is None:
             raise ConfigError(
                 f"run.dir={self.run.root}: the supervisor of before ran on {predecessor[1]}, and its processes still "
                 "train: start this one there"
             )
 
     def _take_over(self, predecessor: tuple[int, str] | None) -> Attempt | None:
-        attempt = self.fleet.found(self.journal.state.hosts)
+        attempt = self.fleet.find_running_attempt(self.journal.state.hosts)
         if attempt is None:
             if predecessor is not None:
                 self.say(f"the supervisor of before (process {predecessor[0]}) and its processes are gone")
@@ -200,19 +208,19 @@ class Supervisor:
         self.say(f"attempt {attempt.number} runs already, and is watched from here on")
         if not self.journal.state.under_way:
             log_path = str(log_of(self.run, attempt.number))
-            self.journal.emit(self._launched(attempt.number, attempt.names, [], log_path))
-        self.again = self.ranks.adopt(attempt.number).again
-        self.store.begin(attempt.number)
+            self.journal.journal_event(self._launched(attempt.number, attempt.names, [], log_path))
+        self.again = self.ranks.adopt_control(attempt.number).again
+        self.store.begin_attempt(attempt.number)
         if predecessor is not None:
             text = f"the supervisor, process {predecessor[0]} on {predecessor[1]}, ended without a word"
-            incident = self.incidents.open(Breakdown.CRASH, Cause.PROCESS, text)
+            incident = self.incidents.open_incident(Breakdown.CRASH, Cause.PROCESS, text)
             incident.reasons.append("its processes went on training: another supervisor took over")
-            self.incidents.close(incident, "healed")
+            self.incidents.close_incident(incident, "healed")
         return attempt
 
     def _launch(self, hosts: Sequence[str]) -> Attempt:
         number, self.again = self.journal.state.attempt + 1, ""
-        self.journal.insist(lambda: self.ranks.only(number))
+        self.journal.retry_until_written(lambda: self.ranks.allow_only_attempt(number))
         wait_until_nobody_trains(self.run, self.config.supervise.hang_unknown, lambda: self.stopping)
         # Journaled first: the next supervisor looks for it.
         log_path = str(log_of(self.run, number).relative_to(self.run.root))
@@ -224,43 +232,43 @@ class Supervisor:
             asked_command.recipe,
             *asked_command.overrides,
         ]
-        self.journal.emit(self._launched(number, hosts, command_words, log_path))
-        self.journal.listen()
-        self.store.begin(number)
-        self.hangs.began()
-        return self.journal.insist(lambda: self.fleet.start(number, hosts))
+        self.journal.journal_event(self._launched(number, hosts, command_words, log_path))
+        self.journal.read_new_events()
+        self.store.begin_attempt(number)
+        self.hangs.begin_attempt()
+        return self.journal.retry_until_written(lambda: self.fleet.start_attempt(number, hosts))
 
     def _launched(self, number: int, hosts: Sequence[str], words: list[str], log: str) -> Launched:
         return Launched(
             attempt=number, command=words, log=log, hosts=list(hosts), wanted=self.gathering.wanted,
-            ahead=round(self.fleet.clock(hosts[0]), 3),
+            ahead=round(self.fleet.clock_offset(hosts[0]), 3),
         )  # fmt: skip
 
     def _watch(self, attempt: Attempt) -> End:
         """Wait until the attempt has ended, or was ended."""
         last_look = time.monotonic()
         first_death = asked_time = None
-        self.slow_hosts.began()
-        self.machines.began()
+        self.slow_hosts.begin_attempt()
+        self.machines.begin_attempt()
         is_hung, progress = False, None
-        while attempt.look():
+        while attempt.poll_processes():
             time.sleep(LOOK)
             now = time.monotonic()
             elapsed_seconds, last_look = now - last_look, now
             self._hear_launcher(attempt)
             if self.stopping and asked_time is None:
                 asked_time = now
-                self.ranks.want(stop=True)
+                self.ranks.tell_ranks(stop=True)
                 self.say("stopping: the ranks finish their step and save; once more ends them at once")
             self._look()
-            progress = self.ranks.progress(attempt.number)
-            self.incidents.proven(progress)
-            work_reports = reported(self.store, attempt.number)
-            self.machines.hear(work_reports)
-            self.slow_hosts.hear(work_reports)
+            progress = self.ranks.read_progress(attempt.number)
+            self.incidents.judge_open_incidents(progress)
+            work_reports = take_work_reports(self.store, attempt.number)
+            self.machines.add_work_reports(work_reports)
+            self.slow_hosts.add_work_reports(work_reports)
             if asked_time is None and (restart_reason := self._other_hosts(attempt, progress)):
                 asked_time, self.again = now, restart_reason
-                self.ranks.want(stop=True, again=restart_reason)
+                self.ranks.tell_ranks(stop=True, again=restart_reason)
                 self.say(f"{restart_reason}: the ranks finish their step and save, to begin again")
             if asked_time is not None and (
                 self.signals > 1 or now - asked_time > self.config.supervise.stop_seconds
@@ -274,21 +282,21 @@ class Supervisor:
             by_our_wish = asked_time is None or bool(self.again)
             if attempt.gone and by_our_wish:
                 break
-            is_late = self.hangs.look(progress, elapsed_seconds) or self._somebody_stopped(attempt)
+            is_late = self.hangs.detect_hang(progress, elapsed_seconds) or self._somebody_stopped(attempt)
             if is_late and by_our_wish and first_death is None and not self._storage_stalls():
                 is_hung = True
                 break
         self._hear_launcher(attempt)  # one that had no ranks yet
         stack_files, hang_suspects = list[str](), Suspects()
         if is_hung:
-            stack_files, mute_ranks = self.ranks.stacks(attempt)
-            hang_suspects = suspects(self._views(mute_ranks))
-        attempt.end()
+            stack_files, mute_ranks = self.ranks.collect_stacks(attempt)
+            hang_suspects = find_suspects(self._views(mute_ranks))
+        attempt.kill_all()
         # Ranks of it on other hosts must end now, too.
-        self.journal.insist(lambda: self.ranks.only(attempt.number + 1))
+        self.journal.retry_until_written(lambda: self.ranks.allow_only_attempt(attempt.number + 1))
         self.incidents.failure_noticed()
         if is_hung:
-            self.journal.emit(Hang(
+            self.journal.journal_event(Hang(
                 attempt=attempt.number, phase=self.hangs.phase, waited=round(self.hangs.waited, 1),
                 limit=round(self.hangs.limit, 1), step=progress.step if progress is not None else None,
                 silent=hang_suspects.told, stacks=stack_files,
@@ -302,9 +310,9 @@ class Supervisor:
 
     def _other_hosts(self, attempt: Attempt, progress: Progress | None) -> str:
         """Why it would be better to begin again on other hosts; empty: it would not."""
-        if host_count := self.gathering.more(attempt.number, attempt.names):
+        if host_count := self.gathering.count_possible_hosts(attempt.number, attempt.names):
             return f"{host_count} hosts can take part"
-        return self.slow_hosts.look(attempt, progress)
+        return self.slow_hosts.find_replacement(attempt, progress)
 
     def _somebody_stopped(self, attempt: Attempt) -> bool:
         """Whether a rank is silent for as long as a step may take at least, and the kernel says that it is stopped. It
@@ -314,15 +322,17 @@ class Supervisor:
         if not silent or now < self.asked_kernel + limit / 2:
             return False
         self.asked_kernel = now
-        return any(STOPPED in view.text for rank, view in attempt.states().items() if rank in silent)
+        return any(
+            STOPPED in view.text for rank, view in attempt.read_kernel_views().items() if rank in silent
+        )
 
     def _storage_stalls(self) -> bool:
         """Whether the run directory does not answer: then nobody hangs, all wait for it, and the clock begins anew."""
-        seconds = self.storage.stalled()
+        seconds = self.storage.stalled_seconds()
         if seconds is None:
             return False
         self.say(f"WARNING: {self.run.root} has not answered for {seconds:.0f} s: the ranks may wait for it")
-        self.hangs.forgive()
+        self.hangs.reset_wait()
         return True
 
     def _views(self, mute: Mapping[int, KernelView]) -> dict[int, RankView]:
@@ -332,7 +342,7 @@ class Supervisor:
         for heard in list(self.store.ranks.values()):
             last_beat = Beat.model_validate(heard.beat) if heard.beat else None
             rank_views[heard.rank] = RankView(
-                host=self.fleet.called(heard.host), silent=now - heard.at, closed=heard.closed is not None,
+                host=self.fleet.name_of_host(heard.host), silent=now - heard.at, closed=heard.closed is not None,
                 kernel=mute[heard.rank].text if heard.rank in mute else "",
                 activity=last_beat.activity if last_beat else "",
                 lasted=last_beat.lasted if last_beat else 0.0, entered=last_beat.entered if last_beat else None,
@@ -347,10 +357,10 @@ class Supervisor:
         if not self.stopping and time.monotonic() > self.until:
             self.say(f"stopping: the {self.config.run.max_hours:g} hours of run.max_hours have passed")
             self.stopping = True
-        if not self.signals and (host_name := self.fleet.stop_asked()) is not None:
+        if not self.signals and (host_name := self.fleet.find_host_asked_to_stop()) is not None:
             self.say(f"stopping: the agent on {host_name} was asked to (SIGTERM)")
             self._asked()
-        self.journal.listen()
+        self.journal.read_new_events()
         self.prescan.poll()
         self.evaluation.poll()
 
@@ -359,7 +369,7 @@ class Supervisor:
         self.prescan.close()
         if self.evaluation.unfinished:
             self.say("the training is complete; waiting for the evaluation of its last checkpoint")
-            self.evaluation.finish(self._look, lambda: self.stopping)
+            self.evaluation.wait_until_done(self._look, lambda: self.stopping)
         if not self.evaluation.unfinished:
             return end
         reason = f"complete, but for its last checkpoint's evaluation: {self.run.resuming} goes on with it"
@@ -386,50 +396,55 @@ class Supervisor:
     # Causes and consequences
 
     def _end(self, attempt: Attempt, hang: Suspects | None = None) -> End:
-        self.journal.listen()
-        witness_host, log_path = attempt.witness()
-        progress = self.ranks.progress(attempt.number)
+        self.journal.read_new_events()
+        witness_host, log_path = attempt.find_failed_log()
+        progress = self.ranks.read_progress(attempt.number)
         # By one clock: an hour's difference must not make the last one the first.
         last_words = [
-            rank_words.model_copy(update={"time": rank_words.time - self.fleet.clock(rank_words.host)})
-            for rank_words in self.ranks.last_words(attempt.number)
+            rank_words.model_copy(update={"time": rank_words.time - self.fleet.clock_offset(rank_words.host)})
+            for rank_words in self.ranks.read_last_words(attempt.number)
         ]
         events_said, heard_ranks = self.journal.state.since_launch, list(self.store.ranks.values())
-        first_silent_ranks = first_silent(
-            heard_ranks, {rank_words.rank for rank_words in last_words}, self.fleet.called, time.monotonic()
+        first_silent_ranks = find_first_silent(
+            heard_ranks,
+            {rank_words.rank for rank_words in last_words},
+            self.fleet.name_of_host,
+            time.monotonic(),
         )
         attempt_evidence = AttemptEvidence(
             list(events_said), last_words, attempt.fates, attempt.code, end_of_log(log_path, LOG_TAIL), progress,
             witness_host, attempt.gone,
-            self.fleet.called, first_silent_ranks,
+            self.fleet.name_of_host, first_silent_ranks,
         )  # fmt: skip
-        attempt_end = end_of(attempt_evidence)
+        attempt_end = find_exit_cause(attempt_evidence)
         return attempt_end if hang is None else attempt_end.by_hang(self.hangs, hang)
 
     def _settle(self, attempt: Attempt, end: End) -> RunExit | StartAgain:
         """Act on the end of an attempt, which is journaled already."""
         number, run_state, policy = attempt.number, self.journal.state, self.config.stability.policy
-        progress = self.ranks.progress(number)
+        progress = self.ranks.read_progress(number)
         clock = max(run_state.clock, progress.step or 0 if progress is not None else 0)
         remedy, skipped_ranges = None, list[Range]()
         if not end.final and not self.stopping:
             step = end.step if end.cursor is not None else None
             host = None if run_state.does_not_fit(end) else end.host
             failure = Failure(end.what, step, host, clock, code=end.code)
-            remedy = after_failure([*run_state.failures, failure], len(self.fleet.names), policy)
+            remedy = choose_remedy([*run_state.failures, failure], len(self.fleet.names), policy)
             judge_data = end.code == errors.BAD_INPUT and self.has_data
-            if judge_data and (data_problem := bad_data(self.config, self.run, lambda: self.stopping)):
+            if judge_data and (data_problem := find_bad_data(self.config, self.run, lambda: self.stopping)):
                 remedy = Remedy(Action.STOP, Cause.STORAGE, data_problem)  # another attempt would be refused
             if remedy.skip:
                 skipped_ranges = self._skip(end)  # before it is journaled as done
         silent_seconds = None
         if progress is not None:
-            silent_seconds = round(max(0.0, time.time() - progress.time + self.fleet.clock(progress.host)), 1)
+            silent_seconds = round(
+                max(0.0, time.time() - progress.time + self.fleet.clock_offset(progress.host)), 1
+            )
         end_fields = end.model_dump() | ({} if remedy else {"what": ""})
-        self.journal.emit(
+        self.journal.journal_event(
             Ended(attempt=number, clock=clock, silent=silent_seconds, skipped=skipped_ranges, **end_fields)
         )
-        self.journal.listen()
+        self.journal.read_new_events()
         if end.code == errors.OK:
             self.incidents.close_all("healed")
             return RunExit(errors.OK, "complete")
@@ -439,7 +454,7 @@ class Supervisor:
             return RunExit(errors.STOPPED, "stopped as asked, with a checkpoint")
         if end.code == errors.HANDOVER:
             for host in filter(self.gathering.can_do_without, end.faulty):
-                self.gathering.computes_wrong(host, "computes wrong")
+                self.gathering.leave_out_faulty_host(host, "computes wrong")
             return StartAgain("handed over: from a checkpoint of before", delay=0, told=False)
         if end.code == errors.SUPERSEDED:
             return RunExit(errors.SUPERSEDED, "another supervisor has started the run again")
@@ -458,13 +473,15 @@ class Supervisor:
         self.say(f"attempt {number} failed: {end.failure}")
         evidence = [log_of(self.run, number), *sorted(folder_of(self.run, number).glob("rank-*"))]
         run_state = self.journal.state
-        host_bars = bars_after(end, remedy, run_state.bars, self.config.supervise.cool_off, time.time())
+        host_bars = exclusions_after(end, remedy, run_state.bars, self.config.supervise.cool_off, time.time())
         for host, host_bar in host_bars.items():
             if host_bar.wholly and self.gathering.can_do_without(host):
                 remedy = Remedy(Action.RESTART, Cause.HARDWARE, f"{remedy.reason}, and is left out")
             if host not in run_state.newly_left_out:  # by a supervisor that died after that
                 self.gathering.leave_out(host, host_bar, end.what)
-        self.incidents.act(end, remedy, skipped, [str(path.relative_to(self.run.root)) for path in evidence])
+        self.incidents.journal_remedy(
+            end, remedy, skipped, [str(path.relative_to(self.run.root)) for path in evidence]
+        )
         if remedy.action is Action.STOP:
             is_mendable = end.code == errors.NO_SPACE or remedy.cause is Cause.STORAGE
             exit_code = end.code if is_mendable and end.code is not None else errors.UNSTABLE
@@ -472,7 +489,7 @@ class Supervisor:
                 exit_code = errors.HOST_GONE
             reason = f"{remedy.reason}. The last failure: {end.failure}. {self._advice(number, end)}"
             return RunExit(exit_code, reason)
-        restart_delay = pause(self.journal.state.failures, self.config.supervise.backoff_seconds)
+        restart_delay = pause_seconds(self.journal.state.failures, self.config.supervise.backoff_seconds)
         if end.code == errors.NO_SPACE:
             restart_delay = max(restart_delay, NO_ROOM)
         return StartAgain(remedy.reason, restart_delay, told=True)
@@ -480,7 +497,7 @@ class Supervisor:
     def _pause(self, again: StartAgain) -> None:
         """Journal the coming attempt, and wait until it is due."""
         when_text = f" in {again.delay:.0f} s" if again.delay else ""
-        self.journal.emit(
+        self.journal.journal_event(
             Restart(attempt=self.journal.state.attempt, reason=again.reason, delay=again.delay),
             say=again.told and f"starting again{when_text}: {again.reason}",
         )
@@ -501,16 +518,19 @@ class Supervisor:
             return []
         run_state = self.journal.state
         incident_number = next(iter(run_state.open), run_state.number + 1)
-        failed_samples = samples_of(self.config, self.run, end, end.cursor, incident_number)
+        failed_samples = find_failed_samples(self.config, self.run, end, end.cursor, incident_number)
         if failed_samples.missing:
-            self.journal.insist(lambda: append_entries(self.run.skips, failed_samples.entries))
+            self.journal.retry_until_written(lambda: append_entries(self.run.skips, failed_samples.entries))
         first_position, last_position = failed_samples.positions[0], failed_samples.positions[-1]
         self.say(f"  skipped in this and every later epoch: positions {first_position}-{last_position}")
         return ranges_of(failed_samples.positions)
 
     def _complete(self) -> bool:
         """Whether the training is over, and nothing of it is left to mend."""
-        run_state, done_steps = self.journal.state, whole(read_object(self.run.summary).get("steps")) or 0
+        run_state, done_steps = (
+            self.journal.state,
+            read_whole(read_object(self.run.summary).get("steps")) or 0,
+        )
         return done_steps >= self.config.train.steps and not run_state.under_way and not run_state.open
 
     def _asked(self, number: int = signal.SIGTERM, frame: FrameType | None = None) -> None:

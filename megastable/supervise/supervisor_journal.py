@@ -31,13 +31,13 @@ AGAIN = 0.2  # seconds between two tries to write
 class Listener(Protocol):
     """Receives events: terminal, notifications, metrics, reports."""
 
-    def event(self, event: Event) -> None: ...
+    def handle_event(self, event: Event) -> None: ...
 
-    def output(self, text: str) -> None: ...
+    def show_output(self, text: str) -> None: ...
 
-    def say(self, text: str) -> None: ...
+    def print_line(self, text: str) -> None: ...
 
-    def tick(self) -> None: ...
+    def poll_all(self) -> None: ...
 
 
 class SupervisorJournal:
@@ -46,44 +46,44 @@ class SupervisorJournal:
     def __init__(self, run: RunDirectory, listener: Listener, hurry: Callable[[], bool]) -> None:
         self.run, self.listener, self.hurry = run, listener, hurry
         self.state = SupervisorState()
-        self._log = RunLog(run, listener.say)
+        self._log = RunLog(run, listener.print_line)
         self._follower = Follower(run.journal, brief=True)
         self._output = LogTail(log_of(run, 0))
 
     def catch_up(self) -> None:
         """Read what was written before this process began, without passing it on again."""
-        for event in self._follower.new():
-            self.state.add(event)
+        for event in self._follower.read_new():
+            self.state.add_event(event)
         self._output = LogTail.at_end(log_of(self.run, self.state.attempt))
 
-    def listen(self) -> None:
+    def read_new_events(self) -> None:
         """Read new events, and show the output of the ranks."""
-        file_starts, new_events = self._follower.starts, self._follower.new()
+        file_starts, new_events = self._follower.starts, self._follower.read_new()
         if self._follower.starts != file_starts:
             self.state = (
                 SupervisorState()
             )  # a person repaired the journal: it is read again, but its events are not passed on again
         for event in new_events:
-            self.state.add(event)
+            self.state.add_event(event)
             if self._follower.starts == file_starts:
-                self.listener.event(event)
+                self.listener.handle_event(event)
         if self.state.attempt:
             log_path = log_of(self.run, self.state.attempt)
             if log_path != self._output.path:
                 self._output = LogTail(log_path)
-            if new_output := self._output.new():
-                self.listener.output(new_output)
-        self.listener.tick()
+            if new_output := self._output.read_new_lines():
+                self.listener.show_output(new_output)
+        self.listener.poll_all()
 
-    def emit(self, event: Event, say: bool | str = False) -> None:
+    def journal_event(self, event: Event, say: bool | str = False) -> None:
         """Journal an event, waiting for a full disk. Raises SpaceError if told to stop meanwhile."""
-        self._log.emit(event)
+        self._log.emit_event(event)
         if self._log.waiting:
-            self.insist(self._log.flush)
+            self.retry_until_written(self._log.flush_events)
         if say:
-            self.listener.say(say if isinstance(say, str) else event.line())
+            self.listener.print_line(say if isinstance(say, str) else event.format_line())
 
-    def insist(self, action: Callable[[], T]) -> T:
+    def retry_until_written(self, action: Callable[[], T]) -> T:
         """Retry what writes until the disk allows it. Raises SpaceError if told to stop."""
         has_told = False
         while True:
@@ -91,7 +91,7 @@ class SupervisorJournal:
                 return action()
             except (OSError, DataError) as error:
                 if not has_told:
-                    self.listener.say(f"WARNING: {error}: make room; waiting for it")
+                    self.listener.print_line(f"WARNING: {error}: make room; waiting for it")
                 has_told = True
                 if self.hurry():
                     raise SpaceError(f"{error}: make room, and start again") from None
@@ -111,7 +111,7 @@ class LogTail:
     def at_end(cls, path: Path) -> LogTail:
         return cls(path, _size(path))
 
-    def new(self) -> str:
+    def read_new_lines(self) -> str:
         """The complete lines since the last call, without the last newline; "" = none."""
         try:
             with self.path.open("rb") as file:

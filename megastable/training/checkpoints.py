@@ -14,15 +14,23 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megastable.base.collectives import agree, first, shared
+from megastable.base.collectives import mark_collective, run_on_all, run_on_first
 from megastable.base.errors import CheckpointError, MegastableError, SpaceError, UnstableError
 from megastable.checkpoint import markers, store
-from megastable.checkpoint.held_points import PartFolder, interrupted
+from megastable.checkpoint.held_points import PartFolder, find_interrupted_rewind
 from megastable.checkpoint.markers import CalmSteps
-from megastable.checkpoint.parts import recover
+from megastable.checkpoint.parts import recover_staged
 from megastable.checkpoint.saving import SaveOutcome, Saver
 from megastable.checkpoint.store import LayoutState, RunState
-from megastable.checkpoint.vitals import Vitals, doubt, judge, loss_change, ratio, size_change, unclear
+from megastable.checkpoint.vitals import (
+    Vitals,
+    bound_moment_ratio,
+    explain_doubt,
+    explain_unclear_proof,
+    judge_loaded_state,
+    loss_change,
+    size_change,
+)
 from megastable.checkpoint.whole import load_into, run_of
 from megastable.config.tree import RunConfig
 from megastable.engine.engine import Engine
@@ -84,13 +92,13 @@ class Checkpoints:
 
     # Starting
 
-    def find(self, has_read: Callable[[RunState], bool] = lambda _: False) -> Path | None:
+    def find_newest_good(self, has_read: Callable[[RunState], bool] = lambda _: False) -> Path | None:
         """The newest good one that the run may resume from; None in a new run. has_read: whether one has read samples
         deferred since then: such a one is taken only if there is no other good one."""
         self.settle_leftovers()
-        bad_names = first(self._convicted)
+        bad_names = run_on_first(self._convicted)
         unfit_names = bad_names | self._moved
-        behind_names = first(lambda: self._of_which(has_read)) - unfit_names.keys()
+        behind_names = run_on_first(lambda: self._of_which(has_read)) - unfit_names.keys()
         newest_good, rejected_names = store.newest_good(
             self.folder, unfit_names | dict.fromkeys(behind_names, "")
         )
@@ -104,28 +112,31 @@ class Checkpoints:
         }
         for name, rejection_reason in self.rejected.items() - told_before.items():
             rejected_event = CheckpointRejected(name=name, problem=rejection_reason)
-            self.log.emit(rejected_event, say=f"passed over a damaged checkpoint: {rejection_reason}")
+            self.log.emit_event(rejected_event, say=f"passed over a damaged checkpoint: {rejection_reason}")
         if newest_good is None and self.rejected:
-            raise shared(CheckpointError(self._nothing_left(bad_names)))
+            raise mark_collective(CheckpointError(self._nothing_left(bad_names)))
         return newest_good
 
     def settle_leftovers(self) -> None:
         """Finish what the last process left undone: saves, and rewinds."""
-        first(self._clean)
+        run_on_first(self._clean)
         if self.config.staging is not None:
             self._recover(PartFolder(self.config.staging, self.run.root))
-        handover_step, rolled_back = first(self.run.handed_over), first(self.run.rolled_back)
+        handover_step, rolled_back = (
+            run_on_first(self.run.find_handover),
+            run_on_first(self.run.find_rollback),
+        )
         if rolled_back is not None:
-            first(lambda: self._go_behind(*rolled_back))
+            run_on_first(lambda: self._go_behind(*rolled_back))
         elif handover_step is not None:
-            self.log.say(f"the last process asked for a checkpoint from before step {handover_step}")
-            first(lambda: self._only_before(handover_step))
-        elif cut_short := first(
-            lambda: interrupted(self.run.events(Training, IncidentEvent, CheckpointSaved))
+            self.log.say_line(f"the last process asked for a checkpoint from before step {handover_step}")
+            run_on_first(lambda: self._only_before(handover_step))
+        elif cut_short := run_on_first(
+            lambda: find_interrupted_rewind(self.run.iterate_events(Training, IncidentEvent, CheckpointSaved))
         ):
-            first(lambda: self._leave_behind(*cut_short))
+            run_on_first(lambda: self._leave_behind(*cut_short))
 
-    def standing(self) -> tuple[int, list[int]]:
+    def list_standing(self) -> tuple[int, list[int]]:
         """By their names and markers: the step of the newest that was not convicted, -1 if there is none, and the steps
         of those that were. Collective."""
 
@@ -133,7 +144,7 @@ class Checkpoints:
             bad_steps = {int(name.removeprefix("step-")) for name in self._convicted()}
             return max(set(self._steps()) - bad_steps, default=-1), sorted(bad_steps)
 
-        return first(look)
+        return run_on_first(look)
 
     def _of_which(self, true: Callable[[RunState], bool]) -> set[str]:
         """Names of those whose state meets the condition; not of unreadable ones, which are damaged."""
@@ -172,35 +183,36 @@ class Checkpoints:
 
     def _convicted(self) -> dict[str, str]:
         """Names of those that a run has convicted, with the reason."""
-        rulings = {path.name: markers.convicted(path) for path in store.newest_first(self.folder)}
+        rulings = {path.name: markers.read_bad_ruling(path) for path in store.newest_first(self.folder)}
         return {name: ruling.reason for name, ruling in rulings.items() if ruling is not None}
 
-    def load(self, found: Path, saved: RunState, layout: LayoutState) -> None:
+    def load_into_engine(self, found: Path, saved: RunState, layout: LayoutState) -> None:
         """Load weights, moments and random states of `found` into the engine, whatever layout wrote it."""
-        agree(lambda: load_into(self.engine, found, saved))
+        run_on_all(lambda: load_into(self.engine, found, saved))
         self.engine.refresh_weights()
-        agree(lambda: store.restore_rng(found))
+        run_on_all(lambda: store.restore_rng(found))
         if saved.layout != layout:
-            self.log.emit(
+            self.log.emit_event(
                 Reshaped(old=vars(saved.layout), new=vars(layout)),
                 say=f"{found.name} was written by another layout ({saved.layout}): reshaped",
             )
         if saved.updates and not saved.adam_step:
-            self.log.emit(
+            self.log.emit_event(
                 MomentsAnew(step=saved.step),
                 say=f"{found.name} holds no optimizer state: the optimizer begins anew",
             )
         if saved.updates and (kind := self.engine.clipping_anew):
-            self.log.emit(
+            self.log.emit_event(
                 ClippingAnew(step=saved.step, kind=kind),
                 say=f"{found.name} holds no averages of optimizer.clipping={kind}: they begin anew",
             )
         self.last = saved.step
 
-    def proved(self, found: Path, saved: RunState) -> bool:
+    def prove_loaded_state(self, found: Path, saved: RunState) -> bool:
         """Whether the state that the engine holds is the one that `found` was saved from.
 
-        If so, those passed over are put aside. Otherwise it is convicted, and `find` finds another one. Raises
+        If so, those passed over are put aside. Otherwise it is convicted, and `find_newest_good` finds another one.
+        Raises
         CheckpointError if an earlier one has other losses here, and it cannot be told whether that checkpoint or this
         machine is to blame.
         """
@@ -208,9 +220,11 @@ class Checkpoints:
         bf16_moments = self.engine.flat_state().moments is torch.bfloat16
         saved_vitals = saved.vitals
         optimizer_config = self.engine.config.optimizer
-        all_betas = optimizer_config.betas, *first(lambda: self._betas(found))
-        moment_ratio = ratio(*all_betas) if optimizer_config.name in AVERAGES else math.inf
-        vitals_verdict = judge(saved_vitals, current_vitals, bf16_moments, self.config.vitals, moment_ratio)
+        all_betas = optimizer_config.betas, *run_on_first(lambda: self._betas(found))
+        moment_ratio = bound_moment_ratio(*all_betas) if optimizer_config.name in AVERAGES else math.inf
+        vitals_verdict = judge_loaded_state(
+            saved_vitals, current_vitals, bf16_moments, self.config.vitals, moment_ratio
+        )
         self.changes = (
             {}
             if saved_vitals is None
@@ -220,10 +234,10 @@ class Checkpoints:
             }
         )
         asks_person = bool(vitals_verdict.problem or self._moved)
-        acceptance_ruling = first(lambda: markers.accepted(found)) if asks_person else None
+        acceptance_ruling = run_on_first(lambda: markers.read_acceptance(found)) if asks_person else None
         if vitals_verdict.problem and acceptance_ruling is not None:
             accept_reason = acceptance_ruling.reason or "no reason given"
-            self.log.emit(
+            self.log.emit_event(
                 Warned(step=saved.step, text=f"{found.name}: {vitals_verdict.problem}; accepted by a person"),
                 say=f"WARNING: {found}: {vitals_verdict.problem}; a person accepts it: {accept_reason}",
             )
@@ -235,14 +249,16 @@ class Checkpoints:
             )
             problem = f"{found}: {problem_kind}: {vitals_verdict.problem}"
             if vitals_verdict.content:
-                first(lambda: markers.convict(found, problem))
+                run_on_first(lambda: markers.mark_bad(found, problem))
             else:  # of the checkpoint or of this machine: the previous one decides
                 self._moved[found.name] = problem
             return False
-        doubtful = unclear(saved_vitals, current_vitals, self.config.vitals) if self._moved else ""
+        doubtful = (
+            explain_unclear_proof(saved_vitals, current_vitals, self.config.vitals) if self._moved else ""
+        )
         if doubtful and acceptance_ruling is None:
             names = ", ".join(self._moved)
-            raise shared(
+            raise mark_collective(
                 CheckpointError(
                     f"{self.folder}: {names}: weights and moments are as large as when they were saved, but compute "
                     f"other losses here, and {found.name} does not prove that this is right: {doubtful}. So nothing is "
@@ -252,14 +268,14 @@ class Checkpoints:
         # One that a person accepted may be wrong itself, and convicts no other by being loaded.
         for name, problem in self._moved.items() if not doubtful else ():
             checkpoint_path = self.folder / name
-            first(lambda path=checkpoint_path, problem=problem: markers.convict(path, problem))  # type: ignore[misc]
+            run_on_first(lambda path=checkpoint_path, problem=problem: markers.mark_bad(path, problem))  # type: ignore[misc]
         for name in self.rejected if dist.get_rank() == 0 else ():
             store.set_aside(self.folder / name)
         if self.passed:
             passed_reason = f"it has read samples that {self.run.blends.name} puts off since then"
-            for name in first(lambda: store.set_aside_newer(self.folder, saved.step, forget=False)):
+            for name in run_on_first(lambda: store.set_aside_newer(self.folder, saved.step, forget=False)):
                 suspect_event = CheckpointSuspect(name=name, reason=passed_reason)
-                self.log.emit(suspect_event, say=f"passed over {name}: {passed_reason}")
+                self.log.emit_event(suspect_event, say=f"passed over {name}: {passed_reason}")
         return True
 
     def _betas(self, found: Path) -> list[tuple[float, float]]:
@@ -276,14 +292,14 @@ class Checkpoints:
                         all_betas.append((beta1, beta2))
         return all_betas
 
-    def begin(self, state: RunState, saved: bool = True) -> None:
+    def begin_training(self, state: RunState, saved: bool = True) -> None:
         """Training continues from `state`; saved: of which there is a checkpoint, or nothing to save."""
         step = state.step
-        self.last = max(self.last, step) if saved else first(lambda: max(self._steps(), default=-1))
+        self.last = max(self.last, step) if saved else run_on_first(lambda: max(self._steps(), default=-1))
         # Without this, a run that is often resumed from memory would never be due by time.
-        unsaved_seconds = 0.0 if saved else first(lambda: self._count_unsaved(state))
+        unsaved_seconds = 0.0 if saved else run_on_first(lambda: self._count_unsaved(state))
         self._last_begun = time.monotonic() - unsaved_seconds
-        self.trend.resumed(step, first(self._unproven))
+        self.trend.resume_at(step, run_on_first(self._unproven))
 
     def _count_unsaved(self, state: RunState) -> float:
         """Seconds of training up to `state` since the newest checkpoint that can be read; all without one."""
@@ -292,28 +308,30 @@ class Checkpoints:
                 return max(0.0, state.seconds - store.read_state(checkpoint_path).seconds)
         return state.seconds
 
-    def prepare(self) -> None:
+    def prepare_saves(self) -> None:
         """To be called once the snapshots have their share of the memory."""
         if self.config.interval:
-            self.saver.prepare()
+            self.saver.prepare_memory()
             self._say_note()
 
     def _say_note(self) -> None:
         if saver_note := self.saver.take_note():
-            self.log.say(saver_note)
+            self.log.say_line(saver_note)
 
     def _clean(self) -> None:
         try:
-            self.saver.clean()
+            self.saver.remove_leftovers()
         except OSError as error:
             raise SpaceError(f"{self.folder} cannot be written to: {error}") from None
 
     def _recover(self, staging: PartFolder) -> None:
-        if (recovered_save := recover(staging, self.folder, self._model, first(self._lineages))) is None:
+        if (
+            recovered_save := recover_staged(staging, self.folder, self._model, run_on_first(self._lineages))
+        ) is None:
             return
         step, problem = recovered_save
         recovery_text = problem or f"brought over from the local disks to {self.folder}"
-        self.log.emit(
+        self.log.emit_event(
             CheckpointRecovered(step=step, problem=problem),
             say=f"the checkpoint of step {step}, which was not uploaded yet: {recovery_text}",
         )
@@ -321,7 +339,7 @@ class Checkpoints:
     def _lineages(self) -> list[str]:
         """Of the processes whose checkpoints count: those of this run that a person has not rolled back."""
         found = list[str]()
-        for event in self.run.events(Training, RolledBack):
+        for event in self.run.iterate_events(Training, RolledBack):
             found = [*found, event.lineage or ""] if isinstance(event, Training) else []
         return found
 
@@ -336,7 +354,7 @@ class Checkpoints:
             )
         healthy_steps = [step for step in steps if step < before and self._is_healthy(step)]
         if steps and not healthy_steps:
-            self.log.say(
+            self.log.say_line(
                 "none of the checkpoints from before it has proved healthy yet: the newest of them is taken"
             )
         store.set_aside_newer(self.folder, max(healthy_steps, default=before - 1))
@@ -344,11 +362,13 @@ class Checkpoints:
     def _go_behind(self, number: int, step: int, moment: float) -> None:
         """Put aside what a rollback that was killed had not put aside yet, but nothing that a person has accepted
         since, which undoes it."""
-        rulings = {path.name: markers.accepted(path) for path in self._paths()}
+        rulings = {path.name: markers.read_acceptance(path) for path in self._paths()}
         back = [name for name, ruling in rulings.items() if ruling is not None and ruling.time > moment]
         for name in store.set_aside_newer(self.folder, step, back, forget=False, why=f"rollback{number}"):
             reason = f"a person rolled the run back to step {step}"
-            self.log.emit(CheckpointSuspect(name=name, reason=reason), say=f"passed over {name}: {reason}")
+            self.log.emit_event(
+                CheckpointSuspect(name=name, reason=reason), say=f"passed over {name}: {reason}"
+            )
 
     def _leave_behind(self, undone: int, since: set[str]) -> None:
         """Put aside checkpoints that a rewind had undone when the process died, if others remain."""
@@ -356,13 +376,13 @@ class Checkpoints:
         if any(step < undone or name in since for step, name in name_by_step.items()):
             for name in store.set_aside_newer(self.folder, undone - 1, since):
                 undo_reason = f"an incident undid step {undone} and what came after"
-                self.log.emit(CheckpointSuspect(name=name, reason=undo_reason))
+                self.log.emit_event(CheckpointSuspect(name=name, reason=undo_reason))
 
     def _steps(self) -> list[int]:
         return [store.step_of(checkpoint_path) for checkpoint_path in store.newest_first(self.folder)]
 
     def _is_healthy(self, step: int) -> bool:
-        return markers.healthy(self.folder / store.name_of(step)) is not None
+        return markers.read_health(self.folder / store.name_of(step)) is not None
 
     def _unproven(self) -> list[int]:
         """Steps of those that may still prove healthy."""
@@ -377,30 +397,30 @@ class Checkpoints:
 
     # During training
 
-    def ballot(self) -> tuple[float]:
+    def collect_ballot(self) -> tuple[float]:
         """For the step's sum over the ranks: whether it is time for a checkpoint, by the clock of rank 0."""
         seconds = self.config.seconds_between
         waited = time.monotonic() - self._last_begun
         return (float(seconds is not None and waited >= seconds and dist.get_rank() == 0),)
 
     def is_due(self, step: int, sums: Sequence[float]) -> bool:
-        """Whether a checkpoint of `step` follows, on all ranks alike. sums: of `ballot`."""
+        """Whether a checkpoint of `step` follows, on all ranks alike. sums: of `collect_ballot`."""
         step_interval = self.config.steps_between
         return bool(sums[0]) or (step_interval > 0 and step % step_interval == 0)
 
-    def save(self, state: RunState, wait: bool = False) -> bool:
+    def save_state(self, state: RunState, wait: bool = False) -> bool:
         """Begin to save; wait: until it is committed. False if there will be no checkpoint of this state. Leaving a
         state that is not finite is up to the caller (`nonfinite_step`); with `wait`, UnstableError is raised."""
-        self.settle()
+        self.settle_save()
         self._last_begun = time.monotonic()
         if self.nonfinite_step is None:
             self._examine(state)
-            self.saver.begin(state)
+            self.saver.begin_save(state)
             self._say_note()
             if wait or not self.saver.asynchronous:
-                self.settle()
+                self.settle_save()
         if wait and self.nonfinite_step is not None:
-            raise self.unstable()
+            raise self.make_unstable_error()
         return self.saver.pending == state.step or self.last == state.step
 
     def _examine(self, state: RunState) -> None:
@@ -409,75 +429,75 @@ class Checkpoints:
         vitals_before, current_vitals = state.vitals, self.vitals(state.step)
         if vitals_before is not None and vitals_before.doubt:
             vitals_before = None  # no baseline
-        doubt_reason = doubt(current_vitals, vitals_before, state.recent_losses, self.config.vitals)
+        doubt_reason = explain_doubt(current_vitals, vitals_before, state.recent_losses, self.config.vitals)
         self._doubted.discard(state.step)
         if doubt_reason:
             self._doubted.add(state.step)
             warning_text = f"the checkpoint of step {state.step} will not count as healthy: {doubt_reason}"
-            self.log.emit(Warned(step=state.step, text=warning_text), say=True)
+            self.log.emit_event(Warned(step=state.step, text=warning_text), say=True)
         state.vitals = current_vitals.model_copy(update={"doubt": doubt_reason})
 
-    def finish(self) -> None:
+    def finish_save(self) -> None:
         """Wait for a save in progress. Raises SpaceError, UnstableError."""
-        self.settle()
+        self.settle_save()
         if self.nonfinite_step is not None:
-            raise self.unstable()
+            raise self.make_unstable_error()
 
-    def settle(self) -> None:
-        """As `finish`, but a state that is not finite is handled elsewhere. Raises SpaceError."""
+    def settle_save(self) -> None:
+        """As `finish_save`, but a state that is not finite is handled elsewhere. Raises SpaceError."""
         self.phase("checkpoint")
-        self._stands(self.saver.finish())
+        self._stands(self.saver.finish_save())
 
-    def stepped(self, step: int, calm: bool, sums: Sequence[float]) -> None:
+    def note_step(self, step: int, calm: bool, sums: Sequence[float]) -> None:
         """After every step: has a save been committed, has one proved healthy? calm: the step was on trend;
-        sums: of `saver.ballot`. Afterwards `nonfinite_step` says whether a state was not finite."""
-        self.heard(sums)
-        self._mark(self.trend.step(step, calm), step)
+        sums: of `saver.collect_ballot`. Afterwards `nonfinite_step` says whether a state was not finite."""
+        self.hear_ballot(sums)
+        self._mark(self.trend.add_step(step, calm), step)
 
-    def heard(self, sums: Sequence[float]) -> None:
-        """After a step that is repeated: the sums of `saver.ballot`."""
-        self._stands(self.saver.heard(sums))
+    def hear_ballot(self, sums: Sequence[float]) -> None:
+        """After a step that is repeated: the sums of `saver.collect_ballot`."""
+        self._stands(self.saver.hear_ballot(sums))
 
-    def back_to(self, state: RunState) -> None:
+    def rewind_to(self, state: RunState) -> None:
         """The run was rewound: later ones no longer count; if there are no others, the current state is saved first."""
         self.phase("checkpoint")
-        step, save_outcome = state.step, self.saver.finish()
-        self.trend.back_to(step)
+        step, save_outcome = state.step, self.saver.finish_save()
+        self.trend.rewind_to(step)
         if save_outcome is not None and save_outcome.step <= step:
             # One of a later step is put aside below, not counted.
             self._stands(save_outcome)
         self.nonfinite_step = None
-        saved_steps = first(self._steps)
+        saved_steps = run_on_first(self._steps)
         kept_step = max((saved_step for saved_step in saved_steps if saved_step <= step), default=None)
         if kept_step is None and saved_steps:
-            if not self.save(state, wait=True):
+            if not self.save_state(state, wait=True):
                 self.last = -1
                 return  # a suspect one is better than none
             kept_step = step
-        for name in first(lambda: store.set_aside_newer(self.folder, step)):
+        for name in run_on_first(lambda: store.set_aside_newer(self.folder, step)):
             suspect_reason = f"written after step {step}, which was returned to"
-            self.log.emit(CheckpointSuspect(name=name, reason=suspect_reason))
+            self.log.emit_event(CheckpointSuspect(name=name, reason=suspect_reason))
         self.last = -1 if kept_step is None else kept_step
 
-    def unstable(self) -> UnstableError:
+    def make_unstable_error(self) -> UnstableError:
         """The error to raise if a non-finite state cannot be left. A checkpoint of it would push out a good one, and
         every later update is refused anyway."""
-        self.log.emit(Unstable(step=self.nonfinite_step))
+        self.log.emit_event(Unstable(step=self.nonfinite_step))
         error = UnstableError(
             f"step {self.nonfinite_step}: weights or moments are not finite, so there is no checkpoint of it. Those in "
             f"{self.folder} are from before: start again to go on from the newest; if it recurs, lower optimizer.lr "
             "or skip the data"
         )
-        shared(error)
+        mark_collective(error)
         return error
 
-    def unsaved(self, step: int) -> SpaceError:
+    def make_unsaved_error(self, step: int) -> SpaceError:
         """The error to raise if the run is over after `step` and that step's checkpoint could not be written."""
         error = SpaceError(
             f"step {step} is done, but its checkpoint could not be written (see above): make room and start again; "
             f"the run goes on from the newest one in {self.folder}"
         )
-        shared(error)
+        mark_collective(error)
         return error
 
     def _stands(self, outcome: SaveOutcome | None) -> None:
@@ -487,25 +507,25 @@ class Checkpoints:
         step = outcome.step
         if outcome.path is not None:
             self.last = max(self.last, step)
-            self.log.emit(CheckpointSaved(
+            self.log.emit_event(CheckpointSaved(
                 step=step, name=outcome.path.name, bytes=outcome.size, seconds=round(outcome.seconds, 3),
                 blocked=round(outcome.blocked, 3),
             ))  # fmt: skip
             if step not in self._doubted:
-                self._mark(self.trend.saved(step), step)
+                self._mark(self.trend.add_checkpoint(step), step)
             return
         message = (
             f"the checkpoint of step {step} could not be written: {outcome.problem}. Earlier ones are intact"
         )
         goes_on = outcome.finite and self.config.on_failure != "stop"
-        self.log.emit(
+        self.log.emit_event(
             CheckpointFailed(step=step, problem=outcome.problem),
             say=goes_on and f"WARNING: {message}; training goes on (checkpoint.on_failure=continue)",
         )
         if not outcome.finite:
             self.nonfinite_step = step
         elif not goes_on:
-            raise shared(
+            raise mark_collective(
                 SpaceError(f"{message}. Make room and start again, or set checkpoint.on_failure=continue")
             )
 
@@ -518,6 +538,6 @@ class Checkpoints:
             try:
                 markers.mark_healthy(checkpoint_path, now, self.trend.after)
             except CheckpointError as error:
-                self.log.say(f"WARNING: {error}")
+                self.log.say_line(f"WARNING: {error}")
             else:
-                self.log.emit(CheckpointHealthy(step=now, name=checkpoint_path.name))
+                self.log.emit_event(CheckpointHealthy(step=now, name=checkpoint_path.name))

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megastable.base import activity
-from megastable.base.collectives import agree, first, shared
+from megastable.base.collectives import mark_collective, run_on_all, run_on_first
 from megastable.base.errors import CheckpointError
-from megastable.base.text import plural
+from megastable.base.text import count_noun
 from megastable.checkpoint.store import RunState
 from megastable.config.tree import RunConfig
 from megastable.data.blends import BlendEntry, ExchangeEntry, Line, moved_skips
@@ -54,18 +54,18 @@ class DataOrder:
         self._told_foreign: set[str] | None = None  # fingerprints, once read from the journal
         # Checked first, before anything slow; a new blend may be what leaves something to train on.
         if corpora.reblended:
-            self.skipping.check(strict)
+            self.skipping.check_ledger(strict)
         else:
-            self.selection()
+            self.select_samples()
 
     @property
     def source(self) -> Source:
         """The source of the training samples."""
         return self.corpora.train
 
-    def selection(self) -> Selection:
+    def select_samples(self) -> Selection:
         """The samples left in the order, by the current skip ledger."""
-        return self.skipping.selection(self.source.order, self.strict)
+        return self.skipping.select_samples(self.source.order, self.strict)
 
     def _open(self, lines: list[Line]) -> Corpora:
         c = self.config
@@ -84,17 +84,17 @@ class DataOrder:
         known_lines = self.corpora.known_by(saved.order_fingerprint, saved.cursor)
         return None if known_lines is None else self.corpora.exchanges[known_lines:]
 
-    def undo(self, later: list[ExchangeEntry], saved: RunState, found: Path) -> None:
+    def undo_exchanges(self, later: list[ExchangeEntry], saved: RunState, found: Path) -> None:
         """Continue in the order that the checkpoint `found` knew."""
         corpora, ledger_name = self.corpora, self.run.blends.name
         reason = f"{found.name} has read these samples already, and no good checkpoint has not"
-        undone = [entry.undone(reason, saved.step) for entry in reversed(later)]
-        first(lambda: append_entries(self.run.blends, undone))
+        undone = [entry.make_undoing(reason, saved.step) for entry in reversed(later)]
+        run_on_first(lambda: append_entries(self.run.blends, undone))
         lines: list[Line] = [*corpora.blends, *corpora.exchanges, *undone]
-        self.corpora = agree(lambda: self._open(lines))
-        self.log.emit(
+        self.corpora = run_on_all(lambda: self._open(lines))
+        self.log.emit_event(
             ExchangesUndone(step=saved.step, lines=len(undone), reason=reason),
-            say=f"note: {reason}: {plural(len(undone), 'line')} of {ledger_name} that put them off are undone",
+            say=f"note: {reason}: {count_noun(len(undone), 'line')} of {ledger_name} that put them off are undone",
         )
 
     def accept_another(self, saved: RunState, found: Path) -> None:
@@ -104,7 +104,7 @@ class DataOrder:
             "length of data.corpora changed, so positions mean other samples now"
         )
         if not self.config.data.accept_changed_manifest:
-            raise shared(
+            raise mark_collective(
                 CheckpointError(
                     f"{change_message}. Restore the old corpora, or say data.accept_changed_manifest=true to go on "
                     "with the new order"
@@ -112,7 +112,7 @@ class DataOrder:
             )
         self.anew = True
         old_order, new_order = saved.order_fingerprint, self.corpora.order_fingerprint
-        self.log.emit(OrderChanged(old=old_order, new=new_order), say=f"note: {change_message}")
+        self.log.emit_event(OrderChanged(old=old_order, new=new_order), say=f"note: {change_message}")
 
     # Ledgers and journal
 
@@ -127,14 +127,14 @@ class DataOrder:
         position = 0 if is_first else -(-state.cursor // BLOCK) * BLOCK
         entry = BlendEntry(position=position, corpora=corpora.shares, step=state.step)
         blends: list[Line] = [*corpora.blends, *corpora.exchanges, entry]
-        self.corpora = agree(lambda: self._open(blends))
+        self.corpora = run_on_all(lambda: self._open(blends))
         # The blend last: after a crash in between, a restart repeats both.
-        moved_samples = 0 if is_first else first(lambda: self._move_skips(corpora, position))
-        first(lambda: append_entry(self.run.blends, entry))
+        moved_samples = 0 if is_first else run_on_first(lambda: self._move_skips(corpora, position))
+        run_on_first(lambda: append_entry(self.run.blends, entry))
         if is_first or not corpora.reblended:
             return
         old_weights, new_weights = corpora.blends[-1].weights, entry.weights
-        self.log.emit(
+        self.log.emit_event(
             BlendChanged(
                 step=state.step,
                 position=position,
@@ -145,8 +145,8 @@ class DataOrder:
             say=f"the blend changes at position {position:,}, this is {state.cursor:,}: {old_weights} -> {new_weights}",
         )
         if moved_samples:
-            self.log.say(
-                f"{plural(moved_samples, 'sample')} that the skip ledger names behind it: named where they are now"
+            self.log.say_line(
+                f"{count_noun(moved_samples, 'sample')} that the skip ledger names behind it: named where they are now"
             )
 
     def _move_skips(self, before: Corpora, position: int) -> int:
@@ -158,34 +158,36 @@ class DataOrder:
         return sum(entry.end - entry.first for entry in moved_entries)
 
     def _ledger(self) -> Ledger:
-        return Ledger.read(self.run.skips, None if self.strict else [])
+        return Ledger.read_ledger(self.run.skips, None if self.strict else [])
 
     def warn_of_foreign(self, step: int) -> None:
         """Warn, once per run, about corpora in the skip ledger that do not match any of this run: their content has
         changed, or the ledger is another run's."""
-        foreign_tokens = self.skipping.foreign(self.source.order)
+        foreign_tokens = self.skipping.find_foreign(self.source.order)
         sequence_length = self.config.model.sequence_length
         if foreign_tokens and self._told_foreign is None:
-            told_fingerprints = first(lambda: [e.get("fingerprint") for e in self.run.events(SkipsForeign)])
+            told_fingerprints = run_on_first(
+                lambda: [e.get("fingerprint") for e in self.run.iterate_events(SkipsForeign)]
+            )
             self._told_foreign = set(map(str, told_fingerprints))
         for (corpus, fingerprint), tokens in foreign_tokens.items():
             if fingerprint in (told_foreign := self._told_foreign or set()):
                 continue
             told_foreign.add(fingerprint)
-            self.log.emit(
+            self.log.emit_event(
                 SkipsForeign(step=step, corpus=corpus, fingerprint=fingerprint, tokens=tokens),
                 say=f"WARNING: {self.run.skips.name} names {tokens:,} tokens "
-                f"({plural(-(-tokens // sequence_length), 'sample')}) of corpus {corpus} with fingerprint "
+                f"({count_noun(-(-tokens // sequence_length), 'sample')}) of corpus {corpus} with fingerprint "
                 f"{fingerprint[:12]}..., which this run does not use: they are not skipped",
             )
 
     def tell_of_coverage(self) -> None:
         """Say how often the run reads each corpus, and what of that is probably not meant."""
         run_config = self.config
-        sample_count = run_config.batches.reach(0, run_config.train.steps)
-        self.log.say(describe_epochs(self.source, sample_count))
+        sample_count = run_config.batches.reach_after(0, run_config.train.steps)
+        self.log.say_line(describe_epochs(self.source, sample_count))
         for warning_text in find_warnings(self.corpora, sample_count, bool(run_config.train.eval_samples)):
-            self.log.say(f"WARNING: {warning_text}")
+            self.log.say_line(f"WARNING: {warning_text}")
 
     def tell_of_validation(self, step: int) -> None:
         """Warn about corpora that were taken out, and whose validation loss is missing from here on."""
@@ -194,13 +196,13 @@ class DataOrder:
             text = f"no validation loss of the corpus {name}, which was taken out of the blend: {why}"
             if name in held_out.at_first:
                 text += "; the overall validation loss is without it from here on, too: do not compare it with before"
-            self.log.emit(Warned(step=step, text=text), say=f"WARNING: {text}")
+            self.log.emit_event(Warned(step=step, text=text), say=f"WARNING: {text}")
 
-    def usable(self, step: int) -> Selection:
-        """As `selection`, but during a run, which a malformed line does not end."""
-        wanted_samples, odd_lines = self.skipping.usable(self.source.order)
+    def select_usable_samples(self, step: int) -> Selection:
+        """As `select_samples`, but during a run, which a malformed line does not end."""
+        wanted_samples, odd_lines = self.skipping.select_usable(self.source.order)
         for problem in odd_lines:
-            self.log.emit(
+            self.log.emit_event(
                 SkipsRefused(step=step, problem=problem),
                 say=f"WARNING: {problem}. Training goes on without that line",
             )
@@ -214,18 +216,18 @@ class Feed:
         self.order, self.loader, self.heart = order, loader, heart
         self.waited = 0.0
 
-    def next(self) -> Step:
+    def next_batch(self) -> Step:
         """The next global batch, with this rank's part of it."""
-        activity.enter(activity.DATA)
+        activity.enter_activity(activity.DATA)
         begin_time = time.perf_counter()
         global_batch = next(self.loader)
         self.waited = time.perf_counter() - begin_time
         return global_batch
 
-    def mix(self, batch: Step) -> dict[str, float]:
+    def mix_of(self, batch: Step) -> dict[str, float]:
         """The share of each corpus in the last sample's block; empty if unknown."""
         sample_selection = self.loader.skips
-        return sample_selection.mix(batch.next - 1) if isinstance(sample_selection, Selection) else {}
+        return sample_selection.mix_at(batch.next - 1) if isinstance(sample_selection, Selection) else {}
 
     def tell_changes(self, state: RunState, batch: Step, mix: Mapping[str, float]) -> bool:
         """Journal what changes on purpose at the step after `state`. Whether losses have another level from there on:
@@ -233,23 +235,24 @@ class Feed:
         step, size, log = state.step + 1, batch.positions.size, self.order.log
         mixed, cut = bool(state.mix) and mix != state.mix, bool(state.piece) and batch.piece != state.piece
         if mixed:
-            log.emit(MixChanged(step=step, old=state.mix, new=mix), say=True)
+            log.emit_event(MixChanged(step=step, old=state.mix, new=mix), say=True)
         if cut:
             event = LengthChanged(step=step, position=batch.first, old=state.piece, new=batch.piece)
-            log.emit(event, say=True)
+            log.emit_event(event, say=True)
         if state.batch and size != state.batch:
-            log.emit(BatchChanged(step=step, position=batch.first, old=state.batch, new=size), say=True)
+            log.emit_event(BatchChanged(step=step, position=batch.first, old=state.batch, new=size), say=True)
         return mixed or cut
 
     def read_ledger(self, step: int, cursor: int) -> None:
         """The skip ledger has new lines: continue at `cursor` without the samples they name. Collective."""
-        first(self.heart.skips.begin_to_read)
-        wanted_samples = self.order.usable(step)
+        run_on_first(self.heart.skips.begin_to_read)
+        wanted_samples = self.order.select_usable_samples(step)
         lines_before = self.loader.skips.lines if isinstance(self.loader.skips, Selection) else 0
         self.loader.go_to(cursor, wanted_samples)
         self.order.warn_of_foreign(step)
         if (new_lines := wanted_samples.lines - lines_before) > 0:
-            self.order.log.emit(
+            lines_text = f"{count_noun(new_lines, 'new line')} in {self.order.run.skips.name}"
+            self.order.log.emit_event(
                 SkipsRead(step=step, cursor=cursor, entries=new_lines),
-                say=f"step {step}: {plural(new_lines, 'new line')} in {self.order.run.skips.name}: skipped from now on",
+                say=f"step {step}: {lines_text}: skipped from now on",
             )

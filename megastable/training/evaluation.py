@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from megastable.base.collectives import agree, first
+from megastable.base.collectives import run_on_all, run_on_first
 from megastable.base.errors import DataError
 from megastable.checkpoint.vitals import Vitals
 from megastable.config.training import TrainConfig
@@ -36,7 +36,7 @@ class Evaluation:
     sets: int = 1
 
     @classmethod
-    def of(
+    def for_run(
         cls, engine: Engine, held_out: HeldOut, config: TrainConfig, ranks: int,
         loader: Callable[[Source, int], Loader],
     ) -> Self | None:  # fmt: skip
@@ -57,12 +57,12 @@ class Evaluation:
 
             def read_sets() -> list[MicroBatch]:
                 with loader(blend_source, samples_together) as batches:
-                    return batches.read(_padded(of_sets.further, samples_together))
+                    return batches.read_micro_batches(_padded(of_sets.further, samples_together))
 
             set_count = len(of_sets.places)
             has_several = len(of_sets.places) > 1 and config.eval_samples_per_corpus != 0
             places_by_set = of_sets.places if has_several else {}
-            return cls(engine, agree(read_sets), len(of_sets.further), places_by_set, set_count)
+            return cls(engine, run_on_all(read_sets), len(of_sets.further), places_by_set, set_count)
         of_corpora = CorpusSamples(np.empty(0, np.int64), {})
         if alone_source is not None and samples_each:
             of_corpora = corpus_samples(
@@ -76,14 +76,14 @@ class Evaluation:
             if alone_source is None or not len(further_positions):
                 return blend_batches
             with loader(alone_source, samples_together) as batches:
-                return blend_batches + batches.read(further_positions)
+                return blend_batches + batches.read_micro_batches(further_positions)
 
-        return cls(engine, agree(read), config.eval_samples, of_corpora.places)
+        return cls(engine, run_on_all(read), config.eval_samples, of_corpora.places)
 
-    def measure(self, step: int) -> Evaluated:
+    def measure_losses(self, step: int) -> Evaluated:
         """Mean cross-entropy over the blend's samples, and over those of each corpus; nats per token."""
         begin_time = time.perf_counter()
-        sample_losses = self.engine.evaluate(self.micro_batches)
+        sample_losses = self.engine.evaluate_samples(self.micro_batches)
         corpus_losses = {
             corpus_name: {"loss": float(sample_losses[places].mean()), "samples": len(places)}
             for corpus_name, places in self.places.items()
@@ -113,22 +113,23 @@ class ProbeSamples:
         self.engine, self.loader, self.count, self.log = engine, loader, count, log
         self._read: tuple[Corpora, Probes] | None = None
 
-    def vitals(self, corpora: Corpora, step: int) -> Vitals:
+    def measure_vitals(self, corpora: Corpora, step: int) -> Vitals:
         """Of the state that the engine holds, after `step`. Without FP8, whose history may differ and which may be off
         at the next start."""
         if self._read is None or self._read[0] is not corpora:
             self._read = corpora, self._samples(corpora, step)
         (micro_batches, digests), engine, probe_losses = self._read[1], self.engine, list[float]()
         if digests:
-            saved_counters, current_numerics = engine.counters(), engine.numerics.now
-            engine.numerics.switch(replace(current_numerics, fp8=False))
+            saved_counters, current_numerics = engine.read_counters(), engine.numerics.now
+            engine.numerics.switch_to(replace(current_numerics, fp8=False))
             try:
-                probe_losses = engine.evaluate(micro_batches)[: len(digests)].tolist()
+                probe_losses = engine.evaluate_samples(micro_batches)[: len(digests)].tolist()
             finally:
-                engine.numerics.switch(current_numerics)
+                engine.numerics.switch_to(current_numerics)
                 engine.restore_counters(saved_counters)
         return Vitals(
-            losses=probe_losses, samples=digests, sizes=engine.flat_state().sizes(list(engine.probe.tally.rows)),
+            losses=probe_losses, samples=digests,
+            sizes=engine.flat_state().measure_sizes(list(engine.probe.tally.rows)),
             precision=engine.config.precision.kind,
         )  # fmt: skip
 
@@ -137,7 +138,7 @@ class ProbeSamples:
             try:
                 return read_probes(loader, self.count)
             except DataError as error:
-                self.log.emit(
+                self.log.emit_event(
                     Warned(step=step, text=f"there are no probe samples: {error}"),
                     say=f"WARNING: the probe samples of checkpoints cannot be read: {error}",
                 )
@@ -159,7 +160,7 @@ def read_probes(loader: Loader, count: int) -> Probes:
     apart_mark = b"apart" if loader.keep_documents_apart else b""
 
     def digests() -> list[str]:
-        probe_tokens = loader.source.samples(probe_positions)
+        probe_tokens = loader.source.read_samples(probe_positions)
         return [xxhash.xxh3_64_hexdigest(sample_row.tobytes() + apart_mark) for sample_row in probe_tokens]
 
-    return agree(lambda: loader.read(padded_positions)), first(digests)
+    return run_on_all(lambda: loader.read_micro_batches(padded_positions)), run_on_first(digests)

@@ -46,7 +46,7 @@ class WatchedFile:
         self._read = self._state()
         self.has_news = False
 
-    def look(self) -> None:
+    def look_for_news(self) -> None:
         if self._state() != self._read:
             self.has_news = True
 
@@ -89,7 +89,7 @@ class Heartbeat:
     ) -> None:
         if isinstance(error, Exception):
             self._last_words(error)
-        self.phase("ended")
+        self.enter_phase("ended")
         self._over = True
         self._news.set()
         self._thread.join(timeout=2)  # bounded, as the file system may hang
@@ -101,25 +101,25 @@ class Heartbeat:
 
     # Progress
 
-    def phase(self, name: str) -> None:
+    def enter_phase(self, name: str) -> None:
         """Set the current phase; another thread writes it down at once."""
-        activity.enter(name)
+        activity.enter_activity(name)
         if name != self._facts["phase"]:
             self._facts["phase"] = name
             self._dirty = True
             self._news.set()
 
-    def at(self, state: RunState) -> None:
+    def begin_step(self, state: RunState) -> None:
         """Where the run stands, before a step. The first step of a process still counts as its start."""
         self._facts |= {"step": state.step, "cursor": state.cursor, "tokens": state.tokens}
         self._dirty = True
         if "seconds" in self._facts:
-            self.phase(activity.REST)
-        activity.begin(state.step)
+            self.enter_phase(activity.REST)
+        activity.begin_step(state.step)
 
-    def stepped(self, state: RunState, **numbers: Any) -> None:
+    def end_step(self, state: RunState, **numbers: Any) -> None:
         """Measurements of the step that led to `state`, which is over: fields of `Progress`."""
-        activity.end(numbers["seconds"])
+        activity.end_step(numbers["seconds"])
         # Where the run stands is said later: the guard may still take the step back, or an evaluation begin.
         measured_place = {"measured_step": state.step, "measured_cursor": state.cursor}
         self._facts |= {**numbers, **measured_place, "stepped": round(time.time(), 3)}
@@ -143,8 +143,8 @@ class Heartbeat:
             if is_over:
                 return
             if not self.rank:
-                self.skips.look()
-                self.changes.look()
+                self.skips.look_for_news()
+                self.changes.look_for_news()
             if self.attempt is not None:
                 with contextlib.suppress(OSError, ValueError):  # missing, or being replaced: next time
                     self._obey(Control.model_validate(json.loads(self.run.control.read_text())))
@@ -158,7 +158,7 @@ class Heartbeat:
         if wanted.attempt < self.attempt:
             return
         if wanted.stop:
-            self.stop.ask()
+            self.stop.ask_to_stop()
         if wanted.dump > self._dumped:
             self._dumped = wanted.dump
             self._stacks()
@@ -202,7 +202,7 @@ def _lost(error: BaseException, world: int) -> bool:
     return world > 1 and of_ranks and LOST.search(str(error)) is not None
 
 
-def parting(error: BaseException, rank: int, world: int) -> str:
+def describe_end(error: BaseException, rank: int, world: int) -> str:
     """The message of a rank ended by an unexpected error: its traceback, or a line if only another rank is gone.
 
     The other rank is to blame, so its message should stand out in the log; the traceback is in the last words.

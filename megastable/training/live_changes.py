@@ -7,13 +7,20 @@ import math
 from collections import deque
 from collections.abc import Sequence
 
-from megastable.base.collectives import first
+from megastable.base.collectives import run_on_first
 from megastable.base.errors import DataError, SpaceError
 from megastable.config.tree import RunConfig
 from megastable.engine.engine import Engine
 from megastable.recovery.incident_log import IncidentLog, drop_closed_after
 from megastable.recovery.run_parts import StepResult
-from megastable.run.changes import answer, config_at, follow_recipe, holding, list_left_out, read_requests
+from megastable.run.changes import (
+    answer_request,
+    config_at,
+    follow_recipe,
+    list_left_out,
+    read_requests,
+    select_holding,
+)
 from megastable.run.directory import RunDirectory
 from megastable.run.events.people_events import ChangeMade, ChangeMeasured, ChangeRefused
 from megastable.run.events.stability_events import Handover, IncidentEvent, IncidentLater
@@ -32,14 +39,14 @@ class Level:
     def __init__(self) -> None:
         self._lately = deque[tuple[int, float, float]](maxlen=LATELY)  # step, loss, gradient norm
 
-    def stepped(self, done: StepResult) -> None:
+    def note_step(self, done: StepResult) -> None:
         step, step_measures = done.state.step, done.measured
         while self._lately and self._lately[-1][0] >= step:  # undone
             self._lately.pop()
         if done.applied and math.isfinite(step_measures.loss) and math.isfinite(step_measures.grad_norm):
             self._lately.append((step, step_measures.loss, step_measures.grad_norm))
 
-    def since(self, step: int = 0) -> tuple[float, float] | None:
+    def median_since(self, step: int = 0) -> tuple[float, float] | None:
         """Medians of loss and gradient norm, from a step on; None if there were none, as right after a start."""
         recent_numbers = [
             loss_and_norm for applied_step, *loss_and_norm in self._lately if applied_step >= step
@@ -58,7 +65,7 @@ class LiveChanges:
     ) -> None:
         """Collective."""
         self.recipe, self.run, self.engine, self.log, self.file = recipe, run, engine, log, file
-        past_answers = first(lambda: list(run.events(ChangeMade, ChangeRefused)))
+        past_answers = run_on_first(lambda: list(run.iterate_events(ChangeMade, ChangeRefused)))
         self.made = [change_event for change_event in past_answers if isinstance(change_event, ChangeMade)]
         self._answered = {str(change_event.get("change")) for change_event in past_answers}
         self._held = list[ChangeMade]()  # what the engine trains with
@@ -73,31 +80,31 @@ class LiveChanges:
         def follow() -> list[ChangeMade]:
             recipe_change = follow_recipe(self.recipe, changed_keys, self.made, step)
             if recipe_change is not None:
-                self.log.commit(recipe_change, say=True)
+                self.log.commit_event(recipe_change, say=True)
             return [] if recipe_change is None else [recipe_change]
 
-        self.made += first(follow)
+        self.made += run_on_first(follow)
 
-    def heard(self, ballot: Sequence[float], step: int) -> None:
+    def hear_ballot(self, ballot: Sequence[float], step: int) -> None:
         """Rank 0 has told all whether there are new requests, by the gate's sum."""
         if any(ballot):
-            self.read(step)
+            self.read_requests(step)
 
-    def read(self, step: int) -> None:
+    def read_requests(self, step: int) -> None:
         """Answer the requests that there are after `step`. Collective."""
-        self.made += first(lambda: self._answer(step))
+        self.made += run_on_first(lambda: self._answer(step))
 
-    def begin(self, step: int) -> set[str]:
+    def begin_step(self, step: int) -> set[str]:
         """Let the engine train with what holds at the step after `step`; the keys of changes that begin there or have
         ended."""
-        held, before = holding(self.made, step + 1), holding(self.made, step)
+        held, before = select_holding(self.made, step + 1), select_holding(self.made, step)
         if held != self._held:
-            self.engine.follow(config_at(self.recipe, self.made, step + 1))
+            self.engine.follow_config(config_at(self.recipe, self.made, step + 1))
             self._held = held
             self._warn(step, list_left_out(self.recipe, held, step + 1))
         if held != before and (ended := [change for change in before if change not in held]):
             keys = ", ".join(dict.fromkeys(key for change in ended for key in change.new))
-            self.log.say(f"step {step + 1}: {keys} as before the change, which ended")
+            self.log.say_line(f"step {step + 1}: {keys} as before the change, which ended")
         return {
             key for change in (*held, *before) if (change in held) != (change in before) for key in change.new
         }
@@ -113,11 +120,11 @@ class LiveChanges:
         self._warn(step, request_problems)
         for change_request in change_requests:
             if change_request.id not in self._answered:
-                answer_event = answer(
-                    change_request, self.recipe, [*self.made, *new_changes], step, self.level.since()
+                answer_event = answer_request(
+                    change_request, self.recipe, [*self.made, *new_changes], step, self.level.median_since()
                 )
                 try:
-                    self.log.commit(answer_event, say=True)
+                    self.log.commit_event(answer_event, say=True)
                 except SpaceError:
                     # A restart would train these steps without the change. Tried again after the next step.
                     self.run.waiting.pop()
@@ -133,7 +140,7 @@ class LiveChanges:
         for problem in problems:
             if problem not in self._told_problems:
                 self._told_problems.add(problem)
-                self.log.emit(Warned(step=step, text=problem), say=f"WARNING: {problem}")
+                self.log.emit_event(Warned(step=step, text=problem), say=f"WARNING: {problem}")
 
 
 CHANGED = 100  # steps after a change at which its effect is told
@@ -146,19 +153,19 @@ class Effects:
     def __init__(self, run: RunDirectory, changes: LiveChanges, incidents: IncidentLog, log: RunLog) -> None:
         """Collective."""
         self.changes, self.incidents, self.log = changes, incidents, log
-        closed_incidents, self._told = first(lambda: _recall(run))
+        closed_incidents, self._told = run_on_first(lambda: _recall(run))
         self.incidents.closed |= closed_incidents
 
-    def stepped(self, done: StepResult) -> None:
+    def note_step(self, done: StepResult) -> None:
         """A step is done, and was not undone at once."""
         step = done.state.step
-        self.changes.level.stepped(done)
+        self.changes.level.note_step(done)
         self._tell_changes(step, CHANGED)
         for incident_number, closed_step in self.incidents.closed.items():
             if (steps_after := step - closed_step) in LATER:
                 self._tell_incident(incident_number, step, steps_after)
 
-    def finish(self, step: int) -> None:
+    def finish_run(self, step: int) -> None:
         """The run ends after `step`."""
         self._tell_changes(step, 1)
         for incident_number, closed_step in self.incidents.closed.items():
@@ -175,19 +182,21 @@ class Effects:
             if step < max(first_step, last_step):
                 continue
             self._told.add(change.change)
-            loss, norm = self.changes.level.since(first_step) or (None, None)
+            loss, norm = self.changes.level.median_since(first_step) or (None, None)
             change_effect = ChangeMeasured(
                 step=step, change=change.change, steps=step - first_step + 1, new=dict(change.new),
                 loss_before=change.loss, loss_after=loss, norm_before=change.grad_norm, norm_after=norm,
             )  # fmt: skip
-            self.log.emit(change_effect, say=True)
+            self.log.emit_event(change_effect, say=True)
 
     def _tell_incident(self, number: int, step: int, after: int, **more: bool) -> None:
-        current_level = self.changes.level.since()
+        current_level = self.changes.level.median_since()
         if current_level is None or (number, after) in self._told:
             return
         self._told.add((number, after))
-        self.log.emit(IncidentLater(number=number, step=step, after=after, loss=current_level[0], **more))
+        self.log.emit_event(
+            IncidentLater(number=number, step=step, after=after, loss=current_level[0], **more)
+        )
 
 
 def _recall(run: RunDirectory) -> tuple[dict[int, int], set[object]]:
@@ -196,7 +205,7 @@ def _recall(run: RunDirectory) -> tuple[dict[int, int], set[object]]:
     closed, told = dict[int, int](), set[object]()
     # Whether the next start goes back on purpose: not one after a crash, which trains the same steps again.
     undone = False
-    for event in run.events(
+    for event in run.iterate_events(
         IncidentEvent, IncidentLater, ChangeMeasured, RolledBack, Handover, Resumed, Training
     ):
         if isinstance(event, ChangeMeasured):

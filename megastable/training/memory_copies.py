@@ -1,7 +1,7 @@
 """Keeps the newest snapshot in the memories of two hosts: writes and sends it in the background of the steps.
 
-    copies.begin(state, records)           # right after the ring took a calm point, if all ranks are idle
-    ... steps; in each: copies.ballot() into its reduction, copies.heard(sums) after it
+    copies.begin_copy(state, records)           # right after the ring took a calm point, if all ranks are idle
+    ... steps; in each: copies.collect_ballot() into its reduction, copies.hear_ballot(sums) after it
 
 A thread of every rank writes its part, in the format of checkpoints, to its host's memory, then sends these files to
 its partner. That all ranks are done is heard in the sum that every step makes anyway; only then the point before is
@@ -21,19 +21,19 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megastable.base.collectives import agree, first, gathered
+from megastable.base.collectives import gather_objects, run_on_all, run_on_first
 from megastable.base.errors import CheckpointError, MegastableError
 from megastable.checkpoint import store
-from megastable.checkpoint.files import unmeasured, write_file
+from megastable.checkpoint.files import skip_statistics, write_file
 from megastable.checkpoint.held_points import (
     HISTORY,
     RECORDS,
     Complete,
     HeldPart,
     PointKey,
+    explain_bad_ancestor,
+    explain_outdated,
     newest_complete,
-    outdated,
-    tainted,
 )
 from megastable.checkpoint.memory_hosts import MemoryClient, MemoryHosts, Pace
 from megastable.checkpoint.parts import adam_step_of, write_head, write_manifest, write_rank
@@ -76,14 +76,15 @@ class _PointCopy:
 
 def part_size(flat: FlatState) -> int:
     """Bytes of this rank's part of a point, after the first update."""
-    return sum(f.numel * 4 * len(flat.kinds(f.group)) for f in flat.fragments if f.counted)
+    return sum(f.numel * 4 * len(flat.kinds_of_group(f.group)) for f in flat.fragments if f.counted)
 
 
 class MemoryCopies:
     """Of one rank. hosts: None without copies; lineage: of this process's points; restored: the point that the run was
     resumed from, kept until there is a newer one; recipe: the frozen one. sent, written: bytes so far, of files.
 
-    `begin`, `heard`, `rewound` and `close` are called by all ranks at the same places; the others by its thread.
+    `begin_copy`, `hear_ballot`, `drop_after` and `close` are called by all ranks at the same places; the others by
+    its thread.
     """
 
     def __init__(
@@ -106,7 +107,7 @@ class MemoryCopies:
         self._client: MemoryClient | None = None
         self.sent = self.written = 0
         if hosts is not None:
-            hosts.folder.drop(lambda key: key != restored)
+            hosts.folder.drop_points(lambda key: key != restored)
             hosts.server.refuse, hosts.server.kept = self._refuse, lambda key: key == self.complete
             self.active = hosts.copying and self._has_room(hosts, step)
         else:
@@ -115,22 +116,22 @@ class MemoryCopies:
     def _has_room(self, hosts: MemoryHosts, step: int) -> bool:
         if not self._ring.capacity:
             return False  # that there are no points was said
-        why = hosts.room(part_size(self._engine.flat_state()))
+        why = hosts.explain_no_room(part_size(self._engine.flat_state()))
         if why:
-            self.log.emit(
+            self.log.emit_event(
                 MemoryOff(step=step, reason=why), say=f"WARNING: no copies in the hosts' memory: {why}"
             )
         return not why
 
     # By the loop
 
-    def wanted(self, step: int) -> bool:
-        """Whether to call `begin`: the ring has just taken a point, and no rank is busy."""
+    def is_wanted(self, step: int) -> bool:
+        """Whether to call `begin_copy`: the ring has just taken a point, and no rank is busy."""
         return self.active and self._idle and bool(self._ring.steps) and self._ring.steps[-1] == step
 
-    def begin(self, state: RunState, records: Sequence[StepRecord | LayerRecord]) -> None:
+    def begin_copy(self, state: RunState, records: Sequence[StepRecord | LayerRecord]) -> None:
         """Copy the ring's newest point, of `state`. records: pending ones, which die with the process of rank 0."""
-        loan = self._ring.lend(state.step)
+        loan = self._ring.lend_newest(state.step)
         if loan is None:
             return
         engine = self._engine
@@ -142,7 +143,7 @@ class MemoryCopies:
         self._counted, self._idle = False, False
         threading.Thread(target=self._copy, args=(self._job,), name="memory-copy", daemon=True).start()
 
-    def ballot(self) -> tuple[float, ...]:
+    def collect_ballot(self) -> tuple[float, ...]:
         """For the step's sum over the ranks: this one is idle; its copy is complete; has failed."""
         current_copy = self._job
         if current_copy is None:
@@ -153,8 +154,8 @@ class MemoryCopies:
             float(bool(current_copy.finished and current_copy.problem)),
         )
 
-    def heard(self, sums: Sequence[float], step: int) -> None:
-        """After every step, with the sums of `ballot`."""
+    def hear_ballot(self, sums: Sequence[float], step: int) -> None:
+        """After every step, with the sums of `collect_ballot`."""
         idle_count, done_count, failed_count = sums
         self._idle = idle_count == self._world
         current_copy = self._job
@@ -162,24 +163,24 @@ class MemoryCopies:
             return
         if done_count == self._world:
             self._counted, self.complete, newest_key = True, current_copy.key, current_copy.key
-            self.hosts.folder.drop(
+            self.hosts.folder.drop_points(
                 lambda key: key != newest_key and (key.lineage != self.lineage or key.step < newest_key.step)
             )
-            self.hosts.folder.touch()
+            self.hosts.folder.mark_alive()
         elif failed_count and self._idle:
             self._counted = True
             if not self._told:  # once: the next points are tried all the same
                 self._told = True
                 first_problem = next(
-                    rank_problem for rank_problem in gathered(current_copy.problem) if rank_problem
+                    rank_problem for rank_problem in gather_objects(current_copy.problem) if rank_problem
                 )
                 problem_text = f"step {current_copy.key.step}: {first_problem}"
-                self.log.emit(
+                self.log.emit_event(
                     MemoryOff(step=step, reason=problem_text),
                     say=f"WARNING: no copy in the hosts' memory of {problem_text}",
                 )
 
-    def rewound(self, step: int) -> None:
+    def drop_after(self, step: int) -> None:
         """The run was rewound to `step`: before it goes on, later points are invalidated."""
         if self.hosts is None or not self.active:
             return
@@ -189,10 +190,10 @@ class MemoryCopies:
         with self.hosts.server.lock:
             self._epoch, self._floor = self._epoch + 1, step
             new_epoch = self._epoch
-            self.hosts.folder.drop(lambda key: key.step > step and key.epoch < new_epoch)
+            self.hosts.folder.drop_points(lambda key: key.step > step and key.epoch < new_epoch)
         if self.complete is not None and self.complete.step > step:
             self.complete = None
-        self.log.emit(MemoryDropped(step=step, epoch=new_epoch))
+        self.log.emit_event(MemoryDropped(step=step, epoch=new_epoch))
 
     def close(self, remove: bool) -> None:
         """remove: the run needs no copies any more."""
@@ -205,7 +206,7 @@ class MemoryCopies:
     def _cancel(self) -> None:
         if self._job is not None:
             self._job.cancelled.set()
-        self._ring.recall()
+        self._ring.recall_loan()
 
     def _refuse(self, key: PointKey) -> str:
         """Why a copy of another rank is not to be kept. It may have heard of a rewind before or after this rank."""
@@ -248,8 +249,8 @@ class MemoryCopies:
         memory_folder = memory_hosts.folder
         # The folder of this point may be another rank's already, and still empty.
         memory_folder.drop_part(rank, lambda key: key in (self.complete, job.key))
-        point_folder = memory_folder.begin(job.key)
-        snapshot_loan.copied.wait()
+        point_folder = memory_folder.begin_point(job.key)
+        snapshot_loan.copied.wait_until_complete()
         snapshot_tensors, topology = snapshot_loan.snapshot.tensors, self._engine.topology
         file_records, _ = write_rank(
             point_folder,
@@ -257,7 +258,7 @@ class MemoryCopies:
             job.flat,
             snapshot_tensors,
             snapshot_loan.snapshot.extra.random,
-            unmeasured,
+            skip_statistics,
             wanted,
         )
         if job.state is not None:
@@ -273,7 +274,7 @@ class MemoryCopies:
             if job.cancelled.is_set():
                 memory_folder.drop_part(rank, lambda key: key != job.key)
                 wanted()
-            memory_folder.seal(held_part)
+            memory_folder.seal_part(held_part)
         self.written += sum(file_record.size for file_record in file_records.values())
         return held_part
 
@@ -286,9 +287,9 @@ class MemoryCopies:
             if job.cancelled.is_set():
                 raise Recalled("the run was rewound")
 
-        self._client = self._client or self.hosts.connect(self.hosts.partner)
+        self._client = self._client or self.hosts.connect_to(self.hosts.partner)
         send_pace = Pace(self.hosts.config.bandwidth * 1e9)
-        self.sent += self._client.put(self.hosts.folder.point(part.key), part, send_pace, wanted)
+        self.sent += self._client.put_part(self.hosts.folder.point_folder(part.key), part, send_pace, wanted)
 
     def _hang_up(self) -> None:
         """What a connection has broken off in is unknown to its other end."""
@@ -321,16 +322,16 @@ class Restoring:
         self._failed: dict[PointKey, str] = {}
         self._told = set[PointKey]()
 
-    def restore(
+    def restore_newest(
         self, newer_than: int, convicted: Collection[int], layout: store.LayoutState
     ) -> tuple[Path, RunState] | None:
         """Load the newest usable point of a step after `newer_than`; its folder and state. convicted: the steps of
         checkpoints whose content was. None if there is none."""
-        held_parts = self.hosts.held()
+        held_parts = self.hosts.gather_parts()
         if not any(held_parts):
             return None
         while True:
-            newest_point, passed_over = first(lambda: self._choose(held_parts, newer_than, convicted))
+            newest_point, passed_over = run_on_first(lambda: self._choose(held_parts, newer_than, convicted))
             for key, reason in passed_over.items():
                 self._refused(key, reason)
             if newest_point is None:
@@ -338,18 +339,22 @@ class Restoring:
             load_problem, saved_state = self._load(newest_point, layout)
             if saved_state is not None:
                 self.restored = newest_point.key
-                return self.hosts.folder.point(newest_point.key), saved_state
+                return self.hosts.folder.point_folder(newest_point.key), saved_state
             self._failed[newest_point.key] = load_problem
 
     def _choose(
         self, held: list[list[HeldPart]], newer_than: int, convicted: Collection[int]
     ) -> tuple[Complete | None, dict[PointKey, str]]:
-        events = list(self.run.events(*HISTORY))
+        events = list(self.run.iterate_events(*HISTORY))
 
         def refuse(key: PointKey) -> str:
             if key.step <= newer_than:
                 return AS_NEW
-            return self._failed.get(key) or outdated(events, key) or tainted(key, newer_than, convicted)
+            return (
+                self._failed.get(key)
+                or explain_outdated(events, key)
+                or explain_bad_ancestor(key, newer_than, convicted)
+            )
 
         return newest_complete(held, refuse)
 
@@ -357,39 +362,39 @@ class Restoring:
         if reason == AS_NEW or key in self._told:
             return
         self._told.add(key)
-        self.log.emit(
+        self.log.emit_event(
             MemoryRefused(step=key.step, lineage=key.lineage, reason=reason),
             say=f"the copy of step {key.step} in the hosts' memory is not used: {reason}",
         )
 
     def _load(self, found: Complete, layout: store.LayoutState) -> tuple[str, RunState | None]:
         """The problem, or the state, which the engine holds then."""
-        folder, key = self.hosts.folder.point(found.key), found.key
-        self.log.emit(MemoryResume(step=key.step, lineage=key.lineage, epoch=key.epoch))
+        folder, key = self.hosts.folder.point_folder(found.key), found.key
+        self.log.emit_event(MemoryResume(step=key.step, lineage=key.lineage, epoch=key.epoch))
         small_files = sorted(name for name in found.files if not name.endswith(".safetensors"))
         local_position, local_count = self.hosts.local.index(self.hosts.rank), len(self.hosts.local)
-        if problem := _first(self.hosts.bring(found, small_files[local_position::local_count])):
+        if problem := _first(self.hosts.bring_files(found, small_files[local_position::local_count])):
             return problem, None
         try:
-            saved = agree(lambda: store.read_state(folder))
-            agree(lambda: self._describe(found, saved))
-            agree(lambda: self._check(folder, saved))
-            needed = agree(lambda: self._needed(folder))
+            saved = run_on_all(lambda: store.read_state(folder))
+            run_on_all(lambda: self._describe(found, saved))
+            run_on_all(lambda: self._check(folder, saved))
+            needed = run_on_all(lambda: self._needed(folder))
         except MegastableError as error:
             return str(error), None
-        everyone = gathered(needed)
+        everyone = gather_objects(needed)
         own_names = [
             name for name in sorted(needed)
             if next(rank for rank in self.hosts.local if name in everyone[rank]) == self.hosts.rank
         ]  # fmt: skip
-        if problem := _first(self.hosts.bring(found, own_names)):
+        if problem := _first(self.hosts.bring_files(found, own_names)):
             return problem, None
         self.spoilt = True
         try:
-            self.checkpoints.load(folder, saved, layout)
+            self.checkpoints.load_into_engine(folder, saved, layout)
         except MegastableError as error:
             return str(error), None
-        state_norms = self.engine.flat_state().norms()
+        state_norms = self.engine.flat_state().sum_norms()
         if not math.isfinite(state_norms.parameters + state_norms.second_moment):
             return "weights or moments are not finite", None
         self.spoilt = False
@@ -399,7 +404,7 @@ class Restoring:
     def _describe(self, found: Complete, saved: RunState) -> None:
         """Write the manifest, without which the files are no checkpoint."""
         if self.hosts.leads:
-            point_folder = self.hosts.folder.point(found.key)
+            point_folder = self.hosts.folder.point_folder(found.key)
             try:
                 write_manifest(point_folder, saved, self.engine.config.model, found.files)
             except OSError as error:
@@ -418,21 +423,23 @@ class Restoring:
         whole.check_fits(self.engine.config.model)
         names = {store.SHARED} & store.read_contents(folder).files.keys()
         for f in self.engine.flat_state().fragments:
-            names |= whole.files(f.name, topology.tensor_rank, topology.layout.tensor, f.start, f.numel)
+            names |= whole.files_of_range(
+                f.name, topology.tensor_rank, topology.layout.tensor, f.start, f.numel
+            )
         return names
 
     def _seal(self, found: Complete) -> None:
         """Parts that this host has fetched as a whole are copies from now on, too."""
-        point_folder = self.hosts.folder.point(found.key)
+        point_folder = self.hosts.folder.point_folder(found.key)
         for rank, held_part in found.parts.items() if self.hosts.leads else ():
             is_whole = all((point_folder / name).exists() for name in held_part.files)
             if is_whole and self.hosts.host not in found.hosts[rank]:
                 try:
-                    self.hosts.folder.seal(held_part)
+                    self.hosts.folder.seal_part(held_part)
                 except OSError:
                     return  # it is only one copy fewer
 
 
 def _first(problem: str) -> str:
     """The first rank's problem. Collective."""
-    return next((rank_problem for rank_problem in gathered(problem) if rank_problem), "")
+    return next((rank_problem for rank_problem in gather_objects(problem) if rank_problem), "")

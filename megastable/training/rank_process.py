@@ -24,10 +24,10 @@ from megastable.config import deepspeed_json, recipe
 from megastable.config.tree import RunConfig
 from megastable.engine.distributed import start_distributed, stop_distributed
 from megastable.run.directory import RunDirectory
-from megastable.run.membership import membership, tasks
+from megastable.run.membership import find_membership, find_tasks
 from megastable.run.rank_ipc import WorkBlock, attempt_of, host_name, pause_of, run_of
 from megastable.run.wire import Address, StoreClient
-from megastable.training.heartbeat import parting
+from megastable.training.heartbeat import describe_end
 
 # Sends a heartbeat a second to the supervisor's store: what this rank does, how many collectives it has entered in
 # every process group, and how long its own work took.
@@ -46,7 +46,7 @@ class WorkBlocks:
     def __init__(self) -> None:
         self._steps: list[StepTimes] = []
 
-    def add(self, steps: Iterable[StepTimes]) -> list[WorkBlock]:
+    def add_steps(self, steps: Iterable[StepTimes]) -> list[WorkBlock]:
         """The blocks that these steps complete."""
         complete_blocks = []
         for step_times in steps:
@@ -104,29 +104,29 @@ class Beats:
             time.sleep(self._pause * pause_random.uniform(0.5, 1.5))  # all lose it in the same moment
 
     def _serve(self) -> None:
-        store_address = Address.read(self._store)
+        store_address = Address.read_file(self._store)
         if store_address is None:
             raise FileNotFoundError(self._store)
         store_client = StoreClient(store_address, self._hello)
         try:
             self._obey(store_client.welcome)
             while True:
-                store_client.send(self.beat())
+                store_client.send_message(self.make_heartbeat())
                 next_beat = time.monotonic() + SECONDS
                 while (seconds_left := next_beat - time.monotonic()) > 0:
-                    for message in store_client.receive(seconds_left):
+                    for message in store_client.receive_messages(seconds_left):
                         self._obey(message)
         finally:
             store_client.close()
 
-    def beat(self) -> dict[str, Any]:
+    def make_heartbeat(self) -> dict[str, Any]:
         """The fields of `rank_ipc.Beat`."""
-        name, lasted = activity.current()
+        name, lasted = activity.current_activity()
         new_steps = [activity.timed.popleft() for _ in range(len(activity.timed))]
-        work_blocks = [work_block.model_dump() for work_block in self._work.add(new_steps)]
+        work_blocks = [work_block.model_dump() for work_block in self._work.add_steps(new_steps)]
         return {
             "time": round(time.time(), 3), "activity": name, "lasted": round(lasted, 3), "step": activity.step,
-            "entered": entered(), **({"work": work_blocks} if work_blocks else {}),
+            "entered": count_collectives(), **({"work": work_blocks} if work_blocks else {}),
         }  # fmt: skip
 
     def _obey(self, message: dict[str, Any]) -> None:
@@ -134,7 +134,7 @@ class Beats:
             os._exit(SUPERSEDED)
 
 
-def entered() -> dict[str, int]:
+def count_collectives() -> dict[str, int]:
     """By name of the process group: how many collectives this rank has entered in it. Names are equal on all ranks."""
     world = distributed_c10d._world
     process_groups: list[Any] = list(world.pg_map)  # at once: the training thread may add some
@@ -145,12 +145,12 @@ def entered() -> dict[str, int]:
             continue  # torch is still making it, or ending it: it enters the group first and its name later
         sequence_number = group._get_sequence_number_for_group()
         entered_by_group[group_name] = (
-            activity.collectives(sequence_number) if group is world.default_pg else sequence_number
+            activity.count_collectives(sequence_number) if group is world.default_pg else sequence_number
         )
     return entered_by_group
 
 
-def main(
+def run_rank(
     train: Callable[[RunConfig, Path, int | None], int], arguments: Sequence[str] | None = None
 ) -> NoReturn:
     """Run `train` as one rank of a process group; arguments: of the command line. Ends the process."""
@@ -172,8 +172,8 @@ def main(
     if attempt is not None:
         Beats(run_of(parsed_arguments.supervised), attempt, rank, host_name(), world)
     try:
-        config = recipe.load(parsed_arguments.recipe, parsed_arguments.overrides)
-        deepspeed_json.build(config, world)
+        config = recipe.load_recipe(parsed_arguments.recipe, parsed_arguments.overrides)
+        deepspeed_json.build_deepspeed_json(config, world)
     except MegastableError as error:
         # The same on every rank: one message is enough. The launcher ends all ranks when the first one ends: not before
         # it, nor before a stop that waits, which would end it without a word.
@@ -183,7 +183,7 @@ def main(
         _fail(error)
     try:
         start_distributed(config.run.timeout, config.run.deterministic, config.run.rendezvous)
-        exit_code = train(config, recipe.find(parsed_arguments.recipe), attempt)
+        exit_code = train(config, recipe.find_recipe(parsed_arguments.recipe), attempt)
     except MegastableError as error:
         # The supervisor chose the port, and will choose another for the next attempt.
         is_retried = isinstance(error, RendezvousError) and attempt is not None
@@ -197,7 +197,7 @@ def main(
     except (Exception, KeyboardInterrupt) as error:
         # Do not wait for the thread that writes this rank's part of a checkpoint: it will never be committed.
         sys.stdout.flush()
-        print(parting(error, rank, world), end="", file=sys.stderr, flush=True)
+        print(describe_end(error, rank, world), end="", file=sys.stderr, flush=True)
         os._exit(code_of(error))
     stop_distributed()
     # Everything is on disk. Destructors of C++ libraries abort about once in hundreds of runs ("terminate called
@@ -210,9 +210,9 @@ def main(
 def _join() -> None:
     """Set RANK etc. in the environment."""
     try:
-        os.environ.update(membership(os.environ))
+        os.environ.update(find_membership(os.environ))
     except ConfigError as error:
-        cluster_tasks = tasks(os.environ)
+        cluster_tasks = find_tasks(os.environ)
         if cluster_tasks is None or cluster_tasks.rank == 0:
             print(f"error: {error}", file=sys.stderr, flush=True)
         raise SystemExit(error.code) from None

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column
 
 from megastable.base import activity
-from megastable.base.collectives import shared
+from megastable.base.collectives import mark_collective
 from megastable.base.errors import UnstableError
 from megastable.base.hardware import memory_gib
 from megastable.checkpoint.store import RunState
@@ -52,7 +52,7 @@ class Live:
             self.task = self.progress.add_task("", total=steps, completed=done, numbers="")
             self.progress.start()
 
-    def step(self, record: StepRecord) -> None:
+    def show_step(self, record: StepRecord) -> None:
         """Show one step."""
         progress_text = (
             f"loss {record.loss:.4f}  norm {record.grad_norm:.3f}  {record.tokens_per_second:,.0f} tokens/s"
@@ -64,9 +64,9 @@ class Live:
         if self.progress is not None:
             self.progress.update(self.task, completed=record.step, numbers=progress_text)
         elif record.step % self.config.interval == 0 or record.step in (1, self.steps) or not record.applied:
-            self.say(f"step {record.step}/{self.steps}  {progress_text}")
+            self.print_line(f"step {record.step}/{self.steps}  {progress_text}")
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """Print a line above the progress line."""
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
@@ -93,12 +93,12 @@ class Observer:
         self.attempt = attempt
         self.live = Live(config.logging, config.train.steps, done.step)
         first_point = run_point(config, run, done.step, done.tokens, attempt)
-        self.tracking = Tracking(config.logging, run, first_point, self.live.say)
+        self.tracking = Tracking(config.logging, run, first_point, self.live.print_line)
         self.steps = Recorder(run.steps, config.logging.flush_steps)
         self.layers = Recorder(run.layers, 1, LAYER_SCHEMA)
         self._clips: list[bool] = []
 
-    def step(
+    def record_step(
         self,
         done: StepResult,
         statistics: LayerStatistics | None,
@@ -154,20 +154,20 @@ class Observer:
             **occasional,
         )
         record = self._with_phases(record)
-        self.steps.add(record)
-        self.live.step(record)
-        self.tracking.step(record, state.tokens)
+        self.steps.add_records(record)
+        self.live.show_step(record)
+        self.tracking.send_step(record, state.tokens)
         if statistics is not None and statistics.layers:
             rows = [
                 LayerRecord(state.step, now, name, **values) for name, values in statistics.layers.items()
             ]
-            self.layers.add(*rows)
-            self.tracking.layers(rows)
+            self.layers.add_records(*rows)
+            self.tracking.send_layers(rows)
 
-    def validation(self, state: RunState, found: Evaluated) -> None:
+    def record_validation(self, state: RunState, found: Evaluated) -> None:
         """Show an evaluation."""
-        self.live.say(found.line())
-        self.tracking.validation(state.step, state.tokens, validation_values(found))
+        self.live.print_line(found.format_line())
+        self.tracking.send_validation(state.step, state.tokens, validation_values(found))
 
     def _with_phases(self, record: StepRecord) -> StepRecord:
         """The record with its phases, if they are known already; on a GPU those of earlier steps are, which wait to be
@@ -187,10 +187,10 @@ class Observer:
     def flush(self, compact: bool = False) -> None:
         """Write pending records; if the disk refuses, that is logged, and they stay in memory. compact: afterwards make
         few files of step records of many."""
-        self.steps.flush()
-        self.layers.flush()
+        self.steps.flush_records()
+        self.layers.flush_records()
         if compact:
-            self.steps.compact()
+            self.steps.compact_records()
 
     def close(self) -> None:
         self.flush()
@@ -198,7 +198,7 @@ class Observer:
         self.live.close()
 
 
-def due(interval: int, step: int) -> bool:
+def is_due(interval: int, step: int) -> bool:
     """Whether something that happens every `interval` steps (0 = never) happens at this one."""
     return interval > 0 and step % interval == 0
 
@@ -218,48 +218,50 @@ class StepRecorder:
         self.observer = observer
         self._look = False  # whether to record layers in the current step
 
-    def begin(self, state: RunState) -> None:
+    def begin_step(self, state: RunState) -> None:
         """Before the step after `state`."""
         # Also at the second refused update, to see the trouble per layer.
         next_step = state.step + 1
-        self._look = due(self.config.layers_interval, next_step) or state.discards_in_a_row == 1
-        trend_measures = self.recovery.watches.trends.begin(state)
+        self._look = is_due(self.config.layers_interval, next_step) or state.discards_in_a_row == 1
+        trend_measures = self.recovery.watches.trends.prepare_step(state)
         self.engine.measures_update = (
             self._look
             or trend_measures
-            or due(self.config.norms_interval, next_step)
-            or self.recovery.watches.signs.measures(next_step)
+            or is_due(self.config.norms_interval, next_step)
+            or self.recovery.watches.signs.needs_norms(next_step)
         )
-        if self._look or self.recovery.watches.signs.looks(next_step):
-            self.engine.probe.watch()
+        if self._look or self.recovery.watches.signs.is_look(next_step):
+            self.engine.probe.watch_step()
 
-    def step(self, done: StepResult) -> None:
+    def record_step(self, done: StepResult) -> None:
         """Measure, judge and record a finished step."""
         state, step_measures, batch = done.state, done.measured, done.batch
         sign_watch, layer_statistics = self.recovery.watches.signs, None
-        if self._look or due(self.config.norms_interval, state.step) or sign_watch.measures(state.step):
-            layer_statistics = self.engine.statistics()
+        if self._look or is_due(self.config.norms_interval, state.step) or sign_watch.needs_norms(state.step):
+            layer_statistics = self.engine.collect_statistics()
         in_incident = self.recovery.incident_log.incident is not None
-        sign_watch.after(state, layer_statistics, in_incident)
-        self.recovery.watches.trends.after(state, done.lr, done.applied, in_incident)
+        sign_watch.judge_step(state, layer_statistics, in_incident)
+        self.recovery.watches.trends.judge_step(state, done.lr, done.applied, in_incident)
         noise_watch = self.recovery.watches.noise
-        noise_watch.after(step_measures, state.step, done.applied)
+        noise_watch.observe_step(step_measures, state.step, done.applied)
         if self.observer is not None:
-            self.observer.step(done, layer_statistics, self.engine.loss.z_loss, noise_watch.state.samples)
+            self.observer.record_step(
+                done, layer_statistics, self.engine.loss.z_loss, noise_watch.state.samples
+            )
         if not done.applied:
-            verdict, reason = self.recovery.refusal(step_measures)
-            self.log.emit(Discarded(
+            verdict, reason = self.recovery.explain_refusal(step_measures)
+            self.log.emit_event(Discarded(
                 step=state.step, verdict=verdict, reason=reason, first_position=batch.first,
                 next_position=batch.next, loss=step_measures.loss, grad_norm=step_measures.grad_norm,
                 loss_scale=step_measures.loss_scale,
             ))  # fmt: skip
 
-    def validation(self, state: RunState, found: Evaluated) -> None:
+    def record_validation(self, state: RunState, found: Evaluated) -> None:
         """An evaluation at `state`."""
         assert found.loss is not None
         self.recovery.watches.trends.after_evaluation(state, found.loss)
         if self.observer is not None:
-            self.observer.validation(state, found)
+            self.observer.record_validation(state, found)
 
     @property
     def pending(self) -> Sequence[StepRecord | LayerRecord]:
@@ -277,10 +279,10 @@ def end_if_all_refused(done: StepResult, recovery: Recovery) -> None:
     state = done.state
     if state.discards_in_a_row < recovery.settings.max_discards:
         return
-    _, refusal_reason = recovery.refusal(done.measured)
-    recovery.log.emit(Unstable(step=state.step, discards=state.discards_in_a_row))
+    _, refusal_reason = recovery.explain_refusal(done.measured)
+    recovery.log.emit_event(Unstable(step=state.step, discards=state.discards_in_a_row))
     is_fp16 = recovery.config.precision.kind == "fp16"
-    raise shared(
+    raise mark_collective(
         UnstableError(
             f"{state.discards_in_a_row} updates in a row were refused ({refusal_reason}), up to step {state.step}: "
             f"{explain_refusals(recovery.run, state, done.measured, is_fp16)}"

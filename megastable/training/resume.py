@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import megastable
-from megastable.base.collectives import agree, first, shared
+from megastable.base.collectives import mark_collective, run_on_all, run_on_first
 from megastable.base.errors import CheckpointError, ConfigError, MegastableError
 from megastable.checkpoint import store
 from megastable.checkpoint.held_points import RECORDS, PointKey
@@ -22,7 +22,7 @@ from megastable.checkpoint.memory_hosts import open_memory
 from megastable.checkpoint.vitals import Vitals
 from megastable.checkpoint.whole import policy_of, run_of
 from megastable.config import deepspeed_json
-from megastable.config.lint import lint
+from megastable.config.lint import lint_recipe
 from megastable.config.tree import RunConfig
 from megastable.config.warmups import Stages
 from megastable.data.corpora import Corpora
@@ -33,7 +33,7 @@ from megastable.engine.engine import Engine
 from megastable.optim.next_update import RunPosition, compare_next_update, describe_next_update
 from megastable.parallel.layout import Layout
 from megastable.parallel.topology import Topology
-from megastable.recovery.recovery import TELLING, recall
+from megastable.recovery.recovery import TELLING, recall_state
 from megastable.run import directory
 from megastable.run.directory import RunDirectory, read_object
 from megastable.run.events.training_events import (
@@ -68,26 +68,33 @@ class Start:
         self.log = RunLog(run, partial(print, flush=True), active=rank == 0)
         self.order = DataOrder(config, run, corpora, self.log, heart.strict)
         verify_held_out(run, corpora.held_out)
-        changed = first(lambda: run.compare(config))
-        data = deepspeed_json.data_parallel(config, world)
+        changed = run_on_first(lambda: run.compare_recipe(config))
+        data = deepspeed_json.size_of_data_parallel(config, world)
         self.layout = Layout(p.tensor, p.pipeline, data, p.context)
         self.topology = Topology(self.layout, rank, config.run.timeout)
-        self.ds_config = deepspeed_json.build(config, world)
+        self.ds_config = deepspeed_json.build_deepspeed_json(config, world)
         random.seed(config.run.seed + rank)
         np.random.seed((config.run.seed + rank) % 2**32)
         torch.manual_seed(config.run.seed + rank)
         self.engine = Engine(config, self.ds_config, self.topology)
         self.probes = ProbeSamples(self.engine, self._probe_loader, config.checkpoint.vitals.probes, self.log)
-        self.lineage = first(lambda: secrets.token_hex(8))
+        self.lineage = run_on_first(lambda: secrets.token_hex(8))
         self.checkpoints = Checkpoints(
-            config, self.engine, run, self.log, heart.phase, self.frozen, self._vitals, self.lineage
+            config,
+            self.engine,
+            run,
+            self.log,
+            heart.enter_phase,
+            self.freeze_recipe,
+            self._vitals,
+            self.lineage,
         )
         self.memory, problem = open_memory(
             config.stability.snapshots.copies, run.root, supervised=heart.attempt is not None
         )
         if problem:
             text = f"no copies in the hosts' memory: {problem}"
-            self.log.emit(MemoryOff(step=0, reason=problem), say=f"WARNING: {text}")
+            self.log.emit_event(MemoryOff(step=0, reason=problem), say=f"WARNING: {text}")
         self.restored: PointKey | None = None
         self.unwritten: Path | None = None
         self.changed: list[str] = changed
@@ -104,8 +111,8 @@ class Start:
         self.changes = LiveChanges(config, run, self.engine, self.log, heart.changes)
         self.changes.follow_recipe(changed, self.state.step)
         self.order.follow_blend(self.state)
-        self.skips = self.order.selection()
-        first(lambda: run.freeze(config, self.order.corpora.fingerprints, self.ds_config))
+        self.skips = self.order.select_samples()
+        run_on_first(lambda: run.freeze_recipe(config, self.order.corpora.fingerprints, self.ds_config))
         self._say(changed)
 
     def _resume(self) -> None:
@@ -118,18 +125,20 @@ class Start:
                 self.memory, self.engine, self.run, self.log, run_checkpoints, data_order
             )
             run_checkpoints.settle_leftovers()
-            newest_step, bad_steps = run_checkpoints.standing()
+            newest_step, bad_steps = run_checkpoints.list_standing()
             if self._from_memory(memory_restore, newest_step, bad_steps):
                 return
         while True:
-            newest_good = run_checkpoints.find(lambda saved: bool(data_order.exchanged_since(saved)))
+            newest_good = run_checkpoints.find_newest_good(
+                lambda saved: bool(data_order.exchanged_since(saved))
+            )
             if memory_restore is not None and newest_good is not None and run_checkpoints.rejected:
                 # A point may be newer than the checkpoint before one that is no good.
-                older_step, (_, bad_steps) = store.step_of(newest_good), run_checkpoints.standing()
+                older_step, (_, bad_steps) = store.step_of(newest_good), run_checkpoints.list_standing()
                 if self._from_memory(memory_restore, older_step, bad_steps):
                     return
             if newest_good is None and memory_restore is not None and memory_restore.spoilt:
-                raise shared(
+                raise mark_collective(
                     CheckpointError(
                         "the copy in the hosts' memory could not be loaded, and there is no checkpoint: start again"
                     )
@@ -137,21 +146,23 @@ class Start:
             if newest_good is None:
                 stability_config = self.config.stability
                 for lint_warning in (
-                    lint(self.config) if stability_config.enabled and stability_config.signs.enabled else ()
+                    lint_recipe(self.config)
+                    if stability_config.enabled and stability_config.signs.enabled
+                    else ()
                 ):
-                    self.log.emit(
+                    self.log.emit_event(
                         Warned(step=0, text=lint_warning, sign="recipe"), say=f"WARNING: {lint_warning}"
                     )
                 return
-            saved_state = agree(lambda found=newest_good: store.read_state(found))  # type: ignore[misc]
+            saved_state = run_on_all(lambda found=newest_good: store.read_state(found))  # type: ignore[misc]
             if (later_exchanges := data_order.exchanged_since(saved_state)) is None:
                 data_order.accept_another(saved_state, newest_good)
-            run_checkpoints.load(newest_good, saved_state, self.state.layout)
+            run_checkpoints.load_into_engine(newest_good, saved_state, self.state.layout)
             self._compute_as_saved(saved_state)
-            if run_checkpoints.proved(newest_good, saved_state):
+            if run_checkpoints.prove_loaded_state(newest_good, saved_state):
                 break
         if later_exchanges:
-            data_order.undo(later_exchanges, saved_state, newest_good)
+            data_order.undo_exchanges(later_exchanges, saved_state, newest_good)
         self._resumed(newest_good, saved_state, "checkpoint", run_checkpoints.changes)
 
     def _compute_as_saved(self, saved: store.RunState) -> None:
@@ -160,22 +171,22 @@ class Start:
         have them."""
         stability_config, engine_numerics = self.config.stability, self.engine.numerics
         policy_adjustments, possible_adjustments = policy_of(saved).adjusted, self.engine.adjustments.possible
-        self.engine.adjustments.switch(policy_adjustments)
+        self.engine.adjustments.switch_to(policy_adjustments)
         if lost := [name for name in policy_adjustments if name not in possible_adjustments]:
             warning_text = (
                 f"the run goes on without {', '.join(lost)}, with which a remedy has trained it until here: this "
                 "recipe cannot have it"
             )
-            self.log.emit(Warned(step=saved.step, text=warning_text), say=f"WARNING: {warning_text}")
+            self.log.emit_event(Warned(step=saved.step, text=warning_text), say=f"WARNING: {warning_text}")
         if not stability_config.enabled or stability_config.dry_run:
             return
-        guard_memory = first(lambda: recall(saved.stability, self.run.events(*TELLING)))
+        guard_memory = run_on_first(lambda: recall_state(saved.stability, self.run.iterate_events(*TELLING)))
         left_kinds = engine_numerics.kinds_of(guard_memory.guard.policy.kernels)
-        engine_numerics.switch(replace(engine_numerics.now, plain=left_kinds))
+        engine_numerics.switch_to(replace(engine_numerics.now, plain=left_kinds))
 
     def _from_memory(self, memory: Restoring, newer_than: int, convicted: list[int]) -> bool:
         """Resume from a point in the hosts' memories, newer than all checkpoints, if there is one."""
-        restored_point = memory.restore(newer_than, convicted, self.state.layout)
+        restored_point = memory.restore_newest(newer_than, convicted, self.state.layout)
         if restored_point is None:
             return False
         self.restored, self.unwritten = memory.restored, restored_point[0] / RECORDS
@@ -187,18 +198,18 @@ class Start:
 
     def _resumed(self, found: Path, saved: store.RunState, origin: str, changes: dict[str, float]) -> None:
         # A start with another recipe freezes it, even if it died before its first checkpoint.
-        self.changed = sorted({*self.changed, *first(lambda: self._changed_since(found))})
+        self.changed = sorted({*self.changed, *run_on_first(lambda: self._changed_since(found))})
         # Every snapshot copies the state, and the engine holds FP8's history from here on.
         known_here = {"layout": self.state.layout, "versions": self.state.versions, "fp8": {}}
         self.state = saved.model_copy(update=known_here)
-        self.log.emit(
+        self.log.emit_event(
             Resumed(
                 step=saved.step, checkpoint=found.name, cursor=saved.cursor, changes=changes, origin=origin
             ),
             say=f"resumed from {'the memory of the hosts' if origin == 'memory' else found} at step {saved.step}",
         )
-        if update_warning := first(lambda: self._compare_next_update(found, saved)):
-            self.log.emit(update_warning, say=f"WARNING: {update_warning.text}")
+        if update_warning := run_on_first(lambda: self._compare_next_update(found, saved)):
+            self.log.emit_event(update_warning, say=f"WARNING: {update_warning.text}")
 
     def _compare_next_update(self, found: Path, saved: store.RunState) -> Warned | None:
         """A warning if the recipe of `found` would make another next update."""
@@ -221,19 +232,21 @@ class Start:
     def _changed_since(self, found: Path) -> list[str]:
         """Differences of the recipe from when `found` was written, if that can be read."""
         try:
-            return self.run.compare(self.config, found / store.RECIPE)
+            return self.run.compare_recipe(self.config, found / store.RECIPE)
         except ConfigError:
             return []
 
     def _say(self, changed: list[str]) -> None:
         if changed:
             told = f"changed since this run was started: {'; '.join(changed)}"
-            self.log.emit(ConfigChanged(changes=changed), say=told)
+            self.log.emit_event(ConfigChanged(changes=changed), say=told)
         if self.skips.text:
-            self.log.say(f"skipped: {self.skips.text} (data.skip, {self.run.skips.name})")
+            self.log.say_line(f"skipped: {self.skips.text} (data.skip, {self.run.skips.name})")
             ahead = int(self.skips.next_kept(self.state.cursor, 1)[0][0]) - self.state.cursor
             if ahead > sum(self.order.source.order.sequences):
-                self.log.say(f"WARNING: the next position is {ahead:,} further on: whole epochs are skipped")
+                self.log.say_line(
+                    f"WARNING: the next position is {ahead:,} further on: whole epochs are skipped"
+                )
         self.order.warn_of_foreign(self.state.step)
         self.order.tell_of_coverage()
         if self.config.train.eval_samples:
@@ -242,14 +255,16 @@ class Start:
     @property
     def complete(self) -> bool:
         """Whether nothing is left to train. Collective."""
-        return self.state.step >= self.config.train.steps and first(self.run.summary.exists)
+        return self.state.step >= self.config.train.steps and run_on_first(self.run.summary.exists)
 
     def tell_complete(self) -> None:
         """Say that nothing is left to do, also to the journal, in which this process has resumed the run."""
         done, wanted_steps = self.state.step, self.config.train.steps
         asked = f"; train.steps={wanted_steps} asks for fewer" if wanted_steps < done else ""
-        self.log.emit(
-            Finished(steps=done, val_loss=first(lambda: read_object(self.run.summary)).get("val_loss")),
+        self.log.emit_event(
+            Finished(
+                steps=done, val_loss=run_on_first(lambda: read_object(self.run.summary)).get("val_loss")
+            ),
             say=f"nothing to do: all {done} steps are already done in {self.run.root}{asked} (to train on: a larger "
             "train.steps; anew: another run.dir)",
         )
@@ -259,13 +274,13 @@ class Start:
         """Changes that may explain trouble right after the start."""
         return [*self.changed, *(["data"] if self.order.anew else [])]
 
-    def loader(self, source: Source, skips: Skips | Selection, cursor: int) -> Loader:
+    def make_loader(self, source: Source, skips: Skips | Selection, cursor: int) -> Loader:
         """A loader of this rank's part of the global batches to train on."""
         return self._loader(source, skips, cursor, self.config.batches, self.config.pieces)
 
-    def from_the_first(self, source: Source, batch: int) -> Loader:
+    def make_whole_loader(self, source: Source, batch: int) -> Loader:
         """A loader from the first sample of `source` on, all of them whole, in global batches of size `batch`."""
-        return self._loader(source, Skips.of([]), 0, batch, None)
+        return self._loader(source, Skips.from_ranges([]), 0, batch, None)
 
     def _loader(
         self,
@@ -283,11 +298,11 @@ class Start:
         )  # fmt: skip
 
     def _probe_loader(self, corpora: Corpora) -> Loader:
-        return self.from_the_first(corpora.train, self.config.train.micro_batch * self.layout.samples)
+        return self.make_whole_loader(corpora.train, self.config.train.micro_batch * self.layout.samples)
 
     def _vitals(self, step: int) -> Vitals:
-        return self.probes.vitals(self.order.corpora, step)
+        return self.probes.measure_vitals(self.order.corpora, step)
 
-    def frozen(self) -> bytes:
+    def freeze_recipe(self) -> bytes:
         """The recipe as frozen in the run directory."""
-        return directory.frozen(self.config, self.order.corpora.fingerprints, self.ds_config)
+        return directory.encode_recipe(self.config, self.order.corpora.fingerprints, self.ds_config)

@@ -16,7 +16,7 @@ from types import FrameType
 import torch.distributed as dist
 
 from megastable.base import durable
-from megastable.base.collectives import agree, first, shared, strangers
+from megastable.base.collectives import find_differing_ranks, mark_collective, run_on_all, run_on_first
 from megastable.base.errors import ConfigError
 from megastable.base.process import SAME, STOPS, release_stops
 from megastable.config import deepspeed_json
@@ -40,7 +40,7 @@ class StopRequest:
             signal.signal(signal_number, self._set)
         release_stops()
 
-    def ask(self) -> None:
+    def ask_to_stop(self) -> None:
         """Request a stop, as the signal does."""
         self.signal = self.signal or signal.SIGTERM
 
@@ -60,8 +60,8 @@ def open_run(config: RunConfig, recipe_path: Path) -> tuple[RunConfig, RunDirect
     token, mine = secrets.token_hex(8), []
 
     def make() -> tuple[Path, str]:
-        made_run = directory.make(config, recipe_path)
-        made_run.lock()
+        made_run = directory.make_directory(config, recipe_path)
+        made_run.lock_run()
         mine.append(made_run)
         try:
             (made_run.root / ".seen").write_text(token)
@@ -82,8 +82,8 @@ def open_run(config: RunConfig, recipe_path: Path) -> tuple[RunConfig, RunDirect
                 "rank 0: it must lie on a file system that all hosts share"
             )
 
-    root, theirs = first(make)
-    agree(see)
+    root, theirs = run_on_first(make)
+    run_on_all(see)
     run = config.run.model_copy(update={"dir": root})
     # Rank 0 keeps the object that holds the lock.
     return config.model_copy(update={"run": run}), mine[0] if mine else RunDirectory(root)
@@ -108,15 +108,15 @@ def open_data(config: RunConfig) -> tuple[RunConfig, Corpora]:
         model_config = config.model.model_copy(update={"vocab_size": vocab_size})
         return config.model_copy(update={"model": model_config}), opened_corpora
 
-    resolved_config, opened_corpora = agree(read)
-    ds_config = deepspeed_json.build(resolved_config, dist.get_world_size())
+    resolved_config, opened_corpora = run_on_all(read)
+    ds_config = deepspeed_json.build_deepspeed_json(resolved_config, dist.get_world_size())
     rank_view = {
         "recipe": resolved_config.model_dump_json(), "DeepSpeed file": json.dumps(ds_config),
         "data.corpora": opened_corpora.order_fingerprint, "validation data": json.dumps(opened_corpora.held_out.names),
     }  # fmt: skip
     for view_name, view_value in rank_view.items():
-        if other_ranks := strangers(view_value):
-            raise shared(
+        if other_ranks := find_differing_ranks(view_value):
+            raise mark_collective(
                 ConfigError(
                     f"{view_name}: ranks {other_ranks} see another one than rank 0: make them the same on all hosts"
                 )
@@ -133,7 +133,7 @@ def verify_held_out(run: RunDirectory, held_out: HeldOut) -> None:
 
     def find_unread() -> tuple[dict[str, list[object]], list[int]]:
         known_states = read_object(run.verified)
-        shard_states = dict(_state_of(stream.open(shard_name)) for stream, shard_name in shards)
+        shard_states = dict(_state_of(stream.open_shard(shard_name)) for stream, shard_name in shards)
         return shard_states, [
             shard_index
             for shard_index, (shard_path, shard_state) in enumerate(shard_states.items())
@@ -141,9 +141,9 @@ def verify_held_out(run: RunDirectory, held_out: HeldOut) -> None:
         ]
 
     # How they were before they are read: what changes meanwhile is read again.
-    states, unread_indices = first(find_unread)
+    states, unread_indices = run_on_first(find_unread)
     mine = [shards[i] for i in unread_indices[dist.get_rank() :: dist.get_world_size()]]
-    agree(lambda: [stream.open(name).verify() for stream, name in mine])
+    run_on_all(lambda: [stream.open_shard(name).verify_shard() for stream, name in mine])
     if unread_indices and dist.get_rank() == 0:
         with suppress(OSError):  # read again at the next start
             durable.write_file(run.verified, json.dumps(states).encode())

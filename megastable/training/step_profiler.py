@@ -32,7 +32,7 @@ PATIENCE = 120.0  # seconds that the end of a run waits for a trace to be writte
 
 
 @contextmanager
-def profiled(
+def profile_steps(
     config: LoggingConfig, run: RunDirectory, rank: int, say: Callable[[str], None]
 ) -> Iterator[None]:
     """Within it, steps of this rank are traced and marked as the recipe says, and memory that runs out leaves a
@@ -52,7 +52,7 @@ def profiled(
         step_profiler.close()
 
 
-def untraced(config: ProfileConfig | None, folder: Path, world: int, done: int, last: int) -> str:
+def explain_no_trace(config: ProfileConfig | None, folder: Path, world: int, done: int, last: int) -> str:
     """Why nothing is traced although the recipe asks for it; "" if something is, or was by an earlier process.
 
     folder: of the traces; world: ranks; done: the step that this process begins after; last: that of the run."""
@@ -97,12 +97,12 @@ class StepProfiler:
 
     # The listener
 
-    def begin(self, step: int) -> None:
+    def begin_step(self, step: int) -> None:
         """The step after `step` begins. Does not raise."""
         with self._unless_it_fails():
             self._begin(step + 1)
 
-    def enter(self, name: str) -> None:
+    def enter_activity(self, name: str) -> None:
         """An activity of the step begins. Does not raise."""
         if self._ranges:
             with self._unless_it_fails():
@@ -110,7 +110,7 @@ class StepProfiler:
                     self._ranges.pop()()
                 self._open(phase_range(name))
 
-    def end(self) -> None:
+    def end_step(self) -> None:
         """The step is over. Does not raise."""
         if self._ranges or self._trace is not None:
             with self._unless_it_fails():

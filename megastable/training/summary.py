@@ -8,22 +8,22 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megastable.base import durable
-from megastable.base.collectives import first
+from megastable.base.collectives import run_on_first
 from megastable.base.errors import DataError, SpaceError
 from megastable.base.hardware import peak_tflops
-from megastable.base.reproducible import exact
-from megastable.base.text import plural
+from megastable.base.reproducible import is_exact
+from megastable.base.text import count_noun
 from megastable.config.optimizers import OptimizerConfig
-from megastable.config.recipe import find
+from megastable.config.recipe import find_recipe
 from megastable.config.rules import LINEARS
 from megastable.config.tree import RunConfig
 from megastable.data.plant import read_planted
 from megastable.data.source import token_counts, unigram_entropy
 from megastable.engine.engine import Engine
 from megastable.model.kernels import DTYPES
-from megastable.model.sizes import in_fp8, parameters
+from megastable.model.sizes import count_parameters, in_fp8
 from megastable.run.directory import RunDirectory, as_json
-from megastable.run.events.reading import latest
+from megastable.run.events.reading import find_latest
 from megastable.run.events.stability_events import IncidentEvent
 from megastable.run.events.training_events import Evaluated, Finished, RecordsLost
 from megastable.run.goodput.watching import read_account
@@ -31,12 +31,13 @@ from megastable.run.log import RunLog
 from megastable_guard.policy_state import PolicyState
 
 
-def introduction(config: RunConfig, engine: Engine, run: Path, peak: float, peak_source: str) -> str:
+def introduce_run(config: RunConfig, engine: Engine, run: Path, peak: float, peak_source: str) -> str:
     """Several lines. run: the run directory; peak: TFLOP/s of a device, and its source."""
     c, layout = config, engine.topology.layout
     context = f" (context {layout.context})" if layout.context > 1 else ""
     return (
-        f"{parameters(c.model) / 1e6:,.1f}M parameters, {plural(layout.world, 'rank')}: tensor {layout.tensor} x "
+        f"{count_parameters(c.model) / 1e6:,.1f}M parameters, {count_noun(layout.world, 'rank')}: tensor "
+        f"{layout.tensor} x "
         f"pipeline {layout.pipeline} x data {layout.data}{context}, ZeRO {c.parallel.zero}, {c.precision.kind} on "
         f"{engine.device.type}\n"
         f"optimizer wrapper {type(engine.optimizer).__name__}, kernels: {engine.kernels}\n"
@@ -44,7 +45,7 @@ def introduction(config: RunConfig, engine: Engine, run: Path, peak: float, peak
         f"{_fp8_note(c, engine)}\n"
         f"{_clipping(c.optimizer)}\n"
         f"{_repeatable(c, engine)}\n"
-        f"{plural(c.train.global_batch, 'sample')} of {c.model.sequence_length} tokens a step{_warmups(c)}, "
+        f"{count_noun(c.train.global_batch, 'sample')} of {c.model.sequence_length} tokens a step{_warmups(c)}, "
         f"run directory {run}"
     )
 
@@ -53,7 +54,7 @@ def find_peak(config: RunConfig, engine: Engine) -> tuple[float, str]:
     """The device's peak, TFLOP/s, as rank 0 sees it, so that all ranks report the same MFU; where it is from."""
     if given_peak := config.logging.peak_tflops:
         return given_peak, "given"
-    return first(lambda: peak_tflops(engine.device, DTYPES[config.precision.kind]))
+    return run_on_first(lambda: peak_tflops(engine.device, DTYPES[config.precision.kind]))
 
 
 def _warmups(config: RunConfig) -> str:
@@ -93,7 +94,7 @@ def _clipping(o: OptimizerConfig) -> str:
 
 
 def _repeatable(config: RunConfig, engine: Engine) -> str:
-    if exact(config.run.deterministic, engine.device):
+    if is_exact(config.run.deterministic, engine.device):
         return "a repeated step gives the same bits"
     return "a repeated step may differ in the last bits (run.deterministic=true: the same bits)"
 
@@ -115,7 +116,7 @@ def write_summary(
     observer.flush()
     if pending_records := observer.steps.pending:
         lost_count = len(pending_records)
-        log.emit(RecordsLost(steps=lost_count, from_step=pending_records[0].step))
+        log.emit_event(RecordsLost(steps=lost_count, from_step=pending_records[0].step))
         raise SpaceError(f"{run.steps}: the last {lost_count} step records could not be written and are lost")
     text_entropy = None
     if corpora.validation is not None:
@@ -123,32 +124,34 @@ def write_summary(
             token_counts(stream, corpora.vocab_size, ENTROPY_TOKENS) for stream in corpora.validation.streams
         )
         text_entropy = unigram_entropy(np.asarray(token_totals))
-    run_summary = summarise(config, state, validation, text_entropy, incidents(run, config), goodput(run))
+    run_summary = summarise(
+        config, state, validation, text_entropy, list_incidents(run, config), read_goodput(run)
+    )
     try:
         durable.write_file(run.summary, (as_json(run_summary, indent=1) + "\n").encode())
     except OSError as error:
         raise SpaceError(f"{run.summary} could not be written: {error}: make room, start again") from None
-    log.emit(Finished(**run_summary))
+    log.emit_event(Finished(**run_summary))
 
 
-def goodput(run: RunDirectory) -> dict[str, Any] | None:
+def read_goodput(run: RunDirectory) -> dict[str, Any] | None:
     """Where the time of the run went so far; None if its files do not say."""
     try:
         # Up to its last sign of life: this host's clock may differ from the supervisor's.
-        return read_account(run.root)[0].facts()
+        return read_account(run.root)[0].list_facts()
     except DataError:
         return None
 
 
-def incidents(run: RunDirectory, config: RunConfig) -> list[dict[str, Any]]:
+def list_incidents(run: RunDirectory, config: RunConfig) -> list[dict[str, Any]]:
     """The incidents of a run, in order, from its journal; `class` as the field calls it. outcome: "open" if none was
     journaled, as after a crash during one.
 
     planted_documents: of a deliberately corrupted corpus (data/plant.py), for comparison; else empty.
     """
-    planted = [read_planted(find(corpus.path)) for corpus in config.data.corpora]
+    planted = [read_planted(find_recipe(corpus.path)) for corpus in config.data.corpora]
     documents = [d.model_dump() for p in planted if p is not None for d in p.documents]
-    return [_shown(summary, documents) for summary in latest(run.events(IncidentEvent)).values()]
+    return [_shown(summary, documents) for summary in find_latest(run.iterate_events(IncidentEvent)).values()]
 
 
 def _shown(summary: dict[str, Any], planted: list[dict[str, Any]]) -> dict[str, Any]:
@@ -181,7 +184,7 @@ def summarise(
     return {
         "steps": state.step,
         "updates": state.updates,
-        "parameters": parameters(config.model),
+        "parameters": count_parameters(config.model),
         "tokens": state.tokens,
         "first_loss": state.first_loss,
         "final_loss": state.recent_loss,

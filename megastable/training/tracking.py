@@ -25,9 +25,9 @@ from megastable.training.trackers.points import (
     RunPoint,
     StepPoint,
     ValidationPoint,
+    flatten_recipe,
     is_untold,
     layer_values,
-    leaves,
     line_of,
     values_of,
 )
@@ -40,10 +40,10 @@ MORE = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}  # of the environmen
 
 def run_point(config: RunConfig, run: RunDirectory, step: int, tokens: int, attempt: int | None) -> RunPoint:
     """The record of the run, for a process that begins after `step`."""
-    told_values = leaves(config.model_dump(mode="json"))
+    told_values = flatten_recipe(config.model_dump(mode="json"))
     told_values = {key: value for key, value in told_values.items() if not is_untold(key)}
     return RunPoint(
-        run.name(config),
+        run.name_run(config),
         str(run.root.resolve()),
         step,
         tokens,
@@ -94,15 +94,15 @@ class Tracking:
         self._writer.start()
         self._reader.start()
 
-    def step(self, record: StepRecord, tokens: int) -> None:
+    def send_step(self, record: StepRecord, tokens: int) -> None:
         """A finished step; tokens: of all steps so far."""
         self._put(lambda: StepPoint(record.step, tokens, record.time, record.applied, values_of(record)))
 
-    def layers(self, rows: Sequence[LayerRecord]) -> None:
+    def send_layers(self, rows: Sequence[LayerRecord]) -> None:
         """The statistics of a step's layers."""
         self._put(lambda: LayersPoint(rows[0].step, rows[0].time, layer_values(rows)))
 
-    def validation(self, step: int, tokens: int, values: Mapping[str, float]) -> None:
+    def send_validation(self, step: int, tokens: int, values: Mapping[str, float]) -> None:
         """An evaluation, with its losses by curve, in nats per token."""
         current_time = time.time()
         self._put(lambda: ValidationPoint(step, tokens, current_time, values))

@@ -47,7 +47,7 @@ class NoiseScale(BaseModel):
         """The scale; None while the averages are not positive, which their noise may make them."""
         return self.noise / self.signal if self.noise > 0 and self.signal > 0 else None
 
-    def add(self, noise: float, signal: float) -> None:
+    def add_estimates(self, noise: float, signal: float) -> None:
         self.updates += 1
         self.noise += (1 - DECAY) * (noise - self.noise)
         self.signal += (1 - DECAY) * (signal - self.signal)
@@ -103,7 +103,7 @@ class NoiseScaleWatch(Watch):
         self._apart, self._divided_by = engine.zero.sums_apart, engine.zero.divided_by
         self.state = NoiseScale()
 
-    def after(self, measured: Measured, step: int, applied: bool) -> None:
+    def observe_step(self, measured: Measured, step: int, applied: bool) -> None:
         if not self.measures or not applied:
             return
         batch, micro_batch = measured.losses.numel(), self._train.micro_batch
@@ -114,12 +114,12 @@ class NoiseScaleWatch(Watch):
             return
         # Of other loss scales, and after a change of layout, the averages go on.
         noise, signal = (one * (self._divided_by / measured.loss_scale) ** 2 for one in noise_estimates)
-        self.state.add(noise, signal)
+        self.state.add_estimates(noise, signal)
         if batch < self._train.global_batch or step < EARLY * self._train.steps:
             self.state.beyond = 0  # it grows still
         elif self.state.is_far_off(batch) and (scale := self.state.samples) is not None:
             event = BatchFarOff(step=step, scale=scale, batch=batch, text=describe_batch(scale, batch))
-            self.log.emit(event, say=f"note: {event.text}")
+            self.log.emit_event(event, say=f"note: {event.text}")
 
     def rewound(self, step: int, saved: Mapping[str, Any] | None) -> None:
         if saved:

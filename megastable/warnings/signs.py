@@ -12,7 +12,7 @@ good. Inside the model it shows within a few steps:
   the stream starts at the scale of the initial embedding, which healthy runs leave as well. Very narrow models
   tolerate both.
 - `attention`: the entropy of attention has collapsed (Zhai et al., arXiv:2303.06296): large logits without QK-norm.
-- `unigram`: the sum of the rates so far is large, and the loss is no better than that of token frequencies alone.
+- `judge_unigram`: the sum of the rates so far is large, and the loss is no better than that of token frequencies alone.
 - `peak`: updates are half as large as for `update`, and half a warm-up after its end, though the rate no longer rises,
   they are as large a share of the weights as at its end, or larger. In healthy runs weights outgrow large updates.
 
@@ -40,7 +40,7 @@ from megastable.config.tree import RunConfig
 from megastable.data.source import Source, sample_entropy
 from megastable.engine.layer_stats import LayerStatistics
 from megastable.engine.watch import Watch
-from megastable.optim.schedule import rates
+from megastable.optim.schedule import list_rates
 from megastable.run.events.training_events import Warned
 from megastable.run.log import RunLog
 from megastable.warnings.trend_signals import Rows
@@ -95,17 +95,17 @@ class Signs(Watch):
         if any(key == "optimizer.lr" or key.startswith("schedule.") for key in keys):
             self.state.told += [sign for sign in BY_RATES if sign not in self.state.told]
 
-    def measures(self, step: int) -> bool:
+    def needs_norms(self, step: int) -> bool:
         """Whether the norms of weights and update are needed after this step: `engine.statistics`."""
         return self.config.enabled and step in (
             *self.config.norms, *self.config.looks, *self.peak, *self.later
         )  # fmt: skip
 
-    def looks(self, step: int) -> bool:
+    def is_look(self, step: int) -> bool:
         """Whether activations and attention of every block are needed as well: `probe.watch` before this step."""
         return self.config.enabled and step in self.config.looks
 
-    def measured(
+    def judge_statistics(
         self, step: int, overall: Mapping[str, float], layers: Rows, undisturbed: bool = True
     ) -> list[Warned]:
         """The signs in a step's statistics (`LayerStatistics`); only at the configured steps.
@@ -113,19 +113,19 @@ class Signs(Watch):
         undisturbed: the update was applied, and none was refused recently. During an incident no sign is reported, but
         the first measurement is still stored for comparison: refused updates have not changed the initial weights.
         """
-        if not self.measures(step):
+        if not self.needs_norms(step):
             return []
         found_signs = {"peak": self._peak(step, overall)}
         if step in (*self.config.norms, *self.config.looks):
             found_signs["update"] = self._update(step, overall)
-        if self.looks(step):
+        if self.is_look(step):
             found_signs["activations"] = self._activations(step, layers)
             found_signs["attention"] = self._attention(step, layers)
         return self._new(step, found_signs) if undisturbed else []
 
-    def unigram(self, step: int, losses: Sequence[float], entropy: float, rates: float) -> list[Warned]:
-        """Called once, after the update given by `due`. losses: the latest, nats per token; entropy: of the corpus's
-        tokens, nan if unknown; rates: the sum of those of all updates so far."""
+    def judge_unigram(self, step: int, losses: Sequence[float], entropy: float, rates: float) -> list[Warned]:
+        """Called once, after the update given by `find_comparison`. losses: the latest, nats per token; entropy: of
+        the corpus's tokens, nan if unknown; rates: the sum of those of all updates so far."""
         self.state.compared = True
         loss_level = _level(losses)
         if not entropy - loss_level < self.config.below_unigram:  # nan gives no sign
@@ -137,11 +137,11 @@ class Signs(Watch):
         sign_numbers = {"loss": loss_level, "unigram_entropy": entropy, "rates": rates}
         return self._new(step, {"unigram": (sign_text, sign_numbers)})
 
-    def learns(
+    def judge_learning(
         self, step: int, updates: int, losses: Sequence[float], entropy: Callable[[], float]
     ) -> list[Warned]:
-        """Called once, at the end given by `halves`, with the number of updates. losses, entropy: see `unigram`; the
-        latter is asked for only if the loss falls in proportion."""
+        """Called once, at the end given by `find_halves`, with the number of updates. losses, entropy: see
+        `judge_unigram`; the latter is asked for only if the loss falls in proportion."""
         held_losses = self.state.losses
         held_losses["end"] = level = _level(losses)
         begin_loss, half = held_losses.get("begin", math.nan), held_losses.get("half", math.nan)
@@ -230,7 +230,7 @@ class Signs(Watch):
         return sign_text, {"entropy": now[block], "first_entropy": first, "attention_logit": logit}
 
 
-def due(rates: Iterable[float], config: SignsConfig) -> tuple[int, float]:
+def find_comparison(rates: Iterable[float], config: SignsConfig) -> tuple[int, float]:
     """The number of updates after which the loss is compared with the unigram entropy, and the sum of their rates; 0:
     never.
 
@@ -251,7 +251,7 @@ def find_peak(rates: Sequence[float]) -> int:
     return peak_update if SHORTEST <= peak_update < len(rates) else 0
 
 
-def halves(rates: Sequence[float], peak: int, config: SignsConfig) -> tuple[int, int]:
+def find_halves(rates: Sequence[float], peak: int, config: SignsConfig) -> tuple[int, int]:
     """After how many updates it is judged whether the run learns, and half of the sum of their rates before; (half,
     end), 0 both: never. At that end the run has trained at its peak rate for as long as it has warmed up."""
     end = max(config.slow_updates, 2 * peak)
@@ -288,16 +288,16 @@ class StartSigns(Signs):
     def __init__(self, config: RunConfig, source: Source, log: RunLog) -> None:
         c = config.stability
         is_enabled = c.enabled and c.signs.enabled
-        update_rates = list(islice(rates(config), START)) if is_enabled else []
+        update_rates = list(islice(list_rates(config), START)) if is_enabled else []
         peak = find_peak(update_rates)
         super().__init__(c.signs.model_copy(update={"enabled": is_enabled}), config.model.hidden, peak)
         self.source, self.log, self.vocabulary = source, log, config.model.vocab_size
-        self._due, self._rates = due(update_rates, c.signs)
-        self._half, self._end = halves(update_rates, peak, c.signs)
+        self._due, self._rates = find_comparison(update_rates, c.signs)
+        self._half, self._end = find_halves(update_rates, peak, c.signs)
         self._refused = -START  # last step with a refused update
         self._calm = c.policy.discards  # steps after it whose numbers say nothing
 
-    def after(self, state: RunState, statistics: LayerStatistics | None, incident: bool = False) -> None:
+    def judge_step(self, state: RunState, statistics: LayerStatistics | None, incident: bool = False) -> None:
         """Judge the step that ended at `state`; call after every step. incident: one is open."""
         if not self.config.enabled:
             return
@@ -305,13 +305,17 @@ class StartSigns(Signs):
             self._refused = state.step
         undisturbed, found_signs = not incident and state.step >= self._refused + self._calm, list[Warned]()
         if statistics is not None:
-            found_signs += self.measured(state.step, statistics.overall, statistics.layers, undisturbed)
+            found_signs += self.judge_statistics(
+                state.step, statistics.overall, statistics.layers, undisturbed
+            )
         is_due = 0 < self._due <= state.updates < self._due + RECENT
         if undisturbed and is_due and not self.state.compared:
-            found_signs += self.unigram(state.step, state.recent_losses, self._unigram_entropy(), self._rates)
+            found_signs += self.judge_unigram(
+                state.step, state.recent_losses, self._unigram_entropy(), self._rates
+            )
         found_signs += self._learns(state, undisturbed)
         for sign in found_signs:
-            self.log.emit(sign, say=f"step {state.step}: WARNING: {sign.text}")
+            self.log.emit_event(sign, say=f"step {state.step}: WARNING: {sign.text}")
 
     def _learns(self, state: RunState, undisturbed: bool) -> list[Warned]:
         held_losses, updates = self.state.losses, state.updates
@@ -320,11 +324,13 @@ class StartSigns(Signs):
         if updates == self._half:
             held_losses["half"] = _level(state.recent_losses)
         if undisturbed and 0 < self._end <= updates < self._end + RECENT and "end" not in held_losses:
-            return self.learns(state.step, updates, state.recent_losses, self._unigram_entropy)
+            return self.judge_learning(state.step, updates, state.recent_losses, self._unigram_entropy)
         return []
 
     def _unigram_entropy(self) -> float:
         """Unigram entropy of the run's first samples, a mix as blended; nats."""
         vocabulary_size = self.vocabulary
         assert vocabulary_size is not None, "the vocabulary size is taken from the corpus first"
-        return collectives.first(lambda: sample_entropy(self.source, self.config.sample, vocabulary_size))
+        return collectives.run_on_first(
+            lambda: sample_entropy(self.source, self.config.sample, vocabulary_size)
+        )

@@ -54,7 +54,7 @@ class Reading:
 @dataclass(frozen=True)
 class TrendLook:
     """A measured step whose update was applied. rate: its learning rate; None of an optimizer whose update of an
-    element is not about as large as it. rows: see `TrendProbe.collect`. series: of all places, by name; a signal
+    element is not about as large as it. rows: see `TrendProbe.collect_look`. series: of all places, by name; a signal
     extends each of its own once. width: of the residual stream."""
 
     step: int
@@ -64,7 +64,7 @@ class TrendLook:
     config: TrendsConfig
     width: int
 
-    def add(self, name: str, value: float) -> Series:
+    def extend_series(self, name: str, value: float) -> Series:
         """The series, with this value at its end if it is finite."""
         held_series = self.series.setdefault(name, Series())
         if math.isfinite(value):
@@ -73,11 +73,11 @@ class TrendLook:
             del held_series.steps[: -self.config.window], held_series.values[: -self.config.window]
         return held_series
 
-    def fallen(self, name: str, value: float) -> tuple[float, float]:
+    def compare_with_best(self, name: str, value: float) -> tuple[float, float]:
         """(the present level of a positive number, the best one that it is compared with), nan before there are
         enough. The best is forgotten slowly, but not while the level is below half of it: it would be taken for usual.
         """
-        held_series = self.add(name, value)
+        held_series = self.extend_series(name, value)
         if len(held_series.values) < LATEST:
             return math.nan, math.nan
         level = held_series.level
@@ -87,7 +87,7 @@ class TrendLook:
             held_series.best = max(level, held_series.best * (1 - self.config.forget))
         return level, held_series.best
 
-    def having(self, key: str) -> list[tuple[str, Mapping[str, float]]]:
+    def rows_with(self, key: str) -> list[tuple[str, Mapping[str, float]]]:
         """The rows with a finite number of that name."""
         return [(name, row) for name, row in self.rows.items() if math.isfinite(row.get(key, math.nan))]
 
@@ -124,8 +124,8 @@ def signal(name: str, remedy: str) -> Callable[[Read], Read]:
 def read_entropy(look: TrendLook) -> Iterator[Reading]:
     """Attention of a block collapses (Zhai et al., arXiv:2303.06296)."""
     allowed_fall = 1 - look.config.entropy_left
-    for block, block_row in look.having("entropy"):
-        level, best = look.fallen(f"entropy {block}", block_row["entropy"])
+    for block, block_row in look.rows_with("entropy"):
+        level, best = look.compare_with_best(f"entropy {block}", block_row["entropy"])
         if best > 0:
             text = f"the attention entropy of {block} has fallen from {best:.2f} to {level:.2f} nats"
             yield Reading(block, (1 - level / best) / allowed_fall, text, {"entropy": level, "best": best})
@@ -141,8 +141,8 @@ def read_flatness(look: TrendLook) -> Iterator[Reading]:
     where to look. It is near uniform at the start of a run and sharpens, so that what the entropy is below the uniform
     one is compared with the most that it was."""
     allowed_fall = 1 - look.config.focus_left
-    for block, block_row in look.having("focus"):
-        level, best = look.fallen(f"focus {block}", block_row["focus"])
+    for block, block_row in look.rows_with("focus"):
+        level, best = look.compare_with_best(f"focus {block}", block_row["focus"])
         if best > look.config.focus_floor:
             what_fell = (
                 f"attention of {block} goes back to uniform: its entropy was {best:.2f} nats below that of uniform "
@@ -161,8 +161,8 @@ def read_logits(look: TrendLook) -> Iterator[Reading]:
     extrapolated. If it slows down so fast that it would end before, it is no warning, nor the end of one: two halves of
     a window are noisy."""
     c = look.config
-    for block, block_row in look.having("logit"):
-        held_series = look.add(f"logit {block}", block_row["logit"])
+    for block, block_row in look.rows_with("logit"):
+        held_series = look.extend_series(f"logit {block}", block_row["logit"])
         level = held_series.level
         if not level >= c.logit_floor:
             yield Reading(block, 0.0, "", {})
@@ -195,14 +195,18 @@ def read_outputs(look: TrendLook) -> Iterator[Reading]:
             if not 0 < block_rms < math.inf:
                 continue
             where = f"{block} {kind_name}"
-            level, best_level = look.fallen(f"output {where}", 1 / block_rms)
+            level, best_level = look.compare_with_best(f"output {where}", 1 / block_rms)
             held = look.series[f"output {where}"]
             logs = [-math.log(value) for value in held.values]
             grows, steps_left, _ = _reaches(held.steps, logs, BEYOND)
             # Slopes of a quarter of the window are noisy: they only tell of growth that has ended.
             half = max(2 * LATEST, len(logs) // 2)
-            growth_left = still(held.steps[-half:], logs[-half:]) if len(logs) >= half else math.inf
-            slows_down = len(logs) >= half and (still(held.steps, logs) < BEYOND or growth_left < math.log(2))
+            growth_left = (
+                remaining_growth(held.steps[-half:], logs[-half:]) if len(logs) >= half else math.inf
+            )
+            slows_down = len(logs) >= half and (
+                remaining_growth(held.steps, logs) < BEYOND or growth_left < math.log(2)
+            )
             grown = best_level / level
             raw_severity = min(grown / c.output_growth, c.output_horizon / max(steps_left, 1.0))
             text = (
@@ -219,8 +223,8 @@ def read_outputs(look: TrendLook) -> Iterator[Reading]:
 def read_gradients(look: TrendLook) -> Iterator[Reading]:
     """The norm of the gradient grows, and second moments with it, as they are averages of its square. It falls at the
     start of a run, and then hardly changes: the lowest level is what it is compared with."""
-    norm = math.hypot(*(block_row["gradient"] for _, block_row in look.having("gradient")))
-    level, best_level = look.fallen("gradient", 1 / norm if norm > 0 else math.nan)
+    norm = math.hypot(*(block_row["gradient"] for _, block_row in look.rows_with("gradient")))
+    level, best_level = look.compare_with_best("gradient", 1 / norm if norm > 0 else math.nan)
     if best_level > 0:
         what_grew = f"the gradient norm has grown from {1 / best_level:.3g} to {1 / level:.3g}"
         reading_numbers = {"norm": 1 / level, "lowest": 1 / best_level}
@@ -232,8 +236,11 @@ def read_weights(look: TrendLook) -> Iterator[Reading]:
     """The norm of a kind of parameter grows by more than the sum of its updates. Straightness is that growth, relative
     to the summed norms of the updates of all steps: about 0 if their directions are random, 1 if all point straight
     outwards. More than 1 cannot come from the optimizer alone."""
-    for kind, (norm, update_norm, _) in kinds(look.rows).items():
-        norms, updates = look.add(f"norm {kind}", norm), look.add(f"update {kind}", update_norm)
+    for kind, (norm, update_norm, _) in norms_by_kind(look.rows).items():
+        norms, updates = (
+            look.extend_series(f"norm {kind}", norm),
+            look.extend_series(f"update {kind}", update_norm),
+        )
         n = min(len(norms.values), LATEST + 1)
         if n <= LATEST or norms.steps != updates.steps:
             continue
@@ -258,7 +265,7 @@ def read_updates(look: TrendLook) -> Iterator[Reading]:
     """Updates are too large for the weights (Yang, Simon & Bernstein, arXiv:2310.17813), or, of optimizers with updates
     like Adam's, far smaller than the learning rate: eps outweighs the second moment (arXiv:2309.14322, section 3.4)."""
     c = look.config
-    for kind, (norm, update, numel) in kinds(look.rows).items():
+    for kind, (norm, update, numel) in norms_by_kind(look.rows).items():
         if kind not in ("attention", "mlp") or not norm > 0:
             continue
         output_change = update / norm * math.sqrt(look.width) / 2
@@ -283,14 +290,14 @@ def read_tokens(look: TrendLook) -> Iterator[Reading]:
     """Second moments of rows of embedding or head have not kept up with fresh gradients (Wortsman et al.,
     arXiv:2304.13013, section 3): rare tokens have become frequent."""
     c = look.config
-    for table, row in look.having("stale"):
+    for table, row in look.rows_with("stale"):
         name = table.removesuffix(".weight")
-        share = look.add(f"stale {name}", row["stale"]).level
+        share = look.extend_series(f"stale {name}", row["stale"]).level
         usually = look.series.setdefault(f"usually stale {name}", Series())
         usual = median(usually.values) if usually.values else 0.0
         is_known, share_limit = len(usually.values) >= 2 * LATEST, max(c.stale_share, c.stale_factor * usual)
         if share < share_limit or not is_known:  # what is beyond it is not to become usual
-            look.add(f"usually stale {name}", row["stale"])
+            look.extend_series(f"usually stale {name}", row["stale"])
         text = (
             f"{share:.1%} of the {name}'s rows with a gradient (usually {usual:.1%}) have a second moment that has not "
             "kept up with it: tokens that were rare until now are frequent, and each moves its row by more than a "
@@ -308,11 +315,11 @@ def read_layers(look: TrendLook) -> Iterator[Reading]:
     its output weights, which get theirs directly: the ratio of both falls with the scale of what the block passes on,
     whatever the loss, the other blocks and the noise of the batch do. Or the block adds next to nothing."""
     c = look.config
-    for block, block_row in look.having("added"):
+    for block, block_row in look.rows_with("added"):
         outer = _gradient(look.rows, block, "attention.out", "mlp.down")
         ratio = _gradient(look.rows, block, "attention.qkv", "mlp.gate_up") / outer if outer > 0 else math.nan
-        level, best = look.fallen(f"passed {block}", ratio)
-        added_share = look.add(f"added {block}", block_row["added"]).level
+        level, best = look.compare_with_best(f"passed {block}", ratio)
+        added_share = look.extend_series(f"added {block}", block_row["added"]).level
         share_left = level / best if best > 0 else math.nan
         if added_share <= c.layer_added:
             what_fades = f"{block} adds no more than {added_share:.1e} times the residual stream's RMS to it"
@@ -326,7 +333,7 @@ def read_layers(look: TrendLook) -> Iterator[Reading]:
         yield Reading(block, severe, what_fades, {"passed": level, "before": best, "added": added_share})
 
 
-def kinds(rows: Rows) -> dict[str, tuple[float, float, float]]:
+def norms_by_kind(rows: Rows) -> dict[str, tuple[float, float, float]]:
     """By kind of parameter: norm, norm of the update, number of elements."""
     kind_norms: dict[str, tuple[float, float, float]] = {}
     for row_name, row in rows.items():
@@ -344,17 +351,17 @@ def kind_of(name: str) -> str:
     return "norm" if "norm" in name_part else name_part.partition(".")[0]
 
 
-def slope(steps: list[int], values: list[float]) -> float:
+def median_slope(steps: list[int], values: list[float]) -> float:
     """Median slope of all pairs (Theil and Sen), per step."""
     point_pairs = combinations(zip(steps, values, strict=True), 2)
     return median((late - early) / (after - before) for (before, early), (after, late) in point_pairs)
 
 
-def still(steps: list[int], values: list[float]) -> float:
+def remaining_growth(steps: list[int], values: list[float]) -> float:
     """By how much values still grow if their slope goes on to shrink as it did from the older half to the newer one;
     0 if they no longer grow, inf if they do not slow down."""
     half = len(values) // 2
-    older, newer = slope(steps[:half], values[:half]), slope(steps[half:], values[half:])
+    older, newer = median_slope(steps[:half], values[:half]), median_slope(steps[half:], values[half:])
     if newer <= 0:
         return 0.0
     if newer >= older:
@@ -369,7 +376,10 @@ def _reaches(steps: list[int], logs: list[float], left: float) -> tuple[float, f
     grows, growth_ahead = 0.0, math.inf
     if len(logs) >= 2 * LATEST:
         two_spans = [(steps[-n:], logs[-n:]) for n in (len(logs), max(2 * LATEST, len(logs) // 2))]
-        grows, growth_ahead = min(slope(*of) for of in two_spans), min(still(*of) for of in two_spans)
+        grows, growth_ahead = (
+            min(median_slope(*of) for of in two_spans),
+            min(remaining_growth(*of) for of in two_spans),
+        )
     return grows, left / grows if grows > 0 else (0.0 if not left else math.inf), growth_ahead < left
 
 

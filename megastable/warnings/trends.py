@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict
 
-from megastable.base.text import plural
+from megastable.base.text import count_noun
 from megastable.checkpoint.store import RunState
 from megastable.config.rules import ADAM_LIKE
 from megastable.config.stability import TrendsConfig
@@ -34,7 +34,7 @@ from megastable.config.tree import RunConfig
 from megastable.engine.engine import Engine
 from megastable.engine.measured import Measured
 from megastable.engine.watch import Watch
-from megastable.optim.schedule import progress, warmup
+from megastable.optim.schedule import measure_progress, warmup_length
 from megastable.run.events.stability_events import TrendEvent
 from megastable.run.log import RunLog
 from megastable.warnings.trend_signals import SIGNALS, Reading, Rows, Series, TrendLook
@@ -196,12 +196,12 @@ class Trends(Watch):
             f"step {t[0].step}: {_with_others(t[0].text, len(t) - 1)}" for t in self.state.standing.values()
         ]
 
-    def looks(self, step: int) -> bool:
+    def is_look(self, step: int) -> bool:
         """Whether a step is to be measured."""
         c = self.config
         return c.enabled and step > c.start and step % c.interval == 0
 
-    def measured(self, step: int, rate: float | None, rows: Rows) -> list[TrendEvent]:
+    def judge_look(self, step: int, rate: float | None, rows: Rows) -> list[TrendEvent]:
         """Judge a look at an applied step. rate, rows: see `TrendLook`."""
         trend_look = TrendLook(step, rate, rows, self.state.series, self.config, self.width)
         found_events = list[TrendEvent]()
@@ -209,7 +209,7 @@ class Trends(Watch):
             found_events += self._judged(signal_name, step, list(signal.read(trend_look)), signal.remedy)
         return found_events
 
-    def evaluated(self, step: int, validation: float, losses: Iterable[float]) -> list[TrendEvent]:
+    def judge_evaluation(self, step: int, validation: float, losses: Iterable[float]) -> list[TrendEvent]:
         """Judge an evaluation. losses: of the latest steps."""
         latest_losses, evaluations = [loss for loss in losses if math.isfinite(loss)], self.state.evaluations
         if not latest_losses or not math.isfinite(validation):
@@ -229,7 +229,7 @@ class Trends(Watch):
             *self._judged(OSCILLATION, step, [self._oscillation()], OSCILLATION_REMEDY),
         ]
 
-    def trained(self, step: int, loss: float) -> list[TrendEvent]:
+    def judge_loss(self, step: int, loss: float) -> list[TrendEvent]:
         """Judge the losses of the latest steps, of which `step` is the last; nats."""
         s = self.state
         s.losses = [*s.losses, loss][-LONGEST:] if math.isfinite(loss) else s.losses
@@ -311,7 +311,7 @@ class Trends(Watch):
 
 
 def _with_others(text: str, others: int) -> str:
-    return text + (f"; and so for {plural(others, 'other')}" if others else "")
+    return text + (f"; and so for {count_noun(others, 'other')}" if others else "")
 
 
 class TrendWatch(Trends):
@@ -328,34 +328,38 @@ class TrendWatch(Trends):
 
     def after_update(self, measured: Measured, step: int, rate: float) -> None:
         if self.config.enabled and step > self.config.start:
-            self._tell(self.trained(step, measured.loss))
+            self._tell(self.judge_loss(step, measured.loss))
 
-    def begin(self, state: RunState) -> bool:
+    def prepare_step(self, state: RunState) -> bool:
         """Before the step after `state`: watch it, if a look is due; whether it is. None is while the rate warms up:
         weights that start at zero grow straight, attention sharpens and logits grow, as they should."""
-        is_warming = progress(self.schedule, state.updates, state.trained_tokens) < warmup(self.schedule)
-        is_due = not is_warming and self.looks(state.step + 1)
+        is_warming = measure_progress(self.schedule, state.updates, state.trained_tokens) < warmup_length(
+            self.schedule
+        )
+        is_due = not is_warming and self.is_look(state.step + 1)
         if is_due:
-            self.probe.watch()
+            self.probe.watch_step()
         return is_due
 
-    def after(self, state: RunState, lr: float, applied: bool, incident: bool) -> None:
+    def judge_step(self, state: RunState, lr: float, applied: bool, incident: bool) -> None:
         """After every step. lr: its rate; incident: one is open, whose numbers are no trend."""
         if not self.probe.watching:
             return
         if incident or not applied:
-            self.probe.drop()
+            self.probe.drop_step()
             return
-        probe_rows = self.probe.collect(self.engine.flat_state(), self.engine.kept)
+        probe_rows = self.probe.collect_look(self.engine.flat_state(), self.engine.kept)
         # What is measured against the rate are updates of the blocks' matrices, which have muP's.
         element_rate = lr / self.ratio if self.adam_sized else None
-        self._tell(self.measured(state.step, element_rate, probe_rows))
+        self._tell(self.judge_look(state.step, element_rate, probe_rows))
 
     def after_evaluation(self, state: RunState, loss: float) -> None:
         """loss: nats per token."""
         if self.config.enabled:
-            self._tell(self.evaluated(state.step, loss, state.recent_losses))
+            self._tell(self.judge_evaluation(state.step, loss, state.recent_losses))
 
     def _tell(self, found: Iterable[TrendEvent]) -> None:
         for event in found:
-            self.log.emit(event, say=event.line() if event.what == "over" else f"WARNING: {event.line()}")
+            self.log.emit_event(
+                event, say=event.format_line() if event.what == "over" else f"WARNING: {event.format_line()}"
+            )

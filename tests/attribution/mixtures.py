@@ -104,6 +104,6 @@ def alarms(
     test, random = SampleTest(config or SampleConfig()), np.random.default_rng(seed + 1)
     for step, (losses, corpora) in enumerate(steps(mixture, count, seed), start=1):
         spoil(random, step, losses)
-        alarm = test.observe(step, losses, corpora, NAMES)
+        alarm = test.observe_batch(step, losses, corpora, NAMES)
         if alarm is not None:
             yield step, alarm.onset

@@ -58,12 +58,12 @@ def branch_rank(given: dict[str, Any], optimizer: dict[str, Any], world: int, tr
         tree = c.model_dump(exclude_unset=True)
         c = RunConfig.model_validate(tree | {"precision": {"kind": "bf16", "fp8": fp8}})
     p = c.parallel
-    layout = Layout(p.tensor, p.pipeline, deepspeed_json.data_parallel(c, world), p.context)
+    layout = Layout(p.tensor, p.pipeline, deepspeed_json.size_of_data_parallel(c, world), p.context)
     topology = Topology(layout, dist.get_rank(), timeout=PATIENCE)
-    engine = Engine(c, deepspeed_json.build(c, world), topology)
+    engine = Engine(c, deepspeed_json.build_deepspeed_json(c, world), topology)
     data, size, length = trained.batches(), trained.BATCH, c.model.sequence_length
     loader: Any = SimpleNamespace(
-        read=lambda positions: mine(data[positions[0] // size], topology, c.train.micro_batch)
+        read_micro_batches=lambda positions: mine(data[positions[0] // size], topology, c.train.micro_batch)
     )
     steps = list(np.arange(trained.STEPS * size).reshape(trained.STEPS, size))
     ring, told = Ring(engine, 4, 1), list[tuple[float, float]]()
@@ -71,17 +71,17 @@ def branch_rank(given: dict[str, Any], optimizer: dict[str, Any], world: int, tr
     updates = tokens = 0
     for step, positions in enumerate(steps, 1):
         rate = 0.5 * scheduled_rate(c, updates, tokens, size * length)
-        measured, applied = engine.train_step(loader.read(positions), rate, lambda m: m.finite)
+        measured, applied = engine.train_step(loader.read_micro_batches(positions), rate, lambda m: m.finite)
         updates, tokens = updates + applied, tokens + applied * size * length
         told.append((measured.loss, measured.grad_norm))
         at[step] = updates, tokens
         if step == SAVED:
-            ring.take(step, None)
+            ring.take_snapshot(step, None)
         if step == REACHED and tried:
-            before = trained._copied(engine.optimizer_state()), engine.counters(), engine.measured
-            present, saved = ring.aside(step), ring.before(step)
+            before = trained._copied(engine.optimizer_state()), engine.read_counters(), engine.measured
+            present, saved = ring.copy_aside(step), ring.find_before(step)
             assert saved is not None
-            ring.restore(saved)
+            ring.restore_snapshot(saved)
             engine.refresh_weights()
             start, half = BranchStart(*at[SAVED]), lambda _, rate: 0.5 * rate
             branch = train_branch(c, engine, loader, start, steps[SAVED:REACHED], half)
@@ -89,20 +89,20 @@ def branch_rank(given: dict[str, Any], optimizer: dict[str, Any], world: int, tr
                 "branch": list(zip(branch.losses.tolist(), branch.norms.tolist(), strict=True)),
                 "reached": trained._same(before[0], engine.optimizer_state()),
             }
-            ring.restore(saved)
+            ring.restore_snapshot(saved)
             engine.refresh_weights()
             numerics = engine.numerics.now  # and one with every remedy
-            engine.numerics.switch(Numerics(False, frozenset(engine.numerics.kernels)))
-            engine.adjustments.switch(engine.adjustments.possible)
+            engine.numerics.switch_to(Numerics(False, frozenset(engine.numerics.kernels)))
+            engine.adjustments.switch_to(engine.adjustments.possible)
             engine.reset_moments()
             other = train_branch(c, engine, loader, start, steps[SAVED:REACHED], half)
             trial["other"] = list(zip(other.losses.tolist(), other.norms.tolist(), strict=True))
-            engine.adjustments.switch(())
-            engine.numerics.switch(numerics)
-            ring.restore(present)
+            engine.adjustments.switch_to(())
+            engine.numerics.switch_to(numerics)
+            ring.restore_snapshot(present)
             engine.refresh_weights()
             trial["present"] = trained._same(before[0], engine.optimizer_state())
-            trial["counters"] = str(before[1]) == str(engine.counters()) and engine.measured is before[2]
+            trial["counters"] = str(before[1]) == str(engine.read_counters()) and engine.measured is before[2]
     return trial | {"told": told, "state": trained._copied(engine.optimizer_state())}
 
 

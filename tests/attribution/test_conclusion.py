@@ -13,7 +13,14 @@ from hypothesis import strategies as st
 
 from megastable.attribution.conclusion import WORSE, Suspect, blame_samples, blame_state, is_worse
 from megastable.attribution.scores import ENOUGH, TAIL_KNOWN, UsualLosses, bad_by_loss
-from megastable.recovery.replays import SAME, Replay, Result, gone, replay, reproduced
+from megastable.recovery.replays import (
+    SAME,
+    Replay,
+    Result,
+    are_losses_alike,
+    compare_with_replays,
+    has_trouble_vanished,
+)
 from megastable_guard.actions import Cause
 from megastable_guard.robust import Trend
 
@@ -33,7 +40,7 @@ def compare(
 ) -> tuple[np.ndarray, np.ndarray]:
     """z and p of losses, among harmless ones; corpora of both, None: all are of one."""
     kinds, of = (np.zeros(x.size, np.int64) if k is None else k for x, k in ((losses, kinds), (harmless, of)))
-    return UsualLosses(harmless, of).compare(losses, kinds)
+    return UsualLosses(harmless, of).compare_losses(losses, kinds)
 
 
 def judge(losses: np.ndarray, harmless: np.ndarray) -> np.ndarray:
@@ -224,10 +231,10 @@ USUAL = (Trend(level=3.0, low=2.9, scale=0.1, noise=0.1, late=3.0), Trend(-1.0, 
 def test_gone_tells_trouble_that_vanishes_without_fp8(
     with_fp8: tuple[float, float], without: tuple[float, float], expected: bool
 ) -> None:
-    assert gone(with_fp8, without, USUAL) is expected
+    assert has_trouble_vanished(with_fp8, without, USUAL) is expected
     # Where nothing is known yet only what is not finite can be gone.
     vanishes = not all(map(math.isfinite, with_fp8)) and all(map(math.isfinite, without))
-    assert gone(with_fp8, without, (None, None)) is vanishes
+    assert has_trouble_vanished(with_fp8, without, (None, None)) is vanishes
 
 
 @pytest.mark.parametrize(
@@ -242,8 +249,8 @@ def test_gone_tells_trouble_that_vanishes_without_fp8(
     ],
 )
 def test_reproduced_is_within_a_tolerance(recorded: list[float], again: list[float], same: bool) -> None:
-    assert reproduced(floats(*recorded), floats(*again)) is same
-    assert reproduced(floats(*again), floats(*recorded)) is same
+    assert are_losses_alike(floats(*recorded), floats(*again)) is same
+    assert are_losses_alike(floats(*again), floats(*recorded)) is same
 
 
 STEP, OTHER_STEP, THIRD = ([2.0, 3.0], 1.0), ([2.0, 3.1], 1.0), ([2.0, 3.0], 1.2)
@@ -267,4 +274,4 @@ def test_replay_blames_hardware_for_what_two_replays_agree_on_and_the_step_does_
         assert given is not None
         return Result(floats(*given[0]), given[1])
 
-    assert replay(result(STEP), result(again), lambda: result(once_more)) is told
+    assert compare_with_replays(result(STEP), result(again), lambda: result(once_more)) is told

@@ -34,35 +34,35 @@ class Laboratory:
 
     def __init__(self, bad: Int64s, alike: bool = True, out: float = 4.0, seed: int = 0) -> None:
         self.config, self.batch, self.forwards = AttributionConfig(), BATCH, 0
-        self.selection = Skips.of([])
+        self.selection = Skips.from_ranges([])
         random, end = np.random.default_rng(seed), int(bad.max()) + (1 << 10) * BATCH
         self.bad = np.zeros(end, dtype=bool)
         self.bad[bad] = True
         self.alike, self._losses = alike, 3 + 0.3 * (random.standard_normal(end) + out * self.bad)
 
-    def losses(self, positions: Int64s) -> Any:
+    def measure_losses(self, positions: Int64s) -> Any:
         self.forwards += math.ceil(positions.size / BATCH)
         return self._losses[positions]
 
-    def tokens(self, positions: Int64s) -> Int64s:
+    def read_tokens(self, positions: Int64s) -> Int64s:
         random = np.random.default_rng(int(positions.sum()))
         text = random.integers(WORDS, size=(positions.size, LENGTH + 1))
         other = self.bad[positions] & self.alike
         return np.where(other[:, None], WORDS + text // 4, text)
 
-    def corpora(self, positions: Int64s) -> Int64s:
+    def find_corpora(self, positions: Int64s) -> Int64s:
         return np.zeros(positions.shape, np.int64)
 
-    samples = sample_replay.Laboratory.samples
+    prepare_samples = sample_replay.Laboratory.prepare_samples
 
-    def known(self, history: list[Trained], *_: Any) -> Known:
+    def find_harmless(self, history: list[Trained], *_: Any) -> Known:
         positions = np.concatenate([t.positions for t in history])
-        return Known(positions, self._losses[positions], self.corpora(positions))
+        return Known(positions, self._losses[positions], self.find_corpora(positions))
 
     def find_extraordinary(self, *_: Any) -> None:
         return None
 
-    def gradient_norm(self, positions: Int64s) -> float:
+    def measure_gradient_norm(self, positions: Int64s) -> float:
         return 1.0
 
     def concluded(self, steps: int = 2) -> Conclusion:
@@ -73,13 +73,13 @@ class Laboratory:
             lab, trained[STEPS:], trained[:STEPS], FIRST, self.selection, adjacent=False
         )
         self.forwards = 0
-        return examination.conclude()
+        return examination.reach_conclusion()
 
 
 def judged(laboratory: Laboratory, found: Conclusion) -> tuple[int, int]:
     """Bad samples that were not convicted, and innocent ones that were."""
     convicted = np.zeros_like(laboratory.bad)
-    convicted[found.convicted] = True
+    convicted[found.bad_positions] = True
     return int((laboratory.bad & ~convicted).sum()), int((convicted & ~laboratory.bad).sum())
 
 
@@ -107,7 +107,7 @@ def test_what_goes_on_beyond_the_budget_makes_nobody_bad(steps: int, looked: int
     laboratory = Laboratory(FIRST + 4 + np.arange(500 * BATCH), out=6.0)
     laboratory.config = AttributionConfig(region=steps)
     found = laboratory.concluded()
-    assert found.cause is Cause.STATE and not found.convicted and found.region is None
+    assert found.cause is Cause.STATE and not found.bad_positions and found.region is None
     assert laboratory.forwards == looked and f"the next {looked} steps" in found.reason
 
 
@@ -115,7 +115,7 @@ def test_what_goes_on_beyond_the_budget_makes_nobody_bad(steps: int, looked: int
 def test_where_the_data_ends_before_the_region_nobody_is_bad(clean: int) -> None:
     """All that is left is skipped."""
     laboratory = Laboratory(FIRST + np.arange(5 * BATCH), out=6.0)
-    laboratory.selection = Skips.of([(FIRST + (5 + clean) * BATCH, LAST_POSITION)])
+    laboratory.selection = Skips.from_ranges([(FIRST + (5 + clean) * BATCH, LAST_POSITION)])
     found = laboratory.concluded()
     assert (found.cause is Cause.DATA) == (clean == CLEAN)
     missed, innocent = judged(laboratory, found)
@@ -131,7 +131,7 @@ def test_strays_in_clean_batches_do_not_prolong_a_region_and_clean_batches_insid
     assert found.region is not None and [bad for *_, bad in found.region.probes][-CLEAN:] == [1, 1, 1]
     assert len(found.region.probes) == 8 + CLEAN
     assert found.region.end == strays[0] + 1, "the first one may be the region's last"
-    assert set(found.convicted) <= {*inside.tolist(), int(strays[0])} and len(found.convicted) >= 105
+    assert set(found.bad_positions) <= {*inside.tolist(), int(strays[0])} and len(found.bad_positions) >= 105
 
 
 def test_who_is_guilty_by_itself_is_told_from_one_of_a_crowd() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megastable.attribution.conclusion import Conclusion
-from megastable.attribution.sample_replay import Known, Laboratory, Trained, harmless
+from megastable.attribution.sample_replay import Known, Laboratory, Trained, collect_harmless
 from megastable.config.stability import AttributionConfig
 from megastable.config.tree import RunConfig
 from megastable.data.corpora import open_corpora
@@ -69,12 +69,12 @@ def config(corpus: Path, **parts: Any) -> RunConfig:
 def concluded(laboratory: Any, thorough: bool) -> dict[str, Conclusion]:
     """Of steps like those before, with few of those recorded, next to better ones, and of more than are looked at;
     and of a region that goes on. The first and the last where it is not `thorough`."""
-    from megastable.attribution.examination import examine
+    from megastable.attribution.examination import examine_window
     from megastable.attribution.sample_replay import Trained
     from megastable.data.skips import Skips
 
     every = np.arange(BATCH * 16).reshape(16, BATCH)
-    losses = laboratory.losses(every.ravel()).reshape(16, BATCH)
+    losses = laboratory.measure_losses(every.ravel()).reshape(16, BATCH)
 
     def steps(first: int, end: int, off: float = 0.0) -> list[Trained]:
         return [Trained(i, every[i], losses[i] + off, True) for i in range(first, end)]
@@ -85,13 +85,16 @@ def concluded(laboratory: Any, thorough: bool) -> dict[str, Conclusion]:
         asked["measured"] = window, steps(12, 14, -5.0)
         asked["worse"] = window, steps(0, 14, -5.0)
         asked["long"] = window * 9, history
-    found = {name: examine(laboratory, w, h, 14 * BATCH, Skips.of([])) for name, (w, h) in asked.items()}
-    measure = laboratory.losses
-    laboratory.losses = lambda positions: (
+    found = {
+        name: examine_window(laboratory, w, h, 14 * BATCH, Skips.from_ranges([]))
+        for name, (w, h) in asked.items()
+    }
+    measure = laboratory.measure_losses
+    laboratory.measure_losses = lambda positions: (
         measure(positions) + np.where((positions >= 114) & (positions < REGION_END), 5.0, 0.0)
     )
-    grown = examine(laboratory, window, history, 14 * BATCH, Skips.of([]))
-    vars(laboratory).pop("losses")
+    grown = examine_window(laboratory, window, history, 14 * BATCH, Skips.from_ranges([]))
+    vars(laboratory).pop("measure_losses")
     return {**found, "grown": grown}
 
 
@@ -102,7 +105,7 @@ def undecided(laboratory: Any) -> tuple[Conclusion, int, str]:
 
     from megastable.base.errors import DataError
 
-    last, count, exact = dist.get_rank() == dist.get_world_size() - 1, 0, laboratory.losses
+    last, count, exact = dist.get_rank() == dist.get_world_size() - 1, 0, laboratory.measure_losses
 
     def losses(positions: np.ndarray) -> np.ndarray:
         nonlocal count
@@ -111,21 +114,23 @@ def undecided(laboratory: Any) -> tuple[Conclusion, int, str]:
         return np.full(positions.size, 3.0 + 1e-12 * (last and dist.get_world_size() > 1))
 
     def work(lab: Any) -> Any:
-        while lab.losses(np.arange(3)).mean() > 3.0 and lab.batch:  # for ever, on the last rank
+        while lab.measure_losses(np.arange(3)).mean() > 3.0 and lab.batch:  # for ever, on the last rank
             pass
-        return Conclusion(Cause.DATA, [lab.tokens(np.arange(3)).shape[0]], [], repr(lab.losses(np.arange(1))))
+        return Conclusion(
+            Cause.DATA, [lab.read_tokens(np.arange(3)).shape[0]], [], repr(lab.measure_losses(np.arange(1)))
+        )
 
     def fail(lab: Any) -> Any:
-        lab.losses(np.arange(3))
+        lab.measure_losses(np.arange(3))
         raise DataError("nothing is left")
 
-    laboratory.losses = losses
+    laboratory.measure_losses = losses
     try:
-        found = laboratory.led(work)
+        found = laboratory.run_on_rank0(work)
         with pytest.raises(DataError) as told:
-            laboratory.led(fail)
+            laboratory.run_on_rank0(fail)
     finally:
-        vars(laboratory).pop("losses")
+        vars(laboratory).pop("measure_losses")
     return found, count, str(told.value)
 
 
@@ -139,14 +144,14 @@ def torn(loader: Any, laboratory: Any) -> list[str]:
         raise DataError("part-0.bin is gone")
 
     if dist.get_rank() == dist.get_world_size() - 1:
-        loader.read = read
+        loader.read_micro_batches = read
     told = []
-    for ask in (laboratory.losses, laboratory.gradient_norm):
+    for ask in (laboratory.measure_losses, laboratory.measure_gradient_norm):
         try:
             ask(np.arange(3))
         except DataError as error:
             told.append(str(error))
-    vars(loader).pop("read", None)
+    vars(loader).pop("read_micro_batches", None)
     return told
 
 
@@ -165,17 +170,19 @@ def measure(configs: list[tuple[RunConfig, bool]], world: int) -> list[dict[str,
         found = {name: t.clone() for name, t in engine.optimizer_state().items()}
         for index, parameter in enumerate(engine.ds.module.parameters()):
             found[f"low/{index}"] = getattr(parameter, "ds_tensor", parameter).detach().clone()
-        return found | {"counters": engine.counters(), "random": torch.get_rng_state()}
+        return found | {"counters": engine.read_counters(), "random": torch.get_rng_state()}
 
     def run(c: RunConfig, measuring: bool, thorough: bool = False) -> dict[str, Any]:
         torch.manual_seed(1)
-        layout = Layout(c.parallel.tensor, c.parallel.pipeline, deepspeed_json.data_parallel(c, world))
+        layout = Layout(
+            c.parallel.tensor, c.parallel.pipeline, deepspeed_json.size_of_data_parallel(c, world)
+        )
         topology = Topology(layout, dist.get_rank(), timeout=PATIENCE)
-        engine = Engine(c, deepspeed_json.build(c, world), topology)
+        engine = Engine(c, deepspeed_json.build_deepspeed_json(c, world), topology)
         source = open_corpora(c.data.corpora, c.model.sequence_length, c.run.seed).train
         found: dict[str, Any] = {}
         with Loader(
-            source, Skips.of([]), 0, BATCH, c.train.micro_batch, topology.data_rank, layout.data,
+            source, Skips.from_ranges([]), 0, BATCH, c.train.micro_batch, topology.data_rank, layout.data,
             c.data.keep_documents_apart,
         ) as loader:  # fmt: skip
 
@@ -187,8 +194,8 @@ def measure(configs: list[tuple[RunConfig, bool]], world: int) -> list[dict[str,
             if measuring:
                 laboratory = Laboratory(c.stability.attribution, engine, loader)
                 found["before"], cursor = state(engine), loader.cursor
-                found["losses"] = [laboratory.losses(np.array(p, dtype=np.int64)) for p in ASKED]
-                found["norms"] = [laboratory.gradient_norm(np.array([p])) for p in ALONE]
+                found["losses"] = [laboratory.measure_losses(np.array(p, dtype=np.int64)) for p in ASKED]
+                found["norms"] = [laboratory.measure_gradient_norm(np.array([p])) for p in ALONE]
                 found["concluded"] = concluded(laboratory, thorough)
                 found["undecided"] = undecided(laboratory)
                 found["torn"] = torn(loader, laboratory)
@@ -230,7 +237,7 @@ def expected(corpus: Path) -> tuple[list[list[float]], list[float]]:
     weights = {placement_of(p).name: p.detach() for p in model.parameters()}
 
     def batch(positions: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        samples = source.samples(np.array(positions))
+        samples = source.read_samples(np.array(positions))
         segments = segments_of(samples[:, :-1], source.eod) if c.data.keep_documents_apart else None
         return (
             torch.from_numpy(samples[:, :-1]), torch.from_numpy(samples[:, 1:]),
@@ -329,10 +336,10 @@ def test_on_two_ranks(two: dict[str, list[dict[str, Any]]], corpus: Path) -> Non
 def test_what_was_convicted_since_is_no_measure_of_harmless_samples() -> None:
     """A sample that was trained on in this epoch, and convicted when it came again."""
     order = Order([OrderedCorpus("web", 32 * 20 + 1, 1.0, "f")], 32, seed=0)
-    again = order.positions_of(0, [order.locate_one(3).sequence, order.locate_one(9).sequence], 20, 40)
+    again = order.positions_of(0, [order.locate_sample(3).sequence, order.locate_sample(9).sequence], 20, 40)
     selection = Selection(order, Ledger(sample_entries(order, again, "bad")).exclusions)
     steps = [Trained(n, np.arange(8 * n, 8 * n + 8), np.arange(8 * n, 8 * n + 8) / 10, True) for n in (0, 1)]
-    positions, losses = harmless(steps, selection)
+    positions, losses = collect_harmless(steps, selection)
     assert positions.tolist() == [p for p in range(16) if p not in (3, 9)]
     assert losses.tolist() == [p / 10 for p in positions.tolist()]
 
@@ -352,7 +359,7 @@ def test_the_gradients_of_a_few_batches_are_measured_the_refused_ones_first(
         asked.append(int(positions[0]))
         return 1.6 if positions[0] == 1064 else 1.0
 
-    laboratory.gradient_norm = gradient_norm
+    laboratory.measure_gradient_norm = gradient_norm
     harmless = Known(np.arange(known), np.full(known, 3.0), np.zeros(known, np.int64))
     steps = [Trained(n, 1000 + 16 * n + np.arange(16), np.full(16, 3.0), n < 4) for n in range(6)]
     found = laboratory.find_extraordinary(steps, harmless)
@@ -360,5 +367,5 @@ def test_the_gradients_of_a_few_batches_are_measured_the_refused_ones_first(
     assert asked == ([known - 16, *firsts] if measured else [])
     assert (found is None) == (not measured)
     assert found is None or (found.positions.tolist(), found.ratio) == ([*range(1064, 1080)], 1.6)
-    laboratory.gradient_norm = lambda positions: np.nan if positions[0] == 1064 else 1.0
+    laboratory.measure_gradient_norm = lambda positions: np.nan if positions[0] == 1064 else 1.0
     assert laboratory.find_extraordinary(steps, harmless) is None

@@ -39,7 +39,7 @@ def by_norm(seed: int, factors: dict[int, float]) -> list[tuple[int, int]]:
     test, random, found = SampleTest(SampleConfig()), np.random.default_rng(seed + 1), list[tuple[int, int]]()
     for step, (losses, corpora) in enumerate(steps(Mixture(normal), 420, seed), start=1):
         norm = factors.get(step, 1.0) * float(np.exp(0.1 * random.standard_normal()))
-        alarm = test.observe(step, losses, corpora, NAMES, norm=norm)
+        alarm = test.observe_batch(step, losses, corpora, NAMES, norm=norm)
         if alarm is not None:
             assert "gradient norms" in alarm.reason
             found.append((step, alarm.onset))
@@ -49,17 +49,19 @@ def by_norm(seed: int, factors: dict[int, float]) -> list[tuple[int, int]]:
 def test_sample_test_learns_nothing_of_refused_steps_and_numbers_that_are_none() -> None:
     test = SampleTest(SampleConfig())
     for norm in (1.0, float("inf"), float("nan"), 0.0, 2.0):
-        test.observe(1, np.ones(16), np.zeros(16, np.int64), NAMES, norm=norm)
-    test.observe(1, np.ones(16), np.zeros(16, np.int64), NAMES, applied=False, norm=9.0)
+        test.observe_batch(1, np.ones(16), np.zeros(16, np.int64), NAMES, norm=norm)
+    test.observe_batch(1, np.ones(16), np.zeros(16, np.int64), NAMES, applied=False, norm=9.0)
     assert test.state.norms == [0.0, np.log(2.0)]
     test = SampleTest(SampleConfig())
     for step, (losses, corpora) in enumerate(steps(TEXT, 200, seed=0), start=1):
-        test.observe(step, losses, corpora, NAMES)
+        test.observe_batch(step, losses, corpora, NAMES)
     before = test.state
-    test.observe(201, losses + 9, corpora, NAMES, applied=False)
+    test.observe_batch(201, losses + 9, corpora, NAMES, applied=False)
     assert test.state.corpora == before.corpora and test.state.means == before.means
     losses[3] = np.nan
-    assert test.observe(202, losses, corpora, NAMES) is None  # clipped, one sample of sixteen raises nothing
+    assert (
+        test.observe_batch(202, losses, corpora, NAMES) is None
+    )  # clipped, one sample of sixteen raises nothing
     assert np.isfinite([x for c in test.state.corpora.values() for x in c.losses]).all()
 
 
@@ -72,7 +74,7 @@ def test_sample_test_goes_on_from_its_state(cut: int, seed: int) -> None:
             kept = other.state
             other = SampleTest(SampleConfig(), SampleState.model_validate_json(kept.model_dump_json()))
             assert other.state == kept
-        first, second = (test.observe(step, losses, corpora, NAMES) for test in (one, other))
+        first, second = (test.observe_batch(step, losses, corpora, NAMES) for test in (one, other))
         assert first == second
     assert one.state == other.state
 
@@ -82,10 +84,10 @@ def test_sample_test_does_not_judge_a_rare_corpus_before_it_is_known(step: int, 
     test, random, corpora = SampleTest(SampleConfig()), np.random.default_rng(0), np.arange(16) // 15
     for number in range(1, step):
         losses = 3 + 4 * corpora + 0.5 * random.standard_normal(16)
-        assert test.observe(number, losses, corpora, NAMES) is None
+        assert test.observe_batch(number, losses, corpora, NAMES) is None
     other = SampleTest(SampleConfig(), test.state)
-    test.observe(step, losses, corpora, NAMES)
-    other.observe(step, losses + 100 * corpora, corpora, NAMES)
+    test.observe_batch(step, losses, corpora, NAMES)
+    other.observe_batch(step, losses + 100 * corpora, corpora, NAMES)
     assert (other.state.means != test.state.means) == judged
 
 

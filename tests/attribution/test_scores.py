@@ -11,10 +11,10 @@ from megastable.attribution.scores import (
     ScoredSamples,
     Words,
     conformal,
-    crowd,
     group_test,
-    judge,
     judge_alike,
+    judge_suspects,
+    name_crowd,
 )
 
 LENGTH, VOCABULARY = 64, 500
@@ -49,7 +49,7 @@ def scale() -> Scale:
 
 def named(scale: Scale, suspects: ScoredSamples, error: float = 0.1) -> np.ndarray:
     alone = np.zeros(suspects.z.shape, dtype=bool)
-    return judge(scale, suspects, alone, error, SIGNIFICANCE, INNOCENT).bad
+    return judge_suspects(scale, suspects, alone, error, SIGNIFICANCE, INNOCENT).bad
 
 
 @pytest.mark.quick("12-20-5.0")
@@ -80,7 +80,7 @@ def test_easy_text_that_is_alike_is_named_where_its_gradient_accuses_it(scale: S
         assert judged.bad[:36].sum() >= 34 and judged.bad[36:].sum() <= 2
         far = joined(other(random, 16, z), text(random, 200))
         assert judged.score is not None
-        bad = judged.score.of(far) >= judged.bar
+        bad = judged.score.score_samples(far) >= judged.bar
         assert bad[:16].sum() >= 14 and bad[16:].sum() <= 3
 
 
@@ -123,7 +123,7 @@ def test_a_crowd_keeps_its_false_discovery_rate() -> None:
     for _ in range(200):
         harmless = random.normal(0, 1, 600)
         suspects = np.concatenate([random.normal(3.0, 1, 40), random.normal(0, 1, 60)])
-        guilty = crowd(suspects, harmless, INNOCENT)
+        guilty = name_crowd(suspects, harmless, INNOCENT)
         shares.append(guilty[40:].sum() / max(1, guilty.sum()))
     assert np.mean(shares) <= 1.5 * INNOCENT
 
@@ -153,13 +153,16 @@ def test_the_like_of_the_accused_are_told_from_harmless_samples_and_nobody_resem
     random = np.random.default_rng(0)
     harmless, noise = zipf(random, 400), random.integers(0, MANY, (60, LONG + 1))
     resemblance = Resemblance(noise[:20], harmless[:200])
-    other = resemblance.of(harmless[200:])
-    assert resemblance.of(noise[20:]).min() > other.max()
+    other = resemblance.measure_likeness(harmless[200:])
+    assert resemblance.measure_likeness(noise[20:]).min() > other.max()
     # Harmless samples that are accused are like any other, as long as each is left out of its own measure.
     innocent = Resemblance(harmless[200:220], harmless[:200])
     every = np.ones(20, dtype=bool)
-    own, others = innocent.of(harmless[200:220], every), innocent.of(harmless[220:])
+    own, others = (
+        innocent.measure_likeness(harmless[200:220], every),
+        innocent.measure_likeness(harmless[220:]),
+    )
     assert abs(own.mean() - others.mean()) < 0.5 * others.std()
-    assert innocent.of(harmless[200:220]).mean() > others.max()  # what leaving them out is for
+    assert innocent.measure_likeness(harmless[200:220]).mean() > others.max()  # what leaving them out is for
     alone = Resemblance(harmless[200:201], harmless[:200])
-    assert alone.of(harmless[200:201], every[:1]).tolist() == [0.0]
+    assert alone.measure_likeness(harmless[200:201], every[:1]).tolist() == [0.0]

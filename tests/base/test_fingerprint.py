@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from megastable.base import fingerprint as module
 from megastable.base import reproducible
-from megastable.base.fingerprint import ROW, fingerprint, mark_of, marks_of, unlike
+from megastable.base.fingerprint import ROW, compare_marks, fingerprint_tensors, mark_of, marks_of
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.float64]
 
@@ -36,13 +36,13 @@ def factor(word: int) -> int:
 
 
 def odd_number(key: int, index: int) -> int:
-    return reproducible.mixed((index + 1) * reproducible.GOLDEN + key) | 1
+    return reproducible.mix_number((index + 1) * reproducible.GOLDEN + key) | 1
 
 
 def test_fingerprint_is_the_definition_over_several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "CACHED", 4 * ROW)
     t = drawn(8 * 9 * ROW + 13, torch.uint8)
-    assert int(fingerprint([t])) % (1 << 64) == plainly([t])
+    assert int(fingerprint_tensors([t])) % (1 << 64) == plainly([t])
 
 
 @given(st.data())
@@ -52,17 +52,17 @@ def test_fingerprint_shows_every_flipped_bit(data: st.DataObject) -> None:
     other = t.clone()
     place = data.draw(st.integers(0, t.numel() * dtype.itemsize - 1))
     other.view(torch.uint8)[place] ^= 1 << data.draw(st.integers(0, 7))
-    assert int(fingerprint([t])) != int(fingerprint([other]))
+    assert int(fingerprint_tensors([t])) != int(fingerprint_tensors([other]))
 
 
 def test_fingerprint_counts_order_lengths_and_signs() -> None:
     a, b = drawn(5, torch.float32, 1), drawn(5, torch.float32, 2)
-    assert int(fingerprint([a, b])) != int(fingerprint([b, a]))
-    assert int(fingerprint([a, b])) != int(fingerprint([torch.cat([a, b])]))
+    assert int(fingerprint_tensors([a, b])) != int(fingerprint_tensors([b, a]))
+    assert int(fingerprint_tensors([a, b])) != int(fingerprint_tensors([torch.cat([a, b])]))
     zeros = torch.zeros(3)
-    assert int(fingerprint([zeros])) != int(fingerprint([torch.zeros(4)]))
-    assert int(fingerprint([zeros])) != int(fingerprint([-zeros]))
-    assert int(fingerprint([])) == 0
+    assert int(fingerprint_tensors([zeros])) != int(fingerprint_tensors([torch.zeros(4)]))
+    assert int(fingerprint_tensors([zeros])) != int(fingerprint_tensors([-zeros]))
+    assert int(fingerprint_tensors([])) == 0
     assert len({factor(i) for i in range(3 * ROW)}) == 3 * ROW
     assert all(factor(i) % 2 for i in range(0, 3 * ROW, 7))
 
@@ -73,11 +73,11 @@ def test_marks_tell_any_bit_on_whatever_they_were_made(dtype: torch.dtype, size:
     tensor = drawn(size, dtype)
     for device in ("cpu", "cuda"):
         marks = {"a": mark_of(tensor, device)}
-        assert not unlike(marks, marks_of({"a": tensor.clone()}, marks))
-        assert unlike(marks, marks_of({"b": tensor}, marks)) == ["a", "b"]
+        assert not compare_marks(marks, marks_of({"a": tensor.clone()}, marks))
+        assert compare_marks(marks, marks_of({"b": tensor}, marks)) == ["a", "b"]
         if size:
             other = tensor.clone()
             other.view(torch.uint8)[-1] ^= 1 << bit
-            assert unlike(marks, marks_of({"a": other}, marks)) == ["a"]
+            assert compare_marks(marks, marks_of({"a": other}, marks)) == ["a"]
     assert mark_of(tensor).device == "cpu"
-    assert int(mark_of(tensor, "cuda").value) == int(fingerprint([tensor]))
+    assert int(mark_of(tensor, "cuda").value) == int(fingerprint_tensors([tensor]))

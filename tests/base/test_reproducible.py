@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from megastable.base import reproducible
 from megastable.base.errors import ConfigError
-from megastable.base.reproducible import GOLDEN, mixed, sequence, signed
+from megastable.base.reproducible import GOLDEN, mix_number, random_sequence, to_signed
 from megastable.config import deepspeed_json
 from megastable.config.tree import RunConfig
 from megastable.data.loader import MicroBatch
@@ -31,7 +31,7 @@ def _left_alone(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     yield
-    reproducible.switch(False)
+    reproducible.switch_determinism(False)
     for name in KEPT:
         os.environ.pop(name, None)
 
@@ -40,7 +40,7 @@ def test_prepare_keeps_or_refuses_what_the_user_chose(monkeypatch: pytest.Monkey
     monkeypatch.setenv(reproducible.CUBLAS, ":16:8")
     for value in ("Ring", "tree", "TREE,ring"):
         monkeypatch.setenv("NCCL_ALGO", value)
-        reproducible.prepare()
+        reproducible.prepare_determinism()
         assert os.environ["NCCL_ALGO"] == value and os.environ[reproducible.CUBLAS] == ":16:8"
     refused = [(reproducible.CUBLAS, ":0:0"), ("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1")]
     # The last three leave NVLS to NCCL: for some collectives, or for all.
@@ -50,7 +50,7 @@ def test_prepare_keeps_or_refuses_what_the_user_chose(monkeypatch: pytest.Monkey
         with monkeypatch.context() as patch:
             patch.setenv(name, value)
             with pytest.raises(ConfigError, match=re.escape(f"run.deterministic=true and {name}={value}: ")):
-                reproducible.prepare()
+                reproducible.prepare_determinism()
 
 
 # On ranks
@@ -61,7 +61,7 @@ def train(config: RunConfig) -> tuple[int, bool, str | None]:
     from megastable.train import train as run
 
     if config.run.deterministic:
-        reproducible.prepare()
+        reproducible.prepare_determinism()
     code = run(config, Path("recipe.yaml"))
     return code, torch.are_deterministic_algorithms_enabled(), os.environ.get(reproducible.CUBLAS)
 
@@ -82,7 +82,7 @@ def test_deterministic_run_gives_the_same_bytes(corpus: Path, tmp_path: Path) ->
     for file in weights:
         assert (tmp_path / "changed" / file).read_bytes() == (tmp_path / "off" / file).read_bytes()
     run = RunDirectory(tmp_path / "changed")
-    assert "run.deterministic: False -> True" in str(list(run.events()))
+    assert "run.deterministic: False -> True" in str(list(run.iterate_events()))
     assert "deterministic: true" in run.recipe.read_text()
 
 
@@ -97,7 +97,7 @@ def measured(config: RunConfig, poison: bool) -> list[tuple[float, float]]:
     from megastable.parallel.topology import Topology
 
     torch.use_deterministic_algorithms(poison)
-    engine = Engine(config, deepspeed_json.build(config, 1), Topology(Layout(1, 1, 1), 0, 120))
+    engine = Engine(config, deepspeed_json.build_deepspeed_json(config, 1), Topology(Layout(1, 1, 1), 0, 120))
     generator, found = torch.Generator().manual_seed(1), []
     for _ in range(4):
         drawn = torch.randint(250, (2, 65), generator=generator)
@@ -126,12 +126,12 @@ def test_train_step_reads_no_memory_that_nobody_wrote(kind: str, attention: str)
 
 def test_sequence_gives_published_numbers() -> None:
     """Of splitmix64 with the seeds 0 and 1234567 (Vigna's C program, and Rosetta Code)."""
-    assert [int(n) % 2**64 for n in sequence(0, 0, 2)] == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4]
-    assert int(sequence(1234567, 0, 1)[0]) % 2**64 == 6457827717110365317
+    assert [int(n) % 2**64 for n in random_sequence(0, 0, 2)] == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4]
+    assert int(random_sequence(1234567, 0, 1)[0]) % 2**64 == 6457827717110365317
 
 
 @given(st.integers(0, 2**64 - 1), st.integers(0, 2**40), st.integers(0, 9))
 def test_sequence_gives_any_part_alike(key: int, start: int, at: int) -> None:
-    whole = sequence(key, start, 10)
-    assert torch.equal(sequence(key, start + at, 10 - at), whole[at:])
-    assert signed(mixed(key + (start + at + 1) * GOLDEN)) == int(whole[at])
+    whole = random_sequence(key, start, 10)
+    assert torch.equal(random_sequence(key, start + at, 10 - at), whole[at:])
+    assert to_signed(mix_number(key + (start + at + 1) * GOLDEN)) == int(whole[at])

@@ -6,20 +6,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megastable.base.text import duration, number, plural, ranges, size, visible
+from megastable.base.text import count_noun, make_visible, show_duration, show_number, show_ranges, show_size
 
 
 @given(st.text(max_size=20), st.integers(1, 30))
 def test_visible_text_is_short_and_acts_on_nothing(text: str, most: int) -> None:
-    assert visible(text).isprintable() and visible(visible(text)) == visible(text)
-    assert len(visible(text, most)) <= most
-    assert visible(text, 400) == visible(text)
-    visible(text).encode()
+    assert make_visible(text).isprintable() and make_visible(make_visible(text)) == make_visible(text)
+    assert len(make_visible(text, most)) <= most
+    assert make_visible(text, 400) == make_visible(text)
+    make_visible(text).encode()
 
 
 def test_visible_text_that_is_cut_says_so() -> None:
-    assert (visible("abcdef", 4), visible("abcd", 4), visible("a\x07b", 4)) == ("abc…", "abcd", "a\\x…")
-    assert visible(5) == "5" and visible("a\nb", keep="\n") == "a\nb"
+    assert (make_visible("abcdef", 4), make_visible("abcd", 4), make_visible("a\x07b", 4)) == (
+        "abc…",
+        "abcd",
+        "a\\x…",
+    )
+    assert make_visible(5) == "5" and make_visible("a\nb", keep="\n") == "a\nb"
 
 
 @pytest.mark.parametrize(
@@ -29,11 +33,21 @@ def test_visible_text_that_is_cut_says_so() -> None:
      (360_000, "4 d 4 h"), (float("nan"), "?"), (float("inf"), "?")],
 )  # fmt: skip
 def test_duration_in_words(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
+    assert show_duration(seconds) == text
 
 
 def test_numbers_of_all_kinds() -> None:
-    assert (size(73_509_951), size(9.8e10), size(None), size(True)) == ("73.5 MB", "98 GB", "?", "?")
-    assert (plural(1, "step"), plural(2000, "step")) == ("1 step", "2,000 steps")
-    assert ranges([(1, 2), (5, 9), (20, 30)], 2) == "1, 5-8 and 1 more range"
-    assert (number("nan"), number(None), number(10**400), number(2)) == ("nan", "?", "?", "2.000")
+    assert (show_size(73_509_951), show_size(9.8e10), show_size(None), show_size(True)) == (
+        "73.5 MB",
+        "98 GB",
+        "?",
+        "?",
+    )
+    assert (count_noun(1, "step"), count_noun(2000, "step")) == ("1 step", "2,000 steps")
+    assert show_ranges([(1, 2), (5, 9), (20, 30)], 2) == "1, 5-8 and 1 more range"
+    assert (show_number("nan"), show_number(None), show_number(10**400), show_number(2)) == (
+        "nan",
+        "?",
+        "?",
+        "2.000",
+    )

@@ -36,7 +36,7 @@ def test_footprint_formulas_hold(which: str) -> None:
     names = FEW if which == "few" else [name for name in (LAYOUTS if ALL else SOME) if name not in FEW]
     chosen = [name for name in names if holds(LAYOUTS[name].config)]
     assert chosen
-    rows = footprint.measure(chosen)
+    rows = footprint.measure_layouts(chosen)
     assert {row.layout for row in rows} == set(chosen)
     for row in rows:
         assert row.held == pytest.approx(row.held_expected, rel=0.005), row
@@ -78,4 +78,6 @@ def test_watched_formula_holds(shape: dict[str, Any]) -> None:
         for entropy, highest, _ in attention_chunks(*block.queries_and_keys(x), None, block.attention.scores):
             assert entropy.shape == highest.shape
 
-    assert activations.watched(config) == pytest.approx(peak_of(look, again=footprint.PROFILED), rel=0.03)
+    assert activations.count_watched_bytes(config) == pytest.approx(
+        peak_of(look, again=footprint.PROFILED), rel=0.03
+    )

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from benchmarks.scaling import (
     LAYOUTS,
-    compare,
+    compare_ranks,
     count_joined,
 )
 from megastable.config.tree import RunConfig
-from megastable.model.sizes import parameters
+from megastable.model.sizes import count_parameters
 from megastable_tools.plan import volume
 from tests.distributed import run_ranks
 
@@ -36,13 +36,13 @@ def config(**parts: Any) -> RunConfig:
 
 
 def terms(c: RunConfig, data: int = 1, stage: int = 0, **options: Any) -> list[volume.Term]:
-    return volume.step(c, data, stage, volume.bounds(c), "reference", **options)
+    return volume.list_step_terms(c, data, stage, volume.stage_bounds(c), "reference", **options)
 
 
 def ring(found: list[volume.Term], ranks: int, group: str, *whats: str) -> float:
     chosen = [t for t in found if t.group == group and (not whats or t.what.startswith(whats))]
     assert chosen
-    return sum(volume.sent(t, ranks) for t in chosen)
+    return sum(volume.count_sent_bytes(t, ranks) for t in chosen)
 
 
 ACTIVATIONS = ("activations", "their gradients")
@@ -96,7 +96,7 @@ def test_zero_sends_every_parameter_so_often(
     bytes, weights of 2. But for padding."""
     c, data = config(zero=zero), 8
     found = terms(c, data, zero=settings)
-    size = parameters(c.model) * (data - 1) / data
+    size = count_parameters(c.model) * (data - 1) / data
     assert ring(found, data, "data", "gradients") == pytest.approx(gradients * 4 * size, rel=1e-3)
     assert ring(found, data, "data", "weights") == pytest.approx(weights * 2 * size, rel=1e-3)
 
@@ -112,7 +112,7 @@ def test_what_a_stage_sends_the_next_one_receives(stages: int, apart: bool, sequ
                 (t.bytes, t.calls) for t in pair[there] if t.what == direction and t.collective == "receive"
             ]
             assert sent == got and len(sent) == (direction != "segments" or apart)
-    assert volume.accumulation(c, 2) == 16
+    assert volume.count_micro_batches(c, 2) == 16
 
 
 @pytest.mark.parametrize(("recompute", "passes"), [("none", 2), ("selective", 2), ("full", 3)])
@@ -122,11 +122,13 @@ def test_context_parallelism_exchanges_tokens_for_heads(
 ) -> None:
     """DeepSpeed Ulysses, arXiv:2309.14509 section 3.1: q, k, v one way and the result back, of a rank's own tokens."""
     c = config(context=4, recompute=recompute, model={"kv_heads": kv_heads})
-    assert volume.accumulation(c, 8) == 16  # two groups of four ranks, micro-batches of two: 64 samples
+    assert (
+        volume.count_micro_batches(c, 8) == 16
+    )  # two groups of four ranks, micro-batches of two: 64 samples
     tokens, numbers = 2 * 32 // 4, (8 + 2 * sent + 8) * 8
     found = [t for t in terms(c, data=8) if t.group == "context"]
     assert sum(t.total for t in found) == tokens * numbers * 2 * passes * 8 * 16
-    assert volume.members(c, 8)["context"] == 4
+    assert volume.count_members(c, 8)["context"] == 4
     assert ring(found, 4, "context") == sum(t.total for t in found) * 3 / 4
     assert not [t for t in terms(config(), data=8) if t.group == "context"]
 
@@ -156,7 +158,7 @@ def test_context_parallelism_exchanges_tokens_for_heads(
 )
 def test_real_steps_say_what_the_formulas_say(name: str) -> None:
     case = LAYOUTS[name]
-    held = compare(name, case, run_ranks(case.world, count_joined, case))
+    held = compare_ranks(name, case, run_ranks(case.world, count_joined, case))
     assert not held.differences and not held.missed
     assert sum(row.calls for row in held.rows) > 5
 

@@ -14,9 +14,9 @@ from benchmarks import ranks, suite
 from benchmarks.peers import OURS, chosen_peers
 from benchmarks.ranks import ABANDONED, DIED, RankEnd, run_on_ranks
 from benchmarks.suite import STAGES, Stage
-from benchmarks.train_speed import resolve
+from benchmarks.train_speed import resolve_config
 from megastable.config import deepspeed_json, recipe
-from megastable.fp8.te import misfit
+from megastable.fp8.te import find_misfit
 from megastable.parallel.layout import Layout
 from megastable_tools.plan import memory
 
@@ -33,16 +33,16 @@ def test_stages_name_recipes_and_peers_that_exist(stage: Stage) -> None:
     """Of stages that only a GPU host runs: what they ask for exists and can be laid out on one GPU."""
     words = list(stage.command)
     overrides = [word for word in words if "=" in word and not word.startswith("-")]
-    config = recipe.load(ROOT / words[words.index("--recipe") + 1], overrides)
-    assert deepspeed_json.build(config, 1)["train_batch_size"] == config.train.global_batch
+    config = recipe.load_recipe(ROOT / words[words.index("--recipe") + 1], overrides)
+    assert deepspeed_json.build_deepspeed_json(config, 1)["train_batch_size"] == config.train.global_batch
     peers = [words[i + 1] for i, word in enumerate(words) if word == "--peers"]
     assert chosen_peers(peers, "cuda")[0] == OURS
     # FP8 is compared with bf16 in the same run, and only there; and the model has the sizes that it takes.
-    (planned,) = memory.footprints(resolve(config)[0], Layout(1, 1, 1))
+    (planned,) = memory.list_footprints(resolve_config(config)[0], Layout(1, 1, 1))
     assert planned.total < 75e9  # of an H100's 80 GB; the rest is the context's and the allocator's
     pair = {"megastable-bf16", "megastable-fp8-off"} & set(peers)
     assert bool(pair) == stage.name.endswith("-fp8") == (config.precision.fp8 is not None)
-    assert config.precision.fp8 is None or misfit(config) is None
+    assert config.precision.fp8 is None or find_misfit(config) is None
 
 
 def test_suite_runs_every_stage(

@@ -57,7 +57,7 @@ def test_plain_model_computes_ours(precision: str, model: dict[str, Any]) -> Non
     tp = TensorParallel()
     ours = gpt.GPT(c, tp, "none", 5, LossFunction(c.vocab_size or 0, c.z_loss, tp)).to(dtype)
     weights = {peers.placement_of(p).name: p for p in ours.parameters()}
-    plain = PlainGPT(c).ready({name: p.detach() for name, p in weights.items()}, CPU, dtype)
+    plain = PlainGPT(c).load_weights({name: p.detach() for name, p in weights.items()}, CPU, dtype)
     drawn = torch.randint(c.vocab_size or 0, (2, 17), generator=torch.Generator().manual_seed(0))
     tokens, labels = drawn[:, :-1], drawn[:, 1:]
     wanted, found = ours(tokens, labels), plain(tokens, labels)
@@ -80,7 +80,7 @@ def train_all(config: RunConfig, names: list[str], rate: float, steps: int) -> d
     task = Task(config, CPU, random_batches(config, CPU))
     found = {}
     for name in names:
-        contestant = PEERS[name].build(task)
+        contestant = PEERS[name].build_contestant(task)
         found[name] = [float(contestant.step()) for _ in range(steps)]
         contestant.close()
     return found
@@ -124,7 +124,7 @@ def test_bare_masters_do_what_deepspeed_does() -> None:
 )
 def test_plain_refuses_what_it_lacks(model: dict[str, Any], told: str) -> None:
     with pytest.raises(Unavailable, match=re.escape(f"it is built here without {told}")):
-        PEERS["plain"].build(Task(config_of(**model), CPU, []))
+        PEERS["plain"].build_contestant(Task(config_of(**model), CPU, []))
 
 
 # What is measured
@@ -148,7 +148,7 @@ def paired(config: RunConfig) -> tuple[list[Speed], int, list[bool]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Engine, "__init__", init)
         patch.setattr(Engine, "train_step", step)
-        parts.append(train_speed.measure(config, [OURS, "megastable-fp8-off"], 3, partly=parts.append))
+        parts.append(train_speed.measure_speed(config, [OURS, "megastable-fp8-off"], 3, partly=parts.append))
     (engine,) = built
     assert engine.fp8.on, "left as it was"
     return parts, len(built), in_fp8
@@ -161,7 +161,7 @@ def test_measure_shares_an_engine_of_fp8_on_and_off() -> None:
     parts, built, in_fp8 = run_ranks(1, paired, RunConfig.model_validate(tree))[0]
     assert built == 1
     *partial, found = parts
-    row = found.row("megastable-fp8-off")
+    row = found.row_of("megastable-fp8-off")
     assert row.problem is None and row.ratio is not None and "FP8 switched off" in row.entry.backends
     assert in_fp8.count(True) == in_fp8.count(False) > 0
     assert len(partial) == 2 + 2 * 3, "after every warm-up and measurement"

@@ -20,7 +20,7 @@ def checkpoint(folder: Path, step: int, name: str = "", finite: bool = True, **s
         "rank-00000.safetensors": write_file(path / "rank-00000.safetensors", bytes(100 + step % 7)),
         STATE: write_file(path / STATE, told.model_dump_json().encode()),
     }
-    (path / MANIFEST).write_bytes(Contents(step=step, files=files, finite=finite).sealed())
+    (path / MANIFEST).write_bytes(Contents(step=step, files=files, finite=finite).to_sealed_bytes())
     return path
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megastable.checkpoint.new_run import ADAM, write_run
 from megastable.checkpoint.store import LayoutState, RunState
-from megastable.checkpoint.whole import parameters
+from megastable.checkpoint.whole import describe_parameters
 from megastable.config.tree import RunConfig
 
 # tensor, pipeline, ZeRO, data
@@ -58,7 +58,7 @@ def numbers(run: RunConfig, seed: int = 0) -> dict[tuple[str, str], Tensor]:
     """By name and kind; second moments are not negative."""
     generator = torch.Generator().manual_seed(seed)
     found = {}
-    for name, of in parameters(run.model).items():
+    for name, of in describe_parameters(run.model).items():
         for kind in ("weight", "exp_avg", "exp_avg_sq"):
             tensor = torch.randn(of.shape, generator=generator)
             found[name, kind] = tensor.square() if kind == "exp_avg_sq" else tensor

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from drills.poison import Kind, poison
+from drills.poison import Kind, poison_checkpoint
 from megastable.base import errors
 from megastable.checkpoint import markers, store
 from megastable.config.tree import RunConfig
-from megastable_tools.convert.catalogue import accept, entries
+from megastable_tools.convert.catalogue import accept_checkpoint, list_checkpoints
 from tests.conftest import tiny
 from tests.distributed import run_ranks
 from tests.journal import events
@@ -63,13 +63,13 @@ def test_the_one_before_is_taken_in_the_same_start(
 ) -> None:
     run = tmp_path / "run"
     assert run_ranks(LAYOUTS[before][0], train, at(corpus, run, before, 6, 2))[0] == (0, "")
-    assert poison(run / "checkpoints", kind).name == "step-6"
-    assert not store.problems(run / "checkpoints/step-6")  # every checksum is right
+    assert poison_checkpoint(run / "checkpoints", kind).name == "step-6"
+    assert not store.list_problems(run / "checkpoints/step-6")  # every checksum is right
     assert run_ranks(LAYOUTS[after][0], train, at(corpus, run, after, 8, 2))[0] == (0, "")
     assert list(rejected(run)) == ["step-6"] and "its content is not" in rejected(run)["step-6"]
     assert [e["step"] for e in events(run, "resumed")] == [4]
     aside = run / "checkpoints/rejected-step-6"
-    assert markers.convicted(aside) is not None and markers.healthy(aside) is None
+    assert markers.read_bad_ruling(aside) is not None and markers.read_health(aside) is None
     (closed,) = [e["summary"] for e in events(run, "incident") if e["what"] == "closed"]
     assert (closed["cause"], closed["verdict"], closed["steps_lost"]) == ("storage", "damaged_checkpoint", 2)
     assert not (run / "skips.jsonl").exists() and not events(run, "handover", "discarded")
@@ -86,7 +86,7 @@ def test_three_in_a_row_and_a_person_who_accepts_one(corpus: Path, tmp_path: Pat
     run, folder = tmp_path / "run", tmp_path / "run/checkpoints"
     assert run_ranks(2, train, at(corpus, run, "zero1-dp2", 8, 2)) == [(0, "")] * 2
     for step, kind in ((8, "weight"), (6, "second_moments"), (4, "block")):
-        poison(folder, kind, step=step)  # type: ignore[arg-type]
+        poison_checkpoint(folder, kind, step=step)  # type: ignore[arg-type]
     assert run_ranks(2, train, at(corpus, run, "zero1-dp2", 10, 2)) == [(0, "")] * 2
     assert sorted(rejected(run)) == ["step-4", "step-6", "step-8"]
     assert [e["step"] for e in events(run, "resumed")] == [2]
@@ -97,14 +97,14 @@ def test_three_in_a_row_and_a_person_who_accepts_one(corpus: Path, tmp_path: Pat
     assert [e["step"] for e in events(run, "resumed")] == [2, 10] and len(rejected(run)) == 3
 
     for path in store.newest_first(folder):
-        poison(folder, "block", step=store.step_of(path))
+        poison_checkpoint(folder, "block", step=store.step_of(path))
     left = [path.name for path in store.newest_first(folder)]
     for _ in range(2):  # the second start knows it from the markers
         for code, message in run_ranks(2, train, at(corpus, run, "zero1-dp2", 14, 2)):
             assert code == errors.BAD_INPUT and f"none of its {len(left)} checkpoints can be used" in message
             assert f"accept {folder / 'step-12'}" in message
     assert [path.name for path in store.newest_first(folder)] == left
-    assert "is accepted" in accept(folder / "step-12", "a block was scaled on purpose")
+    assert "is accepted" in accept_checkpoint(folder / "step-12", "a block was scaled on purpose")
     assert run_ranks(2, train, at(corpus, run, "zero1-dp2", 14, 2)) == [(0, "")] * 2
     assert [e["step"] for e in events(run, "resumed")][-1] == 12
     assert any("accepted by a person" in e["text"] for e in events(run, "warning"))
@@ -118,7 +118,7 @@ def test_a_state_that_computes_something_else_is_passed_over_and_named(corpus: P
     assert run_ranks(1, train, at(corpus, run, "one", 20)) == [(0, "")]
     assert "probe samples" in rejected(run)["step-15"]
     assert [e["step"] for e in events(run, "resumed")] == [10]
-    assert markers.convicted(folder / "rejected-step-15") is not None
+    assert markers.read_bad_ruling(folder / "rejected-step-15") is not None
 
 
 def turned(folder: Path) -> None:
@@ -128,7 +128,7 @@ def turned(folder: Path) -> None:
     from drills import poison as module
 
     module._EDITS["block"] = np.negative
-    module.poison(folder, "block")
+    module.poison_checkpoint(folder, "block")
 
 
 @pytest.mark.slow
@@ -144,14 +144,14 @@ def test_where_what_computes_is_wrong_no_checkpoint_is_convicted(
         assert code == errors.BAD_INPUT and "kernels, versions and hardware" in message and told in message
         assert f"accept {folder / 'step-10'}" in message
         assert [path.name for path in store.newest_first(folder)] == ["step-10", "step-5"]
-        assert all(markers.convicted(path) is None for path in store.newest_first(folder))
+        assert all(markers.read_bad_ruling(path) is None for path in store.newest_first(folder))
     older = tmp_path / "older"
     shutil.copytree(run, older)
-    accept(older / "checkpoints/step-5", "")
+    accept_checkpoint(older / "checkpoints/step-5", "")
     assert run_ranks(1, train_elsewhere, at(corpus, older, "one", 6), 8.0) == [(0, "")]
     assert [e["step"] for e in events(older, "resumed")] == [5]
-    assert markers.convicted(older / "checkpoints/rejected-step-10") is None
-    accept(folder / "step-10", "")
+    assert markers.read_bad_ruling(older / "checkpoints/rejected-step-10") is None
+    accept_checkpoint(folder / "step-10", "")
     assert run_ranks(1, train_elsewhere, at(corpus, run, "one", 11), 8.0) == [(0, "")]
     assert [e["step"] for e in events(run, "resumed")] == [10]
 
@@ -176,15 +176,15 @@ def test_a_state_that_is_bad_when_it_is_saved_never_counts_as_healthy(corpus: Pa
     run, folder = tmp_path / "run", tmp_path / "run/checkpoints"
     parts: dict[str, Any] = {"stability": {"enabled": False}, "checkpoint": {"healthy_after": 0}}
     run_ranks(1, train_ill, at(corpus, run, "one", 15, **parts), 15)
-    assert [markers.healthy(folder / f"step-{s}") is not None for s in (5, 10, 15)] == [True, True, False]
+    assert [markers.read_health(folder / f"step-{s}") is not None for s in (5, 10, 15)] == [True, True, False]
     vitals = store.read_state(folder / "step-15").vitals
     assert vitals is not None and "above the checkpoint before" in vitals.doubt
     (warning,) = events(run, "warning")
     assert warning["step"] == 15 and "will not count as healthy" in warning["text"]
     assert run_ranks(1, train, at(corpus, run, "one", 16, **parts)) == [(0, "")]
     assert [e["step"] for e in events(run, "resumed")] == [15] and not rejected(run)
-    assert markers.healthy(folder / "step-15") is None
-    [entry] = [e for e in entries(run) if e.step == 15]
+    assert markers.read_health(folder / "step-15") is None
+    [entry] = [e for e in list_checkpoints(run) if e.step == 15]
     assert entry.state == "fresh" and "will not count as healthy" in entry.problem
 
 
@@ -192,17 +192,17 @@ def train_ill(config: RunConfig, step: int) -> tuple[int, str]:
     """Weights of 1e4 in the head of the state that is saved after `step`. (Before a norm they would change nothing.)"""
     from megastable.training.checkpoints import Checkpoints
 
-    real = Checkpoints.save
+    real = Checkpoints.save_state
 
     def save(self: Checkpoints, state: Any, wait: bool = False) -> bool:
         if state.step == step:
             state_of = self.engine.flat_state()
             (head,) = (f for f in state_of.fragments if f.name == "head.weight")
-            piece = state_of.piece(head, "weight")
+            piece = state_of.view_piece(head, "weight")
             assert piece is not None
             piece[::100] = 1e4
             self.engine.refresh_weights()
         return real(self, state, wait)
 
-    Checkpoints.save = save  # type: ignore[method-assign]
+    Checkpoints.save_state = save  # type: ignore[method-assign]
     return train(config)

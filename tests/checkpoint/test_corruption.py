@@ -178,11 +178,11 @@ def specimen(out: Path, layout: str) -> Specimen:
 
 def told(folder: Path) -> list[str]:
     """What the check of all files says; the ranks, who share the files out, must come to the same."""
-    found = store.problems(folder)
+    found = store.list_problems(folder)
     refused = 0
     for rank in range(3):
         try:
-            store.verify(folder, rank, 3)
+            store.verify_checkpoint(folder, rank, 3)
         except CheckpointError:
             refused += 1
     assert bool(found) == bool(refused), found
@@ -234,12 +234,12 @@ def test_training_goes_on_from_before_all_the_damage(corpus: Path, tmp_path: Pat
             path, names = at.damage(kind, dice)
         damaged[path.name] = names
     assert run_ranks(1, train, config(100)) == [(0, "")]
-    rejected = {e["name"]: e["problem"] for e in RunDirectory(run).events(CheckpointRejected)}
+    rejected = {e["name"]: e["problem"] for e in RunDirectory(run).iterate_events(CheckpointRejected)}
     assert rejected.keys() == damaged.keys()
     for name, problem in rejected.items():
         assert any(f"{folder / name / file}: " in problem for file in damaged[name]), (problem, damaged[name])
         assert (folder / f"rejected-{name}").is_dir()
-    assert [e["step"] for e in RunDirectory(run).events(Resumed)] == [1]
+    assert [e["step"] for e in RunDirectory(run).iterate_events(Resumed)] == [1]
     # And it came to where it had been.
     again = read(folder / store.name_of(steps))
     assert [name for name in intact if name.endswith(".safetensors") and again[name] != intact[name]] == []

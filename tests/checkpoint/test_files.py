@@ -23,7 +23,7 @@ from megastable.checkpoint.files import (
     Reader,
     TensorFile,
     hash_file,
-    statistics_of,
+    measure_piece,
     write_file,
 )
 from tests.full_disk import files_no_larger_than
@@ -70,7 +70,7 @@ def write_tensors(path: Path) -> FileRecord:
     entries = [(name, t.dtype, tuple(t.shape)) for name, t in TENSORS.items()]
     with TensorFile(path, entries, {"made": "here"}) as file:
         for name, tensor in TENSORS.items():
-            file.write(name, tensor)
+            file.write_tensor(name, tensor)
     return file.record
 
 
@@ -91,7 +91,7 @@ def test_a_stream_of_tensors_is_what_the_library_reads(tmp_path: Path) -> None:
 def test_a_tensor_that_was_not_announced_is_refused(tmp_path: Path) -> None:
     file = TensorFile(tmp_path / "a.safetensors", [("a", torch.float32, (2,)), ("b", torch.float32, (2,))])
     with pytest.raises(AssertionError, match="b: expected"):
-        file.write("b", torch.zeros(2))
+        file.write_tensor("b", torch.zeros(2))
     with pytest.raises(AssertionError, match="b was not written"):
         file.close()
 
@@ -121,10 +121,11 @@ def test_what_the_library_wrote(tmp_path: Path) -> None:
     reader, expected = Reader(write_by_library(tmp_path / "a")), load_file(tmp_path / "a")
     assert set(reader.entries) == set(expected)
     for name, tensor in expected.items():
-        assert torch.equal(reader.tensor(name), tensor)
-        assert (reader.dtype(name), reader.shape(name)) == (tensor.dtype, tuple(tensor.shape))
+        assert torch.equal(reader.read_tensor(name), tensor)
+        assert (reader.dtype_of(name), reader.shape_of(name)) == (tensor.dtype, tuple(tensor.shape))
         assert torch.equal(
-            reader.flat(name, tensor.numel() // 3, tensor.numel()), tensor.flatten()[tensor.numel() // 3 :]
+            reader.read_range(name, tensor.numel() // 3, tensor.numel()),
+            tensor.flatten()[tensor.numel() // 3 :],
         )
 
 
@@ -139,7 +140,7 @@ def test_a_byte_of_the_header_that_changed_is_an_error_or_no_harm(at: int, byte:
         reader = Reader(path)
         for name, entry in reader.entries.items():
             assert 8 <= entry.begin <= entry.end <= len(content)
-            reader.tensor(name)
+            reader.read_tensor(name)
     except CheckpointError:
         pass  # anything else is a bug
 
@@ -166,7 +167,7 @@ def test_a_file_that_ends_too_early(tmp_path: Path) -> None:
     reader = Reader(tmp_path / "a")
     (tmp_path / "a").write_bytes(content[:-100])  # truncated while it is open
     with pytest.raises(CheckpointError, match=r"it ends at byte"):
-        [reader.tensor(name) for name in reader.entries]
+        [reader.read_tensor(name) for name in reader.entries]
     with pytest.raises(CheckpointError, match=r"none cannot be read: No such file"):
         Reader(tmp_path / "none")
 
@@ -199,7 +200,7 @@ def test_statistics_of_ordinary_numbers(values: list[float], chunk: int) -> None
     flat = torch.tensor(values, dtype=torch.float32)
     before, pieces.CHUNK = pieces.CHUNK, chunk
     try:
-        found = statistics_of(flat)
+        found = measure_piece(flat)
     finally:
         pieces.CHUNK = before
     wide = flat.double()
@@ -216,7 +217,7 @@ def test_one_bad_number_is_counted_wherever_it_is(
     values.insert(place, bad)
     before, pieces.CHUNK = pieces.CHUNK, chunk
     try:
-        found = statistics_of(torch.tensor(values, dtype=torch.float32))
+        found = measure_piece(torch.tensor(values, dtype=torch.float32))
     finally:
         pieces.CHUNK = before
     assert found.nonfinite == 1 and not math.isfinite(found.norm) and not math.isfinite(found.absmax)
@@ -224,5 +225,5 @@ def test_one_bad_number_is_counted_wherever_it_is(
 
 
 def test_numbers_whose_squares_are_beyond_fp32_are_finite() -> None:
-    found = statistics_of(torch.tensor([3e30, 4e30]))
+    found = measure_piece(torch.tensor([3e30, 4e30]))
     assert found.nonfinite == 0 and found.norm == pytest.approx(5e30) and found.absmax == pytest.approx(4e30)

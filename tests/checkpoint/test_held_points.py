@@ -16,12 +16,12 @@ from megastable.checkpoint.held_points import (
     TRIES,
     HeldPart,
     PointKey,
+    explain_bad_ancestor,
+    explain_outdated,
     names_of,
     newest_complete,
-    outdated,
-    tainted,
 )
-from megastable.checkpoint.memory_hosts import partners
+from megastable.checkpoint.memory_hosts import assign_partners
 from megastable.run.events.event import Event
 from megastable.run.events.reading import event_of
 
@@ -30,7 +30,7 @@ LINEAGES = ("0" * 16, "a" * 16)
 
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=40))
 def test_every_rank_has_a_partner_on_another_host(hosts: list[int]) -> None:
-    found, ranks = partners(hosts), Counter(hosts)
+    found, ranks = assign_partners(hosts), Counter(hosts)
     if len(ranks) == 1:
         assert found == [None] * len(hosts)
         return
@@ -80,7 +80,7 @@ def test_the_newest_complete_point(held: list[list[HeldPart]], outdated: set[Poi
         for rank, p in found.parts.items():
             assert all(p in held[host] for host in found.hosts[rank])
             assert [h for h, parts in enumerate(held) if p in parts] == list(found.hosts[rank])
-            assert all(found.holders(name) == found.hosts[rank] for name in p.files)
+            assert all(found.hosts_with(name) == found.hosts[rank] for name in p.files)
         assert len(found.files) == 3 * len(found.parts) + 2
 
 
@@ -161,7 +161,7 @@ BEGAN = training(0, A)
     ],
 )
 def test_what_happened_since_decides(lines: list[dict[str, Any]], key: PointKey, why: str) -> None:
-    found = outdated(history(*lines), key)
+    found = explain_outdated(history(*lines), key)
     assert (why in found) if why else not found
 
 
@@ -191,7 +191,7 @@ def test_what_came_before_does_not_matter_and_undone_steps_never_return(
             drops += mine
             if line["step"] < step and (not mine or epoch < drops):
                 valid = False
-    assert (outdated(history(*lines), key) == "") == valid
+    assert (explain_outdated(history(*lines), key) == "") == valid
 
 
 @pytest.mark.parametrize(
@@ -207,4 +207,4 @@ def test_what_came_before_does_not_matter_and_undone_steps_never_return(
     ],
 )
 def test_a_point_after_a_convicted_checkpoint_is_tainted(convicted: list[int], bad: bool) -> None:
-    assert bool(tainted(point_of(100), 80, convicted)) == bad
+    assert bool(explain_bad_ancestor(point_of(100), 80, convicted)) == bad

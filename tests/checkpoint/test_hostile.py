@@ -25,7 +25,9 @@ def seal(checkpoint: Path, **more: Any) -> None:
     """A manifest that is right about all that is there."""
     contents = store.read_contents(checkpoint)
     files = {name: hash_file(checkpoint / name) for name in contents.files if (checkpoint / name).is_file()}
-    (checkpoint / MANIFEST).write_bytes(contents.model_copy(update={"files": files, **more}).sealed())
+    (checkpoint / MANIFEST).write_bytes(
+        contents.model_copy(update={"files": files, **more}).to_sealed_bytes()
+    )
 
 
 def first(tree: Any) -> Any:
@@ -74,7 +76,7 @@ def test_pieces_that_make_no_sense(case: str, checkpoint: Path) -> None:
     PARTS[case](tree)
     path.write_text(json.dumps(tree))
     seal(checkpoint)
-    store.verify(checkpoint)
+    store.verify_checkpoint(checkpoint)
     with pytest.raises(CheckpointError, match="step-7"):
         load_plain(checkpoint)
 
@@ -97,7 +99,7 @@ def test_tensors_that_are_none(damage: str, checkpoint: Path) -> None:
     entries = [(f"{k}/{p['name']}", dtype, shape(p["numel"])) for p in parts for k in kinds]
     with TensorFile(path, entries) as file:
         for name, _, size in entries:
-            file.write(name, torch.zeros(size, dtype=dtype))
+            file.write_tensor(name, torch.zeros(size, dtype=dtype))
     content = bytearray(path.read_bytes())
     if damage == "header":
         content[8:40] = b"[" * 32
@@ -116,9 +118,9 @@ def test_a_manifest_that_names_other_files(name: str, checkpoint: Path) -> None:
     contents = store.read_contents(checkpoint)
     record = hash_file(checkpoint / STATE)
     files = {**contents.files, name: record}
-    (checkpoint / MANIFEST).write_bytes(contents.model_copy(update={"files": files}).sealed())
+    (checkpoint / MANIFEST).write_bytes(contents.model_copy(update={"files": files}).to_sealed_bytes())
     with pytest.raises(CheckpointError):
-        store.verify(checkpoint)
+        store.verify_checkpoint(checkpoint)
 
 
 @pytest.mark.parametrize("name", [MANIFEST, STATE, "rank-00000.safetensors"])
@@ -129,9 +131,9 @@ def test_what_is_no_file_is_not_waited_for(name: str, checkpoint: Path) -> None:
         contents = store.read_contents(checkpoint)
         empty = contents.files[name].model_copy(update={"size": 0})
         contents = contents.model_copy(update={"files": contents.files | {name: empty}})
-        (checkpoint / MANIFEST).write_bytes(contents.sealed())
+        (checkpoint / MANIFEST).write_bytes(contents.to_sealed_bytes())
     with pytest.raises(CheckpointError, match=name):
-        store.verify(checkpoint)
+        store.verify_checkpoint(checkpoint)
     if name == STATE:
         with pytest.raises(CheckpointError, match=name):
             store.read_state(checkpoint)

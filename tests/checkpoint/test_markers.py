@@ -32,13 +32,13 @@ DAMAGED = [
 
 def test_a_marked_one_is_healthy_and_still_whole(tmp_path: Path) -> None:
     path = checkpoint(tmp_path, 100)
-    assert markers.healthy(path) is None and markers.problems(path) == []
+    assert markers.read_health(path) is None and markers.list_marker_problems(path) == []
     before = time.time()
     markers.mark_healthy(path, step=150, steps=50)
-    found = markers.healthy(path)
+    found = markers.read_health(path)
     assert found is not None and (found.step, found.steps) == (150, 50)
     assert before - 0.01 <= found.time <= time.time() + 0.01
-    store.verify(path)  # a marker is no file of the manifest
+    store.verify_checkpoint(path)  # a marker is no file of the manifest
     assert sorted(f.name for f in path.iterdir() if f.name.startswith(".")) == []
 
 
@@ -46,8 +46,8 @@ def test_a_marker_says_nothing_of_another_checkpoint(tmp_path: Path) -> None:
     one, other = checkpoint(tmp_path, 100), checkpoint(tmp_path, 200)
     markers.mark_healthy(one, 150, 50)
     shutil.copy(one / HEALTH, other / HEALTH)
-    assert markers.healthy(one) and markers.healthy(other) is None
-    [problem] = markers.problems(other)
+    assert markers.read_health(one) and markers.read_health(other) is None
+    [problem] = markers.list_marker_problems(other)
     assert str(other / HEALTH) in problem and "another checkpoint" in problem
 
 
@@ -58,52 +58,54 @@ def test_a_damaged_health_marker_counts_as_none_a_damaged_pin_as_a_pin(
     path = checkpoint(tmp_path, 100)
     (path / HEALTH).write_bytes(content)
     (path / PINNED).write_bytes(content)
-    assert markers.healthy(path) is None
-    found = markers.pinned(path)
+    assert markers.read_health(path) is None
+    found = markers.read_pin(path)
     assert found is not None and found.reason == markers.UNREADABLE
-    assert len(markers.problems(path)) == 2
-    assert all("damaged (" in problem and "\n" not in problem for problem in markers.problems(path))
+    assert len(markers.list_marker_problems(path)) == 2
+    assert all(
+        "damaged (" in problem and "\n" not in problem for problem in markers.list_marker_problems(path)
+    )
 
 
 @pytest.mark.parametrize("reason", ["", "the best so far", "\x1b[31m\n{}", "bytes \udcff of a command line"])
 def test_pinned_until_unpinned(reason: str, tmp_path: Path) -> None:
     path = checkpoint(tmp_path, 100)
-    assert markers.pinned(path) is None
-    markers.pin(path, "an older reason")
-    markers.pin(path, reason)
-    found = markers.pinned(path)
+    assert markers.read_pin(path) is None
+    markers.pin_checkpoint(path, "an older reason")
+    markers.pin_checkpoint(path, reason)
+    found = markers.read_pin(path)
     assert found is not None and found.reason == reason.replace("\udcff", "\\udcff")
-    assert markers.unpin(path) and markers.pinned(path) is None
-    assert not markers.unpin(path)
+    assert markers.unpin_checkpoint(path) and markers.read_pin(path) is None
+    assert not markers.unpin_checkpoint(path)
 
 
 def test_a_disk_that_refuses_leaves_the_older_marker(tmp_path: Path) -> None:
     path = checkpoint(tmp_path, 100)
-    markers.pin(path, "old")
+    markers.pin_checkpoint(path, "old")
     with files_no_larger_than(10):
         with pytest.raises(CheckpointError, match=r"pinned\.json could not be written"):
-            markers.pin(path, "new")
+            markers.pin_checkpoint(path, "new")
         with pytest.raises(CheckpointError, match=r"health\.json could not be written"):
             markers.mark_healthy(path, 150, 50)
-    found = markers.pinned(path)
-    assert found is not None and found.reason == "old" and markers.healthy(path) is None
+    found = markers.read_pin(path)
+    assert found is not None and found.reason == "old" and markers.read_health(path) is None
     assert not [f.name for f in path.iterdir() if f.name.startswith(".")]
 
 
 def test_a_convicted_one_is_no_longer_healthy_until_a_person_accepts_it(tmp_path: Path) -> None:
     path = checkpoint(tmp_path, 100)
     markers.mark_healthy(path, 150, 50)
-    markers.convict(path, "its weights are others")
-    ruling = markers.convicted(path)
+    markers.mark_bad(path, "its weights are others")
+    ruling = markers.read_bad_ruling(path)
     assert ruling is not None and ruling.reason == "its weights are others"
-    assert markers.healthy(path) is None and markers.accepted(path) is None
-    markers.accept(path, "on purpose")
-    assert markers.convicted(path) is None and markers.accepted(path) is not None
-    markers.convict(path, "again")  # by a run that did not ask
-    assert markers.convicted(path) is not None and markers.accepted(path) is None
-    store.verify(path)
+    assert markers.read_health(path) is None and markers.read_acceptance(path) is None
+    markers.mark_accepted(path, "on purpose")
+    assert markers.read_bad_ruling(path) is None and markers.read_acceptance(path) is not None
+    markers.mark_bad(path, "again")  # by a run that did not ask
+    assert markers.read_bad_ruling(path) is not None and markers.read_acceptance(path) is None
+    store.verify_checkpoint(path)
     with pytest.raises(CheckpointError):
-        markers.convict(tmp_path / "step-7", "there is none")
+        markers.mark_bad(tmp_path / "step-7", "there is none")
 
 
 @pytest.mark.parametrize("text", DAMAGED)
@@ -111,8 +113,8 @@ def test_a_convicted_one_is_no_longer_healthy_until_a_person_accepts_it(tmp_path
 def test_a_damaged_ruling_counts_as_none(name: str, text: bytes, tmp_path: Path) -> None:
     path = checkpoint(tmp_path, 100)
     (path / name).write_bytes(text)
-    assert markers.convicted(path) is None and markers.accepted(path) is None
-    assert any("damaged" in problem for problem in markers.problems(path))
+    assert markers.read_bad_ruling(path) is None and markers.read_acceptance(path) is None
+    assert any("damaged" in problem for problem in markers.list_marker_problems(path))
 
 
 class AgainstMemory(RuleBasedStateMachine):
@@ -121,7 +123,7 @@ class AgainstMemory(RuleBasedStateMachine):
     @initialize(after=st.integers(0, 6), now=st.integers(0, 3))
     def begin(self, after: int, now: int) -> None:
         self.trend, self.after, self.now = CalmSteps(after), after, now
-        self.trend.resumed(now, [])
+        self.trend.resume_at(now, [])
         self.calm: set[int] = set()
         self.pending: set[int] = set()
         self.proven: list[int] = []
@@ -150,7 +152,7 @@ class AgainstMemory(RuleBasedStateMachine):
         self.now = step
         if calm:
             self.calm.add(step)
-        self.expect(self.trend.step(step, calm))
+        self.expect(self.trend.add_step(step, calm))
 
     @rule(n=st.integers(1, 8))
     def calm_steps(self, n: int) -> None:
@@ -162,26 +164,26 @@ class AgainstMemory(RuleBasedStateMachine):
         step = max(0, self.now + later)
         self.now = max(self.now, step)
         self.pending.add(step)
-        self.expect(self.trend.saved(step))
+        self.expect(self.trend.add_checkpoint(step))
 
     @rule(by=st.integers(0, 8))
     def back(self, by: int) -> None:
         step = max(0, self.now - by)
         self.go_back(step)
-        self.trend.back_to(step)
+        self.trend.rewind_to(step)
 
     @rule(by=st.integers(-3, 8))
     def restart(self, by: int) -> None:
         step, pending = max(0, self.now - by), sorted(self.pending)
         self.go_back(step)
         self.trend = CalmSteps(self.after)
-        self.trend.resumed(step, pending)
+        self.trend.resume_at(step, pending)
 
     @invariant()
     def agree(self) -> None:
         if hasattr(self, "trend"):
             assert self.trend.pending == sorted(self.pending)
-            assert all(self.trend.counted(c) == self.count(c) for c in self.pending)
+            assert all(self.trend.count_calm_steps(c) == self.count(c) for c in self.pending)
 
 
 TestAgainstMemory = AgainstMemory.TestCase

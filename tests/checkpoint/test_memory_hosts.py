@@ -46,16 +46,16 @@ def server(tmp_path: Path) -> Iterator[MemoryServer]:
 def opened(memory: Path, run: str = "run") -> MemoryFolder:
     memory.mkdir(exist_ok=True)
     folder = MemoryFolder(memory, memory.parent / run)
-    folder.open()
+    folder.open_locked()
     return folder
 
 
 def written(folder: MemoryFolder, of: PointKey, rank: int = 1, size: int = 3_000_000) -> HeldPart:
-    into = folder.begin(of)
+    into = folder.begin_point(of)
     for i, name in enumerate(names_of(rank)):
         (into / name).write_bytes(os.urandom(size if not i else 10))
     part = HeldPart(key=of, rank=rank, world=2, files={n: hash_file(into / n) for n in names_of(rank)})
-    folder.seal(part)
+    folder.seal_part(part)
     return part
 
 
@@ -66,23 +66,23 @@ def client(server: MemoryServer, token: str = TOKEN) -> MemoryClient:
 def test_a_part_arrives_and_comes_back(here: MemoryFolder, server: MemoryServer, tmp_path: Path) -> None:
     parts = [written(here, key(), rank) for rank in (0, 1)]
     with client(server) as one:
-        sent = [one.put(here.point(key()), part, FREE, nothing) for part in parts]
-    assert server.folder.held() == parts == here.held()
+        sent = [one.put_part(here.point_folder(key()), part, FREE, nothing) for part in parts]
+    assert server.folder.list_parts() == parts == here.list_parts()
     assert sum(sent) == server.received == sum(r.size for part in parts for r in part.files.values())
     with client(server) as one:
         for name, record in parts[1].files.items():
-            one.get(key(), 1, name, record, tmp_path)
-            assert (tmp_path / name).read_bytes() == (here.point(key()) / name).read_bytes()
+            one.get_file(key(), 1, name, record, tmp_path)
+            assert (tmp_path / name).read_bytes() == (here.point_folder(key()) / name).read_bytes()
         with pytest.raises(OSError, match="No such file"):
-            one.get(key(5), 1, "rank-00001.json", parts[1].files["rank-00001.json"], tmp_path)
+            one.get_file(key(5), 1, "rank-00001.json", parts[1].files["rank-00001.json"], tmp_path)
 
 
 def test_a_new_point_replaces_those_that_are_not_kept(here: MemoryFolder, server: MemoryServer) -> None:
     server.kept = lambda of: of.step == 2
     with client(server) as one:
         for step in (1, 2, 3, 4):
-            one.put(here.point(key(step)), written(here, key(step)), FREE, nothing)
-    assert [part.key.step for part in server.folder.held()] == [2, 4]
+            one.put_part(here.point_folder(key(step)), written(here, key(step)), FREE, nothing)
+    assert [part.key.step for part in server.folder.list_parts()] == [2, 4]
 
 
 @pytest.mark.parametrize("token", ["", "other"])
@@ -96,9 +96,9 @@ def test_a_server_that_does_not_know_the_token_gets_nothing(tmp_path: Path) -> N
 
         def impostor() -> None:
             s, _ = listening.accept()
-            s.sendall(wire.encoded({"nonce": "x"}))
+            s.sendall(wire.encode_message({"nonce": "x"}))
             s.recv(1000)
-            s.sendall(wire.encoded({"proof": "guessed"}))
+            s.sendall(wire.encode_message({"proof": "guessed"}))
 
         threading.Thread(target=impostor, daemon=True).start()
         with pytest.raises(OSError, match="does not know the token"):
@@ -107,13 +107,13 @@ def test_a_server_that_does_not_know_the_token_gets_nothing(tmp_path: Path) -> N
 
 def test_a_changed_byte_does_not_count(here: MemoryFolder, server: MemoryServer) -> None:
     part = written(here, key())
-    path = here.point(key()) / "rank-00001.safetensors"
+    path = here.point_folder(key()) / "rank-00001.safetensors"
     content = bytearray(path.read_bytes())
     content[1_500_000] ^= 1
     path.write_bytes(content)
     with client(server) as one, pytest.raises(OSError, match="hash"):
-        one.put(here.point(key()), part, FREE, nothing)
-    assert not server.folder.held() and not list(server.folder.point(key()).glob(".*"))
+        one.put_part(here.point_folder(key()), part, FREE, nothing)
+    assert not server.folder.list_parts() and not list(server.folder.point_folder(key()).glob(".*"))
 
 
 @pytest.mark.parametrize("after", [0, 1, 2])
@@ -126,11 +126,11 @@ def test_a_sender_that_breaks_off(after: int, here: MemoryFolder, server: Memory
             raise OSError("broken off")
 
     with client(server) as one, pytest.raises(OSError, match="broken off"):
-        one.put(here.point(key()), part, FREE, breaking)
-    assert not server.folder.held()
+        one.put_part(here.point_folder(key()), part, FREE, breaking)
+    assert not server.folder.list_parts()
     with client(server) as one:  # the next one is as the first
-        one.put(here.point(key()), part, FREE, nothing)
-    assert server.folder.held() == [part]
+        one.put_part(here.point_folder(key()), part, FREE, nothing)
+    assert server.folder.list_parts() == [part]
 
 
 def test_what_was_rewound_meanwhile_is_not_sealed(here: MemoryFolder, server: MemoryServer) -> None:
@@ -138,25 +138,25 @@ def test_what_was_rewound_meanwhile_is_not_sealed(here: MemoryFolder, server: Me
 
     def rewinding() -> None:
         if all(
-            (server.folder.point(key()) / name).exists() for name in part.files
+            (server.folder.point_folder(key()) / name).exists() for name in part.files
         ):  # only the seal is missing
             server.refuse = lambda of: "the run was rewound" if of == key() else ""
 
     with client(server) as one, pytest.raises(OSError, match="rewound"):
-        one.put(here.point(key()), part, FREE, rewinding)
-    assert not server.folder.held()
+        one.put_part(here.point_folder(key()), part, FREE, rewinding)
+    assert not server.folder.list_parts()
     with client(server) as one, pytest.raises(OSError, match="rewound"):
-        one.put(here.point(key()), part, FREE, nothing)
+        one.put_part(here.point_folder(key()), part, FREE, nothing)
 
 
 def test_a_host_without_memory_refuses(
     here: MemoryFolder, server: MemoryServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     part = written(here, key())
-    monkeypatch.setattr(free_memory, "free", lambda: 1000)
+    monkeypatch.setattr(free_memory, "free_bytes", lambda: 1000)
     with client(server) as one, pytest.raises(OSError, match="no memory left"):
-        one.put(here.point(key()), part, FREE, nothing)
-    assert not server.folder.held()
+        one.put_part(here.point_folder(key()), part, FREE, nothing)
+    assert not server.folder.list_parts()
 
 
 @pytest.mark.parametrize(
@@ -181,9 +181,9 @@ def test_nonsense_ends_the_connection_and_nothing_else(line: bytes, server: Memo
 def test_the_pace_is_kept() -> None:
     pace, slept = Pace(1e6), list[float]()
     for _ in range(10):
-        pace.wait(100_000, slept.append)
+        pace.wait_before(100_000, slept.append)
     assert sum(slept) > 0.5 and max(slept) < 1.1  # what comes before is due
-    Pace(None).wait(1 << 40)
+    Pace(None).wait_before(1 << 40)
 
 
 # The folder
@@ -199,17 +199,17 @@ def test_a_folder_that_is_not_of_this_user_alone_is_refused(linked: bool, tmp_pa
         folder.user.mkdir()
         folder.user.chmod(0o777)
     with pytest.raises(OSError, match="not a folder of this user alone"):
-        folder.open()
+        folder.open_locked()
 
 
 def test_torn_parts_are_not_held(here: MemoryFolder) -> None:
     part = written(here, key())
-    (here.point(key()) / "rank-00001.safetensors").write_bytes(b"short")
+    (here.point_folder(key()) / "rank-00001.safetensors").write_bytes(b"short")
     written(here, key(8))
-    (here.point(key(8)) / "held-00001.json").write_text('{"format"')
-    assert not here.held()
+    (here.point_folder(key(8)) / "held-00001.json").write_text('{"format"')
+    assert not here.list_parts()
     written(here, key(12), 0)
-    assert [p.key.step for p in here.held()] == [12] and part.rank == 1
+    assert [p.key.step for p in here.list_parts()] == [12] and part.rank == 1
 
 
 def run_dir(path: Path, finished: bool = False) -> Path:
@@ -232,7 +232,7 @@ def test_what_is_abandoned_is_swept(tmp_path: Path) -> None:
     past = time.time() - 4 * DAY
     os.utime(folders["old"].root, (past, past))
     mine = opened(memory, "mine")
-    swept = {name.rpartition("-")[0] for name in mine.sweep(3.0)}
+    swept = {name.rpartition("-")[0] for name in mine.sweep_abandoned(3.0)}
     assert swept == {"finished", "gone", "old"}
-    assert {name for name, folder in folders.items() if folder.held()} == {"going", "locked"}
+    assert {name for name, folder in folders.items() if folder.list_parts()} == {"going", "locked"}
     assert mine.root.exists()

@@ -55,10 +55,10 @@ def evaluated(run: Path) -> float:
 
 def samples(run: Path) -> torch.Tensor:
     """What the run evaluates on: int64 [n, L + 1]."""
-    config = recipe.load(run / "recipe.yaml")
+    config = recipe.load_recipe(run / "recipe.yaml")
     source = open_corpora(config.data.corpora, config.model.sequence_length, config.run.seed).validation
     assert source is not None
-    return torch.from_numpy(source.samples(np.arange(SAMPLES)))
+    return torch.from_numpy(source.read_samples(np.arange(SAMPLES)))
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -127,7 +127,7 @@ def test_another_model_is_refused(runs: Path, tmp_path: Path, change: dict[str, 
     tree["config"]["model"] |= change
     contents = store.read_contents(checkpoint)
     contents.files[store.RECIPE] = write_file(checkpoint / store.RECIPE, yaml.safe_dump(tree).encode())
-    write_file(checkpoint / store.MANIFEST, contents.sealed())
+    write_file(checkpoint / store.MANIFEST, contents.to_sealed_bytes())
     with pytest.raises(CheckpointError, match=message):
         load_plain(run)
 

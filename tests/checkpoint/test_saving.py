@@ -19,8 +19,14 @@ from megastable.checkpoint import markers, store
 from megastable.checkpoint.files import write_file
 from megastable.checkpoint.held_points import PartFolder, PointKey
 from megastable.checkpoint.markers import CalmSteps
-from megastable.checkpoint.parts import upload
-from megastable.checkpoint.saving import KeptCheckpoint, Saver, apply, doomed, standing
+from megastable.checkpoint.parts import upload_files
+from megastable.checkpoint.saving import (
+    KeptCheckpoint,
+    Saver,
+    choose_deleted,
+    delete_old_checkpoints,
+    list_kept,
+)
 from megastable.checkpoint.store import DELETING
 from megastable.config.tree import RunConfig
 from megastable.run.directory import RunDirectory
@@ -43,7 +49,7 @@ every = st.sampled_from([0, 1, 5, 7, 10, 25, 100])
 
 
 def left(checkpoints: list[KeptCheckpoint], keep: int, keep_every: int) -> list[KeptCheckpoint]:
-    gone = doomed(checkpoints, keep, keep_every)
+    gone = choose_deleted(checkpoints, keep, keep_every)
     return [c for c in checkpoints if c.step not in gone]
 
 
@@ -69,7 +75,7 @@ def test_what_must_stay_stays_and_nothing_else(
         if later and later[0] < multiple + keep_every:
             stay.add(later[0])
     assert steps(left(checkpoints, keep, keep_every)) == stay
-    assert doomed(checkpoints, keep, keep_every) == sorted(steps(checkpoints) - stay)
+    assert choose_deleted(checkpoints, keep, keep_every) == sorted(steps(checkpoints) - stay)
     assert stay or not checkpoints
 
 
@@ -77,9 +83,9 @@ def test_what_must_stay_stays_and_nothing_else(
 def test_however_often_is_saved_some_come_to_prove_themselves(interval: int, keep: int, after: int) -> None:
     trend, folder = CalmSteps(after), dict[int, KeptCheckpoint]()
     for step in range(1, 300):
-        proven = trend.step(step, calm=True)
+        proven = trend.add_step(step, calm=True)
         if step % interval == 0:
-            proven += trend.saved(step)
+            proven += trend.add_checkpoint(step)
             folder[step] = KeptCheckpoint(step)
         folder |= {one: KeptCheckpoint(one, healthy=True) for one in proven if one in folder}
         folder = {c.step: c for c in left(list(folder.values()), keep, 0)}
@@ -106,20 +112,20 @@ def test_a_damaged_one_pushes_no_good_one_out(damage: str, tmp_path: Path) -> No
             bad.rename(folder / "step-50")
         case "nested":
             (bad / store.MANIFEST).write_text("[" * 100_000)
-    assert apply(folder, 1) == ["step-20"]
-    store.verify(folder / "step-30")
-    store.verify(folder / "step-10")
+    assert delete_old_checkpoints(folder, 1) == ["step-20"]
+    store.verify_checkpoint(folder / "step-30")
+    store.verify_checkpoint(folder / "step-10")
 
 
 def test_what_a_crash_left_goes_next_time_and_a_pinned_one_comes_back(tmp_path: Path) -> None:
     folder = run_with(tmp_path, 10, 20, 30)
     (folder / "step-10").rename(folder / f"{DELETING}step-10")
     (folder / f"{DELETING}step-10" / store.STATE).unlink()
-    markers.pin(folder / "step-20", "between the rename and the look")
+    markers.pin_checkpoint(folder / "step-20", "between the rename and the look")
     (folder / "step-20").rename(folder / f"{DELETING}step-20")
-    assert apply(folder, 5) == []
+    assert delete_old_checkpoints(folder, 5) == []
     assert names(folder) == ["latest", "step-20", "step-30"]
-    store.verify(folder / "step-20")
+    store.verify_checkpoint(folder / "step-20")
 
 
 @pytest.mark.parametrize(("module", "call"), [(shutil, "rmtree"), (durable, "sync_directory")])
@@ -138,19 +144,21 @@ def test_what_cannot_be_deleted_now_is_hidden_and_goes_later(
 
     with monkeypatch.context() as patch:
         patch.setattr(module, call, refuse)
-        assert apply(folder, 1) == ["step-20"]
+        assert delete_old_checkpoints(folder, 1) == ["step-20"]
     assert "Input/output error" in caplog.text
     assert names(folder) == [f"{DELETING}step-20", "latest", "step-10", "step-30"]
     store.read_state(folder / f"{DELETING}step-20")
-    assert apply(folder, 1) == [] and names(folder) == ["latest", "step-10", "step-30"]
+    assert delete_old_checkpoints(folder, 1) == [] and names(folder) == ["latest", "step-10", "step-30"]
 
 
 def test_a_folder_that_is_none_is_no_reason_to_stop(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert apply(tmp_path / "none", 1) == [] and standing(tmp_path / "none") == []
+    assert delete_old_checkpoints(tmp_path / "none", 1) == [] and list_kept(tmp_path / "none") == []
     (tmp_path / "file").write_text("")
-    assert apply(tmp_path / "file", 1) == [] and "no old checkpoint is deleted" in caplog.text
+    assert (
+        delete_old_checkpoints(tmp_path / "file", 1) == [] and "no old checkpoint is deleted" in caplog.text
+    )
     with pytest.raises(CheckpointError, match="cannot be read"):
-        standing(tmp_path / "file")
+        list_kept(tmp_path / "file")
 
 
 def kill_in_the_upload() -> None:
@@ -161,7 +169,7 @@ def kill_in_the_upload() -> None:
         # Both parts must be there: a checkpoint of which a rank's part is missing is none.
         os.kill(os.getpid(), signal.SIGKILL)
 
-    saving.upload = upload  # type: ignore[assignment]
+    saving.upload_files = upload  # type: ignore[assignment]
 
 
 @pytest.mark.slow
@@ -172,13 +180,13 @@ def test_a_run_killed_in_an_upload_goes_on_from_the_local_disk(corpus: Path, tmp
     with pytest.raises(AssertionError):
         run_ranks(1, train, config, kill_in_the_upload)
     assert not store.newest_first(run / "checkpoints")
-    (staged,) = PartFolder(tmp_path / "disk", run).held()
+    (staged,) = PartFolder(tmp_path / "disk", run).list_parts()
     assert staged.key.step == 15
     assert run_ranks(1, train, config) == [(0, "")]
-    events = list(RunDirectory(run).events(CheckpointRecovered, Resumed))
+    events = list(RunDirectory(run).iterate_events(CheckpointRecovered, Resumed))
     assert [(e["event"], e["step"]) for e in events] == [("checkpoint_recovered", 15), ("resumed", 15)]
     assert identical(straight / "checkpoints/step-20", run / "checkpoints/step-20") == 3
-    store.verify(run / "checkpoints/step-15")
+    store.verify_checkpoint(run / "checkpoints/step-15")
     assert not list((tmp_path / "disk").rglob("*.safetensors"))
 
 
@@ -187,7 +195,7 @@ def test_every_rank_writes_there_first_and_leaves_nothing(corpus: Path, tmp_path
     config = tiny(corpus, run, train=batch(), checkpoint={"interval": 10, "staging": disk})
     assert run_ranks(2, train, config) == [(0, ""), (0, "")]
     for name in ("step-10", "step-20"):
-        store.verify(run / "checkpoints" / name)
+        store.verify_checkpoint(run / "checkpoints" / name)
     assert not [path for path in disk.rglob("*") if path.is_file()]
 
 
@@ -196,11 +204,11 @@ def test_what_changed_on_the_local_disk_is_not_brought_over(tmp_path: Path) -> N
     here.mkdir()
     there.mkdir()
     record = write_file(here / "a", b"x" * 100)
-    upload(here, {"a": record}, there)
+    upload_files(here, {"a": record}, there)
     assert (there / "a").read_bytes() == b"x" * 100
     (here / "a").write_bytes(b"x" * 99 + b"y")
     with pytest.raises(OSError, match="has changed since it was written"):
-        upload(here, {"a": record}, there)
+        upload_files(here, {"a": record}, there)
 
 
 def train_with_small_files(config: RunConfig) -> tuple[int, str]:
@@ -220,7 +228,7 @@ def test_what_cannot_be_brought_over_now_is_kept_for_the_next_start(corpus: Path
     )
     run_ranks(1, train_with_small_files, full)
     assert run_ranks(1, train, config) == [(0, "")]
-    events = list(RunDirectory(run).events(CheckpointRecovered))
+    events = list(RunDirectory(run).iterate_events(CheckpointRecovered))
     assert [bool(e["problem"]) for e in events] == [True, False]
 
 
@@ -228,7 +236,7 @@ def test_a_rank_leaves_the_folder_that_another_one_is_about_to_write_to(tmp_path
     """Of the same checkpoint, and still empty."""
     staging, key = PartFolder(tmp_path / "staging", tmp_path), PointKey(step=5, epoch=0, lineage="a" * 16)
     staging.root.mkdir(parents=True)
-    opened = os.open(staging.begin(key), os.O_RDONLY)
+    opened = os.open(staging.begin_point(key), os.O_RDONLY)
     try:
         Saver._stage(cast(Saver, SimpleNamespace(_rank=1)), staging, key)
         assert os.fstat(opened).st_nlink  # 0 once it has been removed

@@ -18,13 +18,13 @@ from megastable.base.free_memory import (
     GIB,
     Demand,
     count_taken_bytes,
-    demand,
     group_limits,
+    measure_demand,
 )
 from megastable.checkpoint.snapshot import Ring
-from megastable.checkpoint.snapshot_budget import plan
+from megastable.checkpoint.snapshot_budget import plan_snapshots
 from megastable.config.stability import SnapshotConfig
-from megastable_guard.guard import thin
+from megastable_guard.guard import thin_snapshots
 
 
 @given(st.integers(1, 8), st.integers(1, 50), st.integers(1, 300))
@@ -32,7 +32,7 @@ def test_thin_keeps_the_newest_and_reaches_far_back(size: int, interval: int, co
     kept: list[int] = []
     for number in range(count):
         before = kept
-        kept = thin([*kept, number * interval], size, interval)
+        kept = thin_snapshots([*kept, number * interval], size, interval)
         assert len(kept) == min(size, number + 1) and kept[-1] == number * interval
         assert kept == sorted(set(kept)) and set(kept) <= {*before, number * interval}
         if size > 2 and len(kept) > 1:
@@ -61,7 +61,7 @@ class Counter:
     def restore_optimizer_state(self, saved: dict[str, Tensor]) -> None:
         self.tensors = {name: tensor.clone() for name, tensor in saved.items()}
 
-    def counters(self) -> dict[str, Any]:
+    def read_counters(self) -> dict[str, Any]:
         return {"steps": self.steps}
 
     def restore_counters(self, saved: dict[str, Any]) -> None:
@@ -76,12 +76,12 @@ def test_what_comes_back_is_what_went_in() -> None:
     for step in range(1, 20):
         engine.advance()
         history[step] = {name: t.clone() for name, t in engine.tensors.items()}
-        if ring.due(step):
-            ring.take(step, extra=f"step {step}")
+        if ring.is_due(step):
+            ring.take_snapshot(step, extra=f"step {step}")
     assert ring.steps[-1] == 18 and len(ring.steps) == 3
-    snapshot = ring.before(18)
+    snapshot = ring.find_before(18)
     assert snapshot is not None and snapshot.step == 16 and snapshot.extra == "step 16"
-    ring.restore(snapshot)
+    ring.restore_snapshot(snapshot)
     assert engine.steps == 16 and ring.steps[-1] == 18
     ring.forget_from(17)
     assert ring.steps[-1] == 16
@@ -95,14 +95,14 @@ def test_what_is_kept_aside_costs_no_point_and_is_the_present() -> None:
     ring = Ring(engine, capacity=2, interval=2)
     for step in range(1, 6):
         engine.advance()
-        if ring.due(step):
-            ring.take(step, None)
+        if ring.is_due(step):
+            ring.take_snapshot(step, None)
     now = {name: t.clone() for name, t in engine.tensors.items()}
-    present, old = ring.aside(5), ring.before(4)
+    present, old = ring.copy_aside(5), ring.find_before(4)
     assert ring.steps == [2, 4] and old is not None
-    ring.restore(old)
+    ring.restore_snapshot(old)
     assert engine.steps == 2
-    ring.restore(present)
+    ring.restore_snapshot(present)
     assert engine.steps == 5 and ring.steps == [2, 4]
     assert all(torch.equal(engine.tensors[name], tensor) for name, tensor in now.items())
 
@@ -113,7 +113,7 @@ def test_a_dropped_point_gives_its_memory_to_the_next() -> None:
     ring = Ring(engine, capacity=2, interval=1)
     places: list[set[int]] = []
     for step in range(1, 9):
-        ring.take(step, None)
+        ring.take_snapshot(step, None)
         places.append({t.data_ptr() for s in ring._kept for t in s.tensors.values()})
     assert len(set().union(*places[2:])) <= 6  # two points and the one being written, of two tensors each
 
@@ -125,9 +125,9 @@ def test_a_lent_point_is_not_overwritten(capacity: int) -> None:
     ring = Ring(engine, capacity=capacity, interval=1)
     for step in range(1, 4):
         engine.advance()
-        ring.take(step, None)
-    assert ring.lend(2) is None  # only the newest
-    loan = ring.lend(3)
+        ring.take_snapshot(step, None)
+    assert ring.lend_newest(2) is None  # only the newest
+    loan = ring.lend_newest(3)
     assert loan is not None
     content = {name: t.clone() for name, t in loan.snapshot.tensors.items()}
     wrong, recalled = list[str](), list[bool]()
@@ -149,9 +149,9 @@ def test_a_lent_point_is_not_overwritten(capacity: int) -> None:
         engine.advance()
         if step == 10:
             ring.forget_from(5)
-        ring.take(step, None)
+        ring.take_snapshot(step, None)
     if not recalled:
-        ring.recall()
+        ring.recall_loan()
     thread.join()
     assert not wrong and recalled == [True]
 
@@ -197,10 +197,10 @@ def test_the_moments_that_are_not_there_yet_count() -> None:
     masters = [torch.zeros(300), torch.zeros(5)]
     state = {"0/weight": masters[0], "1/weight": masters[1]}
     later = [4 * m.numel() for m in masters for _ in range(3)]
-    assert demand(state.values(), later, pinned=False).snapshot == 3 * 4 * 305
-    assert demand(state.values(), later, pinned=True).snapshot == 3 * (2048 + 32)
+    assert measure_demand(state.values(), later, pinned=False).snapshot == 3 * 4 * 305
+    assert measure_demand(state.values(), later, pinned=True).snapshot == 3 * (2048 + 32)
     state |= {f"{i}/{key}": torch.zeros_like(m) for i, m in enumerate(masters) for key in ("m", "v", "more")}
-    assert demand(state.values(), later, pinned=False).snapshot == 4 * 4 * 305
+    assert measure_demand(state.values(), later, pinned=False).snapshot == 4 * 4 * 305
 
 
 # How many
@@ -210,7 +210,7 @@ def test_the_moments_that_are_not_there_yet_count() -> None:
 def test_all_ranks_of_a_host_share_a_quarter_of_it(
     demands: list[Demand], keep: int, order: list[int]
 ) -> None:
-    found = plan(demands, SnapshotConfig(keep=keep))
+    found = plan_snapshots(demands, SnapshotConfig(keep=keep))
     assert 0 <= found.points <= keep
     for host in {d.host for d in demands}:
         here = [d for d in demands if d.host == host]
@@ -222,16 +222,20 @@ def test_all_ranks_of_a_host_share_a_quarter_of_it(
             for d in demands
         )
     # A look back puts the present state aside for as long, on every rank at once.
-    with_one_more = plan(demands, SnapshotConfig(keep=keep + 1))
+    with_one_more = plan_snapshots(demands, SnapshotConfig(keep=keep + 1))
     assert found.aside == (with_one_more.points == keep + 1)
-    assert plan([demands[i] for i in order if i < len(demands)], SnapshotConfig(keep=keep)) == found
+    assert plan_snapshots([demands[i] for i in order if i < len(demands)], SnapshotConfig(keep=keep)) == found
 
 
 def test_a_given_budget_counts_for_every_rank_whatever_is_free() -> None:
     few = SnapshotConfig(memory_gib=0.5)
     with pytest.raises(ConfigError, match=r"memory_gib=0\.5: a snapshot takes 1\.000 .* at least 1\.000"):
-        plan([Demand("a", 100, GIB), Demand("b", GIB, GIB)], few)
-    given = plan([Demand("a", GIB, 4 * GIB)] * 2, SnapshotConfig(memory_gib=3.0, keep=4))
+        plan_snapshots([Demand("a", 100, GIB), Demand("b", GIB, GIB)], few)
+    given = plan_snapshots([Demand("a", GIB, 4 * GIB)] * 2, SnapshotConfig(memory_gib=3.0, keep=4))
     assert given.points == 3 and "WARNING: that is more than the 4.000 GiB that are free on a" in given.text
-    assert "WARNING" in plan([Demand("a", GIB, 2 * GIB)], SnapshotConfig(memory_gib=3.0, keep=2)).text
-    assert "WARNING" not in plan([Demand("a", GIB, 4 * GIB)] * 2, SnapshotConfig(memory_gib=2.0)).text
+    assert (
+        "WARNING" in plan_snapshots([Demand("a", GIB, 2 * GIB)], SnapshotConfig(memory_gib=3.0, keep=2)).text
+    )
+    assert (
+        "WARNING" not in plan_snapshots([Demand("a", GIB, 4 * GIB)] * 2, SnapshotConfig(memory_gib=2.0)).text
+    )

@@ -24,7 +24,7 @@ from megastable.checkpoint.store import (
     read_state,
     set_aside,
     set_aside_newer,
-    verify,
+    verify_checkpoint,
 )
 from tests.checkpoint.standins import names
 
@@ -42,7 +42,7 @@ def checkpoint(tmp_path: Path) -> Path:
     contents: dict[str, Any] = {"rank-00000.json": b'{"a": 1}', "rank-00001.json": b'{"a": 2}'}
     contents[STATE] = run_state(step=10).model_dump_json().encode()
     files = {name: write_file(folder / name, content) for name, content in contents.items()}
-    (folder / MANIFEST).write_bytes(Contents(step=10, files=files).sealed())
+    (folder / MANIFEST).write_bytes(Contents(step=10, files=files).to_sealed_bytes())
     return folder
 
 
@@ -64,7 +64,7 @@ def test_a_changed_manifest_is_damaged_even_where_it_can_be_read(checkpoint: Pat
     text = (checkpoint / MANIFEST).read_text()
     (checkpoint / MANIFEST).write_text(text.replace('"step": 10', '"step": 11'))
     with pytest.raises(CheckpointError, match="its checksum does not match"):
-        verify(checkpoint)
+        verify_checkpoint(checkpoint)
 
 
 @pytest.mark.parametrize("of", [1, 3])
@@ -73,7 +73,7 @@ def test_another_format_names_the_version_that_wrote_it(checkpoint: Path, of: in
         f'{{"format": {of}, "versions": {{"megastable": "9.1"}}, "news": true}}'
     )
     with pytest.raises(CheckpointError, match=rf"format {of}, of version 9\.1 .*use that version"):
-        verify(checkpoint)
+        verify_checkpoint(checkpoint)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

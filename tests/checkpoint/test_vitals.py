@@ -13,14 +13,14 @@ from megastable.checkpoint.vitals import (
     RATIO,
     Size,
     Vitals,
-    contradiction,
-    doubt,
+    bound_moment_ratio,
+    explain_contradiction,
+    explain_doubt,
+    explain_loss_change,
+    explain_size_change,
+    explain_unclear_proof,
     fallen_behind,
-    judge,
-    moved,
-    ratio,
-    resized,
-    unclear,
+    judge_loaded_state,
 )
 from megastable.config.training import VitalsConfig
 
@@ -49,15 +49,17 @@ LOSSES = [3.0 + 0.01 * i for i in range(32)]
     "change", [{"norm": 3.003}, {"largest": 1e4}, {"v": 2e-5}, {"m": 0.0}, {"norm": math.nan}]
 )
 def test_another_size_convicts_the_content(change: dict[str, float]) -> None:
-    found = judge(vitals(LOSSES), vitals(LOSSES, **change), False, C)
+    found = judge_loaded_state(vitals(LOSSES), vitals(LOSSES, **change), False, C)
     assert found.content and "of w" in found.problem
 
 
 def test_rounding_to_bf16_moments_is_no_change_and_more_is() -> None:
-    assert not resized(sizes(), sizes(v=1e-5 * (1 + 2**-9)), True, C.size_change)
-    assert resized(sizes(), sizes(v=1e-5 * (1 + 2**-9)), False, C.size_change)
-    assert resized(sizes(), sizes(v=1.02e-5), True, C.size_change)
-    assert resized(sizes(), sizes(largest=0.5 * (1 + 2**-9)), True, C.size_change)  # weights are fp32
+    assert not explain_size_change(sizes(), sizes(v=1e-5 * (1 + 2**-9)), True, C.size_change)
+    assert explain_size_change(sizes(), sizes(v=1e-5 * (1 + 2**-9)), False, C.size_change)
+    assert explain_size_change(sizes(), sizes(v=1.02e-5), True, C.size_change)
+    assert explain_size_change(
+        sizes(), sizes(largest=0.5 * (1 + 2**-9)), True, C.size_change
+    )  # weights are fp32
 
 
 @given(
@@ -75,67 +77,75 @@ def test_moments_that_adam_made_never_contradict_each_other(
     found = {
         "exp_avg": {"w": Size(norm=abs(m), largest=abs(m))}, "exp_avg_sq": {"w": Size(norm=v, largest=v)},
     }  # fmt: skip
-    assert not contradiction(found, ratio(betas))
+    assert not explain_contradiction(found, bound_moment_ratio(betas))
 
 
 def test_of_several_betas_those_that_allow_most_count() -> None:
     """One gradient after none for long, without a first moment's memory: the square of it over 0.001 of it."""
     burst = sizes(m=0.1, v=0.1**2 * 0.001)
-    assert contradiction(burst) and contradiction(burst, ratio((0.9, 0.999), (0.9, 0.95)))
-    assert not contradiction(burst, ratio((0.9, 0.95), (0.0, 0.999)))
-    assert ratio((0.9, 0.95)) == RATIO
-    assert ratio((0.9, 0.8)) == math.inf  # no bound where the first moment remembers longer
-    assert not contradiction(sizes(v=0.0), math.inf)
+    assert explain_contradiction(burst) and explain_contradiction(
+        burst, bound_moment_ratio((0.9, 0.999), (0.9, 0.95))
+    )
+    assert not explain_contradiction(burst, bound_moment_ratio((0.9, 0.95), (0.0, 0.999)))
+    assert bound_moment_ratio((0.9, 0.95)) == RATIO
+    assert bound_moment_ratio((0.9, 0.8)) == math.inf  # no bound where the first moment remembers longer
+    assert not explain_contradiction(sizes(v=0.0), math.inf)
 
 
 def test_half_of_the_probes_decide() -> None:
     few = [loss + (1.0 if i < 15 else 0.0) for i, loss in enumerate(LOSSES)]
     many = [loss + (1.0 if i < 17 else 0.0) for i, loss in enumerate(LOSSES)]
-    assert not moved(vitals(LOSSES), vitals(few), C) and moved(vitals(LOSSES), vitals(many), C)
-    assert moved(vitals(LOSSES), vitals([math.nan] * 32), C)
+    assert not explain_loss_change(vitals(LOSSES), vitals(few), C) and explain_loss_change(
+        vitals(LOSSES), vitals(many), C
+    )
+    assert explain_loss_change(vitals(LOSSES), vitals([math.nan] * 32), C)
     lower = [loss - 0.1 for loss in LOSSES]  # another state, for better or worse
-    assert moved(vitals(LOSSES), vitals(lower), C)
+    assert explain_loss_change(vitals(LOSSES), vitals(lower), C)
 
 
 def test_fp32_is_compared_more_closely() -> None:
     near = [loss + 0.02 for loss in LOSSES]
     kept, now = vitals(LOSSES), vitals(near)
-    assert not moved(kept, now, C)
+    assert not explain_loss_change(kept, now, C)
     exact, again = (v.model_copy(update={"precision": "fp32"}) for v in (kept, now))
-    assert moved(exact, again, C) and not moved(exact, now, C)
+    assert explain_loss_change(exact, again, C) and not explain_loss_change(exact, now, C)
 
 
 def test_what_is_too_small_for_fp32_squares_is_not_compared() -> None:
     """Second moments of a tensor that gets no more gradients shrink until each kernel rounds them to another norm."""
-    assert not resized(sizes(v=3e-23), sizes(v=0.0), False, C.size_change)
-    assert resized(sizes(v=1e-15), sizes(v=0.0), False, C.size_change)
-    assert resized(sizes(v=3e-23), sizes(v=math.nan), False, C.size_change)
+    assert not explain_size_change(sizes(v=3e-23), sizes(v=0.0), False, C.size_change)
+    assert explain_size_change(sizes(v=1e-15), sizes(v=0.0), False, C.size_change)
+    assert explain_size_change(sizes(v=3e-23), sizes(v=math.nan), False, C.size_change)
 
 
 def test_only_who_hardly_moved_is_a_witness() -> None:
     kept = vitals(LOSSES)
     near, far = vitals([x + 0.004 for x in LOSSES]), vitals([x + 0.02 for x in LOSSES])
-    assert not unclear(kept, kept, C) and not unclear(kept, near, C)
-    assert "moved by more than 0.02" in unclear(kept, far, C) and not moved(kept, far, C)
+    assert not explain_unclear_proof(kept, kept, C) and not explain_unclear_proof(kept, near, C)
+    assert "moved by more than 0.02" in explain_unclear_proof(kept, far, C) and not explain_loss_change(
+        kept, far, C
+    )
     exact, again = (v.model_copy(update={"precision": "fp32"}) for v in (kept, near))
-    assert unclear(exact, again, C) and not moved(exact, again, C)
-    assert unclear(kept, vitals([math.nan] * 32), C)
+    assert explain_unclear_proof(exact, again, C) and not explain_loss_change(exact, again, C)
+    assert explain_unclear_proof(kept, vitals([math.nan] * 32), C)
     others = kept.model_copy(update={"samples": [f"x{i}" for i in range(32)]})
     for silent in (None, Vitals(), others):
-        assert "no losses" in unclear(silent, kept, C)
+        assert "no losses" in explain_unclear_proof(silent, kept, C)
 
 
 def test_a_state_far_above_the_last_one_and_its_own_losses_is_doubted() -> None:
     recent = [3.1] * 20
     before = vitals(LOSSES)
     worse = vitals([loss + 2 for loss in LOSSES])
-    assert not doubt(before, None, recent, C) and not doubt(before, before, recent, C)
-    assert "above the checkpoint before" in doubt(worse, before, recent, C)
-    assert doubt(worse, None, recent, C)
-    assert not doubt(worse, before, [5.1] * 20, C)  # the data got harder, or an excursion is under way
-    assert not doubt(worse, worse, recent, C)  # odd samples by themselves, no change
-    assert doubt(vitals([math.nan] * 32), before, recent, C)
-    assert not doubt(Vitals(), before, recent, C) and not doubt(worse, before, [math.nan], C)
+    assert not explain_doubt(before, None, recent, C) and not explain_doubt(before, before, recent, C)
+    assert "above the checkpoint before" in explain_doubt(worse, before, recent, C)
+    assert explain_doubt(worse, None, recent, C)
+    assert not explain_doubt(
+        worse, before, [5.1] * 20, C
+    )  # the data got harder, or an excursion is under way
+    assert not explain_doubt(worse, worse, recent, C)  # odd samples by themselves, no change
+    assert explain_doubt(vitals([math.nan] * 32), before, recent, C)
+    assert not explain_doubt(Vitals(), before, recent, C) and not explain_doubt(worse, before, [math.nan], C)
 
 
 def test_a_state_is_compared_with_what_it_was_trained_on() -> None:

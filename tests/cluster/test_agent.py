@@ -24,11 +24,11 @@ from megastable.cluster.hosts import HostBurnIns, Hosts, RemoteAttempt
 from megastable.cluster.launcher import HostSlots, TrainingCommand
 from megastable.cluster.reach import Local
 from megastable.cluster.store import AgentLink, Store
-from megastable.cluster.this_host import alive_here
+from megastable.cluster.this_host import list_attempts_here
 from megastable.run.directory import RunDirectory
 from megastable.run.events.supervisor_events import SupervisorEvent
 from megastable.run.log import RunLog
-from megastable.run.rank_ipc import FLAG, mark
+from megastable.run.rank_ipc import FLAG, make_mark
 from megastable.run.wire import Message, StoreClient
 from tests.patience import PATIENCE, until
 
@@ -79,14 +79,14 @@ def test_agent_asked_to_stop_tells_every_supervisor_and_goes_on(tmp_path: Path, 
     with Store(RunDirectory(tmp_path)) as store:
         fleet = fleet_elsewhere(store)
         until(lambda: pid(store) == process.pid)
-        assert fleet.stop_asked() is None
+        assert fleet.find_host_asked_to_stop() is None
         address = store.address
     with Store(RunDirectory(tmp_path)) as store:
         fleet = fleet_elsewhere(store)
         assert store.address.token != address.token
         until(lambda: pid(store) == process.pid)
         process.send_signal(signal.SIGTERM)
-        until(lambda: fleet.stop_asked() == "first")
+        until(lambda: fleet.find_host_asked_to_stop() == "first")
         assert process.poll() is None
         fleet.close(errors.STOPPED)
         assert process.wait(PATIENCE) == errors.STOPPED
@@ -121,15 +121,15 @@ def test_agent_ends_well_if_nobody_told_it_that_the_run_is_complete(
     run, before = RunDirectory(tmp_path), {number: signal.getsignal(number) for number in STOPS}
     log = RunLog(run, print)
     try:
-        assert agents.Agent(run, "first").work() == errors.FAILED
+        assert agents.Agent(run, "first").serve_until_told() == errors.FAILED
         for what, code, expected in (
             ("started", None, errors.FAILED),
             ("ended", errors.UNSTABLE, errors.FAILED),
             ("ended", errors.OK, errors.OK),
             ("started", None, errors.FAILED),
         ):
-            log.emit(SupervisorEvent(what=what, pid=1, host="x", code=code))
-            assert agents.Agent(run, "first").work() == expected
+            log.emit_event(SupervisorEvent(what=what, pid=1, host="x", code=code))
+            assert agents.Agent(run, "first").serve_until_told() == expected
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -141,11 +141,11 @@ def test_alive_here_passes_over_processes_of_other_users(tmp_path: Path) -> None
     run = RunDirectory(tmp_path)
 
     def wait_as(user: int, rank: int) -> subprocess.Popen[bytes]:
-        words = ["sh", "-c", "read line", "sh", f"{FLAG}={mark(run, rank)}"]
+        words = ["sh", "-c", "read line", "sh", f"{FLAG}={make_mark(run, rank)}"]
         return subprocess.Popen(words, stdin=subprocess.PIPE, user=user)
 
     with wait_as(65534, 9) as theirs, wait_as(os.getuid(), 3) as mine:  # which end with their input
-        until(lambda: alive_here(run) == [3])
+        until(lambda: list_attempts_here(run) == [3])
         assert theirs.poll() is None and mine.poll() is None
 
 
@@ -165,7 +165,7 @@ class ThisHost:
 
     detached = True
 
-    def words(self, host: str, command: Sequence[str]) -> list[str]:
+    def build_command(self, host: str, command: Sequence[str]) -> list[str]:
         return list(command)
 
 
@@ -194,10 +194,10 @@ def fleet_of(run: RunDirectory, store: Store) -> Hosts:
 def under_way(run: RunDirectory, store: Store) -> tuple[Hosts, Attempt, AgentLink]:
     """An attempt of two ranks, both of which run."""
     fleet = fleet_of(run, store)
-    until(lambda: not fleet.missing(0))
-    attempt = fleet.start(1, ["first"])
-    until(lambda: attempt.look() and len(pids(run)) == 2)
-    agent = fleet.agent("first")
+    until(lambda: not fleet.list_missing_hosts(0))
+    attempt = fleet.start_attempt(1, ["first"])
+    until(lambda: attempt.poll_processes() and len(pids(run)) == 2)
+    agent = fleet.find_agent("first")
     assert agent is not None
     return fleet, attempt, agent
 
@@ -218,30 +218,36 @@ def alive(pid: int) -> bool:
 def test_remote_attempt_from_start_to_end(run: RunDirectory) -> None:
     with Store(run) as store:
         fleet, attempt, _ = under_way(run, store)
-        assert attempt.code is None and not attempt.gone and set(attempt.states()) == {0, 1}
+        assert attempt.code is None and not attempt.gone and set(attempt.read_kernel_views()) == {0, 1}
         (run.root / "finishing").write_text("0")
         (run.root / "finishing").rename(run.root / "finish")  # with its content: ranks read it at once
-        until(lambda: not attempt.look())
+        until(lambda: not attempt.poll_processes())
         assert attempt.code == 0 and not any(fate.signal for fate in attempt.fates.values())
 
         # The next one: a rank is killed, the other one is stopped; both are gone before the third begins
         for path in (run.root / "finish", *run.root.glob("pid-*")):
             path.unlink()
-        until(lambda: not fleet.missing(1))
-        attempt = fleet.start(2, ["first"])
-        until(lambda: attempt.look() and len(pids(run)) == 2)
+        until(lambda: not fleet.list_missing_hosts(1))
+        attempt = fleet.start_attempt(2, ["first"])
+        until(lambda: attempt.poll_processes() and len(pids(run)) == 2)
         first, second = pids(run)
-        assert set(attempt.states()) == {0, 1}  # looks for them: else that is done every two seconds
+        assert set(attempt.read_kernel_views()) == {
+            0,
+            1,
+        }  # looks for them: else that is done every two seconds
         os.kill(first, signal.SIGSTOP)
         os.kill(second, signal.SIGKILL)
-        until(lambda: attempt.look() and attempt.fates)
+        until(lambda: attempt.poll_processes() and attempt.fates)
         assert (attempt.fates[1].signal, attempt.fates[1].host) == (9, "first")
-        assert attempt.states()[0].host == "first" and "stopped by a signal" in attempt.states()[0].text
-        attempt.end()
-        until(lambda: not fleet.missing(2))
+        assert (
+            attempt.read_kernel_views()[0].host == "first"
+            and "stopped by a signal" in attempt.read_kernel_views()[0].text
+        )
+        attempt.kill_all()
+        until(lambda: not fleet.list_missing_hosts(2))
         assert not alive(first)
         fleet.close(0)
-        until(lambda: fleet.agent("first") is None)
+        until(lambda: fleet.find_agent("first") is None)
 
 
 def test_remote_attempt_names_a_host_that_lost_its_processes_at_once(run: RunDirectory) -> None:
@@ -250,14 +256,14 @@ def test_remote_attempt_names_a_host_that_lost_its_processes_at_once(run: RunDir
         fleet, attempt, agent = under_way(run, store)
         for process in (psutil.Process(agent.hello["pid"]), *marked(run)):
             process.kill()
-        until(lambda: not attempt.look() and attempt.gone)
+        until(lambda: not attempt.poll_processes() and attempt.gone)
         assert attempt.gone == {
             "first": "has lost all processes of attempt 1: it was restarted, or they were killed"
         }
-        until(lambda: not fleet.missing(1))
+        until(lambda: not fleet.list_missing_hosts(1))
         assert not marked(run)
         # So does a supervisor that starts now
-        assert fleet.found(()) is None and "first" in fleet.left(1, ()).gone
+        assert fleet.find_running_attempt(()) is None and "first" in fleet.find_ended_attempt(1, ()).gone
         fleet.close(0)
 
 
@@ -265,7 +271,7 @@ def marked(run: RunDirectory) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
-            if mark(run, 1) in " ".join(process.cmdline()):
+            if make_mark(run, 1) in " ".join(process.cmdline()):
                 found.append(process)
     return found
 
@@ -290,7 +296,7 @@ def agent(hosts: Hosts, name: str) -> StoreClient:
 def says(hosts: Hosts, link: StoreClient, name: str, **state: object) -> None:
     """Returns when the supervisor has heard it."""
     told = NOTHING | state
-    link.send({"state": told, "time": time.time()})
+    link.send_message({"state": told, "time": time.time()})
     until(lambda: hosts.store.agents[name].state == told)
 
 
@@ -301,34 +307,34 @@ def test_remote_attempt_ends_when_a_host_comes_back_without_its_processes(hosts:
     attempt = RemoteAttempt(hosts, 3, NAMES, dict.fromkeys(NAMES, order))
     for name, link in links.items():
         says(hosts, link, name, attempt=2, code=1)  # of before
-        assert attempt.look() and not attempt.gone
-        assert link.receive(PATIENCE) == [order]
+        assert attempt.poll_processes() and not attempt.gone
+        assert link.receive_messages(PATIENCE) == [order]
         says(hosts, link, name, attempt=3, running=True)
-    assert attempt.look() and not attempt.gone
+    assert attempt.poll_processes() and not attempt.gone
 
     links["second"].close()
     new = agent(hosts, "second")
     until(lambda: not hosts.store.agents["second"].state)
-    assert attempt.look() and not attempt.gone  # it has not said yet what it found there
+    assert attempt.poll_processes() and not attempt.gone  # it has not said yet what it found there
     says(hosts, new, "second", running=True, attempt=3)  # all of it: only the agent had died
-    assert attempt.look() and not attempt.gone
+    assert attempt.poll_processes() and not attempt.gone
     says(hosts, new, "second")
-    assert attempt.look()
+    assert attempt.poll_processes()
     assert (
         list(attempt.gone) == ["second"] and "has lost all processes of attempt 3" in attempt.gone["second"]
     )
-    assert new.receive(0.1) == []
+    assert new.receive_messages(0.1) == []
 
 
 def test_left_blames_no_host_where_a_scheduler_replaced_another(hosts: Hosts) -> None:
     """It ended the attempt everywhere."""
     links = {name: agent(hosts, name) for name in NAMES}
     says(hosts, links["first"], "first")
-    assert not hosts.left(3, NAMES).gone
-    assert not hosts.left(3, ("first", "another")).gone
+    assert not hosts.find_ended_attempt(3, NAMES).gone
+    assert not hosts.find_ended_attempt(3, ("first", "another")).gone
     says(hosts, links["second"], "second", attempt=3, code=1)
-    assert hosts.left(3, NAMES).gone.keys() == {"first"}
-    assert hosts.left(3, (*NAMES, "another")).gone.keys() == {"first"}
+    assert hosts.find_ended_attempt(3, NAMES).gone.keys() == {"first"}
+    assert hosts.find_ended_attempt(3, (*NAMES, "another")).gone.keys() == {"first"}
 
 
 def test_remote_attempt_does_not_believe_all_hosts_gone_after_a_stop_of_its_own(
@@ -339,9 +345,9 @@ def test_remote_attempt_does_not_believe_all_hosts_gone_after_a_stop_of_its_own(
     attempt = RemoteAttempt(hosts, 3, NAMES, {})
     for name, link in links.items():
         says(hosts, link, name, attempt=3, running=True)
-    assert attempt.look() and not attempt.gone
+    assert attempt.poll_processes() and not attempt.gone
     hosts.silence = 6.0
-    monkeypatch.setattr(hosts, "revive", lambda name: "ssh: no route")
+    monkeypatch.setattr(hosts, "start_agent", lambda name: "ssh: no route")
     hosts.failed = dict.fromkeys(NAMES, "ssh: no route")
     now = time.monotonic
 
@@ -349,13 +355,13 @@ def test_remote_attempt_does_not_believe_all_hosts_gone_after_a_stop_of_its_own(
         monkeypatch.setattr("megastable.cluster.hosts.time.monotonic", lambda: now() + seconds)
 
     later(60.0)
-    assert attempt.look() and not attempt.gone
+    assert attempt.poll_processes() and not attempt.gone
     for seconds in range(61, 66):
         later(float(seconds))
-        assert attempt.look() and not attempt.gone
+        assert attempt.poll_processes() and not attempt.gone
     for seconds in range(66, 70):
         later(float(seconds))
-        attempt.look()
+        attempt.poll_processes()
     assert list(attempt.gone) == list(NAMES)  # they are silent indeed
 
 
@@ -365,8 +371,8 @@ def test_hosts_tell_apart_those_that_give_themselves_the_same_name(hosts: Hosts)
         now = time.time() + 3600 * (name == "first")
         hello = {"role": "agent", "name": name, "hostname": "clone", "time": now}
         says(hosts, StoreClient(hosts.store.address, hello), name, attempt=3, running=True)
-    assert [hosts.called(name) for name in (*NAMES, "clone")] == [*NAMES, "clone"]
-    assert 3500 < hosts.clock("first") < 3700 and abs(hosts.clock("second")) < 60
+    assert [hosts.name_of_host(name) for name in (*NAMES, "clone")] == [*NAMES, "clone"]
+    assert 3500 < hosts.clock_offset("first") < 3700 and abs(hosts.clock_offset("second")) < 60
 
 
 def test_start_leaves_the_host_file_of_a_user(hosts: Hosts) -> None:
@@ -374,13 +380,13 @@ def test_start_leaves_the_host_file_of_a_user(hosts: Hosts) -> None:
         says(hosts, agent(hosts, name), name, port=29500)
     theirs = hosts.run.root / "hostfile"
     theirs.write_text("first slots=1\nsecond slots=1\nthird slots=1\n")
-    attempt = hosts.start(4, ["second"])
+    attempt = hosts.start_attempt(4, ["second"])
     assert attempt.names == ("second",) and theirs.read_text().count("slots") == 3
     words = list(map(str, attempt._wanted["second"]["launch"]["words"]))  # type: ignore[attr-defined]
     assert Path(words[words.index("--hostfile") + 1]).read_text() == "second slots=1\n"
     hosts.run.logs.joinpath("attempt-0005.hostfile").mkdir(parents=True)
     with pytest.raises(OSError, match="hostfile"):
-        hosts.start(5, NAMES)
+        hosts.start_attempt(5, NAMES)
 
 
 class Saying:
@@ -390,13 +396,13 @@ class Saying:
         self.text, self.code, self.asked = text, code, 0
         self.detached = True
 
-    def words(self, host: str, command: Sequence[str]) -> list[str]:
+    def build_command(self, host: str, command: Sequence[str]) -> list[str]:
         self.asked += 1
         return [sys.executable, "-c", f"print({self.text!r}); raise SystemExit({self.code})"]
 
 
 def polled(burn_ins: HostBurnIns, host: str = "b") -> BurnInAnswer:
-    return until(lambda: burn_ins.poll(host, 0.0))  # type: ignore[return-value]
+    return until(lambda: burn_ins.poll_burn_in(host, 0.0))  # type: ignore[return-value]
 
 
 def report(**told: object) -> str:
@@ -424,7 +430,7 @@ def test_host_burn_ins_are_tried_again_later_if_they_could_not_be_made(
     answer = polled(burn_ins)
     assert why in answer.unmade and not answer.found
     for _ in range(20):
-        assert burn_ins.poll("b", 0.0) is None
+        assert burn_ins.poll_burn_in("b", 0.0) is None
     assert reach.asked == 1
     monkeypatch.setattr(module, "UNMADE_AGAIN", 0.0)
     polled(burn_ins, "c")

@@ -39,7 +39,7 @@ def flipped(x: torch.Tensor, index: tuple[int, ...], bit: int) -> torch.Tensor:
 
 def find(devices: list[torch.device], seed: int = 1, first: int = 0) -> list[str]:
     work = BurnIn(devices, 0.0, seed)
-    work.run(0.0, first)
+    work.run_rounds(0.0, first)
     return HostBurnIn.model_validate(work.report).found
 
 
@@ -59,7 +59,7 @@ def test_known_case_is_exact_in_every_dtype_and_layout(
     assert (a.double().abs() @ b.double().abs()).max() <= ACCUMULATED[a.dtype]
     right = (a.double() @ b.double()).float().to(a.dtype), a.double().sum(1).float()
     assert describe_difference(case.answers, right) == ""
-    assert kind == "cuda" or describe_difference(case.answers, case.compute(a, b)) == ""
+    assert kind == "cuda" or describe_difference(case.answers, case.compute_results(a, b)) == ""
     others = KnownCase(kind, 8, round_), KnownCase(kind, 7, round_ + len(burn_in.DTYPES[kind]))
     assert not any(torch.equal(other.inputs[0], a) for other in others)
 
@@ -76,7 +76,7 @@ def test_burn_in_finds_nothing_where_nothing_is_wrong() -> None:
 def test_burn_in_finds_a_bit_that_flips_once_or_always(
     part: int, index: tuple[int, ...], bit: int, calls: Any, again: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compute, made = KnownCase.compute, list[int]()
+    compute, made = KnownCase.compute_results, list[int]()
 
     def faulty(case: KnownCase, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
         results, call = list(compute(case, a, b)), len(made)
@@ -85,7 +85,7 @@ def test_burn_in_finds_a_bit_that_flips_once_or_always(
             results[part] = flipped(results[part], index, bit)
         return tuple(results)
 
-    monkeypatch.setattr(KnownCase, "compute", faulty)
+    monkeypatch.setattr(KnownCase, "compute_results", faulty)
     (text,) = find([CPU], seed=17, first=4)
     assert text.startswith("cpu: torch.float32 [") and "(seed 17, round 4): 1 of " in text
     assert f"first at {list(index)}: 0x" in text and f"; {again} of 3 runs at once" in text
@@ -94,7 +94,7 @@ def test_burn_in_finds_a_bit_that_flips_once_or_always(
 def test_burn_in_tries_a_wrong_device_no_more_and_others_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(burn_in, "reduce_add", lambda parts, index: torch.stack(parts).sum(0) + (index == 1))
     work = BurnIn(list(TWO), 0.0, 1)
-    work.run(0.5, 1)
+    work.run_rounds(0.5, 1)
     (text,) = work.report["found"]
     assert text.startswith("cpu:1: sum over 2 devices, ") and "3 of 3 runs" in text
     assert work.devices == [CPU] and work.report["runs"] > 6

@@ -36,17 +36,17 @@ def test_child_process_tells_the_signal_that_killed_it() -> None:
 
 
 def test_timed_probe_answers_or_says_why() -> None:
-    assert TimedProbe(lambda: {"a": [1, None]}, PATIENCE).result() == ({"a": [1, None]}, None)
-    assert TimedProbe(lambda: "x" * 200_000, PATIENCE).result() == ("x" * 200_000, None)
-    assert TimedProbe(lambda: Path("/none").read_text(), PATIENCE).result() == (
+    assert TimedProbe(lambda: {"a": [1, None]}, PATIENCE).read_answer() == ({"a": [1, None]}, None)
+    assert TimedProbe(lambda: "x" * 200_000, PATIENCE).read_answer() == ("x" * 200_000, None)
+    assert TimedProbe(lambda: Path("/none").read_text(), PATIENCE).read_answer() == (
         None,
         "/none: No such file or directory",
     )
     assert (
-        TimedProbe(lambda: 1 // 0, PATIENCE).result()[1]
+        TimedProbe(lambda: 1 // 0, PATIENCE).read_answer()[1]
         == "ZeroDivisionError: integer division or modulo by zero"
     )
-    assert TimedProbe(lambda: os.abort(), PATIENCE).result() == (None, "the probe was killed")
+    assert TimedProbe(lambda: os.abort(), PATIENCE).read_answer() == (None, "the probe was killed")
 
 
 def test_timed_probe_leaves_behind_what_hangs_and_holds_nothing_of_ours(tmp_path: Path) -> None:
@@ -59,7 +59,7 @@ def test_timed_probe_leaves_behind_what_hangs_and_holds_nothing_of_ours(tmp_path
         "    open(sys.argv[2], 'w').write(str(os.getpid()))\n"
         "    open(sys.argv[1])\n"  # nobody ever writes into it
         "one, two = TimedProbe(stuck, 0.5), TimedProbe(lambda: 'well', 60.0)\n"
-        "print(one.result(), two.result())\n"
+        "print(one.read_answer(), two.read_answer())\n"
     )
     words = [sys.executable, "-c", code, str(tmp_path / "pipe"), str(tmp_path / "pid")]
     done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE)

@@ -20,8 +20,8 @@ from megastable.base.process import package_folders
 from megastable.cluster import gpu_health, host_check
 from megastable.cluster.agent import Agent
 from megastable.cluster.gpu_health import read_gpus
-from megastable.cluster.host_check import TOKEN, code_hash, variables
-from megastable.cluster.host_survey import HostReport, existing, read_report, survey
+from megastable.cluster.host_check import TOKEN, collect_variables, hash_code
+from megastable.cluster.host_survey import HostReport, find_existing_folder, read_report, survey_hosts
 from megastable.cluster.hosts import Hosts
 from megastable.cluster.launcher import HostSlots, TrainingCommand
 from megastable.cluster.preflight import Wanted, compare_reports
@@ -94,7 +94,7 @@ def test_host_check_reports_this_host(tmp_path: Path) -> None:
     found = check(tmp_path, NCCL_DEBUG="INFO", DS_API_KEY="hush", UNRELATED="1")
     assert before <= found.time <= time.time()
     assert found.packages is not None and found.packages["torch"]
-    assert found.code == code_hash(package_folders())
+    assert found.code == hash_code(package_folders())
     assert found.variables["NCCL_DEBUG"] == "INFO" and "UNRELATED" not in found.variables
     assert "hush" not in str(found)
     disk = shutil.disk_usage(tmp_path).total
@@ -136,7 +136,7 @@ def test_report_is_not_hung_by_a_file_system_that_hangs(
     os.mkfifo(tmp_path / TOKEN)
     monkeypatch.setattr(host_check, "LOOK", 0.3)
     before = {process.pid for process in psutil.Process().children()}
-    found = HostReport.model_validate(host_check.report(tmp_path))
+    found = HostReport.model_validate(host_check.report_host(tmp_path))
     assert found.folder is None and "no answer" in found.folder_unknown
     assert found.disk_free is not None
     until = time.monotonic() + PATIENCE
@@ -149,10 +149,12 @@ def test_report_is_not_hung_by_a_file_system_that_hangs(
 
 def test_variables_that_are_long_or_secret_are_hashed() -> None:
     long, secret = "a" * 300, "s3cret"
-    found = variables({"LD_LIBRARY_PATH": long, "NCCL_TOKEN": secret, "NCCL_DEBUG": "INFO", "HOME": "/"})
+    found = collect_variables(
+        {"LD_LIBRARY_PATH": long, "NCCL_TOKEN": secret, "NCCL_DEBUG": "INFO", "HOME": "/"}
+    )
     assert found.keys() == {"LD_LIBRARY_PATH", "NCCL_TOKEN", "NCCL_DEBUG"} and found["NCCL_DEBUG"] == "INFO"
     assert long not in found.values() and secret not in found.values()
-    assert found != variables({"LD_LIBRARY_PATH": long, "NCCL_TOKEN": "other", "NCCL_DEBUG": "INFO"})
+    assert found != collect_variables({"LD_LIBRARY_PATH": long, "NCCL_TOKEN": "other", "NCCL_DEBUG": "INFO"})
 
 
 # GPUs
@@ -205,7 +207,7 @@ def test_read_gpus_says_why_they_cannot_be_read(
 class Shifted:
     """Hosts whose name is the error of their clock, in seconds; one does not answer."""
 
-    def words(self, host: str, command: Sequence[str]) -> list[str]:
+    def build_command(self, host: str, command: Sequence[str]) -> list[str]:
         if host == "dead":
             return ["sh", "-c", "echo ssh: connect to host dead port 22: No route to host; exit 255"]
         shift = f"import json, sys; r = json.load(sys.stdin); r['time'] += {host}; print(json.dumps(r))"
@@ -214,13 +216,13 @@ class Shifted:
             "-c",
             '"$@" | "$0" -c "$SHIFT"'.replace("$SHIFT", shift),
             command[0],
-            *Local().words("", command),
+            *Local().build_command("", command),
         ]
 
 
 def test_survey_gets_reports_tokens_and_clocks(tmp_path: Path) -> None:
     told: list[str] = []
-    found = survey(["0", "10000", "dead", "-10000"], Shifted(), tmp_path, full=False, told=told.append)
+    found = survey_hosts(["0", "10000", "dead", "-10000"], Shifted(), tmp_path, full=False, told=told.append)
     assert found.reports["dead"] == "ssh: connect to host dead port 22: No route to host"
     reports = [found.reports[host] for host in ("0", "10000", "-10000")]
     for report in reports:
@@ -234,12 +236,17 @@ def test_survey_gets_reports_tokens_and_clocks(tmp_path: Path) -> None:
 
 def test_existing_is_the_folder_above_what_is_not_made_yet(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    assert existing(tmp_path) == existing(tmp_path / "a/b") == existing(tmp_path / "file/b") == tmp_path
+    assert (
+        find_existing_folder(tmp_path)
+        == find_existing_folder(tmp_path / "a/b")
+        == find_existing_folder(tmp_path / "file/b")
+        == tmp_path
+    )
 
 
 def test_survey_asks_the_hosts_also_where_the_folder_cannot_be_written() -> None:
     """Between two attempts the disk may be full: the supervisor waits for room, and must not end for it."""
-    found = survey(["x"], Local(), Path("/proc/self"), full=False)
+    found = survey_hosts(["x"], Local(), Path("/proc/self"), full=False)
     assert found.unwritten.startswith("/proc/self/.preflight could not be written: ")
     told = [
         one.text
@@ -253,7 +260,7 @@ def test_host_watch_reads_gpus_as_they_change(tmp_path: Path, monkeypatch: pytes
     program(tmp_path, "dmesg", "exit 1", monkeypatch)
     fake_driver(tmp_path, monkeypatch, H100)
     watch = HostWatch(0.05)
-    reading = until(watch.latest)
+    reading = until(watch.latest_reading)
     assert reading.gauges == {
         "utilization": [0.97], "memory_used": [1.0], "memory": [79.65], "temperature": [41.0], "power": [671.2],
         "clock": [1755.0], "ecc_uncorrected": [2.0],
@@ -263,7 +270,7 @@ def test_host_watch_reads_gpus_as_they_change(tmp_path: Path, monkeypatch: pytes
     )
     assert 0 < reading.memory_free < reading.memory
     fake_driver(tmp_path, monkeypatch, H100 | {"nvmlDeviceGetTemperature": 88})
-    until(lambda: watch.latest().gauges["temperature"] == [88.0])
+    until(lambda: watch.latest_reading().gauges["temperature"] == [88.0])
 
 
 def test_agent_sends_its_readings_to_the_supervisor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,12 +281,12 @@ def test_agent_sends_its_readings_to_the_supervisor(tmp_path: Path, monkeypatch:
         fleet = Hosts(run, store, [HostSlots("first", (0,))], Local("elsewhere"), 60.0, False, training)
         agent = Agent(run, "first")
         link = agent._connect()
-        reading = until(agent.watch.latest)
-        monkeypatch.setattr(link, "receive", Mock(side_effect=OSError))  # after one turn
+        reading = until(agent.watch.latest_reading)
+        monkeypatch.setattr(link, "receive_messages", Mock(side_effect=OSError))  # after one turn
         with pytest.raises(OSError):
             agent._serve(link)
-        assert until(fleet.readings) == {"first": reading} and reading.gauges["temperature"] == [41.0]
-        link.send({"machine": {"memory": "of another version"}})
+        assert until(fleet.latest_readings) == {"first": reading} and reading.gauges["temperature"] == [41.0]
+        link.send_message({"machine": {"memory": "of another version"}})
         until(lambda: store.agents["first"].machine.get("memory") == "of another version")
-        assert fleet.readings() == {}
+        assert fleet.latest_readings() == {}
         link.close()

@@ -18,11 +18,11 @@ from megastable.cluster.hosts import collect_exported_variables
 from megastable.cluster.launcher import (
     HostChoice,
     HostSlots,
+    choose_hosts,
+    choose_interface,
     filter_hosts,
-    interface,
     parse_hostfile,
-    placed,
-    placement,
+    read_launch_placement,
 )
 from megastable.cluster.reach import Local, Ssh
 
@@ -31,13 +31,13 @@ def test_placed_reaches_several_hosts_by_ssh_and_leaves_one_to_the_launcher(tmp_
     file = tmp_path / "hostfile"
     file.write_text("node-1 slots=8\nnode-2 slots=8\nnode-3 slots=8\n")
     for words in ([], ["--num_gpus", "2"], ["--hostfile", str(file), "--num_nodes", "1"]):
-        place = placed(words, {})
+        place = choose_hosts(words, {})
         assert not place.hosts and place.given == words
     asked = ["--hostfile", str(file), "--exclude", "node-2", "--ssh_port", "23", "--bind_cores_to_rank"]
-    place = placed(asked, {})
+    place = choose_hosts(asked, {})
     assert [(host.name, len(host.slots)) for host in place.hosts] == [("node-1", 8), ("node-3", 8)]
     assert place.reach == Ssh(23) and place.given == ["--bind_cores_to_rank"]
-    words = place.reach.words("node-3", ["echo", "a b"])
+    words = place.reach.build_command("node-3", ["echo", "a b"])
     assert words[-2] == "node-3" and words[-1].endswith("echo 'a b'") and "-p 23" in " ".join(words)
 
 
@@ -47,23 +47,28 @@ def test_placed_refuses_two_names_of_this_host(tmp_path: Path, other: str) -> No
     """It can have one agent: the run would wait for the other for ever."""
     (tmp_path / "twice").write_text(f"localhost slots=1\n{other} slots=1\n")
     with pytest.raises(ConfigError, match=rf"localhost and {other} are both this host"):
-        placed(["--hostfile", str(tmp_path / "twice")], {})
+        choose_hosts(["--hostfile", str(tmp_path / "twice")], {})
 
 
 def test_placed_knows_hosts_that_start_their_own() -> None:
-    place = placed(["--no_ssh", "--num_nodes", "3", "--num_gpus", "8", "--node_rank", "2"], {})
+    place = choose_hosts(["--no_ssh", "--num_nodes", "3", "--num_gpus", "8", "--node_rank", "2"], {})
     assert [host.name for host in place.hosts] == ["host-0", "host-1", "host-2"] and place.node == 2
     assert place.reach == Local("host-0") and place.by_themselves
     with pytest.raises(ConfigError, match="host-1 cannot be reached"):
-        place.reach.words("host-1", ["true"])
+        place.reach.build_command("host-1", ["true"])
 
 
 def test_interface_is_the_address_to_listen_on() -> None:
     here = HostChoice([], Local(), [])
-    assert interface(None, here) == interface("lo", here) == interface("127.0.0.1", here) == "127.0.0.1"
+    assert (
+        choose_interface(None, here)
+        == choose_interface("lo", here)
+        == choose_interface("127.0.0.1", here)
+        == "127.0.0.1"
+    )
     for unknown in ("eth77", "10.1.2.3", "fd00::77", "::"):
         with pytest.raises(ConfigError, match=r"no such interface or address here; there are .*\blo\b"):
-            interface(unknown, here)
+            choose_interface(unknown, here)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +78,7 @@ def test_interface_is_the_address_to_listen_on() -> None:
 )  # fmt: skip
 def test_interface_blames_a_wrong_name_of_a_host_first(name: str, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
-        interface(None, HostChoice([HostSlots(name, (0,))], Ssh(None), []))
+        choose_interface(None, HostChoice([HostSlots(name, (0,))], Ssh(None), []))
 
 
 def test_interface_has_ipv6_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,14 +91,14 @@ def test_interface_has_ipv6_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     there = {"eth0": both, "ib0": one, "eth1": [local]}
     monkeypatch.setattr("psutil.net_if_addrs", lambda: there)
     here = HostChoice([], Local(), [])
-    assert interface("eth0", here) == "10.0.0.1"
-    assert interface("ib0", here) == interface("fd00:0::0002", here) == "fd00::2"
-    assert interface("fd00::1", here) == "fd00::1"
+    assert choose_interface("eth0", here) == "10.0.0.1"
+    assert choose_interface("ib0", here) == choose_interface("fd00:0::0002", here) == "fd00::2"
+    assert choose_interface("fd00::1", here) == "fd00::1"
     for wanted in ("eth1", "fe80::1", "fe80::1%eth0"):
         with pytest.raises(ConfigError, match="link-local"):
-            interface(wanted, here)
+            choose_interface(wanted, here)
     with pytest.raises(ConfigError, match=r"there are eth0, ib0$"):
-        interface("fd00::3", here)
+        choose_interface("fd00::3", here)
 
 
 def test_collect_exported_variables_for_other_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,7 +144,7 @@ def hostfile(tmp_path: Path) -> Path:
 
 
 def hosts(*words: object, environment: Mapping[str, str] | None = None) -> list[tuple[str, tuple[int, ...]]]:
-    found = placement([str(word) for word in words], environment or {})
+    found = read_launch_placement([str(word) for word in words], environment or {})
     return [(host.name, host.slots) for host in found.hosts]
 
 
@@ -213,7 +218,7 @@ def test_placement_knows_all_arguments_of_the_launcher() -> None:
     switches = [f"--{name}" for name in rest if getattr(given, name) is False]
     values = [f"--{name}=1" for name in rest if getattr(given, name) is not False]
     values = [value for value in values if not value.startswith(("--include", "--exclude", "--num_"))]
-    found = placement([*switches, *values, "--log_level", "info", "--num_gpus", "2"], {})
+    found = read_launch_placement([*switches, *values, "--log_level", "info", "--num_gpus", "2"], {})
     assert found.hosts == (HostSlots("localhost", (0, 1)),) and found.ssh_port == 1
 
 
@@ -226,7 +231,7 @@ def test_placement_without_a_hostfile() -> None:
     assert hosts("--num_gpus=1", environment={"CUDA_VISIBLE_DEVICES": "3,1"}) == [("localhost", (0,))]
     pods = ["--no_ssh", "--num_nodes", "3", "--num_gpus", "1", "--node_rank", "2"]
     assert hosts(*pods) == [("host-0", (0,)), ("host-1", (0,)), ("host-2", (0,))]
-    found = placement(
+    found = read_launch_placement(
         ["--launcher", "SLURM", "--num_gpus", "2", "--num_nodes", "1"], {}, allocated=["n1", "n2"]
     )
     assert found.launcher == "slurm" and found.several and found.hosts == (HostSlots("n1", (0, 1)),)
@@ -262,4 +267,4 @@ def test_parse_hostfile_refuses_a_bad_line(text: str, said: str, tmp_path: Path)
 )  # fmt: skip
 def test_placed_refuses_bad_arguments(words: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        placed(words.split(), {})
+        choose_hosts(words.split(), {})

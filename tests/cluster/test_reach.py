@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from megastable.cluster.reach import (
     Ssh,
     in_this_folder,
-    run_on,
+    run_on_hosts,
 )
 from tests.patience import PATIENCE
 
@@ -29,7 +29,7 @@ class Scripts:
 
     of: dict[str, str]
 
-    def words(self, host: str, command: Sequence[str]) -> list[str]:
+    def build_command(self, host: str, command: Sequence[str]) -> list[str]:
         return ["sh", "-c", self.of[host], *command]
 
 
@@ -42,7 +42,7 @@ def test_run_on_gives_answers_and_reasons_by_host() -> None:
     }  # fmt: skip
     order: list[str] = []
     before = time.time()
-    found = run_on(scripts, Scripts(scripts), [], 3.0, told=lambda host, _: order.append(host))
+    found = run_on_hosts(scripts, Scripts(scripts), [], 3.0, told=lambda host, _: order.append(host))
     assert {host: answer.reason for host, answer in found.items()} == {
         "good": None, "bad": "exit code 3: why", "silent": "exit code 4", "dead": "exit code -9",
         "ssh": "ssh: connect to host second port 22: Connection timed out",
@@ -55,7 +55,7 @@ def test_run_on_gives_answers_and_reasons_by_host() -> None:
 def test_run_on_runs_a_few_at_a_time(tmp_path: Path) -> None:
     """Each looks how many run beside it."""
     script = f"touch {tmp_path}/$$; ls {tmp_path} | wc -l; sleep 0.1; rm {tmp_path}/$$"
-    found = run_on(
+    found = run_on_hosts(
         map(str, range(9)), Scripts(dict.fromkeys(map(str, range(9)), script)), [], PATIENCE, at_once=3
     )
     assert {answer.reason for answer in found.values()} == {None}
@@ -71,7 +71,7 @@ def test_run_on_ends_what_runs_when_interrupted(tmp_path: Path) -> None:
         "short": f"until [ -s {tmp_path}/pid ]; do :; done",
     }
     with pytest.raises(KeyboardInterrupt):
-        run_on(scripts, Scripts(scripts), [], PATIENCE, told=stop)
+        run_on_hosts(scripts, Scripts(scripts), [], PATIENCE, told=stop)
     assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
 
 
@@ -90,9 +90,9 @@ def test_ssh_is_asked_for_the_host_and_for_nothing_else(
     stand.write_text('#!/bin/sh\nfor w; do printf "%s\\n" "$w"; done\n')
     stand.chmod(stand.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    found = run_on(["-oProxyCommand=x"], Ssh(2222), ["true"], PATIENCE)[
+    found = run_on_hosts(["-oProxyCommand=x"], Ssh(2222), ["true"], PATIENCE)[
         "-oProxyCommand=x"
     ].output.splitlines()
     assert found[-3:-1] == ["--", "-oProxyCommand=x"] and found[-1].endswith(" true")
     assert found[:-3] == ["-o", "BatchMode=yes", "-o", "ConnectTimeout=5", "-p", "2222"]
-    assert "-p" not in Ssh().words("a", ["true"])
+    assert "-p" not in Ssh().build_command("a", ["true"])

@@ -14,7 +14,7 @@ import pytest
 
 from megastable.cluster.store import CLOCKS, Store
 from megastable.run.directory import RunDirectory
-from megastable.run.wire import LONGEST, Address, Message, StoreClient, WireError, encoded
+from megastable.run.wire import LONGEST, Address, Message, StoreClient, WireError, encode_message
 from tests.patience import PATIENCE, until
 
 
@@ -35,17 +35,17 @@ def agent(store: Store, name: str = "first", ahead: float = 0.0) -> StoreClient:
 
 
 def test_store_address_is_for_the_user_alone(store: Store) -> None:
-    assert Address.read(store.run.store) == store.address
+    assert Address.read_file(store.run.store) == store.address
     assert store.run.store.stat().st_mode & 0o777 == 0o600
     assert store.address.host == "127.0.0.1"
 
 
 def test_store_hears_heartbeats_and_sees_a_death_at_once(store: Store) -> None:
-    store.begin(1)
+    store.begin_attempt(1)
     links = [rank(store, number) for number in range(3)]
     assert links[0].welcome["attempt"] == 1
     for number, link in enumerate(links):
-        link.send({"activity": "forward", "step": number})
+        link.send_message({"activity": "forward", "step": number})
     until(lambda: {r: h.beat.get("step") for r, h in store.ranks.items()} == {0: 0, 1: 1, 2: 2})
     links[1].close()
     until(lambda: store.ranks[1].closed is not None)
@@ -54,12 +54,12 @@ def test_store_hears_heartbeats_and_sees_a_death_at_once(store: Store) -> None:
 
 def test_store_tells_ranks_of_another_attempt_and_does_not_hear_them(store: Store) -> None:
     early = rank(store, 0, attempt=2)  # before the supervisor takes it over
-    store.begin(2)
+    store.begin_attempt(2)
     until(lambda: 0 in store.ranks)
-    assert early.receive(PATIENCE) == [{"attempt": 2}]
-    store.begin(3)
-    assert early.receive(PATIENCE) == [{"attempt": 3}]
-    early.send({"activity": "forward"})
+    assert early.receive_messages(PATIENCE) == [{"attempt": 2}]
+    store.begin_attempt(3)
+    assert early.receive_messages(PATIENCE) == [{"attempt": 3}]
+    early.send_message({"activity": "forward"})
     late = rank(store, 5, attempt=2)
     assert late.welcome["attempt"] == 3
     new = rank(store, 1, attempt=3)
@@ -69,19 +69,19 @@ def test_store_tells_ranks_of_another_attempt_and_does_not_hear_them(store: Stor
 
 
 def test_store_tells_an_agent_and_knows_its_clock(store: Store) -> None:
-    assert not store.send("second", {"end": 1})
+    assert not store.send_to_agent("second", {"end": 1})
     link = agent(store, "second", ahead=40.0)
     until(lambda: "second" in store.agents)
-    assert store.send("second", {"end": 1})
-    assert link.receive(PATIENCE) == [{"end": 1}]
-    link.send({"state": {"running": False}, "time": time.time() + 40})
-    link.send({"states": {"0": "asleep"}})
+    assert store.send_to_agent("second", {"end": 1})
+    assert link.receive_messages(PATIENCE) == [{"end": 1}]
+    link.send_message({"state": {"running": False}, "time": time.time() + 40})
+    link.send_message({"states": {"0": "asleep"}})
     until(lambda: list(store.agents["second"].inbox) == [{"states": {"0": "asleep"}}])
     assert store.agents["second"].state == {"running": False}
     assert 39 < store.agents["second"].clock <= 40
     again = agent(store, "second")  # the old connection is a dead one
     with pytest.raises(OSError, match=r"closed|reset"):
-        link.receive(PATIENCE)
+        link.receive_messages(PATIENCE)
     assert store.agents["second"].closed is None
     again.close()
 
@@ -90,7 +90,7 @@ def test_agent_link_clock_is_that_of_the_newest_reports(store: Store) -> None:
     """Of the newest reports the one that was least delayed counts, not one of before."""
     link = agent(store, "second", ahead=40.0)
     for number, late in enumerate([0.0, *[0.5] * (CLOCKS - 1), 0.1, 0.5]):
-        link.send({"state": {"number": number}, "time": time.time() - late})
+        link.send_message({"state": {"number": number}, "time": time.time() - late})
     until(lambda: "second" in store.agents and store.agents["second"].state == {"number": CLOCKS + 1})
     assert len(store.agents["second"].clocks) == CLOCKS
     assert -0.5 < store.agents["second"].clock <= -0.1
@@ -112,7 +112,7 @@ def test_store_lets_no_strangers_in(store: Store) -> None:
         b"x" * 10_000,
         b"[" * 4_000 + b"\n",
         b"\xff\xfe{}\n",
-        encoded({"nonce": 1, "role": "agent"}),
+        encode_message({"nonce": 1, "role": "agent"}),
     ):
         with socket.create_connection((store.address.host, store.address.port)) as s:
             s.settimeout(PATIENCE)
@@ -131,23 +131,25 @@ def test_store_lets_no_strangers_in(store: Store) -> None:
         b"[1]\n",
         b"[" * 100_000 + b"\n",
         b"x" * (LONGEST + 1),
-        encoded({"state": {}}),
-        encoded({"state": 7, "time": 1.0}),
-        encoded({"state": {}, "time": "noon"}),
+        encode_message({"state": {}}),
+        encode_message({"state": 7, "time": 1.0}),
+        encode_message({"state": {}, "time": "noon"}),
     ],
 )
 def test_store_cuts_off_a_peer_that_talks_nonsense_and_no_other(
     store: Store, caplog: pytest.LogCaptureFixture, words: bytes
 ) -> None:
-    store.begin(1)
+    store.begin_attempt(1)
     good, bad = agent(store, "first"), agent(store, "second")
-    good.send({"state": {"running": True}, "time": time.time()})
+    good.send_message({"state": {"running": True}, "time": time.time()})
     with suppress(OSError):  # it may be cut off before it has said all of it
         bad._socket.sendall(words)
     until(lambda: store.agents["second"].closed is not None)
     assert isinstance(store.agents["second"].state, dict)
-    assert store.send("first", {"end": 1})
-    assert good.receive(PATIENCE) == [{"end": 1}] and store.agents["first"].state == {"running": True}
+    assert store.send_to_agent("first", {"end": 1})
+    assert good.receive_messages(PATIENCE) == [{"end": 1}] and store.agents["first"].state == {
+        "running": True
+    }
     assert not caplog.records, caplog.text  # asyncio tells of exceptions that nobody has caught
 
 
@@ -165,9 +167,9 @@ def test_store_client_does_not_obey_without_the_token(tmp_path: Path) -> None:
         def impostor() -> None:
             peer, _ = server.accept()
             with peer:
-                peer.sendall(encoded({"nonce": "1"}))
+                peer.sendall(encode_message({"nonce": "1"}))
                 peer.recv(4096)
-                peer.sendall(encoded({"proof": "guess", "attempt": 9}))
+                peer.sendall(encode_message({"proof": "guess", "attempt": 9}))
                 peer.recv(4096)
 
         thread = threading.Thread(target=impostor)
@@ -181,8 +183,8 @@ def test_store_listens_on_ipv6(tmp_path: Path) -> None:
     if not any("::1" in str(one) for one in psutil.net_if_addrs()["lo"]):
         pytest.skip("this machine has no ::1")
     with Store(RunDirectory(tmp_path), "::1") as store:
-        store.begin(1)
+        store.begin_attempt(1)
         link = rank(store)
-        link.send({"step": 4})
+        link.send_message({"step": 4})
         until(lambda: store.ranks and store.ranks[0].beat == {"step": 4})
         assert link.local == "::1"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megastable.base.errors import ConfigError
 from megastable.base.process import ROOT
-from megastable.config.deepspeed_json import accumulation, build, data_parallel
+from megastable.config.deepspeed_json import build_deepspeed_json, count_micro_batches, size_of_data_parallel
 from megastable.config.tree import RunConfig
 
 
@@ -33,7 +33,7 @@ def using(file: Path, content: Any, **parts: Any) -> RunConfig:
 
 def refused(c: RunConfig, world: int = 1) -> str:
     with pytest.raises(ConfigError) as error:
-        build(c, world)
+        build_deepspeed_json(c, world)
     return str(error.value)
 
 
@@ -52,8 +52,8 @@ def test_build_adds_up_batch_sizes(
     )
     data = groups * context
     world = tensor * pipeline * data
-    assert data_parallel(c, world) == data and accumulation(c, world) == steps
-    ds = build(c, world)
+    assert size_of_data_parallel(c, world) == data and count_micro_batches(c, world) == steps
+    ds = build_deepspeed_json(c, world)
     assert (
         ds["train_batch_size"]
         == ds["train_micro_batch_size_per_gpu"] * ds["gradient_accumulation_steps"] * data
@@ -72,7 +72,7 @@ def test_build_lets_the_recipe_decide(kind: str, zero: int) -> None:
         optimizer={"clip": 0.5},
         train={"global_batch": 32, "micro_batch": 2},
     )
-    ds = build(c, world=4)
+    ds = build_deepspeed_json(c, world=4)
     given = json.loads((ROOT / f"ds_configs/zero{zero}.json").read_text())
     assert ds["zero_optimization"] == given["zero_optimization"] and ds["zero_optimization"]["stage"] == zero
     assert (ds["train_batch_size"], ds["train_micro_batch_size_per_gpu"]) == (32, 2)
@@ -145,9 +145,9 @@ def test_build_refuses_timers_with_a_pipeline(content: dict[str, Any], file: Pat
     message = refused(using(file, content, parallel={"pipeline": 2}), world=2)
     (key,) = content
     assert message.startswith(f"{file}: {key} with parallel.pipeline=2") and "remove the key" in message
-    assert build(using(file, content), 1)[key] == content[key]
+    assert build_deepspeed_json(using(file, content), 1)[key] == content[key]
     off = {key: {"enabled": False} if key == "flops_profiler" else False}
-    assert build(using(file, off, parallel={"pipeline": 2}), 2)[key] == off[key]
+    assert build_deepspeed_json(using(file, off, parallel={"pipeline": 2}), 2)[key] == off[key]
 
 
 def test_build_is_accepted_by_deepspeed_itself(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,6 +161,6 @@ def test_build_is_accepted_by_deepspeed_itself(monkeypatch: pytest.MonkeyPatch) 
             c = config(
                 precision={"kind": kind}, parallel={"zero": zero}, train={"global_batch": 2, "micro_batch": 2}
             )
-            built = DeepSpeedConfig(build(c, 1))
+            built = DeepSpeedConfig(build_deepspeed_json(c, 1))
             assert built.zero_config.stage == zero and built.train_batch_size == 2
             assert built.gradient_clipping == 1.0 and built.communication_data_type.itemsize == 4

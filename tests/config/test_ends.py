@@ -12,7 +12,7 @@ import torch
 
 from megastable.base.errors import ConfigError
 from megastable.config import deepspeed_json, recipe
-from megastable.config.lint import lint
+from megastable.config.lint import lint_recipe
 from megastable.config.tree import RunConfig
 from megastable.optim.next_update import RunPosition, compare_next_update
 from megastable_guard.guard import Guard
@@ -44,17 +44,17 @@ def begin(config: RunConfig) -> None:
     for seed in (random.seed, torch.manual_seed):
         seed(config.run.seed + 1)
     np.random.seed((config.run.seed + 1) % 2**32)
-    assert all(isinstance(str(hint), str) for hint in lint(config))
+    assert all(isinstance(str(hint), str) for hint in lint_recipe(config))
     compare_next_update(config, config, RunPosition(100, 100 * 64 * 32, 6400))
     Guard(config.stability)
-    deepspeed_json.build(config, 1)
+    deepspeed_json.build_deepspeed_json(config, 1)
 
 
 def test_every_key_at_its_ends_is_refused_or_begins() -> None:
     refused, begun, fallen = 0, 0, {}
     for key, value in cases():
         try:
-            config = recipe.validate(with_value(key, value), "recipe")
+            config = recipe.validate_tree(with_value(key, value), "recipe")
         except ConfigError:
             refused += 1
             continue

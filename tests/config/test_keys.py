@@ -11,9 +11,9 @@ import yaml
 
 from megastable.base.errors import ConfigError
 from megastable.base.process import ROOT
-from megastable.config.__main__ import COMMAND, page, values_of
-from megastable.config.keys import Key, all_keys, key_at, section_at, sections
-from megastable.config.recipe import override, validate
+from megastable.config.__main__ import COMMAND, values_of, write_reference
+from megastable.config.keys import Key, all_keys, key_at, section_at, walk_sections
+from megastable.config.recipe import override_key, validate_tree
 from megastable.config.tree import CorpusConfig, RunConfig
 
 KEYS = all_keys()
@@ -50,12 +50,12 @@ def test_example_of_a_key_is_valid_alone(key: Key) -> None:
     examples = [*(holder.example for holder in holders(key)), *BESIDE.get(key.path, ()), key.example]
     for example in examples:
         (written,) = shlex.split(example)
-        override(tree, written)
+        override_key(tree, written)
     path, _, text = shlex.split(examples[-1])[0].partition("=")
     assert path == key.path or path.startswith(f"{key.path}.")  # of a section: its first key
     shown = yaml.safe_load(text)
     assert shown not in (None, [], "")
-    c = validate(tree, "test").model_dump(mode="json")
+    c = validate_tree(tree, "test").model_dump(mode="json")
     taken = value_at(c, path)
     assert taken == shown or (key.section is not None and shown is not taken)
 
@@ -68,10 +68,10 @@ def test_expected_words_are_true_at_the_limits() -> None:
             if not key.expected.startswith("[") and key.expected.removesuffix(" or null").endswith(word):
                 tree: dict[str, Any] = {}
                 for holder in holders(key):
-                    override(tree, shlex.split(holder.example)[0])
-                override(tree, f"{key.path}={outside}")
+                    override_key(tree, shlex.split(holder.example)[0])
+                override_key(tree, f"{key.path}={outside}")
                 with pytest.raises(ConfigError, match="expected a "):
-                    validate(tree, "test")
+                    validate_tree(tree, "test")
                 checked += 1
     assert checked > 100
 
@@ -85,9 +85,9 @@ def test_key_at_a_place_of_the_tree() -> None:
 
 def test_page_of_the_reference_is_current_and_has_every_key() -> None:
     written = (ROOT / "docs/configuration.md").read_text(encoding="utf-8")
-    assert written == page(), f"docs/configuration.md is old, write it again: {COMMAND}"
+    assert written == write_reference(), f"docs/configuration.md is old, write it again: {COMMAND}"
     parts = re.split(r"^#{2,} (.+)\n", written, flags=re.M)[1:]
     chapters = dict(zip(parts[::2], parts[1::2]))
-    for path, section in sections():
+    for path, section in walk_sections():
         chapter = chapters[path.replace(".0", ".N") or "At the top"]
         assert re.findall(r"^\| `(\w+)` \| ", chapter, re.M) == [key.name for key in values_of(path, section)]

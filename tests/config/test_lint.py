@@ -10,7 +10,7 @@ import pytest
 from megastable.base.process import ROOT
 from megastable.config import lint as rules
 from megastable.config import recipe
-from megastable.config.lint import lint
+from megastable.config.lint import lint_recipe
 from megastable.config.tree import RunConfig
 
 SMALL = {"layers": 3, "hidden": 128, "heads": 4, "sequence_length": 128}
@@ -26,12 +26,12 @@ HEALTHY: dict[str, Any] = {
 def hints(**parts: dict[str, Any]) -> list[str]:
     """Hints on the healthy recipe with other keys."""
     sections = {name: {**HEALTHY.get(name, {}), **keys} for name, keys in parts.items()}
-    return lint(RunConfig.model_validate(HEALTHY | sections))
+    return lint_recipe(RunConfig.model_validate(HEALTHY | sections))
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "launch/recipes").glob("*.yaml")), ids=lambda p: p.stem)
 def test_lint_is_silent_on_shipped_recipes(path: Path) -> None:
-    assert lint(recipe.load(path)) == []
+    assert lint_recipe(recipe.load_recipe(path)) == []
 
 
 # Section, key and value; the last healthy value (None: as HEALTHY), the first bad one, and words of the warning.
@@ -122,14 +122,14 @@ def test_lint_is_silent_on_public_runs(run: tuple[int, int, int, int, int, int, 
             "train": {"steps": steps, "global_batch": batch},
         }
     )
-    assert lint(config) == []
+    assert lint_recipe(config) == []
 
 
 @pytest.mark.parametrize("key", ["batch_warmup", "sequence_warmup"])
 def test_lint_tells_of_a_data_warmup_as_long_as_the_run(key: str) -> None:
     def said(tokens: int) -> list[str]:
         train = HEALTHY["train"] | {key: {"start": 32, "tokens": tokens}}
-        return lint(RunConfig.model_validate(HEALTHY | {"train": train}))
+        return lint_recipe(RunConfig.model_validate(HEALTHY | {"train": train}))
 
     run = RunConfig.model_validate(HEALTHY).tokens
     assert said(run // 4) == []

@@ -8,7 +8,7 @@ import pytest
 
 from megastable.base.errors import ConfigError
 from megastable.config.keys import all_keys, known_elsewhere, read_names
-from megastable.config.recipe import load, override, validate
+from megastable.config.recipe import load_recipe, override_key, validate_tree
 
 TABLES = read_names()
 KEYS = {key.path for key in all_keys()}
@@ -17,7 +17,7 @@ QUICKSTART = "launch/recipes/quickstart.yaml"
 
 def refused(*overrides: str) -> list[str]:
     with pytest.raises(ConfigError) as error:
-        load(QUICKSTART, overrides)
+        load_recipe(QUICKSTART, overrides)
     return [line.strip() for line in str(error.value).splitlines()[1:]]
 
 
@@ -29,8 +29,8 @@ def test_known_elsewhere_names_a_key_that_exists(name: str) -> None:
     assert key in KEYS
     if equals:
         tree: dict[str, object] = {}
-        override(tree, there.ours)
-        assert value and validate(tree, "test")
+        override_key(tree, there.ours)
+        assert value and validate_tree(tree, "test")
 
 
 @pytest.mark.parametrize("table", [TABLES["megatron_without_key"], TABLES["others_without_key"]])

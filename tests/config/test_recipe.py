@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from megastable.base.errors import ConfigError
 from megastable.base.process import ROOT
 from megastable.config import __main__, deepspeed_json
-from megastable.config.recipe import find, load, override, read_yaml, validate
+from megastable.config.recipe import find_recipe, load_recipe, override_key, read_yaml, validate_tree
 from megastable.config.tree import RunConfig
-from megastable.model.sizes import parameters
+from megastable.model.sizes import count_parameters
 from tests.tiers import examples
 
 QUICKSTART = "launch/recipes/quickstart.yaml"
@@ -26,7 +26,7 @@ QUICKSTART = "launch/recipes/quickstart.yaml"
 
 def refused(*overrides: str, recipe: str | Path = QUICKSTART) -> str:
     with pytest.raises(ConfigError) as error:
-        load(recipe, overrides)
+        load_recipe(recipe, overrides)
     return str(error.value)
 
 
@@ -159,10 +159,10 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
 @given(st.fixed_dictionaries({}, optional=VALUES))
 def test_override_arrives_and_survives_yaml(chosen: dict[str, Any]) -> None:
     """Given on the command line, dumped as the run directory freezes it, loaded again: the same tree."""
-    tree = read_yaml(find(QUICKSTART))
+    tree = read_yaml(find_recipe(QUICKSTART))
     for key, value in chosen.items():
-        override(tree, f"{key}={json.dumps(value)}")
-    c = validate(tree, "test")
+        override_key(tree, f"{key}={json.dumps(value)}")
+    c = validate_tree(tree, "test")
     for key, value in chosen.items():
         got: Any = c
         for name in key.split("."):
@@ -185,7 +185,7 @@ def test_override_arrives_and_survives_yaml(chosen: dict[str, Any]) -> None:
 def test_load_takes_anything_or_raises_config_error(key: str, text: str) -> None:
     """Never another exception: those would reach the user as a traceback."""
     with contextlib.suppress(ConfigError):
-        assert isinstance(load(QUICKSTART, [f"{key}={text}"]), RunConfig)
+        assert isinstance(load_recipe(QUICKSTART, [f"{key}={text}"]), RunConfig)
 
 
 # python -m megastable.config
@@ -238,8 +238,8 @@ def test_recipe_loads_and_builds(path: Path) -> None:
     """On the number of GPUs that its first lines name, with every rank in use."""
     intended = re.search(r"for (\d+) GPUs", path.read_text())
     world = int(intended[1]) if intended else 2
-    c = load(path)
-    ds = deepspeed_json.build(c, world)
+    c = load_recipe(path)
+    ds = deepspeed_json.build_deepspeed_json(c, world)
     replicas = world // (c.parallel.tensor * c.parallel.pipeline)
     assert (
         ds["train_micro_batch_size_per_gpu"] * ds["gradient_accumulation_steps"] * replicas
@@ -258,16 +258,16 @@ def test_recipe_has_the_size_of_its_name(name: str) -> None:
     vocabulary = re.search(r"a vocabulary of ([\d,]+)", header)
     tokens_in_all = re.search(r"([\d.]+)([BT])\s+tokens in all", header.replace("\n#", ""))
     assert vocabulary is not None and tokens_in_all is not None
-    c = load(path, [f"model.vocab_size={vocabulary[1].replace(',', '')}"])
+    c = load_recipe(path, [f"model.vocab_size={vocabulary[1].replace(',', '')}"])
     size = name.removesuffix("-fp8")
     wanted = float(size[:-1]) * {"m": 1e6, "b": 1e9}[size[-1]]
-    assert parameters(c.model) == pytest.approx(wanted, rel=0.1)
+    assert count_parameters(c.model) == pytest.approx(wanted, rel=0.1)
     tokens = c.train.global_batch * c.model.sequence_length
     assert tokens == pytest.approx(TOKENS[name], rel=0.06)
     said = float(tokens_in_all[1]) * {"B": 1e9, "T": 1e12}[tokens_in_all[2]]
     assert tokens * c.train.steps == pytest.approx(said, rel=0.05)
     # At least the 20 tokens a parameter of Hoffmann et al., arXiv:2203.15556.
-    assert tokens * c.train.steps > 20 * parameters(c.model)
+    assert tokens * c.train.steps > 20 * count_parameters(c.model)
 
 
 @pytest.mark.parametrize(
@@ -285,5 +285,5 @@ def test_recipe_has_the_size_of_its_name(name: str) -> None:
 )
 def test_load_takes_a_word_for_fp8(said: list[str], recipe: str | None, margin: int | None) -> None:
     """And loses nothing of what else is said, in either order."""
-    fp8 = load(ROOT / "launch/recipes/7b.yaml", said).precision.fp8
+    fp8 = load_recipe(ROOT / "launch/recipes/7b.yaml", said).precision.fp8
     assert (fp8 and fp8.recipe, fp8 and fp8.margin) == (recipe, margin)

@@ -7,7 +7,7 @@ import pytest
 from megastable.base.errors import ConfigError
 from megastable.config import deepspeed_json
 from megastable.config.model import ModelConfig
-from megastable.config.recipe import load, override, validate
+from megastable.config.recipe import load_recipe, override_key, validate_tree
 from megastable.config.tree import RunConfig
 
 # Overrides of the defaults (12 blocks of 768 and 12 heads, 2048 tokens, vocabulary of a multiple of 128), and words of
@@ -83,9 +83,9 @@ REFUSED = [
 def test_validate_refuses_the_impossible_with_keys_and_a_remedy(given: str, words: str) -> None:
     tree: dict[str, object] = {}
     for assignment in given.replace(": ", ":\0").replace(", ", ",\0").split():
-        override(tree, assignment.replace("\0", " "))
+        override_key(tree, assignment.replace("\0", " "))
     with pytest.raises(ConfigError) as error:
-        validate(tree, "test")
+        validate_tree(tree, "test")
     assert len(str(error.value).splitlines()) == 2  # one reason only, so that no case hides behind another
     assert all(word in str(error.value) for word in words.split("|")), str(error.value)
 
@@ -102,9 +102,11 @@ def test_validate_refuses_the_impossible_with_keys_and_a_remedy(given: str, word
 def test_load_takes_a_word_for_the_kind_of_clipping(
     said: list[str], kind: str, threshold: float | None
 ) -> None:
-    c = load("launch/recipes/7b.yaml", said)
+    c = load_recipe("launch/recipes/7b.yaml", said)
     assert (c.optimizer.clipping.kind, c.optimizer.clipping.threshold) == (kind, threshold)
-    assert deepspeed_json.build(c, 8)["gradient_clipping"] == (c.optimizer.clip if kind == "norm" else 0)
+    assert deepspeed_json.build_deepspeed_json(c, 8)["gradient_clipping"] == (
+        c.optimizer.clip if kind == "norm" else 0
+    )
 
 
 @pytest.mark.parametrize(("given", "trackers"), [("mlflow", ("mlflow",)), (None, ())])

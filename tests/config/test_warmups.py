@@ -14,7 +14,7 @@ from megastable.config.warmups import Stages
 
 def config(length: int = 32, **parts: Any) -> RunConfig:
     tree = {"model": {"sequence_length": length, "vocab_size": 250}} | parts
-    return recipe.validate(tree, "test")
+    return recipe.validate_tree(tree, "test")
 
 
 @st.composite
@@ -35,12 +35,12 @@ def test_stages_against_a_walk(s: Stages, cursor: int, steps: int, further: int)
     walked = [cursor]
     for _ in range(steps):
         walked.append(walked[-1] + naive(walked[-1]))
-    assert [s.at(position) for position in walked] == [naive(position) for position in walked]
-    assert [s.reach(cursor, n) for n in range(steps + 1)] == walked
+    assert [s.value_at(position) for position in walked] == [naive(position) for position in walked]
+    assert [s.reach_after(cursor, n) for n in range(steps + 1)] == walked
     count, at = 0, cursor
     while at + naive(at) <= cursor + further:
         at, count = at + naive(at), count + 1
-    assert s.steps(cursor, cursor + further) == count and s.steps(cursor, cursor - 1) == 0
+    assert s.count_steps(cursor, cursor + further) == count and s.count_steps(cursor, cursor - 1) == 0
 
 
 @settings(deadline=None)
@@ -65,7 +65,7 @@ def test_batches_grow_as_megatrons(start: int, times: int, by: int, tokens: int,
     for position in around | {0, 10**6}:
         if position >= 0:
             over = position * length * times // tokens
-            assert c.batches.at(position) == start + by * min(times, over), position
+            assert c.batches.value_at(position) == start + by * min(times, over), position
 
 
 @settings(deadline=None)
@@ -76,5 +76,5 @@ def test_pieces_are_the_largest_halving_below_linear_pacing(halvings: int, start
     edges = {position + near for position in c.pieces.firsts for near in (-1, 0, 1)}
     for position in {*edges, 0, 10**6} - {-1}:
         paced = min(full, start + (full - start) * position * full / tokens)
-        length = c.pieces.at(position)
+        length = c.pieces.value_at(position)
         assert full % length == 0 and (length <= paced + 1e-6 < 2 * length or length == full), position

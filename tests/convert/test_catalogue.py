@@ -16,19 +16,19 @@ from megastable.checkpoint.store import DELETING
 from megastable.run.directory import RunDirectory
 from megastable.run.events.reading import event_of
 from megastable.run.log import RunLog
-from megastable_tools.convert.catalogue import CatalogueEntry, entries
+from megastable_tools.convert.catalogue import CatalogueEntry, list_entries
 from tests.checkpoint.standins import LAYOUT, checkpoint, run_with
 
 
 def by_name(run: Path) -> dict[str, CatalogueEntry]:
-    return {entry.name: entry for entry in entries(run)}
+    return {entry.name: entry for entry in list_entries(run)}
 
 
 def test_entries_are_listed_by_step(tmp_path: Path) -> None:
     folder = run_with(tmp_path, 5, 100, 20)
     markers.mark_healthy(folder / "step-20", 70, 50)
-    markers.pin(folder / "step-5", "the first")
-    listed = entries(tmp_path)
+    markers.pin_checkpoint(folder / "step-5", "the first")
+    listed = list_entries(tmp_path)
     assert [(e.step, e.name, e.state) for e in listed] == [
         (5, "step-5", "fresh"), (20, "step-20", "healthy"), (100, "step-100", "fresh"),
     ]  # fmt: skip
@@ -38,7 +38,7 @@ def test_entries_are_listed_by_step(tmp_path: Path) -> None:
     assert all(e.layout == LAYOUT and e.problem == "" and e.path == folder / e.name for e in listed)
     assert listed[2].bytes == sum(f.stat().st_size for f in (folder / "step-100").iterdir())
     # Time goes on between two looks.
-    assert [replace(e, age=0.0) for e in entries(folder)] == [replace(e, age=0.0) for e in listed]
+    assert [replace(e, age=0.0) for e in list_entries(folder)] == [replace(e, age=0.0) for e in listed]
 
 
 def test_entries_have_the_age_of_the_checkpoint_not_of_a_copy(tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_entries_name_the_problem_of_a_damaged_one(
     if content == b"same size":
         content = b"[" * path.stat().st_size
     path.unlink() if content is None else path.write_bytes(content)
-    good, bad = entries(tmp_path)
+    good, bad = list_entries(tmp_path)
     assert (good.state, bad.state) == ("fresh", "damaged")
     assert bad.problem.startswith(f"{file}: ") and told in bad.problem and str(tmp_path) not in bad.problem
     assert (bad.layout is None) == (file == store.STATE)
@@ -104,7 +104,7 @@ def test_entries_say_what_does_not_count(tmp_path: Path) -> None:
 def note(run: Path, *events: dict[str, Any]) -> None:
     journal = RunLog(RunDirectory(run))
     for event in events:
-        journal.emit(event_of(event))
+        journal.emit_event(event_of(event))
 
 
 def evaluated(step: int, loss: Any) -> dict[str, Any]:
@@ -125,12 +125,12 @@ def test_entries_refuse_what_is_no_run(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="is a checkpoint: give the directory of its run"):
-        entries(folder / "step-10")
+        list_entries(folder / "step-10")
     for name in ("empty", "file", "none", "n" * 300):
         with pytest.raises(CheckpointError):
-            entries(tmp_path / name)
+            list_entries(tmp_path / name)
     (tmp_path / "odd").mkdir()
     (tmp_path / "odd" / store.RECIPE).write_text("")
     (tmp_path / "odd" / "checkpoints").write_text("a file")
     with pytest.raises(CheckpointError, match="cannot be read"):
-        entries(tmp_path / "odd")
+        list_entries(tmp_path / "odd")

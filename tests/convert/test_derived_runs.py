@@ -21,12 +21,12 @@ from megastable.base.errors import CheckpointError, ConfigError
 from megastable.checkpoint import store
 from megastable.checkpoint.new_run import ADAM, write_run
 from megastable.checkpoint.plain import find_checkpoint
-from megastable.checkpoint.whole import WholeState, next_run_of, parameters, run_of
+from megastable.checkpoint.whole import WholeState, describe_parameters, next_run_of, run_of
 from megastable.config import recipe
-from megastable.config.lint import lint
+from megastable.config.lint import lint_recipe
 from megastable.config.tree import RunConfig
-from megastable.optim.schedule import rate
-from megastable.parallel.sharding import shard
+from megastable.optim.schedule import rate_at
+from megastable.parallel.sharding import cut_shard
 from megastable.recovery.recovery import PersistedState
 from megastable.run import records
 from megastable.run.changes import changes_of, config_at
@@ -37,15 +37,15 @@ from megastable_guard.guard import GuardState
 from megastable_guard.policy_state import Limit, PolicyState
 from megastable_tools.convert.derived_runs import (
     Sizes,
-    average,
-    branch,
-    decaying,
+    average_checkpoints,
+    average_tensors,
+    branch_run,
     limits_of,
-    mean,
-    reshape,
-    shares,
+    make_decaying_config,
+    normalize_weights,
+    reshape_checkpoint,
 )
-from megastable_tools.convert.inspecting import differences
+from megastable_tools.convert.inspecting import list_differences
 from tests.checkpoint.states import LAYOUTS, make_run, numbers, recipe_of, state_of
 from tests.conftest import tiny
 from tests.convert.test_inspecting import weights
@@ -69,14 +69,14 @@ def check_same_bytes(checkpoint: Path, optimizer: bool = True) -> None:
     assert {(name, "weight") for name in whole.names} == {key for key in expected if key[1] == "weight"}
     for (name, kind), tensor in expected.items():
         if kind in whole.kinds:
-            assert torch.equal(whole.tensor(name, kind), tensor), (name, kind)
+            assert torch.equal(whole.read_tensor(name, kind), tensor), (name, kind)
 
 
 @pytest.mark.quick("one")
 @pytest.mark.parametrize("before", LAYOUTS)
 def test_reshape_keeps_all_bytes(sources: dict[str, Path], before: str, tmp_path: Path) -> None:
     for after, (tensor, pipeline, zero, data) in LAYOUTS.items():
-        made = reshape(sources[before], tmp_path / after, Sizes(tensor, pipeline, zero, data))
+        made = reshape_checkpoint(sources[before], tmp_path / after, Sizes(tensor, pipeline, zero, data))
         assert find_checkpoint(tmp_path / after) == made.checkpoint
         check_same_bytes(made.checkpoint)
         state, old = store.read_state(made.checkpoint), store.read_state(sources[before])
@@ -87,7 +87,7 @@ def test_reshape_keeps_all_bytes(sources: dict[str, Path], before: str, tmp_path
         run = run_of(made.checkpoint)
         assert (run.parallel.tensor, run.parallel.pipeline, run.parallel.zero) == (tensor, pipeline, zero)
         assert run.model == recipe_of().model and run.schedule == recipe_of().schedule
-    back = reshape(made.checkpoint, tmp_path / "back", Sizes(1, 1, 1, 1))
+    back = reshape_checkpoint(made.checkpoint, tmp_path / "back", Sizes(1, 1, 1, 1))
     for file in ("rank-00000.safetensors", "rank-00000.json"):
         assert (back.checkpoint / file).read_bytes() == (sources["one"] / file).read_bytes()
 
@@ -95,11 +95,11 @@ def test_reshape_keeps_all_bytes(sources: dict[str, Path], before: str, tmp_path
 def test_reshape_gives_a_rank_its_shard(sources: dict[str, Path], tmp_path: Path) -> None:
     """Read without our own reader: tensor rank 1 of 2, and half of it on each of two data ranks."""
     name = "blocks.1.attention.qkv.weight"
-    of, whole = parameters(recipe_of().model)[name], numbers(recipe_of())[name, "exp_avg"]
-    made = reshape(sources["dp2-zero3"], tmp_path / "out", Sizes(tensor=2))
+    of, whole = describe_parameters(recipe_of().model)[name], numbers(recipe_of())[name, "exp_avg"]
+    made = reshape_checkpoint(sources["dp2-zero3"], tmp_path / "out", Sizes(tensor=2))
     assert made.layout.data == 2  # what is not said stays
     files = [load_file(made.checkpoint / f"rank-0000{rank}.safetensors") for rank in (1, 3)]
-    mine = shard(whole, of.placement, 1, 2).flatten()
+    mine = cut_shard(whole, of.placement, 1, 2).flatten()
     assert torch.equal(torch.cat([file[f"exp_avg/{name}"] for file in files]), mine)
 
 
@@ -113,18 +113,20 @@ def test_reshape_keeps_context_ranks_as_far_as_it_can(
     run = RunConfig.model_validate(tree)
     held, state = numbers(run), state_of((1, 1, 1, 2))
     before = write_run(tmp_path / "before", run, state, lambda *of: held[of], optimizer=ADAM, origin={})
-    made = reshape(before, tmp_path / "after", Sizes(tensor, data=data))
+    made = reshape_checkpoint(before, tmp_path / "after", Sizes(tensor, data=data))
     assert (made.layout.data, made.layout.context) == (data, context)
     assert run_of(made.checkpoint).parallel.context == context
     whole = WholeState(made.checkpoint)
-    assert all(torch.equal(whole.tensor(*of), tensor) for of, tensor in held.items())
+    assert all(torch.equal(whole.read_tensor(*of), tensor) for of, tensor in held.items())
 
 
 def test_reshape_without_moments(sources: dict[str, Path], tmp_path: Path) -> None:
-    made = reshape(sources["tp2-pp2"], tmp_path / "weights", optimizer=False)
+    made = reshape_checkpoint(sources["tp2-pp2"], tmp_path / "weights", optimizer=False)
     assert not made.optimizer and store.read_state(made.checkpoint).adam_step == 0
     assert store.read_state(made.checkpoint).cursor == 56
-    again = reshape(made.checkpoint, tmp_path / "again", Sizes(1, 1, 1, 1))  # there are none to be kept
+    again = reshape_checkpoint(
+        made.checkpoint, tmp_path / "again", Sizes(1, 1, 1, 1)
+    )  # there are none to be kept
     check_same_bytes(again.checkpoint, optimizer=False)
 
 
@@ -132,7 +134,7 @@ def test_reshape_copies_what_the_run_left_out(tmp_path: Path) -> None:
     before = make_run(tmp_path / "before")
     for name in ("skips.jsonl", "blends.jsonl"):
         (tmp_path / "before" / name).write_text(f'{{"of": "{name}"}}\n')
-    made = reshape(before, tmp_path / "after", Sizes(tensor=2))
+    made = reshape_checkpoint(before, tmp_path / "after", Sizes(tensor=2))
     assert made.ledgers == tmp_path / "before"
     for name in ("skips.jsonl", "blends.jsonl"):
         assert (tmp_path / "after" / name).read_text() == f'{{"of": "{name}"}}\n'
@@ -140,7 +142,7 @@ def test_reshape_copies_what_the_run_left_out(tmp_path: Path) -> None:
     assert (event["event"], event["step"], event["how"]) == ("imported", 7, "reshaped")
     alone = (tmp_path / "step-7").resolve()
     before.rename(alone)
-    assert reshape(alone, tmp_path / "from-alone").ledgers is None
+    assert reshape_checkpoint(alone, tmp_path / "from-alone").ledgers is None
 
 
 @pytest.mark.parametrize(
@@ -157,7 +159,7 @@ def test_reshape_refuses_a_layout(
     sources: dict[str, Path], tmp_path: Path, sizes: Sizes, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        reshape(sources["one"], tmp_path / "out", sizes)
+        reshape_checkpoint(sources["one"], tmp_path / "out", sizes)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -165,11 +167,11 @@ def test_reshape_writes_over_nothing_and_leaves_nothing(sources: dict[str, Path]
     taken = tmp_path / "taken"
     taken.mkdir()
     with pytest.raises(CheckpointError, match="taken exists already"):
-        reshape(sources["one"], taken)
+        reshape_checkpoint(sources["one"], taken)
     with pytest.raises(CheckpointError, match=r"would lie in .*, which holds checkpoints"):
-        reshape(sources["one"], sources["one"].parent / "step-9")
+        reshape_checkpoint(sources["one"], sources["one"].parent / "step-9")
     with files_no_larger_than(1 << 12), pytest.raises(CheckpointError, match="could not be written"):
-        reshape(sources["one"], tmp_path / "full")
+        reshape_checkpoint(sources["one"], tmp_path / "full")
     assert list(tmp_path.iterdir()) == [taken] and list(taken.iterdir()) == []
 
 
@@ -179,13 +181,15 @@ def test_reshaped_runs_train_on_as_from_the_checkpoint_itself(corpus: Path, tmp_
     short = {"train": {"steps": 4}, "checkpoint": {"interval": 2}, "schedule": {"total_steps": 4}}
     assert run_ranks(2, train, tiny(corpus, tmp_path / "one", parallel={"zero": 3}, **short)) == [0, 0]
     shutil.rmtree(tmp_path / "one" / "checkpoints" / "step-4")
-    made = reshape(tmp_path / "one" / "checkpoints" / "step-2", tmp_path / "offline", Sizes(2, 1, 1, 1))
-    reshape(made.checkpoint, tmp_path / "bare", optimizer=False)
+    made = reshape_checkpoint(
+        tmp_path / "one" / "checkpoints" / "step-2", tmp_path / "offline", Sizes(2, 1, 1, 1)
+    )
+    reshape_checkpoint(made.checkpoint, tmp_path / "bare", optimizer=False)
     ends = {}
     for run in ("one", "offline", "bare"):
         assert run_ranks(2, train, tiny(corpus, tmp_path / run, parallel={"tensor": 2}, **short)) == [0, 0]
         ends[run] = find_checkpoint(tmp_path / run / "checkpoints" / "step-4")
-    found = differences(WholeState(ends["one"]), WholeState(ends["offline"]))
+    found = list_differences(WholeState(ends["one"]), WholeState(ends["offline"]))
     assert {one.outcome for one in found} == {"identical"}
     a, b, bare = (store.read_state(end) for end in ends.values())
     assert (a.cursor, a.updates, a.recent_losses) == (b.cursor, b.updates, b.recent_losses)
@@ -213,7 +217,7 @@ def hash_files(folder: Path) -> dict[str, str]:
 def read_steps(run: Path) -> list[dict[str, Any]]:
     """What the steps after AT recorded, without the time that they took."""
     columns = ("step", "loss", "grad_norm", "lr", "first_position", "next_position", "applied")
-    rows = records.read(run / "steps").to_pylist()
+    rows = records.read_newest_records(run / "steps").to_pylist()
     return [{c: row[c] for c in columns} for row in rows if row["step"] > AT]
 
 
@@ -230,15 +234,15 @@ def test_branch_is_its_parent_but_for_the_rate(name: str, corpus: Path, tmp_path
     }  # fmt: skip
     assert run_ranks(world, train, tiny(corpus, run, **constant, **parts)) == [0] * world
     before = hash_files(run)
-    made = branch(run / f"checkpoints/step-{AT}", out, STEPS - AT)
+    made = branch_run(run / f"checkpoints/step-{AT}", out, STEPS - AT)
     assert made.made.layout == store.read_state(run / f"checkpoints/step-{AT}").layout
-    again = recipe.load(out / "recipe.yaml", ["schedule.kind=constant"])
+    again = recipe.load_recipe(out / "recipe.yaml", ["schedule.kind=constant"])
     assert run_ranks(world, train, again) == [0] * world
     assert identical(run / f"checkpoints/step-{STEPS}", out / f"checkpoints/step-{STEPS}") >= 3
     assert read_steps(out) == read_steps(run) and len(read_steps(out)) == STEPS - AT
-    made = branch(run / f"checkpoints/step-{AT}", tmp_path / "decaying", 4, "cosine", 0.2)
+    made = branch_run(run / f"checkpoints/step-{AT}", tmp_path / "decaying", 4, "cosine", 0.2)
     assert (made.rate, made.floor, made.steps, made.limits) == (PEAK, 0.2 * PEAK, AT + 4, ())
-    assert run_ranks(world, train, recipe.load(tmp_path / "decaying/recipe.yaml")) == [0] * world
+    assert run_ranks(world, train, recipe.load_recipe(tmp_path / "decaying/recipe.yaml")) == [0] * world
     wanted = [PEAK * (0.2 + 0.8 * (1 + math.cos(math.pi * n / 4)) / 2) for n in range(4)]
     rows = read_steps(tmp_path / "decaying")
     assert [row["lr"] for row in rows] == pytest.approx(wanted, rel=1e-6)
@@ -254,23 +258,23 @@ def at(step: int, updates: int | None = None, **schedule: Any) -> tuple[RunConfi
 
 def test_decaying_changes_schedule_and_length_only() -> None:
     run, state = at(50)
-    made = decaying(run, state, 20, "cosine")
+    made = make_decaying_config(run, state, 20, "cosine")
     assert made.schedule.model_dump() == run.schedule.model_dump() | {
         "kind": "wsd", "decay": "cosine", "decay_steps": 20, "total_steps": 70
     }  # fmt: skip
     assert made.train.steps == 70
     assert made.model_copy(update={"schedule": run.schedule, "train": run.train}) == run
-    assert lint(made) == lint(run)
+    assert lint_recipe(made) == lint_recipe(run)
 
 
 @pytest.mark.parametrize("updates", [10, 37, 50])
 def test_decaying_does_not_count_refused_updates(updates: int) -> None:
     """The schedule counts applied updates, the run its steps."""
     run, state = at(50, updates)
-    made = decaying(run, state, 20)
-    rates = [rate(made.schedule, PEAK, made.schedule.total_steps or 0, updates + n) for n in range(21)]
+    made = make_decaying_config(run, state, 20)
+    rates = [rate_at(made.schedule, PEAK, made.schedule.total_steps or 0, updates + n) for n in range(21)]
     assert rates == pytest.approx([PEAK * (1 - 0.9 * n / 20) for n in range(21)])
-    assert made.train.steps == 70 and (lint(made) == lint(run)) == (updates == 50)
+    assert made.train.steps == 70 and (lint_recipe(made) == lint_recipe(run)) == (updates == 50)
 
 
 @pytest.mark.parametrize(
@@ -289,11 +293,11 @@ def test_decaying_refuses_where_the_rate_would_jump(
 ) -> None:
     if problem:
         with pytest.raises(ConfigError, match=problem):
-            decaying(*at(step, **schedule), 20)
+            make_decaying_config(*at(step, **schedule), 20)
         return
-    made = decaying(*at(step, **schedule), 20)
-    assert rate(made.schedule, PEAK, step + 20, step) == pytest.approx(PEAK)
-    assert rate(made.schedule, PEAK, step + 20, step + 1) == pytest.approx(PEAK * (1 - 0.9 / 20))
+    made = make_decaying_config(*at(step, **schedule), 20)
+    assert rate_at(made.schedule, PEAK, step + 20, step) == pytest.approx(PEAK)
+    assert rate_at(made.schedule, PEAK, step + 20, step + 1) == pytest.approx(PEAK * (1 - 0.9 / 20))
 
 
 @pytest.mark.parametrize(
@@ -320,7 +324,7 @@ def test_limits_of_the_parent_hold(policy: dict[str, Any], words: tuple[str, ...
 
 def change_live(log: RunLog, *changes: tuple[int, int | None, dict[str, Any]]) -> None:
     for step, until, values in changes:
-        log.emit(
+        log.emit_event(
             ChangeMade(step=step, until=until, change=str(step), who="ann", reason="because", new=values)
         )
 
@@ -330,10 +334,10 @@ def test_reshape_keeps_each_live_change_as_long_as_its_parent_would(tmp_path: Pa
     log, lr = RunLog(RunDirectory(tmp_path / "run")), run_of(checkpoint).optimizer.lr
     lrs = [{"optimizer.lr": lr / factor} for factor in (8, 4, 2)]
     change_live(log, (5, 7, lrs[0]), (6, None, lrs[1]), (7, 9, lrs[2]))
-    log.emit(ChangeMeasured(step=7, change="6", steps=2))
-    log.emit(ChangeMeasured(step=9, change="7", steps=3))
+    log.emit_event(ChangeMeasured(step=7, change="6", steps=2))
+    log.emit_event(ChangeMeasured(step=9, change="7", steps=3))
     assert next_run_of(checkpoint).optimizer.lr == lr / 2
-    found = run_of(reshape(checkpoint, tmp_path / "reshaped").checkpoint)
+    found = run_of(reshape_checkpoint(checkpoint, tmp_path / "reshaped").checkpoint)
     made = changes_of(tmp_path / "reshaped/journal.jsonl")
     assert [config_at(found, made, step).optimizer.lr for step in range(8, 12)] == [
         lr / 2,
@@ -341,7 +345,7 @@ def test_reshape_keeps_each_live_change_as_long_as_its_parent_would(tmp_path: Pa
         lr / 4,
         lr / 4,
     ]
-    names = [event.event for event in RunDirectory(tmp_path / "reshaped").events()]
+    names = [event.event for event in RunDirectory(tmp_path / "reshaped").iterate_events()]
     assert names == ["imported", "change_made", "change_made", "change_measured"]
 
 
@@ -350,7 +354,7 @@ def test_branch_has_in_its_recipe_what_was_changed_live(tmp_path: Path) -> None:
     log, lr = RunLog(RunDirectory(tmp_path / "run")), run_of(checkpoint).optimizer.lr
     constant = {"schedule.kind": "constant", "schedule.warmup_steps": 0, "schedule.total_steps": None}
     change_live(log, (6, 20, {"optimizer.lr": lr / 4}), (7, None, constant))
-    made = branch(checkpoint, tmp_path / "branch", 4)
+    made = branch_run(checkpoint, tmp_path / "branch", 4)
     assert made.rate == run_of(made.made.checkpoint).optimizer.lr == lr / 4
     assert changes_of(tmp_path / "branch/journal.jsonl") == []
     assert f"optimizer.lr={lr / 4}" in made.changes
@@ -367,8 +371,8 @@ FLOATS = arrays.arrays(
 def test_mean_of_copies_is_the_copy_byte_by_byte(values: np.ndarray, given_weights: list[float]) -> None:
     held = weights()
     held.tensors, held.names = {("a", "weight"): torch.from_numpy(values)}, ["a"]
-    parts = shares(len(given_weights), given_weights)
-    found = mean([("it", held)] * len(parts), parts)("a", "weight")
+    parts = normalize_weights(len(given_weights), given_weights)
+    found = average_tensors([("it", held)] * len(parts), parts)("a", "weight")
     assert found.dtype == torch.float32 and found.numpy().tobytes() == values.tobytes()
 
 
@@ -379,8 +383,8 @@ def test_average_of_other_layouts(tmp_path: Path) -> None:
         make_run(tmp_path / "c", LAYOUTS["one"], seed=3, step=11),
     ]
     (tmp_path / "b" / "skips.jsonl").write_text("{}\n")
-    made = average(paths, tmp_path / "out", [1, 2, 5])
-    store.verify(made.checkpoint)
+    made = average_checkpoints(paths, tmp_path / "out", [1, 2, 5])
+    store.verify_checkpoint(made.checkpoint)
     whole, state = WholeState(made.checkpoint), store.read_state(made.checkpoint)
     assert whole.kinds == ("weight",) and whole.adam_step == state.adam_step == 0
     # Everything but the moments and the losses is of the newest one.
@@ -392,7 +396,7 @@ def test_average_of_other_layouts(tmp_path: Path) -> None:
     for name in whole.names:
         a, b, c = (one[name, "weight"].double() for one in held)
         expected = a / 8 + b / 4 + c * 5 / 8
-        assert torch.allclose(whole.tensor(name, "weight").double(), expected, rtol=1e-7, atol=1e-12)
+        assert torch.allclose(whole.read_tensor(name, "weight").double(), expected, rtol=1e-7, atol=1e-12)
     event = json.loads((tmp_path / "out" / "journal.jsonl").read_text().splitlines()[0])
     assert (event["event"], event["how"], event["shares"]) == ("imported", "averaged", [0.125, 0.25, 0.625])
 
@@ -409,13 +413,13 @@ def test_average_refuses_other_models_and_leaves_nothing(tmp_path: Path) -> None
     for other, message in (("wider", r"blocks\.0\.mlp.* is .*of different models"),
                            ("turned", r"model\.rope_theta is .*500000"), ("deeper", "has 'blocks.2")):  # fmt: skip
         with pytest.raises(CheckpointError, match=message):
-            average([a, made[other]], out)
+            average_checkpoints([a, made[other]], out)
     with pytest.raises(ConfigError, match="at least two"):
-        average([a], out)
+        average_checkpoints([a], out)
     held = [("A", weights(a=[1.0, 2.0])), ("B", weights(a=[1.0, float("inf")]))]
     with pytest.raises(CheckpointError, match="B: a holds values that are not finite"):
-        mean(held, [0.5, 0.5])("a", "weight")
+        average_tensors(held, [0.5, 0.5])("a", "weight")
     assert not out.exists()
-    average([a, made["loss"]], out)  # what only says how it is computed may differ
+    average_checkpoints([a, made["loss"]], out)  # what only says how it is computed may differ
     with pytest.raises(CheckpointError, match="exists already"):
-        average([a, made["loss"]], out)
+        average_checkpoints([a, made["loss"]], out)

@@ -17,11 +17,11 @@ from megastable.checkpoint.new_run import OptimizerTensors, write_run
 from megastable_tools.convert import inspecting
 from megastable_tools.convert.inspecting import (
     Distance,
-    compare,
-    differences,
-    distance,
-    elements,
+    compare_checkpoints,
+    count_elements,
     field_differences,
+    list_differences,
+    measure_distance,
 )
 from tests.checkpoint.states import numbers, recipe_of, state_of
 
@@ -41,10 +41,10 @@ class Held:
     def kinds_of(self, name: str) -> tuple[str, ...]:
         return self.kinds
 
-    def shape(self, name: str) -> tuple[int, ...]:
+    def shape_of(self, name: str) -> tuple[int, ...]:
         return tuple(self.tensors[name, self.kinds[0]].shape)
 
-    def tensor(self, name: str, kind: str) -> Tensor:
+    def read_tensor(self, name: str, kind: str) -> Tensor:
         return self.tensors[name, kind]
 
 
@@ -57,7 +57,7 @@ def test_distance_is_that_of_numpy(a: np.ndarray, seed: int) -> None:
     b = a + np.random.default_rng(seed).integers(-2, 3, a.shape).astype(np.float32)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(inspecting, "CHUNK", 7)
-        found = distance(torch.from_numpy(a), torch.from_numpy(b))
+        found = measure_distance(torch.from_numpy(a), torch.from_numpy(b))
     if a.tobytes() == b.tobytes():
         assert found is None
         return
@@ -74,16 +74,16 @@ def test_distance_is_that_of_numpy(a: np.ndarray, seed: int) -> None:
 
 def test_distance_counts_bytes_not_values() -> None:
     same = torch.tensor([NAN, INF, 1.0])
-    assert distance(same, same.clone()) is None
-    zeros = distance(torch.tensor([0.0, 1.0]), torch.tensor([-0.0, 1.0]))
+    assert measure_distance(same, same.clone()) is None
+    zeros = measure_distance(torch.tensor([0.0, 1.0]), torch.tensor([-0.0, 1.0]))
     assert zeros == Distance(differing=1, max_abs=0.0, relative=0.0, cosine=1.0)
 
 
 def test_differences_begin_with_what_is_not_finite() -> None:
-    broken = distance(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, NAN, 4.0]))
+    broken = measure_distance(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, NAN, 4.0]))
     assert broken is not None and broken.differing == 2
     assert math.isnan(broken.max_abs) and math.isnan(broken.relative) and math.isnan(broken.cosine)
-    found = differences(weights(a=[1.0], b=[1.0], c=[1.0]), weights(a=[9.0], b=[NAN], c=[1.0]))
+    found = list_differences(weights(a=[1.0], b=[1.0], c=[1.0]), weights(a=[9.0], b=[NAN], c=[1.0]))
     assert [one.name for one in found] == ["b", "a", "c"]
 
 
@@ -100,7 +100,7 @@ def test_differences_have_every_outcome_the_largest_first() -> None:
     b = weights(both=[1.0, 1.0, 1.0, 1.0], near=[1.0, 1.0, 1.0, 1.5], new=[1.0])
     b.tensors["bent", "weight"], b.names = torch.ones(3, 2), [*b.names, "bent"]
     seen: list[int] = []
-    found = [(one.name, one.kind, one.outcome) for one in differences(a, b, seen.append)]
+    found = [(one.name, one.kind, one.outcome) for one in list_differences(a, b, seen.append)]
     assert found == [
         ("bent", "exp_avg", "only in A"),
         ("bent", "weight", "shapes differ"),
@@ -112,7 +112,7 @@ def test_differences_have_every_outcome_the_largest_first() -> None:
         ("near", "weight", "differs"),
         ("both", "weight", "identical"),
     ]
-    assert sum(seen) == elements(a, b) == 2 * 4 + 2 * 4 + 2 * 6 + 2 * 5 + 1
+    assert sum(seen) == count_elements(a, b) == 2 * 4 + 2 * 4 + 2 * 6 + 2 * 5 + 1
 
 
 def test_field_differences() -> None:
@@ -149,7 +149,7 @@ def test_compare_sees_other_shared_state(
     changed: dict[str, Tensor], name: str, outcome: str, tmp_path: Path
 ) -> None:
     a, b = made(tmp_path / "a", SHARED), made(tmp_path / "b", changed)
-    sheet, same = compare(a, b, weights_only=False, everything=False, silent=True)
+    sheet, same = compare_checkpoints(a, b, weights_only=False, everything=False, silent=True)
     assert not same
     assert [(row["name"], row["kind"], row["outcome"]) for row in sheet.rows] == [(name, "shared", outcome)]
-    assert compare(a, b, weights_only=True, everything=False, silent=True)[1]
+    assert compare_checkpoints(a, b, weights_only=True, everything=False, silent=True)[1]

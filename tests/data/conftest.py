@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megastable.data.manifest import Manifest, TokenizerInfo, adopt
+from megastable.data.manifest import Manifest, TokenizerInfo, adopt_shards
 from megastable.data.shards import ShardWriter
 
 VOCABULARY = 1000
@@ -35,8 +35,8 @@ def make_corpus() -> MakeCorpus:
         tokenizer = TokenizerInfo(
             file="tokenizer.model", kind="sentencepiece", xxh3="0" * 32, vocab_size=VOCABULARY, eod=EOD
         )
-        manifest = adopt(directory, tokenizer, validation)
-        manifest.save(directory)
+        manifest = adopt_shards(directory, tokenizer, validation)
+        manifest.save_manifest(directory)
         return manifest
 
     return make

@@ -35,13 +35,13 @@ def encoded(tokenizer: Path, count: int, end: bool = True) -> Documents:
 
 
 def read_back(output: Path) -> Documents:
-    manifest = Manifest.load(output)
+    manifest = Manifest.load_manifest(output)
     found = []
     for info in manifest.shards:
         shard = Shard(output / info.name, info)
         for document in range(shard.documents):
             first, end = shard.document_bounds(document)
-            found.append(shard.read(first, end - first).tolist())
+            found.append(shard.read_tokens(first, end - first).tolist())
     return found
 
 
@@ -131,9 +131,9 @@ def test_adopt_takes_llm_c_files(
     write_llm_c(tmp_path / "in" / "web_train_000001.bin", tokens[:cut])
     write_llm_c(tmp_path / "in" / "web_train_000002.bin", tokens[cut:], 20240801, 7, "I")
     made = adopt_directory(tmp_path / "in", tokenizer, output=tmp_path / "out")
-    manifest = Manifest.load(tmp_path / "out")
+    manifest = Manifest.load_manifest(tmp_path / "out")
     stream = Stream(tmp_path / "out", manifest, "train")
-    assert stream.read(0, stream.tokens).tolist() == tokens
+    assert stream.read_tokens(0, stream.tokens).tolist() == tokens
     found = read_back(tmp_path / "out")
     assert found[0][0] == found[0][-1] == eod  # the token before the first document stays with it
     assert len(found) == 5 and made.documents == {"train": 5}  # one is cut by the files

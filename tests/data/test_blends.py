@@ -9,7 +9,7 @@ import pytest
 
 from megastable.base.errors import DataError
 from megastable.config.tree import CorpusConfig
-from megastable.data.blends import BlendEntry, in_force, moved_skips, read_blends
+from megastable.data.blends import BlendEntry, blends_in_force, moved_skips, read_blends
 from megastable.data.corpora import Corpora, describe_epochs, find_warnings, open_corpora
 from megastable.data.order import BLOCK
 from megastable.data.skip_ledger import SkipEntry, append_entry
@@ -40,7 +40,7 @@ def entry(corpora: Corpora, position: int) -> BlendEntry:
 def samples(corpora: Corpora, positions: range, corpus: str) -> list[tuple[int, int]]:
     """The epoch and the sequence of every sample that the run reads of one corpus, in its order."""
     order = corpora.train.order
-    found = order.locate(positions)
+    found = order.locate_samples(positions)
     mine = found.corpus == [c.name for c in order.corpora].index(corpus)
     return list(zip(found.epoch[mine].tolist(), found.sequence[mine].tolist(), strict=True))
 
@@ -60,9 +60,9 @@ def test_blend_change_keeps_the_order_of_every_corpus(three: dict[str, Path]) ->
         found = samples(run, range(3 * BLOCK), name)
         assert found == samples(alone, range(len(found)), name)
         index = [c.name for c in run.train.order.corpora].index(name)
-        where = np.flatnonzero(run.train.order.locate(range(3 * BLOCK)).corpus == index)
+        where = np.flatnonzero(run.train.order.locate_samples(range(3 * BLOCK)).corpus == index)
         for number, position in list(enumerate(where.tolist()))[::50]:
-            assert run.train.sample(position).tobytes() == alone.train.sample(number).tobytes()
+            assert run.train.read_sample(position).tobytes() == alone.train.read_sample(number).tobytes()
     assert not samples(run, range(2 * BLOCK, 3 * BLOCK), "a")
     # What was read before a change is what it was.
     assert samples(run, range(BLOCK), "b") == samples(first, range(BLOCK), "b")
@@ -96,7 +96,7 @@ def test_moved_skips_stay_skipped(three: dict[str, Path]) -> None:
 
     def skipped(corpora: Corpora, ranges: list[tuple[int, int]]) -> set[tuple[str, int, int]]:
         order = corpora.train.order
-        places = [order.locate_one(p) for a, b in ranges for p in range(a, b) if p >= BLOCK]
+        places = [order.locate_sample(p) for a, b in ranges for p in range(a, b) if p >= BLOCK]
         return {(order.corpora[p.corpus].name, p.epoch, p.sequence) for p in places}
 
     wanted = {sample for sample in skipped(first, bad) if sample[0] == "b"}  # no more of a is read
@@ -113,11 +113,13 @@ def test_gone_stream_may_leave_the_disk(three: dict[str, Path]) -> None:
     (three["a"] / "part-0.bin").unlink()
     run = opened(three, {"b": 1.0}, blends)
     after = range(BLOCK, BLOCK + 50)
-    assert [run.train.sample(p).tobytes() for p in after] == [whole.train.sample(p).tobytes() for p in after]
+    assert [run.train.read_sample(p).tobytes() for p in after] == [
+        whole.train.read_sample(p).tobytes() for p in after
+    ]
     with pytest.raises(
         DataError, match=r"'a', which was taken out of the blend, is needed again: .*part-0\.bin"
     ):
-        [run.train.sample(p) for p in range(50)]
+        [run.train.read_sample(p) for p in range(50)]
 
 
 def test_in_force_takes_later_lines(three: dict[str, Path], tmp_path: Path) -> None:
@@ -125,11 +127,11 @@ def test_in_force_takes_later_lines(three: dict[str, Path], tmp_path: Path) -> N
     path = tmp_path / "blends.jsonl"
     for given in (entry(one, 0), entry(two, 3 * BLOCK), entry(one, 5 * BLOCK), entry(two, 2 * BLOCK)):
         append_entry(path, given)
-    assert [e.position for e in in_force(read_blends(path))] == [0, 2 * BLOCK]
+    assert [e.position for e in blends_in_force(read_blends(path))] == [0, 2 * BLOCK]
     append_entry(path, entry(two, 0))
-    assert [e.position for e in in_force(read_blends(path))] == [0]
+    assert [e.position for e in blends_in_force(read_blends(path))] == [0]
     with pytest.raises(DataError, match="no line for position 0"):
-        in_force([entry(one, BLOCK)])
+        blends_in_force([entry(one, BLOCK)])
     path.write_text('{"position": 5, "corpora": []}\n')
     with pytest.raises(DataError, match=r"blends\.jsonl line 1: position .*correct or delete line 1"):
         read_blends(path)

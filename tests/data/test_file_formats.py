@@ -18,7 +18,7 @@ from megastable.base.errors import DataError
 from megastable_tools.prepare.file_formats import (
     PIECE,
     SNIFFED,
-    decompress,
+    decompress_chunks,
     format_of,
     holds_json_lines,
     open_content,
@@ -249,10 +249,10 @@ def test_decompress_refuses_what_is_cut_off_or_changed(ending: str) -> None:
     one = compressions[ending](TEXT)
     for cut in (1, len(one) // 2, len(one) - 1):
         with pytest.raises(DataError, match=r"a\.txt (ends too early|is damaged)"):
-            b"".join(decompress("a.txt", chunked(one + one[:cut]), ending))
+            b"".join(decompress_chunks("a.txt", chunked(one + one[:cut]), ending))
     for whole in (one + b"another thing", b"another thing", one + one[:3] + b"\xff" + one[4:]):
         with pytest.raises(DataError, match=r"a\.txt (is damaged|ends too early)"):
-            b"".join(decompress("a.txt", chunked(whole), ending))
+            b"".join(decompress_chunks("a.txt", chunked(whole), ending))
 
 
 @pytest.mark.quick(".gz")
@@ -261,6 +261,6 @@ def test_decompress_gives_a_bomb_in_small_pieces(ending: str) -> None:
     size, most = (200 << 20, 65 << 20) if ending == ".zst" else (16 << 20, 3 * PIECE)
     bomb = compressions[ending](bytes(size))
     assert len(bomb) < size / 500
-    lengths = [len(piece) for piece in decompress("a", [bomb], ending)]
+    lengths = [len(piece) for piece in decompress_chunks("a", [bomb], ending)]
     assert sum(lengths) == size
     assert max(lengths) <= most

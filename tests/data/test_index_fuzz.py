@@ -97,14 +97,14 @@ def ask(shard: Shard) -> Iterator[Callable[[], Any]]:
     yield from (lambda t=t: shard.documents_before(t) for t in tokens)
     for first in tokens:
         yield lambda first=first: shard.document_starts(first, shard.tokens - first)
-        yield lambda first=first: shard.read(first, shard.tokens - first)
+        yield lambda first=first: shard.read_tokens(first, shard.tokens - first)
     yield lambda: shard.documents_before(shard.tokens)
     yield lambda: shard.document_edges(0, shard.documents)
     yield lambda: shard.document_sequences(0, shard.documents)
     yield lambda: shard.sequence_edges(np.arange(min(shard.sequences, 1000) + 1))
     yield lambda: shard.sequence_lengths(slice(0, shard.sequences))
-    yield lambda: shard.modes(slice(0, shard.sequences))
-    yield shard.verify
+    yield lambda: shard.sequence_modes(slice(0, shard.sequences))
+    yield shard.verify_shard
 
 
 def explained(error: DataError, prefix: Path) -> None:
@@ -161,7 +161,7 @@ def consistent(shard: Shard, vocabulary: int | None) -> None:
     if vocabulary is not None:
         for first in range(shard.tokens)[:60]:
             try:
-                tokens = shard.read(first, shard.tokens - first)
+                tokens = shard.read_tokens(first, shard.tokens - first)
             except DataError:
                 continue
             assert 0 <= tokens.min() <= tokens.max() < vocabulary
@@ -195,7 +195,7 @@ def test_shard_is_read_right_or_refused_when_damaged(
             list(answers(shard))
             consistent(shard, vocabulary)
             try:
-                found = shard.verify()
+                found = shard.verify_shard()
                 passes = True
             except DataError:
                 pass
@@ -203,7 +203,7 @@ def test_shard_is_read_right_or_refused_when_damaged(
         if shard is not None and wanted is not None:
             dtype, tokens, lengths, indices = wanted
             assert (found.dtype, found.tokens, found.documents) == (dtype, len(tokens), len(indices) - 1)
-            assert shard.read(0, shard.tokens).tolist() == tokens
+            assert shard.read_tokens(0, shard.tokens).tolist() == tokens
             assert shard.sequence_lengths(slice(0, shard.sequences)).tolist() == lengths
             assert shard.document_sequences(0, shard.documents).tolist() == indices
             edges = np.append(0, np.cumsum(lengths, dtype=np.int64))[indices].tolist()

@@ -26,7 +26,7 @@ from tests.tiers import examples
 
 MakeCorpus = Callable[..., Manifest]
 LENGTH, EOD = 16, 0
-SKIPS = Skips.of([(0, 3), (10, 11), (30, 75)])
+SKIPS = Skips.from_ranges([(0, 3), (10, 11), (30, 75)])
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def test_loader_gives_a_step(source: Source) -> None:
     assert len(step.micro_batches) == 6
     for number, batch in enumerate(step.micro_batches):
         assert batch.positions.tolist() == step.positions[4 * number : 4 * number + 4].tolist()
-        samples = torch.from_numpy(source.samples(batch.positions.numpy()))
+        samples = torch.from_numpy(source.read_samples(batch.positions.numpy()))
         assert torch.equal(batch.tokens, samples[:, :-1])
         assert torch.equal(batch.labels, samples[:, 1:])
         assert batch.tokens.dtype == batch.labels.dtype == batch.positions.dtype == torch.int64
@@ -85,7 +85,7 @@ def test_loader_gives_a_step(source: Source) -> None:
 
 
 def test_go_to_recovers_from_an_error_ahead(source: Source) -> None:
-    with Loader(source, Skips.of([(72, 2**62)]), 0, 24, 4, 0, 1, False, prefetch=1) as loader:
+    with Loader(source, Skips.from_ranges([(72, 2**62)]), 0, 24, 4, 0, 1, False, prefetch=1) as loader:
         list(islice(loader, 3))
         with pytest.raises(DataError, match="all others are skipped"):
             next(loader)
@@ -219,7 +219,7 @@ def check(steps: list[list[Step]], wanted: list[tuple[int, list[int]]], layout: 
         for rank in range(ranks):
             step = steps[rank][number]
             assert (step.first, step.positions.tolist()) == (first, positions)
-            assert step.next == positions[-1] + 1 and step.piece == PIECES.at(positions[-1])
+            assert step.next == positions[-1] + 1 and step.piece == PIECES.value_at(positions[-1])
             for index, batch in enumerate(step.micro_batches):
                 together[index, rank] = batch.positions.numpy()
         assert together.ravel().tolist() == positions
@@ -241,17 +241,17 @@ def test_loader_trains_every_position_once_or_skips_it(
 ) -> None:
     """`stop` steps on some ranks; a rewind to an earlier one with further skips; a resume on other ranks: each leads to
     the steps of one walk over the positions, with nothing twice, and nothing left out but what is skipped."""
-    left, back = Skips.of(ranges), data.draw(st.integers(0, stop))
+    left, back = Skips.from_ranges(ranges), data.draw(st.integers(0, stop))
     wanted = walk(stages, left, 0, stop)
     loaders = [load_stages(long_source, stages, left, 0, before, rank) for rank in range(before[0])]
     try:
         check([list(islice(loader, stop)) for loader in loaders], wanted, before)
         # Back in memory, with more to skip from there on.
         cursor = wanted[back][0] if back < stop else loaders[0].cursor
-        left = left.union(Skips.of(data.draw(skips)).minus(Skips.of([(0, max(cursor, 1))])))
+        left = left.union(Skips.from_ranges(data.draw(skips)).minus(Skips.from_ranges([(0, max(cursor, 1))])))
         for loader in loaders:
             loader.go_to(cursor, left)
-            assert loader.batch == stages.at(cursor)
+            assert loader.batch == stages.value_at(cursor)
         again = walk(stages, left, cursor, 2)
         check([list(islice(loader, 2)) for loader in loaders], again, before)
         cursor = loaders[0].cursor
@@ -278,7 +278,7 @@ def test_loader_trains_every_position_once_or_skips_it(
     Stages((0, 24), (12, 24)), [(5, 20)], 0, 3
 )  # a skip carries the second step past the end of the first stage
 def test_batches_ahead_are_what_will_be_read(stages: Stages, ranges: Ranges, cursor: int, steps: int) -> None:
-    left = Skips.of(ranges)
+    left = Skips.from_ranges(ranges)
     found = batches_ahead(left, stages, cursor, steps)
     assert [batch.tolist() for batch in found] == [taken for _, taken in walk(stages, left, cursor, steps)]
 
@@ -289,11 +289,11 @@ def test_batches_ahead_are_what_will_be_read(stages: Stages, ranges: Ranges, cur
 @given(st.integers(0, 130), st.booleans())
 def test_loader_cuts_samples_by_their_position(long_source: Source, cursor: int, apart: bool) -> None:
     """In a step, and read again: into pieces of the length at the position; documents end there, too."""
-    with Loader(long_source, Skips.of([]), cursor, UNIT, 3, 0, 1, apart, pieces=PIECES) as loader:
+    with Loader(long_source, Skips.from_ranges([]), cursor, UNIT, 3, 0, 1, apart, pieces=PIECES) as loader:
         step = next(loader)
-        again = loader.read(step.positions)
-        alone = loader.read(np.repeat(step.positions[:1], 3))[0]
-    whole = all(PIECES.at(p) == LENGTH for p in step.positions.tolist())
+        again = loader.read_micro_batches(step.positions)
+        alone = loader.read_micro_batches(np.repeat(step.positions[:1], 3))[0]
+    whole = all(PIECES.value_at(p) == LENGTH for p in step.positions.tolist())
     for batch, same in zip(step.micro_batches, again, strict=True):
         assert (batch.segments is None) == (whole and not apart)
         if batch.segments is None:
@@ -305,7 +305,7 @@ def test_loader_cuts_samples_by_their_position(long_source: Source, cursor: int,
         ):
             number = 0
             for at, token in enumerate(tokens):
-                cut = at and at % PIECES.at(position) == 0
+                cut = at and at % PIECES.value_at(position) == 0
                 number += bool(at and (cut or (apart and tokens[at - 1] == EOD)))
                 assert segments[at] == number, (position, at, token)
     first = step.micro_batches[0].segments

@@ -12,7 +12,7 @@ import pytest
 
 from megastable.base.errors import DataError
 from megastable.data import manifest as manifests
-from megastable.data.manifest import Manifest, Segment, Stream, adopt
+from megastable.data.manifest import Manifest, Segment, Stream, adopt_shards
 from megastable.data.shards import Shard, ShardWriter
 
 MakeCorpus = Callable[..., Manifest]
@@ -23,7 +23,7 @@ def test_fingerprint_is_of_the_order_only(tmp_path: Path, make_corpus: MakeCorpu
     print_of = manifest.fingerprint()
     same = manifest.model_copy(update={"created": None, "source": "elsewhere", "text_bytes": 7})
     assert same.fingerprint() == print_of
-    assert Manifest.load(tmp_path).fingerprint() == print_of
+    assert Manifest.load_manifest(tmp_path).fingerprint() == print_of
     shard = manifest.shards[0]
     changes: list[dict[str, Any]] = [
         {"name": "other"},
@@ -44,7 +44,7 @@ def test_manifest_load_refuses(tmp_path: Path, make_corpus: MakeCorpus) -> None:
     def refused(message: str, **change: object) -> None:
         path.write_text(json.dumps({**good, **change}))
         with pytest.raises(DataError, match=message) as caught:
-            Manifest.load(tmp_path)
+            Manifest.load_manifest(tmp_path)
         assert str(path) in str(caught.value)
 
     refused("format 2", format=2)
@@ -61,13 +61,13 @@ def test_manifest_load_refuses(tmp_path: Path, make_corpus: MakeCorpus) -> None:
     refused("not int32", dtype="int32")
     path.write_text(path.read_text()[:50])
     with pytest.raises(DataError, match="not JSON"):
-        Manifest.load(tmp_path)
+        Manifest.load_manifest(tmp_path)
     path.write_bytes(b"\xff\xfe")
     with pytest.raises(DataError, match="cannot be read"):
-        Manifest.load(tmp_path)
+        Manifest.load_manifest(tmp_path)
     path.unlink()
     with pytest.raises(DataError, match="not a prepared corpus"):
-        Manifest.load(tmp_path)
+        Manifest.load_manifest(tmp_path)
 
 
 def test_stream_is_the_concatenation_of_its_segments(
@@ -77,17 +77,17 @@ def test_stream_is_the_concatenation_of_its_segments(
     manifest = make_corpus(tmp_path, [120, 1, 80, 60], validation=0.2)
     whole, offsets = [], []
     for segment in manifest.splits["train"]:
-        whole += Shard(tmp_path / segment.shard).read(segment.first_token, segment.tokens).tolist()
+        whole += Shard(tmp_path / segment.shard).read_tokens(segment.first_token, segment.tokens).tolist()
         offsets += [(segment.shard, token) for token in range(segment.first_token, segment.end)]
     stream = Stream(tmp_path, manifest, "train")
-    assert stream.tokens == len(whole) == manifest.tokens("train")
+    assert stream.tokens == len(whole) == manifest.count_tokens("train")
     random = np.random.default_rng(0)
     for first, end in np.sort(random.integers(0, len(whole) + 1, (300, 2)), axis=1).tolist():
-        assert stream.read(first, end - first).tolist() == whole[first:end]
+        assert stream.read_tokens(first, end - first).tolist() == whole[first:end]
     assert [stream.offset_of(*place) for place in offsets] == list(range(len(whole)))
     for first, count in [(-1, 1), (0, len(whole) + 1), (len(whole), 1)]:
         with pytest.raises(IndexError):
-            stream.read(first, count)
+            stream.read_tokens(first, count)
 
 
 @pytest.mark.parametrize("validation", [0.0, 0.001, 0.1, 0.5, 0.9])
@@ -96,18 +96,20 @@ def test_split_holds_whole_documents_and_never_overlaps(
 ) -> None:
     manifest = make_corpus(tmp_path, [500, 700, 300], validation=validation)
     train = Stream(tmp_path, manifest, "train")
-    tokens, documents = train.tokens, [train.read(0, train.tokens)]
+    tokens, documents = train.tokens, [train.read_tokens(0, train.tokens)]
     if validation:
         held = Stream(tmp_path, manifest, "validation")
         assert validation * 1500 - 1 <= held.tokens <= validation * 1500 + 40
-        assert train.read(train.tokens - 1, 1).tolist() == [0]  # ends with an end of document
+        assert train.read_tokens(train.tokens - 1, 1).tolist() == [0]  # ends with an end of document
         tokens += held.tokens
-        documents.append(held.read(0, held.tokens))
+        documents.append(held.read_tokens(0, held.tokens))
     else:
         assert list(manifest.splits) == ["train"]
     shards = [Shard(tmp_path / f"part-{number}") for number in range(3)]
     assert tokens == 1500
-    assert np.array_equal(np.concatenate(documents), np.concatenate([s.read(0, s.tokens) for s in shards]))
+    assert np.array_equal(
+        np.concatenate(documents), np.concatenate([s.read_tokens(0, s.tokens) for s in shards])
+    )
     segments = [segment for split in manifest.splits.values() for segment in split]
     assert sum(segment.documents for segment in segments) == sum(shard.documents for shard in shards)
 
@@ -116,21 +118,21 @@ def test_adopt_refuses(tmp_path: Path, make_corpus: MakeCorpus) -> None:
     tokenizer = make_corpus(tmp_path / "good", [100]).tokenizer
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match="no Megatron shards"):
-        adopt(tmp_path / "empty", tokenizer, 0.1)
+        adopt_shards(tmp_path / "empty", tokenizer, 0.1)
     for fraction in (1.0, -0.1, float("nan")):
         with pytest.raises(DataError, match="validation="):
-            adopt(tmp_path / "good", tokenizer, fraction)
+            adopt_shards(tmp_path / "good", tokenizer, fraction)
     small = tokenizer.model_copy(update={"vocab_size": 500})
     with pytest.raises(DataError, match="outside of the vocabulary"):
-        adopt(tmp_path / "good", small, 0.1)
+        adopt_shards(tmp_path / "good", small, 0.1)
     with ShardWriter(tmp_path / "good" / "wide", 70_000) as writer:
         writer.add_document(np.array([1]))
     with pytest.raises(DataError, match="int32"):
-        adopt(tmp_path / "good", tokenizer, 0.1)
+        adopt_shards(tmp_path / "good", tokenizer, 0.1)
     with ShardWriter(tmp_path / "empty" / "one", 1000) as writer:
         writer.add_document(np.arange(1, 9))
     with pytest.raises(DataError, match="nothing is left to train on"):
-        adopt(tmp_path / "empty", tokenizer, 0.1)
+        adopt_shards(tmp_path / "empty", tokenizer, 0.1)
 
 
 @pytest.mark.parametrize(("first", "tokens", "documents"), [(0, 299, None), (1, 299, None), (0, 300, 1)])
@@ -142,4 +144,4 @@ def test_stream_refuses_segments_that_cut_documents(
     segment = Segment(shard="part-0", first_token=first, tokens=tokens, documents=count)
     stream = Stream(tmp_path, manifest.model_copy(update={"splits": {"train": [segment]}}), "train")
     with pytest.raises(DataError, match="whole documents"):
-        stream.read(0, 1)
+        stream.read_tokens(0, 1)

@@ -61,10 +61,12 @@ def read_ours(prefix: Path) -> list[Sequences]:
     for document in range(shard.documents):
         first, end = shard.sequence_bounds(document)
         tokens = np.split(
-            shard.read(shard.document_bounds(document)[0], int(np.diff(shard.document_bounds(document))[0])),
+            shard.read_tokens(
+                shard.document_bounds(document)[0], int(np.diff(shard.document_bounds(document))[0])
+            ),
             np.cumsum(shard.sequence_lengths(slice(first, end)))[:-1],
         )
-        modes = shard.modes(slice(first, end))
+        modes = shard.sequence_modes(slice(first, end))
         some = [0] * (end - first) if modes is None else modes.tolist()
         found.append([(part.tolist(), mode) for part, mode in zip(tokens[: end - first], some, strict=True)])
     return found
@@ -88,4 +90,4 @@ def test_shard_writer_writes_the_bytes_of_megatron_core(tmp_path: Path, vocabula
     for name in ("ours", "theirs"):
         assert read_theirs(tmp_path / name, modes) == plain
         assert read_ours(tmp_path / name) == plain
-        assert Shard(tmp_path / name, vocab_size=vocabulary).verify().documents == len(plain)
+        assert Shard(tmp_path / name, vocab_size=vocabulary).verify_shard().documents == len(plain)

@@ -26,11 +26,11 @@ from megastable.data.order import (
     Order,
     OrderedCorpus,
     Phase,
-    blend,
-    permute,
+    blend_quotas,
+    permute_values,
     round_keys,
 )
-from megastable.data.run_ledgers import Deferral, DeferralRoom, plan
+from megastable.data.run_ledgers import Deferral, DeferralRoom, plan_deferral
 from megastable.data.shards import ShardInfo
 from megastable.data.skips import Selection
 from tests.tiers import examples
@@ -40,7 +40,7 @@ TWO = [OrderedCorpus("books", 50_001, 0.7), OrderedCorpus("web", 7_000, 0.3)]
 
 def bijection(size: int, seed: int, name: str = "a", number: int = 0) -> list[int]:
     keys = np.array(round_keys(seed, name, number), dtype=np.uint64)[:, None].repeat(size, axis=1)
-    return permute(np.arange(size), np.full(size, size), keys).tolist()
+    return permute_values(np.arange(size), np.full(size, size), keys).tolist()
 
 
 # The reference: no numpy, one position at a time, nothing cached.
@@ -100,7 +100,7 @@ def test_permute_is_the_reference_at_any_size(size: int) -> None:
     keys = round_keys(5, "x", 1)
     values = sorted({value % size for value in (0, 1, size // 3, size - 2, size - 1)})
     column = np.array(keys, dtype=np.uint64)[:, None].repeat(len(values), axis=1)
-    found = permute(np.array(values), np.full(len(values), size), column).tolist()
+    found = permute_values(np.array(values), np.full(len(values), size), column).tolist()
     assert found == [reference_permute(value, size, list(keys)) for value in values]
     assert len(set(found)) == len(values)
 
@@ -117,17 +117,17 @@ def test_locate_is_the_reference(
 ) -> None:
     corpora = [OrderedCorpus(f"c{i}", sizes[i], weight) for i, weight in enumerate(weights)]
     order = Order(corpora, 8, seed, block=128)
-    found = order.locate(positions)
+    found = order.locate_samples(positions)
     for index, position in enumerate(positions):
         expected = reference_locate(order, position)
-        assert order.locate_one(position) == expected
+        assert order.locate_sample(position) == expected
         assert Location(*(int(field[index]) for field in found)) == expected
 
 
 @pytest.mark.parametrize("corpora", [TWO, TWO[:1]])
 def test_locate_gives_every_sequence_of_an_epoch_once(corpora: list[OrderedCorpus]) -> None:
     order = Order(corpora, 10, seed=1)
-    places = order.locate(np.arange(60_000))
+    places = order.locate_samples(np.arange(60_000))
     for index, sequences in enumerate(order.sequences):
         mine = places.corpus == index
         epochs, visited = places.epoch[mine], places.sequence[mine]
@@ -150,7 +150,7 @@ def test_quotas_are_exact_in_every_block(weights: list[float], seed: int, data: 
     for quota, weight in zip(order.quotas, weights, strict=True):
         assert abs(quota - order.block * weight / sum(weights)) < 1 + 1e-6
     block = data.draw(st.integers(0, 2**40))
-    corpus = order.locate(np.arange(block * order.block, (block + 1) * order.block)).corpus
+    corpus = order.locate_samples(np.arange(block * order.block, (block + 1) * order.block)).corpus
     assert np.bincount(corpus, minlength=len(weights)).tolist() == list(order.quotas)
 
 
@@ -177,7 +177,7 @@ GOLDEN_FINGERPRINT = "2a7faf151ab93278a35375d7c3f6f68d7a42136a71c3b90790765e0513
 def test_order_is_the_same_tomorrow() -> None:
     """Checkpoints and skips hold positions: change these numbers only together with `VERSION`."""
     order = Order(TWO, 10, seed=1234)
-    assert [tuple(order.locate_one(position)[:3]) for position in (0, 1, 4095, 4096, 10**12)] == GOLDEN
+    assert [tuple(order.locate_sample(position)[:3]) for position in (0, 1, 4095, 4096, 10**12)] == GOLDEN
     assert order.fingerprint(["x", "y"]) == GOLDEN_FINGERPRINT
 
 
@@ -216,10 +216,10 @@ def test_order_refuses_other_things() -> None:
     order = Order(TWO, 10, seed=0)
     for positions in ([-1], [3, 2**62]):
         with pytest.raises(DataError, match="between 0 and 2"):
-            order.locate(positions)
+            order.locate_samples(positions)
     for wrong in ([0.5], [[1]], [True]):
         with pytest.raises(TypeError):
-            order.locate(wrong)
+            order.locate_samples(wrong)
 
 
 # 10^12 tokens: 4 shards of 2.5e11 int32 tokens (4 TB, sparse) and a small second corpus.
@@ -236,10 +236,10 @@ def peak_kilobytes():  # not getrusage: its peak includes that of the process th
     return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
 directory, positions = Path(sys.argv[1]), np.load(sys.argv[2])
 memory, start = peak_kilobytes(), time.perf_counter()
-stream = Stream(directory, Manifest.load(directory), "train")
+stream = Stream(directory, Manifest.load_manifest(directory), "train")
 order = Order([OrderedCorpus("huge", stream.tokens, 0.9), OrderedCorpus("small", 10**9, 0.1)], 4096, seed=7)
-places = order.locate(positions)
-marks = [stream.read(first, 4097)[[0, -1]] for first in places.first_token[places.corpus == 0]]
+places = order.locate_samples(positions)
+marks = [stream.read_tokens(first, 4097)[[0, -1]] for first in places.first_token[places.corpus == 0]]
 seconds = time.perf_counter() - start
 megabytes = (peak_kilobytes() - memory) / 1024
 print(stream.tokens, len(marks), np.unique(marks), seconds, megabytes, sep="\\n")
@@ -252,7 +252,7 @@ def test_order_of_a_trillion_tokens_takes_little_memory(tmp_path: Path) -> None:
         [OrderedCorpus("huge", SHARDS * size, 0.9), OrderedCorpus("small", 10**9, 0.1)], 4096, seed=7
     )
     positions = np.random.default_rng(0).integers(0, SHARDS * size // 4096, 1000)
-    places = order.locate(positions)
+    places = order.locate_samples(positions)
     np.save(tmp_path / "positions.npy", positions)
     first = places.first_token[places.corpus == 0]
     marked = np.concatenate([first, first + 4096])
@@ -270,7 +270,7 @@ def test_order_of_a_trillion_tokens_takes_little_memory(tmp_path: Path) -> None:
         splits={
             "train": [Segment(shard=i.name, first_token=0, tokens=i.tokens, documents=10) for i in infos]
         },
-    ).save(tmp_path)
+    ).save_manifest(tmp_path)
     done = subprocess.run(
         [sys.executable, "-c", OPEN_AND_READ, str(tmp_path), str(tmp_path / "positions.npy")],
         capture_output=True,
@@ -332,21 +332,21 @@ def blended_orders(draw: st.DrawFn) -> Order:
 def test_phases_go_on_with_the_next_sample_of_a_corpus(order: Order) -> None:
     """Its samples, one after the other, are those of a run on it alone; shares are exact in every block."""
     count = 16 * order.block
-    found = order.locate(np.arange(count))
+    found = order.locate_samples(np.arange(count))
     for index, corpus in enumerate(order.corpora):
         alone = Order([corpus], order.sequence_length, order.seed)
         mine = np.flatnonzero(found.corpus == index)
-        expected = alone.locate(np.arange(mine.size))
+        expected = alone.locate_samples(np.arange(mine.size))
         for field in ("epoch", "sequence", "first_token"):
             assert getattr(found, field)[mine].tolist() == getattr(expected, field).tolist()
         inside = np.zeros(count, dtype=bool)
-        for first, end in order.absent(index):
+        for first, end in order.absent_ranges(index):
             inside[first : min(end, count)] = True
         assert not inside[mine].any()
     starts = [phase.block for phase in order.phases]
     for block in range(16):
         phase = order.phases[sum(start <= block for start in starts) - 1]
-        quotas = blend([OrderedCorpus(n, 9, w) for n, w in phase.weights.items()], order.block)
+        quotas = blend_quotas([OrderedCorpus(n, 9, w) for n, w in phase.weights.items()], order.block)
         part = found.corpus[block * order.block : (block + 1) * order.block]
         counted = {name: int((part == index).sum()) for index, name in enumerate(NAMES)}
         assert {n: q for n, q in counted.items() if q} == {
@@ -357,7 +357,7 @@ def test_phases_go_on_with_the_next_sample_of_a_corpus(order: Order) -> None:
 @settings(deadline=None, max_examples=examples(60))
 @given(order=blended_orders(), first=st.integers(0, 100), length=st.integers(0, 60))
 def test_positions_of_is_the_way_back_of_locate(order: Order, first: int, length: int) -> None:
-    found = order.locate(np.arange(first, first + length))
+    found = order.locate_samples(np.arange(first, first + length))
     for index, sequences in enumerate(order.sequences):
         wanted = np.arange(0, sequences, 2)
         expected = first + np.flatnonzero((found.corpus == index) & np.isin(found.sequence, wanted))
@@ -375,7 +375,7 @@ def test_positions_of_finds_the_way_back_at_any_size() -> None:
     ):
         order = Order(corpora, 4096, 3)
         positions = np.random.default_rng(0).integers(0, 3 * 10**8, 200)
-        found = order.locate(positions)
+        found = order.locate_samples(positions)
         for index in range(len(corpora)):
             mine = positions[found.corpus == index]
             back = order.positions_of(index, found.sequence[found.corpus == index], 0, 3 * 10**8)
@@ -410,7 +410,7 @@ def order(*sequences: int, phases: tuple[Phase, ...] = (), seed: int = 3) -> Ord
 
 def read(of: Order, positions: Any) -> list[tuple[int, int, int]]:
     """Corpus, epoch and sequence of what stands at some positions."""
-    return list(zip(*(field.tolist() for field in of.locate(positions)[:3]), strict=True))
+    return list(zip(*(field.tolist() for field in of.locate_samples(positions)[:3]), strict=True))
 
 
 swaps = st.tuples(st.integers(0, 120), st.integers(0, 120), st.integers(1, 20)).map(
@@ -431,7 +431,7 @@ def test_exchanges_are_a_permutation_and_compose(
     plain = order(150, 90)
     one_by_one = plain
     for exchange in exchanges:
-        before, after = one_by_one, one_by_one.exchanging([exchange])
+        before, after = one_by_one, one_by_one.with_exchanges([exchange])
         index = "ab".index(exchange.corpus)
         slots = np.arange(400)
         held = read(before, before.positions_at(index, slots))
@@ -442,7 +442,7 @@ def test_exchanges_are_a_permutation_and_compose(
         one_by_one = after
     end = 12 * BLOCK
     assert sorted(read(one_by_one, np.arange(end))) == sorted(read(plain, np.arange(end)))
-    assert read(plain.exchanging(exchanges), np.arange(end)) == read(one_by_one, np.arange(end))
+    assert read(plain.with_exchanges(exchanges), np.arange(end)) == read(one_by_one, np.arange(end))
 
 
 @settings(deadline=None, max_examples=examples(40))
@@ -450,7 +450,7 @@ def test_exchanges_are_a_permutation_and_compose(
 def test_positions_of_finds_exchanged_samples(
     exchanges: list[Exchange], first: int, length: int, data: st.DataObject
 ) -> None:
-    of = order(150, 90).exchanging(exchanges)
+    of = order(150, 90).with_exchanges(exchanges)
     corpus = data.draw(st.integers(0, 1))
     wanted = data.draw(st.lists(st.integers(0, of.sequences[corpus] - 1), max_size=8, unique=True))
     every = np.arange(first, first + length)
@@ -463,7 +463,7 @@ def test_positions_of_finds_exchanged_samples(
 def test_fingerprint_before_a_position_knows_its_exchanges() -> None:
     plain, given = order(150, 90), ["x", "y"]
     place = int(plain.positions_at(0, np.array([40]))[0])
-    of = plain.exchanging([Exchange("a", ((40, 70, 2),))])
+    of = plain.with_exchanges([Exchange("a", ((40, 70, 2),))])
     assert (
         of.fingerprint(given, before=place)
         == plain.fingerprint(given)
@@ -471,10 +471,10 @@ def test_fingerprint_before_a_position_knows_its_exchanges() -> None:
     )
     assert of.fingerprint(given, before=place + 1) != plain.fingerprint(given)
     # However it came about: swapped and swapped back is no exchange.
-    back = of.exchanging([Exchange("a", ((40, 70, 2),))])
+    back = of.with_exchanges([Exchange("a", ((40, 70, 2),))])
     assert back.fingerprint(given) == plain.fingerprint(given)
     # Which sample came there matters, also where it had been exchanged itself.
-    other = plain.exchanging([Exchange("a", ((70, 100, 2),)), Exchange("a", ((40, 70, 2),))])
+    other = plain.with_exchanges([Exchange("a", ((70, 100, 2),)), Exchange("a", ((40, 70, 2),))])
     assert other.fingerprint(given, before=place + 1) != of.fingerprint(given, before=place + 1)
 
 
@@ -484,8 +484,8 @@ def test_fingerprint_before_a_position_knows_its_exchanges() -> None:
 def deferred(
     of: Order, positions: list[int], begin: int, near: int, far: int, end: int, **left: Any
 ) -> tuple[Order, Deferral]:
-    found = plan(of, Selection(of, **left), np.array(positions), DeferralRoom(begin, near, far, end))
-    return of.exchanging(found.exchanges), found
+    found = plan_deferral(of, Selection(of, **left), np.array(positions), DeferralRoom(begin, near, far, end))
+    return of.with_exchanges(found.exchanges), found
 
 
 def test_plan_keeps_the_epoch_where_it_has_room() -> None:
@@ -528,18 +528,20 @@ def test_plan_defers_and_the_same_samples_are_read(
         window, begin = left.next_kept(first, count)
         if begin > end:
             continue
-        found = plan(now, left, window, DeferralRoom(begin, begin + room[0], begin + room[0] + room[1], end))
-        now = now.exchanging(found.exchanges)
+        found = plan_deferral(
+            now, left, window, DeferralRoom(begin, begin + room[0], begin + room[0] + room[1], end)
+        )
+        now = now.with_exchanges(found.exchanges)
         lost |= set(found.lost.tolist())
         assert sorted([*found.positions.tolist(), *found.lost.tolist()]) == window.tolist()
         assert (
-            not left.mask(found.returns).any()
+            not left.mask_skipped(found.returns).any()
             and (found.returns >= begin).all()
             and (found.returns < end).all()
         )
         assert read(now, found.returns) == read(before, found.positions)
         assert read(now, range(first)) == read(before, range(first))  # nothing that was read already
-        assert set(found.returns.tolist()) <= set(now.deferred(0, end).tolist())
+        assert set(found.returns.tolist()) <= set(now.deferred_positions(0, end).tolist())
     kept = np.setdiff1d(np.arange(end), [p for a, b in more for p in range(a, b)])
     if not lost:
         assert sorted(read(now, kept)) == sorted(read(plain, kept))

@@ -16,7 +16,7 @@ from megastable.config.warmups import Stages
 from megastable.data.corpora import open_corpora
 from megastable.data.loader import Loader
 from megastable.data.manifest import Manifest
-from megastable.data.plant import plant, positions_of, read_planted
+from megastable.data.plant import plant_corruption, positions_of, read_planted
 from megastable.data.skips import Skips
 from megastable.data.source import documents_at
 from megastable.data.tokenizer import load_tokenizer
@@ -44,7 +44,7 @@ def clean(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shard_tokens=3000,
         progress=False,
     )
-    assert len(Manifest.load(folder / "texts").shards) > 3
+    assert len(Manifest.load_manifest(folder / "texts").shards) > 3
     return folder / "texts"
 
 
@@ -59,7 +59,7 @@ def content(folder: Path) -> dict[str, bytes]:
 
 def test_plant_changes_what_the_run_reads_there_alone(clean: Path, tmp_path: Path, config: RunConfig) -> None:
     before = content(clean)
-    planted, reused = plant(clean, tmp_path / "planted", config, **WHERE)
+    planted, reused = plant_corruption(clean, tmp_path / "planted", config, **WHERE)
     assert not reused
     assert content(clean) == before
     assert verify_corpus(tmp_path / "planted").tokens == verify_corpus(clean).tokens
@@ -75,7 +75,7 @@ def test_plant_changes_what_the_run_reads_there_alone(clean: Path, tmp_path: Pat
     steps = corpora[0].train.order.sequences[0] // size
     texts = []
     for opened in corpora:
-        with Loader(opened.train, Skips.of([]), 0, size, size, 0, 1, False) as loader:
+        with Loader(opened.train, Skips.from_ranges([]), 0, size, size, 0, 1, False) as loader:
             batches = [step.micro_batches[0] for step in islice(loader, steps)]
         texts.append(np.concatenate([np.c_[b.tokens.numpy(), b.labels.numpy()[:, -1]] for b in batches]))
     changed = np.flatnonzero(np.any(texts[0] != texts[1], axis=1))
@@ -100,7 +100,7 @@ def samples(corpus: Path, config: RunConfig) -> np.ndarray:
     """All samples of a run before any comes again, int64 [samples, length + 1]."""
     opened = open_corpora([CorpusConfig(path=corpus)], config.model.sequence_length, config.run.seed)
     size = config.train.global_batch
-    with Loader(opened.train, Skips.of([]), 0, size, size, 0, 1, False) as loader:
+    with Loader(opened.train, Skips.from_ranges([]), 0, size, size, 0, 1, False) as loader:
         steps = opened.train.order.sequences[0] // size
         batches = [step.micro_batches[0] for step in islice(loader, steps)]
     return np.concatenate([np.c_[b.tokens.numpy(), b.labels.numpy()[:, -1]] for b in batches])
@@ -109,28 +109,28 @@ def samples(corpus: Path, config: RunConfig) -> np.ndarray:
 def test_plant_shuffles_tokens_of_another_corpus(clean: Path, tmp_path: Path, config: RunConfig) -> None:
     (tmp_path / "in").mkdir()
     (tmp_path / "in/one.txt").write_text("zebra " * 500)
-    tokenizer = clean / Manifest.load(clean).tokenizer.file
+    tokenizer = clean / Manifest.load_manifest(clean).tokenizer.file
     other = tmp_path / "other"
     prepare_shards([tmp_path / "in"], other, tokenizer, validation=0, progress=False)
     where = {**WHERE, "kind": "shuffled", "other": other}
-    planted, _ = plant(clean, tmp_path / "planted", config, **where)
-    assert planted.other == Manifest.load(other).fingerprint()
-    assert plant(clean, tmp_path / "planted", config, **where) == (planted, True)
-    tokens = open_corpora([CorpusConfig(path=other)], 8, 1).train.streams[0].read(0, 400)
+    planted, _ = plant_corruption(clean, tmp_path / "planted", config, **where)
+    assert planted.other == Manifest.load_manifest(other).fingerprint()
+    assert plant_corruption(clean, tmp_path / "planted", config, **where) == (planted, True)
+    tokens = open_corpora([CorpusConfig(path=other)], 8, 1).train.streams[0].read_tokens(0, 400)
     after = samples(tmp_path / "planted", config)[slice(*planted.positions[0]), 1:-1]
     eod = open_corpora([CorpusConfig(path=clean)], 8, 1).train.eod
     drawn = after[after != eod]
     assert set(drawn.tolist()) <= set(tokens.tolist()) - {0, eod} and len(set(drawn.tolist())) > 1
 
     with pytest.raises(DataError, match=r"tokens are too few to replace [\d,]+: choose fewer samples"):
-        plant(clean, tmp_path / "more", config, **{**where, "samples": 150})
+        plant_corruption(clean, tmp_path / "more", config, **{**where, "samples": 150})
     with pytest.raises(DataError, match="shuffled tokens need the corpus they are from"):
-        plant(clean, tmp_path / "none", config, **WHERE, kind="shuffled")
+        plant_corruption(clean, tmp_path / "none", config, **WHERE, kind="shuffled")
 
 
 @given(st.integers(1, 1000), st.integers(1, 500), st.integers(3, 200))
 def test_positions_of_a_region_are_inside_of_batches(step: int, samples: int, batch: int) -> None:
-    ((first, end),) = positions_of(step, samples, Stages.constant(batch))
+    ((first, end),) = positions_of(step, samples, Stages.of_constant(batch))
     assert end - first == samples
     assert first // batch == step - 1
     assert first % batch and end % batch
@@ -144,8 +144,8 @@ def test_positions_of_so_many_samples_of_each_step(
     step: int, samples: int, batch: int, seed: int, data: st.DataObject
 ) -> None:
     of_each = data.draw(st.integers(1, batch))
-    ranges = positions_of(step, samples, Stages.constant(batch), of_each, seed)
-    assert ranges == positions_of(step, samples, Stages.constant(batch), of_each, seed)
+    ranges = positions_of(step, samples, Stages.of_constant(batch), of_each, seed)
+    assert ranges == positions_of(step, samples, Stages.of_constant(batch), of_each, seed)
     assert all(before[1] < after[0] for before, after in pairwise(ranges))
     found = [position for first, end in ranges for position in range(first, end)]
     assert len(found) == len(set(found)) == samples
@@ -173,18 +173,21 @@ def test_plant_continues_any_text_from_sample_to_sample(
     folder = tmp_path_factory.mktemp("text")
     config = tiny(clean, folder / "run")
     where = {"step": step, "samples": samples_, "seed": seed, "of_each": of_each}
-    planted, _ = plant(clean, folder / "planted", config, **where, kind="text", text=text)
+    planted, _ = plant_corruption(clean, folder / "planted", config, **where, kind="text", text=text)
     positions = [position for first, end in planted.positions for position in range(first, end)]
     assert len(positions) == planted.samples == samples_
     assert planted.positions == positions_of(step, samples_, config.batches, of_each, seed)
     assert read_planted(folder / "planted") == planted
-    assert plant(clean, folder / "planted", config, **where, kind="text", text=text) == (planted, True)
+    assert plant_corruption(clean, folder / "planted", config, **where, kind="text", text=text) == (
+        planted,
+        True,
+    )
     verify_corpus(folder / "planted")
 
     before, after = samples(clean, config), samples(folder / "planted", config)
     others = np.setdiff1d(np.arange(len(before)), positions)
     assert np.array_equal(before[others], after[others])
-    tokenizer = load_tokenizer(clean / Manifest.load(clean).tokenizer.file)
+    tokenizer = load_tokenizer(clean / Manifest.load_manifest(clean).tokenizer.file)
     ids, eod = tokenizer.encode(text), tokenizer.eod
     inner, old = after[positions, 1:-1], before[positions, 1:-1]
     wanted = np.resize(ids, inner.size).reshape(inner.shape)
@@ -195,51 +198,51 @@ def test_plant_continues_any_text_from_sample_to_sample(
 
 def test_plant_replaces_only_its_like(clean: Path, tmp_path: Path, config: RunConfig) -> None:
     output = tmp_path / "planted"
-    made, _ = plant(clean, output, config, **WHERE)
+    made, _ = plant_corruption(clean, output, config, **WHERE)
     files, times = content(output), {path: path.stat().st_mtime_ns for path in output.iterdir()}
-    assert plant(clean, output, config, **WHERE) == (made, True)
+    assert plant_corruption(clean, output, config, **WHERE) == (made, True)
     # Neither the corpora nor the skips of the run say what stands where.
     other = config.model_copy(
         update={"data": config.data.model_copy(update={"skip": [(0, 50)], "corpora": []})}
     )
-    assert plant(clean, output, other, **WHERE, overwrite=True) == (made, True)
+    assert plant_corruption(clean, output, other, **WHERE, overwrite=True) == (made, True)
     assert {path: path.stat().st_mtime_ns for path in output.iterdir()} == times
 
     reseeded = config.model_copy(update={"run": config.run.model_copy(update={"seed": 5})})
     for change in ((config, {**WHERE, "seed": 4}), (reseeded, WHERE)):
         with pytest.raises(DataError, match=r"for another run or corpus .*--overwrite"):
-            plant(clean, output, change[0], **change[1])
+            plant_corruption(clean, output, change[0], **change[1])
     assert content(output) == files
-    replaced, reused = plant(clean, output, reseeded, **WHERE, overwrite=True)
+    replaced, reused = plant_corruption(clean, output, reseeded, **WHERE, overwrite=True)
     assert not reused and replaced.positions == made.positions and replaced.documents != made.documents
     verify_corpus(output)
 
     (output / "notes.txt").write_text("mine")
     with pytest.raises(DataError, match=r"will not be replaced: notes\.txt"):
-        plant(clean, output, config, **WHERE, overwrite=True)
+        plant_corruption(clean, output, config, **WHERE, overwrite=True)
 
 
 def test_plant_refuses(clean: Path, tmp_path: Path, config: RunConfig) -> None:
     output = tmp_path / "planted"
     with pytest.raises(DataError, match=r"positions \d+ to \d+ cannot be planted: .* before any repeats"):
-        plant(clean, output, config, step=10_000)
+        plant_corruption(clean, output, config, step=10_000)
     with pytest.raises(ConfigError, match="at least 1, 1 and 0"):
-        plant(clean, output, config, step=0)
+        plant_corruption(clean, output, config, step=0)
     with pytest.raises(DataError, match="not a prepared corpus"):
-        plant(tmp_path, output, config)
+        plant_corruption(tmp_path, output, config)
     two = tiny(clean, tmp_path / "run", data={"corpora": [{"path": clean}, {"path": "other"}]})
     with pytest.raises(ConfigError, match="names 2 corpora"):
-        plant(clean, output, two, **WHERE)
+        plant_corruption(clean, output, two, **WHERE)
     for inside in (clean, clean / "planted"):
         with pytest.raises(DataError, match="is inside of the corpus"):
-            plant(clean, inside, config, **WHERE)
+            plant_corruption(clean, inside, config, **WHERE)
     assert not output.exists()
     output.mkdir()
     (output / "thesis.txt").write_text("years of work")
     for occupied in (output, output / "thesis.txt"):
         with pytest.raises(DataError, match="is not a planted corpus"):
-            plant(clean, occupied, config, **WHERE, overwrite=True)
+            plant_corruption(clean, occupied, config, **WHERE, overwrite=True)
     (output / "thesis.txt").unlink()
-    plant(clean, output, config, **WHERE)  # an empty directory is free
+    plant_corruption(clean, output, config, **WHERE)  # an empty directory is free
     with pytest.raises(DataError, match="planted already"):
-        plant(output, tmp_path / "twice", config, **WHERE)
+        plant_corruption(output, tmp_path / "twice", config, **WHERE)

@@ -44,14 +44,14 @@ def write_lines(path: Path, texts: list[str]) -> Path:
 
 def texts_of(directory: Path, split: str) -> list[str]:
     """The documents of a split, read back from the shards alone."""
-    manifest = Manifest.load(directory)
+    manifest = Manifest.load_manifest(directory)
     tokenizer = load_tokenizer(directory / manifest.tokenizer.file, manifest.tokenizer.eod)
     texts = []
     for segment in manifest.splits.get(split, []):
         shard = Shard(directory / segment.shard)
         for document in range(shard.documents):
             first, end = shard.document_bounds(document)
-            ids = shard.read(first, end - first)
+            ids = shard.read_tokens(first, end - first)
             assert (ids == tokenizer.eod).nonzero()[0].tolist() == [len(ids) - 1]
             texts.append(tokenizer.decode(ids[:-1]))
     return texts
@@ -82,13 +82,13 @@ def test_prepare_shards_begins_documents_with_the_own_token(tmp_path: Path) -> N
         for workers in (1, 2):
             out = tmp_path / f"{file.name}-{workers}"
             prepare_shards([lines], out, file, bos=True, validation=0, workers=workers, name="mine")
-            info = Manifest.load(out).tokenizer
+            info = Manifest.load_manifest(out).tokenizer
             assert info.bos == (token if token is not None else load_tokenizer(file, bos=OWN).bos)
             shard = Shard(out / "mine-train-00000")
             tokenizer = load_tokenizer(file)
             for document, text in enumerate(texts):
                 first, end = shard.document_bounds(document)
-                ids = shard.read(first, end - first).tolist()
+                ids = shard.read_tokens(first, end - first).tolist()
                 assert ids == [info.bos, *tokenizer.encode(text), info.eod]
             verify_corpus(out)
     assert shard_bytes(tmp_path / "tokenizer.json-1") == shard_bytes(tmp_path / "tokenizer.json-2")
@@ -109,7 +109,7 @@ def test_prepare_shards_puts_every_document_in_one_split(tmp_path: Path, tokeniz
     assert validation == [text for text in texts if text in held_back]
     assert made.documents == {"train": len(train), "validation": len(validation)}
     assert made.text_bytes == sum(len(text.encode()) for text in texts)
-    manifest = Manifest.load(tmp_path / "out")
+    manifest = Manifest.load_manifest(tmp_path / "out")
     assert made.tokens == {
         split: Stream(tmp_path / "out", manifest, split).tokens for split in manifest.splits
     }
@@ -147,7 +147,7 @@ def test_prepare_shards_with_any_workers_gives_the_same_bytes(
 def test_prepare_shards_ends_a_shard_after_a_document(tmp_path: Path, tokenizer: Path) -> None:
     lines = write_lines(tmp_path / "a.jsonl", documents(100))
     made = prepare_shards([lines], tmp_path / "out", tokenizer, validation=0, shard_tokens=3_000)
-    manifest = Manifest.load(tmp_path / "out")
+    manifest = Manifest.load_manifest(tmp_path / "out")
     assert made.documents == {"train": 100}
     assert [shard.name for shard in manifest.shards] == [f"out-train-{n:05d}" for n in range(made.shards)]
     assert made.shards > 4
@@ -339,10 +339,10 @@ def test_prepare_stdlib_makes_a_corpus_once(tmp_path: Path) -> None:
     assert made.action == "prepared"
     assert made.tokens["train"] > 2_000_000
     assert 0.01 < made.tokens["validation"] / made.tokens["train"] < 0.1
-    manifest = Manifest.load(output)
+    manifest = Manifest.load_manifest(output)
     tokenizer = load_tokenizer(output / manifest.tokenizer.file)
     stream = Stream(output, manifest, "validation")
-    assert "def " in tokenizer.decode(stream.read(0, 5_000))
+    assert "def " in tokenizer.decode(stream.read_tokens(0, 5_000))
     assert 3 < unigram_entropy(token_counts(stream, tokenizer.vocab_size)) < 6.9  # below ln 1024
 
     times = {path: path.stat().st_mtime_ns for path in output.iterdir()}

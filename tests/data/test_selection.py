@@ -18,7 +18,7 @@ from megastable.data.skip_ledger import (
     SampleEntry,
     SkipEntry,
     append_entries,
-    released,
+    release_entries,
     sample_entries,
 )
 from megastable.data.skips import Exclusions, Range, Selection
@@ -44,7 +44,7 @@ def selection(order: Order, entries: Sequence[AnyEntry], more: Sequence[Range] =
 
 def naive(order: Order, entries: Sequence[AnyEntry], more: Sequence[Range], end: int) -> list[int]:
     """The positions below `end` that are trained on, one by one."""
-    places, length, kept = order.locate(np.arange(end)), order.sequence_length, []
+    places, length, kept = order.locate_samples(np.arange(end)), order.sequence_length, []
     for position in range(end):
         corpus = order.corpora[int(places.corpus[position])]
         own = range(int(places.first_token[position]), int(places.first_token[position]) + length)
@@ -112,7 +112,7 @@ def test_selection_is_the_naive_walk_in_every_epoch(
         # Nothing is left from the last phase on: every sample of every corpus in it is named.
         assert not [p for p in kept if p >= order.block * order.phases[-1].block and p >= 500]
         return
-    assert np.flatnonzero(~chosen.mask(np.arange(SHOWN))).tolist() == kept
+    assert np.flatnonzero(~chosen.mask_skipped(np.arange(SHOWN))).tolist() == kept
     left, walked = [p for p in kept if p >= cursor], 0
     assume(sum(counts) <= len(left))
     for count in counts:
@@ -123,7 +123,7 @@ def test_selection_is_the_naive_walk_in_every_epoch(
     everything = set(np.arange(SHOWN).tolist())
     without = selection(order, [e for e in entries if isinstance(e, SkipEntry)], more)
     by_name = set(chosen.named_between(0, SHOWN).tolist())
-    assert set(kept) == set(np.flatnonzero(~without.mask(np.arange(SHOWN))).tolist()) - by_name
+    assert set(kept) == set(np.flatnonzero(~without.mask_skipped(np.arange(SHOWN))).tolist()) - by_name
     assert by_name <= everything
 
 
@@ -135,7 +135,7 @@ def test_selection_loses_the_named_samples_and_no_others(
     """Lines as the run writes them: exactly the convicted samples are gone, whatever the blend becomes; in sequences of
     another length, those that share a token with them."""
     entries = sample_entries(order, np.array(guilty), "bad")
-    places = order.locate(np.arange(SHOWN))
+    places = order.locate_samples(np.arange(SHOWN))
     identities = list(zip(places.corpus.tolist(), places.sequence.tolist(), strict=True))
     bad = {identities[position] for position in guilty}
     other = Order(
@@ -146,15 +146,15 @@ def test_selection_loses_the_named_samples_and_no_others(
         same, blended = selection(order, entries), selection(other, entries)
     except DataError:
         assume(False)
-    assert same.mask(np.arange(SHOWN)).tolist() == [identity in bad for identity in identities]
-    there = other.locate(np.arange(SHOWN))
+    assert same.mask_skipped(np.arange(SHOWN)).tolist() == [identity in bad for identity in identities]
+    there = other.locate_samples(np.arange(SHOWN))
     expected = [pair in bad for pair in zip(there.corpus.tolist(), there.sequence.tolist(), strict=True)]
-    assert blended.mask(np.arange(SHOWN)).tolist() == expected
+    assert blended.mask_skipped(np.arange(SHOWN)).tolist() == expected
     length = data.draw(st.integers(1, 20))
     longer = Order(order.corpora, length, order.seed, order.block, order.phases)
     kept = naive(longer, entries, (), SHOWN)
     try:
-        assert np.flatnonzero(~selection(longer, entries).mask(np.arange(SHOWN))).tolist() == kept
+        assert np.flatnonzero(~selection(longer, entries).mask_skipped(np.arange(SHOWN))).tolist() == kept
     except DataError:
         assert len(kept) < SHOWN
 
@@ -190,12 +190,12 @@ def test_usable_exclusions_ignore_a_line_that_names_everything(
     path = tmp_path / "skips.jsonl"
     entries = [*good, *wrong] if before else [*good[:1], *wrong, *good[1:]]
     append_entries(path, entries)
-    found, odd = Ledger.read(path).usable_exclusions(path, order)
+    found, odd = Ledger.read_ledger(path).usable_exclusions(path, order)
     assert len(odd) == len(refused) and all(
         f"{text!r}" in said for text, said in zip(refused, odd, strict=True)
     )
     held = [e for e in entries if e.reason not in refused]
-    kept = np.flatnonzero(~Selection(order, found).mask(np.arange(SHOWN))).tolist()
+    kept = np.flatnonzero(~Selection(order, found).mask_skipped(np.arange(SHOWN))).tolist()
     assert kept == naive(order, held, (), SHOWN) and kept and found.lines == len(held)
 
 
@@ -208,7 +208,7 @@ STEPS = st.lists(
 
 
 def left_out(exclusions: Exclusions) -> set[int]:
-    return set(WHOLE[Selection(ORDER, exclusions).mask(WHOLE)].tolist())
+    return set(WHOLE[Selection(ORDER, exclusions).mask_skipped(WHOLE)].tolist())
 
 
 @settings(max_examples=examples(60), deadline=None)
@@ -222,7 +222,9 @@ def test_released_withdraws_what_incidents_said_alone(
         chosen = np.array(positions)
         entries: list[AnyEntry]
         if what == "release":
-            entries = [*released(Ledger.read(path), ORDER, chosen, "it was the rate", number, number)]
+            entries = [
+                *release_entries(Ledger.read_ledger(path), ORDER, chosen, "it was the rate", number, number)
+            ]
             own -= set(positions) - persons
         else:
             incident = number if what == "convict" else None
@@ -231,6 +233,6 @@ def test_released_withdraws_what_incidents_said_alone(
             ever |= set(positions)
         append_entries(path, entries)
         if len(own | persons) < len(WHOLE):
-            assert left_out(Ledger.read(path).exclusions) == own | persons
+            assert left_out(Ledger.read_ledger(path).exclusions) == own | persons
         if len(ever) < len(WHOLE):
-            assert left_out(Ledger.read(path).ever.exclusions) == ever
+            assert left_out(Ledger.read_ledger(path).ever.exclusions) == ever

@@ -58,16 +58,16 @@ def test_read_ledger_gives_both_kinds_of_lines_back(ledger: Path) -> None:
     assert [e.model_copy(update={"time": None}) for e in found] == entries
     assert all(e.time is not None and before <= e.time <= datetime.now(UTC) for e in found[:3])
     assert found[3].time == set_time and ledger.read_text().count("\n") == 4
-    excluded = Ledger.read(ledger).exclusions
+    excluded = Ledger.read_ledger(ledger).exclusions
     assert excluded.positions.ranges == [(5, 9)] and excluded.lines == 4
     assert {name: skips.ranges for name, skips in excluded.swapped.items()} == {"code": [(9, LAST_POSITION)]}
     assert {key: skips.ranges for key, skips in excluded.tokens.items()} == {
         Identity("web", "f00"): [(0, 32), (64, 96)]
     }
-    assert Ledger.read(ledger).of_incident(2).entries == [found[1]]
-    assert Ledger.read(ledger).by_position.entries == [found[0], found[2]]
-    assert Ledger.read(ledger).without(2, "x").entries == [found[0], *found[2:]]
-    assert Ledger.read(ledger).without(1, "x").entries == found
+    assert Ledger.read_ledger(ledger).of_incident(2).entries == [found[1]]
+    assert Ledger.read_ledger(ledger).by_position.entries == [found[0], found[2]]
+    assert Ledger.read_ledger(ledger).without_reason(2, "x").entries == [found[0], *found[2:]]
+    assert Ledger.read_ledger(ledger).without_reason(1, "x").entries == found
 
 
 ODD = [
@@ -122,7 +122,7 @@ def test_sample_entries_of_many_samples_stay_short(ledger: Path) -> None:
     append_entries(ledger, entries)
     lines, _ = durable.read_lines(ledger)
     assert max(map(len, lines)) < 1 << 18
-    assert Ledger.read(ledger).exclusions.tokens.keys() == {
+    assert Ledger.read_ledger(ledger).exclusions.tokens.keys() == {
         Identity("web", "f" * 64),
         Identity("code", "e" * 64),
     }
@@ -140,7 +140,7 @@ def positions(ranges: list[Range]) -> set[int]:
 @settings(deadline=None)
 @given(RANGE_LISTS)
 def test_skips_merge_ranges(ranges: list[Range]) -> None:
-    skips = Skips.of(ranges)
+    skips = Skips.from_ranges(ranges)
     assert positions(skips.ranges) == positions(ranges)
     assert all(a[1] < b[0] for a, b in zip(skips.ranges, skips.ranges[1:], strict=False))
     for position in range(-1, 80):
@@ -155,7 +155,7 @@ def test_next_kept_is_the_naive_walk(ranges: list[Range], cursor: int, count: in
         if at not in skipped:
             walked.append(at)
         at += 1
-    kept, following = Skips.of(ranges).next_kept(cursor, count)
+    kept, following = Skips.from_ranges(ranges).next_kept(cursor, count)
     assert kept.dtype == np.int64
     assert kept.tolist() == walked
     assert following == at
@@ -163,11 +163,11 @@ def test_next_kept_is_the_naive_walk(ranges: list[Range], cursor: int, count: in
 
 def test_next_kept_does_not_walk_through_huge_ranges() -> None:
     """A walk of 10^18 positions would not end before the test's timeout."""
-    skips = Skips.of([(5, 10**18), *((10**18 + 2 * n, 10**18 + 2 * n + 1) for n in range(100_000))])
+    skips = Skips.from_ranges([(5, 10**18), *((10**18 + 2 * n, 10**18 + 2 * n + 1) for n in range(100_000))])
     kept, following = skips.next_kept(3, 6)
     assert kept.tolist() == [3, 4, *(10**18 + n for n in (1, 3, 5, 7))]
     assert following == 10**18 + 8
-    assert skips.between(10**17, 10**18 + 3) == [(10**17, 10**18 + 1), (10**18 + 2, 10**18 + 3)]
+    assert skips.ranges_between(10**17, 10**18 + 3) == [(10**17, 10**18 + 1), (10**18 + 2, 10**18 + 3)]
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_next_kept_does_not_walk_through_huge_ranges() -> None:
 )
 def test_skips_refuse_ranges(wrong: object) -> None:
     with pytest.raises(DataError, match="skip range"):
-        Skips.of([(1, 2), wrong])  # type: ignore[list-item]
+        Skips.from_ranges([(1, 2), wrong])  # type: ignore[list-item]
 
 
 @settings(deadline=None)

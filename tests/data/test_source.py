@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megastable.data.manifest import Manifest, Segment, Stream, TokenizerInfo, adopt
+from megastable.data.manifest import Manifest, Segment, Stream, TokenizerInfo, adopt_shards
 from megastable.data.order import Order, OrderedCorpus
 from megastable.data.shard_format import CODES, HEADER, MAGIC, VERSION
 from megastable.data.shards import Shard, ShardWriter
@@ -51,7 +51,7 @@ def write(folder: Path, sizes: list[int], seed: int) -> Manifest:
         with ShardWriter(folder / f"part-{number}", VOCABULARY) as writer:
             while writer.tokens < size:
                 writer.add_document(np.append(random.integers(1, VOCABULARY, random.integers(0, 40)), EOD))
-    return adopt(folder, TOKENIZER, 0.2)
+    return adopt_shards(folder, TOKENIZER, 0.2)
 
 
 def segment(folder: Path, name: str, first: int, end: int) -> Segment:
@@ -104,7 +104,7 @@ def test_documents_at_hold_the_own_tokens_of_positions(
 
     expected = {}
     for position in positions:
-        place = source.order.locate_one(position)
+        place = source.order.locate_sample(position)
         own = labels[place.corpus][place.first_token : place.first_token + length]
         expected[position] = list(dict.fromkeys(own))
     found = documents_by_position(source, positions)
@@ -129,7 +129,7 @@ def test_documents_at_leave_out_empty_documents(tmp_path: Path) -> None:
         + np.array(documents, "<i8").tobytes()
     )
     assert Shard(tmp_path / "part").documents == 6
-    stream = Stream(tmp_path, adopt(tmp_path, TOKENIZER, 0.0, "c"), "train")
+    stream = Stream(tmp_path, adopt_shards(tmp_path, TOKENIZER, 0.0, "c"), "train")
     source = Source(Order([OrderedCorpus("c", stream.tokens, 1.0)], 11, seed=0), [stream], EOD)
     found = [(d.document, d.first_token, d.tokens) for d in documents_at(source, [0])]
     assert found == [(0, 0, 3), (3, 3, 5), (4, 8, 4)]
@@ -158,7 +158,7 @@ def test_sample_entropy_counts_a_blend_as_it_is_read(tmp_path: Path, make_corpus
         for n, (stream, weight) in enumerate(zip(streams, (3, 1)))
     ]
     source = Source(Order(corpora, 8, seed=3, block=64), streams, 0)
-    read = source.samples(np.arange(50))[:, :-1].ravel()
+    read = source.read_samples(np.arange(50))[:, :-1].ravel()
     entropy = sample_entropy(source, 400, VOCABULARY)
     assert entropy == unigram_entropy(np.bincount(read)) > 0
     kept = read[read < VOCABULARY // 2]

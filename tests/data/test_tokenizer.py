@@ -178,7 +178,7 @@ ALL = [end_of_sentence_as_symbol, no_end_of_sentence, not_special, only_in_the_m
 @pytest.mark.parametrize("make", ALL)
 def test_tokenizer_lets_no_text_end_a_document(tmp_path: Path, make: Make) -> None:
     file = make(tmp_path)
-    end = load_tokenizer(file).spelled(load_tokenizer(file).eod)
+    end = load_tokenizer(file).spell_token(load_tokenizer(file).eod)
     with_end = [end, f"a {end} b{end}{end}", f"c{end[0]}{end}"]
     assert load_tokenizer(file).eod in load_tokenizer(file, NO_EOD).encode(end)  # as the file has it
     prepare_shards([write_lines(tmp_path / "a.jsonl", with_end)], tmp_path / "out", file, validation=0.0)
@@ -209,7 +209,7 @@ def test_tokenizer_gives_other_texts_the_ids_of_the_file(
     pair: tuple[Tokenizer, Tokenizer], text: str
 ) -> None:
     used, given_as = pair
-    if used.spelled(used.eod) not in text:
+    if used.spell_token(used.eod) not in text:
         assert used.encode(text) == given_as.encode(text)
 
 
@@ -284,7 +284,9 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Make], Tokenizer
 
 
 def shares(tokenizer: Tokenizer, texts: list[str]) -> list[float]:
-    lost = LossCounter(tokenizer).count(texts, [t.encode() for t in texts], tokenizer.encode_batch(texts))
+    lost = LossCounter(tokenizer).count_lost(
+        texts, [t.encode() for t in texts], tokenizer.encode_batch(texts)
+    )
     plain = [len(text.encode().translate(None, b" \t\n\r\v\f")) for text in texts]
     return [gone / max(1, of) for of, gone in zip(plain, lost, strict=True)]
 

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from megastable.base import errors
-from megastable.cluster.launcher import free_port
+from megastable.cluster.launcher import find_free_port
 from megastable.config.tree import RunConfig
 from megastable.report.run_page.page_file import write_page
 from megastable.supervise.standing import State
@@ -131,7 +131,7 @@ def scraped(port: int) -> str:
 def test_evaluator_tells_scores_everywhere_and_a_killed_supervisor_loses_none(
     text_corpus: Path, tmp_path: Path
 ) -> None:
-    steps, port = 60, free_port()
+    steps, port = 60, find_free_port()
     config = settings(text_corpus, tmp_path / "run", steps, batch=32)
     s = Watched(config, tmp_path, metrics_port=port, hang_floor=PATIENCE)
     try:

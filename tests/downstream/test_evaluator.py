@@ -26,9 +26,9 @@ from megastable_tools.downstream.evaluator import (
     MOST,
     Evaluator,
     SavedCheckpoint,
-    next_due,
+    find_next_due,
+    list_saved_checkpoints,
     read_scores,
-    saved,
     scores_of,
 )
 from tests.convert.huggingface.conftest import text_corpus, tokenizer
@@ -102,7 +102,7 @@ def told(run: RunDirectory) -> list[dict[str, Any]]:
 
 
 def evaluate(config: RunConfig, run: RunDirectory) -> list[dict[str, Any]]:
-    Evaluator(config, run, os.getppid()).watch()
+    Evaluator(config, run, os.getppid()).watch_checkpoints()
     return told(run)
 
 
@@ -187,7 +187,10 @@ def test_evaluator_ends_a_program_that_hangs_with_all_that_it_started(
     ):  # on a busy machine it may have started nothing by then
         limit *= 2
         config = asking(trained, python(HANG, str(pid_file), "{model}{results}"), timeout=limit)
-        started, words = Evaluator(config, run, os.getppid()), config.eval.words(Path("m"), Path("r"), 6)
+        started, words = (
+            Evaluator(config, run, os.getppid()),
+            config.eval.fill_command(Path("m"), Path("r"), 6),
+        )
         with pytest.raises(DataError, match=f"the program was not done after {limit:g} s, and was ended"):
             started._run("the program", words)
     pid = int(pid_file.read_text())
@@ -198,10 +201,10 @@ def test_evaluator_waits_for_another_one(
     trained: RunConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Another one waits, and looks only then at what is done: that of a killed supervisor may journal scores yet."""
-    run, hold = run_of(trained), evaluator.durable.hold
+    run, hold = run_of(trained), evaluator.durable.lock_file
     config = asking(trained, python(SCORE, "{results}", "{step}", "{model}"), interval=STEPS)
-    monkeypatch.setattr(evaluator.durable, "hold", lambda path: hold(path, 0.0))
-    (last,) = (one for one in saved(run) if one.step == STEPS)
+    monkeypatch.setattr(evaluator.durable, "lock_file", lambda path: hold(path, 0.0))
+    (last,) = (one for one in list_saved_checkpoints(run) if one.step == STEPS)
     with ExitStack() as other:
         held = hold(run.root / ".evaluation.lock")
         assert held is not None
@@ -216,7 +219,7 @@ def test_evaluator_waits_for_another_one(
                 other.close()
 
         monkeypatch.setattr(started, "_wait", wait)
-        started.watch()
+        started.watch_checkpoints()
     assert len(waited) == 2 and capsys.readouterr().out.count("waiting for its end") == 1
     assert [one["checkpoint"] for one in told(run)] == ["step-6"]
 
@@ -254,7 +257,7 @@ def test_evaluator_hides_a_gpu_unless_it_is_asked_for(trained: RunConfig, tmp_pa
             trained, python(code, str(tmp_path / "seen"), "{model}{results}"), device=device, threads=2
         )
         Evaluator(config, run_of(trained), os.getppid())._run(
-            "it", config.eval.words(Path("m"), Path("r"), 6)
+            "it", config.eval.fill_command(Path("m"), Path("r"), 6)
         )
         assert (tmp_path / "seen").read_text() == repr([seen, "2", "1000\n"])
 
@@ -320,5 +323,5 @@ def at(*steps: int, manifest: str = "a") -> list[SavedCheckpoint]:
 def test_next_due(
     there: list[SavedCheckpoint], settled: list[tuple[int, str]], due: int | None, passed: list[int]
 ) -> None:
-    found, older = next_due(there, settled, 100, 1000)
+    found, older = find_next_due(there, settled, 100, 1000)
     assert (found.step if found else None, [one.step for one in older]) == (due, passed)

@@ -19,12 +19,12 @@ from drills.chaos import (
     STARTING,
     ClusterOutcome,
     Planned,
-    judge,
-    plan,
+    judge_fault,
+    plan_faults,
 )
-from drills.cluster_faults import KINDS, NAMES, Cluster, Kind, choose
+from drills.cluster_faults import KINDS, NAMES, Cluster, Kind, choose_kinds
 from drills.hosts import Host, Hosts
-from drills.namespaces import Started, missing
+from drills.namespaces import Started, find_missing
 from tests.patience import PATIENCE, until
 
 SUPERVISOR, RANK, AGENT = "sleep 9001", "sleep 9002", "-m megastable.supervise.agent"
@@ -32,7 +32,7 @@ SUPERVISOR, RANK, AGENT = "sleep 9001", "sleep 9002", "-m megastable.supervise.a
 
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
-    if reason := missing():
+    if reason := find_missing():
         pytest.skip(reason)
     with Hosts(tmp_path_factory.mktemp("cluster"), 2, 64 << 20) as made:
         yield made
@@ -47,20 +47,20 @@ def cluster(hosts: Hosts, tmp_path: Path) -> Iterator[Cluster]:
     (tmp_path / "megastable/supervise/agent.py").write_text("import time\ntime.sleep(9003)\n")
 
     def supervise() -> Started:
-        return hosts["first"].start(SUPERVISOR.split())
+        return hosts["first"].start_process(SUPERVISOR.split())
 
     made = Cluster(hosts, "first", supervise)
     made.start_supervisor()
     for number, host in enumerate(hosts):
-        host.start(RANK.split(), environment={"RANK": str(number)})
-        host.start([sys.executable, "-c", "import time; time.sleep(9004)"])
-        host.start([sys.executable, *AGENT.split(), "RUN"], folder=tmp_path)
+        host.start_process(RANK.split(), environment={"RANK": str(number)})
+        host.start_process([sys.executable, "-c", "import time; time.sleep(9004)"])
+        host.start_process([sys.executable, *AGENT.split(), "RUN"], folder=tmp_path)
         until(lambda host=host: host.ranks() and agents(host))
     yield made
     for host in hosts:
-        for process in [*host.find("900"), *agents(host)]:
+        for process in [*host.find_processes("900"), *agents(host)]:
             process.kill()
-        host.join()
+        host.join_link()
 
 
 def agents(host: Host) -> list[psutil.Process]:
@@ -72,17 +72,17 @@ def agents(host: Host) -> list[psutil.Process]:
         except psutil.Error:
             return []
 
-    return [process for process in host.find(AGENT) if command(process)[1:3] == AGENT.split()]
+    return [process for process in host.find_processes(AGENT) if command(process)[1:3] == AGENT.split()]
 
 
 def unreachable(cluster: Cluster, host: Host) -> bool:
     other = next(other for other in cluster.hosts if other is not host)
-    return other.run(["ssh", "-o", "ConnectTimeout=1", host.name, "true"], PATIENCE).returncode != 0
+    return other.run_process(["ssh", "-o", "ConnectTimeout=1", host.name, "true"], PATIENCE).returncode != 0
 
 
 def unwritable(cluster: Cluster, host: Host) -> bool:
     try:
-        host.run(
+        host.run_process(
             ["dd", "if=/dev/zero", f"of={cluster.hosts.shared.folder}/probe", "count=1", "conv=fsync"], 0.5
         )
     except Exception:
@@ -91,7 +91,7 @@ def unwritable(cluster: Cluster, host: Host) -> bool:
 
 
 def first_supervisor_gone(cluster: Cluster, host: Host) -> bool:
-    return not host.on or not host.find(SUPERVISOR)
+    return not host.on or not host.find_processes(SUPERVISOR)
 
 
 def stopped(cluster: Cluster, host: Host) -> bool:
@@ -99,11 +99,11 @@ def stopped(cluster: Cluster, host: Host) -> bool:
 
 
 def queued(cluster: Cluster, host: Host) -> bool:
-    return "tbf" in host.run(["tc", "qdisc", "show", "dev", "eth0"], PATIENCE).stdout
+    return "tbf" in host.run_process(["tc", "qdisc", "show", "dev", "eth0"], PATIENCE).stdout
 
 
 HURTS: dict[str, Callable[[Cluster, Host], bool]] = {
-    "killed-rank": lambda cluster, host: not host.find(RANK),
+    "killed-rank": lambda cluster, host: not host.find_processes(RANK),
     "stopped-rank": stopped,
     "slow-host": stopped,  # now and then
     "killed-agent": lambda cluster, host: not agents(host),
@@ -114,7 +114,7 @@ HURTS: dict[str, Callable[[Cluster, Host], bool]] = {
     "cut-link": unreachable,
     "flapping-link": unreachable,
     "slow-link": queued,
-    "full-disk": lambda cluster, host: cluster.hosts.shared.room() == 0,
+    "full-disk": lambda cluster, host: cluster.hosts.shared.free_bytes() == 0,
     "stalled-disk": unwritable,
 }
 LASTING = {"killed-rank", "stopped-rank", "killed-agent", "cut-link"}  # the run has to go on by itself
@@ -127,7 +127,7 @@ def test_kind_hurts_until_it_is_mended(kind: Kind, cluster: Cluster, monkeypatch
     if reason := kind.impossible(cluster.hosts):
         pytest.skip(reason)
     hurts = HURTS[kind.name]
-    host = cluster.hosts[kind.places([host.name for host in cluster.hosts], "first")[-1]]
+    host = cluster.hosts[kind.possible_hosts([host.name for host in cluster.hosts], "first")[-1]]
     others = [other for other in cluster.hosts if other is not host]
     until(lambda: not hurts(cluster, host))
     assert kind.strike(cluster, host)
@@ -156,8 +156,8 @@ def test_kind_hurts_until_it_is_mended(kind: Kind, cluster: Cluster, monkeypatch
     ],
 )
 def test_kind_accepts_right_verdicts(name: str, verdict: str, blamed: str | None, right: bool) -> None:
-    (kind,) = choose([name])
-    assert kind.accepts(verdict, blamed, "second") is right
+    (kind,) = choose_kinds([name])
+    assert kind.accepts_verdict(verdict, blamed, "second") is right
 
 
 HOSTS = ["first", "second", "third"]
@@ -172,14 +172,14 @@ def planned(kind: str = "killed-rank", seconds: float = 0.0) -> Planned:
 def became(kind: str = "killed-rank", seconds: float = 0.0, **changes: Any) -> ClusterOutcome:
     said: Any = tuple({**SAID, **changes}[name] for name in SAID)
     ended = {name: changes.get(name, value) for name, value in ENDED.items()}
-    return judge(choose([kind])[0], planned(kind, seconds), said, **ended)
+    return judge_fault(choose_kinds([kind])[0], planned(kind, seconds), said, **ended)
 
 
 @given(seed=st.integers(), faults=st.integers(0, 40), steps=st.integers(1, 500), hosts=st.integers(2, 3))
 def test_plan_is_fair_and_possible(seed: int, faults: int, steps: int, hosts: int) -> None:
     names = HOSTS[:hosts]
-    found = plan(KINDS, names, seed, faults, steps)
-    assert found == plan(KINDS, names, seed, faults, steps)
+    found = plan_faults(KINDS, names, seed, faults, steps)
+    assert found == plan_faults(KINDS, names, seed, faults, steps)
     assert [one.number for one in found] == list(range(1, faults + 1))
     for attribute, values in (("kind", NAMES), ("phase", (STARTING, *PHASES))):
         early = {kind.name for kind in KINDS if kind.early}  # they strike in a step
@@ -190,7 +190,7 @@ def test_plan_is_fair_and_possible(seed: int, faults: int, steps: int, hosts: in
         assert set(counts) <= set(values)
     for kind in KINDS:
         mine = [one for one in found if one.kind == kind.name]
-        places = kind.places(names, "first")
+        places = kind.possible_hosts(names, "first")
         hit = Counter(one.host for one in mine)
         assert set(hit) <= set(places) and max(hit[p] for p in places) - min(hit[p] for p in places) <= 1
         least, most = kind.seconds or (0, 0)

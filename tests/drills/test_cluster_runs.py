@@ -18,9 +18,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from drills import namespaces
-from drills.chaos import ClusterRun, ClusterSetup, empty
+from drills.chaos import ClusterRun, ClusterSetup, make_empty
 from drills.hosts import Host, Hosts
-from drills.namespaces import missing
+from drills.namespaces import find_missing
 from tests.patience import PATIENCE
 
 STEPS, INTERVAL, AT = 90, 5, 43
@@ -31,7 +31,7 @@ LIMITS = (
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(6 * PATIENCE),
-    pytest.mark.skipif(missing() is not None, reason=str(missing())),
+    pytest.mark.skipif(find_missing() is not None, reason=str(find_missing())),
 ]
 
 
@@ -41,7 +41,7 @@ def events(run: ClusterRun, name: str) -> list[dict[str, Any]]:
 
 def until_step(run: ClusterRun, step: int) -> None:
     end = time.monotonic() + 2 * PATIENCE
-    while (run.progress().get("step") or 0) < step:
+    while (run.read_progress().get("step") or 0) < step:
         assert run.cluster.supervisor is not None and run.cluster.supervisor.poll() is None, (
             run.output.read_text()
         )
@@ -57,15 +57,15 @@ def kept(run: ClusterRun, name: str) -> list[Path]:
 
 def test_spare_goes_on_from_the_memories_of_others(corpus: Path, tmp_path: Path) -> None:
     setup = ClusterSetup(corpus, STEPS, 3, 1, patience=LIMITS)
-    with Hosts(folder := empty(tmp_path / "hosts"), 4) as hosts:
+    with Hosts(folder := make_empty(tmp_path / "hosts"), 4) as hosts:
         run = ClusterRun(setup, folder, hosts)
         until_step(run, AT)
         assert {len(kept(run, name)) >= 2 for name in ("first", "second", "third")} == {True}
         assert not kept(run, "fourth")
         hosts["second"].power_off()
-        died = run.progress()["step"]
+        died = run.read_progress()["step"]
         assert not list((run.seen / "checkpoints").glob("step-*"))  # nothing to read on the shared disk
-        assert run.end() == 0, run.output.read_text()
+        assert run.wait_for_end() == 0, run.output.read_text()
         (resumed,) = events(run, "resumed")
         assert resumed["origin"] == "memory" and set(events(run, "launched")[-1]["hosts"]) == {
             "first",
@@ -75,12 +75,12 @@ def test_spare_goes_on_from_the_memories_of_others(corpus: Path, tmp_path: Path)
         # Points are copied while the next steps are done: at most one interval, and what the copy took, is lost.
         assert died - 2 * INTERVAL <= resumed["step"] <= died + 2
         assert not any(kept(run, name) for name in ("first", "third", "fourth"))
-        disturbed = run.left()
+        disturbed = run.hash_checkpoint()
         print(f"killed at {died}, resumed from {resumed['step']}")
-    with Hosts(folder := empty(tmp_path / "clean"), 3) as hosts:
+    with Hosts(folder := make_empty(tmp_path / "clean"), 3) as hosts:
         clean = ClusterRun(ClusterSetup(corpus, STEPS, 3, patience=LIMITS), folder, hosts)
-        assert clean.end() == 0, clean.output.read_text()
-        assert clean.left() == disturbed and len(disturbed) == 3
+        assert clean.wait_for_end() == 0, clean.output.read_text()
+        assert clean.hash_checkpoint() == disturbed and len(disturbed) == 3
 
 
 MANY_STEPS = 400
@@ -143,24 +143,27 @@ def test_run_shrinks_and_grows_in_the_same_order(corpus: Path, tmp_path: Path) -
     setup = ClusterSetup(corpus, MANY_STEPS, 3, patience=SHORT_LIMITS)
     with Hosts(folder := tmp_path / "hosts", 3) as hosts:
         run = ClusterRun(setup, folder, hosts)
-        until(run, lambda: (run.progress().get("step") or 0) >= 60)
+        until(run, lambda: (run.read_progress().get("step") or 0) >= 60)
         hosts["second"].power_off()
         until(run, lambda: len(events(run, "launched")) == 2)
         assert events(run, "launched")[1]["hosts"] == ["first", "third"]
         (left_out,) = events(run, "host_left_out")
         assert (left_out["host"], left_out["wholly"], left_out["strikes"]) == ("second", False, 1)
-        until(run, lambda: run.progress().get("world") == 2 and (run.progress().get("step") or 0) >= 100)
+        until(
+            run,
+            lambda: run.read_progress().get("world") == 2 and (run.read_progress().get("step") or 0) >= 100,
+        )
         hosts["second"].power_on()
         with slowed(hosts["third"]):
             until(run, lambda: len(events(run, "launched")) == 3)
         assert events(run, "launched")[2]["hosts"] == ["first", "second", "third"]
         assert events(run, "ended")[1]["code"] == 75  # it saved, so that no step is done again
-        assert run.end() == 0, run.output.read_text()
+        assert run.wait_for_end() == 0, run.output.read_text()
         assert events(run, "training")[2]["step"] == events(run, "stopped")[0]["step"]
         shrunk = order(run.seen), validation(run)
     with Hosts(folder := tmp_path / "clean", 3) as hosts:
         clean = ClusterRun(setup, folder, hosts)
-        assert clean.end() == 0
+        assert clean.wait_for_end() == 0
         assert shrunk[0] == order(clean.seen) and len(shrunk[0]) == MANY_STEPS
         assert shrunk[1] == pytest.approx(validation(clean), abs=0.02)
 
@@ -170,7 +173,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.slow
 @pytest.mark.timeout(4 * 420 + PATIENCE)  # for the wait of each of its runs
-@pytest.mark.skipif(namespaces.missing() is not None, reason=str(namespaces.missing()))
+@pytest.mark.skipif(namespaces.find_missing() is not None, reason=str(namespaces.find_missing()))
 def test_chaos_blames_the_right_host_and_keeps_the_bytes(corpus: Path, tmp_path: Path) -> None:
     words = ["--quick", "--json", "--corpus", str(corpus), "--keep", str(tmp_path / "kept")]
     told = subprocess.run(

@@ -15,11 +15,11 @@ from torch import Tensor
 from drills.corruption import (
     Clean,
     FaultOutcome,
-    judge,
-    naming,
-    total,
+    count_outcomes,
+    judge_fault,
+    judge_naming,
 )
-from drills.corruption_faults import AMONG, BITS, WHOLE, Messages, Operations, flip
+from drills.corruption_faults import AMONG, BITS, WHOLE, Messages, Operations, flip_bit
 from drills.corruption_plan import (
     KINDS,
     LAYOUTS,
@@ -29,7 +29,7 @@ from drills.corruption_plan import (
     STEPS,
     Change,
     Planned,
-    plan,
+    plan_faults,
 )
 from megastable.engine.engine import Engine
 from tests.distributed import run_ranks
@@ -112,7 +112,7 @@ def judged(
     same: bool | None = False, changes: tuple[Change, ...] = CHANGES, expected: bool = True,
     struck: float | None = STRUCK,
 ) -> FaultOutcome:  # fmt: skip
-    return judge(planned, expected, changes, events, errors, same, 3.25, struck)
+    return judge_fault(planned, expected, changes, events, errors, same, 3.25, struck)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def judged(
     ],
 )  # fmt: skip
 def test_naming_of_ranks(told: list[list[int]], expected: str) -> None:
-    assert naming(told, 1) == expected
+    assert judge_naming(told, 1) == expected
     outcome = judged(*(event("replay_differs", 25, ranks=ranks) for ranks in told))
     assert outcome.naming == expected and outcome.right == (expected in ("named", "suspected"))
 
@@ -133,20 +133,26 @@ def test_total_meets_its_targets() -> None:
     wrong = judged(event("state_changed", 24, ranks=[0]), same=True)
     missed, other = judged(), judged(expected=False)
     clean = [Clean(layout="dp3", seed=1, findings=[], incidents=[], seconds=3.0)]
-    assert total([right] * 19 + [missed], clean).met and not total([right] * 18 + [missed], clean).met
-    assert total([right] * 19 + [wrong], clean).met and not total([right] * 18 + [wrong], clean).met
-    of = total([right] * 19 + [missed, other, other], clean)
+    assert (
+        count_outcomes([right] * 19 + [missed], clean).met
+        and not count_outcomes([right] * 18 + [missed], clean).met
+    )
+    assert (
+        count_outcomes([right] * 19 + [wrong], clean).met
+        and not count_outcomes([right] * 18 + [wrong], clean).met
+    )
+    of = count_outcomes([right] * 19 + [missed, other, other], clean)
     assert (of.faults, of.counted, of.found, of.found_at_all, of.right) == (22, 20, 19, 19, 19) and of.met
     assert (of.can_be_undone, of.undone, of.clean, of.false_alarms) == (19, 19, 1, 0)
     alarm = [clean[0].model_copy(update={"findings": ["state_changed"]})]
-    assert total([right], alarm).false_alarms == 1 and not total([right], alarm).met
+    assert count_outcomes([right], alarm).false_alarms == 1 and not count_outcomes([right], alarm).met
 
 
 # As people see it
 
 
 def every(seed: int = 1) -> list[Planned]:
-    return plan(list(LAYOUTS), KINDS, seed)
+    return plan_faults(list(LAYOUTS), KINDS, seed)
 
 
 def test_plan_has_three_positions_of_every_kind() -> None:
@@ -228,7 +234,7 @@ def bits(tensor: Tensor) -> Tensor:
 def test_flip_changes_one_bit_of_a_large_element(dtype: torch.dtype, what: str, position: int) -> None:
     tensor = torch.randn(40, 30, generator=torch.Generator().manual_seed(1)).to(dtype)
     before = tensor.clone()
-    change = flip(tensor, what, position, "weight of a")
+    change = flip_bit(tensor, what, position, "weight of a")
     assert change.tensor == "weight of a" and change.element is not None
     changed = (bits(tensor) ^ bits(before)).nonzero().flatten().tolist()
     assert changed == [change.element]

@@ -45,7 +45,7 @@ def test_write_corpus_lays_what_a_run_reads(
     write_corpus(texts, tmp_path / "court", 5, places, ("prose", "code"))
     opened = open_corpora([CorpusConfig(path=tmp_path / "court")], LENGTH, 5)
     assert opened.train.order.sequences == (100,)
-    read = opened.train.samples(np.arange(100))[:, :-1]
+    read = opened.train.read_samples(np.arange(100))[:, :-1]
     prose, code = (
         np.random.default_rng(5).permutation(np.load(texts / f"{kind}.npy"))[10:]
         for kind in ("prose", "code")

@@ -31,14 +31,14 @@ def struck(config: RunConfig, kind: str) -> dict[str, Any]:
     from tests.engine.test_gate import first_batch, start_of
 
     assert config.run.dir is not None
-    before = Engine.train_step, LossFunction.__call__, optim_schedule.rate
+    before = Engine.train_step, LossFunction.__call__, optim_schedule.rate_at
     plan = Plan(
         policy=Policy.OURS,
         run=config.run.dir,
         fault=Fault.model_validate({"kind": kind, "step": STEP, "steps": 2}),
     )
     start = start_of(config)
-    faults.install(plan)
+    faults.install_fault(plan)
     engine, rank = start.engine, dist.get_rank()
     batch = first_batch(start)
 
@@ -69,15 +69,15 @@ def struck(config: RunConfig, kind: str) -> dict[str, Any]:
     if kind == "high_rate":
         real = before[2]
         rates = [
-            optim_schedule.rate(schedule, 1.0, 20, u) / real(schedule, 1.0, 20, u)
+            optim_schedule.rate_at(schedule, 1.0, 20, u) / real(schedule, 1.0, 20, u)
             for u in range(STEP - 2, STEP + 2)
         ]
         return {**found, "rates": rates}
     try:
         for _ in range(STEP - 1):
             calm = step()
-        kept, counters = state(), engine.counters()
-        found["measured"] = engine.measure(batch).finite  # no step: nothing happens
+        kept, counters = state(), engine.read_counters()
+        found["measured"] = engine.measure_step(batch).finite  # no step: nothing happens
         found["hit"] = step(lambda measured: False)
         engine.restore_optimizer_state(kept)
         engine.restore_counters(counters)
@@ -85,7 +85,7 @@ def struck(config: RunConfig, kind: str) -> dict[str, Any]:
         found["again"] = step()
         found["calm"] = calm
     finally:
-        Engine.train_step, LossFunction.__call__, optim_schedule.rate = before  # type: ignore[method-assign]
+        Engine.train_step, LossFunction.__call__, optim_schedule.rate_at = before  # type: ignore[method-assign]
     return found
 
 
@@ -123,7 +123,7 @@ def test_fault_changes_a_state_in_place(corpus: Path, tmp_path: Path, kind: str,
 def fed(values: list[float], norm: float | None = None) -> SkipStep:
     rule = SkipStep()
     for value in values:
-        rule.applies(value, value if norm is None else norm)
+        rule.applies_update(value, value if norm is None else norm)
     return rule
 
 
@@ -132,8 +132,8 @@ def test_skip_step_is_the_rule_of_olmo_core(seen: list[float], value: float) -> 
     rule = fed(seen)
     last = np.array(seen[-WINDOW:])
     if len(last) < WINDOW // 2 - 1:
-        assert rule.applies(value, value)
+        assert rule.applies_update(value, value)
         return
     limit = last.mean() + SIGMA * last.std(ddof=1)
     if abs(value - limit) > 1e-9:
-        assert rule.applies(value, value) == (value < limit)
+        assert rule.applies_update(value, value) == (value < limit)

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from drills.hosts import Host, Hosts
-from drills.namespaces import missing
+from drills.namespaces import find_missing
 from megastable.base.errors import ConfigError
 from tests.patience import PATIENCE, until
 
@@ -23,7 +23,7 @@ SMALL = 64 << 20  # bytes of the shared file system
 SSH = ["ssh", "-o", "ConnectTimeout=60"]
 IN_VAIN = ["ssh", "-o", "ConnectTimeout=1"]
 
-pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
+pytestmark = pytest.mark.skipif(find_missing() is not None, reason=str(find_missing()))
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def first(hosts: Hosts) -> Host:
 
 
 def said(host: Host, *words: str | Path) -> str:
-    done = host.run(words, PATIENCE)
+    done = host.run_process(words, PATIENCE)
     assert done.returncode == 0, done
     return done.stdout.strip()
 
@@ -46,7 +46,7 @@ def said(host: Host, *words: str | Path) -> str:
 def sleepers(host: Host, seconds: str) -> list[psutil.Process]:
     """Not the shells that start them."""
     found = []
-    for process in host.find("sleep", seconds):
+    for process in host.find_processes("sleep", seconds):
         with suppress(psutil.NoSuchProcess):
             found += [process] if process.name() == "sleep" else []
     return found
@@ -55,23 +55,23 @@ def sleepers(host: Host, seconds: str) -> list[psutil.Process]:
 @pytest.mark.slow
 def test_power_off_leaves_a_silent_host(hosts: Hosts, first: Host) -> None:
     third = hosts["third"]
-    working = third.start(["sleep", "777"])
+    working = third.start_process(["sleep", "777"])
     said(third, "touch", "/dev/shm/mine")
     # A peer that would be told at once if the connection were closed, and that keeps asking.
     asking = "-o ServerAliveInterval=1 -o ServerAliveCountMax=1000".split()
-    peer = first.start([*SSH, *asking, "third", "sleep 777"])
+    peer = first.start_process([*SSH, *asking, "third", "sleep 777"])
     until(lambda: len(sleepers(third, "777")) == 2)
     assert working.send(signal.SIGSTOP)  # which nothing but power_off ends
     third.power_off()
     third.power_off()
     assert working.wait(PATIENCE) == -signal.SIGKILL and not third.on
     with pytest.raises(ConfigError, match="host third is off"):
-        third.run(["true"])
-    assert first.run([*IN_VAIN, "third", "true"], PATIENCE).returncode == 255
+        third.run_process(["true"])
+    assert first.run_process([*IN_VAIN, "third", "true"], PATIENCE).returncode == 255
     assert peer.poll() is None
     third.power_on()
     assert said(first, *SSH, "third", "hostname") == "third"
-    assert third.run(["test", "-e", "/dev/shm/mine"]).returncode == 1
+    assert third.run_process(["test", "-e", "/dev/shm/mine"]).returncode == 1
     assert sleepers(third, "777") == []
     assert peer.wait(PATIENCE) == 255  # now it hears that nobody knows its connection
 
@@ -81,14 +81,14 @@ import json, signal, sys, time
 from pathlib import Path
 from drills.hosts import Hosts
 with Hosts(Path(sys.argv[1]), 2, 64 << 20) as hosts:
-    started = [host.start(["bash", "-c", "(setsid sleep 888 &); sleep 888; true"]) for host in hosts]
-    while any(len(host.find("sleep 888")) < 3 for host in hosts):
+    started = [host.start_process(["bash", "-c", "(setsid sleep 888 &); sleep 888; true"]) for host in hosts]
+    while any(len(host.find_processes("sleep 888")) < 3 for host in hosts):
         time.sleep(0.02)
     started[0].send(signal.SIGSTOP)
     processes = [p.pid for host in hosts for p in [*host.processes()]] + [host.pid for host in hosts] + [hosts.room]
     if hosts.shared.cannot_freeze is None:
-        hosts.shared.freeze()
-        writer = hosts["first"].start(["touch", hosts.shared.folder / "late"])
+        hosts.shared.freeze_disk()
+        writer = hosts["first"].start_process(["touch", hosts.shared.folder / "late"])
         while writer.process.status() != "disk-sleep":
             time.sleep(0.02)
         processes.append(writer.process.pid)

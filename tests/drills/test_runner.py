@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 
 from drills.exercise import Exercise, Outcome, Watch, run_exercises
-from drills.learning import choose
+from drills.learning import choose_scenarios
 from drills.runner import conditions
 from drills.scenario import GLOBAL_BATCH, Fault, Plan, Policy
 from drills.stage import RECIPE, SHORT, Stage
 from megastable.data.manifest import Manifest
 from tests.conftest import write_corpus
 
-(POISONED,) = choose(["poisoned-weight"])
+(POISONED,) = choose_scenarios(["poisoned-weight"])
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def train_tokens(part: Path) -> int:
-    return sum(segment.tokens for segment in Manifest.load(part).splits["train"])
+    return sum(segment.tokens for segment in Manifest.load_manifest(part).splits["train"])
 
 
 def test_stage_part_has_the_tokens_of_an_epoch(folder: Path) -> None:

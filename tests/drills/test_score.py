@@ -12,9 +12,9 @@ import yaml
 
 from drills.learning import SCENARIOS, LearningDrill
 from drills.scenario import CLEAN, Policy, Scenario
-from drills.score import Fate, Score, fate, is_right, score
+from drills.score import Fate, Score, find_fate, is_right, score_run
 from megastable.data.corpora import open_corpora
-from megastable.data.plant import Planted, plant
+from megastable.data.plant import Planted, plant_corruption
 from megastable.data.skip_ledger import SkipEntry, append_entries, sample_entries
 from megastable.run.directory import RunDirectory
 from tests.conftest import tiny, write_corpus
@@ -56,7 +56,7 @@ def told(tmp_path: Path, events: list[dict[str, Any]], val_loss: Any = 3.5, name
 
 
 def judged(run: Path, scenario: Scenario, policy: Policy = Policy.OURS, **more: Any) -> Score:
-    return score(run, scenario, policy, 1, **more)
+    return score_run(run, scenario, policy, 1, **more)
 
 
 START = {"event": "training", "step": 0}
@@ -114,7 +114,7 @@ def bad(tmp_path: Path) -> tuple[RunDirectory, Planted, Any]:
     run = RunDirectory(tmp_path / "run")
     run.root.mkdir()
     config = tiny(tmp_path / "bad", run.root)
-    planted, _ = plant(tmp_path / "clean", tmp_path / "bad", config, step=5, samples=10, of_each=2)
+    planted, _ = plant_corruption(tmp_path / "clean", tmp_path / "bad", config, step=5, samples=10, of_each=2)
     run.recipe.write_text(yaml.safe_dump({"config": config.model_dump(mode="json"), "manifests": []}))
     run.journal.write_text("")
     opened = open_corpora(config.data.corpora, config.model.sequence_length, config.run.seed)
@@ -130,10 +130,10 @@ def test_fate_counts_identities_and_positions(bad: tuple[RunDirectory, Planted, 
     guilty = numbers(planted)
     clean = np.setdiff1d(np.arange(guilty.min(), guilty.max()), guilty)[:1]
     append_entries(run.skips, sample_entries(order, np.append(guilty[:7], clean), "data"))
-    assert (found := fate(run.root, planted)).convicted == 7 and found.lost == 1
+    assert (found := find_fate(run.root, planted)).convicted == 7 and found.lost == 1
     # A window that is left out by position counts as well: of its samples, whichever they are.
     first = int(guilty[-1]) // 8 * 8
     append_entries(run.skips, [SkipEntry(first=first, end=first + 8, reason="state")])
-    found = fate(run.root, planted)
+    found = find_fate(run.root, planted)
     assert (found.convicted, found.lost) == (9, 7)
-    assert fate(run.root, None).lost == 16
+    assert find_fate(run.root, None).lost == 16

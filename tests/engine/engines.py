@@ -21,8 +21,8 @@ def build_engine(c: RunConfig, **zero: Any) -> Any:
     from tests.patience import PATIENCE
 
     world, p = dist.get_world_size(), c.parallel
-    layout = Layout(p.tensor, p.pipeline, deepspeed_json.data_parallel(c, world), p.context)
-    json = deepspeed_json.build(c, world)
+    layout = Layout(p.tensor, p.pipeline, deepspeed_json.size_of_data_parallel(c, world), p.context)
+    json = deepspeed_json.build_deepspeed_json(c, world)
     json["zero_optimization"] |= zero
     return Engine(c, json, Topology(layout, dist.get_rank(), timeout=PATIENCE))
 
@@ -39,7 +39,7 @@ def copy_state(engine: Any) -> dict[str, Tensor]:
     from megastable.engine.flatstate import KINDS
 
     flat = engine.flat_state()
-    found = {f"{kind}/{name}": t for kind in KINDS for name, t in flat.shards(kind).items()}
+    found = {f"{kind}/{name}": t for kind in KINDS for name, t in flat.gather_shards(kind).items()}
     for index, parameter in enumerate(engine.ds.module.parameters()):
         found[f"low/{index}"] = getattr(parameter, "ds_tensor", parameter).detach().float().clone()
     return found | {f"inner/{name}": t.detach().cpu().clone() for name, t in engine.optimizer_state().items()}

@@ -57,9 +57,9 @@ def train_adjusted(given: dict[str, Any], names: list[str], by_recipe: bool) -> 
     tokens, numbers = trained.BATCH * c.model.sequence_length, []
     for step, batch in enumerate(trained.batches()[:6]):
         if not by_recipe:
-            engine.adjustments.switch(names if step < 4 else [])
+            engine.adjustments.switch_to(names if step < 4 else [])
         elif step == 4:
-            engine.follow(plain)
+            engine.follow_config(plain)
         rate = scheduled_rate(c, step, step * tokens, tokens)
         measured, _ = engine.train_step(take_batch(engine, batch), rate, lambda m: m.finite)
         numbers.append((measured.loss, measured.grad_norm, engine.kept))
@@ -95,10 +95,10 @@ def train_following(given: dict[str, Any], live: bool) -> tuple[list[Any], dict[
     old = settings(0.0, clip=0.0, betas=[0.9, 0.95], weight_decay=0.1)
     new = settings(1e-2, clip=0.2, betas=[0.8, 0.99], weight_decay=0.5)
     engine, numbers = build_engine(old if live else new), []
-    engine.follow(old)
+    engine.follow_config(old)
     for step, batch in enumerate(trained.batches()[:6]):
         if step == 2:
-            engine.follow(new)
+            engine.follow_config(new)
         measured, _ = engine.train_step(take_batch(engine, batch), 1e-3, lambda m: m.finite)
         numbers.append((measured.loss, measured.grad_norm, engine.kept))
     return numbers, trained._copied(engine.optimizer_state())

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megastable.base.fingerprint import Mark, fingerprint
+from megastable.base.fingerprint import Mark, fingerprint_tensors
 from megastable.engine import zero
 from megastable.engine.rank_checks import MOST, are_equal, split_fingerprint
 from megastable.engine.zero import StageMessages
@@ -39,14 +39,14 @@ def test_are_equal_sees_one_bit_of_one_among_very_many(print_: int, bit: int) ->
 @pytest.fixture(params=["cpu", "gpu"])
 def messages(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> StageMessages:
     if request.param == "gpu":
-        monkeypatch.setattr(zero, "mark_of", lambda x: Mark("cuda", fingerprint([x])))
-    monkeypatch.setattr(zero.patches, "watched_messages", lambda sent, received: None)
+        monkeypatch.setattr(zero, "mark_of", lambda x: Mark("cuda", fingerprint_tensors([x])))
+    monkeypatch.setattr(zero.patches, "watch_messages", lambda sent, received: None)
     return StageMessages(torch.device("cpu"))
 
 
 def left(messages: StageMessages, sent: list[Tensor], received: list[Tensor]) -> float:
     """As on one rank that sends to itself."""
-    messages.begin()
+    messages.begin_step()
     for message in sent:
         messages._add_sent(message, 1)
     for message in received:

@@ -44,7 +44,7 @@ def start_of(config: RunConfig) -> Any:
 
 def first_batch(start: Any) -> Any:
     """This rank's part of the first global batch."""
-    with start.from_the_first(start.order.source, start.config.train.global_batch) as loader:
+    with start.make_whole_loader(start.order.source, start.config.train.global_batch) as loader:
         return next(loader).micro_batches
 
 
@@ -112,7 +112,7 @@ def test_gate_lets_a_non_finite_step_change_nothing(
     assert [(e.step, e.verdict) for e in events(tmp_path / "run", "discarded")] == [
         (s, "non_finite") for s in bad
     ]
-    table = records.read(tmp_path / "run/steps").to_pylist()
+    table = records.read_newest_records(tmp_path / "run/steps").to_pylist()
     assert [row["applied"] for row in table] == [step not in bad for step in range(1, steps + 1)]
     assert [row["first_position"] for row in table] == [8 * i for i in range(steps)]  # the data moves on
     assert table[1]["lr"] == table[2]["lr"] and table[2]["lr"] < table[3]["lr"]  # the schedule does not
@@ -194,7 +194,7 @@ def test_rewind_undoes_a_nan_in_the_weights(zero: int, corpus: Path, tmp_path: P
     assert located.kind == "state" and located.parameters
     (closed,) = [e.summary for e in events(run, "incident") if e.what == "closed"]
     assert closed["cause"] == "hardware" and closed["positions"] == [] and closed["steps_lost"] == 3
-    table = records.read(run / "steps").to_pylist()
+    table = records.read_newest_records(run / "steps").to_pylist()
     assert [(r["applied"], r["first_position"]) for r in table] == [(True, 8 * i) for i in range(20)]
 
 
@@ -209,7 +209,7 @@ def train_without(
 ) -> tuple[list[Any], dict[str, Any]]:
     """Five steps; at `refused` the gate refuses finite gradients, `left_out` are passed over altogether."""
     start, numbers = start_of(config), []
-    with start.from_the_first(start.order.source, config.train.global_batch) as loader:
+    with start.make_whole_loader(start.order.source, config.train.global_batch) as loader:
         for step in range(5):
             batch, wanted = next(loader).micro_batches, step not in refused
             if step in left_out:
@@ -260,23 +260,27 @@ def save_slowly(config: RunConfig) -> tuple[bool, float]:
     for _ in range(2):
         engine.train_step(batch, 1e-3, lambda _: True)
     before = {
-        (name, kind): t.clone() for kind in KINDS for name, t in engine.flat_state().shards(kind).items()
+        (name, kind): t.clone()
+        for kind in KINDS
+        for name, t in engine.flat_state().gather_shards(kind).items()
     }
     copied, wait = threading.Event(), engine._wait_for_copies
     saver._thread.submit(copied.wait)
-    saver.begin(start.state)
+    saver.begin_save(start.state)
 
     def wait_for_copies() -> None:
         threading.Timer(0.3, copied.set).start()
         wait()
 
     engine._wait_for_copies = wait_for_copies
-    _, applied = engine.train_step(batch, 1e-3, lambda _: True, lambda: {"checkpoint": saver.ballot()})
-    outcome = saver.finish()
+    _, applied = engine.train_step(
+        batch, 1e-3, lambda _: True, lambda: {"checkpoint": saver.collect_ballot()}
+    )
+    outcome = saver.finish_save()
     assert applied and outcome is not None and outcome.path is not None, outcome
     whole, name = WholeState(outcome.path), "embedding.weight"
-    same = all(torch.equal(whole.tensor(*place), t) for place, t in before.items())
-    moved = not torch.equal(engine.flat_state().shards("weight")[name], before[name, "weight"])
+    same = all(torch.equal(whole.read_tensor(*place), t) for place, t in before.items())
+    moved = not torch.equal(engine.flat_state().gather_shards("weight")[name], before[name, "weight"])
     return same and moved, outcome.blocked
 
 

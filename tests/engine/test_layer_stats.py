@@ -69,13 +69,13 @@ def watch_last(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
         hooks = hooks_of(engine)
         for number, micro_batches in enumerate(steps, start=1):
             if number == STEPS:
-                engine.probe.watch()
+                engine.probe.watch_step()
                 assert hooks_of(engine) > hooks
             measured, applied = engine.train_step(micro_batches, RATE, lambda m: m.finite)
             assert applied
         found.append({
-            "statistics": engine.statistics(), "again": engine.statistics(), "grad_norm": measured.grad_norm,
-            "wrapper": type(engine.optimizer).__name__, "hooks": hooks_of(engine) - hooks,
+            "statistics": engine.collect_statistics(), "again": engine.collect_statistics(), "grad_norm":
+            measured.grad_norm, "wrapper": type(engine.optimizer).__name__, "hooks": hooks_of(engine) - hooks,
         })  # fmt: skip
     return found
 
@@ -154,7 +154,7 @@ def rms(x: torch.Tensor) -> float:
 @torch.no_grad()
 def attention_of(block: Block, qkv: torch.Tensor, segments: torch.Tensor | None) -> tuple[float, float]:
     """Mean entropy and largest logit by the whole matrix of scores."""
-    from megastable.model.attention import document_positions, rope_table, rotate
+    from megastable.model.attention import document_positions, rope_table, rotate_pairs
 
     a = block.attention
     s, b, _ = qkv.shape
@@ -166,7 +166,7 @@ def attention_of(block: Block, qkv: torch.Tensor, segments: torch.Tensor | None)
     cos, sin = rope_table(s, a.rope, qkv.device)
     position = torch.arange(s).expand(b, s) if segments is None else document_positions(segments)
     cos, sin = cos[position.t()][:, :, None], sin[position.t()][:, :, None]
-    q, k = (rotate(x, cos, sin).permute(1, 2, 0, 3) for x in (q, k))
+    q, k = (rotate_pairs(x, cos, sin).permute(1, 2, 0, 3) for x in (q, k))
     entropy, highest = whole_attention(q, k, segments)
     return float(entropy.mean()), float(highest.max())
 
@@ -253,18 +253,18 @@ def train_watched() -> dict[str, Any]:
         engine, steps = engine_of({"recompute": "full"})
         for micro_batches in steps:
             if watched:
-                engine.probe.watch()
+                engine.probe.watch_step()
             measured, _ = engine.train_step(micro_batches, RATE, lambda m: m.finite)
             numbers.append((measured.loss, measured.grad_norm))
             if watched:
-                engine.statistics()
+                engine.collect_statistics()
         states.append(copy_state(engine))
-    engine.probe.watch()
+    engine.probe.watch_step()
     handle = spoil_gradient(engine)
     _, applied = engine.train_step(steps[0], RATE, lambda m: m.finite)
     handle.remove()
     same = numbers[:STEPS] == numbers[STEPS:] and are_same(*states)
-    return {"same": same, "refused": engine.statistics(), "applied": applied}
+    return {"same": same, "refused": engine.collect_statistics(), "applied": applied}
 
 
 def test_watch_changes_nothing_and_a_refused_step_has_no_update() -> None:

@@ -53,16 +53,16 @@ def summed(
     """One step; `fault` changes what the ranks received: by rank, their slices of the buffers."""
     ranks = len(sent)
     for local, own in zip(watching, sent, strict=True):
-        local.begin()
-        local.before(own)
+        local.begin_step()
+        local.measure_before_sum(own)
     received = [
         [torch.stack(b).sum(0).view(ranks, -1)[d].clone() for b in zip(*sent, strict=True)]
         for d in range(ranks)
     ]
     fault(received)
     for local, parts in zip(watching, received, strict=True):
-        local.after(parts)
-    return read_columns(torch.stack([local.columns() for local in watching]).sum(0).tolist())
+        local.measure_after_sum(parts)
+    return read_columns(torch.stack([local.make_columns() for local in watching]).sum(0).tolist())
 
 
 @pytest.mark.quick("2")
@@ -71,7 +71,7 @@ def test_columns_are_what_they_say(ranks: int) -> None:
     sent = gradients(ranks)
     watching = [rank(d, ranks) for d in range(ranks)]
     found = summed(watching, sent)
-    assert len(watching[0].columns()) * 8 == 72 * ranks == 8 * COLUMNS * ranks
+    assert len(watching[0].make_columns()) * 8 == 72 * ranks == 8 * COLUMNS * ranks
     wide = [torch.stack([b.double().view(ranks, -1) for b in buffers]) for buffers in zip(*sent, strict=True)]
     for d, row in enumerate(found):
         assert row.slices == pytest.approx(sum(float(w[:, d].square().sum()) for w in wide), rel=1e-3)
@@ -132,10 +132,10 @@ def test_columns_count_stale_and_zero_gradients() -> None:
     watching, sent = [rank(d, 2) for d in range(2)], gradients(2)
     summed(watching, sent)
     for local in watching:
-        local.keep()
+        local.keep_digest()
     after = gradients(2, seed=1)
     assert [row.stale for row in summed(watching, [sent[0], after[1]])] == [1, 0]
-    watching[0].forget()
+    watching[0].forget_digest()
     assert [row.stale for row in summed(watching, [sent[0], after[1]])] == [0, 0]
     nothing = [torch.zeros_like(b) for b in sent[0]]
     assert [row.zero for row in summed(watching, [after[0], nothing])] == [0, 1]
@@ -162,13 +162,13 @@ def test_columns_add_up_the_buckets_of_a_step(receiver: int | None, wrong: int |
     owners = range(3) if receiver is None else [receiver]
     for number in range(len(sent[0])):
         for local, own in zip(watching, sent, strict=True):
-            local.before_whole(own[number], receiver)
+            local.measure_bucket_before_sum(own[number], receiver)
         for d in owners:
             total = torch.stack([own[number] for own in sent]).sum(0)
             if d == wrong and number == 4:
                 flipped(30)([[], [torch.empty(0), torch.empty(0), total]])
-            watching[d].after([total])
-    found = read_columns(torch.stack([local.columns() for local in watching]).sum(0).tolist())
+            watching[d].measure_after_sum([total])
+    found = read_columns(torch.stack([local.make_columns() for local in watching]).sum(0).tolist())
     assert find_wrong_sums(found) == ([wrong] if wrong in owners else [])
     squares = [sum(float(b.double().square().sum()) for b in own) for own in sent]
     for d, row in enumerate(found):

@@ -47,17 +47,17 @@ def watched(world: int) -> dict[str, list[torch.Tensor]]:
         apart = options.pop("apart", False)
         c = recipe(attention, **options)
         p = c.parallel
-        layout = Layout(p.tensor, p.pipeline, deepspeed_json.data_parallel(c, world), p.context)
+        layout = Layout(p.tensor, p.pipeline, deepspeed_json.size_of_data_parallel(c, world), p.context)
         topology = Topology(layout, dist.get_rank(), timeout=PATIENCE)
-        engine = Engine(c, deepspeed_json.build(c, world), topology)
+        engine = Engine(c, deepspeed_json.build_deepspeed_json(c, world), topology)
         assert engine.kernels.attention == attention
         first, second, *_ = (mine(batch, topology, c.train.micro_batch) for batch in batches(apart))
         engine.train_step(second, 1e-12, lambda _: False)  # refused: must not be remembered
         logits = []
         for _ in range(2):
-            engine.evaluate(second)
+            engine.evaluate_samples(second)
             engine.train_step(first, 1e-12, lambda m: m.finite)
-            logits.append(engine.qk_clip.measured())
+            logits.append(engine.qk_clip.gather_highest_logits())
         found[name] = logits
     return found
 

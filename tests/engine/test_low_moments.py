@@ -35,7 +35,7 @@ def state_of(engine: Any) -> Any:
     """Weights and moments by kind and name, with those that another rank counts; dtypes by kind."""
     flat = engine.flat_state()
     dtypes = {(name.split("/")[1], t.dtype) for name, t in engine.optimizer_state().items()}
-    return {kind: flat.shards(kind) for kind in KINDS}, dtypes
+    return {kind: flat.gather_shards(kind) for kind in KINDS}, dtypes
 
 
 def train(config: RunConfig) -> Any:

@@ -77,7 +77,7 @@ class Bench:
     def __init__(self, config: RunConfig) -> None:
         start = start_of(config)
         self.engine, self.topology = start.engine, start.engine.topology
-        with start.from_the_first(start.order.source, config.train.global_batch) as loader:
+        with start.make_whole_loader(start.order.source, config.train.global_batch) as loader:
             first, second, self.batch = (next(loader) for _ in range(3))
         for batch in (first, second):
             self.engine.train_step(batch.micro_batches, 1e-3, lambda m: m.finite)
@@ -139,7 +139,7 @@ class Bench:
             parameter = next(p for p in parameters if p.placement.name == fragment.name)
             piece = getattr(parameter, "ds_tensor", parameter).data.view(-1)
         else:
-            piece = flat.piece(fragment, kind)
+            piece = flat.view_piece(fragment, kind)
         if self.topology.rank != self.topology.layout.world - 1:
             yield ""
             return
@@ -155,10 +155,10 @@ class Bench:
             measured, applied = self.engine.train_step(self.batch.micro_batches, 1e-3, lambda _: False)
             (state, rest), found = (
                 note_all(self.engine),
-                locators.locate(self.engine, self.batch.micro_batches),
+                locators.locate_first_nonfinite(self.engine, self.batch.micro_batches),
             )
             state_after, rest_after = note_all(self.engine)
-            poisoned = locators.poisoned(self.engine)
+            poisoned = locators.find_nonfinite_state(self.engine)
         assert not applied and are_same(state, state_after) and rest == rest_after
         return {"found": found, "poisoned": poisoned, "name": name, "finite": measured.finite}
 
@@ -207,7 +207,7 @@ def test_locate_finds_what_was_planted(name: str, corpus: Path, tmp_path: Path) 
             assert answer["finite"] == (case in ("weight", "exp_avg", "exp_avg_sq"))
     found = {case: answer["found"] for case, answer in answers.items()}
 
-    first, guilty = found["forward"], layout.rank(stage, data, 0)
+    first, guilty = found["forward"], layout.rank_at(stage, data, 0)
     assert (first.kind, first.layer, first.tensor, first.value) == ("forward", LAST, "output", "nan")
     place = (first.rank, first.stage, first.data_rank, first.tensor_rank, first.micro_batch)
     assert place == (guilty, stage, data, 0, 1)
@@ -249,9 +249,9 @@ def test_see_keeps_what_comes_first() -> None:
     ]  # fmt: skip
     fine, bad = torch.ones(3), torch.tensor([0.0, -math.inf, 1.0])
     for micro_batch, backward, layer in seen:
-        watch.see(bad, micro_batch, backward, layer, "output")
+        watch.see_tensor(bad, micro_batch, backward, layer, "output")
         assert watch.first is not None and watch.first.layer == layer and watch.first.value == "inf"
     for micro_batch, backward, layer in seen:
-        watch.see(bad, micro_batch, backward, layer, "output")
-    watch.see(fine, 0, False, "embedding", "input")
+        watch.see_tensor(bad, micro_batch, backward, layer, "output")
+    watch.see_tensor(fine, 0, False, "embedding", "input")
     assert watch.first is not None and (watch.first.layer, watch.first.tick) == ("embedding", len(seen))

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from megastable.base.errors import ConfigError
-from megastable.base.free_memory import total
+from megastable.base.free_memory import total_bytes
 from megastable.config.tree import RunConfig
 from megastable.engine.build import check_weights_fit
-from megastable.engine.numerics import choose
+from megastable.engine.numerics import choose_kernels
 from megastable.parallel.layout import Layout
 from megastable_tools.plan.memory import kernels_on
 from tests.conftest import tiny
@@ -34,14 +34,14 @@ def every_way(config: RunConfig) -> dict[str, Any]:
     kinds = sorted(engine.numerics.kernels)
     found = {}
     for choice in (c for count in range(len(kinds) + 1) for c in combinations(kinds, count)):
-        engine.numerics.switch(Numerics(False, frozenset(choice)))
-        measured = engine.measure(batch)
+        engine.numerics.switch_to(Numerics(False, frozenset(choice)))
+        measured = engine.measure_step(batch)
         found[" ".join(choice)] = [
             measured.loss, measured.grad_norm, *measured.losses.flatten().tolist(),
-            *engine.evaluate(batch).tolist(),
+            *engine.evaluate_samples(batch).tolist(),
         ]  # fmt: skip
-    engine.numerics.switch(Numerics(False))
-    found["back"] = [engine.measure(batch).loss]
+    engine.numerics.switch_to(Numerics(False))
+    found["back"] = [engine.measure_step(batch).loss]
     return found
 
 
@@ -71,7 +71,7 @@ CPU = torch.device("cpu")
 
 
 def chosen(**parts: Any) -> Any:
-    return choose(RunConfig.model_validate({"precision": {"kind": "fp32"}} | parts), CPU)
+    return choose_kernels(RunConfig.model_validate({"precision": {"kind": "fp32"}} | parts), CPU)
 
 
 @pytest.mark.parametrize("cap", [None, 50.0])
@@ -85,7 +85,7 @@ def test_choose_is_what_the_planner_chooses(attention: str, kind: str, cap: floa
             "model": {"attention_softcap": cap},
         }
     )
-    assert kernels_on(config, "cpu").attention == choose(config, CPU).attention
+    assert kernels_on(config, "cpu").attention == choose_kernels(config, CPU).attention
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def check(layers: int, layout: Layout, zero: int = 1) -> None:
 
 def test_check_weights_fit_refuses_weights_beyond_memory() -> None:
     of_block = 2 * (4 * 64 * 64 + 3 * 64 * 256)  # bytes in bf16
-    layers = total() // of_block + 1
+    layers = total_bytes() // of_block + 1
     one, tensor, data = Layout(1, 1, 1), Layout(2, 1, 1), Layout(1, 1, 2)
     check(layers - 100, one)
     check(layers, tensor)

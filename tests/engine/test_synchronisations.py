@@ -109,8 +109,8 @@ def counted(names: list[str]) -> dict[str, tuple[dict[str, dict[str, int]], int]
         assert steps[0] == steps[1]
         seen = {
             "step": steps[0],
-            "evaluate": waited(engine.evaluate, batches()),
-            "measure": waited(engine.measure, batches()),
+            "evaluate": waited(engine.evaluate_samples, batches()),
+            "measure": waited(engine.measure_step, batches()),
             "discard": waited(engine.train_step, batches(), 1e-3, lambda _: False),
         }
         clocks = getattr(engine.ds.timers, "timers", {}).values()

@@ -47,7 +47,7 @@ def look(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
         blocks, seen, hooks = engine.probe.blocks, dict[str, Any](), hooks_of(engine)
         for number, micro_batches in enumerate(steps, start=1):
             if number == STEPS:
-                engine.trends.watch()
+                engine.trends.watch_step()
                 engine.measures_update = True
                 if dist.get_world_size() == 1:
                     watch_plainly(blocks, seen)
@@ -55,7 +55,7 @@ def look(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
                     seen["tokens"] = torch.cat([m.tokens.flatten() for m in micro_batches])
             _, applied = engine.train_step(micro_batches, RATE, lambda m: m.finite)
             assert applied
-        rows = engine.trends.collect(engine.flat_state(), engine.kept)
+        rows = engine.trends.collect_look(engine.flat_state(), engine.kept)
         hooks, m = hooks_of(engine) - hooks, engine.measured
         found.append({
             "rows": rows, "seen": seen, "hooks": hooks, "kept": engine.kept, "entropies": m.entropies,

@@ -92,12 +92,12 @@ def corpus(
         file="tokenizer.model", kind="sentencepiece", xxh3=xxhash.xxh3_128_hexdigest(TOKENIZER),
         vocab_size=VOCABULARY, eod=0, bos=bos,
     )  # fmt: skip
-    infos = [Shard(folder / shard.name).verify() for shard in shards]
+    infos = [Shard(folder / shard.name).verify_shard() for shard in shards]
     manifest = Manifest(
         name="corpus", tokenizer=info, dtype=infos[0].dtype, shards=infos, source="tests",
         splits={split: [part for part in parts if part] for split, parts in segments.items()},
     )  # fmt: skip
-    manifest.save(folder)
+    manifest.save_manifest(folder)
     return manifest
 
 

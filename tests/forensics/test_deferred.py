@@ -72,20 +72,20 @@ def test_document_sheet_lists_every_step_at_the_places_of_its_time(
     """Before the window was put off, and after it: at the places of each time, and with the tokens of each place."""
     root, read = run
     history = History(root)
-    done = history.steps(1, LAST_STEP)
-    assert [history.positions(d).tolist() for d in done] == [[p for p, _ in step] for step in read]
+    done = history.list_steps(1, LAST_STEP)
+    assert [history.positions_of(d).tolist() for d in done] == [[p for p, _ in step] for step in read]
     again = [p for a, b in incidents(root)[0]["returns"] for p in range(a, b)]
     tokens = {(d.step, d.state, p): t for d, step in zip(done, read, strict=True) for p, t in step}
     shard = Shard(root.parent / "corpus/part-0")
-    order = history.library().source.order
-    firsts = order.locate(again).first_token
+    order = history.library_at().source.order
+    firsts = order.locate_samples(again).first_token
     starts = np.array([shard.document_bounds(d)[0] for d in range(shard.documents)])
     documents = np.unique(np.searchsorted(starts, firsts, side="right") - 1).tolist()
     shelf = open_shelf([root.parent / "corpus/part-0"])
     met = Counter[str]()
     for document in documents[:6]:
         first, end = shard.document_bounds(document)
-        text = shard.read(first, end - first).tolist()
+        text = shard.read_tokens(first, end - first).tolist()
         sheet = document_sheet(shelf, "part-0", document, [history])
         for row in sheet.rows[1:]:
             assert row["state"] in ("trained", "undone", "refused")

@@ -76,7 +76,7 @@ def skip(run: Path, told: Path) -> None:
 def positions_of(root: Path) -> list[int]:
     """What a run trained on, in the order of time."""
     history = History(root)
-    return [p for done in history.steps(1, LAST_STEP) for p in history.positions(done).tolist()]
+    return [p for done in history.list_steps(1, LAST_STEP) for p in history.positions_of(done).tolist()]
 
 
 def events_of(root: Path) -> list[dict[str, Any]]:
@@ -109,17 +109,19 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[int]]
 def test_history_knows_the_positions_of_every_step(run: tuple[Path, list[list[int]]]) -> None:
     root, read = run
     history = History(root)
-    done = history.steps(1, LAST_STEP)
+    done = history.list_steps(1, LAST_STEP)
     assert [d.step for d in done] == [*range(1, 11), *range(6, 31)]
-    assert [history.positions(d).tolist() for d in done] == read
+    assert [history.positions_of(d).tolist() for d in done] == read
     assert [d.undone for d in done] == [5 < i < 11 and n < 10 for n, i in enumerate(d.step for d in done)]
     assert (history.step, history.cursor) == (30, done[-1].next_position)
     for step in (1, 6, 29):
-        assert [d.step for d in history.at(step, step)] == [step] * (2 if step == 6 else 1)
+        assert [d.step for d in history.require_steps(step, step)] == [step] * (2 if step == 6 else 1)
     with pytest.raises(DataError, match="step 31 was not recorded"):
-        history.at(31, 31)
-    long = replace(history.steps(1, 1)[0], first_position=5, next_position=10**13, skipped=[7, 10**13 - 1])
-    assert history.positions(long).tolist() == [5, 6, 10**13 - 1]  # whole epochs are not enumerated
+        history.require_steps(31, 31)
+    long = replace(
+        history.list_steps(1, 1)[0], first_position=5, next_position=10**13, skipped=[7, 10**13 - 1]
+    )
+    assert history.positions_of(long).tolist() == [5, 6, 10**13 - 1]  # whole epochs are not enumerated
 
 
 @pytest.mark.slow
@@ -130,14 +132,14 @@ def test_step_sheet_holds_the_very_tokens(run: tuple[Path, list[list[int]]]) -> 
     sheet = step_sheet(history, 6, 7, texts=5)
     assert {row["state"] for row in sheet.rows} == {"trained", "undone"}
     raw = (root.parent / "corpus/part-0.bin").read_bytes()
-    source = history.library().source
+    source = history.library_at().source
     samples: dict[tuple[Any, ...], list[int]] = {}
     for row in sheet.rows:
         key = row["position"], row["step"], row["state"]
         part = np.frombuffer(raw[row["first_byte"] :][: row["bytes"]], "<u2").tolist()
         samples.setdefault(key, []).extend(part)
     for (position, *_), tokens in samples.items():
-        assert source.sample(position)[:-1].tolist() == tokens
+        assert source.read_sample(position)[:-1].tolist() == tokens
     assert len(samples) > 20 and sorted(sheet.passages) == [0, 1, 2, 3, 4]
 
 
@@ -146,15 +148,15 @@ def test_document_sheet_lists_every_step_that_read_a_document(run: tuple[Path, l
     root, read = run
     history = History(root)
     shelf = open_shelf([root.parent / "corpus/part-0"])
-    order = history.library().source.order
-    steps = [d.step for d in history.steps(1, LAST_STEP)]
+    order = history.library_at().source.order
+    steps = [d.step for d in history.list_steps(1, LAST_STEP)]
     for document in (0, 5, 90):
         first, end = Shard(root.parent / "corpus/part-0").document_bounds(document)
         expected = [
             (step, p)
             for step, positions in zip(steps, read, strict=True)
             for p in positions
-            if (at := order.locate_one(p).first_token) < end and at + LENGTH > first
+            if (at := order.locate_sample(p).first_token) < end and at + LENGTH > first
         ]
         sheet = document_sheet(shelf, "part-0", document, [history])
         found = [(r["step"], r["position"]) for r in sheet.rows if r["state"] in ("trained", "undone")]
@@ -174,23 +176,23 @@ def test_skip_documents_reaches_a_run_at_work_and_skips_no_others(run: tuple[Pat
     live, taken_up, samples = json.loads((root.parent / "told").read_text())
     assert live and taken_up in (9, 10) and samples > 0
     history = History(root)
-    order, shard = history.library().source.order, Shard(root.parent / "corpus/part-0")
+    order, shard = history.library_at().source.order, Shard(root.parent / "corpus/part-0")
     bounds = [shard.document_bounds(d) for d in DOCUMENTS.tolist()]
 
     def bad(position: int) -> bool:
-        at = order.locate_one(position).first_token
+        at = order.locate_sample(position).first_token
         return any(at < end and at + LENGTH > first for first, end in bounds)
 
     late = [
         p
-        for d, positions in zip(history.steps(1, LAST_STEP), read, strict=True)
+        for d, positions in zip(history.list_steps(1, LAST_STEP), read, strict=True)
         for p in positions
         if d.step > taken_up
     ]
     begin = max(p for positions in read[: 10 + taken_up - 5] for p in positions) + 1
     left_out = set(range(begin, history.cursor)) - {*late[-(len(late)) :]} - {*range(60, 70), *range(27, 30)}
     assert left_out == {p for p in range(begin, history.cursor) if bad(p)} and left_out
-    events = list(history.run.events(SkipsAdded, SkipsRead))
+    events = list(history.run.iterate_events(SkipsAdded, SkipsRead))
     assert [e["event"] for e in events] == ["skips_read", "skips_added", "skips_read"]
 
 
@@ -200,9 +202,9 @@ def test_run_sheet_counts_what_was_read(run: tuple[Path, list[list[int]]]) -> No
     root, read = run
     (row,) = run_sheet(History(root)).rows
     history = History(root)
-    skips = history.selection(history.library())
+    skips = history.select_from(history.library_at())
     trained = [p for positions in read[:5] + read[10:] for p in positions]
-    assert row["samples"] == len(trained) and skips.mask(np.array(trained)).any()
+    assert row["samples"] == len(trained) and skips.mask_skipped(np.array(trained)).any()
     assert row["skipped"] == history.cursor - len(trained)
     assert row["tokens"] == LENGTH * row["samples"] and row["share"] == 1.0
 
@@ -234,29 +236,31 @@ def test_skip_documents_of_a_run_that_is_down_holds_from_its_checkpoint_on(
     states = list((tmp_path / "run/checkpoints").glob("step-*/state.json"))
     back = min(json.loads(path.read_text())["cursor"] for path in states)
     history = History(tmp_path / "run")
-    order = history.library().source.order
+    order = history.library_at().source.order
     assert back < history.cursor
     shard = Shard(run[0].parent / "corpus/part-0")
     position = back + 3
-    document = shard.document_of(order.locate_one(position).first_token + 1)
+    document = shard.document_of(order.locate_sample(position).first_token + 1)
     skip_documents(
         history, history.blends[-1].corpora[0].fingerprint, {"part-0": np.array([document])}, "bad"
     )
-    assert History(tmp_path / "run").selection(history.library()).mask(np.array([position])).all()
+    assert (
+        History(tmp_path / "run").select_from(history.library_at()).mask_skipped(np.array([position])).all()
+    )
 
 
 def test_history_of_a_run_that_began_again_or_changed_its_order(corpus: Path, tmp_path: Path) -> None:
     history = History(make_run(corpus, tmp_path / "run"))
-    rows = history.steps(1, LAST_STEP)
+    rows = history.list_steps(1, LAST_STEP)
     assert not any(done.undone for done in rows)
     note(history.run, rows[-1].time + 1, "training", step=4, cursor=32)
-    again = History(tmp_path / "run").steps(1, LAST_STEP)
+    again = History(tmp_path / "run").list_steps(1, LAST_STEP)
     assert [done.step for done in again if done.undone] == [done.step for done in rows if done.step > 4]
     note(history.run, rows[-1].time + 2, "order_changed", old="x", new="y")
     changed = History(tmp_path / "run")
     with pytest.raises(DataError, match='"order_changed"'):
         step_sheet(changed, 3, 3, texts=0)
-    assert not changed.that_read(np.arange(100)) and "order_changed" in changed.problems[0]
+    assert not changed.find_steps_that_read(np.arange(100)) and "order_changed" in changed.problems[0]
 
 
 def test_history_refuses_no_run_and_passes_over_damaged_records(tmp_path: Path, corpus: Path) -> None:
@@ -269,6 +273,6 @@ def test_history_refuses_no_run_and_passes_over_damaged_records(tmp_path: Path, 
     (run / "steps" / "by hand.parquet").write_bytes(b"torn")
     (run / "steps" / "00000021-00000900-9999999999999.parquet").write_bytes(b"torn")
     assert history.step == History(run).step > 0  # by the newest that can be read
-    assert history.steps(1, 3) and any(
+    assert history.list_steps(1, 3) and any(
         "00000001-00000020-5.parquet is damaged" in p for p in history.problems
     )

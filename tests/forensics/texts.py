@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from megastable.data.tokenizer import Tokenizer
 from megastable_tools.forensics.oddness.features import Lexicon
-from megastable_tools.forensics.oddness.yardstick import Yardstick, cut, document_keys
+from megastable_tools.forensics.oddness.yardstick import Yardstick, cut_documents, document_keys
 from megastable_tools.prepare.corpus_tokenizer import train_sentencepiece
 from megastable_tools.prepare.stdlib import stdlib_files
 
@@ -53,7 +53,7 @@ def joined(some: list[Ids] | tuple[Ids, ...]) -> tuple[npt.NDArray[np.uint16], I
 def yardstick_of(some: list[Ids] | tuple[Ids, ...], lexicon: Lexicon | None = None) -> Yardstick:
     tokens, edges = joined(some)
     sample = tokens, edges, document_keys(tokens, edges)
-    return Yardstick.of([sample], lexicon or Lexicon.of(tokenizer(), VOCABULARY))
+    return Yardstick.learn_from([sample], lexicon or Lexicon.of_tokenizer(tokenizer(), VOCABULARY))
 
 
 @cache
@@ -64,6 +64,8 @@ def yardstick() -> Yardstick:
 def scores(yardstick: Yardstick, some: list[Ids] | tuple[Ids, ...]) -> npt.NDArray[np.float32]:
     """The score of each document, that of its worst piece."""
     tokens, edges = joined(some)
-    pieces, owner = cut(edges)
-    judged = yardstick.judge(yardstick.measure(tokens, pieces, document_keys(tokens, edges)[owner]))
+    pieces, owner = cut_documents(edges)
+    judged = yardstick.judge_features(
+        yardstick.measure_features(tokens, pieces, document_keys(tokens, edges)[owner])
+    )
     return np.maximum.reduceat(judged.score, np.flatnonzero(np.append(True, np.diff(owner) > 0)))

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from megastable.base.process import ROOT
-from megastable.config.recipe import load
+from megastable.config.recipe import load_recipe
 from megastable.config.tree import RunConfig
 from megastable.fp8 import te
-from megastable.fp8.apply import emulate, linears
-from megastable.fp8.controller import Emulated, losses, tell
-from megastable.fp8.emulated import metered, quantizers
-from megastable.fp8.scale_factors import E4M3, Quantized, by_tensor, magnitude, scale_of
-from megastable.fp8.te import Watched, watch
+from megastable.fp8.apply import emulate_fp8, find_linears
+from megastable.fp8.controller import Emulated, count_losses, report_quantization
+from megastable.fp8.emulated import make_meters, make_quantizers
+from megastable.fp8.scale_factors import E4M3, Quantized, by_tensor, largest_magnitude, scale_of
+from megastable.fp8.te import Watched, watch_module
 from megastable.model.block_parts import swiglu
 from megastable.model.gpt import GPT
 from megastable.model.loss import LossFunction
@@ -48,7 +48,7 @@ def built(c: RunConfig, recompute: str = "none", dtype: torch.dtype = torch.bflo
 def fitted(c: RunConfig, recompute: str = "none") -> tuple[GPT, Emulated]:
     model, fp8 = built(c, recompute), c.precision.fp8
     assert fp8 is not None
-    return model, emulate(model, fp8, in_fp8(c))
+    return model, emulate_fp8(model, fp8, in_fp8(c))
 
 
 def batch() -> tuple[torch.Tensor, torch.Tensor]:
@@ -70,7 +70,7 @@ def test_in_fp8_leaves_alone_what_is_kept() -> None:
     assert in_fp8(c) == wanted
     model, fp8 = fitted(c)
     assert set(fp8.layers) == wanted
-    assert set(linears(model)) == {
+    assert set(find_linears(model)) == {
         f"blocks.{i}.{n}"
         for i in range(4)
         for n in ("attention.qkv", "attention.out", "mlp.gate_up", "mlp.down")
@@ -92,7 +92,7 @@ def test_emulate_computes_all_linears_and_switched_off_the_same_bytes(
     """With a loss near that without."""
     plain, (within, fp8) = built(config(model=model)), fitted(config(recipe, model=model))
     without, eight = gradients(plain), gradients(within)
-    assert len(fp8.layers) == len(linears(within)) > 0
+    assert len(fp8.layers) == len(find_linears(within)) > 0
     assert eight[0] != without[0] and abs(eight[0] - without[0]) < 0.05
     fp8.on = False
     off = gradients(within)
@@ -112,8 +112,8 @@ def test_recompute_in_fp8_changes_nothing(recipe: str, recompute: str) -> None:
         assert one[0] == other[0]
         assert all(torch.equal(x, y) for x, y in zip(one[1], other[1], strict=True))
         for fp8 in (a, b):
-            fp8.settle(True)
-    assert a.history() == b.history()
+            fp8.settle_step(True)
+    assert a.write_history() == b.write_history()
 
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any], float]] = {
@@ -138,14 +138,14 @@ def train_rank(c: RunConfig) -> dict[str, Any]:
         if step == 2:
             # What is only looked at leaves no trace.
             before = engine.fp8_history()
-            engine.measure(micro)
-            engine.evaluate(micro)
+            engine.measure_step(micro)
+            engine.evaluate_samples(micro)
             assert engine.fp8_history() == before
         measured, applied = engine.train_step(micro, lr, judge=lambda m: m.finite)
         assert applied and measured.fp8
         losses.append(measured.loss)
         norms.append(measured.grad_norm)
-    learnt = losses[0] - float(engine.evaluate(take_batch(engine, layouts.batches()[0])).mean())
+    learnt = losses[0] - float(engine.evaluate_samples(take_batch(engine, layouts.batches()[0])).mean())
     return {"losses": losses, "norms": norms, "learnt": learnt, "history": engine.fp8_history()}
 
 
@@ -175,7 +175,7 @@ def refusing(c: RunConfig) -> None:
     steps = [take_batch(engine, one) for one in layouts.batches()]
     for micro in steps[:2]:
         engine.train_step(micro, 1e-3, lambda _: True)
-    before, counters, state = engine.fp8_history(), engine.counters(), engine.optimizer_state()
+    before, counters, state = engine.fp8_history(), engine.read_counters(), engine.optimizer_state()
     kept = {name: tensor.clone() for name, tensor in state.items()}
     assert {len(slot) for told in before.values() for slot in told} == {16}
     assert all(slot[1] > 0 == slot[2] for told in before.values() for slot in told), "two steps were seen"
@@ -196,9 +196,9 @@ def refusing(c: RunConfig) -> None:
         engine.restore_fp8_history(
             {n: [[m * seen for m in slot] for slot in told] for n, told in before.items()}
         )
-        engine.probe.watch()
+        engine.probe.watch_step()
         engine.train_step(steps[3], 0.0, lambda _: False)
-        found = engine.statistics()
+        found = engine.collect_statistics()
         rows = {name: row for name, row in found.layers.items() if kinds[0] in row}
         assert set(rows) == {f"{layer}.weight" for layer in engine.fp8.layers}
         assert all(0 <= row[kind] <= 1 for row in rows.values() for kind in kinds)
@@ -229,9 +229,9 @@ def test_losses_count_what_is_cut_and_what_is_lost() -> None:
     """By hand: E4M3's largest is 448, its smallest 2^-9, and half of that rounds to zero."""
     one = torch.ones(())
     x = torch.tensor([[448.0, 463.0, 465.0, -1e4, 1.0, 0.0, 2.0**-9, 2.0**-10, 2.0**-11, -0.0]])
-    cut, lost = losses(x, by_tensor(x, one, E4M3))
+    cut, lost = count_losses(x, by_tensor(x, one, E4M3))
     assert (float(cut), float(lost)) == (2, 2)
-    cut, lost = losses(x, by_tensor(x, scale_of(magnitude(x), E4M3), E4M3))
+    cut, lost = count_losses(x, by_tensor(x, scale_of(largest_magnitude(x), E4M3), E4M3))
     assert (float(cut), float(lost)) == (0, 3)
 
 
@@ -254,22 +254,22 @@ def test_watch_counts_as_the_emulation(recipe: str, monkeypatch: pytest.MonkeyPa
     model, fp8 = fitted(c)
     assert c.precision.fp8 is not None
     gradients(model)
-    fp8.settle(True)  # delayed scales are known now
+    fp8.settle_step(True)  # delayed scales are known now
     within: Seen = {}
     beside: Seen = {}
-    fp8.watch(recorder(within))
-    meters = metered(c.precision.fp8, fp8.layers, torch.device("cpu"))
+    fp8.watch_quantization(recorder(within))
+    meters = make_meters(c.precision.fp8, fp8.layers, torch.device("cpu"))
     if meters is not None:
-        meters.read(fp8.history())
-    how = dict(zip(fp8.layers, quantizers(c.precision.fp8, len(fp8.layers), meters), strict=True))
+        meters.read_history(fp8.write_history())
+    how = dict(zip(fp8.layers, make_quantizers(c.precision.fp8, len(fp8.layers), meters), strict=True))
     handles = []
-    for name, linear in linears(model).items():
+    for name, linear in find_linears(model).items():
 
         def show(_: int, slot: int, x: Tensor, became: Quantized, name: str = name) -> None:
-            tell(recorder(beside), name, slot, x, became)
+            report_quantization(recorder(beside), name, slot, x, became)
 
         handles.append(
-            watch(Watched(linear, (name,), (linear.weight,), lambda x: x, swiglu), [how[name]], show)
+            watch_module(Watched(linear, (name,), (linear.weight,), lambda x: x, swiglu), [how[name]], show)
         )
     gradients(model)
     assert len(within) == 3 * len(fp8.layers) and beside == within
@@ -292,12 +292,12 @@ SMALL = (
 
 @pytest.mark.parametrize("name", ["1.3b-fp8", "7b-fp8"])
 def test_fp8_recipe_trains(name: str, corpus: Path, tmp_path: Path) -> None:
-    made = load(ROOT / f"launch/recipes/{name}.yaml", [
+    made = load_recipe(ROOT / f"launch/recipes/{name}.yaml", [
         *SMALL, f"data.corpora.0.path={corpus}", f"run.dir={tmp_path / 'run'}",
     ])  # fmt: skip
     assert [bool(fp8_linears(made, block)) for block in range(3)] == [False, True, False]
     assert run_ranks(1, train, made) == [0]
-    table = records.read(tmp_path / "run/steps")
+    table = records.read_newest_records(tmp_path / "run/steps")
     assert table.column("fp8").to_pylist() == [1] * STEPS
     losses = table.column("loss").to_pylist()
     assert losses[-1] < losses[0] and table.column("applied").to_pylist() == [True] * STEPS

@@ -31,7 +31,7 @@ def meters(length: int = 4, margin: int = 0, names: Sequence[str] = LAYERS) -> M
 def show(to: Meters, step: Step) -> None:
     for layer, slots in enumerate(step):
         for slot, amax in enumerate(slots):
-            to.see(layer, slot, torch.tensor(amax, dtype=torch.float32))
+            to.note_magnitude(layer, slot, torch.tensor(amax, dtype=torch.float32))
 
 
 class Models:
@@ -74,7 +74,7 @@ def test_meters_follow_the_model_through_any_steps(
     mine, theirs = meters(length, margin), Models(length, margin)
     for step, applied in steps:
         show(mine, step)
-        mine.settle(applied)
+        mine.settle_step(applied)
         if applied:
             theirs.update(step)
         assert mine.scales.tolist() == theirs.scales
@@ -88,7 +88,7 @@ def run(mine: Meters, steps: np.ndarray) -> list[list[list[float]]]:
     found = []
     for step in steps.tolist():
         show(mine, step)
-        mine.settle(True)
+        mine.settle_step(True)
         found.append(mine.scales.tolist())
     return found
 
@@ -97,10 +97,10 @@ def test_meters_go_the_same_way_again_after_a_rewind() -> None:
     steps = numbers(12, 7)
     mine = meters()
     run(mine, steps[:5])
-    saved, scales = mine.state(), mine.scales.clone()
+    saved, scales = mine.copy_state(), mine.scales.clone()
     first = run(mine, steps[5:])
     show(mine, (steps[0] * 1e9).tolist())  # a step that is given up midway
-    mine.restore(saved)
+    mine.restore_state(saved)
     assert torch.equal(mine.scales, scales)
     assert run(mine, steps[5:]) == first
 
@@ -109,8 +109,8 @@ def test_meters_go_through_json_exactly() -> None:
     steps = numbers(12, 8)
     mine, other = meters(), meters()
     run(mine, steps[:6])
-    other.read(json.loads(json.dumps(mine.told())))
-    assert torch.equal(other.scales, mine.scales) and torch.equal(other.state(), mine.state())
+    other.read_history(json.loads(json.dumps(mine.write_history())))
+    assert torch.equal(other.scales, mine.scales) and torch.equal(other.copy_state(), mine.copy_state())
     assert run(other, steps[6:]) == run(mine, steps[6:])
 
 
@@ -130,7 +130,7 @@ def test_delayed_takes_the_scale_of_steps_before(slot: int, of: FP8Format) -> No
     assert same is found
     expected = model.quantize(x.numpy(), MODELS[of])
     assert (found.values.view(torch.uint8).numpy() == expected.codes).all()
-    mine.settle(True)
+    mine.settle_step(True)
     scale = float(mine.scales[0, slot])
     assert np.float32(scale) == expected.scale[0, 0]
     # Ten times larger ones now are cut: this step's own magnitude does not matter yet.
@@ -138,7 +138,7 @@ def test_delayed_takes_the_scale_of_steps_before(slot: int, of: FP8Format) -> No
     expected = model.with_scale((10 * x).numpy(), MODELS[of], scale)
     assert (found.values.view(torch.uint8).numpy() == expected.codes).all()
     assert (np.abs(expected.values) == of.max).mean() > 0.1
-    mine.settle(True)
+    mine.settle_step(True)
     assert np.float32(float(mine.scales[0, slot])) == np.float32(of.max) / np.float32((10 * x).abs().max())
     # No other tensor has learnt of it.
     assert int((mine.scales != 0).sum()) == 1
@@ -151,9 +151,9 @@ def of_rank(steps: list[list[np.ndarray]]) -> list[list[list[list[float]]]]:
     mine, found = meters(length=3), []
     for number, step in enumerate(steps):
         show(mine, step[dist.get_rank()].tolist())
-        mine.settle(number != 2)
+        mine.settle_step(number != 2)
         found.append(mine.scales.tolist())
-    return [*found, mine.state().tolist()]
+    return [*found, mine.copy_state().tolist()]
 
 
 def test_settle_shares_the_largest_magnitudes() -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megastable.config.training import Fp8Config
-from megastable.fp8.emulated import Blocks, Current, Delayed, Product, Quantizer, formats
+from megastable.fp8.emulated import Blocks, Current, Delayed, Product, Quantizer, choose_formats
 from megastable.fp8.scale_factors import E4M3, E5M2, FP8Format, Meters, Quantized
 from tests.fp8 import model
 
@@ -46,8 +46,8 @@ def drawn(
 def remembering(to: tuple[FP8Format, FP8Format, FP8Format]) -> Meters:
     meters = Meters(["blocks.0.mlp.down"], to, 4, 0, torch.device("cpu"))
     for slot, amax in enumerate(REMEMBERED):
-        meters.see(0, slot, torch.tensor(amax))
-    meters.settle(True)
+        meters.note_magnitude(0, slot, torch.tensor(amax))
+    meters.settle_step(True)
     return meters
 
 
@@ -133,7 +133,7 @@ def test_check_tells_recipes_and_formats_apart(recipe: str) -> None:
 @pytest.mark.parametrize("recipe", ["current", "delayed", "block"])
 @pytest.mark.parametrize("given", ["auto", "hybrid", "e4m3"])
 def test_formats_of_a_configuration(recipe: str, given: str) -> None:
-    found = formats(Fp8Config.model_validate({"recipe": recipe, "formats": given}))
+    found = choose_formats(Fp8Config.model_validate({"recipe": recipe, "formats": given}))
     assert found == (HYBRID if given == "hybrid" or (given == "auto" and recipe != "block") else NARROW)
 
 

@@ -12,7 +12,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megastable.fp8 import scale_factors
-from megastable.fp8.scale_factors import E4M3, E5M2, FP8Format, by_tensor, cast, decode, magnitude, scale_of
+from megastable.fp8.scale_factors import (
+    E4M3,
+    E5M2,
+    FP8Format,
+    by_tensor,
+    cast_to_fp8,
+    decode_fp8,
+    largest_magnitude,
+    scale_of,
+)
 from tests.fp8 import model
 from tests.fp8.model import Model
 
@@ -25,7 +34,7 @@ MODELS = {E4M3: model.E4M3, E5M2: model.E5M2}
 def codes(x: np.ndarray | torch.Tensor, to: FP8Format, scale: float = 1.0) -> np.ndarray:
     """What the emulation makes of x: uint8."""
     given = torch.from_numpy(np.ascontiguousarray(x)) if isinstance(x, np.ndarray) else x
-    return cast(given, torch.tensor(scale), to).view(torch.uint8).numpy()
+    return cast_to_fp8(given, torch.tensor(scale), to).view(torch.uint8).numpy()
 
 
 def agree(found: np.ndarray, expected: np.ndarray, of: Model) -> None:
@@ -89,16 +98,16 @@ def test_cast_of_specials(mine: FP8Format, theirs: Model) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 def test_decode_gives_the_models_numbers(mine: FP8Format, theirs: Model, dtype: torch.dtype) -> None:
     every = torch.arange(256, dtype=torch.uint8)
-    found = decode(every.view(mine.dtype), mine, dtype).double().numpy()
+    found = decode_fp8(every.view(mine.dtype), mine, dtype).double().numpy()
     numbers = np.isfinite(theirs.values)
     assert (found[numbers] == theirs.values[numbers]).all()
     assert (np.signbit(found[numbers]) == np.signbit(theirs.values[numbers])).all()
     assert not np.isfinite(found[~numbers]).any()
     # Only numbers, which may take another way; in a shape of more dimensions, not contiguous; nothing at all.
     kept = every[torch.from_numpy(numbers)][:240].reshape(2, 10, 12).transpose(0, 2)
-    found = decode(kept.view(mine.dtype), mine, dtype).double().numpy()
+    found = decode_fp8(kept.view(mine.dtype), mine, dtype).double().numpy()
     assert (found == theirs.values[kept.numpy()]).all()
-    assert decode(every[:0].view(mine.dtype), mine, dtype).numel() == 0
+    assert decode_fp8(every[:0].view(mine.dtype), mine, dtype).numel() == 0
 
 
 @PAIRS
@@ -213,7 +222,9 @@ BLOCKS: dict[str, tuple[Callable[[Tensor, FP8Format], scale_factors.Quantized], 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_tensor(mine: FP8Format, theirs: Model, dtype: torch.dtype, shape: tuple[int, int]) -> None:
     given, x = tensor(draw_numbers(shape, 4), dtype)
-    check_quantized(by_tensor(given, scale_of(magnitude(given), mine), mine), model.quantize(x, theirs))
+    check_quantized(
+        by_tensor(given, scale_of(largest_magnitude(given), mine), mine), model.quantize(x, theirs)
+    )
     check_quantized(by_tensor(given, torch.tensor(3.3), mine), model.with_scale(x, theirs, 3.3))
 
 

@@ -63,7 +63,7 @@ def config(
     ],
 )
 def test_misfit_names_sizes_that_its_products_do_not_take(parts: dict[str, Any], told: str) -> None:
-    reason = te.misfit(config(**parts))
+    reason = te.find_misfit(config(**parts))
     assert reason is not None and told in reason
     assert te.why_not(config(**parts), GPU) == reason
 
@@ -215,7 +215,7 @@ def test_fit_puts_our_parameters_into_its_modules(
     for p in block.parameters() if partitioned else ():
         p.ds_shape, p.data = p.shape, torch.empty(0)  # type: ignore[attr-defined]
     before = known(block)
-    found = te.fit(block, linears)
+    found = te.fit_block(block, linears)
     assert known(block) == before
     assert [name for name, part in block.named_modules() if isinstance(part, Shown)] == where
     assert [tuple(name.removeprefix("blocks.1.") for name in one.layers) for one in found] == computed
@@ -241,7 +241,7 @@ def delayed(**fp8: Any) -> tuple[te.TransformerEngine, list[te.Fitted], Block]:
     with torch.no_grad():
         for number, parameter in enumerate(block.parameters()):
             parameter.fill_(0.5 * 2.0**number)
-    found = te.fit(block, LINEARS)
+    found = te.fit_block(block, LINEARS)
     assert c.precision.fp8 is not None
     return te.TransformerEngine(found, c.precision.fp8, None, torch.device("cpu")), found, block
 
@@ -274,20 +274,20 @@ def test_settle_moves_delayed_scales(surface: list[Any]) -> None:
         raised(x, 5.0)
         raised(g, 1e-3)
         assert float(x.scale) == 0.5  # none moves within a step
-    fp8.settle(True)
+    fp8.settle_step(True)
     with fp8.computing():
         assert float(x.scale) == pytest.approx(448 / 7 / 2)
         assert float(g.scale) == pytest.approx(57344 / 1e-3 / 2)
         raised(x, 100.0)
-    history = fp8.history()
-    fp8.settle(False)
-    assert fp8.history() == history and history[layer][0] == [7.0, 0.0, 0.0, 0.0]
+    history = fp8.write_history()
+    fp8.settle_step(False)
+    assert fp8.write_history() == history and history[layer][0] == [7.0, 0.0, 0.0, 0.0]
     with torch.no_grad(), fp8.computing():
         raised(x, 200.0)  # an evaluation
     with fp8.computing():
         assert float(x.scale) == pytest.approx(448 / 7 / 2)
-    fp8.settle(True)
-    assert fp8.history() == history  # nothing was seen in that step
+    fp8.settle_step(True)
+    assert fp8.write_history() == history  # nothing was seen in that step
 
 
 # The gradients of norms

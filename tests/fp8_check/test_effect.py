@@ -15,7 +15,7 @@ from megastable.base.errors import DataError
 from megastable.checkpoint.plain import PlainModel
 from megastable.config.training import Fp8Config
 from megastable.config.tree import RunConfig
-from megastable.fp8.apply import emulate, linears
+from megastable.fp8.apply import emulate_fp8, find_linears
 from megastable.fp8.emulated import Product
 from megastable.fp8.scale_factors import SLOTS
 from megastable.model.gpt import GPT
@@ -28,9 +28,9 @@ from megastable_tools.fp8_check.advice import (
     ModelLoss,
     RecipeOutcome,
     TensorLoss,
-    advise,
-    best,
-    unstable,
+    best_outcome,
+    choose_kept_layers,
+    find_instabilities,
 )
 from megastable_tools.fp8_check.effect import (
     PRODUCTS,
@@ -39,8 +39,8 @@ from megastable_tools.fp8_check.effect import (
     _compare,
     _quantizers,
     _Sums,
-    check,
-    passes,
+    check_effect,
+    count_passes_of,
 )
 
 RECIPES = ("current", "delayed", "block")
@@ -69,15 +69,17 @@ def checked(of: PlainModel, recipes: tuple[str, ...] = RECIPES) -> tuple[EffectR
     """And how many passes were announced, and were made."""
     configs = {recipe: Fp8Config(recipe=recipe) for recipe in recipes}  # type: ignore[arg-type]
     some = batches(5)
-    announced, made = [passes(2, 3, configs)], []
-    found = check(of, some[3:], some[:3], configs, advance=lambda: made.append(1), more=announced.append)
+    announced, made = [count_passes_of(2, 3, configs)], []
+    found = check_effect(
+        of, some[3:], some[:3], configs, advance=lambda: made.append(1), more=announced.append
+    )
     return found, sum(announced), len(made)
 
 
 def planted(of: PlainModel) -> str:
     """One hidden unit of an MLP given FAR less, and its output taken as many times: the same function, and a column of
     the weights that makes all the others vanish in FP8."""
-    layers = linears(of.gpt)
+    layers = find_linears(of.gpt)
     with torch.no_grad():
         layers["blocks.1.mlp.gate_up"].weight[FFN + 5] /= FAR
         layers["blocks.1.mlp.down"].weight[:, 5] *= FAR
@@ -101,7 +103,7 @@ def test_check_names_an_outlier_channel_and_keeping_its_layer_helps(recipe: str)
     assert outcome.kept.kl < outcome.everything.kl / 5
     assert outcome.kept.cosine > outcome.everything.cosine
     # Nothing of what was measured with is left behind.
-    assert all(linear.product is torch.nn.functional.linear for linear in linears(broken.gpt).values())
+    assert all(linear.product is torch.nn.functional.linear for linear in find_linears(broken.gpt).values())
     assert all(p.grad is None for p in broken.parameters())
 
 
@@ -115,7 +117,7 @@ def test_check_measures_the_gradient_that_the_model_has() -> None:
     for batch in batches(5)[3:]:
         gradients = []
         for on in (False, True):
-            fp8 = emulate(of.gpt, Fp8Config(), frozenset(linears(of.gpt)))
+            fp8 = emulate_fp8(of.gpt, Fp8Config(), frozenset(find_linears(of.gpt)))
             fp8.on = on
             of.zero_grad()
             of.gpt(batch.tokens[:, :-1], batch.tokens[:, 1:]).backward()
@@ -165,7 +167,7 @@ def test_compare_measures_the_products_that_train(recipe: str) -> None:
 def test_check_refuses_what_is_broken_without_fp8() -> None:
     of = model()
     with torch.no_grad():
-        linears(of.gpt)["blocks.0.mlp.down"].weight[0, 0] = torch.nan
+        find_linears(of.gpt)["blocks.0.mlp.down"].weight[0, 0] = torch.nan
     with pytest.raises(DataError, match="not finite without FP8"):
         checked(of, ("current",))
 
@@ -203,7 +205,7 @@ CASES: list[tuple[list[dict[str, float]], list[int]]] = [
 
 @pytest.mark.parametrize(("rows", "wanted"), CASES)
 def test_advise(rows: list[dict[str, float]], wanted: list[int]) -> None:
-    kept = advise([layer(str(number), **row) for number, row in enumerate(rows)])
+    kept = choose_kept_layers([layer(str(number), **row) for number, row in enumerate(rows)])
     assert list(kept) == [str(number) for number in wanted]
     assert all(reasons and all(reasons) for reasons in kept.values())
 
@@ -217,8 +219,8 @@ def test_advise_answers_whatever_is_measured_in_any_order(
     rows: list[tuple[float, float, float]],
 ) -> None:
     measured = [layer(str(number), *row) for number, row in enumerate(rows)]
-    kept = advise(measured)
-    assert set(kept) == set(advise(measured[::-1]))
+    kept = choose_kept_layers(measured)
+    assert set(kept) == set(choose_kept_layers(measured[::-1]))
     for one in measured:
         if one.worst > LIMITS.useless or one.tensors["weight"].saturation > LIMITS.saturation:
             assert one.name in kept
@@ -231,13 +233,13 @@ def of_model(loss: float = 3.0, cosine: float = 0.999, error: float = 0.05) -> M
 
 
 def test_unstable() -> None:
-    assert unstable(3.0, of_model(3.02)) == ()
-    assert "+2.00%" in unstable(3.0, of_model(3.06))[0]
-    assert "cosine 0.800" in unstable(3.0, of_model(cosine=0.8))[0]
+    assert find_instabilities(3.0, of_model(3.02)) == ()
+    assert "+2.00%" in find_instabilities(3.0, of_model(3.06))[0]
+    assert "cosine 0.800" in find_instabilities(3.0, of_model(cosine=0.8))[0]
     for broken in (of_model(math.nan), of_model(cosine=math.nan), of_model(error=math.inf)):
-        assert unstable(3.0, broken) == ("loss or gradient is not finite",)
-    assert unstable(3.0, of_model(), kept=4, layers=8) == ()
-    assert "5 of 8" in unstable(3.0, of_model(), kept=5, layers=8)[0]
+        assert find_instabilities(3.0, broken) == ("loss or gradient is not finite",)
+    assert find_instabilities(3.0, of_model(), kept=4, layers=8) == ()
+    assert "5 of 8" in find_instabilities(3.0, of_model(), kept=5, layers=8)[0]
 
 
 def test_best_keeps_few_and_is_near() -> None:
@@ -248,6 +250,6 @@ def test_best_keeps_few_and_is_near() -> None:
         reasons = {str(number): ("why",) for number in range(keep)}
         return RecipeOutcome(recipe, [], reasons, of_model(error=0.9 if keep else error), kept, problems)
 
-    assert best([outcome("a", 2, 0.01), outcome("b", 1, 0.2), outcome("c", 1, 0.1)]).recipe == "c"  # type: ignore[union-attr]
-    assert best([outcome("a", problems=("no",)), outcome("b", 3)]).recipe == "b"  # type: ignore[union-attr]
-    assert best([outcome("a", problems=("no",))]) is None
+    assert best_outcome([outcome("a", 2, 0.01), outcome("b", 1, 0.2), outcome("c", 1, 0.1)]).recipe == "c"  # type: ignore[union-attr]
+    assert best_outcome([outcome("a", problems=("no",)), outcome("b", 3)]).recipe == "b"  # type: ignore[union-attr]
+    assert best_outcome([outcome("a", problems=("no",))]) is None

@@ -19,7 +19,7 @@ PIECES = 400
 def corpus_with_tokenizer(folder: Path) -> Tokenizer:
     write_corpus(folder, tokens=2_000)
     tokenizer = load_tokenizer(sentencepiece_file(folder, PIECES))
-    Manifest.load(folder).model_copy(update={"tokenizer": tokenizer.info}).save(folder)
+    Manifest.load_manifest(folder).model_copy(update={"tokenizer": tokenizer.info}).save_manifest(folder)
     return tokenizer
 
 

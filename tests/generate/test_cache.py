@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megastable.checkpoint.plain import PlainModel
 from megastable_tools.generate import decode as caching
-from megastable_tools.generate.decode import KeyValueCache, extend
+from megastable_tools.generate.decode import KeyValueCache, read_tokens
 from tests.generate.models import KINDS, LENGTH, VOCABULARY, model, tokens
 from tests.tiers import examples
 
@@ -24,7 +24,7 @@ def logits_in_steps(plain: PlainModel, given: Tensor, steps: list[int]) -> Tenso
     for step in [*steps, given.shape[1]]:
         part = given[:, at : at + step]
         if part.shape[1]:
-            parts.append(plain.logits(extend(plain, part, cache)))
+            parts.append(plain.compute_logits(read_tokens(plain, part, cache)))
             at += part.shape[1]
             assert cache.length == at
     return torch.cat(parts).transpose(0, 1)[..., : plain.vocabulary].float()
@@ -50,7 +50,9 @@ def test_extend_reads_a_long_prompt_in_parts(monkeypatch: pytest.MonkeyPatch) ->
     plain, given, seen = MODELS["grouped"], tokens(2, 40), []
     handle = plain.gpt[0].register_forward_hook(lambda _, args, __: seen.append(args[0].shape[1]))
     with torch.no_grad():
-        in_parts = plain.logits(extend(plain, given, KeyValueCache())).transpose(0, 1)[..., :VOCABULARY]
+        in_parts = plain.compute_logits(read_tokens(plain, given, KeyValueCache())).transpose(0, 1)[
+            ..., :VOCABULARY
+        ]
     handle.remove()
     assert seen == [7, 7, 7, 7, 7, 5]
     with torch.no_grad():
@@ -60,10 +62,10 @@ def test_extend_reads_a_long_prompt_in_parts(monkeypatch: pytest.MonkeyPatch) ->
 def test_cache_goes_on_with_chosen_rows_as_if_they_were_alone() -> None:
     plain, given, more = MODELS["grouped"], tokens(3, 9), tokens(4, 6, seed=1)
     cache, rows = KeyValueCache(), torch.tensor([2, 0, 0, 2])
-    extend(plain, given, cache)
-    cache.choose(rows)
+    read_tokens(plain, given, cache)
+    cache.choose_rows(rows)
     with torch.no_grad():
-        got = plain.logits(extend(plain, more, cache)).transpose(0, 1)[..., :VOCABULARY]
+        got = plain.compute_logits(read_tokens(plain, more, cache)).transpose(0, 1)[..., :VOCABULARY]
         wanted = plain(torch.cat((given[rows], more), 1))[:, 9:]
     torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
 
@@ -71,6 +73,6 @@ def test_cache_goes_on_with_chosen_rows_as_if_they_were_alone() -> None:
 def test_extend_leaves_a_model_that_can_be_trained() -> None:
     """Tables that both use must have been made for both."""
     plain = model(rope_theta=1234.0)
-    extend(plain, tokens(1, LENGTH), KeyValueCache())
+    read_tokens(plain, tokens(1, LENGTH), KeyValueCache())
     plain(tokens(1, LENGTH)).square().mean().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in plain.parameters())

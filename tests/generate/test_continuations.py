@@ -8,7 +8,7 @@ import torch
 from megastable.base.errors import CheckpointError
 from megastable.checkpoint.plain import PlainModel
 from megastable.data.tokenizer import Tokenizer, load_tokenizer
-from megastable_tools.generate.decode import Sampling, write
+from megastable_tools.generate.decode import Sampling, write_continuations
 from megastable_tools.generate.talk import Continuation
 from tests.data.texts import sentencepiece_file
 from tests.generate.models import model
@@ -31,9 +31,9 @@ def samples(
 ) -> list[Continuation]:
     settings: dict[str, object] = {"number": 1, "most": 12, "seed": (1, 0), "ends": (), **options}
     found = [Continuation() for _ in range(int(str(settings["number"])))]
-    for piece in write(plain, tokenizer, tokenizer.encode("def f("), sampling, **settings):  # type: ignore[arg-type]
+    for piece in write_continuations(plain, tokenizer, tokenizer.encode("def f("), sampling, **settings):  # type: ignore[arg-type]
         assert not found[piece.sample].end  # nothing comes behind an end
-        found[piece.sample].add(piece)
+        found[piece.sample].add_piece(piece)
     return found
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from megastable.base.errors import DataError
 from megastable.data.tokenizer import Tokenizer, load_tokenizer
-from megastable_tools.generate.decode import Sampling, StreamDecoder, cut, pick
+from megastable_tools.generate.decode import Sampling, StreamDecoder, cut_at_stop, pick_tokens
 from megastable_tools.generate.talk import read_prompt
 from tests.data.texts import hugging_face_file, sentencepiece_file
 
@@ -29,7 +29,7 @@ def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 def streamed(tokenizer: Tokenizer, before: list[int], ids: list[int]) -> list[str]:
     decoder = StreamDecoder(tokenizer, before)
-    return [*(decoder.feed(token) for token in ids), decoder.end()]
+    return [*(decoder.feed_token(token) for token in ids), decoder.end_text()]
 
 
 @given(before=text, written=text)
@@ -61,7 +61,7 @@ def test_stream_decoder_says_what_the_tokenizer_says(
 def test_cut_ends_before_the_first_stop(parts: list[str], stops: list[str]) -> None:
     whole, shown, held, met = "".join(parts), "", "", False
     for part in parts:
-        new, held, met = cut(held + part, stops)
+        new, held, met = cut_at_stop(held + part, stops)
         shown += new
         assert not any(stop in shown for stop in stops)
         if met:
@@ -106,7 +106,7 @@ def test_pick_gives_every_token_its_share(
     sampling = Sampling(temperature, top_k, top_p)
     wanted = distribution(logits, sampling)
     uniforms = (torch.arange(points, dtype=torch.float64) + 0.5) / points
-    chosen = pick(torch.tensor([logits] * points), sampling, uniforms).tolist()
+    chosen = pick_tokens(torch.tensor([logits] * points), sampling, uniforms).tolist()
     assert set(chosen) <= wanted.keys()
     for token, share in wanted.items():
         # An interval of that length holds so many of the even points, or one more or less.
@@ -118,9 +118,11 @@ def test_pick_gives_every_token_its_share(
 def test_pick_at_extremes(sampling: Sampling, uniform: float) -> None:
     """Large logits, a temperature near zero, the first and the last uniform number there is."""
     logits, at = torch.tensor([[-1e30, 5e4, 1e4, -math.inf]]), torch.tensor([uniform], dtype=torch.float64)
-    assert pick(logits, sampling, at).tolist() == pick(logits, Sampling(0.0), at).tolist() == [1]
+    assert (
+        pick_tokens(logits, sampling, at).tolist() == pick_tokens(logits, Sampling(0.0), at).tolist() == [1]
+    )
     ruled_out = torch.cat((torch.randn(1, 1000), torch.full((1, 50), -math.inf)), -1)
-    assert int(pick(ruled_out, Sampling(1.0, 0, 1.0), at)) < 1000
+    assert int(pick_tokens(ruled_out, Sampling(1.0, 0, 1.0), at)) < 1000
 
 
 @pytest.mark.parametrize(

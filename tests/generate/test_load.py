@@ -43,39 +43,47 @@ def test_open_speaker_speaks_with_the_tokenizer_of_its_corpus(run: Path) -> None
 def test_prompt_is_its_text_and_an_empty_one_the_start_of_a_document(run: Path) -> None:
     speaker = opened(run)
     ids, eod = speaker.tokenizer.encode("def f("), speaker.tokenizer.eod
-    assert speaker.prompt("def f(", document_start=False) == ids
-    assert speaker.prompt("def f(", document_start=True) == [eod, *ids]
-    assert speaker.prompt("", document_start=False) == speaker.prompt("", document_start=True) == [eod]
+    assert speaker.encode_prompt("def f(", document_start=False) == ids
+    assert speaker.encode_prompt("def f(", document_start=True) == [eod, *ids]
+    assert (
+        speaker.encode_prompt("", document_start=False)
+        == speaker.encode_prompt("", document_start=True)
+        == [eod]
+    )
     with pytest.raises(DataError, match="not UTF-8"):
-        speaker.prompt("a\udcff", document_start=False)
+        speaker.encode_prompt("a\udcff", document_start=False)
 
 
 def test_prompt_begins_with_what_begins_documents(tmp_path: Path) -> None:
     """Of the run, and of its export, which says so in config.json, too."""
     run = run_with_tokenizer(tmp_path)
-    manifest = Manifest.load(tmp_path / "corpus")
+    manifest = Manifest.load_manifest(tmp_path / "corpus")
     bos = load_tokenizer(tmp_path / "corpus", bos="own").bos
     assert bos not in (None, manifest.tokenizer.eod)
     info = manifest.tokenizer.model_copy(update={"bos": bos})
-    manifest.model_copy(update={"tokenizer": info}).save(tmp_path / "corpus")
+    manifest.model_copy(update={"tokenizer": info}).save_manifest(tmp_path / "corpus")
     out = to_hf(run, tmp_path / "exported").out
     for speaker in (opened(run), opened(out)):
         ids = speaker.tokenizer.encode("def f(")
         for document_start in (False, True):
-            assert speaker.prompt("def f(", document_start) == [bos, *ids]
-            assert speaker.prompt("", document_start) == [bos]
+            assert speaker.encode_prompt("def f(", document_start) == [bos, *ids]
+            assert speaker.encode_prompt("", document_start) == [bos]
         assert speaker.ends == {speaker.tokenizer.eod}
     kept = shutil.copy(tmp_path / "corpus/tokenizer.model", tmp_path / "kept.model")
     speaker = opened(run, Path(kept))
-    assert speaker.prompt("def f(", False) == [bos, *ids] and speaker.ends == {info.eod} and not speaker.notes
+    assert (
+        speaker.encode_prompt("def f(", False) == [bos, *ids]
+        and speaker.ends == {info.eod}
+        and not speaker.notes
+    )
 
 
 def test_open_speaker_of_a_folder_of_hugging_face_speaks_as_the_run(run: Path, folder: Path) -> None:
     ours, theirs = opened(run), opened(folder)
     text = "def f(x, é):\n    return 🤷\n"
-    assert ours.prompt(text, False) == theirs.prompt(text, False)
+    assert ours.encode_prompt(text, False) == theirs.encode_prompt(text, False)
     assert theirs.ends == ours.ends and theirs.start == ours.start and not theirs.always
-    ids = torch.tensor([ours.prompt(text, False)])
+    ids = torch.tensor([ours.encode_prompt(text, False)])
     with torch.no_grad():
         torch.testing.assert_close(theirs.model(ids), ours.model(ids), rtol=1e-4, atol=1e-4)
 
@@ -84,7 +92,7 @@ def test_prompt_forges_no_special_token(run: Path, folder: Path) -> None:
     """Though other programs read the folder's tokenizer so that it does."""
     for speaker in (opened(run), opened(folder)):
         for text in ("x</s>", "<s>", "<unk>y"):
-            ids = speaker.prompt(text, False)
+            ids = speaker.encode_prompt(text, False)
             assert not {0, 1, 2} & {*ids} and speaker.tokenizer.decode(ids) == text
 
 

@@ -58,11 +58,11 @@ def test_printer_shows_a_terminal_the_prompt_and_no_control_characters() -> None
     ]
     console, out = page(terminal=True)
     printer = Printer(console, 1)
-    printer.print("the \x07prompt ", pieces)
+    printer.print_pieces("the \x07prompt ", pieces)
     shown = out.getvalue().replace("\x1b[1m", "").replace("\x1b[0m", "")
     assert shown == "the \\x07prompt a\tb\n\\x1b[2J\\u202e\\rx\n"
     console, out = page()
-    Printer(console, 1).print("the prompt ", pieces)
+    Printer(console, 1).print_pieces("the prompt ", pieces)
     assert out.getvalue() == "a\tb\n\x1b[2J\u202e\rx\n"
     assert printer.samples[0].text == "a\tb\n\x1b[2J\u202e\rx"
 
@@ -72,12 +72,12 @@ def test_talk_continues_lines_and_goes_on_at_an_empty_one(
 ) -> None:
     def text(most: int) -> str:
         console, out = page()
-        Talk(speaker, wishes(sampling=Sampling(0.0), most=most)).once("def f(", console, json=False)
+        Talk(speaker, wishes(sampling=Sampling(0.0), most=most)).continue_once("def f(", console, json=False)
         return out.getvalue()
 
     console, out = page()
     talk = Talk(speaker, wishes(sampling=Sampling(0.0), most=6))
-    talk.loop(console, answers("def f(", "", KeyboardInterrupt, "a\udcff", "def f("))
+    talk.continue_lines(console, answers("def f(", "", KeyboardInterrupt, "a\udcff", "def f("))
     more = text(12).removeprefix(text(6).removesuffix("\n"))
     assert more != text(12)
     assert out.getvalue() == text(6) + more + "\n" + text(6) + "\n"
@@ -102,7 +102,7 @@ def test_talk_says_what_to_do_when_memory_ends(speaker: Speaker) -> None:
         with pytest.raises(
             DataError, match="memory of cpu does not suffice for 2 times 24 tokens: take a smaller"
         ):
-            Talk(speaker, wishes(number=2)).once("def f(", page()[0], json=False)
+            Talk(speaker, wishes(number=2)).continue_once("def f(", page()[0], json=False)
     finally:
         handle.remove()
 
@@ -117,6 +117,8 @@ def test_talk_goes_past_the_end_of_a_document(speaker: Speaker) -> None:
     ending = Speaker(only, speaker.tokenizer, speaker.ends, speaker.start)
     for past, end, count in ((False, "eod", 1), (True, "length", 4)):
         console, out = page()
-        Talk(ending, wishes(sampling=Sampling(0.0), most=4, past_eod=past)).once("", console, json=True)
+        Talk(ending, wishes(sampling=Sampling(0.0), most=4, past_eod=past)).continue_once(
+            "", console, json=True
+        )
         (sample,) = json.loads(out.getvalue())["samples"]
         assert sample["end"] == end and len(sample["tokens"]) == count

@@ -72,9 +72,9 @@ def exact() -> Iterator[None]:
     """As run.deterministic=true."""
     from megastable.base import reproducible
 
-    reproducible.switch(True)
+    reproducible.switch_determinism(True)
     yield
-    reproducible.switch(False)
+    reproducible.switch_determinism(False)
 
 
 @pytest.fixture(autouse=True)

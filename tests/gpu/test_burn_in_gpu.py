@@ -13,7 +13,7 @@ from megastable.cluster.host_bench import find_devices
 def test_a_healthy_gpu_passes(first: int) -> None:
     """The rounds have other dtypes, sizes and layouts; several GPUs sum, too."""
     work = BurnIn(find_devices(), 0.0, 1)
-    work.run(0.0, first)
+    work.run_rounds(0.0, first)
     assert work.report["found"] == [] and work.report["runs"] >= 2, work.report
 
 

@@ -49,7 +49,7 @@ def engine_of(config: RunConfig) -> Engine:
     from megastable.engine.engine import Engine
 
     torch.manual_seed(0)
-    return Engine(config, deepspeed_json.build(config, 1), Topology(Layout(1, 1, 1), 0, 120))
+    return Engine(config, deepspeed_json.build_deepspeed_json(config, 1), Topology(Layout(1, 1, 1), 0, 120))
 
 
 def batches(seed: int) -> list[MicroBatch]:
@@ -143,13 +143,13 @@ def test_a_rewind_point_copied_behind_the_steps_brings_back_every_bit(kind: str)
     for i in range(3):
         engine.train_step(batches(i), 1e-3, lambda m: m.finite)
     ring = Ring(engine, capacity=2, interval=1)
-    ring.take(3, None)
+    ring.take_snapshot(3, None)
     then = state(engine)
     first = [engine.train_step(batches(i), 1e-3, lambda m: m.finite)[0].loss for i in range(3, 7)]
     after = state(engine)
-    snapshot = ring.before(4)
+    snapshot = ring.find_before(4)
     assert snapshot is not None and not same(then, after)
-    ring.restore(snapshot)
+    ring.restore_snapshot(snapshot)
     engine.refresh_weights()
     assert same(then, state(engine))
     again = [engine.train_step(batches(i), 1e-3, lambda m: m.finite)[0].loss for i in range(3, 7)]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megastable.base.fingerprint import ROW, fingerprint, marks_of, unlike
+from megastable.base.fingerprint import ROW, compare_marks, fingerprint_tensors, marks_of
 
 SIZES = (
     1,
@@ -27,26 +27,26 @@ def drawn(size: int) -> torch.Tensor:
 @pytest.mark.parametrize("size", SIZES)
 def test_it_is_what_a_cpu_computes(size: int, gpu: torch.device) -> None:
     buffer = drawn(size)
-    assert int(fingerprint([buffer.to(gpu)])) == int(fingerprint([buffer]))
+    assert int(fingerprint_tensors([buffer.to(gpu)])) == int(fingerprint_tensors([buffer]))
     shifted = buffer.to(gpu)[3:]  # begins within a word
-    assert int(fingerprint([shifted, shifted])) == int(fingerprint([buffer[3:], buffer[3:]]))
+    assert int(fingerprint_tensors([shifted, shifted])) == int(fingerprint_tensors([buffer[3:], buffer[3:]]))
 
 
 def test_marks_of_a_gpu_tell_a_changed_bit_in_a_copy_on_the_cpu(gpu: torch.device) -> None:
     state = {"a": torch.randn(100_003, device=gpu), "b": torch.ones(5, dtype=torch.bfloat16, device=gpu)}
     marks, copy = marks_of(state), {name: tensor.cpu() for name, tensor in state.items()}
-    assert not unlike(marks, marks_of(copy, marks))
+    assert not compare_marks(marks, marks_of(copy, marks))
     copy["a"].view(torch.int32)[77] ^= 1
-    assert unlike(marks, marks_of(copy, marks)) == ["a"]
+    assert compare_marks(marks, marks_of(copy, marks)) == ["a"]
 
 
 def test_a_large_tensor_takes_one_kernel_and_no_wait(gpu: torch.device) -> None:
     tensor = torch.randn(1 << 26, device=gpu)
-    fingerprint([tensor])  # compiles
+    fingerprint_tensors([tensor])  # compiles
     torch.cuda.set_sync_debug_mode("error")
     try:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            fingerprint([tensor])
+            fingerprint_tensors([tensor])
             torch.cuda.set_sync_debug_mode("default")
             torch.cuda.synchronize()
     finally:
@@ -79,13 +79,13 @@ def test_the_watch_over_memory_sees_a_bit_and_nothing_else(kind: str, tmp_path: 
     for step in range(2, 8):
         measured, applied = engine.train_step(batches(step), 1e-3, lambda m: m.finite, ballot)
         assert applied and measured.ballot == {"state": (0.0,)}
-        watch.seal(step)
+        watch.seal_state(step)
     for place, changed in enumerate((engine.optimizer_state()["0/exp_avg"], engine.zero.flat_weights[0]), 8):
         word = changed.view(-1)[5:6].view(torch.int32 if changed.element_size() == 4 else torch.int16)
-        watch.current()  # the seal is read before its state changes
+        watch.current_marks()  # the seal is read before its state changes
         word.bitwise_xor_(1)
         measured, _ = engine.train_step(batches(place), 1e-3, lambda m: False, ballot)
         assert measured.ballot == {"state": (1.0,)}
-        fault = watch.judge(measured)
+        fault = watch.judge_memory(measured)
         assert fault is not None and fault.ranks == [0]
         word.bitwise_xor_(1)

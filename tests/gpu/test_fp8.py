@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from megastable.config.tree import RunConfig
-from megastable.fp8.apply import emulate
+from megastable.fp8.apply import emulate_fp8
 from megastable.fp8.controller import Fp8
 from megastable.fp8.te import TransformerEngine, why_not
-from megastable.fp8.te import apply as by_te
+from megastable.fp8.te import apply_transformer_engine as by_te
 from megastable.model.gpt import GPT, Block
 from megastable.model.sizes import in_fp8
 from megastable.parallel.topology import TensorParallel
@@ -63,7 +63,7 @@ def model_of(fp8: dict[str, Any], backend: str, gpu: torch.device, **model: Any)
     if backend == "te":
         found = by_te(gpt, c, None, gpu)
     elif backend == "emulated":
-        found = emulate(gpt, c.precision.fp8, in_fp8(c))
+        found = emulate_fp8(gpt, c.precision.fp8, in_fp8(c))
     block = gpt[1]
     assert isinstance(block, Block)
     return block, found
@@ -100,7 +100,7 @@ def computed(
             ways = torch.randn(y.shape, generator=generator, device=gpu).to(torch.bfloat16)
             y.backward(ways * upstream)
         if switch is not None:
-            switch.settle(True)
+            switch.settle_step(True)
         assert x.grad is not None
         found = [y.detach(), x.grad, *(p.grad for p in block.parameters() if p.grad is not None)]
     return found
@@ -142,14 +142,14 @@ def test_what_delayed_scales_remember_is_what_the_emulation_remembers(gpu: torch
             with switch.computing():
                 run(size)
                 run(size / 2)
-            switch.settle(True)
-        before = switch.history()
+            switch.settle_step(True)
+        before = switch.write_history()
         with torch.no_grad(), switch.computing():
             run(100.0)
         with switch.computing():
             run(100.0)
-        switch.settle(False)
-        assert switch.history() == before
+        switch.settle_step(False)
+        assert switch.write_history() == before
         told.append(before)
     its, ours = told
     assert its.keys() == ours.keys()
@@ -205,7 +205,7 @@ def test_it_learns_and_repeats_itself_bit_for_bit(recipe: str, kind: str) -> Non
     for _ in range(2):
         engine = engine_of(fp8_config(recipe, **KINDS[kind]))
         assert engine.kernels.fp8 == "te" and isinstance(engine.fp8, TransformerEngine)
-        runs.append((steps(engine, range(12)), state(engine), fp8_of(engine).history()))
+        runs.append((steps(engine, range(12)), state(engine), fp8_of(engine).write_history()))
         del engine
     assert runs[0][0] == runs[1][0] and same(runs[0][1], runs[1][1]) and runs[0][2] == runs[1][2]
     assert runs[0][0][-1] < runs[0][0][0] - 0.3
@@ -219,17 +219,17 @@ def test_a_rewind_point_brings_back_every_bit(recipe: str) -> None:
     engine = engine_of(fp8_config(recipe))
     steps(engine, range(3))
     ring = Ring(engine, capacity=2, interval=1)
-    ring.take(3, None)
-    then = state(engine), fp8_of(engine).history()
+    ring.take_snapshot(3, None)
+    then = state(engine), fp8_of(engine).write_history()
     first = steps(engine, range(3, 7))
-    after = state(engine), fp8_of(engine).history()
-    snapshot = ring.before(4)
+    after = state(engine), fp8_of(engine).write_history()
+    snapshot = ring.find_before(4)
     assert snapshot is not None and not same(then[0], after[0])
-    ring.restore(snapshot)
+    ring.restore_snapshot(snapshot)
     engine.refresh_weights()
-    assert same(then[0], state(engine)) and fp8_of(engine).history() == then[1]
+    assert same(then[0], state(engine)) and fp8_of(engine).write_history() == then[1]
     assert steps(engine, range(3, 7)) == first
-    assert same(after[0], state(engine)) and fp8_of(engine).history() == after[1]
+    assert same(after[0], state(engine)) and fp8_of(engine).write_history() == after[1]
 
 
 def trained(corpus: Path, run: Path, fp8: dict[str, Any] | None, steps: int) -> Path:

@@ -65,7 +65,7 @@ def test_what_lies_between_linear_layers_compiles(norms: str, codes: list[str]) 
     counters.clear()
     config = shape(norms=norms, qk_norm="full" if norms == "after" else True)
     block = fake.on_gpu(Block(config, TensorParallel(), 0, "none", Kernels("sdpa", "chunked", True)))
-    block.in_pieces()
+    block.compile_in_pieces()
     with fake.mode:
         x = torch.empty(S, B, 256, device=fake.GPU, dtype=torch.bfloat16, requires_grad=True)
         for _ in range(2):

@@ -16,10 +16,10 @@ from tests.gpu_static import fake
 
 ROOT = Path(__file__).parents[2]
 ASKED = """
-from benchmarks.ranks import launch
+from benchmarks.ranks import launch_ranks
 from tests.gpu_static.test_process import poisoned
 if __name__ == "__main__":
-    print(launch(2, poisoned, None))
+    print(launch_ranks(2, poisoned, None))
 """
 
 

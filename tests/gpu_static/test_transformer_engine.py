@@ -73,7 +73,7 @@ def test_its_modules_hold_our_parameters(recipe: str, model_of: dict[str, Any], 
     c = config({"recipe": recipe}, **model_of)
     model = GPT(c.model, TensorParallel(), "none", 1)
     before = known(model)
-    fp8 = te.apply(model, c, None, CPU)
+    fp8 = te.apply_transformer_engine(model, c, None, CPU)
     assert known(model) == before
     assert not any(p.is_meta for p in model.parameters())
     assert its(model[1]) == wanted
@@ -90,7 +90,7 @@ def test_delayed_scales_stay_ours(norms: str) -> None:
 
     c = config({"recipe": "delayed"}, norms=norms)
     model = GPT(c.model, TensorParallel(), "none", 1)
-    fp8 = te.apply(model, c, None, CPU)
+    fp8 = te.apply_transformer_engine(model, c, None, CPU)
     assert isinstance(fp8, te.TransformerEngine) and fp8._meters is not None
     for p in model.parameters():
         p.data = p.data.to(torch.bfloat16)  # as DeepSpeed does it later

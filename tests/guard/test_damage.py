@@ -30,7 +30,7 @@ def falling(looks: int, noise: float = 0.003, seed: int = 0) -> tuple[ProbeTrend
     """A run whose probe falls, looked at every ten steps; each sample by a little more or less."""
     random, trend = np.random.default_rng(seed), ProbeTrend()
     found = [
-        trend.judge(10 * look, SAMPLES + 2.0 * math.exp(-look / 8) + random.normal(0, noise, 32))
+        trend.judge_look(10 * look, SAMPLES + 2.0 * math.exp(-look / 8) + random.normal(0, noise, 32))
         for look in range(1, looks + 1)
     ]
     return trend, found
@@ -46,22 +46,22 @@ def test_damage_is_seen_nowhere_in_a_healthy_run(seed: int) -> None:
 def test_probe_rise_is_seen_at_one_look_and_again_until_it_is_dealt_with(nats: float) -> None:
     trend, _ = falling(30)
     known = np.array(trend.looks[-1][1])
-    assert trend.judge(305, known + np.where(np.arange(32) == 3, 0.3, 0.0)) is None  # one sample is none
-    trend.rewind(300)
+    assert trend.judge_look(305, known + np.where(np.arange(32) == 3, 0.3, 0.0)) is None  # one sample is none
+    trend.forget_after(300)
     for step in (310, 320):
-        rise = trend.judge(step, known + nats)
+        rise = trend.judge_look(step, known + nats)
         assert rise is not None and (rise.before, rise.step) == (300, step)
         assert LEAST <= rise.limit < 0.04 and "from step 300" in rise.reason
-    trend.accept(330, known + math.inf)  # never the level
-    assert trend.judge(330, known + 0.3) is not None
-    trend.rewind(299)
-    assert trend.looks[-1][0] == 290 and trend.judge(300, known) is None
+    trend.accept_rise(330, known + math.inf)  # never the level
+    assert trend.judge_look(330, known + 0.3) is not None
+    trend.forget_after(299)
+    assert trend.looks[-1][0] == 290 and trend.judge_look(300, known) is None
 
 
 @pytest.mark.parametrize(("looks", "seen"), [(KNOWN + 2, False), (KNOWN + 3, True)])
 def test_probe_rise_needs_a_start_that_is_known(looks: int, seen: bool) -> None:
     trend, _ = falling(looks)
-    assert (trend.judge(10 * looks + 10, np.array(trend.looks[-1][1]) + 0.9) is not None) == seen
+    assert (trend.judge_look(10 * looks + 10, np.array(trend.looks[-1][1]) + 0.9) is not None) == seen
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -71,9 +71,9 @@ def test_probe_rise_is_seen_while_the_loss_falls_as_fast(seed: int) -> None:
         np.array(falling(8, 0.003, seed)[0].looks[-1][1]),
         2.0 * (math.exp(-1) - math.exp(-9 / 8)),
     )
-    rise = falling(8, 0.003, seed)[0].judge(90, before - fallen + 0.09)
+    rise = falling(8, 0.003, seed)[0].judge_look(90, before - fallen + 0.09)
     assert rise is not None and abs(rise.change) < 0.02 and rise.nats == pytest.approx(0.09, abs=0.02)
-    assert falling(8, 0.003, seed)[0].judge(90, before - fallen + 0.01) is None
+    assert falling(8, 0.003, seed)[0].judge_look(90, before - fallen + 0.01) is None
 
 
 def test_probe_rise_that_was_no_damage_is_the_level_and_the_next_is_judged_later() -> None:
@@ -81,15 +81,15 @@ def test_probe_rise_that_was_no_damage_is_the_level_and_the_next_is_judged_later
     known = np.array(trend.looks[-1][1])
     for times in (1, 2):
         step = trend.looks[-1][0] + 90
-        assert trend.judge(step, known + 0.5 * times) is not None
-        trend.accept(step, known + 0.5 * times)
+        assert trend.judge_look(step, known + 0.5 * times) is not None
+        trend.accept_rise(step, known + 0.5 * times)
         rest = REST * 2**times
-        assert trend.judge(step + rest - 1, known + 2) is None
-        trend.rewind(step)
-        assert trend.judge(step + rest, known + 2) is not None
+        assert trend.judge_look(step + rest - 1, known + 2) is None
+        trend.forget_after(step)
+        assert trend.judge_look(step + rest, known + 2) is not None
     step = trend.looks[-1][0] + 10 * REST * 2**2  # a long time without one
-    trend.accept(step, known + 2)
-    assert trend.judge(step + 2 * REST, known + 4) is not None
+    trend.accept_rise(step, known + 2)
+    assert trend.judge_look(step + 2 * REST, known + 4) is not None
 
 
 def test_probe_rise_right_after_a_change_that_a_person_made_is_its_effect() -> None:
@@ -99,10 +99,10 @@ def test_probe_rise_right_after_a_change_that_a_person_made_is_its_effect() -> N
         trend, losses = ProbeTrend(), np.full(8, 4.0)
         for step in range(10, 200, 10):
             if step == changed:
-                trend.pause.hold(step)
+                trend.pause.hold_until_settled(step)
             if step == 180:
                 losses = losses + 0.2
-            told += [(changed, found.step) for found in [trend.judge(step, losses)] if found is not None]
+            told += [(changed, found.step) for found in [trend.judge_look(step, losses)] if found is not None]
     assert told == [(None, 180), (None, 190), (100, 180), (100, 190)]
 
 
@@ -112,9 +112,9 @@ def test_probe_trend_that_is_stored_goes_on_as_if_it_had_not_been(stop: int) -> 
         random, trend, found = np.random.default_rng(5), ProbeTrend(), list[Rise | None]()
         for look in range(1, 60):
             losses = SAMPLES + 2.0 * math.exp(-look / 8) + random.normal(0, 0.003, 32) + 0.4 * (look > 30)
-            found.append(trend.judge(10 * look, losses))
+            found.append(trend.judge_look(10 * look, losses))
             if look == 35:
-                trend.accept(10 * look, losses)
+                trend.accept_rise(10 * look, losses)
             if stored and look == stop:
                 trend = ProbeTrend.model_validate_json(trend.model_dump_json())
         return found
@@ -137,7 +137,7 @@ def looked_at(looks: int, seed: int = 0) -> tuple[TensorPaces, dict[str, TensorN
             )
             for i in range(4)
         }
-        assert paces.judge(TensorLook(EVERY * look, 0.1 * look, EVERY * look, norms), BETA2) is None
+        assert paces.judge_look(TensorLook(EVERY * look, 0.1 * look, EVERY * look, norms), BETA2) is None
     return paces, norms
 
 
@@ -148,7 +148,9 @@ def judge(
     updates: int = EVERY,
     beta2: float | None = BETA2,
 ) -> TensorJump | None:
-    return paces.judge(TensorLook(EVERY * looks, 0.1 * looks, EVERY * (looks - 1) + updates, norms), beta2)
+    return paces.judge_look(
+        TensorLook(EVERY * looks, 0.1 * looks, EVERY * (looks - 1) + updates, norms), beta2
+    )
 
 
 def times(norms: dict[str, TensorNorms], factor: float) -> dict[str, TensorNorms]:
@@ -167,7 +169,7 @@ def test_tensor_jump_is_named_until_it_is_dealt_with(factor: float) -> None:
     assert not jump.is_repeated(norms)
     if math.isfinite(factor):
         assert jump.is_repeated(spoilt)
-    paces.accept(TensorLook(500, 2.0, 500, norms))
+    paces.accept_jump(TensorLook(500, 2.0, 500, norms))
     assert judge(paces, 21, norms) is None
 
 
@@ -196,11 +198,11 @@ def test_tensor_jump_needs_a_pace_and_updates_and_a_look_since_the_rewind() -> N
         paces, norms = looked_at(looks)
         assert (judge(paces, looks, times(norms, 10)) is not None) == seen
     paces, norms = looked_at(20)
-    assert paces.judge(TensorLook(500, 1.9, EVERY * 19, times(norms, 10)), BETA2) is None
+    assert paces.judge_look(TensorLook(500, 1.9, EVERY * 19, times(norms, 10)), BETA2) is None
     paces, norms = looked_at(20)
-    paces.rewind(450)
+    paces.forget_after(450)
     assert judge(paces, 20, times(norms, 10)) is None
-    paces.rewind(500)
+    paces.forget_after(500)
     assert judge(paces, 21, times(norms, 200)) is not None
 
 
@@ -208,7 +210,7 @@ def test_tensor_jump_needs_a_pace_and_updates_and_a_look_since_the_rewind() -> N
 def test_tensor_paces_that_are_stored_judge_as_before(looks: int) -> None:
     paces, norms = looked_at(looks)
     norms |= {"embedding.weight": TensorNorms(math.nan, None)}
-    paces.accept(TensorLook(500, 2.0, 500, norms))
+    paces.accept_jump(TensorLook(500, 2.0, 500, norms))
     again = TensorPaces.model_validate_json(paces.model_dump_json())
     assert again.model_dump_json() == paces.model_dump_json()
     for step in range(21, 30):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from megastable.config.stability import StabilityConfig
 from megastable_guard.actions import Action, Finding, Signals, Verdict
 from megastable_guard.detector import Detector, DetectorState
-from megastable_guard.guard import BacktestDecision, Recorded, simulate
+from megastable_guard.guard import BacktestDecision, Recorded, simulate_guard
 from megastable_guard.guard_config import DetectorConfig
 from tests.guard.traces import SyntheticRun, divergence, healthy, plus, spike, swinging
 from tests.tiers import examples
@@ -26,7 +26,7 @@ SEEDS = range(6)
 
 def judge(run: Iterable[Signals]) -> list[Finding]:
     detector = Detector(CONFIG)
-    return [detector.observe(signals) for signals in run]
+    return [detector.observe_step(signals) for signals in run]
 
 
 def flagged(findings: Iterable[Finding]) -> list[Finding]:
@@ -81,11 +81,11 @@ def test_observe_leaves_no_trace_of_what_is_no_number(value: float, where: str) 
     for signals in healthy(300, 3):
         if signals.step == 200:
             before = detector.state
-            found = detector.observe(replace(signals, **{where: value}))
+            found = detector.observe_step(replace(signals, **{where: value}))
             assert found.verdict is Verdict.NON_FINITE and where.replace("grad_", "") in found.reason
             assert detector.state == before
         else:
-            assert detector.observe(signals).verdict is Verdict.HEALTHY
+            assert detector.observe_step(signals).verdict is Verdict.HEALTHY
 
 
 @pytest.mark.quick("3.0")
@@ -150,15 +150,15 @@ def test_detector_state_that_was_saved_goes_on_bit_for_bit(cut: int, seed: int) 
     run.loss[60] = math.nan
     steps = list(run)
     through, first = Detector(CONFIG), Detector(CONFIG)
-    expected = [through.observe(signals) for signals in steps]
+    expected = [through.observe_step(signals) for signals in steps]
     for signals in steps[:cut]:
-        first.observe(signals)
+        first.observe_step(signals)
     saved = first.state
     text = saved.model_dump_json()
-    first.observe(steps[cut])
+    first.observe_step(steps[cut])
     assert saved.model_dump_json() == text  # a copy
     second = Detector(CONFIG, DetectorState.model_validate_json(text))
-    assert [second.observe(signals) for signals in steps[cut:]] == expected[cut:]
+    assert [second.observe_step(signals) for signals in steps[cut:]] == expected[cut:]
     assert second.state == through.state and len(second.state.model_dump_json()) < 20_000
 
 
@@ -173,9 +173,9 @@ def test_observe_raises_on_no_number_and_keeps_none_that_is_absurd(
 ) -> None:
     detector = Detector(CONFIG)
     for signals in healthy(70, 0):
-        detector.observe(signals)
+        detector.observe_step(signals)
     for step, (loss, norm, lr) in enumerate(steps, 70):
-        found = detector.observe(Signals(step, loss, norm, lr))
+        found = detector.observe_step(Signals(step, loss, norm, lr))
         assert math.isfinite(found.severity) and found.onset <= step
     state = detector.state
     assert all(abs(value) < 1e6 for value in state.loss.values + state.loss.raw)
@@ -203,7 +203,7 @@ def judged(run: SyntheticRun, data: dict[int, str] | None = None) -> list[Backte
     for s in run:
         name = (data or {}).get(s.step, name)
         rows.append(Recorded(s.step, s.loss, s.grad_norm, data=name))
-    return list(simulate(rows, StabilityConfig(), interval=10, keep=4))
+    return list(simulate_guard(rows, StabilityConfig(), interval=10, keep=4))
 
 
 def acted(found: list[BacktestDecision], *but: Action) -> list[BacktestDecision]:

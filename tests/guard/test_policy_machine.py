@@ -64,17 +64,17 @@ class PolicyLadder(RuleBasedStateMachine):
         """Healthy ones, then one that is not, and what follows."""
         for _ in range(count):
             self.step += 1
-            decision = self.both(lambda p: p.decide(seen(self.step, on_trend=on_trend), oldest))
+            decision = self.both(lambda p: p.decide_on_step(seen(self.step, on_trend=on_trend), oldest))
             if decision.applies:
                 self.relax(decision, 1e-3)
             if self.acted(decision, cause, (proven, good_rate, rate), checkpoint):
                 return
         self.step += 1
-        decision = self.both(lambda p: p.decide(seen(self.step, verdict), oldest))
+        decision = self.both(lambda p: p.decide_on_step(seen(self.step, verdict), oldest))
         self.acted(decision, cause, (proven, good_rate, rate), checkpoint)
 
     def relax(self, decision: Decision, scheduled: float) -> None:
-        self.both(lambda p: p.relax(decision.finding, self.step, scheduled))
+        self.both(lambda p: p.lift_limits(decision.finding, self.step, scheduled))
 
     def acted(
         self,
@@ -94,7 +94,7 @@ class PolicyLadder(RuleBasedStateMachine):
             assert len(self.refused) < self.config.discards + self.config.non_finite
         if decision.action is Action.REWIND and cause is Cause.STATE and p.may_wait:
             rewinds = sum(t.action is Action.REWIND for t in p.state.taken)
-            assert self.both(lambda p: p.wait(decision.finding)) == self.step + self.config.wait
+            assert self.both(lambda p: p.begin_waiting(decision.finding)) == self.step + self.config.wait
             assert sum(t.action is Action.REWIND for t in p.state.taken) == rewinds - 1
             return False
         if decision.action is Action.REWIND:
@@ -105,13 +105,15 @@ class PolicyLadder(RuleBasedStateMachine):
             if cause is Cause.LEARNING_RATE and offered:
                 name = offered[self.step % len(offered)]
                 remedy = self.both(
-                    lambda p: p.adopt(
+                    lambda p: p.adopt_remedy(
                         {o.name: o for o in p.offer_remedies(self.step, *rates, KERNELS)}[name], "it won"
                     )
                 )
                 assert p.state.taken[-1].remedy == name
             else:
-                remedy = self.both(lambda p: p.remedy(cause, self.step, "a", "why" * p.may_swap("a"), proven))
+                remedy = self.both(
+                    lambda p: p.choose_remedy(cause, self.step, "a", "why" * p.may_swap("a"), proven)
+                )
             assert remedy.action is not Action.STOP
             if remedy.action is Action.SWAP_CORPUS:
                 bad = [t for t in p.state.taken if t.action is Action.REWIND and t.cause is Cause.DATA]
@@ -122,9 +124,9 @@ class PolicyLadder(RuleBasedStateMachine):
                 decision = Decision(Action.HANDOVER, decision.finding, remedy.reason)
         if decision.action is Action.HANDOVER:
             if checkpoint:
-                self.both(lambda p: p.handing_over(cause))
+                self.both(lambda p: p.carry_out_handover(cause))
                 self.step = max(0, self.step - 20)
-                self.both(lambda p: p.resumed(self.step, self.step))
+                self.both(lambda p: p.resume_from(self.step, self.step))
                 return True
             decision = self.both(lambda p: p.cannot_hand_over(decision, "no checkpoint"))
         assert decision.action is not Action.STOP
@@ -137,7 +139,7 @@ class PolicyLadder(RuleBasedStateMachine):
         self.other = Policy(
             self.config, PolicyState.model_validate_json(self.other.state.model_dump_json()), True
         )
-        self.both(lambda p: p.resumed(self.step, self.step))
+        self.both(lambda p: p.resume_from(self.step, self.step))
 
     @precondition(lambda self: any(limit.holds for limit in self.policy.state.limits))
     @rule()
@@ -147,7 +149,7 @@ class PolicyLadder(RuleBasedStateMachine):
         rest = policy_state.limit_duration(self.policy.state.limits, last, self.config)
         for _ in range((rest or 200) + SUSPICION + self.config.verify_steps + 60):
             self.step += 1
-            decision = self.both(lambda p: p.decide(seen(self.step), 0))
+            decision = self.both(lambda p: p.decide_on_step(seen(self.step), 0))
             self.relax(decision, 1.0)
         assert last.holds is (rest is None)
 
@@ -155,7 +157,9 @@ class PolicyLadder(RuleBasedStateMachine):
     def damage(self, oldest: int | None, checkpoint: bool) -> None:
         """The state itself is not finite: back, or at last a stop."""
         finding = seen(self.step, Verdict.NON_FINITE)
-        decision = self.both(lambda p: p.escalate(finding, "a weight is not finite", oldest, damaged=True))
+        decision = self.both(
+            lambda p: p.escalate_trouble(finding, "a weight is not finite", oldest, damaged=True)
+        )
         if decision.action is Action.HANDOVER and not checkpoint:
             decision = self.both(lambda p: p.cannot_hand_over(decision, "no checkpoint", True))
         assert decision.action in (Action.REWIND, Action.HANDOVER, Action.STOP)
@@ -163,9 +167,9 @@ class PolicyLadder(RuleBasedStateMachine):
             self.policy, self.other = Policy(self.config, None, True), Policy(self.config, None, True)
             self.step, self.refused, self.left_at = 0, [], []
         elif decision.action is Action.REWIND:
-            self.both(lambda p: p.remedy(Cause.HARDWARE, self.step))
+            self.both(lambda p: p.choose_remedy(Cause.HARDWARE, self.step))
         else:
-            self.both(lambda p: p.handing_over(Cause.HARDWARE))
+            self.both(lambda p: p.carry_out_handover(Cause.HARDWARE))
 
     @invariant()
     def budgets(self) -> None:
@@ -174,7 +178,7 @@ class PolicyLadder(RuleBasedStateMachine):
         assert counted[Action.REWIND] <= c.rewinds + c.data_rewinds
         assert counted[Action.HANDOVER] <= c.handovers
         assert sum(limit.times for limit in s.limits) <= c.cuts and len(s.fallbacks) <= c.fallbacks
-        assert 0 < self.policy.rate(self.step, 1e-3) <= 1e-3
+        assert 0 < self.policy.limit_rate(self.step, 1e-3) <= 1e-3
         assert s.alert is None or s.watching
         assert len(s.fallbacks) == len(self.left_at) and self.policy.fp8 is not s.resting
         assert 0 <= s.rested <= s.clock

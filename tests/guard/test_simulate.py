@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from megastable.base.errors import DataError
 from megastable.config.stability import StabilityConfig
-from megastable.report.traces import read_trace
+from megastable.report.traces import read_csv_trace
 from megastable_guard.actions import Action, Verdict
-from megastable_guard.guard import BacktestDecision, Recorded, simulate
+from megastable_guard.guard import BacktestDecision, Recorded, simulate_guard
 from tests.guard.traces import SyntheticRun, healthy, spike
 from tests.tiers import examples
 
@@ -29,7 +29,7 @@ def recorded(run: SyntheticRun) -> list[Recorded]:
 def judged(rows: list[Recorded], **stability: Any) -> list[BacktestDecision]:
     config = StabilityConfig.model_validate(stability)
     snapshots = config.snapshots
-    found = list(simulate(rows, config, interval=snapshots.interval, keep=snapshots.keep))
+    found = list(simulate_guard(rows, config, interval=snapshots.interval, keep=snapshots.keep))
     assert [j.step for j in found] == [r.step for r in rows]
     return found
 
@@ -124,7 +124,7 @@ def trace(folder: Path, content: str | bytes) -> Path:
     ],
 )
 def test_read_trace_takes_what_people_export(content: str, rows: list[Recorded], tmp_path: Path) -> None:
-    found = read_trace(trace(tmp_path, content))
+    found = read_csv_trace(trace(tmp_path, content))
     assert str(found) == str(rows)  # nan is nan
     judged(found)
 
@@ -144,7 +144,7 @@ def test_gaps_and_restarts_of_real_logs(
     lines: str, kept: list[tuple[int, float | None]], said: list[str], tmp_path: Path
 ) -> None:
     told: list[str] = []
-    rows = read_trace(trace(tmp_path, f"step,loss\n{lines}\n"), told.append)
+    rows = read_csv_trace(trace(tmp_path, f"step,loss\n{lines}\n"), told.append)
     assert [(row.step, None if math.isnan(row.loss) else row.loss) for row in rows] == kept
     assert len(told) == len(said) and all(part in line for part, line in zip(said, told))
 
@@ -173,5 +173,5 @@ def test_bad_traces(content: str | bytes, message: str, tmp_path: Path) -> None:
     csv.field_size_limit(1 << 17)  # Python's own: tables of text raise it for the whole process
     path = trace(tmp_path, content)
     with pytest.raises(DataError, match=message) as caught:
-        read_trace(path)
+        read_csv_trace(path)
     assert str(caught.value).startswith(str(path))

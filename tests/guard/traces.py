@@ -85,7 +85,7 @@ def seen(step: int, verdict: Verdict = Verdict.HEALTHY, severity: float = 2.0, *
 
 
 def run(policy: Policy, findings: list[Finding], oldest: int | None = 0) -> list[Action]:
-    return [policy.decide(finding, oldest).action for finding in findings]
+    return [policy.decide_on_step(finding, oldest).action for finding in findings]
 
 
 def trip(
@@ -99,17 +99,17 @@ def trip(
 ) -> Action:
     """A spike, and the remedy for its cause as it was found out; by default by a clear trial. may_swap: a
     branch without the corpus would win."""
-    decision = policy.decide(seen(step, Verdict.SPIKE), 0)
+    decision = policy.decide_on_step(seen(step, Verdict.SPIKE), 0)
     if decision.action is not Action.REWIND:
         return decision.action
     swap = "without it the others are easier" if may_swap and policy.may_swap(corpus) else ""
-    return policy.remedy(cause, step, corpus, swap, proven, bad).action
+    return policy.choose_remedy(cause, step, corpus, swap, proven, bad).action
 
 
 def trip_and_try(
     policy: Policy, step: int, name: str, good_rate: float | None = None, rate: float | None = None
 ) -> Remedy:
     """A spike, and a remedy whose branch won."""
-    assert policy.decide(seen(step, Verdict.SPIKE), 0).action is Action.REWIND
+    assert policy.decide_on_step(seen(step, Verdict.SPIKE), 0).action is Action.REWIND
     offers = {offer.name: offer for offer in policy.offer_remedies(step, good_rate, rate)}
-    return policy.adopt(offers[name], "it won")
+    return policy.adopt_remedy(offers[name], "it won")

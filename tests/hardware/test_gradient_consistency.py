@@ -43,7 +43,7 @@ def learnt(random: np.random.Generator, ranks: int, noise: float) -> Consistency
     for _ in range(30):
         found = read_columns(columns_of(usual(random, ranks, noise)))
         assert judge.find_doubts(found) == []
-        judge.accept(found)
+        judge.accept_step(found)
     return judge
 
 
@@ -86,7 +86,7 @@ def test_accepted_steps_decide_what_is_usual(ranks: int) -> None:
     for _ in range(30):
         now = usual(random, ranks, 1.0)
         now[0] *= 1.9
-        judge.accept(read_columns(columns_of(now)))
+        judge.accept_step(read_columns(columns_of(now)))
     assert judge.find_doubts(read_columns(columns_of([now[0], *usual(random, ranks, 1.0)[1:]]))) == []
     assert 0 in {doubt.rank for doubt in judge.find_doubts(read_columns(columns_of([now[0] / 3, *now[1:]])))}
 
@@ -150,7 +150,7 @@ def test_beside_its_own_moments_a_rank_stands_out(
     for step in range(40):
         found = own_rows(random, step, ranks)
         assert judge.find_doubts(found) == []
-        judge.accept(found)
+        judge.accept_step(found)
     now = own_rows(random, 40, ranks)
     own = now[wrong]
     if kind is Kind.SCALED:
@@ -178,12 +178,12 @@ def test_what_was_cleared_is_doubted_again_only_if_it_is_further_away() -> None:
 
     cleared = doubts(3.0)
     assert [doubt.rank for doubt in cleared] == [1] and cleared[0].size > gradient_watch.FAR
-    judge.clear(cleared)
+    judge.clear_doubts(cleared)
     assert doubts(2.5) == [] and doubts(2.5, rank=2) == []  # of other ranks, too: chance is the same for all
     assert [doubt.rank for doubt in doubts(10.0, rank=2)] == [2]
     assert [doubt.kind for doubt in doubts(-1.0)] == [Kind.NEGATED]  # another kind
     for _ in range(gradient_watch.LONGEST):
-        judge.accept(read_columns(columns_of(usual(random, 4, 0.3))))
+        judge.accept_step(read_columns(columns_of(usual(random, 4, 0.3))))
     assert [doubt.rank for doubt in doubts(2.5)] == [1]
 
 
@@ -199,8 +199,8 @@ def test_zero_or_stale_that_was_cleared_is_doubted_again_after_a_while() -> None
     for quiet in (gradient_watch.QUIET, 2 * gradient_watch.QUIET):
         now = usual(random, 3, 0.3)
         now[1] = 0 * now[1]
-        judge.clear(judge.find_doubts(read_columns(columns_of(now))))
+        judge.clear_doubts(judge.find_doubts(read_columns(columns_of(now))))
         for _ in range(quiet):
             assert doubts(1) == [] and doubts(2) == [2]
-            judge.accept(read_columns(columns_of(usual(random, 3, 0.3))))
+            judge.accept_step(read_columns(columns_of(usual(random, 3, 0.3))))
         assert doubts(1) == [1]

@@ -27,23 +27,23 @@ def fault(*ranks: int, lasting: bool = False) -> HardwareFault:
 def test_faults_of_one_rank_that_come_again_and_again_are_no_chance() -> None:
     counts = FaultCounts()
     for step in range(SEVERAL - 1):
-        assert not counts.count(fault(1), step).lasting
-        assert not counts.count(fault(2), step).lasting
-    found = counts.count(fault(1), 9)
+        assert not counts.count_fault(fault(1), step).lasting
+        assert not counts.count_fault(fault(2), step).lasting
+    found = counts.count_fault(fault(1), 9)
     assert found.excludes_host and list(found.ranks) == [1] and "3 times" in found.reason
 
 
 def test_what_was_sent_or_is_of_several_hosts_counts_for_nobody() -> None:
     counts = FaultCounts()
     for step in range(3 * SEVERAL):
-        assert not counts.count(fault(1, 2), step).lasting
-        assert not counts.count(replace(fault(1), link=True), step).lasting
+        assert not counts.count_fault(fault(1, 2), step).lasting
+        assert not counts.count_fault(replace(fault(1), link=True), step).lasting
 
 
 def test_chances_are_forgotten() -> None:
     counts = FaultCounts()
     for number in range(3 * SEVERAL):
-        assert not counts.count(fault(1), number * (WINDOW // 2 + 1)).lasting
+        assert not counts.count_fault(fault(1), number * (WINDOW // 2 + 1)).lasting
 
 
 def found(kind: type[Event], step: int, *ranks: int, **fields: Any) -> Event:
@@ -60,9 +60,9 @@ def test_a_new_process_counts_on() -> None:
     assert all(isinstance(event, FOUND) for event in events)
     assert read_counts(events, HOSTS) == ({(900, 1), (910, 2), (920, 1)}, {(940, 0)})
     # The second process resumed from a checkpoint of before.
-    assert FaultCounts(read_counts(events, HOSTS)[0]).count(fault(1), 850).excludes_host
-    assert not FaultCounts(read_counts(events, HOSTS)[0]).count(fault(2), 850).lasting
-    assert not FaultCounts(read_counts(events, HOSTS)[0]).count(fault(1), 900 + WINDOW).lasting
+    assert FaultCounts(read_counts(events, HOSTS)[0]).count_fault(fault(1), 850).excludes_host
+    assert not FaultCounts(read_counts(events, HOSTS)[0]).count_fault(fault(2), 850).lasting
+    assert not FaultCounts(read_counts(events, HOSTS)[0]).count_fault(fault(1), 900 + WINDOW).lasting
 
 
 def test_faults_of_another_host_or_before_it_was_accused_do_not_count() -> None:

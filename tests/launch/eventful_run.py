@@ -73,7 +73,7 @@ def eventful_run(folder: Path) -> Iterator[Metrics]:
         "time": now, "host": "a", "pid": 1, "world": 2,
     }))  # fmt: skip
     writer = MachineWriter(run / "machines")
-    writer.add(MachineSample(
+    writer.add_sample(MachineSample(
         time=round(now + LATER, 1), seconds=30.0, step=100, whole=1.0, own=[0.5, 0.7],
         hosts={"a": reading([0]), "b": reading([1])},
     ))  # fmt: skip

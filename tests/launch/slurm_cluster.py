@@ -26,7 +26,7 @@ from typing import Self
 import psutil
 
 from megastable.base.errors import MegastableError, user_errors
-from megastable.cluster.slurm import facts
+from megastable.cluster.slurm import parse_job_facts
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOLS = "setpriv unshare nsenter ip munged slurmctld slurmd sinfo sbatch srun scontrol scancel squeue".split()
@@ -169,7 +169,7 @@ class SlurmCluster:
 
     def job(self, number: int) -> dict[str, str]:
         """What `scontrol show job` knows, by its names."""
-        return facts(self.run("scontrol", "show", "job", "--oneliner", str(number)))
+        return parse_job_facts(self.run("scontrol", "show", "job", "--oneliner", str(number)))
 
     def until(self, what: str, holds: Callable[[], bool]) -> None:
         """Waits for it. Raises SlurmError if it does not come."""

@@ -48,7 +48,7 @@ def argument(name: str) -> str:
 
 def test_manifest_has_its_run_on_the_shared_volume() -> None:
     path, *overrides = CONTAINER["args"][: CONTAINER["args"].index("--")]
-    config = recipe.load(ROOT / path, overrides)
+    config = recipe.load_recipe(ROOT / path, overrides)
     mounts = {mount["name"]: mount["mountPath"] for mount in CONTAINER["volumeMounts"]}
     assert config.run.dir is not None and config.run.dir.is_relative_to(mounts["shared"])
     assert (ROOT / CONTAINER["command"][-1]).exists()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megastable.cluster.launcher import LAUNCHER, free_port
+from megastable.cluster.launcher import LAUNCHER, find_free_port
 from tests.distributed import run_main
 from tests.patience import PATIENCE
 from tests.training.tracked_run import all_told
@@ -28,7 +28,7 @@ TINY = (
 def test_launcher_trains_tensor_and_pipeline_parallel_on_four_ranks(corpus: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     data = f"data.corpora=[{{path: {corpus}}}]"
-    ports = ["--num_gpus", "4", "--master_port", str(free_port())]
+    ports = ["--num_gpus", "4", "--master_port", str(find_free_port())]
     layout = ["parallel.tensor=2", "parallel.pipeline=2", f"run.dir={run}"]
     words = [*LAUNCHER, *ports, "--module", "megastable.train", QUICKSTART, *TINY, data, *layout]
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}

@@ -12,7 +12,7 @@ import pytest
 from deepspeed.launcher.runner import fetch_hostfile
 
 from megastable.base import errors
-from megastable.config.recipe import load
+from megastable.config.recipe import load_recipe
 from tests.patience import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,6 +50,6 @@ def test_install_refuses_an_old_python(tmp_path: Path) -> None:
 
 
 def test_quickstart_plants_what_its_recipe_trains_on() -> None:
-    (corpus,) = load("launch/recipes/quickstart.yaml").data.corpora
+    (corpus,) = load_recipe("launch/recipes/quickstart.yaml").data.corpora
     (line,) = re.findall(r"megastable prepare plant .*", (ROOT / "launch/quickstart.sh").read_text())
     assert line.split()[3:5] == ["data/stdlib", str(corpus.path)]

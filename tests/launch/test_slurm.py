@@ -20,8 +20,8 @@ ONCE = '[ "${SLURM_RESTART_COUNT:-0}" = 0 ] || exit 0\n'  # a requeued job is co
 AGENT = """
 import os, time
 from pathlib import Path
-from megastable.cluster.slurm import for_launcher
-left = for_launcher(os.environ)
+from megastable.cluster.slurm import strip_step_variables
+left = strip_step_variables(os.environ)
 step = {name: value for name, value in os.environ.items() if name not in left}
 names = "SLURM_JOB_ID", "CUDA_VISIBLE_DEVICES", "SLURMD_NODENAME"
 print("agent", *(left[name] for name in names), step["SLURM_CPUS_PER_TASK"], step["SLURM_STEP_NUM_TASKS"], flush=True)
@@ -34,9 +34,9 @@ while len(list(Path().glob("agent-*"))) < 4:  # all live at once
 """
 HEAD = f"""
 import os, subprocess, sys
-from megastable.cluster.slurm import agent_command
+from megastable.cluster.slurm import build_agent_command
 agents = [
-    subprocess.Popen([*agent_command(host, os.environ), sys.executable, "-c", {AGENT!r}])
+    subprocess.Popen([*build_agent_command(host, os.environ), sys.executable, "-c", {AGENT!r}])
     for host in ("n1", "n2", "n1", "n2")
 ]
 sys.exit(max(agent.wait() for agent in agents))

@@ -15,12 +15,19 @@ import yaml
 
 from megastable.base import errors
 from megastable.base.errors import HOST_GONE
-from megastable.cluster.slurm import agent_command, blamed, facts, for_launcher, hours_left, verdict
+from megastable.cluster.slurm import (
+    build_agent_command,
+    hours_left,
+    judge_job_end,
+    list_blamed_hosts,
+    parse_job_facts,
+    strip_step_variables,
+)
 from megastable.run.directory import RunDirectory, read_object
 from megastable.run.events.supervisor_events import Ended, SupervisorEvent
 from megastable.run.events.training_events import Stopped
 from megastable.run.log import RunLog
-from megastable.run.membership import check_alone, is_rank, membership, tasks
+from megastable.run.membership import check_alone, find_membership, find_tasks, is_rank
 from tests.conftest import tiny
 from tests.launch.slurm_cluster import checkout
 from tests.patience import PATIENCE
@@ -101,17 +108,17 @@ def test_blamed_is_the_host_that_a_run_has_ended_for_though_it_answers(tmp_path:
     log = RunLog(run, print)
 
     def ended(reason: str, host: str, code: int = errors.HOST_GONE) -> list[str]:
-        log.emit(Ended(attempt=3, what="SIGKILL", host=host))
-        log.emit(SupervisorEvent(what="ended", pid=1, host="x", code=code, reason=reason))
-        return blamed(run.root)
+        log.emit_event(Ended(attempt=3, what="SIGKILL", host=host))
+        log.emit_event(SupervisorEvent(what="ended", pid=1, host="x", code=code, reason=reason))
+        return list_blamed_hosts(run.root)
 
     assert ended("3 failures of alone within 1000 steps: that host is faulty", "alone") == ["alone"]
     assert ended("alone-2 did not come within 9 s", "alone") == []
     assert ended("other did not come within 9 s", "alone") == []
     assert ended("the last one was on alone", "alone", errors.UNSTABLE) == []
     assert ended("of alone", "alone") == ["alone"]
-    log.emit(SupervisorEvent(what="started", pid=2, host="x"))  # a person mended it
-    assert blamed(run.root) == [] == blamed(tmp_path / "none")
+    log.emit_event(SupervisorEvent(what="started", pid=2, host="x"))  # a person mended it
+    assert list_blamed_hosts(run.root) == [] == list_blamed_hosts(tmp_path / "none")
 
 
 @pytest.mark.slow
@@ -146,7 +153,7 @@ def test_sbatch_script_passes_a_signal_on_unless_slurm_has_sent_it_to_all(
     assert process.returncode == code, said
     assert f"exit code {code}: " in said
     assert slurm.asked() == asked
-    assert len(list(run.events(Stopped))) == (code == errors.STOPPED)
+    assert len(list(run.iterate_events(Stopped))) == (code == errors.STOPPED)
 
 
 LINE = (
@@ -157,14 +164,14 @@ LINE = (
 
 
 def test_facts_of_a_job() -> None:
-    job = facts(LINE)
+    job = parse_job_facts(LINE)
     assert (job["JobId"], job["JobName"], job["JobState"]) == ("5", "my run", "RUNNING")
     assert (job["TRES"], job["CPUs/Task"], job["ReqB:S:C:T"]) == ("cpu=2,node=2,billing=2", "1", "0:0:*:*")
     assert (job["AllocNode:Sid"], job["Power"]) == ("controller:0", "")
 
 
 def test_verdict_requeues_for_two_exit_codes() -> None:
-    found = {code: verdict(code, facts(LINE)) for code in range(256)}
+    found = {code: judge_job_end(code, parse_job_facts(LINE)) for code in range(256)}
     assert {code for code, one in found.items() if one.requeue} == {errors.STOPPED, HOST_GONE}
     assert [code for code, one in found.items() if "complete" in one.why] == [errors.OK]
 
@@ -172,7 +179,7 @@ def test_verdict_requeues_for_two_exit_codes() -> None:
 @pytest.mark.parametrize("state", ["COMPLETING", "CANCELLED", "PREEMPTED", "PENDING"])
 @pytest.mark.parametrize("code", [errors.OK, errors.STOPPED, HOST_GONE])
 def test_verdict_leaves_to_slurm_a_job_that_it_ends(code: int, state: str) -> None:
-    found = verdict(code, facts(LINE) | {"JobState": state}, ["n2"])
+    found = judge_job_end(code, parse_job_facts(LINE) | {"JobState": state}, ["n2"])
     assert (found.requeue, found.excluded) == (False, None)
     assert state in found.why
 
@@ -189,9 +196,9 @@ def test_verdict_leaves_to_slurm_a_job_that_it_ends(code: int, state: str) -> No
 def test_verdict_leaves_out_hosts_beside_those_of_before(
     before: str, gone: list[str], excluded: str | None
 ) -> None:
-    job = facts(LINE) | {"ExcNodeList": before}
-    assert verdict(HOST_GONE, job, gone).excluded == excluded
-    assert verdict(errors.STOPPED, job, gone).excluded is None
+    job = parse_job_facts(LINE) | {"ExcNodeList": before}
+    assert judge_job_end(HOST_GONE, job, gone).excluded == excluded
+    assert judge_job_end(errors.STOPPED, job, gone).excluded is None
 
 
 @pytest.mark.parametrize(
@@ -224,17 +231,17 @@ STEP = {
 
 def test_for_launcher_leaves_no_rank_that_looks_like_a_task_of_srun() -> None:
     """Though one srun may have started all agents."""
-    assert tasks(JOB | STEP) is not None
-    left = for_launcher(JOB | STEP)
+    assert find_tasks(JOB | STEP) is not None
+    left = strip_step_variables(JOB | STEP)
     assert left == JOB
-    assert tasks(left) is None
+    assert find_tasks(left) is None
     assert not is_rank(left)
     check_alone(left)
     rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "n1", "MASTER_PORT": "1"}
-    assert membership(left | rank) == {}
+    assert find_membership(left | rank) == {}
 
 
 def test_agent_command_gives_the_whole_node() -> None:
-    words = agent_command("n2", {"SLURM_CPUS_ON_NODE": "64"})
+    words = build_agent_command("n2", {"SLURM_CPUS_ON_NODE": "64"})
     assert words[0] == "srun"
     assert {"--nodelist=n2", "--nodes=1", "--ntasks=1", "--cpus-per-task=64", "--overlap"} < set(words)

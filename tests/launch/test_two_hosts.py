@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from drills.hosts import Host, Hosts
-from drills.namespaces import missing
+from drills.namespaces import find_missing
 from megastable.cluster.launcher import LAUNCHER
 from megastable.run import records
 from tests.distributed import run_main
@@ -36,14 +36,14 @@ def arguments(corpus: Path, run: Path) -> list[str]:
 
 
 def measured(run: Path) -> dict[str, list[float]]:
-    table = records.read(run / "steps")
+    table = records.read_newest_records(run / "steps")
     return {
         name: table.column(name).to_pylist() for name in ("step", "loss", "z_loss", "grad_norm", "worst_loss")
     }
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(missing() is not None, reason=str(missing()))
+@pytest.mark.skipif(find_missing() is not None, reason=str(find_missing()))
 @pytest.mark.skipif(not shutil.which("pdsh"), reason="not installed: pdsh (Debian: apt-get install pdsh)")
 def test_launcher_on_two_hosts_trains_what_one_does(corpus: Path, tmp_path: Path) -> None:
     variables = tmp_path / ".deepspeed_env"  # deepspeed exports them on every host
@@ -51,7 +51,7 @@ def test_launcher_on_two_hosts_trains_what_one_does(corpus: Path, tmp_path: Path
     (tmp_path / "hosts").mkdir()
     with Hosts(tmp_path / "hosts") as hosts:
         launcher = [*LAUNCHER, "--hostfile", hosts.folder / "hostfile", "--module", "megastable.train"]
-        across = hosts["first"].run(
+        across = hosts["first"].run_process(
             [*launcher, *arguments(corpus, tmp_path / "across")],
             PATIENCE,
             {"DS_ENV_FILE": str(variables)},

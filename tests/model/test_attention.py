@@ -15,11 +15,11 @@ from megastable.model import attention
 from megastable.model.attention import (
     Rope,
     document_positions,
-    frequencies,
-    magnitude,
     raise_highest,
+    rope_frequencies,
     rope_table,
-    rotate,
+    rotate_pairs,
+    yarn_magnitude,
 )
 from megastable.model.cores import attention_mask
 from megastable.model.kernels import AttentionScores
@@ -76,7 +76,7 @@ SHAPE = reference.Shape(layers=1, heads=3, kv_heads=3, width=WIDTH, vocabulary=9
 def at(x: torch.Tensor, position: int) -> torch.Tensor:
     """x [width] as it is at a position."""
     cos, sin = rope_table(LENGTH, Rope(WIDTH, THETA), CPU)
-    return rotate(x.view(1, 1, 1, WIDTH), cos[position], sin[position]).view(WIDTH)
+    return rotate_pairs(x.view(1, 1, 1, WIDTH), cos[position], sin[position]).view(WIDTH)
 
 
 def vectors(seed: int) -> torch.Tensor:
@@ -86,7 +86,7 @@ def vectors(seed: int) -> torch.Tensor:
 def test_rotate_halves_as_the_reference() -> None:
     x = torch.randn(LENGTH, 2, 3, WIDTH)  # [s, b, heads, d]
     cos, sin = rope_table(LENGTH, Rope(WIDTH, THETA), CPU)
-    got = rotate(x, cos[:, None, None], sin[:, None, None])
+    got = rotate_pairs(x, cos[:, None, None], sin[:, None, None])
     position = torch.arange(LENGTH).expand(2, LENGTH)
     wanted = reference.rope(x.permute(1, 2, 0, 3), position, reference.rates(SHAPE)).permute(2, 0, 1, 3)
     torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
@@ -139,7 +139,7 @@ def test_frequencies_are_those_of_transformers(
     )  # fmt: skip
     rope = Rope(width, theta, scaling and RopeScalingConfig(**scaling))
     turned = LlamaRotaryEmbedding(of)
-    assert torch.equal(frequencies(rope, CPU), turned.inv_freq)
-    assert magnitude(rope.scaling) == turned.attention_scaling
+    assert torch.equal(rope_frequencies(rope, CPU), turned.inv_freq)
+    assert yarn_magnitude(rope.scaling) == turned.attention_scaling
     cos, _ = turned(torch.zeros(1), torch.arange(64)[None])
     torch.testing.assert_close(rope_table(64, rope, CPU)[0], cos[0, :, : width // 2], rtol=1e-5, atol=1e-6)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megastable.engine.adjustments import CLAMPED, SWIGLU_CLAMP
-from megastable.model.block_parts import RMSNorm, at_places, dropped, keys_of
+from megastable.model.block_parts import RMSNorm, drop_elements, keys_at_places, keys_of_samples
 from megastable.parallel.topology import TensorParallel
 from tests.shapes import kept
 
@@ -55,7 +55,9 @@ S, B, H, SHARE, SEED = 16, 3, 24, 0.25, 1234
 
 
 def factors(positions: torch.Tensor, place: int = 3, seed: int = SEED, share: float = SHARE) -> torch.Tensor:
-    return dropped(torch.ones(S, len(positions), H), at_places(keys_of(positions, seed), place)[0], share, 0)
+    return drop_elements(
+        torch.ones(S, len(positions), H), keys_at_places(keys_of_samples(positions, seed), place)[0], share, 0
+    )
 
 
 @pytest.mark.parametrize("place", [0, 3, 7, 200, 10_001])
@@ -68,9 +70,9 @@ def test_dropout_is_its_definition(place: int) -> None:
 @pytest.mark.parametrize("parts", [2, 4])
 def test_dropout_of_a_shard_has_the_mask_of_its_tokens(parts: int) -> None:
     x = torch.randn(S, B, H)
-    keys = at_places(keys_of(torch.arange(B), SEED), 3)[0]
-    whole = dropped(x, keys, SHARE, 0)
-    shards = [dropped(part, keys, SHARE, i * len(part)) for i, part in enumerate(x.chunk(parts))]
+    keys = keys_at_places(keys_of_samples(torch.arange(B), SEED), 3)[0]
+    whole = drop_elements(x, keys, SHARE, 0)
+    shards = [drop_elements(part, keys, SHARE, i * len(part)) for i, part in enumerate(x.chunk(parts))]
     assert torch.equal(torch.cat(shards), whole)
 
 

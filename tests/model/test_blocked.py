@@ -12,12 +12,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megastable.model import blocked
-from megastable.model.blocked import blocked_attention, blocks, document_starts, kept_size, supported
+from megastable.model.blocked import blocked_attention, document_starts, is_supported, kept_size, split_blocks
 from megastable.model.kernels import FULL, AttentionScores
 from tests.tiers import examples
 
 CPU = torch.device("cpu")
-BF16 = pytest.mark.skipif(not supported(CPU, torch.bfloat16), reason="no exact bf16 products on this machine")
+BF16 = pytest.mark.skipif(
+    not is_supported(CPU, torch.bfloat16), reason="no exact bf16 products on this machine"
+)
 
 
 class Case(NamedTuple):
@@ -159,7 +161,7 @@ def test_blocks_cover_every_document_once(b: int, k: int, groups: int, s: int, s
     for c, starts in ((8, None), (6, document_starts(segments, 6))):
         seen = torch.zeros(b, k, s, s, dtype=torch.int)
         scores = 0
-        for at in blocks(b, k, groups, s, c, starts):
+        for at in split_blocks(b, k, groups, s, c, starts):
             seen[at.b0 : at.b1, at.k0 : at.k1, at.first : at.end, at.key : at.end] += 1
             n, r, keys = at.shape(groups)
             assert n == 1 or n * r * keys <= blocked.ELEMENTS

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megastable.model import loss as losses
-from megastable.model.loss import LossFunction, chunked_objective, project
+from megastable.model.loss import LossFunction, chunked_objective, project_features
 from megastable.model.sizes import choose_predicted_positions, chunk_size
 from megastable.parallel.topology import TensorParallel
 from tests.tiers import examples
@@ -68,7 +68,7 @@ def reference(
     cap: float | None = None,
 ) -> Result:  # fmt: skip
     loss = LossFunction(vocabulary, z_loss, ONE)
-    objective = loss(project((x, weight), cap), labels)
+    objective = loss(project_features((x, weight), cap), labels)
     return with_gradients(objective, loss.samples[0], x, weight, upstream)
 
 
@@ -148,7 +148,7 @@ def test_chunked_entropies_are_exact_and_change_no_other_bit(
     )
     for plain in (False, True):
         loss = LossFunction(vocabulary, 0.1, ONE, cap=cap, plain=plain, entropies=True)
-        loss((x, weight), labels) if plain else loss(project((x, weight), cap), labels)
+        loss((x, weight), labels) if plain else loss(project_features((x, weight), cap), labels)
         torch.testing.assert_close(loss.samples[0][2].double(), wanted, rtol=2e-5, atol=3e-6)
     torch.testing.assert_close(got.samples[2].double(), wanted, rtol=2e-5, atol=3e-6)
     assert torch.equal(got.samples[:2], without.samples) and torch.equal(got.objective, without.objective)

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import flex_attention
 
 from megastable.model import cores
-from megastable.model.cores import CORES, reference_attention, see
+from megastable.model.cores import CORES, make_block_mask, reference_attention
 from megastable.model.kernels import FULL, AttentionScores
 
 S, B, D = 11, 2, 8
@@ -125,7 +125,7 @@ def test_flex_attention_of_a_gpu_equals_the_reference(
     """FlexAttention written out, with the mask that its kernel gets on a GPU; forward: a CPU has no more of it."""
     scores, segments = SCORES[kind], SEGMENTS if apart else None
     q, k, v = (t.detach() for t in qkv(4, kv_heads))
-    documents = see(segments, scores, S, CPU)
+    documents = make_block_mask(segments, scores, S, CPU)
     assert (documents is None) == (not apart and scores.cap is None and scores.window is None)
     monkeypatch.setattr(cores, "_flex", lambda: flex_attention)
     got = CORES["sdpa"].run(q, k, v, documents, scores)

@@ -12,7 +12,7 @@ from megastable.config.model import ModelConfig
 from megastable.model.gpt import GPT
 from megastable.model.kernels import Kernels
 from megastable.model.loss import LossFunction
-from megastable.model.sizes import flops_per_token, parameters
+from megastable.model.sizes import count_parameters, flops_per_token
 from megastable.parallel.topology import TensorParallel
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -43,7 +43,7 @@ def model(c: ModelConfig) -> GPT:
 @pytest.mark.parametrize("name", SHAPES)
 def test_parameters_are_those_of_the_model(name: str) -> None:
     c = config(**SHAPES[name])
-    assert parameters(c) == sum(p.numel() for p in model(c).parameters())
+    assert count_parameters(c) == sum(p.numel() for p in model(c).parameters())
 
 
 @pytest.mark.parametrize("name", ["plain", "tied", "wide-heads", "olmo2", "qwen2"])
@@ -62,7 +62,7 @@ def test_flops_of_llama_2_7b_by_hand() -> None:
     c = ModelConfig(
         layers=32, hidden=4096, heads=32, ffn=11008, sequence_length=4096, vocab_size=32_000, qk_norm=False
     )
-    assert parameters(c) == 6_738_415_616
+    assert count_parameters(c) == 6_738_415_616
     products = 6_738_415_616 - 32_000 * 4096 - 65 * 4096  # without the embedding and the norms
     square = 4 * 4096 * 4096 * 3 * 32  # two products of 2 s d in every layer, forward and twice backward
     assert flops_per_token(c, causal=False) == 6 * products + square

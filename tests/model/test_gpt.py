@@ -11,9 +11,9 @@ from torch._dynamo.utils import counters
 
 from megastable.config.model import ModelConfig
 from megastable.model import gpt
-from megastable.model.block_parts import keys_of
+from megastable.model.block_parts import keys_of_samples
 from megastable.model.gpt import GPT
-from megastable.model.init import initialise
+from megastable.model.init import initialise_weights
 from megastable.model.kernels import PLAIN, Kernels
 from megastable.model.loss import LossFunction
 from megastable.parallel.sharding import placement_of
@@ -152,13 +152,13 @@ def test_recompute_changes_no_bit(
 def test_layers_are_the_model(tied: bool) -> None:
     """Run one after the other, as a pipeline does, with the same names and bytes of the parameters."""
     c = config(tied=tied)
-    entries = gpt.layers(c, TensorParallel(), "none")
+    entries = gpt.list_layers(c, TensorParallel(), "none")
     assert [entry.is_block for entry in entries] == [False, True, True, False, False]
     assert [entry.tied for entry in entries] == [tied, False, False, False, tied]
     model = GPT(c, TensorParallel(), "none", seed=7)
     modules = [entry.build() for entry in entries]
     for module in modules:
-        initialise(module, c, TensorParallel(), seed=7)
+        initialise_weights(module, c, TensorParallel(), seed=7)
     tokens, _, segments = batch()
     x: Any = (tokens, segments)
     with torch.no_grad():
@@ -187,7 +187,7 @@ def test_blocks_are_compiled_once_for_every_kind(changes: dict[str, Any], kinds:
     LayerNorm scaling the first block has no factor."""
     c = config(layers=12, hidden=16, ffn=24, **changes)
     tokens, labels, _ = batch()
-    keys = keys_of(torch.arange(BATCH), 5)
+    keys = keys_of_samples(torch.arange(BATCH), 5)
     inputs = (tokens, keys, keys) if c.dropout else tokens
     wanted = gradients(build(c, kernels=Kernels("blocked")), inputs, labels)
     torch._dynamo.reset()

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from megastable.config.model import ModelConfig
 from megastable.model import init
-from megastable.model.gpt import GPT, layers
-from megastable.model.init import ParameterPart, fill, whole_weight
-from megastable.parallel.sharding import Placement, placement_of, shard
+from megastable.model.gpt import GPT, list_layers
+from megastable.model.init import ParameterPart, fill_parts, whole_weight
+from megastable.parallel.sharding import Placement, cut_shard, placement_of
 from megastable.parallel.topology import TensorParallel
 from tests.tiers import examples
 
@@ -105,7 +105,7 @@ def test_shards_of_every_choice_are_slices_of_the_whole(
     monkeypatch.setattr(init, "CHUNK", chunk)
     for rank in range(size):
         for name, (w, placement) in weights(c, TensorParallel(rank=rank, size=size)).items():
-            assert torch.equal(w, shard(whole[name][0], placement, rank, size)), name
+            assert torch.equal(w, cut_shard(whole[name][0], placement, rank, size)), name
             assert w.dim() > 1 or (w == (0.0 if c.zero_centered_norms else 1.0)).all()
 
 
@@ -133,12 +133,14 @@ def parts_of(
 ) -> dict[tuple[str, int], tuple[ParameterPart, Tensor]]:
     """Of every parameter and data rank what ZeRO 3 gives it, and the numbers that belong there; by name and rank."""
     found = {}
-    for layer in layers(c, tp, "none"):
+    for layer in list_layers(c, tp, "none"):
         for p in layer.build().parameters():
             placement, shape = placement_of(p), list(p.shape)
             if placement.dim is not None:
                 shape[placement.dim] = sum(placement.sections)
-            flat = shard(whole_weight(placement, tuple(shape), c, 1), placement, tp.rank, tp.size).flatten()
+            flat = cut_shard(
+                whole_weight(placement, tuple(shape), c, 1), placement, tp.rank, tp.size
+            ).flatten()
             size = -(-len(flat) // data)
             padded = torch.cat((flat, torch.zeros(size * data - len(flat)))).to(dtype)
             for rank in range(data):
@@ -160,6 +162,6 @@ def test_fill_gives_the_same_bytes_on_any_threads_and_ranks(
     for rank in range(size):
         tp = TensorParallel(rank=rank, size=size)
         made = parts_of(c, tp, data, getattr(torch, dtype))
-        fill([part for part, _ in made.values()], c, tp, 1, threads)
+        fill_parts([part for part, _ in made.values()], c, tp, 1, threads)
         for name, (part, wanted) in made.items():
             assert torch.equal(part.into, wanted), name

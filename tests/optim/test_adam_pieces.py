@@ -13,11 +13,11 @@ from torch import Tensor
 from megastable.config.model import ModelConfig
 from megastable.config.optimizers import OptimizerConfig
 from megastable.optim import build
-from megastable.optim.adafactor import bands
+from megastable.optim.adafactor import split_in_bands
 from megastable.optim.adam_pieces import clip_spikes, draw_elements
 from megastable.optim.adamw import LANES
 from megastable.optim.pieces import Piece, PieceOptimizer, Surroundings, WholeParameter
-from megastable.parallel.sharding import Fragment, Placement, place, shard
+from megastable.parallel.sharding import Fragment, Placement, cut_shard, set_placement
 from tests.optim import rules
 
 ROWS, WIDTH = 13, 7
@@ -30,8 +30,8 @@ def trained(name: str, before: int) -> list[Tensor]:
     g = torch.Generator().manual_seed(0)
     module = torch.nn.Linear(WIDTH, ROWS, bias=False)
     settings = OptimizerConfig.model_validate({"name": name, "lr": 3e-3, "spam": {"threshold": 10.0}})
-    place(module.weight, Placement("blocks.0.mlp.down.weight"), 1)
-    optimizer = build.build(module, settings, ModelConfig(), compiled=False)
+    set_placement(module.weight, Placement("blocks.0.mlp.down.weight"), 1)
+    optimizer = build.build_optimizer(module, settings, ModelConfig(), compiled=False)
     assert isinstance(optimizer, PieceOptimizer)
     flat = torch.zeros(before + N + 3)
     flat[before : before + N] = torch.randn(N, generator=g)
@@ -40,7 +40,9 @@ def trained(name: str, before: int) -> list[Tensor]:
     piece = Fragment(
         name="w", dim=None, sections=(), shape=(ROWS, WIDTH), group=0, offset=before, start=0, numel=N, counted=True
     )  # fmt: skip
-    optimizer.attach([flat], [piece], Surroundings({"w": WholeParameter(Placement("w"), (ROWS, WIDTH), 0)}))
+    optimizer.attach_buffers(
+        [flat], [piece], Surroundings({"w": WholeParameter(Placement("w"), (ROWS, WIDTH), 0)})
+    )
     for _ in range(6):
         flat.grad = torch.zeros_like(flat)
         flat.grad[before : before + N] = torch.randn(N, generator=g) * 1e-2
@@ -69,8 +71,8 @@ def test_rectangles_cover_a_piece_once(size: int) -> None:
                 counted=True,
             )  # fmt: skip
             flat, seen = matrix.flatten()[start : start + numel], torch.zeros(numel)
-            for band in bands(piece, size):
-                assert torch.equal(band.of(flat), matrix[band.rows, band.columns])
+            for band in split_in_bands(piece, size):
+                assert torch.equal(band.view_of(flat), matrix[band.rows, band.columns])
                 assert seen[band.part].numel() <= max(size, WIDTH)
                 seen[band.part] += 1
             assert (seen == 1).all()
@@ -93,7 +95,7 @@ def test_every_shard_draws_as_the_whole_matrix(
 ) -> None:
     whole = rules.sparse("w", torch.zeros(24, 16), 3, density)
     for rank in range(2):
-        mine = shard(whole, Placement("w", dim, sections), rank, 2)
+        mine = cut_shard(whole, Placement("w", dim, sections), rank, 2)
         part = slice(start, min(start + numel, mine.numel()))
         f = Fragment(
             name="w", dim=dim, sections=sections, shape=tuple(mine.shape), group=0, offset=0, start=start,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megastable.config.tree import RunConfig
 from megastable.optim.clipping import clip_factors, row_factors, scale_rows
-from megastable.parallel.sharding import Fragment, placement_of, unshard
+from megastable.parallel.sharding import Fragment, join_shards, placement_of
 from tests.distributed import run_ranks
 from tests.optim import rules
 from tests.optim.trained import BATCH, batches, recipe
@@ -48,10 +48,10 @@ def _train_three(c: RunConfig, world: int) -> dict[str, Any]:
         return [(f, take(f).clone()) for f in fragments]
 
     def judge(measured: Any) -> bool:
-        found = engine.zero.gradients(fragments)
+        found = engine.zero.view_gradients(fragments)
         scale = measured.loss_scale
         seen["before"].append(pieces(lambda f: found[f.group, f.offset].view(-1)[: f.numel] / scale))
-        seen["weight"].append(pieces(lambda f: engine.flat_state().piece(f, "weight")))
+        seen["weight"].append(pieces(lambda f: engine.flat_state().view_piece(f, "weight")))
         return True
 
     if c.optimizer.clipping.kind == "worker":
@@ -74,9 +74,9 @@ def _train_three(c: RunConfig, world: int) -> dict[str, Any]:
         assert applied
         seen["norms"].append(measured.grad_norm)
         seen["kept"].append(engine.kept)
-        seen["after"].append(pieces(lambda f: engine.flat_state().piece(f, "exp_avg")))
+        seen["after"].append(pieces(lambda f: engine.flat_state().view_piece(f, "exp_avg")))
     return seen | {
-        "coordinates": topology.layout.coordinates(topology.rank),
+        "coordinates": topology.layout.coordinates_of(topology.rank),
         "placements": {placement_of(q).name: placement_of(q) for q in engine.ds.module.parameters()},
     }
 
@@ -114,7 +114,7 @@ def _joined(
 ) -> dict[str, Tensor]:
     placements = {n: p for rank in ranks for n, p in rank[name]["placements"].items()}
     return {
-        n: unshard([held[r] for r in sorted(held)], placements[n]) if placements[n].dim is not None else held[0]
+        n: join_shards([held[r] for r in sorted(held)], placements[n]) if placements[n].dim is not None else held[0]
         for n, held in shards.items()
     }  # fmt: skip
 

@@ -12,7 +12,7 @@ import torch
 
 from megastable.checkpoint.whole import WholeState
 from megastable.config.tree import RunConfig
-from megastable_tools.convert.derived_runs import Sizes, reshape
+from megastable_tools.convert.derived_runs import Sizes, reshape_checkpoint
 from tests.conftest import tiny
 from tests.distributed import run_ranks, train
 from tests.training.test_resume import resave
@@ -38,7 +38,7 @@ def test_optimizer_state_moves_to_other_layouts_bit_for_bit(name: str, corpus: P
     run_ranks(2, train, at("run"))
     half = tmp_path / f"run/checkpoints/step-{STOP}"
     before = WholeState(half)
-    moved = reshape(half, tmp_path / "moved", Sizes(tensor=2, data=1)).checkpoint
+    moved = reshape_checkpoint(half, tmp_path / "moved", Sizes(tensor=2, data=1)).checkpoint
     run_ranks(2, resave, at("moved", tensor=2), tmp_path / "there/checkpoints")
     shutil.copytree(tmp_path / "moved", tmp_path / "zero3", ignore=shutil.ignore_patterns("checkpoints"))
     shutil.copytree(tmp_path / "there/checkpoints", tmp_path / "zero3/checkpoints")
@@ -49,7 +49,7 @@ def test_optimizer_state_moves_to_other_layouts_bit_for_bit(name: str, corpus: P
         for parameter in before.names:
             assert after.kinds_of(parameter) == before.kinds_of(parameter)
             for kind in before.kinds_of(parameter):
-                assert torch.equal(after.tensor(parameter, kind), before.tensor(parameter, kind))
+                assert torch.equal(after.read_tensor(parameter, kind), before.read_tensor(parameter, kind))
         assert after.shared.keys() == before.shared.keys()
         for key, tensor in before.shared.items():
             assert torch.equal(after.shared[key], tensor), key

@@ -10,9 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megastable.optim.muon import Exchange, orthogonalized
-from megastable.optim.ownership import Matrix, MatrixPiece, Round, is_orthogonalized, matrices, owners, plan
-from megastable.parallel.sharding import Fragment, Placement, shard
+from megastable.optim.muon import Exchange, orthogonalize_matrix
+from megastable.optim.ownership import (
+    Matrix,
+    MatrixPiece,
+    Round,
+    assign_owners,
+    is_orthogonalized,
+    plan_rounds,
+    split_in_matrices,
+)
+from megastable.parallel.sharding import Fragment, Placement, cut_shard
 from tests.distributed import run_ranks
 from tests.tiers import examples
 
@@ -35,7 +43,7 @@ def flattened(data: int, tensor: int, cut: bool) -> list[list[Fragment]]:
     for rank in range(data * tensor):
         d, t = divmod(rank, tensor)
         fragments, offset = [], 0
-        shards = {n: shard(torch.empty(shape), p, t, tensor).shape for n, (p, shape) in SHAPES.items()}
+        shards = {n: cut_shard(torch.empty(shape), p, t, tensor).shape for n, (p, shape) in SHAPES.items()}
         total = sum(s.numel() for s in shards.values())
         each = -(-total // data)
         for name, (placement, _) in SHAPES.items():
@@ -61,7 +69,9 @@ def flattened(data: int, tensor: int, cut: bool) -> list[list[Fragment]]:
 
 def test_fused_weights_are_several_matrices() -> None:
     found = {
-        name: matrices(*SHAPES[name]) for name, (_, shape) in SHAPES.items() if is_orthogonalized(name, shape)
+        name: split_in_matrices(*SHAPES[name])
+        for name, (_, shape) in SHAPES.items()
+        if is_orthogonalized(name, shape)
     }
     assert {name: [(m.row, m.column, m.rows, m.columns) for m in of] for name, of in found.items()} == {
         "blocks.0.attention.qkv.weight": [(0, 0, 12, 8), (12, 0, 6, 8), (18, 0, 6, 8)],
@@ -78,7 +88,7 @@ def test_a_missing_piece_is_refused(lost: int) -> None:
     matrix = [f for rank in held for f in rank if f.name == "blocks.0.mlp.gate_up.weight"][lost]
     held = [[f for f in rank if f is not matrix] for rank in held]
     with pytest.raises(ValueError, match="exactly once"):
-        plan(held, tensor=1)
+        plan_rounds(held, tensor=1)
 
 
 @settings(max_examples=examples(60), deadline=None)
@@ -94,7 +104,7 @@ def test_no_owner_gets_more_than_its_share_and_one_matrix(
     for i, (rows, columns) in enumerate(sizes):
         matrix = Matrix(f"blocks.{i}.w", None, 0, 0, rows, columns)
         pieces[matrix] = (MatrixPiece(held[i], matrix, 0, 0, 0, matrix.numel, counted=True),)
-    found = owners(pieces, ranks)
+    found = assign_owners(pieces, ranks)
     assert found.keys() == pieces.keys()
     work = [sum(m.flops for m in pieces if found[m] == rank) for rank in range(ranks)]
     assert max(work) <= sum(work) / ranks + max(m.flops for m in pieces)
@@ -104,23 +114,25 @@ def test_a_matrix_stays_where_it_lies_if_that_is_fair() -> None:
     alike = [Matrix(f"blocks.{i}.w", None, 0, 0, 8, 8) for i in range(6)]
     holders = [2, 0, 1, 2, 1, 0]
     pieces = {m: (MatrixPiece(r, m, 0, 0, 0, 64, counted=True),) for r, m in zip(holders, alike, strict=True)}
-    assert list(owners(pieces, 3).values()) == holders
+    assert list(assign_owners(pieces, 3).values()) == holders
     crowded = {m: (MatrixPiece(0, m, 0, 0, 0, 64, counted=True),) for m in alike}
-    assert sorted(owners(crowded, 3).values()) == [0, 0, 1, 1, 2, 2]
+    assert sorted(assign_owners(crowded, 3).values()) == [0, 0, 1, 1, 2, 2]
 
 
 @pytest.mark.parametrize("cut", [False, True])
 def test_rounds_are_bounded(cut: bool) -> None:
     held = flattened(2, 2, cut)
-    limit = max(m.numel for r in plan(held, 2) for of in r.matrices for m in of)
-    rounds = plan(held, 2, limit)
+    limit = max(m.numel for r in plan_rounds(held, 2) for of in r.matrices for m in of)
+    rounds = plan_rounds(held, 2, limit)
     assert len(rounds) > 1
-    assert max(r.given(rank, back=b) for r in rounds for rank in range(4) for b in (False, True)) <= limit
-    alone, everything = plan(held, 2, 1), plan(held, 2)
+    assert (
+        max(r.count_given(rank, back=b) for r in rounds for rank in range(4) for b in (False, True)) <= limit
+    )
+    alone, everything = plan_rounds(held, 2, 1), plan_rounds(held, 2)
     assert len(everything) == 1 and all(sum(map(len, r.matrices)) == 1 for r in alone)
     for of in (rounds, alone):
-        assert sum(r.given(k, back=True) for r in of for k in range(4)) == sum(
-            r.given(k, back=True) for r in everything for k in range(4)
+        assert sum(r.count_given(k, back=True) for r in of for k in range(4)) == sum(
+            r.count_given(k, back=True) for r in everything for k in range(4)
         )
 
 
@@ -142,13 +154,13 @@ def exchanged(data: int, tensor: int) -> list[dict[str, Any]]:
         whole = values()
         buffer = torch.cat(
             [
-                shard(whole[f.name], f.placement, rank % tensor, tensor).flatten()[
+                cut_shard(whole[f.name], f.placement, rank % tensor, tensor).flatten()[
                     f.start : f.start + f.numel
                 ]
                 for f in held[rank]
             ]
         )
-        rounds: list[Round] = plan(held, tensor, limit)
+        rounds: list[Round] = plan_rounds(held, tensor, limit)
 
         def read(piece: MatrixPiece, to: Tensor, buffer: Tensor = buffer) -> None:
             to.copy_(buffer[piece.offset : piece.offset + piece.numel])
@@ -156,7 +168,9 @@ def exchanged(data: int, tensor: int) -> list[dict[str, Any]]:
         def write(piece: MatrixPiece, result: Tensor, buffer: Tensor = buffer) -> None:
             buffer[piece.offset : piece.offset + piece.numel] = result
 
-        Exchange(rounds, rank, None, dtype).run(read, orthogonalized, write, buffer.device)
+        Exchange(rounds, rank, None, dtype).exchange_matrices(
+            read, orthogonalize_matrix, write, buffer.device
+        )
         found.append({"dtype": dtype, "held": held[rank], "buffer": buffer})
     return found
 
@@ -167,13 +181,15 @@ def test_every_matrix_is_replaced_as_a_whole(data: int, tensor: int) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         wanted[dtype] = values()
         for name, (placement, shape) in SHAPES.items():
-            for m in matrices(placement, shape) if is_orthogonalized(name, shape) else ():
+            for m in split_in_matrices(placement, shape) if is_orthogonalized(name, shape) else ():
                 at = slice(m.row, m.row + m.rows), slice(m.column, m.column + m.columns)
-                wanted[dtype][name][at] = orthogonalized(values()[name][at].to(dtype)).float()
+                wanted[dtype][name][at] = orthogonalize_matrix(values()[name][at].to(dtype)).float()
     for rank, results in enumerate(run_ranks(data * tensor, exchanged, data, tensor)):
         for result in results:
             for f in result["held"]:
-                whole = shard(wanted[result["dtype"]][f.name], f.placement, rank % tensor, tensor).flatten()
+                whole = cut_shard(
+                    wanted[result["dtype"]][f.name], f.placement, rank % tensor, tensor
+                ).flatten()
                 got = result["buffer"][f.offset : f.offset + f.numel]
                 assert torch.equal(got, whole[f.start : f.start + f.numel]), f.name
 
@@ -198,7 +214,7 @@ def test_singular_vectors_stay_and_values_become_one(
 ) -> None:
     x = matrix(rows, columns)
     u, _, vt = torch.linalg.svd(x, full_matrices=False)
-    y = orthogonalized(x.to(dtype))
+    y = orthogonalize_matrix(x.to(dtype))
     assert y.dtype is dtype and y.shape == x.shape
     inside = u.t() @ y.double() @ vt.t()  # diagonal if the singular vectors are the same
     values = inside.diagonal()
@@ -213,7 +229,7 @@ def test_singular_vectors_stay_and_values_become_one(
 )
 def test_the_size_of_a_matrix_does_not_matter(rows: int, columns: int, power: int, seed: int) -> None:
     x = matrix(rows, columns, seed).float()
-    y = orthogonalized(x)
+    y = orthogonalize_matrix(x)
     assert float(torch.linalg.svdvals(y).max()) <= BAND[1]
-    assert torch.equal(orthogonalized(x * 2.0**power), y)
-    assert torch.allclose(orthogonalized(x.t().contiguous()), y.t(), atol=1e-4)
+    assert torch.equal(orthogonalize_matrix(x * 2.0**power), y)
+    assert torch.allclose(orthogonalize_matrix(x.t().contiguous()), y.t(), atol=1e-4)

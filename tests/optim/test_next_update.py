@@ -12,7 +12,7 @@ from megastable.config.model import ModelConfig
 from megastable.config.optimizers import OptimizerConfig
 from megastable.config.tree import RunConfig
 from megastable.model.gpt import GPT
-from megastable.optim.build import build
+from megastable.optim.build import build_optimizer
 from megastable.optim.next_update import RunPosition, compare_next_update, describe_next_update
 from megastable.parallel.topology import TensorParallel
 
@@ -26,7 +26,7 @@ def config(**sections: Any) -> RunConfig:
         "schedule": {"warmup_steps": 10},
         "train": {"steps": 100, "global_batch": 8},
     }
-    return recipe.validate(
+    return recipe.validate_tree(
         {name: tree.get(name, {}) | sections.get(name, {}) for name in {*tree, *sections}}, ""
     )
 
@@ -100,6 +100,6 @@ def test_the_table_of_who_reads_what_is_that_of_the_optimizers(name: Any) -> Non
     model = ModelConfig(layers=1, hidden=16, heads=2, ffn=16, vocab_size=16)
     with torch.device("meta"):
         gpt = GPT(model, TensorParallel(), "none", None)
-    built = build(gpt, given, model, compiled=False)
+    built = build_optimizer(gpt, given, model, compiled=False)
     for key in ("betas", "eps"):
-        assert (key in built.defaults) == given.reads(key)
+        assert (key in built.defaults) == given.reads_key(key)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megastable.config.tree import RunConfig
 from megastable.engine.flatstate import FlatState
-from megastable.parallel.sharding import placement_of, unshard
+from megastable.parallel.sharding import join_shards, placement_of
 from tests.distributed import run_ranks
 from tests.optim import trained
 from tests.optim.trained import OPTIMIZERS
@@ -64,7 +64,7 @@ def _train(c: RunConfig, world: int) -> dict[str, Any]:
     seen: list[Pieces] = []
 
     def judge(measured: Any, flat: FlatState = flat) -> bool:
-        held = engine.zero.gradients(flat.fragments)
+        held = engine.zero.view_gradients(flat.fragments)
         seen.append({
             (f.name, f.start): held[f.group, f.offset].view(-1)[: f.numel].float().clone()
             for f in flat.fragments
@@ -98,7 +98,7 @@ def test_optimizer_updates_fp32_masters_by_the_engines_bf16_gradients(layout: st
     def whole(parts: list[Pieces]) -> dict[str, Tensor]:
         shards = joined(ranks, parts)
         placements = {n: p for rank in ranks for n, p in rank["placements"].items()}
-        return {n: unshard([shards[n, t] for t in range(tensor)], p) for n, p in placements.items()}
+        return {n: join_shards([shards[n, t] for t in range(tensor)], p) for n, p in placements.items()}
 
     before = whole([rank["before"] for rank in ranks])
     rule = OPTIMIZERS[name][1](dict(before))  # which a rule replaces

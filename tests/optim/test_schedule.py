@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megastable.config.tree import RunConfig, ScheduleConfig
-from megastable.optim.schedule import progress, rate, total, warmup
-from megastable.optim.schedule import rates as rates_of_run
+from megastable.optim.schedule import find_decay_end, measure_progress, rate_at, warmup_length
+from megastable.optim.schedule import list_rates as rates_of_run
 from tests.tiers import examples
 
 PEAK, TOTAL, WARMUP = 2e-3, 1000, 100
@@ -23,7 +23,7 @@ def schedule(kind: str, **changes: Any) -> ScheduleConfig:
 
 
 def rates(kind: str, upto: int = TOTAL + 1, **changes: Any) -> list[float]:
-    return [rate(schedule(kind, **changes), PEAK, TOTAL, n) for n in range(upto)]
+    return [rate_at(schedule(kind, **changes), PEAK, TOTAL, n) for n in range(upto)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -79,7 +79,7 @@ def test_always_between_nothing_and_the_peak(
 ) -> None:
     """A run that is shorter than its warm-up included."""
     s = schedule(kind, warmup_steps=warmup, floor=floor, decay_steps=decay)
-    found = rate(s, peak, total, updates)
+    found = rate_at(s, peak, total, updates)
     assert 0 <= found <= peak * (1 + 1e-12)
     if updates < warmup:
         assert found > 0
@@ -115,7 +115,7 @@ def test_with_a_constant_batch_it_is_the_schedule_by_steps(
     if kind != "wsd" or decay is not None:
         assert found == pytest.approx(wanted, rel=1e-12)
     s = by_steps.schedule
-    assert wanted == [rate(s, by_steps.optimizer.lr, end or 40, n) for n in range(40)]
+    assert wanted == [rate_at(s, by_steps.optimizer.lr, end or 40, n) for n in range(40)]
 
 
 @settings(deadline=None)
@@ -127,18 +127,18 @@ def test_it_follows_the_tokens_whatever_the_batch(kind: str, warm: int, ramp: in
     )
     cursor, peak = 0, grown.optimizer.lr
     for found in rates_of_run(grown):
-        tokens, size = cursor * 16, grown.batches.at(cursor) * 16
-        assert found == rate(grown.schedule, peak, 4000, tokens, size)
+        tokens, size = cursor * 16, grown.batches.value_at(cursor) * 16
+        assert found == rate_at(grown.schedule, peak, 4000, tokens, size)
         assert 0 < found <= peak and (
             tokens >= warm or found == pytest.approx(peak * min(1, (tokens + size) / warm))
         )
         cursor += size // 16
-    assert cursor * 16 == grown.tokens == total(grown.model_copy(
+    assert cursor * 16 == grown.tokens == find_decay_end(grown.model_copy(
         update={"schedule": grown.schedule.model_copy(update={"total_tokens": None})}
     ))  # fmt: skip
 
 
 def test_what_a_step_adds() -> None:
     by_tokens, by_steps = config(warmup_tokens=7), config(warmup_steps=7)
-    assert (progress(by_tokens.schedule, 3, 90), warmup(by_tokens.schedule)) == (90, 7)
-    assert (progress(by_steps.schedule, 3, 90), warmup(by_steps.schedule)) == (3, 7)
+    assert (measure_progress(by_tokens.schedule, 3, 90), warmup_length(by_tokens.schedule)) == (90, 7)
+    assert (measure_progress(by_steps.schedule, 3, 90), warmup_length(by_steps.schedule)) == (3, 7)

@@ -85,14 +85,14 @@ def _train(c: RunConfig, world: int, spike: int | None) -> dict[str, Any]:
 
     for index in range(STEPS):
         if index == HALF:
-            point = _copied(engine.optimizer_state()), engine.counters()
+            point = _copied(engine.optimizer_state()), engine.read_counters()
             step(index, accept=False)
             unchanged = _same(point[0], engine.optimizer_state())
         engine.measures_update = index == STEPS - 1
         norms.append(step(index))
         kept.append(engine.kept)
     final = _copied(engine.optimizer_state())
-    ratio = engine.statistics().overall.get("update_ratio")
+    ratio = engine.collect_statistics().overall.get("update_ratio")
     assert point is not None
     engine.restore_optimizer_state(point[0])
     engine.restore_counters(point[1])
@@ -102,7 +102,8 @@ def _train(c: RunConfig, world: int, spike: int | None) -> dict[str, Any]:
     flat = engine.flat_state()
     return {
         "norms": norms, "kept": kept, "unchanged": unchanged, "rewound": _same(final, engine.optimizer_state()),
-        "state": {kind: flat.shards(kind) for kind in KINDS}, "coordinates": topology.layout.coordinates(topology.rank),
+        "state": {kind: flat.gather_shards(kind) for kind in KINDS},
+        "coordinates": topology.layout.coordinates_of(topology.rank),
         "placements": {placement_of(p).name: placement_of(p) for p in engine.ds.module.parameters()},
         "shared": {name: t.clone() for name, t in engine.shared_state.items()}, "update_ratio": ratio,
     }  # fmt: skip

@@ -13,7 +13,7 @@ import torch
 from megastable.config.tree import RunConfig
 from megastable.model.init import whole_weight
 from megastable.parallel.layout import Layout
-from megastable.parallel.sharding import Placement, placement_of, shape_of, shard
+from megastable.parallel.sharding import Placement, cut_shard, placement_of, shape_of
 from tests.distributed import run_ranks
 
 LAYERS = 12
@@ -69,7 +69,7 @@ def build(c: RunConfig, world: int) -> Built:
     deepspeed.initialize = marked
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
-        made.append(Engine(c, deepspeed_json.build(c, world), topology))
+        made.append(Engine(c, deepspeed_json.build_deepspeed_json(c, world), topology))
     assert profile.profiler is not None and profile.profiler.kineto_results is not None
     events = profile.profiler.kineto_results.events()
     (begun,) = [e.start_ns() for e in events if e.name() == "initialize"]
@@ -83,7 +83,7 @@ def build(c: RunConfig, world: int) -> Built:
     return Built(
         most, sum(of.values()), max(by_layer.values()),
         sum(fragment.numel for fragment in flat.fragments),
-        flat.shards("weight"),
+        flat.gather_shards("weight"),
         {placement_of(q).name: placement_of(q) for q in made[0].ds.module.parameters()},
         topology.tensor_rank,
     )  # fmt: skip
@@ -117,7 +117,7 @@ def check_weights(c: RunConfig, built: Built) -> None:
         if placement.dim is not None:
             shape[placement.dim] = sum(placement.sections)
         whole = whole_weight(placement, tuple(shape), c.model, c.run.seed)
-        wanted = shard(whole, placement, built.tensor_rank, c.parallel.tensor)
+        wanted = cut_shard(whole, placement, built.tensor_rank, c.parallel.tensor)
         assert torch.equal(found, wanted.to(DTYPES[c.precision.kind]).float()), name
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megastable.model import loss as losses
 from megastable.model.loss import LossFunction, chunked_objective
-from megastable.parallel.mappings import enter
+from megastable.parallel.mappings import enter_tensor_region
 from megastable.parallel.topology import TensorParallel
 from tests.distributed import run_ranks
 
@@ -35,7 +35,7 @@ def _compare(tp: TensorParallel, vocabulary: int, z_loss: float, elements: int, 
     plain = loss(F.linear(x, weight), labels)
     wanted_dx, wanted_dw = torch.autograd.grad(plain, (x, weight), torch.tensor(3.0))
     own = weight.detach().chunk(tp.size)[tp.rank].requires_grad_()
-    entered = enter(x, tp)
+    entered = enter_tensor_region(x, tp)
     objective, samples = chunked_objective(entered, own, labels, vocabulary, z_loss, tp, compiled, elements)
     dx, dw = torch.autograd.grad(objective, (x, own), torch.tensor(3.0))
     pairs = (

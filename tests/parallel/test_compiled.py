@@ -42,11 +42,11 @@ def train_both(
             for step, batch in enumerate(batches(apart=True)[:3]):
                 micro = mine(batch, topology, c.train.micro_batch)
                 if step == 1:
-                    engine.probe.watch()  # which leaves what is compiled alone
+                    engine.probe.watch_step()  # which leaves what is compiled alone
                 measured, _ = engine.train_step(micro, 1e-3, lambda m: m.finite)
                 if step == 1:
-                    layers = engine.statistics().layers
-                numbers += [measured.loss, measured.grad_norm, float(engine.evaluate(micro).mean())]
+                    layers = engine.collect_statistics().layers
+                numbers += [measured.loss, measured.grad_norm, float(engine.evaluate_samples(micro).mean())]
                 graphs.append(counters["stats"]["unique_graphs"])
             found.append((numbers, graphs, sum(counters["graph_break"].values()), layers))
     return found
@@ -104,7 +104,7 @@ def step_both_ways(c: RunConfig, world: int) -> list[dict[str, Any]]:
             seen: dict[str, Any] = {}
 
             def judge(_: Any, seen: dict[str, Any] = seen) -> bool:
-                pieces = engine.zero.gradients(engine.flat_state().fragments)
+                pieces = engine.zero.view_gradients(engine.flat_state().fragments)
                 seen["gradients"] = {str(key): piece.clone() for key, piece in pieces.items()}
                 return True
 
@@ -112,12 +112,14 @@ def step_both_ways(c: RunConfig, world: int) -> list[dict[str, Any]]:
                 seen["measured"], _ = engine.train_step(second, 1e-3, judge)
 
             if watched:
-                engine.probe.watch()
+                engine.probe.watch_step()
             random = torch.get_rng_state()
             seen["bytes"] = saved_bytes(step, engine.ds.module.parameters())
             assert torch.equal(torch.get_rng_state(), random)
-            seen["layers"], flat = engine.statistics().layers, engine.flat_state()
-            seen["state"] = {f"{kind}/{n}": t.clone() for kind in KINDS for n, t in flat.shards(kind).items()}
+            seen["layers"], flat = engine.collect_statistics().layers, engine.flat_state()
+            seen["state"] = {
+                f"{kind}/{n}": t.clone() for kind in KINDS for n, t in flat.gather_shards(kind).items()
+            }
             found.append(seen)
     return found
 

@@ -49,7 +49,7 @@ def kept(case: str) -> tuple[int, int, list[float]]:
     from megastable.engine.engine import Engine
 
     c = config(**CASES[case])
-    settings = deepspeed_json.build(c, 2)
+    settings = deepspeed_json.build_deepspeed_json(c, 2)
     settings["zero_optimization"] |= {
         "stage3_max_live_parameters": 1000,
         "stage3_max_reuse_distance": 1000,

@@ -19,7 +19,7 @@ from torch import Tensor
 from megastable.config.model import ModelConfig
 from megastable.config.tree import RunConfig
 from megastable.engine.flatstate import KINDS, FlatState
-from megastable.parallel.sharding import placement_of, unshard
+from megastable.parallel.sharding import join_shards, placement_of
 from tests import reference
 from tests.distributed import run_ranks
 from tests.parallel.test_layouts import RATES, batches, config, mine, plain, relative, start_engine
@@ -34,7 +34,7 @@ Pieces = dict[tuple[str, int], Tensor]  # by name and first element, flat
 def pieces(flat: FlatState, kind: str) -> Pieces:
     found = {}
     for f in flat.fragments:
-        piece = flat.piece(f, kind)
+        piece = flat.view_piece(f, kind)
         found[f.name, f.start] = torch.zeros(f.numel) if piece is None else piece.float().clone()
     return found
 
@@ -52,7 +52,7 @@ def steps_of_rank(c: RunConfig, world: int, apart: bool) -> dict[str, Any]:
         flat, summed = engine.flat_state(), {}
 
         def judge(measured: Any, flat: FlatState = flat, summed: Pieces = summed) -> bool:
-            gradients = engine.zero.gradients(flat.fragments)
+            gradients = engine.zero.view_gradients(flat.fragments)
             for f in flat.fragments:
                 summed[f.name, f.start] = gradients[f.group, f.offset].view(-1)[: f.numel].clone()
             return bool(measured.finite)
@@ -156,7 +156,7 @@ def test_train_step_sums_and_applies_bf16_gradients_in_fp32(name: str) -> None:
             along = [0.0, 0.0]
             for parameter, g in exact(c.model, apart, c.train.global_batch).items():
                 shards = [wanted[parameter, t] for t in range(p.tensor)]
-                whole = unshard(shards, placements[parameter]).double()
+                whole = join_shards(shards, placements[parameter]).double()
                 assert relative(whole, g) < BF16, parameter
                 along[0] += float((whole * g).sum())
                 along[1] += float(g.double().square().sum())

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megastable.parallel.layout import Layout, partition
-from megastable.parallel.mappings import overlaps
+from megastable.parallel.layout import Layout, cut_into_stages
+from megastable.parallel.mappings import count_overlaps
 from tests.tiers import examples
 
 LAYOUTS = st.builds(Layout, st.integers(1, 8), st.integers(1, 8), st.integers(1, 8))
@@ -23,26 +23,28 @@ WITH_CONTEXT = st.builds(
 @settings(deadline=None)
 @given(LAYOUTS)
 def test_coordinates_and_ranks_are_inverse_and_groups_differ_along_their_axis(layout: Layout) -> None:
-    found = [layout.coordinates(rank) for rank in range(layout.world)]
+    found = [layout.coordinates_of(rank) for rank in range(layout.world)]
     assert set(found) == set(product(range(layout.pipeline), range(layout.data), range(layout.tensor)))
-    assert [layout.rank(*coordinates) for coordinates in found] == list(range(layout.world))
+    assert [layout.rank_at(*coordinates) for coordinates in found] == list(range(layout.world))
     for axis, fixed in {"tensor": (0, 1), "data": (0, 2), "pipeline": (1, 2)}.items():
-        groups = layout.groups(axis)
+        groups = layout.list_groups(axis)
         assert sorted(rank for group in groups for rank in group) == list(range(layout.world))
         for group in groups:
             assert group == sorted(group) and len(group) == getattr(layout, axis)
-            assert len({tuple(layout.coordinates(rank)[i] for i in fixed) for rank in group}) == 1
-    assert all(group == list(range(group[0], group[0] + layout.tensor)) for group in layout.groups("tensor"))
+            assert len({tuple(layout.coordinates_of(rank)[i] for i in fixed) for rank in group}) == 1
+    assert all(
+        group == list(range(group[0], group[0] + layout.tensor)) for group in layout.list_groups("tensor")
+    )
 
 
 @settings(deadline=None)
 @given(WITH_CONTEXT)
 def test_context_group_shares_its_samples_and_nothing_else(layout: Layout) -> None:
-    groups = layout.groups("context")
+    groups = layout.list_groups("context")
     assert sorted(rank for group in groups for rank in group) == list(range(layout.world))
     assert len(groups) == layout.tensor * layout.pipeline * layout.samples
     for group in groups:
-        stages, data, tensor = zip(*map(layout.coordinates, group), strict=True)
+        stages, data, tensor = zip(*map(layout.coordinates_of, group), strict=True)
         assert len(set(stages)) == len(set(tensor)) == 1
         # In the order of the tokens, and neighbours among the data ranks.
         assert list(data) == list(range(data[0], data[0] + layout.context)) and not data[0] % layout.context
@@ -59,16 +61,16 @@ def test_layout_agrees_with_deepspeed(
     theirs = PipeModelDataParallelTopology(num_pp=pipeline, num_mp=tensor, num_dp=data)
     for rank in range(layout.world):
         c = theirs.get_coord(rank)
-        assert layout.coordinates(rank) == (c.pipe, c.data, c.model)
+        assert layout.coordinates_of(rank) == (c.pipe, c.data, c.model)
     for axis, name in (("tensor", "model"), ("data", "data"), ("pipeline", "pipe")):
         if getattr(layout, axis) > 1:  # of an axis of one it lists no groups
-            assert sorted(layout.groups(axis)) == sorted(theirs.get_axis_comm_lists(name))
+            assert sorted(layout.list_groups(axis)) == sorted(theirs.get_axis_comm_lists(name))
 
 
 def test_groups_of_both_ends_of_the_pipeline_and_of_an_unknown_axis() -> None:
-    assert Layout(tensor=2, pipeline=3, data=2).groups("tied") == [[0, 2, 8, 10], [1, 3, 9, 11]]
+    assert Layout(tensor=2, pipeline=3, data=2).list_groups("tied") == [[0, 2, 8, 10], [1, 3, 9, 11]]
     with pytest.raises(ValueError, match="expert"):
-        Layout().groups("expert")
+        Layout().list_groups("expert")
 
 
 def sums(bounds: list[int], values: list[int] | list[bool]) -> list[int]:
@@ -84,22 +86,22 @@ def test_partition_is_the_best_of_all_cuts(layers: list[tuple[int, bool]], count
     if sum(required) < count:
         assert not allowed
         with pytest.raises(ValueError, match=f"{sum(required)} blocks"):
-            partition(costs, count, required)
+            cut_into_stages(costs, count, required)
         return
-    bounds = partition(costs, count, required)
+    bounds = cut_into_stages(costs, count, required)
     assert bounds in allowed
     assert max(sums(bounds, costs)) == min(max(sums(cut, costs)) for cut in allowed)
 
 
 def test_partition_fills_later_stages_and_gives_each_a_block() -> None:
-    assert partition([1] * 5, 2, [True] * 5) == [0, 2, 5]
-    assert partition([1] * 7, 4, [True] * 7) == [0, 1, 3, 5, 7]
+    assert cut_into_stages([1] * 5, 2, [True] * 5) == [0, 2, 5]
+    assert cut_into_stages([1] * 7, 4, [True] * 7) == [0, 1, 3, 5, 7]
     # However costly the head is, it never makes a stage of its own.
     required = [False, True, True, True, True, False, False]
-    assert partition([1, 10, 10, 10, 10, 1, 1000], 4, required) == [0, 2, 3, 4, 7]
+    assert cut_into_stages([1, 10, 10, 10, 10, 1, 1000], 4, required) == [0, 2, 3, 4, 7]
     # 126 blocks (Llama 3 405B) on 32 stages: nothing combinatorial about it.
     required = [False] + [True] * 126 + [False, False]
-    bounds = partition([1.0] + [100.0] * 126 + [1.0, 150.0], 32, required)
+    bounds = cut_into_stages([1.0] + [100.0] * 126 + [1.0, 150.0], 32, required)
     assert set(sums(bounds, [int(r) for r in required])) <= {2, 3, 4} and len(bounds) == 33
 
 
@@ -114,8 +116,10 @@ def test_overlaps_send_every_element_to_the_rank_that_updates_its_copy(
 ) -> None:
     one, other = (cut(numel, -(-numel // ranks) + extra, ranks) for extra in (more, others))
     for i, own in enumerate(one):
-        counts = overlaps(own, other)
-        assert counts == [overlaps(there, one)[i] for there in other]  # what one sends, the other waits for
+        counts = count_overlaps(own, other)
+        assert counts == [
+            count_overlaps(there, one)[i] for there in other
+        ]  # what one sends, the other waits for
         # In the order of the piece: nothing is to be sorted.
         sent = [(j, element) for j, there in enumerate(other) for element in own if element in there]
         assert [j for j, _ in sent] == [j for j, n in enumerate(counts) for _ in range(n)]

@@ -14,7 +14,7 @@ from megastable.data.loader import MicroBatch
 from megastable.engine.flatstate import KINDS
 from megastable.model.gpt import GPT
 from megastable.parallel.layout import Layout
-from megastable.parallel.sharding import Placement, placement_of, unshard
+from megastable.parallel.sharding import Placement, join_shards, placement_of
 from megastable.parallel.topology import TensorParallel, Topology
 from tests import reference
 from tests.distributed import run_ranks
@@ -78,9 +78,9 @@ def start_engine(c: RunConfig, world: int) -> tuple[Any, Topology]:
     from megastable.engine.engine import Engine
 
     p = c.parallel
-    layout = Layout(p.tensor, p.pipeline, deepspeed_json.data_parallel(c, world), p.context)
+    layout = Layout(p.tensor, p.pipeline, deepspeed_json.size_of_data_parallel(c, world), p.context)
     topology = Topology(layout, dist.get_rank(), timeout=PATIENCE)
-    return Engine(c, deepspeed_json.build(c, world), topology), topology
+    return Engine(c, deepspeed_json.build_deepspeed_json(c, world), topology), topology
 
 
 def train_rank(c: RunConfig, world: int, apart: bool) -> dict[str, Any]:
@@ -90,19 +90,19 @@ def train_rank(c: RunConfig, world: int, apart: bool) -> dict[str, Any]:
     for batch, lr in zip(batches(apart, c.train.global_batch), RATES, strict=True):
         micro = mine(batch, topology, c.train.micro_batch)
         if c.parallel.context > 1 and not samples:
-            samples.append(engine.evaluate(micro).tolist())
+            samples.append(engine.evaluate_samples(micro).tolist())
         measured, applied = engine.train_step(micro, lr, judge=lambda m: m.finite)
         assert applied
         losses.append(measured.loss)
         norms.append(measured.grad_norm)
         samples.append(measured.losses.tolist())
     flat = engine.flat_state()
-    state = {kind: flat.shards(kind) for kind in KINDS}
+    state = {kind: flat.gather_shards(kind) for kind in KINDS}
     placements = {placement_of(p).name: placement_of(p) for p in engine.ds.module.parameters()}
-    final = flat.norms()
+    final = flat.sum_norms()
     return {
         "losses": losses, "norms": norms, "samples": samples, "state": state, "placements": placements,
-        "coordinates": topology.layout.coordinates(topology.rank), "final": (final.parameters, final.second_moment),
+        "coordinates": topology.layout.coordinates_of(topology.rank), "final": (final.parameters, final.second_moment),
     }  # fmt: skip
 
 
@@ -118,7 +118,7 @@ def merge(ranks: list[dict[str, Any]], kind: str, tensor: int) -> dict[str, torc
     for name, by_rank in parts.items():
         if placements[name].dim is None:
             assert all(torch.equal(v, by_rank[0]) for v in by_rank.values()), f"{name}: replicas differ"
-    return {name: unshard([v[r] for r in range(tensor)], placements[name]) for name, v in parts.items()}
+    return {name: join_shards([v[r] for r in range(tensor)], placements[name]) for name, v in parts.items()}
 
 
 def plain(model: ModelConfig, precision: str = "fp32") -> tuple[dict[str, torch.Tensor], reference.Shape]:

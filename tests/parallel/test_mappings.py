@@ -10,7 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megastable.parallel.mappings import enter, leave, share, to_heads, to_tokens, total
+from megastable.parallel.mappings import (
+    enter_tensor_region,
+    leave_tensor_region,
+    share_weight,
+    sum_over_group,
+    to_heads,
+    to_tokens,
+)
 from megastable.parallel.topology import WHOLE, ContextParallel, TensorParallel
 from tests.distributed import run_ranks
 
@@ -85,7 +92,7 @@ def test_to_heads_alone_touches_nothing() -> None:
     assert to_tokens(y, WHOLE) is y
 
 
-MAPPINGS = [enter, leave, share, total]
+MAPPINGS = [enter_tensor_region, leave_tensor_region, share_weight, sum_over_group]
 
 
 def gradients(mapping: Callable[[Tensor, TensorParallel], Tensor], tp: TensorParallel, compiled: bool) -> Any:

@@ -13,11 +13,11 @@ from torch import nn
 from megastable.parallel.sharding import (
     Fragment,
     Placement,
-    place,
+    cut_shard,
+    join_shards,
     placement_of,
-    rectangles,
-    shard,
-    unshard,
+    set_placement,
+    split_in_rectangles,
     whole_index,
 )
 
@@ -42,8 +42,8 @@ def placed(draw: st.DrawFn) -> tuple[torch.Tensor, Placement, int, list[int]]:
 @given(placed())
 def test_shards_are_disjoint_and_make_the_whole(case: tuple[torch.Tensor, Placement, int, list[int]]) -> None:
     whole, placement, size, _ = case
-    shards = [shard(whole, placement, rank, size) for rank in range(size)]
-    assert torch.equal(unshard(shards, placement), whole) and len({s.shape for s in shards}) == 1
+    shards = [cut_shard(whole, placement, rank, size) for rank in range(size)]
+    assert torch.equal(join_shards(shards, placement), whole) and len({s.shape for s in shards}) == 1
     if placement.dim is None:
         assert all(torch.equal(s, whole) for s in shards)
     else:
@@ -53,8 +53,8 @@ def test_shards_are_disjoint_and_make_the_whole(case: tuple[torch.Tensor, Placem
 def test_shard_splits_sections_one_by_one() -> None:
     """q of 4 rows, k and v of 2: each rank holds a part of all three."""
     placement, whole = Placement("qkv", 0, (4, 2, 2)), torch.arange(8).view(8, 1)
-    assert shard(whole, placement, 0, 2).flatten().tolist() == [0, 1, 4, 6]
-    assert shard(whole, placement, 1, 2).flatten().tolist() == [2, 3, 5, 7]
+    assert cut_shard(whole, placement, 0, 2).flatten().tolist() == [0, 1, 4, 6]
+    assert cut_shard(whole, placement, 1, 2).flatten().tolist() == [2, 3, 5, 7]
 
 
 @settings(deadline=None)
@@ -65,19 +65,19 @@ def test_rectangles_lie_at_their_rows_and_columns_of_the_whole(
     whole, placement, size, cuts = case
     seen = torch.zeros(whole.shape, dtype=torch.int64)
     for rank in range(size):
-        mine = shard(whole, placement, rank, size)
+        mine = cut_shard(whole, placement, rank, size)
         for start, end in pairwise(cuts):
             f = Fragment(
                 name="w", dim=placement.dim, sections=placement.sections, shape=tuple(mine.shape), group=0, offset=0,
                 start=start, numel=end - start, counted=True,
             )  # fmt: skip
-            piece, found = mine.flatten()[start:end], rectangles(f)
+            piece, found = mine.flatten()[start:end], split_in_rectangles(f)
             rows, columns = whole_index(f, 0, rank, size), whole_index(f, 1, rank, size)
-            assert len(found) <= 3 and sum(r.of(piece).numel() for r in found) == f.numel
+            assert len(found) <= 3 and sum(r.view_of(piece).numel() for r in found) == f.numel
             for r in found:
                 i, j = rows[r.rows], columns[r.columns]
-                assert torch.equal(r.of(piece), whole[i[:, None], j])
-                assert torch.equal(r.of(piece), mine[r.rows, r.columns])
+                assert torch.equal(r.view_of(piece), whole[i[:, None], j])
+                assert torch.equal(r.view_of(piece), mine[r.rows, r.columns])
                 seen[i[:, None], j] += 1
     assert bool((seen == (size if placement.dim is None else 1)).all())
 
@@ -86,7 +86,7 @@ def test_rectangles_of_a_vector() -> None:
     f = Fragment(
         name="b", dim=0, sections=(4, 2), shape=(3,), group=0, offset=5, start=1, numel=2, counted=True
     )
-    (r,) = rectangles(f)
+    (r,) = split_in_rectangles(f)
     assert (r.rows, r.columns, r.part) == (slice(1, 3), slice(0, 1), slice(0, 2))
     assert whole_index(f, 0, 1, 2).tolist() == [2, 3, 5]
 
@@ -94,7 +94,7 @@ def test_rectangles_of_a_vector() -> None:
 def test_place_marks_only_parameters_that_are_split_for_deepspeed() -> None:
     for dim, size, marked in ((0, 2, True), (1, 4, True), (0, 1, False), (None, 2, False)):
         parameter = nn.Parameter(torch.zeros(4, 4))
-        place(parameter, Placement("w", dim, (4,)), size)
+        set_placement(parameter, Placement("w", dim, (4,)), size)
         assert placement_of(parameter) == Placement("w", dim, (4,))
         assert parameter.tensor_model_parallel is marked  # type: ignore[attr-defined]
     with pytest.raises(AssertionError, match="placement"):

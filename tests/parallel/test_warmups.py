@@ -54,10 +54,10 @@ def train_rank(c: RunConfig, world: int) -> dict[str, Any]:
     made = batches()
     for number, (batch, lr) in enumerate(zip(made, RATES, strict=True)):
         micro = mine(batch, topology, c.train.micro_batch)
-        found["evaluated"].append(engine.evaluate(micro).tolist())
-        other = engine.measure(mine(made[number - 1], topology, c.train.micro_batch))
+        found["evaluated"].append(engine.evaluate_samples(micro).tolist())
+        other = engine.measure_step(mine(made[number - 1], topology, c.train.micro_batch))
         assert other.losses.numel() == SIZES[number - 1]
-        again = engine.measure(micro)
+        again = engine.measure_step(micro)
         measured, applied = engine.train_step(micro, lr, judge=lambda m: m.finite)
         assert applied and measured.losses.numel() == SIZES[number]
         found["measured"].append((again.loss, again.grad_norm))
@@ -67,8 +67,8 @@ def train_rank(c: RunConfig, world: int) -> dict[str, Any]:
     flat = engine.flat_state()
     placements = {placement_of(p).name: placement_of(p) for p in engine.ds.module.parameters()}
     return found | {
-        "state": {kind: flat.shards(kind) for kind in KINDS}, "placements": placements,
-        "coordinates": topology.layout.coordinates(topology.rank), "wrapper": type(engine.optimizer).__name__,
+        "state": {kind: flat.gather_shards(kind) for kind in KINDS}, "placements": placements,
+        "coordinates": topology.layout.coordinates_of(topology.rank), "wrapper": type(engine.optimizer).__name__,
     }  # fmt: skip
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from megastable.config import recipe
 from megastable_tools.plan import answer, search
-from megastable_tools.plan.cluster import load
+from megastable_tools.plan.cluster import load_cluster
 from megastable_tools.plan.memory import PHASES
 
 GOLDEN = Path(__file__).with_name("golden.json")
@@ -48,8 +48,8 @@ CASES = [
 def numbers_of(case: str) -> dict[str, Any]:
     """What a plan predicts, without texts."""
     name, gpus, cluster, *overrides = case.split()
-    config = recipe.load(f"launch/recipes/{name}.yaml", ["model.vocab_size=50000", *overrides])
-    plan = search.plan(config, int(gpus), load(f"launch/clusters/{cluster}.yaml"))
+    config = recipe.load_recipe(f"launch/recipes/{name}.yaml", ["model.vocab_size=50000", *overrides])
+    plan = search.plan_layout(config, int(gpus), load_cluster(f"launch/clusters/{cluster}.yaml"))
     tree = answer.plan_tree(plan, config, 1e9)
     time, memory = tree["time"], tree["memory"]
     numbers = {

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megastable_tools.plan.goodput_model import DAY, LLAMA, FaultyCluster, expected, trial
+from megastable_tools.plan.goodput_model import DAY, LLAMA, FaultyCluster, expect_goodput, play_trial
 from tests.tiers import examples
 
 BASE = FaultyCluster(gpus=1024, start=120.0)
@@ -39,8 +39,8 @@ EIGHT = FaultyCluster(gpus=64, start=100.0, failures=60 * LLAMA, repair=12 * 360
 def test_expected_goodput_is_what_dice_say(cluster: FaultyCluster) -> None:
     failures = 3000
     seconds = failures / cluster.rate
-    seen = mean(trial(cluster, min(seconds, 3000 * DAY) / 4, seed) for seed in range(4))
-    wanted = expected(cluster).training
+    seen = mean(play_trial(cluster, min(seconds, 3000 * DAY) / 4, seed) for seed in range(4))
+    wanted = expect_goodput(cluster).training
     # Of N failures, their number and what they cost scatter by about 1 / sqrt(N) of what is lost.
     assert 1 - seen == pytest.approx(1 - wanted, rel=0.06, abs=0.001)
 
@@ -64,15 +64,15 @@ def test_expected_goodput_of_half_of_the_hosts_by_hand() -> None:
     copied = {
         used: 10 / used / (10 / used + 1) for used in (1, 1 / 2, 1 / 4, 1 / 8)
     }  # of 10 s, which take longer
-    halves = expected(free.with_shrinking(0.0, halves=True))
+    halves = expect_goodput(free.with_shrinking(0.0, halves=True))
     levels = {1: chances[0], 1 / 2: sum(chances[1:5]), 1 / 4: sum(chances[5:7]), 1 / 8: chances[7]}
     assert halves.training == pytest.approx(
         sum(p * used * copied[used] for used, p in levels.items()), rel=1e-4
     )
     assert halves.smaller == pytest.approx(1 - sum(used * p for used, p in levels.items()))
-    assert expected(free.with_shrinking(0.0)).smaller == pytest.approx(away)
+    assert expect_goodput(free.with_shrinking(0.0)).smaller == pytest.approx(away)
     # A minute for every checkpoint from which it grows: if the last, the fifth, the seventh or the eighth comes back.
-    slow = expected(replace(free, commit=60.0).with_shrinking(0.0, halves=True))
+    slow = expect_goodput(replace(free, commit=60.0).with_shrinking(0.0, halves=True))
     growths = {1: 1 * chances[1], 1 / 2: 5 * chances[5], 1 / 4: 7 * chances[7], 1 / 8: 8 * chances[8]}
     wanted = sum(used * count for used, count in growths.items()) * 60 / (8 * DAY)
     assert slow.start_up == pytest.approx(wanted, rel=1e-4)
@@ -84,7 +84,7 @@ def test_expected_goodput_adds_up(c: FaultyCluster, shrinks: bool, halves: bool)
     c = c.with_shrinking(c.away, halves) if shrinks else c
     if c.rate * (c.interval + c.start) > 20:
         return  # never a whole segment
-    found = expected(c)
+    found = expect_goodput(c)
     # What hosts under repair lack is no time: the others are shares of what is left.
     assert sum(astuple(found)) == pytest.approx(1.0)
     assert all(share >= -1e-9 for share in astuple(found))
@@ -96,6 +96,9 @@ def test_tuned_interval_is_best(gpus: int) -> None:
     disk, peers = c.with_tuned_interval(least=0.0), c.with_peers()
     assert peers.snapshot is not None
     for factor in (0.5, 2.0):
-        assert expected(replace(disk, interval=factor * disk.interval)).training < expected(disk).training
+        assert (
+            expect_goodput(replace(disk, interval=factor * disk.interval)).training
+            < expect_goodput(disk).training
+        )
         other = replace(peers, snapshot=factor * peers.snapshot)
-        assert expected(other).training < expected(peers).training
+        assert expect_goodput(other).training < expect_goodput(peers).training

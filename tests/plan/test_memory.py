@@ -13,8 +13,8 @@ from megastable.config.optimizers import OptimizerConfig
 from megastable.config.tree import RunConfig
 from megastable.parallel.layout import Layout
 from megastable_tools.plan import activations
-from megastable_tools.plan.memory import KINDS, PHASES, Footprint, count_taken_bytes, footprints
-from megastable_tools.plan.volume import bounds, parameters, stage_of
+from megastable_tools.plan.memory import KINDS, PHASES, Footprint, count_taken_bytes, list_footprints
+from megastable_tools.plan.volume import parameter_sizes, stage_bounds, stage_of
 from tests.tiers import examples
 
 MODEL = {
@@ -32,7 +32,7 @@ def planned(data: int = 1, micro_batch: int = 1, accumulation: int = 4, **sectio
     }
     config = RunConfig.model_validate(tree | sections)
     p = config.parallel
-    return footprints(config, Layout(p.tensor, p.pipeline, data * p.context, p.context))
+    return list_footprints(config, Layout(p.tensor, p.pipeline, data * p.context, p.context))
 
 
 def most(*args: Any, **kwargs: Any) -> int:
@@ -42,7 +42,7 @@ def most(*args: Any, **kwargs: Any) -> int:
 def test_footprints_of_one_process() -> None:
     (found,) = planned()
     config = RunConfig.model_validate({"model": MODEL})
-    n = sum(map(sum, parameters(config.model, stage_of(bounds(config), 0), 1)))
+    n = sum(map(sum, parameter_sizes(config.model, stage_of(stage_bounds(config), 0), 1)))
     # bf16 weights, fp32 sums of gradients, master weights and two moments: 18 bytes a parameter (ZeRO, section 3.1).
     expected = {"weights": 2 * n, "gradients": 4 * n, "master": 4 * n, "moments": 8 * n}
     assert {kind: size for kind, size in found.bytes_at("between").items() if kind in expected} == expected
@@ -59,8 +59,8 @@ def test_footprints_count_fp8_weights_of_every_micro_batch(recompute: str) -> No
         )
 
     config = RunConfig.model_validate({"model": MODEL, "parallel": {"pipeline": 4}})
-    first = stage_of(bounds(config), 0)
-    matrices, _ = parameters(config.model, first, 1)
+    first = stage_of(stage_bounds(config), 0)
+    matrices, _ = parameter_sizes(config.model, first, 1)
     blocks = sum(matrices[: 4 * first.blocks])
     assert copies("current") == 2 * (blocks // first.blocks if recompute == "full" else 4 * blocks)
     assert copies("off") == copies({"backend": "emulated"}) == 0
@@ -134,12 +134,12 @@ def test_restated_constants_are_as_there() -> None:
     )
     for length in (128, 256, 300, 1024, 8192):
         config = RunConfig.model_validate({"model": MODEL | {"sequence_length": length}})
-        z = activations.sizes(config)
+        z = activations.shape_sizes_of(config)
         capped = RunConfig.model_validate(
             {"model": MODEL | {"sequence_length": length, "attention_softcap": 50.0}}
         )
-        assert activations.probabilities(capped, z) == 0
-        assert activations.probabilities(config, z) == blocked.kept_size(z.samples, z.heads, length, 64)
+        assert activations.count_probabilities(capped, z) == 0
+        assert activations.count_probabilities(config, z) == blocked.kept_size(z.samples, z.heads, length, 64)
 
 
 # Muon has three groups: see the last test.
@@ -150,22 +150,25 @@ NAMES = {*get_args(OptimizerConfig.model_fields["name"].annotation)} - {"muon"}
 def test_cost_is_the_state_that_an_optimizer_keeps(name: str) -> None:
     from torch import nn
 
-    from megastable.optim.build import build
+    from megastable.optim.build import build_optimizer
     from megastable.optim.pieces import MOMENTS, PieceOptimizer
-    from megastable.parallel.sharding import Placement, place
-    from megastable_tools.plan.updates import cost
+    from megastable.parallel.sharding import Placement, set_placement
+    from megastable_tools.plan.updates import update_cost_of
 
     chosen = {"name": "adafactor", "adafactor": {"momentum": 0.9}} if name == "momentum" else {"name": name}
     settings = OptimizerConfig.model_validate(chosen)
     module = nn.Linear(3, 4)
     for name, parameter in module.named_parameters():
-        place(parameter, Placement(name), 1)
-    optimizer = build(module, settings, ModelConfig(), compiled=False)
+        set_placement(parameter, Placement(name), 1)
+    optimizer = build_optimizer(module, settings, ModelConfig(), compiled=False)
     matrices, vectors = (
         optimizer.kinds_of(group) if isinstance(optimizer, PieceOptimizer) else MOMENTS
         for group in optimizer.param_groups
     )
-    assert (cost(settings).matrices, cost(settings).vectors) == (len(matrices), len(vectors))
+    assert (update_cost_of(settings).matrices, update_cost_of(settings).vectors) == (
+        len(matrices),
+        len(vectors),
+    )
     (found,), (adamw,) = planned(optimizer=chosen), planned()
     all_of_adamws = adamw.bytes_at("between")["moments"]
     assert found.bytes_at("between")["moments"] == pytest.approx(

@@ -18,15 +18,15 @@ from megastable.config.training import Fp8Config
 from megastable.config.tree import RunConfig
 from megastable.parallel.layout import Layout
 from megastable_tools.plan import published, search
-from megastable_tools.plan.cluster import ClusterConfig, load
-from megastable_tools.plan.memory import footprints
+from megastable_tools.plan.cluster import ClusterConfig, load_cluster
+from megastable_tools.plan.memory import list_footprints
 from megastable_tools.plan.search import Choice
 from megastable_tools.plan.time import step_time
-from megastable_tools.plan.volume import bounds
+from megastable_tools.plan.volume import stage_bounds
 from tests.tiers import examples
 
 ROOT = Path(__file__).parents[2]
-H100 = load(ROOT / "launch/clusters/h100.yaml")
+H100 = load_cluster(ROOT / "launch/clusters/h100.yaml")
 SMALL = {
     "model": {"layers": 3, "hidden": 64, "heads": 4, "kv_heads": 2, "ffn": 128, "sequence_length": 64,
               "vocab_size": 512},
@@ -59,9 +59,9 @@ def everything(base: RunConfig, gpus: int) -> Iterator[tuple[RunConfig, Layout]]
         tree["train"]["micro_batch"] = choice.micro_batch
         tree["parallel"] = {name: getattr(choice, name) for name in Choice._fields[:6]}
         try:
-            config = recipe.validate(tree, "test")
-            data = deepspeed_json.data_parallel(config, gpus)
-            deepspeed_json.build(config, gpus)
+            config = recipe.validate_tree(tree, "test")
+            data = deepspeed_json.size_of_data_parallel(config, gpus)
+            deepspeed_json.build_deepspeed_json(config, gpus)
         except ConfigError:
             continue
         yield config, Layout(choice.tensor, choice.pipeline, data, choice.context)
@@ -72,8 +72,8 @@ def tried(gpus: int) -> list[tuple[Choice, int, float]]:
     """(choice, bytes of the tightest of all stages, seconds) of everything for the small model."""
     found = []
     for c, lay in everything(small(), gpus):
-        zero = deepspeed_json.build(c, gpus)["zero_optimization"]
-        total = max(f.total for f in footprints(c, lay))
+        zero = deepspeed_json.build_deepspeed_json(c, gpus)["zero_optimization"]
+        total = max(f.total for f in list_footprints(c, lay))
         found.append((Choice.of(c), total, step_time(c, lay, H100, zero).seconds))
     return found
 
@@ -84,7 +84,7 @@ def tried(gpus: int) -> list[tuple[Choice, int, float]]:
 def test_search_finds_what_trying_everything_finds(gpus: int, share: float) -> None:
     totals = sorted(total for _, total, _ in tried(gpus))
     memory = totals[round(share * (len(totals) - 1))]
-    found = search.search(small(), gpus, with_memory(memory))
+    found = search.search_layouts(small(), gpus, with_memory(memory))
     legal = {choice: seconds for choice, total, seconds in tried(gpus) if total <= memory}
     suggested = [Choice.of(plan.config) for plan in found.plans]
     assert len(set(suggested)) == len(suggested) and set(suggested) <= set(legal)
@@ -101,8 +101,8 @@ def test_search_finds_what_trying_everything_finds(gpus: int, share: float) -> N
 
 
 def plans_of(name: str, gpus: int, *overrides: str) -> tuple[RunConfig, search.SearchResult]:
-    config = recipe.load(ROOT / f"launch/recipes/{name}.yaml", overrides)
-    return config, search.search(config, gpus, H100)
+    config = recipe.load_recipe(ROOT / f"launch/recipes/{name}.yaml", overrides)
+    return config, search.search_layouts(config, gpus, H100)
 
 
 @pytest.fixture(scope="module")
@@ -114,12 +114,12 @@ def test_overrides_make_the_plan_of_the_recipe(seven: tuple[RunConfig, search.Se
     config, found = seven
     given = ["model.vocab_size=32000", "train.global_batch=32"]
     for plan in found.plans[::7]:
-        said = search.overrides(plan.config, config)
-        assert recipe.load(ROOT / "launch/recipes/7b.yaml", [*given, *said]) == plan.config
-    assert search.overrides(config, config) == []
+        said = search.list_overrides(plan.config, config)
+        assert recipe.load_recipe(ROOT / "launch/recipes/7b.yaml", [*given, *said]) == plan.config
+    assert search.list_overrides(config, config) == []
     eight = config.model_copy(update={"precision": config.precision.model_copy(update={"fp8": Fp8Config()})})
-    assert search.overrides(eight, config) == ["precision.fp8=current"]
-    assert search.overrides(config, eight) == ["precision.fp8=off"]
+    assert search.list_overrides(eight, config) == ["precision.fp8=current"]
+    assert search.list_overrides(config, eight) == ["precision.fp8=off"]
 
 
 @given(st.integers(1, 40), st.integers(0, 10), st.integers(1, 8), st.integers(1, 64))
@@ -135,28 +135,28 @@ def test_critical_stages_hold_the_tightest(stages: int, more: int, wide: int, ba
     config = RunConfig.model_validate(
         {"model": model, "train": {"global_batch": batch}, "parallel": {"pipeline": stages}}
     )
-    plan = search.plan(config, stages, H100)
-    every = footprints(config, plan.layout)
+    plan = search.plan_layout(config, stages, H100)
+    every = list_footprints(config, plan.layout)
     assert plan.tightest.total == max(f.total for f in every)
-    assert set(search.critical(tuple(bounds(config)))) <= set(range(stages))
+    assert set(search.critical_stages(tuple(stage_bounds(config)))) <= set(range(stages))
 
 
 # What to do where it does not fit
 
 
 def test_remedies_fit_and_change_one_thing() -> None:
-    config = recipe.load(
+    config = recipe.load_recipe(
         ROOT / "launch/recipes/7b.yaml", ["model.vocab_size=32000", "parallel.tensor=1", "train.micro_batch=8",
                                           "parallel.sequence=false", "parallel.recompute=none"]
     )  # fmt: skip
-    own = search.plan(config, 64, H100)
+    own = search.plan_layout(config, 64, H100)
     assert not own.fits
-    found = search.remedies(own)
+    found = search.list_remedies(own)
     assert found and all(plan.fits for plan in found)
-    changed = {said.split("=")[0] for plan in found for said in search.overrides(plan.config, config)}
+    changed = {said.split("=")[0] for plan in found for said in search.list_overrides(plan.config, config)}
     assert {"parallel.recompute", "train.micro_batch"} <= changed
     for plan in found:
-        differing = [said for said in search.overrides(plan.config, config) if "sequence" not in said]
+        differing = [said for said in search.list_overrides(plan.config, config) if "sequence" not in said]
         assert len(differing) == (plan.layout.world == 64)
 
 
@@ -166,10 +166,10 @@ def test_remedies_fit_and_change_one_thing() -> None:
 @pytest.mark.parametrize("run", published.read_runs(), ids=lambda run: f"{run.name}, {run.gpus}")
 def test_published_layouts_fit(run: published.Published) -> None:
     """With the recomputation that they name, but for one; what names none, with full recomputation."""
-    cluster = load(ROOT / f"launch/clusters/{run.cluster}.yaml")
-    assert search.plan(recomputing(run.config, "full"), run.gpus, cluster).fits
+    cluster = load_cluster(ROOT / f"launch/clusters/{run.cluster}.yaml")
+    assert search.plan_layout(recomputing(run.config, "full"), run.gpus, cluster).fits
     if run.config.parallel.recompute != "none" and "1T, selective" not in run.name:
-        assert search.plan(run.config, run.gpus, cluster).fits
+        assert search.plan_layout(run.config, run.gpus, cluster).fits
 
 
 def recomputing(config: RunConfig, what: search.Recompute) -> RunConfig:

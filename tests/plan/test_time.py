@@ -16,10 +16,10 @@ from megastable.config.tree import RunConfig
 from megastable.model.sizes import flops_per_token
 from megastable.parallel.layout import Layout
 from megastable_tools.plan import published, volume
-from megastable_tools.plan.cluster import ClusterConfig, load
-from megastable_tools.plan.time import BALLOT, KINDS, StepTime, crossing, step_time
+from megastable_tools.plan.cluster import ClusterConfig, load_cluster
+from megastable_tools.plan.time import BALLOT, KINDS, StepTime, find_crossing, step_time
 
-H100 = load("launch/clusters/h100.yaml")
+H100 = load_cluster("launch/clusters/h100.yaml")
 
 
 def config(**parts: Any) -> RunConfig:
@@ -87,13 +87,13 @@ LAYOUTS = [
 def test_step_time_sends_the_bytes_of_the_formulas(parallel: dict[str, Any], data: int) -> None:
     c = config(**parallel)
     found = timed(c, data)
-    members, cut = volume.members(c, data), volume.bounds(c)
+    members, cut = volume.count_members(c, data), volume.stage_bounds(c)
     sums = []
     for stage in range(c.parallel.pipeline):
         each = dict.fromkeys(members, 0.0)
-        for term in volume.step(c, data, stage, cut, "chunked", ballot=BALLOT):
+        for term in volume.list_step_terms(c, data, stage, cut, "chunked", ballot=BALLOT):
             if members[term.group] > 1:
-                each[term.group] += volume.sent(term, members[term.group])
+                each[term.group] += volume.count_sent_bytes(term, members[term.group])
         sums.append({group: sent for group, sent in each.items() if sent})
     assert {t.group: t.bytes for t in found.traffic if t.bytes} in sums
 
@@ -118,7 +118,7 @@ def test_step_time_sends_the_bytes_of_the_formulas(parallel: dict[str, Any], dat
 def test_crossing_follows_from_the_numbers_of_the_ranks(
     layout: Layout, group: str, link: str, cards: int
 ) -> None:
-    found = crossing(group, layout, H100)
+    found = find_crossing(group, layout, H100)
     assert found.name == link
     wanted = min(450 * 0.80, cards * 50 * 0.85) if cards else 450 * 0.80
     assert found.rate == pytest.approx(wanted * 1e9)
@@ -160,7 +160,7 @@ def test_step_time_refuses_what_cannot_be_predicted(
     c: RunConfig, layout: Layout, cluster: str, said: str
 ) -> None:
     with pytest.raises(ConfigError, match=said):
-        step_time(c, layout, load(f"launch/clusters/{cluster}.yaml"))
+        step_time(c, layout, load_cluster(f"launch/clusters/{cluster}.yaml"))
 
 
 # Runs of others
@@ -179,7 +179,7 @@ def test_step_time_of_published_runs(run: published.Published) -> None:
 def test_published_runs_on_average() -> None:
     errors = sorted(abs(run.predict_step().seconds / run.measured - 1) for run in published.read_runs())
     assert errors[len(errors) // 2] < 0.10
-    assert "median" in published.table(published.read_runs()[:2])
+    assert "median" in published.make_published_table(published.read_runs()[:2])
 
 
 ALONG = sorted(Path("launch/clusters").glob("*.yaml"))
@@ -192,7 +192,7 @@ def h100() -> dict[str, Any]:
 
 @pytest.mark.parametrize("path", ALONG, ids=lambda path: path.stem)
 def test_those_that_come_along_are_plausible(path: Path) -> None:
-    c = load(path)
+    c = load_cluster(path)
     assert c.reserve_gib < c.memory_gib
     assert c.host.gb_per_second > c.network.gb_per_second
     assert c.host.latency_us < c.network.latency_us
@@ -219,6 +219,6 @@ def test_mistakes_are_told_with_file_and_key(tmp_path: Path, key: str, value: An
     path = tmp_path / "mine.yaml"
     path.write_text(yaml.safe_dump(h100() | {key: value}))
     with pytest.raises(ConfigError) as told:
-        load(path)
+        load_cluster(path)
     assert said in str(told.value)
     assert "mine.yaml" in str(told.value)

@@ -14,7 +14,7 @@ import yaml
 
 from megastable.base import errors
 from megastable.config.tree import RunConfig
-from megastable.data.blends import ExchangeEntry, exchanges, read_blends
+from megastable.data.blends import ExchangeEntry, exchanges_in_force, read_blends
 from megastable.data.corpora import open_corpora
 from megastable.data.skip_ledger import append_entry
 from megastable.run.directory import RunDirectory
@@ -40,9 +40,9 @@ def corpora(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 def what_was_read(run: Path) -> Counter[tuple[int, int, int]]:
     """Corpus, epoch and sequence of all that a run trained on, by the order of the time; undone steps left out."""
     history, found = History(run), Counter[tuple[int, int, int]]()
-    for done in history.steps(1, 10**6):
+    for done in history.list_steps(1, 10**6):
         if not done.undone:
-            places = history.library(done.time).source.order.locate(history.positions(done))
+            places = history.library_at(done.time).source.order.locate_samples(history.positions_of(done))
             found.update(zip(*(x.tolist() for x in places[:3]), strict=True))
     return found
 
@@ -50,7 +50,7 @@ def what_was_read(run: Path) -> Counter[tuple[int, int, int]]:
 def without_trouble(config: RunConfig, samples: int) -> Counter[tuple[int, int, int]]:
     """What the order alone gives."""
     source = open_corpora(config.data.corpora, config.model.sequence_length, config.run.seed).train
-    places = source.order.locate(np.arange(samples))
+    places = source.order.locate_samples(np.arange(samples))
     return Counter(zip(*(x.tolist() for x in places[:3]), strict=True))
 
 
@@ -79,13 +79,13 @@ def test_handed_over_resumed_twice_and_made_longer(corpora: list[dict[str, Any]]
     assert end["code"] == errors.HANDOVER and "reads the suspect data later" in end["message"]
     told = incidents(run, "handed over")[0]["summary"]
     assert told["deferred"] and told["positions"] == [] and told["lost"] == 0
-    assert {e.corpus for e in exchanges(read_blends(run / "blends.jsonl"))} == {"large", "small"}
+    assert {e.corpus for e in exchanges_in_force(read_blends(run / "blends.jsonl"))} == {"large", "small"}
     ((code, _),) = run_ranks(1, train_with, config, terminate, 7)
     assert code == errors.STOPPED
     assert run_ranks(1, train, config) == [(0, "")]
     longer = recipe(tmp_path, run, train=sizes(56, 8), **parts)
     assert run_ranks(1, train, longer) == [(0, "")]
-    assert [e["step"] for e in RunDirectory(run).events(Resumed)][:2] == [30, 37]
+    assert [e["step"] for e in RunDirectory(run).iterate_events(Resumed)][:2] == [30, 37]
     assert not (run / "skips.jsonl").exists()
     read = what_was_read(run)
     assert read == without_trouble(config, 8 * 56) and max(epoch for _, epoch, _ in read) >= 1
@@ -153,7 +153,7 @@ def test_a_checkpoint_of_behind_what_was_put_off_since(
     (folder / "suspect-step-5").mkdir()
     longer = recipe(tmp_path, run, train=sizes(40, 8), data=data)
     assert run_ranks(world, train, longer) == [(0, "")] * world
-    events = RunDirectory(run).events
+    events = RunDirectory(run).iterate_events
     assert [e["step"] for e in events(Resumed)] == [taken]
     assert {e["name"] for e in events(CheckpointSuspect)} == {f"step-{step}" for step in newer}
     assert [e["lines"] for e in events(ExchangesUndone)] == ([] if newer else [3])

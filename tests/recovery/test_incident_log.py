@@ -18,7 +18,7 @@ from megastable.attribution.conclusion import Conclusion
 from megastable.attribution.sample_replay import Trained
 from megastable.base import errors
 from megastable.base.errors import CheckpointError, SpaceError
-from megastable.checkpoint.held_points import interrupted
+from megastable.checkpoint.held_points import find_interrupted_rewind
 from megastable.checkpoint.store import LayoutState, RunState
 from megastable.data.blends import ExchangeEntry, read_blends
 from megastable.data.corpora import open_corpora
@@ -34,12 +34,12 @@ from megastable.data.skip_ledger import (
 )
 from megastable.data.skips import Selection, ranges_of
 from megastable.recovery.incident_log import IncidentLog
-from megastable.recovery.recovery import TELLING, PersistedState, recall
+from megastable.recovery.recovery import TELLING, PersistedState, recall_state
 from megastable.run.directory import RunDirectory
 from megastable.run.events.reading import event_of
 from megastable.run.events.stability_events import IncidentEvent
 from megastable.run.log import RunLog
-from megastable.training.summary import incidents
+from megastable.training.summary import list_incidents
 from megastable_guard.actions import Action, Cause, Decision, Finding, Verdict
 from megastable_guard.detector import DetectorState
 from megastable_guard.guard import GuardState
@@ -98,13 +98,13 @@ class Book:
         self.book = IncidentLog(parts, guard)
 
     def selection(self) -> Selection:
-        return Skipping(self.config, self.run).selection(self.source.order)
+        return Skipping(self.config, self.run).select_samples(self.source.order)
 
     def open(self, action: Action = Action.REWIND, step: int = 33) -> Incident:
-        return self.book.open(decision(action), state(step), WINDOW, 9.0)
+        return self.book.open_incident(decision(action), state(step), WINDOW, 9.0)
 
     def attribute(self, found: Conclusion, window: list[Trained] = WINDOW, swap: str | None = None) -> None:
-        self.book.attribute(found, window, Action.REWIND, "and so on", 3, 0.5, swap)
+        self.book.record_conclusion(found, window, Action.REWIND, "and so on", 3, 0.5, swap)
 
     def convict(self, guilty: list[int], swap: str | None = None) -> None:
         self.attribute(Conclusion(Cause.DATA, guilty, [], "so it is"), swap=swap)
@@ -113,16 +113,16 @@ class Book:
         self.attribute(Conclusion(Cause.STATE, [], [], "so it is"), window)
 
     def left_out(self, end: int = 400) -> list[int]:
-        return np.flatnonzero(self.selection().mask(np.arange(end))).tolist()
+        return np.flatnonzero(self.selection().mask_skipped(np.arange(end))).tolist()
 
     def sequences(self, positions: Any) -> list[int]:
-        return self.source.order.locate(positions).sequence.tolist()
+        return self.source.order.locate_samples(positions).sequence.tolist()
 
     def recall(self) -> PersistedState:
-        return recall({}, self.run.events(*TELLING))
+        return recall_state({}, self.run.iterate_events(*TELLING))
 
     def shown(self) -> list[tuple[int, str, Any]]:
-        return [(i["number"], i["outcome"], i["action"]) for i in incidents(self.run, self.config)]
+        return [(i["number"], i["outcome"], i["action"]) for i in list_incidents(self.run, self.config)]
 
 
 @pytest.fixture
@@ -138,22 +138,22 @@ def test_attribute_skips_the_guilty_and_where_there_are_none_reads_the_window_la
     book.convict([250, 251, 260])
     assert book.left_out() == [250, 251, 260] and incident.positions == [(250, 252), (260, 261)]
     assert incident.documents and not incident.deferred and book.source.order is before
-    book.book.close(state(70), "healed")
+    book.book.close_incident(state(70), "healed")
     for cause in (Cause.NUMERICS, Cause.LEARNING_RATE, Cause.HARDWARE):
         incident = book.open()
         book.attribute(Conclusion(cause, [], [], "so it is"))
         assert incident.positions == incident.deferred == incident.documents == []
-        book.book.close(state(70), "healed")
+        book.book.close_incident(state(70), "healed")
     incident = book.open()
     book.defer()
     left = [p for p in range(248, 272) if p not in (250, 251, 260)]
     assert incident.deferred == ranges_of(np.array(left)) and incident.positions == []
     (entry,) = (e for e in read_blends(book.run.blends) if isinstance(e, ExchangeEntry))
     assert (entry.incident, entry.step, entry.reason) == (5, 31, "state: so it is")
-    there = book.source.order.deferred(0, 10**6)
-    assert book.sequences(there) == before.locate(left).sequence.tolist()
+    there = book.source.order.deferred_positions(0, 10**6)
+    assert book.sequences(there) == before.locate_samples(left).sequence.tolist()
     assert there.tolist() == positions_in(incident.returns)
-    book.book.close(state(70), "healed")
+    book.book.close_incident(state(70), "healed")
     assert book.shown() == [(number, "healed", "rewind") for number in range(1, 6)]
 
 
@@ -181,39 +181,39 @@ def test_defer_never_loses_samples_ahead_that_nobody_met(left_out: list[SkipEntr
     book.defer(steps_of(388, 390))  # up to position 3128; the run ends at 3208
     append_entries(book.run.skips, left_out)
     window = steps_of(391, 391)
-    assert book.book.adjacent(window)
+    assert book.book.is_adjacent(window)
     book.defer(window)
     assert incident.lost == 0 and incident.positions == []
     assert len(positions_in(incident.deferred)) == 24 + 8 + (2 if left_out else 20)
 
 
 def test_adjacent_trouble_defers_ever_more(book: Book) -> None:
-    assert not book.book.adjacent(WINDOW)
+    assert not book.book.is_adjacent(WINDOW)
     incident = book.open()
     book.defer()  # 24 samples, up to position 272
     near = ((33, 0, True), (34, 0, True), (36, 0, True), (37, 0, False), (31, 0, False), (34, 200, False))
     for first, later, expected in near:
-        assert book.book.adjacent(steps_of(first, first + 1, later)) == expected, (first, later)
+        assert book.book.is_adjacent(steps_of(first, first + 1, later)) == expected, (first, later)
     for window, count in ((steps_of(34, 35), 48), (steps_of(40, 41), 96)):
         known = len(positions_in(incident.deferred))
-        assert book.book.adjacent(window)
+        assert book.book.is_adjacent(window)
         book.defer(window)
         assert len(positions_in(incident.deferred)) - known == count
     # It is known to the next process, from the journal alone.
     left_out = book.recall().left_out
     assert left_out is not None and left_out == book.book.left_out and left_out.count == 96
-    book.book.close(state(70), "healed")
+    book.book.close_incident(state(70), "healed")
     assert book.recall().left_out == left_out and book.recall().incident is None
 
 
 def test_returned_again_convicts_samples_that_come_back_with_trouble(book: Book) -> None:
     """Those of the first two batches of a stretch, where it begins there: the others are deferred once more."""
-    again = book.book.returned_again
+    again = book.book.convict_returned
     assert again(NOBODY, WINDOW) is NOBODY
     book.open()
     book.defer(steps_of(31, 36))
-    book.book.close(state(70), "healed")
-    returns = book.source.order.deferred(0, 10**6)
+    book.book.close_incident(state(70), "healed")
+    returns = book.source.order.deferred_positions(0, 10**6)
     step = int(returns[0]) // 8
     for first in (step - 1, step, step + 1):
         found = again(NOBODY, steps_of(first, first + 3))
@@ -245,16 +245,16 @@ def test_release_withdraws_a_conviction_which_may_be_made_again(book: Book) -> N
     append_entries(book.run.skips, [*sample_entries(book.source.order, np.array([262]), "a person did")])
     incident = book.open()
     book.convict([250, 251, 260, 261, 262])
-    book.book.release([250, 261, 262], cursor=256, reason="the rate was too high")
+    book.book.release_samples([250, 261, 262], cursor=256, reason="the rate was too high")
     assert book.left_out() == [251, 260, 262] == positions_in(incident.positions)
-    (event,) = [e for e in book.run.events(IncidentEvent) if e["what"] == "released"]
+    (event,) = [e for e in book.run.iterate_events(IncidentEvent) if e["what"] == "released"]
     assert event["positions"] == [[261, 262]] and event["next_epoch"] == [[250, 251]]
     epoch = book.source.order.sequences[0]
     assert book.selection().named_between(epoch, 2 * epoch).size == 3
     book.convict([250])
     assert book.left_out() == [250, 251, 260, 262]
-    ever = Selection(book.source.order, Ledger.read(book.run.skips).ever.exclusions)
-    assert np.flatnonzero(ever.mask(np.arange(400))).tolist() == [250, 251, 260, 261, 262]
+    ever = Selection(book.source.order, Ledger.read_ledger(book.run.skips).ever.exclusions)
+    assert np.flatnonzero(ever.mask_skipped(np.arange(400))).tolist() == [250, 251, 260, 261, 262]
 
 
 @pytest.mark.parametrize("defer", [True, False])
@@ -275,22 +275,22 @@ def test_give_up_defers_the_window_of_a_handover_unless_it_is_innocent_and_nothi
     assert same is not (defer and handed_over)
     assert not read_ledger(book.run.skips) and incident.positions == []
     assert book.shown() == [(1, "handed over" if handed_over else "stopped", action)]
-    assert book.run.handed_over() == (31 if handed_over else None)
+    assert book.run.find_handover() == (31 if handed_over else None)
     memory = book.recall()
     assert (memory.incidents, memory.guard.policy) == (1, book.policy)
     # What is handed over goes on in the next process, which has done the steps since its checkpoint again.
     assert (memory.incident is not None) is handed_over
     if memory.incident is not None:
-        book.book.restore(memory.incident, 1, state(20))
+        book.book.restore_incident(memory.incident, 1, state(20))
         assert book.shown() == [(1, "open", action)] and memory.incident.steps_lost == 13
 
 
 def test_rewound_reopens_incidents_that_were_over_in_undone_steps(book: Book) -> None:
     for step in (33, 60):
         book.open()
-        book.book.close(state(step), "healed")
+        book.book.close_incident(state(step), "healed")
     incident = book.open()
-    book.book.rewound(40, 320, 0.25)
+    book.book.record_rewind(40, 320, 0.25)
     assert book.book.closed == {1: 33} and incident.seconds == 0.25
 
 
@@ -310,14 +310,14 @@ def test_recall_goes_on_from_every_point(book: Book) -> None:
     book.policy.clock = 34
     book.convict([250])
     known()
-    book.book.rewound(30, 240)
+    book.book.record_rewind(30, 240)
     known()
     assert book.shown() == [(1, "open", "rewind")]
     book.policy.clock = 60
-    book.book.close(state(60), "healed")
+    book.book.close_incident(state(60), "healed")
     known()
     memory = book.recall()
-    book.book.restore(memory.incident, memory.incidents, state(0))
+    book.book.restore_incident(memory.incident, memory.incidents, state(0))
     book.open()
     known()
     assert book.shown() == [(1, "healed", "rewind"), (2, "open", None)]
@@ -346,9 +346,11 @@ def test_restore_tells_what_the_ledger_holds_where_the_process_was_killed_before
     found = Conclusion(Cause.DATA, guilty, [], "so it is")
     acts = {
         "attributed": lambda: book.convict(guilty),
-        "released": lambda: book.book.release([250, 251], 240, "innocent"),
+        "released": lambda: book.book.release_samples([250, 251], 240, "innocent"),
         "deferred": book.defer,
-        "skipped alone": lambda: book.book.skip(found, 31, WINDOW, Verdict.SHIFT, "seen", state(), 0.1),
+        "skipped alone": lambda: book.book.skip_bad_samples(
+            found, 31, WINDOW, Verdict.SHIFT, "seen", state(), 0.1
+        ),
     }
 
     with monkeypatch.context() as patch:
@@ -364,8 +366,8 @@ def test_restore_tells_what_the_ledger_holds_where_the_process_was_killed_before
     for _ in range(2):  # the third process finds nothing more to tell
         memory = again.recall()
         assert memory.incidents == 1
-        again.book.restore(memory.incident, 1, state(20))
-        (shown,) = incidents(again.run, again.config)
+        again.book.restore_incident(memory.incident, 1, state(20))
+        (shown,) = list_incidents(again.run, again.config)
         assert shown["outcome"] == ("healed" if what == "skipped alone" else "open")
         assert positions_in(shown["positions"]) == expected == again.left_out()
         assert shown["released"] == (2 if done and what == "released" else 0)
@@ -374,7 +376,7 @@ def test_restore_tells_what_the_ledger_holds_where_the_process_was_killed_before
         if done:
             assert shown["cause"] == (Cause.STATE if what == "deferred" else Cause.DATA)
         again.book.incident = None
-    told = [e["what"] for e in again.run.events(IncidentEvent)]
+    told = [e["what"] for e in again.run.iterate_events(IncidentEvent)]
     assert told.count("attributed") == (what == "released") + done
 
 
@@ -390,12 +392,12 @@ def test_full_disk_is_no_bad_input_and_loses_nothing(book: Book) -> None:
     with files_no_larger_than(size + 20):
         with pytest.raises(SpaceError, match=r"journal\.jsonl could not .* make room"):
             book.convict([251])
-        book.book.rewound(30, 240)  # the next process would miss nothing
+        book.book.record_rewind(30, 240)  # the next process would miss nothing
         with pytest.raises(SpaceError, match="handover"):
             book.book.give_up(decision(Action.HANDOVER), state(), WINDOW, defer=False)
     note(book.run, "later")
-    whats = [e["what"] for e in book.run.events(IncidentEvent)]
-    assert whats == ["opened", "attributed", "rewound", "handed over"] and book.run.handed_over() == 31
+    whats = [e["what"] for e in book.run.iterate_events(IncidentEvent)]
+    assert whats == ["opened", "attributed", "rewound", "handed over"] and book.run.find_handover() == 31
 
 
 def refused(corpus: Path, folder: Path) -> str:
@@ -414,13 +416,13 @@ def test_full_disk_is_told_on_all_ranks(corpus: Path, tmp_path: Path) -> None:
 
 def kill_when_rewound() -> None:
     """SIGKILL this process as soon as it has written down that it went back."""
-    real = IncidentLog.rewound
+    real = IncidentLog.record_rewind
 
     def rewound(self: IncidentLog, step: int, cursor: int, seconds: float) -> None:
         real(self, step, cursor)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    IncidentLog.rewound = rewound  # type: ignore[method-assign]
+    IncidentLog.record_rewind = rewound  # type: ignore[method-assign]
 
 
 def test_crash_in_the_middle_of_an_incident_loses_nothing_of_it(
@@ -430,11 +432,11 @@ def test_crash_in_the_middle_of_an_incident_loses_nothing_of_it(
     config, run = recipe(corpus, tmp_path / "run"), RunDirectory(tmp_path / "run")
     with pytest.raises(AssertionError, match="-9"):  # of the harness: the rank is dead
         run_ranks(1, train_with, config, kill_when_rewound)
-    (left,) = incidents(run, config)
+    (left,) = list_incidents(run, config)
     assert left["outcome"] == "open" and [tuple(r) for r in left["positions"]] == what.positions
     # There is no checkpoint: all begins again, but the ledger and the incident are there.
     assert run_ranks(1, train, config) == [(errors.OK, "")]
-    (healed,) = incidents(run, config)
+    (healed,) = list_incidents(run, config)
     assert healed["number"] == left["number"] and healed["outcome"] == "healed"
     assert healed["documents"] == left["documents"] and healed["steps_lost"] == left["steps_lost"]
 
@@ -463,23 +465,25 @@ def test_recall_takes_what_happened_after_the_checkpoint_from_the_journal() -> N
     attributed = incident(steps_lost=8, positions=[(3, 5)])
     events = [told("opened"), told("attributed", 33, attributed), told("rewound", 33, attributed)]
     for before in (saved(20), {}):
-        memory = recall(before, map(event_of, events))
+        memory = recall_state(before, map(event_of, events))
         assert memory.incident == attributed and memory.incidents == 1
         assert memory.guard.policy == policy(33)
         assert memory.guard.detector == PersistedState.model_validate(before).guard.detector
     # A checkpoint of after it knows better.
     later = saved(50, incident=None, incidents=1)
-    assert recall(later, map(event_of, events)).model_dump(mode="json") == later
+    assert recall_state(later, map(event_of, events)).model_dump(mode="json") == later
     over = [told("opened"), told("closed", 60, incident(outcome="healed"))]
-    assert recall(saved(40, incident=incident(), incidents=1), map(event_of, over)).incident is None
+    assert recall_state(saved(40, incident=incident(), incidents=1), map(event_of, over)).incident is None
 
 
 def test_recall_gives_a_dry_run_a_clock_of_its_own() -> None:
     dry = PersistedState(guard=GuardState(simulated=True, policy=policy(5))).model_dump(mode="json")
     events = [told("opened", 33, incident(4))]
-    memory = recall(dry, map(event_of, events), simulated=True)
+    memory = recall_state(dry, map(event_of, events), simulated=True)
     assert memory.guard.policy == policy(5) and memory.incident is None and memory.incidents == 4
-    memory = recall(dry, map(event_of, events))  # back in earnest: what was done before the dry run counts
+    memory = recall_state(
+        dry, map(event_of, events)
+    )  # back in earnest: what was done before the dry run counts
     assert memory.guard.policy.clock == 33 and memory.incident is not None
 
 
@@ -498,11 +502,11 @@ def test_recall_refuses_a_state_of_another_version(place: tuple[str, ...], value
         below = below[key]
     below[place[-1]] = value
     with pytest.raises(CheckpointError, match=rf"the checkpoint remembers .*another version .*\({named}"):
-        recall(tree, [])
+        recall_state(tree, [])
     strange = told("attributed")
     strange["policy"]["karma"] = 1
     with pytest.raises(CheckpointError, match=r"event incident remembers .*policy\.karma: Extra"):
-        recall(saved(20), [event_of(strange)])
+        recall_state(saved(20), [event_of(strange)])
 
 
 TRAINING, OPENED, REWOUND = {"event": "training"}, told("opened", onset=31), told("rewound", to_step=20)
@@ -526,4 +530,4 @@ SAVED, LATER = ({"event": "checkpoint", "name": name} for name in ("step-40", "s
 def test_interrupted_tells_what_a_dead_process_went_back_behind(
     events: list[dict[str, Any]], left: tuple[int, set[str]] | None
 ) -> None:
-    assert interrupted(map(event_of, events)) == left
+    assert find_interrupted_rewind(map(event_of, events)) == left

@@ -51,7 +51,7 @@ def broken(config: RunConfig, kind: str, factor: float, steps: int = ALL, end: i
 
     assert config.run.dir is not None
     fault = Fault(kind=kind, step=FIRST, steps=steps, factor=factor)
-    faults.install(Plan(policy=Policy.OURS, run=config.run.dir, fault=fault))
+    faults.install_fault(Plan(policy=Policy.OURS, run=config.run.dir, fault=fault))
     return train_with(config, terminate, end) if end else train(config)
 
 
@@ -65,19 +65,19 @@ def by_hand(config: RunConfig, left: int, returned: int = ALL) -> tuple[int, str
         if self.engine.fp8 is not None:
             self.engine.fp8.on = not inside
         else:
-            self.engine.numerics.switch(Numerics(False, frozenset(["attention"] if inside else [])))
+            self.engine.numerics.switch_to(Numerics(False, frozenset(["attention"] if inside else [])))
 
-    NumericsChoice.choose = choose  # type: ignore[method-assign]
+    NumericsChoice.choose_numerics = choose  # type: ignore[method-assign]
     return train(config)
 
 
 def changes(run: Path) -> list[tuple[str, int]]:
-    return [(e["event"], e["step"]) for e in RunDirectory(run).events(FellBack, Returned)]
+    return [(e["event"], e["step"]) for e in RunDirectory(run).iterate_events(FellBack, Returned)]
 
 
 def are_alike(one: Path, other: Path, steps: int = 50) -> bool:
     """Checkpoints and records, to the byte."""
-    rows = (records.read(run / "steps") for run in (one, other))
+    rows = (records.read_newest_records(run / "steps") for run in (one, other))
     first, second = ([table.column(name) for name in COLUMNS] for table in rows)
     ends = (run / f"checkpoints/step-{steps}" for run in (one, other))
     return identical(*ends) >= 3 and all(a.equals(b) for a, b in zip(first, second, strict=True))
@@ -122,7 +122,7 @@ def test_fp8_that_rests_is_remembered_over_a_stop(easy: Path, tmp_path: Path) ->
     assert identical(run / "checkpoints/step-50", straight / "checkpoints/step-50") >= 3
     dry = tmp_path / "dry"
     assert run_ranks(1, broken, run_of(easy, dry, 40, True, **FP8), "fp8", 10.0, 4) == [(0, "")]
-    assert list(RunDirectory(dry).events(Would)) and changes(dry) == [] and incidents(dry) == []
+    assert list(RunDirectory(dry).iterate_events(Would)) and changes(dry) == [] and incidents(dry) == []
 
 
 @pytest.mark.slow
@@ -139,7 +139,7 @@ def test_wrong_kernel_is_left_and_no_step_is_lost(
     assert found == ("numerics", ["fall_back"], "healed")
     assert incident["positions"] == incident["deferred"] == [] and not (hit / "skips.jsonl").exists()
     assert (incident["step"], incident["steps_lost"]) == (FIRST, 1)
-    (left,) = RunDirectory(hit).events(KernelsLeft)
+    (left,) = RunDirectory(hit).iterate_events(KernelsLeft)
     assert left["step"] == FIRST - 1 and left["kernels"] == incident["kernels"]
     (kernel,) = incident["kernels"]
     assert kernel.startswith("attention ") and "of torch" in kernel
@@ -166,11 +166,11 @@ def test_wrong_kernel_stays_left_until_it_is_another(easy: Path, tmp_path: Path)
     assert code == errors.STOPPED
     # Not even the proof of the checkpoint is by that kernel. The new process says what it leaves, and meets no trouble.
     assert run_ranks(1, useless, run_of(easy, run)) == [(0, "")]
-    (resumed,) = RunDirectory(run).events(Resumed)
+    (resumed,) = RunDirectory(run).iterate_events(Resumed)
     assert FIRST <= resumed["step"] < 50
-    assert [e["step"] for e in RunDirectory(run).events(KernelsLeft)] == [FIRST - 1, resumed["step"]]
-    assert len(incidents(run)) == 1 and not list(RunDirectory(run).events(CheckpointRejected))
+    assert [e["step"] for e in RunDirectory(run).iterate_events(KernelsLeft)] == [FIRST - 1, resumed["step"]]
+    assert len(incidents(run)) == 1 and not list(RunDirectory(run).iterate_events(CheckpointRejected))
     other = run_of(easy, run, 52, kernels={"attention": "reference"})
     assert run_ranks(1, train, other) == [(0, "")]
-    (again,) = RunDirectory(run).events(KernelsTriedAgain)
+    (again,) = RunDirectory(run).iterate_events(KernelsTriedAgain)
     assert again["step"] == 50 and "attention" in again["kernels"][0]

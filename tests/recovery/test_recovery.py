@@ -11,7 +11,7 @@ import pytest
 from megastable.base import errors
 from megastable.config.tree import RunConfig
 from megastable.data.corpora import open_corpora
-from megastable.data.plant import Planted, plant
+from megastable.data.plant import Planted, plant_corruption
 from megastable.data.skip_ledger import Ledger, SkipEntry, read_ledger
 from megastable.data.skips import Selection
 from megastable.run import records
@@ -64,7 +64,7 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Planted]:
     write_corpus(folder / "clean", ids=20)
     (folder / "clean/tokenizer.model").write_bytes(b"")  # copied along, never read
     config = recipe(folder / "clean", folder / "run")
-    what, _ = plant(folder / "clean", folder / "bad", config, step=FIRST_BAD, samples=20)
+    what, _ = plant_corruption(folder / "clean", folder / "bad", config, step=FIRST_BAD, samples=20)
     return folder / "bad", what
 
 
@@ -98,7 +98,7 @@ def train_spoilt(
         done += 1
         flat = engine.flat_state()
         for f in flat.fragments:
-            if f.name == name and (piece := flat.piece(f, kind)) is not None:
+            if f.name == name and (piece := flat.view_piece(f, kind)) is not None:
                 piece.mul_(factor)
         engine.refresh_weights()
 
@@ -107,7 +107,7 @@ def train_spoilt(
 
 
 def incidents(run: Path, what: str = "closed") -> list[dict[str, Any]]:
-    found = [e for e in RunDirectory(run).events(IncidentEvent) if e["what"] == what]
+    found = [e for e in RunDirectory(run).iterate_events(IncidentEvent) if e["what"] == what]
     return [e["summary"] for e in found] if what == "closed" else found
 
 
@@ -147,10 +147,12 @@ def test_a_rewind_is_exact(name: str, planted: tuple[Path, Planted], tmp_path: P
     assert [tuple(r) for r in incident["positions"]] == what.positions
     assert incident["documents"] == [d.model_dump() for d in what.documents]
     assert incident["steps_lost"] <= 25 and incident["batches_discarded"] <= 4
-    assert incidents(told) == [] and not list(RunDirectory(told).events(Discarded))
-    assert not [e for e in RunDirectory(hit).events(Located) if e["kind"] == "growth"]  # the state was good
+    assert incidents(told) == [] and not list(RunDirectory(told).iterate_events(Discarded))
+    assert not [
+        e for e in RunDirectory(hit).iterate_events(Located) if e["kind"] == "growth"
+    ]  # the state was good
     assert identical(hit / f"checkpoints/step-{STEPS}", told / f"checkpoints/step-{STEPS}") >= 3
-    one, other = (records.read(run / "steps") for run in (hit, told))
+    one, other = (records.read_newest_records(run / "steps") for run in (hit, told))
     for column in ("step", "first_position", "next_position", "loss", "grad_norm", "lr", "applied"):
         assert one.column(column).equals(other.column(column)), column
 
@@ -198,7 +200,7 @@ def spoil(config: RunConfig, kind: str, steps: list[int], times: int = 1) -> dic
         code, message = trainer.train(), ""
     except errors.MegastableError as error:
         code, message = error.code, str(error)
-    factor = trainer.recovery.rate(trainer.state.updates, 1.0)
+    factor = trainer.recovery.limit_rate(trainer.state.updates, 1.0)
     return {"code": code, "message": message, "factor": factor}
 
 
@@ -223,7 +225,7 @@ def test_spoilt_weights_are_undone_and_nothing_is_put_off(name: str, easy: Path,
     assert incident["cause"] == "state" and incident["outcome"] == "healed" and incident["documents"] == []
     assert incident["actions"] == ["rewind"] and 31 <= incident["onset"] <= 33
     # The state after step 31 is spoilt already; that after step 30 is good.
-    assert {e["step"] for e in RunDirectory(run).events(SnapshotRejected)} <= {31}
+    assert {e["step"] for e in RunDirectory(run).iterate_events(SnapshotRejected)} <= {31}
     assert incident["steps_lost"] <= 5
     assert incident["positions"] == [] == incident["deferred"]
     assert not (run / "skips.jsonl").exists()
@@ -236,9 +238,9 @@ def samples_of(run: Path) -> list[tuple[int, int]]:
     """Epoch and sequence of all that a run of one corpus trained on, in its order; undone steps left out."""
     history = History(run)
     found = list[tuple[int, int]]()
-    for done in history.steps(1, 10**6):
+    for done in history.list_steps(1, 10**6):
         if not done.undone:
-            places = history.library(done.time).source.order.locate(history.positions(done))
+            places = history.library_at(done.time).source.order.locate_samples(history.positions_of(done))
             found += zip(places.epoch.tolist(), places.sequence.tolist(), strict=True)
     return found
 
@@ -260,7 +262,7 @@ def test_without_rewind_points_it_hands_over_to_a_restart(
     assert begin <= first < until <= end + 8 and until - begin == 16
     assert told["outcome"] == "handed over" and told["positions"] == [] and not (run / "skips.jsonl").exists()
     assert run_ranks(1, train, config) == [(0, "")]
-    assert [e["step"] for e in RunDirectory(run).events(Resumed)] == [20]
+    assert [e["step"] for e in RunDirectory(run).iterate_events(Resumed)] == [20]
     (over,) = [
         i for i in incidents(run) if i["number"] == told["number"]
     ]  # what follows is the noise, read later
@@ -276,7 +278,7 @@ def test_a_handover_needs_a_checkpoint_of_before(last_resort: str, easy: Path, t
     wanted = {"snapshots": {"interval": 0}, "policy": {"last_resort": last_resort}}
     config = recipe(easy, run, stability=wanted, checkpoint={"interval": 32})
     (end,) = run_ranks(1, spoil, config, "weights", [32])
-    alerts = list(RunDirectory(run).events(AlertEvent))
+    alerts = list(RunDirectory(run).iterate_events(AlertEvent))
     if last_resort == "stop":
         assert end["code"] == errors.UNSTABLE and "is from before step" in end["message"]
         assert len(list((run / "checkpoints").glob("step-*"))) == 1 and not alerts
@@ -316,7 +318,7 @@ def test_nan_gradients_that_do_not_come_again_are_the_hardware(easy: Path, tmp_p
     (incident,) = incidents(run)
     assert incident["cause"] == "hardware" and incident["positions"] == [] and incident["onset"] == 32
     assert not (run / "skips.jsonl").exists()
-    assert [e["kind"] for e in RunDirectory(run).events(Located)] == ["not reproduced"] * 3
+    assert [e["kind"] for e in RunDirectory(run).iterate_events(Located)] == ["not reproduced"] * 3
 
 
 @pytest.mark.slow
@@ -328,7 +330,7 @@ def test_a_dry_run_says_what_it_would_do_and_does_nothing(
     assert run_ranks(1, train, recipe(corpus, dry, stability={"dry_run": True})) == [(0, "")]
     assert run_ranks(1, train, recipe(corpus, off, stability={"enabled": False})) == [(0, "")]
     assert identical(dry / f"checkpoints/step-{STEPS}", off / f"checkpoints/step-{STEPS}") >= 3
-    would = [(e["step"], e["action"]) for e in RunDirectory(dry).events(Would)]
+    would = [(e["step"], e["action"]) for e in RunDirectory(dry).iterate_events(Would)]
     assert (31, "discard") in would and [a for _, a in would].count("rewind") == 1
     assert not (dry / "skips.jsonl").exists() and incidents(dry) == []
 
@@ -378,7 +380,7 @@ def test_a_corpus_that_is_bad_again_is_left_out_if_that_helps_the_others(helps: 
     config = recipe(tmp_path, run, data={"corpora": corpora}, stability={"policy": policy}, train=train_steps)
     source = open_corpora(config.data.corpora, config.model.sequence_length, config.run.seed).train
     bad = np.concatenate([np.arange(8 * (first - 1), 8 * (first + 2)) for first in (FIRST_BAD, again)])
-    places = source.order.locate(bad)
+    places = source.order.locate_samples(bad)
     noise = np.random.default_rng(0)
     tokens = np.memmap(tmp_path / "bad/part-0.bin", dtype=np.uint16, mode="r+")
     if helps:  # other ids in the same places: only documents still end as they did
@@ -388,7 +390,7 @@ def test_a_corpus_that_is_bad_again_is_left_out_if_that_helps_the_others(helps: 
     tokens.flush()
     assert run_ranks(1, train_where_little_is_harm, config) == [(0, "")]
     once, twice = incidents(run)
-    tried = [event for event in RunDirectory(run).events(BranchesTried) if event.get("corpus")]
+    tried = [event for event in RunDirectory(run).iterate_events(BranchesTried) if event.get("corpus")]
     # Those of the first incident have not had one before.
     assert [(event["corpus"], event["step"] > FIRST_BAD + 10) for event in tried] == [("bad", True)]
     assert tried[0]["chosen"] == ("without the corpus" if helps else "without the suspects")
@@ -398,9 +400,9 @@ def test_a_corpus_that_is_bad_again_is_left_out_if_that_helps_the_others(helps: 
     assert set(found) <= set(bad[places.corpus == 1].tolist()) and len(found) > 3
     entries = [e for e in read_ledger(run / "skips.jsonl") if isinstance(e, SkipEntry)]
     assert [(e.corpus, e.first) for e in entries] == [("bad", found[0])] * helps
-    chosen = Selection(source.order, Ledger.read(run / "skips.jsonl").exclusions)
+    chosen = Selection(source.order, Ledger.read_ledger(run / "skips.jsonl").exclusions)
     trained = chosen.next_kept(found[0], 500)[0]
-    assert set(source.order.locate(trained).corpus.tolist()) == ({0} if helps else {0, 1})
-    last = records.read(run / "steps").to_pylist()[-1]
+    assert set(source.order.locate_samples(trained).corpus.tolist()) == ({0} if helps else {0, 1})
+    last = records.read_newest_records(run / "steps").to_pylist()[-1]
     # A third of what came after is passed over.
     assert (last["next_position"] - 8 * steps > 50) is helps

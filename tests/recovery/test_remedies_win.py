@@ -45,7 +45,7 @@ def troubled(config: RunConfig, remedy: str) -> tuple[int, str]:
     from megastable.model.block_parts import MLP
     from megastable.model.cores import CORES, Core
 
-    at, real_step, real_evaluation = 0, Engine.train_step, Engine.evaluate
+    at, real_step, real_evaluation = 0, Engine.train_step, Engine.evaluate_samples
 
     def train_step(self: Engine, *args: Any, **options: Any) -> Any:
         nonlocal at
@@ -57,7 +57,7 @@ def troubled(config: RunConfig, remedy: str) -> tuple[int, str]:
         at = self.ds.global_steps
         return real_evaluation(self, *args)
 
-    Engine.train_step, Engine.evaluate = train_step, evaluate  # type: ignore[method-assign, assignment]
+    Engine.train_step, Engine.evaluate_samples = train_step, evaluate  # type: ignore[method-assign, assignment]
 
     def garbled(y: Tensor, largest: float, most: float) -> Tensor:
         return y if largest < most else torch.cos(1e4 * y)
@@ -95,9 +95,9 @@ def by_hand(config: RunConfig, left: int) -> tuple[int, str]:
 
     def choose(self: NumericsChoice, state: Any) -> None:
         kernels = self.engine.numerics.kernels if state.step >= left else ()
-        self.engine.numerics.switch(Numerics(False, frozenset(kernels)))
+        self.engine.numerics.switch_to(Numerics(False, frozenset(kernels)))
 
-    NumericsChoice.choose = choose  # type: ignore[method-assign]
+    NumericsChoice.choose_numerics = choose  # type: ignore[method-assign]
     return troubled(config, "other_kernels")
 
 
@@ -106,7 +106,7 @@ def by_hand(config: RunConfig, left: int) -> tuple[int, str]:
 def test_the_remedy_wins_and_the_run_goes_on_with_it(remedy: str, named: Path, tmp_path: Path) -> None:
     hit = tmp_path / "hit"
     assert run_ranks(1, troubled, run_of_recipe(named, hit), remedy) == [(0, "")]
-    trial = next(e for e in RunDirectory(hit).events(BranchesTried) if e.get("chosen"))
+    trial = next(e for e in RunDirectory(hit).iterate_events(BranchesTried) if e.get("chosen"))
     assert trial["chosen"] == remedy
     tried = [branch["name"] for branch in trial["branches"]]
     order = ["clip", "qk_clip", "z_loss", "beta2", "other_kernels", "swiglu_clamp", "cut_lr"]
@@ -115,11 +115,11 @@ def test_the_remedy_wins_and_the_run_goes_on_with_it(remedy: str, named: Path, t
     last = hit / f"checkpoints/step-{STEPS}"
     kept = policy_of(store.read_state(last))
     if remedy != "other_kernels":
-        assert [e["settings"] for e in RunDirectory(hit).events(SettingsAdjusted)] == [[remedy]]
+        assert [e["settings"] for e in RunDirectory(hit).iterate_events(SettingsAdjusted)] == [[remedy]]
         assert kept.adjusted == [remedy]
         assert run_of(last).model.swiglu_clamp == 10.0
         return
-    (left,) = RunDirectory(hit).events(KernelsLeft)
+    (left,) = RunDirectory(hit).iterate_events(KernelsLeft)
     (incident,) = incidents(hit)
     assert (incident["cause"], incident["actions"]) == ("numerics", ["fall_back"])
     assert incident["kernels"] == left["kernels"] == kept.kernels and len(kept.kernels) == 2

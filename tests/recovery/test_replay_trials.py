@@ -51,10 +51,10 @@ def test_a_death_in_a_trial_leaves_the_run_as_it_was(
     config = recipe(planted[0], hit, **parts)
     with pytest.raises(AssertionError, match=r"-9|closed|reset|refused"):  # of the harness: a rank is dead
         run_ranks(world, killed, config, rank, 3)
-    assert not (hit / "skips.jsonl").exists() and not list(RunDirectory(hit).events(BranchesTried))
+    assert not (hit / "skips.jsonl").exists() and not list(RunDirectory(hit).iterate_events(BranchesTried))
     assert run_ranks(world, train, config) == [(0, "")] * world
     assert run_ranks(world, train, recipe(planted[0], straight, **parts)) == [(0, "")] * world
-    assert list(RunDirectory(hit).events(BranchesTried))
+    assert list(RunDirectory(hit).iterate_events(BranchesTried))
     one, other = ([(e.corpus, e.tokens) for e in read_ledger(run / "skips.jsonl")] for run in (hit, straight))
     assert one == other
     (healed,) = incidents(hit)
@@ -100,5 +100,5 @@ def test_the_layer_that_grew_first_is_named(case: str, layout: str, easy: Path, 
     incident = incidents(tmp_path / "run")[0]
     assert any(f"the {place} is the first to grow" in reason for reason in incident["reasons"])
     assert incident["cause"] == "state" and not incident["positions"]
-    located = [e for e in RunDirectory(tmp_path / "run").events(Located) if e["kind"] == "growth"]
+    located = [e for e in RunDirectory(tmp_path / "run").iterate_events(Located) if e["kind"] == "growth"]
     assert located and f"the {located[0]['tensor']} of {located[0]['layer']}" == f"the {place}"

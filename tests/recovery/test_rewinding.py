@@ -61,7 +61,7 @@ def shell(policy: Policy) -> Any:
     rewinding.config.stability.policy.swap_most = 0.5
     rewinding.config.schedule = ScheduleConfig(warmup_steps=0)
     rewinding.parts.select_unskipped.return_value.share_without.return_value = 1.0
-    rewinding.parts.source.order.locate.return_value.corpus = [0]
+    rewinding.parts.source.order.locate_samples.return_value.corpus = [0]
     snapshot = rewinding.points.before_region.return_value
     saved = snapshot.extra.state
     saved.updates = saved.step = snapshot.step = 30
@@ -84,20 +84,20 @@ def go_back(
     found: by the examination. corpora: of what it names; before: proven incidents of the corpus 1; helps: to leave it
     out. chosen: the remedy whose branch wins; harms_anyway: other data does not help."""
     policy = Policy(PolicyConfig(swap_after=2, rewinds=9))
-    policy.decide(seen(20), 0)
+    policy.decide_on_step(seen(20), 0)
     earlier = Taken(clock=20, step=20, action=Action.REWIND, cause=Cause.DATA, corpus="1", proven=True)
     policy.state.taken = [earlier.model_copy() for _ in range(before)]
-    decision = policy.decide(seen(40, Verdict.SPIKE), 0)
+    decision = policy.decide_on_step(seen(40, Verdict.SPIKE), 0)
     decision = replace(decision, finding=replace(decision.finding, verdict=verdict))
     tripped = Tripped(decision, MagicMock(state=MagicMock(step=40, seconds=1.0)), DetectorState(), "")
     rewinding = shell(policy)
-    rewinding.parts.source.order.locate.return_value.corpus = list(corpora)
+    rewinding.parts.source.order.locate_samples.return_value.corpus = list(corpora)
     rewinding.parts.source.order.corpora = [SimpleNamespace(name="0"), SimpleNamespace(name="1")]
     rewinding.trials.try_corpus.return_value = CorpusTrial("1", helps, 0.3, 0.01, 16)
-    rewinding.replays.compare.return_value = (False, "")
-    rewinding.incident_log.adjacent.return_value = False
-    rewinding.incident_log.returned_again.return_value = found
-    rewinding.points.origin.again.return_value = False
+    rewinding.replays.compare_replays.return_value = (False, "")
+    rewinding.incident_log.is_adjacent.return_value = False
+    rewinding.incident_log.convict_returned.return_value = found
+    rewinding.points.origin.note_return.return_value = False
     points = rewinding.points
     points.rate_before.return_value, points.highest_rate_since.return_value = 1e-3, 1e-2
     rewinding.config.train.steps = 1000
@@ -107,7 +107,7 @@ def go_back(
         rewinding.trials.try_remedies.return_value = RemedyTrial(chosen, 0.3, 0.01, 26)
     with mock.patch.object(locators, "measure_sizes", return_value={}):  # there is no model
         rewinding.go_back(tripped)
-    return rewinding, rewinding.incident_log.attribute.call_args.args[0]
+    return rewinding, rewinding.incident_log.record_conclusion.call_args.args[0]
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def go_back(
 )
 def test_what_no_trial_has_clearly_shown_can_be_withdrawn(verdict: TrialVerdict | None, proven: bool) -> None:
     made, told = go_back(replace(FOUND, alone=FOUND.guilty), tried=verdict)
-    assert told.convicted == FOUND.convicted and told.cause is Cause.DATA and told.proven is proven
+    assert told.bad_positions == FOUND.bad_positions and told.cause is Cause.DATA and told.proven is proven
     (taken,) = made.guard.policy.state.taken
     assert (taken.proven, taken.unproven) == (proven, () if proven else (7, 8, 9, 20))
     made.trials.try_remedies.assert_not_called()  # other data helps
@@ -139,10 +139,10 @@ def test_a_remedy_that_won_takes_the_blame_off_the_samples(
     made, told = go_back(FOUND, chosen, harms_anyway=True)
     policy = made.guard.policy
     assert (policy.state.taken[-1].action, policy.state.taken[-1].remedy) == (action, chosen)
-    assert (told.cause, told.convicted, told.later) == (cause, [], [])
+    assert (told.cause, told.bad_positions, told.later) == (cause, [], [])
     assert told.kernels == tuple(policy.state.kernels) == (("sdpa",) if chosen == "other_kernels" else ())
-    assert made.incident_log.attribute.call_args.args[1] == []  # nothing is deferred
-    assert [type(call.args[0]) for call in made.log.emit.call_args_list] == emitted
+    assert made.incident_log.record_conclusion.call_args.args[1] == []  # nothing is deferred
+    assert [type(call.args[0]) for call in made.log.emit_event.call_args_list] == emitted
     assert made.engine.reset_moments.called == (chosen == "reset_moments")
     assert not policy.state.taken[0].proven and not policy.state.taken[0].unproven
 
@@ -168,13 +168,13 @@ def test_a_corpus_of_bad_samples_is_tried_after_enough_clear_incidents(
     if action is not None:
         assert made.trials.try_corpus.call_args.args[:2] == ("1", [7, 8, 9, 20, 30])
     assert made.guard.policy.state.taken[-1].action is (action or Action.REWIND)
-    *_, left_out = made.incident_log.attribute.call_args.args
+    *_, left_out = made.incident_log.record_conclusion.call_args.args
     assert left_out == ("1" if action is Action.SWAP_CORPUS else None)
 
 
 def test_what_is_not_finite_is_bad_without_a_trial_and_remedies_wait_until_it_comes_back() -> None:
     made, told = go_back(FOUND, "cut_lr", verdict=Verdict.NON_FINITE)
-    assert told.convicted == FOUND.convicted and made.guard.policy.state.taken[-1].proven
+    assert told.bad_positions == FOUND.bad_positions and made.guard.policy.state.taken[-1].proven
     made.trials.try_suspects.assert_not_called()
     made.trials.try_remedies.assert_not_called()
 
@@ -182,13 +182,13 @@ def test_what_is_not_finite_is_bad_without_a_trial_and_remedies_wait_until_it_co
 def look_back(found: Conclusion, good: bool = True, last: int = 39) -> tuple[Any, Any]:
     """Where the run goes back to, None = it stays, and the shell. good: there is a good state of before the case."""
     policy, present = Policy(PolicyConfig(rewind_warmup=8)), MagicMock(step=40, seconds=1.0)
-    policy.decide(seen(40), 0)
+    policy.decide_on_step(seen(40), 0)
     rewinding = shell(policy)
     trained = [MagicMock(step=step, positions=np.array([step - 30])) for step in (37, 38, 39, 40)]
-    rewinding.points.since = lambda onset: [t for t in trained if t.step >= onset]
-    rewinding.points.examine.return_value = found
+    rewinding.points.steps_since = lambda onset: [t for t in trained if t.step >= onset]
+    rewinding.points.examine_window.return_value = found
     if not good:
-        rewinding.points.look.return_value = None
+        rewinding.points.look_back_before.return_value = None
     case = Waiting(kind="batch", first=last - 2, last=last, verdict=Verdict.SHIFT, reason="higher")
     return rewinding.look_back(case, MagicMock(), present), rewinding
 
@@ -197,16 +197,16 @@ def test_a_crowd_that_is_guilty_is_undone() -> None:
     found = Conclusion(Cause.DATA, list(range(CROWD)), [], "bad")
     stands, made = look_back(found)
     assert stands is not None
-    window = made.points.examine.call_args.args[0]
+    window = made.points.examine_window.call_args.args[0]
     assert [t.step for t in window] == [37, 38, 39]
     (taken,) = made.guard.policy.state.taken
     assert (taken.action, taken.cause, taken.unproven) == (Action.REWIND, Cause.DATA, tuple(range(CROWD)))
     assert made.guard.policy.state.rewound == 30
-    assert made.log.emit.call_args.args == (RateWarmup(step=30, begin=0.1, updates=8),)
-    assert made.guard.policy.state.watching and made.incident_log.attribute.call_args.args[0] == found
+    assert made.log.emit_event.call_args.args == (RateWarmup(step=30, begin=0.1, updates=8),)
+    assert made.guard.policy.state.watching and made.incident_log.record_conclusion.call_args.args[0] == found
     made.points.forget_after.assert_called_once_with(30)
-    made.points.restore.assert_not_called()
-    made.watches.samples.convicted.assert_called_once()
+    made.points.restore_snapshot.assert_not_called()
+    made.watches.samples.shorten_rest.assert_called_once()
 
 
 @pytest.mark.parametrize(
@@ -220,12 +220,12 @@ def test_a_crowd_that_is_guilty_is_undone() -> None:
 def test_whoever_is_not_guilty_costs_nothing_but_time(found: Conclusion, good: bool) -> None:
     stands, made = look_back(found, good)
     assert stands is None and not made.guard.policy.state.taken and made.guard.policy.state.rewound is None
-    made.points.restore.assert_called_once_with(made.points.ring.aside.return_value)
-    made.watches.samples.nobody.assert_called_once()
-    made.incident_log.open.assert_not_called()
+    made.points.restore_snapshot.assert_called_once_with(made.points.ring.copy_aside.return_value)
+    made.watches.samples.record_nobody_bad.assert_called_once()
+    made.incident_log.open_incident.assert_not_called()
     made.points.forget_after.assert_not_called()
-    made.points.back.assert_not_called()  # which drops points that are not good
-    made.watches.samples.skip.assert_not_called()
+    made.points.go_back_before.assert_not_called()  # which drops points that are not good
+    made.watches.samples.skip_bad_samples.assert_not_called()
 
 
 def test_a_few_that_are_guilty_by_themselves_are_skipped_on_the_present_state() -> None:
@@ -233,13 +233,13 @@ def test_a_few_that_are_guilty_by_themselves_are_skipped_on_the_present_state() 
     found = Conclusion(Cause.DATA, [7, 8, 20, 30], [], "bad", alone=[7])
     stands, made = look_back(found)
     assert stands is None
-    made.points.restore.assert_called_once_with(made.points.ring.aside.return_value)
+    made.points.restore_snapshot.assert_called_once_with(made.points.ring.copy_aside.return_value)
     assert made.guard.policy.state.rewound is None
-    case, few = made.watches.samples.skip.call_args.args[:2]
+    case, few = made.watches.samples.skip_bad_samples.call_args.args[:2]
     assert case.first == 37 and few == Conclusion(Cause.DATA, [7, 20, 30], [], "bad", alone=[7])
     (taken,) = made.guard.policy.state.taken
     assert (taken.action, taken.cause, taken.unproven) == (Action.SKIP, Cause.DATA, (7, 20, 30))
-    for undone in (made.watches.samples.nobody, made.incident_log.open, made.points.forget_after):
+    for undone in (made.watches.samples.record_nobody_bad, made.incident_log.open, made.points.forget_after):
         undone.assert_not_called()
 
 
@@ -248,39 +248,41 @@ def test_a_look_without_a_good_state_drops_no_point_and_convicts_no_checkpoint(
     norm: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The state that was resumed from, and the only later point, are not finite, or worse than the checkpoint says."""
-    monkeypatch.setattr(origin, "first", lambda action: action())
-    monkeypatch.setattr(rewind_points, "gathered", lambda value: [value])
+    monkeypatch.setattr(origin, "run_on_first", lambda action: action())
+    monkeypatch.setattr(rewind_points, "gather_objects", lambda value: [value])
     resumed, config, engine = state_of(step=20, cursor=160, recent_losses=[3.0] * 8), MagicMock(), MagicMock()
-    config.checkpoint.vitals.worse, config.batches = 0.1, Stages.constant(8)
+    config.checkpoint.vitals.worse, config.batches = 0.1, Stages.of_constant(8)
     config.stability.policy.verify_steps = 60
     checkpoint = tmp_path / store.name_of(20)
     checkpoint.mkdir()
     suspect = Origin(MagicMock(checkpoints=tmp_path), config, resumed, [], KeptLog())
     engine.optimizer_state.return_value = {"weight": torch.zeros(2)}
-    engine.flat_state().norms.return_value = MagicMock(parameters=norm, second_moment=1.0)
-    laboratory = MagicMock(losses=lambda positions: np.full(positions.size, 9.0))
+    engine.flat_state().sum_norms.return_value = MagicMock(parameters=norm, second_moment=1.0)
+    laboratory = MagicMock(measure_losses=lambda positions: np.full(positions.size, 9.0))
     config.stability = StabilityConfig()
     points = Points(MagicMock(config=config, engine=engine, log=KeptLog(), acts=False), suspect)
     points.ring, points.laboratory = Ring(engine, 4, 10), laboratory
     points.trained.append(Trained(38, np.arange(300, 308), np.full(8, 4.0), True))
     for step in (20, 30):
-        points.ring.take(
+        points.ring.take_snapshot(
             step,
             RewindState(state_of(step=step, cursor=8 * step), {}, MagicMock(), {}),
         )
     made = shell(Policy(PolicyConfig()))
     made.points, present = points, MagicMock(step=40)
-    made.parts.select_unskipped.return_value.mask = lambda positions: np.zeros(positions.size, dtype=bool)
+    made.parts.select_unskipped.return_value.mask_skipped = lambda positions: np.zeros(
+        positions.size, dtype=bool
+    )
     made.parts.select_unskipped.return_value.next_kept = lambda begin, count: (
         np.arange(begin, begin + count),
         None,
     )
     case = Waiting(kind="batch", first=37, last=39, verdict=Verdict.SHIFT, reason="higher")
     assert made.look_back(case, MagicMock(), present) is None
-    made.watches.samples.nobody.assert_called_once()
+    made.watches.samples.record_nobody_bad.assert_called_once()
     assert points.ring.steps == [20, 30]
-    assert not suspect.reason and markers.convicted(checkpoint) is None
-    points.back(37, 0, made.parts.select_unskipped())
+    assert not suspect.reason and markers.read_bad_ruling(checkpoint) is None
+    points.go_back_before(37, 0, made.parts.select_unskipped())
     assert not points.ring.steps and bool(suspect.reason) == np.isfinite(norm)
 
 
@@ -303,26 +305,28 @@ def test_what_is_new_is_trained_on_and_so_are_the_refused_batches_of_it(
 ) -> None:
     """From the snapshot if updates were refused since, and few others are undone. Else from where the run stands."""
     policy = Policy(PolicyConfig())
-    decision = policy.decide(seen(40, Verdict.SPIKE), 0)
+    decision = policy.decide_on_step(seen(40, Verdict.SPIKE), 0)
     state = MagicMock(step=40, seconds=1.0)
     rewinding = shell(policy)
-    rewinding.replays.compare.return_value = (False, "")
-    rewinding.incident_log.returned_again.return_value = FOUND
+    rewinding.replays.compare_replays.return_value = (False, "")
+    rewinding.incident_log.convict_returned.return_value = FOUND
     rewinding.incident_log.has_acted = False
     rewinding.trials.try_suspects.return_value = SuspectsTrial(trial(TrialVerdict.NEW, pays=True), False)
     policy.state.redone = redone
     rewinding.points.before_region.return_value.step = saved
-    rewinding.points.since = lambda onset: [
+    rewinding.points.steps_since = lambda onset: [
         MagicMock(step=step, applied=step not in refused) for step in range(onset, 41)
     ]
     done = MagicMock(state=state, applied=False)
     with mock.patch.object(locators, "measure_sizes", return_value={}):  # there is no model
         stands = rewinding.go_back(Tripped(decision, done, DetectorState(), ""))
     assert (stands is not None) == back
-    assert rewinding.points.restore.called == (not back) and rewinding.parts.loader.go_to.called == back
+    assert (
+        rewinding.points.restore_snapshot.called == (not back) and rewinding.parts.loader.go_to.called == back
+    )
     assert not policy.state.taken and not policy.state.watching
     assert rewinding.incident_log.train_through.call_args.args[3] == (10 if back else 0)
-    rewinding.incident_log.attribute.assert_not_called()
+    rewinding.incident_log.record_conclusion.assert_not_called()
 
 
 def test_nothing_behind_the_cursor_changes_places_where_nothing_is_undone() -> None:
@@ -332,7 +336,7 @@ def test_nothing_behind_the_cursor_changes_places_where_nothing_is_undone() -> N
     rewinding.trials.try_suspects.return_value = SuspectsTrial(trial(TrialVerdict.MIXED), False)
     for cursor, later in ((50, named), (200, list(range(200, 300)))):
         chosen, why = rewinding.choose_skips(found, [MagicMock(step=30)], MagicMock(cursor=cursor, step=40))
-        assert (chosen.convicted, chosen.later, why) == ([], later, "")
+        assert (chosen.bad_positions, chosen.later, why) == ([], later, "")
     _, why = rewinding.choose_skips(found, [MagicMock(step=30)], MagicMock(cursor=300, step=40))
     assert "were read already" in why
 
@@ -346,17 +350,17 @@ def test_what_cost_more_than_it_taught_is_skipped_when_it_makes_trouble_again(
     rewinding.guard.policy.state.costly = costly
     rewinding.trials.try_suspects.return_value = SuspectsTrial(trial(TrialVerdict.MIXED), False)
     chosen, why = rewinding.choose_skips(FOUND, [MagicMock(step=30)], MagicMock(cursor=0, step=40))
-    assert (chosen.convicted, why, chosen.proven) == (skipped, "", True)
+    assert (chosen.bad_positions, why, chosen.proven) == (skipped, "", True)
     assert rewinding.trials.try_suspects.called == (not skipped)
 
 
 def test_what_only_checkpoints_need_is_not_copied() -> None:
     kept = list[RewindState]()
-    ring = SimpleNamespace(steps=[], take=lambda step, extra, counters, marks: kept.append(extra))
+    ring = SimpleNamespace(steps=[], take_snapshot=lambda step, extra, counters, marks: kept.append(extra))
     engine = SimpleNamespace(adjustments=SimpleNamespace(now=()))
     points: Any = SimpleNamespace(ring=ring, marks=lambda: None, engine=engine)
     state = state_of(recent_losses=[3.0], stability={"samples": [1.0]}, vitals=Vitals(losses=[2.5]))
-    Points.take(points, state, DetectorState(), {})
+    Points.take_snapshot(points, state, DetectorState(), {})
     state.recent_losses.append(4.0)
     (point,) = kept
     assert point.state.recent_losses == [3.0] and point.state.stability == {}
@@ -366,15 +370,17 @@ def test_what_only_checkpoints_need_is_not_copied() -> None:
 def test_a_snapshot_is_judged_with_the_changes_that_it_was_trained_with() -> None:
     """And those of now are in force again, whatever happens."""
     switched = list[tuple[str, ...]]()
-    adjustments = SimpleNamespace(now=("swiglu_clamp",), switch=switched.append)
+    adjustments = SimpleNamespace(now=("swiglu_clamp",), switch_to=switched.append)
     norms = SimpleNamespace(parameters=1.0, second_moment=1.0)
-    engine = SimpleNamespace(adjustments=adjustments, flat_state=lambda: SimpleNamespace(norms=lambda: norms))
+    engine = SimpleNamespace(
+        adjustments=adjustments, flat_state=lambda: SimpleNamespace(sum_norms=lambda: norms)
+    )
 
     def reference(*_: object) -> tuple[np.ndarray, np.ndarray]:
         assert switched == [()]
         return np.full(8, 3.0), np.full(8, 2.9)
 
-    points: Any = SimpleNamespace(engine=engine, restore=lambda snapshot: None, _reference=reference)
+    points: Any = SimpleNamespace(engine=engine, restore_snapshot=lambda snapshot: None, _reference=reference)
     snapshot: Any = SimpleNamespace(step=20, extra=SimpleNamespace(adjusted=()))
     selection: Any = None
     assert Points._tried(points, snapshot, selection, lambda step, measure: "") == (True, True)

@@ -27,7 +27,7 @@ from tests.journal import KeptLog
 
 Int64s = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
-KEPT = Skips.of([])
+KEPT = Skips.from_ranges([])
 
 
 def state_of(watch: Any) -> WatchState:
@@ -36,7 +36,7 @@ def state_of(watch: Any) -> WatchState:
 
 @pytest.fixture(autouse=True)
 def _examined_by_a_bench(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watches, "examine", lambda laboratory, *given: laboratory.examine(*given))
+    monkeypatch.setattr(watches, "examine_window", lambda laboratory, *given: laboratory.examine(*given))
 
 
 class SampleBench:
@@ -48,7 +48,7 @@ class SampleBench:
         self.found, self.examined = found, list[tuple[list[int], list[int]]]()  # steps of window and history
         self.loader = SimpleNamespace(go_to=lambda *_: None)
 
-    def led(self, work: Callable[[Any], Any]) -> Any:
+    def run_on_rank0(self, work: Callable[[Any], Any]) -> Any:
         return work(self)
 
     def examine(self, window: Sequence[Trained], history: Sequence[Trained], *_: Any) -> Conclusion:
@@ -64,7 +64,7 @@ class Made:
         self.log, self.convicted = KeptLog(), list[Conclusion]()
         self.events = self.log.events
         order = SimpleNamespace(corpora=[SimpleNamespace(name="code")])
-        incident_log: Any = SimpleNamespace(skip=lambda found, *_: self.convicted.append(found))
+        incident_log: Any = SimpleNamespace(skip_bad_samples=lambda found, *_: self.convicted.append(found))
         parts: Any = SimpleNamespace(
             config=SimpleNamespace(stability=StabilityConfig()), log=self.log, phase=lambda phase: None,
             source=SimpleNamespace(order=order), loader=SimpleNamespace(go_to=lambda *_: None),
@@ -93,17 +93,22 @@ def test_whole_batches_are_looked_back_on_where_there_is_a_state_of_before_them(
     made = Made()
     for waiting in (case(3), case(5, kind="batch")):
         made.watch._wait(waiting)
-    assert made.watch.lifted(policy, 9, None) is None and made.watch.lifted(policy, 9, 5) is None
-    found = made.watch.lifted(policy, 9, 4)
-    assert found is not None and found.kind == "batch" and made.watch.lifted(policy, 9, 4) is None
-    policy.decide(seen(9, Verdict.SPIKE), 0)  # all rewinds there are
+    assert (
+        made.watch.take_waiting_batches(policy, 9, None) is None
+        and made.watch.take_waiting_batches(policy, 9, 5) is None
+    )
+    found = made.watch.take_waiting_batches(policy, 9, 4)
+    assert (
+        found is not None and found.kind == "batch" and made.watch.take_waiting_batches(policy, 9, 4) is None
+    )
+    policy.decide_on_step(seen(9, Verdict.SPIKE), 0)  # all rewinds there are
     made.watch._wait(case(5, kind="batch"))
-    assert made.watch.lifted(policy, 9, 4) is None
+    assert made.watch.take_waiting_batches(policy, 9, 4) is None
 
 
 def fruitless(watch: SampleWatch, step: int) -> int:
     """Steps of rest after a look at `step` that convicted nobody."""
-    watch.nobody(case(step, kind="batch"), Conclusion(Cause.STATE, [], [], "harmless"), step, 0.1)
+    watch.record_nobody_bad(case(step, kind="batch"), Conclusion(Cause.STATE, [], [], "harmless"), step, 0.1)
     return state_of(watch).rest.until - step
 
 
@@ -128,9 +133,9 @@ def test_the_rest_is_kept_by_rewinds_and_restarts_and_short_again_where_somebody
     again = Made().watch
     again.load_state_dict(json.loads(json.dumps(late)))
     assert state_of(again).rest.until == 228 and fruitless(again, 228) == 256
-    watch.convicted(case(5, kind="discard"))
+    watch.shorten_rest(case(5, kind="discard"))
     assert fruitless(watch, 500) == 512
-    watch.convicted(case(5, kind="batch"))
+    watch.shorten_rest(case(5, kind="batch"))
     watch.rewound(5, late)
     assert state_of(watch).rest.until == 1012 and fruitless(watch, 1012) == 64
 
@@ -138,7 +143,7 @@ def test_the_rest_is_kept_by_rewinds_and_restarts_and_short_again_where_somebody
 def act(made: Made, step: int, calm: bool = True, laboratory: Any = None) -> list[Conclusion]:
     state: Any = SimpleNamespace(cursor=16 * step, step=step)
     trained = [Trained(n, 16 * n + np.arange(16), np.full(16, 3.0), True) for n in range(1, step + 1)]
-    return made.watch.act(state, trained, laboratory or SampleBench(), calm, skip_all)
+    return made.watch.examine_cases(state, trained, laboratory or SampleBench(), calm, skip_all)
 
 
 def skip_all(found: Conclusion, *_: object) -> tuple[Conclusion, str]:
@@ -167,7 +172,7 @@ def test_suspects_that_are_new_clear_the_cases_that_wait_behind_them() -> None:
 
     state: Any = SimpleNamespace(cursor=320, step=20)
     made.watch._quiet = 3
-    assert made.watch.act(state, [], bench, True, train_through) == []  # type: ignore[arg-type]
+    assert made.watch.examine_cases(state, [], bench, True, train_through) == []  # type: ignore[arg-type]
     assert sorted((event["event"], event["first"]) for event in made.events) == [
         ("discard_examined", 3),
         ("samples_dropped", 5),

@@ -59,7 +59,7 @@ def test_a_jump_that_the_steps_make_again_is_the_runs_own(easy: Path, tmp_path: 
     assert run_ranks(1, train_watched, config, 36, "weight", True) == [
         (0, 2)
     ]  # in the run, and when it was repeated
-    told = [event["text"] for event in RunDirectory(run).events(Warned)]
+    told = [event["text"] for event in RunDirectory(run).iterate_events(Warned)]
     assert any(NAME in text and "the same steps make it again" in text for text in told)
     assert not [i for i in incidents(run) if i["verdict"] == "damage"]
 
@@ -68,7 +68,7 @@ def probe_watch(tokens: int, unit: int = 1) -> Any:
     from megastable.recovery.watches import ProbeWatch
 
     engine: Any = SimpleNamespace()
-    log: Any = SimpleNamespace(emit=lambda event: None)
+    log: Any = SimpleNamespace(emit_event=lambda event: None)
     loader: Any = SimpleNamespace(batch=16, unit=unit)
     batch: Any = SimpleNamespace(tokens=torch.full((1, 8), tokens))
     return ProbeWatch(engine, loader, [batch], log)
@@ -76,7 +76,7 @@ def probe_watch(tokens: int, unit: int = 1) -> Any:
 
 def test_a_trend_is_continued_on_the_same_samples_alone() -> None:
     probe = probe_watch(1)
-    probe.state.judge(25, np.arange(4.0))
+    probe.state.judge_look(25, np.arange(4.0))
     saved = json.loads(json.dumps(probe.state_dict()))
     for again, known in ((probe_watch(1), True), (probe_watch(2), False), (probe_watch(1, 2), False)):
         again.load_state_dict(saved)

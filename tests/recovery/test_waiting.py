@@ -54,7 +54,11 @@ def test_wait_only_for_what_the_same_steps_make_again_and_heal(
     assert waited["actions"][0] == "wait" and "rewind" not in waited["actions"]
     assert (waited["outcome"], waited["steps_lost"]) == ("healed", 0)
     assert not waited["positions"] and not waited["deferred"] and "heals by itself" in waited["reasons"][0]
-    tried = [e for e in RunDirectory(tmp_path / "run").events(BranchesTried) if e.get("chosen") == "nothing"]
+    tried = [
+        e
+        for e in RunDirectory(tmp_path / "run").iterate_events(BranchesTried)
+        if e.get("chosen") == "nothing"
+    ]
     assert "make it again" in tried[0]["reason"]
 
 
@@ -79,7 +83,7 @@ def write_spoilt(corpus: Path, bad: list[int], share: float, tokens: int = 38_00
     source = open_corpora(made.data.corpora, 32, made.run.seed).train
     noise = np.random.default_rng(3)
     memory = np.memmap(corpus / "part-0.bin", dtype=np.uint16, mode="r+")
-    for first in source.order.locate(np.array(bad, dtype=np.int64)).first_token.tolist():
+    for first in source.order.locate_samples(np.array(bad, dtype=np.int64)).first_token.tolist():
         spoilt = noise.random(32) < share
         memory[first : first + 32][spoilt] = noise.integers(20, size=int(spoilt.sum()))
     memory.flush()
@@ -119,7 +123,7 @@ def test_refused_batch_is_examined_at_a_quiet_moment_over_restarts_and_epochs(tm
     made = watched(corpus, corpus)
     source = open_corpora(made.data.corpora, 32, made.run.seed).train
     noise, memory = np.random.default_rng(3), np.memmap(corpus / "part-0.bin", dtype=np.uint16, mode="r+")
-    for first in source.order.locate(np.array(bad)).first_token.tolist():
+    for first in source.order.locate_samples(np.array(bad)).first_token.tolist():
         memory[first : first + 32][noise.choice(32, 6, replace=False)] = noise.integers(100, 250, 6)
     memory.flush()
     for world, steps in ((3, step + 2), (3, 88), (1, 112)):
@@ -132,7 +136,7 @@ def test_refused_batch_is_examined_at_a_quiet_moment_over_restarts_and_epochs(tm
     guilty = [p for a, b in incident["positions"] for p in range(a, b)]
     assert set(guilty) <= set(bad) and len(guilty) >= 7 and len(read_ledger(run / "skips.jsonl")) == 1
     order = order_of(made)
-    skipped = set(order.locate(np.array(guilty)).sequence.tolist())
+    skipped = set(order.locate_samples(np.array(guilty)).sequence.tolist())
     later = np.array([p for step, some in positions(run).items() if step > 88 for p in some])
-    places = order.locate(later)
+    places = order.locate_samples(later)
     assert places.epoch.max() == 1 and not skipped & set(places.sequence.tolist())

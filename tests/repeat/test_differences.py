@@ -14,14 +14,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megastable.base.fingerprint import fingerprint
+from megastable.base.fingerprint import fingerprint_tensors
 from megastable_tools.repeat.differences import (
     LayoutComparison,
     Ranks,
     bit_difference,
     first_beyond,
     first_difference,
-    flip,
+    flip_bit,
     planted_bit,
 )
 from megastable_tools.repeat.trace_file import StepTrace, TracedOperation
@@ -101,12 +101,12 @@ def test_flip_changes_one_bit_of_the_middle_element(dtype: torch.dtype) -> None:
     x = torch.arange(1, 25, dtype=torch.float64).to(dtype).view(2, 3, 4)
     for whole in (x.clone(), x.clone().transpose(0, 2)):
         before = whole.clone()
-        flip(whole)
+        flip_bit(whole)
         found = bit_difference(before, whole)
         assert found is not None
         assert (found.differing, found.elements, found.bits) == (1, 24, {planted_bit(dtype): 1})
         assert found.first == 12 and found.one != found.other
-        assert not torch.equal(fingerprint([before]), fingerprint([whole]))
+        assert not torch.equal(fingerprint_tensors([before]), fingerprint_tensors([whole]))
         if dtype.is_floating_point:  # by half at most: no infinity, no nan
             assert 0.6 < found.other / found.one < 1.5 and torch.isfinite(whole).all()
 

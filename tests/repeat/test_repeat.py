@@ -46,10 +46,10 @@ Steps = list[tuple[StepTrace, ...]]
 
 
 def _trace(path: str, overrides: Sequence[str]) -> int:
-    from megastable_tools.repeat.traced_run import trace
+    from megastable_tools.repeat.traced_run import trace_steps
 
     torch.set_num_threads(1)
-    return trace(recipes.load(path, list(overrides)), Path(path))
+    return trace_steps(recipes.load_recipe(path, list(overrides)), Path(path))
 
 
 def traced(world: int, recipe: Path, folder: Path, request: TraceRequest, *overrides: str) -> Steps:
@@ -141,7 +141,7 @@ def _faulty(path: str, overrides: Sequence[str], where: str, call: int) -> int:
         activation = block_parts.swiglu
         block_parts.swiglu = lambda gate_up: activation(gate_up) * (1.5 if wrong() else 1)
     elif where == "core backward":
-        between = Attention.between
+        between = Attention.attend_between
 
         def hooked(self: Attention, qkv: torch.Tensor, at: Any) -> torch.Tensor:
             scale = 1.5 if wrong() else 1.0
@@ -149,7 +149,7 @@ def _faulty(path: str, overrides: Sequence[str], where: str, call: int) -> int:
             given.register_hook(lambda gradient: gradient * scale)
             return between(self, given, at)
 
-        Attention.between = hooked  # type: ignore[method-assign]
+        Attention.attend_between = hooked  # type: ignore[method-assign]
     else:
         patches: Any = _patches
         scatter = patches.sum_and_scatter
@@ -224,7 +224,7 @@ def test_traced_run_does_the_steps_of_a_run(
     given = [*QUIET, f"train.steps={STEPS}", "schedule.total_steps=20", f"run.dir={tmp_path / 'run'}"]
     done = run_main(2, tmp_path / "log", str(recipe_of("dp2")), *given)
     assert done.code == 0, done.stderr
-    losses = records.read(tmp_path / "run/steps").column("loss").to_pylist()
+    losses = records.read_newest_records(tmp_path / "run/steps").column("loss").to_pylist()
     mine = [torch.tensor(ranks[0].losses, dtype=torch.float64).mean() for ranks in clean("dp2")[1:]]
     assert [x.float().item() for x in mine] == losses
 

@@ -51,12 +51,12 @@ def make_run(corpus: Path, root: Path, *incidents: Incident, **parts: Any) -> Pa
     recorder, layers = Recorder(run.steps, 20), Recorder(run.layers, 1, LAYER_SCHEMA)
     for number, step in enumerate([*range(1, 32), *range(30, 51)]):
         bad = number in (29, 30)
-        recorder.add(step_record(step, 1000.0 + number, 9.0 if bad else 4.0, not bad))
-    recorder.flush()
-    layers.add(LayerRecord(20, 1019.0, "blocks.0", activation_rms=1.0))
+        recorder.add_records(step_record(step, 1000.0 + number, 9.0 if bad else 4.0, not bad))
+    recorder.flush_records()
+    layers.add_records(LayerRecord(20, 1019.0, "blocks.0", activation_rms=1.0))
     # In the middle of it, when it was undone but not proven to be over, and after that.
     for step, time, value in ((31, 1030.0, 8.0), (40, 1040.0, 2.0), (60, 1060.0, 3.0), (80, 1080.0, 4.0)):
-        layers.add(LayerRecord(step, time, "blocks.0", activation_rms=value))
+        layers.add_records(LayerRecord(step, time, "blocks.0", activation_rms=value))
     note(run, 1000.0, "training", step=0, cursor=0, world=2)
     for incident in incidents:
         tell(run, incident)
@@ -89,7 +89,7 @@ def tell(run: RunDirectory, incident: Incident, time: float = 1030.5, **fields: 
 def data_incident(corpus: Path, ranges: list[tuple[int, int]], **change: Any) -> Incident:
     config = tiny(corpus, Path("unused"))
     source = open_corpora(config.data.corpora, LENGTH, config.run.seed).train
-    found = documents_at(source, np.array(sample_texts.take(ranges, 1000)))
+    found = documents_at(source, np.array(sample_texts.take_positions(ranges, 1000)))
     known = SPIKE | {
         "cause": Cause.DATA, "actions": [Action.REWIND], "reasons": ["they are bad"], "positions": ranges,
         "documents": [d.model_dump() for d in found], "loss_after": 4.1, "outcome": "healed",

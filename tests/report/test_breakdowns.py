@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megastable.report.postmortem import incidents_of, sentences, write_incidents
-from megastable.report.postmortem.facts import logs
+from megastable.report.postmortem.facts import collect_logs
 from megastable.run.directory import RunDirectory
 from megastable.run.rank_ipc import LastWords
 from tests.report.runs import Make, breakdown, note
@@ -48,7 +48,7 @@ def test_cost_counts_time_without_training_once(make: Make) -> None:
     assert first.cost.gpu_hours == pytest.approx(2 * (5 * 0.5 + 21) / 3600)
     assert (first.cost.silent_seconds, second.cost.silent_seconds) == (0.0, 30.0)
     assert second.cost.seconds == pytest.approx(5 * 0.5 + 21 + 30)
-    assert "The run resumed from step 0; steps repeated: 5." in sentences.headline(first)
+    assert "The run resumed from step 0; steps repeated: 5." in sentences.write_headline(first)
 
 
 @pytest.mark.quick("data*")
@@ -117,7 +117,7 @@ def test_logs_that_all_differ_are_shown_in_part(tmp_path: Path) -> None:
     for rank in range(30):
         (tmp_path / f"rank-{rank}.stacks").write_text(f"rank {rank}\n\nstands at {'x' * rank}")
     (tmp_path / "sub").mkdir()
-    shown, problems = logs(
+    shown, problems = collect_logs(
         tmp_path, "logs", [f"rank-{rank}.stacks" for rank in range(30)] + ["sub", "a\0b", ""]
     )
     assert [log.ranks for log in shown] == [f"rank {rank}" for rank in range(12)]

@@ -93,8 +93,8 @@ def test_incidents_of_any_journal_can_be_told(
     ]
     (tmp_path / "journal.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     for found in incidents_of(tmp_path):
-        pages.report(found, {}, [])
-        pages.postmortem(found, [])
+        pages.render_report(found, {}, [])
+        pages.render_postmortem(found, [])
 
 
 def test_write_incidents_names_what_cannot_be_told_and_tells_the_others(
@@ -102,14 +102,14 @@ def test_write_incidents_names_what_cannot_be_told_and_tells_the_others(
 ) -> None:
     for number in (2, 3):
         tell(RunDirectory(bare), breakdown(number=number))
-    report = pages.report
+    report = pages.render_report
 
     def broken(e: Evidence, *rest: Any) -> str:
         if e.incident.number == 2:
             raise OSError(28, "as if a disk were full")
         return report(e, *rest)
 
-    monkeypatch.setattr(pages, "report", broken)
+    monkeypatch.setattr(pages, "render_report", broken)
     with pytest.raises(DataError, match="incident 2 could not be told: OSError") as error:
         write_incidents(bare)
     assert "make room" not in str(error.value)
@@ -140,7 +140,7 @@ def test_write_incidents_reads_a_long_journal_once(make: Make, monkeypatch: pyte
 
     monkeypatch.setattr(durable, "read_content", counted("read", durable.read_content))
     monkeypatch.setattr(json, "loads", counted("parse", json.loads))
-    monkeypatch.setattr(Gatherer, "gather", counted("gather", Gatherer.gather))
+    monkeypatch.setattr(Gatherer, "gather_evidence", counted("gather", Gatherer.gather_evidence))
     assert write_incidents(root) == []
     lines = len((root / "journal.jsonl").read_bytes().splitlines())
     assert calls["parse"] <= lines + 2 and calls["read"] == 2 and not calls["gather"]

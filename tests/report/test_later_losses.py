@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from megastable.base.text import duration
+from megastable.base.text import show_duration
 from megastable.report.postmortem import costs_of, incidents_of, sentences, write_incidents
 from megastable.report.postmortem.evidence import expect_loss
 from megastable.report.postmortem.facts import LaterLoss, find_trackers
-from megastable.report.story import story
+from megastable.report.story import tell_incident
 from megastable.run.directory import RunDirectory, TrackerMemory
 from tests.conftest import tiny
 from tests.report.runs import data_incident, make_run, note
@@ -84,7 +84,7 @@ def test_report_says_where_the_trackers_of_the_run_show_it(run: RunDirectory, tm
     }
     (run.root / "trackers").mkdir()
     for name, told in facts.items():
-        TrackerMemory(run.root, name).keep(**told)
+        TrackerMemory(run.root, name).keep_facts(**told)
     assert len(write_incidents(run.root)) == 1 and write_incidents(run.root) == []
     page, text = ((run.incidents / "0001" / name).read_text() for name in ("report.html", "postmortem.md"))
     for url in (
@@ -111,7 +111,7 @@ def test_find_trackers_gives_a_command_where_there_is_no_page(
     name: str, facts: dict[str, Any], command: str | None, tmp_path: Path
 ) -> None:
     (tmp_path / "trackers").mkdir()
-    TrackerMemory(tmp_path, name).keep(**facts)
+    TrackerMemory(tmp_path, name).keep_facts(**facts)
     found = [(link.url, link.command) for link in find_trackers(tmp_path)]
     assert found == ([] if command is None else [("", command.format(run=tmp_path))])
 
@@ -124,7 +124,7 @@ KNOWN: dict[str, Any] = {
 
 
 def lines(corpus: Path, **change: Any) -> list[str]:
-    return list(story(KNOWN | change, tiny(corpus, Path("unused"))))
+    return list(tell_incident(KNOWN | change, tiny(corpus, Path("unused"))))
 
 
 def test_story_tells_the_time_lost_of_the_post_mortem(corpus: Path, spike: Path) -> None:
@@ -132,9 +132,13 @@ def test_story_tells_the_time_lost_of_the_post_mortem(corpus: Path, spike: Path)
     (evidence,) = incidents_of(spike)
     cost = costs_of(spike)[evidence.incident.number]
     assert cost == evidence.cost and cost.seconds > evidence.incident.seconds > 0
-    found = [line for line in story(KNOWN, tiny(corpus, Path("unused")), cost) if line.startswith("cost")]
-    assert found == [f"cost         steps lost: 2, updates refused: 0, time lost: {duration(cost.seconds)}"]
-    assert {name: value for name, value, _ in sentences.figures(evidence)}["time lost"] == duration(
+    found = [
+        line for line in tell_incident(KNOWN, tiny(corpus, Path("unused")), cost) if line.startswith("cost")
+    ]
+    assert found == [
+        f"cost         steps lost: 2, updates refused: 0, time lost: {show_duration(cost.seconds)}"
+    ]
+    assert {name: value for name, value, _ in sentences.list_figures(evidence)}["time lost"] == show_duration(
         cost.seconds
     )
 

@@ -19,7 +19,7 @@ from markdown_it import MarkdownIt
 from typer.testing import CliRunner
 
 from megastable.base.errors import DataError
-from megastable.config.recipe import load
+from megastable.config.recipe import load_recipe
 from megastable.data.corpora import open_corpora
 from megastable.data.skip_ledger import SkipEntry, append_entries, append_entry, read_ledger, sample_entries
 from megastable.data.source import Document
@@ -33,7 +33,7 @@ from megastable.report.postmortem import (
     write_incidents,
 )
 from megastable.report.postmortem.__main__ import app
-from megastable.report.postmortem.evidence import passes
+from megastable.report.postmortem.evidence import split_passes
 from megastable.report.postmortem.facts import Evidence, Log, StepRow
 from megastable.run.directory import RunDirectory
 from megastable_guard.incident import Incident
@@ -116,7 +116,9 @@ def test_report_tells_what_was_tried(make: Make) -> None:
     assert suspects.control is not None and suspects.control.name == "without the suspects"
     assert "the suspects were read again" in suspects.details
     assert "step 24: moments reset won: only with" in remedies.summary
-    assert "with the remedy whose branch was clearly better: moments reset." in sentences.headline(evidence)
+    assert "with the remedy whose branch was clearly better: moments reset." in sentences.write_headline(
+        evidence
+    )
     page, text = texts_of(folder)
     told = "Tried at step 31, on the state after step 24: 16 steps with 16 suspects, and the same steps without: "
     assert f"{told}they do harm." in page and f"{told}they do harm." in text
@@ -197,14 +199,14 @@ def test_cost_is_counted_in_steps_tokens_hours_and_money(make: Make, hostile_cor
     assert (cost.steps, cost.tokens, cost.batches_refused) == (2, 2 * 8 * LENGTH, 2)
     assert cost.seconds == pytest.approx(2 * 0.5 + 1.5)  # two steps done again, and the search
     assert cost.gpu_hours == pytest.approx(2 * 2.5 / 3600) and cost.money == pytest.approx(2 * 2.5)
-    assert "3600 EUR" in sentences.cost_explained(evidence) and "5.00 EUR" in pages.index([evidence])
+    assert "3600 EUR" in sentences.cost_explained(evidence) and "5.00 EUR" in pages.render_index([evidence])
 
 
 def test_skipped_tells_what_for_how_long_and_how_another_run_skips_it(
     make: Make, hostile_corpus: Path
 ) -> None:
     root = make(data_incident(hostile_corpus, [(236, 248)]))
-    config = load(root / "recipe.yaml")
+    config = load_recipe(root / "recipe.yaml")
     order = open_corpora(config.data.corpora, config.model.sequence_length, config.run.seed).train.order
     append_entries(
         root / "skips.jsonl", sample_entries(order, np.arange(236, 248), "they are bad", (), 1, 30)
@@ -214,11 +216,13 @@ def test_skipped_tells_what_for_how_long_and_how_another_run_skips_it(
         root / "skips.jsonl", SkipEntry(first=9, end=2**62, reason="again", incident=1, corpus="web")
     )
     (evidence,) = incidents_of(root)
-    samples, window, corpus = sentences.skipped(evidence)
+    samples, window, corpus = sentences.list_skipped(evidence)
     assert samples[0] == f"samples of corpus {order.corpora[0].name}" and samples[2] == "in every epoch"
     assert window == ("samples", "positions 300-309", "in this epoch", "a window")
     assert corpus == ("corpus web", "from position 9", "for good", "again")
-    assert "| samples | positions 300-309 | in this epoch | a window |" in pages.postmortem(evidence, [])
+    assert "| samples | positions 300-309 | in this epoch | a window |" in pages.render_postmortem(
+        evidence, []
+    )
     again = next(f for f in sentences.follow_ups(evidence) if f.command.startswith("mkdir"))
     subprocess.run(again.command, shell=True, check=True, cwd=root)
     (given,) = read_ledger(root / "RUN/skips.jsonl")
@@ -345,13 +349,16 @@ FILES = ["report.html", "samples.txt", "attempt.log"]
 @given(text=HOSTILE)
 def test_report_has_no_tag_and_no_attribute_of_a_text(evidence: Evidence, text: str) -> None:
     bad, good = saying(evidence, text), saying(evidence, "harmless")
-    page, plain = Structure(pages.report(bad, {}, FILES)), Structure(pages.report(good, {}, FILES))
+    page, plain = (
+        Structure(pages.render_report(bad, {}, FILES)),
+        Structure(pages.render_report(good, {}, FILES)),
+    )
     assert page.tags == plain.tags and page.addresses == plain.addresses
     assert all(c.isprintable() or c in "\n\t" for c in page.text)
-    assert Structure(pages.index([bad])).tags == Structure(pages.index([good])).tags
-    for content in (pages.samples(bad), pages.documents(bad), pages.layers(bad.layers)):  # type: ignore[arg-type]
+    assert Structure(pages.render_index([bad])).tags == Structure(pages.render_index([good])).tags
+    for content in (pages.render_samples(bad), pages.render_documents(bad), pages.render_layers(bad.layers)):  # type: ignore[arg-type]
         assert all(c.isprintable() or c in "\n\t" for c in content)
-    forged = pages.samples(saying(evidence, f"\n== {text}")).split("\n")
+    forged = pages.render_samples(saying(evidence, f"\n== {text}")).split("\n")
     assert sum(line.startswith("==") for line in forged) == 1
 
 
@@ -360,7 +367,7 @@ def test_report_has_no_tag_and_no_attribute_of_a_text(evidence: Evidence, text: 
 def test_postmortem_has_no_markup_of_a_text(evidence: Evidence, text: str) -> None:
     def kinds(evidence: Evidence) -> Iterator[str]:
         markdown = MarkdownIt("commonmark").enable(["table", "strikethrough"])
-        for token in markdown.parse(pages.postmortem(evidence, FILES)):
+        for token in markdown.parse(pages.render_postmortem(evidence, FILES)):
             yield token.type
             for part in token.children or ():
                 if part.type not in ("text", "softbreak") and part.content != "<!-- -->":
@@ -384,7 +391,7 @@ def test_tokens_picture_escapes_what_the_font_has_not(
     evidence: Evidence, recwarn: pytest.WarningsRecorder
 ) -> None:
     tokens = saying(evidence, f"日\U0001f600$a_b$ \\frac{NASTY}").tokens
-    assert tokens is not None and pictures.tokens_picture(tokens).startswith(b"\x89PNG")
+    assert tokens is not None and pictures.draw_tokens(tokens).startswith(b"\x89PNG")
     assert not [w for w in recwarn if "Glyph" in str(w.message)]
 
 
@@ -443,9 +450,9 @@ def test_report_of_a_crash_shows_failure_log_and_stacks(make: Make) -> None:
 )  # fmt: skip
 def test_headline_has_words_for_every_kind_of_incident(make: Make, change: dict[str, Any], said: str) -> None:
     (evidence,) = incidents_of(make(breakdown(**({"failure": ""} | change))))
-    assert said in sentences.headline(evidence) and sentences.follow_ups(evidence)
-    Structure(pages.report(evidence, {}, FILES))
-    MarkdownIt().parse(pages.postmortem(evidence, FILES))
+    assert said in sentences.write_headline(evidence) and sentences.follow_ups(evidence)
+    Structure(pages.render_report(evidence, {}, FILES))
+    MarkdownIt().parse(pages.render_postmortem(evidence, FILES))
 
 
 def test_evidence_says_what_is_missing_and_goes_on(spike: Path, hostile_corpus: Path) -> None:
@@ -498,8 +505,8 @@ def test_command_runs_where_no_torch_is() -> None:
 def test_passes_tell_what_was_done_again_from_what_stood() -> None:
     numbers = [1, 2, 3, 4, 3, 4, 5, 2, 3, 4, 5, 6]
     same: dict[str, Any] = {"loss": 1.0, "grad_norm": 1.0, "first_position": 0, "next_position": 8}
-    parts = passes([StepRow(step=step, time=time, **same) for time, step in enumerate(numbers)])
+    parts = split_passes([StepRow(step=step, time=time, **same) for time, step in enumerate(numbers)])
     assert [[r.step for r in part] for part in parts] == [[1, 2, 3, 4], [3, 4, 5], [2, 3, 4, 5, 6]]
-    stood, undone = pictures.standing(parts)
+    stood, undone = pictures.split_standing(parts)
     assert [r.step for r in stood] == [1, 2, 3, 4, 5, 6]
     assert [[r.step for r in part] for part in undone] == [[2, 3, 4], [1, 2, 3, 4, 5]]

@@ -29,18 +29,18 @@ from megastable.report.sheet import (
     as_csv,
     as_html,
     as_json,
-    console,
+    render_console,
 )
-from megastable.report.sheet.model import told
+from megastable.report.sheet.model import format_value
 from megastable.report.sheet.page import (
     BEGIN,
     END,
     SCRIPTS,
     VENDOR,
     _source,
-    content,
-    embed,
-    marked,
+    build_content,
+    embed_json,
+    mark_escapes,
 )
 from tests.report.sheets import scan
 from tests.report.test_safe import HOSTILE
@@ -50,7 +50,7 @@ def printed(sheet: Sheet, width: int = 100, colour: bool = False, **options: int
     file = io.StringIO()
     system = "truecolor" if colour else None
     Console(file=file, width=width, force_terminal=colour, color_system=system, legacy_windows=False).print(  # type: ignore[arg-type]
-        console(sheet, **options)
+        render_console(sheet, **options)
     )
     return file.getvalue()
 
@@ -116,7 +116,7 @@ def test_console_names_what_it_leaves_out() -> None:
     ],
 )  # fmt: skip
 def test_told_formats_values(value: Any, kind: Any, text: str) -> None:
-    assert told(value, Column("k", "t", kind)) == text
+    assert format_value(value, Column("k", "t", kind)) == text
 
 
 @given(HOSTILE)
@@ -168,7 +168,7 @@ def test_json_is_exact_and_harmless_in_a_terminal(text: str) -> None:
 def test_csv_obeys_nothing(text: str) -> None:
     head, *rows = csv.reader(io.StringIO(as_csv(small(text))))
     assert head == ["shard", "document", "n", "tags"] and len(rows) == 3
-    assert rows[0][0] == safe.cell(text) and rows[2][1:3] == ["2", "2000"]
+    assert rows[0][0] == safe.escape_cell(text) and rows[2][1:3] == ["2", "2000"]
     assert not any(value.startswith(("=", "+", "-", "@")) for value in (rows[0][0], rows[0][3]))
 
 
@@ -181,7 +181,7 @@ def test_csv_obeys_nothing(text: str) -> None:
     lambda below: st.lists(below, max_size=4) | st.dictionaries(st.text(max_size=4), below, max_size=4), max_leaves=12,
 ))  # fmt: skip
 def test_embed_is_read_back_and_cannot_end_its_element(value: Any) -> None:
-    text = embed(value)
+    text = embed_json(value)
     assert json.loads(text) == value
     assert not set("<>&\u2028\u2029\x7f") & set(text)
     text.encode()
@@ -189,8 +189,8 @@ def test_embed_is_read_back_and_cannot_end_its_element(value: Any) -> None:
 
 @given(HOSTILE | st.text())
 def test_marked_sets_the_escapes_of_visible_text_apart(text: str) -> None:
-    shown = marked(text)
-    assert shown.replace(BEGIN, "").replace(END, "") == safe.block(text)
+    shown = mark_escapes(text)
+    assert shown.replace(BEGIN, "").replace(END, "") == safe.show_block(text)
     outside = re.sub(f"{BEGIN}[^{END}]*{END}", "", shown)
     assert outside == "".join(c for c in text if c.isprintable() or c in "\n\t")
 
@@ -206,10 +206,10 @@ def test_page_shows_the_text_and_has_no_element_of_it(text: str) -> None:
     assert page.tags == harmless.tags
     data, texts, script = page.scripts
     assert script == harmless.scripts[2] and "</" not in data + texts
-    assert json.loads(data)["columns"][0]["values"] == [marked(text)] * 3
-    assert json.loads(texts)["0"][0]["spans"] == [marked(text)] * 2
+    assert json.loads(data)["columns"][0]["values"] == [mark_escapes(text)] * 3
+    assert json.loads(texts)["0"][0]["spans"] == [mark_escapes(text)] * 2
     assert all(c.isprintable() or c in f"\n\t{BEGIN}{END}" for c in written)
-    assert safe.block(text).strip() in page.text
+    assert safe.show_block(text).strip() in page.text
 
 
 def test_page_needs_nothing_and_allows_nothing() -> None:
@@ -233,11 +233,11 @@ def test_page_needs_nothing_and_allows_nothing() -> None:
 
 def test_plan_leaves_out_a_shard_that_cannot_be_pasted() -> None:
     rows = [{"shard": "a", "document": 1}, {"shard": "a\nb", "document": 2}, {"shard": "a", "document": -1}]
-    assert content(Sheet("t", rows=rows))["plan"] == ["a 1", None, None]
+    assert build_content(Sheet("t", rows=rows))["plan"] == ["a 1", None, None]
     parts = [{**row, "first": 5, "end": 9} for row in rows]
-    assert content(Sheet("t", rows=parts))["plan"] == ["a 1 5:9", None, None]
-    assert content(Sheet("t", rows=[*rows, {"shard": "a"}]))["plan"] is None
-    assert content(Sheet("t"))["plan"] is None
+    assert build_content(Sheet("t", rows=parts))["plan"] == ["a 1 5:9", None, None]
+    assert build_content(Sheet("t", rows=[*rows, {"shard": "a"}]))["plan"] is None
+    assert build_content(Sheet("t"))["plan"] is None
 
 
 NODE = shutil.which("node")
@@ -256,7 +256,7 @@ def test_chips_of_the_page_count_samples() -> None:
         (SAMPLES, [[["yes", 2], ["no", 1]], "3 samples"]),
         (replace(SAMPLES, counts=None), [[["yes", 3], ["no", 1]], "4 rows"]),
     ):
-        given = embed(content(sheet))
+        given = embed_json(build_content(sheet))
         done = subprocess.run([str(NODE), "-e", script + ask, given], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         assert json.loads(done.stdout) == expected

@@ -14,9 +14,9 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.ui import WebDriverWait
 
-from megastable.base.text import visible
+from megastable.base.text import make_visible
 from megastable.report.sheet import Column, Histogram, Passage, Sheet, Span, as_html
-from megastable.report.sheet.model import SAFE, Kind, told
+from megastable.report.sheet.model import SAFE, Kind, format_value
 from tests.browser import MISSING, browser
 from tests.report.sheets import scan
 
@@ -220,13 +220,13 @@ def test_page_shows_hostile_texts_and_obeys_none(
 ) -> None:
     sheet = hostile_sheet()
     page.open(hostile_file(write, trusted_types))
-    assert page.driver.title == visible(sheet.title)
-    assert [row[0] for row in page.rows()] == [visible(text) for text in HOSTILE]
+    assert page.driver.title == make_visible(sheet.title)
+    assert [row[0] for row in page.rows()] == [make_visible(text) for text in HOSTILE]
     for number, text in enumerate(HOSTILE):
         page.run("document.getElementById(arguments[0]).click()", f"row-{number}")
         block = page.run("return document.querySelector('.reader pre').textContent")
-        assert block == visible(text) + "\tplain\n" + visible(text)
-        assert page.find(".reader .token").get_attribute("title") == visible(text)
+        assert block == make_visible(text) + "\tplain\n" + make_visible(text)
+        assert page.find(".reader .token").get_attribute("title") == make_visible(text)
     page.run("document.getElementById('row-4').click()")
     escapes = [element.text for element in page.all(".reader pre .esc")]
     assert escapes == ["\\x1b", "\\x1b", "\\x07"] * 2
@@ -234,7 +234,7 @@ def test_page_shows_hostile_texts_and_obeys_none(
     assert page.all(".reader pre .esc") == []  # typed by somebody, not a character that does not show
     page.search("\\x1b is typed", f"1 of {len(HOSTILE)} rows")
     page.search("<script>document", f"1 of {len(HOSTILE)} rows")
-    assert page.driver.title == visible(sheet.title)
+    assert page.driver.title == make_visible(sheet.title)
     assert (
         page.run("return document.querySelectorAll('img, main script, main svg[onload], b[onload]').length")
         == 0
@@ -243,7 +243,7 @@ def test_page_shows_hostile_texts_and_obeys_none(
     page.find("#clear").click()
     shown = page.rows()
     assert page.printed() == shown
-    assert page.find("thead th").get_attribute("textContent") == visible(sheet.columns[0].title)
+    assert page.find("thead th").get_attribute("textContent") == make_visible(sheet.columns[0].title)
     assert page.all(".paper :not(thead, tbody, tr, th, td, .esc)") == []
 
 
@@ -291,6 +291,6 @@ def test_numbers_read_as_in_a_terminal(page: Pages, write: Callable[[Sheet], Pat
         if isinstance(value, int) and not isinstance(value, bool) and abs(value) > SAFE:
             assert row == [str(value)] * 5
         elif isinstance(value, float):
-            assert row[1:] == [told(value, column) for column in columns[1:]]
+            assert row[1:] == [format_value(value, column) for column in columns[1:]]
         else:
-            assert row == [told(value, column) for column in columns]
+            assert row == [format_value(value, column) for column in columns]

@@ -22,7 +22,7 @@ from megastable.base.errors import user_errors
 from megastable.report.sheet.output import Output
 from tests.report.test_sheet_output import SHEET
 with user_errors():
-    Output({}).put(SHEET)
+    Output({}).put_sheet(SHEET)
 """
 
 
@@ -60,6 +60,6 @@ def test_output_refuses_two_forms_on_the_standard_output(path: str) -> None:
 def test_output_puts_json_alone_on_the_standard_output(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    Output(json=True, csv=tmp_path / "a.csv", html=tmp_path / "a.html").put(SHEET)
+    Output(json=True, csv=tmp_path / "a.csv", html=tmp_path / "a.html").put_sheet(SHEET)
     assert json.loads(capsys.readouterr().out)["title"] == "sheet"
     assert (tmp_path / "a.csv").exists() and (tmp_path / "a.html").exists()

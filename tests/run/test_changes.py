@@ -15,7 +15,7 @@ from megastable.base.errors import ConfigError
 from megastable.run import changes
 from megastable.run.changes import (
     ChangeRequest,
-    answer,
+    answer_request,
     check_live,
     config_at,
     follow_recipe,
@@ -64,7 +64,9 @@ def test_config_at_has_the_newest_change_that_has_begun_and_not_ended(
     made, plain = list[ChangeMade](), list[tuple[str, float, int, float]]()
     for number, (key, value, step, length) in enumerate(asked):
         until = None if length is None else step + length
-        event = answer(request(number, until, **{key.replace(".", "__"): value}), RECIPE, made, step, None)
+        event = answer_request(
+            request(number, until, **{key.replace(".", "__"): value}), RECIPE, made, step, None
+        )
         before = KEYS[key](config_at(RECIPE, made, step + 1))
         if isinstance(event, ChangeRefused):
             assert before == value or length == 0
@@ -110,13 +112,15 @@ def test_check_live_refuses_and_says_what_to_do(key: str, told: str, optimizer: 
     ],
 )
 def test_answer_refuses_a_request_that_cannot_be_followed(given: ChangeRequest, problem: str) -> None:
-    event = answer(given, RECIPE, [], 7, None)
+    event = answer_request(given, RECIPE, [], 7, None)
     assert isinstance(event, ChangeRefused) and problem in str(event.problem)
     assert (event.step, event.change, event.who) == (7, "c0", "ann")
 
 
 def test_follow_recipe_ends_a_change_of_what_a_person_wrote_there_last() -> None:
-    made = [written(answer(request(optimizer__lr=1e-3, optimizer__clip=0.5), RECIPE, [], 7, (2.0, 1.0)))]
+    made = [
+        written(answer_request(request(optimizer__lr=1e-3, optimizer__clip=0.5), RECIPE, [], 7, (2.0, 1.0)))
+    ]
     assert (made[0].loss, made[0].grad_norm) == (2.0, 1.0)
     newer = tiny(Path("corpus"), Path("run"), optimizer={"lr": 5e-4})
     follows = follow_recipe(newer, ["optimizer.lr", "run.timeout"], made, 20)
@@ -128,7 +132,9 @@ def test_follow_recipe_ends_a_change_of_what_a_person_wrote_there_last() -> None
 
 
 def test_config_at_holds_the_keys_that_a_later_recipe_can_have() -> None:
-    made = [written(answer(request(schedule__total_steps=50, optimizer__lr=1e-5), RECIPE, [], 7, None))]
+    made = [
+        written(answer_request(request(schedule__total_steps=50, optimizer__lr=1e-5), RECIPE, [], 7, None))
+    ]
     assert list_left_out(RECIPE, made, 8) == []
     by_tokens = tiny(Path("corpus"), Path("run"), schedule=BY_TOKENS | {"warmup_tokens": 100})
     config = config_at(by_tokens, made, 8)
@@ -140,26 +146,28 @@ def test_config_at_holds_the_keys_that_a_later_recipe_can_have() -> None:
 
 def test_answer_refuses_a_change_that_outlives_the_one_that_it_needs() -> None:
     first = request(until=20, **{f"schedule__{key}": value for key, value in BY_TOKENS.items()})
-    made = [written(answer(first, RECIPE, [], 7, None))]
+    made = [written(answer_request(first, RECIPE, [], 7, None))]
     for until in (None, 21):
-        event = answer(request(1, until=until, schedule__total_tokens=10**6), RECIPE, made, 9, None)
+        event = answer_request(request(1, until=until, schedule__total_tokens=10**6), RECIPE, made, 9, None)
         assert isinstance(event, ChangeRefused)
         assert "from step 21 on" in str(event.problem) and "--until 20" in str(event.problem)
-    made.append(written(answer(request(1, until=20, schedule__total_tokens=10**6), RECIPE, made, 9, None)))
+    made.append(
+        written(answer_request(request(1, until=20, schedule__total_tokens=10**6), RECIPE, made, 9, None))
+    )
     found = [config_at(RECIPE, made, step).schedule.total_tokens for step in (10, 20, 21)]
     assert found == [10**6, 10**6, None]
     # A rewind to before the first: it begins again, and the other one with it.
-    event = answer(request(2, schedule__warmup_steps=3), RECIPE, made, 2, None)
+    event = answer_request(request(2, schedule__warmup_steps=3), RECIPE, made, 2, None)
     assert isinstance(event, ChangeRefused) and "from step 8 on" in str(event.problem)
 
 
 def test_read_requests_passes_over_what_else_is_in_the_file(tmp_path: Path) -> None:
     path = tmp_path / "changes.jsonl"
     assert changes.read_requests(path) == ([], [])
-    one = changes.ask(path, {"optimizer.lr": 1e-4}, "why", "ann", None)
+    one = changes.ask_change(path, {"optimizer.lr": 1e-4}, "why", "ann", None)
     with path.open("a") as file:
         file.write("{not a line\n\n" + '{"id": "x", "time": 1, "reason": "r", "values": {}}\n{"id": "to')
-    two = changes.ask(path, {"optimizer.betas": [0.9, 0.99]}, "why", "ann", 9)
+    two = changes.ask_change(path, {"optimizer.betas": [0.9, 0.99]}, "why", "ann", 9)
     found, problems = changes.read_requests(path)
     assert found == [one, two]
     assert [p.split(" is no")[0] for p in problems] == [f"{path} line 2", f"{path} line 4"]
@@ -170,10 +178,10 @@ def test_ask_writes_a_file_that_the_run_can_read(tmp_path: Path, directory: int,
     tmp_path.chmod(directory)
     path, before = tmp_path / "changes.jsonl", os.umask(0o077)
     try:
-        changes.ask(path, {"optimizer.lr": 1e-4}, "why", "ann", None)
+        changes.ask_change(path, {"optimizer.lr": 1e-4}, "why", "ann", None)
         assert stat.S_IMODE(path.stat().st_mode) == file
         path.chmod(0o600)  # as somebody wanted it
-        changes.ask(path, {"optimizer.lr": 1e-4}, "why", "ann", None)
+        changes.ask_change(path, {"optimizer.lr": 1e-4}, "why", "ann", None)
     finally:
         os.umask(before)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -186,5 +194,5 @@ def test_parse_values_reads_assignments_as_overrides() -> None:
     for wrong in (["optimizer.lr"], ["optimizer.lr=1", "optimizer.lr=2"]):
         with pytest.raises(ConfigError):
             parse_values(wrong)
-    event = answer(request(optimizer__lr="1e-4"), RECIPE, [], 0, None)
+    event = answer_request(request(optimizer__lr="1e-4"), RECIPE, [], 0, None)
     assert isinstance(event, ChangeMade) and event.new == {"optimizer.lr": 1e-4}

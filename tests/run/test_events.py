@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from megastable.base import durable
 from megastable.base.errors import DataError, SpaceError
-from megastable.base.text import visible
+from megastable.base.text import make_visible
 from megastable.run.directory import RunDirectory
 from megastable.run.events.event import Event, Other
-from megastable.run.events.reading import KINDS, event_of, event_of_line, latest, read_events
+from megastable.run.events.reading import KINDS, event_of, event_of_line, find_latest, read_events
 from megastable.run.events.stability_events import Discarded, Handover, IncidentEvent, NoSnapshots, RateLifted
 from megastable.run.events.supervisor_events import Ended, Hang
 from megastable.run.events.training_events import Finished, Imported, Warned
@@ -50,7 +50,7 @@ def test_kinds_are_those_of_all_journals_and_can_be_told_and_sent() -> None:
     for name in NAMES:
         event = event_of_line(json.dumps({"event": name, "step": 3}).encode())
         copy = pickle.loads(pickle.dumps(event))
-        assert event.sentence() and type(copy) is type(event) and copy == event
+        assert event.format_sentence() and type(copy) is type(event) and copy == event
 
 
 @given(
@@ -59,9 +59,9 @@ def test_kinds_are_those_of_all_journals_and_can_be_told_and_sent() -> None:
 )
 def test_event_of_line_tells_any_object(name: Any, fields: dict[str, Any]) -> None:
     event = event_of_line(json.dumps({"event": name, **fields}).encode())
-    told = event.sentence()
+    told = event.format_sentence()
     assert isinstance(event, Other) == (name not in NAMES) and bool(told) == (name in NAMES)
-    assert told == visible(told) and len(told) <= 2000 and event.line().endswith(told)
+    assert told == make_visible(told) and len(told) <= 2000 and event.format_line().endswith(told)
     for base in type(event).__mro__:
         for field in base.__annotations__ if issubclass(base, Event) else ():
             getattr(event, field)
@@ -74,11 +74,13 @@ def test_event_of_line_tells_any_object(name: Any, fields: dict[str, Any]) -> No
 )
 def test_event_of_line_gives_no_event_without_a_name(line: bytes) -> None:
     event = event_of_line(line)
-    assert isinstance(event, Other) and (event.event, event.line()) == ("", "") and "event" not in event
+    assert (
+        isinstance(event, Other) and (event.event, event.format_line()) == ("", "") and "event" not in event
+    )
 
 
 def test_event_fields_are_of_their_kinds_or_none() -> None:
-    event = Ended.of(
+    event = Ended.from_fields(
         {"event": "ended", "attempt": 2, "clock": "9", "silent": "nan", "hung": 1, "skipped": [[1, 5]]}
     )
     assert (event.attempt, event.clock, event.hung, event.host, event.skipped) == (
@@ -90,7 +92,9 @@ def test_event_fields_are_of_their_kinds_or_none() -> None:
     )
     assert event.silent is not None and math.isnan(event.silent)
     assert (event["clock"], event.get("host"), "host" in event) == ("9", None, False)  # as the journal has it
-    wrong = Ended.of({"event": "ended", "attempt": True, "skipped": [[1]], "code": 2.0, "signal": 10**400})
+    wrong = Ended.from_fields(
+        {"event": "ended", "attempt": True, "skipped": [[1]], "code": 2.0, "signal": 10**400}
+    )
     assert (wrong.attempt, wrong.skipped, wrong.code, wrong.signal) == (None, [], 2, None)
     incident = event_of({"event": "incident", "summary": "over", "region": None, "suspects": 5})
     assert isinstance(incident, IncidentEvent)
@@ -121,7 +125,7 @@ def test_event_fields_are_of_their_kinds_or_none() -> None:
     ],
 )  # fmt: skip
 def test_event_line_says_what_happened(event: dict[str, Any], said: str) -> None:
-    assert event_of(event).line().startswith(said)
+    assert event_of(event).format_line().startswith(said)
 
 
 def test_latest_gives_the_newest_summary_of_every_incident() -> None:
@@ -130,7 +134,7 @@ def test_latest_gives_the_newest_summary_of_every_incident() -> None:
         {"event": "unstable", "summary": {"number": 3}}, {"event": "incident", "summary": {"number": "x"}},
         {"event": "incident", "summary": {"number": 1, "outcome": "healed"}},
     ]  # fmt: skip
-    assert latest(map(event_of, lines)) == {1: {"number": 1, "outcome": "healed"}}
+    assert find_latest(map(event_of, lines)) == {1: {"number": 1, "outcome": "healed"}}
 
 
 def test_read_events_leaves_out_a_torn_end_and_what_is_not_wanted(tmp_path: Path) -> None:
@@ -149,10 +153,10 @@ def test_log_writes_fields_in_the_order_in_which_they_are_given(
     """What is not given is not there, what is given as None is null; reading.py knows lines by this."""
     monkeypatch.setattr("time.time", lambda: 7.12345)
     log, run = RunLog(RunDirectory(tmp_path)), RunDirectory(tmp_path)
-    log.emit(Discarded(step=3, verdict="spike", reason="up", first_position=8, next_position=16, loss=math.nan,
+    log.emit_event(Discarded(step=3, verdict="spike", reason="up", first_position=8, next_position=16, loss=math.nan,
                        grad_norm=math.inf, loss_scale=1.0))  # fmt: skip
-    log.emit(Hang(attempt=1, phase="step", waited=1.5, limit=1.0, step=None, silent=(), stacks=["a"]))
-    log.emit(Imported(step=0, **{"source": "x", "time": 1.25, "how": "averaged"}))
+    log.emit_event(Hang(attempt=1, phase="step", waited=1.5, limit=1.0, step=None, silent=(), stacks=["a"]))
+    log.emit_event(Imported(step=0, **{"source": "x", "time": 1.25, "how": "averaged"}))
     assert run.journal.read_text().splitlines() == [
         '{"time": 7.123, "event": "discarded", "step": 3, "verdict": "spike", "reason": "up", "first_position": 8, '
         '"next_position": 16, "loss": "nan", "grad_norm": "inf", "loss_scale": 1.0}',
@@ -160,7 +164,7 @@ def test_log_writes_fields_in_the_order_in_which_they_are_given(
         '"silent": [], "stacks": ["a"]}',
         '{"time": 1.25, "event": "imported", "step": 0, "source": "x", "how": "averaged"}',
     ]
-    first, hang, _ = run.events()
+    first, hang, _ = run.iterate_events()
     assert isinstance(first, Discarded) and first.loss is not None and math.isnan(first.loss)
     assert isinstance(hang, Hang) and hang.step is None and hang.stacks == ["a"] and hang.time == 7.123
 
@@ -168,20 +172,20 @@ def test_log_writes_fields_in_the_order_in_which_they_are_given(
 def test_log_writes_and_tells_in_one_call(tmp_path: Path) -> None:
     said, run = list[str](), RunDirectory(tmp_path)
     log = RunLog(run, said.append)
-    log.emit(RateLifted(step=9, reason="200 steps"), say=True)
-    log.emit(Warned(step=9, text="odd"), say="WARNING: odd")
-    log.emit(Warned(step=10, text="odd"))
-    log.commit(Handover(step=10, before=4), say=True)
-    log.say("and a line")
+    log.emit_event(RateLifted(step=9, reason="200 steps"), say=True)
+    log.emit_event(Warned(step=9, text="odd"), say="WARNING: odd")
+    log.emit_event(Warned(step=10, text="odd"))
+    log.commit_event(Handover(step=10, before=4), say=True)
+    log.say_line("and a line")
     assert said == [
         "step 9: a limit of the learning rate is lifted: 200 steps", "WARNING: odd",
         "step 10: handed over to a checkpoint from before step 4", "and a line",
     ]  # fmt: skip
     other = RunLog(run, said.append, active=False)
-    other.emit(Warned(step=11, text="odd"), say=True)
-    other.commit(Handover(before=5), say="gone")
-    other.say("nothing")
-    assert len(said) == 4 and [e.event for e in run.events()] == [
+    other.emit_event(Warned(step=11, text="odd"), say=True)
+    other.commit_event(Handover(before=5), say="gone")
+    other.say_line("nothing")
+    assert len(said) == 4 and [e.event for e in run.iterate_events()] == [
         "rate_lifted",
         "warning",
         "warning",
@@ -201,9 +205,13 @@ def test_log_refuses_to_go_on_where_a_restart_would_not_know(
     log = RunLog(run, said.append)
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
         patch.setattr(durable, "append_line", full)
-        log.emit(NoSnapshots(bytes=5, budget=1.5), say="no room")
+        log.emit_event(NoSnapshots(bytes=5, budget=1.5), say="no room")
         with pytest.raises(SpaceError, match="not know of this: handover"):
-            log.commit(Handover(before=5), say="handed over")
+            log.commit_event(Handover(before=5), say="handed over")
     assert said == ["no room"] and log.waiting and "no_snapshots" in caplog.text
-    RunLog(run).emit(Finished(steps=1, val_loss=None))  # another log of the same directory
-    assert [e.event for e in run.events()] == ["no_snapshots", "handover", "finished"] and not log.waiting
+    RunLog(run).emit_event(Finished(steps=1, val_loss=None))  # another log of the same directory
+    assert [e.event for e in run.iterate_events()] == [
+        "no_snapshots",
+        "handover",
+        "finished",
+    ] and not log.waiting

@@ -54,15 +54,15 @@ def test_follower_gives_the_same_events_each_once_whatever_the_pieces(
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "a.jsonl")
         follower, found = Follower(path), list[dict[str, Any]]()
-        assert follower.new() == []
+        assert follower.read_new() == []
         for begin, end in zip([0, *cuts], [*cuts, len(content)]):
             append(path, content[begin:end])
-            found += follower.new()
+            found += follower.read_new()
             done = content[:end].count(b"\n")
             whole = [json.loads(m) for m in mixed[:done] if m.startswith(b"{") and m[:-1] not in rubbish]
             # The line in the middle of which the file ends may have come already, without its newline.
             assert len(found) - len(whole) in (0, 1) and found[: len(whole)] == whole
-        assert found == entries and follower.new() == [] and follower.starts == 1
+        assert found == entries and follower.read_new() == [] and follower.starts == 1
         assert follower.damaged == sum(piece != b"" for piece in rubbish)
 
 
@@ -77,10 +77,10 @@ def test_follower_loses_nothing_where_a_torn_line_is_mended(
         torn = json.dumps({"event": "torn", "n": 1})
         append(path, lines(before) + torn[: data.draw(st.integers(0, len(torn) - 1))].encode())
         follower = Follower(path)
-        found = follower.new()
+        found = follower.read_new()
         for entry in after:
             durable.append_line(path, json.dumps(entry))
-            found += follower.new()
+            found += follower.read_new()
         assert found == before + after and follower.starts == 1
 
 
@@ -107,30 +107,30 @@ def test_follower_reads_another_file_from_its_beginning(
 ) -> None:
     path = tmp_path / "a.jsonl"
     follower = Follower(path)
-    assert follower.new() == [] and follower.problem == ""  # there is none yet
+    assert follower.read_new() == [] and follower.problem == ""  # there is none yet
     append(path, lines(KNOWN))
-    assert follower.new() == KNOWN
+    assert follower.read_new() == KNOWN
     found = list[Any]()
     for content in contents:
         path.unlink(missing_ok=True)
         if content is not None:
             append(path, lines(content))
-        found += follower.new()
+        found += follower.read_new()
     assert found == wanted and follower.starts == starts
     append(path, lines([event(-1)]))
-    assert follower.new() == [event(-1)] and follower.starts == starts
+    assert follower.read_new() == [event(-1)] and follower.starts == starts
 
 
 def test_follower_passes_damage_over_and_says_so(tmp_path: Path) -> None:
-    assert Follower(tmp_path).new() == []
+    assert Follower(tmp_path).read_new() == []
     folder = Follower(tmp_path)
-    folder.new()
+    folder.read_new()
     assert "cannot be read" in folder.problem
     path = tmp_path / "a.jsonl"
     append(path, b'{"a": ' + b"[" * 200_000 + b"}\n" + lines(KNOWN))
     follower = Follower(path)
-    assert next(follower.stream()) == event(0) and follower.damaged == 1
-    assert follower.new() == KNOWN[1:]  # reading that was stopped in the middle goes on there
+    assert next(follower.stream_events()) == event(0) and follower.damaged == 1
+    assert follower.read_new() == KNOWN[1:]  # reading that was stopped in the middle goes on there
 
 
 class Growing(io.BytesIO):

@@ -18,7 +18,7 @@ from megastable.base.errors import DataError
 from megastable.run.events.reading import event_of
 from megastable.run.goodput.lifecycle import Lifecycle
 from megastable.run.goodput.process_time import NO_STEPS, StepTimes
-from megastable.run.goodput.time_account import TimeAccount, TimeKind, TimeSpan, gpu_hours
+from megastable.run.goodput.time_account import TimeAccount, TimeKind, TimeSpan, count_hours
 from megastable.run.goodput.watching import GoodputWatch, read_account
 from tests.run.test_records import record, write
 from tests.tiers import examples
@@ -40,14 +40,14 @@ def account(
     life = Lifecycle()
     life.steps = steps_of(rows)
     for event in events:
-        life.hear(event_of(event))
-    found = life.snapshot(max(e["time"] for e in events) if now is None else now, progress)
+        life.hear_event(event_of(event))
+    found = life.account_until(max(e["time"] for e in events) if now is None else now, progress)
     assert found is not None
     return found
 
 
 def shown(found: TimeAccount) -> list[tuple[str, float, float]]:
-    return [(s.kind.value, round(s.begin, 3), round(s.end, 3)) for s in found.spans()]
+    return [(s.kind.value, round(s.begin, 3), round(s.end, 3)) for s in found.list_spans()]
 
 
 def at(time: float, event: str, **fields: Any) -> dict[str, Any]:
@@ -195,28 +195,30 @@ def test_account_names_every_second(case: str) -> None:
     events, rows, now, first, wanted = SPANS[case]
     found = account(events, rows, now)
     assert shown(found)[first:][: len(wanted)] == wanted
-    assert sum(found.seconds().values()) == pytest.approx(found.wall)
+    assert sum(found.sum_seconds().values()) == pytest.approx(found.wall)
 
 
 def test_account_charges_lost_time_to_cause_incident_and_host() -> None:
     found = account([*BEGIN, *KILLED], [*steps(1, 15, 106), *steps(11, 30, 158.5)], now=178.5)
-    lost = {kind: (cause, number, host) for kind, cause, number, host in found.lost()}
+    lost = {kind: (cause, number, host) for kind, cause, number, host in found.sum_losses()}
     assert [lost[kind] for kind in (K.ENDING, K.PAUSE, K.REDONE)] == [("SIGKILL", 1, "b")] * 3
-    assert lost[K.HOSTS] == ("SIGKILL", 1, "c") and found.goodput() == pytest.approx(31 / found.wall)
-    assert {span.attempt for span in found.spans() if span.kind is K.REDONE} == {2}
+    assert lost[K.HOSTS] == ("SIGKILL", 1, "c") and found.compute_goodput() == pytest.approx(31 / found.wall)
+    assert {span.attempt for span in found.list_spans() if span.kind is K.REDONE} == {2}
     hung = [*BEGIN, HUNG, at(161, "ended", attempt=1, clock=20, silent=31.0, hung=True, what="hang of 1", host="b"),
             at(161.1, "incident", what="opened", number=4, summary={"number": 4, "verdict": "hang"})]  # fmt: skip
-    assert account(hung, steps(1, 20, 106)).lost()[(K.HANG, "hang", 4, "b")] == (pytest.approx(30), 1)
+    assert account(hung, steps(1, 20, 106)).sum_losses()[(K.HANG, "hang", 4, "b")] == (pytest.approx(30), 1)
     events, rows, now, *_ = SPANS["a rewind"]
-    lost_by = account(events, rows, now).lost()
+    lost_by = account(events, rows, now).sum_losses()
     assert [lost_by[(kind, "spike, data", 7, "")][0] for kind in (K.RECOVERY, K.REDONE)] == [3, 4]
     stopped = account(STOPPED, [*steps(1, 10, 106), *steps(11, 12, 1010)])
-    assert (K.NOT_RUNNING, "stopped", None, "") in stopped.lost() and stopped.seconds()[K.REDONE] == 0
+    assert (K.NOT_RUNNING, "stopped", None, "") in stopped.sum_losses() and stopped.sum_seconds()[
+        K.REDONE
+    ] == 0
 
 
 def test_account_knows_unrecorded_steps_by_the_progress() -> None:
     found = account(BEGIN, steps(1, 5, 106), now=116, phase="step", step=9, time=114.0)
-    assert found.seconds()[K.TRAINING] == pytest.approx(8) and shown(found)[-1] == ("unknown", 114, 116)
+    assert found.sum_seconds()[K.TRAINING] == pytest.approx(8) and shown(found)[-1] == ("unknown", 114, 116)
     found = account(BEGIN, steps(1, 5, 106), now=130, phase="evaluate", step=5, time=111.0)
     assert shown(found)[-1] == ("evaluation", 111, 130)
 
@@ -225,7 +227,7 @@ def test_account_leaves_notes_and_a_dead_supervisor_out() -> None:
     rows = steps(1, 20, 105.5)
     later = [at(115, "supervisor", what="took over", pid=3, host="a")]
     note = at(5000.0, "note", step=10, who="ann", text="done")
-    assert account([*BEGIN, *later, *END], rows).seconds() == account([*BEGIN, *END], rows).seconds()
+    assert account([*BEGIN, *later, *END], rows).sum_seconds() == account([*BEGIN, *END], rows).sum_seconds()
     assert shown(account([*BEGIN, *END, note], rows, now=128.5)) == shown(account([*BEGIN, *END], rows))
 
 
@@ -236,7 +238,7 @@ def test_account_leaves_notes_and_a_dead_supervisor_out() -> None:
 )  # fmt: skip
 def test_account_of_gaps_is_that_of_a_slow_reference(gaps: list[float], seconds: float, rest: float) -> None:
     rows = spaced(gaps, seconds)
-    found = account(BEGIN, rows, now=rows[-1][1] + rest).seconds()
+    found = account(BEGIN, rows, now=rows[-1][1] + rest).sum_seconds()
     usual = median(gaps) if len(rows) >= 5 else 0.0
     late = [g for g in gaps if g > max(0.5, seconds, 5 * usual, usual + 1)]
     unknown = rest if rest > max(0.5, seconds) else 0.0
@@ -282,13 +284,13 @@ def test_account_has_every_second_once(
         events.sort(key=lambda e: float(e["time"]))
     found = account(events, rows, now, **progress)
     assert np.all(np.diff(found.at) >= 0) and len(found.kind) == len(found.charge) == len(found.at) - 1
-    assert sum(found.seconds().values()) == pytest.approx(found.wall, abs=1e-6)
-    spans = list(found.spans())
+    assert sum(found.sum_seconds().values()) == pytest.approx(found.wall, abs=1e-6)
+    spans = list(found.list_spans())
     assert [s.begin for s in spans[1:]] == [s.end for s in spans[:-1]]
     assert all(s.end > s.begin and s.seconds > -1e-9 for s in spans)
     if spans:
         assert (spans[0].begin, spans[-1].end) == (found.begin, found.end)
-    for kind, seconds in found.seconds().items():
+    for kind, seconds in found.sum_seconds().items():
         told = sum(s.seconds if s.kind is kind else 0 for s in spans)
         told += sum(s.between for s in spans) if kind is K.BETWEEN else 0
         assert told == pytest.approx(seconds, abs=1e-6)
@@ -303,10 +305,10 @@ def test_snapshot_changes_nothing(events: list[dict[str, Any]], rows: list[Row],
     life = Lifecycle()
     life.steps = steps_of(rows)
     for event in events:
-        life.hear(event_of(event))
+        life.hear_event(event_of(event))
         if data.draw(st.booleans()):
-            life.snapshot(data.draw(MOMENT))
-    looked, never = life.snapshot(1000.0), account(events, rows, 1000.0)
+            life.account_until(data.draw(MOMENT))
+    looked, never = life.account_until(1000.0), account(events, rows, 1000.0)
     assert looked is not None and shown(looked) == shown(never)
 
 
@@ -349,20 +351,20 @@ def test_read_account_refuses_what_has_no_journal(what: str, tmp_path: Path) -> 
 def test_watch_sees_what_a_first_look_sees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events, rows = [*BEGIN, *KILLED], [*steps(1, 15, 106), *steps(11, 30, 158.5)]
     watch = GoodputWatch(tmp_path)
-    assert watch.look(alive=True) is None
+    assert watch.look_again(alive=True) is None
     for upto in range(1, len(events) + 1):
         moment = events[upto]["time"] if upto < len(events) else 1e9
         run_of(tmp_path, events[:upto], [row for row in rows if row[1] < moment])
-        watch.look(alive=False)
-    seen = watch.look(alive=False)
+        watch.look_again(alive=False)
+    seen = watch.look_again(alive=False)
     assert seen is not None and shown(seen) == shown(read_account(tmp_path)[0])
     # What was looked at a moment ago is not looked at again.
-    before = watch.account(alive=False)
+    before = watch.account_lately(alive=False)
     run_of(tmp_path, [*events, at(300, "finished", steps=30)], rows)
-    assert watch.account(alive=False) is before
+    assert watch.account_lately(alive=False) is before
     moment = time.monotonic() + 60
     monkeypatch.setattr(time, "monotonic", lambda: moment)
-    after = watch.account(alive=False)
+    after = watch.account_lately(alive=False)
     assert before is not None and after is not None and after.end == 300 > before.end
 
 
@@ -386,30 +388,30 @@ GROWN_STEPS = [*steps(1, 20, 105), *steps(21, 60, 255), *steps(61, 100, 310)]
 
 
 def test_account_charges_growing_again_to_the_failure_that_took_the_hosts() -> None:
-    lost = account(GROWN, GROWN_STEPS, now=350).lost()
+    lost = account(GROWN, GROWN_STEPS, now=350).sum_losses()
     assert "stopped" not in {cause for _, cause, *_ in lost} and (K.ENDING, "growing", 3, "b") in lost
     assert [lost[(kind, "growing", 3, "b")][0] for kind in (K.START_UP, K.CHECKPOINTING)] == [11, 2]
     told = "c is 4 times as slow as the others, and is replaced"
     events = [*GROWN[:-3], at(299, "restart", attempt=2, reason=told, delay=0.0), *GROWN[-2:]]
-    assert (K.START_UP, told, None, "") in account(events, GROWN_STEPS, now=350).lost()
+    assert (K.START_UP, told, None, "") in account(events, GROWN_STEPS, now=350).sum_losses()
 
 
 def test_account_measures_the_capacity_that_was_missing() -> None:
     found = account(GROWN, GROWN_STEPS, now=350)
-    assert found.seconds()[K.TRAINING] == 100 and sum(found.seconds().values()) == found.wall == 250
-    assert found.smaller() == found.facts()["smaller"] == pytest.approx(40 * 0.5 / 250)
-    assert {s.missing for s in found.spans() if s.kind is K.TRAINING} == {0.0, 0.5}
+    assert found.sum_seconds()[K.TRAINING] == 100 and sum(found.sum_seconds().values()) == found.wall == 250
+    assert found.measure_missing() == found.list_facts()["smaller"] == pytest.approx(40 * 0.5 / 250)
+    assert {s.missing for s in found.list_spans() if s.kind is K.TRAINING} == {0.0, 0.5}
     unequal = [dict(e) for e in GROWN]
     unequal[2]["world"] = unequal[-1]["world"] = 5  # host a has 4 ranks, b one
-    assert account(unequal, GROWN_STEPS, now=350).smaller() == pytest.approx(40 * 0.2 / 250)
+    assert account(unequal, GROWN_STEPS, now=350).measure_missing() == pytest.approx(40 * 0.2 / 250)
     for more, wanted in (({}, 0.0), ({"wanted": 4}, 0.5 * 20 / 25)):  # hosts that were never there
         events = [BEGIN[0], at(101, "launched", attempt=1, hosts=["a", "b"], **more), BEGIN[2]]
-        assert account(events, steps(1, 20, 105), now=125).smaller() == pytest.approx(wanted)
+        assert account(events, steps(1, 20, 105), now=125).measure_missing() == pytest.approx(wanted)
     # Who starts a smaller run misses nothing.
     again = [*GROWN[:5], at(243, "supervisor", what="started", pid=2, host="a"), *GROWN[8:]]
-    assert account(again, GROWN_STEPS[:60], now=299).smaller() == 0
+    assert account(again, GROWN_STEPS[:60], now=299).measure_missing() == 0
     alone = [at(10, "training", step=0, world=8), at(50, "training", step=20, world=4)]
-    assert account(alone, [*steps(1, 20, 10), *steps(21, 40, 50)], now=70).smaller() == 0
+    assert account(alone, [*steps(1, 20, 10), *steps(21, 40, 50)], now=70).measure_missing() == 0
 
 
 def test_gpu_hours_count_the_ranks_of_each_attempt_while_processes_existed() -> None:
@@ -419,7 +421,7 @@ def test_gpu_hours_count_the_ranks_of_each_attempt_while_processes_existed() -> 
     spans = [span(0, 1, K.START_UP), span(1, 3, K.TRAINING, 0.5), span(3, 4, K.ENDING), span(4, 9, K.NOT_RUNNING),
              span(9, 10, K.START_UP), span(10, 12, K.TRAINING)]  # fmt: skip
     # Eight ranks for four hours, nobody for five, four ranks for three.
-    found = gpu_hours(spans, [(3600, 8), (36_000, 4)])
+    found = count_hours(spans, [(3600, 8), (36_000, 4)])
     assert found == (pytest.approx(8 * 4 + 4 * 3), pytest.approx(8 * 1.5 + 4 * 2))
-    assert gpu_hours(spans[:2], [(0.0, 2), (3600, None)]) == (6, 3)
-    assert gpu_hours(spans, [(0.0, None)]) is None and gpu_hours(spans, []) is None
+    assert count_hours(spans[:2], [(0.0, 2), (3600, None)]) == (6, 3)
+    assert count_hours(spans, [(0.0, None)]) is None and count_hours(spans, []) is None

@@ -59,15 +59,15 @@ def recorded(events: Events, rows: Sequence[Row], ahead: Mapping[int, float]) ->
     numbers = np.array([max((n for moment, n in began if moment < row[1]), default=0) for row in rows])
     true, late = steps_of(rows), np.array([ahead.get(n, 0.0) for n in numbers])
     told = true._replace(time=true.time + late, attempt=numbers)
-    return told.rows(np.argsort(told.time, kind="stable"))
+    return told.select_rows(np.argsort(told.time, kind="stable"))
 
 
 def heard(events: Events, recorded_steps: StepTimes, now: float) -> TimeAccount:
     life = Lifecycle()
     life.steps = recorded_steps
     for event in events:
-        life.hear(event_of(event))
-    account = life.snapshot(now)
+        life.hear_event(event_of(event))
+    account = life.account_until(now)
     assert account is not None
     return account
 
@@ -117,11 +117,11 @@ def test_account_is_that_of_clocks_that_agree(run: str) -> None:
     ):
         for error in (0.0, 0.05, -0.05):
             synchronous, found = accounts(*RUNS[run], offsets, error)
-            wanted, got = synchronous.seconds(), found.seconds()
+            wanted, got = synchronous.sum_seconds(), found.sum_seconds()
             assert found.wall == pytest.approx(synchronous.wall, abs=abs(error) + 1e-6)
             for kind in K:  # each attempt has two boundaries with the supervisor
                 assert got[kind] == pytest.approx(wanted[kind], abs=6 * abs(error) + 1e-6), kind
-            long = [[s.kind for s in a.spans() if s.seconds > 0.2] for a in (synchronous, found)]
+            long = [[s.kind for s in a.list_spans() if s.seconds > 0.2] for a in (synchronous, found)]
             assert long[0] == long[1]
 
 
@@ -171,7 +171,9 @@ def test_account_of_any_run_is_the_same_on_any_clocks(
             events.append(at(now + 1, "ended", attempt=number, clock=step, **told))
         now += 2
     synchronous, found = accounts(events, rows or [(1, now, 1.0, True)], ahead)
-    assert shown(found) == shown(synchronous) and found.seconds() == pytest.approx(synchronous.seconds())
+    assert shown(found) == shown(synchronous) and found.sum_seconds() == pytest.approx(
+        synchronous.sum_seconds()
+    )
 
 
 def test_of_rank_tells_who_wrote_an_event() -> None:
@@ -196,8 +198,8 @@ def test_read_account_of_a_dead_run_ends_with_its_last_sign_of_life(ahead: float
             told = {"attempt": 1, "phase": "step", "step": 20, "time": progress + ahead}
             (run / "progress.json").write_text(json.dumps(told))
         found, problems = read_account(run)
-        assert problems == [] and found.end == end and found.seconds()[K.TRAINING] >= 20
-        seen = GoodputWatch(run).look(alive=True, now=end + 4)
+        assert problems == [] and found.end == end and found.sum_seconds()[K.TRAINING] >= 20
+        seen = GoodputWatch(run).look_again(alive=True, now=end + 4)
         assert seen is not None and seen.end == end + 4 and shown(seen)[:2] == shown(found)[:2]
 
 

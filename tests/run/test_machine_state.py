@@ -10,10 +10,10 @@ from megastable.run.machine_state import (
     MachineSample,
     MachineWriter,
     host_reading,
-    merged,
-    newest,
+    list_places,
+    merge_samples,
     old_file,
-    places,
+    read_newest,
     read_sample,
 )
 
@@ -41,7 +41,7 @@ def test_merged_takes_the_worst_of_several_samples() -> None:
     first.hosts["node-0000"].throttled = {1: ["power"]}
     second.hosts["node-0000"].xid = {0: [79]}
     second.own, third.own = [0.6, None], [None]
-    found = merged([first, second, third])
+    found = merge_samples([first, second, third])
     host = found.hosts["node-0000"]
     assert (found.time, found.seconds, found.step) == (third.time, 90.0, 2)
     assert found.own == [0.5, first.own[1]] and host.memory_free == 1498.0
@@ -62,40 +62,42 @@ def test_host_reading_has_units_and_names_what_no_gpu_tells() -> None:
 
 
 def test_writer_keeps_fine_samples_of_late_and_coarse_ones_of_all(tmp_path: Path) -> None:
-    assert newest(tmp_path / "none") is None and not any(places(tmp_path / "none").values())
+    assert read_newest(tmp_path / "none") is None and not any(list_places(tmp_path / "none").values())
     writer = MachineWriter(tmp_path, lines=100)
     for n in range(1500):
-        writer.add(sample(n))
-    levels = places(tmp_path)
+        writer.add_sample(sample(n))
+    levels = list_places(tmp_path)
     counts = {name: len(level) for name, level in levels.items()}
     assert 100 <= counts["30s"] < 200 and counts == {"30s": counts["30s"], "15min": 50, "6h": 2}
     assert levels["30s"][-1].time == 1.79e9 + 30 * 1499 and old_file(tmp_path / "30s.jsonl").exists()
     day = read_sample(levels["6h"][0])
     assert day is not None and day.seconds == 21_600.0 and day.step == 719
     writer.close()
-    assert len(places(tmp_path)["6h"]) == 3 and newest(tmp_path) == sample(1499)
+    assert len(list_places(tmp_path)["6h"]) == 3 and read_newest(tmp_path) == sample(1499)
 
 
 def test_writer_goes_on_after_a_torn_line(tmp_path: Path) -> None:
-    MachineWriter(tmp_path).add(sample(0))
+    MachineWriter(tmp_path).add_sample(sample(0))
     file = tmp_path / "30s.jsonl"
     whole = file.read_bytes()
     file.write_bytes(whole + whole[: len(whole) // 2])  # killed while it wrote, or a full disk
-    assert newest(tmp_path) == sample(0)
-    MachineWriter(tmp_path).add(sample(1))
-    assert [read_sample(place) for place in places(tmp_path)["30s"]] == [sample(0), sample(1)]
+    assert read_newest(tmp_path) == sample(0)
+    MachineWriter(tmp_path).add_sample(sample(1))
+    assert [read_sample(place) for place in list_places(tmp_path)["30s"]] == [sample(0), sample(1)]
     file.write_bytes(b'{"time":5.0,"own":"x"}\n')
-    assert [read_sample(place) for place in places(tmp_path)["30s"]] == [None] and newest(tmp_path) is None
+    assert [read_sample(place) for place in list_places(tmp_path)["30s"]] == [None] and read_newest(
+        tmp_path
+    ) is None
 
 
 def test_writer_holds_nothing_in_memory_where_a_clock_is_set_back(tmp_path: Path) -> None:
     writer = MachineWriter(tmp_path)
     for n in range(40):
-        writer.add(sample(n))
+        writer.add_sample(sample(n))
     for n in range(100):
-        writer.add(sample(n).model_copy(update={"time": 1.79e9 - 4e8 + 30 * n}))  # years
+        writer.add_sample(sample(n).model_copy(update={"time": 1.79e9 - 4e8 + 30 * n}))  # years
     assert all(len(waiting) <= 30 for waiting in writer._open.values())
-    levels = places(tmp_path)
+    levels = list_places(tmp_path)
     assert all(level == sorted(level) for level in levels.values())
     assert len(levels["30s"]) == 140 and len(levels["15min"]) == 2 + 3
     (before,) = (read_sample(place) for place in levels["6h"])

@@ -11,7 +11,7 @@ import pytest
 from megastable import train
 from megastable.base import errors
 from megastable.base.errors import ConfigError
-from megastable.run.membership import ALONE, VARIABLES, check_alone, is_rank, membership
+from megastable.run.membership import ALONE, VARIABLES, check_alone, find_membership, is_rank
 from tests.distributed import CONTEXT
 from tests.patience import PATIENCE
 
@@ -41,7 +41,7 @@ def rank(number: int, world: int, **more: str) -> dict[str, str]:
     "environment", [{}, BATCH, SHELL, MEETING, {**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "1"}]
 )
 def test_membership_of_a_process_that_was_started_alone_is_a_world(environment: dict[str, str]) -> None:
-    assert membership(environment) == ALONE
+    assert find_membership(environment) == ALONE
     check_alone(environment)
 
 
@@ -60,7 +60,7 @@ def test_membership_of_a_process_that_was_started_alone_is_a_world(environment: 
 def test_membership_joins_ranks_where_it_is_said_where_they_meet(
     environment: dict[str, str], wanted: tuple[str, ...]
 ) -> None:
-    found = membership(environment | MEETING)
+    found = find_membership(environment | MEETING)
     assert (found["RANK"], found["WORLD_SIZE"], found["LOCAL_RANK"]) == wanted
     assert not found.keys() & MEETING.keys()
 
@@ -87,12 +87,12 @@ def test_membership_refuses_ranks_that_cannot_meet(
 ) -> None:
     there = {key: value for key, value in MEETING.items() if key != missing}
     with pytest.raises(ConfigError) as refused:
-        membership(environment | there)
+        find_membership(environment | there)
     for words in [*says, "would train a model of its own", "MASTER_ADDR"]:
         assert words in str(refused.value)
     # What it says in the end is what helps.
     variables = {names[0] for names in VARIABLES.values()}
-    assert membership({k: v for k, v in environment.items() if k not in variables}) == ALONE
+    assert find_membership({k: v for k, v in environment.items() if k not in variables}) == ALONE
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_membership_refuses_ranks_that_cannot_meet(
     ],
 )
 def test_membership_leaves_ranks_of_a_launcher_as_they_are(environment: dict[str, str]) -> None:
-    assert membership(environment) == {}
+    assert find_membership(environment) == {}
 
 
 @pytest.mark.parametrize("environment", [
@@ -120,7 +120,7 @@ def test_membership_leaves_ranks_of_a_launcher_as_they_are(environment: dict[str
 ])  # fmt: skip
 def test_membership_refuses_ranks_that_would_train_apart(environment: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match="each of them would train apart") as refused:
-        membership(environment)
+        find_membership(environment)
     said = f"(RANK={environment['RANK']}, WORLD_SIZE={environment.get('WORLD_SIZE', '')})"
     assert said in str(refused.value) and "no launcher has set RANK and WORLD_SIZE, unset" in str(
         refused.value
@@ -160,7 +160,7 @@ def joined(number: int, port: int, results: Any) -> None:
     os.environ |= {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": str(number), "SLURM_LOCALID": str(number)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "DS_ACCELERATOR": "cpu"}
     os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}  # the store is there already
-    os.environ |= membership(os.environ)
+    os.environ |= find_membership(os.environ)
     distributed.start_distributed(60)
     results.put((dist.get_rank(), dist.get_world_size()))
     distributed.stop_distributed()

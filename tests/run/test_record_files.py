@@ -27,7 +27,7 @@ from megastable.run.record_files import (
     read_files,
     read_last,
 )
-from megastable.run.records import SCHEMA, Recorder, encode_records, read
+from megastable.run.records import SCHEMA, Recorder, encode_records, read_newest_records
 from tests.full_disk import files_no_larger_than
 from tests.run.test_records import record
 
@@ -80,9 +80,9 @@ class Run:
         self.step = max(0, self.step - back)
         for _ in range(count):
             self.step, self.now = self.step + 1, self.now + 0.25
-            self.recorder.add(record(self.step, self.now))
+            self.recorder.add_records(record(self.step, self.now))
             self.written.append((self.step, self.now))
-        self.recorder.flush()
+        self.recorder.flush_records()
 
     def start(self, clock: float) -> None:
         """Another process goes on, whose host may have another clock; from a memory copy that it has nothing to do for
@@ -92,13 +92,13 @@ class Run:
             copy = self.folder / "pending"
             copy.write_bytes(encode_records([record(step, time) for step, time in self.written[-3:]]))
             with patch.object(self.recorder, "columns", SCHEMA):
-                self.recorder.restore(copy)
+                self.recorder.restore_records(copy)
             copy.unlink()
         self.now += clock
 
     def compact(self, kill: int) -> None:
         with suppress(Killed), killed_after(kill):
-            self.recorder.compact()
+            self.recorder.compact_records()
 
     def look(self, kill: float = math.inf, after: float = math.inf) -> None:
         """As a reader, under whose hands the files are compacted after it has read some of them."""
@@ -126,7 +126,7 @@ class Run:
         for file, some, *_ in read_files(self.folder, ROWS):
             steps = some.column("step").to_pylist() if some is not None else []
             assert (file.low, file.high) == (min(steps), max(steps))
-        table, newest = read(self.folder, ROWS), dict[int, float]()
+        table, newest = read_newest_records(self.folder, ROWS), dict[int, float]()
         for step, time in self.written:
             newest[step] = time
         assert rows(table) == sorted(newest.items())
@@ -194,7 +194,7 @@ def test_compaction_loses_nothing_wherever_it_is_killed() -> None:
 def write(folder: Path, files: int, size: int = 5, first: int = 1) -> list[str]:
     recorder = Recorder(folder, size)
     for step in range(first, first + files * size):
-        recorder.add(record(step))
+        recorder.add_records(record(step))
     return [file.name for file in list_files(folder)]
 
 
@@ -209,7 +209,10 @@ def test_compact_files_leaves_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     names = [parse_name(path.name) for path in sorted(tmp_path.iterdir())]
     assert [(file.low, file.high) for file in names] == [(1, 500), (501, 645)]
     assert names[0].begin == parse_name(before[0]).begin
-    table, alone = read(tmp_path), pq.read_table(BytesIO(encode_records([record(50)])), schema=SCHEMA)
+    table, alone = (
+        read_newest_records(tmp_path),
+        pq.read_table(BytesIO(encode_records([record(50)])), schema=SCHEMA),
+    )
     assert table.column("step").to_pylist() == list(range(1, 646)) and table.schema.equals(SCHEMA)
     assert table.slice(49, 1).to_pylist() == alone.to_pylist()
 
@@ -225,7 +228,7 @@ def test_compact_files_leaves_a_damaged_file_where_it_is(tmp_path: Path) -> None
     assert len(left) == 4 and left[0] == "by hand.parquet" and left[2] == names[30]
     (tmp_path / left[0]).unlink()
     (tmp_path / names[30]).write_bytes(whole)
-    assert read(tmp_path).column("step").to_pylist() == list(range(1, 301))
+    assert read_newest_records(tmp_path).column("step").to_pylist() == list(range(1, 301))
 
 
 def test_compact_files_keeps_the_files_on_a_full_disk(

@@ -21,7 +21,7 @@ from megastable.run.records import (
     Recorder,
     StepRecord,
     encode_records,
-    read,
+    read_newest_records,
     worst_samples,
 )
 from tests.full_disk import files_no_larger_than
@@ -50,20 +50,20 @@ def record(step: int, time: float | None = None, worst: int = 4, **changes: Any)
 def write(folder: Path, records: list[StepRecord], flush_steps: int = 50) -> None:
     recorder = Recorder(folder, flush_steps)
     for r in records:
-        recorder.add(r)
-    recorder.flush()
+        recorder.add_records(r)
+    recorder.flush_records()
 
 
 def test_read_gives_back_what_was_written(tmp_path: Path) -> None:
     folder = tmp_path / "step=7" / "steps"  # datasets of Parquet files read columns from such names
     folder.mkdir(parents=True)
-    assert read(folder).num_rows == 0 and read(folder).schema.equals(SCHEMA)
+    assert read_newest_records(folder).num_rows == 0 and read_newest_records(folder).schema.equals(SCHEMA)
     records = [record(step) for step in range(1, 8)]
     records[2] = record(3, loss=math.nan, grad_norm=math.inf, applied=False, first_position=10**15 + 1)
     write(folder, records, flush_steps=3)
     assert len(list(folder.iterdir())) == 3
     (folder / "00000002-00000002-5.tmp").write_bytes(b"PAR1 and then a crash")
-    table = read(folder)
+    table = read_newest_records(folder)
     assert table.schema.equals(SCHEMA)
     for got, wanted in zip(table.to_pylist(), map(asdict, records), strict=True):
         for name, value in wanted.items():
@@ -96,11 +96,11 @@ def test_read_gives_layers_of_a_step_done_again_in_place_of_the_old(tmp_path: Pa
     recorder = Recorder(tmp_path, 1, LAYER_SCHEMA)
     for time, steps in ((100.0, (10, 20, 30)), (200.0, (20,))):
         for step in steps:
-            recorder.add(
+            recorder.add_records(
                 LayerRecord(step, time + step, "embedding.weight", gradient_rms=time, weight_max=math.inf),
                 LayerRecord(step, time + step, "blocks.0", attention_entropy=float(step)),
             )
-    table = read(tmp_path, LAYER_SCHEMA)
+    table = read_newest_records(tmp_path, LAYER_SCHEMA)
     assert table.schema.equals(LAYER_SCHEMA) and table.column("step").to_pylist() == [10, 10, 20, 20, 30, 30]
     assert table.column("name").to_pylist() == ["embedding.weight", "blocks.0"] * 3
     assert table.column("gradient_rms").to_pylist() == [100.0, None, 200.0, None, 100.0, None]
@@ -112,7 +112,7 @@ def test_read_takes_the_newest_record_of_a_step(tmp_path: Path) -> None:
     write(tmp_path, [record(s, time=100.0 + s, loss=1.0) for s in range(1, 11)], flush_steps=4)
     write(tmp_path, [record(s, time=200.0 + s, loss=2.0) for s in range(7, 13)], flush_steps=4)
     write(tmp_path, [record(s, time=300.0 + s, loss=3.0) for s in range(5, 8)], flush_steps=4)
-    table = read(tmp_path)
+    table = read_newest_records(tmp_path)
     assert table.column("step").to_pylist() == list(range(1, 13))
     assert table.column("loss").to_pylist() == [1.0] * 4 + [3.0] * 3 + [2.0] * 5
 
@@ -123,8 +123,10 @@ def test_read_takes_what_was_written_last_whatever_the_clock_says(tmp_path: Path
     write(tmp_path, again)  # by a host whose clock is years behind
     stamps = [file.stamp for file in list_files(tmp_path)]
     assert stamps == [int(first[-1].time * 1000), int(first[-1].time * 1000) + 1]
-    assert read(tmp_path).column("time").to_pylist() == [r.time for r in [*first[:3], *again]]
-    assert read(tmp_path, newest=False).column("time").to_pylist() == [r.time for r in [*first, *again[3:]]]
+    assert read_newest_records(tmp_path).column("time").to_pylist() == [r.time for r in [*first[:3], *again]]
+    assert read_newest_records(tmp_path, newest=False).column("time").to_pylist() == [
+        r.time for r in [*first, *again[3:]]
+    ]
 
 
 @pytest.mark.parametrize("damage", ["empty", "cut", "foreign", "other columns"])
@@ -138,25 +140,25 @@ def test_read_names_a_damaged_file(damage: str, tmp_path: Path) -> None:
             {"empty": b"", "cut": path.read_bytes()[:-100], "foreign": b"step,loss\n1,2\n"}[damage]
         )
     with pytest.raises(DataError, match=f"{path.name}: not a readable record file"):
-        read(tmp_path)
+        read_newest_records(tmp_path)
 
 
 def test_recorder_loses_no_record_on_a_full_disk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     recorder = Recorder(tmp_path, 5)
     for step in range(1, 5):
-        recorder.add(record(step))
+        recorder.add_records(record(step))
     with files_no_larger_than(100):
-        recorder.add(record(5))
+        recorder.add_records(record(5))
     assert list(tmp_path.glob("*.parquet")) == [] and "5 records wait in memory" in caplog.text
-    recorder.add(record(6))
-    recorder.flush()
-    assert read(tmp_path).column("step").to_pylist() == [1, 2, 3, 4, 5, 6]
+    recorder.add_records(record(6))
+    recorder.flush_records()
+    assert read_newest_records(tmp_path).column("step").to_pylist() == [1, 2, 3, 4, 5, 6]
     assert [p.suffix for p in tmp_path.iterdir()] == [".parquet"]
 
 
 def test_restore_writes_pending_records_of_a_killed_process_once(tmp_path: Path) -> None:
     folder, file = tmp_path / "steps", tmp_path / "pending.parquet"
-    Recorder(folder, 50).restore(file)  # there is none
+    Recorder(folder, 50).restore_records(file)  # there is none
     assert not folder.exists()
     folder.mkdir()
     write(folder, [record(step) for step in range(1, 5)])
@@ -168,11 +170,11 @@ def test_restore_writes_pending_records_of_a_killed_process_once(tmp_path: Path)
     for _ in range(2):  # also if the same point is resumed from twice
         recorder = Recorder(folder, 50)
         with files_no_larger_than(10):
-            recorder.restore(file)
-        recorder.flush()
-        table = read(folder)
+            recorder.restore_records(file)
+        recorder.flush_records()
+        table = read_newest_records(folder)
         assert table.column("step").to_pylist() == list(range(1, 9))
         assert table.column("time").to_pylist()[5:] == [r.time for r in again]
         assert sum(len(pq.read_table(path)) for path in folder.iterdir()) == 10
-        first = read(folder, newest=False).column("time").to_pylist()
+        first = read_newest_records(folder, newest=False).column("time").to_pylist()
         assert first[5:7] == [record(6).time, record(7).time]

@@ -68,8 +68,8 @@ def test_history_knows_the_same_by_a_brief_reading(story: list[list[Any]], block
             with path.open("ab") as file:
                 file.writelines(lines[piece * len(lines) // pieces : (piece + 1) * len(lines) // pieces])
             for follower, history in zip(followers, histories, strict=True):
-                for event in follower.stream():
-                    history.add(event)
+                for event in follower.stream_events():
+                    history.add_event(event)
                 history.count = history.passed_over = 0
             assert repr(vars(histories[0])) == repr(vars(histories[1]))
             assert followers[0].damaged == followers[1].damaged
@@ -97,7 +97,7 @@ finished supervisor launched ended hang restart hook_failed warning would host_l
 def test_history_takes_any_event(events: list[tuple[str, dict[str, Any]]]) -> None:
     history = RunHistory(most_lines=9)
     for kind, values in events:
-        history.add(event_of({"event": kind, **values}))
+        history.add_event(event_of({"event": kind, **values}))
     assert [event.event for event in history.tail] == [line.name for line in history.lines]
     assert all(line.text and line.text.isprintable() for line in history.lines)
 
@@ -105,7 +105,7 @@ def test_history_takes_any_event(events: list[tuple[str, dict[str, Any]]]) -> No
 def history_of(*events: dict[str, Any]) -> RunHistory:
     history = RunHistory()
     for event in events:
-        history.add(event_of(event))
+        history.add_event(event_of(event))
     return history
 
 
@@ -134,22 +134,22 @@ def evaluated(step: int, **scores: float) -> TasksEvaluated:
 def after(scores: list[float], name: str = "acc") -> ScoreDrop | None:
     history = TaskHistory()
     for n, score in enumerate(scores):
-        history.add(evaluated(n + 1, **{name: score}))
-    return history.summary().drops.get(name)
+        history.add_event(evaluated(n + 1, **{name: score}))
+    return history.summarize_tasks().drops.get(name)
 
 
 def test_task_history_counts_events_and_forgets_tasks_that_are_no_longer_evaluated() -> None:
     history = TaskHistory()
     named = {"checkpoint": "c", "manifest": "m", "reason": "r"}
     for failed in (10, 20):
-        history.add(TasksFailed(of_step=failed, seconds=1.0, **named))
-    history.add(TasksSkipped(of_step=30, **named))
-    found = history.summary()
+        history.add_event(TasksFailed(of_step=failed, seconds=1.0, **named))
+    history.add_event(TasksSkipped(of_step=30, **named))
+    found = history.summarize_tasks()
     assert (found.step, found.scores, found.settled, found.failures) == (0, {}, 30, 2)
     for step in range(40, 48):
-        history.add(evaluated(step, a=0.5, b=0.5))
-    history.add(evaluated(48, a=0.5))
-    found = history.summary()
+        history.add_event(evaluated(step, a=0.5, b=0.5))
+    history.add_event(evaluated(48, a=0.5))
+    found = history.summarize_tasks()
     assert (found.step, found.scores, found.settled, found.failures) == (48, {"a": 0.5}, 48, 0)
     assert found.counts == {"evaluated": 9, "failed": 2, "skipped": 1} and set(found.drops) == {"a"}
 

@@ -18,7 +18,7 @@ import torch
 from megastable.base.errors import DataError
 from megastable.commands.root import app
 from megastable.config import recipe
-from megastable_tools.study.coordinate_study import OPEN, activations
+from megastable_tools.study.coordinate_study import OPEN, record_activations
 from megastable_tools.study.trial import QUIET, Trial, TrialResult, run_trials
 from tests.distributed import run_ranks
 from tests.patience import PATIENCE
@@ -159,16 +159,18 @@ def _recorded(path: str, overrides: tuple[str, ...]) -> dict[str, bool]:
     from megastable.parallel.layout import Layout
     from megastable.parallel.topology import Topology
 
-    config = recipe.load(path, (*QUIET, *OPEN, "precision.kind=fp32", "model.vocab_size=250", *overrides))
-    engine = Engine(config, deepspeed_json.build(config, 1), Topology(Layout(), 0, 60))
+    config = recipe.load_recipe(
+        path, (*QUIET, *OPEN, "precision.kind=fp32", "model.vocab_size=250", *overrides)
+    )
+    engine = Engine(config, deepspeed_json.build_deepspeed_json(config, 1), Topology(Layout(), 0, 60))
     tokens = torch.randint(0, 250, (4, 33), generator=torch.Generator().manual_seed(0))
     halves = [(tokens[i : i + 2], torch.arange(i, i + 2)) for i in (0, 2)]
     probe = [MicroBatch(some[:, :-1], some[:, 1:], numbers, None) for some, numbers in halves]
     before = {name: x.clone() for name, x in engine.optimizer_state().items()}
-    found = activations(engine, config, probe)
+    found = record_activations(engine, config, probe)
     after = engine.optimizer_state()
     assert all(torch.equal(x, after[name]) for name, x in before.items())
-    assert activations(engine, config, probe).keys() == found.keys()  # and no hook is left
+    assert record_activations(engine, config, probe).keys() == found.keys()  # and no hook is left
     model, own = engine.ds.module, dict[str, list[torch.Tensor]]()
     with torch.no_grad():
         for batch in probe:

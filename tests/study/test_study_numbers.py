@@ -14,34 +14,34 @@ from megastable_tools.study import compare_study
 from megastable_tools.study.compare_study import (
     Compared,
     CompareGrid,
-    compare,
-    in_words,
-    interval,
-    paired,
-    quantile,
-    within,
+    compare_candidates,
+    confidence_interval,
+    describe_differences,
+    paired_interval,
+    student_quantile,
+    student_share_within,
 )  # fmt: skip
 from megastable_tools.study.coordinate_study import (
     PLAIN,
     CoordinateGrid,
     Coordinates,
-    common,
-    exponent,
-    geometric,
-    named,
-    scales,
+    common_overrides,
+    find_scales,
+    fit_exponent,
+    geometric_mean,
+    name_depths,
 )  # fmt: skip
 from megastable_tools.study.lr_study import (
     LrCurve,
-    edges,
+    find_edge_rates,
+    find_optimum,
+    find_trends,
+    find_usable_rates,
+    fit_slope,
     lr_sensitivity,
-    optimum,
-    slope,
-    trends,
-    usable,
 )  # fmt: skip
 from megastable_tools.study.trial import TrialResult
-from megastable_tools.study.variations import at_width, interventions
+from megastable_tools.study.variations import at_width, parse_interventions
 
 RECIPE = Path("launch/recipes/quickstart.yaml")
 CURVE = {1e-4: 5.0, 1e-3: 4.0, 1e-2: 3.9, 1e-1: 4.4, 1.0: 8.0}
@@ -60,27 +60,29 @@ def parabola(*rates: float, at: float) -> dict[float, float]:
 
 def test_lr_sensitivity_is_the_mean_excess_over_the_best() -> None:
     assert lr_sensitivity(CURVE) == pytest.approx((1.1 + 0.1 + 0.0 + 0.5 + 4.1) / 5)
-    assert slope([0, 1, 2], [1, 3, 5]) == 2 and slope([0, 1, 2], [0, 3, 0]) == 0
-    assert math.isnan(slope([1, 1], [2, 3])) and math.isnan(slope([1], [2]))
+    assert fit_slope([0, 1, 2], [1, 3, 5]) == 2 and fit_slope([0, 1, 2], [0, 3, 0]) == 0
+    assert math.isnan(fit_slope([1, 1], [2, 3])) and math.isnan(fit_slope([1], [2]))
 
 
 @pytest.mark.parametrize("rates", [(1e-3, 2e-3, 4e-3), (1e-4, 1e-3, 3e-3, 2e-2)])
 def test_optimum_lies_between_the_rates_tried_or_at_their_end(rates: tuple[float, ...]) -> None:
-    found = optimum(parabola(*rates, at=2.3e-3))
+    found = find_optimum(parabola(*rates, at=2.3e-3))
     assert found.rate == pytest.approx(2.3e-3) and found.inside
-    ends = [optimum(parabola(*rates, at=at)) for at in (1e-6, 1.0)]
+    ends = [find_optimum(parabola(*rates, at=at)) for at in (1e-6, 1.0)]
     assert [(end.rate, end.inside) for end in ends] == [(rates[0], False), (rates[-1], False)]
-    assert optimum(dict.fromkeys(rates, 1.0)).rate == rates[0]
+    assert find_optimum(dict.fromkeys(rates, 1.0)).rate == rates[0]
 
 
 def test_usable_rates_end_where_the_loss_leaves_the_margin() -> None:
-    found = usable(CURVE, 0.25)
+    found = find_usable_rates(CURVE, 0.25)
     # 0.15 of the way from 4.0 to 5.0, and half of that from 3.9 to 4.4, in the logarithm of the rate.
     assert found.lowest == pytest.approx(10**-3.15) and found.highest == pytest.approx(10**-1.5)
     assert (found.open_below, found.open_above) == (False, False) and found.factor == pytest.approx(10**1.65)
-    found = usable({1e-3: 4.0, 1e-2: 3.9, 1e-1: 3.95}, 0.2)
+    found = find_usable_rates({1e-3: 4.0, 1e-2: 3.9, 1e-1: 3.95}, 0.2)
     assert (found.lowest, found.highest, found.open_below, found.open_above) == (1e-3, 1e-1, True, True)
-    assert usable({1e-3: 4.0, 1e-2: 6.0, 1e-1: 4.05}, 0.1).highest < 1e-2  # an island does not count
+    assert (
+        find_usable_rates({1e-3: 4.0, 1e-2: 6.0, 1e-1: 4.05}, 0.1).highest < 1e-2
+    )  # an island does not count
 
 
 @pytest.mark.parametrize(
@@ -91,7 +93,7 @@ def test_usable_rates_end_where_the_loss_leaves_the_margin() -> None:
 def test_edges_are_the_best_the_last_usable_and_the_next(
     losses: dict[float, float], margin: float, found: tuple[float, ...]
 ) -> None:
-    assert edges(losses, margin) == found
+    assert find_edge_rates(losses, margin) == found
 
 
 def curve(width: int, *seeds: dict[float, float]) -> LrCurve:
@@ -104,10 +106,10 @@ def curve(width: int, *seeds: dict[float, float]) -> LrCurve:
 def test_trends_over_widths() -> None:
     rates = (1e-4, 1e-3, 1e-2, 1e-1)
     halved = [curve(width, parabola(*rates, at=0.4 / width)) for width in (64, 128, 256)]
-    [found] = trends(halved)
+    [found] = find_trends(halved)
     assert found.best_rate == pytest.approx(-1)
-    assert found.sensitivity == pytest.approx(slope([6, 7, 8], [c.sensitivities[0] for c in halved])) != 0
-    [ends] = trends([curve(width, dict.fromkeys(rates, 1.0)) for width in (64, 128)])
+    assert found.sensitivity == pytest.approx(fit_slope([6, 7, 8], [c.sensitivities[0] for c in halved])) != 0
+    [ends] = find_trends([curve(width, dict.fromkeys(rates, 1.0)) for width in (64, 128)])
     assert math.isnan(ends.best_rate)
 
 
@@ -116,7 +118,7 @@ def test_curve_counts_a_diverged_run_as_its_initialization_and_other_seeds_at_th
     assert found.mean == {1e-3: 4.0, 1e-2: 9.0, 1e-1: 9.0} and found.diverged == [1e-2, 1e-1]
     assert found.sensitivities == [pytest.approx(10 / 3)]
     more = curve(64, {1e-3: 4.2, 1e-2: 4.0, 1e-1: 5.0}, {1e-2: 4.0, 1e-1: 4.5}, {1e-2: 3.9, 1e-1: 8.9})
-    assert more.highest(0.5) == pytest.approx([10**-1.5, 1e-1, 1e-2 * 10**0.1])
+    assert more.highest_rates(0.5) == pytest.approx([10**-1.5, 1e-1, 1e-2 * 10**0.1])
     assert list(more.mean) == [1e-3, 1e-2, 1e-1]  # of the whole seed alone
 
 
@@ -128,30 +130,36 @@ def test_curve_counts_a_diverged_run_as_its_initialization_and_other_seeds_at_th
     [(1, 12.706), (2, 4.303), (3, 3.182), (4, 2.776), (7, 2.365), (30, 2.042), (120, 1.980), (999, 1.962)],
 )
 def test_quantile_is_that_of_the_table(freedom: int, t: float) -> None:
-    assert quantile(freedom) == pytest.approx(t, abs=6e-4)
-    assert within(quantile(freedom, 0.5), freedom) == pytest.approx(0.5)
+    assert student_quantile(freedom) == pytest.approx(t, abs=6e-4)
+    assert student_share_within(student_quantile(freedom, 0.5), freedom) == pytest.approx(0.5)
 
 
 def test_interval_of_the_mean_and_of_pairs() -> None:
-    found = interval([1.0, 2.0, 3.0])
+    found = confidence_interval([1.0, 2.0, 3.0])
     assert found.mean == 2 and found.half == pytest.approx(4.303 / math.sqrt(3), abs=1e-3)
-    assert not found.excludes_zero and interval([1.0, 1.1, 0.9]).excludes_zero
-    assert math.isinf(interval([1.0]).half) and not interval([1.0]).excludes_zero
-    assert math.isnan(interval([1.0, math.inf]).mean) and not interval([1.0, math.nan]).excludes_zero
+    assert not found.excludes_zero and confidence_interval([1.0, 1.1, 0.9]).excludes_zero
+    assert math.isinf(confidence_interval([1.0]).half) and not confidence_interval([1.0]).excludes_zero
+    assert (
+        math.isnan(confidence_interval([1.0, math.inf]).mean)
+        and not confidence_interval([1.0, math.nan]).excludes_zero
+    )
     seeds = [5.0, 6.0, 7.0, 4.0]  # what a pair has in common cancels
     better = [x - 0.1 for x in seeds]
-    assert paired(better, seeds).mean == pytest.approx(-0.1) and paired(better, seeds).excludes_zero
-    assert paired(better, seeds).half < 1e-6 < 1 < interval(better).half
+    assert (
+        paired_interval(better, seeds).mean == pytest.approx(-0.1)
+        and paired_interval(better, seeds).excludes_zero
+    )
+    assert paired_interval(better, seeds).half < 1e-6 < 1 < confidence_interval(better).half
 
 
 def compared(finals: list[list[float]]) -> list[Compared]:
     candidates, seeds = [f"optimizer.lr={i + 1}" for i in range(len(finals))], range(1, len(finals[0]) + 1)
-    grid = CompareGrid(RECIPE, recipe.load(RECIPE), (), tuple(candidates), tuple(seeds))
+    grid = CompareGrid(RECIPE, recipe.load_recipe(RECIPE), (), tuple(candidates), tuple(seeds))
     results = {
-        grid.trial(i, seed).name: result(loss, 8.0, loss + 0.5)
+        grid.make_trial(i, seed).name: result(loss, 8.0, loss + 0.5)
         for i, losses in enumerate(finals) for seed, loss in zip(grid.seeds, losses, strict=True)
     }  # fmt: skip
-    return compare(grid, results)
+    return compare_candidates(grid, results)
 
 
 def test_compare_takes_differences_to_the_first() -> None:
@@ -163,20 +171,22 @@ def test_compare_takes_differences_to_the_first() -> None:
     # At most the loss at initialization, 8.
     assert found[3].diverged == 1 and found[3].training_difference.mean == pytest.approx((1 + 2 + 1) / 3)
     assert math.isnan(found[3].validation_difference.mean)
-    told = in_words(found)
+    told = describe_differences(found)
     assert told[0].startswith("optimizer.lr=2: -0.097 nat (95%: ") and told[0].endswith("better")
     assert told[1].endswith("no difference is shown")
-    assert in_words(compared([[5.0, 5.0], [5.1, 5.1001]]))[0].endswith("worse")
-    assert "one seed shows nothing" in in_words(compared([[5.0], [4.0]]))[0]
-    assert compare_study.common(["a=1"])[-1] == "a=1"
+    assert describe_differences(compared([[5.0, 5.0], [5.1, 5.1001]]))[0].endswith("worse")
+    assert "one seed shows nothing" in describe_differences(compared([[5.0], [4.0]]))[0]
+    assert compare_study.common_overrides(["a=1"])[-1] == "a=1"
 
 
 # Scales of activations
 
 
 def grid_of(*sizes: int, deep: bool = False, seeds: tuple[int, ...] = (1,)) -> CoordinateGrid:
-    overrides = common(["data.corpora.0.path=data/stdlib"])
-    return CoordinateGrid(RECIPE, recipe.load(RECIPE, overrides), overrides, sizes, deep, (PLAIN,), 2, seeds)
+    overrides = common_overrides(["data.corpora.0.path=data/stdlib"])
+    return CoordinateGrid(
+        RECIPE, recipe.load_recipe(RECIPE, overrides), overrides, sizes, deep, (PLAIN,), 2, seeds
+    )
 
 
 def model_of(scale: float, change: float, blocks: int = 1) -> Coordinates:
@@ -188,10 +198,10 @@ def model_of(scale: float, change: float, blocks: int = 1) -> Coordinates:
 def test_scales_have_the_slopes_that_are_known() -> None:
     grid = grid_of(64, 128, 256, seeds=(1, 2))
     results = {
-        grid.name(PLAIN, size, seed): model_of(3 * size**0.5 * factor, 7.0)
+        grid.model_name(PLAIN, size, seed): model_of(3 * size**0.5 * factor, 7.0)
         for size in grid.sizes for seed, factor in ((1, 2.0), (2, 0.5))
     }  # fmt: skip
-    found = {one.place: one for one in scales(grid, results)}
+    found = {one.place: one for one in find_scales(grid, results)}
     assert list(found) == ["embedding", "1.mlp", "logits"]
     for one in found.values():
         assert (one.first, one.change) == (pytest.approx(0), pytest.approx(0))
@@ -205,23 +215,23 @@ def test_scales_have_the_slopes_that_are_known() -> None:
 )
 def test_flat_is_flat_at_the_end_and_in_the_change(last: float, change: float, flat: bool) -> None:
     grid = grid_of(64, 128, 256)
-    results = {grid.name(PLAIN, n, 1): model_of(n**last, n**change) for n in grid.sizes}
-    assert {one.flat for one in scales(grid, results)} == {flat}
-    assert math.isnan(geometric([1.0, 0.0])) and geometric([2.0, 8.0]) == pytest.approx(4)
-    assert exponent({2: 3.0, 4: 12.0}) == pytest.approx(2)
+    results = {grid.model_name(PLAIN, n, 1): model_of(n**last, n**change) for n in grid.sizes}
+    assert {one.flat for one in find_scales(grid, results)} == {flat}
+    assert math.isnan(geometric_mean([1.0, 0.0])) and geometric_mean([2.0, 8.0]) == pytest.approx(4)
+    assert fit_exponent({2: 3.0, 4: 12.0}) == pytest.approx(2)
 
 
 def test_named_compares_depths_at_the_same_share_of_the_depth() -> None:
-    found, one = (named(model_of(1.0, 1.0, blocks), deep=True) for blocks in (4, 1))
+    found, one = (name_depths(model_of(1.0, 1.0, blocks), deep=True) for blocks in (4, 1))
     assert list(found.rms) == ["embedding", "middle.mlp", "last.mlp", "logits"]
     assert found.rms["middle.mlp"][2] == 3 and found.rms["last.mlp"][2] == 5  # the second and the fourth
     assert one.rms["middle.mlp"] == one.rms["last.mlp"]
     grid = grid_of(2, 8, deep=True)
-    results = {grid.name(PLAIN, n, 1): model_of(float(n), 1.0, n) for n in (2, 8)}
-    by_place = {one.place: one.rms for one in scales(grid, results)}
+    results = {grid.model_name(PLAIN, n, 1): model_of(float(n), 1.0, n) for n in (2, 8)}
+    by_place = {one.place: one.rms for one in find_scales(grid, results)}
     assert by_place["middle.mlp"] == pytest.approx({2: 2 * 2, 8: 8 * 5})
     assert by_place["last.mlp"] == pytest.approx({2: 2 * 3, 8: 8 * 9})
-    assert recipe.load(RECIPE, grid.overrides(PLAIN, 8, 1)).model.layers == 8
+    assert recipe.load_recipe(RECIPE, grid.overrides_of(PLAIN, 8, 1)).model.layers == 8
 
 
 # What a study varies
@@ -240,8 +250,8 @@ def test_named_compares_depths_at_the_same_share_of_the_depth() -> None:
     ],
 )  # fmt: skip
 def test_interventions(given: list[str], overrides: tuple[str, ...], wanted: dict[str, object]) -> None:
-    found = interventions(given, recipe.load(RECIPE, overrides).model)
-    models = {name: recipe.load(RECIPE, [*overrides, *more]).model for name, more in found.items()}
+    found = parse_interventions(given, recipe.load_recipe(RECIPE, overrides).model)
+    models = {name: recipe.load_recipe(RECIPE, [*overrides, *more]).model for name, more in found.items()}
     assert {name: (m.qk_norm, m.z_loss) for name, m in models.items()} == wanted
     for name, model in models.items():
         after = "after" in name or (name == "all" and "after" in models)
@@ -259,7 +269,7 @@ def test_interventions(given: list[str], overrides: tuple[str, ...], wanted: dic
 )  # fmt: skip
 def test_interventions_refused(given: list[str], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
-        interventions(given, ModelConfig())
+        parse_interventions(given, ModelConfig())
 
 
 @pytest.mark.parametrize(
@@ -274,9 +284,9 @@ def test_interventions_refused(given: list[str], told: str) -> None:
 def test_at_width_keeps_heads_as_wide_and_the_rest_in_proportion(
     width: int, overrides: tuple[str, ...], shape: tuple[int, ...]
 ) -> None:
-    base = recipe.load(RECIPE, overrides).model
-    found = recipe.load(RECIPE, [*overrides, *at_width(base, width)]).model
+    base = recipe.load_recipe(RECIPE, overrides).model
+    found = recipe.load_recipe(RECIPE, [*overrides, *at_width(base, width)]).model
     assert (found.heads, found.kv_heads, found.ffn_width, found.head_width) == shape
     for wrong in (32, 100, 0):
         with pytest.raises(ConfigError, match=rf"--widths {wrong}: .*multiples of"):
-            at_width(recipe.load(RECIPE).model, wrong)
+            at_width(recipe.load_recipe(RECIPE).model, wrong)

@@ -42,12 +42,12 @@ class Quiet:
     def __init__(self) -> None:
         self.said: list[str] = []
 
-    def event(self, event: Event) -> None: ...
+    def handle_event(self, event: Event) -> None: ...
 
-    def output(self, text: str) -> None:
+    def show_output(self, text: str) -> None:
         self.said.append(text)
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         self.said.append(text)
 
-    def tick(self) -> None: ...
+    def poll_all(self) -> None: ...

@@ -14,7 +14,14 @@ from megastable.cluster.fleet import Fate
 from megastable.cluster.store import Heard
 from megastable.run.events.reading import event_of
 from megastable.run.rank_ipc import LastWords, Progress
-from megastable.supervise.exit_cause import UNKNOWN, AttemptEvidence, End, FirstSilent, end_of, first_silent
+from megastable.supervise.exit_cause import (
+    UNKNOWN,
+    AttemptEvidence,
+    End,
+    FirstSilent,
+    find_exit_cause,
+    find_first_silent,
+)
 
 GLOO = "RuntimeError: [gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:2759: Connection reset by peer."
 LINE = "[08:11] [ERROR] [launch.py:259] ['python', '-u', '--local_rank=1', 'x'] exits with return code = -9"
@@ -33,7 +40,9 @@ def end(
 ) -> End:  # fmt: skip
     progress = Progress(pid=1, host="here", time=0, phase="step", world=2, steps=9, step=step, cursor=80)
     events = [event_of({"event": e}) for e in said]
-    return end_of(AttemptEvidence(events, last, fates or {}, code, log, progress, "here", silent=silent))
+    return find_exit_cause(
+        AttemptEvidence(events, last, fates or {}, code, log, progress, "here", silent=silent)
+    )
 
 
 @pytest.mark.parametrize("said", ["finished", "stopped", "handover", "unstable"])
@@ -47,7 +56,7 @@ def test_end_of_a_handover_names_the_hosts_that_compute_wrong() -> None:
     faulty = event_of({"event": "host_faulty", "step": 9, "hosts": ["a.cluster", "b"], "ranks": [1, 2]})
     events = [faulty, faulty, event_of({"event": "handover"})]
     names = {"a.cluster": "node-a"}
-    found = end_of(
+    found = find_exit_cause(
         AttemptEvidence(events, [], {}, 78, "", None, "here", called=lambda host: names.get(host, host))
     )
     assert found == End(code=errors.HANDOVER, certain=True, faulty=("node-a", "b"))
@@ -110,7 +119,9 @@ def test_end_of_knows_that_the_launcher_numbers_ranks_within_their_host() -> Non
 
     def of(host: str, progress: Progress | None) -> End:
         names = {"h0": "first", "h1": "second"}
-        return end_of(AttemptEvidence([], [], {}, 1, LINE, progress, host, {}, lambda name: names[name]))
+        return find_exit_cause(
+            AttemptEvidence([], [], {}, 1, LINE, progress, host, {}, lambda name: names[name])
+        )
 
     found = of("second", at)
     assert found.failure == "local rank 1 on second was killed by signal 9 (SIGKILL)" and found.rank is None
@@ -120,9 +131,9 @@ def test_end_of_knows_that_the_launcher_numbers_ranks_within_their_host() -> Non
 
 def test_end_of_names_all_hosts_that_are_gone() -> None:
     gone = {f"node-{n}": "is gone: no word from it for 31 s" for n in range(12)}
-    found = end_of(AttemptEvidence([], [], {}, None, "", None, "here", dict(list(gone.items())[:2])))
+    found = find_exit_cause(AttemptEvidence([], [], {}, None, "", None, "here", dict(list(gone.items())[:2])))
     assert found.failure == "host node-0 is gone: no word from it for 31 s; and node-1" and found.host is None
-    assert end_of(AttemptEvidence([], [], {}, None, "", None, "here", gone)).failure.endswith(
+    assert find_exit_cause(AttemptEvidence([], [], {}, None, "", None, "here", gone)).failure.endswith(
         ", node-8 and 3 more"
     )
 
@@ -146,7 +157,7 @@ def rank(number: int, at: float, closed: float | None = None, cut: bool = False)
 
 
 def found(*ranks: Heard, spoke: tuple[int, ...] = (0, 1)) -> FirstSilent:
-    return first_silent(ranks, spoke, str, NOW)
+    return find_first_silent(ranks, spoke, str, NOW)
 
 
 def test_first_silent_is_a_killed_rank_before_witnesses_and_those_the_launcher_ends() -> None:

@@ -26,7 +26,7 @@ from megastable.run.events.supervisor_events import (
     Launched,
 )
 from megastable.supervise import gathering as module
-from megastable.supervise.gathering import SETTLE, Gathering, RunExit, lineup
+from megastable.supervise.gathering import SETTLE, Gathering, RunExit, choose_lineup
 from megastable.supervise.restart_policy import HostBar
 from megastable.supervise.supervisor_journal import SupervisorJournal
 from tests.conftest import tiny
@@ -43,18 +43,18 @@ class Somewhere(Here):
         self.slots: dict[str, int] = {}
         self.burned: dict[str, list[BurnInAnswer | None]] = {}
 
-    def ranks(self, names: Sequence[str]) -> int:
+    def count_ranks(self, names: Sequence[str]) -> int:
         return sum(self.slots.get(name, 2) for name in names)
 
-    def missing(self, attempt: int) -> Mapping[str, str]:
+    def list_missing_hosts(self, attempt: int) -> Mapping[str, str]:
         return dict(self.away)
 
-    def preflight(self, names: Sequence[str], hurry: Callable[[], bool]) -> Sequence[HostFinding]:
+    def check_hosts(self, names: Sequence[str], hurry: Callable[[], bool]) -> Sequence[HostFinding]:
         return [HostFinding(n, "gpus", "refuse", text) for n, text in self.refused.items() if n in names]
 
     burns_in = True
 
-    def burn_in(self, name: str, seconds: float) -> BurnInAnswer | None:
+    def poll_burn_in(self, name: str, seconds: float) -> BurnInAnswer | None:
         return self.burned[name].pop(0) if self.burned.get(name) else None
 
 
@@ -69,11 +69,11 @@ class Place(Quiet):
         self.looks += 1
 
     def gathering(self) -> Gathering:
-        return Gathering(self.config, self.fleet, self.journal, self.say, lambda: False, self.look)
+        return Gathering(self.config, self.fleet, self.journal, self.print_line, lambda: False, self.look)
 
     def launched(self, *hosts: str) -> None:
-        self.journal.emit(Launched(attempt=1, command=[], log="x", hosts=hosts))
-        self.journal.listen()
+        self.journal.journal_event(Launched(attempt=1, command=[], log="x", hosts=hosts))
+        self.journal.read_new_events()
 
 
 @pytest.fixture
@@ -98,12 +98,12 @@ def place(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_hosts_takes_a_spare_that_stands_by(place: Any) -> None:
     p = place("abcs", spares=1)
     g = p.gathering()
-    assert g.hosts() == ("a", "b", "c") and p.said == []
+    assert g.gather_hosts() == ("a", "b", "c") and p.said == []
     p.launched("a", "b", "c")
     g.leave_out("b", HostBar(time.time() + 60, False, 1), "host gone")
     p.fleet.away = {"b": "ssh: no route"}
-    assert g.hosts() == ("a", "s", "c") and "s takes the place of b" in p.said
-    (event,) = p.journal.run.events(HostLeftOut)
+    assert g.gather_hosts() == ("a", "s", "c") and "s takes the place of b" in p.said
+    (event,) = p.journal.run.iterate_events(HostLeftOut)
     assert event["host"] == "b" and not event["wholly"]
 
 
@@ -112,19 +112,19 @@ def test_hosts_shrinks_as_far_as_the_batch_allows_and_grows_when_the_bar_is_over
     p.fleet.slots = dict.fromkeys("abcde", 1)
     p.config = p.config.model_copy(update={"train": p.config.train.model_copy(update={"global_batch": 20})})
     g = p.gathering()
-    assert g.hosts() == tuple("abcde")
+    assert g.gather_hosts() == tuple("abcde")
     p.launched(*"abcde")
     g.leave_out("b", HostBar(time.time() + 0.5, False, 1), "host gone")
     p.fleet.away = {"b": "ssh: no route"}
-    assert g.hosts() == ("a", "c", "d", "e") and p.said[-1].startswith("going on with 4 of 5 hosts")
+    assert g.gather_hosts() == ("a", "c", "d", "e") and p.said[-1].startswith("going on with 4 of 5 hosts")
     p.launched("a", "c", "d", "e")
     p.fleet.away = {"b": "", "c": ""}
-    assert g.hosts() == ("a", "d")  # three cannot share 20
+    assert g.gather_hosts() == ("a", "d")  # three cannot share 20
     p.launched("a", "d")
     p.fleet.away = {}
     grown, began = 0, time.monotonic()
     while not grown and time.monotonic() < began + 30:
-        grown = g.more(1, ("a", "d"))
+        grown = g.count_possible_hosts(1, ("a", "d"))
         if grown == 5:
             assert time.time() >= p.journal.state.bars["b"].until
     assert grown in (4, 5)
@@ -133,19 +133,19 @@ def test_hosts_shrinks_as_far_as_the_batch_allows_and_grows_when_the_bar_is_over
 def test_hosts_ends_the_run_if_one_stays_away(place: Any) -> None:
     p = place("abc")
     p.fleet.away = {"b": "ssh: no route"}
-    end = p.gathering().hosts()
+    end = p.gathering().gather_hosts()
     assert isinstance(end, RunExit) and end.code == HOST_GONE and "b did not come within" in end.reason
-    assert p.looks and [event["hosts"] for event in p.journal.run.events(HostsAwaited)] == [["b"]]
+    assert p.looks and [event["hosts"] for event in p.journal.run.iterate_events(HostsAwaited)] == [["b"]]
 
 
 def test_hosts_replaces_by_a_spare_what_the_check_refuses(place: Any) -> None:
     p = place("abcs", spares=1)
     p.fleet.refused = {"b": "GPU 3 has fallen off the bus"}
-    assert p.gathering().hosts() == ("a", "c", "s")
+    assert p.gathering().gather_hosts() == ("a", "c", "s")
     assert p.journal.state.bars["b"].wholly
     p.fleet.refused = {"a": "no GPU"}
     with pytest.raises(ConfigError, match="a: no GPU"):
-        p.gathering().hosts()
+        p.gathering().gather_hosts()
 
 
 def test_gathering_refuses_spares_that_leave_nobody_or_do_not_fit(place: Any) -> None:
@@ -164,7 +164,7 @@ def growing(place: Any, **supervise: Any) -> Any:
     p.launched("a", "b", "c")
     g = p.gathering()
     p.fleet.away = {"b": "ssh: no route"}
-    assert g.hosts() == ("a", "c")
+    assert g.gather_hosts() == ("a", "c")
     p.launched("a", "c")
     p.fleet.away = {}
     return p, g
@@ -173,7 +173,7 @@ def growing(place: Any, **supervise: Any) -> Any:
 def asked_to_grow(g: Gathering, names: tuple[str, ...] = ("a", "c"), seconds: float = 5.0) -> int:
     until = time.monotonic() + seconds
     while time.monotonic() < until:
-        if more := g.more(2, names):
+        if more := g.count_possible_hosts(2, names):
             return more
     return 0
 
@@ -186,7 +186,7 @@ def test_hosts_strikes_a_host_that_goes_again_as_the_run_grows(place: Any) -> No
     assert asked_to_grow(g) == 3
     p.fleet.away = {"b": "ssh: no route"}
     began = time.monotonic()
-    assert g.hosts() == ("a", "c") and time.monotonic() - began < 10
+    assert g.gather_hosts() == ("a", "c") and time.monotonic() - began < 10
     assert p.journal.state.bars["b"].strikes == 1
     p.fleet.away = {}
     assert asked_to_grow(g, seconds=0.5) == 0  # its cool-off
@@ -197,32 +197,34 @@ def test_hosts_tries_no_size_again_that_twice_failed_before_its_first_step(place
     p.fleet.away = {"b": "ssh: no route"}
     told = {"what": "OutOfMemoryError", "failure": "x", "code": 1, "host": "a", "trained": False, "step": 1}
     for _ in range(2):
-        assert g.hosts() == ("a", "c")
-        p.journal.emit(Ended(attempt=1, clock=0, **told))
-        p.journal.listen()
+        assert g.gather_hosts() == ("a", "c")
+        p.journal.journal_event(Ended(attempt=1, clock=0, **told))
+        p.journal.read_new_events()
     assert [f.host for f in p.journal.state.failures] == [None, None]
-    end = g.hosts()
+    end = g.gather_hosts()
     assert isinstance(end, RunExit) and end.code == HOST_GONE
 
 
 def test_hosts_takes_back_a_host_that_computed_wrong_after_a_burn_in(place: Any) -> None:
     p, g = growing(place, cool_off=0.0, burn_in=5.0, wait_for_hosts=5.0)
     p.launched("a", "b", "c")
-    g.computes_wrong("b", "computes wrong")
-    assert g.hosts() == ("a", "c")  # its time is over, but nothing is proven
+    g.leave_out_faulty_host("b", "computes wrong")
+    assert g.gather_hosts() == ("a", "c")  # its time is over, but nothing is proven
     p.launched("a", "c")
     busy = BurnInAnswer(unmade="cuda:0: in use")
     p.fleet.burned["b"] = [None, busy, busy, None, BurnInAnswer(found="cuda:0: matrix products wrong"), None]
     assert asked_to_grow(g, seconds=0.5) == 0
     assert [text for text in p.said if "no burn-in" in text] == ["WARNING: b: no burn-in: cuda:0: in use"]
     assert p.journal.state.bars["b"].burn_in == 5.0 and p.journal.state.bars["b"].wholly
-    assert [e.reason for e in p.journal.run.events(HostLeftOut)][-1] == "cuda:0: matrix products wrong"
+    assert [e.reason for e in p.journal.run.iterate_events(HostLeftOut)][
+        -1
+    ] == "cuda:0: matrix products wrong"
     g = p.gathering()  # another supervisor knows it from the journal
     p.fleet.burned["b"] = [None, BurnInAnswer()]
     assert asked_to_grow(g) == 3
-    (event,) = p.journal.run.events(HostProven)
+    (event,) = p.journal.run.iterate_events(HostProven)
     assert event.host == "b" and event.seconds == 5.0
-    assert g.hosts() == ("a", "b", "c")
+    assert g.gather_hosts() == ("a", "b", "c")
 
 
 HOSTS = ["a", "b", "c", "s"]  # s is a spare
@@ -256,7 +258,7 @@ def fits(names: Sequence[str]) -> bool:
 def test_lineup_of_hosts_that_are_there(there: str, more: dict[str, Any], chosen: str) -> None:
     given = {"wanted": 3, "waited": 0.0, "last": "abc", "shrink_after": SHRINK} | more
     barred = {name: given.pop(name) for name in "abc" if name in given}
-    assert "".join(lineup(HOSTS, there=there, barred=barred, fits=fits, **given)) == chosen
+    assert "".join(choose_lineup(HOSTS, there=there, barred=barred, fits=fits, **given)) == chosen
 
 
 @drawn(
@@ -269,7 +271,7 @@ def test_lineup_of_hosts_that_are_there(there: str, more: dict[str, Any], chosen
 def test_lineup_has_only_hosts_that_are_there_and_may_be_used(
     there: set[str], barred: dict[str, bool], last: list[str], waited: float, shrink_after: float | None
 ) -> None:
-    chosen = lineup(HOSTS, 3, there, barred, last, waited, shrink_after, fits)
+    chosen = choose_lineup(HOSTS, 3, there, barred, last, waited, shrink_after, fits)
     assert set(chosen) <= there and len(set(chosen)) == len(chosen) <= 3
     assert not any(barred.get(host) for host in chosen)
     if chosen and len(chosen) < 3:

@@ -10,7 +10,16 @@ from hypothesis import strategies as st
 
 from megastable.config.supervise import SuperviseConfig
 from megastable.run.rank_ipc import Progress
-from megastable.supervise.hangs import LEARNT, LEAST, TICK, HangDetector, RankView, culprits, suspects, waits
+from megastable.supervise.hangs import (
+    LEARNT,
+    LEAST,
+    TICK,
+    HangDetector,
+    RankView,
+    build_wait_graph,
+    find_awaited_ranks,
+    find_suspects,
+)
 
 CONFIG = SuperviseConfig(hang_factor=10, hang_floor=5, hang_unknown=100)
 
@@ -22,7 +31,7 @@ def progress(step: int, phase: str = "step", seconds: float | None = 2.0, **more
 
 def looks(patience: HangDetector, seen: Progress | None, seconds: float) -> bool:
     """Look for `seconds`, half a second at a time."""
-    return sum(patience.look(seen, 0.5) for _ in range(max(1, int(2 * seconds)))) > 0
+    return sum(patience.detect_hang(seen, 0.5) for _ in range(max(1, int(2 * seconds)))) > 0
 
 
 def trained(config: SuperviseConfig = CONFIG, seconds: float = 2.0) -> HangDetector:
@@ -65,8 +74,8 @@ def test_hang_detector_sees_no_hang_in_a_jump_of_the_clock_or_a_stopped_supervis
     slept: float, clock: float
 ) -> None:
     patience = trained()
-    assert not patience.look(progress(6, time=clock), slept)
-    assert not patience.look(progress(6, time=-clock), slept) and patience.waited <= TICK
+    assert not patience.detect_hang(progress(6, time=clock), slept)
+    assert not patience.detect_hang(progress(6, time=-clock), slept) and patience.waited <= TICK
 
 
 # tensor x data = 2 x 2, ranks 0 and 1 on the first host
@@ -85,7 +94,7 @@ def view(rank: int, behind: int | None = None, **more: object) -> RankView:
 
 def test_suspects_are_the_one_that_all_wait_for_though_it_speaks() -> None:
     ranks = {rank: view(rank, behind=3, lasted=31.0) for rank in range(4)}
-    found = suspects(ranks)
+    found = find_suspects(ranks)
     assert (found.rank, found.host) == (3, "second")
     assert found.told == ["rank 3 on second: the others wait for it, in 'forward' for 31 s"]
 
@@ -93,18 +102,18 @@ def test_suspects_are_the_one_that_all_wait_for_though_it_speaks() -> None:
 def test_suspects_are_a_stopped_rank_and_the_kernel_says_why() -> None:
     ranks = {rank: view(rank, behind=3) for rank in range(3)}
     ranks[3] = view(3, silent=30.0, kernel="process 7, stopped by a signal")
-    found = suspects(ranks)
+    found = find_suspects(ranks)
     assert (found.rank, found.host) == (3, "second")
     assert found.told[0].endswith("in 'forward' for 30 s, silent for 30 s, process 7, stopped by a signal")
 
 
 def test_suspects_without_evidence_are_nobody_and_a_silent_host_is_one() -> None:
-    found = suspects({rank: view(rank) for rank in range(4)})
+    found = find_suspects({rank: view(rank) for rank in range(4)})
     assert (found.rank, found.host) == (None, None) and "could be told apart" in found.told[0]
-    assert list(suspects({}).told) == []
-    found = suspects({rank: view(rank, silent=0.0 if rank < 2 else 33.0) for rank in range(4)})
+    assert list(find_suspects({}).told) == []
+    found = find_suspects({rank: view(rank, silent=0.0 if rank < 2 else 33.0) for rank in range(4)})
     assert (found.rank, found.host) == (None, "second") and len(found.told) == 2
-    found = suspects(
+    found = find_suspects(
         {0: RankView("here", kernel="process 7, stopped by a signal")}
     )  # the store never heard it
     assert (found.rank, found.host) == (0, "here")
@@ -129,7 +138,7 @@ def test_suspects_are_no_stages_that_wait_for_another(
         n: RankView("first", activity, silent=9.0 if n == mute else 0.0, entered={groups[n]: entered[n]})
         for n, activity in enumerate(activities.split())
     }
-    assert suspects(ranks).rank == rank
+    assert find_suspects(ranks).rank == rank
 
 
 def layout(tensor: int, data: int) -> dict[str, list[int]]:
@@ -183,9 +192,9 @@ def test_culprits_are_the_rank_that_stands_still(
     stuck = seed.draw(st.integers(0, tensor * data - 1))
     at = seed.draw(st.integers(0, len(program) - 1))
     entered, waiting = played(groups, program, stuck, at)
-    assert culprits(entered) == ([stuck] if waiting else []), waits(entered)
+    assert find_awaited_ranks(entered) == ([stuck] if waiting else []), build_wait_graph(entered)
 
 
 def test_culprits_are_nobody_if_all_are_in_the_same_collective() -> None:
-    assert culprits({0: {"world": 5}, 1: {"world": 5}}) == []
-    assert culprits({}) == []
+    assert find_awaited_ranks({0: {"world": 5}, 1: {"world": 5}}) == []
+    assert find_awaited_ranks({}) == []

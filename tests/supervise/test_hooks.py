@@ -18,7 +18,7 @@ import pytest
 
 from megastable.base.errors import ConfigError
 from megastable.config.supervise import SuperviseConfig
-from megastable.supervise.hooks import Notices, check
+from megastable.supervise.hooks import Notices, check_hooks
 from tests.patience import PATIENCE, until
 
 Failures = list[tuple[str, str]]
@@ -76,7 +76,7 @@ def told(config: SuperviseConfig, *texts: str, timeout: float = PATIENCE) -> Fai
     failures: Failures = []
     hooks = Notices(config, lambda kind, problem: failures.append((kind, problem)))
     for text in texts:
-        hooks.notify("incident", text, {"run": "runs/x", "step": 7})
+        hooks.send_notice("incident", text, {"run": "runs/x", "step": 7})
     hooks.close(timeout)
     return failures
 
@@ -94,7 +94,7 @@ def test_notices_reach_a_webhook_whole() -> None:
         failures: Failures = []
         hooks = Notices(settings(webhook=f"{url}/T0/secret"), lambda *f: failures.append(f))
         facts: dict[str, Any] = {"run": "<r>", "loss": float("nan"), "incident": {"number": 1}}
-        hooks.notify("incident", "step 7: \x1b[31mred\nsecond <b>line</b> & <!channel>", facts)
+        hooks.send_notice("incident", "step 7: \x1b[31mred\nsecond <b>line</b> & <!channel>", facts)
         facts["incident"]["number"] = 2  # what is told is what was so
         hooks.close(30)
     assert failures == []
@@ -122,10 +122,10 @@ def test_notices_fold_what_comes_in_between_into_the_next() -> None:
     handler, got = receiver()
     with serving(handler) as url:
         hooks = Notices(settings(webhook=url, notify_seconds=3600.0), lambda *_: None)
-        hooks.notify("incident", "first", {})
+        hooks.send_notice("incident", "first", {})
         until(lambda: got)
         for text in ("second", "third", "fourth"):
-            hooks.notify("restart", text, {"text": text})
+            hooks.send_notice("restart", text, {"text": text})
         assert len(got) == 1
         hooks.close(30)
     assert [m["text"] for m in got] == ["first", "fourth\nand 2 more: second; third"]
@@ -145,9 +145,9 @@ def test_notices_report_a_refusal_once_without_the_secret(monkeypatch: pytest.Mo
         monkeypatch.setenv("HOOK_URL", f"{url}/T123/very-secret?token=also-secret")
         failures: Failures = []
         hooks = Notices(settings(webhook="$HOOK_URL"), lambda *f: failures.append(f))
-        hooks.notify("incident", "one", {})
+        hooks.send_notice("incident", "one", {})
         until(lambda: len(got) == 3)  # it is tried again
-        hooks.notify("incident", "two", {})
+        hooks.send_notice("incident", "two", {})
         hooks.close(30)
     assert (
         got[-1]["text"] == "two\nand 1 more: one"
@@ -188,7 +188,7 @@ def test_notices_are_delayed_by_no_webhook_that_hangs() -> None:
         hooks = Notices(settings(webhook=url, hook_timeout=0.5), lambda *f: failures.append(f))
         begin = time.thread_time()
         for n in range(200):
-            hooks.notify("incident", str(n), {})
+            hooks.send_notice("incident", str(n), {})
         assert time.thread_time() - begin < 5
         hooks.close(30)
     assert failures == [("webhook", "127.0.0.1: not done after 0.5 s, and ended (supervise.hook_timeout)")]
@@ -243,7 +243,7 @@ def test_notices_tell_last_words_of_a_command_but_no_secrets(
 )  # fmt: skip
 def test_check_refuses_what_cannot_work(key: str, value: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
-        check(settings(**{key: value}))
+        check_hooks(settings(**{key: value}))
     assert f"supervise.{key}" in str(caught.value) and "secret" not in str(caught.value)
 
 

@@ -124,22 +124,22 @@ class Ladder:
     ) -> tuple[int, list[dict[str, Any]]]:
         """Exit code, and the ends of all attempts."""
         self.plan(*plan)
-        code = self.supervisor(*hosts).supervise()
-        return code, list(self.run.events(Ended))
+        code = self.supervisor(*hosts).supervise_run()
+        return code, list(self.run.iterate_events(Ended))
 
     def incidents(self) -> list[tuple[str, str, str, str]]:
-        found = {e["number"]: e["summary"] for e in self.run.events(IncidentEvent)}
+        found = {e["number"]: e["summary"] for e in self.run.iterate_events(IncidentEvent)}
         return [(i["verdict"], i["cause"], i["kind"], i["outcome"]) for i in found.values()]
 
 
 @pytest.fixture
 def ladder(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ladder]:
     def command(run: RunDirectory, number: int, *rest: Any) -> list[str]:
-        ladder.commands.append(launcher.command(run, number, *rest))
+        ladder.commands.append(launcher.build_attempt_command(run, number, *rest))
         return [sys.executable, "-c", PROGRAM, f"{FLAG}={number}@{run.root}"]
 
     ladder = Ladder(corpus, tmp_path)
-    monkeypatch.setattr(this_host, "command", command)
+    monkeypatch.setattr(this_host, "build_attempt_command", command)
     monkeypatch.setattr(module, "LOOK", 0.05)  # its programs live for a few tenths of a second
     before = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     yield ladder
@@ -156,12 +156,12 @@ def test_supervisor_restarts_after_a_crash(ladder: Ladder) -> None:
     assert code == errors.OK and [e["code"] for e in ends] == [1, 0]
     assert (ends[0]["step"], ends[0]["cursor"], ends[0]["clock"]) == (8, 56, 7)
     assert ladder.incidents() == [("crash", "process", "recoverable", "healed")]
-    told = next(e["summary"] for e in ladder.run.events(IncidentEvent) if e["what"] == "closed")
+    told = next(e["summary"] for e in ladder.run.iterate_events(IncidentEvent) if e["what"] == "closed")
     assert told["steps_lost"] == 2 and told["seconds"] > 0
     assert told["failure"] == "rank 0 on here ended with: RuntimeError: boom (data.py:7)"
     assert "the last line" in ladder.quiet.said
     assert json.loads(ladder.run.control.read_text())["attempt"] == 3  # ranks of it elsewhere must end
-    assert list(ladder.run.events(SupervisorEvent))[-1]["code"] == 0
+    assert list(ladder.run.iterate_events(SupervisorEvent))[-1]["code"] == 0
 
 
 STOPPED = {"begin": 5, "until": 6, "event": "stopped", "code": errors.STOPPED}
@@ -178,7 +178,7 @@ def test_supervisor_gives_ranks_the_time_to_save_if_one_stop_comes_twice(ladder:
             update={"run": ladder.config.run.model_copy(update={"max_hours": 0.5 / 3600})}
         )
     code, _ = ladder(plan)
-    reason = list(ladder.run.events(SupervisorEvent))[-1]["reason"]
+    reason = list(ladder.run.iterate_events(SupervisorEvent))[-1]["reason"]
     assert (code, reason) == (errors.STOPPED, "stopped as asked, with a checkpoint")
 
 
@@ -191,10 +191,10 @@ def test_supervisor_skips_a_step_that_fails_again_and_then_gives_up(ladder: Ladd
     chosen = Selection(order, Ledger([entry]).exclusions)
     batch = list(range(56, 56 + c.train.global_batch))
     assert chosen.named_between(0, order.sequences[0]).tolist() == batch and entry.step == 8
-    told = [e["summary"] for e in ladder.run.events(IncidentEvent)]
+    told = [e["summary"] for e in ladder.run.iterate_events(IncidentEvent)]
     assert told[-1]["positions"] == [[56, 56 + c.train.global_batch]]
     assert ladder.incidents() == [("crash", "code", "divergent", "stopped")]
-    assert "with other data, too" in list(ladder.run.events(SupervisorEvent))[-1]["reason"]
+    assert "with other data, too" in list(ladder.run.iterate_events(SupervisorEvent))[-1]["reason"]
 
 
 @pytest.mark.slow
@@ -205,7 +205,7 @@ def test_supervisor_killed_when_it_has_skipped_skips_no_second_batch(
 
     class Killed(BaseException): ...
 
-    real, killed = SupervisorJournal.emit, False
+    real, killed = SupervisorJournal.journal_event, False
 
     def emit(self: SupervisorJournal, event: Event, say: bool | str = False) -> None:
         nonlocal killed
@@ -216,14 +216,14 @@ def test_supervisor_killed_when_it_has_skipped_skips_no_second_batch(
 
     crash = {"begin": 0, "until": 7, "code": 1, "words": "ValueError: a bad sample"}
     with monkeypatch.context() as patch:
-        patch.setattr(SupervisorJournal, "emit", emit)
+        patch.setattr(SupervisorJournal, "journal_event", emit)
         with pytest.raises(Killed):
             ladder(crash)
     (entry,) = read_ledger(ladder.run.skips)
     code, ends = ladder(crash, crash, crash, FINISHED)
     assert code == errors.OK and read_ledger(ladder.run.skips) == [entry]
     assert ends[-2]["skipped"] == [[56, 56 + ladder.config.train.global_batch]]
-    incident = list(ladder.run.events(IncidentEvent))[-1]
+    incident = list(ladder.run.iterate_events(IncidentEvent))[-1]
     assert incident["number"] == entry.incident and ladder.incidents()[-1][1] == "data"
     assert incident["summary"]["positions"] == ends[-2]["skipped"]
 
@@ -250,9 +250,9 @@ def test_supervisor_leaves_out_a_host_that_computes_wrong(ladder: Ladder) -> Non
     wrong = {"begin": 0, "until": 9, "faulty": ["second"], "event": "handover", "code": 78}
     code, _ = ladder(wrong, wrong | {"faulty": ["third"]}, FINISHED, hosts=("first", "second", "third"))
     assert code == errors.OK
-    (left,) = ladder.run.events(HostLeftOut)
+    (left,) = ladder.run.iterate_events(HostLeftOut)
     assert (left.host, left.wholly, left.reason) == ("second", True, "computes wrong")
-    lineups = [list(event.hosts) for event in ladder.run.events(Launched)]
+    lineups = [list(event.hosts) for event in ladder.run.iterate_events(Launched)]
     assert lineups == [["first", "second"], ["first", "third"], ["first", "third"]]
 
 
@@ -264,14 +264,14 @@ def test_supervisor_ends_a_hang_and_keeps_what_is_known_of_it(
     code, ends = ladder({"begin": 0, "until": 9, "hang": True}, FINISHED)
     assert code == errors.OK and ends[0]["hung"] and ends[0]["what"] == "hang in step"
     assert ends[0]["code"] != 0, "by itself it would have slept for a minute, and ended with 0"
-    (hang,) = ladder.run.events(Hang)
+    (hang,) = ladder.run.iterate_events(Hang)
     assert hang["phase"] == "step" and hang["step"] == 9
     assert ladder.incidents() == [("hang", "process", "recoverable", "healed")]
 
 
 def test_supervisor_leaves_a_finished_run_alone_and_goes_on_with_a_longer_one(ladder: Ladder) -> None:
     ladder.run.summary.write_text(json.dumps({"steps": ladder.config.train.steps}))
-    assert ladder({"code": 2}) == (errors.OK, []) and not list(ladder.run.events(SupervisorEvent))
+    assert ladder({"code": 2}) == (errors.OK, []) and not list(ladder.run.iterate_events(SupervisorEvent))
     ladder.run.summary.write_text(json.dumps({"steps": ladder.config.train.steps - 1}))
     assert ladder({"code": 2})[0] == errors.BAD_INPUT
 
@@ -290,14 +290,14 @@ def test_supervisor_finds_attempts_that_still_run_by_their_mark(ladder: Ladder) 
         )
         old.append(pid)
         until = time.monotonic() + PATIENCE
-        while ladder.supervisor().ranks.progress(number) is None:
+        while ladder.supervisor().ranks.read_progress(number) is None:
             assert time.monotonic() < until
             time.sleep(0.01)
-    code = ladder.supervisor().supervise()
+    code = ladder.supervisor().supervise_run()
     ended = [os.waitpid(pid, 0)[1] for pid in old]
     assert code == errors.OK and ended == [signal.SIGKILL, 0]
-    assert len(list(ladder.run.events(Launched))) == 2  # nothing was done twice
-    assert [e["what"] for e in ladder.run.events(SupervisorEvent)][2:] == ["took over", "ended"]
+    assert len(list(ladder.run.iterate_events(Launched))) == 2  # nothing was done twice
+    assert [e["what"] for e in ladder.run.iterate_events(SupervisorEvent)][2:] == ["took over", "ended"]
     assert ladder.incidents() == [("crash", "process", "recoverable", "healed")]
 
 
@@ -320,13 +320,13 @@ def test_supervisor_waits_for_a_full_disk_and_loses_nothing(
 ) -> None:
     refusing(3, monkeypatch)
     supervisor = ladder.supervisor()
-    supervisor.journal.emit(Ended(attempt=1))
-    assert [e["attempt"] for e in ladder.run.events(Ended)] == [1]
+    supervisor.journal.journal_event(Ended(attempt=1))
+    assert [e["attempt"] for e in ladder.run.iterate_events(Ended)] == [1]
     assert sum("make room" in line for line in ladder.quiet.said) == 1
     refusing(10**6, monkeypatch)
     supervisor.stopping = True
     with pytest.raises(SpaceError, match="make room"):
-        supervisor.journal.emit(Ended(attempt=2))
+        supervisor.journal.journal_event(Ended(attempt=2))
 
 
 def test_supervisor_stops_at_a_shard_cut_in_mid_run_and_goes_on_after_the_restore(
@@ -349,7 +349,9 @@ def test_supervisor_stops_at_a_shard_cut_in_mid_run_and_goes_on_after_the_restor
     code, ends = ladder(cut, FINISHED)
     assert code == errors.BAD_INPUT and len(ends) == 1
     assert ladder.incidents() == [("crash", "storage", "divergent", "stopped")]
-    (told,) = {e["summary"]["reasons"][-1] for e in ladder.run.events(IncidentEvent) if e["what"] == "closed"}
+    (told,) = {
+        e["summary"]["reasons"][-1] for e in ladder.run.iterate_events(IncidentEvent) if e["what"] == "closed"
+    }
     assert "restore it" in told and "luck" not in told and "transient" not in told
     assert any(line.startswith("ended with code 2: ") and "restore it" in line for line in ladder.quiet.said)
     shard.write_bytes(whole)
@@ -376,14 +378,14 @@ def test_supervisor_adopts_a_run_that_finished_while_nobody_watched(ladder: Ladd
     ladder.run.summary.write_text(json.dumps({"steps": ladder.config.train.steps}))
     code, ends = ladder({"code": 1})
     assert code == errors.OK and [e["code"] for e in ends] == [0]
-    assert len(list(ladder.run.events(Launched))) == 1
+    assert len(list(ladder.run.iterate_events(Launched))) == 1
     assert ladder({"code": 1}) == (errors.OK, ends)  # and now there is nothing to do
 
 
 def test_supervisor_mends_a_failure_that_another_one_did_not(ladder: Ladder) -> None:
     """The supervisor was killed after it had noted the end, and before it did anything about it."""
     crash = {"begin": 0, "until": 7, "code": 1, "words": "RuntimeError: boom"}
-    emit = SupervisorJournal.emit
+    emit = SupervisorJournal.journal_event
 
     def dies(self: Supervisor, *rest: Any) -> None:
         raise ConnectionError("killed")
@@ -394,7 +396,7 @@ def test_supervisor_mends_a_failure_that_another_one_did_not(ladder: Ladder) -> 
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Supervisor, "_mend", dies)
-        patch.setattr(SupervisorJournal, "emit", silent)
+        patch.setattr(SupervisorJournal, "journal_event", silent)
         with pytest.raises(ConnectionError):
             ladder(crash, FINISHED)
     assert ladder.incidents() == []
@@ -404,7 +406,7 @@ def test_supervisor_mends_a_failure_that_another_one_did_not(ladder: Ladder) -> 
 
 def test_supervisor_leaves_alone_processes_on_another_host(ladder: Ladder) -> None:
     note(ladder.run, "supervisor", what="started", pid=1, host="login-7")
-    ladder.run.lock()
+    ladder.run.lock_run()
     with pytest.raises(ConfigError, match="ran on login-7, and its processes still train"):
         ladder({"code": 1})
 
@@ -415,14 +417,14 @@ def test_supervisor_measures_the_clock_of_rank_0_for_every_attempt(
     ahead: float, ladder: Ladder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clocks = {"first": ahead, "here": ahead}
-    monkeypatch.setattr(this_host.Here, "clock", lambda self, name: clocks.get(name, 7.0))
+    monkeypatch.setattr(this_host.Here, "clock_offset", lambda self, name: clocks.get(name, 7.0))
     crash = {"begin": 0, "until": 7, "code": 1, "words": "RuntimeError: boom", "ahead": ahead}
     code, _ = ladder(crash, FINISHED | {"ahead": ahead}, hosts=("first", "second"))
-    assert code == errors.OK and [e["ahead"] for e in ladder.run.events(Launched)] == [ahead, ahead]
-    assert all(0 <= e["silent"] < PATIENCE for e in ladder.run.events(Ended))
+    assert code == errors.OK and [e["ahead"] for e in ladder.run.iterate_events(Launched)] == [ahead, ahead]
+    assert all(0 <= e["silent"] < PATIENCE for e in ladder.run.iterate_events(Ended))
     account, _ = read_account(ladder.run.root)
-    seconds = account.seconds()
-    first = next(ladder.run.events(Launched)).time or 0.0
+    seconds = account.sum_seconds()
+    first = next(ladder.run.iterate_events(Launched)).time or 0.0
     assert first < account.end <= time.time() < first + 1800
     assert seconds[TimeKind.TRAINING] > 0  # the steps take a hundredth of a second each: no more is known
     assert sum(seconds.values()) == pytest.approx(account.wall)

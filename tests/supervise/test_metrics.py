@@ -21,10 +21,10 @@ from megastable.base.errors import ConfigError
 from megastable.cluster.fleet import Fleet
 from megastable.cluster.store import Heard
 from megastable.run.directory import RunDirectory
-from megastable.run.machine_state import HostReading, newest
+from megastable.run.machine_state import HostReading, read_newest
 from megastable.run.rank_ipc import WorkBlock
 from megastable.supervise.machine_recorder import MachineRecorder
-from megastable.supervise.metrics import Metrics, grown, machine_families
+from megastable.supervise.metrics import Metrics, build_machine_families, grow_counters
 from megastable.supervise.status import Status, read_status
 from tests.patience import PATIENCE, until
 from tests.supervise.runs import incident, journal
@@ -126,7 +126,7 @@ def test_grown_never_falls_and_never_counts_a_second_twice(looks: list[dict[str,
     counters: dict[str, float] = {}
     most = 0.0
     for told in looks:
-        after = grown(counters, told)
+        after = grow_counters(counters, told)
         most = max(most, sum(told.values()))
         assert all(after[kind] >= seconds for kind, seconds in counters.items())
         assert sum(after.values()) <= most * (1 + 1e-9) + 1e-6
@@ -152,7 +152,7 @@ def test_a_visitor_who_says_nothing_holds_nobody_up(status: Status) -> None:
 class TwoHosts:
     """The part of a fleet that is asked."""
 
-    def readings(self) -> Mapping[str, HostReading]:
+    def latest_readings(self) -> Mapping[str, HostReading]:
         gauges: dict[str, list[float | None]] = {
             "utilization": [0.5], "clock": [1755.0], "temperature": [None],
         }  # fmt: skip
@@ -162,7 +162,7 @@ class TwoHosts:
         silent = {"unknown": "nvidia-smi did not answer", "unread": ["throttled", "xid"]}
         return {"node-0": known, "node-1": known.model_copy(update=silent)}
 
-    def called(self, hostname: str) -> str:
+    def name_of_host(self, hostname: str) -> str:
         return f"node-{hostname[-1]}"
 
 
@@ -182,27 +182,30 @@ def test_sample_has_the_work_of_every_rank_since_the_one_before(tmp_path: Path) 
     (tmp_path / "progress.json").write_text('{"step": 41}')
     found = recorder(tmp_path)
     first, second = heard(0), heard(1)
-    found.hear([(first, block(0, 0.5)), (second, block(0, 0.75))])
-    sample = found.sample()
+    found.add_work_reports([(first, block(0, 0.5)), (second, block(0, 0.75))])
+    sample = found.take_sample()
     assert (sample.own, sample.whole, sample.step) == ([0.5, 0.75], 1.0, 41)
     assert [sample.hosts[name].ranks for name in ("node-0", "node-1")] == [[0], [1]]
-    found.hear([(first, block(1, 0.6)), (first, block(2, 0.8))])
-    assert found.sample().own == [0.7, 0.75]  # ten steps may take longer than a sample: the last word stands
+    found.add_work_reports([(first, block(1, 0.6)), (first, block(2, 0.8))])
+    assert found.take_sample().own == [
+        0.7,
+        0.75,
+    ]  # ten steps may take longer than a sample: the last word stands
     second.closed = time.monotonic()
-    assert found.sample().own == [0.8]
-    found.began()
-    assert found.sample().own == [] and found.sample().whole is None
+    assert found.take_sample().own == [0.8]
+    found.begin_attempt()
+    assert found.take_sample().own == [] and found.take_sample().whole is None
     found.close()
 
 
 def test_machine_families_serve_what_is_recorded_and_nothing_that_is_unread(tmp_path: Path) -> None:
     found = recorder(tmp_path, seconds=0.05)
-    found.hear([(heard(0), block(0, 0.5)), (heard(1), block(0, 0.75))])
-    sample = until(lambda: newest(tmp_path / "machines"))
+    found.add_work_reports([(heard(0), block(0, 0.5)), (heard(1), block(0, 0.75))])
+    sample = until(lambda: read_newest(tmp_path / "machines"))
     found.close()
     served = {
         (one.name, *(v for k, v in sorted(one.labels.items()) if k != "run")): one.value
-        for family in machine_families("mine", sample, 4, 2)
+        for family in build_machine_families("mine", sample, 4, 2)
         for one in cast(GaugeMetricFamily, family).samples
     }  # fmt: skip
     # Of four ranks in two stages, the last two have not told.

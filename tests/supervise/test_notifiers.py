@@ -12,7 +12,7 @@ from megastable.config.tree import RunConfig
 from megastable.run.directory import RunDirectory
 from megastable.run.events.stability_events import AlertEvent
 from megastable.supervise import beside_process
-from megastable.supervise.beside_process import look_ahead
+from megastable.supervise.beside_process import build_look_ahead
 from megastable.supervise.notifiers import Notifiers
 from tests.conftest import tiny
 from tests.forensics.test_ahead import clean, left_out, planted
@@ -31,9 +31,9 @@ def heard(corpus: Path, tmp_path: Path) -> Notifiers:
 def test_notifiers_tell_people_of_an_alert(heard: Notifiers) -> None:
     """Once when it begins and once when it is over, with the reason; the reports are written anew."""
     told: list[tuple[str, str]] = []
-    heard.notices.notify = lambda event, text, facts: told.append((event, text))  # type: ignore[method-assign]
-    heard.event(AlertEvent(what="begun", step=7, reason="the 8 rewinds are spent"))
-    heard.event(AlertEvent(what="over", step=70))
+    heard.notices.send_notice = lambda event, text, facts: told.append((event, text))  # type: ignore[method-assign]
+    heard.handle_event(AlertEvent(what="begun", step=7, reason="the 8 rewinds are spent"))
+    heard.handle_event(AlertEvent(what="over", step=70))
     assert [event for event, _ in told] == ["alert begun", "alert over"]
     assert told[0][1].endswith("training goes on: the 8 rewinds are spent") and "is over" in told[1][1]
 
@@ -41,11 +41,11 @@ def test_notifiers_tell_people_of_an_alert(heard: Notifiers) -> None:
 def test_report_process_writes_the_files_of_incidents_only(heard: Notifiers) -> None:
     run, reports = heard.run, heard.reports
     note(run, "launched", attempt=1, command=[], log="x")
-    reports.finish()
+    reports.wait_until_written()
     assert not list(run.root.rglob("reports.log"))
     journal(run.root, incident(1))
-    reports.due()
-    reports.finish()
+    reports.mark_due()
+    reports.wait_until_written()
     assert (run.incidents / "0001/report.html").exists()
 
 
@@ -78,9 +78,9 @@ def _refuse(*arguments: object) -> ChildProcess:
 def test_beside_process_gives_up_what_cannot_be_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(beside_process, "background", _refuse)
+    monkeypatch.setattr(beside_process, "start_in_background", _refuse)
     said: list[str] = []
     config = RunConfig.model_validate({"data": {"look_ahead": {"steps": 5}}})
-    process = look_ahead(config, RunDirectory(tmp_path), "x", [], said.append)
-    process.finish(lambda: None, lambda: False)
+    process = build_look_ahead(config, RunDirectory(tmp_path), "x", [], said.append)
+    process.wait_until_done(lambda: None, lambda: False)
     assert len(said) == beside_process.TRIES and "cannot be started: no more processes" in said[0]

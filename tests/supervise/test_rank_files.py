@@ -19,18 +19,18 @@ MANY = 1500  # ranks, which look for new orders every 3 s
 def test_adopt_knows_why_the_ranks_were_asked_to_stop(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     first = RankFiles(run, print)
-    first.only(4)
-    first.want(stop=True, again="3 hosts can take part")
-    taken = RankFiles(run, print).adopt(4)
+    first.allow_only_attempt(4)
+    first.tell_ranks(stop=True, again="3 hosts can take part")
+    taken = RankFiles(run, print).adopt_control(4)
     assert (taken.stop, taken.again) == (True, "3 hosts can take part")
-    first.only(5)
-    assert RankFiles(run, print).adopt(5).again == ""
+    first.allow_only_attempt(5)
+    assert RankFiles(run, print).adopt_control(5).again == ""
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("path", ["/dev/full", "/no/such/folder/probe"])
 def test_storage_probe_takes_a_write_that_fails_for_one_that_came_back(path: str) -> None:
-    assert StorageProbe(Path(path)).stalled() is None
+    assert StorageProbe(Path(path)).stalled_seconds() is None
 
 
 def test_storage_probe_tells_a_write_that_does_not_come_back(
@@ -44,14 +44,14 @@ def test_storage_probe_tells_a_write_that_does_not_come_back(
         return sum(thread.name == "storage" for thread in threading.enumerate())
 
     before, probe = writers(), StorageProbe(tmp_path / "probe")
-    first = probe.stalled()
+    first = probe.stalled_seconds()
     assert first is not None and first >= 0.3
-    second = probe.stalled()
+    second = probe.stalled_seconds()
     assert second is not None and second > first
     assert writers() == before + 1  # the same write: a stall of hours must not become thousands of threads
     reader = os.open(tmp_path / "probe", os.O_RDONLY | os.O_NONBLOCK)
     try:
-        until(lambda: probe.stalled() is None)
+        until(lambda: probe.stalled_seconds() is None)
     finally:
         os.close(reader)
     assert writers() == before

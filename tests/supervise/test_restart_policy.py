@@ -12,11 +12,11 @@ from megastable.supervise.restart_policy import (
     MOST,
     Failure,
     HostBar,
-    after_failure,
-    bars_after,
+    choose_remedy,
+    exclusions_after,
     in_force,
-    next_bar,
-    pause,
+    next_exclusion,
+    pause_seconds,
 )
 from megastable_guard.actions import Action, Cause, Remedy
 from megastable_guard.guard_config import PolicyConfig
@@ -31,7 +31,7 @@ def failed(
 
 
 def after(failures: list[Failure], hosts: int = 1, **limits: int) -> tuple[Action, Cause, bool]:
-    remedy = after_failure(failures, hosts, CONFIG.model_copy(update=limits))
+    remedy = choose_remedy(failures, hosts, CONFIG.model_copy(update=limits))
     return remedy.action, remedy.cause, remedy.skip
 
 
@@ -93,8 +93,8 @@ def test_after_failure_blames_no_host_for_a_full_disk() -> None:
 
 def test_pause_grows_where_nothing_is_gained() -> None:
     barren = failed(*[("code 1", None, 0)] * 8)
-    assert [pause(barren[:n], 10.0) for n in range(1, 9)] == [0, 1, 2, 4, 8, 10, 10, 10]
-    assert pause([*barren, *failed(("SIGKILL", 3, 2))], 10.0) == 0
+    assert [pause_seconds(barren[:n], 10.0) for n in range(1, 9)] == [0, 1, 2, 4, 8, 10, 10, 10]
+    assert pause_seconds([*barren, *failed(("SIGKILL", 3, 2))], 10.0) == 0
 
 
 RESTART = Remedy(Action.RESTART, Cause.PROCESS, "")
@@ -115,19 +115,19 @@ FAULTY = Remedy(Action.STOP, Cause.HARDWARE, "")
     ],
 )
 def test_bars_after_what_speaks_against_a_host(end: End, remedy: Remedy, wholly: bool | None) -> None:
-    bars = bars_after(end, remedy, {}, 600.0, 1000.0)
+    bars = exclusions_after(end, remedy, {}, 600.0, 1000.0)
     assert bars == ({} if wholly is None else {"b": HostBar(1600.0, wholly, 1)})
 
 
 def test_bars_after_a_loss_double_and_are_of_all_hosts_that_are_gone() -> None:
     end = End(what="host gone", gone=("b", "c"))
-    bars = bars_after(end, RESTART, {"c": HostBar(900.0, False, 2)}, 600.0, 1000.0)
+    bars = exclusions_after(end, RESTART, {"c": HostBar(900.0, False, 2)}, 600.0, 1000.0)
     assert bars == {"b": HostBar(1600.0, False, 1), "c": HostBar(3400.0, False, 3)}
     assert in_force(bars | {"d": HostBar(999.0, True, 1)}, 1600.0) == {"c": False}
 
 
 def test_next_bar_forgets_strikes_after_a_bar_of_peace() -> None:
     before = HostBar(1000.0, False, 2)
-    assert next_bar(before, False, 600.0, 2200.0) == HostBar(4600.0, False, 3)
-    assert next_bar(before, False, 600.0, 2201.0) == HostBar(2801.0, False, 1)
-    assert next_bar(HostBar(1000.0, False, 50), True, 600.0, 1000.0).until == 1000.0 + 600.0 * 2**MOST
+    assert next_exclusion(before, False, 600.0, 2200.0) == HostBar(4600.0, False, 3)
+    assert next_exclusion(before, False, 600.0, 2201.0) == HostBar(2801.0, False, 1)
+    assert next_exclusion(HostBar(1000.0, False, 50), True, 600.0, 1000.0).until == 1000.0 + 600.0 * 2**MOST

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from megastable.base.errors import ConfigError
-from megastable.config.recipe import load, override
-from megastable.config.supervise import SuperviseConfig, redacted_override
+from megastable.config.recipe import load_recipe, override_key
+from megastable.config.supervise import SuperviseConfig, redact_override
 from megastable.config.tree import RunConfig
 from megastable.run.directory import RunDirectory
 from megastable.supervise import hooks
@@ -79,7 +79,7 @@ def test_freeze_lets_only_the_owner_read_a_recipe_with_a_password(
     run, before = RunDirectory(tmp_path), os.umask(0o022)
     try:
         for _ in range(2):
-            run.freeze(RunConfig.model_validate({"supervise": {"webhook": text}}), [], {})
+            run.freeze_recipe(RunConfig.model_validate({"supervise": {"webhook": text}}), [], {})
             assert stat.S_IMODE(run.recipe.stat().st_mode) == mode
     finally:
         os.umask(before)
@@ -95,35 +95,35 @@ def test_hook_tells_failures_without_passwords(monkeypatch: pytest.MonkeyPatch) 
         ("command", "tell https://me:hunter2@h"),
         ("command", "tell $HOOK"),
     ]:
-        told = hooks.Hook(kind, text, 1.0).safe(f"no luck with {text} {HOOK if 'HOOK' in text else ''}")
+        told = hooks.Hook(kind, text, 1.0).redact_secrets(
+            f"no luck with {text} {HOOK if 'HOOK' in text else ''}"
+        )
         assert "hunter2" not in told and told.startswith("no luck with "), text
 
 
 def test_redacted_override_leaves_other_parts() -> None:
-    assert redacted_override(f"supervise.webhook={HOOK}").endswith("/<redacted>")
+    assert redact_override(f"supervise.webhook={HOOK}").endswith("/<redacted>")
     for text in (HOOK, f"{HOOK}$$x", "https://h/a,hunter2", "$BASE/hunter2"):
-        assert "hunter2" not in redacted_override(f"supervise.webhook={text}")
-        whole = redacted_override(f"supervise={{webhook: '{text}', metrics_port: 5}}")
+        assert "hunter2" not in redact_override(f"supervise.webhook={text}")
+        whole = redact_override(f"supervise={{webhook: '{text}', metrics_port: 5}}")
         assert "hunter2" not in whole and "metrics_port: 5}" in whole
-    assert redacted_override("supervise={webhook: $HOOK}") == "supervise={webhook: $HOOK}"
-    assert "hunter2" not in redacted_override(
-        f"supervise.webhook='{HOOK}"
-    )  # no YAML: it is refused elsewhere
-    quoted = redacted_override("supervise.command='curl -H \"Authorization: Bearer hunter2\" h'")
+    assert redact_override("supervise={webhook: $HOOK}") == "supervise={webhook: $HOOK}"
+    assert "hunter2" not in redact_override(f"supervise.webhook='{HOOK}")  # no YAML: it is refused elsewhere
+    quoted = redact_override("supervise.command='curl -H \"Authorization: Bearer hunter2\" h'")
     tree: dict[str, Any] = {}
-    override(tree, quoted)
+    override_key(tree, quoted)
     assert tree["supervise"]["command"] == 'curl -H "Authorization: Bearer <redacted>" h'
-    assert redacted_override("data.corpora=[{path: s3://b/c}]") == "data.corpora=[{path: s3://b/c}]"
+    assert redact_override("data.corpora=[{path: s3://b/c}]") == "data.corpora=[{path: s3://b/c}]"
 
 
 @pytest.mark.parametrize("key", ["webhook", "command"])
 def test_check_says_that_a_frozen_recipe_lacks_its_password(key: str, tmp_path: Path) -> None:
     config = RunConfig.model_validate({"run": {"dir": tmp_path}, "supervise": {key: HOOK}})
     run = RunDirectory(tmp_path)
-    run.freeze(config, [], {})
+    run.freeze_recipe(config, [], {})
     assert "hunter2" not in run.recipe.read_text() and getattr(config.supervise, key) == HOOK
-    assert run.compare(config) == []
-    frozen = load(run.recipe)
+    assert run.compare_recipe(config) == []
+    frozen = load_recipe(run.recipe)
     with pytest.raises(ConfigError, match=rf"supervise\.{key}: its password was left out .* give it again"):
-        hooks.check(frozen.supervise)
+        hooks.check_hooks(frozen.supervise)
     assert frozen.supervise.exposed == []

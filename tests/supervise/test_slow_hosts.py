@@ -28,7 +28,7 @@ def feed(found: Stragglers, blocks: Iterable[int], own: Callable[[int, int], flo
     seen = []
     for number in blocks:
         for rank in found.hosts:
-            found.add(rank, block(number, own(rank, number)))
+            found.add_block(rank, block(number, own(rank, number)))
         seen.append(set(found.slow))
     return seen
 
@@ -59,16 +59,16 @@ def test_stragglers_tell_rank_cost_and_phase() -> None:
         for rank in found.hosts:
             slow = 1.5 if rank == 3 else 1.0
             parts = (0.001, 0.2, 0.2 * slow + (slow - 1) * 0.2, 0.1)
-            found.add(rank, WorkBlock(block=number, step=1.0, own=sum(parts), parts=parts))
+            found.add_block(rank, WorkBlock(block=number, step=1.0, own=sum(parts), parts=parts))
     slow = found.slow["host-1"]
     assert (slow.rank, round(slow.seconds, 6), round(slow.cost, 6)) == (3, 0.2, 0.2)
     assert slow.ratio == pytest.approx(0.701 / 0.501)
     assert slow.parts == pytest.approx({"forward": 1.0, "backward": 2.0, "optimizer": 1.0})
-    assert slow.words() == (
+    assert slow.describe_slowness() == (
         "host host-1 is slow: rank 3 takes 1.40 x as long as the others for its own work, which costs the run 20% "
         "(0.2 s a step); forward 1.00 x, backward 2.00 x, optimizer 1.00 x"
     )
-    assert slow.words(alone=True).startswith("rank 3 on host-1 is slow")
+    assert slow.describe_slowness(alone=True).startswith("rank 3 on host-1 is slow")
 
 
 @given(
@@ -105,7 +105,7 @@ def test_stragglers_name_nobody_of_groups_that_share_layers_across_hosts() -> No
 def test_stragglers_judge_on_after_a_run_goes_back() -> None:
     found = Stragglers(1.1, hosts(3))
     feed(found, range(30), noisy(lambda rank, n: 1.0))
-    found.add(0, block(30, 0.5))  # the others go back before they have reported it
+    found.add_block(0, block(30, 0.5))  # the others go back before they have reported it
     assert feed(found, range(10, 40), noisy(lambda rank, n: 1.4 if rank == 2 else 1.0))[-1] == {"host-2"}
     assert not found._pending
 
@@ -113,7 +113,9 @@ def test_stragglers_judge_on_after_a_run_goes_back() -> None:
 @pytest.mark.parametrize("own", [0.0, -1.0, float("inf"), float("nan")])
 def test_stragglers_pass_over_times_that_cannot_be(own: float) -> None:
     found = Stragglers(1.1, hosts(2))
-    assert not found.add(0, block(0, own)) and not found.add(7, block(0, 1.0)) and not found._pending
+    assert (
+        not found.add_block(0, block(0, own)) and not found.add_block(7, block(0, 1.0)) and not found._pending
+    )
 
 
 @given(st.lists(st.floats(0.1, 10), min_size=2, max_size=12), st.integers(1, 4))

@@ -23,7 +23,7 @@ from megastable.base.errors import DataError
 from megastable.config.tree import RunConfig
 from megastable.run.directory import as_json
 from megastable.supervise.standing import State
-from megastable.supervise.status import RunWatch, Status, exit_code, facts, read_status
+from megastable.supervise.status import RunWatch, Status, collect_facts, exit_code, read_status
 from tests.supervise.runs import held, incident, journal
 
 HERE = socket.gethostname()
@@ -60,7 +60,7 @@ def progress(run: Path, **values: Any) -> None:
 
 
 def look(run: Path) -> Status:
-    return RunWatch(run, lambda: NOW).status()
+    return RunWatch(run, lambda: NOW).read_status()
 
 
 @contextmanager
@@ -117,7 +117,7 @@ def test_status_has_the_state_and_its_exit_code(
         status = look(run)
     assert (status.state, exit_code(status)) == (state, code)
     assert status.advice
-    json.loads(as_json(facts(status)))
+    json.loads(as_json(collect_facts(status)))
 
 
 @pytest.mark.parametrize(
@@ -288,17 +288,17 @@ def test_status_has_losses_from_records_and_from_what_was_seen(run: Path) -> Non
     records(run, 3, [3.0], 2000)  # done again
     (run / "steps" / "00000009-00000009-3000.parquet").write_bytes(b"half a file")
     watch = RunWatch(run, lambda: NOW)
-    assert watch.status().recent == ((1, 5.0), (2, 4.0), (3, 3.0))
-    assert watch.status().rate == 0.5 and watch.status().tokens_per_second == 64 * 2048 / 0.5
+    assert watch.read_status().recent == ((1, 5.0), (2, 4.0), (3, 3.0))
+    assert watch.read_status().rate == 0.5 and watch.read_status().tokens_per_second == 64 * 2048 / 0.5
     with alive(run, "trainer"):
         for step in range(4, 10):
             progress(run, step=step, loss=step / 10, seconds=4.0)
-            status = watch.status()
+            status = watch.read_status()
         assert status.recent[2:] == ((3, 3.0), *((step, step / 10) for step in range(4, 10)))
         assert status.rate == 4.0
         # Back to an earlier step: what came after it is undone.
         progress(run, step=2, loss=4.5)
-        assert watch.status().recent == ((1, 5.0), (2, 4.5))
+        assert watch.read_status().recent == ((1, 5.0), (2, 4.5))
 
 
 def test_status_only_looks_at_locks(run: Path) -> None:
@@ -357,6 +357,6 @@ def test_status_makes_visible_what_a_run_says(run: Path) -> None:
         {"event": "warning", "step": 1, "text": evil}, ended(76, evil),
     )  # fmt: skip
     progress(run, host=evil, phase=evil)
-    found = as_json(facts(look(run)), indent=1)
+    found = as_json(collect_facts(look(run)), indent=1)
     assert found.replace("\n", "").isprintable() and "\\x1b" in found
     assert found.count("\\\\x1b[2J\\\\r\\\\n\\\\u202ex [bold]") > 8 and "\\u001b" not in found

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from megastable.supervise.standing import State
 from megastable.supervise.status import RunWatch, Status, read_status
-from megastable.supervise.status_panel import BARS, live, panel, show, sparkline
+from megastable.supervise.status_panel import BARS, build_panel, print_status, show_live, sparkline
 from tests.supervise.runs import incident, journal
 
 
@@ -53,14 +53,14 @@ def test_show_has_the_command_to_copy_on_a_line_of_its_own(status: Status) -> No
     for width in (40, 140):
         console = Console(width=width, force_terminal=True, color_system=None)
         with console.capture() as capture:
-            show(status, console)
+            print_status(status, console)
         assert capture.get().splitlines()[-1] == status.command
 
 
 def rendered(status: Status, width: int) -> str:
     console = Console(width=width, record=True, force_terminal=False)
     with console.capture() as capture:
-        console.print(panel(status))
+        console.print(build_panel(status))
     return capture.get()
 
 
@@ -113,7 +113,7 @@ def test_panel_of_a_large_run_with_many_incidents_stays_one_screen(
     (tmp_path / "progress.json").write_text(json.dumps(told))
     console = Console(width=width, height=height, force_terminal=True, color_system=None)
     with console.capture() as capture:
-        console.print(panel(read_status(Path(tmp_path.name))))
+        console.print(build_panel(read_status(Path(tmp_path.name))))
     lines = capture.get().splitlines()
     assert len(lines) < height and all(len(line) <= width for line in lines)
     # No part of the command is lost.
@@ -124,7 +124,7 @@ def test_live_ends_with_the_run(tmp_path: Path) -> None:
     journal(tmp_path, {"event": "training", "step": 0}, {"event": "finished", "steps": 3})
     console = Console(width=80, force_terminal=True, color_system=None)
     with console.capture() as capture:
-        status = live(RunWatch(tmp_path), console, seconds=0.01)
+        status = show_live(RunWatch(tmp_path), console, seconds=0.01)
     assert status.state is State.FINISHED and "finished" in capture.get()
 
 

@@ -111,7 +111,7 @@ class Supervised:
         return found
 
     def events(self, *names: str) -> list[Event]:
-        return [e for e in self.run.events() if e.event in names]
+        return [e for e in self.run.iterate_events() if e.event in names]
 
     def healed(self, count: int) -> None:
         """Until so many incidents are over: a failure before that would belong to the one that is open."""
@@ -235,7 +235,7 @@ def test_supervisor_ends_with_the_same_bytes_whatever_is_killed(
     assert [i["verdict"] for i in incidents.values()][:3] == ["crash", "crash", "hang"]
     assert {i["cause"] for i in incidents.values()} == {"process"}
     account, problems = read_account(s.run.root)
-    seconds = account.seconds()
+    seconds = account.sum_seconds()
     assert problems == [] and sum(seconds.values()) == pytest.approx(account.wall, rel=1e-6)
     assert seconds[TimeKind.TRAINING] > 0 and seconds[TimeKind.REDONE] > 0 and seconds[TimeKind.HANG] > 0
     assert incidents[1]["seconds"] > 0 and incidents[1]["evidence"][0] == "logs/attempt-0001.log"

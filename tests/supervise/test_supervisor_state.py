@@ -12,7 +12,7 @@ from megastable_guard.incident import Breakdown, Incident
 def told(*events: dict[str, Any]) -> SupervisorState:
     memory = SupervisorState()
     for event in events:
-        memory.add(event_of(event))
+        memory.add_event(event_of(event))
     return memory
 
 

@@ -74,7 +74,7 @@ def recorded_run(root: Path, **stability: Any) -> Path:
     """A run that went back from step 205 to 195: what it did again is harmless, as the recording says, too."""
     run = RunDirectory(root)
     root.mkdir()
-    run.freeze(tiny(root / "corpus that is gone", root, stability=stability), [], {})
+    run.freeze_recipe(tiny(root / "corpus that is gone", root, stability=stability), [], {})
     calm = healthy(320, seed=1)
     bad = spike(calm, FIRST, length=LENGTH)
     recorder = Recorder(run.steps, 50)
@@ -85,8 +85,8 @@ def recorded_run(root: Path, **stability: Any) -> Path:
         for step in steps:
             norm = float(values.norm[step])
             time = 1000.0 * number + step
-            recorder.add(record(step, time, loss=float(values.loss[step]), grad_norm=norm, lr=1e-3))
-    recorder.flush()
+            recorder.add_records(record(step, time, loss=float(values.loss[step]), grad_norm=norm, lr=1e-3))
+    recorder.flush_records()
     return root
 
 

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from megastable.base import durable
 from megastable.checkpoint import markers, store
 from megastable.checkpoint.new_run import ADAM, write_run
-from megastable.checkpoint.whole import WholeState, parameters
+from megastable.checkpoint.whole import WholeState, describe_parameters
 from megastable.config.tree import RunConfig
 from megastable.run.directory import RunDirectory
 from megastable.run.events.stability_events import Handover
@@ -116,7 +116,7 @@ def finished_run(tmp_path: Path) -> tuple[Path, Path]:
     shutil.move(last, first.with_name(last.name))
     store.point_latest(first.parent)
     (run / "summary.json").write_text('{"steps": 9}')
-    RunLog(RunDirectory(run)).emit(Finished(steps=9, val_loss=None))
+    RunLog(RunDirectory(run)).emit_event(Finished(steps=9, val_loss=None))
     return first, run
 
 
@@ -126,10 +126,12 @@ def test_rollback(call: Call, tmp_path: Path) -> None:
     assert "trains on from step 7" in out and "rollback1-step-9" in out and str(run) in out
     folder = checkpoint.parent
     assert store.newest_first(folder) == [checkpoint] and (folder / store.LATEST).read_text() == "step-7"
-    assert store.problems(folder / "rollback1-step-9") == []  # set aside as it was
+    assert store.list_problems(folder / "rollback1-step-9") == []  # set aside as it was
     assert not (run / "summary.json").exists()
     assert json.loads((run / "summary-rollback1.json").read_text()) == {"steps": 9}
-    told = [(event.event, event.get("step"), event.get("name")) for event in RunDirectory(run).events()][-2:]
+    told = [
+        (event.event, event.get("step"), event.get("name")) for event in RunDirectory(run).iterate_events()
+    ][-2:]
     assert told == [("rolled_back", 7, None), ("checkpoint_suspect", None, "step-9")]
     stands = read_status(run)
     assert (stands.state, stands.step) == (State.STOPPED, 7) and "rolled it back" in stands.reason
@@ -162,7 +164,7 @@ def test_rollback_keeps_what_another_one_set_aside(
 @pytest.mark.parametrize("lock", [".lock", ".supervisor.lock"])
 def test_rollback_refuses_a_run_at_work(lock: str, call: Call, tmp_path: Path) -> None:
     checkpoint, run = finished_run(tmp_path)
-    with durable.hold(run / lock) as held:
+    with durable.lock_file(run / lock) as held:
         assert held is not None
         assert "at work: stop the run first" in call("rollback", checkpoint, code=2)[1]
     assert (run / "summary.json").exists() and (checkpoint.parent / "step-9").exists()
@@ -171,14 +173,14 @@ def test_rollback_refuses_a_run_at_work(lock: str, call: Call, tmp_path: Path) -
 def test_rollback_refuses_what_no_run_can_go_on_from(call: Call, tmp_path: Path) -> None:
     checkpoint, run = finished_run(tmp_path)
     assert "name one: step-9, step-7" in call("rollback", run, code=2)[1]
-    RunLog(RunDirectory(run)).emit(Handover(step=9, before=5))
+    RunLog(RunDirectory(run)).emit_event(Handover(step=9, before=5))
     assert "from before step 5" in call("rollback", checkpoint, code=2)[1]
-    RunLog(RunDirectory(run)).emit(Handover(step=9, before=8))
+    RunLog(RunDirectory(run)).emit_event(Handover(step=9, before=8))
     moved = shutil.copytree(checkpoint, tmp_path / "elsewhere" / checkpoint.name)
     assert "is not in the checkpoints of a run" in call("rollback", moved, code=2)[1]
-    markers.convict(checkpoint, "of other losses")
+    markers.mark_bad(checkpoint, "of other losses")
     assert "of other losses" in call("rollback", checkpoint, code=2)[1]
-    markers.accept(checkpoint)
+    markers.mark_accepted(checkpoint)
     flip(checkpoint / WEIGHTS)
     assert "checksum" in call("rollback", checkpoint, code=2)[1]
     flip(checkpoint / WEIGHTS)
@@ -201,7 +203,7 @@ def test_show(call: Call, checkpoint: Path) -> None:
     assert len(found["tensors"]) == 6 and found["state"]["cursor"] == 56 and found["model"]["hidden"] == 16
     whole = WholeState(checkpoint)
     for row in found["tensors"]:
-        tensor = whole.tensor(row["name"], row["kind"])
+        tensor = whole.read_tensor(row["name"], row["kind"])
         assert row["norm"] == pytest.approx(float(tensor.norm()), rel=1e-6)
         assert row["absmax"] == float(tensor.abs().max())
         assert row["mean"] == pytest.approx(float(tensor.mean()), abs=1e-6)
@@ -218,7 +220,7 @@ def test_diff_ends_with_whether_anything_differs(call: Call, checkpoint: Path, t
     assert {row["outcome"] for row in found["rows"]} == {"identical"} and len(found["rows"]) == 57
     assert found["facts"]["fields"]["layout.zero"] == {"a": 1, "b": 3} and found["facts"]["identical"] is True
     name = "blocks.1.mlp.down.weight"
-    changed = WholeState(checkpoint).tensor(name, "weight").clone()
+    changed = WholeState(checkpoint).read_tensor(name, "weight").clone()
     changed[0, 0] += 0.5
     other = make_run(tmp_path / "other", change={(name, "weight"): changed})
     text = call("diff", checkpoint, other, code=1)[0]
@@ -315,7 +317,7 @@ def test_paths_that_are_none(call: Call, checkpoint: Path, tmp_path: Path) -> No
 def test_reshape_shows_a_bar_and_ends_by_ctrl_c(checkpoint: Path, tmp_path: Path) -> None:
     """On a terminal: how far it is; after Ctrl-C nothing is left and the exit code says so."""
     run = recipe_of(layers=8, hidden=256, ffn=1024, vocab_size=4096)
-    held = parameters(run.model)
+    held = describe_parameters(run.model)
     big = write_run(
         tmp_path / "big",
         run,
@@ -358,5 +360,5 @@ def test_list_pin_and_unpin(call: Call, checkpoint: Path) -> None:
     assert (
         "may be deleted" in call("unpin", checkpoint)[0] and "was not pinned" in call("unpin", checkpoint)[0]
     )
-    assert markers.pinned(checkpoint) is None
+    assert markers.read_pin(checkpoint) is None
     call("pin", checkpoint.parent / "step-9", code=2)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from megastable import __version__
-from megastable.commands.root import COMMANDS, PANELS, app, load
+from megastable.commands.root import COMMANDS, PANELS, app, load_command
 from tests.checkpoint.states import make_run
 from tests.forensics.shelves import Plain
 from tests.forensics.shelves import corpus as write_shards
@@ -32,7 +32,7 @@ HEAVY = {
 
 def leaves(name: str) -> Iterator[tuple[list[str], Any]]:
     """Every command below `name` that does something, and the words that lead to it."""
-    command = load(name)
+    command = load_command(name)
     below = getattr(command, "commands", None)
     if below is None:
         yield [name], command
@@ -74,10 +74,10 @@ def test_help_of_every_command_imports_nothing_heavy() -> None:
     asked = [[*words, "-h"] for words, _ in LEAVES] + [[name, "--help"] for name in COMMANDS]
     code = f"""
 import sys
-from megastable.commands.root import command
+from megastable.commands.root import build_command
 for words in {asked!r}:
     try:
-        command().main(words, prog_name="megastable")
+        build_command().main(words, prog_name="megastable")
     except SystemExit as end:
         assert end.code == 0, words
     found = {HEAVY!r} & set(sys.modules)
@@ -88,7 +88,7 @@ for words in {asked!r}:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_list_says_what_the_command_itself_says(name: str) -> None:
-    assert str(load(name).help).split("\n\n")[0] == COMMANDS[name]
+    assert str(load_command(name).help).split("\n\n")[0] == COMMANDS[name]
 
 
 @pytest.mark.parametrize(("words", "command"), LEAVES, ids=[" ".join(words) for words, _ in LEAVES])

@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 
 from megastable.checkpoint import store
 from megastable.checkpoint.new_run import write_run
-from megastable.checkpoint.whole import parameters
+from megastable.checkpoint.whole import describe_parameters
 from megastable.config.tree import RunConfig
-from megastable.data.manifest import adopt
+from megastable.data.manifest import adopt_shards
 from megastable.data.shards import ShardWriter
 from megastable_tools.commands.convert import app
 from megastable_tools.convert.huggingface.tokenizer_export import real_text
@@ -47,7 +47,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with ShardWriter(corpus / "part-0", 400) as writer:
         for first in range(0, len(text), 1000):
             writer.add_document(np.array([*tokenizer.encode(text[first : first + 1000]), tokenizer.eod]))
-    adopt(corpus, tokenizer.info, validation=0.1).save(corpus)
+    adopt_shards(corpus, tokenizer.info, validation=0.1).save_manifest(corpus)
     tree = {
         "model": {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "sequence_length": 32, "vocab_size": 400},
         "data": {"corpora": [{"path": str(corpus)}]},
@@ -57,7 +57,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "base.yaml").write_text(yaml.safe_dump(tree))
     config = RunConfig.model_validate(tree)
     drawn = torch.Generator().manual_seed(0)
-    weights = {n: 0.2 * torch.randn(d.shape, generator=drawn) for n, d in parameters(config.model).items()}
+    weights = {
+        n: 0.2 * torch.randn(d.shape, generator=drawn) for n, d in describe_parameters(config.model).items()
+    }
     layout = store.LayoutState(tensor=1, pipeline=1, data=1, zero=1, precision="fp32")
     state = store.RunState(step=5, order_fingerprint="0" * 64, layout=layout)
     write_run(folder / "runs/a", config, state, lambda name, _: weights[name], optimizer=None, origin={})

@@ -14,8 +14,8 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from megastable.checkpoint.new_run import write_run
-from megastable.checkpoint.whole import parameters
-from megastable.config.recipe import load
+from megastable.checkpoint.whole import describe_parameters
+from megastable.config.recipe import load_recipe
 from megastable.config.tree import RunConfig
 from megastable_tools.commands.fp8_check import app
 from tests.checkpoint.states import state_of
@@ -45,7 +45,7 @@ def numbers(run: RunConfig) -> dict[str, Tensor]:
     random = torch.Generator().manual_seed(0)
     return {
         name: 0.1 * torch.randn(of.shape, generator=random) if len(of.shape) > 1 else torch.ones(of.shape)
-        for name, of in parameters(run.model).items()
+        for name, of in describe_parameters(run.model).items()
     }
 
 
@@ -109,7 +109,7 @@ def test_a_planted_layer_is_named_with_what_to_copy(corpus: Path, tmp_path: Path
     assert "current: keep 1 layer of 8 out of FP8" in out and "of its weight become zero" in out
     assert "every tensor, the worst first" in out
     # And it can be copied.
-    changed = load(run / "recipe.yaml", found["overrides"]).precision.fp8
+    changed = load_recipe(run / "recipe.yaml", found["overrides"]).precision.fp8
     assert changed is not None and (changed.recipe, changed.keep_first) == ("current", 0)
     assert changed.keep == ("blocks.1.mlp.down",)
 

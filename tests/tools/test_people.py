@@ -36,27 +36,29 @@ def test_a_note_is_read_where_the_run_is_told(tmp_path: Path) -> None:
     assert done.returncode == 0 and f"step 20: note by {login_name()}: {TEXT}" in done.stdout
     done = note("run", "the dip", "--step", 7, "--json", cwd=tmp_path)
     assert json.loads(done.stdout) == {"event": "note", "step": 7, "who": login_name(), "text": "the dip"}
-    first, second = run.events(Note)
+    first, second = run.iterate_events(Note)
     assert (first.step, first.text, second.step) == (20, TEXT, 7)
     seen = HistoryReader(run.journal, most_lines=9)
-    seen.look()
+    seen.look_again()
     lines, _ = select_lines(seen.history.lines, group="people")
     assert [(line.step, line.text) for line in reversed(lines)] == [
         (20, f"note by {login_name()}: {TEXT}"), (7, f"note by {login_name()}: the dip"),
     ]  # fmt: skip
     # In the record: without the name, and without words that are not megastable's own.
-    public = Note.of(public_event(first.fields, Redactor(PublicNames())))
-    assert public.who is None and public.sentence() == f"note: {TEXT}"
+    public = Note.from_fields(public_event(first.fields, Redactor(PublicNames())))
+    assert public.who is None and public.format_sentence() == f"note: {TEXT}"
 
 
 def test_a_change_and_its_effect_are_told_in_the_same_places(tmp_path: Path) -> None:
     run, told = made_run(tmp_path / "run", last=20, incidents=[]), RunLog(RunDirectory(tmp_path / "run"))
     values = {"old": {"optimizer.lr": 0.002}, "new": {"optimizer.lr": 0.001}}
-    told.emit(ChangeMade(step=11, until=15, change="123", who="ann", reason="the loss swings", **values))
-    told.emit(ChangeMeasured(step=15, change="123", steps=5, new=values["new"], loss_before=2.5, loss_after=2.25,
+    told.emit_event(
+        ChangeMade(step=11, until=15, change="123", who="ann", reason="the loss swings", **values)
+    )
+    told.emit_event(ChangeMeasured(step=15, change="123", steps=5, new=values["new"], loss_before=2.5, loss_after=2.25,
                              norm_before=1.0))  # fmt: skip
     seen = HistoryReader(run.journal, most_lines=9)
-    seen.look()
+    seen.look_again()
     lines, _ = select_lines(seen.history.lines, group="people")
     made, after = (line.text for line in reversed(lines))
     assert made == "optimizer.lr 0.002 -> 0.001 from this step on, up to step 15 by ann: the loss swings"
@@ -66,7 +68,7 @@ def test_a_change_and_its_effect_are_told_in_the_same_places(tmp_path: Path) -> 
     assert [(step, text) for step, _, text in seen.history.rates] == [(11, made)]  # marked in the plots
     public = [
         public_event(event.fields, Redactor(PublicNames()))
-        for event in run.events(ChangeMade, ChangeMeasured)
+        for event in run.iterate_events(ChangeMade, ChangeMeasured)
     ]
     assert [event.get("change") for event in public] == ["123", "123"] and "who" not in public[0]
 
@@ -76,7 +78,7 @@ def started(root: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
     monkeypatch.setattr("megastable.commands.change.PATIENCE", 0.0)
     run = RunDirectory(root)
     run.root.mkdir()
-    run.freeze(tiny(root / "corpus", root), [], {})
+    run.freeze_recipe(tiny(root / "corpus", root), [], {})
     return run
 
 

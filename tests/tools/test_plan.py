@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from megastable.config.recipe import load
+from megastable.config.recipe import load_recipe
 from megastable_tools.commands.plan import app
 
 ROOT = Path(__file__).parents[2]
@@ -48,7 +48,7 @@ def test_it_prints_memory_time_cost_and_suggestions() -> None:
     # What is printed can be said.
     for said in commands:
         if said != "the recipe unchanged":
-            load(SMALL, said.split())
+            load_recipe(SMALL, said.split())
 
 
 def test_a_bar_that_is_too_long_shows_where_the_gpu_ends() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megastable.cluster.launcher import free_port
+from megastable.cluster.launcher import find_free_port
 from megastable.commands.root import app
 from tests.patience import PATIENCE
 from tests.tools.cli import Done, call
@@ -51,7 +51,7 @@ def sshd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     program = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin")
     if program is None:
         pytest.skip("no sshd (Debian: openssh-server)")
-    folder, port = tmp_path / "ssh", free_port()
+    folder, port = tmp_path / "ssh", find_free_port()
     folder.mkdir(mode=0o700)
     for name in ("user", "host"):
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True)

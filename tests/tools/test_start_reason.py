@@ -24,7 +24,7 @@ from tests.conftest import tiny
 def started(root: Path) -> RunDirectory:
     root.mkdir()
     run = RunDirectory(root)
-    run.freeze(tiny(root / "corpus", root), [], {})
+    run.freeze_recipe(tiny(root / "corpus", root), [], {})
     return run
 
 
@@ -33,7 +33,7 @@ def changed(root: Path) -> RunConfig:
 
 
 def notes(run: RunDirectory) -> list[str | None]:
-    return [event.text for event in run.events(Note)]
+    return [event.text for event in run.iterate_events(Note)]
 
 
 def test_a_given_reason_is_journaled_if_the_recipe_has_changed(tmp_path: Path) -> None:
@@ -44,7 +44,7 @@ def test_a_given_reason_is_journaled_if_the_recipe_has_changed(tmp_path: Path) -
     assert notes(run) == []
     note_reason(changed(run.root), " the loss\nswings ")
     assert notes(run) == ["the recipe changes (optimizer.lr: 0.003 -> 0.001): the loss swings"]
-    [event] = run.events(Note)
+    [event] = run.iterate_events(Note)
     assert event.who == login_name()
     note_reason(tiny(tmp_path / "corpus", tmp_path / "new"), "a new run")
     assert not (tmp_path / "new").exists()
@@ -83,8 +83,8 @@ def test_it_is_asked_on_a_terminal_and_an_empty_one_holds_nobody_up(
     recipe = tmp_path / "changed.yaml"
     recipe.write_text(yaml.safe_dump(changed(run.root).model_dump(mode="json")))
     code = (
-        "import sys; from megastable.commands import options; from megastable.config.recipe import load; "
-        f"options.PATIENCE = {60.0 if typed else 0.2}; options.note_reason(load(sys.argv[1]), None)"
+        "import sys; from megastable.commands import options; from megastable.config.recipe import load_recipe; "
+        f"options.PATIENCE = {60.0 if typed else 0.2}; options.note_reason(load_recipe(sys.argv[1]), None)"
     )
     words = [sys.executable, "-c", SHELL, str(front), sys.executable, "-c", code, str(recipe)]
     ours, theirs = pty.openpty()

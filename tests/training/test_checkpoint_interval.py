@@ -47,8 +47,8 @@ def is_due(config: RunConfig, lasting: list[tuple[float, bool]]) -> list[bool]:
     trainer.train()
     state, checkpoints, due = trainer.state, trainer.checkpoints, list[bool]()
     for seconds, saved in lasting:
-        checkpoints.begin(state.model_copy(update={"seconds": state.seconds + seconds}), saved)
-        due.append(checkpoints.is_due(state.step, checkpoints.ballot()))
+        checkpoints.begin_training(state.model_copy(update={"seconds": state.seconds + seconds}), saved)
+        due.append(checkpoints.is_due(state.step, checkpoints.collect_ballot()))
     return due
 
 

@@ -13,7 +13,7 @@ from megastable.base.process import login_name
 from megastable.config.tree import RunConfig
 from megastable.data.corpora import open_corpora
 from megastable.data.order import BLOCK, Order
-from megastable.data.plant import Planted, plant
+from megastable.data.plant import Planted, plant_corruption
 from megastable.data.shards import Shard
 from megastable.data.skip_ledger import SampleEntry, read_ledger, sample_entries
 from megastable.run.events.data_events import SkipsAdded
@@ -51,7 +51,7 @@ def region(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Planted]:
     write_corpus(folder / "clean", tokens=9_000, ids=20)
     (folder / "clean/tokenizer.model").write_bytes(b"")  # copied along, never read
     config = three_epochs(folder / "clean", folder / "run", 90)
-    what, _ = plant(folder / "clean", folder / "bad", config, step=FIRST_BAD, samples=20)
+    what, _ = plant_corruption(folder / "clean", folder / "bad", config, step=FIRST_BAD, samples=20)
     return folder / "bad", what
 
 
@@ -69,12 +69,12 @@ def test_three_epochs_of_twenty_bad_samples_have_one_incident(
     guilty = [p for first, end in incident["positions"] for p in range(first, end)]
     planted = {p for first, end in what.positions for p in range(first, end)}
     assert incident["cause"] == "data" and planted <= set(guilty) and len(guilty) <= 21
-    bad = set(order.locate(np.array(guilty)).sequence.tolist())
+    bad = set(order.locate_samples(np.array(guilty)).sequence.tolist())
     (entry,) = read_ledger(run / "skips.jsonl")
     assert isinstance(entry, SampleEntry) and entry.documents
     # Neither these nor fewer of the others, in any of the epochs.
     trained = [p for some in positions(run).values() for p in some]
-    places = order.locate(np.arange(trained[-1] + 1))
+    places = order.locate_samples(np.arange(trained[-1] + 1))
     assert places.epoch[-1] == 3
     kept = [p for p, sequence in enumerate(places.sequence.tolist()) if sequence not in bad]
     assert trained == kept and len(trained) == BATCH * 92
@@ -84,7 +84,7 @@ def identities(config: RunConfig, given: dict[int, list[int]]) -> list[list[tupl
     """(corpus, epoch, sequence) of what every step trained on."""
     order, found = order_of(config), []
     for step in sorted(given):
-        places = order.locate(np.array(given[step]))
+        places = order.locate_samples(np.array(given[step]))
         names = [order.corpora[index].name for index in places.corpus]
         found.append(list(zip(names, places.epoch.tolist(), places.sequence.tolist(), strict=True)))
     return found
@@ -110,7 +110,7 @@ def test_samples_stay_out_when_the_blend_changes_and_when_a_corpus_goes_and_come
     lines = [
         line.model_dump_json(exclude_none=True) for line in sample_entries(order, np.array(guilty), "bad")
     ]
-    bad = {(order.corpora[p.corpus].name, p.sequence) for p in map(order.locate_one, guilty)}
+    bad = {(order.corpora[p.corpus].name, p.sequence) for p in map(order.locate_sample, guilty)}
     assert {name for name, _ in bad} == {"a", "b"}
     assert run_ranks(2, train_and_skip, first, [(6, "\n".join(lines))]) == [0, 0]
     for steps, weights in ((32, (0.3, 0.7)), (48, (0.0, 1.0)), (64, (0.6, 0.4))):
@@ -135,9 +135,9 @@ def test_of_a_span_only_its_samples_are_skipped(tmp_path: Path) -> None:
         f"fingerprint: {fingerprint}\npart-0 {number} 5:7\npart-0 {number} {LENGTH + 5}:{LENGTH + 6}\n"
     )
     done = skip_plan(history, plan, "mojibake")
-    [told] = history.run.events(SkipsAdded)
+    [told] = history.run.iterate_events(SkipsAdded)
     assert told.who == login_name() and str(told.reason).startswith("mojibake (plan plan.txt, ")
-    assert told.sentence().endswith(f"as {told.who} asked: {told.reason}")
+    assert told.format_sentence().endswith(f"as {told.who} asked: {told.reason}")
     (entry,) = read_ledger(tmp_path / "run/skips.jsonl")
     wanted = [[first + 5, first + 7], [first + LENGTH + 5, first + LENGTH + 6]]
     assert isinstance(entry, SampleEntry) and entry.tokens == wanted

@@ -50,7 +50,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for seed, name in enumerate(("big", "medium", "small", "later", "plain")):
         share = {"small": (2 * LENGTH + 1) / 20_000, "plain": 0.0}.get(name, 0.1)
         write_corpus(folder / name, 20_000, seed, share)
-    small = Manifest.load(folder / "small").tokens("validation")
+    small = Manifest.load_manifest(folder / "small").count_tokens("validation")
     assert (small - 1) // LENGTH == SMALL
     return folder
 
@@ -88,10 +88,10 @@ def plain_loss(run: Path, step: int, tokens: Any) -> float:
 
 def alone(data: Path, name: str, count: int) -> Any:
     """The first samples of a corpus that is the only one: int64 [n, L + 1]."""
-    manifest = Manifest.load(data / name)
+    manifest = Manifest.load_manifest(data / name)
     stream = Stream(data / name, manifest, "validation")
     order = Order([OrderedCorpus(name, stream.tokens, 1.0)], LENGTH, 1234)
-    return Source(order, [stream], 0).samples(np.arange(min(count, order.sequences[0])))
+    return Source(order, [stream], 0).read_samples(np.arange(min(count, order.sequences[0])))
 
 
 def opened(made: RunConfig) -> Corpora:
@@ -111,7 +111,7 @@ def test_losses_are_those_of_the_plain_model_on_the_same_samples(
     (found,) = evaluated(tmp_path / "run")
     source = opened(made).validation
     assert source is not None
-    expected = plain_loss(tmp_path / "run", STEPS, source.samples(np.arange(SAMPLES)))
+    expected = plain_loss(tmp_path / "run", STEPS, source.read_samples(np.arange(SAMPLES)))
     assert found["loss"] == pytest.approx(expected, abs=1e-6) and found["samples"] == SAMPLES
     assert {name: told["samples"] for name, told in found["corpora"].items()} == {
         "big": EACH,
@@ -148,7 +148,7 @@ def test_corpora_that_come_and_go_leave_the_samples_of_the_others_as_they_are(
     )
     source = opened(config(there, run, {"big": 0.9, "medium": 0.08}, {})).validation
     assert source is not None
-    expected = plain_loss(run, 4, source.samples(np.arange(SAMPLES)))
+    expected = plain_loss(run, 4, source.read_samples(np.arange(SAMPLES)))
     assert second["loss"] == pytest.approx(expected, abs=1e-6)
     for name, told in second["corpora"].items():
         assert told["loss"] == pytest.approx(plain_loss(run, 4, alone(there, name, EACH)), abs=1e-6)
@@ -215,7 +215,7 @@ def test_every_sample_of_a_corpus_is_computed_once(count: int, computed: int) ->
     found = corpus_samples(blend, computed, each, count)
 
     def samples(order: Order, positions: Any) -> list[tuple[str, int]]:
-        places = order.locate(np.asarray(positions))
+        places = order.locate_samples(np.asarray(positions))
         return [(order.corpora[c].name, int(s)) for c, s in zip(places.corpus, places.sequence, strict=True)]
 
     of_blend = samples(blend, np.arange(computed))
@@ -246,11 +246,11 @@ def with_sets(made: RunConfig, *given: dict[str, Any]) -> RunConfig:
 
 def of_set(folder: Path, name: str, count: int) -> Any:
     """The first samples of all the text of a folder, in the order of a corpus of that name: int64 [n, L + 1]."""
-    manifest = Manifest.load(folder)
+    manifest = Manifest.load_manifest(folder)
     whole = [segment for segments in manifest.splits.values() for segment in segments]
     stream = Stream(folder, manifest.model_copy(update={"splits": {"all": whole}}), "all")
     order = Order([OrderedCorpus(name, stream.tokens, 1.0)], LENGTH, 1234)
-    return Source(order, [stream], 0).samples(np.arange(min(count, order.sequences[0])))
+    return Source(order, [stream], 0).read_samples(np.arange(min(count, order.sequences[0])))
 
 
 @pytest.mark.quick("one")
@@ -282,9 +282,9 @@ def missing(folder: Path) -> None:
 
 
 def foreign(folder: Path) -> None:
-    manifest = Manifest.load(folder)
+    manifest = Manifest.load_manifest(folder)
     other = manifest.tokenizer.model_copy(update={"xxh3": "1" * 32})
-    manifest.model_copy(update={"tokenizer": other}).save(folder)
+    manifest.model_copy(update={"tokenizer": other}).save_manifest(folder)
 
 
 def outside(folder: Path) -> None:
@@ -331,27 +331,27 @@ def read_all(made: RunConfig) -> None:
     """As the start does."""
     held_out = opened(made).held_out
     for stream, name in held_out.shards:
-        stream.open(name).verify()
+        stream.open_shard(name).verify_shard()
     assert held_out.blend is not None
-    held_out.blend.samples(samples_in_turn(held_out.blend.order, EACH).further)
+    held_out.blend.read_samples(samples_in_turn(held_out.blend.order, EACH).further)
 
 
 def reads(made: RunConfig) -> list[str]:
     """Verify as the start does; the shards that this rank has read in full."""
     from megastable.training.startup import verify_held_out
 
-    read, verify = list[str](), Shard.verify
+    read, verify = list[str](), Shard.verify_shard
 
     def verifying(self: Shard) -> Any:
         read.append(self.name)
         return verify(self)
 
-    Shard.verify = verifying  # type: ignore[method-assign, assignment]
+    Shard.verify_shard = verifying  # type: ignore[method-assign, assignment]
     assert made.run.dir is not None
     try:
         verify_held_out(RunDirectory(made.run.dir), opened(made).held_out)
     finally:
-        Shard.verify = verify  # type: ignore[method-assign]
+        Shard.verify_shard = verify  # type: ignore[method-assign]
     return read
 
 

@@ -137,7 +137,7 @@ def test_a_process_killed_during_a_save(
     assert not events(run, "checkpoint_rejected") and not torn.exists()
     assert (folder / store.LATEST).read_text() == "step-20"
     assert identical(straight, folder / "step-20") == 6
-    assert records.read(run / "steps").num_rows == 20
+    assert records.read_newest_records(run / "steps").num_rows == 20
 
 
 @pytest.mark.slow
@@ -155,7 +155,7 @@ def test_a_full_disk_during_a_save(on_failure: str, corpus: Path, tmp_path: Path
         # All steps were trained, but the last weights are nowhere: that is no success.
         assert [code for code, _ in answers] == [errors.NO_SPACE, errors.NO_SPACE]
         assert [e["step"] for e in failed] == [15, 20, 20]  # tried once more at the end
-        assert records.read(run / "steps").num_rows == 20
+        assert records.read_newest_records(run / "steps").num_rows == 20
     else:
         assert [e["step"] for e in failed] == [15]
         for code, message in answers:
@@ -180,7 +180,7 @@ def test_a_shard_cut_off_while_training(tmp_path: Path) -> None:
     shard.write_bytes(content)
     assert run_ranks(1, train, config) == [(0, "")]
     assert [e["step"] for e in events(run, "resumed")] == [10]
-    assert records.read(run / "steps").num_rows == 20
+    assert records.read_newest_records(run / "steps").num_rows == 20
 
 
 def test_a_finished_run_is_left_alone(corpus: Path, tmp_path: Path) -> None:
@@ -233,7 +233,7 @@ def test_all_ranks_hear_of_a_part_that_one_could_not_write(corpus: Path, tmp_pat
     failed = events(run, "checkpoint_failed")
     assert [e["step"] for e in failed] == [10, 12]
     assert {e["problem"] for e in failed} == {"rank 1: ValueError: nobody foresaw this"}
-    store.verify(run / "checkpoints/step-5")
+    store.verify_checkpoint(run / "checkpoints/step-5")
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["latest", "step-5"]
 
 

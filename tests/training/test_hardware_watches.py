@@ -96,7 +96,7 @@ def clean(corpus: Path, folder: Path, layout: str, watch: str) -> dict[str, byte
     """The bytes of a run without a fault, in which nothing was found."""
     if (layout, watch) not in CLEAN:
         run = run_with(recipe(corpus, folder / "clean", layout, watch), layout, None)
-        found = run.events(
+        found = run.iterate_events(
             GradientsDoubted, IncidentEvent, MessagesDiffer, ReplayDiffers, ReplicasDiffer, StateChanged
         )
         assert not list(found)
@@ -168,7 +168,7 @@ def flip_sum(bit: int) -> None:
 
     from megastable.engine.local_gradients import LocalGradients
 
-    after, first_time, done = LocalGradients.after, FirstTime(STEP), False
+    after, first_time, done = LocalGradients.measure_after_sum, FirstTime(STEP), False
 
     def received(self: LocalGradients, parts: Any) -> None:
         nonlocal done
@@ -178,7 +178,7 @@ def flip_sum(bit: int) -> None:
             part[at : at + 1].view(torch.int32).bitwise_xor_(torch.tensor(1 << bit, dtype=torch.int64).int())
         after(self, parts)
 
-    LocalGradients.after = received  # type: ignore[method-assign,assignment]
+    LocalGradients.measure_after_sum = received  # type: ignore[method-assign,assignment]
 
 
 def flip_memory(place: str, steps: Sequence[int] = (STEP,)) -> None:
@@ -211,7 +211,7 @@ def flip_before_checkpoint() -> None:
 
     from megastable.recovery.recovery import Recovery
 
-    inspect, done = Recovery.inspect, False
+    inspect, done = Recovery.inspect_hardware, False
 
     def inspected(self: Recovery, *args: Any, **options: Any) -> Any:
         nonlocal done
@@ -220,7 +220,7 @@ def flip_before_checkpoint() -> None:
             self.engine.zero.flat_weights[0].view(-1)[7:8].view(torch.int16).bitwise_xor_(1)
         return inspect(self, *args, **options)
 
-    Recovery.inspect = inspected  # type: ignore[method-assign]
+    Recovery.inspect_hardware = inspected  # type: ignore[method-assign]
 
 
 def flip_snapshot(copied: bool) -> None:
@@ -230,7 +230,7 @@ def flip_snapshot(copied: bool) -> None:
 
     from megastable.checkpoint.snapshot import Ring
 
-    take, done = Ring.take, False
+    take, done = Ring.take_snapshot, False
 
     def taken(self: Any, step: int, *args: Any, **options: Any) -> None:
         nonlocal done
@@ -245,7 +245,7 @@ def flip_snapshot(copied: bool) -> None:
         tensor.view(-1)[7:8].view(torch.int32).bitwise_xor_(1 << 30)
         engine.zero.flat_weights[0].view(-1)[7:8].view(torch.int16).bitwise_xor_(1)
 
-    Ring.take = taken  # type: ignore[method-assign]
+    Ring.take_snapshot = taken  # type: ignore[method-assign]
     if copied:
         FirstTime(STEP, spoil)
 
@@ -342,10 +342,10 @@ def spoil_column() -> None:
 def spoil_replays(numbers: Container[int]) -> None:
     """In its replays alone, the rank's gradient of one matrix is doubled: in these of all results that it computes
     there, counted from 1."""
-    from megastable.engine.rank_checks import gradient_digest as module
+    from megastable.engine import rank_checks as module
     from megastable.hardware import recomputation
 
-    real, computed = module.gradient_digest, 0
+    real, computed = module.digest_gradient, 0
 
     def digest(engine: Any, micro_batches: Any) -> Any:
         nonlocal computed
@@ -357,7 +357,7 @@ def spoil_replays(numbers: Container[int]) -> None:
         finally:
             hook.remove()
 
-    recomputation.gradient_digest = digest  # type: ignore[attr-defined]
+    recomputation.digest_gradient = digest  # type: ignore[attr-defined]
 
 
 # One fault, found and undone
@@ -423,12 +423,12 @@ def test_watch_finds_a_fault_and_the_run_ends_with_the_bytes_of_a_clean_one(
 ) -> None:  # fmt: skip
     wanted = clean(corpus, tmp_path, layout, watch)
     run = run_with(recipe(corpus, tmp_path / "run", layout, watch), layout, fault, rank)
-    (event,) = run.events(kind)
+    (event,) = run.iterate_events(kind)
     assert {key: event[key] for key in fields} == fields
-    (first, *_) = run.events(IncidentEvent)
+    (first, *_) = run.iterate_events(IncidentEvent)
     assert first["onset"] == onset
     assert bytes_of(run) == wanted
-    rejected = [e["step"] for e in run.events(SnapshotRejected)]
+    rejected = [e["step"] for e in run.iterate_events(SnapshotRejected)]
     assert rejected == ([20] if getattr(fault, "func", None) is flip_snapshot else [])
 
 
@@ -450,25 +450,25 @@ def flips(*steps: int) -> Callable[[], None]:
 
 def test_one_fault_counts_once(corpus: Path, tmp_path: Path) -> None:
     run = run_with(recipe(corpus, tmp_path / "run", "dp2", "messages", 18), "dp2", flips(7, 13), 1)
-    assert [e["ranks"] for e in run.events(StateChanged)] == [[1], [1]]
-    assert not list(run.events(WrongCopy, HostFaulty))
+    assert [e["ranks"] for e in run.iterate_events(StateChanged)] == [[1], [1]]
+    assert not list(run.iterate_events(WrongCopy, HostFaulty))
 
 
 @pytest.mark.slow
 def test_majority_of_wrong_copies_does_not_leave_out_the_right_one(corpus: Path, tmp_path: Path) -> None:
     """As after a wrong first hop of a ring."""
     run = run_with(recipe(corpus, tmp_path / "run", "dp3", "copies", 22), "dp3", flips(7, 12, 17), 1, 2)
-    assert [e["ranks"] for e in run.events(ReplicasDiffer)] == [[0]] * 3
-    assert [e["ranks"] for e in run.events(WrongCopy)] == [[1, 2]] * 3
-    assert not list(run.events(HostFaulty))
+    assert [e["ranks"] for e in run.iterate_events(ReplicasDiffer)] == [[0]] * 3
+    assert [e["ranks"] for e in run.iterate_events(WrongCopy)] == [[1, 2]] * 3
+    assert not list(run.iterate_events(HostFaulty))
 
 
 @pytest.mark.slow
 def test_receiver_of_wrong_messages_is_not_left_out(corpus: Path, tmp_path: Path) -> None:
     fault = partial(spoil_messages, (7, 10, 13))
     run = run_with(recipe(corpus, tmp_path / "run", "pp2", "messages", 16), "pp2", fault, 0)
-    assert [e["ranks"] for e in run.events(MessagesDiffer)] == [[1]] * 3
-    assert not list(run.events(HostFaulty))
+    assert [e["ranks"] for e in run.iterate_events(MessagesDiffer)] == [[1]] * 3
+    assert not list(run.iterate_events(HostFaulty))
 
 
 @pytest.mark.slow
@@ -482,10 +482,10 @@ def test_replay_that_differs_by_chance_leaves_the_state_alone(
     """first: of its results in the second check, after two in the first one: its own samples, or another rank's."""
     fault = partial(spoil_replays, (2 + first,))
     run = run_with(recipe(corpus, tmp_path / "run", layout, "replays"), layout, fault, rank)
-    (event,) = run.events(ReplayDiffers)
+    (event,) = run.iterate_events(ReplayDiffers)
     named = [0, 1] if layout == "tp2-dp2" else [rank]  # who of a replica was wrong is not known
     assert (event["step"], event["verdict"], event["ranks"]) == (2 * EVERY, "transient", named)
-    assert not list(run.events(IncidentEvent))
+    assert not list(run.iterate_events(IncidentEvent))
     assert bytes_of(run) == clean(corpus, tmp_path, layout, "replays")
 
 
@@ -510,10 +510,12 @@ def test_rank_with_a_lasting_fault_must_leave_if_it_is_known(name: str, corpus: 
     with pytest.raises(AssertionError, match=r"HandoverError|UnstableError"):
         run_ranks(LAYOUTS[layout][0], train, config, fault, (1,))
     run = RunDirectory(tmp_path / "run")
-    events = list(run.events(kind))
+    events = list(run.iterate_events(kind))
     assert all(event["ranks"] == ranks for event in events)
     assert name == "memory" or events[-1]["verdict"] == "persistent"
-    assert [(e["ranks"], e["hosts"]) for e in run.events(HostFaulty)] == ([([1], ["host1"])] if ranks else [])
+    assert [(e["ranks"], e["hosts"]) for e in run.iterate_events(HostFaulty)] == (
+        [([1], ["host1"])] if ranks else []
+    )
 
 
 @pytest.mark.slow
@@ -523,8 +525,8 @@ def test_link_that_is_always_wrong_does_not_repeat_a_step_for_ever(corpus: Path,
     with pytest.raises(AssertionError, match=r"HandoverError|UnstableError"):
         run_ranks(2, train, config, partial(spoil_messages, ()), (0,))
     run = RunDirectory(tmp_path / "run")
-    assert len(list(run.events(MessagesDiffer))) == 3
-    assert next(run.events(IncidentEvent))["verdict"] == "corrupted"
+    assert len(list(run.iterate_events(MessagesDiffer))) == 3
+    assert next(run.iterate_events(IncidentEvent))["verdict"] == "corrupted"
 
 
 @pytest.mark.slow
@@ -532,8 +534,10 @@ def test_gradient_that_one_of_two_always_gets_wrong_calls_a_person(corpus: Path,
     """Which one is not known, and the state is good: the step is refused again and again, and the run goes on."""
     fault = partial(spoil_gradient, "scaled", True)
     run = run_with(recipe(corpus, tmp_path / "run", "dp2", "gradients"), "dp2", fault, 1)
-    assert [event["what"] for event in run.events(AlertEvent)][:1] == ["begun"]
-    assert {(e["verdict"], tuple(e["ranks"])) for e in run.events(GradientsDoubted)} == {("persistent", ())}
+    assert [event["what"] for event in run.iterate_events(AlertEvent)][:1] == ["begun"]
+    assert {(e["verdict"], tuple(e["ranks"])) for e in run.iterate_events(GradientsDoubted)} == {
+        ("persistent", ())
+    }
 
 
 @pytest.mark.slow
@@ -544,10 +548,12 @@ def test_odd_data_of_one_rank_is_not_blamed_on_hardware(tmp_path: Path) -> None:
     source = open_corpora(config.data.corpora, 32, config.run.seed).train
     batch = np.arange((STEP - 1) * 96, STEP * 96).reshape(-1, 2, 16)[:, 1].ravel()
     tokens = np.memmap(corpus / "part-0.bin", dtype=np.uint16, mode="r+")
-    for number, first in enumerate(source.order.locate(batch).first_token.tolist()):
+    for number, first in enumerate(source.order.locate_samples(batch).first_token.tolist()):
         tokens[first : first + 33] = 1 + number % 249
     tokens.flush()
     run = run_with(config, "dp2", None)
-    events = [(event["step"], event["verdict"], event["ranks"]) for event in run.events(GradientsDoubted)]
+    events = [
+        (event["step"], event["verdict"], event["ranks"]) for event in run.iterate_events(GradientsDoubted)
+    ]
     assert events == [(STEP, "data", [])]
-    assert not any(event["summary"]["cause"] == "hardware" for event in run.events(IncidentEvent))
+    assert not any(event["summary"]["cause"] == "hardware" for event in run.iterate_events(IncidentEvent))

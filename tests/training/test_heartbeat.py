@@ -20,21 +20,21 @@ from torch import distributed
 from torch.distributed import DistNetworkError, distributed_c10d
 
 from megastable.base import errors
-from megastable.base.collectives import shared
+from megastable.base.collectives import mark_collective
 from megastable.base.errors import DataError, HandoverError
 from megastable.checkpoint.store import LayoutState, RunState
 from megastable.run.directory import RunDirectory
 from megastable.run.rank_ipc import Control, LastWords, Progress, folder_of
 from megastable.training import rank_process as beats
-from megastable.training.heartbeat import Heartbeat, parting
-from megastable.training.rank_process import ENOUGH, STEPS, Beats, WorkBlocks, entered
+from megastable.training.heartbeat import Heartbeat, describe_end
+from megastable.training.rank_process import ENOUGH, STEPS, Beats, WorkBlocks, count_collectives
 from tests.patience import PATIENCE
 
 
 class Stop:
     asked = False
 
-    def ask(self) -> None:
+    def ask_to_stop(self) -> None:
         self.asked = True
 
 
@@ -76,14 +76,14 @@ def want(run: RunDirectory, **wishes: Any) -> None:
 def test_progress_is_rank_0s_from_the_start_to_the_end(run: RunDirectory) -> None:
     with heart(run) as beat:
         assert soon(lambda: read(run)).phase == "starting"
-        beat.at(state(4))
+        beat.begin_step(state(4))
         assert soon(lambda: (read(run) or beat).step == 4 and read(run)).phase == "starting"  # type: ignore[union-attr]
-        beat.stepped(state(5), loss=float("nan"), seconds=0.5)
-        beat.at(state(5))
+        beat.end_step(state(5), loss=float("nan"), seconds=0.5)
+        beat.begin_step(state(5))
         found = soon(lambda: (p := read(run)) and p.phase == "step" and p)
         assert (found.step, found.cursor, found.seconds, found.attempt) == (5, 40, 0.5, 3)
         assert found.loss != found.loss
-        beat.phase("checkpoint")
+        beat.enter_phase("checkpoint")
         soon(lambda: read(run).phase == "checkpoint")  # type: ignore[union-attr]
     assert read(run).phase == "ended"  # type: ignore[union-attr]
 
@@ -115,7 +115,7 @@ def test_a_superseded_rank_ends_itself(run: RunDirectory) -> None:
 
 
 def fail(beat: Heartbeat) -> None:
-    beat.at(state(6))
+    beat.begin_step(state(6))
     raise DataError("a shard is gone\nand more")
 
 
@@ -131,7 +131,7 @@ def test_last_words(run: RunDirectory) -> None:
 def test_what_all_ranks_know_rank_0_says(run: RunDirectory) -> None:
     for rank in (0, 1):
         with pytest.raises(HandoverError), heart(run, rank=rank):
-            raise shared(HandoverError("go back"))
+            raise mark_collective(HandoverError("go back"))
     assert [p.name for p in folder_of(run, 3).iterdir()] == ["rank-0.json"]
 
 
@@ -166,7 +166,7 @@ def test_a_rank_that_lost_another_says_so_in_a_line_and_keeps_its_traceback(
 
     with pytest.raises(type(error)) as caught:
         fails()
-    printed = parting(caught.value, rank=1, world=world)
+    printed = describe_end(caught.value, rank=1, world=world)
     assert printed.endswith("\n") and len(printed.splitlines()) >= lines
     assert ("Traceback" in printed) == (lines > 1)
     words = LastWords.model_validate(json.loads((folder_of(run, 3) / "rank-1.json").read_text()))
@@ -186,13 +186,13 @@ def test_a_group_that_has_no_name_yet_is_not_counted(alone: None) -> None:
     group = distributed.new_group([0])
     distributed.all_reduce(torch.ones(1), group=group)
     names = distributed_c10d._world.pg_names
-    before = entered()
+    before = count_collectives()
     name = names.pop(group)
     try:
-        assert entered() == {other: count for other, count in before.items() if other != name}
+        assert count_collectives() == {other: count for other, count in before.items() if other != name}
     finally:
         names[group] = name
-    assert entered() == before and before[name] == 1
+    assert count_collectives() == before and before[name] == 1
 
 
 def test_to_look_for_a_supervisor_changes_no_random_state(
@@ -208,7 +208,7 @@ def test_to_look_for_a_supervisor_changes_no_random_state(
             slept.set()
             threading.Event().wait()  # this thread ends with the process
 
-    monkeypatch.setattr(beats.Address, "read", read)
+    monkeypatch.setattr(beats.Address, "read_file", read)
     Beats(tmp_path, 1, 0, "here", 1)
     assert slept.wait(PATIENCE) and random.getstate() == before
 
@@ -217,7 +217,7 @@ def test_to_look_for_a_supervisor_changes_no_random_state(
 def test_blocks_are_of_the_same_steps_however_they_come(lost: list[int], at_once: int) -> None:
     steps = [(n, 1.0, (0.0, float(n), 0.0, 0.0)) for n in range(61) if n not in lost]
     blocks = WorkBlocks()
-    found = [b for i in range(0, len(steps), at_once) for b in blocks.add(steps[i : i + at_once])]
+    found = [b for i in range(0, len(steps), at_once) for b in blocks.add_steps(steps[i : i + at_once])]
     for block in found:
         mine = [n for n, *_ in steps if n // STEPS == block.block]
         assert len(mine) >= ENOUGH and block.own == pytest.approx(sum(mine) / len(mine), abs=1e-6)

@@ -26,7 +26,7 @@ def mistaken(config: RunConfig, steps: int, factor: float = FACTOR) -> tuple[int
 
     assert config.run.dir is not None
     fault = Fault(kind="high_rate", step=FIRST, steps=steps, factor=factor)
-    faults.install(Plan(policy=Policy.OURS, run=config.run.dir, fault=fault))
+    faults.install_fault(Plan(policy=Policy.OURS, run=config.run.dir, fault=fault))
     return train(config)
 
 
@@ -38,7 +38,7 @@ def by_hand(config: RunConfig, steps: int, since: int, cap: float, at: float) ->
 
     assert config.run.dir is not None
     fault = Fault(kind="high_rate", step=FIRST, steps=steps, factor=FACTOR)
-    faults.install(Plan(policy=Policy.OURS, run=config.run.dir, fault=fault))
+    faults.install_fault(Plan(policy=Policy.OURS, run=config.run.dir, fault=fault))
     latest = at
 
     def held(self: Recovery, updates: int, scheduled: float) -> float:
@@ -51,7 +51,7 @@ def by_hand(config: RunConfig, steps: int, since: int, cap: float, at: float) ->
         latest = scheduled
         return min(scheduled, cap * min(1.0, scheduled / at))
 
-    Recovery.rate = held  # type: ignore[method-assign]
+    Recovery.limit_rate = held  # type: ignore[method-assign]
     return train(config)
 
 
@@ -76,7 +76,7 @@ def test_a_rate_that_jumped_is_capped_without_leaving_out_a_sample(
     given = run_ranks(world, by_hand, recipe(easy, same, **parts), 1000, back["to_step"], *cap)
     assert given == [(0, "")] * world and incidents(same) == []
     assert identical(hit / f"checkpoints/step-{STEPS}", same / f"checkpoints/step-{STEPS}") >= 3
-    one, other = (records.read(run / "steps") for run in (hit, same))
+    one, other = (records.read_newest_records(run / "steps") for run in (hit, same))
     for column in ("step", "first_position", "loss", "grad_norm", "lr", "applied"):
         assert one.column(column).equals(other.column(column)), column
 
@@ -95,5 +95,5 @@ def test_a_cap_ends_when_the_schedule_comes_back_below_it(easy: Path, tmp_path: 
     assert [i["actions"] for i in incidents(run)] == [["cap_lr"]]
     (lifted,) = events(run, "rate_lifted")
     assert "the schedule is at" in lifted["reason"] and FIRST + 28 <= lifted["step"] <= FIRST + 32
-    rates = {row["step"]: row["lr"] for row in records.read(run / "steps").to_pylist()}
+    rates = {row["step"]: row["lr"] for row in records.read_newest_records(run / "steps").to_pylist()}
     assert max(rates.values()) <= 1e-2  # nothing of the a hundred times too high is left

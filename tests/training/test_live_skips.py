@@ -64,7 +64,7 @@ OUT = SkipEntry(first=9, end=10, reason="bad", corpus="nowhere").model_dump_json
 def positions(run: Path) -> dict[int, list[int]]:
     """What every step trained on, by its record."""
     found = {}
-    for row in records.read(run / "steps").to_pylist():
+    for row in records.read_newest_records(run / "steps").to_pylist():
         out = {p for a, b in zip(row["skipped"][::2], row["skipped"][1::2], strict=True) for p in range(a, b)}
         found[row["step"]] = [p for p in range(row["first_position"], row["next_position"]) if p not in out]
     return found
@@ -156,7 +156,7 @@ def test_the_detector_is_told_where_a_person_changes_the_mix(tmp_path: Path) -> 
     steps = events(tmp_path / "run", "mix_changed")[1:]
     assert [e["new"] for e in steps] == [{"a": 0.5, "b": 0.5}, {"a": 0.25, "b": 0.75}]
     first, second = (e["step"] for e in steps)
-    rows = {r["step"]: r for r in records.read(tmp_path / "run/steps").to_pylist()}
+    rows = {r["step"]: r for r in records.read_newest_records(tmp_path / "run/steps").to_pylist()}
     assert first == 11 and rows[second]["next_position"] > BLOCK >= rows[second - 1]["next_position"]
 
 

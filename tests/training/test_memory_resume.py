@@ -35,8 +35,8 @@ def train(config: RunConfig, hosts: Sequence[str], dies: bool) -> dict[str, Any]
 
     os.environ["MEMORY"] = hosts[dist.get_rank()]
     kept: list[memory_copies.MemoryCopies] = []
-    heard, begun = memory_copies.MemoryCopies.heard, list[int]()
-    begin = memory_copies.MemoryCopies.begin
+    heard, begun = memory_copies.MemoryCopies.hear_ballot, list[int]()
+    begin = memory_copies.MemoryCopies.begin_copy
 
     def dying(self: Any, sums: Any, step: int) -> None:
         kept[:] = [self]
@@ -51,7 +51,7 @@ def train(config: RunConfig, hosts: Sequence[str], dies: bool) -> dict[str, Any]
         begun.append(state.step)
         begin(self, state, pending)
 
-    memory_copies.MemoryCopies.heard, memory_copies.MemoryCopies.begin = dying, beginning  # type: ignore[method-assign]
+    memory_copies.MemoryCopies.hear_ballot, memory_copies.MemoryCopies.begin_copy = dying, beginning  # type: ignore[method-assign]
     code = train(config, Path("recipe.yaml"))
     copies = kept[0] if kept else None
     return {
@@ -88,7 +88,7 @@ def spoil_checkpoints(run: Path) -> int:
 
 
 def held(memory: str, run: Path) -> list[HeldPart]:
-    return MemoryFolder(Path(memory), run).held()
+    return MemoryFolder(Path(memory), run).list_parts()
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +109,7 @@ def test_killed_ranks_resume_from_their_hosts_memory(corpus: Path, tmp_path: Pat
     assert (resumed["step"], resumed["origin"]) == (POINT, "memory")
     assert identical(straight, run / f"checkpoints/step-{END}") == 6
     # Those after the checkpoint of step 10 were in the memory of a process that was killed.
-    assert records.read(run / "steps").column("step").to_pylist() == list(range(1, END + 1))
+    assert records.read_newest_records(run / "steps").column("step").to_pylist() == list(range(1, END + 1))
     assert not (tmp_path / "host-0").exists() or not any((tmp_path / "host-0").iterdir())  # at the end
 
 
@@ -164,7 +164,7 @@ def test_a_wrong_byte_is_found(hosts: int, corpus: Path, tmp_path: Path) -> None
     config, at = recipe(corpus, run := tmp_path / "run"), memories(tmp_path, hosts, 2)
     killed(2, config, at)
     folder = MemoryFolder(Path(at[0]), run)
-    one_byte(folder.point(folder.held()[0].key) / "rank-00000.safetensors")
+    one_byte(folder.point_folder(folder.list_parts()[0].key) / "rank-00000.safetensors")
     assert all(a["code"] == 0 for a in run_ranks(2, train, config, at, False))
     (resumed,) = events(run, "resumed")
     assert (resumed["step"], resumed["origin"]) == ((10, "checkpoint") if hosts == 1 else (POINT, "memory"))
@@ -181,7 +181,7 @@ def journal(run: Path, **event: Any) -> None:
 def convict(run: Path) -> None:
     from megastable.checkpoint import markers
 
-    markers.convict(run / "checkpoints/step-10", "bad")
+    markers.mark_bad(run / "checkpoints/step-10", "bad")
 
 
 # Everything else that makes a point outdated: tests/checkpoint/test_held_points.py.
@@ -235,12 +235,12 @@ def failing(config: RunConfig, hosts: Sequence[str], how: str) -> dict[str, Any]
         def connect(self: Any, rank: int) -> Any:
             return memory_hosts.MemoryClient("127.0.0.1", silent.getsockname()[1], self.token)
 
-        MemoryHosts.connect = connect  # type: ignore[method-assign]
+        MemoryHosts.connect_to = connect  # type: ignore[method-assign]
     else:
         from megastable.base import free_memory
 
-        memory_hosts.free_memory = type("", (), {"free": staticmethod(lambda: 0)})  # type: ignore[assignment,misc]
-        assert free_memory.free() > 0
+        memory_hosts.free_memory = type("", (), {"free_bytes": staticmethod(lambda: 0)})  # type: ignore[assignment,misc]
+        assert free_memory.free_bytes() > 0
     begin = time.monotonic()
     code = train(config, Path("recipe.yaml"))
     return {"code": code, "seconds": time.monotonic() - begin}

@@ -54,7 +54,7 @@ def at(corpus: Path, run: Path, name: str, steps: int) -> RunConfig:
 
 
 def losses(run: Path) -> list[float]:
-    return [float(value) for value in records.read(run / "steps").column("loss").to_pylist()]
+    return [float(value) for value in records.read_newest_records(run / "steps").column("loss").to_pylist()]
 
 
 @pytest.fixture(scope="module")
@@ -86,9 +86,9 @@ def test_a_run_goes_on_in_another_layout(
     before, there, back = map(WholeState, folders)
     for name in before.names:
         for kind in KINDS:
-            tensor = before.tensor(name, kind)
-            assert torch.equal(there.tensor(name, kind), tensor), (name, kind)
-            assert torch.equal(back.tensor(name, kind), tensor), (name, kind)
+            tensor = before.read_tensor(name, kind)
+            assert torch.equal(there.read_tensor(name, kind), tensor), (name, kind)
+            assert torch.equal(back.read_tensor(name, kind), tensor), (name, kind)
     for path in straight.glob("rank-*.safetensors"):
         assert path.read_bytes() == (folders[2] / path.name).read_bytes()
     # And on: the losses of the run that stayed as it was.
@@ -96,8 +96,8 @@ def test_a_run_goes_on_in_another_layout(
     after = losses(moved)
     assert len(after) == MORE
     # It is the state that was saved, by a wide margin, wherever it is loaded.
-    *_, resumed = RunDirectory(moved).events(Resumed)  # `resave` has resumed, too
-    assert not list(RunDirectory(moved).events(CheckpointRejected))
+    *_, resumed = RunDirectory(moved).iterate_events(Resumed)  # `resave` has resumed, too
+    assert not list(RunDirectory(moved).iterate_events(CheckpointRejected))
     changes = resumed["changes"]
     assert changes["sizes"] < VitalsConfig().size_change / 20, changes
     assert changes["losses"] < VitalsConfig().loss_change / 20, changes

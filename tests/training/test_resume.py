@@ -101,7 +101,7 @@ def test_resume_is_bit_for_bit(name: str, corpus: Path, tmp_path: Path) -> None:
     one, other = (json.loads((p / "state.json").read_text()) for p in (straight, stopped))
     assert one["cursor"] == other["cursor"] == END * batch and one["updates"] == other["updates"]
     assert one["fp8"] == other["fp8"] and bool(one["fp8"]) == ("delayed" in name)
-    table, again = (records.read(tmp_path / r / "steps") for r in ("straight", "stopped"))
+    table, again = (records.read_newest_records(tmp_path / r / "steps") for r in ("straight", "stopped"))
     assert table.num_rows == END
     for column in (
         "step", "first_position", "next_position", "loss", "grad_norm", "lr", "z_loss", "noise_scale", "worst_position",
@@ -114,7 +114,7 @@ def test_resume_is_bit_for_bit(name: str, corpus: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_finished_run_that_is_rolled_back_trains_the_same_steps_again(corpus: Path, tmp_path: Path) -> None:
-    from megastable_tools.convert.catalogue import accept, roll_back
+    from megastable_tools.convert.catalogue import accept_checkpoint, roll_back
 
     config = tiny(
         corpus, tmp_path / "run", train={"steps": END, "global_batch": 8, "micro_batch": 4, "eval_samples": 0},
@@ -130,10 +130,12 @@ def test_a_finished_run_that_is_rolled_back_trains_the_same_steps_again(corpus: 
     assert read_status(tmp_path / "run").state is State.FINISHED
     # Accepted after a rollback, the last one counts again: nothing is left to do.
     roll_back(folder / f"step-{STOP}", "a test")
-    accept(folder / f"rollback2-step-{END}", "it was right")
+    accept_checkpoint(folder / f"rollback2-step-{END}", "it was right")
     run_ranks(1, train, config)
     assert (folder / f"step-{END}").exists() and not list(folder.glob("rollback2-*"))
-    assert records.read(tmp_path / "run/steps").column("step").to_pylist() == [*range(1, END + 1)]
+    assert records.read_newest_records(tmp_path / "run/steps").column("step").to_pylist() == [
+        *range(1, END + 1)
+    ]
 
 
 def train_adjusted(config: RunConfig, names: list[str] | None) -> int:
@@ -144,7 +146,7 @@ def train_adjusted(config: RunConfig, names: list[str] | None) -> int:
     if names is not None:
         policy = trainer.recovery.guard.policy.state
         policy.adjusted = names
-        trainer.engine.adjustments.switch(names)
+        trainer.engine.adjustments.switch_to(names)
     code: int = trainer.train()
     return code
 
@@ -169,7 +171,7 @@ def test_what_a_remedy_has_changed_holds_also_without_stability(corpus: Path, tm
     assert identical(whole, off) == identical(whole, rehearsed) == 3
     with pytest.raises(AssertionError):
         identical(whole, plain)
-    told = [event["text"] for event in RunDirectory(tmp_path / "off").events(Warned)]
+    told = [event["text"] for event in RunDirectory(tmp_path / "off").iterate_events(Warned)]
     assert any("goes on without never_heard_of, with which a remedy" in text for text in told)
     for folder in (off, rehearsed):
         assert policy_of(store.read_state(folder)).adjusted == names
@@ -182,9 +184,9 @@ def resave(config: RunConfig, folder: Path) -> None:
 
     start = start_of(config)
     folder.mkdir(exist_ok=True, parents=True)
-    saver = Saver(folder, start.engine, config.checkpoint, config.model, start.frozen, start.lineage)
-    saver.begin(start.state)
-    saved = saver.finish()
+    saver = Saver(folder, start.engine, config.checkpoint, config.model, start.freeze_recipe, start.lineage)
+    saver.begin_save(start.state)
+    saved = saver.finish_save()
     assert saved is not None and saved.path is not None, saved
 
 
@@ -206,7 +208,7 @@ def test_another_deepspeed_file_moves_the_pieces_and_nothing_else(corpus: Path, 
     run_ranks(2, train, at("moved", END, deepspeed=str(other)))
     events = [json.loads(line) for line in (tmp_path / "moved/journal.jsonl").read_text().splitlines()]
     assert "reshaped" not in [e["event"] for e in events]  # the layout is the same
-    table, moved = (records.read(tmp_path / r / "steps") for r in ("straight", "moved"))
+    table, moved = (records.read_newest_records(tmp_path / r / "steps") for r in ("straight", "moved"))
     assert moved.column("loss").to_pylist() == pytest.approx(table.column("loss").to_pylist(), rel=3e-3)
 
 
@@ -221,7 +223,7 @@ def test_a_run_that_lost_its_summary_is_finished(corpus: Path, tmp_path: Path) -
     after = json.loads((run / "summary.json").read_text())
     assert after.pop("goodput")["wall_seconds"] > before.pop("goodput")["wall_seconds"]
     assert after == before
-    assert records.read(run / "steps").num_rows == 6
+    assert records.read_newest_records(run / "steps").num_rows == 6
 
 
 @pytest.mark.slow
@@ -235,13 +237,13 @@ def test_a_resume_that_makes_the_rate_jump_says_how_far(corpus: Path, tmp_path: 
 
     run_ranks(2, train, at(3))
     run_ranks(2, train, at(6))
-    warned = [event for event in RunDirectory(run).events(Warned) if event.sign == NEXT_UPDATE]
+    warned = [event for event in RunDirectory(run).iterate_events(Warned) if event.sign == NEXT_UPDATE]
     assert [event.step for event in warned] == [3]
     ((name, (_, new)),) = warned[0].numbers.items()
-    rates = records.read(run / "steps").column("lr").to_pylist()
+    rates = records.read_newest_records(run / "steps").column("lr").to_pylist()
     assert name == "learning rate" and new == pytest.approx(rates[3])
     text = str(warned[0].text)
     assert "6.89 times" in text and "schedule.total_steps=3" in text and "checkpoint branch" in text
     reader = HistoryReader(run / "journal.jsonl")
-    reader.look()
+    reader.look_again()
     assert [(step, text in told) for step, _, told in reader.history.rates] == [(3, True)]

@@ -20,7 +20,7 @@ from megastable.run.directory import RunDirectory
 from megastable.run.step_phases import COLUMNS
 from megastable.training import step_profiler
 from megastable.training.step_profiler import (
-    profiled,
+    profile_steps,
 )
 from tests.conftest import tiny
 from tests.distributed import run_ranks, train
@@ -36,19 +36,19 @@ def fresh() -> Iterator[None]:
 
 def step(done: int) -> None:
     """A step after so many, as the training loop does it."""
-    activity.enter("step")
-    activity.begin(done)
-    activity.enter(activity.FORWARD)
+    activity.enter_activity("step")
+    activity.begin_step(done)
+    activity.enter_activity(activity.FORWARD)
     x = torch.randn(32, 32)
     for name in (activity.BACKWARD, activity.GATE, activity.OPTIMIZER):
-        activity.enter(name)
+        activity.enter_activity(name)
         x = x @ x
-    activity.end(0.001)
+    activity.end_step(0.001)
 
 
 def run_steps(folder: Path, *done: int, rank: int = 0, said: list[str] | None = None, **profile: Any) -> None:
     config = LoggingConfig(profile=ProfileConfig(**{"start": 3, "steps": 2} | profile))
-    with profiled(config, RunDirectory(folder), rank, (said if said is not None else []).append):
+    with profile_steps(config, RunDirectory(folder), rank, (said if said is not None else []).append):
         for number in done:
             step(number)
 
@@ -113,7 +113,7 @@ def test_a_profiled_run_is_the_same_run_and_its_records_have_phases(corpus: Path
             logging={"profile": profile},
         )  # fmt: skip
         assert run_ranks(2, train, config) == [0, 0]
-        tables.append(records.read(tmp_path / name / "steps").to_pydict())
+        tables.append(records.read_newest_records(tmp_path / name / "steps").to_pydict())
     plain, traced = tables
     assert plain["step"] == [*range(1, 7)]
     for column in ("loss", "grad_norm", "worst_losses", "parameter_norm"):
@@ -160,7 +160,7 @@ def test_on_a_gpu_the_phases_are_added_when_its_events_have_passed(
         stream.done = stream.now  # when a step ends, the GPU is done with the one before it
         step(done)
         missing = dict.fromkeys(COLUMNS.values())
-        observer.steps.add(
+        observer.steps.add_records(
             observer._with_phases(record(done + 1, **missing | {"seconds": 5.0, "data_seconds": 1.0}))
         )
     rows = observer.steps.pending

@@ -218,14 +218,14 @@ class Recording:
         self.told: list[Any] = []
         self.wait, self.wrong = wait, wrong
 
-    def step(self, point: StepPoint) -> None:
+    def add_step(self, point: StepPoint) -> None:
         if self.wait is not None:
             self.wait.wait()
         if self.wrong:
             raise SystemExit("no such project")
         self.told.append(point)
 
-    validation = layers = undone = note = step
+    add_validation = add_layers = add_undone = add_note = add_step
 
     def flush(self) -> None:
         self.told.append("flush")
@@ -239,11 +239,11 @@ def test_one_that_hangs_is_given_up_with_one_warning() -> None:
     lane = Lane("x", lambda: Recording(never), said.append, 0.05, room=10)
     begin = time.monotonic()
     for n in range(1, 1000):
-        lane.put(point(n))
+        lane.put_point(point(n))
     assert time.monotonic() - begin < 1.0 and lane.dropped >= 980
-    assert until(lambda: lane.check() or lane.over)
-    lane.put(point(1))
-    lane.check()
+    assert until(lambda: lane.check_timeout() or lane.over)
+    lane.put_point(point(1))
+    lane.check_timeout()
     assert lane.failed and [line[:9] for line in said] == ["tracker x", "tracker x"]
     assert "does not keep up" in said[0] and "given up: it has not answered" in said[1]
     never.set()
@@ -262,7 +262,7 @@ def test_trackers_that_stand_still_or_are_gone_hold_up_nothing(tmp_path: Path) -
     os.kill(t._process.pid, signal.SIGSTOP)
     begin = time.perf_counter()
     for n in range(1, 5000):
-        t.step(record(n, 1.0), n)
+        t.send_step(record(n, 1.0), n)
     assert (time.perf_counter() - begin) / 5000 < 0.001
     begin = time.monotonic()
     t.close(seconds=0.3)
@@ -270,48 +270,50 @@ def test_trackers_that_stand_still_or_are_gone_hold_up_nothing(tmp_path: Path) -
     assert said[0] == "WARNING: trackers do not keep up: 100 records wait, more are dropped"
     os.kill(t._process.pid, signal.SIGKILL)
     assert until(lambda: len(said) > 1) and "the process of the trackers is gone" in said[-1]
-    t.step(record(1, 1.0), 1)
+    t.send_step(record(1, 1.0), 1)
     t.close()
 
 
 def test_steps_that_come_again_undo_those_before() -> None:
     told = ToldSteps()
-    assert [told.advance(point(n, applied=n != 4)) for n in range(1, 6)] == [None] * 5
-    undone = told.advance(point(3))
+    assert [told.add_step(point(n, applied=n != 4)) for n in range(1, 6)] == [None] * 5
+    undone = told.add_step(point(3))
     assert isinstance(undone, UndonePoint) and (undone.step, undone.last, undone.tokens) == (3, 5, 30)
     assert [p.step for p in undone.points] == [3, 5]  # 4 was refused: it did nothing
-    assert told.advance(point(4)) is None and told.advance(point(5)) is None
-    again = ToldSteps.load(json.loads(json.dumps(told.model_dump())))
+    assert told.add_step(point(4)) is None and told.add_step(point(5)) is None
+    again = ToldSteps.from_dump(json.loads(json.dumps(told.model_dump())))
     assert again.last == 5 and again.go_back(5, 1000, 0.0) is None
     later = again.go_back(3, 1000, 0.0)
     assert later is not None and [p.step for p in later.points] == [4, 5] and later.tokens == 40
-    assert [ToldSteps.load(x).last for x in (None, [], {"last": "x"}, {"last": 3, "points": [1]})] == [0] * 4
+    assert [ToldSteps.from_dump(x).last for x in (None, [], {"last": "x"}, {"last": 3, "points": [1]})] == [
+        0
+    ] * 4
 
 
 def test_every_event_becomes_a_note_once(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     log = RunLog(run)
     notes = TrackerNotes(run.journal)
-    assert list(notes.new()) == []
+    assert list(notes.read_new()) == []
     for n in (1, 2):
-        log.emit(IncidentEvent(what="opened", step=n, number=n, reason="bad", summary={"number": n}))
-    assert [(note.step, note.incident) for note in notes.new()] == [(1, 1), (2, 2)] and list(
-        notes.new()
+        log.emit_event(IncidentEvent(what="opened", step=n, number=n, reason="bad", summary={"number": n}))
+    assert [(note.step, note.incident) for note in notes.read_new()] == [(1, 1), (2, 2)] and list(
+        notes.read_new()
     ) == []
     later = TrackerNotes(run.journal, notes.read)
-    log.emit(IncidentEvent(what="closed", step=9, number=2, summary={"number": 2, "outcome": "healed"}))
-    (note,) = later.new()
+    log.emit_event(IncidentEvent(what="closed", step=9, number=2, summary={"number": 2, "outcome": "healed"}))
+    (note,) = later.read_new()
     assert (
         note.story == "**Incident 2**\n\n- step 2: opened: bad\n- step 9: closed: healed\n"
         and later.incidents == 2
     )
-    log.emit(IncidentEvent(what="attributed", number=2, cause="data", summary={"number": 2, "step": 8}))
-    assert [(note.step, note.text) for note in later.new()] == [(8, "incident 2: cause: data")]
+    log.emit_event(IncidentEvent(what="attributed", number=2, cause="data", summary={"number": 2, "step": 8}))
+    assert [(note.step, note.text) for note in later.read_new()] == [(8, "incident 2: cause: data")]
     # A person repaired it: the rest was told already.
     run.journal.write_bytes(b"\n".join(run.journal.read_bytes().splitlines()[1:]) + b"\n")
-    assert list(later.new()) == []
-    log.emit(IncidentEvent(what="opened", step=11, number=3, summary={"number": 3}))
-    assert [note.incident for note in later.new()] == [3]
+    assert list(later.read_new()) == []
+    log.emit_event(IncidentEvent(what="opened", step=11, number=3, summary={"number": 3}))
+    assert [note.incident for note in later.read_new()] == [3]
 
 
 def test_a_change_of_a_key_that_may_hold_a_secret_is_no_note(tmp_path: Path) -> None:
@@ -323,9 +325,9 @@ def test_a_change_of_a_key_that_may_hold_a_secret_is_no_note(tmp_path: Path) -> 
         "eval: None -> hunter2",
     ]
     secret += ["supervise.metrics_port: 9137 -> 9200", "supervise: None -> hunter2"]
-    log.emit(ConfigChanged(changes=[*secret, "train.steps: 10 -> 20", "eval.interval: 1 -> 2"]))
-    log.emit(ConfigChanged(changes=secret))
-    assert [note.text for note in notes.new()] == [
+    log.emit_event(ConfigChanged(changes=[*secret, "train.steps: 10 -> 20", "eval.interval: 1 -> 2"]))
+    log.emit_event(ConfigChanged(changes=secret))
+    assert [note.text for note in notes.read_new()] == [
         "recipe changed: train.steps: 10 -> 20; eval.interval: 1 -> 2"
     ]
 
@@ -345,11 +347,11 @@ def test_how_a_run_ended(tmp_path: Path, before: list[str], after: list[str], st
     for name in before:
         note(run, name, steps=1)
     told = TrackerNotes(run.journal)
-    list(told.new())
+    list(told.read_new())
     later = TrackerNotes(run.journal, told.read)
     for name in after:
         note(run, name, steps=1)
-    list(later.new())
+    list(later.read_new())
     assert later.status == status
 
 
@@ -368,10 +370,10 @@ class Told:
     def __init__(self) -> None:
         self.points: list[Point] = []
 
-    def put(self, point: Point) -> None:
+    def put_point(self, point: Point) -> None:
         self.points.append(point)
 
-    def check(self) -> None: ...
+    def check_timeout(self) -> None: ...
 
     def close(self, status: str) -> None:
         self.over = True
@@ -396,15 +398,15 @@ def test_steps_that_a_killed_job_told_are_undone_before_they_come_again(tmp_path
     """It kept nothing of them: everything was killed at once, within seconds of its start."""
     first, told = relay(tmp_path, 0)
     for number in range(1, 9):
-        first.tell(step(number))
+        first.pass_point(step(number))
     assert undone(told) == []
     second, told = relay(tmp_path, 5)
-    second.tell(step(6))
+    second.pass_point(step(6))
     assert undone(told) == [(6, 51)] and isinstance(told.points[-1], StepPoint)
     assert second.close(1.0)
     # One that has ended in order has told what it kept, and nothing else.
     third, told = relay(tmp_path, 6)
-    third.tell(step(7))
+    third.pass_point(step(7))
     assert undone(told) == []
 
 
@@ -421,7 +423,7 @@ def test_a_line_that_a_full_disk_has_cut_is_removed_by_the_next_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tracker = jsonl(tmp_path)
-    tracker.step(step(1))
+    tracker.add_step(step(1))
     tracker.flush()
     whole = lines(tmp_path)
 
@@ -438,12 +440,12 @@ def test_a_line_that_a_full_disk_has_cut_is_removed_by_the_next_process(
             return written
 
     monkeypatch.setattr(tracker, "_file", Full(tracker._file))
-    tracker.step(step(2))
+    tracker.add_step(step(2))
     with pytest.raises(OSError, match="No space"):
         tracker.flush()
     assert not (tmp_path / "trackers/records.jsonl").read_text().endswith("\n")
     again = jsonl(tmp_path)
-    again.step(step(2))
+    again.add_step(step(2))
     again.close("finished")
     assert [row["record"] for row in lines(tmp_path)] == ["run", "step", "run", "step"]
     assert lines(tmp_path)[:2] == whole

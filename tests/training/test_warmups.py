@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megastable.config.tree import RunConfig
-from megastable.data.plant import Planted, plant
+from megastable.data.plant import Planted, plant_corruption
 from megastable.run import records
 from megastable.run.directory import RunDirectory
 from megastable.run.events.data_events import BatchChanged, LengthChanged
@@ -61,7 +61,7 @@ def at(
 
 
 def told(run: Path, *columns: str) -> dict[str, list[Any]]:
-    table = records.read(run / "steps")
+    table = records.read_newest_records(run / "steps")
     return {name: table.column(name).to_pylist() for name in columns}
 
 
@@ -99,8 +99,14 @@ def test_a_resume_inside_of_both_is_bit_for_bit(name: str, corpus: Path, tmp_pat
         summary = json.loads((run / "summary.json").read_text())
         assert summary["tokens"] == CURSORS[-1] * LENGTH and summary["incidents"] == []
         events = RunDirectory(run)
-        assert [(e.step, e.old, e.new) for e in events.events(BatchChanged)] == [(5, 4, 8), (7, 8, 12)]
-        assert [(e.step, e.old, e.new) for e in events.events(LengthChanged)] == [(3, 8, 16), (7, 16, 32)]
+        assert [(e.step, e.old, e.new) for e in events.iterate_events(BatchChanged)] == [
+            (5, 4, 8),
+            (7, 8, 12),
+        ]
+        assert [(e.step, e.old, e.new) for e in events.iterate_events(LengthChanged)] == [
+            (3, 8, 16),
+            (7, 16, 32),
+        ]
     state = json.loads((stopped / "state.json").read_text())
     assert state["trained_tokens"] == state["tokens"] == CURSORS[-1] * LENGTH
 
@@ -108,8 +114,8 @@ def test_a_resume_inside_of_both_is_bit_for_bit(name: str, corpus: Path, tmp_pat
 def test_a_refused_update_does_not_move_a_schedule_by_tokens() -> None:
     after = {"cursor": 8, "tokens": 128, "seconds": 1.0, "loss": 3.0, "mix": {}, "batch": 8, "piece": 16}
     state = state_of(step=0, updates=0, cursor=0, tokens=0, trained_tokens=0)
-    refused = state.after(**after, applied=False)
-    applied = refused.after(**after | {"batch": 4, "tokens": 64}, applied=True)
+    refused = state.after_step(**after, applied=False)
+    applied = refused.after_step(**after | {"batch": 4, "tokens": 64}, applied=True)
     assert (refused.trained_tokens, refused.tokens, refused.updates) == (0, 128, 0)
     assert (applied.trained_tokens, applied.tokens, applied.updates) == (64, 192, 1)
 
@@ -135,7 +141,7 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Planted]:
     write_corpus(folder / "clean", ids=20)
     (folder / "clean/tokenizer.model").write_bytes(b"")  # copied along, never read
     config = recipe(folder / "clean", folder / "run", train={**GROWING, "micro_batch": 2})
-    what, _ = plant(folder / "clean", folder / "bad", config, step=31, samples=20)
+    what, _ = plant_corruption(folder / "clean", folder / "bad", config, step=31, samples=20)
     assert WHOLE <= what.positions[0][0] < WHOLE + 8
     return folder / "bad", what
 
@@ -158,7 +164,7 @@ def test_a_rewind_over_the_ends_of_both_is_exact(
     assert incident["cause"] == "data" and incident["outcome"] == "healed"
     assert [tuple(r) for r in incident["positions"]] == what.positions
     events = RunDirectory(tmp_path / "hit")
-    grown = [(e.step, e.old, e.new) for e in events.events(BatchChanged)]
+    grown = [(e.step, e.old, e.new) for e in events.iterate_events(BatchChanged)]
     assert grown == [(31, 4, 8)] * 2  # the second time after the rewind
     assert identical(tmp_path / "hit/checkpoints/step-50", tmp_path / "told/checkpoints/step-50") >= 3
     assert told(tmp_path / "hit", *COLUMNS, *MEASURED) == told(tmp_path / "told", *COLUMNS, *MEASURED)

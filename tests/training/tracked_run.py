@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from megastable.base.durable import hold
+from megastable.base.durable import lock_file
 from megastable.config.tree import RunConfig
 from megastable.run.directory import RunDirectory
 from megastable.run.events.event import Event
@@ -43,7 +43,7 @@ def record(step: int, loss: float, applied: bool = True) -> StepRecord:
 def steps(losses: dict[int, float], applied: bool = True) -> Told:
     def tell(tracking: Tracking, log: RunLog) -> None:
         for step, loss in losses.items():
-            tracking.step(record(step, loss, applied), step * TOKENS)
+            tracking.send_step(record(step, loss, applied), step * TOKENS)
 
     return tell
 
@@ -53,16 +53,16 @@ def layers(step: int) -> Told:
         LayerRecord(step, BEGAN + step, f"blocks.{i}", activation_max=1.0 + i, gradient_rms=10.0 ** -(i + 3))
         for i in range(4)
     ]
-    return lambda tracking, log: tracking.layers(rows)
+    return lambda tracking, log: tracking.send_layers(rows)
 
 
 def validation(step: int, loss: float) -> Told:
     values = {"validation/loss": loss, "validation/of/a b": loss + 1}
-    return lambda tracking, log: tracking.validation(step, step * TOKENS, values)
+    return lambda tracking, log: tracking.send_validation(step, step * TOKENS, values)
 
 
 def event(event: Event) -> Told:
-    return lambda tracking, log: log.emit(event)
+    return lambda tracking, log: log.emit_event(event)
 
 
 def between(first: int, last: int) -> dict[int, float]:
@@ -119,4 +119,4 @@ def all_told(root: Path) -> None:
     """Wait for the process of a run's trackers: it may need longer than the training has waited for it."""
     lock = root / "trackers/.lock"
     assert until(lock.exists, PATIENCE)
-    assert hold(lock, PATIENCE) is not None
+    assert lock_file(lock, PATIENCE) is not None

@@ -54,7 +54,7 @@ def test_it_finds_the_scale_that_gradients_were_made_with(ranks: int) -> None:
         noise = random.normal(size=(ranks, 4000)) * spread / np.sqrt(samples)
         pair = estimate_noise(rows(true + noise), samples)
         assert pair is not None
-        found.add(*pair)
+        found.add_estimates(*pair)
     assert found.samples == pytest.approx(wanted, rel=0.1)
 
 
@@ -94,15 +94,15 @@ def measured_rank(c: RunConfig, world: int) -> list[tuple[float, float]]:
     from megastable.run.log import RunLog
     from megastable.warnings.noise_scale import NoiseScaleWatch
 
-    layout = Layout(c.parallel.tensor, c.parallel.pipeline, deepspeed_json.data_parallel(c, world), 1)
+    layout = Layout(c.parallel.tensor, c.parallel.pipeline, deepspeed_json.size_of_data_parallel(c, world), 1)
     topology = Topology(layout, dist.get_rank(), timeout=PATIENCE)
-    engine = Engine(c, deepspeed_json.build(c, world), topology)
+    engine = Engine(c, deepspeed_json.build_deepspeed_json(c, world), topology)
     watch = NoiseScaleWatch(c, engine, RunLog(RunDirectory(Path()), print, active=False))
     found = []
     for step, batch in enumerate(batches(batch=c.train.global_batch)):
-        measured = engine.measure(mine(batch, topology, c.train.micro_batch))
+        measured = engine.measure_step(mine(batch, topology, c.train.micro_batch))
         watch.state = NoiseScale()
-        watch.after(measured, step + 1, True)
+        watch.observe_step(measured, step + 1, True)
         assert read_columns(measured.gradients)
         share = 1 - noise_scale.DECAY
         found.append((watch.state.noise / share, watch.state.signal / share))
@@ -151,7 +151,7 @@ def far_off(batch: int, scales: list[float]) -> list[int]:
     """The updates after which it was told, with these scales of single updates."""
     state, told = NoiseScale(), []
     for update, scale in enumerate(scales, 1):
-        state.add(scale, 1.0)
+        state.add_estimates(scale, 1.0)
         if state.is_far_off(batch):
             told.append(update)
     return told

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megastable.config.stability import SignsConfig
 from megastable.run.events.training_events import Warned
-from megastable.warnings.signs import SHORTEST, Signs, due, find_peak, halves
+from megastable.warnings.signs import SHORTEST, Signs, find_comparison, find_halves, find_peak
 
 CONFIG = SignsConfig()
 WIDTH = 256  # sqrt(width) / 2 is 8
@@ -47,7 +47,7 @@ def names(found: list[Warned]) -> list[str]:
     ],
 )
 def test_update_sign_is_of_one_that_changes_much(step: int, ratio: float, width: int, told: bool) -> None:
-    found = Signs(CONFIG, width).measured(step, {"update_ratio": ratio}, {})
+    found = Signs(CONFIG, width).judge_statistics(step, {"update_ratio": ratio}, {})
     assert names(found) == ["update"] * told
     assert all("schedule.warmup_steps" in sign.text and f"step {step}" in sign.text for sign in found)
 
@@ -75,14 +75,14 @@ def test_looks_are_compared_with_the_first(
 ) -> None:
     signs = Signs(CONFIG, WIDTH)
     assert (
-        signs.measured(1, {}, look(rms=first), undisturbed=False) == []
+        signs.judge_statistics(1, {}, look(rms=first), undisturbed=False) == []
     )  # a first one counts though it overflowed
-    found = signs.measured(20, {}, later)
+    found = signs.judge_statistics(20, {}, later)
     assert names(found) == told
     assert all("blocks.1" in sign.text for sign in found)
     narrow = Signs(CONFIG, CONFIG.narrowest - 1)
-    narrow.measured(1, {}, look(rms=first))
-    assert "activations" not in names(narrow.measured(20, {}, later))
+    narrow.judge_statistics(1, {}, look(rms=first))
+    assert "activations" not in names(narrow.judge_statistics(20, {}, later))
 
 
 # RMS by block after the steps 1, 20, 50 and 100 of the quickstart, as recorded: it grows 46 times, and is healthy.
@@ -98,7 +98,7 @@ def test_quickstart_is_silent() -> None:
     signs = Signs(CONFIG, WIDTH)
     for step, column in QUICKSTART.items():
         rows = {f"blocks.{i}": {"activation_rms": rms} for i, rms in enumerate(column)}
-        assert signs.measured(step, {}, rows) == []
+        assert signs.judge_statistics(step, {}, rows) == []
 
 
 @pytest.mark.parametrize(
@@ -109,9 +109,12 @@ def test_only_regular_looks_at_an_undisturbed_start_are_judged(
 ) -> None:
     """The second refused update of a spike is looked into, too; what it shows is the spike."""
     signs = Signs(CONFIG, WIDTH)
-    signs.measured(1, {}, look())
-    assert len(signs.measured(step, {"update_ratio": 1.0}, look(rms=LARGE, entropy=0.1), undisturbed)) == told
-    assert len(signs.measured(50, {"update_ratio": 1.0}, look(rms=LARGE, entropy=0.1))) == 3 - told
+    signs.judge_statistics(1, {}, look())
+    assert (
+        len(signs.judge_statistics(step, {"update_ratio": 1.0}, look(rms=LARGE, entropy=0.1), undisturbed))
+        == told
+    )
+    assert len(signs.judge_statistics(50, {"update_ratio": 1.0}, look(rms=LARGE, entropy=0.1))) == 3 - told
 
 
 @pytest.mark.parametrize(
@@ -127,9 +130,9 @@ def test_only_regular_looks_at_an_undisturbed_start_are_judged(
 )
 def test_unigram_sign_is_of_a_loss_near_that_entropy(losses: list[float], told: bool) -> None:
     signs = Signs(CONFIG, WIDTH)
-    found = signs.unigram(20, losses, 6.0, 0.26)
+    found = signs.judge_unigram(20, losses, 6.0, 0.26)
     assert names(found) == ["unigram"] * told and restored(signs.state_dict()).state.compared
-    assert Signs(CONFIG, WIDTH).unigram(20, losses, math.nan, 0.26) == []
+    assert Signs(CONFIG, WIDTH).judge_unigram(20, losses, math.nan, 0.26) == []
 
 
 def warmed(length: int, steps: int) -> list[float]:
@@ -137,25 +140,29 @@ def warmed(length: int, steps: int) -> list[float]:
 
 
 def test_signs_are_judged_when_the_rates_say() -> None:
-    assert due([0.01] * 100, CONFIG)[0] == 25
-    assert due([0.1] * 100, CONFIG)[0] == CONFIG.updates  # the latest losses would be the first ones
-    assert due([0.001] * 100, CONFIG)[0] == due([], CONFIG)[0] == 0
+    assert find_comparison([0.01] * 100, CONFIG)[0] == 25
+    assert (
+        find_comparison([0.1] * 100, CONFIG)[0] == CONFIG.updates
+    )  # the latest losses would be the first ones
+    assert find_comparison([0.001] * 100, CONFIG)[0] == find_comparison([], CONFIG)[0] == 0
     assert find_peak(warmed(60, 200)) == 60
     assert find_peak(warmed(SHORTEST - 1, 200)) == find_peak(warmed(60, 60)) == find_peak([]) == 0
-    assert halves([1e-3] * 500, 0, CONFIG) == (100, CONFIG.slow_updates)
-    assert halves([1e-3] * 500, 150, CONFIG) == (150, 300)
+    assert find_halves([1e-3] * 500, 0, CONFIG) == (100, CONFIG.slow_updates)
+    assert find_halves([1e-3] * 500, 150, CONFIG) == (150, 300)
     for rates, peak in (([1e-3] * 199, 0), ([1e-3] * 500, 251), ([], 0)):
-        assert halves(rates, peak, CONFIG) == (0, 0)
+        assert find_halves(rates, peak, CONFIG) == (0, 0)
     rising = [n * 1e-5 for n in range(1, 501)]
-    half, end = halves(rising, 0, CONFIG)
+    half, end = find_halves(rising, 0, CONFIG)
     assert end == 200 and sum(rising[: half - 1]) < sum(rising[:end]) / 2 <= sum(rising[:half])
     off = SignsConfig(norms=(), looks=())
-    peak = [step for step in range(200) if Signs(off, 128, 60).measures(step)]
+    peak = [step for step in range(200) if Signs(off, 128, 60).needs_norms(step)]
     assert peak == [58, 59, 60, 88, 89, 90]
-    assert not any(Signs(off, WIDTH).measures(step) or Signs(off, WIDTH).looks(step) for step in range(200))
+    assert not any(
+        Signs(off, WIDTH).needs_norms(step) or Signs(off, WIDTH).is_look(step) for step in range(200)
+    )
     on = Signs(CONFIG, WIDTH)
-    assert [step for step in range(200) if on.looks(step)] == [1, 20, 50, 100]
-    assert [step for step in range(200) if on.measures(step)] == [1, 2, 5, 10, 20, 50, 100]
+    assert [step for step in range(200) if on.is_look(step)] == [1, 20, 50, 100]
+    assert [step for step in range(200) if on.needs_norms(step)] == [1, 2, 5, 10, 20, 50, 100]
 
 
 # Ratio of update to weight at the end of a warm-up of 60 steps, and half of it later, as recorded: medians of three
@@ -175,9 +182,9 @@ def test_peak_sign_is_of_updates_that_stay_as_large_after_the_warmup(name: str) 
     for refused in (0, 59):  # of a peak with a refused update nothing is known
         signs, found = Signs(CONFIG, 128, 60), list[Warned]()
         for step in range(1, 100):
-            if signs.measures(step) and step != refused:
+            if signs.needs_norms(step) and step != refused:
                 ratio = peak if step <= 60 else later
-                found += signs.measured(step, {"update_ratio": ratio if step > 50 else 0.001}, {})
+                found += signs.judge_statistics(step, {"update_ratio": ratio if step > 50 else 0.001}, {})
                 signs = signs if step != 59 else restored(signs.state_dict(), 128, 60)
         assert names(found) == (told if not refused else [])
         assert all("ended at step 60" in sign.text and "weight_decay" in sign.text for sign in found)
@@ -201,9 +208,11 @@ def test_slow_sign_is_of_a_loss_that_falls_in_proportion_to_the_sum_of_rates(nam
     begin, half, end, entropy, told = LEARNING[name]
     signs = Signs(CONFIG, 128)
     signs.state.losses = {"begin": begin, "half": half}
-    found = signs.learns(200, 200, [9.0] * 10 + [end] * 10, lambda: entropy)
+    found = signs.judge_learning(200, 200, [9.0] * 10 + [end] * 10, lambda: entropy)
     assert names(found) == told and "end" in signs.state.losses
-    assert Signs(CONFIG, 128).learns(200, 200, [end] * 10, lambda: entropy) == []  # not recorded before
+    assert (
+        Signs(CONFIG, 128).judge_learning(200, 200, [end] * 10, lambda: entropy) == []
+    )  # not recorded before
 
 
 numbers = st.floats(allow_nan=True, allow_infinity=True)
@@ -227,8 +236,8 @@ def test_sign_is_told_once_whatever_comes_and_whenever_the_process_is_another(
     for number, call in enumerate(calls):
         if number == cut:  # by way of a checkpoint
             parted = restored(parted.state_dict())
-        one += names(whole.measured(*call))
-        other += names(parted.measured(*call))
+        one += names(whole.judge_statistics(*call))
+        other += names(parted.judge_statistics(*call))
     assert one == other and len(one) == len(set(one))
 
 
@@ -239,5 +248,5 @@ def test_leave_rates_ends_signs_that_the_rates_of_the_recipe_judge() -> None:
     for keys in ({"optimizer.lr"}, {"schedule.floor", "optimizer.lr"}):
         signs.leave_rates(keys)
         assert sorted(signs.state.told) == ["peak", "slow", "unigram"]
-    assert signs.unigram(20, [7.0] * 10, 6.0, 0.26) == []
-    assert names(signs.measured(1, {"update_ratio": 1.0}, {})) == ["update"]
+    assert signs.judge_unigram(20, [7.0] * 10, 6.0, 0.26) == []
+    assert names(signs.judge_statistics(1, {"update_ratio": 1.0}, {})) == ["update"]

@@ -54,14 +54,14 @@ def train(config: RunConfig, gain: float = 1.0) -> tuple[dict[str, Any], dict[st
     at the end, and at which steps there was a look."""
     trainer = trainer_of(config)
     engine, real, watches = trainer.engine, trainer.engine.train_step, trainer.recovery.watches
-    measured, looks = watches.trends.measured, list[int]()
+    measured, looks = watches.trends.judge_look, list[int]()
 
     def train_step(*args: Any, **options: Any) -> Any:
         if trainer.state.step + 1 >= FAULT and gain != 1:
             flat = engine.flat_state()
             for f in flat.fragments:
                 if f.name.endswith(("q_norm.weight", "k_norm.weight")):
-                    flat.piece(f, "weight").mul_(gain)
+                    flat.view_piece(f, "weight").mul_(gain)
             engine.refresh_weights()
         return real(*args, **options)
 
@@ -69,19 +69,22 @@ def train(config: RunConfig, gain: float = 1.0) -> tuple[dict[str, Any], dict[st
         looks.append(step)
         return measured(step, rate, rows)
 
-    engine.train_step, watches.trends.measured = train_step, look
+    engine.train_step, watches.trends.judge_look = train_step, look
     assert trainer.train() in (0, 75)
     return watches.trends.state_dict(), watches.signs.state_dict(), looks
 
 
 def trends_of(run: Path) -> list[dict[str, Any]]:
     """All that was told of trends, without the time."""
-    return [{k: v for k, v in e.fields.items() if k != "time"} for e in RunDirectory(run).events(TrendEvent)]
+    return [
+        {k: v for k, v in e.fields.items() if k != "time"}
+        for e in RunDirectory(run).iterate_events(TrendEvent)
+    ]
 
 
 def signs_of(run: Path) -> tuple[list[str], list[str]]:
     """Signs that were measured, and keys of the recipe that were warned of before the first step."""
-    events = [e for e in RunDirectory(run).events(Warned) if "sign" in e]
+    events = [e for e in RunDirectory(run).iterate_events(Warned) if "sign" in e]
     hints = [e["text"].partition("=")[0] for e in events if e["sign"] == "recipe"]
     return [e["sign"] for e in events if e["sign"] != "recipe"], hints
 
@@ -113,7 +116,7 @@ def test_warnings_are_silent_in_a_healthy_run_and_measure_nothing_where_they_are
     ((trends, signs, looks),) = run_ranks(1, train, config)
     assert trends_of(run) == [] == signs_of(run)[0] and trends["series"] and min(looks) > 5
     assert signs["activation"] and signs["entropy"]
-    steps = records.read(run / "steps").to_pylist()
+    steps = records.read_newest_records(run / "steps").to_pylist()
     measured = [row["step"] for row in steps if row["update_ratio"] is not None]
     assert measured == [1, 2, 5, 10, 15, 20]  # 5, 10, 15 and 20 in any case
     assert [row["step"] for row in steps if row["attention_entropy"] is not None] == [1, 20]
@@ -162,7 +165,7 @@ def test_warnings_forget_what_a_rewind_has_undone(tmp_path: Path) -> None:
     parts = {"model": {"layers": 2}, "optimizer": {"lr": 1e-3}, "stability": stability}
     (end,) = run_ranks(1, spoil, faulty(tmp_path / "corpus", tmp_path / "run", **parts), "weights", [32])
     run = RunDirectory(tmp_path / "run")
-    incidents = list(run.events(IncidentEvent))
+    incidents = list(run.iterate_events(IncidentEvent))
     (back,) = [event["to_step"] for event in incidents if event["what"] == "rewound"]
     assert end["code"] == 0 and back == 30
     # Step 33 is a look of the configuration, and the second refused update: the residual stream has grown a lot there.
@@ -181,7 +184,7 @@ def test_trends_begin_again_with_another_sequence_length(corpus: Path, tmp_path:
     """Samples of 16 tokens in the first half, of 32 in the second."""
     warmup = {"sequence_warmup": {"start": 16, "tokens": 20 * 8 * 32}, "eval_interval": 5, "eval_samples": 8}
     ((state, _, looks),) = run_ranks(1, train, recipe(corpus, tmp_path / "run", train=warmup))
-    changed = max(e.step for e in RunDirectory(tmp_path / "run").events(LengthChanged))
+    changed = max(e.step for e in RunDirectory(tmp_path / "run").iterate_events(LengthChanged))
     assert 10 < changed < 30
     assert state["series"]["entropy blocks.0"]["steps"] == [step for step in looks if step >= changed][-16:]
     assert min(state["series"]["added blocks.0"]["steps"]) < changed

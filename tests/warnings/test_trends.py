@@ -55,7 +55,7 @@ def run(
         if change is not None and look >= fault:
             change(rows, look - fault + 1)
         step = CONFIG.start + look * CONFIG.interval
-        found += [(look, trend) for trend in judge.measured(step, RATE, rows)]
+        found += [(look, trend) for trend in judge.judge_look(step, RATE, rows)]
     return found
 
 
@@ -181,7 +181,7 @@ def test_signal_of_small_updates_needs_an_optimizer_with_updates_like_adams() ->
     judge, small = Trends(CONFIG, WIDTH), FAULTS["small"][0]
     for look in range(1, 20):
         small(rows := healthy(look), look)
-        assert judge.measured(100 + 25 * look, None, rows) == []
+        assert judge.judge_look(100 + 25 * look, None, rows) == []
 
 
 def test_signal_stands_until_the_last_of_its_places_is_over() -> None:
@@ -205,7 +205,7 @@ def of_logits(value: Callable[[int], float], noise: float, seed: int) -> list[tu
     for step in range(125, 2025, 25):
         if value(step) < 1e4:
             logit = value(step) * math.exp(noise * random.gauss(0, 1))
-            found += [(step, t) for t in judge.measured(step, None, {"blocks.0": {"logit": logit}})]
+            found += [(step, t) for t in judge.judge_look(step, None, {"blocks.0": {"logit": logit}})]
     return found
 
 
@@ -269,18 +269,18 @@ def test_trends_go_on_over_a_resume_or_a_rewind_bit_for_bit(at: int, name: str, 
         rows_at.append(healthy(look))
         if look >= 20:
             change(rows_at[-1], look - 19)
-        told += whole.measured(100 + 25 * look, RATE, rows_at[-1])
+        told += whole.judge_look(100 + 25 * look, RATE, rows_at[-1])
     for look in range(1, at + 1):
-        again += judge.measured(100 + 25 * look, RATE, rows_at[look - 1])
+        again += judge.judge_look(100 + 25 * look, RATE, rows_at[look - 1])
     saved = judge.state_dict()
     if rewound:  # after steps that are undone
         for look in range(at + 1, 41):
-            judge.measured(100 + 25 * look, RATE, rows_at[0])
+            judge.judge_look(100 + 25 * look, RATE, rows_at[0])
         judge.rewound(100 + 25 * at, saved)
     else:
         judge = restored(saved)
     for look in range(at + 1, 41):
-        again += judge.measured(100 + 25 * look, RATE, rows_at[look - 1])
+        again += judge.judge_look(100 + 25 * look, RATE, rows_at[look - 1])
     assert again == told and judge.state == whole.state
 
 
@@ -291,7 +291,7 @@ def evaluated(judge: Trends, losses: list[tuple[float, float]], first: int = 1) 
     return [
         trend
         for n, (validation, training) in enumerate(losses, first)
-        for trend in judge.evaluated(100 * n, validation, [training] * 5)
+        for trend in judge.judge_evaluation(100 * n, validation, [training] * 5)
     ]
 
 
@@ -340,7 +340,7 @@ SIGMA, START = 0.05, 300
 
 def judge_losses(losses: Floats) -> list[TrendEvent]:
     trends = Trends(TrendsConfig(), 64)
-    return [event for step, loss in enumerate(losses, 1) for event in trends.trained(step, float(loss))]
+    return [event for step, loss in enumerate(losses, 1) for event in trends.judge_loss(step, float(loss))]
 
 
 def swinging(period: int, amplitude: float, seed: int, periods: float = 3.0) -> Floats:
@@ -364,7 +364,7 @@ def test_swing_is_over_after_three_periods_without_also_in_the_next_process() ->
     assert [event["what"] for event in told] == ["warned", "over"]
     trends, again = Trends(TrendsConfig(), 64), list[TrendEvent]()
     for step, loss in enumerate(losses, 1):
-        again += trends.trained(step, float(loss))
+        again += trends.judge_loss(step, float(loss))
         if step % 100 == 0:
             trends = restored(trends.state_dict())
     assert [e.fields for e in again] == [e.fields for e in told]

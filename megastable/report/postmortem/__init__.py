@@ -49,7 +49,7 @@ def write_incidents(run: Path, again: int | None = None, *, public: PublicView |
         try:
             incident_case = Gatherer(run_facts, number)
             known_evidence = None if number == again else _known(incident_folder, incident_case.inputs)
-            evidence = known_evidence or incident_case.gather()
+            evidence = known_evidence or incident_case.gather_evidence()
             file_contents = {} if known_evidence else _render(evidence, run)
         except Exception as error:  # whatever is wrong with it: the others are still reported
             log.exception("incident %d", number)
@@ -59,7 +59,7 @@ def write_incidents(run: Path, again: int | None = None, *, public: PublicView |
         if file_contents and _kept(incident_folder, file_contents, refused):
             written.append(incident_folder)
     if told:
-        _kept(run / "incidents", {"index.html": pages.index(told).encode()}, refused)
+        _kept(run / "incidents", {"index.html": pages.render_index(told).encode()}, refused)
     if refused:
         raise DataError(
             f"{'; '.join(refused[:5])}. Nothing is lost, the facts are in the run directory; once that is mended, run "
@@ -71,13 +71,13 @@ def write_incidents(run: Path, again: int | None = None, *, public: PublicView |
 def incidents_of(run: Path) -> Iterator[Evidence]:
     """The facts of every incident, in order. Raises DataError for a journal that cannot be read."""
     run_facts = _open(run)
-    return (Gatherer(run_facts, incident_number).gather() for incident_number in run_facts.incidents)
+    return (Gatherer(run_facts, incident_number).gather_evidence() for incident_number in run_facts.incidents)
 
 
 def costs_of(run: Path) -> dict[int, Cost]:
     """The cost of every incident, by number. Raises DataError for a journal that cannot be read."""
     run_facts = _open(run)
-    return {number: Gatherer(run_facts, number).cost() for number in run_facts.incidents}
+    return {number: Gatherer(run_facts, number).gather_cost() for number in run_facts.incidents}
 
 
 def _open(run: Path, public: PublicView | None = None) -> Run:
@@ -101,15 +101,15 @@ def _render(e: Evidence, run: Path) -> dict[str, bytes]:
     drawn_pictures = _pictures(e)
     file_contents = dict(drawn_pictures)
     if e.samples:
-        file_contents["samples.txt"] = pages.samples(e).encode()
+        file_contents["samples.txt"] = pages.render_samples(e).encode()
     if e.incident.documents:
-        file_contents["documents.csv"] = pages.documents(e).encode()
+        file_contents["documents.csv"] = pages.render_documents(e).encode()
     if e.layers is not None:
-        file_contents["layers.csv"] = pages.layers(e.layers).encode()
-    file_contents |= {log_entry.file: facts.copy(run, log_entry) for log_entry in e.logs}
+        file_contents["layers.csv"] = pages.render_layers(e.layers).encode()
+    file_contents |= {log_entry.file: facts.copy_log(run, log_entry) for log_entry in e.logs}
     file_names = ["report.html", "postmortem.md", *file_contents, EVIDENCE]
-    file_contents["postmortem.md"] = pages.postmortem(e, file_names).encode()
-    file_contents["report.html"] = pages.report(e, drawn_pictures, file_names).encode()
+    file_contents["postmortem.md"] = pages.render_postmortem(e, file_names).encode()
+    file_contents["report.html"] = pages.render_report(e, drawn_pictures, file_names).encode()
     file_contents[EVIDENCE] = (as_json(e.model_dump(mode="json"), indent=1) + "\n").encode()
     return file_contents
 
@@ -133,16 +133,14 @@ def _pictures(e: Evidence) -> dict[str, bytes]:
     drawn: dict[str, bytes] = {}
     try:
         if e.passes:
-            drawn["plot.png"] = pictures.steps_picture(e)
+            drawn["plot.png"] = pictures.draw_steps(e)
         for number, region in enumerate(e.regions, 1):
             if region.probes:
-                drawn[name_picture("region", number)] = pictures.region_picture(
-                    region, e.run.global_batch or 1
-                )
+                drawn[name_picture("region", number)] = pictures.draw_region(region, e.run.global_batch or 1)
         for number, branch_trial in enumerate(e.trials, 1):
             drawn[name_picture("branches", number)] = pictures.branches_picture(branch_trial, e.passes)
         if e.tokens is not None:
-            drawn["tokens.png"] = pictures.tokens_picture(e.tokens)
+            drawn["tokens.png"] = pictures.draw_tokens(e.tokens)
     except Exception as error:  # a missing font, a broken cache: the text still counts
         log.warning("incident %d: no picture: %s", e.incident.number, error)
     return drawn

@@ -25,7 +25,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 @app.command(epilog=EXAMPLES)
 @user_errors()
-def postmortem(
+def run_postmortem(
     run: Annotated[Path, typer.Argument(help="The directory of a run")],
     number: Annotated[
         int | None, typer.Argument(help="One incident, written again though nothing changed")

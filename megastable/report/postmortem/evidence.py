@@ -19,8 +19,8 @@ import pyarrow as pa
 from pydantic import BaseModel, ValidationError
 
 from megastable.base.errors import ConfigError, DataError
-from megastable.base.text import visible
-from megastable.config.recipe import find, load
+from megastable.base.text import make_visible
+from megastable.config.recipe import find_recipe, load_recipe
 from megastable.config.tree import RunConfig
 from megastable.data.blends import read_blends
 from megastable.data.order import LAST_POSITION
@@ -40,9 +40,9 @@ from megastable.report.postmortem.facts import (
     StepRow,
     SuspectFacts,
     TrackerLink,
+    build_timeline,
+    collect_logs,
     find_trackers,
-    logs,
-    timeline,
 )
 from megastable.report.postmortem.journal import Journal, named_when, summary_of
 from megastable.report.postmortem.sample_texts import SHOWN, PublicView, SampleSource, SampleText, Tokens
@@ -53,7 +53,7 @@ from megastable.run.events.supervisor_events import Ended, Hang, Launched, Super
 from megastable.run.events.training_events import CheckpointRejected, Training
 from megastable.run.record_files import RecordFile, list_files, read_files
 from megastable.run.records import LAYER_SCHEMA, SCHEMA
-from megastable_guard.robust import trend
+from megastable_guard.robust import fit_trend
 
 
 class RecordFolder:
@@ -62,14 +62,16 @@ class RecordFolder:
     def __init__(self, path: Path, kind: pa.Schema) -> None:
         self.path, self.kind = path, kind
 
-    def files(self, first: int, last: int) -> list[RecordFile]:
+    def list_between(self, first: int, last: int) -> list[RecordFile]:
         """Files that may hold steps of [first, last], in the order of writing."""
         try:
             return _choose_between(list_files(self.path), first, last)
         except OSError:
             return []
 
-    def rows(self, first: int, last: int, columns: Sequence[str]) -> tuple[list[dict[str, Any]], list[str]]:
+    def read_rows(
+        self, first: int, last: int, columns: Sequence[str]
+    ) -> tuple[list[dict[str, Any]], list[str]]:
         """Records of the steps [first, last] as {column: value}, in the order of time; and the damaged files."""
         wanted_schema = pa.schema([self.kind.field(name) for name in columns])
         found_rows, file_problems = list[dict[str, Any]](), list[str]()
@@ -90,7 +92,7 @@ def _choose_between(files: list[RecordFile], first: int, last: int) -> list[Reco
     return [record_file for record_file in files if record_file.low <= last and record_file.high >= first]
 
 
-def passes(steps: Sequence[StepRow]) -> list[list[StepRow]]:
+def split_passes(steps: Sequence[StepRow]) -> list[list[StepRow]]:
     """`steps`, in the order of their times, split at each rewind: no part is empty. A run that rewinds repeats steps:
     the first pass shows what went wrong, the last how it went on."""
     run_passes: list[list[StepRow]] = []
@@ -101,8 +103,10 @@ def passes(steps: Sequence[StepRow]) -> list[list[StepRow]]:
     return run_passes
 
 
-def cost_of(i: IncidentFacts, run: RunFacts, rows: Sequence[StepRow], silent: float, down: float) -> Cost:
-    """rows: the steps around the incident; silent, down: its `outage`."""
+def compute_cost(
+    i: IncidentFacts, run: RunFacts, rows: Sequence[StepRow], silent: float, down: float
+) -> Cost:
+    """rows: the steps around the incident; silent, down: its `measure_outage`."""
     known_seconds = [step_row.seconds for step_row in rows if step_row.seconds]
     usual_seconds = statistics.median(known_seconds) if known_seconds else None
     redone_seconds, spent = i.steps_lost * (usual_seconds or 0.0), i.seconds
@@ -119,13 +123,13 @@ def cost_of(i: IncidentFacts, run: RunFacts, rows: Sequence[StepRow], silent: fl
     )  # fmt: skip
 
 
-def outage(journal: Journal, begin: int, end: int, breakdown: bool) -> tuple[float, float]:
+def measure_outage(journal: Journal, begin: int, end: int, breakdown: bool) -> tuple[float, float]:
     """Seconds of the processes that an incident ended, which lies between two lines of the journal: from the last
     progress of each until its end was noticed, and from then to the first step, or the end, of the next."""
     end_kinds = (Ended, Hang) if breakdown else (Handover,)
     journal_events = journal.events
     silent_seconds, down, since, again = 0.0, 0.0, 0.0, False
-    for event_index in journal.turns(begin):
+    for event_index in journal.list_turns(begin):
         event = journal_events[event_index]
         again = again or isinstance(event, Launched)
         outage_over = isinstance(event, Training) or (again and isinstance(event, Ended))
@@ -168,11 +172,11 @@ class Run:
         self.config: RunConfig | None = None
         self.recipe, self.ledger = b"", Ledger([])
         try:
-            self.config, self.recipe = load(self.directory.recipe), self.directory.recipe.read_bytes()
+            self.config, self.recipe = load_recipe(self.directory.recipe), self.directory.recipe.read_bytes()
         except (ConfigError, OSError) as error:
             self.problems.append(f"the recipe: {error}")
         try:
-            self.ledger = Ledger.read(self.directory.skips)
+            self.ledger = Ledger.read_ledger(self.directory.skips)
         except DataError as error:
             self.problems.append(f"the skip ledger: {error}")
         self.steps = RecordFolder(self.directory.steps, SCHEMA)
@@ -228,21 +232,22 @@ class Gatherer:
         Without the corpora: once they are gone, what was written about them is worth keeping.
         """
         input_paths = [
-            self.run.layers.path / layer_file.name for layer_file in self.run.layers.files(*self._looks())
+            self.run.layers.path / layer_file.name
+            for layer_file in self.run.layers.list_between(*self._looks())
         ]
         input_paths += [self.run.directory.root / path for path in self.incident.evidence]
         file_sizes = [f"{path.name}:{_size(path)}" for path in input_paths]
         # Not the files of the steps, which are compacted.
-        step_times = self.run.steps.rows(*self._window(), ("step", "time"))
+        step_times = self.run.steps.read_rows(*self._window(), ("step", "time"))
         made = hashlib.sha256(self.run.recipe)
-        for event in self.journal.events[self.journal.nearby(self.begin, self.end)]:
+        for event in self.journal.events[self.journal.find_nearby(self.begin, self.end)]:
             made.update(repr(event.fields).encode())
         later = [event.fields for event in self.journal.later[self.incident.number]]
         run = self.run.problems, self.run.trackers
         made.update(repr((VERSION, self._outage, self.skipped, step_times, file_sizes, run, later)).encode())
         return made.hexdigest()
 
-    def gather(self) -> Evidence:
+    def gather_evidence(self) -> Evidence:
         """All of it. Never raises, bugs aside."""
         i, run = self.incident, self.run
         rows = self._try("the step records", self._rows, list[StepRow]())
@@ -254,19 +259,19 @@ class Gatherer:
             samples = self._try("the texts", lambda: self._samples(losses), [])
         if i.guilty and samples:
             tokens = self._try("the tokens", self._tokens, None)
-        if samples and (problem := run.samples.library().problem):
+        if samples and (problem := run.samples.open_library().problem):
             self.problems.append(problem)
-        found, problems = logs(run.directory.root, run.directory.logs.name, i.evidence)
+        found, problems = collect_logs(run.directory.root, run.directory.logs.name, i.evidence)
         self.problems += problems
         facts = self._facts(rows)
         return Evidence(
             inputs=self.inputs, run=facts, incident=i, cost=self._cost(facts, rows), back_to=self._back_to(),
             healed_at=self._closed_at() if i.outcome == "healed" else None,
             later=self._try("what came later", self._later, []), trackers=self.run.trackers,
-            timeline=timeline(self.journal.events[self.journal.nearby(self.begin, self.end)], i.number),
+            timeline=build_timeline(self.journal.events[self.journal.find_nearby(self.begin, self.end)], i.number),
             suspects=suspects, regions=self._regions(), trials=self._try("tokens of a trial", self._named_trials,
             self.trials), skipped=self.skipped,
-            passes=passes(rows), layers=self._try("the layers", lambda: self._layers(rows), None),
+            passes=split_passes(rows), layers=self._try("the layers", lambda: self._layers(rows), None),
             samples=samples, tokens=tokens, logs=found, problems=self._told_problems(),
         )  # fmt: skip
 
@@ -279,18 +284,22 @@ class Gatherer:
 
     def _samples(self, losses: dict[int, float]) -> list[SampleText]:
         found = list[SampleText]()
-        others = Skips.of(self.incident.shown).gaps()
+        others = Skips.from_ranges(self.incident.shown).gaps()
         for event_time, skipped_ranges, deferred in named_when(self.own):
-            ranges = Skips.of(skipped_ranges if self.incident.positions else deferred).minus(others).ranges
-            found += self.run.samples.library(event_time).samples(ranges, losses) if ranges else []
+            ranges = (
+                Skips.from_ranges(skipped_ranges if self.incident.positions else deferred)
+                .minus(others)
+                .ranges
+            )
+            found += self.run.samples.open_library(event_time).read_samples(ranges, losses) if ranges else []
         found = sorted(found, key=lambda sample: sample.position)[:SHOWN]
-        return found if self.run.public is None else list(map(self.run.public.sample, found))
+        return found if self.run.public is None else list(map(self.run.public.hide_names, found))
 
     def _named_trials(self) -> list[TrialFacts]:
         """With the texts of their tokens."""
         if not self.run.shows_texts or not any(trial.tokens for trial in self.trials):
             return self.trials
-        decode_text = self.run.samples.library().text
+        decode_text = self.run.samples.open_library().decode_ids
         return [
             trial.model_copy(update={"texts": [decode_text([token]) for token in trial.tokens]})
             for trial in self.trials
@@ -299,10 +308,10 @@ class Gatherer:
     def _tokens(self) -> Tokens:
         # Convicted samples stay in place, whatever is deferred later.
         source = self.run.samples
-        library = source.library(max(time for time, skipped, _ in named_when(self.own) if skipped))
-        return library.tokens(self.incident.guilty, source.selection(library))
+        library = source.open_library(max(time for time, skipped, _ in named_when(self.own) if skipped))
+        return library.compare_tokens(self.incident.guilty, source.select_usable(library))
 
-    def cost(self) -> Cost:
+    def gather_cost(self) -> Cost:
         """The cost alone."""
         step_rows = self._try("the step records", self._rows, list[StepRow]())
         return self._cost(self._facts(step_rows), step_rows)
@@ -310,11 +319,11 @@ class Gatherer:
     # From the journal
 
     def _cost(self, run: RunFacts, rows: Sequence[StepRow]) -> Cost:
-        return cost_of(self.incident, run, rows, *self._outage)
+        return compute_cost(self.incident, run, rows, *self._outage)
 
     @property
     def _outage(self) -> tuple[float, float]:
-        return outage(self.journal, self.begin, self.end, bool(self.incident.breakdown))
+        return measure_outage(self.journal, self.begin, self.end, bool(self.incident.breakdown))
 
     def _suspects(self) -> list[SuspectFacts]:
         told = [event["suspects"] for event in self.own if isinstance(event.get("suspects"), list)]
@@ -368,7 +377,9 @@ class Gatherer:
         if not told:
             return []
         onset, wanted_columns = self.incident.onset, ("step", "time", "loss", "applied")
-        step_rows, file_problems = self.run.steps.rows(max(1, onset - LONG_BEFORE), onset - 1, wanted_columns)
+        step_rows, file_problems = self.run.steps.read_rows(
+            max(1, onset - LONG_BEFORE), onset - 1, wanted_columns
+        )
         self.problems += file_problems
         before = {
             row["step"]: row["loss"] for row in step_rows if row["applied"] and math.isfinite(row["loss"])
@@ -391,7 +402,7 @@ class Gatherer:
 
     def _rows(self) -> list[StepRow]:
         first, last_step = self._window()
-        rows, file_problems = self.run.steps.rows(first, last_step, COLUMNS)
+        rows, file_problems = self.run.steps.read_rows(first, last_step, COLUMNS)
         self.problems += file_problems
         known_steps = {(row["step"], row["first_position"]) for row in rows}
         for step in range(first, last_step + 1):
@@ -407,7 +418,7 @@ class Gatherer:
 
     def _layers(self, rows: Sequence[StepRow]) -> Layers | None:
         layer_columns = [field.name for field in LAYER_SCHEMA]
-        layer_rows, file_problems = self.run.layers.rows(*self._looks(), layer_columns)
+        layer_rows, file_problems = self.run.layers.read_rows(*self._looks(), layer_columns)
         self.problems += file_problems
         opened_time = self.own[0]["time"]
         onset_times = [
@@ -449,11 +460,11 @@ class Gatherer:
 
     def _facts(self, rows: Sequence[StepRow]) -> RunFacts:
         c, root = self.config, self.run.directory.root
-        name, world = root.resolve().name, self.journal.world(self.begin)
+        name, world = root.resolve().name, self.journal.find_world(self.begin)
         if c is None:
             return RunFacts(name=name, directory=str(root), world=world, public=self.run.public is not None)
         onset = [step_row.first_position for step_row in rows if step_row.step == self.incident.onset]
-        global_batch = c.batches.at(onset[-1]) if onset else c.train.global_batch
+        global_batch = c.batches.value_at(onset[-1]) if onset else c.train.global_batch
         return RunFacts(
             name=name, directory=str(root), world=world, steps=c.train.steps, global_batch=global_batch,
             sequence_length=c.model.sequence_length, lr=c.optimizer.lr,
@@ -466,7 +477,7 @@ class Gatherer:
         """The planted faults, and how much of them this incident found."""
         planted_texts = []
         for corpus in self.config.data.corpora if self.config and self.incident.positions else []:
-            planted = read_planted(find(corpus.path))
+            planted = read_planted(find_recipe(corpus.path))
             if planted is None:
                 continue
             found_exactly = self.incident.guilty == planted.positions
@@ -493,7 +504,7 @@ class Gatherer:
             except ValidationError as error:
                 for field_name in {str(error_detail["loc"][0]) for error_detail in error.errors()}:
                     dropped_field = f"{what}: {field_name}={remaining_fields.pop(field_name, None)!r}"
-                    self.problems.append(f"{visible(dropped_field, 200)} is not understood")
+                    self.problems.append(f"{make_visible(dropped_field, 200)} is not understood")
 
 
 def expect_loss(before: Mapping[int, float], onset: int, step: int) -> dict[str, float]:
@@ -516,7 +527,7 @@ def expect_loss(before: Mapping[int, float], onset: int, step: int) -> dict[str,
         return {}
     newer = steps[len(steps) // 2 :]
     found, checked = (
-        trend(chosen, [before[at] for at in chosen], step, floor=0.0, full=len(chosen))
+        fit_trend(chosen, [before[at] for at in chosen], step, floor=0.0, full=len(chosen))
         for chosen in (steps, newer)
     )
     if abs(found.level - checked.level) > max(SAME, found.scale):

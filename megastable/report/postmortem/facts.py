@@ -19,14 +19,14 @@ from urllib.parse import quote, urlsplit, urlunsplit
 
 from pydantic import BaseModel, ConfigDict, field_validator, model_validator
 
-from megastable.base.text import plural, ranges
+from megastable.base.text import count_noun, show_ranges
 from megastable.data.order import LAST_POSITION
 from megastable.data.skip_ledger import AnyEntry
 from megastable.data.skips import ranges_of
 from megastable.data.source import Document
 from megastable.report.postmortem.sample_texts import Facts, SampleText, Tokens
 from megastable.report.postmortem.trial_facts import TrialFacts
-from megastable.report.safe import log_text
+from megastable.report.safe import clean_log
 from megastable.run.directory import TrackerMemory
 from megastable.run.events.event import Event
 from megastable.run.events.stability_events import IncidentEvent
@@ -49,13 +49,13 @@ class TimelineEntry(Facts):
         return datetime.fromtimestamp(self.time, UTC).strftime("%Y-%m-%d %H:%M:%S")
 
 
-def timeline(events: Sequence[Event], number: int) -> list[TimelineEntry]:
+def build_timeline(events: Sequence[Event], number: int) -> list[TimelineEntry]:
     """Events of incident `number` and around it."""
     timeline_entries = [_entry(event, number) for event in events]
     if len(timeline_entries) <= TIMELINE_LINES:
         return timeline_entries
     half_lines = TIMELINE_LINES // 2
-    more_events = plural(len(timeline_entries) - 2 * half_lines, "more event")
+    more_events = count_noun(len(timeline_entries) - 2 * half_lines, "more event")
     gap_entry = TimelineEntry(time=timeline_entries[half_lines].time, step=None, text=more_events, own=False)
     return [*timeline_entries[:half_lines], gap_entry, *timeline_entries[-half_lines:]]
 
@@ -64,7 +64,7 @@ def _entry(event: Event, number: int) -> TimelineEntry:
     step = event.get("step")
     return TimelineEntry(
         time=event["time"], step=step if type(step) is int else None,
-        text=event.sentence() or event.event.replace("_", " "),
+        text=event.format_sentence() or event.event.replace("_", " "),
         own=isinstance(event, IncidentEvent) and event.get("number") == number,
     )  # fmt: skip
 
@@ -141,7 +141,7 @@ class Log(Facts):
     tail: str
 
 
-def logs(root: Path, folder: str, paths: Iterable[str]) -> tuple[list[Log], list[str]]:
+def collect_logs(root: Path, folder: str, paths: Iterable[str]) -> tuple[list[Log], list[str]]:
     """Those of `paths` that are to be shown, and what could not be read: whole logs, then last words, causes before
     consequences, then stacks. Equal ones are shown once, for all their ranks.
 
@@ -158,7 +158,7 @@ def logs(root: Path, folder: str, paths: Iterable[str]) -> tuple[list[Log], list
             why_unread = (error.strerror or error) if isinstance(error, OSError) else error
             unread_logs.append(f"{path}: {why_unread}")
             continue
-        log_lines, named = log_text(end_bytes), _RANK.fullmatch(Path(path).name)
+        log_lines, named = clean_log(end_bytes), _RANK.fullmatch(Path(path).name)
         parts = Path(path).parts
         copy_name = "-".join(("log", *(parts[1:] if parts[0] == folder else parts)))
         tail_lines = "\n".join(log_lines.rstrip("\n").splitlines()[-TAIL:])[-WIDEST:]
@@ -178,7 +178,7 @@ def logs(root: Path, folder: str, paths: Iterable[str]) -> tuple[list[Log], list
         alike.setdefault(content_key, (log, []))[1].extend([] if rank_number is None else [rank_number])
     shown = [log.model_copy(update={"ranks": _ranks(rank_numbers)}) for log, rank_numbers in alike.values()]
     if len(shown) > MOST_LOGS:
-        unread_logs.append(f"{plural(len(shown) - MOST_LOGS, 'more log')}, all different, are not shown")
+        unread_logs.append(f"{count_noun(len(shown) - MOST_LOGS, 'more log')}, all different, are not shown")
     return shown[:MOST_LOGS], unread_logs
 
 
@@ -191,9 +191,9 @@ def _said(text: str) -> tuple[float, Any]:
     return last_words.time, (re.sub(r"\d+", "", last_words.error), last_words.where)
 
 
-def copy(root: Path, log: Log) -> bytes:
+def copy_log(root: Path, log: Log) -> bytes:
     """The content of `log.file`. Raises OSError and ValueError if it is gone."""
-    return log_text(_end(root, log.source)[1]).encode()
+    return clean_log(_end(root, log.source)[1]).encode()
 
 
 def _end(root: Path, path: str) -> tuple[int, bytes]:
@@ -212,7 +212,7 @@ def _end(root: Path, path: str) -> tuple[int, bytes]:
 def _ranks(numbers: Sequence[int]) -> str:
     if not numbers:
         return ""
-    return ("rank " if len(numbers) == 1 else "ranks ") + ranges(ranges_of(numbers))
+    return ("rank " if len(numbers) == 1 else "ranks ") + show_ranges(ranges_of(numbers))
 
 
 VERSION = 9  # of the derived files: a change rewrites all incidents

@@ -9,11 +9,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from megastable.base.text import plural
+from megastable.base.text import count_noun
 from megastable.data.order import LAST_POSITION
 from megastable.data.skips import Range, Skips
 from megastable.run.directory import RunDirectory
-from megastable.run.events.event import Event, pairs, tree
+from megastable.run.events.event import Event, read_pairs, read_tree
 from megastable.run.events.reading import read_events
 from megastable.run.events.stability_events import Discarded, Handover, IncidentEvent, IncidentLater
 from megastable.run.events.supervisor_events import Ended, Hang, Launched, SupervisorEvent
@@ -47,12 +47,12 @@ class Journal:
                 else:
                     odd += 1
         self.problems = (
-            [f"{run.journal.name}: {plural(odd, 'line')} left out: no event in JSON"] if odd else []
+            [f"{run.journal.name}: {count_noun(odd, 'line')} left out: no event in JSON"] if odd else []
         )
 
     def _add(self, event: Event) -> None:
         event_index, step = len(self.events), event.get("step")
-        self.events.append(event.without("policy"))
+        self.events.append(event.drop_field("policy"))
         if isinstance(event, TURNS):
             self._turns.append(event_index)
         elif isinstance(event, Discarded) and isinstance(step, int):
@@ -62,21 +62,21 @@ class Journal:
         elif isinstance(event, IncidentEvent) and (incident_number := number_of(event)) is not None:
             self.own[incident_number].append(event_index)
 
-    def turns(self, at: int) -> list[int]:
+    def list_turns(self, at: int) -> list[int]:
         """Indexes of events where processes began or ended, after their last start before events[at]."""
         first_turn = bisect_left(self._turns, at)
         while first_turn > 0 and not isinstance(self.events[self._turns[first_turn - 1]], STARTS):
             first_turn -= 1
         return self._turns[first_turn:]
 
-    def world(self, at: int) -> int | None:
+    def find_world(self, at: int) -> int | None:
         """Number of ranks at events[at]."""
         for turn_index in range(bisect_left(self._turns, at) - 1, -1, -1):
             if type(world_size := self.events[self._turns[turn_index]].get("world")) is int:
                 return world_size
         return None
 
-    def nearby(self, begin: int, end: int) -> slice:
+    def find_nearby(self, begin: int, end: int) -> slice:
         """From the last mark before events[begin] to the first after events[end], marks included."""
         first, last = begin, end
         while first > max(0, begin - EARLIER) and (
@@ -103,7 +103,7 @@ def uncollected() -> Iterator[None]:
 
 def summary_of(event: Event) -> dict[str, Any]:
     """The incident's summary in an event."""
-    return tree(event.get("summary"))
+    return read_tree(event.get("summary"))
 
 
 def number_of(event: Event) -> int | None:
@@ -122,10 +122,10 @@ def named_when(told: Sequence[Event]) -> list[tuple[float, list[Range], list[Ran
     """The positions that each of an incident's events, in order, adds to those skipped and deferred: (time, skipped,
     deferred). They refer to the data order of that time, before the event's own deferrals."""
     named_positions = list[tuple[float, list[Range], list[Range]]]()
-    known_skips, put_off = Skips.of([]), Counter[Range]()
+    known_skips, put_off = Skips.from_ranges([]), Counter[Range]()
     for event_number, event in enumerate(told):
         summary = summary_of(event)
-        skipped = Skips.of(_ranges(summary.get("positions")))
+        skipped = Skips.from_ranges(_ranges(summary.get("positions")))
         deferred = Counter(_ranges(summary.get("deferred")))
         new_ranges = skipped.minus(known_skips).ranges, sorted((deferred - put_off).elements())
         if any(new_ranges):
@@ -136,4 +136,6 @@ def named_when(told: Sequence[Event]) -> list[tuple[float, list[Range], list[Ran
 
 def _ranges(given: object) -> list[Range]:
     """The ranges of an event, whatever it holds."""
-    return [(a, end_position) for a, end_position in pairs(given) if 0 <= a < end_position <= LAST_POSITION]
+    return [
+        (a, end_position) for a, end_position in read_pairs(given) if 0 <= a < end_position <= LAST_POSITION
+    ]

@@ -16,11 +16,11 @@ from urllib.parse import quote
 from jinja2 import Environment
 from markupsafe import Markup, escape
 
-from megastable.base.text import duration, plural, ranges, visible
+from megastable.base.text import count_noun, make_visible, show_duration, show_ranges
 from megastable.report import safe
 from megastable.report.postmortem import sentences
 from megastable.report.postmortem.facts import Evidence, Layers, LayerValue
-from megastable.report.postmortem.sample_texts import DocumentText, SampleText, count
+from megastable.report.postmortem.sample_texts import DocumentText, SampleText, count_positions
 from megastable.report.postmortem.trial_facts import EXPLANATION, BranchFacts
 
 ON_PAGE = 5  # samples shown on the page
@@ -47,7 +47,7 @@ class Raw(str):
     """Text of Markdown that is escaped already."""
 
 
-def report(e: Evidence, pictures: Mapping[str, bytes], files: Sequence[str]) -> str:
+def render_report(e: Evidence, pictures: Mapping[str, bytes], files: Sequence[str]) -> str:
     """report.html: a self-contained page. pictures: PNG by file name; files: that exist."""
     data = {
         picture_name: Markup("data:image/png;base64,") + base64.b64encode(png).decode()
@@ -55,12 +55,12 @@ def report(e: Evidence, pictures: Mapping[str, bytes], files: Sequence[str]) -> 
     }
     return _html().get_template("report.html.jinja").render(
         **_facts(e), pictures=data, files=_files(files), mood=_mood(e.incident.outcome), shown=e.samples[:ON_PAGE],
-        figures=sentences.figures(e), most_documents=DOCUMENTS, changed=changed(e), place=_place,
+        figures=sentences.list_figures(e), most_documents=DOCUMENTS, changed=list_changed(e), place=_place,
         scientific=_scientific,
     )  # fmt: skip
 
 
-def postmortem(e: Evidence, files: Sequence[str]) -> str:
+def render_postmortem(e: Evidence, files: Sequence[str]) -> str:
     """postmortem.md."""
     example_text = "".join(text_piece.text for text_piece in e.samples[0].pieces)[:600] if e.samples else ""
     template = _markdown().get_template("postmortem.md.jinja")
@@ -70,44 +70,44 @@ def postmortem(e: Evidence, files: Sequence[str]) -> str:
         has_plot="plot.png" in files,
         drawn=files,
         example=example_text,
-        duration=duration,
+        duration=show_duration,
     )
 
 
-def index(cases: Sequence[Evidence]) -> str:
+def render_index(cases: Sequence[Evidence]) -> str:
     """index.html of a run's incidents, at least one."""
     lost_steps, opened = sum(e.cost.steps for e in cases), sum(e.incident.outcome != "healed" for e in cases)
-    told = f"{plural(len(cases), 'incident')}, {plural(lost_steps, 'step')} lost"
+    told = f"{count_noun(len(cases), 'incident')}, {count_noun(lost_steps, 'step')} lost"
     told += f"; {opened} not proven to be over." if opened else "; all of them are over."
     return _html().get_template("index.html.jinja").render(
-        run=cases[-1].run, cases=cases, headline=told, mood=_mood, story=sentences.headline
+        run=cases[-1].run, cases=cases, headline=told, mood=_mood, story=sentences.write_headline
     )  # fmt: skip
 
 
-def samples(e: Evidence) -> str:
+def render_samples(e: Evidence) -> str:
     """samples.txt: every text whole, indented, so that none can pass for a heading."""
     i = e.incident
-    sample_count, sample_kind = count(i.shown), sentences.what_of(i).capitalize()
+    sample_count, sample_kind = count_positions(i.shown), sentences.what_of(i).capitalize()
     first = f"{sample_kind} samples of incident {i.number}: {len(e.samples)} of {sample_count:,}. "
     first += "Characters that do not show are escaped."
     return "\n".join([first, *(line for sample_text in e.samples for line in _sample(sample_text))]) + "\n"
 
 
 def _sample(sample: SampleText) -> Iterable[str]:
-    loss = "" if sample.loss is None else f", loss {sentences.number(sample.loss)} on the good state"
-    yield from ("", f"== position {sample.position}, corpus {visible(sample.corpus)}{loss}")
+    loss = "" if sample.loss is None else f", loss {sentences.format_number(sample.loss)} on the good state"
+    yield from ("", f"== position {sample.position}, corpus {make_visible(sample.corpus)}{loss}")
     for text_piece in sample.pieces:
-        yield f"-- {visible(_place(text_piece))}" + ("" if text_piece.ends else " (goes on)")
-        yield from (f"    {text_line}" for text_line in safe.block(text_piece.text).split("\n"))
+        yield f"-- {make_visible(_place(text_piece))}" + ("" if text_piece.ends else " (goes on)")
+        yield from (f"    {text_line}" for text_line in safe.show_block(text_piece.text).split("\n"))
 
 
-def documents(e: Evidence) -> str:
+def render_documents(e: Evidence) -> str:
     """documents.csv."""
     document_rows = [(d.corpus, d.shard, d.document, d.first_token, d.tokens) for d in e.incident.documents]
-    return safe.table(("corpus", "shard", "document", "first_token", "tokens"), document_rows)
+    return safe.write_csv(("corpus", "shard", "document", "first_token", "tokens"), document_rows)
 
 
-def layers(found: Layers) -> str:
+def render_layers(found: Layers) -> str:
     """layers.csv: every statistic before, during and after the incident."""
     step_by_look = {"before": found.before_step, "during": found.during_step, "after": found.after_step}
     head = [
@@ -115,10 +115,10 @@ def layers(found: Layers) -> str:
         for look_name, step in step_by_look.items()
     ]
     rows = [(v.name, v.statistic, v.before, v.during, v.after, v.ratio) for v in found.values]
-    return safe.table(("name", "statistic", *head, "ratio"), rows)
+    return safe.write_csv(("name", "statistic", *head, "ratio"), rows)
 
 
-def changed(e: Evidence) -> list[LayerValue]:
+def list_changed(e: Evidence) -> list[LayerValue]:
     """The layer statistics that changed most, infinite ones first."""
 
     def change(value: LayerValue) -> float:
@@ -133,16 +133,19 @@ def changed(e: Evidence) -> list[LayerValue]:
 def _facts(e: Evidence) -> dict[str, Any]:
     """The content of both pages."""
     return {
-        "e": e, "headline": sentences.seen(e.incident), "sequel": sentences.sequel(e), "outcome": sentences.outcome(e),
+        "e": e, "headline": sentences.describe_symptom(e.incident), "sequel": sentences.write_sequel(e),
+        "outcome": sentences.describe_outcome(e),
         "most_suspects": SUSPECTS,
-        "tokens": e.tokens, "skipped": sentences.skipped(e),
+        "tokens": e.tokens, "skipped": sentences.list_skipped(e),
         "type_of": sentences.type_of, "type_remark": sentences.type_remark(e.incident),
-        "cause": sentences.cause(e.incident), "actions": [sentences.acted(a) for a in e.incident.actions],
-        "peak": lambda value: sentences.peak(e.incident, value),
+        "cause": sentences.describe_cause(e.incident),
+        "actions": [sentences.describe_action(a) for a in e.incident.actions],
+        "peak": lambda value: sentences.format_peak(e.incident, value),
         "follow_ups": sentences.follow_ups(e), "cost_explained": sentences.cost_explained(e),
-        "number": sentences.number,
-        "ranges": ranges, "positions": count(e.incident.positions), "texts": count(e.incident.shown),
-        "what": sentences.what_of(e.incident), "put_off": sentences.put_off(e),
+        "number": sentences.format_number,
+        "ranges": show_ranges, "positions": count_positions(e.incident.positions),
+        "texts": count_positions(e.incident.shown),
+        "what": sentences.what_of(e.incident), "put_off": sentences.describe_deferral(e),
         "later": sentences.later_losses(e),
         "layers_remark": _layers_remark(e.layers),
         "regions": _with_pictures("region", e.regions), "trials": _with_pictures("branches", e.trials),
@@ -222,7 +225,7 @@ def _html() -> Environment:
 def _markdown() -> Environment:
     environment = _add_filters(safe.template_environment("megastable.report.postmortem", finalize=_plain))
     environment.filters |= {
-        "fenced": lambda text: Raw(safe.fenced(text)), "code": lambda text: Raw(safe.code(text)),
+        "fenced": lambda text: Raw(safe.fence_text(text)), "code": lambda text: Raw(safe.quote_code(text)),
     }  # fmt: skip
     return environment
 
@@ -235,12 +238,12 @@ def _add_filters(environment: Environment) -> Environment:
 
 
 def _plain(value: Any) -> Any:
-    return safe.markdown(value) if isinstance(value, str) and not isinstance(value, Raw) else value
+    return safe.escape_markdown(value) if isinstance(value, str) and not isinstance(value, Raw) else value
 
 
 def _text(text: str) -> Markup:
     """Untrusted text for a `pre`, its escapes set apart."""
-    text_pieces = safe.split_escapes(safe.block(text))
+    text_pieces = safe.split_escapes(safe.show_block(text))
     return Markup("").join(
         Markup('<span class="esc">{}</span>').format(text_piece) if is_escape else escape(text_piece)
         for text_piece, is_escape in text_pieces

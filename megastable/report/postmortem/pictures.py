@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import TYPE_CHECKING, Any, ParamSpec
 
-from megastable.base.text import escaped, visible
-from megastable.report.figures import drawable
+from megastable.base.text import escape_character, make_visible
+from megastable.report.figures import limit_value
 from megastable.report.postmortem.facts import Evidence, RegionFacts, StepRow
 from megastable.report.postmortem.sample_texts import Tokens
 from megastable.report.postmortem.trial_facts import BranchFacts, TrialFacts
@@ -53,7 +53,7 @@ def _as_png(draw: Callable[Given, Figure]) -> Callable[Given, bytes]:
 
 
 @_as_png
-def steps_picture(e: Evidence) -> Figure:
+def draw_steps(e: Evidence) -> Figure:
     """Loss, gradient norm and, if cut, the learning rate around an incident of which there are steps."""
     from matplotlib.lines import Line2D
 
@@ -73,7 +73,7 @@ def steps_picture(e: Evidence) -> Figure:
         signs.append(
             Line2D([], [], color=BAD, marker="x", linewidth=0, markeredgewidth=1.9, label="update refused")
         )
-    if not all(math.isfinite(drawable(v)) for row in all_rows for v in (row.loss, row.grad_norm)):
+    if not all(math.isfinite(limit_value(v)) for row in all_rows for v in (row.loss, row.grad_norm)):
         signs.append(Line2D([], [], color=BAD, marker="^", linewidth=0, label="not finite"))
     figure.legend(handles=signs, loc="outside lower center", ncols=4, handlelength=1.6, columnspacing=2)
     axes[-1, 0].set_xlabel("step")
@@ -84,20 +84,20 @@ def _panel(axis: Axes, e: Evidence, name: str) -> None:
     from matplotlib.ticker import MaxNLocator, NullFormatter
 
     is_log = name == "grad_norm"
-    standing_rows, undone_parts = standing(e.passes)
+    standing_rows, undone_parts = split_standing(e.passes)
     for part in undone_parts:
         _line(axis, part, name, is_log, {"color": BAD, "linewidth": 1.4, "zorder": 4})
     _line(axis, standing_rows, name, is_log, {"color": GOOD, "linewidth": 1.5, "zorder": 3})
     refused_rows = [row for part in e.passes for row in part if not row.applied and name != "lr"]
     if refused_rows:
         mark_style: dict[str, Any] = {"color": BAD, "marker": "x", "s": 44, "linewidths": 1.9, "zorder": 6}
-        refused_values = [drawable(getattr(row, name), is_log) for row in refused_rows]
+        refused_values = [limit_value(getattr(row, name), is_log) for row in refused_rows]
         axis.scatter([row.step for row in refused_rows], refused_values, **mark_style)
-    lost = [row for part in e.passes for row in part if not math.isfinite(drawable(getattr(row, name)))]
+    lost = [row for part in e.passes for row in part if not math.isfinite(limit_value(getattr(row, name)))]
     if lost and name != "lr":
         top_style: dict[str, Any] = {"transform": axis.get_xaxis_transform(), "clip_on": False, "zorder": 7}
         axis.scatter([row.step for row in lost], [0.97] * len(lost), marker="^", color=BAD, s=36, **top_style)
-    norms = [v for part in e.passes for row in part if (v := drawable(row.grad_norm, True)) > 0]
+    norms = [v for part in e.passes for row in part if (v := limit_value(row.grad_norm, True)) > 0]
     if is_log and norms:
         axis.set_yscale("log")
         axis.yaxis.set_major_formatter("{x:g}")
@@ -111,7 +111,7 @@ def _panel(axis: Axes, e: Evidence, name: str) -> None:
     axis.margins(x=0.01, y=0.12)
 
 
-def standing(passes: Sequence[Sequence[StepRow]]) -> tuple[list[StepRow], list[list[StepRow]]]:
+def split_standing(passes: Sequence[Sequence[StepRow]]) -> tuple[list[StepRow], list[list[StepRow]]]:
     """The steps that stayed, in order, and those that were repeated, a list for each rewind.
 
     Each of the latter begins with the step before it, if there is one, so that a line joins them.
@@ -129,7 +129,7 @@ def _line(axis: Axes, rows: Sequence[StepRow], name: str, log: bool, style: dict
     point_marker = "o" if len(rows) == 1 else None
     axis.plot(
         [r.step for r in rows],
-        [drawable(getattr(r, name), log) for r in rows],
+        [limit_value(getattr(r, name), log) for r in rows],
         marker=point_marker,
         markersize=3.5,
         **style,
@@ -198,7 +198,7 @@ def draw_branches(trial: TrialFacts, passes: Sequence[Sequence[StepRow]]) -> Fig
         at = range(trial.snapshot + 1, trial.snapshot + 1 + len(branch.losses))
         is_chosen = branch.name == trial.chosen
         steps.plot(
-            at, [drawable(loss) for loss in branch.losses], color=branch_hue, zorder=4,
+            at, [limit_value(loss) for loss in branch.losses], color=branch_hue, zorder=4,
             linewidth=2.0 if is_chosen else 1.4, label=_name(branch, trial),
             marker="." if len(branch.losses) < 2 else None,
         )  # fmt: skip
@@ -221,7 +221,7 @@ branches_picture = _as_png(draw_branches)
 
 def _draw_run(axis: Axes, passes: Sequence[Sequence[StepRow]]) -> None:
     """The recorded steps of a trial's window: what stayed, what was undone, what was refused."""
-    standing_rows, undone_parts = standing([part for part in passes if part])
+    standing_rows, undone_parts = split_standing([part for part in passes if part])
     for part_number, part in enumerate(undone_parts):
         label = "the run: undone steps" if part_number == 0 else None
         line_style = {
@@ -243,16 +243,16 @@ def _draw_run(axis: Axes, passes: Sequence[Sequence[StepRow]]) -> None:
     refused = [row for part in passes for row in part if not row.applied]
     if refused:
         axis.scatter(
-            [row.step for row in refused], [drawable(row.loss) for row in refused], color=BAD, marker="x", s=44,
+            [row.step for row in refused], [limit_value(row.loss) for row in refused], color=BAD, marker="x", s=44,
             linewidths=1.9, zorder=6, label="the run: update refused",
         )  # fmt: skip
 
 
 def _draw_differences(axis: Axes, trial: TrialFacts, hues: Sequence[str]) -> None:
     """For each branch a point with its standard error, the first one at the top."""
-    known = [drawable(branch.difference) for branch in trial.branches]
+    known = [limit_value(branch.difference) for branch in trial.branches]
     for row_place, (branch, value, hue) in enumerate(zip(trial.branches, known, hues, strict=True)):
-        error = drawable(branch.error)
+        error = limit_value(branch.error)
         axis.errorbar(
             value, row_place, xerr=None if math.isnan(error) else error, fmt="o", color=hue, markersize=6, capsize=3,
         )  # fmt: skip
@@ -272,14 +272,14 @@ def _draw_differences(axis: Axes, trial: TrialFacts, hues: Sequence[str]) -> Non
 
 
 def _name(branch: BranchFacts, trial: TrialFacts) -> str:
-    shown_name = visible(branch.label, LABEL_OF_BRANCH).replace("$", r"\$")
+    shown_name = make_visible(branch.label, LABEL_OF_BRANCH).replace("$", r"\$")
     branch_roles = [(branch.is_control, "control"), (branch.name == trial.chosen, "chosen")]
     role_text = ", ".join(role_name for has_role, role_name in branch_roles if has_role)
     return f"{shown_name} ({role_text})" if role_text else shown_name
 
 
 @_as_png
-def region_picture(region: RegionFacts, batch: int) -> Figure:
+def draw_region(region: RegionFacts, batch: int) -> Figure:
     """The batches measured to find the ends of a region, and the share of bad samples in each. batch: samples of a
     step."""
     from matplotlib.ticker import FuncFormatter
@@ -339,7 +339,7 @@ def _unplace(at: float, span: float) -> float:
 
 
 @_as_png
-def tokens_picture(tokens: Tokens) -> Figure:
+def draw_tokens(tokens: Tokens) -> Figure:
     """The most frequent tokens of guilty samples and corpus, and both distributions by rank."""
     figure = _figure(10, 0.7 + 0.19 * max(10, len(tokens.top)))
     bars, ranks = figure.subplots(1, 2, width_ratios=[3, 2])
@@ -383,7 +383,9 @@ def tokens_picture(tokens: Tokens) -> Figure:
 
 def label_of(text: str) -> str:
     """A token as a label: spaces visible, glyphs missing from the font escaped, short."""
-    shown_text = "".join(c if _has_glyph(c) else escaped(c) for c in visible(text).replace(" ", "␣"))
+    shown_text = "".join(
+        c if _has_glyph(c) else escape_character(c) for c in make_visible(text).replace(" ", "␣")
+    )
     return shown_text if len(shown_text) <= LABEL else shown_text[: LABEL - 1] + "…"
 
 

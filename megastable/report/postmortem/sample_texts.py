@@ -13,9 +13,9 @@ import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict
 
 from megastable.base.errors import DataError
-from megastable.config.recipe import find
+from megastable.config.recipe import find_recipe
 from megastable.config.tree import RunConfig
-from megastable.data.blends import Line, until
+from megastable.data.blends import Line, lines_until
 from megastable.data.corpora import open_corpora
 from megastable.data.skip_ledger import Ledger
 from megastable.data.skips import Selection, Skips
@@ -116,33 +116,33 @@ class Library:
         self.problem = ""
         self.tokenizer: Tokenizer | None = None
         try:
-            self.tokenizer = load_tokenizer(find(config.data.corpora[0].path) / info.file, info.eod)
+            self.tokenizer = load_tokenizer(find_recipe(config.data.corpora[0].path) / info.file, info.eod)
         except DataError as error:
             self.problem = f"texts are shown as token ids: {error}"
         self.vocabulary = corpora.vocab_size
 
-    def text(self, ids: Sequence[int]) -> str:
+    def decode_ids(self, ids: Sequence[int]) -> str:
         """The text of token ids, or the ids if there is no tokenizer for them."""
         if self.tokenizer is not None and max(ids, default=0) < self.tokenizer.vocab_size:
             return self.tokenizer.decode(ids)
         return " ".join(map(str, ids))
 
-    def samples(self, ranges: Sequence[Range], losses: dict[int, float]) -> list[SampleText]:
+    def read_samples(self, ranges: Sequence[Range], losses: dict[int, float]) -> list[SampleText]:
         """The first SHOWN samples of `ranges`. Raises DataError for a damaged corpus."""
-        positions = take(ranges, SHOWN)
+        positions = take_positions(ranges, SHOWN)
         documents = documents_by_position(self.source, np.array(positions, dtype=np.int64))
         return [self._sample(p, documents[p], losses.get(p)) for p in positions]
 
     def _sample(self, position: int, documents: list[Document], loss: float | None) -> SampleText:
-        sample_tokens = self.source.sample(position)[:-1]
-        sample_place = self.source.order.locate_one(position)
+        sample_tokens = self.source.read_sample(position)[:-1]
+        sample_place = self.source.order.locate_sample(position)
         ends = np.flatnonzero(sample_tokens == self.source.eod) + 1
         token_parts = [part for part in np.split(sample_tokens, ends) if part.size]
         counts_agree = len(token_parts) == len(documents)
         text_pieces = []
         for piece_number, part in enumerate(token_parts):
             is_closed = int(part[-1]) == self.source.eod
-            text = self.text(part[:-1].tolist() if is_closed else part.tolist())
+            text = self.decode_ids(part[:-1].tolist() if is_closed else part.tolist())
             of = documents[piece_number] if counts_agree else None
             text_pieces.append(
                 DocumentText(
@@ -159,22 +159,22 @@ class Library:
             pieces=text_pieces,
         )
 
-    def tokens(self, ranges: Sequence[Range], selection: Skips | Selection) -> Tokens:
+    def compare_tokens(self, ranges: Sequence[Range], selection: Skips | Selection) -> Tokens:
         """The token distribution of `ranges`, and of ordinary samples, which `selection` keeps.
 
         Raises DataError for a damaged corpus.
         """
-        positions = spread(ranges, COUNTED)
+        positions = spread_positions(ranges, COUNTED)
         guilty = self._counts(positions)
-        repeated = [np.bincount(sample[:-1]).max() for sample in self.source.samples(positions)]
-        corpora = np.unique(self.source.order.locate(positions).corpus).tolist()
+        repeated = [np.bincount(sample[:-1]).max() for sample in self.source.read_samples(positions)]
+        corpora = np.unique(self.source.order.locate_samples(positions).corpus).tolist()
         streams = [self.source.streams[index] for index in corpora]
         corpus = sum(
             (token_counts(s, self.vocabulary, CORPUS // len(streams)) for s in streams),
             np.zeros(self.vocabulary, dtype=np.int64),
         )
         before = np.arange(max(0, ranges[0][0] - FAR), ranges[0][0])
-        before = before[~selection.mask(before)][-positions.size :]
+        before = before[~selection.mask_skipped(before)][-positions.size :]
         shares, usual = guilty / guilty.sum(), corpus / corpus.sum()
         named = dict.fromkeys((*_top(guilty), *_top(corpus)))
         return Tokens(
@@ -191,26 +191,26 @@ class Library:
         )  # fmt: skip
 
     def _counts(self, positions: npt.NDArray[np.int64]) -> Counts:
-        sample_tokens = self.source.samples(positions)[:, :-1]
+        sample_tokens = self.source.read_samples(positions)[:, :-1]
         return np.bincount(sample_tokens.ravel(), minlength=self.vocabulary)
 
     def _label(self, token: int) -> str:
-        return "end of document" if token == self.source.eod else self.text([token]) or f"token {token}"
+        return "end of document" if token == self.source.eod else self.decode_ids([token]) or f"token {token}"
 
 
-def count(ranges: Sequence[Range]) -> int:
+def count_positions(ranges: Sequence[Range]) -> int:
     """Number of positions in `ranges` [first, end)."""
     return sum(end_position - first_position for first_position, end_position in ranges)
 
 
-def take(ranges: Sequence[Range], most: int) -> list[int]:
+def take_positions(ranges: Sequence[Range], most: int) -> list[int]:
     """The first `most` positions of `ranges`."""
     return list(islice((position for first, end in ranges for position in range(first, end)), most))
 
 
-def spread(ranges: Sequence[Range], most: int) -> npt.NDArray[np.int64]:
+def spread_positions(ranges: Sequence[Range], most: int) -> npt.NDArray[np.int64]:
     """Up to `most` positions, evenly spread over `ranges`: int64 [n], ascending where they are."""
-    total = count(ranges)
+    total = count_positions(ranges)
     wanted_numbers = np.arange(min(total, most), dtype=np.int64) * total // max(1, min(total, most))
     range_firsts = np.array([first for first, _ in ranges], dtype=np.int64)
     before = np.cumsum([0, *(end_position - first for first, end_position in ranges)], dtype=np.int64)[:-1]
@@ -243,16 +243,16 @@ class SampleSource:
     skips: Path
     _libraries: dict[int, Library] = field(default_factory=dict)
 
-    def library(self, time: float = math.inf) -> Library:
+    def open_library(self, time: float = math.inf) -> Library:
         """The corpora in the order valid at a time, by default now. Raises MegastableError if they cannot be opened."""
-        line_count = len(until(self.order, time) or self.order[:1])
+        line_count = len(lines_until(self.order, time) or self.order[:1])
         if line_count not in self._libraries:
             self._libraries[line_count] = Library(self.config, self.order[:line_count])
         return self._libraries[line_count]
 
-    def selection(self, library: Library) -> Selection:
+    def select_usable(self, library: Library) -> Selection:
         """The samples that are trained on."""
-        return self.ledger.usable(self.skips, library.source.order, self.config.data.skip)[0]
+        return self.ledger.select_usable(self.skips, library.source.order, self.config.data.skip)[0]
 
 
 @dataclass(frozen=True)
@@ -266,7 +266,7 @@ class PublicView:
     name: Callable[[str, str], str]
     source: SampleSource | None = None
 
-    def sample(self, sample: SampleText) -> SampleText:
+    def hide_names(self, sample: SampleText) -> SampleText:
         """A sample with the public names of its corpus and shards."""
         pieces = [
             text_piece.model_copy(

@@ -7,12 +7,12 @@ import shlex
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from megastable.base.text import duration, plural, ranges
-from megastable.base.text import put_off as told_off
+from megastable.base.text import count_noun, show_duration, show_ranges
+from megastable.base.text import describe_deferral as told_off
 from megastable.data.order import LAST_POSITION
 from megastable.data.skip_ledger import SampleEntry
 from megastable.report.postmortem.facts import Evidence, IncidentFacts
-from megastable.report.postmortem.sample_texts import count
+from megastable.report.postmortem.sample_texts import count_positions
 
 NAMED = 1000  # most documents named by an incident (incident_log.py)
 TYPES = {
@@ -68,14 +68,16 @@ class FollowUp(NamedTuple):
     command: str = ""
 
 
-def headline(e: Evidence) -> str:
+def write_headline(e: Evidence) -> str:
     """The incident in two or three sentences."""
-    return f"{seen(e.incident)} {sequel(e)}"
+    return f"{describe_symptom(e.incident)} {write_sequel(e)}"
 
 
-def sequel(e: Evidence) -> str:
+def write_sequel(e: Evidence) -> str:
     """What was found and done, and how it ended."""
-    return " ".join(sentence_part for sentence_part in (_found_and_done(e), outcome(e)) if sentence_part)
+    return " ".join(
+        sentence_part for sentence_part in (_found_and_done(e), describe_outcome(e)) if sentence_part
+    )
 
 
 def type_of(kind: str) -> str:
@@ -87,34 +89,34 @@ def type_remark(i: IncidentFacts) -> str:
     return "" if i.breakdown else TYPES.get(i.kind, ("", ""))[1]
 
 
-def cause(i: IncidentFacts) -> str:
+def describe_cause(i: IncidentFacts) -> str:
     """The meaning of the cause, which differs for supervisor and attribution."""
     return (BREAKDOWNS if i.breakdown else CAUSES).get(i.cause, i.cause)
 
 
-def acted(action: str) -> str:
+def describe_action(action: str) -> str:
     """The effect of an action."""
     return _sentence(ACTIONS.get(action, action))
 
 
-def seen(i: IncidentFacts) -> str:
+def describe_symptom(i: IncidentFacts) -> str:
     """What happened, and when."""
     if i.verdict == "damaged_checkpoint":
         return f"The checkpoint of step {i.step:,} was damaged, and passed over."
     if i.breakdown:
-        return _sentence(i.failure) if i.failure else f"After step {i.step:,} {symptom(i)}."
+        return _sentence(i.failure) if i.failure else f"After step {i.step:,} {name_symptom(i)}."
     is_lasting = i.verdict in ("drift", "plateau", "oscillation", "shift")
-    return f"{f'From step {i.onset:,} on' if is_lasting else f'At step {i.onset:,}'} {symptom(i)}."
+    return f"{f'From step {i.onset:,} on' if is_lasting else f'At step {i.onset:,}'} {name_symptom(i)}."
 
 
-def symptom(i: IncidentFacts) -> str:
+def name_symptom(i: IncidentFacts) -> str:
     """The symptom, as part of a sentence; with numbers if there are any."""
     if i.breakdown:
         what = {"crash": "a process ended that should have gone on", "hang": "the run hung"}
         return i.failure.rstrip(".") or what.get(i.verdict, "a checkpoint was damaged")
     before, loss_peak, norm_peak = i.loss_before, i.loss_peak, i.norm_peak
     known = before is not None and loss_peak is not None
-    went = f" from {number(before)} to {number(loss_peak)}" if known else ""
+    went = f" from {format_number(before)} to {format_number(loss_peak)}" if known else ""
     match i.verdict:
         case "non_finite":
             return "the loss or the gradients were not finite"
@@ -133,7 +135,7 @@ def symptom(i: IncidentFacts) -> str:
         case "spike" if before is not None and loss_peak is not None and loss_peak > 1.02 * before:
             return f"the loss jumped{went}"
         case "spike" if known:
-            peak_text = "" if norm_peak is None else f" to {number(norm_peak)}"
+            peak_text = "" if norm_peak is None else f" to {format_number(norm_peak)}"
             return f"the gradient norm jumped{peak_text}, the loss did not"
         case "spike":
             return "the loss or the gradient norm jumped"
@@ -144,7 +146,7 @@ def _found_and_done(e: Evidence) -> str:
     i = e.incident
     back_to = f"step {e.back_to[-1]:,}" if e.back_to else "before the onset"
     if i.breakdown:
-        skipped = plural(count(i.positions), "sample")
+        skipped = count_noun(count_positions(i.positions), "sample")
         # Older runs wrote positions only: their samples come again.
         until_text = (
             " in this and every later epoch" if any(isinstance(s, SampleEntry) for s in e.skipped) else ""
@@ -152,9 +154,9 @@ def _found_and_done(e: Evidence) -> str:
         told = [f"Skipped{until_text}: {skipped}."] if i.positions else []
         told += [f"The run resumed from {back_to}; steps repeated: {i.steps_lost:,}."] if e.back_to else []
         return " ".join(told)
-    guilty = f"{plural(count(i.guilty), 'sample')} of {documents(e)}"
+    guilty = f"{count_noun(count_positions(i.guilty), 'sample')} of {count_documents(e)}"
     cause_text = {
-        "data": f"{guilty} {'was' if count(i.guilty) == 1 else 'were'} guilty.",
+        "data": f"{guilty} {'was' if count_positions(i.guilty) == 1 else 'were'} guilty.",
         "state": "No sample was guilty: the state was.",
         "new_data": "Nothing was wrong: the data was new.",
         "numerics": f"No sample was guilty: without {_left(i)} the same step is harmless.",
@@ -182,10 +184,10 @@ def _found_and_done(e: Evidence) -> str:
         "swap_corpus": f"{went} without their corpus.",
         "handover": f"A new process resumed from {back_to}." if e.back_to else "",
     }.get(i.actions[-1] if i.actions else "", "")
-    return " ".join(filter(None, [cause_text, action_text, put_off(e)]))
+    return " ".join(filter(None, [cause_text, action_text, describe_deferral(e)]))
 
 
-def put_off(e: Evidence) -> str:
+def describe_deferral(e: Evidence) -> str:
     """The fate of samples deferred without a conviction, or whose conviction was withdrawn."""
     i, told_parts, return_step = e.incident, list[str](), None
     if i.deferred and i.returns and e.run.global_batch:
@@ -193,7 +195,7 @@ def put_off(e: Evidence) -> str:
     if deferral_text := told_off(i.deferred, i.returns, i.lost, return_step):
         told_parts.append(f"{deferral_text}.")
     if i.released:
-        told_parts.append(f"{plural(i.released, 'sample')} no longer convicted.")
+        told_parts.append(f"{count_noun(i.released, 'sample')} no longer convicted.")
     return " ".join(told_parts)
 
 
@@ -220,7 +222,7 @@ def _left_first(i: IncidentFacts) -> bool:
     return i.cause == "learning_rate" and i.actions[-1:] == ["fall_back"]
 
 
-def outcome(e: Evidence) -> str:
+def describe_outcome(e: Evidence) -> str:
     """How it ended."""
     i = e.incident
     if i.outcome != "healed":
@@ -237,11 +239,10 @@ def later_losses(e: Evidence) -> list[str]:
     told = []
     for one in e.later:
         when_text = f"At the end, {one.after:,} steps" if one.at_end else f"{one.after:,} steps"
-        text = f"{when_text} after it was over, at step {one.step:,}, the loss was {number(one.loss)}"
+        text = f"{when_text} after it was over, at step {one.step:,}, the loss was {format_number(one.loss)}"
         if one.expected is not None:
-            text += (
-                f"; the trend of the steps before it leads to {number(one.expected)} ± {number(one.scatter)}"
-            )
+            expected_text = f"{format_number(one.expected)} ± {format_number(one.scatter)}"
+            text += f"; the trend of the steps before it leads to {expected_text}"
         told.append(f"{text}.")
     return [*told, *filter(None, [describe_worth(e)])]
 
@@ -252,55 +253,57 @@ def describe_worth(e: Evidence) -> str:
     newest = next((later_loss for later_loss in reversed(e.later) if later_loss.expected is not None), None)
     if newest is None or newest.expected is None or newest.scatter is None:
         return ""
-    cost_text = plural(e.cost.steps, "step") + " lost"
+    cost_text = count_noun(e.cost.steps, "step") + " lost"
     over = newest.loss - newest.expected
     if abs(over) <= newest.scatter:
         return f"It was worth it: {cost_text}, and the loss is where the trend from before leads to."
     if over < 0:
-        return f"It was worth it: {cost_text}, and the loss is {number(-over)} below the trend from before."
-    return f"It was not, or not yet, worth it: {cost_text}, and the loss is {number(over)} above the trend from before."
+        return f"It was worth it: {cost_text}, and the loss is {format_number(-over)} below the trend from before."
+    above_text = f"the loss is {format_number(over)} above the trend from before"
+    return f"It was not, or not yet, worth it: {cost_text}, and {above_text}."
 
 
-def figures(e: Evidence) -> list[tuple[str, str, str]]:
+def list_figures(e: Evidence) -> list[tuple[str, str, str]]:
     """Key figures: (name, value, remark)."""
     i, c = e.incident, e.cost
     key_figures: list[tuple[str, str, str]] = []
     if not i.breakdown or i.loss_peak is not None:
-        loss_range = f"{number(i.loss_before)} before, {number(i.loss_after)} after"
-        key_figures.append(("peak loss", peak(i, i.loss_peak), loss_range))
-        key_figures.append(("gradient norm", peak(i, i.norm_peak), "its peak, before clipping"))
-    refused_text = f", {plural(c.batches_refused, 'update')} refused" if c.batches_refused else ""
+        loss_range = f"{format_number(i.loss_before)} before, {format_number(i.loss_after)} after"
+        key_figures.append(("peak loss", format_peak(i, i.loss_peak), loss_range))
+        key_figures.append(("gradient norm", format_peak(i, i.norm_peak), "its peak, before clipping"))
+    refused_text = f", {count_noun(c.batches_refused, 'update')} refused" if c.batches_refused else ""
     token_text = "" if c.tokens is None else f"{c.tokens:,} tokens"
     key_figures.append(("steps lost", f"{c.steps:,}", token_text + refused_text))
-    key_figures.append(("time lost", duration(c.seconds), "done again, searching, waiting"))
+    key_figures.append(("time lost", show_duration(c.seconds), "done again, searching, waiting"))
     if c.gpu_hours is not None:
         money_text = f"{c.money:,.2f} {e.run.currency}" if c.money is not None else "no price is set"
         hours_text = f"{c.gpu_hours:.2g}" if c.gpu_hours < 10 else f"{c.gpu_hours:,.0f}"
         key_figures.append(("GPU-hours", hours_text, money_text))
     if i.positions:
-        sample_kind, document_text = ("guilty", documents(e)) if i.guilty else ("skipped", "")
-        key_figures.append((f"samples {sample_kind}", f"{count(i.positions):,}", document_text))
+        sample_kind, document_text = ("guilty", count_documents(e)) if i.guilty else ("skipped", "")
+        key_figures.append((f"samples {sample_kind}", f"{count_positions(i.positions):,}", document_text))
     if i.deferred:
         return_text = f"read again from position {min(i.returns)[0]:,}" if i.returns else ""
-        key_figures.append(("samples deferred", f"{count(i.deferred):,}", return_text))
+        key_figures.append(("samples deferred", f"{count_positions(i.deferred):,}", return_text))
     return key_figures
 
 
 def cost_explained(e: Evidence) -> str:
     """How the cost is computed."""
     c, r = e.cost, e.run
-    repeat_text = f"{plural(c.steps, 'step')} done again"
-    repeat_text += f" at {c.step_seconds:.3g} s (the median): {duration(c.redone_seconds)}" if c.step_seconds else (
-        ", of unknown length"
-    )  # fmt: skip
+    repeat_text = f"{count_noun(c.steps, 'step')} done again"
+    if c.step_seconds:
+        repeat_text += f" at {c.step_seconds:.3g} s (the median): {show_duration(c.redone_seconds)}"
+    else:
+        repeat_text += ", of unknown length"
     cost_parts = [repeat_text]
     if c.recovery_seconds or not e.incident.breakdown:
-        cost_parts.append(f"finding and undoing it: {duration(c.recovery_seconds)}")
+        cost_parts.append(f"finding and undoing it: {show_duration(c.recovery_seconds)}")
     if c.silent_seconds:
-        cost_parts.append(f"from the last progress until that was noticed: {duration(c.silent_seconds)}")
+        cost_parts.append(f"from the last progress until that was noticed: {show_duration(c.silent_seconds)}")
     if c.downtime_seconds or e.incident.breakdown:
         cost_parts.append(
-            f"from the end of a process to the first step of the next: {duration(c.downtime_seconds)}"
+            f"from the end of a process to the first step of the next: {show_duration(c.downtime_seconds)}"
         )
     cost_text = "; ".join(cost_parts) + "."
     if c.gpu_hours is not None:
@@ -313,17 +316,19 @@ def cost_explained(e: Evidence) -> str:
     return cost_text
 
 
-def skipped(e: Evidence) -> list[tuple[str, str, str, str]]:
+def list_skipped(e: Evidence) -> list[tuple[str, str, str, str]]:
     """The incident's lines of the skip ledger: what is skipped, which part of it, for how long, and why."""
     skip_rows = []
     for s in e.skipped:
         if isinstance(s, SampleEntry):
-            which = f"tokens {ranges([(first, end) for first, end in s.tokens], 4)} of its training stream"
+            which = (
+                f"tokens {show_ranges([(first, end) for first, end in s.tokens], 4)} of its training stream"
+            )
             skip_rows.append((f"samples of corpus {s.corpus}", which, "in every epoch", s.reason))
         else:
             what = f"corpus {s.corpus}" if s.corpus else "samples"
             which = (
-                f"positions {ranges([(s.first, s.end)])}"
+                f"positions {show_ranges([(s.first, s.end)])}"
                 if s.end < LAST_POSITION
                 else f"from position {s.first}"
             )
@@ -490,22 +495,22 @@ def _here(e: Evidence) -> str:
 # Numbers
 
 
-def number(value: float | None) -> str:
+def format_number(value: float | None) -> str:
     """A loss or a norm."""
     if value is None:
         return "–"
     return "not finite" if not math.isfinite(value) else f"{value:.2f}" if value < 1000 else f"{value:.3g}"
 
 
-def peak(i: IncidentFacts, value: float | None) -> str:
-    """As `number`, for a peak: non-finite ones are not stored."""
-    return "not finite" if value is None and i.verdict == "non_finite" else number(value)
+def format_peak(i: IncidentFacts, value: float | None) -> str:
+    """As `format_number`, for a peak: non-finite ones are not stored."""
+    return "not finite" if value is None and i.verdict == "non_finite" else format_number(value)
 
 
-def documents(e: Evidence) -> str:
+def count_documents(e: Evidence) -> str:
     """The number of documents named; limited per incident."""
     some = len(e.incident.documents)
-    return f"{some:,} or more documents" if some >= NAMED else plural(some, "document")
+    return f"{some:,} or more documents" if some >= NAMED else count_noun(some, "document")
 
 
 def _sentence(text: str) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
-from megastable.base.text import plural
+from megastable.base.text import count_noun
 from megastable.report.postmortem.journal import MARKS, STARTS, Journal
 from megastable.run.events.event import Event
 from megastable.run.events.stability_events import (
@@ -133,7 +133,7 @@ class TrialFacts(BaseModel):
     @property
     def details(self) -> str:
         """How its branches are told apart, and what became of them."""
-        told = [f"Each branch has {plural(self.steps, 'step')}."]
+        told = [f"Each branch has {count_noun(self.steps, 'step')}."]
         if self.suspects is not None:
             told.append("Some suspects are in neither branch, to measure what is learnt from the others.")
         if self.control is not None:

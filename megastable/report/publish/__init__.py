@@ -19,14 +19,14 @@ from tempfile import TemporaryDirectory, gettempdir
 
 from megastable.base import durable
 from megastable.base.errors import DataError
-from megastable.base.text import visible
+from megastable.base.text import make_visible
 from megastable.report import safe
 from megastable.report.postmortem import write_incidents
 from megastable.report.postmortem.sample_texts import PublicView
 from megastable.report.publish.public_run import PublicRun, public_copy, public_view
 from megastable.report.publish.redaction import Keeping, is_common
 from megastable.report.run_page import page_file
-from megastable.report.run_page.page_file import content, whole
+from megastable.report.run_page.page_file import build_content, read_whole
 from megastable.run.directory import as_json
 from megastable.supervise.status import read_status
 
@@ -50,7 +50,7 @@ class PublishedRecord:
     files: dict[str, int]
 
 
-def publish(run: Path, output: Path, keep: Keeping) -> PublishedRecord:
+def publish_run(run: Path, output: Path, keep: Keeping) -> PublishedRecord:
     """Write the record of a run to the folder `output`, whose name it gets; an older record there is replaced.
 
     Raises:
@@ -62,10 +62,12 @@ def publish(run: Path, output: Path, keep: Keeping) -> PublishedRecord:
     own, run_root = output.resolve(), run.resolve()
     if own == run_root or run_root in own.parents or own in run_root.parents:
         raise DataError(
-            f"--output {visible(output)}: choose a folder that is not inside or around the run {visible(run)}"
+            f"--output {make_visible(output)}: choose a folder that is not inside or around the run {make_visible(run)}"
         )
     if not output.name or not output.parent.is_dir():
-        raise DataError(f"--output {visible(output)}: there is no directory {visible(output.parent)}")
+        raise DataError(
+            f"--output {make_visible(output)}: there is no directory {make_visible(output.parent)}"
+        )
     try:
         check_folder(output, set())
         # The copy has links to what is private, and the pages are not searched yet: not beside what is online.
@@ -85,7 +87,7 @@ def publish(run: Path, output: Path, keep: Keeping) -> PublishedRecord:
             return PublishedRecord(output, made, *page_facts, put_in_place(site, output))
     except OSError as error:
         raise DataError(
-            f"{visible(output)} could not be written, or {visible(gettempdir())}, where it is made: "
+            f"{make_visible(output)} could not be written, or {make_visible(gettempdir())}, where it is made: "
             f"{error.strerror or error}"
         ) from None
 
@@ -97,9 +99,11 @@ def _write_pages(made: PublicRun, view: PublicView, root: Path, site: Path) -> t
             write_incidents(root, public=view)
         except DataError as error:
             made.problems.append(view.text(str(error)))
-    reader = whole(root)
-    head = reader.head()
-    page_text = page_file.self_contained(content([reader], public=True)).replace('<html lang="en">', MARK, 1)
+    reader = read_whole(root)
+    head = reader.read_head()
+    page_text = page_file.self_contained(build_content([reader], public=True)).replace(
+        '<html lang="en">', MARK, 1
+    )
     (site / PAGE).write_text(page_text, encoding="utf-8")
     for name in (reader.run.incidents, reader.run.recipe):
         if name.exists():
@@ -124,13 +128,19 @@ def _list_private(made: PublicRun, *paths: Path) -> list[str]:
 def find_leaks(site: Path, private: Iterable[str], texts: bool = False) -> list[str]:
     """The files that have a private name as a word of its own. texts: samples, which may name anything, are shown."""
     # The page's own script and style name nothing of this machine.
-    ours = page_file.script() + page_file.style()
+    ours = page_file.join_scripts() + page_file.join_styles()
     names = {name for name in private if len(name) >= SHORTEST and not is_common(name) and name not in ours}
     # As they stand in pages, tables and JSON.
     forms = {
         form
         for name in names
-        for form in (name, visible(name), html.escape(name), safe.markdown(name), as_json(name)[1:-1])
+        for form in (
+            name,
+            make_visible(name),
+            html.escape(name),
+            safe.escape_markdown(name),
+            as_json(name)[1:-1],
+        )
     }
     wanted = re.compile(
         rb"(?<![\w.-])(?:" + b"|".join(re.escape(form.encode()) for form in sorted(forms)) + rb")(?![\w-])"
@@ -179,7 +189,7 @@ def check_folder(output: Path, new: Iterable[str]) -> str:
     if not os.path.lexists(output):
         return ""
     if not output.is_dir():
-        raise DataError(f"{visible(output)} is no folder: choose another --output")
+        raise DataError(f"{make_visible(output)} is no folder: choose another --output")
     lines, page_path = list[str](), output / PAGE
     with contextlib.suppress(OSError, UnicodeDecodeError):
         lines = list(filter(SUM.fullmatch, (output / SUMS).read_text(encoding="utf-8").splitlines()))
@@ -187,14 +197,15 @@ def check_folder(output: Path, new: Iterable[str]) -> str:
     is_ours = PAGE in names and (not page_path.is_file() or MARK.encode() in page_path.read_bytes()[:1000])
     if not is_ours and any(output.iterdir()):
         raise DataError(
-            f"{visible(output)} has files, but no record that this command wrote: choose another --output, or empty it"
+            f"{make_visible(output)} has files, but no record that this command wrote: choose another --output, "
+            "or empty it"
         )
     for name in names.union(new):
         path = output.resolve() / name
         file_exists = os.path.lexists(path) or path.parent.resolve() != path.parent
         if file_exists and (path.resolve() != path or _sum_line(path.read_bytes(), name) not in lines):
             raise DataError(
-                f"{visible(output / name)} is not the record's, or was changed after it was written: move it away"
+                f"{make_visible(output / name)} is not the record's, or was changed after it was written: move it away"
             )
     return "".join(f"{sum_line}\n" for sum_line in lines)
 

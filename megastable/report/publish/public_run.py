@@ -19,13 +19,13 @@ import yaml
 
 from megastable.base import durable
 from megastable.base.errors import MegastableError
-from megastable.base.text import plural
-from megastable.config.recipe import find, load
+from megastable.base.text import count_noun
+from megastable.config.recipe import find_recipe, load_recipe
 from megastable.config.training import seconds_of
 from megastable.data.blends import BlendEntry, read_blends
 from megastable.data.skip_ledger import Ledger
 from megastable.report.postmortem.sample_texts import PublicView, SampleSource
-from megastable.report.publish.redaction import HASH, WITHHELD, Keeping, PublicNames, Redactor, collect
+from megastable.report.publish.redaction import HASH, WITHHELD, Keeping, PublicNames, Redactor, collect_names
 from megastable.run.directory import LOADER, RunDirectory, as_json, read_object
 from megastable.run.events.reading import KINDS
 from megastable.run.events.training_events import ConfigChanged
@@ -69,16 +69,18 @@ def public_copy(run: Path, root: Path, keep: Keeping) -> PublicRun:
     known_events = [e for e in journal_objects if isinstance(e.get("event"), str) and e["event"] in KINDS]
     if left_out := odd_lines + len(journal_objects) - len(known_events):
         left_what = "malformed, or of an unknown kind"
-        public_run.problems.append(f"{given.journal.name}: {plural(left_out, 'line')} left out: {left_what}")
+        public_run.problems.append(
+            f"{given.journal.name}: {count_noun(left_out, 'line')} left out: {left_what}"
+        )
     skip_lines, blend_lines = _lines(given.skips)[0], _lines(given.blends)[0]
     object_files = {object_path: read_object(object_path) for object_path in (given.progress, given.summary)}
     recipe_fields = _read_recipe(given.recipe, public_run)
     _name_corpora(recipe_fields, blend_lines, public_run.names)
-    collect([known_events, skip_lines, blend_lines, *object_files.values()], public_run.names)
+    collect_names([known_events, skip_lines, blend_lines, *object_files.values()], public_run.names)
     word_redactor = Redactor(public_run.names)
     _write_lines(copy.journal, [public_event(event, word_redactor) for event in known_events])
-    _write_lines(copy.skips, [word_redactor.tree(ledger_line) for ledger_line in skip_lines])
-    _write_lines(copy.blends, [word_redactor.tree(ledger_line) for ledger_line in blend_lines])
+    _write_lines(copy.skips, [word_redactor.redact_tree(ledger_line) for ledger_line in skip_lines])
+    _write_lines(copy.blends, [word_redactor.redact_tree(ledger_line) for ledger_line in blend_lines])
     for object_path, object_fields in object_files.items():
         _write_lines(
             root / object_path.name, [public_object(object_fields, word_redactor)] if object_fields else []
@@ -100,7 +102,7 @@ def public_view(run: Path, made: PublicRun) -> PublicView:
     source, directory = None, RunDirectory(run)
     if made.names.keep.texts:
         try:
-            run_config, skip_ledger = load(directory.recipe), Ledger.read(directory.skips, [])
+            run_config, skip_ledger = load_recipe(directory.recipe), Ledger.read_ledger(directory.skips, [])
             # The pages are made in another working directory: paths are resolved now.
             data = run_config.data.model_copy(update={"corpora": _with_full_paths(run_config.data.corpora)})
             blends = [
@@ -114,21 +116,25 @@ def public_view(run: Path, made: PublicRun) -> PublicView:
             )
         except (MegastableError, OSError):  # whose message names files
             made.problems.append("the texts of samples: the recipe, the blends or the skips cannot be read")
-    return PublicView(Redactor(made.names).text, made.names.of, source)
+    return PublicView(Redactor(made.names).redact_text, made.names.name_publicly, source)
 
 
 def _with_full_paths(corpora: Sequence[Any]) -> list[Any]:
     """The same corpora; a path stays a text, if it is one."""
-    return [one.model_copy(update={"path": type(one.path)(find(one.path).absolute())}) for one in corpora]
+    return [
+        one.model_copy(update={"path": type(one.path)(find_recipe(one.path).absolute())}) for one in corpora
+    ]
 
 
 def public_event(event: Mapping[str, Any], redact: Redactor) -> dict[str, Any]:
     """An event of the journal. It keeps its name."""
     told = public_object({key: field_value for key, field_value in event.items() if key != "event"}, redact)
     if event["event"] == ConfigChanged.NAME and isinstance(recipe_changes := event.get("changes"), list):
-        told["changes"] = [redact.text(public_change(str(recipe_change))) for recipe_change in recipe_changes]
+        told["changes"] = [
+            redact.redact_text(public_change(str(recipe_change))) for recipe_change in recipe_changes
+        ]
     if event["event"] in BLENDED:
-        told |= {key: redact.keyed("corpus", event.get(key)) for key in ("old", "new") if key in event}
+        told |= {key: redact.redact_keys("corpus", event.get(key)) for key in ("old", "new") if key in event}
     return {"event": event["event"], **told}
 
 
@@ -141,7 +147,7 @@ def public_change(change: str) -> str:
 
 def public_object(value: Mapping[str, Any], redact: Redactor) -> dict[str, Any]:
     """An object of the run directory, without the keys of `NOT_OF_OBJECTS` at any depth."""
-    return dict(redact.tree(_without(value)))
+    return dict(redact.redact_tree(_without(value)))
 
 
 def _without(value: Any) -> Any:
@@ -167,9 +173,9 @@ def public_recipe(content: Mapping[str, Any], redact: Redactor, without: list[st
 def _section(tree: Any, prefix: str, redact: Redactor, without: list[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for section_key, value in tree.items() if isinstance(tree, Mapping) else ():
-        public_key, key_path = redact.text(str(section_key)), f"{prefix}{section_key}"
+        public_key, key_path = redact.redact_text(str(section_key)), f"{prefix}{section_key}"
         if key_path == "data.corpora":
-            found[public_key] = redact.corpora(value)
+            found[public_key] = redact.redact_corpora(value)
         elif key_path in NOT_OF_RECIPE or WITHHELD in public_key:
             if value not in (None, []):
                 without.append(f"{prefix}{public_key}")
@@ -179,10 +185,12 @@ def _section(tree: Any, prefix: str, redact: Redactor, without: list[str]) -> di
             key_path == "checkpoint.interval" and seconds_of(str(value)) is not None
         ):
             found[public_key] = value
-        elif WITHHELD in (value_text := as_json(redact.tree(value))):
+        elif WITHHELD in (value_text := as_json(redact.redact_tree(value))):
             without.append(key_path)
         else:
-            found[public_key] = json.loads(value_text) if isinstance(value, list) else redact.tree(value)
+            found[public_key] = (
+                json.loads(value_text) if isinstance(value, list) else redact.redact_tree(value)
+            )
     return found
 
 
@@ -197,7 +205,7 @@ def _name_corpora(recipe: Mapping[str, Any], blends: Iterable[Mapping[str, Any]]
     for path in dict.fromkeys(
         [*(str(one["path"]) for one in listed_corpora if one.get("path")), *names_by_path]
     ):
-        names.alias("corpus", path, names_by_path.get(path) or Path(path).name or path)
+        names.add_alias("corpus", path, names_by_path.get(path) or Path(path).name or path)
 
 
 def _objects(value: Any) -> list[dict[str, Any]]:
@@ -238,9 +246,11 @@ def _copy_records(given: Path, target: Path, schema: pa.Schema, redact: Redactor
         if record_table is None:
             continue
         if "name" in schema.names:
-            layer_names = pa.array(map(redact.layer, record_table.column("name").to_pylist()), pa.string())
+            layer_names = pa.array(
+                map(redact.redact_layer, record_table.column("name").to_pylist()), pa.string()
+            )
             record_table = record_table.set_column(schema.get_field_index("name"), "name", layer_names)
         flush_stamps = dict.fromkeys([file.begin, file.stamp])
         (target / name_file(file.low, file.high, *flush_stamps)).write_bytes(encode_table(record_table))
     if damaged_files := sum(read.table is None for read in read_records):
-        made.problems.append(f"{given.name}: {plural(damaged_files, 'file')} of records cannot be read")
+        made.problems.append(f"{given.name}: {count_noun(damaged_files, 'file')} of records cannot be read")

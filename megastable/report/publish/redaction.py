@@ -63,7 +63,7 @@ class PublicNames:
     of_kind: dict[str, dict[str, str]] = field(default_factory=dict)
     alike: dict[str, str] = field(default_factory=dict)  # other spellings: a host without its domain
 
-    def of(self, kind: str, name: str) -> str:
+    def name_publicly(self, kind: str, name: str) -> str:
         """The public name of a private one; the next pseudonym for a new one."""
         known_names = self.of_kind.setdefault(kind, {})
         if name not in known_names:
@@ -78,11 +78,11 @@ class PublicNames:
                 self.alike[short_name] = short_name if is_kept else known_names[name]
         return known_names[name]
 
-    def alias(self, kind: str, other: str, name: str) -> None:
+    def add_alias(self, kind: str, other: str, name: str) -> None:
         """Another spelling of a name."""
-        self.of_kind.setdefault(kind, {})[other] = self.of(kind, name)
+        self.of_kind.setdefault(kind, {})[other] = self.name_publicly(kind, name)
 
-    def find(self, word: str, kind: str = "") -> str | None:
+    def find_public(self, word: str, kind: str = "") -> str | None:
         """The public name of a word, if it is a name that was collected, of a kind or of any."""
         names_by_kind = [self.of_kind[kind]] if kind in self.of_kind else self.of_kind.values()
         return ChainMap(*names_by_kind, self.alike).get(word)
@@ -106,14 +106,14 @@ class Redactor:
                 forms.append(rf"(?P<before_{name_kind}>(?:{words_before})\s+[\"'`]?)(?P<{name_kind}>{found})")
         self._names = re.compile(rf"(?<![\w.-])(?:{'|'.join(forms)})(?![\w-]|\.\w)") if forms else None
 
-    def text(self, text: str) -> str:
+    def redact_text(self, text: str) -> str:
         """A text with every word that is not public replaced; several in a row by one remark."""
         public_parts, text_offset = list[str](), 0
         # A collected name may have blanks in it, so it is looked for before there are words.
         for name_match in self._names.finditer(text) if self._names else ():
             name_kind = str(name_match.lastgroup)
             words_before = name_match.group(f"before_{name_kind}") if name_kind in BEFORE else ""
-            public_name = self.names.find(name_match[name_kind], name_kind) or WITHHELD
+            public_name = self.names.find_public(name_match[name_kind], name_kind) or WITHHELD
             public_parts += [self._words(text[text_offset : name_match.start()]), words_before, public_name]
             text_offset = name_match.end()
         public_text = "".join([*public_parts, self._words(text[text_offset:])])
@@ -134,49 +134,61 @@ class Redactor:
         left_part, _, right_part = token.partition(bare_word)
         return f"{left_part}{WITHHELD}{right_part}"
 
-    def tree(self, value: Any) -> Any:
+    def redact_tree(self, value: Any) -> Any:
         """A JSON value with all its texts redacted, keys too; hashes of data stay."""
         if isinstance(value, str):
-            return self.text(value)
+            return self.redact_text(value)
         if isinstance(value, Mapping):
-            return apart((self.text(str(key)), self._below(str(key), below)) for key, below in value.items())
+            return number_keys(
+                (self.redact_text(str(key)), self._below(str(key), below)) for key, below in value.items()
+            )
         if isinstance(value, list | tuple):
-            return [self.tree(below) for below in value]
+            return [self.redact_tree(below) for below in value]
         # YAML has more kinds of values than JSON.
-        return value if value is None or isinstance(value, bool | int | float) else self.text(str(value))
+        return (
+            value if value is None or isinstance(value, bool | int | float) else self.redact_text(str(value))
+        )
 
-    def layer(self, name: str) -> str:
+    def redact_layer(self, name: str) -> str:
         """The name of a layer, if it is made of megastable's own words."""
         all_known = all(name_part.isdecimal() or is_known(name_part) for name_part in re.split(r"[._]", name))
-        return name if all_known else self.names.of("layer", name)
+        return name if all_known else self.names.name_publicly("layer", name)
 
-    def keyed(self, kind: str, value: Any) -> dict[str, Any]:
+    def redact_keys(self, kind: str, value: Any) -> dict[str, Any]:
         """Values by names of a kind."""
         name_items = value.items() if isinstance(value, Mapping) else ()
-        return apart((self.names.of(kind, str(name)), self.tree(of)) for name, of in name_items)
+        return number_keys(
+            (self.names.name_publicly(kind, str(name)), self.redact_tree(of)) for name, of in name_items
+        )
 
-    def corpora(self, value: Any) -> list[Any]:
+    def redact_corpora(self, value: Any) -> list[Any]:
         """A list of corpora, as the recipe and the order of the data have it: a path is the name of the corpus."""
         return [
-            self.tree(one)
-            | {key: self.names.of("corpus", str(one[key])) for key in ("name", "path") if key in one}
+            self.redact_tree(one)
+            | {
+                key: self.names.name_publicly("corpus", str(one[key]))
+                for key in ("name", "path")
+                if key in one
+            }
             if isinstance(one, Mapping)
-            else self.tree(one)
+            else self.redact_tree(one)
             for one in (value if isinstance(value, list) else [])
         ]
 
     def _below(self, key: str, value: Any) -> Any:
         if key in NAMED and isinstance(value, str):
-            return self.names.of(NAMED[key], value)
+            return self.names.name_publicly(NAMED[key], value)
         if key in KEYED and isinstance(value, Mapping):
-            return self.keyed(KEYED[key], value)
+            return self.redact_keys(KEYED[key], value)
         if key == "corpora" and isinstance(value, list):
-            return self.corpora(value)
+            return self.redact_corpora(value)
         if key == "software" and isinstance(value, Mapping):
-            return {self.text(str(package_name)): public_version(of) for package_name, of in value.items()}
+            return {
+                self.redact_text(str(package_name)): public_version(of) for package_name, of in value.items()
+            }
         if key in HASHED and isinstance(value, str) and HASH.fullmatch(value):
             return value
-        return self.tree(value)
+        return self.redact_tree(value)
 
 
 NAMED = {"host": "host", "corpus": "corpus", "shard": "shard"}  # fields whose value is one name
@@ -193,7 +205,7 @@ def is_common(name: str) -> bool:
     return bool(PLAIN.fullmatch(name)) or (is_known(name) and not re.search(r"\d", name))
 
 
-def apart(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+def number_keys(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     """Values by key. Keys that have become equal are numbered, so that no value is lost."""
     found: dict[str, Any] = {}
     for key, value in pairs:
@@ -212,23 +224,23 @@ def public_version(value: Any) -> str:
     return " ".join(word if SOFTWARE.fullmatch(word) else WITHHELD for word in version_words)
 
 
-def collect(value: Any, names: PublicNames) -> None:
+def collect_names(value: Any, names: PublicNames) -> None:
     """Add the names of hosts, corpora and shards that a JSON value holds."""
     if isinstance(value, Mapping):
         for field_name, value_below in value.items():
             if field_name in NAMED and isinstance(value_below, str) and value_below:
-                names.of(NAMED[field_name], value_below)
+                names.name_publicly(NAMED[field_name], value_below)
             elif field_name in KEYED and isinstance(value_below, Mapping):
                 for private_name in value_below:
-                    names.of(KEYED[field_name], str(private_name))
+                    names.name_publicly(KEYED[field_name], str(private_name))
             elif field_name in HOSTS:
                 for host_name in value_below if isinstance(value_below, list | tuple) else ():
                     if isinstance(host_name, str) and host_name:
-                        names.of("host", host_name)
-            collect(value_below, names)
+                        names.name_publicly("host", host_name)
+            collect_names(value_below, names)
     elif isinstance(value, list | tuple):
         for value_below in value:
-            collect(value_below, names)
+            collect_names(value_below, names)
 
 
 @cache

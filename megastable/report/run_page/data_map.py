@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from megastable.base.errors import DataError
-from megastable.base.text import ranges, visible
-from megastable.data.blends import Share, in_force, read_blends
+from megastable.base.text import make_visible, show_ranges
+from megastable.data.blends import Share, blends_in_force, read_blends
 from megastable.data.order import LAST_POSITION
 from megastable.data.skip_ledger import AnyEntry, Ledger, SampleEntry
 from megastable.data.skips import NOTHING, Exclusions, Skips, ranges_of
@@ -40,7 +40,9 @@ def describe_skip(entry: AnyEntry, length: int) -> dict[str, Any]:
     sample_count: int | None
     if isinstance(entry, SampleEntry):
         tokens = [(first, end) for first, end in entry.tokens]
-        what = f"{entry.corpus}, tokens {ranges(tokens, RANGES)}" + (", read again" if entry.released else "")
+        what = f"{entry.corpus}, tokens {show_ranges(tokens, RANGES)}" + (
+            ", read again" if entry.released else ""
+        )
         sample_count = math.ceil(sum(end - first for first, end in tokens) / max(1, length))
         named_shards = [
             f"{shard_documents.shard}: {_describe_documents(shard_documents.documents)}"
@@ -53,20 +55,21 @@ def describe_skip(entry: AnyEntry, length: int) -> dict[str, Any]:
         what = (
             f"from position {entry.first} on"
             if is_ahead
-            else f"positions {ranges([(entry.first, entry.end)])}"
+            else f"positions {show_ranges([(entry.first, entry.end)])}"
         )
         what = f"{entry.corpus}, {what}" if entry.corpus else what
         sample_count = None if is_ahead or entry.corpus else entry.end - entry.first
     return {
-        "time": "" if entry.time is None else entry.time.strftime("%Y-%m-%d %H:%M"), "what": visible(what, 200),
-        "documents": visible(document_text, 200), "samples": sample_count, "reason": visible(entry.reason, 600),
+        "time": "" if entry.time is None else entry.time.strftime("%Y-%m-%d %H:%M"), "what": make_visible(what, 200),
+        "documents": make_visible(document_text, 200), "samples": sample_count,
+        "reason": make_visible(entry.reason, 600),
         "incident": entry.incident, "step": entry.step,
     }  # fmt: skip
 
 
 def _describe_documents(numbers: list[int]) -> str:
     """Those in a row as a range."""
-    return ("document " if len(numbers) == 1 else "documents ") + ranges(ranges_of(numbers), DOCUMENTS)
+    return ("document " if len(numbers) == 1 else "documents ") + show_ranges(ranges_of(numbers), DOCUMENTS)
 
 
 class DataMap:
@@ -82,21 +85,21 @@ class DataMap:
         self._newest: Sequence[AnyEntry] = []
         self._count = 0  # of lines
 
-    def look(self) -> bool:
+    def look_again(self) -> bool:
         """Read the ledgers again, if they have changed."""
         stamp = [_stamp(self.run.skips), _stamp(self.run.blends)]
         if stamp == self._stamp:
             return False
         self._stamp, self.problems = stamp, []
         try:
-            ledger = Ledger.read(self.run.skips, odd_lines := list[str]())
+            ledger = Ledger.read_ledger(self.run.skips, odd_lines := list[str]())
             self._exclusions, self._reasons = ledger.exclusions, ledger.reasons
             self._count, self._newest = len(ledger.entries), ledger.entries[-LINES:]
             self.problems += odd_lines[:3]
         except (DataError, OSError) as error:
             self.problems.append(f"the skip ledger: {error}")
         try:
-            blends = in_force(read_blends(self.run.blends))
+            blends = blends_in_force(read_blends(self.run.blends))
             self._shares = {share.name: share for blend_entry in blends for share in blend_entry.corpora}
         except (DataError, OSError) as error:
             self.problems.append(f"the ledger of blends: {error}")
@@ -107,12 +110,12 @@ class DataMap:
         """The corpora in force, with their weights."""
         return [(corpus_share.name, corpus_share.weight) for corpus_share in self._shares.values()]
 
-    def skipped(self, length: int) -> int:
+    def count_skipped(self, length: int) -> int:
         """Number of samples of `length` tokens that are skipped. Corpora that are swapped out do not count."""
         named_samples = sum(tokens.count() for tokens in self._exclusions.tokens.values()) / max(1, length)
         return self._exclusions.positions.count() + round(named_samples)
 
-    def content(self, length: int, cursor: int, incidents: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    def build_content(self, length: int, cursor: int, incidents: Iterable[dict[str, Any]]) -> dict[str, Any]:
         """The map for the page. cursor: the data position reached; incidents: with their positions."""
         incidents = list(incidents)
         marks = [
@@ -134,23 +137,23 @@ class DataMap:
                 share.tokens if share is not None else 0, int(tokens.edges[-1:, 1].max(initial=1))
             )
             corpus_maps.append({
-                "name": visible(identity.corpus, 80), "tokens": total_tokens, "known": share is not None,
+                "name": make_visible(identity.corpus, 80), "tokens": total_tokens, "known": share is not None,
                 "samples": round(tokens.count() / max(1, length)), "bins": binned(tokens, total_tokens),
             })  # fmt: skip
         named_corpora = {identity.corpus for identity in self._exclusions.tokens}
         for name, share in self._shares.items():
             if name not in named_corpora:
                 no_skips = {"known": True, "samples": 0, "bins": []}
-                corpus_maps.append({"name": visible(name, 80), "tokens": share.tokens, **no_skips})
+                corpus_maps.append({"name": make_visible(name, 80), "tokens": share.tokens, **no_skips})
         reason_counts = [
-            [visible(skip_reason, 300), n] for skip_reason, n in self._reasons.most_common(REASONS)
+            [make_visible(skip_reason, 300), n] for skip_reason, n in self._reasons.most_common(REASONS)
         ]
         skip_lines = [describe_skip(skip_entry, length) for skip_entry in reversed(self._newest)]
         return {
             "cursor": cursor, "positions": last_position, "marks": marks, "corpora": corpus_maps,
             "reasons": reason_counts, "lines": skip_lines, "count": self._count,
-            "by_position": binned(self._exclusions.positions, last_position), "skipped": self.skipped(length),
-            "swapped": [visible(str(name), 80) for name in self._exclusions.swapped],
+            "by_position": binned(self._exclusions.positions, last_position), "skipped": self.count_skipped(length),
+            "swapped": [make_visible(str(name), 80) for name in self._exclusions.swapped],
         }  # fmt: skip
 
 

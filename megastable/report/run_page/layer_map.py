@@ -51,7 +51,7 @@ class LayerMap:
         self._changed: int | None = None
         self._looks: OrderedDict[str, Look] = OrderedDict()
 
-    def look(self) -> bool:
+    def look_again(self) -> bool:
         """Look for new files, without reading them."""
         try:
             folder_change = folder_stamp(self.folder)
@@ -64,7 +64,7 @@ class LayerMap:
         self.files = [LayerFile(file.stamp / 1000, file.high, file) for file in record_files if file.stamp]
         return self.files != files_before
 
-    def chosen(self, begin: float, end: float, axis: str) -> list[LayerFile]:
+    def choose_files(self, begin: float, end: float, axis: str) -> list[LayerFile]:
         """At most MOST files of the looks between two steps or times, in order. By step those that were done again are
         left out."""
         files = self.files
@@ -78,11 +78,11 @@ class LayerMap:
             files = [files[n] for n in np.unique(np.linspace(0, len(files) - 1, MOST).astype(int))]
         return files
 
-    def read(self, files: list[LayerFile]) -> dict[str, Any]:
+    def read_maps(self, files: list[LayerFile]) -> dict[str, Any]:
         """kinds: by kind that anything was measured of, the values [layers, looks]; layers: their names, from the first
         to the last."""
         layer_looks = [self._look(layer_file.file) for layer_file in files]
-        names = sorted({name for look in layer_looks for name in look}, key=depth)
+        names = sorted({name for look in layer_looks for name in look}, key=sort_key)
         cube = np.full((len(KINDS), len(names), len(files)), np.nan, dtype=np.float32)
         for n, look in enumerate(layer_looks):
             for m, name in enumerate(names):
@@ -130,7 +130,7 @@ def layer_of(name: str) -> str:
     return f"block {int(block_match[1])}" if block_match else name.removesuffix(".weight")
 
 
-def depth(layer: str) -> tuple[int, int, str]:
+def sort_key(layer: str) -> tuple[int, int, str]:
     """The place of a layer: the embedding, the blocks, the rest."""
     if layer.startswith("block "):
         return (1, int(layer.removeprefix("block ")), "")

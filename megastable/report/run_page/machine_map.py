@@ -12,8 +12,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megastable.base.text import visible
-from megastable.run.machine_state import MachineSample, SamplePlace, as_floats, newest, places, read_sample
+from megastable.base.text import make_visible
+from megastable.run.machine_state import (
+    MachineSample,
+    SamplePlace,
+    as_floats,
+    list_places,
+    read_newest,
+    read_sample,
+)
 
 Floats = npt.NDArray[np.float64]
 MOST = 240  # samples in a map
@@ -54,7 +61,7 @@ class MachineMap:
         self._stamp: list[Any] = []
         self._samples: OrderedDict[float, MachineSample] = OrderedDict()
 
-    def look(self) -> bool:
+    def look_again(self) -> bool:
         """Look for new samples."""
         try:
             folder_stamp = sorted((entry.name, entry.stat().st_size) for entry in os.scandir(self.folder))
@@ -63,12 +70,12 @@ class MachineMap:
         if folder_stamp == self._stamp:
             return False
         self._stamp = folder_stamp
-        self.levels, self.newest = places(self.folder), newest(self.folder)
+        self.levels, self.newest = list_places(self.folder), read_newest(self.folder)
         return True
 
-    def read(self, begin: float, end: float) -> list[MachineSample]:
+    def read_between(self, begin: float, end: float) -> list[MachineSample]:
         """Those between two times that are to be drawn, oldest first. [unix seconds]"""
-        read_samples = [self._sample(sample_place) for sample_place in chosen(self.levels, begin, end)]
+        read_samples = [self._sample(sample_place) for sample_place in choose_places(self.levels, begin, end)]
         return [machine_sample for machine_sample in read_samples if machine_sample is not None]
 
     def _sample(self, place: SamplePlace) -> MachineSample | None:
@@ -83,7 +90,7 @@ class MachineMap:
         return self._samples.get(key)
 
 
-def chosen(levels: dict[str, list[SamplePlace]], begin: float, end: float) -> list[SamplePlace]:
+def choose_places(levels: dict[str, list[SamplePlace]], begin: float, end: float) -> list[SamplePlace]:
     """At most MOST samples between two times, oldest first: of the finest level that needs no more of them, completed
     by coarser ones before it and finer ones after it."""
     inside = [[place for place in level if begin <= place.time <= end] for level in levels.values()]
@@ -106,7 +113,7 @@ def chosen(levels: dict[str, list[SamplePlace]], begin: float, end: float) -> li
     return found
 
 
-def forward(samples: Sequence[MachineSample]) -> list[MachineSample]:
+def keep_forward(samples: Sequence[MachineSample]) -> list[MachineSample]:
     """Those after whose step the run never went back: an axis of steps has a place for them."""
     forward_samples, lowest_step = list[MachineSample](), math.inf
     for machine_sample in reversed(samples):
@@ -131,7 +138,7 @@ def with_gaps(samples: Sequence[MachineSample]) -> list[MachineSample]:
     return found
 
 
-def maps(samples: Sequence[MachineSample], stages: int) -> list[dict[str, Any]]:
+def build_maps(samples: Sequence[MachineSample], stages: int) -> list[dict[str, Any]]:
     """kind, title, unit, rows (names), values [rows, samples], and where colours begin and end, None: by the values.
     stages: of the pipeline."""
     own = as_floats([sample.own for sample in samples])
@@ -152,7 +159,7 @@ def maps(samples: Sequence[MachineSample], stages: int) -> list[dict[str, Any]]:
                     )
                 row_begin += gpu_counts[name]
         if values.size and not np.isnan(values).all():
-            shown_values, row_labels = shared(values, row_names, gpu_gauge.worst)
+            shown_values, row_labels = share_rows(values, row_names, gpu_gauge.worst)
             colour_scale = (0.0, 1.0) if kind == "utilization" else None
             drawn_maps.append(
                 _map(kind, gpu_gauge.title, gpu_gauge.unit, row_labels, shown_values, colour_scale)
@@ -176,7 +183,7 @@ def own_work(own: Floats, stages: int) -> dict[str, Any]:
             stage_ratios[some, begin : begin + stage_size] = stage[some] / np.nanmedian(
                 stage[some], axis=1, keepdims=True
             )
-    shown_ratios, row_labels = shared(stage_ratios.T, rank_names, np.nanmax)
+    shown_ratios, row_labels = share_rows(stage_ratios.T, rank_names, np.nanmax)
     highest_ratio = max(SLOW, min(3.0, float(np.nanmax(shown_ratios))))
     map_title = (
         "Own work of every rank" if len(row_labels) == ranks else "Own work of ranks, the slowest of each row"
@@ -186,7 +193,7 @@ def own_work(own: Floats, stages: int) -> dict[str, Any]:
     )
 
 
-def shared(values: Floats, names: Sequence[str], worst: Any) -> tuple[Floats, list[str]]:
+def share_rows(values: Floats, names: Sequence[str], worst: Any) -> tuple[Floats, list[str]]:
     """At most ROWS rows: the worst of neighbours, named by the first and the last of them. values: [rows, samples]"""
     if len(names) <= ROWS:
         return values, list(names)
@@ -209,12 +216,13 @@ def _map(
     kind: str, title: str, unit: str, rows: list[str], values: Floats, scale: tuple[float, float] | None
 ) -> dict[str, Any]:
     return {
-        "kind": f"machine-{kind}", "title": title, "unit": unit, "rows": [visible(row_name, 100) for row_name in rows],
+        "kind": f"machine-{kind}", "title": title, "unit": unit, "rows": [make_visible(row_name,
+        100) for row_name in rows],
         "values": values.astype(np.float32), "scale": scale,
     }  # fmt: skip
 
 
-def hosts(sample: MachineSample | None) -> list[dict[str, Any]]:
+def list_hosts(sample: MachineSample | None) -> list[dict[str, Any]]:
     """The last reading of each host, for a table; those with something to look at first."""
     host_rows = []
     for host_name, host in (sample.hosts if sample is not None else {}).items():
@@ -229,9 +237,10 @@ def hosts(sample: MachineSample | None) -> list[dict[str, Any]]:
         ]  # fmt: skip
         trouble += [host.unknown] if host.unknown else []
         host_rows.append({
-            "name": visible(host_name, 80), "memory": host.memory, "memory_free": host.memory_free, "load": host.load,
+            "name": make_visible(host_name, 80), "memory": host.memory, "memory_free": host.memory_free,
+            "load": host.load,
             "ranks": host.ranks[:64], "gpus": host.gpus,
-            "trouble": [visible(trouble_text, 300) for trouble_text in trouble[:20]],
+            "trouble": [make_visible(trouble_text, 300) for trouble_text in trouble[:20]],
             "unread": [unread_text for key, unread_text in UNREAD.items() if key in host.unread],
             "range": {key: [min(values), max(values)] for key, values in known_gauges.items() if values},
         })  # fmt: skip

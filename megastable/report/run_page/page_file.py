@@ -15,7 +15,7 @@ from typing import Any
 from megastable.base import durable
 from megastable.report.run_page import run_reader
 from megastable.report.run_page.run_reader import RunReader, told_apart
-from megastable.report.sheet.page import embed
+from megastable.report.sheet.page import embed_json
 
 HERE = Path(__file__).parent
 STATIC, VENDOR = HERE / "static", HERE / "vendor"
@@ -27,20 +27,20 @@ BODY = '<main id="page">%s</main>\n<noscript>This page needs JavaScript.</noscri
 
 
 @cache
-def style() -> str:
+def join_styles() -> str:
     """uPlot's style and the page's."""
     return f"{_text(VENDOR / 'uPlot.min.css')}\n{_text(STATIC / 'page.css')}"
 
 
 @cache
-def script() -> str:
+def join_scripts() -> str:
     """uPlot, with the licence text it requires, and our scripts in one scope."""
     ours = "\n".join(_text(STATIC / name) for name in SCRIPTS)
     licence = _text(VENDOR / "LICENSE")
     return f'/* uPlot\n{licence}\n*/\n{_text(VENDOR / "uPlot.iife.min.js")}\n(() => {{\n"use strict";\n{ours}}})();\n'
 
 
-def served(told: Sequence[str]) -> str:
+def render_served(told: Sequence[str]) -> str:
     """The page of a server. What it shows it asks for; until that is there, `told` stands in its place."""
     heading_lines = "".join(f"<h1>{html.escape(heading_line)}</h1>" for heading_line in told)
     return (
@@ -53,7 +53,7 @@ def served(told: Sequence[str]) -> str:
 
 def self_contained(data: dict[str, Any]) -> str:
     """The page as one file that needs no network. data: what a server would answer (source.js)."""
-    page_style, code, page_data = f"\n{style()}", f"\n{script()}", embed(_finite(data))
+    page_style, code, page_data = f"\n{join_styles()}", f"\n{join_scripts()}", embed_json(_finite(data))
     policy = (
         f"default-src 'none'; script-src '{_hash(code)}'; style-src 'unsafe-inline'; img-src data:; frame-src 'self'; "
         "base-uri 'none'; form-action 'none'"
@@ -98,25 +98,25 @@ PAGES = 24 << 20  # bytes of incidents' pages
 
 def write_page(runs: Sequence[Path], output: Path) -> list[str]:
     """Write the page of run directories. Returns what could not be read. Raises DataError."""
-    readers = told_apart([whole(run) for run in runs])
-    durable.write_output(output, self_contained(content(readers)))
-    return [problem for reader in readers for problem in reader.head()["problems"]]
+    readers = told_apart([read_whole(run) for run in runs])
+    durable.write_output(output, self_contained(build_content(readers)))
+    return [problem for reader in readers for problem in reader.read_head()["problems"]]
 
 
-def whole(run: Path) -> RunReader:
+def read_whole(run: Path) -> RunReader:
     """A reader that has read all of a run. Raises DataError."""
     reader = RunReader(run)
-    reader.look(now=True)
+    reader.look_again(now=True)
     return reader
 
 
-def content(readers: Sequence[RunReader], public: bool = False) -> dict[str, Any]:
+def build_content(readers: Sequence[RunReader], public: bool = False) -> dict[str, Any]:
     """What a server would answer, by run. The plots are those by step; they hold the other axes, too. public: without
     advice to whoever has the run."""
     room, runs = PAGES, list[dict[str, Any]]()
     for reader in readers:
-        panel = reader.panel()
-        panel["journal"] = run_reader.journal(reader, most=LINES)
+        panel = reader.read_panel()
+        panel["journal"] = run_reader.build_journal(reader, most=LINES)
         pages = dict[str, str]()
         # The newest first: those are asked for.
         for case in reversed(panel["incidents"]):
@@ -124,10 +124,10 @@ def content(readers: Sequence[RunReader], public: bool = False) -> dict[str, Any
             if page is not None and len(page) <= room:
                 pages[case["page"]] = page
                 room -= len(page)
-        head = reader.head() | ({"advice": ""} if public else {})
+        head = reader.read_head() | ({"advice": ""} if public else {})
         runs.append({
-            "head": head, "panel": panel, "plots": reader.plots("step", None, None, COLUMNS),
-            "heat": reader.heat("step", None, None), "machines": reader.machine_maps("step", None, None),
+            "head": head, "panel": panel, "plots": reader.read_plots("step", None, None, COLUMNS),
+            "heat": reader.read_heat("step", None, None), "machines": reader.machine_maps("step", None, None),
             "pages": pages,
         })  # fmt: skip
     return {"runs": runs}

@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import ValidationError
 
-from megastable.base.text import duration, plural, visible
+from megastable.base.text import count_noun, make_visible, show_duration
 from megastable.config.model import ModelConfig
-from megastable.model.sizes import parameters
+from megastable.model.sizes import count_parameters
 from megastable.report.postmortem.facts import IncidentFacts
 from megastable.run.goodput.time_account import TimeKind
 from megastable.run.run_history import Measurement
@@ -58,7 +58,7 @@ class UsableCheckpoints(NamedTuple):
     proved: int | None
 
 
-def headline(
+def build_headline(
     s: Status,
     recent: Mapping[str, npt.NDArray[Any]],
     incidents: Sequence[IncidentFacts],
@@ -81,11 +81,11 @@ def headline(
         _goodput(account), _cost(account, recipe), _checkpoint(usable),
     ]  # fmt: skip
     shown = [
-        {key: visible(field_text, 200) for key, field_text in key_figure._asdict().items()}
+        {key: make_visible(field_text, 200) for key, field_text in key_figure._asdict().items()}
         for key_figure in key_figures
     ]
     return {
-        "word": word, "mood": mood, "sentence": visible(_sentence(s, incidents, trends), 1000),
+        "word": word, "mood": mood, "sentence": make_visible(_sentence(s, incidents, trends), 1000),
         "advice": "" if s.advice.startswith("nothing to do") else s.advice,
         "step": s.step, "steps": s.steps, "state": s.state.value, "figures": shown,
         "running": s.state in (State.RUNNING, State.STARTING, State.HUNG, State.WAITING), "age": s.age, "now": now,
@@ -111,7 +111,7 @@ def _sentence(s: Status, incidents: Sequence[IncidentFacts], trends: Sequence[st
         case State.RUNNING:
             told = f"Training goes on at {at}."
         case State.FINISHED:
-            told = f"The run is complete: {plural(s.step, 'step')}."
+            told = f"The run is complete: {count_noun(s.step, 'step')}."
         case State.STOPPED:
             told = f"Stopped as asked at {at}; it can be resumed."
         case State.HUNG:
@@ -156,19 +156,21 @@ def _tokens(s: Status, recipe: Mapping[str, Any], skipped: int) -> Figure:
         return Figure("tokens", "?")
     train, token_remark = recipe.get("train", {}), ""
     if s.steps and isinstance(train.get("global_batch"), int) and train.get("batch_warmup") is None:
-        token_remark = f"of {short((s.steps * train['global_batch'] + skipped) * length)}"
+        token_remark = f"of {shorten_number((s.steps * train['global_batch'] + skipped) * length)}"
     if skipped:
-        token_remark += f", {short(skipped * length)} of them skipped"
-    return Figure("tokens", short(s.cursor * length), token_remark.removeprefix(", "))
+        token_remark += f", {shorten_number(skipped * length)} of them skipped"
+    return Figure("tokens", shorten_number(s.cursor * length), token_remark.removeprefix(", "))
 
 
 def _left(s: Status, account: Mapping[str, Any] | None, now: float) -> Figure:
-    took_text = "" if account is None else f"{duration(account['wall'])} so far"
+    took_text = "" if account is None else f"{show_duration(account['wall'])} so far"
     if s.eta is not None and s.eta < 1e10:
         done_at = datetime.fromtimestamp(now + s.eta, UTC)
         time_format = "%H:%M UTC" if s.eta < 20 * 3600 else "%b %-d, %H:%M UTC"
-        return Figure("time left", duration(s.eta), f"done about {done_at.strftime(time_format)}")
-    return Figure("time", duration(account["wall"]) if account else "?", took_text and "from the first start")
+        return Figure("time left", show_duration(s.eta), f"done about {done_at.strftime(time_format)}")
+    return Figure(
+        "time", show_duration(account["wall"]) if account else "?", took_text and "from the first start"
+    )
 
 
 def _loss(recent: Mapping[str, npt.NDArray[Any]], evaluations: Sequence[Measurement]) -> Figure:
@@ -188,7 +190,7 @@ def _speed(s: Status, recent: Mapping[str, npt.NDArray[Any]]) -> Figure:
     step_seconds = s.rate if s.rate is not None else _median(recent["seconds"])
     return Figure(
         "tokens/s",
-        "?" if token_speed is None else short(token_speed),
+        "?" if token_speed is None else shorten_number(token_speed),
         "" if step_seconds is None else f"{step_seconds:.3g} s per step, of late",
     )
 
@@ -204,7 +206,7 @@ def _incidents(incidents: Sequence[IncidentFacts]) -> Figure:
     if not incidents:
         return Figure("incidents", "0", "", "good")
     done = Counter(DONE.get(action, action[:30]) for i in incidents for action in i.actions)
-    told = ", ".join(plural(n, action_word) for action_word, n in done.most_common(3))
+    told = ", ".join(count_noun(n, action_word) for action_word, n in done.most_common(3))
     opened = sum(i.outcome != "healed" for i in incidents)
     state_text = f"{opened} not over" if opened else "all over"
     return Figure(
@@ -227,24 +229,28 @@ def _skipped(s: Status, skipped: int) -> Figure:
 def _lost(s: Status, incidents: Sequence[IncidentFacts], undone: int) -> Figure:
     # Records lack the last steps of a process that was killed, incidents lack restarts without a supervisor.
     lost = max(sum(i.steps_lost for i in incidents), undone)
-    return Figure("steps lost", f"{lost:,}", f"undone and repeated; {plural(s.refused, 'update')} refused")
+    return Figure(
+        "steps lost", f"{lost:,}", f"undone and repeated; {count_noun(s.refused, 'update')} refused"
+    )
 
 
 def _goodput(account: Mapping[str, Any] | None) -> Figure:
     if account is None or not account["wall"]:
         return Figure("goodput", "?", "share of the time that was training")
     lost_seconds = account["wall"] - account["seconds"].get(TimeKind.TRAINING.value, 0.0)
-    return Figure("goodput", f"{100 * account['share']:.1f} %", f"{duration(lost_seconds)} were not training")
+    return Figure(
+        "goodput", f"{100 * account['share']:.1f} %", f"{show_duration(lost_seconds)} were not training"
+    )
 
 
 def _cost(account: Mapping[str, Any] | None, recipe: Mapping[str, Any]) -> Figure:
     hours = None if account is None else account["gpu_hours"]
     if hours is None:
         return Figure("GPU-hours", "?")
-    hours_text = f"{short(hours)} GPU-hours"
+    hours_text = f"{shorten_number(hours)} GPU-hours"
     hour_price = recipe.get("supervise", {}).get("gpu_hour_price")
     if not isinstance(hour_price, int | float):
-        return Figure("GPU-hours", short(hours), "ranks × time, idle time too")
+        return Figure("GPU-hours", shorten_number(hours), "ranks × time, idle time too")
     money = hours * hour_price
     currency = str(recipe["supervise"].get("currency", ""))[:8]
     return Figure("cost", f"{money:,.{0 if money >= 10 else 2}f} {currency}", f"{hours_text}, idle time too")
@@ -264,7 +270,7 @@ def _median(values: npt.NDArray[Any]) -> float | None:
     return float(np.median(finite_values)) if len(finite_values) else None
 
 
-def short(value: float) -> str:
+def shorten_number(value: float) -> str:
     """A large number in three digits: 812, 45.3 k, 1.24 M, 300 B."""
     for unit_letter, unit_size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if abs(value) >= 0.9995 * unit_size:
@@ -288,7 +294,7 @@ def recipe_facts(
         ("optimizer", _optimizer(recipe)), ("precision", _precision(recipe)), ("layout", _layout(recipe, world)),
         ("device", _device(software, peak)), ("price", _price(recipe)),
     ]  # fmt: skip
-    return [(fact_name, visible(text, LONGEST)) for fact_name, text in fact_lines if text]
+    return [(fact_name, make_visible(text, LONGEST)) for fact_name, text in fact_lines if text]
 
 
 def _section(recipe: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -309,7 +315,8 @@ def _model(recipe: Mapping[str, Any]) -> str:
             f" and {c.kv_heads} of keys" if c.kv_heads not in (None, c.heads) else ""
         )
         return (
-            f"{short(parameters(c))} parameters: {plural(c.layers, 'layer')} of {c.hidden:,}, {head_text}, "
+            f"{shorten_number(count_parameters(c))} parameters: {count_noun(c.layers, 'layer')} of {c.hidden:,}, "
+            f"{head_text}, "
             f"feed-forward {c.ffn_width:,}, vocabulary {c.vocab_size:,}"
         )
     except (ValidationError, TypeError, ValueError):
@@ -337,7 +344,7 @@ def _data(mixture: Sequence[tuple[str, float]]) -> str:
     if not mixture or total_weight <= 0:
         return ""
     named_corpora = ", ".join(
-        visible(corpus_name, 60) + (f" {corpus_weight / total_weight:.3g}" if len(mixture) > 1 else "")
+        make_visible(corpus_name, 60) + (f" {corpus_weight / total_weight:.3g}" if len(mixture) > 1 else "")
         for corpus_name, corpus_weight in mixture[:CORPORA]
     )
     return named_corpora + (f" and {len(mixture) - CORPORA} more" if len(mixture) > CORPORA else "")
@@ -371,7 +378,7 @@ def _layout(recipe: Mapping[str, Any], world: int | None) -> str:
             told.append(f"{axis_name} {size}")
     if world:
         told.append(f"data {world // replica_ranks:,}")
-    rank_text = f"{plural(world, 'rank')}: " if world else ""
+    rank_text = f"{count_noun(world, 'rank')}: " if world else ""
     zero = given.get("zero")
     return rank_text + " × ".join(told) + (f", ZeRO {zero}" if isinstance(zero, int) and told else "")
 

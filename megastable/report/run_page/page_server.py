@@ -63,18 +63,20 @@ class PageGuard:
     def cookie(self) -> str:
         return f"{COOKIE}-{self.port}"
 
-    def refusal(self, headers: Mapping[str, str], query: Mapping[str, str]) -> tuple[int, str] | None:
+    def refuse_request(self, headers: Mapping[str, str], query: Mapping[str, str]) -> tuple[int, str] | None:
         """Why a request is not answered: a status and a sentence; None if it is."""
         if self.loopback and host_of(headers.get("host", "")) not in NAMES:
             return 421, "This page is served as localhost only: open it by that name.\n"
         fetch_site = headers.get("sec-fetch-site", "none")
         if fetch_site == "cross-site" and headers.get("sec-fetch-mode") != "navigate":
             return 403, "Other web sites may not read this page.\n"
-        if self.token and not (self.same(query.get("token", "")) or self.same(self._cookie(headers))):
+        if self.token and not (
+            self.match_token(query.get("token", "")) or self.match_token(self._cookie(headers))
+        ):
             return 401, "This page needs its token: open the address that `megastable watch` has printed.\n"
         return None
 
-    def same(self, given: str) -> bool:
+    def match_token(self, given: str) -> bool:
         """Compare with the token in constant time."""
         return hmac.compare_digest(given.encode("utf-8", "replace"), self.token.encode())
 
@@ -142,11 +144,11 @@ class PageServer:
         self.ending: Callable[[], bool] = lambda: False
         self._streams = 0
 
-    def app(self) -> ASGIApp:
+    def build_app(self) -> ASGIApp:
         page_routes = [
             Route("/", self._page),
-            Route("/page.css", partial(_fixed, page_file.style, "text/css; charset=utf-8")),
-            Route("/page.js", partial(_fixed, page_file.script, "text/javascript; charset=utf-8")),
+            Route("/page.css", partial(_fixed, page_file.join_styles, "text/css; charset=utf-8")),
+            Route("/page.js", partial(_fixed, page_file.join_scripts, "text/javascript; charset=utf-8")),
             Route("/heads", self._heads),
             Route("/events", self._events),
             Route("/run/{run:int}/panel", self._panel),
@@ -162,10 +164,10 @@ class PageServer:
     @asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
         for reader in self.readers:
-            reader.start()
+            reader.start_reading()
         yield
         for reader in self.readers:
-            reader.stop()
+            reader.stop_reading()
 
     async def _page(self, request: Request) -> Response:
         if self.guard.token and "token" in request.query_params:
@@ -174,14 +176,14 @@ class PageServer:
             answer = RedirectResponse("/", 303)
             answer.set_cookie(self.guard.cookie, self.guard.token, httponly=True, samesite="lax")
             return answer
-        told = [reader.line() for reader in self.readers]
-        return Response(page_file.served(told), media_type="text/html; charset=utf-8")
+        told = [reader.describe_run() for reader in self.readers]
+        return Response(page_file.render_served(told), media_type="text/html; charset=utf-8")
 
     async def _heads(self, request: Request) -> Response:
         return _json(await run_in_threadpool(self._all_heads))
 
     def _all_heads(self) -> list[dict[str, Any]]:
-        return [reader.head() for reader in self.readers]
+        return [reader.read_head() for reader in self.readers]
 
     async def _events(self, request: Request) -> Response:
         if self._streams >= STREAMS:
@@ -206,16 +208,16 @@ class PageServer:
             self._streams -= 1
 
     async def _panel(self, request: Request) -> Response:
-        return await self._answer(request, lambda reader: reader.panel())
+        return await self._answer(request, lambda reader: reader.read_panel())
 
     async def _plots(self, request: Request) -> Response:
         axis, begin, end = _window(request)
         columns = min(COLUMNS, max(50, int(_number(request, "columns") or 1000)))
-        return await self._answer(request, lambda reader: reader.plots(axis, begin, end, columns))
+        return await self._answer(request, lambda reader: reader.read_plots(axis, begin, end, columns))
 
     async def _heat(self, request: Request) -> Response:
         axis, window_begin, window_end = _window(request)
-        return await self._answer(request, lambda reader: reader.heat(axis, window_begin, window_end))
+        return await self._answer(request, lambda reader: reader.read_heat(axis, window_begin, window_end))
 
     async def _machines(self, request: Request) -> Response:
         axis, window_begin, window_end = _window(request)
@@ -224,7 +226,9 @@ class PageServer:
     async def _journal(self, request: Request) -> Response:
         query, group = (request.query_params.get(query_key, "")[:200] for query_key in ("query", "group"))
         most = min(2000, max(1, int(_number(request, "most") or run_reader.LINES)))
-        return await self._answer(request, lambda reader: run_reader.journal(reader, query, group, most))
+        return await self._answer(
+            request, lambda reader: run_reader.build_journal(reader, query, group, most)
+        )
 
     async def _answer(self, request: Request, ask: Callable[[RunReader], Any]) -> Response:
         run_reader = self._reader(request)
@@ -278,7 +282,7 @@ class _Guarded:
                         message["headers"] = [*message["headers"], (encoded, value.encode())]
             await send(message)
 
-        refused = self.guard.refusal(request.headers, request.query_params)
+        refused = self.guard.refuse_request(request.headers, request.query_params)
         if refused is not None:
             await Response(refused[1], refused[0], media_type="text/plain")(scope, receive, with_headers)
         else:
@@ -310,7 +314,7 @@ def _number(request: Request, key: str) -> float | None:
     return query_value if abs(query_value) < 1e18 else None  # nan, too, is none
 
 
-def listen(host: str, port: int | None) -> socket.socket:
+def open_socket(host: str, port: int | None) -> socket.socket:
     """A socket that listens. port: None = the first free one from PORT on. Raises ConfigError."""
     address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for candidate in range(PORT, PORT + TRIES) if port is None else (port,):
@@ -342,13 +346,15 @@ def give_memory_back() -> None:
         c_library.prctl(THP_DISABLE, 1, 0, 0, 0)
 
 
-def serve(runs: Sequence[Path], host: str, port: int | None, token: bool, say: Callable[[str], None]) -> None:
+def serve_pages(
+    runs: Sequence[Path], host: str, port: int | None, token: bool, say: Callable[[str], None]
+) -> None:
     """Serve the page of run directories until Ctrl-C. token: require one on loopback, too. say: prints the address.
 
     Raises ConfigError, and DataError for a directory without a run."""
     give_memory_back()
     run_readers = told_apart([RunReader(run) for run in runs])
-    with listen(host, port) as bound:
+    with open_socket(host, port) as bound:
         is_local, port_number = is_loopback(host), bound.getsockname()[1]
         page_guard = PageGuard(
             is_local, secrets.token_urlsafe(24) if token or not is_local else "", port_number
@@ -357,7 +363,7 @@ def serve(runs: Sequence[Path], host: str, port: int | None, token: bool, say: C
         name = f"[{name}]" if ":" in name else name
         page = PageServer(run_readers, page_guard)
         server_config = uvicorn.Config(
-            page.app(), log_level="warning", access_log=False, server_header=False,
+            page.build_app(), log_level="warning", access_log=False, server_header=False,
             timeout_graceful_shutdown=1, lifespan="on", ws="none",
         )  # fmt: skip
         say(f"http://{name}:{port_number}/" + (f"?token={page_guard.token}" if page_guard.token else ""))

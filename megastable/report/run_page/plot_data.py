@@ -38,7 +38,7 @@ def columns_of(x: Floats, begin: float, end: float, columns: int) -> Indices:
     return column_starts[column_starts < len(x)]
 
 
-def reduced(values: npt.NDArray[Any], starts: Indices) -> PixelColumns:
+def reduce_columns(values: npt.NDArray[Any], starts: Indices) -> PixelColumns:
     """The columns of `values` [n] that begin at `starts`."""
     values = values.astype(np.float32, copy=False)
     if len(starts) == len(values):
@@ -58,7 +58,7 @@ def reduced(values: npt.NDArray[Any], starts: Indices) -> PixelColumns:
         return PixelColumns((column_sums / column_counts).astype(np.float32), lowest_values, high)
 
 
-def means(values: npt.NDArray[Any], starts: Indices) -> npt.NDArray[np.float64]:
+def average_columns(values: npt.NDArray[Any], starts: Indices) -> npt.NDArray[np.float64]:
     """Means of columns of finite values."""
     if len(starts) == len(values):
         return values.astype(np.float64)
@@ -122,7 +122,7 @@ class AxisOfSteps:
     def __init__(self, table: StepTable, length: int, began: float) -> None:
         self.table, self.length, self.began = table, length, began
 
-    def values(self, axis: str, rows: npt.NDArray[np.intp]) -> npt.NDArray[np.float64]:
+    def read_values(self, axis: str, rows: npt.NDArray[np.intp]) -> npt.NDArray[np.float64]:
         """Of some rows: steps done, tokens of the data order passed, or seconds since the run began."""
         step_columns = self.table.steps
         if axis == "time":
@@ -131,7 +131,7 @@ class AxisOfSteps:
             return step_columns["next_position"][rows].astype(np.float64) * self.length
         return step_columns["step"][rows].astype(np.float64)
 
-    def live(self) -> npt.NDArray[np.intp]:
+    def list_live(self) -> npt.NDArray[np.intp]:
         """The rows that were not undone; their steps ascend."""
         return np.flatnonzero(~self.table.steps["undone"])
 
@@ -163,7 +163,7 @@ def plot_data(
     for group_name, rows in row_groups.items():
         rows, inside_window = _inside(axes, axis, rows, window)
         rows = rows[inside_window]
-        column_starts = columns_of(axes.values(axis, rows), *window, columns)
+        column_starts = columns_of(axes.read_values(axis, rows), *window, columns)
         plot_series[group_name] = {
             "count": len(rows),
             **_group(axes, rows, column_starts, {n: _column(steps, n, rows) for n in APART}),
@@ -172,7 +172,7 @@ def plot_data(
     kept = np.flatnonzero(~was_undone[looks]) if len(looks) else np.empty(0, np.intp)
     rows, inside_window = _inside(axes, axis, looks[kept], window)
     kept = np.searchsorted(looks, rows[inside_window])
-    column_starts = columns_of(axes.values(axis, looks[kept]), *window, columns)
+    column_starts = columns_of(axes.read_values(axis, looks[kept]), *window, columns)
     look_columns = {group_name: _column(table.looks, group_name, kept) for group_name in SOMETIMES}
     plot_series["sometimes"] = _group(axes, looks[kept], column_starts, look_columns)
     return plot_series
@@ -187,7 +187,7 @@ def _ends(axes: AxisOfSteps) -> tuple[dict[str, float], dict[str, float]]:
     for axis, column_name in zip(AXES, ("step", "next_position", "time"), strict=True):
         # Not the first and the last row: there are ways back, and a clock may be set back.
         end_rows = np.array([step_columns[column_name].argmin(), step_columns[column_name].argmax()], np.intp)
-        lowest_values[axis], highest_values[axis] = axes.values(axis, end_rows).tolist()
+        lowest_values[axis], highest_values[axis] = axes.read_values(axis, end_rows).tolist()
     return lowest_values, highest_values
 
 
@@ -198,16 +198,16 @@ def _lines(
     # What is told of the last steps begins before the window.
     lead = min(inside.start, TREND)
     longer_rows, rows = rows[inside.start - lead : inside.stop], rows[inside]
-    starts = columns_of(axes.values(axis, rows), *window, columns)
+    starts = columns_of(axes.read_values(axis, rows), *window, columns)
     line_group = _group(
         axes, rows, starts, {line_name: _column(steps, line_name, rows) for line_name in LINES}
     )
     if len(starts):
-        line_group["series"]["clipped"] = encoded(
+        line_group["series"]["clipped"] = encode_array(
             trailing_share(steps["clipped"][longer_rows], starts, CLIPPED, lead)
         )
         band_low, band_high = trend_band(steps["loss"][longer_rows], starts, TREND, lead=lead)
-        line_group["trend"] = {"low": encoded(band_low), "high": encoded(band_high)}
+        line_group["trend"] = {"low": encode_array(band_low), "high": encode_array(band_high)}
     return line_group
 
 
@@ -225,17 +225,19 @@ def _group(
     """The columns of some rows, without series that were never measured."""
     found: dict[str, Any] = {"x": {}, "series": {}}
     for axis in AXES:
-        found["x"][axis] = encoded(means(axes.values(axis, rows), starts)) if len(rows) else ""
+        found["x"][axis] = (
+            encode_array(average_columns(axes.read_values(axis, rows), starts)) if len(rows) else ""
+        )
     for name, get_column in series.items():
         values = get_column()
         if not len(values) or np.isnan(values).all():
             continue
-        columns = reduced(values, starts)
+        columns = reduce_columns(values, starts)
         if len(starts) == len(values):
-            found["series"][name] = encoded(columns.mean)
+            found["series"][name] = encode_array(columns.mean)
         else:
             found["series"][name] = {
-                band_key: encoded(band_values) for band_key, band_values in columns._asdict().items()
+                band_key: encode_array(band_values) for band_key, band_values in columns._asdict().items()
             }
     return found
 
@@ -244,7 +246,7 @@ def _inside(
     axes: AxisOfSteps, axis: str, rows: npt.NDArray[np.intp], window: tuple[float, float]
 ) -> tuple[npt.NDArray[np.intp], slice]:
     """The rows, ascending by the axis, and which of them are in a window."""
-    x = axes.values(axis, rows)
+    x = axes.read_values(axis, rows)
     if np.any(x[1:] < x[:-1]):  # a clock was set back, or steps were undone twice
         row_order = np.argsort(x, kind="stable")
         rows, x = rows[row_order], x[row_order]
@@ -257,6 +259,6 @@ def _slice(x: npt.NDArray[np.float64], window: tuple[float, float]) -> slice:
     return slice(max(0, int(first_index) - 1), min(len(x), int(last_index) + 1))
 
 
-def encoded(values: npt.NDArray[Any]) -> str:
+def encode_array(values: npt.NDArray[Any]) -> str:
     """An array for the page: little-endian float64 or float32, in base64."""
     return base64.b64encode(np.ascontiguousarray(values, values.dtype.newbyteorder("<")).tobytes()).decode()

@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import ValidationError
 
-from megastable.base.text import visible
-from megastable.report.figures import thick
+from megastable.base.text import make_visible
+from megastable.report.figures import thicken_intervals
 from megastable.report.postmortem import sentences
 from megastable.report.postmortem.facts import IncidentFacts
 from megastable.report.run_page import machine_map, page_headline, plot_data
@@ -27,11 +27,11 @@ from megastable.report.run_page.layer_map import KINDS as HEAT_KINDS
 from megastable.report.run_page.layer_map import LayerMap
 from megastable.report.run_page.machine_map import MachineMap
 from megastable.report.run_page.page_headline import recipe_facts
-from megastable.report.run_page.plot_data import encoded
+from megastable.report.run_page.plot_data import encode_array
 from megastable.report.run_page.step_table import RecordReader
 from megastable.run.directory import RunDirectory, read_object
 from megastable.run.events.event import LARGEST
-from megastable.run.goodput.time_account import TimeAccount, TimeKind, gpu_hours
+from megastable.run.goodput.time_account import TimeAccount, TimeKind, count_hours
 from megastable.run.goodput.watching import GoodputWatch
 from megastable.run.run_history import (
     HistoryReader,
@@ -75,14 +75,14 @@ class PlacesOfSteps:
 
     def __init__(self, reader: RunReader) -> None:
         self.length, self.began = reader.length, reader.began
-        with reader.records.table() as table:
+        with reader.records.hold_table() as table:
             # 100,000 rows place a mark as well as millions.
             sampled_rows = np.arange(0, len(table.steps), max(1, len(table.steps) // 100_000))
             live_rows = sampled_rows[~table.steps["undone"][sampled_rows]]
             self.step, self.position = table.steps["step"][live_rows], table.steps["next_position"][live_rows]
             self.time = np.maximum.accumulate(table.steps["time"][live_rows])
 
-    def of(self, step: int | None, time: float | None) -> Place:
+    def place_event(self, step: int | None, time: float | None) -> Place:
         """A step, a time, or both. time: 0 is none, too."""
         time = time or None
         if step is None and len(self.step):
@@ -95,13 +95,13 @@ class PlacesOfSteps:
             time = float(np.interp(step, self.step, self.time))
         return {"step": step, "tokens": token_count, "time": time - self.began}
 
-    def steps(self, axis: str, values: Iterable[float]) -> list[float]:
+    def find_steps(self, axis: str, values: Iterable[float]) -> list[float]:
         """Steps of values of another axis."""
         if axis != "tokens" or not len(self.step):
             return list(values)
         return [float(np.interp(v / self.length, self.position, self.step)) for v in values]
 
-    def times(self, axis: str, begin: float | None, end: float | None) -> tuple[float, float]:
+    def find_times(self, axis: str, begin: float | None, end: float | None) -> tuple[float, float]:
         """The ends of a window of an axis; None: without end. [unix seconds]"""
         if axis == "time":
             return (
@@ -111,17 +111,17 @@ class PlacesOfSteps:
         window_times = [-math.inf, math.inf]
         for n, window_end in enumerate((begin, end)):
             if window_end is not None and len(self.step):
-                (end_step,) = self.steps(axis, [window_end])
+                (end_step,) = self.find_steps(axis, [window_end])
                 # Something is read before the first step and after the last one, too.
                 if self.step[0] < end_step < self.step[-1]:
                     window_times[n] = float(np.interp(end_step, self.step, self.time))
         return window_times[0], window_times[1]
 
 
-def head(r: RunReader) -> dict[str, Any]:
+def build_head(r: RunReader) -> dict[str, Any]:
     """See `page_headline`; and how far it was read."""
     history = r.history
-    with r.records.table() as table:
+    with r.records.hold_table() as table:
         # The last ones that were not undone are among the last ones, but for a very long way back.
         tail_rows = slice(max(0, len(table.steps) - TAIL), None)
         recent_rows = (
@@ -134,9 +134,9 @@ def head(r: RunReader) -> dict[str, Any]:
         for incident_note in history.incidents.values()
         if (incident_case := facts_of(incident_note)) is not None
     ]
-    headline_facts = page_headline.headline(
+    headline_facts = page_headline.build_headline(
         r.status, recent_columns, incident_cases, select_standing(history.evaluations)[-1:], describe_trends(r),
-        r.account, r.recipe, r.data.skipped(r.length), usable_checkpoints(r), undone, time.time(),
+        r.account, r.recipe, r.data.count_skipped(r.length), usable_checkpoints(r), undone, time.time(),
     )  # fmt: skip
     problem_texts = [*r.failures.values(), *r.status.problems, *r.data.problems]
     damaged = r.records.damaged | r.layers.damaged
@@ -145,14 +145,15 @@ def head(r: RunReader) -> dict[str, Any]:
         problem_texts.append(f"{len(damaged)} record files cannot be read ({name}: {why_damaged})")
     return {
         "name": r.name, "version": r.version, "length": r.length, "began": r.began,
-        "problems": [visible(problem_text, 400) for problem_text in dict.fromkeys(problem_texts)], **headline_facts,
+        "problems": [make_visible(problem_text, 400) for problem_text in dict.fromkeys(problem_texts)],
+        **headline_facts,
     }  # fmt: skip
 
 
-def panel(r: RunReader) -> dict[str, Any]:
+def build_panel(r: RunReader) -> dict[str, Any]:
     """All that is around the plots, but for the headline."""
     history, places = r.history, PlacesOfSteps(r)
-    cases = [incident(r, note, places) for note in history.incidents.values()]
+    cases = [build_incident(r, note, places) for note in history.incidents.values()]
     evaluations = select_standing(history.evaluations)
     undone = [one for one in history.probes if one.undone and math.isfinite(one.loss)]
     healthy_after = r.recipe.get("checkpoint", {}).get("healthy_after")
@@ -171,33 +172,33 @@ def panel(r: RunReader) -> dict[str, Any]:
         "usable": usable_checkpoints(r)._asdict() | {"after": healthy_after},
         "recipe": recipe_facts(r.recipe, ranks, r.data.mixture, history.software, peak_facts),
         "peaks": [
-            {"step": step, "tflops": peak, "source": visible(source, 80)}
+            {"step": step, "tflops": peak, "source": make_visible(source, 80)}
             for step, peak, source in history.peaks[-20:]
         ],
-        "rates": [{"x": places.of(step, at), "text": told} for step, at, told in history.rates],
+        "rates": [{"x": places.place_event(step, at), "text": told} for step, at, told in history.rates],
         "trends": describe_trends(r),
         "time": r.account,
-        "data": r.data.content(r.length, r.status.cursor or 0, cases),
-        "machines": machines(r, places),
-        "journal": journal(r),
+        "data": r.data.build_content(r.length, r.status.cursor or 0, cases),
+        "machines": build_machines(r, places),
+        "journal": build_journal(r),
     }
 
 
-def incident(r: RunReader, note: IncidentHistory, places: PlacesOfSteps) -> dict[str, Any]:
+def build_incident(r: RunReader, note: IncidentHistory, places: PlacesOfSteps) -> dict[str, Any]:
     """One incident, for its mark and its card."""
     case = facts_of(note) or IncidentFacts(number=note.number)
     page_folder = f"{case.number:04d}"
     return {
         "number": case.number, "x": _onset(case, note, places),
         "opened": note.opened, "closed": note.closed, "onset": case.onset, "step": case.step,
-        "until": None if note.closed is None else places.of(None, note.closed),
-        "title": visible(sentences.seen(case), 600), "mood": _mood(case.outcome),
-        "verdict": visible(case.verdict, 60), "kind": visible(sentences.type_of(case.kind), 60),
-        "cause": visible(sentences.cause(case), 300), "cause_word": visible(case.cause, 40),
-        "actions": [visible(sentences.acted(action), 300) for action in case.actions],
-        "action_words": [visible(action, 40) for action in case.actions],
-        "outcome": visible(case.outcome, 40), "back_to": note.back_to,
-        "reasons": [visible(reason_text, 600) for reason_text in case.reasons],
+        "until": None if note.closed is None else places.place_event(None, note.closed),
+        "title": make_visible(sentences.describe_symptom(case), 600), "mood": _mood(case.outcome),
+        "verdict": make_visible(case.verdict, 60), "kind": make_visible(sentences.type_of(case.kind), 60),
+        "cause": make_visible(sentences.describe_cause(case), 300), "cause_word": make_visible(case.cause, 40),
+        "actions": [make_visible(sentences.describe_action(action), 300) for action in case.actions],
+        "action_words": [make_visible(action, 40) for action in case.actions],
+        "outcome": make_visible(case.outcome, 40), "back_to": note.back_to,
+        "reasons": [make_visible(reason_text, 600) for reason_text in case.reasons],
         "positions": [list(pair) for pair in case.positions], "guilty": bool(case.guilty),
         "deferred": [list(pair) for pair in case.deferred], "returns": [list(pair) for pair in case.returns],
         "skipped": sum(end - first_position for first_position, end in case.positions),
@@ -206,13 +207,13 @@ def incident(r: RunReader, note: IncidentHistory, places: PlacesOfSteps) -> dict
         "loss_before": _plain(case.loss_before), "loss_peak": _plain(case.loss_peak),
         "loss_after": _plain(case.loss_after), "norm_peak": _plain(case.norm_peak),
         "page": page_folder if (r.run.incidents / page_folder / REPORT).is_file() else None,
-        "timeline": [line(journal_line, places) for journal_line in note.lines],
+        "timeline": [build_line(journal_line, places) for journal_line in note.lines],
     }  # fmt: skip
 
 
 def _onset(case: IncidentFacts, note: IncidentHistory, places: PlacesOfSteps) -> Place:
     """Where it began. The step may have been done again since: not later than the incident was opened."""
-    place = places.of(case.onset or case.step, note.opened if case.breakdown else None)
+    place = places.place_event(case.onset or case.step, note.opened if case.breakdown else None)
     return {**place, "time": min(place["time"], note.opened - places.began)} if note.opened else place
 
 
@@ -224,19 +225,19 @@ def facts_of(note: IncidentHistory) -> IncidentFacts | None:
         return None
 
 
-def account(found: TimeAccount, began: float, starts: Sequence[StartFacts] = ()) -> dict[str, Any]:
+def describe_account(found: TimeAccount, began: float, starts: Sequence[StartFacts] = ()) -> dict[str, Any]:
     """Where the time went. charged: seconds by incident. spans: [kind, begin, end, cause, incident, host], in seconds
     since the run began. starts, gpu_hours: see `gpu_hours`."""
-    seconds = found.seconds()
-    time_spans = list(found.spans())
-    rank_hours = gpu_hours(
+    seconds = found.sum_seconds()
+    time_spans = list(found.list_spans())
+    rank_hours = count_hours(
         time_spans, [(process_start.time, process_start.ranks) for process_start in starts]
     )
     time_spans = [span for span in time_spans if span.kind is not TimeKind.TRAINING]
     if len(time_spans) <= SPANS:
         drawn_spans = [
-            [span.kind.value, span.begin - began, span.end - began, visible(span.cause, 120), span.incident,
-             visible(span.host, 60)]
+            [span.kind.value, span.begin - began, span.end - began, make_visible(span.cause, 120), span.incident,
+             make_visible(span.host, 60)]
             for span in time_spans
         ]  # fmt: skip
     else:
@@ -245,20 +246,21 @@ def account(found: TimeAccount, began: float, starts: Sequence[StartFacts] = ())
             of_kind = [(span.begin - began, span.end - began) for span in time_spans if span.kind is kind]
             drawn_spans += [
                 [kind.value, begin_seconds, end_seconds, "", None, ""]
-                for begin_seconds, end_seconds in thick(of_kind, THIN * found.wall)
+                for begin_seconds, end_seconds in thicken_intervals(of_kind, THIN * found.wall)
             ]
-    largest_losses = sorted(found.lost().items(), key=lambda entry: -entry[1][0])
+    largest_losses = sorted(found.sum_losses().items(), key=lambda entry: -entry[1][0])
     charged: dict[int, float] = defaultdict(float)
     for (_, _, number, _), (spent_seconds, _) in largest_losses:
         if number is not None:
             charged[number] += spent_seconds
     return {
         "begin": found.begin - began, "end": found.end - began, "wall": found.wall,
-        "share": found.goodput(), "smaller": found.smaller(),
+        "share": found.compute_goodput(), "smaller": found.measure_missing(),
         "gpu_hours": None if rank_hours is None else rank_hours.all, "spans": drawn_spans,
         "seconds": {kind.value: round(kind_seconds, 3) for kind, kind_seconds in seconds.items() if kind_seconds > 0},
         "lost": [
-            {"kind": kind.value, "cause": visible(loss_cause, 160), "incident": number, "host": visible(host_name, 60),
+            {"kind": kind.value, "cause": make_visible(loss_cause, 160), "incident": number,
+            "host": make_visible(host_name, 60),
              "seconds": spent_seconds, "times": span_count}
             for (kind, loss_cause, number, host_name), (spent_seconds, span_count) in largest_losses[:LOST]
         ],
@@ -266,7 +268,7 @@ def account(found: TimeAccount, began: float, starts: Sequence[StartFacts] = ())
     }  # fmt: skip
 
 
-def machines(r: RunReader, places: PlacesOfSteps) -> dict[str, Any]:
+def build_machines(r: RunReader, places: PlacesOfSteps) -> dict[str, Any]:
     """Processes and hosts, as far as the run directory tells."""
     s, history = r.status, r.history
 
@@ -278,33 +280,34 @@ def machines(r: RunReader, places: PlacesOfSteps) -> dict[str, Any]:
     for known in [one for one in history.attempts.values() if one.began is not None][-ATTEMPTS:]:
         still_runs = known.number == history.attempt and not is_gone
         attempt_rows.append({
-            "number": known.number, "began": known.began, "hosts": known.hosts, "x": places.of(None, known.began),
-            "how": visible(known.end.sentence() if known.end else "runs" if still_runs else NO_END, 300),
+            "number": known.number, "began": known.began, "hosts": known.hosts, "x": places.place_event(None,
+            known.began),
+            "how": make_visible(known.end.format_sentence() if known.end else "runs" if still_runs else NO_END, 300),
             **({"ended": known.end.time or 0.0} if known.end else {}),
         })  # fmt: skip
     return {
         "supervisor": process(s.supervisor), "trainer": process(s.trainer), "phase": s.phase, "world": s.world,
-        "hosts": [visible(host, 80) for host in history.hosts], "starts": s.starts, "restarts": s.restarts,
+        "hosts": [make_visible(host, 80) for host in history.hosts], "starts": s.starts, "restarts": s.restarts,
         "attempts": attempt_rows, "slow": {host: slow.text for host, slow in s.slow.items()}, "left_out": s.left_out,
     }  # fmt: skip
 
 
-def heat(r: RunReader, axis: str, begin: float | None, end: float | None) -> dict[str, Any]:
+def build_heat(r: RunReader, axis: str, begin: float | None, end: float | None) -> dict[str, Any]:
     """Maps of the layers over what is between `begin` and `end` of an axis."""
     step_places = PlacesOfSteps(r)
     window = [-math.inf if begin is None else begin, math.inf if end is None else end]
-    window = [v + r.began for v in window] if axis == "time" else step_places.steps(axis, window)
-    files = r.layers.chosen(window[0], window[1], axis)
-    layer_values = r.layers.read(files)
+    window = [v + r.began for v in window] if axis == "time" else step_places.find_steps(axis, window)
+    files = r.layers.choose_files(window[0], window[1], axis)
+    layer_values = r.layers.read_maps(files)
     heat_maps = []
     for map_kind, kind_values in layer_values["kinds"].items():
         map_title, map_unit, _ = HEAT_KINDS[map_kind]
         heat_maps.append(
-            {"kind": map_kind, "title": map_title, "unit": map_unit, "values": encoded(kind_values)}
+            {"kind": map_kind, "title": map_title, "unit": map_unit, "values": encode_array(kind_values)}
         )
     return {
-        "x": _xs([step_places.of(layer_file.step, layer_file.time) for layer_file in files]),
-        "layers": [visible(layer_name, 60) for layer_name in layer_values["layers"]],
+        "x": _xs([step_places.place_event(layer_file.step, layer_file.time) for layer_file in files]),
+        "layers": [make_visible(layer_name, 60) for layer_name in layer_values["layers"]],
         "kinds": heat_maps, "looks": len(files), "of": len(r.layers.files),
     }  # fmt: skip
 
@@ -312,24 +315,24 @@ def heat(r: RunReader, axis: str, begin: float | None, end: float | None) -> dic
 def machine_maps(r: RunReader, axis: str, begin: float | None, end: float | None) -> dict[str, Any]:
     """Ranks, GPUs and hosts over what is between `begin` and `end` of an axis."""
     step_places = PlacesOfSteps(r)
-    samples = r.machines.read(*step_places.times(axis, begin, end))
-    samples = machine_map.with_gaps(samples if axis == "time" else machine_map.forward(samples))
+    samples = r.machines.read_between(*step_places.find_times(axis, begin, end))
+    samples = machine_map.with_gaps(samples if axis == "time" else machine_map.keep_forward(samples))
     stages = r.recipe.get("parallel", {}).get("pipeline")
-    drawn_maps = machine_map.maps(samples, stages if isinstance(stages, int) else 1)
+    drawn_maps = machine_map.build_maps(samples, stages if isinstance(stages, int) else 1)
     last = r.machines.newest
     return {
-        "x": _xs([step_places.of(sample.step, sample.time) for sample in samples]), "looks": len(samples),
-        "maps": [{**drawn_map, "values": encoded(drawn_map["values"])} for drawn_map in drawn_maps],
-        "hosts": machine_map.hosts(last), "time": None if last is None else last.time,
+        "x": _xs([step_places.place_event(sample.step, sample.time) for sample in samples]), "looks": len(samples),
+        "maps": [{**drawn_map, "values": encode_array(drawn_map["values"])} for drawn_map in drawn_maps],
+        "hosts": machine_map.list_hosts(last), "time": None if last is None else last.time,
     }  # fmt: skip
 
 
-def journal(r: RunReader, query: str = "", group: str = "", most: int = LINES) -> dict[str, Any]:
+def build_journal(r: RunReader, query: str = "", group: str = "", most: int = LINES) -> dict[str, Any]:
     """The newest events, or those that were searched for."""
     history = r.history
     found_lines, line_count = select_lines(history.lines, query, group, most)
     return {
-        "lines": [line(journal_line) for journal_line in found_lines],
+        "lines": [build_line(journal_line) for journal_line in found_lines],
         "count": line_count,
         "passed": history.passed_over,
         "all": len(history.lines),
@@ -361,17 +364,17 @@ def find_group(name: str) -> str:
     return next((group for name_prefix, group in PREFIXES.items() if name.startswith(name_prefix)), "other")
 
 
-def line(entry: JournalLine, places: PlacesOfSteps | None = None) -> dict[str, Any]:
+def build_line(entry: JournalLine, places: PlacesOfSteps | None = None) -> dict[str, Any]:
     """A line of the journal."""
     return {
-        "time": entry.time, "step": entry.step, "name": visible(entry.name, 60), "group": find_group(entry.name),
+        "time": entry.time, "step": entry.step, "name": make_visible(entry.name, 60), "group": find_group(entry.name),
         "text": entry.text, "incident": entry.incident,
     }  # fmt: skip
 
 
 def describe_trends(r: RunReader) -> list[str]:
     """Warnings of slow signals that are not over."""
-    return [event.sentence() for event in r.history.trends.values()]
+    return [event.format_sentence() for event in r.history.trends.values()]
 
 
 def usable_checkpoints(r: RunReader) -> page_headline.UsableCheckpoints:
@@ -388,7 +391,8 @@ def usable_checkpoints(r: RunReader) -> page_headline.UsableCheckpoints:
 def _checkpoint(r: RunReader, name: str, places: PlacesOfSteps) -> dict[str, Any]:
     note = r.history.checkpoints[name]
     return {
-        "name": visible(name, 80), "x": places.of(note.step, note.time), "step": note.step, "time": note.time,
+        "name": make_visible(name, 80), "x": places.place_event(note.step, note.time), "step": note.step,
+        "time": note.time,
         "bytes": note.bytes, "seconds": _plain(note.seconds), "blocked": _plain(note.blocked), "state": note.state,
         "why": note.why, "proved": note.proved,
         "there": name in r.committed,
@@ -400,8 +404,8 @@ def _curve(looks: Sequence[Measurement], places: PlacesOfSteps) -> dict[str, Any
     width = -(-len(looks) // LOOKS) or 1
     some = [looks[n : n + width] for n in range(0, len(looks), width)]
     return {
-        "x": _xs([places.of(group[-1].step, group[-1].time) for group in some]),
-        "loss": encoded(np.array([np.mean([one.loss for one in group]) for group in some], np.float32)),
+        "x": _xs([places.place_event(group[-1].step, group[-1].time) for group in some]),
+        "loss": encode_array(np.array([np.mean([one.loss for one in group]) for group in some], np.float32)),
     }
 
 
@@ -412,11 +416,11 @@ def _curves(
     looks = sorted(measured, key=lambda look: look[0])
     curve_names = dict.fromkeys(name for _, _, values in looks for name in values)
     return {
-        "x": _xs([places.of(step, time) for step, time, _ in looks]),
+        "x": _xs([places.place_event(step, time) for step, time, _ in looks]),
         "values": [
             {
-                "name": visible(name, 80),
-                "y": encoded(np.array([values.get(name, np.nan) for _, _, values in looks], np.float32)),
+                "name": make_visible(name, 80),
+                "y": encode_array(np.array([values.get(name, np.nan) for _, _, values in looks], np.float32)),
             }
             for name in curve_names
         ],
@@ -427,7 +431,7 @@ def _xs(places: list[Place]) -> dict[str, str]:
     values_by_axis: dict[str, npt.NDArray[np.float64]] = {}
     for axis in ("step", "tokens", "time"):
         values_by_axis[axis] = np.array([step_place[axis] for step_place in places], np.float64)
-    return {axis: encoded(axis_values) for axis, axis_values in values_by_axis.items()}
+    return {axis: encode_array(axis_values) for axis, axis_values in values_by_axis.items()}
 
 
 def _mood(outcome: str) -> str:
@@ -453,7 +457,7 @@ class RunReader:
 
     def __init__(self, root: Path) -> None:
         self.root, self.run = root, RunDirectory(root)
-        self.name = visible(root.resolve().name, 80)
+        self.name = make_visible(root.resolve().name, 80)
         self.records = RecordReader(self.run.steps)
         self.journal = HistoryReader(self.run.journal, EVENTS)
         self._time = GoodputWatch(root, self.journal)
@@ -468,33 +472,33 @@ class RunReader:
         self._lock = threading.RLock()
         self._due = 0.0
         self._over = threading.Event()
-        self.journal.look()
-        self.status: Status = self._watch.status()
-        self.look()
+        self.journal.look_again()
+        self.status: Status = self._watch.read_status()
+        self.look_again()
 
-    def start(self) -> None:
-        """Go on reading, until `stop`."""
+    def start_reading(self) -> None:
+        """Go on reading, until `stop_reading`."""
         threading.Thread(target=self._follow, name=f"reads {self.name}", daemon=True).start()
 
-    def stop(self) -> None:
+    def stop_reading(self) -> None:
         self._over.set()
 
-    def look(self, now: bool = False) -> None:
+    def look_again(self, now: bool = False) -> None:
         """Read what is new. now: also what was looked at a moment ago and takes long."""
-        has_news = self.records.look() | self.records.see(read_object(self.run.progress))
+        has_news = self.records.look_again() | self.records.see_progress(read_object(self.run.progress))
         with self._lock:
             for reader_part in (self.journal, self.layers, self.machines, self.data):
                 with self._failing(type(reader_part).__name__):
-                    has_news |= reader_part.look()
+                    has_news |= reader_part.look_again()
         if now or time.monotonic() >= self._due:
             self._due = time.monotonic() + STATUS
             with HEAVY:
                 committed_before = self.committed
-                status_before, self.status = self.status, self._watch.status()
+                status_before, self.status = self.status, self._watch.read_status()
                 is_alive = bool(self.status.supervisor.alive or self.status.trainer.alive)
-                time_account = self._time.look(is_alive) if now else self._time.account(is_alive)
+                time_account = self._time.look_again(is_alive) if now else self._time.account_lately(is_alive)
                 if time_account is not None and (time_account.end, len(time_account.at)) != self._accounted:
-                    self.account = account(time_account, self.began, self.history.starts)
+                    self.account = describe_account(time_account, self.began, self.history.starts)
                     self._accounted = (time_account.end, len(time_account.at))
                     has_news = True
                 del time_account
@@ -506,7 +510,7 @@ class RunReader:
     def _follow(self) -> None:
         while not self._over.wait(PAUSE):
             with self._failing("RunReader"):
-                self.look()
+                self.look_again()
             if "RunReader" in self.failures:
                 self._over.wait(5.0)
 
@@ -554,33 +558,33 @@ class RunReader:
         """Unix seconds."""
         if (began_time := self.history.began) is not None:
             return began_time
-        with self.records.table() as step_table:
+        with self.records.hold_table() as step_table:
             return float(step_table.steps["time"][0]) if len(step_table.steps) else 0.0
 
-    def line(self) -> str:
+    def describe_run(self) -> str:
         """How the run stood at the last look, in a line that is there at once."""
         s = self.status
         return f"{self.name}: {s.state.value}, step {s.step:,}" + (f" of {s.steps:,}" if s.steps else "")
 
-    def head(self) -> dict[str, Any]:
+    def read_head(self) -> dict[str, Any]:
         """The headline, and what else changes with every step."""
         with self._lock:
-            return head(self)
+            return build_head(self)
 
-    def panel(self) -> dict[str, Any]:
+    def read_panel(self) -> dict[str, Any]:
         """All but the plots: incidents, checkpoints, time, data, machines."""
         with self._lock:
-            return panel(self)
+            return build_panel(self)
 
-    def plots(self, axis: str, begin: float | None, end: float | None, columns: int) -> dict[str, Any]:
+    def read_plots(self, axis: str, begin: float | None, end: float | None, columns: int) -> dict[str, Any]:
         began_time = self.began
-        with HEAVY, self.records.table() as step_table:
+        with HEAVY, self.records.hold_table() as step_table:
             return plot_data.plot_data(step_table, self.length, began_time, axis, begin, end, columns)
 
-    def heat(self, axis: str, begin: float | None, end: float | None) -> dict[str, Any]:
+    def read_heat(self, axis: str, begin: float | None, end: float | None) -> dict[str, Any]:
         """Heat maps of the layers."""
         with self._lock:
-            return heat(self, axis, begin, end)
+            return build_heat(self, axis, begin, end)
 
     def machine_maps(self, axis: str, begin: float | None, end: float | None) -> dict[str, Any]:
         """Ranks, GPUs and hosts."""
@@ -593,5 +597,5 @@ def told_apart(readers: Sequence[RunReader]) -> Sequence[RunReader]:
     name_counts = Counter(run_reader.name for run_reader in readers)
     for run_reader in readers:
         if name_counts[run_reader.name] > 1:
-            run_reader.name = visible("/".join(run_reader.root.resolve().parts[-2:]), 80)
+            run_reader.name = make_visible("/".join(run_reader.root.resolve().parts[-2:]), 80)
     return readers

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from megastable.run.events.event import real, whole
+from megastable.run.events.event import read_real, read_whole
 from megastable.run.record_files import RecordFollower, to_array
 from megastable.run.records import SCHEMA
 from megastable.run.run_history import FAR
@@ -48,7 +48,7 @@ class GrowingColumns:
     def __getitem__(self, name: str) -> npt.NDArray[Any]:
         return self._room[name][: self.length]
 
-    def append(self, columns: Columns) -> None:
+    def append_rows(self, columns: Columns) -> None:
         """Add rows. Columns that are not given are nan, or 0."""
         new_rows = len(next(iter(columns.values())))
         if not new_rows:
@@ -66,7 +66,7 @@ class GrowingColumns:
                 )
         self.length = end_row
 
-    def cut(self, length: int) -> None:
+    def cut_rows(self, length: int) -> None:
         """Forget all rows from `length` on."""
         self.length = min(length, self.length)
 
@@ -85,22 +85,24 @@ class StepTable:
         """The time of the last step, 0 if there is none."""
         return float(self.steps["time"][-1]) if len(self.steps) else 0.0
 
-    def record(self, row: int, columns: Columns) -> None:
+    def put_recorded(self, row: int, columns: Columns) -> None:
         """Put recorded steps, in order, behind the first `row` rows, in place of all that was there. What was only seen
         is forgotten; `see` it again where it is newer. Afterwards call `find_undone`."""
-        self.steps.cut(row)
-        self.looks.cut(int(np.searchsorted(self.looks["row"], row)))
+        self.steps.cut_rows(row)
+        self.looks.cut_rows(int(np.searchsorted(self.looks["row"], row)))
         has_look = np.zeros(len(columns["step"]), bool)
         for name in SOMETIMES:
             has_look |= ~np.isnan(columns[name])
         look_rows = np.flatnonzero(has_look)
-        self.looks.append({"row": row + look_rows, **{name: columns[name][look_rows] for name in SOMETIMES}})
-        self.steps.append(columns)
+        self.looks.append_rows(
+            {"row": row + look_rows, **{name: columns[name][look_rows] for name in SOMETIMES}}
+        )
+        self.steps.append_rows(columns)
         self.recorded = len(self.steps)
 
-    def see(self, columns: Columns) -> None:
+    def add_seen(self, columns: Columns) -> None:
         """Add steps that are not recorded yet. Afterwards call `find_undone`."""
-        self.steps.append(columns)
+        self.steps.append_rows(columns)
 
     def find_undone(self) -> None:
         """Mark the steps that were undone: a later one has the same number, or a lower one."""
@@ -114,7 +116,7 @@ TOLD = ("grad_norm", "lr", "tokens_per_second", "seconds")  # numbers that progr
 
 
 class RecordReader:
-    """The steps of a run. `look` and `see` are called by one thread, `table` by any.
+    """The steps of a run. `look_again` and `see` are called by one thread, `hold_table` by any.
 
     Record files come with up to `logging.flush_steps` steps at a time. Until then, steps are known from progress.json,
     as far as somebody looked; `see` adds such a step to the table, and the next records replace it.
@@ -130,37 +132,39 @@ class RecordReader:
         return self._follower.damaged
 
     @contextmanager
-    def table(self) -> Iterator[StepTable]:
+    def hold_table(self) -> Iterator[StepTable]:
         """The table, which does not change meanwhile."""
         with self._lock:
             yield self._table
 
-    def look(self) -> bool:
+    def look_again(self) -> bool:
         """Read new records; whether there were any."""
         news = False
         with self._lock:
             for row, table in self._follower.read_new():
-                self._table.record(row, {field.name: to_array(table.column(field.name)) for field in COLUMNS})
+                self._table.put_recorded(
+                    row, {field.name: to_array(table.column(field.name)) for field in COLUMNS}
+                )
                 news = True
             if news:
                 self._table.find_undone()
         return news
 
-    def see(self, progress: Mapping[str, Any]) -> bool:
+    def see_progress(self, progress: Mapping[str, Any]) -> bool:
         """Add the newest step of progress.json; whether it was news."""
-        step, step_time = whole(progress.get("measured_step")), real(progress.get("stepped"))
-        loss = real(progress.get("loss"))
+        step, step_time = read_whole(progress.get("measured_step")), read_real(progress.get("stepped"))
+        loss = read_real(progress.get("loss"))
         if step is None or loss is None or step_time is None or not self._table.end < step_time < FAR:
             return False
         seen_step: dict[str, Any] = {
-            "step": step, "time": step_time, "next_position": whole(progress.get("measured_cursor")) or 0,
+            "step": step, "time": step_time, "next_position": read_whole(progress.get("measured_cursor")) or 0,
             "loss": loss, "applied": progress.get("applied") is not False,
-            "attempt": whole(progress.get("attempt")) or 0,
+            "attempt": read_whole(progress.get("attempt")) or 0,
         }  # fmt: skip
         for name in TOLD:
-            seen_number = real(progress.get(name))
+            seen_number = read_real(progress.get(name))
             seen_step[name] = np.nan if seen_number is None else seen_number
         with self._lock:
-            self._table.see({name: np.array([seen_number]) for name, seen_number in seen_step.items()})
+            self._table.add_seen({name: np.array([seen_number]) for name, seen_number in seen_step.items()})
             self._table.find_undone()
         return True

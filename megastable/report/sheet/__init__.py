@@ -16,9 +16,9 @@ from megastable.report.sheet.model import (
     as_csv,
     as_json,
 )
-from megastable.report.sheet.output import console
+from megastable.report.sheet.output import render_console
 from megastable.report.sheet.page import as_html
 
 __all__ = [
-    "Column", "CommandNote", "Histogram", "Passage", "Sheet", "Span", "as_csv", "as_html", "as_json", "console",
+    "Column", "CommandNote", "Histogram", "Passage", "Sheet", "Span", "as_csv", "as_html", "as_json", "render_console",
 ]  # fmt: skip

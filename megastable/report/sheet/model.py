@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from megastable.base.text import visible
+from megastable.base.text import make_visible
 from megastable.report import safe
 from megastable.run import directory
 
@@ -125,39 +125,39 @@ class Sheet:
 SAFE = 2**53 - 1  # larger integers are not exact in a browser or a spreadsheet
 
 
-def plain(value: Any) -> Any:
+def make_plain(value: Any) -> Any:
     """None, a boolean, a number or a text; lists and trees of these. numpy types become Python's, all else its text."""
     if isinstance(value, np.ndarray | np.generic):
         value = value.tolist()
     if isinstance(value, dict):
-        return {str(tree_key): plain(value_below) for tree_key, value_below in value.items()}
+        return {str(tree_key): make_plain(value_below) for tree_key, value_below in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
-        return [plain(value_part) for value_part in value]
+        return [make_plain(value_part) for value_part in value]
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)
 
 
-def told(value: Any, column: Column) -> str:
+def format_value(value: Any, column: Column) -> str:
     """A plain value as text, made visible; "" for None."""
     if value is None:
         return ""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, list):
-        return ", ".join(told(value_part, column) for value_part in value)
+        return ", ".join(format_value(value_part, column) for value_part in value)
     if isinstance(value, str) or column.kind == "text":
-        return visible(value)
+        return make_visible(value)
     if not math.isfinite(value):
         return str(value)
     return _number(value, column)
 
 
-def tones(column: Column, rows: Iterable[Row]) -> tuple[float, float] | None:
+def find_tones(column: Column, rows: Iterable[Row]) -> tuple[float, float] | None:
     """The limits from which a score is bad, and very bad; None if there are none."""
     if column.kind != "score":
         return None
     if column.limit is not None:
         return column.limit, 2 * column.limit
-    highest = max((v for v in (plain(row.get(column.key)) for row in rows) if _counts(v)), default=0.0)
+    highest = max((v for v in (make_plain(row.get(column.key)) for row in rows) if _counts(v)), default=0.0)
     return (0.4 * highest, 0.75 * highest) if highest > 0 else None
 
 
@@ -199,17 +199,17 @@ def as_json(sheet: Sheet) -> str:
         "notes": list(sheet.notes),
     }
     # DEL is the only terminal control character that JSON leaves unescaped.
-    return directory.as_json(plain(json_content), indent=1).replace("\x7f", "\\u007f") + "\n"
+    return directory.as_json(make_plain(json_content), indent=1).replace("\x7f", "\\u007f") + "\n"
 
 
 def as_csv(sheet: Sheet) -> str:
     """Every column of every row, without the texts, for a spreadsheet: no formulas."""
     head = [sheet_column.key for sheet_column in sheet.columns]
-    return safe.table(head, ([_cell(sheet_row.get(key)) for key in head] for sheet_row in sheet.rows))
+    return safe.write_csv(head, ([_cell(sheet_row.get(key)) for key in head] for sheet_row in sheet.rows))
 
 
 def _cell(value: Any) -> Any:
-    value = plain(value)
+    value = make_plain(value)
     if isinstance(value, list):
         return "; ".join("" if value_part is None else str(_cell(value_part)) for value_part in value)
     if isinstance(value, bool):

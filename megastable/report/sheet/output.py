@@ -18,7 +18,7 @@ from rich.text import Text
 
 from megastable.base.durable import write_output
 from megastable.base.errors import DataError
-from megastable.base.text import visible
+from megastable.base.text import make_visible
 from megastable.report import safe
 from megastable.report.sheet.model import (
     Column,
@@ -28,9 +28,9 @@ from megastable.report.sheet.model import (
     Sheet,
     as_csv,
     as_json,
-    plain,
-    told,
-    tones,
+    find_tones,
+    format_value,
+    make_plain,
 )
 from megastable.report.sheet.page import as_html
 
@@ -41,10 +41,10 @@ HEAT = ("", "", "", "yellow", "yellow", "dark_orange", "dark_orange", "red", "bo
 BAD, WORSE, SOFT, ESCAPE = "yellow", "bold red", "bright_black", "cyan"
 
 
-def console(sheet: Sheet, most: int = 20, texts: int = 0) -> RenderableType:
+def render_console(sheet: Sheet, most: int = 20, texts: int = 0) -> RenderableType:
     """The first `most` rows as a table of the columns that fit, and the passages of the first `texts` rows."""
-    rendered_parts: list[RenderableType] = [Text(visible(sheet.title), style="bold")]
-    rendered_parts += [Text(visible(lead_line)) for lead_line in sheet.lead]
+    rendered_parts: list[RenderableType] = [Text(make_visible(sheet.title), style="bold")]
+    rendered_parts += [Text(make_visible(lead_line)) for lead_line in sheet.lead]
     if sheet.facts:
         rendered_parts += [Text(), _facts(sheet.facts)]
     if sheet.columns and sheet.rows:
@@ -59,14 +59,14 @@ def console(sheet: Sheet, most: int = 20, texts: int = 0) -> RenderableType:
 def _note(note: str) -> Text:
     """A command is wider than the terminal rather than broken: it is printed without cropping."""
     if isinstance(note, CommandNote):
-        return Text(visible(note), no_wrap=True, overflow="ignore")
-    return Text(visible(note), style=SOFT)
+        return Text(make_visible(note), no_wrap=True, overflow="ignore")
+    return Text(make_visible(note), style=SOFT)
 
 
 def _facts(facts: Sequence[tuple[str, str]]) -> Table:
     fact_grid = Table.grid(padding=(0, 2))
     for fact_name, fact_value in facts:
-        fact_grid.add_row(Text(visible(fact_name), style=SOFT), Text(visible(fact_value)))
+        fact_grid.add_row(Text(make_visible(fact_name), style=SOFT), Text(make_visible(fact_value)))
     return fact_grid
 
 
@@ -87,10 +87,10 @@ class _Rows:
         )
         for column in columns:
             table.add_column(
-                Text(visible(column.title)), justify="right" if column.numeric else "left", vertical="top",
+                Text(make_visible(column.title)), justify="right" if column.numeric else "left", vertical="top",
                 no_wrap=column.numeric or _width(column, texts[column.key]) <= NARROW, overflow="fold",
             )  # fmt: skip
-        limits = {column.key: tones(column, self.sheet.rows) for column in columns}
+        limits = {column.key: find_tones(column, self.sheet.rows) for column in columns}
         for number, row in enumerate(rows):
             table.add_row(*(
                 Text(texts[column.key][number], style=_tone(row, column, limits[column.key])) for column in columns
@@ -102,17 +102,17 @@ class _Rows:
         rest = len(self.sheet.rows) - self.most
         told = [f"… and {rest:,} more"] if rest else []
         if columns:
-            told.append(f"columns left out: {', '.join(visible(column.title) for column in columns)}")
+            told.append(f"columns left out: {', '.join(make_visible(column.title) for column in columns)}")
         if told:
             yield Text(f"{'; '.join(told)} (--csv or --html for all)", style=SOFT)
 
 
 def _cell(row: Row, column: Column) -> str:
-    return visible(told(plain(row.get(column.key)), column), LONGEST)
+    return make_visible(format_value(make_plain(row.get(column.key)), column), LONGEST)
 
 
 def _width(column: Column, texts: Iterable[str]) -> int:
-    return max(map(cell_len, [visible(column.title), *texts]))
+    return max(map(cell_len, [make_visible(column.title), *texts]))
 
 
 def _fitting(columns: Sequence[Column], texts: dict[str, list[str]], width: int) -> list[Column]:
@@ -128,7 +128,7 @@ def _fitting(columns: Sequence[Column], texts: dict[str, list[str]], width: int)
 
 
 def _tone(row: Row, column: Column, limits: tuple[float, float] | None) -> str:
-    plain_value = plain(row.get(column.key))
+    plain_value = make_plain(row.get(column.key))
     if limits is None or isinstance(plain_value, bool | str | list) or plain_value is None:
         return ""
     return WORSE if plain_value >= limits[1] else BAD if plain_value >= limits[0] else ""
@@ -138,7 +138,9 @@ def _where(sheet: Sheet, number: int) -> str:
     """A row on one line: those of its first values that it has."""
     row = sheet.rows[number]
     first = [column for column in sheet.columns if not column.wide][:3]
-    told = [f"{visible(column.title)} {cell_text}" for column in first if (cell_text := _cell(row, column))]
+    told = [
+        f"{make_visible(column.title)} {cell_text}" for column in first if (cell_text := _cell(row, column))
+    ]
     return f"{number + 1}: {', '.join(told)}"
 
 
@@ -146,14 +148,14 @@ def _passages(where: str, passages: Sequence[Passage]) -> Iterable[RenderableTyp
     yield Text()
     yield Rule(Text(where, style="bold"), align="left", style=SOFT)
     for passage in passages:
-        yield Text(visible(passage.title), style=SOFT)
+        yield Text(make_visible(passage.title), style=SOFT)
         yield Padding(_heated(passage), (0, 0, 0, 2))
 
 
 def _heated(passage: Passage) -> Text:
     text = Text(overflow="fold", tab_size=4)
     for span in passage.spans:
-        for text_piece, is_escape in safe.split_escapes(safe.block(span.text)):
+        for text_piece, is_escape in safe.split_escapes(safe.show_block(span.text)):
             text.append(text_piece, style=ESCAPE if is_escape and not HEAT[span.level] else HEAT[span.level])
     return text
 
@@ -191,7 +193,7 @@ class Output:
     def _on_stdout(self) -> list[Path]:
         return [output_path for output_path in self._files if str(output_path) in STDOUT]
 
-    def put(self, sheet: Sheet) -> None:
+    def put_sheet(self, sheet: Sheet) -> None:
         """Raises DataError if a file, or the standard output, cannot be written."""
         if self.csv is not None:
             write_output(self.csv, as_csv(sheet))
@@ -218,6 +220,6 @@ class Output:
         rich_console = Console()
         if not rich_console.is_terminal:
             rich_console = Console(width=160)  # the width of a file or a pipe is unknown
-        rich_console.print(console(sheet, self.rows, self.texts), crop=False)
+        rich_console.print(render_console(sheet, self.rows, self.texts), crop=False)
         for output_path in self._files:
             print(f"written: {output_path}")

@@ -1,7 +1,7 @@
 """Renders a sheet as one self-contained page that needs no network; its script and style are named by hash.
 
-Content is passed as data and inserted as text: `marked` makes it visible, so that no control characters reach the
-browser, and marks escapes; `embed` keeps it from ending its element. Tabulator (vendor/) shows the rows; it sets
+Content is passed as data and inserted as text: `mark_escapes` makes it visible, so that no control characters reach the
+browser, and marks escapes; `embed_json` keeps it from ending its element. Tabulator (vendor/) shows the rows; it sets
 markup, so a trusted-types policy in page.js admits no elements.
 """
 
@@ -20,9 +20,9 @@ from typing import Any
 from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
 
-from megastable.base.text import escaped
+from megastable.base.text import escape_character
 from megastable.report import safe
-from megastable.report.sheet.model import SAFE, Column, Histogram, Passage, Sheet, plain, tones
+from megastable.report.sheet.model import SAFE, Column, Histogram, Passage, Sheet, find_tones, make_plain
 
 VENDOR = Path(__file__).with_name("vendor")
 SCRIPTS = ("rows.js", "histogram.js", "reader.js", "grid.js", "page.js")
@@ -30,7 +30,7 @@ CARDS = 6  # facts shown as cards above the others
 FIRST = 2  # charts above the rows
 PART = 256  # rows whose texts are loaded together, when one of them is needed
 SHORT = 11  # characters of a fact that fit a card
-# Around an escape. Private characters do not show, so `marked` leaves none of a text's own.
+# Around an escape. Private characters do not show, so `mark_escapes` leaves none of a text's own.
 BEGIN, END = "\ue000", "\ue001"
 
 _UNSAFE = re.compile("[<>&\u2028\u2029\x7f\ud800-\udfff]")
@@ -43,12 +43,12 @@ def as_html(sheet: Sheet) -> str:
     return _environment().get_template("sheet.html.jinja").render(
         sheet=sheet, first=FIRST, cards=cards, facts=[fact for fact in sheet.facts if fact not in cards],
         style=Markup(style), script=Markup(script), style_hash=_hash(style), script_hash=_hash(script),
-        data=Markup(embed(content(sheet))),
-        parts={n: Markup(embed(text_part)) for n, text_part in texts(sheet).items()},
+        data=Markup(embed_json(build_content(sheet))),
+        parts={n: Markup(embed_json(text_part)) for n, text_part in group_texts(sheet).items()},
     )  # fmt: skip
 
 
-def content(sheet: Sheet) -> dict[str, Any]:
+def build_content(sheet: Sheet) -> dict[str, Any]:
     """The data for the script: columns with their values, and histograms."""
     column_keys = [sheet_column.key for sheet_column in sheet.columns]
     return {
@@ -59,7 +59,7 @@ def content(sheet: Sheet) -> dict[str, Any]:
         "part": PART,
         "first": FIRST,
         "histograms": [_histogram(sheet_histogram, column_keys) for sheet_histogram in sheet.histograms],
-        "legend": marked(sheet.legend),
+        "legend": mark_escapes(sheet.legend),
     }
 
 
@@ -69,11 +69,11 @@ def _units(sheet: Sheet) -> dict[str, Any] | None:
         return None
     key, name = sheet.counts
     seen: dict[Any, int] = {}
-    of = [seen.setdefault(plain(row.get(key)), len(seen)) for row in sheet.rows]
-    return None if len(seen) == len(of) else {"name": marked(name), "of": of}
+    of = [seen.setdefault(make_plain(row.get(key)), len(seen)) for row in sheet.rows]
+    return None if len(seen) == len(of) else {"name": mark_escapes(name), "of": of}
 
 
-def texts(sheet: Sheet) -> dict[int, dict[str, Any]]:
+def group_texts(sheet: Sheet) -> dict[int, dict[str, Any]]:
     """The passages by the index of their row, in parts of PART rows, so that a browser opens fast."""
     parts: dict[int, dict[str, Any]] = {}
     for number, passages in sheet.passages.items():
@@ -81,29 +81,31 @@ def texts(sheet: Sheet) -> dict[int, dict[str, Any]]:
     return parts
 
 
-def embed(value: Any) -> str:
+def embed_json(value: Any) -> str:
     """JSON for the inside of a script element; its reader gets `value` back."""
     json_text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     return _UNSAFE.sub(lambda found: f"\\u{ord(found[0]):04x}", json_text)
 
 
-def marked(text: str) -> str:
+def mark_escapes(text: str) -> str:
     """`text` as safe.block shows it, every escape between BEGIN and END."""
     if text.isprintable():
         return text
-    return "".join(c if c.isprintable() or c in "\n\t" else f"{BEGIN}{escaped(c)}{END}" for c in text)
+    return "".join(
+        c if c.isprintable() or c in "\n\t" else f"{BEGIN}{escape_character(c)}{END}" for c in text
+    )
 
 
 def _column(column: Column, sheet: Sheet) -> dict[str, Any]:
     return {
-        "key": column.key, "title": marked(column.title), "kind": column.kind, "help": marked(column.help),
-        "wide": column.wide, "tones": tones(column, sheet.rows),
+        "key": column.key, "title": mark_escapes(column.title), "kind": column.kind, "help": mark_escapes(column.help),
+        "wide": column.wide, "tones": find_tones(column, sheet.rows),
         "values": [_value(sheet_row.get(column.key)) for sheet_row in sheet.rows],
     }  # fmt: skip
 
 
 def _value(value: Any) -> Any:
-    value = plain(value)
+    value = make_plain(value)
     if isinstance(value, list):
         return [_value(value_part) for value_part in value]
     if isinstance(value, bool) or value is None:
@@ -112,7 +114,7 @@ def _value(value: Any) -> Any:
         return value if abs(value) <= SAFE else str(value)
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
-    return marked(value)
+    return mark_escapes(value)
 
 
 def _plan(sheet: Sheet) -> list[str | None] | None:
@@ -120,7 +122,7 @@ def _plan(sheet: Sheet) -> list[str | None] | None:
     pasted verbatim, or the row was found to be innocent."""
     if not sheet.rows or not all("shard" in row and "document" in row for row in sheet.rows):
         return None
-    pairs = [(str(plain(row["shard"])), str(plain(row["document"]))) for row in sheet.rows]
+    pairs = [(str(make_plain(row["shard"])), str(make_plain(row["document"]))) for row in sheet.rows]
     token_spans = [
         f" {row['first']}:{row['end']}" if {"first", "end"} <= row.keys() else "" for row in sheet.rows
     ]
@@ -135,22 +137,23 @@ def _plan(sheet: Sheet) -> list[str | None] | None:
 def _passage(passage: Passage) -> dict[str, Any]:
     """Short keys and a digit per token: there may be millions."""
     passage_fields: dict[str, Any] = {
-        "title": marked(passage.title),
-        "spans": [marked(text_span.text) for text_span in passage.spans],
+        "title": mark_escapes(passage.title),
+        "spans": [mark_escapes(text_span.text) for text_span in passage.spans],
     }
     heat_levels = "".join(str(text_span.level) for text_span in passage.spans)
     if heat_levels.strip("0"):
         passage_fields["heat"] = heat_levels
     if any(text_span.hint for text_span in passage.spans):
-        passage_fields["hints"] = [marked(text_span.hint) for text_span in passage.spans]
+        passage_fields["hints"] = [mark_escapes(text_span.hint) for text_span in passage.spans]
     return passage_fields
 
 
 def _histogram(histogram: Histogram, keys: Sequence[str]) -> dict[str, Any]:
     return {
-        "title": marked(histogram.title), "edges": _floats(histogram.edges), "counts": plain(histogram.counts),
-        "marks": [[float(at), marked(mark_label)] for at, mark_label in histogram.marks if math.isfinite(at)],
-        "note": marked(histogram.note),
+        "title": mark_escapes(histogram.title), "edges": _floats(histogram.edges),
+        "counts": make_plain(histogram.counts),
+        "marks": [[float(at), mark_escapes(mark_label)] for at, mark_label in histogram.marks if math.isfinite(at)],
+        "note": mark_escapes(histogram.note),
         "column": keys.index(histogram.column) if histogram.column in keys else None,
     }  # fmt: skip
 

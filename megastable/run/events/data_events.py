@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from megastable.base.text import ranges
-from megastable.run.events.event import Event, Items, Ranges, Text, Tree, Whole, pairs
+from megastable.base.text import show_ranges
+from megastable.run.events.event import Event, Items, Ranges, Text, Tree, Whole, read_pairs
 
 
 class OrderChanged(Event):
@@ -83,10 +83,10 @@ class LookedAhead(Event):
     evidence: Items
     budget_left: Whole
 
-    def words(self) -> str:
+    def describe_event(self) -> str:
         kinds = self.get("kinds")
         kind_text = ", ".join(f"{n} {kind}" for kind, n in kinds.items()) if isinstance(kinds, dict) else "?"
-        where = ranges(pairs(self.get("positions")), 4) or "?"
+        where = show_ranges(read_pairs(self.get("positions")), 4) or "?"
         return f"{self.get('samples')} samples to come are skipped, they look corrupt: positions {where} ({kind_text})"
 
 
@@ -124,8 +124,8 @@ class SkipsAdded(Event):
     who: Text = None
     reason: Text = None
 
-    def words(self) -> str:
-        asked = f"as {self.get('who') or 'a person'} asked{self.because()}"
+    def describe_event(self) -> str:
+        asked = f"as {self.get('who') or 'a person'} asked{self.format_reason()}"
         if not self.get("documents"):
             return f"corpus {self.get('corpus')} is swapped out, {asked}"
         if not self.get("samples"):
@@ -165,7 +165,7 @@ class SkipsForeign(Event):
     fingerprint: Text
     tokens: Whole
 
-    def words(self) -> str:
+    def describe_event(self) -> str:
         return (
             f"the skip ledger names samples of corpus {self.get('corpus')} with fingerprint "
             f"{str(self.get('fingerprint'))[:12]}, which is none of this run's: they are not skipped"

@@ -10,13 +10,13 @@ from collections.abc import Callable, KeysView, Mapping, Sequence
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Self, dataclass_transform, get_type_hints
 
-from megastable.base.text import put_off, visible
+from megastable.base.text import describe_deferral, make_visible
 
 LONGEST = 2000  # characters of an event's sentence
 LARGEST = 2**53  # floats are exact up to it
 
 
-def real(value: object) -> float | None:
+def read_real(value: object) -> float | None:
     """A number of a JSON file: "nan" and "inf" are numbers, true is not."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
@@ -26,23 +26,23 @@ def real(value: object) -> float | None:
         return None
 
 
-def whole(value: object) -> int | None:
+def read_whole(value: object) -> int | None:
     """An integer of a JSON file, within a sane range."""
-    whole_number = real(value) if isinstance(value, int | float) else None
+    whole_number = read_real(value) if isinstance(value, int | float) else None
     if whole_number is None or not abs(whole_number) < LARGEST or whole_number != int(whole_number):
         return None
     return int(whole_number)
 
 
-def text(value: object) -> str | None:
+def read_text(value: object) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def flag(value: object) -> bool | None:
+def read_flag(value: object) -> bool | None:
     return value if isinstance(value, bool) else None
 
 
-def pairs(value: object) -> list[tuple[int, int]]:
+def read_pairs(value: object) -> list[tuple[int, int]]:
     """Ranges [first, end); empty if it is something else."""
     try:
         return [(int(first_value), int(end_value)) for first_value, end_value in value]  # type: ignore[attr-defined]
@@ -50,11 +50,11 @@ def pairs(value: object) -> list[tuple[int, int]]:
         return []
 
 
-def items(value: object) -> list[Any]:
+def read_items(value: object) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else []
 
 
-def tree(value: object) -> dict[str, Any]:
+def read_tree(value: object) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
@@ -62,13 +62,13 @@ def maybe_tree(value: object) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-Whole = Annotated[int | None, whole]
-Real = Annotated[float | None, real]
-Text = Annotated[str | None, text]
-Flag = Annotated[bool | None, flag]
-Ranges = Annotated[Sequence[tuple[int, int]], pairs]
-Items = Annotated[Sequence[Any], items]
-Tree = Annotated[Mapping[str, Any], tree]
+Whole = Annotated[int | None, read_whole]
+Real = Annotated[float | None, read_real]
+Text = Annotated[str | None, read_text]
+Flag = Annotated[bool | None, read_flag]
+Ranges = Annotated[Sequence[tuple[int, int]], read_pairs]
+Items = Annotated[Sequence[Any], read_items]
+Tree = Annotated[Mapping[str, Any], read_tree]
 
 
 MaybeTree = Annotated[Mapping[str, Any] | None, maybe_tree]
@@ -114,14 +114,14 @@ class Event:
                 setattr(cls, field_name, _Field(field_name, type_hint.__metadata__[0]))
 
     @classmethod
-    def of(cls, entry: Mapping[str, Any]) -> Self:
+    def from_fields(cls, entry: Mapping[str, Any]) -> Self:
         """A JSON object of the journal as an event of this class."""
         event = cls.__new__(cls)
         _give(event, entry)
         return event
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self).of, (dict(self.fields),)  # ranks send each other events
+        return type(self).from_fields, (dict(self.fields),)  # ranks send each other events
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"{type(self).__name__}.{name}: an event does not change")
@@ -148,9 +148,13 @@ class Event:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.fields!r})"
 
-    def without(self, key: str) -> Self:
+    def drop_field(self, key: str) -> Self:
         """The event without a field."""
-        return self if key not in self.fields else self.of({k: v for k, v in self.fields.items() if k != key})
+        return (
+            self
+            if key not in self.fields
+            else self.from_fields({k: v for k, v in self.fields.items() if k != key})
+        )
 
     @property
     def named(self) -> bool:
@@ -166,22 +170,22 @@ class Event:
     @property
     def time(self) -> float | None:
         """Unix seconds; None before it is journaled."""
-        return real(self.get("time"))
+        return read_real(self.get("time"))
 
-    def sentence(self) -> str:
+    def format_sentence(self) -> str:
         """For people, with control characters visible; "" if there is nothing to say. Never raises."""
-        return visible(self.words(), LONGEST)
+        return make_visible(self.describe_event(), LONGEST)
 
-    def line(self) -> str:
-        """`sentence`, prefixed with its step."""
-        event_text, step = self.sentence(), self.get("step")
+    def format_line(self) -> str:
+        """`format_sentence`, prefixed with its step."""
+        event_text, step = self.format_sentence(), self.get("step")
         return f"step {step}: {event_text}" if event_text and isinstance(step, int) else event_text
 
-    def words(self) -> str:
-        """The raw text of `sentence`, from fields that may hold anything: by default `TOLD`."""
+    def describe_event(self) -> str:
+        """The raw text of `format_sentence`, from fields that may hold anything: by default `TOLD`."""
         return self.TOLD.format_map(_ShownFields(self))
 
-    def because(self, key: str = "reason") -> str:
+    def format_reason(self, key: str = "reason") -> str:
         """The end of a sentence: the reason, if there is one."""
         return f": {self[key]}" if self.get(key) else ""
 
@@ -195,7 +199,9 @@ class _ShownFields(dict[str, Any]):
 
     def __missing__(self, name: str) -> Any:
         name_begin, _, key = name.partition("_")
-        return self._event.because(key or "reason") if name_begin == "because" else self._event.get(name)
+        return (
+            self._event.format_reason(key or "reason") if name_begin == "because" else self._event.get(name)
+        )
 
 
 _give = Event.__dict__["fields"].__set__  # bypasses __setattr__; a journal may have a million events
@@ -218,5 +224,5 @@ class Other(Event):
 def read_later(told: Mapping[str, Any]) -> str:
     """`put_off` of an event or of an incident's summary, as text."""
     lost = told.get("lost")
-    return_ranges, lost = pairs(told.get("returns")), lost if isinstance(lost, int) else 0
-    return put_off(pairs(told.get("deferred")), return_ranges, lost)
+    return_ranges, lost = read_pairs(told.get("returns")), lost if isinstance(lost, int) else 0
+    return describe_deferral(read_pairs(told.get("deferred")), return_ranges, lost)

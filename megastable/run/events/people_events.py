@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megastable.base.text import number
+from megastable.base.text import show_number
 from megastable.run.events.event import NOTHING, Event, Real, Text, Tree, Whole
 
 
@@ -14,7 +14,7 @@ class Note(Event):
     who: Text
     text: Text
 
-    def words(self) -> str:
+    def describe_event(self) -> str:
         return f"note{_by(self)}: {self.get('text')}"
 
 
@@ -35,10 +35,10 @@ class ChangeMade(Event):
     loss: Real = None
     grad_norm: Real = None
 
-    def words(self) -> str:
+    def describe_event(self) -> str:
         changes = ", ".join(f"{key} {self.old.get(key)} -> {value}" for key, value in self.new.items())
         until = "" if self.until is None else f", up to step {self.until}"
-        return f"{changes or 'settings changed'} from this step on{until}{_by(self)}{self.because()}"
+        return f"{changes or 'settings changed'} from this step on{until}{_by(self)}{self.format_reason()}"
 
 
 class ChangeRefused(Event):
@@ -51,8 +51,8 @@ class ChangeRefused(Event):
     reason: Text
     problem: Text
 
-    def words(self) -> str:
-        return f"a change{_by(self)} is refused{self.because('problem')}"
+    def describe_event(self) -> str:
+        return f"a change{_by(self)} is refused{self.format_reason('problem')}"
 
 
 class ChangeMeasured(Event):
@@ -69,7 +69,7 @@ class ChangeMeasured(Event):
     norm_before: Real = None
     norm_after: Real = None
 
-    def words(self) -> str:
+    def describe_event(self) -> str:
         change_text = ", ".join(f"{key}={new_value}" for key, new_value in self.new.items()) or "a change"
         loss = f"loss {_known(self.get('loss_before'))} before, {_known(self.get('loss_after'))} now"
         norm = f"gradient norm {_known(self.get('norm_before'))} before, {_known(self.get('norm_after'))} now"
@@ -81,4 +81,4 @@ def _by(event: Event) -> str:
 
 
 def _known(value: object) -> str:
-    return "not known" if value is None else number(value, ".4g")
+    return "not known" if value is None else show_number(value, ".4g")

@@ -52,10 +52,10 @@ def event_of(entry: Mapping[str, Any]) -> Event:
     """The event of a JSON object of a journal."""
     event_name = entry.get("event")
     event_class = KINDS.get(event_name, Other) if isinstance(event_name, str) else Other
-    return event_class.of(entry)
+    return event_class.from_fields(entry)
 
 
-def latest(events: Iterable[Event]) -> dict[int, dict[str, Any]]:
+def find_latest(events: Iterable[Event]) -> dict[int, dict[str, Any]]:
     """The latest summary of each incident, by number: every event of an incident carries all that was known by then."""
     summary_by_number: dict[int, dict[str, Any]] = {}
     for event in events:
@@ -65,7 +65,7 @@ def latest(events: Iterable[Event]) -> dict[int, dict[str, Any]]:
     return summary_by_number
 
 
-NO_EVENT = Other.of({})
+NO_EVENT = Other.from_fields({})
 
 
 ANCHOR = 4096  # bytes before the offset that identify a file
@@ -107,12 +107,12 @@ class Follower:
         self._again = False  # begin anew with the next line: an emptied file is about to be written
         self._seen: tuple[int, ...] | None = None
 
-    def new(self) -> list[Event]:
+    def read_new(self) -> list[Event]:
         """The events since the last call. Never raises."""
-        return list(self.stream())
+        return list(self.stream_events())
 
-    def stream(self) -> Iterator[Event]:
-        """As `new`, one at a time, so that the first read of a long file does not fill the memory."""
+    def stream_events(self) -> Iterator[Event]:
+        """As `read_new`, one at a time, so that the first read of a long file does not fill the memory."""
         self.problem = ""
         try:
             found = self.path.stat()

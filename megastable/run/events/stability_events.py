@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megastable.base.text import number, plural, size
+from megastable.base.text import count_noun, show_number, show_size
 from megastable.run.events.event import (
     NOTHING,
     Event,
@@ -15,9 +15,9 @@ from megastable.run.events.event import (
     Text,
     Tree,
     Whole,
-    pairs,
     read_later,
-    tree,
+    read_pairs,
+    read_tree,
 )
 
 
@@ -34,9 +34,11 @@ class Discarded(Event):
     grad_norm: Real
     loss_scale: Real
 
-    def words(self) -> str:
-        number_text = f"loss {number(self.get('loss'))}, gradient norm {number(self.get('grad_norm'), '.3g')}"
-        return f"update refused, {number_text}{self.because()}"
+    def describe_event(self) -> str:
+        number_text = (
+            f"loss {show_number(self.get('loss'))}, gradient norm {show_number(self.get('grad_norm'), '.3g')}"
+        )
+        return f"update refused, {number_text}{self.format_reason()}"
 
 
 class _Samples(Event):
@@ -51,10 +53,10 @@ class _Samples(Event):
     positions: Items
     reason: Text
 
-    def words(self) -> str:
+    def describe_event(self) -> str:
         first_step, last_step = self.get("first"), self.get("last")
         step_text = f"step {first_step}" if first_step == last_step else f"steps {first_step} to {last_step}"
-        return f"samples of {step_text} {self.FOUND}{self.because()}"
+        return f"samples of {step_text} {self.FOUND}{self.format_reason()}"
 
 
 class DiscardExamined(_Samples):
@@ -193,8 +195,8 @@ class IncidentEvent(Event):
     summary: Tree = NOTHING
     policy: Tree = NOTHING
 
-    def words(self) -> str:
-        what, summary = self.get("what"), tree(self.get("summary"))
+    def describe_event(self) -> str:
+        what, summary = self.get("what"), read_tree(self.get("summary"))
         about = str(what)
         if what == "opened":
             about += f": {self.get('reason') or summary.get('failure') or summary.get('verdict')}"
@@ -210,9 +212,10 @@ class IncidentEvent(Event):
             sample_count = sum(
                 end_position - first_position
                 for position_key in ("positions", "next_epoch")
-                for first_position, end_position in pairs(self.get(position_key))
+                for first_position, end_position in read_pairs(self.get(position_key))
             )
-            about = f"{plural(sample_count, 'skipped sample')} found innocent, to be read after all{self.because()}"
+            skipped_text = count_noun(sample_count, "skipped sample")
+            about = f"{skipped_text} found innocent, to be read after all{self.format_reason()}"
         elif what == "rewound":
             about = f"back at step {self.get('to_step')}, going on from position {self.get('cursor')}"
         elif what == "restarted":
@@ -248,10 +251,10 @@ class IncidentLater(Event):
     loss: Real
     at_end: Flag = None
 
-    def words(self) -> str:
+    def describe_event(self) -> str:
         end_text = ", at the end of the run" if self.at_end else ""
         when_text = f"{self.get('after')} steps after incident {self.get('number')} was over"
-        return f"{when_text}{end_text}: loss {number(self.get('loss'))}"
+        return f"{when_text}{end_text}: loss {show_number(self.get('loss'))}"
 
 
 class AlertEvent(OfIncident):
@@ -261,10 +264,10 @@ class AlertEvent(OfIncident):
     what: Text
     step: Whole
 
-    def words(self) -> str:
+    def describe_event(self) -> str:
         if self.get("what") == "over":
             return "the alert is over"
-        return f"ALERT: nothing more is done automatically, training goes on{self.because()}"
+        return f"ALERT: nothing more is done automatically, training goes on{self.format_reason()}"
 
 
 class TrendEvent(Event):
@@ -278,7 +281,7 @@ class TrendEvent(Event):
     remedy: Text
     numbers: Tree
 
-    def words(self) -> str:
+    def describe_event(self) -> str:
         remedy_text = f". What helps: {self.get('remedy')}" if self.get("remedy") else ""
         return f"trend of {self.get('signal')}: {self.get('text')}{remedy_text}"
 
@@ -327,8 +330,8 @@ class Probed(Event):
     loss: Real
     samples: Whole
 
-    def words(self) -> str:
-        return f"probe loss {number(self.get('loss'))}"
+    def describe_event(self) -> str:
+        return f"probe loss {show_number(self.get('loss'))}"
 
 
 class BaselineReset(Event):
@@ -347,8 +350,8 @@ class NoSnapshots(Event):
     bytes: Whole
     budget: Real
 
-    def words(self) -> str:
-        return f"no room for a snapshot: one takes {size(self.get('bytes'))}"
+    def describe_event(self) -> str:
+        return f"no room for a snapshot: one takes {show_size(self.get('bytes'))}"
 
 
 class SnapshotRejected(Event):
@@ -377,8 +380,8 @@ class KernelsLeft(Event):
     kernels: Items
     reason: Text
 
-    def words(self) -> str:
-        return f"goes on without {_listed(self.kernels)}{self.because()}"
+    def describe_event(self) -> str:
+        return f"goes on without {_listed(self.kernels)}{self.format_reason()}"
 
 
 class KernelsTriedAgain(Event):
@@ -389,7 +392,7 @@ class KernelsTriedAgain(Event):
     kernels: Items
     now: Items
 
-    def words(self) -> str:
+    def describe_event(self) -> str:
         return (
             f"computes by {_listed(self.now)}: {_listed(self.kernels)}, which was left, is no longer in use"
         )
@@ -439,8 +442,8 @@ class RateWarmup(Event):
     begin: Real
     updates: Whole
 
-    def words(self) -> str:
-        begin = number(self.get("begin"), ".3g")
+    def describe_event(self) -> str:
+        begin = show_number(self.get("begin"), ".3g")
         return f"the learning rate warms up from {begin} times itself, over {self.get('updates')} updates"
 
 

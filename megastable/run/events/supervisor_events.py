@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megastable.base.text import number
+from megastable.base.text import show_number
 from megastable.run.events.event import NOTHING, Event, Flag, Items, Ranges, Real, Text, Tree, Whole
 
 
@@ -22,9 +22,9 @@ class SupervisorEvent(Event):
     code: Whole = None
     reason: Text = None
 
-    def words(self) -> str:
+    def describe_event(self) -> str:
         code_text = "" if self.get("code") is None else f" with {self['code']}"
-        return f"supervisor {self.get('what')}{code_text}{self.because()}"
+        return f"supervisor {self.get('what')}{code_text}{self.format_reason()}"
 
 
 class Launched(Event):
@@ -39,7 +39,7 @@ class Launched(Event):
     wanted: Whole = None
     ahead: Real = None
 
-    def words(self) -> str:
+    def describe_event(self) -> str:
         host_text = f" on {', '.join(map(str, self.hosts))}" if len(self.hosts) > 1 else ""
         return f"attempt {self.get('attempt')} started{host_text}"
 
@@ -66,7 +66,7 @@ class Ended(Event):
     trained: Flag = None
     gone: Items = ()
 
-    def words(self) -> str:
+    def describe_event(self) -> str:
         how, exit_code, signal = self.get("failure"), self.get("code"), self.get("signal")
         if exit_code == 0 and not how:
             return f"attempt {self.get('attempt')} finished"
@@ -86,9 +86,11 @@ class Hang(Event):
     silent: Items
     stacks: Items
 
-    def words(self) -> str:
-        limit_text = f", {number(self['limit'], '.0f')} s is the limit" if "limit" in self else ""
-        return f"no progress for {number(self.get('waited'), '.0f')} s in {self.get('phase')}{limit_text}"
+    def describe_event(self) -> str:
+        limit_text = f", {show_number(self['limit'], '.0f')} s is the limit" if "limit" in self else ""
+        return (
+            f"no progress for {show_number(self.get('waited'), '.0f')} s in {self.get('phase')}{limit_text}"
+        )
 
 
 class HostsAwaited(Event):
@@ -114,13 +116,13 @@ class HostLeftOut(Event):
     burn_in: Real = None
     reason: Text
 
-    def words(self) -> str:
+    def describe_event(self) -> str:
         how_text = "left out" if self.get("wholly") else "the last choice"
         seconds_text = None if self.until is None or self.time is None else self.until - self.time
-        until_text = f"for {number(seconds_text, '.0f')} s"
+        until_text = f"for {show_number(seconds_text, '.0f')} s"
         if self.get("burn_in"):
             until_text += " and until a burn-in finds nothing"
-        return f"{self.get('host')} is {how_text} {until_text}{self.because()}"
+        return f"{self.get('host')} is {how_text} {until_text}{self.format_reason()}"
 
 
 class HostProven(Event):
@@ -130,8 +132,8 @@ class HostProven(Event):
     host: Text
     seconds: Real
 
-    def words(self) -> str:
-        seconds_text = number(self.get("seconds"), ".0f")
+    def describe_event(self) -> str:
+        seconds_text = show_number(self.get("seconds"), ".0f")
         return f"{self.get('host')} may be used again: a burn-in of {seconds_text} s found nothing"
 
 
@@ -151,7 +153,7 @@ class HostSlow(Event):
     parts: Tree = NOTHING
     reason: Text
 
-    def words(self) -> str:
+    def describe_event(self) -> str:
         return str(self.get("reason") or f"host {self.get('host')} is slow")
 
 
@@ -163,8 +165,8 @@ class Restart(Event):
     reason: Text
     delay: Real
 
-    def words(self) -> str:
-        return f"to be started again in {number(self.get('delay'), '.0f')} s{self.because()}"
+    def describe_event(self) -> str:
+        return f"to be started again in {show_number(self.get('delay'), '.0f')} s{self.format_reason()}"
 
 
 class HookFailed(Event):

@@ -2,8 +2,19 @@
 
 from __future__ import annotations
 
-from megastable.base.text import number, size
-from megastable.run.events.event import NOTHING, Event, Items, OfIncident, Real, Text, Tree, Whole, real, tree
+from megastable.base.text import show_number, show_size
+from megastable.run.events.event import (
+    NOTHING,
+    Event,
+    Items,
+    OfIncident,
+    Real,
+    Text,
+    Tree,
+    Whole,
+    read_real,
+    read_tree,
+)
 
 SHOWN = 8  # corpora in a sentence
 NEXT_UPDATE = "next_update"
@@ -38,7 +49,7 @@ class Resumed(Event):
     changes: Tree
     origin: Text = None
 
-    def words(self) -> str:
+    def describe_event(self) -> str:
         resume_source = "the hosts' memory" if self.get("origin") == "memory" else self.get("checkpoint")
         return f"resumed from {resume_source}"
 
@@ -121,7 +132,7 @@ class ConfigChanged(Event):
     NAME = "config_changed"
     changes: Items
 
-    def words(self) -> str:
+    def describe_event(self) -> str:
         changes = self.get("changes")
         return f"recipe changed: {'; '.join(map(str, changes)) if isinstance(changes, list) else changes}"
 
@@ -140,14 +151,19 @@ class Evaluated(Event):
     @property
     def by_corpus(self) -> dict[str, float]:
         """The loss of each corpus that has one."""
-        found = {name: real(tree(corpus_fields).get("loss")) for name, corpus_fields in self.corpora.items()}
+        found = {
+            name: read_real(read_tree(corpus_fields).get("loss"))
+            for name, corpus_fields in self.corpora.items()
+        }
         return {name: loss for name, loss in found.items() if loss is not None}
 
-    def words(self) -> str:
+    def describe_event(self) -> str:
         found = list(self.by_corpus.items())
-        named_losses = [f"{corpus_name} {number(corpus_loss)}" for corpus_name, corpus_loss in found[:SHOWN]]
+        named_losses = [
+            f"{corpus_name} {show_number(corpus_loss)}" for corpus_name, corpus_loss in found[:SHOWN]
+        ]
         more_corpora = [f"{len(found) - SHOWN} more corpora"] if len(found) > SHOWN else []
-        return f"validation loss {number(self.get('loss'))}" + (
+        return f"validation loss {show_number(self.get('loss'))}" + (
             f" ({', '.join(named_losses + more_corpora)})" if named_losses else ""
         )
 
@@ -167,12 +183,12 @@ class TasksEvaluated(Event):
     @property
     def numbers(self) -> dict[str, float]:
         """The scores that are numbers."""
-        score_by_name = {score_name: real(value) for score_name, value in self.scores.items()}
+        score_by_name = {score_name: read_real(value) for score_name, value in self.scores.items()}
         return {score_name: value for score_name, value in score_by_name.items() if value is not None}
 
-    def words(self) -> str:
+    def describe_event(self) -> str:
         found = list(self.numbers.items())
-        score_texts = [f"{name} {number(score_value, '.4g')}" for name, score_value in found[:SHOWN]]
+        score_texts = [f"{name} {show_number(score_value, '.4g')}" for name, score_value in found[:SHOWN]]
         more = [f"{len(found) - SHOWN} more"] if len(found) > SHOWN else []
         return f"tasks on {self.get('checkpoint')}: {', '.join(score_texts + more)}"
 
@@ -210,8 +226,8 @@ class CheckpointSaved(Event):
     seconds: Real
     blocked: Real
 
-    def words(self) -> str:
-        took_text = f"{size(self.get('bytes'))} in {number(self.get('seconds'), '.1f')} s"
+    def describe_event(self) -> str:
+        took_text = f"{show_size(self.get('bytes'))} in {show_number(self.get('seconds'), '.1f')} s"
         return f"checkpoint {self.get('name')} saved: {took_text}"
 
 
@@ -231,8 +247,8 @@ class CheckpointRecovered(Event):
     step: Whole
     problem: Text
 
-    def words(self) -> str:
-        how_text = self.because("problem") or ": brought over from the local disks"
+    def describe_event(self) -> str:
+        how_text = self.format_reason("problem") or ": brought over from the local disks"
         return f"a checkpoint that was not uploaded yet{how_text}"
 
 
@@ -269,9 +285,9 @@ class RolledBack(Event):
     reason: Text
     who: Text = None
 
-    def words(self) -> str:
+    def describe_event(self) -> str:
         by_whom = self.get("who") or "a person"
-        return f"rolled back by {by_whom} to the checkpoint of step {self.get('step')}{self.because()}"
+        return f"rolled back by {by_whom} to the checkpoint of step {self.get('step')}{self.format_reason()}"
 
 
 class RecordsLost(Event):
@@ -324,7 +340,7 @@ class Unstable(OfIncident):
     discards: Whole = None
     before: Whole = None
 
-    def words(self) -> str:
+    def describe_event(self) -> str:
         return f"gave up: {self.get('reason') or 'not finite, or refused on and on'}"
 
 
@@ -335,6 +351,6 @@ class Finished(Event):
     steps: Whole
     val_loss: Real
 
-    def words(self) -> str:
-        loss = "" if self.get("val_loss") is None else f", validation loss {number(self['val_loss'])}"
+    def describe_event(self) -> str:
+        loss = "" if self.get("val_loss") is None else f", validation loss {show_number(self['val_loss'])}"
         return f"finished after {self.get('steps')} steps{loss}"

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from megastable.base import errors
-from megastable.run.events.event import Event, Other, real, tree, whole
+from megastable.run.events.event import Event, Other, read_real, read_tree, read_whole
 from megastable.run.events.people_events import Note
 from megastable.run.events.reading import PassedOver
 from megastable.run.events.stability_events import Handover, IncidentEvent
@@ -27,7 +27,7 @@ from megastable.run.events.supervisor_events import (
     SupervisorEvent,
 )
 from megastable.run.events.training_events import Finished, Stopped, Training, Unstable
-from megastable.run.goodput.process_time import NO_STEPS, ProcessTime, StepTimes, explains
+from megastable.run.goodput.process_time import NO_STEPS, ProcessTime, StepTimes, explains_gap
 from megastable.run.goodput.time_account import Reason, TimeAccount, TimeKind, TimeLine
 
 FEWER = re.compile(r"going on with \d+ of (\d+) hosts")  # as the supervisor says it when it has waited
@@ -43,19 +43,19 @@ class Capacity:
         self._full = 0  # ranks of an attempt on all hosts
         self._launched = False
 
-    def started(self, event: SupervisorEvent) -> None:
+    def hear_start(self, event: SupervisorEvent) -> None:
         if event.what == "started":
             self._wanted = self._full = 0
 
-    def awaited(self, event: HostsAwaited) -> None:
+    def hear_hosts(self, event: HostsAwaited) -> None:
         if fewer_match := FEWER.search(event.reason or ""):
             self._wanted = int(fewer_match[1][:9])
 
-    def launched(self, event: Launched) -> None:
+    def hear_launch(self, event: Launched) -> None:
         self._hosts, self._launched = len(event.hosts), True
         self._wanted = event.wanted or max(self._wanted, self._hosts)
 
-    def missing(self, world: int) -> float:
+    def measure_missing(self, world: int) -> float:
         """The share of the wanted ranks that an attempt of `world` ranks lacks."""
         if not self._launched:
             return 0.0
@@ -83,33 +83,33 @@ class Clocks:
     def __init__(self) -> None:
         self._ahead: dict[int, float] = {}
 
-    def launched(self, attempt: int, event: Launched) -> bool:
+    def hear_launch(self, attempt: int, event: Launched) -> bool:
         """Whether what ranks of this attempt wrote is to be corrected in another way than before."""
         ahead_before, seconds_ahead = self._ahead.pop(attempt, None), event.ahead
         if seconds_ahead is not None and NEAR <= abs(seconds_ahead) < FAR:
             self._ahead[attempt] = seconds_ahead
         return self._ahead.get(attempt) != ahead_before
 
-    def event(self, event: Event, attempt: int | None) -> Event:
+    def correct_event(self, event: Event, attempt: int | None) -> Event:
         """An event that was heard during `attempt`, by the supervisor's clock."""
         seconds_ahead, event_time = self._ahead.get(attempt or 0), event.time
         if seconds_ahead is None or event_time is None or not of_rank(event):
             return event
-        return event.of({**event.fields, "time": event_time - seconds_ahead})
+        return event.from_fields({**event.fields, "time": event_time - seconds_ahead})
 
-    def progress(self, told: Mapping[str, Any]) -> float | None:
+    def correct_progress(self, told: Mapping[str, Any]) -> float | None:
         """The time of progress.json, which rank 0 writes, too."""
-        moment = real(told.get("time"))
-        return None if moment is None else moment - self._ahead.get(whole(told.get("attempt")) or 0, 0.0)
+        moment = read_real(told.get("time"))
+        return None if moment is None else moment - self._ahead.get(read_whole(told.get("attempt")) or 0, 0.0)
 
-    def steps(self, steps: StepTimes) -> StepTimes:
+    def correct_steps(self, steps: StepTimes) -> StepTimes:
         """All steps by the supervisor's clock, in their order by it."""
         if not self._ahead:
             return steps
         corrected_steps = steps._replace(time=steps.time.copy())
         for attempt, seconds_ahead in self._ahead.items():
             corrected_steps.time[steps.attempt == attempt] -= seconds_ahead
-        return corrected_steps.rows(np.argsort(corrected_steps.time, kind="stable"))
+        return corrected_steps.select_rows(np.argsort(corrected_steps.time, kind="stable"))
 
 
 def of_rank(event: Event) -> bool:
@@ -174,11 +174,11 @@ class Lifecycle:
     @steps.setter
     def steps(self, recorded: StepTimes) -> None:
         if recorded is not self._recorded:
-            self._recorded, self._steps = recorded, self.clocks.steps(recorded)
+            self._recorded, self._steps = recorded, self.clocks.correct_steps(recorded)
 
-    def hear(self, event: Event) -> None:
+    def hear_event(self, event: Event) -> None:
         """Take in one event. Those without a time, and unknown ones, are passed over."""
-        event = self.clocks.event(event, self.attempt if self.supervised else None)
+        event = self.clocks.correct_event(event, self.attempt if self.supervised else None)
         event_time = event.time
         if event_time is None or not abs(event_time) < 1e12 or isinstance(event, PassedOver | Note):
             return  # people write notes also of runs that are over
@@ -196,12 +196,12 @@ class Lifecycle:
                 self._leave(event_time)
                 self._wait(event_time)
                 self.attempt = event.attempt or self.attempt + 1
-                if self.clocks.launched(self.attempt, event):
-                    self._steps = self.clocks.steps(self._recorded)
+                if self.clocks.hear_launch(self.attempt, event):
+                    self._steps = self.clocks.correct_steps(self._recorded)
                 self._kind, self._launched = TimeKind.START_UP, True
                 self._shrunk = self._why if len(event.hosts) < self._lineup else self._shrunk
                 self._lineup = len(event.hosts)
-                self._capacity.launched(event)
+                self._capacity.hear_launch(event)
             case Training():
                 self._training(event, event_time)
             case Finished() | Stopped() | Unstable() | Handover():
@@ -219,7 +219,7 @@ class Lifecycle:
             case HostsAwaited():
                 self._hosts(event, event_time)
         self._incident(event)
-        if self.process is not None and explains(event):
+        if self.process is not None and explains_gap(event):
             self.process.events.append(event)
 
     # Events
@@ -234,7 +234,7 @@ class Lifecycle:
             self._why.incident, self._why.host = self._shrunk.incident, self._shrunk.host
 
     def _supervisor(self, event: SupervisorEvent, moment: float) -> None:
-        self._capacity.started(event)
+        self._capacity.hear_start(event)
         if event.what == "ended":
             self._leave(moment)
             self._wait(moment)
@@ -266,7 +266,7 @@ class Lifecycle:
             self._kind = TimeKind.START_UP
         self._wait(moment)
         step, self._known, self._launched = event.step or 0, self._launched, False
-        missing = self._capacity.missing(event.world or 0)
+        missing = self._capacity.measure_missing(event.world or 0)
         self.process = ProcessTime(self.attempt, NOTHING, self._why, self.done, step, self._reasons, missing)
         self._took_over = None
 
@@ -276,10 +276,10 @@ class Lifecycle:
         stop_cause = {"stopped": "stopped", "finished": "complete", "handover": "hand-over"}.get(
             event.event, "unstable"
         )
-        incident_number = whole(event.get("number"))
+        incident_number = read_whole(event.get("number"))
         self._why = Reason(stop_cause, incident_number if not isinstance(event, Finished | Stopped) else None)
         tail_kind = TimeKind.CHECKPOINTING if isinstance(event, Stopped) else None
-        reached_step = whole(event.get("steps" if isinstance(event, Finished) else "step")) or 0
+        reached_step = read_whole(event.get("steps" if isinstance(event, Finished) else "step")) or 0
         self._close(moment, tail_kind, 0, reached_step, self._why)
         self._kind = TimeKind.ENDING if self.supervised else TimeKind.NOT_RUNNING
 
@@ -322,7 +322,7 @@ class Lifecycle:
 
     def _hosts(self, event: HostsAwaited, moment: float) -> None:
         self._leave(moment)
-        self._capacity.awaited(event)
+        self._capacity.hear_hosts(event)
         if event.hosts:
             self._kind = TimeKind.HOSTS
             self._awaited = ", ".join(map(str, event.hosts))
@@ -332,8 +332,8 @@ class Lifecycle:
             self._kind = TimeKind.START_UP
 
     def _incident(self, event: Event) -> None:
-        summary = tree(event.get("summary"))
-        incident_number = whole(summary.get("number", event.get("number")))
+        summary = read_tree(event.get("summary"))
+        incident_number = read_whole(summary.get("number", event.get("number")))
         if incident_number is None or not isinstance(event, IncidentEvent):
             return
         self._alert[incident_number] = (str(summary.get("verdict") or ""), str(summary.get("cause") or ""))
@@ -350,11 +350,11 @@ class Lifecycle:
         """The recorded steps of the process that trains. How wrong the clocks of later attempts were is not known yet:
         their records may look as old."""
         assert self.line is not None
-        steps_between = self.steps.between(self.line.end - 0.01, until + SLACK)
+        steps_between = self.steps.select_between(self.line.end - 0.01, until + SLACK)
         if not self._known:
             return steps_between
         own_steps = (steps_between.attempt == self.attempt) | (steps_between.attempt == 0)
-        return steps_between if own_steps.all() else steps_between.rows(np.flatnonzero(own_steps))
+        return steps_between if own_steps.all() else steps_between.select_rows(np.flatnonzero(own_steps))
 
     def _close(
         self, until: float, tail: TimeKind | None, clock: int, reached: int = 0, why: Reason | None = None
@@ -368,9 +368,9 @@ class Lifecycle:
         process.events = [e for e in process.events if self._own(e)]
         process_steps = self._of_process(until)
         if not len(process_steps.step):
-            has_begun = max(clock, reached, process.told()) > process.step
+            has_begun = max(clock, reached, process.find_told()) > process.step
             tail, why = None if has_begun else TimeKind.START_UP, None
-        farthest = process.put(self.line, process_steps, max(until, self.line.end), tail, clock, why)
+        farthest = process.put_time(self.line, process_steps, max(until, self.line.end), tail, clock, why)
         self.done = max(self.done, reached, farthest)
 
     def _leave(self, moment: float) -> None:
@@ -392,15 +392,17 @@ class Lifecycle:
             return
         coming = self.attempt + self.supervised
         if self._pause > line.end:
-            line.until(min(self._pause, moment), TimeKind.PAUSE, line.charge(self._why, coming))
+            line.fill_until(min(self._pause, moment), TimeKind.PAUSE, line.add_charge(self._why, coming))
         is_waiting = self._kind is TimeKind.HOSTS
         is_preparing = is_waiting or (self._kind is TimeKind.START_UP and not self._launched)
         wait_reason = replace(self._why, host=self._awaited) if is_waiting else self._why
-        line.until(moment, self._kind, line.charge(wait_reason, coming if is_preparing else self.attempt))
+        line.fill_until(
+            moment, self._kind, line.add_charge(wait_reason, coming if is_preparing else self.attempt)
+        )
 
     def _own(self, event: Event) -> bool:
         """Whether an event of the training says what it did, and not the supervisor."""
-        incident_number = whole(event.get("number"))
+        incident_number = read_whole(event.get("number"))
         return (
             not isinstance(event, IncidentEvent)
             or self._alert.get(incident_number or 0, ("",))[0] not in OF_SUPERVISOR
@@ -412,19 +414,19 @@ class Lifecycle:
             verdict, cause = self._alert.get(incident_number, ("", ""))
             reason.cause = ", ".join(cause_part for cause_part in (verdict, cause) if cause_part)
 
-    def snapshot(self, now: float, progress: Mapping[str, Any] | None = None) -> TimeAccount | None:
+    def account_until(self, now: float, progress: Mapping[str, Any] | None = None) -> TimeAccount | None:
         """The account up to `now`, without changing this one; None before the first event. progress: progress.json, for
         the steps that are not recorded yet."""
         if self.line is None:
             return None
         other = Lifecycle()
         other.__dict__ |= self.__dict__
-        other.line, settled_until = self.line.copy(), self.line.end
+        other.line, settled_until = self.line.copy_line(), self.line.end
         if self.process is not None:
             told = progress or {}
             settled_until = max([settled_until, *self._of_process(now).time[-1:].tolist()])
             other.process = replace(self.process, events=list(self.process.events))
-            told_step, progress_time = whole(told.get("step")), self.clocks.progress(told)
+            told_step, progress_time = read_whole(told.get("step")), self.clocks.correct_progress(told)
             tail_kind = PHASES.get(str(told.get("phase")))
             progress_step = told_step or 0
             if progress_time is not None and self.line.end < progress_time < now and tail_kind is None:
@@ -436,10 +438,12 @@ class Lifecycle:
         other._wait(now)
         other._name()
         assert other.line is not None
-        return other.line.account(min(settled_until, other.line.end))
+        return other.line.build_account(min(settled_until, other.line.end))
 
 
 def _before(event: Event) -> float:
     """Seconds between the start of the process and its first event."""
-    started_seconds = real(event.get("seconds")) if isinstance(event, SupervisorEvent | Training) else None
+    started_seconds = (
+        read_real(event.get("seconds")) if isinstance(event, SupervisorEvent | Training) else None
+    )
     return started_seconds if started_seconds is not None and 0 <= started_seconds < 1e9 else 0.0

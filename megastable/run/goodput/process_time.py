@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from megastable.run.events.event import Event, whole
+from megastable.run.events.event import Event, read_whole
 from megastable.run.events.stability_events import DiscardExamined, IncidentEvent, SamplesExamined
 from megastable.run.events.training_events import CheckpointFailed, CheckpointSaved, Evaluated
 from megastable.run.goodput.time_account import CODE, Reason, TimeKind, TimeLine
@@ -31,12 +31,12 @@ class StepTimes(NamedTuple):
     applied: npt.NDArray[np.bool_]
     attempt: npt.NDArray[np.int32]
 
-    def between(self, begin: float, end: float) -> StepTimes:
+    def select_between(self, begin: float, end: float) -> StepTimes:
         """Those that ended after `begin`, up to `end`."""
         first_index, last_index = np.searchsorted(self.time, [begin, end], side="right")
-        return self.rows(slice(first_index, last_index))
+        return self.select_rows(slice(first_index, last_index))
 
-    def rows(self, chosen: slice | npt.NDArray[np.intp]) -> StepTimes:
+    def select_rows(self, chosen: slice | npt.NDArray[np.intp]) -> StepTimes:
         return StepTimes(*(column[chosen] for column in self))  # type: ignore[arg-type]
 
 
@@ -58,7 +58,7 @@ class StepFiles:
         """Names of files that cannot be read, with the reason."""
         return self._follower.damaged
 
-    def look(self) -> None:
+    def look_again(self) -> None:
         """Read what is new."""
         parts = [(0, self._written)]
         for row, record_table in self._follower.read_new():
@@ -66,16 +66,16 @@ class StepFiles:
                 parts.pop()
             if parts:
                 part_begin, times = parts[-1]
-                parts[-1] = part_begin, times.rows(slice(row - part_begin))
+                parts[-1] = part_begin, times.select_rows(slice(row - part_begin))
             parts.append((row, _times_of(record_table)))
         if len(parts) == 1 and parts[0][1] is self._written:
             return
         self._written = StepTimes(*map(np.concatenate, zip(*(times for _, times in parts), strict=True)))
         is_ascending = not np.any(np.diff(self._written.time) < 0)
         time_order = slice(None) if is_ascending else np.argsort(self._written.time, kind="stable")
-        self._ordered = self._written.rows(time_order)
+        self._ordered = self._written.select_rows(time_order)
 
-    def all(self) -> StepTimes:
+    def list_steps(self) -> StepTimes:
         """All steps read so far."""
         return self._ordered
 
@@ -104,7 +104,7 @@ class UsualSeconds(NamedTuple):
     medians: npt.NDArray[Any]
     block: int
 
-    def at(self, n: Any) -> npt.NDArray[Any]:
+    def look_up(self, n: Any) -> npt.NDArray[Any]:
         """Of those numbers."""
         return self.medians[np.asarray(n) // self.block]
 
@@ -126,7 +126,7 @@ class ProcessTime:
     missing: float = 0.0
     events: list[Event] = field(default_factory=list)
 
-    def put(
+    def put_time(
         self, line: TimeLine, steps: StepTimes, until: float, tail: TimeKind | None = None, clock: int = 0,
         why: Reason | None = None,
     ) -> int:  # fmt: skip
@@ -136,7 +136,7 @@ class ProcessTime:
 
         Returns the farthest step done.
         """
-        begin, plain_charge = line.end, line.charge(self.reason, self.attempt, self.missing)
+        begin, plain_charge = line.end, line.add_charge(self.reason, self.attempt, self.missing)
         count = len(steps.step)
         at = np.empty(2 * count + 1)
         kind, charge = np.empty(2 * count + 1, np.int8), np.full(2 * count + 1, plain_charge, np.int32)
@@ -157,7 +157,7 @@ class ProcessTime:
         del farthest
         step_kinds[done_again] = CODE[TimeKind.REDONE]
         step_kinds[~steps.applied] = CODE[TimeKind.REFUSED]
-        charges[done_again & steps.applied] = line.charge(self.blame, self.attempt)
+        charges[done_again & steps.applied] = line.add_charge(self.blame, self.attempt)
 
         # Between them
         evaluation_times = self._evaluations(steps, before, begins, until)
@@ -171,7 +171,7 @@ class ProcessTime:
         del rest
         if count:
             gaps[0] = CODE[TimeKind.START_UP]
-        gap_charges[0] = line.charge(self.blame, self.attempt)
+        gap_charges[0] = line.add_charge(self.blame, self.attempt)
         last_step = int(steps.step[-1]) if count else self.step
         if clock > last_step:  # the records of these were lost with the process, or are not written yet
             gaps[-1] = CODE[TimeKind.TRAINING if clock > far else TimeKind.REDONE]
@@ -181,10 +181,10 @@ class ProcessTime:
         self._events(line, steps, before, gaps, gap_charges)
         if tail is not None and gaps[-1] in OPEN:
             gaps[-1] = CODE[tail]
-            gap_charges[-1] = gap_charges[-1] if why is None else line.charge(why, self.attempt)
+            gap_charges[-1] = gap_charges[-1] if why is None else line.add_charge(why, self.attempt)
         stalled = np.flatnonzero(gaps == CODE[TimeKind.STALLED])
         stall_ends = dict(
-            zip(stalled.tolist(), (begins[stalled] - usual_gaps.at(stalled)).tolist(), strict=True)
+            zip(stalled.tolist(), (begins[stalled] - usual_gaps.look_up(stalled)).tolist(), strict=True)
         )
         changes = _within(gaps, gap_charges, evaluation_times, before, stall_ends, plain_charge)
         if last_step < far < clock:  # the first of them were done before
@@ -200,7 +200,9 @@ class ProcessTime:
 
         # All changes, in order: each into the gap, or the step, that it lies in
         late = _stalls(steps.seconds, usual_steps)
-        stall_begins = np.minimum(begins[late] + steps.seconds[late] - usual_steps.at(late), step_ends[late])
+        stall_begins = np.minimum(
+            begins[late] + steps.seconds[late] - usual_steps.look_up(late), step_ends[late]
+        )
         changes += zip(
             stall_begins.tolist(),
             step_kinds[late].tolist(),
@@ -217,13 +219,13 @@ class ProcessTime:
             at = np.insert(at, insert_places, [change_time for change_time, *_ in changes])
             kind = np.insert(kind, insert_places, [of for _, of, _, _ in changes])
             charge = np.insert(charge, insert_places, [why for _, _, why, _ in changes])
-        line.follow(at, kind, charge, until)
-        return max(far, clock, self.told())
+        line.follow_instants(at, kind, charge, until)
+        return max(far, clock, self.find_told())
 
-    def told(self) -> int:
+    def find_told(self) -> int:
         """The farthest step that its events name as done; 0 if none."""
         done_events = (e for e in self.events if isinstance(e, Evaluated | CheckpointSaved))
-        return max((whole(e.get("step")) or 0 for e in done_events), default=0)
+        return max((read_whole(e.get("step")) or 0 for e in done_events), default=0)
 
     def _evaluations(
         self, steps: StepTimes, begins: npt.NDArray[Any], ends: npt.NDArray[Any], until: float
@@ -261,16 +263,16 @@ class ProcessTime:
                 case IncidentEvent() | DiscardExamined() | SamplesExamined():
                     if n and gaps[n] in (*OPEN, CODE[TimeKind.RECOVERY]):
                         gaps[n] = CODE[TimeKind.RECOVERY]
-                        charges[n] = line.charge(self._why(event), self.attempt)
+                        charges[n] = line.add_charge(self._why(event), self.attempt)
 
     def _why(self, event: Event) -> Reason:
-        incident_number = whole(event.get("number"))
+        incident_number = read_whole(event.get("number"))
         if not isinstance(event, IncidentEvent) or incident_number is None:
             return Reason("samples examined")
         return self.reasons.setdefault(incident_number, Reason(incident=incident_number))
 
 
-def explains(event: Event) -> bool:
+def explains_gap(event: Event) -> bool:
     """Whether it says what a training process did between two steps."""
     if isinstance(event, IncidentEvent):
         return event.what in BACK
@@ -297,12 +299,12 @@ def _gaps(
     count = len(step)
     gap_kinds = np.full(count + 1, CODE[TimeKind.UNKNOWN])
     for here in _pieces(1, count):
-        waited, usual_gap, limit = rest[here], ordinary.at(here), np.maximum(SHORT, usual.at(here))
+        waited, usual_gap, limit = rest[here], ordinary.look_up(here), np.maximum(SHORT, usual.look_up(here))
         is_late = (waited > limit) & (waited > STALL * usual_gap) & (waited > usual_gap + STALL_SECONDS)
         lived_kinds = np.where(is_late, CODE[TimeKind.STALLED], CODE[TimeKind.BETWEEN])
         gap_kinds[here] = np.where(step[here] - step[here - 1] == 1, lived_kinds, CODE[TimeKind.UNKNOWN])
     for n in {0, count}:
-        limit = max(SHORT, float(usual.at(min(n, count - 1)))) if count else SHORT
+        limit = max(SHORT, float(usual.look_up(min(n, count - 1)))) if count else SHORT
         if rest[n] <= limit:
             gap_kinds[n] = CODE[TimeKind.BETWEEN]
     return gap_kinds
@@ -339,7 +341,7 @@ def _usual(seconds: npt.NDArray[Any]) -> UsualSeconds:
 def _stalls(seconds: npt.NDArray[Any], usual: UsualSeconds) -> npt.NDArray[np.intp]:
     found = [np.empty(0, np.intp)]
     for here in _pieces(0, len(seconds)):
-        taken, usual_seconds = seconds[here], usual.at(here)
+        taken, usual_seconds = seconds[here], usual.look_up(here)
         found.append(here[(taken > STALL * usual_seconds) & (taken > usual_seconds + STALL_SECONDS)])
     return np.concatenate(found)
 

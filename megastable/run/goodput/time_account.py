@@ -107,7 +107,7 @@ class TimeAccount:
         """Seconds from the first instant to the last."""
         return self.end - self.begin
 
-    def seconds(self, until: float = np.inf) -> dict[TimeKind, float]:
+    def sum_seconds(self, until: float = np.inf) -> dict[TimeKind, float]:
         """Seconds of every kind, of all or up to an instant."""
         seconds_by_code = np.zeros(len(KINDS))
         for first in range(0, len(self.kind), BLOCK):
@@ -115,11 +115,11 @@ class TimeAccount:
             seconds_by_code += np.bincount(kind, np.diff(np.minimum(block_instants, until)), len(KINDS))
         return {kind: float(seconds_by_code[code]) for code, kind in enumerate(KINDS)}
 
-    def goodput(self) -> float:
+    def compute_goodput(self) -> float:
         """The share of the wall time that was training; 0 of an empty account."""
-        return self.seconds()[TimeKind.TRAINING] / self.wall if self.wall else 0.0
+        return self.sum_seconds()[TimeKind.TRAINING] / self.wall if self.wall else 0.0
 
-    def smaller(self) -> float:
+    def measure_missing(self) -> float:
         """The capacity that was missing while steps were trained on fewer ranks than wanted, as a share of what all of
         them could have done in the wall time. Of one that trained all the time on half of its ranks it is 0.5."""
         missing = np.array([charge.missing for charge in self.charges])
@@ -128,27 +128,32 @@ class TimeAccount:
         trained = np.where(self.kind == CODE[TimeKind.TRAINING], np.diff(self.at), 0.0)
         return float(trained @ missing[self.charge]) / self.wall if self.wall else 0.0
 
-    def facts(self) -> dict[str, Any]:
-        """For summary.json and programs: `share` of the wall time that was training, `smaller`, and seconds by kind."""
-        facts = {"share": self.goodput(), "smaller": self.smaller(), "wall_seconds": round(self.wall, 3)}
-        return {**facts, "seconds": _told(self.seconds())}
+    def list_facts(self) -> dict[str, Any]:
+        """For summary.json and programs: `share` of the wall time that was training, `measure_missing`, and seconds
+        by kind."""
+        facts = {
+            "share": self.compute_goodput(),
+            "smaller": self.measure_missing(),
+            "wall_seconds": round(self.wall, 3),
+        }
+        return {**facts, "seconds": _told(self.sum_seconds())}
 
     def settled_seconds(self) -> dict[str, float]:
         """Seconds by kind, of what will not change any more: for counters."""
-        return _told(self.seconds(self.end if self.settled is None else self.settled))
+        return _told(self.sum_seconds(self.end if self.settled is None else self.settled))
 
-    def lost(self) -> dict[tuple[TimeKind, str, int | None, str], tuple[float, int]]:
+    def sum_losses(self) -> dict[tuple[TimeKind, str, int | None, str], tuple[float, int]]:
         """Seconds, and the number of spans, by kind, cause, incident and host; training and what is charged to nothing
         is left out."""
         seconds_by_cause: dict[tuple[TimeKind, str, int | None, str], tuple[float, int]] = {}
-        for span in self.spans():
+        for span in self.list_spans():
             if span.kind is not TimeKind.TRAINING and (span.cause or span.host or span.incident is not None):
                 loss_key = (span.kind, span.cause, span.incident, span.host)
                 lost_seconds, span_count = seconds_by_cause.get(loss_key, (0.0, 0))
                 seconds_by_cause[loss_key] = (lost_seconds + span.seconds, span_count + 1)
         return seconds_by_cause
 
-    def spans(self) -> Iterator[TimeSpan]:
+    def list_spans(self) -> Iterator[TimeSpan]:
         """The account, in order. Steps of one kind and charge in a row, and what is between them, are one span."""
         # A stretch: entries of one kind and charge, with short ones between steps in between.
         # A run may have millions of steps: of its entries there are few arrays at a time.
@@ -212,24 +217,24 @@ class TimeLine:
         self._parts: list[tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any]]] = []
         self._charges: list[Charge] = []
 
-    def copy(self) -> TimeLine:
+    def copy_line(self) -> TimeLine:
         """One that can be continued on its own."""
         other = TimeLine(self.begin)
         other.end, other._parts, other._charges = self.end, list(self._parts), list(self._charges)
         return other
 
-    def charge(self, reason: Reason, attempt: int, missing: float = 0.0) -> int:
+    def add_charge(self, reason: Reason, attempt: int, missing: float = 0.0) -> int:
         """The index of a new charge."""
         self._charges.append(Charge(reason, attempt, missing))
         return len(self._charges) - 1
 
-    def until(self, moment: float, kind: TimeKind, charge: int) -> None:
+    def fill_until(self, moment: float, kind: TimeKind, charge: int) -> None:
         """All up to `moment` is of one kind. Nothing happens if that is accounted for already."""
         if moment > self.end:
             self._parts.append((np.array([self.end]), np.array([CODE[kind]]), np.array([charge])))
             self.end = moment
 
-    def follow(
+    def follow_instants(
         self, at: npt.NDArray[Any], kind: npt.NDArray[Any], charge: npt.NDArray[Any], moment: float
     ) -> None:
         """From each of `at` on, all is of that kind; the last up to `moment`. at: in order, from `end` on. The arrays
@@ -239,7 +244,7 @@ class TimeLine:
             self._parts.append((np.clip(at, self.end, moment, out=at), kind, charge))
             self.end = moment
 
-    def account(self, settled: float | None = None) -> TimeAccount:
+    def build_account(self, settled: float | None = None) -> TimeAccount:
         """What was built, which uses this line up. settled: up to when it will not change any more."""
         ats, part_kinds, part_charges = ([line_part[n] for line_part in self._parts] for n in range(3))
         self._parts.clear()  # of millions of steps: not all of them twice
@@ -262,7 +267,7 @@ class GpuHours(NamedTuple):
     training: float
 
 
-def gpu_hours(spans: Iterable[TimeSpan], starts: Iterable[tuple[float, int | None]]) -> GpuHours | None:
+def count_hours(spans: Iterable[TimeSpan], starts: Iterable[tuple[float, int | None]]) -> GpuHours | None:
     """spans: of a `TimeAccount`; starts: of training processes, in order, as (Unix seconds, ranks); those without ranks
     are left out. None if nobody knows the ranks."""
     known = [(at, ranks) for at, ranks in starts if ranks]

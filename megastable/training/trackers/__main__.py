@@ -23,7 +23,7 @@ from megastable.base import durable
 from megastable.base.process import spare_output
 from megastable.training.trackers.points import RunPoint, point_of
 from megastable.training.trackers.relay import BLOCK, Lane, Relay, relay_all
-from megastable.training.trackers.tracker import COMMAND, Setting, opened
+from megastable.training.trackers.tracker import COMMAND, Setting, open_tracker
 
 LOW = 10  # nice value
 
@@ -55,13 +55,13 @@ def main() -> NoReturn:
         folder = Path(run.directory) / "trackers"
         folder.mkdir(exist_ok=True)
         # The process of an attempt that has just ended may still be closing its trackers.
-        held = durable.hold(folder / ".lock", args.timeout)
+        held = durable.lock_file(folder / ".lock", args.timeout)
         if held is None:
             warn(f"another process still tells the trackers of {run.directory}: this one tells them too")
 
         def lane(name: str) -> Lane:
             setting = Setting(run, name, args.per_layer, os.environ.get(COMMAND, ""), warn, args.timeout)
-            return Lane(name, partial(opened, name, setting), warn, args.timeout)
+            return Lane(name, partial(open_tracker, name, setting), warn, args.timeout)
 
         relay = Relay(run, [lane(name) for name in args.trackers.split(",")])
         relay_all(relay, 0, rest, lambda: os.getppid() == parent)

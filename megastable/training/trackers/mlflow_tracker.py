@@ -16,7 +16,7 @@ from mlflow.entities import Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
-from megastable.base.text import visible
+from megastable.base.text import make_visible
 from megastable.run.directory import as_json
 from megastable.training.trackers.points import (
     LayersPoint,
@@ -25,10 +25,10 @@ from megastable.training.trackers.points import (
     StepPoint,
     UndonePoint,
     ValidationPoint,
-    apart,
     by_statistic,
-    finite,
-    shown,
+    drop_non_finite,
+    values_apart,
+    values_shown,
 )
 from megastable.training.trackers.tracker import Setting
 
@@ -67,35 +67,35 @@ class MlflowTracker:
             self._id = self._client.create_run(
                 self._experiment(run_record.project), run_name=run_record.name
             ).info.run_id
-            tracker_memory.keep(run_id=self._id, store=store_uri)
-        tracker_memory.keep(experiment=str(self._client.get_run(self._id).info.experiment_id))
+            tracker_memory.keep_facts(run_id=self._id, store=store_uri)
+        tracker_memory.keep_facts(experiment=str(self._client.get_run(self._id).info.experiment_id))
         run_tags = {"megastable.directory": run_record.directory, "megastable.step": str(run_record.step)}
         self._client.log_batch(self._id, tags=[RunTag(key, value) for key, value in run_tags.items()])
         self._parameters(run_record)
 
-    def step(self, point: StepPoint) -> None:
-        metric_values = shown(point)
+    def add_step(self, point: StepPoint) -> None:
+        metric_values = values_shown(point)
         if not point.applied:
-            metric_values |= apart(point, "refused")
+            metric_values |= values_apart(point, "refused")
         metric_values["tokens"] = float(point.tokens)
         self._add(metric_values, point.step, point.time)
 
-    def validation(self, point: ValidationPoint) -> None:
-        self._add(finite(point.values), point.step, point.time)
+    def add_validation(self, point: ValidationPoint) -> None:
+        self._add(drop_non_finite(point.values), point.step, point.time)
 
-    def layers(self, point: LayersPoint) -> None:
-        metric_values = finite(point.values) if self._per_layer else {}
+    def add_layers(self, point: LayersPoint) -> None:
+        metric_values = drop_non_finite(point.values) if self._per_layer else {}
         for statistic_name, layer_values in by_statistic(point.values).items():
             metric_values[f"layers/{statistic_name}/lowest"] = min(layer_values)
             metric_values[f"layers/{statistic_name}/median"] = statistics.median(layer_values)
             metric_values[f"layers/{statistic_name}/largest"] = max(layer_values)
         self._add(metric_values, point.step, point.time)
 
-    def undone(self, point: UndonePoint) -> None:
+    def add_undone(self, point: UndonePoint) -> None:
         for undone_step in point.points:
-            self._add(apart(undone_step, "undone"), undone_step.step, undone_step.time)
+            self._add(values_apart(undone_step, "undone"), undone_step.step, undone_step.time)
 
-    def note(self, point: NotePoint) -> None:
+    def add_note(self, point: NotePoint) -> None:
         self._notes.append(point)
 
     def flush(self, seconds: float = 10.0) -> None:
@@ -117,14 +117,14 @@ class MlflowTracker:
         current_time = time.monotonic()
         if self._silent is None:
             self._silent = current_time
-            self._warn(f"MLflow does not take records, they wait: {visible(error, 300)}")
+            self._warn(f"MLflow does not take records, they wait: {make_visible(error, 300)}")
         if current_time - self._silent > OUTAGE:
             raise error
         del self._metrics[:-WAITING]
 
     def _write(self, point: NotePoint) -> None:
         tag_name = f"note.{point.event}" if point.incident is None else f"incident.{point.incident:04d}"
-        self._client.set_tag(self._id, tag_name, visible(f"step {point.step}: {point.text}", LONGEST))
+        self._client.set_tag(self._id, tag_name, make_visible(f"step {point.step}: {point.text}", LONGEST))
         if point.incident is not None:
             artifact_folder = f"incidents/{point.incident:04d}"
             self._client.log_text(self._id, point.story, f"{artifact_folder}/incident.md")
@@ -138,7 +138,7 @@ class MlflowTracker:
     def _add(self, values: Mapping[str, float], step: int, at: float) -> None:
         milliseconds = int(at * 1000)
         self._metrics += [
-            Metric(safe(name), value, milliseconds, step)
+            Metric(escape_name(name), value, milliseconds, step)
             for name, value in values.items()
             if math.isfinite(value)
         ]
@@ -173,7 +173,7 @@ class MlflowTracker:
         """The recipe. A parameter cannot change: later values become tags."""
         known_parameters = self._client.get_run(self._id).data.params
         given_parameters = {
-            safe(key): visible(value, LONGEST)
+            escape_name(key): make_visible(value, LONGEST)
             for key, value in run.config.items()
             if value not in (None, "", [])
         }
@@ -187,6 +187,6 @@ class MlflowTracker:
                 self._client.set_tag(self._id, f"changed.{key}", f"{value} from step {run.step} on")
 
 
-def safe(name: str) -> str:
+def escape_name(name: str) -> str:
     """A name as MLflow allows it."""
     return re.sub(r"[^\w.\-/ :]", "_", name, flags=re.ASCII)[:250]

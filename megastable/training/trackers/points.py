@@ -16,7 +16,7 @@ from typing import Any
 
 from megastable.config.tree import RunConfig
 from megastable.run.directory import as_json
-from megastable.run.events.event import real
+from megastable.run.events.event import read_real
 from megastable.run.events.training_events import Evaluated
 from megastable.run.records import LayerRecord, StepRecord
 
@@ -128,7 +128,9 @@ def point_of(line: bytes | str) -> Point | None:
         field_names = {field.name for field in fields(point_class)}
         plain_fields = {key: value for key, value in json_entry.items() if key in field_names}
         if "values" in field_names:
-            extra_numbers = {key: real(value) for key, value in json_entry.items() if key not in field_names}
+            extra_numbers = {
+                key: read_real(value) for key, value in json_entry.items() if key not in field_names
+            }
             plain_fields["values"] = {key: value for key, value in extra_numbers.items() if value is not None}
         return point_class(**plain_fields)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -195,27 +197,27 @@ def layer_values(rows: Iterable[LayerRecord]) -> dict[str, float]:
     }  # fmt: skip
 
 
-def finite(values: Mapping[str, float]) -> dict[str, float]:
+def drop_non_finite(values: Mapping[str, float]) -> dict[str, float]:
     """What can be drawn."""
     return {curve_name: value for curve_name, value in values.items() if math.isfinite(value)}
 
 
-def shown(point: StepPoint) -> dict[str, float]:
+def values_shown(point: StepPoint) -> dict[str, float]:
     """What a step adds to the run's own curves. A refused one changed nothing: only its speed counts."""
-    values = finite(point.values)
+    values = drop_non_finite(point.values)
     return values if point.applied else {k: v for k, v in values.items() if k.startswith("speed/")}
 
 
-def apart(point: StepPoint, group: str = "train") -> dict[str, float]:
+def values_apart(point: StepPoint, group: str = "train") -> dict[str, float]:
     """What a step adds to the curves of refused or undone ones; group: in place of "train"."""
-    values = finite(point.values)
+    values = drop_non_finite(point.values)
     return {f"{group}/{name.partition('/')[2]}": values[name] for name in APART if name in values}
 
 
 def by_statistic(values: Mapping[str, float]) -> dict[str, list[float]]:
     """The finite values of all layers, by statistic; `LOGARITHMIC` ones as "log10_STATISTIC"."""
     values_by_statistic: dict[str, list[float]] = {}
-    for name, value in finite(values).items():
+    for name, value in drop_non_finite(values).items():
         statistic_name = name.partition("/")[0]
         if statistic_name not in LOGARITHMIC:
             values_by_statistic.setdefault(statistic_name, []).append(value)
@@ -242,23 +244,25 @@ def is_untold(key: str) -> bool:
     return any(f"{key}.".startswith(f"{one}.") or one.startswith(f"{key}.") for one in UNTOLD)
 
 
-def leaves(tree: Any, prefix: str = "") -> dict[str, Any]:
+def flatten_recipe(tree: Any, prefix: str = "") -> dict[str, Any]:
     """Values by path, those in lists of sections too: data.corpora.0.path."""
     if isinstance(tree, list) and any(isinstance(entry, dict) for entry in tree):
         tree = {str(i): entry for i, entry in enumerate(tree)}
     if not isinstance(tree, dict):
         return {prefix.removesuffix("."): tree}
     return {
-        path: value for key, below in tree.items() for path, value in leaves(below, f"{prefix}{key}.").items()
+        path: value
+        for key, below in tree.items()
+        for path, value in flatten_recipe(below, f"{prefix}{key}.").items()
     }
 
 
 @cache
 def _defaults() -> dict[str, Any]:
-    return leaves(RunConfig().model_dump(mode="json"))
+    return flatten_recipe(RunConfig().model_dump(mode="json"))
 
 
-def hyperparameters(config: Mapping[str, Any]) -> dict[str, bool | float | str]:
+def choose_hyperparameters(config: Mapping[str, Any]) -> dict[str, bool | float | str]:
     """Of a recipe's values by path."""
     chosen_values = {
         path: value for path, value in config.items() if value is not None

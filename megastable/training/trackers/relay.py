@@ -20,7 +20,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from megastable.base import durable
-from megastable.base.text import visible
+from megastable.base.text import make_visible
 from megastable.run.directory import RunDirectory, as_json, read_object
 from megastable.run.events import (
     data_events,
@@ -29,7 +29,7 @@ from megastable.run.events import (
     supervisor_events,
     training_events,
 )
-from megastable.run.events.event import Event, tree
+from megastable.run.events.event import Event, read_tree
 from megastable.run.events.reading import Follower
 from megastable.run.events.stability_events import IncidentEvent
 from megastable.run.events.training_events import (
@@ -50,9 +50,9 @@ from megastable.training.trackers.points import (
     TasksPoint,
     UndonePoint,
     ValidationPoint,
-    apart,
     is_untold,
     point_of,
+    values_apart,
 )
 from megastable.training.trackers.tracker import Tracker
 
@@ -85,7 +85,7 @@ class Lane:
         self._thread = threading.Thread(target=self._run, name=f"tracker {name}", daemon=True)
         self._thread.start()
 
-    def put(self, point: Point) -> None:
+    def put_point(self, point: Point) -> None:
         """Pass on a record, unless the tracker is given up or too far behind."""
         if self.over:
             return
@@ -99,7 +99,7 @@ class Lane:
                     "dropped"
                 )
 
-    def check(self) -> None:
+    def check_timeout(self) -> None:
         """Give the tracker up if a call takes too long."""
         busy_since = self._busy
         if busy_since is not None and time.monotonic() - busy_since > self._timeout:
@@ -116,7 +116,7 @@ class Lane:
             if self.over:
                 return
             self.over = self.failed = True
-        self._warn(f"tracker {self.name} is given up: {visible(why, 500)}. Training goes on without it")
+        self._warn(f"tracker {self.name} is given up: {make_visible(why, 500)}. Training goes on without it")
 
     def _run(self) -> None:
         try:
@@ -135,7 +135,7 @@ class Lane:
                     with self._lock:
                         self.over = True
                 elif next_point is not None:
-                    tell(opened_tracker, next_point)
+                    pass_point(opened_tracker, next_point)
                 if not self.over and time.monotonic() - flush_time > FLUSH:
                     opened_tracker.flush()
                     flush_time = time.monotonic()
@@ -146,19 +146,19 @@ class Lane:
             self._give_up(str(error) or type(error).__name__)
 
 
-def tell(tracker: Tracker, point: Point) -> None:
+def pass_point(tracker: Tracker, point: Point) -> None:
     """Give a tracker one record."""
     match point:
         case StepPoint():
-            tracker.step(point)
+            tracker.add_step(point)
         case ValidationPoint():
-            tracker.validation(point)
+            tracker.add_validation(point)
         case LayersPoint():
-            tracker.layers(point)
+            tracker.add_layers(point)
         case UndonePoint():
-            tracker.undone(point)
+            tracker.add_undone(point)
         case NotePoint():
-            tracker.note(point)
+            tracker.add_note(point)
 
 
 TICK = 1.0  # seconds between two looks at journal and trackers
@@ -180,7 +180,7 @@ class Relay:
         self._notes = TrackerNotes(
             RunDirectory(run_root).journal, told_count if isinstance(told_count, int) else 0
         )
-        self._steps = ToldSteps.load(kept_state.get("steps"))
+        self._steps = ToldSteps.from_dump(kept_state.get("steps"))
         self._kept = time.monotonic()
         self._write(kept_state | {"closed": False})
         self._look()  # first: what happened between the processes
@@ -190,21 +190,21 @@ class Relay:
         if undone_point is not None:
             self._put(undone_point)
 
-    def tell(self, point: Point) -> None:
+    def pass_point(self, point: Point) -> None:
         """A record of the training process."""
         if isinstance(point, StepPoint):
-            if undone_point := self._steps.advance(point):
+            if undone_point := self._steps.add_step(point):
                 self._put(undone_point)
             if point.applied:
                 point = replace(point, values={**point.values, INCIDENTS: float(self._notes.incidents)})
         if not isinstance(point, RunPoint):
             self._put(point)
 
-    def tick(self) -> None:
+    def look_around(self) -> None:
         """Look at the journal, and for trackers that hang."""
         self._look()
         for lane in self.lanes:
-            lane.check()
+            lane.check_timeout()
         if time.monotonic() - self._kept > KEEP:
             self._keep()
 
@@ -218,15 +218,15 @@ class Relay:
         while (open := [lane for lane in self.lanes if not lane.over]) and time.monotonic() < until:
             time.sleep(0.02)
             for lane in open:
-                lane.check()
+                lane.check_timeout()
         return not any(lane.failed or not lane.over for lane in self.lanes)
 
     def _put(self, point: Point) -> None:
         for lane in self.lanes:
-            lane.put(point)
+            lane.put_point(point)
 
     def _look(self) -> None:
-        for new_note in self._notes.new():
+        for new_note in self._notes.read_new():
             self._put(new_note if new_note.step else replace(new_note, step=self._steps.last))
 
     def _keep(self, closed: bool = False) -> None:
@@ -248,9 +248,9 @@ def relay_all(relay: Relay, given: int, rest: bytes = b"", alive: Callable[[], b
         *whole_lines, rest = rest.split(b"\n")
         for point_line in whole_lines:
             if (point := point_of(point_line)) is not None:
-                relay.tell(point)
+                relay.pass_point(point)
         if time.monotonic() - tick_time > TICK:
-            relay.tick()
+            relay.look_around()
             tick_time = time.monotonic()
         if not select.select([given], [], [], TICK)[0]:
             if not alive():
@@ -273,19 +273,19 @@ class ToldSteps(BaseModel):
     points: list[StepPoint] = []
 
     @classmethod
-    def load(cls, dumped: object) -> ToldSteps:
+    def from_dump(cls, dumped: object) -> ToldSteps:
         """Of a `model_dump`; empty if it is none."""
         try:
             return cls.model_validate(dumped)
         except ValidationError:
             return cls()
 
-    def advance(self, point: StepPoint) -> UndonePoint | None:
+    def add_step(self, point: StepPoint) -> UndonePoint | None:
         """Another step; what it undoes, if it is not a new one."""
         undone_point = self.go_back(point.step - 1, point.tokens, point.time)
         self.last = point.step
         if point.applied:
-            self.points = [*self.points[-KEPT + 1 :], replace(point, values=apart(point))]
+            self.points = [*self.points[-KEPT + 1 :], replace(point, values=values_apart(point))]
         return undone_point
 
     def go_back(self, step: int, tokens: int, time: float) -> UndonePoint | None:
@@ -327,10 +327,10 @@ class TrackerNotes:
         self.incidents = 0
         self.status = "failed"
 
-    def new(self) -> Iterator[NotePoint | TasksPoint]:
+    def read_new(self) -> Iterator[NotePoint | TasksPoint]:
         """Notes of the events since the last call, and the scores of tasks among them."""
         told_again = False
-        for event in self._follower.stream():
+        for event in self._follower.stream_events():
             if self._follower.starts != self._starts:  # the file was repaired: its events were told already
                 self._starts, self._told, self.read, told_again = self._follower.starts, 0, 0, True
                 self._stories.clear()
@@ -351,10 +351,10 @@ class TrackerNotes:
             scores = {TASKS + name: value for name, value in event.numbers.items()}
             return TasksPoint(event.of_step or 0, event.tokens or 0, event.time or 0.0, scores)
         if isinstance(event, ConfigChanged):
-            event = ConfigChanged.of({**event.fields, "changes": _told(event)})
+            event = ConfigChanged.from_fields({**event.fields, "changes": _told(event)})
             if not event.changes:
                 return None
-        if not isinstance(event, NOTED) or not (text := event.sentence()):
+        if not isinstance(event, NOTED) or not (text := event.format_sentence()):
             return None
         if not isinstance(event, IncidentEvent) or (number := event.number) is None:
             return NotePoint(
@@ -376,7 +376,7 @@ def _told(event: ConfigChanged) -> list[str]:
 
 def _step(event: Event) -> int:
     """When it happened; 0 if the event does not say."""
-    for fields, key in ((event, "step"), (event, "steps"), (tree(event.get("summary")), "step")):
+    for fields, key in ((event, "step"), (event, "steps"), (read_tree(event.get("summary")), "step")):
         if isinstance(step := fields.get(key), int):
             return step
     return 0

@@ -32,11 +32,11 @@ from megastable.training.trackers.points import (
     TasksPoint,
     UndonePoint,
     ValidationPoint,
-    apart,
     by_statistic,
-    finite,
-    hyperparameters,
-    shown,
+    choose_hyperparameters,
+    drop_non_finite,
+    values_apart,
+    values_shown,
 )
 from megastable.training.trackers.tracker import Setting
 
@@ -48,7 +48,7 @@ LONGEST = 120  # bytes of a folder's name
 
 
 class TensorBoardTracker:
-    """Runs in TensorBoard: NAME, and below it `refused`, `undone`, `notes`, `tasks` and `by_tokens` when there is
+    """Runs in TensorBoard: NAME, and below it `refused`, `add_undone`, `notes`, `tasks` and `by_tokens` when there is
     something to show in them."""
 
     def __init__(self, setting: Setting) -> None:
@@ -59,46 +59,46 @@ class TensorBoardTracker:
         )
         self._root = setting.root / "tensorboard" / folder
         self._writers: dict[str, EventFile] = {}
-        setting.memory.keep(folder=folder)
+        setting.memory.keep_facts(folder=folder)
         # As if the process before had ended here.
         self._void("", setting.run.step + 1)
         if (self._root / "by_tokens").exists():
             self._void("by_tokens", setting.run.tokens + 1)
         self._hyperparameters(setting.run)
 
-    def step(self, point: StepPoint) -> None:
-        self._scalars("", shown(point), point.step, point.time)
+    def add_step(self, point: StepPoint) -> None:
+        self._scalars("", values_shown(point), point.step, point.time)
         if not point.applied:
-            self._scalars("refused", apart(point), point.step, point.time)
-        elif (train_loss := finite(point.values).get("train/loss")) is not None:
+            self._scalars("refused", values_apart(point), point.step, point.time)
+        elif (train_loss := drop_non_finite(point.values).get("train/loss")) is not None:
             self._scalars("by_tokens", {f"{TOKENS}/loss": train_loss}, point.tokens, point.time)
 
-    def validation(self, point: ValidationPoint) -> None:
+    def add_validation(self, point: ValidationPoint) -> None:
         # Scores are of an earlier step, and not told again after a rewind.
         part = "tasks" if isinstance(point, TasksPoint) else ""
-        self._scalars(part, finite(point.values), point.step, point.time)
-        if (loss := finite(point.values).get(VALIDATION)) is not None:
+        self._scalars(part, drop_non_finite(point.values), point.step, point.time)
+        if (loss := drop_non_finite(point.values).get(VALIDATION)) is not None:
             self._scalars("by_tokens", {f"{TOKENS}/validation_loss": loss}, point.tokens, point.time)
 
-    def layers(self, point: LayersPoint) -> None:
+    def add_layers(self, point: LayersPoint) -> None:
         if self._per_layer:
-            self._scalars("", finite(point.values), point.step, point.time)
+            self._scalars("", drop_non_finite(point.values), point.step, point.time)
         for statistic_name, layer_values in by_statistic(point.values).items():
             histogram_summary = histogram_pb(
                 f"{LAYERS}/{statistic_name}", np.asarray(layer_values), buckets=BUCKETS
             )
             self._add("", histogram_summary, point.step, point.time)
 
-    def undone(self, point: UndonePoint) -> None:
+    def add_undone(self, point: UndonePoint) -> None:
         self._void("", point.step)
         if "by_tokens" in self._writers:
             self._void("by_tokens", point.tokens)
         if point.points:
             self._void("undone", point.step)
         for undone_step in point.points:
-            self._scalars("undone", apart(undone_step), undone_step.step, undone_step.time)
+            self._scalars("undone", values_apart(undone_step), undone_step.step, undone_step.time)
 
-    def note(self, point: NotePoint) -> None:
+    def add_note(self, point: NotePoint) -> None:
         if point.incident is None:
             self._add("notes", text_pb(f"notes/{point.event}", point.text), point.step, point.time)
         else:
@@ -115,8 +115,8 @@ class TensorBoardTracker:
             event_file.close()
 
     def _hyperparameters(self, run: RunPoint) -> None:
-        tuned = hyperparameters(run.config)
-        metrics = [hparams.Metric(tag("train/loss")), hparams.Metric(tag(VALIDATION))]
+        tuned = choose_hyperparameters(run.config)
+        metrics = [hparams.Metric(tag_of("train/loss")), hparams.Metric(tag_of(VALIDATION))]
         given = [hparams.HParam(key) for key in tuned]
         now = time.time()
         self._add("", hparams.hparams_config_pb(given, metrics, now), 0, now)
@@ -125,16 +125,16 @@ class TensorBoardTracker:
     def _scalars(self, part: str, values: Mapping[str, float], step: int, at: float) -> None:
         if values:
             # As plain values, not as tensors: EventAccumulator.Scalars and its like read these only.
-            parts = [Summary.Value(tag=tag(name), simple_value=value) for name, value in values.items()]
+            parts = [Summary.Value(tag=tag_of(name), simple_value=value) for name, value in values.items()]
             self._add(part, Summary(value=parts), step, at)
 
     def _void(self, part: str, step: int) -> None:
         """Later points of a folder, from `step` on, replace those before."""
         session_start = SessionLog(status=SessionLog.SessionStatus.START)
-        self._writer(part).add(Event(wall_time=time.time(), step=step, session_log=session_start))
+        self._writer(part).add_event(Event(wall_time=time.time(), step=step, session_log=session_start))
 
     def _add(self, part: str, summary: Any, step: int, at: float) -> None:
-        self._writer(part).add(Event(wall_time=at, step=step, summary=summary))
+        self._writer(part).add_event(Event(wall_time=at, step=step, summary=summary))
 
     def _writer(self, part: str) -> EventFile:
         if part not in self._writers:
@@ -142,7 +142,7 @@ class TensorBoardTracker:
         return self._writers[part]
 
 
-def tag(name: str) -> str:
+def tag_of(name: str) -> str:
     """The name of a curve in TensorBoard."""
     name = BEHIND.get(name, name)
     group, _, curve_name = name.partition("/")
@@ -170,10 +170,12 @@ class EventFile:
         file_name = f"events.out.tfevents.{file_moment:010d}.{socket.gethostname()}.{os.getpid()}.0"
         self._records = RecordWriter((folder / file_name).open("xb"))
         source_metadata = SourceMetadata(writer="megastable")
-        self.add(Event(wall_time=time.time(), file_version="brain.Event:2", source_metadata=source_metadata))
+        self.add_event(
+            Event(wall_time=time.time(), file_version="brain.Event:2", source_metadata=source_metadata)
+        )
         self.flush()
 
-    def add(self, event: Event) -> None:
+    def add_event(self, event: Event) -> None:
         self._records.write(event.SerializeToString())
 
     def flush(self) -> None:

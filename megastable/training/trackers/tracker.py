@@ -40,16 +40,16 @@ class TrackerError(Exception):
 class Tracker(Protocol):
     """Shows one run, from the first record to the last of this process."""
 
-    def step(self, point: StepPoint) -> None: ...
+    def add_step(self, point: StepPoint) -> None: ...
 
-    def validation(self, point: ValidationPoint) -> None: ...
+    def add_validation(self, point: ValidationPoint) -> None: ...
 
-    def layers(self, point: LayersPoint) -> None: ...
+    def add_layers(self, point: LayersPoint) -> None: ...
 
-    def undone(self, point: UndonePoint) -> None:
+    def add_undone(self, point: UndonePoint) -> None:
         """The run went back: steps from `point.step` on come again."""
 
-    def note(self, point: NotePoint) -> None: ...
+    def add_note(self, point: NotePoint) -> None: ...
 
     def flush(self) -> None:
         """Make what was told so far visible. Called every few seconds."""
@@ -83,7 +83,7 @@ TRACKERS = {
 }
 
 
-def opened(name: str, setting: Setting) -> Tracker:
+def open_tracker(name: str, setting: Setting) -> Tracker:
     """The tracker of that name, at work. Raises TrackerError, or whatever its library raises."""
     module_name, _, class_name = TRACKERS[name].partition(":")
     try:
@@ -109,9 +109,9 @@ class _Lines:
     def _line(self, point: Point) -> None:
         self._write(line_of(point) + "\n")
 
-    step = validation = undone = note = _line
+    add_step = add_validation = add_undone = add_note = _line
 
-    def layers(self, point: LayersPoint) -> None:
+    def add_layers(self, point: LayersPoint) -> None:
         if self._per_layer:
             self._line(point)
 

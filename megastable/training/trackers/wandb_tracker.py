@@ -21,10 +21,10 @@ from megastable.training.trackers.points import (
     StepPoint,
     UndonePoint,
     ValidationPoint,
-    apart,
     by_statistic,
-    finite,
-    shown,
+    drop_non_finite,
+    values_apart,
+    values_shown,
 )
 from megastable.training.trackers.tracker import Setting
 
@@ -41,7 +41,7 @@ class WandbTracker:
         known_id = kept_facts.get("id")
         # Files that are not sent yet belong to the run directory: it may be moved before they are.
         os.environ.setdefault("WANDB_DATA_DIR", str(setting.folder / "wandb-data"))
-        wandb_mode = None if account() else "offline"
+        wandb_mode = None if has_account() else "offline"
         self._run: Any = wandb.init(
             project=None if "WANDB_PROJECT" in os.environ else run_record.project,
             name=run_record.name,
@@ -49,7 +49,7 @@ class WandbTracker:
             resume="allow" if known_id and wandb_mode is None else None,
             dir=os.environ.get("WANDB_DIR", str(setting.folder)),
             mode=wandb_mode,
-            config={"megastable": nested(run_record.config), "directory": run_record.directory},
+            config={"megastable": nest_keys(run_record.config), "directory": run_record.directory},
             settings=wandb.Settings(
                 console="off", silent=True, disable_git=True, disable_code=True, quiet=True
             ),
@@ -66,43 +66,43 @@ class WandbTracker:
         self._rows = max(
             int(self._run.step), (known_rows if isinstance(known_rows, int) else 0) + unsure_rows
         )
-        self._memory.keep(id=self._run.id, rows=self._rows, closed=False, url=self._run.url)
+        self._memory.keep_facts(id=self._run.id, rows=self._rows, closed=False, url=self._run.url)
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("tokens", hidden=True)
         self._run.define_metric("*", step_metric="step")
         self._run.define_metric("by_tokens/*", step_metric="tokens")
 
-    def step(self, point: StepPoint) -> None:
-        row_values = shown(point)
+    def add_step(self, point: StepPoint) -> None:
+        row_values = values_shown(point)
         if not point.applied:
-            row_values |= apart(point, "refused")
+            row_values |= values_apart(point, "refused")
         elif "train/loss" in row_values:
             row_values["by_tokens/loss"] = row_values["train/loss"]
         self._row(point.step, row_values, point.tokens)
 
-    def validation(self, point: ValidationPoint) -> None:
-        row_values = finite(point.values)
+    def add_validation(self, point: ValidationPoint) -> None:
+        row_values = drop_non_finite(point.values)
         if VALIDATION in row_values:
             row_values["by_tokens/validation_loss"] = row_values[VALIDATION]
         self._row(point.step, row_values, point.tokens)
 
-    def layers(self, point: LayersPoint) -> None:
-        row_values: dict[str, Any] = dict(finite(point.values)) if self._per_layer else {}
+    def add_layers(self, point: LayersPoint) -> None:
+        row_values: dict[str, Any] = dict(drop_non_finite(point.values)) if self._per_layer else {}
         for statistic_name, layer_values in by_statistic(point.values).items():
             layer_histogram = np.histogram(np.asarray(layer_values), bins=BUCKETS)
             row_values[f"layers/{statistic_name}"] = wandb.Histogram(np_histogram=layer_histogram)
         self._row(point.step, row_values)
 
-    def undone(self, point: UndonePoint) -> None:
+    def add_undone(self, point: UndonePoint) -> None:
         for undone_step in point.points:
-            self._row(undone_step.step, apart(undone_step, "undone"), undone_step.tokens)
+            self._row(undone_step.step, values_apart(undone_step, "undone"), undone_step.tokens)
 
-    def note(self, point: NotePoint) -> None:
+    def add_note(self, point: NotePoint) -> None:
         if point.incident is None:
-            self._row(point.step, {"notes": wandb.Html(html(point.text))})
+            self._row(point.step, {"notes": wandb.Html(make_page(point.text))})
             return
         incident_name = f"incident-{point.incident:04d}"
-        self._row(point.step, {f"incidents/{incident_name}": wandb.Html(html(point.story))})
+        self._row(point.step, {f"incidents/{incident_name}": wandb.Html(make_page(point.story))})
         self._run.summary["incidents"] = point.incident
         if point.what in ("opened", "attributed", "handed over", "closed"):
             incident_artifact = wandb.Artifact(
@@ -118,7 +118,7 @@ class WandbTracker:
         """wandb sends by itself."""
 
     def close(self, status: str) -> None:
-        self._memory.keep(rows=self._rows, closed=True)
+        self._memory.keep_facts(rows=self._rows, closed=True)
         self._run.finish(exit_code=0 if status in ("finished", "stopped") else 1)
 
     def _row(self, step: int, values: Mapping[str, Any], tokens: int | None = None) -> None:
@@ -127,17 +127,17 @@ class WandbTracker:
             self._run.log({**values, **place_values}, step=self._rows)
             self._rows += 1
             if self._rows % KEEP == 0:
-                self._memory.keep(rows=self._rows)
+                self._memory.keep_facts(rows=self._rows)
 
 
-def account() -> bool:
+def has_account() -> bool:
     """Whether wandb can log in, or was told what to do."""
     if os.environ.get("WANDB_MODE") or os.environ.get("WANDB_API_KEY"):
         return True
     return bool(wandb.login(prompt=False, verify=False))
 
 
-def nested(config: Mapping[str, Any]) -> dict[str, Any]:
+def nest_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     """Keys by path as a tree, which wandb's tables and filters know."""
     nested_tree: dict[str, Any] = {}
     for path, value in config.items():
@@ -149,7 +149,7 @@ def nested(config: Mapping[str, Any]) -> dict[str, Any]:
     return nested_tree
 
 
-def html(text: str) -> str:
+def make_page(text: str) -> str:
     """Text as a page."""
     escaped_text = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return f"<pre style='white-space: pre-wrap'>{escaped_text}</pre>"

@@ -20,8 +20,8 @@ from megastable.parallel.layout import Layout
 from megastable.parallel.sharding import placement_of
 from megastable.run.directory import RunDirectory
 from megastable.run.events.training_events import Imported
-from megastable_tools.convert.foreign.deepspeed import ZeroState, find, import_deepspeed
-from megastable_tools.convert.huggingface.architectures import table
+from megastable_tools.convert.foreign.deepspeed import ZeroState, find_deepspeed_folder, import_deepspeed
+from megastable_tools.convert.huggingface.architectures import map_tensor_names
 from tests.distributed import run_ranks
 from tests.patience import PATIENCE
 
@@ -77,14 +77,14 @@ def train_ours(folder: Path, world: int) -> dict[str, Any]:
     found: dict[str, dict[str, Any]] = {}
     for zero, precision, more in SETTINGS:
         c = recipe(zero, precision, world)
-        ds = deepspeed_json.build(c, world)
+        ds = deepspeed_json.build_deepspeed_json(c, world)
         ds["zero_optimization"] |= more
         engine = Engine(c, ds, topology)
         steps(engine, 0, STEPS)
         name = f"{zero}-{precision}"
         engine.ds.save_checkpoint(str(folder / name), client_state={"cursor": 6 * world})
         flat = engine.flat_state()
-        found[name] = {kind: flat.shards(kind) for kind in KINDS}
+        found[name] = {kind: flat.gather_shards(kind) for kind in KINDS}
         if zero < 3:
             parameters = engine.ds.module.parameters()
             found[name]["module"] = {placement_of(p).name: p.detach().clone() for p in parameters}
@@ -96,7 +96,7 @@ class Named(nn.Module):
 
     def __init__(self, run: RunConfig) -> None:
         super().__init__()
-        for parts in table(run.model).values():
+        for parts in map_tensor_names(run.model).values():
             for part in parts:
                 module: nn.Module = self
                 *path, last = part.name.split(".")
@@ -159,22 +159,22 @@ def test_import_deepspeed_takes_weights_moments_and_step_of_the_engines(
     said: list[str] = []
     run = recipe(zero, precision)
     made = import_deepspeed(folder / name, tmp_path / "run", run, said.append)
-    store.verify(made)
+    store.verify_checkpoint(made)
     whole, state = WholeState(made), store.read_state(made)
     assert whole.kinds == KINDS and set(whole.names) == set(held[name]["weight"])
     # There DeepSpeed 0.19.8 itself does not know where a parameter's master weights lie, and so the engine does not.
     lost = (zero, precision) == (2, "bf16") and world > 1
     for kind in KINDS[: 0 if lost else None]:
         for parameter, value in held[name][kind].items():
-            assert torch.equal(whole.tensor(parameter, kind), value), (parameter, kind)
+            assert torch.equal(whole.read_tensor(parameter, kind), value), (parameter, kind)
     for parameter, value in held[name].get("module", {}).items():
-        assert torch.equal(whole.tensor(parameter, "weight").to(value.dtype), value), parameter
+        assert torch.equal(whole.read_tensor(parameter, "weight").to(value.dtype), value), parameter
     assert any(v.abs().max() > 0 for v in held[name]["exp_avg_sq"].values())
     assert (state.step, state.updates, state.cursor, state.adam_step) == (STEPS, STEPS, 6 * world, STEPS)
     assert state.scaler == ({"cur_scale": 256.0} if precision == "fp16" else {})
     assert "no checksums" in said[0] and f"ZeRO {zero}" in said[1] and "with Adam's moments" in said[1]
     assert "rope_theta=10000 norm_eps=1e-05" in said[2]  # where nothing else says it
-    [event] = RunDirectory(tmp_path / "run").events(Imported)
+    [event] = RunDirectory(tmp_path / "run").iterate_events(Imported)
     assert event["steps"] == STEPS and event["source"] == str(folder / name / f"global_step{STEPS}")
 
 
@@ -184,10 +184,10 @@ def test_import_deepspeed_fuses_hugging_faces_names_with_their_moments(tmp_path:
     said: list[str] = []
     made = import_deepspeed(tmp_path / "ds" / f"global_step{STEPS}", tmp_path / "run", run, said.append)
     whole = WholeState(made)
-    for name, parts in table(run.model).items():
+    for name, parts in map_tensor_names(run.model).items():
         for kind in KINDS:
             expected = torch.cat([theirs[part.name][kind] for part in parts])
-            assert torch.equal(whole.tensor(name, kind)[: len(expected)], expected), (name, kind)
+            assert torch.equal(whole.read_tensor(name, kind)[: len(expected)], expected), (name, kind)
     assert "Hugging Face's" in said[1]
 
 
@@ -296,14 +296,14 @@ def test_import_deepspeed_names_what_cannot_be_read(small: Path, tmp_path: Path)
 
 def test_find_takes_latest_or_the_only_folder(small: Path, tmp_path: Path) -> None:
     source = small / "1-bf16" / f"global_step{STEPS}"
-    assert find(source.parent) == find(source) == source
+    assert find_deepspeed_folder(source.parent) == find_deepspeed_folder(source) == source
     for name in ("global_step3", "global_step4"):
         (tmp_path / name).mkdir()
     with pytest.raises(CheckpointError, match="several checkpoints"):
-        find(tmp_path)
+        find_deepspeed_folder(tmp_path)
     for text in ("global_step5", "../1-bf16", "\x1b"):
         (tmp_path / "latest").write_text(text)
         with pytest.raises(CheckpointError, match=r"latest names.*global_step3, global_step4"):
-            find(tmp_path)
+            find_deepspeed_folder(tmp_path)
     (tmp_path / "latest").write_text("global_step3\n")
-    assert find(tmp_path) == tmp_path / "global_step3"
+    assert find_deepspeed_folder(tmp_path) == tmp_path / "global_step3"

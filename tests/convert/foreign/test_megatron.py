@@ -18,15 +18,15 @@ from megastable.checkpoint import store
 from megastable.checkpoint.new_run import write_run
 from megastable.checkpoint.plain import load_plain
 from megastable.checkpoint.store import LayoutState, RunState
-from megastable.checkpoint.whole import WholeState, parameters, run_of
+from megastable.checkpoint.whole import WholeState, describe_parameters, run_of
 from megastable.config.tree import RunConfig
 from megastable_tools.convert.foreign.megatron import (
     export_megatron,
-    find,
+    find_iteration_folder,
     import_megatron,
 )
 from megastable_tools.convert.foreign.megatron_args import CENTERED, NAMES
-from megastable_tools.convert.inspecting import differences
+from megastable_tools.convert.inspecting import list_differences
 from tests.convert.foreign import mcore
 from tests.distributed import run_ranks
 
@@ -44,7 +44,7 @@ def made(folder: Path, **model: Any) -> Path:
     generator = torch.Generator().manual_seed(0)
 
     def draw(name: str, _: str) -> Tensor:
-        shape = parameters(run.model)[name].shape
+        shape = describe_parameters(run.model)[name].shape
         return torch.randn(shape, generator=generator) * 0.2 + (1 if len(shape) == 1 else 0)
 
     layout = LayoutState(tensor=1, pipeline=1, data=1, zero=1, precision="bf16")
@@ -129,7 +129,7 @@ def test_import_megatron_takes_what_megatrons_model_holds(ours: Any, alone: None
     said: list[str] = []
     checkpoint = import_megatron(tmp_path / "saved", tmp_path / "run", None, said.append)
     assert "iteration 123" in said[0] and "moments are not imported" in said[0]
-    store.verify(checkpoint)
+    store.verify_checkpoint(checkpoint)
     assert WholeState(checkpoint).kinds == ("weight",) and store.read_state(checkpoint).step == 0
     run = run_of(checkpoint).model
     assert (run.vocab_size, run.padded_vocab, run.sequence_length) == (101, 112, 24)
@@ -181,7 +181,7 @@ def test_import_megatron_gives_back_the_same_bytes(
         with_recipe = run_of(source) if pipeline == 1 else None
         checkpoint = import_megatron(tmp_path / name, tmp_path / f"run-{name}", with_recipe, lambda _: None)
         after = WholeState(checkpoint)
-        assert {one.outcome for one in differences(before, after)} == {"identical"}
+        assert {one.outcome for one in list_differences(before, after)} == {"identical"}
         # Padding and sizes came along: the recipe that Megatron's arguments make is the old one's.
         for key in (*keys, "full_attention_every", "zero_centered_norms"):
             assert getattr(run_of(checkpoint).model, key) == getattr(run_of(source).model, key)
@@ -320,7 +320,7 @@ def test_find_says_what_a_folder_is(ours: Any, tmp_path: Path) -> None:
         refused(folder, match)
     tracker.write_text("release\n")
     (folder / "release").mkdir()
-    assert find(folder) == folder / "release"
+    assert find_iteration_folder(folder) == folder / "release"
     refused(folder, "mp_rank_00")
     (folder / "release" / "metadata.json").write_text("{}")
     refused(folder, "ckpt-convert-format torch")

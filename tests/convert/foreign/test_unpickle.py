@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megastable.base.errors import CheckpointError
-from megastable_tools.convert.foreign.unpickle import StandIn, fields, load, number
+from megastable_tools.convert.foreign.unpickle import StandIn, load_pickle, parse_number, read_fields
 from tests.tiers import examples
 
 FORMATS = pytest.mark.parametrize("zipped", [True, False])
@@ -45,15 +45,15 @@ def test_load_reads_data_and_lets_strange_classes_stand_still(tmp_path: Path, zi
         "rng": np.random.RandomState(0).get_state(),
         "path": Path("x"),
     }
-    found = load(save(content, tmp_path / "a.pt", zipped))
+    found = load_pickle(save(content, tmp_path / "a.pt", zipped))
     assert torch.equal(found["weight"], content["weight"]) and torch.equal(found["half"], content["half"])
     assert found["shape"] == (2, 3) and found["groups"] == {"a": (1, None, True)}
     assert found["lists"] == {"a": [1]} and found["queue"] == [1, 2]
-    assert fields(found["args"])["num_layers"] == 2
-    assert torch.equal(fields(found["args"])["nested"][0], torch.ones(2))
+    assert read_fields(found["args"])["num_layers"] == 2
+    assert torch.equal(read_fields(found["args"])["nested"][0], torch.ones(2))
     assert isinstance(found["args"], StandIn) and found["args"].path == "argparse.Namespace"
-    assert number(found["stage"]) == 2
-    assert isinstance(found["path"], StandIn) and fields(found["rng"][1]) == {}
+    assert parse_number(found["stage"]) == 2
+    assert isinstance(found["path"], StandIn) and read_fields(found["rng"][1]) == {}
 
 
 class Calls:
@@ -88,7 +88,7 @@ def test_load_runs_nothing(tmp_path: Path, zipped: bool, how: str) -> None:
     trap.unlink(missing_ok=True)
     path = save({"bomb": bomb, "weight": torch.ones(1)}, tmp_path / "a.pt", zipped)
     try:
-        found = load(path)
+        found = load_pickle(path)
     except CheckpointError as error:
         said = str(error)
     else:
@@ -105,7 +105,7 @@ def test_load_refuses_files_that_are_cut_off(tmp_path: Path, zipped: bool) -> No
         path = tmp_path / "cut.pt"
         path.write_bytes(whole[:length])
         with pytest.raises(CheckpointError, match=r"cut\.pt"):
-            load(path)
+            load_pickle(path)
 
 
 def test_load_sees_a_flipped_bit(tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_load_sees_a_flipped_bit(tmp_path: Path) -> None:
     path.write_bytes(whole)
     assert not torch.equal(torch.load(path, weights_only=True)["weight"], weight)  # torch does not look
     with pytest.raises(CheckpointError, match="CRC-32"):
-        load(path)
+        load_pickle(path)
 
 
 @pytest.fixture(scope="module")
@@ -142,4 +142,4 @@ def test_load_of_other_bytes_never_ends_in_a_traceback(
             whole[at] = data.draw(st.integers(0, 255))
         path.write_bytes(whole)
     with contextlib.suppress(CheckpointError):  # nothing else
-        load(path)
+        load_pickle(path)

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from megastable.checkpoint import store
 from megastable.checkpoint.new_run import write_run
-from megastable.checkpoint.whole import parameters
+from megastable.checkpoint.whole import describe_parameters
 from megastable.config.model import ModelConfig
 from megastable.config.tree import RunConfig
-from megastable.data.manifest import adopt
+from megastable.data.manifest import adopt_shards
 from megastable.data.shards import ShardWriter
 from megastable.data.tokenizer import Tokenizer
 from megastable_tools.convert.huggingface.architectures import ARCHITECTURES
@@ -92,7 +92,7 @@ def write_text_corpus(folder: Path, tokenizer: Tokenizer) -> Path:
         for first in range(0, len(text), 2000):
             writer.add_document(np.array([*tokenizer.encode(text[first : first + 2000]), tokenizer.eod]))
     tokenizer.copy_to(folder)
-    adopt(folder, tokenizer.info, validation=0.1).save(folder)
+    adopt_shards(folder, tokenizer.info, validation=0.1).save_manifest(folder)
     return folder
 
 
@@ -128,7 +128,7 @@ def random_weights(config: ModelConfig, seed: int = 0) -> dict[str, Tensor]:
     """Nothing is at its initial value: neither norms, nor the rows of the vocabulary's padding."""
     drawn = torch.Generator().manual_seed(seed)
     found = {}
-    for name, described in parameters(config).items():
+    for name, described in describe_parameters(config).items():
         weight = torch.randn(described.shape, generator=drawn)
         found[name] = 1 + 0.3 * weight if len(described.shape) == 1 else 0.15 * weight
     return found

@@ -19,7 +19,7 @@ from megastable.data.tokenizer import Tokenizer
 from megastable.run import records
 from megastable_tools.convert.huggingface.export import to_hf
 from megastable_tools.convert.huggingface.importing import from_hf
-from megastable_tools.convert.huggingface.parity import compare
+from megastable_tools.convert.huggingface.parity import compare_logits
 from tests.convert.huggingface.conftest import VOCABULARY
 from tests.distributed import run_ranks
 
@@ -67,22 +67,23 @@ def test_import_continue_export(
     }  # fmt: skip
     (tmp_path / "base.yaml").write_text(yaml.safe_dump(tree | parts))
     made = from_hf(tmp_path / "theirs", tmp_path / "run", tmp_path / "base.yaml")
-    assert not compare(made.checkpoint, tmp_path / "theirs").failed
+    assert not compare_logits(made.checkpoint, tmp_path / "theirs").failed
 
-    run_ranks(world, train, recipe.load(tmp_path / "run/recipe.yaml"))
+    run_ranks(world, train, recipe.load_recipe(tmp_path / "run/recipe.yaml"))
 
     before, after = WholeState(made.checkpoint), WholeState(find_checkpoint(tmp_path / "run"))
     assert after.checkpoint.name == "step-3" and after.names == before.names
     for name in after.names:
-        assert not torch.equal(before.tensor(name, "weight"), after.tensor(name, "weight")), name
-    losses = records.read(tmp_path / "run/steps")["loss"].to_pylist()
+        assert not torch.equal(before.read_tensor(name, "weight"), after.read_tensor(name, "weight")), name
+    losses = records.read_newest_records(tmp_path / "run/steps")["loss"].to_pylist()
     assert len(losses) == 3 and all(map(math.isfinite, losses))
     layers = {
-        row["name"]: row for row in records.read(tmp_path / "run/layers", records.LAYER_SCHEMA).to_pylist()
+        row["name"]: row
+        for row in records.read_newest_records(tmp_path / "run/layers", records.LAYER_SCHEMA).to_pylist()
     }
     assert ("blocks.1.attention.qkv.bias" in layers) == (kind == "qwen2")
 
-    out = to_hf(tmp_path / "run", tmp_path / "out", check=compare)
+    out = to_hf(tmp_path / "run", tmp_path / "out", check=compare_logits)
     assert out.checked is not None and out.checked.rows and not out.checked.failed
     settings = json.loads((out.out / "config.json").read_text())
     assert (settings["model_type"], settings["max_position_embeddings"]) == (kind, 8192)

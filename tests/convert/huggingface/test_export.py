@@ -21,12 +21,12 @@ from megastable_tools.convert.huggingface.export import NotTheSame, to_hf
 from megastable_tools.convert.huggingface.folder import (
     SINGLE,
     bytes_of,
-    index,
     load_folder,
-    plan,
+    plan_weight_files,
     read_size,
+    write_weight_index,
 )
-from megastable_tools.convert.huggingface.parity import compare
+from megastable_tools.convert.huggingface.parity import compare_logits
 from tests.convert.huggingface.conftest import MODELS, VOCABULARY, Make, configured, write_random
 
 
@@ -46,7 +46,7 @@ def test_to_hf_gives_the_same_logits_in_transformers(
     make: Make, tmp_path: Path, name: str, dtype: Any
 ) -> None:
     checkpoint = make(MODELS[name], parallel={"tensor": 2} if MODELS[name].get("kv_heads") != 1 else {})
-    made = to_hf(checkpoint, tmp_path / "out", dtype=dtype, check=compare)
+    made = to_hf(checkpoint, tmp_path / "out", dtype=dtype, check=compare_logits)
     found = made.checked
     assert found is not None and not found.why and not found.failed and not found.unequal
     assert [row.of for row in found.rows] == ["random tokens", "text of the validation corpus"]
@@ -78,7 +78,7 @@ def test_to_hf_multiplies_mups_scales_into_the_weights(
     make: Make, tmp_path: Path, model: dict[str, Any], mup: dict[str, int], exactly: bool
 ) -> None:
     checkpoint = make(model | {"mup": mup})
-    made = to_hf(checkpoint, tmp_path / "out", dtype="fp32", check=compare)
+    made = to_hf(checkpoint, tmp_path / "out", dtype="fp32", check=compare_logits)
     assert made.checked is not None and not made.checked.failed
     assert all(row.largest < 1e-4 for row in made.checked.rows)
     (note,) = (note for note in made.notes if "muP" in note)
@@ -111,7 +111,7 @@ def test_to_hf_leaves_nothing_that_computes_something_else(make: Make, tmp_path:
         settings = json.loads((folder / "config.json").read_text())
         settings["rope_parameters"]["rope_theta"] = settings["rope_theta"] = 10_300.0
         (folder / "config.json").write_text(json.dumps(settings))
-        return compare(checkpoint, folder)
+        return compare_logits(checkpoint, folder)
 
     with pytest.raises(NotTheSame, match=r"on random tokens logits differ by up to"):
         to_hf(make(MODELS["qwen3"]), tmp_path / "out", check=spoilt)
@@ -121,13 +121,13 @@ def test_to_hf_leaves_nothing_that_computes_something_else(make: Make, tmp_path:
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=30), st.integers(1, 200))
 def test_plan_puts_every_tensor_in_one_file(sizes: list[int], limit: int) -> None:
     entries = [(f"t{i}", torch.bfloat16, (n,)) for i, n in enumerate(sizes)]
-    planned = plan(entries, limit)
+    planned = plan_weight_files(entries, limit)
     assert [entry for held in planned.values() for entry in held] == entries
     for held in planned.values():
         assert sum(map(bytes_of, held)) <= limit or len(held) == 1
     whole = sum(2 * n for n in sizes) <= limit or len(sizes) == 1
     assert (list(planned) == [SINGLE]) == whole
-    content = json.loads(index(planned))
+    content = json.loads(write_weight_index(planned))
     assert content["metadata"] == {"total_parameters": sum(sizes), "total_size": 2 * sum(sizes)}
     assert {n: f for f, held in planned.items() for n, *_ in held} == content["weight_map"]
 
@@ -156,7 +156,7 @@ def test_to_hf_refuses_weights_that_are_not_finite(text_corpus: Path, tmp_path: 
     file.write_bytes(content)
     contents = store.read_contents(checkpoint)
     files = {**contents.files, file.name: hash_file(file)}
-    (checkpoint / store.MANIFEST).write_bytes(contents.model_copy(update={"files": files}).sealed())
+    (checkpoint / store.MANIFEST).write_bytes(contents.model_copy(update={"files": files}).to_sealed_bytes())
     with pytest.raises(CheckpointError, match=r"holds values that are not finite"):
         to_hf(checkpoint, tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -23,11 +23,15 @@ from megastable_tools.convert.huggingface.gguf import (
     LLAMA3_WORDS,
     QWEN2_WORDS,
     Vocabulary,
+    find_unsupported,
     to_gguf,
-    unsupported,
-    vocabulary,
+    translate_vocabulary,
 )
-from megastable_tools.convert.huggingface.tokenizer_export import fast, real_text, texts
+from megastable_tools.convert.huggingface.tokenizer_export import (
+    make_fast_tokenizer,
+    make_sample_texts,
+    real_text,
+)
 from tests.convert.huggingface.conftest import (
     MODELS,
     ROOT,
@@ -49,12 +53,14 @@ NOT_WRITTEN = {
 @pytest.mark.parametrize("name", MODELS)
 def test_unsupported_names_what_llama_cpp_would_compute_differently(name: str) -> None:
     model = ModelConfig(**{"hidden": 32, "heads": 4, "sequence_length": 48} | MODELS[name])
-    assert NOT_WRITTEN.get(name, "") in unsupported(model)
-    assert bool(unsupported(model)) == (name in NOT_WRITTEN)
+    assert NOT_WRITTEN.get(name, "") in find_unsupported(model)
+    assert bool(find_unsupported(model)) == (name in NOT_WRITTEN)
 
 
 def content(tokenizer: Tokenizer) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(HuggingFaceModel.from_str(json.dumps(fast(tokenizer))).to_str())
+    found: dict[str, Any] = json.loads(
+        HuggingFaceModel.from_str(json.dumps(make_fast_tokenizer(tokenizer))).to_str()
+    )
     return found
 
 
@@ -72,9 +78,9 @@ def merged_by_scores(words: Vocabulary, text: str) -> list[int]:
 
 
 def test_vocabulary_has_scores_that_give_the_ids_of_training(tokenizer: Tokenizer) -> None:
-    words = vocabulary(content(tokenizer), tokenizer.vocab_size + 3)
+    words = translate_vocabulary(content(tokenizer), tokenizer.vocab_size + 3)
     assert (words.model, words.space, words.begin) == ("llama", False, "")
-    for text in texts(tokenizer, seed=1):
+    for text in make_sample_texts(tokenizer, seed=1):
         if SPACE not in text and len(text) < 2000 and "<" not in text:
             assert merged_by_scores(words, text) == tokenizer.encode(text)
     assert words.notes == ("a literal ▁ (U+2581) in a text becomes a space in llama.cpp",)
@@ -126,7 +132,7 @@ CUTS: dict[str, tuple[Any, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", CUTS)
 def test_vocabulary_names_how_a_tokenizer_cuts_texts(tmp_path: Path, name: str) -> None:
     before, options = CUTS[name]
-    words = vocabulary(content(byte_level(tmp_path, before, **options)), 600)
+    words = translate_vocabulary(content(byte_level(tmp_path, before, **options)), 600)
     assert (words.model, words.pre, words.scores, words.notes) == ("gpt2", name, [], ())
     assert words.types == [CONTROL] + [NORMAL] * 599
     assert words.merges[0].count(" ") == 1 and len(words.merges) == 600 - 1 - 256
@@ -240,7 +246,7 @@ def test_to_gguf_refuses_and_leaves_nothing(make: Make, gguf: None, tmp_path: Pa
 
 def some(tokenizer: Tokenizer, but: str = "\0") -> list[str]:
     """Texts to compare ids on: all kinds of them."""
-    first, *random = (text for text in texts(tokenizer, seed=1) if but not in text)
+    first, *random = (text for text in make_sample_texts(tokenizer, seed=1) if but not in text)
     return [*PROMPTS, first, *random[:20], *random[20::4]]
 
 

@@ -19,7 +19,7 @@ from megastable.data.tokenizer import Tokenizer
 from megastable_tools.convert.huggingface.export import to_hf
 from megastable_tools.convert.huggingface.folder import HuggingFaceFolder
 from megastable_tools.convert.huggingface.importing import from_hf
-from megastable_tools.convert.huggingface.parity import compare
+from megastable_tools.convert.huggingface.parity import compare_logits
 from megastable_tools.prepare.corpus_tokenizer import train_sentencepiece
 from tests.convert.huggingface.conftest import (
     MODELS,
@@ -57,11 +57,11 @@ def test_from_hf_gives_back_the_same_bits(make: Make, base: Path, tmp_path: Path
     one, other = WholeState(first), WholeState(made.checkpoint)
     assert one.names == other.names and other.kinds == ("weight",) and other.adam_step == 0
     for tensor in one.names:
-        a, b = one.tensor(tensor, "weight"), other.tensor(tensor, "weight")
+        a, b = one.read_tensor(tensor, "weight"), other.read_tensor(tensor, "weight")
         padded = tensor in ("embedding.weight", "head.weight")
         assert torch.equal(a[:VOCABULARY] if padded else a, b[:VOCABULARY] if padded else b)
         assert not padded or (len(b) == 704 and not b[VOCABULARY:].any())
-    assert not compare(made.checkpoint, folder).failed
+    assert not compare_logits(made.checkpoint, folder).failed
     # And out again: the same files.
     to_hf(made.checkpoint, tmp_path / "again", dtype="fp32", shard_size=50_000)
     for file in folder.glob("*.safetensors*"):
@@ -71,7 +71,7 @@ def test_from_hf_gives_back_the_same_bits(make: Make, base: Path, tmp_path: Path
 def test_from_hf_takes_the_folders_model_and_the_recipes_rest(make: Make, base: Path, tmp_path: Path) -> None:
     folder = to_hf(make(MODELS["olmo2"]), tmp_path / "out").out
     made = from_hf(folder, tmp_path / "run", base, ["train.steps=6"])
-    run = recipe.load(tmp_path / "run/recipe.yaml")
+    run = recipe.load_recipe(tmp_path / "run/recipe.yaml")
     m = run.model
     assert (m.layers, m.hidden, m.heads, m.kv_heads, m.ffn, m.vocab_size) == (2, 32, 4, 2, 64, VOCABULARY)
     assert (m.qk_norm, m.norms, m.norm_eps) == ("full", "after", 1e-5)
@@ -183,11 +183,11 @@ def test_from_hf_takes_what_transformers_made(
     tokenizer.copy_to(tmp_path / "theirs")
     made = from_hf(tmp_path / "theirs", tmp_path / "run", base)
     assert made.run.model.vocab_size == VOCABULARY + 30 and made.run.model.max_positions == 64
-    found = compare(made.checkpoint, tmp_path / "theirs")
+    found = compare_logits(made.checkpoint, tmp_path / "theirs")
     assert not found.failed and found.precision == ("float16" if half else "float32")
     assert all(row.tokens == 64 and row.scale > 1 for row in found.rows)
     # What goes out again are the same tensors and the same model, made for as many positions.
-    again = to_hf(made.checkpoint, tmp_path / "out", dtype="fp32", check=compare)
+    again = to_hf(made.checkpoint, tmp_path / "out", dtype="fp32", check=compare_logits)
     theirs, ours = HuggingFaceFolder(tmp_path / "theirs"), HuggingFaceFolder(tmp_path / "out")
     assert theirs.files.keys() == ours.files.keys()
     assert all(torch.equal(theirs.read_tensor(name).float(), ours.read_tensor(name)) for name in ours.files)

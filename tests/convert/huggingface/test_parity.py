@@ -18,7 +18,12 @@ from megastable.base import free_memory
 from megastable.report.sheet import as_json
 from megastable_tools.convert.huggingface import parity
 from megastable_tools.convert.huggingface.export import to_hf
-from megastable_tools.convert.huggingface.parity import LogitRow, ParityReport, compare, sheet
+from megastable_tools.convert.huggingface.parity import (
+    LogitRow,
+    ParityReport,
+    compare_logits,
+    make_parity_sheet,
+)
 from tests.convert.huggingface.conftest import MODELS, Make
 
 Change = Callable[[dict[str, Tensor], dict[str, Any]], None]
@@ -64,7 +69,7 @@ def test_compare_finds_a_change(make: Make, qwen3: Path, tmp_path: Path, name: s
     CHANGES[name](tensors, settings)
     save_file(tensors, out / "model.safetensors", {"format": "pt"})
     (out / "config.json").write_text(json.dumps(settings))
-    found = compare(checkpoint, out)
+    found = compare_logits(checkpoint, out)
     assert found.failed and found.verdict.startswith("NOT THE SAME")
     if name in ("theta", "eps"):
         assert not found.unequal and all(
@@ -81,17 +86,17 @@ def test_compare_goes_layer_by_layer_if_memory_is_short(
 ) -> None:
     checkpoint = make({**MODELS[name], "layers": 6})
     out = to_hf(checkpoint, tmp_path / "out").out
-    whole = compare(checkpoint, out)
+    whole = compare_logits(checkpoint, out)
     need: list[tuple[int, int]] = []
     memory = parity._memory
     monkeypatch.setattr(parity, "_memory", lambda *a: need.append(memory(*a)) or need[-1])
-    monkeypatch.setattr(free_memory, "free", lambda: need[-1][0] - 1 if need else 0)
-    streamed = compare(checkpoint, out)
+    monkeypatch.setattr(free_memory, "free_bytes", lambda: need[-1][0] - 1 if need else 0)
+    streamed = compare_logits(checkpoint, out)
     assert (whole.how, streamed.how) == ("loaded whole", "loaded layer by layer, for want of memory")
     assert streamed.rows == whole.rows and not streamed.failed
     assert need[-1][1] < need[-1][0]
-    monkeypatch.setattr(free_memory, "free", lambda: need[-1][1] - 1)
-    skipped = compare(checkpoint, out)
+    monkeypatch.setattr(free_memory, "free_bytes", lambda: need[-1][1] - 1)
+    skipped = compare_logits(checkpoint, out)
     assert not skipped.rows and not skipped.failed
     assert skipped.verdict.startswith("NOT CHECKED: it would take ")
 
@@ -113,7 +118,7 @@ def test_compare_sees_a_setting_that_hardly_shows(
     out = to_hf(make(MODELS[kind]), tmp_path / "out", dtype="fp32").out
     settings = json.loads((out / "config.json").read_text())
     (out / "config.json").write_text(json.dumps(settings | changed))
-    found = compare(make(MODELS[kind]), out)
+    found = compare_logits(make(MODELS[kind]), out)
     assert found.failed and re.search(named, found.verdict)
     assert all(row.same != shows for row in found.rows)
 
@@ -138,4 +143,4 @@ def test_parity_report_fails_beyond_its_limits(largest: float, kl: float) -> Non
     assert not ParityReport(Path("a"), Path("b"), rows=[fine]).failed
     found = ParityReport(Path("a"), Path("b"), rows=[fine, LogitRow("text", 5, largest, kl, 1.0, 3.0)])
     assert found.failed and "on text logits differ" in found.verdict
-    assert "NOT THE SAME" in json.loads(as_json(sheet(found)))["title"]
+    assert "NOT THE SAME" in json.loads(as_json(make_parity_sheet(found)))["title"]

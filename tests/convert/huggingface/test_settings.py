@@ -12,16 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megastable.base.errors import CheckpointError, ConfigError
-from megastable.checkpoint.whole import parameters
+from megastable.checkpoint.whole import describe_parameters
 from megastable.config.model import ModelConfig
 from megastable_tools.convert.huggingface.architectures import (
     ARCHITECTURES,
     EVERYWHERE,
     GEMMA2,
     architecture_of,
-    merge,
-    split,
-    table,
+    map_tensor_names,
+    merge_tensors,
+    split_tensor,
 )
 from megastable_tools.convert.huggingface.settings import KNOWN, model_of, settings_of
 from tests.convert.huggingface.conftest import GEMMA2 as GEMMA2_MODEL
@@ -204,18 +204,18 @@ def small_models(draw: st.DrawFn) -> ModelConfig:
 
 @given(small_models())
 def test_table_maps_parameters_to_disjoint_tensors_and_back(config: ModelConfig) -> None:
-    ours, known = random_weights(config), table(config)
-    assert list(known) == list(parameters(config))  # in the model's order
+    ours, known = random_weights(config), map_tensor_names(config)
+    assert list(known) == list(describe_parameters(config))  # in the model's order
     names = [part.name for parts in known.values() for part in parts]
     assert len(set(names)) == len(names)
     for name, weight in ours.items():
-        theirs = split(weight, known[name])
+        theirs = split_tensor(weight, known[name])
         assert {n: tuple(t.shape) for n, t in theirs.items()} == {p.name: p.shape for p in known[name]}
         # Side by side from the first row on: nothing twice, nothing left out but the vocabulary's padding.
         assert torch.equal(torch.cat(list(theirs.values())), weight[: sum(map(len, theirs.values()))])
         left = len(weight) - sum(map(len, theirs.values()))
         assert left == (len(weight) - config.vocab_size if name in ("embedding.weight", "head.weight") else 0)
-        back = merge(theirs, known[name], len(weight))
+        back = merge_tensors(theirs, known[name], len(weight))
         assert torch.equal(back[: len(weight) - left], weight[: len(weight) - left])
         assert not back[len(weight) - left :].any()
 
@@ -231,7 +231,7 @@ def test_table_has_the_names_of_transformers(name: str) -> None:
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings))
     theirs = {name: tuple(p.shape) for name, p in model.named_parameters()}
     assert type(model).__name__ == architecture_of(config).name
-    assert {p.name: p.shape for parts in table(config).values() for p in parts} == theirs
+    assert {p.name: p.shape for parts in map_tensor_names(config).values() for p in parts} == theirs
 
 
 @pytest.mark.parametrize(
@@ -252,4 +252,4 @@ def test_table_has_the_names_of_transformers(name: str) -> None:
 )  # fmt: skip
 def test_table_refuses_what_has_no_home(options: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
-        table(ModelConfig(vocab_size=10, **options))
+        map_tensor_names(ModelConfig(vocab_size=10, **options))

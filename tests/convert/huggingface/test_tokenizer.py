@@ -17,8 +17,8 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from megastable.base.errors import CheckpointError
 from megastable.data.tokenizer import Tokenizer, load_tokenizer
 from megastable_tools.convert.huggingface.tokenizer_export import (
+    make_sample_texts,
     real_text,
-    texts,
     write_tokenizer,
 )
 from megastable_tools.prepare.corpus_tokenizer import train_sentencepiece
@@ -68,7 +68,7 @@ def test_write_tokenizer_of_a_model_that_puts_a_space_before_texts(tmp_path: Pat
     (tmp_path / "out").mkdir()
     write_tokenizer(other, tmp_path / "out", 48)
     auto = loaded(tmp_path / "out", {"model_type": "llama"})
-    for text in texts(other, seed=1):
+    for text in make_sample_texts(other, seed=1):
         assert plain(auto, text) == other.encode(text)
     assert auto.decode(other.encode("def f(x):")) == "def f(x):"
 
@@ -108,7 +108,7 @@ def byte_level(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 def test_write_tokenizer_adds_and_cuts_nothing(byte_level: Tokenizer, tmp_path: Path) -> None:
     write_tokenizer(byte_level, tmp_path, 48)
     auto = loaded(tmp_path, {"model_type": "llama"})
-    for text in texts(byte_level, seed=1):
+    for text in make_sample_texts(byte_level, seed=1):
         assert plain(auto, text) == byte_level.encode(text)
     assert auto.eos_token == "<|endoftext|>"
     assert auto("a<|endoftext|>")["input_ids"] == [*byte_level.encode("a"), byte_level.eod]
@@ -152,7 +152,7 @@ def test_write_tokenizer_puts_the_begin_token_before_every_text(
     folder.mkdir()
     write_tokenizer(begun, folder, 48)
     auto = loaded(folder, {"model_type": kind})
-    for text in ("", "a", *texts(begun, seed=2)[:40]):
+    for text in ("", "a", *make_sample_texts(begun, seed=2)[:40]):
         for begin in (True, False):
             ids = auto(text, add_special_tokens=begin, split_special_tokens=True)["input_ids"]
             assert ids == [begun.bos] * begin + begun.encode(text)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megastable.data.plant import plant
+from megastable.data.plant import plant_corruption
 from megastable.run import records
 from megastable_tools.forensics.history import History
 from tests.conftest import write_corpus
@@ -26,7 +26,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("court")
     write_corpus(folder / "clean", ids=20)
     (folder / "clean/tokenizer.model").write_bytes(b"")  # copied along, never read
-    plant(
+    plant_corruption(
         folder / "clean", folder / "bad", recipe(folder / "clean", folder / "run"), step=FIRST_BAD, samples=20
     )
     config = recipe(folder / "bad", folder / "run", checkpoint=CHECKPOINTS)
@@ -60,15 +60,15 @@ def test_court_finds_a_planted_region_well_chosen(run: Path) -> None:
 def repeat_steps(root: Path) -> dict[str, Any]:
     """What the run did from step 31 to 40, again: from its checkpoint of step 30, after nothing, and as a branch."""
     from megastable_tools.forensics.court.hold_court import as_recorded, open_steps
-    from megastable_tools.forensics.court.offline_run import opened, recall_rate, recipe_of
+    from megastable_tools.forensics.court.offline_run import open_offline_run, recall_rate, recipe_of
 
     history = History(root)
     case = open_steps(history, 46, 46)
     config = recipe_of(case.checkpoint, history.config)
-    rest = [done for done in history.steps(46, 50) if not done.undone]
-    with opened(case.checkpoint, config, case.library.source, case.selection) as offline:
-        offline.load()
-        replayed = offline.replay(case.steps, lambda step: None)
+    rest = [done for done in history.list_steps(46, 50) if not done.undone]
+    with open_offline_run(case.checkpoint, config, case.library.source, case.selection) as offline:
+        offline.load_checkpoint()
+        replayed = offline.replay_steps(case.steps, lambda step: None)
         began, recorded = offline.start.updates, as_recorded(case)
 
         def limit_rate(updates: int, rate: float) -> float:
@@ -77,14 +77,14 @@ def repeat_steps(root: Path) -> dict[str, Any]:
                 recall_rate(rate, recorded[at]) if at < len(recorded) else offline.limit_rate(updates, rate)
             )
 
-        batches = [history.positions(done) for done in rest]
-        trained = offline.train(batches, limit_rate, lambda step: None)
+        batches = [history.positions_of(done) for done in rest]
+        trained = offline.train_on(batches, limit_rate, lambda step: None)
     return {"checkpoint": case.checkpoint.name, "replayed": replayed, "trained": trained}
 
 
 def test_offline_run_repeats_the_run_bit_for_bit(run: Path) -> None:
     (found,) = run_ranks(1, repeat_steps, run)
-    table = records.read(run / "steps")
+    table = records.read_newest_records(run / "steps")
     losses, norms = (np.array(table.column(name).to_pylist(), np.float32) for name in ("loss", "grad_norm"))
     assert found["checkpoint"] == "step-40"
     np.testing.assert_array_equal(found["replayed"].astype(np.float32), losses[40:45])

@@ -12,7 +12,7 @@ import pytest
 
 from megastable.config.tree import RunConfig
 from megastable.data.corpora import open_corpora
-from megastable.data.manifest import TokenizerInfo, adopt
+from megastable.data.manifest import TokenizerInfo, adopt_shards
 from megastable.data.shard_format import ShardWriter
 from megastable.data.skip_ledger import append_entries, read_ledger, sample_entries
 from megastable.run.directory import RunDirectory
@@ -40,7 +40,7 @@ def write_language(folder: Path, kind: str) -> None:
     tokenizer = TokenizerInfo(
         file="tokenizer.model", kind="sentencepiece", xxh3="0" * 32, vocab_size=VOCABULARY, eod=0
     )
-    adopt(folder, tokenizer, 0.05).save(folder)
+    adopt_shards(folder, tokenizer, 0.05).save_manifest(folder)
 
 
 def blended(folder: Path, steps: int) -> RunConfig:
@@ -58,7 +58,7 @@ def train_without(folder: Path) -> Path:
     config = blended(folder, STEPS)
     order = open_corpora(config.data.corpora, config.model.sequence_length, config.run.seed).train.order
     positions = np.arange(4 * SKIPPED)
-    corpora = np.array([order.corpora[index].name for index in order.locate(positions).corpus])
+    corpora = np.array([order.corpora[index].name for index in order.locate_samples(positions).corpus])
     (folder / "run").mkdir()
     for number, chosen in (
         (NEW, positions[:SKIPPED][corpora[:SKIPPED] == "new"]),
@@ -93,17 +93,17 @@ def test_skip_review_gives_back_what_is_new_and_the_next_start_reads_it(run: Pat
     assert given.returncode == 0 and "given back" in given.stdout and "stays skipped" in given.stdout
     after = read_ledger(run / "skips.jsonl")
     assert after[: len(lines)] == lines and {line.released for line in after[len(lines) :]} == {True}
-    (told,) = RunDirectory(run).events(SkipsGivenBack)
+    (told,) = RunDirectory(run).iterate_events(SkipsGivenBack)
     assert (told.incident, told.samples, told.step) == (NEW, new["samples"], STEPS)
 
     history = History(run)
-    order, cursor = history.library().source.order, history.cursor
+    order, cursor = history.library_at().source.order, history.cursor
     ahead = np.arange(cursor, SKIPPED)
-    names = np.array([order.corpora[index].name for index in order.locate(ahead).corpus])
+    names = np.array([order.corpora[index].name for index in order.locate_samples(ahead).corpus])
     assert (names == "new").any() and (names == "noise").any()
     assert run_ranks(1, train, blended(run.parent, STEPS + 6)) == [(0, "")]
     history = History(run)
-    read = np.concatenate([history.positions(step) for step in history.steps(STEPS + 1, STEPS + 6)])
+    read = np.concatenate([history.positions_of(step) for step in history.list_steps(STEPS + 1, STEPS + 6)])
     assert np.isin(ahead[names == "new"], read).all() and not np.isin(ahead[names == "noise"], read).any()
 
     gone = megastable("skips", "review", "run", "--incident", NEW, folder=run.parent)

@@ -11,7 +11,7 @@ from megastable.attribution.trials import HELD_OUT, HarmTrial, TrialVerdict
 from megastable.base.errors import ConfigError
 from megastable.config.tree import RunConfig
 from megastable.data.order import Order, OrderedCorpus
-from megastable.data.skip_ledger import Ledger, released, sample_entries
+from megastable.data.skip_ledger import Ledger, release_entries, sample_entries
 from megastable.data.skips import Selection
 from megastable_tools.forensics.court.hold_court import choose_branch_like
 from megastable_tools.forensics.court.skip_review import (
@@ -108,15 +108,17 @@ def test_find_groups_names_what_incidents_skip_and_nobody_else() -> None:
         *sample_entries(order, np.arange(120, 160), "data: bad", (), 2, 12),
         *sample_entries(order, np.arange(150, 155), "by a person"),
     ]
-    ledger = Ledger([*lines, *released(Ledger(lines), order, np.arange(100, 105), "innocent", 3, 13)])
+    ledger = Ledger([*lines, *release_entries(Ledger(lines), order, np.arange(100, 105), "innocent", 3, 13)])
     groups = find_groups(ledger, order, Selection(order, ledger.exclusions), 200)
     assert [(group.incident, group.step) for group in groups] == [(1, 11), (2, 12)]
     wanted = [[*range(105, 130)], [*range(120, 150), *range(155, 160)]]
     for group, positions in zip(groups, wanted, strict=True):
-        places = [order.locate(np.array(some)) for some in (group.positions, positions)]
+        places = [order.locate_samples(np.array(some)) for some in (group.positions, positions)]
         found, given = (sorted(zip(of.corpus, of.sequence, strict=True)) for of in places)
         assert found == given and (group.positions >= 200).all()
-    ledger = Ledger([*ledger.entries, *released(ledger, order, groups[1].positions, "harmless", 2, 12)])
+    ledger = Ledger(
+        [*ledger.entries, *release_entries(ledger, order, groups[1].positions, "harmless", 2, 12)]
+    )
     left = find_groups(ledger, order, Selection(order, ledger.exclusions), 200)
     # Of those that both name, the later line is the one that counts.
     assert [(group.incident, group.positions.size) for group in left] == [(1, 15)]

@@ -22,9 +22,9 @@ from megastable_tools.forensics.oddness.features import (
     Features,
     Lexicon,
     Tables,
-    bucket,
-    halves,
-    measure,
+    halves_of,
+    measure_pieces,
+    pair_buckets,
 )  # fmt: skip
 from megastable_tools.forensics.oddness.yardstick import document_keys
 from tests.data.texts import hugging_face_file
@@ -39,16 +39,17 @@ def _measure(pieces: list[list[int]], keys: list[int] | None = None) -> Features
     ids = np.array([i for piece in pieces for i in piece], dtype=np.uint16)
     edges = np.append(0, np.cumsum([len(piece) for piece in pieces])).astype(np.int64)
     some = np.array(keys or range(len(pieces)), dtype=np.uint64)
-    return measure(ids, edges, some, yardstick().lexicon, yardstick().tables)
+    return measure_pieces(ids, edges, some, yardstick().lexicon, yardstick().tables)
 
 
 def _reference(piece: list[int], key: int) -> dict[str, float]:
     lexicon, tables = yardstick().lexicon, yardstick().tables
-    half = int(halves(np.array([key], dtype=np.uint64))[0])
+    half = int(halves_of(np.array([key], dtype=np.uint64))[0])
 
     def together(pairs: list[tuple[int, int]]) -> float:
         told = [
-            tables.start[half, a] + tables.bonus[half, int(bucket(np.array([a]), np.array([b]))[0])] / BONUS
+            tables.start[half, a]
+            + tables.bonus[half, int(pair_buckets(np.array([a]), np.array([b]))[0])] / BONUS
             for a, b in pairs
         ]
         return float(np.mean(told)) if told else 0.0
@@ -66,7 +67,7 @@ def _reference(piece: list[int], key: int) -> dict[str, float]:
         sum(a == b for a, b in zip(piece[period:], piece)) / (n - period)
         for period in range(1, 65) if n >= 2 * period
     ]  # fmt: skip
-    total = {name: int(lexicon.table(name)[piece].sum()) for name in COUNTED}
+    total = {name: int(lexicon.counts_of(name)[piece].sum()) for name in COUNTED}
     characters = max(total["characters"], 1)
     return {
         "surprise": surprise, "order": order, "unlikely": surprise - order,
@@ -119,27 +120,27 @@ def test_tables_measure_a_document_without_itself() -> None:
     strange = np.random.default_rng(0).integers(3, VOCABULARY, 400)
     tokens, edges = joined([*documents(), *[strange] * 30])
     keys = document_keys(tokens, edges)
-    tables = Tables.of(tokens.astype(np.uint32), edges, keys, VOCABULARY + 1)
-    own = int(halves(keys[-1:])[0])
+    tables = Tables.learn_tables(tokens.astype(np.uint32), edges, keys, VOCABULARY + 1)
+    own = int(halves_of(keys[-1:])[0])
     assert tables.rarity[own][strange].mean() > tables.rarity[1 - own][strange].mean() + 1
-    assert 0.4 < halves(keys).mean() < 0.6
+    assert 0.4 < halves_of(keys).mean() < 0.6
 
 
 # What tokens are
 
 
 def _sums(lexicon: Lexicon, ids: list[int]) -> dict[str, int]:
-    return {name: int(lexicon.table(name)[ids].sum()) for name in COUNTED}
+    return {name: int(lexicon.counts_of(name)[ids].sum()) for name in COUNTED}
 
 
 def test_lexicon_counts_add_up_over_the_tokens_of_a_text(tmp_path: Path) -> None:
     for some in (tokenizer(), load_tokenizer(hugging_face_file(tmp_path))):
-        found = _sums(Lexicon.of(some, some.vocab_size), some.encode(TEXT))
+        found = _sums(Lexicon.of_tokenizer(some, some.vocab_size), some.encode(TEXT))
         assert (found["bytes"], found["characters"]) == (len(TEXT.encode()), len(TEXT))
         assert (found["foreign"], found["nulls"]) == (sum(c > "\x7f" for c in TEXT), 1)
         assert found["controls"] == 2  # \x01 and \x7f; a tab and a newline are text
     text = "def read(self, SIZE=42):\n\treturn None\n"
-    found = _sums(Lexicon.of(tokenizer(), VOCABULARY), tokenizer().encode(text))
+    found = _sums(Lexicon.of_tokenizer(tokenizer(), VOCABULARY), tokenizer().encode(text))
     assert found["letters"] == sum(c.isalpha() for c in text) and found["spaces"] == sum(
         map(str.isspace, text)
     )
@@ -147,14 +148,14 @@ def test_lexicon_counts_add_up_over_the_tokens_of_a_text(tmp_path: Path) -> None
 
 
 def test_lexicon_knows_bytes_ends_padding_and_what_is_outside() -> None:
-    lexicon, eod = Lexicon.of(tokenizer(), VOCABULARY + 10), tokenizer().eod
+    lexicon, eod = Lexicon.of_tokenizer(tokenizer(), VOCABULARY + 10), tokenizer().eod
     ids = tokenizer().encode("\ufffd日")
     assert [int(lexicon.byte[i]) for i in ids] == list("\ufffd日".encode())
     assert _sums(lexicon, ids)["fallbacks"] == 6
-    assert {name for name in COUNTED if lexicon.table(name)[VOCABULARY + 10]} == {"outside"}
-    assert {name for name in COUNTED if lexicon.table(name)[eod]} == {"ends"}
-    assert lexicon.table("ends").sum() == lexicon.table("outside").sum() == 1
-    assert (lexicon.table("specials")[VOCABULARY : VOCABULARY + 10] == 1).all()
-    blind = Lexicon.of(None, 50, eod=3)
-    assert not blind.known and blind.table("ends")[3] == 1
-    assert {name for name in COUNTED if blind.table(name).any()} == {"ends", "outside"}
+    assert {name for name in COUNTED if lexicon.counts_of(name)[VOCABULARY + 10]} == {"outside"}
+    assert {name for name in COUNTED if lexicon.counts_of(name)[eod]} == {"ends"}
+    assert lexicon.counts_of("ends").sum() == lexicon.counts_of("outside").sum() == 1
+    assert (lexicon.counts_of("specials")[VOCABULARY : VOCABULARY + 10] == 1).all()
+    blind = Lexicon.of_tokenizer(None, 50, eod=3)
+    assert not blind.known and blind.counts_of("ends")[3] == 1
+    assert {name for name in COUNTED if blind.counts_of(name).any()} == {"ends", "outside"}

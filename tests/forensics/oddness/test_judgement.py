@@ -12,7 +12,7 @@ from megastable_tools.forensics.oddness.judgement import (
     MANY,
     MOST,
     UsualFeatures,
-    judge,
+    judge_features,
 )
 
 LENGTH = np.int64(200)
@@ -42,23 +42,23 @@ def _piece(**values: float) -> Features:
     return {name: np.array([values.get(name, value)], dtype=np.float32) for name, value in usual.items()}
 
 
-USUAL = UsualFeatures.of(_lengths(_ordinary()), _ordinary())
+USUAL = UsualFeatures.learn_usual(_lengths(_ordinary()), _ordinary())
 
 
 def _judge(found: Features, usual: UsualFeatures = USUAL) -> tuple[float, str, str]:
-    judged = judge(usual, _lengths(found), found)
+    judged = judge_features(usual, _lengths(found), found)
     return float(judged.score[0]), KINDS[judged.kind[0]], NAMES[judged.feature[0]]
 
 
 def test_scores_are_powers_of_ten_of_how_few_are_as_odd() -> None:
     """By a single feature, of pieces that the yardstick has not seen; and for all, by how many features there are."""
     fresh = _ordinary(400_000, seed=1)
-    scores = USUAL.scores(_lengths(fresh), fresh)
+    scores = USUAL.score_features(_lengths(fresh), fresh)
     for name in ("unlikely", "order", "controls"):
         row = scores[NAMES.index(name)]
         for decades in (2, 3, 4):
             assert np.mean(row >= decades) == pytest.approx(10.0**-decades, rel=0.7)
-    judged = judge(USUAL, _lengths(fresh), fresh)
+    judged = judge_features(USUAL, _lengths(fresh), fresh)
     assert 0.2 < np.mean(judged.score >= 2) / 0.01 < 1.5
     assert set(np.unique(judged.feature)) <= set(JUDGED.tolist())
 
@@ -68,7 +68,7 @@ def test_judge_scores_only_damage_on_the_odd_side_up_to_an_end() -> None:
     assert _judge(_piece(order=9.0))[0] == 0
     assert _judge(_piece(digits=1.0, capitals=1.0, letters=0.0, surprise=99.0))[:2] == (0, "usual")
     assert _judge(_piece(unlikely=1e9))[0] == MOST
-    assert _judge(_piece(unlikely=50.0, outside=1.0), UsualFeatures.nothing())[:2] == (0, "usual")
+    assert _judge(_piece(unlikely=50.0, outside=1.0), UsualFeatures.of_no_pieces())[:2] == (0, "usual")
 
 
 # What `_piece` gives: gain 0.79, entropy 0.04, pairs 0.04; each row is what the rule needs.
@@ -103,7 +103,7 @@ def test_judge_explains_a_piece_by_what_makes_its_kind() -> None:
     found = _piece(outside=0.01, repeats=1.0, controls=0.5)
     score, kind, feature = _judge(found)
     assert (kind, feature) == ("outside of the vocabulary", "outside")
-    scores = USUAL.scores(_lengths(found), found)[JUDGED, 0]
+    scores = USUAL.score_features(_lengths(found), found)[JUDGED, 0]
     assert score == pytest.approx(float(min(scores.max() - MANY, MOST)))
     # Where nothing that makes the kind is odd by itself, the oddest feature speaks.
     blind = replace(USUAL, edge=np.where(np.array(NAMES) == "run", np.inf, USUAL.edge))

@@ -22,8 +22,8 @@ from megastable.data.manifest import Manifest
 from megastable.data.shards import Shard
 from megastable_tools.forensics.pruning import gaps, prune
 from megastable_tools.forensics.pruning.gaps import Span
-from megastable_tools.forensics.pruning.prune import apply, verify
-from megastable_tools.forensics.pruning.prune_plan import Removal, text_of
+from megastable_tools.forensics.pruning.prune import apply_plan, verify_pruned
+from megastable_tools.forensics.pruning.prune_plan import Removal, format_plan
 from megastable_tools.forensics.pruning.pruned import MAP, Pruned
 from tests.forensics.shelves import Plain, Sequences, corpus, read, shelves
 from tests.full_disk import files_no_larger_than
@@ -44,7 +44,9 @@ def write_plan(
         for first, end in of
     ]
     path = folder.parent / name
-    path.write_text(text_of([*cuts, *(Removal(*key) for key in whole)], folder, Manifest.load(folder)))
+    path.write_text(
+        format_plan([*cuts, *(Removal(*key) for key in whole)], folder, Manifest.load_manifest(folder))
+    )
     return path
 
 
@@ -62,18 +64,18 @@ def cut(tmp_path: Path) -> Path:
     splits = {"train": [("a", 0, 5)], "validation": [("a", 5, 6)]}
     corpus(tmp_path / "corpus", [Plain("a", documents)], splits, "uint16")
     spans = {("a", 1): [(2, 4)], ("a", 3): [(0, 3), (6, 9)]}
-    apply(write_plan(tmp_path / "corpus", [("a", 4)], spans), tmp_path / "pruned")
+    apply_plan(write_plan(tmp_path / "corpus", [("a", 4)], spans), tmp_path / "pruned")
     return tmp_path / "pruned"
 
 
 def reseal(output: Path) -> None:
     """What a forger would do: hashes and seal that agree with the changed files."""
-    manifest = Manifest.load(output)
-    infos = [Shard(output / info.name).verify() for info in manifest.shards]
-    manifest.model_copy(update={"shards": infos}).save(output)
+    manifest = Manifest.load_manifest(output)
+    infos = [Shard(output / info.name).verify_shard() for info in manifest.shards]
+    manifest.model_copy(update={"shards": infos}).save_manifest(output)
     names = {"manifest_xxh3": "manifest.json", "map_xxh3": MAP}
     hashes = {key: prune.hash_file(output / name) for key, name in names.items()}
-    Pruned.load(output).model_copy(update=hashes).sealed().save(output)
+    Pruned.load_file(output).model_copy(update=hashes).add_seal().save_file(output)
 
 
 def flip(path: Path, at: int) -> None:
@@ -164,9 +166,9 @@ def test_apply_leaves_what_a_plain_reading_leaves(
         plan = write_plan(folder, whole, spans)
         if any(manifest.splits[split] and not tokens[split] for split in tokens) or len(whole) == len(sizes):
             with pytest.raises(DataError, match="delete its line"):
-                apply(plan, output)
+                apply_plan(plan, output)
             return
-        made = apply(plan, output)
+        made = apply_plan(plan, output)
         for shard in shards:
             documents = [document for of in wanted[shard.name] for document in of]
             if not documents and shard.documents:
@@ -175,11 +177,11 @@ def test_apply_leaves_what_a_plain_reading_leaves(
             found = read(output, shard.name)
             assert found.documents == documents
             assert found.modes == (shard.modes and bool(found.sequences))
-        new = Manifest.load(output)
+        new = Manifest.load_manifest(output)
         for split, ids in tokens.items():
-            parts = [Shard(output / s.shard).read(s.first_token, s.tokens) for s in new.splits[split]]
+            parts = [Shard(output / s.shard).read_tokens(s.first_token, s.tokens) for s in new.splits[split]]
             assert np.concatenate([np.empty(0, np.int64), *parts]).tolist() == ids
-        proof = verify(output, plan=plan)
+        proof = verify_pruned(output, plan=plan)
         assert (proof.documents, proof.gone, proof.cut) == (made.documents_left, made.documents, made.cut)
         before, after = (sum(info.tokens for info in some.shards) for some in (manifest, new))
         assert before - made.tokens + proof.added == after == made.tokens_left
@@ -197,7 +199,7 @@ def test_apply_ends_documents_at_cuts_and_the_map_says_so(tmp_path: Path) -> Non
     spans = {("a", 0): [(2, 3)], ("a", 1): [(1, 3)], ("a", 2): [(1, 2)], ("a", 3): [(1, 3)]}
     output = tmp_path / "pruned"
     plan = write_plan(tmp_path / "corpus", (), spans)
-    apply(plan, output)
+    apply_plan(plan, output)
     found = [[token for ids, _ in of for token in ids] for of in read(output, "a").documents]
     assert found == [[BOS, 12, EOD], [BOS, 14, 15, EOD], [7, EOD], [9, EOD], [11], [BOS, EOD]]
     columns = ["old", "new", "first", "end", "closed", "opened"]
@@ -205,7 +207,7 @@ def test_apply_ends_documents_at_cuts_and_the_map_says_so(tmp_path: Path) -> Non
         (0, 0, 0, 2, True, False), (0, 1, 3, 6, False, True), (1, 2, 0, 1, True, False), (2, 3, 0, 1, True, False),
         (2, 4, 2, 3, False, False), (3, None, None, None, False, False), (4, 5, None, None, False, False),
     ]  # fmt: skip
-    proof = verify(output, plan=plan)
+    proof = verify_pruned(output, plan=plan)
     assert (proof.gone, proof.gone_tokens, proof.cut, proof.added) == (1, 6, 3, 3)
 
 
@@ -219,28 +221,28 @@ def test_apply_keeps_empty_sequences_with_what_they_touch(tmp_path: Path) -> Non
     }
     for span, documents in left.items():
         output = tmp_path / str(span[0])
-        apply(write_plan(tmp_path / "corpus", (), {("a", 0): [span]}), output)
+        apply_plan(write_plan(tmp_path / "corpus", (), {("a", 0): [span]}), output)
         assert read(output, "a").documents == [*documents, [([9], 7)]]
-        verify(output)
+        verify_pruned(output)
 
 
 @pytest.mark.slow
 def test_verify_finds_every_changed_byte(original: Path) -> None:
     output = original.parent / "pruned"
-    apply(write_plan(original, [("a", 2), ("a", 3), ("b", 7)]), output)
-    verify(output)
+    apply_plan(write_plan(original, [("a", 2), ("a", 3), ("b", 7)]), output)
+    verify_pruned(output)
     for path in sorted(output.iterdir()):
         content = path.read_bytes()
         # All bytes of the shards; of the others, which are hashed as a whole, every 23rd.
         for at in range(0, len(content), 1 if path.suffix in (".bin", ".idx") else 23):
             flip(path, at)
             with pytest.raises(DataError):
-                verify(output)
+                verify_pruned(output)
             path.write_bytes(content)
         for other in (content[:-1], content + b"\0", b""):
             path.write_bytes(other)
             with pytest.raises(DataError):
-                verify(output)
+                verify_pruned(output)
         path.write_bytes(content)
 
 
@@ -248,11 +250,11 @@ def test_verify_finds_every_changed_byte(original: Path) -> None:
 def test_verify_names_a_forgery_with_true_hashes(cut: Path, at: int) -> None:
     """A token where a document was cut, one behind the cut, one between two cuts."""
     reseal(cut)
-    verify(cut)
+    verify_pruned(cut)
     flip(cut / "a.bin", 2 * at)
     reseal(cut)
     with pytest.raises(DataError, match=r"a\.bin is not what .* gives without"):
-        verify(cut)
+        verify_pruned(cut)
 
 
 @pytest.mark.parametrize(
@@ -270,29 +272,29 @@ def test_verify_finds_a_map_that_says_something_else(cut: Path, column: str, row
     pq.write_table(changed, cut / MAP, row_group_size=1 << 20)
     reseal(cut)
     with pytest.raises(DataError, match="prune again"):
-        verify(cut)
+        verify_pruned(cut)
 
 
 def test_verify_tells_another_plan_and_other_documents(original: Path) -> None:
     output, other = original.parent / "pruned", original.parent / "other"
-    apply(write_plan(original, [("a", 2), ("b", 0)]), output)
-    apply(write_plan(original, [("a", 2), ("b", 1)], name="other.txt"), other)
+    apply_plan(write_plan(original, [("a", 2), ("b", 0)]), output)
+    apply_plan(write_plan(original, [("a", 2), ("b", 1)], name="other.txt"), other)
     with pytest.raises(DataError, match=r"does not name what .* lacks of b"):
-        verify(output, plan=original.parent / "other.txt")
+        verify_pruned(output, plan=original.parent / "other.txt")
     with pytest.raises(DataError, match=r"does not name what"):
-        verify(output, plan=write_plan(original, [("a", 2)], {("b", 0): [(0, 2)]}, "cut.txt"))
+        verify_pruned(output, plan=write_plan(original, [("a", 2)], {("b", 0): [(0, 2)]}, "cut.txt"))
     for suffix in (".bin", ".idx"):
         shutil.copy(other / f"b{suffix}", output / f"b{suffix}")
     reseal(output)
     with pytest.raises(DataError, match=r"b\.idx is not what"):
-        verify(output)
+        verify_pruned(output)
     shutil.copy(other / MAP, output / MAP)
     reseal(output)
     with pytest.raises(DataError, match="removed does not match map and shards"):
-        verify(output)
+        verify_pruned(output)
     (output / "c.idx").write_bytes(b"")
     with pytest.raises(DataError, match=r"c\.idx is not a shard of this corpus"):
-        verify(output)
+        verify_pruned(output)
 
 
 def test_apply_seals_no_damage_of_the_original(original: Path) -> None:
@@ -307,10 +309,10 @@ def test_apply_seals_no_damage_of_the_original(original: Path) -> None:
     ):
         flip(original / name, at)
         with pytest.raises(DataError, match=name.split(".")[0]):
-            apply(plan, original.parent / "pruned")
+            apply_plan(plan, original.parent / "pruned")
         assert not (original.parent / "pruned").exists()
         flip(original / name, at)
-    apply(plan, original.parent / "pruned")
+    apply_plan(plan, original.parent / "pruned")
 
 
 def test_apply_refuses_outputs_in_the_way(original: Path) -> None:
@@ -327,9 +329,9 @@ def test_apply_refuses_outputs_in_the_way(original: Path) -> None:
     )
     for output in (*inside, occupied, occupied / "file"):
         with pytest.raises(DataError, match=r"must not change|lie in each other|exists already"):
-            apply(plan, output)
-    for info in Manifest.load(original).shards:
-        Shard(original / info.name, info).verify()
+            apply_plan(plan, output)
+    for info in Manifest.load_manifest(original).shards:
+        Shard(original / info.name, info).verify_shard()
 
 
 def test_apply_leaves_nothing_on_a_full_disk_or_after_an_interruption(tmp_path: Path) -> None:
@@ -339,29 +341,31 @@ def test_apply_leaves_nothing_on_a_full_disk_or_after_an_interruption(tmp_path: 
     before = sorted(os.listdir(tmp_path))
     for size in (100, 10_000, 1_000_000):
         with files_no_larger_than(size), pytest.raises(DataError, match="could not be written"):
-            apply(plan, tmp_path / "pruned")
+            apply_plan(plan, tmp_path / "pruned")
         assert sorted(os.listdir(tmp_path)) == before
 
     def interrupt(count: int) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        apply(plan, tmp_path / "pruned", progress=interrupt)
+        apply_plan(plan, tmp_path / "pruned", progress=interrupt)
     assert sorted(os.listdir(tmp_path)) == before
 
 
 def test_apply_prunes_again_what_was_pruned_and_moved(original: Path) -> None:
     first, second = original.parent / "first", original.parent / "second"
-    apply(write_plan(original, [("a", 2), *(("b", n) for n in range(8))]), first)
-    assert [info.name for info in Manifest.load(first).shards] == ["a"] and not (first / "b.bin").exists()
-    apply(write_plan(first, [("a", 2)], {("a", 0): [(1, 2)]}, "again.txt"), second)
+    apply_plan(write_plan(original, [("a", 2), *(("b", n) for n in range(8))]), first)
+    assert [info.name for info in Manifest.load_manifest(first).shards] == ["a"] and not (
+        first / "b.bin"
+    ).exists()
+    apply_plan(write_plan(first, [("a", 2)], {("a", 0): [(1, 2)]}, "again.txt"), second)
     found = [[token for ids, _ in of for token in ids] for of in read(second, "a").documents]
     assert found[:3] == [[1, EOD], [3], [11, 12, 13]] and [of[0] for of in found[3:]] == [41, 51, 61, 71]
-    verify(second)
+    verify_pruned(second)
     with pytest.raises(DataError, match=r"is not what .* was pruned of"):
-        verify(second, original)
+        verify_pruned(second, original)
     moved = original.rename(original.parent / "moved")
     with pytest.raises(DataError, match="not a prepared corpus"):
-        verify(first)
-    verify(first, moved)
-    apply(original.parent / "plan.txt", original.parent / "third", corpus=moved)
+        verify_pruned(first)
+    verify_pruned(first, moved)
+    apply_plan(original.parent / "plan.txt", original.parent / "third", corpus=moved)

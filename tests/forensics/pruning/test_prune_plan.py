@@ -17,7 +17,7 @@ from megastable.run.directory import RunDirectory
 from megastable_guard.incident import Incident
 from megastable_tools.forensics.history import History
 from megastable_tools.forensics.pruning.choose import make_plan
-from megastable_tools.forensics.pruning.prune_plan import KEYS, Removal, read_plan, text_of
+from megastable_tools.forensics.pruning.prune_plan import KEYS, Removal, format_plan, read_plan
 from megastable_tools.forensics.samples import step_sheet
 from megastable_tools.forensics.scanning.scan import scan_shards
 from megastable_tools.forensics.shard_set import open_shelf
@@ -40,13 +40,13 @@ def folder(tmp_path: Path) -> Path:
 
 def write(folder: Path, *lines: str, fingerprint: bool = True) -> Path:
     path = folder.parent / "plan.txt"
-    key = [f"fingerprint: {Manifest.load(folder).fingerprint()}"] if fingerprint else []
+    key = [f"fingerprint: {Manifest.load_manifest(folder).fingerprint()}"] if fingerprint else []
     path.write_text("\n".join([*key, *lines]))
     return path
 
 
 def documents_of(path: Path, folder: Path) -> dict[str, list[int]]:
-    named = read_plan(path).named(folder, Manifest.load(folder))
+    named = read_plan(path).select_removals(folder, Manifest.load_manifest(folder))
     assert not any(of.spans for of in named.values())
     return {shard: of.documents.tolist() for shard, of in named.items()}
 
@@ -69,7 +69,7 @@ def test_read_plan_reads_what_text_of_writes(
     """Whatever shards are named, and whatever their documents say."""
     path = tmp_path_factory.mktemp("plan") / "plan.txt"
     removals = [Removal(name, number, 7, why, excerpt) for name in names for number in numbers]
-    text = text_of(removals, path.parent / f"odd {names[0]}\n", manifest)
+    text = format_plan(removals, path.parent / f"odd {names[0]}\n", manifest)
     path.write_text(text, encoding="utf-8")
     plan = read_plan(path)
     found = {name: [line.document for line in lines] for name, lines in plan.lines.items()}
@@ -86,7 +86,9 @@ def test_read_plan_reads_what_text_of_writes(
 def test_read_plan_tells_keys_from_shards(folder: Path) -> None:
     """A shard may be named as a key is: then it stands in quotes."""
     path = folder.parent / "plan.txt"
-    path.write_text(text_of([Removal(f"{key}:", 1) for key in KEYS], folder, Manifest.load(folder)))
+    path.write_text(
+        format_plan([Removal(f"{key}:", 1) for key in KEYS], folder, Manifest.load_manifest(folder))
+    )
     assert list(read_plan(path).lines) == [f"{key}:" for key in KEYS]
 
 
@@ -138,7 +140,7 @@ def test_read_plan_refuses_files_that_are_no_plan_of_this_corpus(folder: Path) -
     with pytest.raises(DataError, match="no fingerprint"):
         documents_of(write(folder, fingerprint=False), folder)
     path = write(folder, "a 0")
-    Manifest.load(folder).model_copy(update={"name": "other"}).save(folder)
+    Manifest.load_manifest(folder).model_copy(update={"name": "other"}).save_manifest(folder)
     with pytest.raises(DataError, match=r"made for another corpus, or .* has changed since"):
         documents_of(path, folder)
 
@@ -188,10 +190,10 @@ def test_make_plan_finds_the_documents_and_spans_of_an_incident(corpus: Path, tm
     """Those that hold any of the tokens of its positions; as spans just these, but for tokens that end a document."""
     root, output = make_run(corpus, tmp_path / "run", guilty()), tmp_path / "plan.txt"
     history, shard = History(root), Shard(corpus / "part-0")
-    length, order = history.config.model.sequence_length, history.library().source.order
-    tokens = shard.raw(0, shard.tokens)
+    length, order = history.config.model.sequence_length, history.library_at().source.order
+    tokens = shard.read_raw(0, shard.tokens)
     wanted = np.zeros(shard.tokens, bool)
-    for first in order.locate(np.array(GUILTY)).first_token.tolist():
+    for first in order.locate_samples(np.array(GUILTY)).first_token.tolist():
         wanted[first : first + length] = True
     found, _ = make_plan(corpus, output, incidents=[f"{root}:1"])
     owner = np.cumsum(np.append(0, tokens[:-1] == 0))
@@ -291,6 +293,6 @@ def test_make_plan_takes_the_findings_of_a_scan(tmp_path: Path) -> None:
     assert sum(r.tokens for r in found if (r.shard, r.document) == ("a", 200)) > 350
     with pytest.raises(DataError, match="none of its findings are selected"):
         make_plan(folder, output, scan=scan, overwrite=True)
-    Manifest.load(folder).model_copy(update={"name": "other"}).save(folder)
+    Manifest.load_manifest(folder).model_copy(update={"name": "other"}).save_manifest(folder)
     with pytest.raises(DataError, match="is the scan of another corpus"):
         make_plan(folder, output, **given_)  # type: ignore[arg-type]

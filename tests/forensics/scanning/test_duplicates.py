@@ -19,14 +19,14 @@ from megastable_tools.forensics.scanning.duplicates import (
     HASHED,
     find_exact,
     find_near,
-    mix,
+    mix_bits,
     read_copies,
-    sign,
+    sign_unit,
     similarities,
     sort_copies,
     write_copies,
 )  # fmt: skip
-from megastable_tools.forensics.scanning.units import units
+from megastable_tools.forensics.scanning.units import split_into_units
 from tests.forensics.shelves import Plain, write
 from tests.tiers import examples
 
@@ -34,7 +34,7 @@ from tests.tiers import examples
 def hashed(values: list[int], empty: Sequence[int] = ()) -> np.ndarray:
     """A record for each document, whose hash is made of its value."""
     records = np.zeros(len(values), HASHED)
-    records["high"] = mix(np.array(values, np.uint64))
+    records["high"] = mix_bits(np.array(values, np.uint64))
     records["low"], records["document"] = np.array(values, np.uint64) % 3, np.arange(len(values))
     records["tokens"] = [0 if number in empty else 7 for number in range(len(values))]
     return records
@@ -111,9 +111,9 @@ def test_find_near_finds_what_a_plain_comparison_does(
     for name, part in (("a", documents[:70]), ("b", documents[70:])):
         write(tmp_path, Plain(name, [[(tokens, 0)] for tokens in part]), "uint16")
         shards.append(Shard(tmp_path / name))
-    found = list(units(shards, 3000))
+    found = list(split_into_units(shards, 3000))
     for unit in found:
-        sign(unit, tmp_path)
+        sign_unit(unit, tmp_path)
     count = len(documents) - 2
     copies = np.zeros(2, COPY)
     copies["document"], copies["of"] = [count, count + 1], 8

@@ -15,18 +15,18 @@ import pytest
 import xxhash
 import zstandard
 
-from megastable.base.durable import hold
+from megastable.base.durable import lock_file
 from megastable.base.errors import DataError
 from megastable.data.shards import Shard
 from megastable.data.tokenizer import load_tokenizer
 from megastable_tools.forensics import document_map
 from megastable_tools.forensics.oddness.features import NAMES, Lexicon
-from megastable_tools.forensics.oddness.yardstick import PIECE, Yardstick, cut
+from megastable_tools.forensics.oddness.yardstick import PIECE, Yardstick, cut_documents
 from megastable_tools.forensics.scanning import rows as rows_module
 from megastable_tools.forensics.scanning import units as units_module
 from megastable_tools.forensics.scanning.rows import COMPRESSED, EMPTY, LARGEST, document_keys, measure_rows
 from megastable_tools.forensics.scanning.scan import scan_shards
-from megastable_tools.forensics.scanning.scan_sheet import sheet_of
+from megastable_tools.forensics.scanning.scan_sheet import scan_sheet_of
 from megastable_tools.forensics.scanning.scanned import (
     BINS,
     CHECKED,
@@ -36,9 +36,9 @@ from megastable_tools.forensics.scanning.scanned import (
     Scan,
     ScanSummary,
     SuspectDocument,
-    advised,
-    excess,
-    suspects,
+    advise_score,
+    find_suspects,
+    measure_excess,
 )  # fmt: skip
 from megastable_tools.forensics.shard_set import open_shelf
 from tests.conftest import VOCABULARY
@@ -109,31 +109,31 @@ def test_scan_finds_what_was_planted(done: tuple[Scan, Path]) -> None:
     outside, repeated = (next(row for row in scan.worst if row.document == d) for d in (OUTSIDE, REPEATED))
     assert outside.kind == "outside of the vocabulary"
     assert outside.first_token <= outside.piece < outside.first_token + outside.tokens
-    found = named(list(suspects(folder, least=scan.worst[1].score, duplicates=True)))
+    found = named(list(find_suspects(folder, least=scan.worst[1].score, duplicates=True)))
     assert set(found) == {OUTSIDE, REPEATED, COPY, LIKE}
     assert (found[COPY].kind, found[COPY].why) == ("duplicate", "a copy of document 11 of a")
     assert found[LIKE].kind == "near duplicate" and "the same as document 7 of a" in found[LIKE].why
     assert f"; zstd compresses it {repeated.compression:.0f} times" in repeated.why == found[REPEATED].why
     assert [row.document for row in scan.worst if "zstd" in row.why] == [REPEATED]
     assert (scan.copies.documents, scan.copies.groups) == (1, 1)
-    assert scan.near is not None and scan.near.documents == 1 and Scan.load(folder) == scan
+    assert scan.near is not None and scan.near.documents == 1 and Scan.load_result(folder) == scan
     (warning,) = [text for text in scan.warnings if "unreliable" in text]
     assert f"learnt from only {scan.sample_tokens:,} tokens: below 1,000,000" in warning
 
 
 def test_suspects_are_chosen_by_score_and_kind(done: tuple[Scan, Path]) -> None:
     scan, folder = done
-    assert list(suspects(folder)) == []
-    everything = [(one.shard, one.document) for one in suspects(folder, least=0.0)]
+    assert list(find_suspects(folder)) == []
+    everything = [(one.shard, one.document) for one in find_suspects(folder, least=0.0)]
     assert everything == [*(("a", number) for number in range(304)), *(("b", number) for number in range(40))]
-    (empty,) = suspects(folder, least=5.0, kinds=[EMPTY])
+    (empty,) = find_suspects(folder, least=5.0, kinds=[EMPTY])
     assert (empty.document, empty.tokens, empty.why) == (NONE, 0, "it has no tokens")
-    outside = named(list(suspects(folder, kinds=["outside of the vocabulary"])))
+    outside = named(list(find_suspects(folder, kinds=["outside of the vocabulary"])))
     assert set(outside) == {OUTSIDE} and "usual" in outside[OUTSIDE].why
     with pytest.raises(DataError, match="no kind 'nonsense': the kinds are"):
-        list(suspects(folder, kinds=["nonsense"]))
+        list(find_suspects(folder, kinds=["nonsense"]))
     for line in scan.thresholds:
-        chosen = list(suspects(folder, least=line.score))
+        chosen = list(find_suspects(folder, least=line.score))
         assert (len(chosen), sum(one.tokens for one in chosen)) == (line.documents, line.tokens)
         assert line.share == line.documents / 344 and sum(line.kinds.values()) <= line.documents
 
@@ -144,24 +144,26 @@ def test_measure_rows_is_a_plain_loop_over_pieces(
 ) -> None:
     """And the same when blocks are so short that documents are cut by them."""
     good, shard = Shard(reference / "good"), Shard(shards / "a")
-    edges, tokens = good.document_edges(0, good.documents), good.raw(0, good.tokens)
-    yardstick = Yardstick.of([(tokens, edges, document_keys(tokens, edges))], Lexicon.of(None, VOCABULARY, 0))
+    edges, tokens = good.document_edges(0, good.documents), good.read_raw(0, good.tokens)
+    yardstick = Yardstick.learn_from(
+        [(tokens, edges, document_keys(tokens, edges))], Lexicon.of_tokenizer(None, VOCABULARY, 0)
+    )
     edges = shard.document_edges(0, shard.documents)
     table = measure_rows(yardstick, shard, 0, edges).to_pylist()
     assert [row["document"] for row in table] == list(range(shard.documents))
     for row, first, end in zip(table, edges[:-1].tolist(), edges[1:].tolist()):
         assert (row["shard"], row["first_token"], row["tokens"]) == ("a", first, end - first)
-        raw = shard.raw(first, end - first)
+        raw = shard.read_raw(first, end - first)
         if first == end:
             assert (row["kind"], row["score"], row["piece_tokens"]) == (EMPTY, 0.0, 0)
             continue
         assert (row["high"] << 64 | row["low"]) == xxhash.xxh3_128_intdigest(raw.tobytes())
         head = raw.tobytes()[:COMPRESSED]
         assert row["compression"] == pytest.approx(len(head) / len(zstandard.compress(head, 1)), rel=0.5)
-        pieces, owner = cut(np.array([0, end - first]))
+        pieces, owner = cut_documents(np.array([0, end - first]))
         sizes = np.diff(pieces)
-        measured = yardstick.measure(raw, pieces, np.full(len(owner), row["low"], np.uint64))
-        judged = yardstick.judge(measured)
+        measured = yardstick.measure_features(raw, pieces, np.full(len(owner), row["low"], np.uint64))
+        judged = yardstick.judge_features(measured)
         worst = int(judged.score.argmax())
         assert row["score"] == judged.score[worst]
         assert (row["piece"], row["piece_tokens"]) == (first + pieces[worst], sizes[worst])
@@ -191,23 +193,23 @@ def test_scan_is_the_same_in_any_units_and_workers_and_completes_what_is_missing
     assert scan.units > 10
     changed = {"units": scan.units, "quantiles": scan.quantiles, "histograms": scan.histograms}
     assert outcome(scan) == outcome(done[0].model_copy(update=changed))
-    everything = [list(suspects(of, least=1.0, duplicates=True)) for of in (folder, done[1])]
+    everything = [list(find_suspects(of, least=1.0, duplicates=True)) for of in (folder, done[1])]
     assert everything[0] == everything[1]
     assert scan_into(shards, folder, reference, near=True, top=5).worst == scan.worst[:5]
 
     # As an interruption leaves it: no result, some parts missing, one damaged; and a disk that is full.
     (folder / document_map.RESULT).unlink()
     for number in (0, 4):
-        document_map.part(folder, number).unlink()
-    for path in (document_map.part(folder, 2), document_map.near_part(folder, 3)):
+        document_map.part_path(folder, number).unlink()
+    for path in (document_map.part_path(folder, 2), document_map.near_part_path(folder, 3)):
         path.write_bytes(path.read_bytes()[:100])
-    before = document_map.part(folder, 5).stat().st_mtime_ns
+    before = document_map.part_path(folder, 5).stat().st_mtime_ns
     with files_no_larger_than(3000), pytest.raises(DataError, match="could not be written"):
         scan_into(shards, folder, reference, near=True)
     assert not [path for path in folder.rglob("*") if ".tmp" in path.name]
     again = scan_into(shards, folder, reference, near=True)
     assert outcome(again) == outcome(scan) and 0 < again.measured_tokens < scan.measured_tokens / 2
-    assert document_map.part(folder, 5).stat().st_mtime_ns == before
+    assert document_map.part_path(folder, 5).stat().st_mtime_ns == before
 
     # Of another size of units everything is measured again.
     (folder / document_map.RESULT).unlink()
@@ -258,7 +260,7 @@ def test_scan_goes_on_after_it_was_killed(
     assert process.returncode == (130 if how == signal.SIGINT else -how)
     assert said == ("interrupted\n" if how == signal.SIGINT else "")
     with pytest.raises(DataError, match="interrupted: repeat the command"):
-        Scan.load(folder)
+        Scan.load_result(folder)
     kept = {path.name: path.stat().st_mtime_ns for path in (folder / "parts").glob("*.parquet")}
     assert len(kept) == 5
     monkeypatch.setattr(units_module, "UNIT", 800)
@@ -290,7 +292,7 @@ def test_scan_leaves_folders_of_something_else_alone(corpus: Path, shards: Path,
     with pytest.raises(DataError, match="whose files changed"):
         scan_into(tmp_path / "copy", folder)
     assert scan_into(shards, folder, again=True).name == open_shelf([shards]).name
-    held = hold(folder / document_map.LOCK)
+    held = lock_file(folder / document_map.LOCK)
     assert held is not None
     with held, pytest.raises(DataError, match="another process scans into it"):
         scan_into(shards, folder)
@@ -310,14 +312,14 @@ def test_scan_refuses_nothing_wrong_arguments_and_damage(
             scan_into(shards, tmp_path / "scan", **given)
     assert not (tmp_path / "scan").exists()
     with pytest.raises(DataError, match="holds no scan"):
-        Scan.load(tmp_path / "scan")
+        Scan.load_result(tmp_path / "scan")
     shutil.copytree(done[1], tmp_path / "scan")
-    document_map.part(tmp_path / "scan", 0).write_bytes(b"PAR1")
+    document_map.part_path(tmp_path / "scan", 0).write_bytes(b"PAR1")
     with pytest.raises(DataError, match="missing or damaged"):
-        list(suspects(tmp_path / "scan", least=0.0))
+        list(find_suspects(tmp_path / "scan", least=0.0))
     (tmp_path / "scan" / document_map.RESULT).write_text('{"format": 1}')
     with pytest.raises(DataError, match=r"scan.json is damaged.*--again"):
-        Scan.load(tmp_path / "scan")
+        Scan.load_result(tmp_path / "scan")
     shutil.copytree(shards, tmp_path / "copy")
     opened = open_shelf([tmp_path / "copy"])
     (tmp_path / "copy/a.bin").unlink()
@@ -347,12 +349,12 @@ def test_advised_names_what_is_planted_and_little_else(documents: int, share: fl
     scores, bad = drawn(random, pieces), random.random(documents) < share
     scores[bad] = random.uniform(7.5, 9, bad.sum())
     made = tally_scores(scores, pieces * PIECE)
-    score = advised(made, excess(made))
+    score = advise_score(made, measure_excess(made))
     assert score is not None and score >= CHECKED and (scores[bad] >= score).all()
     assert int((scores[~bad] >= score).sum()) <= max(6, 2 * RATE * bad.sum())
     # Scores that are a third higher than they should be: that is seen where ordinary documents still are.
     made = tally_scores(drawn(random, pieces, heavier=1.3), pieces * PIECE)
-    naive, score = advised(made, 1.0), advised(made, excess(made))
+    naive, score = advise_score(made, 1.0), advise_score(made, measure_excess(made))
     assert score is None or naive is None or score >= naive
 
 
@@ -365,7 +367,7 @@ def test_sheet_shows_the_worst_with_texts_and_obeys_none(tmp_path: Path) -> None
     write_shard(tmp_path, "some", [*usual, [*tokenizer.encode(HOSTILE)[:60], *[50_000] * 40], []], "uint16")
     shelf = open_shelf([tmp_path / "some"], tmp_path / "tokenizer.model")
     scan = scan_shards(shelf, tmp_path / "scan", progress=False)
-    sheet = sheet_of(scan, shelf, top=10)
+    sheet = scan_sheet_of(scan, shelf, top=10)
     assert [row["document"] for row in sheet.rows] == [row.document for row in scan.worst[:10]]
     texts = {row["document"]: sheet.passages[number][0].text for number, row in enumerate(sheet.rows)}
     assert texts[200].endswith("[50000][50000]") and "<script>alert(1)</script>" in texts[200]
@@ -380,8 +382,8 @@ def test_sheet_shows_the_worst_with_texts_and_obeys_none(tmp_path: Path) -> None
     told = scan.model_copy(
         update={"thresholds": [line], "advised": 4.0, "sample_documents": 300, "against": "good"}
     )
-    facts = dict(sheet_of(told, shelf).facts)
+    facts = dict(scan_sheet_of(told, shelf).facts)
     assert facts["score 4 or more"].endswith("expected false positives: about 1.5; of good below 1.000%")
     write_shard(tmp_path, "other", [[1, 2, 3]], "uint16")
     with pytest.raises(DataError, match="not the scanned corpus"):
-        sheet_of(scan, open_shelf([tmp_path / "other"]))
+        scan_sheet_of(scan, open_shelf([tmp_path / "other"]))

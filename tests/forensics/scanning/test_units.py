@@ -13,9 +13,16 @@ from hypothesis import strategies as st
 
 from megastable.base.errors import DataError
 from megastable.data.shards import Shard
-from megastable_tools.forensics.oddness.yardstick import cut
+from megastable_tools.forensics.oddness.yardstick import cut_documents
 from megastable_tools.forensics.scanning import units as module
-from megastable_tools.forensics.scanning.units import Unit, blocks, edges_of, open_unit, sample, units
+from megastable_tools.forensics.scanning.units import (
+    Unit,
+    edges_of,
+    open_unit,
+    read_blocks,
+    sample_documents,
+    split_into_units,
+)
 from tests.forensics.shelves import Plain, write
 from tests.tiers import examples
 
@@ -47,7 +54,7 @@ def test_units_are_all_documents_in_order(
     shards = shelf(tmp_path_factory.mktemp("units"), documents)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "DOCUMENTS", most)
-        found = list(units(shards, size))
+        found = list(split_into_units(shards, size))
     assert [unit.number for unit in found] == list(range(len(found)))
     for index, shard in enumerate(shards):
         edges, document = np.cumsum([0, *documents[index]]), 0
@@ -71,7 +78,7 @@ def test_blocks_hold_every_token_once_and_cut_only_long_documents(
     edges, seen = shard.document_edges(0, shard.documents), set[int]()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "BLOCK", size)
-        found = list(blocks(shard, edges, lambda at: cut(at, 7)))
+        found = list(read_blocks(shard, edges, lambda at: cut_documents(at, 7)))
     assert [int(t) for block in found for t in block.tokens] == list(range(shard.tokens))
     for block in found:
         assert block.edges[0] == 0 and block.edges[-1] == len(block.tokens) > 0
@@ -94,11 +101,11 @@ def test_sample_is_all_of_a_small_corpus_and_spread_over_a_large_one(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "RUNS", 8)
         patch.setattr(module, "BLOCK", block)
-        found = list(sample(shards, most))
+        found = list(sample_documents(shards, most))
     total, tokens = sum(map(sum, documents)), []
     for shard, edges, numbers in found:
         assert len(edges) == len(numbers) + 1 and edges[0] < edges[-1]
-        tokens += shard.raw(int(edges[0]), int(edges[-1] - edges[0])).tolist()
+        tokens += shard.read_raw(int(edges[0]), int(edges[-1] - edges[0])).tolist()
         for number, a, b in zip(numbers.tolist(), edges[:-1], edges[1:]):
             first, end = shard.document_bounds(number)
             part = end - first > block and first <= a <= b <= end and b - a <= block
@@ -112,17 +119,19 @@ def test_sample_is_all_of_a_small_corpus_and_spread_over_a_large_one(
 
 def test_sample_of_a_large_corpus_comes_from_everywhere(tmp_path: Path) -> None:
     shards = shelf(tmp_path / "many", [[20] * 3000, [], [20] * 1000])
-    starts = [int(edges[0]) + 60_000 * (shard is shards[2]) for shard, edges, _ in sample(shards, 8_000)]
+    starts = [
+        int(edges[0]) + 60_000 * (shard is shards[2]) for shard, edges, _ in sample_documents(shards, 8_000)
+    ]
     assert len(starts) >= 64 and np.histogram(starts, 8, (0, 80_000))[0].min() >= 4
     one = shelf(tmp_path / "one", [[3_000_000]])
-    parts = [int(edges[0]) for _, edges, _ in sample(one, 600_000)]
+    parts = [int(edges[0]) for _, edges, _ in sample_documents(one, 600_000)]
     assert np.histogram(parts, 8, (0, 3_000_000))[0].min() >= 32
 
 
 def test_units_of_damaged_or_changed_files_name_the_file(tmp_path: Path) -> None:
     (shard,) = shelf(tmp_path, [[5, 6, 7, 8, 9]])
     good = shard.idx_path.read_bytes()
-    (unit,) = units([shard], 1000)
+    (unit,) = split_into_units([shard], 1000)
     documents_at = 34 + 12 * shard.sequences + 8 * 2
     for wrong in (10**6, -3, 0):
         content = good[:documents_at] + np.array([wrong], "<i8").tobytes() + good[documents_at + 8 :]

@@ -16,7 +16,7 @@ from hypothesis.extra import numpy as arrays
 
 from megastable.base.errors import DataError
 from megastable.checkpoint.plain import PlainModel
-from megastable.data.manifest import TokenizerInfo, adopt
+from megastable.data.manifest import TokenizerInfo, adopt_shards
 from megastable.data.shards import ShardWriter
 from megastable.model.gpt import GPT
 from megastable.parallel.topology import TensorParallel
@@ -24,18 +24,23 @@ from megastable.report.postmortem.sample_texts import Library
 from megastable_tools.forensics.scoring import losses as losses_module
 from megastable_tools.forensics.scoring.document_scores import (
     Scorer,
-    batches,
-    between,
-    checked,
-    listed,
-    parcels,
+    batch_windows,
+    check_picked,
+    cut_windows,
+    pick_between,
+    pick_listed,
+    pick_spread,
     score_shelf,
-    spread,
-    windows,
+    split_into_parcels,
 )  # fmt: skip
 from megastable_tools.forensics.scoring.losses import losses_of, losses_under, token_losses
 from megastable_tools.forensics.scoring.score_sheet import score_sheet
-from megastable_tools.forensics.scoring.scored import first_rows, judged, likes, rows
+from megastable_tools.forensics.scoring.scored import (
+    find_baselines,
+    first_rows,
+    judge_losses,
+    read_scored_rows,
+)
 from megastable_tools.forensics.shard_set import open_shelf
 from tests.conftest import LENGTH, VOCABULARY, tiny, write_corpus
 from tests.distributed import run_ranks
@@ -87,7 +92,7 @@ def odd(tmp_path_factory: pytest.TempPathFactory) -> Path:
     info = TokenizerInfo(
         file="tokenizer.model", kind="sentencepiece", xxh3="0" * 32, vocab_size=VOCABULARY, eod=0
     )
-    adopt(folder, info, 0.1).save(folder)
+    adopt_shards(folder, info, 0.1).save_manifest(folder)
     return folder
 
 
@@ -118,14 +123,14 @@ def test_token_losses_are_torchs(corpus: Path, tied: bool, monkeypatch: pytest.M
 
 @given(st.lists(st.integers(0, 50), max_size=12), st.integers(1, 16), st.integers(0, 1), st.integers(1, 64))
 def test_windows_tell_every_token_once(lengths: list[int], size: int, first: int, batch: int) -> None:
-    of = windows(np.array(lengths, dtype=np.int64), size, first)
+    of = cut_windows(np.array(lengths, dtype=np.int64), size, first)
     told = [[0] * n for n in lengths]
     for owner, begin, length, fresh in zip(of.owner, of.begin, of.length, of.fresh, strict=True):
         assert 1 <= length <= size and length == min(size, lengths[owner] - first)
         for at in range(begin + fresh, begin + length):
             told[owner][at] += 1
     assert told == [[int(at >= first) for at in range(n)] for n in lengths]
-    chosen = list(batches(of, batch))
+    chosen = list(batch_windows(of, batch))
     assert sorted(np.concatenate([[], *chosen]).tolist()) == list(range(len(of)))
     assert all(len(one) == 1 or len(one) * of.length[one].max() <= batch for one in chosen)
 
@@ -133,14 +138,14 @@ def test_windows_tell_every_token_once(lengths: list[int], size: int, first: int
 @given(arrays.arrays(np.int64, st.integers(0, 200), elements=st.integers(0, 100_000)))
 def test_likes_judge_every_length_by_enough_documents(tokens: np.ndarray) -> None:
     loss = np.linspace(1, 2, len(tokens))
-    by = likes(tokens, loss)
+    by = find_baselines(tokens, loss)
     if len(tokens) < 8:
-        assert by == [] and np.isnan(judged(by, tokens, loss)).all()
+        assert by == [] and np.isnan(judge_losses(by, tokens, loss)).all()
         return
     assert sum(one.documents for one in by) == len(tokens)
     assert len(by) == 1 or min(one.documents for one in by) >= 32
     assert [one.below for one in by] == sorted({one.below for one in by}) and by[-1].below == 1 << 62
-    assert np.isfinite(judged(by, tokens, loss)).all()
+    assert np.isfinite(judge_losses(by, tokens, loss)).all()
 
 
 def reference(model: PlainModel, document: torch.Tensor) -> tuple[torch.Tensor, list[tuple[float, int]]]:
@@ -159,12 +164,18 @@ def reference(model: PlainModel, document: torch.Tensor) -> tuple[torch.Tensor, 
 @pytest.mark.parametrize("batch", [LENGTH, 4 * LENGTH])
 def test_scorer_measures_what_a_plain_reference_does(corpus: Path, odd: Path, batch: int) -> None:
     model, shelf, bytes_of = model_of(corpus), open_shelf([odd]), np.arange(VOCABULARY + 1)
-    scorer = dataclasses.replace(Scorer.of(shelf, model, gradients=True, batch=batch), bytes_of=bytes_of)
+    scorer = dataclasses.replace(
+        Scorer.of_shelf(shelf, model, gradients=True, batch=batch), bytes_of=bytes_of
+    )
     wanted = {"part-0": np.array([0, 3, 4, 17, ODD])}
-    table = [row for parcel in parcels(shelf, wanted, 100) for row in scorer.measure(parcel).to_pylist()]
+    table = [
+        row
+        for parcel in split_into_parcels(shelf, wanted, 100)
+        for row in scorer.measure_parcel(parcel).to_pylist()
+    ]
     assert [row["document"] for row in table] == [0, 3, 4, 17, ODD]
     for row in table:
-        document = torch.from_numpy(shelf.shards[0].read(row["first_token"], row["tokens"]))
+        document = torch.from_numpy(shelf.shards[0].read_tokens(row["first_token"], row["tokens"]))
         mean, found = reference(model, document)
         loss, first = max(found, key=lambda one: one[0])
         gradients = torch.autograd.grad(mean, list(model.parameters()))
@@ -178,13 +189,13 @@ def test_scorer_measures_what_a_plain_reference_does(corpus: Path, odd: Path, ba
         assert row["gradient_norm"] == pytest.approx(norm, rel=1e-4)
         bits = mean_loss * row["tokens"] / math.log(2) / size if size else math.nan
         assert row["bits_per_byte"] == pytest.approx(bits, rel=1e-5, nan_ok=True)
-    parcel = next(iter(parcels(shelf, {"part-0": np.array([ODD])}, 1)))
-    own = np.append(scorer.losses(parcel, 0, 10), scorer.losses(parcel, 10, parcel.tokens))
+    parcel = next(iter(split_into_parcels(shelf, {"part-0": np.array([ODD])}, 1)))
+    own = np.append(scorer.losses_between(parcel, 0, 10), scorer.losses_between(parcel, 10, parcel.tokens))
     assert float(own.mean()) == pytest.approx(table[-1]["loss"], abs=1e-5)
     # Without an end of documents the first token of each has no loss.
     blind = dataclasses.replace(scorer, eod=None, gradients=False)
-    first_parcel = next(iter(parcels(shelf, {"part-0": np.array([0, 3])}, 1000)))
-    none, some = blind.measure(first_parcel).to_pylist()
+    first_parcel = next(iter(split_into_parcels(shelf, {"part-0": np.array([0, 3])}, 1000)))
+    none, some = blind.measure_parcel(first_parcel).to_pylist()
     assert (
         math.isnan(none["loss"]) and none["worst_tokens"] == 0 and some["worst_first"] > some["first_token"]
     )
@@ -194,7 +205,7 @@ def test_score_shelf_finds_the_odd_document_and_shows_it(run: Path, odd: Path, t
     shelf, folder = open_shelf([odd]), tmp_path / "scores"
     scores = score_shelf(shelf, run, folder, progress=False)
     assert scores.documents == 80 and scores.tokens == shelf.tokens and scores.precision == "bfloat16"
-    table = list(rows(folder))
+    table = list(read_scored_rows(folder))
     assert [row["document"] for row in table] == list(range(80))
     mean = sum(row["loss"] * row["tokens"] for row in table) / shelf.tokens
     assert scores.loss == pytest.approx(mean, rel=1e-5) and sum(scores.counts) == 80
@@ -206,7 +217,7 @@ def test_score_shelf_finds_the_odd_document_and_shows_it(run: Path, odd: Path, t
     assert z == sorted(z) and scores.low == sum(one <= -4 for one in z)
     with pytest.raises(DataError, match="no order 'best'"):
         first_rows(folder, 1, "best")
-    sheet = score_sheet(folder, shelf, Scorer.of(shelf, losses_module.load(run)), most=5, texts=1)
+    sheet = score_sheet(folder, shelf, Scorer.of_shelf(shelf, losses_module.load_model(run)), most=5, texts=1)
     assert len(sheet.rows) == 5 and sheet.rows[0]["document"] == ODD and "predict" in sheet.rows[0]["finding"]
     heat = [span.heat for span in sheet.passages[0][0].spans]
     assert len(heat) == first["tokens"] - 1 and np.mean(heat[70:]) > 1.5 * np.mean(heat[10:60])
@@ -215,25 +226,25 @@ def test_score_shelf_finds_the_odd_document_and_shows_it(run: Path, odd: Path, t
 
 def test_score_shelf_takes_picked_documents(run: Path, odd: Path, tmp_path: Path) -> None:
     shelf, some = open_shelf([odd]), tmp_path / "some"
-    score_shelf(shelf, run, some, documents=between(shelf, 10, 50), sample=4, progress=False)
-    assert [row["document"] for row in rows(some)] == [15, 25, 35, 45]
-    assert all(row["z"] is None for row in rows(some))  # too few to say what is usual
+    score_shelf(shelf, run, some, documents=pick_between(shelf, 10, 50), sample=4, progress=False)
+    assert [row["document"] for row in read_scored_rows(some)] == [15, 25, 35, 45]
+    assert all(row["z"] is None for row in read_scored_rows(some))  # too few to say what is usual
     (tmp_path / "list").write_text("part-0 7\npart-0 3\n")
-    assert listed(shelf, tmp_path / "list")["part-0"].tolist() == [3, 7]
-    assert spread(shelf, 1000)["part-0"].tolist() == list(range(80))
+    assert pick_listed(shelf, tmp_path / "list")["part-0"].tolist() == [3, 7]
+    assert pick_spread(shelf, 1000)["part-0"].tolist() == list(range(80))
     for name, number, message in (("part-0", 80, "there is no document 80"), ("part-1", 0, "has no shard")):
         with pytest.raises(DataError, match=message):
-            checked(shelf, {name: np.array([number])})
+            check_picked(shelf, {name: np.array([number])})
     with pytest.raises(DataError, match="none of 80 to 90"):
-        between(shelf, 80, 91)
+        pick_between(shelf, 80, 91)
 
 
 def test_losses_under_a_checkpoint_are_those_of_training(run: Path, known: Path) -> None:
     """Also of a sequence warm-up: each piece has the losses of a row of its own."""
-    positions, of, model = np.arange(6), losses_under(run), losses_module.load(run)
+    positions, of, model = np.arange(6), losses_under(run), losses_module.load_model(run)
     library = Library(tiny(known, run))
-    samples = library.source.samples(positions)
-    exact = losses_module.load(run, exact=True)
+    samples = library.source.read_samples(positions)
+    exact = losses_module.load_model(run, exact=True)
     assert np.abs(of(library, positions) - token_losses(exact, samples)).mean() < 0.05
     # 8 tokens, then 16 from position 1 on, then all.
     cut = Library(tiny(known, run, train={"sequence_warmup": {"start": 8, "tokens": 3 * LENGTH}}))
@@ -255,6 +266,6 @@ def test_losses_under_a_checkpoint_are_those_of_training(run: Path, known: Path)
 def test_losses_under_refuses_samples_that_do_not_fit(
     corpus: Path, run: Path, change: dict[str, int], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(losses_module, "load", lambda _: model_of(corpus, model=change))
+    monkeypatch.setattr(losses_module, "load_model", lambda _: model_of(corpus, model=change))
     with pytest.raises(DataError, match=message):
         losses_under(run)(Library(tiny(corpus, run)), np.arange(2))

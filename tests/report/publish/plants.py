@@ -24,7 +24,7 @@ from megastable.run.records import LAYER_SCHEMA, LayerRecord, Recorder
 
 BASE64 = re.compile(rb"[A-Za-z0-9+/]{16,}={0,2}")
 # Values of fields that hold a number or a list of ranges; all others get a secret.
-PLAIN = {kinds.whole: 3, kinds.real: 3.5, kinds.flag: True, kinds.pairs: [[1, 2]]}
+PLAIN = {kinds.read_whole: 3, kinds.read_real: 3.5, kinds.read_flag: True, kinds.read_pairs: [[1, 2]]}
 
 
 class Plants:
@@ -117,11 +117,11 @@ def _journal(run: RunDirectory, p: Plants) -> None:
                 read = getattr(hint, "__metadata__", [None])[0]
                 if read in PLAIN:
                     told[field] = PLAIN[read]
-                elif read is kinds.text:
+                elif read is kinds.read_text:
                     told[field] = p(f"{name}.{field}", "up to {} now")
-                elif read is kinds.items:
+                elif read is kinds.read_items:
                     told[field] = [p(f"{name}.{field}"), p.tree(f"{name}.{field}")]
-                elif read in (kinds.tree, kinds.maybe_tree):
+                elif read in (kinds.read_tree, kinds.maybe_tree):
                     told[field] = p.tree(f"{name}.{field}")
             if name in ("incident", "handover", "unstable", "alert"):
                 told |= {"summary": summary, "what": "opened", "number": 7}
@@ -166,7 +166,9 @@ def _records(run: RunDirectory, p: Plants) -> None:
     pq.write_table(table.replace_schema_metadata({"who": p("step metadata")}), path)
     (run.steps / p("step file", "{}.parquet")).write_text(p("damaged step file"))
     layers = Recorder(run.layers, 1, LAYER_SCHEMA)
-    layers.add(LayerRecord(25, 1025.0, p("layer", "blocks.{}"), activation_rms=1.0, activation_max=2.0))
+    layers.add_records(
+        LayerRecord(25, 1025.0, p("layer", "blocks.{}"), activation_rms=1.0, activation_max=2.0)
+    )
 
 
 def everything(folder: Path) -> Iterator[tuple[str, bytes]]:

@@ -21,7 +21,7 @@ from megastable.commands.report import app
 from megastable.data.blends import BlendEntry, Share
 from megastable.data.manifest import Manifest
 from megastable.report.postmortem import write_incidents
-from megastable.report.publish import publish
+from megastable.report.publish import publish_run
 from megastable.report.publish.redaction import Keeping
 from megastable_tools.prepare.prepare import prepare_shards
 from tests.data.texts import documents, sentencepiece_file
@@ -75,8 +75,8 @@ def test_publish_shows_a_run_with_incidents_that_goes_on(tmp_path: Path) -> None
     progress(run, 150, time.time(), 3.0)
     with (run.root / ".lock").open("w") as file:
         file.flush()
-        held = durable.hold(run.root / ".lock")
-        done = publish(run.root, tmp_path / "public", NONE)
+        held = durable.lock_file(run.root / ".lock")
+        done = publish_run(run.root, tmp_path / "public", NONE)
         held.close()
     told = check(tmp_path / "public")
     assert told["head"]["running"] and told["head"]["name"] == "public" and not told["head"]["advice"]
@@ -103,7 +103,7 @@ def test_publish_names_damaged_files(tmp_path: Path) -> None:
     sorted(run.steps.iterdir())[1].write_bytes(b"torn")
     run.recipe.write_text("config: 3")
     run.progress.unlink()
-    done = publish(run.root, tmp_path / "public", NONE)
+    done = publish_run(run.root, tmp_path / "public", NONE)
     check(tmp_path / "public")
     assert done.incidents == 1 and done.made.problems[:3] == [
         "journal.jsonl: 2 lines left out: malformed, or of an unknown kind",
@@ -140,7 +140,7 @@ from pathlib import Path
 from megastable.report import publish
 from megastable.report.publish.redaction import Keeping
 publish.find_leaks = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-publish.publish(Path(sys.argv[1]), Path(sys.argv[2]), Keeping())
+publish.publish_run(Path(sys.argv[1]), Path(sys.argv[2]), Keeping())
 """
 
 
@@ -158,7 +158,7 @@ def test_publish_leaves_no_link_into_the_run_where_it_is_killed(spike: Path, tmp
     (made,) = (tmp_path / "private").iterdir()  # only for this user
     assert made.stat().st_mode & 0o077 == 0
     assert any(path.is_symlink() for path in made.rglob("*"))
-    publish(spike, tmp_path / "online" / "run", Keeping())
+    publish_run(spike, tmp_path / "online" / "run", Keeping())
     assert [path.name for path in (tmp_path / "online").iterdir()] == ["run"]
 
 
@@ -175,12 +175,12 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     corpus = Path("acmemails")
     prepare_shards([tmp_path / "in"], corpus, sentencepiece_file(tmp_path), progress=False)
     root = make_run(corpus, tmp_path / "run", data_incident(corpus, [(236, 248)]))
-    known = Manifest.load(corpus)
+    known = Manifest.load_manifest(corpus)
     share = Share(
         name=known.name,
         path=str(corpus),
         weight=1.0,
-        tokens=known.tokens("train"),
+        tokens=known.count_tokens("train"),
         fingerprint=known.fingerprint(),
     )
     append(root / "blends.jsonl", BlendEntry(position=0, step=0, corpora=[share]))
@@ -193,8 +193,8 @@ def samples(root: Path) -> str:
 
 @pytest.mark.slow
 def test_texts_shown_are_those_of_the_run_without_its_names(run: Path, tmp_path: Path) -> None:
-    publish(run, tmp_path / "public", Keeping(texts=True))
-    publish(run, tmp_path / "named", Keeping(texts=True, names=True))
+    publish_run(run, tmp_path / "public", Keeping(texts=True))
+    publish_run(run, tmp_path / "named", Keeping(texts=True, names=True))
     write_incidents(run)
     ours, public = samples(run / "incidents"), samples(tmp_path / "public" / "incidents")
     assert samples(tmp_path / "named" / "incidents") == ours and ours.count("acmemails") > 12

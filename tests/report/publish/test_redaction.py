@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from megastable.base.text import visible
+from megastable.base.text import make_visible
 from megastable.config.tree import RunConfig
 from megastable.report import safe
 from megastable.report.publish import find_leaks
 from megastable.report.publish.public_run import NOT_OF_RECIPE, public_copy
-from megastable.report.publish.redaction import WITHHELD, Keeping, PublicNames, Redactor, collect
-from megastable.report.run_page.page_file import whole
+from megastable.report.publish.redaction import WITHHELD, Keeping, PublicNames, Redactor, collect_names
+from megastable.report.run_page.page_file import read_whole
 from megastable.run.directory import RunDirectory, as_json
 from megastable.run.goodput.watching import read_account
 from megastable.run.records import Recorder
@@ -28,7 +28,7 @@ from tests.report.run_page.run_files import record
 
 def redactor(**keep: bool) -> Redactor:
     names = PublicNames(Keeping(**keep))
-    collect(
+    collect_names(
         {"hosts": ["node-3.rack.example", "node-4"], "corpus": "acme mails", "shard": "acme-00000"}, names
     )
     return Redactor(names)
@@ -52,7 +52,7 @@ def redactor(**keep: bool) -> Redactor:
     ],
 )
 def test_redactor_keeps_what_megastable_says(text: str) -> None:
-    assert redactor().text(text) == text
+    assert redactor().redact_text(text) == text
 
 
 @pytest.mark.parametrize(
@@ -76,14 +76,14 @@ def test_redactor_keeps_what_megastable_says(text: str) -> None:
     ],
 )
 def test_redactor_withholds_what_others_say(text: str, shown: str) -> None:
-    assert redactor().text(text) == shown
+    assert redactor().redact_text(text) == shown
 
 
 def test_redactor_keeps_names_if_asked() -> None:
-    assert redactor(hosts=True).text("on node-4 and node-3") == "on node-4 and node-3"
+    assert redactor(hosts=True).redact_text("on node-4 and node-3") == "on node-4 and node-3"
     kept = redactor(names=True)
-    assert kept.text("of acme mails on node-4") == "of acme mails on host-2"
-    assert kept.tree({"shard": "acme-00000", "corpus": "another"}) == {
+    assert kept.redact_text("of acme mails on node-4") == "of acme mails on host-2"
+    assert kept.redact_tree({"shard": "acme-00000", "corpus": "another"}) == {
         "shard": "acme-00000",
         "corpus": "another",
     }
@@ -97,7 +97,7 @@ def test_redactor_keeps_the_form_of_trees() -> None:
         "hunter2": [{"reason": "hunter2"}],
         "fingerprint": "ab" * 32,
     }
-    assert redactor().tree(value) == {
+    assert redactor().redact_tree(value) == {
         "loss": 1.5, "applied": True, "none": None, WITHHELD: [{"reason": WITHHELD}], "fingerprint": "ab" * 32,
     }  # fmt: skip
 
@@ -108,8 +108,8 @@ def test_redactor_keeps_the_form_of_trees() -> None:
 def test_redactor_withholds_a_secret_whatever_is_around_it(around: str, where: int) -> None:
     secret = "Zq7vK2xW9pLm"
     text = around[:where] + " " + secret + " " + around[where:]
-    assert secret not in redactor().text(text)
-    assert secret not in redactor().text(around[:where] + secret + around[where:])
+    assert secret not in redactor().redact_text(text)
+    assert secret not in redactor().redact_text(around[:where] + secret + around[where:])
 
 
 NONE = Keeping()
@@ -133,12 +133,14 @@ def events(run: RunDirectory, folder: Path, name: str, keep: Keeping = NONE) -> 
 def test_redactor_replaces_hosts_that_documentation_names() -> None:
     """And one that is called as another one's pseudonym does not take the blame."""
     names = PublicNames()
-    collect({"hosts": ["host-2", "host-1", "node-1", "step"]}, names)
+    collect_names({"hosts": ["host-2", "host-1", "node-1", "step"]}, names)
     redact = Redactor(names)
-    assert redact.text("rank 1 on host-1, host-2 and node-1 was killed") == (
+    assert redact.redact_text("rank 1 on host-1, host-2 and node-1 was killed") == (
         "rank 1 on host-2, host-1 and host-3 was killed"
     )
-    assert redact.text("rank 1 on step was killed at step 5") == "rank 1 on host-4 was killed at step 5"
+    assert (
+        redact.redact_text("rank 1 on step was killed at step 5") == "rank 1 on host-4 was killed at step 5"
+    )
 
 
 def keys_of_texts(model: type[BaseModel], before: str = "") -> set[str]:
@@ -165,16 +167,16 @@ def test_public_copy_has_the_steps_and_the_account_of_the_run(tmp_path: Path) ->
     run, time = begin(tmp_path / "run"), BEGIN + 22
     recorder = Recorder(run.steps, 2)
     for step in range(1, 101):
-        recorder.add(record(step, time, curve(step)))
+        recorder.add_records(record(step, time, curve(step)))
         time += 1 if step != 50 else -9.5
         if step == 60:
-            recorder.compact()
+            recorder.compact_records()
     progress(run, 100, time, curve(100))
     public_copy(run.root, tmp_path / "copy", NONE)
     for root in (run.root, tmp_path / "copy"):
-        with whole(root).records.table() as table:
+        with read_whole(root).records.hold_table() as table:
             assert table.steps["step"].tolist() == list(range(1, 101)) and not table.steps["undone"].any()
-    assert read_account(run.root)[0].facts() == read_account(tmp_path / "copy")[0].facts()
+    assert read_account(run.root)[0].list_facts() == read_account(tmp_path / "copy")[0].list_facts()
 
 
 @pytest.mark.parametrize(
@@ -182,7 +184,8 @@ def test_public_copy_has_the_steps_and_the_account_of_the_run(tmp_path: Path) ->
 )
 def test_find_leaks_finds_a_name_in_every_form(name: str, tmp_path: Path) -> None:
     texts = {
-        "README.md": safe.markdown(f"on {name} now"), "index.html": f"<p>on {html.escape(visible(name))}</p>",
+        "README.md": safe.escape_markdown(f"on {name} now"),
+        "index.html": f"<p>on {html.escape(make_visible(name))}</p>",
         "journal.jsonl": as_json({"text": f"on {name}"}), "plain.txt": f"on {name}",
     }  # fmt: skip
     for file, text in texts.items():

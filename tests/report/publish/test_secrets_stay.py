@@ -9,7 +9,7 @@ from pathlib import Path
 import matplotlib.text
 import pytest
 
-from megastable.report.publish import publish
+from megastable.report.publish import publish_run
 from megastable.report.publish.redaction import Keeping
 from megastable.report.run_page import page_file
 from megastable.run.events.reading import KINDS
@@ -62,7 +62,7 @@ def found(plants: Plants, folder: Path, drawn: list[str]) -> set[tuple[str, str]
 @pytest.mark.slow
 @pytest.mark.parametrize("planted", [True, False], ids=["unusable recipe", "usable recipe"], indirect=True)
 def test_publish_shows_no_secret(planted: Plants, tmp_path: Path, drawn: list[str]) -> None:
-    done = publish(run_of(tmp_path, planted), tmp_path / "public", Keeping())
+    done = publish_run(run_of(tmp_path, planted), tmp_path / "public", Keeping())
     assert len(planted.secrets) > 2 * len(KINDS) and len(drawn) > 50
     assert found(planted, tmp_path / "public", drawn) == set()
     # It is a record all the same.
@@ -83,7 +83,7 @@ def test_publish_shows_no_secret(planted: Plants, tmp_path: Path, drawn: list[st
 @pytest.mark.slow
 @pytest.mark.parametrize("planted", [False], ids=["usable recipe"], indirect=True)
 def test_publish_keeps_names_and_texts_alone(planted: Plants, tmp_path: Path, drawn: list[str]) -> None:
-    publish(run_of(tmp_path, planted), tmp_path / "public", ALL)
+    publish_run(run_of(tmp_path, planted), tmp_path / "public", ALL)
     places = {place for place, _ in found(planted, tmp_path / "public", drawn)}
     ends = (".host", "json host", ".hosts", ".gone", ".hosts 2")
     hosts = {place for place in planted.secrets if place.endswith(ends)}
@@ -110,10 +110,10 @@ def test_publish_searches_before_it_publishes(
     from megastable.base.errors import DataError
 
     monkeypatch.setattr(socket, "gethostname", lambda: "reproduced-nowhere")
-    publish(spike, tmp_path / "public", Keeping())
+    publish_run(spike, tmp_path / "public", Keeping())
     before = (tmp_path / "public" / "SHA256SUMS").read_text()
     monkeypatch.setattr(page_file, "BODY", f"{page_file.BODY}<p>on reproduced-nowhere</p>")
     with pytest.raises(DataError, match=r"nothing was published.*index.html"):
-        publish(spike, tmp_path / "public", Keeping())
+        publish_run(spike, tmp_path / "public", Keeping())
     assert (tmp_path / "public" / "SHA256SUMS").read_text() == before
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]

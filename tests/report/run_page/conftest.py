@@ -20,14 +20,14 @@ from tests.patience import PATIENCE, until
 def serving(*runs: Path, token: str = "", loopback: bool = True) -> Iterator[str]:
     """The address of a server of these runs."""
     uvicorn = pytest.importorskip("uvicorn")
-    from megastable.report.run_page.page_server import PageServer, listen
+    from megastable.report.run_page.page_server import PageServer, open_socket
 
     readers = [RunReader(run) for run in runs]
-    with listen("127.0.0.1", 0) as bound:
+    with open_socket("127.0.0.1", 0) as bound:
         port = bound.getsockname()[1]
         page = PageServer(readers, PageGuard(loopback, token, port))
         config = uvicorn.Config(
-            page.app(), log_level="error", access_log=False, timeout_graceful_shutdown=1, ws="none"
+            page.build_app(), log_level="error", access_log=False, timeout_graceful_shutdown=1, ws="none"
         )
         server = uvicorn.Server(config)
         page.ending = lambda: server.should_exit

@@ -49,7 +49,7 @@ def made_run(
         if waiting and step == waiting[0]:
             onset, number = waiting.pop(0), number + 1
             for bad in (onset, onset + 1):
-                recorder.add(record(bad, time, 9.0 + bad % 2, applied=False))
+                recorder.add_records(record(bad, time, 9.0 + bad % 2, applied=False))
                 refused = {"step": bad, "verdict": "outlier", "reason": "loss 14 sigma above", "loss": 9.0}
                 note(run, time, "discarded", **refused)
                 time += SECONDS
@@ -64,13 +64,13 @@ def made_run(
             ])  # fmt: skip
             time, step = time + 21, onset - 2
             continue
-        recorder.add(record(step, time, curve(step)))
+        recorder.add_records(record(step, time, curve(step)))
         if step % 10 == 0:
-            layers.add(*looks(step, time))
+            layers.add_records(*looks(step, time))
         if step % 50 == 0:
             look_back(run, step, time)
         time, step = time + SECONDS, step + 1
-    recorder.flush()
+    recorder.flush_records()
     progress(run, last, time, curve(last))
     return run
 
@@ -119,6 +119,6 @@ def machines(run: RunDirectory, samples: int = 10, ranks: int = 4, slow: int = 2
             for h in range(2)
         }  # fmt: skip
         own: list[float | None] = [1.5 if rank == slow else 1.0 for rank in range(ranks)]
-        writer.add(MachineSample(
+        writer.add_sample(MachineSample(
             time=BEGIN + 52 + 30 * n, seconds=30.0, step=15 * (n + 1), whole=1.6, own=own, hosts=hosts,
         ))  # fmt: skip

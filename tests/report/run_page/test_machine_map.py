@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from megastable.report.run_page import page_file
-from megastable.report.run_page.machine_map import MOST, ROWS, chosen, own_work, shared, with_gaps
-from megastable.report.run_page.page_file import content
+from megastable.report.run_page.machine_map import MOST, ROWS, choose_places, own_work, share_rows, with_gaps
+from megastable.report.run_page.page_file import build_content
 from megastable.report.run_page.run_reader import RunReader
 from megastable.run.machine_state import LEVELS, MachineSample, SamplePlace
 from tests.report.run_page.made_runs import machines, made_run
@@ -28,7 +28,7 @@ def test_machine_maps_show_a_slow_rank_and_a_throttled_gpu(tmp_path: Path) -> No
     assert reader.machine_maps("step", None, None)["maps"] == []
     machines(run)
     version = reader.version
-    reader.look(now=True)
+    reader.look_again(now=True)
     assert reader.version > version
     found = reader.machine_maps("step", None, None)
     assert found["looks"] == 10 and found["time"] == BEGIN + 52 + 270
@@ -49,7 +49,7 @@ def test_machine_maps_show_a_slow_rank_and_a_throttled_gpu(tmp_path: Path) -> No
     assert len(reader.machine_maps("step", 70, 140)["hosts"]) == 2
     assert 3 <= reader.machine_maps("step", 70, 140)["looks"] <= 6 < found["looks"]
     assert reader.machine_maps("time", 100, 200)["looks"] == 3
-    page_file.as_json(content([reader]))
+    page_file.as_json(build_content([reader]))
 
 
 def test_own_work_compares_stages_with_themselves() -> None:
@@ -65,7 +65,7 @@ def test_own_work_compares_stages_with_themselves() -> None:
 def test_shared_keeps_the_slowest_of_neighbours() -> None:
     values = np.ones((8000, 2))
     values[4321, 1] = 1.7
-    found, names = shared(values, [f"rank {n}" for n in range(8000)], np.nanmax)
+    found, names = share_rows(values, [f"rank {n}" for n in range(8000)], np.nanmax)
     assert len(found) == len(names) <= ROWS
     (row,) = np.flatnonzero(found[:, 1] > 1.5)
     assert names[row] == "rank 4320 to 4351" and found[row, 1] == 1.7
@@ -89,14 +89,17 @@ def test_chosen_is_as_fine_as_can_be_drawn() -> None:
         "30s": level("30s", end - 200_000, end), "15min": level("15min", end - 2_000_000, end),
         "6h": level("6h", 0.0, end - 30_000),
     }  # fmt: skip
-    whole = chosen(levels, 0.0, end)
+    whole = choose_places(levels, 0.0, end)
     times = [place.time for place in whole]
     assert len(whole) <= MOST and times == sorted(times) and times[0] == 0.0 and times[-1] >= end - 30.0
     assert {place.seconds for place in whole[:100]} == {21_600.0}
-    hour = chosen(levels, end - 3600, end)
+    hour = choose_places(levels, end - 3600, end)
     assert {place.seconds for place in hour} == {30.0} and len(hour) == 120
-    day = chosen(levels, end - 86_400, end)
+    day = choose_places(levels, end - 86_400, end)
     assert {place.seconds for place in day[:90]} == {900.0} and len(day) <= 96 + 30
-    early = chosen(levels, 100_000.0, 200_000.0)
+    early = choose_places(levels, 100_000.0, 200_000.0)
     assert {place.seconds for place in early} == {21_600.0}
-    assert chosen(levels, end + 1, end + 2) == [] and chosen({name: [] for name in levels}, 0, end) == []
+    assert (
+        choose_places(levels, end + 1, end + 2) == []
+        and choose_places({name: [] for name in levels}, 0, end) == []
+    )

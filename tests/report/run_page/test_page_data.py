@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 from megastable.config.tree import RunConfig
 from megastable.data.skips import Skips
-from megastable.model.sizes import parameters
+from megastable.model.sizes import count_parameters
 from megastable.report.run_page import page_file, run_reader
 from megastable.report.run_page.data_map import BINS, binned
 from megastable.report.run_page.page_file import write_page
-from megastable.report.run_page.page_headline import recipe_facts, short
+from megastable.report.run_page.page_headline import recipe_facts, shorten_number
 from megastable.report.run_page.run_reader import RunReader
 from megastable.run.directory import RunDirectory
 from tests.report.run_page.made_runs import curve, machines, made_run, summary
@@ -41,7 +41,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
 @pytest.fixture(scope="module")
 def reader(run: RunDirectory) -> RunReader:
     reader = RunReader(run.root)
-    reader.look(now=True)
+    reader.look_again(now=True)
     return reader
 
 
@@ -54,10 +54,10 @@ def figures(head: dict[str, Any]) -> dict[str, tuple[str, str]]:
 
 
 def test_head_has_figures(reader: RunReader) -> None:
-    told = figures(reader.head())
+    told = figures(reader.read_head())
     assert told["done"] == ("75.0 %", "step 150 of 200")
-    all_of, skipped = short((200 * BATCH + 10) * LENGTH), short(10 * LENGTH)
-    assert told["tokens"] == (short(150 * BATCH * LENGTH), f"of {all_of}, {skipped} of them skipped")
+    all_of, skipped = shorten_number((200 * BATCH + 10) * LENGTH), shorten_number(10 * LENGTH)
+    assert told["tokens"] == (shorten_number(150 * BATCH * LENGTH), f"of {all_of}, {skipped} of them skipped")
     assert told["incidents"] == ("2", "all over: 2 rewinds")
     assert told["samples skipped"][0] == "10" and told["steps lost"][0] == "4"
     assert told["loss"] == (
@@ -65,7 +65,7 @@ def test_head_has_figures(reader: RunReader) -> None:
         "median of 20 steps; validation 3.827 at step 150",
     )
     assert told["MFU"][0] == "41.0 %" and told["goodput"][0].endswith(" %")
-    assert "Both incidents were resolved without a person." in reader.head()["sentence"]
+    assert "Both incidents were resolved without a person." in reader.read_head()["sentence"]
 
 
 def test_panel_tells_what_is_trained(tmp_path: Path) -> None:
@@ -75,10 +75,10 @@ def test_panel_tells_what_is_trained(tmp_path: Path) -> None:
     note(run, BEGIN + 900, "training", step=150, cursor=1, world=8, peak_tflops=989.0, peak_source="nominal, H100",
          software={"device": "NVIDIA H100", "torch": "2.11"})  # fmt: skip
     reader = RunReader(run.root)
-    reader.look(now=True)
-    told = dict(reader.panel()["recipe"])
+    reader.look_again(now=True)
+    told = dict(reader.read_panel()["recipe"])
     assert told["model"].startswith(
-        f"{short(parameters(config_of(run).model))} parameters: 2 layers of 32, 2 heads, "
+        f"{shorten_number(count_parameters(config_of(run).model))} parameters: 2 layers of 32, 2 heads, "
     )
     assert told["batch"] == "8 samples of 32 tokens, micro-batches of 2"
     assert told["data"] == "web 0.5, code 0.5" and told["layout"] == "8 ranks: tensor 2 × data 4, ZeRO 1"
@@ -87,7 +87,7 @@ def test_panel_tells_what_is_trained(tmp_path: Path) -> None:
         told["optimizer"].startswith("adamw, rate 0.0003, clipped at 1")
         and told["price"] == "2.5 USD a GPU-hour"
     )
-    assert reader.panel()["peaks"] == [{"step": 150, "tflops": 989.0, "source": "nominal, H100"}]
+    assert reader.read_panel()["peaks"] == [{"step": 150, "tflops": 989.0, "source": "nominal, H100"}]
 
 
 @given(recipe=st.recursive(st.none() | st.booleans() | st.integers() | st.text(max_size=5), lambda inner: (
@@ -102,7 +102,7 @@ def test_recipe_facts_take_any_recipe(recipe: Any) -> None:
 
 
 def test_plots_tell_accepted_refused_and_undone_apart(reader: RunReader) -> None:
-    plots = reader.plots("step", None, None, 1000)
+    plots = reader.read_plots("step", None, None, 1000)
     accepted = plots["accepted"]
     assert floats(accepted["x"]["step"], "f8") == list(range(1, 151))
     assert floats(accepted["x"]["tokens"], "f8") == [step * BATCH * LENGTH for step in range(1, 151)]
@@ -120,7 +120,7 @@ def test_plots_tell_accepted_refused_and_undone_apart(reader: RunReader) -> None
 
 
 def test_panel_has_incidents_and_checkpoints(reader: RunReader) -> None:
-    panel = reader.panel()
+    panel = reader.read_panel()
     first, second = panel["incidents"]
     assert first["number"] == 1 and first["x"]["step"] == 60 and first["mood"] == "good"
     assert first["title"].startswith("At step 60") and first["cause_word"] == "data" and first["guilty"]
@@ -147,7 +147,7 @@ def test_panel_has_incidents_and_checkpoints(reader: RunReader) -> None:
 
 
 def test_panel_has_skipped_data(reader: RunReader) -> None:
-    data = reader.panel()["data"]
+    data = reader.read_panel()["data"]
     corpora = {corpus["name"]: corpus for corpus in data["corpora"]}
     assert corpora["web"]["samples"] == 10 and corpora["code"]["samples"] == 0
     assert [[n, share] for n, share in corpora["web"]["bins"]] == pytest.approx(
@@ -161,30 +161,30 @@ def test_binned_holds_the_share_that_is_skipped(given_: list[tuple[int, int]]) -
     total = 1200
     ranges = [(first, first + length) for first, length in given_]
     gone = {n for first, end in ranges for n in range(first, end)}
-    found = dict(map(tuple, binned(Skips.of(ranges), total)))
+    found = dict(map(tuple, binned(Skips.from_ranges(ranges), total)))
     for n in range(BINS):
         inside = [k for k in range(total * n // BINS, total * (n + 1) // BINS) if k in gone]
         assert found.get(n, 0.0) == pytest.approx(len(inside) / (total / BINS), abs=1e-5)
 
 
 def test_heat_has_layers(reader: RunReader) -> None:
-    heat = reader.heat("step", None, None)
+    heat = reader.read_heat("step", None, None)
     assert heat["layers"] == ["embedding", "block 0", "block 1"] and heat["looks"] == 15
     kinds = {kind["kind"]: np.array(floats(kind["values"])).reshape(3, 15) for kind in heat["kinds"]}
     assert set(kinds) == {"activation", "gradient", "logit", "entropy", "update"}
     assert (
         kinds["gradient"][2, 0] == pytest.approx(0.02 + 10 / 1e4) and np.isnan(kinds["activation"][0]).all()
     )
-    assert reader.heat("step", 45, 75)["looks"] == 5
-    assert reader.heat("tokens", 45 * BATCH * LENGTH, 75 * BATCH * LENGTH)["looks"] == 5
+    assert reader.read_heat("step", 45, 75)["looks"] == 5
+    assert reader.read_heat("tokens", 45 * BATCH * LENGTH, 75 * BATCH * LENGTH)["looks"] == 5
 
 
 def test_journal_is_searched(reader: RunReader) -> None:
-    found = run_reader.journal(reader, "healthy STEP-50")
+    found = run_reader.build_journal(reader, "healthy STEP-50")
     assert found["count"] == 1 and found["lines"][0]["text"] == "checkpoint step-50 has proved healthy"
-    assert run_reader.journal(reader, group="checkpoint")["count"] == 5
-    assert run_reader.journal(reader, "step 61")["lines"][0]["step"] == 61
-    newest = run_reader.journal(reader, most=3)
+    assert run_reader.build_journal(reader, group="checkpoint")["count"] == 5
+    assert run_reader.build_journal(reader, "step 61")["lines"][0]["step"] == 61
+    newest = run_reader.build_journal(reader, most=3)
     assert len(newest["lines"]) == 3 and newest["count"] == newest["all"] > 20
 
 
@@ -213,11 +213,11 @@ def test_page_takes_what_a_run_says_for_text(tmp_path: Path) -> None:
 
 def answers(reader: RunReader) -> list[dict[str, Any]]:
     """All that a page may ask for, as JSON gives it back."""
-    asked = [reader.head(), reader.panel(), run_reader.journal(reader)]
+    asked = [reader.read_head(), reader.read_panel(), run_reader.build_journal(reader)]
     for axis in ("step", "tokens", "time"):
         asked += [
-            reader.plots(axis, None, None, 50),
-            reader.heat(axis, 1, 500),
+            reader.read_plots(axis, None, None, 50),
+            reader.read_heat(axis, 1, 500),
             reader.machine_maps(axis, 1, 50),
         ]
     found: list[dict[str, Any]] = json.loads(page_file.as_json(asked))
@@ -247,7 +247,7 @@ def test_reader_answers_whatever_the_numbers(tmp_path: Path, odd: Any) -> None:
     progress(run, 31, BEGIN + 200, 3.0)
     run.progress.write_text(json.dumps(json.loads(run.progress.read_text()) | numbers))
     reader = RunReader(run.root)
-    reader.look(now=True)
+    reader.look_again(now=True)
     head, panel, journal, *_ = answers(reader)
     assert not reader.failures and journal["lines"][0]["text"] and head["figures"]
     assert len(panel["incidents"]) >= 15
@@ -263,12 +263,12 @@ def test_reader_tells_of_a_part_that_fails_and_reads_the_others(
     def fails() -> bool:
         raise RuntimeError("unforeseen")
 
-    monkeypatch.setattr(reader.journal, "look", fails)
+    monkeypatch.setattr(reader.journal, "look_again", fails)
     before = reader.version
     machines(run)
-    reader.look(now=True)
+    reader.look_again(now=True)
     assert reader.version > before and reader.machine_maps("time", None, None)["maps"]
-    assert "HistoryReader cannot read the run (RuntimeError: unforeseen)" in reader.head()["problems"][0]
+    assert "HistoryReader cannot read the run (RuntimeError: unforeseen)" in reader.read_head()["problems"][0]
     monkeypatch.undo()
-    reader.look()
-    assert not reader.head()["problems"]
+    reader.look_again()
+    assert not reader.read_head()["problems"]

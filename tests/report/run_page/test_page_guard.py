@@ -12,7 +12,7 @@ CLOSED = PageGuard(loopback=False, token="secret-ü", port=80)
 
 @pytest.mark.parametrize("host", ["localhost", "localhost:8765", "127.0.0.1:1", "[::1]:8765", "LOCALHOST:80"])
 def test_names_of_this_machine(host: str) -> None:
-    assert OPEN.refusal({"host": host}, {}) is None
+    assert OPEN.refuse_request({"host": host}, {}) is None
 
 
 @pytest.mark.parametrize(
@@ -28,26 +28,26 @@ def test_names_of_this_machine(host: str) -> None:
     ],
 )
 def test_a_foreign_name_that_points_here_is_refused(host: str) -> None:
-    refused = OPEN.refusal({"host": host}, {})
+    refused = OPEN.refuse_request({"host": host}, {})
     assert refused is not None and refused[0] == 421
 
 
 def test_another_site_may_link_here_but_not_read() -> None:
     headers = {"host": "localhost", "sec-fetch-site": "cross-site"}
-    assert OPEN.refusal({**headers, "sec-fetch-mode": "navigate"}, {}) is None
-    refused = OPEN.refusal({**headers, "sec-fetch-mode": "no-cors"}, {})
+    assert OPEN.refuse_request({**headers, "sec-fetch-mode": "navigate"}, {}) is None
+    refused = OPEN.refuse_request({**headers, "sec-fetch-mode": "no-cors"}, {})
     assert refused is not None and refused[0] == 403
 
 
 def test_a_token_in_the_address_or_in_the_cookie() -> None:
-    assert CLOSED.refusal({}, {"token": "secret-ü"}) is None
+    assert CLOSED.refuse_request({}, {"token": "secret-ü"}) is None
     with_token = PageGuard(loopback=False, token="abc", port=80)
-    assert with_token.refusal({"cookie": "other=1; megastable-80=abc"}, {}) is None
+    assert with_token.refuse_request({"cookie": "other=1; megastable-80=abc"}, {}) is None
     for headers, query in [
         ({}, {}), ({}, {"token": ""}), ({}, {"token": "ab"}), ({"cookie": "megastable-81=abc"}, {}),
         ({"cookie": "megastable-80="}, {}), ({"cookie": "\x00;;="}, {}), ({}, {"token": "\udc80"}),
     ]:  # fmt: skip
-        refused = with_token.refusal(headers, query)
+        refused = with_token.refuse_request(headers, query)
         assert refused is not None and refused[0] == 401
 
 

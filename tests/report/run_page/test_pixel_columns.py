@@ -8,7 +8,13 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megastable.report.run_page.plot_data import columns_of, means, reduced, trailing_share, trend_band
+from megastable.report.run_page.plot_data import (
+    average_columns,
+    columns_of,
+    reduce_columns,
+    trailing_share,
+    trend_band,
+)
 
 LOSSES = st.one_of(st.floats(-1e6, 1e6, width=32), st.sampled_from([math.nan, math.inf, -math.inf]))
 STEPS = st.lists(st.tuples(st.integers(0, 1000), LOSSES), min_size=1, max_size=200)
@@ -27,8 +33,8 @@ def test_columns_are_those_of_a_plain_loop(
         pixel = n if len(x) <= columns else sum(edge <= value for edge in edges)
         pixels.setdefault(pixel, []).append(n)
     assert starts.tolist() == [rows[0] for rows in pixels.values()]
-    found = reduced(y, starts)
-    assert np.allclose(means(x, starts), [np.mean(x[rows]) for rows in pixels.values()])
+    found = reduce_columns(y, starts)
+    assert np.allclose(average_columns(x, starts), [np.mean(x[rows]) for rows in pixels.values()])
     for n, rows in enumerate(pixels.values()):
         finite = [float(y[row]) for row in rows if math.isfinite(y[row])]
         if not finite:

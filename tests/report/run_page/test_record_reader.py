@@ -22,12 +22,12 @@ from tests.report.run_page.run_files import BEGIN, record
 
 def read(folder: Path) -> RecordReader:
     reader = RecordReader(folder)
-    reader.look()
+    reader.look_again()
     return reader
 
 
 def columns(reader: RecordReader) -> dict[str, list[float]]:
-    with reader.table() as table:
+    with reader.hold_table() as table:
         found = {name: table.steps[name].tolist() for name in ("step", "time", "loss", "applied", "undone")}
         return found | {"row": table.looks["row"].tolist()}
 
@@ -56,10 +56,10 @@ def test_find_undone_marks_what_a_later_step_does_again(steps: list[int], record
     table, given = StepTable(), {"step": np.array(steps, np.int64)}
     nothing = {name: np.full(len(steps), np.nan) for name in SOMETIMES}
     for row in (0, 0, recorded // 2):
-        table.record(
+        table.put_recorded(
             min(row, len(steps)), {name: some[row:recorded] for name, some in (given | nothing).items()}
         )
-        table.see({"step": given["step"][recorded:]})
+        table.add_seen({"step": given["step"][recorded:]})
         table.find_undone()
         wanted = [any(s <= step for s in steps[n + 1 :]) for n, step in enumerate(steps)]
         assert table.steps["undone"].tolist() == wanted and table.recorded == min(recorded, len(steps))
@@ -68,13 +68,13 @@ def test_find_undone_marks_what_a_later_step_does_again(steps: list[int], record
 def test_reader_has_the_newest_records_live(tmp_path: Path) -> None:
     run = made_run(tmp_path / "run")
     reader = read(run.steps)
-    found, newest = columns(reader), records.read(run.steps)
+    found, newest = columns(reader), records.read_newest_records(run.steps)
     live = [not undone for undone in found["undone"]]
     assert np.array(found["step"])[live].tolist() == newest.column("step").to_pylist() == list(range(1, 151))
     assert np.array(found["time"])[live].tolist() == newest.column("time").to_pylist()
     assert sum(not applied for applied in found["applied"]) == 4
     assert sum(found["undone"]) == 2 * 4  # two refused, and two before them, of each incident
-    with reader.table() as table:
+    with reader.hold_table() as table:
         steps = table.steps["step"][table.looks["row"]]
         assert set(steps.tolist()) == set(range(10, 151, 10))
         assert table.looks["parameter_norm"].tolist() == pytest.approx((50 + steps / 100).tolist())
@@ -83,45 +83,45 @@ def test_reader_has_the_newest_records_live(tmp_path: Path) -> None:
 def test_reader_has_the_table_of_a_new_reader_after_a_rewind_and_a_compaction(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path, 10)
     reader = RecordReader(tmp_path)
-    assert not reader.look()
+    assert not reader.look_again()
     for first in (1, 95, 290, 301):  # rewound to step 94, and to 289
         for step in range(first, first + 200):
-            recorder.add(record(step, BEGIN + 500 * first + step, curve(step)))
-        assert reader.look() and columns(reader) == columns(read(tmp_path))
-        recorder.compact()
-        reader.look()
+            recorder.add_records(record(step, BEGIN + 500 * first + step, curve(step)))
+        assert reader.look_again() and columns(reader) == columns(read(tmp_path))
+        recorder.compact_records()
+        reader.look_again()
         assert columns(reader) == columns(read(tmp_path)) and len(list(tmp_path.iterdir())) == 1
-    assert not reader.look() or not undone(columns(reader))[200:]
+    assert not reader.look_again() or not undone(columns(reader))[200:]
     assert len(columns(reader)["step"]) == 800 and undone(columns(reader))[:106] == list(range(95, 201))
 
 
 def test_reader_sees_steps_before_they_are_recorded(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path, 10)
     for step in range(1, 11):
-        recorder.add(record(step, BEGIN + step, curve(step)))
+        recorder.add_records(record(step, BEGIN + step, curve(step)))
     reader = read(tmp_path)
-    assert reader.see(told(11, 11, loss=3.25)) and not reader.see(told(11, 11, loss=3.25))
-    assert reader.see(told(12, 12))
+    assert reader.see_progress(told(11, 11, loss=3.25)) and not reader.see_progress(told(11, 11, loss=3.25))
+    assert reader.see_progress(told(12, 12))
     assert columns(reader)["loss"][-2:] == [3.25, 3.0]
-    assert reader.see(told(9, 14, loss=3.5))  # after a rewind to step 8
+    assert reader.see_progress(told(9, 14, loss=3.5))  # after a rewind to step 8
     assert undone(columns(reader)) == [9, 10, 11, 12]
     for step in (11, 12, *range(9, 17)):
-        recorder.add(record(step, BEGIN + 20 + step, curve(step)))
-    reader.look()
+        recorder.add_records(record(step, BEGIN + 20 + step, curve(step)))
+    reader.look_again()
     assert columns(reader)["step"] == [*range(1, 13), *range(9, 17)]  # each once
-    assert not reader.see(told(16, 36))  # an old one
-    assert not reader.see({"measured_step": "x", "loss": None}) and not reader.see({})
+    assert not reader.see_progress(told(16, 36))  # an old one
+    assert not reader.see_progress({"measured_step": "x", "loss": None}) and not reader.see_progress({})
 
 
 def test_reader_undoes_nothing_where_a_clock_is_set_back(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path, 10)
     for step in range(1, 31):
-        recorder.add(record(step, BEGIN + step, curve(step)))
+        recorder.add_records(record(step, BEGIN + step, curve(step)))
     reader = read(tmp_path)
     recorder = Recorder(tmp_path, 10)  # of the next process, whose host's clock is an hour behind
     for step in range(31, 61):
-        recorder.add(record(step, BEGIN + step - 3600, curve(step)))
-    reader.look()
+        recorder.add_records(record(step, BEGIN + step - 3600, curve(step)))
+    reader.look_again()
     for found in (columns(reader), columns(read(tmp_path))):
         assert found["step"] == list(range(1, 61)) and not any(found["undone"])
 
@@ -132,12 +132,12 @@ def test_reader_reads_a_file_that_comes_within_a_tick_of_the_file_systems_clock(
     monkeypatch.setattr(durable, "RECENT", 1e9)  # also on a machine that is slow
     recorder = Recorder(tmp_path, 10)
     for step in range(1, 11):
-        recorder.add(record(step, BEGIN + step, curve(step)))
+        recorder.add_records(record(step, BEGIN + step, curve(step)))
     reader, tick = read(tmp_path), tmp_path.stat()
     for step in range(11, 21):
-        recorder.add(record(step, BEGIN + step, curve(step)))
+        recorder.add_records(record(step, BEGIN + step, curve(step)))
     os.utime(tmp_path, ns=(tick.st_atime_ns, tick.st_mtime_ns))
-    reader.look()
+    reader.look_again()
     assert columns(reader)["step"] == list(range(1, 21))
 
 

@@ -124,8 +124,8 @@ def test_a_run_that_goes_on(page: Pages, tmp_path: Path) -> None:
         # Its record, more, an event, and an incident that is not over.
         recorder = Recorder(run.steps, 100)
         for step in range(151, 161):
-            recorder.add(record(step, BEGIN + 400 + 2 * step, curve(step)))
-        recorder.flush()
+            recorder.add_records(record(step, BEGIN + 400 + 2 * step, curve(step)))
+        recorder.flush_records()
         told = summary(1, 158, outcome="open", actions=[])
         note(run, time.time(), "incident", what="opened", number=1, step=159, reason="loss up", summary=told)
         until(lambda: page.run(LAST) == 160)

@@ -33,17 +33,17 @@ def _console(as_json: bool, errors: bool = False) -> Console:
 def _settings(overrides: list[str] | None, section: str) -> StabilityConfig:
     """The default StabilityConfig with overrides of one of its sections. Raises ConfigError."""
     from megastable.config import recipe
-    from megastable.config.recipe import override
+    from megastable.config.recipe import override_key
 
     if foreign_overrides := [item for item in overrides or [] if not item.startswith(f"{section}.")]:
         raise ConfigError(f"{foreign_overrides[0]}: only {section}.KEY=VALUE has an influence here")
     settings_tree: dict[str, Any] = {}
     for given_override in overrides or []:
-        override(settings_tree, given_override)
-    return recipe.validate(settings_tree, "the overrides").stability
+        override_key(settings_tree, given_override)
+    return recipe.validate_tree(settings_tree, "the overrides").stability
 
 
-@app.add(
+@app.add_command(
     "stability",
     examples="""
     megastable bench stability
@@ -64,26 +64,28 @@ def bench_stability(
     from megastable.config import recipe
 
     find_beside("benchmarks")
-    config = recipe.load(recipe_path, overrides or [])  # mistakes show before the slow import of DeepSpeed
+    config = recipe.load_recipe(
+        recipe_path, overrides or []
+    )  # mistakes show before the slow import of DeepSpeed
     _form_group_of_one()
-    from benchmarks.costs import table
-    from benchmarks.stability_cost import measure, steps_needed
-    from megastable.base.progress_bar import bar
+    from benchmarks.costs import cost_table
+    from benchmarks.stability_cost import measure_costs, steps_needed
+    from megastable.base.progress_bar import show_bar
     from megastable.engine import distributed
 
     distributed.start_distributed(config.run.timeout, config.run.deterministic)
-    with bar("measuring", steps_needed(rounds), unit="steps") as progress_bar:
-        found = measure(config, rounds, progress_bar, progress_bar.say)
+    with show_bar("measuring", steps_needed(rounds), unit="steps") as progress_bar:
+        found = measure_costs(config, rounds, progress_bar, progress_bar.print_line)
     distributed.stop_distributed()
     result_console = _console(as_json)
-    result_console.print(table(found.costs))
+    result_console.print(cost_table(found.costs))
     result_console.print(", ".join(f"{key} {value}" for key, value in (found.run | found.machine).items()))
     if found.disturbed:
         result_console.print(f"note: the guard did not simply pass {found.disturbed} steps: measure again")
     put_json(asdict(found), as_json, output)
 
 
-@app.add(
+@app.add_command(
     "noise",
     examples="""
     megastable bench noise
@@ -109,10 +111,10 @@ def bench_noise(
     faults are acted on. About 10 s a kind; no GPU."""
     from rich.table import Table
 
-    from megastable.base.progress_bar import bar
+    from megastable.base.progress_bar import show_bar
 
     find_beside("benchmarks")
-    from benchmarks.noise import FAULTS, KINDS, Delays, count, delays
+    from benchmarks.noise import FAULTS, KINDS, Delays, count_actions, measure_delays
 
     run_config = _settings(overrides, "stability")
     if unknown_kinds := set(kinds or ()) - set(KINDS):
@@ -124,13 +126,13 @@ def bench_noise(
     noise_counts = []
     seen_delays: list[Delays] = []
     chosen_kinds = kinds or list(KINDS)
-    with bar("judging", len(chosen_kinds), unit="kinds") as progress_bar:
+    with show_bar("judging", len(chosen_kinds), unit="kinds") as progress_bar:
         for kind in chosen_kinds:
             if planted:
-                took = delays(kind, planted, first, run_config, norms)
+                took = measure_delays(kind, planted, first, run_config, norms)
                 late.add_row(kind, *(f"{d.in_time} of {d.planted} ({d.median})" for d in took))
                 seen_delays += took
-            f = count(kind, steps, range(first, first + seeds), run_config, norms)
+            f = count_actions(kind, steps, range(first, first + seeds), run_config, norms)
             noise_counts.append(f)
             noise_numbers = f.steps, f.rewinds, f.discards, f.irreversible, f.alerts, f.watched, f.resets
             result_table.add_row(kind, *(f"{count_number:,}" for count_number in noise_numbers))
@@ -141,7 +143,7 @@ def bench_noise(
     put_json([*map(asdict, noise_counts), *map(asdict, seen_delays)], as_json, output)
 
 
-@app.add(
+@app.add_command(
     "train",
     examples="""
     megastable bench train --rounds 9 --output train.json
@@ -181,8 +183,8 @@ def bench_training(
     from megastable.config import deepspeed_json, recipe
 
     find_beside("benchmarks")
-    run_config = recipe.load(recipe_path, overrides or [])
-    deepspeed_json.build(run_config, 1)
+    run_config = recipe.load_recipe(recipe_path, overrides or [])
+    deepspeed_json.build_deepspeed_json(run_config, 1)
     device = _on(device)
     from benchmarks.peers import PEERS, chosen_peers
 
@@ -196,8 +198,8 @@ def bench_training(
     _form_group_of_one()
     begin_time = time.monotonic()
     from benchmarks import speed
-    from benchmarks.train_speed import measure, steps_needed
-    from megastable.base.progress_bar import bar
+    from benchmarks.train_speed import measure_speed, steps_needed
+    from megastable.base.progress_bar import show_bar
     from megastable.engine import distributed
 
     def write(now: speed.Speed) -> None:
@@ -206,17 +208,17 @@ def bench_training(
 
     distributed.start_distributed(run_config.run.timeout, run_config.run.deterministic)
     try:
-        with bar("measuring", steps_needed(wanted_peers, rounds), unit="steps") as progress_bar:
-            found = measure(
-                run_config, wanted_peers, rounds, apart, progress_bar, progress_bar.doing,
+        with show_bar("measuring", steps_needed(wanted_peers, rounds), unit="steps") as progress_bar:
+            found = measure_speed(
+                run_config, wanted_peers, rounds, apart, progress_bar, progress_bar.set_description,
                 seconds and seconds - (time.monotonic() - begin_time), write,
             )  # fmt: skip
     finally:
         distributed.stop_distributed()
     result_console = _console(as_json)
-    result_console.print(speed.table(found))
+    result_console.print(speed.speed_table(found))
     about_text = ", ".join(f"{key} {value}" for key, value in (found.run | found.machine).items())
-    for result_line in (*speed.lines(found), about_text):
+    for result_line in (*speed.describe_speed(found), about_text):
         result_console.print(result_line, markup=False, highlight=False, soft_wrap=True)
     put_json(asdict(found), as_json, output)
 
@@ -236,7 +238,7 @@ def _on(device: str | None) -> str:
     return device
 
 
-@app.add(
+@app.add_command(
     "scaling",
     examples="""
     megastable bench scaling --layout TP2 --layout PP4
@@ -265,7 +267,7 @@ def bench_scaling(
     from benchmarks import scaling
 
     if recipe_path is not None:
-        forecast = scaling.predict(recipe.load(recipe_path, overrides or []), ranks)
+        forecast = scaling.predict_step(recipe.load_recipe(recipe_path, overrides or []), ranks)
         shown_table, result_tree, counts_differ = scaling.forecast_table(forecast), asdict(forecast), False
     elif overrides:
         raise ConfigError(
@@ -273,8 +275,8 @@ def bench_scaling(
         )
     else:
         error_console = _console(False, errors=True)
-        found = scaling.measure(layouts or [], lambda text: error_console.print(f"counting: {text}"))
-        shown_table, result_tree, counts_differ = scaling.table(found), asdict(found), found.differs
+        found = scaling.count_layouts(layouts or [], lambda text: error_console.print(f"counting: {text}"))
+        shown_table, result_tree, counts_differ = scaling.scaling_table(found), asdict(found), found.differs
     _console(as_json).print(shown_table)
     put_json(result_tree, as_json, output)
     if counts_differ:

@@ -20,7 +20,7 @@ IMPATIENT = ("supervise.hang_floor=8", "supervise.host_silence=8")
 LIMITS = ("supervise.wait_for_hosts=60", "supervise.shrink_after=null")
 
 
-@app.add(
+@app.add_command(
     examples="""
     megastable chaos --quick
     megastable chaos --hosts 3 --faults 12 --seed 7 --output chaos.json
@@ -64,22 +64,22 @@ def run_chaos(
     """
     find_beside("drills")
     from drills import cluster_faults
-    from drills.chaos import ChaosDrill, ClusterSetup, plan
+    from drills.chaos import ChaosDrill, ClusterSetup, plan_faults
     from drills.hosts import NAMES
-    from drills.namespaces import missing
+    from drills.namespaces import find_missing
 
-    fault_kinds = cluster_faults.choose(
+    fault_kinds = cluster_faults.choose_kinds(
         [kind_name for kind_name in only.split(",") if kind_name] or (list(QUICK) if quick else [])
     )
     if listed:
         for fault_kind in fault_kinds:
             print(f"{fault_kind.name}: {fault_kind.title}")
         return
-    if missing_reason := missing():
+    if missing_reason := find_missing():
         raise ConfigError(f"hosts cannot be made here: {missing_reason}")
     fault_count = faults or (QUICK_FAULTS if quick else 12)
     if steps is None:
         steps = QUICK_STEPS if quick else STEPS
-    planned_faults = plan(fault_kinds, NAMES[:hosts], seed, fault_count, steps, seconds=seconds)
+    planned_faults = plan_faults(fault_kinds, NAMES[:hosts], seed, fault_count, steps, seconds=seconds)
     cluster_setup = ClusterSetup(corpus, steps, hosts, spares, [*LIMITS, *(IMPATIENT if quick else ())])
     conduct_drill(ChaosDrill(cluster_setup, fault_kinds, planned_faults), keep, as_json, output)

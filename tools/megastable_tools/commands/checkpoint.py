@@ -38,7 +38,7 @@ Reason = Annotated[str, typer.Option(help="Why, for later readers")]
 One = Annotated[Path, typer.Argument(help="RUN/checkpoints/step-N, or RUN/checkpoints/latest")]
 
 
-@app.add(
+@app.add_command(
     "verify",
     examples="""
     megastable checkpoint verify runs/7b
@@ -53,12 +53,12 @@ def verify_checkpoints(paths: Annotated[list[Path], typer.Argument(help="Checkpo
     from megastable.report.sheet.output import Output
     from megastable_tools.convert import inspecting
 
-    found = inspecting.verify(paths, as_json)
-    Output(as_json, csv, html, rows, output=output).put(inspecting.verified_sheet(found))
+    found = inspecting.verify_checkpoints(paths, as_json)
+    Output(as_json, csv, html, rows, output=output).put_sheet(inspecting.verified_sheet(found))
     raise typer.Exit(BAD_INPUT if any(verified_checkpoint.problems for verified_checkpoint in found) else 0)
 
 
-@app.add(
+@app.add_command(
     "list",
     examples="""
     megastable checkpoint list runs/7b
@@ -70,10 +70,12 @@ def list_(run: Run, as_json: Json = False, output: JsonFile = None, csv: Csv = N
     from megastable.report.sheet.output import Output
     from megastable_tools.convert import catalogue
 
-    Output(as_json, csv, html, rows, output=output).put(catalogue.sheet(run, catalogue.entries(run)))
+    Output(as_json, csv, html, rows, output=output).put_sheet(
+        catalogue.make_catalogue_sheet(run, catalogue.list_entries(run))
+    )
 
 
-@app.add(
+@app.add_command(
     "show",
     examples="""
     megastable checkpoint show runs/7b/checkpoints/step-500 --tensor "blocks.0.*"
@@ -87,17 +89,17 @@ def show_checkpoint(
 ) -> None:  # fmt: skip
     """Show a checkpoint: model, step, tokens, layout, versions, fingerprints, norm, maximum and mean of each tensor."""
     from megastable.report.sheet.output import Output
-    from megastable_tools.convert.inspecting import show as look
+    from megastable_tools.convert.inspecting import show_checkpoint as look
 
     if as_json and (csv or html):
         raise DataError("--json of show is more than a table: leave out --csv and --html")
     sheet_output, shown_checkpoint = Output(False, csv, html, rows), look(checkpoint, tensor)
     if not as_json:
-        sheet_output.put(shown_checkpoint.sheet)
+        sheet_output.put_sheet(shown_checkpoint.sheet)
     put_json(shown_checkpoint.facts, as_json, output)
 
 
-@app.add(
+@app.add_command(
     "pin",
     examples="""
     megastable checkpoint pin runs/7b/checkpoints/step-500 --reason "before the new data"
@@ -105,12 +107,12 @@ def show_checkpoint(
 )
 def pin_checkpoint(checkpoint: One, reason: Reason = "") -> None:
     """Keep a checkpoint, whatever checkpoint.keep says."""
-    from megastable_tools.convert.catalogue import pin as keep
+    from megastable_tools.convert.catalogue import pin_checkpoint as keep
 
     print(keep(checkpoint, reason))
 
 
-@app.add(
+@app.add_command(
     "unpin",
     examples="""
     megastable checkpoint unpin runs/7b/checkpoints/step-500
@@ -118,12 +120,12 @@ def pin_checkpoint(checkpoint: One, reason: Reason = "") -> None:
 )
 def unpin_checkpoint(checkpoint: One) -> None:
     """Undo pin: checkpoint.keep may delete it again."""
-    from megastable_tools.convert.catalogue import unpin as let_go
+    from megastable_tools.convert.catalogue import unpin_checkpoint as let_go
 
     print(let_go(checkpoint))
 
 
-@app.add(
+@app.add_command(
     "accept",
     examples="""
     megastable checkpoint accept runs/7b/checkpoints/rejected-step-500 --reason "the kernels were wrong"
@@ -131,12 +133,12 @@ def unpin_checkpoint(checkpoint: One) -> None:
 )
 def accept_checkpoint(checkpoint: One, reason: Reason = "") -> None:
     """Allow runs to resume from a checkpoint that was rejected or set aside (rejected-step-N, suspect-step-N)."""
-    from megastable_tools.convert.catalogue import accept as take
+    from megastable_tools.convert.catalogue import accept_checkpoint as take
 
     print(take(checkpoint, reason))
 
 
-@app.add(
+@app.add_command(
     "rollback",
     examples="""
     megastable checkpoint rollback runs/7b/checkpoints/step-500 --reason "step 520 spiked"
@@ -149,7 +151,7 @@ def roll_back_run(checkpoint: One, reason: Reason = "") -> None:
     print(roll_back(checkpoint, reason))
 
 
-@app.add(
+@app.add_command(
     "diff",
     examples="""
     megastable checkpoint diff runs/7b/checkpoints/step-500 runs/other
@@ -164,18 +166,20 @@ def compare_checkpoints(
 ) -> None:  # fmt: skip
     """Compare two checkpoints tensor by tensor, largest difference first. Layouts may differ. Exit code 1 if any."""
     from megastable.report.sheet.output import Output
-    from megastable_tools.convert.inspecting import compare
+    from megastable_tools.convert.inspecting import compare_checkpoints
 
     sheet_output = Output(as_json, csv, html, top, output=output)
-    sheet, are_same = compare(a, b, weights_only, bool(as_json or output or csv or html), silent=as_json)
-    sheet_output.put(sheet)
+    sheet, are_same = compare_checkpoints(
+        a, b, weights_only, bool(as_json or output or csv or html), silent=as_json
+    )
+    sheet_output.put_sheet(sheet)
     raise typer.Exit(0 if are_same else FAILED)
 
 
 # A new run from one or more checkpoints
 
 
-@app.add(
+@app.add_command(
     "reshape",
     examples="megastable checkpoint reshape runs/7b runs/7b-tp2 --tensor 2 --pipeline 1 --zero 1 --data 4",
 )
@@ -186,11 +190,11 @@ def reshape_run(checkpoint: Checkpoint, out: Out, tensor: Tensor = None, pipelin
 
     layout_sizes = derived_runs.Sizes(tensor, pipeline, zero, data, micro_batch)
     with _writing([checkpoint], out, as_json) as ([good_checkpoint], watch_bytes):
-        new_run = derived_runs.reshape(good_checkpoint, out, layout_sizes, watch=watch_bytes)
+        new_run = derived_runs.reshape_checkpoint(good_checkpoint, out, layout_sizes, watch=watch_bytes)
     _tell(new_run, as_json)
 
 
-@app.add(
+@app.add_command(
     "branch",
     examples="""
     megastable checkpoint branch runs/7b runs/7b-final --decay-steps 20000
@@ -212,21 +216,21 @@ def branch_run(
     from megastable_tools.convert import derived_runs
 
     with _writing([checkpoint], out, as_json) as ([good_checkpoint], watch_bytes):
-        new_run = derived_runs.branch(good_checkpoint, out, decay_steps, kind, floor, watch=watch_bytes)
+        new_run = derived_runs.branch_run(good_checkpoint, out, decay_steps, kind, floor, watch=watch_bytes)
     _tell(new_run, as_json)
 
 
-@app.add("export", examples="megastable checkpoint export runs/7b runs/7b-weights")
+@app.add_command("export", examples="megastable checkpoint export runs/7b runs/7b-weights")
 def export_weights(checkpoint: Checkpoint, out: Out, as_json: Json = False) -> None:
     """Make OUT, a run without optimizer state, a third of the size: to evaluate, or to continue with fresh moments."""
     from megastable_tools.convert import derived_runs
 
     with _writing([checkpoint], out, as_json, optimizer=False) as ([good_checkpoint], watch_bytes):
-        new_run = derived_runs.reshape(good_checkpoint, out, optimizer=False, watch=watch_bytes)
+        new_run = derived_runs.reshape_checkpoint(good_checkpoint, out, optimizer=False, watch=watch_bytes)
     _tell(new_run, as_json)
 
 
-@app.add(
+@app.add_command(
     "average",
     examples="""
     megastable checkpoint average --last 5 runs/7b runs/7b-mean
@@ -264,11 +268,11 @@ def average_checkpoints(
             f"--weights {weights}: expected numbers with commas between, e.g. 0.1,0.2,0.7"
         ) from None
     with _writing(given, out, as_json, optimizer=False, what="averaging") as (good_checkpoints, watch_bytes):
-        new_run = derived_runs.average(good_checkpoints, out, numbers, watch_bytes)
+        new_run = derived_runs.average_checkpoints(good_checkpoints, out, numbers, watch_bytes)
     _tell(new_run, as_json)
 
 
-@app.add(
+@app.add_command(
     "import-deepspeed",
     examples="megastable checkpoint import-deepspeed old/checkpoints runs/new --recipe launch/recipes/7b.yaml "
     "model.vocab_size=50304",
@@ -282,10 +286,13 @@ def import_deepspeed(folder: Annotated[Path, typer.Argument(help="With latest, o
     from megastable_tools.convert.foreign.deepspeed import import_deepspeed as bring_in
 
     refuse_existing(out)
-    _tell(describe_import(out, bring_in(folder, out, recipes.load(recipe, overrides or ()), _say)), as_json)
+    _tell(
+        describe_import(out, bring_in(folder, out, recipes.load_recipe(recipe, overrides or ()), _say)),
+        as_json,
+    )
 
 
-@app.add(
+@app.add_command(
     "import-megatron",
     examples="megastable checkpoint import-megatron megatron/checkpoints runs/new --recipe launch/recipes/7b.yaml "
     "model.vocab_size=50304",
@@ -302,7 +309,7 @@ def import_megatron(folder: Annotated[Path, typer.Argument(help="With its tracke
     refuse_existing(out)
     if recipe is None and overrides:
         raise ConfigError(f"{overrides[0]}: overrides need a recipe: give one with --recipe")
-    run = None if recipe is None else recipes.load(recipe, overrides or ())
+    run = None if recipe is None else recipes.load_recipe(recipe, overrides or ())
     new_run = describe_import(out, bring_in(folder, out, run, _say))
     if run is None:
         _say(
@@ -312,7 +319,7 @@ def import_megatron(folder: Annotated[Path, typer.Argument(help="With its tracke
     _tell(new_run, as_json)
 
 
-@app.add(
+@app.add_command(
     "export-megatron",
     examples="megastable checkpoint export-megatron runs/7b megatron/checkpoints --tensor 2 --pipeline 2",
 )
@@ -323,20 +330,20 @@ def export_megatron(checkpoint: Checkpoint, out: Annotated[Path, typer.Argument(
     """Write the weights as Megatron-core's "torch" format, for that many tensor and pipeline ranks."""
     import shlex
 
-    from megastable.base.text import visible
+    from megastable.base.text import make_visible
     from megastable.checkpoint.new_run import refuse_existing
     from megastable_tools.convert.foreign.megatron import export_megatron as write
     from megastable_tools.convert.foreign.megatron import options_to_load
-    from megastable_tools.convert.inspecting import good
+    from megastable_tools.convert.inspecting import find_good_checkpoint
 
     refuse_existing(out)
-    good_checkpoint = good(checkpoint, as_json)
+    good_checkpoint = find_good_checkpoint(checkpoint, as_json)
     written = write(good_checkpoint, out, tensor, pipeline, local=local)
     load_options = options_to_load(good_checkpoint, out, local)
     if as_json:
         put_json({"folder": str(out), "checkpoint": str(written), "options": load_options}, True, None)
     else:
-        print(visible(f"{written}: load it with {shlex.join(load_options)}"))
+        print(make_visible(f"{written}: load it with {shlex.join(load_options)}"))
 
 
 @contextmanager
@@ -346,34 +353,35 @@ def _writing(
     """The verified checkpoints, and a progress bar of what is written to `out`: the optimizer's state, too."""
     import math
 
-    from megastable.base.progress_bar import bar
+    from megastable.base.progress_bar import show_bar
     from megastable.checkpoint.new_run import refuse_existing
     from megastable.checkpoint.whole import WholeState
-    from megastable_tools.convert.inspecting import good
+    from megastable_tools.convert.inspecting import find_good_checkpoint
 
     refuse_existing(out)
-    good_checkpoints = [good(given_path, silent) for given_path in checkpoints]
+    good_checkpoints = [find_good_checkpoint(given_path, silent) for given_path in checkpoints]
     whole = WholeState(good_checkpoints[0])
     written_bytes = 4 * sum(
-        math.prod(whole.shape(name)) * (len(whole.kinds_of(name)) if optimizer else 1) for name in whole.names
+        math.prod(whole.shape_of(name)) * (len(whole.kinds_of(name)) if optimizer else 1)
+        for name in whole.names
     )
-    with bar(what, written_bytes, silent) as watch_bytes:
+    with show_bar(what, written_bytes, silent) as watch_bytes:
         yield good_checkpoints, watch_bytes
 
 
 def _tell(made: Made | Branch, as_json: bool) -> None:
-    from megastable.base.text import visible
+    from megastable.base.text import make_visible
 
     if as_json:
         put_json(made.facts, True, None)
     else:
-        print(visible(made.text, keep="\n"))
+        print(make_visible(made.text, keep="\n"))
 
 
 def _say(text: str) -> None:
     """Print to stderr: stdout is for the result."""
     import sys
 
-    from megastable.base.text import visible
+    from megastable.base.text import make_visible
 
-    print(visible(text), file=sys.stderr, flush=True)
+    print(make_visible(text), file=sys.stderr, flush=True)

@@ -27,7 +27,7 @@ NoCheck = Annotated[bool, typer.Option("--no-check", help="Do not compare logits
 Accept = Annotated[list[str] | None, typer.Option(help="Ignore this key of config.json; repeatable")]
 
 
-@app.add(
+@app.add_command(
     "to-hf",
     examples="""
     megastable convert to-hf runs/quickstart exported
@@ -44,10 +44,10 @@ def to_hf(
     no_check: NoCheck = False, as_json: Json = False,
 ) -> None:  # fmt: skip
     """Write OUT: weights, config.json, tokenizer and a README, and compare its logits with the checkpoint's."""
-    from megastable.base.text import plural, size
+    from megastable.base.text import count_noun, show_size
     from megastable_tools.convert.huggingface import export
     from megastable_tools.convert.huggingface.folder import read_size
-    from megastable_tools.convert.huggingface.parity import compare
+    from megastable_tools.convert.huggingface.parity import compare_logits
 
     if dtype not in export.DTYPES:
         raise ConfigError(f"--dtype {dtype}: choose among {', '.join(export.DTYPES)}")
@@ -55,7 +55,7 @@ def to_hf(
         made = export.to_hf(
             checkpoint, out, dtype=cast(Any, dtype), shard_size=read_size(shard_size), tokenizer=tokenizer,
             without_tokenizer=no_tokenizer, inexact_tokenizer=inexact_tokenizer,
-            check=None if no_check else lambda a, b: compare(a, b, _say(as_json)), watch=watch_bytes,
+            check=None if no_check else lambda a, b: compare_logits(a, b, _say(as_json)), watch=watch_bytes,
         )  # fmt: skip
     if made.checked is not None:
         made.checked.folder = out
@@ -65,28 +65,28 @@ def to_hf(
         "tokenizer": made.tokenizer, "notes": made.notes,
     }  # fmt: skip
     result_line = (
-        f"exported {out}: step {made.step} of {made.checkpoint}, {plural(made.tensors, 'tensor')} in {dtype}, "
-        f"{size(made.bytes)} in {plural(made.files, 'file')}"
+        f"exported {out}: step {made.step} of {made.checkpoint}, {count_noun(made.tensors, 'tensor')} in {dtype}, "
+        f"{show_size(made.bytes)} in {count_noun(made.files, 'file')}"
     )
     _end(result_facts, result_line, made.checked, as_json)
 
 
-@app.add("to-gguf", examples="megastable convert to-gguf exported exported.gguf")
+@app.add_command("to-gguf", examples="megastable convert to-gguf exported exported.gguf")
 def to_gguf(folder: Folder, out: Out, as_json: Json = False) -> None:
     """Write OUT, a file for llama.cpp, from a folder that to-hf made: the same weights, and the tokenizer's own ids."""
     from dataclasses import asdict
 
-    from megastable.base.text import plural, size
+    from megastable.base.text import count_noun, show_size
     from megastable_tools.convert.huggingface import gguf
 
     with _watching(as_json) as watch_bytes:
         made = gguf.to_gguf(folder, out, watch_bytes)
-    tensors_text = f"{plural(made.tensors, 'tensor')} in {made.dtype}"
-    result_line = f"made {out}: {tensors_text}, {size(made.bytes)}, as {made.architecture}"
+    tensors_text = f"{count_noun(made.tensors, 'tensor')} in {made.dtype}"
+    result_line = f"made {out}: {tensors_text}, {show_size(made.bytes)}, as {made.architecture}"
     _tell(asdict(made) | {"out": str(made.out)}, result_line, as_json)
 
 
-@app.add(
+@app.add_command(
     "from-hf",
     examples="megastable convert from-hf exported runs/more --recipe launch/recipes/quickstart.yaml train.steps=100",
 )
@@ -105,7 +105,7 @@ def from_hf(
     import shutil
 
     from megastable_tools.convert.huggingface import importing
-    from megastable_tools.convert.huggingface.parity import compare
+    from megastable_tools.convert.huggingface.parity import compare_logits
 
     with _watching(as_json) as watch_bytes:
         made = importing.from_hf(
@@ -119,7 +119,9 @@ def from_hf(
         )
     try:
         parity_report = (
-            None if no_check else compare(made.checkpoint, made.folder, _say(as_json), accept=accept or [])
+            None
+            if no_check
+            else compare_logits(made.checkpoint, made.folder, _say(as_json), accept=accept or [])
         )
     except BaseException:
         shutil.rmtree(out)
@@ -139,7 +141,7 @@ def from_hf(
     _end(result_facts, result_line, parity_report, as_json)
 
 
-@app.add(
+@app.add_command(
     "check",
     examples="megastable convert check runs/quickstart exported",
     more="Exit codes: 0 the same, 1 they differ or could not be compared, 2 bad input or a damaged checkpoint.",
@@ -148,25 +150,27 @@ def check_folder(
     checkpoint: Checkpoint, folder: Folder, accept: Accept = None, as_json: Json = False
 ) -> None:
     """Compare logits on random tokens and on text, and all tensors. Exit code 1 unless they are the same."""
-    from megastable_tools.convert.huggingface.parity import compare
-    from megastable_tools.convert.inspecting import good
+    from megastable_tools.convert.huggingface.parity import compare_logits
+    from megastable_tools.convert.inspecting import find_good_checkpoint
 
-    parity_report = compare(good(checkpoint, as_json), folder, _say(as_json), accept or [])
+    parity_report = compare_logits(
+        find_good_checkpoint(checkpoint, as_json), folder, _say(as_json), accept or []
+    )
     _end({}, "", parity_report, as_json, asked=True)
 
 
 def _tell(facts: dict[str, Any], line: str, as_json: bool) -> None:
     """Print the result: facts as JSON, or the line and the notes."""
-    from megastable.base.text import visible
+    from megastable.base.text import make_visible
     from megastable.run.directory import as_json as to_json
 
     if as_json:
         print(to_json(facts))
         return
     if line:
-        print(visible(line, keep="\n"))
+        print(make_visible(line, keep="\n"))
     for user_note in facts.get("notes", ()):
-        print(f"note: {visible(user_note)}")
+        print(f"note: {make_visible(user_note)}")
 
 
 def _end(
@@ -174,18 +178,18 @@ def _end(
 ) -> None:
     """Print the result and what was compared, and exit with 1 if the logits differ (or could not be compared although
     `asked` for)."""
-    from megastable.base.text import visible
+    from megastable.base.text import make_visible
     from megastable.report.sheet.output import Output
-    from megastable_tools.convert.huggingface.parity import sheet
+    from megastable_tools.convert.huggingface.parity import make_parity_sheet
 
     _tell(facts | ({"check": found and found.facts} if as_json else {}), line, as_json)
     if not as_json and found is None:
         print("NOT CHECKED, as you asked: no logits were compared")
     elif not as_json and found is not None and not found.why:
-        Output().put(sheet(found))
+        Output().put_sheet(make_parity_sheet(found))
     sys.stdout.flush()
     if found is not None and found.why:
-        print(f"WARNING: {visible(found.verdict)}", file=sys.stderr, flush=True)
+        print(f"WARNING: {make_visible(found.verdict)}", file=sys.stderr, flush=True)
     if found is not None and (found.failed or (asked and found.why)):
         raise typer.Exit(FAILED)
 
@@ -197,7 +201,7 @@ def _say(silent: bool) -> Callable[[str], None]:
 @contextmanager
 def _watching(silent: bool) -> Iterator[Callable[[int, int], None]]:
     """A function to call with (bytes done, total); shows a bar from the first call to the last byte."""
-    from megastable.base.progress_bar import bar
+    from megastable.base.progress_bar import show_bar
 
     with ExitStack() as stack:
         tick: Callable[[int], None] | None = None
@@ -205,7 +209,7 @@ def _watching(silent: bool) -> Iterator[Callable[[int, int], None]]:
 
         def watch(done: int, total: int) -> None:
             nonlocal tick, last
-            tick = tick or stack.enter_context(bar("writing", total, silent))
+            tick = tick or stack.enter_context(show_bar("writing", total, silent))
             tick(done - last)
             last = done
             if done >= total:

@@ -13,7 +13,7 @@ from megastable.commands.options import Drawing, Json, JsonFile, Run, put_json
 app = App()
 
 
-@app.add(
+@app.add_command(
     examples="""
     megastable court runs/7b 3
     megastable court runs/7b 3 --only cut_lr --only reset_moments --picture court.png
@@ -41,7 +41,7 @@ def retry_incident(
 ) -> None:  # fmt: skip
     """Hold the trial of an incident again, from a checkpoint, with more remedies: did the run choose well?"""
 
-    from megastable.base.progress_bar import bar
+    from megastable.base.progress_bar import show_bar
     from megastable.report.text_output import TextOutput
     from megastable_tools.forensics.court import hold_court as display
     from megastable_tools.forensics.court.hold_court import hold_court, open_incident, open_steps
@@ -55,12 +55,12 @@ def retry_incident(
         court_case = open_steps(run_history, *step_range(step))
     elif incident is not None:
         court_case = open_incident(run_history, incident)
-    with bar("reading the run", 0, as_json, "steps") as progress_bar:
+    with show_bar("reading the run", 0, as_json, "steps") as progress_bar:
         court_record = hold_court(run_history, court_case, only or [], steps, progress_bar)
     text_output = TextOutput(as_json)
-    text_output.say(*display.describe_case(court_record))
-    text_output.show(display.draw_table(court_record))
-    text_output.say(display.LEGEND, *display.describe_outcome(court_record))
+    text_output.say_lines(*display.describe_case(court_record))
+    text_output.show_table(display.draw_table(court_record))
+    text_output.say_lines(display.LEGEND, *display.describe_outcome(court_record))
     put_json(display.court_tree(court_record), as_json, output)
     if picture is not None:
         display.court_picture(court_record, run_history, picture)

@@ -39,7 +39,7 @@ class PolicyName(StrEnum):
     ours = "ours"
 
 
-@app.add(
+@app.add_command(
     examples="""
     megastable drill all --output drills.json
     megastable drill thin --policy ours --seeds 1,2,3 --keep drills --output drills.json
@@ -156,8 +156,8 @@ def conduct_drill(drill: Drill[Any], keep: Path | None, as_json: bool, output: P
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with ExitStack() as exit_stack:
         drill_folder = keep or Path(exit_stack.enter_context(tempfile.TemporaryDirectory(prefix="drill-")))
-        drill_outcomes = drill.conduct(drill_folder.resolve(), as_json)
-    put_json(drill.report(drill_outcomes), as_json, output)
+        drill_outcomes = drill.conduct_drill(drill_folder.resolve(), as_json)
+    put_json(drill.report_outcomes(drill_outcomes), as_json, output)
     raise typer.Exit(OK if drill.is_met(drill_outcomes) else FAILED)
 
 

@@ -21,7 +21,7 @@ class Recipe(StrEnum):
     block = "block"
 
 
-@app.add(
+@app.add_command(
     examples="""
     megastable fp8-check runs/quickstart
     megastable fp8-check runs/7b/checkpoints/step-5000 --recipe delayed --samples 32 --output fp8.json
@@ -63,39 +63,47 @@ def check_fp8(
 
     No FP8 hardware is needed. --plot draws a map of the errors.
     """
-    from megastable.base.progress_bar import bar
+    from megastable.base.progress_bar import show_bar
     from megastable.report.text_output import TextOutput
     from megastable_tools.fp8_check import advice as display
-    from megastable_tools.fp8_check.effect import check as measure
-    from megastable_tools.fp8_check.effect import passes
-    from megastable_tools.fp8_check.material import configs_of, gather, in_words, open_model
+    from megastable_tools.fp8_check.effect import check_effect as measure
+    from megastable_tools.fp8_check.effect import count_passes_of
+    from megastable_tools.fp8_check.material import configs_of, describe_model, gather_material, open_model
 
     wanted_recipes = [recipe.value for recipe in dict.fromkeys(recipes or Recipe)]
     model = open_model(checkpoint, dtype, device)
     fp8_configs, said_settings = configs_of(model.run, wanted_recipes, formats, history)
     batch_size = min(micro_batch or model.run.train.micro_batch, samples)
     before = history * batch_size if "delayed" in fp8_configs else 0
-    material = gather(model, before + samples, text, tokenizer)
-    batches = material.batches(model, batch_size)
+    material = gather_material(model, before + samples, text, tokenizer)
+    batches = material.micro_batches_of(model, batch_size)
     warm, measured = batches[: before // batch_size], batches[before // batch_size :]
     spread_text = f"; {samples} of them measured, {before} before these for delayed scales" if before else ""
     out = TextOutput(as_json)
-    out.say(in_words(model), f"{material.origin}{spread_text}", *(f"note: {note}" for note in material.notes))
-    with bar("measuring", passes(len(measured), len(warm), fp8_configs), as_json, "passes") as progress_bar:
-        found = measure(model, measured, warm, fp8_configs, progress_bar, progress_bar.more)
-    out.say("", display.LEGEND, "")
+    out.say_lines(
+        describe_model(model),
+        f"{material.origin}{spread_text}",
+        *(f"note: {note}" for note in material.notes),
+    )
+    with show_bar(
+        "measuring", count_passes_of(len(measured), len(warm), fp8_configs), as_json, "passes"
+    ) as progress_bar:
+        found = measure(model, measured, warm, fp8_configs, progress_bar, progress_bar.extend_total)
+    out.say_lines("", display.LEGEND, "")
     for recipe_outcome in found.outcomes:
-        out.show(display.layers(recipe_outcome, len(recipe_outcome.layers) if everything else rows))
+        out.show_table(
+            display.draw_layers_table(recipe_outcome, len(recipe_outcome.layers) if everything else rows)
+        )
         if everything:
-            out.show(display.tensors(recipe_outcome))
-    out.show(display.models(found.loss, found.outcomes))
-    out.say(*display.advice(found.outcomes, said_settings))
+            out.show_table(display.draw_tensors_table(recipe_outcome))
+    out.show_table(display.draw_models_table(found.loss, found.outcomes))
+    out.say_lines(*display.describe_advice(found.outcomes, said_settings))
     about_facts: dict[str, Any] = {
         "checkpoint": str(model.checkpoint), "step": model.step, "dtype": str(next(model.parameters()).dtype),
         "samples": samples, "micro_batch": batch_size, "history": history, "origin": material.origin,
         "notes": list(material.notes),
     }  # fmt: skip
-    put_json(about_facts | display.tree(found.loss, found.outcomes, said_settings), as_json, output)
+    put_json(about_facts | display.advice_tree(found.loss, found.outcomes, said_settings), as_json, output)
     if plot is not None:
-        display.picture(found.outcomes, f"FP8: {model.checkpoint}", plot)
+        display.draw_error_map(found.outcomes, f"FP8: {model.checkpoint}", plot)
     raise typer.Exit(0 if any(recipe_outcome.stable for recipe_outcome in found.outcomes) else FAILED)

@@ -14,7 +14,7 @@ from megastable.commands.options import Json
 app = App()
 
 
-@app.add(
+@app.add_command(
     examples="""
     megastable generate runs/quickstart --prompt "def main(" --max-tokens 100
     megastable generate runs/quickstart --prompt "import " --number 3 --seed 1
@@ -51,7 +51,7 @@ def generate_text(
     """
     from rich.console import Console
 
-    from megastable_tools.generate.talk import Talk, Wishes, ask, read_prompt
+    from megastable_tools.generate.talk import Talk, Wishes, ask_line, read_prompt
 
     text = read_prompt(prompt, prompt_file)
     if text is None and as_json:
@@ -65,6 +65,6 @@ def generate_text(
     model_talk = Talk(open_speaker(checkpoint, tokenizer, dtype, device, accept or ()), talk_wishes)
     rich_console = Console(highlight=False)
     if text is not None:
-        model_talk.once(text, rich_console, as_json)
+        model_talk.continue_once(text, rich_console, as_json)
     else:
-        model_talk.loop(rich_console, ask)
+        model_talk.continue_lines(rich_console, ask_line)

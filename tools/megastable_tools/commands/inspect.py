@@ -26,7 +26,7 @@ Checkpoint = Annotated[
 Again = Annotated[bool, typer.Option("--again", help="Forget what an earlier call left in --keep")]
 
 
-@app.add("step", examples="megastable inspect step runs/quickstart 120-122 --html batch.html")
+@app.add_command("step", examples="megastable inspect step runs/quickstart 120-122 --html batch.html")
 def inspect_step(run: Run, steps: Annotated[str, typer.Argument(metavar="STEP[-STEP]")], checkpoint: Checkpoint = None,
                  as_json: Json = False, output: JsonFile = None, csv: Csv = None, html: Html = None, rows: Rows = 20,
                  texts: Texts = 1) -> None:  # fmt: skip
@@ -35,10 +35,14 @@ def inspect_step(run: Run, steps: Annotated[str, typer.Argument(metavar="STEP[-S
     from megastable_tools.forensics.samples import losses_under, step_range, step_sheet
 
     out, (first_step, last_step) = Output(as_json, csv, html, rows, texts, output=output), step_range(steps)
-    out.put(step_sheet(open_history(run), first_step, last_step, out.wanted_texts, losses_under(checkpoint)))
+    out.put_sheet(
+        step_sheet(open_history(run), first_step, last_step, out.wanted_texts, losses_under(checkpoint))
+    )
 
 
-@app.add("incident", examples="megastable inspect incident runs/quickstart 1 --checkpoint runs/quickstart")
+@app.add_command(
+    "incident", examples="megastable inspect incident runs/quickstart 1 --checkpoint runs/quickstart"
+)
 def inspect_incident(run: Run, number: IncidentNumber, checkpoint: Checkpoint = None, as_json: Json = False,
                      output: JsonFile = None, csv: Csv = None, html: Html = None, rows: Rows = 20,
                      texts: Texts = 3) -> None:  # fmt: skip
@@ -47,10 +51,10 @@ def inspect_incident(run: Run, number: IncidentNumber, checkpoint: Checkpoint = 
     from megastable_tools.forensics.samples import incident_sheet, losses_under
 
     out = Output(as_json, csv, html, rows, texts, output=output)
-    out.put(incident_sheet(open_history(run), number, out.wanted_texts, losses_under(checkpoint)))
+    out.put_sheet(incident_sheet(open_history(run), number, out.wanted_texts, losses_under(checkpoint)))
 
 
-@app.add(
+@app.add_command(
     "document",
     examples="megastable inspect document data/stdlib-planted/stdlib-train-00000 490 --run runs/quickstart",
 )
@@ -66,10 +70,10 @@ def inspect_document(shard: Annotated[Path, typer.Argument(metavar="SHARD", help
 
     shard_shelf, runs = open_shelf([shard], tokenizer), [open_history(given_run) for given_run in run or ()]
     found = document_sheet(shard_shelf, prefix_of(shard).name, number, runs, 20_000 if html else 1_000)
-    Output(as_json, csv, html, rows, texts, output=output).put(found)
+    Output(as_json, csv, html, rows, texts, output=output).put_sheet(found)
 
 
-@app.add("run", examples="megastable inspect run runs/quickstart --json")
+@app.add_command("run", examples="megastable inspect run runs/quickstart --json")
 def run_(
     run: Run, as_json: Json = False, output: JsonFile = None, csv: Csv = None, html: Html = None
 ) -> None:
@@ -77,10 +81,10 @@ def run_(
     from megastable.report.sheet.output import Output
     from megastable_tools.forensics.consumption import run_sheet
 
-    Output(as_json, csv, html, output=output).put(run_sheet(open_history(run)))
+    Output(as_json, csv, html, output=output).put_sheet(run_sheet(open_history(run)))
 
 
-@app.add("scan", examples="megastable inspect scan data/mine --html mine.html")
+@app.add_command("scan", examples="megastable inspect scan data/mine --html mine.html")
 def scan_corpus(
     shards: Shards,
     against: Annotated[Path | None, typer.Option(help="What is usual. Default: this corpus")] = None,
@@ -95,7 +99,7 @@ def scan_corpus(
     """Measure every document of a corpus, and rank the odd ones, with reasons. An interrupted scan resumes."""
     from megastable.report.sheet.output import Output
     from megastable_tools.forensics.scanning.scan import default_folder, scan_shards
-    from megastable_tools.forensics.scanning.scan_sheet import sheet_of
+    from megastable_tools.forensics.scanning.scan_sheet import scan_sheet_of
     from megastable_tools.forensics.scanning.units import workers_for
     from megastable_tools.forensics.shard_set import open_shelf
 
@@ -104,10 +108,10 @@ def scan_corpus(
     folder = keep or default_folder(shelf)
     made = scan_shards(shelf, folder, against=reference, workers=workers_for(workers), near=near, top=top, again=again,
                        progress=not as_json)  # fmt: skip
-    sheet_output.put(sheet_of(made, shelf, top, folder))
+    sheet_output.put_sheet(scan_sheet_of(made, shelf, top, folder))
 
 
-@app.add("score", examples="megastable inspect score data/mine --checkpoint runs/7b --sample 1000")
+@app.add_command("score", examples="megastable inspect score data/mine --checkpoint runs/7b --sample 1000")
 def score_corpus(
     shards: Shards, checkpoint: Annotated[Path, typer.Option(help="A checkpoint, or a run for its newest")],
      keep: Annotated[Path | None, typer.Option(help="Folder of the scores. Default: scores/NAME")] = None,
@@ -123,8 +127,8 @@ def score_corpus(
 ) -> None:  # fmt: skip
     """Measure the loss of every document under a checkpoint, its worst window, and its gradient norm."""
     from megastable.report.sheet.output import Output
-    from megastable_tools.forensics.scoring.document_scores import Scorer, listed, score_shelf
-    from megastable_tools.forensics.scoring.losses import load
+    from megastable_tools.forensics.scoring.document_scores import Scorer, pick_listed, score_shelf
+    from megastable_tools.forensics.scoring.losses import load_model
     from megastable_tools.forensics.scoring.score_sheet import score_sheet
     from megastable_tools.forensics.scoring.scored import check_order
     from megastable_tools.forensics.shard_set import open_shelf
@@ -135,15 +139,17 @@ def score_corpus(
         Output(as_json, csv, html, rows, texts, on_page=50, output=output),
     )
     folder = keep or Path("scores") / shelf.folder_name
-    chosen = listed(shelf, documents) if documents is not None else None
+    chosen = pick_listed(shelf, documents) if documents is not None else None
     score_shelf(shelf, checkpoint, folder, documents=chosen, sample=sample, gradients=gradients, exact=exact,
                 again=again, progress=not as_json)  # fmt: skip
-    show.put(
-        score_sheet(folder, shelf, Scorer.of(shelf, load(checkpoint, exact)), top, show.wanted_texts, by)
+    show.put_sheet(
+        score_sheet(
+            folder, shelf, Scorer.of_shelf(shelf, load_model(checkpoint, exact)), top, show.wanted_texts, by
+        )
     )
 
 
-@app.add("ahead", examples="megastable inspect ahead runs/7b --steps 500")
+@app.add_command("ahead", examples="megastable inspect ahead runs/7b --steps 500")
 def inspect_ahead(run: Run, steps: Annotated[int, typer.Option(min=1, help="Number of steps")] = 100,
                   as_json: Json = False, output: JsonFile = None, csv: Csv = None, html: Html = None, rows: Rows = 20,
                   texts: Texts = 1) -> None:  # fmt: skip
@@ -152,7 +158,7 @@ def inspect_ahead(run: Run, steps: Annotated[int, typer.Option(min=1, help="Numb
     from megastable_tools.forensics.prescan import ahead_sheet
 
     sheet_output = Output(as_json, csv, html, rows, texts, output=output)
-    sheet_output.put(ahead_sheet(open_history(run), steps, sheet_output.wanted_texts))
+    sheet_output.put_sheet(ahead_sheet(open_history(run), steps, sheet_output.wanted_texts))
 
 
 def open_history(run: Path) -> History:

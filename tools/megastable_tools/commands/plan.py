@@ -14,7 +14,7 @@ from megastable.commands.options import Json, JsonFile, Overrides, Plot, put_jso
 app = App()
 
 
-@app.add(
+@app.add_command(
     examples="""
     megastable plan launch/recipes/70b.yaml --gpus 512
     megastable plan launch/recipes/7b.yaml parallel.zero=3 --gpus 64 --fixed
@@ -61,12 +61,12 @@ def plan_recipe(
 
     Nothing is started. --plot draws memory and time.
     """
-    from megastable_tools.plan.answer import answer, picture
+    from megastable_tools.plan.answer import answer_plan, draw_answer
 
-    plan_answer = answer(
+    plan_answer = answer_plan(
         recipe_path, overrides or [], cluster_path, gpus, tokens, top, vocab, fixed, fp8, quiet=as_json
     )
     put_json(plan_answer.facts, as_json, output)
     if plot is not None:
-        picture(plan_answer, str(recipe_path), plot)
+        draw_answer(plan_answer, str(recipe_path), plot)
     raise typer.Exit(0 if plan_answer.fits else FAILED)

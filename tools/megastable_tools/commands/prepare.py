@@ -67,7 +67,7 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is th
 CPUS = len(os.sched_getaffinity(0))
 
 
-@app.add(
+@app.add_command(
     "tokenizer", examples="megastable prepare tokenizer --input texts/ --output my.model --vocab-size 32000"
 )
 def train_text_tokenizer(
@@ -95,7 +95,7 @@ def train_text_tokenizer(
     print("\n".join([f"trained {output}: {vocab_size} tokens, {model}", *text_lines]))
 
 
-@app.add(
+@app.add_command(
     "shards",
     examples="""
     megastable prepare shards --input texts/ --input more.jsonl.zst --output data/mine --tokenizer my.model
@@ -123,7 +123,7 @@ def prepare_shard_corpus(
     print_summary(as_json, made_corpus)
 
 
-@app.add("stdlib", examples="megastable prepare stdlib --output data/stdlib")
+@app.add_command("stdlib", examples="megastable prepare stdlib --output data/stdlib")
 def prepare_stdlib_corpus(output: Output, vocab_size: Vocabulary = 4096, workers: Workers = CPUS,
                           overwrite: Overwrite = False, as_json: Json = False) -> None:  # fmt: skip
     """Make a corpus of the Python standard library's source, or reuse it: real text without a download."""
@@ -134,7 +134,7 @@ def prepare_stdlib_corpus(output: Output, vocab_size: Vocabulary = 4096, workers
     )
 
 
-@app.add(
+@app.add_command(
     "manifest",
     examples="""
     megastable prepare manifest megatron_shards/ --tokenizer tokenizer.json --validation 0.01
@@ -160,7 +160,7 @@ def adopt_shards(
     )
 
 
-@app.add("verify", examples="megastable prepare verify data/mine")
+@app.add_command("verify", examples="megastable prepare verify data/mine")
 def verify_shards(directory: Path, as_json: Json = False) -> None:
     """Read every byte of a corpus and compare it with the manifest; ends with 2 if it is damaged."""
     from megastable_tools.prepare.adopt import verify_corpus
@@ -168,7 +168,7 @@ def verify_shards(directory: Path, as_json: Json = False) -> None:
     print_summary(as_json, verify_corpus(directory, silent=as_json))
 
 
-@app.add(
+@app.add_command(
     "plant",
     examples="""
     megastable prepare plant data/stdlib data/stdlib-planted --recipe launch/recipes/quickstart.yaml
@@ -188,10 +188,11 @@ def plant_noise(corpus: Path, output: Path, recipe: Annotated[Path, typer.Option
 
     A text is encoded with the corpus's tokenizer, goes on from sample to sample, and begins again where it ends.
     """
-    from megastable.config.recipe import load
-    from megastable.data.plant import plant
+    from megastable.config.recipe import load_recipe
+    from megastable.data.plant import plant_corruption
 
-    planted, reused = plant(corpus, output, load(recipe, overrides or ()), step=step, samples=samples, seed=seed,
+    planted, reused = plant_corruption(corpus, output, load_recipe(recipe, overrides or ()), step=step,
+    samples=samples, seed=seed,
                             kind="random" if text is None else "text", text=None if text is None else read_text(text),
                             of_each=of_each, overwrite=overwrite)  # fmt: skip
     result_text = f"{'reused' if reused else 'planted'} {output}: {planted}"

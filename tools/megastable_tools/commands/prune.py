@@ -22,7 +22,7 @@ Most = Annotated[
 ]
 
 
-@app.add(
+@app.add_command(
     "plan",
     examples="""
     megastable prune plan data/mine --incident runs/7b:3 --spans --output bad.txt
@@ -52,11 +52,11 @@ def plan_pruning(
 ) -> None:  # fmt: skip
     """Write a plan: which documents or spans to remove, and why. It is a text file to read and edit."""
     from megastable_tools.forensics.pruning import choose
-    from megastable_tools.forensics.pruning.prune_plan import share_of
+    from megastable_tools.forensics.pruning.prune_plan import parse_share
 
     _, plan_loss = choose.make_plan(
         corpus, output, lists=listed or (), incidents=incident or (), steps=step or (), positions=positions or (),
-        scan=scan, score=score, kinds=kind or (), duplicates=duplicates, spans=spans, most=share_of(most),
+        scan=scan, score=score, kinds=kind or (), duplicates=duplicates, spans=spans, most=parse_share(most),
         overwrite=overwrite,
     )  # fmt: skip
     what = f"{output} takes {plan_loss}; delete the lines of what is to stay"
@@ -67,47 +67,47 @@ def plan_pruning(
         print(f"{what}, then: {next_command}")
 
 
-@app.add("apply", examples="megastable prune apply bad.txt data/mine-pruned")
+@app.add_command("apply", examples="megastable prune apply bad.txt data/mine-pruned")
 def apply_plan(plan: Path, output: Path,
                corpus: Annotated[Path | None, typer.Option(help="Where it is now, if it was moved")] = None,
                most: Most = USUAL, as_json: Json = False) -> None:  # fmt: skip
     """Write OUTPUT, a new corpus without the documents and spans of a plan; the old one is not changed."""
-    from megastable.base.progress_bar import bar
+    from megastable.base.progress_bar import show_bar
     from megastable_tools.forensics.pruning import prune
-    from megastable_tools.forensics.pruning.prune_plan import share_of
+    from megastable_tools.forensics.pruning.prune_plan import parse_share
 
-    most_share = share_of(most)
+    most_share = parse_share(most)
 
     def say(loss: Loss) -> None:
         if not as_json:
             print(f"{plan} takes {loss}", flush=True)
 
-    with bar("pruning", prune.corpus_bytes(plan, corpus), as_json) as progress_bar:
-        pruned_corpus = prune.apply(plan, output, corpus, progress_bar, most_share, say)
+    with show_bar("pruning", prune.corpus_bytes(plan, corpus), as_json) as progress_bar:
+        pruned_corpus = prune.apply_plan(plan, output, corpus, progress_bar, most_share, say)
     if as_json:
         put_json(pruned_corpus.model_dump(mode="json", exclude_none=True), True, None)
     else:
         print(f"pruned {output}: {pruned_corpus}")
 
 
-@app.add("verify", examples="megastable prune verify data/mine-pruned --plan bad.txt")
+@app.add_command("verify", examples="megastable prune verify data/mine-pruned --plan bad.txt")
 def verify_pruned(pruned: Path,
                   original: Annotated[Path | None, typer.Option(help="Where it is now, if it was moved")] = None,
                   plan: Annotated[Path | None, typer.Option(help="Check that exactly its documents are gone")] = None,
                   as_json: Json = False) -> None:  # fmt: skip
     """Check that PRUNED is the original without the removed documents and spans. Exit code 2 if it is not."""
-    from megastable.base.progress_bar import bar
+    from megastable.base.progress_bar import show_bar
     from megastable_tools.forensics.pruning import prune
 
-    with bar("comparing", prune.original_bytes(pruned, original), as_json) as progress_bar:
-        prune_proof = prune.verify(pruned, original, plan, progress_bar)
+    with show_bar("comparing", prune.original_bytes(pruned, original), as_json) as progress_bar:
+        prune_proof = prune.verify_pruned(pruned, original, plan, progress_bar)
     if as_json:
         put_json(asdict(prune_proof) | {"original": str(prune_proof.original)}, True, None)
     else:
         print(f"verified {pruned}: {prune_proof}")
 
 
-@app.add(
+@app.add_command(
     "skip",
     examples="""
     megastable prune skip runs/7b bad.txt --reason "mojibake in web"

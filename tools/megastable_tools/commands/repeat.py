@@ -22,7 +22,7 @@ TOLERANCES = {"bf16": 0.05, "fp16": 0.05, "fp32": 1e-4}  # measured: docs/hardwa
 ELSEWHERE = ("--hostfile", "-H", "--num_nodes", "--include", "--launcher")  # ranks on other hosts, maybe
 
 
-@app.add(
+@app.add_command(
     cls=WithLauncherArguments,
     examples="""
     megastable repeat launch/recipes/quickstart.yaml data.corpora.0.path=data/stdlib
@@ -85,12 +85,12 @@ def repeat_steps(
     """Run the same steps twice, and find the first step, layer and operation that differ, bit for bit."""
     import os
 
-    from megastable.base.progress_bar import bar
+    from megastable.base.progress_bar import show_bar
     from megastable.config import recipe
     from megastable.report.text_output import TextOutput
     from megastable.run.membership import check_alone
-    from megastable_tools.repeat.repeating import UNCOMPILED, RepeatPlan, Way, sentences, tree
-    from megastable_tools.repeat.repeating import repeat as run_twice
+    from megastable_tools.repeat.repeating import UNCOMPILED, RepeatPlan, Way, describe_result, result_tree
+    from megastable_tools.repeat.repeating import run_twice as run_twice
     from megastable_tools.repeat.trace_file import CPU, PlantSpot
 
     check_alone(os.environ)
@@ -101,11 +101,11 @@ def repeat_steps(
         )
     if output is None and any(word.startswith(ELSEWHERE) for word in given):
         raise ConfigError("with other hosts give --output, a folder on a file system that all of them share")
-    path, common = recipe.find(recipe_path), tuple(overrides or [])
+    path, common = recipe.find_recipe(recipe_path), tuple(overrides or [])
     changed = tuple(word for one in against or [] for word in one.split())
     launched = [tuple(given) or ("--num_gpus", str(n or ranks or 1)) for n in (None, against_ranks)]
     forced = () if blocks else (UNCOMPILED,)
-    configs = [recipe.load(path, [*common, *more, *forced]) for more in ((), changed)]
+    configs = [recipe.load_recipe(path, [*common, *more, *forced]) for more in ((), changed)]
     for config, n in zip(configs, (ranks, against_ranks or ranks), strict=True):
         _check(config, None if given else n or 1)
     usual = max(TOLERANCES[config.precision.kind] for config in configs)
@@ -119,14 +119,14 @@ def repeat_steps(
             path, (Way(common, launched[0]), Way((*common, *changed), launched[1])), steps, folder,
             allowed or None, planted, blocks, again,
         )  # fmt: skip
-        progress = during.enter_context(bar("tracing", 2 * steps, as_json, "steps"))
+        progress = during.enter_context(show_bar("tracing", 2 * steps, as_json, "steps"))
         result = run_twice(plan, progress)
     out = TextOutput(as_json)
-    compiled, header = recipe.load(path, common).kernels.compile, result.headers[0][0]
+    compiled, header = recipe.load_recipe(path, common).kernels.compile, result.headers[0][0]
     if not blocks and (compiled is True or (compiled == "auto" and not header.device.startswith(CPU))):
-        out.say(f"{UNCOMPILED} for this, so that operations can be seen; --blocks compiles")
-    out.say(*sentences(result))
-    put_json(tree(result), as_json, None)
+        out.say_lines(f"{UNCOMPILED} for this, so that operations can be seen; --blocks compiles")
+    out.say_lines(*describe_result(result))
+    put_json(result_tree(result), as_json, None)
     raise typer.Exit(0 if result.same else FAILED)
 
 
@@ -136,7 +136,7 @@ def _check(config: RunConfig, ranks: int | None) -> None:
     from megastable.data.corpora import open_corpora
 
     if ranks is not None:
-        deepspeed_json.data_parallel(config, ranks)
+        deepspeed_json.size_of_data_parallel(config, ranks)
     try:
         open_corpora(config.data.corpora, config.model.sequence_length, config.run.seed)
     except DataError as error:

@@ -25,7 +25,7 @@ def name_commands() -> None:
     """With a callback, a command is named even where there is one only."""
 
 
-@app.add(
+@app.add_command(
     "review",
     examples="""
     megastable skips review runs/7b
@@ -50,7 +50,7 @@ def review_skips(
 ) -> None:  # fmt: skip
     """Try again what incidents skip: does the run learn from it by now, and does it do harm?"""
 
-    from megastable.base.progress_bar import bar
+    from megastable.base.progress_bar import show_bar
     from megastable.report.text_output import TextOutput
     from megastable_tools.forensics.court import skip_review
     from megastable_tools.forensics.court.skip_review import LITTLE_RATE
@@ -60,27 +60,27 @@ def review_skips(
     with skip_review.nobody_at_work(run_history.run) if give_back else nullcontext():
         skipped_groups = skip_review.open_groups(run_history, incident or [])
         if skipped_groups:
-            with bar("loading the checkpoint", 0, as_json, "steps") as progress_bar:
+            with show_bar("loading the checkpoint", 0, as_json, "steps") as progress_bar:
                 found = skip_review.review_groups(run_history, skipped_groups, steps, progress_bar)
             found = skip_review.give_back(run_history, found) if give_back else found
         else:
             found = skip_review.SkipReview("", 0, 0.0, steps, [])
     text_output = TextOutput(as_json)
     if skipped_groups:
-        text_output.say(
+        text_output.say_lines(
             f"{run_history.run.root}: tried on {found.checkpoint}, in branches of {steps} steps, at "
             f"{found.rate_share:.0%} of the peak rate{LOW if found.rate_share < LITTLE_RATE else ''}"
         )
         _show(text_output, found, give_back)
     else:
-        text_output.say(f"{run_history.run.root}: no incident skips samples for good")
+        text_output.say_lines(f"{run_history.run.root}: no incident skips samples for good")
     put_json(_tree(found), as_json, output)
 
 
 def _show(out: TextOutput, found: SkipReview, give_back: bool) -> None:
     from rich.table import Table
 
-    from megastable.base.text import plural
+    from megastable.base.text import count_noun
 
     group_table = Table()
     for name in ("group", "samples", "documents", "cost", "learnt", "verdict", "then"):
@@ -94,13 +94,13 @@ def _show(out: TextOutput, found: SkipReview, give_back: bool) -> None:
             _with_error(trial.cost, trial.cost_error), _with_error(trial.learnt, trial.learnt_error), trial.verdict,
             _outcome(one, give_back),
         )  # fmt: skip
-    out.show(group_table)
-    out.say(
+    out.show_table(group_table)
+    out.say_lines(
         "cost: by how much the data to come is harder after them; learnt: by how much others of them are easier. Nats"
     )
     harmless_count = sum(one.harmless for one in found.groups)
     if harmless_count and not give_back:
-        out.say(f"{plural(harmless_count, 'group')} would be given back with --give-back")
+        out.say_lines(f"{count_noun(harmless_count, 'group')} would be given back with --give-back")
 
 
 def _outcome(one: ReviewedGroup, give_back: bool) -> str:

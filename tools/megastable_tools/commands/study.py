@@ -44,7 +44,7 @@ Mup = Annotated[
 ]
 
 
-@app.add(
+@app.add_command(
     "lr-sensitivity",
     examples="""
     megastable study lr-sensitivity launch/recipes/quickstart.yaml --quick data.corpora.0.path=data/stdlib
@@ -88,38 +88,44 @@ def lr_sensitivity(
     """Plot final loss against learning rate over widths and interventions (arXiv:2309.14322). Trains for real."""
     if quick and full:
         raise ConfigError("--quick and --full exclude each other")
-    from megastable.base.progress_bar import bar
+    from megastable.base.progress_bar import show_bar
     from megastable.config import recipe
     from megastable_tools.study import lr_study
     from megastable_tools.study.study_directory import StudyDirectory, identity_of
     from megastable_tools.study.trial import TrialResult
-    from megastable_tools.study.variations import interventions as named
+    from megastable_tools.study.variations import parse_interventions as named
 
     size_preset = lr_study.QUICK if quick else lr_study.FULL if full else lr_study.USUAL
-    path = recipe.find(recipe_path)
+    path = recipe.find_recipe(recipe_path)
     chosen_widths = tuple(_whole(widths, "--widths")) if widths else size_preset.widths
     mup_overrides = (f"model.mup.base_width={min(chosen_widths)}",) if mup else ()
-    common = (*lr_study.common(path, size_preset, overrides or []), *mup_overrides)
-    config = recipe.load(path, common)
+    common = (*lr_study.common_overrides(path, size_preset, overrides or []), *mup_overrides)
+    config = recipe.load_recipe(path, common)
     edge_seed_count = size_preset.edge_seeds if edge_seeds is None else edge_seeds
     grid = lr_study.LrGrid(
         path, config, common, chosen_widths, tuple(_rates(rates)) if rates else size_preset.rates,
         named(interventions or size_preset.interventions, config.model), tuple(range(1, seeds + 1)),
         tuple(range(seeds + 1, seeds + 1 + edge_seed_count)), margin,
     )  # fmt: skip
-    grid.check()
+    grid.check_trials()
     size_suffix = "-quick" if quick else "-full" if full else ""
     folder = output or _usual_folder(f"lr-sensitivity-{path.stem}{size_suffix}{'-mup' if mup else ''}")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with StudyDirectory.open(folder, identity_of("lr-sensitivity", config, grid.axes), TrialResult) as study:
-        with bar("training", len(study.missing(t.name for t in grid.whole())), as_json, "runs") as progress:
-            curves = lr_study.run_grid(grid, study, jobs or _usual_jobs(), _watcher(progress), progress.more)
+    with StudyDirectory.open_locked(
+        folder, identity_of("lr-sensitivity", config, grid.axes), TrialResult
+    ) as study:
+        with show_bar(
+            "training", len(study.list_missing(t.name for t in grid.whole_trials())), as_json, "runs"
+        ) as progress:
+            curves = lr_study.run_grid(
+                grid, study, jobs or _usual_jobs(), _watcher(progress), progress.extend_total
+            )
         study_facts = {"kind": "lr-sensitivity", "recipe": str(path), "common": list(common)}
         study_report = lr_study.make_report(grid, curves, study_facts)
         _present(study_report, f"{path.name}, {config.train.steps} steps", study.root, picture, as_json)
 
 
-@app.add(
+@app.add_command(
     "coordinate-check",
     examples="""
     megastable study coordinate-check launch/recipes/quickstart.yaml data.corpora.0.path=data/stdlib
@@ -153,14 +159,14 @@ def coordinate_check(
     """Check whether activations keep their scale in wider or deeper models. Trains a few steps at each width."""
     if widths and depths:
         raise ConfigError("--widths and --depths exclude each other: one of them varies at a time")
-    from megastable.base.progress_bar import bar
+    from megastable.base.progress_bar import show_bar
     from megastable.config import recipe
     from megastable_tools.study import coordinate_study as check
     from megastable_tools.study.coordinate_study import Coordinates
     from megastable_tools.study.study_directory import StudyDirectory, identity_of
 
-    path, common = recipe.find(recipe_path), check.common(overrides or [])
-    run_config = recipe.load(path, common)
+    path, common = recipe.find_recipe(recipe_path), check.common_overrides(overrides or [])
+    run_config = recipe.load_recipe(path, common)
     model_sizes = _whole(depths, "--depths") if depths else _whole(widths or "128,256,512,1024", "--widths")
     ways = (check.PLAIN, check.MUP) if mup else (check.PLAIN,)
     grid = check.CoordinateGrid(
@@ -168,23 +174,23 @@ def coordinate_check(
     )
     if len(model_sizes) < 2:
         raise ConfigError("a slope needs two widths or depths at least")
-    grid.check()
+    grid.check_models()
     study_folder = output or _usual_folder(
         f"coordinates-{path.stem}{'-depth' if depths else ''}{'-mup' if mup else ''}"
     )
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     study_identity = identity_of("coordinate-check", run_config, grid.axes) | {"steps": steps}
-    with StudyDirectory.open(study_folder, study_identity, Coordinates) as study:
-        with bar("measuring", len(study.missing(grid.every)), as_json, "models") as progress_bar:
+    with StudyDirectory.open_locked(study_folder, study_identity, Coordinates) as study:
+        with show_bar("measuring", len(study.list_missing(grid.every)), as_json, "models") as progress_bar:
             check.run_grid(grid, study, jobs or _usual_jobs(), lambda name, _: _done(progress_bar, name))
-        scale_results = check.scales(grid, study.results)
+        scale_results = check.find_scales(grid, study.results)
         study_facts = {"kind": "coordinate-check", "recipe": str(path), "common": list(common)}
         study_report = check.make_report(grid, study.results, scale_results, study_facts)
         _present(study_report, f"{path.name}: {steps} steps", study.root, picture, as_json)
     raise typer.Exit(0 if all(one.flat for one in scale_results if one.way == ways[-1]) else FAILED)
 
 
-@app.add(
+@app.add_command(
     "compare",
     examples="""
     megastable study compare launch/recipes/quickstart.yaml --of "" --of model.qk_norm=false --seeds 5
@@ -214,24 +220,33 @@ def compare_candidates(
     chosen_candidates = tuple(" ".join(one.split()) for one in candidates or [])
     if len(chosen_candidates) < 2 or len(set(chosen_candidates)) < len(chosen_candidates):
         raise ConfigError('give two different candidates or more, e.g. --of "" --of model.qk_norm=false')
-    from megastable.base.progress_bar import bar
+    from megastable.base.progress_bar import show_bar
     from megastable.config import recipe
     from megastable_tools.study import compare_study as comparing
     from megastable_tools.study.study_directory import StudyDirectory, identity_of, run_missing
     from megastable_tools.study.trial import TrialResult
 
-    recipe_file, shared_overrides = recipe.find(recipe_path), comparing.common(overrides or [])
-    run_config, seed_numbers = recipe.load(recipe_file, shared_overrides), tuple(range(1, seeds + 1))
+    recipe_file, shared_overrides = (
+        recipe.find_recipe(recipe_path),
+        comparing.common_overrides(overrides or []),
+    )
+    run_config, seed_numbers = recipe.load_recipe(recipe_file, shared_overrides), tuple(range(1, seeds + 1))
     grid = comparing.CompareGrid(recipe_file, run_config, shared_overrides, chosen_candidates, seed_numbers)
-    grid.check()
+    grid.check_candidates()
     folder = output or _usual_folder(f"compare-{recipe_file.stem}")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with StudyDirectory.open(folder, identity_of("compare", grid.config, grid.axes), TrialResult) as study:
-        trials = grid.trials()
-        with bar("training", len(study.missing(t.name for t in trials)), as_json, "runs") as progress_bar:
+    with StudyDirectory.open_locked(
+        folder, identity_of("compare", grid.config, grid.axes), TrialResult
+    ) as study:
+        trials = grid.make_trials()
+        with show_bar(
+            "training", len(study.list_missing(t.name for t in trials)), as_json, "runs"
+        ) as progress_bar:
             run_missing(study, recipe_file, trials, jobs or _usual_jobs(), _watcher(progress_bar))
         study_facts = {"kind": "compare", "recipe": str(recipe_file), "common": list(shared_overrides)}
-        study_report = comparing.make_report(grid, comparing.compare(grid, study.results), study_facts)
+        study_report = comparing.make_report(
+            grid, comparing.compare_candidates(grid, study.results), study_facts
+        )
         _present(study_report, f"{recipe_file.name}: {seeds} seeds", study.root, picture, as_json)
 
 
@@ -274,7 +289,7 @@ def _watcher(progress: Bar) -> Callable[[str, TrialResult], None]:
 def _done(progress: Bar, what: str) -> None:
     """Tell of a run that is done: a study's log says where it is without a terminal, too."""
     progress()
-    progress.say(what)
+    progress.print_line(what)
 
 
 def _present(report: StudyReport, title: str, folder: Path, picture: Path | None, as_json: bool) -> None:
@@ -288,5 +303,5 @@ def _present(report: StudyReport, title: str, folder: Path, picture: Path | None
         report.draw(study_figure)
         study_figure.suptitle(title, parse_math=False)
     text_output = TextOutput(as_json)
-    text_output.show(report.table)
-    text_output.say(*report.sentences, f"picture: {picture_path}")
+    text_output.show_table(report.table)
+    text_output.say_lines(*report.sentences, f"picture: {picture_path}")

@@ -16,11 +16,18 @@ from typing import Any, Literal, TypeVar
 from megastable.base import durable
 from megastable.base.errors import CheckpointError, DataError
 from megastable.base.process import login_name
-from megastable.base.text import duration, plural, size, visible
+from megastable.base.text import count_noun, make_visible, show_duration, show_size
 from megastable.checkpoint import markers, store
-from megastable.checkpoint.held_points import interrupted
+from megastable.checkpoint.held_points import find_interrupted_rewind
 from megastable.checkpoint.markers import Health, Pinned
-from megastable.checkpoint.store import FoundCheckpoint, Kind, LayoutState, found, glance, latest
+from megastable.checkpoint.store import (
+    FoundCheckpoint,
+    Kind,
+    LayoutState,
+    check_sizes,
+    list_checkpoints,
+    read_latest,
+)
 from megastable.config import recipe
 from megastable.report.sheet import Column, Sheet
 from megastable.run.directory import RunDirectory
@@ -37,7 +44,7 @@ from megastable.run.events.training_events import (
     Training,
 )
 from megastable.run.log import RunLog
-from megastable.supervise.locks import SUPERVISOR, TRAINING, lock
+from megastable.supervise.locks import SUPERVISOR, TRAINING, take_lock
 from megastable_tools.convert.inspecting import checkpoints_of
 
 T = TypeVar("T")
@@ -78,25 +85,25 @@ class CatalogueEntry:
     problem: str
 
 
-def entries(run: Path) -> list[CatalogueEntry]:
+def list_entries(run: Path) -> list[CatalogueEntry]:
     """The checkpoints of a run directory, or of its checkpoints/ folder, by step. Raises CheckpointError for any other
     path."""
     try:
-        folder, journal = _folder(recipe.find(run))
+        folder, journal = _folder(recipe.find_recipe(run))
     except OSError as error:
         raise CheckpointError(f"{run} cannot be read: {error.strerror}") from None
     told = _Journaled(journal) if journal is not None else None
-    newest = latest(folder)
-    return [_entry(one, told, one.path.name == newest) for one in found(folder)]
+    newest = read_latest(folder)
+    return [_entry(one, told, one.path.name == newest) for one in list_checkpoints(folder)]
 
 
-def sheet(run: Path, listed: Sequence[CatalogueEntry]) -> Sheet:
+def make_catalogue_sheet(run: Path, listed: Sequence[CatalogueEntry]) -> Sheet:
     """The list as a table, and with all fields for JSON."""
     latest_names = [entry.name for entry in listed if entry.latest]
     healthy_names = [entry.name for entry in listed if entry.state == "healthy"]
     sheet_facts = [
         ("checkpoints", f"{len(listed):,}"),
-        ("on the disk", size(sum(entry.bytes for entry in listed))),
+        ("on the disk", show_size(sum(entry.bytes for entry in listed))),
         ("latest", latest_names[0] if latest_names else "none"),
         ("newest healthy", healthy_names[-1] if healthy_names else "none yet"),
     ]
@@ -115,7 +122,7 @@ def sheet(run: Path, listed: Sequence[CatalogueEntry]) -> Sheet:
         Column("problem", "problem"),
     ]
     damaged = sum(entry.state == "damaged" for entry in listed)
-    sheet_notes = [f"{plural(damaged, 'checkpoint')} cannot be used: see its problem"] if damaged else []
+    sheet_notes = [f"{count_noun(damaged, 'checkpoint')} cannot be used: see its problem"] if damaged else []
     return Sheet(
         title=f"Checkpoints of {run}",
         facts=sheet_facts,
@@ -140,8 +147,8 @@ def _row(entry: CatalogueEntry) -> dict[str, Any]:
         "proven_at": None if health_marker is None else health_marker.step,
         "calm_steps": None if health_marker is None else health_marker.steps,
         "loss": entry.loss, "probes": entry.probes, "validation": entry.validation,
-        "size": size(entry.bytes), "bytes": entry.bytes,
-        "written": None if entry.age is None else f"{duration(entry.age)} ago", "age_seconds": entry.age,
+        "size": show_size(entry.bytes), "bytes": entry.bytes,
+        "written": None if entry.age is None else f"{show_duration(entry.age)} ago", "age_seconds": entry.age,
         "layout_text": entry.layout and _short(entry.layout), "layout": entry.layout and entry.layout.model_dump(),
         "problem": entry.problem,
     }  # fmt: skip
@@ -156,29 +163,29 @@ def _folder(path: Path) -> tuple[Path, Path | None]:
     inner_folder = path / "checkpoints"
     if inner_folder.is_dir() or (path / store.RECIPE).is_file():
         return inner_folder, path / "journal.jsonl"
-    if path.is_dir() and found(path):  # copied out of their run
+    if path.is_dir() and list_checkpoints(path):  # copied out of their run
         return path, None
     raise CheckpointError(f"{path} is not the directory of a run: give one such as runs/quickstart")
 
 
 def _entry(one: FoundCheckpoint, told: _Journaled | None, named: bool) -> CatalogueEntry:
     path = one.path
-    _, damage_problem = _tried(glance, path)
+    _, damage_problem = _tried(check_sizes, path)
     run_state, state_problem = _tried(store.read_state, path)
     # Problems of state.json mostly follow from those of the manifest.
     main_problem = UNFINISHED.get(one.kind) or damage_problem or state_problem
-    ruling, acceptance_marker = markers.convicted(path), markers.accepted(path)
+    ruling, acceptance_marker = markers.read_bad_ruling(path), markers.read_acceptance(path)
     vitals_doubt = run_state.vitals.doubt if run_state is not None and run_state.vitals is not None else ""
     all_problems = [
         *([main_problem] if main_problem else []), *([f"convicted: {ruling.reason}"] if ruling else []),
         *([f"accepted by a person: {acceptance_marker.reason}"] if acceptance_marker else []),
-        *([f"will not count as healthy: {vitals_doubt}"] if vitals_doubt else []), *markers.problems(path),
+        *([f"will not count as healthy: {vitals_doubt}"] if vitals_doubt else []), *markers.list_marker_problems(path),
     ]  # fmt: skip
-    health_marker = markers.healthy(path)
+    health_marker = markers.read_health(path)
     checkpoint_standing = _standing(one.kind, bool(damage_problem or state_problem), health_marker)
     return CatalogueEntry(
         step=one.step, name=path.name, path=path, state=checkpoint_standing, bytes=_bytes(path),
-        layout=run_state.layout if run_state else None, health=health_marker, pinned=markers.pinned(path),
+        layout=run_state.layout if run_state else None, health=health_marker, pinned=markers.read_pin(path),
         loss=run_state.recent_loss if run_state else None,
         probes=store.finite_mean(run_state.vitals.losses) if run_state and run_state.vitals else None,
         validation=told.find_loss_until(one) if told else None,
@@ -277,7 +284,7 @@ def _short(layout: LayoutState) -> str:
     return f"TP{layout.tensor} PP{layout.pipeline} DP{layout.data}{context} ZeRO-{layout.zero} {layout.precision}"
 
 
-# What a person decides on a checkpoint: `pin`, `unpin`, `accept`, and `rollback` to it
+# What a person decides on a checkpoint: `pin_checkpoint`, `unpin_checkpoint`, `accept_checkpoint`, and `rollback` to it
 
 
 def find_one(path: Path) -> Path:
@@ -289,33 +296,33 @@ def find_one(path: Path) -> Path:
     return found[0]
 
 
-def pin(path: Path, reason: str) -> str:
+def pin_checkpoint(path: Path, reason: str) -> str:
     """Protect one checkpoint from deletion; returns a message. Raises CheckpointError."""
     checkpoint_path = find_one(path)
-    markers.pin(checkpoint_path, reason)
-    return visible(f"{checkpoint_path} is kept until unpinned{f': {reason}' if reason else ''}")
+    markers.pin_checkpoint(checkpoint_path, reason)
+    return make_visible(f"{checkpoint_path} is kept until unpinned{f': {reason}' if reason else ''}")
 
 
-def unpin(path: Path) -> str:
+def unpin_checkpoint(path: Path) -> str:
     """Unpin one. Raises CheckpointError."""
     checkpoint_path = find_one(path)
-    was = markers.unpin(checkpoint_path)
-    return visible(f"{checkpoint_path} " + ("may be deleted by retention" if was else "was not pinned"))
+    was = markers.unpin_checkpoint(checkpoint_path)
+    return make_visible(f"{checkpoint_path} " + ("may be deleted by retention" if was else "was not pinned"))
 
 
-def accept(path: Path, reason: str) -> str:
+def accept_checkpoint(path: Path, reason: str) -> str:
     """Let runs continue from a checkpoint that was convicted or set aside, and restore its name; returns a message.
 
     Raises CheckpointError.
     """
     checkpoint = find_one(path)
-    if all_problems := store.problems(checkpoint):
+    if all_problems := store.list_problems(checkpoint):
         raise CheckpointError(f"{all_problems[0]}: damaged bytes cannot be accepted")
-    conviction_marker = markers.convicted(checkpoint)
+    conviction_marker = markers.read_bad_ruling(checkpoint)
     target = checkpoint.with_name(store.name_of(store.read_contents(checkpoint).step))
     if target != checkpoint and target.exists():
         raise CheckpointError(f"{target} exists: rename or remove it first")
-    markers.accept(checkpoint, reason)
+    markers.mark_accepted(checkpoint, reason)
     if target != checkpoint:
         try:
             os.replace(checkpoint, target)
@@ -330,7 +337,9 @@ def accept(path: Path, reason: str) -> str:
     newer_note = (
         f". There are newer ones, and a run continues from the newest: {', '.join(newer)}" if newer else ""
     )
-    return visible(f"{target} is accepted: runs continue from it, whatever they find in it{was}{newer_note}")
+    return make_visible(
+        f"{target} is accepted: runs continue from it, whatever they find in it{was}{newer_note}"
+    )
 
 
 def roll_back(path: Path, reason: str) -> str:
@@ -348,18 +357,20 @@ def roll_back(path: Path, reason: str) -> str:
         log = RunLog(run)
         # The journal first. From this line on, copies of later steps in the memory of hosts do not count, and a start
         # finishes what is not done here.
-        log.commit(RolledBack(step=step, reason=reason, who=login_name()))
-        rolled_back = run.rolled_back()
+        log.commit_event(RolledBack(step=step, reason=reason, who=login_name()))
+        rolled_back = run.find_rollback()
         assert rolled_back is not None, "its line was just written"
         aside_reason = f"rollback{rolled_back[0]}"
         newer_names = store.set_aside_newer(run.checkpoints, step, forget=False, why=aside_reason)
         for name in newer_names:
-            log.commit(CheckpointSuspect(name=name, reason=f"a person rolled the run back to step {step}"))
+            log.commit_event(
+                CheckpointSuspect(name=name, reason=f"a person rolled the run back to step {step}")
+            )
         if run.summary.exists():
             os.replace(run.summary, run.summary.with_name(f"{run.summary.stem}-{aside_reason}.json"))
             durable.sync_directory(run.root)
     aside = ", ".join(f"{aside_reason}-{name}" for name in newer_names)
-    return visible(
+    return make_visible(
         f"the next start of {run.root} trains on from step {step}"
         + (f"; set aside, not deleted: {aside}" if newer_names else "; there was no newer checkpoint")
         + f". How to start it: megastable status {run.root}"
@@ -371,15 +382,17 @@ def _check(checkpoint: Path, run: RunDirectory, step: int) -> None:
         raise CheckpointError(
             f"{checkpoint} was set aside: accept it first: megastable checkpoint accept {checkpoint}"
         )
-    if all_problems := store.problems(checkpoint):
+    if all_problems := store.list_problems(checkpoint):
         raise CheckpointError(f"{all_problems[0]}: the run cannot go on from it")
-    if (ruling := markers.convicted(checkpoint)) is not None and markers.accepted(checkpoint) is None:
+    if (ruling := markers.read_bad_ruling(checkpoint)) is not None and markers.read_acceptance(
+        checkpoint
+    ) is None:
         raise CheckpointError(
             f"{checkpoint} was convicted: {ruling.reason}. To go on from it all the same: megastable checkpoint accept "
             f"{checkpoint}"
         )
-    interrupted_rewind = interrupted(run.events(Training, IncidentEvent, CheckpointSaved))
-    before = run.handed_over()
+    interrupted_rewind = find_interrupted_rewind(run.iterate_events(Training, IncidentEvent, CheckpointSaved))
+    before = run.find_handover()
     if before is None and interrupted_rewind is not None and checkpoint.name not in interrupted_rewind[1]:
         before = interrupted_rewind[0]
     if before is not None and step >= before:
@@ -394,7 +407,7 @@ def _nobody_at_work(run: RunDirectory) -> Iterator[None]:
     taken."""
     with ExitStack() as held_locks:
         for lock_name, lock_holder in ((SUPERVISOR, "supervisor"), (TRAINING, "training")):
-            if (held_lock := lock(run.root / lock_name)) is None:
+            if (held_lock := take_lock(run.root / lock_name)) is None:
                 raise CheckpointError(f"{run.root}: its {lock_holder} is at work: stop the run first")
             held_locks.enter_context(held_lock)
         yield

@@ -31,7 +31,7 @@ from megastable.config.tree import RunConfig
 from megastable.data.corpora import open_corpora
 from megastable.optim import schedule
 from megastable.parallel.layout import Layout
-from megastable.run.changes import holding
+from megastable.run.changes import select_holding
 from megastable.run.directory import FREE, RunDirectory
 from megastable.run.events.event import Event
 from megastable.run.events.people_events import ChangeMade, ChangeMeasured
@@ -127,14 +127,14 @@ def laid_out(run: RunConfig, old: store.LayoutState, sizes: Sizes) -> tuple[RunC
     }  # fmt: skip
     if sizes.micro_batch is not None:
         recipe_tree["train"]["micro_batch"] = sizes.micro_batch
-    made = recipe.validate(recipe_tree, f"tensor={tensor} pipeline={pipeline} zero={zero} data={data}")
+    made = recipe.validate_tree(recipe_tree, f"tensor={tensor} pipeline={pipeline} zero={zero} data={data}")
     if data < 1:
         raise ConfigError(f"--data {data}: at least one data-parallel rank is needed")
-    deepspeed_json.data_parallel(made, Layout(tensor, pipeline, data, context).world)
+    deepspeed_json.size_of_data_parallel(made, Layout(tensor, pipeline, data, context).world)
     return made, data
 
 
-def reshape(
+def reshape_checkpoint(
     checkpoint: Path,
     out: Path,
     sizes: Sizes = AS_IT_IS,
@@ -151,7 +151,8 @@ def reshape(
     state = state.model_copy(update={"layout": state.layout.model_copy(update={"data": data_ranks})})
     held = OptimizerTensors(whole.kinds_of, whole.shared)
     return write_run_of(
-        out, run, state, whole.tensor, ledgers_of(checkpoint), optimizer=held if optimizer and whole.stateful else None,
+        out, run, state, whole.read_tensor, ledgers_of(checkpoint),
+        optimizer=held if optimizer and whole.stateful else None,
         origin=origin_of(checkpoint, how="reshaped" if optimizer else "exported"), watch=watch,
         people=_people_of(checkpoint, state.step),
     )  # fmt: skip
@@ -257,7 +258,7 @@ class Branch:
         }  # fmt: skip
 
 
-def decaying(
+def make_decaying_config(
     run: RunConfig, state: store.RunState, steps: int, kind: DecayKind = "linear", floor: float | None = None
 ) -> RunConfig:
     """The recipe of a run that decays from `state` of `run` on, over `steps` updates, to `floor` times the peak rate;
@@ -269,28 +270,29 @@ def decaying(
     if steps < 1:
         raise ConfigError(f"--decay-steps {steps}: at least one update is needed")
     old, peak = run.schedule, run.optimizer.lr
-    done = schedule.progress(old, state.updates, state.trained_tokens)
-    if done < schedule.warmup(old):
+    done = schedule.measure_progress(old, state.updates, state.trained_tokens)
+    if done < schedule.warmup_length(old):
         unit = "tokens" if old.by_tokens else "updates"
         raise ConfigError(
-            f"{where} is in the warm-up, of {schedule.warmup(old)} {unit}: the peak rate was not reached. Branch at a "
+            f"{where} is in the warm-up, of {schedule.warmup_length(old)} {unit}: the peak rate was not reached. "
+            "Branch at a "
             "later checkpoint"
         )
-    present = schedule.rate(old, peak, schedule.total(run), done)
+    present = schedule.rate_at(old, peak, schedule.find_decay_end(run), done)
     if not math.isclose(present, peak, rel_tol=1e-9):
         raise ConfigError(
             f"{where} is past the constant phase of schedule.kind={old.kind}: the rate is {present:.3g}, the peak "
             f"{peak:.3g}. Branch at an earlier checkpoint; a run to branch from has schedule.kind=constant or wsd"
         )
     recipe_tree = run.model_dump(mode="json")
-    decay_tokens = (run.batches.reach(state.cursor, steps) - state.cursor) * run.model.sequence_length
+    decay_tokens = (run.batches.reach_after(state.cursor, steps) - state.cursor) * run.model.sequence_length
     unit, decay_length = ("tokens", decay_tokens) if old.by_tokens else ("steps", steps)
     recipe_tree["schedule"] |= {
         "kind": "wsd", "decay": kind, f"decay_{unit}": decay_length, f"total_{unit}": done + decay_length,
         "floor": old.floor if floor is None else floor,
     }  # fmt: skip
     recipe_tree["train"]["steps"] = state.step + steps
-    return recipe.validate(recipe_tree, f"branch at step {state.step}")
+    return recipe.validate_tree(recipe_tree, f"branch at step {state.step}")
 
 
 def limits_of(run: RunConfig, state: store.RunState) -> tuple[str, ...]:
@@ -303,13 +305,13 @@ def limits_of(run: RunConfig, state: store.RunState) -> tuple[str, ...]:
         return ()  # a restart drops it, too
     rate_policy = Policy(run.stability.policy, policy_memory)
     limit_texts = [describe_limit(limit) for limit in policy_memory.limits if limit.holds]
-    rate_share = rate_policy.rate(state.updates, run.optimizer.lr) / run.optimizer.lr
+    rate_share = rate_policy.limit_rate(state.updates, run.optimizer.lr) / run.optimizer.lr
     if rate_share < 1 and not limit_texts:
         limit_texts = [f"the learning rate warms up: {rate_share:.3g} times the scheduled one at first"]
     return tuple(limit_texts)
 
 
-def branch(
+def branch_run(
     checkpoint: Path,
     out: Path,
     steps: int,
@@ -318,18 +320,18 @@ def branch(
     *,
     watch: Callable[[int], None] = lambda _: None,
 ) -> Branch:
-    """Make the run `out` of a verified checkpoint, in the same layout: see `decaying`. watch: as of `write_run`.
-    Raises CheckpointError, ConfigError; then nothing is left of `out`."""
+    """Make the run `out` of a verified checkpoint, in the same layout: see `make_decaying_config`. watch: as of
+    `write_run`. Raises CheckpointError, ConfigError; then nothing is left of `out`."""
     refuse_existing(out)
     whole, state, old = WholeState(checkpoint), store.read_state(checkpoint), next_run_of(checkpoint)
-    run = decaying(old, state, steps, kind, floor)
+    run = make_decaying_config(old, state, steps, kind, floor)
     moment_tensors = OptimizerTensors(whole.kinds_of, whole.shared) if whole.stateful else None
     made = write_run_of(
-        out, run, state, whole.tensor, ledgers_of(checkpoint), optimizer=moment_tensors,
+        out, run, state, whole.read_tensor, ledgers_of(checkpoint), optimizer=moment_tensors,
         origin=origin_of(checkpoint, how="branched", decay_steps=steps, decay=kind), watch=watch,
     )  # fmt: skip
     peak = run.optimizer.lr
-    held = holding(live_changes_of(checkpoint), state.step + 1)
+    held = select_holding(live_changes_of(checkpoint), state.step + 1)
     changes = {key: f"{key}={json.dumps(value)}" for change in held for key, value in change.new.items()}
     return Branch(
         made, peak, peak * run.schedule.floor, steps, run.train.steps, limits_of(old, state), tuple(changes.values())
@@ -341,7 +343,7 @@ def branch(
 # have no useful mean. Adam's moments belong to the weights at which they were gathered, so a mean has none.
 
 
-def average(
+def average_checkpoints(
     checkpoints: Sequence[Path],
     out: Path,
     weights: Sequence[float] | None = None,
@@ -354,7 +356,7 @@ def average(
     refuse_existing(out)
     if len(checkpoints) < 2:
         raise ConfigError("a mean needs at least two checkpoints: give more, or use export for a single one")
-    parts = shares(len(checkpoints), weights)
+    parts = normalize_weights(len(checkpoints), weights)
     states, runs = [store.read_state(path) for path in checkpoints], [run_of(path) for path in checkpoints]
     newest = max(range(len(states)), key=lambda i: (states[i].step, i))
     given = [(str(path), WholeState(path)) for path in checkpoints]
@@ -368,14 +370,14 @@ def average(
     # Vitals and losses belong to another state than the mean.
     run_state = states[newest].model_copy(update={"vitals": None, "recent_losses": []})
     new_run = write_run_of(
-        out, runs[newest], run_state, mean(given, parts), ledgers_of(checkpoints[newest]), optimizer=None,
+        out, runs[newest], run_state, average_tensors(given, parts), ledgers_of(checkpoints[newest]), optimizer=None,
         origin={"how": "averaged", "shares": parts, "sources": [origin_of(path) for path in checkpoints]},
         watch=watch,
     )  # fmt: skip
     return replace(new_run, averaged=tuple(sorted(run_state.step for run_state in states)))
 
 
-def shares(count: int, weights: Sequence[float] | None) -> list[float]:
+def normalize_weights(count: int, weights: Sequence[float] | None) -> list[float]:
     """Weights of `count` checkpoints, 1 in all: equal, or in proportion to `weights`. Raises ConfigError."""
     if weights is None:
         return [1 / count] * count
@@ -402,14 +404,17 @@ def check_alike(given: Sequence[tuple[str, WholeState]]) -> None:
             what = f"has no {missing_names[0]!r}" if missing_names else f"has {extra_names[0]!r} besides"
             raise CheckpointError(f"{called}: {what}, unlike {first_called}: they are of different models")
         for name in first.names:
-            if first.shape(name) != other.shape(name):
+            if first.shape_of(name) != other.shape_of(name):
                 raise CheckpointError(
-                    f"{called}: {name} is {other.shape(name)}, in {first_called} {first.shape(name)}: they are of "
+                    f"{called}: {name} is {other.shape_of(name)}, in {first_called} {first.shape_of(name)}: they "
+                    "are of "
                     "different models"
                 )
 
 
-def mean(given: Sequence[tuple[str, WholeState]], parts: Sequence[float]) -> Callable[[str, str], Tensor]:
+def average_tensors(
+    given: Sequence[tuple[str, WholeState]], parts: Sequence[float]
+) -> Callable[[str, str], Tensor]:
     """`whole(name, kind)` of the mean, for `checkpoint.new_run.write_run`.
 
     Sums are in fp64 and rounded to fp32 once, so the mean of copies of one checkpoint is that checkpoint, byte by byte.
@@ -418,9 +423,9 @@ def mean(given: Sequence[tuple[str, WholeState]], parts: Sequence[float]) -> Cal
 
     def whole(name: str, kind: str) -> Tensor:
         # A sum starts at -0.0: 0.0 would lose the sign of a -0.0.
-        tensor_sum = torch.full(given[0][1].shape(name), -0.0, dtype=torch.float64)
+        tensor_sum = torch.full(given[0][1].shape_of(name), -0.0, dtype=torch.float64)
         for (state_name, state_tensors), state_share in zip(given, parts, strict=True):
-            if not _add(tensor_sum.view(-1), state_tensors.tensor(name, kind).flatten(), state_share):
+            if not _add(tensor_sum.view(-1), state_tensors.read_tensor(name, kind).flatten(), state_share):
                 raise CheckpointError(
                     f"{state_name}: {name} holds values that are not finite: leave this checkpoint out"
                 )
@@ -460,6 +465,6 @@ def state_of(run: RunConfig, order_fingerprint: str = "", **given: Any) -> RunSt
     p = run.parallel
     start_layout = LayoutState(
         tensor=p.tensor, pipeline=p.pipeline, context=p.context, zero=p.zero, precision=run.precision.kind,
-        data=deepspeed_json.data_parallel(run, p.tensor * p.pipeline * p.context),
+        data=deepspeed_json.size_of_data_parallel(run, p.tensor * p.pipeline * p.context),
     )  # fmt: skip
     return RunState(order_fingerprint=order_fingerprint, layout=start_layout, **given)

@@ -1,4 +1,5 @@
-"""`verify`: check every file of checkpoints against their manifests, in parallel, and describe the problems."""
+"""`verify_checkpoints`: check every file of checkpoints against their manifests, in parallel, and describe the
+problems."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ import torch
 from torch import Tensor
 
 from megastable.base.errors import CheckpointError
-from megastable.base.progress_bar import bar
-from megastable.base.text import duration, number, plural, size, visible
+from megastable.base.progress_bar import show_bar
+from megastable.base.text import count_noun, make_visible, show_duration, show_number, show_size
 from megastable.checkpoint import markers, store
 from megastable.checkpoint.files import CHUNK, PieceStatistics
 from megastable.checkpoint.markers import Health
@@ -59,7 +60,7 @@ def checkpoints_of(path: Path) -> list[Path]:
 
     Raises CheckpointError if there are none.
     """
-    path = recipe.find(path)
+    path = recipe.find_recipe(path)
     if path.name == store.LATEST and path.is_file():
         try:
             path = path.parent / path.read_text(encoding="utf-8").strip()
@@ -70,7 +71,7 @@ def checkpoints_of(path: Path) -> list[Path]:
         return [path]
     if NAME.fullmatch(path.name) and not checkpoint_folder.is_dir():
         if not path.is_dir():
-            raise CheckpointError(f"{path}: there is no such checkpoint{store.others(path.parent)}")
+            raise CheckpointError(f"{path}: there is no such checkpoint{store.describe_others(path.parent)}")
         return [path]
     if not checkpoint_folder.is_dir():
         what = "neither a checkpoint nor the directory of a run" if path.exists() else "there is no such path"
@@ -92,29 +93,35 @@ def _runs(missing: Path) -> str:
     return where or ": give a run such as runs/mine, or a checkpoint such as runs/mine/checkpoints/step-500"
 
 
-def verify(paths: Sequence[Path], silent: bool = False) -> list[Verified]:
+def verify_checkpoints(paths: Sequence[Path], silent: bool = False) -> list[Verified]:
     """Check all checkpoints that `paths` name. Raises CheckpointError for a path that names none."""
     checkpoints = list(dict.fromkeys(one for named_path in paths for one in checkpoints_of(named_path)))
     counts = [_parts(one) for one in checkpoints]
-    with bar("verifying", sum(counts), silent, "files") as watch_bar, ThreadPoolExecutor(_threads()) as pool:
+    with (
+        show_bar("verifying", sum(counts), silent, "files") as watch_bar,
+        ThreadPoolExecutor(_threads()) as pool,
+    ):
         return [_check(one, parts, pool, watch_bar) for one, parts in zip(checkpoints, counts)]
 
 
-def good(path: Path, silent: bool = False) -> Path:
+def find_good_checkpoint(path: Path, silent: bool = False) -> Path:
     """The verified checkpoint that `path` names: for a run its newest good one. Raises CheckpointError."""
     named_checkpoints = checkpoints_of(path)
     for checkpoint in named_checkpoints:
-        if len(named_checkpoints) > 1 and (conviction_marker := markers.convicted(checkpoint)) is not None:
-            print(f"skipped: {visible(conviction_marker.reason)}", file=sys.stderr)
+        if (
+            len(named_checkpoints) > 1
+            and (conviction_marker := markers.read_bad_ruling(checkpoint)) is not None
+        ):
+            print(f"skipped: {make_visible(conviction_marker.reason)}", file=sys.stderr)
             last = Verified(checkpoint, 0, 0, (conviction_marker.reason,))
             continue
-        [verified_checkpoint] = verify([checkpoint], silent)
+        [verified_checkpoint] = verify_checkpoints([checkpoint], silent)
         if not verified_checkpoint.problems:
             return checkpoint
         if len(named_checkpoints) > 1:
-            print(f"skipped: {visible(verified_checkpoint.problems[0])}", file=sys.stderr)
+            print(f"skipped: {make_visible(verified_checkpoint.problems[0])}", file=sys.stderr)
         last = verified_checkpoint
-    more_text = f" ({plural(len(last.problems) - 1, 'more problem')})" if len(last.problems) > 1 else ""
+    more_text = f" ({count_noun(len(last.problems) - 1, 'more problem')})" if len(last.problems) > 1 else ""
     raise CheckpointError(
         f"{last.problems[0]}{more_text}: it is not used. All of its problems: "
         f"megastable checkpoint verify {shlex.quote(str(path))}"
@@ -135,7 +142,7 @@ def _parts(checkpoint: Path) -> int:
 def _check(checkpoint: Path, parts: int, pool: ThreadPoolExecutor, watch: Callable[[int], None]) -> Verified:
     def part(number: int) -> bool:
         try:
-            store.verify(checkpoint, number, parts)
+            store.verify_checkpoint(checkpoint, number, parts)
         except CheckpointError:
             return False
         finally:
@@ -145,13 +152,13 @@ def _check(checkpoint: Path, parts: int, pool: ThreadPoolExecutor, watch: Callab
     is_good = all(list(pool.map(part, range(parts))))  # hashing releases the GIL
     found_problems, file_count, manifest_size = [], 0, 0
     try:
-        found_problems = [] if is_good else store.problems(checkpoint)  # once more, to get all of them
+        found_problems = [] if is_good else store.list_problems(checkpoint)  # once more, to get all of them
         manifest_contents = store.read_contents(checkpoint)
         file_count, manifest_size = len(manifest_contents.files), manifest_contents.size
     except CheckpointError as error:
         found_problems = found_problems or [str(error)]
-    marker_notes = markers.problems(checkpoint)
-    if (conviction_marker := markers.convicted(checkpoint)) is not None:
+    marker_notes = markers.list_marker_problems(checkpoint)
+    if (conviction_marker := markers.read_bad_ruling(checkpoint)) is not None:
         marker_notes.append(f"{checkpoint}: a run convicted it: {conviction_marker.reason}")
     return Verified(checkpoint, file_count, manifest_size, tuple(found_problems), tuple(marker_notes))
 
@@ -161,14 +168,15 @@ def verified_sheet(found: Sequence[Verified]) -> Sheet:
     rows = [
         {
             "checkpoint": str(one.checkpoint), "outcome": "damaged" if one.problems else "good", "files": one.files,
-            "size": size(one.size), "bytes": one.size, "problem": problem.removeprefix(f"{one.checkpoint}{os.sep}"),
+            "size": show_size(one.size), "bytes": one.size,
+                "problem": problem.removeprefix(f"{one.checkpoint}{os.sep}"),
         }
         for one in found
         for problem in one.problems or ("",)
     ]  # fmt: skip
     damaged_count = sum(1 for one in found if one.problems)
-    lead = f"{damaged_count} of {plural(len(found), 'checkpoint')} cannot be trusted" if damaged_count else (
-        f"{plural(len(found), 'checkpoint')}, all files match their manifests"
+    lead = f"{damaged_count} of {count_noun(len(found), 'checkpoint')} cannot be trusted" if damaged_count else (
+        f"{count_noun(len(found), 'checkpoint')}, all files match their manifests"
     )  # fmt: skip
     return Sheet(
         "verified", lead=[lead], columns=VERIFY_COLUMNS, rows=rows, notes=[n for one in found for n in one.notes],
@@ -176,7 +184,7 @@ def verified_sheet(found: Sequence[Verified]) -> Sheet:
     )  # fmt: skip
 
 
-# `show`: the facts of one checkpoint, and the statistics of its tensors recorded when it was written
+# `show_checkpoint`: the facts of one checkpoint, and the statistics of its tensors recorded when it was written
 
 
 SHOW_COLUMNS = (
@@ -200,7 +208,7 @@ class Shown:
     sheet: Sheet
 
 
-def show(path: Path, pattern: str | None = None) -> Shown:
+def show_checkpoint(path: Path, pattern: str | None = None) -> Shown:
     """The checkpoint that `path` names (for a run its newest), not verified. pattern: of tensors, * and ? as in a
     shell.
 
@@ -222,13 +230,13 @@ def show(path: Path, pattern: str | None = None) -> Shown:
     if not rows:
         near = ", ".join(whole.names[:3])
         raise CheckpointError(f"{checkpoint}: no tensor is named like {pattern!r}; there are {near}, ...")
-    count = sum(math.prod(whole.shape(name)) for name in whole.names)
+    count = sum(math.prod(whole.shape_of(name)) for name in whole.names)
     health, pinned, doubts = (
-        markers.healthy(checkpoint),
-        markers.pinned(checkpoint),
-        markers.problems(checkpoint),
+        markers.read_health(checkpoint),
+        markers.read_pin(checkpoint),
+        markers.list_marker_problems(checkpoint),
     )
-    ruling, accepted = markers.convicted(checkpoint), markers.accepted(checkpoint)
+    ruling, accepted = markers.read_bad_ruling(checkpoint), markers.read_acceptance(checkpoint)
     tree = {
         "checkpoint": str(checkpoint), "bytes": contents.size, "files": len(contents.files), "parameters": count,
         "optimizer": whole.stateful, "model": run.model.model_dump(mode="json"),
@@ -241,10 +249,10 @@ def show(path: Path, pattern: str | None = None) -> Shown:
     facts = [
         ("model", _model(run.model)), ("parameters", f"{count:,}"),
         ("optimizer", f"{state.optimizer}, {state.adam_step:,.0f} updates" if whole.stateful else "none"),
-        ("step", f"{state.step:,} ({plural(state.updates, 'update')})"), ("tokens", f"{state.tokens:,}"),
-        ("data position", f"{state.cursor:,}"), ("trained for", duration(state.seconds)),
-        ("loss", number(state.recent_loss)), ("layout", str(state.layout)),
-        ("size", f"{size(contents.size)} in {plural(len(contents.files), 'file')}"),
+        ("step", f"{state.step:,} ({count_noun(state.updates, 'update')})"), ("tokens", f"{state.tokens:,}"),
+        ("data position", f"{state.cursor:,}"), ("trained for", show_duration(state.seconds)),
+        ("loss", show_number(state.recent_loss)), ("layout", str(state.layout)),
+        ("size", f"{show_size(contents.size)} in {count_noun(len(contents.files), 'file')}"),
         ("finite", "yes" if contents.finite else "no"),
         *((f"fingerprint of the {key}", value) for key, value in contents.fingerprints.items()),
         *((f"{key} that wrote it", value) for key, value in (contents.versions or state.versions).items()),
@@ -262,7 +270,7 @@ def show(path: Path, pattern: str | None = None) -> Shown:
 def _healthy(health: Health | None) -> str:
     if health is None:
         return "not proven"
-    return f"yes: {plural(health.steps, 'step')} after it stayed on trend, up to step {health.step:,}"
+    return f"yes: {count_noun(health.steps, 'step')} after it stayed on trend, up to step {health.step:,}"
 
 
 def _probed(state: RunState) -> str:
@@ -283,17 +291,20 @@ def _model(model: ModelConfig) -> str:
     if model.max_positions is not None:
         model_text += f", positions up to {model.max_positions:,}"
     return (
-        f"{plural(model.layers, 'layer')}, width {model.hidden:,}, {plural(model.heads, 'head')} of {model.head_width} "
+        f"{count_noun(model.layers, 'layer')}, width {model.hidden:,}, {count_noun(model.heads, 'head')} of "
+        f"{model.head_width} "
         f"({model.key_value_heads} of keys and values), feed-forward {model.ffn_width:,}, "
         f"vocabulary {model.vocab_size:,}{model_text}"
     )
 
 
 def _rows(whole: WholeState, name: str) -> Iterable[dict[str, Any]]:
-    shape = whole.shape(name)
+    shape = whole.shape_of(name)
     for tensor_kind in whole.kinds_of(name):
-        piece_parts = [(piece.numel, piece.statistics.get(tensor_kind)) for piece in whole.pieces(name)]
-        one = merged([(piece_elements, part) for piece_elements, part in piece_parts if part is not None])
+        piece_parts = [(piece.numel, piece.statistics.get(tensor_kind)) for piece in whole.pieces_of(name)]
+        one = merge_statistics(
+            [(piece_elements, part) for piece_elements, part in piece_parts if part is not None]
+        )
         elements = math.prod(shape)
         sheet_row = {"name": name, "kind": tensor_kind, "shape": list(shape), "elements": elements}
         if one is not None:
@@ -301,7 +312,7 @@ def _rows(whole: WholeState, name: str) -> Iterable[dict[str, Any]]:
         yield sheet_row
 
 
-def merged(parts: list[tuple[int, PieceStatistics]]) -> PieceStatistics | None:
+def merge_statistics(parts: list[tuple[int, PieceStatistics]]) -> PieceStatistics | None:
     """Statistics of a tensor, from those of its pieces with their numbers of elements."""
     element_total = sum(piece_elements for piece_elements, _ in parts)
     if not element_total:
@@ -376,7 +387,7 @@ class Difference:
         return -self.size, self.name, self.kind
 
 
-def distance(a: Tensor, b: Tensor) -> Distance | None:
+def measure_distance(a: Tensor, b: Tensor) -> Distance | None:
     """The distance of two tensors of one shape, both fp32 or both fp64; None if all bytes are equal. Sums are in fp64,
     chunk by chunk."""
     a, b = a.flatten(), b.flatten()
@@ -407,14 +418,14 @@ def _ratio(part: float, whole: float) -> float:
     return math.inf if part else 0.0
 
 
-def differences(
+def list_differences(
     a: WholeState, b: WholeState, watch: Callable[[int], None] = lambda _: None, weights_only: bool = False
 ) -> list[Difference]:
     """Every tensor of A or B, the largest difference first. watch: called with the number of elements just compared."""
     found = []
-    for name, kind, shape_a, shape_b in pairs(a, b, weights_only):
+    for name, kind, shape_a, shape_b in pair_tensors(a, b, weights_only):
         same_shape = shape_a == shape_b
-        far = distance(a.tensor(name, kind), b.tensor(name, kind)) if same_shape else None
+        far = measure_distance(a.read_tensor(name, kind), b.read_tensor(name, kind)) if same_shape else None
         found.append(Difference(name, kind, name_outcome(shape_a, shape_b, far), shape_a, shape_b, far))
         watch(math.prod(shape_a or shape_b or ()))
     return sorted(found, key=Difference.sort_key)
@@ -425,7 +436,7 @@ def compare_shared_state(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> li
     found = []
     for name in sorted(a.keys() | b.keys()):
         shape_a, shape_b = (tuple(side[name].shape) if name in side else None for side in (a, b))
-        far = distance(a[name].double(), b[name].double()) if shape_a == shape_b else None
+        far = measure_distance(a[name].double(), b[name].double()) if shape_a == shape_b else None
         found.append(Difference(name, "shared", name_outcome(shape_a, shape_b, far), shape_a, shape_b, far))
     return found
 
@@ -438,23 +449,25 @@ def name_outcome(shape_a: Shape | None, shape_b: Shape | None, far: Distance | N
     return "identical" if far is None else "differs"
 
 
-def pairs(
+def pair_tensors(
     a: WholeState, b: WholeState, weights_only: bool = False
 ) -> Iterator[tuple[str, str, Shape | None, Shape | None]]:
     """(name, kind, shape in A, shape in B) of everything that A or B holds, the kinds of a tensor together."""
     names_a, names_b = set(a.names), set(b.names)
     kinds = ["weight"] if weights_only else [*a.kinds, *(kind for kind in b.kinds if kind not in a.kinds)]
     for name in sorted(names_a | names_b):
-        shapes = a.shape(name) if name in names_a else None, b.shape(name) if name in names_b else None
+        shapes = a.shape_of(name) if name in names_a else None, b.shape_of(name) if name in names_b else None
         for kind in kinds:
             in_a, in_b = (s is not None and kind in side.kinds_of(name) for s, side in zip(shapes, (a, b)))
             if in_a or in_b:
                 yield name, kind, shapes[0] if in_a else None, shapes[1] if in_b else None
 
 
-def elements(a: WholeState, b: WholeState, weights_only: bool = False) -> int:
+def count_elements(a: WholeState, b: WholeState, weights_only: bool = False) -> int:
     """Number of elements to compare, for a progress bar."""
-    return sum(math.prod(shape_a or shape_b or ()) for _, _, shape_a, shape_b in pairs(a, b, weights_only))
+    return sum(
+        math.prod(shape_a or shape_b or ()) for _, _, shape_a, shape_b in pair_tensors(a, b, weights_only)
+    )
 
 
 def field_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
@@ -483,15 +496,19 @@ def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 # Two checkpoints
 
 
-def compare(a: Path, b: Path, weights_only: bool, everything: bool, silent: bool) -> tuple[Sheet, bool]:
+def compare_checkpoints(
+    a: Path, b: Path, weights_only: bool, everything: bool, silent: bool
+) -> tuple[Sheet, bool]:
     """The differences, and whether there are none. Both are verified first. everything: also list identical tensors.
 
     Raises CheckpointError.
     """
-    folders = good(a, silent), good(b, silent)
+    folders = find_good_checkpoint(a, silent), find_good_checkpoint(b, silent)
     left_state, right_state = WholeState(folders[0]), WholeState(folders[1])
-    with bar("comparing", 4 * elements(left_state, right_state, weights_only), silent) as watch_bar:
-        found = differences(left_state, right_state, lambda count: watch_bar(4 * count), weights_only)
+    with show_bar(
+        "comparing", 4 * count_elements(left_state, right_state, weights_only), silent
+    ) as watch_bar:
+        found = list_differences(left_state, right_state, lambda count: watch_bar(4 * count), weights_only)
     if not weights_only:
         shared_differences = compare_shared_state(left_state.shared, right_state.shared)
         found = sorted([*found, *shared_differences], key=Difference.sort_key)
@@ -510,11 +527,13 @@ def _sheet(
     everything: bool,
 ) -> Sheet:
     alike = sum(1 for one in found if one.outcome == "identical")
-    lead_text = f"{alike:,} of {plural(len(found), 'tensor')} hold the same bytes" if found else "no tensors"
+    lead_text = (
+        f"{alike:,} of {count_noun(len(found), 'tensor')} hold the same bytes" if found else "no tensors"
+    )
     facts = [("A", str(folders[0])), ("B", str(folders[1])), ("identical", "yes" if same else "no")]
     facts += [(key, f"{_told(a)} -> {_told(b)}") for key, a, b in fields if not key.startswith("stability.")]
     if memory := sum(key.startswith("stability.") for key, *_ in fields):
-        facts.append(("stability", f"state of detector and policy differs in {plural(memory, 'number')}"))
+        facts.append(("stability", f"state of detector and policy differs in {count_noun(memory, 'number')}"))
     rows = [_row(one) for one in found if everything or one.outcome != "identical"]
     data = {
         "a": str(folders[0]), "b": str(folders[1]), "identical": same, "tensors": len(found),

@@ -27,15 +27,15 @@ import xxhash
 from megastable.base import durable
 from megastable.base.errors import ConfigError, DataError, user_errors
 from megastable.base.process import spare_output
-from megastable.base.text import size, visible
+from megastable.base.text import make_visible, show_size
 from megastable.cluster.child_process import ChildProcess
 from megastable.config import recipe
 from megastable.config.tree import RunConfig
 from megastable.run.directory import RunDirectory, read_object
-from megastable.run.events.event import Event, whole
+from megastable.run.events.event import Event, read_whole
 from megastable.run.events.training_events import TasksEvaluated, TasksFailed, TasksSkipped
 from megastable.run.log import RunLog
-from megastable.run.rank_ipc import beside_arguments
+from megastable.run.rank_ipc import parse_arguments
 from megastable.training.tracking import Tracking, run_point
 
 PAUSE = 2.0  # seconds between two looks for a checkpoint
@@ -62,12 +62,13 @@ class Evaluator:
             run_hash = xxhash.xxh3_64_hexdigest(os.fsencode(run.root.resolve()))
             self.folder = self.settings.scratch.absolute() / f"evaluation-{run_hash}"
 
-    def watch(self) -> None:
+    def watch_checkpoints(self) -> None:
         """Evaluate until the run is complete and its last checkpoint evaluated. Raises ConfigError, Leaving."""
-        first = self.settings.words(Path(), Path(), 0)[0]
+        first = self.settings.fill_command(Path(), Path(), 0)[0]
         if shutil.which(first) is None:
             raise ConfigError(
-                f"eval.command: {visible(first, 200)!r} is not a program that can be started: give its path, and make "
+                f"eval.command: {make_visible(first, 200)!r} is not a program that can be started: give its "
+                "path, and make "
                 "it executable"
             )
         try:
@@ -77,13 +78,16 @@ class Evaluator:
             raise ConfigError(f"{error.filename or self.folder}: {error.strerror or error}") from None
         with evaluation_lock:
             settled_checkpoints = {
-                (whole(event.get("of_step")) or 0, str(event.get("manifest")))
-                for event in self.run.events(TasksEvaluated, TasksFailed, TasksSkipped)
+                (read_whole(event.get("of_step")) or 0, str(event.get("manifest")))
+                for event in self.run.iterate_events(TasksEvaluated, TasksFailed, TasksSkipped)
             }
             while True:
                 is_complete = self._complete()  # asked first: the last checkpoint is there by then
-                due_checkpoint, passed = next_due(
-                    saved(self.run), settled_checkpoints, self.settings.interval, self.config.train.steps
+                due_checkpoint, passed = find_next_due(
+                    list_saved_checkpoints(self.run),
+                    settled_checkpoints,
+                    self.settings.interval,
+                    self.config.train.steps,
                 )
                 for older_checkpoint in passed:
                     skip_reason = f"{due_checkpoint.name} is there already" if due_checkpoint else ""
@@ -91,7 +95,7 @@ class Evaluator:
                     settled_checkpoints.add((older_checkpoint.step, older_checkpoint.manifest))
                 if due_checkpoint is not None and passed:
                     named = " to ".join(dict.fromkeys((passed[0].name, passed[-1].name)))
-                    self.log.say(f"not evaluated: {named}, as {due_checkpoint.name} is there already")
+                    self.log.say_line(f"not evaluated: {named}, as {due_checkpoint.name} is there already")
                 if due_checkpoint is not None:
                     self._evaluate(due_checkpoint)
                     settled_checkpoints.add((due_checkpoint.step, due_checkpoint.manifest))
@@ -100,39 +104,39 @@ class Evaluator:
                 else:
                     self._wait(PAUSE)
             if self.told:  # after the training has closed its trackers
-                tell_trackers(self.config, self.run, self.log.say)
+                tell_trackers(self.config, self.run, self.log.say_line)
 
     def _only_one(self) -> IO[str]:
         """The lock of the run's evaluation, once other processes have left it: that of a supervisor that was killed
         needs a moment. Raises OSError, Leaving."""
         lock, is_waiting = self.run.root / ".evaluation.lock", False
-        while (held_lock := durable.hold(lock)) is None:
+        while (held_lock := durable.lock_file(lock)) is None:
             if not is_waiting:
-                self.log.say(f"another process evaluates {self.run.root}: waiting for its end")
+                self.log.say_line(f"another process evaluates {self.run.root}: waiting for its end")
             is_waiting = True
             self._wait(LOOK)
         return held_lock
 
     def _tell(self, event: Event, say: bool = True) -> None:
         """Journal an event, waiting for a full disk: unknown to the next process, it would be done again."""
-        self.log.emit(event, say=say)
+        self.log.emit_event(event, say=say)
         self.told = True
         if self.log.waiting:
-            self.log.say(f"WARNING: {self.run.journal} cannot be written: make room; waiting for it")
+            self.log.say_line(f"WARNING: {self.run.journal} cannot be written: make room; waiting for it")
         while self.log.waiting:
             self._wait(PAUSE)
             with suppress(DataError):
-                self.log.flush()
+                self.log.flush_events()
 
     def _evaluate(self, due: SavedCheckpoint) -> None:
         begin_time = time.monotonic()
-        self.log.say(f"evaluating {due.name}")
+        self.log.say_line(f"evaluating {due.name}")
         make_event: Callable[..., Event]
         try:
             scores, tokens = self._scores(due)
             make_event = partial(TasksEvaluated, tokens=tokens, scores=scores)
         except (DataError, OSError) as error:
-            make_event = partial(TasksFailed, reason=visible(error, REASON))
+            make_event = partial(TasksFailed, reason=make_visible(error, REASON))
         finally:  # first: the journal may wait for room
             shutil.rmtree(self.folder, ignore_errors=True)
         self._tell(make_event(**_named(due), seconds=round(time.monotonic() - begin_time, 1)))
@@ -144,7 +148,7 @@ class Evaluator:
         shutil.rmtree(self.folder, ignore_errors=True)  # of a process that was killed
         self._check_room(checkpoint)
         results_folder.mkdir(parents=True)
-        tokens = whole(read_object(checkpoint / "state.json").get("tokens")) or 0
+        tokens = read_whole(read_object(checkpoint / "state.json").get("tokens")) or 0
         export_words = "-m megastable.cli convert to-hf --no-check --dtype".split()
         command = [sys.executable, *export_words, self.settings.dtype, str(checkpoint), str(model_folder)]
         try:
@@ -153,7 +157,9 @@ class Evaluator:
             if not (checkpoint / "manifest.json").exists():
                 raise DataError("it was deleted while it was read: see checkpoint.keep") from None
             raise
-        self._run("the program", self.settings.words(model_folder, results_folder / "results.json", due.step))
+        self._run(
+            "the program", self.settings.fill_command(model_folder, results_folder / "results.json", due.step)
+        )
         return read_scores(results_folder), tokens
 
     def _check_room(self, checkpoint: Path) -> None:
@@ -164,7 +170,8 @@ class Evaluator:
         free = shutil.disk_usage(self.folder.parent).free
         if free < needed:
             raise DataError(
-                f"{self.folder.parent} has {size(free)} left, and {size(needed)} are needed for the export and the "
+                f"{self.folder.parent} has {show_size(free)} left, and {show_size(needed)} are needed for the "
+                "export and the "
                 "next checkpoint: make room, or set eval.scratch"
             )
 
@@ -199,11 +206,11 @@ class Evaluator:
             raise Leaving
 
     def _complete(self) -> bool:
-        steps = whole(read_object(self.run.summary).get("steps"))
+        steps = read_whole(read_object(self.run.summary).get("steps"))
         return steps is not None and steps >= self.config.train.steps
 
 
-def saved(run: RunDirectory) -> list[SavedCheckpoint]:
+def list_saved_checkpoints(run: RunDirectory) -> list[SavedCheckpoint]:
     """The complete checkpoints of a run."""
     checkpoints_found = list[SavedCheckpoint]()
     for path in run.checkpoints.glob("step-*/manifest.json"):
@@ -234,7 +241,7 @@ class SavedCheckpoint(NamedTuple):
     manifest: str
 
 
-def next_due(
+def find_next_due(
     there: Sequence[SavedCheckpoint], settled: Collection[tuple[int, str]], interval: int, last: int
 ) -> tuple[SavedCheckpoint | None, list[SavedCheckpoint]]:
     """The newest checkpoint that is due, and the older ones that are due, too, and are passed over for it.
@@ -258,7 +265,7 @@ def tell_trackers(config: RunConfig, run: RunDirectory, say: Callable[[str], Non
     Returns when they are closed, or after some minutes: they go on by themselves.
     """
     summary = read_object(run.summary)
-    steps, tokens = whole(summary.get("steps")), whole(summary.get("tokens"))
+    steps, tokens = read_whole(summary.get("steps")), read_whole(summary.get("tokens"))
     if (
         steps is None or tokens is None
     ):  # after fewer steps than they know, they would take the others for undone
@@ -284,7 +291,7 @@ def read_scores(folder: Path) -> dict[str, float]:
     except OSError as error:
         raise DataError(f"its results cannot be read: {error}") from None
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{result_files[-1].name} is no JSON: {visible(error, 200)}") from None
+        raise DataError(f"{result_files[-1].name} is no JSON: {make_visible(error, 200)}") from None
     scores_found = scores_of(results_content)
     if not scores_found:
         raise DataError(f"{result_files[-1].name} has no numbers: expected {{task: {{metric: number}}}}")
@@ -309,7 +316,7 @@ def scores_of(content: Any) -> dict[str, float]:
         else:
             numbers_found[score_name] = value
     finite_numbers = {score_name: value for score_name, value in numbers_found.items() if _is_finite(value)}
-    return {visible(score_name, LONGEST): float(value) for score_name, value in finite_numbers.items()}
+    return {make_visible(score_name, LONGEST): float(value) for score_name, value in finite_numbers.items()}
 
 
 def _is_error(key: str) -> bool:
@@ -322,10 +329,10 @@ def _is_finite(value: object) -> bool:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    args = beside_arguments("megastable_tools.downstream.evaluator", __doc__, arguments)
+    args = parse_arguments("megastable_tools.downstream.evaluator", __doc__, arguments)
     spare_output()
     with user_errors():
-        config = recipe.load(args.recipe, args.overrides)
+        config = recipe.load_recipe(args.recipe, args.overrides)
         if config.eval.command is None:
             raise ConfigError("eval.command is not set: give the program that evaluates a checkpoint")
         evaluator = Evaluator(config, RunDirectory(args.run), args.parent)
@@ -336,7 +343,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         signal.signal(signal.SIGTERM, leave)
         signal.signal(signal.SIGINT, leave)
         try:
-            evaluator.watch()
+            evaluator.watch_checkpoints()
         except Leaving:
             return
 

@@ -12,19 +12,19 @@ import numpy as np
 import numpy.typing as npt
 
 from megastable.base.errors import DataError
-from megastable.base.text import plural
-from megastable.config.recipe import find
-from megastable.data.blends import GoneStream, in_force
+from megastable.base.text import count_noun
+from megastable.config.recipe import find_recipe
+from megastable.data.blends import GoneStream, blends_in_force
 from megastable.data.order import LAST_POSITION, Order
 from megastable.data.shard_format import little_endian
 from megastable.data.skips import Range, Selection, Skips, numbers_of
 from megastable.report.postmortem.sample_texts import Library
 from megastable.report.sheet import Column, Passage, Sheet
-from megastable.run.events.reading import latest
+from megastable.run.events.reading import find_latest
 from megastable.run.events.stability_events import IncidentEvent
 from megastable.run.record_files import LAST_STEP
 from megastable_tools.forensics.history import SPANS, Done, History, blends_text
-from megastable_tools.forensics.shard_set import Shelf, spans
+from megastable_tools.forensics.shard_set import Shelf, split_at_tokens
 
 FEW = 1 << 24  # positions: longer ranges are not checked for earlier reads
 
@@ -44,22 +44,27 @@ CORPUS_COLUMNS = (
 
 def run_sheet(history: History) -> Sheet:
     """Tokens by corpus up to the run's cursor. Raises DataError where ledger or corpora cannot be read."""
-    library, cursor = history.library(), history.cursor
+    library, cursor = history.library_at(), history.cursor
     order = library.source.order
     length = order.sequence_length
     samples_given = order.samples_before(cursor)
-    done_steps = history.steps(0, LAST_STEP, SPANS)
+    done_steps = history.list_steps(0, LAST_STEP, SPANS)
     kept_steps = [done_step for done_step in done_steps if not done_step.undone]
     corpus_rows: list[dict[str, Any]] = []
     total = 0
     out_of_all, current_shares = _out(history, kept_steps), order.quotas_at(cursor)
     for index, corpus in enumerate(order.corpora):
-        ranges = Skips.of([*out_of_all, *_swapped_out(history, corpus.name, kept_steps)]).ranges
+        ranges = Skips.from_ranges([*out_of_all, *_swapped_out(history, corpus.name, kept_steps)]).ranges
         out = _samples(ranges, index, order.samples_before, cursor)
         read_samples = samples_given[index] - out
         total += read_samples
         corpus_path = next(
-            (s.path for e in reversed(in_force(history.blends)) for s in e.corpora if s.name == corpus.name),
+            (
+                s.path
+                for e in reversed(blends_in_force(history.blends))
+                for s in e.corpora
+                if s.name == corpus.name
+            ),
             "",
         )
         corpus_rows.append({
@@ -70,7 +75,9 @@ def run_sheet(history: History) -> Sheet:
     for corpus_row in corpus_rows:
         corpus_row["share"] = corpus_row["samples"] / total if total else 0.0
     refused_steps = [done_step for done_step in done_steps if not done_step.applied]
-    steps_lost = sum(int(i.get("steps_lost", 0)) for i in latest(history.run.events(IncidentEvent)).values())
+    steps_lost = sum(
+        int(i.get("steps_lost", 0)) for i in find_latest(history.run.iterate_events(IncidentEvent)).values()
+    )
     facts = [
         ("position", f"{cursor:,}"), ("steps", f"{max((done_step.step for done_step in kept_steps), default=0):,}"),
         ("tokens", f"{total * length:,}"), ("updates refused", f"{len(refused_steps):,}"),
@@ -84,16 +91,17 @@ def run_sheet(history: History) -> Sheet:
     }  # fmt: skip
     skip_reasons = history.ledger.reasons.most_common(20)
     notes = [
-        f"skip ledger, {plural(line_count, 'line')}: {skip_reason}"
+        f"skip ledger, {count_noun(line_count, 'line')}: {skip_reason}"
         for skip_reason, line_count in skip_reasons
     ]
-    blends_in_force = in_force(history.blends)
-    if len(blends_in_force) > 1:
-        notes += [f"blend {blend_text}" for blend_text in blends_text(blends_in_force)]
+    known_blends = blends_in_force(history.blends)
+    if len(known_blends) > 1:
+        notes += [f"blend {blend_text}" for blend_text in blends_text(known_blends)]
     return Sheet(
         title=f"{history.run.root.name}, read so far",
         lead=[
-            f"{plural(total, 'sample')} of {length:,} tokens up to position {cursor:,}. Refused batches were read, but "
+            f"{count_noun(total, 'sample')} of {length:,} tokens up to position {cursor:,}. Refused batches were "
+            "read, but "
             "caused no update."
         ],
         facts=facts, columns=CORPUS_COLUMNS, rows=corpus_rows, notes=[*notes, *history.problems], data=data,
@@ -103,31 +111,37 @@ def run_sheet(history: History) -> Sheet:
 def _out(history: History, done: Sequence[Done]) -> list[Range]:
     """Ranges skipped in any corpus: on the ledger, and not read before that."""
     # A sample that was released after its position was passed was not read there.
-    selection = history.selection(history.library(), ever=True)
+    selection = history.select_from(history.library_at(), ever=True)
     named_positions = selection.named_between(0, history.cursor)
-    skipped_ranges = selection.positions.union(Skips.of_numbers(named_positions))
+    skipped_ranges = selection.positions.union(Skips.from_numbers(named_positions))
     short_ranges = [
         (range_start, range_end)
-        for range_start, range_end in skipped_ranges.between(0, history.cursor)
+        for range_start, range_end in skipped_ranges.ranges_between(0, history.cursor)
         if range_end - range_start <= FEW
     ]
     few_positions = numbers_of(short_ranges)
     positions_read = (
-        p for _, read_positions in history.that_read(few_positions, done) for p in read_positions.tolist()
+        p
+        for _, read_positions in history.find_steps_that_read(few_positions, done)
+        for p in read_positions.tolist()
     )
-    return Skips.of([*skipped_ranges.gaps().ranges, *((p, p + 1) for p in positions_read)]).gaps().ranges
+    return (
+        Skips.from_ranges([*skipped_ranges.gaps().ranges, *((p, p + 1) for p in positions_read)])
+        .gaps()
+        .ranges
+    )
 
 
 def _swapped_out(history: History, corpus: str, done: Sequence[Done]) -> list[Range]:
     """Ranges in which a corpus was swapped out: positions read before that decision stay read."""
-    order, unread_ranges = history.library().source.order, []
-    for (swap_start, swap_end), swap_time in history.ledger.swaps(corpus):
+    order, unread_ranges = history.library_at().source.order, []
+    for (swap_start, swap_end), swap_time in history.ledger.swapped_ranges(corpus):
         decision_time = -math.inf if swap_time is None else swap_time.timestamp()
         step_index = bisect_right(done, decision_time, key=lambda d: d.time)
         unread_start = max(swap_start, done[step_index - 1].next_position) if step_index else swap_start
         if 0 < step_index < len(done):
             # The step in progress.
-            corpora_read = order.locate(history.positions(done[step_index])).corpus
+            corpora_read = order.locate_samples(history.positions_of(done[step_index])).corpus
             if any(order.corpora[corpus_index].name == corpus for corpus_index in np.unique(corpora_read)):
                 unread_start = max(unread_start, done[step_index].next_position)
         if unread_start < swap_end:
@@ -170,7 +184,7 @@ def document_sheet(
 
     Raises DataError if there is none, or a run has no such shard.
     """
-    shard = shelf.shard(shard_name)
+    shard = shelf.find_shard(shard_name)
     if not 0 <= document < shard.documents:
         raise DataError(f"{shard.idx_path} has the documents 0 to {shard.documents - 1}, not {document}")
     first, end = shard.document_bounds(document)
@@ -181,17 +195,18 @@ def document_sheet(
     ]  # fmt: skip
     step_rows = [step_row for history in runs for step_row in _rows(history, shelf, shard_name, first, end)]
     trained_count = sum(step_row["state"] == "trained" for step_row in step_rows)
-    shown_ids = shard.read(first, min(end - first, most)).tolist()
+    shown_ids = shard.read_tokens(first, min(end - first, most)).tolist()
     cut_note = f", its first {most:,} tokens" if end - first > most else ""
     document_name = f"document {document} of {shard_name}"
     head: dict[str, Any] = {"run": "", "state": "the document", "first_token": 0, "tokens": end - first}
-    lead = [f"{plural(end - first, 'token')}."]
+    lead = [f"{count_noun(end - first, 'token')}."]
     if runs:
-        lead.append(f"Trained on in {plural(trained_count, 'sample')} of {plural(len(runs), 'run')}.")
+        lead.append(f"Trained on in {count_noun(trained_count, 'sample')} of {count_noun(len(runs), 'run')}.")
     notes = [] if runs else ["With --run RUN (repeatable) every step that trained on it is listed."]
     return Sheet(
         title=document_name, lead=lead, facts=facts, columns=DOCUMENT_COLUMNS, rows=[head, *step_rows],
-        passages={0: [Passage(f"{document_name}{cut_note}", spans(_text(shown_ids, shelf.eod), shelf.tokenizer))]},
+        passages={0: [Passage(f"{document_name}{cut_note}", split_at_tokens(_text(shown_ids, shelf.eod),
+        shelf.tokenizer))]},
         notes=[*notes, *([shelf.problem] if shelf.problem else []),
         *(run_problem for run_history in runs for run_problem in run_history.problems)],
         data={
@@ -210,9 +225,11 @@ def stream_of(library: Library, shelf: Shelf, shard: str) -> int:
         if not isinstance(stream, GoneStream)
         and any(shard_info.name == shard for shard_info in stream.manifest.shards)
     ]
-    given_shard = shelf.shard(shard)
+    given_shard = shelf.find_shard(shard)
     given_folder = given_shard.bin_path.resolve().parent
-    matching_indexes = [i for i in candidate_indexes if find(streams[i].directory).resolve() == given_folder]
+    matching_indexes = [
+        i for i in candidate_indexes if find_recipe(streams[i].directory).resolve() == given_folder
+    ]
     if not matching_indexes:
         # Accepts a copy elsewhere, but not another corpus with shards of the same names.
         infos_by_index = {
@@ -246,13 +263,13 @@ def positions_with(library: Library, corpus: int, first: int, end: int, start: i
 
 def _rows(history: History, shelf: Shelf, shard: str, first: int, end: int) -> list[dict[str, Any]]:
     run = history.run.root.name
-    library = history.library()
+    library = history.library_at()
     corpus = stream_of(library, shelf, shard)
     stream, order = library.source.streams[corpus], library.source.order
     at = stream.offset_of(shard, first)
     if at is None:
         return [{"run": run, "state": "not in the part that is trained on"}]
-    step, cursor, selection = history.step, history.cursor, history.selection(library)
+    step, cursor, selection = history.step, history.cursor, history.select_from(library)
     horizon = _horizon(history, selection, step, cursor)
     # Undone steps may have gone further than the run's current position.
     most = max(horizon, _horizon(history, selection, 0, 0))
@@ -264,13 +281,13 @@ def _rows(history: History, shelf: Shelf, shard: str, first: int, end: int) -> l
     met = set[int]()
 
     def row(position: int, order: Order = order, **facts: Any) -> dict[str, Any]:
-        place = order.locate_one(position)
+        place = order.locate_sample(position)
         low, high = max(place.first_token, span[0]), min(place.first_token + order.sequence_length, span[1])
         facts |= {"first_token": low - at, "tokens": high - low}
         return {"run": run, "position": position, "epoch": place.epoch, **facts}
 
     # The document's position when each step was done: it may have moved since.
-    for era_library, steps in history.eras(history.steps(0, LAST_STEP, SPANS)):
+    for era_library, steps in history.split_into_eras(history.list_steps(0, LAST_STEP, SPANS)):
         era_corpora = [c.name for c in era_library.source.order.corpora]
         if order.corpora[corpus].name not in era_corpora:
             continue
@@ -278,23 +295,23 @@ def _rows(history: History, shelf: Shelf, shard: str, first: int, end: int) -> l
         era_positions = positions_with(
             era_library, era_corpora.index(order.corpora[corpus].name), *span, begin, stop
         )
-        for done, mine in history.that_read(era_positions, steps):
+        for done, mine in history.find_steps_that_read(era_positions, steps):
             for position in mine.tolist():
                 met.add(position)
                 facts = {"step": done.step, "state": done.state, "loss": done.loss, "time": _clock(done.time)}
                 found.append(row(position, era_library.source.order, **facts))
-    passed_over = history.selection(library, ever=True).mask(past)
+    passed_over = history.select_from(library, ever=True).mask_skipped(past)
     for position, left_out in zip(past.tolist(), passed_over.tolist(), strict=True):
         if position not in met:
             found.append(row(position, state="skipped" if left_out else "not recorded"))
     batches, furthest = history.config.batches, int(future_positions.max(initial=cursor))
     named = selection.named_between(cursor, furthest)
-    passed = selection.positions.union(Skips.of_numbers(named))
+    passed = selection.positions.union(Skips.from_numbers(named))
     for position, left_out in zip(
-        future_positions.tolist(), selection.mask(future_positions).tolist(), strict=True
+        future_positions.tolist(), selection.mask_skipped(future_positions).tolist(), strict=True
     ):
-        before = sum(b - range_start for range_start, b in passed.between(cursor, position))
-        when = step + 1 + batches.steps(cursor, position - before)
+        before = sum(b - range_start for range_start, b in passed.ranges_between(cursor, position))
+        when = step + 1 + batches.count_steps(cursor, position - before)
         if left_out:
             found.append(row(position, state="skipped"))
         elif when <= history.config.train.steps:
@@ -305,13 +322,13 @@ def _rows(history: History, shelf: Shelf, shard: str, first: int, end: int) -> l
 def _horizon(history: History, selection: Selection, step: int, cursor: int) -> int:
     """A position beyond the recipe's remaining steps after `step`, with a tenth to spare for later skips."""
     steps_left = max(0, history.config.train.steps - step)
-    positions_left = (history.config.batches.reach(cursor, steps_left) - cursor) / selection.kept
+    positions_left = (history.config.batches.reach_after(cursor, steps_left) - cursor) / selection.kept
     horizon_end, end_before = cursor + int(1.1 * positions_left), -1
     while horizon_end > end_before:
         end_before = horizon_end
         skipped_positions = sum(
             range_end - range_start
-            for range_start, range_end in selection.positions.between(cursor, horizon_end)
+            for range_start, range_end in selection.positions.ranges_between(cursor, horizon_end)
         )
         horizon_end = min(LAST_POSITION, cursor + int(1.1 * positions_left) + skipped_positions)
     return horizon_end

@@ -29,7 +29,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from megastable.base.durable import hold, write_data_file
+from megastable.base.durable import lock_file, write_data_file
 from megastable.base.errors import DataError
 from megastable_tools.prepare.prepare import ordered_map
 from megastable_tools.prepare.reporting import Meter
@@ -104,13 +104,13 @@ def map_documents(
             part_count, tokens_read = part_count + 1, tokens_read + kept_part.tokens
             if kept_part.measured:
                 documents, measured = documents + kept_part.documents, measured + kept_part.tokens
-            meter.update(tokens_read, documents, measured)
+            meter.show_progress(tokens_read, documents, measured)
     return part_count, measured
 
 
 def keep_rows(run: Run, measure: Callable[[Run], pa.Table], folder: Path) -> KeptPart:
     """Write the rows that `measure` computes of a run, unless its part has them."""
-    rows_path, document_numbers = part(folder, run.number), run.numbers
+    rows_path, document_numbers = part_path(folder, run.number), run.numbers
     rows_there = read_rows(rows_path, ["document"])
     is_missing = rows_there is None or not np.array_equal(rows_there["document"].to_numpy(), document_numbers)
     if is_missing:
@@ -125,12 +125,12 @@ class MapResult(BaseModel):
     file: ClassVar[str]
     doing: ClassVar[str]  # the command that makes it
 
-    def save(self, folder: Path) -> None:
+    def save_result(self, folder: Path) -> None:
         """Write the file. Raises DataError when the disk refuses."""
         write_data_file(folder / self.file, (self.model_dump_json(indent=1) + "\n").encode())
 
     @classmethod
-    def load(cls, folder: Path) -> Self:
+    def load_result(cls, folder: Path) -> Self:
         """The result in a folder. Raises DataError when there is none, or it is damaged."""
         path = folder / cls.file
         try:
@@ -151,18 +151,18 @@ class MapResult(BaseModel):
             ) from error
 
 
-def part(folder: Path, number: int) -> Path:
+def part_path(folder: Path, number: int) -> Path:
     """The file of the rows of unit `number`."""
     return folder / PARTS / f"{number:06d}.parquet"
 
 
-def near_part(folder: Path, number: int) -> Path:
+def near_part_path(folder: Path, number: int) -> Path:
     """The file of the signatures of unit `number`."""
     return folder / NEAR / f"{number:06d}.npy"
 
 
 @contextmanager
-def occupied(folder: Path, asked: dict[str, Any], again: bool) -> Iterator[None]:
+def occupy_folder(folder: Path, asked: dict[str, Any], again: bool) -> Iterator[None]:
     """Lock the folder for a scan with the settings `asked`: an earlier one is resumed, or removed (again).
 
     Raises DataError for a folder with other content, in use by another process, or not writable.
@@ -174,7 +174,7 @@ def occupied(folder: Path, asked: dict[str, Any], again: bool) -> Iterator[None]
             raise DataError(
                 f"{folder} is not the folder of a scan, {other_names[0]} is in it: choose another --keep"
             )
-        folder_lock = hold(folder / LOCK)
+        folder_lock = lock_file(folder / LOCK)
         if folder_lock is None:
             raise DataError(f"{folder}: another process scans into it: wait for it, or choose another --keep")
         with folder_lock:
@@ -223,7 +223,7 @@ def read_parts(folder: Path, count: int, again: str, columns: list[str] | None =
     """The rows of all parts. Raises DataError for one that is missing or damaged; again: the command that repairs
     it."""
     for part_number in range(count):
-        rows = read_rows(rows_path := part(folder, part_number), columns)
+        rows = read_rows(rows_path := part_path(folder, part_number), columns)
         if rows is None:
             raise DataError(f"{rows_path} is missing or damaged: {again} with --again")
         yield rows

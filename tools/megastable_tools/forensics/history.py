@@ -19,9 +19,9 @@ import numpy as np
 import numpy.typing as npt
 
 from megastable.base.errors import DataError
-from megastable.base.text import plural, ranges
-from megastable.config.recipe import load
-from megastable.data.blends import BlendEntry, Share, in_force, read_blends
+from megastable.base.text import count_noun, show_ranges
+from megastable.config.recipe import load_recipe
+from megastable.data.blends import BlendEntry, Share, blends_in_force, read_blends
 from megastable.data.skip_ledger import Ledger
 from megastable.data.skips import Selection, Skips, numbers_of
 from megastable.report.postmortem.evidence import RecordFolder
@@ -30,7 +30,7 @@ from megastable.report.postmortem.journal import Journal, summary_of
 from megastable.report.postmortem.sample_texts import Library
 from megastable.run.directory import RunDirectory, read_object
 from megastable.run.events.data_events import OrderChanged
-from megastable.run.events.event import Event, whole
+from megastable.run.events.event import Event, read_whole
 from megastable.run.events.reading import read_events
 from megastable.run.events.training_events import Resumed, Training
 from megastable.run.record_files import LAST_STEP
@@ -79,13 +79,13 @@ class History:
                 f"{root} is not the directory of a run: {self.run.recipe.name} is missing; give one "
                 "such as runs/quickstart"
             )
-        self.config = load(self.run.recipe)
+        self.config = load_recipe(self.run.recipe)
         self.blends = read_blends(self.run.blends)
         self.problems: list[str] = []
         self._folder = RecordFolder(self.run.steps, SCHEMA)
         self._library = lru_cache(maxsize=4)(self._open)
 
-    def library(self, time: float | None = None) -> Library:
+    def library_at(self, time: float | None = None) -> Library:
         """The corpora in the order in force at a time (default: now). Raises DataError for a time before the corpora
         changed (data.accept_changed_manifest)."""
         if time is not None and time < self._changed:
@@ -95,7 +95,7 @@ class History:
             )
         return self._library(self._held(time))
 
-    def eras(self, done: Sequence[Done]) -> Iterator[tuple[Library, list[Done]]]:
+    def split_into_eras(self, done: Sequence[Done]) -> Iterator[tuple[Library, list[Done]]]:
         """`done`, in the order of time, in parts with the same data order, each with that order; without steps from
         before the corpora changed."""
         known_steps = (done_step for done_step in done if done_step.time >= self._changed)
@@ -116,10 +116,12 @@ class History:
     def _open(self, count: int) -> Library:
         return Library(self.config, self.blends[:count])
 
-    def share(self, fingerprint: str) -> Share:
+    def find_share(self, fingerprint: str) -> Share:
         """The corpus of the run with that manifest fingerprint. Raises DataError if there is none."""
         # A removed corpus is still read up to the next block.
-        shares = [share for blend_entry in reversed(in_force(self.blends)) for share in blend_entry.corpora]
+        shares = [
+            share for blend_entry in reversed(blends_in_force(self.blends)) for share in blend_entry.corpora
+        ]
         matching_share = next((share for share in shares if share.fingerprint == fingerprint), None)
         if matching_share is None:
             known = ", ".join(dict.fromkeys(share.path for share in shares)) or "none that it wrote down"
@@ -129,18 +131,18 @@ class History:
             )
         return matching_share
 
-    def steps(self, first: int, last: int, columns: Sequence[str] = COLUMNS) -> list[Done]:
+    def list_steps(self, first: int, last: int, columns: Sequence[str] = COLUMNS) -> list[Done]:
         """Every execution of the steps [first, last], in the order of time; damaged files are listed in `problems`."""
-        record_rows, problems = self._folder.rows(first, last, columns)
+        record_rows, problems = self._folder.read_rows(first, last, columns)
         self.problems += [new_problem for new_problem in problems if new_problem not in self.problems]
         return [Done(**row, undone=self._undone(row["step"], row["time"])) for row in record_rows]
 
-    def at(self, first: int, last: int) -> list[Done]:
-        """As `steps`. Raises DataError if none was recorded."""
-        steps_found = self.steps(first, last)
+    def require_steps(self, first: int, last: int) -> list[Done]:
+        """As `list_steps`. Raises DataError if none was recorded."""
+        steps_found = self.list_steps(first, last)
         if not steps_found:
-            record_files = self._folder.files(0, LAST_STEP)
-            known = f"{plural(len(record_files), 'file')} of records" if record_files else "no records"
+            record_files = self._folder.list_between(0, LAST_STEP)
+            known = f"{count_noun(len(record_files), 'file')} of records" if record_files else "no records"
             steps_named = f"step {first}" if first == last else f"steps {first} to {last}"
             raise DataError(
                 f"{self.run.steps}: {steps_named} was not recorded (there are {known}): steps count from 1, and the "
@@ -153,7 +155,7 @@ class History:
         if it does not exist."""
         journal = Journal(self.run)
         if number not in journal.own:
-            known = ranges([(n, n + 1) for n in sorted(journal.own)]) or "none"
+            known = show_ranges([(n, n + 1) for n in sorted(journal.own)]) or "none"
             raise DataError(
                 f"{self.run.journal}: there is no incident {number}; those of this run: {known}. Of a spike without an "
                 f"incident (a dry run, the guard off) `megastable inspect step {self.run.root} STEP` shows the samples "
@@ -164,34 +166,36 @@ class History:
         incident_facts = IncidentFacts.model_validate(summary_of(own_events[-1]))
         return incident_facts, own_events, journal.events[own_indexes[0] : own_indexes[-1] + 1]
 
-    def positions(self, done: Done) -> Int64s:
+    def positions_of(self, done: Done) -> Int64s:
         """The positions that the step trained on: int64, ascending."""
         # Whole epochs may be skipped: do not enumerate them.
-        kept_ranges = self._left_out(done).gaps().between(done.first_position, done.next_position)
+        kept_ranges = self._left_out(done).gaps().ranges_between(done.first_position, done.next_position)
         return numbers_of(kept_ranges)
 
-    def that_read(self, positions: Int64s, among: Sequence[Done] | None = None) -> list[tuple[Done, Int64s]]:
-        """Every step, of `among` or of all, that trained on any of `positions`, with those positions: in the order of
-        time."""
+    def find_steps_that_read(
+        self, positions: Int64s, among: Sequence[Done] | None = None
+    ) -> list[tuple[Done, Int64s]]:
+        """Every step, of `among` or of all, that trained on any of `positions`, with those positions: in the order
+        of time."""
         steps_found = []
-        for done_step in self.steps(0, LAST_STEP, SPANS) if among is None else among:
+        for done_step in self.list_steps(0, LAST_STEP, SPANS) if among is None else among:
             if done_step.time < self._changed:
                 continue
             low, high_index = np.searchsorted(positions, (done_step.first_position, done_step.next_position))
             mine = positions[low:high_index]
-            if mine.size and (mine := mine[~self._left_out(done_step).mask(mine)]).size:
+            if mine.size and (mine := mine[~self._left_out(done_step).mask_skipped(mine)]).size:
                 steps_found.append((done_step, mine))
         return steps_found
 
     @cached_property
     def ledger(self) -> Ledger:
-        return Ledger.read(self.run.skips, self.problems)
+        return Ledger.read_ledger(self.run.skips, self.problems)
 
-    def selection(self, library: Library, ever: bool = False) -> Selection:
+    def select_from(self, library: Library, ever: bool = False) -> Selection:
         """The selection by today's ledger over the order of `library`. ever: ignore releases, as positions passed
         before a release stay skipped."""
         ledger = self.ledger.ever if ever else self.ledger
-        usable_selection, ledger_problems = ledger.usable(
+        usable_selection, ledger_problems = ledger.select_usable(
             self.run.skips, library.source.order, self.config.data.skip
         )
         self.problems += [
@@ -202,9 +206,9 @@ class History:
     def left_out(self, library: Library, positions: Int64s) -> npt.NDArray[np.bool_]:
         """Which samples at n positions of the order of `library` are skipped now: bool [n]. They may be at other
         positions by now; samples that the present order never gives are not skipped."""
-        library_now, order_then = self.library(), library.source.order
+        library_now, order_then = self.library_at(), library.source.order
         positions_now = order_then.moved_to(library_now.source.order, positions)
-        skipped_positions = positions_now[self.selection(library_now).mask(positions_now)]
+        skipped_positions = positions_now[self.select_from(library_now).mask_skipped(positions_now)]
         return np.isin(positions, library_now.source.order.moved_to(order_then, skipped_positions))
 
     @property
@@ -219,14 +223,14 @@ class History:
 
     @cached_property
     def _latest(self) -> Done | None:
-        for record_file in reversed(self._folder.files(0, LAST_STEP)):  # the newest first
-            if steps_found := self.steps(record_file.low, record_file.high, SPANS):
+        for record_file in reversed(self._folder.list_between(0, LAST_STEP)):  # the newest first
+            if steps_found := self.list_steps(record_file.low, record_file.high, SPANS):
                 return max(steps_found, key=lambda done: done.time)
         return None
 
     def _left_out(self, done: Done) -> Skips:
         edges = done.skipped or []
-        return Skips.of(zip(edges[::2], edges[1::2], strict=True))
+        return Skips.from_ranges(zip(edges[::2], edges[1::2], strict=True))
 
     def _undone(self, step: int, time: float) -> bool:
         rewind_times, lowest_steps = self._goings_back
@@ -288,7 +292,7 @@ def blends_text(blends: Sequence[BlendEntry]) -> list[str]:
 def live_place(history: History) -> tuple[int, int]:
     """Step and cursor of a run, by its processes, or else by its records."""
     progress_told = read_object(history.run.progress)
-    step, cursor = whole(progress_told.get("step")), whole(progress_told.get("cursor"))
+    step, cursor = read_whole(progress_told.get("step")), read_whole(progress_told.get("cursor"))
     return (history.step, history.cursor) if step is None or cursor is None else (step, cursor)
 
 
@@ -296,7 +300,7 @@ def checkpoint_cursor(run: RunDirectory, choose: Callable[[list[int]], int]) -> 
     """The cursor of one of a run's checkpoints: choose `min` or `max`; 0 if there is none."""
     # An unreadable one is also skipped when the run starts.
     cursors_told = (
-        whole(read_object(path).get("cursor")) for path in run.checkpoints.glob("step-*/state.json")
+        read_whole(read_object(path).get("cursor")) for path in run.checkpoints.glob("step-*/state.json")
     )
     known_cursors = [cursor for cursor in cursors_told if cursor is not None]
     return choose(known_cursors) if known_cursors else 0

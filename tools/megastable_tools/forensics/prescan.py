@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from megastable.base.errors import user_errors
 from megastable.base.process import spare_output
-from megastable.base.text import plural, ranges, visible
+from megastable.base.text import count_noun, make_visible, show_ranges
 from megastable.config import recipe
 from megastable.config.tree import RunConfig
 from megastable.data.blends import GoneStream, Line, read_blends
@@ -39,16 +39,16 @@ from megastable.report.postmortem.sample_texts import Library
 from megastable.report.sheet import Column, Passage, Sheet
 from megastable.run.directory import RunDirectory, read_object
 from megastable.run.events.data_events import LookAheadFailed, LookAheadSpent, LookedAhead
-from megastable.run.events.event import whole
+from megastable.run.events.event import read_whole
 from megastable.run.log import RunLog
-from megastable.run.rank_ipc import beside_arguments
+from megastable.run.rank_ipc import parse_arguments
 from megastable_tools.forensics.history import History, checkpoint_cursor, live_place
 from megastable_tools.forensics.oddness.features import FEATURES, Lexicon
 from megastable_tools.forensics.oddness.judgement import KINDS
-from megastable_tools.forensics.oddness.yardstick import HEAD, Yardstick, cut, document_keys
+from megastable_tools.forensics.oddness.yardstick import HEAD, Yardstick, cut_documents, document_keys
 from megastable_tools.forensics.scanning.rows import long_key, sample_with_keys
 from megastable_tools.forensics.scanning.units import BLOCK
-from megastable_tools.forensics.shard_set import spans
+from megastable_tools.forensics.shard_set import split_at_tokens
 
 Int64s = npt.NDArray[np.int64]
 
@@ -101,13 +101,13 @@ class Lookout:
         self._yardsticks: dict[int, Yardstick] = {}
         self._heads: dict[tuple[str, int], int] = {}
 
-    def yardstick(self, corpus: int) -> Yardstick:
+    def yardstick_of(self, corpus: int) -> Yardstick:
         """The baseline of a corpus, learnt once."""
         if corpus not in self._yardsticks:
             self._yardsticks[corpus] = learn(self.source.streams[corpus], self.library.tokenizer)
         return self._yardsticks[corpus]
 
-    def look(self, positions: Int64s, least: float = CLEAR) -> list[FoundPart]:
+    def find_suspects(self, positions: Int64s, least: float = CLEAR) -> list[FoundPart]:
         """The parts with a score of at least `least`, in the order of the positions."""
         length = self.source.order.sequence_length
         suspect_parts = []
@@ -133,7 +133,7 @@ class Lookout:
     def _measure(
         self, corpus: int, parts: list[tuple[int, DocumentPart]], least: float
     ) -> Iterator[FoundPart]:
-        stream, yardstick = self.source.streams[corpus], self.yardstick(corpus)
+        stream, yardstick = self.source.streams[corpus], self.yardstick_of(corpus)
         # The shards one after the other, each opened once.
         parts.sort(key=lambda item: (item[1].document.shard, item[1].first_token))
         opened_shards: dict[str, Shard] = {}
@@ -141,13 +141,17 @@ class Lookout:
         for _, document_part in parts:
             shard_name = document_part.document.shard
             if shard_name not in opened_shards:
-                opened_shards = {shard_name: stream.open(shard_name)}
-            part_ids.append(opened_shards[shard_name].raw(document_part.first_token, document_part.tokens))
+                opened_shards = {shard_name: stream.open_shard(shard_name)}
+            part_ids.append(
+                opened_shards[shard_name].read_raw(document_part.first_token, document_part.tokens)
+            )
             keys.append(self._key(opened_shards[shard_name], document_part.document))
         part_edges = np.cumsum([0, *(document_part.tokens for _, document_part in parts)], dtype=np.int64)
-        pieces, owner = cut(part_edges)
-        features = yardstick.measure(np.concatenate(part_ids), pieces, np.array(keys, dtype=np.uint64)[owner])
-        piece_judgement = yardstick.judge(features)
+        pieces, owner = cut_documents(part_edges)
+        features = yardstick.measure_features(
+            np.concatenate(part_ids), pieces, np.array(keys, dtype=np.uint64)[owner]
+        )
+        piece_judgement = yardstick.judge_features(features)
         lengths = np.diff(pieces)
         score = np.where(lengths >= COUNTED, piece_judgement.score, 0.0)
         for part_number in np.unique(owner[score >= least]).tolist():
@@ -155,7 +159,9 @@ class Lookout:
             worst = int(own_pieces[score[own_pieces].argmax()])
             position, document_part = parts[part_number]
             feature_name = FEATURES[int(piece_judgement.feature[worst])].name
-            why = yardstick.explain(int(lengths[worst]), feature_name, float(features[feature_name][worst]))
+            why = yardstick.explain_piece(
+                int(lengths[worst]), feature_name, float(features[feature_name][worst])
+            )
             yield FoundPart(
                 position, document_part, float(score[worst]), KINDS[int(piece_judgement.kind[worst])],
                 why, int(lengths[own_pieces][score[own_pieces] >= least].sum()),
@@ -178,7 +184,7 @@ def key_of(shard: Shard, number: int, first: int, tokens: int) -> int:
     if tokens > BLOCK:
         return long_key(shard.name, number)
     head_tokens = min(tokens, HEAD)
-    return int(document_keys(shard.raw(first, head_tokens), np.array([0, head_tokens]))[0])
+    return int(document_keys(shard.read_raw(first, head_tokens), np.array([0, head_tokens]))[0])
 
 
 def learn(stream: Stream, tokenizer: Tokenizer | None, most: int = SAMPLE) -> Yardstick:
@@ -187,25 +193,25 @@ def learn(stream: Stream, tokenizer: Tokenizer | None, most: int = SAMPLE) -> Ya
     shards = [Shard(stream.directory / shard_info.name, shard_info) for shard_info in stream.manifest.shards]
 
     shard_info = stream.manifest.tokenizer
-    return Yardstick.of(
+    return Yardstick.learn_from(
         sample_with_keys(shards, document_keys, most),
-        Lexicon.of(tokenizer, shard_info.vocab_size, shard_info.eod),
+        Lexicon.of_tokenizer(tokenizer, shard_info.vocab_size, shard_info.eod),
     )
 
 
 def to_come(history: History, steps: int) -> tuple[int, list[Int64s]]:
     """The run's current step, and the positions that each of its next `steps` steps will read, by today's skips."""
     step, cursor = live_place(history)
-    selection = history.selection(history.library())
+    selection = history.select_from(history.library_at())
     return step, batches_ahead(selection, history.config.batches, cursor, steps)
 
 
 def ahead_sheet(history: History, steps: int, texts: int) -> Sheet:
     """The parts of a run's next `steps` steps that look corrupt, the worst first."""
     step, batches = to_come(history, steps)
-    library, positions = history.library(), np.concatenate(batches)
+    library, positions = history.library_at(), np.concatenate(batches)
     lookout = Lookout(library)
-    suspect_parts = sorted(lookout.look(positions), key=lambda f: -f.score)
+    suspect_parts = sorted(lookout.find_suspects(positions), key=lambda f: -f.score)
     step_by_position = {
         position: number for number, batch in enumerate(batches, step + 1) for position in batch.tolist()
     }
@@ -217,14 +223,14 @@ def ahead_sheet(history: History, steps: int, texts: int) -> Sheet:
         }
         for f in suspect_parts
     ]  # fmt: skip
-    text_passages = {number: [passage(library, f)] for number, f in enumerate(suspect_parts[:texts])}
+    text_passages = {number: [passage_of(library, f)] for number, f in enumerate(suspect_parts[:texts])}
     bad = len({f.position for f in suspect_parts})
     token_total = positions.size * library.source.order.sequence_length
     return Sheet(
-        title=f"{history.run.root.name}, the next {plural(steps, 'step')}",
+        title=f"{history.run.root.name}, the next {count_noun(steps, 'step')}",
         lead=[
-            f"Steps {step + 1} to {step + steps}: {plural(positions.size, 'sample')}, {token_total:,} tokens; "
-            f"{plural(bad, 'sample')} with something as odd as {CLEAR:g} (one in 10^{CLEAR:g} of ordinary text).",
+            f"Steps {step + 1} to {step + steps}: {count_noun(positions.size, 'sample')}, {token_total:,} tokens; "
+            f"{count_noun(bad, 'sample')} with something as odd as {CLEAR:g} (one in 10^{CLEAR:g} of ordinary text).",
         ],
         columns=COLUMNS, rows=suspect_rows, passages=text_passages,
         data={
@@ -236,18 +242,18 @@ def ahead_sheet(history: History, steps: int, texts: int) -> Sheet:
     )  # fmt: skip
 
 
-def passage(library: Library, found: FoundPart) -> Passage:
+def passage_of(library: Library, found: FoundPart) -> Passage:
     """The text of the part."""
     source = library.source
     corpus_index = [order_corpus.name for order_corpus in source.order.corpora].index(found.document.corpus)
     part_ids = (
         source.streams[corpus_index]
-        .open(found.document.shard)
-        .raw(found.part.first_token, found.part.tokens)
+        .open_shard(found.document.shard)
+        .read_raw(found.part.first_token, found.part.tokens)
         .tolist()
     )
     part_place = f"document {found.document.document} of {found.document.shard}, position {found.position}"
-    return Passage(part_place, spans(part_ids, library.tokenizer))
+    return Passage(part_place, split_at_tokens(part_ids, library.tokenizer))
 
 
 REASON = "looked ahead: "  # prefix of the reasons written here
@@ -271,7 +277,7 @@ class Scout:
         self._lookout: Lookout | None = None
         self._spent = False
 
-    def look(self) -> bool:
+    def look_ahead(self) -> bool:
         """Scan some of the coming samples; whether there was anything new. Raises MegastableError."""
         lookout, cursor = self._ready(), self._cursor()
         order, batch_plan = lookout.source.order, self.config.batches
@@ -288,7 +294,7 @@ class Scout:
         positions = positions[positions < end_position]
         self.looked, self.seen = min(cursor_after, end_position), self.seen + positions.size
         if positions.size:
-            self._skip(self._clear(lookout.look(positions, self.settings.score)))
+            self._skip(self._clear(lookout.find_suspects(positions, self.settings.score)))
         return True
 
     def _ready(self) -> Lookout:
@@ -304,7 +310,7 @@ class Scout:
     def _cursor(self) -> int:
         """The run's position. Before it trains, where it will begin: a previous process's position is outdated."""
         told = read_object(self.run.progress)
-        cursor = None if told.get("phase") in ("starting", "ended") else whole(told.get("cursor"))
+        cursor = None if told.get("phase") in ("starting", "ended") else read_whole(told.get("cursor"))
         return checkpoint_cursor(self.run, max) if cursor is None else cursor
 
     def _left(self, order: Order) -> Selection:
@@ -315,13 +321,18 @@ class Scout:
         except OSError:
             ledger_state = 0, 0, order
         if self._selection is None or ledger_state != self._selection[0]:
-            ledger = Ledger.read(self.run.skips, [])
-            self._selection = ledger_state, ledger.usable(self.run.skips, order, self.config.data.skip)[0]
+            ledger = Ledger.read_ledger(self.run.skips, [])
+            self._selection = (
+                ledger_state,
+                ledger.select_usable(self.run.skips, order, self.config.data.skip)[0],
+            )
         return self._selection[1]
 
     def _skipped_before(self) -> int:
         """Number of samples from `begin` on skipped by an earlier scan, or by this one before a rewind."""
-        skipped_ranges = [r for look_event in self.run.events(LookedAhead) for r in look_event.positions]
+        skipped_ranges = [
+            r for look_event in self.run.iterate_events(LookedAhead) for r in look_event.positions
+        ]
         return sum(
             range_end - range_start for range_start, range_end in skipped_ranges if range_start >= self.begin
         )
@@ -340,7 +351,7 @@ class Scout:
         budget_left = FREE + int(self.settings.most * self.seen) - self._used
         chosen = dict(list(clear.items())[: max(0, budget_left)])
         if len(chosen) < len(clear) and not self._spent:
-            self.log.emit(LookAheadSpent(
+            self.log.emit_event(LookAheadSpent(
                 found=len(clear), left=max(0, budget_left), used=self._used, looked=self.looked,
                 evidence=self._evidence(list(clear.values())[len(chosen) :]),
             ))  # fmt: skip
@@ -366,10 +377,11 @@ class Scout:
             documents=[document.model_dump() for document in list(documents)[:200]],
             evidence=self._evidence(list(chosen.values())), budget_left=budget_left - len(chosen),
         )  # fmt: skip
-        self.log.emit(
+        self.log.emit_event(
             look_event,
-            say=f"ahead of the run: {plural(len(chosen), 'sample')} of {plural(len(documents), 'document')} will be "
-            f"skipped in every epoch, positions {ranges(position_ranges, 4)} ({what})",
+            say=f"ahead of the run: {count_noun(len(chosen), 'sample')} of "
+            f"{count_noun(len(documents), 'document')} will be "
+            f"skipped in every epoch, positions {show_ranges(position_ranges, 4)} ({what})",
         )
 
     def _evidence(self, found: Sequence[Sequence[FoundPart]]) -> list[dict[str, object]]:
@@ -379,23 +391,23 @@ class Scout:
             {
                 "position": one.position, "shard": one.document.shard, "document": one.document.document,
                 "score": round(one.score, 1), "kind": one.kind, "odd_tokens": one.odd, "why": one.why,
-                "text": visible(passage(self._lookout.library, one).text, EXCERPT),
+                "text": make_visible(passage_of(self._lookout.library, one).text, EXCERPT),
             }
             for one in worst[:SHOWN]
         ]  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    args = beside_arguments("megastable_tools.forensics.prescan", __doc__, arguments)
+    args = parse_arguments("megastable_tools.forensics.prescan", __doc__, arguments)
     spare_output()
     with user_errors():
-        scout = Scout(recipe.load(args.recipe, args.overrides), RunDirectory(args.run))
+        scout = Scout(recipe.load_recipe(args.recipe, args.overrides), RunDirectory(args.run))
         try:
             while os.getppid() == args.parent:  # end with the supervisor in any case
-                if not scout.look():
+                if not scout.look_ahead():
                     time.sleep(PAUSE)
         except Exception as error:
-            scout.log.emit(LookAheadFailed(problem=f"{type(error).__name__}: {error}"))
+            scout.log.emit_event(LookAheadFailed(problem=f"{type(error).__name__}: {error}"))
             raise
 
 

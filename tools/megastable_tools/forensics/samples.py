@@ -11,14 +11,14 @@ import numpy as np
 import numpy.typing as npt
 
 from megastable.base.errors import DataError
-from megastable.base.text import plural, put_off, ranges
+from megastable.base.text import count_noun, describe_deferral, show_ranges
 from megastable.data.skips import Skips, numbers_of
 from megastable.data.source import DocumentPart, parts_by_position
 from megastable.report.postmortem.journal import named_when
 from megastable.report.postmortem.sample_texts import Library
 from megastable.report.sheet import Column, Passage, Sheet
 from megastable_tools.forensics.history import History
-from megastable_tools.forensics.shard_set import spans
+from megastable_tools.forensics.shard_set import split_at_tokens
 
 Int64s = npt.NDArray[np.int64]
 TokenLosses = Callable[
@@ -57,18 +57,18 @@ def step_sheet(
 
     Raises DataError for steps that were not recorded.
     """
-    done_steps = history.at(first, last)
+    done_steps = history.require_steps(first, last)
     rows: list[dict[str, Any]] = []
     text_passages: dict[int, list[Passage]] = {}
     sample_count = 0
     for done_step_now in done_steps:
-        positions = history.positions(done_step_now)
+        positions = history.positions_of(done_step_now)
         sample_count += positions.size
         if sample_count > MOST:
             raise DataError(
                 f"steps {first} to {last} have more than {MOST:,} samples: look at fewer at a time"
             )
-        step_library = history.library(done_step_now.time)
+        step_library = history.library_at(done_step_now.time)
         recorded = dict(zip(done_step_now.worst_positions, done_step_now.worst_losses))
         step_facts = {"step": done_step_now.step, "state": done_step_now.state}
         _add(history, step_library, positions, step_facts, recorded, texts, losses, rows, text_passages)
@@ -78,7 +78,7 @@ def step_sheet(
         for d in done_steps[:20]
     ]
     repeated_steps = len(done_steps) - len({d.step for d in done_steps})
-    lead_lines = [f"{plural(sample_count, 'sample')}, {plural(_documents(rows), 'document')}."]
+    lead_lines = [f"{count_noun(sample_count, 'sample')}, {count_noun(_documents(rows), 'document')}."]
     if repeated_steps:
         lead_lines.append("The run was rewound: repeated steps are listed each time.")
     sheet_data = {
@@ -100,16 +100,16 @@ def incident_sheet(history: History, number: int, texts: int, losses: TokenLosse
     incident, told, _ = history.incident(number)
     sample_rows: list[dict[str, Any]] = []
     text_passages: dict[int, list[Passage]] = {}
-    steps = [d for d in history.steps(incident.onset, incident.step) if d.time <= told[0]["time"] + 1]
+    steps = [d for d in history.list_steps(incident.onset, incident.step) if d.time <= told[0]["time"] + 1]
     recorded = {p: loss for d in steps for p, loss in zip(d.worst_positions, d.worst_losses)}
-    by_step = {p: d for d in steps for p in history.positions(d).tolist()}
-    guilty_skips = Skips.of(incident.positions)
-    named_size = guilty_skips.union(Skips.of(incident.deferred)).count()
+    by_step = {p: d for d in steps for p in history.positions_of(d).tolist()}
+    guilty_skips = Skips.from_ranges(incident.positions)
+    named_size = guilty_skips.union(Skips.from_ranges(incident.deferred)).count()
     if named_size > MOST:
         raise DataError(f"incident {number} has {named_size:,} positions: look at its steps, a few at a time")
     # Each by the order of its time, and with its role.
     parts_named = [
-        (history.library(naming_time), numbers_of(some), kind)
+        (history.library_at(naming_time), numbers_of(some), kind)
         for naming_time, skipped_ranges, deferred_ranges in named_when(told)
         for some, kind in ((skipped_ranges, "guilty"), (deferred_ranges, "deferred"))
         if some
@@ -132,7 +132,7 @@ def incident_sheet(history: History, number: int, texts: int, losses: TokenLosse
         }
 
     parts_named.sort(key=lambda part: part[2], reverse=True)  # guilty ones first
-    for part_library, positions, kind in [*parts_named, (history.library(told[0]["time"]), others, "")]:
+    for part_library, positions, kind in [*parts_named, (history.library_at(told[0]["time"]), others, "")]:
         if kind:
             worst_first = [-measured_losses.get(p, recorded.get(p, -np.inf)) for p in positions.tolist()]
             positions = positions[np.argsort(worst_first, kind="stable")]
@@ -143,14 +143,16 @@ def incident_sheet(history: History, number: int, texts: int, losses: TokenLosse
         [sample_row for sample_row in sample_rows if not sample_row["deferred"]], guilty_skips.contains
     )
     found = "guilty" if incident.guilty else "left out"
-    where_text = f"positions {ranges(incident.positions) or 'none'}"
-    guilty_text = f"{plural(count, 'sample')} {found} ({where_text}), of {plural(document_count, 'document')}"
-    left = put_off(incident.deferred, incident.returns, incident.lost)
+    where_text = f"positions {show_ranges(incident.positions) or 'none'}"
+    guilty_text = (
+        f"{count_noun(count, 'sample')} {found} ({where_text}), of {count_noun(document_count, 'document')}"
+    )
+    left = describe_deferral(incident.deferred, incident.returns, incident.lost)
     what_text = "; ".join([*([guilty_text] if count or not left else []), *([left] if left else [])])
     lead = [
         f"Step {incident.onset}, acted on at step {incident.step}: {incident.verdict}, {incident.kind}, cause: "
         f"{incident.cause}; {incident.outcome}.",
-        f"{what_text}; {plural(others.size, 'other sample')} of the same steps below them.",
+        f"{what_text}; {count_noun(others.size, 'other sample')} of the same steps below them.",
         *incident.reasons[-2:],
     ]
     return Sheet(
@@ -190,14 +192,14 @@ def _add(
 ) -> None:
     """Add a row for every part of a document in every sample, and the text of the first `texts` rows."""
     order = library.source.order
-    sample_places = order.locate(positions)
+    sample_places = order.locate_samples(positions)
     skipped_now = history.left_out(library, positions)
     parts_of_position = parts_by_position(library.source, positions)
     for sample_index, position in enumerate(positions.tolist()):
         suspect = history.suspects.get(position)
         sample_tokens = heat = None
         if len(rows) < texts:
-            sample_tokens = library.source.raw_sample(position)
+            sample_tokens = library.source.read_raw_sample(position)
             if losses is not None and sample_tokens.min() >= 0 and sample_tokens.max() < library.vocabulary:
                 heat = losses(library, positions[sample_index : sample_index + 1])[0]
         sample_loss = suspect.loss if suspect and suspect.loss is not None else recorded.get(position)
@@ -241,7 +243,7 @@ def _passage(
     first, span_end = part.own_span
     where = f"document {part_document.document} of {part_document.shard}, its tokens {first:,} to {span_end - 1:,} of "
     where += f"{part_document.tokens:,}"
-    return Passage(where, spans(part_ids, library.tokenizer, own_losses))
+    return Passage(where, split_at_tokens(part_ids, library.tokenizer, own_losses))
 
 
 def _documents(rows: Sequence[Mapping[str, Any]], chosen: Callable[[int], bool] = lambda _: True) -> int:

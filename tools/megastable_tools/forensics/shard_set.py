@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megastable.base.errors import DataError
-from megastable.config.recipe import find
+from megastable.config.recipe import find_recipe
 from megastable.data.manifest import FILE, Manifest
 from megastable.data.shards import Shard
 from megastable.data.tokenizer import Tokenizer, load_tokenizer
@@ -51,7 +51,7 @@ class Shelf:
         """A folder name that distinguishes it from other corpora of the same name."""
         return self.directory.resolve().name if self.directory is not None else self.name
 
-    def shard(self, name: str) -> Shard:
+    def find_shard(self, name: str) -> Shard:
         """The shard of that name. Raises DataError if there is none."""
         named_shard = next((shard for shard in self.shards if shard.name == name), None)
         if named_shard is None:
@@ -70,7 +70,7 @@ def open_shelf(paths: Sequence[Path], tokenizer: Path | None = None) -> Shelf:
     """
     if not paths:
         raise DataError("no shards are named: give a corpus directory or shards")
-    paths = [find(shard_path) for shard_path in paths]
+    paths = [find_recipe(shard_path) for shard_path in paths]
     if len(paths) == 1 and paths[0].is_dir():
         if (paths[0] / FILE).exists():
             return _corpus(paths[0], tokenizer)
@@ -93,7 +93,7 @@ def open_shelf(paths: Sequence[Path], tokenizer: Path | None = None) -> Shelf:
         if len(parent_folders) == 1 and (next(iter(parent_folders)) / FILE).exists():
             # Single shards of a corpus: its manifest applies.
             return _of_corpus(next(iter(parent_folders)), names)
-    known = None if tokenizer is None else load_tokenizer(find(tokenizer))
+    known = None if tokenizer is None else load_tokenizer(find_recipe(tokenizer))
     return Shelf(
         name=names[0] if len(names) == 1 else paths[0].resolve().parent.name,
         shards=shards, directory=None, manifest=None, tokenizer=known,
@@ -109,12 +109,12 @@ def prefix_of(path: Path) -> Path:
 
 
 def _corpus(directory: Path, given: Path | None) -> Shelf:
-    manifest = Manifest.load(directory)
+    manifest = Manifest.load_manifest(directory)
     info = manifest.tokenizer
     own_file, problem = directory / info.file, ""
     tokenizer: Tokenizer | None = None
     try:
-        tokenizer = load_tokenizer(find(given) if given is not None else own_file, info.eod)
+        tokenizer = load_tokenizer(find_recipe(given) if given is not None else own_file, info.eod)
     except DataError as error:
         if given is not None:
             raise
@@ -133,7 +133,7 @@ def _corpus(directory: Path, given: Path | None) -> Shelf:
 
 def _of_corpus(directory: Path, names: Sequence[str]) -> Shelf:
     whole = _corpus(directory, None)
-    shards = [whole.shard(shard_name) for shard_name in names]
+    shards = [whole.find_shard(shard_name) for shard_name in names]
     shard_infos = (
         [shard.model_dump() for shard in whole.manifest.shards if shard.name in names]
         if whole.manifest
@@ -160,7 +160,7 @@ CONTEXT = 4  # preceding tokens that a token's text may depend on: the first of 
 LONGEST = 8  # maximum tokens per character
 
 
-def spans(
+def split_at_tokens(
     ids: Sequence[int], tokenizer: Tokenizer | None, losses: Sequence[float] | None = None
 ) -> list[Span]:
     """The text of `ids`, split at tokens; joined it equals `tokenizer.decode`. losses: nats, one per token.

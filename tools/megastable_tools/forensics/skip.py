@@ -17,7 +17,7 @@ import numpy.typing as npt
 from megastable.base import durable
 from megastable.base.errors import DataError
 from megastable.base.process import login_name
-from megastable.data.blends import GoneStream, in_force
+from megastable.data.blends import GoneStream, blends_in_force
 from megastable.data.manifest import Manifest, Stream
 from megastable.data.order import LAST_POSITION
 from megastable.data.skip_ledger import (
@@ -83,10 +83,10 @@ def skip_documents(
 
     Raises DataError if the run has no such corpus, or nothing would be left.
     """
-    library = history.library()
+    library = history.library_at()
     order = library.source.order
     corpus_index = [order_corpus.name for order_corpus in order.corpora].index(
-        history.share(fingerprint).name
+        history.find_share(fingerprint).name
     )
     name, stream = order.corpora[corpus_index].name, library.source.streams[corpus_index]
     if isinstance(stream, GoneStream):
@@ -94,12 +94,14 @@ def skip_documents(
     chosen = {shard: of if isinstance(of, Named) else Named(of, {}) for shard, of in documents.items()}
     found = list(_tokens(stream, chosen))
     token_edges = np.array([tokens for _, _, tokens in found], dtype=np.int64).reshape(-1, 2)
-    known_skips = history.selection(library).sequences.get(corpus_index, NONE)
-    samples = sequences_of(Skips.merged(token_edges), order.sequence_length, order.sequences[corpus_index])
+    known_skips = history.select_from(library).sequences.get(corpus_index, NONE)
+    samples = sequences_of(
+        Skips.from_edges(token_edges), order.sequence_length, order.sequences[corpus_index]
+    )
     new = known_skips.union(samples).count() - known_skips.count()
     # By tokens: with shorter sequences only some of them may lie in skipped samples.
     named_tokens = history.ledger.exclusions.tokens.get(Identity(name, fingerprint), NONE)
-    lacks_tokens = named_tokens.union(Skips.merged(token_edges)).count() > named_tokens.count()
+    lacks_tokens = named_tokens.union(Skips.from_edges(token_edges)).count() > named_tokens.count()
     entries: list[AnyEntry] = []
     for token_part in (found[at : at + RANGES] for at in range(0, len(found) if lacks_tokens else 0, RANGES)):
         documents_by_shard: dict[str, list[int]] = {}
@@ -125,12 +127,14 @@ def skip_plan(history: History, path: Path, reason: str | None = None) -> Skippe
             f"{path} does not name its corpus: make a plan of it with megastable prune plan --list"
         )
     # At its current path: the recipe may have followed a moved corpus.
-    corpus_names = [corpus.name for corpus in history.library().source.order.corpora]
-    stream = history.library().source.streams[corpus_names.index(history.share(plan.fingerprint).name)]
+    corpus_names = [corpus.name for corpus in history.library_at().source.order.corpora]
+    stream = history.library_at().source.streams[
+        corpus_names.index(history.find_share(plan.fingerprint).name)
+    ]
     if isinstance(stream, GoneStream):
-        stream.pieces(0, 0)
+        stream.split_range(0, 0)
     corpus_directory = stream.directory
-    documents = plan.named(corpus_directory, Manifest.load(corpus_directory))
+    documents = plan.select_removals(corpus_directory, Manifest.load_manifest(corpus_directory))
     named = f"plan {path.name}, {plan.sha256[:12]}"
     return skip_documents(history, plan.fingerprint, documents, f"{reason} ({named})" if reason else named)
 
@@ -141,13 +145,13 @@ def swap_out(history: History, corpus: str, reason: str = "swapped out by a pers
     Raises DataError if there is no such corpus, or no other would be left.
     """
     _, cursor = live_place(history)
-    blends = in_force(history.blends)
+    blends = blends_in_force(history.blends)
     corpus_names = [corpus_share.name for corpus_share in blends[-1].corpora] if blends else []
     if corpus not in corpus_names:
         raise DataError(
             f"{history.run.root} has no corpus {corpus!r} in its blend; it has {', '.join(corpus_names) or 'none'}"
         )
-    if any(swap_end == LAST_POSITION for (_, swap_end), _ in history.ledger.swaps(corpus)):
+    if any(swap_end == LAST_POSITION for (_, swap_end), _ in history.ledger.swapped_ranges(corpus)):
         return Skipped(corpus, 0, 0, 0, 0, _is_live(history), None)
     first_position = goes_back_to(history, cursor)
     skip_entry = SkipEntry(first=first_position, end=LAST_POSITION, reason=reason, corpus=corpus)
@@ -163,7 +167,7 @@ def _tokens(stream: Stream, documents: Mapping[str, Named]) -> Iterator[tuple[st
     """Shard, number and stream tokens of each of the documents, or of each span. Documents for validation, and those
     in no split, have none."""
     for shard_name, shard_removals in documents.items():
-        shard = stream.open(shard_name)
+        shard = stream.open_shard(shard_name)
         for number in shard_removals.touched.tolist():
             first, end = shard.document_bounds(number)
             stream_offset = stream.offset_of(shard_name, first) if first < end else None
@@ -179,7 +183,7 @@ def _tokens(stream: Stream, documents: Mapping[str, Named]) -> Iterator[tuple[st
 
 
 def _add(history: History, entries: Sequence[AnyEntry], added: Skipped) -> Skipped:
-    order, recipe_skips = history.library().source.order, history.config.data.skip
+    order, recipe_skips = history.library_at().source.order, history.config.data.skip
     Selection(
         order, Ledger([*history.ledger.entries, *entries]).exclusions, recipe_skips
     )  # refuses what would stop the run
@@ -191,7 +195,7 @@ def _add(history: History, entries: Sequence[AnyEntry], added: Skipped) -> Skipp
         corpus=added.corpus, documents=added.documents, samples=added.samples, lines=added.lines,
         already=added.already, who=login_name(), reason=entries[0].reason,
     )  # fmt: skip
-    RunLog(history.run).emit(added_event)
+    RunLog(history.run).emit_event(added_event)
     taken_up = _taken_up(history, reads_before) if is_live else None
     return Skipped(**asdict(added) | {"live": is_live, "taken_up": taken_up})
 
@@ -199,7 +203,7 @@ def _add(history: History, entries: Sequence[AnyEntry], added: Skipped) -> Skipp
 def _is_live(history: History) -> bool:
     lock_path = history.run.root / ".lock"
     try:
-        lock_file = durable.hold(lock_path, 0.0)
+        lock_file = durable.lock_file(lock_path, 0.0)
     except OSError:
         return False
     if lock_file is None:
@@ -210,7 +214,7 @@ def _is_live(history: History) -> bool:
 
 def _told(history: History) -> list[int]:
     """The steps after which the run reported reading the ledger again."""
-    return [int(event["step"]) for event in history.run.events(SkipsRead)]
+    return [int(event["step"]) for event in history.run.iterate_events(SkipsRead)]
 
 
 def _taken_up(history: History, before: int) -> int | None:

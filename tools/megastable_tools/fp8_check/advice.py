@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 from rich.text import Text
 
-from megastable.base.text import plural
+from megastable.base.text import count_noun
 from megastable.report.figures import draw_figure
 from megastable.report.text_output import make_table
 
@@ -125,7 +125,7 @@ class RecipeOutcome:
         return self.kept or self.everything
 
 
-def advise(layers: Sequence[LayerLoss]) -> dict[str, tuple[str, ...]]:
+def choose_kept_layers(layers: Sequence[LayerLoss]) -> dict[str, tuple[str, ...]]:
     """Layers to keep out of FP8, in their order, and why. A nan error counts as infinite."""
     found = {layer.name: [*_products(layer, layers), *_tensors(layer, layers)] for layer in layers}
     return {layer_name: tuple(layer_reasons) for layer_name, layer_reasons in found.items() if layer_reasons}
@@ -157,7 +157,7 @@ def _tensors(layer: LayerLoss, layers: Sequence[LayerLoss]) -> Iterable[str]:
             yield f"{_percent(tensor.underflow)} of its {slot} become zero, the median of all layers {_percent(usual)}"
 
 
-def unstable(loss: float, found: ModelLoss, kept: int = 0, layers: int = 0) -> tuple[str, ...]:
+def find_instabilities(loss: float, found: ModelLoss, kept: int = 0, layers: int = 0) -> tuple[str, ...]:
     """Why a model should not be trained so; nothing where it can. loss: of bf16, nats per token; kept: so many of its
     layers are not in FP8."""
     if not all(map(math.isfinite, (found.loss, found.kl, found.cosine, found.gradient_error))):
@@ -175,7 +175,7 @@ def unstable(loss: float, found: ModelLoss, kept: int = 0, layers: int = 0) -> t
     return tuple(problems_found)
 
 
-def best(outcomes: Sequence[RecipeOutcome]) -> RecipeOutcome | None:
+def best_outcome(outcomes: Sequence[RecipeOutcome]) -> RecipeOutcome | None:
     """The stable outcome that keeps the fewest layers out; among equals the one whose gradient is nearest
     to bf16's."""
     stable_outcomes = [outcome for outcome in outcomes if outcome.stable]
@@ -196,7 +196,7 @@ LEGEND = (
 )
 
 
-def models(loss: float, outcomes: Sequence[RecipeOutcome]) -> Table:
+def draw_models_table(loss: float, outcomes: Sequence[RecipeOutcome]) -> Table:
     """The whole model by every recipe, with all layers in FP8 and with the advised ones kept out."""
     table = make_table("recipe", "in FP8", ">loss", ">change", ">KL", ">gradient off", ">cosine", "verdict")
     table.add_row("none", "", f"{loss:.4f}", "", "", "", "", "")
@@ -220,11 +220,11 @@ def _model(loss: float, found: ModelLoss) -> Iterator[str]:
     yield f"{found.cosine:.4f}"
 
 
-def layers(outcome: RecipeOutcome, rows: int) -> Table:
+def draw_layers_table(outcome: RecipeOutcome, rows: int) -> Table:
     """Errors of a recipe's products and tensors, the worst layers first."""
     numbers = (">y", ">dx", ">dw", ">input", ">weight", ">gradient", ">cut", ">lost")
     table = make_table("layer", *numbers, "", title=f"{outcome.recipe}: errors, the worst layers first")
-    for layer in worst(outcome.layers)[:rows]:
+    for layer in sort_worst_first(outcome.layers)[:rows]:
         tensors = list(layer.tensors.values())
         table.add_row(
             _name(layer.name), *(_rounded(product_error) for product_error in layer.products.values()),
@@ -235,7 +235,7 @@ def layers(outcome: RecipeOutcome, rows: int) -> Table:
     return table
 
 
-def tensors(outcome: RecipeOutcome) -> Table:
+def draw_tensors_table(outcome: RecipeOutcome) -> Table:
     """Every tensor of a recipe, the worst first."""
     headings = ("layer", "tensor", "format", ">error", ">dB", ">cut", ">lost", ">largest")
     tensors_table = make_table(*headings, title=f"{outcome.recipe}: every tensor, the worst first")
@@ -251,7 +251,7 @@ def tensors(outcome: RecipeOutcome) -> Table:
     return tensors_table
 
 
-def worst(found: Sequence[LayerLoss]) -> list[LayerLoss]:
+def sort_worst_first(found: Sequence[LayerLoss]) -> list[LayerLoss]:
     """Layers sorted by the largest error of their products."""
     return sorted(found, key=lambda layer: -layer.worst)
 
@@ -269,31 +269,36 @@ def _share(share: float) -> str:
     return "-" if share == 0 else f"{share:.0e}" if share < 1e-4 else f"{share:.2%}"
 
 
-def advice(outcomes: Sequence[RecipeOutcome], given: Mapping[str, object], most: int = 12) -> Iterator[str]:
+def describe_advice(
+    outcomes: Sequence[RecipeOutcome], given: Mapping[str, object], most: int = 12
+) -> Iterator[str]:
     """Lines of advice: layers to keep by each recipe and why, the recipe to take, overrides to add after RECIPE. given:
-    as for `overrides`."""
+    as for `overrides_for`."""
     for outcome in outcomes:
         if outcome.keep:
-            yield f"{outcome.recipe}: keep {plural(len(outcome.keep), 'layer')} of {len(outcome.layers)} out of FP8:"
+            kept_text = f"{count_noun(len(outcome.keep), 'layer')} of {len(outcome.layers)}"
+            yield f"{outcome.recipe}: keep {kept_text} out of FP8:"
             for layer_name, layer_reasons in list(outcome.keep.items())[:most]:
                 yield f"  {layer_name}: {'; '.join(layer_reasons)}"
             if len(outcome.keep) > most:
                 yield f"  and {len(outcome.keep) - most} more: --json has them all"
         for problem in outcome.problems:
             yield f"{outcome.recipe}: NOT STABLE: {problem}"
-    chosen = best(outcomes)
+    chosen = best_outcome(outcomes)
     if chosen is None:
         yield "verdict: not stable in FP8 by any of these recipes; leave precision.fp8 out"
         return
     many_text = "the best of these (regardless of speed): " if len(outcomes) > 1 else ""
     kept = (
-        f", {plural(len(chosen.keep), 'layer')} kept out" if chosen.keep else ", no layer has to be kept out"
+        f", {count_noun(len(chosen.keep), 'layer')} kept out"
+        if chosen.keep
+        else ", no layer has to be kept out"
     )
     yield f"verdict: stable in FP8; {many_text}{chosen.recipe}{kept}. Say after the recipe:"
-    yield " ".join(overrides(chosen, given))
+    yield " ".join(overrides_for(chosen, given))
 
 
-def overrides(outcome: RecipeOutcome, given: Mapping[str, object]) -> list[str]:
+def overrides_for(outcome: RecipeOutcome, given: Mapping[str, object]) -> list[str]:
     """KEY=VALUE for an outcome. given: further KEY -> VALUE that the run needs."""
     overrides_said = {"precision.fp8.recipe": outcome.recipe, **given}
     if outcome.keep:
@@ -301,20 +306,22 @@ def overrides(outcome: RecipeOutcome, given: Mapping[str, object]) -> list[str]:
     return [f"{override_key}={override_value}" for override_key, override_value in overrides_said.items()]
 
 
-def tree(loss: float, outcomes: Sequence[RecipeOutcome], given: Mapping[str, object]) -> dict[str, Any]:
+def advice_tree(
+    loss: float, outcomes: Sequence[RecipeOutcome], given: Mapping[str, object]
+) -> dict[str, Any]:
     """All numbers, as a tree for JSON."""
-    chosen = best(outcomes)
+    chosen = best_outcome(outcomes)
     return {
         "loss": loss,
         "stable": chosen is not None,
         "best": chosen and chosen.recipe,
-        "overrides": chosen and overrides(chosen, given),
+        "overrides": chosen and overrides_for(chosen, given),
         "limits": vars(LIMITS),
         "recipes": [
             {
                 "recipe": o.recipe, "stable": o.stable, "problems": list(o.problems),
                 "keep": {name: list(reasons) for name, reasons in o.keep.items()},
-                "overrides": overrides(o, given),
+                "overrides": overrides_for(o, given),
                 "everything": _tree(loss, o.everything), "kept": o.kept and _tree(loss, o.kept),
                 "layers": [
                     {
@@ -333,7 +340,7 @@ def _tree(loss: float, found: ModelLoss) -> dict[str, float]:
     return vars(found) | {"change": found.loss - loss}
 
 
-def picture(outcomes: Sequence[RecipeOutcome], title: str, path: Path) -> None:
+def draw_error_map(outcomes: Sequence[RecipeOutcome], title: str, path: Path) -> None:
     """A map of errors for every recipe: layers downwards, their tensors and products across. The file name decides the
     format. Raises DataError if it cannot be written."""
     layer_names = [layer.name for layer in outcomes[0].layers]

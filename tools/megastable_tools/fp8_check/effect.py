@@ -25,8 +25,8 @@ from torch.autograd.function import once_differentiable
 from megastable.base.errors import DataError
 from megastable.checkpoint.plain import PlainModel
 from megastable.config.training import Fp8Config
-from megastable.fp8.apply import emulate, linears
-from megastable.fp8.controller import History, losses
+from megastable.fp8.apply import emulate_fp8, find_linears
+from megastable.fp8.controller import History, count_losses
 from megastable.fp8.emulated import (
     GRADIENT,
     INPUT,
@@ -35,10 +35,10 @@ from megastable.fp8.emulated import (
     Current,
     Delayed,
     Quantizer,
-    formats,
-    multiply,
+    choose_formats,
+    multiply_quantized,
 )
-from megastable.fp8.scale_factors import SLOTS, Meters, Quantized, magnitude
+from megastable.fp8.scale_factors import SLOTS, Meters, Quantized, largest_magnitude
 from megastable.model.loss import LossFunction
 from megastable.parallel.layers import ColumnParallelLinear, VocabParallelEmbedding
 from megastable.parallel.topology import TensorParallel
@@ -47,8 +47,8 @@ from megastable_tools.fp8_check.advice import (
     ModelLoss,
     RecipeOutcome,
     TensorLoss,
-    advise,
-    unstable,
+    choose_kept_layers,
+    find_instabilities,
 )
 
 PRODUCTS = ("y", "dx", "dw")
@@ -72,12 +72,12 @@ class EffectReport:
     outcomes: Sequence[RecipeOutcome]
 
 
-def passes(batches: int, before: int, configs: Mapping[str, Fp8Config]) -> int:
-    """Number of passes over a micro-batch that `check` needs, without those that verify its advice."""
+def count_passes_of(batches: int, before: int, configs: Mapping[str, Fp8Config]) -> int:
+    """Number of passes over a micro-batch that `check_effect` needs, without those that verify its advice."""
     return (before if "delayed" in configs else 0) + batches * (2 + len(configs))
 
 
-def check(
+def check_effect(
     model: PlainModel, batches: Sequence[EvaluationBatch], before: Sequence[EvaluationBatch],
     configs: Mapping[str, Fp8Config], advance: Callable[[], None] = lambda: None,
     more: Callable[[int], None] = lambda _: None,
@@ -85,13 +85,13 @@ def check(
     """The effect of each of `configs`, by recipe, on the model on `batches`. before: other micro-batches, the newest
     last.
 
-    advance: called after every pass over a micro-batch; more: called with passes that `passes` did not count. The
-    model's weights stay; its gradients do not. Raises DataError if it is broken without FP8.
+    advance: called after every pass over a micro-batch; more: called with passes that `count_passes_of` did not
+    count. The model's weights stay; its gradients do not. Raises DataError if it is broken without FP8.
     """
-    linear_layers = linears(model.gpt)
+    linear_layers = find_linears(model.gpt)
     amax_history = _history(model, linear_layers, before, advance) if "delayed" in configs else {}
     measured = _layers(model, linear_layers, batches, configs, amax_history, advance)
-    keeps_by_recipe = {recipe: advise(layer_losses) for recipe, layer_losses in measured.items()}
+    keeps_by_recipe = {recipe: choose_kept_layers(layer_losses) for recipe, layer_losses in measured.items()}
     variants = [(recipe, frozenset[str]()) for recipe in configs]
     variants += [(recipe, frozenset(keep)) for recipe, keep in keeps_by_recipe.items() if keep]
     more(len(batches) * (len(variants) - len(configs)))
@@ -102,7 +102,7 @@ def check(
             model_losses[recipe, frozenset()],
             model_losses.get((recipe, frozenset(keep))) if keep else None,
         )
-        problems_found = unstable(plain_loss, kept_loss or full_loss, len(keep), len(linear_layers))
+        problems_found = find_instabilities(plain_loss, kept_loss or full_loss, len(keep), len(linear_layers))
         outcomes.append(RecipeOutcome(recipe, measured[recipe], keep, full_loss, kept_loss, problems_found))
     return EffectReport(plain_loss, outcomes)
 
@@ -120,14 +120,14 @@ class _Passed:
 
 def _pass(model: PlainModel, batch: EvaluationBatch) -> _Passed:
     """Forward and backward of the training objective; hooks collect the gradients."""
-    hidden = model.hidden(batch.tokens[:, :-1], batch.segments)
+    hidden = model.compute_hidden(batch.tokens[:, :-1], batch.segments)
     head = model.gpt[0] if model.gpt.tied else model.gpt[-1]
     model_config = model.config
     loss_function = LossFunction(
         model.vocabulary, model_config.z_loss, TensorParallel(), cap=model_config.logit_softcap
     )
     assert isinstance(head, ColumnParallelLinear | VocabParallelEmbedding)
-    loss_function(model.gpt.readout.features(head, hidden), batch.tokens[:, 1:]).backward()
+    loss_function(model.gpt.readout.make_features(head, hidden), batch.tokens[:, 1:]).backward()
     return _Passed(float(loss_function.samples[0][0].mean()), hidden.detach())
 
 
@@ -196,13 +196,13 @@ def _history(
     before: Sequence[EvaluationBatch],
     advance: Callable[[], None],
 ) -> History:
-    """The largest magnitudes of every micro-batch, the newest first, in the form of `Meters.told`."""
+    """The largest magnitudes of every micro-batch, the newest first, in the form of `Meters.write_history`."""
     magnitudes_found: list[list[list[float]]] = [[[] for _ in SLOTS] for _ in layers]
 
     def look(number: int) -> Look:
         def see(*tensors: Tensor) -> None:
             for slot, tensor in enumerate(tensors):
-                magnitudes_found[number][slot].insert(0, float(magnitude(tensor)))
+                magnitudes_found[number][slot].insert(0, float(largest_magnitude(tensor)))
 
         return see
 
@@ -229,13 +229,13 @@ class _Sums:
 
     def add_tensor(self, x: Tensor, became: Quantized) -> None:
         self.add(became.dequantized(torch.float32), x)
-        cut_count, lost_count = losses(x, became)
+        cut_count, lost_count = count_losses(x, became)
         self.cut, self.lost, self.numbers = (
             self.cut + float(cut_count),
             self.lost + float(lost_count),
             self.numbers + x.numel(),
         )
-        self.largest, self.format = max(self.largest, float(magnitude(x))), became.format.name
+        self.largest, self.format = max(self.largest, float(largest_magnitude(x))), became.format.name
 
     @property
     def relative(self) -> float:
@@ -290,12 +290,12 @@ def _quantizers(
     config: Fp8Config, names: Sequence[str], history: History, device: torch.device
 ) -> Callable[[int], Quantizer]:
     """The quantizers that `apply.emulate` gives to the layers, by their number."""
-    format_pair = formats(config)
+    format_pair = choose_formats(config)
     if config.recipe != "delayed":
         same_quantizer = Blocks(format_pair) if config.recipe == "block" else Current(format_pair)
         return lambda number: same_quantizer
     amax_meters = Meters(names, format_pair, config.history, config.margin, device)
-    amax_meters.read(history)
+    amax_meters.read_history(history)
     return lambda number: Delayed(format_pair, amax_meters, number)
 
 
@@ -306,9 +306,9 @@ def _compare(quantize: Quantizer, sums: Mapping[str, _Sums], x: Tensor, w: Tenso
     for slot, tensor in slot_tensors.items():
         sums[SLOTS[slot]].add_tensor(tensor, quantized_slots[slot][0])
     (xr, xc), (wr, wc), (gr, gc) = quantized_slots.values()
-    sums["y"].add(multiply(xr, wr, x.dtype, transpose_b=True), F.linear(x, w))
-    sums["dx"].add(multiply(gr, wc, x.dtype), g @ w)
-    sums["dw"].add(multiply(gc, xc, x.dtype, transpose_a=True), g.t() @ x)
+    sums["y"].add(multiply_quantized(xr, wr, x.dtype, transpose_b=True), F.linear(x, w))
+    sums["dx"].add(multiply_quantized(gr, wc, x.dtype), g @ w)
+    sums["dw"].add(multiply_quantized(gc, xc, x.dtype, transpose_a=True), g.t() @ x)
 
 
 # The whole model
@@ -338,7 +338,7 @@ def _models(
     variants: Collection[tuple[str, frozenset[str]]], advance: Callable[[], None],
 ) -> tuple[float, dict[tuple[str, frozenset[str]], ModelLoss]]:  # fmt: skip
     """(loss without FP8, results of every variant), a variant being a recipe and the layers kept out of it."""
-    linear_layers, total = linears(model.gpt), 0.0
+    linear_layers, total = find_linears(model.gpt), 0.0
     sums = {variant: _Against() for variant in variants}
     for batch in batches:
         right: dict[nn.Parameter, Tensor] = {}
@@ -353,7 +353,9 @@ def _models(
         advance()
         for (recipe, kept_layers), against in sums.items():
             with _plainly(linear_layers), _gradients(model, partial(against.gradient, right)):
-                emulate(model.gpt, configs[recipe], frozenset(linear_layers) - kept_layers).read(history)
+                emulate_fp8(model.gpt, configs[recipe], frozenset(linear_layers) - kept_layers).read_history(
+                    history
+                )
                 fp8_pass = _pass(model, batch)
             against.loss += fp8_pass.loss
             against.kl += _divergence(model, plain_pass.hidden, fp8_pass.hidden)
@@ -367,6 +369,8 @@ def _divergence(model: PlainModel, right: Tensor, other: Tensor) -> float:
     chunk_size, total_divergence = max(1, LOGITS // (4 * model.config.padded_vocab)), 0.0
     right, other = right.flatten(0, 1), other.flatten(0, 1)
     for right_part, b in zip(right.split(chunk_size), other.split(chunk_size), strict=True):
-        p, q = (model.logits(x)[..., : model.vocabulary].float().log_softmax(-1) for x in (right_part, b))
+        p, q = (
+            model.compute_logits(x)[..., : model.vocabulary].float().log_softmax(-1) for x in (right_part, b)
+        )
         total_divergence += float(F.kl_div(q, p, reduction="sum", log_target=True))
     return total_divergence / len(right)

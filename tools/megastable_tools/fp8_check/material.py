@@ -12,7 +12,7 @@ import numpy.typing as npt
 from megastable.base.errors import ConfigError, DataError, MegastableError
 from megastable.checkpoint.plain import PlainModel, load_plain
 from megastable.checkpoint.store import read_state
-from megastable.config.recipe import find
+from megastable.config.recipe import find_recipe
 from megastable.config.training import Fp8Config
 from megastable.config.tree import RunConfig
 from megastable.data.blends import read_blends
@@ -23,7 +23,7 @@ from megastable.data.skips import Selection
 from megastable.data.source import Source
 from megastable.data.tokenizer import load_tokenizer
 from megastable.run.directory import RunDirectory
-from megastable_tools.forensics.scoring.losses import inputs
+from megastable_tools.forensics.scoring.losses import make_inputs
 from megastable_tools.fp8_check.effect import EvaluationBatch
 from megastable_tools.generate.load import DTYPES, find_device, tokenizer_of
 
@@ -72,7 +72,7 @@ def configs_of(
     return configs_by_recipe, overrides_said
 
 
-def in_words(model: PlainModel) -> str:
+def describe_model(model: PlainModel) -> str:
     """The model in one line."""
     size = sum(model_parameter.numel() for model_parameter in model.parameters()) / 1e6
     weight_dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
@@ -88,11 +88,13 @@ class Material:
     eod: int | None = None
     notes: Sequence[str] = ()
 
-    def batches(self, model: PlainModel, micro_batch: int) -> list[EvaluationBatch]:
+    def micro_batches_of(self, model: PlainModel, micro_batch: int) -> list[EvaluationBatch]:
         """Micro-batches in order. Raises DataError for tokens outside the model's vocabulary."""
         batches_found = []
         for first in range(0, len(self.tokens), micro_batch):
-            tokens, segments, is_strange = inputs(model, self.tokens[first : first + micro_batch], self.eod)
+            tokens, segments, is_strange = make_inputs(
+                model, self.tokens[first : first + micro_batch], self.eod
+            )
             if is_strange.any():
                 raise DataError(
                     f"{self.origin} has token ids beyond the model's vocabulary of {model.vocabulary:,}: it was made "
@@ -102,7 +104,7 @@ class Material:
         return batches_found
 
 
-def gather(
+def gather_material(
     model: PlainModel, count: int, text: Path | None = None, tokenizer: Path | None = None, seed: int = 0
 ) -> Material:
     """`count` samples of the model's sequence length: of `text`, or of its run, or random.
@@ -143,14 +145,16 @@ def _of_run(model: PlainModel, count: int) -> Material:
 
 
 def _taken(source: Source, positions: Int64s, what: str, path: Path) -> Material:
-    return Material(source.samples(positions), f"{len(positions)} {what} of the run ({path})", source.eod)
+    return Material(
+        source.read_samples(positions), f"{len(positions)} {what} of the run ({path})", source.eod
+    )
 
 
 def _left(model: PlainModel, root: RunDirectory | None, order: Order) -> Selection:
     """The selection that the run trains on."""
     if root is None:
         return Selection(order, more=model.run.data.skip)
-    return Ledger.read(root.skips, []).usable(root.skips, order, model.run.data.skip)[0]
+    return Ledger.read_ledger(root.skips, []).select_usable(root.skips, order, model.run.data.skip)[0]
 
 
 def _of_text(model: PlainModel, count: int, text: Path, tokenizer: Path | None) -> Material:
@@ -160,7 +164,7 @@ def _of_text(model: PlainModel, count: int, text: Path, tokenizer: Path | None) 
         reason = error.strerror if isinstance(error, OSError) else f"it is not UTF-8 at byte {error.start}"
         raise DataError(f"--text {text} cannot be read: {reason}") from None
     where = str(model.checkpoint)
-    text_tokenizer = load_tokenizer(find(tokenizer)) if tokenizer else tokenizer_of(model.run, where)
+    text_tokenizer = load_tokenizer(find_recipe(tokenizer)) if tokenizer else tokenizer_of(model.run, where)
     ids = np.asarray(text_tokenizer.encode(text_content), dtype=np.int64)
     sample_length = min(model.config.sequence_length, (len(ids) - 1) // count)
     if sample_length < min(SHORTEST, model.config.sequence_length):

@@ -24,7 +24,7 @@ from torch import Tensor
 from megastable.base.errors import CheckpointError, DataError
 from megastable.checkpoint.plain import PlainModel
 from megastable.data.tokenizer import Tokenizer
-from megastable.model.attention import Attention, rope_table, rotate
+from megastable.model.attention import Attention, rope_table, rotate_pairs
 from megastable.model.gpt import Block, Head
 from megastable.model.kernels import AttentionScores, softcap
 
@@ -39,7 +39,7 @@ class KeyValueCache:
         self.length = 0
         self._held: dict[str, Tensor] = {}  # [2, b, k, room, d]
 
-    def put(self, block: str, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def put_tokens(self, block: str, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Keep k and v [b, k, n, d] behind what is there; all of both, [b, k, length + n, d]."""
         b, heads, n, d = k.shape
         end = self.length + n
@@ -53,7 +53,7 @@ class KeyValueCache:
         held_cache[1, :, :, self.length : end] = v
         return held_cache[0, :, :, :end], held_cache[1, :, :, :end]
 
-    def choose(self, rows: Tensor) -> None:
+    def choose_rows(self, rows: Tensor) -> None:
         """Go on with these rows of the batch, int64 [n]; one may come more than once."""
         self._held = {block: held.index_select(1, rows) for block, held in self._held.items()}
 
@@ -64,7 +64,7 @@ def _room(tokens: int) -> int:
 
 # Not inference_mode: `rope_table` is kept, and what it gives there could not be used in training any more.
 @torch.no_grad()
-def extend(model: PlainModel, tokens: Tensor, cache: KeyValueCache) -> Tensor:
+def read_tokens(model: PlainModel, tokens: Tensor, cache: KeyValueCache) -> Tensor:
     """Read tokens int64 [b, n] behind those in the cache: what the head takes, [n, b, hidden].
 
     Long inputs are read in parts. Equal to `model.hidden` of all tokens at once but for rounding.
@@ -74,7 +74,7 @@ def extend(model: PlainModel, tokens: Tensor, cache: KeyValueCache) -> Tensor:
         x: Any = token_part
         for layer in model.gpt.children():
             if isinstance(layer, Block):
-                x = layer.around(x, partial(_attend, layer.attention, layer.name, cache))
+                x = layer.run_around(x, partial(_attend, layer.attention, layer.name, cache))
             elif not isinstance(layer, Head):
                 x = layer(x)
         cache.length += token_part.shape[1]
@@ -84,13 +84,13 @@ def extend(model: PlainModel, tokens: Tensor, cache: KeyValueCache) -> Tensor:
 
 def _attend(attention: Attention, name: str, cache: KeyValueCache, x: Tensor) -> Tensor:
     """`Attention.forward` of x [n, b, hidden] behind what the cache holds."""
-    q, k, v = attention.heads(x)
+    q, k, v = attention.split_heads(x)
     n, b = q.shape[:2]
     before = cache.length
     table = rope_table(_room(before + n), attention.rope, x.device)
     cos, sin = (t[before : before + n, None, None] for t in table)
-    q, k, v = (t.permute(1, 2, 0, 3) for t in (rotate(q, cos, sin), rotate(k, cos, sin), v))
-    keys, values = cache.put(name, k, v)
+    q, k, v = (t.permute(1, 2, 0, 3) for t in (rotate_pairs(q, cos, sin), rotate_pairs(k, cos, sin), v))
+    keys, values = cache.put_tokens(name, k, v)
     scores = attention.scores
     if before == 0 and scores.cap is None and scores.window is None:
         y = attention.core.run(q, k, v, None, scores)
@@ -112,13 +112,15 @@ def _core(q: Tensor, k: Tensor, v: Tensor, scores: AttentionScores) -> Tensor:
     mask = None
     if n > 1:
         key_index = torch.arange(first_key, key_length, device=q.device)
-        mask = scores.mask(key_index[-n:], key_index).repeat(groups, 1)
+        mask = scores.make_mask(key_index[-n:], key_index).repeat(groups, 1)
     grouped_queries = q.unflatten(1, (kv, groups)).flatten(2, 3)
     if scores.cap is None:
         y = F.scaled_dot_product_attention(grouped_queries, k, v, attn_mask=mask, scale=scores.scale)
     else:
         # Written out: torch's kernels do not cap logits. In fp32, as in training.
-        z = softcap(grouped_queries.float() @ k.float().transpose(-2, -1) * scores.factor(d), scores.cap)
+        z = softcap(
+            grouped_queries.float() @ k.float().transpose(-2, -1) * scores.score_factor(d), scores.cap
+        )
         z = z if mask is None else z.masked_fill(~mask, -torch.inf)
         y = (z.softmax(-1) @ v.float()).to(q.dtype)
     return y.reshape(b, heads, n, d)
@@ -145,7 +147,7 @@ class Sampling:
             raise DataError(f"top-p {self.top_p}: give a share above 0, at most 1")
 
 
-def pick(logits: Tensor, sampling: Sampling, uniforms: Tensor) -> Tensor:
+def pick_tokens(logits: Tensor, sampling: Sampling, uniforms: Tensor) -> Tensor:
     """The next token of each row, int64 [n]: logits [n, v], uniforms fp64 [n] in [0, 1).
 
     First the temperature, then top-k, then top-p of what is left. One uniform number decides by the inverse of the
@@ -174,7 +176,7 @@ UNFINISHED = (
 
 
 class StreamDecoder:
-    """What `feed` and at last `end` return is, joined, what the tokens say behind `before`."""
+    """What `feed_token` and at last `end_text` return is, joined, what the tokens say behind `before`."""
 
     def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
@@ -183,7 +185,7 @@ class StreamDecoder:
     def _begin(self, ids: list[int]) -> None:
         self._ids, self._given = ids, len(self._tokenizer.decode(ids))
 
-    def feed(self, token: int) -> str:
+    def feed_token(self, token: int) -> str:
         """The text that is certain now; "" while a character is unfinished."""
         self._ids.append(token)
         whole_text = self._tokenizer.decode(self._ids)
@@ -194,14 +196,14 @@ class StreamDecoder:
             self._begin(self._ids[-CONTEXT:])
         return new_text
 
-    def end(self) -> str:
+    def end_text(self) -> str:
         """What was held back: a character that stays unfinished shows as U+FFFD."""
         text = self._tokenizer.decode(self._ids)[self._given :]
         self._given += len(text)
         return text
 
 
-def cut(text: str, stops: Sequence[str]) -> tuple[str, str, bool]:
+def cut_at_stop(text: str, stops: Sequence[str]) -> tuple[str, str, bool]:
     """(what may be shown, what may be the beginning of a stop, whether one was met) of text that goes on.
 
     What may be shown ends before the first stop that is in there.
@@ -255,17 +257,17 @@ class Continuations:
         self._uniforms = [np.random.default_rng([*seed, sample]) for sample in range(number)]
         self._cache = KeyValueCache()
         self.going = list(range(number))
-        hidden = extend(model, torch.tensor([list(prompt)], device=model.device), self._cache)
+        hidden = read_tokens(model, torch.tensor([list(prompt)], device=model.device), self._cache)
         self._hidden = hidden[-1].expand(number, -1)
-        self._cache.choose(torch.zeros(number, dtype=torch.int64, device=model.device))
+        self._cache.choose_rows(torch.zeros(number, dtype=torch.int64, device=model.device))
         self._chosen: Tensor | None = None
 
     @torch.no_grad()
     def step(self) -> list[tuple[int, int, float]]:
         """(sample, its next token, the token's log-probability) of every sample that goes on."""
         if self._chosen is not None:
-            self._hidden = extend(self._model, self._chosen[:, None], self._cache)[-1]
-        logits = self._model.logits(self._hidden)[:, : self._model.vocabulary].float()
+            self._hidden = read_tokens(self._model, self._chosen[:, None], self._cache)[-1]
+        logits = self._model.compute_logits(self._hidden)[:, : self._model.vocabulary].float()
         if not bool(logits.isfinite().all()):
             raise CheckpointError(
                 f"{self._model.checkpoint}: the model's logits are not finite: its weights are of a run that had "
@@ -274,25 +276,25 @@ class Continuations:
         uniforms = torch.tensor(
             [self._uniforms[sample].random() for sample in self.going], dtype=torch.float64
         )
-        self._chosen = pick(logits[:, : self._known], self._sampling, uniforms.to(logits.device))
+        self._chosen = pick_tokens(logits[:, : self._known], self._sampling, uniforms.to(logits.device))
         logprobs = logits.log_softmax(-1).gather(-1, self._chosen[:, None])[:, 0]
         return list(zip(self.going, self._chosen.tolist(), logprobs.tolist(), strict=True))
 
-    def finish(self, samples: Sequence[int]) -> None:
+    def finish_samples(self, samples: Sequence[int]) -> None:
         """These need no more tokens."""
         kept_rows = [row for row, sample in enumerate(self.going) if sample not in samples]
         if len(kept_rows) < len(self.going) and self._chosen is not None:
             row_index = torch.tensor(kept_rows, dtype=torch.int64, device=self._chosen.device)
             self._chosen = self._chosen[row_index]
-            self._cache.choose(row_index)
+            self._cache.choose_rows(row_index)
             self.going = [self.going[row] for row in kept_rows]
 
 
-def write(
+def write_continuations(
     model: PlainModel, tokenizer: Tokenizer, prompt: Sequence[int], sampling: Sampling, *, number: int, most: int,
     seed: Sequence[int], ends: Collection[int], stops: Sequence[str] = (),
 ) -> Iterator[TextPiece]:  # fmt: skip
-    """Continue `prompt`, at least one id: pieces of all samples in turn, each sample's last one with its `end`.
+    """Continue `prompt`, at least one id: pieces of all samples in turn, each sample's last one with its `end_text`.
 
     most: tokens of a sample, at least one. seed: any numbers. ends: tokens that end a sample; stops: texts that do, and
     are no part of it. Raises CheckpointError, and what torch raises where memory does not suffice.
@@ -308,10 +310,10 @@ def write(
             if token in ends:
                 end, new_text = "eod", ""
             else:
-                new_text = decoders[sample].feed(token)
+                new_text = decoders[sample].feed_token(token)
             if end is not None:
-                new_text += decoders[sample].end()
-            shown_text, held_texts[sample], met_stop = cut(held_texts[sample] + new_text, stops)
+                new_text += decoders[sample].end_text()
+            shown_text, held_texts[sample], met_stop = cut_at_stop(held_texts[sample] + new_text, stops)
             if met_stop:
                 end = "stop"
             elif end is not None:
@@ -319,6 +321,6 @@ def write(
             if end is not None:
                 ended_samples.append(sample)
             yield TextPiece(sample, shown_text, token, logprob, end)
-        samples.finish(ended_samples)
+        samples.finish_samples(ended_samples)
         if not samples.going:
             return

@@ -12,7 +12,7 @@ import torch
 
 from megastable.base.errors import DataError
 from megastable.checkpoint.plain import PlainModel, load_plain
-from megastable.config.recipe import find
+from megastable.config.recipe import find_recipe
 from megastable.config.tree import RunConfig
 from megastable.data.manifest import FILE, Manifest
 from megastable.data.tokenizer import HuggingFaceTokenizer, Tokenizer, load_tokenizer
@@ -35,7 +35,7 @@ class Speaker:
     always: bool = False
     notes: tuple[str, ...] = ()
 
-    def prompt(self, text: str, document_start: bool) -> list[int]:
+    def encode_prompt(self, text: str, document_start: bool) -> list[int]:
         """The ids of a prompt, at least one: an empty one is the start of a document.
 
         document_start: the text begins a document: what comes before one in training is put before it. Raises DataError
@@ -78,7 +78,7 @@ def open_speaker(
     # The tokenizer after the model: for a wrong path it is said what it should be.
     plain_model = load_plain(checkpoint, precision, on)
     if tokenizer:
-        spoken_tokenizer, tokenizer_problem = named_tokenizer(find(tokenizer), plain_model.run)
+        spoken_tokenizer, tokenizer_problem = named_tokenizer(find_recipe(tokenizer), plain_model.run)
     else:
         spoken_tokenizer, tokenizer_problem = tokenizer_of(plain_model.run, str(plain_model.checkpoint)), ""
     begin_token = spoken_tokenizer.eod if spoken_tokenizer.bos is None else spoken_tokenizer.bos
@@ -104,7 +104,9 @@ def _of_folder(model: PlainModel, given: Path | None) -> Speaker:
     end_tokens, (start_token, *_) = _ids(said.get("eos_token_id")), [*_ids(said.get("bos_token_id")), None]
     known = [end_token for end_token in end_tokens if end_token < model.vocabulary]
     try:
-        spoken = load_tokenizer(find(given) if given else model.checkpoint, known[0] if known else None)
+        spoken = load_tokenizer(
+            find_recipe(given) if given else model.checkpoint, known[0] if known else None
+        )
     except DataError as error:
         raise DataError(f"{error}; or {ASK}") from None
     added_ids = spoken.added if isinstance(spoken, HuggingFaceTokenizer) else ()
@@ -128,9 +130,9 @@ def tokenizer_of(run: RunConfig, where: str) -> Tokenizer:
     """The tokenizer of a run's first corpus. where: the run, for messages. Raises DataError."""
     if not run.data.corpora:
         raise DataError(f"{where}: its recipe names no corpus, and so no tokenizer: {ASK}")
-    folder = find(run.data.corpora[0].path)
+    folder = find_recipe(run.data.corpora[0].path)
     try:
-        tokenizer_info = Manifest.load(folder).tokenizer
+        tokenizer_info = Manifest.load_manifest(folder).tokenizer
         tokenizer = load_tokenizer(folder / tokenizer_info.file, tokenizer_info.eod, tokenizer_info.bos)
     except DataError as error:
         raise DataError(f"{where}: its tokenizer is that of the corpus {folder}: {error}; or {ASK}") from None

@@ -15,8 +15,8 @@ from typing import Any
 from rich.console import Console
 
 from megastable.base.errors import DataError
-from megastable.base.text import plural, visible
-from megastable_tools.generate.decode import Sampling, TextPiece, write
+from megastable.base.text import count_noun, make_visible
+from megastable_tools.generate.decode import Sampling, TextPiece, write_continuations
 from megastable_tools.generate.load import Speaker
 
 KEPT = "\n\t"
@@ -32,7 +32,7 @@ class Continuation:
     logprobs: list[float] = field(default_factory=list)
     end: str = ""
 
-    def add(self, piece: TextPiece) -> None:
+    def add_piece(self, piece: TextPiece) -> None:
         self.text += piece.text
         self.tokens.append(piece.token)
         self.logprobs.append(piece.logprob)
@@ -51,13 +51,13 @@ class Printer:
         self._console = console
         self._ended = True  # the line
 
-    def print(self, prompt: str, pieces: Iterable[TextPiece]) -> None:
+    def print_pieces(self, prompt: str, pieces: Iterable[TextPiece]) -> None:
         """All of it; interrupted, the line is ended."""
         sample_index = 0
         try:
             self._begin(sample_index, prompt)
             for piece in pieces:
-                self.samples[piece.sample].add(piece)
+                self.samples[piece.sample].add_piece(piece)
                 if piece.sample == sample_index:
                     self._out(piece.text)
                 while sample_index < len(self.samples) and self.samples[sample_index].end:
@@ -84,7 +84,7 @@ class Printer:
             return
         if self._console.is_terminal:
             # Not by rich: it would count the columns of a tab from the beginning of the piece.
-            visible_text = visible(text, keep=KEPT)
+            visible_text = make_visible(text, keep=KEPT)
             is_styled = style and self._console.color_system is not None
             self._console.file.write(f"{style}{visible_text}{PLAIN}" if is_styled else visible_text)
         else:
@@ -110,7 +110,7 @@ class SpeedWatch:
         self._tokens = 0
         self._begin = self._first = self._last = time.perf_counter()
 
-    def of(self, pieces: Iterable[TextPiece]) -> Iterator[TextPiece]:
+    def watch_pieces(self, pieces: Iterable[TextPiece]) -> Iterator[TextPiece]:
         self._begin = self._first = self._last = time.perf_counter()
         for piece in pieces:
             self._last = time.perf_counter()
@@ -127,13 +127,15 @@ class SpeedWatch:
 
     @property
     def told(self) -> str:
-        rate_text = f"{plural(self._tokens, 'token')}, {self.rate:,.1f} tokens/s"
-        return f"{rate_text} (prompt of {plural(self._prompt, 'token')}: {self._first - self._begin:.2f} s)"
+        rate_text = f"{count_noun(self._tokens, 'token')}, {self.rate:,.1f} tokens/s"
+        return (
+            f"{rate_text} (prompt of {count_noun(self._prompt, 'token')}: {self._first - self._begin:.2f} s)"
+        )
 
 
-def note(text: str) -> None:
+def print_note(text: str) -> None:
     """A line on stderr for whoever sits there."""
-    print(visible(text, keep="\n"), file=sys.stderr, flush=True)
+    print(make_visible(text, keep="\n"), file=sys.stderr, flush=True)
 
 
 def read_prompt(text: str | None, file: Path | None) -> str | None:
@@ -158,7 +160,7 @@ def read_prompt(text: str | None, file: Path | None) -> str | None:
         ) from None
 
 
-def ask() -> str:
+def ask_line() -> str:
     """A line of a person, without its end. Raises EOFError, KeyboardInterrupt."""
     if sys.stdout.isatty():
         import readline  # noqa: F401 (arrow keys, and the lines before)
@@ -201,28 +203,29 @@ class Talk:
         self.seed = secrets.randbelow(2**32) if wishes.seed is None else wishes.seed
         self._turn = 0
 
-    def ids(self, text: str) -> list[int]:
+    def encode_text(self, text: str) -> list[int]:
         """The ids of a prompt; a note where positions will be met that were not trained on."""
-        ids = self.speaker.prompt(text, self.wishes.document_start)
-        self.check(len(ids))
+        ids = self.speaker.encode_prompt(text, self.wishes.document_start)
+        self.check_length(len(ids))
         return ids
 
-    def check(self, prompt: int) -> None:
+    def check_length(self, prompt: int) -> None:
         """A note where a prompt of so many tokens, with what is asked for, is longer than the samples of training."""
         trained = self.speaker.model.config.longest
         if prompt + self.wishes.most > trained:
-            note(
+            print_note(
                 f"note: prompt and --max-tokens are {prompt + self.wishes.most:,} tokens, and the model was trained on "
                 f"{trained:,}: beyond them its text may fall apart"
             )
 
-    def pieces(self, ids: Sequence[int]) -> Iterator[TextPiece]:
-        """The continuations of `ids`; another turn, other choices. Raises as `write`, DataError when memory ends."""
+    def continue_ids(self, ids: Sequence[int]) -> Iterator[TextPiece]:
+        """The continuations of `ids`; another turn, other choices. Raises as `write`, DataError when memory
+        ends."""
         w, talk_speaker = self.wishes, self.speaker
         turn, self._turn = self._turn, self._turn + 1
         ends = () if w.past_eod else talk_speaker.ends
         try:
-            yield from write(
+            yield from write_continuations(
                 talk_speaker.model, talk_speaker.tokenizer, ids, w.sampling,
                 number=w.number, most=w.most, seed=(self.seed, turn), ends=ends, stops=w.stops,
             )  # fmt: skip
@@ -235,18 +238,18 @@ class Talk:
                 f"{len(ids) + w.most:,} tokens: take a smaller --number or --max-tokens, or --dtype bf16"
             ) from None
 
-    def once(self, text: str, console: Console, json: bool) -> None:
+    def continue_once(self, text: str, console: Console, json: bool) -> None:
         """Continue one prompt, on the console or as JSON in its file; the seed and the speed are told on stderr."""
-        prompt_ids, talk_wishes = self.ids(text), self.wishes
+        prompt_ids, talk_wishes = self.encode_text(text), self.wishes
         speed_watch = SpeedWatch(len(prompt_ids), talk_wishes.number)
-        pieces = speed_watch.of(self.pieces(prompt_ids))
+        pieces = speed_watch.watch_pieces(self.continue_ids(prompt_ids))
         if not json:
-            Printer(console, talk_wishes.number).print(text, pieces)
-            note(f"seed {self.seed}; {speed_watch.told}")
+            Printer(console, talk_wishes.number).print_pieces(text, pieces)
+            print_note(f"seed {self.seed}; {speed_watch.told}")
             return
         all_samples = [Continuation() for _ in range(talk_wishes.number)]
         for piece in pieces:
-            all_samples[piece.sample].add(piece)
+            all_samples[piece.sample].add_piece(piece)
         model = self.speaker.model
         about_run = {
             "checkpoint": str(model.checkpoint), "step": model.step, "fingerprint": model.fingerprint,
@@ -257,9 +260,10 @@ class Talk:
         }  # fmt: skip
         console.file.write(as_json(text, all_samples, about_run) + "\n")
 
-    def loop(self, console: Console, ask: Callable[[], str]) -> None:
-        """Continue each line that `ask` gives until it raises EOFError; an empty one goes on with the last text."""
-        note(HELLO.format(checkpoint=self.speaker.model.checkpoint))
+    def continue_lines(self, console: Console, ask: Callable[[], str]) -> None:
+        """Continue each line that `ask` gives until it raises EOFError; an empty one goes on with the last
+        text."""
+        print_note(HELLO.format(checkpoint=self.speaker.model.checkpoint))
         ids: list[int] = []
         while True:
             try:
@@ -272,17 +276,17 @@ class Talk:
                 continue
             if line or not ids:
                 try:
-                    ids = self.ids(line)
+                    ids = self.encode_text(line)
                 except DataError as error:
-                    note(f"error: {error}")
+                    print_note(f"error: {error}")
                     continue
             elif self.wishes.number > 1:
-                note("there are several texts: type the one to go on with")
+                print_note("there are several texts: type the one to go on with")
                 continue
             else:
-                self.check(len(ids))
+                self.check_length(len(ids))
             watch, printer = SpeedWatch(len(ids), self.wishes.number), Printer(console, self.wishes.number)
             with contextlib.suppress(KeyboardInterrupt):
-                printer.print(line, watch.of(self.pieces(ids)))
+                printer.print_pieces(line, watch.watch_pieces(self.continue_ids(ids)))
             ids += [token for token in printer.samples[0].tokens if token not in self.speaker.ends]
-            note(watch.told)
+            print_note(watch.told)

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from math import lcm
 
 from megastable.config.tree import RunConfig
-from megastable_tools.plan.volume import element
+from megastable_tools.plan.volume import count_element_bytes
 
 FP32 = 4
 ROWS, KEPT = 256, 16  # copied from model/blocked.py, which needs torch
@@ -97,23 +97,24 @@ def in_fp8(config: RunConfig, saved: Saved) -> int:
     return fp8_bytes if saved.name == "attention output" else fp8_bytes - saved.bytes
 
 
-def sizes(config: RunConfig) -> ShapeSizes:
+def shape_sizes_of(config: RunConfig) -> ShapeSizes:
     m, p, micro_batch = config.model, config.parallel, config.train.micro_batch
     t, d = p.tensor, m.head_width
     token_count = micro_batch * m.sequence_length // p.context
     return ShapeSizes(
         N=token_count, n=token_count // t if p.sequence else token_count, h=m.hidden, q=m.heads * d // t,
-        k=m.key_value_heads * d // t, f=m.ffn_width // t, e=element(config), heads=m.heads // t // p.context,
+        k=m.key_value_heads * d // t, f=m.ffn_width // t, e=count_element_bytes(config),
+        heads=m.heads // t // p.context,
         samples=micro_batch, length=m.sequence_length,
     )  # fmt: skip
 
 
-def kept(operations: Sequence[SavedOperation]) -> int:
+def count_kept_bytes(operations: Sequence[SavedOperation]) -> int:
     """Bytes saved for the backward pass."""
     return sum(saved_tensor.bytes for saved_operation in operations for saved_tensor in saved_operation.saved)
 
 
-def extra(operations: Sequence[SavedOperation]) -> int:
+def count_backward_bytes(operations: Sequence[SavedOperation]) -> int:
     """Peak of bytes beside the saved ones, while the backward pass runs from the end."""
     held_bytes = peak_bytes = 0
     for saved_operation in reversed(operations):
@@ -122,19 +123,23 @@ def extra(operations: Sequence[SavedOperation]) -> int:
     return peak_bytes
 
 
-def block(config: RunConfig, kernels: PlannedKernels) -> list[SavedOperation]:
+def list_block_operations(config: RunConfig, kernels: PlannedKernels) -> list[SavedOperation]:
     """The operations of one block, under the recomputation of `config`."""
-    z = sizes(config)
+    z = shape_sizes_of(config)
     if config.parallel.recompute == "full":
         # Recomputed in the backward pass, when all of it is in memory.
-        whole = operations(config, kernels, "none")
-        return [SavedOperation((Saved("stream", z.stream, z.e),), kept(whole) + extra(whole))]
-    return operations(config, kernels, config.parallel.recompute)
+        whole = list_whole_operations(config, kernels, "none")
+        return [
+            SavedOperation(
+                (Saved("stream", z.stream, z.e),), count_kept_bytes(whole) + count_backward_bytes(whole)
+            )
+        ]
+    return list_whole_operations(config, kernels, config.parallel.recompute)
 
 
-def operations(config: RunConfig, kernels: PlannedKernels, recompute: str) -> list[SavedOperation]:
+def list_whole_operations(config: RunConfig, kernels: PlannedKernels, recompute: str) -> list[SavedOperation]:
     """The operations of one block that is not recomputed as a whole."""
-    z, model_config = sizes(config), config.model
+    z, model_config = shape_sizes_of(config), config.model
     is_fused, is_selective = kernels.compile, recompute == "selective"
     qkv_width = z.q + 2 * z.k
     attention = [
@@ -241,7 +246,7 @@ def _core(config: RunConfig, z: ShapeSizes, kernels: PlannedKernels, selective: 
         if is_plain:
             recomputed_bytes += (4 + has_cap) * score_count * FP32
         elif kernels.attention == "blocked":
-            recomputed_bytes += probabilities(config, z) * z.e
+            recomputed_bytes += count_probabilities(config, z) * z.e
         return [SavedOperation((queries, Saved("rotated keys", z.N * keys, z.e)), recomputed_bytes)]
     if is_plain:
         wide_saved = [Saved(f"{what} in fp32", z.N * z.q, FP32) for what in ("queries", "keys", "values")]
@@ -254,7 +259,7 @@ def _core(config: RunConfig, z: ShapeSizes, kernels: PlannedKernels, selective: 
     else:
         given = [queries, Saved("rotated keys", z.N * keys, z.e)]
     if kernels.attention == "blocked":
-        given.append(Saved("attention weights", probabilities(config, z), z.e))
+        given.append(Saved("attention weights", count_probabilities(config, z), z.e))
     else:
         given.append(Saved("logsumexp", z.samples * z.heads * z.length, FP32))
     if config.parallel.context > 1:
@@ -268,7 +273,7 @@ def _out(z: ShapeSizes, config: RunConfig, kernels: PlannedKernels, selective: b
     return _linear("attention output", z, z.N * z.q, z.n * z.h, z.q * z.h)
 
 
-def probabilities(config: RunConfig, z: ShapeSizes) -> int:
+def count_probabilities(config: RunConfig, z: ShapeSizes) -> int:
     """Number of probabilities kept by model/blocked.py's forward: `kept_size` there; none with a cap."""
     if config.model.attention_softcap is not None:
         return 0
@@ -278,10 +283,10 @@ def probabilities(config: RunConfig, z: ShapeSizes) -> int:
     return z.samples * z.heads * kept_elements if kept_elements <= KEPT * z.length * query_width else 0
 
 
-def watched(config: RunConfig) -> int:
+def count_watched_bytes(config: RunConfig) -> int:
     """Peak of bytes that the probe allocates to examine a block's attention: `Block.queries_and_keys`,
     `attention_chunks`. Nothing is saved for a backward pass, and nothing is compiled."""
-    z, m, c = sizes(config), config.model, config.parallel.context
+    z, m, c = shape_sizes_of(config), config.model, config.parallel.context
     key_width, q = _keys(config, z), z.e * z.N * z.q
     wide_width = FP32 * (3 if z.e < FP32 else 2)  # per element of a norm or a rotation
     held_bytes = z.e * z.N * (z.q + 2 * z.k)  # as projected; normed and exchanged copies come on top
@@ -299,5 +304,5 @@ def watched(config: RunConfig) -> int:
 
 def final_norm(config: RunConfig) -> list[SavedOperation]:
     """The operations of the last norm, which is never compiled."""
-    z = sizes(config)
+    z = shape_sizes_of(config)
     return _norm("final norm", z, z.stream, z.n, False)

@@ -14,19 +14,19 @@ from rich.text import Text
 
 from megastable.base.errors import ConfigError
 from megastable.base.free_memory import SHARE
-from megastable.base.text import plural
-from megastable.checkpoint.snapshot_budget import capacity
+from megastable.base.text import count_noun
+from megastable.checkpoint.snapshot_budget import count_fitting
 from megastable.config import deepspeed_json, recipe
 from megastable.config.training import Fp8Config
 from megastable.config.tree import RunConfig
-from megastable.model.sizes import parameters
+from megastable.model.sizes import count_parameters
 from megastable.report.figures import draw_figure
 from megastable.report.text_output import TextOutput, make_table
 from megastable_tools.plan import cluster as clusters
 from megastable_tools.plan import search
 from megastable_tools.plan.cluster import ClusterConfig
-from megastable_tools.plan.memory import KINDS, Device, Footprint, Kind, footprints
-from megastable_tools.plan.search import GIB, HEADROOM, Choice, LayoutPlan, overrides, room
+from megastable_tools.plan.memory import KINDS, Device, Footprint, Kind, list_footprints
+from megastable_tools.plan.search import GIB, HEADROOM, Choice, LayoutPlan, list_overrides, usable_bytes
 
 UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 ASSUMED = 128_000
@@ -43,7 +43,7 @@ class Answer:
     found: search.SearchResult | None
 
 
-def answer(
+def answer_plan(
     recipe_path: Path,
     overrides: Sequence[str],
     cluster_path: Path,
@@ -57,10 +57,10 @@ def answer(
 ) -> Answer:
     """Print and return it. Raises ConfigError."""
     out = TextOutput(quiet)
-    config = recipe.load(recipe_path, overrides)
+    config = recipe.load_recipe(recipe_path, overrides)
     if fp8 and (kind := config.precision.kind) != "bf16":
         raise ConfigError(f"--fp8: Transformer Engine's FP8 is beside bf16, and precision.kind is {kind}")
-    cluster = clusters.load(cluster_path)
+    cluster = clusters.load_cluster(cluster_path)
     if cluster.tflops.fp8 is None and (fp8 or config.precision.fp8):
         fp8_key = "--fp8" if fp8 else "precision.fp8"
         raise ConfigError(
@@ -73,12 +73,14 @@ def answer(
     config, vocabulary_note = _with_vocabulary(config, recipe_path, vocab)
     notes = [vocabulary_note]
     if gpus is None:
-        gpus = search.smallest(config, cluster)
+        gpus = search.find_fewest_gpus(config, cluster)
         notes.append(
             f"--gpus is not given: {gpus}, the fewest on which the recipe's layout fits, or else one replica of it"
         )
-    size_text = f"{in_short(parameters(config.model))} parameters"
-    out.say(f"{recipe_path}: {size_text} on {gpus:,} x {cluster.name}", *(f"note: {note}" for note in notes))
+    size_text = f"{in_short(count_parameters(config.model))} parameters"
+    out.say_lines(
+        f"{recipe_path}: {size_text} on {gpus:,} x {cluster.name}", *(f"note: {note}" for note in notes)
+    )
     own = _own(config, gpus, cluster, fixed, out)
     if own is not None:
         _show(own, total_tokens, out)
@@ -86,18 +88,18 @@ def answer(
             precision = config.precision.model_copy(
                 update={"fp8": None if config.precision.fp8 else Fp8Config()}
             )
-            other_plan = search.plan(config.model_copy(update={"precision": precision}), gpus, cluster)
-            out.say("", compare_with_fp8(own, other_plan))
+            other_plan = search.plan_layout(config.model_copy(update={"precision": precision}), gpus, cluster)
+            out.say_lines("", compare_with_fp8(own, other_plan))
     found = None
     if not fixed:
         tried_precisions = [config.precision.fp8]
         if fp8:
             tried_precisions.append(None if config.precision.fp8 else Fp8Config())
-        found = search.search(config, gpus, cluster, tried_precisions)
+        found = search.search_layouts(config, gpus, cluster, tried_precisions)
         _suggest(found, own, config, top, cluster, total_tokens, out)
     facts = {
         "recipe": str(recipe_path), "cluster": cluster.name, "gpus": gpus, "notes": notes,
-        "parameters": parameters(config.model), "vocabulary": config.model.vocab_size,
+        "parameters": count_parameters(config.model), "vocabulary": config.model.vocab_size,
         "own": own and plan_tree(own, config, total_tokens),
         "fitting": found and len(found.plans),
         "suggestions": found and [plan_tree(plan, config, total_tokens) for plan in found.list_best()[:top]],
@@ -105,7 +107,7 @@ def answer(
     return Answer(facts, bool(found.plans) if found is not None else own is not None and own.fits, own, found)
 
 
-def picture(answer: Answer, title: str, path: Path) -> None:
+def draw_answer(answer: Answer, title: str, path: Path) -> None:
     """Of the recipe's own layout, else of the best. Raises ConfigError where there is none."""
     own_plan = answer.own
     if own_plan is None and answer.found is not None:
@@ -120,29 +122,29 @@ def _own(
 ) -> search.LayoutPlan | None:
     """The recipe's layout as it stands; None where it cannot be laid out on these GPUs, which is said."""
     try:
-        deepspeed_json.data_parallel(config, gpus)
+        deepspeed_json.size_of_data_parallel(config, gpus)
     except ConfigError as error:
         if fixed:
             raise
-        out.say("", f"the recipe's own layout is not possible here: {error}")
+        out.say_lines("", f"the recipe's own layout is not possible here: {error}")
         return None
-    return search.plan(config, gpus, cluster)
+    return search.plan_layout(config, gpus, cluster)
 
 
 def _show(own: search.LayoutPlan, total: float, out: TextOutput) -> None:
-    out.say("", f"THE RECIPE'S LAYOUT: {layout_in_words(own)}", "")
-    out.show(make_memory_table(own))
-    out.say(say_whether_it_fits(own))
+    out.say_lines("", f"THE RECIPE'S LAYOUT: {layout_in_words(own)}", "")
+    out.show_table(make_memory_table(own))
+    out.say_lines(say_whether_it_fits(own))
     if not own.fits:
-        for other in search.remedies(own):
+        for other in search.list_remedies(own):
             gpus_text = "" if other.layout.world == own.layout.world else f"{other.layout.world:,} GPUs"
-            change = " ".join(search.overrides(other.config, own.config)) or gpus_text
-            out.say(
+            change = " ".join(search.list_overrides(other.config, own.config)) or gpus_text
+            out.say_lines(
                 f"  would fit with {change}: {other.left / search.GIB:.2f} GiB left, {other.time.seconds:.3g} s a step"
             )
-    out.say(count_host_memory(own)[0], "")
-    out.show(make_time_table(own))
-    out.say(summarize_speed(own, total))
+    out.say_lines(count_host_memory(own)[0], "")
+    out.show_table(make_time_table(own))
+    out.say_lines(summarize_speed(own, total))
 
 
 def _suggest(
@@ -155,29 +157,31 @@ def _suggest(
     out: TextOutput,
 ) -> None:
     if best_plans := found.list_best()[:top]:
-        out.say(
+        out.say_lines(
             "", f"SUGGESTIONS: the fastest of each tensor x pipeline, of {len(found.plans):,} that fit", ""
         )
         plan_table = make_suggestion_table(best_plans, own if own is not None and own.fits else None, total)
-        out.show(plan_table, whole=True)
+        out.show_table(plan_table, whole=True)
         if any(layout_plan.tight for layout_plan in best_plans):
-            out.say(f"! {TIGHT}", "")
-        out.say("what to say after the recipe:", *list_commands(best_plans, config))
+            out.say_lines(f"! {TIGHT}", "")
+        out.say_lines("what to say after the recipe:", *list_commands(best_plans, config))
         return
     if found.nearest is None:
         reason_text = f"nothing that the model allows divides train.global_batch={config.train.global_batch}"
-        out.say("", f"NO LAYOUT IS POSSIBLE on {plural(found.gpus, 'GPU')}: {reason_text}")
+        out.say_lines("", f"NO LAYOUT IS POSSIBLE on {count_noun(found.gpus, 'GPU')}: {reason_text}")
         if (other := search.other_batch(config, found.gpus, cluster)) is not None:
             batch = f"train.global_batch={other.config.train.global_batch}"
-            out.say(
-                f"with another batch it fits: {' '.join([batch, *search.overrides(other.config, config)])}"
+            out.say_lines(
+                f"with another batch it fits: {' '.join([batch, *search.list_overrides(other.config, config)])}"
             )
     else:
         nearest_text = f"{layout_in_words(found.nearest)}: it {say_whether_it_fits(found.nearest)}"
-        out.say("", f"NOTHING FITS on {plural(found.gpus, 'GPU')}. Nearest is {nearest_text}")
-    if (other := search.elsewhere(config, found, cluster)) is not None:
-        said = " ".join(search.overrides(other.config, config)) or "the recipe as it is"
-        out.say(f"on {plural(other.layout.world, 'GPU')} it fits: --gpus {other.layout.world}, {said}")
+        out.say_lines("", f"NOTHING FITS on {count_noun(found.gpus, 'GPU')}. Nearest is {nearest_text}")
+    if (other := search.find_other_gpus(config, found, cluster)) is not None:
+        said = " ".join(search.list_overrides(other.config, config)) or "the recipe as it is"
+        out.say_lines(
+            f"on {count_noun(other.layout.world, 'GPU')} it fits: --gpus {other.layout.world}, {said}"
+        )
 
 
 def _number(text: str) -> float:
@@ -192,11 +196,13 @@ def _number(text: str) -> float:
 def _with_vocabulary(config: RunConfig, path: Path, given: int | None) -> tuple[RunConfig, str]:
     """The configuration with a size of the vocabulary, and where that comes from."""
     size, said = given or config.model.vocab_size, "as --vocab says" if given else "the recipe's"
-    corpus_folders = [recipe.find(corpus.path) for corpus in config.data.corpora]
+    corpus_folders = [recipe.find_recipe(corpus.path) for corpus in config.data.corpora]
     if prepared_folders := [folder for folder in corpus_folders if (folder / "manifest.json").is_file()]:
         from megastable.data.manifest import Manifest
 
-        of_corpus = {folder: Manifest.load(folder).tokenizer.vocab_size for folder in prepared_folders}
+        of_corpus = {
+            folder: Manifest.load_manifest(folder).tokenizer.vocab_size for folder in prepared_folders
+        }
         largest = max(prepared_folders, key=lambda folder: of_corpus[folder])
         if size is None:
             size, said = of_corpus[largest], f"of the corpus {largest}"
@@ -207,7 +213,9 @@ def _with_vocabulary(config: RunConfig, path: Path, given: int | None) -> tuple[
             )
     if size is None:
         # The recipes that come along say in their first lines what they are meant for.
-        comment_match = re.search(r"vocabulary of ([\d,]+)", recipe.find(path).read_text(encoding="utf-8"))
+        comment_match = re.search(
+            r"vocabulary of ([\d,]+)", recipe.find_recipe(path).read_text(encoding="utf-8")
+        )
         size = int(comment_match[1].replace(",", "")) if comment_match else ASSUMED
         said = (
             "as the recipe's comment says"
@@ -289,7 +297,9 @@ def make_memory_table(found: LayoutPlan) -> RenderableType:
             )
             inside_text += f", {len(items) - 3} more" if len(items) > 3 else ""
             plan_table.add_row(LETTERS[kind], kind, f"{kind_bytes / GIB:.2f}", inside_text)
-    plan_table.add_row("", "in all", f"{tight.total / GIB:.2f}", f"of {room(found.cluster) / GIB:.2f} usable")
+    plan_table.add_row(
+        "", "in all", f"{tight.total / GIB:.2f}", f"of {usable_bytes(found.cluster) / GIB:.2f} usable"
+    )
     plan_table.add_row("", "building", f"{tight.building / GIB:.2f}", "at most, before the first step")
     stage_text = (
         f"stage {tight.stage}, the tightest of {found.layout.pipeline}"
@@ -308,7 +318,7 @@ def say_whether_it_fits(found: LayoutPlan) -> str:
     fixed = sum(kind_bytes for kind, kind_bytes in kinds.items() if kind not in ("activations", "logits"))
     worst_kind = max(kinds, key=lambda kind: kinds[kind])
     lacks = f"does not fit: {-found.left / GIB:.2f} GiB too much"
-    if fixed > room(found.cluster):
+    if fixed > usable_bytes(found.cluster):
         return f"{lacks}. Weights, gradients and Adam's state alone take {fixed / GIB:.2f}: split the model further"
     return f"{lacks}; most of it {worst_kind}, {kinds[worst_kind] / GIB:.2f}"
 
@@ -318,7 +328,7 @@ def count_host_memory(found: LayoutPlan) -> tuple[str, dict[str, Any]]:
     h, snapshots = found.tightest.host, found.config.stability.snapshots
     ranks, memory = min(found.cluster.gpus_per_host, found.layout.world), found.cluster.host_memory_gib * GIB
     rank_budget = snapshots.memory_gib * GIB if snapshots.memory_gib else SHARE * memory / ranks
-    most_points = capacity(h.points + 1, h.snapshot, rank_budget) if h.points else 0
+    most_points = count_fitting(h.points + 1, h.snapshot, rank_budget) if h.points else 0
     points, aside = min(most_points, h.points), most_points > h.points
     used_bytes = ranks * max(most_points * h.snapshot + h.checkpoint, h.building)
     numbers = {
@@ -326,10 +336,10 @@ def count_host_memory(found: LayoutPlan) -> tuple[str, dict[str, Any]]:
         "checkpoint_bytes": h.checkpoint, "building_bytes": h.building,
         "host_bytes": used_bytes, "host_memory_bytes": int(memory), "fits": used_bytes <= memory,
     }  # fmt: skip
-    host_text = f"host memory: {plural(points, 'snapshot')} of {h.snapshot / GIB:.2f} GiB"
+    host_text = f"host memory: {count_noun(points, 'snapshot')} of {h.snapshot / GIB:.2f} GiB"
     host_text += ", one more to look back on batches" if aside else ""
     host_text += f" and a checkpoint's copy of {h.checkpoint / GIB:.2f} a rank"
-    host_text += f", {used_bytes / GIB:,.0f} GiB of {memory / GIB:,.0f} for {plural(ranks, 'rank')}"
+    host_text += f", {used_bytes / GIB:,.0f} GiB of {memory / GIB:,.0f} for {count_noun(ranks, 'rank')}"
     if points < h.points:
         host_text += f"; the recipe asks for {h.points} snapshots, which do not fit"
     if h.building:
@@ -411,7 +421,7 @@ def make_suggestion_table(plans: Sequence[LayoutPlan], own: LayoutPlan | None, t
 def list_commands(plans: Sequence[LayoutPlan], base: RunConfig) -> Iterator[str]:
     """Numbered overrides to add after the recipe, for each of `suggestions`. base: the recipe's RunConfig."""
     for plan_number, layout_plan in enumerate(plans, 1):
-        yield f"{plan_number}: {' '.join(overrides(layout_plan.config, base)) or 'the recipe unchanged'}"
+        yield f"{plan_number}: {' '.join(list_overrides(layout_plan.config, base)) or 'the recipe unchanged'}"
 
 
 def compare_with_fp8(own: LayoutPlan, other: LayoutPlan) -> str:
@@ -433,7 +443,7 @@ def plan_tree(found: LayoutPlan, base: RunConfig, tokens: float) -> dict[str, An
     """All numbers of a plan: bytes, seconds, dollars. base: the RunConfig that `overrides` start from."""
     c, lay, tight, time = found.config, found.layout, found.tightest, found.time
     return {
-        "overrides": overrides(c, base),
+        "overrides": list_overrides(c, base),
         "layout": {
             "gpus": lay.world, "tensor": lay.tensor, "pipeline": lay.pipeline, "data": lay.data,
             "context": lay.context, "sequence": c.parallel.sequence, "zero": c.parallel.zero,
@@ -442,7 +452,8 @@ def plan_tree(found: LayoutPlan, base: RunConfig, tokens: float) -> dict[str, An
         },
         "fits": found.fits,
         "memory": {
-            "room_bytes": room(found.cluster), "left_bytes": found.left, "stage": tight.stage, "peak_phase": tight.peak,
+            "room_bytes": usable_bytes(found.cluster), "left_bytes": found.left, "stage": tight.stage,
+            "peak_phase": tight.peak,
             "building_bytes": tight.building, "kinds_bytes": tight.kinds,
             "items": [
                 {"kind": i.kind, "name": i.name, "bytes": i.bytes, "phases": list(i.phases)} for i in tight.items
@@ -464,7 +475,7 @@ def draw_plan(found: LayoutPlan, title: str, path: Path) -> None:
     Raises DataError when it cannot be written.
     """
     planned_device: Device = "cpu" if found.cluster.device == "cpu" else "cuda"
-    stage_footprints = footprints(found.config, found.layout, device=planned_device)
+    stage_footprints = list_footprints(found.config, found.layout, device=planned_device)
     with draw_figure(path, 14, 5) as plan_figure:
         _draw(found, stage_footprints, plan_figure)
         plan_figure.suptitle(f"{title}: {layout_in_words(found)}", parse_math=False, fontsize=10)
@@ -480,7 +491,9 @@ def _draw(found: LayoutPlan, stages: Sequence[Footprint], figure: Figure) -> Non
             bar_bottoms = [a + bar_height for a, bar_height in zip(bar_bottoms, kind_sizes, strict=True)]
     left.axhline(found.cluster.memory_gib, color="black", linewidth=1, label="the GPU")
     usable_text = f"less {found.cluster.reserve_gib:g} in reserve"
-    left.axhline(room(found.cluster) / GIB, color="black", linewidth=1, linestyle=":", label=usable_text)
+    left.axhline(
+        usable_bytes(found.cluster) / GIB, color="black", linewidth=1, linestyle=":", label=usable_text
+    )
     left.set(xlabel="pipeline stage", ylabel="GiB at the peak")
     left.legend(loc="center left", bbox_to_anchor=(1, 0.5))
     part_times = {kind: part_seconds for kind, part_seconds in found.time.parts.items() if part_seconds > 0}

@@ -15,7 +15,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, Valida
 from pydantic_core import ErrorDetails
 
 from megastable.base.errors import ConfigError
-from megastable.config.recipe import find, read_yaml, shipped
+from megastable.config.recipe import find_recipe, list_shipped_files, read_yaml
 from megastable_guard.section import Section
 
 Share = Field(gt=0.0, le=1.0)
@@ -101,15 +101,15 @@ class ClusterConfig(Section):
         return self
 
 
-def load(path: str | Path) -> ClusterConfig:
+def load_cluster(path: str | Path) -> ClusterConfig:
     """Read a cluster's description, found as a recipe is (`recipe.find`).
 
     Raises ConfigError with the file, the keys and the problem of each.
     """
-    found_file = find(path)
+    found_file = find_recipe(path)
     if not found_file.exists():
         raise ConfigError(
-            f"{path}: no such cluster description; these come along: {shipped('launch/clusters')}"
+            f"{path}: no such cluster description; these come along: {list_shipped_files('launch/clusters')}"
         )
     try:
         return ClusterConfig.model_validate(read_yaml(found_file))

@@ -5,7 +5,7 @@ made, which is safe `commit` seconds later. A failure undoes what is not safe, i
 starts again, which may fail as well. Failures are independent and as likely at any moment (a Poisson process), as
 Young (1974) and Daly (2006, doi:10.1016/j.future.2004.11.016) assume. A run that shrinks is on so many hosts for so
 much of the time, and each number has a goodput of its own: hosts are away for much longer than a segment takes. Hosts
-that idle fail like others. `trial` throws dice on the same rules. docs/goodput.md names the source of every
+that idle fail like others. `play_trial` throws dice on the same rules. docs/goodput.md names the source of every
 number.
 """
 
@@ -108,7 +108,7 @@ class ExpectedGoodput:
     smaller: float = 0.0
 
 
-def expected(c: FaultyCluster) -> ExpectedGoodput:
+def expect_goodput(c: FaultyCluster) -> ExpectedGoodput:
     """The goodput of a long run. See the module."""
     if not (c.shrinks and c.rate):
         return _level(c, 1.0, 1.0)
@@ -182,7 +182,7 @@ def _missing(c: FaultyCluster) -> dict[int, float]:
     return chance_by_missing
 
 
-def spares(c: FaultyCluster, shortage: float = 0.01) -> int:
+def count_spares(c: FaultyCluster, shortage: float = 0.01) -> int:
     """Hosts in reserve with which a failure finds none left in at most that share of cases: those under repair are
     Poisson distributed."""
     mean_missing = c.rate * c.lost * c.repair
@@ -198,7 +198,7 @@ def spares(c: FaultyCluster, shortage: float = 0.01) -> int:
 # The life of a run on such a cluster, event by event: the slow reference of the formulas
 
 
-def trial(c: FaultyCluster, training: float, seed: int) -> float:
+def play_trial(c: FaultyCluster, training: float, seed: int) -> float:
     """The goodput of one run of so many seconds of training, by all hosts."""
     run_life = _Life(c, seed)
     while run_life.done < training:

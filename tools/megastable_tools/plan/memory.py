@@ -26,15 +26,15 @@ from megastable.optim.ownership import LIMIT
 from megastable.parallel.layout import Layout
 from megastable_tools.plan import activations
 from megastable_tools.plan.activations import FP32, PlannedKernels
-from megastable_tools.plan.updates import cost, stage_matrices
+from megastable_tools.plan.updates import stage_matrices, update_cost_of
 from megastable_tools.plan.volume import (
     Stage,
-    bounds,
-    element,
+    count_element_bytes,
     first_block,
     parameter_groups,
-    parameters,
+    parameter_sizes,
     round_up,
+    stage_bounds,
     stage_of,
     tied_piece,
 )
@@ -127,7 +127,7 @@ class Footprint:
         return sum(self.bytes_at("between").values())
 
 
-def footprints(
+def list_footprints(
     config: RunConfig,
     layout: Layout,
     *,
@@ -146,10 +146,10 @@ def footprints(
 
     Raises ConfigError if the batch cannot be divided over the layout, or the DeepSpeed file is missing.
     """
-    cut = bounds(config) if cut is None else cut
+    cut = stage_bounds(config) if cut is None else cut
     stages = range(config.parallel.pipeline) if stages is None else stages
     kernels = kernels or kernels_on(config, device)
-    block = activations.block(config, kernels)  # the same on all stages
+    block = activations.list_block_operations(config, kernels)  # the same on all stages
     return [
         _footprint(config, layout, stage, cut, device, kernels, zero, elements, block) for stage in stages
     ]
@@ -169,7 +169,7 @@ def _footprint(
     held_stage, first_number = stage_of(cut, stage), first_block(cut, stage)
     zero = _zero_section(config.deepspeed, config.parallel.zero) if zero is None else zero
     elements = elements or elements_on(device)
-    steps = deepspeed_json.accumulation(config, layout.world)
+    steps = deepspeed_json.count_micro_batches(config, layout.world)
     group_elements = _flat(config, layout, held_stage)
     memory_items = [
         *_state(config, layout, held_stage, group_elements),
@@ -208,7 +208,7 @@ def kernels_on(config: RunConfig, device: Device) -> PlannedKernels:
 @lru_cache(maxsize=8)
 def _zero_section(name: str, stage: int) -> dict[str, Any]:
     zero_config = RunConfig.model_validate({"deepspeed": name, "parallel": {"zero": stage}})
-    return deepspeed_json.build(zero_config, 1)["zero_optimization"]
+    return deepspeed_json.build_deepspeed_json(zero_config, 1)["zero_optimization"]
 
 
 def _flat(config: RunConfig, layout: Layout, held: Stage) -> list[int]:
@@ -227,7 +227,7 @@ def _sums(config: RunConfig) -> bool:
 
 def _state(config: RunConfig, layout: Layout, held: Stage, groups: Sequence[int]) -> Iterable[Item]:
     """Memory held from step to step; the moments are created by the first update."""
-    e, whole = element(config), sum(groups)
+    e, whole = count_element_bytes(config), sum(groups)
     own = whole // layout.data
     made_phases: tuple[Phase, ...] = (*STEP, "optimizer")
     yield Item("weights", "weights that compute", (own if config.parallel.zero == 3 else whole) * e, PHASES)
@@ -242,10 +242,12 @@ def _state(config: RunConfig, layout: Layout, held: Stage, groups: Sequence[int]
 def _building(config: RunConfig, layout: Layout, held: Stage, groups: Sequence[int]) -> Iterable[Item]:
     """Additional memory before the first step: under ZeRO 3 a layer that is not yet partitioned, then a parameter
     gathered for its hook. A second, flat copy of the weights is `Host.building`."""
-    element_bytes = element(config)
+    element_bytes = count_element_bytes(config)
     if config.parallel.zero == 3:
-        matrix_sizes, _ = parameters(config.model, held, config.parallel.tensor)
-        block_parameters = parameters(config.model, Stage(1, first=False, last=False), config.parallel.tensor)
+        matrix_sizes, _ = parameter_sizes(config.model, held, config.parallel.tensor)
+        block_parameters = parameter_sizes(
+            config.model, Stage(1, first=False, last=False), config.parallel.tensor
+        )
         layer = max(sum(map(sum, block_parameters)), *matrix_sizes)
         yield Item("weights", "a layer, whole", layer * element_bytes, ("layers",))
         yield Item("weights", "a parameter, whole", max(matrix_sizes) * element_bytes, ("optimizer",))
@@ -267,7 +269,7 @@ def _exchanged(
                 "gradients", "this rank's own gradient, of the part that it updates", part, ("update",)
             )
         return
-    e, whole_elements = element(config), sum(groups)
+    e, whole_elements = count_element_bytes(config), sum(groups)
     own, zero_stage = whole_elements // layout.data, config.parallel.zero
     bucket = int(zero.get("reduce_bucket_size", 5e8))
     full = _fill(config, held, bucket) if zero_stage > 1 else 0
@@ -301,7 +303,7 @@ def _exchanged(
 
 def _fill(config: RunConfig, held: Stage, bucket: int) -> int:
     """The most gradients in a bucket before the next one no longer fits: from the head to the embedding."""
-    matrix_sizes, _ = parameters(config.model, held, config.parallel.tensor)
+    matrix_sizes, _ = parameter_sizes(config.model, held, config.parallel.tensor)
     if sum(matrix_sizes) <= bucket:
         return sum(matrix_sizes)
     block_sizes, end_sizes = matrix_sizes[: 4 * held.blocks], matrix_sizes[4 * held.blocks :]
@@ -322,7 +324,7 @@ def _activations(
     block: Sequence[activations.SavedOperation],
 ) -> Iterable[Item]:
     """Saved activations of `flying` micro-batches, and the temporary memory of the backward pass."""
-    z = activations.sizes(config)
+    z = activations.shape_sizes_of(config)
     for saved_tensor in (saved_tensor for saved_operation in block for saved_tensor in saved_operation.saved):
         linear_name = activations.INPUTS.get(saved_tensor.name)
         fp8_block_count = fp8_blocks(config, first, held.blocks, linear_name) if linear_name else 0
@@ -333,16 +335,24 @@ def _activations(
         yield Item("activations", saved_tensor.name, each * (flying - 1) + each // held.blocks, ("end",))
     stream = z.stream * z.e
     yield Item("activations", "input of the last block", stream, ("watch",))
-    beside_bytes = activations.extra(block) + stream
+    beside_bytes = activations.count_backward_bytes(block) + stream
     if held.last:
         final = activations.final_norm(config)
         # On the last stage one micro-batch is in flight.
-        yield Item("activations", "final norm", activations.kept(final), WAITING)
-        beside_bytes = max(activations.extra(final) + stream, beside_bytes - activations.kept(final))
+        yield Item("activations", "final norm", activations.count_kept_bytes(final), WAITING)
+        beside_bytes = max(
+            activations.count_backward_bytes(final) + stream,
+            beside_bytes - activations.count_kept_bytes(final),
+        )
         is_scaled = config.model.width_ratio != 1.0  # the head's input is then another tensor
         yield Item("activations", "features", z.N * z.h * z.e * (1 + is_scaled), ("loss",))
     yield Item("activations", "gradients on their way back", beside_bytes, ("backward",))
-    yield Item("activations", "gradients on their way back", activations.extra(block) + stream, ("end",))
+    yield Item(
+        "activations",
+        "gradients on their way back",
+        activations.count_backward_bytes(block) + stream,
+        ("end",),
+    )
     if config.segmented:
         head_width = config.model.head_width
         place_bytes = z.samples * z.length * head_width * FP32
@@ -361,7 +371,7 @@ def _fp8_weights(
     fp8 = config.precision.fp8
     if fp8 is None or fp8.backend == "emulated" or not kernels.gpu:
         return
-    one = parameters(config.model, Stage(1, first=False, last=False), config.parallel.tensor)[0]
+    one = parameter_sizes(config.model, Stage(1, first=False, last=False), config.parallel.tensor)[0]
 
     def copies(begin: int, blocks: int) -> int:
         return sum(
@@ -390,7 +400,12 @@ def fp8_blocks(config: RunConfig, first: int, blocks: int, linear: str) -> int:
 def _ends(config: RunConfig, held: Stage) -> Iterable[Item]:
     """The embedding's gradient. With tied weights on one stage, the head's gradient is kept until then."""
     model_config = config.model
-    table_bytes = model_config.padded_vocab * model_config.hidden // config.parallel.tensor * element(config)
+    table_bytes = (
+        model_config.padded_vocab
+        * model_config.hidden
+        // config.parallel.tensor
+        * count_element_bytes(config)
+    )
     if held.first:
         both_ends = model_config.tied and held.last
         yield Item("gradients", "gradient of the embedding", table_bytes * (1 + both_ends), ("end",))
@@ -400,7 +415,7 @@ def _ends(config: RunConfig, held: Stage) -> Iterable[Item]:
 
 def _logits(config: RunConfig, kernels: PlannedKernels, elements: int, device: Device) -> Iterable[Item]:
     """The head's projection and the loss: model/loss.py, model/loss.py."""
-    z, m = activations.sizes(config), config.model
+    z, m = activations.shape_sizes_of(config), config.model
     columns = m.padded_vocab // config.parallel.tensor
     weight_bytes, feature_bytes = columns * z.h * z.e, z.N * z.h * z.e
     if kernels.loss == "reference":
@@ -440,7 +455,7 @@ def _stages(config: RunConfig, layout: Layout, stage: int, held: Stage, steps: i
     """Pipeline buffers: DeepSpeed's copy of every micro-batch in flight, and its receive buffers."""
     if layout.pipeline == 1:
         return
-    shape_sizes = activations.sizes(config)
+    shape_sizes = activations.shape_sizes_of(config)
     stream_bytes, flying_batches = shape_sizes.stream * shape_sizes.e, min(layout.pipeline - stage, steps)
     buffers = max(2, flying_batches)
     yield Item("buffers", "received into", stream_bytes * (2 - held.first - held.last))
@@ -461,11 +476,13 @@ def _scratch(
     device: Device,
 ) -> Iterable[Item]:
     """Tables and temporary buffers."""
-    model_config, z = config.model, activations.sizes(config)
+    model_config, z = config.model, activations.shape_sizes_of(config)
     yield Item("buffers", "table of rotations", model_config.sequence_length * model_config.head_width * FP32)
     # Every `logging.layers_interval` steps, and when updates are refused.
-    yield Item("buffers", "attention looked at", activations.watched(config), ("watch",))
-    largest_matrix = max(n for group in parameters(model_config, held, config.parallel.tensor) for n in group)
+    yield Item("buffers", "attention looked at", activations.count_watched_bytes(config), ("watch",))
+    largest_matrix = max(
+        n for group in parameter_sizes(model_config, held, config.parallel.tensor) for n in group
+    )
     yield Item("buffers", "the update looked at, a chunk", 4 * FP32 * min(CHUNK, largest_matrix), ("update",))
     if config.precision.fp8 is not None:
         widest_tensor = max(z.N, model_config.hidden) * max(2 * z.f, z.q + 2 * z.k, z.h)
@@ -474,7 +491,7 @@ def _scratch(
     if _sums(config) and device == "cpu":
         yield Item("buffers", "gradients in fp32, a chunk", SUM_CHUNK * FP32, (*STEP, "optimizer"))
     is_eager = config.optimizer.moments == "bf16" and not kernels.compile
-    scratch_bytes = 5 if is_eager else cost(config.optimizer).scratch
+    scratch_bytes = 5 if is_eager else update_cost_of(config.optimizer).scratch
     size = min(UPDATE_CHUNK[device], max(groups))
     yield Item("buffers", "the update's intermediate results", scratch_bytes * size * FP32, ("update",))
     if config.optimizer.name == "muon":
@@ -485,7 +502,7 @@ def _scratch(
         fit = z.heads * z.samples * chunk_rows * min(z.length, max(block_windows) + chunk_rows + ALIGN)
         scores = min(SCORES, fit) if fit > SCORES else fit
         # Scores and their gradients; plus probabilities, if none are kept.
-        not_kept = config.parallel.recompute != "none" or not activations.probabilities(config, z)
+        not_kept = config.parallel.recompute != "none" or not activations.count_probabilities(config, z)
         slope_bytes = FP32 * (model_config.attention_softcap is not None)
         yield Item("buffers", "scores of a block", scores * (FP32 + slope_bytes + z.e * (1 + not_kept)))
 
@@ -521,5 +538,5 @@ def _flattened(config: RunConfig, groups: Sequence[int], layout: Layout) -> int:
     """Host memory in which DeepSpeed flattens the weights: under ZeRO 3 this rank's partition; under ZeRO 1
     and 2 old and new copy, if the new one does not fit on the GPU. BF16_Optimizer flattens on the device."""
     if config.parallel.zero == 3:
-        return sum(groups) // layout.data * element(config)
-    return 0 if _sums(config) else (sum(groups) + max(groups)) * element(config)
+        return sum(groups) // layout.data * count_element_bytes(config)
+    return 0 if _sums(config) else (sum(groups) + max(groups)) * count_element_bytes(config)

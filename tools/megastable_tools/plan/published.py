@@ -19,7 +19,7 @@ import yaml
 from megastable.config.tree import RunConfig
 from megastable.model.sizes import flops_per_token
 from megastable.parallel.layout import Layout
-from megastable_tools.plan.cluster import load
+from megastable_tools.plan.cluster import load_cluster
 from megastable_tools.plan.time import Others, StepTime, step_time
 
 SECTIONS = ("model", "train", "parallel", "precision")  # of a RunConfig
@@ -67,7 +67,7 @@ class Published:
         return counted_flops / (self.tflops * 1e12 * self.gpus)
 
     def predict_step(self) -> StepTime:
-        cluster_config = load(f"launch/clusters/{self.cluster}.yaml")
+        cluster_config = load_cluster(f"launch/clusters/{self.cluster}.yaml")
         return step_time(self.config, self.layout, cluster_config, others=Others(**self.others))
 
 
@@ -86,7 +86,7 @@ def read_runs() -> tuple[Published, ...]:
     return tuple(published_runs)
 
 
-def table(runs: Sequence[Published]) -> str:
+def make_published_table(runs: Sequence[Published]) -> str:
     """Markdown table: predicted beside published, with the error, and the parts of the step."""
     table_rows = [
         "| run | GPUs | layout | published, s | predicted, s | error | source |",
@@ -113,4 +113,4 @@ def table(runs: Sequence[Published]) -> str:
 
 
 if __name__ == "__main__":
-    print(table(read_runs()))
+    print(make_published_table(read_runs()))

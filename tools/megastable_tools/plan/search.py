@@ -26,11 +26,11 @@ from megastable.base.errors import ConfigError
 from megastable.config import deepspeed_json
 from megastable.config.training import Fp8Config, ParallelConfig
 from megastable.config.tree import RunConfig
-from megastable.model.sizes import misfit
+from megastable.model.sizes import find_misfit
 from megastable.parallel.layout import Layout
 from megastable_tools.plan import volume
 from megastable_tools.plan.cluster import ClusterConfig
-from megastable_tools.plan.memory import Device, Footprint, footprints
+from megastable_tools.plan.memory import Device, Footprint, list_footprints
 from megastable_tools.plan.time import StepTime, step_time
 
 Recompute = Literal["none", "selective", "full"]
@@ -61,7 +61,7 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True)
 class LayoutPlan:
-    """A recipe on a layout. footprints: of the stages that can be tightest (`critical`)."""
+    """A recipe on a layout. footprints: of the stages that can be tightest (`critical_stages`)."""
 
     config: RunConfig
     layout: Layout
@@ -75,7 +75,7 @@ class LayoutPlan:
     @cached_property
     def left(self) -> int:
         """Free bytes of a GPU at the peak of a step; negative if it does not fit."""
-        return room(self.cluster) - self.tightest.total
+        return usable_bytes(self.cluster) - self.tightest.total
 
     @property
     def fits(self) -> bool:
@@ -84,7 +84,7 @@ class LayoutPlan:
     @property
     def tight(self) -> bool:
         """Whether it fits with less to spare than the prediction's error."""
-        return 0 <= self.left < HEADROOM * room(self.cluster)
+        return 0 <= self.left < HEADROOM * usable_bytes(self.cluster)
 
     @cached_property
     def time(self) -> StepTime:
@@ -94,7 +94,7 @@ class LayoutPlan:
     @cached_property
     def accumulation(self) -> int:
         """Micro-batches of a step on every rank."""
-        return deepspeed_json.accumulation(self.config, self.layout.world)
+        return deepspeed_json.count_micro_batches(self.config, self.layout.world)
 
 
 @dataclass(frozen=True)
@@ -120,19 +120,19 @@ class SearchResult:
         return list(first.values())
 
 
-def room(cluster: ClusterConfig) -> int:
+def usable_bytes(cluster: ClusterConfig) -> int:
     """Bytes of a GPU's memory that training can use."""
     return int((cluster.memory_gib - cluster.reserve_gib) * GIB)
 
 
-def plan(config: RunConfig, gpus: int, cluster: ClusterConfig) -> LayoutPlan:
+def plan_layout(config: RunConfig, gpus: int, cluster: ClusterConfig) -> LayoutPlan:
     """`config` unchanged. Raises ConfigError if its layout does not divide the GPUs or the batch."""
-    data_ranks = deepspeed_json.data_parallel(config, gpus)
-    deepspeed_json.build(config, gpus)  # raises if its DeepSpeed file contradicts it
+    data_ranks = deepspeed_json.size_of_data_parallel(config, gpus)
+    deepspeed_json.build_deepspeed_json(config, gpus)  # raises if its DeepSpeed file contradicts it
     return _judge(config, data_ranks, cluster)
 
 
-def search(
+def search_layouts(
     config: RunConfig, gpus: int, cluster: ClusterConfig, precisions: Sequence[Fp8Config | None] | None = None
 ) -> SearchResult:
     """All layouts of `config` on a number of GPUs, with the same global batch. model.vocab_size must be known.
@@ -166,11 +166,11 @@ def _judged(
     first that is not tight.
     """
     for fp8_config in precisions:
-        for axes, micro_batches in families(config, gpus):
+        for axes, micro_batches in list_families(config, gpus):
             recompute_ways = list(RECOMPUTE)
             for micro_batch in micro_batches:
                 for recompute_way in tuple(recompute_ways):
-                    candidate = configured(config, Choice(*axes, recompute_way, micro_batch, fp8_config))
+                    candidate = apply_choice(config, Choice(*axes, recompute_way, micro_batch, fp8_config))
                     layout_plan = candidate and _judge(candidate, gpus // (axes[0] * axes[1]), cluster)
                     if layout_plan:
                         yield layout_plan
@@ -180,16 +180,18 @@ def _judged(
                         recompute_ways.remove(recompute_way)
 
 
-def smallest(config: RunConfig, cluster: ClusterConfig) -> int:
+def find_fewest_gpus(config: RunConfig, cluster: ClusterConfig) -> int:
     """The least number of GPUs on which `config` fits unchanged, with data ranks that divide the batch; if there is
     none, that of one replica."""
     parallel_config, train_config = config.parallel, config.train
     replica_gpus = parallel_config.tensor * parallel_config.pipeline * parallel_config.context
-    gpu_counts = [replica_gpus * n for n in divisors(gcd(*config.batches.values) // train_config.micro_batch)]
-    return next((n for n in gpu_counts if plan(config, n, cluster).fits), replica_gpus)
+    gpu_counts = [
+        replica_gpus * n for n in list_divisors(gcd(*config.batches.values) // train_config.micro_batch)
+    ]
+    return next((n for n in gpu_counts if plan_layout(config, n, cluster).fits), replica_gpus)
 
 
-def elsewhere(
+def find_other_gpus(
     config: RunConfig, found: SearchResult, cluster: ClusterConfig, doublings: int = 8
 ) -> LayoutPlan | None:
     """If nothing fits on the GPUs of `found`: a plan on another number of GPUs. None if none is near.
@@ -206,19 +208,23 @@ def elsewhere(
         gpu_counts = (gpu_count * 2**divided_count for divided_count in range(1, doublings + 1))
     for number in gpu_counts:
         if any(other_plan.fits for other_plan in _judged(config, number, cluster, [config.precision.fp8])):
-            return search(config, number, cluster).list_best()[0]
+            return search_layouts(config, number, cluster).list_best()[0]
     return None
 
 
 def other_batch(config: RunConfig, gpus: int, cluster: ClusterConfig) -> LayoutPlan | None:
     """If the global batch divides over no layout of `gpus`: a plan with the nearest batch that does."""
     m, batch = config.model, config.train.global_batch
-    shared = {heads * stage_count for heads in divisors(m.heads) for stage_count in range(1, m.layers + 1)}
+    shared = {
+        heads * stage_count for heads in list_divisors(m.heads) for stage_count in range(1, m.layers + 1)
+    }
     sample_ranks = {gpus // divided_count for divided_count in shared if gpus % divided_count == 0}
     near_batches = {divided_count * max(1, round(batch / divided_count)) for divided_count in sample_ranks}
     for near_batch in sorted(near_batches, key=lambda n: abs(n - batch))[:3]:
         train = config.train.model_copy(update={"global_batch": near_batch})
-        if best_plans := search(config.model_copy(update={"train": train}), gpus, cluster).list_best():
+        if best_plans := search_layouts(
+            config.model_copy(update={"train": train}), gpus, cluster
+        ).list_best():
             return best_plans[0]
     return None
 
@@ -226,14 +232,16 @@ def other_batch(config: RunConfig, gpus: int, cluster: ClusterConfig) -> LayoutP
 def _factors(config: RunConfig, gpus: int) -> bool:
     """Whether this many GPUs can be divided into tensor and context ranks, samples of a step and stages at all."""
     m, global_batch = config.model, gcd(*config.batches.values)
-    shared_ranks = {heads * samples for heads in divisors(m.heads) for samples in divisors(global_batch)}
+    shared_ranks = {
+        heads * samples for heads in list_divisors(m.heads) for samples in list_divisors(global_batch)
+    }
     return any(gpus % n == 0 and gpus // n <= m.layers for n in shared_ranks)
 
 
 Axes = tuple[int, int, int, bool, int]  # tensor, pipeline, context, sequence, zero
 
 
-def families(config: RunConfig, gpus: int) -> Iterator[tuple[Axes, tuple[int, ...]]]:
+def list_families(config: RunConfig, gpus: int) -> Iterator[tuple[Axes, tuple[int, ...]]]:
     """Axes that config/tree.py allows, and the micro-batches that divide every global batch over them, ascending.
 
     Raises ConfigError for a DeepSpeed file that no ZeRO stage can use.
@@ -241,22 +249,24 @@ def families(config: RunConfig, gpus: int) -> Iterator[tuple[Axes, tuple[int, ..
     model_config, batch = config.model, gcd(*config.batches.values)
     zero_stages = [zero for zero in ZERO if _zero_section(config.deepspeed, zero) is not None]
     if not zero_stages:  # raises with the file's problem
-        deepspeed_json.build(RunConfig(deepspeed=config.deepspeed, parallel=ParallelConfig()), 1)
-    for tensor in divisors(gpus):
-        for pipeline_stages in divisors(gpus // tensor):
+        deepspeed_json.build_deepspeed_json(
+            RunConfig(deepspeed=config.deepspeed, parallel=ParallelConfig()), 1
+        )
+    for tensor in list_divisors(gpus):
+        for pipeline_stages in list_divisors(gpus // tensor):
             data_ranks = gpus // tensor // pipeline_stages
-            for context_ranks in divisors(data_ranks):
+            for context_ranks in list_divisors(data_ranks):
                 if batch % (data_ranks // context_ranks):
                     continue
                 is_sequence = tensor > 1 and model_config.sequence_length % (context_ranks * tensor) == 0
-                micro_batches = divisors(batch // (data_ranks // context_ranks))
+                micro_batches = list_divisors(batch // (data_ranks // context_ranks))
                 for zero in zero_stages:
                     layout_axes = tensor, pipeline_stages, context_ranks, is_sequence, zero
-                    if configured(config, Choice(*layout_axes, "full", 1, None)) is not None:
+                    if apply_choice(config, Choice(*layout_axes, "full", 1, None)) is not None:
                         yield layout_axes, micro_batches
 
 
-def configured(config: RunConfig, choice: Choice) -> RunConfig | None:
+def apply_choice(config: RunConfig, choice: Choice) -> RunConfig | None:
     """`config` with `choice`, checked by config/tree.py's own rules; None if they refuse it."""
     old_parallel, old_train, old_precision = config.parallel, config.train, config.precision
     new_parallel = old_parallel.model_copy(update=dict(zip(Choice._fields[:6], choice[:6])))
@@ -270,10 +280,10 @@ def configured(config: RunConfig, choice: Choice) -> RunConfig | None:
     except ValidationError:
         return None
     # What Transformer Engine does not support would be emulated.
-    return None if choice.fp8 is not None and misfit(made_config) else made_config
+    return None if choice.fp8 is not None and find_misfit(made_config) else made_config
 
 
-def overrides(config: RunConfig, base: RunConfig) -> list[str]:
+def list_overrides(config: RunConfig, base: RunConfig) -> list[str]:
     """Command-line overrides that turn `base` into `config`, the result of a search."""
     our_choice, their_choice = Choice.of(config), Choice.of(base)
     override_words = []
@@ -291,7 +301,7 @@ def _word(value: object) -> str:
     return "off" if value is None else str(value).lower()
 
 
-def remedies(found: LayoutPlan) -> list[LayoutPlan]:
+def list_remedies(found: LayoutPlan) -> list[LayoutPlan]:
     """Changes that make a plan fit: for every setting the first other value that does, all else being equal; and the
     least number of GPUs on which it fits unchanged. Fastest first."""
     config, gpus, own = found.config, found.layout.world, Choice.of(found.config)
@@ -299,33 +309,33 @@ def remedies(found: LayoutPlan) -> list[LayoutPlan]:
     more_recompute = RECOMPUTE[RECOMPUTE.index(own.recompute) + 1 :]
     choice_lists: list[list[Choice]] = [
         [own._replace(recompute=recompute_way) for recompute_way in more_recompute],
-        [own._replace(micro_batch=n) for n in reversed(divisors(global_batch)) if n < own.micro_batch],
+        [own._replace(micro_batch=n) for n in reversed(list_divisors(global_batch)) if n < own.micro_batch],
         [own._replace(sequence=True)],
         [own._replace(zero=zero_stage) for zero_stage in ZERO if zero_stage > own.zero],
-        [own._replace(tensor=n, sequence=n > 1) for n in divisors(gpus) if n > own.tensor],
-        [own._replace(pipeline=n) for n in divisors(gpus) if n > own.pipeline],
-        [own._replace(context=n) for n in divisors(gpus) if n > own.context],
+        [own._replace(tensor=n, sequence=n > 1) for n in list_divisors(gpus) if n > own.tensor],
+        [own._replace(pipeline=n) for n in list_divisors(gpus) if n > own.pipeline],
+        [own._replace(context=n) for n in list_divisors(gpus) if n > own.context],
     ]
     fitting_plans: list[LayoutPlan] = []
     for layout_choices in choice_lists:
-        others = (other for choice in layout_choices if (other := configured(config, choice)) is not None)
+        others = (other for choice in layout_choices if (other := apply_choice(config, choice)) is not None)
         plans = (tried for other in others if (tried := _possible(other, gpus, found.cluster)) is not None)
         fitting_plans += list(islice((tried for tried in plans if tried.fits), 1))
-    gpu_number = smallest(config, found.cluster)
-    if gpu_number > gpus and (larger_plan := plan(config, gpu_number, found.cluster)).fits:
+    gpu_number = find_fewest_gpus(config, found.cluster)
+    if gpu_number > gpus and (larger_plan := plan_layout(config, gpu_number, found.cluster)).fits:
         fitting_plans.append(larger_plan)
     return sorted(fitting_plans, key=lambda plan: (plan.layout.world, plan.time.seconds))
 
 
 def _possible(config: RunConfig, gpus: int, cluster: ClusterConfig) -> LayoutPlan | None:
     try:
-        return plan(config, gpus, cluster)
+        return plan_layout(config, gpus, cluster)
     except ConfigError:
         return None
 
 
 @lru_cache(maxsize=1024)
-def critical(cut: Sequence[int]) -> tuple[int, ...]:
+def critical_stages(cut: Sequence[int]) -> tuple[int, ...]:
     """Stages among which the tightest must be: the first, the last, and the first one of every size in between: later
     stages of the same size have fewer micro-batches in flight (1F1B)."""
     last_stage = len(cut) - 2
@@ -338,9 +348,11 @@ def critical(cut: Sequence[int]) -> tuple[int, ...]:
 def _judge(config: RunConfig, data: int, cluster: ClusterConfig) -> LayoutPlan:
     parallel_config = config.parallel
     rank_layout = Layout(parallel_config.tensor, parallel_config.pipeline, data, parallel_config.context)
-    stage_cut = tuple(volume.bounds(config))
+    stage_cut = tuple(volume.stage_bounds(config))
     planned_device: Device = "cpu" if cluster.device == "cpu" else "cuda"
-    stages = footprints(config, rank_layout, device=planned_device, cut=stage_cut, stages=critical(stage_cut))
+    stages = list_footprints(
+        config, rank_layout, device=planned_device, cut=stage_cut, stages=critical_stages(stage_cut)
+    )
     return LayoutPlan(config, rank_layout, cluster, tuple(stages))
 
 
@@ -348,7 +360,9 @@ def _judge(config: RunConfig, data: int, cluster: ClusterConfig) -> LayoutPlan:
 def _zero_section(name: str, zero: Literal[0, 1, 2, 3]) -> dict[str, Any] | None:
     """zero_optimization of the DeepSpeed file `name` for a ZeRO stage; None if it contradicts or is missing."""
     try:
-        ds = deepspeed_json.build(RunConfig(deepspeed=name, parallel=ParallelConfig(zero=zero)), 1)
+        ds = deepspeed_json.build_deepspeed_json(
+            RunConfig(deepspeed=name, parallel=ParallelConfig(zero=zero)), 1
+        )
     except ConfigError:
         return None
     zero_tree: dict[str, Any] = ds["zero_optimization"]
@@ -356,7 +370,7 @@ def _zero_section(name: str, zero: Literal[0, 1, 2, 3]) -> dict[str, Any] | None
 
 
 @lru_cache(maxsize=4096)
-def divisors(number: int) -> tuple[int, ...]:
+def list_divisors(number: int) -> tuple[int, ...]:
     """All divisors, ascending."""
     low_divisors = [n for n in range(1, isqrt(number) + 1) if number % n == 0]
     return tuple(sorted({*low_divisors, *(number // n for n in low_divisors)}))

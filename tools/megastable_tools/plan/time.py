@@ -210,11 +210,11 @@ class _Prediction:
         others: Others,
     ) -> None:
         self.config, self.layout, self.cluster, self.zero, self.others = config, layout, cluster, zero, others
-        self.micro_batches = volume.accumulation(config, layout.data)
-        self.cut = volume.bounds(config)
-        self.sizes = work.sizes(config)
-        self.members = volume.members(config, layout.data)
-        self.links = {group_name: crossing(group_name, layout, cluster) for group_name in self.members}
+        self.micro_batches = volume.count_micro_batches(config, layout.data)
+        self.cut = volume.stage_bounds(config)
+        self.sizes = work.work_sizes_of(config)
+        self.members = volume.count_members(config, layout.data)
+        self.links = {group_name: find_crossing(group_name, layout, cluster) for group_name in self.members}
         # Under ZeRO 3 weights are gathered between the operations: nothing is compiled (model/kernels.py).
         wanted = config.kernels.compile
         is_compiled = (cluster.device == "gpu" if wanted == "auto" else wanted) and config.parallel.zero < 3
@@ -253,12 +253,12 @@ class _Prediction:
             bubble_seconds = (sum(stage_seconds) - stage_seconds[dearest]) / self.others.virtual
             time_lines.append(TimeShare("the pipeline fills and drains", "bubble", bubble_seconds, because))
         time_lines += self._data(dearest, sum(line.seconds for line in time_lines if line.kind in COMPUTING))
-        update = work.update(c, volume.stage_of(self.cut, dearest), self.layout.data)
+        update = work.count_update(c, volume.stage_of(self.cut, dearest), self.layout.data)
         because = f"{update.bytes / 1e9:.2f} GB of memory"
         time_lines.append(
             TimeShare(f"norm, clipping, {c.optimizer.name}", "update", self._seconds(update), because)
         )
-        newton_schulz = work.orthogonalization(c, volume.stage_of(self.cut, dearest), self.layout.data)
+        newton_schulz = work.count_orthogonalization(c, volume.stage_of(self.cut, dearest), self.layout.data)
         if newton_schulz is not None:
             because = f"{newton_schulz.flops / 1e12:.3g} TFLOP on the busiest rank"
             time_lines.append(TimeShare("Newton-Schulz", "update", self._seconds(newton_schulz), because))
@@ -295,17 +295,19 @@ class _Prediction:
         for block_kind, block_count in kind_counts:
             for o, line_seconds in self._block(block_kind):
                 yield o, o.times * block_count, line_seconds
-        end_operations = [*work.ends(self.config, work_sizes, held_stage)]
+        end_operations = [*work.list_end_work(self.config, work_sizes, held_stage)]
         if not self.others.summing:
-            end_operations.append(work.accumulated(self.config, held_stage, self.micro_batches))
+            end_operations.append(work.count_accumulation(self.config, held_stage, self.micro_batches))
         yield from ((o, o.times, self._seconds(o)) for o in end_operations)
 
     def _block(self, kind: BlockKind) -> list[tuple[Operation, float]]:
         """The operations of one block of this kind, and the seconds of each; cached for all stages."""
         if kind not in self._blocks:
-            block_operations = [*work.block(self.config, self.sizes, kind.eight, self.fused, kind.like)]
+            block_operations = [
+                *work.list_block_work(self.config, self.sizes, kind.eight, self.fused, kind.like)
+            ]
             if self.others.scores:
-                block_operations.append(work.scores(self.config, self.sizes))
+                block_operations.append(work.count_score_work(self.config, self.sizes))
             self._blocks[kind] = [(o, self._seconds(o)) for o in block_operations]
         return self._blocks[kind]
 
@@ -346,7 +348,9 @@ class _Prediction:
 
     def _sent(self, terms: Iterable[volume.Term]) -> float:
         """Bytes that leave this rank."""
-        return sum(volume.sent(t, self.members[t.group]) for t in terms if self.members[t.group] > 1)
+        return sum(
+            volume.count_sent_bytes(t, self.members[t.group]) for t in terms if self.members[t.group] > 1
+        )
 
     def _moving(self, terms: Iterable[volume.Term]) -> float:
         """Seconds of all calls."""
@@ -355,14 +359,14 @@ class _Prediction:
             n, group_link = self.members[volume_term.group], self.links[volume_term.group]
             if n > 1 and volume_term.collective != "receive":  # the other end's send
                 total_seconds += group_link.count_seconds(
-                    volume_term.collective, volume.sent(volume_term, n), n
+                    volume_term.collective, volume.count_sent_bytes(volume_term, n), n
                 )
-                total_seconds += volume_term.calls * latency(volume_term.collective, n, group_link)
+                total_seconds += volume_term.calls * estimate_latency(volume_term.collective, n, group_link)
         return total_seconds
 
     def _terms(self, stage: int) -> list[volume.Term]:
         if stage not in self._said:
-            self._said[stage] = volume.step(
+            self._said[stage] = volume.list_step_terms(
                 self.config, self.layout.data, stage, self.cut, self.loss, ballot=BALLOT, zero=self.zero
             )
         return self._said[stage]
@@ -457,7 +461,7 @@ class Crossing:
 
 
 @lru_cache(maxsize=1024)
-def crossing(group: str, layout: Layout, cluster: ClusterConfig) -> Crossing:
+def find_crossing(group: str, layout: Layout, cluster: ClusterConfig) -> Crossing:
     """The link that the groups of a kind cross, by the numbers of their ranks: pipeline outermost, tensor innermost,
     and hosts filled one after another. Of several groups the slowest counts: all wait for it.
 
@@ -502,7 +506,7 @@ def _stride(group: str, lay: Layout) -> tuple[int, int, Iterable[int]]:
     return (1, lay.world, (0,)) if group == "world" else (t * d, p, (0,))
 
 
-def latency(collective: str, ranks: int, link: Crossing) -> float:
+def estimate_latency(collective: str, ranks: int, link: Crossing) -> float:
     """Seconds of an empty message: a ring's rounds, or a tree's if that is faster (NCCL has no tree for all-gather and
     reduce-scatter)."""
     if collective in ("send", "all-to-all"):

@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from megastable.config.model import ModelConfig
 from megastable.config.optimizers import OptimizerConfig
-from megastable.optim.ownership import Matrix, Round, matrices, plan
+from megastable.optim.ownership import Matrix, Round, plan_rounds, split_in_matrices
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ _COSTS = {
 }
 
 
-def cost(o: OptimizerConfig) -> UpdateCost:
+def update_cost_of(o: OptimizerConfig) -> UpdateCost:
     """The cost of an update under these settings. Not counted: shared state, a few rows and columns."""
     found = _COSTS[o.name]
     if o.name == "adamw" and o.moments == "bf16":
@@ -79,7 +79,9 @@ class PlannedPiece:
 @lru_cache(maxsize=64)
 def stage_matrices(model: ModelConfig, blocks: int) -> tuple[Matrix, ...]:
     """The matrices of a stage of some blocks, whole."""
-    return tuple(m for placed, whole_shape in _weights(model, blocks) for m in matrices(placed, whole_shape))
+    return tuple(
+        m for placed, whole_shape in _weights(model, blocks) for m in split_in_matrices(placed, whole_shape)
+    )
 
 
 def busiest_flops(model: ModelConfig, blocks: int, ranks: int) -> float:
@@ -107,7 +109,7 @@ def stage_rounds(model: ModelConfig, blocks: int, tensor: int, data: int, zero: 
             for tensor_rank in range(tensor if begin < end else 0):
                 held[d * tensor + tensor_rank].append(PlannedPiece(placed, whole_shape, begin, end - begin))
         first += weight_size
-    return plan(held, tensor, limit=sum(weight_sizes) * tensor)
+    return plan_rounds(held, tensor, limit=sum(weight_sizes) * tensor)
 
 
 def _weights(model: ModelConfig, blocks: int) -> Iterator[tuple[PlannedPlacement, tuple[int, int]]]:

@@ -22,8 +22,8 @@ from megastable.config.model import ModelConfig
 from megastable.config.training import ParallelConfig
 from megastable.config.tree import RunConfig
 from megastable.model.sizes import GPU_ELEMENTS, chunk_size, layer_costs
-from megastable.parallel.layout import partition
-from megastable_tools.plan.updates import cost, stage_matrices, stage_rounds
+from megastable.parallel.layout import cut_into_stages
+from megastable_tools.plan.updates import stage_matrices, stage_rounds, update_cost_of
 
 FP32, FP64, INT32 = 4, 8, 4
 GRADIENT_COLUMNS = 9  # of engine/local_gradients.py
@@ -49,7 +49,7 @@ class Term:
         return self.bytes * self.calls
 
 
-def members(config: RunConfig, data: int) -> dict[str, int]:
+def count_members(config: RunConfig, data: int) -> dict[str, int]:
     """Number of ranks in a group of each kind."""
     t, p = config.parallel.tensor, config.parallel.pipeline
     context_ranks = config.parallel.context
@@ -57,7 +57,7 @@ def members(config: RunConfig, data: int) -> dict[str, int]:
     return group_sizes | {"stage": t * data, "model": t * p, "tied": 2 * data, "world": t * p * data}
 
 
-def sent(term: Term, ranks: int) -> float:
+def count_sent_bytes(term: Term, ranks: int) -> float:
     """Bytes that this rank sends in a step for `term`, in a ring of `ranks` ranks.
 
     An all-reduce is a reduce-scatter and an all-gather. A full-duplex link carries as much in the other direction.
@@ -77,7 +77,7 @@ def sent(term: Term, ranks: int) -> float:
     return term.total * ring_rounds[term.collective]
 
 
-def bounds(config: RunConfig) -> list[int]:
+def stage_bounds(config: RunConfig) -> list[int]:
     """Bounds of the stages in the list of layers (embedding, blocks, final norm, head)."""
     return list(_bounds(config.model, config.parallel.pipeline))
 
@@ -85,7 +85,7 @@ def bounds(config: RunConfig) -> list[int]:
 @lru_cache(maxsize=256)  # the layout search asks repeatedly
 def _bounds(model: ModelConfig, stages: int) -> tuple[int, ...]:
     layers = layer_costs(model)
-    return tuple(partition([cost for cost, _ in layers], stages, [is_block for _, is_block in layers]))
+    return tuple(cut_into_stages([cost for cost, _ in layers], stages, [is_block for _, is_block in layers]))
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Stage:
 
 
 def stage_of(cut: Sequence[int], stage: int) -> Stage:
-    """Stage `stage` of layers partitioned by `cut`, from `bounds`."""
+    """Stage `stage` of layers partitioned by `cut`, from `stage_bounds`."""
     last_stage = len(cut) - 2
     end_layers = (stage == 0) + 2 * (stage == last_stage)  # embedding; final norm and head
     return Stage(cut[stage + 1] - cut[stage] - end_layers, stage == 0, stage == last_stage)
@@ -115,7 +115,7 @@ def needs_product(model: ModelConfig, block: int) -> bool:
     return model.placement_of(block) != "before"
 
 
-def parameters(model: ModelConfig, stage: Stage, tensor: int) -> tuple[list[int], list[int]]:
+def parameter_sizes(model: ModelConfig, stage: Stage, tensor: int) -> tuple[list[int], list[int]]:
     """Elements of every matrix, and of every norm and bias, on one rank."""
     h, d, f = model.hidden, model.head_width, model.ffn_width
     q, key_width = model.heads * d, model.key_value_heads * d
@@ -146,8 +146,8 @@ class ParameterGroup:
 
 def parameter_groups(config: RunConfig, held: Stage) -> list[ParameterGroup]:
     """The optimizer's groups, without empty ones; Muon's matrices are the first."""
-    matrices, norm_sizes = parameters(config.model, held, config.parallel.tensor)
-    of = cost(config.optimizer)
+    matrices, norm_sizes = parameter_sizes(config.model, held, config.parallel.tensor)
+    of = update_cost_of(config.optimizer)
     group_sizes = [ParameterGroup(matrices, of.matrices), ParameterGroup(norm_sizes, of.vectors)]
     if config.optimizer.name == "muon":
         inner = len(matrices) - (held.first + held.last - (config.model.tied and held.first and held.last))
@@ -167,7 +167,7 @@ def _watched(config: RunConfig, data: int) -> int:
     return ranks if ranks > 1 and parallel_config.zero == 1 and config.precision.kind == "bf16" else 0
 
 
-def step(
+def list_step_terms(
     config: RunConfig,
     data: int,
     stage: int,
@@ -182,7 +182,7 @@ def step(
 ) -> list[Term]:
     """All communication of a rank of pipeline stage `stage` in one training step that updates the weights.
 
-    config: model.vocab_size must be known. data: data-parallel ranks. cut: of `bounds`. loss: "reference" or
+    config: model.vocab_size must be known. data: data-parallel ranks. cut: of `stage_bounds`. loss: "reference" or
     "chunked", in chunks of about `elements` logits. ballot: numbers in that of `Engine.train_step`. zero: the section
     zero_optimization of DeepSpeed's configuration. data_rank: of the rank; only the traffic of a tied embedding depends
     on it, and the first rank sends most. tensor_rank: of the rank, for the exact exchange of Muon's matrices; None: its
@@ -213,17 +213,17 @@ def step(
     return [volume_term for volume_term in terms if volume_term.calls]
 
 
-def accumulation(config: RunConfig, data: int) -> int:
+def count_micro_batches(config: RunConfig, data: int) -> int:
     """Micro-batches of a step: A. Ranks that share samples count together."""
     return config.train.global_batch // (config.train.micro_batch * (data // config.parallel.context))
 
 
-def tokens(config: RunConfig) -> int:
+def count_tokens(config: RunConfig) -> int:
     """Tokens of a micro-batch on one rank: s b / C."""
     return config.model.sequence_length * config.train.micro_batch // config.parallel.context
 
 
-def element(config: RunConfig) -> int:
+def count_element_bytes(config: RunConfig) -> int:
     """Bytes of an activation, and of a weight in compute precision: e."""
     return 4 if config.precision.kind == "fp32" else 2
 
@@ -233,11 +233,15 @@ def _activations(
 ) -> list[Term]:
     """Tensor parallelism, in every micro-batch. first: number of the first block."""
     m, parallel_config = config.model, config.parallel
-    tensor_ranks, micro_batches, blocks = parallel_config.tensor, accumulation(config, data), held.blocks
+    tensor_ranks, micro_batches, blocks = (
+        parallel_config.tensor,
+        count_micro_batches(config, data),
+        held.blocks,
+    )
     if tensor_ranks == 1:
         return []
-    own_tokens = tokens(config)
-    whole_bytes = own_tokens * m.hidden * element(config)
+    own_tokens = count_tokens(config)
+    whole_bytes = own_tokens * m.hidden * count_element_bytes(config)
     part_bytes = whole_bytes // tensor_ranks
     is_full = parallel_config.recompute == "full"
     # Recomputation ends at the last tensor that the backward pass needs: without a norm behind it, the
@@ -285,8 +289,8 @@ def _context(config: RunConfig, data: int, held: Stage) -> list[Term]:
     if p.context == 1:
         return []
     q, key_width = model_config.heads // p.tensor, lcm(model_config.key_value_heads // p.tensor, p.context)
-    head_bytes = tokens(config) * model_config.head_width * element(config)
-    passes = (3 if p.recompute == "full" else 2) * held.blocks * accumulation(config, data)
+    head_bytes = count_tokens(config) * model_config.head_width * count_element_bytes(config)
+    passes = (3 if p.recompute == "full" else 2) * held.blocks * count_micro_batches(config, data)
     return [
         Term("queries, keys, values", "context", "all-to-all", head_bytes * (q + 2 * key_width), passes),
         Term("attention's output", "context", "all-to-all", head_bytes * q, passes),
@@ -308,8 +312,16 @@ def _stages(config: RunConfig, data: int, held: Stage) -> list[Term]:
     model_config, p = config.model, config.parallel
     if p.pipeline == 1:
         return []
-    steps, whole_tokens = accumulation(config, data), model_config.sequence_length * config.train.micro_batch
-    stream_bytes = tokens(config) * model_config.hidden * element(config) // (p.tensor if p.sequence else 1)
+    steps, whole_tokens = (
+        count_micro_batches(config, data),
+        model_config.sequence_length * config.train.micro_batch,
+    )
+    stream_bytes = (
+        count_tokens(config)
+        * model_config.hidden
+        * count_element_bytes(config)
+        // (p.tensor if p.sequence else 1)
+    )
     forth, back = 0 if held.last else steps, 0 if held.first else steps  # stages behind and before this one
     documents_apart = config.data.keep_documents_apart
     volume_terms = [
@@ -346,7 +358,7 @@ def _tied(config: RunConfig, data: int, held: Stage, data_rank: int) -> list[Ter
 
 def _zero(config: RunConfig, data: int, held: Stage, settings: Mapping[str, Any]) -> list[Term]:
     """Data parallelism: gradients, weights, and DeepSpeed's checks before the update."""
-    p, e, micro_batches = config.parallel, element(config), accumulation(config, data)
+    p, e, micro_batches = config.parallel, count_element_bytes(config), count_micro_batches(config, data)
     group_sizes = [group.sizes for group in parameter_groups(config, held)]
     if p.zero == 3:
         gradients = sum(round_up(n, data) for group in group_sizes for n in group) * FP32
@@ -387,7 +399,7 @@ def _clipping(config: RunConfig, data: int, held: Stage) -> list[Term]:
     """
     m, parallel_config, kind = config.model, config.parallel, config.optimizer.clipping.kind
     every_stage = Stage(m.layers, first=True, last=True)
-    matrix_sizes, vector_sizes = parameters(m, every_stage, 1)
+    matrix_sizes, vector_sizes = parameter_sizes(m, every_stage, 1)
     qkv_width = m.head_width * (m.heads + 2 * m.key_value_heads)
     rows = m.layers * (qkv_width + 2 * m.ffn_width + 2 * m.hidden) + (1 if m.tied else 2) * m.padded_vocab
     sample_ranks = data // parallel_config.context
@@ -409,7 +421,7 @@ def _update_sums(config: RunConfig, data: int, held: Stage, settings: Mapping[st
     """What an optimizer sums over the ranks within an update: optim/adam_pieces.py,
     adafactor.py. Tables of the whole model, also where a call updates a part of it."""
     m, name = config.model, config.optimizer.name
-    matrices, vector_sizes = parameters(m, Stage(m.layers, first=True, last=True), 1)
+    matrices, vector_sizes = parameter_sizes(m, Stage(m.layers, first=True, last=True), 1)
     number_bytes = FP64 * (len(matrices) + len(vector_sizes))  # one for every parameter
     q, key_width, f = m.heads * m.head_width, m.key_value_heads * m.head_width, m.ffn_width
     side_count = m.layers * (2 * q + 2 * key_width + 3 * f + 4 * m.hidden)  # rows and columns of all matrices
@@ -449,7 +461,7 @@ def _orthogonalized(config: RunConfig, data: int, held: Stage, rank: tuple[int, 
         given = [sum(matrix.numel for matrix in stage_matrices(m, held.blocks)) // rank_count] * 2
     else:
         each, own_rank = stage_rounds(m, held.blocks, p.tensor, data, p.zero), rank[0] * p.tensor + rank[1]
-        given = [sum(of.given(own_rank, back=back) for of in each) for back in (False, True)]
+        given = [sum(of.count_given(own_rank, back=back) for of in each) for back in (False, True)]
     e = 2 if config.precision.kind == "bf16" else FP32
     term_names = "momentum of matrices", "orthogonalized matrices"
     return [Term(what, "stage", "all-to-all", n * e, 1) for what, n in zip(term_names, given, strict=True)]
@@ -457,8 +469,13 @@ def _orthogonalized(config: RunConfig, data: int, held: Stage, rank: tuple[int, 
 
 def _gathered(config: RunConfig, data: int, held: Stage, settings: Mapping[str, Any]) -> list[Term]:
     """ZeRO 3: weights, each padded to a multiple of the ranks, gathered where they are used."""
-    p, m, e, steps = config.parallel, config.model, element(config), accumulation(config, data)
-    matrix_sizes, norm_sizes = parameters(m, held, p.tensor)
+    p, m, e, steps = (
+        config.parallel,
+        config.model,
+        count_element_bytes(config),
+        count_micro_batches(config, data),
+    )
+    matrix_sizes, norm_sizes = parameter_sizes(m, held, p.tensor)
     total = sum(matrix_sizes) + sum(norm_sizes)
     enough = {"stage3_max_live_parameters": total, "stage3_max_reuse_distance": 2 * total}  # there and back
     whole = [Counter(round_up(n, data) // data * e for n in group) for group in (matrix_sizes, norm_sizes)]
@@ -473,7 +490,9 @@ def _gathered(config: RunConfig, data: int, held: Stage, settings: Mapping[str, 
     uses: Counter[int] = Counter()
     if p.recompute == "full":
         block = Stage(held.blocks, first=False, last=False)
-        uses.update(round_up(n, data) // data * e for group in parameters(m, block, p.tensor) for n in group)
+        uses.update(
+            round_up(n, data) // data * e for group in parameter_sizes(m, block, p.tensor) for n in group
+        )
         for block_number in range(held.blocks):  # no pipeline under ZeRO 3: all of them
             last = m.hidden if needs_product(m, block_number) else m.ffn_width * m.hidden // p.tensor
             uses[round_up(last, data) // data * e] -= 1

@@ -19,8 +19,14 @@ from megastable.config.rules import LINEARS
 from megastable.config.tree import RunConfig
 from megastable.model.sizes import keys_seen
 from megastable.optim.ownership import ITERATIONS
-from megastable_tools.plan.updates import busiest_flops, cost, stage_matrices
-from megastable_tools.plan.volume import Stage, element, needs_product, parameter_groups, parameters
+from megastable_tools.plan.updates import busiest_flops, stage_matrices, update_cost_of
+from megastable_tools.plan.volume import (
+    Stage,
+    count_element_bytes,
+    needs_product,
+    parameter_groups,
+    parameter_sizes,
+)
 
 FORWARD, BACKWARD, AGAIN = "forward", "backward", "recomputed"
 PRODUCT, EIGHT, ATTENTION = "product", "product in FP8", "attention"
@@ -61,7 +67,7 @@ class WorkSizes:
     e: int
 
 
-def sizes(config: RunConfig) -> WorkSizes:
+def work_sizes_of(config: RunConfig) -> WorkSizes:
     """Elements: query, key, ffn and vocabulary are this tensor rank's. attended: pairs of tokens times heads times d,
     in a causal model without windows."""
     model_config, parallel_config = config.model, config.parallel
@@ -77,11 +83,11 @@ def sizes(config: RunConfig) -> WorkSizes:
         key=model_config.key_value_heads * d / parallel_config.tensor,
         ffn=model_config.ffn_width / parallel_config.tensor,
         vocabulary=model_config.padded_vocab / parallel_config.tensor,
-        e=element(config),
+        e=count_element_bytes(config),
     )
 
 
-def linears(z: WorkSizes) -> dict[str, tuple[float, float]]:
+def linear_sizes(z: WorkSizes) -> dict[str, tuple[float, float]]:
     """(inputs, outputs) of a block's linear layers on this rank, by their names in `config.LINEARS`."""
     return dict(
         zip(
@@ -98,13 +104,13 @@ def linears(z: WorkSizes) -> dict[str, tuple[float, float]]:
 PASSES = {"current": 6.0, "delayed": 4.0, "block": 4.0}
 
 
-def block(
+def list_block_work(
     config: RunConfig, z: WorkSizes, eight: Set[str], fused: bool, number: int = 0
 ) -> Iterator[Operation]:
     """Block `number` and one micro-batch: forward, recomputation and backward. eight: of `sizes.fp8_linears`."""
     p, fp8_config = config.parallel, config.precision.fp8
     is_full, is_selective = p.recompute == "full", p.recompute == "selective"
-    for name, (k, n) in linears(z).items():
+    for name, (k, n) in linear_sizes(z).items():
         in_eight = name in eight
         element_width = 1 if in_eight else z.e
         product = Operation(
@@ -127,7 +133,10 @@ def block(
             yield Operation(f"{name}: gradient", CAST, 0, each * z.tokens * n, when=BACKWARD)
     # Two products of s x s; q, k, v and the result pass through memory.
     attention_core = Operation(
-        "attention", ATTENTION, 4 * attended(config, z, number), z.e * z.tokens * (2 * z.query + 2 * z.key)
+        "attention",
+        ATTENTION,
+        4 * count_attended(config, z, number),
+        z.e * z.tokens * (2 * z.query + 2 * z.key),
     )
     yield attention_core
     if is_full or is_selective:
@@ -143,13 +152,13 @@ def block(
     yield from _elementwise(config, z, fused)
 
 
-def attended(config: RunConfig, z: WorkSizes, number: int) -> float:
-    """As `WorkSizes.attended`, in block `number`: with a window its queries see fewer keys."""
+def count_attended(config: RunConfig, z: WorkSizes, number: int) -> float:
+    """As `WorkSizes.count_attended`, in block `number`: with a window its queries see fewer keys."""
     length = config.model.sequence_length
     return z.attended * keys_seen(length, config.model.window_of(number)) / keys_seen(length, None)
 
 
-def scores(config: RunConfig, z: WorkSizes) -> Operation:
+def count_score_work(config: RunConfig, z: WorkSizes) -> Operation:
     """Additional cost of attention per block if [heads, s, s] is written out: product, mask, softmax, dropout and
     product forward, the same again for the backward pass, and their gradients."""
     model_config = config.model
@@ -198,7 +207,7 @@ def _elementwise(config: RunConfig, z: WorkSizes, fused: bool) -> Iterator[Opera
         yield Operation(what, MEMORY, 0, memory_bytes, kernels=kernel_count, when=BACKWARD)
 
 
-def ends(config: RunConfig, z: WorkSizes, held: Stage) -> Iterator[Operation]:
+def list_end_work(config: RunConfig, z: WorkSizes, held: Stage) -> Iterator[Operation]:
     """Work of the first stage (embedding) and the last one (final norm, head, loss) beside the blocks."""
     stream_elements = z.sharded * z.hidden
     table = z.vocabulary * z.hidden
@@ -224,23 +233,23 @@ def ends(config: RunConfig, z: WorkSizes, held: Stage) -> Iterator[Operation]:
         yield Operation("loss", MEMORY, 0, (3 * z.e + 4) * z.tokens * z.vocabulary, kernels=12)
 
 
-def accumulated(config: RunConfig, held: Stage, micro_batches: int) -> Operation:
+def count_accumulation(config: RunConfig, held: Stage, micro_batches: int) -> Operation:
     """Accumulation of a micro-batch's gradients in fp32 sums: those are read and written. The first ones are copied."""
-    parameter_count, element_bytes = held_parameters(config, held), element(config)
+    parameter_count, element_bytes = held_parameters(config, held), count_element_bytes(config)
     gradient_bytes = parameter_count * (element_bytes + 8 - 4 / micro_batches)
     return Operation("gradients", STREAM, 0, gradient_bytes, kernels=9 * held.blocks, when=BACKWARD)
 
 
 def held_parameters(config: RunConfig, held: Stage) -> int:
     """Elements of the weights of a stage on one tensor rank."""
-    return sum(sum(size_group) for size_group in parameters(config.model, held, config.parallel.tensor))
+    return sum(sum(size_group) for size_group in parameter_sizes(config.model, held, config.parallel.tensor))
 
 
-def update(config: RunConfig, held: Stage, data: int) -> Operation:
+def count_update(config: RunConfig, held: Stage, data: int) -> Operation:
     """Norm, clipping, the optimizer and the weights in compute precision, for this rank's partition."""
-    of = cost(config.optimizer)
+    of = update_cost_of(config.optimizer)
     # Gradient: averaged (8), squared (4), clipped (8). Master: copied (4 and a weight).
-    each = (8 if data > 1 else 0) + 4 + 8 + of.bytes + 4 + element(config)
+    each = (8 if data > 1 else 0) + 4 + 8 + of.bytes + 4 + count_element_bytes(config)
     # Muon's matrices have one moment less, which is read and written.
     size = sum(
         sum(group.sizes) * (each - 8 * (config.optimizer.name == "muon" and group.moments == 1))
@@ -249,7 +258,7 @@ def update(config: RunConfig, held: Stage, data: int) -> Operation:
     return Operation("update", STREAM, 0, size / data, kernels=20)
 
 
-def orthogonalization(config: RunConfig, held: Stage, data: int) -> Operation | None:
+def count_orthogonalization(config: RunConfig, held: Stage, data: int) -> Operation | None:
     """Newton-Schulz on the matrices that the busiest rank of a stage owns."""
     if config.optimizer.name != "muon":
         return None

@@ -12,8 +12,8 @@ import numpy as np
 
 from megastable.base.durable import staged_directory
 from megastable.base.errors import DataError
-from megastable.base.progress_bar import bar
-from megastable.data.manifest import FILE, Manifest, Stream, adopt, split_at_document
+from megastable.base.progress_bar import show_bar
+from megastable.data.manifest import FILE, Manifest, Stream, adopt_shards, split_at_document
 from megastable.data.shard_format import ShardInfo, Tokens, dtype_for, with_suffix
 from megastable.data.shards import Shard, ShardWriter
 from megastable.data.tokenizer import OWN, Tokenizer, load_tokenizer
@@ -67,19 +67,21 @@ def adopt_directory(
         raise DataError(f"{directory / FILE} exists already: replace it with --overwrite")
     tokenizer = load_tokenizer(tokenizer_path, eod, OWN if bos else None)
     edges = DocumentEdges(tokenizer)
-    manifest = adopt(directory, tokenizer.info, validation, corpus_name(name, directory), edges.count_tokens)
+    manifest = adopt_shards(
+        directory, tokenizer.info, validation, corpus_name(name, directory), edges.count_tokens
+    )
     tokenizer, warnings = _begun(tokenizer, edges, sum(shard.documents for shard in manifest.shards))
     manifest = manifest.model_copy(update={"tokenizer": tokenizer.info})
     tokenizer.copy_to(directory)
-    manifest.save(directory)
-    return Summary.of("adopted", directory, manifest, tokenizer, warnings=warnings)
+    manifest.save_manifest(directory)
+    return Summary.of_corpus("adopted", directory, manifest, tokenizer, warnings=warnings)
 
 
 def _begun(tokenizer: Tokenizer, edges: DocumentEdges, documents: int) -> tuple[Tokenizer, list[str]]:
     """The tokenizer with the begin-of-document token that the documents have, and warnings about their edges."""
     if tokenizer.bos is None and edges.bos is not None:
-        tokenizer = tokenizer.beginning(edges.bos, "as every document here")
-    return tokenizer, edges.warnings(tokenizer.bos, documents)
+        tokenizer = tokenizer.begin_with(edges.bos, "as every document here")
+    return tokenizer, edges.find_warnings(tokenizer.bos, documents)
 
 
 def _foreign(directory: Path) -> list[Path]:
@@ -125,10 +127,10 @@ def _copy(
         for file in files:
             with ShardWriter(staging / file.path.stem, tokenizer.vocab_size) as writer:
                 opening_token = closing_token = tokenizer.eod
-                for ids in file.documents(tokenizer.eod):
+                for ids in file.read_documents(tokenizer.eod):
                     tokens_read += ids.size
                     if not ids.size:
-                        left_out.document("empty documents")
+                        left_out.count_document("empty documents")
                         continue
                     document_edges.count_document(ids)
                     opening_token, closing_token = (
@@ -138,7 +140,7 @@ def _copy(
                     writer.add_document(ids)
                     document_count += 1
                     if document_count % TOLD_EVERY == 0:
-                        meter.update(tokens_read, document_count, tokens_read)
+                        meter.show_progress(tokens_read, document_count, tokens_read)
                 # Without an index a file may start and end inside a document (llm.c cuts files anywhere).
                 if file.ends is None and writer.documents > 1:
                     document_edges.uncount(opening_token, closing_token)
@@ -152,9 +154,9 @@ def _copy(
             splits=split_at_document(staging, shard_infos, validation),
             source="adopted files of token ids",
         )
-        manifest.save(staging)
+        manifest.save_manifest(staging)
     warnings = [file.note for file in files if file.note] + edge_warnings
-    return Summary.of(
+    return Summary.of_corpus(
         "adopted", output, manifest, tokenizer, seconds=time.monotonic() - begin_time, left_out=left_out,
         warnings=warnings,
     )  # fmt: skip
@@ -171,7 +173,7 @@ class DocumentEdges:
         self.firsts, self.lasts = Counter[int](), Counter[int]()
 
     def count_tokens(self, shard: Shard, first: int, tokens: Tokens) -> None:
-        """Count the tokens of a shard from offset `first` on, as `Shard.verify` passes them."""
+        """Count the tokens of a shard from offset `first` on, as `Shard.verify_shard` passes them."""
         end_offset = first + tokens.size
         edges = shard.document_starts(first, min(end_offset + 1, shard.tokens) - first)
         begin_offsets, end_offsets = edges[edges < end_offset], edges[edges > first]
@@ -202,7 +204,7 @@ class DocumentEdges:
         (token,) = self.firsts
         return token if token != self.tokenizer.eod and self.tokenizer.is_special(token) else None
 
-    def warnings(self, bos: int | None, documents: int) -> list[str]:
+    def find_warnings(self, bos: int | None, documents: int) -> list[str]:
         """What does not fit the end-of-document token, or `bos`, the begin-of-document token of the manifest.
 
         Args:
@@ -222,7 +224,8 @@ class DocumentEdges:
             usual = max(special_tokens, key=self.firsts.__getitem__)
             warning_texts.append(
                 f"{self.firsts[usual]:,} of {documents:,} documents begin with token {usual} "
-                f"({self.tokenizer.spelled(usual)}), and the manifest names none that begins documents, so prompts and "
+                f"({self.tokenizer.spell_token(usual)}), and the manifest names none that begins documents, so "
+                "prompts and "
                 "exports have none: adopt the shards with --bos if most begin with the tokenizer's own, or write them "
                 "again, all with one or all without"
             )
@@ -240,21 +243,23 @@ def verify_corpus(directory: Path, silent: bool = True) -> Summary:
 
     Raises DataError for the first thing that is wrong.
     """
-    manifest = Manifest.load(directory)
+    manifest = Manifest.load_manifest(directory)
     tokenizer = load_tokenizer(
         directory / manifest.tokenizer.file, manifest.tokenizer.eod, manifest.tokenizer.bos
     )
     if tokenizer.info != manifest.tokenizer:
         raise DataError(f"{tokenizer.file} is not the file that {directory / FILE} describes: restore it")
     edges, document_count = DocumentEdges(tokenizer), sum(info.documents for info in manifest.shards)
-    with bar("verifying", sum(info.tokens for info in manifest.shards), silent, "tokens") as progress_watch:
+    with show_bar(
+        "verifying", sum(info.tokens for info in manifest.shards), silent, "tokens"
+    ) as progress_watch:
         for info in manifest.shards:
-            Shard(directory / info.name, info, manifest.tokenizer.vocab_size).verify(edges.count_tokens)
+            Shard(directory / info.name, info, manifest.tokenizer.vocab_size).verify_shard(edges.count_tokens)
             progress_watch(info.tokens)
     for split, segments in manifest.splits.items():
         stream, first_token = Stream(directory, manifest, split), 0
         for segment in segments:
-            stream.read(first_token, 1)  # checks that the segment consists of whole documents
+            stream.read_tokens(first_token, 1)  # checks that the segment consists of whole documents
             first_token += segment.tokens
-    warnings = edges.warnings(tokenizer.bos, document_count)
-    return Summary.of("verified", directory, manifest, tokenizer, warnings=warnings)
+    warnings = edges.find_warnings(tokenizer.bos, document_count)
+    return Summary.of_corpus("verified", directory, manifest, tokenizer, warnings=warnings)

@@ -19,7 +19,7 @@ import xxhash
 
 from megastable.base.durable import write_data_file
 from megastable.base.errors import DataError
-from megastable.config.recipe import find
+from megastable.config.recipe import find_recipe
 from megastable.config.tree import RunConfig
 from megastable.data.manifest import Manifest, TokenizerInfo
 from megastable.data.tokenizer import BEGIN_OF_DOCUMENT, END_OF_DOCUMENT, NO_EOD, Tokenizer, load_tokenizer
@@ -116,8 +116,8 @@ def corpus_of(run: RunConfig) -> tuple[Path, TokenizerInfo]:
     """The folder of a run's first corpus, and its tokenizer by the manifest. Raises DataError."""
     if not run.data.corpora:
         raise DataError("the recipe names no corpora")
-    corpus_path = find(run.data.corpora[0].path)
-    return corpus_path, Manifest.load(corpus_path).tokenizer
+    corpus_path = find_recipe(run.data.corpora[0].path)
+    return corpus_path, Manifest.load_manifest(corpus_path).tokenizer
 
 
 def named_tokenizer(path: Path, run: RunConfig) -> tuple[Tokenizer, str]:
@@ -150,7 +150,7 @@ def _difference(tokenizer: Tokenizer, own: Path, info: TokenizerInfo) -> str:
     for does, id, usual in (("ends", info.eod, END_OF_DOCUMENT), ("begins", info.bos, BEGIN_OF_DOCUMENT)):
         if id is None:
             continue
-        token = tokenizer.spelled(id)
-        if token not in usual and (corpus_tokenizer is None or corpus_tokenizer.spelled(id) != token):
+        token = tokenizer.spell_token(id)
+        if token not in usual and (corpus_tokenizer is None or corpus_tokenizer.spell_token(id) != token):
             return f"the corpus {does} documents with the token {id}, which is {token!r} there"
     return ""

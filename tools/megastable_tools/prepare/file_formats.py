@@ -28,7 +28,8 @@ INPUT = 2048  # bytes that a decoder gets at a time: a few may expand to 128 KiB
 PIECE = 1 << 20  # maximum bytes that bzip2 and xz give at a time: 46 bytes of bzip2 may hold 45 MB
 _ZSTD_WINDOW = 1 << 31  # bytes of memory: as for `zstd --long=31`, which large text archives use
 
-# Each makes the decoder of one stream: `decompress(bytes)`, `eof` once its end mark was read, `unused_data` after it.
+# Each makes the decoder of one stream: `decompress_chunks(bytes)`, `eof` once its end mark was read, `unused_data`
+# after it.
 DECODERS: dict[str, Callable[[], Any]] = {
     ".gz": lambda: zlib.decompressobj(wbits=31),
     ".zst": lambda: zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW).decompressobj(),
@@ -39,7 +40,7 @@ DECODERS: dict[str, Callable[[], Any]] = {
 }
 
 
-def decompress(where: str, chunks: Iterable[bytes], ending: str) -> Iterator[bytes]:
+def decompress_chunks(where: str, chunks: Iterable[bytes], ending: str) -> Iterator[bytes]:
     """Decompress one or more consecutive streams, with zero bytes between or after them (padding of tapes and xz).
 
     Args:
@@ -163,14 +164,14 @@ def open_content(where: str, form: FileFormat, chunks: Iterable[bytes], as_text:
     Raises DataError while they are read, for damage.
     """
     if form.codec:
-        chunks = decompress(where, chunks, form.codec)
+        chunks = decompress_chunks(where, chunks, form.codec)
     if form.kind != "text" or as_text:
         return Content(form.kind, chunks)
     for _ in range(LAYERS):
         first_bytes, chunks = _peek(chunks)
         if not (compressed_match := _COMPRESSED.match(first_bytes)):
             break
-        chunks = decompress(where, chunks, f".{compressed_match.lastgroup}")
+        chunks = decompress_chunks(where, chunks, f".{compressed_match.lastgroup}")
     if _COMPRESSED.match(first_bytes):
         return Content("unread", chunks, True, "compressed again and again")
     if _ARROW.match(first_bytes):

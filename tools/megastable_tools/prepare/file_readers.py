@@ -59,7 +59,7 @@ class ForwardFile(io.RawIOBase):
             pass
         return self._at
 
-    def pieces(self) -> Iterator[bytes]:
+    def remaining_pieces(self) -> Iterator[bytes]:
         """The remaining bytes, in pieces as they come."""
         while some_bytes := self._some(-1):
             yield bytes(some_bytes)
@@ -111,7 +111,7 @@ class _Header(tarfile.TarInfo):
             raise tarfile.ReadError(f"{error} at byte {archive.offset}") from error
 
 
-def members(where: str, chunks: Iterable[bytes], passed_over: Note) -> Iterator[Member]:
+def read_members(where: str, chunks: Iterable[bytes], passed_over: Note) -> Iterator[Member]:
     """The plain files of a tar in their order; `passed_over` is called for links, devices and sparse files.
 
     where: names the archive. Raises DataError for a damaged archive, a missing end mark, and data after it.
@@ -170,7 +170,7 @@ def is_webdataset(found: Iterable[Member], key: str) -> bool:
     return len(first) > 1 and not set(text_endings(key)).isdisjoint(first) and next(parts, first) == first
 
 
-def samples(found: Iterable[Member]) -> Iterator[ArchiveSample]:
+def group_samples(found: Iterable[Member]) -> Iterator[ArchiveSample]:
     """The members of a WebDataset by sample."""
     for sample_key, group in groupby(found, key=lambda member: split_name(member.name)[0]):
         yield ArchiveSample(sample_key, group)
@@ -216,7 +216,7 @@ def arrow_cells(where: str, chunks: Iterable[bytes], key: str) -> Cells:
     arrow_stream = (
         whole_stream
         if first_bytes == _ARROW_FILE
-        else ForwardFile(chain([first_bytes], whole_stream.pieces()))
+        else ForwardFile(chain([first_bytes], whole_stream.remaining_pieces()))
     )
     try:
         with pa.ipc.open_stream(pa.PythonFile(arrow_stream, mode="r")) as reader:

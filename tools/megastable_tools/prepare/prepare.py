@@ -30,7 +30,7 @@ from rich.filesize import decimal
 
 from megastable.base.durable import staged_directory
 from megastable.base.errors import DataError, MegastableError
-from megastable.base.text import plural, show_share, visible
+from megastable.base.text import count_noun, make_visible, show_share
 from megastable.data.manifest import Manifest, Segment, TokenizerInfo
 from megastable.data.shard_format import ShardInfo, dtype_for
 from megastable.data.shards import ShardWriter
@@ -155,27 +155,31 @@ def prepare_shards(
             first_pass, written = written, job.write(settled_threshold)
             if written.hashes != first_pass.hashes:
                 raise DataError("the input changed while it was read, or is a pipe: put it into a file")
-        manifest = written.manifest(name, tokenizer, source or visible(", ".join(map(str, inputs))))
-        manifest.save(staging)
+        manifest = written.manifest(name, tokenizer, source or make_visible(", ".join(map(str, inputs))))
+        manifest.save_manifest(staging)
     if held_back is not None:
-        corpus.left_out.add(held_back.left_out)
-        corpus.read.add(held_back.read)
+        corpus.left_out.add_counts(held_back.left_out)
+        corpus.read.add_counts(held_back.read)
     warnings = []
     if chosen.kind == "huggingface" and chosen.bos is None and chosen.added not in ((), (chosen.eod,)):
-        spelled = ", ".join(visible(chosen.spelled(token)) for token in chosen.added)
+        spelled = ", ".join(make_visible(chosen.spell_token(token)) for token in chosen.added)
         warnings.append(
             f"other programs put {spelled} before every text with this tokenizer, and no document here begins with it: "
             "--bos begins every document with the tokenizer's own token"
         )
     if validation and "validation" not in manifest.splits:
         warnings.append("no validation split: there is only one document, or all are the same")
-    held = 0.0 if held_back is not None else manifest.tokens("validation") / sum(map(manifest.tokens, SPLITS))
+    held = (
+        0.0
+        if held_back is not None
+        else manifest.count_tokens("validation") / sum(map(manifest.count_tokens, SPLITS))
+    )
     if held > max(0.05, 3 * validation):
         warnings.append(
             f"the validation split holds {held:.0%} of the tokens, {validation:.0%} of the documents were asked for: "
             "there are few documents, and they go as a whole (a text file is one); cut them up, e.g. into JSON lines"
         )
-    return Summary.of(
+    return Summary.of_corpus(
         "prepared",
         output,
         manifest,
@@ -209,7 +213,7 @@ def encode_batch(batch: DocumentBatch, tokenizer_path: Path, info: TokenizerInfo
     end_ids = np.array([info.eod], dtype=dtype)
     raw_texts = [text.encode() for text in batch.texts]
     encoded_texts = tokenizer.encode_batch(batch.texts)
-    lost_bytes = _cached_counter(tokenizer_path, info).count(batch.texts, raw_texts, encoded_texts)
+    lost_bytes = _cached_counter(tokenizer_path, info).count_lost(batch.texts, raw_texts, encoded_texts)
     worst_index = max(range(len(lost_bytes)), key=lost_bytes.__getitem__)
     document_ids = [encoded_part.astype(dtype) for encoded_part in encoded_texts]
     _check_edges(tokenizer, document_ids)
@@ -232,7 +236,8 @@ def _check_edges(tokenizer: Tokenizer, documents: Sequence[npt.NDArray[np.intege
     for does, option, token in (("ends", "--eod", tokenizer.eod), ("begins", "--bos", tokenizer.bos)):
         if token is not None and any((document_ids == token).any() for document_ids in documents):
             raise DataError(
-                f"the token {token} ({tokenizer.spelled(token)!r}), which {does} documents ({option}), is in the text "
+                f"the token {token} ({tokenizer.spell_token(token)!r}), which {does} documents ({option}), is in "
+                "the text "
                 f"of a document, too: {tokenizer.file.name} needs it for texts. "
                 + ("Name another" if does == "ends" else f"Leave {option} out")
             )
@@ -252,8 +257,8 @@ def _cached_counter(path: Path, info: TokenizerInfo) -> LossCounter:
 def corpus_name(name: str | None, directory: Path) -> str:
     """`name`, or that of `directory`. Raises DataError for a name that a manifest cannot hold."""
     name = name or directory.resolve().name
-    if name != visible(name):
-        raise DataError(f"the name {visible(name)} is not plain text: give another with --name")
+    if name != make_visible(name):
+        raise DataError(f"the name {make_visible(name)} is not plain text: give another with --name")
     return name
 
 
@@ -266,7 +271,7 @@ def check_free(output: Path, overwrite: bool) -> None:
         return
     if not overwrite:
         raise DataError(f"{output} exists already: choose another --output, or replace it with --overwrite")
-    Manifest.load(output).check_replaceable(output)
+    Manifest.load_manifest(output).check_replaceable(output)
 
 
 @dataclass
@@ -360,7 +365,7 @@ class _Tokenization:
                 document_count += len(encoded.lengths)
                 token_count += encoded.tokens.size
                 loss_text = f"{show_share(written.lost_share)} lost" if written.lost_bytes else ""
-                meter.update(read_bytes, document_count, token_count, loss_text)
+                meter.show_progress(read_bytes, document_count, token_count, loss_text)
                 if written.text_bytes >= JUDGED_FROM:
                     self.check_loss(written, f"the first {decimal(written.text_bytes)} of text")
 
@@ -377,7 +382,7 @@ class _Tokenization:
                     np.split(encoded.tokens, document_ends), encoded.hashes, encoded.text_bytes, strict=True
                 ):
                     if text_hash in held_hashes:
-                        self.corpus.left_out.document(IN_BOTH)
+                        self.corpus.left_out.count_document(IN_BOTH)
                         left_out_bytes += text_bytes
                         continue
                     (validation_writer if text_hash < threshold else train_writer).add(document_ids)
@@ -438,7 +443,7 @@ def _nothing_found(inputs: Sequence[Path], corpus: TextFiles) -> str:
         ", ..." if len(inputs) > 3 else ""
     )
     return (
-        f"the corpus is empty: no text in {plural(len(corpus.files), 'file')} of {input_names}"
+        f"the corpus is empty: no text in {count_noun(len(corpus.files), 'file')} of {input_names}"
         + (f"; left out: {left_out}" if left_out else "")
         + "; give other --input"
     )

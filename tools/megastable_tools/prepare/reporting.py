@@ -17,8 +17,8 @@ from typing import Literal, Self
 from rich.filesize import decimal
 from rich.progress import TextColumn
 
-from megastable.base.progress_bar import progress
-from megastable.base.text import plural, show_share, visible
+from megastable.base.progress_bar import make_progress
+from megastable.base.text import count_noun, make_visible, show_share
 from megastable.data.manifest import Manifest
 from megastable.data.tokenizer import Tokenizer
 
@@ -34,13 +34,13 @@ class CountedFiles:
         self._names: dict[str, dict[str, tuple[str, int]]] = {}
         for reason, names in (files or {}).items():
             for name in names:
-                self.file(reason, name)
+                self.count_file(reason, name)
 
-    def document(self, reason: str) -> None:
+    def count_document(self, reason: str) -> None:
         """Count one more document, which has no name."""
         self.counts[reason] += 1
 
-    def file(self, reason: str, name: str, group: str | None = None) -> None:
+    def count_file(self, reason: str, name: str, group: str | None = None) -> None:
         """Add a file, or a place in one. Those of one `group` (an archive's members with one ending, the lines of a
         file) are reported as the first one and a count: there may be millions."""
         self.counts[reason] += 1
@@ -48,7 +48,7 @@ class CountedFiles:
         first_name, earlier_count = names_of_reason.get(group or name, (name, 0))
         names_of_reason[group or name] = (first_name, earlier_count + 1)
 
-    def add(self, other: CountedFiles) -> None:
+    def add_counts(self, other: CountedFiles) -> None:
         """Add what became of the files of another reading, which may have groups of this one."""
         self.counts.update(other.counts)
         for reason, names in other._names.items():
@@ -86,7 +86,7 @@ def _singular(reason: str) -> str:
 
 
 def _first_names(names: Sequence[str], where_all: str) -> str:
-    shown_names, names_left = ", ".join(map(visible, names[:NAMES_SHOWN])), len(names) - NAMES_SHOWN
+    shown_names, names_left = ", ".join(map(make_visible, names[:NAMES_SHOWN])), len(names) - NAMES_SHOWN
     return f"{shown_names}, and {names_left:,} more{where_all}" if names_left > 0 else shown_names
 
 
@@ -99,7 +99,7 @@ class EdgeToken:
     why: str = ""
 
     def __str__(self) -> str:
-        return f"token {self.id} ({visible(self.spelled)})" + (f", {self.why}" if self.why else "")
+        return f"token {self.id} ({make_visible(self.spelled)})" + (f", {self.why}" if self.why else "")
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class Summary:
     warnings: list[str] = field(default_factory=list)
 
     @classmethod
-    def of(
+    def of_corpus(
         cls,
         action: Literal["prepared", "reused", "adopted", "verified"],
         directory: Path,
@@ -140,17 +140,17 @@ class Summary:
         left_out: CountedFiles | None = None,
         warnings: list[str] | None = None,
     ) -> Self:
-        tokens_by_split = {split: manifest.tokens(split) for split in manifest.splits}
+        tokens_by_split = {split: manifest.count_tokens(split) for split in manifest.splits}
         return cls(
             action=action,
             directory=str(directory),
             name=manifest.name,
             fingerprint=manifest.fingerprint(),
             vocab_size=manifest.tokenizer.vocab_size,
-            eod=EdgeToken(tokenizer.eod, tokenizer.spelled(tokenizer.eod), tokenizer.why_eod),
+            eod=EdgeToken(tokenizer.eod, tokenizer.spell_token(tokenizer.eod), tokenizer.why_eod),
             bos=None
             if tokenizer.bos is None
-            else EdgeToken(tokenizer.bos, tokenizer.spelled(tokenizer.bos), tokenizer.why_bos),
+            else EdgeToken(tokenizer.bos, tokenizer.spell_token(tokenizer.bos), tokenizer.why_bos),
             shards=len(manifest.shards),
             documents={
                 split: sum(part.documents for part in parts) for split, parts in manifest.splits.items()
@@ -172,10 +172,10 @@ class Summary:
 
     def __str__(self) -> str:
         lines = [
-            f"{self.action} {self.directory}: {plural(self.shards, 'shard')}, vocabulary of {self.vocab_size:,}"
+            f"{self.action} {self.directory}: {count_noun(self.shards, 'shard')}, vocabulary of {self.vocab_size:,}"
         ]
         lines += [
-            f"  {split}: {plural(self.documents[split], 'document')}, {plural(tokens, 'token')}"
+            f"  {split}: {count_noun(self.documents[split], 'document')}, {count_noun(tokens, 'token')}"
             for split, tokens in self.tokens.items()
         ]
         lines.append(f"  documents end with {self.eod}")
@@ -211,7 +211,7 @@ class Meter:
     ) -> None:
         self._total, self._silent, self._done, self._unit = total, silent, done, unit
         self._begin = self._last_line = time.monotonic()
-        self._bar = progress(
+        self._bar = make_progress(
             TextColumn("{task.fields[share]}"), TextColumn("{task.fields[rates]}"), silent=silent
         )
         self._lines = not silent and not self._bar.console.is_terminal
@@ -226,7 +226,7 @@ class Meter:
     ) -> None:
         self._bar.stop()
 
-    def update(self, read: int, documents: int, tokens: int, note: str = "") -> None:
+    def show_progress(self, read: int, documents: int, tokens: int, note: str = "") -> None:
         """Totals so far; `read` in the unit of the total, bytes or tokens, the others for the rates, which `note`
         follows."""
         current_time = time.monotonic()

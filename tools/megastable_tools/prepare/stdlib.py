@@ -48,7 +48,9 @@ def prepare_stdlib(
     if (output / FILE).exists() and not overwrite:
         manifest = load_reusable(output, vocab_size)
         info = manifest.tokenizer
-        return Summary.of("reused", output, manifest, load_tokenizer(output / info.file, info.eod, info.bos))
+        return Summary.of_corpus(
+            "reused", output, manifest, load_tokenizer(output / info.file, info.eod, info.bos)
+        )
     check_free(output, overwrite)
     module_files = stdlib_files()
     with tempfile.TemporaryDirectory() as temporary_folder:
@@ -71,7 +73,7 @@ def prepare_stdlib(
 
 def load_reusable(output: Path, vocab_size: int) -> Manifest:
     """The manifest of `output`. Raises DataError unless it is a complete corpus of this kind."""
-    manifest = Manifest.load(output)
+    manifest = Manifest.load_manifest(output)
     if (manifest.name, manifest.tokenizer.vocab_size) != (NAME, vocab_size):
         raise DataError(
             f"{output} is the corpus {manifest.name!r} with a vocabulary of {manifest.tokenizer.vocab_size}, "

@@ -30,7 +30,7 @@ from megastable_tools.prepare.file_formats import (
     SNIFFED,
     FileFormat,
     Kind,
-    decompress,
+    decompress_chunks,
     find_records,
     format_of,
     open_content,
@@ -42,10 +42,10 @@ from megastable_tools.prepare.file_readers import (
     Member,
     arrow_cells,
     csv_cells,
+    group_samples,
     is_webdataset,
-    members,
     parquet_cells,
-    samples,
+    read_members,
     split_name,
     text_endings,
 )
@@ -116,7 +116,7 @@ class TextFiles:
                     if text:
                         yield text
                     else:
-                        self.left_out.document("empty documents")
+                        self.left_out.count_document("empty documents")
             except OSError as error:
                 raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
 
@@ -141,7 +141,7 @@ class TextFiles:
         named: bool = False,
         group: str | None = None,
     ) -> Iterator[str]:
-        """The documents of a file or member. named: the user named it. group: as for `CountedFiles.file`."""
+        """The documents of a file or member. named: the user named it. group: as for `CountedFiles.count_file`."""
         if form.kind in ("unread", "parquet", "tar"):
             self._unread(where, group)
             return
@@ -163,9 +163,9 @@ class TextFiles:
 
     def _count(self, kind: Kind, where: str) -> None:
         if self._recognised:
-            self.read.file(READ[kind] + BY_CONTENT, where, group=where.rpartition("/")[0])
+            self.read.count_file(READ[kind] + BY_CONTENT, where, group=where.rpartition("/")[0])
         else:
-            self.read.file(READ[kind], where, group=kind)
+            self.read.count_file(READ[kind], where, group=kind)
 
     def _consumed(self, count: int) -> None:
         self.read_bytes += count
@@ -182,13 +182,17 @@ class TextFiles:
 
         def opened(consumed: Callable[[int], None], note: Callable[[str], None]) -> Iterator[Member]:
             chunks = self._chunks(path, consumed)
-            return members(where, decompress(where, chunks, form.codec) if form.codec else chunks, note)
+            return read_members(
+                where, decompress_chunks(where, chunks, form.codec) if form.codec else chunks, note
+            )
 
         # The archive is opened twice, to examine its first members. A pipe cannot be: there each member is a file.
         is_samples = path.is_file() and is_webdataset(opened(_ignore, _ignore), self.key)
-        found_members = opened(self._consumed, lambda name: self.left_out.file(NOT_PLAIN, f"{where}!{name}"))
+        found_members = opened(
+            self._consumed, lambda name: self.left_out.count_file(NOT_PLAIN, f"{where}!{name}")
+        )
         if is_samples:
-            for sample in samples(found_members):
+            for sample in group_samples(found_members):
                 yield from self._sample(where, sample)
             return
         # In a pipe only the data read so far is known.
@@ -198,11 +202,11 @@ class TextFiles:
             name_group = f"{where}!{inside_path.suffix}"
             data_folders.add(inside_path)
             if _is_hidden(inside_path):
-                self.left_out.file(HIDDEN, f"{where}!{name}", group=where)
+                self.left_out.count_file(HIDDEN, f"{where}!{name}", group=where)
             elif is_datatrove(inside_path.name):
-                self.left_out.file(TOKENS, f"{where}!{name}", name_group)
+                self.left_out.count_file(TOKENS, f"{where}!{name}", name_group)
             elif is_about_data(inside_path.name) and inside_path.parent in data_folders:
-                self.left_out.file(ABOUT, f"{where}!{name}", name_group)
+                self.left_out.count_file(ABOUT, f"{where}!{name}", name_group)
             else:
                 yield from self._content(f"{where}!{name}", format_of(name), chunks, group=name_group)
 
@@ -211,7 +215,7 @@ class TextFiles:
         for name, chunks in sample.members:
             ending = split_name(name)[1]
             if ending not in endings:
-                self.left_out.file(OTHER_PARTS, f"{where}!{name}", group=f"{where}!{ending}")
+                self.left_out.count_file(OTHER_PARTS, f"{where}!{name}", group=f"{where}!{ending}")
             elif ending in part_by_ending:
                 self._bad(f"{where}!{name}", "there twice in one sample")
             else:
@@ -220,7 +224,9 @@ class TextFiles:
             if ending in part_by_ending:
                 name, content = part_by_ending.pop(ending)
                 for other_ending, (unused_name, _) in part_by_ending.items():
-                    self.left_out.file(OTHER_PARTS, f"{where}!{unused_name}", group=f"{where}!{other_ending}")
+                    self.left_out.count_file(
+                        OTHER_PARTS, f"{where}!{unused_name}", group=f"{where}!{other_ending}"
+                    )
                 text = self._decode(f"{where}!{name}", content)
                 if text is not None and (ending != "json" or self.key == "json"):
                     yield text
@@ -239,11 +245,11 @@ class TextFiles:
             if b"\0" in file_content[:SNIFFED] and not is_utf16(bytes(file_content[:SNIFFED])):
                 if named and not self.skip_bad:
                     raise DataError(f"{where} is a binary file, not text: leave it out, or give its text")
-                self.left_out.file(BINARY, where, group)
+                self.left_out.count_file(BINARY, where, group)
                 return
         text = self._decode(where, bytes(file_content))
         if text == "":
-            self.left_out.file(EMPTY, where, group)
+            self.left_out.count_file(EMPTY, where, group)
         elif text is not None and not self.as_text and (record_kind := find_records(text, self.key)):
             self._misnamed(where, record_kind, group)
         elif text is not None:
@@ -308,7 +314,7 @@ class TextFiles:
             raise DataError(
                 f"{where}: {problem}; correct it, or leave such documents out with --skip-bad{as_text}"
             )
-        self.left_out.file(BAD, where, group=self._reading)  # the first of each file, and how many more
+        self.left_out.count_file(BAD, where, group=self._reading)  # the first of each file, and how many more
 
     def _unread(self, where: str, group: str | None = None) -> None:
         if not self.skip_bad:
@@ -316,7 +322,7 @@ class TextFiles:
                 f"{where} is an archive or table of a kind that is not read here: unpack or convert it (to JSON lines "
                 "or Parquet), choose other files with --glob, or leave it out with --skip-bad"
             )
-        self.left_out.file(NOT_READ, where, group)
+        self.left_out.count_file(NOT_READ, where, group)
 
     def _misnamed(self, where: str, holds: str, group: str | None) -> None:
         """A file whose name does not tell what it holds, which is not a text."""
@@ -325,7 +331,7 @@ class TextFiles:
                 f"{where} holds {holds}, which its name does not tell: convert or rename it, choose other files with "
                 f"--glob, leave such files out with --skip-bad, or {AS_TEXT}"
             )
-        self.left_out.file(NOT_READ, where, group)
+        self.left_out.count_file(NOT_READ, where, group)
 
 
 class _DataFolders:

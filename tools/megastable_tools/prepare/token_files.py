@@ -51,7 +51,7 @@ class TokenFile:
     def itemsize(self) -> int:
         return np.dtype(self.dtype).itemsize
 
-    def documents(self, eod: int) -> Iterator[Ids]:
+    def read_documents(self, eod: int) -> Iterator[Ids]:
         """The documents in their order, each 1-D; without an index they end with `eod`, except the last.
 
         Takes memory for the longest document. Raises DataError for an invalid index, a long file without any `eod`, and

@@ -20,8 +20,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from megastable.base.text import plural
-from megastable_tools.repeat.trace_file import PARTS, START, StepTrace, TracedOperation, when
+from megastable.base.text import count_noun
+from megastable_tools.repeat.trace_file import PARTS, START, StepTrace, TracedOperation, describe_step
 
 Ranks = Sequence[StepTrace]  # the traces of one step, by rank
 
@@ -43,7 +43,7 @@ class FirstDifference:
         return self.ranks[0]
 
     def __str__(self) -> str:
-        what = f"{when(self.step)}, rank {self.rank}, {self.operation}"
+        what = f"{describe_step(self.step)}, rank {self.rank}, {self.operation}"
         return what if self.other is None else f"{what}, in place of which the second run has {self.other}"
 
 
@@ -133,7 +133,8 @@ class Deviation:
 
     def __str__(self) -> str:
         return (
-            f"{when(self.step)}, {self.operation}: {self.statistic} {self.other:.6g} instead of {self.one:.6g} "
+            f"{describe_step(self.step)}, {self.operation}: {self.statistic} {self.other:.6g} instead of "
+            f"{self.one:.6g} "
             f"({self.relative:.2g})"
         )
 
@@ -263,7 +264,7 @@ def _relative(one: float, other: float, scale: float | None = None) -> float:
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
-def flip(x: Tensor) -> None:
+def flip_bit(x: Tensor) -> None:
     """Flip a bit of the element in the middle, in place: the highest of a float's mantissa, or an integer's lowest one.
     Autograd does not hear of it, as it would not of a fault."""
     middle_index = torch.unravel_index(torch.tensor(x.numel() // 2), x.shape)
@@ -272,7 +273,7 @@ def flip(x: Tensor) -> None:
 
 
 def planted_bit(dtype: torch.dtype) -> int:
-    """The bit that `flip` flips."""
+    """The bit that `flip_bit` flips."""
     return round(-math.log2(torch.finfo(dtype).eps)) - 1 if dtype.is_floating_point else 0
 
 
@@ -295,7 +296,9 @@ class BitDifference:
         else:
             bits_text = f"bit{'s' if len(self.bits) > 1 else ''} {', '.join(map(str, self.bits))}"
         first = f"number {self.first:,}, {self.other:.9g} instead of {self.one:.9g}"
-        return f"{self.differing:,} of {plural(self.elements, 'element')}, {bits_text}; the first is {first}"
+        return (
+            f"{self.differing:,} of {count_noun(self.elements, 'element')}, {bits_text}; the first is {first}"
+        )
 
 
 def bit_difference(one: Tensor, other: Tensor) -> BitDifference | None:

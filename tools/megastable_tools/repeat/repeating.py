@@ -19,9 +19,9 @@ from typing import Any, Literal
 
 from megastable.base.errors import BAD_INPUT, ConfigError, DataError, MegastableError
 from megastable.base.progress_bar import Bar
-from megastable.base.text import plural
+from megastable.base.text import count_noun
 from megastable.cluster.child_process import LOOK, ChildProcess
-from megastable.cluster.launcher import launcher
+from megastable.cluster.launcher import build_launcher_command
 from megastable_tools.repeat.differences import (
     BitComparison,
     BitDifference,
@@ -38,10 +38,10 @@ from megastable_tools.repeat.trace_file import (
     TraceHeader,
     TracePoint,
     TraceRequest,
+    describe_step,
     path_of,
     read_header,
     read_steps,
-    when,
 )
 
 MODULE = "megastable_tools.repeat.traced_run"
@@ -101,17 +101,17 @@ class RepeatResult:
         return (found.difference if isinstance(found, BitComparison) else found.first) is None
 
 
-def repeat(plan: RepeatPlan, bar: Bar) -> RepeatResult:
+def run_twice(plan: RepeatPlan, bar: Bar) -> RepeatResult:
     """Raises ConfigError or DataError for a run that fails, with the end of its output."""
     trace_folders = [plan.folder / run_name for run_name in ("first", "second")]
     request = TraceRequest(steps=plan.steps, moments=plan.tolerance is not None, blocks_only=plan.blocks_only)
-    bar.doing("run 1 of 2")
+    bar.set_description("run 1 of 2")
     one = _run(plan, plan.ways[0], trace_folders[0], request, bar)
     plant_point = plan.planted and plan.planted.find_point(
         _step(trace_folders[0], len(one), plan.planted.step)
     )
     planted_request = request.model_copy(update={"plant": plant_point})
-    bar.doing("run 2 of 2")
+    bar.set_description("run 2 of 2")
     other = _run(plan, plan.ways[1], trace_folders[1], planted_request, bar)
     world_sizes = len(one), len(other)
     if plan.tolerance is not None:
@@ -126,7 +126,7 @@ def repeat(plan: RepeatPlan, bar: Bar) -> RepeatResult:
     bit_comparison = first_difference(_pairs(trace_folders, world_sizes, plan.steps))
     found_difference, second_look = bit_comparison.difference, None
     if plan.again and found_difference is not None and found_difference.other is None:
-        bar.more(2 * found_difference.step)
+        bar.extend_total(2 * found_difference.step)
         second_look = _look_again(plan, found_difference, trace_folders, planted_request, bar)
     return RepeatResult(plan, (one, other), bit_comparison, second_look)
 
@@ -138,7 +138,7 @@ def _look_again(
     folders = [folder.with_name(f"{folder.name}-again") for folder in before]
     world = 0
     for number, (folder, way) in enumerate(zip(folders, plan.ways, strict=True), start=1):
-        bar.doing(f"run {number} of 2, again")
+        bar.set_description(f"run {number} of 2, again")
         plant = planted.plant if number == 2 else None
         request = planted.model_copy(update={"steps": found.step, "plant": plant, "dump": point})
         world = len(_run(plan, way, folder, request, bar))
@@ -203,7 +203,7 @@ def _run(plan: RepeatPlan, way: Way, folder: Path, request: TraceRequest, bar: B
     request.save_request(folder)
     forced_overrides = [] if plan.blocks_only else [UNCOMPILED]
     run_overrides = [*way.overrides, *forced_overrides, f"run.dir={folder.resolve()}"]
-    run_launcher(launcher(MODULE, str(plan.recipe), run_overrides, way.given), folder, bar)
+    run_launcher(build_launcher_command(MODULE, str(plan.recipe), run_overrides, way.given), folder, bar)
     first_header = read_header(folder, 0)
     return [first_header, *(read_header(folder, rank_number) for rank_number in range(1, first_header.world))]
 
@@ -264,7 +264,7 @@ def _failure(log: Path, code: int | None) -> MegastableError:
 # What was found, in sentences and for JSON
 
 
-def sentences(result: RepeatResult) -> list[str]:
+def describe_result(result: RepeatResult) -> list[str]:
     """The last one is the answer."""
     found, (one, second_headers) = result.compared, result.headers
     if isinstance(found, LayoutComparison):
@@ -273,7 +273,7 @@ def sentences(result: RepeatResult) -> list[str]:
         )
         return [*_unmatched(found), *within, _of_layouts(result, found)]
     if found.difference is None:
-        return [f"no difference in {_extent(result)}: {plural(found.tensors, 'tensor')} compared"]
+        return [f"no difference in {_extent(result)}: {count_noun(found.tensors, 'tensor')} compared"]
     sentence_lines = [_spread(found.difference)]
     if result.again is not None:
         sentence_lines.append(_again(result.again))
@@ -284,14 +284,14 @@ def sentences(result: RepeatResult) -> list[str]:
     return [*sentence_lines, f"first difference: {_place(found.difference, one, result.again)}"]
 
 
-def tree(result: RepeatResult) -> dict[str, Any]:
+def result_tree(result: RepeatResult) -> dict[str, Any]:
     """For JSON."""
     plan, found = result.plan, result.compared
     result_facts: dict[str, Any] = {
         "kind": "repeat", "recipe": str(plan.recipe), "overrides": [list(way.overrides) for way in plan.ways],
         "same": result.same, "steps": plan.steps, "compared_steps": found.steps, "tensors": found.tensors,
         "runs": [asdict(headers[0]) | {"hosts": [h.host for h in headers]} for headers in result.headers],
-        "says": sentences(result)[-1],
+        "says": describe_result(result)[-1],
     }  # fmt: skip
     if isinstance(found, LayoutComparison):
         return result_facts | {
@@ -316,8 +316,8 @@ def _flat(found: FirstDifference | Deviation | None) -> dict[str, Any] | None:
 
 def _extent(result: RepeatResult) -> str:
     worlds = [len(run_headers) for run_headers in result.headers]
-    ranks = plural(worlds[0], "rank") if worlds[0] == worlds[1] else f"{worlds[0]} and {worlds[1]} ranks"
-    return f"{plural(result.compared.steps, 'step')} of {ranks}"
+    ranks = count_noun(worlds[0], "rank") if worlds[0] == worlds[1] else f"{worlds[0]} and {worlds[1]} ranks"
+    return f"{count_noun(result.compared.steps, 'step')} of {ranks}"
 
 
 def _place(found: FirstDifference, headers: list[TraceHeader], again: SecondLook | None) -> str:
@@ -329,7 +329,9 @@ def _place(found: FirstDifference, headers: list[TraceHeader], again: SecondLook
 
 
 def _spread(found: FirstDifference) -> str:
-    told = f"{when(found.step)}: {found.differing:,} of {plural(found.compared, 'tensor')} differ"
+    told = (
+        f"{describe_step(found.step)}: {found.differing:,} of {count_noun(found.compared, 'tensor')} differ"
+    )
     if len(found.ranks) > 1:
         shown = ", ".join(map(str, found.ranks[:SHOWN])) + (", ..." if len(found.ranks) > SHOWN else "")
         told += f"; the first on ranks {shown} alike: they exchange there, which hides whose part it was"
@@ -357,5 +359,5 @@ def _of_layouts(result: RepeatResult, found: LayoutComparison) -> str:
     beyond_text = f"beyond {result.plan.tolerance:g}"
     if found.first is not None:
         return f"first difference {beyond_text} (relative): {found.first}"
-    statistics_text = f"statistics of {plural(found.tensors, 'tensor')}"
+    statistics_text = f"statistics of {count_noun(found.tensors, 'tensor')}"
     return f"no difference {beyond_text} (relative) in {_extent(result)}: {statistics_text} compared"

@@ -63,7 +63,7 @@ class TracedOperation(NamedTuple):
         return f"{batch_text}{self.name} ({self.phase})"
 
 
-def when(step: int) -> str:
+def describe_step(step: int) -> str:
     """A step, counted from 1, in words."""
     return "before step 1" if step == START else f"step {step}"
 

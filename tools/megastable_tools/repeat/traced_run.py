@@ -27,8 +27,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megastable.base.errors import OK, ConfigError
-from megastable.base.fingerprint import fingerprint
-from megastable.base.reproducible import exact
+from megastable.base.fingerprint import fingerprint_tensors
+from megastable.base.reproducible import is_exact
 from megastable.config import deepspeed_json
 from megastable.config.tree import RunConfig
 from megastable.data.loader import Loader, MicroBatch
@@ -40,14 +40,14 @@ from megastable.engine.layer_hooks import (
     depth_of,
     is_layer_of_list,
     named_modules,
-    renamed,
+    replace_ending,
     split_stream,
 )
 from megastable.engine.locators import STATE, computing_copies
 from megastable.engine.measured import Measured
 from megastable.engine.zero import counted_once
 from megastable.model.gpt import Head
-from megastable.model.loss import Features, LossFunction, projected
+from megastable.model.loss import Features, LossFunction, project_in_chunks
 from megastable.optim.schedule import scheduled_rate
 from megastable.parallel.layers import ColumnParallelBias, RowParallelLinear
 from megastable.parallel.layout import Layout
@@ -55,7 +55,7 @@ from megastable.parallel.sharding import placement_of
 from megastable.parallel.topology import Topology
 from megastable.training import rank_process
 from megastable.training.startup import open_data
-from megastable_tools.repeat.differences import flip
+from megastable_tools.repeat.differences import flip_bit
 from megastable_tools.repeat.trace_file import (
     CPU,
     MOMENTS,
@@ -119,7 +119,7 @@ class OperationWatch:
     def record_gradients(self, measured: Measured) -> bool:
         """For `Engine.train_step`: the gradients are summed, and the update is next. Whether to update."""
         flat_state = self.engine.flat_state()
-        gradient_pieces = self.engine.zero.gradients(flat_state.fragments)
+        gradient_pieces = self.engine.zero.view_gradients(flat_state.fragments)
         for f in flat_state.fragments:
             piece = gradient_pieces[f.group, f.offset].reshape(-1)[: f.numel]
             self._see("reduction", -1, f"gradient of {f.name}", f.name, piece, f.counted, measured.loss_scale)
@@ -153,7 +153,7 @@ class OperationWatch:
         flat_state = self.engine.flat_state()
         for f in flat_state.fragments:
             for state_kind in KINDS:
-                if (state_piece := flat_state.piece(f, state_kind)) is not None:
+                if (state_piece := flat_state.view_piece(f, state_kind)) is not None:
                     self._see(phase, -1, f"{STATE[state_kind]} {f.name}", f.name, state_piece, f.counted)
         for name, given_tensor in self.engine.shared_state.items():
             self._see(phase, -1, f"shared state {name}", "embedding", given_tensor, False)
@@ -173,11 +173,11 @@ class OperationWatch:
         traced_operation = TracedOperation(phase, micro_batch, layer_depth, name)
         flipped = self._is(self.request.plant, traced_operation) and not self.planted
         if flipped:
-            flip(x)
+            flip_bit(x)
             self.planted = True
         if self._is(self.request.dump, traced_operation):
             torch.save(x.detach().cpu(), self._folder / f"dump-{self._rank}.pt")
-        self._put(traced_operation, fingerprint([x]), [x] if counted else [], scale)
+        self._put(traced_operation, fingerprint_tensors([x]), [x] if counted else [], scale)
         return flipped
 
     def _put(self, operation: TracedOperation, of: Tensor, counted: Iterable[Tensor], scale: float) -> None:
@@ -228,7 +228,7 @@ class OperationWatch:
                 yield placement_of(part.bias).name, part
 
     def _module(self, module: nn.Module, name: str) -> list[Any]:
-        is_layer, giver_name = is_layer_of_list(name), renamed(name, GIVEN_BY)
+        is_layer, giver_name = is_layer_of_list(name), replace_ending(name, GIVEN_BY)
 
         def before(_: nn.Module, args: tuple[Any, ...]) -> None:
             if is_layer:
@@ -310,7 +310,12 @@ class OperationWatch:
                 logits_operation = TracedOperation(
                     "forward", micro_batch, depth_of("head", self._blocks), "head output"
                 )
-                self._put(logits_operation, fingerprint(projected(given)), projected(given), 1.0)
+                self._put(
+                    logits_operation,
+                    fingerprint_tensors(project_in_chunks(given)),
+                    project_in_chunks(given),
+                    1.0,
+                )
                 # A view: the gradient that its reader hands back, before any other hook sees it.
                 given = given[0].view_as(given[0]), given[1]
                 self._watch_gradient("head", "head input gradient", given[0], micro_batch, False)
@@ -344,27 +349,27 @@ def _fetched(numbers: Sequence[Tensor], device: torch.device) -> Any:
     return torch.stack([given_tensor.to(device, non_blocking=True) for given_tensor in numbers]).cpu().numpy()
 
 
-def trace(config: RunConfig, recipe_path: Path, attempt: int | None = None) -> int:
+def trace_steps(config: RunConfig, recipe_path: Path, attempt: int | None = None) -> int:
     """On every rank; the process group exists already. The exit code."""
     folder = config.run.dir
     assert folder is not None, "started by hand"
     request = TraceRequest.load_request(folder)
     config, corpora = open_data(config)
     world, p = dist.get_world_size(), config.parallel
-    layout = Layout(p.tensor, p.pipeline, deepspeed_json.data_parallel(config, world), p.context)
+    layout = Layout(p.tensor, p.pipeline, deepspeed_json.size_of_data_parallel(config, world), p.context)
     topology = Topology(layout, dist.get_rank(), config.run.timeout)
     for seed in (random.seed, np.random.seed, torch.manual_seed):
         seed(config.run.seed + topology.rank)  # as a run does
-    engine = Engine(config, deepspeed_json.build(config, world), topology)
+    engine = Engine(config, deepspeed_json.build_deepspeed_json(config, world), topology)
     header = TraceHeader(
         topology.rank, world, socket.gethostname(), _device(engine.device), str(engine.kernels),
-        exact(config.run.deterministic, engine.device), vars(layout) | {"zero": p.zero},
+        is_exact(config.run.deterministic, engine.device), vars(layout) | {"zero": p.zero},
     )  # fmt: skip
     watch = OperationWatch(engine, request, folder)
     with ExitStack() as during:
         loader = during.enter_context(
             Loader(
-                corpora.train, Skips.of(config.data.skip), 0, config.batches, config.train.micro_batch,
+                corpora.train, Skips.from_ranges(config.data.skip), 0, config.batches, config.train.micro_batch,
                 topology.sample_rank, layout.samples, config.data.keep_documents_apart, config.data.prefetch,
                 pin_memory=engine.device.type == "cuda", part=(topology.context_rank, layout.context),
                 pieces=config.pieces,
@@ -408,7 +413,7 @@ def _device(device: torch.device) -> str:
 
 def main() -> None:
     """The entry point of every rank."""
-    rank_process.main(trace)
+    rank_process.run_rank(trace_steps)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from megastable.config import recipe
 from megastable.config.tree import RunConfig
-from megastable.report.figures import drawable
+from megastable.report.figures import limit_value
 from megastable.report.text_output import make_table
 from megastable_tools.study.study_directory import StudyReport
 from megastable_tools.study.trial import QUIET, Trial, TrialResult
@@ -42,20 +42,20 @@ class CompareGrid:
         """For the identity of the study."""
         return {"candidates": {str(i): one for i, one in enumerate(self.candidates)}, "seeds": self.seeds}
 
-    def trial(self, index: int, seed: int) -> Trial:
+    def make_trial(self, index: int, seed: int) -> Trial:
         return Trial(f"{index}-s{seed}", (*self.common, *self.candidates[index].split(), f"run.seed={seed}"))
 
-    def trials(self) -> list[Trial]:
+    def make_trials(self) -> list[Trial]:
         """Seed by seed, so that an interrupted study has whole pairs."""
-        return [self.trial(index, seed) for seed in self.seeds for index in range(len(self.candidates))]
+        return [self.make_trial(index, seed) for seed in self.seeds for index in range(len(self.candidates))]
 
-    def check(self) -> None:
+    def check_candidates(self) -> None:
         """Raises ConfigError for a candidate that could not start."""
         for index in range(len(self.candidates)):
-            recipe.load(self.path, self.trial(index, self.seeds[0]).overrides)
+            recipe.load_recipe(self.path, self.make_trial(index, self.seeds[0]).overrides)
 
 
-def common(overrides: Sequence[str]) -> tuple[str, ...]:
+def common_overrides(overrides: Sequence[str]) -> tuple[str, ...]:
     """The overrides of all trials."""
     return (*QUIET, *overrides)
 
@@ -84,32 +84,34 @@ class Interval:
         return self.low > 0 or self.high < 0
 
 
-def interval(values: Sequence[float]) -> Interval:
+def confidence_interval(values: Sequence[float]) -> Interval:
     """Of the mean of independent values."""
     if not all(map(math.isfinite, values)):
         return Interval(math.nan, math.nan)
     n = len(values)
-    half_width = quantile(n - 1) * stdev(values) / math.sqrt(n) if n > 1 else math.inf
+    half_width = student_quantile(n - 1) * stdev(values) / math.sqrt(n) if n > 1 else math.inf
     return Interval(fmean(values), half_width)
 
 
-def paired(values: Sequence[float], others: Sequence[float]) -> Interval:
+def paired_interval(values: Sequence[float], others: Sequence[float]) -> Interval:
     """Of the mean of `values` less `others`, pair by pair: what a pair shares, such as a seed's data, cancels."""
-    return interval([a - b for a, b in zip(values, others, strict=True)])
+    return confidence_interval([a - b for a, b in zip(values, others, strict=True)])
 
 
-def quantile(freedom: int, share: float = SHARE) -> float:
+def student_quantile(freedom: int, share: float = SHARE) -> float:
     """The t below which |t| is in this share of cases; freedom: degrees of freedom, at least 1."""
     low_t, high_t = 0.0, 1.0
-    while within(high_t, freedom) < share:
+    while student_share_within(high_t, freedom) < share:
         high_t *= 2
     for _ in range(60):
         middle_t = (low_t + high_t) / 2
-        low_t, high_t = (middle_t, high_t) if within(middle_t, freedom) < share else (low_t, middle_t)
+        low_t, high_t = (
+            (middle_t, high_t) if student_share_within(middle_t, freedom) < share else (low_t, middle_t)
+        )
     return high_t
 
 
-def within(t: float, freedom: int) -> float:
+def student_share_within(t: float, freedom: int) -> float:
     """The probability that |Student's t| is below `t` (Abramowitz and Stegun, 26.7.3 and 26.7.4)."""
     angle = math.atan(t / math.sqrt(freedom))
     cosine, odd = math.cos(angle), freedom % 2
@@ -141,17 +143,17 @@ class Compared:
         return sum(result.diverged for result in self.results)
 
 
-def compare(grid: CompareGrid, results: Mapping[str, TrialResult]) -> list[Compared]:
+def compare_candidates(grid: CompareGrid, results: Mapping[str, TrialResult]) -> list[Compared]:
     """In the order of the candidates."""
     found: list[Compared] = []
     for index, candidate in enumerate(grid.candidates):
-        own_results = tuple(results[grid.trial(index, seed).name] for seed in grid.seeds)
+        own_results = tuple(results[grid.make_trial(index, seed).name] for seed in grid.seeds)
         first = found[0].results if found else own_results
         training, validation = [r.capped for r in own_results], [r.validation for r in own_results]
         found.append(Compared(
-            candidate, own_results, interval(training), interval(validation),
-            paired(training, [r.capped for r in first]),
-            paired(validation, [r.validation for r in first]),
+            candidate, own_results, confidence_interval(training), confidence_interval(validation),
+            paired_interval(training, [r.capped for r in first]),
+            paired_interval(validation, [r.validation for r in first]),
         ))  # fmt: skip
     return found
 
@@ -186,7 +188,7 @@ def _said(one: Interval, sign: str = "") -> str:
     return f"{one.mean:{sign}.3f}" + ("" if math.isinf(one.half) else f" ± {one.half:.3f}")
 
 
-def in_words(found: Sequence[Compared]) -> list[str]:
+def describe_differences(found: Sequence[Compared]) -> list[str]:
     """A sentence for each candidate but the first: whether the seeds show a difference."""
     sentences_told = []
     for compared_candidate in found[1:]:
@@ -222,7 +224,9 @@ def make_report(grid: CompareGrid, found: Sequence[Compared], about: dict[str, A
             for compared_candidate in found
         ],
     }  # fmt: skip
-    return StudyReport(report_facts, _table(found), in_words(found), partial(_draw, found), (12, 4.5))
+    return StudyReport(
+        report_facts, _table(found), describe_differences(found), partial(_draw, found), (12, 4.5)
+    )
 
 
 def _draw(found: Sequence[Compared], figure: Figure) -> None:
@@ -232,7 +236,7 @@ def _draw(found: Sequence[Compared], figure: Figure) -> None:
     for candidate_index, one in enumerate(found):
         colour, steps = f"C{candidate_index % 10}", range(1, 1 + len(one.results[0].losses))
         by_step = [
-            list(map(drawable, step_losses))
+            list(map(limit_value, step_losses))
             for step_losses in zip(*(trial_result.losses for trial_result in one.results), strict=True)
         ]
         loss_axis.plot(
@@ -247,7 +251,9 @@ def _draw(found: Sequence[Compared], figure: Figure) -> None:
         )
         if candidate_index:
             pairs = zip(one.results, found[0].results, strict=True)
-            points = [drawable(own_result.capped - first_result.capped) for own_result, first_result in pairs]
+            points = [
+                limit_value(own_result.capped - first_result.capped) for own_result, first_result in pairs
+            ]
             by, row_number = one.training_difference, len(found) - candidate_index
             right.plot(points, [row_number] * len(points), "o", color=colour, markersize=4, alpha=0.5)
             half_width = by.half if math.isfinite(by.half) else 0.0

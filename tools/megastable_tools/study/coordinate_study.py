@@ -21,11 +21,11 @@ from rich.table import Table
 
 from megastable.config import recipe
 from megastable.config.tree import RunConfig
-from megastable.report.figures import drawable
+from megastable.report.figures import limit_value
 from megastable.report.text_output import make_table
-from megastable_tools.study.lr_study import slope
+from megastable_tools.study.lr_study import fit_slope
 from megastable_tools.study.study_directory import StudyDirectory, StudyReport
-from megastable_tools.study.trial import QUIET, SavedResult, Work, run_all
+from megastable_tools.study.trial import QUIET, SavedResult, Work, run_pieces
 from megastable_tools.study.variations import at_depth, at_width
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class Coordinates(SavedResult):
     losses: list[float]
 
 
-def measure(recipe: str, overrides: tuple[str, ...], steps: int, output: Path) -> None:
+def measure_coordinates(recipe: str, overrides: tuple[str, ...], steps: int, output: Path) -> None:
     """Train `steps` steps in this process, its own process group, and write the `Coordinates`. Raises ConfigError and
     DataError."""
     from megastable.config import deepspeed_json
@@ -62,38 +62,40 @@ def measure(recipe: str, overrides: tuple[str, ...], steps: int, output: Path) -
     from megastable.parallel.layout import Layout
     from megastable.parallel.topology import Topology
 
-    config = recipes.load(recipe, overrides)
+    config = recipes.load_recipe(recipe, overrides)
     corpora = open_corpora(config.data.corpora, config.model.sequence_length, config.run.seed, [])
     size = config.model.vocab_size or corpora.vocab_size
     config = config.model_copy(update={"model": config.model.model_copy(update={"vocab_size": size})})
     start_distributed(config.run.timeout)
-    engine = Engine(config, deepspeed_json.build(config, 1), Topology(Layout(), 0, config.run.timeout))
+    engine = Engine(
+        config, deepspeed_json.build_deepspeed_json(config, 1), Topology(Layout(), 0, config.run.timeout)
+    )
     train_config = config.train
     with Loader(
-        corpora.train, Skips.of([]), 0, train_config.global_batch, train_config.micro_batch, 0, 1,
+        corpora.train, Skips.from_ranges([]), 0, train_config.global_batch, train_config.micro_batch, 0, 1,
         config.data.keep_documents_apart, 1,
         pin_memory=False,
     ) as loader:  # fmt: skip
         batches = [next(loader).micro_batches for _ in range(steps)]
     probe_batch = batches[0]
-    first_activations, step_losses = activations(engine, config, probe_batch), list[float]()
+    first_activations, step_losses = record_activations(engine, config, probe_batch), list[float]()
     rms_by_place = {place: [_rms(x)] for place, x in first_activations.items()}
     change_by_place = {place: [0.0] for place in first_activations}
     for batch in batches:
         measured, _ = engine.train_step(batch, config.optimizer.lr, lambda measured: measured.finite)
         step_losses.append(measured.loss)
-        for place, x in activations(engine, config, probe_batch).items():
+        for place, x in record_activations(engine, config, probe_batch).items():
             rms_by_place[place].append(_rms(x))
             change_by_place[place].append(_rms(x - first_activations[place]))
-    Coordinates(rms_by_place, change_by_place, step_losses).save(output)
+    Coordinates(rms_by_place, change_by_place, step_losses).save_file(output)
     stop_distributed()
 
 
-def activations(engine: Engine, config: RunConfig, probe: Any) -> dict[str, Tensor]:
+def record_activations(engine: Engine, config: RunConfig, probe: Any) -> dict[str, Tensor]:
     """What the parts of the model give on a batch, without an update: fp32 on the CPU, micro-batches one after the
     other. Places: embedding, N.attention, N.mlp, N.stream for block N from 1 on, logits."""
     with _recording(engine, config) as found:
-        engine.evaluate(probe)
+        engine.evaluate_samples(probe)
     return found
 
 
@@ -175,13 +177,13 @@ class CoordinateGrid:
             "per": "depth" if self.deep else "width",
         }
 
-    def name(self, way: str, size: int, seed: int) -> str:
+    def model_name(self, way: str, size: int, seed: int) -> str:
         base_suffix = (
             f"-from{min(self.sizes)}" if way == MUP else ""
         )  # the same size from another base is another model
         return f"{way}{base_suffix}-{'depth' if self.deep else 'width'}{size}-s{seed}"
 
-    def overrides(self, way: str, size: int, seed: int) -> tuple[str, ...]:
+    def overrides_of(self, way: str, size: int, seed: int) -> tuple[str, ...]:
         shape_overrides = at_depth(size) if self.deep else at_width(self.config.model, size)
         scale_overrides = self.scaled if way == MUP else ("model.mup=null",)
         return (*self.common, *shape_overrides, *scale_overrides, f"run.seed={seed}")
@@ -206,15 +208,15 @@ class CoordinateGrid:
         models_found = [
             (way, model_size, seed) for model_size in sizes for way in self.ways for seed in self.seeds
         ]
-        return {self.name(*model_key): model_key for model_key in models_found}
+        return {self.model_name(*model_key): model_key for model_key in models_found}
 
-    def check(self) -> None:
+    def check_models(self) -> None:
         """Raises ConfigError for a model that could not be built."""
         for one in self.every.values():
-            recipe.load(self.path, self.overrides(*one))
+            recipe.load_recipe(self.path, self.overrides_of(*one))
 
 
-def common(overrides: Sequence[str]) -> tuple[str, ...]:
+def common_overrides(overrides: Sequence[str]) -> tuple[str, ...]:
     """The overrides of all models: small batches and open kernels, and then the user's."""
     return (*QUIET, *OPEN, *SMALL, *overrides)
 
@@ -226,16 +228,17 @@ def run_grid(
     """Measure the models that are missing in the study."""
     file = "coordinates.json"
     model_work = [
-        Work(name, measure, (str(grid.path), grid.overrides(*grid.every[name]), grid.steps, study.runs / name / file))
-        for name in study.missing(grid.every)
+        Work(name, measure_coordinates, (str(grid.path), grid.overrides_of(*grid.every[name]), grid.steps,
+        study.runs / name / file))
+        for name in study.list_missing(grid.every)
     ]  # fmt: skip
 
     def done(name: str, folder: Path) -> None:
-        result = Coordinates.load(folder / file)
-        study.keep(name, result)
+        result = Coordinates.load_file(folder / file)
+        study.keep_result(name, result)
         watch(name, result)
 
-    run_all(model_work, study.runs, jobs, done)
+    run_pieces(model_work, study.runs, jobs, done)
 
 
 @dataclass(frozen=True)
@@ -256,25 +259,27 @@ class PlaceScale:
         return abs(self.last) < FLAT and abs(self.change) < FLAT_CHANGE
 
 
-def scales(grid: CoordinateGrid, results: Mapping[str, Coordinates]) -> list[PlaceScale]:
+def find_scales(grid: CoordinateGrid, results: Mapping[str, Coordinates]) -> list[PlaceScale]:
     """By parametrization, then by place."""
     scales_found = []
     for way in grid.ways:
         models = {
-            size: [named(results[grid.name(way, size, seed)], grid.deep) for seed in grid.seeds]
+            size: [name_depths(results[grid.model_name(way, size, seed)], grid.deep) for seed in grid.seeds]
             for size in sorted(grid.sizes)
         }
         for place in models[min(grid.sizes)][0].rms:
-            first = {size: geometric([m.rms[place][0] for m in of]) for size, of in models.items()}
-            last = {size: geometric([m.rms[place][-1] for m in of]) for size, of in models.items()}
-            changes = {size: geometric([m.change[place][-1] for m in of]) for size, of in models.items()}
+            first = {size: geometric_mean([m.rms[place][0] for m in of]) for size, of in models.items()}
+            last = {size: geometric_mean([m.rms[place][-1] for m in of]) for size, of in models.items()}
+            changes = {size: geometric_mean([m.change[place][-1] for m in of]) for size, of in models.items()}
             scales_found.append(
-                PlaceScale(way, place, exponent(first), exponent(last), exponent(changes), last, changes)
+                PlaceScale(
+                    way, place, fit_exponent(first), fit_exponent(last), fit_exponent(changes), last, changes
+                )
             )
     return scales_found
 
 
-def named(found: Coordinates, deep: bool) -> Coordinates:
+def name_depths(found: Coordinates, deep: bool) -> Coordinates:
     """Models of several depths are compared at the same share of the depth, in their middle and last blocks: under
     CompleteP a block adds to the stream by one over the depth."""
     if not deep:
@@ -293,16 +298,16 @@ def named(found: Coordinates, deep: bool) -> Coordinates:
     )  # fmt: skip
 
 
-def geometric(values: Sequence[float]) -> float:
+def geometric_mean(values: Sequence[float]) -> float:
     """Mean; nan if a value is not a positive number."""
     if not all(0 < value < math.inf for value in values):
         return math.nan
     return math.exp(fmean(map(math.log, values)))
 
 
-def exponent(by_size: Mapping[int, float]) -> float:
+def fit_exponent(by_size: Mapping[int, float]) -> float:
     """k of value ~ size^k; nan if a value is."""
-    return slope([math.log(size) for size in by_size], [math.log(value) for value in by_size.values()])
+    return fit_slope([math.log(size) for size in by_size], [math.log(value) for value in by_size.values()])
 
 
 # What it shows
@@ -330,7 +335,7 @@ def _said(slope: float) -> str:
     return f"{slope:+.2f}" if math.isfinite(slope) else "-"  # of logits that begin at zero, for one
 
 
-def verdict(grid: CoordinateGrid, found: Sequence[PlaceScale]) -> list[str]:
+def describe_verdict(grid: CoordinateGrid, found: Sequence[PlaceScale]) -> list[str]:
     """A sentence per parametrization."""
     sentences_told = []
     for way in grid.ways:
@@ -365,7 +370,9 @@ def make_report(
     all_places = list(dict.fromkeys(place_scale.place for place_scale in found))
     figure_size = (3.2 * len({place.rpartition(".")[2] for place in all_places}), 3.4 * len(grid.ways))
     draw_picture = partial(_draw, grid, results, all_places)
-    return StudyReport(report_facts, _table(grid, found), verdict(grid, found), draw_picture, figure_size)
+    return StudyReport(
+        report_facts, _table(grid, found), describe_verdict(grid, found), draw_picture, figure_size
+    )
 
 
 def _draw(
@@ -381,13 +388,16 @@ def _draw(
     sizes = sorted(grid.sizes)
     for axis_row, way in zip(axis_grid, grid.ways, strict=True):
         models_by_size = {
-            n: [named(results[grid.name(way, n, seed)], grid.deep) for seed in grid.seeds] for n in sizes
+            n: [name_depths(results[grid.model_name(way, n, seed)], grid.deep) for seed in grid.seeds]
+            for n in sizes
         }
         for axis, kind in zip(axis_row, place_kinds, strict=True):
             for place in (place for place in places if place.rpartition(".")[2] == kind):
                 for step in range(grid.steps + 1):
                     ys = [
-                        drawable(geometric([m.rms[place][step] for m in models_by_size[n]]), positive=True)
+                        limit_value(
+                            geometric_mean([m.rms[place][step] for m in models_by_size[n]]), positive=True
+                        )
                         for n in sizes
                     ]
                     line_label = f"step {step}" if step in (0, grid.steps) and place == places[0] else None

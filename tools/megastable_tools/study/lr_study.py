@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from megastable.base.text import plural
+from megastable.base.text import count_noun
 from megastable.config import recipe
 from megastable.config.tree import RunConfig
 from megastable.report.text_output import make_table
@@ -44,7 +44,7 @@ def lr_sensitivity(losses: Losses) -> float:
     return fmean(losses.values()) - min(losses.values())
 
 
-def best(losses: Losses) -> float:
+def find_best_rate(losses: Losses) -> float:
     """The rate with the lowest loss; of equal ones the lower."""
     return min(losses, key=lambda rate: (losses[rate], rate))
 
@@ -57,11 +57,11 @@ class Optimum:
     inside: bool
 
 
-def optimum(losses: Losses) -> Optimum:
+def find_optimum(losses: Losses) -> Optimum:
     """The lowest point of the parabola, in the logarithm of the rate, through the best rate and its neighbours; at an
     end of the curve, the rate there."""
     rates = sorted(losses)
-    best_index = rates.index(best(losses))
+    best_index = rates.index(find_best_rate(losses))
     if best_index in (0, len(rates) - 1):
         return Optimum(rates[best_index], False)
     x0, x1, x2 = (math.log(rate) for rate in rates[best_index - 1 : best_index + 2])
@@ -87,9 +87,9 @@ class UsableRates:
         return self.highest / self.lowest
 
 
-def usable(losses: Losses, margin: float) -> UsableRates:
+def find_usable_rates(losses: Losses, margin: float) -> UsableRates:
     """margin: nats per token above the lowest loss."""
-    rates, middle = sorted(losses), best(losses)
+    rates, middle = sorted(losses), find_best_rate(losses)
     loss_limit = losses[middle] + margin
     lowest, open_below = _crossing(losses, [rate for rate in reversed(rates) if rate <= middle], loss_limit)
     highest_rate, open_above = _crossing(losses, [rate for rate in rates if rate >= middle], loss_limit)
@@ -105,17 +105,17 @@ def _crossing(losses: Losses, rates: Sequence[float], limit: float) -> tuple[flo
     return rates[-1], True
 
 
-def edges(losses: Losses, margin: float) -> tuple[float, ...]:
+def find_edge_rates(losses: Losses, margin: float) -> tuple[float, ...]:
     """The rates to try with more seeds: the best one, the highest usable one, and the one above it."""
     rates, loss_limit = sorted(losses), min(losses.values()) + margin
-    best_index = rates.index(best(losses))
+    best_index = rates.index(find_best_rate(losses))
     last_index = best_index
     while last_index + 1 < len(rates) and losses[rates[last_index + 1]] <= loss_limit:
         last_index += 1
     return tuple(dict.fromkeys(rates[i] for i in (best_index, last_index, last_index + 1) if i < len(rates)))
 
 
-def slope(xs: Sequence[float], ys: Sequence[float]) -> float:
+def fit_slope(xs: Sequence[float], ys: Sequence[float]) -> float:
     """Of the line of least squares; nan of fewer than two different xs."""
     x, y = fmean(xs), fmean(ys)
     spread = sum((a - x) ** 2 for a in xs)
@@ -124,30 +124,33 @@ def slope(xs: Sequence[float], ys: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class LrCurve:
-    """A width under an intervention. results: by seed and rate; the seeds of `whole` have all rates, others those at
-    the edge."""
+    """A width under an intervention. results: by seed and rate; the seeds of `whole` have all rates, others
+    those at the edge."""
 
     intervention: str
     width: int
     results: Mapping[int, Mapping[float, TrialResult]]
     whole: tuple[int, ...]
 
-    def losses(self, seed: int) -> dict[float, float]:
+    def losses_by_rate(self, seed: int) -> dict[float, float]:
         return {rate: result.capped for rate, result in self.results[seed].items()}
 
     @property
     def mean(self) -> dict[float, float]:
         """The curve of all whole seeds."""
-        return {r: fmean(self.losses(s)[r] for s in self.whole) for r in sorted(self.results[self.whole[0]])}
+        return {
+            r: fmean(self.losses_by_rate(s)[r] for s in self.whole)
+            for r in sorted(self.results[self.whole[0]])
+        }
 
     @property
     def sensitivities(self) -> list[float]:
         """Of the whole seeds."""
-        return [lr_sensitivity(self.losses(seed)) for seed in self.whole]
+        return [lr_sensitivity(self.losses_by_rate(seed)) for seed in self.whole]
 
-    def highest(self, margin: float) -> list[float]:
+    def highest_rates(self, margin: float) -> list[float]:
         """The highest usable rate by every seed."""
-        return [usable(self.losses(seed), margin).highest for seed in self.results]
+        return [find_usable_rates(self.losses_by_rate(seed), margin).highest for seed in self.results]
 
     @property
     def parameters(self) -> int:
@@ -171,18 +174,20 @@ class Trend:
     inside: int
 
 
-def trends(curves: Sequence[LrCurve]) -> list[Trend]:
+def find_trends(curves: Sequence[LrCurve]) -> list[Trend]:
     trends_found = []
     for intervention_name in dict.fromkeys(curve.intervention for curve in curves):
         own_curves = [curve for curve in curves if curve.intervention == intervention_name]
         log_widths = [math.log2(curve.width) for curve in own_curves]
-        width_optima = [(w, optimum(curve.mean)) for w, curve in zip(log_widths, own_curves, strict=True)]
+        width_optima = [
+            (w, find_optimum(curve.mean)) for w, curve in zip(log_widths, own_curves, strict=True)
+        ]
         inside = [
             (w, math.log2(curve_optimum.rate)) for w, curve_optimum in width_optima if curve_optimum.inside
         ]
         trends_found.append(Trend(
-            intervention_name, slope(log_widths, [fmean(curve.sensitivities) for curve in own_curves]),
-            slope([w for w, _ in inside], [rate for _, rate in inside]) if inside else math.nan, len(inside),
+            intervention_name, fit_slope(log_widths, [fmean(curve.sensitivities) for curve in own_curves]),
+            fit_slope([w for w, _ in inside], [rate for _, rate in inside]) if inside else math.nan, len(inside),
         ))  # fmt: skip
     return trends_found
 
@@ -234,7 +239,7 @@ class LrGrid:
             "seeds": (*self.seeds, *self.edge_seeds),
         }  # fmt: skip
 
-    def trial(self, intervention: str, width: int, rate: float, seed: int) -> Trial:
+    def make_trial(self, intervention: str, width: int, rate: float, seed: int) -> Trial:
         return Trial(
             f"{intervention}-w{width}-lr{rate}-s{seed}",
             (
@@ -243,28 +248,30 @@ class LrGrid:
             ),
         )  # fmt: skip
 
-    def check(self) -> None:
+    def check_trials(self) -> None:
         """Raises ConfigError for a trial that could not start: before hours of training, not after."""
         for width in self.widths:
             for name in self.interventions:
-                recipe.load(self.path, self.trial(name, width, self.rates[0], self.seeds[0]).overrides)
+                recipe.load_recipe(
+                    self.path, self.make_trial(name, width, self.rates[0], self.seeds[0]).overrides
+                )
 
-    def whole(self) -> list[Trial]:
+    def whole_trials(self) -> list[Trial]:
         """The trials of all rates, the slowest first, so that the last ones to end are short."""
         return [
-            self.trial(intervention_name, width, rate, seed)
+            self.make_trial(intervention_name, width, rate, seed)
             for width in sorted(self.widths, reverse=True) for seed in self.seeds
             for intervention_name in self.interventions for rate in self.rates
         ]  # fmt: skip
 
     def at_the_edges(self, curves: Sequence[LrCurve]) -> list[Trial]:
         return [
-            self.trial(curve.intervention, curve.width, rate, seed)
+            self.make_trial(curve.intervention, curve.width, rate, seed)
             for curve in sorted(curves, key=lambda curve: -curve.width) for seed in self.edge_seeds
-            for rate in edges(curve.mean, self.margin)
+            for rate in find_edge_rates(curve.mean, self.margin)
         ]  # fmt: skip
 
-    def curves(self, results: Mapping[str, TrialResult]) -> list[LrCurve]:
+    def make_curves(self, results: Mapping[str, TrialResult]) -> list[LrCurve]:
         """By intervention, then by width; of each, all results that there are."""
         curves_found = []
         for intervention_name in self.interventions:
@@ -272,7 +279,7 @@ class LrGrid:
                 by_seed = {
                     seed: {
                         rate: results[trial.name] for rate in self.rates
-                        if (trial := self.trial(intervention_name, width, rate, seed)).name in results
+                        if (trial := self.make_trial(intervention_name, width, rate, seed)).name in results
                     }
                     for seed in (*self.seeds, *self.edge_seeds)
                 }  # fmt: skip
@@ -281,7 +288,7 @@ class LrGrid:
         return curves_found
 
 
-def common(path: Path, preset: LrPreset, overrides: Sequence[str]) -> tuple[str, ...]:
+def common_overrides(path: Path, preset: LrPreset, overrides: Sequence[str]) -> tuple[str, ...]:
     """The overrides of all trials: quiet, as short as the preset, with the shares of the recipe's schedule, and then
     the user's. Raises ConfigError."""
     short = (
@@ -289,8 +296,8 @@ def common(path: Path, preset: LrPreset, overrides: Sequence[str]) -> tuple[str,
         f"train.global_batch={preset.batch}", f"train.micro_batch={preset.batch}", "train.eval_samples=128",
         f"model.sequence_length={preset.length}",
     )  # fmt: skip
-    steps = recipe.load(path, [*short, *overrides]).train.steps
-    return (*short, *schedule_of(recipe.load(path), steps), *overrides)
+    steps = recipe.load_recipe(path, [*short, *overrides]).train.steps
+    return (*short, *schedule_of(recipe.load_recipe(path), steps), *overrides)
 
 
 def schedule_of(config: RunConfig, steps: int) -> tuple[str, ...]:
@@ -312,11 +319,11 @@ def run_grid(
     more: Callable[[int], None],
 ) -> list[LrCurve]:  # fmt: skip
     """Run what is missing, and return the curves. more: told of further trials, once the edges are known."""
-    curves = grid.curves(run_missing(study, grid.path, grid.whole(), jobs, watch))
+    curves = grid.make_curves(run_missing(study, grid.path, grid.whole_trials(), jobs, watch))
     edge_trials = grid.at_the_edges(curves)
-    more(len(study.missing(trial.name for trial in edge_trials)))
+    more(len(study.list_missing(trial.name for trial in edge_trials)))
     run_missing(study, grid.path, edge_trials, jobs, watch)
-    return grid.curves(study.results)
+    return grid.make_curves(study.results)
 
 
 # What it shows
@@ -332,7 +339,7 @@ def _table(curves: Sequence[LrCurve], margin: float) -> Table:
     )  # fmt: skip
     for curve in curves:
         mean_losses = curve.mean
-        at, rates = optimum(mean_losses), usable(mean_losses, margin)
+        at, rates = find_optimum(mean_losses), find_usable_rates(mean_losses, margin)
         open_ends = (rates.open_below, rates.open_above)
         curve_table.add_row(
             curve.intervention, str(curve.width), f"{curve.parameters / 1e6:.2f}M", f"{min(mean_losses.values()):.3f}",
@@ -340,7 +347,7 @@ def _table(curves: Sequence[LrCurve], margin: float) -> Table:
             _spread(curve.sensitivities),
             f"{'<' if open_ends[0] else ''}{rates.lowest:.2g} to {'>' if open_ends[1] else ''}{rates.highest:.2g}",
             f"{'>' if any(open_ends) else ''}{rates.factor:.0f}x",
-            ", ".join(f"{rate:.2g}" for rate in curve.highest(margin)),
+            ", ".join(f"{rate:.2g}" for rate in curve.highest_rates(margin)),
             ", ".join(f"{rate:g}" for rate in curve.diverged) or "-",
         )  # fmt: skip
     return curve_table
@@ -360,7 +367,7 @@ def in_words(found: Sequence[Trend]) -> list[str]:
         rate_text = (
             "the best rates lie at the ends of the grid: no trend"
             if math.isnan(trend.best_rate)
-            else f"the best rate goes with width^{trend.best_rate:+.2f}, by {plural(trend.inside, 'width')}"
+            else f"the best rate goes with width^{trend.best_rate:+.2f}, by {count_noun(trend.inside, 'width')}"
         )
         sentences_told.append(
             f"{trend.intervention}: LR sensitivity {trend.sensitivity:+.3f} nat per doubling of the width; {rate_text}"
@@ -372,13 +379,13 @@ def make_report(grid: LrGrid, curves: Sequence[LrCurve], about: dict[str, Any]) 
     """Everything. Losses in nats per token; `losses` are the mean over the whole seeds, capped."""
     curve_rows = []
     for curve in curves:
-        mean_losses, usable_rates = curve.mean, usable(curve.mean, grid.margin)
+        mean_losses, usable_rates = curve.mean, find_usable_rates(curve.mean, grid.margin)
         curve_rows.append({
             "intervention": curve.intervention, "width": curve.width, "parameters": curve.parameters,
             "losses": [{"rate": rate, "loss": loss} for rate, loss in mean_losses.items()],
-            "best_loss": min(mean_losses.values()), "best_rate": asdict(optimum(mean_losses)),
+            "best_loss": min(mean_losses.values()), "best_rate": asdict(find_optimum(mean_losses)),
             "lr_sensitivity": curve.sensitivities, "usable": asdict(usable_rates) | {"factor": usable_rates.factor},
-            "highest_by_seed": dict(zip(map(str, curve.results), curve.highest(grid.margin), strict=True)),
+            "highest_by_seed": dict(zip(map(str, curve.results), curve.highest_rates(grid.margin), strict=True)),
             "trials": [
                 {
                     "rate": rate, "seed": seed, "final": result.final, "first": result.first,
@@ -387,7 +394,7 @@ def make_report(grid: LrGrid, curves: Sequence[LrCurve], about: dict[str, Any]) 
                 for seed, seed_runs in curve.results.items() for rate, result in seed_runs.items()
             ],
         })  # fmt: skip
-    trends_found = trends(curves)
+    trends_found = find_trends(curves)
     report_facts = about | {
         "margin": grid.margin, "rates": grid.rates, "widths": grid.widths, "steps": grid.config.train.steps,
         "interventions": {name: list(overrides) for name, overrides in grid.interventions.items()},
@@ -413,7 +420,7 @@ def _draw(grid: LrGrid, curves: Sequence[LrCurve], figure: Figure) -> None:
         axis.plot(list(losses), list(losses.values()), "o-", color=colour, markersize=4, label=line_label)
         others = [
             (rate, loss) for seed in curve.results if seed not in curve.whole
-            for rate, loss in curve.losses(seed).items()
+            for rate, loss in curve.losses_by_rate(seed).items()
         ]  # fmt: skip
         axis.plot(
             [r for r, _ in others], [loss for _, loss in others], "x", color=colour, markersize=5, alpha=0.7

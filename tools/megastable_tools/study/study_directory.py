@@ -1,6 +1,6 @@
 """The directory of a study: what it is a study of, and the results so far. It can be killed at any time and goes on.
 
-    with StudyDirectory.open(folder, identity, TrialResult) as study:
+    with StudyDirectory.open_locked(folder, identity, TrialResult) as study:
         results = run_missing(study, recipe, trials, jobs, watch)
 
 `study.json` says what the results belong to, `trials/NAME.json` is a result, `runs/` has the unfinished runs, and a
@@ -20,7 +20,7 @@ from rich.table import Table
 
 from megastable.base import durable
 from megastable.base.errors import ConfigError, DataError
-from megastable.base.text import plural
+from megastable.base.text import count_noun
 from megastable.config.tree import RunConfig
 from megastable.data.corpora import open_corpora
 from megastable_tools.study.trial import SavedResult, Trial, TrialResult, run_trials
@@ -45,7 +45,7 @@ class StudyDirectory(Generic[R]):
 
     @classmethod
     @contextmanager
-    def open(cls, root: Path, identity: Mapping[str, Any], kind: type[R]) -> Iterator[Self]:
+    def open_locked(cls, root: Path, identity: Mapping[str, Any], kind: type[R]) -> Iterator[Self]:
         """Lock it, making it if need be, and read its results. Raises ConfigError if it is another study's, or another
         process works in it."""
         study = cls(root)
@@ -57,7 +57,7 @@ class StudyDirectory(Generic[R]):
                 raise ConfigError(
                     f"{root} is not the directory of a study, nor empty: choose another --output"
                 )
-            study_lock = durable.hold(root / ".lock")
+            study_lock = durable.lock_file(root / ".lock")
         except OSError as error:
             raise ConfigError(f"{root} cannot be used: {error}: choose another --output") from None
         if study_lock is None:
@@ -67,7 +67,7 @@ class StudyDirectory(Generic[R]):
         with study_lock:
             study._claim(identity)
             for result_path in sorted(study.trials.glob("*.json")):
-                study.results[result_path.stem] = kind.load(result_path)
+                study.results[result_path.stem] = kind.load_file(result_path)
             yield study
 
     def _claim(self, identity: Mapping[str, Any]) -> None:
@@ -78,8 +78,8 @@ class StudyDirectory(Generic[R]):
                 assert isinstance(identity_found, dict)
             except (OSError, ValueError, AssertionError):
                 raise DataError(f"{self.identity}: not a study's: choose another --output") from None
-            if told := differences(identity_found, own_identity):
-                more_text = f" and {plural(len(told) - SHOWN, 'more')}" if len(told) > SHOWN else ""
+            if told := list_differences(identity_found, own_identity):
+                more_text = f" and {count_noun(len(told) - SHOWN, 'more')}" if len(told) > SHOWN else ""
                 raise ConfigError(
                     f"{self.root} holds another study: {'; '.join(told[:SHOWN])}{more_text}. "
                     "Say the same as then to go on, or choose another --output"
@@ -90,13 +90,13 @@ class StudyDirectory(Generic[R]):
         except OSError as error:
             raise DataError(f"{self.root} could not be written to: {error}") from None
 
-    def missing(self, names: Iterable[str]) -> list[str]:
+    def list_missing(self, names: Iterable[str]) -> list[str]:
         """Those without a result yet, each once."""
         return [name for name in dict.fromkeys(names) if name not in self.results]
 
-    def keep(self, name: str, result: R) -> None:
+    def keep_result(self, name: str, result: R) -> None:
         """Raises DataError if it cannot be written."""
-        result.save(self.trials / f"{name}.json")
+        result.save_file(self.trials / f"{name}.json")
         self.results[name] = result
 
 
@@ -120,10 +120,10 @@ def run_missing(
     by_name = {trial.name: trial for trial in trials}
 
     def done(trial: Trial, result: TrialResult) -> None:
-        study.keep(trial.name, result)
+        study.keep_result(trial.name, result)
         watch(trial.name, result)
 
-    run_trials(recipe, [by_name[name] for name in study.missing(by_name)], study.runs, jobs, done)
+    run_trials(recipe, [by_name[name] for name in study.list_missing(by_name)], study.runs, jobs, done)
     return {name: study.results[name] for name in by_name}
 
 
@@ -140,7 +140,7 @@ def identity_of(
     return {"kind": kind, "recipe": recipe_tree, "corpora": corpora.fingerprints, **own, "grid": dict(grid)}
 
 
-def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
+def list_differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
     """What keeps a study of identity `new` out of the directory of `old`, as "key: old -> new"."""
     differences_told: list[str] = []
     for identity_key in dict.fromkeys([*old, *new]):
@@ -155,7 +155,7 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = ""
                     if new_value.get(inner_key) != inner_value
                 }  # more of them is no other study
                 new_value = {inner_key: new_value.get(inner_key) for inner_key in was}
-            differences_told += differences(was, new_value, f"{key_name}.")
+            differences_told += list_differences(was, new_value, f"{key_name}.")
         elif prefix == "grid." and isinstance(was, list) and isinstance(new_value, list):
             if gone := [value for value in was if value not in new_value]:
                 differences_told.append(

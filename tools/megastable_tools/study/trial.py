@@ -50,7 +50,7 @@ class Trial:
 class SavedResult:
     """A result of a study's run, with its file: complete, or not there at all."""
 
-    def save(self, path: Path) -> None:
+    def save_file(self, path: Path) -> None:
         """Raises DataError."""
         try:
             durable.write_file(path, (as_json(asdict(self)) + "\n").encode())
@@ -58,7 +58,7 @@ class SavedResult:
             raise DataError(f"{path} could not be written: {error}: make room, start again") from None
 
     @classmethod
-    def load(cls, path: Path) -> Self:
+    def load_file(cls, path: Path) -> Self:
         """Raises DataError for a file that is no result."""
         try:
             return TypeAdapter(cls).validate_json(path.read_bytes())
@@ -95,21 +95,21 @@ class TrialResult(SavedResult):
         return not self.final < self.first - LEARNT
 
     @classmethod
-    def of(cls, run: Path) -> Self:
+    def of_run(cls, run: Path) -> Self:
         """What a finished run directory says. Raises DataError."""
-        record_table = records.read(run / "steps")
+        record_table = records.read_newest_records(run / "steps")
         step_losses = [math.nan if loss is None else loss for loss in record_table.column("loss").to_pylist()]
         summary = read_object(RunDirectory(run).summary)
         if not step_losses or not math.isfinite(step_losses[0]):
             raise DataError(f"{run}: the loss of the first batch, before any update, is not a finite number")
         validation_loss = summary.get("val_loss")
         return cls(
-            smoothed(step_losses), step_losses[0], math.nan if validation_loss is None else float(validation_loss),
+            smooth_losses(step_losses), step_losses[0], math.nan if validation_loss is None else float(validation_loss),
             float(sum(record_table.column("seconds").to_pylist())), int(summary.get("parameters") or 0),
         )  # fmt: skip
 
 
-def smoothed(losses: Sequence[float]) -> tuple[float, ...]:
+def smooth_losses(losses: Sequence[float]) -> tuple[float, ...]:
     """The mean of the last `WINDOW` losses at every step, of fewer at the start; inf from a non-finite one on."""
     broken_step = next((i for i, loss in enumerate(losses) if not math.isfinite(loss)), len(losses))
     loss_sums = np.concatenate(([0.0], np.cumsum(losses[:broken_step])))
@@ -156,10 +156,12 @@ def run_trials(
         Work(t.name, _train, ([str(recipe), *t.overrides, f"run.dir={folder / t.name}"],)) for t in trials
     ]
     # Without a guard, weights that are not finite may end a run by that code.
-    run_all(work, folder, jobs, lambda name, run: done(by_name[name], TrialResult.of(run)), (OK, UNSTABLE))
+    run_pieces(
+        work, folder, jobs, lambda name, run: done(by_name[name], TrialResult.of_run(run)), (OK, UNSTABLE)
+    )
 
 
-def run_all(
+def run_pieces(
     work: Sequence[Work], folder: Path, jobs: int, done: Callable[[str, Path], None],
     accepted: tuple[int, ...] = (OK,),
 ) -> None:  # fmt: skip

@@ -64,7 +64,7 @@ class Switch:
     on: tuple[str, ...]
 
 
-def usual(model: ModelConfig) -> dict[str, Switch]:
+def usual_switches(model: ModelConfig) -> dict[str, Switch]:
     """Those that every recipe knows (arXiv:2309.14322, section 3.1)."""
     norm = str(model.qk_norm or True).lower()
     return {
@@ -73,10 +73,10 @@ def usual(model: ModelConfig) -> dict[str, Switch]:
     }
 
 
-def interventions(given: Sequence[str], model: ModelConfig) -> dict[str, tuple[str, ...]]:
+def parse_interventions(given: Sequence[str], model: ModelConfig) -> dict[str, tuple[str, ...]]:
     """Overrides by intervention, in the order given. given: names with commas between, or one definition each; see
     above. Raises ConfigError."""
-    switches, wanted_names = usual(model), list[str]()
+    switches, wanted_names = usual_switches(model), list[str]()
     for text in given:
         name, equals_sign, overrides = text.partition("=")
         if not equals_sign:

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from megastable.base.errors import CheckpointError, ConfigError
-from megastable.base.text import visible
+from megastable.base.text import make_visible
 from megastable.checkpoint.new_run import ADAM, refuse_existing, write_run
-from megastable.checkpoint.whole import Described, parameters
+from megastable.checkpoint.whole import Described, describe_parameters
 from megastable.config.model import ModelConfig
 from megastable.config.tree import RunConfig
 from megastable.engine.flatstate import KINDS
@@ -31,7 +31,13 @@ from megastable.parallel.sharding import placement_of
 from megastable.parallel.topology import TensorParallel
 from megastable_tools.convert.derived_runs import state_of, with_vocabulary
 from megastable_tools.convert.foreign import unpickle
-from megastable_tools.convert.huggingface.architectures import EVERYWHERE, OWN, TensorRows, merge, table
+from megastable_tools.convert.huggingface.architectures import (
+    EVERYWHERE,
+    OWN,
+    TensorRows,
+    map_tensor_names,
+    merge_tensors,
+)
 
 Parts = Mapping[str, tuple[TensorRows, ...]]
 
@@ -53,14 +59,14 @@ def import_deepspeed(folder: Path, out: Path, run: RunConfig, say: Callable[[str
     CheckpointError, ConfigError, DataError; then nothing of `out` is left.
     """
     refuse_existing(out)
-    source = find(folder)
+    source = find_deepspeed_folder(folder)
     state = ZeroState(source)
     say(
         f"warning: {source}: DeepSpeed writes no checksums and no list of files for a checkpoint: it can be checked "
         "for consistency, but not whether it is complete and unchanged"
     )
     run = with_vocabulary(run)
-    held = parameters(run.model)
+    held = describe_parameters(run.model)
     naming, prefix = naming_of(run.model, held, state, source)
     optimizer = state.kinds == KINDS and run.optimizer.name in ADAMS
     why = f"{run.optimizer.name} cannot continue from them" if state.kinds == KINDS else "they start at zero"
@@ -68,19 +74,23 @@ def import_deepspeed(folder: Path, out: Path, run: RunConfig, say: Callable[[str
         f"{source}: ZeRO {state.stage}, step {state.steps}, parameters named as {naming.whose}, "
         + ("with Adam's moments" if optimizer else f"without Adam's moments: {why}")
     )
-    say(f"note: {source}: it does not contain settings of the model: using the recipe's, {unseen(run.model)}")
+    say(
+        f"note: {source}: it does not contain settings of the model: using the recipe's, "
+        f"{describe_unseen_settings(run.model)}"
+    )
 
     def whole(name: str, kind: str) -> Tensor:
         parts = {part.name: state.assemble_tensor(prefix + part.name, kind) for part in naming.parts[name]}
-        return merge(parts, naming.parts[name], held[name].shape[0])
+        return merge_tensors(parts, naming.parts[name], held[name].shape[0])
 
-    cursor = unpickle.number(state.client.get("cursor")) or 0
+    cursor = unpickle.parse_number(state.client.get("cursor")) or 0
     updates = int(max(state.adam_step or state.steps - state.skipped, 0))
     at = state_of(
         run,
         step=state.steps,
         updates=updates,
-        trained_tokens=run.batches.reach(0, updates) * run.model.sequence_length,  # as if by this recipe
+        trained_tokens=run.batches.reach_after(0, updates)
+        * run.model.sequence_length,  # as if by this recipe
         cursor=int(max(cursor, 0)),
         adam_step=state.adam_step,
         scaler={"cur_scale": state.loss_scale} if run.precision.kind == "fp16" and state.loss_scale else {},
@@ -89,7 +99,7 @@ def import_deepspeed(folder: Path, out: Path, run: RunConfig, say: Callable[[str
     return write_run(out, run, at, whole, optimizer=ADAM if optimizer else None, origin=origin)
 
 
-def unseen(config: ModelConfig) -> str:
+def describe_unseen_settings(config: ModelConfig) -> str:
     """The model keys that names and shapes do not show: the usual ones, and choices other than the defaults."""
     c, fields = config, ModelConfig.model_fields.items()
     seen = OWN | EVERYWHERE | {"qk_norm", "qkv_bias"}
@@ -102,7 +112,7 @@ def unseen(config: ModelConfig) -> str:
     return " ".join(f"{key}={setting_value}" for key, setting_value in (usual | rope_text | chosen).items())
 
 
-def find(folder: Path) -> Path:
+def find_deepspeed_folder(folder: Path) -> Path:
     """The folder with the files: `folder` itself, the one that its `latest` names, or the only global_step*/ in it."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: there is no such folder")
@@ -116,8 +126,8 @@ def find(folder: Path) -> Path:
         except (OSError, UnicodeDecodeError) as error:
             raise CheckpointError(f"{latest}: cannot be read: {error}") from None
         if not tag or "/" in tag or tag in (".", "..") or not (folder / tag).is_dir():
-            there = f"; there are {', '.join(visible(path.name) for path in steps)}" if steps else ""
-            raise CheckpointError(f"{latest} names {visible(tag, 100)!r}, which is not there{there}")
+            there = f"; there are {', '.join(make_visible(path.name) for path in steps)}" if steps else ""
+            raise CheckpointError(f"{latest} names {make_visible(tag, 100)!r}, which is not there{there}")
         return folder / tag
     if len(steps) == 1:
         return steps[0]
@@ -137,7 +147,7 @@ def naming_of(
     """
     possible_namings = [Naming("our layers", _own(config, held))]
     with contextlib.suppress(ConfigError):  # no Hugging Face architecture matches this model
-        possible_namings.append(Naming("Hugging Face's", table(config)))
+        possible_namings.append(Naming("Hugging Face's", map_tensor_names(config)))
     names = state.shapes
     for naming in possible_namings:
         anchor = next(iter(naming.parts.values()))[0].name
@@ -147,7 +157,7 @@ def naming_of(
             if all(n.startswith(prefix) for n in names):
                 _check(naming.parts, held, state, prefix, where)
                 return naming, prefix
-    some = ", ".join(visible(shown_name, 100) for shown_name in list(names)[:3])
+    some = ", ".join(make_visible(shown_name, 100) for shown_name in list(names)[:3])
     known = " or ".join(f"{next(iter(n.parts.values()))[0].name!r} ({n.whose})" for n in possible_namings)
     raise CheckpointError(
         f"{where}: its parameters are named {some}, ...: the supported models have names such as {known}"
@@ -169,16 +179,18 @@ def _check(parts: Parts, held: Mapping[str, Described], state: ZeroState, prefix
         shape = state.shapes.get(name)
         if shape is None:
             raise CheckpointError(
-                f"{where}: {visible(name, 200)} is missing: the recipe's model is another one"
+                f"{where}: {make_visible(name, 200)} is missing: the recipe's model is another one"
             )
         if shape != part.shape:
             raise CheckpointError(
-                f"{where}: {visible(name, 200)} is {shape}, in the recipe's model {part.shape}: correct the recipe's "
+                f"{where}: {make_visible(name, 200)} is {shape}, in the recipe's model {part.shape}: correct the "
+                "recipe's "
                 "model section"
             )
     if left := sorted(set(state.shapes) - set(wanted_parts)):
         raise CheckpointError(
-            f"{where}: {visible(left[0], 200)} has no home in the recipe's model ({len(left)} such): it is of another "
+            f"{where}: {make_visible(left[0], 200)} has no home in the recipe's model ({len(left)} such): it is "
+            "of another "
             "model"
         )
 
@@ -225,8 +237,8 @@ class ZeroState:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         rank_files, model_files = _files(folder)
-        file_content = _mapping(unpickle.load(model_files[0]), model_files[0])
-        self.client, self._module = file_content, unpickle.fields(file_content.get("module"))
+        file_content = _mapping(unpickle.load_pickle(model_files[0]), model_files[0])
+        self.client, self._module = file_content, unpickle.read_fields(file_content.get("module"))
         _check_model(file_content, model_files[0])
         self.steps = _count(file_content.get("global_steps"))
         self.skipped = _count(file_content.get("skipped_steps"))
@@ -236,8 +248,12 @@ class ZeroState:
             raise CheckpointError(f"{model_files[0]}: a parameter lies in two groups of the optimizer")
         held = [_optimizer(path) for path in rank_files]
         first = held[0]
-        self.stage = 3 if "fp32_flat_groups" in first else int(unpickle.number(first.get("zero_stage")) or 1)
-        self.loss_scale = unpickle.number(unpickle.fields(first.get("loss_scaler")).get("cur_scale"))
+        self.stage = (
+            3 if "fp32_flat_groups" in first else int(unpickle.parse_number(first.get("zero_stage")) or 1)
+        )
+        self.loss_scale = unpickle.parse_number(
+            unpickle.read_fields(first.get("loss_scaler")).get("cur_scale")
+        )
         self._saved = [_read(path, of, self.stage) for path, of in zip(rank_files, held, strict=True)]
         _check_ranks(first, self._saved)
         self.kinds = tuple(k for k in KINDS if all(s.buffers[k] is not None for s in self._saved))
@@ -261,10 +277,11 @@ class ZeroState:
         """A whole tensor, fp32. A weight must match the model's file, where ZeRO 1 and 2 store it whole."""
         parts = [name_part.float() for r in self._ranges[name] for name_part in self._slices(r, kind)]
         found = torch.cat(parts).view(self.shapes[name]) if parts else torch.zeros(self.shapes[name])
-        model_tensor = unpickle.dense(self._module.get(name)) if kind == KINDS[0] else None
+        model_tensor = unpickle.read_dense_tensor(self._module.get(name)) if kind == KINDS[0] else None
         if model_tensor is not None and model_tensor.shape == found.shape and not _agree(found, model_tensor):
             raise CheckpointError(
-                f"{self.folder}: {visible(name, 200)} in the optimizer's files is not the one in the model's: files of "
+                f"{self.folder}: {make_visible(name, 200)} in the optimizer's files is not the one in the "
+                "model's: files of "
                 "two checkpoints are mixed, or they are damaged; get the checkpoint again from where it was written"
             )
         return found
@@ -330,7 +347,7 @@ def _files(folder: Path) -> tuple[list[Path], list[Path]]:
 
 
 def _mapping(content: Any, path: Path) -> dict[str, Any]:
-    content_fields = unpickle.fields(content)
+    content_fields = unpickle.read_fields(content)
     if not content_fields:
         raise CheckpointError(f"{path}: not a file of DeepSpeed: it holds no names")
     return content_fields
@@ -340,9 +357,9 @@ def _check_model(content: Mapping[str, Any], path: Path) -> None:
     if (size := _count(content.get("mp_world_size"))) > 1:
         raise CheckpointError(f"{path}: written under tensor parallelism of {size}: only 1 can be read")
     if frozen := content.get("frozen_param_shapes"):
-        name = next(iter(unpickle.fields(frozen)), "?")
+        name = next(iter(unpickle.read_fields(frozen)), "?")
         raise CheckpointError(
-            f"{path}: {visible(name, 200)} was frozen, and exists in 16 bits only: this model trains all of its "
+            f"{path}: {make_visible(name, 200)} was frozen, and exists in 16 bits only: this model trains all of its "
             "weights"
         )
 
@@ -351,11 +368,11 @@ def _shapes(given: Any, path: Path) -> list[dict[str, tuple[int, ...]]]:
     shape_groups = []
     for shape_group in given if isinstance(given, list) else []:
         named_shapes = {}
-        for name, shape in unpickle.fields(shape_group).items():
+        for name, shape in unpickle.read_fields(shape_group).items():
             if not isinstance(shape, tuple) or not all(isinstance(n, int) and n >= 0 for n in shape):
-                raise CheckpointError(f"{path}: param_shapes: {visible(name, 200)} has no shape")
+                raise CheckpointError(f"{path}: param_shapes: {make_visible(name, 200)} has no shape")
             if _numel(shape) > LARGEST:
-                raise CheckpointError(f"{path}: param_shapes: {visible(name, 200)} is impossibly large")
+                raise CheckpointError(f"{path}: param_shapes: {make_visible(name, 200)} is impossibly large")
             named_shapes[name] = tuple(shape)
         shape_groups.append(named_shapes)
     if not any(shape_groups):
@@ -374,40 +391,44 @@ def _numel(shape: Sequence[int]) -> int:
 
 
 def _count(value: Any) -> int:
-    read_number = unpickle.number(value)
+    read_number = unpickle.parse_number(value)
     return int(read_number) if read_number is not None and read_number >= 0 else 0
 
 
 def _optimizer(path: Path) -> dict[str, Any]:
-    file_content = _mapping(unpickle.load(path), path)
+    file_content = _mapping(unpickle.load_pickle(path), path)
     return _mapping(file_content.get("optimizer_state_dict"), path)
 
 
 def _read(path: Path, held: Mapping[str, Any], stage: int) -> _Saved:
     weights = held.get("fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups")
-    masters = [unpickle.dense(t) for t in weights] if isinstance(weights, list) else []
+    masters = [unpickle.read_dense_tensor(t) for t in weights] if isinstance(weights, list) else []
     if not masters or any(t is None or t.dim() != 1 for t in masters):
         raise CheckpointError(
             f"{path}: holds no flat fp32 weights: they were offloaded to a disk, or it is not of ZeRO 1, 2 or 3"
         )
     inner = held.get("optimizer_state_dict" if stage == 3 else "base_optimizer_state")
-    inner_fields = unpickle.fields(inner)
+    inner_fields = unpickle.read_fields(inner)
     # "Elastic" checkpoints hold a list: the state of every group.
     states = dict(enumerate(inner)) if isinstance(inner, list) else inner_fields.get("state")
     settings = inner_fields.get("param_groups")
-    of = [unpickle.fields(states.get(i)) if isinstance(states, dict) else {} for i in range(len(masters))]
+    of = [
+        unpickle.read_fields(states.get(i)) if isinstance(states, dict) else {} for i in range(len(masters))
+    ]
     rank_buffers: dict[str, list[Tensor] | None] = {KINDS[0]: [t for t in masters if t is not None]}
     for moment_kind in KINDS[1:]:
-        moment_buffers = [unpickle.dense(zero_state.get(moment_kind)) for zero_state in of]
+        moment_buffers = [unpickle.read_dense_tensor(zero_state.get(moment_kind)) for zero_state in of]
         moments_fit = [
             m is not None and m.dim() == 1 and master_weight is not None and len(m) >= len(master_weight)
             for m, master_weight in zip(moment_buffers, masters, strict=True)
         ]
         rank_buffers[moment_kind] = [m for m in moment_buffers if m is not None] if all(moments_fit) else None
     step_values = [zero_state.get("step") for zero_state in of]
-    step_values += [unpickle.fields(g).get("step") for g in settings] if isinstance(settings, list) else []
+    step_values += (
+        [unpickle.read_fields(g).get("step") for g in settings] if isinstance(settings, list) else []
+    )
     step_values.append(held.get("base_optimizer_state_step"))
-    step = next((n for n in map(unpickle.number, step_values) if n is not None), 0.0)
+    step = next((n for n in map(unpickle.parse_number, step_values) if n is not None), 0.0)
     return _Saved(path, rank_buffers, step)
 
 
@@ -443,7 +464,7 @@ def _zero12(
             does_fit = offset + parameter_numel <= rank_share * len(sizes)
             found[parameter_name] = list(_evenly(offset, parameter_numel, rank_share, g)) if does_fit else []
             if not does_fit or any(r.start + r.numel > sizes[r.rank][g] for r in found[parameter_name]):
-                raise _Contradiction(f"{visible(parameter_name, 200)} does not fit into the files")
+                raise _Contradiction(f"{make_visible(parameter_name, 200)} does not fit into the files")
             offset += parameter_numel + (between[parameter_index] if parameter_index < len(between) else 0)
         padding_unit = 2 * len(sizes)  # NCCL's alignment; there is no further padding
         held_elements = sum(rank_state[g] for rank_state in sizes)

@@ -27,16 +27,16 @@ from torch import Tensor
 
 from megastable.base.durable import staged_directory
 from megastable.base.errors import CheckpointError, DataError
-from megastable.base.text import visible
+from megastable.base.text import make_visible
 from megastable.checkpoint.files import write_file
 from megastable.checkpoint.new_run import refuse_existing, write_run
 from megastable.checkpoint.plain import find_checkpoint
 from megastable.checkpoint.store import read_state
-from megastable.checkpoint.whole import Described, WholeState, parameters, run_of
+from megastable.checkpoint.whole import Described, WholeState, describe_parameters, run_of
 from megastable.config import recipe
 from megastable.config.model import ModelConfig
 from megastable.config.tree import RunConfig
-from megastable.parallel.sharding import Placement, shard, unshard
+from megastable.parallel.sharding import Placement, cut_shard, join_shards
 from megastable_tools.convert.derived_runs import state_of, with_vocabulary
 from megastable_tools.convert.foreign import megatron_args, unpickle
 from megastable_tools.convert.foreign.megatron_args import NAMES
@@ -77,7 +77,7 @@ class MegatronState:
             for t, rank_tensors in enumerate(ranks):
                 if odd_names := sorted(rank_tensors.keys() ^ ranks[0].keys()):
                     raise CheckpointError(
-                        f"{rank_files[t, stage]}: not all tensor ranks hold {visible(odd_names[0], 200)}"
+                        f"{rank_files[t, stage]}: not all tensor ranks hold {make_visible(odd_names[0], 200)}"
                     )
             for name in ranks[0]:
                 by_stage = self._held.setdefault(name_ours(name, first_layer, rank_files[0, stage]), {})
@@ -89,24 +89,24 @@ class MegatronState:
 
     def _read(self, path: Path) -> dict[str, Tensor]:
         """The tensors of one file, by their names."""
-        file_content = unpickle.fields(unpickle.load(path))
+        file_content = unpickle.read_fields(unpickle.load_pickle(path))
         if "model0" in file_content:
             raise CheckpointError(
                 f"{path}: its pipeline stages are interleaved (virtual pipeline): save it again without virtual stages"
             )
-        model_tensors = unpickle.fields(file_content.get("model"))
+        model_tensors = unpickle.read_fields(file_content.get("model"))
         if not model_tensors:
             raise CheckpointError(f"{path}: holds no model: it is not a checkpoint of Megatron")
         # Megatron also takes a missing one as 0.
-        version = unpickle.number(file_content.get("checkpoint_version", 0))
+        version = unpickle.parse_number(file_content.get("checkpoint_version", 0))
         if version != VERSION:
             raise CheckpointError(
                 f"{path}: checkpoint_version={version}: before 3.0 q, k and v are in another order; load and save it "
                 "with a current Megatron"
             )
-        iteration = int(unpickle.number(file_content.get("iteration")) or 0)
+        iteration = int(unpickle.parse_number(file_content.get("iteration")) or 0)
         if self.iteration is None:
-            self.args, self.iteration = unpickle.fields(file_content.get("args")), iteration
+            self.args, self.iteration = unpickle.read_fields(file_content.get("args")), iteration
         if iteration != self.iteration:
             raise CheckpointError(
                 f"{path}: of iteration {iteration}, other files of {self.iteration}: files of two checkpoints are mixed"
@@ -115,10 +115,11 @@ class MegatronState:
         for name, tensor_value in model_tensors.items():
             if name.endswith("_extra_state"):
                 continue  # scales of FP8, which the next steps recompute
-            dense_tensor = unpickle.dense(tensor_value)
+            dense_tensor = unpickle.read_dense_tensor(tensor_value)
             if dense_tensor is None or dense_tensor.dtype.itemsize < 2:
                 raise CheckpointError(
-                    f"{path}: {visible(name, 200)} is not a tensor of 16 or 32 bits: keep primary weights out of FP8"
+                    f"{path}: {make_visible(name, 200)} is not a tensor of 16 or 32 bits: keep primary weights "
+                    "out of FP8"
                 )
             found_tensors[name.removeprefix("module.")] = dense_tensor
         return found_tensors
@@ -152,7 +153,9 @@ class MegatronState:
         if split_dim is None:
             self._same(name, shards, shards[:1] * len(shards))
             return shards[0]
-        return torch.cat(shards) if name in VOCABULARY else unshard(shards, place_theirs(name, of.placement))
+        return (
+            torch.cat(shards) if name in VOCABULARY else join_shards(shards, place_theirs(name, of.placement))
+        )
 
     def drop_tied_head(self) -> None:
         """With tied weights the last of several stages holds a copy: compare it and drop it."""
@@ -178,10 +181,10 @@ def import_megatron(folder: Path, out: Path, run: RunConfig | None, say: Callabl
     then nothing of `out` is left.
     """
     refuse_existing(out)
-    source = find(folder)
+    source = find_iteration_folder(folder)
     state = MegatronState(source)
     run = _recipe(state, run, say)
-    our_parameters, model_config = parameters(run.model), run.model
+    our_parameters, model_config = describe_parameters(run.model), run.model
     assert model_config.vocab_size is not None
     if model_config.tied:
         state.drop_tied_head()
@@ -258,22 +261,22 @@ def _shards(
     """The tensors of one Megatron rank, by its names."""
     c, rank_tensors = run.model, OrderedDict[str, Tensor]()
     first_layer, last_layer = (c.layers * layer_number // pipeline for layer_number in (stage, stage + 1))
-    for tensor_name, of in parameters(c).items():
+    for tensor_name, of in describe_parameters(c).items():
         # Layer 0 is the embedding, block n is layer n + 1, final norm and head follow.
         if (stage > 0 and of.layer <= first_layer) or (stage < pipeline - 1 and of.layer > last_layer):
             continue
-        their_tensor = to_their_rows(tensor_name, whole.tensor(tensor_name, "weight"), c)
-        own_part = shard(their_tensor, place_theirs(tensor_name, of.placement), t, tensor).clone()
+        their_tensor = to_their_rows(tensor_name, whole.read_tensor(tensor_name, "weight"), c)
+        own_part = cut_shard(their_tensor, place_theirs(tensor_name, of.placement), t, tensor).clone()
         rank_tensors[name_theirs(tensor_name, first_layer, implementation)] = own_part
     if c.tied and 0 < stage == pipeline - 1:
-        embedding_cut = whole.placement(EMBEDDING)
-        rank_tensors[name_theirs("head.weight", 0, implementation)] = shard(
-            whole.tensor(EMBEDDING, "weight"), embedding_cut, t, tensor
+        embedding_cut = whole.placement_of(EMBEDDING)
+        rank_tensors[name_theirs("head.weight", 0, implementation)] = cut_shard(
+            whole.read_tensor(EMBEDDING, "weight"), embedding_cut, t, tensor
         ).clone()
     return rank_tensors
 
 
-def find(folder: Path) -> Path:
+def find_iteration_folder(folder: Path) -> Path:
     """The folder with the ranks' folders: `folder` itself, or the one that its tracker file names."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: there is no such folder")
@@ -287,10 +290,12 @@ def find(folder: Path) -> Path:
             f"{folder}: no checkpoint of Megatron: it has neither {LATEST} nor folders such as mp_rank_00"
         ) from None
     if text != "release" and not (text.isdecimal() and len(text) < 20):
-        raise CheckpointError(f"{tracker}: {visible(text, 50)!r} is not an iteration number")
+        raise CheckpointError(f"{tracker}: {make_visible(text, 50)!r} is not an iteration number")
     found = folder / ("release" if text == "release" else f"iter_{int(text):07d}")
     if not found.is_dir():
-        raise CheckpointError(f"{tracker} names iteration {visible(text, 50)}, but {found.name} is missing")
+        raise CheckpointError(
+            f"{tracker} names iteration {make_visible(text, 50)}, but {found.name} is missing"
+        )
     return found
 
 
@@ -327,9 +332,9 @@ def _recipe(state: MegatronState, run: RunConfig | None, say: Callable[[str], No
         )
     if run is not None:
         run = with_vocabulary(run)
-        if contradiction_texts := megatron_args.disagreements(model_settings, run.model):
+        if contradiction_texts := megatron_args.list_contradictions(model_settings, run.model):
             raise CheckpointError(f"{state.folder}: {'; '.join(contradiction_texts)}: correct the recipe")
-        if silent := megatron_args.missing(model_settings):
+        if silent := megatron_args.list_missing_arguments(model_settings):
             say(
                 f"warning: {state.folder}: its arguments do not say {', '.join(silent)}: using the recipe's values, "
                 "which may differ from those in training"
@@ -344,12 +349,12 @@ def _recipe(state: MegatronState, run: RunConfig | None, say: Callable[[str], No
             model = run.model.model_copy(update={"max_positions": position_count})
             run = run.model_copy(update={"model": model})
         return run
-    if missing := megatron_args.missing(model_settings):
+    if missing := megatron_args.list_missing_arguments(model_settings):
         raise CheckpointError(
             f"{state.folder}: its arguments do not say {', '.join(missing)}: give a recipe with the model"
         )
     vocabulary = megatron_args.vocabulary_of(state.args, state.rows, state.tensor)
-    return recipe.validate({"model": model_settings | vocabulary}, f"{state.folder}: its arguments")
+    return recipe.validate_tree({"model": model_settings | vocabulary}, f"{state.folder}: its arguments")
 
 
 def _check(state: MegatronState, held: Mapping[str, Described]) -> None:
@@ -366,7 +371,7 @@ def _check(state: MegatronState, held: Mapping[str, Described]) -> None:
         ("tensor_model_parallel_size", state.tensor),
         ("pipeline_model_parallel_size", state.pipeline),
     ):
-        said = unpickle.number(state.args.get(key))
+        said = unpickle.parse_number(state.args.get(key))
         if said is not None and said != layout_size:
             raise CheckpointError(f"{state.folder}: {key}={said:g}, but there are files of {layout_size}")
 
@@ -391,7 +396,7 @@ def name_ours(name: str, first: int, where: object) -> str:
         return f"blocks.{int(layer_match[1]) + first}.{_LAYER[layer_match[2]]}"
     is_before_core = name.startswith(("language_model.", "transformer."))
     raise CheckpointError(
-        f"{where}: {visible(name, 200)} has no home in this model: "
+        f"{where}: {make_visible(name, 200)} has no home in this model: "
         + (
             "it is of Megatron before its core"
             if is_before_core

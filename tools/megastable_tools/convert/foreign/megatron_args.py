@@ -15,11 +15,11 @@ from typing import Any
 import yaml
 
 from megastable.base.errors import CheckpointError, ConfigError
-from megastable.base.text import visible
+from megastable.base.text import make_visible
 from megastable.config.keys import read_names
 from megastable.config.model import ModelConfig, RopeScalingConfig
 from megastable.config.tree import RunConfig
-from megastable_tools.convert.foreign.unpickle import number
+from megastable_tools.convert.foreign.unpickle import parse_number
 from megastable_tools.convert.huggingface.architectures import EVERYWHERE, OWN
 
 Args = Mapping[str, Any]
@@ -51,11 +51,11 @@ def model_of(args: Args, where: object) -> dict[str, Any]:
         if not any(
             value is other or (type(value) in (int, float, str, list) and value == other) for other in allowed
         ):
-            raise CheckpointError(f"{where}: {key}={visible(value, 100)}: not supported: {WHY[key]}")
+            raise CheckpointError(f"{where}: {key}={make_visible(value, 100)}: not supported: {WHY[key]}")
     kind = args.get("position_embedding_type", "rope")
     if kind != "rope" and args.get("use_rotary_position_embeddings") is not True:
         raise CheckpointError(
-            f"{where}: position_embedding_type={visible(kind, 100)}: this model has rotary embeddings (rope)"
+            f"{where}: position_embedding_type={make_visible(kind, 100)}: this model has rotary embeddings (rope)"
         )
     found: dict[str, Any] = {}
     if args:
@@ -65,11 +65,13 @@ def model_of(args: Args, where: object) -> dict[str, Any]:
         found |= {"zero_centered_norms": any(bool(args.get(name)) for name in CENTERED)}
         found |= _windows(args, where)
     for key, argument_names in SAME.items():
-        value = next((n for n in (number(args.get(name)) for name in argument_names) if n is not None), None)
+        value = next(
+            (n for n in (parse_number(args.get(name)) for name in argument_names) if n is not None), None
+        )
         if value is not None:
             found[key] = value if key in ("rope_theta", "norm_eps") else int(value)
     has_groups = args.get("group_query_attention") is True
-    group_count = number(args.get("num_query_groups")) if has_groups else found.get("heads")
+    group_count = parse_number(args.get("num_query_groups")) if has_groups else found.get("heads")
     if group_count is not None:
         found["kv_heads"] = int(group_count)
     for key, name, is_flipped in (
@@ -81,7 +83,10 @@ def model_of(args: Args, where: object) -> dict[str, Any]:
     if args:
         scale = _positive(args, "softmax_scale", where)
         found["attention_scale"] = None if scale == _usual_scale(found.get("head_dim")) else scale
-    sequence_length, positions = number(args.get("seq_length")), number(args.get("max_position_embeddings"))
+    sequence_length, positions = (
+        parse_number(args.get("seq_length")),
+        parse_number(args.get("max_position_embeddings")),
+    )
     if longest_sequence := sequence_length or positions:
         found["sequence_length"] = int(longest_sequence)
     if positions:
@@ -98,15 +103,15 @@ def _scaling(args: Args, where: object) -> dict[str, Any] | None:
         raise CheckpointError(
             f"{where}: rotary_seq_len_interpolation_factor={linear:g} with use_rope_scaling: only one of them is known"
         )
-    rope_factor = number(args.get("rope_scaling_factor")) or LLAMA3.factor
+    rope_factor = parse_number(args.get("rope_scaling_factor")) or LLAMA3.factor
     return LLAMA3.model_dump() | {"factor": float(rope_factor)}
 
 
 def _positive(args: Args, key: str, where: object) -> float | None:
     """An argument that is None or a number above 0."""
-    argument_value = number(args.get(key))
+    argument_value = parse_number(args.get(key))
     if args.get(key) is not None and not (argument_value and argument_value > 0):
-        raise CheckpointError(f"{where}: {key}={visible(args[key], 100)}: it must be a number above 0")
+        raise CheckpointError(f"{where}: {key}={make_visible(args[key], 100)}: it must be a number above 0")
     return argument_value
 
 
@@ -118,11 +123,13 @@ def _windows(args: Args, where: object) -> dict[str, int | None]:
     is_whole = isinstance(size, tuple | list) and [type(window_part) for window_part in size] == [int, int]
     if not is_whole or size[0] < 0 or size[1] != 0:
         raise CheckpointError(
-            f"{where}: window_size={visible(size, 100)}: not supported: it must be the number of tokens before, and 0"
+            f"{where}: window_size={make_visible(size, 100)}: not supported: it must be the number of tokens "
+            "before, and 0"
         )
     if every is not None and (type(every) is not int or every < 2):
         raise CheckpointError(
-            f"{where}: window_attn_skip_freq={visible(every, 100)}: not supported: either all layers have the window, "
+            f"{where}: window_attn_skip_freq={make_visible(every, 100)}: not supported: either all layers have "
+            "the window, "
             "or all but every n-th: a number n of 2 or more"
         )
     return {"window": size[0] + 1, "full_attention_every": every}
@@ -132,7 +139,7 @@ def _usual_scale(width: int | None) -> float | None:
     return width**-0.5 if width else None
 
 
-def missing(found: Args) -> list[str]:
+def list_missing_arguments(found: Args) -> list[str]:
     """The missing arguments that a recipe needs."""
     argument_names = {key: names[0] for key, names in SAME.items()}
     argument_names |= {"qk_norm": "qk_layernorm", "tied": "untie_embeddings_and_output_weights"}
@@ -141,20 +148,22 @@ def missing(found: Args) -> list[str]:
 
 def dropout_of(args: Args) -> str:
     """The dropout used in training, as "key=value"; "" for none."""
-    dropout_values = {key: number(args.get(key)) or 0 for key in ("hidden_dropout", "attention_dropout")}
+    dropout_values = {
+        key: parse_number(args.get(key)) or 0 for key in ("hidden_dropout", "attention_dropout")
+    }
     return ", ".join(f"{key}={value:g}" for key, value in dropout_values.items() if value)
 
 
 def vocabulary_of(args: Args, rows: int, tensor: int) -> dict[str, int]:
     """vocab_size and a vocab_multiple that pads it to their `rows`, if possible."""
-    known_size = number(args.get("vocab_size"))
+    known_size = parse_number(args.get("vocab_size"))
     size = int(known_size) if known_size and known_size <= rows else rows
-    divisible_by = int(number(args.get("make_vocab_size_divisible_by")) or 0) * tensor
+    divisible_by = int(parse_number(args.get("make_vocab_size_divisible_by")) or 0) * tensor
     vocab_multiple = next(m for m in (128, divisible_by, rows) if m > 0 and -(-size // m) * m == rows)
     return {"vocab_size": size, "vocab_multiple": vocab_multiple}
 
 
-def disagreements(found: Mapping[str, Any], model: ModelConfig) -> list[str]:
+def list_contradictions(found: Mapping[str, Any], model: ModelConfig) -> list[str]:
     """Contradictions between arguments and recipe, as "key=ours, Megatron's ...". Lengths may differ."""
     our_settings = {
         **model.model_dump(),

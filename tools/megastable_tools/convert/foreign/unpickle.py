@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from megastable.base.errors import CheckpointError
-from megastable.base.text import visible
+from megastable.base.text import make_visible
 
 BLOCK = 1 << 24  # bytes
 LEGACY_PICKLES = (
@@ -51,23 +51,23 @@ class StandIn:
         self.state = state
 
     def __repr__(self) -> str:
-        return f"<{visible(self.path, 80)}>"
+        return f"<{make_visible(self.path, 80)}>"
 
 
-def fields(value: Any) -> dict[str, Any]:
+def read_fields(value: Any) -> dict[str, Any]:
     """The attributes of a pickled object, or a mapping itself; empty for anything else."""
     state = value.state if isinstance(value, StandIn) else value
     return {key: v for key, v in state.items() if isinstance(key, str)} if isinstance(state, dict) else {}
 
 
-def dense(value: Any) -> Tensor | None:
+def read_dense_tensor(value: Any) -> Tensor | None:
     """A contiguous floating-point tensor; None for anything else."""
     if not isinstance(value, Tensor) or value.layout != torch.strided or value.device.type != "cpu":
         return None
     return value.detach() if value.is_floating_point() else None
 
 
-def number(value: Any) -> float | None:
+def parse_number(value: Any) -> float | None:
     """A finite number: plain, as a tensor of one element, or as an enum's member; None for anything else."""
     if isinstance(value, StandIn) and len(value.args) == 1:
         value = value.args[0]
@@ -83,7 +83,7 @@ def number(value: Any) -> float | None:
         return None
 
 
-def load(path: Path) -> Any:
+def load_pickle(path: Path) -> Any:
     """The content that `torch.save` wrote to `path`; tensors on the CPU, mapped if the format allows it, not read.
 
     Every zip entry's CRC-32 is checked first (torch itself ignores them); files of torch before 1.6 have none. Raises
@@ -112,7 +112,7 @@ def _why(error: Exception) -> str:
     """The informative line of an error. Torch wraps it in advice to run whatever is in the file."""
     inner_error = error.__context__ if isinstance(error, pickle.UnpicklingError) else None
     error_lines = str(inner_error or error).strip().splitlines()
-    return visible(error_lines[0], 200) if error_lines else type(error).__name__
+    return make_visible(error_lines[0], 200) if error_lines else type(error).__name__
 
 
 def _in_zip(path: Path, file: IO[bytes]) -> set[str]:

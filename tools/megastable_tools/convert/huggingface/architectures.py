@@ -106,7 +106,7 @@ class TensorRows:
     shape: tuple[int, ...]
 
 
-def table(config: ModelConfig) -> dict[str, tuple[TensorRows, ...]]:
+def map_tensor_names(config: ModelConfig) -> dict[str, tuple[TensorRows, ...]]:
     """Each of our parameters, in the model's order, with its Hugging Face tensors. `vocab_size` must be known.
 
     Raises ConfigError as `architecture_of`.
@@ -158,13 +158,13 @@ def _rows(*named: tuple[str, int], width: int | None = None) -> tuple[TensorRows
     return tuple(row_parts)
 
 
-def split(whole: Tensor, parts: tuple[TensorRows, ...]) -> dict[str, Tensor]:
+def split_tensor(whole: Tensor, parts: tuple[TensorRows, ...]) -> dict[str, Tensor]:
     """Their tensors, as views of one of ours; further rows are padding."""
     return {row_part.name: whole[row_part.first : row_part.first + row_part.shape[0]] for row_part in parts}
 
 
-def merge(theirs: Mapping[str, Tensor], parts: tuple[TensorRows, ...], rows: int) -> Tensor:
-    """One of our tensors, fp32 with `rows` rows, from theirs; further rows are zero. The inverse of `split`."""
+def merge_tensors(theirs: Mapping[str, Tensor], parts: tuple[TensorRows, ...], rows: int) -> Tensor:
+    """One of our tensors, fp32 with `rows` rows, from theirs; further rows are zero. The inverse of `split_tensor`."""
     whole_tensor = torch.empty((rows, *parts[0].shape[1:]))
     for row_part in parts:
         whole_tensor[row_part.first : row_part.first + row_part.shape[0]] = theirs[row_part.name]
@@ -222,7 +222,7 @@ def factor_of(name: str, config: ModelConfig) -> float:
     return 1.0
 
 
-def exact(config: ModelConfig) -> bool:
+def are_factors_exact(config: ModelConfig) -> bool:
     """Whether no factor rounds a weight."""
     scale_factors = (config.width_ratio, config.depth_ratio, _attention(config))
     return all(math.frexp(scale_factor)[0] == 0.5 for scale_factor in scale_factors)

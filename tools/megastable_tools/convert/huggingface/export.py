@@ -19,29 +19,42 @@ from torch import Tensor
 import megastable
 from megastable.base.durable import staged_directory, write_data_file
 from megastable.base.errors import CheckpointError, DataError
-from megastable.base.text import visible
+from megastable.base.text import make_visible
 from megastable.checkpoint import markers, store
 from megastable.checkpoint.files import TensorFile, hash_file
 from megastable.checkpoint.new_run import refuse_existing
 from megastable.checkpoint.plain import find_checkpoint
 from megastable.checkpoint.whole import WholeState, run_of
 from megastable.config.model import ModelConfig
-from megastable.config.recipe import find
+from megastable.config.recipe import find_recipe
 from megastable.config.tree import RunConfig
 from megastable.data.manifest import TokenizerInfo
 from megastable.data.tokenizer import Tokenizer, load_tokenizer
-from megastable.model.sizes import parameters as count_parameters
+from megastable.model.sizes import count_parameters as count_parameters
 from megastable_tools.convert.huggingface.architectures import (
     QWEN2,
     architecture_of,
-    exact,
+    are_factors_exact,
     factor_of,
-    split,
-    table,
+    map_tensor_names,
+    split_tensor,
     without_mup,
 )
-from megastable_tools.convert.huggingface.folder import CONFIG, INDEX, Entry, bytes_of, index, plan
-from megastable_tools.convert.huggingface.gguf import KNOWN, converted, is_qwens, unsupported, vocabulary
+from megastable_tools.convert.huggingface.folder import (
+    CONFIG,
+    INDEX,
+    Entry,
+    bytes_of,
+    plan_weight_files,
+    write_weight_index,
+)
+from megastable_tools.convert.huggingface.gguf import (
+    KNOWN,
+    describe_converter_error,
+    find_unsupported,
+    is_qwens,
+    translate_vocabulary,
+)
 from megastable_tools.convert.huggingface.parity import ParityReport
 from megastable_tools.convert.huggingface.settings import settings_of
 from megastable_tools.convert.huggingface.tokenizer_export import WITHOUT, Written, write_tokenizer
@@ -102,14 +115,16 @@ def to_hf(
     run = run.model_copy(update={"model": without_mup(scaled)})
     found, user_notes = (None, []) if without_tokenizer else _tokenizer(run, tokenizer)
     entries = [
-        (part.name, DTYPES[dtype], part.shape) for parts in table(run.model).values() for part in parts
+        (part.name, DTYPES[dtype], part.shape)
+        for parts in map_tensor_names(run.model).values()
+        for part in parts
     ]
-    planned_files = plan(entries, shard_size)
+    planned_files = plan_weight_files(entries, shard_size)
     made = Export(
         out, checkpoint, store.step_of(checkpoint), hash_file(checkpoint / store.MANIFEST).xxh3, dtype, run,
         tensors=len(entries), files=len(planned_files), bytes=sum(map(bytes_of, entries)), notes=user_notes,
     )  # fmt: skip
-    proven = markers.healthy(checkpoint)
+    proven = markers.read_health(checkpoint)
     made.health = f"proven by the {proven.steps} steps after it" if proven else "not proven by later steps"
     _room(out, made.bytes)
     with staged_directory(out) as folder:
@@ -137,7 +152,11 @@ def to_hf(
                 f"{run.model.sequence_length:,} tokens at a time"
             )
         if scaled.mup is not None:
-            rounded = "exactly" if exact(scaled) else "rounded once: the ratios of sizes are no powers of two"
+            rounded = (
+                "exactly"
+                if are_factors_exact(scaled)
+                else "rounded once: the ratios of sizes are no powers of two"
+            )
             made.notes.append(
                 f"muP's scales are multiplied into the weights, {rounded}; an import finds none"
             )
@@ -173,7 +192,7 @@ def _tokenizer(run: RunConfig, given: Path | None) -> tuple[Tokenizer, list[str]
             ) from None
     try:
         if given is not None:
-            found, problem = named_tokenizer(find(given), run)
+            found, problem = named_tokenizer(find_recipe(given), run)
         else:
             assert info is not None
             found = load_tokenizer(corpus / info.file, info.eod, info.bos)
@@ -216,13 +235,15 @@ def _told(made: Export, tokenizer: Tokenizer, written: Written) -> list[str]:
             "transformers 5 replaces the tokenizer of a Qwen2 by Qwen's own, which gives other ids: load this one with "
             f"PreTrainedTokenizerFast.from_pretrained({made.out.name!r})"
         )
-    if tokenizer_problem := unsupported(made.run.model):
+    if tokenizer_problem := find_unsupported(made.run.model):
         return [*user_notes, f"to-gguf does not write this model: {tokenizer_problem}"]
     try:
-        llama_vocabulary = vocabulary(written.content, made.run.model.vocab_size)
+        llama_vocabulary = translate_vocabulary(written.content, made.run.model.vocab_size)
     except CheckpointError as error:
         return [*user_notes, f"this tokenizer is not for llama.cpp: {error}. {KNOWN}"]
-    converter_error = converted(model_kind, llama_vocabulary, tokenizer.kind == "sentencepiece")
+    converter_error = describe_converter_error(
+        model_kind, llama_vocabulary, tokenizer.kind == "sentencepiece"
+    )
     if converter_error:
         user_notes.append(
             f"llama.cpp's own converter {converter_error}: use `megastable convert to-gguf {made.out.name} "
@@ -247,20 +268,20 @@ def _write_weights(
     watch: Callable[[int], None],
 ) -> None:
     done_bytes = 0
-    with closing(ahead(tensors)) as tensor_stream:
+    with closing(prepare_ahead(tensors)) as tensor_stream:
         for file_name, tensor_entries in planned.items():
             # Without this metadata transformers 4 does not load a file.
             with TensorFile(folder / file_name, tensor_entries, {"format": "pt"}) as tensor_writer:
                 for tensor_entry in tensor_entries:
                     tensor_name, next_tensor = next(tensor_stream)
-                    tensor_writer.write(tensor_name, next_tensor)
+                    tensor_writer.write_tensor(tensor_name, next_tensor)
                     done_bytes += bytes_of(tensor_entry)
                     watch(done_bytes)
     if len(planned) > 1:
-        write_data_file(folder / INDEX, index(planned).encode())
+        write_data_file(folder / INDEX, write_weight_index(planned).encode())
 
 
-def ahead(given: Iterator[T]) -> Generator[T, None, None]:
+def prepare_ahead(given: Iterator[T]) -> Generator[T, None, None]:
     """The same items, each made by another thread while the previous one is in use."""
     with ThreadPoolExecutor(1) as thread_pool:
         coming_item = thread_pool.submit(next, given, None)
@@ -273,15 +294,15 @@ def _theirs(
     whole: WholeState, config: ModelConfig, scaled: ModelConfig, dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
     """scaled: the checkpoint's model, which may have muP's scales."""
-    for our_name, row_parts in table(config).items():
-        next_tensor = whole.tensor(our_name, "weight")
+    for our_name, row_parts in map_tensor_names(config).items():
+        next_tensor = whole.read_tensor(our_name, "weight")
         if (scale_factor := factor_of(our_name, scaled)) != 1:
             next_tensor = next_tensor * scale_factor
         if not all(map(math.isfinite, next_tensor.aminmax())):  # the fastest check that also detects NaN
             raise CheckpointError(
                 f"{whole.checkpoint}: {our_name} holds values that are not finite: export an older checkpoint"
             )
-        for their_name, their_tensor in split(next_tensor, row_parts).items():
+        for their_name, their_tensor in split_tensor(next_tensor, row_parts).items():
             yield their_name, their_tensor.to(dtype)
 
 
@@ -309,7 +330,7 @@ def write_card(made: Export) -> str:
     """README.md of the folder: its origin, and how it was checked."""
     run, text = made.run, Path(__file__).with_name("card.md").read_text(encoding="utf-8").removesuffix("\n")
     return text.format(
-        name=visible(made.out.name),
+        name=make_visible(made.out.name),
         parameters=count_parameters(run.model.model_copy(update={"vocab_multiple": 1})),
         version=megastable.__version__,
         architecture=architecture_of(run.model).name,
@@ -323,7 +344,7 @@ def write_card(made: Export) -> str:
         apart="yes" if run.data.keep_documents_apart else "no",
         rounded="" if made.dtype == "fp32" else f", rounded once to {made.dtype}",
         checked=_say_checks(made),
-        notes="".join(f"\nNote: {visible(user_note)}\n" for user_note in made.notes),
+        notes="".join(f"\nNote: {make_visible(user_note)}\n" for user_note in made.notes),
     )
 
 
@@ -339,11 +360,11 @@ def _say_checks(made: Export) -> str:
     if found is None:
         return "It was not: the check was skipped at export."
     if found.why:
-        return visible(found.verdict) + "."
+        return make_visible(found.verdict) + "."
     rows = "\n".join(f"| {row.of} | {row.tokens} | {row.largest:.3g} | {row.kl:.3g} |" for row in found.rows)
     return (
         f"Logits in fp32 of the model that trained (its weights rounded as here) and of transformers "
-        f"{found.transformers}, and all {found.tensors} tensors bit for bit: {visible(found.verdict)}.\n\n"
+        f"{found.transformers}, and all {found.tensors} tensors bit for bit: {make_visible(found.verdict)}.\n\n"
         "| compared on | positions | largest difference | KL, nats/token |\n|---|---|---|---|\n"
         f"{rows}"
     )

@@ -21,14 +21,14 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 
 from megastable.base.errors import CheckpointError, ConfigError
-from megastable.base.text import visible
+from megastable.base.text import make_visible
 from megastable.checkpoint.files import Reader
 from megastable.checkpoint.plain import PlainModel, without_weights
 from megastable.config.model import ModelConfig
-from megastable.config.recipe import find
+from megastable.config.recipe import find_recipe
 from megastable.config.tree import RunConfig
-from megastable.parallel.sharding import place, placement_of
-from megastable_tools.convert.huggingface.architectures import TensorRows, merge, table
+from megastable.parallel.sharding import placement_of, set_placement
+from megastable_tools.convert.huggingface.architectures import TensorRows, map_tensor_names, merge_tensors
 from megastable_tools.convert.huggingface.settings import model_of
 
 CONFIG, ADAPTER = "config.json", "adapter_config.json"
@@ -44,7 +44,7 @@ class HuggingFaceFolder:
     """
 
     def __init__(self, path: Path, accept: Collection[str] = ()) -> None:
-        self.path = find(path)
+        self.path = find_recipe(path)
         if not self.path.is_dir():
             raise CheckpointError(
                 f"{path} is not there, or no folder: give one that holds {CONFIG} and weights"
@@ -134,7 +134,7 @@ class HuggingFaceFolder:
             raise CheckpointError(
                 f"{self.path}: holds too few tensors for the {self.config.layers} layers of {CONFIG}"
             )
-        our_rows = table(self.config)
+        our_rows = map_tensor_names(self.config)
         wanted = {row_part.name: row_part for parts in our_rows.values() for row_part in parts}
         there = {
             tensor_name for tensor_name in self.files if not tensor_name.endswith(".rotary_emb.inv_freq")
@@ -151,7 +151,8 @@ class HuggingFaceFolder:
             if names:
                 more = f", and {len(names) - 1} more" if len(names) > 1 else ""
                 raise CheckpointError(
-                    f"{self.path}: the tensor {visible(sorted(names)[0])!r} {what}{more}: it is not what {CONFIG} says "
+                    f"{self.path}: the tensor {make_visible(sorted(names)[0])!r} {what}{more}: it is not what "
+                    f"{CONFIG} says "
                     f"({self.settings['architectures'][0]}, {self.config.layers} layers, tied: {self.config.tied})"
                 )
         for tensor_name, row_part in wanted.items():
@@ -164,7 +165,7 @@ class HuggingFaceFolder:
         return our_rows
 
     def shape_of(self, name: str) -> tuple[int, ...]:
-        return self._opened(self.files[name]).shape(name)
+        return self._opened(self.files[name]).shape_of(name)
 
     def dtype_of(self, name: str) -> torch.dtype:
         """Raises CheckpointError for anything but a plain float."""
@@ -172,19 +173,19 @@ class HuggingFaceFolder:
         kind = weight_reader.entries[name].kind
         if kind not in FLOATS:
             raise CheckpointError(
-                f"{self.path}: {name} is {visible(kind, 20)}: only weights in fp32, bf16, fp16 and fp64 are read"
+                f"{self.path}: {name} is {make_visible(kind, 20)}: only weights in fp32, bf16, fp16 and fp64 are read"
             )
-        return weight_reader.dtype(name)
+        return weight_reader.dtype_of(name)
 
     def read_tensor(self, name: str) -> Tensor:
         """A tensor in its own dtype; read on request. Raises CheckpointError."""
-        return self._opened(self.files[name]).tensor(name)
+        return self._opened(self.files[name]).read_tensor(name)
 
     def read_our_tensor(self, name: str, rows: int | None = None) -> Tensor:
         """One of our tensors, whole, fp32; its first dimension padded with zeros to `rows`."""
         row_parts = self.parts[name]
         row_total = sum(part.shape[0] for part in row_parts)
-        return merge(
+        return merge_tensors(
             {part.name: self.read_tensor(part.name) for part in row_parts}, row_parts, rows or row_total
         )
 
@@ -219,7 +220,7 @@ def load_folder(
             raise CheckpointError(
                 f"{path}: its weights do not fit on {device}: {_first_line(error)}"
             ) from None
-        place(filled_parameter, parameter_placement, 1)
+        set_placement(filled_parameter, parameter_placement, 1)
         setattr(owner_module, parameter_key, filled_parameter)
     run = RunConfig(model=folder.config)
     return PlainModel(empty_model, run, folder.path, step=0, fingerprint=folder.fingerprint).eval()
@@ -234,7 +235,7 @@ def parameters_in(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parame
 
 def is_folder(path: Path) -> bool:
     """Whether `path` is a Hugging Face folder rather than a checkpoint or a run of ours."""
-    return (find(path) / CONFIG).is_file()
+    return (find_recipe(path) / CONFIG).is_file()
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -278,7 +279,7 @@ def read_size(text: str) -> int:
     return int(size_bytes)
 
 
-def plan(entries: Sequence[Entry], limit: int) -> dict[str, list[Entry]]:
+def plan_weight_files(entries: Sequence[Entry], limit: int) -> dict[str, list[Entry]]:
     """File names and their tensors, in order. A file exceeds `limit` bytes only if a single tensor does."""
     shards: list[list[Entry]] = [[]]
     file_size = 0
@@ -293,7 +294,7 @@ def plan(entries: Sequence[Entry], limit: int) -> dict[str, list[Entry]]:
     return {f"model-{i:05d}-of-{len(shards):05d}.safetensors": held for i, held in enumerate(shards, start=1)}
 
 
-def index(planned: dict[str, list[Entry]]) -> str:
+def write_weight_index(planned: dict[str, list[Entry]]) -> str:
     """model.safetensors.index.json."""
     all_entries = [tensor_entry for held in planned.values() for tensor_entry in held]
     size_totals = {

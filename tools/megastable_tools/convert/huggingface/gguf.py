@@ -20,7 +20,7 @@ from torch import Tensor
 from megastable.base.durable import remove_abandoned, staging_of, sync_directory
 from megastable.base.errors import CheckpointError, DataError
 from megastable.base.process import install_command
-from megastable.base.text import visible
+from megastable.base.text import make_visible
 from megastable.checkpoint.new_run import refuse_existing
 from megastable.config.model import ModelConfig
 from megastable.data.tokenizer import (
@@ -35,7 +35,7 @@ from megastable.data.tokenizer import (
     cut_behind_first,
     load_tokenizer,
 )
-from megastable.model.attention import Rope, frequencies
+from megastable.model.attention import Rope, rope_frequencies
 from megastable_tools.convert.huggingface.architectures import (
     LLAMA,
     OLMO2,
@@ -50,8 +50,8 @@ from megastable_tools.convert.huggingface.tokenizer_export import (
     CUT_AT_SPACES,
     FILE,
     Json,
-    spaced,
-    steps,
+    list_text_rules,
+    puts_space_before,
 )
 
 TEMPLATE = "chat_template.jinja"
@@ -82,9 +82,9 @@ def to_gguf(folder: Path, out: Path, watch: Callable[[int, int], None] = lambda 
         raise CheckpointError(f"the package gguf, which writes such files, is not installed: {install_text}")
     import gguf
 
-    if model_problem := unsupported(source_folder.config):
+    if model_problem := find_unsupported(source_folder.config):
         raise CheckpointError(f"{folder}: {model_problem}")
-    model_config = reachable(source_folder.config)
+    model_config = drop_unreached_windows(source_folder.config)
     kind, factors = architecture_of(model_config), _factors(model_config)
     assert model_config.vocab_size is not None
     llama_vocabulary, tokenizer_settings = _tokenizer(source_folder.path, model_config.vocab_size)
@@ -139,10 +139,10 @@ def to_gguf(folder: Path, out: Path, watch: Callable[[int, int], None] = lambda 
     return Gguf(out, kind.name, precision_name, tensors, out.stat().st_size, llama_vocabulary.notes)
 
 
-def unsupported(config: ModelConfig) -> str:
+def find_unsupported(config: ModelConfig) -> str:
     """What of a model is not written, because llama.cpp does not compute the same, or is not known to; "" for
     nothing."""
-    c = reachable(config)
+    c = drop_unreached_windows(config)
     kind, rope_scaling = architecture_of(c), c.rope_scaling
     if kind not in (QWEN3, QWEN2, LLAMA, OLMO2):
         return f"{kind.name} is not written as GGUF, only {', '.join(k.name for k in (QWEN3, QWEN2, LLAMA, OLMO2))}"
@@ -160,7 +160,7 @@ def unsupported(config: ModelConfig) -> str:
     return ""
 
 
-def reachable(config: ModelConfig) -> ModelConfig:
+def drop_unreached_windows(config: ModelConfig) -> ModelConfig:
     """The same model without windows that no token leaves."""
     if config.window is None or config.window < config.longest:
         return config
@@ -178,8 +178,10 @@ def _factors(config: ModelConfig) -> npt.NDArray[np.float32] | None:
     """llama.cpp's divisors for the frequencies of a Llama 3, fp32 [head_width / 2]; None for other models."""
     if config.rope_scaling is None or config.rope_scaling.kind != "llama3":
         return None
-    rope, cpu = Rope.of(config), torch.device("cpu")
-    return np.asarray((frequencies(rope._replace(scaling=None), cpu) / frequencies(rope, cpu)).numpy())
+    rope, cpu = Rope.from_config(config), torch.device("cpu")
+    return np.asarray(
+        (rope_frequencies(rope._replace(scaling=None), cpu) / rope_frequencies(rope, cpu)).numpy()
+    )
 
 
 def _interleaved(tensor: Tensor, width: int) -> Tensor:
@@ -192,7 +194,7 @@ def _describe(writer: Any, source: HuggingFaceFolder, kind: str) -> None:
     import gguf
 
     model_config = source.config
-    writer.add_name(visible(source.path.resolve().name))
+    writer.add_name(make_visible(source.path.resolve().name))
     writer.add_type(gguf.GGUFType.MODEL)
     file_types = {"F32": "ALL_F32", "F16": "MOSTLY_F16", "BF16": "MOSTLY_BF16"}
     raw_type = _kind(source, "model.embed_tokens.weight")[1]
@@ -225,7 +227,7 @@ def _tokenizer(folder: Path, size: int) -> tuple[Vocabulary, dict[str, Any]]:
         template = config.get("chat_template")
         if (folder / TEMPLATE).is_file():
             template = (folder / TEMPLATE).read_text(encoding="utf-8")
-        words = vocabulary(content, size)
+        words = translate_vocabulary(content, size)
     except CheckpointError as error:
         raise CheckpointError(f"{folder / FILE}: {error}. {KNOWN}") from None
     except DataError as error:
@@ -234,7 +236,7 @@ def _tokenizer(folder: Path, size: int) -> tuple[Vocabulary, dict[str, Any]]:
         raise CheckpointError(f"{error.filename} cannot be read: {error.strerror}") from None
     except (ValueError, AttributeError, IndexError, RecursionError) as error:
         raise CheckpointError(
-            f"{folder}: {FILE}, {CONFIG} or {TEMPLATE} has an unexpected format: {visible(repr(error), 200)}"
+            f"{folder}: {FILE}, {CONFIG} or {TEMPLATE} has an unexpected format: {make_visible(repr(error), 200)}"
         ) from None
     if words.begin and words.begin != _content(config.get("bos_token")):
         raise CheckpointError(
@@ -316,7 +318,7 @@ class Vocabulary:
     notes: tuple[str, ...] = ()
 
 
-def vocabulary(content: Json, size: int) -> Vocabulary:
+def translate_vocabulary(content: Json, size: int) -> Vocabulary:
     """content: a tokenizer.json as the library writes it; size: of the model's vocabulary. Raises CheckpointError."""
     model = content["model"]
     if model["type"] != "BPE":
@@ -341,7 +343,9 @@ def is_qwens(content: Json) -> bool:
     if content["model"]["type"] != "BPE" or content["model"].get("byte_fallback"):
         return False
     try:
-        return _pre(content) == "qwen2" and [text_rule["type"] for text_rule in steps(content)][:1] == ["NFC"]
+        return _pre(content) == "qwen2" and [text_rule["type"] for text_rule in list_text_rules(content)][
+            :1
+        ] == ["NFC"]
     except CheckpointError:
         return False
 
@@ -360,7 +364,7 @@ def _begin(processor: Json | None) -> str:
     return begin_found
 
 
-def converted(architecture: Architecture, words: Vocabulary, model_file: bool) -> str:
+def describe_converter_error(architecture: Architecture, words: Vocabulary, model_file: bool) -> str:
     """The error that llama.cpp's own converter would make with a folder; "" if it is right.
 
     model_file: the folder also holds tokenizer.model.
@@ -394,7 +398,7 @@ def _scored(content: Json, tokens: list[str], types: list[int]) -> Vocabulary:
     ranks: dict[str, int] = {}
     for merge_rank, (left_piece, right_piece) in enumerate(_pairs(content["model"])):
         ranks.setdefault(left_piece + right_piece, merge_rank)
-    text_rules = steps(content)
+    text_rules = list_text_rules(content)
     for step in text_rules:
         if step not in SPACES and (step["type"], step.get("replacement")) != ("Metaspace", SPACE):
             raise CheckpointError(f"llama.cpp has no {step['type']} before SentencePiece's pieces")
@@ -409,7 +413,7 @@ def _scored(content: Json, tokens: list[str], types: list[int]) -> Vocabulary:
         [t.replace(" ", SPACE) if kind == NORMAL else t for t, kind in zip(tokens, types)],
         types,
         scores=[float(-ranks.get(t, -LOWEST)) if kind == NORMAL else 0.0 for t, kind in zip(tokens, types)],
-        space=spaced(content),
+        space=puts_space_before(content),
         notes=tuple(id_notes),
     )
 
@@ -418,9 +422,9 @@ def _pre(content: Json) -> str:
     """llama.cpp's name of this pre-tokenizer. Raises CheckpointError."""
     # Its regular expressions cut the special tokens of a text by themselves.
     own_rules = [cut_behind_first(token["content"]) for token in content["added_tokens"] if token["special"]]
-    found = [step for step in steps(content) if step["type"] != "NFC" and step not in own_rules]
+    found = [step for step in list_text_rules(content) if step["type"] != "NFC" and step not in own_rules]
     kinds = [step["type"] for step in found]
-    if spaced(content):
+    if puts_space_before(content):
         raise CheckpointError("it puts a space before every text, llama.cpp's byte-level tokenizers do not")
     if kinds == ["ByteLevel"] and found[0].get("use_regex", True):
         return "gpt-2"
@@ -441,6 +445,6 @@ def _pre(content: Json) -> str:
 
 
 def _normalised(content: Json) -> tuple[str, ...]:
-    if any(text_rule["type"] == "NFC" for text_rule in steps(content)):
+    if any(text_rule["type"] == "NFC" for text_rule in list_text_rules(content)):
         return ("llama.cpp does not normalise texts: write them in Unicode's form NFC",)
     return ()

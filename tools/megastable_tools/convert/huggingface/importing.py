@@ -15,17 +15,17 @@ from torch import Tensor
 
 from megastable.base.errors import CheckpointError, ConfigError, DataError
 from megastable.checkpoint.new_run import refuse_existing, write_run
-from megastable.checkpoint.whole import parameters
+from megastable.checkpoint.whole import describe_parameters
 from megastable.config import recipe
-from megastable.config.recipe import find
+from megastable.config.recipe import find_recipe
 from megastable.config.tree import RunConfig
 from megastable.data.corpora import Corpora, open_corpora
 from megastable.data.tokenizer import NO_EOD, Tokenizer, load_tokenizer
-from megastable.model.sizes import parameters as parameter_count
+from megastable.model.sizes import count_parameters as parameter_count
 from megastable_tools.convert.derived_runs import state_of
 from megastable_tools.convert.huggingface.architectures import OWN, architecture_of
 from megastable_tools.convert.huggingface.folder import HuggingFaceFolder
-from megastable_tools.convert.huggingface.tokenizer_export import CONFIG, FILE, difference
+from megastable_tools.convert.huggingface.tokenizer_export import CONFIG, FILE, find_tokenizer_difference
 
 ANY_WAY = "if you know that it is the same, add --any-tokenizer"
 
@@ -62,7 +62,9 @@ def from_hf(
     refuse_existing(out)
     folder = HuggingFaceFolder(given, accept)
     run, user_notes = run_from(folder, base, overrides)
-    row_counts = {name: our_parameter.shape[0] for name, our_parameter in parameters(run.model).items()}
+    row_counts = {
+        name: our_parameter.shape[0] for name, our_parameter in describe_parameters(run.model).items()
+    }
     if strange_names := sorted(set(row_counts) ^ set(folder.parts)):
         raise CheckpointError(f"{given}: {strange_names[0]} has no name in both models")
     corpora = open_corpora(run.data.corpora, run.model.sequence_length, run.run.seed)
@@ -92,7 +94,7 @@ def run_from(
     folder: HuggingFaceFolder, base: Path, overrides: Sequence[str] = ()
 ) -> tuple[RunConfig, list[str]]:
     """The recipe with the folder's model, and notes on the model settings that it replaces. Raises ConfigError."""
-    wanted = recipe.load(base, overrides)
+    wanted = recipe.load_recipe(base, overrides)
     longest, length = folder.sizes["sequence_length"], wanted.model.sequence_length
     if length > longest:
         raise ConfigError(
@@ -112,14 +114,14 @@ def run_from(
             f"this {theirs} computes the same as a {ours}: it is imported as one, and to-hf writes {ours}"
         )
     recipe_tree["model"] |= folder_settings | {"max_positions": longest if longest > length else None}
-    return recipe.validate(recipe_tree, f"{base}, with the model of {folder.path}"), notes
+    return recipe.validate_tree(recipe_tree, f"{base}, with the model of {folder.path}"), notes
 
 
 def check_tokenizer(folder: HuggingFaceFolder, run: RunConfig, corpora: Corpora, notes: list[str]) -> None:
     """Raises CheckpointError unless the corpora were made with the folder's tokenizer."""
     info = corpora.manifests[0].tokenizer
     assert run.model.vocab_size is not None
-    corpus = find(run.data.corpora[0].path)
+    corpus = find_recipe(run.data.corpora[0].path)
     if info.vocab_size > run.model.vocab_size:
         raise CheckpointError(
             f"{corpus}: a wrong tokenizer: it has {info.vocab_size} tokens, and {folder.path} a vocabulary of "
@@ -151,7 +153,7 @@ def check_tokenizer(folder: HuggingFaceFolder, run: RunConfig, corpora: Corpora,
         raise CheckpointError(
             f"the corpus's tokenizer cannot be compared with the folder's: {error}; {ANY_WAY}"
         ) from None
-    if problem := difference(ours, theirs[0]):
+    if problem := find_tokenizer_difference(ours, theirs[0]):
         raise CheckpointError(
             f"{corpus}: a wrong tokenizer: {ours.file.name} there and {theirs[0].file} are not the same: {problem}; "
             "prepare the corpus with the folder's tokenizer"

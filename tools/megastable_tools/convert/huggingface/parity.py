@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from megastable.base import free_memory
 from megastable.base.errors import CheckpointError, MegastableError
 from megastable.base.process import install_command
-from megastable.base.text import plural, size
+from megastable.base.text import count_noun, show_size
 from megastable.checkpoint import store
 from megastable.checkpoint.plain import PlainModel, without_weights
 from megastable.checkpoint.whole import WholeState, run_of
@@ -30,14 +30,14 @@ from megastable.config.model import ModelConfig
 from megastable.config.tree import RunConfig
 from megastable.data.corpora import open_corpora
 from megastable.data.tokenizer import NO_EOD, load_tokenizer
-from megastable.parallel.sharding import place, placement_of
+from megastable.parallel.sharding import placement_of, set_placement
 from megastable.report.sheet import Column, Sheet
 from megastable_tools.convert.huggingface.architectures import (
     OWN,
     factor_of,
-    merge,
-    split,
-    table,
+    map_tensor_names,
+    merge_tensors,
+    split_tensor,
     without_mup,
 )
 from megastable_tools.convert.huggingface.folder import HuggingFaceFolder, parameters_in
@@ -130,7 +130,7 @@ class ParityReport:
         return asdict(self) | {"same": not self.failed and not self.why, "verdict": self.verdict}
 
 
-def compare(
+def compare_logits(
     checkpoint: Path, folder: Path, say: Say = lambda _: None, accept: Collection[str] = (), seed: int = 0
 ) -> ParityReport:
     """checkpoint: a verified folder step-N; accept: as for `HuggingFaceFolder`.
@@ -149,12 +149,14 @@ def compare(
     rounded_weights = _Rounded(WholeState(checkpoint), run.model, theirs)
     token_samples = _samples(run, theirs, seed, found.notes)
     whole, streamed_bytes = _memory(theirs, token_samples)
-    free_bytes = free_memory.free()
+    free_bytes = free_memory.free_bytes()
     if importlib.util.find_spec("transformers") is None:
         install_text = install_command("hf")
         found.why = f"transformers, which the check needs, is not installed: {install_text}, then run `check`"
     elif streamed_bytes > free_bytes:
-        need_text = f"it would take {size(streamed_bytes)} of memory, but {size(free_bytes)} are free"
+        need_text = (
+            f"it would take {show_size(streamed_bytes)} of memory, but {show_size(free_bytes)} are free"
+        )
         found.why = f"{need_text}: run `check` on a larger machine"
     if found.why:
         found.unequal = rounded_weights.all_unequal()
@@ -210,7 +212,7 @@ def _samples(
             run.data.corpora, row_length, run.run.seed, validation=run.data.validation
         ).validation
         if validation_source is not None:
-            text = torch.from_numpy(validation_source.samples(np.arange(ROWS)))[:, :-1]
+            text = torch.from_numpy(validation_source.read_samples(np.arange(ROWS)))[:, :-1]
             if int(text.max()) < vocabulary:
                 return [*found, ("text of the validation corpus", text)]
     except (MegastableError, IndexError):
@@ -252,16 +254,16 @@ class _Rounded:
 
     def __init__(self, whole: WholeState, model: ModelConfig, folder: HuggingFaceFolder) -> None:
         self.whole, self.model, self.folder, self.unequal = whole, model, folder, set[str]()
-        self.table = table(folder.config)
+        self.table = map_tensor_names(folder.config)
 
     def __call__(self, name: str) -> Tensor:
         """fp32, with the padding of the vocabulary unchanged; for our model, so without those scales."""
-        our_tensor, row_parts = self.whole.tensor(name, "weight"), self.table[name]
+        our_tensor, row_parts = self.whole.read_tensor(name, "weight"), self.table[name]
         scale_factor = factor_of(name, self.model)
         if scale_factor != 1:
             our_tensor = our_tensor * scale_factor
         rounded_parts = {}
-        for their_name, row_part in split(our_tensor, row_parts).items():
+        for their_name, row_part in split_tensor(our_tensor, row_parts).items():
             held = self.folder.read_tensor(their_name)
             if held.dtype == torch.float64:  # converted on reading
                 held = held.float()
@@ -269,7 +271,7 @@ class _Rounded:
             if not torch.equal(mine.view(torch.uint8), held.view(torch.uint8)):  # -0.0 is not 0.0, nan is nan
                 self.unequal.add(their_name)
             rounded_parts[their_name] = mine.float()
-        rounded_whole = merge(rounded_parts, row_parts, len(our_tensor))
+        rounded_whole = merge_tensors(rounded_parts, row_parts, len(our_tensor))
         return rounded_whole if scale_factor == 1 else rounded_whole / scale_factor
 
     def all_unequal(self) -> list[str]:
@@ -302,7 +304,7 @@ def _row(of: str, ours: Tensor, theirs: Tensor) -> LogitRow:
     return LogitRow(of, len(our_rows), largest, kl_divergence, agreement_share, largest_logit)
 
 
-def sheet(found: ParityReport) -> Sheet:
+def make_parity_sheet(found: ParityReport) -> Sheet:
     """The report as a table."""
     facts = [
         ("checkpoint", str(found.checkpoint)),
@@ -311,7 +313,7 @@ def sheet(found: ParityReport) -> Sheet:
     ]
     if found.rows:
         facts.append(("transformers", f"{found.transformers}, {found.how}"))
-    facts.append(("tensors", f"{plural(found.tensors, 'tensor')}, {len(found.unequal)} different"))
+    facts.append(("tensors", f"{count_noun(found.tensors, 'tensor')}, {len(found.unequal)} different"))
     columns = (
         Column("of", "compared on"), Column("tokens", "positions", "count"),
         Column("largest", "largest difference", "text"), Column("kl", "KL, nats/token", "text"),
@@ -345,13 +347,13 @@ def compute_our_logits(
         for owner_module, parameter_key, model_parameter in parameters_in(layer):
             parameter_placement = placement_of(model_parameter)
             filled_parameter = nn.Parameter(weights(parameter_placement.name), requires_grad=False)
-            place(filled_parameter, parameter_placement, 1)
+            set_placement(filled_parameter, parameter_placement, 1)
             setattr(owner_module, parameter_key, filled_parameter)
 
     for layer_number, layer in enumerate(empty_model.children()):
         _lazily(layer, fill, keep=layer_number == 0 and run.model.tied)
-    hidden_states = model.hidden(tokens)[at]
-    return model.logits(hidden_states).transpose(0, 1)[..., : model.vocabulary].float()
+    hidden_states = model.compute_hidden(tokens)[at]
+    return model.compute_logits(hidden_states).transpose(0, 1)[..., : model.vocabulary].float()
 
 
 def _lazily(layer: nn.Module, fill: Callable[[nn.Module], None], keep: bool = False) -> None:
@@ -361,7 +363,7 @@ def _lazily(layer: nn.Module, fill: Callable[[nn.Module], None], keep: bool = Fa
         for owner_module, parameter_key, model_parameter in parameters_in(layer):
             hollow = nn.Parameter(torch.empty_like(model_parameter, device="meta"), requires_grad=False)
             if hasattr(model_parameter, "placement"):
-                place(hollow, placement_of(model_parameter), 1)
+                set_placement(hollow, placement_of(model_parameter), 1)
             setattr(owner_module, parameter_key, hollow)
 
     layer.register_forward_pre_hook(lambda module, _: fill(module))

@@ -114,7 +114,7 @@ def model_of(given: Settings, where: str, accept: Collection[str] = ()) -> dict[
     window_size, full_every = _windows(given, kind, model_sizes["layers"], where)
     model_settings = kind.fixed_values() | model_sizes | {
         "tied": is_tied,
-        "norm_eps": number(_given(given, "rms_norm_eps", kind), "rms_norm_eps", where),
+        "norm_eps": read_positive_number(_given(given, "rms_norm_eps", kind), "rms_norm_eps", where),
         "rope_theta": rope_theta,
         "rope_scaling": rope_scaling,
         "window": window_size,
@@ -122,11 +122,13 @@ def model_of(given: Settings, where: str, accept: Collection[str] = ()) -> dict[
         "sequence_length": _count(_given(given, "max_position_embeddings", kind), "max_position_embeddings", where),
     }  # fmt: skip
     if kind is GEMMA2:
-        scalar = number(_given(given, SCALAR, kind), SCALAR, where)
+        scalar = read_positive_number(_given(given, SCALAR, kind), SCALAR, where)
         model_settings["attention_scale"] = None if scalar == model_sizes["head_dim"] else scalar**-0.5
         for our_key, their_key in CAPS.items():
             cap_value = _given(given, their_key, kind)
-            model_settings[our_key] = None if cap_value is None else number(cap_value, their_key, where)
+            model_settings[our_key] = (
+                None if cap_value is None else read_positive_number(cap_value, their_key, where)
+            )
     return model_settings
 
 
@@ -277,11 +279,13 @@ def read_rope(given: Settings, kind: Architecture, where: str) -> tuple[float, R
     rope_bases: dict[str, float] = {}
     scalings: dict[str, RopeScalingConfig | None] = {}
     if given.get("rope_theta") is not None:
-        rope_bases["rope_theta"] = number(given["rope_theta"], "rope_theta", where)
+        rope_bases["rope_theta"] = read_positive_number(given["rope_theta"], "rope_theta", where)
     for key, value in _entries(given, kind, where):
         scalings[key] = _scaling(value, key, where)
         if value.get("rope_theta") is not None:
-            rope_bases[f"{key}.rope_theta"] = number(value["rope_theta"], f"{key}.rope_theta", where)
+            rope_bases[f"{key}.rope_theta"] = read_positive_number(
+                value["rope_theta"], f"{key}.rope_theta", where
+            )
     if kind is OLMO3 and any(scalings.values()):
         raise CheckpointError(
             f"{where}: {next(key for key, value in scalings.items() if value)}: not supported: {kind.name} scales the "
@@ -338,7 +342,7 @@ def _scaling(value: Settings, key: str, where: str) -> RopeScalingConfig | None:
     if rope_kind == "default":
         return None
     scaling_numbers = {
-        our_key: number(rest[their_key], f"{key}.{their_key}", where)
+        our_key: read_positive_number(rest[their_key], f"{key}.{their_key}", where)
         for our_key, their_key in scaling_keys.items() if their_key in rest
     }  # fmt: skip
     try:
@@ -350,7 +354,7 @@ def _scaling(value: Settings, key: str, where: str) -> RopeScalingConfig | None:
         raise CheckpointError(f"{where}: {key}={value!r}: {key_name}: {refusal_text}") from None
 
 
-def number(value: Any, key: str, where: str) -> float:
+def read_positive_number(value: Any, key: str, where: str) -> float:
     """A number above 0, as a float. Raises CheckpointError."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MOST:
         raise CheckpointError(f"{where}: {key}={value!r}: it must be a number above 0")

@@ -80,7 +80,7 @@ def write_tokenizer(
     longest: tokens of a sequence; begins: the end of a document also begins one. A tokenizer's `bos` is put before
     every text. Raises CheckpointError if ids differ and `exact` is required, DataError.
     """
-    fast_content = fast(tokenizer)
+    fast_content = make_fast_tokenizer(tokenizer)
     if tokenizer.bos is not None:
         fast_content["post_processor"] = _begun(fast_content, tokenizer.bos)
     tokenizer_text = json.dumps(fast_content, ensure_ascii=False, separators=(",", ":")).encode()
@@ -100,7 +100,9 @@ def write_tokenizer(
         write_data_file(folder / "tokenizer.model", tokenizer.content)
     tokenizer_content: Json = json.loads(model.to_str())  # older files omit defaults
     pad_id = _pad(model, tokenizer.eod)
-    tokenizer_config = _config(tokenizer, pad_id, model, longest, begins, spaced(tokenizer_content))
+    tokenizer_config = _config(
+        tokenizer, pad_id, model, longest, begins, puts_space_before(tokenizer_content)
+    )
     write_data_file(folder / CONFIG, (json.dumps(tokenizer_config, indent=2) + "\n").encode())
     return Written(tokenizer_content, problem, pad_id)
 
@@ -110,17 +112,17 @@ def _pad(model: HuggingFaceModel, end: int) -> int:
     return next((special[token_name] for token_name in PADS if special.get(token_name, end) != end), end)
 
 
-def spaced(content: Json) -> bool:
+def puts_space_before(content: Json) -> bool:
     """Whether a tokenizer.json puts a space before every text, as Llama 2's does."""
     return any(
         text_rule.get("add_prefix_space") is True
         or text_rule.get("type") == "Prepend"
         or (text_rule.get("type") == "Metaspace" and text_rule.get("prepend_scheme", "always") != "never")
-        for text_rule in steps(content)
+        for text_rule in list_text_rules(content)
     )
 
 
-def steps(content: Json) -> list[Json]:
+def list_text_rules(content: Json) -> list[Json]:
     """The normalizers and pre-tokenizers of a tokenizer.json, in order, with sequences flattened."""
     text_rules, open_rules = list[Json](), [content.get("pre_tokenizer"), content.get("normalizer")]
     while open_rules:
@@ -133,7 +135,7 @@ def steps(content: Json) -> list[Json]:
 
 
 def _compared(tokenizer: Tokenizer, model: HuggingFaceModel) -> str:
-    sample_texts, problems = texts(tokenizer), list[str]()
+    sample_texts, problems = make_sample_texts(tokenizer), list[str]()
     begin_ids = [] if tokenizer.bos is None else [tokenizer.bos]
     for sample in sample_texts:
         ours, theirs = [*begin_ids, *tokenizer.encode(sample)], model.encode(sample).ids
@@ -151,7 +153,7 @@ def _at(ids: Sequence[int], index: int) -> str:
     return str(ids[index]) if index < len(ids) else "none"
 
 
-def fast(tokenizer: Tokenizer) -> Json:
+def make_fast_tokenizer(tokenizer: Tokenizer) -> Json:
     """The content of a tokenizer.json with the same ids and no additions. Raises CheckpointError."""
     if tokenizer.kind == "sentencepiece":
         return _of_sentencepiece(tokenizer)
@@ -300,7 +302,7 @@ def real_text() -> str:
     return inspect.getsource(argparse) + inspect.getsource(string) + inspect.getsource(textwrap)
 
 
-def texts(tokenizer: Tokenizer, seed: int = 0) -> list[str]:
+def make_sample_texts(tokenizer: Tokenizer, seed: int = 0) -> list[str]:
     """Real and random texts to compare two tokenizers on."""
     drawn = random.Random(seed)
     ids = range(tokenizer.vocab_size)
@@ -318,9 +320,9 @@ def texts(tokenizer: Tokenizer, seed: int = 0) -> list[str]:
     return found
 
 
-def difference(one: Tokenizer, other: Tokenizer) -> str:
+def find_tokenizer_difference(one: Tokenizer, other: Tokenizer) -> str:
     """How two tokenizers differ on some texts; "" if they do not."""
-    for sample in texts(one):
+    for sample in make_sample_texts(one):
         if one.encode(sample) != other.encode(sample):
             return f"for the text {sample[:60]!r} they give {one.encode(sample)[:8]} and {other.encode(sample)[:8]} ..."
     return ""

@@ -28,13 +28,13 @@ from megastable.attribution.trials import (
 )
 from megastable.base.errors import DataError
 from megastable.base.progress_bar import Bar
-from megastable.base.text import plural
+from megastable.base.text import count_noun
 from megastable.checkpoint.store import step_of
 from megastable.config.tree import RunConfig
 from megastable.data.skips import Selection
 from megastable.recovery.replay_trials import COMING, FARTHEST
-from megastable.report.figures import save
-from megastable.report.postmortem.evidence import RecordFolder, passes
+from megastable.report.figures import save_figure
+from megastable.report.postmortem.evidence import RecordFolder, split_passes
 from megastable.report.postmortem.facts import StepRow
 from megastable.report.postmortem.journal import named_when
 from megastable.report.postmortem.pictures import STYLE, draw_branches
@@ -49,7 +49,7 @@ from megastable_tools.forensics.court.offline_run import (
     OfflineRun,
     ReplayedStep,
     find_checkpoint,
-    opened,
+    open_offline_run,
     recall_rate,
     recipe_of,
     single_process,
@@ -113,12 +113,12 @@ def open_incident(history: History, number: int) -> CourtCase:
             f"{history.run.root}: incident {number} is of processes or files ({incident.verdict}): there is nothing to "
             "be tried about it"
         )
-    data_order = history.library(opening_time).source.order
+    data_order = history.library_at(opening_time).source.order
     named_parts = [np.empty(0, np.int64)]
     for naming_time, skipped_ranges, deferred_ranges in named_when(told_events):
         if sum(end - first for first, end in (*skipped_ranges, *deferred_ranges)) > MOST:
             raise DataError(f"{history.run.root}: incident {number} has more than {MOST:,} samples")
-        order_then = history.library(naming_time).source.order
+        order_then = history.library_at(naming_time).source.order
         named_parts += [
             order_then.moved_to(data_order, np.arange(first, end))
             for first, end in (*skipped_ranges, *deferred_ranges)
@@ -170,14 +170,14 @@ def choose_branch_like(actions: Sequence[str], won: Sequence[str], took_away: bo
 def open_steps(history: History, first: int, last: int) -> CourtCase:
     """The case of all samples of the steps [first, last], when the last of them was first done. Raises DataError if one
     was not recorded, and CheckpointError if no good checkpoint is from before them."""
-    last_time = history.at(last, last)[0].time
+    last_time = history.require_steps(last, last)[0].time
     done_steps = [step for step in _chain(history, last, last_time) if step.step >= first]
     positions = np.unique(_positions(history, done_steps))
-    skipped_mask = history.left_out(history.library(last_time), positions)
+    skipped_mask = history.left_out(history.library_at(last_time), positions)
     refused_count = sum(not step.applied for step in done_steps)
     choice = OTHER_DATA if refused_count or skipped_mask.any() else NOTHING
-    run_told = f"{refused_count} of {plural(len(done_steps), 'update')} refused, "
-    run_told += f"{int(skipped_mask.sum())} of {plural(skipped_mask.size, 'sample')} skipped by now"
+    run_told = f"{refused_count} of {count_noun(len(done_steps), 'update')} refused, "
+    run_told += f"{int(skipped_mask.sum())} of {count_noun(skipped_mask.size, 'sample')} skipped by now"
     steps_named = f"step {first}" if first == last else f"steps {first} to {last}"
     return _rebuild(
         history,
@@ -198,7 +198,7 @@ def _rebuild(
     step_chain = _chain(history, last, time)
     suspects = named if named.size else _positions(history, [d for d in step_chain if d.step >= onset])
     touching_steps = (
-        [d.step for d in step_chain if np.isin(history.positions(d), suspects).any()] if named.size else []
+        [d.step for d in step_chain if np.isin(history.positions_of(d), suspects).any()] if named.size else []
     )
     begin = min([onset, *touching_steps])
     checkpoint = find_checkpoint(history.run, begin)
@@ -209,8 +209,8 @@ def _rebuild(
             f"{history.run.steps}: step {missing_steps[0]} was not recorded, so it is not known what the run read "
             f"after {checkpoint.name}"
         )
-    library = history.library(time)
-    usable_skips = history.ledger.until(time).usable(
+    library = history.library_at(time)
+    usable_skips = history.ledger.lines_until(time).select_usable(
         history.run.skips, library.source.order, history.config.data.skip
     )[0]
     rates_by_step = _rates(history, steps_after)
@@ -219,7 +219,7 @@ def _rebuild(
         [d for d in steps_after if d.step >= begin],
     )
     as_done = [
-        ReplayedStep(history.positions(d), rates_by_step[d.step, d.time], d.applied) for d in steps_after
+        ReplayedStep(history.positions_of(d), rates_by_step[d.step, d.time], d.applied) for d in steps_after
     ]
     cursor = rest[0].first_position if rest else steps_before[-1].next_position if steps_before else 0
     return CourtCase(
@@ -231,7 +231,7 @@ def _rebuild(
 def _chain(history: History, last: int, time: float) -> list[Done]:
     """The steps up to `last` that were in force at a time, ascending: what was undone by then is not among them."""
     steps_in_force: list[Done] = []
-    for done_step in history.steps(0, last):
+    for done_step in history.list_steps(0, last):
         if done_step.time > time:
             continue
         while steps_in_force and steps_in_force[-1].step >= done_step.step:
@@ -241,7 +241,7 @@ def _chain(history: History, last: int, time: float) -> list[Done]:
 
 
 def _positions(history: History, steps: Sequence[Done]) -> Int64s:
-    return np.concatenate([np.empty(0, np.int64), *(history.positions(done_step) for done_step in steps)])
+    return np.concatenate([np.empty(0, np.int64), *(history.positions_of(done_step) for done_step in steps)])
 
 
 def _rates(history: History, steps: Sequence[Done]) -> dict[tuple[int, float], float]:
@@ -249,7 +249,7 @@ def _rates(history: History, steps: Sequence[Done]) -> dict[tuple[int, float], f
     if not steps:
         return {}
     record_folder = RecordFolder(history.run.steps, SCHEMA)
-    record_rows, _ = record_folder.rows(steps[0].step, steps[-1].step, ("step", "time", "lr"))
+    record_rows, _ = record_folder.read_rows(steps[0].step, steps[-1].step, ("step", "time", "lr"))
     return {(record_row["step"], record_row["time"]): record_row["lr"] for record_row in record_rows}
 
 
@@ -259,7 +259,7 @@ def data_ahead(case: CourtCase, config: RunConfig, steps: int) -> tuple[list[Int
     if coming_batches:
         cursor = int(coming_batches[-1][-1]) + 1
     while len(coming_batches) < steps:
-        positions, cursor = case.selection.next_kept(cursor, config.batches.at(cursor))
+        positions, cursor = case.selection.next_kept(cursor, config.batches.value_at(cursor))
         coming_batches.append(positions)
     return coming_batches, cursor
 
@@ -319,24 +319,24 @@ def hold_court(history: History, case: CourtCase, only: Sequence[str], steps: in
     data = gather_data(history, case, config, steps)
     with (
         single_process(config),
-        opened(case.checkpoint, config, case.library.source, case.selection) as offline_run,
+        open_offline_run(case.checkpoint, config, case.library.source, case.selection) as offline_run,
     ):
         all_candidates = list_candidates(config, offline_run.possible)
         choice = case.choice if case.choice in [candidate.name for candidate in all_candidates] else NOTHING
         candidates = choose_candidates(all_candidates, only, choice)
-        bar.more(len(case.steps) + len(candidates) * steps)
-        bar.say(
+        bar.extend_total(len(case.steps) + len(candidates) * steps)
+        bar.print_line(
             f"{len(case.steps)} steps are replayed, then {len(candidates)} branches of {steps} steps trained (--only "
             "NAME: fewer)"
         )
-        bar.doing("replaying the run")
-        offline_run.load()
-        replayed_losses = offline_run.replay(case.steps, bar)
-        kept, losses_before = offline_run.keep(), offline_run.laboratory.losses(data.coming)
+        bar.set_description("replaying the run")
+        offline_run.load_checkpoint()
+        replayed_losses = offline_run.replay_steps(case.steps, bar)
+        kept, losses_before = offline_run.keep_state(), offline_run.laboratory.measure_losses(data.coming)
         outcomes = [_try(offline_run, candidate, kept, case, data, bar) for candidate in candidates]
     vocabulary = config.model.vocab_size
     assert vocabulary is not None, "a frozen recipe has it"
-    read = case.library.source.samples
+    read = case.library.source.read_samples
     texts = [
         read(p).astype(np.int32)
         for p in (data.suspects[:COMPRESSED], data.fillers[-COMPRESSED:], data.coming)
@@ -378,8 +378,8 @@ def choose_coming(positions: Int64s) -> Int64s:
 
 def _read_later(case: CourtCase, config: RunConfig, cursor: int) -> Int64s:
     """The data to come: what is left of the run, `FARTHEST` batches at most; beyond its end if that is near."""
-    run_end = config.batches.reach(0, config.train.steps)
-    positions_ahead = config.batches.reach(cursor, FARTHEST) - cursor
+    run_end = config.batches.reach_after(0, config.train.steps)
+    positions_ahead = config.batches.reach_after(cursor, FARTHEST) - cursor
     return case.selection.next_kept(cursor, max(COMING, min(positions_ahead, run_end - cursor)))[0]
 
 
@@ -392,7 +392,7 @@ def _try(
     run: OfflineRun, candidate: Candidate, kept: KeptState, case: CourtCase, data: TrialData, bar: Bar
 ) -> BranchOutcome:
     """Train a branch, measure it, and go back."""
-    bar.doing(candidate.name)
+    bar.set_description(candidate.name)
     run.compute_as_usual(candidate.adjustment, candidate.leaves_fp8, candidate.leaves_kernels)
     if candidate.resets_moments:
         run.engine.reset_moments()
@@ -408,10 +408,10 @@ def _try(
         return candidate.change_rate(usual_rate, updates_done, first)
 
     try:
-        trained_branch = run.train(data.batches_of(candidate), limit_rate, bar)
-        measured = run.laboratory.losses(data.measured)
+        trained_branch = run.train_on(data.batches_of(candidate), limit_rate, bar)
+        measured = run.laboratory.measure_losses(data.measured)
     finally:
-        run.restore(kept)
+        run.restore_state(kept)
     n = data.coming.size
     return BranchOutcome(candidate, measured[:n], measured[n:], trained_branch.losses, trained_branch.norms)
 
@@ -439,15 +439,15 @@ def describe_case(record: CourtRecord) -> Iterator[str]:
     """What was tried, in sentences."""
     case = record.case
     yield f"{case.title}: {case.told}"
-    replay_text = f"{plural(len(case.steps), 'step')} replayed from {case.checkpoint.name}"
+    replay_text = f"{count_noun(len(case.steps), 'step')} replayed from {case.checkpoint.name}"
     if case.steps:
         replay_exactness = (
             "as recorded" if record.differs <= EXACT else f"losses differ by {record.differs:.2g} at most"
         )
         replay_text += f" ({replay_exactness})"
     yield (
-        f"{replay_text}; branches of {plural(record.steps, 'step')} from step {case.first_step} on, with "
-        f"{plural(record.suspects, 'suspect')}; the data to come has a loss of {record.before:.4f} before them"
+        f"{replay_text}; branches of {count_noun(record.steps, 'step')} from step {case.first_step} on, with "
+        f"{count_noun(record.suspects, 'suspect')}; the data to come has a loss of {record.before:.4f} before them"
     )
 
 
@@ -515,10 +515,11 @@ def court_picture(record: CourtRecord, history: History, path: Path) -> None:
         branches=branch_facts,
     )
     step_rows = [
-        StepRow.model_validate(asdict(done_step)) for done_step in history.steps(first_step, trial_facts.last)
+        StepRow.model_validate(asdict(done_step))
+        for done_step in history.list_steps(first_step, trial_facts.last)
     ]
     with matplotlib.rc_context(STYLE):
-        save(draw_branches(trial_facts, passes(step_rows)), path)
+        save_figure(draw_branches(trial_facts, split_passes(step_rows)), path)
 
 
 def _number(value: float) -> str:

@@ -69,14 +69,16 @@ def find_checkpoint(run: RunDirectory, before: int | None = None) -> Path:
     ]
     problems_found = list[str]()
     for path in checkpoint_paths:
-        if (damage_ruling := markers.convicted(path)) is not None and markers.accepted(path) is None:
+        if (damage_ruling := markers.read_bad_ruling(path)) is not None and markers.read_acceptance(
+            path
+        ) is None:
             problems_found.append(f"{path.name} was convicted: {damage_ruling.reason}")
-        elif checkpoint_problems := store.problems(path):
+        elif checkpoint_problems := store.list_problems(path):
             problems_found.append(checkpoint_problems[0])
         else:
             return path
     place_named = "" if before is None else f" from before step {before}"
-    reason_named = f": {problems_found[0]}" if problems_found else store.others(run.checkpoints)
+    reason_named = f": {problems_found[0]}" if problems_found else store.describe_others(run.checkpoints)
     raise CheckpointError(f"{run.root} has no good checkpoint{place_named}{reason_named}")
 
 
@@ -85,7 +87,7 @@ def recipe_of(checkpoint: Path, now: RunConfig) -> RunConfig:
     recipe_tree = run_of(checkpoint).model_dump(mode="json")
     recipe_tree["parallel"] |= LAYOUT
     recipe_tree["data"]["corpora"] = now.model_dump(mode="json")["data"]["corpora"]
-    return recipe.validate(recipe_tree, f"{checkpoint / store.RECIPE}, for one process")
+    return recipe.validate_tree(recipe_tree, f"{checkpoint / store.RECIPE}, for one process")
 
 
 @contextmanager
@@ -119,7 +121,9 @@ class OfflineRun:
         self.checkpoint, self.config = checkpoint, config
         self.state: RunState = store.read_state(checkpoint)
         self.engine = Engine(
-            config, deepspeed_json.build(config, 1), Topology(Layout(1, 1, 1, 1), 0, config.run.timeout)
+            config,
+            deepspeed_json.build_deepspeed_json(config, 1),
+            Topology(Layout(1, 1, 1, 1), 0, config.run.timeout),
         )
         self.loader = Loader(
             source, selection, self.state.cursor, config.batches, config.train.micro_batch, 0, 1,
@@ -130,10 +134,10 @@ class OfflineRun:
         self.start = BranchStart(self.state.updates, self.state.trained_tokens)
         policy = Policy(config.stability.policy, policy_of(self.state), self.engine.fp8 is not None)
         self._acts = config.stability.enabled and not config.stability.dry_run
-        self.limit_rate: LimitRate = policy.rate if self._acts else lambda updates, rate: rate
+        self.limit_rate: LimitRate = policy.limit_rate if self._acts else lambda updates, rate: rate
         self._policy = policy
 
-    def load(self) -> None:
+    def load_checkpoint(self) -> None:
         """Fill the engine from the checkpoint. Raises CheckpointError."""
         load_into(self.engine, self.checkpoint, self.state)
         self.engine.refresh_weights()
@@ -157,13 +161,13 @@ class OfflineRun:
         uses_fp8 = engine.fp8 is not None and not leave_fp8 and (policy.fp8 or not self._acts)
         kept_policy = policy.state if self._acts else PolicyState()
         kernels_left = engine.numerics.kernels.values() if leave_kernels else kept_policy.kernels
-        engine.numerics.switch(Numerics(uses_fp8, engine.numerics.kinds_of(kernels_left)))
-        engine.adjustments.switch({*kept_policy.adjusted, *filter(None, [adjustment])})
+        engine.numerics.switch_to(Numerics(uses_fp8, engine.numerics.kinds_of(kernels_left)))
+        engine.adjustments.switch_to({*kept_policy.adjusted, *filter(None, [adjustment])})
 
     def close(self) -> None:
         self.loader.close()
 
-    def replay(self, steps: Sequence[ReplayedStep], advance: Callable[[int], None]) -> Floats:
+    def replay_steps(self, steps: Sequence[ReplayedStep], advance: Callable[[int], None]) -> Floats:
         """Do some steps as the run did them; their losses, [steps] nats. The engine stands after them.
 
         Raises DataError if a sample cannot be read.
@@ -172,7 +176,10 @@ class OfflineRun:
         for step in steps:
             step_tokens, (updates, tokens) = step.positions.size * sequence_length, self.start
             usual_rate = self.limit_rate(updates, scheduled_rate(self.config, updates, tokens, step_tokens))
-            micro_batches, replay_rate = self.loader.read(step.positions), recall_rate(usual_rate, step.rate)
+            micro_batches, replay_rate = (
+                self.loader.read_micro_batches(step.positions),
+                recall_rate(usual_rate, step.rate),
+            )
             step_measured, applied = self.engine.train_step(
                 micro_batches, replay_rate, lambda _, step=step: step.applied
             )
@@ -181,14 +188,14 @@ class OfflineRun:
             advance(1)
         return np.array(step_losses)
 
-    def keep(self) -> KeptState:
+    def keep_state(self) -> KeptState:
         """A copy of the engine's state."""
-        return KeptState(self._ring.aside(0), self.start)
+        return KeptState(self._ring.copy_aside(0), self.start)
 
-    def restore(self, kept: KeptState) -> None:
+    def restore_state(self, kept: KeptState) -> None:
         """The engine's state as it was then."""
         self.compute_as_usual()
-        self._ring.restore(kept.snapshot)
+        self._ring.restore_snapshot(kept.snapshot)
         self.engine.refresh_weights()
         self.start = kept.start
 
@@ -198,7 +205,7 @@ class OfflineRun:
         batch_tokens = batch.size * self.config.model.sequence_length
         return self.limit_rate(updates, scheduled_rate(self.config, updates, tokens, batch_tokens))
 
-    def train(
+    def train_on(
         self, batches: Sequence[Int64s], limit_rate: LimitRate, advance: Callable[[int], None]
     ) -> TrainedBranch:
         """Train a branch: the caller restores the state. Raises DataError if a sample cannot be read."""
@@ -208,7 +215,9 @@ class OfflineRun:
 
 
 @contextmanager
-def opened(checkpoint: Path, config: RunConfig, source: Source, selection: Selection) -> Iterator[OfflineRun]:
+def open_offline_run(
+    checkpoint: Path, config: RunConfig, source: Source, selection: Selection
+) -> Iterator[OfflineRun]:
     """An offline run that is closed afterwards; its engine is empty."""
     offline_run = OfflineRun(checkpoint, config, source, selection)
     try:

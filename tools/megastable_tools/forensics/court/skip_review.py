@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from megastable.attribution.scores import robust
+from megastable.attribution.scores import robust_scale
 from megastable.attribution.trials import (
     COMPRESSED,
     GUESSING,
@@ -32,7 +32,7 @@ from megastable.base.errors import DataError
 from megastable.base.progress_bar import Bar
 from megastable.checkpoint.store import step_of
 from megastable.data.order import Order
-from megastable.data.skip_ledger import Ledger, append_entries, released
+from megastable.data.skip_ledger import Ledger, append_entries, release_entries
 from megastable.data.skips import NONE, Selection
 from megastable.data.source import documents_at
 from megastable.recovery.replay_trials import COMING, FARTHEST
@@ -40,13 +40,13 @@ from megastable.run.changes import changes_of, config_at
 from megastable.run.directory import RunDirectory
 from megastable.run.events.data_events import SkipsGivenBack
 from megastable.run.log import RunLog
-from megastable.supervise.locks import SUPERVISOR, TRAINING, lock
+from megastable.supervise.locks import SUPERVISOR, TRAINING, take_lock
 from megastable_guard.policy import FEW
 from megastable_tools.forensics.court.hold_court import choose_coming
 from megastable_tools.forensics.court.offline_run import (
     OfflineRun,
     find_checkpoint,
-    opened,
+    open_offline_run,
     recipe_of,
     single_process,
 )
@@ -119,7 +119,7 @@ def find_positions(order: Order, corpus: int, sequences: Int64s, cursor: int) ->
     positions = order.positions_of(
         corpus, sequences, 0, search_end if search_end < LAST_SEARCHED else max(1, cursor)
     )
-    found_sequences = order.locate(positions).sequence
+    found_sequences = order.locate_samples(positions).sequence
     last = {int(number): int(position) for number, position in zip(found_sequences, positions, strict=True)}
     return np.array([last[n] for n in sequences.tolist() if n in last], dtype=np.int64)
 
@@ -157,7 +157,7 @@ def is_given_back(trial: HarmTrial, suspects: Floats, coming: Floats, vocabulary
     if trial.verdict is not TrialVerdict.NOISE or share < LITTLE_RATE:
         return trial.verdict is TrialVerdict.NEW
     median_loss = float(np.median(suspects))
-    middle, scale = robust(coming)
+    middle, scale = robust_scale(coming)
     few_and_far = suspects.size <= FEW and median_loss > middle + FAR * scale
     return not few_and_far and median_loss < GUESSING * math.log(vocabulary)
 
@@ -192,7 +192,7 @@ def nobody_at_work(run: RunDirectory) -> Iterator[None]:
     """Hold the locks of a run. Raises DataError if a process has one, ConfigError if they cannot be taken."""
     with ExitStack() as held_locks:
         for lock_name, lock_holder in ((SUPERVISOR, "supervisor"), (TRAINING, "training")):
-            if (held_lock := lock(run.root / lock_name)) is None:
+            if (held_lock := take_lock(run.root / lock_name)) is None:
                 raise DataError(
                     f"{run.root}: its {lock_holder} is at work: stop the run first, or leave out --give-back"
                 )
@@ -203,9 +203,9 @@ def nobody_at_work(run: RunDirectory) -> Iterator[None]:
 def open_groups(history: History, only: Sequence[int]) -> list[SkipGroup]:
     """What incidents of a run skip. only: of these incidents, if any are named. Raises DataError if one of them skips
     nothing."""
-    library = history.library()
+    library = history.library_at()
     skip_groups = find_groups(
-        history.ledger, library.source.order, history.selection(library), history.cursor
+        history.ledger, library.source.order, history.select_from(library), history.cursor
     )
     known_incidents = [skip_group.incident for skip_group in skip_groups]
     if unknown := [incident_number for incident_number in only if incident_number not in known_incidents]:
@@ -224,17 +224,20 @@ def review_groups(history: History, groups: Sequence[SkipGroup], steps: int, bar
         DataError: a sample cannot be read, or the rate is too low to learn anything.
     """
     checkpoint = find_checkpoint(history.run)
-    run_config, library = recipe_of(checkpoint, history.config), history.library()
+    run_config, library = recipe_of(checkpoint, history.config), history.library_at()
     run_config = config_at(run_config, changes_of(history.run.journal), step_of(checkpoint) + 1)
     vocabulary = run_config.model.vocab_size
     assert vocabulary is not None, "a frozen recipe has it"
-    selection = history.selection(library)
-    bar.more(steps * (len(groups) + 1))
-    with single_process(run_config), opened(checkpoint, run_config, library.source, selection) as offline_run:
-        offline_run.load()
+    selection = history.select_from(library)
+    bar.extend_total(steps * (len(groups) + 1))
+    with (
+        single_process(run_config),
+        open_offline_run(checkpoint, run_config, library.source, selection) as offline_run,
+    ):
+        offline_run.load_checkpoint()
         batches, cursor = list[Int64s](), offline_run.state.cursor
         for _ in range(steps):
-            positions, cursor = selection.next_kept(cursor, run_config.batches.at(cursor))
+            positions, cursor = selection.next_kept(cursor, run_config.batches.value_at(cursor))
             batches.append(positions)
         rate_share = offline_run.first_rate(batches[0]) / run_config.optimizer.lr
         if rate_share < LEAST_RATE:
@@ -242,18 +245,18 @@ def review_groups(history: History, groups: Sequence[SkipGroup], steps: int, bar
                 f"{checkpoint}: the learning rate has fallen to {rate_share:.1%} of its peak: nothing is learnt with "
                 "it, so nothing can be tried"
             )
-        positions_ahead = max(COMING, run_config.batches.reach(cursor, FARTHEST) - cursor)
+        positions_ahead = max(COMING, run_config.batches.reach_after(cursor, FARTHEST) - cursor)
         coming = choose_coming(selection.next_kept(cursor, positions_ahead)[0])
         slot_count = sum(batch.size for batch in batches)
         tried = [choose_tried(skip_group, slot_count) for skip_group in groups]
         branch_measuring = _Measuring(offline_run, batches, coming, tried, bar)
-        losses_before, suspect_losses = branch_measuring.before()
-        bar.doing("the next steps as they are")
-        control_losses = branch_measuring.branch(batches)
+        losses_before, suspect_losses = branch_measuring.measure_before()
+        bar.set_description("the next steps as they are")
+        control_losses = branch_measuring.measure_branch(batches)
         reviewed_groups = list[ReviewedGroup]()
         for group_number, skip_group in enumerate(groups):
-            bar.doing(skip_group.name)
-            losses_after = branch_measuring.branch(put_first(batches, tried[group_number].trained))
+            bar.set_description(skip_group.name)
+            losses_after = branch_measuring.measure_branch(put_first(batches, tried[group_number].trained))
             branch_losses = BranchLosses(losses_after[0], control_losses[0], losses_before, losses_before)
             held_out = losses_after[1][group_number], control_losses[1][group_number]
             text_positions = (
@@ -261,7 +264,7 @@ def review_groups(history: History, groups: Sequence[SkipGroup], steps: int, bar
                 np.concatenate(batches)[:COMPRESSED],
                 coming,
             )
-            sample_texts = [library.source.samples(p).astype(np.int32) for p in text_positions]
+            sample_texts = [library.source.read_samples(p).astype(np.int32) for p in text_positions]
             repetition = find_repetition(*sample_texts)
             harm_trial = judge_trial(
                 branch_losses, held_out, vocabulary, tried[group_number].count, steps, repetition
@@ -282,23 +285,23 @@ class _Measuring:
         self, run: OfflineRun, batches: list[Int64s], coming: Int64s, tried: Sequence[TriedSamples], bar: Bar
     ) -> None:
         self.run, self.coming, self.tried, self.bar = run, coming, tried, bar
-        self.kept = run.keep()
+        self.kept = run.keep_state()
 
-    def before(self) -> tuple[Floats, list[Floats]]:
+    def measure_before(self) -> tuple[Floats, list[Floats]]:
         """On the checkpoint: of the data to come, and of the samples of every group."""
         of = [np.concatenate([tried_some.trained, tried_some.held_out]) for tried_some in self.tried]
         return self._losses(of)
 
-    def branch(self, batches: Sequence[Int64s]) -> tuple[Floats, list[Floats]]:
+    def measure_branch(self, batches: Sequence[Int64s]) -> tuple[Floats, list[Floats]]:
         """At the end of a branch: of the data to come, and of what is held out of every group."""
         try:
-            self.run.train(batches, self.run.limit_rate, self.bar)
+            self.run.train_on(batches, self.run.limit_rate, self.bar)
             return self._losses([tried_some.held_out for tried_some in self.tried])
         finally:
-            self.run.restore(self.kept)
+            self.run.restore_state(self.kept)
 
     def _losses(self, of: Sequence[Int64s]) -> tuple[Floats, list[Floats]]:
-        all_losses = self.run.laboratory.losses(np.concatenate([self.coming, *of]))
+        all_losses = self.run.laboratory.measure_losses(np.concatenate([self.coming, *of]))
         loss_parts = np.split(
             all_losses, np.cumsum([self.coming.size, *(group_samples.size for group_samples in of)])[:-1]
         )
@@ -310,14 +313,14 @@ def give_back(history: History, review: SkipReview) -> SkipReview:
 
     The caller holds the locks. Raises DataError if it cannot be written.
     """
-    order = history.library().source.order
+    order = history.library_at().source.order
     reviewed_groups = list[ReviewedGroup]()
     for one in review.groups:
         if not one.harmless:
             reviewed_groups.append(one)
             continue
         skip_group, release_reason = one.group, f"tried again on {review.checkpoint}: {one.trial.reason}"
-        release_lines = released(
+        release_lines = release_entries(
             history.ledger,
             order,
             np.sort(skip_group.positions),
@@ -326,7 +329,7 @@ def give_back(history: History, review: SkipReview) -> SkipReview:
             skip_group.step,
         )
         append_entries(history.run.skips, release_lines)
-        RunLog(history.run).emit(
+        RunLog(history.run).emit_event(
             SkipsGivenBack(
                 step=review.step,
                 incident=skip_group.incident,
@@ -341,6 +344,6 @@ def give_back(history: History, review: SkipReview) -> SkipReview:
 
 def _documents(history: History, group: SkipGroup) -> int | None:
     try:
-        return len(documents_at(history.library().source, group.positions))
+        return len(documents_at(history.library_at().source, group.positions))
     except DataError:
         return None

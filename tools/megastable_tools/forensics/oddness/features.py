@@ -58,7 +58,7 @@ class Lexicon:
     known: bool
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer | None, vocab_size: int, eod: int | None = None) -> Lexicon:
+    def of_tokenizer(cls, tokenizer: Tokenizer | None, vocab_size: int, eod: int | None = None) -> Lexicon:
         """The tables for a vocabulary of `vocab_size`; without a tokenizer only ids and ends are counted.
 
         Ids that the tokenizer lacks (padding of the vocabulary) count as specials. eod: the tokenizer's if None.
@@ -89,12 +89,12 @@ class Lexicon:
                 word_table[word_number] |= counts_by_name[count_name] << np.uint64(FIELD * field_place)
         return cls(vocab_size, word_table, byte_table, tokenizer is not None)
 
-    def table(self, name: str) -> npt.NDArray[np.int64]:
+    def counts_of(self, name: str) -> npt.NDArray[np.int64]:
         """How much of `name` (one of COUNTED) each token counts: int64 [vocab_size + 1]."""
-        return unpack(self.words)[name]
+        return unpack_words(self.words)[name]
 
 
-def unpack(words: Words) -> dict[str, npt.NDArray[np.int64]]:
+def unpack_words(words: Words) -> dict[str, npt.NDArray[np.int64]]:
     """The counts in words uint64 [len(WORDS), n], or in sums of at most LONGEST_PIECE of them: name -> int64 [n]."""
     field_mask = np.uint64((1 << FIELD) - 1)
     return {
@@ -217,12 +217,12 @@ class Tables:
     bonus: npt.NDArray[np.uint8]
 
     @classmethod
-    def of(cls, ids: Ids, edges: Int64s, keys: Keys, width: int) -> Tables:
+    def learn_tables(cls, ids: Ids, edges: Int64s, keys: Keys, width: int) -> Tables:
         """Tables of the documents `edges` int64 [d + 1] of `ids` (0 <= id < width), with their keys uint64 [d]."""
         rarity = np.empty((2, width), dtype=np.float32)
         start_weight = np.empty((2, width), dtype=np.float32)
         bonus = np.zeros((2, 1 << BUCKETS), dtype=np.uint8)
-        half_of_token = np.repeat(halves(keys), np.diff(edges))
+        half_of_token = np.repeat(halves_of(keys), np.diff(edges))
         inside_document = np.ones(max(len(ids) - 1, 0), dtype=bool)
         inside_document[edges[1:-1][(edges[1:-1] > 0) & (edges[1:-1] < len(ids))] - 1] = False
         for table_half in (0, 1):
@@ -233,7 +233,9 @@ class Tables:
             pair_starts = np.flatnonzero(of_other[:-1] & inside_document)
             first_ids, second_ids = ids[:-1][pair_starts], ids[1:][pair_starts]
             bucket_weights = np.bincount(
-                bucket(first_ids, second_ids), weights=1 / id_probability[second_ids], minlength=1 << BUCKETS
+                pair_buckets(first_ids, second_ids),
+                weights=1 / id_probability[second_ids],
+                minlength=1 << BUCKETS,
             )
             seen = np.flatnonzero(bucket_weights)  # most are zero, and a logarithm of all of them is slow
             bonus[table_half, seen] = np.minimum(np.rint(np.log1p(bucket_weights[seen] / KEEN) * BONUS), 255)
@@ -241,13 +243,13 @@ class Tables:
         return cls(rarity, start_weight, bonus)
 
 
-def halves(keys: Keys) -> npt.NDArray[np.uint32]:
+def halves_of(keys: Keys) -> npt.NDArray[np.uint32]:
     """The half, 0 or 1, of the documents with these keys: the row of the tables to measure them with."""
     mixed_keys = keys * np.uint64(0x9E3779B97F4A7C15)
     return (mixed_keys >> np.uint64(63)).astype(np.uint32)
 
 
-def bucket(a: Ids, b: Ids) -> npt.NDArray[np.uint32]:
+def pair_buckets(a: Ids, b: Ids) -> npt.NDArray[np.uint32]:
     """The bucket of each pair: uint32 [n], below 2^BUCKETS."""
     mixed_pairs = a.astype(np.uint32) * np.uint32(0x9E3779B1)
     mixed_pairs += b.astype(np.uint32) * np.uint32(0x85EBCA77)
@@ -281,7 +283,7 @@ class Feature:
     judged: bool = True
     scale: Literal["plain", "octaves", "halvings"] = "plain"
 
-    def oddness(self, values: Floats) -> Floats:
+    def scale_oddness(self, values: Floats) -> Floats:
         """The values on the scale of comparison; greater is odder."""
         values = np.asarray(values, dtype=np.float32)
         if self.scale == "octaves":
@@ -290,7 +292,7 @@ class Feature:
             values = -np.log2(np.maximum(1 - values, np.float32(1 / LONGEST_PIECE)))
         return -values if self.side == "low" else values
 
-    def shown(self, value: float) -> str:
+    def format_value(self, value: float) -> str:
         """A value of it, for people."""
         if self.share:
             return f"{100 * value:.{0 if value > 0.1 else 1 if value > 0.001 or value == 0 else 2}f} %"
@@ -367,7 +369,7 @@ FEATURES: tuple[Feature, ...] = (
 NAMES = tuple(feature.name for feature in FEATURES)
 
 
-def inside(tokens: npt.NDArray[np.integer], vocab_size: int) -> Ids:
+def clip_ids(tokens: npt.NDArray[np.integer], vocab_size: int) -> Ids:
     """Ids [n] as unsigned integers, with `vocab_size` for any id outside 0..vocab_size-1. Copies only if needed."""
     unsigned_ids = tokens.view(f"u{tokens.dtype.itemsize}")  # a negative id is a huge one
     if unsigned_ids.dtype.itemsize == 8:
@@ -377,8 +379,8 @@ def inside(tokens: npt.NDArray[np.integer], vocab_size: int) -> Ids:
     return np.minimum(unsigned_ids, unsigned_ids.dtype.type(vocab_size))
 
 
-def measure(ids: Ids, edges: Int64s, keys: Keys, lexicon: Lexicon, tables: Tables) -> Features:
-    """The features of pieces: each float32 [k]. ids: [n], of `inside`; edges: int64 [k + 1], from 0 to n, ascending,
+def measure_pieces(ids: Ids, edges: Int64s, keys: Keys, lexicon: Lexicon, tables: Tables) -> Features:
+    """The features of pieces: each float32 [k]. ids: [n], of `clip_ids`; edges: int64 [k + 1], from 0 to n, ascending,
     no piece longer than LONGEST_PIECE; keys: uint64 [k], of the documents.
 
     An empty piece has 0 everywhere. Raises ValueError for a longer piece.
@@ -390,7 +392,7 @@ def measure(ids: Ids, edges: Int64s, keys: Keys, lexicon: Lexicon, tables: Table
     feature_values = {feature_name: np.zeros(len(piece_lengths), dtype=np.float32) for feature_name in NAMES}
     if nonempty_pieces.size:
         piece_starts, token_counts = edges[:-1][nonempty_pieces], piece_lengths[nonempty_pieces]
-        measured_features = _order(ids, piece_starts, token_counts, halves(keys[nonempty_pieces]), tables)
+        measured_features = _order(ids, piece_starts, token_counts, halves_of(keys[nonempty_pieces]), tables)
         measured_features |= _repetition(ids, piece_starts, token_counts, lexicon.vocab_size)
         measured_features |= _characters(ids, piece_starts, token_counts, lexicon)
         for feature_name, values in measured_features.items():
@@ -410,7 +412,7 @@ def _order(ids: Ids, starts: Int64s, n: Int64s, half: npt.NDArray[np.uint32], ta
     pairs = np.maximum(n - 1, 1).astype(np.float32)
 
     def together(partner: Ids) -> Floats:
-        pair_bonus = tables.bonus.ravel().take(bucket(ids, partner) | row)
+        pair_bonus = tables.bonus.ravel().take(pair_buckets(ids, partner) | row)
         pair_bonus[last] = 0
         return np.add.reduceat(pair_bonus, starts, dtype=np.uint32).astype(np.float32) / (BONUS * pairs)
 
@@ -513,7 +515,7 @@ def _period(ids: Ids, starts: Int64s, n: Int64s, repeats: Floats) -> Floats:
 def _characters(ids: Ids, starts: Int64s, n: Int64s, lexicon: Lexicon) -> Features:
     """Shares of characters and tokens of each sort."""
     word_sums = np.stack([np.add.reduceat(lexicon_word.take(ids), starts) for lexicon_word in lexicon.words])
-    counts = unpack(word_sums)
+    counts = unpack_words(word_sums)
     if lexicon.byte.any():
         _spelled(counts, lexicon.byte.take(ids), starts)
     ends_last = lexicon.words[1].take(ids[starts + n - 1]) >> np.uint64(48)

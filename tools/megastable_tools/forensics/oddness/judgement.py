@@ -110,7 +110,7 @@ class UsualFeatures:
     """Baseline by length class c and feature f.
 
     quantiles: float32 [c, f, 3], plain QUANTILES; edge, scale: float32 [c, f], where the odd tail begins, and
-    over what distance it falls to 1/e, both of `Feature.oddness`.
+    over what distance it falls to 1/e, both of `Feature.scale_oddness`.
     """
 
     quantiles: npt.NDArray[np.float32]
@@ -118,12 +118,14 @@ class UsualFeatures:
     scale: npt.NDArray[np.float32]
 
     @classmethod
-    def nothing(cls) -> UsualFeatures:
+    def of_no_pieces(cls) -> UsualFeatures:
         """The baseline of no pieces: nothing is odd by it."""
-        return cls.of(np.zeros(0, dtype=np.int64), {name: np.zeros(0, dtype=np.float32) for name in NAMES})
+        return cls.learn_usual(
+            np.zeros(0, dtype=np.int64), {name: np.zeros(0, dtype=np.float32) for name in NAMES}
+        )
 
     @classmethod
-    def of(cls, lengths: npt.NDArray[np.int64], features: Features) -> UsualFeatures:
+    def learn_usual(cls, lengths: npt.NDArray[np.int64], features: Features) -> UsualFeatures:
         """From ordinary pieces (1 or 2 % of junk do not matter): lengths [k] and features [k] of each.
 
         A class without pieces takes the numbers of the next longer one, or else of the next shorter one.
@@ -138,7 +140,7 @@ class UsualFeatures:
             for feature_number, feature in enumerate(FEATURES):
                 class_values = features[feature.name][length_classes == c]
                 quantiles[c, feature_number] = np.quantile(class_values, QUANTILES)
-                low, middle_quantile, high = np.quantile(feature.oddness(class_values), TAIL)
+                low, middle_quantile, high = np.quantile(feature.scale_oddness(class_values), TAIL)
                 tail_edge[c, feature_number] = middle_quantile
                 scale[c, feature_number] = max(
                     (high - low) / np.log((1 - TAIL[0]) / (1 - TAIL[2])), feature.grain
@@ -151,22 +153,22 @@ class UsualFeatures:
                 quantiles[c], tail_edge[c], scale[c] = quantiles[nearest], tail_edge[nearest], scale[nearest]
         return cls(quantiles, tail_edge, scale)
 
-    def scores(self, lengths: npt.NDArray[np.int64], features: Mapping[str, Floats]) -> Floats:
+    def score_features(self, lengths: npt.NDArray[np.int64], features: Mapping[str, Floats]) -> Floats:
         """-log10 of the share of ordinary pieces beyond each value, 0 outside the tails: float32 [f, k]."""
         length_classes = length_class(lengths)
         feature_scores = np.zeros((len(FEATURES), len(lengths)), dtype=np.float32)
         for f, feature in enumerate(FEATURES):
             if not feature.side:
                 continue
-            beyond_edge = feature.oddness(features[feature.name]) - self.edge[:, f].take(length_classes)
+            beyond_edge = feature.scale_oddness(features[feature.name]) - self.edge[:, f].take(length_classes)
             tail_decades = beyond_edge / (self.scale[:, f].take(length_classes) * np.float32(np.log(10)))
             feature_scores[f] = np.where(beyond_edge > 0, tail_decades - np.float32(np.log10(1 - TAIL[1])), 0)
         return np.minimum(feature_scores, MOST + MANY)
 
 
-def judge(usual: UsualFeatures, lengths: npt.NDArray[np.int64], features: Features) -> Judgement:
+def judge_features(usual: UsualFeatures, lengths: npt.NDArray[np.int64], features: Features) -> Judgement:
     """How unusual each piece is, by which feature, and its kind."""
-    feature_scores = usual.scores(lengths, features)
+    feature_scores = usual.score_features(lengths, features)
     judged_scores = feature_scores[JUDGED]
     piece_score = np.clip(judged_scores.max(axis=0) - MANY, 0, MOST)
     medians = usual.quantiles[:, :, QUANTILES.index(0.5)][length_class(lengths)]

@@ -25,8 +25,8 @@ from megastable_tools.forensics.oddness.features import (
     Keys,
     Lexicon,
     Tables,
-    inside,
-    measure,
+    clip_ids,
+    measure_pieces,
 )
 from megastable_tools.forensics.oddness.judgement import (
     CLASSES,
@@ -34,7 +34,7 @@ from megastable_tools.forensics.oddness.judgement import (
     ODD,
     Judgement,
     UsualFeatures,
-    judge,
+    judge_features,
     length_class,
 )
 
@@ -51,7 +51,7 @@ Raw = npt.NDArray[np.integer]
 Sample = tuple[Raw, Int64s, Keys]
 
 
-def cut(edges: Int64s, most: int = PIECE) -> tuple[Int64s, Int64s]:
+def cut_documents(edges: Int64s, most: int = PIECE) -> tuple[Int64s, Int64s]:
     """Documents, int64 [d + 1] edges, in pieces of at most `most` tokens: (piece edges int64 [k + 1], the document of
     each piece int64 [k]). The pieces of a document are of about equal length; an empty document is one empty piece."""
     lengths = np.diff(edges)
@@ -77,16 +77,16 @@ def document_keys(tokens: Raw, edges: Int64s) -> Keys:
 
 @dataclass(frozen=True)
 class Yardstick:
-    """Baseline of a corpus: see `of`. Immutable; safe for several threads or processes."""
+    """Baseline of a corpus: see `learn_from`. Immutable; safe for several threads or processes."""
 
     lexicon: Lexicon
     tables: Tables
     usual: UsualFeatures
 
     @classmethod
-    def of(cls, sample: Iterable[Sample], lexicon: Lexicon) -> Yardstick:
+    def learn_from(cls, sample: Iterable[Sample], lexicon: Lexicon) -> Yardstick:
         """From a sample of documents, at best a million tokens or more: tokens [n], edges int64 [d + 1] and keys uint64
-        [d], which must match those of `measure`.
+        [d], which must match those of `measure_features`.
 
         Takes about 40 bytes of memory per token of the sample. 1 or 2 % of junk in it do not matter. Raises DataError
         for a sample without tokens.
@@ -94,13 +94,15 @@ class Yardstick:
         ids, edges, keys = _gather(sample, lexicon.vocab_size)
         if not len(ids):
             raise DataError("the sample has no tokens: there is nothing to compare with")
-        piece_edges, piece_owner = cut(edges)
+        piece_edges, piece_owner = cut_documents(edges)
         piece_lengths, keys = np.diff(piece_edges), keys[piece_owner]
         fitted_yardstick = cls._fitted(ids, piece_edges, keys, lexicon)
         for _ in range(ROUNDS):
             # Junk in the sample would make similar junk usual: what is odd by the first baseline is left out of the
             # next.
-            piece_scores = fitted_yardstick.judge(_measured(fitted_yardstick, ids, piece_edges, keys)).score
+            piece_scores = fitted_yardstick.judge_features(
+                _measured(fitted_yardstick, ids, piece_edges, keys)
+            ).score
             odd = np.argsort(-piece_scores)[: int(MOST_ODD * len(piece_scores))]
             is_kept = np.ones(len(piece_scores), dtype=bool)
             is_kept[odd[piece_scores[odd] > ODD]] = False
@@ -114,34 +116,38 @@ class Yardstick:
     @classmethod
     def _fitted(cls, ids: Raw, pieces: Int64s, keys: Keys, lexicon: Lexicon) -> Yardstick:
         unfitted_yardstick = cls(
-            lexicon, Tables.of(ids, pieces, keys, lexicon.vocab_size + 1), UsualFeatures.nothing()
+            lexicon,
+            Tables.learn_tables(ids, pieces, keys, lexicon.vocab_size + 1),
+            UsualFeatures.of_no_pieces(),
         )
         ordinary_ids, ordinary_edges, ordinary_owner = _ordinary(ids, pieces)
         ordinary_features = _measured(unfitted_yardstick, ordinary_ids, ordinary_edges, keys[ordinary_owner])
-        return replace(unfitted_yardstick, usual=UsualFeatures.of(np.diff(ordinary_edges), ordinary_features))
+        return replace(
+            unfitted_yardstick, usual=UsualFeatures.learn_usual(np.diff(ordinary_edges), ordinary_features)
+        )
 
-    def measure(self, tokens: Raw, edges: Int64s, keys: Keys) -> Features:
+    def measure_features(self, tokens: Raw, edges: Int64s, keys: Keys) -> Features:
         """The features of k pieces: name -> float32 [k], with "length" among them, in tokens.
 
         tokens: integers [n] of any type, whatever their values; edges: int64 [k + 1], ascending; keys: uint64 [k], of
         the documents that they are of. Raises ValueError for a piece of more than PIECE tokens.
         """
-        clipped_ids = inside(tokens[edges[0] : edges[-1]], self.lexicon.vocab_size)
-        piece_features = measure(clipped_ids, edges - edges[0], keys, self.lexicon, self.tables)
+        clipped_ids = clip_ids(tokens[edges[0] : edges[-1]], self.lexicon.vocab_size)
+        piece_features = measure_pieces(clipped_ids, edges - edges[0], keys, self.lexicon, self.tables)
         return {"length": np.diff(edges).astype(np.float32), **piece_features}
 
-    def judge(self, features: Features) -> Judgement:
+    def judge_features(self, features: Features) -> Judgement:
         """How unusual k pieces are, by which feature, and their kinds."""
-        return judge(self.usual, features["length"].astype(np.int64), features)
+        return judge_features(self.usual, features["length"].astype(np.int64), features)
 
-    def explain(self, length: int, feature: str, value: float) -> str:
+    def explain_piece(self, length: int, feature: str, value: float) -> str:
         """A sentence about a piece of `length` tokens: the value of a feature, by its name, and the usual one."""
         feature_number = NAMES.index(feature)
         usual_value = float(self.usual.quantiles[length_class(np.array([length]))[0], feature_number, 1])
         about = FEATURES[feature_number]
-        return f"{about.text.format(about.shown(value))}, usual {about.shown(usual_value)}"
+        return f"{about.text.format(about.format_value(value))}, usual {about.format_value(usual_value)}"
 
-    def save(self, path: Path) -> None:
+    def save_file(self, path: Path) -> None:
         """Write a .npz file, whole or not at all. Raises DataError when the disk refuses."""
         content = io.BytesIO()
         parts = {"lexicon": self.lexicon, "tables": self.tables, "usual": self.usual}
@@ -155,8 +161,8 @@ class Yardstick:
         write_data_file(path, content.getvalue())
 
     @classmethod
-    def load(cls, path: Path) -> Yardstick:
-        """Read what `save` wrote. Raises DataError for a file that is missing, damaged or of another version."""
+    def load_file(cls, path: Path) -> Yardstick:
+        """Read what `save_file` wrote. Raises DataError for a file that is missing, damaged or of another version."""
         try:
             with np.load(path, allow_pickle=False) as array_file:
                 arrays_found = {key: array_file[key] for key in array_file.files}
@@ -187,7 +193,7 @@ def _gather(sample: Iterable[Sample], vocab_size: int) -> tuple[Raw, Int64s, Key
     tokens_done = 0
     for tokens, sample_edges, own_keys in sample:
         key_parts.append(own_keys)
-        id_parts.append(inside(tokens[sample_edges[0] : sample_edges[-1]], vocab_size))
+        id_parts.append(clip_ids(tokens[sample_edges[0] : sample_edges[-1]], vocab_size))
         edge_parts.append(sample_edges[1:] - sample_edges[0] + tokens_done)
         tokens_done = int(edge_parts[-1][-1]) if len(sample_edges) > 1 else tokens_done
     if not id_parts:
@@ -201,7 +207,7 @@ def _measured(yardstick: Yardstick, ids: Raw, pieces: Int64s, keys: Keys) -> Fea
     begin, piece_count = 0, len(pieces) - 1
     while begin < piece_count:
         block_end = max(int(np.searchsorted(pieces, pieces[begin] + BLOCK, side="right")) - 1, begin + 1)
-        found.append(yardstick.measure(ids, pieces[begin : block_end + 1], keys[begin:block_end]))
+        found.append(yardstick.measure_features(ids, pieces[begin : block_end + 1], keys[begin:block_end]))
         begin = block_end
     return {name: np.concatenate([block_part[name] for block_part in found]) for name in ("length", *NAMES)}
 
@@ -260,13 +266,13 @@ class JudgedPieces:
 
 
 def judge_pieces(yardstick: Yardstick, tokens: Raw, edges: Int64s, keys: Keys) -> JudgedPieces:
-    """Measure and judge pieces, the odd ones also by their halves; arguments as for `Yardstick.measure`.
+    """Measure and judge pieces, the odd ones also by their halves; arguments as for `Yardstick.measure_features`.
 
     Damage as long as a piece, wherever it begins, fills one of the halves that it touches. So neither its score nor
     its kind depends on the cuts between pieces, for kinds that a half can show (COUNTS).
     """
-    piece_features = yardstick.measure(tokens, edges, keys)
-    whole = yardstick.judge(piece_features)
+    piece_features = yardstick.measure_features(tokens, edges, keys)
+    whole = yardstick.judge_features(piece_features)
     piece_lengths = np.diff(edges)
     score, worst_feature, kind = whole.score.copy(), whole.feature.copy(), whole.kind.copy()
     value = _at(piece_features, worst_feature)
@@ -276,10 +282,10 @@ def judge_pieces(yardstick: Yardstick, tokens: Raw, edges: Int64s, keys: Keys) -
         half_edges = np.stack([edges[odd], (edges[odd] + edges[odd + 1]) // 2, edges[odd + 1]], axis=1)
         place = np.concatenate([np.arange(a, range_end) for a, range_end in half_edges[:, [0, 2]].tolist()])
         half_sizes = np.diff(half_edges, axis=1).ravel()
-        half_features = yardstick.measure(
+        half_features = yardstick.measure_features(
             tokens[place], np.append(0, np.cumsum(half_sizes)), np.repeat(keys[odd], 2)
         )
-        parts = yardstick.judge(half_features)
+        parts = yardstick.judge_features(half_features)
         counting_scores = np.where(parts.score >= COUNTS_FROM[parts.kind], parts.score, 0)
         worse = 2 * np.arange(odd.size) + (counting_scores[1::2] > counting_scores[::2])
         is_better = counting_scores[worse] > score[odd]
@@ -290,9 +296,9 @@ def judge_pieces(yardstick: Yardstick, tokens: Raw, edges: Int64s, keys: Keys) -
     return JudgedPieces(piece_features, Judgement(score, worst_feature, kind), value, worst_first, count)
 
 
-def spans_of(yardstick: Yardstick, tokens: Raw, key: int, least: float) -> list[Span]:
-    """Where a document [n] has a score of at least `least`, with its key as for `Yardstick.measure`: [first, end) of
-    its tokens, ascending; at least around the worst window.
+def find_odd_spans(yardstick: Yardstick, tokens: Raw, key: int, least: float) -> list[Span]:
+    """Where a document [n] has a score of at least `least`, with its key as for `Yardstick.measure_features`: [first,
+    end) of its tokens, ascending; at least around the worst window.
 
     Windows of WINDOW tokens begin every STRIDE. A window across the edge of damage is half sound, and its score about
     half as high: a token is odd if most of the windows that hold it have half of `least`, and a nearby one all of it.
@@ -305,10 +311,10 @@ def spans_of(yardstick: Yardstick, tokens: Raw, key: int, least: float) -> list[
     for window_batch in np.split(np.arange(window_firsts.size), range(AT_ONCE, window_firsts.size, AT_ONCE)):
         place = np.concatenate([np.arange(window_firsts[n], window_ends[n]) for n in window_batch])
         batch_edges = np.append(0, np.cumsum(window_ends[window_batch] - window_firsts[window_batch]))
-        window_features = yardstick.measure(
+        window_features = yardstick.measure_features(
             tokens[place], batch_edges, np.full(window_batch.size, key, np.uint64)
         )
-        window_scores[window_batch] = yardstick.judge(window_features).score
+        window_scores[window_batch] = yardstick.judge_features(window_features).score
     is_sure = window_scores >= min(least, float(window_scores.max()))
     odd = is_sure | (window_scores >= max(least / 2, ODD))
     vote_changes = np.zeros((3, count + 1), np.int64)

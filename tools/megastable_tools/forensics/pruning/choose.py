@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from megastable.base import durable
 from megastable.base.errors import DataError
-from megastable.base.text import plural, ranges
+from megastable.base.text import count_noun, show_ranges
 from megastable.config.recipe import read_yaml
 from megastable.data.blends import BlendEntry
 from megastable.data.manifest import Manifest
@@ -21,7 +21,14 @@ from megastable.data.skips import Skips, numbers_of
 from megastable.data.source import DocumentPart, parts_by_position
 from megastable.run.events.data_events import OrderChanged
 from megastable_tools.forensics.pruning.gaps import Span
-from megastable_tools.forensics.pruning.prune_plan import EXCERPT, Loss, Removal, loss_of, read_plan, text_of
+from megastable_tools.forensics.pruning.prune_plan import (
+    EXCERPT,
+    Loss,
+    Removal,
+    format_plan,
+    read_plan,
+    sum_up_loss,
+)
 from megastable_tools.forensics.shard_set import Shelf, open_shelf
 
 if TYPE_CHECKING:
@@ -95,17 +102,19 @@ def make_plan(
     if not removals:
         only = ", only what begins or ends one, which stays" if reasons_found else ""
         raise DataError(f"no document of {corpus} is named{only}: there is nothing to plan")
-    loss = loss_of(removals, shelf.manifest)
+    loss = sum_up_loss(removals, shelf.manifest)
     # The plan is not yet written, so its lines cannot be deleted.
     cut = "" if spans else "cut only what is bad (plan --spans, or first:end in a list)"
-    loss.check(most, "the plan", "narrow what it is made of (the list, the steps, --score, --kind)", cut)
-    durable.write_output(output, text_of(removals, shelf.directory.resolve(), shelf.manifest))
+    loss.check_limit(
+        most, "the plan", "narrow what it is made of (the list, the steps, --score, --kind)", cut
+    )
+    durable.write_output(output, format_plan(removals, shelf.directory.resolve(), shelf.manifest))
     return removals, loss
 
 
 def _listed(path: Path, directory: Path, manifest: Manifest, spans: bool) -> Iterator[Why]:
     list_plan = read_plan(path)
-    for shard, shard_removals in list_plan.checked(directory, manifest, twice=True).items():
+    for shard, shard_removals in list_plan.check_removals(directory, manifest, twice=True).items():
         if spans and shard_removals.documents.size:
             line = next(line for line in list_plan.lines[shard] if line.span is None)
             raise DataError(
@@ -126,9 +135,9 @@ def _suspects(
     duplicates: bool,
     spans: bool,
 ) -> Iterator[Why]:
-    from megastable_tools.forensics.scanning.scanned import Scan, odd_spans, suspects
+    from megastable_tools.forensics.scanning.scanned import Scan, find_suspects, odd_spans
 
-    loaded_scan = Scan.load(folder)
+    loaded_scan = Scan.load_result(folder)
     if score is None and not kinds and not duplicates:
         score_advice = "" if loaded_scan.advised is None else f" {loaded_scan.advised:g}, which is its advice"
         raise DataError(
@@ -138,7 +147,7 @@ def _suspects(
         raise DataError(
             f"{folder} is the scan of another corpus, or {corpus} has changed since: scan {corpus}, then plan again"
         )
-    for suspect in suspects(folder, score, kinds or None, duplicates):
+    for suspect in find_suspects(folder, score, kinds or None, duplicates):
         suspect_reason = f"{suspect.kind}, score {suspect.score:.2f}: {suspect.why}"
         odd_parts = None if not spans or suspect.copy else odd_spans(folder, shelf, suspect, score)
         yield Why(suspect.shard, suspect.document, suspect_reason, suspect.piece, odd_parts)
@@ -152,14 +161,14 @@ def _of_incident(named: str, manifest: Manifest, spans: bool) -> Iterator[Why]:
         raise DataError(f"incident {named!r}: give run and number, e.g. runs/quickstart:1")
     incident, told, _ = history.incident(number)
     opening_time = float(told[0]["time"])
-    if any(order_event["time"] > opening_time for order_event in history.run.events(OrderChanged)):
+    if any(order_event["time"] > opening_time for order_event in history.run.iterate_events(OrderChanged)):
         raise DataError(
             f"{run}: the order of its data changed after incident {number}, whose positions mean other samples now: "
             f"name the documents in a list; those of its report are in {run}/incidents/{number:04d}/documents.csv"
         )
     evidence = f"incident {number} ({incident.verdict}, cause {incident.cause})"
     positions = _numbers(incident.positions, f"incident {number} of {run}")
-    yield from _at(history, history.library(opening_time), positions, manifest, evidence, spans)
+    yield from _at(history, history.library_at(opening_time), positions, manifest, evidence, spans)
 
 
 def _of_steps(named: str, manifest: Manifest, spans: bool) -> Iterator[Why]:
@@ -167,12 +176,14 @@ def _of_steps(named: str, manifest: Manifest, spans: bool) -> Iterator[Why]:
     from megastable_tools.forensics.samples import step_range
 
     history, steps_text = _run_of(named, "steps", "run and steps, e.g. runs/quickstart:90-91")
-    steps_done = history.at(*step_range(steps_text))
+    steps_done = history.require_steps(*step_range(steps_text))
     for done_step in steps_done:
-        history.library(done_step.time)  # refuses a step of another order, which `eras` leaves out
-    for library, era_steps in history.eras(steps_done):
+        history.library_at(done_step.time)  # refuses a step of another order, which `eras` leaves out
+    for library, era_steps in history.split_into_eras(steps_done):
         for step in dict.fromkeys(done_step.step for done_step in era_steps):
-            read_parts = [history.positions(done_step) for done_step in era_steps if done_step.step == step]
+            read_parts = [
+                history.positions_of(done_step) for done_step in era_steps if done_step.step == step
+            ]
             positions = np.unique(np.concatenate(read_parts))
             yield from _at(history, library, positions, manifest, f"step {step} of {history.run.root}", spans)
 
@@ -186,7 +197,7 @@ def _of_positions(named: str, manifest: Manifest, spans: bool) -> Iterator[Why]:
             f"positions {named!r}: give the first and the last one, e.g. runs/quickstart:1908-1947"
         )
     wanted = _numbers([(int(first), int(last_text or first) + 1)], f"positions {text} of {history.run.root}")
-    yield from _at(history, history.library(), wanted, manifest, f"positions of {history.run.root}", spans)
+    yield from _at(history, history.library_at(), wanted, manifest, f"positions of {history.run.root}", spans)
 
 
 def _run_of(named: str, what: str, form: str) -> tuple[History, str]:
@@ -234,15 +245,15 @@ def _at(
             f"{run_root} did not train on this corpus as it is now (it trained on {names}; this is {manifest.name}, "
             f"fingerprint {fingerprint[:12]}...): give the corpus that its recipe.yaml names, unchanged"
         )
-    positions = positions[source.order.locate(positions).corpus == own_indexes[0]]
+    positions = positions[source.order.locate_samples(positions).corpus == own_indexes[0]]
     parts: dict[tuple[str, int], list[tuple[int, DocumentPart]]] = {}
     for position, position_parts in parts_by_position(source, positions).items():
         for part in position_parts:
             parts.setdefault((part.document.shard, part.document.document), []).append((position, part))
     for key, document_parts in parts.items():
         sample_positions = sorted({position for position, _ in document_parts})
-        places_text = ranges([(position, position + 1) for position in sample_positions], most=3)
-        reason_text = f"{evidence}: in {plural(len(sample_positions), 'sample')}, at {places_text}"
+        places_text = show_ranges([(position, position + 1) for position in sample_positions], most=3)
+        reason_text = f"{evidence}: in {count_noun(len(sample_positions), 'sample')}, at {places_text}"
         inside_spans = [part.own_span for _, part in document_parts]
         yield Why(*key, reason_text, document_parts[0][1].first_token, inside_spans if spans else None)
 
@@ -259,13 +270,13 @@ def _removals(shelf: Shelf, found: Iterable[Why]) -> Iterator[Removal]:
             texts = "; ".join(dict.fromkeys(why.text for why in of))
             # A document's begin and end tokens stay, or go with all of it.
             count = end - first
-            text_end = count - int(count > 0 and int(shard.raw(end - 1, 1)[0]) == shelf.eod)
-            bos_tokens = int(text_end > 0 and bos is not None and int(shard.raw(first, 1)[0]) == bos)
+            text_end = count - int(count > 0 and int(shard.read_raw(end - 1, 1)[0]) == shelf.eod)
+            bos_tokens = int(text_end > 0 and bos is not None and int(shard.read_raw(first, 1)[0]) == bos)
             if all(why.spans for why in of):
-                spans = Skips.merged(np.array([span for why in of for span in why.spans or ()])).ranges
+                spans = Skips.from_edges(np.array([span for why in of for span in why.spans or ()])).ranges
                 if spans[-1][1] > count:
                     raise DataError(
-                        f"document {document} of {shard.name} has {plural(count, 'token')}, a list names a span of "
+                        f"document {document} of {shard.name} has {count_noun(count, 'token')}, a list names a span of "
                         f"it up to {spans[-1][1]}: correct it"
                     )
                 spans = [(max(span_begin, bos_tokens), min(stop, text_end)) for span_begin, stop in spans]
@@ -285,7 +296,7 @@ def _removals(shelf: Shelf, found: Iterable[Why]) -> Iterator[Removal]:
 
 def _excerpt(shelf: Shelf, shard: Shard, first: int, at: int, end: int) -> str:
     """The text from token `at` on, before `end`, of a document that begins at `first`."""
-    excerpt_ids = shard.raw(at, min(end - at, BEGINNING)).tolist()
+    excerpt_ids = shard.read_raw(at, min(end - at, BEGINNING)).tolist()
     if shelf.tokenizer is not None and all(0 <= token < shelf.tokenizer.vocab_size for token in excerpt_ids):
         excerpt_text = " ".join(shelf.tokenizer.decode(excerpt_ids).split())[: EXCERPT + 1]
     else:

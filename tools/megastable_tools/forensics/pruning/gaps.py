@@ -18,9 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from megastable.base.errors import DataError
-from megastable.data.shard_format import LONGEST_SEQUENCE, chunks
+from megastable.data.shard_format import LONGEST_SEQUENCE, chunk_slices
 from megastable.data.shards import Shard
-from megastable_tools.forensics.scanning.units import units
+from megastable_tools.forensics.scanning.units import split_into_units
 
 RUN = 1 << 20  # tokens of the original in memory at a time; a longer document is whole
 
@@ -78,9 +78,9 @@ def cut_document(
     """
     begin, end = shard.document_bounds(number)
     count = end - begin
-    closes = count > 0 and int(shard.raw(end - 1, 1)[0]) == eod
+    closes = count > 0 and int(shard.read_raw(end - 1, 1)[0]) == eod
     text = count - closes  # end of its tokens without the final end token
-    opens = text > 0 and bos is not None and int(shard.raw(begin, 1)[0]) == bos
+    opens = text > 0 and bos is not None and int(shard.read_raw(begin, 1)[0]) == bos
     kept, at, gone = list[Span](), int(opens), 0
     for first, stop in sorted(spans):
         if not 0 <= first < stop <= count:
@@ -103,7 +103,7 @@ def cut_document(
         kept[0] = 0, kept[0][1]
     low, high = shard.sequence_bounds(number)
     lengths = shard.sequence_lengths(slice(low, high)).tolist()
-    stored = shard.modes(slice(low, high))
+    stored = shard.sequence_modes(slice(low, high))
     modes = [0] * len(lengths) if stored is None else stored.tolist()
     pieces = tuple(
         _piece(first, stop, stop < count, opens and first > 0, lengths, modes) for first, stop in kept
@@ -155,7 +155,7 @@ class Gaps:
     bos: int | None
 
     @classmethod
-    def of(
+    def of_shard(
         cls, shard: Shard, documents: Int64s, spans: Mapping[int, Sequence[Span]] | None = None, eod: int = 0,
         bos: int | None = None,
     ) -> Gaps:  # fmt: skip
@@ -171,7 +171,7 @@ class Gaps:
         if covered_documents:
             documents = np.union1d(documents, np.array(covered_documents, np.int64))
         token_parts = [np.empty(0, np.int64)]
-        for part in chunks(shard.documents):
+        for part in chunk_slices(shard.documents):
             low_index, high_index = np.searchsorted(documents, (part.start, part.stop)).tolist()
             if low_index < high_index:
                 document_lengths = np.diff(shard.document_edges(part.start, part.stop - part.start))
@@ -202,7 +202,7 @@ class Gaps:
         earlier_cuts = self.cuts[: np.searchsorted(self._cut, document)]
         return int(whole_tokens) + sum(cut.tokens - cut.left for cut in earlier_cuts)
 
-    def renumbered(self, first: int, count: int) -> Int64s:
+    def renumber_documents(self, first: int, count: int) -> Int64s:
         """The new numbers of the documents [first, first + count), for a cut one that of its first piece: int64
         [count], -1 for removed ones."""
         old_numbers = np.arange(first, first + count)
@@ -220,16 +220,16 @@ class Gaps:
 
 def remaining_runs(shard: Shard, gaps: Gaps) -> Iterator[tuple[npt.NDArray[np.integer], list[RemainingRun]]]:
     """What is left of a shard, in order: for every run of its documents the tokens as they were, and the remainder."""
-    for unit in units([shard], RUN):
+    for unit in split_into_units([shard], RUN):
         first, count = unit.first_document, unit.documents
         edges, sequences = shard.document_edges(first, count), shard.document_sequences(first, count)
-        tokens = shard.raw(unit.first_token, unit.tokens)
+        tokens = shard.read_raw(unit.first_token, unit.tokens)
         sequence_slice = slice(int(sequences[0]), int(sequences[-1]))
-        lengths, modes = shard.sequence_lengths(sequence_slice), shard.modes(sequence_slice)
+        lengths, modes = shard.sequence_lengths(sequence_slice), shard.sequence_modes(sequence_slice)
         whole_run = RemainingRun(
             tokens, lengths, np.zeros(len(lengths), np.int8) if modes is None else modes, np.diff(sequences)
         )
-        is_kept = gaps.renumbered(first, count) >= 0
+        is_kept = gaps.renumber_documents(first, count) >= 0
         edges, sequences, done, found = edges - edges[0], sequences - sequences[0], 0, list[RemainingRun]()
         for document_cut in (*gaps.cut_among(first, count), None):
             document_end = count if document_cut is None else document_cut.number - first

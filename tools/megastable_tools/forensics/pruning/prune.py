@@ -6,7 +6,8 @@ modes and documents without tokens are unchanged; shards keep their names. Files
 hashed before and after, and written on: memory grows by a few bytes for each sequence of a shard, and damage of the
 original is not hidden by new hashes.
 
-The proof (`verify`): the document map names every document of either corpus exactly once and in order, and every piece
+The proof (`verify_pruned`): the document map names every document of either corpus exactly once and in order, and
+every piece
 of a cut one. What the original gives without the rest is computed again, and hashed: its hashes, counts, splits and map
 must be those of the pruned corpus, whose files are read in full. Memory grows with the documents of one shard.
 """
@@ -27,11 +28,11 @@ import xxhash
 
 from megastable.base.durable import staged_directory, write_data_file
 from megastable.base.errors import DataError
-from megastable.base.text import plural
-from megastable.config.recipe import find
+from megastable.base.text import count_noun
+from megastable.config.recipe import find_recipe
 from megastable.data.manifest import FILE as MANIFEST
 from megastable.data.manifest import Manifest, Segment, Stream, TokenizerInfo
-from megastable.data.shard_format import ShardInfo, chunks
+from megastable.data.shard_format import ShardInfo, chunk_slices
 from megastable.data.shards import Shard, ShardWriter, hash_file
 from megastable_tools.forensics.pruning.gaps import Gaps, Span, remaining_runs
 from megastable_tools.forensics.pruning.prune_plan import NOTHING, Loss, Named, PrunePlan, read_plan
@@ -51,7 +52,7 @@ Progress = Callable[[int], object]  # called for every block with its bytes in t
 Place = tuple[str, int, int]  # tokens [first, end) of a shard
 
 
-def apply(
+def apply_plan(
     plan: Path, output: Path, corpus: Path | None = None, progress: Progress = lambda count: None,
     most: float = 1.0, say: Callable[[Loss], object] = lambda loss: None,
 ) -> Pruned:  # fmt: skip
@@ -64,13 +65,15 @@ def apply(
     """
     chosen_plan = read_plan(plan)
     corpus_directory = _corpus_of(chosen_plan, corpus)
-    corpus_manifest = Manifest.load(corpus_directory)
-    gaps = gaps_of(corpus_directory, corpus_manifest, chosen_plan.named(corpus_directory, corpus_manifest))
-    corpus_loss = Loss.of(
+    corpus_manifest = Manifest.load_manifest(corpus_directory)
+    gaps = gaps_of(
+        corpus_directory, corpus_manifest, chosen_plan.select_removals(corpus_directory, corpus_manifest)
+    )
+    corpus_loss = Loss.of_corpus(
         corpus_manifest, documents=sum(gap.documents.size for gap in gaps.values()),
         cut=sum(len(gap.cuts) for gap in gaps.values()), tokens=sum(gap.gone for gap in gaps.values()),
     )  # fmt: skip
-    corpus_loss.check(
+    corpus_loss.check_limit(
         most,
         str(plan),
         "delete lines of documents to keep",
@@ -85,7 +88,7 @@ def apply(
         except OSError as error:
             raise DataError(f"{output} could not be written: {error.strerror or error}") from error
         write_data_file(staging / corpus_manifest.tokenizer.file, tokenizer_content)
-        pruned_corpus.save(staging)
+        pruned_corpus.save_file(staging)
     return pruned_corpus
 
 
@@ -96,7 +99,7 @@ def gaps_of(directory: Path, manifest: Manifest, named: dict[str, Named]) -> dic
     for shard_info in manifest.shards:
         of = named.get(shard_info.name, NOTHING)
         shard = Shard(directory / shard_info.name, shard_info)
-        gaps_by_shard[shard_info.name] = Gaps.of(
+        gaps_by_shard[shard_info.name] = Gaps.of_shard(
             shard, of.documents, of.spans, manifest.tokenizer.eod, manifest.tokenizer.bos
         )
     return gaps_by_shard
@@ -111,7 +114,7 @@ def _write(
     progress: Progress,
 ) -> Pruned:
     """Write all files except the tokenizer's and pruned.json, which is returned."""
-    split_places_by_name = moved(directory, manifest, all_gaps)
+    split_places_by_name = move_splits(directory, manifest, all_gaps)
     for split, split_places in split_places_by_name.items():
         if not split_places and manifest.splits[split]:
             _nothing_left(plan, split, directory, manifest.splits[split][0])
@@ -121,8 +124,8 @@ def _write(
         for shard_info in manifest.shards:
             shard, shard_gaps = Shard(directory / shard_info.name, shard_info), all_gaps[shard_info.name]
             add_removed(removed_digest, shard_info.name, shard_gaps)
-            for part in chunks(shard.documents):
-                map_writer.add(shard_info.name, part.start, part.stop - part.start, shard_gaps)
+            for part in chunk_slices(shard.documents):
+                map_writer.add_documents(shard_info.name, part.start, part.stop - part.start, shard_gaps)
             is_left = shard_gaps.documents.size < shard.documents or not shard_gaps.documents.size
             if is_left:
                 infos.append(write_shard(shard, shard_info, shard_gaps, staging, progress))
@@ -132,20 +135,20 @@ def _write(
     with (staging / MAP).open("rb") as map_file:
         os.fsync(map_file.fileno())
     pruned_data = pruned_facts(shard_cuts, removed_digest.hexdigest(), infos, all_gaps)
-    removed_text = plural(pruned_data["documents"], "document")
-    removed_text += f" and {plural(pruned_data['tokens'], 'token')}" if pruned_data["cut"] else ""
+    removed_text = count_noun(pruned_data["documents"], "document")
+    removed_text += f" and {count_noun(pruned_data['tokens'], 'token')}" if pruned_data["cut"] else ""
     source_text = f"{manifest.source}; {removed_text} pruned of {manifest.fingerprint()}".lstrip("; ")
     pruned = Manifest(
         name=manifest.name, tokenizer=manifest.tokenizer, dtype=manifest.dtype, shards=infos, source=source_text,
         splits=splits_at(staging, split_places_by_name),
     )  # fmt: skip
     check_splits(staging, pruned)
-    pruned.save(staging)
+    pruned.save_manifest(staging)
     return Pruned(
         original=str(directory.resolve()), fingerprint=manifest.fingerprint(), plan=plan.path.name,
         plan_sha256=plan.sha256, made=datetime.now(UTC), manifest_xxh3=hash_file(staging / MANIFEST),
         map_xxh3=hash_file(staging / MAP), **pruned_data,
-    ).sealed()  # fmt: skip
+    ).add_seal()  # fmt: skip
 
 
 def pruned_facts(
@@ -194,7 +197,7 @@ def write_shard(
         return shard_writer.close()
 
 
-def moved(directory: Path, manifest: Manifest, gaps: dict[str, Gaps]) -> dict[str, list[Place]]:
+def move_splits(directory: Path, manifest: Manifest, gaps: dict[str, Gaps]) -> dict[str, list[Place]]:
     """Where the splits of the corpus in `directory` lie in shards without `gaps`; segments without any token are
     dropped.
 
@@ -233,7 +236,7 @@ def check_splits(directory: Path, manifest: Manifest) -> None:
         if segments:
             split_stream, first_token = Stream(directory, manifest, split), 0
             for segment in segments:
-                split_stream.read(first_token, 1)  # checks the edges of the segment
+                split_stream.read_tokens(first_token, 1)  # checks the edges of the segment
                 first_token += segment.tokens
 
 
@@ -263,8 +266,8 @@ def _keep_apart(directory: Path, output: Path) -> None:
 
 
 def corpus_bytes(plan: Path, corpus: Path | None = None) -> int:
-    """Number of bytes that `apply` will report as progress."""
-    return sum(info.bin_bytes for info in Manifest.load(_corpus_of(read_plan(plan), corpus)).shards)
+    """Number of bytes that `apply_plan` will report as progress."""
+    return sum(info.bin_bytes for info in Manifest.load_manifest(_corpus_of(read_plan(plan), corpus)).shards)
 
 
 def _corpus_of(plan: PrunePlan, given: Path | None) -> Path:
@@ -273,7 +276,7 @@ def _corpus_of(plan: PrunePlan, given: Path | None) -> Path:
             f"{plan.path} does not name its corpus: make a plan of it that does, "
             f"megastable prune plan CORPUS --list {plan.path}, or give --corpus"
         )
-    return find(given or plan.corpus or "")
+    return find_recipe(given or plan.corpus or "")
 
 
 def _nothing_left(plan: PrunePlan, split: str, directory: Path, segment: Segment) -> NoReturn:
@@ -298,11 +301,12 @@ class Proof:
     original: Path
 
     def __str__(self) -> str:
-        same = f"{plural(self.documents, 'document')} and {plural(self.tokens, 'token')} are those of {self.original}"
+        kept_text = f"{count_noun(self.documents, 'document')} and {count_noun(self.tokens, 'token')}"
+        same = f"{kept_text} are those of {self.original}"
         return f"{same}; {gone_text(self.gone, self.gone_tokens, self.cut, self.added)}"
 
 
-def verify(
+def verify_pruned(
     directory: Path,
     original: Path | None = None,
     plan: Path | None = None,
@@ -312,16 +316,16 @@ def verify(
 
     Raises DataError naming the first difference.
     """
-    directory = find(directory)
-    pruned = Pruned.load(directory)
+    directory = find_recipe(directory)
+    pruned = Pruned.load_file(directory)
     for file_name, wanted_hash in ((MANIFEST, pruned.manifest_xxh3), (MAP, pruned.map_xxh3)):
         if hash_file(directory / file_name) != wanted_hash:
             raise DataError(
                 f"{directory / file_name} was changed after {FILE} was written: restore it, or prune again"
             )
-    new = Manifest.load(directory)
-    original = find(original or Path(pruned.original))
-    old = Manifest.load(original)
+    new = Manifest.load_manifest(directory)
+    original = find_recipe(original or Path(pruned.original))
+    old = Manifest.load_manifest(original)
     if old.fingerprint() != pruned.fingerprint:
         raise DataError(
             f"{original} is not what {directory} was pruned of: its fingerprint is {old.fingerprint()[:12]}..., not "
@@ -336,16 +340,18 @@ def verify(
 
 
 def original_bytes(directory: Path, original: Path | None = None) -> int:
-    """Number of bytes that `verify` will report as progress."""
-    original_directory = find(original or Path(Pruned.load(find(directory)).original))
-    return sum(shard_info.bin_bytes for shard_info in Manifest.load(original_directory).shards)
+    """Number of bytes that `verify_pruned` will report as progress."""
+    original_directory = find_recipe(original or Path(Pruned.load_file(find_recipe(directory)).original))
+    return sum(shard_info.bin_bytes for shard_info in Manifest.load_manifest(original_directory).shards)
 
 
 def _compare(
     directory: Path, new: Manifest, original: Path, old: Manifest, pruned: Pruned, plan: Path | None,
     progress: Progress,
 ) -> Proof:  # fmt: skip
-    listed_gaps = None if plan is None else gaps_of(original, old, read_plan(plan).named(original, old))
+    listed_gaps = (
+        None if plan is None else gaps_of(original, old, read_plan(plan).select_removals(original, old))
+    )
     map_groups = groupby(read_map(directory), key=lambda item: item[0])
     shard_named, map_group = next(map_groups, ("", iter(())))
     all_gaps, removed, shard_cuts, infos = dict[str, Gaps](), hashlib.sha256(), list[Cut](), list[ShardInfo]()
@@ -370,7 +376,7 @@ def _compare(
     for fact_name, fact_value in pruned_facts(shard_cuts, removed.hexdigest(), infos, all_gaps).items():
         if getattr(pruned, fact_name) != fact_value:
             raise DataError(f"{directory / FILE}: {fact_name} does not match map and shards: prune again")
-    if new.splits != splits_at(directory, moved(original, old, all_gaps)):
+    if new.splits != splits_at(directory, move_splits(original, old, all_gaps)):
         raise DataError(
             f"{directory / MANIFEST}: its splits are not those of {original} without the documents"
         )
@@ -393,7 +399,7 @@ def _check_shards(directory: Path, new: Manifest, infos: list[ShardInfo], origin
                     f"{directory / info.name}{suffix} is not what {original} gives without the documents and spans "
                     f"of {MAP}: prune again"
                 )
-        Shard(directory / info.name, info).verify()
+        Shard(directory / info.name, info).verify_shard()
     if new.shards != infos:
         raise DataError(
             f"{directory / MANIFEST}: a shard is missing, out of order, or not as it is: prune again"
@@ -417,7 +423,7 @@ def _gaps_of_map(directory: Path, shard: Shard, rows: list[Rows], tokenizer: Tok
     if not np.array_equal(np.unique(old), np.arange(shard.documents)) or np.any(np.diff(old) < 0):
         raise DataError(damage_text)
     if found is None:
-        return Gaps.of(shard, old, {}, tokenizer.eod, tokenizer.bos)
+        return Gaps.of_shard(shard, old, {}, tokenizer.eod, tokenizer.bos)
     spans = dict[int, list[Span]]()
     for document_number in np.unique(old[found.end >= 0]).tolist():
         begin, end = shard.document_bounds(document_number)
@@ -430,8 +436,8 @@ def _gaps_of_map(directory: Path, shard: Shard, rows: list[Rows], tokenizer: Tok
             for span_start, span_end in zip(edges[::2], edges[1::2], strict=True)
             if span_start < span_end
         ]
-    shard_gaps = Gaps.of(shard, old[found.new < 0], spans, tokenizer.eod, tokenizer.bos)
-    expected_rows = Rows.of(0, shard.documents, shard_gaps)
+    shard_gaps = Gaps.of_shard(shard, old[found.new < 0], spans, tokenizer.eod, tokenizer.bos)
+    expected_rows = Rows.of_gaps(0, shard.documents, shard_gaps)
     if not all(map(np.array_equal, found.columns, expected_rows.columns)):
         raise DataError(damage_text)
     return shard_gaps

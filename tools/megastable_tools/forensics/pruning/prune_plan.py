@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megastable.base.errors import DataError
-from megastable.base.text import plural, visible
+from megastable.base.text import count_noun, make_visible
 from megastable.data.manifest import Manifest
 from megastable_tools.forensics.pruning.gaps import Span
 
@@ -41,7 +41,7 @@ class Loss:
     of_tokens: int
 
     @classmethod
-    def of(cls, manifest: Manifest, documents: int, cut: int, tokens: int) -> Self:
+    def of_corpus(cls, manifest: Manifest, documents: int, cut: int, tokens: int) -> Self:
         """The loss relative to the corpus of `manifest`."""
         shards = manifest.shards
         return cls(documents, cut, tokens, sum(s.documents for s in shards), sum(s.tokens for s in shards))
@@ -61,13 +61,13 @@ class Loss:
         return {"documents": self.documents, "cut": self.cut, "tokens": self.tokens, **share_numbers}
 
     def __str__(self) -> str:
-        cut_text = f", {plural(self.cut, 'more document')} cut" if self.cut else ""
+        cut_text = f", {count_noun(self.cut, 'more document')} cut" if self.cut else ""
         return (
-            f"{plural(self.documents, 'document')} of {self.of_documents:,} ({self.document_share:.3%}){cut_text}, "
-            f"{plural(self.tokens, 'token')} of {self.of_tokens:,} ({self.token_share:.3%})"
+            f"{count_noun(self.documents, 'document')} of {self.of_documents:,} ({self.document_share:.3%}){cut_text}, "
+            f"{count_noun(self.tokens, 'token')} of {self.of_tokens:,} ({self.token_share:.3%})"
         )
 
-    def check(self, most: float, what: str, less: str, spans: str = "") -> None:
+    def check_limit(self, most: float, what: str, less: str, spans: str = "") -> None:
         """Raises DataError if more than the share `most` of the tokens or of the documents would be removed. less:
         advice to remove less; spans: advice to cut documents instead of removing whole ones."""
         lost_share = max(self.document_share, self.token_share)
@@ -85,7 +85,7 @@ def _above(share: float) -> str:
     return f"{min(100.0, -(-share * 1000 // 1) / 10):g}%"
 
 
-def share_of(text: str) -> float:
+def parse_share(text: str) -> float:
     """A share such as "5%" or "0.05". Raises DataError for anything else, and for one above 1."""
     share_match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*(%?)\s*", text)
     share_given = float(share_match[1]) / (100 if share_match[2] else 1) if share_match else -1.0
@@ -155,7 +155,7 @@ class PrunePlan:
     fingerprint: str | None = None
     lines: dict[str, list[PlanLine]] = field(default_factory=dict)
 
-    def named(self, directory: Path, manifest: Manifest) -> dict[str, Named]:
+    def select_removals(self, directory: Path, manifest: Manifest) -> dict[str, Named]:
         """What to remove from a corpus, by shard.
 
         Raises DataError naming the line for a document that does not exist or occurs twice, and for a plan that is
@@ -167,10 +167,10 @@ class PrunePlan:
                 f"{self.path} has no fingerprint of its corpus: make a plan of it and look at that, "
                 f"megastable prune plan {directory} --list {self.path}"
             )
-        return self.checked(directory, manifest)
+        return self.check_removals(directory, manifest)
 
-    def checked(self, directory: Path, manifest: Manifest, twice: bool = False) -> dict[str, Named]:
-        """As `named`, but also for lists without a fingerprint. twice: a document may occur twice."""
+    def check_removals(self, directory: Path, manifest: Manifest, twice: bool = False) -> dict[str, Named]:
+        """As `select_removals`, but also for lists without a fingerprint. twice: a document may occur twice."""
         if self.fingerprint not in (None, manifest.fingerprint()):
             raise DataError(
                 f"{self.path} was made for another corpus, or {directory} has changed since (its fingerprint is "
@@ -184,7 +184,7 @@ class PrunePlan:
             if shard not in infos_by_name:
                 known_shards = ", ".join(list(infos_by_name)[:5]) + ", ..." * (len(infos_by_name) > 5)
                 raise DataError(
-                    f"{self.path} line {lines[0].number}: {directory} has no shard '{visible(shard, 80)}', it has "
+                    f"{self.path} line {lines[0].number}: {directory} has no shard '{make_visible(shard, 80)}', it has "
                     f"{known_shards}"
                 )
             removals_found[shard] = self._named(shard, lines, infos_by_name[shard].documents, twice)
@@ -204,7 +204,7 @@ class PrunePlan:
             if document >= count:
                 raise DataError(
                     f"{self.path} line {line_number}: there is no document {document} in {shard}, "
-                    f"which has {plural(count, 'document')}, counted from 0"
+                    f"which has {count_noun(count, 'document')}, counted from 0"
                 )
             if document in whole and not twice:
                 raise DataError(
@@ -257,14 +257,14 @@ def read_plan(path: Path) -> PrunePlan:
     return plan
 
 
-def text_of(removals: Iterable[Removal], corpus: Path, manifest: Manifest) -> str:
+def format_plan(removals: Iterable[Removal], corpus: Path, manifest: Manifest) -> str:
     """A plan as text, in the order of the removals."""
     removal_list = list(removals)
     head_lines = [
         "# Documents to leave out of a corpus, one in a line: its shard, its number there, and what speaks against it;",
         "# with FIRST:END only these tokens of it. Delete a line to keep that; what is behind a # is for you. Then:",
         "#   megastable prune apply THIS_FILE OUTPUT",
-        f"# {loss_of(removal_list, manifest)}.",
+        f"# {sum_up_loss(removal_list, manifest)}.",
         f"format: {FORMAT}",
         f"corpus: {_quoted(str(corpus))}",
         f"fingerprint: {manifest.fingerprint()}",
@@ -274,7 +274,7 @@ def text_of(removals: Iterable[Removal], corpus: Path, manifest: Manifest) -> st
     return "\n".join([*head_lines, *map(_line, removal_list)]) + "\n"
 
 
-def loss_of(removals: Iterable[Removal], manifest: Manifest) -> Loss:
+def sum_up_loss(removals: Iterable[Removal], manifest: Manifest) -> Loss:
     """The loss of a corpus."""
     whole_count, cut_documents, token_count = 0, set[tuple[str, int]](), 0
     for removal in removals:
@@ -283,12 +283,12 @@ def loss_of(removals: Iterable[Removal], manifest: Manifest) -> Loss:
             whole_count += 1
         else:
             cut_documents.add((removal.shard, removal.document))
-    return Loss.of(manifest, documents=whole_count, cut=len(cut_documents), tokens=token_count)
+    return Loss.of_corpus(manifest, documents=whole_count, cut=len(cut_documents), tokens=token_count)
 
 
 def _line(removal: Removal) -> str:
-    evidence_parts = [plural(removal.tokens, "token"), visible(removal.why, WHY)]
-    excerpt_text = f": {visible(removal.excerpt, EXCERPT)}" if removal.excerpt else ""
+    evidence_parts = [count_noun(removal.tokens, "token"), make_visible(removal.why, WHY)]
+    excerpt_text = f": {make_visible(removal.excerpt, EXCERPT)}" if removal.excerpt else ""
     name = removal.shard if _WORD.fullmatch(removal.shard) else json.dumps(removal.shard)
     span = "" if removal.span is None else f" {removal.span[0]}:{removal.span[1]}"
     return f"{name} {removal.document}{span}  # {'; '.join(part for part in evidence_parts if part)}{excerpt_text}"
@@ -306,7 +306,7 @@ def _unquoted(path: Path, number: int, text: str) -> str:
         return str(json.loads(text))
     except ValueError:
         raise DataError(
-            f"{path} line {number}: {visible(text, 80)} is an unterminated JSON string: correct or delete the line"
+            f"{path} line {number}: {make_visible(text, 80)} is an unterminated JSON string: correct or delete the line"
         ) from None
 
 
@@ -339,7 +339,7 @@ def _lines(plan: PrunePlan, lines: list[str]) -> Iterator[tuple[str, PlanLine]]:
 def _take(plan: PrunePlan, number: int, key: str, value: str) -> None:
     if key == "format" and value != FORMAT:
         raise DataError(
-            f"{plan.path} line {number}: format {visible(value, 20)}, this megastable reads format {FORMAT}"
+            f"{plan.path} line {number}: format {make_visible(value, 20)}, this megastable reads format {FORMAT}"
         )
     if key == "corpus":
         plan.corpus = Path(value)
@@ -386,5 +386,6 @@ def _line_of_row(path: Path, number: int, line: str, row: Mapping[str, Any]) -> 
 
 def _bad(path: Path, number: int, line: str) -> NoReturn:
     raise DataError(
-        f"{path} line {number}: '{visible(line, 80)}' is not a shard and a document number: correct or delete the line"
+        f"{path} line {number}: '{make_visible(line, 80)}' is not a shard and a document number: correct or "
+        "delete the line"
     )

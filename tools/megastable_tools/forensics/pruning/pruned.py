@@ -24,7 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from megastable.base.durable import write_data_file
 from megastable.base.errors import DataError
-from megastable.base.text import plural
+from megastable.base.text import count_noun
 from megastable_tools.forensics.pruning.gaps import Gaps
 
 if TYPE_CHECKING:
@@ -89,20 +89,20 @@ class Pruned(BaseModel):
 
     def __str__(self) -> str:
         gone = gone_text(self.documents, self.tokens, self.cut, self.added)
-        left = f"{plural(self.documents_left, 'document')} and {plural(self.tokens_left, 'token')} are left"
+        left = f"{count_noun(self.documents_left, 'document')} and {count_noun(self.tokens_left, 'token')} are left"
         lost_lines = [
             f"\nthe shard {cut.shard} is gone: nothing of it remained" for cut in self.shards if not cut.left
         ]
         return f"{gone}, {left}{''.join(lost_lines)}"
 
-    def sealed(self) -> Pruned:
+    def add_seal(self) -> Pruned:
         return self.model_copy(update={"seal": self._digest()})
 
-    def save(self, directory: Path) -> None:
+    def save_file(self, directory: Path) -> None:
         write_data_file(directory / FILE, self._text())
 
     @classmethod
-    def load(cls, directory: Path) -> Pruned:
+    def load_file(cls, directory: Path) -> Pruned:
         """Raises DataError for a directory that is not a pruned corpus, and for a changed file."""
         path = directory / FILE
         try:
@@ -133,11 +133,11 @@ class Pruned(BaseModel):
 
 def gone_text(documents: int, tokens: int, cut: int, added: int) -> str:
     """The removals, as text."""
-    text_gone = f"{plural(documents, 'document')} and {plural(tokens, 'token')} are gone"
+    text_gone = f"{count_noun(documents, 'document')} and {count_noun(tokens, 'token')} are gone"
     if not cut:
         return text_gone
-    closed_text = f", {plural(added, 'boundary token')} put in between" if added else ""
-    return f"{text_gone}, {plural(cut, 'document')} {'was' if cut == 1 else 'were'} cut{closed_text}"
+    closed_text = f", {count_noun(added, 'boundary token')} put in between" if added else ""
+    return f"{text_gone}, {count_noun(cut, 'document')} {'was' if cut == 1 else 'were'} cut{closed_text}"
 
 
 def add_removed(digest: Digest, shard: str, gaps: Gaps) -> None:
@@ -156,9 +156,9 @@ class MapWriter:
         delta_encodings = dict.fromkeys(("old", "new", "first", "end"), "DELTA_BINARY_PACKED")
         self._writer = pq.ParquetWriter(directory / MAP, SCHEMA, column_encoding=delta_encodings, **options)
 
-    def add(self, shard: str, first: int, count: int, gaps: Gaps) -> None:
+    def add_documents(self, shard: str, first: int, count: int, gaps: Gaps) -> None:
         """Add the documents [first, first + count) of a shard."""
-        rows = Rows.of(first, count, gaps)
+        rows = Rows.of_gaps(first, count, gaps)
         names = pa.DictionaryArray.from_arrays(pa.array(np.zeros(rows.old.size, np.int32)), pa.array([shard]))
         number_columns = [pa.array(values, mask=values < 0) for values in (rows.new, rows.first, rows.end)]
         map_table = pa.table(
@@ -187,13 +187,13 @@ class Rows:
         return self.old, self.new, self.first, self.end, self.closed, self.opened
 
     @classmethod
-    def of(cls, first: int, count: int, gaps: Gaps) -> Rows:
+    def of_gaps(cls, first: int, count: int, gaps: Gaps) -> Rows:
         """The fate of the documents [first, first + count) of a shard."""
         document_cuts, row_counts = gaps.cut_among(first, count), np.ones(count, np.int64)
         for document_cut in document_cuts:
             row_counts[document_cut.number - first] = len(document_cut.pieces)
         old_numbers = np.repeat(np.arange(first, first + count), row_counts)
-        new_numbers = np.repeat(gaps.renumbered(first, count), row_counts)
+        new_numbers = np.repeat(gaps.renumber_documents(first, count), row_counts)
         piece_edges, piece_marks = np.full((2, old_numbers.size), -1), np.zeros((2, old_numbers.size), bool)
         rows_found = cls(old_numbers, new_numbers, *piece_edges, *piece_marks)
         for document_cut in document_cuts:

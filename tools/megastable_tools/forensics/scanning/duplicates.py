@@ -53,7 +53,7 @@ UInt64s = npt.NDArray[np.uint64]
 Signatures = npt.NDArray[np.uint16]
 
 
-def mix(values: UInt64s) -> UInt64s:
+def mix_bits(values: UInt64s) -> UInt64s:
     """Each value scattered over 64 bits, one to one (the finaliser of splitmix64; Steele, Lea, Flood, 2014)."""
     mixed_bits = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed_bits = (mixed_bits ^ (mixed_bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -68,11 +68,13 @@ def grams(tokens: npt.NDArray[np.integer]) -> UInt64s:
     wide_tokens = tokens.astype(np.int64).astype(np.uint64) + np.uint64(1)
     gram_sums = np.zeros(gram_count, np.uint64)
     for token_place, factor in enumerate(_FACTORS):
-        gram_sums += mix(wide_tokens[token_place : token_place + gram_count] * factor)
-    return mix(gram_sums)
+        gram_sums += mix_bits(wide_tokens[token_place : token_place + gram_count] * factor)
+    return mix_bits(gram_sums)
 
 
-def signatures(parts: Iterable[tuple[npt.NDArray[np.integer], Int64s, Int64s]], documents: int) -> Signatures:
+def sign_documents(
+    parts: Iterable[tuple[npt.NDArray[np.integer], Int64s, Int64s]], documents: int
+) -> Signatures:
     """Signatures uint16 [documents, BINS] of documents that are given in parts.
 
     A part: tokens [n], its edges int64 [k + 1] and the document of each stretch between them, int64 [k]. The
@@ -141,12 +143,14 @@ def band_keys(table: Signatures, bands: int, rows: int) -> UInt64s:
     band_hashes = np.zeros((len(table), bands), np.uint64)
     band_rows = table[:, : bands * rows].reshape(len(table), bands, rows).astype(np.uint64)
     for row in range(rows):
-        band_hashes = mix(band_hashes * np.uint64(0x9E3779B97F4A7C15) + band_rows[:, :, row] + np.uint64(1))
+        band_hashes = mix_bits(
+            band_hashes * np.uint64(0x9E3779B97F4A7C15) + band_rows[:, :, row] + np.uint64(1)
+        )
     band_salts: UInt64s = np.arange(bands, dtype=np.uint64)
-    return mix(band_hashes + band_salts)
+    return mix_bits(band_hashes + band_salts)
 
 
-def estimate(one: Signatures, other: Signatures) -> npt.NDArray[np.float64]:
+def estimate_similarity(one: Signatures, other: Signatures) -> npt.NDArray[np.float64]:
     """The similarity (Jaccard) of pairs of documents by their signatures [n, BINS]: float64 [n]."""
     equal_share = (one == other).mean(axis=1)
     # 16 bits are equal by chance once in 65,536 times.
@@ -257,15 +261,15 @@ BAND = np.dtype([("key", "<u8"), ("document", "<i8")])
 PAIR = np.dtype([("one", "<i8"), ("other", "<i8")])
 
 
-def sign(unit: Unit, folder: Path) -> KeptPart:
+def sign_unit(unit: Unit, folder: Path) -> KeptPart:
     """Write the signatures of a unit, unless they exist."""
-    signature_path = document_map.near_part(folder, unit.number)
+    signature_path = document_map.near_part_path(folder, unit.number)
     is_missing = _load(signature_path, unit.documents) is None
     if is_missing:
         unit_shard = open_unit(unit)
         unit_edges = edges_of(unit_shard, unit)
         file_content = io.BytesIO()
-        np.save(file_content, signatures(_parts(unit_shard, unit_edges), unit.documents))
+        np.save(file_content, sign_documents(_parts(unit_shard, unit_edges), unit.documents))
         write_data_file(signature_path, file_content.getvalue())
     return KeptPart(unit.tokens, unit.documents, is_missing)
 
@@ -279,7 +283,7 @@ def _parts(shard: Shard, edges: Int64s) -> Iterator[tuple[Raw, Int64s, Int64s]]:
         last_document = int(np.searchsorted(edges, part_stop, side="left"))
         is_cut = int(edges[last_document]) > part_stop
         yield (
-            shard.raw(part_begin, part_stop - part_begin),
+            shard.read_raw(part_begin, part_stop - part_begin),
             np.clip(edges[first_document : last_document + 1], part_begin, part_stop) - part_begin,
             np.arange(first_document, last_document),
         )
@@ -378,7 +382,7 @@ class _Look:
 
     def similarities(self, one: Int64s, other: Int64s) -> npt.NDArray[np.float64]:
         """Similarities of pairs, float64 [n]: by their texts if those are short and near the threshold."""
-        similarities_found = estimate(self._signatures(one), self._signatures(other))
+        similarities_found = estimate_similarity(self._signatures(one), self._signatures(other))
         pair_batch: list[int] = []
         tokens_read = 0
         for pair_index in np.flatnonzero(similarities_found >= self.threshold - MARGIN).tolist():
@@ -400,7 +404,9 @@ class _Look:
         texts = []
         for document_number in unique_documents.tolist():
             first_token, token_count = self._span(document_number)
-            texts.append(self.shards[self._place(document_number)[0].shard].raw(first_token, token_count))
+            texts.append(
+                self.shards[self._place(document_number)[0].shard].read_raw(first_token, token_count)
+            )
         text_edges = np.cumsum([0, *map(len, texts)])
         return similarities(np.concatenate(texts), text_edges, places[: len(one)], places[len(one) :])
 
@@ -428,7 +434,7 @@ class _Look:
         return signatures_found
 
     def _open(self, number: int) -> Signatures:
-        signature_path = document_map.near_part(self.folder, number)
+        signature_path = document_map.near_part_path(self.folder, number)
         signature_table = _load(signature_path, self.units[number].documents)
         if signature_table is None:
             raise DataError(f"{signature_path} is missing or damaged: scan again, other results are kept")

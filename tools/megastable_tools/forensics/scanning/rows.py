@@ -16,8 +16,16 @@ import zstandard
 from megastable.data.shards import Shard
 from megastable_tools.forensics.oddness.features import NAMES
 from megastable_tools.forensics.oddness.judgement import KINDS
-from megastable_tools.forensics.oddness.yardstick import JudgedPieces, Yardstick, cut, judge_pieces
-from megastable_tools.forensics.scanning.units import BLOCK, SAMPLE, Int64s, PieceBlock, Raw, blocks, sample
+from megastable_tools.forensics.oddness.yardstick import JudgedPieces, Yardstick, cut_documents, judge_pieces
+from megastable_tools.forensics.scanning.units import (
+    BLOCK,
+    SAMPLE,
+    Int64s,
+    PieceBlock,
+    Raw,
+    read_blocks,
+    sample_documents,
+)
 
 EMPTY = "empty"  # the kind of a document without tokens, which is not measured
 ALL_KINDS = (*KINDS, EMPTY)
@@ -66,7 +74,7 @@ def measure_rows(
     feature_sums = np.zeros((len(lengths), len(NAMES)), dtype=np.float64)
     feature_peaks = np.zeros((len(lengths), len(largest)), dtype=np.float32)
     document_hashes, compression = _Hashes(shard.name, first, lengths), np.zeros(len(lengths), np.float32)
-    for piece_block in blocks(shard, edges, cut):
+    for piece_block in read_blocks(shard, edges, cut_documents):
         piece_keys = document_hashes.add(piece_block.tokens, piece_block.edges, piece_block.owner)
         _compress(piece_block, compression)
         if key is not None:
@@ -84,13 +92,13 @@ def measure_rows(
     features[:, largest] = feature_peaks
     high_hashes, low_hashes = document_hashes.columns()
     row_columns = {
-        "shard": coded(np.zeros(len(lengths), np.int8), [shard.name]),
+        "shard": encode_names(np.zeros(len(lengths), np.int8), [shard.name]),
         "document": np.arange(first, first + len(lengths)),
         "first_token": edges[:-1],
         "tokens": lengths,
         "score": worst_pieces.score,
-        "kind": coded(np.where(lengths > 0, worst_pieces.kind, len(KINDS)).astype(np.int8), ALL_KINDS),
-        "feature": coded(worst_pieces.feature.astype(np.int8), NAMES),
+        "kind": encode_names(np.where(lengths > 0, worst_pieces.kind, len(KINDS)).astype(np.int8), ALL_KINDS),
+        "feature": encode_names(worst_pieces.feature.astype(np.int8), NAMES),
         "value": worst_pieces.value,
         "piece": worst_pieces.first,
         "piece_tokens": worst_pieces.tokens,
@@ -112,13 +120,13 @@ def _keep_memory() -> None:
     np.empty(31 << 20, np.uint8)
 
 
-def coded(codes: npt.NDArray[np.int8], names: Sequence[str]) -> pa.DictionaryArray:
+def encode_names(codes: npt.NDArray[np.int8], names: Sequence[str]) -> pa.DictionaryArray:
     """A column of texts, from their numbers in `names`."""
     return pa.DictionaryArray.from_arrays(pa.array(codes, pa.int8()), pa.array(list(names)))
 
 
-def codes(column: pa.ChunkedArray, names: Sequence[str]) -> Int64s:
-    """The input of `coded`, int64 [n]; a file keeps only the names that occur, in any order."""
+def decode_names(column: pa.ChunkedArray, names: Sequence[str]) -> Int64s:
+    """The input of `encode_names`, int64 [n]; a file keeps only the names that occur, in any order."""
     whole = column.combine_chunks()
     known_codes = np.array([names.index(name) for name in whole.dictionary.to_pylist()], dtype=np.int64)
     return known_codes[whole.indices.to_numpy(zero_copy_only=False)] if len(whole) else np.empty(0, np.int64)
@@ -141,7 +149,7 @@ def keyed_sample(
     shards: Sequence[Shard], most: int = SAMPLE
 ) -> Iterator[tuple[Shard, Int64s, Int64s, int | None]]:
     """A sample of shards (`units.sample`), with the keys of parts of long documents."""
-    for shard, sample_edges, document_numbers in sample(shards, most):
+    for shard, sample_edges, document_numbers in sample_documents(shards, most):
         key = None
         if len(document_numbers) == 1:
             first, document_end = shard.document_bounds(int(document_numbers[0]))
@@ -154,7 +162,10 @@ def sample_with_keys(
 ) -> Iterator[tuple[Raw, Int64s, UInt64s]]:
     """The sample with its tokens and keys, for a yardstick. keys_of: whole documents, by tokens and edges."""
     for shard, edges, _, key in keyed_sample(shards, most):
-        tokens, inner_edges = shard.raw(int(edges[0]), int(edges[-1] - edges[0])), np.unique(edges - edges[0])
+        tokens, inner_edges = (
+            shard.read_raw(int(edges[0]), int(edges[-1] - edges[0])),
+            np.unique(edges - edges[0]),
+        )
         yield tokens, inner_edges, keys_of(tokens, inner_edges) if key is None else np.array([key], np.uint64)
 
 
@@ -242,4 +253,4 @@ class _Hashes:
 @lru_cache(maxsize=1)
 def cached_yardstick(path: Path, changed: int) -> Yardstick:
     """The yardstick in a file, loaded once per process. changed: its modification time, in nanoseconds."""
-    return Yardstick.load(path)
+    return Yardstick.load_file(path)

@@ -21,7 +21,7 @@ import xxhash
 
 from megastable import __version__
 from megastable.base.errors import DataError
-from megastable.base.text import plural
+from megastable.base.text import count_noun
 from megastable_tools.forensics import document_map
 from megastable_tools.forensics.document_map import KeptPart, keep_rows, map_documents
 from megastable_tools.forensics.oddness.features import NAMES, Lexicon
@@ -32,7 +32,7 @@ from megastable_tools.forensics.scanning.duplicates import (
     Records,
     find_exact,
     find_near,
-    sign,
+    sign_unit,
     sort_copies,
     write_copies,
 )
@@ -57,11 +57,11 @@ from megastable_tools.forensics.scanning.scanned import (
     ShardFacts,
     Threshold,
     WorstDocument,
-    advised,
-    excess,
-    ordinary,
-    tally,
-    told,
+    advise_score,
+    expect_ordinary,
+    explain_row,
+    measure_excess,
+    tally_rows,
 )
 from megastable_tools.forensics.scanning.units import (
     SAMPLE,
@@ -70,10 +70,10 @@ from megastable_tools.forensics.scanning.units import (
     Unit,
     edges_of,
     open_unit,
-    sample,
+    sample_documents,
+    split_into_units,
     stamp_of,
     unit_size,
-    units,
 )
 from megastable_tools.forensics.shard_set import Shelf
 from megastable_tools.prepare.reporting import Meter
@@ -118,7 +118,8 @@ def scan_shards(
     for scanned_shelf in (shelf, against):
         if scanned_shelf is not None and not scanned_shelf.tokens:
             raise DataError(
-                f"{scanned_shelf.name} has no tokens in {plural(len(scanned_shelf.shards), 'shard')}: there is nothing "
+                f"{scanned_shelf.name} has no tokens in {count_noun(len(scanned_shelf.shards), 'shard')}: there "
+                "is nothing "
                 "to scan"
             )
     shelf_warnings = _compare(shelf, against)
@@ -127,7 +128,7 @@ def scan_shards(
         "tokenizer": _tokenizer(shelf), "against": against.fingerprint if against else "",
         "files": _files(shelf, against),
     }  # fmt: skip
-    with document_map.occupied(folder, asked_settings, again):
+    with document_map.occupy_folder(folder, asked_settings, again):
         scan_job = _ScanJob(shelf, folder, against, workers, near, threshold, top, progress, shelf_warnings)
         return scan_job.finished() or scan_job.run()
 
@@ -193,7 +194,7 @@ class _ScanJob:
         """The result, if an earlier call has completed it."""
         if not (self.folder / document_map.RESULT).exists():
             return None
-        earlier_scan = Scan.load(self.folder)
+        earlier_scan = Scan.load_result(self.folder)
         is_alike = not self.near or earlier_scan.near_threshold == self.threshold
         if earlier_scan.top < self.top or not is_alike:
             return None
@@ -201,7 +202,7 @@ class _ScanJob:
 
     def run(self) -> Scan:
         begin_time = time.monotonic()
-        self.units = list(units(self.shelf.shards, unit_size(self.shelf.tokens)))
+        self.units = list(split_into_units(self.shelf.shards, unit_size(self.shelf.tokens)))
         yardstick, usual_summary = self._yardstick()
         ready_time = time.monotonic()
         measured_tokens = self._measure()
@@ -216,7 +217,7 @@ class _ScanJob:
                 "duplicates_seconds": time.monotonic() - ready_time - measuring_seconds,
             }
         )
-        scan.save(self.folder)
+        scan.save_result(self.folder)
         return scan
 
     def _yardstick(self) -> tuple[Yardstick, ScanSummary]:
@@ -230,19 +231,19 @@ class _ScanJob:
                 nonlocal done, count
                 for tokens, sample_edges, sample_keys in sample_with_keys(reference.shards, document_keys):
                     done, count = done + len(tokens), count + len(sample_keys)
-                    meter.update(done, count, done)
+                    meter.show_progress(done, count, done)
                     yield tokens, sample_edges, sample_keys
 
             try:
-                yardstick = Yardstick.load(path)
+                yardstick = Yardstick.load_file(path)
             except DataError:  # not there, or damaged
-                yardstick = Yardstick.of(noted(), _lexicon(self.shelf, reference))
-                yardstick.save(path)
+                yardstick = Yardstick.learn_from(noted(), _lexicon(self.shelf, reference))
+                yardstick.save_file(path)
             for shard, edges, documents, key in keyed_sample(reference.shards):
                 rows = measure_rows(yardstick, shard, int(documents[0]), edges, key)
-                usual.add(tally(rows, 0, 0, 1 << 62, 1))
+                usual.add_summary(tally_rows(rows, 0, 0, 1 << 62, 1))
                 done, count = done + int(edges[-1] - edges[0]), count + len(rows)
-                meter.update(done, count, done)
+                meter.show_progress(done, count, done)
         return yardstick, usual
 
     def _measure(self) -> int:
@@ -261,7 +262,9 @@ class _ScanJob:
     def _summarise(self) -> ScanSummary:
         scan_summary = ScanSummary(self.top)
         for unit, unit_rows in zip(self.units, self._read_rows()):
-            scan_summary.add(tally(unit_rows, unit.shard, unit.before, self.shelf.documents, self.top))
+            scan_summary.add_summary(
+                tally_rows(unit_rows, unit.shard, unit.before, self.shelf.documents, self.top)
+            )
         return scan_summary
 
     def _read_rows(self, columns: list[str] | None = None) -> Iterator[pa.Table]:
@@ -272,7 +275,7 @@ class _ScanJob:
         exact_copies = find_exact(self._hashes, self.shelf.documents)
         near_copies = None
         if self.near:
-            self._map(partial(sign, folder=self.folder), "signing", "signed")
+            self._map(partial(sign_unit, folder=self.folder), "signing", "signed")
             near_copies = find_near(self.shelf.shards, self.units, self.folder, exact_copies, self.threshold)
         all_copies = sort_copies([exact_copies, np.empty(0, COPY) if near_copies is None else near_copies])
         write_copies(self.folder / document_map.DUPLICATES, all_copies)
@@ -303,21 +306,22 @@ class _ScanJob:
             before += shard.documents
         empty = int(found.lengths[0])
         kind_counts = found.by_kind()
-        times = excess(usual)
+        times = measure_excess(usual)
         length_counts = found.lengths[: int(np.flatnonzero(found.lengths)[-1]) + 1]
         return Scan(
             name=shelf.name, fingerprint=shelf.fingerprint, tokenizer=_tokenizer(shelf),
             vocab_size=yardstick.lexicon.vocab_size, against=self.against.name if self.against else "",
             shards=shard_facts, units=len(self.units), documents=shelf.documents, tokens=shelf.tokens, empty=empty,
-            sample_documents=usual.above(0.0)[0], sample_tokens=int(usual.tokens.sum()), kinds=kind_counts,
-            quantiles=found.quantiles(SHARES),
+            sample_documents=usual.count_above(0.0)[0], sample_tokens=int(usual.tokens.sum()), kinds=kind_counts,
+            quantiles=found.compute_quantiles(SHARES),
             histograms={name: Bars(edges=bar_edges, counts=bar_counts) for name,
-            (bar_edges, bar_counts) in found.histograms().items()},
+            (bar_edges, bar_counts) in found.draw_histograms().items()},
             lengths=length_counts.tolist(), score_step=STEP,
-            scores=found.scores().tolist(), advised=advised(found, times), thresholds=_thresholds(found, usual, times),
+            scores=found.count_by_score().tolist(), advised=advise_score(found, times),
+            thresholds=_thresholds(found, usual, times),
             top=self.top,
             worst=[_worst(worst_row, yardstick) for worst_row in found.worst],
-            copies=CopyFacts.of(copies), near=None if near is None else CopyFacts.of(near),
+            copies=CopyFacts.of_copies(copies), near=None if near is None else CopyFacts.of_copies(near),
             near_threshold=self.threshold if self.near else None, workers=self.workers, seconds=0.0,
             measured_tokens=0, yardstick_seconds=0.0, duplicates_seconds=0.0,
             warnings=[*self.warnings, *_doubts(shelf, self.against or shelf, yardstick, usual)],
@@ -326,15 +330,18 @@ class _ScanJob:
 
 def _thresholds(found: ScanSummary, usual: ScanSummary, times: float) -> list[Threshold]:
     """Number of documents above each score, up to the worst one."""
-    full_count, sampled_count = found.above(0.0)[0], usual.above(0.0)[0]
+    full_count, sampled_count = found.count_above(0.0)[0], usual.count_above(0.0)[0]
     threshold_table = []
-    for score in sorted({*THRESHOLDS, advised(found, times) or THRESHOLDS[0]}):
-        documents_above, tokens_above = found.above(score)
-        kinds = {kind: found.above(score, kind)[0] for kind in found.by_kind() if kind not in (EMPTY, USUAL)}
+    for score in sorted({*THRESHOLDS, advise_score(found, times) or THRESHOLDS[0]}):
+        documents_above, tokens_above = found.count_above(score)
+        kinds = {
+            kind: found.count_above(score, kind)[0] for kind in found.by_kind() if kind not in (EMPTY, USUAL)
+        }
         threshold_table.append(
             Threshold(
                 score=score, documents=documents_above, tokens=tokens_above, share=documents_above / max(full_count, 1),
-                ordinary=times * ordinary(found.lengths, score), usual=usual.above(score)[0] / max(sampled_count, 1),
+                ordinary=times * expect_ordinary(found.lengths, score),
+                usual=usual.count_above(score)[0] / max(sampled_count, 1),
                 kinds={kind_name: kind_count for kind_name, kind_count in kinds.items() if kind_count},
             )
         )  # fmt: skip
@@ -346,7 +353,7 @@ def _thresholds(found: ScanSummary, usual: ScanSummary, times: float) -> list[Th
 def _worst(row: dict[str, Any], yardstick: Yardstick) -> WorstDocument:
     return WorstDocument(
         **{column_name: row[column_name] for column_name in WorstDocument.model_fields if column_name in row},
-        why=told(yardstick, row), features={column_name: row[column_name] for column_name in NAMES},
+        why=explain_row(yardstick, row), features={column_name: row[column_name] for column_name in NAMES},
     )  # fmt: skip
 
 
@@ -354,15 +361,17 @@ def _lexicon(shelf: Shelf, reference: Shelf) -> Lexicon:
     """Of the tokenizer of either: `_compare` has checked that they are the same, or assumed so."""
     tokenizer = reference.tokenizer or shelf.tokenizer
     vocabulary_size = reference.vocab_size or shelf.vocab_size or _vocabulary(reference)
-    return Lexicon.of(tokenizer, vocabulary_size, shelf.eod if reference.eod is None else reference.eod)
+    return Lexicon.of_tokenizer(
+        tokenizer, vocabulary_size, shelf.eod if reference.eod is None else reference.eod
+    )
 
 
 def _vocabulary(shelf: Shelf) -> int:
     """Number of ids if unknown: the power of two above all ids of a sample. With the largest id itself, every rare id
     missing from the sample would be outside the vocabulary."""
     largest = 0
-    for shard, edges, _ in sample(shelf.shards):
-        largest = max(largest, int(shard.raw(int(edges[0]), int(edges[-1] - edges[0])).max(initial=0)))
+    for shard, edges, _ in sample_documents(shelf.shards):
+        largest = max(largest, int(shard.read_raw(int(edges[0]), int(edges[-1] - edges[0])).max(initial=0)))
     return min(1 << max(largest.bit_length(), 1), LARGEST_VOCABULARY)
 
 
@@ -371,7 +380,7 @@ def _doubts(shelf: Shelf, reference: Shelf, yardstick: Yardstick, usual: ScanSum
     tokens, doubts_found = int(usual.tokens.sum()), []
     if tokens < ENOUGH:
         doubts_found.append(
-            f"The baseline was learnt from only {plural(tokens, 'token')}: below {ENOUGH:,}, scores and kinds are "
+            f"The baseline was learnt from only {count_noun(tokens, 'token')}: below {ENOUGH:,}, scores and kinds are "
             "unreliable. Give a larger reference of the same tokenizer (--against)."
         )
     if shelf.vocab_size is None and reference.vocab_size is None:

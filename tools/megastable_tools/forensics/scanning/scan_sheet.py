@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from megastable.base.errors import DataError
-from megastable.base.text import duration, plural
+from megastable.base.text import count_noun, show_duration
 from megastable.data.shards import Shard
 from megastable.data.tokenizer import Tokenizer
 from megastable.report.sheet import Column, CommandNote, Histogram, Passage, Sheet, Span
@@ -19,7 +19,7 @@ from megastable_tools.forensics.oddness.judgement import MOST, ODD
 from megastable_tools.forensics.oddness.yardstick import PIECE
 from megastable_tools.forensics.scanning.rows import EMPTY
 from megastable_tools.forensics.scanning.scanned import CHECKED, RATE, USUAL, Scan, Threshold, WorstDocument
-from megastable_tools.forensics.shard_set import Shelf, spans
+from megastable_tools.forensics.shard_set import Shelf, split_at_tokens
 
 CONTEXT = 48  # tokens shown before and after a piece
 SHOWN = 512  # tokens shown of a piece
@@ -40,7 +40,7 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def sheet_of(scan: Scan, shelf: Shelf, top: int = 50, kept: Path | None = None) -> Sheet:
+def scan_sheet_of(scan: Scan, shelf: Shelf, top: int = 50, kept: Path | None = None) -> Sheet:
     """The `top` worst documents of a scan of `shelf`, and all numbers. kept: where the scan is.
 
     Raises DataError for a shelf other than the scanned one, and if a text cannot be read.
@@ -54,7 +54,7 @@ def sheet_of(scan: Scan, shelf: Shelf, top: int = 50, kept: Path | None = None) 
     for feature in FEATURES:
         columns.append(Column(feature.name, feature.name, "share" if feature.share else "score", wide=True))
     sheet_rows = [row.model_dump(exclude={"features", "feature", "value"}) | row.features for row in worst]
-    text_passages = {row_number: [passage(row, shelf)] for row_number, row in enumerate(worst)}
+    text_passages = {row_number: [worst_passage(row, shelf)] for row_number, row in enumerate(worst)}
     return Sheet(
         title=_title(scan, shelf), lead=_lead(scan), facts=_facts(scan), columns=columns, rows=sheet_rows,
         passages=text_passages, histograms=_histograms(scan),
@@ -67,9 +67,9 @@ def _title(scan: Scan, shelf: Shelf) -> str:
     return f"Scan of {scan.name}" + ("" if shelf.folder_name == scan.name else f" ({shelf.directory})")
 
 
-def passage(row: WorstDocument, shelf: Shelf) -> Passage:
+def worst_passage(row: WorstDocument, shelf: Shelf) -> Passage:
     """The text around the worst piece of a document; ids if there is no tokenizer, or outside its vocabulary."""
-    shard, piece_end = shelf.shard(row.shard), row.piece + row.piece_tokens
+    shard, piece_end = shelf.find_shard(row.shard), row.piece + row.piece_tokens
     shown_end = min(piece_end, row.piece + SHOWN)
     span_heat = min(1.0, max(0.15, row.score / HOTTEST))
     text_before = _text(shard, max(row.first_token, row.piece - CONTEXT), row.piece, shelf.tokenizer)
@@ -82,13 +82,13 @@ def passage(row: WorstDocument, shelf: Shelf) -> Passage:
 
 def _text(shard: Shard, first: int, end: int, tokenizer: Tokenizer | None) -> str:
     """Tokens [first, end) of a shard: runs of known ids as text, other ids in brackets."""
-    ids = shard.raw(first, max(end - first, 0)).astype(np.int64)
+    ids = shard.read_raw(first, max(end - first, 0)).astype(np.int64)
     known = (ids >= 0) & (ids < (tokenizer.vocab_size if tokenizer is not None else np.iinfo(np.int64).max))
     text_parts = []
     for id_run in np.split(np.arange(len(ids)), np.flatnonzero(np.diff(known)) + 1):
         run_ids = ids[id_run].tolist()
         if len(id_run) and known[id_run[0]]:
-            text_parts += [text_span.text for text_span in spans(run_ids, tokenizer)]
+            text_parts += [text_span.text for text_span in split_at_tokens(run_ids, tokenizer)]
         else:
             text_parts += [f"[{token}]" for token in run_ids]
     return "".join(text_parts)
@@ -98,8 +98,8 @@ def _lead(scan: Scan) -> list[str]:
     baseline_text = f"the baseline of {scan.against}" if scan.against else "its own baseline"
     was_or_were = "was" if scan.documents == 1 else "were"
     lead_lines = [
-        f"{plural(scan.documents, 'document')} with {plural(scan.tokens, 'token')} in "
-        f"{plural(len(scan.shards), 'shard')} {was_or_were} measured by {baseline_text}.",
+        f"{count_noun(scan.documents, 'document')} with {count_noun(scan.tokens, 'token')} in "
+        f"{count_noun(len(scan.shards), 'shard')} {was_or_were} measured by {baseline_text}.",
         *scan.warnings,
     ]
     line = next((each for each in scan.thresholds if each.score == scan.advised), None)
@@ -112,18 +112,18 @@ def _lead(scan: Scan) -> list[str]:
     if scan.copies.documents:
         lead_lines.append(
             f"{_number(scan.copies.documents, 'document')} an exact copy earlier in it: "
-            f"{plural(scan.copies.tokens, 'token')}."
+            f"{count_noun(scan.copies.tokens, 'token')}."
         )
     if scan.near is not None and scan.near.documents:
         lead_lines.append(
             f"{_number(scan.near.documents, 'more document')} an earlier one that is at least "
-            f"{scan.near_threshold:.0%} the same: {plural(scan.near.tokens, 'token')}."
+            f"{scan.near_threshold:.0%} the same: {count_noun(scan.near.tokens, 'token')}."
         )
     return lead_lines
 
 
 def _number(count: int, noun: str) -> str:
-    return f"{plural(count, noun)} {'has' if count == 1 else 'have'}"
+    return f"{count_noun(count, noun)} {'has' if count == 1 else 'have'}"
 
 
 def _sorts(line: Threshold) -> str:
@@ -139,7 +139,10 @@ def _facts(scan: Scan) -> list[tuple[str, str]]:
         ("near duplicates", "not looked for" if scan.near is None else f"{scan.near.documents:,}"),
         ("without tokens", f"{scan.empty:,}"),
         ("reference", scan.against or "itself"),
-        ("sample", f"{plural(scan.sample_documents, 'document')}, {plural(scan.sample_tokens, 'token')}"),
+        (
+            "sample",
+            f"{count_noun(scan.sample_documents, 'document')}, {count_noun(scan.sample_tokens, 'token')}",
+        ),
     ]
     last_documents = None
     for threshold_line in scan.thresholds:
@@ -149,8 +152,10 @@ def _facts(scan: Scan) -> list[tuple[str, str]]:
         last_documents = threshold_line.documents
     if scan.tokens_per_second:
         processes = f"{scan.workers} process" + "es" * (scan.workers > 1)
-        speed = f"{duration(scan.seconds)}, {scan.tokens_per_second / 1e6:,.1f} M tokens/s with {processes}"
-        scan_facts.append(("time", f"{speed}; {duration(scan.yardstick_seconds)} to learn the baseline"))
+        speed = (
+            f"{show_duration(scan.seconds)}, {scan.tokens_per_second / 1e6:,.1f} M tokens/s with {processes}"
+        )
+        scan_facts.append(("time", f"{speed}; {show_duration(scan.yardstick_seconds)} to learn the baseline"))
     return scan_facts
 
 
@@ -173,7 +178,8 @@ def _data(scan: Scan) -> dict[str, Any]:
 
 
 def _above(line: Threshold, scan: Scan) -> str:
-    line_text = f"{plural(line.documents, 'document')} ({line.share:.3%}), {plural(line.tokens, 'token')}{_sorts(line)}"
+    document_text = f"{count_noun(line.documents, 'document')} ({line.share:.3%})"
+    line_text = f"{document_text}, {count_noun(line.tokens, 'token')}{_sorts(line)}"
     reference_text = f"; of {scan.against} {_held(line, scan)}" if scan.against else ""
     return f"{line_text}; {_false(line)}{reference_text}"
 

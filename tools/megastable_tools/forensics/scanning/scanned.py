@@ -27,14 +27,14 @@ from megastable_tools.forensics import document_map
 from megastable_tools.forensics.document_map import MapResult
 from megastable_tools.forensics.oddness.features import NAMES
 from megastable_tools.forensics.oddness.judgement import MOST, ODD
-from megastable_tools.forensics.oddness.yardstick import PIECE, Span, Yardstick, spans_of
-from megastable_tools.forensics.scanning.duplicates import COPY, Records, mix, read_copies
+from megastable_tools.forensics.oddness.yardstick import PIECE, Span, Yardstick, find_odd_spans
+from megastable_tools.forensics.scanning.duplicates import COPY, Records, mix_bits, read_copies
 from megastable_tools.forensics.scanning.rows import (
     ALL_KINDS,
     EMPTY,
     REPETITIVE,
     cached_yardstick,
-    codes,
+    decode_names,
     document_keys,
     long_key,
 )
@@ -69,15 +69,15 @@ class ScanSummary:
     sampled: list[npt.NDArray[np.float32]] = field(default_factory=list)
     worst: list[Row] = field(default_factory=list)
 
-    def add(self, other: ScanSummary) -> None:
+    def add_summary(self, other: ScanSummary) -> None:
         """Add another summary's counts."""
         self.documents += other.documents
         self.tokens += other.tokens
         self.lengths += other.lengths
         self.sampled += other.sampled
-        self.worst = heapq.nsmallest(self.top, [*self.worst, *other.worst], key=order)
+        self.worst = heapq.nsmallest(self.top, [*self.worst, *other.worst], key=sort_key)
 
-    def above(self, score: float, kind: str | None = None) -> tuple[int, int]:
+    def count_above(self, score: float, kind: str | None = None) -> tuple[int, int]:
         """(documents, tokens) with that score (a multiple of STEP) or more; of one kind, or of all but empty ones."""
         first_bin = min(round(score / STEP), BINS - 1)
         kinds = slice(0, len(ALL_KINDS) - 1) if kind is None else ALL_KINDS.index(kind)
@@ -88,15 +88,15 @@ class ScanSummary:
         kind_counts = self.documents.sum(axis=1).tolist()
         return {kind_name: kind_count for kind_name, kind_count in zip(ALL_KINDS, kind_counts) if kind_count}
 
-    def scores(self) -> Int64s:
+    def count_by_score(self) -> Int64s:
         """Documents by their score, empty ones left out: int64 [bins]."""
         return np.asarray(self.documents[:-1].sum(axis=0))
 
-    def quantiles(self, shares: tuple[float, ...]) -> dict[str, list[float]]:
+    def compute_quantiles(self, shares: tuple[float, ...]) -> dict[str, list[float]]:
         """Quantiles of each of TOLD, over the sampled documents."""
         return {name: np.quantile(values, shares).tolist() for name, values in self._columns() if len(values)}
 
-    def histograms(self) -> dict[str, tuple[list[float], list[int]]]:
+    def draw_histograms(self) -> dict[str, tuple[list[float], list[int]]]:
         """(edges, counts) of each column except the score over the sampled documents; outliers are in the end bars."""
         histograms_found = {}
         for column_name, column_values in self._columns():
@@ -113,15 +113,16 @@ class ScanSummary:
         return ((column_name, some[:, column_number]) for column_number, column_name in enumerate(TOLD))
 
 
-def order(row: Row) -> tuple[float, int, int]:
+def sort_key(row: Row) -> tuple[float, int, int]:
     """Sort key: worst first, then in corpus order."""
     return -row["score"], row["place"], row["document"]
 
 
-def tally(rows: pa.Table, place: int, before: int, total: int, top: int) -> ScanSummary:
-    """Summarise the rows of one unit of shard number `place`; `before` of `total` documents are in earlier shards."""
+def tally_rows(rows: pa.Table, place: int, before: int, total: int, top: int) -> ScanSummary:
+    """Summarise the rows of one unit of shard number `place`; `before` of `total` documents are in earlier
+    shards."""
     score, token_counts = rows["score"].to_numpy(), rows["tokens"].to_numpy()
-    kind_codes = codes(rows["kind"], ALL_KINDS)
+    kind_codes = decode_names(rows["kind"], ALL_KINDS)
     # Bins include their lower edge, like the thresholds.
     score_cell = kind_codes * BINS + np.minimum(score / STEP, BINS - 1).astype(np.int64)
     cell_count = len(ALL_KINDS) * BINS
@@ -131,7 +132,9 @@ def tally(rows: pa.Table, place: int, before: int, total: int, top: int) -> Scan
     length_power = np.where(token_counts > 0, np.frexp(token_counts.astype(np.float64))[1], 0)
     numbers = (rows["document"].to_numpy() + before).astype(np.uint64)
     share = min(1.0, SAMPLED / max(total, 1))
-    chosen_rows = np.flatnonzero((mix(numbers) <= np.uint64(share * (2**64 - 2048))) & (token_counts > 0))
+    chosen_rows = np.flatnonzero(
+        (mix_bits(numbers) <= np.uint64(share * (2**64 - 2048))) & (token_counts > 0)
+    )
     part = rows.take(chosen_rows)
     sampled = np.stack([part[column_name].to_numpy() for column_name in TOLD], axis=1).astype(np.float32)
     worst_count = min(top, len(score))
@@ -148,7 +151,7 @@ RATE = 0.1  # expected share of ordinary documents among those above the advised
 CHECKED = 2.0  # the score at which expected and observed counts are compared; no lower one is advised
 
 
-def ordinary(lengths: Int64s, score: float) -> float:
+def expect_ordinary(lengths: Int64s, score: float) -> float:
     """Expected documents at `score` or above if all are ordinary. lengths: number of documents of 0 tokens, of 1, of
     2 and 3, ... by powers of two."""
     length_bits = np.arange(1, len(lengths))
@@ -156,19 +159,19 @@ def ordinary(lengths: Int64s, score: float) -> float:
     return float(-np.expm1(piece_counts * np.log1p(-(10.0**-score))) @ lengths[1:])
 
 
-def excess(usual: ScanSummary) -> float:
+def measure_excess(usual: ScanSummary) -> float:
     """Ratio of documents of `usual` at CHECKED or above to the expectation, at least 1."""
-    return max(1.0, usual.above(CHECKED)[0] / max(ordinary(usual.lengths, CHECKED), 1.0))
+    return max(1.0, usual.count_above(CHECKED)[0] / max(expect_ordinary(usual.lengths, CHECKED), 1.0))
 
 
-def advised(found: ScanSummary, times: float) -> float | None:
+def advise_score(found: ScanSummary, times: float) -> float | None:
     """The lowest score, in steps of STEP, at which `times` the expected ordinary ones are at most RATE of all; None if
     there is none."""
     for score in np.arange(CHECKED, MOST + STEP, STEP).tolist():
-        named_documents = found.above(score)[0]
+        named_documents = found.count_above(score)[0]
         if not named_documents:
             return None
-        if times * ordinary(found.lengths, score) <= RATE * named_documents:
+        if times * expect_ordinary(found.lengths, score) <= RATE * named_documents:
             return score
     return None
 
@@ -223,7 +226,7 @@ class CopyFacts(_ScanPart):
     groups: int
 
     @classmethod
-    def of(cls, copies: Records) -> CopyFacts:
+    def of_copies(cls, copies: Records) -> CopyFacts:
         group_count = len(np.unique(copies["of"]))
         return cls(documents=len(copies), tokens=int(copies["tokens"].sum()), groups=group_count)
 
@@ -300,7 +303,7 @@ class Scan(MapResult):
         """Measuring speed of all workers together; 0 if nothing was left to measure."""
         return self.measured_tokens / self.seconds if self.measured_tokens else 0.0
 
-    def place(self, number: int) -> tuple[str, int]:
+    def place_of(self, number: int) -> tuple[str, int]:
         """(shard, document) of document `number`, counted over all shards."""
         befores = [shard.before for shard in self.shards]
         shard_index = int(np.searchsorted(befores, number, side="right")) - 1
@@ -323,7 +326,7 @@ class SuspectDocument:
     copy: bool = False
 
 
-def suspects(
+def find_suspects(
     folder: Path,
     least: float | None = None,
     kinds: Collection[str] | None = None,
@@ -335,20 +338,20 @@ def suspects(
     the kinds selects documents without tokens, which have no score. duplicates: also those with an earlier copy,
     of any score and kind. Raises DataError for a missing or damaged scan, and an unknown kind.
     """
-    scan = Scan.load(folder)
+    scan = Scan.load_result(folder)
     wanted = set(ALL_KINDS[:-1] if kinds is None else kinds)
     if unknown := sorted(wanted - set(ALL_KINDS)):
         raise DataError(f"there is no kind {unknown[0]!r}: the kinds are {', '.join(ALL_KINDS[1:])}")
     odd = least is not None or kinds is not None
     take = np.array([odd and kind in wanted for kind in ALL_KINDS])
-    yardstick = Yardstick.load(folder / document_map.YARDSTICK)
+    yardstick = Yardstick.load_file(folder / document_map.YARDSTICK)
     copies = read_copies(folder / document_map.DUPLICATES) if duplicates else np.empty(0, COPY)
     befores = {shard.name: shard.before for shard in scan.shards}
     for rows in document_map.read_parts(folder, scan.units, "scan again", ["shard", *COLUMNS]):
         if not len(rows):
             continue
         shard = rows["shard"][0].as_py()
-        kind, score = codes(rows["kind"], ALL_KINDS), rows["score"].to_numpy()
+        kind, score = decode_names(rows["kind"], ALL_KINDS), rows["score"].to_numpy()
         high = take[kind] & ((score >= (0.0 if least is None else least)) | (kind == len(ALL_KINDS) - 1))
         first = int(rows["document"][0].as_py()) + befores[shard]
         low, end = np.searchsorted(copies["document"], (first, first + len(rows)))
@@ -359,7 +362,7 @@ def suspects(
             why = (
                 []
                 if not high[index]
-                else ["it has no tokens" if row["kind"] == EMPTY else told(yardstick, row)]
+                else ["it has no tokens" if row["kind"] == EMPTY else explain_row(yardstick, row)]
             )
             called = row["kind"]
             if index in copy_by_row:
@@ -375,27 +378,27 @@ def suspects(
 
 def odd_spans(folder: Path, shelf: Shelf, suspect: SuspectDocument, least: float | None = None) -> list[Span]:
     """The odd tokens [first, end) of a scanned document: with a score of `least`, or of its kind's default."""
-    shard = shelf.shard(suspect.shard)
+    shard = shelf.find_shard(suspect.shard)
     yardstick_path = folder / document_map.YARDSTICK
     yardstick = cached_yardstick(yardstick_path, yardstick_path.stat().st_mtime_ns)
-    document_ids = shard.raw(suspect.first_token, suspect.tokens)
+    document_ids = shard.read_raw(suspect.first_token, suspect.tokens)
     if suspect.tokens > BLOCK:
         document_key = long_key(suspect.shard, suspect.document)
     else:
         document_key = int(document_keys(document_ids, np.array([0, len(document_ids)]))[0])
     wanted_score = ODD if least is None else max(least, ODD)
-    return spans_of(yardstick, document_ids, document_key, min(wanted_score, suspect.score))
+    return find_odd_spans(yardstick, document_ids, document_key, min(wanted_score, suspect.score))
 
 
-def told(yardstick: Yardstick, row: dict[str, Any]) -> str:
+def explain_row(yardstick: Yardstick, row: dict[str, Any]) -> str:
     """The reason for a row's score, in words."""
-    reason_text = yardstick.explain(row["piece_tokens"], row["feature"], row["value"])
+    reason_text = yardstick.explain_piece(row["piece_tokens"], row["feature"], row["value"])
     compression = row["compression"]
     return reason_text + f"; zstd compresses it {compression:.0f} times" * (compression >= REPETITIVE)
 
 
 def _copy(scan: Scan, copy: Records) -> tuple[str, str]:
-    shard, document = scan.place(int(copy["of"]))
+    shard, document = scan.place_of(int(copy["of"]))
     if not copy["near"]:
         return f"a copy of document {document} of {shard}", DUPLICATE
     return f"{copy['similarity']:.0%} the same as document {document} of {shard}", NEAR_DUPLICATE

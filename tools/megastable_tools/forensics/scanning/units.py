@@ -71,7 +71,7 @@ def unit_size(tokens: int) -> int:
     return max(UNIT, -(-tokens // MOST_UNITS))
 
 
-def units(shards: Sequence[Shard], size: int) -> Iterator[Unit]:
+def split_into_units(shards: Sequence[Shard], size: int) -> Iterator[Unit]:
     """All documents of `shards`, in their order, in runs of about `size` tokens. O(log documents) for each.
 
     Raises DataError for an index that is damaged where it is read.
@@ -149,7 +149,7 @@ def edges_of(shard: Shard, unit: Unit) -> Int64s:
     return edges
 
 
-def blocks(shard: Shard, edges: Int64s, cut: Cut) -> Iterator[PieceBlock]:
+def read_blocks(shard: Shard, edges: Int64s, cut: Cut) -> Iterator[PieceBlock]:
     """The pieces of documents with these `edges` (int64 [d + 1], tokens of the shard), in blocks of about `BLOCK`
     tokens. Documents without tokens have no pieces; one longer than a block is in several, and alone in each.
 
@@ -170,12 +170,15 @@ def blocks(shard: Shard, edges: Int64s, cut: Cut) -> Iterator[PieceBlock]:
             end = int(np.searchsorted(owner, owner[end]))
         first, count = int(edges[filled[0]] + pieces[begin]), int(pieces[end] - pieces[begin])
         yield PieceBlock(
-            shard.raw(first, count), pieces[begin : end + 1] - pieces[begin], filled[owner[begin:end]], first
+            shard.read_raw(first, count),
+            pieces[begin : end + 1] - pieces[begin],
+            filled[owner[begin:end]],
+            first,
         )
         begin = end
 
 
-def sample(shards: Sequence[Shard], most: int = SAMPLE) -> Iterator[tuple[Shard, Int64s, Int64s]]:
+def sample_documents(shards: Sequence[Shard], most: int = SAMPLE) -> Iterator[tuple[Shard, Int64s, Int64s]]:
     """Documents spread evenly over all tokens of `shards`: (shard, edges int64 [d + 1], numbers of the documents [d]).
 
     All of them if they have at most `most` tokens; else those in up to `RUNS` stretches of equal length. A
@@ -183,7 +186,7 @@ def sample(shards: Sequence[Shard], most: int = SAMPLE) -> Iterator[tuple[Shard,
     for a damaged index.
     """
     if sum(shard.tokens for shard in shards) <= most:
-        for unit in units(shards, BLOCK):
+        for unit in split_into_units(shards, BLOCK):
             edges = shards[unit.shard].document_edges(unit.first_document, unit.documents)
             yield from _parts(shards[unit.shard], edges, unit.first_document, int(edges[0]), int(edges[-1]))
         return

@@ -32,14 +32,14 @@ from megastable_tools.forensics import document_map
 from megastable_tools.forensics.document_map import keep_rows, map_documents
 from megastable_tools.forensics.oddness.features import Lexicon
 from megastable_tools.forensics.pruning.prune_plan import read_plan
-from megastable_tools.forensics.scanning.rows import coded
-from megastable_tools.forensics.scanning.units import units
+from megastable_tools.forensics.scanning.rows import encode_names
+from megastable_tools.forensics.scanning.units import split_into_units
 from megastable_tools.forensics.scoring.losses import (
     BATCH,
     check_vocabulary,
-    inputs,
-    load,
+    load_model,
     losses_of,
+    make_inputs,
     token_losses,
     tokenizer_of,
 )
@@ -48,9 +48,9 @@ from megastable_tools.forensics.scoring.scored import (
     SCHEMA,
     SHARES,
     Scores,
-    histogram,
-    judged,
-    likes,
+    find_baselines,
+    judge_losses,
+    loss_histogram,
 )
 from megastable_tools.forensics.shard_set import Shelf
 
@@ -73,16 +73,16 @@ class Parcel:
         return int((self.end - self.first).sum())
 
 
-def listed(shelf: Shelf, path: Path) -> dict[str, Int64s]:
+def pick_listed(shelf: Shelf, path: Path) -> dict[str, Int64s]:
     """The documents that a plan or a list by hand names. Raises DataError for one that is not in `shelf`."""
     list_plan = read_plan(path)
     if shelf.manifest is not None and shelf.directory is not None:
-        shard_removals = list_plan.checked(shelf.directory, shelf.manifest, twice=True)
+        shard_removals = list_plan.check_removals(shelf.directory, shelf.manifest, twice=True)
         return {shard: document_numbers.touched for shard, document_numbers in shard_removals.items()}
     documents_by_shard = {
         shard: [plan_line.document for plan_line in lines] for shard, lines in list_plan.lines.items()
     }
-    return checked(
+    return check_picked(
         shelf,
         {
             shard: np.array(document_numbers, np.int64)
@@ -91,7 +91,7 @@ def listed(shelf: Shelf, path: Path) -> dict[str, Int64s]:
     )
 
 
-def between(shelf: Shelf, first: int, end: int) -> dict[str, Int64s]:
+def pick_between(shelf: Shelf, first: int, end: int) -> dict[str, Int64s]:
     """The documents [first, end), counted over all shards. Raises DataError when there are none."""
     if not 0 <= first < min(end, shelf.documents):
         raise DataError(
@@ -100,7 +100,7 @@ def between(shelf: Shelf, first: int, end: int) -> dict[str, Int64s]:
     return _by_shard(shelf, np.arange(first, min(end, shelf.documents)))
 
 
-def spread(shelf: Shelf, count: int, among: Picked | None = None) -> dict[str, Int64s]:
+def pick_spread(shelf: Shelf, count: int, among: Picked | None = None) -> dict[str, Int64s]:
     """`count` documents evenly spread over all, or over those of `among`; all of them if there are no more."""
     if count < 1:
         raise DataError(f"a sample of {count} documents: give at least 1")
@@ -118,11 +118,11 @@ def spread(shelf: Shelf, count: int, among: Picked | None = None) -> dict[str, I
     return documents_by_shard
 
 
-def checked(shelf: Shelf, picked: Picked) -> dict[str, Int64s]:
+def check_picked(shelf: Shelf, picked: Picked) -> dict[str, Int64s]:
     """Each once, ascending. Raises DataError for documents that are not in `shelf`, and for an empty selection."""
     documents_by_shard = {}
     for shard_name, documents in picked.items():
-        shard = shelf.shard(shard_name)
+        shard = shelf.find_shard(shard_name)
         documents = np.unique(documents)
         if documents.size and not 0 <= documents[0] <= documents[-1] < shard.documents:
             wrong_document = documents[0] if documents[0] < 0 else documents[-1]
@@ -136,7 +136,7 @@ def checked(shelf: Shelf, picked: Picked) -> dict[str, Int64s]:
     return documents_by_shard
 
 
-def digest(picked: Picked | None) -> str:
+def digest_picked(picked: Picked | None) -> str:
     """A digest to compare two selections; "" for all."""
     if picked is None:
         return ""
@@ -144,10 +144,10 @@ def digest(picked: Picked | None) -> str:
     return hashlib.sha256(repr(digest_parts).encode()).hexdigest()
 
 
-def parcels(shelf: Shelf, picked: Picked | None, size: int) -> Iterator[Parcel]:
+def split_into_parcels(shelf: Shelf, picked: Picked | None, size: int) -> Iterator[Parcel]:
     """The documents in the order of the shards, in runs of about `size` tokens; a longer one is alone."""
     if picked is None:
-        for unit in units(shelf.shards, size):
+        for unit in split_into_units(shelf.shards, size):
             shard = shelf.shards[unit.shard]
             unit_edges = shard.document_edges(unit.first_document, unit.documents)
             yield Parcel(unit.number, shard, unit.numbers, unit_edges[:-1], unit_edges[1:])
@@ -203,7 +203,8 @@ def score_shelf(
 ) -> Scores:
     """Score documents of a shelf into `folder` (`scored.rows`); results of an earlier call are reused.
 
-    documents: only these, as `between` or `listed` give them; sample: this many of them, evenly spread. gradients: also
+    documents: only these, as `pick_between` or `pick_listed` give them; sample: this many of them, evenly spread.
+    gradients: also
     the norm of the gradient of each document's mean loss, at three times the cost. exact: in fp32. batch: tokens of a
     forward pass.
     again: remove any earlier scores from `folder`.
@@ -213,20 +214,21 @@ def score_shelf(
     """
     if batch < 1:
         raise DataError(f"batches of {batch} tokens: give at least 1")
-    model = load(checkpoint, exact, device)
-    scorer = Scorer.of(shelf, model, gradients, batch)
+    model = load_model(checkpoint, exact, device)
+    scorer = Scorer.of_shelf(shelf, model, gradients, batch)
     if sample is not None:
-        documents = spread(shelf, sample, documents)
+        documents = pick_spread(shelf, sample, documents)
     precision = str(next(model.parameters()).dtype).removeprefix("torch.")
     asked_settings = {
         "format": FORMAT, "version": __version__, "scores": shelf.name, "fingerprint": shelf.fingerprint,
-        "checkpoint": model.fingerprint, "precision": precision, "gradients": gradients, "documents": digest(documents),
+        "checkpoint": model.fingerprint, "precision": precision, "gradients": gradients,
+        "documents": digest_picked(documents),
     }  # fmt: skip
-    with document_map.occupied(folder, asked_settings, again):
+    with document_map.occupy_folder(folder, asked_settings, again):
         score_work = _ScoreWork(scorer, shelf, folder, documents, progress)
         score_work.measure()
         score_result = score_work.result(precision)
-        score_result.save(folder)
+        score_result.save_result(folder)
     return score_result
 
 
@@ -244,7 +246,7 @@ class Scorer:
     batch: int
 
     @classmethod
-    def of(cls, shelf: Shelf, model: PlainModel, gradients: bool = False, batch: int = BATCH) -> Scorer:
+    def of_shelf(cls, shelf: Shelf, model: PlainModel, gradients: bool = False, batch: int = BATCH) -> Scorer:
         """Raises DataError if the shelf is of another tokenizer than the model."""
         known_xxh3 = shelf.tokenizer.xxh3 if shelf.tokenizer else None
         if known_xxh3 is None and shelf.manifest is not None:
@@ -252,20 +254,20 @@ class Scorer:
         check_vocabulary(model, f"the documents of {shelf.name}", shelf.vocab_size, known_xxh3)
         trained_tokenizer = tokenizer_of(model)
         eod = shelf.eod if shelf.eod is not None else trained_tokenizer.eod if trained_tokenizer else None
-        lexicon = Lexicon.of(shelf.tokenizer, model.vocabulary, eod) if shelf.tokenizer else None
-        return cls(model, eod, lexicon.table("bytes") if lexicon else None, gradients, batch)
+        lexicon = Lexicon.of_tokenizer(shelf.tokenizer, model.vocabulary, eod) if shelf.tokenizer else None
+        return cls(model, eod, lexicon.counts_of("bytes") if lexicon else None, gradients, batch)
 
     @property
     def window(self) -> int:
         return self.model.config.sequence_length
 
-    def measure(self, parcel: Parcel) -> pa.Table:
+    def measure_parcel(self, parcel: Parcel) -> pa.Table:
         """Rows (`SCHEMA`) of the documents of a parcel. Raises DataError when they cannot be read."""
         tokens, edges = _read(parcel)
         document_lengths, first_loss = np.diff(edges), int(self.eod is None)
-        of = windows(document_lengths, self.window, first_loss)
+        of = cut_windows(document_lengths, self.window, first_loss)
         window_sums, fresh_sums = np.zeros(len(of)), np.zeros(len(of))
-        for chosen in batches(of, self.batch):
+        for chosen in batch_windows(of, self.batch):
             losses = token_losses(self.model, self._rows(of, chosen, tokens, edges), self.eod, self.batch)
             token_places = np.arange(losses.shape[1])
             has_loss = token_places < of.length[chosen, None]
@@ -275,13 +277,13 @@ class Scorer:
         totals = np.bincount(of.owner, fresh_sums, len(document_lengths))
         loss_counts = np.maximum(document_lengths - first_loss, 0)
         means = window_sums / of.length
-        worse = worst(of, means, len(document_lengths))
+        worse = find_worst_windows(of, means, len(document_lengths))
         has_window = worse >= 0
         with np.errstate(divide="ignore", invalid="ignore"):
             document_loss = totals / loss_counts
             bits = totals / math.log(2) / self._bytes(tokens, edges, first_loss)
         row_columns = {
-            "shard": coded(np.zeros(len(document_lengths), np.int8), [parcel.shard.name]),
+            "shard": encode_names(np.zeros(len(document_lengths), np.int8), [parcel.shard.name]),
             "document": parcel.numbers,
             "first_token": parcel.first,
             "tokens": document_lengths,
@@ -294,11 +296,11 @@ class Scorer:
         }
         return pa.table(row_columns, schema=SCHEMA)
 
-    def losses(self, parcel: Parcel, begin: int, end: int) -> npt.NDArray[np.float32]:
+    def losses_between(self, parcel: Parcel, begin: int, end: int) -> npt.NDArray[np.float32]:
         """The loss of each of the tokens [begin, end) of a parcel of one document, nats: float32 [end - begin]; nan for
         a first one without a loss."""
         tokens, edges = _read(parcel)
-        of = windows(np.diff(edges), self.window, int(self.eod is None))
+        of = cut_windows(np.diff(edges), self.window, int(self.eod is None))
         losses_found = np.full(len(tokens), np.nan, np.float32)
         for window in np.flatnonzero((of.begin < end) & (of.begin + of.length > begin))[:, None]:
             window_begin, fresh_count, length = (
@@ -341,7 +343,7 @@ class Scorer:
             total: dict[str, torch.Tensor] = {}
             for batch_begin in range(0, len(own_windows), windows_per_batch):
                 chosen = own_windows[batch_begin : batch_begin + windows_per_batch]
-                given_tokens, segments, strange = inputs(
+                given_tokens, segments, strange = make_inputs(
                     self.model, self._rows(of, chosen, tokens, edges), self.eod
                 )
                 at = np.arange(given_tokens.shape[1] - 1)
@@ -369,7 +371,7 @@ class _ScoreWork:
 
     def _parcels(self) -> Iterator[Parcel]:
         parcel_size = max(PARCEL, -(-self.shelf.tokens // MOST_PARTS))
-        return parcels(self.shelf, self.documents, parcel_size)
+        return split_into_parcels(self.shelf, self.documents, parcel_size)
 
     def measure(self) -> None:
         """Measure every parcel without a part."""
@@ -378,7 +380,7 @@ class _ScoreWork:
         begin_time, total_tokens = time.monotonic(), self.shelf.tokens
         if self.documents is not None:
             total_tokens = sum(parcel.tokens for parcel in self._parcels())
-        keep_parcel = partial(keep_rows, measure=self.scorer.measure, folder=self.folder)
+        keep_parcel = partial(keep_rows, measure=self.scorer.measure_parcel, folder=self.folder)
         labels = ("scoring", "scored")
         self.number, self.measured = map_documents(
             self._parcels(), keep_parcel, total_tokens, labels=labels, progress=self.progress
@@ -396,10 +398,12 @@ class _ScoreWork:
         total_nats = loss[is_finite] * loss_counts
         with np.errstate(divide="ignore", invalid="ignore"):
             size = np.where(bits[is_finite] > 0, total_nats / math.log(2) / bits[is_finite], 0.0)
-        bar_edges, bar_counts = histogram(loss)
-        by, by_window = likes(tokens, loss), likes(length, worse)
-        z = judged(by, tokens, loss)
-        is_high = (np.fmax(z, judged(by_window, length, worse)) >= ODD) | ((length > 0) & ~np.isfinite(worse))
+        bar_edges, bar_counts = loss_histogram(loss)
+        by, by_window = find_baselines(tokens, loss), find_baselines(length, worse)
+        z = judge_losses(by, tokens, loss)
+        is_high = (np.fmax(z, judge_losses(by_window, length, worse)) >= ODD) | (
+            (length > 0) & ~np.isfinite(worse)
+        )
         score_warnings = [shelf.problem] if shelf.problem else []
         if first_loss:
             score_warnings.append(
@@ -435,7 +439,7 @@ class Windows:
         return len(self.owner)
 
 
-def windows(lengths: Int64s, size: int, first: int) -> Windows:
+def cut_windows(lengths: Int64s, size: int, first: int) -> Windows:
     """The windows of documents of these lengths [d], with losses from token `first` (0 or 1) on.
 
     Each starts with a fresh context, as a training sample does, `size` tokens after the last. Only a document's last
@@ -450,7 +454,7 @@ def windows(lengths: Int64s, size: int, first: int) -> Windows:
     return Windows(window_owner, window_begins + first, window_lengths, window_places - window_begins)
 
 
-def batches(of: Windows, tokens: int) -> Iterator[Int64s]:
+def batch_windows(of: Windows, tokens: int) -> Iterator[Int64s]:
     """The indices of windows, in batches of similar length with at most `tokens` tokens when padded to the longest
     (at least one window)."""
     length_order = np.argsort(-of.length, kind="stable")
@@ -461,7 +465,7 @@ def batches(of: Windows, tokens: int) -> Iterator[Int64s]:
         batch_begin += batch_count
 
 
-def worst(of: Windows, means: Floats, documents: int) -> Int64s:
+def find_worst_windows(of: Windows, means: Floats, documents: int) -> Int64s:
     """The window with the highest mean [w] of each document, the first of equals: int64 [documents], -1 without any."""
     windows_found = np.full(documents, -1, np.int64)
     # nan, from a broken model, counts as the highest.
@@ -475,8 +479,10 @@ def _read(parcel: Parcel) -> tuple[Raw, Int64s]:
     """The tokens of all documents, one after the other [n], and their edges, int64 [d + 1]."""
     lengths = parcel.end - parcel.first
     if np.array_equal(parcel.end[:-1], parcel.first[1:]):
-        all_tokens = parcel.shard.raw(int(parcel.first[0]), int(lengths.sum()))
+        all_tokens = parcel.shard.read_raw(int(parcel.first[0]), int(lengths.sum()))
     else:
-        read = [parcel.shard.raw(a, n) for a, n in zip(parcel.first.tolist(), lengths.tolist(), strict=True)]
+        read = [
+            parcel.shard.read_raw(a, n) for a, n in zip(parcel.first.tolist(), lengths.tolist(), strict=True)
+        ]
         all_tokens = np.concatenate(read)
     return all_tokens, np.append(0, np.cumsum(lengths))

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint as recomputed
 
 from megastable.base.errors import DataError
 from megastable.checkpoint.plain import PlainModel, load_plain
-from megastable.config.recipe import find
+from megastable.config.recipe import find_recipe
 from megastable.data.loader import lengths_at, segments_of
 from megastable.data.manifest import Manifest, TokenizerInfo
 from megastable.model.loss import cross_entropy
@@ -26,7 +26,7 @@ Int64s = npt.NDArray[np.int64]
 Float32s = npt.NDArray[np.float32]
 
 
-def load(checkpoint: Path, exact: bool = False, device: str | None = None) -> PlainModel:
+def load_model(checkpoint: Path, exact: bool = False, device: str | None = None) -> PlainModel:
     """The model to measure with: in bf16 if it was trained so, unless `exact`; on a GPU if there is one.
 
     Raises as `load_plain`, and DataError for a missing device.
@@ -44,12 +44,12 @@ def losses_of(model: PlainModel, tokens: Tensor, segments: Tensor | None = None)
 
     The logits of only `LOGITS` bytes' worth of tokens are in memory at a time, for any vocabulary.
     """
-    x = model.hidden(tokens[:, :-1], segments).flatten(0, 1)
+    x = model.compute_hidden(tokens[:, :-1], segments).flatten(0, 1)
     labels = tokens[:, 1:].t().flatten()
     chunk_size = max(1, LOGITS // (4 * model.config.padded_vocab))
 
     def of(x: Tensor, labels: Tensor) -> Tensor:
-        return cross_entropy(model.logits(x), labels, model.vocabulary)[0]
+        return cross_entropy(model.compute_logits(x), labels, model.vocabulary)[0]
 
     loss_parts = []
     for hidden_part, label_part in zip(x.split(chunk_size), labels.split(chunk_size), strict=True):
@@ -82,7 +82,7 @@ def token_losses(
         for first_row in range(0, len(tokens), row_count):
             rows = tokens[first_row : first_row + row_count]
             cut_lengths = None if lengths is None else lengths[first_row : first_row + row_count]
-            given_tokens, segments, is_strange = inputs(model, rows, eod, cut_lengths)
+            given_tokens, segments, is_strange = make_inputs(model, rows, eod, cut_lengths)
             batch_losses = losses_of(model, given_tokens, segments).cpu().numpy()
             losses_found[first_row : first_row + row_count] = np.where(
                 is_strange[:, 1:], np.inf, batch_losses
@@ -90,7 +90,7 @@ def token_losses(
     return losses_found
 
 
-def inputs(
+def make_inputs(
     model: PlainModel, tokens: Int64s, eod: int | None, lengths: Int64s | None = None
 ) -> tuple[Tensor, Tensor | None, npt.NDArray[np.bool_]]:
     """(tokens, segments, which ids are beyond the vocabulary) of rows [b, s + 1], on the model's device. eod, lengths:
@@ -109,7 +109,7 @@ def losses_under(checkpoint: Path) -> Callable[[Library, Int64s], npt.NDArray[np
 
     It raises DataError for samples of another tokenizer, or longer than the model's training sequences.
     """
-    model = load(checkpoint)
+    model = load_model(checkpoint)
 
     def losses(library: Library, positions: Int64s) -> npt.NDArray[np.floating]:
         sequence_length = library.source.order.sequence_length
@@ -122,7 +122,7 @@ def losses_under(checkpoint: Path) -> Callable[[Library, Int64s], npt.NDArray[np
             )
         piece_lengths = lengths_at(library.pieces, positions)
         cut = piece_lengths if (piece_lengths < sequence_length).any() else None
-        return token_losses(model, library.source.samples(positions), library.source.eod, lengths=cut)
+        return token_losses(model, library.source.read_samples(positions), library.source.eod, lengths=cut)
 
     return losses
 
@@ -147,6 +147,6 @@ def tokenizer_of(model: PlainModel) -> TokenizerInfo | None:
     """The tokenizer that the model was trained with, if its corpus still exists."""
     corpora = model.run.data.corpora
     try:
-        return Manifest.load(find(corpora[0].path)).tokenizer if corpora else None
+        return Manifest.load_manifest(find_recipe(corpora[0].path)).tokenizer if corpora else None
     except DataError:
         return None

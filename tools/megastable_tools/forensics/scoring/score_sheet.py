@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from megastable.base.errors import DataError
-from megastable.base.text import number, plural
+from megastable.base.text import count_noun, show_number
 from megastable.report.sheet import Column, Histogram, Passage, Sheet
 from megastable_tools.forensics.scoring.document_scores import Parcel, Scorer
 from megastable_tools.forensics.scoring.scored import ODD, Scores, first_rows
-from megastable_tools.forensics.shard_set import Shelf, spans
+from megastable_tools.forensics.shard_set import Shelf, split_at_tokens
 
 WHOLE = 2048  # tokens up to which a document is shown in full
 
@@ -50,7 +50,7 @@ def score_sheet(
     by: one of `scored.ORDERS`. scorer: measures the losses of their tokens again, for colours. Raises DataError
     for scores that are missing, damaged or of another shelf, and for a shelf that cannot be read.
     """
-    scores = Scores.load(folder)
+    scores = Scores.load_result(folder)
     if scores.fingerprint != shelf.fingerprint:
         raise DataError(
             f"{folder} holds scores of other shards than {shelf.name}, or it has changed: score it again"
@@ -60,21 +60,22 @@ def score_sheet(
         index: [_passage(row, shelf, scorer)] for index, row in enumerate(rows[:texts]) if row["tokens"]
     }
     lead = [
-        f"{plural(scores.documents, 'document')}, {plural(scores.tokens, 'token')}: {scores.loss:.3f} nats per token"
+        f"{count_noun(scores.documents, 'document')}, {count_noun(scores.tokens, 'token')}: {scores.loss:.3f} "
+        "nats per token"
         + (f", {scores.bits_per_byte:.3f} bits per byte" if scores.bits_per_byte is not None else "") + ".",
-        f"By {ODD:g} robust deviations and more, {plural(scores.high, 'document')} or a part of it is harder to "
-        f"predict than usual, {plural(scores.low, 'document')} easier.",
+        f"By {ODD:g} robust deviations and more, {count_noun(scores.high, 'document')} or a part of it is harder to "
+        f"predict than usual, {count_noun(scores.low, 'document')} easier.",
     ]  # fmt: skip
     if scores.documents < FEW:
         lead.append(
-            f"{plural(scores.documents, 'document')} are too few for a baseline: below {FEW}, it is a guess."
+            f"{count_noun(scores.documents, 'document')} are too few for a baseline: below {FEW}, it is a guess."
         )
     rate = f"{scores.tokens_per_second:,.0f}/s" if scores.tokens_per_second else "all were measured before"
     facts = [
         ("checkpoint", f"{scores.checkpoint} (step {scores.step})"),
         (
             "read",
-            f"in windows of {plural(scores.window, 'token')}, each with a fresh context, as in training",
+            f"in windows of {count_noun(scores.window, 'token')}, each with a fresh context, as in training",
         ),
         ("arithmetic", f"{scores.precision} on {scores.device}"),
         ("tokens scored", rate),
@@ -136,14 +137,16 @@ def _passage(row: dict[str, Any], shelf: Shelf, scorer: Scorer | None) -> Passag
     begin, upto = first, document_end
     if document_end - first > WHOLE:
         begin, upto = row["worst_first"], row["worst_first"] + row["worst_tokens"]
-    shard = shelf.shard(row["shard"])
-    shown_ids = shard.raw(begin, upto - begin).tolist()
+    shard = shelf.find_shard(row["shard"])
+    shown_ids = shard.read_raw(begin, upto - begin).tolist()
     shown_losses = None
     if scorer is not None:
         parcel = Parcel(0, shard, np.array([row["document"]]), np.array([first]), np.array([document_end]))
-        shown_losses = scorer.losses(parcel, begin - first, upto - first).tolist()
+        shown_losses = scorer.losses_between(parcel, begin - first, upto - first).tolist()
     if shown_ids and shown_ids[-1] == shelf.eod:
         shown_ids, shown_losses = shown_ids[:-1], shown_losses[:-1] if shown_losses is not None else None
-    loss_text = f"loss {number(row['loss'])}, worst window {number(row['worst_window'])}"
+    loss_text = f"loss {show_number(row['loss'])}, worst window {show_number(row['worst_window'])}"
     where = f"document {row['document']} of {row['shard']}, its tokens {begin - first:,} to {upto - first - 1:,} of "
-    return Passage(f"{where}{row['tokens']:,}: {loss_text}", spans(shown_ids, shelf.tokenizer, shown_losses))
+    return Passage(
+        f"{where}{row['tokens']:,}: {loss_text}", split_at_tokens(shown_ids, shelf.tokenizer, shown_losses)
+    )

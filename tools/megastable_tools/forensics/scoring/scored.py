@@ -105,18 +105,21 @@ class Scores(MapResult):
         return self.measured_tokens / self.seconds if self.measured_tokens else 0.0
 
 
-def rows(folder: Path) -> Iterator[dict[str, Any]]:
+def read_scored_rows(folder: Path) -> Iterator[dict[str, Any]]:
     """A row for each document (keys: `SCHEMA`, z, worst_z, odd), in the order of the shards.
 
     z, worst_z: of loss and worst window, in robust standard deviations; odd: the larger of |z| and worst_z, or infinite
     for losses that are not numbers. None for unknown values. Raises DataError for a missing part.
     """
-    scores = Scores.load(folder)
+    scores = Scores.load_result(folder)
     for table in document_map.read_parts(folder, scores.parts, "score again"):
         token_counts, loss, worst, length = (
             table[key].to_numpy() for key in ("tokens", "loss", "worst_window", "worst_tokens")
         )
-        z, worst_z = judged(scores.likes, token_counts, loss), judged(scores.window_likes, length, worst)
+        z, worst_z = (
+            judge_losses(scores.likes, token_counts, loss),
+            judge_losses(scores.window_likes, length, worst),
+        )
         odd = np.fmax(np.abs(z), worst_z)
         is_broken = np.isinf(worst) | (np.isnan(worst) & (length > 0))
         odd[is_broken] = np.inf
@@ -151,10 +154,10 @@ def first_rows(folder: Path, most: int, by: str = "window") -> list[dict[str, An
             return math.inf  # a loss that is no number
         return -math.inf if row[key] is None else sign * float(row[key])
 
-    return heapq.nlargest(most, rows(folder), key=place)
+    return heapq.nlargest(most, read_scored_rows(folder), key=place)
 
 
-def likes(tokens: Int64s, loss: Floats) -> list[Like]:
+def find_baselines(tokens: Int64s, loss: Floats) -> list[Like]:
     """Baselines by length, of texts [d]; empty if fewer than `FEWEST` have a loss.
 
     Lengths are grouped by powers of two, and merged with their neighbours until there are `FEW` texts.
@@ -183,7 +186,7 @@ def likes(tokens: Int64s, loss: Floats) -> list[Like]:
     return baselines_told
 
 
-def judged(by: Sequence[Like], tokens: Int64s, loss: Floats) -> Floats:
+def judge_losses(by: Sequence[Like], tokens: Int64s, loss: Floats) -> Floats:
     """Distance of the losses of texts [d] from the baseline, in robust deviations; nan without `by`."""
     if not by:
         return np.full(len(tokens), np.nan)
@@ -193,7 +196,7 @@ def judged(by: Sequence[Like], tokens: Int64s, loss: Floats) -> Floats:
     )[baseline_index]
 
 
-def histogram(loss: Floats) -> tuple[list[float], list[int]]:
+def loss_histogram(loss: Floats) -> tuple[list[float], list[int]]:
     """(edges, counts) of the finite losses."""
     good = loss[np.isfinite(loss)]
     if not good.size:
