@@ -12,7 +12,7 @@ from drills.poison import Kind, poison_checkpoint
 from megastable.base import errors
 from megastable.checkpoint import markers, store
 from megastable.config.tree import RunConfig
-from megastable_tools.convert.catalogue import accept_checkpoint, list_checkpoints
+from megastable_tools.convert.catalogue import accept_checkpoint, list_entries
 from tests.conftest import tiny
 from tests.distributed import run_ranks
 from tests.journal import events
@@ -184,7 +184,7 @@ def test_a_state_that_is_bad_when_it_is_saved_never_counts_as_healthy(corpus: Pa
     assert run_ranks(1, train, at(corpus, run, "one", 16, **parts)) == [(0, "")]
     assert [e["step"] for e in events(run, "resumed")] == [15] and not rejected(run)
     assert markers.read_health(folder / "step-15") is None
-    [entry] = [e for e in list_checkpoints(run) if e.step == 15]
+    [entry] = [e for e in list_entries(run) if e.step == 15]
     assert entry.state == "fresh" and "will not count as healthy" in entry.problem
 
 
