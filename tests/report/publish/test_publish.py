@@ -20,6 +20,7 @@ from megastable.base import durable
 from megastable.commands.report import app
 from megastable.data.blends import BlendEntry, Share
 from megastable.data.manifest import Manifest
+from megastable.data.skip_ledger import append_entry
 from megastable.report.postmortem import write_incidents
 from megastable.report.publish import publish_run
 from megastable.report.publish.redaction import Keeping
@@ -29,7 +30,6 @@ from tests.report.publish.plants import everything
 from tests.report.run_page.conftest import driver  # noqa: F401  (a fixture)
 from tests.report.run_page.made_runs import BEGIN, made_run, note, progress
 from tests.report.runs import data_incident, make_run
-from tests.run.test_follow import append
 from tests.tools.cli import call
 
 NONE = Keeping()
@@ -183,7 +183,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         tokens=known.count_tokens("train"),
         fingerprint=known.fingerprint(),
     )
-    append(root / "blends.jsonl", BlendEntry(position=0, step=0, corpora=[share]))
+    append_entry(root / "blends.jsonl", BlendEntry(position=0, step=0, corpora=[share]))
     return root
 
 
