@@ -124,6 +124,7 @@ PEERS = {
     "plain": Peer("plain_torch:build", "the model in plain torch, compiled whole", BOTH, 6),
     "transformers": Peer("huggingface:compiled", "transformers' model, compiled", BOTH, 6),
     "transformers-eager": Peer("huggingface:eager", "transformers' model, eager", (), 6),
+    "megatron-core": Peer("megatron_core:build", "GPTModel of megatron.core on one rank", ("cuda",), 6),
 }  # fmt: skip
 
 

@@ -544,11 +544,8 @@ class Policy:
                 else:
                     rate_limit = Limit(kind="cut", value=c.cut_factor, updates=updates, clock=s.clock)
                     if name == "cap_lr":
-                        rate_limit.kind, rate_limit.value, rate_limit.scheduled = (
-                            "cap",
-                            good_rate or 0.0,
-                            rate,
-                        )
+                        rate_limit.kind, rate_limit.value = "cap", good_rate or 0.0
+                        rate_limit.scheduled = rate
                     s.limits.append(rate_limit)
                 least_steps = policy_state.limit_duration(s.limits, rate_limit, c)
                 lasting_text = f"for {least_steps} steps of new ground at least"

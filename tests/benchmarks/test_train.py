@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -101,6 +102,13 @@ def test_peers_train_alike() -> None:
     assert found["bare-masters"] == pytest.approx(wanted, rel=1e-5)
 
 
+@pytest.mark.slow
+def test_megatron_core_trains_on_a_cpu_too() -> None:
+    pytest.importorskip("megatron.core")
+    losses = run_ranks(1, train_all, config_of("bf16"), ["megatron-core"], 0.01, 6)[0]["megatron-core"]
+    assert losses[0] == pytest.approx(math.log(128), rel=0.05) and losses[-1] < losses[0] - 0.5
+
+
 def test_bare_masters_do_what_deepspeed_does() -> None:
     """In bf16, too: fp32 sums, clipping, masters. At a small rate weights without masters stay behind."""
     c = config_of("bf16", z_loss=0.0, init_std=0.2)
@@ -125,6 +133,15 @@ def test_bare_masters_do_what_deepspeed_does() -> None:
 def test_plain_refuses_what_it_lacks(model: dict[str, Any], told: str) -> None:
     with pytest.raises(Unavailable, match=re.escape(f"it is built here without {told}")):
         PEERS["plain"].build_contestant(Task(config_of(**model), CPU, []))
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"), [({"norms": "after"}, "qk_norm"), ({"qk_norm": "full"}, "no supported Hugging Face")]
+)
+def test_transformers_refuses_a_model_without_a_home_there(model: dict[str, Any], reason: str) -> None:
+    pytest.importorskip("transformers")
+    with pytest.raises(Unavailable, match=reason):
+        PEERS["transformers"].build_contestant(Task(config_of(**model), CPU, []))
 
 
 # What is measured

@@ -11,9 +11,10 @@ import pytest
 from drills.poison import Kind, poison_checkpoint
 from megastable.base import errors
 from megastable.checkpoint import markers, store
+from megastable.checkpoint.vitals import pair_losses
 from megastable.config.tree import RunConfig
 from megastable_tools.convert.catalogue import accept_checkpoint, list_entries
-from tests.conftest import tiny
+from tests.conftest import tiny, write_corpus
 from tests.distributed import run_ranks
 from tests.journal import events
 from tests.training.test_failures import batch, train
@@ -206,3 +207,35 @@ def train_ill(config: RunConfig, step: int) -> tuple[int, str]:
 
     Checkpoints.save_state = save  # type: ignore[method-assign]
     return train(config)
+
+
+CHANGES: dict[str, dict[str, Any]] = {  # layouts: see CASES
+    "precision": {"precision": {"kind": "fp32"}},
+    "moments": {"optimizer": {"lr": 3e-3, "moments": "bf16", "betas": [0.0, 0.999]}},
+    "kernels": {"kernels": {"attention": "reference", "loss": "reference"}},
+    "documents": {"data": {"keep_documents_apart": True}},
+    "corpus": {"data": {"accept_changed_manifest": True}},
+}
+
+
+@pytest.mark.slow
+def test_what_may_change_at_a_resume_convicts_nobody(tmp_path: Path) -> None:
+    """What rounds otherwise moves losses by less than a tenth of the bound; what changes the samples (other tokens at
+    their positions, documents that see each other) leaves nothing to compare."""
+    corpus = tmp_path / "corpus"
+    write_corpus(corpus, seed=1)
+    run_ranks(1, train, at(corpus, tmp_path / "run", "one", 10))
+    for name, parts in CHANGES.items():
+        run = tmp_path / f"run-{name}"
+        shutil.copytree(tmp_path / "run", run)
+        if name == "corpus":
+            shutil.rmtree(corpus)
+            write_corpus(corpus, seed=2)
+        parts = parts | {"data": {"corpora": [{"path": corpus}]} | parts.get("data", {})}
+        assert run_ranks(1, train, at(corpus, run, "one", 11, **parts)) == [(0, "")], name
+        (resumed,) = events(run, "resumed")
+        assert resumed["step"] == 10 and not rejected(run), name
+        assert resumed["changes"]["losses"] < 0.005, name
+        now, before = (store.read_state(run / f"checkpoints/step-{step}").vitals for step in (11, 10))
+        assert now is not None and before is not None
+        assert len(pair_losses(before, now)) == (0 if name in ("documents", "corpus") else 32), name

@@ -191,7 +191,7 @@ def test_rewind_undoes_a_nan_in_the_weights(zero: int, corpus: Path, tmp_path: P
     config = tiny(corpus, run, parallel={"zero": zero}, stability=stability)
     assert run_ranks(2, poison_weights, config, 13) == [(0, ""), (0, "")]
     (located,) = events(run, "located")
-    assert located.kind == "state" and located.parameters
+    assert located.kind == "state" and located.fields["parameters"]
     (closed,) = [e.summary for e in events(run, "incident") if e.what == "closed"]
     assert closed["cause"] == "hardware" and closed["positions"] == [] and closed["steps_lost"] == 3
     table = records.read_newest_records(run / "steps").to_pylist()

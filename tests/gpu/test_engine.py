@@ -88,6 +88,24 @@ def test_it_learns_and_repeats_itself_bit_for_bit(kind: str) -> None:
     assert runs[0][0][-1] < runs[0][0][0] - 0.3
 
 
+@pytest.mark.usefixtures("exact")
+@pytest.mark.parametrize("apart", [False, True], ids=["causal", "documents"])
+def test_long_sequences_repeat_themselves_bit_for_bit(apart: bool) -> None:
+    """Of 2,048 tokens, where the gradients of attention are summed over many blocks of queries."""
+    shape = SHAPE | {"hidden": 512, "ffn": 1024, "sequence_length": 2048}
+    config = config_of(model=shape, data={"keep_documents_apart": apart})
+    drawn = torch.randint(500, (4, 2049), generator=torch.Generator().manual_seed(1))
+    segments = (torch.arange(2048) // 300).int().expand(4, -1).contiguous() if apart else None
+    batch = MicroBatch(drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous(), torch.arange(4), segments)
+    runs = []
+    for _ in range(2):
+        engine = engine_of(config)
+        steps = [engine.train_step([batch, batch], 1e-3, lambda m: m.finite)[0] for _ in range(4)]
+        runs.append(([(m.loss, m.grad_norm) for m in steps], state(engine)))
+        del engine
+    assert runs[0][0] == runs[1][0] and same(runs[0][1], runs[1][1])
+
+
 def test_fp32_on_a_gpu_equals_fp32_on_a_cpu(tmp_path: Path) -> None:
     """The same module in plain torch on the CPU: losses of some steps by AdamW."""
     from megastable.model.gpt import GPT

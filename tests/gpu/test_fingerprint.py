@@ -89,3 +89,12 @@ def test_the_watch_over_memory_sees_a_bit_and_nothing_else(kind: str, tmp_path: 
         fault = watch.judge_memory(measured)
         assert fault is not None and fault.ranks == [0]
         word.bitwise_xor_(1)
+
+
+def test_a_state_of_two_devices_is_compared_by_name(gpu: torch.device) -> None:
+    """Most optimizers count their steps on the CPU, beside moments on the GPU."""
+    state = {"a": torch.ones(5, device=gpu), "step": torch.tensor(3.0), "b": torch.zeros(7, device=gpu)}
+    marks = marks_of(state)
+    assert not compare_marks(marks, marks_of(state))
+    for name in state:
+        assert compare_marks(marks, marks_of({**state, name: state[name] + 1})) == [name]

@@ -44,6 +44,14 @@ def test_attention(attention: str, groups: int, width: int, gpu: torch.device) -
 
 
 @pytest.mark.parametrize("groups", [1, 4])
+def test_attention_inside_documents(groups: int, gpu: torch.device) -> None:
+    b, heads, s, width = 2, 8, 1024, 64
+    begins = torch.rand(b, s, generator=torch.Generator().manual_seed(5)) < 0.01
+    segments = begins.cumsum(1).to(torch.int32).to(gpu)
+    check_core("sdpa", [(b, heads, s, width), *[(b, heads // groups, s, width)] * 2], segments, gpu)
+
+
+@pytest.mark.parametrize("groups", [1, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_no_attention_writes_out_all_scores(
     dtype: torch.dtype, groups: int, gpu: torch.device, monkeypatch: pytest.MonkeyPatch
@@ -144,3 +152,17 @@ def test_the_host_does_not_wait(gpu: torch.device) -> None:
         torch.autograd.grad(objective, (x, weight), upstream)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_it_is_ligers(gpu: torch.device) -> None:
+    """No padding: Liger knows none."""
+    ops = pytest.importorskip("liger_kernel.ops.fused_linear_cross_entropy")
+    x, weight, labels = on(gpu, inputs(96, 3, 64, 512, 512, torch.bfloat16))
+    theirs = ops.LigerFusedLinearCrossEntropyFunction.apply(
+        x.flatten(0, 1), weight, labels.t().reshape(-1), None, None, -100, 1e-2
+    )
+    objective = theirs[0] if isinstance(theirs, tuple) else theirs
+    dx, dw = torch.autograd.grad(objective, (x, weight))
+    got = by_chunks(x, weight, labels, 512, 1e-2)
+    torch.testing.assert_close(got.objective, objective.detach().float(), rtol=1e-4, atol=1e-4)
+    assert error(got.dx, dx.double()) < 2**-6 and error(got.dw, dw.double()) < 2**-6

@@ -17,8 +17,10 @@ from megastable.data.plant import Planted, plant_corruption
 from megastable.data.shards import Shard
 from megastable.data.skip_ledger import SampleEntry, read_ledger, sample_entries
 from megastable.run.events.data_events import SkipsAdded
+from megastable_tools.forensics.consumption import document_sheet, run_sheet
 from megastable_tools.forensics.history import History
-from megastable_tools.forensics.skip import skip_plan
+from megastable_tools.forensics.shard_set import open_shelf
+from megastable_tools.forensics.skip import skip_documents, skip_plan
 from tests.conftest import LENGTH, write_corpus
 from tests.distributed import run_ranks
 from tests.recovery.test_recovery import incidents, recipe, train
@@ -149,3 +151,35 @@ def test_of_a_span_only_its_samples_are_skipped(tmp_path: Path) -> None:
     plan.write_text(f"fingerprint: {fingerprint}\npart-0 {number} 5:{end - first + 1}\n")
     with pytest.raises(DataError, match="the plan names a span of it up to"):
         skip_plan(History(tmp_path / "run"), plan)
+
+
+@pytest.mark.slow
+def test_documents_stay_out_however_long_the_run_becomes(tmp_path: Path) -> None:
+    """Two epochs and more beyond the end that the recipe said when a person had them skipped."""
+    write_corpus(tmp_path / "a", tokens=SHORT, validation=0)
+
+    def config(steps: int) -> RunConfig:
+        return small(tmp_path / "a", tmp_path / "run", steps=steps)
+
+    assert run_ranks(1, train, config(2)) == [(0, "")]
+    history = History(tmp_path / "run")
+    order, shard = order_of(config(2)), Shard(tmp_path / "a/part-0")
+    numbers = np.array([1, 4])
+    done = skip_documents(history, history.blends[0].corpora[0].fingerprint, {"part-0": numbers}, "bad")
+    bounds = [shard.document_bounds(n) for n in numbers.tolist()]
+    bad = {s for first, end in bounds for s in range(first // LENGTH, -(-end // LENGTH))}
+    assert (done.samples, done.already, done.lines, done.taken_up) == (len(bad), 0, 1, None)
+    assert done.text.startswith(f"2 documents of corpus a: {len(bad)} samples are skipped in every epoch")
+    (entry,) = read_ledger(tmp_path / "run/skips.jsonl")
+    assert isinstance(entry, SampleEntry) and entry.tokens == [list(pair) for pair in bounds]
+    assert run_ranks(1, train, config(20)) == [(0, "")]
+    trained = identities(config(20), positions(tmp_path / "run"))
+    assert not [s for some in trained[2:] for s in some if s[2] in bad] and trained[-1][-1][1] >= 3
+    assert {s for some in trained[2:] for _, _, s in some} == set(range(order.sequences[0])) - bad
+    (row,) = run_sheet(History(tmp_path / "run")).rows
+    count = sum(map(len, trained))
+    assert (row["samples"], row["skipped"]) == (count, History(tmp_path / "run").cursor - count)
+    rows = document_sheet(open_shelf([tmp_path / "a"]), "part-0", 4, [History(tmp_path / "run")]).rows
+    assert {r["state"] for r in rows if r.get("epoch", 0) > 0} == {"skipped"}
+    again = skip_documents(History(tmp_path / "run"), entry.fingerprint, {"part-0": numbers[:1]}, "bad")
+    assert (again.samples, again.lines) == (0, 0) and again.text.startswith("nothing to do: the 1 documents")

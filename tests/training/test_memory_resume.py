@@ -276,3 +276,21 @@ def test_a_point_beats_a_checkpoint_before_a_damaged_one(
     assert [(e["step"], e["origin"]) for e in events(run, "resumed")] == [(POINT, "memory")]
     assert (run / "checkpoints/rejected-step-15").exists()
     assert identical(straight, run / f"checkpoints/step-{END}") == 6
+
+
+@pytest.mark.slow
+def test_a_host_that_returns_with_old_memory_loses(corpus: Path, tmp_path: Path) -> None:
+    config, hosts = (
+        recipe(corpus, run := tmp_path / "run", checkpoint={"interval": 5}),
+        memories(tmp_path, 2, 2),
+    )
+    killed(2, config, hosts)
+    shutil.copytree(hosts[1], tmp_path / "old")
+    run_ranks(2, train, config, hosts, False)  # to the end, step 20, of which there is a checkpoint
+    longer = recipe(corpus, run, checkpoint={"interval": 5}, train=dict(config.train) | {"steps": END + 5})
+    shutil.copytree(tmp_path / "old", hosts[1], dirs_exist_ok=True)
+    run_ranks(2, train, longer, hosts, False)
+    assert [(e["step"], e["origin"]) for e in events(run, "resumed")] == [
+        (POINT, "memory"),
+        (END, "checkpoint"),
+    ]

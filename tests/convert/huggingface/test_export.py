@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from megastable_tools.convert.huggingface import export
 from megastable_tools.convert.huggingface.export import NotTheSame, to_hf
 from megastable_tools.convert.huggingface.folder import (
     SINGLE,
+    HuggingFaceFolder,
     bytes_of,
     load_folder,
     plan_weight_files,
@@ -160,3 +162,30 @@ def test_to_hf_refuses_weights_that_are_not_finite(text_corpus: Path, tmp_path: 
     with pytest.raises(CheckpointError, match=r"holds values that are not finite"):
         to_hf(checkpoint, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_to_hf_tells_a_missing_or_wrong_tokenizer(make: Make, text_corpus: Path, tmp_path: Path) -> None:
+    corpus = shutil.copytree(text_corpus, tmp_path / "corpus")
+    run = configured(corpus, tmp_path / "run", MODELS["llama"])
+    checkpoint = write_random(tmp_path / "run", run)
+    model = corpus / "tokenizer.model"
+    kept = model.read_bytes()
+    model.unlink()
+    with pytest.raises(
+        CheckpointError, match=r"tokenizer.model cannot be read.*--tokenizer; .*--no-tokenizer"
+    ):
+        to_hf(checkpoint, tmp_path / "out")
+    made = to_hf(checkpoint, tmp_path / "out", tokenizer=text_corpus)
+    assert made.tokenizer and not made.notes
+    model.write_bytes(kept + kept[-9:])
+    with pytest.raises(CheckpointError, match=r"not the file that the corpus was made with"):
+        to_hf(checkpoint, tmp_path / "other")
+    made = to_hf(checkpoint, tmp_path / "without", without_tokenizer=True, check=compare_logits)
+    assert not (tmp_path / "without/tokenizer.json").exists()
+    assert made.notes == ["no tokenizer was written, as you asked"]
+    assert made.checked is not None and not made.checked.failed
+    assert HuggingFaceFolder(tmp_path / "without").settings["eos_token_id"] is None
+    shutil.rmtree(corpus)
+    with pytest.raises(CheckpointError, match=r"the tokenizer was not found: .*manifest.json is not there"):
+        to_hf(checkpoint, tmp_path / "more")

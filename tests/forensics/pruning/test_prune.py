@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from megastable.base.errors import DataError
 from megastable.data.manifest import Manifest
+from megastable.data.shard_format import CHUNK
 from megastable.data.shards import Shard
 from megastable_tools.forensics.pruning import gaps, prune
 from megastable_tools.forensics.pruning.gaps import Span
@@ -369,3 +370,32 @@ def test_apply_prunes_again_what_was_pruned_and_moved(original: Path) -> None:
         verify_pruned(first)
     verify_pruned(first, moved)
     apply_plan(original.parent / "plan.txt", original.parent / "third", corpus=moved)
+
+
+@pytest.mark.slow
+def test_apply_takes_indices_longer_than_a_chunk(tmp_path: Path) -> None:
+    """More documents than are looked at in one go."""
+    count, random = CHUNK + 1000, np.random.default_rng(0)
+    lengths = random.integers(0, 3, count).astype("<i4")
+    folder = tmp_path / "corpus"
+    manifest = corpus(folder, [Plain("a", [[([1], 0)]])], {"train": [("a", 0, 1)]}, "uint16")
+    tokens = random.integers(1, 1000, int(lengths.sum())).astype("<u2")
+    header = (folder / "a.idx").read_bytes()[:18] + np.array([count, count + 1], "<u8").tobytes()
+    pointers = (np.cumsum(lengths) - lengths).astype("<i8") * 2
+    (folder / "a.idx").write_bytes(
+        header + lengths.tobytes() + pointers.tobytes() + np.arange(count + 1, dtype="<i8").tobytes()
+    )
+    (folder / "a.bin").write_bytes(tokens.tobytes())
+    info = Shard(folder / "a").verify_shard()
+    segment = manifest.splits["train"][0].model_copy(update={"tokens": info.tokens, "documents": count})
+    manifest = manifest.model_copy(update={"shards": [info], "splits": {"train": [segment]}})
+    manifest.save_manifest(folder)
+    gone = np.unique(random.integers(0, count, 5000))
+    apply_plan(write_plan(folder, [("a", n) for n in gone.tolist()]), tmp_path / "pruned")
+    verify_pruned(tmp_path / "pruned")
+    left = np.delete(np.arange(count), gone)
+    pruned = Shard(tmp_path / "pruned" / "a")
+    assert np.array_equal(pruned.sequence_lengths(slice(0, len(left))), lengths[left])
+    assert np.array_equal(
+        pruned.read_raw(0, pruned.tokens), tokens[np.isin(np.repeat(np.arange(count), lengths), left)]
+    )

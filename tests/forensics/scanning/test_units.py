@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from megastable.base.errors import DataError
 from megastable.data.shards import Shard
-from megastable_tools.forensics.oddness.yardstick import cut_documents
+from megastable_tools.forensics.oddness.yardstick import PIECE, cut_documents
 from megastable_tools.forensics.scanning import units as module
 from megastable_tools.forensics.scanning.units import (
     Unit,
@@ -147,3 +147,26 @@ def test_units_of_damaged_or_changed_files_name_the_file(tmp_path: Path) -> None
     shard.idx_path.unlink()
     with pytest.raises(DataError, match=r"s0\.idx"):
         open_unit(unit)
+
+
+@pytest.mark.slow
+def test_units_take_a_document_of_more_than_2_31_tokens(tmp_path: Path) -> None:
+    """Three sequences of int32 lengths, in a sparse file of 26 GB."""
+    count, long = 3, 2**31 - 1
+    path = tmp_path / "long.idx"
+    content = b"MMIDIDX\x00\x00" + np.array([1], "<u8").tobytes() + b"\x04"
+    content += np.array([count + 1, 3], "<u8").tobytes() + np.array([long] * count + [5], "<i4").tobytes()
+    content += (4 * np.array([long * number for number in range(count + 1)], "<i8")).tobytes()
+    path.write_bytes(content + np.array([0, count, count + 1], "<i8").tobytes())
+    with (tmp_path / "long.bin").open("wb") as file:
+        os.truncate(file.fileno(), 4 * (count * long + 5))
+    shard = Shard(tmp_path / "long")
+    (one, two) = split_into_units([shard], module.unit_size(shard.tokens))
+    assert (one.documents, one.tokens, two.tokens) == (1, count * long, 5)
+    edges = edges_of(shard, one)
+    walk = read_blocks(shard, edges, cut_documents)
+    block = next(walk)
+    assert len(block.tokens) <= module.BLOCK and set(block.owner.tolist()) == {0}
+    assert np.diff(block.edges).max() <= PIECE
+    assert next(walk).first_token == len(block.tokens)
+    assert sum(int(e[-1] - e[0]) for _, e, _ in sample_documents([shard])) <= 1.001 * module.SAMPLE
