@@ -31,7 +31,7 @@ from megastable.data.blends import (
 )
 from megastable.data.manifest import Manifest, Stream, TokenizerInfo
 from megastable.data.order import BLOCK, Order, OrderedCorpus, blend_quotas
-from megastable.data.source import Source
+from megastable.data.samples import Source
 
 SPLIT = "validation"
 Int64s = npt.NDArray[np.int64]

@@ -21,8 +21,8 @@ import torch
 
 from megastable.base.errors import ConfigError
 from megastable.config.warmups import Stages
+from megastable.data.samples import Source
 from megastable.data.skips import Selection, Skips
-from megastable.data.source import Source
 
 Int64s = npt.NDArray[np.int64]
 Int32s = npt.NDArray[np.int32]

@@ -27,10 +27,10 @@ from megastable.config.tree import CorpusConfig, RunConfig
 from megastable.config.warmups import Stages
 from megastable.data.corpora import Corpora, open_corpora
 from megastable.data.manifest import Manifest, Stream
+from megastable.data.samples import Document, documents_at
 from megastable.data.shard_format import little_endian, with_suffix
 from megastable.data.shards import Shard
 from megastable.data.skips import Range, Skips, numbers_of
-from megastable.data.source import Document, documents_at
 from megastable.data.tokenizer import check_text, load_tokenizer
 
 PLANTED = "planted.json"

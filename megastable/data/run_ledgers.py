@@ -30,6 +30,7 @@ from megastable.base.errors import DataError, SpaceError
 from megastable.config.tree import RunConfig
 from megastable.data.blends import ExchangeEntry, Line
 from megastable.data.order import LAST_POSITION, Exchange, Order, swaps_of
+from megastable.data.samples import Source
 from megastable.data.skip_ledger import (
     RANGES,
     Ledger,
@@ -48,7 +49,6 @@ from megastable.data.skips import (
     numbers_of,
     sequences_of,
 )
-from megastable.data.source import Source
 from megastable.run.directory import RunDirectory
 
 

@@ -39,8 +39,8 @@ from pydantic import (
 from megastable.base import durable
 from megastable.base.errors import DataError
 from megastable.data.order import LAST_POSITION, Order
+from megastable.data.samples import Document
 from megastable.data.skips import NONE, NOTHING, Exclusions, Identity, Range, Selection, Skips
-from megastable.data.source import Document
 
 log = logging.getLogger(__name__)
 

@@ -25,6 +25,7 @@ from megastable.checkpoint.store import RunState, step_of
 from megastable.data.blends import read_blends
 from megastable.data.order import LAST_POSITION
 from megastable.data.run_ledgers import Deferral, Deferring, UntoldSamples, append_durably, find_unjournalled
+from megastable.data.samples import Document, documents_at
 from megastable.data.skip_ledger import (
     AnyEntry,
     Ledger,
@@ -34,7 +35,6 @@ from megastable.data.skip_ledger import (
     sample_entries,
 )
 from megastable.data.skips import Selection, Skips, ranges_of
-from megastable.data.source import Document, documents_at
 from megastable.recovery.run_parts import RunParts
 from megastable.run.events.event import Event
 from megastable.run.events.stability_events import AlertEvent, Handover, IncidentEvent

@@ -9,8 +9,8 @@ from megastable.checkpoint.store import RunState
 from megastable.config.tree import RunConfig
 from megastable.data.loader import Loader, Step
 from megastable.data.run_ledgers import Skipping
+from megastable.data.samples import Source
 from megastable.data.skips import Selection
-from megastable.data.source import Source
 from megastable.engine.engine import Engine
 from megastable.engine.measured import Measured
 from megastable.run.directory import RunDirectory

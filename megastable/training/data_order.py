@@ -18,9 +18,9 @@ from megastable.data.corpora import Corpora, describe_epochs, find_warnings, ope
 from megastable.data.loader import Loader, Step
 from megastable.data.order import BLOCK
 from megastable.data.run_ledgers import Skipping
+from megastable.data.samples import Source
 from megastable.data.skip_ledger import Ledger, append_entries, append_entry
 from megastable.data.skips import Selection
-from megastable.data.source import Source
 from megastable.run.directory import RunDirectory
 from megastable.run.events.data_events import (
     BatchChanged,

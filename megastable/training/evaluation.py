@@ -17,7 +17,7 @@ from megastable.checkpoint.vitals import Vitals
 from megastable.config.training import TrainConfig
 from megastable.data.corpora import Corpora, CorpusSamples, HeldOut, corpus_samples, samples_in_turn
 from megastable.data.loader import Loader, MicroBatch
-from megastable.data.source import Source
+from megastable.data.samples import Source
 from megastable.engine.engine import Engine
 from megastable.run.events.training_events import Evaluated, Warned
 from megastable.run.log import RunLog

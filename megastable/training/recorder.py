@@ -19,7 +19,7 @@ from megastable.base.errors import UnstableError
 from megastable.base.hardware import memory_gib
 from megastable.checkpoint.store import RunState
 from megastable.config.tree import LoggingConfig, RunConfig
-from megastable.data.source import unigram_entropy
+from megastable.data.samples import unigram_entropy
 from megastable.engine.engine import Engine
 from megastable.engine.layer_stats import LayerStatistics
 from megastable.engine.measured import Measured

@@ -27,8 +27,8 @@ from megastable.config.tree import RunConfig
 from megastable.config.warmups import Stages
 from megastable.data.corpora import Corpora
 from megastable.data.loader import Loader
+from megastable.data.samples import Source
 from megastable.data.skips import Selection, Skips
-from megastable.data.source import Source
 from megastable.engine.engine import Engine
 from megastable.optim.next_update import RunPosition, compare_next_update, describe_next_update
 from megastable.parallel.layout import Layout

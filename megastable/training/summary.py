@@ -18,7 +18,7 @@ from megastable.config.recipe import find_recipe
 from megastable.config.rules import LINEARS
 from megastable.config.tree import RunConfig
 from megastable.data.plant import read_planted
-from megastable.data.source import token_counts, unigram_entropy
+from megastable.data.samples import token_counts, unigram_entropy
 from megastable.engine.engine import Engine
 from megastable.model.kernels import DTYPES
 from megastable.model.sizes import count_parameters, in_fp8

@@ -37,7 +37,7 @@ from megastable.base import collectives
 from megastable.checkpoint.store import RunState
 from megastable.config.stability import SignsConfig
 from megastable.config.tree import RunConfig
-from megastable.data.source import Source, sample_entropy
+from megastable.data.samples import Source, sample_entropy
 from megastable.engine.layer_stats import LayerStatistics
 from megastable.engine.watch import Watch
 from megastable.optim.schedule import list_rates

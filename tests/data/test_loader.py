@@ -20,8 +20,8 @@ from megastable.config.warmups import Stages
 from megastable.data.loader import Loader, Step
 from megastable.data.manifest import Manifest, Stream
 from megastable.data.order import Order, OrderedCorpus
+from megastable.data.samples import Source
 from megastable.data.skips import Selection, Skips, batches_ahead
-from megastable.data.source import Source
 from tests.tiers import examples
 
 MakeCorpus = Callable[..., Manifest]

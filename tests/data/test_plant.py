@@ -17,8 +17,8 @@ from megastable.data.corpora import open_corpora
 from megastable.data.loader import Loader
 from megastable.data.manifest import Manifest
 from megastable.data.plant import plant_corruption, positions_of, read_planted
+from megastable.data.samples import documents_at
 from megastable.data.skips import Skips
-from megastable.data.source import documents_at
 from megastable.data.tokenizer import load_tokenizer
 from megastable_tools.prepare.adopt import verify_corpus
 from megastable_tools.prepare.prepare import prepare_shards

@@ -22,8 +22,8 @@ from tokenizers import processors
 
 from megastable.base.errors import DataError, MegastableError
 from megastable.data.manifest import Manifest, Stream
+from megastable.data.samples import token_counts, unigram_entropy
 from megastable.data.shards import Shard
-from megastable.data.source import token_counts, unigram_entropy
 from megastable.data.tokenizer import OWN, load_tokenizer
 from megastable_tools.prepare import prepare
 from megastable_tools.prepare.adopt import verify_corpus

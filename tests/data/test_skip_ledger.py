@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from megastable.base import durable
 from megastable.base.errors import DataError
 from megastable.data.order import LAST_POSITION, Order, OrderedCorpus
+from megastable.data.samples import Document
 from megastable.data.skip_ledger import (
     RANGES,
     AnyEntry,
@@ -30,7 +31,6 @@ from megastable.data.skip_ledger import (
     sample_entries,
 )
 from megastable.data.skips import Identity, Range, Selection, Skips
-from megastable.data.source import Document
 
 IDENTITY: dict[str, Any] = {"corpus": "web", "fingerprint": "f00", "tokens": [[0, 32]], "reason": "x"}
 

@@ -11,7 +11,7 @@ import numpy as np
 import yaml
 
 from megastable.data.corpora import open_corpora
-from megastable.data.source import documents_at
+from megastable.data.samples import documents_at
 from megastable.report.postmortem import sample_texts
 from megastable.run.directory import RunDirectory
 from megastable.run.records import LAYER_SCHEMA, LayerRecord, Recorder, StepRecord

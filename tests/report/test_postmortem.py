@@ -21,8 +21,8 @@ from typer.testing import CliRunner
 from megastable.base.errors import DataError
 from megastable.config.recipe import load_recipe
 from megastable.data.corpora import open_corpora
+from megastable.data.samples import Document
 from megastable.data.skip_ledger import SkipEntry, append_entries, append_entry, read_ledger, sample_entries
-from megastable.data.source import Document
 from megastable.report import postmortem
 from megastable.report.postmortem import (
     incidents_of,

@@ -21,8 +21,8 @@ from megastable.data.blends import read_blends
 from megastable.data.corpora import Corpora, corpus_samples, open_corpora, samples_in_turn
 from megastable.data.manifest import Manifest, Stream
 from megastable.data.order import Order, OrderedCorpus
+from megastable.data.samples import Source
 from megastable.data.shards import Shard
-from megastable.data.source import Source
 from megastable.model.loss import cross_entropy
 from megastable.run.directory import RunDirectory
 from megastable.run.log import RunLog

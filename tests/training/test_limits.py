@@ -43,7 +43,7 @@ def by_hand(config: RunConfig, steps: int, since: int, cap: float, at: float) ->
 
     def held(self: Recovery, updates: int, scheduled: float) -> float:
         nonlocal cap, at, latest
-        self.rates.coming = scheduled
+        self._scheduled = scheduled
         if updates < since:
             return scheduled
         if scheduled > 2 * latest or latest > 2 * scheduled:

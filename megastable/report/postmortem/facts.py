@@ -21,9 +21,9 @@ from pydantic import BaseModel, ConfigDict, field_validator, model_validator
 
 from megastable.base.text import count_noun, show_ranges
 from megastable.data.order import LAST_POSITION
+from megastable.data.samples import Document
 from megastable.data.skip_ledger import AnyEntry
 from megastable.data.skips import ranges_of
-from megastable.data.source import Document
 from megastable.report.postmortem.sample_texts import Facts, SampleText, Tokens
 from megastable.report.postmortem.trial_facts import TrialFacts
 from megastable.report.safe import clean_log

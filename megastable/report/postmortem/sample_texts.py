@@ -17,9 +17,9 @@ from megastable.config.recipe import find_recipe
 from megastable.config.tree import RunConfig
 from megastable.data.blends import Line, lines_until
 from megastable.data.corpora import open_corpora
+from megastable.data.samples import Document, Source, documents_by_position, token_counts, unigram_entropy
 from megastable.data.skip_ledger import Ledger
 from megastable.data.skips import Selection, Skips
-from megastable.data.source import Document, Source, documents_by_position, token_counts, unigram_entropy
 from megastable.data.tokenizer import Tokenizer, load_tokenizer
 
 SHOWN = 50  # samples whose whole text is written

@@ -19,7 +19,7 @@ from megastable.base.durable import lock_file
 from megastable.base.errors import DataError
 from megastable.data.shards import Shard
 from megastable.data.tokenizer import load_tokenizer
-from megastable_tools.forensics import document_map
+from megastable_tools.forensics import resumable_map
 from megastable_tools.forensics.oddness.features import NAMES, Lexicon
 from megastable_tools.forensics.oddness.yardstick import PIECE, Yardstick, cut_documents
 from megastable_tools.forensics.scanning import rows as rows_module
@@ -198,21 +198,21 @@ def test_scan_is_the_same_in_any_units_and_workers_and_completes_what_is_missing
     assert scan_into(shards, folder, reference, near=True, top=5).worst == scan.worst[:5]
 
     # As an interruption leaves it: no result, some parts missing, one damaged; and a disk that is full.
-    (folder / document_map.RESULT).unlink()
+    (folder / resumable_map.RESULT).unlink()
     for number in (0, 4):
-        document_map.part_path(folder, number).unlink()
-    for path in (document_map.part_path(folder, 2), document_map.near_part_path(folder, 3)):
+        resumable_map.part_path(folder, number).unlink()
+    for path in (resumable_map.part_path(folder, 2), resumable_map.near_part_path(folder, 3)):
         path.write_bytes(path.read_bytes()[:100])
-    before = document_map.part_path(folder, 5).stat().st_mtime_ns
+    before = resumable_map.part_path(folder, 5).stat().st_mtime_ns
     with files_no_larger_than(3000), pytest.raises(DataError, match="could not be written"):
         scan_into(shards, folder, reference, near=True)
     assert not [path for path in folder.rglob("*") if ".tmp" in path.name]
     again = scan_into(shards, folder, reference, near=True)
     assert outcome(again) == outcome(scan) and 0 < again.measured_tokens < scan.measured_tokens / 2
-    assert document_map.part_path(folder, 5).stat().st_mtime_ns == before
+    assert resumable_map.part_path(folder, 5).stat().st_mtime_ns == before
 
     # Of another size of units everything is measured again.
-    (folder / document_map.RESULT).unlink()
+    (folder / resumable_map.RESULT).unlink()
     monkeypatch.setattr(units_module, "UNIT", 5000)
     again = scan_into(shards, folder, reference, near=True)
     assert again.units < scan.units and (again.worst, again.thresholds) == (scan.worst, scan.thresholds)
@@ -224,12 +224,12 @@ import signal
 import sys
 from pathlib import Path
 from megastable.base.errors import user_errors
-from megastable_tools.forensics import document_map
+from megastable_tools.forensics import resumable_map
 from megastable_tools.forensics.scanning import units
 from megastable_tools.forensics.scanning.scan import scan_shards
 from megastable_tools.forensics.shard_set import open_shelf
 units.UNIT = 800
-write_rows = document_map.write_rows
+write_rows = resumable_map.write_rows
 def write_five(path, rows):
     if len(list(path.parent.iterdir())) == 5:
         print("waiting", flush=True)
@@ -237,7 +237,7 @@ def write_five(path, rows):
             signal.pause()
     write_rows(path, rows)
 if __name__ == "__main__":
-    document_map.write_rows = write_five
+    resumable_map.write_rows = write_five
     with user_errors():
         scan_shards(open_shelf([Path(sys.argv[1])]), Path(sys.argv[2]), progress=False)
 """
@@ -292,11 +292,11 @@ def test_scan_leaves_folders_of_something_else_alone(corpus: Path, shards: Path,
     with pytest.raises(DataError, match="whose files changed"):
         scan_into(tmp_path / "copy", folder)
     assert scan_into(shards, folder, again=True).name == open_shelf([shards]).name
-    held = lock_file(folder / document_map.LOCK)
+    held = lock_file(folder / resumable_map.LOCK)
     assert held is not None
     with held, pytest.raises(DataError, match="another process scans into it"):
         scan_into(shards, folder)
-    (folder / document_map.BEGUN).write_text("{")
+    (folder / resumable_map.BEGUN).write_text("{")
     with pytest.raises(DataError, match="--again"):
         scan_into(shards, folder)
 
@@ -314,10 +314,10 @@ def test_scan_refuses_nothing_wrong_arguments_and_damage(
     with pytest.raises(DataError, match="holds no scan"):
         Scan.load_result(tmp_path / "scan")
     shutil.copytree(done[1], tmp_path / "scan")
-    document_map.part_path(tmp_path / "scan", 0).write_bytes(b"PAR1")
+    resumable_map.part_path(tmp_path / "scan", 0).write_bytes(b"PAR1")
     with pytest.raises(DataError, match="missing or damaged"):
         list(find_suspects(tmp_path / "scan", least=0.0))
-    (tmp_path / "scan" / document_map.RESULT).write_text('{"format": 1}')
+    (tmp_path / "scan" / resumable_map.RESULT).write_text('{"format": 1}')
     with pytest.raises(DataError, match=r"scan.json is damaged.*--again"):
         Scan.load_result(tmp_path / "scan")
     shutil.copytree(shards, tmp_path / "copy")

@@ -30,10 +30,10 @@ from megastable.config.tree import RunConfig
 from megastable.data.blends import GoneStream, Line, read_blends
 from megastable.data.manifest import Stream
 from megastable.data.order import Order
+from megastable.data.samples import Document, DocumentPart, parts_by_position
 from megastable.data.shards import Shard
 from megastable.data.skip_ledger import Ledger, append_entries, sample_entries
 from megastable.data.skips import Selection, batches_ahead, ranges_of
-from megastable.data.source import Document, DocumentPart, parts_by_position
 from megastable.data.tokenizer import Tokenizer
 from megastable.report.postmortem.sample_texts import Library
 from megastable.report.sheet import Column, Passage, Sheet

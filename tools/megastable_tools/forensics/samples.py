@@ -12,8 +12,8 @@ import numpy.typing as npt
 
 from megastable.base.errors import DataError
 from megastable.base.text import count_noun, describe_deferral, show_ranges
+from megastable.data.samples import DocumentPart, parts_by_position
 from megastable.data.skips import Skips, numbers_of
-from megastable.data.source import DocumentPart, parts_by_position
 from megastable.report.postmortem.journal import named_when
 from megastable.report.postmortem.sample_texts import Library
 from megastable.report.sheet import Column, Passage, Sheet

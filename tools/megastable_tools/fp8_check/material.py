@@ -18,9 +18,9 @@ from megastable.config.tree import RunConfig
 from megastable.data.blends import read_blends
 from megastable.data.corpora import open_corpora
 from megastable.data.order import Order
+from megastable.data.samples import Source
 from megastable.data.skip_ledger import Ledger
 from megastable.data.skips import Selection
-from megastable.data.source import Source
 from megastable.data.tokenizer import load_tokenizer
 from megastable.run.directory import RunDirectory
 from megastable_tools.forensics.scoring.losses import make_inputs

@@ -21,8 +21,8 @@ from megastable.checkpoint.whole import load_into, policy_of, run_of
 from megastable.config import deepspeed_json, recipe
 from megastable.config.tree import RunConfig
 from megastable.data.loader import Loader
+from megastable.data.samples import Source
 from megastable.data.skips import Selection
-from megastable.data.source import Source
 from megastable.engine.distributed import start_distributed, stop_distributed
 from megastable.engine.engine import Engine
 from megastable.engine.numerics import Numerics

@@ -32,9 +32,9 @@ from megastable.base.errors import DataError
 from megastable.base.progress_bar import Bar
 from megastable.checkpoint.store import step_of
 from megastable.data.order import Order
+from megastable.data.samples import documents_at
 from megastable.data.skip_ledger import Ledger, append_entries, release_entries
 from megastable.data.skips import NONE, Selection
-from megastable.data.source import documents_at
 from megastable.recovery.replay_trials import COMING, FARTHEST
 from megastable.run.changes import changes_of, config_at
 from megastable.run.directory import RunDirectory

@@ -16,9 +16,9 @@ from megastable.base.text import count_noun, show_ranges
 from megastable.config.recipe import read_yaml
 from megastable.data.blends import BlendEntry
 from megastable.data.manifest import Manifest
+from megastable.data.samples import DocumentPart, parts_by_position
 from megastable.data.shards import Shard
 from megastable.data.skips import Skips, numbers_of
-from megastable.data.source import DocumentPart, parts_by_position
 from megastable.run.events.data_events import OrderChanged
 from megastable_tools.forensics.pruning.gaps import Span
 from megastable_tools.forensics.pruning.prune_plan import (

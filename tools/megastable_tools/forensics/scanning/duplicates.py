@@ -29,8 +29,8 @@ import pyarrow.parquet as pq
 from megastable.base.durable import write_data_file
 from megastable.base.errors import DataError
 from megastable.data.shards import Shard
-from megastable_tools.forensics import document_map
-from megastable_tools.forensics.document_map import KeptPart, write_rows
+from megastable_tools.forensics import resumable_map
+from megastable_tools.forensics.resumable_map import KeptPart, write_rows
 from megastable_tools.forensics.scanning.units import BLOCK, Int64s, Raw, Unit, edges_of, open_unit
 
 GRAM = 5  # tokens
@@ -263,7 +263,7 @@ PAIR = np.dtype([("one", "<i8"), ("other", "<i8")])
 
 def sign_unit(unit: Unit, folder: Path) -> KeptPart:
     """Write the signatures of a unit, unless they exist."""
-    signature_path = document_map.near_part_path(folder, unit.number)
+    signature_path = resumable_map.near_part_path(folder, unit.number)
     is_missing = _load(signature_path, unit.documents) is None
     if is_missing:
         unit_shard = open_unit(unit)
@@ -434,7 +434,7 @@ class _Look:
         return signatures_found
 
     def _open(self, number: int) -> Signatures:
-        signature_path = document_map.near_part_path(self.folder, number)
+        signature_path = resumable_map.near_part_path(self.folder, number)
         signature_table = _load(signature_path, self.units[number].documents)
         if signature_table is None:
             raise DataError(f"{signature_path} is missing or damaged: scan again, other results are kept")

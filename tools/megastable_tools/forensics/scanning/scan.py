@@ -3,7 +3,7 @@
     scan = scan_shards(open_shelf([Path("data/mine")]), Path("scans/mine"), workers=8)
 
 The baseline is learnt from a sample of the shards themselves, or of a reference known to be good. Rows are written to
-disk unit by unit (`document_map.py`); then this process keeps counters, histograms and the worst documents.
+disk unit by unit (`resumable_map.py`); then this process keeps counters, histograms and the worst documents.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ import xxhash
 from megastable import __version__
 from megastable.base.errors import DataError
 from megastable.base.text import count_noun
-from megastable_tools.forensics import document_map
-from megastable_tools.forensics.document_map import KeptPart, keep_rows, map_documents
+from megastable_tools.forensics import resumable_map
 from megastable_tools.forensics.oddness.features import NAMES, Lexicon
 from megastable_tools.forensics.oddness.yardstick import Yardstick
+from megastable_tools.forensics.resumable_map import KeptPart, keep_rows, map_documents
 from megastable_tools.forensics.scanning.duplicates import (
     COPY,
     HASHED,
@@ -128,7 +128,7 @@ def scan_shards(
         "tokenizer": _tokenizer(shelf), "against": against.fingerprint if against else "",
         "files": _files(shelf, against),
     }  # fmt: skip
-    with document_map.occupy_folder(folder, asked_settings, again):
+    with resumable_map.occupy_folder(folder, asked_settings, again):
         scan_job = _ScanJob(shelf, folder, against, workers, near, threshold, top, progress, shelf_warnings)
         return scan_job.finished() or scan_job.run()
 
@@ -173,7 +173,7 @@ def _described(shelf: Shelf) -> str:
 def _measure_unit(unit: Unit, folder: Path, changed: int) -> pa.Table:
     """The rows of a unit, in a worker process. changed: of the baseline's file."""
     shard = open_unit(unit)
-    yardstick = cached_yardstick(folder / document_map.YARDSTICK, changed)
+    yardstick = cached_yardstick(folder / resumable_map.YARDSTICK, changed)
     return measure_rows(yardstick, shard, unit.first_document, edges_of(shard, unit))
 
 
@@ -192,7 +192,7 @@ class _ScanJob:
 
     def finished(self) -> Scan | None:
         """The result, if an earlier call has completed it."""
-        if not (self.folder / document_map.RESULT).exists():
+        if not (self.folder / resumable_map.RESULT).exists():
             return None
         earlier_scan = Scan.load_result(self.folder)
         is_alike = not self.near or earlier_scan.near_threshold == self.threshold
@@ -222,7 +222,7 @@ class _ScanJob:
 
     def _yardstick(self) -> tuple[Yardstick, ScanSummary]:
         """The baseline, from the folder if it is there, and the results of its own sample by it."""
-        path, reference = self.folder / document_map.YARDSTICK, self.against or self.shelf
+        path, reference = self.folder / resumable_map.YARDSTICK, self.against or self.shelf
         usual, done, count = ScanSummary(1), 0, 0
         total = 2 * min(reference.tokens, SAMPLE)  # it is read, and later measured by what was learnt of it
         with Meter(total, not self.progress, "learning the baseline", "learnt", "tokens") as meter:
@@ -248,7 +248,7 @@ class _ScanJob:
 
     def _measure(self) -> int:
         """Complete the rows of all units; how many tokens were measured for it."""
-        changed_time = (self.folder / document_map.YARDSTICK).stat().st_mtime_ns
+        changed_time = (self.folder / resumable_map.YARDSTICK).stat().st_mtime_ns
         measure_unit = partial(_measure_unit, folder=self.folder, changed=changed_time)
         keep_unit = partial(keep_rows, measure=measure_unit, folder=self.folder)
         return self._map(keep_unit, "scanning", "scanned")
@@ -268,7 +268,7 @@ class _ScanJob:
         return scan_summary
 
     def _read_rows(self, columns: list[str] | None = None) -> Iterator[pa.Table]:
-        return document_map.read_parts(self.folder, len(self.units), "scan again", columns)
+        return resumable_map.read_parts(self.folder, len(self.units), "scan again", columns)
 
     def _duplicates(self) -> tuple[Records, Records | None]:
         """Find exact copies and near ones, and write them."""
@@ -278,7 +278,7 @@ class _ScanJob:
             self._map(partial(sign_unit, folder=self.folder), "signing", "signed")
             near_copies = find_near(self.shelf.shards, self.units, self.folder, exact_copies, self.threshold)
         all_copies = sort_copies([exact_copies, np.empty(0, COPY) if near_copies is None else near_copies])
-        write_copies(self.folder / document_map.DUPLICATES, all_copies)
+        write_copies(self.folder / resumable_map.DUPLICATES, all_copies)
         return exact_copies, near_copies
 
     def _hashes(self) -> Iterator[Records]:

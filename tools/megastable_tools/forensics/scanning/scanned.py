@@ -23,11 +23,11 @@ import pyarrow as pa
 from pydantic import BaseModel, ConfigDict
 
 from megastable.base.errors import DataError
-from megastable_tools.forensics import document_map
-from megastable_tools.forensics.document_map import MapResult
+from megastable_tools.forensics import resumable_map
 from megastable_tools.forensics.oddness.features import NAMES
 from megastable_tools.forensics.oddness.judgement import MOST, ODD
 from megastable_tools.forensics.oddness.yardstick import PIECE, Span, Yardstick, find_odd_spans
+from megastable_tools.forensics.resumable_map import MapResult
 from megastable_tools.forensics.scanning.duplicates import COPY, Records, mix_bits, read_copies
 from megastable_tools.forensics.scanning.rows import (
     ALL_KINDS,
@@ -261,7 +261,7 @@ class Scan(MapResult):
     that. sample_documents: those with tokens, with parts of long ones counted separately.
     """
 
-    file = document_map.RESULT
+    file = resumable_map.RESULT
     doing = "scan"
 
     format: Literal[3] = 3
@@ -344,10 +344,10 @@ def find_suspects(
         raise DataError(f"there is no kind {unknown[0]!r}: the kinds are {', '.join(ALL_KINDS[1:])}")
     odd = least is not None or kinds is not None
     take = np.array([odd and kind in wanted for kind in ALL_KINDS])
-    yardstick = Yardstick.load_file(folder / document_map.YARDSTICK)
-    copies = read_copies(folder / document_map.DUPLICATES) if duplicates else np.empty(0, COPY)
+    yardstick = Yardstick.load_file(folder / resumable_map.YARDSTICK)
+    copies = read_copies(folder / resumable_map.DUPLICATES) if duplicates else np.empty(0, COPY)
     befores = {shard.name: shard.before for shard in scan.shards}
-    for rows in document_map.read_parts(folder, scan.units, "scan again", ["shard", *COLUMNS]):
+    for rows in resumable_map.read_parts(folder, scan.units, "scan again", ["shard", *COLUMNS]):
         if not len(rows):
             continue
         shard = rows["shard"][0].as_py()
@@ -379,7 +379,7 @@ def find_suspects(
 def odd_spans(folder: Path, shelf: Shelf, suspect: SuspectDocument, least: float | None = None) -> list[Span]:
     """The odd tokens [first, end) of a scanned document: with a score of `least`, or of its kind's default."""
     shard = shelf.find_shard(suspect.shard)
-    yardstick_path = folder / document_map.YARDSTICK
+    yardstick_path = folder / resumable_map.YARDSTICK
     yardstick = cached_yardstick(yardstick_path, yardstick_path.stat().st_mtime_ns)
     document_ids = shard.read_raw(suspect.first_token, suspect.tokens)
     if suspect.tokens > BLOCK:

@@ -28,10 +28,10 @@ from megastable import __version__
 from megastable.base.errors import DataError
 from megastable.checkpoint.plain import PlainModel
 from megastable.data.shards import Shard
-from megastable_tools.forensics import document_map
-from megastable_tools.forensics.document_map import keep_rows, map_documents
+from megastable_tools.forensics import resumable_map
 from megastable_tools.forensics.oddness.features import Lexicon
 from megastable_tools.forensics.pruning.prune_plan import read_plan
+from megastable_tools.forensics.resumable_map import keep_rows, map_documents
 from megastable_tools.forensics.scanning.rows import encode_names
 from megastable_tools.forensics.scanning.units import split_into_units
 from megastable_tools.forensics.scoring.losses import (
@@ -224,7 +224,7 @@ def score_shelf(
         "checkpoint": model.fingerprint, "precision": precision, "gradients": gradients,
         "documents": digest_picked(documents),
     }  # fmt: skip
-    with document_map.occupy_folder(folder, asked_settings, again):
+    with resumable_map.occupy_folder(folder, asked_settings, again):
         score_work = _ScoreWork(scorer, shelf, folder, documents, progress)
         score_work.measure()
         score_result = score_work.result(precision)
@@ -389,7 +389,7 @@ class _ScoreWork:
 
     def result(self, precision: str) -> Scores:
         column_names = ["tokens", "loss", "worst_window", "worst_tokens", "bits_per_byte"]
-        row_parts = document_map.read_parts(self.folder, self.number, "score again", column_names)
+        row_parts = resumable_map.read_parts(self.folder, self.number, "score again", column_names)
         held = [[part_rows[name].to_numpy() for name in column_names] for part_rows in row_parts]
         tokens, loss, worse, length, bits = (np.concatenate(values) for values in zip(*held, strict=True))
         model, shelf, first_loss = self.scorer.model, self.shelf, int(self.scorer.eod is None)

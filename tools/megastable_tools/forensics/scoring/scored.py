@@ -19,8 +19,8 @@ import pyarrow as pa
 from pydantic import BaseModel, ConfigDict
 
 from megastable.base.errors import DataError
-from megastable_tools.forensics import document_map
-from megastable_tools.forensics.document_map import MapResult
+from megastable_tools.forensics import resumable_map
+from megastable_tools.forensics.resumable_map import MapResult
 
 FEW = 32  # minimum documents per length class: neighbouring classes are merged
 FEWEST = 8  # minimum documents to judge anything
@@ -69,7 +69,7 @@ class Scores(MapResult):
     seconds: of the measuring in this call, of `measured_tokens`.
     """
 
-    file = document_map.SCORES
+    file = resumable_map.SCORES
     doing = "score"
 
     format: int = 1
@@ -112,7 +112,7 @@ def read_scored_rows(folder: Path) -> Iterator[dict[str, Any]]:
     for losses that are not numbers. None for unknown values. Raises DataError for a missing part.
     """
     scores = Scores.load_result(folder)
-    for table in document_map.read_parts(folder, scores.parts, "score again"):
+    for table in resumable_map.read_parts(folder, scores.parts, "score again"):
         token_counts, loss, worst, length = (
             table[key].to_numpy() for key in ("tokens", "loss", "worst_window", "worst_tokens")
         )

@@ -12,9 +12,7 @@ from hypothesis import strategies as st
 
 from megastable.data.manifest import Manifest, Segment, Stream, TokenizerInfo, adopt_shards
 from megastable.data.order import Order, OrderedCorpus
-from megastable.data.shard_format import CODES, HEADER, MAGIC, VERSION
-from megastable.data.shards import Shard, ShardWriter
-from megastable.data.source import (
+from megastable.data.samples import (
     Document,
     Source,
     documents_at,
@@ -22,6 +20,8 @@ from megastable.data.source import (
     sample_entropy,
     unigram_entropy,
 )
+from megastable.data.shard_format import CODES, HEADER, MAGIC, VERSION
+from megastable.data.shards import Shard, ShardWriter
 from tests.data.conftest import MakeCorpus
 
 VOCABULARY, EOD = 1000, 0
