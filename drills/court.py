@@ -113,7 +113,7 @@ def read_outcome(run: RunDirectory, case: Case, seed: int, score: Score) -> Case
         ended=score.ended,
         exit=score.exit,
         planted=score.fate.planted,
-        found=score.fate.convicted,
+        found=score.fate.skipped,
         lost=score.fate.lost + sum(i.get("lost", 0) for i in incidents),
         untrained=count_untrained(journal_events, planted),
         deferred=score.fate.deferred,

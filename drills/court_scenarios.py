@@ -133,7 +133,7 @@ NO_REWIND = Wish("0 rewinds", lambda r: r.rewinds == 0)
 NOTHING = Wish("nothing done", lambda r: not (r.incidents or r.refused or r.deferred))
 NEAR_CLEAN = Wish(f"within {NEAR} of clean", lambda r: r.worse is not None and r.worse <= NEAR)
 MOST_FOUND = Wish(f"{FOUND} found", lambda r: r.found >= FOUND)
-FEW_INNOCENT = Wish("2 innocent at most", lambda r: r.lost <= 2)
+FEW_HARMLESS = Wish("2 harmless at most", lambda r: r.lost <= 2)
 SHORT = Wish(f"{SEARCH} batches measured at most", lambda r: r.search_batches <= SEARCH)
 ONE_SHIFT = Wish("1 shift at most", lambda r: r.shifts <= 1)
 FOUND_OR_HARMLESS = Wish(
@@ -254,7 +254,7 @@ CASES = (
     Case("templated", "50 steps of easy log lines", TRAINED, lay_between("table", STEP, STEP + 50), EASY),
     Case("repeats", f"8 steps {REPEATS} times, then new ones", STEADY, lay_repeats, steps=REPEATS_STEPS),
     Case("whole", "another language to the end", (*STEADY, ONE_SHIFT), lay_between("foreign", STEP), FOREIGN),
-    Case("shifted", f"{PLANTED} samples with ids moved", (DONE, MOST_FOUND, FEW_INNOCENT, SHORT), lay_planted("prose")),
+    Case("shifted", f"{PLANTED} samples with ids moved", (DONE, MOST_FOUND, FEW_HARMLESS, SHORT), lay_planted("prose")),
     Case("hex", f"{PLANTED} hex dumps", (DONE, FOUND_OR_HARMLESS), lay_planted("hex")),
     Case("babble", f"{PLANTED} samples of babble", (DONE, FOUND_OR_HARMLESS), lay_planted("babble")),
     *(Case(f"weights-{k.replace('_', '-')}", t, SPOILT, lay_prose, fault=_fault(k)) for k, t in UPDATES.items()),
@@ -263,7 +263,7 @@ CASES = (
         lay_prose, fault=_fault("grown_gradient", FAULTY), ranks=2,
     ),
     Case(
-        "labels", f"labels off by one for {FAULTY} steps", (DONE, FEW_INNOCENT, DATA_NAMED, NEAR_CLEAN),
+        "labels", f"labels off by one for {FAULTY} steps", (DONE, FEW_HARMLESS, DATA_NAMED, NEAR_CLEAN),
         lay_wrong_labels, fault=_fault("shifted_labels", FAULTY),
     ),
 )  # fmt: skip

@@ -102,7 +102,7 @@ COLUMNS: tuple[Column[Score], ...] = (
     Column("val\nloss", describe_ends),
     Column("minus\nclean", _each(_describe_excess, always=True),
            lambda row: _is_ours(row) and any(not s.clean and not is_within(s) for s in row)),
-    Column("bad\nfound", _each(lambda s: f"{s.fate.convicted}/{s.fate.planted}" if s.fate.planted else "")),
+    Column("bad\nfound", _each(lambda s: f"{s.fate.skipped}/{s.fate.planted}" if s.fate.planted else "")),
     Column("clean\nlost", _each(lambda s: s.fate.lost), lambda row: _is_ours(row) and any(s.fate.lost for s in row)),
     Column("put\noff", _each(lambda s: s.fate.deferred)),
     Column("steps\nlost", _each(lambda s: s.steps_lost)),

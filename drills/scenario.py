@@ -2,11 +2,11 @@
 
 `GROSS` are the fifteen gross faults. `THIN` have thin evidence: text that looks ordinary, a few bad samples among good
 ones, a permanently too high rate, a checkpoint with right hashes over wrong content; none of them may lose a clean
-sample for good: if no sample is guilty, samples are deferred. `SLOW` grow slowly: a warning must come before the loss
+sample for good: if no sample is bad, samples are deferred. `SLOW` grow slowly: a warning must come before the loss
 shows them; nothing acts on a slow signal, so these runs only report what they would do (`stability.dry_run`).
 
 Causes (guard's actions) direct a person's attention. `causes`: at least one of these must be named.
-`tolerated`: may be named as well; any other named cause makes the answer wrong, `data` above all: innocent data
+`tolerated`: may be named as well; any other named cause makes the answer wrong, `data` above all: harmless data
 would be skipped. If no incident was opened, as after a single refused update, the answer is the journal's entry on
 that update: "not reproduced" means hardware.
 
@@ -32,7 +32,7 @@ from megastable_guard.actions import Cause
 from megastable_guard.incident import Kind
 
 VARIABLE = "MEGASTABLE_DRILL"
-SEARCH = ".search"  # ending of the file, beside a run, that counts what recovery measured
+SEARCH = ".search"  # ending of the file, alongside a run, that counts what recovery measured
 
 
 class Policy(StrEnum):
@@ -434,7 +434,7 @@ THIN = (
         "repeated-character",
         f"one character over and over in {LONG_REGION} samples running",
         "a character",
-        "bad on every state; soon learnt by heart, so that only its first steps stand out",
+        "bad on every state; soon memorised, so that only its first steps stand out",
         LONG_REGION,
         step=EARLY,
     ),

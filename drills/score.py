@@ -40,14 +40,14 @@ Summary = dict[str, Any]
 
 
 class Fate(BaseModel):
-    """Samples of the first pass over the corpus. planted: bad ones; convicted: those of them that are skipped. lost:
+    """Samples of the first pass over the corpus. planted: bad ones; skipped: those of them that are left out. lost:
     clean ones that are skipped. deferred: to be read later. documents: the planted ones; named: those of them
     that an incident names; wrong: others that one names."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     planted: int = 0
-    convicted: int = 0
+    skipped: int = 0
     lost: int = 0
     deferred: int = 0
     documents: int = 0
@@ -353,15 +353,15 @@ def find_fate(run: Path, planted: Planted | None) -> Fate:
     all_incidents = list(find_latest(run_history.run.iterate_events(IncidentEvent)).values())
     deferred_count = sum(end - first for i in all_incidents for first, end in i.get("deferred", ()))
     named_documents = _documents(document for i in all_incidents for document in i.get("documents", ()))
-    guilty = _documents(d.model_dump() for d in planted.documents) if planted is not None else set()
+    found_bad = _documents(d.model_dump() for d in planted.documents) if planted is not None else set()
     return Fate(
         planted=len(bad_sequences),
-        convicted=len(left_out & bad_sequences),
+        skipped=len(left_out & bad_sequences),
         lost=len(left_out - bad_sequences),
         deferred=deferred_count,
-        documents=len(guilty),
-        named=len(named_documents & guilty),
-        wrong=len(named_documents - guilty),
+        documents=len(found_bad),
+        named=len(named_documents & found_bad),
+        wrong=len(named_documents - found_bad),
     )
 
 

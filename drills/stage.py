@@ -101,7 +101,7 @@ class Stage:
             prepare_text(self.text, self.corpus)
         tree = {**RECIPE, "run": {"seed": self.seed}, "data": {"corpora": [{"path": str(self.corpus)}]}}
         tree["model"] = {**tree["model"], "layers": self.layers}
-        # With 1,024 samples, runs that differ in a few dozen innocent samples differ by 0.003 nat (standard deviation
+        # With 1,024 samples, runs that differ in a few dozen harmless samples differ by 0.003 nat (standard deviation
         # of 6).
         eval_samples = 1024 if self.steps == STEPS else 256
         micro_batch = GLOBAL_BATCH // self.ranks
@@ -194,7 +194,7 @@ def prepare_text(text: Path, corpus: Path) -> None:
 
 
 def documents(text: str) -> Iterator[str]:
-    """Split a text into pieces of `DOCUMENT` characters and the rest of a line: a single document would be guilty
+    """Split a text into pieces of `DOCUMENT` characters and the rest of a line: a single document would be bad
     whole."""
     document_text = ""
     for text_line in text.splitlines(keepends=True):

@@ -5,7 +5,7 @@
 #                                          gputest, dev
 #
 # PYTHON names the interpreter (3.11 or newer; default: the first such python3 on PATH). What pip says goes to
-# .venv/install.log. Several at once wait for each other; an interrupted one is found and begun afresh.
+# .venv/install.log. Several at once wait for each other; an interrupted one is found and begun again.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 case ${1-} in -h | --help) sed -n '2,/^set/{/^set/d; s/^# \{0,1\}//; p}' launch/install.sh; exit 0 ;; esac
@@ -82,7 +82,7 @@ is_current "$@" && exit 0
 
 read_stamp
 if [ -e "$unfinished" ] || { [ -n "$was_place" ] && [ "$was_place" != "$(place)" ]; }; then
-  say 'the environment in .venv is unfinished or was moved: making it anew'
+  say 'the environment in .venv is unfinished or was moved: making it again'
   find .venv -mindepth 1 -maxdepth 1 ! -name .lock -exec rm -rf {} +
   was_extras=''
 fi

@@ -79,7 +79,7 @@ leaves_nothing() {
 
 get_debian_packages
 export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
-unset PYTHONDONTWRITEBYTECODE # each of some 2,000 processes would compile the tests and the package anew
+unset PYTHONDONTWRITEBYTECODE # each of some 2,000 processes would compile the tests and the package again
 .venv/bin/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || export DS_ACCELERATOR=cpu
 shm_before=$(ls -A /dev/shm | LC_ALL=C sort)
 

@@ -8,7 +8,7 @@ __version__ = "0.1.0"
 # In a checkout the two other packages lie beside this one. They go before those of an installed megastable, which may
 # be older.
 _ROOT = Path(__file__).resolve().parents[1]
-BESIDE = [str(_ROOT / folder) for folder in ("guard", "tools")]
+SIBLINGS = [str(_ROOT / folder) for folder in ("guard", "tools")]
 if not (_ROOT / "guard/megastable_guard").is_dir():
-    BESIDE = []
-sys.path[:0] = [folder for folder in BESIDE if folder not in sys.path]
+    SIBLINGS = []
+sys.path[:0] = [folder for folder in SIBLINGS if folder not in sys.path]

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 
-from megastable import BESIDE
+from megastable import SIBLINGS
 from megastable.base.process import hold_stops
 
 
@@ -15,9 +15,9 @@ def main(*first: str) -> None:
     words = [*first, *sys.argv[1:]]
     if words[:1] == ["supervise"]:
         hold_stops()  # until it can stop as it should
-    if BESIDE:  # for modules of the tools that run as processes of their own
+    if SIBLINGS:  # for modules of the tools that run as processes of their own
         path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-        os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*filter(None, path), *BESIDE]))
+        os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*filter(None, path), *SIBLINGS]))
     handler_before = signal.getsignal(signal.SIGINT)
     if handler_before is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports ends it without a traceback

@@ -170,7 +170,7 @@ class Trainer:
                 end_if_all_refused(step_result, recovery)
                 step_outcome = recovery.inspect_hardware(step_result, self._saves(ballot))
             if not step_outcome.rewound:
-                self.checkpoints.note_step(state.step, applied and recovery.calm, ballot["checkpoint"])
+                self.checkpoints.note_step(state.step, applied and recovery.on_trend, ballot["checkpoint"])
                 if self.checkpoints.nonfinite_step is not None:
                     step_outcome = self._leave(step_result)
             if recovery.incident_log.incident is not open_incident:
@@ -187,7 +187,7 @@ class Trainer:
 
             self.effects.note_step(step_result)
             self.copies.hear_ballot(ballot["copies"], state.step)
-            if self.copies.is_wanted(state.step) and recovery.calm:
+            if self.copies.is_wanted(state.step) and recovery.on_trend:
                 if dist.get_rank() == 0:
                     self._remember()
                 self.copies.begin_copy(self.state, recorder.pending)

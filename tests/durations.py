@@ -98,7 +98,7 @@ class Clock(NamedTuple):
         return cls(read_monotonic(), processor, idle / TICK / len(cores))
 
     def cost_until(self, end: Clock) -> float:
-        """Seconds from this moment to `end`; not below 0, as the count of ranks begins anew with their server."""
+        """Seconds from this moment to `end`; not below 0, as the count of ranks begins again with their server."""
         return max(0.0, min(end.wall - self.wall, end.processor - self.processor + end.idle - self.idle))
 
 

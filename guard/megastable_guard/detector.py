@@ -536,14 +536,14 @@ class Detector:
             _keep(e.norm, r.norm, 2 * c.recovery)
         lasted_for = s.seen - e.since
         if is_swinging:
-            is_over = lasted_for >= 2 * c.recovery and median(e.loss) < c.calm
+            is_over = lasted_for >= 2 * c.recovery and median(e.loss) < c.recovered
         else:
-            calm_channels = [
-                median(channel_residuals[-c.recovery :]) < c.calm
+            recovered_channels = [
+                median(channel_residuals[-c.recovery :]) < c.recovered
                 for channel_residuals in (e.loss, e.norm)
                 if channel_residuals
             ]
-            is_over = lasted_for >= c.recovery and all(calm_channels)
+            is_over = lasted_for >= c.recovery and all(recovered_channels)
         if lasted_for == c.lasting and e.verdict not in (Verdict.OSCILLATION, Verdict.SHIFT):
             e.verdict = Verdict.DRIFT if self._rises() else Verdict.PLATEAU
         if is_over:

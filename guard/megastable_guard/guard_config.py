@@ -123,7 +123,7 @@ class DetectorConfig(Section):
     """Share of the limits at which a further jump during an excursion is noticed."""
     recovery: PositiveInt = 4
     """Latest residuals whose median decides whether an excursion is over. [observations]"""
-    calm: PositiveFloat = 1.0
+    recovered: PositiveFloat = 1.0
     """An excursion is over when that median is below this. [sigma]"""
     lasting: PositiveInt = 50
     """A longer excursion is a plateau; spikes that heal do so in 10 to 30 steps. [observations]"""
@@ -186,7 +186,7 @@ class PolicyConfig(Section):
     handovers: NonNegativeInt = 2
     """Budget of resumes from an older checkpoint."""
     recur_steps: PositiveInt = 200
-    """An incident without a conviction this soon after another, or after a lifted limit, is a recurrence. [steps]"""
+    """An incident without a bad sample this soon after another, or after a lifted limit, is a recurrence. [steps]"""
     wait: Annotated[int, Field(ge=0, le=400)] = 0
     """For how long trouble is left to itself that a branch without any change makes again, and heals: updates that
     stand out are refused, and what is not over in time is rewound; 0: never. [steps]"""

@@ -43,7 +43,7 @@ class IncidentFields(BaseModel):
     onset: the first step that belongs to it; step: at which it was acted on. positions: skipped ranges [first, end).
     deferred: ranges whose samples were deferred, returns: where they are read instead, each by the order of its time;
     lost: samples of `positions` that could not be deferred for lack of space before the end of the run. released:
-    samples whose conviction was withdrawn. steps_lost: undone and repeated, refused ones included. batches_discarded:
+    samples that are no longer skipped. steps_lost: undone and repeated, refused ones included. batches_discarded:
     updates refused. seconds: spent on finding and undoing it, until training continues; the total time lost is more
     (Cost, in report/postmortem). loss_before, loss_after: median of the last steps (up to 20) when it was opened and
     closed; loss_peak: the highest of a step; nats per token. norm_peak: before clipping. failure: of a process or

@@ -212,7 +212,7 @@ class Policy:
 
     def may_look_back(self, step: int, onset: int, oldest: int | None) -> bool:
         """Whether steps from `onset` up to `step` may be examined on an earlier state, and undone if samples are
-        guilty. oldest: as in `decide_on_step`."""
+        bad. oldest: as in `decide_on_step`."""
         look_finding = Finding(step, Verdict.SHIFT, 1.0, onset)
         return oldest is not None and oldest < onset and not self._forbids_rewind(look_finding)
 
@@ -379,7 +379,7 @@ class Policy:
         if finding.verdict in (Verdict.NON_FINITE, Verdict.CORRUPTED):
             return ""
         # A further rewind to the same place would end as the others did. Those for hardware do not count: the steps
-        # themselves were innocent.
+        # themselves were harmless.
         s = self.state
         rewinds_here = [
             t for t in s.taken
@@ -400,7 +400,7 @@ class Policy:
     # After a rewind
 
     def has_recurred(self, adjacent: bool = False) -> bool:
-        """Called before `choose_remedy`: whether the incident came back although no sample was found guilty the last
+        """Called before `choose_remedy`: whether the incident came back although no sample was found bad the last
         time:
         soon after it, or for the third time in a window. An incident next to skipped samples is attributed to data
         until shown otherwise."""
@@ -456,7 +456,7 @@ class Policy:
     def _against_hardware(self) -> Remedy:
         c = self.config
         if self._count(Action.REWIND, Cause.HARDWARE) < c.hardware:
-            return Remedy(Action.REWIND, Cause.HARDWARE, "the data is innocent: nothing is skipped")
+            return Remedy(Action.REWIND, Cause.HARDWARE, "the data is harmless: nothing is skipped")
         decision_reason = f"{c.hardware} incidents that do not recur on the same data and state"
         if spent_budget := self._tell_spent_handovers():
             return self._pause(Cause.HARDWARE, f"{decision_reason}; {spent_budget}")

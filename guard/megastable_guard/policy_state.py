@@ -267,8 +267,8 @@ def rest_of_fallback(state: PolicyState, config: PolicyConfig) -> int | None:
 def is_fallback_over(state: PolicyState, config: PolicyConfig) -> bool:
     """Whether FP8 may be tried again; asked at a step on the trend."""
     s, least_steps = state, rest_of_fallback(state, config)
-    is_calm = s.resting and not s.watching and not s.refused
-    return is_calm and least_steps is not None and s.clock - s.fallbacks[-1] >= least_steps
+    is_quiet = s.resting and not s.watching and not s.refused
+    return is_quiet and least_steps is not None and s.clock - s.fallbacks[-1] >= least_steps
 
 
 def explain_precision(state: PolicyState, config: PolicyConfig) -> str:

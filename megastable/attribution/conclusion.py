@@ -64,7 +64,7 @@ class Conclusion:
     """
 
     cause: Cause
-    guilty: list[int]
+    bad: list[int]
     suspects: list[Suspect]
     reason: str
     region: Region | None = None
@@ -76,7 +76,7 @@ class Conclusion:
     @property
     def bad_positions(self) -> list[int]:
         """Positions of the bad samples, ascending."""
-        return sorted(self.guilty)
+        return sorted(self.bad)
 
     @property
     def few(self) -> bool:
@@ -85,15 +85,15 @@ class Conclusion:
 
     def keep_first(self, most: int) -> Conclusion:
         """With the first `most` samples only."""
-        return replace(self, guilty=self.bad_positions[:most])
+        return replace(self, bad=self.bad_positions[:most])
 
     def keep_individuals(self, met: set[int]) -> Conclusion:
         """Without the samples of `met` that are not bad by themselves; any other bad sample resembles the rest."""
         if not self.alone:
-            return replace(self, guilty=[])
+            return replace(self, bad=[])
         return replace(
             self,
-            guilty=[position for position in self.guilty if position in self.alone or position not in met],
+            bad=[position for position in self.bad if position in self.alone or position not in met],
         )
 
 

@@ -116,7 +116,7 @@ class Examination:
             self.usual.shared_error(self.corpora),
         )
         return scores.judge_suspects(
-            self.scale, scored_suspects, bad_alone, shared_error, significance, c.innocent
+            self.scale, scored_suspects, bad_alone, shared_error, significance, c.false_discovery_rate
         ), z
 
     def reach_conclusion(self) -> Conclusion:
@@ -227,7 +227,7 @@ class Examination:
         )
         scored_suspects = self.lab.prepare_samples(self.positions, np.zeros(self.positions.size))
         window_judgement = scores.judge_alike(
-            self.scale, scored_suspects, are_suspected, self.config.innocent
+            self.scale, scored_suspects, are_suspected, self.config.false_discovery_rate
         )
         all_bad = window_judgement.bad | bad
         # Losses are the better evidence where both tell.

@@ -12,7 +12,7 @@ reaches log A at most once in A healthy steps, as the e-detector that bounds it 
 "E-detectors: a nonparametric framework for sequential change detection", New England Journal of Statistics in Data
 Science 2024.
 
-An alarm convicts no sample: it names the steps to examine. Pure: the same numbers on every rank.
+An alarm calls no sample bad: it names the steps to examine. Pure: the same numbers on every rank.
 """
 
 from __future__ import annotations

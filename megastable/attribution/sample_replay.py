@@ -63,7 +63,7 @@ class ExtraordinaryBatches(NamedTuple):
 
 
 def collect_harmless(steps: Sequence[Trained], selection: Skips | Selection) -> tuple[Int64s, Floats]:
-    """Positions and losses of the samples of some steps, without those skipped by now: they may have been convicted
+    """Positions and losses of the samples of some steps, without those skipped by now: they may have been found bad
     since, in a later epoch."""
     all_positions = np.concatenate(
         [np.empty(0, np.int64), *(trained_step.positions for trained_step in steps)]

@@ -41,7 +41,7 @@ Bools = npt.NDArray[np.bool_]
 SCALE_FLOOR = 0.05  # nats: minimum spread of samples of one kind of text; a smaller MAD is chance
 ENOUGH = 48  # harmless samples required to judge a corpus
 GROUP = 64  # harmless samples per median and MAD: fewer are too noisy, more span a falling loss
-FALSE = 0.03  # false discovery rate; also the rate of false convictions if all are harmless
+FALSE = 0.03  # false discovery rate; also the rate of false names if all are harmless
 # If at least `CROWD` are bad at once, the false discovery rate is `CROWD_FALSE`: chance brings 6 where 1.5 are expected
 # once in 200 times.
 CROWD, CROWD_FALSE = 6, 0.25
@@ -173,12 +173,12 @@ def bad_by_loss(z: Floats, p: Floats, threshold: float) -> Bools:
     return bad
 
 
-def fewer_false(p: Floats, innocent: float, nulls: float | None = None) -> Bools:
-    """Which p-values [n] are named if the share `innocent` of those may be false (Benjamini and Hochberg 1995). nulls:
+def fewer_false(p: Floats, false_rate: float, nulls: float | None = None) -> Bools:
+    """Which p-values [n] are named if the share `false_rate` may be false (Benjamini and Hochberg 1995). nulls:
     how many are harmless; None: as many as are known."""
     ascending_p = np.sort(p[~np.isnan(p)])
     nulls = max(1, ascending_p.size) if nulls is None else nulls
-    passed_indices = np.flatnonzero(ascending_p <= innocent * np.arange(1, ascending_p.size + 1) / nulls)
+    passed_indices = np.flatnonzero(ascending_p <= false_rate * np.arange(1, ascending_p.size + 1) / nulls)
     return (
         np.asarray(p <= ascending_p[passed_indices[-1]])
         if passed_indices.size
@@ -210,8 +210,8 @@ def group_test(suspects: Floats, harmless: Floats, error: float) -> float:
     return float(1 + (drawn_means >= suspect_mean).sum()) / (DRAWS + 1)
 
 
-def name_crowd(suspects: Floats, harmless: Floats, innocent: float) -> Bools:
-    """The suspects [n] that differ from harmless samples [m], with a share of false ones of at most `innocent`.
+def name_crowd(suspects: Floats, harmless: Floats, false_rate: float) -> Bools:
+    """The suspects [n] that differ from harmless samples [m], with a share of false ones of at most `false_rate`.
 
     Conformal p-values; Benjamini and Hochberg's procedure with Storey's estimate of how many are harmless ("A direct
     approach to false discovery rates", JRSS B 2002), which is less strict if most are bad.
@@ -220,7 +220,7 @@ def name_crowd(suspects: Floats, harmless: Floats, innocent: float) -> Bools:
         return np.zeros(suspects.shape, dtype=bool)
     p = conformal(suspects, harmless)
     harmless_count = min(float(suspects.size), (1 + float((p > 0.5).sum())) / 0.5)
-    return fewer_false(p, innocent, harmless_count) & (p <= 0.5)
+    return fewer_false(p, false_rate, harmless_count) & (p <= 0.5)
 
 
 def bar_between(bad: Floats, harmless: Floats) -> float:
@@ -446,9 +446,9 @@ class Score:
             return np.maximum(likeness, LOW)
         return np.asarray(badness + np.clip(likeness, LOW, HIGH))
 
-    def name_bad(self, innocent: float) -> Bools:
-        """The bad ones of the suspects, bool [n], with a share of false ones of at most `innocent`."""
-        are_named = name_crowd(self.suspects, self.harmless, innocent)
+    def name_bad(self, false_rate: float) -> Bools:
+        """The bad ones of the suspects, bool [n], with a share of false ones of at most `false_rate`."""
+        are_named = name_crowd(self.suspects, self.harmless, false_rate)
         if are_named.sum() > 1:
             are_named &= self.suspects >= bar_between(self.suspects[are_named], self.harmless)
         return are_named
@@ -470,10 +470,10 @@ class Judged(NamedTuple):
 
 
 def judge_suspects(
-    scale: Scale, suspects: ScoredSamples, alone: Bools, error: float, significance: float, innocent: float
+    scale: Scale, suspects: ScoredSamples, alone: Bools, error: float, significance: float, false_rate: float
 ) -> Judged:
     """The bad samples of a window. alone: those that are bad by their loss alone, bool [n]. error: common standard
-    error of z. significance: of the group test; innocent: maximum share of harmless ones among the named.
+    error of z. significance: of the group test; false_rate: maximum share of harmless ones among the named.
 
     The worst samples are suspected first; a second round looks for the like of those that it names.
     """
@@ -484,18 +484,18 @@ def judge_suspects(
     if p_value <= significance:
         first_suspects = np.zeros(alone.shape, dtype=bool)
         first_suspects[can_judge] = suspect_worst(badness[can_judge], harmless)
-        bad = bad | Score(scale, suspects, first_suspects).name_bad(innocent)
+        bad = bad | Score(scale, suspects, first_suspects).name_bad(false_rate)
     if not bad.any():
         return Judged(bad, p_value)
     suspect_score = Score(scale, suspects, bad)
     if p_value <= significance:
-        bad = alone | suspect_score.name_bad(innocent)
+        bad = alone | suspect_score.name_bad(false_rate)
     return (
         Judged(bad, p_value, suspect_score, _bar(suspect_score, bad)) if bad.any() else Judged(bad, p_value)
     )
 
 
-def judge_alike(scale: Scale, suspects: ScoredSamples, suspected: Bools, innocent: float) -> Judged:
+def judge_alike(scale: Scale, suspects: ScoredSamples, suspected: Bools, false_rate: float) -> Judged:
     """The bad samples of a window whose gradient, not losses, makes some of them suspected, bool [n].
 
     Bad samples need not be hard: one repeated sentence is easy, and its gradients add up. So only their likeness to
@@ -505,7 +505,7 @@ def judge_alike(scale: Scale, suspects: ScoredSamples, suspected: Bools, innocen
     for _ in range(2):
         if are_bad.any():
             suspect_score = Score(scale, suspects, are_bad, losses=False)
-            are_bad = suspect_score.name_bad(innocent)
+            are_bad = suspect_score.name_bad(false_rate)
     if suspect_score is None or are_bad.sum() < CROWD:
         return Judged(np.zeros(suspected.shape, dtype=bool), 1.0)
     # The minimum of a few very similar samples is too strict for the rest of their region; harmless ones lie far below.

@@ -160,15 +160,15 @@ def judge_trial(
         steps: length of each branch.
         repetition: as of `find_repetition`, with the samples of the data to come [n]; None: there is none.
     """
-    by_heart, coming_by_heart = repetition or (False, np.zeros(coming.after.shape, dtype=bool))
+    memorised, coming_memorised = repetition or (False, np.zeros(coming.after.shape, dtype=bool))
     guessing_loss = GUESSING * math.log(vocabulary)
     counted_losses = _without_gains(
-        coming.after, coming.control, coming_by_heart | (coming.after > guessing_loss)
+        coming.after, coming.control, coming_memorised | (coming.after > guessing_loss)
     )
     mean_cost, cost_error = mean_difference(counted_losses, coming.control)
     after, control = held_out
     mean_learnt, learnt_error = mean_difference(
-        control, _without_gains(after, control, by_heart | (after > guessing_loss))
+        control, _without_gains(after, control, memorised | (after > guessing_loss))
     )
     does_learn = mean_learnt > max(LEARNT, SURE * learnt_error)  # nan is not
     does_pay = mean_cost < -max(GAIN, SURE * cost_error)
@@ -238,7 +238,7 @@ def find_repetition(suspects: Int32s, ordinary: Int32s, coming: Int32s) -> tuple
     if not count:
         return False, none
     parts = suspects[:count, :TOKENS], ordinary[:count, :TOKENS], coming[:, :TOKENS]
-    # Numbered anew, so that any vocabulary fits: there are fewer than 2^16 tokens in all.
+    # Numbered again, so that any vocabulary fits: there are fewer than 2^16 tokens in all.
     _, numbers = np.unique(np.concatenate(parts), return_inverse=True)
     known, usual, following = np.split(
         numbers.reshape(-1, parts[0].shape[1]).astype("<u2"), [count, 2 * count]

@@ -46,7 +46,7 @@ def describe_deferral(
     lost: int = 0,
     step: int | None = None,
 ) -> str:
-    """The fate of samples skipped or deferred without being guilty; "" if there are none. Ranges [first, end);
+    """The fate of samples skipped or deferred without being bad; "" if there are none. Ranges [first, end);
     step: about when they are read again."""
     count, fate_texts = sum(end - first for first, end in deferred), list[str]()
     if count:

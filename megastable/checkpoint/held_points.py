@@ -247,11 +247,11 @@ def find_tried_steps(events: Iterable[Event], clock: int, verify_steps: int) -> 
     return tried_steps
 
 
-def explain_bad_ancestor(key: PointKey, newest: int, convicted: Collection[int]) -> str:
-    """Why a point must not be used if checkpoints of the steps `convicted` hold bad states; newest: the step of the
+def explain_bad_ancestor(key: PointKey, newest: int, quarantined: Collection[int]) -> str:
+    """Why a point must not be used if checkpoints of the steps `quarantined` hold bad states; newest: the step of the
     newest one that does not, -1 if there is none."""
-    bad = [step for step in convicted if newest < step <= key.step]
-    return f"the checkpoint of step {max(bad)}, which it descends from, was convicted" if bad else ""
+    bad = [step for step in quarantined if newest < step <= key.step]
+    return f"the checkpoint of step {max(bad)}, which it descends from, was quarantined" if bad else ""
 
 
 # A folder in a host's memory (/dev/shm) that holds parts of a run's newest snapshots, beyond its processes.

@@ -1,4 +1,4 @@
-"""Markers of a checkpoint, written after it is complete: proved healthy, pinned, convicted of wrong content (although
+"""Markers of a checkpoint, written after it is complete: proved healthy, pinned, quarantined of wrong content (although
 its checksums are right), or accepted by a person despite that.
 
 The markers lie in its folder and are not in its manifest. All but a pin name the manifest that they refer to, so they
@@ -19,7 +19,7 @@ from megastable.base import durable
 from megastable.base.errors import CheckpointError
 from megastable.checkpoint import store
 from megastable.checkpoint.files import hash_file
-from megastable.checkpoint.store import ACCEPTED, CONVICTED, HEALTH, PINNED
+from megastable.checkpoint.store import ACCEPTED, HEALTH, PINNED, QUARANTINED
 
 UNREADABLE = "not known: its marker cannot be read"  # the reason of a pin that still holds
 
@@ -52,7 +52,7 @@ class Pinned(BaseModel):
 
 
 class Ruling(BaseModel):
-    """convicted.json: a run found the content wrong, and does not continue from it. accepted.json: a person allows it
+    """quarantined.json: a run found the content wrong, and does not continue from it. accepted.json: a person allows it
     anyway. manifest: as in `Health`; reason: a sentence; time: unix seconds."""
 
     model_config = _CONFIG
@@ -86,7 +86,7 @@ def mark_bad(checkpoint: Path, reason: str) -> Ruling:
     """Forbid runs to continue from a checkpoint, until a person accepts it. It is no longer healthy, either.
 
     The marker is on disk when this returns. Raises CheckpointError."""
-    bad_ruling = _rule(checkpoint, CONVICTED, reason)
+    bad_ruling = _rule(checkpoint, QUARANTINED, reason)
     for other_name in (HEALTH, ACCEPTED):
         _remove(checkpoint / other_name)
     return bad_ruling
@@ -95,13 +95,13 @@ def mark_bad(checkpoint: Path, reason: str) -> Ruling:
 def mark_accepted(checkpoint: Path, reason: str = "") -> Ruling:
     """Record that a person allows runs to continue from a checkpoint, whatever they find. Raises CheckpointError."""
     acceptance_ruling = _rule(checkpoint, ACCEPTED, reason)
-    _remove(checkpoint / CONVICTED)
+    _remove(checkpoint / QUARANTINED)
     return acceptance_ruling
 
 
 def read_bad_ruling(checkpoint: Path) -> Ruling | None:
     """The ruling that forbids runs to continue from it. An unreadable marker does not count: a run finds out again."""
-    return None if read_acceptance(checkpoint) is not None else _about(checkpoint, CONVICTED, Ruling)[0]
+    return None if read_acceptance(checkpoint) is not None else _about(checkpoint, QUARANTINED, Ruling)[0]
 
 
 def read_acceptance(checkpoint: Path) -> Ruling | None:
@@ -146,7 +146,7 @@ def read_pin(checkpoint: Path) -> Pinned | None:
 
 def list_marker_problems(checkpoint: Path) -> list[str]:
     """Problems with the markers of a checkpoint, a sentence each."""
-    checked_rulings = (_about(checkpoint, marker_name, Ruling) for marker_name in (CONVICTED, ACCEPTED))
+    checked_rulings = (_about(checkpoint, marker_name, Ruling) for marker_name in (QUARANTINED, ACCEPTED))
     return [
         marker_problem
         for _, marker_problem in (_about(checkpoint, HEALTH, Health), _pinned(checkpoint), *checked_rulings)
@@ -228,11 +228,11 @@ def _told(error: Exception) -> str:
 # the run that continued from it stayed on trend for a while. Pure: the caller judges each step.
 
 
-class CalmSteps:
-    """Counts the calm steps after each checkpoint that is not proven yet.
+class StepsOnTrend:
+    """Counts the steps on trend after each checkpoint that is not proven yet.
 
-    after: number of calm steps required; 0 = healthy as soon as it is saved. Only an unbroken series of calm steps
-    later than the checkpoint counts, so one step that is not calm resets all counts.
+    after: number of steps on trend required; 0 = healthy as soon as it is saved. Only an unbroken series of them
+    later than the checkpoint counts, so one step that is not on trend resets all counts.
     """
 
     def __init__(self, after: int) -> None:
@@ -240,7 +240,7 @@ class CalmSteps:
             raise ValueError(f"after={after}: a number of steps")
         self.after = after
         self._at: int | None = None  # the last known step
-        self._calm_since = 0  # all steps later than it, up to _at, stayed on trend
+        self._on_trend_since = 0  # all steps later than it, up to _at, stayed on trend
         self._pending: set[int] = set()
 
     @property
@@ -248,9 +248,9 @@ class CalmSteps:
         """Steps of the checkpoints that are not proven yet, ascending."""
         return sorted(self._pending)
 
-    def count_calm_steps(self, checkpoint: int) -> int:
+    def count_steps_on_trend(self, checkpoint: int) -> int:
         """Number of steps after the checkpoint of that step that stayed on trend so far, without a gap."""
-        return 0 if self._at is None else max(0, self._at - max(checkpoint, self._calm_since))
+        return 0 if self._at is None else max(0, self._at - max(checkpoint, self._on_trend_since))
 
     def add_checkpoint(self, step: int) -> list[int]:
         """A checkpoint of `step` is complete. The call may come late: steps after it count from when it was taken.
@@ -258,12 +258,12 @@ class CalmSteps:
         Returns the steps of the checkpoints that are healthy now: mostly none, with after=0 this one.
         """
         if self._at is None or step > self._at:  # the steps between are unknown
-            self._at = self._calm_since = step
+            self._at = self._on_trend_since = step
         self._pending.add(step)
         return self._proven()
 
-    def add_step(self, step: int, calm: bool) -> list[int]:
-        """`step` is done. calm: it stayed on trend: an applied update, no finding, no open incident.
+    def add_step(self, step: int, on_trend: bool) -> list[int]:
+        """`step` is done. on_trend: it stayed on trend: an applied update, no finding, no open incident.
 
         Returns the steps of the checkpoints that became healthy with it, ascending. A gap in the steps resets the
         count. A step that was done before means that the run was rewound.
@@ -271,26 +271,26 @@ class CalmSteps:
         if self._at is not None and step <= self._at:
             self.rewind_to(step - 1)
         elif self._at is None or step > self._at + 1:
-            self._calm_since = step - 1
+            self._on_trend_since = step - 1
         self._at = step
-        if not calm:
-            self._calm_since = step
+        if not on_trend:
+            self._on_trend_since = step
         return self._proven()
 
     def rewind_to(self, step: int) -> None:
         """The run continues from the state after `step`: later checkpoints no longer count, and the remaining ones
-        start again, since the calm steps after them may have led into the incident."""
+        start again, since the steps on trend after them may have led into the incident."""
         self.resume_at(step, self._pending)
 
     def resume_at(self, step: int, pending: Iterable[int]) -> None:
         """A new process continues from `step`. pending: steps of the checkpoints in the folder that are not
         healthy; the counts of the last process are lost."""
         self._pending = {saved_step for saved_step in pending if saved_step <= step}
-        self._at = self._calm_since = step
+        self._at = self._on_trend_since = step
 
     def _proven(self) -> list[int]:
         proven_steps = [
-            saved_step for saved_step in self.pending if self.count_calm_steps(saved_step) >= self.after
+            saved_step for saved_step in self.pending if self.count_steps_on_trend(saved_step) >= self.after
         ]
         self._pending.difference_update(proven_steps)
         return proven_steps

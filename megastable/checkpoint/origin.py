@@ -34,7 +34,7 @@ CAUSES = (*MEASURES, "optimizer", "schedule", "train.global_batch", "train.batch
 
 class Origin:
     """Of one process. step: of the checkpoint it resumed from, 0 = none; proven: the step up to which the checkpoint
-    may be to blame for trouble; reason: why it is convicted, "" = it is not."""
+    may be to blame for trouble; reason: why it is quarantined, "" = it is not."""
 
     def __init__(
         self, run: RunDirectory, config: RunConfig, state: RunState, changed: Sequence[str], log: RunLog
@@ -56,11 +56,11 @@ class Origin:
         self.reason = ""
 
     def blame_checkpoint(self, step: int, measure: Callable[[int], Floats]) -> str:
-        """As `explain_worse_state`; a bad state that was resumed from convicts the checkpoint."""
+        """As `explain_worse_state`; a bad state that was resumed from quarantines the checkpoint."""
         worse_reason = self.explain_worse_state(step, measure)
         if worse_reason and step == self.step:
             self.reason = worse_reason
-            self._convict(f"the state that it holds was bad when it was saved: {worse_reason}")
+            self._quarantine(f"the state that it holds was bad when it was saved: {worse_reason}")
         return worse_reason
 
     def explain_worse_state(self, step: int, measure: Callable[[int], Floats]) -> str:
@@ -74,7 +74,7 @@ class Origin:
         return fallen_behind(measure(self._cursor), self._recent, self._batch, self._config)
 
     def note_return(self, step: int, onset: int) -> bool:
-        """Called at every rewind to the state after `step` with no sample convicted for the trouble at `onset`. Whether
+        """Called at every rewind to the state after `step` with no bad sample for the trouble at `onset`. Whether
         the checkpoint is the suspect: trouble came back at once, on the very state resumed from."""
         if not self.step or step > self.step or onset > self.proven or self._other_cause or self._accepted:
             return False
@@ -83,7 +83,7 @@ class Origin:
 
     def suspect_checkpoint(self) -> str:
         """Blame the checkpoint, without a proof that would mark it; returns why."""
-        self.reason = "the trouble came back at once, on its very state, with nobody guilty"
+        self.reason = "the trouble came back at once, on its very state, with no bad sample"
         return self.reason
 
     def find_step_before(self, onset: int, clock: int) -> int:
@@ -101,7 +101,7 @@ class Origin:
             bad_steps.append(self.step)
         return min(bad_steps)
 
-    def _convict(self, reason: str) -> None:
+    def _quarantine(self, reason: str) -> None:
         checkpoint_name = store.name_of(self.step)
         checkpoint_path = self._run.checkpoints / checkpoint_name
 

@@ -39,7 +39,7 @@ M = TypeVar("M", bound=BaseModel)
 
 MANIFEST, STATE, RECIPE, LATEST = "manifest.json", "state.json", "recipe.yaml", "latest"
 HEALTH, PINNED = "health.json", "pinned.json"  # markers, see markers.py
-CONVICTED, ACCEPTED = "convicted.json", "accepted.json"
+QUARANTINED, ACCEPTED = "quarantined.json", "accepted.json"
 SHARED = "shared.safetensors"  # the optimizer's state that every rank holds alike; not of every optimizer
 SEAL = b'"xxh3": "%s"'  # the last field of a manifest
 SAVING = ".saving-"  # prefix of a checkpoint during its save
@@ -475,16 +475,16 @@ def check_sizes(checkpoint: Path) -> Contents:
 
 
 def newest_good(
-    folder: Path, convicted: Mapping[str, str] | None = None
+    folder: Path, quarantined: Mapping[str, str] | None = None
 ) -> tuple[Path | None, dict[str, str]]:
     """(the newest checkpoint that verifies, newer ones that do not, with the reason). Ranks share the reading.
 
-    convicted: names that do not count, with the reason; the same on all ranks.
+    quarantined: names that do not count, with the reason; the same on all ranks.
     """
     rejected: dict[str, str] = {}
     for checkpoint_name in run_on_first(lambda: _names(folder)):
-        if convicted and checkpoint_name in convicted:
-            rejected[checkpoint_name] = convicted[checkpoint_name]
+        if quarantined and checkpoint_name in quarantined:
+            rejected[checkpoint_name] = quarantined[checkpoint_name]
             continue
         problem = ""
         try:

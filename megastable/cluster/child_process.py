@@ -121,7 +121,7 @@ class ChildProcess:
 def start_in_background(
     log: Path, module: str, *arguments: str, seconds: float = float("inf")
 ) -> ChildProcess:
-    """Start a module of ours beside a run, at low priority. Raises OSError."""
+    """Start a module of ours alongside a run, at low priority. Raises OSError."""
     log.parent.mkdir(exist_ok=True)
     child_environment = os.environ | {"OMP_NUM_THREADS": "1"}
     child_process = ChildProcess(

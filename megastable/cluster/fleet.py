@@ -98,7 +98,7 @@ class Fleet(ABC):
         return 0
 
     def list_missing_hosts(self, attempt: int) -> Mapping[str, str]:
-        """Hosts that cannot begin anew now, and why; `attempt`: the newest, of which nothing may be left. Poll often:
+        """Hosts that cannot begin again now, and why; `attempt`: the newest, of which nothing may be left. Poll often:
         it also works on what is missing."""
         return {}
 

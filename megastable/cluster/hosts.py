@@ -302,7 +302,7 @@ class RemoteAttempt:
                 anything_runs = True  # it has only just connected
                 continue
             if agent_state["attempt"] != self.number and host_name in self._begun:
-                # Never begun anew there: the ranks elsewhere have lost these.
+                # Never begun again there: the ranks elsewhere have lost these.
                 self.gone.setdefault(
                     host_name,
                     f"has lost all processes of attempt {self.number}: it was restarted, or they were killed",

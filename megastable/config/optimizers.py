@@ -42,7 +42,7 @@ class SpamConfig(Section):
     """Length of the warm-up after every reset, on top of the schedule's; at most `interval`. [updates]"""
     density: Density = 1.0
     """Sparse momentum (section 3.3): share of each matrix's elements that have moments and are trained in a period,
-    drawn anew at every reset; 1: all."""
+    drawn again at every reset; 1: all."""
 
 
 class StableSpamConfig(Section):

@@ -164,7 +164,7 @@ def _unknown(location: Sequence[str], given: Any) -> Iterator[str]:
     yield from lines_below
     if known_children and len(known_children) == len(inner_keys):
         return
-    sibling_keys = keys_beside(location)
+    sibling_keys = sibling_keys_of(location)
     near_names = difflib.get_close_matches(name, sibling_keys, n=1)
     near_keys = [sibling_keys[n] for n in near_names] or _elsewhere(name)
     if not near_keys:
@@ -174,7 +174,7 @@ def _unknown(location: Sequence[str], given: Any) -> Iterator[str]:
     yield f"{path}: unknown key; did you mean {' or '.join(own_name.path for own_name in near_keys)}?{key_example}"
 
 
-def keys_beside(location: Sequence[str]) -> dict[str, Key]:
+def sibling_keys_of(location: Sequence[str]) -> dict[str, Key]:
     """The existing keys beside an unknown one, by name."""
     *parents, _ = location
     return {

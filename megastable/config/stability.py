@@ -62,16 +62,16 @@ class HardwareConfig(Section):
 
 
 class AttributionConfig(Section):
-    """Finding the guilty samples (attribution/examination.py, scores.py)."""
+    """Finding the bad samples (attribution/examination.py, scores.py)."""
 
     threshold: PositiveFloat = 6.0
-    """Robust z of a sample's loss within its corpus from which it may be convicted individually. [sigma]"""
+    """Robust z of a sample's loss within its corpus from which it may be called bad individually. [sigma]"""
     significance: Fraction = 0.001
     """How often a window of harmless samples passes for a bad crowd (permutation test)."""
     adjacent_significance: Fraction = 0.05
     """As `significance`, next to samples just skipped, where data is the likely cause."""
-    innocent: Fraction = 0.03
-    """Share of innocent samples among the convicted of a crowd (false discovery rate)."""
+    false_discovery_rate: Fraction = 0.03
+    """Share of harmless samples among those called bad in a crowd (false discovery rate)."""
     gradients: NonNegativeInt = 16
     """Most gradients measured; each costs a step. They find text that is too easy to show in the loss."""
     window: PositiveInt = 16
@@ -81,8 +81,8 @@ class AttributionConfig(Section):
     behind: NonNegativeInt = 16
     """Steps before the snapshot not used for harmless tails: the region may have begun there. [steps]"""
     region: NonNegativeInt = 40
-    """Time to find the ends of a bad region and its guilty samples; a forward pass of a batch is a third of a step.
-    What does not end in that time is no region, and nobody is convicted. 0: nothing beyond the window is looked
+    """Time to find the ends of a bad region and its bad samples; a forward pass of a batch is a third of a step.
+    What does not end in that time is no region, and no sample is called bad. 0: nothing beyond the window is looked
     at. [steps]"""
 
 

@@ -179,7 +179,7 @@ class VitalsConfig(Section):
     """As `loss_change`, if one of the two was computed in 16 bits. [nats per token]"""
     rise: PositiveFloat = 0.5
     """Excess of the loss over the previous checkpoint's and the latest training losses that prevents a healthy mark,
-    however calm later steps are. [nats per token]"""
+    however steady later steps are. [nats per token]"""
     worse: PositiveFloat = 0.5
     """How much worse than when trained on, beyond four times their scatter, the latest samples must be on a resumed
     state before its checkpoint is blamed for trouble soon after. [nats per token]"""

@@ -6,7 +6,7 @@ its next sample (order.py). A line at or before the position of earlier ones rep
 them, or its corpora changed.
 
 Exchanges: samples of a corpus that are read later, in exchange for later ones (`order.Exchange`). An exchange holds
-until a blend at position 0 starts the order anew.
+until a blend at position 0 starts the order again.
 """
 
 from __future__ import annotations

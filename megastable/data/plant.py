@@ -101,7 +101,7 @@ def positions_of(
     """The positions of `samples` samples from step `step` on (steps count from 1), as ascending ranges [first, end).
 
     Without `of_each`, one range in the middle of whole batches: the first and the last batch hold clean samples too, so
-    that naming the guilty samples takes more than naming the batch. With it, `of_each` samples of each step (the rest
+    that naming the bad samples takes more than naming the batch. With it, `of_each` samples of each step (the rest
     in the last one), at places in the batch drawn with `seed`. Raises ConfigError for an `of_each` outside a batch.
     """
     begin = batches.reach_after(0, step - 1)

@@ -268,10 +268,10 @@ class Deferring:
 
 @dataclass(frozen=True)
 class UntoldSamples:
-    """Of one incident, by position: convicted by identity; skipped in this epoch; freed, of those that the journal
+    """Of one incident, by position: skipped by identity; skipped in this epoch; freed, of those that the journal
     calls skipped; deferred and where they return. reason: of the newest line."""
 
-    convicted: Int64s
+    identified: Int64s
     skipped: Int64s
     freed: Int64s
     deferred: list[Range]
@@ -279,7 +279,7 @@ class UntoldSamples:
     reason: str
 
     def __bool__(self) -> bool:
-        return bool(self.convicted.size or self.skipped.size or self.freed.size or self.deferred)
+        return bool(self.identified.size or self.skipped.size or self.freed.size or self.deferred)
 
 
 def find_unjournalled(
@@ -306,12 +306,12 @@ def find_unjournalled(
     entries, exclusions = own_ledger.entries, own_ledger.exclusions
     told_skips = Skips.from_ranges(skipped)
     places = order.locate_samples(numbers_of(told_skips.ranges))
-    convicted, freed_by_corpus = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+    identified, freed_by_corpus = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
     for corpus_index, corpus in enumerate(order.corpora):
         tokens = exclusions.tokens.get(Identity(corpus.name, corpus.fingerprint), NONE)
         named = numbers_of(sequences_of(tokens, order.sequence_length, order.sequences[corpus_index]).ranges)
         known_sequences = places.sequence[places.corpus == corpus_index]
-        convicted.append(_nearest(order, corpus_index, np.setdiff1d(named, known_sequences), cursor))
+        identified.append(_nearest(order, corpus_index, np.setdiff1d(named, known_sequences), cursor))
         if any(isinstance(entry, SampleEntry) and entry.released for entry in entries):
             there = numbers_of(told_skips.ranges)[places.corpus == corpus_index]
             freed_by_corpus.append(there[~np.isin(known_sequences, named)])
@@ -326,7 +326,7 @@ def find_unjournalled(
     exchanged = [e for e in lines if isinstance(e, ExchangeEntry) and e.incident == incident]
     reasons = [e.reason for e in [*exchanged, *entries]]
     return UntoldSamples(
-        np.sort(np.concatenate(convicted)), numbers_of(more_skips.ranges), free[~positions.mask_skipped(free)],
+        np.sort(np.concatenate(identified)), numbers_of(more_skips.ranges), free[~positions.mask_skipped(free)],
         here, there,
         reasons[-1] if reasons else "",
     )  # fmt: skip

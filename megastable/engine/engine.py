@@ -253,7 +253,7 @@ class Engine:
         return self._collect(len(micro_batches), self.zero.make_scalar([]))[0][0]
 
     def _pass_on(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Let a pipeline agree anew on what its stages send if that changes: with segments, or without."""
+        """Let a pipeline agree again on what its stages send if that changes: with segments, or without."""
         has_segments = micro_batches[0].segments is not None
         if has_segments != self._segmented and self.topology.layout.pipeline > 1:
             self.ds.reset_activation_shape()
@@ -405,7 +405,7 @@ class Engine:
         gpt.set_updates(self.ds.module, self.config.model, number)
 
     def follow_config(self, config: RunConfig) -> None:
-        """Train with the settings of `config` from the next update on: those that are read anew at every step
+        """Train with the settings of `config` from the next update on: those that are read again at every step
         (run/changes.py, `LIVE`)."""
         self.config = config
         self.adjustments.follow_config(config)
@@ -449,7 +449,7 @@ class Engine:
         return optimizer_state | {f"{CLIPPING}{name}": value for name, value in clipping_state.items()}
 
     def restore_shared_state(self, saved: Mapping[str, Tensor]) -> None:
-        """Replace the shared state by copies of `saved`. Without state of this kind of clipping, it begins anew."""
+        """Replace the shared state by copies of `saved`. Without state of this kind of clipping, it begins again."""
         held = shared_state(self.optimizer.optimizer)
         held.clear()
         held.update({n: t.to(self.device, copy=True) for n, t in saved.items() if not n.startswith(CLIPPING)})
@@ -458,7 +458,7 @@ class Engine:
             self.clipping.restore_state(mine)
 
     @property
-    def clipping_anew(self) -> str | None:
+    def clipping_reset(self) -> str | None:
         """The kind of clipping, if it has begun no history of the gradients that it needs."""
         own_clipping = self.clipping
         has_no_history = own_clipping is not None and bool(own_clipping.names) and not own_clipping.shared

@@ -19,7 +19,7 @@ from megastable.run.events.stability_events import (
 )
 from megastable.run.log import RunLog
 
-# What is counted, and when it begins anew.
+# What is counted, and when it begins again.
 FOUND = (StateChanged, GradientsDoubted, ReplayDiffers, HostFaulty)
 SEVERAL, WINDOW = 3, 2000  # so many faults of a rank within so many steps are no chance
 Seen = set[tuple[int, int]]  # steps, and ranks that were wrong
@@ -100,7 +100,7 @@ def read_counts(events: Iterable[OfHardware], hosts: Sequence[str]) -> tuple[See
     """What `FaultCounts` of a new process begin with: of memory and gradients, and of replays.
 
     events: `FOUND` of the journal, in order. hosts: of the ranks now; what was found on a rank that was on another host
-    does not count. A host that had to leave begins anew: it is another device, or nobody could do without it.
+    does not count. A host that had to leave begins again: it is another device, or nobody could do without it.
     """
     found, replayed_faults = Seen(), Seen()
     here = list(enumerate(hosts))

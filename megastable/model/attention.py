@@ -319,7 +319,7 @@ class Attention(nn.Module):
         q, k, v = self.rotate_heads(qkv, at)
         if (
             torch.is_grad_enabled() and self.highest is not None
-        ):  # in this order, evaluation is not compiled anew
+        ):  # in this order, evaluation is not compiled again
             raise_highest(self.highest, q, k, at.segments, self.scores)
         if self.recompute_core and torch.is_grad_enabled():
             # No random numbers in here: there is no state to save and restore.

@@ -141,7 +141,7 @@ def warmed_up(count: int, warmup: int) -> float:
 
 class Spam(AdamPieces):
     """AdamW that clips elements of the gradient with g^2 > threshold v to sign(g) sqrt(threshold v), v of the update
-    before, and that begins anew every `interval` updates: moments and bias correction, and `warmup` updates with a
+    before, and that begins again every `interval` updates: moments and bias correction, and `warmup` updates with a
     lower rate (the first period included).
 
     v is not corrected for bias, as in the paper. Where it is 0 (at the first update of a period, or no gradient yet)
@@ -224,7 +224,7 @@ class StableSpam(AdamPieces):
 
     AdaClip: with T the average of max |g|, elements above T become g T / max |g|. AdaGN: g is scaled to the norm
     n / (sqrt(s) + eps), with n and s the averages of its norm and of the norm's square. MoRet: moments and bias
-    correction begin anew every `interval` updates. The three averages, corrected for bias, do not. With a `density`
+    correction begin again every `interval` updates. The three averages, corrected for bias, do not. With a `density`
     below 1 momentum is sparse, as SPAM's; AdaClip and AdaGN see whole tensors.
 
     They are shared state, fp64 [3] for every parameter. Two all-reduces of a number per parameter and update.

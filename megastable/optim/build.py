@@ -21,7 +21,7 @@ from megastable.parallel.sharding import placement_of, shape_of
 OPTIMIZERS: tuple[type[torch.optim.Optimizer], ...] = (
     AdamW, FusedAdamW, StableAdamW, Spam, StableSpam, Adafactor, Lamb, SGD, Muon,
 )  # fmt: skip
-# Optimizers whose state means the same: exponential averages of gradients and of their squares. SPAM's begin anew at
+# Optimizers whose state means the same: exponential averages of gradients and of their squares. SPAM's begin again at
 # some updates, and Stable-SPAM's are of scaled gradients.
 ADAMS = frozenset({"adamw", "stable_adamw", "lamb"})
 # Those whose two moments are averages, with the rates of `betas`, of the same numbers and of their squares.

@@ -46,7 +46,7 @@ from megastable_guard.policy import BLAMELESS
 
 Int64s = npt.NDArray[np.int64]
 
-SHOWN = 16  # suspects per incident whose numbers are kept, besides the convicted
+SHOWN = 16  # suspects per incident whose numbers are kept, besides the bad ones
 NAMED = 1000  # documents and suspects named per incident: a swapped corpus would fill the journal
 NEXT = 2  # global batches after skipped samples: trouble that begins there is of the same region
 NOBODY = Deferral([], *(np.empty(0, np.int64) for _ in range(3)))
@@ -101,10 +101,10 @@ class IncidentLog:
         if before in [*Cause]:
             incident.cause = Cause(before)
         reason = f"{reason or before} (written down by a process that ended before it told the journal)"
-        named = np.concatenate([untold.convicted, untold.skipped])
+        named = np.concatenate([untold.identified, untold.skipped])
         try:
-            bad_documents = documents_at(self.source, untold.convicted) if untold.convicted.size else []
-        except DataError as data_error:  # as in _convict: the samples are skipped all the same
+            bad_documents = documents_at(self.source, untold.identified) if untold.identified.size else []
+        except DataError as data_error:  # as in _skip_identities: the samples are skipped all the same
             bad_documents, reason = [], f"{reason}; their documents cannot be named: {data_error}"
         incident.documents += [document.model_dump() for document in bad_documents][:NAMED]
         incident.reasons.append(reason)
@@ -200,10 +200,10 @@ class IncidentLog:
         near_begin = deferred_positions < begins[0] + NEXT * batch_size
         return deferred_positions[near_begin].tolist(), deferred_positions[~near_begin].tolist()
 
-    def convict_returned(self, found: Conclusion, window: Sequence[Trained]) -> Conclusion:
-        """Convict samples that trouble came with twice, on two good states: nothing else was the same. A conclusion
+    def blame_returned(self, found: Conclusion, window: Sequence[Trained]) -> Conclusion:
+        """Call samples bad that trouble came with twice, on two good states: nothing else was the same. A conclusion
         that names samples, or a cause other than data, stays."""
-        if found.guilty or found.cause not in BLAMELESS:
+        if found.bad or found.cause not in BLAMELESS:
             return found
         again, later_positions = self.find_returned(window)
         if not again:
@@ -213,7 +213,7 @@ class IncidentLog:
             "again, on "
             f"another good state, and it begins with them. (Each alone is ordinary: {found.reason})"
         )
-        return replace(found, cause=Cause.DATA, guilty=again, later=later_positions, reason=told_reason)
+        return replace(found, cause=Cause.DATA, bad=again, later=later_positions, reason=told_reason)
 
     def record_conclusion(
         self,
@@ -225,17 +225,17 @@ class IncidentLog:
         seconds: float,
         swap: str | None = None,
     ) -> None:
-        """Record which samples were guilty, and skip them; or defer the window, if the state was damaged but no sample
-        is convicted.
+        """Record which samples were bad, and skip them; or defer the window, if the state was damaged but no sample
+        is bad.
 
-        Innocent data is not skipped. swap: the corpus to leave out from the first bad sample on. Raises SpaceError.
+        Harmless data is not skipped. swap: the corpus to leave out from the first bad sample on. Raises SpaceError.
         """
         open_incident = self._present()
         skipped, deferred = list[tuple[int, int]](), NOBODY
         told_reason = f"{found.cause}: {found.reason}"
         if found.cause is Cause.DATA:
             if found.bad_positions:
-                skipped = self._convict(np.array(found.bad_positions, dtype=np.int64), told_reason)
+                skipped = self._skip_identities(np.array(found.bad_positions, dtype=np.int64), told_reason)
             if found.later:
                 deferred, no_room = self._defer(window, told_reason, np.array(found.later, dtype=np.int64))
                 open_incident.positions = sorted({*open_incident.positions, *no_room})
@@ -246,10 +246,10 @@ class IncidentLog:
             deferred, skipped = self._defer(window, told_reason)
         if swap is not None:
             swap_reason = f"samples of corpus {swap} were bad again and again"
-            self._skip_positions([(min([*found.guilty, *found.later]), LAST_POSITION)], swap_reason, swap)
+            self._skip_positions([(min([*found.bad, *found.later]), LAST_POSITION)], swap_reason, swap)
             self.log.say_line(f"  swapped out: corpus {swap}")
-        convicted = set(found.bad_positions)
-        told = [s for n, s in enumerate(found.suspects) if n < SHOWN or s.position in convicted][:NAMED]
+        bad_set = set(found.bad_positions)
+        told = [s for n, s in enumerate(found.suspects) if n < SHOWN or s.position in bad_set][:NAMED]
         if found.cause is not Cause.NEW_DATA or not self.has_acted:
             open_incident.cause = found.cause
         open_incident.actions.append(action)
@@ -292,7 +292,7 @@ class IncidentLog:
             self.close_incident(state, "healed")
 
     def release_samples(self, positions: Sequence[int], cursor: int, reason: str) -> None:
-        """Withdraw the conviction of samples by incidents of this run. Skips by a person, or by another tool, stay.
+        """Skip samples no longer that incidents of this run skip. Skips by a person, or by another tool, stay.
         cursor: the run continues there: earlier samples are read in the next epoch. Raises SpaceError."""
         open_incident, order = self._present(), self.source.order
         chosen_positions = np.array(sorted(positions), dtype=np.int64)
@@ -330,7 +330,7 @@ class IncidentLog:
         state: RunState,
         seconds: float,
     ) -> None:
-        """Skip the guilty from here on without undoing anything: part of the open incident, else a data incident that
+        """Skip the bad samples from here on and undo nothing: part of the open incident, else a data incident that
         is closed at once. onset, window: since when, and in which known steps, they were met; seen: what was
         suspicious. Raises SpaceError."""
         is_new_incident = self.incident is None
@@ -342,7 +342,7 @@ class IncidentLog:
             incident.outcome = "healed"  # so that no restart takes it for open once its samples are told
         self.log.say_line(f"step {state.step}: incident {self._present().number}: {seen}")
         self.record_conclusion(
-            found, window, Action.SKIP, "the guilty samples are skipped, nothing is undone", 0, seconds
+            found, window, Action.SKIP, "the bad samples are skipped, nothing is undone", 0, seconds
         )
         if is_new_incident:
             self._tell("closed", step=state.step)
@@ -394,7 +394,7 @@ class IncidentLog:
         before: int | None = None,
     ) -> Incident:
         """Hand over or stop: ledger and journal have all that a restart needs. defer: also the window, whose data may
-        be guilty: without a good state it can be neither cleared nor convicted. Only for a hand-over, which always goes
+        be bad: without a good state it can be neither cleared nor called bad. Only for a hand-over, which always goes
         back: a checkpoint from after the window has read what the order no longer has there. before: the step that the
         next process's checkpoint must precede, None = the onset. Raises SpaceError."""
         incident = self._present()
@@ -420,21 +420,23 @@ class IncidentLog:
         assert self.incident is not None, "an action belongs to an incident that was opened"
         return self.incident
 
-    def _convict(self, guilty: Int64s, reason: str) -> list[tuple[int, int]]:
+    def _skip_identities(self, found_bad: Int64s, reason: str) -> list[tuple[int, int]]:
         """Skip the samples at these positions for the rest of the run: they are bad in every epoch. Returns ranges."""
         incident, order = self._present(), self.source.order
         try:
-            documents, index_error = documents_at(self.source, guilty), None
+            documents, index_error = documents_at(self.source, found_bad), None
         except DataError as error:  # a damaged index names no documents; the samples are skipped all the same
             documents, index_error = [], error
-        self._skip(sample_entries(order, guilty, reason, documents[:NAMED], incident.number, incident.step))
-        self._remember(guilty)
+        self._skip(
+            sample_entries(order, found_bad, reason, documents[:NAMED], incident.number, incident.step)
+        )
+        self._remember(found_bad)
         if index_error is not None:
             raise index_error
         known = {str(d) for d in incident.documents}
         incident.documents += [d for d in map(Document.model_dump, documents) if str(d) not in known]
         del incident.documents[NAMED:]
-        return ranges_of(guilty)
+        return ranges_of(found_bad)
 
     def _defer(
         self, window: Sequence[Trained], reason: str, only: Int64s | None = None

@@ -1,6 +1,6 @@
 """Executes the guard's decision: discard, rewind, skip, cut the learning rate.
 
-In memory, without a restart: refuse an update, rewind to a snapshot, find the guilty samples, skip them, go on, and
+In memory, without a restart: refuse an update, rewind to a snapshot, find the bad samples, skip them, go on, and
 prove that it helped. Every decision is journaled with its reason. All methods are collective: every rank decides alike.
 """
 
@@ -139,7 +139,7 @@ class Recovery:
         return persisted_state.model_dump() | self.watches.state_dicts()
 
     @property
-    def calm(self) -> bool:
+    def on_trend(self) -> bool:
         """Whether the last step was on trend, with no incident open."""
         if self.decision is None:
             return True
@@ -248,7 +248,7 @@ class Recovery:
             fault = self.hardware.verify_state(step) if saves else None
         return StepOutcome(done.state) if fault is None or not self.acts else self._undo(done, fault)
 
-    def _accuse(self, done: StepResult, fault: HardwareFault) -> MegastableError:
+    def _blame_hardware(self, done: StepResult, fault: HardwareFault) -> MegastableError:
         """The end of this process, as a chip would go on lying: the next one does without its host."""
         state, guard_policy = done.state, self.guard.policy
         self.log.emit_event(
@@ -267,7 +267,7 @@ class Recovery:
     def _undo(self, done: StepResult, fault: HardwareFault, damaged: bool = True) -> StepOutcome:
         """Back to a state from before it. damaged: as in `rewind_damaged_state`."""
         if fault.excludes_host:
-            raise self._accuse(done, fault)
+            raise self._blame_hardware(done, fault)
         first_wrong = self._onset(fault, done.state.step)
         return self.rewind_damaged_state(done, fault.reason, Verdict.CORRUPTED, first_wrong, damaged)
 
@@ -284,7 +284,7 @@ class Recovery:
         before, counters = done.before, self.engine.counters_before
         fault = self.hardware.prove_suspicion(suspicion, done.batch, done.state.step)
         if fault is not None and fault.excludes_host:
-            raise self._accuse(done, fault)
+            raise self._blame_hardware(done, fault)
         # Without snapshots, one fault that has passed is no reason to leave a state that it did not touch.
         if fault is not None and (self.points.ring.capacity or self.hardware.lasts):
             if self.points.ring.capacity:  # nothing else needs to be repeated
@@ -318,7 +318,7 @@ class Recovery:
             rewound_state = self.rewinding.look_back(case, done.measured, state)
             if rewound_state is not None:
                 return rewound_state
-        is_quiet, points = is_clear and done.applied and self.calm, self.points
+        is_quiet, points = is_clear and done.applied and self.on_trend, self.points
         choose_skips = self.rewinding.choose_skips
         for found in self.samples.examine_cases(
             state, points.trained, points.laboratory, is_quiet, choose_skips
@@ -493,9 +493,9 @@ class Recovery:
     def finish_run(self, state: RunState) -> None:
         """At the end of the run: an incident that nothing followed is closed."""
         last = self.decision.finding if self.decision is not None else None
-        is_calm = last is not None and last.verdict is Verdict.HEALTHY and last.on_trend
+        is_quiet = last is not None and last.verdict is Verdict.HEALTHY and last.on_trend
         seen = self.guard.policy.state.good >= self.settings.policy.verify_steps // 6
-        self.incident_log.close_incident(state, "healed" if is_calm and seen else "open")
+        self.incident_log.close_incident(state, "healed" if is_quiet and seen else "open")
         state.stability = self.dump_state()  # the summary reports it
 
 

@@ -275,7 +275,7 @@ class Trials:
         control = train_on(fillers[-sum(batch.size for batch in batches) :])
         if not run_on_first(lambda: harms_anyway(control.measured, before)):
             return None
-        # What the run was trained on may be what does the harm, learnt by heart.
+        # What the run was trained on may be what does the harm, memorised.
         if outlook.others.size:
             fresh = train_on(outlook.others)
             if not run_on_first(lambda: harms_anyway(fresh.measured, before)):

@@ -123,7 +123,7 @@ class Points:
 
     def go_back_before(self, onset: int, older: int, left_out: Selection) -> Snapshot | None:
         """Restore the newest point before `onset` that is still good; older: skip so many. Bad ones are dropped, and a
-        checkpoint that one of them proves bad is convicted."""
+        checkpoint that one of them proves bad is quarantined."""
         self.finite = None
         while (snapshot := self.ring.find_before(onset, older)) is not None:
             if why_rejected := self._changed(snapshot):
@@ -143,7 +143,7 @@ class Points:
 
     def look_back_before(self, onset: int, left_out: Selection) -> Snapshot | None:
         """As `go_back_before`, for inspection only: the run may stay where it is, so no point is dropped and no
-        checkpoint convicted."""
+        checkpoint quarantined."""
         while (snapshot := self.ring.find_before(onset)) is not None:
             if (
                 not self._changed(snapshot)
@@ -209,7 +209,7 @@ class Points:
     def examine_window(
         self, window: list[Trained], snapshot: Snapshot, left_out: Selection, adjacent: bool
     ) -> Conclusion:
-        """Find the guilty samples of `window`."""
+        """Find the bad samples of `window`."""
         history = [t for t in self.trained if t.applied and t.step <= snapshot.step]
         return examine_window(
             self.laboratory, window, history, snapshot.extra.state.cursor, left_out, adjacent
@@ -305,7 +305,7 @@ class LastResort:
     def make_ending_error(
         self, decision: Decision, state: RunState, cause: Cause, kernels: tuple[str, ...] = ()
     ) -> MegastableError:
-        """The error that ends this process. A hand-over defers the window if the cause is unknown: it may be guilty.
+        """The error that ends this process. A hand-over defers the window if the cause is unknown: it may be bad.
         kernels: names of those that the next process leaves."""
         onset, is_unknown = decision.finding.onset, cause is Cause.UNKNOWN
         if self.incident_log.incident is not None and not is_unknown:

@@ -119,7 +119,7 @@ class Rewinding:
         else:
             conclusion = self.points.examine_window(suspect_window, snapshot, left_out, is_adjacent)
             snapshot = self.points.before_region(conclusion, snapshot)
-            conclusion = self.incident_log.convict_returned(conclusion, suspect_window)
+            conclusion = self.incident_log.blame_returned(conclusion, suspect_window)
             if not is_proven:
                 conclusion = self._locate_growth(conclusion, t, output_sizes)
                 start = TrialStart(suspect_window, snapshot, left_out, trial_outlook)
@@ -226,7 +226,7 @@ class Rewinding:
                 "they were deferred, as they cost more than they teach, and trouble comes with them again"
             )
             return replace(found, proven=True, reason=f"{found.reason}. {costly_reason}")
-        deferred = replace(found, guilty=[], later=sorted({*found.bad_positions, *found.later}))
+        deferred = replace(found, bad=[], later=sorted({*found.bad_positions, *found.later}))
         if trial is not None and is_clear(trial):
             kept_conclusion = deferred if trial.verdict is TrialVerdict.MIXED and not found.few else found
             return replace(kept_conclusion, proven=True)
@@ -284,7 +284,7 @@ class Rewinding:
         was not rewound.
 
         One such step is enough: unlike hard data, a kernel that computes wrong numbers does not get easier, and makes
-        harmless samples look guilty. keep_before: keeps the state before the step, so that no other one is repeated.
+        harmless samples look bad. keep_before: keeps the state before the step, so that no other one is repeated.
         """
         wrong, guard_policy, step_finding = self._wrong_kernels(t), self.guard.policy, t.decision.finding
         if wrong is None:
@@ -306,9 +306,9 @@ class Rewinding:
         return Detector(self.config.stability.detector, t.detector).expect_next()
 
     def look_back(self, case: Waiting, measured: Measured, state: RunState) -> RunState | None:
-        """Examine the steps of a case on a proven state from before them. If a crowd of their samples is guilty there,
+        """Examine the steps of a case on a proven state from before them. If a crowd of their samples is bad there,
         the run resumes from it without them, and that state is returned; else it stays where it is: individually
-        convicted samples are skipped, and with none nothing changes. Raises SpaceError."""
+        quarantined samples are skipped, and with none nothing changes. Raises SpaceError."""
         begin_time, guard_policy = time.perf_counter(), self.guard.policy
         self.parts.phase("examine samples")
         window = [t for t in self.points.steps_since(case.first) if t.step <= case.last]
@@ -322,11 +322,11 @@ class Rewinding:
         found = Conclusion(Cause.UNKNOWN, [], [], "no snapshot is good")
         if past_snapshot is not None:
             found = self.points.examine_window(window, past_snapshot, left_out, False)
-        if past_snapshot is None or found.cause is not Cause.DATA or len(found.guilty) < scores.CROWD:
+        if past_snapshot is None or found.cause is not Cause.DATA or len(found.bad) < scores.CROWD:
             self.points.restore_snapshot(present_state)
             few_individuals = found.keep_individuals({p for t in window for p in t.positions.tolist()})
             spent_seconds = time.perf_counter() - begin_time
-            if few_individuals.guilty:
+            if few_individuals.bad:
                 self.watches.samples.skip_bad_samples(case, few_individuals, window, state, spent_seconds)
                 guard_policy.note_skipped(few_individuals.bad_positions, few_individuals.proven)
             else:
@@ -545,10 +545,10 @@ class Rewinding:
         policy, begin_time, snapshot = self.guard.policy, time.perf_counter(), self.points.finite
         origin, step_finding = self.points.origin, t.decision.finding
         if origin.reason:
-            conviction_reason = f"the checkpoint of step {origin.step} is convicted: {origin.reason}"
+            quarantine_reason = f"the checkpoint of step {origin.step} is quarantined: {origin.reason}"
             likely_cause, decision = (
                 Cause.STORAGE,
-                policy.abandon_checkpoint(t.decision, conviction_reason, proven=True),
+                policy.abandon_checkpoint(t.decision, quarantine_reason, proven=True),
             )
         else:
             likely_cause = Cause.HARDWARE if damage else Cause.NUMERICS if harmless else Cause.UNKNOWN

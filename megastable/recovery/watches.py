@@ -55,7 +55,7 @@ from megastable_guard.policy import Policy
 # What is to be skipped, or deferred, of the suspects of some steps; or why nothing is, as a sentence.
 ChooseSkips = Callable[[Conclusion, Sequence[Trained], RunState], tuple[Conclusion, str]]
 
-# Most waiting cases: more batches are refused only if the state is bad, and then no sample is guilty.
+# Most waiting cases: more batches are refused only if the state is bad, and then no sample is bad.
 CASES = 8
 
 UNKNOWN = "this process does not know the samples of its steps"
@@ -144,7 +144,7 @@ class SampleWatch(Watch):
         return case
 
     def record_nobody_bad(self, case: Waiting, found: Conclusion, step: int, seconds: float) -> None:
-        """Journal that no sample of a case is guilty. Whole batches then rest before the next examination, twice as
+        """Journal that no sample of a case is bad. Whole batches then rest before the next examination, twice as
         long if they recur soon."""
         if case.kind == "batch":
             self._rest = self._rest.begin_rest(step)
@@ -154,14 +154,14 @@ class SampleWatch(Watch):
         self.log.emit_event(event, say=f"step {step}: {case.reason}; examined: {reason}: nothing is skipped")
 
     def shorten_rest(self, case: Waiting) -> None:
-        """A sample of a case is guilty: the next rest of its kind is short."""
+        """A sample of a case is bad: the next rest of its kind is short."""
         if case.kind == "batch":
             self._rest = Rest(until=self._rest.until)
 
     def skip_bad_samples(
         self, case: Waiting, found: Conclusion, window: Sequence[Trained], state: RunState, seconds: float
     ) -> None:
-        """Skip the guilty samples of a case; nothing is undone. Raises SpaceError."""
+        """Skip the bad samples of a case; nothing is undone. Raises SpaceError."""
         self.shorten_rest(case)
         self.incident_log.skip_bad_samples(
             found, case.first, window, case.verdict, case.reason, state, seconds
@@ -233,7 +233,7 @@ class SampleWatch(Watch):
             self.drop_case(case, state.step, str(error))
             return None
         spent_seconds = time.perf_counter() - begin_time
-        if case_conclusion.cause is not Cause.DATA or not case_conclusion.guilty:
+        if case_conclusion.cause is not Cause.DATA or not case_conclusion.bad:
             self.record_nobody_bad(case, case_conclusion, state.step, spent_seconds)
             return None
         case_conclusion, why_kept = choose_skips(case_conclusion, suspect_window, state)

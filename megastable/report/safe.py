@@ -1,6 +1,6 @@
 """Makes untrusted text harmless: it is shown to people, and nothing that reads it interprets it.
 
-Text of guilty samples, names, messages and logs may hold control characters, ANSI escapes, bidirectional overrides,
+Text of bad samples, names, messages and logs may hold control characters, ANSI escapes, bidirectional overrides,
 HTML and Markdown. `visible` (base/text.py) comes first, whatever the file is; then the file's own escaping.
 """
 

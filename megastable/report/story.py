@@ -43,11 +43,11 @@ def text_at(path: Path, position: int, config: RunConfig) -> str:
 
 
 def tell_incident(incident: dict[str, Any], config: RunConfig, cost: Cost | None = None) -> Iterator[str]:
-    """An incident of summary.json in a few lines: seen, guilty, an example, done, cost."""
+    """An incident of summary.json in a few lines: seen, bad, an example, done, cost."""
     i = IncidentFacts.model_validate({"number": 0, "kind": incident["class"], **incident})
     symptom = make_visible(sentences.name_symptom(i), 300)
     yield f"step {i.onset:<7} {symptom}; {make_visible(i.kind)}, cause: {make_visible(i.cause)}"
-    if i.guilty:
+    if i.bad:
         found, planted = (
             {(d["corpus"], d["shard"], d["document"]) for d in incident[document_key] or ()}
             for document_key in ("documents", "planted_documents")
@@ -55,23 +55,23 @@ def tell_incident(incident: dict[str, Any], config: RunConfig, cost: Cost | None
         named = sorted(d[2] for d in found)
         more_text = f" and {len(named) - NAMED} more" if len(named) > NAMED else ""
         first_named = ", ".join(map(str, named[:NAMED]))
-        guilty_line = f"guilty       samples {show_ranges(i.guilty, 4)}: documents {first_named}{more_text}"
+        bad_line = f"bad          samples {show_ranges(i.bad, 4)}: documents {first_named}{more_text}"
         if planted:
             same_count, other_count = len(found & planted), len(found - planted)
-            guilty_line += (
+            bad_line += (
                 ", exactly the planted ones"
                 if found == planted
                 else f"; {same_count} of the {len(planted)} planted ones, {other_count} others"
             )
-        yield guilty_line
-        path, first_position = config.data.corpora[0].path, i.guilty[0][0]
+        yield bad_line
+        path, first_position = config.data.corpora[0].path, i.bad[0][0]
         if read_planted(find_recipe(path)) and CLEAN.exists():
             bad_text, clean_text = (text_at(corpus, first_position, config) for corpus in (path, CLEAN))
             yield f"for example  {bad_text!r} instead of {clean_text!r}"
     action_name = str(incident["action"])
     skipped_text = (
         "; skipped those samples"
-        if i.guilty
+        if i.bad
         else f"; skipped {show_ranges(i.positions, 4)}"
         if i.positions
         else ""

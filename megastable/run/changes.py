@@ -25,7 +25,7 @@ from megastable.config.tree import RunConfig
 from megastable.run.events.people_events import ChangeMade, ChangeRefused
 from megastable.run.events.reading import read_events
 
-# Read anew at every step, and without a memory of what was before.
+# Read again at every step, and without a memory of what was before.
 LIVE = (
     "optimizer.lr", "optimizer.weight_decay", "optimizer.betas", "optimizer.clip", "model.z_loss", "schedule.*",
 )  # fmt: skip

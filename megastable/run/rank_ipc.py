@@ -159,7 +159,7 @@ def log_of(run: RunDirectory, attempt: int, host: str = "") -> Path:
 def parse_arguments(
     module: str, about: str | None, arguments: Sequence[str] | None = None
 ) -> argparse.Namespace:
-    """Read the arguments of a process that the supervisor runs beside a run (supervise/beside_process.py).
+    """Read the arguments of a process that the supervisor runs alongside a run (supervise/side_process.py).
 
     Returns:
         parent: the process that it ends with; run, recipe, overrides.

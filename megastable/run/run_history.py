@@ -528,7 +528,7 @@ class RunHistory:
 
 
 class HistoryReader:
-    """Follows a journal: `history` grows with every `look_again`, and begins anew when the file was repaired. starts:
+    """Follows a journal: `history` grows with every `look_again`, and begins again when the file was repaired. starts:
     how often it has begun."""
 
     def __init__(self, journal: Path, most_lines: int = 0) -> None:

@@ -149,14 +149,14 @@ def find_failed_samples(
 ) -> FailedSamples:
     """The samples of the failed step, which began at position `cursor`.
 
-    Innocent samples of the step are skipped along with the guilty one. Left in, that one would return in another step
+    Harmless samples of the step are skipped along with the bad one. Left in, that one would return in another step
     of every epoch and kill processes again before it is suspected.
     """
     order = _open(config, run).train.order
     skip_reason = f"{end.what} at step {end.step}, again and again"
     ledger = Ledger.read_ledger(run.skips, [])
     # Ignore the lines of this incident, which a supervisor that was killed may have written: the next batch is
-    # innocent.
+    # harmless.
     ledger_before = ledger.without_reason(incident, skip_reason)
     usable_ledger, _ = ledger_before.select_usable(run.skips, order, config.data.skip)
     positions, _ = usable_ledger.next_kept(cursor, config.batches.value_at(cursor))

@@ -44,7 +44,7 @@ def choose_remedy(failures: Sequence[Failure], hosts: int, config: PolicyConfig)
         recent_failures, lambda f: (f.what, f.step) == (last.what, last.step) and f.step is not None
     )
     same_host = hosts > 1 and there >= c.same_host and not disk_is_full
-    # A full disk recurs at every checkpoint: no sample is guilty. Of several hosts, a bad sample raises an error on the
+    # A full disk recurs at every checkpoint: no sample is bad. Of several hosts, a bad sample raises an error on the
     # one that reads it; one that is killed or hangs there three times is rather at fault itself.
     if len(failures_here) >= c.same_place and not disk_is_full and (last.code is not None or not same_host):
         often_text = f"{last.what} at step {last.step}, {len(failures_here)} times in a row"

@@ -31,7 +31,7 @@ from megastable.run.directory import RunDirectory, read_object
 from megastable.run.events.event import Event, read_whole
 from megastable.run.events.supervisor_events import Ended, Hang, Launched, Restart, SupervisorEvent
 from megastable.run.rank_ipc import Beat, Progress, folder_of, log_of
-from megastable.supervise import beside_process
+from megastable.supervise import side_process
 from megastable.supervise.exit_cause import AttemptEvidence, End, find_exit_cause, find_first_silent
 from megastable.supervise.gathering import Gathering, RunExit
 from megastable.supervise.hangs import HangDetector, RankView, Suspects, find_suspects
@@ -102,8 +102,8 @@ class Supervisor:
         self.ranks = RankFiles(run, listener.print_line)
         beside = (config, run, training.recipe, self.training.overrides, listener.print_line)
         self.prescan, self.evaluation = (
-            beside_process.build_look_ahead(*beside),
-            beside_process.build_evaluation(*beside),
+            side_process.build_look_ahead(*beside),
+            side_process.build_evaluation(*beside),
         )
         # Whether this host could read the corpora at the start: later trouble is damage.
         self.has_data = False
@@ -122,7 +122,7 @@ class Supervisor:
             if self._complete() and run_state.predecessor is None and is_evaluated:
                 self.say(
                     f"nothing to do: {self.run.summary} is there, all {self.config.train.steps} steps are done (to "
-                    "train on: a larger train.steps; anew: another run.dir)"
+                    "train on: a larger train.steps; from scratch: another run.dir)"
                 )
                 return errors.OK
             with self.store:
@@ -327,7 +327,7 @@ class Supervisor:
         )
 
     def _storage_stalls(self) -> bool:
-        """Whether the run directory does not answer: then nobody hangs, all wait for it, and the clock begins anew."""
+        """Whether the run directory does not answer: then nobody hangs, all wait for it, and the clock begins again."""
         seconds = self.storage.stalled_seconds()
         if seconds is None:
             return False

@@ -18,7 +18,7 @@ from megastable.base.collectives import mark_collective, run_on_all, run_on_firs
 from megastable.base.errors import CheckpointError, MegastableError, SpaceError, UnstableError
 from megastable.checkpoint import markers, store
 from megastable.checkpoint.held_points import PartFolder, find_interrupted_rewind
-from megastable.checkpoint.markers import CalmSteps
+from megastable.checkpoint.markers import StepsOnTrend
 from megastable.checkpoint.parts import recover_staged
 from megastable.checkpoint.saving import SaveOutcome, Saver
 from megastable.checkpoint.store import LayoutState, RunState
@@ -45,8 +45,8 @@ from megastable.run.events.training_events import (
     CheckpointRejected,
     CheckpointSaved,
     CheckpointSuspect,
-    ClippingAnew,
-    MomentsAnew,
+    ClippingReset,
+    MomentsReset,
     Reshaped,
     RolledBack,
     Training,
@@ -79,7 +79,7 @@ class Checkpoints:
         self.config, self.engine, self.run, self.folder = config.checkpoint, engine, run, run.checkpoints
         self.log, self.phase, self.vitals = log, phase, vitals
         self.saver = Saver(self.folder, engine, self.config, config.model, recipe, lineage)
-        self.trend = CalmSteps(self.config.healthy_after)
+        self.trend = StepsOnTrend(self.config.healthy_after)
         self._model = config.model
         self.last = -1
         self.rejected: dict[str, str] = {}
@@ -96,7 +96,7 @@ class Checkpoints:
         """The newest good one that the run may resume from; None in a new run. has_read: whether one has read samples
         deferred since then: such a one is taken only if there is no other good one."""
         self.settle_leftovers()
-        bad_names = run_on_first(self._convicted)
+        bad_names = run_on_first(self._quarantined)
         unfit_names = bad_names | self._moved
         behind_names = run_on_first(lambda: self._of_which(has_read)) - unfit_names.keys()
         newest_good, rejected_names = store.newest_good(
@@ -137,11 +137,11 @@ class Checkpoints:
             run_on_first(lambda: self._leave_behind(*cut_short))
 
     def list_standing(self) -> tuple[int, list[int]]:
-        """By their names and markers: the step of the newest that was not convicted, -1 if there is none, and the steps
+        """By their names and markers: the step of the newest not quarantined, -1 if there is none, and the steps
         of those that were. Collective."""
 
         def look() -> tuple[int, list[int]]:
-            bad_steps = {int(name.removeprefix("step-")) for name in self._convicted()}
+            bad_steps = {int(name.removeprefix("step-")) for name in self._quarantined()}
             return max(set(self._steps()) - bad_steps, default=-1), sorted(bad_steps)
 
         return run_on_first(look)
@@ -158,7 +158,7 @@ class Checkpoints:
     def _paths(self) -> list[Path]:
         return store.newest_first(self.folder)
 
-    def _nothing_left(self, convicted: Collection[str]) -> str:
+    def _nothing_left(self, quarantined: Collection[str]) -> str:
         """The reason why the run cannot begin."""
         rejected_count = len(self.rejected)
         told = f"{self.folder}: none of its {rejected_count} checkpoints can be used; see the lines above."
@@ -167,7 +167,7 @@ class Checkpoints:
                 f"{told} Weights and moments of {len(self._moved)} of them are as large as when they were saved, but "
                 f"compute other losses here: {self._look()}"
             )
-        accept_advice = f", or accept one: {self._accept(convicted)}" if convicted else ""
+        accept_advice = f", or accept one: {self._accept(quarantined)}" if quarantined else ""
         return f"{told} Restore one{accept_advice}, or start again with another run.dir"
 
     def _look(self) -> str:
@@ -181,8 +181,8 @@ class Checkpoints:
         newest_path = max((self.folder / name for name in names), key=store.step_of)
         return f"megastable checkpoint accept {newest_path}"
 
-    def _convicted(self) -> dict[str, str]:
-        """Names of those that a run has convicted, with the reason."""
+    def _quarantined(self) -> dict[str, str]:
+        """Names of those that a run has quarantined, with the reason."""
         rulings = {path.name: markers.read_bad_ruling(path) for path in store.newest_first(self.folder)}
         return {name: ruling.reason for name, ruling in rulings.items() if ruling is not None}
 
@@ -198,20 +198,20 @@ class Checkpoints:
             )
         if saved.updates and not saved.adam_step:
             self.log.emit_event(
-                MomentsAnew(step=saved.step),
-                say=f"{found.name} holds no optimizer state: the optimizer begins anew",
+                MomentsReset(step=saved.step),
+                say=f"{found.name} holds no optimizer state: the optimizer begins again",
             )
-        if saved.updates and (kind := self.engine.clipping_anew):
+        if saved.updates and (kind := self.engine.clipping_reset):
             self.log.emit_event(
-                ClippingAnew(step=saved.step, kind=kind),
-                say=f"{found.name} holds no averages of optimizer.clipping={kind}: they begin anew",
+                ClippingReset(step=saved.step, kind=kind),
+                say=f"{found.name} holds no averages of optimizer.clipping={kind}: they begin again",
             )
         self.last = saved.step
 
     def prove_loaded_state(self, found: Path, saved: RunState) -> bool:
         """Whether the state that the engine holds is the one that `found` was saved from.
 
-        If so, those passed over are put aside. Otherwise it is convicted, and `find_newest_good` finds another one.
+        If so, those passed over are put aside. Otherwise it is quarantined, and `find_newest_good` finds another one.
         Raises
         CheckpointError if an earlier one has other losses here, and it cannot be told whether that checkpoint or this
         machine is to blame.
@@ -262,10 +262,10 @@ class Checkpoints:
                 CheckpointError(
                     f"{self.folder}: {names}: weights and moments are as large as when they were saved, but compute "
                     f"other losses here, and {found.name} does not prove that this is right: {doubtful}. So nothing is "
-                    f"convicted: {self._look()}"
+                    f"quarantined: {self._look()}"
                 )
             )
-        # One that a person accepted may be wrong itself, and convicts no other by being loaded.
+        # One that a person accepted may be wrong itself, and quarantines no other by being loaded.
         for name, problem in self._moved.items() if not doubtful else ():
             checkpoint_path = self.folder / name
             run_on_first(lambda path=checkpoint_path, problem=problem: markers.mark_bad(path, problem))  # type: ignore[misc]
@@ -448,11 +448,11 @@ class Checkpoints:
         self.phase("checkpoint")
         self._stands(self.saver.finish_save())
 
-    def note_step(self, step: int, calm: bool, sums: Sequence[float]) -> None:
-        """After every step: has a save been committed, has one proved healthy? calm: the step was on trend;
+    def note_step(self, step: int, on_trend: bool, sums: Sequence[float]) -> None:
+        """After every step: has a save been committed, has one proved healthy? on_trend: the step was on trend;
         sums: of `saver.collect_ballot`. Afterwards `nonfinite_step` says whether a state was not finite."""
         self.hear_ballot(sums)
-        self._mark(self.trend.add_step(step, calm), step)
+        self._mark(self.trend.add_step(step, on_trend), step)
 
     def hear_ballot(self, sums: Sequence[float]) -> None:
         """After a step that is repeated: the sums of `saver.collect_ballot`."""

@@ -41,7 +41,7 @@ from megastable.training.heartbeat import Heartbeat
 class DataOrder:
     """The data order of one run. strict: a malformed line of the skip ledger ends the start (`Skipping`).
 
-    corpora: as read from now on. anew: whether they differ from those of the checkpoint.
+    corpora: as read from now on. changed: whether they differ from those of the checkpoint.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class DataOrder:
     ) -> None:
         """Raises DataError if nothing is left to train on."""
         self.config, self.run, self.corpora, self.log, self.strict = config, run, corpora, log, strict
-        self.anew = False
+        self.changed = False
         self.skipping = Skipping(config, run)
         self._told_foreign: set[str] | None = None  # fingerprints, once read from the journal
         # Checked first, before anything slow; a new blend may be what leaves something to train on.
@@ -110,7 +110,7 @@ class DataOrder:
                     "with the new order"
                 )
             )
-        self.anew = True
+        self.changed = True
         old_order, new_order = saved.order_fingerprint, self.corpora.order_fingerprint
         self.log.emit_event(OrderChanged(old=old_order, new=new_order), say=f"note: {change_message}")
 
@@ -119,7 +119,7 @@ class DataOrder:
     def follow_blend(self, state: RunState) -> None:
         """Write down the blend, from the first block that has not been read yet."""
         corpora = self.corpora
-        is_first = self.anew or not corpora.blends
+        is_first = self.changed or not corpora.blends
         # Before the first step, the corpora may have changed, too.
         has_changed = not state.step and corpora.blends and corpora.blends[-1].corpora != corpora.shares
         if not is_first and not has_changed and not corpora.reblended:

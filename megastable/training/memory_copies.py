@@ -1,6 +1,6 @@
 """Keeps the newest snapshot in the memories of two hosts: writes and sends it in the background of the steps.
 
-    copies.begin_copy(state, records)           # right after the ring took a calm point, if all ranks are idle
+    copies.begin_copy(state, records)           # right after the ring took a good point, if all ranks are idle
     ... steps; in each: copies.collect_ballot() into its reduction, copies.hear_ballot(sums) after it
 
 A thread of every rank writes its part, in the format of checkpoints, to its host's memory, then sends these files to
@@ -323,15 +323,17 @@ class Restoring:
         self._told = set[PointKey]()
 
     def restore_newest(
-        self, newer_than: int, convicted: Collection[int], layout: store.LayoutState
+        self, newer_than: int, quarantined: Collection[int], layout: store.LayoutState
     ) -> tuple[Path, RunState] | None:
-        """Load the newest usable point of a step after `newer_than`; its folder and state. convicted: the steps of
+        """Load the newest usable point of a step after `newer_than`; its folder and state. quarantined: the steps of
         checkpoints whose content was. None if there is none."""
         held_parts = self.hosts.gather_parts()
         if not any(held_parts):
             return None
         while True:
-            newest_point, passed_over = run_on_first(lambda: self._choose(held_parts, newer_than, convicted))
+            newest_point, passed_over = run_on_first(
+                lambda: self._choose(held_parts, newer_than, quarantined)
+            )
             for key, reason in passed_over.items():
                 self._refused(key, reason)
             if newest_point is None:
@@ -343,7 +345,7 @@ class Restoring:
             self._failed[newest_point.key] = load_problem
 
     def _choose(
-        self, held: list[list[HeldPart]], newer_than: int, convicted: Collection[int]
+        self, held: list[list[HeldPart]], newer_than: int, quarantined: Collection[int]
     ) -> tuple[Complete | None, dict[PointKey, str]]:
         events = list(self.run.iterate_events(*HISTORY))
 
@@ -353,7 +355,7 @@ class Restoring:
             return (
                 self._failed.get(key)
                 or explain_outdated(events, key)
-                or explain_bad_ancestor(key, newer_than, convicted)
+                or explain_bad_ancestor(key, newer_than, quarantined)
             )
 
         return newest_complete(held, refuse)

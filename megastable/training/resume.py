@@ -184,9 +184,9 @@ class Start:
         left_kinds = engine_numerics.kinds_of(guard_memory.guard.policy.kernels)
         engine_numerics.switch_to(replace(engine_numerics.now, plain=left_kinds))
 
-    def _from_memory(self, memory: Restoring, newer_than: int, convicted: list[int]) -> bool:
+    def _from_memory(self, memory: Restoring, newer_than: int, quarantined: list[int]) -> bool:
         """Resume from a point in the hosts' memories, newer than all checkpoints, if there is one."""
-        restored_point = memory.restore_newest(newer_than, convicted, self.state.layout)
+        restored_point = memory.restore_newest(newer_than, quarantined, self.state.layout)
         if restored_point is None:
             return False
         self.restored, self.unwritten = memory.restored, restored_point[0] / RECORDS
@@ -266,13 +266,13 @@ class Start:
                 steps=done, val_loss=run_on_first(lambda: read_object(self.run.summary)).get("val_loss")
             ),
             say=f"nothing to do: all {done} steps are already done in {self.run.root}{asked} (to train on: a larger "
-            "train.steps; anew: another run.dir)",
+            "train.steps; from scratch: another run.dir)",
         )
 
     @property
     def suspects(self) -> list[str]:
         """Changes that may explain trouble right after the start."""
-        return [*self.changed, *(["data"] if self.order.anew else [])]
+        return [*self.changed, *(["data"] if self.order.changed else [])]
 
     def make_loader(self, source: Source, skips: Skips | Selection, cursor: int) -> Loader:
         """A loader of this rank's part of the global batches to train on."""

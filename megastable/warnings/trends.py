@@ -124,7 +124,7 @@ SWINGS, SWINGS_REMEDY = (
     "swings",
     "a lower optimizer.lr, or a beta2 that forgets faster, if the data does not alternate: corpora come mixed",
 )
-CALM_PERIODS = 3  # without a swing, after which it is over
+QUIET_PERIODS = 3  # without a swing, after which it is over
 TURNS = 8  # evaluations in which there are two rises and two falls
 CALM = 0.8  # share of the limit below which a signal counts as recovered
 EVALUATIONS = 64  # kept
@@ -236,7 +236,7 @@ class Trends(Watch):
         found, was_told = find_swing(s.losses, step), SWINGS in s.standing
         if found is None:
             last_swung, period = s.swung
-            if not was_told or step - last_swung <= CALM_PERIODS * period:
+            if not was_told or step - last_swung <= QUIET_PERIODS * period:
                 return []
             text = f"no longer, since the warning of step {s.standing.pop(SWINGS)[-1].step}"
             return [TrendEvent(what="over", step=step, signal=SWINGS, text=text, remedy="", numbers={})]

@@ -1,4 +1,4 @@
-"""Who is guilty by the loss, whether a state got worse, and what a replay proves: tables of numbers in, answers out."""
+"""Which samples are bad by the loss, whether a state got worse, and what a replay proves: on tables of numbers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def compare(
 
 
 def judge(losses: np.ndarray, harmless: np.ndarray) -> np.ndarray:
-    """Who is guilty, all being of one corpus."""
+    """Which samples are bad, all being of one corpus."""
     return bad_by_loss(*compare(losses, harmless), THRESHOLD)
 
 
@@ -100,7 +100,7 @@ def test_compare_does_not_depend_on_the_company(samples: list[tuple[float, int]]
     assert ((p > 0) & (p <= 1)).all()
 
 
-# Who is guilty: what is known of the samples of 160 steps or fewer, and the suspects of a few
+# Which samples are bad: what is known of the samples of 160 steps or fewer, and the suspects of a few
 
 
 def heavy(random: np.random.Generator, count: int) -> np.ndarray:
@@ -133,16 +133,16 @@ def test_bad_by_loss_rarely_names_harmless_samples_however_many_and_however_heav
 @pytest.mark.parametrize("share", [0.25, 1.0])
 def test_bad_by_loss_finds_bad_samples_exactly(batch: int, known: int, share: float) -> None:
     """Noise, by 8 nats, in a quarter of each of three batches, or in all; and nobody else but one in fifty."""
-    missed = innocent = total = 0
+    missed = wrong = total = 0
     for seed in range(20):
         random = np.random.default_rng(seed)
         harmless, losses = heavy(random, batch * known), heavy(random, batch * 3)
         bad = np.arange(losses.size) % round(1 / share) == 0
         losses[bad] += 8.0
-        guilty = judge(losses, harmless)
-        missed, innocent = missed + (bad & ~guilty).sum(), innocent + (guilty & ~bad).sum()
+        found_bad = judge(losses, harmless)
+        missed, wrong = missed + (bad & ~found_bad).sum(), wrong + (found_bad & ~bad).sum()
         total += bad.sum()
-    assert missed <= 0.01 * total and innocent <= 0.02 * total
+    assert missed <= 0.01 * total and wrong <= 0.02 * total
 
 
 def test_bad_by_loss_tells_a_crowd_from_a_few() -> None:
@@ -197,12 +197,12 @@ def test_is_worse_tells_a_state_that_got_worse_from_one_that_only_moved() -> Non
 def test_blame_puts_the_worst_first_and_tells_what_it_is_compared_with() -> None:
     suspects = [Suspect(100 + i, 3.0 + z / 10, z) for i, z in enumerate((NAN, 2.0, 50.0, NAN, 30.0))]
     found = blame_samples(suspects, [104, 102], compared_with=64)
-    assert (found.cause, found.guilty) == (Cause.DATA, [102, 104])
+    assert (found.cause, found.bad) == (Cause.DATA, [102, 104])
     assert [s.position for s in found.suspects] == [102, 104, 101, 100, 103]
     for part in ("2 of 5 samples", "loss of 8.00", "50 robust deviations", "64 harmless"):
         assert part in found.reason
     nobody, endless = blame_state(suspects, "the 2 steps"), blame_state(suspects, "the 2 steps", endless=120)
-    assert (nobody.cause, nobody.guilty, endless.cause, endless.guilty) == (Cause.STATE, [], Cause.STATE, [])
+    assert (nobody.cause, nobody.bad, endless.cause, endless.bad) == (Cause.STATE, [], Cause.STATE, [])
     assert "2 of them cannot be judged" in nobody.reason and "the next 120 steps" in endless.reason
 
 

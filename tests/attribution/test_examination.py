@@ -1,4 +1,4 @@
-"""A search for the guilty on made-up samples, without a model: a bad region to its ends, at what price."""
+"""A search for the bad samples on made-up samples, without a model: a bad region to its ends, at what price."""
 
 from __future__ import annotations
 
@@ -77,10 +77,10 @@ class Laboratory:
 
 
 def judged(laboratory: Laboratory, found: Conclusion) -> tuple[int, int]:
-    """Bad samples that were not convicted, and innocent ones that were."""
-    convicted = np.zeros_like(laboratory.bad)
-    convicted[found.bad_positions] = True
-    return int((laboratory.bad & ~convicted).sum()), int((convicted & ~laboratory.bad).sum())
+    """Bad samples that were not found bad, and harmless ones that were."""
+    found_bad = np.zeros_like(laboratory.bad)
+    found_bad[found.bad_positions] = True
+    return int((laboratory.bad & ~found_bad).sum()), int((found_bad & ~laboratory.bad).sum())
 
 
 @pytest.mark.quick("480")
@@ -89,8 +89,8 @@ def test_a_region_is_followed_batch_by_batch_to_its_last_sample(count: int) -> N
     """Some inside it look less bad than all of the window."""
     laboratory = Laboratory(FIRST + 4 + np.arange(count), out=6.0)
     found = laboratory.concluded()
-    missed, innocent = judged(laboratory, found)
-    assert found.cause is Cause.DATA and missed <= 0.06 * count and not innocent
+    missed, wrong_count = judged(laboratory, found)
+    assert found.cause is Cause.DATA and missed <= 0.06 * count and not wrong_count
     assert found.region is not None
     assert (found.region.first, found.region.end) == (FIRST + 4, FIRST + 4 + count)
     reach = max(
@@ -118,8 +118,8 @@ def test_where_the_data_ends_before_the_region_nobody_is_bad(clean: int) -> None
     laboratory.selection = Skips.from_ranges([(FIRST + (5 + clean) * BATCH, LAST_POSITION)])
     found = laboratory.concluded()
     assert (found.cause is Cause.DATA) == (clean == CLEAN)
-    missed, innocent = judged(laboratory, found)
-    assert (missed <= 3 if clean == CLEAN else missed == 5 * BATCH) and not innocent
+    missed, wrong_count = judged(laboratory, found)
+    assert (missed <= 3 if clean == CLEAN else missed == 5 * BATCH) and not wrong_count
 
 
 def test_strays_in_clean_batches_do_not_prolong_a_region_and_clean_batches_inside_do_not_end_it() -> None:
@@ -134,20 +134,20 @@ def test_strays_in_clean_batches_do_not_prolong_a_region_and_clean_batches_insid
     assert set(found.bad_positions) <= {*inside.tolist(), int(strays[0])} and len(found.bad_positions) >= 105
 
 
-def test_who_is_guilty_by_itself_is_told_from_one_of_a_crowd() -> None:
+def test_who_is_bad_by_itself_is_told_from_one_of_a_crowd() -> None:
     """Two far out, then twenty that are a little out and use other words."""
     far, near = FIRST + np.array([0, 2]), FIRST + 4 + np.arange(20)
     laboratory = Laboratory(np.concatenate([far, near]), out=2.5)
     laboratory._losses[far] = 9.0
     found = laboratory.concluded()
-    assert found.alone == far.tolist() and {*far.tolist()} < {*found.guilty}
+    assert found.alone == far.tolist() and {*far.tolist()} < {*found.bad}
     laboratory._losses[far] = 3.0
     found = laboratory.concluded()
-    assert found.alone == [] and len(found.guilty) >= 6
+    assert found.alone == [] and len(found.bad) >= 6
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_what_all_samples_share_makes_nobody_guilty(seed: int) -> None:
+def test_what_all_samples_share_makes_nobody_bad(seed: int) -> None:
     """One of 16 is far out, and the state puts all samples one deviation above what was recorded."""
     places = np.random.default_rng(seed)
     bad = FIRST + np.arange(8) * BATCH + places.integers(BATCH, size=8)
@@ -163,11 +163,13 @@ def test_what_all_samples_share_makes_nobody_guilty(seed: int) -> None:
     st.floats(0.5, 3),
     st.integers(0, 60),
 )
-def test_a_shared_shift_is_that_of_the_many(z: list[float], guilty: int, shift: float, unknown: int) -> None:
+def test_a_shared_shift_is_that_of_the_many(
+    z: list[float], found_bad: int, shift: float, unknown: int
+) -> None:
     every = np.concatenate([np.array(z), np.full(unknown, np.nan)])
-    bad = np.arange(every.size) < guilty
+    bad = np.arange(every.size) < found_bad
     found = scores.shared_shift(every, bad)
-    ordinary = np.array(z)[guilty:]
+    ordinary = np.array(z)[found_bad:]
     if ordinary.size < max(24, bad.sum()):
         assert found == 0.0
     else:
@@ -179,17 +181,17 @@ def test_a_shared_shift_is_that_of_the_many(z: list[float], guilty: int, shift: 
 
 @pytest.mark.quick("1.0-2")
 @pytest.mark.parametrize(("lift", "steps"), [(1.0, 2), (1.5, 2), (2.0, 8)])
-def test_a_state_that_is_worse_convicts_hardly_anybody(lift: float, steps: int) -> None:
+def test_a_state_that_is_worse_names_hardly_any_sample(lift: float, steps: int) -> None:
     """One sample is far out by itself. All of the others are as far up, also ahead: nothing goes on there, or at the
     last one nothing ends there."""
-    innocent = 0
+    wrong_count = 0
     for seed in range(200, 206):
         laboratory = Laboratory(FIRST + np.array([5]), alike=False, out=12.0, seed=seed)
         laboratory._losses[FIRST:] += lift * 0.3
         missed, wrong = judged(laboratory, laboratory.concluded(steps=steps))
         assert missed == 0
-        innocent += wrong
-    assert innocent <= 6  # 46 to 570 if what lies ahead is no reference
+        wrong_count += wrong
+    assert wrong_count <= 6  # 46 to 570 if what lies ahead is no reference
 
 
 @pytest.mark.parametrize(("size", "most"), [(1, 1), (16, 1), (64, 1), (256, 3), (1024, 9), (4096, 29)])

@@ -278,7 +278,7 @@ def check_numbers(found: dict[str, list[dict[str, Any]]], corpus: Path) -> None:
 
 
 def check_conclusions(found: dict[str, list[dict[str, Any]]]) -> None:
-    """Nobody is guilty among equals, nor where all that is ahead is as bad; a bad region is found to its end, and not
+    """No sample is bad among equals, nor where all that is ahead is as bad; a bad region is found to its end, and not
     beyond it; every rank concludes alike."""
     for name, ranks in found.items():
         said = dict(ranks[0]["concluded"])
@@ -286,17 +286,17 @@ def check_conclusions(found: dict[str, list[dict[str, Any]]]) -> None:
         grown = said.pop("grown")
         # "worse", too: as bad as what was never trained on is the state, whatever was recorded of it.
         for equal in said.values():
-            assert (equal.cause, equal.guilty) == (Cause.STATE, []), name
+            assert (equal.cause, equal.bad) == (Cause.STATE, []), name
         assert "of the 2 steps since the onset" in said["recorded"].reason
         if name in THOROUGH:
             assert "of the first 16 of 18 steps since the onset" in said["long"].reason
             assert all(abs(s.z) < 10 for s in said["measured"].suspects), name
-        assert grown.cause is Cause.DATA and grown.guilty == [*range(114, REGION_END)], name
+        assert grown.cause is Cause.DATA and grown.bad == [*range(114, REGION_END)], name
         assert (grown.region.first, grown.region.end) == (114, REGION_END)
         assert [s.gradient_norm is not None for s in grown.suspects[:3]] == [True, True, False], name
         for rank in ranks:
             found, count, told = rank["undecided"]
-            assert (found.guilty, found.reason) == ([3], "array([3.])") and count == 3, name
+            assert (found.bad, found.reason) == ([3], "array([3.])") and count == 3, name
             assert told == "nothing is left", name
             assert repr(rank["concluded"]) == repr(ranks[0]["concluded"]), name
             assert rank["torn"] == ["part-0.bin is gone"] * 2, name
@@ -333,8 +333,8 @@ def test_on_two_ranks(two: dict[str, list[dict[str, Any]]], corpus: Path) -> Non
     assert wrappers == {"BF16_Optimizer", "DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3"}
 
 
-def test_what_was_convicted_since_is_no_measure_of_harmless_samples() -> None:
-    """A sample that was trained on in this epoch, and convicted when it came again."""
+def test_what_was_found_bad_since_is_no_measure_of_harmless_samples() -> None:
+    """A sample that was trained on in this epoch, and found bad when it came again."""
     order = Order([OrderedCorpus("web", 32 * 20 + 1, 1.0, "f")], 32, seed=0)
     again = order.positions_of(0, [order.locate_sample(3).sequence, order.locate_sample(9).sequence], 20, 40)
     selection = Selection(order, Ledger(sample_entries(order, again, "bad")).exclusions)

@@ -18,7 +18,7 @@ from megastable.attribution.scores import (
 )
 
 LENGTH, VOCABULARY = 64, 500
-SIGNIFICANCE, INNOCENT = 0.001, 0.03
+SIGNIFICANCE, FALSE_RATE = 0.001, 0.03
 
 
 def text(random: np.random.Generator, count: int, corpus: int = 0, hard: float = 1.0) -> ScoredSamples:
@@ -49,34 +49,34 @@ def scale() -> Scale:
 
 def named(scale: Scale, suspects: ScoredSamples, error: float = 0.1) -> np.ndarray:
     alone = np.zeros(suspects.z.shape, dtype=bool)
-    return judge_suspects(scale, suspects, alone, error, SIGNIFICANCE, INNOCENT).bad
+    return judge_suspects(scale, suspects, alone, error, SIGNIFICANCE, FALSE_RATE).bad
 
 
 @pytest.mark.quick("12-20-5.0")
 @pytest.mark.parametrize(
     ("bad", "clean", "z"), [(40, 24, 2.0), (40, 24, 5.0), (40, 120, 3.0), (12, 20, 3.5), (12, 20, 5.0)]
 )
-def test_many_moderately_bad_samples_are_named_and_hardly_an_innocent_one(
+def test_many_moderately_bad_samples_are_named_and_hardly_an_harmless_one(
     scale: Scale, bad: int, clean: int, z: float
 ) -> None:
-    missed = innocent = 0
+    missed = wrong = 0
     for seed in range(5):
         random = np.random.default_rng(seed)
         suspects = joined(other(random, bad, z), text(random, clean // 2), text(random, clean // 2, 1))
-        guilty = named(scale, suspects)
-        missed, innocent = missed + (~guilty[:bad]).sum(), innocent + guilty[bad:].sum()
+        found_bad = named(scale, suspects)
+        missed, wrong = missed + (~found_bad[:bad]).sum(), wrong + found_bad[bad:].sum()
     # A dozen say less of what they have in common.
-    assert missed <= (0 if bad == 40 else 0.1 * 5 * bad) and innocent <= INNOCENT * 5 * bad
+    assert missed <= (0 if bad == 40 else 0.1 * 5 * bad) and wrong <= FALSE_RATE * 5 * bad
 
 
 @pytest.mark.quick("0.0")
 @pytest.mark.parametrize("z", [-1.5, 0.0, 3.0])
-def test_easy_text_that_is_alike_is_named_where_its_gradient_accuses_it(scale: Scale, z: float) -> None:
-    """Whatever its losses are; innocent ones of the accused batches are acquitted, the like of the others not."""
+def test_easy_text_that_is_alike_is_named_where_its_gradient_shows_it(scale: Scale, z: float) -> None:
+    """Whatever its losses are; harmless ones of the suspected batches are cleared, the like of the others not."""
     for seed in range(5):
         random = np.random.default_rng(seed)
         suspects = joined(other(random, 36, z), text(random, 28))
-        judged = judge_alike(scale, suspects, np.arange(64) >= 12, INNOCENT)
+        judged = judge_alike(scale, suspects, np.arange(64) >= 12, FALSE_RATE)
         assert judged.bad[:36].sum() >= 34 and judged.bad[36:].sum() <= 2
         far = joined(other(random, 16, z), text(random, 200))
         assert judged.score is not None
@@ -87,11 +87,11 @@ def test_easy_text_that_is_alike_is_named_where_its_gradient_accuses_it(scale: S
 def test_a_few_that_are_alike_are_no_crowd(scale: Scale) -> None:
     random = np.random.default_rng(0)
     suspects = joined(other(random, 4, 0.0), text(random, 28))
-    assert not judge_alike(scale, suspects, np.ones(32, bool), INNOCENT).bad.any()
-    nobody = judge_alike(scale, suspects, np.zeros(32, bool), INNOCENT)
+    assert not judge_alike(scale, suspects, np.ones(32, bool), FALSE_RATE).bad.any()
+    nobody = judge_alike(scale, suspects, np.zeros(32, bool), FALSE_RATE)
     assert not nobody.bad.any() and nobody.score is None
     unknown = other(random, 32, 3.0, corpus=2)
-    assert not judge_alike(scale, unknown, np.ones(32, bool), INNOCENT).bad.any()
+    assert not judge_alike(scale, unknown, np.ones(32, bool), FALSE_RATE).bad.any()
 
 
 def test_hard_words_are_harmless(scale: Scale) -> None:
@@ -123,9 +123,9 @@ def test_a_crowd_keeps_its_false_discovery_rate() -> None:
     for _ in range(200):
         harmless = random.normal(0, 1, 600)
         suspects = np.concatenate([random.normal(3.0, 1, 40), random.normal(0, 1, 60)])
-        guilty = name_crowd(suspects, harmless, INNOCENT)
-        shares.append(guilty[40:].sum() / max(1, guilty.sum()))
-    assert np.mean(shares) <= 1.5 * INNOCENT
+        found_bad = name_crowd(suspects, harmless, FALSE_RATE)
+        shares.append(found_bad[40:].sum() / max(1, found_bad.sum()))
+    assert np.mean(shares) <= 1.5 * FALSE_RATE
 
 
 LONG, MANY = 128, 1000
@@ -149,20 +149,20 @@ def test_rare_words_are_surprising() -> None:
     assert rare.min() > usual.max()
 
 
-def test_the_like_of_the_accused_are_told_from_harmless_samples_and_nobody_resembles_himself() -> None:
+def test_the_like_of_the_suspects_are_told_from_harmless_samples_and_nobody_resembles_himself() -> None:
     random = np.random.default_rng(0)
     harmless, noise = zipf(random, 400), random.integers(0, MANY, (60, LONG + 1))
     resemblance = Resemblance(noise[:20], harmless[:200])
     other = resemblance.measure_likeness(harmless[200:])
     assert resemblance.measure_likeness(noise[20:]).min() > other.max()
-    # Harmless samples that are accused are like any other, as long as each is left out of its own measure.
-    innocent = Resemblance(harmless[200:220], harmless[:200])
+    # Harmless samples that are suspected are like any other, as long as each is left out of its own measure.
+    stray = Resemblance(harmless[200:220], harmless[:200])
     every = np.ones(20, dtype=bool)
     own, others = (
-        innocent.measure_likeness(harmless[200:220], every),
-        innocent.measure_likeness(harmless[220:]),
+        stray.measure_likeness(harmless[200:220], every),
+        stray.measure_likeness(harmless[220:]),
     )
     assert abs(own.mean() - others.mean()) < 0.5 * others.std()
-    assert innocent.measure_likeness(harmless[200:220]).mean() > others.max()  # what leaving them out is for
+    assert stray.measure_likeness(harmless[200:220]).mean() > others.max()  # what leaving them out is for
     alone = Resemblance(harmless[200:201], harmless[:200])
     assert alone.measure_likeness(harmless[200:201], every[:1]).tolist() == [0.0]

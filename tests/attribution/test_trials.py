@@ -75,7 +75,7 @@ def test_the_table(cost: float, learnt: float, verdict: TrialVerdict) -> None:
     assert found.pays == (cost == -0.3) and str(found.steps) in found.reason
 
 
-def test_what_is_known_by_heart_or_still_guessed_teaches_nothing() -> None:
+def test_what_is_known_memorised_or_still_guessed_teaches_nothing() -> None:
     nothing = np.zeros(64, dtype=bool)
     held_out = np.full(64, 0.1), 5.0 + SPREAD
     known = judge_trial(coming_at(0.2), held_out, VOCABULARY, 128, 16, (True, nothing))
@@ -84,7 +84,7 @@ def test_what_is_known_by_heart_or_still_guessed_teaches_nothing() -> None:
     guessed = math.log(VOCABULARY)
     assert judge(0.2, 3.0, kind=guessed + 3.2).verdict is TrialVerdict.BAD
     assert judge(0.2, 3.0, kind=guessed + 1.5).verdict is TrialVerdict.MIXED
-    # Nor does data to come that is known by heart: one sentence again and again, which is a third of it.
+    # Nor does data to come that is memorised: one sentence again and again, which is a third of it.
     usual, repeats = 4.0 + SPREAD, np.arange(64) % 3 == 0
     coming = BranchLosses(np.where(repeats, 0.5, usual + 0.1), usual, usual, usual)
     assert judge_trial(coming, held_out, VOCABULARY, 128, 16, (False, nothing)).pays

@@ -195,7 +195,7 @@ def test_what_came_before_does_not_matter_and_undone_steps_never_return(
 
 
 @pytest.mark.parametrize(
-    ("convicted", "bad"),
+    ("quarantined", "bad"),
     [
         ([], False),
         ([50], False),
@@ -206,5 +206,5 @@ def test_what_came_before_does_not_matter_and_undone_steps_never_return(
         ([50, 90], True),
     ],
 )
-def test_a_point_after_a_convicted_checkpoint_is_tainted(convicted: list[int], bad: bool) -> None:
-    assert bool(explain_bad_ancestor(point_of(100), 80, convicted)) == bad
+def test_a_point_after_a_quarantined_checkpoint_is_tainted(quarantined: list[int], bad: bool) -> None:
+    assert bool(explain_bad_ancestor(point_of(100), 80, quarantined)) == bad

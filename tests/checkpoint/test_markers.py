@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from megastable.base.errors import CheckpointError
 from megastable.checkpoint import markers, store
-from megastable.checkpoint.markers import HEALTH, PINNED, CalmSteps
+from megastable.checkpoint.markers import HEALTH, PINNED, StepsOnTrend
 from tests.checkpoint.standins import checkpoint
 from tests.full_disk import files_no_larger_than
 from tests.tiers import examples
@@ -92,7 +92,7 @@ def test_a_disk_that_refuses_leaves_the_older_marker(tmp_path: Path) -> None:
     assert not [f.name for f in path.iterdir() if f.name.startswith(".")]
 
 
-def test_a_convicted_one_is_no_longer_healthy_until_a_person_accepts_it(tmp_path: Path) -> None:
+def test_a_quarantined_one_is_no_longer_healthy_until_a_person_accepts_it(tmp_path: Path) -> None:
     path = checkpoint(tmp_path, 100)
     markers.mark_healthy(path, 150, 50)
     markers.mark_bad(path, "its weights are others")
@@ -109,7 +109,7 @@ def test_a_convicted_one_is_no_longer_healthy_until_a_person_accepts_it(tmp_path
 
 
 @pytest.mark.parametrize("text", DAMAGED)
-@pytest.mark.parametrize("name", [store.CONVICTED, store.ACCEPTED])
+@pytest.mark.parametrize("name", [store.QUARANTINED, store.ACCEPTED])
 def test_a_damaged_ruling_counts_as_none(name: str, text: bytes, tmp_path: Path) -> None:
     path = checkpoint(tmp_path, 100)
     (path / name).write_bytes(text)
@@ -118,19 +118,19 @@ def test_a_damaged_ruling_counts_as_none(name: str, text: bytes, tmp_path: Path)
 
 
 class AgainstMemory(RuleBasedStateMachine):
-    """The reference keeps the set of steps that were seen to be calm, and counts back from now."""
+    """The reference keeps the set of steps that were seen to be on trend, and counts back from now."""
 
     @initialize(after=st.integers(0, 6), now=st.integers(0, 3))
     def begin(self, after: int, now: int) -> None:
-        self.trend, self.after, self.now = CalmSteps(after), after, now
+        self.trend, self.after, self.now = StepsOnTrend(after), after, now
         self.trend.resume_at(now, [])
-        self.calm: set[int] = set()
+        self.on_trend_steps: set[int] = set()
         self.pending: set[int] = set()
         self.proven: list[int] = []
 
     def count(self, checkpoint: int) -> int:
         step = self.now
-        while step > checkpoint and step in self.calm:
+        while step > checkpoint and step in self.on_trend_steps:
             step -= 1
         return self.now - step
 
@@ -141,21 +141,21 @@ class AgainstMemory(RuleBasedStateMachine):
 
     def go_back(self, step: int) -> None:
         self.now = step
-        self.calm.clear()
+        self.on_trend_steps.clear()
         self.pending = {c for c in self.pending if c <= step}
 
-    @rule(calm=st.sampled_from([True, True, True, False]), jump=st.sampled_from([1] * 8 + [0, -3, 2, 5]))
-    def next(self, calm: bool, jump: int) -> None:
+    @rule(on_trend=st.sampled_from([True, True, True, False]), jump=st.sampled_from([1] * 8 + [0, -3, 2, 5]))
+    def next(self, on_trend: bool, jump: int) -> None:
         step = max(0, self.now + jump)
         if step <= self.now:
             self.go_back(step - 1)
         self.now = step
-        if calm:
-            self.calm.add(step)
-        self.expect(self.trend.add_step(step, calm))
+        if on_trend:
+            self.on_trend_steps.add(step)
+        self.expect(self.trend.add_step(step, on_trend))
 
     @rule(n=st.integers(1, 8))
-    def calm_steps(self, n: int) -> None:
+    def steps_on_trend(self, n: int) -> None:
         for _ in range(n):
             self.next(True, 1)
 
@@ -176,14 +176,14 @@ class AgainstMemory(RuleBasedStateMachine):
     def restart(self, by: int) -> None:
         step, pending = max(0, self.now - by), sorted(self.pending)
         self.go_back(step)
-        self.trend = CalmSteps(self.after)
+        self.trend = StepsOnTrend(self.after)
         self.trend.resume_at(step, pending)
 
     @invariant()
     def agree(self) -> None:
         if hasattr(self, "trend"):
             assert self.trend.pending == sorted(self.pending)
-            assert all(self.trend.count_calm_steps(c) == self.count(c) for c in self.pending)
+            assert all(self.trend.count_steps_on_trend(c) == self.count(c) for c in self.pending)
 
 
 TestAgainstMemory = AgainstMemory.TestCase

@@ -42,7 +42,7 @@ def resumed(run: Path) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2], ids=["one", "zero1-dp2"])
-def test_an_old_checkpoint_that_is_bad_is_convicted_by_the_steps_after_it(
+def test_an_old_checkpoint_that_is_bad_is_quarantined_by_the_steps_after_it(
     world: int, easy: Path, tmp_path: Path
 ) -> None:
     run, straight, folder = tmp_path / "run", tmp_path / "straight", tmp_path / "run/checkpoints"
@@ -51,7 +51,7 @@ def test_an_old_checkpoint_that_is_bad_is_convicted_by_the_steps_after_it(
         poison_checkpoint(folder, "weight", forget=True, step=step)
     for step in (40, 30):
         code, message = run_ranks(world, train, at(easy, run, 50))[0]
-        assert code == errors.HANDOVER and "is convicted" in message, message
+        assert code == errors.HANDOVER and "is quarantined" in message, message
         assert markers.read_bad_ruling(folder / f"step-{step}") is not None
     assert run_ranks(world, train, at(easy, run, 50))[0] == (0, "")
     assert resumed(run) == [40, 30, 20]
@@ -76,10 +76,13 @@ def test_where_all_are_bad_it_trains_on_and_tells_a_person(
     ((code, message),) = run_ranks(1, train, at(easy, run, 50, 30, stability=wanted))
     alerts = [e["reason"] for e in RunDirectory(run).iterate_events(AlertEvent) if e["what"] == "begun"]
     if last_resort == "stop":
-        assert code == errors.UNSTABLE and "is convicted" in message and not alerts
+        assert code == errors.UNSTABLE and "is quarantined" in message and not alerts
         return
     assert (
-        code == 0 and len(alerts) == 1 and "is convicted" in alerts[0] and "is from before step" in alerts[0]
+        code == 0
+        and len(alerts) == 1
+        and "is quarantined" in alerts[0]
+        and "is from before step" in alerts[0]
     )
     assert not (run / "skips.jsonl").exists() and not list(RunDirectory(run).iterate_events(RateCut))
 
@@ -101,7 +104,7 @@ def test_each_handover_without_new_ground_takes_an_older_one() -> None:
     assert find_tried_steps([handover(45), training(40), handover(46), training(30)], 50, 30) == [40, 30]
     assert find_tried_steps([handover(45), training(40)], 80, 30) == []  # new ground
     assert find_tried_steps([handover(10), training(0), handover(45), training(40)], 50, 30) == [40]
-    assert find_tried_steps([handover(45), training(0)], 50, 30) == []  # there was none: it began anew
+    assert find_tried_steps([handover(45), training(0)], 50, 30) == []  # there was none: it began again
     assert (
         find_tried_steps([event_of({"event": "handover"}), training(40)], 50, 30) == []
     )  # of an older version

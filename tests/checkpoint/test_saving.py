@@ -18,7 +18,7 @@ from megastable.base.errors import CheckpointError
 from megastable.checkpoint import markers, store
 from megastable.checkpoint.files import write_file
 from megastable.checkpoint.held_points import PartFolder, PointKey
-from megastable.checkpoint.markers import CalmSteps
+from megastable.checkpoint.markers import StepsOnTrend
 from megastable.checkpoint.parts import upload_files
 from megastable.checkpoint.saving import (
     KeptCheckpoint,
@@ -81,9 +81,9 @@ def test_what_must_stay_stays_and_nothing_else(
 
 @given(st.integers(1, 20), keeps, st.integers(0, 60))
 def test_however_often_is_saved_some_come_to_prove_themselves(interval: int, keep: int, after: int) -> None:
-    trend, folder = CalmSteps(after), dict[int, KeptCheckpoint]()
+    trend, folder = StepsOnTrend(after), dict[int, KeptCheckpoint]()
     for step in range(1, 300):
-        proven = trend.add_step(step, calm=True)
+        proven = trend.add_step(step, on_trend=True)
         if step % interval == 0:
             proven += trend.add_checkpoint(step)
             folder[step] = KeptCheckpoint(step)

@@ -48,7 +48,7 @@ LOSSES = [3.0 + 0.01 * i for i in range(32)]
 @pytest.mark.parametrize(
     "change", [{"norm": 3.003}, {"largest": 1e4}, {"v": 2e-5}, {"m": 0.0}, {"norm": math.nan}]
 )
-def test_another_size_convicts_the_content(change: dict[str, float]) -> None:
+def test_another_size_quarantines_the_content(change: dict[str, float]) -> None:
     found = judge_loaded_state(vitals(LOSSES), vitals(LOSSES, **change), False, C)
     assert found.content and "of w" in found.problem
 

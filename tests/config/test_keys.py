@@ -33,7 +33,7 @@ def holders(key: Key) -> list[Key]:
 
 
 # Keys that need another one beside them.
-BESIDE = {
+SIBLINGS = {
     "model.full_attention_every": ["model.window=4096"],
     "model.rope_scaling.attention_factor": ["model.rope_scaling.kind=yarn"],
     "optimizer.momentum": ["optimizer.name=muon"],
@@ -47,7 +47,7 @@ BESIDE = {
 def test_example_of_a_key_is_valid_alone(key: Key) -> None:
     """But for the keys of a section that is not there by default: they follow the section's own example."""
     tree: dict[str, Any] = {}
-    examples = [*(holder.example for holder in holders(key)), *BESIDE.get(key.path, ()), key.example]
+    examples = [*(holder.example for holder in holders(key)), *SIBLINGS.get(key.path, ()), key.example]
     for example in examples:
         (written,) = shlex.split(example)
         override_key(tree, written)

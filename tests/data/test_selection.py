@@ -130,14 +130,14 @@ def test_selection_is_the_naive_walk_in_every_epoch(
 @settings(deadline=None, max_examples=examples(60))
 @given(orders(), st.lists(st.integers(0, SHOWN - 1), min_size=1, max_size=5, unique=True), st.data())
 def test_selection_loses_the_named_samples_and_no_others(
-    order: Order, guilty: list[int], data: st.DataObject
+    order: Order, found_bad: list[int], data: st.DataObject
 ) -> None:
-    """Lines as the run writes them: exactly the convicted samples are gone, whatever the blend becomes; in sequences of
+    """Lines as the run writes them: exactly the bad samples are gone, whatever the blend becomes; in sequences of
     another length, those that share a token with them."""
-    entries = sample_entries(order, np.array(guilty), "bad")
+    entries = sample_entries(order, np.array(found_bad), "bad")
     places = order.locate_samples(np.arange(SHOWN))
     identities = list(zip(places.corpus.tolist(), places.sequence.tolist(), strict=True))
-    bad = {identities[position] for position in guilty}
+    bad = {identities[position] for position in found_bad}
     other = Order(
         order.corpora, order.sequence_length, order.seed + data.draw(st.integers(0, 1)), order.block,
         [Phase(0, {c.name: data.draw(st.floats(0.2, 1)) for c in order.corpora})],
@@ -184,7 +184,7 @@ OUT_AND_ALL = [
 def test_usable_exclusions_ignore_a_line_that_names_everything(
     tmp_path: Path, wrong: list[AnyEntry], refused: list[str], before: bool
 ) -> None:
-    """What was convicted before it stays out, and so does what is convicted after it."""
+    """What was skipped before it stays out, and so does what is skipped after it."""
     order = Order([OrderedCorpus(name, 500, 1.0, print_of(name)) for name in ("books", "code")], 16, seed=0)
     good = [sample("books", (0, 32)), sample("code", (64, 80)), SkipEntry(first=3, end=5, reason="x")]
     path = tmp_path / "skips.jsonl"
@@ -202,9 +202,7 @@ def test_usable_exclusions_ignore_a_line_that_names_everything(
 ORDER = Order([OrderedCorpus("a", 161, 2.0, "fa"), OrderedCorpus("b", 81, 1.0, "fb")], 8, seed=3, block=6)
 WHOLE = np.arange(30)  # an epoch of both, each sample once
 POSITIONS = st.lists(st.integers(0, 29), min_size=1, max_size=12, unique=True).map(sorted)
-STEPS = st.lists(
-    st.tuples(st.sampled_from(["convict", "release", "person"]), POSITIONS), min_size=1, max_size=8
-)
+STEPS = st.lists(st.tuples(st.sampled_from(["skip", "release", "person"]), POSITIONS), min_size=1, max_size=8)
 
 
 def left_out(exclusions: Exclusions) -> set[int]:
@@ -227,9 +225,9 @@ def test_released_withdraws_what_incidents_said_alone(
             ]
             own -= set(positions) - persons
         else:
-            incident = number if what == "convict" else None
+            incident = number if what == "skip" else None
             entries = [*sample_entries(ORDER, chosen, what, (), incident, incident)]
-            (own if what == "convict" else persons).update(positions)
+            (own if what == "skip" else persons).update(positions)
             ever |= set(positions)
         append_entries(path, entries)
         if len(own | persons) < len(WHOLE):

@@ -127,13 +127,13 @@ def numbers(planted: Planted) -> np.ndarray:
 
 def test_fate_counts_identities_and_positions(bad: tuple[RunDirectory, Planted, Any]) -> None:
     run, planted, order = bad
-    guilty = numbers(planted)
-    clean = np.setdiff1d(np.arange(guilty.min(), guilty.max()), guilty)[:1]
-    append_entries(run.skips, sample_entries(order, np.append(guilty[:7], clean), "data"))
-    assert (found := find_fate(run.root, planted)).convicted == 7 and found.lost == 1
+    found_bad = numbers(planted)
+    clean = np.setdiff1d(np.arange(found_bad.min(), found_bad.max()), found_bad)[:1]
+    append_entries(run.skips, sample_entries(order, np.append(found_bad[:7], clean), "data"))
+    assert (found := find_fate(run.root, planted)).skipped == 7 and found.lost == 1
     # A window that is left out by position counts as well: of its samples, whichever they are.
-    first = int(guilty[-1]) // 8 * 8
+    first = int(found_bad[-1]) // 8 * 8
     append_entries(run.skips, [SkipEntry(first=first, end=first + 8, reason="state")])
     found = find_fate(run.root, planted)
-    assert (found.convicted, found.lost) == (9, 7)
+    assert (found.skipped, found.lost) == (9, 7)
     assert find_fate(run.root, None).lost == 16

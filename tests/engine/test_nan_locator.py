@@ -207,11 +207,11 @@ def test_locate_finds_what_was_planted(name: str, corpus: Path, tmp_path: Path) 
             assert answer["finite"] == (case in ("weight", "exp_avg", "exp_avg_sq"))
     found = {case: answer["found"] for case, answer in answers.items()}
 
-    first, guilty = found["forward"], layout.rank_at(stage, data, 0)
+    first, found_bad = found["forward"], layout.rank_at(stage, data, 0)
     assert (first.kind, first.layer, first.tensor, first.value) == ("forward", LAST, "output", "nan")
     place = (first.rank, first.stage, first.data_rank, first.tensor_rank, first.micro_batch)
-    assert place == (guilty, stage, data, 0, 1)
-    assert list(first.positions) == ranks[guilty]["positions"][1] and first.seen_by == (guilty,)
+    assert place == (found_bad, stage, data, 0, 1)
+    assert list(first.positions) == ranks[found_bad]["positions"][1] and first.seen_by == (found_bad,)
     assert not all(map(math.isfinite, first.losses)) and first.reproduced
 
     for case, layer, tensor in (

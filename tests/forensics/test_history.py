@@ -209,17 +209,17 @@ def test_run_sheet_counts_what_was_read(run: tuple[Path, list[list[int]]]) -> No
     assert row["tokens"] == LENGTH * row["samples"] and row["share"] == 1.0
 
 
-def test_incident_sheet_begins_with_the_guilty(corpus: Path, tmp_path: Path) -> None:
+def test_incident_sheet_begins_with_the_bad_samples(corpus: Path, tmp_path: Path) -> None:
     incident = data_incident(corpus, [(233, 236), (400, 401)])
     history = History(make_run(corpus, tmp_path / "run", incident))
     sheet = incident_sheet(history, 1, texts=2)
-    guilty = [row["guilty"] for row in sheet.rows]
-    assert guilty == sorted(guilty, reverse=True)
-    assert {r["position"] for r in sheet.rows if r["guilty"]} == {233, 234, 235, 400}
-    assert {r["position"] for r in sheet.rows if not r["guilty"]} == {*range(232, 248)} - {233, 234, 235}
+    found_bad = [row["bad"] for row in sheet.rows]
+    assert found_bad == sorted(found_bad, reverse=True)
+    assert {r["position"] for r in sheet.rows if r["bad"]} == {233, 234, 235, 400}
+    assert {r["position"] for r in sheet.rows if not r["bad"]} == {*range(232, 248)} - {233, 234, 235}
     assert {r["state"] for r in sheet.rows if r["position"] == 400} == {"unread"}
     named = {(d["shard"], d["document"]) for d in incident.documents}
-    assert {(r["shard"], r["document"]) for r in sheet.rows if r["guilty"]} == named
+    assert {(r["shard"], r["document"]) for r in sheet.rows if r["bad"]} == named
     facts = dict(run_sheet(history).facts)
     assert facts["steps lost"] == facts["updates refused"] == "2" == str(incident.steps_lost)
     with pytest.raises(DataError, match="there is no incident 7; those of this run: 1"):

@@ -56,7 +56,7 @@ def batches(seed: int) -> list[MicroBatch]:
     generator = torch.Generator().manual_seed(seed)
     found = []
     for _ in range(2):
-        # Text that can be learnt: every token is its predecessor plus one, now and then anew.
+        # Text that can be learnt: every token is its predecessor plus one, now and then a new one.
         begin = torch.randint(500, (4, 1), generator=generator)
         drawn = (begin + torch.arange(129)) % 500
         tokens, labels = drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()

@@ -204,7 +204,7 @@ def test_alert_is_raised_once_and_everything_finite_is_applied() -> None:
     assert all(sum(i <= j < i + SUSPICION for j in refused) <= CONFIG.discards for i in refused)
 
 
-def test_alert_is_over_when_it_is_calm_again_or_a_remedy_resumes() -> None:
+def test_alert_is_over_when_it_is_quiet_again_or_a_remedy_resumes() -> None:
     policy = alerted()
     healed = [s for s in range(101, 140) if policy.decide_on_step(seen(s), 0).healed]
     assert healed == [100 + CONFIG.verify_steps // 2] and policy.state.alert is None

@@ -65,7 +65,7 @@ def test_a_new_process_counts_on() -> None:
     assert not FaultCounts(read_counts(events, HOSTS)[0]).count_fault(fault(1), 900 + WINDOW).lasting
 
 
-def test_faults_of_another_host_or_before_it_was_accused_do_not_count() -> None:
+def test_faults_of_another_host_or_before_it_was_blamed_do_not_count() -> None:
     events = [found(StateChanged, step, 1) for step in (1, 2)]
     assert read_counts(events, ["node-0", "spare", "node-2", "node-3"]) == (set(), set())
     assert read_counts(events, ["node-0"]) == (set(), set())

@@ -183,7 +183,7 @@ def test_layers_are_the_model(tied: bool) -> None:
     ids=["plain", "norm-scaling", "branch", "mixed", "gemma2", "dropout"],
 )
 def test_blocks_are_compiled_once_for_every_kind(changes: dict[str, Any], kinds: int) -> None:
-    """Twelve blocks, more than torch would compile anew; a later step, with other numbers, compiles nothing. With
+    """Twelve blocks, more than torch would compile again; a later step, with other numbers, compiles nothing. With
     LayerNorm scaling the first block has no factor."""
     c = config(layers=12, hidden=16, ffn=24, **changes)
     tokens, labels, _ = batch()

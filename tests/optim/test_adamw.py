@@ -163,7 +163,7 @@ def test_low_precision_weights_are_refused() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a compiler")
 def test_compiled_is_the_same_rule() -> None:
-    """But for the last bit of fp32, which the compiler's fused multiply-add tips; a new rate compiles nothing anew."""
+    """But for the last bit of fp32, which the compiler's fused multiply-add tips; a new rate compiles nothing again."""
     p, random = torch.randn(5000), torch.Generator().manual_seed(0)
     plain, compiled = optimizer_of(p.clone()), optimizer_of(p.clone(), compiled=True)
     frames = torch._dynamo.utils.counters["stats"]["unique_graphs"]

@@ -71,7 +71,7 @@ def test_clipping_state_goes_on_in_other_layouts_and_not_for_another_kind(
 
     def count() -> int:
         lines = (tmp_path / "run/journal.jsonl").read_text().splitlines()
-        return [json.loads(line)["event"] for line in lines].count("clipping_anew")
+        return [json.loads(line)["event"] for line in lines].count("clipping_reset")
 
     def state(step: int) -> dict[str, Any]:
         held = WholeState(tmp_path / f"run/checkpoints/step-{step}").shared

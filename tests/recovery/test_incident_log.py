@@ -106,8 +106,8 @@ class Book:
     def attribute(self, found: Conclusion, window: list[Trained] = WINDOW, swap: str | None = None) -> None:
         self.book.record_conclusion(found, window, Action.REWIND, "and so on", 3, 0.5, swap)
 
-    def convict(self, guilty: list[int], swap: str | None = None) -> None:
-        self.attribute(Conclusion(Cause.DATA, guilty, [], "so it is"), swap=swap)
+    def skip_bad(self, found_bad: list[int], swap: str | None = None) -> None:
+        self.attribute(Conclusion(Cause.DATA, found_bad, [], "so it is"), swap=swap)
 
     def defer(self, window: list[Trained] = WINDOW) -> None:
         self.attribute(Conclusion(Cause.STATE, [], [], "so it is"), window)
@@ -133,9 +133,9 @@ def book(corpus: Path, tmp_path: Path) -> Iterator[Book]:
     dist.destroy_process_group()
 
 
-def test_attribute_skips_the_guilty_and_where_there_are_none_reads_the_window_later(book: Book) -> None:
+def test_attribute_skips_the_bad_and_where_there_are_none_reads_the_window_later(book: Book) -> None:
     incident, before = book.open(), book.source.order
-    book.convict([250, 251, 260])
+    book.skip_bad([250, 251, 260])
     assert book.left_out() == [250, 251, 260] and incident.positions == [(250, 252), (260, 261)]
     assert incident.documents and not incident.deferred and book.source.order is before
     book.book.close_incident(state(70), "healed")
@@ -157,10 +157,10 @@ def test_attribute_skips_the_guilty_and_where_there_are_none_reads_the_window_la
     assert book.shown() == [(number, "healed", "rewind") for number in range(1, 6)]
 
 
-def test_attribute_swaps_a_corpus_out_from_the_first_guilty_sample_on(book: Book) -> None:
+def test_attribute_swaps_a_corpus_out_from_the_first_bad_sample_on(book: Book) -> None:
     name = book.source.order.corpora[0].name
     book.open()
-    book.convict([260, 262], swap=name)
+    book.skip_bad([260, 262], swap=name)
     skipped = [e for e in read_ledger(book.run.skips) if isinstance(e, SkipEntry)]
     assert [(e.first, e.end, e.corpus) for e in skipped] == [(260, LAST_POSITION, name)]
     assert f"  swapped out: corpus {name}" in book.said
@@ -206,9 +206,9 @@ def test_adjacent_trouble_defers_ever_more(book: Book) -> None:
     assert book.recall().left_out == left_out and book.recall().incident is None
 
 
-def test_returned_again_convicts_samples_that_come_back_with_trouble(book: Book) -> None:
+def test_returned_again_blames_samples_that_come_back_with_trouble(book: Book) -> None:
     """Those of the first two batches of a stretch, where it begins there: the others are deferred once more."""
-    again = book.book.convict_returned
+    again = book.book.blame_returned
     assert again(NOBODY, WINDOW) is NOBODY
     book.open()
     book.defer(steps_of(31, 36))
@@ -217,7 +217,7 @@ def test_returned_again_convicts_samples_that_come_back_with_trouble(book: Book)
     step = int(returns[0]) // 8
     for first in (step - 1, step, step + 1):
         found = again(NOBODY, steps_of(first, first + 3))
-        assert found.cause is Cause.DATA and found.guilty == returns[:16].tolist() and not found.proven
+        assert found.cause is Cause.DATA and found.bad == returns[:16].tolist() and not found.proven
         assert found.later == [p for p in returns[16:].tolist() if p < 8 * (first + 4)]
     # It did not begin with them, or where they do not begin.
     for first, last in ((step - 5, step + 1), (step + 3, step + 5), (step + 20, step + 22)):
@@ -227,7 +227,7 @@ def test_returned_again_convicts_samples_that_come_back_with_trouble(book: Book)
     window, put_off = steps_of(step, step + 3), book.sequences(returns[16:32])
     incident, found = book.open(), again(NOBODY, window)
     book.attribute(found, window)
-    assert book.left_out(int(returns[-1]) + 1) == found.guilty
+    assert book.left_out(int(returns[-1]) + 1) == found.bad
     assert incident.deferred == ranges_of(returns[16:32])
     assert book.sequences(np.array(positions_in(incident.returns))) == put_off
 
@@ -241,17 +241,17 @@ def test_attribute_remembers_where_samples_return_that_a_trial_has_deferred(book
     assert len(costly) == 3 and set(costly) < set(positions_in(incident.returns))
 
 
-def test_release_withdraws_a_conviction_which_may_be_made_again(book: Book) -> None:
+def test_release_withdraws_a_skip_which_may_be_made_again(book: Book) -> None:
     append_entries(book.run.skips, [*sample_entries(book.source.order, np.array([262]), "a person did")])
     incident = book.open()
-    book.convict([250, 251, 260, 261, 262])
+    book.skip_bad([250, 251, 260, 261, 262])
     book.book.release_samples([250, 261, 262], cursor=256, reason="the rate was too high")
     assert book.left_out() == [251, 260, 262] == positions_in(incident.positions)
     (event,) = [e for e in book.run.iterate_events(IncidentEvent) if e["what"] == "released"]
     assert event["positions"] == [[261, 262]] and event["next_epoch"] == [[250, 251]]
     epoch = book.source.order.sequences[0]
     assert book.selection().named_between(epoch, 2 * epoch).size == 3
-    book.convict([250])
+    book.skip_bad([250])
     assert book.left_out() == [250, 251, 260, 262]
     ever = Selection(book.source.order, Ledger.read_ledger(book.run.skips).ever.exclusions)
     assert np.flatnonzero(ever.mask_skipped(np.arange(400))).tolist() == [250, 251, 260, 261, 262]
@@ -259,7 +259,7 @@ def test_release_withdraws_a_conviction_which_may_be_made_again(book: Book) -> N
 
 @pytest.mark.parametrize("defer", [True, False])
 @pytest.mark.parametrize("action", [Action.HANDOVER, Action.STOP])
-def test_give_up_defers_the_window_of_a_handover_unless_it_is_innocent_and_nothing_of_a_stop(
+def test_give_up_defers_the_window_of_a_handover_unless_it_is_harmless_and_nothing_of_a_stop(
     action: Action, defer: bool, book: Book
 ) -> None:
     """Nothing says that the next start goes back behind a stop: the order that a checkpoint came by must stay."""
@@ -308,7 +308,7 @@ def test_recall_goes_on_from_every_point(book: Book) -> None:
     book.open()
     known()
     book.policy.clock = 34
-    book.convict([250])
+    book.skip_bad([250])
     known()
     book.book.record_rewind(30, 240)
     known()
@@ -333,20 +333,20 @@ def test_restore_tells_what_the_ledger_holds_where_the_process_was_killed_before
     book: Book, monkeypatch: pytest.MonkeyPatch, what: str, done: bool
 ) -> None:
     """And nothing twice. ProcessKilled before the ledger has it, nothing is left out, and nothing is told."""
-    guilty = [250, 251, 260]
+    found_bad = [250, 251, 260]
     book.policy.watching = what != "skipped alone"
     if what != "skipped alone":
         book.open()
     if what == "released":
-        book.convict(guilty)
+        book.skip_bad(found_bad)
 
     def die(*_: object, **__: object) -> None:
         raise ProcessKilled
 
-    found = Conclusion(Cause.DATA, guilty, [], "so it is")
+    found = Conclusion(Cause.DATA, found_bad, [], "so it is")
     acts = {
-        "attributed": lambda: book.convict(guilty),
-        "released": lambda: book.book.release_samples([250, 251], 240, "innocent"),
+        "attributed": lambda: book.skip_bad(found_bad),
+        "released": lambda: book.book.release_samples([250, 251], 240, "harmless"),
         "deferred": book.defer,
         "skipped alone": lambda: book.book.skip_bad_samples(
             found, 31, WINDOW, Verdict.SHIFT, "seen", state(), 0.1
@@ -362,7 +362,7 @@ def test_restore_tells_what_the_ledger_holds_where_the_process_was_killed_before
             acts[what]()
     again = Book(Path(book.config.data.corpora[0].path), book.run.root, read_blends(book.run.blends))
     again.policy.watching = book.policy.watching
-    expected = {"released": [260] if done else guilty, "deferred": []}.get(what, guilty if done else [])
+    expected = {"released": [260] if done else found_bad, "deferred": []}.get(what, found_bad if done else [])
     for _ in range(2):  # the third process finds nothing more to tell
         memory = again.recall()
         assert memory.incidents == 1
@@ -387,11 +387,11 @@ def test_full_disk_is_no_bad_input_and_loses_nothing(book: Book) -> None:
         files_no_larger_than(20),
         pytest.raises(SpaceError, match=r"skips\.jsonl could not .* make room and start"),
     ):
-        book.convict([250])
+        book.skip_bad([250])
     size = book.run.journal.stat().st_size
     with files_no_larger_than(size + 20):
         with pytest.raises(SpaceError, match=r"journal\.jsonl could not .* make room"):
-            book.convict([251])
+            book.skip_bad([251])
         book.book.record_rewind(30, 240)  # the next process would miss nothing
         with pytest.raises(SpaceError, match="handover"):
             book.book.give_up(decision(Action.HANDOVER), state(), WINDOW, defer=False)
@@ -404,7 +404,7 @@ def refused(corpus: Path, folder: Path) -> str:
     book = Book(corpus, folder)
     book.open()
     with pytest.raises(SpaceError) as error:
-        book.convict([250])
+        book.skip_bad([250])
     return f"{error.value.collective} {error.value}"
 
 

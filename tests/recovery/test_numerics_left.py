@@ -84,7 +84,7 @@ def are_alike(one: Path, other: Path, steps: int = 50) -> bool:
 
 
 @pytest.mark.slow
-def test_fp8_is_left_without_a_restart_and_returns_when_it_is_calm(easy: Path, tmp_path: Path) -> None:
+def test_fp8_is_left_without_a_restart_and_returns_when_it_is_quiet(easy: Path, tmp_path: Path) -> None:
     """The run ends with the bytes of one without the fault that computed without FP8 in the same steps."""
     world, parts = LAYOUTS["pp2"]
     hit, same, parts = tmp_path / "hit", tmp_path / "same", {**parts, **FP8}

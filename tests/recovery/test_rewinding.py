@@ -96,7 +96,7 @@ def go_back(
     rewinding.trials.try_corpus.return_value = CorpusTrial("1", helps, 0.3, 0.01, 16)
     rewinding.replays.compare_replays.return_value = (False, "")
     rewinding.incident_log.is_adjacent.return_value = False
-    rewinding.incident_log.convict_returned.return_value = found
+    rewinding.incident_log.blame_returned.return_value = found
     rewinding.points.origin.note_return.return_value = False
     points = rewinding.points
     points.rate_before.return_value, points.highest_rate_since.return_value = 1e-3, 1e-2
@@ -114,7 +114,7 @@ def go_back(
     ("verdict", "proven"), [(TrialVerdict.BAD, True), (TrialVerdict.NOISE, False), (None, False)]
 )
 def test_what_no_trial_has_clearly_shown_can_be_withdrawn(verdict: TrialVerdict | None, proven: bool) -> None:
-    made, told = go_back(replace(FOUND, alone=FOUND.guilty), tried=verdict)
+    made, told = go_back(replace(FOUND, alone=FOUND.bad), tried=verdict)
     assert told.bad_positions == FOUND.bad_positions and told.cause is Cause.DATA and told.proven is proven
     (taken,) = made.guard.policy.state.taken
     assert (taken.proven, taken.unproven) == (proven, () if proven else (7, 8, 9, 20))
@@ -193,7 +193,7 @@ def look_back(found: Conclusion, good: bool = True, last: int = 39) -> tuple[Any
     return rewinding.look_back(case, MagicMock(), present), rewinding
 
 
-def test_a_crowd_that_is_guilty_is_undone() -> None:
+def test_a_crowd_that_is_bad_is_undone() -> None:
     found = Conclusion(Cause.DATA, list(range(CROWD)), [], "bad")
     stands, made = look_back(found)
     assert stands is not None
@@ -217,7 +217,7 @@ def test_a_crowd_that_is_guilty_is_undone() -> None:
     ],
 )
 @pytest.mark.parametrize("good", [True, False])
-def test_whoever_is_not_guilty_costs_nothing_but_time(found: Conclusion, good: bool) -> None:
+def test_whoever_is_not_bad_costs_nothing_but_time(found: Conclusion, good: bool) -> None:
     stands, made = look_back(found, good)
     assert stands is None and not made.guard.policy.state.taken and made.guard.policy.state.rewound is None
     made.points.restore_snapshot.assert_called_once_with(made.points.ring.copy_aside.return_value)
@@ -228,8 +228,8 @@ def test_whoever_is_not_guilty_costs_nothing_but_time(found: Conclusion, good: b
     made.watches.samples.skip_bad_samples.assert_not_called()
 
 
-def test_a_few_that_are_guilty_by_themselves_are_skipped_on_the_present_state() -> None:
-    """So is whoever outside of the window is like them, but not who is accused in a crowd or by a gradient."""
+def test_a_few_that_are_bad_by_themselves_are_skipped_on_the_present_state() -> None:
+    """So is whoever outside of the window is like them, but not what is suspected in a crowd or by a gradient."""
     found = Conclusion(Cause.DATA, [7, 8, 20, 30], [], "bad", alone=[7])
     stands, made = look_back(found)
     assert stands is None
@@ -244,7 +244,7 @@ def test_a_few_that_are_guilty_by_themselves_are_skipped_on_the_present_state() 
 
 
 @pytest.mark.parametrize("norm", [1.0, np.nan])
-def test_a_look_without_a_good_state_drops_no_point_and_convicts_no_checkpoint(
+def test_a_look_without_a_good_state_drops_no_point_and_quarantines_no_checkpoint(
     norm: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The state that was resumed from, and the only later point, are not finite, or worse than the checkpoint says."""
@@ -309,7 +309,7 @@ def test_what_is_new_is_trained_on_and_so_are_the_refused_batches_of_it(
     state = MagicMock(step=40, seconds=1.0)
     rewinding = shell(policy)
     rewinding.replays.compare_replays.return_value = (False, "")
-    rewinding.incident_log.convict_returned.return_value = FOUND
+    rewinding.incident_log.blame_returned.return_value = FOUND
     rewinding.incident_log.has_acted = False
     rewinding.trials.try_suspects.return_value = SuspectsTrial(trial(TrialVerdict.NEW, pays=True), False)
     policy.state.redone = redone

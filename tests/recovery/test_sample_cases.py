@@ -58,13 +58,13 @@ class SampleBench:
 
 
 class Made:
-    """A watch, what it wrote and said, and whom it convicted."""
+    """A watch, what it wrote and said, and which samples it found bad."""
 
     def __init__(self) -> None:
-        self.log, self.convicted = KeptLog(), list[Conclusion]()
+        self.log, self.found_bad = KeptLog(), list[Conclusion]()
         self.events = self.log.events
         order = SimpleNamespace(corpora=[SimpleNamespace(name="code")])
-        incident_log: Any = SimpleNamespace(skip_bad_samples=lambda found, *_: self.convicted.append(found))
+        incident_log: Any = SimpleNamespace(skip_bad_samples=lambda found, *_: self.found_bad.append(found))
         parts: Any = SimpleNamespace(
             config=SimpleNamespace(stability=StabilityConfig()), log=self.log, phase=lambda phase: None,
             source=SimpleNamespace(order=order), loader=SimpleNamespace(go_to=lambda *_: None),
@@ -107,7 +107,7 @@ def test_whole_batches_are_looked_back_on_where_there_is_a_state_of_before_them(
 
 
 def fruitless(watch: SampleWatch, step: int) -> int:
-    """Steps of rest after a look at `step` that convicted nobody."""
+    """Steps of rest after a look at `step` that found no bad sample."""
     watch.record_nobody_bad(case(step, kind="batch"), Conclusion(Cause.STATE, [], [], "harmless"), step, 0.1)
     return state_of(watch).rest.until - step
 
@@ -123,7 +123,7 @@ def test_looks_for_nothing_cost_a_bounded_share_of_a_run() -> None:
     assert fruitless(watch, step + 4095) == 4096 and fruitless(watch, step + 4095 + 2 * 4096) == 64
 
 
-def test_the_rest_is_kept_by_rewinds_and_restarts_and_short_again_where_somebody_is_guilty() -> None:
+def test_the_rest_is_kept_by_rewinds_and_restarts_and_short_again_where_somebody_is_bad() -> None:
     watch = Made().watch
     early = watch.state_dict()
     assert [fruitless(watch, step) for step in (10, 100)] == [64, 128]
@@ -156,7 +156,7 @@ def test_a_case_is_examined_after_quiet_steps_and_its_bad_samples_are_skipped() 
     made.watch._wait(case(3, kind="batch", last=5))
     for step, calm in ((10, True), (11, False), (12, True), (13, True), (14, True)):
         assert act(made, step, calm, bench) == [] and not bench.examined
-    assert act(made, 15, True, bench) == [bench.found] == made.convicted
+    assert act(made, 15, True, bench) == [bench.found] == made.found_bad
     assert bench.examined == [([3, 4, 5], [1, 2])] and not state_of(made.watch).waiting
 
 

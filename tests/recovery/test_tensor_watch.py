@@ -101,7 +101,7 @@ def test_rates_of_undone_steps_do_not_count() -> None:
     watch.rewound(2, saved)
     assert watch.state.rates == 0.5
     for damaged in ({"rates": "many"}, {"rates": None}, {"rates": []}, {"last": [1, 2]}):
-        with pytest.raises(ValidationError):  # which a start tells of, and begins anew
+        with pytest.raises(ValidationError):  # which a start tells of, and begins again
             watch.load_state_dict(damaged)
 
 

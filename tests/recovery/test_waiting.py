@@ -90,7 +90,7 @@ def write_spoilt(corpus: Path, bad: list[int], share: float, tokens: int = 38_00
 
 
 @pytest.mark.slow
-def test_look_back_that_convicts_nobody_leaves_no_trace(tmp_path: Path) -> None:
+def test_look_back_that_names_no_sample_leaves_no_trace(tmp_path: Path) -> None:
     corpus, looked, other = (tmp_path / name for name in ("corpus", "looked", "other"))
     write_spoilt(corpus, [], 0.0)
     for run, examinations in ((looked, 3000.0), (other, 1e-9)):
@@ -110,8 +110,8 @@ def test_look_back_skips_a_few_that_are_bad_by_themselves_and_undoes_nothing(tmp
     assert run_ranks(2, train, watched(corpus, run, samples=samples)) == [(0, "")] * 2
     (incident,) = incidents(run)
     assert (incident["verdict"], incident["cause"], incident["actions"]) == ("shift", "data", ["skip"])
-    guilty = {p for first, end in incident["positions"] for p in range(first, end)}
-    assert guilty and guilty <= set(bad) and not events(run, "discarded")
+    found_bad = {p for first, end in incident["positions"] for p in range(first, end)}
+    assert found_bad and found_bad <= set(bad) and not events(run, "discarded")
 
 
 @pytest.mark.slow
@@ -133,10 +133,10 @@ def test_refused_batch_is_examined_at_a_quiet_moment_over_restarts_and_epochs(tm
     (incident,) = incidents(run)
     assert incident["cause"] == "data" and incident["actions"] == ["skip"] and incident["onset"] == step
     assert (incident["step"], incident["batches_discarded"], incident["steps_lost"]) == (step + 4, 1, 0)
-    guilty = [p for a, b in incident["positions"] for p in range(a, b)]
-    assert set(guilty) <= set(bad) and len(guilty) >= 7 and len(read_ledger(run / "skips.jsonl")) == 1
+    found_bad = [p for a, b in incident["positions"] for p in range(a, b)]
+    assert set(found_bad) <= set(bad) and len(found_bad) >= 7 and len(read_ledger(run / "skips.jsonl")) == 1
     order = order_of(made)
-    skipped = set(order.locate_samples(np.array(guilty)).sequence.tolist())
+    skipped = set(order.locate_samples(np.array(found_bad)).sequence.tolist())
     later = np.array([p for step, some in positions(run).items() if step > 88 for p in some])
     places = order.locate_samples(later)
     assert places.epoch.max() == 1 and not skipped & set(places.sequence.tolist())

@@ -1,4 +1,4 @@
-"""Incidents of processes and files: what they cost, where the run went on, and that nobody is called guilty."""
+"""Incidents of processes and files: what they cost, where the run went on, and that no sample is called bad."""
 
 from __future__ import annotations
 
@@ -56,7 +56,9 @@ def test_cost_counts_time_without_training_once(make: Make) -> None:
     ("cause", "said"),
     [("data", "the same failure at the same place"), ("hardware", "one host fails among several")],
 )
-def test_report_does_not_call_a_supervisors_conclusion_guilt(make: Make, cause: str, said: str) -> None:
+def test_report_does_not_call_a_supervisors_conclusion_a_bad_sample(
+    make: Make, cause: str, said: str
+) -> None:
     positions = [(232, 240)] if cause == "data" else []
     known = breakdown(cause=cause, positions=positions, reasons=["3 times in a row"]).model_dump(mode="json")
     root = make()
@@ -66,7 +68,8 @@ def test_report_does_not_call_a_supervisors_conclusion_guilt(make: Make, cause: 
     for text in texts:
         assert said in text
         assert not any(
-            word in text for word in ("guilty", "Guilty", "good state", "same data on the same state")
+            word in text
+            for word in ("were bad", "was bad", "Bad pos", "good state", "same data on the same state")
         )
     assert ("Skipped positions: 232-239" in texts[1]) == (cause == "data")
     assert not (folder / "tokens.png").exists()

@@ -433,13 +433,14 @@ def test_report_of_a_crash_shows_failure_log_and_stacks(make: Make) -> None:
         (SPIKE | {"cause": "numerics", "actions": ["fall_back"], "kernels": ["attention sdpa"]},
          "without attention sdpa the same step is harmless. The run was rewound in memory to step 29 and continued "
          "without attention sdpa."),
-        (SPIKE | {"cause": "learning_rate", "actions": ["rewind", "fall_back"]}, "the learning rate was, or FP8. The"),
+        (SPIKE | {"cause": "learning_rate", "actions": ["rewind", "fall_back"]},
+         "the learning rate was too high, or FP8 the cause. The"),
         (SPIKE | {"cause": "state", "actions": ["rewind"], "deferred": [(232, 240)], "returns": [(472, 480)],
                   "positions": [(240, 248)], "lost": 8},
          "8 samples deferred; read again from position 472 (about step 60), 8 samples skipped in this epoch: no room "
          "to read them later."),
         (SPIKE | {"cause": "learning_rate", "actions": ["rewind", "cut_lr"], "released": 2},
-         "and continued with a smaller learning rate. 2 samples no longer convicted."),
+         "and continued with a smaller learning rate. 2 samples no longer skipped."),
         (SPIKE | {"verdict": "drift", "actions": []}, "the loss drifted away, from 4.00 to 9.00. It is still open"),
         (SPIKE | {"verdict": "non_finite", "loss_peak": None, "actions": []}, "were not finite."),
         (SPIKE | {"loss_peak": 4.0, "actions": ["stop"], "outcome": "stopped"}, "norm jumped to 7.50, the loss"),

@@ -242,8 +242,8 @@ def test_plan_leaves_out_a_shard_that_cannot_be_pasted() -> None:
 
 NODE = shutil.which("node")
 SAMPLES = Sheet(
-    "t", columns=[Column("guilty", "guilty"), Column("n", "n", "count")], counts=("position", "sample"),
-    rows=[{"guilty": g, "position": p, "n": 1} for g, p in ((True, 7), (True, 7), (True, 8), (False, 9))],
+    "t", columns=[Column("bad", "bad"), Column("n", "n", "count")], counts=("position", "sample"),
+    rows=[{"bad": g, "position": p, "n": 1} for g, p in ((True, 7), (True, 7), (True, 8), (False, 9))],
 )  # fmt: skip
 
 

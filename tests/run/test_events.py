@@ -27,11 +27,11 @@ from megastable.run.log import RunLog
 # In journals that there are: a name may come, none may go or change.
 NAMES = """alert baseline_reset batch_changed batch_far_off blend_changed branches_tried change_made
 change_measured change_refused checkpoint checkpoint_failed checkpoint_healthy checkpoint_recovered
-checkpoint_rejected checkpoint_suspect clipping_anew config_changed discard_examined discarded ended evaluated
+checkpoint_rejected checkpoint_suspect clipping_reset config_changed discard_examined discarded ended evaluated
 exchanges_undone fell_back finished gradients_doubted handover hang hook_failed host_faulty host_left_out
 host_proven host_slow hosts_awaited imported incident incident_later kernels_left kernels_tried_again launched
 length_changed located look_ahead_failed look_ahead_spent looked_ahead memory_dropped memory_off memory_refused
-memory_resume messages_differ mix_changed moments_anew no_snapshots note order_changed probed rate_cut rate_lifted
+memory_resume messages_differ mix_changed moments_reset no_snapshots note order_changed probed rate_cut rate_lifted
 rate_warmup records_lost replay_differs replicas_differ reshaped restart resumed returned rolled_back
 samples_dropped samples_examined settings_adjusted skips_added skips_foreign skips_given_back
 skips_read skips_refused snapshot_rejected state_changed stopped supervisor tasks_evaluated
@@ -116,7 +116,7 @@ def test_event_fields_are_of_their_kinds_or_none() -> None:
          "incident 3: cause: state: b; 11 samples deferred; read again from position 90, 1 sample skipped in this epoch"
          ": no room to read them later"),
         ({"event": "incident", "what": "released", "number": 2, "step": 9, "reason": "it was the rate",
-          "positions": [[5, 8]], "next_epoch": [[1, 2]]}, "step 9: incident 2: 4 skipped samples found innocent, "),
+          "positions": [[5, 8]], "next_epoch": [[1, 2]]}, "step 9: incident 2: 4 skipped samples found harmless, "),
         ({"event": "kernels_tried_again", "step": 50, "kernels": ["attention sdpa"], "now": []},
          "step 50: computes by plain PyTorch: attention sdpa, which was left, is no longer in use"),
         ({"event": "alert", "what": "over", "step": 70}, "step 70: the alert is over"),

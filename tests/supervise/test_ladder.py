@@ -201,7 +201,7 @@ def test_supervisor_skips_a_step_that_fails_again_and_then_gives_up(ladder: Ladd
 def test_supervisor_killed_when_it_has_skipped_skips_no_second_batch(
     ladder: Ladder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The batch behind the first one is innocent."""
+    """The batch behind the first one is harmless."""
 
     class Killed(BaseException): ...
 

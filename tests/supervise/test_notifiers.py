@@ -11,9 +11,9 @@ from megastable.cluster.child_process import ChildProcess
 from megastable.config.tree import RunConfig
 from megastable.run.directory import RunDirectory
 from megastable.run.events.stability_events import AlertEvent
-from megastable.supervise import beside_process
-from megastable.supervise.beside_process import build_look_ahead
+from megastable.supervise import side_process
 from megastable.supervise.notifiers import Notifiers
+from megastable.supervise.side_process import build_look_ahead
 from tests.conftest import tiny
 from tests.forensics.test_ahead import clean, left_out, planted
 from tests.forensics.test_history import events_of, positions_of
@@ -29,7 +29,7 @@ def heard(corpus: Path, tmp_path: Path) -> Notifiers:
 
 
 def test_notifiers_tell_people_of_an_alert(heard: Notifiers) -> None:
-    """Once when it begins and once when it is over, with the reason; the reports are written anew."""
+    """Once when it begins and once when it is over, with the reason; the reports are written again."""
     told: list[tuple[str, str]] = []
     heard.notices.send_notice = lambda event, text, facts: told.append((event, text))  # type: ignore[method-assign]
     heard.handle_event(AlertEvent(what="begun", step=7, reason="the 8 rewinds are spent"))
@@ -75,12 +75,12 @@ def _refuse(*arguments: object) -> ChildProcess:
     raise OSError("no more processes")
 
 
-def test_beside_process_gives_up_what_cannot_be_started(
+def test_side_process_gives_up_what_cannot_be_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(beside_process, "start_in_background", _refuse)
+    monkeypatch.setattr(side_process, "start_in_background", _refuse)
     said: list[str] = []
     config = RunConfig.model_validate({"data": {"look_ahead": {"steps": 5}}})
     process = build_look_ahead(config, RunDirectory(tmp_path), "x", [], said.append)
     process.wait_until_done(lambda: None, lambda: False)
-    assert len(said) == beside_process.TRIES and "cannot be started: no more processes" in said[0]
+    assert len(said) == side_process.TRIES and "cannot be started: no more processes" in said[0]

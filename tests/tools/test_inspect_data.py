@@ -62,7 +62,7 @@ def test_a_step_for_people_machines_spreadsheets_and_browsers(run: Path, tmp_pat
 
 def test_an_incident_a_document_and_what_was_read(run: Path, corpus: Path) -> None:
     told = result("incident", run, 1)
-    assert next(row["position"] for row in told["rows"] if row["guilty"]) in (233, 234, 235)
+    assert next(row["position"] for row in told["rows"] if row["bad"]) in (233, 234, 235)
     first = told["rows"][0]
     about = result("document", corpus / f"{first['shard']}.idx", first["document"], "--run", run)
     assert first["position"] in {row.get("position") for row in about["rows"]}

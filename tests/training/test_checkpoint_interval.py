@@ -1,4 +1,4 @@
-"""Checkpoints by time: rank 0's clock decides, on all ranks alike, and begins anew with every process."""
+"""Checkpoints by time: rank 0's clock decides, on all ranks alike, and begins again with every process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Skips by identity in real runs: what is convicted in one epoch is trained on in none of the later ones."""
+"""Skips by identity in real runs: what is quarantined in one epoch is trained on in none of the later ones."""
 
 from __future__ import annotations
 
@@ -68,10 +68,10 @@ def test_three_epochs_of_twenty_bad_samples_have_one_incident(
         assert run_ranks(world, train, three_epochs(corpus, run, steps)) == [(0, "")] * world
     (incident,) = incidents(run)
     order = order_of(three_epochs(corpus, run, 92))
-    guilty = [p for first, end in incident["positions"] for p in range(first, end)]
+    found_bad = [p for first, end in incident["positions"] for p in range(first, end)]
     planted = {p for first, end in what.positions for p in range(first, end)}
-    assert incident["cause"] == "data" and planted <= set(guilty) and len(guilty) <= 21
-    bad = set(order.locate_samples(np.array(guilty)).sequence.tolist())
+    assert incident["cause"] == "data" and planted <= set(found_bad) and len(found_bad) <= 21
+    bad = set(order.locate_samples(np.array(found_bad)).sequence.tolist())
     (entry,) = read_ledger(run / "skips.jsonl")
     assert isinstance(entry, SampleEntry) and entry.documents
     # Neither these nor fewer of the others, in any of the epochs.
@@ -108,17 +108,17 @@ def test_samples_stay_out_when_the_blend_changes_and_when_a_corpus_goes_and_come
 
     first = config(16, (0.5, 0.5))
     order = open_corpora(first.data.corpora, LENGTH, first.run.seed).train.order
-    guilty = [5, 7, 11, 30, 33]  # convicted in step 6, when the first of them were trained on
+    found_bad = [5, 7, 11, 30, 33]  # quarantined in step 6, when the first of them were trained on
     lines = [
-        line.model_dump_json(exclude_none=True) for line in sample_entries(order, np.array(guilty), "bad")
+        line.model_dump_json(exclude_none=True) for line in sample_entries(order, np.array(found_bad), "bad")
     ]
-    bad = {(order.corpora[p.corpus].name, p.sequence) for p in map(order.locate_sample, guilty)}
+    bad = {(order.corpora[p.corpus].name, p.sequence) for p in map(order.locate_sample, found_bad)}
     assert {name for name, _ in bad} == {"a", "b"}
     assert run_ranks(2, train_and_skip, first, [(6, "\n".join(lines))]) == [0, 0]
     for steps, weights in ((32, (0.3, 0.7)), (48, (0.0, 1.0)), (64, (0.6, 0.4))):
         assert run_ranks(1, train, config(steps, weights)) == [(0, "")]
     trained = identities(config(64, (0.6, 0.4)), positions(tmp_path / "run"))
-    assert sum((name, s) in bad for some in trained[:6] for name, _, s in some) == len(guilty)
+    assert sum((name, s) in bad for some in trained[:6] for name, _, s in some) == len(found_bad)
     assert not [s for some in trained[6:] for s in some if (s[0], s[2]) in bad]
     assert [e["skips_moved"] for e in events(tmp_path / "run", "blend_changed")] == [0, 0, 0]
     last = max(epoch for some in trained for name, epoch, _ in some if name == "a")

@@ -177,7 +177,7 @@ def test_a_change_that_the_journal_does_not_take_is_not_made_until_it_does(
 
 
 def test_a_checkpoint_is_judged_by_all_betas_that_its_moments_may_be_of(tmp_path: Path) -> None:
-    """Moments made under live betas look inconsistent under the recipe's, and a good checkpoint would be convicted."""
+    """Moments made under live betas look inconsistent under the recipe's, and a good one would be quarantined."""
     found, run = make_run(tmp_path / "run", step=7), RunDirectory(tmp_path / "run")
     recipe = run_of(found).optimizer.betas
     values = {"optimizer.betas": [0.5, 0.6]}

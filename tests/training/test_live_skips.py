@@ -149,8 +149,8 @@ def test_the_detector_is_told_where_a_person_changes_the_mix(tmp_path: Path) -> 
 
     out = SkipEntry(first=0, end=2**62, reason="x", corpus="b").model_dump_json(exclude_none=True)
     run_ranks(2, train_and_skip, config(10, (0.5, 0.5)), [(4, out)])
-    (anew,) = events(tmp_path / "run", "mix_changed")
-    assert anew["step"] == 5 and anew["old"] == {"a": 0.5, "b": 0.5} and anew["new"] == {"a": 1.0}
+    (changed,) = events(tmp_path / "run", "mix_changed")
+    assert changed["step"] == 5 and changed["old"] == {"a": 0.5, "b": 0.5} and changed["new"] == {"a": 1.0}
     (tmp_path / "run/skips.jsonl").write_text("")  # a person takes that back
     run_ranks(1, train, config(20, (0.25, 0.75)))
     steps = events(tmp_path / "run", "mix_changed")[1:]

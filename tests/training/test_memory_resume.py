@@ -178,7 +178,7 @@ def journal(run: Path, **event: Any) -> None:
         file.write(json.dumps({"time": time.time(), **event}) + "\n")
 
 
-def convict(run: Path) -> None:
+def quarantine(run: Path) -> None:
     from megastable.checkpoint import markers
 
     markers.mark_bad(run / "checkpoints/step-10", "bad")
@@ -187,7 +187,7 @@ def convict(run: Path) -> None:
 # Everything else that makes a point outdated: tests/checkpoint/test_held_points.py.
 OUTDATED: dict[str, tuple[Callable[[Path], object], str, int]] = {
     "rewound": (lambda run: journal(run, event="memory_dropped", step=10, epoch=1), "was rewound", 10),
-    "convicted": (convict, "was convicted", 5),
+    "quarantined": (quarantine, "was quarantined", 5),
     "tried often": (
         lambda run: [
             journal(run, event="memory_resume", step=POINT, lineage=key(run).lineage, epoch=0) for _ in range(2)

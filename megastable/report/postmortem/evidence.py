@@ -257,7 +257,7 @@ class Gatherer:
         tokens: Tokens | None = None
         if i.shown and run.shows_texts:
             samples = self._try("the texts", lambda: self._samples(losses), [])
-        if i.guilty and samples:
+        if i.bad and samples:
             tokens = self._try("the tokens", self._tokens, None)
         if samples and (problem := run.samples.open_library().problem):
             self.problems.append(problem)
@@ -306,10 +306,10 @@ class Gatherer:
         ]
 
     def _tokens(self) -> Tokens:
-        # Convicted samples stay in place, whatever is deferred later.
+        # Skipped samples stay in place, whatever is deferred later.
         source = self.run.samples
         library = source.open_library(max(time for time, skipped, _ in named_when(self.own) if skipped))
-        return library.compare_tokens(self.incident.guilty, source.select_usable(library))
+        return library.compare_tokens(self.incident.bad, source.select_usable(library))
 
     def gather_cost(self) -> Cost:
         """The cost alone."""
@@ -480,8 +480,8 @@ class Gatherer:
             planted = read_planted(find_recipe(corpus.path))
             if planted is None:
                 continue
-            found_exactly = self.incident.guilty == planted.positions
-            found_text = "; exactly these were found guilty" if found_exactly else ""
+            found_exactly = self.incident.bad == planted.positions
+            found_text = "; exactly these were found bad" if found_exactly else ""
             planted_texts.append(f"{corpus.path} was made bad on purpose: it has {planted}{found_text}")
         return planted_texts
 

@@ -262,8 +262,8 @@ class IncidentFacts(IncidentFields):
         return bool(self.failure) or self.verdict in [*Breakdown]
 
     @property
-    def guilty(self) -> list[tuple[int, int]]:
-        """Positions measured and found guilty; not those only skipped along with a step."""
+    def bad(self) -> list[tuple[int, int]]:
+        """Positions measured and found bad; not those only skipped along with a step."""
         return self.positions if self.cause == "data" and not self.breakdown else []
 
     @property

@@ -33,9 +33,9 @@ FILES = {
     "plot.png": "loss and gradient norm around it",
     "region.png": "where the bad region's ends were looked for",
     "branches.png": "the losses of the branches that were tried, and of the run",
-    "tokens.png": "token histogram of the guilty samples beside the corpus's",
+    "tokens.png": "token histogram of the bad samples beside the corpus's",
     "samples.txt": "the texts, escaped",
-    "documents.csv": "the documents of the guilty samples",
+    "documents.csv": "the documents of the bad samples",
     "layers.csv": "statistics of every layer before, during and after it",
     "evidence.json": "everything, for machines",
 }

@@ -1,4 +1,4 @@
-"""Draws an incident: the steps around it, and the tokens of the guilty samples beside those of their corpus.
+"""Draws an incident: the steps around it, and the tokens of the bad samples beside those of their corpus.
 
 Without pyplot, which would leave global state in the process.
 """
@@ -340,13 +340,13 @@ def _unplace(at: float, span: float) -> float:
 
 @_as_png
 def draw_tokens(tokens: Tokens) -> Figure:
-    """The most frequent tokens of guilty samples and corpus, and both distributions by rank."""
+    """The most frequent tokens of bad samples and corpus, and both distributions by rank."""
     figure = _figure(10, 0.7 + 0.19 * max(10, len(tokens.top)))
     bars, ranks = figure.subplots(1, 2, width_ratios=[3, 2])
     bar_places = list(range(len(tokens.top)))
-    for bar_offset, side_name, colour in ((-0.2, "guilty", BAD), (0.2, "corpus", GOOD)):
+    for bar_offset, side_name, colour in ((-0.2, "bad", BAD), (0.2, "corpus", GOOD)):
         token_shares = [100 * getattr(share, side_name) for share in tokens.top]
-        side_label = "guilty samples" if side_name == "guilty" else "corpus"
+        side_label = "bad samples" if side_name == "bad" else "corpus"
         bars.barh(
             [bar_place + bar_offset for bar_place in bar_places],
             token_shares,
@@ -367,7 +367,7 @@ def draw_tokens(tokens: Tokens) -> Figure:
     bars.set_xlabel("share of all tokens, %")
     bars.set_title("Most frequent tokens of either")
     bars.legend(loc="lower right")
-    for rank_curve, colour in ((tokens.guilty_by_rank, BAD), (tokens.corpus_by_rank, GOOD)):
+    for rank_curve, colour in ((tokens.bad_by_rank, BAD), (tokens.corpus_by_rank, GOOD)):
         ranks.loglog(
             *zip(*((rank, 100 * share) for rank, share in rank_curve), strict=True),
             color=colour,

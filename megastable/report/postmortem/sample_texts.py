@@ -1,4 +1,4 @@
-"""Decodes the guilty samples document by document, and compares their tokens with the corpus's."""
+"""Decodes the bad samples document by document, and compares their tokens with the corpus's."""
 
 from __future__ import annotations
 
@@ -58,33 +58,33 @@ class SampleText(Facts):
 
 
 class TokenShare(Facts):
-    """The share (0 to 1) of a token among the guilty samples and in the corpus."""
+    """The share (0 to 1) of a token among the bad samples and in the corpus."""
 
     token: int
     text: str
-    guilty: float
+    bad: float
     corpus: float
 
 
 class Tokens(Facts):
-    """Unigram statistics of guilty samples (up to COUNTED, evenly spread) and of their corpora (up to CORPUS tokens).
+    """Unigram statistics of bad samples (up to COUNTED, evenly spread) and of their corpora (up to CORPUS tokens).
 
-    Entropies in nats per token. repeated: share of a guilty sample's most frequent token, the median. distance: total
-    variation between the two distributions, 0 to 1; usual_distance: of as many samples from before the guilty ones that
+    Entropies in nats per token. repeated: share of a bad sample's most frequent token, the median. distance: total
+    variation between the two distributions, 0 to 1; usual_distance: of as many samples from before the bad ones that
     were not skipped, None where there are too few. *_by_rank: (rank, share), most frequent first.
     """
 
     samples: int
-    guilty_tokens: int
+    bad_tokens: int
     corpus_tokens: int
     vocabulary: int
-    guilty_entropy: float
+    bad_entropy: float
     corpus_entropy: float
     repeated: float
     distance: float
     usual_distance: float | None
     top: list[TokenShare]
-    guilty_by_rank: list[tuple[int, float]]
+    bad_by_rank: list[tuple[int, float]]
     corpus_by_rank: list[tuple[int, float]]
 
     @property
@@ -92,8 +92,8 @@ class Tokens(Facts):
         """The interpretation, in a sentence."""
         if self.repeated > 0.5:
             return f"A single token makes {self.repeated:.0%} of a sample: it looks like a repetition."
-        has_many = self.guilty_tokens >= FEW  # with fewer, hardly any token repeats in any text
-        if has_many and math.exp(self.guilty_entropy) > 0.5 * min(self.vocabulary, self.guilty_tokens):
+        has_many = self.bad_tokens >= FEW  # with fewer, hardly any token repeats in any text
+        if has_many and math.exp(self.bad_entropy) > 0.5 * min(self.vocabulary, self.bad_tokens):
             return "Almost every token of the vocabulary is as frequent as any other: it looks like random tokens."
         if self.usual_distance is None:
             return "There are no ordinary samples before them to compare their tokens with."
@@ -165,7 +165,7 @@ class Library:
         Raises DataError for a damaged corpus.
         """
         positions = spread_positions(ranges, COUNTED)
-        guilty = self._counts(positions)
+        found_bad = self._counts(positions)
         repeated = [np.bincount(sample[:-1]).max() for sample in self.source.read_samples(positions)]
         corpora = np.unique(self.source.order.locate_samples(positions).corpus).tolist()
         streams = [self.source.streams[index] for index in corpora]
@@ -175,19 +175,20 @@ class Library:
         )
         before = np.arange(max(0, ranges[0][0] - FAR), ranges[0][0])
         before = before[~selection.mask_skipped(before)][-positions.size :]
-        shares, usual = guilty / guilty.sum(), corpus / corpus.sum()
-        named = dict.fromkeys((*_top(guilty), *_top(corpus)))
+        shares, usual = found_bad / found_bad.sum(), corpus / corpus.sum()
+        named = dict.fromkeys((*_top(found_bad), *_top(corpus)))
         return Tokens(
-            samples=positions.size, guilty_tokens=int(guilty.sum()), corpus_tokens=int(corpus.sum()),
+            samples=positions.size, bad_tokens=int(found_bad.sum()), corpus_tokens=int(corpus.sum()),
             vocabulary=self.vocabulary,
-            guilty_entropy=unigram_entropy(guilty), corpus_entropy=unigram_entropy(corpus),
-            repeated=float(np.median(repeated)) / self.source.order.sequence_length, distance=_distance(guilty, corpus),
+            bad_entropy=unigram_entropy(found_bad), corpus_entropy=unigram_entropy(corpus),
+            repeated=float(np.median(repeated)) / self.source.order.sequence_length,
+            distance=_distance(found_bad, corpus),
             usual_distance=_distance(self._counts(before), corpus) if before.size == positions.size else None,
             top=[
-                TokenShare(token=t, text=self._label(t), guilty=float(shares[t]), corpus=float(usual[t]))
+                TokenShare(token=t, text=self._label(t), bad=float(shares[t]), corpus=float(usual[t]))
                 for t in named
             ],
-            guilty_by_rank=_by_rank(guilty), corpus_by_rank=_by_rank(corpus),
+            bad_by_rank=_by_rank(found_bad), corpus_by_rank=_by_rank(corpus),
         )  # fmt: skip
 
     def _counts(self, positions: npt.NDArray[np.int64]) -> Counts:

@@ -40,7 +40,7 @@ BREAKDOWNS = {
 ACTIONS = {
     "apply": "tried the same steps with the data and without it, and trained on: nothing was taken away",
     "discard": "the updates were refused; the weights never saw them",
-    "skip": "skipped the guilty samples from there on; nothing was undone",
+    "skip": "skipped the bad samples from there on; nothing was undone",
     "wait": "left it to itself, as a branch without any change had healed; outlier updates were refused",
     "rewind": "rewound in memory to before the onset, without a restart",
     "fall_back": "rewound in memory to before the onset and continued without FP8, or without a kernel",
@@ -154,16 +154,16 @@ def _found_and_done(e: Evidence) -> str:
         told = [f"Skipped{until_text}: {skipped}."] if i.positions else []
         told += [f"The run resumed from {back_to}; steps repeated: {i.steps_lost:,}."] if e.back_to else []
         return " ".join(told)
-    guilty = f"{count_noun(count_positions(i.guilty), 'sample')} of {count_documents(e)}"
+    found_bad = f"{count_noun(count_positions(i.bad), 'sample')} of {count_documents(e)}"
     cause_text = {
-        "data": f"{guilty} {'was' if count_positions(i.guilty) == 1 else 'were'} guilty.",
-        "state": "No sample was guilty: the state was.",
+        "data": f"{found_bad} {'was' if count_positions(i.bad) == 1 else 'were'} bad.",
+        "state": "No sample was bad: the state was damaged.",
         "new_data": "Nothing was wrong: the data was new.",
-        "numerics": f"No sample was guilty: without {_left(i)} the same step is harmless.",
-        "moments": "No sample was guilty: the optimizer's moments were stale.",
-        "learning_rate": "No sample was guilty: the learning rate was, or FP8."
+        "numerics": f"No sample was bad: without {_left(i)} the same step is harmless.",
+        "moments": "No sample was bad: the optimizer's moments were stale.",
+        "learning_rate": "No sample was bad: the learning rate was too high, or FP8 the cause."
         if _left_first(i)
-        else "No sample was guilty: the learning rate was.",
+        else "No sample was bad: the learning rate was too high.",
         "hardware": ""
         if i.verdict == "corrupted"
         else "The same data on the same state gave something else: hardware.",
@@ -188,20 +188,20 @@ def _found_and_done(e: Evidence) -> str:
 
 
 def describe_deferral(e: Evidence) -> str:
-    """The fate of samples deferred without a conviction, or whose conviction was withdrawn."""
+    """The fate of samples deferred, or skipped no longer."""
     i, told_parts, return_step = e.incident, list[str](), None
     if i.deferred and i.returns and e.run.global_batch:
         return_step = i.onset + (min(i.returns)[0] - min(i.deferred)[0]) // e.run.global_batch
     if deferral_text := told_off(i.deferred, i.returns, i.lost, return_step):
         told_parts.append(f"{deferral_text}.")
     if i.released:
-        told_parts.append(f"{count_noun(i.released, 'sample')} no longer convicted.")
+        told_parts.append(f"{count_noun(i.released, 'sample')} no longer skipped.")
     return " ".join(told_parts)
 
 
 def what_of(i: IncidentFacts) -> str:
     """Describes the samples whose texts are shown."""
-    return "guilty" if i.guilty else "skipped" if i.positions else "deferred"
+    return "bad" if i.bad else "skipped" if i.positions else "deferred"
 
 
 def _name_winner(e: Evidence) -> str:
@@ -280,7 +280,7 @@ def list_figures(e: Evidence) -> list[tuple[str, str, str]]:
         hours_text = f"{c.gpu_hours:.2g}" if c.gpu_hours < 10 else f"{c.gpu_hours:,.0f}"
         key_figures.append(("GPU-hours", hours_text, money_text))
     if i.positions:
-        sample_kind, document_text = ("guilty", count_documents(e)) if i.guilty else ("skipped", "")
+        sample_kind, document_text = ("bad", count_documents(e)) if i.bad else ("skipped", "")
         key_figures.append((f"samples {sample_kind}", f"{count_positions(i.positions):,}", document_text))
     if i.deferred:
         return_text = f"read again from position {min(i.returns)[0]:,}" if i.returns else ""
@@ -373,7 +373,7 @@ def _by_cause(e: Evidence) -> Iterator[FollowUp]:
     i, r = e.incident, e.run
     if i.cause == "data":
         yield FollowUp(
-            "Read the guilty texts, and find out where these documents came from.",
+            "Read the bad texts, and find out where these documents came from.",
             f"less {_here(e)}/samples.txt",
         )
         yield FollowUp(

@@ -23,7 +23,7 @@ from megastable.run.events.stability_events import (
 )
 
 NEAR = 8  # events between a trial and the incident that is opened because of it
-EXAMINED = (DiscardExamined, SamplesExamined)  # samples, without a conviction
+EXAMINED = (DiscardExamined, SamplesExamined)  # samples, none of them bad
 ENDS = (IncidentEvent, *EXAMINED, SamplesDropped, *STARTS, *MARKS)  # before them was another matter
 EXPLANATION = (
     "A branch is a few steps of training from the same state, after which the run stands as it did before. The data to "
@@ -209,8 +209,8 @@ def _name_chosen(trial: TrialFacts, cause: str | None) -> str:
 
 
 def _find_attribution(events: Sequence[Event], own: Sequence[int], after: int) -> int | None:
-    """The index of the event by which an incident was attributed next, or its samples were examined without a
-    conviction."""
+    """The index of the event by which an incident was attributed next, or its samples were examined without
+    a bad sample."""
     for event_index in range(after + 1, own[-1] + 1):
         event = events[event_index]
         is_attributed = isinstance(event, IncidentEvent) and event.what == "attributed" and event_index in own

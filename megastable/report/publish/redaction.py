@@ -48,7 +48,7 @@ HASH = re.compile(r"[0-9a-f]{16,128}")
 @dataclass(frozen=True)
 class Keeping:
     """What is published although it is private by default. hosts: their names. names: of corpora, shards and tasks.
-    texts: of samples that an incident found guilty, skipped or deferred."""
+    texts: of samples that an incident found bad, skipped or deferred."""
 
     hosts: bool = False
     names: bool = False

@@ -199,7 +199,7 @@ def build_incident(r: RunReader, note: IncidentHistory, places: PlacesOfSteps) -
         "action_words": [make_visible(action, 40) for action in case.actions],
         "outcome": make_visible(case.outcome, 40), "back_to": note.back_to,
         "reasons": [make_visible(reason_text, 600) for reason_text in case.reasons],
-        "positions": [list(pair) for pair in case.positions], "guilty": bool(case.guilty),
+        "positions": [list(pair) for pair in case.positions], "bad": bool(case.bad),
         "deferred": [list(pair) for pair in case.deferred], "returns": [list(pair) for pair in case.returns],
         "skipped": sum(end - first_position for first_position, end in case.positions),
         "documents": len(case.documents), "steps_lost": case.steps_lost, "refused": case.batches_discarded,

@@ -119,7 +119,7 @@ def _value(value: Any) -> Any:
 
 def _plan(sheet: Sheet) -> list[str | None] | None:
     """For every row the line "SHARD DOCUMENT", with FIRST:END for a part of it; None if the shard's name could not be
-    pasted verbatim, or the row was found to be innocent."""
+    pasted verbatim, or the row was found to be harmless."""
     if not sheet.rows or not all("shard" in row and "document" in row for row in sheet.rows):
         return None
     pairs = [(str(make_plain(row["shard"])), str(make_plain(row["document"]))) for row in sheet.rows]
@@ -128,7 +128,7 @@ def _plan(sheet: Sheet) -> list[str | None] | None:
     ]
     return [
         f"{shard} {document}{token_span}"
-        if shard.isprintable() and document.isdecimal() and row.get("guilty") is not False
+        if shard.isprintable() and document.isdecimal() and row.get("bad") is not False
         else None
         for (shard, document), token_span, row in zip(pairs, token_spans, sheet.rows, strict=True)
     ]

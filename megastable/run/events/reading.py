@@ -104,7 +104,7 @@ class Follower:
         self.problem = ""
         self._offset = 0  # offset of the next unread line
         self._anchor = b""
-        self._again = False  # begin anew with the next line: an emptied file is about to be written
+        self._again = False  # begin again with the next line: an emptied file is about to be written
         self._seen: tuple[int, ...] | None = None
 
     def read_new(self) -> list[Event]:

@@ -42,7 +42,7 @@ class Discarded(Event):
 
 
 class _Samples(Event):
-    """A case of suspected samples of the steps `first` to `last` is closed without a conviction. suspected: the reason;
+    """A case of suspected samples of the steps `first` to `last` is closed without a quarantine. suspected: the reason;
     positions: the known ones."""
 
     FOUND = "examined, nothing is skipped"
@@ -215,7 +215,7 @@ class IncidentEvent(Event):
                 for first_position, end_position in read_pairs(self.get(position_key))
             )
             skipped_text = count_noun(sample_count, "skipped sample")
-            about = f"{skipped_text} found innocent, to be read after all{self.format_reason()}"
+            about = f"{skipped_text} found harmless, to be read after all{self.format_reason()}"
         elif what == "rewound":
             about = f"back at step {self.get('to_step')}, going on from position {self.get('cursor')}"
         elif what == "restarted":

@@ -102,17 +102,17 @@ class Reshaped(Event):
     new: Tree
 
 
-class MomentsAnew(Event):
-    NAME = "moments_anew"
-    TOLD = "the checkpoint holds no optimizer state: the optimizer begins anew"
+class MomentsReset(Event):
+    NAME = "moments_reset"
+    TOLD = "the checkpoint holds no optimizer state: the optimizer begins again"
     step: Whole
 
 
-class ClippingAnew(Event):
+class ClippingReset(Event):
     """kind: of optimizer.clipping."""
 
-    NAME = "clipping_anew"
-    TOLD = "the checkpoint holds no averages of optimizer.clipping={kind}: they begin anew"
+    NAME = "clipping_reset"
+    TOLD = "the checkpoint holds no averages of optimizer.clipping={kind}: they begin again"
     step: Whole
     kind: Text
 

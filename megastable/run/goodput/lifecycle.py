@@ -1,6 +1,6 @@
 """Walks a run's journal and accounts for its time: launches, training, ends, waiting. Pure.
 
-What is over is never judged anew: a step done again counts as `redone` the second time, not the first. So totals only
+What is over is never judged again: a step done again counts as `redone` the second time, not the first. So totals only
 grow, and a process that ends without being continued has redone nothing.
 """
 

@@ -108,7 +108,7 @@ def test_find_groups_names_what_incidents_skip_and_nobody_else() -> None:
         *sample_entries(order, np.arange(120, 160), "data: bad", (), 2, 12),
         *sample_entries(order, np.arange(150, 155), "by a person"),
     ]
-    ledger = Ledger([*lines, *release_entries(Ledger(lines), order, np.arange(100, 105), "innocent", 3, 13)])
+    ledger = Ledger([*lines, *release_entries(Ledger(lines), order, np.arange(100, 105), "harmless", 3, 13)])
     groups = find_groups(ledger, order, Selection(order, ledger.exclusions), 200)
     assert [(group.incident, group.step) for group in groups] == [(1, 11), (2, 12)]
     wanted = [[*range(105, 130)], [*range(120, 150), *range(155, 160)]]

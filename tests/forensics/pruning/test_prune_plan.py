@@ -26,7 +26,7 @@ from tests.forensics.shelves import Plain, corpus
 from tests.report.runs import SPIKE, make_run, note
 
 NAMES = st.text(st.characters(exclude_characters="/\0", exclude_categories=("Cs",)), min_size=1, max_size=12)
-GUILTY = [*range(232, 240), 250]  # positions
+BAD = [*range(232, 240), 250]  # positions
 SPAN = "a 1 8:9"  # nothing but what ends a document, which stays
 
 
@@ -182,24 +182,24 @@ def test_make_plan_refuses_lists_without_writing(folder: Path, text: str, messag
     assert not (folder.parent / "plan.txt").exists()
 
 
-def guilty(**more: object) -> Incident:
+def found_bad(**more: object) -> Incident:
     return Incident(number=1, cause="data", positions=[(232, 240), (250, 251)], **(SPIKE | more))
 
 
 def test_make_plan_finds_the_documents_and_spans_of_an_incident(corpus: Path, tmp_path: Path) -> None:
     """Those that hold any of the tokens of its positions; as spans just these, but for tokens that end a document."""
-    root, output = make_run(corpus, tmp_path / "run", guilty()), tmp_path / "plan.txt"
+    root, output = make_run(corpus, tmp_path / "run", found_bad()), tmp_path / "plan.txt"
     history, shard = History(root), Shard(corpus / "part-0")
     length, order = history.config.model.sequence_length, history.library_at().source.order
     tokens = shard.read_raw(0, shard.tokens)
     wanted = np.zeros(shard.tokens, bool)
-    for first in order.locate_samples(np.array(GUILTY)).first_token.tolist():
+    for first in order.locate_samples(np.array(BAD)).first_token.tolist():
         wanted[first : first + length] = True
     found, _ = make_plan(corpus, output, incidents=[f"{root}:1"])
     owner = np.cumsum(np.append(0, tokens[:-1] == 0))
     assert [removal.document for removal in found] == np.unique(owner[wanted]).tolist()
     assert all("incident 1 (spike, cause data): in " in removal.why for removal in found)
-    for removal in found:  # beside the guilty tokens nothing of a document is shown
+    for removal in found:  # beside the bad tokens nothing of a document is shown
         shown = [int(token) for token in removal.excerpt.lstrip("…").split()]
         own = tokens[owner == removal.document].tolist()
         begins = [n for n in range(len(own)) if own[n : n + len(shown)] == shown]
@@ -237,11 +237,11 @@ def test_make_plan_names_the_same_by_steps_positions_and_table(corpus: Path, tmp
 
 def test_make_plan_refuses_runs_that_cannot_be_planned(corpus: Path, tmp_path: Path) -> None:
     root, output, listed = (
-        make_run(corpus, tmp_path / "run", guilty()),
+        make_run(corpus, tmp_path / "run", found_bad()),
         tmp_path / "plan.txt",
         tmp_path / "list",
     )
-    innocent = make_run(corpus, tmp_path / "innocent", Incident(number=1, **SPIKE))
+    harmless = make_run(corpus, tmp_path / "harmless", Incident(number=1, **SPIKE))
     listed.write_text("part-0 3 1:5\npart-0 3 6:7\npart-0 4\n")
     with pytest.raises(
         DataError, match=r"list line 3 names all of document 4 of part-0, and --spans takes spans"
@@ -254,7 +254,7 @@ def test_make_plan_refuses_runs_that_cannot_be_planned(corpus: Path, tmp_path: P
         ("incidents", f"{root}:x", "give run and number"),
         ("incidents", f"{root}:7", "there is no incident 7; those of this run: 1. Of a spike without an incident"),
         ("incidents", f"{tmp_path}:1", "not the directory of a run"),
-        ("incidents", f"{innocent}:1", r"no document of .* is named"),
+        ("incidents", f"{harmless}:1", r"no document of .* is named"),
     ):  # fmt: skip
         with pytest.raises(DataError, match=message):
             make_plan(corpus, output, **{what: [named]})  # type: ignore[arg-type]

@@ -25,5 +25,5 @@ def test_describe_skip_tells_tokens_documents_and_positions() -> None:
         (16, None, ("positions 8-15", 8)), (9, None, ("positions 8", 1)),
         (LAST_POSITION, "web", ("web, from position 8 on", None)),
     ):  # fmt: skip
-        line = describe_skip(SkipEntry(first=8, end=end, reason="guilty", corpus=corpus), 64)
+        line = describe_skip(SkipEntry(first=8, end=end, reason="bad", corpus=corpus), 64)
         assert (line["what"], line["samples"]) == told

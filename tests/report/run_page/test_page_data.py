@@ -123,7 +123,7 @@ def test_panel_has_incidents_and_checkpoints(reader: RunReader) -> None:
     panel = reader.read_panel()
     first, second = panel["incidents"]
     assert first["number"] == 1 and first["x"]["step"] == 60 and first["mood"] == "good"
-    assert first["title"].startswith("At step 60") and first["cause_word"] == "data" and first["guilty"]
+    assert first["title"].startswith("At step 60") and first["cause_word"] == "data" and first["bad"]
     assert second["until"]["time"] > second["x"]["time"] and len(second["timeline"]) == 4
     states = {one["name"]: (one["state"], one["there"]) for one in panel["checkpoints"]}
     assert states == {

@@ -13,7 +13,7 @@ import typer
 from megastable.base.errors import FAILED, ConfigError
 from megastable.commands.app import App
 from megastable.commands.options import Json, JsonFile, Overrides, put_json
-from megastable_tools.commands.drill import find_beside
+from megastable_tools.commands.drill import import_from_checkout
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -63,7 +63,7 @@ def bench_stability(
     """Measure what gate, detector, snapshots and statistics add to a step. On random tokens: no corpus is needed."""
     from megastable.config import recipe
 
-    find_beside("benchmarks")
+    import_from_checkout("benchmarks")
     config = recipe.load_recipe(
         recipe_path, overrides or []
     )  # mistakes show before the slow import of DeepSpeed
@@ -113,7 +113,7 @@ def bench_noise(
 
     from megastable.base.progress_bar import show_bar
 
-    find_beside("benchmarks")
+    import_from_checkout("benchmarks")
     from benchmarks.noise import FAULTS, KINDS, Delays, count_actions, measure_delays
 
     run_config = _settings(overrides, "stability")
@@ -182,7 +182,7 @@ def bench_training(
     """
     from megastable.config import deepspeed_json, recipe
 
-    find_beside("benchmarks")
+    import_from_checkout("benchmarks")
     run_config = recipe.load_recipe(recipe_path, overrides or [])
     deepspeed_json.build_deepspeed_json(run_config, 1)
     device = _on(device)
@@ -263,7 +263,7 @@ def bench_scaling(
     """
     from megastable.config import recipe
 
-    find_beside("benchmarks")
+    import_from_checkout("benchmarks")
     from benchmarks import scaling
 
     if recipe_path is not None:

@@ -10,7 +10,7 @@ import typer
 from megastable.base.errors import ConfigError
 from megastable.commands.app import App
 from megastable.commands.options import Json, JsonFile
-from megastable_tools.commands.drill import conduct_drill, find_beside
+from megastable_tools.commands.drill import conduct_drill, import_from_checkout
 
 app = App()
 STEPS, QUICK_STEPS, QUICK_FAULTS = 400, 200, 3
@@ -62,7 +62,7 @@ def run_chaos(
     The table says what was found after how long, which host was blamed, and whether the run ended with the bytes of an
     undisturbed one. JSON: a row per fault.
     """
-    find_beside("drills")
+    import_from_checkout("drills")
     from drills import cluster_faults
     from drills.chaos import ChaosDrill, ClusterSetup, plan_faults
     from drills.hosts import NAMES

@@ -22,7 +22,7 @@ app = App()
     more="From the newest good checkpoint before the trouble the run is replayed up to there, with its data, skips and "
     "refused updates. Then every branch trains the same steps from the same state. Half of the suspects are in no "
     "branch: by them is measured what was learnt. It works in one process, on a GPU or a CPU, for a run of any layout, "
-    "also beside a run at work, and writes nothing to the run directory.\n\nRemedies (all but 'nothing' and 'other "
+    "also alongside a run at work, and writes nothing to the run directory.\n\nRemedies (all but 'nothing' and 'other "
     "data') count only if training on other data does harm, too: a lower rate wins over a few steps in any case. What "
     "the run did counts as good if the data to come is at most 0.01 nats harder than after the best branch, or not "
     "clearly so (3 standard errors).\n\nExit codes: 0 the run chose well, 1 it did not, 2 bad input.",

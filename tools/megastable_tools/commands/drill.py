@@ -106,7 +106,7 @@ def run_drill(
 
     On the CPU. JSON: the numbers of every run.
     """
-    find_beside("drills")
+    import_from_checkout("drills")
     if keep is not None and keep.exists() and not keep.is_dir():
         raise ConfigError(f"--keep {keep} is no directory: choose another name")
     kind = names[0] if names and names[0] in FOREIGN else ""
@@ -174,7 +174,7 @@ def read_seeds(seeds: str) -> list[int]:
     return [int(seed_text) for seed_text in seed_texts]
 
 
-def find_beside(folder: str) -> None:
+def import_from_checkout(folder: str) -> None:
     """Make a folder beside the package importable. Raises ConfigError if it is missing."""
     if not (ROOT / folder / "__init__.py").is_file():
         raise ConfigError(

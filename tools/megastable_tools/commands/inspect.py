@@ -46,7 +46,7 @@ def inspect_step(run: Run, steps: Annotated[str, typer.Argument(metavar="STEP[-S
 def inspect_incident(run: Run, number: IncidentNumber, checkpoint: Checkpoint = None, as_json: Json = False,
                      output: JsonFile = None, csv: Csv = None, html: Html = None, rows: Rows = 20,
                      texts: Texts = 3) -> None:  # fmt: skip
-    """Show the samples of an incident, the guilty ones first."""
+    """Show the samples of an incident, the bad ones first."""
     from megastable.report.sheet.output import Output
     from megastable_tools.forensics.samples import incident_sheet, losses_under
 

@@ -145,7 +145,7 @@ def _row(entry: CatalogueEntry) -> dict[str, Any]:
         "name": entry.name, "step": entry.step, "path": str(entry.path), "state": entry.state, "latest": entry.latest,
         "pinned": None if pin_marker is None else pin_marker.reason or "yes",
         "proven_at": None if health_marker is None else health_marker.step,
-        "calm_steps": None if health_marker is None else health_marker.steps,
+        "steps_on_trend": None if health_marker is None else health_marker.steps,
         "loss": entry.loss, "probes": entry.probes, "validation": entry.validation,
         "size": show_size(entry.bytes), "bytes": entry.bytes,
         "written": None if entry.age is None else f"{show_duration(entry.age)} ago", "age_seconds": entry.age,
@@ -177,7 +177,7 @@ def _entry(one: FoundCheckpoint, told: _Journaled | None, named: bool) -> Catalo
     ruling, acceptance_marker = markers.read_bad_ruling(path), markers.read_acceptance(path)
     vitals_doubt = run_state.vitals.doubt if run_state is not None and run_state.vitals is not None else ""
     all_problems = [
-        *([main_problem] if main_problem else []), *([f"convicted: {ruling.reason}"] if ruling else []),
+        *([main_problem] if main_problem else []), *([f"quarantined: {ruling.reason}"] if ruling else []),
         *([f"accepted by a person: {acceptance_marker.reason}"] if acceptance_marker else []),
         *([f"will not count as healthy: {vitals_doubt}"] if vitals_doubt else []), *markers.list_marker_problems(path),
     ]  # fmt: skip
@@ -311,14 +311,14 @@ def unpin_checkpoint(path: Path) -> str:
 
 
 def accept_checkpoint(path: Path, reason: str) -> str:
-    """Let runs continue from a checkpoint that was convicted or set aside, and restore its name; returns a message.
+    """Let runs continue from a checkpoint that was quarantined or set aside, and restore its name; returns a message.
 
     Raises CheckpointError.
     """
     checkpoint = find_one(path)
     if all_problems := store.list_problems(checkpoint):
         raise CheckpointError(f"{all_problems[0]}: damaged bytes cannot be accepted")
-    conviction_marker = markers.read_bad_ruling(checkpoint)
+    quarantine_marker = markers.read_bad_ruling(checkpoint)
     target = checkpoint.with_name(store.name_of(store.read_contents(checkpoint).step))
     if target != checkpoint and target.exists():
         raise CheckpointError(f"{target} exists: rename or remove it first")
@@ -330,7 +330,7 @@ def accept_checkpoint(path: Path, reason: str) -> str:
         except OSError as error:
             raise CheckpointError(f"{checkpoint} could not be renamed: {error.strerror or error}") from None
         store.point_latest(target.parent)
-    was = f"; it was convicted: {conviction_marker.reason}" if conviction_marker is not None else ""
+    was = f"; it was quarantined: {quarantine_marker.reason}" if quarantine_marker is not None else ""
     newer = [
         one.name for one in store.newest_first(target.parent) if store.step_of(one) > store.step_of(target)
     ]
@@ -388,8 +388,8 @@ def _check(checkpoint: Path, run: RunDirectory, step: int) -> None:
         checkpoint
     ) is None:
         raise CheckpointError(
-            f"{checkpoint} was convicted: {ruling.reason}. To go on from it all the same: megastable checkpoint accept "
-            f"{checkpoint}"
+            f"{checkpoint} was quarantined: {ruling.reason}. To go on from it all the same: "
+            f"megastable checkpoint accept {checkpoint}"
         )
     interrupted_rewind = find_interrupted_rewind(run.iterate_events(Training, IncidentEvent, CheckpointSaved))
     before = run.find_handover()

@@ -110,10 +110,10 @@ def find_good_checkpoint(path: Path, silent: bool = False) -> Path:
     for checkpoint in named_checkpoints:
         if (
             len(named_checkpoints) > 1
-            and (conviction_marker := markers.read_bad_ruling(checkpoint)) is not None
+            and (quarantine_marker := markers.read_bad_ruling(checkpoint)) is not None
         ):
-            print(f"skipped: {make_visible(conviction_marker.reason)}", file=sys.stderr)
-            last = Verified(checkpoint, 0, 0, (conviction_marker.reason,))
+            print(f"skipped: {make_visible(quarantine_marker.reason)}", file=sys.stderr)
+            last = Verified(checkpoint, 0, 0, (quarantine_marker.reason,))
             continue
         [verified_checkpoint] = verify_checkpoints([checkpoint], silent)
         if not verified_checkpoint.problems:
@@ -158,8 +158,8 @@ def _check(checkpoint: Path, parts: int, pool: ThreadPoolExecutor, watch: Callab
     except CheckpointError as error:
         found_problems = found_problems or [str(error)]
     marker_notes = markers.list_marker_problems(checkpoint)
-    if (conviction_marker := markers.read_bad_ruling(checkpoint)) is not None:
-        marker_notes.append(f"{checkpoint}: a run convicted it: {conviction_marker.reason}")
+    if (quarantine_marker := markers.read_bad_ruling(checkpoint)) is not None:
+        marker_notes.append(f"{checkpoint}: a run quarantined it: {quarantine_marker.reason}")
     return Verified(checkpoint, file_count, manifest_size, tuple(found_problems), tuple(marker_notes))
 
 
@@ -243,7 +243,7 @@ def show_checkpoint(path: Path, pattern: str | None = None) -> Shown:
         "state": state.model_dump(exclude={"stability"}), "fingerprints": contents.fingerprints,
         "versions": contents.versions or state.versions, "finite": contents.finite,
         "health": health and health.model_dump(), "pinned": pinned and pinned.model_dump(), "markers": doubts,
-        "convicted": ruling and ruling.model_dump(), "accepted": accepted and accepted.model_dump(),
+        "quarantined": ruling and ruling.model_dump(), "accepted": accepted and accepted.model_dump(),
         "tensors": rows,
     }  # fmt: skip
     facts = [
@@ -257,7 +257,7 @@ def show_checkpoint(path: Path, pattern: str | None = None) -> Shown:
         *((f"fingerprint of the {key}", value) for key, value in contents.fingerprints.items()),
         *((f"{key} that wrote it", value) for key, value in (contents.versions or state.versions).items()),
         ("healthy", _healthy(health)), ("probe samples", _probed(state)),
-        *([("convicted", ruling.reason)] if ruling else []),
+        *([("quarantined", ruling.reason)] if ruling else []),
         *([("accepted", accepted.reason or "yes")] if accepted else []),
         *([("pinned", pinned.reason or "yes")] if pinned else []),
     ]  # fmt: skip

@@ -2,7 +2,7 @@
 
     python -m megastable_tools.downstream.evaluator RUN RECIPE [key=value ...]
 
-The supervisor starts it beside the training. What it has done is in the journal, so another process goes on from there
+The supervisor starts it. What it has done is in the journal, so another process goes on from there
 and evaluates no checkpoint twice.
 """
 

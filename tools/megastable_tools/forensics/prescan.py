@@ -5,7 +5,7 @@
 
 The data order is a pure function, so the coming samples are known. Every part of a document in them is compared with
 its corpus's baseline (yardstick.py), never with itself: a key from its first tokens says which half of the tables
-contains it, and the other half is used. The supervisor starts this beside the training, on a spare core. Every skip is
+contains it, and the other half is used. The supervisor starts this on a spare core. Every skip is
 journaled with its evidence, and there is a budget: if a scan finds half of the data odd, the scan is wrong, or a person
 is needed. `ahead_sheet` shows the same to a person, and skips nothing.
 """

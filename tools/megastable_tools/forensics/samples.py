@@ -30,7 +30,7 @@ MOST = 200_000  # samples of one sheet
 COLUMNS = (
     Column("step", "step", "count"),
     Column("state", "state", help="trained; refused: the update was not applied; undone: the run was rewound past it"),
-    Column("guilty", "guilty", help="found guilty of an incident"),
+    Column("bad", "bad", help="found bad of an incident"),
     Column("deferred", "deferred", help="deferred: the sample is read again later"),
     Column("position", "position", "count", "absolute number of the sample in the run"),
     Column("loss", "loss", "number", "nats per token of the sample, where it was recorded or measured"),
@@ -93,7 +93,7 @@ def step_sheet(
 
 
 def incident_sheet(history: History, number: int, texts: int, losses: TokenLosses | None = None) -> Sheet:
-    """The samples of an incident: guilty ones first, then the others of the steps from its onset on.
+    """The samples of an incident: bad ones first, then the others of the steps from its onset on.
 
     Raises DataError for a number that does not exist.
     """
@@ -103,15 +103,15 @@ def incident_sheet(history: History, number: int, texts: int, losses: TokenLosse
     steps = [d for d in history.list_steps(incident.onset, incident.step) if d.time <= told[0]["time"] + 1]
     recorded = {p: loss for d in steps for p, loss in zip(d.worst_positions, d.worst_losses)}
     by_step = {p: d for d in steps for p in history.positions_of(d).tolist()}
-    guilty_skips = Skips.from_ranges(incident.positions)
-    named_size = guilty_skips.union(Skips.from_ranges(incident.deferred)).count()
+    bad_skips = Skips.from_ranges(incident.positions)
+    named_size = bad_skips.union(Skips.from_ranges(incident.deferred)).count()
     if named_size > MOST:
         raise DataError(f"incident {number} has {named_size:,} positions: look at its steps, a few at a time")
     # Each by the order of its time, and with its role.
     parts_named = [
         (history.library_at(naming_time), numbers_of(some), kind)
         for naming_time, skipped_ranges, deferred_ranges in named_when(told)
-        for some, kind in ((skipped_ranges, "guilty"), (deferred_ranges, "deferred"))
+        for some, kind in ((skipped_ranges, "bad"), (deferred_ranges, "deferred"))
         if some
     ]
     left_out = np.concatenate([np.empty(0, np.int64), *(numbers for _, numbers, _ in parts_named)])
@@ -127,28 +127,28 @@ def incident_sheet(history: History, number: int, texts: int, losses: TokenLosse
         return {
             "step": done_step.step if done_step else None,
             "state": done_step.state if done_step else "unread",
-            "guilty": kind == "guilty" and guilty_skips.contains(position) if incident.guilty else None,
+            "bad": kind == "bad" and bad_skips.contains(position) if incident.bad else None,
             "deferred": kind == "deferred" if incident.deferred else None,
         }
 
-    parts_named.sort(key=lambda part: part[2], reverse=True)  # guilty ones first
+    parts_named.sort(key=lambda part: part[2], reverse=True)  # bad ones first
     for part_library, positions, kind in [*parts_named, (history.library_at(told[0]["time"]), others, "")]:
         if kind:
             worst_first = [-measured_losses.get(p, recorded.get(p, -np.inf)) for p in positions.tolist()]
             positions = positions[np.argsort(worst_first, kind="stable")]
         facts_of = partial(facts, kind=kind)
         _add(history, part_library, positions, facts_of, recorded, texts, losses, sample_rows, text_passages)
-    count = guilty_skips.count()
+    count = bad_skips.count()
     document_count = _documents(
-        [sample_row for sample_row in sample_rows if not sample_row["deferred"]], guilty_skips.contains
+        [sample_row for sample_row in sample_rows if not sample_row["deferred"]], bad_skips.contains
     )
-    found = "guilty" if incident.guilty else "left out"
+    found = "bad" if incident.bad else "left out"
     where_text = f"positions {show_ranges(incident.positions) or 'none'}"
-    guilty_text = (
+    bad_text = (
         f"{count_noun(count, 'sample')} {found} ({where_text}), of {count_noun(document_count, 'document')}"
     )
     left = describe_deferral(incident.deferred, incident.returns, incident.lost)
-    what_text = "; ".join([*([guilty_text] if count or not left else []), *([left] if left else [])])
+    what_text = "; ".join([*([bad_text] if count or not left else []), *([left] if left else [])])
     lead = [
         f"Step {incident.onset}, acted on at step {incident.step}: {incident.verdict}, {incident.kind}, cause: "
         f"{incident.cause}; {incident.outcome}.",

@@ -366,7 +366,7 @@ def _activations(
 def _fp8_weights(
     config: RunConfig, held: Stage, first: int, kernels: PlannedKernels, flying: int
 ) -> Iterable[Item]:
-    """Transformer Engine saves FP8 copies of each weight for the backward pass, anew in every micro-batch (2.20,
+    """Transformer Engine saves FP8 copies of each weight for the backward pass, again in every micro-batch (2.20,
     module/linear.py: wt_save), a byte per element for each of two layouts. On Blackwell one layout is enough."""
     fp8 = config.precision.fp8
     if fp8 is None or fp8.backend == "emulated" or not kernels.gpu:

@@ -9,7 +9,7 @@ function makeIncidents() {
       : "Nothing has gone wrong so far.");
     refill(list, [...all.slice(0, 40).map((incident) => el("li", { "data-key": incident.number }, el("button", { type: "button", onclick: () => openIncident(incident.number) },
       el(`span.flag${incident.mood === "good" ? "" : ".open"}`, {}, String(incident.number)),
-      el("span.what", {}, el("b", {}, incident.title), el("span", {}, [incident.actions.join(" "), incident.back_to === null ? "" : ` Back to step ${commas(incident.back_to)}.`, incident.guilty ? ` Guilty samples: ${commas(incident.skipped)}.` : ""].join(""))),
+      el("span.what", {}, el("b", {}, incident.title), el("span", {}, [incident.actions.join(" "), incident.back_to === null ? "" : ` Back to step ${commas(incident.back_to)}.`, incident.bad ? ` Bad samples: ${commas(incident.skipped)}.` : ""].join(""))),
       el("span.when", {}, el("small", {}, `step ${commas(incident.onset)}`), clock(incident.opened).slice(5)),
       el("span.cause", {}, el("small", {}, "cause"), incident.cause_word.replace("_", " ")),
       el("span.cost", {}, el("small", {}, "cost"), costOf(incident, panel)),
@@ -46,7 +46,7 @@ function openIncident(number_) {
     ["at", `step ${commas(incident.onset)}${incident.step !== incident.onset ? `, acted on at ${commas(incident.step)}` : ""}, ${clock(incident.opened)} UTC`],
     ["noticed as", incident.verdict.replaceAll("_", " ")], ["class", incident.kind], ["cause", incident.cause],
     ["why", incident.reasons.join(" ")], ["done", incident.actions.join(" ")], ["back to", incident.back_to === null ? "" : `step ${commas(incident.back_to)}`],
-    [incident.guilty ? "guilty positions" : "skipped positions", incident.positions.length ? `${ranges(incident.positions)} (${plural(incident.skipped, "sample")})` : ""],
+    [incident.bad ? "bad positions" : "skipped positions", incident.positions.length ? `${ranges(incident.positions)} (${plural(incident.skipped, "sample")})` : ""],
     ["deferred", incident.deferred.length ? ranges(incident.deferred) : ""],
     ["loss", incident.loss_peak === null ? "" : `${number(incident.loss_before)} before, ${number(incident.loss_peak)} at its peak${incident.loss_after === null ? "" : `, ${number(incident.loss_after)} after`}`],
     ["cost", costOf(incident, panel)], ["outcome", `${incident.outcome}${incident.closed ? `, proven at ${clock(incident.closed)} UTC` : ""}`],

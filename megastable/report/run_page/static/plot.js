@@ -66,12 +66,12 @@ function makePlot(spec) {
   }
 
   /** New data go into the plot that is there, so that a drag is not disturbed; another number of lines needs a new one. */
-  function update(anew) {
+  function update(fromScratch) {
     drawn = layers().filter((layer) => layer.x && layer.x.length);
     const lines = drawn.filter((layer) => layer.kind === "line" || !spec.lines.length);
     card.hidden = !lines.length || (spec.constant && lines.every(({ y }) => y.every((v) => v === y[0])));
     const key = drawn.map((layer) => `${layer.kind} ${layer.label} ${layer.run} ${layer.low ? 1 : 0} ${layer.stroke}`).join() + state.axis;
-    if (plot && (anew || card.hidden || key !== made)) { plot.destroy(); plot = null; }
+    if (plot && (fromScratch || card.hidden || key !== made)) { plot.destroy(); plot = null; }
     if (card.hidden) return;
     made = key;
     const tables = [], series = [{}], bands = [];

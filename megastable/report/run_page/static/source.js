@@ -63,7 +63,7 @@ async function askedText(path, given = {}) {
 
 const asked = async (path, given) => JSON.parse(await askedText(path, given));
 
-/** The same object as long as the answer is the same: what it shows need not be made anew under somebody's pointer. */
+/** The same object as long as the answer is the same: what it shows need not be made again under somebody's pointer. */
 const answers = new Map();
 async function askedAgain(path, given, decode) {
   const text = await askedText(path, given), before = answers.get(path);

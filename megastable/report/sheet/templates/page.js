@@ -156,7 +156,7 @@ class Page {
     this.keep();
   }
 
-  // The documents of the rows that are shown, each once; those that were found innocent have no line.
+  // The documents of the rows that are shown, each once; those that were found harmless have no line.
   planned() {
     return [...new Set(this.order.map((row) => this.rows.lines[row]).filter((line) => line !== null))];
   }

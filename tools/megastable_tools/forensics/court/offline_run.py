@@ -72,7 +72,7 @@ def find_checkpoint(run: RunDirectory, before: int | None = None) -> Path:
         if (damage_ruling := markers.read_bad_ruling(path)) is not None and markers.read_acceptance(
             path
         ) is None:
-            problems_found.append(f"{path.name} was convicted: {damage_ruling.reason}")
+            problems_found.append(f"{path.name} was quarantined: {damage_ruling.reason}")
         elif checkpoint_problems := store.list_problems(path):
             problems_found.append(checkpoint_problems[0])
         else:

@@ -1,4 +1,4 @@
-"""Runs a process of ours beside a run and restarts it: the scan ahead of the data, the evaluation of checkpoints. The
+"""Runs a process of ours alongside a run, restarts it: the scan ahead of the data, the evaluation of checkpoints. The
 run never waits for it."""
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PARTING = 5.0  # seconds in which it ends what it has started
 LOOK = 0.05  # seconds between two looks whether it has
 
 
-class BesideProcess:
+class SideProcess:
     """Runs a module of ours with `arguments`, the supervisor's process first. wanted: whether the recipe asks for it.
     what, otherwise: it is, and what its absence means, in words. say: prints a line of the supervisor."""
 
@@ -105,9 +105,9 @@ class BesideProcess:
 
 def build_look_ahead(
     config: RunConfig, run: RunDirectory, recipe: str, overrides: Sequence[str], say: Callable[[str], None]
-) -> BesideProcess:
+) -> SideProcess:
     """The scan ahead of a run (forensics/prescan.py). Its ledger lines stay."""
-    return BesideProcess(
+    return SideProcess(
         run, "megastable_tools.forensics.prescan", run.logs / "look_ahead.log", [recipe, *overrides],
         config.data.look_ahead.steps > 0, "what looks ahead in the data", "what comes is trained on unseen", say,
     )  # fmt: skip
@@ -115,9 +115,9 @@ def build_look_ahead(
 
 def build_evaluation(
     config: RunConfig, run: RunDirectory, recipe: str, overrides: Sequence[str], say: Callable[[str], None]
-) -> BesideProcess:
+) -> SideProcess:
     """The evaluation of a run's checkpoints (downstream/evaluator.py)."""
-    return BesideProcess(
+    return SideProcess(
         run, "megastable_tools.downstream.evaluator", run.logs / "evaluation.log", [recipe, *overrides],
         config.eval.command is not None, "the evaluation of checkpoints", "no more of them are evaluated", say,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Checkpoints whose checksums are right and whose content is wrong: convicted before a step is done on them."""
+"""Checkpoints whose checksums are right and whose content is wrong: quarantined before a step is done on them."""
 
 from __future__ import annotations
 
@@ -133,11 +133,11 @@ def turned(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_where_what_computes_is_wrong_no_checkpoint_is_convicted(
+def test_where_what_computes_is_wrong_no_checkpoint_is_quarantined(
     corpus: Path, ten: Path, tmp_path: Path
 ) -> None:
     """Everywhere alike, or less the less a state has learnt: then the oldest may even stay within what rounding does.
-    A person who knows why takes the newest, or an older one; what is passed over then is not convicted, either."""
+    A person who knows why takes the newest, or an older one; what is passed over then is not quarantined, either."""
     run, folder = tmp_path / "run", tmp_path / "run/checkpoints"
     shutil.copytree(ten, run)
     for factor, told in ((8.0, "none of its 2 checkpoints"), (2.0, "step-5 does not prove")):
@@ -173,7 +173,7 @@ def train_elsewhere(config: RunConfig, factor: float) -> tuple[int, str]:
 
 @pytest.mark.slow
 def test_a_state_that_is_bad_when_it_is_saved_never_counts_as_healthy(corpus: Path, tmp_path: Path) -> None:
-    """It holds what it was saved with, so it is not convicted either. It is finite, so nothing else finds it."""
+    """It holds what it was saved with, so it is not quarantined either. It is finite, so nothing else finds it."""
     run, folder = tmp_path / "run", tmp_path / "run/checkpoints"
     parts: dict[str, Any] = {"stability": {"enabled": False}, "checkpoint": {"healthy_after": 0}}
     run_ranks(1, train_ill, at(corpus, run, "one", 15, **parts), 15)
@@ -219,7 +219,7 @@ CHANGES: dict[str, dict[str, Any]] = {  # layouts: see CASES
 
 
 @pytest.mark.slow
-def test_what_may_change_at_a_resume_convicts_nobody(tmp_path: Path) -> None:
+def test_what_may_change_at_a_resume_quarantines_nobody(tmp_path: Path) -> None:
     """What rounds otherwise moves losses by less than a tenth of the bound; what changes the samples (other tokens at
     their positions, documents that see each other) leaves nothing to compare."""
     corpus = tmp_path / "corpus"
