@@ -63,7 +63,6 @@ class LogitClipping:
             attention.highest = None if threshold is None else self._highest[layer_index]
 
     def begin_step(self) -> None:
-        """Before a step."""
         if self.threshold is None:
             return
         for layer_highest in self._highest.values():
@@ -91,28 +90,22 @@ class LogitClipping:
         def stepped(*args: Any, **kwargs: Any) -> Any:
             result = step(*args, **kwargs)
             # DeepSpeed's ZeRO 3 hands the optimizer one buffer at a time.
-            self._clip(
-                threshold, highest, flat, {id(p) for group in inner.param_groups for p in group["params"]}
-            )
+            buffers = {id(p) for group in inner.param_groups for p in group["params"]}
+            self._clip(threshold, highest, flat, buffers)
             return result
 
         return stepped
 
     def _clip(self, threshold: float, highest: Tensor, flat: FlatState, buffers: set[int]) -> None:
         """Scale the master weights in these buffers (by `id`)."""
-        layout = self.topology.layout
+        place = self.topology.layout.tensor, self.topology.tensor_rank
+        width = self.model.head_width
         query_factors, key_factors = clip_factors(highest, self.model.key_value_heads, threshold)
         for f in flat.fragments:
             block_name, _, parameter_kind = f.name.partition(".attention.qkv.")
             if parameter_kind and id(flat.masters[f.group]) in buffers:
-                layer_index = int(block_name.rpartition(".")[2])
-                own_factors = row_factors(
-                    query_factors[layer_index],
-                    key_factors[layer_index],
-                    self.model.head_width,
-                    layout.tensor,
-                    self.topology.tensor_rank,
-                )
+                layer = int(block_name.rpartition(".")[2])
+                own_factors = row_factors(query_factors[layer], key_factors[layer], width, *place)
                 weight_piece = flat.view_piece(f, "weight")
                 assert weight_piece is not None
                 scale_rows(weight_piece, f, own_factors)
@@ -150,11 +143,9 @@ class Adjustments:
         self._groups = [group for group in wrapper.optimizer.param_groups if "betas" in group]
         self._betas = [group["betas"] for group in self._groups]
         self._qk_clip, o, m = qk_clip, config.optimizer, config.model
-        group_decays = ((group, group["weight_decay"]) for group in wrapper.optimizer.param_groups)
         # Of the recipe's: muP has more for some groups.
-        self._decays = [
-            (group, group_decay / o.weight_decay) for group, group_decay in group_decays if group_decay
-        ]
+        decaying_groups = [group for group in wrapper.optimizer.param_groups if group["weight_decay"]]
+        self._decays = [(group, group["weight_decay"] / o.weight_decay) for group in decaying_groups]
         self._mlps = [mlp_part for mlp_part in module.modules() if isinstance(mlp_part, MLP)]
         self.clip = self._clip = o.clip
         self._clips = o.clipping.kind == "norm"
@@ -168,9 +159,7 @@ class Adjustments:
             "swiglu_clamp": m.activation == "silu" and m.swiglu_clamp is None and fp8 != "te",
             "reset_moments": True,
         }
-        self.possible = frozenset(
-            adjustment_name for adjustment_name, is_possible in possible_names.items() if is_possible
-        )
+        self.possible = frozenset(name for name, is_possible in possible_names.items() if is_possible)
         self.now: tuple[str, ...] = ()
 
     def follow_config(self, config: RunConfig) -> None:

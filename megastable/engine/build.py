@@ -57,12 +57,10 @@ def check_weights_fit(config: RunConfig, layout: Layout, device: torch.device) -
         m = config.model
         raise ConfigError(
             f"the weights of this model take {needed_bytes / GIB:.3g} GiB a rank, and "
-            f"{'a GPU' if on_gpu else 'this host'} "
-            f"has {device_memory / GIB:.3g} GiB: lower model.layers={m.layers}, model.hidden={m.hidden}, "
-            "model.head_dim="
-            f"{m.head_width}, model.ffn={m.ffn_width}, model.vocab_size={m.vocab_size} or model.vocab_multiple="
-            f"{m.vocab_multiple}, or share the model out over more ranks by parallel.tensor, parallel.pipeline or "
-            "parallel.zero=3"
+            f"{'a GPU' if on_gpu else 'this host'} has {device_memory / GIB:.3g} GiB: lower model.layers={m.layers}, "
+            f"model.hidden={m.hidden}, model.head_dim={m.head_width}, model.ffn={m.ffn_width}, "
+            f"model.vocab_size={m.vocab_size} or model.vocab_multiple={m.vocab_multiple}, or share the model out over "
+            "more ranks by parallel.tensor, parallel.pipeline or parallel.zero=3"
         )
 
 
@@ -159,22 +157,14 @@ class _Pipeline(PipelineModule):
         make: gpt.Make,
     ) -> None:
         is_chunked, recompute = kernels.loss == "chunked", config.parallel.recompute
-        head_class, head_readout = (
-            gpt.LateHead if is_chunked else gpt.Head,
-            gpt.Readout.from_config(config.model),
-        )
-        self._layers = listed_layers = gpt.list_layers(
-            config.model, loss.tp, recompute, kernels, head_class, cp
-        )
+        head_class = gpt.LateHead if is_chunked else gpt.Head
+        readout = gpt.Readout.from_config(config.model)
+        tied_forward = readout.make_features if is_chunked else readout.tied_head
+        self._layers = gpt.list_layers(config.model, loss.tp, recompute, kernels, head_class, cp)
         layer_specs: list[LayerSpec] = []
-        for layer_index, layer in enumerate(listed_layers):
+        for layer_index, layer in enumerate(self._layers):
             if layer.tied:
-                tied_forward = (
-                    (head_readout.make_features if is_chunked else head_readout.tied_head)
-                    if layer_index
-                    else None
-                )
-                layer_specs.append(_TiedSpec(layer, make, tied_forward))
+                layer_specs.append(_TiedSpec(layer, make, tied_forward if layer_index else None))
             else:
                 layer_specs.append(_Spec(layer, make))
         layout = topology.layout
@@ -184,10 +174,7 @@ class _Pipeline(PipelineModule):
         super().__init__(layer_specs, topology=rank_grid, loss_fn=loss)
 
     def _partition_layers(self, method: str = "") -> None:
-        self.parts = cut_into_stages(
-            [listed_layer.cost for listed_layer in self._layers],
-            self.num_stages,
-            [listed_layer.is_block for listed_layer in self._layers],
-        )
+        costs, is_block = [layer.cost for layer in self._layers], [layer.is_block for layer in self._layers]
+        self.parts = cut_into_stages(costs, self.num_stages, is_block)
         own_stage = self._topo.get_coord(self.global_rank).pipe
         self._set_bounds(self.parts[own_stage], self.parts[own_stage + 1])

@@ -59,10 +59,9 @@ def start_distributed(timeout: float, deterministic: bool = False, rendezvous: f
     except (dist.DistNetworkError, dist.DistStoreError) as network_error:
         meeting_place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise RendezvousError(
-            f"the ranks cannot meet at {meeting_place}: {str(network_error).splitlines()[0]}. If another run is "
-            "on this host, "
-            "give this one a port of its own: deepspeed --master_port 29600 ...; if some only start slowly, a longer "
-            "run.rendezvous"
+            f"the ranks cannot meet at {meeting_place}: {str(network_error).splitlines()[0]}. If another run is on "
+            "this host, give this one a port of its own: deepspeed --master_port 29600 ...; if some only start slowly, "
+            "a longer run.rendezvous"
         ) from None
 
 

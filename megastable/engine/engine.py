@@ -71,9 +71,8 @@ class Engine:
         if other_ranks := find_differing_ranks(self.kernels):
             raise mark_collective(
                 ConfigError(
-                    f"kernels: ranks {other_ranks} would use other kernels than rank 0, and copies of weights "
-                    "would drift "
-                    "apart: install the same software on all hosts, or choose kernels that all of them have"
+                    f"kernels: ranks {other_ranks} would use other kernels than rank 0, and copies of weights would "
+                    "drift apart: install the same software on all hosts, or choose kernels that all of them have"
                 )
             )
         self.loss = LossFunction(m.vocab_size, m.z_loss, self.tp, self.kernels.compile, m.logit_softcap)
@@ -127,9 +126,8 @@ class Engine:
         place = t.tensor_rank, t.layout.tensor
         whole_parameters = flat.whole_parameters(t.layout.tensor)
         if isinstance(inner, PieceOptimizer):
-            inner.attach_buffers(
-                self.masters, flat.fragments, Surroundings(whole_parameters, place, t.stage_group())
-            )
+            surroundings = Surroundings(whole_parameters, place, t.stage_group())
+            inner.attach_buffers(self.masters, flat.fragments, surroundings)
         if o.clipping.kind == "norm":
             return None
         if isinstance(self.zero, Bf16) and o.clipping.kind == "worker":
@@ -149,10 +147,10 @@ class Engine:
         return TiedGradient(held, self.topology.stage, group)
 
     def _sum_tied(self, tied: TiedGradient) -> None:
-        if (f := self._tied) is None:
-            tied.add_other_stage(torch.empty(0, device=self.device))
-        else:
-            tied.add_other_stage(self.zero.view_gradients([f])[f.group, f.offset].view(-1)[: f.numel])
+        own_gradient = torch.empty(0, device=self.device)
+        if (f := self._tied) is not None:
+            own_gradient = self.zero.view_gradients([f])[f.group, f.offset].view(-1)[: f.numel]
+        tied.add_other_stage(own_gradient)
 
     # Training
 
@@ -244,7 +242,7 @@ class Engine:
         self.loss.entropies = False
         with self._computing():
             if self.topology.layout.pipeline > 1:
-                batch_iterator = iter([self._inputs(one_micro_batch) for one_micro_batch in micro_batches])
+                batch_iterator = iter([self._inputs(m) for m in micro_batches])
                 self.ds.eval_batch(batch_iterator, num_micro_batches=len(micro_batches))
             else:
                 self.ds.eval()
@@ -287,14 +285,8 @@ class Engine:
         """One sum over the world: per-sample numbers of the last stage [2 or 3, samples], and `extra` (fp64 [n]) of
         every rank. For a sample that ranks share, each of them has the mean over its own tokens."""
         t, b = self.topology, self.config.train.micro_batch
-        table = torch.zeros(
-            2 + self.loss.entropies,
-            micro_batches,
-            t.layout.samples,
-            b,
-            dtype=torch.float64,
-            device=self.device,
-        )
+        table_shape = 2 + self.loss.entropies, micro_batches, t.layout.samples, b
+        table = torch.zeros(table_shape, dtype=torch.float64, device=self.device)
         if t.is_last_stage and t.tensor_rank == 0:
             table[:, :, t.sample_rank] = torch.stack(self.loss.samples, 1).double() / t.layout.context
         flat_sums = torch.cat((table.flatten(), extra))
@@ -304,13 +296,11 @@ class Engine:
 
     def _show_gradients(self, scale: float) -> None:
         """To the probes that watch the step. The pieces are freed before the update."""
-        if watching_probes := [
-            watching_probe for watching_probe in (self.probe, self.trends) if watching_probe.watching
-        ]:
+        if probes := [probe for probe in (self.probe, self.trends) if probe.watching]:
             flat = self.flat_state()
             gradient_pieces = self.zero.view_gradients(flat.fragments)
-            for watching_probe in watching_probes:
-                watching_probe.add_gradients(flat, gradient_pieces, scale)
+            for probe in probes:
+                probe.add_gradients(flat, gradient_pieces, scale)
 
     def _measure_step(
         self, micro_batches: int, token_counts: Tensor, ballot: Callable[[], Ballot]
@@ -326,18 +316,16 @@ class Engine:
             The measurements, and the norm that the update clips by, as DeepSpeed's wrapper wants it.
         """
         norm_part, is_valid, known_norm = self.zero.squared_norm()
-        own_gradient = (
-            self.zero.make_scalar([]) if self.zero.local is None else self.zero.local.make_columns()
-        )
+        local = self.zero.local
+        own_gradient = self.zero.make_scalar([]) if local is None else local.make_columns()
         own_ballot = ballot()
         votes = self.zero.make_scalar(list(chain.from_iterable(own_ballot.values())))
         norm_summands = torch.stack((torch.where(is_valid, norm_part, 0.0), (~is_valid).double()))
         summands = token_counts, own_gradient, norm_summands, votes
         activity.enter_activity(activity.GATE)
         (losses, squares, *entropies), sums = self._collect(micro_batches, torch.cat(summands))
-        summed_counts, rank_gradients, (squared_norm, broken_count), votes = sums.split(
-            [len(rank_summand) for rank_summand in summands]
-        )
+        summed = sums.split([len(summand) for summand in summands])
+        summed_counts, rank_gradients, (squared_norm, broken_count), votes = summed
         grad_norm = math.inf if broken_count else math.sqrt(float(squared_norm))
         scale = float(getattr(self.optimizer, "loss_scale", 1.0))
         lowest_scale = getattr(getattr(self.optimizer, "loss_scaler", None), "min_scale", 0.0)
@@ -364,9 +352,8 @@ class Engine:
         with contextlib.ExitStack() as update_context:
             update_context.enter_context(self.zero.clipping_by(norm))
             if self.qk_clip.threshold is not None:
-                clipping_step = self.qk_clip.after_update(
-                    self.qk_clip.gather_highest_logits(), inner, self._flat
-                )
+                highest_logits = self.qk_clip.gather_highest_logits()
+                clipping_step = self.qk_clip.after_update(highest_logits, inner, self._flat)
                 update_context.enter_context(patches.replace_attribute(inner, "step", clipping_step))
             self._update_by_deepspeed(None)
         self.applied = bool(self.ds.was_step_applied())
@@ -469,9 +456,8 @@ class Engine:
         """Restore masters and the optimizer's state from `saved`, in place; call `refresh_weights` afterwards. Drops
         gradients."""
         self._wait_for_copies()
-        self.restore_shared_state(
-            {name.removeprefix(SHARED): t for name, t in saved.items() if name.startswith(SHARED)}
-        )
+        shared = {name.removeprefix(SHARED): t for name, t in saved.items() if name.startswith(SHARED)}
+        self.restore_shared_state(shared)
         inner = self.optimizer.optimizer
         for index, master in enumerate(self.masters):
             wanted = {name.split("/", 1)[1]: t for name, t in saved.items() if name.startswith(f"{index}/")}
@@ -532,12 +518,8 @@ class Engine:
         values = vars(self.optimizer.loss_scaler).items()
         return {name: value for name, value in values if isinstance(value, int | float | bool)}
 
-    def set_loss_scale(self, scale: float) -> None:
-        """fp16: continue with this loss scale. No effect in other precisions."""
-        if self.config.precision.kind == "fp16":
-            self.restore_scaler({"cur_scale": scale})
-
     def restore_scaler(self, saved: dict[str, Any]) -> None:
+        """Continue with these of `scaler`'s numbers; none has an effect in other precisions than fp16."""
         for field_name in saved.keys() & self.scaler.keys():
             setattr(self.optimizer.loss_scaler, field_name, saved[field_name])
 

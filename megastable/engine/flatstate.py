@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -59,13 +60,8 @@ class FlatState:
         settings: Sequence[dict[str, Any]],
     ) -> None:
         """settings: the optimizer's settings of every buffer: "lr", "betas", "eps", "weight_decay"."""
-        self.masters, self.optimizer, self.fragments, self.data_group = (
-            masters,
-            optimizer,
-            fragments,
-            data_group,
-        )
-        self.settings = settings
+        self.masters, self.optimizer, self.fragments = masters, optimizer, fragments
+        self.data_group, self.settings = data_group, settings
 
     @property
     def moments(self) -> torch.dtype:
@@ -84,15 +80,18 @@ class FlatState:
             for kind in self.kinds_of_group(group):
                 yield master.numel() * (torch.float32 if kind == KINDS[0] else self.moments).itemsize
 
-    def find_buffer(self, group: int, kind: str) -> Tensor | None:
-        """The flat buffer of a group, masters in fp32; None for state before the first update, or of another kind."""
-        master = self.masters[group]
-        return master.data if kind == "weight" else self.optimizer.state.get(master, {}).get(kind)
-
     def view_piece(self, fragment: Fragment, kind: str) -> Tensor | None:
-        """A view of a fragment's elements."""
-        flat_buffer = self.find_buffer(fragment.group, kind)
+        """A view of a fragment's elements; None for state before the first update, or of another kind."""
+        master = self.masters[fragment.group]
+        flat_buffer = master.data if kind == "weight" else self.optimizer.state.get(master, {}).get(kind)
         return None if flat_buffer is None else flat_buffer.narrow(0, fragment.offset, fragment.numel)
+
+    def view_counted(self, kinds: Sequence[str]) -> Iterator[tuple[int, str, Tensor]]:
+        """(index in `kinds`, parameter, view of the elements) of all state that this rank counts and has."""
+        for f in self.fragments:
+            for index, kind in enumerate(kinds if f.counted else ()):
+                if (piece := self.view_piece(f, kind)) is not None:
+                    yield index, f.name, piece
 
     @torch.no_grad()
     def measure_updates(self) -> Iterator[UpdateSize]:
@@ -130,14 +129,8 @@ class FlatState:
     def sum_norms(self) -> StateNorms:
         """Collective over the world; every parameter counts once."""
         squared_norms = torch.zeros(2, dtype=torch.float64, device=self.masters[0].device)
-        for f in self.fragments:
-            if f.counted:
-                for kind_index, kind in enumerate(("weight", "exp_avg_sq")):
-                    piece = self.view_piece(f, kind)
-                    if piece is not None:
-                        squared_norms[kind_index] += torch.linalg.vector_norm(
-                            piece, dtype=torch.float64
-                        ).square()
+        for index, _, piece in self.view_counted(("weight", "exp_avg_sq")):
+            squared_norms[index] += torch.linalg.vector_norm(piece, dtype=torch.float64).square()
         dist.all_reduce(squared_norms)
         weight_norm, moment_norm = squared_norms.sqrt().tolist()
         return StateNorms(weight_norm, moment_norm)
@@ -146,24 +139,17 @@ class FlatState:
     def tensor_norms(self, names: Sequence[str]) -> tuple[list[float], list[float | None]]:
         """L2 norms of the weights of every whole tensor, and of its second moments, None for one without; by `names`,
         as in `measure_sizes`. Collective over the world."""
-        state_device = self.masters[0].device
-        row_of_tensor = {name: kind_index for kind_index, name in enumerate(names)}
-        squared_sums = torch.zeros(3, len(row_of_tensor), dtype=torch.float64, device=state_device)
-        for f in self.fragments:
-            if f.counted:
-                for kind_index, kind in enumerate(("weight", "exp_avg_sq")):
-                    piece = self.view_piece(f, kind)
-                    if piece is not None:
-                        for piece_part in piece.split(CHUNK):
-                            norm = torch.linalg.vector_norm(piece_part.float())
-                            squared_sums[kind_index, row_of_tensor[f.name]] += norm.double().square()
-                        squared_sums[2, row_of_tensor[f.name]] += kind_index
+        row = {name: i for i, name in enumerate(names)}
+        squared_sums = torch.zeros(3, len(row), dtype=torch.float64, device=self.masters[0].device)
+        for index, name, piece in self.view_counted(("weight", "exp_avg_sq")):
+            for part in piece.split(CHUNK):
+                squared_sums[index, row[name]] += torch.linalg.vector_norm(part.float()).double().square()
+            squared_sums[2, row[name]] += index
         dist.all_reduce(squared_sums)
         weight_squares, moment_squares, moment_counts = squared_sums.tolist()
-        return [math.sqrt(w) for w in weight_squares], [
-            math.sqrt(v) if has_moment else None
-            for v, has_moment in zip(moment_squares, moment_counts, strict=True)
-        ]
+        moments = zip(moment_squares, moment_counts, strict=True)
+        moment_norms = [math.sqrt(square) if count else None for square, count in moments]
+        return [math.sqrt(square) for square in weight_squares], moment_norms
 
     @torch.no_grad()
     def measure_sizes(self, names: Sequence[str]) -> dict[str, dict[str, Size]]:
@@ -172,21 +158,18 @@ class FlatState:
         names: all that any rank may hold, the same on every rank. Collective over the world; every element counts once.
         """
         device = self.masters[0].device
+        part_size = CHUNK if device.type == "cuda" else CACHED
         row = {name: i for i, name in enumerate(names)}
         # Counts show which tensors exist: the largest magnitude of one may be zero.
         sums = torch.zeros(2, len(KINDS), len(row), dtype=torch.float64, device=device)
         largest = torch.zeros(len(KINDS), len(row), dtype=torch.float64, device=device)
-        for f in self.fragments:
-            for k, kind in enumerate(KINDS if f.counted else ()):
-                piece = self.view_piece(f, kind)
-                for part in (
-                    piece.split(CHUNK if device.type == "cuda" else CACHED) if piece is not None else ()
-                ):
-                    norm = torch.linalg.vector_norm(part.float())
-                    peak = torch.linalg.vector_norm(part, ord=math.inf)
-                    sums[0, k, row[f.name]] += norm.double().square()
-                    sums[1, k, row[f.name]] += part.numel()
-                    largest[k, row[f.name]] = torch.maximum(largest[k, row[f.name]], peak.double())
+        for k, name, piece in self.view_counted(KINDS):
+            i = row[name]
+            for part in piece.split(part_size):
+                peak = torch.linalg.vector_norm(part, ord=math.inf)
+                sums[0, k, i] += torch.linalg.vector_norm(part.float()).double().square()
+                sums[1, k, i] += part.numel()
+                largest[k, i] = torch.maximum(largest[k, i], peak.double())
         dist.all_reduce(sums)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         norms, counts, peaks = sums[0].sqrt().tolist(), sums[1].tolist(), largest.tolist()
@@ -206,9 +189,7 @@ class FlatState:
         shard_by_name: dict[str, Tensor] = {}
         own_names = sorted({(f.name, f.shape) for f in self.fragments})
         names_by_rank = gather_objects(own_names, self.data_group)
-        for name, parameter_shape in sorted(
-            {named_shape for rank_names in names_by_rank for named_shape in rank_names}
-        ):
+        for name, parameter_shape in sorted(set(chain.from_iterable(names_by_rank))):
             flat_shard = torch.zeros(parameter_shape, device=self.masters[0].device).flatten()
             for fragment in self.fragments:
                 piece = self.view_piece(fragment, kind) if fragment.name == name else None

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -33,9 +34,8 @@ from megastable.model.kernels import FULL, AttentionScores, softcap
 from megastable.parallel.sharding import placement_of
 from megastable.parallel.topology import TensorParallel, Topology
 
-SHARES = tuple(
-    f"{slot}_{fate}" for slot in SLOTS for fate in ("saturation", "underflow")
-)  # of tensors that FP8 quantizes
+FATES = ("saturation", "underflow")
+SHARES = tuple(f"{slot}_{fate}" for slot in SLOTS for fate in FATES)  # of tensors that FP8 quantizes
 KINDS = ("gradient", "weight", "update", "second_moment", "activation", "attention", *SHARES)
 SCORES = 1 << 24  # attention scores in memory at a time: 64 MiB in fp32, and their exponentials
 
@@ -82,9 +82,8 @@ class LayerTally:
         for part in x.detach().reshape(-1).split(CHUNK):
             norm = torch.linalg.vector_norm(part, dtype=torch.float64)
             low, high = torch.aminmax(part)
-            self.add_cell(
-                row, kind, (norm / scale).square(), part.numel(), torch.maximum(high, -low).float() / scale
-            )
+            highest = torch.maximum(high, -low).float() / scale
+            self.add_cell(row, kind, (norm / scale).square(), part.numel(), highest)
 
     def reduce_cells(self) -> Tensor:
         """Totals, counts and maxima over all ranks, fp64 [3, rows, kinds] on the CPU; collective over the world."""
@@ -103,7 +102,36 @@ class LayerTally:
         return torch.cat((cell_sums, cell_maxima[None])).view(3, len(self.rows), len(self.kinds)).cpu()
 
 
-class Probe:
+class BlockHooks:
+    """Hooks on `blocks` in the step that is watched, and the `tally` of what they find."""
+
+    def __init__(self, blocks: Sequence[Block], tally: LayerTally) -> None:
+        self.blocks, self.tally = blocks, tally
+        self.watching = False
+        self._hooks: list[RemovableHandle] = []
+
+    def watch_step(self) -> None:
+        """Watch the coming step."""
+        self._look_away()
+        self.tally.clear_cells()
+        self.watching = True
+        for block in self.blocks:
+            self._hooks.append(block.register_forward_pre_hook(self._before))
+            self._hooks.append(block.register_forward_hook(self._after))
+
+    def _look_away(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def _before(self, block: nn.Module, args: tuple[Any, ...]) -> None:
+        raise NotImplementedError
+
+    def _after(self, block: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        raise NotImplementedError
+
+
+class Probe(BlockHooks):
     """The probe of this rank's part of the model. Built, and `collect_statistics`ed, on all ranks together."""
 
     def __init__(
@@ -115,34 +143,23 @@ class Probe:
         fp8: Fp8 | None = None,
     ) -> None:
         self._fp8 = fp8
-        self.blocks = [part for part in module.modules() if isinstance(part, Block)]
+        blocks = [part for part in module.modules() if isinstance(part, Block)]
         # Between the blocks x is the same on all ranks of a tensor group, unless they split the sequence.
         self.counts_activations = topology.tensor_rank == 0 or tp.sequence
-        own_names = [placement_of(p).name for p in module.parameters()], [b.name for b in self.blocks]
-        names_by_rank = gather_objects(own_names)
+        own_names = [placement_of(p).name for p in module.parameters()], [b.name for b in blocks]
+        parameter_names, block_names = zip(*gather_objects(own_names), strict=True)
         # Ranks are numbered stage by stage: this is the order of the model.
-        row_names = dict.fromkeys(
-            name for name_kind in (0, 1) for rank_names in names_by_rank for name in rank_names[name_kind]
-        )
-        self.tally = LayerTally(list(row_names), device)
-        self.watching = False
-        self._hooks: list[RemovableHandle] = []
+        row_names = dict.fromkeys(chain(*parameter_names, *block_names))
+        super().__init__(blocks, LayerTally(list(row_names), device))
 
     def watch_step(self) -> None:
         """Watch the coming step: the output and the attention of every block."""
-        self._look_away()
-        self.tally.clear_cells()
-        self.watching = True
-        for watched_block in self.blocks:
-            self._hooks.append(watched_block.register_forward_pre_hook(self._before))
-            self._hooks.append(watched_block.register_forward_hook(self._after))
+        super().watch_step()
         if self._fp8 is not None:
             self._fp8.watch_quantization(self._quantized)
 
     def _look_away(self) -> None:
-        for block_hook in self._hooks:
-            block_hook.remove()
-        self._hooks.clear()
+        super()._look_away()
         if self._fp8 is not None:
             self._fp8.watch_quantization(None)
 
@@ -151,23 +168,20 @@ class Probe:
         assert isinstance(block, Block)
         (stream,) = args
         _, segments, _ = open_stream(stream)
-        for entropy, highest, _ in attention_chunks(
-            *block.queries_and_keys(stream), segments, block.attention.scores
-        ):
-            self.tally.add_cell(
-                block.name, "attention", entropy.sum(dtype=torch.float64), entropy.numel(), highest.amax()
-            )
+        queries, keys = block.queries_and_keys(stream)
+        for entropy, highest, _ in attention_chunks(queries, keys, segments, block.attention.scores):
+            total = entropy.sum(dtype=torch.float64)
+            self.tally.add_cell(block.name, "attention", total, entropy.numel(), highest.amax())
 
-    def _after(self, block: nn.Module, _: Any, output: Any) -> None:
+    def _after(self, block: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         assert isinstance(block, Block)
         if self.counts_activations:
-            x, *_ = open_stream(output)
-            self.tally.add_moments(block.name, "activation", x)
+            self.tally.add_moments(block.name, "activation", open_stream(output)[0])
 
     def _quantized(self, layer: str, slot: str, saturated: Tensor, lost: Tensor, count: int) -> None:
-        for number_fate, number_count in (("saturation", saturated), ("underflow", lost)):
-            zero_maximum = torch.zeros((), device=number_count.device)
-            self.tally.add_cell(f"{layer}.weight", f"{slot}_{number_fate}", number_count, count, zero_maximum)
+        no_maximum = torch.zeros((), device=saturated.device)
+        for fate, fate_count in zip(FATES, (saturated, lost), strict=True):
+            self.tally.add_cell(f"{layer}.weight", f"{slot}_{fate}", fate_count, count, no_maximum)
 
     def add_gradients(self, flat: FlatState, pieces: Mapping[tuple[int, int], Tensor], scale: float) -> None:
         """Add the gradients of a watched step, before the optimizer runs. Local.
@@ -185,17 +199,10 @@ class Probe:
         was_watched, self.watching = self.watching, False
         if not was_watched:
             self.tally.clear_cells()
-        for f in flat.fragments:
-            if not f.counted:
-                continue
-            for kind, key in (("weight", "weight"), ("second_moment", "exp_avg_sq")):
-                piece = flat.view_piece(f, key)
-                if piece is not None:
-                    self.tally.add_moments(f.name, kind, piece)
-        for update_size in flat.measure_updates() if applied else ():
-            self.tally.add_cell(
-                update_size.name, "update", update_size.squares, update_size.numel, update_size.highest
-            )
+        for index, name, piece in flat.view_counted(("weight", "exp_avg_sq")):
+            self.tally.add_moments(name, ("weight", "second_moment")[index], piece)
+        for size in flat.measure_updates() if applied else ():
+            self.tally.add_cell(size.name, "update", size.squares, size.numel, size.highest)
         reduced_cells = self.tally.reduce_cells()
         self.tally.clear_cells()
         return _statistics(reduced_cells, list(self.tally.rows), was_watched)
@@ -218,10 +225,9 @@ def _statistics(numbers: Tensor, rows: Sequence[str], watched: bool) -> LayerSta
         overall["update_ratio"] = _ratio(total["update"], total["weight"])
     if "attention" in highest:
         overall["attention_logit"] = highest["attention"]
-        overall["attention_entropy"] = min(
-            r["attention_entropy"] for r in layers.values() if "attention_entropy" in r
-        )
-    for fate in ("saturation", "underflow"):
+        entropies = [row["attention_entropy"] for row in layers.values() if "attention_entropy" in row]
+        overall["attention_entropy"] = min(entropies)
+    for fate in FATES:
         shares = [r[kind] for r in layers.values() for kind in SHARES if kind.endswith(fate) and kind in r]
         if shares:
             overall[f"fp8_{fate}"] = max(shares)
@@ -280,10 +286,8 @@ def attention_chunks(
         if segments is not None:
             refused_keys = refused_keys | (segments[:, chunk_queries, None] != segments[:, None, :key_end])
             refused_keys = refused_keys[:, None, None]
-        yield (
-            *_entropy(q[..., first_query:end_query, :], k[..., :key_end], refused_keys, scores),
-            (~refused_keys).sum(-1).log(),
-        )
+        found = _entropy(q[..., first_query:end_query, :], k[..., :key_end], refused_keys, scores)
+        yield *found, (~refused_keys).sum(-1).log()
 
 
 def _entropy(q: Tensor, k: Tensor, refused: Tensor, scores: AttentionScores) -> tuple[Tensor, Tensor]:

@@ -91,7 +91,6 @@ class LocalGradients:
         self.begin_step()
 
     def begin_step(self) -> None:
-        """A step begins."""
         self.digest = torch.zeros(2, self._ranks, dtype=torch.float64, device=self._device)
         self.total = torch.zeros((), dtype=torch.float64, device=self._device)
         self._size, self._compared = torch.zeros_like(self.total), self.total.new_zeros(3)
@@ -158,13 +157,10 @@ class LocalGradients:
         row_count, row_rest = slice_size // ROW, slices[:, slice_size // ROW * ROW :]
         row_table = slices[:, : row_count * ROW].unflatten(1, (row_count, ROW))
         row_sums = torch.bmm(row_table, self._signs.expand(data_ranks, ROW).unsqueeze(2)).squeeze(2)
-        slice_checks = (
-            row_sums.double() @ self._weights_of(row_count) + row_rest @ self._signs[: row_rest.shape[1]]
-        )
-        row_norms = torch.cat(
-            (torch.linalg.vector_norm(row_table, dim=2), torch.linalg.vector_norm(row_rest, dim=1)[:, None]),
-            1,
-        )
+        slice_checks = row_sums.double() @ self._weights_of(row_count)
+        slice_checks = slice_checks + row_rest @ self._signs[: row_rest.shape[1]]
+        rest_norms = torch.linalg.vector_norm(row_rest, dim=1)[:, None]
+        row_norms = torch.cat((torch.linalg.vector_norm(row_table, dim=2), rest_norms), 1)
         return torch.stack((slice_checks, row_norms.double().square().sum(1)))
 
     def _weights_of(self, rows: int) -> Tensor:
@@ -218,11 +214,8 @@ class OwnGradients(LocalGradients):
             self.digest.add_(gradient_digest[:, None])
             self._size.add_(gradient_digest[1])
             if first_moment is not None:
-                self._compared.add_(
-                    compute_products(
-                        sample_blocks(flat_gradient), sample_blocks(first_moment.view(-1)).float()
-                    )
-                )
+                moment_sample = sample_blocks(first_moment.view(-1)).float()
+                self._compared.add_(compute_products(sample_blocks(flat_gradient), moment_sample))
         rank_columns = torch.zeros(self._world, COLUMNS, dtype=torch.float64, device=self._device)
         rank_columns[self._place, 1] = self._size
         self._tell(rank_columns[self._place])

@@ -14,7 +14,6 @@ the state. If the replay is finite, that is all it reports: recovery/ finds the 
 
 from __future__ import annotations
 
-import contextlib
 import math
 import socket
 from collections.abc import Iterator, Mapping, Sequence
@@ -62,14 +61,11 @@ class Growth(NamedTuple):
 
     @property
     def sentence(self) -> str:
-        first_place = self.first
-        sentence_text = (
-            f"the {first_place.tensor} of {first_place.layer} is the first to grow: {_times(self.times)} its RMS of "
-            f"{self.usual:.2g}"
-        )
-        if self.last != first_place:
-            sentence_text += f", up to {_times(self.most)} in the {self.last.tensor} of {self.last.layer}"
-        return f"{sentence_text}, for the same samples on the good state"
+        where = f"the {self.first.tensor} of {self.first.layer}"
+        text = f"{where} is the first to grow: {_times(self.times)} its RMS of {self.usual:.2g}"
+        if self.last != self.first:
+            text += f", up to {_times(self.most)} in the {self.last.tensor} of {self.last.layer}"
+        return f"{text}, for the same samples on the good state"
 
 
 def _times(ratio: float) -> str:
@@ -84,27 +80,21 @@ class _SizeHooks(LayerHooks):
 
     def see_tensor(self, x: Tensor, micro_batch: int, backward: bool, layer: str, tensor: str) -> None:
         place_tick = self._ticks.setdefault((backward, layer, tensor), len(self._ticks))
-        place = TensorPlace(
-            backward, depth_of(layer, self._blocks) * (-1 if backward else 1), place_tick, layer, tensor
-        )
+        depth = depth_of(layer, self._blocks) * (-1 if backward else 1)
+        place = TensorPlace(backward, depth, place_tick, layer, tensor)
         # In parts, as a whole gradient of the embedding in fp32 may not fit.
         flat_parts = x.detach().reshape(-1).split(CHUNK if x.is_cuda else CACHED)
         part_norms = torch.stack([torch.linalg.vector_norm(part.float()) for part in flat_parts])
         mean_square = part_norms.double().square().sum() / max(1, x.numel())
-        known_square = self._squares.get(place)
-        self._squares[place] = (
-            mean_square if known_square is None else torch.maximum(known_square, mean_square)
-        )
+        known_square = self._squares.get(place, mean_square)
+        self._squares[place] = torch.maximum(known_square, mean_square)
 
     def sizes(self, loss_scale: float) -> dict[TensorPlace, float]:
         """loss_scale: of the gradients."""
         if not self._squares:
             return {}
-        mean_roots = torch.stack([*self._squares.values()]).sqrt().tolist()
-        return {
-            place: mean_root / loss_scale if place.backward else mean_root
-            for place, mean_root in zip(self._squares, mean_roots, strict=True)
-        }
+        sizes = zip(self._squares, torch.stack([*self._squares.values()]).sqrt().tolist(), strict=True)
+        return {place: size / loss_scale if place.backward else size for place, size in sizes}
 
 
 def measure_sizes(engine: Engine, micro_batches: Sequence[MicroBatch]) -> dict[TensorPlace, float]:
@@ -116,27 +106,21 @@ def measure_sizes(engine: Engine, micro_batches: Sequence[MicroBatch]) -> dict[T
     size_by_place = dict[TensorPlace, float]()
     for rank_sizes in gather_objects(size_hooks.sizes(scale)):
         for place, tensor_size in rank_sizes.items():
-            size_by_place[place] = max(
-                tensor_size if math.isfinite(tensor_size) else math.inf, size_by_place.get(place, 0.0)
-            )
+            known_size = size_by_place.get(place, 0.0)
+            size_by_place[place] = max(tensor_size, known_size) if math.isfinite(tensor_size) else math.inf
     return size_by_place
 
 
 def find_first_growth(good: Sizes, now: Sizes) -> Growth | None:
     """Where the tensors of `now` are first `GROWN` times as large as in `good`, in the order of computing: forward,
     then backward. None: nowhere."""
-    ratio_by_place = {place: _ratio(now.get(place, 0.0), good_size) for place, good_size in good.items()}
-    grown_places = sorted(place for place, size_ratio in ratio_by_place.items() if size_ratio >= GROWN)
+    sizes = {place: size for place, size in good.items() if 0 < size < math.inf}
+    ratios = {place: now.get(place, 0.0) / size for place, size in sizes.items()}
+    grown_places = sorted(place for place, ratio in ratios.items() if ratio >= GROWN)
     if not grown_places:
         return None
-    first_place, worst_place = grown_places[0], max(grown_places, key=lambda place: ratio_by_place[place])
-    return Growth(
-        first_place, good[first_place], ratio_by_place[first_place], worst_place, ratio_by_place[worst_place]
-    )
-
-
-def _ratio(now: float, usual: float) -> float:
-    return now / usual if 0 < usual < math.inf else 0.0
+    first, worst = grown_places[0], max(grown_places, key=lambda place: ratios[place])
+    return Growth(first, good[first], ratios[first], worst, ratios[worst])
 
 
 Kind = Literal["state", "forward", "backward", "sum", "not reproduced"]
@@ -207,19 +191,22 @@ def locate_first_nonfinite(engine: Engine, micro_batches: Sequence[MicroBatch]) 
             parameters=tuple(poisoned_parameters),
         )
     # Replay the step with hooks
-    with _loss_scale_kept(engine), watch_layers(engine, _FirstBad(engine.config.model.layers)) as first_bad:
-        if engine.measured is not None:
-            engine.set_loss_scale(engine.measured.loss_scale)  # DeepSpeed may have lowered it since
-        measured = engine.measure_step(micro_batches)
+    saved_counters = engine.read_counters()
+    try:
+        with watch_layers(engine, _FirstBad(engine.config.model.layers)) as first_bad:
+            if engine.measured is not None:  # DeepSpeed may have lowered the loss scale since
+                engine.restore_scaler({"cur_scale": engine.measured.loss_scale})
+            measured = engine.measure_step(micro_batches)
+    finally:
+        engine.restore_counters(saved_counters)
     if measured.finite:
         return Diagnosis(
             kind="not reproduced",
             sentence="not reproduced: a replay of the same samples on the same weights is finite, with a loss of "
             f"{measured.loss:.4f} and a gradient norm of {measured.grad_norm:.4f}",
         )
-    sightings = [
-        (rank, first) for rank, first in enumerate(gather_objects(first_bad.first)) if first is not None
-    ]
+    first_by_rank = gather_objects(first_bad.first)
+    sightings = [(rank, first) for rank, first in enumerate(first_by_rank) if first is not None]
     if not sightings:
         return Diagnosis(
             kind="sum",
@@ -227,28 +214,21 @@ def locate_first_nonfinite(engine: Engine, micro_batches: Sequence[MicroBatch]) 
             "but not the sum of the gradients over micro-batches and ranks, or its norm",
         )
     rank, first = min(sightings, key=lambda s: (s[1].order, s[0]))
-    seen_by = tuple(
-        seeing_rank for seeing_rank, other_sighting in sightings if other_sighting.order == first.order
-    )
+    seen_by = tuple(seeing_rank for seeing_rank, sighting in sightings if sighting.order == first.order)
     rank_place = _place(engine, rank, host_names[rank])
     # Every rank has another part of the batch; the losses cover the whole.
     positions = gather_objects(micro_batches[first.micro_batch].positions.tolist())[rank]
     layout = engine.topology.layout
     batch_shape = (len(micro_batches), layout.samples, len(positions))
-    sample_losses = measured.losses.view(batch_shape)[
-        first.micro_batch, rank_place["data_rank"] // layout.context
-    ].tolist()
-    bad_positions = [
-        sample_position
-        for sample_position, sample_loss in zip(positions, sample_losses, strict=True)
-        if not math.isfinite(sample_loss)
-    ]
+    sample_rank = rank_place["data_rank"] // layout.context
+    losses = measured.losses.view(batch_shape)[first.micro_batch, sample_rank].tolist()
+    bad_positions = [at for at, loss in zip(positions, losses, strict=True) if not math.isfinite(loss)]
     pass_direction: Kind = "backward" if first.backward else "forward"
     sentence = (
         f"first non-finite number: {first.value} in the {first.tensor} of {first.layer}, {pass_direction} pass of "
         f"micro-batch {first.micro_batch} (from 0), rank {rank} (host {rank_place['host']}, stage "
-        f"{rank_place['stage']}, data "
-        f"rank {rank_place['data_rank']}, tensor rank {rank_place['tensor_rank']}); positions {_listed(positions)}"
+        f"{rank_place['stage']}, data rank {rank_place['data_rank']}, tensor rank {rank_place['tensor_rank']}); "
+        f"positions {_listed(positions)}"
     )
     if bad_positions:
         sentence += f", without a finite loss: {_listed(bad_positions)}"
@@ -264,7 +244,7 @@ def locate_first_nonfinite(engine: Engine, micro_batches: Sequence[MicroBatch]) 
         value=first.value,
         micro_batch=first.micro_batch,
         positions=tuple(positions),
-        losses=tuple(sample_losses),
+        losses=tuple(losses),
     )
 
 
@@ -363,12 +343,3 @@ class _FirstBad(LayerHooks):
         new_sighting = _Sighting(micro_batch, backward, layer_depth, self._tick, layer, tensor, value_kind)
         if self.first is None or new_sighting.order < self.first.order:
             self.first = new_sighting
-
-
-@contextlib.contextmanager
-def _loss_scale_kept(engine: Engine) -> Iterator[None]:
-    saved_counters = engine.read_counters()
-    try:
-        yield
-    finally:
-        engine.restore_counters(saved_counters)

@@ -14,31 +14,20 @@ from torch import Tensor
 PENDING = 4  # steps whose events are awaited
 
 
-class DeviceEvent(Protocol):
-    """torch.cuda.Event with timing."""
-
-    def record(self) -> object: ...
-
-    def query(self) -> bool: ...
-
-    def elapsed_time(self, end: Any, /) -> float:
-        """Milliseconds."""
-
-
 class DeviceClock:
     """An `activity.Clock` for the activities of a step on a GPU, whose kernels run long after the host has entered
     them: by events in its stream, read a step later, so that nobody waits for them.
 
     An event marks where the GPU gets to what the host entered then. The time between two of them is that of the kernels
     between, of what they wait for in the stream, and of gaps in which the host had not enqueued anything yet. event:
-    makes one.
+    makes one, a torch.cuda.Event with timing.
     """
 
-    def __init__(self, event: Callable[[], DeviceEvent]) -> None:
+    def __init__(self, event: Callable[[], Any]) -> None:
         self._event = event
-        self._free: list[DeviceEvent] = []
-        self._marks: list[tuple[str, DeviceEvent]] = []  # of this step
-        self._pending: list[tuple[int, float, list[tuple[str, DeviceEvent]]]] = []
+        self._free: list[Any] = []
+        self._marks: list[tuple[str, Any]] = []  # of this step
+        self._pending: list[tuple[int, float, list[tuple[str, Any]]]] = []
 
     def begin_step(self) -> None:
         """A step begins; what a step that was given up has marked is forgotten."""
@@ -55,8 +44,7 @@ class DeviceClock:
 
     def end_step(self, step: int, seconds: float) -> list[tuple[int, float, Mapping[str, float]]]:
         """Those of earlier steps that the GPU is done with."""
-        self._marks.append(("", end_mark := self._free.pop() if self._free else self._event()))
-        end_mark.record()
+        self.enter_activity("")
         self._pending.append((step, seconds, self._marks))
         self._marks = []
         finished_steps = list[tuple[int, float, Mapping[str, float]]]()
@@ -68,7 +56,7 @@ class DeviceClock:
         return finished_steps
 
 
-def _spent(marks: list[tuple[str, DeviceEvent]]) -> dict[str, float]:
+def _spent(marks: list[tuple[str, Any]]) -> dict[str, float]:
     """Seconds by activity."""
     seconds_by_activity = defaultdict[str, float](float)
     for (activity_name, activity_begin), (_, activity_end) in pairwise(marks):

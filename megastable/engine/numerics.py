@@ -68,9 +68,8 @@ def _no_attention(attention: str, config: RunConfig, device: torch.device, dtype
         if device.type != "cuda" or dtype is torch.float32:
             return "Transformer Engine computes on GPUs only, in bf16 and fp16"
         if config.segmented:
-            asking_key = (
-                "data.keep_documents_apart" if config.data.keep_documents_apart else "train.sequence_warmup"
-            )
+            apart = config.data.keep_documents_apart
+            asking_key = "data.keep_documents_apart" if apart else "train.sequence_warmup"
             return f"it does not keep parts of a sample apart as {asking_key} asks for"
     return None
 

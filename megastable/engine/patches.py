@@ -139,9 +139,8 @@ def report_activities(engine: Any) -> None:
 def watch_messages(sent: Callable[[Tensor, int], None], received: Callable[[Tensor, int], None]) -> None:
     """Show every message between stages, with the other stage: before it is sent, and when it has arrived. Needless
     with hooks."""
-    real_send, real_receive = (
-        getattr(p2p_function, "real", p2p_function) for p2p_function in (p2p.send, p2p.recv)
-    )  # another engine's may be there
+    # Another engine's may be there.
+    real_send, real_receive = (getattr(function, "real", function) for function in (p2p.send, p2p.recv))
 
     def shown_send(tensor: Tensor, stage: int, *args: Any) -> Any:
         sent(tensor, stage)
@@ -257,18 +256,16 @@ def measure_scattering(o: DeepSpeedZeroOptimizer_Stage3, watch: LocalGradients, 
     """
 
     def scatter(parameters: Sequence[Any], dtype: torch.dtype) -> list[Tensor]:
-        flat_gradients = [one_parameter.grad.to(dtype).view(-1) for one_parameter in parameters]
+        flat_gradients = [p.grad.to(dtype).view(-1) for p in parameters]
         column_sizes = [-(-one_gradient.numel() // ranks) for one_gradient in flat_gradients]
         padded_table = flat_gradients[0].new_zeros(ranks, sum(column_sizes))
-        for one_gradient, rank_column in zip(
-            flat_gradients, padded_table.split(column_sizes, 1), strict=True
-        ):
+        columns = padded_table.split(column_sizes, 1)
+        for one_gradient, rank_column in zip(flat_gradients, columns, strict=True):
             column_size, full_rows = rank_column.shape[1], one_gradient.numel() // rank_column.shape[1]
-            rank_column[:full_rows] = one_gradient[: full_rows * column_size].view(full_rows, column_size)
+            whole_rows, rest = one_gradient.tensor_split([full_rows * column_size])
+            rank_column[:full_rows] = whole_rows.view(full_rows, column_size)
             if full_rows < ranks:
-                rank_column[full_rows, : one_gradient.numel() - full_rows * column_size] = one_gradient[
-                    full_rows * column_size :
-                ]
+                rank_column[full_rows, : rest.numel()] = rest
         flat_table = padded_table.div_(ranks).flatten()
         partition_group = o._get_param_partition_group(parameters[0])
         rank = dist.get_rank(partition_group)
@@ -308,9 +305,8 @@ class Accumulate:
         elif gradient_sum.is_cuda:
             gradient_sum.add_(flat_grad)  # one kernel, which converts while it reads
         else:
-            for total_chunk, given_chunk in zip(
-                gradient_sum.view(-1).split(CHUNK), flat_grad.view(-1).split(CHUNK), strict=True
-            ):
+            chunks = zip(gradient_sum.view(-1).split(CHUNK), flat_grad.view(-1).split(CHUNK), strict=True)
+            for total_chunk, given_chunk in chunks:
                 total_chunk.add_(self._wide[: len(given_chunk)].copy_(given_chunk))
         lp._hp_grad = gradient_sum  # type: ignore[attr-defined]
         own_optimizer.fp32_groups_has_gradients[group][index] = True

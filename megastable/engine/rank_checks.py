@@ -72,9 +72,8 @@ class Digest(NamedTuple):
             return "zero"
         if right_square and math.isfinite(wrong_square):
             check_pairs = list(zip(self.checks, right.checks, strict=True))
-            norm_ratio = math.copysign(
-                math.sqrt(wrong_square / right_square), sum(a * b for a, b in check_pairs)
-            )
+            sign = sum(a * b for a, b in check_pairs)
+            norm_ratio = math.copysign(math.sqrt(wrong_square / right_square), sign)
             rest_square = sum((a - norm_ratio * b) ** 2 for a, b in check_pairs)
             if rest_square <= ALIKE**2 * wrong_square:
                 return "negated" if round(norm_ratio, 3) == -1 else f"scaled by {norm_ratio:.3g}"
@@ -121,9 +120,8 @@ def digest_gradient(engine: Engine, micro_batches: Sequence[MicroBatch]) -> Grad
         for hook in hooks:
             hook.remove()
     checks, squares = sums.cpu()
-    return GradientDigest(
-        [placement_of(p).name for p in parameters], bits.cpu(), checks, squares, kind_of(engine.device)
-    )
+    names = [placement_of(p).name for p in parameters]
+    return GradientDigest(names, bits.cpu(), checks, squares, kind_of(engine.device))
 
 
 @cache
@@ -133,11 +131,8 @@ def _signs(device: torch.device) -> Tensor:
     return (drawn_bits * 2.0 - 1.0).to(device)
 
 
-TERMS = {
-    torch.bfloat16: 256,
-    torch.float16: 1024,
-    torch.float32: 1 << 20,
-}  # of +-1, whose sum the dtype holds
+# Of +-1, whose sum the dtype holds.
+TERMS = {torch.bfloat16: 256, torch.float16: 1024, torch.float32: 1 << 20}
 ROWS = 64
 ROUNDS = 2
 
@@ -150,13 +145,9 @@ def find_wrong_product(model: ModelConfig, tensor: int, dtype: torch.dtype, devi
         placed_factors = x.to(device, dtype), weight.to(device, dtype)
         for _ in range(ROUNDS):
             for product_name, product_result in _products(*placed_factors):
-                if (wrong_elements := product_result.cpu() != known_answer).any():
-                    wrong_columns = wrong_elements.any(0).nonzero().flatten().tolist()
-                    wrong_place = (
-                        f"column {wrong_columns[0]}"
-                        if len(wrong_columns) == 1
-                        else f"{len(wrong_columns)} columns"
-                    )
+                columns = (product_result.cpu() != known_answer).any(0).nonzero().flatten().tolist()
+                if columns:
+                    wrong_place = f"column {columns[0]}" if len(columns) == 1 else f"{len(columns)} columns"
                     dtype_name = str(dtype).removeprefix("torch.")
                     shape_text = f"[{ROWS}, {input_width}] x [{input_width}, {output_width}]"
                     return (
@@ -181,10 +172,8 @@ def _shapes(model: ModelConfig, tensor: int) -> list[tuple[int, int]]:
 def _case(width: int, height: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """x [ROWS, width], weight [height, width], int8, and their product as `dtype`."""
     random_generator = torch.Generator().manual_seed(width * 31 + height)
-    x, weight = (
-        torch.randint(0, 2, matrix_size, generator=random_generator) * 2 - 1
-        for matrix_size in ((ROWS, width), (height, width))
-    )
+    sizes = (ROWS, width), (height, width)
+    x, weight = (torch.randint(0, 2, size, generator=random_generator) * 2 - 1 for size in sizes)
     x[:, torch.randperm(width, generator=random_generator)[TERMS[dtype] :]] = 0
     # By other kernels than those that are tested; all sums are exact in fp64.
     exact_product = torch.from_numpy(x.double().numpy() @ weight.double().numpy().T)
@@ -269,9 +258,7 @@ class Replicas:
         """The fingerprint of every tensor of the kind that this rank holds."""
         if self.find_group(kind) is None:
             return {}
-        return {
-            name: int(fingerprint_tensors([held_tensor])) for name, held_tensor in self._held[kind]().items()
-        }
+        return {name: int(fingerprint_tensors([held])) for name, held in self._held[kind]().items()}
 
     def make_columns(self, kinds: Iterable[str], weights: Marks | None = None) -> list[float]:
         """What this rank adds to the sum that compares these kinds. weights: as of `fingerprint_kind`."""

@@ -28,10 +28,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from megastable.engine.flatstate import CACHED, CHUNK, FlatState
-from megastable.engine.layer_stats import LayerTally, Probe, attention_chunks
+from megastable.engine.layer_stats import BlockHooks, LayerTally, Probe, attention_chunks
 from megastable.model.gpt import Block, open_stream
 from megastable.model.sizes import space_evenly
 from megastable.parallel.sharding import Fragment, split_in_rectangles
@@ -49,28 +48,22 @@ YOUNGEST = 1e-6  # share of a branch's full size, at least: it is 0 before the f
 Look = dict[str, dict[str, float]]
 
 
-class TrendProbe:
+class TrendProbe(BlockHooks):
     """probe: the layer probe of the same rank, which knows the rows of the model. Built, and `collect_look`ed, on all
     ranks together."""
 
     def __init__(self, probe: Probe) -> None:
-        self._blocks, self._counts_activations = probe.blocks, probe.counts_activations
-        self.tally = LayerTally(list(probe.tally.rows), probe.tally.device, KINDS)
-        self.watching = False
-        self._hooks: list[RemovableHandle] = []
+        super().__init__(probe.blocks, LayerTally(list(probe.tally.rows), probe.tally.device, KINDS))
+        self._counts_activations = probe.counts_activations
+        self._chunk = CHUNK if probe.tally.device.type == "cuda" else CACHED
         self._seen: set[tuple[str, str]] = set()
         self._rows: dict[tuple[int, int], list[Tensor]] = {}
 
     def watch_step(self) -> None:
         """Watch the coming step."""
-        self._look_away()
-        self.tally.clear_cells()
+        super().watch_step()
         self._seen.clear()
         self._rows.clear()
-        self.watching = True
-        for watched_block in self._blocks:
-            self._hooks.append(watched_block.register_forward_pre_hook(self._before))
-            self._hooks.append(watched_block.register_forward_hook(self._after))
 
     def drop_step(self) -> None:
         """Forget the watched step: its update was refused."""
@@ -78,11 +71,6 @@ class TrendProbe:
         self.tally.clear_cells()
         self._rows.clear()
         self.watching = False
-
-    def _look_away(self) -> None:
-        for block_hook in self._hooks:
-            block_hook.remove()
-        self._hooks.clear()
 
     def _first(self, block: str, when: str) -> bool:
         """Whether this is the step's first micro-batch."""
@@ -101,11 +89,10 @@ class TrendProbe:
         at = space_evenly(queries.shape[2], QUERIES)
         if len(at) < queries.shape[2]:
             queries = queries[:, :, torch.tensor(at, device=queries.device)]
+        chunks = attention_chunks(queries, keys, apart, block.attention.scores, at=at)
         parts = [
             (entropy.sum(dtype=torch.float64), (uniform - entropy).sum(dtype=torch.float64), highest.amax())
-            for entropy, highest, uniform in attention_chunks(
-                queries, keys, apart, block.attention.scores, at=at
-            )
+            for entropy, highest, uniform in chunks
         ]
         total, short, most = (torch.stack(of) for of in zip(*parts, strict=True))
         count = queries.shape[:3].numel()
@@ -136,10 +123,6 @@ class TrendProbe:
 
     def _sum(self, row: str, kind: str, total: Tensor, count: int) -> None:
         self.tally.add_cell(row, kind, total.double(), count, torch.zeros((), device=total.device))
-
-    @property
-    def _chunk(self) -> int:
-        return CHUNK if self.tally.device.type == "cuda" else CACHED
 
     def add_gradients(self, flat: FlatState, pieces: Mapping[tuple[int, int], Tensor], scale: float) -> None:
         """Add the gradients of a watched step, before the optimizer runs. Local; pieces: as in
@@ -173,12 +156,12 @@ class TrendProbe:
             if f.counted and weight_piece is not None:
                 self._add(f.name, "weight", weight_piece)
                 self._stale(flat, f, kept)
-        for update_size in flat.measure_updates():
-            self._sum(update_size.name, "update", update_size.squares, update_size.numel)
-        reduced_cells, row_names = self.tally.reduce_cells(), list(self.tally.rows)
+        for size in flat.measure_updates():
+            self._sum(size.name, "update", size.squares, size.numel)
+        reduced_cells = self.tally.reduce_cells()
         self.tally.clear_cells()
         self._rows.clear()
-        return {name: _row(reduced_cells[:, i]) for i, name in enumerate(row_names)}
+        return {name: _row(reduced_cells[:, i]) for i, name in enumerate(self.tally.rows)}
 
     def _stale(self, flat: FlatState, f: Fragment, kept: float) -> None:
         v = flat.view_piece(f, "exp_avg_sq") if f.name in TABLES else None

@@ -10,6 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, ClassVar
 
 import torch
@@ -216,15 +217,12 @@ class _Linked(Wrapper):
         return held.param_group_index, held.hp_fragment_address.start, low.start, low.numel
 
     def squared_norm(self) -> tuple[Tensor, Tensor, Any]:
-        own_squares = self._squares()
-        return own_squares, torch.isfinite(own_squares), None
-
-    def _squares(self) -> Tensor:
         counted = list(self._counted_gradients())
         # DeepSpeed's norms are fp32 as well; those of fp16 gradients would overflow in fp16.
         norms = torch._foreach_norm(counted, dtype=torch.float32) if counted else [self.make_scalar(0.0)]
         scale = float(getattr(self.o, "loss_scale", 1.0))
-        return torch.stack(norms).double().square().sum() / scale**2
+        own_square = torch.stack(norms).double().square().sum() / scale**2
+        return own_square, torch.isfinite(own_square), None
 
     @abstractmethod
     def _counted_gradients(self) -> Sequence[Tensor]:
@@ -357,12 +355,10 @@ class Zero3(Wrapper):
 
     def squared_norm(self) -> tuple[Tensor, Tensor, Any]:
         known_norms = self.o._get_norm_groups()
-        unscaled_norms = torch.stack([self.make_scalar(one_norm) for one_norm in known_norms]) / float(
-            getattr(self.o, "loss_scale", 1.0)
-        )
-        is_valid = torch.isfinite(unscaled_norms).all() & (
-            unscaled_norms.min() >= 0
-        )  # DeepSpeed says -1 of one that is not a number
+        scale = float(getattr(self.o, "loss_scale", 1.0))
+        unscaled_norms = torch.stack([self.make_scalar(norm) for norm in known_norms]) / scale
+        # DeepSpeed says -1 of one that is not a number.
+        is_valid = torch.isfinite(unscaled_norms).all() & (unscaled_norms.min() >= 0)
         # All ranks have the global norm: only one contributes it, so that a differing last bit cannot split them.
         counted_share = 1.0 if self.topology.rank == 0 else 0.0
         return counted_share * unscaled_norms.square().sum(), is_valid, known_norms
@@ -424,24 +420,17 @@ class Worker(Clipping):
             for whole_gradient in o.fp32_groups_gradients_flat:
                 dist.all_reduce(whole_gradient, group=self.topology.context_group)
                 whole_gradient.div_(context_ranks)
-        gradient_norms = [
-            torch.linalg.vector_norm(local_gradient, dtype=torch.float64)
-            for local_gradient in self._counted()
-        ]
+        gradient_norms = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in self._counted()]
         self._square = torch.stack(gradient_norms).square().sum()
         self._own = [own_part.clone() for own_part in o.fp32_groups_gradient_flat_partition]
         self._average()
 
     def _counted(self) -> list[Tensor]:
         """This rank's local gradients, of parameters that no other rank of its worker counts."""
-        is_first_rank = self.topology.tensor_rank == 0
-        o = self.zero.o
-        return [
-            local_gradient
-            for group_parameters, group_gradients in zip(o.bf16_groups, o.fp32_groups_gradients, strict=True)
-            for group_parameter, local_gradient in zip(group_parameters, group_gradients, strict=True)
-            if group_parameter.tensor_model_parallel or is_first_rank
-        ]
+        o, is_first_rank = self.zero.o, self.topology.tensor_rank == 0
+        parameters, gradients = chain(*o.bf16_groups), chain(*o.fp32_groups_gradients)
+        pairs = zip(parameters, gradients, strict=True)
+        return [g for p, g in pairs if p.tensor_model_parallel or is_first_rank]
 
     def clip_pieces(self, pieces: Sequence[Piece], norm: float, scale: float) -> float:
         t, o = self.topology, self.zero.o
@@ -449,9 +438,7 @@ class Worker(Clipping):
         if t.context_rank == 0:
             worker_squares[t.sample_rank] = self._square
         dist.all_reduce(worker_squares)
-        worker_factors = [
-            by_norm(worker_norm, self.config.clip) for worker_norm in worker_squares.sqrt().tolist()
-        ]
+        worker_factors = [by_norm(norm, self.config.clip) for norm in worker_squares.sqrt().tolist()]
         own_parts, self._own = self._own, []
         if min(worker_factors) == 1:
             return 1.0

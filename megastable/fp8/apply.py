@@ -62,9 +62,8 @@ def emulate_fp8(
     here = {name: linear for name, linear in find_linears(module).items() if name in names}
     meters = make_meters(config, list(here), device or next(module.parameters()).device)
     found = Emulated(list(here), meters, group)
-    for (name, linear), quantize in zip(
-        here.items(), make_quantizers(config, len(here), meters), strict=True
-    ):
+    quantizers = make_quantizers(config, len(here), meters)
+    for (name, linear), quantize in zip(here.items(), quantizers, strict=True):
         before = linear.product
         plain = before.plain if isinstance(before, Product) else before  # tools apply the emulation again
         linear.product = Product(name, quantize, lambda: found.on, plain)

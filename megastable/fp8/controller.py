@@ -15,9 +15,8 @@ from torch import Tensor
 from megastable.fp8.emulated import Product
 from megastable.fp8.scale_factors import AT_ONCE, BLOCK, SLOTS, Meters, Quantized
 
-History = Mapping[
-    str, Sequence[Sequence[float]]
-]  # by layer and slot: the largest magnitudes, the newest first
+# By layer and slot: the largest magnitudes, the newest first.
+History = Mapping[str, Sequence[Sequence[float]]]
 # layer, slot, total numbers, numbers that were saturated, numbers that became zero
 Record = Callable[[str, str, Tensor, Tensor, int], None]
 
@@ -94,10 +93,8 @@ class Emulated(Fp8):
         self.products: list[Product] = []
 
     def watch_quantization(self, record: Record | None) -> None:
-        for fp8_product in self.products:
-            fp8_product.observe = (
-                partial(report_quantization, record, fp8_product.name) if record is not None else None
-            )
+        for product in self.products:
+            product.observe = None if record is None else partial(report_quantization, record, product.name)
 
 
 def report_quantization(record: Record, layer: str, slot: int, x: Tensor, became: Quantized) -> None:
@@ -116,14 +113,11 @@ def count_losses(x: Tensor, became: Quantized) -> tuple[Tensor, Tensor]:
     cut_count = lost_count = torch.zeros((), dtype=torch.float64, device=x.device)
     part_rows = max(AT_ONCE // x.shape[1] // BLOCK, 1) * BLOCK
     for first in range(0, len(x), part_rows):
-        matrix_part, quantized_part = (
-            x[first : first + part_rows],
-            became.slice_rows(first, min(first + part_rows, len(x))),
-        )
+        matrix_part = x[first : first + part_rows]
+        quantized_part = became.slice_rows(first, first + len(matrix_part))
         decoded_codes = quantized_part.decoded(torch.float32)
-        is_beyond = (
-            quantized_part.dequantized(torch.float32).abs_().mul_(1 + half_step / to.max) < matrix_part.abs()
-        )
+        rounded_to = quantized_part.dequantized(torch.float32).abs_().mul_(1 + half_step / to.max)
+        is_beyond = rounded_to < matrix_part.abs()
         cut_count = cut_count + ((decoded_codes.abs() == to.max) & is_beyond).sum(dtype=torch.float64)
         lost_count = lost_count + ((decoded_codes == 0) & (matrix_part != 0)).sum(dtype=torch.float64)
     return cut_count, lost_count

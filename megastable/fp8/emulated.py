@@ -157,9 +157,8 @@ class _Product(torch.autograd.Function):
         # Save the weight itself and quantize it again: otherwise every micro-batch of a pipeline would keep a copy, and
         # ZeRO 3 a copy of what it releases.
         ctx.save_for_backward(quantized_columns.values, quantized_columns.inverse, w)
-        return multiply_quantized(quantized_rows, quantized_weight, x.dtype, transpose_b=True).view(
-            *x.shape[:-1], w.shape[0]
-        )
+        y = multiply_quantized(quantized_rows, quantized_weight, x.dtype, transpose_b=True)
+        return y.view(*x.shape[:-1], w.shape[0])
 
     @staticmethod
     @once_differentiable
@@ -171,9 +170,8 @@ class _Product(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             dx = multiply_quantized(rows, product.quantize(w, WEIGHT, False)[1], ctx.dtype).view(ctx.shape)
         if ctx.needs_input_grad[1]:
-            dw = multiply_quantized(
-                columns, Quantized(values, inverse, *ctx.layout), ctx.dtype, transpose_a=True
-            )
+            saved_input = Quantized(values, inverse, *ctx.layout)
+            dw = multiply_quantized(columns, saved_input, ctx.dtype, transpose_a=True)
         return dx, dw, None, None
 
 

@@ -68,10 +68,7 @@ def decode_fp8(values: Tensor, of: FP8Format, dtype: torch.dtype) -> Tensor:
     bf16_bits = values.view(torch.int8).to(torch.int16).bitwise_left_shift_(mantissa_shift)
     bf16_bits.bitwise_and_(((0x7F << mantissa_shift) | 0x8000) - 0x10000)
     decoded_numbers = bf16_bits.view(torch.bfloat16).mul_(2.0 ** (127 - of.bias))
-    lowest_number, highest_number = (
-        torch.aminmax(decoded_numbers) if decoded_numbers.numel() else (decoded_numbers.new_zeros(()),) * 2
-    )
-    if float(highest_number) > of.max or float(lowest_number) < -of.max:  # codes that encode no number
+    if float(largest_magnitude(decoded_numbers)) > of.max:  # codes that encode no number
         decoded_numbers.masked_fill_(decoded_numbers.abs() > of.max, torch.nan)
     return decoded_numbers
 
@@ -129,9 +126,8 @@ def scale_of(largest: Tensor, to: FP8Format, power_of_two: bool = False) -> Tens
     """fp32, of the shape of `largest`: the factor that maps these magnitudes to the format's largest number, or just
     below it with powers of two. 1 where the magnitude is 0, infinite or nan."""
     # A number divided by a tensor would be computed as a reciprocal and a product, rounded twice.
-    raw_scale = (
-        torch.full_like(largest, to.max).div_(largest).clamp_(max=LARGEST)
-    )  # infinite for the tiniest magnitudes
+    raw_scale = torch.full_like(largest, to.max).div_(largest)
+    raw_scale.clamp_(max=LARGEST)  # infinite for the tiniest magnitudes
     if power_of_two:
         raw_scale = (raw_scale.view(torch.int32) & -0x800000).view(torch.float32)
     is_usable = torch.isfinite(largest) & (largest > 0)

@@ -68,18 +68,12 @@ from megastable.parallel.topology import TensorParallel
 
 
 @dataclass(frozen=True)
-class Watched:
-    """A module x -> y of one or more linear layers in sequence. layers, weights: of these.
+class Fitted:
+    """One of its modules. layers: the linear layers that it computes, in the order of its products. weights: theirs."""
 
-    inputs: x -> the first layer's operand. between: the first layer's output -> the second one's operand. The gradient
-    is that of y, of the last layer.
-    """
-
-    module: nn.Module
-    layers: Sequence[str]
-    weights: Sequence[Tensor]
-    inputs: Callable[[Tensor], Tensor]
-    between: Callable[[Tensor], Tensor]
+    module: Any
+    layers: tuple[str, ...]
+    weights: tuple[nn.Parameter, ...]
 
 
 def _itself(x: Tensor) -> Tensor:
@@ -87,22 +81,24 @@ def _itself(x: Tensor) -> Tensor:
 
 
 def watch_module(
-    watched: Watched, quantizers: Sequence[Quantizer], show: Callable[[int, int, Tensor, Quantized], None]
+    fitted: Fitted,
+    inputs: Callable[[Tensor], Tensor],
+    quantizers: Sequence[Quantizer],
+    show: Callable[[int, int, Tensor, Quantized], None],
 ) -> RemovableHandle:
     """Call `show(number of the layer, slot, rows of a matrix, their quantization)` in every training pass until the
     handle is removed.
 
-    The gradient of the first of two layers is not visible. quantizers: of the layers.
+    Of two layers, which have a SwiGLU between them (see `fit_block`), the gradient of the first is not visible. inputs:
+    the module's input -> the first layer's operand. quantizers: of the layers.
     """
 
     def quantize(number: int, slot: int, matrix: Tensor, of: Callable[[Tensor], Tensor] = _itself) -> None:
-        widest_side = max(matrix.shape[-1], *(n for weight in watched.weights for n in weight.shape))
+        widest_side = max(matrix.shape[-1], *(n for weight in fitted.weights for n in weight.shape))
         part_rows = max(AT_ONCE // widest_side // BLOCK, 1) * BLOCK
         matrix_parts = matrix.detach().reshape(-1, matrix.shape[-1]).split(part_rows)
         with torch.no_grad():
-            matrix_magnitude = reduce(
-                torch.maximum, (largest_magnitude(of(matrix_part)) for matrix_part in matrix_parts)
-            )
+            matrix_magnitude = reduce(torch.maximum, (largest_magnitude(of(part)) for part in matrix_parts))
             for matrix_part in matrix_parts:
                 x = of(matrix_part)
                 show(number, slot, x, quantizers[number](x, slot, False, matrix_magnitude)[0])
@@ -110,21 +106,22 @@ def watch_module(
     def into(number: int) -> Callable[[Tensor], Tensor]:
         """From the module's input to the operand of layer `number`."""
         if not number:
-            return watched.inputs
-        operand_before, weight_before = into(number - 1), watched.weights[number - 1]
-        return lambda x: watched.between(products.linear(operand_before(x), weight_before))
+            return inputs
+        operand_before, weight_before = into(number - 1), fitted.weights[number - 1]
+        return lambda x: swiglu(products.linear(operand_before(x), weight_before))
 
     def after(_: nn.Module, given: tuple[Any, ...], y: Tensor) -> None:
         if not torch.is_grad_enabled():
             return
-        for layer_number, layer_weight in enumerate(watched.weights):
+        for layer_number, layer_weight in enumerate(fitted.weights):
             quantize(layer_number, INPUT, given[0], into(layer_number))
             quantize(layer_number, WEIGHT, layer_weight)
         if y.requires_grad:
-            y.register_hook(lambda gradient: quantize(len(watched.layers) - 1, GRADIENT, gradient))
+            y.register_hook(lambda gradient: quantize(len(fitted.layers) - 1, GRADIENT, gradient))
 
     # Registered before other hooks: one of ZeRO 3's releases the weights.
-    return watched.module.register_forward_hook(after, prepend=True)
+    handle: RemovableHandle = fitted.module.register_forward_hook(after, prepend=True)
+    return handle
 
 
 # Scales for the first step, and the first one after FP8 was off; for local weights the largest magnitude is computed.
@@ -169,20 +166,6 @@ def _unsupported(te: Any, config: Fp8Config) -> str | None:
 
 
 # Its modules
-
-
-@dataclass(frozen=True)
-class Fitted:
-    """One of its modules. layers: the linear layers that it computes, in the order of its products. weights: theirs."""
-
-    module: Any
-    layers: tuple[str, ...]
-    weights: tuple[nn.Parameter, ...]
-
-
-def linears_of(block: Block, config: RunConfig) -> set[str]:
-    """The layers of `config.LINEARS` that are in FP8 in this block."""
-    return set(fp8_linears(config, int(block.name.rpartition(".")[2])))
 
 
 def fit_block(block: Block, linears: Collection[str]) -> list[Fitted]:
@@ -230,13 +213,11 @@ def _linear(linear: ColumnParallelLinear | RowParallelLinear, norm: RMSNorm | No
 
     (weight_rows, weight_columns), tp = shape_of(linear.weight), linear.tp
     is_column = isinstance(linear, ColumnParallelLinear)
-    module_options = _told(tp, linear.weight) | {
-        "parallel_mode": None if tp.size == 1 else "column" if is_column else "row"
-    }
+    parallel_mode = None if tp.size == 1 else "column" if is_column else "row"
+    module_options = _told(tp, linear.weight) | {"parallel_mode": parallel_mode}
     # It takes the sizes of the whole and divides them.
-    whole_sizes = (
-        (weight_columns, weight_rows * tp.size) if is_column else (weight_columns * tp.size, weight_rows)
-    )
+    whole_sizes = [weight_columns, weight_rows]
+    whole_sizes[1 if is_column else 0] *= tp.size
     with _quietly():
         if norm is None:
             te_module = te.Linear(*whole_sizes, **module_options)
@@ -295,19 +276,14 @@ def _give_norm(module: nn.Module, norm: RMSNorm) -> None:
     _give(module, "layer_norm_weight", norm.weight)
     if norm.tp.size > 1:
         # Every rank norms its own part of the tokens. The hook runs before the gradient is accumulated or read.
-        norm.weight.register_hook(_Sum(norm.tp))
+        norm.weight.register_hook(partial(_sum_gradient, norm.tp))
 
 
-@dataclass(frozen=True)
-class _Sum:
-    """Sums a gradient over the tensor group like `mappings.share`: in fp32."""
-
-    tp: TensorParallel
-
-    def __call__(self, gradient: Tensor) -> Tensor:
-        wide_gradient = gradient.to(torch.float32, copy=True)
-        dist.all_reduce(wide_gradient, group=self.tp.group)
-        return wide_gradient.to(gradient.dtype)
+def _sum_gradient(tp: TensorParallel, gradient: Tensor) -> Tensor:
+    """Over the tensor group, like `mappings.share_weight`: in fp32."""
+    wide_gradient = gradient.to(torch.float32, copy=True)
+    dist.all_reduce(wide_gradient, group=tp.group)
+    return wide_gradient.to(gradient.dtype)
 
 
 # The controller
@@ -320,9 +296,9 @@ def apply_transformer_engine(module: nn.Module, config: RunConfig, group: Any, d
     """
     assert config.precision.fp8 is not None
     model_blocks = [part for part in module.modules() if isinstance(part, Block)]
-    fitted_modules = [
-        fitted for block in model_blocks for fitted in fit_block(block, linears_of(block, config))
-    ]
+    fitted_modules: list[Fitted] = []
+    for block in model_blocks:
+        fitted_modules += fit_block(block, fp8_linears(config, int(block.name.rpartition(".")[2])))
     return TransformerEngine(fitted_modules, config.precision.fp8, group, device)
 
 
@@ -351,18 +327,14 @@ class TransformerEngine(Fp8):
             return
         layer_quantizers = iter(make_quantizers(self._config, len(self.layers), self._meters))
         for fitted in self._fitted:
-            module_inputs = (
-                partial(_normed, fitted.module) if hasattr(fitted.module, "layer_norm_weight") else _itself
-            )
-            # `fit_block` makes one module of an MLP only if its activation is this one.
-            watched_module = Watched(fitted.module, fitted.layers, fitted.weights, module_inputs, swiglu)
+            has_norm = hasattr(fitted.module, "layer_norm_weight")
+            module_inputs = partial(_normed, fitted.module) if has_norm else _itself
 
             def show(number: int, *seen: Any, layers: Sequence[str] = fitted.layers) -> None:
                 report_quantization(record, layers[number], *seen)
 
-            self._hooks.append(
-                watch_module(watched_module, [next(layer_quantizers) for _ in fitted.layers], show)
-            )
+            quantizers = [next(layer_quantizers) for _ in fitted.layers]
+            self._hooks.append(watch_module(fitted, module_inputs, quantizers, show))
 
     def computing(self) -> contextlib.AbstractContextManager[Any]:
         return self._autocast(self.on) if self._meters is None else self._metered(self._meters)
@@ -390,9 +362,8 @@ class TransformerEngine(Fp8):
     @torch.no_grad()
     def _guess(self, meters: Meters) -> Tensor:
         """Scales [layers, slots] for a step without a history."""
-        first_scales = (
-            torch.tensor(FIRST_SCALES, device=meters.scales.device).expand_as(meters.scales).clone()
-        )
+        slot_scales = torch.tensor(FIRST_SCALES, device=meters.scales.device)
+        first_scales = slot_scales.expand_as(meters.scales).clone()
         # Under ZeRO 3 the weights are partitioned.
         own_weights = {layer_row: w.detach() for layer_row, w in enumerate(self._weights) if w.numel()}
         if own_weights:

@@ -75,9 +75,8 @@ def _yarn_ramp(rope: Rope, scaling: RopeScalingConfig, device: torch.device) -> 
     first_index = max(math.floor(index(scaling.beta_fast)), 0)
     last_index = min(math.ceil(index(scaling.beta_slow)), rope.width - 1)
     rate_index = torch.arange(rope.width // 2, dtype=torch.float32, device=device)
-    return (
-        (rate_index - first_index) / (last_index - first_index if last_index != first_index else 0.001)
-    ).clamp(0, 1)
+    index_range = last_index - first_index if last_index != first_index else 0.001
+    return ((rate_index - first_index) / index_range).clamp(0, 1)
 
 
 def yarn_magnitude(scaling: RopeScalingConfig | None) -> float:
@@ -104,13 +103,6 @@ def document_positions(segments: Tensor) -> Tensor:
     document_begins = torch.ones_like(segments, dtype=torch.bool)
     document_begins[:, 1:] = segments[:, 1:] != segments[:, :-1]
     return token_index - torch.where(document_begins, token_index, 0).cummax(dim=1).values
-
-
-def rotation(segments: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
-    """cos and sin, each fp32 [s, b, 1, width / 2]; positions restart at every document of segments [b, s]."""
-    cos, sin = rope_table(segments.shape[1], rope, segments.device)
-    document_position = document_positions(segments).t()
-    return cos[document_position][:, :, None], sin[document_position][:, :, None]
 
 
 def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -140,6 +132,14 @@ class Latest(Generic[T]):
         if rest not in kept_results[1]:
             kept_results[1][rest] = self._f(tensor, *rest)
         return kept_results[1][rest]
+
+
+@Latest
+def _rotation(segments: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
+    """cos and sin, each fp32 [s, b, 1, width / 2]; positions restart at every document of segments [b, s]."""
+    cos, sin = rope_table(segments.shape[1], rope, segments.device)
+    document_position = document_positions(segments).t()
+    return cos[document_position][:, :, None], sin[document_position][:, :, None]
 
 
 SCORES = {"cpu": 1 << 20, "cuda": 1 << 26}  # at a time: fits a CPU's cache, fills a GPU
@@ -221,11 +221,6 @@ class Places(NamedTuple):
 
 
 @Latest
-def _rotation(segments: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
-    return rotation(segments, rope)
-
-
-@Latest
 def _prepared(segments: Tensor, core: Core, scores: AttentionScores) -> Any:
     return core.prepare(segments, scores, segments.shape[1], segments.device)
 
@@ -281,11 +276,8 @@ class Attention(nn.Module):
         self.out = RowParallelLinear(config.heads * width, config.hidden, tp, f"{name}.out")
         self.highest: Tensor | None = None  # fp32 [q / c]: raised by the logits of training steps, if set
 
-    def split_heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [s, b, q, d], keys and values [s, b, k, d], normed, not yet rotated."""
-        return self._split(self.qkv(x))
-
-    def _split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def split_heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [s, b, q, d], keys and values [s, b, k, d], normed, not yet rotated, from what `self.qkv` gives."""
         s, b, _ = qkv.shape
         if self.qkv_bias is not None:
             qkv = self.qkv_bias(qkv)
@@ -309,7 +301,7 @@ class Attention(nn.Module):
 
     def rotate_heads(self, qkv: Tensor, at: Places) -> tuple[Tensor, Tensor, Tensor]:
         """Inputs of the core: q [b, q, s, d], k and v [b, k, s, d], from qkv [s, b, (q + 2 k) d] without biases."""
-        q, k, v = to_heads(*self._split(qkv), self.cp)
+        q, k, v = to_heads(*self.split_heads(qkv), self.cp)
         rotated_heads = rotate_pairs(q, at.cos, at.sin), rotate_pairs(k, at.cos, at.sin), v
         q, k, v = (t.permute(1, 2, 0, 3) for t in rotated_heads)
         return q, k, v
@@ -317,22 +309,13 @@ class Attention(nn.Module):
     def attend_between(self, qkv: Tensor, at: Places) -> Tensor:
         """From fused queries, keys and values [s, b, (q + 2 k) d] to the attention output [s, b, q d]."""
         q, k, v = self.rotate_heads(qkv, at)
-        if (
-            torch.is_grad_enabled() and self.highest is not None
-        ):  # in this order, evaluation is not compiled again
+        # In this order, evaluation is not compiled again.
+        if torch.is_grad_enabled() and self.highest is not None:
             raise_highest(self.highest, q, k, at.segments, self.scores)
+        inputs = q, k, v, at.documents, self.scores
         if self.recompute_core and torch.is_grad_enabled():
             # No random numbers in here: there is no state to save and restore.
-            y = checkpoint(
-                self.core.run,
-                q,
-                k,
-                v,
-                at.documents,
-                self.scores,
-                use_reentrant=False,
-                preserve_rng_state=False,
-            )
+            y = checkpoint(self.core.run, *inputs, use_reentrant=False, preserve_rng_state=False)
         else:
-            y = self.core.run(q, k, v, at.documents, self.scores)
+            y = self.core.run(*inputs)
         return to_tokens(y.permute(2, 0, 1, 3), self.cp).flatten(2)

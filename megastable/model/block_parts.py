@@ -105,9 +105,8 @@ class MLP(nn.Module):
         ffn_width = config.ffn_width
         self.recompute_core = recompute_core
         self.activation = activation_of(config)
-        self.fast: Callable[[Tensor], Tensor] | None = (
-            None  # its compiled version; see `Block.compile_in_pieces`
-        )
+        # Its compiled version; see `Block.compile_in_pieces`.
+        self.fast: Callable[[Tensor], Tensor] | None = None
         self.plain = False  # whether the compiled version is left aside
         self.gate_up = ColumnParallelLinear(config.hidden, (ffn_width, ffn_width), tp, f"{name}.gate_up")
         self.down = RowParallelLinear(ffn_width, config.hidden, tp, f"{name}.down")
@@ -160,7 +159,6 @@ def drop_elements(x: Tensor, keys: Tensor, share: float, first: int) -> Tensor:
     token_positions = torch.arange(first, first + s, device=x.device)
     channel_numbers = torch.arange(h, device=x.device)
     row_keys = _mixed(keys + token_positions[:, None] * OF_TOKEN)
-    hash_bits = (_mixed(row_keys[..., None] + channel_numbers * OF_CHANNEL) >> (64 - FINE)) & (
-        (1 << FINE) - 1
-    )
+    hash_bits = _mixed(row_keys[..., None] + channel_numbers * OF_CHANNEL) >> (64 - FINE)
+    hash_bits = hash_bits & ((1 << FINE) - 1)
     return x.masked_fill(hash_bits < round(share * (1 << FINE)), 0.0) * (1 / (1 - share))

@@ -153,13 +153,9 @@ def _scores(q: Tensor, k: Tensor, scale: float, out: Tensor) -> Tensor:
     precision_before = mkldnn_matmul.fp32_precision
     mkldnn_matmul.fp32_precision = "bf16"
     try:
-        wide_factors = (
-            _scratch("queries", torch.float32)(q.shape).copy_(q),
-            _scratch("keys", torch.float32)(k.shape).copy_(k),
-        )
-        return torch.baddbmm(
-            out, wide_factors[0], wide_factors[1].transpose(1, 2), beta=0, alpha=scale, out=out
-        )
+        wide_q = _scratch("queries", torch.float32)(q.shape).copy_(q)
+        wide_k = _scratch("keys", torch.float32)(k.shape).copy_(k)
+        return torch.baddbmm(out, wide_q, wide_k.transpose(1, 2), beta=0, alpha=scale, out=out)
     finally:
         mkldnn_matmul.fp32_precision = precision_before
 
@@ -305,10 +301,8 @@ def _backward(
 
 # torch.compile treats both operators as opaque. Their schemas are written out: derived ones depend on how
 # annotations are written.
-_ARGUMENTS, _SCORES = (
-    "Tensor q, Tensor k, Tensor v, Tensor? segments",
-    "float? scale, float? cap, int? window",
-)
+_ARGUMENTS = "Tensor q, Tensor k, Tensor v, Tensor? segments"
+_SCORES = "float? scale, float? cap, int? window"
 _op = torch.library.custom_op(
     "megastable::blocked_attention",
     _forward,

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,14 +25,6 @@ from megastable.model.blocked import blocked_attention
 from megastable.model.kernels import FULL, AttentionScores, compute_in_parts, softcap
 
 
-class RunCore(Protocol):
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, documents: Any, scores: AttentionScores = FULL
-    ) -> Tensor:
-        """documents: what the core prepared."""
-        ...
-
-
 def _segments(
     segments: Tensor | None, scores: AttentionScores, length: int, device: torch.device
 ) -> Tensor | None:
@@ -41,10 +33,10 @@ def _segments(
 
 @dataclass(frozen=True)
 class Core:
-    """run(q, k, v, documents, scores); documents: prepare(segments or None, scores, length, device), the same for all
-    blocks with these scores."""
+    """run(q, k, v, documents, scores=FULL); documents: prepare(segments or None, scores, length, device), the same for
+    all blocks with these scores."""
 
-    run: RunCore
+    run: Callable[..., Tensor]
     prepare: Callable[[Tensor | None, AttentionScores, int, torch.device], Any] = _segments
 
 
@@ -128,19 +120,12 @@ def sdpa_attention(
         # For other dtypes torch would fall back to the unfused kernel, with its scores [b, q, s, s].
         k, v, group_size = k.repeat_interleave(group_size, 1), v.repeat_interleave(group_size, 1), 1
     if not on_gpu:
-        product_dtype = (
-            torch.float32 if is_cast(q) else q.dtype
-        )  # like all products on a CPU that would emulate bf16
-        torch_attention = F.scaled_dot_product_attention
-        attention_output = torch_attention(
-            q.to(product_dtype),
-            k.to(product_dtype),
-            v.to(product_dtype),
-            attn_mask=documents,
-            is_causal=documents is None,
-            scale=scale,
+        # Like all products on a CPU that would emulate bf16.
+        wide_q, k, v = (x.to(torch.float32 if is_cast(q) else q.dtype) for x in (q, k, v))
+        y = F.scaled_dot_product_attention(
+            wide_q, k, v, attn_mask=documents, is_causal=documents is None, scale=scale
         )
-        return attention_output.to(q.dtype)
+        return y.to(q.dtype)
     with sdpa_kernel(FUSED, set_priority=True):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=group_size > 1, scale=scale)
 

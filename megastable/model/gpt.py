@@ -153,24 +153,13 @@ class Block(nn.Module):
         recomputes_core = recompute == "selective"
         self.recompute = recompute == "full"
         self.residual = residual = Residual.from_config(config, index)
+        centered = config.zero_centered_norms
         make_norm = partial(
-            RMSNorm,
-            config.hidden,
-            config.norm_eps,
-            tp,
-            partial=tp.sequence,
-            centered=config.zero_centered_norms,
+            RMSNorm, config.hidden, config.norm_eps, tp, partial=tp.sequence, centered=centered
         )
         self.attention_norm = make_norm(f"{name}.attention_norm", scale=residual.norm)
-        self.attention = Attention(
-            config,
-            tp,
-            f"{name}.attention",
-            recomputes_core,
-            kernels,
-            cp,
-            AttentionScores.from_config(config, index),
-        )
+        scores = AttentionScores.from_config(config, index)
+        self.attention = Attention(config, tp, f"{name}.attention", recomputes_core, kernels, cp, scores)
         self.mlp_norm = make_norm(f"{name}.mlp_norm", scale=residual.norm)
         self.mlp = MLP(config, tp, f"{name}.mlp", recomputes_core)
         has_post_norms = residual.placement == "both"
@@ -231,9 +220,8 @@ class Block(nn.Module):
         `forward`, which is unchanged. Collective over the tensor and the context group."""
         x, segments, _ = open_stream(stream)
         at = self._places(x, segments)
-        q, k, _ = self.attention.rotate_heads(
-            self.attention.qkv(self.attention_norm(x) if self.residual.norms_input else x), at
-        )
+        attended = self.attention_norm(x) if self.residual.norms_input else x
+        q, k, _ = self.attention.rotate_heads(self.attention.qkv(attended), at)
         return q, k
 
     @torch.no_grad()
@@ -277,35 +265,23 @@ class Block(nn.Module):
         return x if keys is None else drop_elements(x, keys[half], self._dropout, self._part * len(x))
 
     def _attended(self, x: Tensor, attend: Callable[[Tensor], Tensor], keys: Tensor | None) -> Tensor:
-        return self.residual.join_branch(
-            x,
-            attend,
-            self.attention_norm,
-            self.attention_post_norm,
-            lambda y: self._dropped(y, keys, 0),
-            self.grown,
-        )
+        norms = self.attention_norm, self.attention_post_norm
+        return self.residual.join_branch(x, attend, *norms, lambda y: self._dropped(y, keys, 0), self.grown)
 
     def _fed(self, x: Tensor, keys: Tensor | None) -> Tensor:
-        return self.residual.join_branch(
-            x, self.mlp, self.mlp_norm, self.mlp_post_norm, lambda y: self._dropped(y, keys, 1), self.grown
-        )
+        norms = self.mlp_norm, self.mlp_post_norm
+        return self.residual.join_branch(x, self.mlp, *norms, lambda y: self._dropped(y, keys, 1), self.grown)
 
 
 def set_updates(module: nn.Module, config: ModelConfig, updates: int) -> None:
     """Set the factor of the branches of `norms=branch` to min(1, t / T), t = updates applied so far."""
     if config.norms == "branch":
-        model_blocks = [part for part in module.modules() if isinstance(part, Block)]
-        branch_share, block_devices = (
-            min(1.0, updates / config.branch_steps),
-            {any_block.attention_norm.weight.device for any_block in model_blocks},
-        )
-        grown_by_device = {
-            block_device: torch.tensor(branch_share, dtype=torch.float32, device=block_device)
-            for block_device in block_devices
-        }
-        for block in model_blocks:
-            block.grown = grown_by_device[block.attention_norm.weight.device]
+        branch_share = min(1.0, updates / config.branch_steps)
+        device = next(module.parameters()).device
+        grown = torch.tensor(branch_share, dtype=torch.float32, device=device)
+        for part in module.modules():
+            if isinstance(part, Block):
+                part.grown = grown
 
 
 def _recomputed(run: Callable[..., Tensor], *args: Any) -> Tensor:
@@ -438,9 +414,9 @@ class GPT(nn.Sequential):
 
     def forward(self, inputs: Stream, labels: Tensor | None = None) -> Tensor:
         x: Any = inputs
-        layer_modules = list(self.children())
-        for layer_module in layer_modules if self.tied else layer_modules[:-1]:
-            x = layer_module(x)
+        layers = list(self.children())
+        for layer in layers if self.tied else layers[:-1]:
+            x = layer(x)
         loss_function = self.loss
         if labels is None:
             return self.compute_logits(x)
@@ -454,11 +430,8 @@ class GPT(nn.Sequential):
         return self._headed(x, self.readout.project_features)
 
     def _headed(self, x: Tensor, then: Callable[[Features], Tensor]) -> Tensor:
-        last_layer = self[-1]
-        return then(self.readout.make_features(self._embedding, x)) if self.tied else last_layer(x, then)
-
-    @property
-    def _embedding(self) -> VocabParallelEmbedding:
-        first_layer = self[0]
-        assert isinstance(first_layer, VocabParallelEmbedding)
-        return first_layer
+        if not self.tied:
+            return self[-1](x, then)
+        embedding = self[0]
+        assert isinstance(embedding, VocabParallelEmbedding)
+        return then(self.readout.make_features(embedding, x))

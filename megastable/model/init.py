@@ -27,12 +27,6 @@ CHUNK = 1 << 18  # numbers drawn at a time: in fp32 they stay in a core's cache
 BLOCK = 16  # torch draws this many together: chunks of a multiple give the same numbers
 
 
-def threads_to_draw() -> int:
-    """Cores of this rank: its share of the host's, or fewer if it is bound to some."""
-    core_share = (os.cpu_count() or 1) // ranks_of_host()
-    return max(1, min(len(os.sched_getaffinity(0)), core_share))
-
-
 def std_of(name: str, rows: int, columns: int, config: ModelConfig) -> float:
     """Standard deviation of an initial matrix [rows, columns], outputs by inputs, before DeepNorm's factor.
 
@@ -70,10 +64,8 @@ def section_stds(
     if config.norms == "deep" and placement.name.startswith("blocks."):
         plain_sections = 2 if placement.name.endswith(".attention.qkv.weight") else 0
         section_gains[plain_sections:] = [(8 * config.layers) ** -0.25] * (len(row_sections) - plain_sections)
-    return [
-        (section_rows, section_gain * std_of(placement.name, section_rows, columns, config))
-        for section_rows, section_gain in zip(row_sections, section_gains, strict=True)
-    ]
+    sections = zip(row_sections, section_gains, strict=True)
+    return [(n, gain * std_of(placement.name, n, columns, config)) for n, gain in sections]
 
 
 def _generator(placement: Placement, seed: int) -> torch.Generator:
@@ -102,9 +94,8 @@ def whole_weight(placement: Placement, shape: tuple[int, ...], config: ModelConf
     if len(shape) == 1:
         return torch.full(shape, _of_vector(placement, config))
     parts = section_stds(placement, shape[0], shape[1], config)
-    return _scaled(
-        torch.empty(shape).normal_(0.0, parts[0][1], generator=_generator(placement, seed)), 0, parts
-    )
+    drawn_numbers = torch.empty(shape).normal_(0.0, parts[0][1], generator=_generator(placement, seed))
+    return _scaled(drawn_numbers, 0, parts)
 
 
 @dataclass(frozen=True)
@@ -132,7 +123,9 @@ def initialise_weights(
             parts.append(ParameterPart(placement_of(p), shape_of(p), piece, data_rank * len(piece)))
         elif not p.is_meta:
             parts.append(ParameterPart(placement_of(p), shape_of(p), p.detach().view(-1)))
-    fill_parts(parts, config, tp, seed, threads_to_draw())
+    # Cores of this rank: its share of the host's, or fewer if it is bound to some.
+    cores = min(len(os.sched_getaffinity(0)), (os.cpu_count() or 1) // ranks_of_host())
+    fill_parts(parts, config, tp, seed, max(1, cores))
 
 
 def fill_parts(
@@ -159,12 +152,10 @@ def _fill(part: ParameterPart, config: ModelConfig, tp: TensorParallel, seed: in
     if len(part.shape) == 1:
         into[:shard_size] = _of_vector(placement, config)
         return
-    whole_rows, whole_columns = part.shape
+    whole_shape = list(part.shape)
     if placement.dim is not None:
-        fused_rows = sum(placement.sections)
-        whole_rows, whole_columns = (
-            (fused_rows, whole_columns) if placement.dim == 0 else (whole_rows, fused_rows)
-        )
+        whole_shape[placement.dim] = sum(placement.sections)
+    whole_rows, whole_columns = whole_shape
     section_parts = section_stds(placement, whole_rows, whole_columns, config)
     for first, chunk in _chunks(whole_rows, whole_columns, section_parts[0][1], _generator(placement, seed)):
         _scaled(chunk, first, section_parts)
@@ -172,9 +163,8 @@ def _fill(part: ParameterPart, config: ModelConfig, tp: TensorParallel, seed: in
             into_begin = shard_row * part.shape[1] - part.start  # of these rows in `into`
             first_element, last_element = max(-into_begin, 0), min(own_rows.numel(), len(into) - into_begin)
             if first_element < last_element:
-                into[into_begin + first_element : into_begin + last_element] = own_rows.reshape(-1)[
-                    first_element:last_element
-                ]
+                own_elements = own_rows.reshape(-1)[first_element:last_element]
+                into[into_begin + first_element : into_begin + last_element] = own_elements
 
 
 def _chunks(rows: int, columns: int, std: float, generator: torch.Generator) -> Iterator[tuple[int, Tensor]]:

@@ -87,10 +87,7 @@ class _InParts(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         x, *whole = ctx.saved_tensors
         part_gradients: list[Tensor] = []
-        whole_totals = [
-            torch.zeros(whole_tensor.shape, dtype=torch.float32, device=whole_tensor.device)
-            for whole_tensor in whole
-        ]
+        whole_totals = [torch.zeros(w.shape, dtype=torch.float32, device=w.device) for w in whole]
         all_parts, rows_upstream = x.split(ctx.size, ctx.dims[0]), upstream.split(ctx.size, ctx.dims[1])
         for part_index, (part_rows, part_upstream) in enumerate(zip(all_parts, rows_upstream, strict=True)):
             with torch.enable_grad():
@@ -100,10 +97,7 @@ class _InParts(torch.autograd.Function):
             part_gradients.append(of_part)
             for whole_total, whole_gradient in zip(whole_totals, of_whole, strict=True):
                 whole_total += whole_gradient
-        rounded_totals = [
-            whole_total.to(whole_tensor.dtype)
-            for whole_total, whole_tensor in zip(whole_totals, whole, strict=True)
-        ]
+        rounded_totals = [total.to(w.dtype) for total, w in zip(whole_totals, whole, strict=True)]
         return None, None, None, torch.cat(part_gradients, ctx.dims[0]), *rounded_totals
 
 
@@ -133,15 +127,14 @@ class Kernels:
     def replaceable(self) -> dict[str, str]:
         """What plain PyTorch can compute in place of each kind of these kernels, by kind: its name. A
         name has torch's version: after an update it is another kernel."""
-        torch_version = f"of torch {torch.__version__}"
-        name_by_kind = {
-            "compile": f"torch.compile {torch_version}" if self.compile else "",
-            "attention": f"attention {self.attention} {torch_version}"
-            if self.attention != "reference"
-            else "",
-            "loss": f"chunked loss {torch_version}" if self.loss == "chunked" else "",
-        }
-        return {kind: kernel_name for kind, kernel_name in name_by_kind.items() if kernel_name}
+        names = {}
+        if self.compile:
+            names["compile"] = "torch.compile"
+        if self.attention != "reference":
+            names["attention"] = f"attention {self.attention}"
+        if self.loss == "chunked":
+            names["loss"] = "chunked loss"
+        return {kind: f"{name} of torch {torch.__version__}" for kind, name in names.items()}
 
     @property
     def whole_blocks(self) -> bool:

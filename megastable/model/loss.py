@@ -58,10 +58,8 @@ def chunked_objective(
     if elements is None:
         elements = sizes.elements_on(x.device.type)
     # Asked here: inside the function gradients are off, and under no_grad `needs_input_grad` is still true.
-    wanted_gradients = (
-        torch.is_grad_enabled() and x.requires_grad,
-        torch.is_grad_enabled() and weight.requires_grad,
-    )
+    has_gradients = torch.is_grad_enabled()
+    wanted_gradients = has_gradients and x.requires_grad, has_gradients and weight.requires_grad
     objective = Objective(z_loss, tp, compiled, cap, entropies)
     return _Chunked.apply(x, weight, labels, vocabulary, objective, elements, wanted_gradients)
 
@@ -95,9 +93,8 @@ class _Chunked(torch.autograd.Function):
         real_weight = weight[:real_rows]
         flat_x = x.reshape(-1, x.shape[-1])
         local_labels = labels.t().reshape(-1) - column_offset
-        local_labels = local_labels.masked_fill(
-            (local_labels < 0) | (local_labels >= real_rows), -1
-        )  # another rank's
+        is_elsewhere = (local_labels < 0) | (local_labels >= real_rows)  # on another rank
+        local_labels = local_labels.masked_fill(is_elsewhere, -1)
         token_count = flat_x.shape[0]
         # By columns, not rows: all ranks of the tensor group need the same chunks.
         chunk_tokens = sizes.chunk_size(token_count, rank_columns, elements)
@@ -111,24 +108,20 @@ class _Chunked(torch.autograd.Function):
         logit_buffer = logit_buffer[:, :real_rows]
         own_entropies, measured_rows = list[Tensor](), _predicted_rows(x) if of.entropies else None
         for chunk_start in range(0, token_count, chunk_tokens):
-            chunk_slice = slice(chunk_start, chunk_start + chunk_tokens)
-            logits = products.mm(
-                flat_x[chunk_slice], real_weight.t(), out=logit_buffer[: flat_x[chunk_slice].shape[0]]
-            )
+            chunk_end = chunk_start + chunk_tokens
+            chunk_slice = slice(chunk_start, chunk_end)
+            chunk_x = flat_x[chunk_slice]
+            logits = products.mm(chunk_x, real_weight.t(), out=logit_buffer[: len(chunk_x)])
             if measured_rows is not None:
-                measured_in_chunk = (
-                    measured_rows[
-                        (measured_rows >= chunk_start) & (measured_rows < chunk_start + chunk_tokens)
-                    ]
-                    - chunk_start
-                )
-                own_entropies.append(measure_own_entropy(logits[measured_in_chunk], of.cap))
+                is_in_chunk = (measured_rows >= chunk_start) & (measured_rows < chunk_end)
+                chunk_rows = measured_rows[is_in_chunk] - chunk_start
+                own_entropies.append(measure_own_entropy(logits[chunk_rows], of.cap))
             loss[chunk_slice], lse[chunk_slice] = _between(logits, local_labels[chunk_slice], of, any(grads))
             logit_gradient = logits  # overwritten in place
             if dx is not None:
                 products.mm(logit_gradient, real_weight, out=dx[chunk_slice])
             if dw is not None:
-                dw.add(logit_gradient, flat_x[chunk_slice])
+                dw.add(logit_gradient, chunk_x)
         squared_lse = lse.pow(2)
         sample_means = torch.stack([loss, squared_lse]).view(2, *x.shape[:2]).mean(1)
         if own_entropies:
@@ -200,13 +193,9 @@ class _WeightGradient:
 
 def _wide_products(x: Tensor) -> bool:
     """Whether a product of x's dtype can be written in fp32."""
-    is_half = x.dtype in (torch.bfloat16, torch.float16)
-    return (
-        is_half
-        and x.is_cuda
-        and torch.version.cuda is not None
-        and torch.cuda.get_device_capability(x.device) >= (8, 0)
-    )
+    if x.dtype not in (torch.bfloat16, torch.float16) or not x.is_cuda or torch.version.cuda is None:
+        return False
+    return torch.cuda.get_device_capability(x.device) >= (8, 0)
 
 
 def _between(logits: Tensor, local: Tensor, of: Objective, wanted: bool) -> Tensor:
@@ -364,10 +353,8 @@ class _CrossEntropy(torch.autograd.Function):
         rank_columns = logits.shape[-1]
         column_offset = tp.rank * rank_columns
         wide_logits = logits.to(torch.float32, copy=True)
-        if vocabulary < column_offset + rank_columns:
-            wide_logits[
-                ..., max(vocabulary - column_offset, 0) :
-            ] = -torch.inf  # padding of the vocabulary is no token
+        if vocabulary < column_offset + rank_columns:  # padding of the vocabulary is no token
+            wide_logits[..., max(vocabulary - column_offset, 0) :] = -torch.inf
         highest_logit = wide_logits.amax(-1)
         if tp.size > 1:
             dist.all_reduce(highest_logit, op=dist.ReduceOp.MAX, group=tp.group)
@@ -456,20 +443,16 @@ class LossFunction:
             )  # fmt: skip
             self.samples.append(sample_means)
             return objective
-        loss, lse = (
-            self._of_features(given, labels)
-            if isinstance(given, tuple)
-            else self._of_logits(given, labels.t())
-        )
+        if isinstance(given, tuple):
+            loss, lse = self._of_features(given, labels)
+        else:
+            loss, lse = cross_entropy(given, labels.t(), self.vocabulary, self.tp)
         squared_lse = lse.pow(2)
         token_numbers = [loss.detach(), squared_lse.detach()]
         if self.entropies:
             token_numbers.append(self._predicted(given).view(-1, loss.shape[1]))
         self.samples.append(torch.stack([token_number.mean(0) for token_number in token_numbers]))
         return loss.mean() + self.z_loss * squared_lse.mean()
-
-    def _of_logits(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        return cross_entropy(logits, labels, self.vocabulary, self.tp)
 
     @torch.no_grad()
     def _predicted(self, given: Tensor | Features) -> Tensor:
@@ -493,10 +476,10 @@ class LossFunction:
 
         def of_tokens(part: Tensor, first: int, weight: Tensor) -> Tensor:
             logits = project_features((part, weight), self.cap)
-            return torch.stack(self._of_logits(logits, label_rows[first : first + len(part)]))
+            part_labels = label_rows[first : first + len(part)]
+            return torch.stack(cross_entropy(logits, part_labels, self.vocabulary, self.tp))
 
         sample_length, sample_count = x.shape[:2]
-        chunk_tokens = sizes.chunk_size(
-            sample_length * sample_count, len(weight), sizes.elements_on(x.device.type)
-        )
+        elements = sizes.elements_on(x.device.type)
+        chunk_tokens = sizes.chunk_size(sample_length * sample_count, len(weight), elements)
         return compute_in_parts(of_tokens, x, (weight,), max(1, chunk_tokens // sample_count), (0, 1))

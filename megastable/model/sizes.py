@@ -19,9 +19,8 @@ def count_parameters(c: ModelConfig) -> int:
     norm_elements = {False: 0, True: 2, "full": c.heads + c.key_value_heads}[c.qk_norm] * d
     bias_elements = d * (c.heads + 2 * c.key_value_heads) if c.qkv_bias else 0
     attention_weights = c.hidden * d * (2 * c.heads + 2 * c.key_value_heads) + norm_elements + bias_elements
-    block_elements = (
-        attention_weights + 3 * c.hidden * c.ffn_width + (4 if c.norms == "both" else 2) * c.hidden
-    )
+    block_norms = (4 if c.norms == "both" else 2) * c.hidden
+    block_elements = attention_weights + 3 * c.hidden * c.ffn_width + block_norms
     return c.layers * block_elements + c.hidden + c.padded_vocab * c.hidden * (1 if c.tied else 2)
 
 
@@ -49,26 +48,21 @@ def find_misfit(config: RunConfig) -> str | None:
     if c.precision.kind != "bf16":
         return f"around Transformer Engine's FP8 everything is bf16, and precision.kind is {c.precision.kind}"
     rank_heads, rank_kv_heads, d = m.heads // p.tensor, m.key_value_heads // p.tensor, m.head_width
+    qkv_width = (rank_heads + 2 * rank_kv_heads) * d
+    sharing_ranks = p.context * (p.tensor if p.sequence else 1)
     size_by_name = {
         "model.hidden": m.hidden,
-        "queries, keys and values of a tensor rank (model.heads, kv_heads, head_dim)": (
-            rank_heads + 2 * rank_kv_heads
-        )
-        * d,
+        "queries, keys and values of a tensor rank (model.heads, kv_heads, head_dim)": qkv_width,
         "the heads of a tensor rank (model.heads, head_dim)": rank_heads * d,
         "model.ffn of a tensor rank": m.ffn_width // p.tensor,
-        "tokens of a rank (train.micro_batch, model.sequence_length)": _tokens(config),
+        "tokens of a rank (train.micro_batch, model.sequence_length)": (
+            c.train.micro_batch * m.sequence_length // sharing_ranks
+        ),
     }
     for size_name, product_size in size_by_name.items():
         if product_size % MULTIPLE:
             return f"its FP8 products need multiples of {MULTIPLE}, but {size_name}: {product_size:,}"
     return None
-
-
-def _tokens(config: RunConfig) -> int:
-    p = config.parallel
-    sharing_ranks = p.context * (p.tensor if p.sequence else 1)
-    return config.train.micro_batch * config.model.sequence_length // sharing_ranks
 
 
 # Logits at a time. Chunks must be long, so that adding up dW [rows, h] once per chunk costs little.

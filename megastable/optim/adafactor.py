@@ -57,23 +57,18 @@ class Adafactor(PieceOptimizer):
             if not piece.group["matrices"]:
                 new_square = piece.gradient.square().add_(TINY).mul_(1 - average_decay)
                 piece.state["exp_avg_sq"].mul_(average_decay).add_(new_square)
-            square_norms += [
-                (piece, torch.linalg.vector_norm(u).double().square()) for _, u in self._scaled(piece)
-            ]
+            for _, u in self._scaled(piece):
+                square_norms.append((piece, torch.linalg.vector_norm(u).double().square()))
         square_sums = self.sum_by_parameter(square_norms, 1)[:, 0].tolist()
         for piece in pieces:
             whole_parameter, group = self.at.parameters[piece.name], piece.group
-            clip_shrink = 1 / max(
-                1.0, math.sqrt(square_sums[whole_parameter.row] / whole_parameter.numel) / self.clip
-            )
+            rms = math.sqrt(square_sums[whole_parameter.row] / whole_parameter.numel)
+            clip_shrink = 1 / max(1.0, rms / self.clip)
             factor = clip_shrink * (1 - self.momentum) if self.momentum else -group["lr"] * clip_shrink
             for part_range, change in self._scaled(piece, factor):
                 if self.momentum:
-                    torch.mul(
-                        piece.state["exp_avg"][part_range].mul_(self.momentum).add_(change),
-                        -group["lr"],
-                        out=change,
-                    )
+                    average = piece.state["exp_avg"][part_range].mul_(self.momentum).add_(change)
+                    torch.mul(average, -group["lr"], out=change)
                 if group["weight_decay"]:
                     change.add_(piece.weight[part_range] * (-group["lr"] * group["weight_decay"]))
                 self.move_weights(piece, change, part_range)
@@ -130,7 +125,5 @@ def split_in_bands(fragment: Fragment, size: int) -> Iterator[Rectangle]:
         for first_row in range(whole_rectangle.rows.start, whole_rectangle.rows.stop, rows_at_once):
             band_end = min(first_row + rows_at_once, whole_rectangle.rows.stop)
             band_start = whole_rectangle.part.start + (first_row - whole_rectangle.rows.start) * row_width
-            part_range = slice(
-                band_start, min(band_start + (band_end - first_row) * row_width, whole_rectangle.part.stop)
-            )
-            yield Rectangle(part_range, slice(first_row, band_end), whole_rectangle.columns)
+            part_end = min(band_start + (band_end - first_row) * row_width, whole_rectangle.part.stop)
+            yield Rectangle(slice(band_start, part_end), slice(first_row, band_end), whole_rectangle.columns)

@@ -61,12 +61,10 @@ class Lamb(AdamPieces):
 
     def update(self, pieces: Sequence[Piece], step: int) -> None:
         matrix_pieces = [piece for piece in pieces if len(piece.fragment.shape) > 1]
-        square_sums = self.sum_by_parameter(self._squares(matrix_pieces, step), 2)
-        norm_pairs = square_sums.sqrt().tolist()
+        norm_pairs = self.sum_by_parameter(self._squares(matrix_pieces, step), 2).sqrt().tolist()
         for piece in pieces:
-            weight_norm, step_norm = norm_pairs[
-                self.at.parameters[piece.name].row
-            ]  # both 0 for norms and biases
+            row = self.at.parameters[piece.name].row
+            weight_norm, step_norm = norm_pairs[row]  # both 0 for norms and biases
             rate = piece.group["lr"] * (weight_norm / step_norm if weight_norm and step_norm else 1.0)
             for part_range in split_in_chunks(piece):
                 self.apply_adamw(piece, part_range, rate, step)
@@ -99,9 +97,8 @@ class StableAdamW(AdamPieces):
     """
 
     def update(self, pieces: Sequence[Piece], step: int) -> None:
-        lag_sums = self.sum_by_parameter(
-            ((p, lag(p, part_range, step)) for p in pieces for part_range in split_in_chunks(p)), 1
-        )[:, 0].tolist()
+        lags = ((piece, lag(piece, at, step)) for piece in pieces for at in split_in_chunks(piece))
+        lag_sums = self.sum_by_parameter(lags, 1)[:, 0].tolist()
         for piece in pieces:
             whole_parameter = self.at.parameters[piece.name]
             rms_lag = math.sqrt(lag_sums[whole_parameter.row] / whole_parameter.numel)
@@ -197,9 +194,8 @@ def draw_elements(
     def chosen(at: slice) -> Tensor:
         shard_places = torch.arange(f.start + at.start, f.start + at.stop, device=device)
         whole_places = rows[shard_places // width] * width_of_whole + columns[shard_places % width]
-        return (
-            unsigned_shift(mix_tensor((whole_places + 1) * to_signed(GOLDEN) + key), 64 - DRAWN_BITS) < bound
-        )
+        hashes = mix_tensor((whole_places + 1) * to_signed(GOLDEN) + key)
+        return unsigned_shift(hashes, 64 - DRAWN_BITS) < bound
 
     return chosen
 
@@ -249,24 +245,23 @@ class StableSpam(AdamPieces):
         parts = [(piece, at) for piece in pieces for at in split_in_chunks(piece)]
         peaks = [largest(piece.gradient[at]) for piece, at in parts]
         owners = [piece for piece, _ in parts]
-        highest = self.find_maxima(zip(owners, peaks, strict=True), 1)[:, 0]
-        averages, decays = self._averages(), highest.new_tensor(self.decays)
+        highest = self.find_maxima(zip(owners, peaks, strict=True))
+        no_average, decays = highest.new_zeros(3), highest.new_tensor(self.decays)
+        names = sorted(self.at.parameters)
+        averages = torch.stack([self.shared.get(f"{KIND}/{name}", no_average) for name in names])
         bias_factors = 1 / (1 - decays**step)
         averages[:, 0].mul_(decays[0]).add_(highest * (1 - decays[0]))
         clip_limits = averages[:, 0] * bias_factors[0]
-        bounds = torch.stack(
-            [clip_limits, torch.where(highest > clip_limits, clip_limits / highest, 1.0)], 1
-        ).tolist()
-
+        clip_scales = torch.where(highest > clip_limits, clip_limits / highest, 1.0)
+        bounds = torch.stack([clip_limits, clip_scales], 1).tolist()
         beyond = torch.stack(peaks).tolist() if peaks else []
 
         def clipped_part(index: int) -> Tensor:
             (piece, part_range), (limit, scale) = parts[index], self._at(owners[index], bounds)
-            return (
-                scale_beyond(piece.gradient[part_range], limit, scale)
-                if beyond[index] > limit
-                else piece.gradient[part_range]
-            )
+            gradient = piece.gradient[part_range]
+            if beyond[index] > limit:
+                gradient = torch.where(gradient.abs() > limit, gradient * scale, gradient)
+            return gradient
 
         def seen(index: int) -> tuple[Piece, Tensor]:
             gradient_part = clipped_part(index)
@@ -281,9 +276,7 @@ class StableSpam(AdamPieces):
         wanted_norms = averages[:, 1] * bias_factors[1] / ((averages[:, 2] * bias_factors[2]).sqrt() + eps)
         norm_scales = torch.where(norms > 0, wanted_norms / norms, 0.0).tolist()
         # Some of ZeRO's wrappers update one group of parameters at a time: the others' averages stay.
-        for name, average_row, numel in zip(
-            sorted(self.at.parameters), averages, present_counts.tolist(), strict=True
-        ):
+        for name, average_row, numel in zip(names, averages, present_counts.tolist(), strict=True):
             if numel:
                 self.shared[f"{KIND}/{name}"] = average_row.clone()
 
@@ -291,20 +284,11 @@ class StableSpam(AdamPieces):
         for piece in pieces if period_update == 1 else ():
             forget(piece)
         reset_period = (step - 1) // self.interval
-        chosen = {
-            piece.fragment: draw_elements(piece, reset_period, self.density, self.at.tensor)
-            for piece in pieces
-        }
+        chosen = {p.fragment: draw_elements(p, reset_period, self.density, self.at.tensor) for p in pieces}
         for part_index, (piece, at) in enumerate(parts):
             scaled_gradient = clipped_part(part_index) * self._at(piece, norm_scales)
-            self.apply_adamw(
-                piece, at, piece.group["lr"], period_update, scaled_gradient, chosen[piece.fragment](at)
-            )
-
-    def _averages(self) -> Tensor:
-        """[parameters, 3], in their order; zeros before the first update."""
-        zeros = torch.zeros(3, dtype=torch.float64, device=self._device)
-        return torch.stack([self.shared.get(f"{KIND}/{name}", zeros) for name in sorted(self.at.parameters)])
+            elements, rate = chosen[piece.fragment](at), piece.group["lr"]
+            self.apply_adamw(piece, at, rate, period_update, scaled_gradient, elements)
 
     def _at(self, piece: Piece, numbers: list[Any]) -> Any:
         return numbers[self.at.parameters[piece.name].row]
@@ -314,8 +298,3 @@ def largest(x: Tensor) -> Tensor:
     """The largest magnitude, 0-d."""
     low, high = torch.aminmax(x)
     return torch.maximum(high, -low)
-
-
-def scale_beyond(gradient: Tensor, limit: float, scale: float) -> Tensor:
-    """Elements beyond `limit` times `scale`, the others as they are."""
-    return torch.where(gradient.abs() > limit, gradient * scale, gradient)

@@ -87,21 +87,16 @@ class AdamW(torch.optim.Optimizer):
             step_factors = torch.tensor(step_factors).to(p.device, non_blocking=True)
             step_key = torch.tensor(step_key, dtype=torch.int32).to(p.device, non_blocking=True)
         chunk_size = CHUNKS.get(p.device.type, CHUNKS["cuda"])
-        chunk_buffers = None if self.compiled else ChunkBuffers(min(chunk_size, p.numel()), p.device)
+        chunk_buffers = None if self.compiled else make_buffers(min(chunk_size, p.numel()), p.device)
         all_tensors = (p.detach(), gradient, state["exp_avg"], state["exp_avg_sq"])
         for chunk_tensors in zip(*(tensor.view(-1).split(chunk_size) for tensor in all_tensors), strict=True):
             update_function(*chunk_tensors, step_factors, step_key, beta1, beta2, group["eps"], chunk_buffers)
 
 
-class ChunkBuffers:
-    """Reusable memory for one chunk's intermediate results: three buffers of fp32, two of int32."""
-
-    def __init__(self, size: int, device: torch.device) -> None:
-        self.floats = [torch.empty(size, device=device) for _ in range(3)]
-        self.ints = [torch.empty(size, dtype=torch.int32, device=device) for _ in range(2)]
-
-    def of(self, size: int) -> list[Tensor]:
-        return [tensor[:size] for tensor in (*self.floats, *self.ints)]
+def make_buffers(size: int, device: torch.device) -> list[Tensor]:
+    """Memory for one chunk's intermediate results: three buffers of fp32, two of int32."""
+    dtypes = [torch.float32] * 3 + [torch.int32] * 2
+    return [torch.empty(size, dtype=dtype, device=device) for dtype in dtypes]
 
 
 def chunk_update(
@@ -114,7 +109,7 @@ def chunk_update(
     beta1: float,
     beta2: float,
     eps: float,
-    room: ChunkBuffers | None,
+    room: list[Tensor] | None,
 ) -> None:
     """One step of [n] elements, in place: p, g fp32, m, v bf16.
 
@@ -122,7 +117,8 @@ def chunk_update(
     Python numbers or tensors. room: buffers; None = new memory, or none at all under a compiler.
     """
     weight_factor, step_factor, bias_factor = numbers[0], numbers[1], numbers[2]
-    m32, v32, a, bits, more_bits = (room or ChunkBuffers(p.numel(), p.device)).of(p.numel())
+    buffers = room or make_buffers(p.numel(), p.device)
+    m32, v32, a, bits, more_bits = (buffer[: p.numel()] for buffer in buffers)
     m32.copy_(m).lerp_(g, 1 - beta1)
     v32.copy_(v).mul_(beta2).addcmul_(g, g, value=1 - beta2)
     # Before the weight changes. One hash gives two 16-bit words, one for each moment.

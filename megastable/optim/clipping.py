@@ -108,20 +108,16 @@ class AdaGC(Clipping):
 
     def clip_pieces(self, pieces: Sequence[Piece], norm: float, scale: float) -> float:
         if not self.shared:
-            element_counts = {"adagc/norms": len(self.parameters), "adagc/updates": 1}
-            self.shared = {
-                name: torch.zeros(n, dtype=torch.float64, device=self.device)
-                for name, n in element_counts.items()
-            }
+            for name, count in zip(self.names, (len(self.parameters), 1), strict=True):
+                self.shared[name] = torch.zeros(count, dtype=torch.float64, device=self.device)
         past_norms, update_count = (self.shared[name] for name in self.names)
         piece_squares = ((p.fragment, _squared(p.gradient)) for p in pieces)
         current_norms = sum_by_parameter(piece_squares, 1, self.parameters, self.device)[:, 0].sqrt() / scale
         if int(update_count) < self.warmup:
             norm_share = _scaled(pieces, by_norm(norm, self.config.clip))
             clipped_norms = current_norms * norm_share
-            average_norms = torch.where(
-                clipped_norms == 0, past_norms, torch.minimum(past_norms, clipped_norms)
-            )
+            least_norms = torch.minimum(past_norms, clipped_norms)
+            average_norms = torch.where(clipped_norms == 0, past_norms, least_norms)
         else:
             clip_factors = compute_factors(current_norms, self.threshold * past_norms, unless=past_norms == 0)
             for piece in pieces:
@@ -146,9 +142,7 @@ class ZClip(Clipping):
     THRESHOLD, DECAY, WARMUP = 2.5, 0.97, 25
 
     def clip_pieces(self, pieces: Sequence[Piece], norm: float, scale: float) -> float:
-        mean, variance, update_count = (
-            float(self.shared[name]) if self.shared else 0.0 for name in self.names
-        )
+        mean, variance, update_count = (float(self.shared.get(name, 0.0)) for name in self.names)
         clipped_norm = norm
         if update_count < self.warmup:  # Welford's sums: those of all norms so far
             mean_before = mean
@@ -158,11 +152,8 @@ class ZClip(Clipping):
             clipped_norm = reciprocal(norm, mean, math.sqrt(variance), self.threshold)
             mean = self.decay * mean + (1 - self.decay) * clipped_norm
             variance = self.decay * variance + (1 - self.decay) * (clipped_norm - mean) ** 2
-        state_values = zip(self.names, (mean, variance, update_count + 1), strict=True)
-        self.shared = {
-            name: torch.tensor([state_value], dtype=torch.float64, device=self.device)
-            for name, state_value in state_values
-        }
+        for name, value in zip(self.names, (mean, variance, update_count + 1), strict=True):
+            self.shared[name] = torch.tensor([value], dtype=torch.float64, device=self.device)
         return _scaled(pieces, clipped_norm / norm if norm else 1.0)
 
 
@@ -200,15 +191,12 @@ class AGC(Clipping):
 
     def clip_pieces(self, pieces: Sequence[Piece], norm: float, scale: float) -> float:
         square_table = torch.zeros(2, self._units, dtype=torch.float64, device=self.device)
-        clip_units = [
-            clip_unit for piece in pieces if piece.name != self.head for clip_unit in self._split(piece)
-        ]
+        clip_units = [unit for piece in pieces if piece.name != self.head for unit in self._split(piece)]
         for piece, table_rows, gradient, weight in clip_units:
             for square_row, unit_values in zip(square_table, (gradient, weight), strict=True):
                 if piece.fragment.counted:
-                    square_row.index_add_(
-                        0, table_rows, torch.linalg.vector_norm(unit_values, dim=1).double().square()
-                    )
+                    unit_squares = torch.linalg.vector_norm(unit_values, dim=1).double().square()
+                    square_row.index_add_(0, table_rows, unit_squares)
         gradient_norms, weight_norms = sum_over_world(square_table).sqrt_()
         gradient_norms /= scale
         row_factors = compute_factors(gradient_norms, self.threshold * weight_norms.clamp(min=self.LEAST))

@@ -65,7 +65,7 @@ class Exchange:
         function: [rows, columns] -> the same shape. Pieces are flat; everything is in `dtype`. Collective.
         """
         for round_traffic in self._rounds:
-            given_elements = torch.empty(_size(round_traffic.sent), dtype=self.dtype, device=device)
+            given_elements = torch.empty(sum(_sizes(round_traffic.sent)), dtype=self.dtype, device=device)
             for piece, target_slice in _laid_out(round_traffic.sent, given_elements):
                 read(piece, target_slice)
             received_elements = self._exchanged(given_elements, round_traffic.sent, round_traffic.received)
@@ -74,16 +74,14 @@ class Exchange:
                 m: received_elements.new_empty(n, m.numel // n) for m, n in round_traffic.matrices
             }
             for piece, received_part in _laid_out(round_traffic.received, received_elements):
-                shards_by_matrix[piece.matrix][piece.shard, piece.start : piece.start + piece.numel] = (
-                    received_part
-                )
+                own_range = slice(piece.start, piece.start + piece.numel)
+                shards_by_matrix[piece.matrix][piece.shard, own_range] = received_part
             for matrix, flat_shards in shards_by_matrix.items():
                 flat_shards.copy_(_shards(function(_whole(matrix, flat_shards)), matrix, len(flat_shards)))
-            given_elements = received_elements.new_empty(_size(round_traffic.returned))
+            given_elements = received_elements.new_empty(sum(_sizes(round_traffic.returned)))
             for piece, target_slice in _laid_out(round_traffic.returned, given_elements):
-                target_slice.copy_(
-                    shards_by_matrix[piece.matrix][piece.shard, piece.start : piece.start + piece.numel]
-                )
+                own_range = slice(piece.start, piece.start + piece.numel)
+                target_slice.copy_(shards_by_matrix[piece.matrix][piece.shard, own_range])
             shards_by_matrix.clear()
             received_elements = self._exchanged(given_elements, round_traffic.returned, round_traffic.results)
             for piece, received_part in _laid_out(round_traffic.results, received_elements):
@@ -92,8 +90,9 @@ class Exchange:
     def _exchanged(self, given: Tensor, sent: Messages, received: Messages) -> Tensor:
         if len(sent) == 1:
             return given
-        received_elements = given.new_empty(_size(received))
-        dist.all_to_all_single(received_elements, given, _sizes(received), _sizes(sent), group=self.group)
+        received_sizes = _sizes(received)
+        received_elements = given.new_empty(sum(received_sizes))
+        dist.all_to_all_single(received_elements, given, received_sizes, _sizes(sent), group=self.group)
         return received_elements
 
 
@@ -110,10 +109,6 @@ def _traffic(held: Round, rank: int) -> _Traffic:
 
 def _sizes(messages: Messages) -> list[int]:
     return [sum(piece.numel for piece in message) for message in messages]
-
-
-def _size(messages: Messages) -> int:
-    return sum(_sizes(messages))
 
 
 def _laid_out(messages: Messages, flat: Tensor) -> Iterator[tuple[MatrixPiece, Tensor]]:
@@ -186,22 +181,19 @@ class Muon(AdamPieces):
         def read(of: MatrixPiece, to: Tensor) -> None:
             piece, piece_begin = _within(of, held)
             momentum = self.momentum
-            for part_range, target_part in zip(
-                _chunks(piece, piece_begin, of.numel), to.split(chunk_size(to)), strict=True
-            ):
+            part_ranges = _chunks(piece, piece_begin, of.numel)
+            for part_range, target_part in zip(part_ranges, to.split(chunk_size(to)), strict=True):
                 fresh_gradient = piece.gradient[part_range] * (1 - momentum)
                 momentum_average = piece.state["exp_avg"][part_range].mul_(momentum).add_(fresh_gradient)
                 target_part.copy_(fresh_gradient.add_(momentum_average * momentum))
 
         def write(of: MatrixPiece, result: Tensor) -> None:
             piece, piece_begin = _within(of, held)
-            for part_range, result_part in zip(
-                _chunks(piece, piece_begin, of.numel), result.split(chunk_size(result)), strict=True
-            ):
-                weight_change = (piece.weight[part_range] * piece.group["weight_decay"]).add_(
-                    result_part.float() * of.matrix.scale
-                )
-                self.move_weights(piece, weight_change.mul_(-piece.group["lr"]), part_range)
+            part_ranges = _chunks(piece, piece_begin, of.numel)
+            for part_range, result_part in zip(part_ranges, result.split(chunk_size(result)), strict=True):
+                weight_change = piece.weight[part_range] * piece.group["weight_decay"]
+                weight_change.add_(result_part.float() * of.matrix.scale).mul_(-piece.group["lr"])
+                self.move_weights(piece, weight_change, part_range)
 
         self._exchanges[master].exchange_matrices(read, orthogonalize_matrix, write, master.device)
 

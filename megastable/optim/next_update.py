@@ -56,9 +56,8 @@ def compare_next_update(old: RunConfig, new: RunConfig, at: RunPosition) -> list
 
 def describe_next_update(old: RunConfig, new: RunConfig, at: RunPosition, changes: list[UpdateChange]) -> str:
     """The changes in a sentence, with what to do about them."""
-    change_text = "the next update is not the one that the checkpoint's recipe would make: " + "; ".join(
-        map(str, changes)
-    )
+    listed_changes = "; ".join(map(str, changes))
+    change_text = f"the next update is not the one that the checkpoint's recipe would make: {listed_changes}"
     if any(change.name == RATE for change in changes) and (of_schedule := _remedy_of_schedule(old, new, at)):
         change_text += f". {of_schedule}"
     return change_text

@@ -94,29 +94,30 @@ def split_in_matrices(placement: Located, shape: Sequence[int]) -> list[Matrix]:
         return [Matrix(name, None, 0, 0, rows, columns)]
     found_matrices, section_begin = [], 0
     for section_size in placement.sections:
-        found_matrices.append(
-            Matrix(name, dim, section_begin, 0, section_size, columns)
-            if dim == 0
-            else Matrix(name, dim, 0, section_begin, rows, section_size)
-        )
+        if dim == 0:
+            found_matrices.append(Matrix(name, dim, section_begin, 0, section_size, columns))
+        else:
+            found_matrices.append(Matrix(name, dim, 0, section_begin, rows, section_size))
         section_begin += section_size
     return found_matrices
 
 
-@dataclass(frozen=True)
-class Part:
-    """`numel` elements of a matrix on a rank: at `offset` of its flat buffer, and from `start` on of the flattened
-    shard `shard` of the matrix (0 where it is replicated)."""
+class MatrixPiece(NamedTuple):
+    """`numel` elements of a matrix on a rank of the stage: at `offset` of its flat buffer, and from `start` on of the
+    flattened shard `shard` of the matrix (0 where it is replicated). counted: False for a replica that another rank
+    sends: this rank only gets the result."""
 
+    rank: int
     matrix: Matrix
     shard: int
     start: int
     offset: int
     numel: int
+    counted: bool
 
 
-def split_fragment(fragment: Held, tensor: int, tensor_rank: int) -> Iterator[Part]:
-    """A fragment's elements by matrix. tensor: ranks of the tensor group, of which `tensor_rank` holds the fragment.
+def split_fragment(fragment: Held, tensor: int, rank: int) -> Iterator[MatrixPiece]:
+    """A fragment's elements by matrix. tensor: ranks of the tensor group; rank: of the stage, which holds the fragment.
 
     Raises ValueError for several matrices side by side in shards of columns, which no layer has.
     """
@@ -135,31 +136,13 @@ def split_fragment(fragment: Held, tensor: int, tensor_rank: int) -> Iterator[Pa
         part_begin, part_end = max(fragment_begin, matrix_begin), min(fragment_end, matrix_end)
         if part_begin < part_end:
             buffer_offset = fragment.offset + part_begin - fragment_begin
-            yield Part(
-                matrix,
-                tensor_rank if shard_count > 1 else 0,
-                part_begin - matrix_begin,
-                buffer_offset,
-                part_end - part_begin,
-            )
+            place = rank % shard_count, part_begin - matrix_begin, buffer_offset, part_end - part_begin
+            yield MatrixPiece(rank, matrix, *place, fragment.counted)
         matrix_begin = matrix_end
 
 
 # Elements that a rank sends or receives at a time, unless one matrix has more: 128 MiB in bf16.
 LIMIT = 1 << 26
-
-
-class MatrixPiece(NamedTuple):
-    """Elements of a matrix on a rank of the stage; see `Part`. counted: False for a replica that another rank
-    sends: this rank only gets the result."""
-
-    rank: int
-    matrix: Matrix
-    shard: int
-    start: int
-    offset: int
-    numel: int
-    counted: bool
 
 
 @dataclass(frozen=True)
@@ -231,19 +214,15 @@ def _pieces(held: Sequence[Sequence[Held]], tensor: int) -> dict[Matrix, tuple[M
     for rank, fragments in enumerate(held):
         for fragment in fragments:
             if is_orthogonalized(fragment.placement.name, fragment.shape):
-                for matrix_part in split_fragment(fragment, tensor, rank % tensor):
-                    piece_place = matrix_part.shard, matrix_part.start, matrix_part.offset, matrix_part.numel
-                    pieces_by_matrix[matrix_part.matrix].append(
-                        MatrixPiece(rank, matrix_part.matrix, *piece_place, fragment.counted)
-                    )
+                for piece in split_fragment(fragment, tensor, rank):
+                    pieces_by_matrix[piece.matrix].append(piece)
     for matrix, pieces in pieces_by_matrix.items():
         pieces.sort(key=lambda p: (p.shard, p.start, p.rank))
         counted_pieces = [p for p in pieces if p.counted]
         shard_size = matrix.numel // (1 if matrix.dim is None else tensor)  # of a shard
+        piece_starts = [p.shard * shard_size + p.start for p in counted_pieces]
         piece_ends = [p.shard * shard_size + p.start + p.numel for p in counted_pieces]
-        if [p.shard * shard_size + p.start for p in counted_pieces] != [0, *piece_ends[:-1]] or piece_ends[
-            -1:
-        ] != [matrix.numel]:
+        if [*piece_starts, matrix.numel] != [0, *piece_ends]:
             raise ValueError(
                 f"{matrix.name}: its pieces on the ranks of the stage do not make up the matrix of {matrix.rows} x "
                 f"{matrix.columns} exactly once"

@@ -198,12 +198,12 @@ class PieceOptimizer(torch.optim.Optimizer):
         fragment_parts = ((piece.fragment, numbers) for piece, numbers in parts)
         return sum_by_parameter(fragment_parts, width, self.at.parameters, self._device)
 
-    def find_maxima(self, parts: Iterable[tuple[Piece, Tensor]], width: int) -> Tensor:
-        """The same with maxima of numbers that are not negative."""
-        table = torch.zeros(len(self.at.parameters), width, dtype=torch.float64, device=self._device)
-        for piece, numbers in parts:
+    def find_maxima(self, parts: Iterable[tuple[Piece, Tensor]]) -> Tensor:
+        """Maxima by parameter of numbers, 0-d, that are not negative: fp64 [parameters]. Collective over the world."""
+        table = torch.zeros(len(self.at.parameters), dtype=torch.float64, device=self._device)
+        for piece, number in parts:
             row = self.at.parameters[piece.name].row
-            table[row] = torch.maximum(table[row], numbers.double())
+            table[row] = torch.maximum(table[row], number.double())
         if dist.is_initialized():
             dist.all_reduce(table, op=dist.ReduceOp.MAX)
         return table

@@ -57,10 +57,8 @@ def find_decay_end(config: RunConfig) -> int:
 def scheduled_rate(config: RunConfig, updates: int, trained_tokens: int, tokens: int) -> float:
     """The rate of the update of a step with `tokens`, after the applied updates and their tokens."""
     schedule = config.schedule
-    applied_amount, next_amount = (
-        measure_progress(schedule, updates, trained_tokens),
-        measure_progress(schedule, 1, tokens),
-    )
+    applied_amount = measure_progress(schedule, updates, trained_tokens)
+    next_amount = measure_progress(schedule, 1, tokens)
     return rate_at(schedule, config.optimizer.lr, find_decay_end(config), applied_amount, next_amount)
 
 

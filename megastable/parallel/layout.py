@@ -38,9 +38,8 @@ class Layout:
     def find_replicas(self, ranks: Iterable[int]) -> tuple[int, ...]:
         """All ranks that work on the samples of these: of every stage, tensor and context rank."""
         sample_groups = {self.coordinates_of(rank)[1] // self.context for rank in ranks}
-        return tuple(
-            r for r in range(self.world) if self.coordinates_of(r)[1] // self.context in sample_groups
-        )
+        group_of = [self.coordinates_of(rank)[1] // self.context for rank in range(self.world)]
+        return tuple(rank for rank, group in enumerate(group_of) if group in sample_groups)
 
     def list_groups(self, axis: str) -> list[list[int]]:
         """The ranks of every group along `axis`: "tensor", "data", "stage" (both of these), "context", "pipeline", or
@@ -93,10 +92,8 @@ def cut_into_stages(costs: Sequence[float], stages: int, required: Sequence[bool
                 last_cost = cost_before[range_end] - cost_before[range_begin]
                 if best_choice is not None and last_cost > best_choice[0]:
                     break  # a longer last range costs even more
-                if (
-                    range_begin in best_by_stages[-1]
-                    and required_before[range_end] > required_before[range_begin]
-                ):
+                has_required = required_before[range_end] > required_before[range_begin]
+                if has_required and range_begin in best_by_stages[-1]:
                     new_choice = max(best_by_stages[-1][range_begin][0], last_cost), range_begin
                     best_choice = new_choice if best_choice is None else min(best_choice, new_choice)
             if best_choice is not None:

@@ -63,12 +63,7 @@ class _Copy(torch.autograd.Function):
         return _all_reduce(grad.clone(), ctx.tp), None
 
 
-class _Share(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, tp: TensorParallel) -> Tensor:
-        ctx.tp = tp
-        return weight.view_as(weight)
-
+class _Share(_Copy):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         # In fp32: summing partial gradients must not lose what a single process would have kept.
@@ -91,16 +86,12 @@ class _Reduce(torch.autograd.Function):
         return grad, None
 
 
-class _Total(torch.autograd.Function):
+class _Total(_Copy):
     @staticmethod
     def forward(ctx: Any, x: Tensor, tp: TensorParallel) -> Tensor:
         ctx.tp = tp
         y = _all_reduce(x.clone(), tp)
         return y.view_as(y)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _all_reduce(grad.clone(), ctx.tp), None
 
 
 class _Gather(torch.autograd.Function):
@@ -223,11 +214,8 @@ class TiedGradient:
         """elements: the elements of the flattened weight that this rank updates, maybe none. stage: of this rank.
         group: all ranks of both stages, ordered by stage and data rank, like the partitions."""
         self.group = group
-        elements_by_rank = gather_objects((stage, elements), group)
-        other_ranges = [
-            other_elements if other_stage != stage else range(0)
-            for other_stage, other_elements in elements_by_rank
-        ]
+        held = gather_objects((stage, elements), group)
+        other_ranges = [range(0) if of_stage == stage else others for of_stage, others in held]
         self._counts = count_overlaps(elements, other_ranges)
         assert sum(self._counts) == len(elements), (
             f"the other stage does not hold all of {elements}: {other_ranges}"

@@ -78,7 +78,7 @@ def branch_rank(given: dict[str, Any], optimizer: dict[str, Any], world: int, tr
         if step == SAVED:
             ring.take_snapshot(step, None)
         if step == REACHED and tried:
-            before = trained._copied(engine.optimizer_state()), engine.read_counters(), engine.measured
+            before = trained.copied(engine.optimizer_state()), engine.read_counters(), engine.measured
             present, saved = ring.copy_aside(step), ring.find_before(step)
             assert saved is not None
             ring.restore_snapshot(saved)
@@ -87,7 +87,7 @@ def branch_rank(given: dict[str, Any], optimizer: dict[str, Any], world: int, tr
             branch = train_branch(c, engine, loader, start, steps[SAVED:REACHED], half)
             trial = {
                 "branch": list(zip(branch.losses.tolist(), branch.norms.tolist(), strict=True)),
-                "reached": trained._same(before[0], engine.optimizer_state()),
+                "reached": trained.are_same(before[0], engine.optimizer_state()),
             }
             ring.restore_snapshot(saved)
             engine.refresh_weights()
@@ -101,9 +101,9 @@ def branch_rank(given: dict[str, Any], optimizer: dict[str, Any], world: int, tr
             engine.numerics.switch_to(numerics)
             ring.restore_snapshot(present)
             engine.refresh_weights()
-            trial["present"] = trained._same(before[0], engine.optimizer_state())
+            trial["present"] = trained.are_same(before[0], engine.optimizer_state())
             trial["counters"] = str(before[1]) == str(engine.read_counters()) and engine.measured is before[2]
-    return trial | {"told": told, "state": trained._copied(engine.optimizer_state())}
+    return trial | {"told": told, "state": trained.copied(engine.optimizer_state())}
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

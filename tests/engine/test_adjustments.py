@@ -15,7 +15,7 @@ from megastable.model.block_parts import gated
 from megastable.optim.schedule import scheduled_rate
 from megastable_guard.policy import ADJUSTED
 from tests.distributed import run_ranks
-from tests.engine.engines import build_engine, take_batch
+from tests.engine.engines import are_same, build_engine, take_batch
 from tests.optim import trained
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -101,7 +101,7 @@ def train_following(given: dict[str, Any], live: bool) -> tuple[list[Any], dict[
             engine.follow_config(new)
         measured, _ = engine.train_step(take_batch(engine, batch), 1e-3, lambda m: m.finite)
         numbers.append((measured.loss, measured.grad_norm, engine.kept))
-    return numbers, trained._copied(engine.optimizer_state())
+    return numbers, trained.copied(engine.optimizer_state())
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -111,7 +111,7 @@ def test_follow_trains_as_if_built_with_the_settings(layout: str) -> None:
     world, given = LAYOUTS[layout]
     live, built = (run_ranks(world, train_following, given, live) for live in (True, False))
     for (numbers, state), (other_numbers, other_state) in zip(live, built, strict=True):
-        assert numbers == other_numbers and trained._same(state, other_state)
+        assert numbers == other_numbers and are_same(state, other_state)
         assert [kept < 1 for _, _, kept in numbers] == [False] * 2 + [True] * 4
 
 

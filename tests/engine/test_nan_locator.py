@@ -19,6 +19,7 @@ from megastable.config.tree import RunConfig
 from megastable.engine import locators
 from megastable.engine.flatstate import KINDS
 from megastable.engine.locators import _FirstBad
+from megastable.engine.patches import replace_attribute
 from megastable.model.cores import Core
 from megastable.model.gpt import Block
 from megastable.run.directory import as_json
@@ -53,16 +54,6 @@ def note_all(engine: Any) -> tuple[dict[str, torch.Tensor], Any]:
     # By bytes: NaN equals NaN.
     state = copy_state(engine) | {"random": torch.get_rng_state()}
     return {name: t.reshape(-1).view(torch.uint8) for name, t in state.items()}, rest
-
-
-@contextlib.contextmanager
-def replaced(thing: Any, name: str, value: Any) -> Iterator[None]:
-    old = getattr(thing, name)
-    setattr(thing, name, value)
-    try:
-        yield
-    finally:
-        setattr(thing, name, old)
 
 
 def spoil(stream: Any) -> Any:
@@ -103,7 +94,7 @@ class Bench:
             y = original(stream)
             return spoil(y) if index == micro_batch and step < times else y
 
-        return replaced(block, "forward", forward)
+        return replace_attribute(block, "forward", forward)
 
     def gradient_of_attention(self) -> Any:
         """A gradient lost inside the attention, between its products."""
@@ -118,7 +109,7 @@ class Bench:
                 y.register_hook(lambda g: torch.full_like(g, math.nan))
             return y
 
-        return replaced(attention, "core", Core(core, original.prepare))
+        return replace_attribute(attention, "core", Core(core, original.prepare))
 
     @contextlib.contextmanager
     def gradient_of_weight(self, value: float) -> Iterator[None]:

@@ -14,44 +14,22 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from megastable.config.tree import RunConfig
-from megastable.data.loader import MicroBatch
 from tests.distributed import run_ranks
-from tests.engine.engines import build_engine
+from tests.engine.engines import build_engine, take_batch
+from tests.parallel.test_layouts import batches, config
 
-LENGTH, ACCUMULATION = 32, 4
+ACCUMULATION = 4
 # With overlap_comm DeepSpeed sends gradients beside the backward pass, and waits at its end before it drops them.
 ZERO_2 = {"stage_1_and_2.py:independent_gradient_partition_epilogue": ACCUMULATION}
 # world, recipe, the waits of a step that are DeepSpeed's and have to be
 KINDS: dict[str, tuple[int, dict[str, Any], dict[str, int]]] = {
-    "bf16 ZeRO 1": (1, {}, {}),
-    "bf16 ZeRO 2": (1, {"parallel": {"zero": 2}}, ZERO_2),
-    "bf16 ZeRO 3": (1, {"parallel": {"zero": 3}}, {}),
-    "fp32 ZeRO 1": (1, {"precision": {"kind": "fp32"}}, {}),
-    "fp16 ZeRO 1": (1, {"precision": {"kind": "fp16"}}, {}),
-    "bf16 pipeline": (2, {"parallel": {"pipeline": 2}}, {}),
+    "bf16 ZeRO 1": (1, {"precision": "bf16"}, {}),
+    "bf16 ZeRO 2": (1, {"precision": "bf16", "zero": 2}, ZERO_2),
+    "bf16 ZeRO 3": (1, {"precision": "bf16", "zero": 3}, {}),
+    "fp32 ZeRO 1": (1, {"precision": "fp32"}, {}),
+    "fp16 ZeRO 1": (1, {"precision": "fp16"}, {}),
+    "bf16 pipeline": (2, {"precision": "bf16", "pipeline": 2}, {}),
 }
-
-
-def config_of(parts: dict[str, Any]) -> RunConfig:
-    shape = dict(layers=2, hidden=32, heads=2, ffn=64, sequence_length=LENGTH, vocab_size=100)
-    tree: dict[str, Any] = {
-        "model": shape,
-        "train": {"global_batch": 2 * ACCUMULATION, "micro_batch": 2, "steps": 20},
-        "run": {"timeout": 120},
-        "kernels": {"compile": False},
-    }
-    return RunConfig.model_validate(tree | parts)
-
-
-def batches() -> list[MicroBatch]:
-    found = []
-    for _ in range(ACCUMULATION):
-        tokens = torch.randint(100, (2, LENGTH + 1))
-        found.append(
-            MicroBatch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), torch.arange(2), None)
-        )
-    return found
 
 
 def make_queued(*_: Any, **__: Any) -> Any:
@@ -100,18 +78,18 @@ def counted(names: list[str]) -> dict[str, tuple[dict[str, dict[str, int]], int]
     found = {}
     for name in names:
         _, parts, _ = KINDS[name]
-        engine = build_engine(config_of(parts))
-
-        def step(engine: Any = engine) -> None:
-            engine.train_step(batches(), 1e-3, lambda m: m.finite)
-
-        steps = [waited(step) for _ in range(5)][3:]  # DeepSpeed's timer begins with the third
+        engine = build_engine(config(**parts))
+        micro_batches = take_batch(engine, batches()[0])
+        assert len(micro_batches) == ACCUMULATION
+        step = engine.train_step, micro_batches, 1e-3
+        # DeepSpeed's timer begins with the third.
+        steps = [waited(*step, lambda m: m.finite) for _ in range(5)][3:]
         assert steps[0] == steps[1]
         seen = {
             "step": steps[0],
-            "evaluate": waited(engine.evaluate_samples, batches()),
-            "measure": waited(engine.measure_step, batches()),
-            "discard": waited(engine.train_step, batches(), 1e-3, lambda _: False),
+            "evaluate": waited(engine.evaluate_samples, micro_batches),
+            "measure": waited(engine.measure_step, micro_batches),
+            "discard": waited(*step, lambda _: False),
         }
         clocks = getattr(engine.ds.timers, "timers", {}).values()
         found[name] = seen, sum(len(clock.event_timers) for clock in clocks)

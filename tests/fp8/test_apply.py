@@ -17,8 +17,7 @@ from megastable.fp8.apply import emulate_fp8, find_linears
 from megastable.fp8.controller import Emulated, count_losses, report_quantization
 from megastable.fp8.emulated import make_meters, make_quantizers
 from megastable.fp8.scale_factors import E4M3, Quantized, by_tensor, largest_magnitude, scale_of
-from megastable.fp8.te import Watched, watch_module
-from megastable.model.block_parts import swiglu
+from megastable.fp8.te import Fitted, watch_module
 from megastable.model.gpt import GPT
 from megastable.model.loss import LossFunction
 from megastable.model.sizes import fp8_linears, in_fp8
@@ -268,9 +267,8 @@ def test_watch_counts_as_the_emulation(recipe: str, monkeypatch: pytest.MonkeyPa
         def show(_: int, slot: int, x: Tensor, became: Quantized, name: str = name) -> None:
             report_quantization(recorder(beside), name, slot, x, became)
 
-        handles.append(
-            watch_module(Watched(linear, (name,), (linear.weight,), lambda x: x, swiglu), [how[name]], show)
-        )
+        watched = Fitted(linear, (name,), (linear.weight,))
+        handles.append(watch_module(watched, lambda x: x, [how[name]], show))
     gradients(model)
     assert len(within) == 3 * len(fp8.layers) and beside == within
     assert any(lost for _, lost, _ in within.values())

@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megastable.model.loss import LossFunction, cross_entropy
-from megastable.parallel.topology import TensorParallel
+from megastable.model.loss import cross_entropy
 
 VOCABULARY, COLUMNS = 50, 64
 # Gradients leave in the dtype of the logits: bf16 keeps 8 bits of mantissa.
@@ -72,21 +71,3 @@ def test_cross_entropy_shows_a_broken_logit_in_its_token_only(bad: float) -> Non
         logits[2, 1, 5] = bad
     finite = cross_entropy(logits, labels, VOCABULARY)[0].isfinite()
     assert not finite[2, 1] and finite.sum() == finite.numel() - 1
-
-
-@pytest.mark.parametrize("z_loss", [0.0, 0.1])
-def test_loss_function_adds_the_z_loss_and_keeps_sample_means(z_loss: float) -> None:
-    logits, labels = inputs(torch.float32)
-    function = LossFunction(VOCABULARY, z_loss, TensorParallel())
-    loss, lse = plain(logits, labels)
-    total = function(logits, labels.t())
-    wanted = loss.mean() + z_loss * lse.square().mean()
-    torch.testing.assert_close(total.double(), wanted, rtol=1e-5, atol=0)
-    torch.testing.assert_close(
-        gradient(total, logits), gradient(wanted, logits).float(), rtol=1e-4, atol=1e-8
-    )
-    function(logits.detach(), labels.t())
-    first, second = function.samples
-    assert not first.requires_grad and torch.equal(first, second)
-    torch.testing.assert_close(first[0].double(), loss.mean(0), rtol=1e-5, atol=0)
-    torch.testing.assert_close(first[1].double(), lse.square().mean(0), rtol=1e-5, atol=0)

@@ -18,9 +18,11 @@ from megastable.config.tree import RunConfig
 from megastable.optim.clipping import clip_factors, row_factors, scale_rows
 from megastable.parallel.sharding import Fragment, join_shards, placement_of
 from tests.distributed import run_ranks
+from tests.engine.engines import build_engine, take_batch
 from tests.optim import rules
 from tests.optim.trained import BATCH, batches, recipe
-from tests.parallel.test_layouts import mine, relative, start_engine
+from tests.parallel.test_gradients import Pieces, joined_whole
+from tests.parallel.test_layouts import relative, state_of
 
 STEPS = 3
 
@@ -32,20 +34,20 @@ def plain_sgd(clipping: Any, clip: float = 1.0, **options: Any) -> RunConfig:
     return made.model_copy(update={"precision": scale})
 
 
-def clip_rank(recipes: dict[str, RunConfig], world: int) -> dict[str, Any]:
+def clip_rank(recipes: dict[str, RunConfig]) -> dict[str, Any]:
     """What one rank sees, by recipe: `_train_three`."""
-    return {name: _train_three(c, world) for name, c in recipes.items()}
+    return {name: _train_three(c) for name, c in recipes.items()}
 
 
-def _train_three(c: RunConfig, world: int) -> dict[str, Any]:
+def _train_three(c: RunConfig) -> dict[str, Any]:
     """Three steps. In the last two, one worker's samples repeat a token, so that its gradient is far larger."""
-    engine, topology = start_engine(c, world)
+    engine = build_engine(c)
     fragments = engine.flat_state().fragments
     seen: dict[str, list[Any]] = {key: [] for key in ("before", "after", "weight", "local", "norms", "kept")}
     names = {id(q): placement_of(q).name for q in engine.ds.module.parameters()}
 
-    def pieces(take: Any) -> list[Any]:
-        return [(f, take(f).clone()) for f in fragments]
+    def pieces(take: Any) -> Pieces:
+        return {(f.name, f.start): take(f).clone() for f in fragments}
 
     def judge(measured: Any) -> bool:
         found = engine.zero.view_gradients(fragments)
@@ -66,37 +68,31 @@ def _train_three(c: RunConfig, world: int) -> dict[str, Any]:
         engine.ds.buffered_allreduce_fallback = spied
     for index, (tokens, labels, _) in enumerate(batches()[:STEPS]):
         if index:
-            first = torch.arange(BATCH).view(-1, topology.layout.samples, c.train.micro_batch)[:, 0].flatten()
+            first = (
+                torch.arange(BATCH)
+                .view(-1, engine.topology.layout.samples, c.train.micro_batch)[:, 0]
+                .flatten()
+            )
             tokens[first], labels[first] = 3, 3
-        measured, applied = engine.train_step(
-            mine((tokens, labels, None), topology, c.train.micro_batch), 1e-2, judge
-        )
+        micro_batches = take_batch(engine, (tokens, labels, None))
+        measured, applied = engine.train_step(micro_batches, 1e-2, judge)
         assert applied
         seen["norms"].append(measured.grad_norm)
         seen["kept"].append(engine.kept)
         seen["after"].append(pieces(lambda f: engine.flat_state().view_piece(f, "exp_avg")))
-    return seen | {
-        "coordinates": topology.layout.coordinates_of(topology.rank),
-        "placements": {placement_of(q).name: placement_of(q) for q in engine.ds.module.parameters()},
-    }
+    own = {"tensor": engine.topology.tensor_rank, "shapes": {f.name: f.shape for f in fragments}}
+    return seen | state_of(engine) | own
 
 
 def whole(ranks: list[dict[str, Any]], name: str, key: str) -> list[dict[str, Tensor]]:
     """Whole tensors of all ranks' pieces, by step."""
-    made = []
-    for step in range(STEPS):
-        shards: dict[str, dict[int, Tensor]] = {}
-        for rank in (rank[name] for rank in ranks):
-            for f, piece in rank[key][step]:
-                held = shards.setdefault(f.name, {})
-                flat = held.setdefault(rank["coordinates"][2], torch.zeros(f.shape)).view(-1)
-                flat[f.start : f.start + f.numel] = piece
-        made.append(_joined(ranks, name, shards))
-    return made
+    of = [rank[name] for rank in ranks]
+    return [joined_whole(of, [rank[key][step] for rank in of]) for step in range(STEPS)]
 
 
 def workers(ranks: list[dict[str, Any]], name: str, context: int) -> list[list[dict[str, Tensor]]]:
     """Each worker's own gradient, the mean over its context ranks: by step and worker, whole tensors."""
+    placements = {n: p for rank in ranks for n, p in rank[name]["placements"].items()}
     made = []
     for step in range(STEPS):
         shards: dict[int, dict[str, dict[int, Tensor]]] = {}
@@ -105,18 +101,11 @@ def workers(ranks: list[dict[str, Any]], name: str, context: int) -> list[list[d
             for parameter, g in rank["local"][step].items():
                 held = shards.setdefault(data // context, {}).setdefault(parameter, {})
                 held[tensor] = held.get(tensor, torch.zeros_like(g)) + g / context
-        made.append([_joined(ranks, name, shards[worker]) for worker in sorted(shards)])
+        made.append([
+            {n: join_shards([held[r] for r in sorted(held)], placements[n]) for n, held in shards[worker].items()}
+            for worker in sorted(shards)
+        ])  # fmt: skip
     return made
-
-
-def _joined(
-    ranks: list[dict[str, Any]], name: str, shards: dict[str, dict[int, Tensor]]
-) -> dict[str, Tensor]:
-    placements = {n: p for rank in ranks for n, p in rank[name]["placements"].items()}
-    return {
-        n: join_shards([held[r] for r in sorted(held)], placements[n]) if placements[n].dim is not None else held[0]
-        for n, held in shards.items()
-    }  # fmt: skip
 
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -138,7 +127,7 @@ KINDS: dict[str, tuple[Any, Any]] = {
 def test_clip_is_the_formula_in_every_precision(layout: str) -> None:
     world, options = LAYOUTS[layout]
     recipes = {name: plain_sgd(section, **options) for name, (section, _) in KINDS.items()}
-    ranks = run_ranks(world, clip_rank, recipes, world)
+    ranks = run_ranks(world, clip_rank, recipes)
     for name, (_, rule) in KINDS.items():
         clip = rule()
         before, after = whole(ranks, name, "before"), whole(ranks, name, "after")
@@ -168,7 +157,7 @@ def test_clip_of_each_workers_gradient(layout: str) -> None:
     world, options = WORKERS[layout]
     c = plain_sgd("worker", 5.0, precision="bf16", **options)
     never = plain_sgd("worker", 1e6, precision="bf16", **options)
-    ranks = run_ranks(world, clip_rank, {"worker": c, "never": never}, world)
+    ranks = run_ranks(world, clip_rank, {"worker": c, "never": never})
     local = workers(ranks, "worker", c.parallel.context)
     before, after = whole(ranks, "worker", "before"), whole(ranks, "worker", "after")
     for step, gradients in enumerate(local):

@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from megastable.config.tree import RunConfig
 from megastable.engine.flatstate import FlatState
-from megastable.parallel.sharding import join_shards, placement_of
+from megastable.parallel.sharding import placement_of
 from tests.distributed import run_ranks
+from tests.engine.engines import build_engine, take_batch
 from tests.optim import trained
 from tests.optim.trained import OPTIMIZERS
-from tests.parallel.test_gradients import Pieces, joined, pieces
-from tests.parallel.test_layouts import QWEN2, ROUNDING, mine, relative, start_engine
+from tests.parallel.test_gradients import Pieces, joined_whole, pieces
+from tests.parallel.test_layouts import QWEN2, ROUNDING, relative
 
 
 @pytest.mark.slow
@@ -33,7 +33,7 @@ def test_optimizers_update_some_parameters_at_a_time_under_zero_3(tmp_path: Path
         )
         for name, (section, *_) in OPTIMIZERS.items()
     }
-    ranks = run_ranks(2, trained.train_rank, recipes, 2)
+    ranks = run_ranks(2, trained.train_rank, recipes)
     for name, c in recipes.items():
         plainly = trained.plainly(c, name)
         trained.check(ranks, name, c, name, plainly, ROUNDING)
@@ -49,17 +49,17 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2-dp2-tied": (4, {"pipeline": 2, "tied": True}),
     "zero3-dp2": (2, {"zero": 3}),
 }
-# QK-clip's rule needs the logits as well: tests/engine/test_logit_clipping.py.
+# QK-clip's rule needs the logits as well: tests/parallel/test_pairs.py.
 NAMES = [name for name in OPTIMIZERS if name != "muon-clip"]
 
 
-def train_bf16(recipes: dict[str, RunConfig], world: int) -> dict[str, Any]:
+def train_bf16(recipes: dict[str, RunConfig]) -> dict[str, Any]:
     """By optimizer: masters before the steps and after them, and the gradients of every step, in pieces."""
-    return {name: _train(c, world) for name, c in recipes.items()}
+    return {name: _train(c) for name, c in recipes.items()}
 
 
-def _train(c: RunConfig, world: int) -> dict[str, Any]:
-    engine, topology = start_engine(c, world)
+def _train(c: RunConfig) -> dict[str, Any]:
+    engine = build_engine(c)
     flat = engine.flat_state()
     seen: list[Pieces] = []
 
@@ -73,9 +73,9 @@ def _train(c: RunConfig, world: int) -> dict[str, Any]:
 
     before = pieces(flat, "weight")
     for batch, lr in zip(trained.batches(), trained.RATES, strict=True):
-        engine.train_step(mine(batch, topology, c.train.micro_batch), lr, judge)
+        engine.train_step(take_batch(engine, batch), lr, judge)
     return {
-        "before": before, "after": pieces(flat, "weight"), "gradients": seen, "tensor": topology.tensor_rank,
+        "before": before, "after": pieces(flat, "weight"), "gradients": seen, "tensor": engine.topology.tensor_rank,
         "shapes": {f.name: f.shape for f in flat.fragments},
         "placements": {placement_of(p).name: placement_of(p) for p in engine.ds.module.parameters()},
     }  # fmt: skip
@@ -85,7 +85,7 @@ def _train(c: RunConfig, world: int) -> dict[str, Any]:
 def ran(layout: str) -> list[dict[str, Any]]:
     world, options = LAYOUTS[layout]
     recipes = {name: trained.recipe(OPTIMIZERS[name][0], precision="bf16", **options) for name in NAMES}
-    return run_ranks(world, train_bf16, recipes, world)
+    return run_ranks(world, train_bf16, recipes)
 
 
 @pytest.mark.slow
@@ -93,20 +93,13 @@ def ran(layout: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("name", NAMES)
 def test_optimizer_updates_fp32_masters_by_the_engines_bf16_gradients(layout: str, name: str) -> None:
     ranks = [rank[name] for rank in ran(layout)]
-    tensor = LAYOUTS[layout][1].get("tensor", 1)
-
-    def whole(parts: list[Pieces]) -> dict[str, Tensor]:
-        shards = joined(ranks, parts)
-        placements = {n: p for rank in ranks for n, p in rank["placements"].items()}
-        return {n: join_shards([shards[n, t] for t in range(tensor)], p) for n, p in placements.items()}
-
-    before = whole([rank["before"] for rank in ranks])
+    before = joined_whole(ranks, [rank["before"] for rank in ranks])
     rule = OPTIMIZERS[name][1](dict(before))  # which a rule replaces
     if isinstance(rule, trained.AdamW):
         rule.scales = {n: (1.0, float(w.dim() > 1), 1.0) for n, w in before.items()}
     for step, lr in enumerate(trained.RATES):
-        rule.step(whole([rank["gradients"][step] for rank in ranks]), lr)
-    after = whole([rank["after"] for rank in ranks])
+        rule.step(joined_whole(ranks, [rank["gradients"][step] for rank in ranks]), lr)
+    after = joined_whole(ranks, [rank["after"] for rank in ranks])
     for parameter, wanted in rule.master.items():
         old = before[parameter]
         assert not torch.equal(wanted, old)

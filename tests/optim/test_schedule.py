@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megastable.config.tree import RunConfig, ScheduleConfig
-from megastable.optim.schedule import find_decay_end, measure_progress, rate_at, warmup_length
+from megastable.optim.schedule import find_decay_end, rate_at
 from megastable.optim.schedule import list_rates as rates_of_run
 from tests.tiers import examples
 
@@ -136,9 +136,3 @@ def test_it_follows_the_tokens_whatever_the_batch(kind: str, warm: int, ramp: in
     assert cursor * 16 == grown.tokens == find_decay_end(grown.model_copy(
         update={"schedule": grown.schedule.model_copy(update={"total_tokens": None})}
     ))  # fmt: skip
-
-
-def test_what_a_step_adds() -> None:
-    by_tokens, by_steps = config(warmup_tokens=7), config(warmup_steps=7)
-    assert (measure_progress(by_tokens.schedule, 3, 90), warmup_length(by_tokens.schedule)) == (90, 7)
-    assert (measure_progress(by_steps.schedule, 3, 90), warmup_length(by_steps.schedule)) == (3, 7)

@@ -1,6 +1,6 @@
 """Train a tiny model with several optimizers under one layout, in one group of ranks, and the same in one process.
 
-ranks = run_ranks(world, train_rank, {"sgd": recipe(...), ...}, world)
+ranks = run_ranks(world, train_rank, {"sgd": recipe(...), ...})
 check(ranks, "sgd", c, plainly(c, "sgd"))         # against a plain rule after the same steps, see rules.py
 """
 
@@ -15,21 +15,10 @@ from torch import Tensor
 
 from megastable.config.model import ModelConfig
 from megastable.config.tree import RunConfig
-from megastable.engine.flatstate import KINDS
-from megastable.parallel.sharding import placement_of
 from tests import reference
+from tests.engine.engines import are_same, build_engine, take_batch
 from tests.optim import rules
-from tests.parallel.test_layouts import (
-    BIAS,
-    LENGTH,
-    VOCABULARY,
-    config,
-    merge,
-    mine,
-    plain,
-    relative,
-    start_engine,
-)
+from tests.parallel.test_layouts import BIAS, LENGTH, VOCABULARY, config, merge, plain, relative, state_of
 from tests.shapes import rates_of
 
 STEPS, HALF, BATCH = 10, 5, 12
@@ -55,43 +44,38 @@ def batches(spike: int | None = None) -> list[tuple[Tensor, Tensor, None]]:
     return made
 
 
-def train_rank(recipes: dict[str, RunConfig], world: int, spike: int | None = None) -> dict[str, Any]:
+def train_rank(recipes: dict[str, RunConfig], spike: int | None = None) -> dict[str, Any]:
     """What one rank sees, by optimizer: `_train`."""
-    return {name: _train(c, world, spike) for name, c in recipes.items()}
+    return {name: _train(c, spike) for name, c in recipes.items()}
 
 
-def _copied(state: dict[str, Tensor]) -> dict[str, Tensor]:
+def copied(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: t.clone() for name, t in state.items()}
 
 
-def _same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
-def _train(c: RunConfig, world: int, spike: int | None) -> dict[str, Any]:
+def _train(c: RunConfig, spike: int | None) -> dict[str, Any]:
     """Ten steps, with a refused one and a rewind in the middle that must leave no trace: the final state of this
     rank, norms, the shares of them that clipping left, sizes of updates, and whether the two left none."""
-    engine, topology = start_engine(c, world)
+    engine = build_engine(c)
     norms, kept, unchanged, point = [], [], True, None
     data = list(zip(batches(spike), RATES, strict=True))
 
     def step(index: int, accept: bool = True) -> float:
         batch, lr = data[index]
-        measured, applied = engine.train_step(
-            mine(batch, topology, c.train.micro_batch), lr, judge=lambda m: accept and m.finite
-        )
+        micro_batches = take_batch(engine, batch)
+        measured, applied = engine.train_step(micro_batches, lr, judge=lambda m: accept and m.finite)
         assert applied == accept
         return measured.grad_norm
 
     for index in range(STEPS):
         if index == HALF:
-            point = _copied(engine.optimizer_state()), engine.read_counters()
+            point = copied(engine.optimizer_state()), engine.read_counters()
             step(index, accept=False)
-            unchanged = _same(point[0], engine.optimizer_state())
+            unchanged = are_same(point[0], engine.optimizer_state())
         engine.measures_update = index == STEPS - 1
         norms.append(step(index))
         kept.append(engine.kept)
-    final = _copied(engine.optimizer_state())
+    final = copied(engine.optimizer_state())
     ratio = engine.collect_statistics().overall.get("update_ratio")
     assert point is not None
     engine.restore_optimizer_state(point[0])
@@ -99,13 +83,9 @@ def _train(c: RunConfig, world: int, spike: int | None) -> dict[str, Any]:
     engine.refresh_weights()
     for index in range(HALF, STEPS):
         step(index)
-    flat = engine.flat_state()
-    return {
-        "norms": norms, "kept": kept, "unchanged": unchanged, "rewound": _same(final, engine.optimizer_state()),
-        "state": {kind: flat.gather_shards(kind) for kind in KINDS},
-        "coordinates": topology.layout.coordinates_of(topology.rank),
-        "placements": {placement_of(p).name: placement_of(p) for p in engine.ds.module.parameters()},
-        "shared": {name: t.clone() for name, t in engine.shared_state.items()}, "update_ratio": ratio,
+    return state_of(engine) | {
+        "norms": norms, "kept": kept, "unchanged": unchanged, "rewound": are_same(final, engine.optimizer_state()),
+        "shared": copied(engine.shared_state), "update_ratio": ratio,
     }  # fmt: skip
 
 

@@ -10,8 +10,9 @@ import torch
 
 from megastable.config.tree import RunConfig
 from tests.distributed import run_ranks
+from tests.engine.engines import build_engine, take_batch
 from tests.parallel.compiling import without_kernels
-from tests.parallel.test_layouts import OLMO2, batches, config, mine, start_engine
+from tests.parallel.test_layouts import OLMO2, batches, config
 
 COMPILED: dict[str, tuple[int, dict[str, Any]]] = {
     "sequence-tp2-selective": (
@@ -27,7 +28,7 @@ def with_compile(c: RunConfig, compiled: bool) -> RunConfig:
 
 
 def train_both(
-    c: RunConfig, world: int
+    c: RunConfig,
 ) -> list[tuple[list[float], list[int], int, dict[str, dict[str, float]]]]:
     """Of a rank, written out and compiled: losses and norms, graphs after every step, graph breaks; and what the probe
     found in the second step."""
@@ -36,11 +37,11 @@ def train_both(
     with without_kernels():
         found = []
         for compiled in (False, True):
-            engine, topology = start_engine(with_compile(c, compiled), world)
+            engine = build_engine(with_compile(c, compiled))
             counters.clear()
             numbers, graphs = [], []
             for step, batch in enumerate(batches(apart=True)[:3]):
-                micro = mine(batch, topology, c.train.micro_batch)
+                micro = take_batch(engine, batch)
                 if step == 1:
                     engine.probe.watch_step()  # which leaves what is compiled alone
                 measured, _ = engine.train_step(micro, 1e-3, lambda m: m.finite)
@@ -56,7 +57,7 @@ def train_both(
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiled_blocks_are_one_graph_with_the_numbers_of_the_blocks(name: str) -> None:
     world, options = COMPILED[name]
-    for written, compiled in run_ranks(world, train_both, config(**options, micro_batch=4), world):
+    for written, compiled in run_ranks(world, train_both, config(**options, micro_batch=4)):
         assert written[1] == [0] * 3 and compiled[2] == 0
         assert compiled[1][0] > 0 and len(set(compiled[1])) == 1, "compiled again"
         assert compiled[0] == pytest.approx(written[0], rel=1e-5)
@@ -88,13 +89,13 @@ def saved_bytes(step: Callable[[], Any], parameters: Iterable[torch.Tensor]) -> 
     return sum(x.untyped_storage().nbytes() for address, x in kept.items() if address not in weights)
 
 
-def step_both_ways(c: RunConfig, world: int) -> list[dict[str, Any]]:
+def step_both_ways(c: RunConfig) -> list[dict[str, Any]]:
     """Of a rank: the same step from the same state, as it is and looked at."""
     from megastable.engine.flatstate import KINDS
 
     with without_kernels():
-        engine, topology = start_engine(c, world)
-        first, second = (mine(batch, topology, c.train.micro_batch) for batch in batches(apart=True)[:2])
+        engine = build_engine(c)
+        first, second = (take_batch(engine, batch) for batch in batches(apart=True)[:2])
         engine.train_step(first, 1e-3, lambda m: m.finite)
         state = {name: t.clone() for name, t in engine.optimizer_state().items()}
         found = []
@@ -130,7 +131,7 @@ def test_watched_step_is_the_step_bit_for_bit_and_takes_no_more_memory(name: str
     """Compiled (but under ZeRO 3): what is looked at must not run in another way."""
     world, parts = WATCHED[name]
     c = with_compile(config(**{"micro_batch": 4} | parts), parts.get("zero", 1) < 3)
-    for plain, watched in run_ranks(world, step_both_ways, c, world):
+    for plain, watched in run_ranks(world, step_both_ways, c):
         assert torch.equal(plain["measured"].losses, watched["measured"].losses)
         assert plain["measured"].grad_norm == watched["measured"].grad_norm
         for kind in ("gradients", "state"):

@@ -12,10 +12,8 @@ from torch import Tensor
 from megastable.base.products import is_cast, linear, linear_of_parameter
 from megastable.config.tree import RunConfig
 from megastable.data.loader import MicroBatch
-from megastable.parallel.layout import Layout
-from megastable.parallel.topology import Topology
 from tests.distributed import run_ranks
-from tests.patience import PATIENCE
+from tests.engine.engines import build_engine
 
 LENGTH, BLOCKS = 8, 6
 CASES: dict[str, dict[str, Any]] = {
@@ -45,18 +43,8 @@ def kept(case: str) -> tuple[int, int, list[float]]:
     norms of two steps before it."""
     import torch.distributed as dist
 
-    from megastable.config import deepspeed_json
-    from megastable.engine.engine import Engine
-
-    c = config(**CASES[case])
-    settings = deepspeed_json.build_deepspeed_json(c, 2)
-    settings["zero_optimization"] |= {
-        "stage3_max_live_parameters": 1000,
-        "stage3_max_reuse_distance": 1000,
-        "stage3_prefetch_bucket_size": 1000,
-        "stage3_param_persistence_threshold": 1000,
-    }
-    engine = Engine(c, settings, Topology(Layout(data=2), dist.get_rank(), timeout=PATIENCE))
+    keys = "max_live_parameters", "max_reuse_distance", "prefetch_bucket_size", "param_persistence_threshold"
+    engine = build_engine(config(**CASES[case]), **{f"stage3_{key}": 1000 for key in keys})
     if case == "FP8, off":
         assert engine.fp8 is not None
         engine.fp8.on = False

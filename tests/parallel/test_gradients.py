@@ -22,7 +22,8 @@ from megastable.engine.flatstate import KINDS, FlatState
 from megastable.parallel.sharding import join_shards, placement_of
 from tests import reference
 from tests.distributed import run_ranks
-from tests.parallel.test_layouts import RATES, batches, config, mine, plain, relative, start_engine
+from tests.engine.engines import build_engine, take_batch
+from tests.parallel.test_layouts import RATES, batches, config, plain, relative
 
 STEPS = 2
 # How far bf16's gradients may be from fp32's: of each tensor in all (measured up to 0.031, in QK-norms), and of all
@@ -39,9 +40,9 @@ def pieces(flat: FlatState, kind: str) -> Pieces:
     return found
 
 
-def steps_of_rank(c: RunConfig, world: int, apart: bool) -> dict[str, Any]:
+def steps_of_rank(c: RunConfig, apart: bool) -> dict[str, Any]:
     """What goes into the sums of one rank, and which part of their result it has."""
-    engine, topology = start_engine(c, world)
+    engine = build_engine(c)
     parameters = {placement_of(p).name: p for p in engine.ds.module.parameters()}
     seen: dict[str, list[Tensor]] = defaultdict(list)
     for name, parameter in parameters.items():
@@ -58,14 +59,14 @@ def steps_of_rank(c: RunConfig, world: int, apart: bool) -> dict[str, Any]:
             return bool(measured.finite)
 
         before = {kind: pieces(flat, kind) for kind in KINDS}
-        measured, applied = engine.train_step(mine(batch, topology, c.train.micro_batch), lr, judge)
+        measured, applied = engine.train_step(take_batch(engine, batch), lr, judge)
         assert applied
         after = {kind: pieces(flat, kind) for kind in KINDS}
         found = {"seen": dict(seen), "summed": summed, "norm": measured.grad_norm}
         steps.append(found | {"before": before, "after": after})
     return {
         "steps": steps,
-        "tensor": topology.tensor_rank,
+        "tensor": engine.topology.tensor_rank,
         "shapes": {f.name: f.shape for f in flat.fragments},
         "placements": {name: placement_of(p) for name, p in parameters.items()},
         "weights": {name: p.detach() for name, p in parameters.items()} if c.parallel.zero < 3 else {},
@@ -88,6 +89,13 @@ def joined(ranks: list[dict[str, Any]], parts: list[Pieces]) -> Whole:
             there.copy_(piece)
     assert not any(flat.isnan().any() for flat in found.values())
     return {(name, tensor): flat.view(shapes[name]) for (name, tensor), flat in found.items()}
+
+
+def joined_whole(ranks: list[dict[str, Any]], parts: list[Pieces]) -> dict[str, Tensor]:
+    """Whole tensors of the pieces of all ranks."""
+    shards, tensor = joined(ranks, parts), 1 + max(rank["tensor"] for rank in ranks)
+    placements = {name: placement for rank in ranks for name, placement in rank["placements"].items()}
+    return {name: join_shards([shards[name, t] for t in range(tensor)], p) for name, p in placements.items()}
 
 
 def adamw(c: RunConfig, state: list[Tensor], g: Tensor, lr: float, step: int) -> list[Tensor]:
@@ -130,7 +138,7 @@ def test_train_step_sums_and_applies_bf16_gradients_in_fp32(name: str) -> None:
     options = {"model": {"layers": 2, "z_loss": 0.1}} | options  # a z-loss that tells in bf16
     apart = options.pop("apart", False)
     c = config(precision="bf16", **options)
-    ranks = run_ranks(world, steps_of_rank, c, world, apart)
+    ranks = run_ranks(world, steps_of_rank, c, apart)
     p = c.parallel
     data = world // (p.tensor * p.pipeline)
     micro_batches = c.train.global_batch // c.train.micro_batch * p.context // data

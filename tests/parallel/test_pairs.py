@@ -106,7 +106,7 @@ def ran(
         for name, row in pairs.ROWS.items()
         if (ranks_of(row), is_quick(name)) == (ranks, quick) and (not exact or spike_of(row) == spike)
     }
-    return recipes, run_ranks(ranks, trained.train_rank, recipes, ranks, spike)
+    return recipes, run_ranks(ranks, trained.train_rank, recipes, spike)
 
 
 @pytest.mark.quick(*QUICK)

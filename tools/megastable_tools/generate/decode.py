@@ -84,7 +84,7 @@ def read_tokens(model: PlainModel, tokens: Tensor, cache: KeyValueCache) -> Tens
 
 def _attend(attention: Attention, name: str, cache: KeyValueCache, x: Tensor) -> Tensor:
     """`Attention.forward` of x [n, b, hidden] behind what the cache holds."""
-    q, k, v = attention.split_heads(x)
+    q, k, v = attention.split_heads(attention.qkv(x))
     n, b = q.shape[:2]
     before = cache.length
     table = rope_table(_room(before + n), attention.rope, x.device)
