@@ -136,15 +136,11 @@ class Agent:
         """What the supervisor hears; see `Hosts` and `RemoteAttempt`."""
         a = self.attempt
         return {
-            "attempt": None if a is None else a.number,
-            "running": self.running,
-            "code": None if a is None else a.code,
-            "problem": self.problem,
-            "fates": {} if a is None else {r: [f.code, f.signal] for r, f in a.fates.items()},
-            "ended": self.ended,
-            "port": self.port,
+            "attempt": None if a is None else a.number, "code": None if a is None else a.code,
+            "fates": {} if a is None else {rank: [f.code, f.signal] for rank, f in a.fates.items()},
+            "running": self.running, "problem": self.problem, "ended": self.ended, "port": self.port,
             "stop": self.stop,
-        }
+        }  # fmt: skip
 
     def _obey(self, message: Message, link: StoreClient) -> None:
         if "launch" in message:
@@ -153,9 +149,7 @@ class Agent:
             self._end(int(message["end"]))
         elif "states" in message:
             kernel_views = self.attempt.read_kernel_views() if self.attempt is not None else {}
-            link.send_message(
-                {"states": {str(rank): kernel_view.text for rank, kernel_view in kernel_views.items()}}
-            )
+            link.send_message({"states": {str(rank): view.text for rank, view in kernel_views.items()}})
         elif "quit" in message:
             self.code = int(message["quit"])
 
@@ -164,17 +158,13 @@ class Agent:
         if self.attempt is not None and self.attempt.number >= attempt_number:
             return  # told twice
         self._end(attempt_number - 1)
-        launcher_words = [sys.executable, *map(str, wanted["words"])]
-        launcher_environment = slurm.strip_step_variables(os.environ) | {
-            k: str(v) for k, v in wanted["environment"].items()
-        }
-        launcher_environment[HOST] = self.name
-        self.problem = ""
+        words, log = [sys.executable, *map(str, wanted["words"])], self.run.root / wanted["log"]
+        environment = slurm.strip_step_variables(os.environ)
+        environment |= {name: str(value) for name, value in wanted["environment"].items()}
+        environment[HOST] = self.name
+        self.problem, self.running = "", True
         try:
-            self.attempt = LocalAttempt.start_launcher(
-                self.run, attempt_number, launcher_words, self.run.root / wanted["log"], launcher_environment
-            )
-            self.running = True
+            self.attempt = LocalAttempt.start_launcher(self.run, attempt_number, words, log, environment)
         except ConfigError as error:
             self.attempt, self.problem = LocalAttempt(self.run, attempt_number), str(error)
             self.running = False
@@ -189,9 +179,8 @@ class Agent:
             self.attempt.kill_all()
             self.running = False
         self.port = find_free_port()
-        if not any(
-            alive <= number for alive in list_attempts_here(self.run)
-        ):  # some cannot be killed, as in a stalled driver
+        # Some cannot be killed, as in a stalled driver.
+        if not any(alive <= number for alive in list_attempts_here(self.run)):
             self.ended = max(self.ended, number)
 
 

@@ -72,9 +72,8 @@ class KnownCase:
         # By way of fp32, which holds every sum: so the dtype rounds once, as a kernel does.
         table = (rows @ columns.t()).float().to(dtype)
         self.answers = table[of_row][:, of_column], rows.sum(1).float()[of_row]
-        layout = (
-            f"{'NT'[a_turned]}{'NT'[b_turned]}{' as TF32' if self.tf32 and dtype == torch.float32 else ''}"
-        )
+        as_tf32 = " as TF32" if self.tf32 and dtype == torch.float32 else ""
+        layout = f"{'NT'[a_turned]}{'NT'[b_turned]}{as_tf32}"
         self.what = f"{dtype} [{n}, {k}] x [{k}, {m}] {layout} (seed {seed}, round {round_})"
 
     def compute_results(self, a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
@@ -100,11 +99,9 @@ def describe_difference(answers: Sequence[Tensor], results: Sequence[Tensor]) ->
         wrong_positions = (answer_bits != result_bits).nonzero()
         if len(wrong_positions):
             index, values = tuple(wrong_positions[0].tolist()), 1 << 8 * answer.element_size()
-            difference_count = (
-                f"{len(wrong_positions):,} of {answer_bits.numel():,} elements wrong, first at {list(index)}"
-            )
+            wrong = f"{len(wrong_positions):,} of {answer_bits.numel():,} elements wrong"
             got, expected = int(result_bits[index]) % values, int(answer_bits[index]) % values
-            return f"{difference_count}: {got:#x} instead of {expected:#x}"
+            return f"{wrong}, first at {list(index)}: {got:#x} instead of {expected:#x}"
     return ""
 
 
@@ -153,9 +150,7 @@ class BurnIn:
         tensors_by_device = {d: [x.to(d) for x in (*case.inputs, *case.answers)] for d in self.devices}
         while run_count < 2 or time.monotonic() < end_time:
             # All devices compute at the same time; then one after the other is looked at.
-            results_by_device = {
-                device: case.compute_results(*tensors_by_device[device][:2]) for device in self.devices
-            }
+            results_by_device = {d: case.compute_results(*tensors_by_device[d][:2]) for d in self.devices}
             run_count += 1
             for device, results in results_by_device.items():
                 self._begin(device, case.what)
@@ -164,13 +159,9 @@ class BurnIn:
                     continue
                 difference_text = describe_difference(case.answers, results)
                 if difference_text or run_count > 1:
+                    difference_text = difference_text or "the CPU does not see the difference"
                     compute = partial(case.compute_results, *tensors_by_device[device][:2])
-                    self._refuse(
-                        device,
-                        difference_text or "the CPU does not see the difference",
-                        case.answers,
-                        compute,
-                    )
+                    self._refuse(device, difference_text, case.answers, compute)
 
     def _sum(self, case: KnownCase, round_: int) -> None:
         """A, times the number of each device, over all devices: on one of them, in turn."""
@@ -247,13 +238,11 @@ def read_diagnosis(output: str) -> list[str]:
         for test in test_category["tests"]:
             for test_result in test["results"]:
                 warnings = test_result.get("warnings") or "no reason given"
-                text_severities = [
-                    (one_warning["warning"], one_warning.get("error_severity", default_severity))
-                    if isinstance(one_warning, dict)
-                    else (one_warning, default_severity)
-                    for one_warning in (warnings if isinstance(warnings, list) else [warnings])
-                ]
-                serious_texts = [text for text, severity in text_severities if severity not in MINOR]
+                serious_texts = list[str]()
+                for warning in warnings if isinstance(warnings, list) else [warnings]:
+                    told = warning if isinstance(warning, dict) else {"warning": warning}
+                    if told.get("error_severity", default_severity) not in MINOR:
+                        serious_texts.append(told["warning"])
                 if test_result["status"].lower() == "fail" and serious_texts:
                     gpu_keys = ("entity_id", "gpu_id", "gpu_ids")
                     gpu = next((test_result[key] for key in gpu_keys if key in test_result), "?")
@@ -272,10 +261,8 @@ def main() -> None:
     signal.alarm(int(parsed_options.seconds + BURN_IN))  # the last resort: whoever asked may be gone
     # Products must give the same bits every time, and NCCL is to say what fails.
     os.environ |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_DEBUG": "WARN"}
-    burn_in, start_time = (
-        BurnIn(find_devices(), parsed_options.seconds, parsed_options.seed),
-        time.monotonic(),
-    )
+    start_time = time.monotonic()
+    burn_in = BurnIn(find_devices(), parsed_options.seconds, parsed_options.seed)
     threading.Thread(target=burn_in.report_hangs, daemon=True).start()
     if burn_in.devices[0].type == "cuda":
         if in_use := describe_use():

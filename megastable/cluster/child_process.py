@@ -75,11 +75,21 @@ class ChildProcess:
 
     def poll(self) -> ChildResult | None:
         """The result; None while it runs. Kills whatever the process left in its group."""
-        if self._result is None:
+        if self._result is not None:
+            return self._result
+        self._read()
+        try:  # without reaping it
+            has_ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        except ChildProcessError:
+            has_ended = True
+        if has_ended or time.monotonic() >= self._until:
+            self.kill()
+            self._process.wait()
             self._read()
-            has_ended = self._ended()
-            if has_ended or time.monotonic() >= self._until:
-                self._result = self._finish(has_ended)
+            if self._output is not None:
+                self._output.close()
+            output_tail = self._tail.decode(errors="replace").strip()
+            self._result = ChildResult(self._process.returncode if has_ended else None, output_tail)
         return self._result
 
     def wait(self) -> ChildResult:
@@ -95,22 +105,6 @@ class ChildProcess:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
-    def _ended(self) -> bool:
-        """Whether the process has ended, without reaping it."""
-        try:
-            return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-        except ChildProcessError:
-            return True
-
-    def _finish(self, ended: bool) -> ChildResult:
-        self.kill()
-        self._process.wait()
-        self._read()
-        if self._output is not None:
-            self._output.close()
-        output_tail = self._tail.decode(errors="replace").strip()
-        return ChildResult(self._process.returncode if ended else None, output_tail)
-
     def _read(self) -> None:
         """Read the available output, at most one pipe's worth: a process that left the group may write for ever."""
         if self._output is not None:
@@ -123,10 +117,9 @@ def start_in_background(
 ) -> ChildProcess:
     """Start a module of ours alongside a run, at low priority. Raises OSError."""
     log.parent.mkdir(exist_ok=True)
-    child_environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    child_process = ChildProcess(
-        [sys.executable, "-m", module, *arguments], seconds, environment=child_environment, log=log
-    )
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    words = [sys.executable, "-m", module, *arguments]
+    child_process = ChildProcess(words, seconds, environment=environment, log=log)
     with suppress(OSError):  # it has ended already
         os.setpriority(os.PRIO_PROCESS, child_process.pid, LOW)
     return child_process
@@ -155,8 +148,11 @@ class TimedProbe:
                 content_part = os.read(self._read, 1 << 16)
                 if not content_part:
                     os.waitpid(self._pid, 0)
-                    return _parsed(content)
+                    answer_fields = json.loads(content)
+                    return answer_fields.get("answer"), answer_fields.get("why")
                 content += content_part
+        except ValueError:
+            return None, "the probe was killed"
         finally:
             os.close(self._read)
         os.kill(self._pid, signal.SIGKILL)
@@ -189,14 +185,6 @@ def _reason(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     return f"{type(error).__name__}: {error}"
-
-
-def _parsed(content: bytes) -> tuple[Any, str | None]:
-    try:
-        answer_fields = json.loads(content)
-    except ValueError:
-        return None, "the probe was killed"
-    return answer_fields.get("answer"), answer_fields.get("why")
 
 
 def ask_module(what: str, module: str, *arguments: str, seconds: float) -> dict[str, Any] | str:

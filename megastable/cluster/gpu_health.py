@@ -23,11 +23,9 @@ XID = re.compile(r"\[\s*(?P<seconds>\d+\.\d+)\].*NVRM: Xid \(PCI:(?P<bus>[0-9a-f
 RECENT = 24 * 3600.0  # seconds: older Xid errors were seen to, or the GPU has worked since
 # Bits of NVML's clocks event reasons that are trouble; idle and chosen limits are none.
 REASONS = {
-    0x08: "hardware slowdown",
-    0x20: "software thermal slowdown",
-    0x40: "hardware thermal slowdown",
+    0x08: "hardware slowdown", 0x20: "software thermal slowdown", 0x40: "hardware thermal slowdown",
     0x80: "hardware power brake",
-}
+}  # fmt: skip
 NO_PACKAGE = "nvidia-ml-py is missing"
 NO_DRIVER = "NVML Shared Library Not Found"  # of NVML: a host without GPUs
 
@@ -66,30 +64,23 @@ def read_gpu(index: int, errors: dict[str, list[int]] | None) -> dict[str, Any]:
             return None
 
     handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-    memory, usage = (
-        ask(pynvml.nvmlDeviceGetMemoryInfo, pynvml.nvmlMemory_v2),
-        ask(pynvml.nvmlDeviceGetUtilizationRates),
-    )
+    memory = ask(pynvml.nvmlDeviceGetMemoryInfo, pynvml.nvmlMemory_v2)
+    usage = ask(pynvml.nvmlDeviceGetUtilizationRates)
     milliwatts = ask(pynvml.nvmlDeviceGetPowerUsage)
     # Its newer name is unknown to drivers before 535.
     throttle_bits = ask(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons)
+    throttled = [text for bit, text in REASONS.items() if (throttle_bits or 0) & bit]
     uncorrected = pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC
     return {
-        "index": index,
-        "name": pynvml.nvmlDeviceGetName(handle),
-        "driver": pynvml.nvmlSystemGetDriverVersion(),
-        "memory": memory and memory.total,
-        "memory_used": memory and memory.used,
+        "index": index, "name": pynvml.nvmlDeviceGetName(handle), "driver": pynvml.nvmlSystemGetDriverVersion(),
+        "memory": memory and memory.total, "memory_used": memory and memory.used,
         "temperature": ask(pynvml.nvmlDeviceGetTemperature, pynvml.NVML_TEMPERATURE_GPU),
         "ecc_uncorrected": ask(pynvml.nvmlDeviceGetTotalEccErrors, *uncorrected),
         "xid": None if errors is None else errors.get(_place(pynvml.nvmlDeviceGetPciInfo(handle).busId), []),
-        "utilization": usage and usage.gpu,
-        "power": None if milliwatts is None else milliwatts / 1000,
+        "utilization": usage and usage.gpu, "power": None if milliwatts is None else milliwatts / 1000,
         "clock": ask(pynvml.nvmlDeviceGetClockInfo, pynvml.NVML_CLOCK_SM),
-        "clocks_throttled": None
-        if throttle_bits is None
-        else [text for bit, text in REASONS.items() if throttle_bits & bit],
-    }
+        "clocks_throttled": None if throttle_bits is None else throttled,
+    }  # fmt: skip
 
 
 def read_xids() -> dict[str, list[int]] | None:

@@ -82,11 +82,8 @@ def measure_all_reduce(kind: str, ranks: int, seconds: float = 60.0) -> dict[str
             for process in started_ranks.processes:
                 process.kill()
         slowest_seconds = float((Path(folder_name) / "slowest").read_text())
-    return {
-        "gb_per_second": 2 * (ranks - 1) / ranks * BYTES[kind] / slowest_seconds / 1e9,
-        "ranks": ranks,
-        "device": kind,
-    }
+    bandwidth = 2 * (ranks - 1) / ranks * BYTES[kind] / slowest_seconds / 1e9
+    return {"gb_per_second": bandwidth, "ranks": ranks, "device": kind}
 
 
 def time_all_reduces(rank: int, kind: str, ranks: int, folder: Path) -> None:

@@ -22,6 +22,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -128,25 +129,20 @@ def list_packages() -> dict[str, str]:
     """Installed versions of `PACKAGES`, from their metadata: none is imported."""
     version_by_package = {}
     for package_name in PACKAGES:
-        try:
+        with suppress(metadata.PackageNotFoundError):
             version_by_package[package_name] = metadata.version(package_name)
-        except metadata.PackageNotFoundError:
-            continue
     return version_by_package
 
 
 def collect_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """The variables that change how training runs. Secret or long values as a hash: they are only compared."""
-    return {
-        variable_name: _shown(variable_name, value) for variable_name, value in sorted(environment.items())
-        if variable_name in NAMES or variable_name.startswith(PREFIXES)
-    }  # fmt: skip
-
-
-def _shown(name: str, value: str) -> str:
-    if len(value) <= LONGEST and not any(secret_word in name.upper() for secret_word in SECRET):
-        return value
-    return "sha256:" + hashlib.sha256(value.encode(errors="surrogateescape")).hexdigest()[:16]
+    shown = dict[str, str]()
+    for name, value in sorted(environment.items()):
+        if name in NAMES or name.startswith(PREFIXES):
+            if len(value) > LONGEST or any(secret_word in name.upper() for secret_word in SECRET):
+                value = "sha256:" + hashlib.sha256(value.encode(errors="surrogateescape")).hexdigest()[:16]
+            shown[name] = value
+    return shown
 
 
 def look_at_folder(folder: Path) -> dict[str, Any]:
@@ -154,11 +150,8 @@ def look_at_folder(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {"seen": folder.is_dir(), "token": None, "writable": False, "seconds": None}
     if not found["seen"]:
         return found
-    try:
-        with (folder / TOKEN).open(errors="replace") as file:
-            found["token"] = file.read(MOST)
-    except OSError:
-        pass
+    with suppress(OSError), (folder / TOKEN).open(errors="replace") as file:
+        found["token"] = file.read(MOST)
     start = time.monotonic()
     try:
         with tempfile.NamedTemporaryFile(prefix=f"{TOKEN}-", dir=folder) as file:

@@ -16,7 +16,7 @@ from megastable.base.errors import ConfigError
 from megastable.base.text import make_visible
 from megastable.cluster.child_process import TimedProbe
 from megastable.cluster.host_check import LOOK, TOKEN, allowed_seconds
-from megastable.cluster.reach import AT_ONCE, CONNECT, HostAnswer, Reach, build_python_command, run_on_hosts
+from megastable.cluster.reach import AT_ONCE, CONNECT, Reach, build_python_command, run_on_hosts
 
 BURNING = 1024  # hosts at a time: each only waits, and they are to be done at the same time
 START = 20.0  # seconds for Python itself, from a cold shared file system
@@ -62,26 +62,17 @@ def survey_hosts(
     check_command = build_python_command("megastable.cluster.host_check", *check_words)
     time_limit = CONNECT + START + allowed_seconds(full, None if burn_in is None else burn_in.seconds)
     with _token(folder) as (token, unwritten):
-        answer_by_host = run_on_hosts(
-            hosts,
-            reach,
-            check_command,
-            time_limit,
-            at_once=AT_ONCE if burn_in is None else BURNING,
-            told=None if told is None else lambda host, _: told(host),
-            hurry=hurry,
-        )
-    report_by_host = {host: _read(host_answer) for host, host_answer in answer_by_host.items()}
-    offsets = {
-        host: report.time - answer_by_host[host].ended
-        for host, report in report_by_host.items()
-        if isinstance(report, HostReport)
-    }
-    return Survey(report_by_host, token, offsets, unwritten)
-
-
-def _read(answer: HostAnswer) -> HostReport | str:
-    return answer.reason if answer.reason is not None else read_report(answer.output)
+        answers = run_on_hosts(
+            hosts, reach, check_command, time_limit, at_once=AT_ONCE if burn_in is None else BURNING,
+            told=None if told is None else lambda host, _: told(host), hurry=hurry,
+        )  # fmt: skip
+    reports, offsets = dict[str, HostReport | str](), dict[str, float]()
+    for host, answer in answers.items():
+        report = answer.reason if answer.reason is not None else read_report(answer.output)
+        reports[host] = report
+        if isinstance(report, HostReport):
+            offsets[host] = report.time - answer.ended
+    return Survey(reports, token, offsets, unwritten)
 
 
 @contextmanager
@@ -108,9 +99,8 @@ def _token(folder: Path) -> Iterator[tuple[str | None, str]]:
 def find_existing_folder(path: Path) -> Path:
     """`path`, or the directory above it in which it would be made. Raises ConfigError if the file system hangs."""
     parent_folders = [path.absolute(), *path.absolute().parents]
-    index, probe_failure = TimedProbe(
-        lambda: [folder.is_dir() for folder in parent_folders].index(True), LOOK
-    ).read_answer()
+    probe = TimedProbe(lambda: [folder.is_dir() for folder in parent_folders].index(True), LOOK)
+    index, probe_failure = probe.read_answer()
     if probe_failure is not None:
         raise ConfigError(f"{path}: {probe_failure}: its file system hangs or fails")
     return parent_folders[index]

@@ -102,9 +102,8 @@ class Hosts(Fleet):
             # An agent in the foreground keeps what started it busy for as long as it lives.
             try_limit = STARTED if self.reach.detached else float("inf")
             try:
-                self._tries[name] = ChildProcess(
-                    self.reach.build_command(name, self._agent_words(name)), try_limit
-                )
+                agent_command = self.reach.build_command(name, self._agent_words(name))
+                self._tries[name] = ChildProcess(agent_command, try_limit)
             except (ConfigError, OSError) as error:
                 self.failed[name] = str(error)
         return self.failed.get(name) or "its agent has not connected"
@@ -114,13 +113,9 @@ class Hosts(Fleet):
         if not self.reach.detached:
             return agent_words
         # The agent must outlive the ssh that starts it. Its own words go where those of the ranks do.
-        log_path = self.run.logs / f"agent-{name}.log"
-        quoted_folder, quoted_file = shlex.quote(str(self.run.logs)), shlex.quote(str(log_path))
-        return [
-            "sh",
-            "-c",
-            f"mkdir -p {quoted_folder} && setsid {shlex.join(agent_words)} </dev/null >>{quoted_file} 2>&1 &",
-        ]
+        folder, log_file = (shlex.quote(str(p)) for p in (self.run.logs, self.run.logs / f"agent-{name}.log"))
+        start = f"mkdir -p {folder} && setsid {shlex.join(agent_words)} </dev/null >>{log_file} 2>&1 &"
+        return ["sh", "-c", start]
 
     # Fleet
 
@@ -135,9 +130,7 @@ class Hosts(Fleet):
                 break
             time.sleep(0.1)
         agent_states = [self._state(host_name) for host_name in names]
-        running_attempts = [
-            int(agent_state["attempt"]) for agent_state in agent_states if agent_state.get("running")
-        ]
+        running_attempts = [int(state["attempt"]) for state in agent_states if state.get("running")]
         if not running_attempts:
             return None
         self._training = tuple(names)
@@ -186,9 +179,8 @@ class Hosts(Fleet):
             return ()
         slots_by_host = {host.name: host.slots for host in self.hosts if host.name in names}
         on_cpu = collect_exported_variables().get("DS_ACCELERATOR") == "cpu"
-        return compare_reports(
-            host_survey.reports, Wanted(slots_by_host, host_survey.token, host_survey.offsets, cpu=on_cpu)
-        )
+        wanted = Wanted(slots_by_host, host_survey.token, host_survey.offsets, cpu=on_cpu)
+        return compare_reports(host_survey.reports, wanted)
 
     def poll_burn_in(self, name: str, seconds: float) -> BurnInAnswer | None:
         return self._burn_ins.poll_burn_in(name, seconds)
@@ -201,26 +193,16 @@ class Hosts(Fleet):
         slots.parent.mkdir(exist_ok=True)
         durable.write_file(slots, format_hostfile(hosts).encode())
         variables = collect_exported_variables() if self.shares else {}
-        meeting = ["--master_addr", first.local] if not _has(self.training.given, "--master_addr") else []
-        wanted = {}
+        where = ["--hostfile", str(slots), *build_include_arguments(hosts), "--no_ssh"]
+        if not any(word.partition("=")[0] == "--master_addr" for word in self.training.given):
+            where += ["--master_addr", first.local]
+        port, wanted = int(first.state["port"]), {}
         for index, name in enumerate(names):
-            where = [
-                "--hostfile",
-                str(slots),
-                *build_include_arguments(hosts),
-                "--no_ssh",
-                "--node_rank",
-                str(index),
-            ]
-            words = build_attempt_command(
-                self.run, number, self.training, [*where, *meeting], port=int(first.state["port"])
-            )
-            log = self.log_of_host(number, name, names[0]).relative_to(self.run.root)
-            wanted[name] = {
-                "launch": {
-                    "attempt": number, "words": words[1:], "environment": variables, "log": str(log),
-                }
-            }  # fmt: skip
+            placed = [*where, "--node_rank", str(index)]
+            words = build_attempt_command(self.run, number, self.training, placed, port)
+            log = str(self.log_of_host(number, name, names[0]).relative_to(self.run.root))
+            launch = {"attempt": number, "words": words[1:], "environment": variables, "log": log}
+            wanted[name] = {"launch": launch}
         self._told.clear()
         self._training = tuple(names)
         return RemoteAttempt(self, number, names, wanted)
@@ -303,10 +285,8 @@ class RemoteAttempt:
                 continue
             if agent_state["attempt"] != self.number and host_name in self._begun:
                 # Never begun again there: the ranks elsewhere have lost these.
-                self.gone.setdefault(
-                    host_name,
-                    f"has lost all processes of attempt {self.number}: it was restarted, or they were killed",
-                )
+                why = "it was restarted, or they were killed"
+                self.gone.setdefault(host_name, f"has lost all processes of attempt {self.number}: {why}")
                 continue
             self.gone.pop(host_name, None)
             if agent_state["attempt"] != self.number:
@@ -337,12 +317,10 @@ class RemoteAttempt:
         """A host whose agent is silent: try to reach it, and after a while of both in vain believe that it is gone."""
         revive_failure = self.hosts.start_agent(name)
         silent_seconds = time.monotonic() - self.last_sign_of_life(name)
-        if silent_seconds <= self.hosts.silence:
-            return
-        if self.hosts.failed.get(name):  # also because there is no way to it
-            self.gone.setdefault(
-                name, f"is gone: no word from it for {silent_seconds:.0f} s; {revive_failure}"
-            )
+        # It also fails because there is no way to it.
+        if silent_seconds > self.hosts.silence and self.hosts.failed.get(name):
+            silence_text = f"no word from it for {silent_seconds:.0f} s"
+            self.gone.setdefault(name, f"is gone: {silence_text}; {revive_failure}")
 
     def last_sign_of_life(self, name: str) -> float:
         """When a host last gave a sign of life, by its agent or by a rank; time.monotonic()."""
@@ -354,11 +332,8 @@ class RemoteAttempt:
         return max([self._began, *rank_times, *([agent.at] if agent is not None else [])])
 
     def find_failed_log(self) -> tuple[str, Path]:
-        first_host = self.names[0]
-        failed_host = next(
-            (failed_host for failed_host, launcher_code in self._codes.items() if launcher_code), first_host
-        )
-        return failed_host, self.hosts.log_of_host(self.number, failed_host, first_host)
+        failed_host = next((host for host, code in self._codes.items() if code), self.names[0])
+        return failed_host, self.hosts.log_of_host(self.number, failed_host, self.names[0])
 
     def kill_all(self) -> None:
         self._over = True
@@ -366,20 +341,16 @@ class RemoteAttempt:
         for host_name in self.names:
             self.hosts.store.send_to_agent(host_name, {"end": self.number})
         while time.monotonic() < end_time:
-            agent_links = [
-                agent for host_name in self.names if (agent := self.hosts.find_agent(host_name)) is not None
-            ]
-            if all(agent.state.get("ended", 0) >= self.number for agent in agent_links):
+            if all(agent.state.get("ended", 0) >= self.number for agent in self._list_agents()):
                 return
             time.sleep(0.05)
 
+    def _list_agents(self) -> list[AgentLink]:
+        return [agent for name in self.names if (agent := self.hosts.find_agent(name)) is not None]
+
     def read_kernel_views(self) -> dict[int, KernelView]:
         kernel_views: dict[int, KernelView] = {}
-        asked_agents = [
-            agent_link
-            for host_name in self.names
-            if (agent_link := self.hosts.find_agent(host_name)) is not None
-        ]
+        asked_agents = self._list_agents()
         for agent in asked_agents:
             agent.inbox.clear()
             self.hosts.store.send_to_agent(agent.name, {"states": True})
@@ -388,15 +359,9 @@ class RemoteAttempt:
             time.sleep(0.05)
         for agent in asked_agents:
             for message in list(agent.inbox):
-                kernel_views |= {
-                    int(rank): KernelView(agent.name, f"{agent.name}: {state_text}")
-                    for rank, state_text in message.get("states", {}).items()
-                }
+                for rank, state_text in message.get("states", {}).items():
+                    kernel_views[int(rank)] = KernelView(agent.name, f"{agent.name}: {state_text}")
         return kernel_views
-
-
-def _has(given: Sequence[str], flag: str) -> bool:
-    return any(word == flag or word.startswith(f"{flag}=") for word in given)
 
 
 def collect_exported_variables(
@@ -443,14 +408,11 @@ class HostBurnIns:
         if running_child is None:
             if now < self._next.get(host, now):
                 return None
-            burn_in_command = build_python_command(
-                "megastable.cluster.burn_in", "--seconds", str(seconds), "--seed", str(secrets.randbits(32))
-            )
-            time_limit = seconds + BURN_IN + CONNECT
+            options = ["--seconds", str(seconds), "--seed", str(secrets.randbits(32))]
             try:
-                self._running[host] = ChildProcess(
-                    self._reach.build_command(host, burn_in_command), time_limit, kept=KEPT
-                )
+                python_command = build_python_command("megastable.cluster.burn_in", *options)
+                command = self._reach.build_command(host, python_command)
+                self._running[host] = ChildProcess(command, seconds + BURN_IN + CONNECT, kept=KEPT)
             except (OSError, ValueError) as error:
                 return self._unmade(host, f"could not be started: {error}")
             return None
@@ -466,9 +428,7 @@ class HostBurnIns:
             return self._unmade(host, "its report cannot be read")
         if burn_in_report.in_use:
             return self._unmade(host, burn_in_report.in_use)
-        return BurnInAnswer(
-            found="; ".join(make_visible(found_text, 1000) for found_text in burn_in_report.found)
-        )
+        return BurnInAnswer(found="; ".join(make_visible(text, 1000) for text in burn_in_report.found))
 
     def _unmade(self, host: str, reason: str) -> BurnInAnswer:
         self._next[host] = time.monotonic() + UNMADE_AGAIN

@@ -61,10 +61,8 @@ def build_attempt_command(
         port: Where the ranks meet; one that is free here if not given.
     """
     # The ranks send no notifications: they need no password, and other users see their arguments.
-    redacted_overrides = [redact_override(override_text) for override_text in training.overrides]
-    launcher_words = build_launcher_command(
-        training.module, training.recipe, redacted_overrides, [*placed, *training.given], port
-    )
+    overrides, given = list(map(redact_override, training.overrides)), [*placed, *training.given]
+    launcher_words = build_launcher_command(training.module, training.recipe, overrides, given, port)
     return [*launcher_words, f"run.dir={run.root}", f"{FLAG}={make_mark(run, number)}"]
 
 
@@ -123,7 +121,8 @@ def choose_hosts(given: Sequence[str], environment: Mapping[str, str]) -> HostCh
         )
     launch_placement = read_launch_placement(given, environment, slurm_nodes)
     slurm_gpus = environment.get("SLURM_GPUS_ON_NODE", "") if by_slurm else ""
-    hosts = [_counted(host, slurm_gpus) for host in launch_placement.hosts]
+    slots = tuple(range(int(slurm_gpus))) if slurm_gpus.isdecimal() else ()
+    hosts = [HostSlots(host.name, host.slots or slots) for host in launch_placement.hosts]
     other_arguments = _how(given)
     if launch_placement.no_ssh and len(hosts) > 1:
         return HostChoice(_known(hosts), Local(hosts[0].name), other_arguments, launch_placement.node_rank)
@@ -163,16 +162,11 @@ def _refuse_two_names_of_here(hosts: Sequence[HostSlots]) -> None:
 def _leads_here(name: str, own: Collection[str], flags: int = 0) -> bool:
     """Whether all addresses of a host are among our `own`. AI_NUMERICHOST: only where the name is an address."""
     try:
-        host_addresses = {
-            str(socket_address[0]) for *_, socket_address in socket.getaddrinfo(name, None, flags=flags)
-        }
+        found = socket.getaddrinfo(name, None, flags=flags)
     except (OSError, UnicodeError):
         return False
-    return all(address in own or ip_address(address).is_loopback for address in host_addresses)
-
-
-def _counted(host: HostSlots, gpus: str) -> HostSlots:
-    return HostSlots(host.name, tuple(range(int(gpus)))) if not host.slots and gpus.isdecimal() else host
+    addresses = {str(socket_address[0]) for *_, socket_address in found}
+    return all(address in own or ip_address(address).is_loopback for address in addresses)
 
 
 def _known(hosts: Sequence[HostSlots]) -> list[HostSlots]:
@@ -199,21 +193,20 @@ def choose_interface(wanted: str | None, place: HostChoice) -> str:
     if not place.hosts:
         return LOOPBACK
     own_hostname = socket.gethostname()
-    host_names = (
-        [own_hostname]
-        if place.by_themselves
-        else [host.name for host in place.hosts if host.name != own_hostname]
-    )
-    for host_name in host_names:
+    other_names = [host.name for host in place.hosts if host.name != own_hostname]
+    for host_name in [own_hostname] if place.by_themselves else other_names:
         if (own_address := _towards(host_name)) is not None:
             return own_address
-    for host_name in [] if place.by_themselves else host_names:
-        if (unresolved_reason := _unresolved(host_name)) is not None:
+    for host_name in [] if place.by_themselves else other_names:
+        try:
+            socket.getaddrinfo(host_name, None)
+        except (OSError, UnicodeError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
             raise ConfigError(
-                f"host {make_visible(host_name, 100)}: its name leads to no address ({unresolved_reason}): correct it "
+                f"host {make_visible(host_name, 100)}: its name leads to no address ({reason}): correct it "
                 "in the hostfile, or make it known here; if only ssh knows it, name the interface that all hosts "
                 "reach, supervise.interface=eth0"
-            )
+            ) from None
     raise ConfigError(
         "no network interface leads to another host of the run: name one that all hosts reach, supervise.interface=eth0"
     )
@@ -230,17 +223,6 @@ def _towards(name: str) -> str | None:
             continue
         if _is_usable(own_address) and not ip_address(own_address).is_loopback:
             return own_address
-    return None
-
-
-def _unresolved(name: str) -> str | None:
-    """Why a name has no address; None if it has one."""
-    try:
-        socket.getaddrinfo(name, None)
-    except OSError as error:
-        return error.strerror or str(error)
-    except UnicodeError as error:
-        return str(error)
     return None
 
 
@@ -358,8 +340,7 @@ def read_launch_placement(
     if unknown or args.help:
         raise ConfigError(
             f"arguments after --: {make_visible(unknown[0] if unknown else '--help')} is none of the deepspeed "
-            "launcher's; "
-            "`deepspeed --help` has all of them"
+            "launcher's; `deepspeed --help` has all of them"
         )
     filtered = bool(args.include or args.exclude)
     if filtered and (args.num_nodes >= 0 or args.num_gpus >= 0):
@@ -393,12 +374,8 @@ def _pool(
     hostfile_path = Path(args.hostfile)
     try:
         if hostfile_path.is_file():
-            return {
-                host_name: tuple(range(slots))
-                for host_name, slots in parse_hostfile(
-                    hostfile_path.read_text(encoding="utf-8"), str(hostfile_path)
-                ).items()
-            }
+            counts = parse_hostfile(hostfile_path.read_text(encoding="utf-8"), str(hostfile_path))
+            return {host_name: tuple(range(count)) for host_name, count in counts.items()}
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--hostfile {hostfile_path}: cannot be read: {error}") from None
     if args.hostfile != DEFAULT:
@@ -416,14 +393,12 @@ def parse_hostfile(text: str, file: str) -> dict[str, int]:
             continue
         line_place, line_match = f"{file}, line {line_number}", ENTRY.search(line)
         if line_match is None:
-            raise ConfigError(
-                f"{line_place}: {make_visible(line, 80)!r} is not `HOST slots=NUMBER`, e.g. node-01 slots=8"
-            )
+            line_text = repr(make_visible(line, 80))
+            raise ConfigError(f"{line_place}: {line_text} is not `HOST slots=NUMBER`, e.g. node-01 slots=8")
         host_name, slots = line_match.groups()
         if host_name in slots_by_host:
-            raise ConfigError(
-                f"{line_place}: {make_visible(host_name)} is listed twice: write all its GPUs into one line"
-            )
+            twice = f"{make_visible(host_name)} is listed twice"
+            raise ConfigError(f"{line_place}: {twice}: write all its GPUs into one line")
         slots_by_host[host_name] = _few(int(slots), f"{line_place}: slots")
     if not slots_by_host:
         raise ConfigError(f"{file}: lists no host: one line per host, e.g. node-01 slots=8")
@@ -459,27 +434,20 @@ def filter_hosts(
     """
     if include and exclude:
         raise ConfigError("--include: not with --exclude")
-    option_name, filter_text = ("--include", include) if include else ("--exclude", exclude)
+    option = f"--include {make_visible(include)}" if include else f"--exclude {make_visible(exclude)}"
     filtered_slots = {} if include else dict(pool)
-    for host_name, slots in _specified(filter_text, option_name).items():
+    for host_name, slots in _specified(include or exclude, option).items():
+        shown_name = make_visible(host_name)
         if host_name not in pool:
-            raise ConfigError(
-                f"{option_name} {make_visible(filter_text)}: {make_visible(host_name)!r} is not in the hostfile"
-            )
+            raise ConfigError(f"{option}: {shown_name!r} is not in the hostfile")
         host_slots = pool[host_name]
         if missing_slots := [slot for slot in slots if host_slots and slot not in host_slots]:
-            raise ConfigError(
-                f"{option_name} {make_visible(filter_text)}: {make_visible(host_name)} has slots 0 to "
-                f"{len(host_slots) - 1}, "
-                f"not {missing_slots[0]}"
-            )
+            has_slots = f"{shown_name} has slots 0 to {len(host_slots) - 1}"
+            raise ConfigError(f"{option}: {has_slots}, not {missing_slots[0]}")
         if include:
             filtered_slots[host_name] = slots or host_slots
         elif slots and not host_slots:
-            raise ConfigError(
-                f"{option_name} {make_visible(filter_text)}: the slots of {make_visible(host_name)} are unknown: "
-                "use --include"
-            )
+            raise ConfigError(f"{option}: the slots of {shown_name} are unknown: use --include")
         elif slots and (slots_left := tuple(slot for slot in host_slots if slot not in slots)):
             filtered_slots[host_name] = slots_left
         else:
@@ -496,8 +464,7 @@ def _specified(text: str, option: str) -> dict[str, tuple[int, ...]]:
             slot_numbers = {int(slot) for slot in slots.split(",")} if colon else set[int]()
         except ValueError:
             raise ConfigError(
-                f"{option} {make_visible(text)}: {make_visible(host_part)!r} is not NAME or NAME:SLOT,SLOT, e.g. "
-                "node-01:0,2"
+                f"{option}: {make_visible(host_part)!r} is not NAME or NAME:SLOT,SLOT, e.g. node-01:0,2"
             ) from None
         slots_by_host.setdefault(host_name, set()).update(slot_numbers)
     return {host_name: tuple(sorted(slot_numbers)) for host_name, slot_numbers in slots_by_host.items()}

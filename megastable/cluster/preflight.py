@@ -25,19 +25,9 @@ from megastable.cluster.host_survey import GpuState, HostReport
 
 Severity = Literal["refuse", "warn"]
 Check = Literal[
-    "reached",
-    "code",
-    "versions",
-    "variables",
-    "clock",
-    "disk",
-    "shm",
-    "folder",
-    "gpus",
-    "matmul",
-    "all_reduce",
+    "reached", "code", "versions", "variables", "clock", "disk", "shm", "folder", "gpus", "matmul", "all_reduce",
     "burn_in",
-]
+]  # fmt: skip
 Key = TypeVar("Key")
 Told = Iterator[tuple[Check, Severity, str]]
 
@@ -114,23 +104,19 @@ def compare_reports(reports: Mapping[str, HostReport | str], wanted: Wanted) -> 
 
 def _unreached(reason: str) -> str:
     failure_text = make_visible(reason, 400)
-    for failure_sign, remedy in (
-        ("timed out", "is it up, and its name and port right?"),
-        ("No route", "is it up, and on this network?"),
-        ("Could not resolve", "correct its name in the hostfile, or make it known here"),
-        ("Permission denied", "let this user's key in (ssh-copy-id)"),
-        (
-            "Host key verification",
-            "accept its key once (ssh HOST), or ssh-keyscan HOST >> ~/.ssh/known_hosts",
-        ),
-        ("Connection refused", "start sshd there, or give its port (--ssh_port)"),
-        ("No such file", "this folder and its .venv must be at the same path on every host"),
-        ("No module named", f"install the same packages there: {install_command()}"),
-        ("no answer within", "it, or a file system that it needs, hangs"),
-    ):
-        if failure_sign in failure_text:
-            return f"{failure_text}: {remedy}"
-    return failure_text
+    remedies = {
+        "timed out": "is it up, and its name and port right?",
+        "No route": "is it up, and on this network?",
+        "Could not resolve": "correct its name in the hostfile, or make it known here",
+        "Permission denied": "let this user's key in (ssh-copy-id)",
+        "Host key verification": "accept its key once (ssh HOST), or ssh-keyscan HOST >> ~/.ssh/known_hosts",
+        "Connection refused": "start sshd there, or give its port (--ssh_port)",
+        "No such file": "this folder and its .venv must be at the same path on every host",
+        "No module named": f"install the same packages there: {install_command()}",
+        "no answer within": "it, or a file system that it needs, hangs",
+    }
+    remedy = next((remedy for failure_sign, remedy in remedies.items() if failure_sign in failure_text), "")
+    return f"{failure_text}: {remedy}" if remedy else failure_text
 
 
 # One host
@@ -138,25 +124,19 @@ def _unreached(reason: str) -> str:
 
 def _disks(report: HostReport, wanted: Wanted) -> Told:
     free_bytes, checkpoint_bytes = report.disk_free, wanted.checkpoint
+    free_text = f"{show_size(free_bytes)} free"
     if free_bytes is None:
-        yield (
-            "disk",
-            "refuse",
-            f"free space of the run directory's disk: {make_visible(report.disk_free_unknown, 200)}",
-        )
-    elif checkpoint_bytes is not None and free_bytes < checkpoint_bytes:
-        yield (
-            "disk",
-            "refuse",
-            f"{show_size(free_bytes)} free, and a checkpoint takes about {show_size(checkpoint_bytes)}: make room",
-        )
-    elif free_bytes < (COPIES * checkpoint_bytes if checkpoint_bytes is not None else LITTLE_DISK):
-        need_text = (
-            f"{COPIES} checkpoints take about {show_size(COPIES * checkpoint_bytes)}"
-            if checkpoint_bytes is not None
-            else "a run writes logs, too"
-        )
-        yield "disk", "warn", f"{show_size(free_bytes)} free, and {need_text}: make room"
+        why = make_visible(report.disk_free_unknown, 200)
+        yield "disk", "refuse", f"free space of the run directory's disk: {why}"
+    elif checkpoint_bytes is None:
+        if free_bytes < LITTLE_DISK:
+            yield "disk", "warn", f"{free_text}, and a run writes logs, too: make room"
+    elif free_bytes < checkpoint_bytes:
+        size = show_size(checkpoint_bytes)
+        yield "disk", "refuse", f"{free_text}, and a checkpoint takes about {size}: make room"
+    elif free_bytes < COPIES * checkpoint_bytes:
+        size = show_size(COPIES * checkpoint_bytes)
+        yield "disk", "warn", f"{free_text}, and {COPIES} checkpoints take about {size}: make room"
     shm_bytes = report.shm_free
     if shm_bytes is None:
         yield "shm", "warn", f"/dev/shm: {make_visible(report.shm_free_unknown, 200)}"
@@ -172,24 +152,16 @@ def _disks(report: HostReport, wanted: Wanted) -> Told:
 def _folder(report: HostReport, wanted: Wanted) -> Told:
     shared_folder = report.folder
     if shared_folder is None:
-        yield (
-            "folder",
-            "refuse",
-            f"run directory: {make_visible(report.folder_unknown, 200)}; its disk hangs or fails",
-        )
+        why = make_visible(report.folder_unknown, 200)
+        yield "folder", "refuse", f"run directory: {why}; its disk hangs or fails"
     elif not shared_folder.seen:
         yield "folder", "refuse", "the run directory is not there: mount the file system that all hosts share"
     elif wanted.token is not None and shared_folder.token != wanted.token:
-        finding_text = (
-            "the run directory is another one than here: it must be on a file system that all hosts share"
-        )
-        yield "folder", "refuse", finding_text
+        finding_text = "it must be on a file system that all hosts share"
+        yield "folder", "refuse", f"the run directory is another one than here: {finding_text}"
     elif not shared_folder.writable:
-        yield (
-            "folder",
-            "refuse",
-            f"the run directory cannot be written: {make_visible(shared_folder.why, 200) or 'unknown why'}",
-        )
+        why = make_visible(shared_folder.why, 200) or "unknown why"
+        yield "folder", "refuse", f"the run directory cannot be written: {why}"
     elif shared_folder.seconds is not None and shared_folder.seconds > SLOW_WRITE:
         finding_text = (
             f"a durable write of 4 KiB into the run directory took {shared_folder.seconds:.1f} s: the journal writes "
@@ -204,15 +176,12 @@ def _gpus(report: HostReport, host: str, known: Mapping[str, HostReport], wanted
     host_gpus, wanted_slots = report.gpus, wanted.slots.get(host, ())
     if host_gpus is None:
         others_with_gpus = sum(1 for other_report in known.values() if other_report.gpus)
+        no_gpu = f"no GPU is seen ({make_visible(report.gpus_unknown, 200)})"
         if others_with_gpus:
-            finding_told = f"no GPU is seen ({make_visible(report.gpus_unknown, 200)})"
-            yield "gpus", "refuse", f"{finding_told}; {others_with_gpus} of {len(known)} hosts see theirs"
+            yield "gpus", "refuse", f"{no_gpu}; {others_with_gpus} of {len(known)} hosts see theirs"
         elif wanted_slots:
-            finding_told = (
-                f"no GPU is seen ({make_visible(report.gpus_unknown, 200)}): where there is none, training runs on the "
-                "CPU; DS_ACCELERATOR=cpu says that it is meant"
-            )
-            yield "gpus", "warn", finding_told
+            on_cpu = "where there is none, training runs on the CPU; DS_ACCELERATOR=cpu says that it is meant"
+            yield "gpus", "warn", f"{no_gpu}: {on_cpu}"
         return
     if missing_slots := [slot for slot in wanted_slots if slot >= len(host_gpus)]:
         finding_told = (
@@ -228,16 +197,13 @@ def _gpus(report: HostReport, host: str, known: Mapping[str, HostReport], wanted
 
 def _gpu(gpu: GpuState) -> Iterator[tuple[Severity, str]]:
     if gpu.ecc_uncorrected:
-        finding_text = (
-            f"{count_noun(gpu.ecc_uncorrected, 'uncorrected ECC error')} since its driver started: reset it "
-            "(nvidia-smi "
-            "--gpu-reset) or replace it"
-        )
-        yield "refuse", finding_text
+        errors = count_noun(gpu.ecc_uncorrected, "uncorrected ECC error")
+        remedy = "reset it (nvidia-smi --gpu-reset) or replace it"
+        yield "refuse", f"{errors} since its driver started: {remedy}"
     for xid_code in gpu.xid or []:
         if xid_code in HARDWARE_XID:
-            finding_text = f"Xid {xid_code} ({HARDWARE_XID[xid_code]}) within a day"
-            yield "refuse", f"{finding_text}: restart the host, and if it repeats, replace it"
+            what = f"Xid {xid_code} ({HARDWARE_XID[xid_code]}) within a day"
+            yield "refuse", f"{what}: restart the host, and if it repeats, replace it"
         else:
             yield "warn", f"Xid {xid_code} within a day, mostly an error of a program: see dmesg"
     if gpu.clocks_throttled:
@@ -245,18 +211,14 @@ def _gpu(gpu: GpuState) -> Iterator[tuple[Severity, str]]:
         yield "warn", f"its clocks are held back ({throttle_reasons}): look at cooling and power"
     if gpu.memory and gpu.memory_used and gpu.memory_used > BUSY * gpu.memory:
         used = f"{show_size(gpu.memory_used)} of {show_size(gpu.memory)}"
-        finding_text = f"{used} are in use: end what still runs there (see nvidia-smi)"
-        yield "warn", finding_text
+        yield "warn", f"{used} are in use: end what still runs there (see nvidia-smi)"
 
 
 def _unmeasured(report: HostReport) -> Told:
     if report.matmul is None and report.matmul_unknown:
         yield "matmul", "refuse", f"a matrix product failed: {make_visible(report.matmul_unknown)}"
-    is_alone = (
-        report.matmul is not None
-        and not report.matmul.device.startswith("cpu")
-        and len(report.matmul.each) == 1
-    )
+    matmul = report.matmul
+    is_alone = matmul is not None and not matmul.device.startswith("cpu") and len(matmul.each) == 1
     if report.all_reduce is None and report.all_reduce_unknown and not is_alone:
         yield "all_reduce", "refuse", f"an all-reduce failed: {make_visible(report.all_reduce_unknown)}"
 
@@ -296,33 +258,22 @@ def _twice(known: Mapping[str, HostReport]) -> Between:
     host_by_machine = dict[str, str]()
     for host, report in known.items():
         if report.machine and (first_host := host_by_machine.setdefault(report.machine, host)) != host:
-            finding_text = (
-                f"is the same host as {make_visible(first_host)}: name it once, with all its GPUs in one line"
-            )
-            yield host, "reached", "refuse", finding_text
+            same = f"is the same host as {make_visible(first_host)}"
+            yield host, "reached", "refuse", f"{same}: name it once, with all its GPUs in one line"
 
 
 def _code(known: Mapping[str, HostReport]) -> Between:
+    hashes: dict[str, str | None] = {}
     for host, report in known.items():
         if report.code is None:
-            yield (
-                host,
-                "code",
-                "warn",
-                f"the code could not be read: {make_visible(report.code_unknown, 200)}",
-            )
-    readable_reports = {host: report for host, report in known.items() if report.code is not None}
-    for host, own_hash, others_text in _different(
-        {host: str(report.code)[:12] for host, report in readable_reports.items()}
-    ):
-        commit = readable_reports[host].commit
-        commit_text = f" (commit {make_visible(commit[:12])})" if commit else ""
-        yield (
-            host,
-            "code",
-            "refuse",
-            f"runs other code, {own_hash}{commit_text}; {others_text}: update its copy of the repository",
-        )
+            why = make_visible(report.code_unknown, 200)
+            yield host, "code", "warn", f"the code could not be read: {why}"
+        else:
+            hashes[host] = report.code[:12]
+    for host, own_hash, others in _different(hashes):
+        commit = known[host].commit
+        mine = f"{own_hash} (commit {make_visible(commit[:12])})" if commit else own_hash
+        yield host, "code", "refuse", f"runs other code, {mine}; {others}: update its copy of the repository"
 
 
 def _versions(known: Mapping[str, HostReport]) -> Between:
@@ -344,8 +295,7 @@ def _variables(known: Mapping[str, HostReport]) -> Between:
         values = {host: report.variables.get(variable_name) for host, report in known.items()}
         for host, own_value, others_text in _different(values):
             difference = f"{make_visible(variable_name, 60)}={own_value}; {others_text}"
-            finding_text = f"{difference}: set it alike (.deepspeed_env is for every host)"
-            yield host, "variables", "warn", finding_text
+            yield host, "variables", "warn", f"{difference}: set it alike (.deepspeed_env is for every host)"
 
 
 def _drivers(known: Mapping[str, HostReport]) -> Between:
@@ -356,8 +306,7 @@ def _drivers(known: Mapping[str, HostReport]) -> Between:
     ]
     for field_name, read_field in compared_fields:
         value_by_host: dict[str, str | None] = {
-            host_name: ", ".join(sorted(set(map(read_field, host_gpus))))
-            for host_name, host_gpus in with_gpus.items()
+            host: ", ".join(sorted(set(map(read_field, gpus)))) for host, gpus in with_gpus.items()
         }
         for host, own_value, others_text in _different(value_by_host):
             yield host, "gpus", "warn", f"{field_name} {own_value}; {others_text}: the slowest sets the pace"
@@ -369,11 +318,8 @@ def _clocks(offsets: Mapping[str, float]) -> Iterator[tuple[str, str]]:
     for host, offset in offsets.items():
         clock_error = offset - median_offset
         if abs(clock_error) > CLOCK:
-            finding_text = (
-                f"its clock is {abs(clock_error):.1f} s {'ahead' if clock_error > 0 else 'behind'}: start its time "
-                "service (chronyc makestep, or timedatectl set-ntp true)"
-            )
-            yield host, finding_text
+            is_off = f"its clock is {abs(clock_error):.1f} s {'ahead' if clock_error > 0 else 'behind'}"
+            yield host, f"{is_off}: start its time service (chronyc makestep, or timedatectl set-ntp true)"
 
 
 def _products(known: Mapping[str, HostReport]) -> Between:
@@ -382,10 +328,9 @@ def _products(known: Mapping[str, HostReport]) -> Between:
     for host, report in known.items():
         if report.matmul is not None:
             device_dtype = (report.matmul.device.partition(":")[0], report.matmul.dtype)
-            device_rates = report.matmul.each or {report.matmul.device: report.matmul.tflops}
-            rates_by_kind.setdefault(device_dtype, {}).update(
-                {(host, device): rate for device, rate in device_rates.items()}
-            )
+            kind_rates = rates_by_kind.setdefault(device_dtype, {})
+            for device, rate in (report.matmul.each or {report.matmul.device: report.matmul.tflops}).items():
+                kind_rates[host, device] = rate
     for (kind, _), kind_rates in rates_by_kind.items():
         for (host, device), severity, finding_text in _slow(kind_rates, "TFLOP/s", kind == "cpu"):
             yield host, "matmul", severity, f"matrix products on {make_visible(device, 20)}: {finding_text}"
@@ -394,10 +339,9 @@ def _products(known: Mapping[str, HostReport]) -> Between:
 def _exchanges(known: Mapping[str, HostReport]) -> Between:
     rates_by_kind: dict[tuple[str, int], dict[str, float]] = {}
     for host, report in known.items():
-        if (all_reduce_rate := report.all_reduce) is not None:
-            rates_by_kind.setdefault((all_reduce_rate.device, all_reduce_rate.ranks), {})[host] = (
-                all_reduce_rate.gb_per_second
-            )
+        if (measured := report.all_reduce) is not None:
+            kind_rates = rates_by_kind.setdefault((measured.device, measured.ranks), {})
+            kind_rates[host] = measured.gb_per_second
     for (device, ranks), kind_rates in rates_by_kind.items():
         for host, severity, finding_text in _slow(kind_rates, "GB/s", device == "cpu"):
             yield host, "all_reduce", severity, f"all-reduce of its {ranks} ranks: {finding_text}"
@@ -451,10 +395,8 @@ def tabulate_reports(
     for host_finding in findings:
         if worst_severity.get((host_finding.host, host_finding.check)) != "refuse":
             worst_severity[host_finding.host, host_finding.check] = host_finding.severity
-    hosts_with_findings = {host_finding.host for host_finding in findings}
-    shown_hosts = (
-        list(reports) if len(reports) <= MOST else [host for host in reports if host in hosts_with_findings]
-    )
+    found_hosts = {host_finding.host for host_finding in findings}
+    shown_hosts = [host for host in reports if len(reports) <= MOST or host in found_hosts]
     left_out = {*(() if full else BENCHES), *(() if burn_in else ("burn_in",))}
     checks = [check for check in HEADS if check not in left_out]
     host_table = Table("host", *(HEADS[check] for check in checks), box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
@@ -466,12 +408,9 @@ def tabulate_reports(
         else:
             row_cells = [_cell(_value(report, check), worst_severity.get((host, check))) for check in checks]
             host_table.add_row(host_text, *row_cells)
-    hidden_count = len(reports) - len(shown_hosts[:MOST])
-    return (
-        Group(host_table, Text(f"and {count_noun(hidden_count, 'more host')}"))
-        if hidden_count
-        else host_table
-    )
+    if hidden_count := len(reports) - len(shown_hosts[:MOST]):
+        return Group(host_table, Text(f"and {count_noun(hidden_count, 'more host')}"))
+    return host_table
 
 
 def describe_findings(findings: Sequence[HostFinding]) -> Iterator[Text]:
@@ -482,10 +421,8 @@ def describe_findings(findings: Sequence[HostFinding]) -> Iterator[Text]:
     for (severity, finding_text), hosts in sorted(hosts_by_text.items(), key=lambda item: item[0][0]):
         host_names = ", ".join(make_visible(host, 60) for host in hosts[:NAMED])
         more_text = f" and {count_noun(len(hosts) - NAMED, 'more host')}" if len(hosts) > NAMED else ""
-        yield Text.assemble(
-            ("REFUSED" if severity == "refuse" else "warning", COLOURS[severity]),
-            f" {host_names}{more_text}: {finding_text}",
-        )
+        word = "REFUSED" if severity == "refuse" else "warning"
+        yield Text.assemble((word, COLOURS[severity]), f" {host_names}{more_text}: {finding_text}")
 
 
 def summarize_findings(hosts: int, findings: Sequence[HostFinding]) -> str:

@@ -84,9 +84,7 @@ class HostAnswer:
 
 def in_this_folder(command: Sequence[str]) -> str:
     """`command` for a shell of another host, with this folder and this package."""
-    python_path = os.pathsep.join(
-        path_part for path_part in (str(PACKAGE_ROOT), os.environ.get("PYTHONPATH")) if path_part
-    )
+    python_path = os.pathsep.join(filter(None, [str(PACKAGE_ROOT), os.environ.get("PYTHONPATH")]))
     env_words = ["env", f"PYTHONPATH={python_path}", *command]
     return f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(env_words)}"
 
@@ -161,8 +159,6 @@ def list_allocated_nodes(environment: Mapping[str, str]) -> list[str] | None:
     except (OSError, ValueError) as error:
         raise ConfigError(f"SLURM_JOB_NODELIST={node_list}: scontrol could not be started: {error}") from None
     if child_result.code != 0:
-        raise ConfigError(
-            f"SLURM_JOB_NODELIST={node_list}: scontrol show hostnames failed: "
-            f"{make_visible(child_result.tail, LONGEST)}"
-        )
+        why = make_visible(child_result.tail, LONGEST)
+        raise ConfigError(f"SLURM_JOB_NODELIST={node_list}: scontrol show hostnames failed: {why}")
     return child_result.tail.split()

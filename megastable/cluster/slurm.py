@@ -75,9 +75,8 @@ def judge_job_end(code: int, job: Mapping[str, str], gone: Sequence[str] = ()) -
     job: its facts. gone: hosts to leave out from now on, beside those that the job was told to leave out before.
     """
     if (job_state := job.get("JobState", "RUNNING")) != "RUNNING":
-        return JobEnd(
-            False, f"Slurm is ending this job already ({job_state}): it is cancelled, or requeued without us"
-        )
+        ending = f"Slurm is ending this job already ({job_state})"
+        return JobEnd(False, f"{ending}: it is cancelled, or requeued without us")
     if code == STOPPED:
         return JobEnd(True, "stopped with a checkpoint")
     if code == HOST_GONE:
@@ -138,11 +137,8 @@ def end_job(code: int, gone: list[str], environment: Mapping[str, str], runs: Se
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     job_number, job_facts = _number(environment), _job(environment)
     if code == HOST_GONE:
-        gone = _gone(
-            [*gone, *(host for run_folder in runs for host in list_blamed_hosts(run_folder))],
-            job_facts,
-            environment,
-        )
+        blamed_hosts = [host for run_folder in runs for host in list_blamed_hosts(run_folder)]
+        gone = _gone([*gone, *blamed_hosts], job_facts, environment)
     job_end = judge_job_end(code, job_facts, gone)
     print(f"exit code {code}: {job_end.why}", flush=True)
     if not job_end.requeue:
@@ -168,23 +164,17 @@ def list_blamed_hosts(run: Path) -> list[str]:
             else:
                 ended_for_host = event.get("what") == "ended" and event.get("code") == HOST_GONE
                 name_pattern = rf"(?<![\w.-]){re.escape(str(failed_host))}(?![\w-])"
-                blamed_hosts = (
-                    [str(failed_host)]
-                    if ended_for_host and failed_host and re.search(name_pattern, str(event.get("reason")))
-                    else []
-                )
+                is_named = failed_host and re.search(name_pattern, str(event.get("reason")))
+                blamed_hosts = [str(failed_host)] if ended_for_host and is_named else []
     except (OSError, MegastableError) as error:
         print(f"{run}: {error}. A host that failed too often is not left out", flush=True)
     return blamed_hosts
 
 
 def _number(environment: Mapping[str, str]) -> str:
-    try:
-        return environment["SLURM_JOB_ID"]
-    except KeyError:
-        raise ConfigError(
-            "this is not a job of Slurm (SLURM_JOB_ID is not set): sbatch launch/sbatch"
-        ) from None
+    if "SLURM_JOB_ID" not in environment:
+        raise ConfigError("this is not a job of Slurm (SLURM_JOB_ID is not set): sbatch launch/sbatch")
+    return environment["SLURM_JOB_ID"]
 
 
 def _job(environment: Mapping[str, str]) -> dict[str, str]:

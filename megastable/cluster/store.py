@@ -101,12 +101,9 @@ class Store:
         """Raises ConfigError if it cannot listen."""
         allow_many_files()
         self._thread.start()
-        server_future = asyncio.run_coroutine_threadsafe(
-            self._loop.create_server(lambda: _Connection(self), self.interface, 0, backlog=WAITING),
-            self._loop,
-        )
+        starting = self._loop.create_server(lambda: _Connection(self), self.interface, 0, backlog=WAITING)
         try:
-            self._server = server_future.result()
+            self._server = asyncio.run_coroutine_threadsafe(starting, self._loop).result()
             port = int(self._server.sockets[0].getsockname()[1])
             self.address = Address(host=self.interface, port=port, token=self.token)
             self.address.write_file(self.run.store)
@@ -194,16 +191,14 @@ class _Connection(asyncio.Protocol):
 
     def _greet(self, hello: Message) -> None:
         peer_nonce = str(hello["nonce"])
-        if not hmac.compare_digest(
-            str(hello.get("proof")), make_proof(self.store.token, "client", peer_nonce, self.nonce)
-        ):
+        proof = make_proof(self.store.token, "client", peer_nonce, self.nonce)
+        if not hmac.compare_digest(str(hello.get("proof")), proof):
             raise WireError("a peer that does not know the token")
         self.greeted, self.lines.longest = True, LONGEST
         now = time.monotonic()
         if hello["role"] == "rank":
-            self.rank = Heard(
-                int(hello["rank"]), int(hello["attempt"]), str(hello["host"]), int(hello["pid"]), now
-            )
+            rank, attempt, pid = int(hello["rank"]), int(hello["attempt"]), int(hello["pid"])
+            self.rank = Heard(rank, attempt, str(hello["host"]), pid, now)
             self.store.add_rank(self.rank)
         else:
             self.agent = AgentLink(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -17,7 +18,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -139,16 +139,10 @@ def _marked(run: RunDirectory) -> Iterator[tuple[psutil.Process, int]]:
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
             for argument in process.cmdline():  # empty for a zombie
-                attempt_text, at_sign, run_mark = argument.removeprefix(f"{FLAG}=").partition("@")
-                is_marked = (
-                    argument.startswith(f"{FLAG}=")
-                    and at_sign
-                    and attempt_text.isdecimal()
-                    and run_mark == own_mark
-                )
+                mark_match = re.fullmatch(rf"{re.escape(FLAG)}=(\d+)@{re.escape(own_mark)}", argument)
                 # Other users can write a mark into arguments of theirs.
-                if is_marked and process.uids().real == os.getuid():
-                    yield process, int(attempt_text)
+                if mark_match is not None and process.uids().real == os.getuid():
+                    yield process, int(mark_match[1])
 
 
 def _ranks(processes: Sequence[psutil.Process]) -> Iterator[tuple[psutil.Process, int]]:
@@ -212,11 +206,6 @@ class HostWatch:
             self._thread.start()
         return self._latest
 
-    def _read(self, gpus: Sequence[Mapping[str, Any]], why: str) -> HostReading:
-        return host_reading(
-            free_memory.total_bytes(), free_memory.free_bytes(), os.getloadavg()[0], gpus, why
-        )
-
     def _follow(self) -> None:
         pause_event = threading.Event()
         unknown_reason, gpu_pause, seconds_left = "", self.seconds, 0.0
@@ -231,7 +220,9 @@ class HostWatch:
                 gpu_pause = self.seconds if read_problem is None else min(LONGEST, 2 * gpu_pause)
                 seconds_left = gpu_pause
             with suppress(OSError, ValueError):
-                self._latest = self._read(gpu_readings or [], unknown_reason)
+                total_bytes, free_bytes = free_memory.total_bytes(), free_memory.free_bytes()
+                load = os.getloadavg()[0]
+                self._latest = host_reading(total_bytes, free_bytes, load, gpu_readings or [], unknown_reason)
             pause_event.wait(self.seconds)
             seconds_left -= self.seconds
 

@@ -5,6 +5,7 @@ Thresholds are tuned on past runs, not on the next one.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -48,22 +49,20 @@ def backtest(
     from megastable.base.progress_bar import show_bar
     from megastable_guard.guard import simulate_guard
 
-    given_overrides = overrides or []
-    if foreign_keys := [
-        override_text for override_text in given_overrides if not override_text.startswith("stability.")
-    ]:
-        raise ConfigError(f"{foreign_keys[0]}: only stability.KEY=VALUE has an influence on a backtest")
-    recorded_steps, (config, fp8) = _read(source), _config(source, given_overrides)
+    for override_text in overrides or []:
+        if not override_text.startswith("stability."):
+            raise ConfigError(f"{override_text}: only stability.KEY=VALUE has an influence on a backtest")
+    recorded_steps, (config, fp8) = _read(source), _config(source, overrides or [])
     if not config.enabled:
-        raise ConfigError(
-            f"stability.enabled=false: nothing would be decided; say stability.enabled=true to try {source}"
-        )
-    judged_steps = []
+        off_text = "stability.enabled=false: nothing would be decided"
+        raise ConfigError(f"{off_text}; say stability.enabled=true to try {source}")
+    judged_steps, interval, keep = (
+        list["BacktestDecision"](),
+        config.snapshots.interval,
+        config.snapshots.keep,
+    )
     with show_bar("replaying", len(recorded_steps), as_json, "steps") as progress:
-        snapshot_config = config.snapshots
-        for step in simulate_guard(
-            recorded_steps, config, fp8, interval=snapshot_config.interval, keep=snapshot_config.keep
-        ):
+        for step in simulate_guard(recorded_steps, config, fp8, interval=interval, keep=keep):
             judged_steps.append(step)
             if not len(judged_steps) % EVERY:
                 progress(EVERY)
@@ -121,19 +120,14 @@ def _show(source: Path, judged: list[BacktestDecision]) -> None:
 
     console = Console(markup=False, emoji=False, highlight=False)
     episode_table = Table("steps", "verdict", "action", "reason", title=str(source), title_justify="left")
-    for first_step, last_step, count in list_episodes(judged):
-        steps = str(first_step.step) if count == 1 else f"{first_step.step}-{last_step}"
-        episode_table.add_row(
-            steps, first_step.verdict, "reset" if first_step.reset else first_step.action, first_step.reason
-        )
+    for first, last_step, count in list_episodes(judged):
+        steps = str(first.step) if count == 1 else f"{first.step}-{last_step}"
+        episode_table.add_row(steps, first.verdict, "reset" if first.reset else first.action, first.reason)
     if episode_table.row_count:
         console.print(episode_table)
-    action_counts = {action: sum(step.action is action for step in judged) for action in Action}
-    action_texts = [
-        f"{action_count} {a.value}"
-        for a, action_count in action_counts.items()
-        if action_count and a is not Action.APPLY
-    ]
+    counts = Counter[Action](step.action for step in judged)
+    shown_actions = [action for action in Action if counts[action] and action is not Action.APPLY]
+    action_texts = [f"{counts[action]} {action.value}" for action in shown_actions]
     if resets := sum(step.reset for step in judged):
         action_texts.append(f"{resets} reset of the baseline")
     acted = ", ".join(action_texts)

@@ -56,9 +56,8 @@ def change(
 
     run_directory, reason = RunDirectory(run), " ".join(reason.split())
     if not run_directory.recipe.is_file():
-        raise DataError(
-            f"{run_directory.recipe} does not exist: give the directory of a run, such as runs/quickstart"
-        )
+        hint = "give the directory of a run, such as runs/quickstart"
+        raise DataError(f"{run_directory.recipe} does not exist: {hint}")
     if not reason:
         raise ConfigError("--reason is empty: say why, for those who read the record")
     recipe, values = load_recipe(run_directory.recipe), changes.parse_values(settings)

@@ -87,9 +87,8 @@ def _show(run: Path, account: TimeAccount, rows: int) -> None:
             name = kind.value.replace("_", " ")
             kind_table.add_row(name, show_duration(seconds), f"{seconds / wall_seconds:.2%}")
     kind_table.add_section()
-    kind_table.add_row(
-        "all", show_duration(account.wall), f"{sum(account.sum_seconds().values()) / wall_seconds:.2%}"
-    )
+    all_seconds = sum(account.sum_seconds().values())
+    kind_table.add_row("all", show_duration(account.wall), f"{all_seconds / wall_seconds:.2%}")
     console.print(kind_table)
     if missing_share := account.measure_missing():
         console.print(

@@ -38,9 +38,8 @@ def note(
 
     run_directory, text = RunDirectory(run), " ".join(text.split())
     if not run_directory.journal.is_file():
-        raise DataError(
-            f"{run_directory.journal} does not exist: give the directory of a run, such as runs/quickstart"
-        )
+        hint = "give the directory of a run, such as runs/quickstart"
+        raise DataError(f"{run_directory.journal} does not exist: {hint}")
     if not text:
         raise DataError("the note is empty: write it in quotes behind the run")
     done_step = read_whole(read_object(run_directory.progress).get("step"))

@@ -100,9 +100,8 @@ def ask_reason(config: RunConfig, reason: str | None) -> Note | None:
     changed_keys = run.compare_recipe(config)
     if not changed_keys:
         return None
-    changes_text = "; ".join(changed_keys[:SHOWN]) + (
-        f"; {len(changed_keys) - SHOWN} more" if len(changed_keys) > SHOWN else ""
-    )
+    more_changes = [f"{len(changed_keys) - SHOWN} more"] if len(changed_keys) > SHOWN else []
+    changes_text = "; ".join([*changed_keys[:SHOWN], *more_changes])
     if reason is None and _is_in_front():
         print(f"{run.root} goes on with another recipe than before: {changes_text}")
         print(f"Why? One line for the journal; nothing, or {PATIENCE:.0f} s without an answer: no reason.")

@@ -17,8 +17,6 @@ from megastable.commands.options import Json, JsonFile, Overrides, put_json
 
 if TYPE_CHECKING:
     from megastable.cluster.host_survey import BurnInOrder
-    from megastable.cluster.launcher import LaunchPlacement
-    from megastable.cluster.reach import Reach
     from megastable.config.tree import RunConfig
 
 app = App()
@@ -84,7 +82,7 @@ def preflight(
     from rich.progress import MofNCompleteColumn, TimeElapsedColumn
 
     from megastable.base.progress_bar import Bar, make_progress
-    from megastable.cluster.host_survey import as_facts, survey_hosts
+    from megastable.cluster.host_survey import as_facts, find_existing_folder, survey_hosts
     from megastable.cluster.launcher import read_launch_placement
     from megastable.cluster.preflight import (
         Wanted,
@@ -93,26 +91,26 @@ def preflight(
         summarize_findings,
         tabulate_reports,
     )
-    from megastable.cluster.reach import list_allocated_nodes
+    from megastable.cluster.reach import Local, Reach, Srun, Ssh, list_allocated_nodes
     from megastable.config import recipe as recipes
 
     burn_in_order = _order(burn_in, seed)
     config = None if recipe is None else recipes.load_recipe(recipe, overrides or [])
     launcher_arguments: list[str] = context.obj
     by_slurm = any(one_word.lower() in ("slurm", "--launcher=slurm") for one_word in launcher_arguments)
-    launch_placement = read_launch_placement(
-        launcher_arguments, os.environ, list_allocated_nodes(os.environ) if by_slurm else None
-    )
-    hosts, host_reach = list(launch_placement.hosts), _reach(launch_placement)
-    if launch_placement.no_ssh:
-        hosts = [launch_placement.hosts[launch_placement.node_rank]]
+    slurm_nodes = list_allocated_nodes(os.environ) if by_slurm else None
+    placement = read_launch_placement(launcher_arguments, os.environ, slurm_nodes)
+    hosts = list(placement.hosts)
+    host_reach: Reach = Local()
+    if placement.no_ssh:
+        hosts = [placement.hosts[placement.node_rank]]
+    elif placement.several:
+        host_reach = Srun() if placement.launcher == "slurm" else Ssh(placement.ssh_port)
     host_names = [host.name for host in hosts]
-    run_folder = _folder(config)
-    progress_text = (
-        "asking the hosts"
-        if burn_in_order is None
-        else f"burn-in of {burn_in:g} minutes, seed {burn_in_order.seed}"
-    )
+    run_folder = find_existing_folder(Path() if config is None else config.run.dir or Path("runs"))
+    progress_text = "asking the hosts"
+    if burn_in_order is not None:
+        progress_text = f"burn-in of {burn_in:g} minutes, seed {burn_in_order.seed}"
     with make_progress(MofNCompleteColumn(), TimeElapsedColumn(), silent=as_json) as progress_display:
         progress_bar = Bar(progress_display, progress_text, len(host_names))
         host_survey = survey_hosts(
@@ -126,16 +124,14 @@ def preflight(
     )  # fmt: skip
     findings = compare_reports(host_survey.reports, wanted_state)
     if not as_json:
-        console, host_table = (
-            Console(),
-            tabulate_reports(host_survey.reports, findings, not quick, burn_in_order is not None),
-        )
+        console = Console()
+        host_table = tabulate_reports(host_survey.reports, findings, not quick, burn_in_order is not None)
         if not console.is_terminal:  # a pipe has 80 columns: no name of a host is to be cut there
             console.width = max(console.width, console.measure(host_table).maximum)
         console.print(host_table)
         for finding_line in describe_findings(findings):
             console.print(finding_line, soft_wrap=True)
-        if launch_placement.no_ssh and len(launch_placement.hosts) > 1:
+        if placement.no_ssh and len(placement.hosts) > 1:
             console.print("--no_ssh: only this host was checked; give a hostfile to compare all")
         console.print(summarize_findings(len(host_names), findings), highlight=False)
         if burn_in_order is not None:
@@ -160,21 +156,6 @@ def _order(minutes: float | None, seed: int | None) -> BurnInOrder | None:
     if not (math.isfinite(minutes) and minutes > 0):
         raise ConfigError(f"--burn-in {minutes}: minutes above 0, e.g. 30, or 0.5")
     return BurnInOrder(60 * minutes, secrets.randbits(32) if seed is None else seed)
-
-
-def _reach(placed: LaunchPlacement) -> Reach:
-    from megastable.cluster.reach import Local, Srun, Ssh
-
-    if placed.no_ssh or not placed.several:
-        return Local()
-    return Srun() if placed.launcher == "slurm" else Ssh(placed.ssh_port)
-
-
-def _folder(config: RunConfig | None) -> Path:
-    """The run directory, or the folder in which it will be made."""
-    from megastable.cluster.host_survey import find_existing_folder
-
-    return find_existing_folder(Path() if config is None else config.run.dir or Path("runs"))
 
 
 def _checkpoint(config: RunConfig | None) -> float | None:

@@ -48,16 +48,13 @@ def profile(
     run_directory = RunDirectory(run)
     phases = read_phases(run_directory.steps, last)
     traces, problems = list["TraceSummary"](), list(phases.problems)
-    for trace_path in sorted(run_directory.profiles.glob("*.json.gz")):
-        if of_trace(trace_path.name) is None:
-            continue
+    trace_paths = sorted(run_directory.profiles.glob("*.json.gz"))
+    for trace_path in [path for path in trace_paths if of_trace(path.name) is not None]:
         try:
             traces.append(read_trace(trace_path))
         except DataError as error:
             problems.append(str(error))
-    snapshot_names = sorted(
-        trace_path.name for trace_path in run_directory.profiles.glob("out-of-memory-*.pickle")
-    )
+    snapshot_names = sorted(path.name for path in run_directory.profiles.glob("out-of-memory-*.pickle"))
     slowest_host = slow_host(run_directory)
     for problem in problems:
         typer.echo(f"WARNING: {problem}", err=True)
@@ -72,12 +69,14 @@ def profile(
             console.print(NO_TRACE, soft_wrap=True)
         for name in snapshot_names:
             console.print(f"Memory ran out: {name}, for https://pytorch.org/memory_viz", soft_wrap=True)
+    summary, slowest_facts = asdict(phases), None
+    del summary["problems"]  # of the traces, too, below
+    if slowest_host is not None:
+        slowest_facts = {name: slowest_host.get(name) for name in ("host", "rank", "ratio", "cost")}
     json_facts = {
-        "run": str(run),
-        **_facts(phases, slowest_host, traces),
-        "snapshots": snapshot_names,
-        "problems": problems,
-    }
+        "run": str(run), **summary, "slowest": slowest_facts, "traces": [asdict(trace) for trace in traces],
+        "snapshots": snapshot_names, "problems": problems,
+    }  # fmt: skip
     put_json(json_facts, as_json, output)
 
 
@@ -88,14 +87,6 @@ def slow_host(directory: Any) -> HostSlow | None:
     history_reader = HistoryReader(directory.journal)
     history_reader.look_again()
     return next(reversed(history_reader.history.slow.values()), None)
-
-
-def _facts(phases: PhaseSummary, slowest: HostSlow | None, traces: list[TraceSummary]) -> dict[str, Any]:
-    slowest_facts = None
-    if slowest is not None:
-        slowest_facts = {name: slowest.get(name) for name in ("host", "rank", "ratio", "cost")}
-    summary = {key: value for key, value in asdict(phases).items() if key != "problems"}
-    return {**summary, "slowest": slowest_facts, "traces": [asdict(trace) for trace in traces]}
 
 
 def _show_phases(console: Console, run: Path, found: PhaseSummary, slowest: HostSlow | None) -> None:
@@ -110,18 +101,12 @@ def _show_phases(console: Console, run: Path, found: PhaseSummary, slowest: Host
     if found.without:
         console.print(f"{count_noun(found.without, 'step')} without phases left out")
     phase_table = Table("phase", *(_right(name) for name in ("share", "mean ms", "median ms", "p99 ms")))
-    for phase_share in found.phases:
-        if phase_share.mean > 0:
-            phase_table.add_row(
-                phase_share.phase,
-                f"{phase_share.share:.1%}",
-                *(f"{1e3 * x:.2f}" for x in (phase_share.mean, phase_share.p50, phase_share.p99)),
-            )
-    phase_table.add_section()
-    whole_step = found.whole
-    phase_table.add_row(
-        "step", "100.0%", *(f"{1e3 * x:.2f}" for x in (whole_step.mean, whole_step.p50, whole_step.p99))
-    )
+    shown_phases = [phase_share for phase_share in found.phases if phase_share.mean > 0]
+    for phase_share in [*shown_phases, found.whole]:
+        if phase_share is found.whole:
+            phase_table.add_section()
+        times = [f"{1e3 * x:.2f}" for x in (phase_share.mean, phase_share.p50, phase_share.p99)]
+        phase_table.add_row(phase_share.phase, f"{phase_share.share:.1%}", *times)
     console.print(phase_table)
     if slowest is not None:
         console.print(slowest.format_sentence(), soft_wrap=True)
@@ -148,14 +133,11 @@ def _show_trace(console: Console, found: TraceSummary, rows: int) -> None:
         return
     operator_table = Table("operator", *(_right(name) for name in ("times", "ms", "share")))
     for one in found.operators[:rows]:
-        operator_table.add_row(
-            make_visible(one.name, 90), f"{one.count:,}", f"{1e3 * one.seconds:.2f}", f"{one.share:.1%}"
-        )
+        milliseconds = f"{1e3 * one.seconds:.2f}"
+        operator_table.add_row(make_visible(one.name, 90), f"{one.count:,}", milliseconds, f"{one.share:.1%}")
     console.print(operator_table)
-    if len(found.operators) > rows:
-        console.print(
-            f"{len(found.operators) - rows} more operators: --rows {len(found.operators)}, or --json"
-        )
+    if (count := len(found.operators)) > rows:
+        console.print(f"{count - rows} more operators: --rows {count}, or --json")
 
 
 def _right(name: str) -> Any:

@@ -70,10 +70,8 @@ class LazyGroup(Group):
 def load_command(name: str) -> Any:
     """Import the command of that name."""
     module_name = name.replace("-", "_")
-    is_own = find_spec(f"megastable.commands.{module_name}") is not None
-    module = import_module(
-        f"megastable.commands.{module_name}" if is_own else f"megastable_tools.commands.{module_name}"
-    )
+    package = "megastable" if find_spec(f"megastable.commands.{module_name}") else "megastable_tools"
+    module = import_module(f"{package}.commands.{module_name}")
     typer_command = typer.main.get_command(module.app)
     typer_command.name = name
     return typer_command

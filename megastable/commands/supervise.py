@@ -74,11 +74,8 @@ def supervise(
         def fleet(store: Store) -> Fleet:
             if not host_choice.hosts:
                 return Here(run, placed_training)
-            silence_seconds = config.supervise.host_silence
-            shares = not host_choice.by_themselves
-            return Hosts(
-                run, store, host_choice.hosts, host_choice.reach, silence_seconds, shares, placed_training
-            )
+            hosts, reach, shares = host_choice.hosts, host_choice.reach, not host_choice.by_themselves
+            return Hosts(run, store, hosts, reach, config.supervise.host_silence, shares, placed_training)
 
         supervisor = Supervisor(config, run, notifiers, training_command, fleet, store_address, start_reason)
         raise typer.Exit(supervisor.supervise_run())

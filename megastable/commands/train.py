@@ -27,10 +27,7 @@ app = App()
     "Exit codes of a rank: docs/exit-codes.md; the deepspeed launcher passes on that of the first rank that failed.",
 )
 def train(
-    context: typer.Context,
-    recipe: Recipe,
-    overrides: Overrides = None,
-    reason: StartReason = None,
+    context: typer.Context, recipe: Recipe, overrides: Overrides = None, reason: StartReason = None
 ) -> None:
     """Train without a supervisor, by the deepspeed launcher."""
     from megastable.base.errors import ConfigError
@@ -44,9 +41,8 @@ def train(
         from megastable.train import main
 
         if launcher_arguments:
-            raise ConfigError(
-                f"{launcher_arguments[0]}: this process is a rank already: say it to what has started it"
-            )
+            is_rank_text = "this process is a rank already: say it to what has started it"
+            raise ConfigError(f"{launcher_arguments[0]}: {is_rank_text}")
         if reason and {**os.environ, **find_membership(os.environ)}["RANK"] == "0":
             with suppress(ConfigError):  # which all ranks raise together below
                 note_reason(recipes.load_recipe(recipe, overrides or []), reason)
@@ -55,8 +51,7 @@ def train(
     from megastable.cluster.launcher import build_launcher_command
     from megastable.config import recipe as recipes
 
-    note_reason(
-        recipes.load_recipe(recipe, overrides or []), reason
-    )  # reports mistakes before a process starts
+    # Reports mistakes before a process starts.
+    note_reason(recipes.load_recipe(recipe, overrides or []), reason)
     launcher_words = build_launcher_command("megastable.train", recipe, overrides or [], launcher_arguments)
     os.execv(launcher_words[0], launcher_words)

@@ -58,14 +58,11 @@ CAUSES = 8  # of which the lost time is shown
 def draw_goodput(account: TimeAccount, title: str, path: Path) -> None:
     """A picture of an account. The format follows from the name (.png, .svg, .pdf). Raises DataError when it cannot be
     written."""
-    unit_name, scale = next(
-        (cause_name, scale) for cause_name, scale, least_wall in UNITS if account.wall >= least_wall
-    )
+    unit_name, scale = next((unit, scale) for unit, scale, least_wall in UNITS if account.wall >= least_wall)
     spans_by_kind = defaultdict[TimeKind, list[tuple[float, float]]](list)
     for span in account.list_spans():
-        spans_by_kind[span.kind].append(
-            ((span.begin - account.begin) / scale, (span.end - account.begin) / scale)
-        )
+        begin, end = (span.begin - account.begin) / scale, (span.end - account.begin) / scale
+        spans_by_kind[span.kind].append((begin, end))
     seconds_by_kind, wall = account.sum_seconds(), account.wall or 1.0
     kinds = [kind for kind in TimeKind if seconds_by_kind[kind] > 0]
     lost = sorted(_by_cause(account), key=lambda entry: -sum(entry[1].values()))[:CAUSES]
@@ -75,9 +72,8 @@ def draw_goodput(account: TimeAccount, title: str, path: Path) -> None:
         for n, kind in enumerate(kinds):
             drawn_spans = [(a, b - a) for a, b in thicken_intervals(spans_by_kind[kind], THIN * wall / scale)]
             time_axis.broken_barh(drawn_spans, (n - 0.4, 0.8), color=COLOURS[kind])
-        time_axis.set_yticks(
-            range(len(kinds)), [f"{_called(k)}  {seconds_by_kind[k] / wall:.1%}" for k in kinds]
-        )
+        kind_labels = [f"{_called(kind)}  {seconds_by_kind[kind] / wall:.1%}" for kind in kinds]
+        time_axis.set_yticks(range(len(kinds)), kind_labels)
         time_axis.set_xlim(0, max(account.wall / scale, 1e-9))
         time_axis.set_ylim(len(kinds) - 0.5, -0.5)
         time_axis.set_xlabel(f"{unit_name} since the run began")
@@ -89,9 +85,8 @@ def draw_goodput(account: TimeAccount, title: str, path: Path) -> None:
         lost_axis.set_yticks(range(len(lost)), [cause_name for cause_name, _ in lost], parse_math=False)
         lost_axis.set_ylim(max(len(lost), 1) - 0.5, -0.5)
         lost_axis.set_xlabel(f"{unit_name} lost, by cause")
-        figure.suptitle(
-            f"{title}: {account.compute_goodput():.1%} of the time was training", parse_math=False
-        )
+        goodput = f"{account.compute_goodput():.1%} of the time was training"
+        figure.suptitle(f"{title}: {goodput}", parse_math=False)
 
 
 def thicken_intervals(intervals: Iterable[Sequence[float]], least: float) -> list[tuple[float, float]]:

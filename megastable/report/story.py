@@ -35,11 +35,9 @@ def text_at(path: Path, position: int, config: RunConfig) -> str:
     corpus_config = config.data.corpora[0].model_copy(update={"path": path})
     opened_corpora = open_corpora([corpus_config], config.model.sequence_length, config.run.seed)
     info = opened_corpora.manifests[0].tokenizer
-    sample_tokens = opened_corpora.train.read_sample(position)[1:25]
-    decoded_text = " ".join(
-        load_tokenizer(find_recipe(path) / info.file, info.eod).decode(sample_tokens).split()
-    )
-    return make_visible(decoded_text)[:36]
+    tokenizer = load_tokenizer(find_recipe(path) / info.file, info.eod)
+    decoded_text = tokenizer.decode(opened_corpora.train.read_sample(position)[1:25])
+    return make_visible(" ".join(decoded_text.split()))[:36]
 
 
 def tell_incident(incident: dict[str, Any], config: RunConfig, cost: Cost | None = None) -> Iterator[str]:
@@ -58,31 +56,21 @@ def tell_incident(incident: dict[str, Any], config: RunConfig, cost: Cost | None
         bad_line = f"bad          samples {show_ranges(i.bad, 4)}: documents {first_named}{more_text}"
         if planted:
             same_count, other_count = len(found & planted), len(found - planted)
-            bad_line += (
-                ", exactly the planted ones"
-                if found == planted
-                else f"; {same_count} of the {len(planted)} planted ones, {other_count} others"
-            )
+            others_text = f"; {same_count} of the {len(planted)} planted ones, {other_count} others"
+            bad_line += ", exactly the planted ones" if found == planted else others_text
         yield bad_line
         path, first_position = config.data.corpora[0].path, i.bad[0][0]
         if read_planted(find_recipe(path)) and CLEAN.exists():
             bad_text, clean_text = (text_at(corpus, first_position, config) for corpus in (path, CLEAN))
             yield f"for example  {bad_text!r} instead of {clean_text!r}"
-    action_name = str(incident["action"])
-    skipped_text = (
-        "; skipped those samples"
-        if i.bad
-        else f"; skipped {show_ranges(i.positions, 4)}"
-        if i.positions
-        else ""
-    )
-    if deferral_text := describe_deferral(i.deferred, i.returns, i.lost):
-        skipped_text += f"; {deferral_text}"
-    done_text = (
-        f"{sentences.ACTIONS.get(action_name, make_visible(action_name))}{skipped_text}"
-        if incident["action"]
-        else "nothing"
-    )
+    done_text = "nothing"
+    if incident["action"]:
+        action_name = str(incident["action"])
+        done_text = sentences.ACTIONS.get(action_name, make_visible(action_name))
+        if i.positions:
+            done_text += "; skipped " + ("those samples" if i.bad else show_ranges(i.positions, 4))
+        if deferral_text := describe_deferral(i.deferred, i.returns, i.lost):
+            done_text += f"; {deferral_text}"
     yield f"done         {done_text}: {make_visible(i.outcome)}"
     time_text = f", time lost: {show_duration(cost.seconds)}" if cost is not None else ""
     yield f"cost         steps lost: {i.steps_lost}, updates refused: {i.batches_discarded}{time_text}"
@@ -97,8 +85,7 @@ def _instead(run: Path, config: RunConfig) -> Iterator[str]:
             yield f"step {would_event['step']:<7} would {would_event['action']}: {would_event['reason']}"
         yield "stability.dry_run=true: nothing was done."
     else:
-        look_ahead_events = list(RunDirectory(run).iterate_events(LookedAhead))
-        for event in look_ahead_events:
+        for event in RunDirectory(run).iterate_events(LookedAhead):
             yield f"ahead        {event.format_sentence()}"
         yield "No incident."
 
@@ -133,9 +120,7 @@ def print_story(run: Path) -> None:
     if not s["incidents"]:
         print("\n".join(_instead(run, run_config)))
     report_paths = sorted(RunDirectory(run).incidents.glob("*/report.html"))
-    file_remarks = {
-        str(report_path): "an incident, on one page for a browser" for report_path in report_paths[-3:]
-    } | {
+    file_remarks = dict.fromkeys(map(str, report_paths[-3:]), "an incident, on one page for a browser") | {
         f"{run}/summary.json": "these figures and more",
         f"{run}/journal.jsonl": "every event, in order, with its reason",
         f"{run}/steps/": "every step's measurements (Parquet)",
@@ -146,14 +131,9 @@ def print_story(run: Path) -> None:
     name_width = max(map(len, file_remarks))
     print(
         f"\ntraining loss    {show_number(s['first_loss'])} -> {show_number(s['final_loss'])} nats per token "
-        "(mean of the last "
-        "20 steps)\n"
-        f"validation loss  {validation}\n"
+        f"(mean of the last 20 steps)\nvalidation loss  {validation}\n"
     )
-    print(
-        *(f"{file_name:<{name_width}}  {file_remark}" for file_name, file_remark in file_remarks.items()),
-        sep="\n",
-    )
+    print(*(f"{name:<{name_width}}  {remark}" for name, remark in file_remarks.items()), sep="\n")
     programs = os.path.relpath(Path(sys.executable).parent)  # where this environment has its commands
     print(
         f"\nThe run:   {programs}/megastable watch {run}   then open http://localhost:8765\n"

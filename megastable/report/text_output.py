@@ -38,8 +38,6 @@ def make_table(*headings: str, title: str = "", caption: str = "") -> Table:
         box=SIMPLE_HEAD, pad_edge=False, title=title or None, title_justify="left", caption=caption or None
     )
     for heading in headings:
-        right = heading.startswith(">")
-        rich_table.add_column(
-            heading.removeprefix(">"), justify="right" if right else "left", no_wrap=right, overflow="fold"
-        )
+        right, name = heading.startswith(">"), heading.removeprefix(">")
+        rich_table.add_column(name, justify="right" if right else "left", no_wrap=right, overflow="fold")
     return rich_table

@@ -55,16 +55,13 @@ class PhaseSummary:
 def read_phases(folder: Path, last: int | None = None) -> PhaseSummary:
     """The phases of the steps recorded in `folder`, or of the `last` ones. Raises DataError if none has any."""
     read_records = read_files(folder, READ)
-    problems = [
-        f"{folder / read.file.name}: not a readable record file ({read.problem})"
-        for read in read_records
-        if read.problem
-    ]
+    unread = [read for read in read_records if read.problem]
+    problems = [f"{folder / r.file.name}: not a readable record file ({r.problem})" for r in unread]
     record_tables = [read.table for read in read_records if read.table is not None]
     if not record_tables:
-        damaged_text = (
-            f" ({count_noun(len(problems), 'file')} cannot be read: {problems[0]})" if problems else ""
-        )
+        damaged_text = ""
+        if problems:
+            damaged_text = f" ({count_noun(len(problems), 'file')} cannot be read: {problems[0]})"
         raise DataError(f"{folder}: no step records{damaged_text}: has this run done a step?")
     table = pa.concat_tables(record_tables).sort_by("time")
     if last is not None:
@@ -155,9 +152,10 @@ def _summary(path: Path, facts: dict[str, Any], events: Sequence[dict[str, Any]]
     begin = steps[0] if steps else min(one.begin for _, one, _ in spans)
     ends = [e["ts"] + e["dur"] for e in marks if step_of(e["name"]) is not None]
     end = max(*ends, *(one.end for _, one, _ in spans)) if device or not ends else max(ends)
-    inside = [
-        (name, clip, talks) for name, one, talks in spans if (clip := clip_time(one, begin, end)) is not None
+    clipped = [
+        (name, BusyTime(max(one.begin, begin), min(one.end, end)), talks) for name, one, talks in spans
     ]
+    inside = [(name, one, talks) for name, one, talks in clipped if one.begin < one.end]
     sums, wall = sum_busy((one, talks) for _, one, talks in inside), end - begin
     known = of_trace(path.name)
     phases = defaultdict[str, float](float)
@@ -187,9 +185,8 @@ def _host(events: Iterable[dict[str, Any]]) -> Iterator[Span]:
     """What every thread does at each moment: the innermost operation; it is communication if it is called by such."""
     calls_by_thread = defaultdict[Any, list[dict[str, Any]]](list)
     for e in events:
-        if e.get("cat") == "cpu_op" or (
-            e.get("cat") == "user_annotation" and COMMUNICATION.search(e["name"])
-        ):
+        is_mark = e.get("cat") == "user_annotation"
+        if e.get("cat") == "cpu_op" or (is_mark and COMMUNICATION.search(e["name"])):
             calls_by_thread[e.get("pid"), e.get("tid")].append(e)
     for thread_calls in calls_by_thread.values():
         thread_calls.sort(key=lambda e: (e["ts"], -e["dur"]))
@@ -205,10 +202,9 @@ def _host(events: Iterable[dict[str, Any]]) -> Iterator[Span]:
                 yield stack[-1][0], BusyTime(at, e["ts"]), stack[-1][2]
             at = max(at, e["ts"])
             end = e["ts"] + e["dur"]
-            outer_call = (stack[-1][1], stack[-1][2]) if stack else (end, False)
-            stack.append(
-                (e["name"], min(end, outer_call[0]), outer_call[1] or bool(COMMUNICATION.search(e["name"])))
-            )
+            outer_end, is_inside = (stack[-1][1], stack[-1][2]) if stack else (end, False)
+            is_communication = is_inside or bool(COMMUNICATION.search(e["name"]))
+            stack.append((e["name"], min(end, outer_end), is_communication))
 
 
 def _operators(spans: Iterable[Span], wall: float) -> list[Operator]:
@@ -218,11 +214,6 @@ def _operators(spans: Iterable[Span], wall: float) -> list[Operator]:
         spent[name] += one.end - one.begin
     order = sorted(spent, key=lambda name: -spent[name])
     return [Operator(name, call_counts[name], spent[name] / 1e6, spent[name] / wall) for name in order]
-
-
-def clip_time(one: BusyTime, begin: float, end: float) -> BusyTime | None:
-    clipped_time = BusyTime(max(one.begin, begin), min(one.end, end))
-    return clipped_time if clipped_time.begin < clipped_time.end else None
 
 
 class BusySums(NamedTuple):

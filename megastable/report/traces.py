@@ -78,11 +78,8 @@ def _logged(lines: list[_Line]) -> list[_Line]:
     before the run ends or restarts, and in a gap twice as long, on a line that has a norm or a rate."""
     all_gaps, kept = list(_gaps(lines)), list[_Line]()
     for at, (gap, next_line) in enumerate(all_gaps):
-        gap_lengths = [
-            len(other_gap)
-            for other_gap, line_after in all_gaps[max(0, at - AROUND) : at + AROUND + 1]
-            if line_after is not None
-        ]
+        around = all_gaps[max(0, at - AROUND) : at + AROUND + 1]
+        gap_lengths = [len(other_gap) for other_gap, line_after in around if line_after is not None]
         usual_gap = statistics.median_low(gap_lengths) if gap_lengths else 0
         due_lines = gap[usual_gap :: usual_gap + 1]
         if next_line is None:
@@ -167,28 +164,19 @@ def backtest_plot(
         sorted_losses = sorted(row.loss for row in rows if math.isfinite(limit_value(row.loss)))
         if sorted_losses:
             # The start of a run is far above the rest: clipped, so that spikes are visible.
-            lowest_usual, high = sorted_losses[0], sorted_losses[int(0.99 * (len(sorted_losses) - 1))]
-            loss.set_ylim(
-                lowest_usual - 0.1 * (high - lowest_usual) - 1e-6, high + 0.4 * (high - lowest_usual) + 1e-6
-            )
+            low, high = sorted_losses[0], sorted_losses[int(0.99 * (len(sorted_losses) - 1))]
+            loss.set_ylim(low - 0.1 * (high - low) - 1e-6, high + 0.4 * (high - low) + 1e-6)
         verdict_runs = groupby(judged, key=lambda step: step.verdict is Verdict.HEALTHY)
         marked_runs = [list(steps) for is_healthy, steps in verdict_runs if not is_healthy]
         for axis in (loss, norm):
             for marked_run in marked_runs:
-                legend_label = "stands out" if marked_run is marked_runs[0] else None
-                axis.axvspan(
-                    marked_run[0].step - 0.5,
-                    marked_run[-1].step + 0.5,
-                    color="0.85",
-                    zorder=0,
-                    label=legend_label,
-                )
-            for guard_action, action_colour in COLOURS.items():
-                if action_steps := [step.step for step in judged if step.action is guard_action]:
-                    line_style = {"transform": axis.get_xaxis_transform(), "linewidth": 1, "alpha": 0.8}
-                    axis.vlines(
-                        action_steps, 0, 1, colors=action_colour, label=guard_action.value, **line_style
-                    )
+                begin, end = marked_run[0].step - 0.5, marked_run[-1].step + 0.5
+                label = "stands out" if marked_run is marked_runs[0] else None
+                axis.axvspan(begin, end, color="0.85", zorder=0, label=label)
+            line_style = {"transform": axis.get_xaxis_transform(), "linewidth": 1, "alpha": 0.8}
+            for action, colour in COLOURS.items():
+                if action_steps := [step.step for step in judged if step.action is action]:
+                    axis.vlines(action_steps, 0, 1, colors=colour, label=action.value, **line_style)
         if marked_runs:
             loss.legend(loc="upper right")
         loss.set_ylabel("loss (nats per token)")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -40,11 +41,10 @@ def write_incidents(run: Path, again: int | None = None, *, public: PublicView |
     """
     run_facts, told = _open(run, public), list[Evidence]()
     written, refused = list[Path](), list[str]()
-    if again is not None and again not in run_facts.incidents:
-        raise DataError(
-            f"{run / 'journal.jsonl'} has no incident {again}, but {len(run_facts.incidents)} others"
-        )
-    for number in run_facts.incidents:
+    numbers = list(run_facts.journal.own)
+    if again is not None and again not in numbers:
+        raise DataError(f"{run / 'journal.jsonl'} has no incident {again}, but {len(numbers)} others")
+    for number in numbers:
         incident_folder = run / "incidents" / f"{number:04d}"
         try:
             incident_case = Gatherer(run_facts, number)
@@ -71,13 +71,13 @@ def write_incidents(run: Path, again: int | None = None, *, public: PublicView |
 def incidents_of(run: Path) -> Iterator[Evidence]:
     """The facts of every incident, in order. Raises DataError for a journal that cannot be read."""
     run_facts = _open(run)
-    return (Gatherer(run_facts, incident_number).gather_evidence() for incident_number in run_facts.incidents)
+    return (Gatherer(run_facts, number).gather_evidence() for number in list(run_facts.journal.own))
 
 
 def costs_of(run: Path) -> dict[int, Cost]:
     """The cost of every incident, by number. Raises DataError for a journal that cannot be read."""
     run_facts = _open(run)
-    return {number: Gatherer(run_facts, number).gather_cost() for number in run_facts.incidents}
+    return {number: Gatherer(run_facts, number).gather_cost() for number in list(run_facts.journal.own)}
 
 
 def _open(run: Path, public: PublicView | None = None) -> Run:
@@ -122,7 +122,10 @@ def _kept(folder: Path, content: dict[str, bytes], refused: list[str]) -> bool:
             # While it exists, the other files count as complete.
             (folder / EVIDENCE).unlink(missing_ok=True)
         for file_name, file_bytes in content.items():
-            _put(folder / file_name, file_bytes)
+            with suppress(OSError):
+                if (folder / file_name).read_bytes() == file_bytes:
+                    continue
+            write_file(folder / file_name, file_bytes)
     except OSError as error:
         refused.append(f"{folder} could not be written: {error.strerror or error}: make room")
         return False
@@ -144,12 +147,3 @@ def _pictures(e: Evidence) -> dict[str, bytes]:
     except Exception as error:  # a missing font, a broken cache: the text still counts
         log.warning("incident %d: no picture: %s", e.incident.number, error)
     return drawn
-
-
-def _put(path: Path, content: bytes) -> None:
-    try:
-        if path.read_bytes() == content:
-            return
-    except OSError:
-        pass
-    write_file(path, content)

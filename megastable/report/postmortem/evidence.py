@@ -103,48 +103,6 @@ def split_passes(steps: Sequence[StepRow]) -> list[list[StepRow]]:
     return run_passes
 
 
-def compute_cost(
-    i: IncidentFacts, run: RunFacts, rows: Sequence[StepRow], silent: float, down: float
-) -> Cost:
-    """rows: the steps around the incident; silent, down: its `measure_outage`."""
-    known_seconds = [step_row.seconds for step_row in rows if step_row.seconds]
-    usual_seconds = statistics.median(known_seconds) if known_seconds else None
-    redone_seconds, spent = i.steps_lost * (usual_seconds or 0.0), i.seconds
-    if i.breakdown:  # the supervisor counts the same time, up to the end of the first step
-        down, spent = max(down, spent), 0.0
-    lost_tokens = None
-    if run.global_batch is not None and run.sequence_length is not None:
-        lost_tokens = i.steps_lost * run.global_batch * run.sequence_length
-    gpu_hours = None if run.world is None else run.world * (redone_seconds + spent + down + silent) / 3600
-    return Cost(
-        steps=i.steps_lost, batches_refused=i.batches_discarded, tokens=lost_tokens, step_seconds=usual_seconds,
-        redone_seconds=redone_seconds, recovery_seconds=spent, downtime_seconds=down, silent_seconds=silent,
-        gpu_hours=gpu_hours, money=None if gpu_hours is None or run.price is None else gpu_hours * run.price,
-    )  # fmt: skip
-
-
-def measure_outage(journal: Journal, begin: int, end: int, breakdown: bool) -> tuple[float, float]:
-    """Seconds of the processes that an incident ended, which lies between two lines of the journal: from the last
-    progress of each until its end was noticed, and from then to the first step, or the end, of the next."""
-    end_kinds = (Ended, Hang) if breakdown else (Handover,)
-    journal_events = journal.events
-    silent_seconds, down, since, again = 0.0, 0.0, 0.0, False
-    for event_index in journal.list_turns(begin):
-        event = journal_events[event_index]
-        again = again or isinstance(event, Launched)
-        outage_over = isinstance(event, Training) or (again and isinstance(event, Ended))
-        if since and (outage_over or (isinstance(event, SupervisorEvent) and event.what == "ended")):
-            down, since = down + max(0.0, event["time"] - since), 0.0
-        if event_index > end and not since:
-            break
-        # A supervisor says of an end that was none of failure that it was "".
-        if isinstance(event, end_kinds) and not since and event.get("what") != "":
-            quiet = event.get("waited" if isinstance(event, Hang) else "silent")
-            silent_seconds += quiet if isinstance(quiet, int | float) and 0 < quiet < event["time"] else 0.0
-            since, again = event["time"], False
-    return silent_seconds, down
-
-
 BEFORE, AFTER = 60, 40  # steps shown around an incident
 LONG_BEFORE = 500  # steps before the onset whose trend what came later is compared with
 FEWEST = 24  # of them that tell a trend
@@ -181,11 +139,6 @@ class Run:
             self.problems.append(f"the skip ledger: {error}")
         self.steps = RecordFolder(self.directory.steps, SCHEMA)
         self.layers = RecordFolder(self.directory.layers, LAYER_SCHEMA)
-
-    @property
-    def incidents(self) -> list[int]:
-        """Their numbers, in order."""
-        return list(self.journal.own)
 
     @property
     def shows_texts(self) -> bool:
@@ -264,34 +217,31 @@ class Gatherer:
         found, problems = collect_logs(run.directory.root, run.directory.logs.name, i.evidence)
         self.problems += problems
         facts = self._facts(rows)
+        regions = self._regions()
+        later_losses = self._try("what came later", self._later, list[LaterLoss]())
+        trials = self._try("tokens of a trial", self._named_trials, self.trials)
+        layers = self._try("the layers", lambda: self._layers(rows), None)
+        # Messages name files, and quote what is in them.
+        problem_texts = self.problems if run.public is None else map(run.public.text, self.problems)
         return Evidence(
             inputs=self.inputs, run=facts, incident=i, cost=self._cost(facts, rows), back_to=self._back_to(),
             healed_at=self._closed_at() if i.outcome == "healed" else None,
-            later=self._try("what came later", self._later, []), trackers=self.run.trackers,
+            later=later_losses, trackers=self.run.trackers,
             timeline=build_timeline(self.journal.events[self.journal.find_nearby(self.begin, self.end)], i.number),
-            suspects=suspects, regions=self._regions(), trials=self._try("tokens of a trial", self._named_trials,
-            self.trials), skipped=self.skipped,
-            passes=split_passes(rows), layers=self._try("the layers", lambda: self._layers(rows), None),
-            samples=samples, tokens=tokens, logs=found, problems=self._told_problems(),
+            suspects=suspects, regions=regions, trials=trials, skipped=self.skipped,
+            passes=split_passes(rows), layers=layers, samples=samples, tokens=tokens, logs=found,
+            problems=list(dict.fromkeys(problem_texts)),
         )  # fmt: skip
-
-    def _told_problems(self) -> list[str]:
-        """Each once. Messages name files, and quote what is in them."""
-        problem_texts = self.problems if self.run.public is None else map(self.run.public.text, self.problems)
-        return list(dict.fromkeys(problem_texts))
 
     # From the corpora, in the order valid at the time of each position
 
     def _samples(self, losses: dict[int, float]) -> list[SampleText]:
         found = list[SampleText]()
         others = Skips.from_ranges(self.incident.shown).gaps()
-        for event_time, skipped_ranges, deferred in named_when(self.own):
-            ranges = (
-                Skips.from_ranges(skipped_ranges if self.incident.positions else deferred)
-                .minus(others)
-                .ranges
-            )
-            found += self.run.samples.open_library(event_time).read_samples(ranges, losses) if ranges else []
+        for event_time, skipped, deferred in named_when(self.own):
+            named_ranges = Skips.from_ranges(skipped if self.incident.positions else deferred)
+            if ranges := named_ranges.minus(others).ranges:
+                found += self.run.samples.open_library(event_time).read_samples(ranges, losses)
         found = sorted(found, key=lambda sample: sample.position)[:SHOWN]
         return found if self.run.public is None else list(map(self.run.public.hide_names, found))
 
@@ -319,11 +269,45 @@ class Gatherer:
     # From the journal
 
     def _cost(self, run: RunFacts, rows: Sequence[StepRow]) -> Cost:
-        return compute_cost(self.incident, run, rows, *self._outage)
+        """rows: the steps around the incident."""
+        i, (silent, down) = self.incident, self._outage
+        known_seconds = [step_row.seconds for step_row in rows if step_row.seconds]
+        usual_seconds = statistics.median(known_seconds) if known_seconds else None
+        redone_seconds, spent = i.steps_lost * (usual_seconds or 0.0), i.seconds
+        if i.breakdown:  # the supervisor counts the same time, up to the end of the first step
+            down, spent = max(down, spent), 0.0
+        lost_tokens = None
+        if run.global_batch is not None and run.sequence_length is not None:
+            lost_tokens = i.steps_lost * run.global_batch * run.sequence_length
+        gpu_hours = None if run.world is None else run.world * (redone_seconds + spent + down + silent) / 3600
+        return Cost(
+            steps=i.steps_lost, batches_refused=i.batches_discarded, tokens=lost_tokens, step_seconds=usual_seconds,
+            redone_seconds=redone_seconds, recovery_seconds=spent, downtime_seconds=down, silent_seconds=silent,
+            gpu_hours=gpu_hours, money=None if gpu_hours is None or run.price is None else gpu_hours * run.price,
+        )  # fmt: skip
 
     @property
     def _outage(self) -> tuple[float, float]:
-        return measure_outage(self.journal, self.begin, self.end, bool(self.incident.breakdown))
+        """Seconds of the processes that the incident ended: from the last progress of each until its end was noticed,
+        and from then to the first step, or the end, of the next."""
+        end_kinds = (Ended, Hang) if self.incident.breakdown else (Handover,)
+        silent_seconds, down, since, again = 0.0, 0.0, 0.0, False
+        for event_index in self.journal.list_turns(self.begin):
+            event = self.journal.events[event_index]
+            again = again or isinstance(event, Launched)
+            outage_over = isinstance(event, Training) or (again and isinstance(event, Ended))
+            if since and (outage_over or (isinstance(event, SupervisorEvent) and event.what == "ended")):
+                down, since = down + max(0.0, event["time"] - since), 0.0
+            if event_index > self.end and not since:
+                break
+            # A supervisor says of an end that was none of failure that it was "".
+            if isinstance(event, end_kinds) and not since and event.get("what") != "":
+                quiet = event.get("waited" if isinstance(event, Hang) else "silent")
+                silent_seconds += (
+                    quiet if isinstance(quiet, int | float) and 0 < quiet < event["time"] else 0.0
+                )
+                since, again = event["time"], False
+        return silent_seconds, down
 
     def _suspects(self) -> list[SuspectFacts]:
         told = [event["suspects"] for event in self.own if isinstance(event.get("suspects"), list)]
@@ -332,13 +316,10 @@ class Gatherer:
         return list({s.position: s for s in found}.values())
 
     def _regions(self) -> list[RegionFacts]:
-        region_events = [event for event in self.own if isinstance(event.get("region"), dict)]
-        region_facts = [
-            self._lenient(RegionFacts, event["region"], "a region")
-            for event in region_events
-            if all(type(event["region"].get(edge_key)) is int for edge_key in ("first", "end"))
-        ]
-        return [region for region in region_facts if 0 <= region.first < region.end <= LAST_POSITION]
+        given = [event["region"] for event in self.own if isinstance(event.get("region"), dict)]
+        bounded = [region for region in given if type(region.get("first")) is type(region.get("end")) is int]
+        regions = [self._lenient(RegionFacts, region, "a region") for region in bounded]
+        return [region for region in regions if 0 <= region.first < region.end <= LAST_POSITION]
 
     def _back_to(self) -> list[int]:
         step_keys = {"rewound": "to_step", "restarted": "step"}
@@ -357,43 +338,27 @@ class Gatherer:
     def _window(self) -> tuple[int, int]:
         """The steps shown."""
         i = self.incident
-        tried = [
-            (t.snapshot, t.last)
-            for t in self.trials
-            if i.onset - LONGEST < t.snapshot < t.last < i.step + LONGEST
-        ]
-        first_step = max(1, min([min(i.onset, i.step) - BEFORE, *(snapshot for snapshot, _ in tried)]))
-        last = max([max(i.step, i.onset, self._closed_at() or 0) + AFTER, *(last for _, last in tried)])
-        return first_step, min(last, first_step + LONGEST)
+        tried = [t for t in self.trials if i.onset - LONGEST < t.snapshot < t.last < i.step + LONGEST]
+        first_step = max(1, min([min(i.onset, i.step) - BEFORE, *(t.snapshot for t in tried)]))
+        last_step = max([max(i.step, i.onset, self._closed_at() or 0) + AFTER, *(t.last for t in tried)])
+        return first_step, min(last_step, first_step + LONGEST)
 
     def _later(self) -> list[LaterLoss]:
         """What the run did after the incident, against the trend from before."""
-        later_looks = self.journal.later[self.incident.number]
-        told = {
-            e.step: (e, e.loss)
-            for e in later_looks
-            if e.step and e.loss is not None and math.isfinite(e.loss)
-        }
-        if not told:
+        onset, later_looks = self.incident.onset, self.journal.later[self.incident.number]
+        looks = {e.step: e for e in later_looks if e.step and e.loss is not None and math.isfinite(e.loss)}
+        if not looks:
             return []
-        onset, wanted_columns = self.incident.onset, ("step", "time", "loss", "applied")
-        step_rows, file_problems = self.run.steps.read_rows(
-            max(1, onset - LONG_BEFORE), onset - 1, wanted_columns
-        )
+        first_step, columns = max(1, onset - LONG_BEFORE), ("step", "time", "loss", "applied")
+        step_rows, file_problems = self.run.steps.read_rows(first_step, onset - 1, columns)
         self.problems += file_problems
-        before = {
-            row["step"]: row["loss"] for row in step_rows if row["applied"] and math.isfinite(row["loss"])
-        }
+        accepted = [row for row in step_rows if row["applied"] and math.isfinite(row["loss"])]
+        before = {row["step"]: row["loss"] for row in accepted}
         return [
-            LaterLoss(
-                step=step,
-                after=e.after or 0,
-                loss=loss,
-                at_end=bool(e.at_end),
-                **expect_loss(before, onset, step),
-            )
-            for step, (e, loss) in sorted(told.items())
-        ]
+            LaterLoss(step=step, after=e.after or 0, loss=e.loss or 0.0, at_end=bool(e.at_end),
+                      **expect_loss(before, onset, step))
+            for step, e in sorted(looks.items())
+        ]  # fmt: skip
 
     def _looks(self) -> tuple[int, int]:
         """The steps around it with layer records."""
@@ -406,10 +371,9 @@ class Gatherer:
         self.problems += file_problems
         known_steps = {(row["step"], row["first_position"]) for row in rows}
         for step in range(first, last_step + 1):
-            refused = self.journal.refused.get(step, ())
-            rows += [
-                {**e, "applied": False} for e in refused if (step, e.get("first_position")) not in known_steps
-            ]
+            for event in self.journal.refused.get(step, ()):
+                if (step, event.get("first_position")) not in known_steps:
+                    rows.append({**event, "applied": False})
         step_rows: list[StepRow] = []
         for row in rows:
             with suppress(ValidationError):  # a malformed event
@@ -420,25 +384,18 @@ class Gatherer:
         layer_columns = [field.name for field in LAYER_SCHEMA]
         layer_rows, file_problems = self.run.layers.read_rows(*self._looks(), layer_columns)
         self.problems += file_problems
-        opened_time = self.own[0]["time"]
-        onset_times = [
-            row.time for row in rows if row.step == self.incident.onset and row.time <= opened_time
-        ]
-        onset_time = max(onset_times, default=opened_time)
-        end_times = [
-            e["time"] for e in self.own if e.get("what") in ("rewound", "restarted", "handed over", "closed")
-        ]
-        closed_time = self.own[-1]["time"] if self.incident.outcome == "healed" else float("inf")
-        before = [row for row in layer_rows if row["time"] < onset_time]
-        rows_during = [
-            row for row in layer_rows if onset_time <= row["time"] <= min(end_times, default=float("inf"))
-        ]
-        after = [row for row in layer_rows if row["time"] > closed_time]
+        opened_time, undone_by = self.own[0]["time"], ("rewound", "restarted", "handed over", "closed")
+        at_onset = [row.time for row in rows if row.step == self.incident.onset and row.time <= opened_time]
+        onset_time = max(at_onset, default=opened_time)
+        end_time = min((e["time"] for e in self.own if e.get("what") in undone_by), default=math.inf)
+        closed_time = self.own[-1]["time"] if self.incident.outcome == "healed" else math.inf
+        times = sorted({row["time"] for row in layer_rows})
+        before_times = [time for time in times if time < onset_time][-1:]
+        during_times = [time for time in times if onset_time <= time <= end_time][:1]
+        after_times = [time for time in times if time > closed_time][:1]
         looks = [
-            {row["name"]: row for row in look_rows if row["time"] == look_rows[row_index]["time"]}
-            if look_rows
-            else {}
-            for look_rows, row_index in ((before, -1), (rows_during, 0), (after, 0))
+            {row["name"]: row for row in layer_rows if row["time"] in look_times}
+            for look_times in (before_times, during_times, after_times)
         ]
         if not any(looks):
             return None
@@ -446,17 +403,14 @@ class Gatherer:
         for name in dict.fromkeys(name for look in looks for name in look):
             of = [look.get(name, {}) for look in looks]
             for key in dict.fromkeys(key for row in of for key in row if key not in NO_STATISTICS):
-                value_before, value_during, value_after = (row.get(key) for row in of)
-                values.append(
-                    LayerValue(
-                        name=name, statistic=key, before=value_before, during=value_during, after=value_after
-                    )
-                )
-        look_steps = [next((row["step"] for row in look.values()), None) for look in looks]
-        return Layers(
-            before_step=look_steps[0], during_step=look_steps[1], after_step=look_steps[2],
-            values=[v for v in values if (v.before, v.during, v.after) != (None, None, None)],
-        )  # fmt: skip
+                before, during, after = (row.get(key) for row in of)
+                if (before, during, after) != (None, None, None):
+                    value = LayerValue(name=name, statistic=key, before=before, during=during, after=after)
+                    values.append(value)
+        before_step, during_step, after_step = (
+            next((row["step"] for row in look.values()), None) for look in looks
+        )
+        return Layers(before_step=before_step, during_step=during_step, after_step=after_step, values=values)
 
     def _facts(self, rows: Sequence[StepRow]) -> RunFacts:
         c, root = self.config, self.run.directory.root

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from operator import itemgetter
@@ -51,22 +51,20 @@ class TimelineEntry(Facts):
 
 def build_timeline(events: Sequence[Event], number: int) -> list[TimelineEntry]:
     """Events of incident `number` and around it."""
-    timeline_entries = [_entry(event, number) for event in events]
+    timeline_entries = [
+        TimelineEntry(
+            time=event["time"], step=step if type(step := event.get("step")) is int else None,
+            text=event.format_sentence() or event.event.replace("_", " "),
+            own=isinstance(event, IncidentEvent) and event.get("number") == number,
+        )
+        for event in events
+    ]  # fmt: skip
     if len(timeline_entries) <= TIMELINE_LINES:
         return timeline_entries
     half_lines = TIMELINE_LINES // 2
     more_events = count_noun(len(timeline_entries) - 2 * half_lines, "more event")
     gap_entry = TimelineEntry(time=timeline_entries[half_lines].time, step=None, text=more_events, own=False)
     return [*timeline_entries[:half_lines], gap_entry, *timeline_entries[-half_lines:]]
-
-
-def _entry(event: Event, number: int) -> TimelineEntry:
-    step = event.get("step")
-    return TimelineEntry(
-        time=event["time"], step=step if type(step) is int else None,
-        text=event.format_sentence() or event.event.replace("_", " "),
-        own=isinstance(event, IncidentEvent) and event.get("number") == number,
-    )  # fmt: skip
 
 
 class TrackerLink(Facts):
@@ -79,40 +77,30 @@ class TrackerLink(Facts):
 
 def find_trackers(run: Path) -> list[TrackerLink]:
     """Of all trackers that this run has written to, and not a run that it was copied from."""
-    known = {name: TrackerMemory(run, name).facts for name in ("wandb", "mlflow", "tensorboard")}
-    return [link for name, facts in known.items() if facts and (link := _link(name, facts, run)) is not None]
-
-
-def _link(name: str, facts: Mapping[str, Any], run: Path) -> TrackerLink | None:
-    if name == "wandb":
-        url = _public(facts.get("url"))
-        files = f"{shlex.quote(str(run / 'trackers/wandb'))}/offline-run-*"
-        return TrackerLink(name="Weights & Biases", url=url, command="" if url else f"wandb sync {files}")
-    if name == "tensorboard":
-        return TrackerLink(
-            name="TensorBoard", command=f"tensorboard --logdir {shlex.quote(str(run / 'tensorboard'))}"
-        )
+    links = list[TrackerLink]()
+    if facts := TrackerMemory(run, "wandb").facts:
+        url, files = _public(facts.get("url")), f"{shlex.quote(str(run / 'trackers/wandb'))}/offline-run-*"
+        command = "" if url else f"wandb sync {files}"
+        links.append(TrackerLink(name="Weights & Biases", url=url, command=command))
+    facts = TrackerMemory(run, "mlflow").facts
     store, experiment_id, run_id = (facts.get(fact_key) for fact_key in ("store", "experiment", "run_id"))
-    if not isinstance(store, str):
-        return None
-    if (page := _public(store)) and isinstance(experiment_id, str) and isinstance(run_id, str):
-        return TrackerLink(
-            name="MLflow", url=f"{page.rstrip('/')}/#/experiments/{quote(experiment_id)}/runs/{quote(run_id)}"
-        )
-    store_text = page if "://" in store and not store.startswith("file:") else store
-    return (
-        TrackerLink(name="MLflow", command=f"mlflow ui --backend-store-uri {shlex.quote(store_text)}")
-        if store_text
-        else None
-    )
+    if isinstance(store, str):
+        if (page := _public(store)) and isinstance(experiment_id, str) and isinstance(run_id, str):
+            url = f"{page.rstrip('/')}/#/experiments/{quote(experiment_id)}/runs/{quote(run_id)}"
+            links.append(TrackerLink(name="MLflow", url=url))
+        elif store_text := page if "://" in store and not store.startswith("file:") else store:
+            command = f"mlflow ui --backend-store-uri {shlex.quote(store_text)}"
+            links.append(TrackerLink(name="MLflow", command=command))
+    if TrackerMemory(run, "tensorboard").facts:
+        command = f"tensorboard --logdir {shlex.quote(str(run / 'tensorboard'))}"
+        links.append(TrackerLink(name="TensorBoard", command=command))
+    return links
 
 
 def _public(url: object) -> str:
     """The address of a page, without a password; "" if it is none."""
-    if not isinstance(url, str):
-        return ""
     try:
-        url_parts = urlsplit(url)
+        url_parts = urlsplit(url if isinstance(url, str) else "")
         host_port = (url_parts.hostname or "") + ("" if url_parts.port is None else f":{url_parts.port}")
     except ValueError:
         return ""
@@ -158,25 +146,24 @@ def collect_logs(root: Path, folder: str, paths: Iterable[str]) -> tuple[list[Lo
             why_unread = (error.strerror or error) if isinstance(error, OSError) else error
             unread_logs.append(f"{path}: {why_unread}")
             continue
-        log_lines, named = clean_log(end_bytes), _RANK.fullmatch(Path(path).name)
-        parts = Path(path).parts
+        log_lines, named, parts = clean_log(end_bytes), _RANK.fullmatch(Path(path).name), Path(path).parts
         copy_name = "-".join(("log", *(parts[1:] if parts[0] == folder else parts)))
         tail_lines = "\n".join(log_lines.rstrip("\n").splitlines()[-TAIL:])[-WIDEST:]
         log = Log(source=path, ranks="", file=_UNUSUAL.sub("_", copy_name), bytes=file_bytes, tail=tail_lines)
         if named is None:
             sorted_logs.append((("", 0.0, 0, path), None, path, log))
         else:
-            last_time, same_content = (
-                _said(log_lines) if named[2] == "json" else (0.0, _WHO.sub("", log_lines))
-            )
-            rank = int(named[1])
-            sorted_logs.append(
-                ((named[2], last_time, rank, path), rank, (Path(path).parent, named[2], same_content), log)
-            )
+            said = _said(log_lines) if named[2] == "json" else (0.0, _WHO.sub("", log_lines))
+            rank, content_key = int(named[1]), (Path(path).parent, named[2], said[1])
+            sorted_logs.append(((named[2], said[0], rank, path), rank, content_key, log))
     alike: dict[Any, tuple[Log, list[int]]] = {}
     for _, rank_number, content_key, log in sorted(sorted_logs, key=itemgetter(0)):
         alike.setdefault(content_key, (log, []))[1].extend([] if rank_number is None else [rank_number])
-    shown = [log.model_copy(update={"ranks": _ranks(rank_numbers)}) for log, rank_numbers in alike.values()]
+    shown = list[Log]()
+    for log, ranks in alike.values():
+        noun = "rank" if len(ranks) == 1 else "ranks"
+        ranks_text = f"{noun} {show_ranges(ranges_of(ranks))}" if ranks else ""
+        shown.append(log.model_copy(update={"ranks": ranks_text}))
     if len(shown) > MOST_LOGS:
         unread_logs.append(f"{count_noun(len(shown) - MOST_LOGS, 'more log')}, all different, are not shown")
     return shown[:MOST_LOGS], unread_logs
@@ -207,12 +194,6 @@ def _end(root: Path, path: str) -> tuple[int, bytes]:
         file_bytes = stream.seek(0, 2)
         stream.seek(max(0, file_bytes - COPIED))
         return file_bytes, stream.read(COPIED)
-
-
-def _ranks(numbers: Sequence[int]) -> str:
-    if not numbers:
-        return ""
-    return ("rank " if len(numbers) == 1 else "ranks ") + show_ranges(ranges_of(numbers))
 
 
 VERSION = 9  # of the derived files: a change rewrites all incidents

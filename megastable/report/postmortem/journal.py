@@ -5,8 +5,7 @@ from __future__ import annotations
 import gc
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 from megastable.base.text import count_noun
@@ -39,16 +38,22 @@ class Journal:
         self.later: dict[int, list[IncidentLater]] = defaultdict(list)
         self.refused: dict[int, list[Event]] = defaultdict(list)
         self._turns: list[int] = []
-        odd = 0
-        with uncollected():
+        self.problems: list[str] = []
+        odd_lines, was_collecting = 0, gc.isenabled()
+        gc.disable()  # with a million live events it would take as long as reading them
+        try:
             for event in read_events(run.journal):
-                if _sane(event):
+                event_time = event.get("time")
+                if event.named and isinstance(event_time, int | float) and 0 <= event_time < LATEST:
                     self._add(event)
                 else:
-                    odd += 1
-        self.problems = (
-            [f"{run.journal.name}: {count_noun(odd, 'line')} left out: no event in JSON"] if odd else []
-        )
+                    odd_lines += 1
+        finally:
+            if was_collecting:
+                gc.enable()
+        if odd_lines:
+            left_out = f"{count_noun(odd_lines, 'line')} left out: no event in JSON"
+            self.problems.append(f"{run.journal.name}: {left_out}")
 
     def _add(self, event: Event) -> None:
         event_index, step = len(self.events), event.get("step")
@@ -59,8 +64,10 @@ class Journal:
             self.refused[step].append(event)
         elif isinstance(event, IncidentLater):
             self.later[event.number or 0].append(event)
-        elif isinstance(event, IncidentEvent) and (incident_number := number_of(event)) is not None:
-            self.own[incident_number].append(event_index)
+        elif isinstance(event, IncidentEvent):
+            incident_number = summary_of(event).get("number")
+            if type(incident_number) is int and 0 < incident_number < 10**9:
+                self.own[incident_number].append(event_index)
 
     def list_turns(self, at: int) -> list[int]:
         """Indexes of events where processes began or ended, after their last start before events[at]."""
@@ -89,33 +96,9 @@ class Journal:
         return slice(first, last + 1)
 
 
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """Pause garbage collection: with a million live events it would take as long as reading them."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
 def summary_of(event: Event) -> dict[str, Any]:
     """The incident's summary in an event."""
     return read_tree(event.get("summary"))
-
-
-def number_of(event: Event) -> int | None:
-    """The number of the incident that an event belongs to."""
-    incident_number = summary_of(event).get("number")
-    return incident_number if type(incident_number) is int and 0 < incident_number < 10**9 else None
-
-
-def _sane(event: Event) -> bool:
-    """Whether it has a name and a time."""
-    event_time = event.get("time")
-    return event.named and isinstance(event_time, int | float) and 0 <= event_time < LATEST
 
 
 def named_when(told: Sequence[Event]) -> list[tuple[float, list[Range], list[Range]]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, TypeVar
 from urllib.parse import quote
@@ -20,7 +20,7 @@ from megastable.base.text import count_noun, make_visible, show_duration, show_r
 from megastable.report import safe
 from megastable.report.postmortem import sentences
 from megastable.report.postmortem.facts import Evidence, Layers, LayerValue
-from megastable.report.postmortem.sample_texts import DocumentText, SampleText, count_positions
+from megastable.report.postmortem.sample_texts import DocumentText, count_positions
 from megastable.report.postmortem.trial_facts import EXPLANATION, BranchFacts
 
 ON_PAGE = 5  # samples shown on the page
@@ -54,24 +54,19 @@ def render_report(e: Evidence, pictures: Mapping[str, bytes], files: Sequence[st
         for picture_name, png in pictures.items()
     }
     return _html().get_template("report.html.jinja").render(
-        **_facts(e), pictures=data, files=_files(files), mood=_mood(e.incident.outcome), shown=e.samples[:ON_PAGE],
-        figures=sentences.list_figures(e), most_documents=DOCUMENTS, changed=list_changed(e), place=_place,
-        scientific=_scientific,
+        **_facts(e), pictures=data, files=_files(files), mood=sentences.name_mood(e.incident.outcome),
+        shown=e.samples[:ON_PAGE], figures=sentences.list_figures(e), most_documents=DOCUMENTS,
+        changed=list_changed(e), place=_place, scientific=lambda value: "" if value is None else f"{value:.3g}",
     )  # fmt: skip
 
 
 def render_postmortem(e: Evidence, files: Sequence[str]) -> str:
     """postmortem.md."""
     example_text = "".join(text_piece.text for text_piece in e.samples[0].pieces)[:600] if e.samples else ""
-    template = _markdown().get_template("postmortem.md.jinja")
-    return template.render(
-        **_facts(e),
-        files=_files(files),
-        has_plot="plot.png" in files,
-        drawn=files,
-        example=example_text,
+    return _markdown().get_template("postmortem.md.jinja").render(
+        **_facts(e), files=_files(files), has_plot="plot.png" in files, drawn=files, example=example_text,
         duration=show_duration,
-    )
+    )  # fmt: skip
 
 
 def render_index(cases: Sequence[Evidence]) -> str:
@@ -80,7 +75,7 @@ def render_index(cases: Sequence[Evidence]) -> str:
     told = f"{count_noun(len(cases), 'incident')}, {count_noun(lost_steps, 'step')} lost"
     told += f"; {opened} not proven to be over." if opened else "; all of them are over."
     return _html().get_template("index.html.jinja").render(
-        run=cases[-1].run, cases=cases, headline=told, mood=_mood, story=sentences.write_headline
+        run=cases[-1].run, cases=cases, headline=told, mood=sentences.name_mood, story=sentences.write_headline
     )  # fmt: skip
 
 
@@ -89,16 +84,16 @@ def render_samples(e: Evidence) -> str:
     i = e.incident
     sample_count, sample_kind = count_positions(i.shown), sentences.what_of(i).capitalize()
     first = f"{sample_kind} samples of incident {i.number}: {len(e.samples)} of {sample_count:,}. "
-    first += "Characters that do not show are escaped."
-    return "\n".join([first, *(line for sample_text in e.samples for line in _sample(sample_text))]) + "\n"
-
-
-def _sample(sample: SampleText) -> Iterable[str]:
-    loss = "" if sample.loss is None else f", loss {sentences.format_number(sample.loss)} on the good state"
-    yield from ("", f"== position {sample.position}, corpus {make_visible(sample.corpus)}{loss}")
-    for text_piece in sample.pieces:
-        yield f"-- {make_visible(_place(text_piece))}" + ("" if text_piece.ends else " (goes on)")
-        yield from (f"    {text_line}" for text_line in safe.show_block(text_piece.text).split("\n"))
+    lines = [first + "Characters that do not show are escaped."]
+    for sample in e.samples:
+        loss = (
+            "" if sample.loss is None else f", loss {sentences.format_number(sample.loss)} on the good state"
+        )
+        lines += ["", f"== position {sample.position}, corpus {make_visible(sample.corpus)}{loss}"]
+        for text_piece in sample.pieces:
+            lines.append(f"-- {make_visible(_place(text_piece))}" + ("" if text_piece.ends else " (goes on)"))
+            lines += [f"    {text_line}" for text_line in safe.show_block(text_piece.text).split("\n")]
+    return "\n".join(lines) + "\n"
 
 
 def render_documents(e: Evidence) -> str:
@@ -109,11 +104,8 @@ def render_documents(e: Evidence) -> str:
 
 def render_layers(found: Layers) -> str:
     """layers.csv: every statistic before, during and after the incident."""
-    step_by_look = {"before": found.before_step, "during": found.during_step, "after": found.after_step}
-    head = [
-        f"{look_name} (step {step})" if step is not None else look_name
-        for look_name, step in step_by_look.items()
-    ]
+    looks = {"before": found.before_step, "during": found.during_step, "after": found.after_step}
+    head = [look if step is None else f"{look} (step {step})" for look, step in looks.items()]
     rows = [(v.name, v.statistic, v.before, v.during, v.after, v.ratio) for v in found.values]
     return safe.write_csv(("name", "statistic", *head, "ratio"), rows)
 
@@ -192,21 +184,13 @@ def _files(names: Sequence[str]) -> list[tuple[str, str]]:
         "branches-": "the losses of the branches of a further trial",
     }
     known = FILES | {
-        name: file_remark for name in names for kind, file_remark in further.items() if name.startswith(kind)
+        name: remark for name in names for kind, remark in further.items() if name.startswith(kind)
     }
     return [(name, known.get(name, "a log, or the stacks of a rank")) for name in names]
 
 
-def _mood(outcome: str) -> str:
-    return {"healed": "good", "stopped": "bad"}.get(outcome, "warn")
-
-
 def _place(piece: DocumentText) -> str:
     return "a document" if piece.document is None else f"document {piece.document} of {piece.shard}"
-
-
-def _scientific(value: float | None) -> str:
-    return "" if value is None else f"{value:.3g}"
 
 
 # The two languages
@@ -223,7 +207,10 @@ def _html() -> Environment:
 
 @cache
 def _markdown() -> Environment:
-    environment = _add_filters(safe.template_environment("megastable.report.postmortem", finalize=_plain))
+    def finalize(value: Any) -> Any:
+        return safe.escape_markdown(value) if isinstance(value, str) and not isinstance(value, Raw) else value
+
+    environment = _add_filters(safe.template_environment("megastable.report.postmortem", finalize=finalize))
     environment.filters |= {
         "fenced": lambda text: Raw(safe.fence_text(text)), "code": lambda text: Raw(safe.quote_code(text)),
     }  # fmt: skip
@@ -235,10 +222,6 @@ def _add_filters(environment: Environment) -> Environment:
         "sentence": lambda text: text[:1].upper() + text[1:], "path": lambda name: Raw(quote(name)),
     }  # fmt: skip
     return environment
-
-
-def _plain(value: Any) -> Any:
-    return safe.escape_markdown(value) if isinstance(value, str) and not isinstance(value, Raw) else value
 
 
 def _text(text: str) -> Markup:

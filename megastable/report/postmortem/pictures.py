@@ -70,9 +70,8 @@ def draw_steps(e: Evidence) -> Figure:
     if len(e.passes) > 1:
         signs.append(Line2D([], [], color=BAD, label="undone, and done again"))
     if not all(row.applied for row in all_rows):
-        signs.append(
-            Line2D([], [], color=BAD, marker="x", linewidth=0, markeredgewidth=1.9, label="update refused")
-        )
+        cross: dict[str, Any] = {"marker": "x", "linewidth": 0, "markeredgewidth": 1.9}
+        signs.append(Line2D([], [], color=BAD, label="update refused", **cross))
     if not all(math.isfinite(limit_value(v)) for row in all_rows for v in (row.loss, row.grad_norm)):
         signs.append(Line2D([], [], color=BAD, marker="^", linewidth=0, label="not finite"))
     figure.legend(handles=signs, loc="outside lower center", ncols=4, handlelength=1.6, columnspacing=2)
@@ -86,8 +85,8 @@ def _panel(axis: Axes, e: Evidence, name: str) -> None:
     is_log = name == "grad_norm"
     standing_rows, undone_parts = split_standing(e.passes)
     for part in undone_parts:
-        _line(axis, part, name, is_log, {"color": BAD, "linewidth": 1.4, "zorder": 4})
-    _line(axis, standing_rows, name, is_log, {"color": GOOD, "linewidth": 1.5, "zorder": 3})
+        _line(axis, part, name, is_log, color=BAD, linewidth=1.4, zorder=4)
+    _line(axis, standing_rows, name, is_log, color=GOOD, linewidth=1.5, zorder=3)
     refused_rows = [row for part in e.passes for row in part if not row.applied and name != "lr"]
     if refused_rows:
         mark_style: dict[str, Any] = {"color": BAD, "marker": "x", "s": 44, "linewidths": 1.9, "zorder": 6}
@@ -125,15 +124,10 @@ def split_standing(passes: Sequence[Sequence[StepRow]]) -> tuple[list[StepRow], 
     return standing_rows, undone_parts
 
 
-def _line(axis: Axes, rows: Sequence[StepRow], name: str, log: bool, style: dict[str, Any]) -> None:
-    point_marker = "o" if len(rows) == 1 else None
-    axis.plot(
-        [r.step for r in rows],
-        [limit_value(getattr(r, name), log) for r in rows],
-        marker=point_marker,
-        markersize=3.5,
-        **style,
-    )
+def _line(axis: Axes, rows: Sequence[StepRow], name: str, log: bool, **style: Any) -> None:
+    values = [limit_value(getattr(row, name), log) for row in rows]
+    marker = "o" if len(rows) == 1 else None
+    axis.plot([row.step for row in rows], values, marker=marker, markersize=3.5, **style)
 
 
 def _marks(axis: Axes, e: Evidence, named: bool) -> None:
@@ -147,13 +141,8 @@ def _marks(axis: Axes, e: Evidence, named: bool) -> None:
     first_step, last_step = min(r.step for p in e.passes for r in p), max(r.step for p in e.passes for r in p)
     groups: list[list[int]] = []
     for step in sorted(shown):
-        axis.axvline(
-            step,
-            color=GOOD if "healed" in shown[step] else FAINT,
-            linewidth=1,
-            linestyle=(0, (3, 3)),
-            zorder=1,
-        )
+        colour = GOOD if "healed" in shown[step] else FAINT
+        axis.axvline(step, color=colour, linewidth=1, linestyle=(0, (3, 3)), zorder=1)
         if groups and step - groups[-1][0] < 0.05 * (last_step - first_step):
             groups[-1].append(step)
         else:
@@ -187,13 +176,8 @@ def draw_branches(trial: TrialFacts, passes: Sequence[Sequence[StepRow]]) -> Fig
     steps, coming = figure.subplots(1, 2, width_ratios=[5, 3])
     hues = [*BRANCHES[: len(trial.branches)], *[FAINT] * (len(trial.branches) - len(BRANCHES))]
     first_step, last_step = trial.snapshot, max(trial.last, trial.step)
-    _draw_run(
-        steps,
-        [
-            [step_row for step_row in run_pass if first_step <= step_row.step <= last_step]
-            for run_pass in passes
-        ],
-    )
+    inside = [[row for row in run_pass if first_step <= row.step <= last_step] for run_pass in passes]
+    _draw_run(steps, inside)
     for branch, branch_hue in zip(trial.branches, hues, strict=True):
         at = range(trial.snapshot + 1, trial.snapshot + 1 + len(branch.losses))
         is_chosen = branch.name == trial.chosen
@@ -224,22 +208,10 @@ def _draw_run(axis: Axes, passes: Sequence[Sequence[StepRow]]) -> None:
     standing_rows, undone_parts = split_standing([part for part in passes if part])
     for part_number, part in enumerate(undone_parts):
         label = "the run: undone steps" if part_number == 0 else None
-        line_style = {
-            "color": FAINT,
-            "linewidth": 2.2,
-            "linestyle": (0, (2, 1.5)),
-            "zorder": 3,
-            "label": label,
-        }
-        _line(axis, part, "loss", False, line_style)
+        dashes = (0, (2, 1.5))
+        _line(axis, part, "loss", False, color=FAINT, linewidth=2.2, linestyle=dashes, zorder=3, label=label)
     if standing_rows:
-        _line(
-            axis,
-            standing_rows,
-            "loss",
-            False,
-            {"color": INK, "linewidth": 2.2, "zorder": 3, "label": "the run"},
-        )
+        _line(axis, standing_rows, "loss", False, color=INK, linewidth=2.2, zorder=3, label="the run")
     refused = [row for part in passes for row in part if not row.applied]
     if refused:
         axis.scatter(
@@ -259,9 +231,8 @@ def _draw_differences(axis: Axes, trial: TrialFacts, hues: Sequence[str]) -> Non
         if math.isnan(value):
             axis.annotate("not finite", (0, row_place), color=BAD, ha="center", va="center", fontsize=8.8)
     axis.axvline(0, color=FAINT, linewidth=1, zorder=1)
-    axis.set_yticks(
-        range(len(known)), [_name(branch, trial).replace(" (", "\n(") for branch in trial.branches]
-    )
+    branch_names = [_name(branch, trial).replace(" (", "\n(") for branch in trial.branches]
+    axis.set_yticks(range(len(known)), branch_names)
     axis.set_ylim(len(known) - 0.4, -0.6)
     axis.tick_params(axis="y", length=0)
     axis.margins(x=0.15)
@@ -308,11 +279,10 @@ def draw_region(region: RegionFacts, batch: int) -> Figure:
     ticks += [span + f for f in far if _place(span + f, span) <= right]
     axis.set_xticks([_place(t, span) for t in ticks])
 
-    def named(at: float, _: int) -> str:
-        steps = _unplace(at, span)
-        return f"{region.first + round(steps * batch):,}"
+    def name_position(at: float, _: int) -> str:
+        return f"{region.first + round(_unplace(at, span) * batch):,}"
 
-    axis.xaxis.set_major_formatter(FuncFormatter(named))
+    axis.xaxis.set_major_formatter(FuncFormatter(name_position))
     for text in axis.get_xticklabels():
         text.set(rotation=35, ha="right", rotation_mode="anchor", fontsize=8)
     axis.set_xlabel("position: linear in the region, doubling beyond its ends")
@@ -343,24 +313,16 @@ def draw_tokens(tokens: Tokens) -> Figure:
     """The most frequent tokens of bad samples and corpus, and both distributions by rank."""
     figure = _figure(10, 0.7 + 0.19 * max(10, len(tokens.top)))
     bars, ranks = figure.subplots(1, 2, width_ratios=[3, 2])
-    bar_places = list(range(len(tokens.top)))
-    for bar_offset, side_name, colour in ((-0.2, "bad", BAD), (0.2, "corpus", GOOD)):
+    bar_places = range(len(tokens.top))
+    for bar_offset, side_name, label, colour in (
+        (-0.2, "bad", "bad samples", BAD),
+        (0.2, "corpus", "corpus", GOOD),
+    ):
         token_shares = [100 * getattr(share, side_name) for share in tokens.top]
-        side_label = "bad samples" if side_name == "bad" else "corpus"
-        bars.barh(
-            [bar_place + bar_offset for bar_place in bar_places],
-            token_shares,
-            0.38,
-            color=colour,
-            label=side_label,
-        )
-    bars.set_yticks(
-        bar_places,
-        [label_of(share.text) for share in tokens.top],
-        family="DejaVu Sans Mono",
-        fontsize=8.5,
-        parse_math=False,
-    )
+        side_places = [bar_place + bar_offset for bar_place in bar_places]
+        bars.barh(side_places, token_shares, 0.38, color=colour, label=label)
+    labels = [label_of(share.text) for share in tokens.top]
+    bars.set_yticks(bar_places, labels, family="DejaVu Sans Mono", fontsize=8.5, parse_math=False)
     bars.tick_params(axis="y", length=0)
     bars.invert_yaxis()
     bars.grid(axis="y", visible=False)
@@ -368,11 +330,8 @@ def draw_tokens(tokens: Tokens) -> Figure:
     bars.set_title("Most frequent tokens of either")
     bars.legend(loc="lower right")
     for rank_curve, colour in ((tokens.bad_by_rank, BAD), (tokens.corpus_by_rank, GOOD)):
-        ranks.loglog(
-            *zip(*((rank, 100 * share) for rank, share in rank_curve), strict=True),
-            color=colour,
-            linewidth=1.8,
-        )
+        percentages = [100 * share for _, share in rank_curve]
+        ranks.loglog([rank for rank, _ in rank_curve], percentages, color=colour, linewidth=1.8)
     for axis in (ranks.xaxis, ranks.yaxis):
         axis.set_major_formatter("{x:g}")
     ranks.set_title("How uneven: share by rank")

@@ -144,20 +144,10 @@ class Library:
             is_closed = int(part[-1]) == self.source.eod
             text = self.decode_ids(part[:-1].tolist() if is_closed else part.tolist())
             of = documents[piece_number] if counts_agree else None
-            text_pieces.append(
-                DocumentText(
-                    text=text,
-                    ends=is_closed,
-                    shard=of.shard if of else None,
-                    document=of.document if of else None,
-                )
-            )
-        return SampleText(
-            position=position,
-            corpus=self.source.order.corpora[sample_place.corpus].name,
-            loss=loss,
-            pieces=text_pieces,
-        )
+            shard, number = (of.shard, of.document) if of else (None, None)
+            text_pieces.append(DocumentText(text=text, ends=is_closed, shard=shard, document=number))
+        corpus_name = self.source.order.corpora[sample_place.corpus].name
+        return SampleText(position=position, corpus=corpus_name, loss=loss, pieces=text_pieces)
 
     def compare_tokens(self, ranges: Sequence[Range], selection: Skips | Selection) -> Tokens:
         """The token distribution of `ranges`, and of ordinary samples, which `selection` keeps.
@@ -176,7 +166,12 @@ class Library:
         before = np.arange(max(0, ranges[0][0] - FAR), ranges[0][0])
         before = before[~selection.mask_skipped(before)][-positions.size :]
         shares, usual = found_bad / found_bad.sum(), corpus / corpus.sum()
-        named = dict.fromkeys((*_top(found_bad), *_top(corpus)))
+        top_tokens = list[TokenShare]()
+        for token in dict.fromkeys((*_top(found_bad), *_top(corpus))):
+            text = self.decode_ids([token]) or f"token {token}"
+            text = "end of document" if token == self.source.eod else text
+            bad_share, usual_share = float(shares[token]), float(usual[token])
+            top_tokens.append(TokenShare(token=token, text=text, bad=bad_share, corpus=usual_share))
         return Tokens(
             samples=positions.size, bad_tokens=int(found_bad.sum()), corpus_tokens=int(corpus.sum()),
             vocabulary=self.vocabulary,
@@ -184,19 +179,12 @@ class Library:
             repeated=float(np.median(repeated)) / self.source.order.sequence_length,
             distance=_distance(found_bad, corpus),
             usual_distance=_distance(self._counts(before), corpus) if before.size == positions.size else None,
-            top=[
-                TokenShare(token=t, text=self._label(t), bad=float(shares[t]), corpus=float(usual[t]))
-                for t in named
-            ],
-            bad_by_rank=_by_rank(found_bad), corpus_by_rank=_by_rank(corpus),
+            top=top_tokens, bad_by_rank=_by_rank(found_bad), corpus_by_rank=_by_rank(corpus),
         )  # fmt: skip
 
     def _counts(self, positions: npt.NDArray[np.int64]) -> Counts:
         sample_tokens = self.source.read_samples(positions)[:, :-1]
         return np.bincount(sample_tokens.ravel(), minlength=self.vocabulary)
-
-    def _label(self, token: int) -> str:
-        return "end of document" if token == self.source.eod else self.decode_ids([token]) or f"token {token}"
 
 
 def count_positions(ranges: Sequence[Range]) -> int:
@@ -269,10 +257,8 @@ class PublicView:
 
     def hide_names(self, sample: SampleText) -> SampleText:
         """A sample with the public names of its corpus and shards."""
-        pieces = [
-            text_piece.model_copy(
-                update={"shard": None if text_piece.shard is None else self.name("shard", text_piece.shard)}
-            )
-            for text_piece in sample.pieces
-        ]
+        pieces = list[DocumentText]()
+        for piece in sample.pieces:
+            shard = None if piece.shard is None else self.name("shard", piece.shard)
+            pieces.append(piece.model_copy(update={"shard": shard}))
         return sample.model_copy(update={"corpus": self.name("corpus", sample.corpus), "pieces": pieces})

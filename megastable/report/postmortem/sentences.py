@@ -75,13 +75,16 @@ def write_headline(e: Evidence) -> str:
 
 def write_sequel(e: Evidence) -> str:
     """What was found and done, and how it ended."""
-    return " ".join(
-        sentence_part for sentence_part in (_found_and_done(e), describe_outcome(e)) if sentence_part
-    )
+    return " ".join(filter(None, [_found_and_done(e), describe_outcome(e)]))
 
 
 def type_of(kind: str) -> str:
     return TYPES.get(kind, (kind, ""))[0]
+
+
+def name_mood(outcome: str) -> str:
+    """Of the colours of a page."""
+    return {"healed": "good", "stopped": "bad"}.get(outcome, "warn")
 
 
 def type_remark(i: IncidentFacts) -> str:
@@ -148,26 +151,26 @@ def _found_and_done(e: Evidence) -> str:
     if i.breakdown:
         skipped = count_noun(count_positions(i.positions), "sample")
         # Older runs wrote positions only: their samples come again.
-        until_text = (
-            " in this and every later epoch" if any(isinstance(s, SampleEntry) for s in e.skipped) else ""
-        )
+        for_good = any(isinstance(skip_entry, SampleEntry) for skip_entry in e.skipped)
+        until_text = " in this and every later epoch" if for_good else ""
         told = [f"Skipped{until_text}: {skipped}."] if i.positions else []
         told += [f"The run resumed from {back_to}; steps repeated: {i.steps_lost:,}."] if e.back_to else []
         return " ".join(told)
     found_bad = f"{count_noun(count_positions(i.bad), 'sample')} of {count_documents(e)}"
+    or_fp8 = ", or FP8 the cause" if _left_first(i) else ""
     cause_text = {
         "data": f"{found_bad} {'was' if count_positions(i.bad) == 1 else 'were'} bad.",
         "state": "No sample was bad: the state was damaged.",
         "new_data": "Nothing was wrong: the data was new.",
         "numerics": f"No sample was bad: without {_left(i)} the same step is harmless.",
         "moments": "No sample was bad: the optimizer's moments were stale.",
-        "learning_rate": "No sample was bad: the learning rate was too high, or FP8 the cause."
-        if _left_first(i)
-        else "No sample was bad: the learning rate was too high.",
-        "hardware": ""
-        if i.verdict == "corrupted"
-        else "The same data on the same state gave something else: hardware.",
+        "learning_rate": f"No sample was bad: the learning rate was too high{or_fp8}.",
+        "hardware": "The same data on the same state gave something else: hardware.",
     }.get(i.cause, "")
+    if i.cause == "hardware" and i.verdict == "corrupted":  # the symptom says so
+        cause_text = ""
+    winner = next((b.label for trial in e.trials[-1:] for b in trial.branches if b.name == trial.chosen), "")
+    remedy = f"the remedy whose branch was clearly better{winner and f': {winner}'}"
     skipped = ", skipped them" if i.cause == "data" else ""
     went = f"The run was rewound in memory to {back_to}{skipped} and continued"
     action_text = {
@@ -179,7 +182,7 @@ def _found_and_done(e: Evidence) -> str:
         "fall_back": f"{went} without {_left(i)}.",
         "cap_lr": f"{went} with the learning rate capped at its value there.",
         "cut_lr": f"{went} with a smaller learning rate.",
-        "adjust": f"{went} with the remedy whose branch was clearly better{_name_winner(e)}.",
+        "adjust": f"{went} with {remedy}.",
         "alert": "Nothing more was done automatically: training went on, and an alert was raised.",
         "swap_corpus": f"{went} without their corpus.",
         "handover": f"A new process resumed from {back_to}." if e.back_to else "",
@@ -202,14 +205,6 @@ def describe_deferral(e: Evidence) -> str:
 def what_of(i: IncidentFacts) -> str:
     """Describes the samples whose texts are shown."""
     return "bad" if i.bad else "skipped" if i.positions else "deferred"
-
-
-def _name_winner(e: Evidence) -> str:
-    """After a colon, the remedy that won the last trial; "" if that is not known."""
-    winner_labels = [
-        branch.label for trial in e.trials[-1:] for branch in trial.branches if branch.name == trial.chosen
-    ]
-    return f": {winner_labels[0]}" if winner_labels else ""
 
 
 def _left(i: IncidentFacts) -> str:
@@ -253,14 +248,17 @@ def describe_worth(e: Evidence) -> str:
     newest = next((later_loss for later_loss in reversed(e.later) if later_loss.expected is not None), None)
     if newest is None or newest.expected is None or newest.scatter is None:
         return ""
-    cost_text = count_noun(e.cost.steps, "step") + " lost"
-    over = newest.loss - newest.expected
+    over, verdict = newest.loss - newest.expected, "It was worth it"
     if abs(over) <= newest.scatter:
-        return f"It was worth it: {cost_text}, and the loss is where the trend from before leads to."
-    if over < 0:
-        return f"It was worth it: {cost_text}, and the loss is {format_number(-over)} below the trend from before."
-    above_text = f"the loss is {format_number(over)} above the trend from before"
-    return f"It was not, or not yet, worth it: {cost_text}, and {above_text}."
+        trend_text = "where the trend from before leads to"
+    elif over < 0:
+        trend_text = f"{format_number(-over)} below the trend from before"
+    else:
+        verdict, trend_text = (
+            "It was not, or not yet, worth it",
+            f"{format_number(over)} above the trend from before",
+        )
+    return f"{verdict}: {count_noun(e.cost.steps, 'step')} lost, and the loss is {trend_text}."
 
 
 def list_figures(e: Evidence) -> list[tuple[str, str, str]]:
@@ -302,9 +300,8 @@ def cost_explained(e: Evidence) -> str:
     if c.silent_seconds:
         cost_parts.append(f"from the last progress until that was noticed: {show_duration(c.silent_seconds)}")
     if c.downtime_seconds or e.incident.breakdown:
-        cost_parts.append(
-            f"from the end of a process to the first step of the next: {show_duration(c.downtime_seconds)}"
-        )
+        down = show_duration(c.downtime_seconds)
+        cost_parts.append(f"from the end of a process to the first step of the next: {down}")
     cost_text = "; ".join(cost_parts) + "."
     if c.gpu_hours is not None:
         cost_text += f" GPU-hours are {r.world} ranks times these {c.seconds:,.1f} seconds, over 3600"
@@ -321,20 +318,15 @@ def list_skipped(e: Evidence) -> list[tuple[str, str, str, str]]:
     skip_rows = []
     for s in e.skipped:
         if isinstance(s, SampleEntry):
-            which = (
-                f"tokens {show_ranges([(first, end) for first, end in s.tokens], 4)} of its training stream"
-            )
-            skip_rows.append((f"samples of corpus {s.corpus}", which, "in every epoch", s.reason))
+            token_ranges = show_ranges([(first, end) for first, end in s.tokens], 4)
+            what, which = f"samples of corpus {s.corpus}", f"tokens {token_ranges} of its training stream"
+            how_long = "in every epoch"
         else:
-            what = f"corpus {s.corpus}" if s.corpus else "samples"
-            which = (
-                f"positions {show_ranges([(s.first, s.end)])}"
-                if s.end < LAST_POSITION
-                else f"from position {s.first}"
-            )
-            skip_rows.append(
-                (what, which, "in this epoch" if s.end < LAST_POSITION else "for good", s.reason)
-            )
+            what, which = f"corpus {s.corpus}" if s.corpus else "samples", f"from position {s.first}"
+            how_long = "for good"
+            if s.end < LAST_POSITION:
+                which, how_long = f"positions {show_ranges([(s.first, s.end)])}", "in this epoch"
+        skip_rows.append((what, which, how_long, s.reason))
     return skip_rows
 
 
@@ -343,20 +335,26 @@ def follow_ups(e: Evidence) -> list[FollowUp]:
     if e.run.public:
         return []
     cause_steps = _of_breakdown(e) if e.incident.breakdown else _by_cause(e)
-    return [*_by_outcome(e), *cause_steps, *_logs(e)]
+    follow_ups = [*_by_outcome(e), *cause_steps]
+    if e.logs:
+        has_stacks = any(log_facts.source.endswith(".stacks") for log_facts in e.logs)
+        until = ", and the stacks below: where every rank stood" if has_stacks else " to its end"
+        log_path = shlex.quote(f"{e.run.directory}/{e.logs[0].source}")
+        follow_ups.append(FollowUp(f"Read the log{until}.", f"less {log_path}"))
+    return follow_ups
 
 
 def _by_outcome(e: Evidence) -> Iterator[FollowUp]:
-    i = e.incident
+    i, status_command = e.incident, f"megastable status {shlex.quote(e.run.directory)}"
     if i.outcome == "stopped":
         yield FollowUp(
             "The run stands still. Decide on the cause below, then start it again: this names the command.",
-            f"megastable status {shlex.quote(e.run.directory)}",
+            status_command,
         )
     elif i.outcome == "handed over":
         yield FollowUp(
             "Start the run again, unless a supervisor does: it goes on by itself. This names the command.",
-            f"megastable status {shlex.quote(e.run.directory)}",
+            status_command,
         )
     elif i.outcome == "open" and i.actions[-1:] == ["alert"]:
         yield FollowUp(
@@ -370,7 +368,7 @@ def _by_outcome(e: Evidence) -> Iterator[FollowUp]:
 
 
 def _by_cause(e: Evidence) -> Iterator[FollowUp]:
-    i, r = e.incident, e.run
+    i, r, run = e.incident, e.run, shlex.quote(e.run.directory)
     if i.cause == "data":
         yield FollowUp(
             "Read the bad texts, and find out where these documents came from.",
@@ -378,14 +376,13 @@ def _by_cause(e: Evidence) -> Iterator[FollowUp]:
         )
         yield FollowUp(
             "Look at each of them, with the document, the bytes and every step that ever read it.",
-            f"megastable inspect incident {shlex.quote(r.directory)} {i.number} --html incident.html",
+            f"megastable inspect incident {run} {i.number} --html incident.html",
         )
         for corpus in r.corpora:
             yield FollowUp(
                 "Remove them from the corpus, for all later runs: this writes a plan to edit. Then come "
                 "megastable prune apply and verify.",
-                f"megastable prune plan {shlex.quote(corpus)} --incident "
-                f"{shlex.quote(r.directory)}:{i.number} --spans",
+                f"megastable prune plan {shlex.quote(corpus)} --incident {run}:{i.number} --spans",
             )
             yield FollowUp(
                 "Check that the corpus is still the one that was prepared: this hashes every file again.",
@@ -413,7 +410,7 @@ def _by_cause(e: Evidence) -> Iterator[FollowUp]:
     elif i.cause == "numerics" or _left_first(i):
         yield FollowUp(
             "Find the layers that FP8 does not suit: precision.fp8.keep keeps them in the precision of the rest.",
-            f"megastable fp8-check {shlex.quote(r.directory)}",
+            f"megastable fp8-check {run}",
         )
         yield FollowUp(
             "If it comes back: another precision.fp8.recipe, precision.fp8.backend=emulated to tell whether it is "
@@ -434,7 +431,7 @@ def _by_cause(e: Evidence) -> Iterator[FollowUp]:
         )
         yield FollowUp(
             "Try other thresholds on this very run before changing them.",
-            f"megastable backtest {shlex.quote(r.directory)} --plot decisions.png",
+            f"megastable backtest {run} --plot decisions.png",
         )
     elif i.cause == "state":
         yield FollowUp(
@@ -451,41 +448,30 @@ def _by_cause(e: Evidence) -> Iterator[FollowUp]:
 
 
 def _of_breakdown(e: Evidence) -> Iterator[FollowUp]:
-    match e.incident.cause:
-        case "data":
-            yield FollowUp(
-                "It failed at the same place again and again: read the samples that are skipped now.",
-                f"less {_here(e)}/samples.txt",
-            )
-        case "hardware":
-            yield FollowUp(
-                "Take that host out of the hostfile, and check it: GPU error counters (ECC, Xid), then a burn-in.",
-                "megastable preflight --burn-in 30    # on that host",
-            )
-        case "storage" if e.incident.verdict == "damaged_checkpoint":
-            yield FollowUp(
-                "Check the disk that held the damaged checkpoint, and the kernel's log of the host that wrote it."
-            )
-        case "storage":
-            yield FollowUp("Restore the file that is named above; where the disk is full, make room.")
-        case "code":
-            yield FollowUp(
-                "It fails at the same step with other data: reproduce it from the checkpoint before, on few ranks."
-            )
-        case "process":
-            yield FollowUp(
-                "Find out what ended or held it up: the kernel's log tells of memory (OOM) and GPU faults.",
-                "dmesg -T | tail -50",
-            )
-
-
-def _logs(e: Evidence) -> Iterator[FollowUp]:
-    if e.logs:
-        has_stacks = any(log_facts.source.endswith(".stacks") for log_facts in e.logs)
-        yield FollowUp(
-            f"Read the log{', and the stacks below: where every rank stood' if has_stacks else ' to its end'}.",
-            f"less {shlex.quote(f'{e.run.directory}/{e.logs[0].source}')}",
+    storage_text = "Restore the file that is named above; where the disk is full, make room."
+    if e.incident.verdict == "damaged_checkpoint":
+        storage_text = (
+            "Check the disk that held the damaged checkpoint, and the kernel's log of the host that wrote it."
         )
+    by_cause = {
+        "data": FollowUp(
+            "It failed at the same place again and again: read the samples that are skipped now.",
+            f"less {_here(e)}/samples.txt",
+        ),
+        "hardware": FollowUp(
+            "Take that host out of the hostfile, and check it: GPU error counters (ECC, Xid), then a burn-in.",
+            "megastable preflight --burn-in 30    # on that host",
+        ),
+        "storage": FollowUp(storage_text),
+        "code": FollowUp(
+            "It fails at the same step with other data: reproduce it from the checkpoint before, on few ranks."
+        ),
+        "process": FollowUp(
+            "Find out what ended or held it up: the kernel's log tells of memory (OOM) and GPU faults.",
+            "dmesg -T | tail -50",
+        ),
+    }
+    return iter([by_cause[e.incident.cause]] if e.incident.cause in by_cause else [])
 
 
 def _here(e: Evidence) -> str:

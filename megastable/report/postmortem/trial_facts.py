@@ -123,11 +123,9 @@ class TrialFacts(BaseModel):
     def summary(self) -> str:
         """What was tried, on which state, and what came out: a sentence."""
         winner_label = next((branch.label for branch in self.branches if branch.name == self.chosen), "")
+        outcome = self.reason.rstrip(".") or ", ".join(branch.label for branch in self.branches)
         if self.has_remedy and winner_label and self.reason:
-            return self._summarize(f"{winner_label} won: {self.reason.rstrip('.')}")
-        return self._summarize(self.reason.rstrip(".") or ", ".join(branch.label for branch in self.branches))
-
-    def _summarize(self, outcome: str) -> str:
+            outcome = f"{winner_label} won: {self.reason.rstrip('.')}"
         return f"Tried at step {self.step:,}, on the state after step {self.snapshot:,}: {outcome}."
 
     @property
@@ -165,7 +163,8 @@ def find_trials(journal: Journal, own: Sequence[int]) -> list[TrialFacts]:
         own: indexes of the incident's events, ascending.
     """
     events, trial_indexes = journal.events, list[int]()
-    onset_step = _first_step(events[own[0]])
+    named_steps = (events[own[0]].get(step_key) for step_key in ("onset", "step"))
+    onset_step = next((step for step in named_steps if type(step) is int), None)
     # Samples are tried before the incident of a look back is opened: nothing else may lie between.
     for index in range(own[0] - 1, max(-1, own[0] - 1 - NEAR), -1):
         if isinstance(events[index], ENDS):
@@ -175,24 +174,19 @@ def find_trials(journal: Journal, own: Sequence[int]) -> list[TrialFacts]:
     trial_indexes += [n for n in range(own[0], own[-1] + 1) if isinstance(events[n], BranchesTried)]
     trials_found = list[tuple[int | None, TrialFacts]]()  # with the index of the attribution that follows
     for index in sorted(trial_indexes):
+        known_fields = {name: value for name, value in events[index].fields.items() if value is not None}
         try:
-            trial = TrialFacts.model_validate(
-                {k: v for k, v in events[index].fields.items() if v is not None}
-            )
+            trial = TrialFacts.model_validate(known_fields)
         except ValidationError:
             continue
         if onset_step is None or trial.step >= onset_step:
             trials_found.append((_find_attribution(events, own, index), trial))
     told_trials = list[TrialFacts]()
     for trial_number, (at, trial) in enumerate(trials_found):
-        later_trials = [
-            other_trial for other_at, other_trial in trials_found[trial_number + 1 :] if other_at == at
-        ]
+        later_trials = [other for other_at, other in trials_found[trial_number + 1 :] if other_at == at]
         cause = None if at is None else events[at].get("cause", "")
         # What is learnt of the suspects does not matter where a remedy wins: they are read again.
-        is_overruled = trial.suspects is not None and any(
-            other_trial.has_remedy for other_trial in later_trials
-        )
+        is_overruled = trial.suspects is not None and any(other.has_remedy for other in later_trials)
         chosen_name = "" if is_overruled else _name_chosen(trial, cause if isinstance(cause, str) else None)
         told_trials.append(trial.model_copy(update={"chosen": chosen_name, "overruled": is_overruled}))
     return told_trials
@@ -216,12 +210,4 @@ def _find_attribution(events: Sequence[Event], own: Sequence[int], after: int) -
         is_attributed = isinstance(event, IncidentEvent) and event.what == "attributed" and event_index in own
         if is_attributed or isinstance(event, EXAMINED):
             return event_index
-    return None
-
-
-def _first_step(opened: Event) -> int | None:
-    """The onset of an incident that is opened."""
-    for step_key in ("onset", "step"):
-        if type(step := opened.get(step_key)) is int:
-            return step
     return None

@@ -101,10 +101,8 @@ def _write_pages(made: PublicRun, view: PublicView, root: Path, site: Path) -> t
             made.problems.append(view.text(str(error)))
     reader = read_whole(root)
     head = reader.read_head()
-    page_text = page_file.self_contained(build_content([reader], public=True)).replace(
-        '<html lang="en">', MARK, 1
-    )
-    (site / PAGE).write_text(page_text, encoding="utf-8")
+    page_text = page_file.self_contained(build_content([reader], public=True))
+    (site / PAGE).write_text(page_text.replace('<html lang="en">', MARK, 1), encoding="utf-8")
     for name in (reader.run.incidents, reader.run.recipe):
         if name.exists():
             name.rename(site / name.name)
@@ -131,20 +129,17 @@ def find_leaks(site: Path, private: Iterable[str], texts: bool = False) -> list[
     ours = page_file.join_scripts() + page_file.join_styles()
     names = {name for name in private if len(name) >= SHORTEST and not is_common(name) and name not in ours}
     # As they stand in pages, tables and JSON.
-    forms = {
-        form
-        for name in names
-        for form in (
+    forms = set[str]()
+    for name in names:
+        forms |= {
             name,
             make_visible(name),
             html.escape(name),
             safe.escape_markdown(name),
             as_json(name)[1:-1],
-        )
-    }
-    wanted = re.compile(
-        rb"(?<![\w.-])(?:" + b"|".join(re.escape(form.encode()) for form in sorted(forms)) + rb")(?![\w-])"
-    )
+        }
+    any_form = b"|".join(re.escape(form.encode()) for form in sorted(forms))
+    wanted = re.compile(rb"(?<![\w.-])(?:" + any_form + rb")(?![\w-])")
     files = [path for path in sorted(site.rglob("*")) if forms and path.is_file()]
     searched = [path for path in files if not (texts and path.name in TEXTS)]
     return [path.relative_to(site).as_posix() for path in searched if wanted.search(path.read_bytes())]

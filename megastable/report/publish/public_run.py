@@ -68,10 +68,8 @@ def public_copy(run: Path, root: Path, keep: Keeping) -> PublicRun:
     journal_objects, odd_lines = _lines(given.journal)
     known_events = [e for e in journal_objects if isinstance(e.get("event"), str) and e["event"] in KINDS]
     if left_out := odd_lines + len(journal_objects) - len(known_events):
-        left_what = "malformed, or of an unknown kind"
-        public_run.problems.append(
-            f"{given.journal.name}: {count_noun(left_out, 'line')} left out: {left_what}"
-        )
+        left_what = f"{count_noun(left_out, 'line')} left out: malformed, or of an unknown kind"
+        public_run.problems.append(f"{given.journal.name}: {left_what}")
     skip_lines, blend_lines = _lines(given.skips)[0], _lines(given.blends)[0]
     object_files = {object_path: read_object(object_path) for object_path in (given.progress, given.summary)}
     recipe_fields = _read_recipe(given.recipe, public_run)
@@ -104,35 +102,29 @@ def public_view(run: Path, made: PublicRun) -> PublicView:
         try:
             run_config, skip_ledger = load_recipe(directory.recipe), Ledger.read_ledger(directory.skips, [])
             # The pages are made in another working directory: paths are resolved now.
-            data = run_config.data.model_copy(update={"corpora": _with_full_paths(run_config.data.corpora)})
-            blends = [
-                line.model_copy(update={"corpora": _with_full_paths(line.corpora)})
-                if isinstance(line, BlendEntry)
-                else line
-                for line in read_blends(directory.blends)
-            ]
-            source = SampleSource(
-                run_config.model_copy(update={"data": data}), blends, skip_ledger, directory.skips
-            )
+            config = run_config.model_copy(update={"data": _with_full_paths(run_config.data)})
+            lines = read_blends(directory.blends)
+            blends = [_with_full_paths(line) if isinstance(line, BlendEntry) else line for line in lines]
+            source = SampleSource(config, blends, skip_ledger, directory.skips)
         except (MegastableError, OSError):  # whose message names files
             made.problems.append("the texts of samples: the recipe, the blends or the skips cannot be read")
     return PublicView(Redactor(made.names).redact_text, made.names.name_publicly, source)
 
 
-def _with_full_paths(corpora: Sequence[Any]) -> list[Any]:
-    """The same corpora; a path stays a text, if it is one."""
-    return [
-        one.model_copy(update={"path": type(one.path)(find_recipe(one.path).absolute())}) for one in corpora
-    ]
+def _with_full_paths(given: Any) -> Any:
+    """The same with full paths of its corpora; a path stays a text, if it is one."""
+    corpora = list[Any]()
+    for corpus in given.corpora:
+        full_path = type(corpus.path)(find_recipe(corpus.path).absolute())
+        corpora.append(corpus.model_copy(update={"path": full_path}))
+    return given.model_copy(update={"corpora": corpora})
 
 
 def public_event(event: Mapping[str, Any], redact: Redactor) -> dict[str, Any]:
     """An event of the journal. It keeps its name."""
     told = public_object({key: field_value for key, field_value in event.items() if key != "event"}, redact)
     if event["event"] == ConfigChanged.NAME and isinstance(recipe_changes := event.get("changes"), list):
-        told["changes"] = [
-            redact.redact_text(public_change(str(recipe_change))) for recipe_change in recipe_changes
-        ]
+        told["changes"] = [redact.redact_text(public_change(str(change))) for change in recipe_changes]
     if event["event"] in BLENDED:
         told |= {key: redact.redact_keys("corpus", event.get(key)) for key in ("old", "new") if key in event}
     return {"event": event["event"], **told}
@@ -161,9 +153,7 @@ def public_recipe(content: Mapping[str, Any], redact: Redactor, without: list[st
     config = _section(content.get("config"), "", redact, without)
     logging = config.get("logging")
     if "logging.tracker_command" in without and isinstance(logging, dict):
-        logging["trackers"] = [
-            tracker_name for tracker_name in logging.get("trackers") or [] if tracker_name != "command"
-        ]
+        logging["trackers"] = [name for name in logging.get("trackers") or [] if name != "command"]
     given = content.get("manifests")
     manifest_hashes = [one for one in given if HASH.fullmatch(str(one))] if isinstance(given, list) else []
     public_json = _section(content.get("deepspeed_json"), "deepspeed_json.", redact, without)
@@ -196,15 +186,12 @@ def _section(tree: Any, prefix: str, redact: Redactor, without: list[str]) -> di
 
 def _name_corpora(recipe: Mapping[str, Any], blends: Iterable[Mapping[str, Any]], names: PublicNames) -> None:
     """Corpora get their names in the order of the recipe; the order's ledger tells which path has which name."""
-    corpus_shares = [
-        share for blend_line in blends for share in _objects(blend_line.get("corpora")) if share.get("name")
-    ]
-    names_by_path = {str(share.get("path")): str(share["name"]) for share in corpus_shares}
+    shares = [share for blend_line in blends for share in _objects(blend_line.get("corpora"))]
+    names_by_path = {str(share.get("path")): str(share["name"]) for share in shares if share.get("name")}
     data = recipe.get("config", {}).get("data")
     listed_corpora = _objects(data.get("corpora")) if isinstance(data, dict) else []
-    for path in dict.fromkeys(
-        [*(str(one["path"]) for one in listed_corpora if one.get("path")), *names_by_path]
-    ):
+    listed_paths = [str(one["path"]) for one in listed_corpora if one.get("path")]
+    for path in dict.fromkeys([*listed_paths, *names_by_path]):
         names.add_alias("corpus", path, names_by_path.get(path) or Path(path).name or path)
 
 
@@ -246,9 +233,8 @@ def _copy_records(given: Path, target: Path, schema: pa.Schema, redact: Redactor
         if record_table is None:
             continue
         if "name" in schema.names:
-            layer_names = pa.array(
-                map(redact.redact_layer, record_table.column("name").to_pylist()), pa.string()
-            )
+            public_names = map(redact.redact_layer, record_table.column("name").to_pylist())
+            layer_names = pa.array(public_names, pa.string())
             record_table = record_table.set_column(schema.get_field_index("name"), "name", layer_names)
         flush_stamps = dict.fromkeys([file.begin, file.stamp])
         (target / name_file(file.low, file.high, *flush_stamps)).write_bytes(encode_table(record_table))

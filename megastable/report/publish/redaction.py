@@ -69,9 +69,8 @@ class PublicNames:
         if name not in known_names:
             if name in self.alike:
                 return self.alike[name]
-            is_kept = (
-                self.keep.hosts if kind == "host" else self.keep.names and kind in ("corpus", "shard", "task")
-            )
+            is_data_name = kind in ("corpus", "shard", "task")
+            is_kept = self.keep.hosts if kind == "host" else self.keep.names and is_data_name
             known_names[name] = name if is_kept else f"{kind}-{len(set(known_names.values())) + 1}"
             short_name = name.partition(".")[0]
             if kind == "host" and short_name != name and not short_name.isdecimal():
@@ -126,9 +125,8 @@ class Redactor:
         bare_word = token.strip(AROUND)
         if not bare_word:
             return token
-        if not PASSWORD.search(before) and (
-            PLAIN.fullmatch(bare_word) or (is_known(bare_word) and not ADDRESS.search(bare_word))
-        ):
+        is_public = PLAIN.fullmatch(bare_word) or (is_known(bare_word) and not ADDRESS.search(bare_word))
+        if is_public and not PASSWORD.search(before):
             return token
         self.count += 1
         left_part, _, right_part = token.partition(bare_word)
@@ -144,10 +142,9 @@ class Redactor:
             )
         if isinstance(value, list | tuple):
             return [self.redact_tree(below) for below in value]
-        # YAML has more kinds of values than JSON.
-        return (
-            value if value is None or isinstance(value, bool | int | float) else self.redact_text(str(value))
-        )
+        if value is None or isinstance(value, bool | int | float):
+            return value
+        return self.redact_text(str(value))  # YAML has more kinds of values than JSON
 
     def redact_layer(self, name: str) -> str:
         """The name of a layer, if it is made of megastable's own words."""
@@ -163,17 +160,14 @@ class Redactor:
 
     def redact_corpora(self, value: Any) -> list[Any]:
         """A list of corpora, as the recipe and the order of the data have it: a path is the name of the corpus."""
-        return [
-            self.redact_tree(one)
-            | {
-                key: self.names.name_publicly("corpus", str(one[key]))
-                for key in ("name", "path")
-                if key in one
-            }
-            if isinstance(one, Mapping)
-            else self.redact_tree(one)
-            for one in (value if isinstance(value, list) else [])
-        ]
+        public_corpora = list[Any]()
+        for corpus in value if isinstance(value, list) else []:
+            public_corpus = self.redact_tree(corpus)
+            for key in ("name", "path"):
+                if isinstance(corpus, Mapping) and key in corpus:
+                    public_corpus[key] = self.names.name_publicly("corpus", str(corpus[key]))
+            public_corpora.append(public_corpus)
+        return public_corpora
 
     def _below(self, key: str, value: Any) -> Any:
         if key in NAMED and isinstance(value, str):
@@ -183,9 +177,7 @@ class Redactor:
         if key == "corpora" and isinstance(value, list):
             return self.redact_corpora(value)
         if key == "software" and isinstance(value, Mapping):
-            return {
-                self.redact_text(str(package_name)): public_version(of) for package_name, of in value.items()
-            }
+            return {self.redact_text(str(name)): public_version(version) for name, version in value.items()}
         if key in HASHED and isinstance(value, str) and HASH.fullmatch(value):
             return value
         return self.redact_tree(value)

@@ -40,23 +40,21 @@ def describe_skip(entry: AnyEntry, length: int) -> dict[str, Any]:
     sample_count: int | None
     if isinstance(entry, SampleEntry):
         tokens = [(first, end) for first, end in entry.tokens]
-        what = f"{entry.corpus}, tokens {show_ranges(tokens, RANGES)}" + (
-            ", read again" if entry.released else ""
+        what = (
+            f"{entry.corpus}, tokens {show_ranges(tokens, RANGES)}{', read again' if entry.released else ''}"
         )
         sample_count = math.ceil(sum(end - first for first, end in tokens) / max(1, length))
-        named_shards = [
-            f"{shard_documents.shard}: {_describe_documents(shard_documents.documents)}"
-            for shard_documents in (entry.documents or [])[:SHARDS]
-        ]
-        more_shards = len(entry.documents or []) - len(named_shards)
-        document_text = "; ".join(named_shards) + (f"; {more_shards} more shards" if more_shards > 0 else "")
+        shard_texts, shards = list[str](), entry.documents or []
+        for shard in shards[:SHARDS]:
+            noun = "document" if len(shard.documents) == 1 else "documents"
+            shard_texts.append(f"{shard.shard}: {noun} {show_ranges(ranges_of(shard.documents), DOCUMENTS)}")
+        if len(shards) > SHARDS:
+            shard_texts.append(f"{len(shards) - SHARDS} more shards")
+        document_text = "; ".join(shard_texts)
     else:
         is_ahead, document_text = entry.end >= LAST_POSITION, ""
-        what = (
-            f"from position {entry.first} on"
-            if is_ahead
-            else f"positions {show_ranges([(entry.first, entry.end)])}"
-        )
+        what = f"positions {show_ranges([(entry.first, entry.end)])}"
+        what = f"from position {entry.first} on" if is_ahead else what
         what = f"{entry.corpus}, {what}" if entry.corpus else what
         sample_count = None if is_ahead or entry.corpus else entry.end - entry.first
     return {
@@ -65,11 +63,6 @@ def describe_skip(entry: AnyEntry, length: int) -> dict[str, Any]:
         "reason": make_visible(entry.reason, 600),
         "incident": entry.incident, "step": entry.step,
     }  # fmt: skip
-
-
-def _describe_documents(numbers: list[int]) -> str:
-    """Those in a row as a range."""
-    return ("document " if len(numbers) == 1 else "documents ") + show_ranges(ranges_of(numbers), DOCUMENTS)
 
 
 class DataMap:
@@ -122,20 +115,12 @@ class DataMap:
             {"incident": i["number"], "kind": range_kind, "ranges": i[range_kind][:200]}
             for i in incidents for range_kind in ("positions", "deferred", "returns") if i[range_kind]
         ]  # fmt: skip
-        edges = self._exclusions.positions.edges
-        last_position = max(
-            [
-                cursor,
-                *(end_position for incident_mark in marks for _, end_position in incident_mark["ranges"]),
-                *edges[-1:, 1].tolist(),
-            ]
-        )
+        marked_ends = [end for incident_mark in marks for _, end in incident_mark["ranges"]]
+        last_position = max([cursor, *marked_ends, *self._exclusions.positions.edges[-1:, 1].tolist()])
         corpus_maps = []
         for identity, tokens in self._exclusions.tokens.items():
-            share = self._shares.get(identity.corpus)
-            total_tokens = max(
-                share.tokens if share is not None else 0, int(tokens.edges[-1:, 1].max(initial=1))
-            )
+            share, last_token = self._shares.get(identity.corpus), int(tokens.edges[-1:, 1].max(initial=1))
+            total_tokens = last_token if share is None else max(share.tokens, last_token)
             corpus_maps.append({
                 "name": make_visible(identity.corpus, 80), "tokens": total_tokens, "known": share is not None,
                 "samples": round(tokens.count() / max(1, length)), "bins": binned(tokens, total_tokens),
@@ -145,9 +130,7 @@ class DataMap:
             if name not in named_corpora:
                 no_skips = {"known": True, "samples": 0, "bins": []}
                 corpus_maps.append({"name": make_visible(name, 80), "tokens": share.tokens, **no_skips})
-        reason_counts = [
-            [make_visible(skip_reason, 300), n] for skip_reason, n in self._reasons.most_common(REASONS)
-        ]
+        reason_counts = [[make_visible(reason, 300), n] for reason, n in self._reasons.most_common(REASONS)]
         skip_lines = [describe_skip(skip_entry, length) for skip_entry in reversed(self._newest)]
         return {
             "cursor": cursor, "positions": last_position, "marks": marks, "corpora": corpus_maps,
@@ -165,11 +148,10 @@ def binned(skips: Skips, total: int) -> list[list[float]]:
     # How much is skipped up to each border of a bin.
     bin_borders = np.linspace(0, total, BINS + 1)
     skipped_before = np.concatenate([[0.0], np.cumsum(edges[:, 1] - edges[:, 0])])
-    n = np.searchsorted(edges[:, 0], bin_borders, side="right")
-    inside_bin = np.where(
-        n > 0, np.minimum(bin_borders, edges[np.maximum(n - 1, 0), 1]) - edges[np.maximum(n - 1, 0), 0], 0.0
-    )
-    skipped_upto = skipped_before[np.maximum(n - 1, 0)] + inside_bin
+    begun = np.searchsorted(edges[:, 0], bin_borders, side="right")
+    last_begun = np.maximum(begun - 1, 0)
+    inside_last = np.minimum(bin_borders, edges[last_begun, 1]) - edges[last_begun, 0]
+    skipped_upto = skipped_before[last_begun] + np.where(begun > 0, inside_last, 0.0)
     bin_shares = np.diff(skipped_upto) / (total / BINS)
     return [[int(k), round(float(bin_shares[k]), 5)] for k in np.flatnonzero(bin_shares > 0)]
 

@@ -88,10 +88,10 @@ class LayerMap:
             for m, name in enumerate(names):
                 if name in look:
                     cube[:, m, n] = look[name]
-        measured_kinds = {
-            map_kind: cube[k] for k, map_kind in enumerate(KINDS) if not np.isnan(cube[k]).all()
+        measured = {
+            kind: values for kind, values in zip(KINDS, cube, strict=True) if not np.isnan(values).all()
         }
-        return {"layers": names, "kinds": measured_kinds}
+        return {"layers": names, "kinds": measured}
 
     def _look(self, file: RecordFile) -> Look:
         file_name = file.name

@@ -99,10 +99,8 @@ def choose_places(levels: dict[str, list[SamplePlace]], begin: float, end: float
     first_time = min(level[0].time for level in inside if level)
     window_width = max(level[-1].time for level in inside if level) - first_time
     level_seconds = [next(iter(level)).seconds if level else 0.0 for level in levels.values()]
-    best_level = next(
-        (n for n, level in enumerate(inside) if level and window_width <= MOST * level_seconds[n]),
-        len(inside) - 1,
-    )
+    fine = (n for n, level in enumerate(inside) if level and window_width <= MOST * level_seconds[n])
+    best_level = next(fine, len(inside) - 1)
     found = list(inside[best_level])
     for coarser_level in inside[best_level + 1 :]:
         found = [place for place in coarser_level if not found or place.time < found[0].time] + found
@@ -151,19 +149,15 @@ def build_maps(samples: Sequence[MachineSample], stages: int) -> list[dict[str, 
         for sample_index, sample in enumerate(samples):
             row_begin = 0
             for name in host_names:
-                if (host_reading := sample.hosts.get(name)) is not None and (
-                    gpu_values := host_reading.gauges.get(kind)
-                ):
-                    values[row_begin : row_begin + len(gpu_values), sample_index] = np.array(
-                        gpu_values, dtype=np.float64
-                    )
+                gpu_values = sample.hosts[name].gauges.get(kind) if name in sample.hosts else None
+                if gpu_values:
+                    rows = slice(row_begin, row_begin + len(gpu_values))
+                    values[rows, sample_index] = np.array(gpu_values, dtype=np.float64)
                 row_begin += gpu_counts[name]
         if values.size and not np.isnan(values).all():
-            shown_values, row_labels = share_rows(values, row_names, gpu_gauge.worst)
+            shown_values, labels = share_rows(values, row_names, gpu_gauge.worst)
             colour_scale = (0.0, 1.0) if kind == "utilization" else None
-            drawn_maps.append(
-                _map(kind, gpu_gauge.title, gpu_gauge.unit, row_labels, shown_values, colour_scale)
-            )
+            drawn_maps.append(_map(kind, gpu_gauge.title, gpu_gauge.unit, labels, shown_values, colour_scale))
     return drawn_maps
 
 
@@ -180,17 +174,13 @@ def own_work(own: Floats, stages: int) -> dict[str, Any]:
         for begin in range(0, ranks, stage_size):
             stage = own[:, begin : begin + stage_size]
             some = ~np.isnan(stage).all(axis=1)
-            stage_ratios[some, begin : begin + stage_size] = stage[some] / np.nanmedian(
-                stage[some], axis=1, keepdims=True
-            )
+            stage_medians = np.nanmedian(stage[some], axis=1, keepdims=True)
+            stage_ratios[some, begin : begin + stage_size] = stage[some] / stage_medians
     shown_ratios, row_labels = share_rows(stage_ratios.T, rank_names, np.nanmax)
-    highest_ratio = max(SLOW, min(3.0, float(np.nanmax(shown_ratios))))
-    map_title = (
-        "Own work of every rank" if len(row_labels) == ranks else "Own work of ranks, the slowest of each row"
-    )
-    return _map(
-        "own", map_title, "times the median of its stage", row_labels, shown_ratios, (0.9, highest_ratio)
-    )
+    scale = (0.9, max(SLOW, min(3.0, float(np.nanmax(shown_ratios)))))
+    whose = "every rank" if len(row_labels) == ranks else "ranks, the slowest of each row"
+    title, unit = f"Own work of {whose}", "times the median of its stage"
+    return _map("own", title, unit, row_labels, shown_ratios, scale)
 
 
 def share_rows(values: Floats, names: Sequence[str], worst: Any) -> tuple[Floats, list[str]]:
@@ -216,8 +206,8 @@ def _map(
     kind: str, title: str, unit: str, rows: list[str], values: Floats, scale: tuple[float, float] | None
 ) -> dict[str, Any]:
     return {
-        "kind": f"machine-{kind}", "title": title, "unit": unit, "rows": [make_visible(row_name,
-        100) for row_name in rows],
+        "kind": f"machine-{kind}", "title": title, "unit": unit,
+        "rows": [make_visible(row_name, 100) for row_name in rows],
         "values": values.astype(np.float32), "scale": scale,
     }  # fmt: skip
 
@@ -227,9 +217,7 @@ def list_hosts(sample: MachineSample | None) -> list[dict[str, Any]]:
     host_rows = []
     for host_name, host in (sample.hosts if sample is not None else {}).items():
         known_gauges = {key: [v for v in values if v is not None] for key, values in host.gauges.items()}
-        trouble = [
-            f"GPU {n}: {', '.join(throttle_reasons)}" for n, throttle_reasons in host.throttled.items()
-        ]
+        trouble = [f"GPU {n}: {', '.join(reasons)}" for n, reasons in host.throttled.items()]
         trouble += [f"GPU {n}: Xid {', '.join(map(str, xid_codes))}" for n, xid_codes in host.xid.items()]
         trouble += [
             f"GPU {n}: {ecc_errors:.0f} uncorrected ECC errors"

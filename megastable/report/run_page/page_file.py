@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import html
 import json
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 from megastable.base import durable
 from megastable.report.run_page import run_reader
 from megastable.report.run_page.run_reader import RunReader, told_apart
-from megastable.report.sheet.page import embed_json
+from megastable.report.sheet.page import embed_json, hash_source
 
 HERE = Path(__file__).parent
 STATIC, VENDOR = HERE / "static", HERE / "vendor"
@@ -55,8 +54,8 @@ def self_contained(data: dict[str, Any]) -> str:
     """The page as one file that needs no network. data: what a server would answer (source.js)."""
     page_style, code, page_data = f"\n{join_styles()}", f"\n{join_scripts()}", embed_json(_finite(data))
     policy = (
-        f"default-src 'none'; script-src '{_hash(code)}'; style-src 'unsafe-inline'; img-src data:; frame-src 'self'; "
-        "base-uri 'none'; form-action 'none'"
+        f"default-src 'none'; script-src '{hash_source(code)}'; style-src 'unsafe-inline'; img-src data:; "
+        "frame-src 'self'; base-uri 'none'; form-action 'none'"
     )
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -87,10 +86,6 @@ def _text(path: Path) -> str:
     return path.read_text(encoding="utf-8")
 
 
-def _hash(text: str) -> str:
-    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-
-
 COLUMNS = 6000  # of a plot: what a zoom can still tell apart
 LINES = 5000  # of the journal
 PAGES = 24 << 20  # bytes of incidents' pages
@@ -119,11 +114,12 @@ def build_content(readers: Sequence[RunReader], public: bool = False) -> dict[st
         panel["journal"] = run_reader.build_journal(reader, most=LINES)
         pages = dict[str, str]()
         # The newest first: those are asked for.
-        for case in reversed(panel["incidents"]):
-            page = incident_page(reader, case["page"])
-            if page is not None and len(page) <= room:
-                pages[case["page"]] = page
-                room -= len(page)
+        for folder in filter(None, [case["page"] for case in reversed(panel["incidents"])]):
+            with suppress(OSError, UnicodeDecodeError):
+                page = (reader.run.incidents / folder / run_reader.REPORT).read_text(encoding="utf-8")
+                if len(page) <= room:
+                    pages[folder] = page
+                    room -= len(page)
         head = reader.read_head() | ({"advice": ""} if public else {})
         runs.append({
             "head": head, "panel": panel, "plots": reader.read_plots("step", None, None, COLUMNS),
@@ -131,13 +127,3 @@ def build_content(readers: Sequence[RunReader], public: bool = False) -> dict[st
             "pages": pages,
         })  # fmt: skip
     return {"runs": runs}
-
-
-def incident_page(reader: RunReader, folder: str | None) -> str | None:
-    """The page of an incident, None if there is none."""
-    if folder is None:
-        return None
-    try:
-        return (reader.run.incidents / folder / run_reader.REPORT).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
-        return None

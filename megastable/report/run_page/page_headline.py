@@ -74,7 +74,14 @@ def build_headline(
     """recent: columns of the last steps that were not undone. incidents: all. evaluations: the last. trends: warnings
     that are not over. account: see `run_reader.describe_account`. recipe: the sections of the frozen one. skipped:
     samples. undone: updates, as far as they are recorded."""
-    word, mood = _word(s, incidents, trends)
+    word, mood = WORDS[s.state]
+    if s.state is State.RUNNING:
+        if s.alert:
+            word, mood = "alert", "bad"
+        elif any(i.outcome == "open" for i in incidents):
+            word, mood = "recovering", "warn"
+        elif trends or s.slow:
+            word, mood = "warned", "warn"
     key_figures = [
         _progress(s), _tokens(s, recipe, skipped), _left(s, account, now), _loss(recent, evaluations),
         _speed(s, recent), _mfu(recent), _incidents(incidents), _skipped(s, skipped), _lost(s, incidents, undone),
@@ -90,18 +97,6 @@ def build_headline(
         "step": s.step, "steps": s.steps, "state": s.state.value, "figures": shown,
         "running": s.state in (State.RUNNING, State.STARTING, State.HUNG, State.WAITING), "age": s.age, "now": now,
     }  # fmt: skip
-
-
-def _word(s: Status, incidents: Sequence[IncidentFacts], trends: Sequence[str]) -> tuple[str, str]:
-    state_word, state_mood = WORDS[s.state]
-    if s.state is State.RUNNING:
-        if s.alert:
-            return "alert", "bad"
-        if any(i.outcome == "open" for i in incidents):
-            return "recovering", "warn"
-        if trends or s.slow:
-            return "warned", "warn"
-    return state_word, state_mood
 
 
 def _sentence(s: Status, incidents: Sequence[IncidentFacts], trends: Sequence[str]) -> str:
@@ -130,24 +125,21 @@ def _sentence(s: Status, incidents: Sequence[IncidentFacts], trends: Sequence[st
     elif s.slow and s.state is State.RUNNING:
         told += f" Slow: {next(iter(s.slow.values())).text}."
     elif incidents and all(i.outcome == "healed" for i in incidents):
-        told += f" {_all_of(len(incidents))} resolved without a person."
+        count = len(incidents)
+        which = {1: "The one incident was", 2: "Both incidents were"}.get(
+            count, f"All {count} incidents were"
+        )
+        told += f" {which} resolved without a person."
     elif not incidents:
         told += " Nothing has gone wrong so far." if s.step else ""
     return told.replace("..", ".")
 
 
-def _all_of(n: int) -> str:
-    return {1: "The one incident was", 2: "Both incidents were"}.get(n, f"All {n} incidents were")
-
-
 def _progress(s: Status) -> Figure:
     if not s.steps:
         return Figure("step", f"{s.step:,}")
-    return Figure(
-        "done",
-        f"{min(100.0, math.floor(1000 * s.step / s.steps) / 10):.1f} %",
-        f"step {s.step:,} of {s.steps:,}",
-    )
+    percent = min(100.0, math.floor(1000 * s.step / s.steps) / 10)
+    return Figure("done", f"{percent:.1f} %", f"step {s.step:,} of {s.steps:,}")
 
 
 def _tokens(s: Status, recipe: Mapping[str, Any], skipped: int) -> Figure:
@@ -163,43 +155,37 @@ def _tokens(s: Status, recipe: Mapping[str, Any], skipped: int) -> Figure:
 
 
 def _left(s: Status, account: Mapping[str, Any] | None, now: float) -> Figure:
-    took_text = "" if account is None else f"{show_duration(account['wall'])} so far"
     if s.eta is not None and s.eta < 1e10:
         done_at = datetime.fromtimestamp(now + s.eta, UTC)
         time_format = "%H:%M UTC" if s.eta < 20 * 3600 else "%b %-d, %H:%M UTC"
         return Figure("time left", show_duration(s.eta), f"done about {done_at.strftime(time_format)}")
-    return Figure(
-        "time", show_duration(account["wall"]) if account else "?", took_text and "from the first start"
-    )
+    if account is None:
+        return Figure("time", "?")
+    return Figure("time", show_duration(account["wall"]), "from the first start")
 
 
 def _loss(recent: Mapping[str, npt.NDArray[Any]], evaluations: Sequence[Measurement]) -> Figure:
     accepted = recent["loss"][recent["applied"].astype(bool)] if len(recent["loss"]) else np.empty(0)
     accepted = accepted[np.isfinite(accepted)][-USUAL:]
-    loss_remark = (
-        f"median of {USUAL} steps; validation {evaluations[-1].loss:.3f} at step {evaluations[-1].step:,}"
-        if evaluations
-        else f"median of {USUAL} steps; no validation yet"
-    )
-    return Figure("loss", f"{float(np.median(accepted)):.3f}" if len(accepted) else "?", loss_remark)
+    validation = "no validation yet"
+    if evaluations:
+        validation = f"validation {evaluations[-1].loss:.3f} at step {evaluations[-1].step:,}"
+    median_text = f"{float(np.median(accepted)):.3f}" if len(accepted) else "?"
+    return Figure("loss", median_text, f"median of {USUAL} steps; {validation}")
 
 
 def _speed(s: Status, recent: Mapping[str, npt.NDArray[Any]]) -> Figure:
     median_speed = _median(recent["tokens_per_second"])
     token_speed = s.tokens_per_second if s.tokens_per_second is not None else median_speed
     step_seconds = s.rate if s.rate is not None else _median(recent["seconds"])
-    return Figure(
-        "tokens/s",
-        "?" if token_speed is None else shorten_number(token_speed),
-        "" if step_seconds is None else f"{step_seconds:.3g} s per step, of late",
-    )
+    step_text = "" if step_seconds is None else f"{step_seconds:.3g} s per step, of late"
+    return Figure("tokens/s", "?" if token_speed is None else shorten_number(token_speed), step_text)
 
 
 def _mfu(recent: Mapping[str, npt.NDArray[Any]]) -> Figure:
     value = _median(recent["mfu_full"])
-    return Figure(
-        "MFU", "?" if value is None else f"{value:.1%}".replace("%", " %"), "of the hardware's peak, of late"
-    )
+    mfu_text = "?" if value is None else f"{100 * value:.1f} %"
+    return Figure("MFU", mfu_text, "of the hardware's peak, of late")
 
 
 def _incidents(incidents: Sequence[IncidentFacts]) -> Figure:
@@ -209,38 +195,28 @@ def _incidents(incidents: Sequence[IncidentFacts]) -> Figure:
     told = ", ".join(count_noun(n, action_word) for action_word, n in done.most_common(3))
     opened = sum(i.outcome != "healed" for i in incidents)
     state_text = f"{opened} not over" if opened else "all over"
-    return Figure(
-        "incidents",
-        str(len(incidents)),
-        f"{state_text}: {told}" if told else state_text,
-        "warn" if opened else "good",
-    )
+    remark = f"{state_text}: {told}" if told else state_text
+    return Figure("incidents", str(len(incidents)), remark, "warn" if opened else "good")
 
 
 def _skipped(s: Status, skipped: int) -> Figure:
-    share_text = (
-        f"{skipped / s.cursor:.2%} of those read".replace("%", " %")
-        if s.cursor and skipped
-        else "of the data"
-    )
+    share_text = f"{100 * skipped / s.cursor:.2f} % of those read" if s.cursor and skipped else "of the data"
     return Figure("samples skipped", f"{skipped:,}", share_text)
 
 
 def _lost(s: Status, incidents: Sequence[IncidentFacts], undone: int) -> Figure:
     # Records lack the last steps of a process that was killed, incidents lack restarts without a supervisor.
     lost = max(sum(i.steps_lost for i in incidents), undone)
-    return Figure(
-        "steps lost", f"{lost:,}", f"undone and repeated; {count_noun(s.refused, 'update')} refused"
-    )
+    refused_text = f"{count_noun(s.refused, 'update')} refused"
+    return Figure("steps lost", f"{lost:,}", f"undone and repeated; {refused_text}")
 
 
 def _goodput(account: Mapping[str, Any] | None) -> Figure:
     if account is None or not account["wall"]:
         return Figure("goodput", "?", "share of the time that was training")
     lost_seconds = account["wall"] - account["seconds"].get(TimeKind.TRAINING.value, 0.0)
-    return Figure(
-        "goodput", f"{100 * account['share']:.1f} %", f"{show_duration(lost_seconds)} were not training"
-    )
+    lost_text = f"{show_duration(lost_seconds)} were not training"
+    return Figure("goodput", f"{100 * account['share']:.1f} %", lost_text)
 
 
 def _cost(account: Mapping[str, Any] | None, recipe: Mapping[str, Any]) -> Figure:
@@ -311,13 +287,10 @@ def _model(recipe: Mapping[str, Any]) -> str:
         c = ModelConfig.model_validate(_section(recipe, "model"))
         if c.vocab_size is None:
             return ""
-        head_text = f"{c.heads} heads" + (
-            f" and {c.kv_heads} of keys" if c.kv_heads not in (None, c.heads) else ""
-        )
+        key_heads = f" and {c.kv_heads} of keys" if c.kv_heads not in (None, c.heads) else ""
         return (
             f"{shorten_number(count_parameters(c))} parameters: {count_noun(c.layers, 'layer')} of {c.hidden:,}, "
-            f"{head_text}, "
-            f"feed-forward {c.ffn_width:,}, vocabulary {c.vocab_size:,}"
+            f"{c.heads} heads{key_heads}, feed-forward {c.ffn_width:,}, vocabulary {c.vocab_size:,}"
         )
     except (ValidationError, TypeError, ValueError):
         return ""
@@ -331,12 +304,10 @@ def _batch(recipe: Mapping[str, Any]) -> str:
     )
     if samples is None or length is None:
         return ""
-    batch_text = f"{samples:,} samples of {length:,} tokens"
     micro = _number(train.get("micro_batch"))
-    batch_text += "" if micro is None else f", micro-batches of {micro:,}"
-    return batch_text + (
-        "; smaller at first" if train.get("batch_warmup") or train.get("sequence_warmup") else ""
-    )
+    micro_text = "" if micro is None else f", micro-batches of {micro:,}"
+    grows = train.get("batch_warmup") or train.get("sequence_warmup")
+    return f"{samples:,} samples of {length:,} tokens{micro_text}{'; smaller at first' if grows else ''}"
 
 
 def _data(mixture: Sequence[tuple[str, float]]) -> str:
@@ -358,9 +329,8 @@ def _optimizer(recipe: Mapping[str, Any]) -> str:
             told.append(f"{word} {setting_value:g}")
     if schedule.get("kind"):
         warmup_steps = _number(schedule.get("warmup_steps"))
-        told.append(
-            str(schedule["kind"]) + (f" after {warmup_steps:,} steps of warm-up" if warmup_steps else "")
-        )
+        warmup_text = f" after {warmup_steps:,} steps of warm-up" if warmup_steps else ""
+        told.append(f"{schedule['kind']}{warmup_text}")
     return ", ".join(word for word in told if word)
 
 

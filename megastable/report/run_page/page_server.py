@@ -70,9 +70,8 @@ class PageGuard:
         fetch_site = headers.get("sec-fetch-site", "none")
         if fetch_site == "cross-site" and headers.get("sec-fetch-mode") != "navigate":
             return 403, "Other web sites may not read this page.\n"
-        if self.token and not (
-            self.match_token(query.get("token", "")) or self.match_token(self._cookie(headers))
-        ):
+        tokens = (query.get("token", ""), self._cookie(headers))
+        if self.token and not any(map(self.match_token, tokens)):
             return 401, "This page needs its token: open the address that `megastable watch` has printed.\n"
         return None
 
@@ -226,9 +225,7 @@ class PageServer:
     async def _journal(self, request: Request) -> Response:
         query, group = (request.query_params.get(query_key, "")[:200] for query_key in ("query", "group"))
         most = min(2000, max(1, int(_number(request, "most") or run_reader.LINES)))
-        return await self._answer(
-            request, lambda reader: run_reader.build_journal(reader, query, group, most)
-        )
+        return await self._answer(request, lambda r: run_reader.build_journal(r, query, group, most))
 
     async def _answer(self, request: Request, ask: Callable[[RunReader], Any]) -> Response:
         run_reader = self._reader(request)
@@ -276,8 +273,7 @@ class _Guarded:
         async def with_headers(message: Any) -> None:
             if message["type"] == "http.response.start":
                 given_names = {name.lower() for name, _ in message["headers"]}
-                added_headers = {**HEADERS, "Content-Security-Policy": POLICY}
-                for header, value in added_headers.items():
+                for header, value in {**HEADERS, "Content-Security-Policy": POLICY}.items():
                     if (encoded := header.lower().encode()) not in given_names:
                         message["headers"] = [*message["headers"], (encoded, value.encode())]
             await send(message)
@@ -328,9 +324,8 @@ def open_socket(host: str, port: int | None) -> socket.socket:
             is_taken = getattr(error, "errno", None) == errno.EADDRINUSE
             if port is None and is_taken and candidate < PORT + TRIES - 1:
                 continue
-            raise ConfigError(
-                f"--host {host} --port {candidate}: cannot listen there: {getattr(error, 'strerror', None) or error}"
-            ) from None
+            why = getattr(error, "strerror", None) or error
+            raise ConfigError(f"--host {host} --port {candidate}: cannot listen there: {why}") from None
         return found
     raise AssertionError
 
@@ -356,17 +351,15 @@ def serve_pages(
     run_readers = told_apart([RunReader(run) for run in runs])
     with open_socket(host, port) as bound:
         is_local, port_number = is_loopback(host), bound.getsockname()[1]
-        page_guard = PageGuard(
-            is_local, secrets.token_urlsafe(24) if token or not is_local else "", port_number
-        )
+        page_token = secrets.token_urlsafe(24) if token or not is_local else ""
         name = "localhost" if is_local else socket.gethostname() if host in ("0.0.0.0", "::") else host
         name = f"[{name}]" if ":" in name else name
-        page = PageServer(run_readers, page_guard)
+        page = PageServer(run_readers, PageGuard(is_local, page_token, port_number))
         server_config = uvicorn.Config(
             page.build_app(), log_level="warning", access_log=False, server_header=False,
             timeout_graceful_shutdown=1, lifespan="on", ws="none",
         )  # fmt: skip
-        say(f"http://{name}:{port_number}/" + (f"?token={page_guard.token}" if page_guard.token else ""))
+        say(f"http://{name}:{port_number}/" + (f"?token={page_token}" if page_token else ""))
         http_server = uvicorn.Server(server_config)
         page.ending = lambda: http_server.should_exit
         with suppress(KeyboardInterrupt):  # which it raises again, once it has ended in good order

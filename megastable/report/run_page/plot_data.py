@@ -92,17 +92,14 @@ def trend_band(
         with np.errstate(invalid="ignore"):
             # Between the medians of both halves: one spike must not tilt it.
             half = window // 2
-            row_slopes = (np.median(rows[:, half:], axis=1) - np.median(rows[:, :half], axis=1)) / (
-                window - half
-            )
+            half_change = np.median(rows[:, half:], axis=1) - np.median(rows[:, :half], axis=1)
+            row_slopes = half_change / (window - half)
             detrended_rows = rows - row_slopes[:, None] * at
             row_medians = np.median(detrended_rows, axis=1)
             row_spreads = 1.4826 * np.median(np.abs(detrended_rows - row_medians[:, None]), axis=1)
         trend_level = row_medians + row_slopes * at[0]
-        band_low[enough], band_high[enough] = (
-            trend_level - width * row_spreads,
-            trend_level + width * row_spreads,
-        )
+        band_low[enough] = trend_level - width * row_spreads
+        band_high[enough] = trend_level + width * row_spreads
     return band_low, band_high
 
 
@@ -164,10 +161,8 @@ def plot_data(
         rows, inside_window = _inside(axes, axis, rows, window)
         rows = rows[inside_window]
         column_starts = columns_of(axes.read_values(axis, rows), *window, columns)
-        plot_series[group_name] = {
-            "count": len(rows),
-            **_group(axes, rows, column_starts, {n: _column(steps, n, rows) for n in APART}),
-        }
+        apart_group = _group(axes, rows, column_starts, {name: _column(steps, name, rows) for name in APART})
+        plot_series[group_name] = {"count": len(rows), **apart_group}
     looks = table.looks["row"]
     kept = np.flatnonzero(~was_undone[looks]) if len(looks) else np.empty(0, np.intp)
     rows, inside_window = _inside(axes, axis, looks[kept], window)
@@ -199,13 +194,10 @@ def _lines(
     lead = min(inside.start, TREND)
     longer_rows, rows = rows[inside.start - lead : inside.stop], rows[inside]
     starts = columns_of(axes.read_values(axis, rows), *window, columns)
-    line_group = _group(
-        axes, rows, starts, {line_name: _column(steps, line_name, rows) for line_name in LINES}
-    )
+    line_group = _group(axes, rows, starts, {name: _column(steps, name, rows) for name in LINES})
     if len(starts):
-        line_group["series"]["clipped"] = encode_array(
-            trailing_share(steps["clipped"][longer_rows], starts, CLIPPED, lead)
-        )
+        clipped_share = trailing_share(steps["clipped"][longer_rows], starts, CLIPPED, lead)
+        line_group["series"]["clipped"] = encode_array(clipped_share)
         band_low, band_high = trend_band(steps["loss"][longer_rows], starts, TREND, lead=lead)
         line_group["trend"] = {"low": encode_array(band_low), "high": encode_array(band_high)}
     return line_group
@@ -225,20 +217,15 @@ def _group(
     """The columns of some rows, without series that were never measured."""
     found: dict[str, Any] = {"x": {}, "series": {}}
     for axis in AXES:
-        found["x"][axis] = (
-            encode_array(average_columns(axes.read_values(axis, rows), starts)) if len(rows) else ""
-        )
+        x = axes.read_values(axis, rows)
+        found["x"][axis] = encode_array(average_columns(x, starts)) if len(rows) else ""
     for name, get_column in series.items():
         values = get_column()
         if not len(values) or np.isnan(values).all():
             continue
         columns = reduce_columns(values, starts)
-        if len(starts) == len(values):
-            found["series"][name] = encode_array(columns.mean)
-        else:
-            found["series"][name] = {
-                band_key: encode_array(band_values) for band_key, band_values in columns._asdict().items()
-            }
+        encoded = {key: encode_array(column) for key, column in columns._asdict().items()}
+        found["series"][name] = encoded["mean"] if len(starts) == len(values) else encoded
     return found
 
 
@@ -250,13 +237,9 @@ def _inside(
     if np.any(x[1:] < x[:-1]):  # a clock was set back, or steps were undone twice
         row_order = np.argsort(x, kind="stable")
         rows, x = rows[row_order], x[row_order]
-    return rows, _slice(x, window)
-
-
-def _slice(x: npt.NDArray[np.float64], window: tuple[float, float]) -> slice:
-    """What of ascending `x` is in a window, and a neighbour on each side: lines go on to the edge."""
     first_index, last_index = np.searchsorted(x, window[0], "left"), np.searchsorted(x, window[1], "right")
-    return slice(max(0, int(first_index) - 1), min(len(x), int(last_index) + 1))
+    # And a neighbour on each side: lines go on to the edge.
+    return rows, slice(max(0, int(first_index) - 1), min(len(x), int(last_index) + 1))
 
 
 def encode_array(values: npt.NDArray[Any]) -> str:

@@ -14,26 +14,27 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from pydantic import ValidationError
 
 from megastable.base.text import make_visible
 from megastable.report.figures import thicken_intervals
 from megastable.report.postmortem import sentences
 from megastable.report.postmortem.facts import IncidentFacts
+from megastable.report.postmortem.sample_texts import count_positions
 from megastable.report.run_page import machine_map, page_headline, plot_data
 from megastable.report.run_page.data_map import DataMap
 from megastable.report.run_page.layer_map import KINDS as HEAT_KINDS
 from megastable.report.run_page.layer_map import LayerMap
 from megastable.report.run_page.machine_map import MachineMap
 from megastable.report.run_page.page_headline import recipe_facts
-from megastable.report.run_page.plot_data import encode_array
+from megastable.report.run_page.plot_data import AXES, encode_array
 from megastable.report.run_page.step_table import RecordReader
 from megastable.run.directory import RunDirectory, read_object
 from megastable.run.events.event import LARGEST
 from megastable.run.goodput.time_account import TimeAccount, TimeKind, count_hours
 from megastable.run.goodput.watching import GoodputWatch
 from megastable.run.run_history import (
+    CheckpointHistory,
     HistoryReader,
     IncidentHistory,
     JournalLine,
@@ -103,14 +104,11 @@ class PlacesOfSteps:
 
     def find_times(self, axis: str, begin: float | None, end: float | None) -> tuple[float, float]:
         """The ends of a window of an axis; None: without end. [unix seconds]"""
-        if axis == "time":
-            return (
-                -math.inf if begin is None else begin + self.began,
-                math.inf if end is None else end + self.began,
-            )
         window_times = [-math.inf, math.inf]
         for n, window_end in enumerate((begin, end)):
-            if window_end is not None and len(self.step):
+            if window_end is not None and axis == "time":
+                window_times[n] = window_end + self.began
+            elif window_end is not None and len(self.step):
                 (end_step,) = self.find_steps(axis, [window_end])
                 # Something is read before the first step and after the last one, too.
                 if self.step[0] < end_step < self.step[-1]:
@@ -124,18 +122,13 @@ def build_head(r: RunReader) -> dict[str, Any]:
     with r.records.hold_table() as table:
         # The last ones that were not undone are among the last ones, but for a very long way back.
         tail_rows = slice(max(0, len(table.steps) - TAIL), None)
-        recent_rows = (
-            tail_rows.start + np.flatnonzero(~table.steps["undone"][tail_rows])[-page_headline.RECENT :]
-        )
+        live_rows = np.flatnonzero(~table.steps["undone"][tail_rows])
+        recent_rows = tail_rows.start + live_rows[-page_headline.RECENT :]
         recent_columns = {name: table.steps[name][recent_rows] for name in page_headline.COLUMNS}
         undone = int(np.count_nonzero(table.steps["undone"] & table.steps["applied"]))
-    incident_cases = [
-        incident_case
-        for incident_note in history.incidents.values()
-        if (incident_case := facts_of(incident_note)) is not None
-    ]
+    known_cases = [case for note in history.incidents.values() if (case := facts_of(note)) is not None]
     headline_facts = page_headline.build_headline(
-        r.status, recent_columns, incident_cases, select_standing(history.evaluations)[-1:], describe_trends(r),
+        r.status, recent_columns, known_cases, select_standing(history.evaluations)[-1:], describe_trends(r),
         r.account, r.recipe, r.data.count_skipped(r.length), usable_checkpoints(r), undone, time.time(),
     )  # fmt: skip
     problem_texts = [*r.failures.values(), *r.status.problems, *r.data.problems]
@@ -160,15 +153,11 @@ def build_panel(r: RunReader) -> dict[str, Any]:
     ranks = history.starts[-1].ranks if history.starts else None
     peak_facts = history.peaks[-1][1:] if history.peaks else None
     return {
-        "incidents": cases,
-        "evaluations": _curve(evaluations, places),
-        "probe": {
-            "standing": _curve(select_standing(history.probes), places),
-            "undone": _curve(undone, places),
-        },
+        "incidents": cases, "evaluations": _curve(evaluations, places),
+        "probe": {"standing": _curve(select_standing(history.probes), places), "undone": _curve(undone, places)},
         "by_corpus": _curves([(one.step, one.time, one.values) for one in evaluations if one.values], places),
         "tasks": _curves([(one.step, None, one.values) for one in history.scores if not one.undone], places),
-        "checkpoints": [_checkpoint(r, name, places) for name in history.checkpoints],
+        "checkpoints": [_checkpoint(r, note, places) for note in history.checkpoints.values()],
         "usable": usable_checkpoints(r)._asdict() | {"after": healthy_after},
         "recipe": recipe_facts(r.recipe, ranks, r.data.mixture, history.software, peak_facts),
         "peaks": [
@@ -176,23 +165,24 @@ def build_panel(r: RunReader) -> dict[str, Any]:
             for step, peak, source in history.peaks[-20:]
         ],
         "rates": [{"x": places.place_event(step, at), "text": told} for step, at, told in history.rates],
-        "trends": describe_trends(r),
-        "time": r.account,
+        "trends": describe_trends(r), "time": r.account,
         "data": r.data.build_content(r.length, r.status.cursor or 0, cases),
-        "machines": build_machines(r, places),
-        "journal": build_journal(r),
-    }
+        "machines": build_machines(r, places), "journal": build_journal(r),
+    }  # fmt: skip
 
 
 def build_incident(r: RunReader, note: IncidentHistory, places: PlacesOfSteps) -> dict[str, Any]:
     """One incident, for its mark and its card."""
     case = facts_of(note) or IncidentFacts(number=note.number)
     page_folder = f"{case.number:04d}"
+    onset_place = places.place_event(case.onset or case.step, note.opened if case.breakdown else None)
+    if note.opened:  # the step may have been done again since: not later than the incident was opened
+        onset_place["time"] = min(onset_place["time"], note.opened - places.began)
     return {
-        "number": case.number, "x": _onset(case, note, places),
+        "number": case.number, "x": onset_place,
         "opened": note.opened, "closed": note.closed, "onset": case.onset, "step": case.step,
         "until": None if note.closed is None else places.place_event(None, note.closed),
-        "title": make_visible(sentences.describe_symptom(case), 600), "mood": _mood(case.outcome),
+        "title": make_visible(sentences.describe_symptom(case), 600), "mood": sentences.name_mood(case.outcome),
         "verdict": make_visible(case.verdict, 60), "kind": make_visible(sentences.type_of(case.kind), 60),
         "cause": make_visible(sentences.describe_cause(case), 300), "cause_word": make_visible(case.cause, 40),
         "actions": [make_visible(sentences.describe_action(action), 300) for action in case.actions],
@@ -201,20 +191,13 @@ def build_incident(r: RunReader, note: IncidentHistory, places: PlacesOfSteps) -
         "reasons": [make_visible(reason_text, 600) for reason_text in case.reasons],
         "positions": [list(pair) for pair in case.positions], "bad": bool(case.bad),
         "deferred": [list(pair) for pair in case.deferred], "returns": [list(pair) for pair in case.returns],
-        "skipped": sum(end - first_position for first_position, end in case.positions),
+        "skipped": count_positions(case.positions),
         "documents": len(case.documents), "steps_lost": case.steps_lost, "refused": case.batches_discarded,
-        "seconds": _plain(case.seconds),
-        "loss_before": _plain(case.loss_before), "loss_peak": _plain(case.loss_peak),
-        "loss_after": _plain(case.loss_after), "norm_peak": _plain(case.norm_peak),
+        "seconds": case.seconds, "loss_before": case.loss_before, "loss_peak": case.loss_peak,
+        "loss_after": case.loss_after, "norm_peak": case.norm_peak,
         "page": page_folder if (r.run.incidents / page_folder / REPORT).is_file() else None,
-        "timeline": [build_line(journal_line, places) for journal_line in note.lines],
+        "timeline": [build_line(journal_line) for journal_line in note.lines],
     }  # fmt: skip
-
-
-def _onset(case: IncidentFacts, note: IncidentHistory, places: PlacesOfSteps) -> Place:
-    """Where it began. The step may have been done again since: not later than the incident was opened."""
-    place = places.place_event(case.onset or case.step, note.opened if case.breakdown else None)
-    return {**place, "time": min(place["time"], note.opened - places.began)} if note.opened else place
 
 
 def facts_of(note: IncidentHistory) -> IncidentFacts | None:
@@ -230,9 +213,7 @@ def describe_account(found: TimeAccount, began: float, starts: Sequence[StartFac
     since the run began. starts, gpu_hours: see `gpu_hours`."""
     seconds = found.sum_seconds()
     time_spans = list(found.list_spans())
-    rank_hours = count_hours(
-        time_spans, [(process_start.time, process_start.ranks) for process_start in starts]
-    )
+    rank_hours = count_hours(time_spans, [(start.time, start.ranks) for start in starts])
     time_spans = [span for span in time_spans if span.kind is not TimeKind.TRAINING]
     if len(time_spans) <= SPANS:
         drawn_spans = [
@@ -299,12 +280,15 @@ def build_heat(r: RunReader, axis: str, begin: float | None, end: float | None) 
     window = [v + r.began for v in window] if axis == "time" else step_places.find_steps(axis, window)
     files = r.layers.choose_files(window[0], window[1], axis)
     layer_values = r.layers.read_maps(files)
-    heat_maps = []
-    for map_kind, kind_values in layer_values["kinds"].items():
-        map_title, map_unit, _ = HEAT_KINDS[map_kind]
-        heat_maps.append(
-            {"kind": map_kind, "title": map_title, "unit": map_unit, "values": encode_array(kind_values)}
-        )
+    heat_maps = [
+        {
+            "kind": kind,
+            "title": HEAT_KINDS[kind][0],
+            "unit": HEAT_KINDS[kind][1],
+            "values": encode_array(values),
+        }
+        for kind, values in layer_values["kinds"].items()
+    ]
     return {
         "x": _xs([step_places.place_event(layer_file.step, layer_file.time) for layer_file in files]),
         "layers": [make_visible(layer_name, 60) for layer_name in layer_values["layers"]],
@@ -332,11 +316,9 @@ def build_journal(r: RunReader, query: str = "", group: str = "", most: int = LI
     history = r.history
     found_lines, line_count = select_lines(history.lines, query, group, most)
     return {
-        "lines": [build_line(journal_line) for journal_line in found_lines],
-        "count": line_count,
-        "passed": history.passed_over,
-        "all": len(history.lines),
-    }
+        "lines": [build_line(journal_line) for journal_line in found_lines], "count": line_count,
+        "passed": history.passed_over, "all": len(history.lines),
+    }  # fmt: skip
 
 
 def select_lines(
@@ -348,10 +330,9 @@ def select_lines(
     for entry in reversed(list(lines)):
         if group and find_group(entry.name) != group:
             continue
-        if words:
-            line_text = f"{entry.text} {entry.name} step {entry.step}".lower()
-            if not all(search_word in line_text for search_word in words):
-                continue
+        line_text = f"{entry.text} {entry.name} step {entry.step}".lower() if words else ""
+        if not all(search_word in line_text for search_word in words):
+            continue
         line_count += 1
         if len(found_lines) < most:
             found_lines.append(entry)
@@ -364,7 +345,7 @@ def find_group(name: str) -> str:
     return next((group for name_prefix, group in PREFIXES.items() if name.startswith(name_prefix)), "other")
 
 
-def build_line(entry: JournalLine, places: PlacesOfSteps | None = None) -> dict[str, Any]:
+def build_line(entry: JournalLine) -> dict[str, Any]:
     """A line of the journal."""
     return {
         "time": entry.time, "step": entry.step, "name": make_visible(entry.name, 60), "group": find_group(entry.name),
@@ -388,14 +369,11 @@ def usable_checkpoints(r: RunReader) -> page_headline.UsableCheckpoints:
     return page_headline.UsableCheckpoints(newest_step, None)
 
 
-def _checkpoint(r: RunReader, name: str, places: PlacesOfSteps) -> dict[str, Any]:
-    note = r.history.checkpoints[name]
+def _checkpoint(r: RunReader, note: CheckpointHistory, places: PlacesOfSteps) -> dict[str, Any]:
     return {
-        "name": make_visible(name, 80), "x": places.place_event(note.step, note.time), "step": note.step,
-        "time": note.time,
-        "bytes": note.bytes, "seconds": _plain(note.seconds), "blocked": _plain(note.blocked), "state": note.state,
-        "why": note.why, "proved": note.proved,
-        "there": name in r.committed,
+        "name": make_visible(note.name, 80), "x": places.place_event(note.step, note.time), "step": note.step,
+        "time": note.time, "bytes": note.bytes, "seconds": note.seconds, "blocked": note.blocked, "state": note.state,
+        "why": note.why, "proved": note.proved, "there": note.name in r.committed,
     }  # fmt: skip
 
 
@@ -414,33 +392,17 @@ def _curves(
 ) -> dict[str, Any]:
     """A curve for every name, over the steps that any of them was measured at. measured: step, time, values by name."""
     looks = sorted(measured, key=lambda look: look[0])
-    curve_names = dict.fromkeys(name for _, _, values in looks for name in values)
-    return {
-        "x": _xs([places.place_event(step, time) for step, time, _ in looks]),
-        "values": [
-            {
-                "name": make_visible(name, 80),
-                "y": encode_array(np.array([values.get(name, np.nan) for _, _, values in looks], np.float32)),
-            }
-            for name in curve_names
-        ],
-    }
+    curves = list[dict[str, str]]()
+    for name in dict.fromkeys(name for _, _, values in looks for name in values):
+        curve_values = np.array([values.get(name, np.nan) for _, _, values in looks], np.float32)
+        curves.append({"name": make_visible(name, 80), "y": encode_array(curve_values)})
+    return {"x": _xs([places.place_event(step, time) for step, time, _ in looks]), "values": curves}
 
 
 def _xs(places: list[Place]) -> dict[str, str]:
-    values_by_axis: dict[str, npt.NDArray[np.float64]] = {}
-    for axis in ("step", "tokens", "time"):
-        values_by_axis[axis] = np.array([step_place[axis] for step_place in places], np.float64)
-    return {axis: encode_array(axis_values) for axis, axis_values in values_by_axis.items()}
-
-
-def _mood(outcome: str) -> str:
-    return {"healed": "good", "stopped": "bad"}.get(outcome, "warn")
-
-
-def _plain(value: float | None) -> float | None:
-    """JSON has no nan."""
-    return value if value is not None and math.isfinite(value) else None
+    return {
+        axis: encode_array(np.array([step_place[axis] for step_place in places], np.float64)) for axis in AXES
+    }
 
 
 log = logging.getLogger(__name__)
@@ -520,8 +482,8 @@ class RunReader:
         try:
             yield
         except Exception as error:
-            failure_reason = f"{part} cannot read the run ({type(error).__name__}: {error})"
-            failure_text = f"a part of this page is not up to date: {failure_reason}"
+            reason = f"{part} cannot read the run ({type(error).__name__}: {error})"
+            failure_text = f"a part of this page is not up to date: {reason}"
             if failure_text != self.failures.get(part):
                 log.exception("%s", self.root)
                 self.failures[part] = failure_text

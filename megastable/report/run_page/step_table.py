@@ -90,19 +90,13 @@ class StepTable:
         is forgotten; `see` it again where it is newer. Afterwards call `find_undone`."""
         self.steps.cut_rows(row)
         self.looks.cut_rows(int(np.searchsorted(self.looks["row"], row)))
-        has_look = np.zeros(len(columns["step"]), bool)
-        for name in SOMETIMES:
-            has_look |= ~np.isnan(columns[name])
+        has_look = np.any([~np.isnan(columns[name]) for name in SOMETIMES], axis=0)
         look_rows = np.flatnonzero(has_look)
         self.looks.append_rows(
             {"row": row + look_rows, **{name: columns[name][look_rows] for name in SOMETIMES}}
         )
         self.steps.append_rows(columns)
         self.recorded = len(self.steps)
-
-    def add_seen(self, columns: Columns) -> None:
-        """Add steps that are not recorded yet. Afterwards call `find_undone`."""
-        self.steps.append_rows(columns)
 
     def find_undone(self) -> None:
         """Mark the steps that were undone: a later one has the same number, or a lower one."""
@@ -142,9 +136,8 @@ class RecordReader:
         news = False
         with self._lock:
             for row, table in self._follower.read_new():
-                self._table.put_recorded(
-                    row, {field.name: to_array(table.column(field.name)) for field in COLUMNS}
-                )
+                columns = {field.name: to_array(table.column(field.name)) for field in COLUMNS}
+                self._table.put_recorded(row, columns)
                 news = True
             if news:
                 self._table.find_undone()
@@ -165,6 +158,6 @@ class RecordReader:
             seen_number = read_real(progress.get(name))
             seen_step[name] = np.nan if seen_number is None else seen_number
         with self._lock:
-            self._table.add_seen({name: np.array([seen_number]) for name, seen_number in seen_step.items()})
+            self._table.steps.append_rows({name: np.array([number]) for name, number in seen_step.items()})
             self._table.find_undone()
         return True

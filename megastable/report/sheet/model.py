@@ -183,21 +183,15 @@ def as_json(sheet: Sheet) -> str:
     """For programs. Texts are exact, in ASCII; non-finite numbers are text, which float() parses."""
     words = {column.key for column in sheet.columns if column.words}
     json_content = {
-        "title": sheet.title,
-        "lead": list(sheet.lead),
-        "facts": dict(sheet.data),
+        "title": sheet.title, "lead": list(sheet.lead), "facts": dict(sheet.data),
         "columns": [asdict(column) for column in sheet.columns if not column.words],
-        "rows": [
-            {key: row_value for key, row_value in sheet_row.items() if key not in words}
-            for sheet_row in sheet.rows
-        ],
+        "rows": [{key: value for key, value in row.items() if key not in words} for row in sheet.rows],
         "passages": {
             str(row_number): [asdict(row_passage) for row_passage in passages]
             for row_number, passages in sorted(sheet.passages.items())
         },
-        "histograms": [asdict(sheet_histogram) for sheet_histogram in sheet.histograms],
-        "notes": list(sheet.notes),
-    }
+        "histograms": [asdict(sheet_histogram) for sheet_histogram in sheet.histograms], "notes": list(sheet.notes),
+    }  # fmt: skip
     # DEL is the only terminal control character that JSON leaves unescaped.
     return directory.as_json(make_plain(json_content), indent=1).replace("\x7f", "\\u007f") + "\n"
 

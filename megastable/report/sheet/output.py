@@ -96,13 +96,10 @@ class _Rows:
                 Text(texts[column.key][number], style=_tone(row, column, limits[column.key])) for column in columns
             ))  # fmt: skip
         yield table
-        yield from self._left_out([column for column in self.sheet.columns if column not in columns])
-
-    def _left_out(self, columns: Sequence[Column]) -> Iterable[Text]:
         rest = len(self.sheet.rows) - self.most
         told = [f"… and {rest:,} more"] if rest else []
-        if columns:
-            told.append(f"columns left out: {', '.join(make_visible(column.title) for column in columns)}")
+        if left_out := [make_visible(column.title) for column in self.sheet.columns if column not in columns]:
+            told.append(f"columns left out: {', '.join(left_out)}")
         if told:
             yield Text(f"{'; '.join(told)} (--csv or --html for all)", style=SOFT)
 
@@ -138,9 +135,7 @@ def _where(sheet: Sheet, number: int) -> str:
     """A row on one line: those of its first values that it has."""
     row = sheet.rows[number]
     first = [column for column in sheet.columns if not column.wide][:3]
-    told = [
-        f"{make_visible(column.title)} {cell_text}" for column in first if (cell_text := _cell(row, column))
-    ]
+    told = [f"{make_visible(column.title)} {text}" for column in first if (text := _cell(row, column))]
     return f"{number + 1}: {', '.join(told)}"
 
 
@@ -149,15 +144,12 @@ def _passages(where: str, passages: Sequence[Passage]) -> Iterable[RenderableTyp
     yield Rule(Text(where, style="bold"), align="left", style=SOFT)
     for passage in passages:
         yield Text(make_visible(passage.title), style=SOFT)
-        yield Padding(_heated(passage), (0, 0, 0, 2))
-
-
-def _heated(passage: Passage) -> Text:
-    text = Text(overflow="fold", tab_size=4)
-    for span in passage.spans:
-        for text_piece, is_escape in safe.split_escapes(safe.show_block(span.text)):
-            text.append(text_piece, style=ESCAPE if is_escape and not HEAT[span.level] else HEAT[span.level])
-    return text
+        text = Text(overflow="fold", tab_size=4)
+        for span in passage.spans:
+            for text_piece, is_escape in safe.split_escapes(safe.show_block(span.text)):
+                heat = HEAT[span.level]
+                text.append(text_piece, style=ESCAPE if is_escape and not heat else heat)
+        yield Padding(text, (0, 0, 0, 2))
 
 
 STDOUT = ("/dev/stdout", "/dev/fd/1", "/proc/self/fd/1")

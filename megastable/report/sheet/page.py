@@ -12,7 +12,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,7 @@ def as_html(sheet: Sheet) -> str:
     cards = [fact for fact in sheet.facts if len(fact[1]) <= SHORT][:CARDS]
     return _environment().get_template("sheet.html.jinja").render(
         sheet=sheet, first=FIRST, cards=cards, facts=[fact for fact in sheet.facts if fact not in cards],
-        style=Markup(style), script=Markup(script), style_hash=_hash(style), script_hash=_hash(script),
+        style=Markup(style), script=Markup(script), style_hash=hash_source(style), script_hash=hash_source(script),
         data=Markup(embed_json(build_content(sheet))),
         parts={n: Markup(embed_json(text_part)) for n, text_part in group_texts(sheet).items()},
     )  # fmt: skip
@@ -52,15 +52,11 @@ def build_content(sheet: Sheet) -> dict[str, Any]:
     """The data for the script: columns with their values, and histograms."""
     column_keys = [sheet_column.key for sheet_column in sheet.columns]
     return {
-        "columns": [_column(sheet_column, sheet) for sheet_column in sheet.columns],
-        "rows": len(sheet.rows),
-        "units": _units(sheet),
-        "plan": _plan(sheet),
-        "part": PART,
-        "first": FIRST,
+        "columns": [_column(sheet_column, sheet) for sheet_column in sheet.columns], "rows": len(sheet.rows),
+        "units": _units(sheet), "plan": _plan(sheet), "part": PART, "first": FIRST,
         "histograms": [_histogram(sheet_histogram, column_keys) for sheet_histogram in sheet.histograms],
         "legend": mark_escapes(sheet.legend),
-    }
+    }  # fmt: skip
 
 
 def _units(sheet: Sheet) -> dict[str, Any] | None:
@@ -122,16 +118,13 @@ def _plan(sheet: Sheet) -> list[str | None] | None:
     pasted verbatim, or the row was found to be harmless."""
     if not sheet.rows or not all("shard" in row and "document" in row for row in sheet.rows):
         return None
-    pairs = [(str(make_plain(row["shard"])), str(make_plain(row["document"]))) for row in sheet.rows]
-    token_spans = [
-        f" {row['first']}:{row['end']}" if {"first", "end"} <= row.keys() else "" for row in sheet.rows
-    ]
-    return [
-        f"{shard} {document}{token_span}"
-        if shard.isprintable() and document.isdecimal() and row.get("bad") is not False
-        else None
-        for (shard, document), token_span, row in zip(pairs, token_spans, sheet.rows, strict=True)
-    ]
+    plan_lines = list[str | None]()
+    for row in sheet.rows:
+        shard, document = str(make_plain(row["shard"])), str(make_plain(row["document"]))
+        token_span = f" {row['first']}:{row['end']}" if {"first", "end"} <= row.keys() else ""
+        is_wanted = shard.isprintable() and document.isdecimal() and row.get("bad") is not False
+        plan_lines.append(f"{shard} {document}{token_span}" if is_wanted else None)
+    return plan_lines
 
 
 def _passage(passage: Passage) -> dict[str, Any]:
@@ -150,16 +143,12 @@ def _passage(passage: Passage) -> dict[str, Any]:
 
 def _histogram(histogram: Histogram, keys: Sequence[str]) -> dict[str, Any]:
     return {
-        "title": mark_escapes(histogram.title), "edges": _floats(histogram.edges),
+        "title": mark_escapes(histogram.title), "edges": list(map(float, histogram.edges)),
         "counts": make_plain(histogram.counts),
         "marks": [[float(at), mark_escapes(mark_label)] for at, mark_label in histogram.marks if math.isfinite(at)],
         "note": mark_escapes(histogram.note),
         "column": keys.index(histogram.column) if histogram.column in keys else None,
     }  # fmt: skip
-
-
-def _floats(values: Iterable[float]) -> list[float]:
-    return [float(value) for value in values]
 
 
 @cache
@@ -170,19 +159,15 @@ def _environment() -> Environment:
 @cache
 def _style() -> str:
     """The post-mortem's style, and the sheet's additions."""
-    return (
-        "\n"
-        + _source("megastable.report.postmortem", "style.css")
-        + _source("megastable.report.sheet", "sheet.css")
-    )
+    report_style = _source("megastable.report.postmortem", "style.css")
+    return f"\n{report_style}{_source('megastable.report.sheet', 'sheet.css')}"
 
 
 @cache
 def _script() -> str:
     """Tabulator, with the licence text it requires, and our script."""
-    licence, library_code = (
-        (VENDOR / name).read_text(encoding="utf-8") for name in ("LICENSE", "tabulator.min.js")
-    )
+    licence = (VENDOR / "LICENSE").read_text(encoding="utf-8")
+    library_code = (VENDOR / "tabulator.min.js").read_text(encoding="utf-8")
     own_scripts = "\n".join(_source("megastable.report.sheet", name) for name in SCRIPTS)
     return f'\n/* Tabulator\n{licence}\n*/\n{library_code}(() => {{\n"use strict";\n{own_scripts}}})();\n'
 
@@ -191,6 +176,6 @@ def _source(package: str, name: str) -> str:
     return PackageLoader(package).get_source(_environment(), name)[0]
 
 
-def _hash(text: str) -> str:
+def hash_source(text: str) -> str:
     """The hash of an element in a content security policy."""
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

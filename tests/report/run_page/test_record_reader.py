@@ -59,7 +59,7 @@ def test_find_undone_marks_what_a_later_step_does_again(steps: list[int], record
         table.put_recorded(
             min(row, len(steps)), {name: some[row:recorded] for name, some in (given | nothing).items()}
         )
-        table.add_seen({"step": given["step"][recorded:]})
+        table.steps.append_rows({"step": given["step"][recorded:]})
         table.find_undone()
         wanted = [any(s <= step for s in steps[n + 1 :]) for n, step in enumerate(steps)]
         assert table.steps["undone"].tolist() == wanted and table.recorded == min(recorded, len(steps))
