@@ -35,9 +35,8 @@ StepTimes = tuple[int, float, tuple[float, ...]]
 timed: deque[StepTimes] = deque(maxlen=4096)  # steps that no heartbeat has told of yet, oldest first
 # A step: its number, and its seconds by activity, with waits for other ranks in OWN under REDUCE.
 Spent = tuple[int, Mapping[str, float]]
-spent: deque[Spent] = deque(
-    maxlen=16
-)  # steps that no record has told of yet, oldest first; for the thread that trains
+# Steps that no record has told of yet, oldest first; for the thread that trains.
+spent: deque[Spent] = deque(maxlen=16)
 
 
 class Clock(Protocol):
@@ -91,9 +90,7 @@ def end_step(seconds: float) -> None:
         listener.end_step()
     steps_over = [(step, seconds, dict(_spent))] if clock is None else clock.end_step(step, seconds)
     for step_number, step_seconds, by_activity in steps_over:
-        timed.append(
-            (step_number, step_seconds, tuple(by_activity.get(activity_name, 0.0) for activity_name in OWN))
-        )
+        timed.append((step_number, step_seconds, tuple(by_activity.get(name, 0.0) for name in OWN)))
         spent.append((step_number, by_activity))
 
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import psutil
 
@@ -33,20 +33,27 @@ def lock_file(path: Path, seconds: float = 1.0) -> IO[str] | None:
 
     A process that only checks the lock (a status command) holds it for an instant. Raises OSError.
     """
-    wait_until = time.monotonic() + seconds
     lock_file = path.open("a+")
+    is_locked = False
+    try:
+        is_locked = _lock(lock_file, seconds)
+    finally:
+        if not is_locked:
+            lock_file.close()
+    return lock_file if is_locked else None
+
+
+def _lock(file: IO[Any], seconds: float) -> bool:
+    """Wait for other holders, but not forever for one that was stopped; whether it is locked. Raises OSError."""
+    wait_until = time.monotonic() + seconds
     while True:
         try:
-            fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return lock_file
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
         except BlockingIOError:
             if time.monotonic() > wait_until:
-                lock_file.close()
-                return None
-            time.sleep(0.05)
-        except OSError:
-            lock_file.close()
-            raise
+                return False
+            time.sleep(0.01)
 
 
 def write_output(path: Path, text: str) -> None:
@@ -180,7 +187,8 @@ def append_line(path: Path, line: str) -> None:
     try:
         is_new = not path.exists()
         with path.open("a+b") as line_file:
-            _lock(line_file)
+            if not _lock(line_file, PATIENCE):
+                raise OSError(f"another process has held it for {PATIENCE:.0f} s")
             _mend(path, line_file)
             line_file.write(line.encode() + b"\n")
             line_file.flush()
@@ -210,23 +218,9 @@ def read_content(path: Path) -> tuple[bytes, bytes]:
         raise DataError(f"{path} cannot be read: {error}") from error
     end_of_lines = file_content.rfind(b"\n") + 1
     last_line = file_content[end_of_lines:]
-    return (
-        (file_content, b"")
-        if not last_line or _whole(last_line)
-        else (file_content[:end_of_lines], last_line)
-    )
-
-
-def _lock(file: IO[bytes]) -> None:
-    """Wait for other writers, but not forever for one that was stopped while writing. Raises OSError."""
-    wait_until = time.monotonic() + PATIENCE
-    while True:
-        try:
-            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > wait_until:
-                raise OSError(f"another process has held it for {PATIENCE:.0f} s") from None
-            time.sleep(0.01)
+    if not last_line or _whole(last_line):
+        return file_content, b""
+    return file_content[:end_of_lines], last_line
 
 
 def _mend(path: Path, file: IO[bytes]) -> None:

@@ -30,10 +30,8 @@ log = logging.getLogger(__name__)
 
 ROW = 2048  # words
 ROWS, COLUMNS = 1, 2  # the keys of their factors
-CACHED, LAUNCHED = (
-    1 << 18,
-    1 << 24,
-)  # words processed at once: by a CPU, in its cache; by a GPU without the kernel
+# Words processed at once: by a CPU, in its cache; by a GPU without the kernel.
+CACHED, LAUNCHED = 1 << 18, 1 << 24
 STEP = 0x1E3779B97F4A7C15  # odd
 MASK = (1 << 64) - 1
 
@@ -79,10 +77,8 @@ def marks_of(tensors: Mapping[str, Tensor], like: Marks | None = None) -> Marks:
 def compare_marks(marks: Marks, others: Marks) -> list[str]:
     """The names whose marks differ, or that only one of them has. Waits for the devices, once for each."""
     both = [name for name in marks if name in others]
-    differing_names = [
-        name for name, a, b in zip(both, _values(marks, both), _values(others, both), strict=True) if a != b
-    ]
-    return [*differing_names, *sorted(marks.keys() ^ others.keys())]
+    pairs = zip(both, _values(marks, both), _values(others, both), strict=True)
+    return [*(name for name, a, b in pairs if a != b), *sorted(marks.keys() ^ others.keys())]
 
 
 def _values(marks: Marks, names: Sequence[str]) -> list[int]:
@@ -124,10 +120,8 @@ def _sum(words: Tensor) -> Tensor:
     """int64 []: of all words, each times its factors."""
     # In powers of two, so that few tables are ever made.
     row_count = max(ROW, 1 << (words.numel() // ROW).bit_length())
-    row_factors, columns = (
-        _odd_numbers(ROWS, row_count, words.device),
-        _odd_numbers(COLUMNS, ROW, words.device),
-    )
+    row_factors = _odd_numbers(ROWS, row_count, words.device)
+    columns = _odd_numbers(COLUMNS, ROW, words.device)
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     chunk_words = CACHED if words.device.type == "cpu" else LAUNCHED
     for chunk_number, chunk in enumerate(words.split(chunk_words)):
@@ -154,10 +148,8 @@ def _can_compile(device: torch.device) -> bool:
         return False
     from megastable.base.fingerprint_kernel import add_words
 
-    trial_total, trial_word = (
-        torch.zeros((), dtype=torch.int64, device=device),
-        torch.ones(1, dtype=torch.int64, device=device),
-    )
+    trial_total = torch.zeros((), dtype=torch.int64, device=device)
+    trial_word = torch.ones(1, dtype=torch.int64, device=device)
     try:
         add_words(trial_total, trial_word, trial_word.view(torch.uint8)[:0], 0, 1, (ROWS, COLUMNS), ROW)
     except Exception as error:  # whatever a compiler says

@@ -58,9 +58,8 @@ def _description(device: torch.device) -> str:
         return f"{platform.processor()} {computing}"
     # "Features" on Arm
     wanted_fields = ("model name", "flags", "Features", "CPU part")
-    return "\n".join(
-        [computing, *dict.fromkeys(line for line in cpu_lines if line.startswith(wanted_fields))]
-    )
+    wanted_lines = dict.fromkeys(line for line in cpu_lines if line.startswith(wanted_fields))
+    return "\n".join([computing, *wanted_lines])
 
 
 def nominal_tflops(name: str, dtype: torch.dtype) -> float | None:
@@ -118,10 +117,8 @@ def describe_software(device: torch.device) -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     if device.type == "cuda":
-        package_versions |= {
-            "cuda": str(torch.version.cuda or torch.version.hip),
-            "device": torch.cuda.get_device_name(device),
-        }
+        package_versions["cuda"] = str(torch.version.cuda or torch.version.hip)
+        package_versions["device"] = torch.cuda.get_device_name(device)
         if torch.version.cuda and isinstance(nccl_version := torch.cuda.nccl.version(), tuple):
             package_versions["nccl"] = ".".join(map(str, nccl_version))
     else:

@@ -61,15 +61,10 @@ class _Spared(io.FileIO):
     def write(self, data: Buffer, /) -> int:
         given_bytes = memoryview(data).cast("B")
         if self._lost:
-            loss_note = (
-                f"\n[{self._lost} bytes of output were lost here: their reader did not take them]\n".encode()
-            )
-            if self._put(memoryview(loss_note)) == len(loss_note):
+            loss_note = f"\n[{self._lost} bytes of output were lost here: their reader did not take them]\n"
+            if self._put(memoryview(loss_note.encode())) == len(loss_note):
                 self._lost = 0
-        if not self._lost:
-            self._lost = len(given_bytes) - self._put(given_bytes)
-        else:
-            self._lost += len(given_bytes)
+        self._lost += len(given_bytes) if self._lost else len(given_bytes) - self._put(given_bytes)
         return len(given_bytes)
 
     def _put(self, content: memoryview) -> int:
@@ -117,16 +112,11 @@ def spare_output() -> None:
     if sys.stderr is sys.__stderr__:
         sys.stderr = _spared(sys.stderr, 2)
     # Libraries that are imported already, as DeepSpeed, log to the streams that they have seen then.
-    all_loggers = [logging.getLogger(), *logging.Logger.manager.loggerDict.values()]
-    for handler in [
-        handler for some_logger in all_loggers for handler in getattr(some_logger, "handlers", ())
-    ]:
-        if (
-            isinstance(handler, logging.StreamHandler)
-            and handler.stream is not None
-            and handler.stream in old_streams
-        ):
-            handler.setStream(sys.stdout if handler.stream is old_streams[0] else sys.stderr)
+    for some_logger in [logging.getLogger(), *logging.Logger.manager.loggerDict.values()]:
+        for handler in getattr(some_logger, "handlers", ()):
+            stream = handler.stream if isinstance(handler, logging.StreamHandler) else None
+            if stream is not None and stream in old_streams:
+                handler.setStream(sys.stdout if stream is old_streams[0] else sys.stderr)
 
 
 def _fill_closed() -> None:
@@ -158,10 +148,8 @@ PACKAGES = ("megastable", "megastable_guard", "megastable_tools")
 
 def package_folders() -> list[Path]:
     """The folders of our packages, as far as they are there."""
-    found = [find_spec(package_name) for package_name in PACKAGES]
-    return [
-        Path(spec.origin).absolute().parent for spec in found if spec is not None and spec.origin is not None
-    ]
+    origins = [spec.origin for spec in map(find_spec, PACKAGES) if spec is not None]
+    return [Path(origin).absolute().parent for origin in origins if origin is not None]
 
 
 def install_command(extra: str = "") -> str:

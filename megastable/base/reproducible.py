@@ -80,10 +80,8 @@ def set_rng_state(state: dict[str, Any]) -> None:
     """Restore what `rng_state` returned."""
     version, python_internal, python_gauss = state["python"]
     random.setstate((version, tuple(python_internal), python_gauss))
-    numpy_kind, numpy_keys, numpy_position, has_gauss, cached_gauss = state["numpy"]
-    np.random.set_state(
-        (numpy_kind, numpy_keys.numpy().astype(np.uint32), numpy_position, has_gauss, cached_gauss)
-    )
+    numpy_kind, numpy_keys, *numpy_rest = state["numpy"]
+    np.random.set_state((numpy_kind, numpy_keys.numpy().astype(np.uint32), *numpy_rest))
     torch.set_rng_state(state["torch"])
     if state["cuda"] and len(state["cuda"]) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(state["cuda"])

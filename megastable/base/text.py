@@ -16,11 +16,9 @@ def make_visible(text: object, most: int | None = None, keep: str = "") -> str:
     """
     whole_text = str(text)
     cut = whole_text if most is None else whole_text[: most + 1]
-    shown_text = (
-        cut
-        if cut.isprintable()
-        else "".join(c if c.isprintable() or c in keep else escape_character(c) for c in cut)
-    )
+    shown_text = cut
+    if not cut.isprintable():
+        shown_text = "".join(c if c.isprintable() or c in keep else escape_character(c) for c in cut)
     return shown_text if most is None or len(shown_text) <= most else shown_text[: most - 1] + "…"
 
 

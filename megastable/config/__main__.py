@@ -72,11 +72,7 @@ def read_meanings(section: type[Section]) -> dict[str, str]:
 
 def values_of(path: str, section: type[Section]) -> list[Key]:
     """Keys of a section with a value of their own, not just a section that is always there."""
-    return [
-        key
-        for key in keys_of(path, section)
-        if key.section is None or key.field.annotation is not key.section
-    ]
+    return [key for key in keys_of(path, section) if key.field.annotation is not key.section]
 
 
 def _chapter(title: str, path: str, section: type[Section]) -> str:
@@ -104,9 +100,8 @@ def _megatron(path: str) -> Iterator[str]:
         remark_parts = [f"`{own_key}`"] if "=" in own_key else []
         remark_parts += [note] if note else []
         if own_key.partition("=")[0] == path:
-            yield f"`--{megatron_name.replace('_', '-')}`" + (
-                f" ({'; '.join(remark_parts)})" if remark_parts else ""
-            )
+            remark = f" ({'; '.join(remark_parts)})" if remark_parts else ""
+            yield f"`--{megatron_name.replace('_', '-')}`{remark}"
 
 
 def _other_trainers() -> str:
@@ -136,14 +131,10 @@ def _grouped(names: Mapping[str, str], dashes: str = "") -> list[dict[str, str]]
 
 def _table(rows: list[dict[str, str]]) -> str:
     """A Markdown table, without empty columns."""
-    column_heads = [
-        column_head for column_head in rows[0] if any(table_row[column_head] for table_row in rows)
-    ]
-    table_lines = [column_heads, ["---"] * len(column_heads)] + [
-        [_linked(table_row[column_head]).replace("|", "\\|") for column_head in column_heads]
-        for table_row in rows
-    ]
-    return "".join(f"| {' | '.join(row_cells)} |\n" for row_cells in table_lines)
+    heads = [head for head in rows[0] if any(row[head] for row in rows)]
+    lines = [heads, ["---"] * len(heads)]
+    lines += [[_linked(row[head]).replace("|", "\\|") for head in heads] for row in rows]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
 def _linked(text: str) -> str:
@@ -180,10 +171,8 @@ def _check_corpora(config: RunConfig) -> tuple[str, list[str]]:
             f"model.vocab_size={given} is smaller than the tokenizer's {corpora.vocab_size}: leave it out"
         )
     samples = config.batches.reach_after(0, config.train.steps)
-    return (
-        describe_epochs(corpora.train, samples),
-        find_warnings(corpora, samples, bool(config.train.eval_samples)),
-    )
+    warnings = find_warnings(corpora, samples, bool(config.train.eval_samples))
+    return describe_epochs(corpora.train, samples), warnings
 
 
 class _Reference(argparse.Action):
@@ -233,10 +222,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(epochs, file=sys.stderr)
         for text in warnings:  # behind the long page, where a terminal shows them
             print(f"WARNING: {text}", file=sys.stderr)
-        print(
-            f"{args.recipe}: valid on {count_noun(world, 'rank')}, {count_noun(len(warnings), 'warning')}",
-            file=sys.stderr,
-        )
+        found = f"valid on {count_noun(world, 'rank')}, {count_noun(len(warnings), 'warning')}"
+        print(f"{args.recipe}: {found}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -106,10 +106,8 @@ def size_of_data_parallel(config: RunConfig, world: int) -> int:
         context_text = f" / context {p.context}" if p.context > 1 else ""
         raise ConfigError(
             f"train.global_batch={t.global_batch} is not a multiple of train.micro_batch={t.micro_batch} x "
-            f"{sample_groups} "
-            f"data-parallel ranks ({count_noun(world, 'rank')} / tensor {p.tensor} / pipeline "
-            f"{p.pipeline}{context_text}): "
-            "change one of them"
+            f"{sample_groups} data-parallel ranks ({count_noun(world, 'rank')} / tensor {p.tensor} / pipeline "
+            f"{p.pipeline}{context_text}): change one of them"
         )
     samples_of_pass = t.micro_batch * sample_groups
     if odd_batches := [batch_size for batch_size in config.batches.values if batch_size % samples_of_pass]:

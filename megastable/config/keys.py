@@ -125,13 +125,9 @@ def all_keys() -> list[Key]:
 def in_words(annotation: Any, bounds: Sequence[Any] = ()) -> str:
     """A type in words: "whole number above 0", "cosine, linear or wsd", "[number, number]"."""
     if hasattr(annotation, "__metadata__"):  # Annotated
-        nested_bounds = [
-            one_bound
-            for type_metadata in annotation.__metadata__
-            for one_bound in (
-                type_metadata.metadata if isinstance(type_metadata, FieldInfo) else [type_metadata]
-            )
-        ]
+        nested_bounds = list[Any]()
+        for one in annotation.__metadata__:
+            nested_bounds += one.metadata if isinstance(one, FieldInfo) else [one]
         return in_words(annotation.__origin__, nested_bounds)
     if bound_words := [any_bound.words for any_bound in bounds if isinstance(any_bound, InWords)]:
         return bound_words[0]
@@ -192,8 +188,5 @@ def known_elsewhere(name: str) -> OtherName | None:
     if ours := (name_tables["megatron"] | name_tables["others"]).get(plain_name):
         own_key, _, note = ours.partition("; ")
         return OtherName(own_key, note)
-    if missing_reason := (name_tables["megatron_without_key"] | name_tables["others_without_key"]).get(
-        plain_name
-    ):
-        return OtherName("", missing_reason)
-    return None
+    without_key = name_tables["megatron_without_key"] | name_tables["others_without_key"]
+    return OtherName("", without_key[plain_name]) if plain_name in without_key else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
@@ -235,44 +236,37 @@ class ModelConfig(Section):
             )
         if self.head_width % 2:
             raise ValueError(f"head_dim={self.head_width} is odd: rotary embeddings need pairs")
-        if problems := _contradictions(self):
-            raise ValueError("; ".join(problems))
+        if problems := "; ".join(_contradictions(self)):
+            raise ValueError(problems)
         return self
 
 
-def _contradictions(m: ModelConfig) -> list[str]:
+def _contradictions(m: ModelConfig) -> Iterator[str]:
     """Keys that do not go together, each with its remedy."""
-    bad, default = [], type(m).model_fields
+    default = type(m).model_fields
     for key, needs in (("mixed_share", "mixed"), ("branch_steps", "branch")):
         if getattr(m, key) != default[key].default and m.norms != needs:
-            bad.append(f"{key} with norms={m.norms}: only norms={needs} has it; leave it out")
+            yield f"{key} with norms={m.norms}: only norms={needs} has it; leave it out"
     if m.norm_scaling and m.norms != "before":
-        bad.append(
-            f"norm_scaling with norms={m.norms}: it scales what norms give to attention and MLP; use norms=before"
-        )
+        yield f"norm_scaling with norms={m.norms}: it scales what norms give to attention and MLP; use norms=before"
     if m.full_attention_every is not None and m.window is None:
-        bad.append(
-            "full_attention_every without window: all blocks attend to all tokens; set window, or leave it out"
-        )
+        yield "full_attention_every without window: all blocks attend to all tokens; set window, or leave it out"
     if m.full_attention_every == 1:
-        bad.append("full_attention_every=1: then no block has the window; leave both out, or set 2 or more")
+        yield "full_attention_every=1: then no block has the window; leave both out, or set 2 or more"
     if m.norms == "deep" and m.residual_init == "same":
-        bad.append(
-            "residual_init=same with norms=deep: DeepNorm needs its own initialisation; leave residual_init out"
-        )
+        yield "residual_init=same with norms=deep: DeepNorm needs its own initialisation; leave residual_init out"
     if m.rope_scaling is not None and m.rope_scaling.kind == "yarn" and m.rope_theta <= 1:
-        bad.append(f"rope_scaling.kind=yarn with rope_theta={m.rope_theta:g}: it needs a base above 1")
+        yield f"rope_scaling.kind=yarn with rope_theta={m.rope_theta:g}: it needs a base above 1"
     if m.mup is None:
-        return bad
+        return
     if m.init != "normal":
-        bad.append(f"mup with init={m.init}: muP's initialisation starts from init_std; use init=normal")
+        yield f"mup with init={m.init}: muP's initialisation starts from init_std; use init=normal"
     if m.attention_scale is not None:
-        bad.append("mup with attention_scale: muP sets the scale of attention; leave attention_scale out")
+        yield "mup with attention_scale: muP sets the scale of attention; leave attention_scale out"
     if m.mup.base_layers is not None and m.norms not in ("before", "after", "both"):
-        bad.append(
+        yield (
             f"mup.base_layers with norms={m.norms}: depths transfer by the size of residual branches, which a norm of "
             "the sum changes; use norms=before, after or both"
         )
     if m.mup.base_layers is not None and m.norm_scaling:
-        bad.append("mup.base_layers with norm_scaling: both scale branches by depth; use one of them")
-    return bad
+        yield "mup.base_layers with norm_scaling: both scale branches by depth; use one of them"

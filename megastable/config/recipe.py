@@ -14,7 +14,7 @@ from pydantic_core import ErrorDetails
 
 from megastable.base.errors import ConfigError
 from megastable.base.process import IS_CHECKOUT, ROOT
-from megastable.config.keys import Key, all_keys, key_at, known_elsewhere, section_at
+from megastable.config.keys import Key, all_keys, key_at, keys_of, known_elsewhere, section_at
 from megastable.config.tree import RunConfig
 from megastable_guard.section import BEYOND_RANGE, BOOL_FOR_ANOTHER_KIND
 
@@ -28,10 +28,8 @@ def find_recipe(path: str | Path) -> Path:
     given_path = Path(path)
     # Beside an installed package lie those of others.
     base_folders = [ROOT, SHIPPED] if IS_CHECKOUT else [SHIPPED]
-    existing_paths = (
-        base_folder / given_path for base_folder in base_folders if (base_folder / given_path).exists()
-    )
-    return given_path if given_path.exists() or given_path.is_absolute() else next(existing_paths, given_path)
+    possible_paths = [given_path, *(base_folder / given_path for base_folder in base_folders)]
+    return next((path for path in possible_paths if path.exists()), given_path)
 
 
 def list_shipped_files(folder: str) -> str:
@@ -104,12 +102,8 @@ def validate_tree(tree: dict[str, Any], where: str) -> RunConfig:
 
 def explain_error(detail: ErrorDetails) -> list[str]:
     """The message lines for one of pydantic's errors; more than one if a whole section is unknown."""
-    location, error_kind, message = (
-        [str(path_part) for path_part in detail["loc"]],
-        detail["type"],
-        detail["msg"],
-    )
-    given_text = repr(detail["input"])
+    location = [str(path_part) for path_part in detail["loc"]]
+    error_kind, message, given_text = detail["type"], detail["msg"], repr(detail["input"])
     if error_kind in ("extra_forbidden", "invalid_key"):  # the second: a number
         return list(_unknown(location, detail["input"]))
     if error_kind == BOOL_FOR_ANOTHER_KIND:
@@ -142,9 +136,7 @@ def _unknown(location: Sequence[str], given: Any) -> Iterator[str]:
     inner_keys = given if isinstance(given, dict) else {}
     known_children = [str(child_name) for child_name in inner_keys if known_elsewhere(str(child_name))]
     lines_below = (
-        line
-        for child_name in known_children
-        for line in _unknown([*location, child_name], inner_keys[child_name])
+        line for child in known_children for line in _unknown([*location, child], inner_keys[child])
     )
     if other_name := known_elsewhere("optim" if location[0] == "optimizer" and name in CHOICES else name):
         if not other_name.ours:
@@ -164,7 +156,8 @@ def _unknown(location: Sequence[str], given: Any) -> Iterator[str]:
     yield from lines_below
     if known_children and len(known_children) == len(inner_keys):
         return
-    sibling_keys = sibling_keys_of(location)
+    *parents, _ = location
+    sibling_keys = {key.name: key for key in keys_of(".".join(parents), section_at(parents))}
     near_names = difflib.get_close_matches(name, sibling_keys, n=1)
     near_keys = [sibling_keys[n] for n in near_names] or _elsewhere(name)
     if not near_keys:
@@ -172,15 +165,6 @@ def _unknown(location: Sequence[str], given: Any) -> Iterator[str]:
         return
     key_example = f" e.g. {near_keys[0].example}" if len(near_keys) == 1 else ""
     yield f"{path}: unknown key; did you mean {' or '.join(own_name.path for own_name in near_keys)}?{key_example}"
-
-
-def sibling_keys_of(location: Sequence[str]) -> dict[str, Key]:
-    """The existing keys beside an unknown one, by name."""
-    *parents, _ = location
-    return {
-        sibling_name: Key(".".join((*parents, sibling_name)), sibling_field)
-        for sibling_name, sibling_field in section_at(parents).model_fields.items()
-    }
 
 
 def _elsewhere(name: str) -> list[Key]:

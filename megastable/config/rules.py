@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 
 from megastable.config.model import ModelConfig
 from megastable.config.optimizers import OptimizerConfig
@@ -20,91 +21,85 @@ def caps_logits(attention: str, device: str) -> bool:
 
 def find_impossible(
     m: ModelConfig, p: ParallelConfig, precision: PrecisionConfig, o: OptimizerConfig, train: TrainConfig
-) -> list[str]:
+) -> Iterator[str]:
     """Impossible combinations, and those that DeepSpeed 0.19.8 gets wrong; each with its key and its remedy."""
-    problems = []
     for size_key, key_size in (("heads", m.heads), ("kv_heads", m.key_value_heads), ("ffn", m.ffn_width)):
         if key_size % p.tensor:
-            problems.append(
-                f"parallel.tensor={p.tensor} does not divide model.{size_key}={key_size}: change one of them"
-            )
+            yield f"parallel.tensor={p.tensor} does not divide model.{size_key}={key_size}: change one of them"
     if m.vocab_multiple % p.tensor:
-        problems.append(
+        yield (
             f"parallel.tensor={p.tensor} does not divide model.vocab_multiple={m.vocab_multiple}: the padded "
             "vocabulary is shared out by it; set vocab_multiple to a multiple of parallel.tensor"
         )
     if p.context > 1 and m.heads % (p.tensor * p.context):
-        problems.append(
+        yield (
             f"parallel.context={p.context} x parallel.tensor={p.tensor} does not divide model.heads={m.heads}: "
             "attention shares the heads out over both; change one of them"
         )
     if m.sequence_length % p.context:
-        problems.append(
+        yield (
             f"parallel.context={p.context} does not divide model.sequence_length={m.sequence_length}: change one of "
             "them"
         )
     if p.pipeline > m.layers:
-        problems.append(
+        yield (
             f"parallel.pipeline={p.pipeline} needs at least one block a stage, and model.layers={m.layers}: "
             "use fewer stages"
         )
     if p.sequence and p.tensor == 1:
-        problems.append(
-            "parallel.sequence shares the sequence out over the tensor group: set parallel.tensor above 1"
-        )
+        yield "parallel.sequence shares the sequence out over the tensor group: set parallel.tensor above 1"
     if p.sequence and m.sequence_length % p.context == 0 and m.sequence_length // p.context % p.tensor:
         context_text = f" / parallel.context={p.context}" if p.context > 1 else ""
-        problems.append(
+        yield (
             f"parallel.sequence: parallel.tensor={p.tensor} does not divide "
             f"model.sequence_length={m.sequence_length}{context_text}: change one of them"
         )
     if p.pipeline > 1 and p.zero > 1:
-        problems.append(
+        yield (
             f"parallel.zero={p.zero} with parallel.pipeline={p.pipeline}: DeepSpeed's pipeline keeps whole gradients; "
             "use parallel.zero=1 or parallel.pipeline=1"
         )
     if precision.fp8 is not None:
-        problems += _impossible_fp8(precision.fp8, precision.kind, m.layers)
+        yield from _impossible_fp8(precision.fp8, precision.kind, m.layers)
     if p.zero == 0:
-        problems.append(
+        yield (
             "parallel.zero=0: DeepSpeed's wrappers without ZeRO have no gradient norm (fp32), sum in bf16 (bf16), "
             "or divide by a loss scale that they never multiplied by (fp16); use parallel.zero=1, which costs nothing "
             "on one data-parallel rank"
         )
     if train.global_batch % train.micro_batch:
-        problems.append(
+        yield (
             f"train.micro_batch={train.micro_batch} does not divide train.global_batch={train.global_batch}: "
             "change one of them"
         )
-    problems += _impossible_warmups(train, m.sequence_length)
-    problems += _impossible_optimizer(o) + _impossible_clipping(o, m, p, precision.kind)
+    yield from _impossible_warmups(train, m.sequence_length)
+    yield from _impossible_optimizer(o)
+    yield from _impossible_clipping(o, m, p, precision.kind)
     if o.qk_clip is not None and m.qk_norm:
-        problems.append(
+        yield (
             f"optimizer.qk_clip={o.qk_clip:g} with model.qk_norm={json.dumps(m.qk_norm)}: queries and keys are normed "
             "after their weights, so scaling these has no effect, and the norm bounds the logits already; leave "
             "optimizer.qk_clip out, or set model.qk_norm=false"
         )
     if m.mup is not None and o.name not in ADAM_LIKE:
-        problems.append(
+        yield (
             f"model.mup with optimizer.name={o.name}: its rates are those of Adam; use {', '.join(ADAM_LIKE)}, or "
             "leave model.mup out"
         )
-    return problems
 
 
-def _impossible_warmups(train: TrainConfig, sequence_length: int) -> list[str]:
+def _impossible_warmups(train: TrainConfig, full_length: int) -> Iterator[str]:
     """What is wrong with the warm-ups of a configuration, each with its remedy."""
-    problems, full_length = [], sequence_length
     if (batch_warmup := train.batch_warmup) is not None:
         increment = batch_warmup.increment or batch_warmup.start
         if batch_warmup.start >= train.global_batch or (train.global_batch - batch_warmup.start) % increment:
-            problems.append(
+            yield (
                 f"train.batch_warmup: from start={batch_warmup.start} by {increment} the batch never grows to "
                 f"train.global_batch={train.global_batch}: choose a start below it, and an increment that divides the "
                 "difference"
             )
         elif batch_warmup.start % train.micro_batch or increment % train.micro_batch:
-            problems.append(
+            yield (
                 f"train.batch_warmup: train.micro_batch={train.micro_batch} does not divide "
                 f"start={batch_warmup.start} and the increment of {increment}: change one of them"
             )
@@ -117,101 +112,91 @@ def _impossible_warmups(train: TrainConfig, sequence_length: int) -> list[str]:
                 if halved_lengths
                 else "another sequence length, which can be halved"
             )
-            problems.append(
+            yield (
                 f"train.sequence_warmup.start={sequence_warmup.start}: model.sequence_length={full_length} must "
                 f"be start times a power of 2: choose {known_lengths}"
             )
-    return problems
 
 
-def _impossible_optimizer(o: OptimizerConfig) -> list[str]:
-    problems = []
+def _impossible_optimizer(o: OptimizerConfig) -> Iterator[str]:
     if o.betas[0] >= 1 or o.betas[1] >= 1:
-        problems.append(f"optimizer.betas={list(o.betas)}: both must be below 1")
+        yield f"optimizer.betas={list(o.betas)}: both must be below 1"
     if o.moments == "bf16" and not o.reads_key("moments"):
-        problems.append(
+        yield (
             f"optimizer.moments=bf16 with optimizer.name={o.name}: only adamw keeps its moments in bf16; leave "
             "optimizer.moments out"
         )
     if o.momentum == 1:
-        problems.append("optimizer.momentum=1: must be below 1")
+        yield "optimizer.momentum=1: must be below 1"
     if o.momentum is not None and not o.reads_key("momentum"):
-        problems.append(
-            f"optimizer.momentum={o.momentum:g} with optimizer.name={o.name}: only sgd and muon have it; leave it out"
-        )
+        yield f"optimizer.momentum={o.momentum:g} with optimizer.name={o.name}: only sgd and muon have it; leave it out"
     if o.name == "spam" and o.spam.warmup > o.spam.interval:
-        problems.append(
+        yield (
             f"optimizer.spam.warmup={o.spam.warmup} is longer than optimizer.spam.interval={o.spam.interval}: the rate "
             "would never be reached; shorten the warm-up"
         )
     if o.stable_spam.max_decay >= 1:
-        problems.append(f"optimizer.stable_spam.max_decay={o.stable_spam.max_decay:g}: must be below 1")
+        yield f"optimizer.stable_spam.max_decay={o.stable_spam.max_decay:g}: must be below 1"
     if max(o.stable_spam.norm_decays) >= 1:
-        problems.append(
-            f"optimizer.stable_spam.norm_decays={list(o.stable_spam.norm_decays)}: both must be below 1"
-        )
+        yield f"optimizer.stable_spam.norm_decays={list(o.stable_spam.norm_decays)}: both must be below 1"
     if o.adafactor.momentum >= 1:
-        problems.append(f"optimizer.adafactor.momentum={o.adafactor.momentum:g}: must be below 1")
-    return problems
+        yield f"optimizer.adafactor.momentum={o.adafactor.momentum:g}: must be below 1"
 
 
-def _impossible_clipping(o: OptimizerConfig, m: ModelConfig, p: ParallelConfig, precision: str) -> list[str]:
-    bad, of = [], o.clipping
+def _impossible_clipping(
+    o: OptimizerConfig, m: ModelConfig, p: ParallelConfig, precision: str
+) -> Iterator[str]:
+    of = o.clipping
     if of.kind == "value" and of.threshold is None:
-        bad.append(
-            "optimizer.clipping.kind=value: set optimizer.clipping.threshold, the largest magnitude of an element"
-        )
+        yield "optimizer.clipping.kind=value: set optimizer.clipping.threshold, the largest magnitude of an element"
     if of.threshold is not None and not o.reads_key("clipping.threshold"):
-        bad.append(
+        yield (
             f"optimizer.clipping.threshold={of.threshold:g} with optimizer.clipping.kind={of.kind}: that clips to "
             "optimizer.clip; set it instead"
         )
     for key in ("decay", "warmup"):
         if getattr(of, key) is not None and not o.reads_key(f"clipping.{key}"):
-            bad.append(
+            yield (
                 f"optimizer.clipping.{key} with optimizer.clipping.kind={of.kind}: only adagc and zclip have it; leave "
                 "it out"
             )
     if of.decay == 1:
-        bad.append("optimizer.clipping.decay=1: the average would never change; set it below 1")
+        yield "optimizer.clipping.decay=1: the average would never change; set it below 1"
     if of.kind == "zclip" and of.warmup is not None and of.warmup < 2:
-        bad.append(
+        yield (
             f"optimizer.clipping.warmup={of.warmup} with optimizer.clipping.kind=zclip: a deviation needs at least 2 "
             "norms; set it to 2 or more"
         )
     if of.kind == "worker":
         if (precision, p.zero) != ("bf16", 1):
-            bad.append(
+            yield (
                 f"optimizer.clipping.kind=worker with precision.kind={precision}, parallel.zero={p.zero}: there "
                 "DeepSpeed sums gradients during the backward pass, and no rank has its own; use bf16 and "
                 "parallel.zero=1, or another kind"
             )
         if m.tied and p.pipeline > 1:
-            bad.append(
+            yield (
                 "optimizer.clipping.kind=worker with model.tied and parallel.pipeline above 1: a worker's gradient of "
                 "the embedding is spread over two stages; use one stage, or another kind"
             )
         if not o.clip:
-            bad.append("optimizer.clipping.kind=worker with optimizer.clip=0: set the norm to clip to")
-    return bad
+            yield "optimizer.clipping.kind=worker with optimizer.clip=0: set the norm to clip to"
 
 
-def _impossible_fp8(fp8: Fp8Config, precision: str, layers: int) -> list[str]:
-    problems = []
+def _impossible_fp8(fp8: Fp8Config, precision: str, layers: int) -> Iterator[str]:
     if precision == "fp16":
-        problems.append(
+        yield (
             "precision.fp8 with precision.kind=fp16: sums of products of E4M3 numbers are beyond fp16's range; use "
             "precision.kind=bf16"
         )
     if fp8.keep_first + fp8.keep_last >= layers:
-        problems.append(
+        yield (
             f"precision.fp8: keep_first={fp8.keep_first} and keep_last={fp8.keep_last} leave none of the {layers} "
             "blocks to FP8: lower them, or leave precision.fp8 out"
         )
     known_linears = {f"blocks.{i}.{linear_name}" for i in range(layers) for linear_name in LINEARS}
     if unknown_linears := sorted(set(fp8.keep) - known_linears):
-        problems.append(
+        yield (
             f"precision.fp8.keep: {', '.join(unknown_linears)}: no such linear layer; name them like "
             f"blocks.0.mlp.down, with blocks.0 to blocks.{layers - 1} and {', '.join(LINEARS)}"
         )
-    return problems

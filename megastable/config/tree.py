@@ -104,15 +104,10 @@ class EvalConfig(Section):
 
     def fill_command(self, model: Path, results: Path, step: int) -> list[str]:
         """The command with its places filled in."""
-        value_by_place = {
-            "{model}": str(model),
-            "{results}": str(results),
-            "{step}": str(step),
-            "{device}": self.device,
-        }
         command_words = shlex.split(self.command or "")
-        for place_name, place_value in value_by_place.items():
-            command_words = [command_word.replace(place_name, place_value) for command_word in command_words]
+        values = {"model": str(model), "results": str(results), "step": str(step), "device": self.device}
+        for place_name, place_value in values.items():
+            command_words = [word.replace(f"{{{place_name}}}", place_value) for word in command_words]
         return [os.path.expanduser(command_words[0]), *command_words[1:]]
 
 
@@ -225,12 +220,9 @@ class ScheduleConfig(Section):
 
     @model_validator(mode="after")
     def _one_clock(self) -> ScheduleConfig:
-        steps = [
-            key for key in ("warmup_steps", "decay_steps", "total_steps") if getattr(self, key) is not None
-        ]
-        tokens = [
-            key for key in ("warmup_tokens", "decay_tokens", "total_tokens") if getattr(self, key) is not None
-        ]
+        lengths = ("warmup", "decay", "total")
+        steps = [f"{key}_steps" for key in lengths if getattr(self, f"{key}_steps") is not None]
+        tokens = [f"{key}_tokens" for key in lengths if getattr(self, f"{key}_tokens") is not None]
         if tokens and "warmup_tokens" not in tokens:
             raise ValueError(
                 f"{tokens[0]} counts tokens: give warmup_tokens in place of warmup_steps, 0 for none"
@@ -372,6 +364,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _possible(self) -> RunConfig:
-        if problems := find_impossible(self.model, self.parallel, self.precision, self.optimizer, self.train):
-            raise ValueError("\n  ".join(problems))
+        tree_parts = self.model, self.parallel, self.precision, self.optimizer, self.train
+        if problems := "\n  ".join(find_impossible(*tree_parts)):
+            raise ValueError(problems)
         return self

@@ -50,14 +50,8 @@ def ask_change(
 ) -> ChangeRequest:
     """Append a request to `path`. A file that this makes can be read by the run, whoever's it is: its directory says
     who else can. Raises DataError if it cannot be written."""
-    request = ChangeRequest(
-        id=_new_id(),
-        time=round(time.time(), 3),
-        who=who,
-        reason=reason,
-        values=dict(values),
-        until=until,
-    )
+    now = round(time.time(), 3)
+    request = ChangeRequest(id=_new_id(), time=now, who=who, reason=reason, values=dict(values), until=until)
     is_new = not path.exists()
     durable.append_line(path, request.model_dump_json())
     if is_new:
@@ -126,10 +120,8 @@ def with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
     for key, new_value in values.items():
         override_key(config_tree, f"{key}={json.dumps(new_value)}")
     new_config = validate_tree(config_tree, "with this change")
-    # Only the sections of the keys: a dump has no passwords.
-    return config.model_copy(
-        update={key.partition(".")[0]: getattr(new_config, key.partition(".")[0]) for key in values}
-    )
+    sections = {key.partition(".")[0] for key in values}  # not all: a dump has no passwords
+    return config.model_copy(update={section: getattr(new_config, section) for section in sections})
 
 
 def changes_of(journal: Path) -> list[ChangeMade]:
@@ -161,10 +153,8 @@ def config_at(recipe: RunConfig, made: Iterable[ChangeMade], step: int) -> RunCo
 def list_left_out(recipe: RunConfig, made: Iterable[ChangeMade], step: int) -> list[str]:
     """What people have changed and the recipe cannot have at a step, a sentence for each key."""
     held = select_holding(made, step)
-    config_now, newest_by_key = (
-        config_at(recipe, held, step),
-        {key: change for change in held for key in change.new},
-    )
+    config_now = config_at(recipe, held, step)
+    newest_by_key = {key: change for change in held for key in change.new}
     key_problems = list[str]()
     for key, change in newest_by_key.items():
         value = change.new[key]
@@ -201,18 +191,14 @@ def answer_request(
         config_now = config_at(recipe, made, begin)
         changed_config = with_values(config_now, request.values)
         _check_later(request, recipe, made, begin)
-        old, new = (
-            {key: _find(one_config, key) for key in request.values}
-            for one_config in (config_now, changed_config)
-        )
+        old = {key: _find(config_now, key) for key in request.values}
+        new = {key: _find(changed_config, key) for key in request.values}
         if old == new:
-            raise ConfigError(
-                f"{', '.join(f'{key} is {asked_value}' for key, asked_value in new.items())} already"
-            )
+            raise ConfigError(f"{', '.join(f'{key} is {value}' for key, value in new.items())} already")
     except ConfigError as error:
-        refusal_text = " ".join(str(error).split())
+        problem = " ".join(str(error).split())
         return ChangeRefused(
-            step=step, change=request.id, who=request.who, reason=request.reason, problem=refusal_text
+            step=step, change=request.id, who=request.who, reason=request.reason, problem=problem
         )
     loss, grad_norm = level or (None, None)
     return ChangeMade(

@@ -6,11 +6,13 @@ in order; it is the source of truth.
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import math
 import shlex
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
@@ -148,14 +150,11 @@ class RunDirectory:
             for key in sorted({*before, *after} - {"run.dir"})
             if before.get(key) != after.get(key)
         }
-        foreign_changes = [
-            change_text
-            for key, change_text in changed_leaves.items()
-            if _below(key, IDENTITY) and not _below(key, FREE)
-        ]
-        if foreign_changes:
+        foreign_keys = [key for key in changed_leaves if _below(key, IDENTITY) and not _below(key, FREE)]
+        if foreign_keys:
+            foreign_changes = "; ".join(changed_leaves[key] for key in foreign_keys)
             raise ConfigError(
-                f"run.dir={self.root} belongs to another run: {'; '.join(foreign_changes)}. "
+                f"run.dir={self.root} belongs to another run: {foreign_changes}. "
                 "Use the old values to resume it, or another run.dir"
             )
         return list(changed_leaves.values())
@@ -206,7 +205,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, dict):
-        return {field_name: _plain(value_below) for field_name, value_below in value.items()}
+        return {name: _plain(value_below) for name, value_below in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(value_below) for value_below in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
@@ -257,15 +256,12 @@ def make_directory(config: RunConfig, recipe: Path) -> RunDirectory:
 
 def _fresh(parent: Path, stem: str) -> Path:
     parent.mkdir(parents=True, exist_ok=True)
-    run_number = 1
-    while True:
+    for run_number in itertools.count(1):
         run_root = parent / f"{stem}-{run_number:03d}"
-        try:
+        with suppress(FileExistsError):
             run_root.mkdir()
-        except FileExistsError:
-            run_number += 1
-        else:
-            return run_root
+            break
+    return run_root
 
 
 class TrackerMemory:

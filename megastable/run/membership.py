@@ -80,11 +80,8 @@ def find_membership(environment: Mapping[str, str]) -> dict[str, str]:
         else:
             remedy = "Start them by deepspeed --hostfile HOSTFILE, or say where they meet: MASTER_ADDR and MASTER_PORT"
         raise together.make_refusal("would train a model of its own", remedy)
-    return {
-        "RANK": str(together.rank),
-        "WORLD_SIZE": str(together.size),
-        "LOCAL_RANK": str(together.local_rank),
-    }
+    numbers = {"RANK": together.rank, "WORLD_SIZE": together.size, "LOCAL_RANK": together.local_rank}
+    return {variable: str(number) for variable, number in numbers.items()}
 
 
 def is_rank(environment: Mapping[str, str]) -> bool:

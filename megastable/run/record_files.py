@@ -173,17 +173,15 @@ def read_files(
     found = list[ReadFile]()
     for try_number in range(TRIES):
         time.sleep(PAUSE if try_number else 0.0)
-        found = [_read_listed(folder, file, columns) for file in choose(list_files(folder))]
+        found.clear()
+        for file in choose(list_files(folder)):
+            try:
+                found.append(read_file(folder, file, columns))
+            except FileNotFoundError:
+                found.append(ReadFile(file, None, GONE))
         if not any(one.problem == GONE for one in found):
             break
     return found
-
-
-def _read_listed(folder: Path, file: RecordFile, columns: pa.Schema) -> ReadFile:
-    try:
-        return read_file(folder, file, columns)
-    except FileNotFoundError:
-        return ReadFile(file, None, GONE)
 
 
 def read_file(folder: Path, file: RecordFile, columns: pa.Schema) -> ReadFile:
@@ -193,7 +191,7 @@ def read_file(folder: Path, file: RecordFile, columns: pa.Schema) -> ReadFile:
         # Several times as fast for a small file as `read_table`, or with reading ahead.
         with pq.ParquetFile(file_path, pre_buffer=False) as parquet_file:
             stored_columns = parquet_file.schema_arrow.names
-            known_columns = [column_name for column_name in columns.names if column_name in stored_columns]
+            known_columns = [name for name in columns.names if name in stored_columns]
             record_table = parquet_file.read(columns=known_columns, use_threads=False)
         for field in columns:
             if field.name not in known_columns:

@@ -225,13 +225,11 @@ class Recorder:
         def choose_later(files: list[RecordFile]) -> list[RecordFile]:
             return [file for file in files if not file.stamp or file.stamp >= int(rows[0].time * 1000)]
 
-        key_schema = pa.schema([self.columns.field(column_name) for column_name in ("step", "time")])
+        key_schema = pa.schema([self.columns.field(name) for name in ("step", "time")])
         written = set[tuple[int, float]]()
         for found in read_files(self.folder, key_schema, choose_later):
             if found.table is not None:  # `read_newest_records` names a damaged one
-                written.update(
-                    zip(*(key_column.to_pylist() for key_column in found.table.columns), strict=True)
-                )
+                written.update(zip(*(column.to_pylist() for column in found.table.columns), strict=True))
         self.pending = [row for row in rows if (row.step, row.time) not in written]
         self.flush_records()
 

@@ -364,7 +364,6 @@ class RunHistory:
         self.step = self.step if event_step is None else event_step
         self._add_words(event, sane_time, event_step)
         self._add_work(event)
-        self._add_hosts(event)
         self._add_training(event, sane_time, event_step)
 
     def _add_words(self, event: Event, time: float, step: int | None) -> None:
@@ -397,7 +396,7 @@ class RunHistory:
             one_measurement.undone |= one_measurement.step > step
 
     def _add_work(self, event: Event) -> None:
-        """What processes are at work, and how they end."""
+        """What processes are at work on which hosts, and how they end."""
         if event.event in WORDS:
             self.word = event.event
             self.restart = event if isinstance(event, Restart | HostsAwaited) else None
@@ -432,8 +431,21 @@ class RunHistory:
             case Ended():
                 self._add_end(event)
             case Restart():
-                self.restarts[self._find_cause(event.attempt)] += 1
+                # How the attempt ended, given its number or that of the next.
+                known = (self.attempts.get(n) for n in (event.attempt or 0, (event.attempt or 0) - 1))
+                causes = (attempt.how for attempt in known if attempt is not None and attempt.how)
+                self.restarts[next(causes, "unknown")] += 1
                 self.unanswered = None
+            case HostLeftOut(host=str(host_name)):
+                self.left_out[host_name] = event
+                self.proven.discard(host_name)
+                self.newly_left_out.add(host_name)
+            case HostProven(host=str(host_name)):
+                self.proven.add(host_name)
+            case HostSlow(host=str(host_name)):
+                self.slow.pop(host_name, None)
+                if event.what != "over":
+                    self.slow[host_name] = event
 
     def _add_end(self, event: Ended) -> None:
         self.under_way = False
@@ -445,26 +457,6 @@ class RunHistory:
             self.unanswered = FailedAttempt(event, len(self.hosts), self.widest, self.clock)
             self.failed_attempts.append(self.unanswered)
             self.newly_left_out.clear()
-
-    def _find_cause(self, number: int | None) -> str:
-        """Why there is a restart: how the attempt ended, given its number or that of the next."""
-        known = (self.attempts.get(n) for n in (number or 0, (number or 0) - 1))
-        return next((attempt.how for attempt in known if attempt is not None and attempt.how), "unknown")
-
-    def _add_hosts(self, event: Event) -> None:
-        if not isinstance(event, HostLeftOut | HostProven | HostSlow) or (host_name := event.host) is None:
-            return
-        match event:
-            case HostLeftOut():
-                self.left_out[host_name] = event
-                self.proven.discard(host_name)
-                self.newly_left_out.add(host_name)
-            case HostProven():
-                self.proven.add(host_name)
-            case HostSlow():
-                self.slow.pop(host_name, None)
-                if event.what != "over":
-                    self.slow[host_name] = event
 
     def _add_training(self, event: Event, time: float, step: int | None) -> None:
         """What the training did, and what was measured of it."""

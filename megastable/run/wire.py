@@ -78,17 +78,13 @@ class Lines:
         *message_lines, self._rest = (self._rest + data).split(b"\n")
         if max(map(len, (*message_lines, self._rest))) > self.longest:
             raise WireError(f"a line of more than {self.longest} bytes")
-        return [_message(message_line) for message_line in message_lines]
-
-
-def _message(line: bytes) -> Message:
-    try:
-        json_value = json.loads(line)
-    except (ValueError, RecursionError):  # the latter: nested too deeply
-        raise WireError("not a line of JSON") from None
-    if not isinstance(json_value, dict):
-        raise WireError("not a JSON object")
-    return json_value
+        try:
+            messages = [json.loads(message_line) for message_line in message_lines]
+        except (ValueError, RecursionError):  # the latter: nested too deeply
+            raise WireError("not a line of JSON") from None
+        if not all(isinstance(message, dict) for message in messages):
+            raise WireError("not a JSON object")
+        return messages
 
 
 def prepare_socket(s: socket.socket) -> None:

@@ -150,11 +150,7 @@ class Event:
 
     def drop_field(self, key: str) -> Self:
         """The event without a field."""
-        return (
-            self
-            if key not in self.fields
-            else self.from_fields({k: v for k, v in self.fields.items() if k != key})
-        )
+        return self.from_fields({name: value for name, value in self.fields.items() if name != key})
 
     @property
     def named(self) -> bool:
@@ -164,8 +160,7 @@ class Event:
     @property
     def event(self) -> str:
         """Its name in the journal; "" if none."""
-        event_name = self.fields.get("event")
-        return event_name if isinstance(event_name, str) else ""
+        return read_text(self.fields.get("event")) or ""
 
     @property
     def time(self) -> float | None:
@@ -199,9 +194,8 @@ class _ShownFields(dict[str, Any]):
 
     def __missing__(self, name: str) -> Any:
         name_begin, _, key = name.partition("_")
-        return (
-            self._event.format_reason(key or "reason") if name_begin == "because" else self._event.get(name)
-        )
+        is_end = name_begin == "because"
+        return self._event.format_reason(key or "reason") if is_end else self._event.get(name)
 
 
 _give = Event.__dict__["fields"].__set__  # bypasses __setattr__; a journal may have a million events

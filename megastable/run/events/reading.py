@@ -186,10 +186,8 @@ def drop_refused(block: bytes) -> tuple[list[bytes], int]:
     # Only the few lines that matter are cut out of the block.
     for line_match in NOT_REFUSED.finditer(block, first, newest):
         if line_match.start() >= line_end:
-            line_begin, line_end = (
-                block.rfind(b"\n", 0, line_match.start()) + 1,
-                block.index(b"\n", line_match.end()) + 1,
-            )
+            line_begin = block.rfind(b"\n", 0, line_match.start()) + 1
+            line_end = block.index(b"\n", line_match.end()) + 1
             lines.append(block[line_begin:line_end])
     lines += io.BytesIO(block[newest:]).readlines()
     refused_count = block.count(REFUSED, first, newest)

@@ -35,10 +35,8 @@ class Discarded(Event):
     loss_scale: Real
 
     def describe_event(self) -> str:
-        number_text = (
-            f"loss {show_number(self.get('loss'))}, gradient norm {show_number(self.get('grad_norm'), '.3g')}"
-        )
-        return f"update refused, {number_text}{self.format_reason()}"
+        loss, grad_norm = show_number(self.get("loss")), show_number(self.get("grad_norm"), ".3g")
+        return f"update refused, loss {loss}, gradient norm {grad_norm}{self.format_reason()}"
 
 
 class _Samples(Event):
@@ -209,12 +207,8 @@ class IncidentEvent(Event):
             about += f", {self['remedy']}" if self.get("remedy") else ""
             about += f"; {deferral_text}" if (deferral_text := read_later(self.fields)) else ""
         elif what == "released":
-            sample_count = sum(
-                end_position - first_position
-                for position_key in ("positions", "next_epoch")
-                for first_position, end_position in read_pairs(self.get(position_key))
-            )
-            skipped_text = count_noun(sample_count, "skipped sample")
+            ranges = read_pairs(self.get("positions")) + read_pairs(self.get("next_epoch"))
+            skipped_text = count_noun(sum(end - first for first, end in ranges), "skipped sample")
             about = f"{skipped_text} found harmless, to be read after all{self.format_reason()}"
         elif what == "rewound":
             about = f"back at step {self.get('to_step')}, going on from position {self.get('cursor')}"
@@ -393,9 +387,8 @@ class KernelsTriedAgain(Event):
     now: Items
 
     def describe_event(self) -> str:
-        return (
-            f"computes by {_listed(self.now)}: {_listed(self.kernels)}, which was left, is no longer in use"
-        )
+        left = _listed(self.kernels)
+        return f"computes by {_listed(self.now)}: {left}, which was left, is no longer in use"
 
 
 def _listed(names: Items) -> str:

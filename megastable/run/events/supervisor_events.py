@@ -88,9 +88,8 @@ class Hang(Event):
 
     def describe_event(self) -> str:
         limit_text = f", {show_number(self['limit'], '.0f')} s is the limit" if "limit" in self else ""
-        return (
-            f"no progress for {show_number(self.get('waited'), '.0f')} s in {self.get('phase')}{limit_text}"
-        )
+        waited = show_number(self.get("waited"), ".0f")
+        return f"no progress for {waited} s in {self.get('phase')}{limit_text}"
 
 
 class HostsAwaited(Event):

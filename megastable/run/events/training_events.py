@@ -151,21 +151,15 @@ class Evaluated(Event):
     @property
     def by_corpus(self) -> dict[str, float]:
         """The loss of each corpus that has one."""
-        found = {
-            name: read_real(read_tree(corpus_fields).get("loss"))
-            for name, corpus_fields in self.corpora.items()
-        }
+        found = {name: read_real(read_tree(fields).get("loss")) for name, fields in self.corpora.items()}
         return {name: loss for name, loss in found.items() if loss is not None}
 
     def describe_event(self) -> str:
         found = list(self.by_corpus.items())
-        named_losses = [
-            f"{corpus_name} {show_number(corpus_loss)}" for corpus_name, corpus_loss in found[:SHOWN]
-        ]
-        more_corpora = [f"{len(found) - SHOWN} more corpora"] if len(found) > SHOWN else []
-        return f"validation loss {show_number(self.get('loss'))}" + (
-            f" ({', '.join(named_losses + more_corpora)})" if named_losses else ""
-        )
+        named_losses = [f"{name} {show_number(loss)}" for name, loss in found[:SHOWN]]
+        named_losses += [f"{len(found) - SHOWN} more corpora"] if len(found) > SHOWN else []
+        corpora_text = f" ({', '.join(named_losses)})" if named_losses else ""
+        return f"validation loss {show_number(self.get('loss'))}{corpora_text}"
 
 
 class TasksEvaluated(Event):
@@ -188,9 +182,9 @@ class TasksEvaluated(Event):
 
     def describe_event(self) -> str:
         found = list(self.numbers.items())
-        score_texts = [f"{name} {show_number(score_value, '.4g')}" for name, score_value in found[:SHOWN]]
-        more = [f"{len(found) - SHOWN} more"] if len(found) > SHOWN else []
-        return f"tasks on {self.get('checkpoint')}: {', '.join(score_texts + more)}"
+        score_texts = [f"{name} {show_number(score, '.4g')}" for name, score in found[:SHOWN]]
+        score_texts += [f"{len(found) - SHOWN} more"] if len(found) > SHOWN else []
+        return f"tasks on {self.get('checkpoint')}: {', '.join(score_texts)}"
 
 
 class TasksFailed(Event):

@@ -43,17 +43,16 @@ class Capacity:
         self._full = 0  # ranks of an attempt on all hosts
         self._launched = False
 
-    def hear_start(self, event: SupervisorEvent) -> None:
-        if event.what == "started":
-            self._wanted = self._full = 0
-
-    def hear_hosts(self, event: HostsAwaited) -> None:
-        if fewer_match := FEWER.search(event.reason or ""):
-            self._wanted = int(fewer_match[1][:9])
-
-    def hear_launch(self, event: Launched) -> None:
-        self._hosts, self._launched = len(event.hosts), True
-        self._wanted = event.wanted or max(self._wanted, self._hosts)
+    def hear_event(self, event: Event) -> None:
+        match event:
+            case SupervisorEvent(what="started"):
+                self._wanted = self._full = 0
+            case HostsAwaited():
+                if fewer_match := FEWER.search(event.reason or ""):
+                    self._wanted = int(fewer_match[1][:9])
+            case Launched():
+                self._hosts, self._launched = len(event.hosts), True
+                self._wanted = event.wanted or max(self._wanted, self._hosts)
 
     def measure_missing(self, world: int) -> float:
         """The share of the wanted ranks that an attempt of `world` ranks lacks."""
@@ -189,6 +188,7 @@ class Lifecycle:
             self.line = TimeLine(event_time - _before(event))
         if isinstance(event, Other):
             return
+        self._capacity.hear_event(event)
         match event:
             case SupervisorEvent():
                 self._supervisor(event, event_time)
@@ -201,7 +201,6 @@ class Lifecycle:
                 self._kind, self._launched = TimeKind.START_UP, True
                 self._shrunk = self._why if len(event.hosts) < self._lineup else self._shrunk
                 self._lineup = len(event.hosts)
-                self._capacity.hear_launch(event)
             case Training():
                 self._training(event, event_time)
             case Finished() | Stopped() | Unstable() | Handover():
@@ -212,7 +211,12 @@ class Lifecycle:
                 self._ended(event, event_time)
             case Restart():
                 self._leave(event_time)
-                self._planned(event)
+                # What stopped in good order begins again: the reason of that is the cause of its stop.
+                if self._why.cause == "stopped" and event.reason:
+                    self._why.cause = event.reason
+                    if GROWS.search(event.reason):
+                        self._why.cause = "growing"
+                        self._why.incident, self._why.host = self._shrunk.incident, self._shrunk.host
                 self._wait(event_time)
                 self._pause = event_time + max(0.0, event.delay or 0.0)
                 self._kind = TimeKind.START_UP
@@ -224,17 +228,7 @@ class Lifecycle:
 
     # Events
 
-    def _planned(self, event: Restart) -> None:
-        """What stopped in good order begins again: the reason of that is the cause of its stop."""
-        if self._why.cause != "stopped" or not event.reason:
-            return
-        self._why.cause = event.reason
-        if GROWS.search(event.reason):
-            self._why.cause = "growing"
-            self._why.incident, self._why.host = self._shrunk.incident, self._shrunk.host
-
     def _supervisor(self, event: SupervisorEvent, moment: float) -> None:
-        self._capacity.hear_start(event)
         if event.what == "ended":
             self._leave(moment)
             self._wait(moment)
@@ -273,11 +267,10 @@ class Lifecycle:
     def _goodbye(self, event: Event, moment: float) -> None:
         if self.process is None:
             return
-        stop_cause = {"stopped": "stopped", "finished": "complete", "handover": "hand-over"}.get(
-            event.event, "unstable"
-        )
-        incident_number = read_whole(event.get("number"))
-        self._why = Reason(stop_cause, incident_number if not isinstance(event, Finished | Stopped) else None)
+        stop_causes = {"stopped": "stopped", "finished": "complete", "handover": "hand-over"}
+        has_incident = not isinstance(event, Finished | Stopped)
+        incident_number = read_whole(event.get("number")) if has_incident else None
+        self._why = Reason(stop_causes.get(event.event, "unstable"), incident_number)
         tail_kind = TimeKind.CHECKPOINTING if isinstance(event, Stopped) else None
         reached_step = read_whole(event.get("steps" if isinstance(event, Finished) else "step")) or 0
         self._close(moment, tail_kind, 0, reached_step, self._why)
@@ -322,7 +315,6 @@ class Lifecycle:
 
     def _hosts(self, event: HostsAwaited, moment: float) -> None:
         self._leave(moment)
-        self._capacity.hear_hosts(event)
         if event.hosts:
             self._kind = TimeKind.HOSTS
             self._awaited = ", ".join(map(str, event.hosts))
@@ -402,11 +394,9 @@ class Lifecycle:
 
     def _own(self, event: Event) -> bool:
         """Whether an event of the training says what it did, and not the supervisor."""
-        incident_number = read_whole(event.get("number"))
-        return (
-            not isinstance(event, IncidentEvent)
-            or self._alert.get(incident_number or 0, ("",))[0] not in OF_SUPERVISOR
-        )
+        incident_number = read_whole(event.get("number")) or 0
+        by_supervisor = self._alert.get(incident_number, ("",))[0] in OF_SUPERVISOR
+        return not isinstance(event, IncidentEvent) or not by_supervisor
 
     def _name(self) -> None:
         """Name the causes of the training's incidents, as far as they are known."""
@@ -426,9 +416,11 @@ class Lifecycle:
             told = progress or {}
             settled_until = max([settled_until, *self._of_process(now).time[-1:].tolist()])
             other.process = replace(self.process, events=list(self.process.events))
-            told_step, progress_time = read_whole(told.get("step")), self.clocks.correct_progress(told)
+            progress_step, progress_time = (
+                read_whole(told.get("step")) or 0,
+                self.clocks.correct_progress(told),
+            )
             tail_kind = PHASES.get(str(told.get("phase")))
-            progress_step = told_step or 0
             if progress_time is not None and self.line.end < progress_time < now and tail_kind is None:
                 other._close(progress_time, None, progress_step)
                 other._kind = TimeKind.UNKNOWN
@@ -443,7 +435,6 @@ class Lifecycle:
 
 def _before(event: Event) -> float:
     """Seconds between the start of the process and its first event."""
-    started_seconds = (
-        read_real(event.get("seconds")) if isinstance(event, SupervisorEvent | Training) else None
-    )
-    return started_seconds if started_seconds is not None and 0 <= started_seconds < 1e9 else 0.0
+    if not isinstance(event, SupervisorEvent | Training):
+        return 0.0
+    return event.seconds if event.seconds is not None and 0 <= event.seconds < 1e9 else 0.0

@@ -183,9 +183,8 @@ class ProcessTime:
             gaps[-1] = CODE[tail]
             gap_charges[-1] = gap_charges[-1] if why is None else line.add_charge(why, self.attempt)
         stalled = np.flatnonzero(gaps == CODE[TimeKind.STALLED])
-        stall_ends = dict(
-            zip(stalled.tolist(), (begins[stalled] - usual_gaps.look_up(stalled)).tolist(), strict=True)
-        )
+        usual_from = begins[stalled] - usual_gaps.look_up(stalled)
+        stall_ends = dict(zip(stalled.tolist(), usual_from.tolist(), strict=True))
         changes = _within(gaps, gap_charges, evaluation_times, before, stall_ends, plain_charge)
         if last_step < far < clock:  # the first of them were done before
             redone_share = (far - last_step) / (clock - last_step)
@@ -203,12 +202,8 @@ class ProcessTime:
         stall_begins = np.minimum(
             begins[late] + steps.seconds[late] - usual_steps.look_up(late), step_ends[late]
         )
-        changes += zip(
-            stall_begins.tolist(),
-            step_kinds[late].tolist(),
-            charges[late].tolist(),
-            (2 * late + 1.5).tolist(),
-        )
+        late_kinds, late_charges = step_kinds[late].tolist(), charges[late].tolist()
+        changes += zip(stall_begins.tolist(), late_kinds, late_charges, (2 * late + 1.5).tolist())
         kind[2 * late + 1] = np.where(late == 0, CODE[TimeKind.START_UP], CODE[TimeKind.STALLED])
         charge[2 * late[late == 0] + 1] = gap_charges[0]
         # Or the arrays remain, beside their successors.

@@ -131,12 +131,8 @@ class TimeAccount:
     def list_facts(self) -> dict[str, Any]:
         """For summary.json and programs: `share` of the wall time that was training, `measure_missing`, and seconds
         by kind."""
-        facts = {
-            "share": self.compute_goodput(),
-            "smaller": self.measure_missing(),
-            "wall_seconds": round(self.wall, 3),
-        }
-        return {**facts, "seconds": _told(self.sum_seconds())}
+        shares = {"share": self.compute_goodput(), "smaller": self.measure_missing()}
+        return {**shares, "wall_seconds": round(self.wall, 3), "seconds": _told(self.sum_seconds())}
 
     def settled_seconds(self) -> dict[str, float]:
         """Seconds by kind, of what will not change any more: for counters."""
@@ -162,30 +158,20 @@ class TimeAccount:
         if not len(real):
             yield from self._bare(0, entry_count)
             return
-        told = [
-            (r.cause, r.incident, r.host, attempt, missing_share)
-            for r, attempt, missing_share in self.charges
-        ]
-        number_by_content = {charge_content: n for n, charge_content in enumerate(told)}
-        charge_keys = np.array([number_by_content[charge_content] for charge_content in told], np.int32)[
-            self.charge[real]
-        ]
-        kind = self.kind[real]
+        told = [(r.cause, r.incident, r.host, attempt, missing) for r, attempt, missing in self.charges]
+        number_by_content = {content: n for n, content in enumerate(told)}
+        equal_charges = np.array([number_by_content[content] for content in told], np.int32)
+        charge_keys, kind = equal_charges[self.charge[real]], self.kind[real]
         begins = np.flatnonzero(np.r_[True, (charge_keys[1:] != charge_keys[:-1]) | (kind[1:] != kind[:-1])])
         del charge_keys, kind
-        stretch_firsts, stretch_lasts = (
-            real[begins].tolist(),
-            (real[np.r_[begins[1:], len(real)] - 1] + 1).tolist(),
-        )
+        stretch_firsts = real[begins].tolist()
+        stretch_lasts = (real[np.r_[begins[1:], len(real)] - 1] + 1).tolist()
         del real, begins
         yield from self._bare(0, stretch_firsts[0])
-        for stretch_first, stretch_last, next_first in zip(
-            stretch_firsts, stretch_lasts, [*stretch_firsts[1:], entry_count], strict=True
-        ):
-            yield replace(
-                self._span(stretch_first, stretch_last), between=self._between(stretch_first, stretch_last)
-            )
-            yield from self._bare(stretch_last, next_first)
+        next_firsts = [*stretch_firsts[1:], entry_count]
+        for first, end, next_first in zip(stretch_firsts, stretch_lasts, next_firsts, strict=True):
+            yield replace(self._span(first, end), between=self._between(first, end))
+            yield from self._bare(end, next_first)
 
     def _between(self, first: int, end: int) -> float:
         """Seconds between steps in some entries."""

@@ -72,13 +72,11 @@ class GoodputWatch:
                 f"{self.run.journal}: it goes back in time by {self._life.set_back:,.0f} s: a clock was set back, or "
                 "the clocks of hosts differ; what the run did until that time came again is lost or unknown time"
             )
-        damaged = self._files.damaged
-        if damaged:
+        if damaged := self._files.damaged:
             file_name, why_damaged = next(iter(damaged.items()))
             found.append(
                 f"{self.run.steps}: {count_noun(len(damaged), 'file')} cannot be read, the time of those steps "
-                "is unknown "
-                f"({file_name}: {why_damaged})"
+                f"is unknown ({file_name}: {why_damaged})"
             )
         return found
 
