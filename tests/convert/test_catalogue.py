@@ -6,7 +6,6 @@ import json
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,10 +13,11 @@ from megastable.base.errors import CheckpointError
 from megastable.checkpoint import markers, store
 from megastable.checkpoint.store import DELETING
 from megastable.run.directory import RunDirectory
-from megastable.run.events.reading import event_of
+from megastable.run.events.training_events import CheckpointSuspect
 from megastable.run.log import RunLog
 from megastable_tools.convert.catalogue import CatalogueEntry, list_entries
 from tests.checkpoint.standins import LAYOUT, checkpoint, run_with
+from tests.journal import note
 
 
 def by_name(run: Path) -> dict[str, CatalogueEntry]:
@@ -79,13 +79,8 @@ def test_entries_name_the_problem_of_a_damaged_one(
 
 def test_entries_say_what_does_not_count(tmp_path: Path) -> None:
     folder = run_with(tmp_path, 10)
-    for name in (
-        "suspect-step-20",
-        "rejected-step-30",
-        ".saving-step-40",
-        ".saving-replaced-step-10",
-        f"{DELETING}step-5",
-    ):
+    aside = "suspect-step-20", "rejected-step-30", ".saving-step-40", ".saving-replaced-step-10"
+    for name in (*aside, f"{DELETING}step-5"):
         checkpoint(folder, int(name.rpartition("-")[2]), name)
     markers.mark_healthy(folder / "suspect-step-20", 25, 5)
     (folder / "rejected-step-30" / store.STATE).unlink()
@@ -101,21 +96,13 @@ def test_entries_say_what_does_not_count(tmp_path: Path) -> None:
     assert "interrupted" in found[".saving-step-40"].problem
 
 
-def note(run: Path, *events: dict[str, Any]) -> None:
-    journal = RunLog(RunDirectory(run))
-    for event in events:
-        journal.emit_event(event_of(event))
-
-
-def evaluated(step: int, loss: Any) -> dict[str, Any]:
-    return {"event": "evaluated", "step": step, "loss": loss, "samples": 8}
-
-
 def test_entries_of_a_suspect_keep_the_loss_of_its_own_past(tmp_path: Path) -> None:
     folder = run_with(tmp_path, 10, 30)
     checkpoint(folder, 30, "suspect-step-30")
-    suspect = {"event": "checkpoint_suspect", "name": "step-30", "reason": "went back"}
-    note(tmp_path, evaluated(30, 9.0), suspect, evaluated(30, 4.0))
+    run = RunDirectory(tmp_path)
+    note(run, "evaluated", step=30, loss=9.0, samples=8)
+    RunLog(run).emit_event(CheckpointSuspect(name="step-30", reason="went back"))
+    note(run, "evaluated", step=30, loss=4.0, samples=8)
     found = by_name(tmp_path)
     assert found["suspect-step-30"].validation == 9.0 and found["step-30"].validation == 4.0
 

@@ -124,9 +124,8 @@ def test_reshape_without_moments(sources: dict[str, Path], tmp_path: Path) -> No
     made = reshape_checkpoint(sources["tp2-pp2"], tmp_path / "weights", optimizer=False)
     assert not made.optimizer and store.read_state(made.checkpoint).adam_step == 0
     assert store.read_state(made.checkpoint).cursor == 56
-    again = reshape_checkpoint(
-        made.checkpoint, tmp_path / "again", Sizes(1, 1, 1, 1)
-    )  # there are none to be kept
+    # There are none to be kept.
+    again = reshape_checkpoint(made.checkpoint, tmp_path / "again", Sizes(1, 1, 1, 1))
     check_same_bytes(again.checkpoint, optimizer=False)
 
 
@@ -181,9 +180,7 @@ def test_reshaped_runs_train_on_as_from_the_checkpoint_itself(corpus: Path, tmp_
     short = {"train": {"steps": 4}, "checkpoint": {"interval": 2}, "schedule": {"total_steps": 4}}
     assert run_ranks(2, train, tiny(corpus, tmp_path / "one", parallel={"zero": 3}, **short)) == [0, 0]
     shutil.rmtree(tmp_path / "one" / "checkpoints" / "step-4")
-    made = reshape_checkpoint(
-        tmp_path / "one" / "checkpoints" / "step-2", tmp_path / "offline", Sizes(2, 1, 1, 1)
-    )
+    made = reshape_checkpoint(tmp_path / "one/checkpoints/step-2", tmp_path / "offline", Sizes(2, 1, 1, 1))
     reshape_checkpoint(made.checkpoint, tmp_path / "bare", optimizer=False)
     ends = {}
     for run in ("one", "offline", "bare"):
@@ -324,9 +321,8 @@ def test_limits_of_the_parent_hold(policy: dict[str, Any], words: tuple[str, ...
 
 def change_live(log: RunLog, *changes: tuple[int, int | None, dict[str, Any]]) -> None:
     for step, until, values in changes:
-        log.emit_event(
-            ChangeMade(step=step, until=until, change=str(step), who="ann", reason="because", new=values)
-        )
+        of = {"change": str(step), "who": "ann", "reason": "because", "new": values}
+        log.emit_event(ChangeMade(step=step, until=until, **of))
 
 
 def test_reshape_keeps_each_live_change_as_long_as_its_parent_would(tmp_path: Path) -> None:
@@ -339,12 +335,8 @@ def test_reshape_keeps_each_live_change_as_long_as_its_parent_would(tmp_path: Pa
     assert next_run_of(checkpoint).optimizer.lr == lr / 2
     found = run_of(reshape_checkpoint(checkpoint, tmp_path / "reshaped").checkpoint)
     made = changes_of(tmp_path / "reshaped/journal.jsonl")
-    assert [config_at(found, made, step).optimizer.lr for step in range(8, 12)] == [
-        lr / 2,
-        lr / 2,
-        lr / 4,
-        lr / 4,
-    ]
+    held_lrs = [config_at(found, made, step).optimizer.lr for step in range(8, 12)]
+    assert held_lrs == [lr / 2, lr / 2, lr / 4, lr / 4]
     names = [event.event for event in RunDirectory(tmp_path / "reshaped").iterate_events()]
     assert names == ["imported", "change_made", "change_made", "change_measured"]
 
@@ -403,23 +395,20 @@ def test_average_of_other_layouts(tmp_path: Path) -> None:
 
 def test_average_refuses_other_models_and_leaves_nothing(tmp_path: Path) -> None:
     a, out = make_run(tmp_path / "a"), tmp_path / "out"
-    others = {
-        "wider": {"ffn": 32},
-        "turned": {"rope_theta": 5e5},
-        "deeper": {"layers": 3},
-        "loss": {"z_loss": 0.0},
-    }
-    made = {name: make_run(tmp_path / name, model=model) for name, model in others.items()}
-    for other, message in (("wider", r"blocks\.0\.mlp.* is .*of different models"),
-                           ("turned", r"model\.rope_theta is .*500000"), ("deeper", "has 'blocks.2")):  # fmt: skip
+    for name, model, message in (
+        ("wider", {"ffn": 32}, r"blocks\.0\.mlp.* is .*of different models"),
+        ("turned", {"rope_theta": 5e5}, r"model\.rope_theta is .*500000"),
+        ("deeper", {"layers": 3}, "has 'blocks.2"),
+    ):
         with pytest.raises(CheckpointError, match=message):
-            average_checkpoints([a, made[other]], out)
+            average_checkpoints([a, make_run(tmp_path / name, model=model)], out)
     with pytest.raises(ConfigError, match="at least two"):
         average_checkpoints([a], out)
     held = [("A", weights(a=[1.0, 2.0])), ("B", weights(a=[1.0, float("inf")]))]
     with pytest.raises(CheckpointError, match="B: a holds values that are not finite"):
         average_tensors(held, [0.5, 0.5])("a", "weight")
     assert not out.exists()
-    average_checkpoints([a, made["loss"]], out)  # what only says how it is computed may differ
+    other_loss = make_run(tmp_path / "loss", model={"z_loss": 0.0})
+    average_checkpoints([a, other_loss], out)  # what only says how it is computed may differ
     with pytest.raises(CheckpointError, match="exists already"):
-        average_checkpoints([a, made["loss"]], out)
+        average_checkpoints([a, other_loss], out)

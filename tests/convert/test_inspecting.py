@@ -18,7 +18,6 @@ from megastable_tools.convert import inspecting
 from megastable_tools.convert.inspecting import (
     Distance,
     compare_checkpoints,
-    count_elements,
     field_differences,
     list_differences,
     measure_distance,
@@ -102,17 +101,11 @@ def test_differences_have_every_outcome_the_largest_first() -> None:
     seen: list[int] = []
     found = [(one.name, one.kind, one.outcome) for one in list_differences(a, b, seen.append)]
     assert found == [
-        ("bent", "exp_avg", "only in A"),
-        ("bent", "weight", "shapes differ"),
-        ("both", "exp_avg", "only in A"),
-        ("gone", "exp_avg", "only in A"),
-        ("gone", "weight", "only in A"),
-        ("near", "exp_avg", "only in A"),
-        ("new", "weight", "only in B"),
-        ("near", "weight", "differs"),
-        ("both", "weight", "identical"),
-    ]
-    assert sum(seen) == count_elements(a, b) == 2 * 4 + 2 * 4 + 2 * 6 + 2 * 5 + 1
+        ("bent", "exp_avg", "only in A"), ("bent", "weight", "shapes differ"), ("both", "exp_avg", "only in A"),
+        ("gone", "exp_avg", "only in A"), ("gone", "weight", "only in A"), ("near", "exp_avg", "only in A"),
+        ("new", "weight", "only in B"), ("near", "weight", "differs"), ("both", "weight", "identical"),
+    ]  # fmt: skip
+    assert sum(seen) == 2 * 4 + 2 * 4 + 2 * 6 + 2 * 5 + 1
 
 
 def test_field_differences() -> None:

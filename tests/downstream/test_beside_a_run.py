@@ -91,26 +91,21 @@ class Watched(Supervised):
     def evaluated(self) -> list[int]:
         """The steps of the checkpoints with scores, one by one."""
         events = self.events("tasks_evaluated")
-        assert all(
-            event["scores"] == {"weights/step": event["of_step"], "weights/tensors": 25.0} for event in events
-        )
+        for event in events:
+            assert event["scores"] == {"weights/step": event["of_step"], "weights/tensors": 25.0}
         return [event["of_step"] for event in events]
 
     def tracked(self) -> list[int]:
         """Steps whose scores a tracker was told."""
         rows = map(json.loads, (self.run.root / "trackers/records.jsonl").read_text().splitlines())
-        return [
-            row["step"]
-            for row in rows
-            if row["record"] == "tasks" and row["tasks/weights/step"] == row["step"]
-        ]
+        tasks = [row for row in rows if row["record"] == "tasks"]
+        return [row["step"] for row in tasks if row["tasks/weights/step"] == row["step"]]
 
     def gone(self, program: int) -> None:
         """Wait until the program and the process that started it have ended."""
 
-        evaluators = [
-            p.pid for p in self.everything() if "megastable_tools.downstream.evaluator" in command_of(p)
-        ]
+        name = "megastable_tools.downstream.evaluator"
+        evaluators = [p.pid for p in self.everything() if name in command_of(p)]
         until(lambda: all(map(gone, [program, *evaluators])))
 
 
@@ -144,10 +139,8 @@ def test_evaluator_tells_scores_everywhere_and_a_killed_supervisor_loses_none(
         assert s.evaluated() == [first]
         s.until(lambda: f'megastable_task_score{{run="run",task="weights/step"}} {first}.0' in scraped(port))
         status = read_status(s.run.root)
-        assert (status.tasks.step, status.tasks.scores) == (
-            first,
-            {"weights/step": first, "weights/tensors": 25.0},
-        )
+        assert status.tasks.step == first
+        assert status.tasks.scores == {"weights/step": first, "weights/tensors": 25.0}
         assert status.state is State.FINISHED
         s.until(lambda: s.events("ended"))
 

@@ -30,7 +30,7 @@ from megastable_tools.downstream.evaluator import (
     list_saved_checkpoints,
     read_scores,
     scores_of,
-)
+)  # fmt: skip
 from tests.convert.huggingface.conftest import text_corpus, tokenizer
 from tests.downstream.complete_run import TOKENS, complete_run, settings
 from tests.full_disk import files_no_larger_than
@@ -182,17 +182,13 @@ def test_evaluator_ends_a_program_that_hangs_with_all_that_it_started(
     trained: RunConfig, tmp_path: Path
 ) -> None:
     run, pid_file, limit = run_of(trained), tmp_path / "pid", 0.5
-    while (
-        not pid_file.exists() or not pid_file.read_text()
-    ):  # on a busy machine it may have started nothing by then
+    # On a busy machine it may have started nothing by then.
+    while not pid_file.exists() or not pid_file.read_text():
         limit *= 2
         config = asking(trained, python(HANG, str(pid_file), "{model}{results}"), timeout=limit)
-        started, words = (
-            Evaluator(config, run, os.getppid()),
-            config.eval.fill_command(Path("m"), Path("r"), 6),
-        )
+        words = config.eval.fill_command(Path("m"), Path("r"), 6)
         with pytest.raises(DataError, match=f"the program was not done after {limit:g} s, and was ended"):
-            started._run("the program", words)
+            Evaluator(config, run, os.getppid())._run("the program", words)
     pid = int(pid_file.read_text())
     until(lambda: gone(pid))
 
@@ -253,21 +249,15 @@ def test_evaluator_hides_a_gpu_unless_it_is_asked_for(trained: RunConfig, tmp_pa
     )
     os.environ["CUDA_VISIBLE_DEVICES"] = "3"
     for device, seen in (("cpu", ""), ("cuda:0", "3")):
-        config = asking(
-            trained, python(code, str(tmp_path / "seen"), "{model}{results}"), device=device, threads=2
-        )
-        Evaluator(config, run_of(trained), os.getppid())._run(
-            "it", config.eval.fill_command(Path("m"), Path("r"), 6)
-        )
+        command = python(code, str(tmp_path / "seen"), "{model}{results}")
+        config = asking(trained, command, device=device, threads=2)
+        words = config.eval.fill_command(Path("m"), Path("r"), 6)
+        Evaluator(config, run_of(trained), os.getppid())._run("it", words)
         assert (tmp_path / "seen").read_text() == repr([seen, "2", "1000\n"])
 
 
-HARNESS = {
-    "results": {
-        "arc": {"alias": "arc", "acc,none": 0.5, "acc_stderr,none": 0.1, "em,strict": 1, "sample_len": 9}
-    },
-    "config": {"model": "hf", "limit": 3},
-}
+ARC = {"alias": "arc", "acc,none": 0.5, "acc_stderr,none": 0.1, "em,strict": 1, "sample_len": 9}
+HARNESS = {"results": {"arc": ARC}, "config": {"model": "hf", "limit": 3}}
 
 
 @pytest.mark.parametrize(

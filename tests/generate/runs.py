@@ -29,13 +29,6 @@ def run_with_tokenizer(folder: Path, **data: Any) -> Path:
     tree = recipe_of(vocab_size=PIECES, sequence_length=64).model_dump(mode="json")
     tree["data"] |= {"corpora": [{"path": str(folder / "corpus")}], **data}
     run = RunConfig.model_validate(tree)
-    held = numbers(run)
-    write_run(
-        folder / "run",
-        run,
-        state_of(),
-        lambda name, kind: held[name, kind],
-        optimizer=None,
-        origin={"how": "test"},
-    )
+    held, origin = numbers(run), {"how": "test"}
+    write_run(folder / "run", run, state_of(), lambda *of: held[of], optimizer=None, origin=origin)
     return folder / "run"

@@ -49,10 +49,7 @@ def test_extend_reads_a_long_prompt_in_parts(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(caching, "AT_ONCE", 7)
     plain, given, seen = MODELS["grouped"], tokens(2, 40), []
     handle = plain.gpt[0].register_forward_hook(lambda _, args, __: seen.append(args[0].shape[1]))
-    with torch.no_grad():
-        in_parts = plain.compute_logits(read_tokens(plain, given, KeyValueCache())).transpose(0, 1)[
-            ..., :VOCABULARY
-        ]
+    in_parts = logits_in_steps(plain, given, [])
     handle.remove()
     assert seen == [7, 7, 7, 7, 7, 5]
     with torch.no_grad():

@@ -91,9 +91,8 @@ def distribution(logits: list[float], sampling: Sampling) -> dict[int, float]:
 
 
 # Far enough apart that no rounding decides which of two is likelier, or where a share is reached.
-scores = st.lists(st.integers(-400, 400), min_size=1, max_size=12, unique=True).map(
-    lambda xs: [x / 100 for x in xs]
-)
+hundredths = st.lists(st.integers(-400, 400), min_size=1, max_size=12, unique=True)
+scores = hundredths.map(lambda xs: [x / 100 for x in xs])
 
 
 @given(
@@ -118,9 +117,8 @@ def test_pick_gives_every_token_its_share(
 def test_pick_at_extremes(sampling: Sampling, uniform: float) -> None:
     """Large logits, a temperature near zero, the first and the last uniform number there is."""
     logits, at = torch.tensor([[-1e30, 5e4, 1e4, -math.inf]]), torch.tensor([uniform], dtype=torch.float64)
-    assert (
-        pick_tokens(logits, sampling, at).tolist() == pick_tokens(logits, Sampling(0.0), at).tolist() == [1]
-    )
+    assert pick_tokens(logits, sampling, at).tolist() == [1]
+    assert pick_tokens(logits, Sampling(0.0), at).tolist() == [1]
     ruled_out = torch.cat((torch.randn(1, 1000), torch.full((1, 50), -math.inf)), -1)
     assert int(pick_tokens(ruled_out, Sampling(1.0, 0, 1.0), at)) < 1000
 
@@ -139,13 +137,8 @@ def test_read_prompt_drops_one_last_newline_and_refuses_the_rest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "prompt.txt"
-    for content, wanted in (
-        (b"a\n", "a"),
-        (b"a\n\n", "a\n"),
-        (b"a\r\n", "a"),
-        (b"", ""),
-        ("é\t".encode(), "é\t"),
-    ):
+    contents = {b"a\n": "a", b"a\n\n": "a\n", b"a\r\n": "a", b"": "", "é\t".encode(): "é\t"}
+    for content, wanted in contents.items():
         path.write_bytes(content)
         assert read_prompt(None, path) == wanted
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))

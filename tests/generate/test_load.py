@@ -45,11 +45,7 @@ def test_prompt_is_its_text_and_an_empty_one_the_start_of_a_document(run: Path) 
     ids, eod = speaker.tokenizer.encode("def f("), speaker.tokenizer.eod
     assert speaker.encode_prompt("def f(", document_start=False) == ids
     assert speaker.encode_prompt("def f(", document_start=True) == [eod, *ids]
-    assert (
-        speaker.encode_prompt("", document_start=False)
-        == speaker.encode_prompt("", document_start=True)
-        == [eod]
-    )
+    assert speaker.encode_prompt("", False) == speaker.encode_prompt("", True) == [eod]
     with pytest.raises(DataError, match="not UTF-8"):
         speaker.encode_prompt("a\udcff", document_start=False)
 
@@ -71,11 +67,8 @@ def test_prompt_begins_with_what_begins_documents(tmp_path: Path) -> None:
         assert speaker.ends == {speaker.tokenizer.eod}
     kept = shutil.copy(tmp_path / "corpus/tokenizer.model", tmp_path / "kept.model")
     speaker = opened(run, Path(kept))
-    assert (
-        speaker.encode_prompt("def f(", False) == [bos, *ids]
-        and speaker.ends == {info.eod}
-        and not speaker.notes
-    )
+    assert speaker.encode_prompt("def f(", False) == [bos, *ids]
+    assert speaker.ends == {info.eod} and not speaker.notes
 
 
 def test_open_speaker_of_a_folder_of_hugging_face_speaks_as_the_run(run: Path, folder: Path) -> None:

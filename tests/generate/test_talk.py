@@ -52,10 +52,8 @@ def answers(*lines: str | type[BaseException]) -> Callable[[], str]:
 
 
 def test_printer_shows_a_terminal_the_prompt_and_no_control_characters() -> None:
-    pieces = [
-        TextPiece(0, text, 1, 0.0, "eod" if text == "x" else None)
-        for text in ("a\tb\n", "\x1b[2J\u202e\r", "x")
-    ]
+    pieces = [TextPiece(0, text, 1, 0.0) for text in ("a\tb\n", "\x1b[2J\u202e\r")]
+    pieces.append(TextPiece(0, "x", 1, 0.0, "eod"))
     console, out = page(terminal=True)
     printer = Printer(console, 1)
     printer.print_pieces("the \x07prompt ", pieces)
@@ -72,7 +70,9 @@ def test_talk_continues_lines_and_goes_on_at_an_empty_one(
 ) -> None:
     def text(most: int) -> str:
         console, out = page()
-        Talk(speaker, wishes(sampling=Sampling(0.0), most=most)).continue_once("def f(", console, json=False)
+        Talk(speaker, wishes(sampling=Sampling(0.0), most=most)).continue_once(
+            "def f(", console, as_json=False
+        )
         return out.getvalue()
 
     console, out = page()
@@ -99,10 +99,8 @@ def test_talk_says_what_to_do_when_memory_ends(speaker: Speaker) -> None:
 
     handle = speaker.model.gpt[1].mlp.register_forward_hook(full)
     try:
-        with pytest.raises(
-            DataError, match="memory of cpu does not suffice for 2 times 24 tokens: take a smaller"
-        ):
-            Talk(speaker, wishes(number=2)).continue_once("def f(", page()[0], json=False)
+        with pytest.raises(DataError, match="cpu does not suffice for 2 times 24 tokens: take a smaller"):
+            Talk(speaker, wishes(number=2)).continue_once("def f(", page()[0], as_json=False)
     finally:
         handle.remove()
 
@@ -117,8 +115,7 @@ def test_talk_goes_past_the_end_of_a_document(speaker: Speaker) -> None:
     ending = Speaker(only, speaker.tokenizer, speaker.ends, speaker.start)
     for past, end, count in ((False, "eod", 1), (True, "length", 4)):
         console, out = page()
-        Talk(ending, wishes(sampling=Sampling(0.0), most=4, past_eod=past)).continue_once(
-            "", console, json=True
-        )
+        talk = Talk(ending, wishes(sampling=Sampling(0.0), most=4, past_eod=past))
+        talk.continue_once("", console, as_json=True)
         (sample,) = json.loads(out.getvalue())["samples"]
         assert sample["end"] == end and len(sample["tokens"]) == count

@@ -61,14 +61,12 @@ def test_expected_goodput_of_half_of_the_hosts_by_hand() -> None:
     )  # fmt: skip
     away = 8 / 1008  # of the time
     chances = [math.comb(8, n) * away**n * (1 - away) ** (8 - n) for n in range(9)]
-    copied = {
-        used: 10 / used / (10 / used + 1) for used in (1, 1 / 2, 1 / 4, 1 / 8)
-    }  # of 10 s, which take longer
+    # Of 10 s, which take longer.
+    copied = {used: 10 / used / (10 / used + 1) for used in (1, 1 / 2, 1 / 4, 1 / 8)}
     halves = expect_goodput(free.with_shrinking(0.0, halves=True))
     levels = {1: chances[0], 1 / 2: sum(chances[1:5]), 1 / 4: sum(chances[5:7]), 1 / 8: chances[7]}
-    assert halves.training == pytest.approx(
-        sum(p * used * copied[used] for used, p in levels.items()), rel=1e-4
-    )
+    training = sum(p * used * copied[used] for used, p in levels.items())
+    assert halves.training == pytest.approx(training, rel=1e-4)
     assert halves.smaller == pytest.approx(1 - sum(used * p for used, p in levels.items()))
     assert expect_goodput(free.with_shrinking(0.0)).smaller == pytest.approx(away)
     # A minute for every checkpoint from which it grows: if the last, the fifth, the seventh or the eighth comes back.
@@ -96,9 +94,7 @@ def test_tuned_interval_is_best(gpus: int) -> None:
     disk, peers = c.with_tuned_interval(least=0.0), c.with_peers()
     assert peers.snapshot is not None
     for factor in (0.5, 2.0):
-        assert (
-            expect_goodput(replace(disk, interval=factor * disk.interval)).training
-            < expect_goodput(disk).training
-        )
+        other = replace(disk, interval=factor * disk.interval)
+        assert expect_goodput(other).training < expect_goodput(disk).training
         other = replace(peers, snapshot=factor * peers.snapshot)
         assert expect_goodput(other).training < expect_goodput(peers).training

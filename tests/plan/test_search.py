@@ -100,20 +100,10 @@ def test_search_finds_what_trying_everything_finds(gpus: int, share: float) -> N
     assert found.plans[0].time.seconds == pytest.approx(min(legal.values()))
 
 
-def plans_of(name: str, gpus: int, *overrides: str) -> tuple[RunConfig, search.SearchResult]:
-    config = recipe.load_recipe(ROOT / f"launch/recipes/{name}.yaml", overrides)
-    return config, search.search_layouts(config, gpus, H100)
-
-
-@pytest.fixture(scope="module")
-def seven() -> tuple[RunConfig, search.SearchResult]:
-    return plans_of("7b", 16, "model.vocab_size=32000", "train.global_batch=32")
-
-
-def test_overrides_make_the_plan_of_the_recipe(seven: tuple[RunConfig, search.SearchResult]) -> None:
-    config, found = seven
+def test_overrides_make_the_plan_of_the_recipe() -> None:
     given = ["model.vocab_size=32000", "train.global_batch=32"]
-    for plan in found.plans[::7]:
+    config = recipe.load_recipe(ROOT / "launch/recipes/7b.yaml", given)
+    for plan in search.search_layouts(config, 16, H100).plans[::7]:
         said = search.list_overrides(plan.config, config)
         assert recipe.load_recipe(ROOT / "launch/recipes/7b.yaml", [*given, *said]) == plan.config
     assert search.list_overrides(config, config) == []
@@ -167,10 +157,7 @@ def test_remedies_fit_and_change_one_thing() -> None:
 def test_published_layouts_fit(run: published.Published) -> None:
     """With the recomputation that they name, but for one; what names none, with full recomputation."""
     cluster = load_cluster(ROOT / f"launch/clusters/{run.cluster}.yaml")
-    assert search.plan_layout(recomputing(run.config, "full"), run.gpus, cluster).fits
+    full = run.config.parallel.model_copy(update={"recompute": "full"})
+    assert search.plan_layout(run.config.model_copy(update={"parallel": full}), run.gpus, cluster).fits
     if run.config.parallel.recompute != "none" and "1T, selective" not in run.name:
         assert search.plan_layout(run.config, run.gpus, cluster).fits
-
-
-def recomputing(config: RunConfig, what: search.Recompute) -> RunConfig:
-    return config.model_copy(update={"parallel": config.parallel.model_copy(update={"recompute": what})})

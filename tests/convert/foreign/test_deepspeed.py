@@ -39,14 +39,11 @@ SETTINGS: list[tuple[int, str, dict[str, Any]]] = [
 
 
 def recipe(zero: int = 1, precision: str = "bf16", world: int = 1, **model: Any) -> RunConfig:
-    return RunConfig.model_validate(
-        {
-            "model": MODEL | model,
-            "precision": {"kind": precision, "initial_scale_power": 8},
-            "train": {"global_batch": 2 * world, "micro_batch": 2},
-            "parallel": {"zero": zero},
-        }
-    )
+    tree = {
+        "model": MODEL | model, "precision": {"kind": precision, "initial_scale_power": 8},
+        "train": {"global_batch": 2 * world, "micro_batch": 2}, "parallel": {"zero": zero},
+    }  # fmt: skip
+    return RunConfig.model_validate(tree)
 
 
 def steps(engine: Any, first: int, end: int) -> list[float]:

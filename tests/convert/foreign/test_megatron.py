@@ -20,11 +20,7 @@ from megastable.checkpoint.plain import load_plain
 from megastable.checkpoint.store import LayoutState, RunState
 from megastable.checkpoint.whole import WholeState, describe_parameters, run_of
 from megastable.config.tree import RunConfig
-from megastable_tools.convert.foreign.megatron import (
-    export_megatron,
-    find_iteration_folder,
-    import_megatron,
-)
+from megastable_tools.convert.foreign.megatron import export_megatron, find_iteration_folder, import_megatron
 from megastable_tools.convert.foreign.megatron_args import CENTERED, NAMES
 from megastable_tools.convert.inspecting import list_differences
 from tests.convert.foreign import mcore
@@ -108,10 +104,8 @@ def test_export_megatron_computes_the_same_in_megatron(
 
 def test_import_megatron_takes_what_megatrons_model_holds(ours: Any, alone: None, tmp_path: Path) -> None:
     """The other way round: from its own state_dict, extra state, names and all."""
-    content = torch.load(
-        export_megatron(ours(), tmp_path / "args", local=True) / "mp_rank_00" / "model_optim_rng.pt",
-        weights_only=False,
-    )
+    exported = export_megatron(ours(), tmp_path / "args", local=True)
+    content = torch.load(exported / "mp_rank_00" / "model_optim_rng.pt", weights_only=False)
     torch.manual_seed(3)
     model = mcore.build(content["args"])
     with torch.no_grad():
@@ -121,10 +115,8 @@ def test_import_megatron_takes_what_megatrons_model_holds(ours: Any, alone: None
     place.mkdir(parents=True)
     state = model.state_dict()
     assert any(name.endswith("_extra_state") for name in state)
-    torch.save(
-        {"args": content["args"], "checkpoint_version": 3.0, "iteration": 123, "model": state},
-        place / "model_optim_rng.pt",
-    )
+    saved = {"args": content["args"], "checkpoint_version": 3.0, "iteration": 123, "model": state}
+    torch.save(saved, place / "model_optim_rng.pt")
     (tmp_path / "saved" / "latest_checkpointed_iteration.txt").write_text("123")
     said: list[str] = []
     checkpoint = import_megatron(tmp_path / "saved", tmp_path / "run", None, said.append)

@@ -133,9 +133,8 @@ def test_load_of_other_bytes_never_ends_in_a_traceback(
 ) -> None:
     path = tmp_path_factory.mktemp("bytes") / "a.pt"
     if data.draw(st.booleans()):
-        path.write_bytes(
-            data.draw(st.sampled_from([b"", b"PK\x03\x04", b"\x80\x02"])) + data.draw(st.binary())
-        )
+        magic = data.draw(st.sampled_from([b"", b"PK\x03\x04", b"\x80\x02"]))
+        path.write_bytes(magic + data.draw(st.binary()))
     else:
         whole = bytearray(data.draw(st.sampled_from(saved)))
         for at in data.draw(st.lists(st.integers(0, len(whole) - 1), min_size=1, max_size=3)):

@@ -56,6 +56,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "olmo3": {"layers": 5, "qk_norm": "full", "norms": "after", "window": 7, "full_attention_every": 4},
     "gemma2": GEMMA2,
 }  # fmt: skip
+# The same in their words.
+THEIR_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 1e4}
 Make = Callable[..., Path]
 
 

@@ -16,11 +16,8 @@ from torch import Tensor
 
 from megastable.base.errors import CheckpointError
 from megastable_tools.convert.huggingface.export import to_hf
-from megastable_tools.convert.huggingface.folder import HuggingFaceFolder
+from megastable_tools.convert.huggingface.folder import INDEX, SINGLE, HuggingFaceFolder
 from tests.convert.huggingface.conftest import MODELS, Make
-
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 
 
 @pytest.fixture(scope="module")
@@ -47,13 +44,9 @@ def tensors_of(folder: Path, change: Callable[[dict[str, Tensor]], Any]) -> None
     save_file({k: v.contiguous() for k, v in tensors.items()}, folder / SINGLE, {"format": "pt"})
 
 
-def settings_of(folder: Path, **changed: Any) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changed))
-
-
-def opened(folder: Path) -> Any:
-    return HuggingFaceFolder(folder).parts
+def refused(folder: Path, match: str) -> None:
+    with pytest.raises(CheckpointError, match=match):
+        HuggingFaceFolder(folder)
 
 
 @pytest.mark.parametrize(
@@ -69,18 +62,17 @@ def opened(folder: Path) -> Any:
     ],
 )  # fmt: skip
 def test_folder_names_tensors_that_do_not_fit(folder: Path, change: Any, message: str) -> None:
-    opened(folder)
+    assert HuggingFaceFolder(folder).parts
     tensors_of(folder, change)
     with pytest.raises(CheckpointError, match=message):
-        opened(folder)
+        assert HuggingFaceFolder(folder).parts
 
 
 def test_folder_refuses_a_truncated_file(folder: Path) -> None:
     content = (folder / SINGLE).read_bytes()
     for size in (0, 7, 100, len(content) - 1):
         (folder / SINGLE).write_bytes(content[:size])
-        with pytest.raises(CheckpointError, match=r"model.safetensors: damaged or incomplete"):
-            HuggingFaceFolder(folder)
+        refused(folder, r"model.safetensors: damaged or incomplete")
 
 
 def test_folder_does_not_touch_a_pickle(folder: Path) -> None:
@@ -90,8 +82,7 @@ def test_folder_does_not_touch_a_pickle(folder: Path) -> None:
 
     (folder / SINGLE).unlink()
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Evil()))
-    with pytest.raises(CheckpointError, match=r"pytorch_model.bin, a pickle, .*safe_serialization=True"):
-        HuggingFaceFolder(folder)
+    refused(folder, r"pytorch_model.bin, a pickle, .*safe_serialization=True")
     assert not (folder / "pwned").exists()
 
 
@@ -100,14 +91,11 @@ def test_folder_refuses_a_tensor_in_two_shards(sharded: Path) -> None:
     files = sorted(sharded.glob("*.safetensors"))
     twice = load_file(files[-1]) | {"model.embed_tokens.weight": torch.zeros(700, 32, dtype=torch.bfloat16)}
     save_file(twice, files[-1], {"format": "pt"})
-    with pytest.raises(
-        CheckpointError, match=r"holds 'model.embed_tokens.weight', which .* does not list there"
-    ):
-        HuggingFaceFolder(sharded)
+    refused(sharded, r"holds 'model.embed_tokens.weight', which .* does not list there")
 
 
 def test_folder_refuses_shards_that_their_index_contradicts(sharded: Path) -> None:
-    opened(sharded)
+    assert HuggingFaceFolder(sharded).parts
     index = json.loads((sharded / INDEX).read_text())
     where: dict[str, str] = index["weight_map"]
     files = sorted(set(where.values()))
@@ -116,29 +104,21 @@ def test_folder_refuses_shards_that_their_index_contradicts(sharded: Path) -> No
         (sharded / INDEX).write_text(json.dumps({"weight_map": {**where, **changed}}))
 
     written(**{"model.norm.weight": "../../etc/passwd.safetensors"})
-    with pytest.raises(CheckpointError, match=r"is not the name of a .safetensors file beside it"):
-        HuggingFaceFolder(sharded)
+    refused(sharded, r"is not the name of a .safetensors file beside it")
     written(**{"model.norm.weight": files[0]})
-    with pytest.raises(CheckpointError, match=r"does not hold 'model.norm.weight'"):
-        HuggingFaceFolder(sharded)
-    written()
-    (sharded / INDEX).write_text(
-        json.dumps({"weight_map": {k: v for k, v in where.items() if "norm" not in k}})
-    )
-    with pytest.raises(CheckpointError, match=r"which model.safetensors.index.json does not list"):
-        HuggingFaceFolder(sharded)
+    refused(sharded, r"does not hold 'model.norm.weight'")
+    without = {name: file for name, file in where.items() if "norm" not in name}
+    (sharded / INDEX).write_text(json.dumps({"weight_map": without}))
+    refused(sharded, r"which model.safetensors.index.json does not list")
     written()
     (sharded / files[1]).unlink()
-    with pytest.raises(CheckpointError, match=f"{files[1]} is not there, which {INDEX} names"):
-        HuggingFaceFolder(sharded)
+    refused(sharded, f"{files[1]} is not there, which {INDEX} names")
     for content in ("[]", "{", '{"weight_map": {}}', '{"weight_map": {"a": 1}}', '{"weight_map": []}'):
         (sharded / INDEX).write_text(content)
-        with pytest.raises(CheckpointError, match=r"index.json"):
-            HuggingFaceFolder(sharded)
+        refused(sharded, r"index.json")
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{", "\xff", '{"architectures": 3}', "[" * 5000])
 def test_folder_refuses_a_config_that_is_none(folder: Path, content: str) -> None:
     (folder / "config.json").write_bytes(content.encode("latin-1"))
-    with pytest.raises(CheckpointError, match=r"config.json"):
-        HuggingFaceFolder(folder)
+    refused(folder, r"config.json")

@@ -32,12 +32,7 @@ from megastable_tools.convert.huggingface.tokenizer_export import (
     make_sample_texts,
     real_text,
 )
-from tests.convert.huggingface.conftest import (
-    MODELS,
-    ROOT,
-    Make,
-    llama_cpp,
-)
+from tests.convert.huggingface.conftest import MODELS, ROOT, Make, llama_cpp
 from tests.full_disk import files_no_larger_than
 
 # Models and tokenizers
@@ -58,10 +53,8 @@ def test_unsupported_names_what_llama_cpp_would_compute_differently(name: str) -
 
 
 def content(tokenizer: Tokenizer) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(
-        HuggingFaceModel.from_str(json.dumps(make_fast_tokenizer(tokenizer))).to_str()
-    )
-    return found
+    model = HuggingFaceModel.from_str(json.dumps(make_fast_tokenizer(tokenizer)))
+    return dict(json.loads(model.to_str()))
 
 
 def merged_by_scores(words: Vocabulary, text: str) -> list[int]:
@@ -93,29 +86,21 @@ GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False)
 BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 
 
-def byte_level(
-    folder: Path, before: Any = GPT2, normalizer: Any = None, processor: Any = None, **options: Any
-) -> Tokenizer:
+def byte_level(folder: Path, before: Any, **options: Any) -> Tokenizer:
     model = HuggingFaceModel(models.BPE(**options))
     model.pre_tokenizer, model.decoder = GPT2, decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    model.train_from_iterator(
-        [real_text()],
-        trainers.BpeTrainer(
-            vocab_size=600, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
-        ),
-    )
+    trainer = trainers.BpeTrainer(
+        vocab_size=600, special_tokens=["<|endoftext|>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )  # fmt: skip
+    model.train_from_iterator([real_text()], trainer)
     model.pre_tokenizer = before  # some are slow in training
-    if normalizer is not None:
-        model.normalizer = normalizer
-    if processor is not None:
-        model.post_processor = processor
     model.save(str(folder / "tokenizer.json"))
     return load_tokenizer(folder / "tokenizer.json")
 
 
-def cut(regex: str, behavior: str = "isolated") -> Any:
-    return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(regex), behavior), BYTES])
+def cut(regex: str) -> Any:
+    return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(regex), "isolated"), BYTES])
 
 
 DIGITS = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), GPT2])
@@ -232,43 +217,40 @@ def test_to_gguf_refuses_and_leaves_nothing(make: Make, gguf: None, tmp_path: Pa
     refused("tokenizer.json: llama.cpp has no Lowercase .* For llama.cpp train with SentencePiece")
     (out / "tokenizer.json").unlink()
     refused("tokenizer.json cannot be read: No such file")
-    scaled = to_hf(
-        make(MODELS["qwen3"] | {"rope_scaling": MODELS["llama3"]["rope_scaling"]}), tmp_path / "scaled"
-    ).out
-    with pytest.raises(
-        CheckpointError, match="scales rotary embeddings as llama3 only in a Llama, not in Qwen3"
+    scaled_model = MODELS["qwen3"] | {"rope_scaling": MODELS["llama3"]["rope_scaling"]}
+    for name, model, message in (
+        ("scaled", scaled_model, "scales rotary embeddings as llama3 only in a Llama, not in Qwen3"),
+        ("wide", MODELS["olmo2-wide"], "heads of hidden / heads = 8, and this model has head_dim 16"),
     ):
-        to_gguf(scaled, tmp_path / "scaled.gguf")
-    wide = to_hf(make(MODELS["olmo2-wide"]), tmp_path / "wide").out
-    with pytest.raises(CheckpointError, match="heads of hidden / heads = 8, and this model has head_dim 16"):
-        to_gguf(wide, tmp_path / "wide.gguf")
+        out = to_hf(make(model), tmp_path / name).out
+        refused(message, f"{name}.gguf")
 
 
-def some(tokenizer: Tokenizer, but: str = "\0") -> list[str]:
-    """Texts to compare ids on: all kinds of them."""
-    first, *random = (text for text in make_sample_texts(tokenizer, seed=1) if but not in text)
-    return [*PROMPTS, first, *random[:20], *random[20::4]]
-
-
-def same(folder: Path, file: Path, given: list[str], greedy: bool) -> None:
-    """llama.cpp gives the ids of transformers, and the greedy tokens."""
+@pytest.mark.parametrize("kind", ["qwen3", "llama", "olmo2", "qwen2", "llama3", "llama-linear"])
+def test_to_gguf_gives_the_ids_and_greedy_tokens_of_transformers(
+    make: Make, gguf: None, tokenizer: Tokenizer, tmp_path: Path, kind: str
+) -> None:
     pytest.importorskip("xllamacpp", reason="pip install xllamacpp")
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+    folder = to_hf(make(MODELS[kind]), tmp_path / "exported", dtype="fp32").out
+    made = to_gguf(folder, tmp_path / "exported.gguf")
+    assert made.notes == ("a literal ▁ (U+2581) in a text becomes a space in llama.cpp",)
     # Not the automatic class: for a Qwen2 transformers 5 take Qwen's, and to-hf says so.
     auto = PreTrainedTokenizerFast.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) if greedy else None
-    with llama_cpp(file) as ask:
-        for text in given:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    first, *random = (text for text in make_sample_texts(tokenizer, seed=1) if SPACE not in text)
+    with llama_cpp(made.out) as ask:
+        for text in (*PROMPTS, first, *random[:20], *random[20::4]):
             for special in (True, False):
                 body = {"content": text, "add_special": True, "parse_special": special}
                 assert ask("/tokenize", body) == auto(text, split_special_tokens=not special)["input_ids"]
-        for text in PROMPTS if model is not None else ():
+        for text in PROMPTS:
             ids = auto(text)["input_ids"] or [auto.eos_token_id]
             prompt = torch.tensor([ids])
             whole = torch.ones_like(prompt)  # else transformers take a prompt's <unk> for padding
-            made = model.generate(prompt, attention_mask=whole, max_new_tokens=NEW, do_sample=False)
-            new = made[0, len(ids) :].tolist()
+            written = model.generate(prompt, attention_mask=whole, max_new_tokens=NEW, do_sample=False)
+            new = written[0, len(ids) :].tolist()
             body = {
                 "prompt": ids,
                 "n_predict": NEW,
@@ -278,13 +260,3 @@ def same(folder: Path, file: Path, given: list[str], greedy: bool) -> None:
             }
             found = ask("/completion", body)
             assert [t for t in found if t != auto.eos_token_id] == [t for t in new if t != auto.eos_token_id]
-
-
-@pytest.mark.parametrize("kind", ["qwen3", "llama", "olmo2", "qwen2", "llama3", "llama-linear"])
-def test_to_gguf_gives_the_ids_and_greedy_tokens_of_transformers(
-    make: Make, gguf: None, tokenizer: Tokenizer, tmp_path: Path, kind: str
-) -> None:
-    to_hf(make(MODELS[kind]), tmp_path / "exported", dtype="fp32")
-    made = to_gguf(tmp_path / "exported", tmp_path / "exported.gguf")
-    assert made.notes == ("a literal ▁ (U+2581) in a text becomes a space in llama.cpp",)
-    same(tmp_path / "exported", tmp_path / "exported.gguf", some(tokenizer, but=SPACE), greedy=True)

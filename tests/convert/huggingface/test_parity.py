@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from megastable.base import free_memory
 from megastable.report.sheet import as_json
@@ -26,57 +23,15 @@ from megastable_tools.convert.huggingface.parity import (
 )
 from tests.convert.huggingface.conftest import MODELS, Make
 
-Change = Callable[[dict[str, Tensor], dict[str, Any]], None]
 
-
-def interleaved(tensors: dict[str, Tensor], settings: dict[str, Any]) -> None:
-    """The other layout of rotary embeddings: pairs (2i, 2i + 1), as Meta's own Llama files have it."""
-    name = "model.layers.0.self_attn.q_proj.weight"
-    heads = tensors[name].view(4, 2, 4, 32)
-    tensors[name] = heads.transpose(1, 2).reshape(32, 32).contiguous()
-
-
-def swapped(tensors: dict[str, Tensor], settings: dict[str, Any]) -> None:
-    gate, up = (f"model.layers.1.mlp.{name}_proj.weight" for name in ("gate", "up"))
-    tensors[gate], tensors[up] = tensors[up], tensors[gate]
-
-
-def nudged(tensors: dict[str, Tensor], settings: dict[str, Any]) -> None:
-    tensors["model.norm.weight"][3] += 1e-6
-
-
-CHANGES: dict[str, Change] = {
-    "interleaved": interleaved,
-    "swapped": swapped,
-    "nudged": nudged,
-    "theta": lambda _, s: s["rope_parameters"].update(rope_theta=1e4 + 50) or s.update(rope_theta=1e4 + 50),
-    "eps": lambda _, s: s.update(rms_norm_eps=2e-5),
-    "norms": lambda t, _: t["model.layers.0.input_layernorm.weight"].mul_(1.01),
-}
-
-
-@pytest.fixture(scope="module")
-def qwen3(make: Make, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return to_hf(make(MODELS["qwen3"]), tmp_path_factory.mktemp("qwen3") / "out", dtype="fp32").out
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CHANGES)
-def test_compare_finds_a_change(make: Make, qwen3: Path, tmp_path: Path, name: str) -> None:
-    checkpoint, out = make(MODELS["qwen3"]), shutil.copytree(qwen3, tmp_path / "out")
+def test_compare_finds_a_number_that_differs(make: Make, tmp_path: Path) -> None:
+    out = to_hf(make(MODELS["qwen3"]), tmp_path / "out", dtype="fp32").out
     tensors = load_file(out / "model.safetensors")
-    settings = json.loads((out / "config.json").read_text())
-    CHANGES[name](tensors, settings)
+    tensors["model.norm.weight"][3] += 1e-6
     save_file(tensors, out / "model.safetensors", {"format": "pt"})
-    (out / "config.json").write_text(json.dumps(settings))
-    found = compare_logits(checkpoint, out)
-    assert found.failed and found.verdict.startswith("NOT THE SAME")
-    if name in ("theta", "eps"):
-        assert not found.unequal and all(
-            row.largest > parity.LARGEST or row.kl > parity.KL for row in found.rows
-        )
-    else:
-        assert found.unequal and "tensors differ" in found.verdict
+    found = compare_logits(make(MODELS["qwen3"]), out)
+    assert found.failed and found.unequal == ["model.norm.weight"]
+    assert re.match("NOT THE SAME: 1 of .* tensors differ, the first is model.norm.weight", found.verdict)
 
 
 @pytest.mark.slow

@@ -59,10 +59,8 @@ def test_settings_of_reads_back(config: ModelConfig) -> None:
     )  # fmt: skip
     written = {"attention_scale", "window", "full_attention_every"}  # which have several spellings
     assert all(found[key] == getattr(config, key) for key in OWN - written)
-    for keys in (
-        ("rope_theta", "rope_scaling"),
-        ("rope_parameters",),
-    ):  # as one transformers or the other writes it
+    # As one transformers or the other writes it.
+    for keys in (("rope_theta", "rope_scaling"), ("rope_parameters",)):
         assert model_of({k: v for k, v in settings.items() if k not in keys}, "config.json") == found
 
 
@@ -105,10 +103,8 @@ def test_model_of_takes_the_defaults_of_transformers(kind: str) -> None:
     assert found["kv_heads"] == theirs.num_key_value_heads
     assert found["head_dim"] == getattr(theirs, "head_dim", theirs.hidden_size // theirs.num_attention_heads)
     rope = theirs.rope_parameters
-    assert (
-        found["norm_eps"] == theirs.rms_norm_eps
-        and found["rope_theta"] == rope.get("sliding_attention", rope)["rope_theta"]
-    )
+    assert found["norm_eps"] == theirs.rms_norm_eps
+    assert found["rope_theta"] == rope.get("sliding_attention", rope)["rope_theta"]
     assert found["tied"] == theirs.tie_word_embeddings
     assert found["sequence_length"] == theirs.max_position_embeddings
     read, types = ModelConfig(**found), getattr(theirs, "layer_types", None)

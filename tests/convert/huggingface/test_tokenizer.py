@@ -51,20 +51,14 @@ def test_write_tokenizer_gives_any_text_the_same_ids(tokenizer: Tokenizer, auto:
     assert plain(auto, text) == tokenizer.encode(text)
 
 
-def trained(file: Path, **options: Any) -> Tokenizer:
-    model = io.BytesIO()
-    lines = [line for line in real_text().splitlines() if line]
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(lines), model_writer=model, vocab_size=600, minloglevel=2, byte_fallback=True, **options
-    )  # fmt: skip
-    file.write_bytes(model.getvalue())
-    return load_tokenizer(file)
-
-
 def test_write_tokenizer_of_a_model_that_puts_a_space_before_texts(tmp_path: Path) -> None:
-    other = trained(
-        tmp_path / "llama.model", model_type="bpe", normalization_rule_name="identity", remove_extra_whitespaces=False
+    model, lines = io.BytesIO(), [line for line in real_text().splitlines() if line]
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(lines), model_writer=model, vocab_size=600, minloglevel=2, byte_fallback=True,
+        model_type="bpe", normalization_rule_name="identity", remove_extra_whitespaces=False,
     )  # fmt: skip
+    (tmp_path / "llama.model").write_bytes(model.getvalue())
+    other = load_tokenizer(tmp_path / "llama.model")
     (tmp_path / "out").mkdir()
     write_tokenizer(other, tmp_path / "out", 48)
     auto = loaded(tmp_path / "out", {"model_type": "llama"})
@@ -77,9 +71,7 @@ def test_write_tokenizer_of_a_model_that_puts_a_space_before_texts(tmp_path: Pat
 def test_write_tokenizer_refuses_other_ids_unless_asked(tmp_path: Path) -> None:
     # Of equally likely cuts SentencePiece and tokenizers do not choose the same one.
     other = train_sentencepiece([real_text()], tmp_path / "unigram.model", 600, "unigram")
-    with pytest.raises(
-        CheckpointError, match=r"the same ids: of the text .* --inexact-tokenizer; .*--no-tokenizer"
-    ):
+    with pytest.raises(CheckpointError, match=r"ids: of the text .* --inexact-tokenizer; .*--no-tokenizer"):
         write_tokenizer(other, tmp_path, 48)
     assert [path.name for path in tmp_path.iterdir()] == ["unigram.model"]
     assert "texts differ" in write_tokenizer(other, tmp_path, 48, exact=False).problem

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -123,19 +123,15 @@ def make_catalogue_sheet(run: Path, listed: Sequence[CatalogueEntry]) -> Sheet:
     ]
     damaged = sum(entry.state == "damaged" for entry in listed)
     sheet_notes = [f"{count_noun(damaged, 'checkpoint')} cannot be used: see its problem"] if damaged else []
+    data = {
+        "checkpoints": len(listed), "bytes": sum(entry.bytes for entry in listed),
+        "latest": latest_names[0] if latest_names else None,
+        "newest_healthy": healthy_names[-1] if healthy_names else None,
+    }  # fmt: skip
+    rows = [_row(catalogue_entry) for catalogue_entry in listed]
     return Sheet(
-        title=f"Checkpoints of {run}",
-        facts=sheet_facts,
-        columns=sheet_columns,
-        rows=[_row(catalogue_entry) for catalogue_entry in listed],
-        notes=sheet_notes,
-        data={
-            "checkpoints": len(listed),
-            "bytes": sum(entry.bytes for entry in listed),
-            "latest": latest_names[0] if latest_names else None,
-            "newest_healthy": healthy_names[-1] if healthy_names else None,
-        },
-    )
+        f"Checkpoints of {run}", facts=sheet_facts, columns=sheet_columns, rows=rows, notes=sheet_notes, data=data
+    )  # fmt: skip
 
 
 def _row(entry: CatalogueEntry) -> dict[str, Any]:
@@ -182,14 +178,20 @@ def _entry(one: FoundCheckpoint, told: _Journaled | None, named: bool) -> Catalo
         *([f"will not count as healthy: {vitals_doubt}"] if vitals_doubt else []), *markers.list_marker_problems(path),
     ]  # fmt: skip
     health_marker = markers.read_health(path)
-    checkpoint_standing = _standing(one.kind, bool(damage_problem or state_problem), health_marker)
+    standing: Standing = "fresh" if health_marker is None else "healthy"
+    if one.kind in UNFINISHED:
+        standing = "incomplete"
+    elif one.kind == "suspect" or one.kind == "rejected":
+        standing = one.kind
+    elif main_problem:
+        standing = "damaged"
     return CatalogueEntry(
-        step=one.step, name=path.name, path=path, state=checkpoint_standing, bytes=_bytes(path),
+        step=one.step, name=path.name, path=path, state=standing, bytes=_bytes(path),
         layout=run_state.layout if run_state else None, health=health_marker, pinned=markers.read_pin(path),
         loss=run_state.recent_loss if run_state else None,
         probes=store.finite_mean(run_state.vitals.losses) if run_state and run_state.vitals else None,
         validation=told.find_loss_until(one) if told else None,
-        age=_age(path, told.written.get(path.name) if told else None), latest=named,
+        age=_age(path, told), latest=named,
         problem="; ".join(all_problems).replace(f"{path}{os.sep}", ""),
     )  # fmt: skip
 
@@ -202,16 +204,6 @@ def _tried(read: Callable[[Path], T], path: Path) -> tuple[T | None, str]:
         return None, str(error)
     except RecursionError:
         return None, f"{path / store.STATE}: damaged (nested too deep)"
-
-
-def _standing(kind: Kind, damaged: bool, health: Health | None) -> Standing:
-    if kind in UNFINISHED:
-        return "incomplete"
-    if kind == "suspect" or kind == "rejected":
-        return kind
-    if damaged:
-        return "damaged"
-    return "fresh" if health is None else "healthy"
 
 
 class _Journaled:
@@ -267,10 +259,10 @@ def _bytes(path: Path) -> int:
     return total_bytes
 
 
-def _age(path: Path, written_at: float | None) -> float | None:
+def _age(path: Path, told: _Journaled | None) -> float | None:
     """Seconds. A copy's files are younger than the checkpoint: the journal, where it has it, knows better."""
-    if written_at is not None:
-        return max(0.0, time.time() - written_at)
+    if told is not None and path.name in told.written:
+        return max(0.0, time.time() - told.written[path.name])
     for dated_path in (path / store.MANIFEST, path):
         try:
             return max(0.0, time.time() - dated_path.stat().st_mtime)
@@ -331,12 +323,9 @@ def accept_checkpoint(path: Path, reason: str) -> str:
             raise CheckpointError(f"{checkpoint} could not be renamed: {error.strerror or error}") from None
         store.point_latest(target.parent)
     was = f"; it was quarantined: {quarantine_marker.reason}" if quarantine_marker is not None else ""
-    newer = [
-        one.name for one in store.newest_first(target.parent) if store.step_of(one) > store.step_of(target)
-    ]
-    newer_note = (
-        f". There are newer ones, and a run continues from the newest: {', '.join(newer)}" if newer else ""
-    )
+    step = store.step_of(target)
+    newer = ", ".join(one.name for one in store.newest_first(target.parent) if store.step_of(one) > step)
+    newer_note = f". There are newer ones, and a run continues from the newest: {newer}" if newer else ""
     return make_visible(
         f"{target} is accepted: runs continue from it, whatever they find in it{was}{newer_note}"
     )
@@ -345,14 +334,18 @@ def accept_checkpoint(path: Path, reason: str) -> str:
 def roll_back(path: Path, reason: str) -> str:
     """Set aside the checkpoints after `path`, and the summary of a finished run; returns a message. Nothing is deleted.
 
-    Raises CheckpointError if the run could not resume from it or is at work, SpaceError if the journal cannot be
-    written.
+    Raises CheckpointError if the run could not resume from it or is at work, ConfigError if its locks cannot be taken,
+    SpaceError if the journal cannot be written.
     """
     checkpoint = find_one(path).resolve()
     run, step = RunDirectory(checkpoint.parent.parent), store.read_contents(checkpoint).step
     if checkpoint.parent != run.checkpoints or not run.journal.exists():
         raise CheckpointError(f"{checkpoint} is not in the checkpoints of a run that has a journal")
-    with _nobody_at_work(run):
+    with ExitStack() as held_locks:
+        for lock_name, lock_holder in ((SUPERVISOR, "supervisor"), (TRAINING, "training")):
+            if (held_lock := take_lock(run.root / lock_name)) is None:
+                raise CheckpointError(f"{run.root}: its {lock_holder} is at work: stop the run first")
+            held_locks.enter_context(held_lock)
         _check(checkpoint, run, step)
         log = RunLog(run)
         # The journal first. From this line on, copies of later steps in the memory of hosts do not count, and a start
@@ -363,9 +356,8 @@ def roll_back(path: Path, reason: str) -> str:
         aside_reason = f"rollback{rolled_back[0]}"
         newer_names = store.set_aside_newer(run.checkpoints, step, forget=False, why=aside_reason)
         for name in newer_names:
-            log.commit_event(
-                CheckpointSuspect(name=name, reason=f"a person rolled the run back to step {step}")
-            )
+            why = f"a person rolled the run back to step {step}"
+            log.commit_event(CheckpointSuspect(name=name, reason=why))
         if run.summary.exists():
             os.replace(run.summary, run.summary.with_name(f"{run.summary.stem}-{aside_reason}.json"))
             durable.sync_directory(run.root)
@@ -384,9 +376,8 @@ def _check(checkpoint: Path, run: RunDirectory, step: int) -> None:
         )
     if all_problems := store.list_problems(checkpoint):
         raise CheckpointError(f"{all_problems[0]}: the run cannot go on from it")
-    if (ruling := markers.read_bad_ruling(checkpoint)) is not None and markers.read_acceptance(
-        checkpoint
-    ) is None:
+    ruling = markers.read_bad_ruling(checkpoint)
+    if ruling is not None and markers.read_acceptance(checkpoint) is None:
         raise CheckpointError(
             f"{checkpoint} was quarantined: {ruling.reason}. To go on from it all the same: "
             f"megastable checkpoint accept {checkpoint}"
@@ -399,15 +390,3 @@ def _check(checkpoint: Path, run: RunDirectory, step: int) -> None:
         raise CheckpointError(
             f"{checkpoint}: an incident asks for a checkpoint from before step {before}: name one of those"
         )
-
-
-@contextmanager
-def _nobody_at_work(run: RunDirectory) -> Iterator[None]:
-    """Hold the locks of the run. Raises CheckpointError if a process has one, ConfigError if they cannot be
-    taken."""
-    with ExitStack() as held_locks:
-        for lock_name, lock_holder in ((SUPERVISOR, "supervisor"), (TRAINING, "training")):
-            if (held_lock := take_lock(run.root / lock_name)) is None:
-                raise CheckpointError(f"{run.root}: its {lock_holder} is at work: stop the run first")
-            held_locks.enter_context(held_lock)
-        yield

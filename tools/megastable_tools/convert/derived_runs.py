@@ -34,7 +34,7 @@ from megastable.parallel.layout import Layout
 from megastable.run.changes import select_holding
 from megastable.run.directory import FREE, RunDirectory
 from megastable.run.events.event import Event
-from megastable.run.events.people_events import ChangeMade, ChangeMeasured
+from megastable.run.events.people_events import ChangeMeasured
 from megastable.run.events.reading import read_events
 from megastable_guard.guard import GuardState
 from megastable_guard.policy import Policy
@@ -115,10 +115,9 @@ def laid_out(run: RunConfig, old: store.LayoutState, sizes: Sizes) -> tuple[RunC
     Sequence parallelism, which needs a tensor group, is switched off without one; context parallelism is reduced to
     what data-parallel ranks and heads allow. A micro-batch must divide a rank's share of the global batch.
     """
-    tensor, pipeline, zero, data = (
-        getattr(old if getattr(sizes, size_name) is None else sizes, size_name)
-        for size_name in ("tensor", "pipeline", "zero", "data")
-    )
+    names = ("tensor", "pipeline", "zero", "data")
+    given = {name: size for name in names if (size := getattr(sizes, name)) is not None}
+    tensor, pipeline, zero, data = (given.get(name, getattr(old, name)) for name in names)
     recipe_tree = run.model_dump(mode="json")
     sequence = run.parallel.sequence and tensor > 1
     context = gcd(run.parallel.context, data, run.model.heads // max(tensor, 1))
@@ -150,24 +149,20 @@ def reshape_checkpoint(
     run, data_ranks = laid_out(run_of(checkpoint), state.layout, sizes)
     state = state.model_copy(update={"layout": state.layout.model_copy(update={"data": data_ranks})})
     held = OptimizerTensors(whole.kinds_of, whole.shared)
-    return write_run_of(
-        out, run, state, whole.read_tensor, ledgers_of(checkpoint),
-        optimizer=held if optimizer and whole.stateful else None,
-        origin=origin_of(checkpoint, how="reshaped" if optimizer else "exported"), watch=watch,
-        people=_people_of(checkpoint, state.step),
-    )  # fmt: skip
-
-
-def _people_of(checkpoint: Path, step: int) -> list[ChangeMade | ChangeMeasured]:
-    """What people have changed live and still holds after a step, and what was measured of it by then."""
+    # What people have changed live and still holds, and what was measured of it by then.
     live_changes = live_changes_of(checkpoint)
     change_numbers = {live_change.change for live_change in live_changes}
     journal_path = RunDirectory(checkpoint.resolve().parent.parent).journal
     measured = [
         event for event in read_events(journal_path, b'"change_measured"')
-        if isinstance(event, ChangeMeasured) and event.change in change_numbers and (event.step or 0) <= step
+        if isinstance(event, ChangeMeasured) and event.change in change_numbers and (event.step or 0) <= state.step
     ]  # fmt: skip
-    return [*live_changes, *measured]
+    return write_run_of(
+        out, run, state, whole.read_tensor, ledgers_of(checkpoint),
+        optimizer=held if optimizer and whole.stateful else None,
+        origin=origin_of(checkpoint, how="reshaped" if optimizer else "exported"), watch=watch,
+        people=[*live_changes, *measured],
+    )  # fmt: skip
 
 
 def describe_import(out: Path, checkpoint: Path) -> Made:
@@ -190,26 +185,17 @@ def write_run_of(
 ) -> Made:
     """`write_run`, with its result described."""
     new_checkpoint = write_run(
-        out,
-        run,
-        state,
-        whole,
-        optimizer=optimizer,
-        origin=origin,
-        ledgers=ledgers,
-        people=people,
-        watch=watch,
-    )
+        out, run, state, whole, optimizer=optimizer, origin=origin, ledgers=ledgers, people=people, watch=watch
+    )  # fmt: skip
     new_layout = store.read_state(new_checkpoint).layout
     return Made(out, new_checkpoint, state.step, new_layout, optimizer is not None, ledgers)
 
 
 def ledgers_of(checkpoint: Path) -> Path | None:
     """The run directory of a checkpoint, None for one that was copied elsewhere."""
-    run = checkpoint.resolve().parent.parent
-    return (
-        run if checkpoint.resolve().parent.name == "checkpoints" and (run / "recipe.yaml").is_file() else None
-    )
+    folder = checkpoint.resolve().parent
+    is_of_run = folder.name == "checkpoints" and (folder.parent / "recipe.yaml").is_file()
+    return folder.parent if is_of_run else None
 
 
 # Branch a run at a checkpoint of its constant phase: a new run whose learning rate decays from there on. One long run
@@ -275,8 +261,7 @@ def make_decaying_config(
         unit = "tokens" if old.by_tokens else "updates"
         raise ConfigError(
             f"{where} is in the warm-up, of {schedule.warmup_length(old)} {unit}: the peak rate was not reached. "
-            "Branch at a "
-            "later checkpoint"
+            "Branch at a later checkpoint"
         )
     present = schedule.rate_at(old, peak, schedule.find_decay_end(run), done)
     if not math.isclose(present, peak, rel_tol=1e-9):
@@ -396,19 +381,16 @@ def check_alike(given: Sequence[tuple[str, WholeState]]) -> None:
     tensors)."""
     (first_called, first), *other_states = given
     for called, other in other_states:
-        missing_names, extra_names = (
-            sorted(set(first.names) - set(other.names)),
-            sorted(set(other.names) - set(first.names)),
-        )
+        missing_names = sorted(set(first.names) - set(other.names))
+        extra_names = sorted(set(other.names) - set(first.names))
         if missing_names or extra_names:
             what = f"has no {missing_names[0]!r}" if missing_names else f"has {extra_names[0]!r} besides"
             raise CheckpointError(f"{called}: {what}, unlike {first_called}: they are of different models")
         for name in first.names:
             if first.shape_of(name) != other.shape_of(name):
                 raise CheckpointError(
-                    f"{called}: {name} is {other.shape_of(name)}, in {first_called} {first.shape_of(name)}: they "
-                    "are of "
-                    "different models"
+                    f"{called}: {name} is {other.shape_of(name)}, in {first_called} {first.shape_of(name)}: they are "
+                    "of different models"
                 )
 
 
@@ -425,23 +407,16 @@ def average_tensors(
         # A sum starts at -0.0: 0.0 would lose the sign of a -0.0.
         tensor_sum = torch.full(given[0][1].shape_of(name), -0.0, dtype=torch.float64)
         for (state_name, state_tensors), state_share in zip(given, parts, strict=True):
-            if not _add(tensor_sum.view(-1), state_tensors.read_tensor(name, kind).flatten(), state_share):
-                raise CheckpointError(
-                    f"{state_name}: {name} holds values that are not finite: leave this checkpoint out"
-                )
+            tensor = state_tensors.read_tensor(name, kind).flatten()
+            for total_chunk, chunk in zip(tensor_sum.view(-1).split(CHUNK), tensor.split(CHUNK), strict=True):
+                if not bool(chunk.isfinite().all()):
+                    raise CheckpointError(
+                        f"{state_name}: {name} holds values that are not finite: leave this checkpoint out"
+                    )
+                total_chunk.add_(chunk.double(), alpha=state_share)
         return tensor_sum.float()
 
     return whole
-
-
-def _add(total: Tensor, tensor: Tensor, part: float) -> bool:
-    """Add `part` of a tensor; whether it is finite."""
-    for chunk_start in range(0, len(tensor), CHUNK):
-        tensor_chunk = tensor[chunk_start : chunk_start + CHUNK].double()
-        if not bool(tensor_chunk.isfinite().all()):
-            return False
-        total[chunk_start : chunk_start + CHUNK].add_(tensor_chunk, alpha=part)
-    return True
 
 
 # Runs that start from another framework's checkpoint

@@ -25,8 +25,6 @@ from megastable.base.progress_bar import show_bar
 from megastable.base.text import count_noun, make_visible, show_duration, show_number, show_size
 from megastable.checkpoint import markers, store
 from megastable.checkpoint.files import CHUNK, PieceStatistics
-from megastable.checkpoint.markers import Health
-from megastable.checkpoint.store import RunState
 from megastable.checkpoint.whole import WholeState, run_of
 from megastable.config import recipe
 from megastable.config.model import ModelConfig
@@ -75,31 +73,28 @@ def checkpoints_of(path: Path) -> list[Path]:
         return [path]
     if not checkpoint_folder.is_dir():
         what = "neither a checkpoint nor the directory of a run" if path.exists() else "there is no such path"
-        raise CheckpointError(f"{path}: {what}{_runs(path)}")
+        try:
+            run_names = sorted(one.name for one in path.parent.iterdir() if (one / "checkpoints").is_dir())
+        except OSError:
+            run_names = []
+        near_names = difflib.get_close_matches(path.name, run_names, n=5, cutoff=0.3) or run_names[:5]
+        hint = ": give a run such as runs/mine, or a checkpoint such as runs/mine/checkpoints/step-500"
+        if near_names:
+            hint = f"; runs in {path.parent}: {', '.join(near_names)}"
+        raise CheckpointError(f"{path}: {what}{hint}")
     found_checkpoints = store.newest_first(checkpoint_folder)
     if not found_checkpoints:
         raise CheckpointError(f"{checkpoint_folder}: holds no checkpoint")
     return found_checkpoints
 
 
-def _runs(missing: Path) -> str:
-    """Existing runs near the given path, the likeliest first."""
-    try:
-        run_names = sorted(path.name for path in missing.parent.iterdir() if (path / "checkpoints").is_dir())
-    except OSError:
-        run_names = []
-    near_names = difflib.get_close_matches(missing.name, run_names, n=5, cutoff=0.3) or run_names[:5]
-    where = f"; runs in {missing.parent}: {', '.join(near_names)}" if near_names else ""
-    return where or ": give a run such as runs/mine, or a checkpoint such as runs/mine/checkpoints/step-500"
-
-
 def verify_checkpoints(paths: Sequence[Path], silent: bool = False) -> list[Verified]:
     """Check all checkpoints that `paths` name. Raises CheckpointError for a path that names none."""
     checkpoints = list(dict.fromkeys(one for named_path in paths for one in checkpoints_of(named_path)))
-    counts = [_parts(one) for one in checkpoints]
+    counts, threads = [_parts(one) for one in checkpoints], min(16, len(os.sched_getaffinity(0)))
     with (
         show_bar("verifying", sum(counts), silent, "files") as watch_bar,
-        ThreadPoolExecutor(_threads()) as pool,
+        ThreadPoolExecutor(threads) as pool,
     ):
         return [_check(one, parts, pool, watch_bar) for one, parts in zip(checkpoints, counts)]
 
@@ -107,29 +102,22 @@ def verify_checkpoints(paths: Sequence[Path], silent: bool = False) -> list[Veri
 def find_good_checkpoint(path: Path, silent: bool = False) -> Path:
     """The verified checkpoint that `path` names: for a run its newest good one. Raises CheckpointError."""
     named_checkpoints = checkpoints_of(path)
+    problems: tuple[str, ...] = ()
     for checkpoint in named_checkpoints:
-        if (
-            len(named_checkpoints) > 1
-            and (quarantine_marker := markers.read_bad_ruling(checkpoint)) is not None
-        ):
-            print(f"skipped: {make_visible(quarantine_marker.reason)}", file=sys.stderr)
-            last = Verified(checkpoint, 0, 0, (quarantine_marker.reason,))
-            continue
-        [verified_checkpoint] = verify_checkpoints([checkpoint], silent)
-        if not verified_checkpoint.problems:
+        ruling = markers.read_bad_ruling(checkpoint) if len(named_checkpoints) > 1 else None
+        if ruling is not None:
+            problems = (ruling.reason,)
+        else:
+            problems = verify_checkpoints([checkpoint], silent)[0].problems
+        if not problems:
             return checkpoint
         if len(named_checkpoints) > 1:
-            print(f"skipped: {make_visible(verified_checkpoint.problems[0])}", file=sys.stderr)
-        last = verified_checkpoint
-    more_text = f" ({count_noun(len(last.problems) - 1, 'more problem')})" if len(last.problems) > 1 else ""
+            print(f"skipped: {make_visible(problems[0])}", file=sys.stderr)
+    more_text = f" ({count_noun(len(problems) - 1, 'more problem')})" if len(problems) > 1 else ""
     raise CheckpointError(
-        f"{last.problems[0]}{more_text}: it is not used. All of its problems: "
+        f"{problems[0]}{more_text}: it is not used. All of its problems: "
         f"megastable checkpoint verify {shlex.quote(str(path))}"
     )
-
-
-def _threads() -> int:
-    return min(16, len(os.sched_getaffinity(0)))
 
 
 def _parts(checkpoint: Path) -> int:
@@ -231,12 +219,17 @@ def show_checkpoint(path: Path, pattern: str | None = None) -> Shown:
         near = ", ".join(whole.names[:3])
         raise CheckpointError(f"{checkpoint}: no tensor is named like {pattern!r}; there are {near}, ...")
     count = sum(math.prod(whole.shape_of(name)) for name in whole.names)
-    health, pinned, doubts = (
-        markers.read_health(checkpoint),
-        markers.read_pin(checkpoint),
-        markers.list_marker_problems(checkpoint),
-    )
+    health, pinned = markers.read_health(checkpoint), markers.read_pin(checkpoint)
     ruling, accepted = markers.read_bad_ruling(checkpoint), markers.read_acceptance(checkpoint)
+    doubts = markers.list_marker_problems(checkpoint)
+    proven = "not proven"
+    if health is not None:
+        steps_text = count_noun(health.steps, "step")
+        proven = f"yes: {steps_text} after it stayed on trend, up to step {health.step:,}"
+    probed = "none: a start cannot check its losses"
+    if state.vitals is not None and (losses := state.vitals.losses):
+        doubt = f"; {state.vitals.doubt}" if state.vitals.doubt else ""
+        probed = f"{len(losses)}, mean loss {fmean(losses):.4f} when it was saved{doubt}"
     tree = {
         "checkpoint": str(checkpoint), "bytes": contents.size, "files": len(contents.files), "parameters": count,
         "optimizer": whole.stateful, "model": run.model.model_dump(mode="json"),
@@ -256,28 +249,14 @@ def show_checkpoint(path: Path, pattern: str | None = None) -> Shown:
         ("finite", "yes" if contents.finite else "no"),
         *((f"fingerprint of the {key}", value) for key, value in contents.fingerprints.items()),
         *((f"{key} that wrote it", value) for key, value in (contents.versions or state.versions).items()),
-        ("healthy", _healthy(health)), ("probe samples", _probed(state)),
+        ("healthy", proven), ("probe samples", probed),
         *([("quarantined", ruling.reason)] if ruling else []),
         *([("accepted", accepted.reason or "yes")] if accepted else []),
         *([("pinned", pinned.reason or "yes")] if pinned else []),
     ]  # fmt: skip
     lead = ["Not verified here: use verify for that."]
-    return Shown(
-        tree, Sheet(str(checkpoint), lead=lead, facts=facts, columns=SHOW_COLUMNS, rows=rows, notes=doubts)
-    )
-
-
-def _healthy(health: Health | None) -> str:
-    if health is None:
-        return "not proven"
-    return f"yes: {count_noun(health.steps, 'step')} after it stayed on trend, up to step {health.step:,}"
-
-
-def _probed(state: RunState) -> str:
-    if state.vitals is None or not state.vitals.losses:
-        return "none: a start cannot check its losses"
-    doubt = f"; {state.vitals.doubt}" if state.vitals.doubt else ""
-    return f"{len(state.vitals.losses)}, mean loss {fmean(state.vitals.losses):.4f} when it was saved{doubt}"
+    sheet = Sheet(str(checkpoint), lead=lead, facts=facts, columns=SHOW_COLUMNS, rows=rows, notes=doubts)
+    return Shown(tree, sheet)
 
 
 def _model(model: ModelConfig) -> str:
@@ -292,8 +271,7 @@ def _model(model: ModelConfig) -> str:
         model_text += f", positions up to {model.max_positions:,}"
     return (
         f"{count_noun(model.layers, 'layer')}, width {model.hidden:,}, {count_noun(model.heads, 'head')} of "
-        f"{model.head_width} "
-        f"({model.key_value_heads} of keys and values), feed-forward {model.ffn_width:,}, "
+        f"{model.head_width} ({model.key_value_heads} of keys and values), feed-forward {model.ffn_width:,}, "
         f"vocabulary {model.vocab_size:,}{model_text}"
     )
 
@@ -301,9 +279,13 @@ def _model(model: ModelConfig) -> str:
 def _rows(whole: WholeState, name: str) -> Iterable[dict[str, Any]]:
     shape = whole.shape_of(name)
     for tensor_kind in whole.kinds_of(name):
-        piece_parts = [(piece.numel, piece.statistics.get(tensor_kind)) for piece in whole.pieces_of(name)]
+        pieces = whole.pieces_of(name)
         one = merge_statistics(
-            [(piece_elements, part) for piece_elements, part in piece_parts if part is not None]
+            [
+                (piece.numel, piece.statistics[tensor_kind])
+                for piece in pieces
+                if tensor_kind in piece.statistics
+            ]
         )
         elements = math.prod(shape)
         sheet_row = {"name": name, "kind": tensor_kind, "shape": list(shape), "elements": elements}
@@ -374,17 +356,12 @@ class Difference:
     shape_b: Shape | None
     distance: Distance | None = None
 
-    @property
-    def size(self) -> float:
-        """Sort key: incomparable tensors first, then nan, then numbers."""
-        if self.distance is None:
-            return 0.0 if self.outcome == "identical" else math.inf
-        relative_distance = self.distance.relative
-        return math.inf if math.isnan(relative_distance) else relative_distance
-
     def sort_key(self) -> tuple[float, str, str]:
-        """Sort key of a list, the largest difference first."""
-        return -self.size, self.name, self.kind
+        """The largest difference first: incomparable tensors, then nan, then numbers."""
+        size = 0.0 if self.outcome == "identical" else math.inf
+        if self.distance is not None and not math.isnan(self.distance.relative):
+            size = self.distance.relative
+        return -size, self.name, self.kind
 
 
 def measure_distance(a: Tensor, b: Tensor) -> Distance | None:
@@ -407,15 +384,9 @@ def measure_distance(a: Tensor, b: Tensor) -> Distance | None:
         largest = step if math.isnan(step) else max(step, largest) if not math.isnan(largest) else largest
     of_a, of_b, dot_product, of_apart = square_sums.tolist()
     norm_product = math.sqrt(of_a) * math.sqrt(of_b)
-    relative = _ratio(math.sqrt(of_apart), math.sqrt(of_a))
+    relative = math.sqrt(of_apart) / math.sqrt(of_a) if of_a else math.inf if of_apart else 0.0
     cosine = dot_product / norm_product if norm_product else math.nan
     return Distance(differing, largest, relative, min(1.0, max(-1.0, cosine)) if cosine == cosine else cosine)
-
-
-def _ratio(part: float, whole: float) -> float:
-    if whole:
-        return part / whole
-    return math.inf if part else 0.0
 
 
 def list_differences(
@@ -463,13 +434,6 @@ def pair_tensors(
                 yield name, kind, shapes[0] if in_a else None, shapes[1] if in_b else None
 
 
-def count_elements(a: WholeState, b: WholeState, weights_only: bool = False) -> int:
-    """Number of elements to compare, for a progress bar."""
-    return sum(
-        math.prod(shape_a or shape_b or ()) for _, _, shape_a, shape_b in pair_tensors(a, b, weights_only)
-    )
-
-
 def field_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
     """(key, value in A, value in B) of the differences of two trees, keys with dots; None for a missing key."""
     before, after = dict(_leaves(a)), dict(_leaves(b))
@@ -505,9 +469,9 @@ def compare_checkpoints(
     """
     folders = find_good_checkpoint(a, silent), find_good_checkpoint(b, silent)
     left_state, right_state = WholeState(folders[0]), WholeState(folders[1])
-    with show_bar(
-        "comparing", 4 * count_elements(left_state, right_state, weights_only), silent
-    ) as watch_bar:
+    pairs = pair_tensors(left_state, right_state, weights_only)
+    byte_count = 4 * sum(math.prod(shape_a or shape_b or ()) for _, _, shape_a, shape_b in pairs)
+    with show_bar("comparing", byte_count, silent) as watch_bar:
         found = list_differences(left_state, right_state, lambda count: watch_bar(4 * count), weights_only)
     if not weights_only:
         shared_differences = compare_shared_state(left_state.shared, right_state.shared)
@@ -527,9 +491,8 @@ def _sheet(
     everything: bool,
 ) -> Sheet:
     alike = sum(1 for one in found if one.outcome == "identical")
-    lead_text = (
-        f"{alike:,} of {count_noun(len(found), 'tensor')} hold the same bytes" if found else "no tensors"
-    )
+    tensors_text = count_noun(len(found), "tensor")
+    lead_text = f"{alike:,} of {tensors_text} hold the same bytes" if found else "no tensors"
     facts = [("A", str(folders[0])), ("B", str(folders[1])), ("identical", "yes" if same else "no")]
     facts += [(key, f"{_told(a)} -> {_told(b)}") for key, a, b in fields if not key.startswith("stability.")]
     if memory := sum(key.startswith("stability.") for key, *_ in fields):

@@ -67,9 +67,8 @@ class Evaluator:
         first = self.settings.fill_command(Path(), Path(), 0)[0]
         if shutil.which(first) is None:
             raise ConfigError(
-                f"eval.command: {make_visible(first, 200)!r} is not a program that can be started: give its "
-                "path, and make "
-                "it executable"
+                f"eval.command: {make_visible(first, 200)!r} is not a program that can be started: give its path, and "
+                "make it executable"
             )
         try:
             self.folder.parent.mkdir(parents=True, exist_ok=True)
@@ -82,12 +81,12 @@ class Evaluator:
                 for event in self.run.iterate_events(TasksEvaluated, TasksFailed, TasksSkipped)
             }
             while True:
-                is_complete = self._complete()  # asked first: the last checkpoint is there by then
+                last_step = self.config.train.steps
+                # Asked first: the last checkpoint is there by then.
+                is_complete = (read_whole(read_object(self.run.summary).get("steps")) or 0) >= last_step
+                there = list_saved_checkpoints(self.run)
                 due_checkpoint, passed = find_next_due(
-                    list_saved_checkpoints(self.run),
-                    settled_checkpoints,
-                    self.settings.interval,
-                    self.config.train.steps,
+                    there, settled_checkpoints, self.settings.interval, last_step
                 )
                 for older_checkpoint in passed:
                     skip_reason = f"{due_checkpoint.name} is there already" if due_checkpoint else ""
@@ -146,7 +145,16 @@ class Evaluator:
         checkpoint = self.run.checkpoints / due.name
         model_folder, results_folder = self.folder / "model", self.folder / "results"
         shutil.rmtree(self.folder, ignore_errors=True)  # of a process that was killed
-        self._check_room(checkpoint)
+        # Leave room for the next checkpoint: training has precedence. It takes more than an export.
+        needed = sum(path.stat().st_size for path in checkpoint.iterdir())
+        if os.stat(self.folder.parent).st_dev == os.stat(checkpoint).st_dev:
+            needed *= 2
+        free = shutil.disk_usage(self.folder.parent).free
+        if free < needed:
+            raise DataError(
+                f"{self.folder.parent} has {show_size(free)} left, and {show_size(needed)} are needed for the export "
+                "and the next checkpoint: make room, or set eval.scratch"
+            )
         results_folder.mkdir(parents=True)
         tokens = read_whole(read_object(checkpoint / "state.json").get("tokens")) or 0
         export_words = "-m megastable.cli convert to-hf --no-check --dtype".split()
@@ -157,23 +165,9 @@ class Evaluator:
             if not (checkpoint / "manifest.json").exists():
                 raise DataError("it was deleted while it was read: see checkpoint.keep") from None
             raise
-        self._run(
-            "the program", self.settings.fill_command(model_folder, results_folder / "results.json", due.step)
-        )
+        results = results_folder / "results.json"
+        self._run("the program", self.settings.fill_command(model_folder, results, due.step))
         return read_scores(results_folder), tokens
-
-    def _check_room(self, checkpoint: Path) -> None:
-        """Leave room for the next checkpoint: training has precedence. Raises DataError."""
-        needed = sum(path.stat().st_size for path in checkpoint.iterdir())  # more than an export takes
-        if os.stat(self.folder.parent).st_dev == os.stat(checkpoint).st_dev:
-            needed *= 2
-        free = shutil.disk_usage(self.folder.parent).free
-        if free < needed:
-            raise DataError(
-                f"{self.folder.parent} has {show_size(free)} left, and {show_size(needed)} are needed for the "
-                "export and the "
-                "next checkpoint: make room, or set eval.scratch"
-            )
 
     def _run(self, what: str, words: list[str]) -> None:
         """Run a child process to its end. Raises DataError if it fails, Leaving if this process is to end."""
@@ -192,11 +186,8 @@ class Evaluator:
             raise DataError(f"{what} was not done after {time_limit:g} s, and was ended (eval.timeout)")
         if child_result.code:
             print(child_result.tail, flush=True)
-            end_text = (
-                f"ended with code {child_result.code}"
-                if child_result.code > 0
-                else f"was killed by signal {-child_result.code}"
-            )
+            code = child_result.code
+            end_text = f"ended with code {code}" if code > 0 else f"was killed by signal {-code}"
             last_line = child_result.tail.strip().splitlines()[-1:]
             raise DataError(f"{what} {end_text}{': ' if last_line else ''}{''.join(last_line)}")
 
@@ -205,24 +196,16 @@ class Evaluator:
         if self.leaving or os.getppid() != self._parent:
             raise Leaving
 
-    def _complete(self) -> bool:
-        steps = read_whole(read_object(self.run.summary).get("steps"))
-        return steps is not None and steps >= self.config.train.steps
-
 
 def list_saved_checkpoints(run: RunDirectory) -> list[SavedCheckpoint]:
     """The complete checkpoints of a run."""
     checkpoints_found = list[SavedCheckpoint]()
     for path in run.checkpoints.glob("step-*/manifest.json"):
-        name = path.parent.name
-        step = name.removeprefix("step-")
-        try:
-            if step.isdecimal():
-                checkpoints_found.append(
-                    SavedCheckpoint(name, int(step), xxhash.xxh3_128_hexdigest(path.read_bytes()))
-                )
-        except OSError:
-            continue  # deleted meanwhile
+        name, step = path.parent.name, path.parent.name.removeprefix("step-")
+        if step.isdecimal():
+            with suppress(OSError):  # deleted meanwhile
+                manifest = xxhash.xxh3_128_hexdigest(path.read_bytes())
+                checkpoints_found.append(SavedCheckpoint(name, int(step), manifest))
     return checkpoints_found
 
 
@@ -266,10 +249,8 @@ def tell_trackers(config: RunConfig, run: RunDirectory, say: Callable[[str], Non
     """
     summary = read_object(run.summary)
     steps, tokens = read_whole(summary.get("steps")), read_whole(summary.get("tokens"))
-    if (
-        steps is None or tokens is None
-    ):  # after fewer steps than they know, they would take the others for undone
-        return
+    if steps is None or tokens is None:
+        return  # after fewer steps than they know, they would take the others for undone
     tracking = Tracking(config.logging, run, run_point(config, run, steps, tokens, None), say)
     # They wait for those of the training as long as for one call, and end as long after it at the latest.
     tracking.close(3 * config.logging.tracker_timeout)
@@ -308,24 +289,17 @@ def scores_of(content: Any) -> dict[str, float]:
     numbers_found: dict[str, float] = {}
     for score_name, value in (content["results"] if is_harness else content).items():
         if isinstance(value, Mapping):
-            # lm-evaluation-harness writes "acc,none": the metric, and the filter of the answers.
-            scores = {
-                key.removesuffix(",none"): number for key, number in value.items() if not _is_error(key)
-            }
-            numbers_found |= {f"{score_name}/{key}": number for key, number in scores.items()}
+            # lm-evaluation-harness writes "acc,none": the metric, and the filter of the answers. Its standard errors
+            # and counts are no scores.
+            scores = {key: v for key, v in value.items() if "_stderr" not in key and key != "sample_len"}
+            numbers_found |= {f"{score_name}/{key.removesuffix(',none')}": v for key, v in scores.items()}
         else:
             numbers_found[score_name] = value
-    finite_numbers = {score_name: value for score_name, value in numbers_found.items() if _is_finite(value)}
-    return {make_visible(score_name, LONGEST): float(value) for score_name, value in finite_numbers.items()}
-
-
-def _is_error(key: str) -> bool:
-    """Standard errors and counts of lm-evaluation-harness are no scores."""
-    return "_stderr" in key or key == "sample_len"
-
-
-def _is_finite(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return {
+        make_visible(score_name, LONGEST): float(value)
+        for score_name, value in numbers_found.items()
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -118,9 +118,8 @@ def _core(q: Tensor, k: Tensor, v: Tensor, scores: AttentionScores) -> Tensor:
         y = F.scaled_dot_product_attention(grouped_queries, k, v, attn_mask=mask, scale=scores.scale)
     else:
         # Written out: torch's kernels do not cap logits. In fp32, as in training.
-        z = softcap(
-            grouped_queries.float() @ k.float().transpose(-2, -1) * scores.score_factor(d), scores.cap
-        )
+        products = grouped_queries.float() @ k.float().transpose(-2, -1)
+        z = softcap(products * scores.score_factor(d), scores.cap)
         z = z if mask is None else z.masked_fill(~mask, -torch.inf)
         y = (z.softmax(-1) @ v.float()).to(q.dtype)
     return y.reshape(b, heads, n, d)
@@ -170,15 +169,14 @@ def pick_tokens(logits: Tensor, sampling: Sampling, uniforms: Tensor) -> Tensor:
 
 
 CONTEXT = 4  # tokens before one that its text may depend on: a space that the first of a text loses
-UNFINISHED = (
-    3  # bytes of a character that can be there without the last, each a token at most, shown as U+FFFD
-)
+# Bytes of a character that can be there without the last, each a token at most, shown as U+FFFD.
+UNFINISHED = 3
 
 
 class StreamDecoder:
     """What `feed_token` and at last `end_text` return is, joined, what the tokens say behind `before`."""
 
-    def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, before: Sequence[int]) -> None:
         self._tokenizer = tokenizer
         self._begin(list(before[-CONTEXT:]))
 
@@ -237,57 +235,21 @@ class TextPiece:
     end: End | None = None
 
 
-class Continuations:
-    """`number` samples that go on from one prompt, int64 ids; it is read when this is built.
-
-    known: only ids below it are chosen. seed: any numbers; sample i depends on them and on i alone, not on `number`
-    (but for rounding, which may turn a choice that was close). Raises CheckpointError when the model says nothing.
-    """
-
-    def __init__(
-        self,
-        model: PlainModel,
-        prompt: Sequence[int],
-        sampling: Sampling,
-        number: int,
-        seed: Sequence[int],
-        known: int,
-    ) -> None:
-        self._model, self._sampling, self._known = model, sampling, known
-        self._uniforms = [np.random.default_rng([*seed, sample]) for sample in range(number)]
-        self._cache = KeyValueCache()
-        self.going = list(range(number))
-        hidden = read_tokens(model, torch.tensor([list(prompt)], device=model.device), self._cache)
-        self._hidden = hidden[-1].expand(number, -1)
-        self._cache.choose_rows(torch.zeros(number, dtype=torch.int64, device=model.device))
-        self._chosen: Tensor | None = None
-
-    @torch.no_grad()
-    def step(self) -> list[tuple[int, int, float]]:
-        """(sample, its next token, the token's log-probability) of every sample that goes on."""
-        if self._chosen is not None:
-            self._hidden = read_tokens(self._model, self._chosen[:, None], self._cache)[-1]
-        logits = self._model.compute_logits(self._hidden)[:, : self._model.vocabulary].float()
-        if not bool(logits.isfinite().all()):
-            raise CheckpointError(
-                f"{self._model.checkpoint}: the model's logits are not finite: its weights are of a run that had "
-                "diverged, or their precision is too low for them (try --dtype fp32)"
-            )
-        uniforms = torch.tensor(
-            [self._uniforms[sample].random() for sample in self.going], dtype=torch.float64
+@torch.no_grad()
+def choose_tokens(
+    model: PlainModel, hidden: Tensor, sampling: Sampling, uniforms: Sequence[float], known: int
+) -> tuple[Tensor, list[float]]:
+    """The next token of each row, int64 [n], and its log-probability: hidden [n, hidden], uniforms as for
+    `pick_tokens`. known: only ids below it are chosen. Raises CheckpointError when the model says nothing."""
+    logits = model.compute_logits(hidden)[:, : model.vocabulary].float()
+    if not bool(logits.isfinite().all()):
+        raise CheckpointError(
+            f"{model.checkpoint}: the model's logits are not finite: its weights are of a run that had diverged, or "
+            "their precision is too low for them (try --dtype fp32)"
         )
-        self._chosen = pick_tokens(logits[:, : self._known], self._sampling, uniforms.to(logits.device))
-        logprobs = logits.log_softmax(-1).gather(-1, self._chosen[:, None])[:, 0]
-        return list(zip(self.going, self._chosen.tolist(), logprobs.tolist(), strict=True))
-
-    def finish_samples(self, samples: Sequence[int]) -> None:
-        """These need no more tokens."""
-        kept_rows = [row for row, sample in enumerate(self.going) if sample not in samples]
-        if len(kept_rows) < len(self.going) and self._chosen is not None:
-            row_index = torch.tensor(kept_rows, dtype=torch.int64, device=self._chosen.device)
-            self._chosen = self._chosen[row_index]
-            self._cache.choose_rows(row_index)
-            self.going = [self.going[row] for row in kept_rows]
+    on_device = torch.tensor(uniforms, dtype=torch.float64).to(logits.device)
+    chosen = pick_tokens(logits[:, :known], sampling, on_device)
+    return chosen, logits.log_softmax(-1).gather(-1, chosen[:, None])[:, 0].tolist()
 
 
 def write_continuations(
@@ -296,16 +258,24 @@ def write_continuations(
 ) -> Iterator[TextPiece]:  # fmt: skip
     """Continue `prompt`, at least one id: pieces of all samples in turn, each sample's last one with its `end_text`.
 
-    most: tokens of a sample, at least one. seed: any numbers. ends: tokens that end a sample; stops: texts that do, and
-    are no part of it. Raises CheckpointError, and what torch raises where memory does not suffice.
+    most: tokens of a sample, at least one. seed: any numbers; sample i depends on them and on i alone, not on `number`
+    (but for rounding, which may turn a choice that was close). ends: tokens that end a sample; stops: texts that do,
+    and are no part of it. Raises CheckpointError, and what torch raises where memory does not suffice.
     """
     known_ids = min(model.vocabulary, tokenizer.vocab_size)
-    samples = Continuations(model, prompt, sampling, number, seed, known_ids)
+    dice = [np.random.default_rng([*seed, sample]) for sample in range(number)]
     decoders = [StreamDecoder(tokenizer, prompt) for _ in range(number)]
     held_texts = [""] * number
+    cache = KeyValueCache()
+    going = list(range(number))  # samples that need more tokens: the rows of the batch
+    prompt_ids = torch.tensor([list(prompt)], device=model.device)
+    hidden = read_tokens(model, prompt_ids, cache)[-1].expand(number, -1)
+    cache.choose_rows(torch.zeros(number, dtype=torch.int64, device=model.device))
     for token_count in range(1, most + 1):
-        ended_samples = []
-        for sample, token, logprob in samples.step():
+        uniforms = [dice[sample].random() for sample in going]
+        chosen, logprobs = choose_tokens(model, hidden, sampling, uniforms, known_ids)
+        kept_rows = []
+        for row, (sample, token) in enumerate(zip(going, chosen.tolist(), strict=True)):
             end: End | None = "length" if token_count == most else None
             if token in ends:
                 end, new_text = "eod", ""
@@ -318,9 +288,13 @@ def write_continuations(
                 end = "stop"
             elif end is not None:
                 shown_text += held_texts[sample]
-            if end is not None:
-                ended_samples.append(sample)
-            yield TextPiece(sample, shown_text, token, logprob, end)
-        samples.finish_samples(ended_samples)
-        if not samples.going:
+            if end is None:
+                kept_rows.append(row)
+            yield TextPiece(sample, shown_text, token, logprobs[row], end)
+        if not kept_rows:
             return
+        if len(kept_rows) < len(going):
+            row_index = torch.tensor(kept_rows, dtype=torch.int64, device=chosen.device)
+            chosen, going = chosen[row_index], [going[row] for row in kept_rows]
+            cache.choose_rows(row_index)
+        hidden = read_tokens(model, chosen[:, None], cache)[-1]

@@ -59,12 +59,8 @@ class Speaker:
 
 
 def open_speaker(
-    checkpoint: Path,
-    tokenizer: Path | None,
-    dtype: str | None,
-    device: str | None,
-    accept: Collection[str] = (),
-) -> Speaker:
+    checkpoint: Path, tokenizer: Path | None, dtype: str | None, device: str | None, accept: Collection[str] = ()
+) -> Speaker:  # fmt: skip
     """checkpoint: as `load_plain` takes it, or a folder of Hugging Face. tokenizer: a file, or a folder with one; None:
     that of the run's corpus, or of the folder. dtype: of DTYPES; None: fp32 on a CPU, else as `load_plain` chooses.
     accept: as for `Folder`.
@@ -81,16 +77,12 @@ def open_speaker(
         spoken_tokenizer, tokenizer_problem = named_tokenizer(find_recipe(tokenizer), plain_model.run)
     else:
         spoken_tokenizer, tokenizer_problem = tokenizer_of(plain_model.run, str(plain_model.checkpoint)), ""
-    begin_token = spoken_tokenizer.eod if spoken_tokenizer.bos is None else spoken_tokenizer.bos
-    return Speaker(
-        plain_model,
-        spoken_tokenizer,
-        frozenset({spoken_tokenizer.eod}),
-        (begin_token,),
-        always=spoken_tokenizer.bos is not None,
-        notes=_compared(plain_model, spoken_tokenizer)
-        + ((f"{tokenizer_problem}: {GUESSED}",) if tokenizer_problem else ()),
-    )
+    end, begin = spoken_tokenizer.eod, spoken_tokenizer.bos
+    notes = _compared(plain_model, spoken_tokenizer)
+    if tokenizer_problem:
+        notes = (*notes, f"{tokenizer_problem}: {GUESSED}")
+    start, always = (end if begin is None else begin,), begin is not None
+    return Speaker(plain_model, spoken_tokenizer, frozenset({end}), start, always, notes)
 
 
 def _of_folder(model: PlainModel, given: Path | None) -> Speaker:
@@ -101,24 +93,16 @@ def _of_folder(model: PlainModel, given: Path | None) -> Speaker:
             said |= json.loads((model.checkpoint / file_name).read_text(encoding="utf-8"))
         except (OSError, ValueError, TypeError, RecursionError):  # it need not be there
             continue
-    end_tokens, (start_token, *_) = _ids(said.get("eos_token_id")), [*_ids(said.get("bos_token_id")), None]
-    known = [end_token for end_token in end_tokens if end_token < model.vocabulary]
+    known = [end_token for end_token in _ids(said.get("eos_token_id")) if end_token < model.vocabulary]
+    tokenizer_path = find_recipe(given) if given else model.checkpoint
     try:
-        spoken = load_tokenizer(
-            find_recipe(given) if given else model.checkpoint, known[0] if known else None
-        )
+        spoken = load_tokenizer(tokenizer_path, known[0] if known else None)
     except DataError as error:
         raise DataError(f"{error}; or {ASK}") from None
     added_ids = spoken.added if isinstance(spoken, HuggingFaceTokenizer) else ()
-    begin_tokens = added_ids or ((spoken.eod if start_token is None else start_token),)
-    return Speaker(
-        model,
-        spoken,
-        frozenset({spoken.eod, *known}),
-        begin_tokens,
-        always=bool(added_ids),
-        notes=_compared(model, spoken),
-    )
+    start_token = [*_ids(said.get("bos_token_id")), spoken.eod][0]
+    ends, notes = frozenset({spoken.eod, *known}), _compared(model, spoken)
+    return Speaker(model, spoken, ends, added_ids or (start_token,), bool(added_ids), notes)
 
 
 def _ids(value: Any) -> list[int]:

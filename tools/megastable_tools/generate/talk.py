@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -93,15 +92,6 @@ class Printer:
         self._ended = text.endswith("\n")
 
 
-def as_json(prompt: str, samples: Iterable[Continuation], about: dict[str, Any]) -> str:
-    """One object: what it was made with and how fast, the prompt, the samples."""
-    samples_told = [
-        {"text": s.text, "end": s.end, "tokens": s.tokens, "logprobs": [round(x, 6) for x in s.logprobs]}
-        for s in samples
-    ]
-    return json.dumps(about | {"prompt": prompt, "samples": samples_told})
-
-
 class SpeedWatch:
     """How fast pieces come. prompt: its tokens; number: of samples."""
 
@@ -128,9 +118,8 @@ class SpeedWatch:
     @property
     def told(self) -> str:
         rate_text = f"{count_noun(self._tokens, 'token')}, {self.rate:,.1f} tokens/s"
-        return (
-            f"{rate_text} (prompt of {count_noun(self._prompt, 'token')}: {self._first - self._begin:.2f} s)"
-        )
+        prompt_text = f"prompt of {count_noun(self._prompt, 'token')}: {self._first - self._begin:.2f} s"
+        return f"{rate_text} ({prompt_text})"
 
 
 def print_note(text: str) -> None:
@@ -155,9 +144,8 @@ def read_prompt(text: str | None, file: Path | None) -> str | None:
     except OSError as error:
         raise DataError(f"the prompt {file or ''} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
-        raise DataError(
-            f"{file or 'the standard input'}: byte {error.start} is no UTF-8: convert it first"
-        ) from None
+        where = file or "the standard input"
+        raise DataError(f"{where}: byte {error.start} is no UTF-8: convert it first") from None
 
 
 def ask_line() -> str:
@@ -221,12 +209,12 @@ class Talk:
     def continue_ids(self, ids: Sequence[int]) -> Iterator[TextPiece]:
         """The continuations of `ids`; another turn, other choices. Raises as `write`, DataError when memory
         ends."""
-        w, talk_speaker = self.wishes, self.speaker
+        w, model = self.wishes, self.speaker.model
         turn, self._turn = self._turn, self._turn + 1
-        ends = () if w.past_eod else talk_speaker.ends
+        ends = () if w.past_eod else self.speaker.ends
         try:
             yield from write_continuations(
-                talk_speaker.model, talk_speaker.tokenizer, ids, w.sampling,
+                model, self.speaker.tokenizer, ids, w.sampling,
                 number=w.number, most=w.most, seed=(self.seed, turn), ends=ends, stops=w.stops,
             )  # fmt: skip
         except (RuntimeError, MemoryError) as error:
@@ -234,16 +222,16 @@ class Talk:
             if isinstance(error, RuntimeError) and "memory" not in str(error):
                 raise
             raise DataError(
-                f"the memory of {talk_speaker.model.device} does not suffice for {w.number:,} times "
-                f"{len(ids) + w.most:,} tokens: take a smaller --number or --max-tokens, or --dtype bf16"
+                f"the memory of {model.device} does not suffice for {w.number:,} times {len(ids) + w.most:,} tokens: "
+                "take a smaller --number or --max-tokens, or --dtype bf16"
             ) from None
 
-    def continue_once(self, text: str, console: Console, json: bool) -> None:
+    def continue_once(self, text: str, console: Console, as_json: bool) -> None:
         """Continue one prompt, on the console or as JSON in its file; the seed and the speed are told on stderr."""
         prompt_ids, talk_wishes = self.encode_text(text), self.wishes
         speed_watch = SpeedWatch(len(prompt_ids), talk_wishes.number)
         pieces = speed_watch.watch_pieces(self.continue_ids(prompt_ids))
-        if not json:
+        if not as_json:
             Printer(console, talk_wishes.number).print_pieces(text, pieces)
             print_note(f"seed {self.seed}; {speed_watch.told}")
             return
@@ -256,9 +244,13 @@ class Talk:
             "dtype": str(next(model.parameters()).dtype).removeprefix("torch."), "device": str(model.device),
             "seed": self.seed, "temperature": talk_wishes.sampling.temperature, "top_k": talk_wishes.sampling.top_k,
             "top_p": talk_wishes.sampling.top_p, "prompt_tokens": prompt_ids,
-            "tokens_per_second": round(speed_watch.rate, 2),
+            "tokens_per_second": round(speed_watch.rate, 2), "prompt": text,
+            "samples": [
+                {"text": s.text, "end": s.end, "tokens": s.tokens, "logprobs": [round(x, 6) for x in s.logprobs]}
+                for s in all_samples
+            ],
         }  # fmt: skip
-        console.file.write(as_json(text, all_samples, about_run) + "\n")
+        console.file.write(json.dumps(about_run) + "\n")
 
     def continue_lines(self, console: Console, ask: Callable[[], str]) -> None:
         """Continue each line that `ask` gives until it raises EOFError; an empty one goes on with the last

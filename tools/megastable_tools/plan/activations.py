@@ -70,6 +70,7 @@ class ShapeSizes:
     k: int
     f: int
     e: int
+    vocabulary: int  # rows of this tensor rank, padding included
     heads: int  # of queries at the attention's core
     samples: int
     length: int
@@ -103,7 +104,7 @@ def shape_sizes_of(config: RunConfig) -> ShapeSizes:
     token_count = micro_batch * m.sequence_length // p.context
     return ShapeSizes(
         N=token_count, n=token_count // t if p.sequence else token_count, h=m.hidden, q=m.heads * d // t,
-        k=m.key_value_heads * d // t, f=m.ffn_width // t, e=count_element_bytes(config),
+        k=m.key_value_heads * d // t, f=m.ffn_width // t, e=count_element_bytes(config), vocabulary=m.padded_vocab // t,
         heads=m.heads // t // p.context,
         samples=micro_batch, length=m.sequence_length,
     )  # fmt: skip
@@ -129,11 +130,8 @@ def list_block_operations(config: RunConfig, kernels: PlannedKernels) -> list[Sa
     if config.parallel.recompute == "full":
         # Recomputed in the backward pass, when all of it is in memory.
         whole = list_whole_operations(config, kernels, "none")
-        return [
-            SavedOperation(
-                (Saved("stream", z.stream, z.e),), count_kept_bytes(whole) + count_backward_bytes(whole)
-            )
-        ]
+        whole_bytes = count_kept_bytes(whole) + count_backward_bytes(whole)
+        return [SavedOperation((Saved("stream", z.stream, z.e),), whole_bytes)]
     return list_whole_operations(config, kernels, config.parallel.recompute)
 
 
@@ -146,13 +144,13 @@ def list_whole_operations(config: RunConfig, kernels: PlannedKernels, recompute:
         _linear("attention input", z, z.N * z.h, z.N * qkv_width, z.h * qkv_width),
         *_heads(config, z, kernels, is_selective),
         *_core(config, z, kernels, is_selective),
-        _out(z, config, kernels, is_selective),
     ]
-    if is_fused:
-        # The norms are recomputed from their inputs.
-        swiglu = SavedOperation((Saved("gate and up", z.N * 2 * z.f, z.e),), 3 * z.e * z.N * z.f)
+    if is_selective and is_fused:
+        attention.append(SavedOperation((), z.e * (z.N * z.q + z.n * z.h)))
     else:
-        swiglu = SavedOperation((Saved("gate and up", z.N * 2 * z.f, z.e),), 4 * z.e * z.N * z.f)
+        attention.append(_linear("attention output", z, z.N * z.q, z.n * z.h, z.q * z.h))
+    gate_and_up = (Saved("gate and up", z.N * 2 * z.f, z.e),)
+    swiglu = SavedOperation(gate_and_up, (3 if is_fused else 4) * z.e * z.N * z.f)
     mlp = [_linear("MLP input", z, z.N * z.h, z.N * 2 * z.f, z.h * 2 * z.f), swiglu]
     has_clamp = not is_fused and model_config.swiglu_clamp is not None
     if not is_fused and not is_selective:
@@ -164,10 +162,8 @@ def list_whole_operations(config: RunConfig, kernels: PlannedKernels, recompute:
         mlp.append(SavedOperation((), z.e * (2 * z.N * z.f + z.n * z.h)))  # the product, recomputed
     else:
         mlp.append(_linear("SwiGLU output", z, z.N * z.f, z.n * z.h, z.f * z.h))
-    first_norm, second_norm = (
-        _norm("attention norm", z, z.stream, z.n, is_fused),
-        _norm("MLP norm", z, z.stream, z.n, is_fused),
-    )
+    first_norm = _norm("attention norm", z, z.stream, z.n, is_fused)
+    second_norm = _norm("MLP norm", z, z.stream, z.n, is_fused)
     # Of `mixed` the last block: the others save the same, in another order.
     norm_placement = model_config.placement_of(model_config.layers - 1)
     if norm_placement == "both":
@@ -265,12 +261,6 @@ def _core(config: RunConfig, z: ShapeSizes, kernels: PlannedKernels, selective: 
     if config.parallel.context > 1:
         given.append(Saved("attention output, by heads", z.N * z.q, z.e))
     return [SavedOperation(tuple(given), z.e * z.N * (2 * z.q + 2 * keys))]
-
-
-def _out(z: ShapeSizes, config: RunConfig, kernels: PlannedKernels, selective: bool) -> SavedOperation:
-    if selective and kernels.compile:
-        return SavedOperation((), z.e * (z.N * z.q + z.n * z.h))
-    return _linear("attention output", z, z.N * z.q, z.n * z.h, z.q * z.h)
 
 
 def count_probabilities(config: RunConfig, z: ShapeSizes) -> int:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -25,7 +25,7 @@ from megastable.report.text_output import TextOutput, make_table
 from megastable_tools.plan import cluster as clusters
 from megastable_tools.plan import search
 from megastable_tools.plan.cluster import ClusterConfig
-from megastable_tools.plan.memory import KINDS, Device, Footprint, Kind, list_footprints
+from megastable_tools.plan.memory import KINDS, Device, Kind, list_footprints
 from megastable_tools.plan.search import GIB, HEADROOM, Choice, LayoutPlan, list_overrides, usable_bytes
 
 UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
@@ -68,8 +68,7 @@ def answer_plan(
         )
     if (hour_price := config.supervise.gpu_hour_price) is not None:
         cluster = cluster.model_copy(update={"dollars_per_gpu_hour": hour_price})
-    total_tokens = float(config.tokens)
-    total_tokens = total_tokens if tokens is None else _number(tokens)
+    total_tokens = float(config.tokens) if tokens is None else _number(tokens)
     config, vocabulary_note = _with_vocabulary(config, recipe_path, vocab)
     notes = [vocabulary_note]
     if gpus is None:
@@ -81,20 +80,17 @@ def answer_plan(
     out.say_lines(
         f"{recipe_path}: {size_text} on {gpus:,} x {cluster.name}", *(f"note: {note}" for note in notes)
     )
+    other_fp8 = None if config.precision.fp8 else Fp8Config()
     own = _own(config, gpus, cluster, fixed, out)
     if own is not None:
         _show(own, total_tokens, out)
         if fp8:
-            precision = config.precision.model_copy(
-                update={"fp8": None if config.precision.fp8 else Fp8Config()}
-            )
+            precision = config.precision.model_copy(update={"fp8": other_fp8})
             other_plan = search.plan_layout(config.model_copy(update={"precision": precision}), gpus, cluster)
             out.say_lines("", compare_with_fp8(own, other_plan))
     found = None
     if not fixed:
-        tried_precisions = [config.precision.fp8]
-        if fp8:
-            tried_precisions.append(None if config.precision.fp8 else Fp8Config())
+        tried_precisions = [config.precision.fp8, other_fp8] if fp8 else [config.precision.fp8]
         found = search.search_layouts(config, gpus, cluster, tried_precisions)
         _suggest(found, own, config, top, cluster, total_tokens, out)
     facts = {
@@ -170,18 +166,15 @@ def _suggest(
         reason_text = f"nothing that the model allows divides train.global_batch={config.train.global_batch}"
         out.say_lines("", f"NO LAYOUT IS POSSIBLE on {count_noun(found.gpus, 'GPU')}: {reason_text}")
         if (other := search.other_batch(config, found.gpus, cluster)) is not None:
-            batch = f"train.global_batch={other.config.train.global_batch}"
-            out.say_lines(
-                f"with another batch it fits: {' '.join([batch, *search.list_overrides(other.config, config)])}"
-            )
+            words = [f"train.global_batch={other.config.train.global_batch}"]
+            words += search.list_overrides(other.config, config)
+            out.say_lines(f"with another batch it fits: {' '.join(words)}")
     else:
         nearest_text = f"{layout_in_words(found.nearest)}: it {say_whether_it_fits(found.nearest)}"
         out.say_lines("", f"NOTHING FITS on {count_noun(found.gpus, 'GPU')}. Nearest is {nearest_text}")
     if (other := search.find_other_gpus(config, found, cluster)) is not None:
-        said = " ".join(search.list_overrides(other.config, config)) or "the recipe as it is"
-        out.say_lines(
-            f"on {count_noun(other.layout.world, 'GPU')} it fits: --gpus {other.layout.world}, {said}"
-        )
+        said, gpus = " ".join(search.list_overrides(other.config, config)), other.layout.world
+        out.say_lines(f"on {count_noun(gpus, 'GPU')} it fits: --gpus {gpus}, {said or 'the recipe as it is'}")
 
 
 def _number(text: str) -> float:
@@ -200,34 +193,24 @@ def _with_vocabulary(config: RunConfig, path: Path, given: int | None) -> tuple[
     if prepared_folders := [folder for folder in corpus_folders if (folder / "manifest.json").is_file()]:
         from megastable.data.manifest import Manifest
 
-        of_corpus = {
-            folder: Manifest.load_manifest(folder).tokenizer.vocab_size for folder in prepared_folders
-        }
-        largest = max(prepared_folders, key=lambda folder: of_corpus[folder])
+        of_corpus = [(Manifest.load_manifest(f).tokenizer.vocab_size, f) for f in prepared_folders]
+        corpus_size, largest = max(of_corpus, key=lambda sized: sized[0])
         if size is None:
-            size, said = of_corpus[largest], f"of the corpus {largest}"
-        elif size < of_corpus[largest]:
+            size, said = corpus_size, f"of the corpus {largest}"
+        elif size < corpus_size:
             raise ConfigError(
-                f"a vocabulary of {size}, {said}, is smaller than the {of_corpus[largest]} of the corpus {largest}: "
+                f"a vocabulary of {size}, {said}, is smaller than the {corpus_size} of the corpus {largest}: "
                 "leave it out"
             )
     if size is None:
         # The recipes that come along say in their first lines what they are meant for.
-        comment_match = re.search(
-            r"vocabulary of ([\d,]+)", recipe.find_recipe(path).read_text(encoding="utf-8")
-        )
-        size = int(comment_match[1].replace(",", "")) if comment_match else ASSUMED
-        said = (
-            "as the recipe's comment says"
-            if comment_match
-            else "assumed: there is no corpus yet; --vocab says another"
-        )
+        recipe_text = recipe.find_recipe(path).read_text(encoding="utf-8")
+        size, said = ASSUMED, "assumed: there is no corpus yet; --vocab says another"
+        if comment_match := re.search(r"vocabulary of ([\d,]+)", recipe_text):
+            size, said = int(comment_match[1].replace(",", "")), "as the recipe's comment says"
     sized_model = config.model.model_copy(update={"vocab_size": size})
     return config.model_copy(update={"model": sized_model}), f"vocabulary {size:,}, {said}"
 
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 # Tables, a memory bar, all numbers as a tree for JSON, a picture
 
@@ -235,16 +218,11 @@ if TYPE_CHECKING:
 WIDTH = 72  # characters of a bar
 # The bar must be readable without colours.
 LETTERS: dict[Kind, str] = dict(zip(KINDS, "WGMOALB", strict=True))
-COLOURS: dict[Kind, str] = dict(
-    zip(KINDS, ("blue", "cyan", "magenta", "green", "yellow", "red", "bright_black"), strict=True)
-)
-PAINT = {kind: f"tab:{colour}" for kind, colour in zip(
-    KINDS, ("blue", "cyan", "purple", "green", "orange", "red", "gray"), strict=True
-)}  # fmt: skip
-TIGHT = (
-    f"That is less than {HEADROOM:.0%} of usable memory, the error of the prediction: try it "
-    "for ten steps first"
-)
+_COLOURS = "blue cyan magenta green yellow red bright_black".split()
+COLOURS: dict[Kind, str] = dict(zip(KINDS, _COLOURS, strict=True))
+_PAINT = "tab:blue tab:cyan tab:purple tab:green tab:orange tab:red tab:gray".split()
+PAINT: dict[Kind, str] = dict(zip(KINDS, _PAINT, strict=True))
+TIGHT = f"That is less than {HEADROOM:.0%} of usable memory, the error of the prediction: try it for ten steps first"
 
 
 def layout_in_words(found: LayoutPlan) -> str:
@@ -290,22 +268,17 @@ def make_memory_table(found: LayoutPlan) -> RenderableType:
         if kind_bytes:
             items = [(i.bytes, i.name) for i in tight.items if i.kind == kind and tight.peak in i.phases]
             most = sorted(items, reverse=True)[:3]
-            inside_text = (
-                ", ".join(f"{item_name} {item_bytes / GIB:.2f}" for item_bytes, item_name in most)
-                if len(items) > 1
-                else most[0][1]
-            )
+            inside_text = ", ".join(f"{item_name} {item_bytes / GIB:.2f}" for item_bytes, item_name in most)
+            if len(items) == 1:
+                inside_text = most[0][1]
             inside_text += f", {len(items) - 3} more" if len(items) > 3 else ""
             plan_table.add_row(LETTERS[kind], kind, f"{kind_bytes / GIB:.2f}", inside_text)
-    plan_table.add_row(
-        "", "in all", f"{tight.total / GIB:.2f}", f"of {usable_bytes(found.cluster) / GIB:.2f} usable"
-    )
+    usable_text = f"of {usable_bytes(found.cluster) / GIB:.2f} usable"
+    plan_table.add_row("", "in all", f"{tight.total / GIB:.2f}", usable_text)
     plan_table.add_row("", "building", f"{tight.building / GIB:.2f}", "at most, before the first step")
-    stage_text = (
-        f"stage {tight.stage}, the tightest of {found.layout.pipeline}"
-        if found.layout.pipeline > 1
-        else "every rank"
-    )
+    stage_text = "every rank"
+    if found.layout.pipeline > 1:
+        stage_text = f"stage {tight.stage}, the tightest of {found.layout.pipeline}"
     table_title = Text(f"memory of a GPU at its peak ({tight.peak}; {stage_text})")
     return Group(table_title, draw_bar(found), plan_table)
 
@@ -475,28 +448,23 @@ def draw_plan(found: LayoutPlan, title: str, path: Path) -> None:
     Raises DataError when it cannot be written.
     """
     planned_device: Device = "cpu" if found.cluster.device == "cpu" else "cuda"
-    stage_footprints = list_footprints(found.config, found.layout, device=planned_device)
-    with draw_figure(path, 14, 5) as plan_figure:
-        _draw(found, stage_footprints, plan_figure)
-        plan_figure.suptitle(f"{title}: {layout_in_words(found)}", parse_math=False, fontsize=10)
-
-
-def _draw(found: LayoutPlan, stages: Sequence[Footprint], figure: Figure) -> None:
-    left, time_axes = figure.subplots(1, 2, width_ratios=(3, 2))
-    bar_bottoms = [0.0] * len(stages)
-    for kind in KINDS:
-        kind_sizes = [stage_footprint.kinds[kind] / GIB for stage_footprint in stages]
-        if any(kind_sizes):
-            left.bar(range(len(stages)), kind_sizes, bottom=bar_bottoms, label=kind, color=PAINT[kind])
-            bar_bottoms = [a + bar_height for a, bar_height in zip(bar_bottoms, kind_sizes, strict=True)]
-    left.axhline(found.cluster.memory_gib, color="black", linewidth=1, label="the GPU")
+    stages = list_footprints(found.config, found.layout, device=planned_device)
+    usable_gib = usable_bytes(found.cluster) / GIB
     usable_text = f"less {found.cluster.reserve_gib:g} in reserve"
-    left.axhline(
-        usable_bytes(found.cluster) / GIB, color="black", linewidth=1, linestyle=":", label=usable_text
-    )
-    left.set(xlabel="pipeline stage", ylabel="GiB at the peak")
-    left.legend(loc="center left", bbox_to_anchor=(1, 0.5))
-    part_times = {kind: part_seconds for kind, part_seconds in found.time.parts.items() if part_seconds > 0}
-    shown_parts = sorted(part_times, key=lambda kind: part_times[kind])
-    time_axes.barh(shown_parts, [part_times[kind] for kind in shown_parts], color="tab:blue")
-    time_axes.set_xlabel(f"s, of a step of {found.time.seconds:.3g} s")
+    with draw_figure(path, 14, 5) as figure:
+        left, time_axes = figure.subplots(1, 2, width_ratios=(3, 2))
+        bar_bottoms = [0.0] * len(stages)
+        for kind in KINDS:
+            kind_sizes = [stage_footprint.kinds[kind] / GIB for stage_footprint in stages]
+            if any(kind_sizes):
+                left.bar(range(len(stages)), kind_sizes, bottom=bar_bottoms, label=kind, color=PAINT[kind])
+                bar_bottoms = [a + bar_height for a, bar_height in zip(bar_bottoms, kind_sizes, strict=True)]
+        left.axhline(found.cluster.memory_gib, color="black", linewidth=1, label="the GPU")
+        left.axhline(usable_gib, color="black", linewidth=1, linestyle=":", label=usable_text)
+        left.set(xlabel="pipeline stage", ylabel="GiB at the peak")
+        left.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+        part_times = sorted((seconds, kind) for kind, seconds in found.time.parts.items() if seconds > 0)
+        part_seconds, part_kinds = zip(*part_times, strict=True)
+        time_axes.barh(part_kinds, part_seconds, color="tab:blue")
+        time_axes.set_xlabel(f"s, of a step of {found.time.seconds:.3g} s")
+        figure.suptitle(f"{title}: {layout_in_words(found)}", parse_math=False, fontsize=10)

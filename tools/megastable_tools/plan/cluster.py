@@ -120,9 +120,8 @@ def load_cluster(path: str | Path) -> ClusterConfig:
 
 def _explain(detail: ErrorDetails) -> str:
     setting_key = ".".join(str(key_part) for key_part in detail["loc"])
-    if detail["type"] == "missing":
-        return f"{setting_key}: missing; see launch/clusters/h100.yaml for all keys"
-    if detail["type"] == "extra_forbidden":
-        return f"{setting_key}: unknown key; see launch/clusters/h100.yaml for all keys"
+    if detail["type"] in ("missing", "extra_forbidden"):
+        problem = "missing" if detail["type"] == "missing" else "unknown key"
+        return f"{setting_key}: {problem}; see launch/clusters/h100.yaml for all keys"
     error_message = detail["msg"].removeprefix("Value error, ")
     return f"{setting_key}={detail['input']!r}: {error_message}" if setting_key else error_message

@@ -73,8 +73,9 @@ class FaultyCluster:
         here = (self.hosts - missing) / self.hosts
         return 2.0 ** math.floor(math.log2(here)) if self.halves and here > 0 else here
 
-    def with_spares(self, minutes: float = 2.0) -> FaultyCluster:
-        return replace(self, away=60 * minutes)
+    def with_spares(self) -> FaultyCluster:
+        """A host is there after two minutes."""
+        return replace(self, away=120.0)
 
     def with_shrinking(self, after: float = 120.0, halves: bool = False) -> FaultyCluster:
         """A host is awaited for `after` seconds (`supervise.shrink_after`), then the others go on."""
@@ -182,13 +183,13 @@ def _missing(c: FaultyCluster) -> dict[int, float]:
     return chance_by_missing
 
 
-def count_spares(c: FaultyCluster, shortage: float = 0.01) -> int:
-    """Hosts in reserve with which a failure finds none left in at most that share of cases: those under repair are
-    Poisson distributed."""
+def count_spares(c: FaultyCluster) -> int:
+    """Hosts in reserve with which a failure finds none left in at most 1 % of cases: those under repair are Poisson
+    distributed."""
     mean_missing = c.rate * c.lost * c.repair
     spare_count, count_chance = 0, math.exp(-mean_missing)
     chance_within = count_chance
-    while 1 - chance_within > shortage:
+    while 1 - chance_within > 0.01:
         spare_count += 1
         count_chance *= mean_missing / spare_count
         chance_within += count_chance
@@ -332,7 +333,5 @@ class _Life:
                 ready_time = self.wall + self.c.start
         self.wall, self.since = max(self.wall, ready_time), 0.0
         self.last = min(self.last, self.done)
-        self.memory[:], self.disk[:] = (
-            [(self.done, 0.0)],
-            [disk_copy for disk_copy in self.disk if disk_copy[0] <= self.done],
-        )
+        self.memory = [(self.done, 0.0)]
+        self.disk = [disk_copy for disk_copy in self.disk if disk_copy[0] <= self.done]

@@ -147,44 +147,30 @@ def list_footprints(
     Raises ConfigError if the batch cannot be divided over the layout, or the DeepSpeed file is missing.
     """
     cut = stage_bounds(config) if cut is None else cut
-    stages = range(config.parallel.pipeline) if stages is None else stages
     kernels = kernels or kernels_on(config, device)
+    zero = read_zero_section(config.deepspeed, config.parallel.zero) if zero is None else zero
     block = activations.list_block_operations(config, kernels)  # the same on all stages
-    return [
-        _footprint(config, layout, stage, cut, device, kernels, zero, elements, block) for stage in stages
-    ]
-
-
-def _footprint(
-    config: RunConfig,
-    layout: Layout,
-    stage: int,
-    cut: Sequence[int],
-    device: Device,
-    kernels: PlannedKernels,
-    zero: Mapping[str, Any] | None,
-    elements: int | None,
-    block: Sequence[activations.SavedOperation],
-) -> Footprint:
-    held_stage, first_number = stage_of(cut, stage), first_block(cut, stage)
-    zero = _zero_section(config.deepspeed, config.parallel.zero) if zero is None else zero
-    elements = elements or elements_on(device)
     steps = deepspeed_json.count_micro_batches(config, layout.world)
-    group_elements = _flat(config, layout, held_stage)
-    memory_items = [
-        *_state(config, layout, held_stage, group_elements),
-        *_exchanged(config, layout, held_stage, group_elements, steps, zero),
-        *_building(config, layout, held_stage, group_elements),
-        *_activations(config, held_stage, first_number, kernels, min(layout.pipeline - stage, steps), block),
-        *_fp8_weights(config, held_stage, first_number, kernels, min(layout.pipeline - stage, steps)),
-        *_ends(config, held_stage),
-        *_stages(config, layout, stage, held_stage, steps),
-        *_scratch(config, layout, held_stage, group_elements, kernels, device),
-    ]
-    if held_stage.last:
-        memory_items += _logits(config, kernels, elements, device)
-    found_items = tuple(memory_item for memory_item in memory_items if memory_item.bytes)
-    return Footprint(stage, found_items, _host(config, held_stage, group_elements, layout, device))
+    footprints = []
+    for stage in range(config.parallel.pipeline) if stages is None else stages:
+        held, first = stage_of(cut, stage), first_block(cut, stage)
+        flying = min(layout.pipeline - stage, steps)
+        groups = _flat(config, layout, held)
+        memory_items = [
+            *_state(config, layout, held, groups),
+            *_exchanged(config, layout, held, groups, steps, zero),
+            *_building(config, layout, held, groups),
+            *_activations(config, held, first, kernels, flying, block),
+            *_fp8_weights(config, held, first, kernels, flying),
+            *_ends(config, held),
+            *_stages(config, layout, held, flying),
+            *_scratch(config, layout, held, groups, kernels, device),
+        ]
+        if held.last:
+            memory_items += _logits(config, kernels, elements or elements_on(device), device)
+        found_items = tuple(memory_item for memory_item in memory_items if memory_item.bytes)
+        footprints.append(Footprint(stage, found_items, _host(config, held, groups, layout, device)))
+    return footprints
 
 
 def kernels_on(config: RunConfig, device: Device) -> PlannedKernels:
@@ -193,20 +179,20 @@ def kernels_on(config: RunConfig, device: Device) -> PlannedKernels:
     capped, fp16 = config.model.attention_softcap is not None, config.precision.kind == "fp16"
     te = gpu and config.precision.kind != "fp32" and not config.segmented
     there = {"reference": True, "sdpa": True, "blocked": not gpu and not fp16, "te": te}
-    possible = {
-        name for name, is_there in there.items() if is_there and (not capped or caps_logits(name, device))
-    }
-    best = next(name for name in ("blocked", "sdpa", "reference") if name in possible)
+    usable = [name for name, is_there in there.items() if is_there]
+    possible = {name for name in usable if not capped or caps_logits(name, device)}
     attention: str = wanted.attention
     if attention not in possible:  # "auto", too
-        attention = best
+        attention = next(name for name in ("blocked", "sdpa", "reference") if name in possible)
     compiled = gpu if wanted.compile == "auto" else wanted.compile
     loss = "chunked" if wanted.loss == "auto" else wanted.loss
     return PlannedKernels(attention, loss, compiled and config.parallel.zero != 3, gpu)
 
 
 @lru_cache(maxsize=8)
-def _zero_section(name: str, stage: int) -> dict[str, Any]:
+def read_zero_section(name: str, stage: int) -> dict[str, Any]:
+    """zero_optimization of the DeepSpeed file `name` for a ZeRO stage. Raises ConfigError if it contradicts or is
+    missing."""
     zero_config = RunConfig.model_validate({"deepspeed": name, "parallel": {"zero": stage}})
     return deepspeed_json.build_deepspeed_json(zero_config, 1)["zero_optimization"]
 
@@ -245,9 +231,8 @@ def _building(config: RunConfig, layout: Layout, held: Stage, groups: Sequence[i
     element_bytes = count_element_bytes(config)
     if config.parallel.zero == 3:
         matrix_sizes, _ = parameter_sizes(config.model, held, config.parallel.tensor)
-        block_parameters = parameter_sizes(
-            config.model, Stage(1, first=False, last=False), config.parallel.tensor
-        )
+        one_block = Stage(1, first=False, last=False)
+        block_parameters = parameter_sizes(config.model, one_block, config.parallel.tensor)
         layer = max(sum(map(sum, block_parameters)), *matrix_sizes)
         yield Item("weights", "a layer, whole", layer * element_bytes, ("layers",))
         yield Item("weights", "a parameter, whole", max(matrix_sizes) * element_bytes, ("optimizer",))
@@ -264,41 +249,35 @@ def _exchanged(
         other = tied_piece(config, layout.data, held)  # elsewhere the update's copy is larger
         yield Item("gradients", "the other stage's gradient of the embedding", other * FP32, ("update",))
         if config.optimizer.clipping.kind == "worker":
-            part = sum(groups) // layout.data * FP32
-            yield Item(
-                "gradients", "this rank's own gradient, of the part that it updates", part, ("update",)
-            )
+            own_bytes = sum(groups) // layout.data * FP32
+            what = "this rank's own gradient, of the part that it updates"
+            yield Item("gradients", what, own_bytes, ("update",))
         return
     e, whole_elements = count_element_bytes(config), sum(groups)
     own, zero_stage = whole_elements // layout.data, config.parallel.zero
     bucket = int(zero.get("reduce_bucket_size", 5e8))
     full = _fill(config, held, bucket) if zero_stage > 1 else 0
     earlier: tuple[Phase, ...] = PASSES if steps > 1 else ("end",)  # from the first micro-batch on
-    copy = Item(
-        "gradients", "the update's copy of this rank's part", max(groups) // layout.data * FP32, ("update",)
-    )
     if zero_stage == 1:
         yield Item("gradients", "fp32 sums of gradients", whole_elements * FP32, (*earlier, "update"))
         yield Item("buffers", "bucket of gradients", bucket * FP32, BACK)
-        yield copy
     elif zero_stage == 2:
         yield Item("gradients", "fp32 sums of gradients, this rank's part", own * FP32, (*earlier, "update"))
         buffer_count = 2 if zero.get("overlap_comm") else 1
         yield Item("buffers", "buckets of gradients", buffer_count * bucket * e, ("backward", "end"))
         yield Item("buffers", "a bucket in fp32, to be summed", full * FP32 * (e < FP32), ("end",))
-        yield copy
     else:
         yield Item("buffers", "bucket of gradients", bucket * FP32, (*STEP, "optimizer"))
         yield Item("gradients", "gradients of a bucket", full * e, ("end",))
         yield Item("buffers", "a bucket in fp32, twice, to be summed", 2 * full * FP32, ("end",))
-        live = int(zero.get("stage3_max_live_parameters", 1e9)) + int(
-            zero.get("stage3_prefetch_bucket_size", 5e7)
-        )
+        live = int(zero.get("stage3_max_live_parameters", 1e9))
+        live += int(zero.get("stage3_prefetch_bucket_size", 5e7))
         yield Item("weights", "gathered weights", min(whole_elements, live) * e, ("watch", *WAITING))
         # Released weights were freed already.
         first = _flat(config, layout, Stage(1, held.first, last=False))
         yield Item("weights", "gathered weights of the first block", min(sum(first), live) * e, ("end",))
-        yield copy
+    copy_bytes = max(groups) // layout.data * FP32
+    yield Item("gradients", "the update's copy of this rank's part", copy_bytes, ("update",))
 
 
 def _fill(config: RunConfig, held: Stage, bucket: int) -> int:
@@ -324,7 +303,7 @@ def _activations(
     block: Sequence[activations.SavedOperation],
 ) -> Iterable[Item]:
     """Saved activations of `flying` micro-batches, and the temporary memory of the backward pass."""
-    z = activations.shape_sizes_of(config)
+    z, back = activations.shape_sizes_of(config), "gradients on their way back"
     for saved_tensor in (saved_tensor for saved_operation in block for saved_tensor in saved_operation.saved):
         linear_name = activations.INPUTS.get(saved_tensor.name)
         fp8_block_count = fp8_blocks(config, first, held.blocks, linear_name) if linear_name else 0
@@ -335,24 +314,17 @@ def _activations(
         yield Item("activations", saved_tensor.name, each * (flying - 1) + each // held.blocks, ("end",))
     stream = z.stream * z.e
     yield Item("activations", "input of the last block", stream, ("watch",))
-    beside_bytes = activations.count_backward_bytes(block) + stream
+    block_bytes = beside_bytes = activations.count_backward_bytes(block) + stream
     if held.last:
         final = activations.final_norm(config)
         # On the last stage one micro-batch is in flight.
-        yield Item("activations", "final norm", activations.count_kept_bytes(final), WAITING)
-        beside_bytes = max(
-            activations.count_backward_bytes(final) + stream,
-            beside_bytes - activations.count_kept_bytes(final),
-        )
+        final_bytes = activations.count_kept_bytes(final)
+        yield Item("activations", "final norm", final_bytes, WAITING)
+        beside_bytes = max(activations.count_backward_bytes(final) + stream, block_bytes - final_bytes)
         is_scaled = config.model.width_ratio != 1.0  # the head's input is then another tensor
         yield Item("activations", "features", z.N * z.h * z.e * (1 + is_scaled), ("loss",))
-    yield Item("activations", "gradients on their way back", beside_bytes, ("backward",))
-    yield Item(
-        "activations",
-        "gradients on their way back",
-        activations.count_backward_bytes(block) + stream,
-        ("end",),
-    )
+    yield Item("activations", back, beside_bytes, ("backward",))
+    yield Item("activations", back, block_bytes, ("end",))
     if config.segmented:
         head_width = config.model.head_width
         place_bytes = z.samples * z.length * head_width * FP32
@@ -368,28 +340,26 @@ def _fp8_weights(
 ) -> Iterable[Item]:
     """Transformer Engine saves FP8 copies of each weight for the backward pass, again in every micro-batch (2.20,
     module/linear.py: wt_save), a byte per element for each of two layouts. On Blackwell one layout is enough."""
-    fp8 = config.precision.fp8
+    fp8, name = config.precision.fp8, "FP8 copies of weights"
     if fp8 is None or fp8.backend == "emulated" or not kernels.gpu:
         return
     one = parameter_sizes(config.model, Stage(1, first=False, last=False), config.parallel.tensor)[0]
 
     def copies(begin: int, blocks: int) -> int:
-        return sum(
-            2 * n * fp8_blocks(config, begin, blocks, name) for name, n in zip(LINEARS, one, strict=True)
-        )
+        linears = zip(LINEARS, one, strict=True)
+        return sum(2 * n * fp8_blocks(config, begin, blocks, linear) for linear, n in linears)
 
     if config.parallel.recompute == "full":  # those of the recomputed block
         end = first + held.blocks
         # All blocks alike, except those with layers kept out of FP8.
         checked_blocks = range(first, end) if fp8.keep else [max(first, min(fp8.keep_first, end - 1))]
         most_bytes = max((copies(block_number, 1) for block_number in checked_blocks), default=0)
-        yield Item("activations", "FP8 copies of weights", most_bytes, ("backward",))
-        yield Item("activations", "FP8 copies of weights", copies(first, 1), ("end",))
+        yield Item("activations", name, most_bytes, ("backward",))
+        yield Item("activations", name, copies(first, 1), ("end",))
         return
-    whole_bytes = copies(first, held.blocks) * flying
-    yield Item("activations", "FP8 copies of weights", whole_bytes, ("watch", *WAITING))
-    left_bytes = copies(first, held.blocks) * (flying - 1) + copies(first, 1)
-    yield Item("activations", "FP8 copies of weights", left_bytes, ("end",))
+    each = copies(first, held.blocks)
+    yield Item("activations", name, each * flying, ("watch", *WAITING))
+    yield Item("activations", name, each * (flying - 1) + copies(first, 1), ("end",))
 
 
 def fp8_blocks(config: RunConfig, first: int, blocks: int, linear: str) -> int:
@@ -399,15 +369,10 @@ def fp8_blocks(config: RunConfig, first: int, blocks: int, linear: str) -> int:
 
 def _ends(config: RunConfig, held: Stage) -> Iterable[Item]:
     """The embedding's gradient. With tied weights on one stage, the head's gradient is kept until then."""
-    model_config = config.model
-    table_bytes = (
-        model_config.padded_vocab
-        * model_config.hidden
-        // config.parallel.tensor
-        * count_element_bytes(config)
-    )
     if held.first:
-        both_ends = model_config.tied and held.last
+        table_elements = config.model.padded_vocab * config.model.hidden // config.parallel.tensor
+        table_bytes = table_elements * count_element_bytes(config)
+        both_ends = config.model.tied and held.last
         yield Item("gradients", "gradient of the embedding", table_bytes * (1 + both_ends), ("end",))
         if both_ends:
             yield Item("gradients", "gradient of the head", table_bytes, ("backward",))
@@ -434,9 +399,8 @@ def _logits(config: RunConfig, kernels: PlannedKernels, elements: int, device: D
     is_narrow = config.precision.kind == "fp16" and device == "cpu"
     wide_bytes = FP32 if many_chunks or is_narrow else z.e
     part_bytes = real * z.e if many_chunks and device == "cpu" and config.precision.kind == "bf16" else 0
-    chunk_rows = (
-        size if device == "cuda" or config.parallel.tensor > 1 else min(size, max(LOSS_BLOCK // columns, 1))
-    )
+    is_whole = device == "cuda" or config.parallel.tensor > 1
+    chunk_rows = size if is_whole else min(size, max(LOSS_BLOCK // columns, 1))
     copies = 4 if m.logit_softcap is not None else 1  # in fp32; with a cap also given, divided, their tanh
     scratch_bytes = 0 if kernels.compile else chunk_rows * columns * FP32 * copies
     if config.stability.trends.enabled:  # before that, entropies of the chunk
@@ -451,20 +415,19 @@ def _logits(config: RunConfig, kernels: PlannedKernels, elements: int, device: D
     yield Item("logits", "gradients of the features", 2 * feature_bytes, ("head",))
 
 
-def _stages(config: RunConfig, layout: Layout, stage: int, held: Stage, steps: int) -> Iterable[Item]:
+def _stages(config: RunConfig, layout: Layout, held: Stage, flying: int) -> Iterable[Item]:
     """Pipeline buffers: DeepSpeed's copy of every micro-batch in flight, and its receive buffers."""
     if layout.pipeline == 1:
         return
-    shape_sizes = activations.shape_sizes_of(config)
-    stream_bytes, flying_batches = shape_sizes.stream * shape_sizes.e, min(layout.pipeline - stage, steps)
-    buffers = max(2, flying_batches)
+    z = activations.shape_sizes_of(config)
+    stream_bytes, buffers = z.stream * z.e, max(2, flying)
     yield Item("buffers", "received into", stream_bytes * (2 - held.first - held.last))
     if not held.first:
         yield Item("buffers", "a stage's inputs and their gradients", 2 * buffers * stream_bytes)
     if held.last:
-        yield Item("buffers", "a stage's outputs", buffers * shape_sizes.N * shape_sizes.h * shape_sizes.e)
+        yield Item("buffers", "a stage's outputs", buffers * z.N * z.h * z.e)
     else:
-        yield Item("buffers", "a stage's outputs", flying_batches * stream_bytes, PASSES)
+        yield Item("buffers", "a stage's outputs", flying * stream_bytes, PASSES)
 
 
 def _scratch(
@@ -480,9 +443,7 @@ def _scratch(
     yield Item("buffers", "table of rotations", model_config.sequence_length * model_config.head_width * FP32)
     # Every `logging.layers_interval` steps, and when updates are refused.
     yield Item("buffers", "attention looked at", activations.count_watched_bytes(config), ("watch",))
-    largest_matrix = max(
-        n for group in parameter_sizes(model_config, held, config.parallel.tensor) for n in group
-    )
+    largest_matrix = max(map(max, parameter_sizes(model_config, held, config.parallel.tensor)))
     yield Item("buffers", "the update looked at, a chunk", 4 * FP32 * min(CHUNK, largest_matrix), ("update",))
     if config.precision.fp8 is not None:
         widest_tensor = max(z.N, model_config.hidden) * max(2 * z.f, z.q + 2 * z.k, z.h)
@@ -531,12 +492,10 @@ def _host(config: RunConfig, held: Stage, groups: Sequence[int], layout: Layout,
     state = sum(count_taken_bytes(state_size, device == "cuda") for state_size in sizes)
     kept = config.stability.snapshots
     copy_bytes = state if config.checkpoint.asynchronous else 0
-    return Host(state, kept.keep if kept.interval else 0, copy_bytes, _flattened(config, groups, layout))
-
-
-def _flattened(config: RunConfig, groups: Sequence[int], layout: Layout) -> int:
-    """Host memory in which DeepSpeed flattens the weights: under ZeRO 3 this rank's partition; under ZeRO 1
-    and 2 old and new copy, if the new one does not fit on the GPU. BF16_Optimizer flattens on the device."""
+    # DeepSpeed flattens the weights in host memory: under ZeRO 3 this rank's partition; under ZeRO 1 and 2 old and new
+    # copy, if the new one does not fit on the GPU. BF16_Optimizer flattens on the device.
+    flattened = 0 if _sums(config) else sum(groups) + max(groups)
     if config.parallel.zero == 3:
-        return sum(groups) // layout.data * count_element_bytes(config)
-    return 0 if _sums(config) else (sum(groups) + max(groups)) * count_element_bytes(config)
+        flattened = sum(groups) // layout.data
+    building = flattened * count_element_bytes(config)
+    return Host(state, kept.keep if kept.interval else 0, copy_bytes, building)

@@ -14,28 +14,28 @@ models its fewer messages are faster).
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import islice
 from math import gcd, isqrt
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from pydantic import ValidationError
 
 from megastable.base.errors import ConfigError
 from megastable.config import deepspeed_json
-from megastable.config.training import Fp8Config, ParallelConfig
+from megastable.config.training import Fp8Config
 from megastable.config.tree import RunConfig
 from megastable.model.sizes import find_misfit
 from megastable.parallel.layout import Layout
 from megastable_tools.plan import volume
 from megastable_tools.plan.cluster import ClusterConfig
-from megastable_tools.plan.memory import Device, Footprint, list_footprints
+from megastable_tools.plan.memory import Device, Footprint, list_footprints, read_zero_section
 from megastable_tools.plan.time import StepTime, step_time
 
 Recompute = Literal["none", "selective", "full"]
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
-ZERO: tuple[Literal[1, 2, 3], ...] = (1, 2, 3)
+ZERO = (1, 2, 3)
 GIB = 2**30
 HEADROOM = 0.05  # of usable memory: the error of the memory formulas (docs/planning.md)
 
@@ -88,7 +88,7 @@ class LayoutPlan:
 
     @cached_property
     def time(self) -> StepTime:
-        zero_section = _zero_section(self.config.deepspeed, self.config.parallel.zero)
+        zero_section = read_zero_section(self.config.deepspeed, self.config.parallel.zero)
         return step_time(self.config, self.layout, self.cluster, zero_section)
 
     @cached_property
@@ -185,18 +185,15 @@ def find_fewest_gpus(config: RunConfig, cluster: ClusterConfig) -> int:
     none, that of one replica."""
     parallel_config, train_config = config.parallel, config.train
     replica_gpus = parallel_config.tensor * parallel_config.pipeline * parallel_config.context
-    gpu_counts = [
-        replica_gpus * n for n in list_divisors(gcd(*config.batches.values) // train_config.micro_batch)
-    ]
+    divisors = list_divisors(gcd(*config.batches.values) // train_config.micro_batch)
+    gpu_counts = (replica_gpus * divisor for divisor in divisors)
     return next((n for n in gpu_counts if plan_layout(config, n, cluster).fits), replica_gpus)
 
 
-def find_other_gpus(
-    config: RunConfig, found: SearchResult, cluster: ClusterConfig, doublings: int = 8
-) -> LayoutPlan | None:
+def find_other_gpus(config: RunConfig, found: SearchResult, cluster: ClusterConfig) -> LayoutPlan | None:
     """If nothing fits on the GPUs of `found`: a plan on another number of GPUs. None if none is near.
 
-    If no layout is valid, the next smaller number of whole hosts; if memory is short, 2, 4, ... times as many GPUs.
+    If no layout is valid, the next smaller number of whole hosts; if memory is short, 2, 4, ... 256 times as many GPUs.
     """
     gpu_count, hosts = found.gpus, cluster.gpus_per_host
     gpu_counts: Iterable[int]
@@ -205,7 +202,7 @@ def find_other_gpus(
         whole = range((gpu_count - 1) // gpu_step * gpu_step, 0, -gpu_step)
         gpu_counts = (number for number in whole if _factors(config, number))
     else:
-        gpu_counts = (gpu_count * 2**divided_count for divided_count in range(1, doublings + 1))
+        gpu_counts = (gpu_count * 2**doublings for doublings in range(1, 9))
     for number in gpu_counts:
         if any(other_plan.fits for other_plan in _judged(config, number, cluster, [config.precision.fp8])):
             return search_layouts(config, number, cluster).list_best()[0]
@@ -215,16 +212,13 @@ def find_other_gpus(
 def other_batch(config: RunConfig, gpus: int, cluster: ClusterConfig) -> LayoutPlan | None:
     """If the global batch divides over no layout of `gpus`: a plan with the nearest batch that does."""
     m, batch = config.model, config.train.global_batch
-    shared = {
-        heads * stage_count for heads in list_divisors(m.heads) for stage_count in range(1, m.layers + 1)
-    }
+    shared = {heads * stages for heads in list_divisors(m.heads) for stages in range(1, m.layers + 1)}
     sample_ranks = {gpus // divided_count for divided_count in shared if gpus % divided_count == 0}
     near_batches = {divided_count * max(1, round(batch / divided_count)) for divided_count in sample_ranks}
     for near_batch in sorted(near_batches, key=lambda n: abs(n - batch))[:3]:
         train = config.train.model_copy(update={"global_batch": near_batch})
-        if best_plans := search_layouts(
-            config.model_copy(update={"train": train}), gpus, cluster
-        ).list_best():
+        found = search_layouts(config.model_copy(update={"train": train}), gpus, cluster)
+        if best_plans := found.list_best():
             return best_plans[0]
     return None
 
@@ -232,9 +226,8 @@ def other_batch(config: RunConfig, gpus: int, cluster: ClusterConfig) -> LayoutP
 def _factors(config: RunConfig, gpus: int) -> bool:
     """Whether this many GPUs can be divided into tensor and context ranks, samples of a step and stages at all."""
     m, global_batch = config.model, gcd(*config.batches.values)
-    shared_ranks = {
-        heads * samples for heads in list_divisors(m.heads) for samples in list_divisors(global_batch)
-    }
+    divisors = list_divisors(global_batch)
+    shared_ranks = {heads * samples for heads in list_divisors(m.heads) for samples in divisors}
     return any(gpus % n == 0 and gpus // n <= m.layers for n in shared_ranks)
 
 
@@ -247,11 +240,15 @@ def list_families(config: RunConfig, gpus: int) -> Iterator[tuple[Axes, tuple[in
     Raises ConfigError for a DeepSpeed file that no ZeRO stage can use.
     """
     model_config, batch = config.model, gcd(*config.batches.values)
-    zero_stages = [zero for zero in ZERO if _zero_section(config.deepspeed, zero) is not None]
-    if not zero_stages:  # raises with the file's problem
-        deepspeed_json.build_deepspeed_json(
-            RunConfig(deepspeed=config.deepspeed, parallel=ParallelConfig()), 1
-        )
+    zero_stages, problems = list[int](), list[ConfigError]()
+    for zero in ZERO:
+        try:
+            read_zero_section(config.deepspeed, zero)
+            zero_stages.append(zero)
+        except ConfigError as error:
+            problems.append(error)
+    if not zero_stages:
+        raise problems[0]
     for tensor in list_divisors(gpus):
         for pipeline_stages in list_divisors(gpus // tensor):
             data_ranks = gpus // tensor // pipeline_stages
@@ -291,14 +288,9 @@ def list_overrides(config: RunConfig, base: RunConfig) -> list[str]:
         if new_value == old_value:
             continue
         key = {"micro_batch": "train.micro_batch", "fp8": "precision.fp8"}.get(name, f"parallel.{name}")
-        override_words.append(f"{key}={_word(new_value)}")
+        word = "off" if new_value is None else str(new_value).lower()
+        override_words.append(f"{key}={new_value.recipe if isinstance(new_value, Fp8Config) else word}")
     return override_words
-
-
-def _word(value: object) -> str:
-    if isinstance(value, Fp8Config):
-        return value.recipe
-    return "off" if value is None else str(value).lower()
 
 
 def list_remedies(found: LayoutPlan) -> list[LayoutPlan]:
@@ -318,20 +310,15 @@ def list_remedies(found: LayoutPlan) -> list[LayoutPlan]:
     ]
     fitting_plans: list[LayoutPlan] = []
     for layout_choices in choice_lists:
-        others = (other for choice in layout_choices if (other := apply_choice(config, choice)) is not None)
-        plans = (tried for other in others if (tried := _possible(other, gpus, found.cluster)) is not None)
-        fitting_plans += list(islice((tried for tried in plans if tried.fits), 1))
+        for changed_config in filter(None, (apply_choice(config, choice) for choice in layout_choices)):
+            with suppress(ConfigError):  # a layout that divides neither the GPUs nor the batch
+                if (changed_plan := plan_layout(changed_config, gpus, found.cluster)).fits:
+                    fitting_plans.append(changed_plan)
+                    break
     gpu_number = find_fewest_gpus(config, found.cluster)
     if gpu_number > gpus and (larger_plan := plan_layout(config, gpu_number, found.cluster)).fits:
         fitting_plans.append(larger_plan)
     return sorted(fitting_plans, key=lambda plan: (plan.layout.world, plan.time.seconds))
-
-
-def _possible(config: RunConfig, gpus: int, cluster: ClusterConfig) -> LayoutPlan | None:
-    try:
-        return plan_layout(config, gpus, cluster)
-    except ConfigError:
-        return None
 
 
 @lru_cache(maxsize=1024)
@@ -346,27 +333,11 @@ def critical_stages(cut: Sequence[int]) -> tuple[int, ...]:
 
 
 def _judge(config: RunConfig, data: int, cluster: ClusterConfig) -> LayoutPlan:
-    parallel_config = config.parallel
-    rank_layout = Layout(parallel_config.tensor, parallel_config.pipeline, data, parallel_config.context)
-    stage_cut = tuple(volume.stage_bounds(config))
-    planned_device: Device = "cpu" if cluster.device == "cpu" else "cuda"
-    stages = list_footprints(
-        config, rank_layout, device=planned_device, cut=stage_cut, stages=critical_stages(stage_cut)
-    )
-    return LayoutPlan(config, rank_layout, cluster, tuple(stages))
-
-
-@lru_cache(maxsize=16)
-def _zero_section(name: str, zero: Literal[0, 1, 2, 3]) -> dict[str, Any] | None:
-    """zero_optimization of the DeepSpeed file `name` for a ZeRO stage; None if it contradicts or is missing."""
-    try:
-        ds = deepspeed_json.build_deepspeed_json(
-            RunConfig(deepspeed=name, parallel=ParallelConfig(zero=zero)), 1
-        )
-    except ConfigError:
-        return None
-    zero_tree: dict[str, Any] = ds["zero_optimization"]
-    return zero_tree
+    layout = Layout(config.parallel.tensor, config.parallel.pipeline, data, config.parallel.context)
+    cut = tuple(volume.stage_bounds(config))
+    device: Device = "cpu" if cluster.device == "cpu" else "cuda"
+    footprints = list_footprints(config, layout, device=device, cut=cut, stages=critical_stages(cut))
+    return LayoutPlan(config, layout, cluster, tuple(footprints))
 
 
 @lru_cache(maxsize=4096)

@@ -26,6 +26,7 @@ from megastable.config.tree import RunConfig
 from megastable.model.sizes import flops_per_token, fp8_linears
 from megastable.parallel.layout import Layout
 from megastable_tools.plan import volume, work
+from megastable_tools.plan.activations import shape_sizes_of
 from megastable_tools.plan.cluster import ClusterConfig
 from megastable_tools.plan.work import Operation
 
@@ -111,12 +112,12 @@ class StepTime:
     def tokens_per_second(self) -> float:
         return self.tokens / self.seconds
 
-    def count_days(self, tokens: float, goodput: float = 1.0) -> float:
-        """Days to train on this many tokens, if a share `goodput` of the time is training."""
-        return tokens / self.tokens_per_second / goodput / DAY
+    def count_days(self, tokens: float) -> float:
+        """Days to train on this many tokens."""
+        return tokens / self.tokens_per_second / DAY
 
-    def count_dollars(self, tokens: float, goodput: float = 1.0) -> float:
-        return self.count_days(tokens, goodput) * 24 * self.gpus * self.price
+    def count_dollars(self, tokens: float) -> float:
+        return self.count_days(tokens) * 24 * self.gpus * self.price
 
 
 @dataclass(frozen=True)
@@ -202,17 +203,12 @@ class _Prediction:
     """Intermediate results of `step_time`."""
 
     def __init__(
-        self,
-        config: RunConfig,
-        layout: Layout,
-        cluster: ClusterConfig,
-        zero: Mapping[str, Any],
-        others: Others,
-    ) -> None:
+        self, config: RunConfig, layout: Layout, cluster: ClusterConfig, zero: Mapping[str, Any], others: Others
+    ) -> None:  # fmt: skip
         self.config, self.layout, self.cluster, self.zero, self.others = config, layout, cluster, zero, others
         self.micro_batches = volume.count_micro_batches(config, layout.data)
         self.cut = volume.stage_bounds(config)
-        self.sizes = work.work_sizes_of(config)
+        self.sizes = shape_sizes_of(config)
         self.members = volume.count_members(config, layout.data)
         self.links = {group_name: find_crossing(group_name, layout, cluster) for group_name in self.members}
         # Under ZeRO 3 weights are gathered between the operations: nothing is compiled (model/kernels.py).
@@ -224,9 +220,8 @@ class _Prediction:
         if base_peak is None:
             raise ConfigError(f"precision.kind=fp32: {cluster.name} does not say how fast it is: tflops.fp32")
         self.peak = base_peak * 1e12
-        self._alike: dict[
-            tuple[int | None, str], int
-        ] = {}  # the first block with a window and a place of norms
+        # The first block with a window and a place of norms.
+        self._alike: dict[tuple[int | None, str], int] = {}
         self.held = [self._held(stage_number) for stage_number in range(config.parallel.pipeline)]
         self._said: dict[int, list[volume.Term]] = {}
         self._blocks: dict[BlockKind, list[tuple[Operation, float]]] = {}
@@ -234,17 +229,16 @@ class _Prediction:
     def predict_step(self) -> StepTime:
         c, stage_count = self.config, self.config.parallel.pipeline
         # Stages that hold the same layers take the same time.
-        held_layers = self.held
-        first_stages: dict[Any, int] = {}
-        for stage_number, key in enumerate(held_layers):
-            first_stages.setdefault(key, stage_number)
-        slot_lines = {key: self._slot(stage_number) for key, stage_number in first_stages.items()}
-        stage_seconds = [sum(line.seconds for line in slot_lines[key]) for key in held_layers]
+        slot_lines: dict[Any, list[TimeShare]] = {}
+        for stage_number, key in enumerate(self.held):
+            if key not in slot_lines:
+                slot_lines[key] = self._slot(stage_number)
+        stage_seconds = [sum(line.seconds for line in slot_lines[key]) for key in self.held]
         dearest = max(range(stage_count), key=stage_seconds.__getitem__)
         n = self.micro_batches
         time_lines = [
             TimeShare(line.what, line.kind, line.seconds * n, f"{n} micro-batches: {line.because}")
-            for line in slot_lines[held_layers[dearest]]
+            for line in slot_lines[self.held[dearest]]
         ]
         if stage_count > 1:
             because = f"a micro-batch on each of the other stages; the slowest, number {dearest}, waits"
@@ -253,12 +247,11 @@ class _Prediction:
             bubble_seconds = (sum(stage_seconds) - stage_seconds[dearest]) / self.others.virtual
             time_lines.append(TimeShare("the pipeline fills and drains", "bubble", bubble_seconds, because))
         time_lines += self._data(dearest, sum(line.seconds for line in time_lines if line.kind in COMPUTING))
-        update = work.count_update(c, volume.stage_of(self.cut, dearest), self.layout.data)
-        because = f"{update.bytes / 1e9:.2f} GB of memory"
-        time_lines.append(
-            TimeShare(f"norm, clipping, {c.optimizer.name}", "update", self._seconds(update), because)
-        )
-        newton_schulz = work.count_orthogonalization(c, volume.stage_of(self.cut, dearest), self.layout.data)
+        held_stage = volume.stage_of(self.cut, dearest)
+        update = work.count_update(c, held_stage, self.layout.data)
+        what, because = f"norm, clipping, {c.optimizer.name}", f"{update.bytes / 1e9:.2f} GB of memory"
+        time_lines.append(TimeShare(what, "update", self._seconds(update), because))
+        newton_schulz = work.count_orthogonalization(c, held_stage, self.layout.data)
         if newton_schulz is not None:
             because = f"{newton_schulz.flops / 1e12:.3g} TFLOP on the busiest rank"
             time_lines.append(TimeShare("Newton-Schulz", "update", self._seconds(newton_schulz), because))
@@ -295,7 +288,7 @@ class _Prediction:
         for block_kind, block_count in kind_counts:
             for o, line_seconds in self._block(block_kind):
                 yield o, o.times * block_count, line_seconds
-        end_operations = [*work.list_end_work(self.config, work_sizes, held_stage)]
+        end_operations = list(work.list_end_work(self.config, work_sizes, held_stage))
         if not self.others.summing:
             end_operations.append(work.count_accumulation(self.config, held_stage, self.micro_batches))
         yield from ((o, o.times, self._seconds(o)) for o in end_operations)
@@ -303,11 +296,10 @@ class _Prediction:
     def _block(self, kind: BlockKind) -> list[tuple[Operation, float]]:
         """The operations of one block of this kind, and the seconds of each; cached for all stages."""
         if kind not in self._blocks:
-            block_operations = [
-                *work.list_block_work(self.config, self.sizes, kind.eight, self.fused, kind.like)
-            ]
+            blocks = work.list_block_work(self.config, self.sizes, kind.eight, self.fused, kind.like)
+            block_operations = list(blocks)
             if self.others.scores:
-                block_operations.append(work.count_score_work(self.config, self.sizes))
+                block_operations.append(work.count_score_work(self.sizes))
             self._blocks[kind] = [(o, self._seconds(o)) for o in block_operations]
         return self._blocks[kind]
 
@@ -348,20 +340,18 @@ class _Prediction:
 
     def _sent(self, terms: Iterable[volume.Term]) -> float:
         """Bytes that leave this rank."""
-        return sum(
-            volume.count_sent_bytes(t, self.members[t.group]) for t in terms if self.members[t.group] > 1
-        )
+        shared_terms = [(term, n) for term in terms if (n := self.members[term.group]) > 1]
+        return sum(volume.count_sent_bytes(term, n) for term, n in shared_terms)
 
     def _moving(self, terms: Iterable[volume.Term]) -> float:
         """Seconds of all calls."""
         total_seconds = 0.0
-        for volume_term in terms:
-            n, group_link = self.members[volume_term.group], self.links[volume_term.group]
-            if n > 1 and volume_term.collective != "receive":  # the other end's send
-                total_seconds += group_link.count_seconds(
-                    volume_term.collective, volume.count_sent_bytes(volume_term, n), n
-                )
-                total_seconds += volume_term.calls * estimate_latency(volume_term.collective, n, group_link)
+        for term in terms:
+            n, group_link = self.members[term.group], self.links[term.group]
+            if n > 1 and term.collective != "receive":  # the other end's send
+                sent_bytes = volume.count_sent_bytes(term, n)
+                total_seconds += group_link.count_seconds(term.collective, sent_bytes, n)
+                total_seconds += term.calls * estimate_latency(term.collective, n, group_link)
         return total_seconds
 
     def _terms(self, stage: int) -> list[volume.Term]:
@@ -375,10 +365,8 @@ class _Prediction:
         """Communication of a micro-batch: tensor, context and pipeline. computing: seconds that can hide some of it."""
         terms_by_group: dict[str, list[volume.Term]] = defaultdict(list)
         for term in self._terms(stage):
-            is_waited = (
-                term.collective == "send" if term.group == "pipeline" else term.group in ("tensor", "context")
-            )
-            if is_waited and self.members[term.group] > 1:
+            is_send = term.group == "pipeline" and term.collective == "send"
+            if (is_send or term.group in ("tensor", "context")) and self.members[term.group] > 1:
                 terms_by_group[term.group].append(term)
         time_lines, n = [], self.micro_batches
         for group_name, terms in terms_by_group.items():
@@ -413,13 +401,11 @@ class _Prediction:
         return seconds - hidden, hidden
 
     def _traffic(self, stage: int) -> Iterator[Traffic]:
-        terms_by_group: dict[str, list[volume.Term]] = defaultdict(list)
-        for volume_term in self._terms(stage):
-            if self.members[volume_term.group] > 1:
-                terms_by_group[volume_term.group].append(volume_term)
-        for group, terms in terms_by_group.items():
-            group_link = self.links[group]
-            yield Traffic(group, group_link.name, self.members[group], self._sent(terms), self._moving(terms))
+        all_terms = self._terms(stage)
+        for group in dict.fromkeys(term.group for term in all_terms if self.members[term.group] > 1):
+            terms = [term for term in all_terms if term.group == group]
+            link, ranks = self.links[group].name, self.members[group]
+            yield Traffic(group, link, ranks, self._sent(terms), self._moving(terms))
 
 
 def _beside(hidden: float) -> str:

@@ -79,9 +79,8 @@ class PlannedPiece:
 @lru_cache(maxsize=64)
 def stage_matrices(model: ModelConfig, blocks: int) -> tuple[Matrix, ...]:
     """The matrices of a stage of some blocks, whole."""
-    return tuple(
-        m for placed, whole_shape in _weights(model, blocks) for m in split_in_matrices(placed, whole_shape)
-    )
+    weights = _weights(model, blocks)
+    return tuple(m for placed, shape in weights for m in split_in_matrices(placed, shape))
 
 
 def busiest_flops(model: ModelConfig, blocks: int, ranks: int) -> float:

@@ -19,7 +19,6 @@ from math import lcm
 from typing import Any
 
 from megastable.config.model import ModelConfig
-from megastable.config.training import ParallelConfig
 from megastable.config.tree import RunConfig
 from megastable.model.sizes import GPU_ELEMENTS, chunk_size, layer_costs
 from megastable.parallel.layout import cut_into_stages
@@ -193,7 +192,7 @@ def list_step_terms(
     bytes.
     """
     held = stage_of(cut, stage)
-    terms = [*_activations(config, data, held, first_block(cut, stage), loss, elements)]
+    terms = _activations(config, data, held, first_block(cut, stage), loss, elements)
     terms += _context(config, data, held)
     terms += _stages(config, data, held)
     terms += _tied(config, data, held, data_rank)
@@ -233,13 +232,10 @@ def _activations(
 ) -> list[Term]:
     """Tensor parallelism, in every micro-batch. first: number of the first block."""
     m, parallel_config = config.model, config.parallel
-    tensor_ranks, micro_batches, blocks = (
-        parallel_config.tensor,
-        count_micro_batches(config, data),
-        held.blocks,
-    )
+    tensor_ranks, blocks = parallel_config.tensor, held.blocks
     if tensor_ranks == 1:
         return []
+    micro_batches = count_micro_batches(config, data)
     own_tokens = count_tokens(config)
     whole_bytes = own_tokens * m.hidden * count_element_bytes(config)
     part_bytes = whole_bytes // tensor_ranks
@@ -312,19 +308,13 @@ def _stages(config: RunConfig, data: int, held: Stage) -> list[Term]:
     model_config, p = config.model, config.parallel
     if p.pipeline == 1:
         return []
-    steps, whole_tokens = (
-        count_micro_batches(config, data),
-        model_config.sequence_length * config.train.micro_batch,
-    )
-    stream_bytes = (
-        count_tokens(config)
-        * model_config.hidden
-        * count_element_bytes(config)
-        // (p.tensor if p.sequence else 1)
-    )
+    steps = count_micro_batches(config, data)
+    whole_tokens = model_config.sequence_length * config.train.micro_batch
+    whole_bytes = count_tokens(config) * model_config.hidden * count_element_bytes(config)
+    stream_bytes = whole_bytes // (p.tensor if p.sequence else 1)
     forth, back = 0 if held.last else steps, 0 if held.first else steps  # stages behind and before this one
     documents_apart = config.data.keep_documents_apart
-    volume_terms = [
+    return [
         Term("activations", "pipeline", "send", stream_bytes, forth),
         Term("their gradients", "pipeline", "receive", stream_bytes, forth),
         Term("activations", "pipeline", "receive", stream_bytes, back),
@@ -335,7 +325,6 @@ def _stages(config: RunConfig, data: int, held: Stage) -> list[Term]:
         Term("DeepSpeed's loss", "data", "all-reduce", FP32, int(held.last and data > 1)),
         Term("DeepSpeed's loss", "pipeline", "broadcast", 2 * FP32, 1),
     ]
-    return volume_terms
 
 
 def tied_piece(config: RunConfig, data: int, held: Stage, data_rank: int = 0) -> int:
@@ -381,11 +370,9 @@ def _zero(config: RunConfig, data: int, held: Stage, settings: Mapping[str, Any]
         summed = [Term("gradients", "data", "all-reduce", sum(group_totals) * FP32, sum_count)]
     else:
         # To every rank its part; the last ranks' parts come without padding.
+        rank_shares = [(n, padded_size // data) for n, padded_size in zip(group_totals, flat, strict=True)]
         owned_elements = [
-            sum(
-                min(max(n - data_rank * (padded_size // data), 0), padded_size // data)
-                for n, padded_size in zip(group_totals, flat, strict=True)
-            )
+            sum(min(max(n - data_rank * share, 0), share) for n, share in rank_shares)
             for data_rank in range(data)
         ]
         summed = [Term("gradients", "data", "reduce", n * FP32, sum_count * (n > 0)) for n in owned_elements]
@@ -404,11 +391,9 @@ def _clipping(config: RunConfig, data: int, held: Stage) -> list[Term]:
     rows = m.layers * (qkv_width + 2 * m.ffn_width + 2 * m.hidden) + (1 if m.tied else 2) * m.padded_vocab
     sample_ranks = data // parallel_config.context
     numbers = {
-        "value": 1,
-        "adagc": len(matrix_sizes) + len(vector_sizes),
-        "agc": 2 * (rows + len(vector_sizes)),
+        "value": 1, "adagc": len(matrix_sizes) + len(vector_sizes), "agc": 2 * (rows + len(vector_sizes)),
         "worker": sample_ranks,
-    }
+    }  # fmt: skip
     terms = [Term("clipping", "world", "all-reduce", FP64 * numbers.get(kind, 0), int(kind in numbers))]
     if kind == "worker" and parallel_config.context > 1:
         for parameter_group in parameter_groups(config, held):
@@ -469,12 +454,8 @@ def _orthogonalized(config: RunConfig, data: int, held: Stage, rank: tuple[int, 
 
 def _gathered(config: RunConfig, data: int, held: Stage, settings: Mapping[str, Any]) -> list[Term]:
     """ZeRO 3: weights, each padded to a multiple of the ranks, gathered where they are used."""
-    p, m, e, steps = (
-        config.parallel,
-        config.model,
-        count_element_bytes(config),
-        count_micro_batches(config, data),
-    )
+    p, m, e = config.parallel, config.model, count_element_bytes(config)
+    steps = count_micro_batches(config, data)
     matrix_sizes, norm_sizes = parameter_sizes(m, held, p.tensor)
     total = sum(matrix_sizes) + sum(norm_sizes)
     enough = {"stage3_max_live_parameters": total, "stage3_max_reuse_distance": 2 * total}  # there and back
@@ -490,9 +471,8 @@ def _gathered(config: RunConfig, data: int, held: Stage, settings: Mapping[str, 
     uses: Counter[int] = Counter()
     if p.recompute == "full":
         block = Stage(held.blocks, first=False, last=False)
-        uses.update(
-            round_up(n, data) // data * e for group in parameter_sizes(m, block, p.tensor) for n in group
-        )
+        for group in parameter_sizes(m, block, p.tensor):
+            uses.update(round_up(n, data) // data * e for n in group)
         for block_number in range(held.blocks):  # no pipeline under ZeRO 3: all of them
             last = m.hidden if needs_product(m, block_number) else m.ffn_width * m.hidden // p.tensor
             uses[round_up(last, data) // data * e] -= 1
@@ -502,15 +482,11 @@ def _gathered(config: RunConfig, data: int, held: Stage, settings: Mapping[str, 
     return [Term("weights", "data", "all-gather", size, steps * n) for size, n in uses.items()]
 
 
-def _model_group(p: ParallelConfig) -> str:
-    """The group that DeepSpeed uses as model-parallel group."""
-    return "tensor" if p.pipeline == 1 else "model"
-
-
 def _checks(config: RunConfig, groups: int, norm_bytes: int) -> list[Term]:
     """ZeRO's norms, one per group of parameters; and in 16 bits a further check that all gradients are finite."""
     p = config.parallel
-    asked_groups = [("data", True), (_model_group(p), p.tensor * p.pipeline > 1)]
+    model_group = "tensor" if p.pipeline == 1 else "model"  # DeepSpeed's model-parallel group
+    asked_groups = [("data", True), (model_group, p.tensor * p.pipeline > 1)]
     terms = [Term("norm", group, "all-reduce", norm_bytes, groups * needed) for group, needed in asked_groups]
     if config.precision.kind == "fp16" or (config.precision.kind == "bf16" and p.zero == 2):
         terms += [Term("overflow", group, "all-reduce", 1, int(needed)) for group, needed in asked_groups]

@@ -5,20 +5,20 @@ products of s x s forward, five backward (one is recomputed), of which a causal 
 a tensor passes between memory and multiprocessor, with everything fused that torch.compile fuses, and with nothing
 fused. Time follows from both by the roofline: Williams et al., Communications of the ACM 52 (2009).
 
-Letters: T tokens of a micro-batch on a rank, h hidden, q and k query and key/value heads, d head width, f width of the
-MLP, V rows of the vocabulary, t tensor ranks.
+Letters: as in activations.py.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megastable.config.rules import LINEARS
 from megastable.config.tree import RunConfig
 from megastable.model.sizes import keys_seen
 from megastable.optim.ownership import ITERATIONS
+from megastable_tools.plan.activations import ShapeSizes
 from megastable_tools.plan.updates import busiest_flops, stage_matrices, update_cost_of
 from megastable_tools.plan.volume import (
     Stage,
@@ -51,53 +51,6 @@ class Operation:
     when: str = FORWARD
 
 
-@dataclass(frozen=True)
-class WorkSizes:
-    """Sizes of a micro-batch on one rank. sharded: tokens in regions that tensor parallelism splits, if at all, only
-    along the sequence. e: bytes of an activation."""
-
-    tokens: float
-    sharded: float
-    attended: float
-    hidden: int
-    query: float
-    key: float
-    ffn: float
-    vocabulary: float
-    e: int
-
-
-def work_sizes_of(config: RunConfig) -> WorkSizes:
-    """Elements: query, key, ffn and vocabulary are this tensor rank's. attended: pairs of tokens times heads times d,
-    in a causal model without windows."""
-    model_config, parallel_config = config.model, config.parallel
-    tokens = model_config.sequence_length * config.train.micro_batch / parallel_config.context
-    d = model_config.head_width
-    pairs = config.train.micro_batch * model_config.sequence_length**2 / 2
-    return WorkSizes(
-        tokens=tokens,
-        sharded=tokens / (parallel_config.tensor if parallel_config.sequence else 1),
-        attended=pairs * model_config.heads * d / (parallel_config.tensor * parallel_config.context),
-        hidden=model_config.hidden,
-        query=model_config.heads * d / parallel_config.tensor,
-        key=model_config.key_value_heads * d / parallel_config.tensor,
-        ffn=model_config.ffn_width / parallel_config.tensor,
-        vocabulary=model_config.padded_vocab / parallel_config.tensor,
-        e=count_element_bytes(config),
-    )
-
-
-def linear_sizes(z: WorkSizes) -> dict[str, tuple[float, float]]:
-    """(inputs, outputs) of a block's linear layers on this rank, by their names in `config.LINEARS`."""
-    return dict(
-        zip(
-            LINEARS,
-            [(z.hidden, z.query + 2 * z.key), (z.query, z.hidden), (z.hidden, 2 * z.ffn), (z.ffn, z.hidden)],
-            strict=True,
-        )
-    )
-
-
 # Memory passes that FP8 adds per tensor, in bytes per element: forward for an activation, for a weight, backward for
 # a gradient. A cast reads 2 and writes 1, and 1 more for the transposed copy, which products of gradients need on
 # Hopper; with the tensor's own scale ("current") its largest magnitude takes another read.
@@ -105,72 +58,63 @@ PASSES = {"current": 6.0, "delayed": 4.0, "block": 4.0}
 
 
 def list_block_work(
-    config: RunConfig, z: WorkSizes, eight: Set[str], fused: bool, number: int = 0
+    config: RunConfig, z: ShapeSizes, eight: Set[str], fused: bool, number: int = 0
 ) -> Iterator[Operation]:
     """Block `number` and one micro-batch: forward, recomputation and backward. eight: of `sizes.fp8_linears`."""
     p, fp8_config = config.parallel, config.precision.fp8
     is_full, is_selective = p.recompute == "full", p.recompute == "selective"
-    for name, (k, n) in linear_sizes(z).items():
+    linear_sizes = (
+        (z.h, z.q + 2 * z.k),
+        (z.q, z.h),
+        (z.h, 2 * z.f),
+        (z.f, z.h),
+    )  # (inputs, outputs) on this rank
+    for name, (k, n) in zip(LINEARS, linear_sizes, strict=True):
         in_eight = name in eight
-        element_width = 1 if in_eight else z.e
-        product = Operation(
-            name,
-            EIGHT if in_eight else PRODUCT,
-            2 * z.tokens * k * n,
-            element_width * (z.tokens * k + k * n) + z.e * z.tokens * n,
-            shortest=min(z.tokens, k, n),
-        )
+        product_bytes = (1 if in_eight else z.e) * (z.N * k + k * n) + z.e * z.N * n
+        product_kind, flops = EIGHT if in_eight else PRODUCT, 2 * z.N * k * n
+        product = Operation(name, product_kind, flops, product_bytes, shortest=min(z.N, k, n))
         # Recomputation ends before the block's last product if nothing in the backward pass needs its output.
         is_recomputed = is_full and (name != "mlp.down" or needs_product(config.model, number))
         step_passes = [(FORWARD, 1), (AGAIN, int(is_recomputed)), (BACKWARD, 2)]
-        yield from (_at(product, pass_name, times) for pass_name, times in step_passes if times)
+        yield from (replace(product, when=when, times=times) for when, times in step_passes if times)
         if in_eight and fp8_config is not None:
             each = PASSES[fp8_config.recipe]
-            fp8_cast = Operation(f"{name}: x and weight", CAST, 0, each * (z.tokens * k + k * n), kernels=2)
+            fp8_cast = Operation(f"{name}: x and weight", CAST, 0, each * (z.N * k + k * n), kernels=2)
             yield fp8_cast
             if is_recomputed:
-                yield _at(fp8_cast, AGAIN, 1)
-            yield Operation(f"{name}: gradient", CAST, 0, each * z.tokens * n, when=BACKWARD)
+                yield replace(fp8_cast, when=AGAIN)
+            yield Operation(f"{name}: gradient", CAST, 0, each * z.N * n, when=BACKWARD)
     # Two products of s x s; q, k, v and the result pass through memory.
-    attention_core = Operation(
-        "attention",
-        ATTENTION,
-        4 * count_attended(config, z, number),
-        z.e * z.tokens * (2 * z.query + 2 * z.key),
-    )
+    core_flops, core_bytes = 4 * count_attended(config, z, number), z.e * z.N * (2 * z.q + 2 * z.k)
+    attention_core = Operation("attention", ATTENTION, core_flops, core_bytes)
     yield attention_core
     if is_full or is_selective:
-        yield _at(attention_core, AGAIN, 1)
-    yield Operation(
-        "attention",
-        ATTENTION,
-        2.5 * attention_core.flops,
-        z.e * z.tokens * (4 * z.query + 4 * z.key),
-        kernels=3,
-        when=BACKWARD,
-    )
+        yield replace(attention_core, when=AGAIN)
+    yield replace(attention_core, flops=2.5 * core_flops, bytes=2 * core_bytes, kernels=3, when=BACKWARD)
     yield from _elementwise(config, z, fused)
 
 
-def count_attended(config: RunConfig, z: WorkSizes, number: int) -> float:
-    """As `WorkSizes.count_attended`, in block `number`: with a window its queries see fewer keys."""
-    length = config.model.sequence_length
-    return z.attended * keys_seen(length, config.model.window_of(number)) / keys_seen(length, None)
+def count_attended(config: RunConfig, z: ShapeSizes, number: int) -> float:
+    """Pairs of tokens times heads times d in a causal model, in block `number`: with a window its queries see fewer
+    keys."""
+    attended = z.samples * z.length**2 / 2 * z.heads * config.model.head_width
+    return attended * keys_seen(z.length, config.model.window_of(number)) / keys_seen(z.length, None)
 
 
-def count_score_work(config: RunConfig, z: WorkSizes) -> Operation:
+def count_score_work(z: ShapeSizes) -> Operation:
     """Additional cost of attention per block if [heads, s, s] is written out: product, mask, softmax, dropout and
     product forward, the same again for the backward pass, and their gradients."""
-    model_config = config.model
-    score_elements = 2 * z.attended / model_config.head_width
-    return Operation("scores", MEMORY, 0, 20 * score_elements * z.e, kernels=12)
+    return Operation("scores", MEMORY, 0, 20 * z.samples * z.heads * z.length**2 * z.e, kernels=12)
 
 
-def _elementwise(config: RunConfig, z: WorkSizes, fused: bool) -> Iterator[Operation]:
+def _elementwise(config: RunConfig, z: ShapeSizes, fused: bool) -> Iterator[Operation]:
     """Norms, residuals, QK-norm with RoPE, SwiGLU."""
-    stream, head_elements, ffn_elements = z.sharded * z.hidden, z.tokens * (z.query + z.key), z.tokens * z.ffn
+    stream, head_elements, ffn_elements = z.n * z.h, z.N * (z.q + z.k), z.N * z.f
     e, model_config, has_norm = z.e, config.model, bool(config.model.qk_norm)
     more = 2 if model_config.norms == "both" else 0  # norms of the products' results
+    forward_passes: list[tuple[str, float, int]]
+    back: list[tuple[str, float, int]]
     clamp_bytes = 0 if model_config.swiglu_clamp is None else ffn_elements * e
     if fused:
         # x -> y, twice; x + y between; SwiGLU reads two and writes one. Backward: what forward read, and gradients.
@@ -183,21 +127,21 @@ def _elementwise(config: RunConfig, z: WorkSizes, fused: bool) -> Iterator[Opera
         back = [
             ("norms and residuals", (12 + 3 * more) * stream * e, 5 + more),
             ("RoPE", (3 if has_norm else 2) * head_elements * e, 3),
+            ("SwiGLU", 5 * ffn_elements * e, 2),
         ]
-        back.append(("SwiGLU", 5 * ffn_elements * e, 2))
     else:
         # Operation by operation, norms and RoPE in fp32: to float, square, mean, rsqrt, times, times, back.
         norm_bytes, rotation_bytes = 34.0, (34.0 if has_norm else 0.0) + 28.0
         forward_passes = [
             ("norms and residuals", ((2 + more) * norm_bytes + 6 * e) * stream, 16 + 7 * more),
             ("RoPE", rotation_bytes * head_elements, 26),
+            ("SwiGLU", 5 * ffn_elements * e + 4 * clamp_bytes, 2 + 2 * (clamp_bytes > 0)),
         ]
-        forward_passes.append(("SwiGLU", 5 * ffn_elements * e + 4 * clamp_bytes, 2 + 2 * (clamp_bytes > 0)))
         back = [
             ("norms and residuals", ((2 + more) * 1.8 * norm_bytes + 2 * e) * stream, 28 + 13 * more),
             ("RoPE", 1.8 * rotation_bytes * head_elements, 40),
+            ("SwiGLU", 10 * ffn_elements * e + 6 * clamp_bytes, 5 + 2 * (clamp_bytes > 0)),
         ]
-        back.append(("SwiGLU", 10 * ffn_elements * e + 6 * clamp_bytes, 5 + 2 * (clamp_bytes > 0)))
     recompute_kind = config.parallel.recompute
     for what, memory_bytes, kernel_count in forward_passes:
         yield Operation(what, MEMORY, 0, memory_bytes, kernels=kernel_count)
@@ -207,42 +151,32 @@ def _elementwise(config: RunConfig, z: WorkSizes, fused: bool) -> Iterator[Opera
         yield Operation(what, MEMORY, 0, memory_bytes, kernels=kernel_count, when=BACKWARD)
 
 
-def list_end_work(config: RunConfig, z: WorkSizes, held: Stage) -> Iterator[Operation]:
+def list_end_work(config: RunConfig, z: ShapeSizes, held: Stage) -> Iterator[Operation]:
     """Work of the first stage (embedding) and the last one (final norm, head, loss) beside the blocks."""
-    stream_elements = z.sharded * z.hidden
-    table = z.vocabulary * z.hidden
+    stream_elements = z.n * z.h
+    table = z.vocabulary * z.h
     if held.first:
-        yield Operation("embedding", MEMORY, 0, 2 * z.tokens * z.hidden * z.e, kernels=4)
+        yield Operation("embedding", MEMORY, 0, 2 * z.N * z.h * z.e, kernels=4)
         # Rows with a gradient are added up in a table that starts as zeros.
-        yield Operation(
-            "embedding", MEMORY, 0, table * z.e + 3 * z.tokens * z.hidden * z.e, kernels=4, when=BACKWARD
-        )
+        yield Operation("embedding", MEMORY, 0, table * z.e + 3 * z.N * z.h * z.e, kernels=4, when=BACKWARD)
     if held.last:
         yield Operation("final norm", MEMORY, 0, 2 * stream_elements * z.e, kernels=2)
         yield Operation("final norm", MEMORY, 0, 4 * stream_elements * z.e, kernels=3, when=BACKWARD)
-        head_product = Operation(
-            "head",
-            PRODUCT,
-            2 * z.tokens * table,
-            z.e * (z.tokens * z.hidden + table + z.tokens * z.vocabulary),
-            shortest=min(z.tokens, z.hidden, z.vocabulary),
-        )
+        head_bytes = z.e * (z.N * z.h + table + z.N * z.vocabulary)
+        shortest = min(z.N, z.h, z.vocabulary)
+        head_product = Operation("head", PRODUCT, 2 * z.N * table, head_bytes, shortest=shortest)
         yield head_product
-        yield _at(head_product, BACKWARD, 2)
+        yield replace(head_product, when=BACKWARD, times=2)
         # Read in compute precision, in fp32 once each for the logsumexp and the gradient, which is written.
-        yield Operation("loss", MEMORY, 0, (3 * z.e + 4) * z.tokens * z.vocabulary, kernels=12)
+        yield Operation("loss", MEMORY, 0, (3 * z.e + 4) * z.N * z.vocabulary, kernels=12)
 
 
 def count_accumulation(config: RunConfig, held: Stage, micro_batches: int) -> Operation:
     """Accumulation of a micro-batch's gradients in fp32 sums: those are read and written. The first ones are copied."""
-    parameter_count, element_bytes = held_parameters(config, held), count_element_bytes(config)
+    parameter_count = sum(map(sum, parameter_sizes(config.model, held, config.parallel.tensor)))
+    element_bytes = count_element_bytes(config)
     gradient_bytes = parameter_count * (element_bytes + 8 - 4 / micro_batches)
     return Operation("gradients", STREAM, 0, gradient_bytes, kernels=9 * held.blocks, when=BACKWARD)
-
-
-def held_parameters(config: RunConfig, held: Stage) -> int:
-    """Elements of the weights of a stage on one tensor rank."""
-    return sum(sum(size_group) for size_group in parameter_sizes(config.model, held, config.parallel.tensor))
 
 
 def count_update(config: RunConfig, held: Stage, data: int) -> Operation:
@@ -273,8 +207,3 @@ def count_orthogonalization(config: RunConfig, held: Stage, data: int) -> Operat
         "orthogonalization", PRODUCT, flops, flops / each * matrix_traffic,
         shortest=min(min(m.rows, m.columns) for m in all_of), kernels=math.ceil(flops / each * 3 * ITERATIONS),
     )  # fmt: skip
-
-
-def _at(operation: Operation, when: str, times: int) -> Operation:
-    o = operation
-    return Operation(o.what, o.kind, o.flops, o.bytes, times, o.shortest, o.kernels, when)

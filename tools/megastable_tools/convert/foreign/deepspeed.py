@@ -9,6 +9,7 @@ model), or those of Hugging Face's architectures (architectures.py), after any c
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -39,15 +40,7 @@ from megastable_tools.convert.huggingface.architectures import (
     merge_tensors,
 )
 
-Parts = Mapping[str, tuple[TensorRows, ...]]
-
-
-@dataclass(frozen=True)
-class Naming:
-    """whose: naming scheme, for people; parts: the foreign tensors of each of our parameters."""
-
-    whose: str
-    parts: Parts
+Parts = Mapping[str, tuple[TensorRows, ...]]  # the foreign tensors of each of our parameters
 
 
 def import_deepspeed(folder: Path, out: Path, run: RunConfig, say: Callable[[str], None]) -> Path:
@@ -67,11 +60,11 @@ def import_deepspeed(folder: Path, out: Path, run: RunConfig, say: Callable[[str
     )
     run = with_vocabulary(run)
     held = describe_parameters(run.model)
-    naming, prefix = naming_of(run.model, held, state, source)
+    whose, named_parts, prefix = naming_of(run.model, held, state, source)
     optimizer = state.kinds == KINDS and run.optimizer.name in ADAMS
     why = f"{run.optimizer.name} cannot continue from them" if state.kinds == KINDS else "they start at zero"
     say(
-        f"{source}: ZeRO {state.stage}, step {state.steps}, parameters named as {naming.whose}, "
+        f"{source}: ZeRO {state.stage}, step {state.steps}, parameters named as {whose}, "
         + ("with Adam's moments" if optimizer else f"without Adam's moments: {why}")
     )
     say(
@@ -80,21 +73,17 @@ def import_deepspeed(folder: Path, out: Path, run: RunConfig, say: Callable[[str
     )
 
     def whole(name: str, kind: str) -> Tensor:
-        parts = {part.name: state.assemble_tensor(prefix + part.name, kind) for part in naming.parts[name]}
-        return merge_tensors(parts, naming.parts[name], held[name].shape[0])
+        parts = {part.name: state.assemble_tensor(prefix + part.name, kind) for part in named_parts[name]}
+        return merge_tensors(parts, named_parts[name], held[name].shape[0])
 
     cursor = unpickle.parse_number(state.client.get("cursor")) or 0
     updates = int(max(state.adam_step or state.steps - state.skipped, 0))
+    trained_tokens = run.batches.reach_after(0, updates) * run.model.sequence_length  # as if by this recipe
+    scaler = {"cur_scale": state.loss_scale} if run.precision.kind == "fp16" and state.loss_scale else {}
     at = state_of(
-        run,
-        step=state.steps,
-        updates=updates,
-        trained_tokens=run.batches.reach_after(0, updates)
-        * run.model.sequence_length,  # as if by this recipe
-        cursor=int(max(cursor, 0)),
-        adam_step=state.adam_step,
-        scaler={"cur_scale": state.loss_scale} if run.precision.kind == "fp16" and state.loss_scale else {},
-    )
+        run, step=state.steps, updates=updates, trained_tokens=trained_tokens, cursor=int(max(cursor, 0)),
+        adam_step=state.adam_step, scaler=scaler,
+    )  # fmt: skip
     origin = {"source": str(source), "how": "imported from DeepSpeed", "steps": state.steps}
     return write_run(out, run, at, whole, optimizer=ADAM if optimizer else None, origin=origin)
 
@@ -140,58 +129,52 @@ def find_deepspeed_folder(folder: Path) -> Path:
 
 def naming_of(
     config: ModelConfig, held: Mapping[str, Described], state: ZeroState, where: Path
-) -> tuple[Naming, str]:
-    """The naming scheme of the checkpoint's parameters, and the prefix of the names. All must belong to the model.
+) -> tuple[str, Parts, str]:
+    """The naming scheme of the checkpoint's parameters: whose it is, for people; their tensors; the prefix of the
+    names. All must belong to the model.
 
     Raises CheckpointError for the first parameter that is missing, left over or of another shape.
     """
-    possible_namings = [Naming("our layers", _own(config, held))]
+    with torch.device("meta"):
+        gpt = GPT(config, TensorParallel(), recompute="none", seed=0)
+    # As DeepSpeed sees them: by the module names of `GPT`.
+    own_names = {placement_of(parameter).name: key for key, parameter in gpt.named_parameters()}
+    own_parts = {name: (TensorRows(own_names[name], 0, of.shape),) for name, of in held.items()}
+    possible_namings: list[tuple[str, Parts]] = [("our layers", own_parts)]
     with contextlib.suppress(ConfigError):  # no Hugging Face architecture matches this model
-        possible_namings.append(Naming("Hugging Face's", map_tensor_names(config)))
+        possible_namings.append(("Hugging Face's", map_tensor_names(config)))
     names = state.shapes
-    for naming in possible_namings:
-        anchor = next(iter(naming.parts.values()))[0].name
+    for whose, named_parts in possible_namings:
+        anchor = next(iter(named_parts.values()))[0].name
         # The shortest: "0.weight" is also the end of other names.
         for anchor_match in sorted((n for n in names if n == anchor or n.endswith(f".{anchor}")), key=len):
             prefix = anchor_match.removesuffix(anchor)
             if all(n.startswith(prefix) for n in names):
-                _check(naming.parts, held, state, prefix, where)
-                return naming, prefix
+                _check(named_parts, state, prefix, where)
+                return whose, named_parts, prefix
     some = ", ".join(make_visible(shown_name, 100) for shown_name in list(names)[:3])
-    known = " or ".join(f"{next(iter(n.parts.values()))[0].name!r} ({n.whose})" for n in possible_namings)
+    known = " or ".join(f"{next(iter(of.values()))[0].name!r} ({whose})" for whose, of in possible_namings)
     raise CheckpointError(
         f"{where}: its parameters are named {some}, ...: the supported models have names such as {known}"
     )
 
 
-def _own(config: ModelConfig, held: Mapping[str, Described]) -> Parts:
-    """Parameters by the module names of `GPT`, as DeepSpeed sees them."""
-    with torch.device("meta"):
-        gpt = GPT(config, TensorParallel(), recompute="none", seed=0)
-    names = {placement_of(model_parameter).name: key for key, model_parameter in gpt.named_parameters()}
-    return {name: (TensorRows(names[name], 0, our_parameter.shape),) for name, our_parameter in held.items()}
-
-
-def _check(parts: Parts, held: Mapping[str, Described], state: ZeroState, prefix: str, where: Path) -> None:
+def _check(parts: Parts, state: ZeroState, prefix: str, where: Path) -> None:
     """Check that the checkpoint's parameters are those of `parts`, with their shapes."""
     wanted_parts = {prefix + part.name: part for of in parts.values() for part in of}
     for name, part in wanted_parts.items():
-        shape = state.shapes.get(name)
+        shape, shown_name = state.shapes.get(name), make_visible(name, 200)
         if shape is None:
-            raise CheckpointError(
-                f"{where}: {make_visible(name, 200)} is missing: the recipe's model is another one"
-            )
+            raise CheckpointError(f"{where}: {shown_name} is missing: the recipe's model is another one")
         if shape != part.shape:
             raise CheckpointError(
-                f"{where}: {make_visible(name, 200)} is {shape}, in the recipe's model {part.shape}: correct the "
-                "recipe's "
+                f"{where}: {shown_name} is {shape}, in the recipe's model {part.shape}: correct the recipe's "
                 "model section"
             )
     if left := sorted(set(state.shapes) - set(wanted_parts)):
         raise CheckpointError(
-            f"{where}: {make_visible(left[0], 200)} has no home in the recipe's model ({len(left)} such): it is "
-            "of another "
-            "model"
+            f"{where}: {make_visible(left[0], 200)} has no home in the recipe's model ({len(left)} such): it is of "
+            "another model"
         )
 
 
@@ -217,13 +200,7 @@ class Range:
     numel: int
 
 
-@dataclass(frozen=True)
-class _Saved:
-    """One rank's flat buffer per group and kind; None if that kind is missing."""
-
-    path: Path
-    buffers: dict[str, list[Tensor] | None]
-    step: float
+Buffers = dict[str, list[Tensor] | None]  # one rank's, per kind and group; None if that kind is missing
 
 
 class ZeroState:
@@ -239,28 +216,38 @@ class ZeroState:
         rank_files, model_files = _files(folder)
         file_content = _mapping(unpickle.load_pickle(model_files[0]), model_files[0])
         self.client, self._module = file_content, unpickle.read_fields(file_content.get("module"))
-        _check_model(file_content, model_files[0])
+        if (size := _count(file_content.get("mp_world_size"))) > 1:
+            raise CheckpointError(
+                f"{model_files[0]}: written under tensor parallelism of {size}: only 1 can be read"
+            )
+        if frozen := file_content.get("frozen_param_shapes"):
+            name = next(iter(unpickle.read_fields(frozen)), "?")
+            raise CheckpointError(
+                f"{model_files[0]}: {make_visible(name, 200)} was frozen, and exists in 16 bits only: this model "
+                "trains all of its weights"
+            )
         self.steps = _count(file_content.get("global_steps"))
         self.skipped = _count(file_content.get("skipped_steps"))
         shape_groups = _shapes(file_content.get("param_shapes"), model_files[0])
         self.shapes = {name: shape for shape_group in shape_groups for name, shape in shape_group.items()}
         if len(self.shapes) != sum(map(len, shape_groups)):
             raise CheckpointError(f"{model_files[0]}: a parameter lies in two groups of the optimizer")
-        held = [_optimizer(path) for path in rank_files]
+        held = [
+            _mapping(_mapping(unpickle.load_pickle(path), path).get("optimizer_state_dict"), path)
+            for path in rank_files
+        ]
         first = held[0]
-        self.stage = (
-            3 if "fp32_flat_groups" in first else int(unpickle.parse_number(first.get("zero_stage")) or 1)
-        )
-        self.loss_scale = unpickle.parse_number(
-            unpickle.read_fields(first.get("loss_scaler")).get("cur_scale")
-        )
-        self._saved = [_read(path, of, self.stage) for path, of in zip(rank_files, held, strict=True)]
-        _check_ranks(first, self._saved)
-        self.kinds = tuple(k for k in KINDS if all(s.buffers[k] is not None for s in self._saved))
-        if self.kinds != KINDS:
-            self.kinds = KINDS[:1]
-        self.adam_step = self._saved[0].step if self.kinds == KINDS else 0.0
-        self._sizes = [[len(flat_buffer) for flat_buffer in s.buffers[KINDS[0]] or []] for s in self._saved]
+        named_stage = int(unpickle.parse_number(first.get("zero_stage")) or 1)
+        self.stage = 3 if "fp32_flat_groups" in first else named_stage
+        loss_scaler = unpickle.read_fields(first.get("loss_scaler"))
+        self.loss_scale = unpickle.parse_number(loss_scaler.get("cur_scale"))
+        rank_states = [_read(path, of, self.stage) for path, of in zip(rank_files, held, strict=True)]
+        self._buffers, steps = [buffers for buffers, _ in rank_states], [step for _, step in rank_states]
+        _check_ranks(folder, first, steps)
+        has_moments = all(buffers[kind] is not None for buffers in self._buffers for kind in KINDS)
+        self.kinds = KINDS if has_moments else KINDS[:1]
+        self.adam_step = steps[0] if has_moments else 0.0
+        self._sizes = [[len(flat_buffer) for flat_buffer in b[KINDS[0]] or []] for b in self._buffers]
         try:
             if self.stage == 3:
                 self._ranges = _zero3(self.shapes, self._sizes)
@@ -278,17 +265,20 @@ class ZeroState:
         parts = [name_part.float() for r in self._ranges[name] for name_part in self._slices(r, kind)]
         found = torch.cat(parts).view(self.shapes[name]) if parts else torch.zeros(self.shapes[name])
         model_tensor = unpickle.read_dense_tensor(self._module.get(name)) if kind == KINDS[0] else None
-        if model_tensor is not None and model_tensor.shape == found.shape and not _agree(found, model_tensor):
-            raise CheckpointError(
-                f"{self.folder}: {make_visible(name, 200)} in the optimizer's files is not the one in the "
-                "model's: files of "
-                "two checkpoints are mixed, or they are damaged; get the checkpoint again from where it was written"
-            )
+        if model_tensor is not None and model_tensor.shape == found.shape:
+            limits = torch.finfo(model_tensor.dtype)  # of any rounding to the model's precision
+            rtol, atol = 2 * limits.eps, limits.smallest_normal
+            if not torch.allclose(found, model_tensor.float(), rtol=rtol, atol=atol, equal_nan=True):
+                raise CheckpointError(
+                    f"{self.folder}: {make_visible(name, 200)} in the optimizer's files is not the one in the model's: "
+                    "files of two checkpoints are mixed, or they are damaged; get the checkpoint again from where it "
+                    "was written"
+                )
         return found
 
     def _slices(self, r: Range, kind: str) -> Iterator[Tensor]:
         """Slices of a range. Sub-groups of ZeRO 3 follow one another; a parameter may end in the next."""
-        rank_buffers = self._saved[r.rank].buffers[kind]
+        rank_buffers = self._buffers[r.rank][kind]
         assert rank_buffers is not None
         range_start, left_elements = r.start, r.numel
         for flat_buffer, size in zip(rank_buffers[r.group :], self._sizes[r.rank][r.group :], strict=True):
@@ -297,14 +287,6 @@ class ZeroState:
                 yield flat_buffer[range_start : range_start + taken_elements]
                 left_elements, range_start = left_elements - taken_elements, range_start + taken_elements
             range_start -= size
-
-
-def _agree(master: Tensor, rounded: Tensor) -> bool:
-    """Whether `rounded` is `master` in the model's precision, with any rounding."""
-    dtype_limits = torch.finfo(rounded.dtype)
-    return torch.allclose(
-        master, rounded.float(), rtol=2 * dtype_limits.eps, atol=dtype_limits.smallest_normal, equal_nan=True
-    )
 
 
 class _Contradiction(Exception):
@@ -353,17 +335,6 @@ def _mapping(content: Any, path: Path) -> dict[str, Any]:
     return content_fields
 
 
-def _check_model(content: Mapping[str, Any], path: Path) -> None:
-    if (size := _count(content.get("mp_world_size"))) > 1:
-        raise CheckpointError(f"{path}: written under tensor parallelism of {size}: only 1 can be read")
-    if frozen := content.get("frozen_param_shapes"):
-        name = next(iter(unpickle.read_fields(frozen)), "?")
-        raise CheckpointError(
-            f"{path}: {make_visible(name, 200)} was frozen, and exists in 16 bits only: this model trains all of its "
-            "weights"
-        )
-
-
 def _shapes(given: Any, path: Path) -> list[dict[str, tuple[int, ...]]]:
     shape_groups = []
     for shape_group in given if isinstance(given, list) else []:
@@ -371,7 +342,7 @@ def _shapes(given: Any, path: Path) -> list[dict[str, tuple[int, ...]]]:
         for name, shape in unpickle.read_fields(shape_group).items():
             if not isinstance(shape, tuple) or not all(isinstance(n, int) and n >= 0 for n in shape):
                 raise CheckpointError(f"{path}: param_shapes: {make_visible(name, 200)} has no shape")
-            if _numel(shape) > LARGEST:
+            if math.prod(shape) > LARGEST:
                 raise CheckpointError(f"{path}: param_shapes: {make_visible(name, 200)} is impossibly large")
             named_shapes[name] = tuple(shape)
         shape_groups.append(named_shapes)
@@ -383,24 +354,13 @@ def _shapes(given: Any, path: Path) -> list[dict[str, tuple[int, ...]]]:
     return shape_groups
 
 
-def _numel(shape: Sequence[int]) -> int:
-    element_count = 1
-    for dimension_size in shape:
-        element_count *= dimension_size
-    return element_count
-
-
 def _count(value: Any) -> int:
     read_number = unpickle.parse_number(value)
     return int(read_number) if read_number is not None and read_number >= 0 else 0
 
 
-def _optimizer(path: Path) -> dict[str, Any]:
-    file_content = _mapping(unpickle.load_pickle(path), path)
-    return _mapping(file_content.get("optimizer_state_dict"), path)
-
-
-def _read(path: Path, held: Mapping[str, Any], stage: int) -> _Saved:
+def _read(path: Path, held: Mapping[str, Any], stage: int) -> tuple[Buffers, float]:
+    """The buffers of one rank's file, and the optimizer's own count of steps in it."""
     weights = held.get("fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups")
     masters = [unpickle.read_dense_tensor(t) for t in weights] if isinstance(weights, list) else []
     if not masters or any(t is None or t.dim() != 1 for t in masters):
@@ -412,10 +372,9 @@ def _read(path: Path, held: Mapping[str, Any], stage: int) -> _Saved:
     # "Elastic" checkpoints hold a list: the state of every group.
     states = dict(enumerate(inner)) if isinstance(inner, list) else inner_fields.get("state")
     settings = inner_fields.get("param_groups")
-    of = [
-        unpickle.read_fields(states.get(i)) if isinstance(states, dict) else {} for i in range(len(masters))
-    ]
-    rank_buffers: dict[str, list[Tensor] | None] = {KINDS[0]: [t for t in masters if t is not None]}
+    group_states = states if isinstance(states, dict) else {}
+    of = [unpickle.read_fields(group_states.get(i)) for i in range(len(masters))]
+    rank_buffers: Buffers = {KINDS[0]: [t for t in masters if t is not None]}
     for moment_kind in KINDS[1:]:
         moment_buffers = [unpickle.read_dense_tensor(zero_state.get(moment_kind)) for zero_state in of]
         moments_fit = [
@@ -424,26 +383,25 @@ def _read(path: Path, held: Mapping[str, Any], stage: int) -> _Saved:
         ]
         rank_buffers[moment_kind] = [m for m in moment_buffers if m is not None] if all(moments_fit) else None
     step_values = [zero_state.get("step") for zero_state in of]
-    step_values += (
-        [unpickle.read_fields(g).get("step") for g in settings] if isinstance(settings, list) else []
-    )
+    if isinstance(settings, list):
+        step_values += [unpickle.read_fields(group_settings).get("step") for group_settings in settings]
     step_values.append(held.get("base_optimizer_state_step"))
     step = next((n for n in map(unpickle.parse_number, step_values) if n is not None), 0.0)
-    return _Saved(path, rank_buffers, step)
+    return rank_buffers, step
 
 
-def _check_ranks(first: Mapping[str, Any], saved: Sequence[_Saved]) -> None:
+def _check_ranks(folder: Path, first: Mapping[str, Any], steps: Sequence[float]) -> None:
     counts = first.get("partition_count")
     wanted = max(map(_count, counts), default=0) if isinstance(counts, list) else _count(counts)
-    if wanted and wanted != len(saved):
+    if wanted and wanted != len(steps):
         raise CheckpointError(
-            f"{saved[0].path.parent}: written by {wanted} data-parallel ranks, but there are files of {len(saved)}: "
-            "some are missing, or an older checkpoint is in the same folder"
+            f"{folder}: written by {wanted} data-parallel ranks, but there are files of {len(steps)}: some are "
+            "missing, or an older checkpoint is in the same folder"
         )
-    if len({s.step for s in saved}) > 1:
+    if len(set(steps)) > 1:
+        steps_text = ", ".join(sorted({f"{step:g}" for step in steps}))
         raise CheckpointError(
-            f"{saved[0].path.parent}: the ranks' optimizers are at steps "
-            f"{', '.join(sorted({f'{s.step:g}' for s in saved}))}: files of two checkpoints are mixed"
+            f"{folder}: the ranks' optimizers are at steps {steps_text}: files of two checkpoints are mixed"
         )
 
 
@@ -460,7 +418,7 @@ def _zero12(
         between = [_count(padding_size) for padding_size in given] if isinstance(given, list) else []
         offset = 0
         for parameter_index, (parameter_name, parameter_shape) in enumerate(group_shapes.items()):
-            parameter_numel = _numel(parameter_shape)
+            parameter_numel = math.prod(parameter_shape)
             does_fit = offset + parameter_numel <= rank_share * len(sizes)
             found[parameter_name] = list(_evenly(offset, parameter_numel, rank_share, g)) if does_fit else []
             if not does_fit or any(r.start + r.numel > sizes[r.rank][g] for r in found[parameter_name]):
@@ -487,7 +445,7 @@ def _zero3(shapes: Mapping[str, tuple[int, ...]], sizes: Sequence[Sequence[int]]
     rank_count, offset = len(sizes), 0
     parameter_ranges: dict[str, list[Range]] = {}
     for parameter_name, parameter_shape in shapes.items():
-        parameter_numel = _numel(parameter_shape)
+        parameter_numel = math.prod(parameter_shape)
         share = -(-parameter_numel // rank_count)
         rank_shares = [(rank, min(share, parameter_numel - rank * share)) for rank in range(rank_count)]
         parameter_ranges[parameter_name] = [Range(rank, 0, offset, n) for rank, n in rank_shares if n > 0]

@@ -59,7 +59,8 @@ _THEIRS = re.compile(r"decoder\.layers\.(\d{1,5})\.(.+)")
 
 class MegatronState:
     """The weights in a folder such as iter_0000100/. args: Megatron's arguments; iteration: its count of steps; tensor,
-    pipeline: its layout. Files are mapped. Raises CheckpointError for damaged, incomplete or unsupported content.
+    pipeline: its layout; held: the tensors. Files are mapped. Raises CheckpointError for damaged, incomplete or
+    unsupported content.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -68,9 +69,8 @@ class MegatronState:
         self.tensor, self.pipeline = 1 + max(t for t, _ in rank_files), 1 + max(p for _, p in rank_files)
         self.args: dict[str, Any] = {}
         self.iteration: int | None = None
-        self._held: dict[
-            str, dict[int, list[Tensor]]
-        ] = {}  # by our name and stage: of the tensor ranks, as theirs
+        # By our name and stage: of the tensor ranks, as theirs.
+        self.held: dict[str, dict[int, list[Tensor]]] = {}
         first_layer = 0
         for stage in range(self.pipeline):
             ranks = [self._read(rank_files[t, stage]) for t in range(self.tensor)]
@@ -80,9 +80,10 @@ class MegatronState:
                         f"{rank_files[t, stage]}: not all tensor ranks hold {make_visible(odd_names[0], 200)}"
                     )
             for name in ranks[0]:
-                by_stage = self._held.setdefault(name_ours(name, first_layer, rank_files[0, stage]), {})
+                by_stage = self.held.setdefault(name_ours(name, first_layer, rank_files[0, stage]), {})
                 by_stage[stage] = [rank_tensors[name] for rank_tensors in ranks]
-            layer_numbers = {n for name in ranks[0] if (n := number_of_layer(name)) is not None}
+            layer_matches = filter(None, map(_THEIRS.fullmatch, ranks[0]))
+            layer_numbers = {int(layer_match[1]) for layer_match in layer_matches}
             if layer_numbers != set(range(len(layer_numbers))):
                 raise CheckpointError(f"{rank_files[0, stage]}: some of its layers are missing")
             first_layer += len(layer_numbers)
@@ -125,14 +126,9 @@ class MegatronState:
         return found_tensors
 
     @property
-    def names(self) -> list[str]:
-        """The parameters, by our names."""
-        return list(self._held)
-
-    @property
     def rows(self) -> int:
         """Rows of the vocabulary, padding included."""
-        if EMBEDDING not in self._held:
+        if EMBEDDING not in self.held:
             raise CheckpointError(f"{self.folder}: {name_theirs(EMBEDDING, 0, 'local')} is missing")
         return sum(len(rank_part) if rank_part.dim() else 0 for rank_part in self._shards(EMBEDDING))
 
@@ -153,17 +149,17 @@ class MegatronState:
         if split_dim is None:
             self._same(name, shards, shards[:1] * len(shards))
             return shards[0]
-        return (
-            torch.cat(shards) if name in VOCABULARY else join_shards(shards, place_theirs(name, of.placement))
-        )
+        if name in VOCABULARY:
+            return torch.cat(shards)
+        return join_shards(shards, place_theirs(name, of.placement))
 
     def drop_tied_head(self) -> None:
         """With tied weights the last of several stages holds a copy: compare it and drop it."""
-        for head_copies in self._held.pop("head.weight", {}).values():
+        for head_copies in self.held.pop("head.weight", {}).values():
             self._same(EMBEDDING, head_copies, self._shards(EMBEDDING))
 
     def _shards(self, name: str) -> list[Tensor]:
-        stage_parts = self._held[name]
+        stage_parts = self.held[name]
         return stage_parts[min(stage_parts)]
 
     def _same(self, name: str, one: list[Tensor], other: list[Tensor]) -> None:
@@ -230,15 +226,10 @@ def export_megatron(
                     place = folder / name / (f"mp_rank_{t:02d}" + (f"_{stage:03d}" if pipeline > 1 else ""))
                     place.mkdir(parents=True)
                     model = _shards(run_config, whole_state, t, tensor, stage, pipeline, layer_implementation)
-                    write_file(
-                        place / FILE,
-                        {
-                            "args": args,
-                            "checkpoint_version": VERSION,
-                            "iteration": megatron_state.step,
-                            "model": model,
-                        },
-                    )
+                    content = {
+                        "args": args, "checkpoint_version": VERSION, "iteration": megatron_state.step, "model": model,
+                    }  # fmt: skip
+                    write_file(place / FILE, content)
             write_file(folder / LATEST, str(megatron_state.step).encode())
     except OSError as error:
         raise CheckpointError(
@@ -270,9 +261,8 @@ def _shards(
         rank_tensors[name_theirs(tensor_name, first_layer, implementation)] = own_part
     if c.tied and 0 < stage == pipeline - 1:
         embedding_cut = whole.placement_of(EMBEDDING)
-        rank_tensors[name_theirs("head.weight", 0, implementation)] = cut_shard(
-            whole.read_tensor(EMBEDDING, "weight"), embedding_cut, t, tensor
-        ).clone()
+        head_copy = cut_shard(whole.read_tensor(EMBEDDING, "weight"), embedding_cut, t, tensor).clone()
+        rank_tensors[name_theirs("head.weight", 0, implementation)] = head_copy
     return rank_tensors
 
 
@@ -359,18 +349,14 @@ def _recipe(state: MegatronState, run: RunConfig | None, say: Callable[[str], No
 
 def _check(state: MegatronState, held: Mapping[str, Described]) -> None:
     """Check that exactly the model's parameters exist."""
-    for name in held:
-        if name not in state.names:
-            raise CheckpointError(f"{state.folder}: {name} is missing: the recipe's model is another one")
-    for name in state.names:
-        if name not in held:
-            raise CheckpointError(
-                f"{state.folder}: {name} has no home in the recipe's model: it is of another one"
-            )
-    for key, layout_size in (
-        ("tensor_model_parallel_size", state.tensor),
-        ("pipeline_model_parallel_size", state.pipeline),
-    ):
+    if missing := [name for name in held if name not in state.held]:
+        raise CheckpointError(f"{state.folder}: {missing[0]} is missing: the recipe's model is another one")
+    if left := [name for name in state.held if name not in held]:
+        raise CheckpointError(
+            f"{state.folder}: {left[0]} has no home in the recipe's model: it is of another one"
+        )
+    for axis, layout_size in (("tensor", state.tensor), ("pipeline", state.pipeline)):
+        key = f"{axis}_model_parallel_size"
         said = unpickle.parse_number(state.args.get(key))
         if said is not None and said != layout_size:
             raise CheckpointError(f"{state.folder}: {key}={said:g}, but there are files of {layout_size}")
@@ -394,21 +380,10 @@ def name_ours(name: str, first: int, where: object) -> str:
         return _TENSORS[name]
     if layer_match is not None and layer_match[2] in _LAYER:
         return f"blocks.{int(layer_match[1]) + first}.{_LAYER[layer_match[2]]}"
-    is_before_core = name.startswith(("language_model.", "transformer."))
-    raise CheckpointError(
-        f"{where}: {make_visible(name, 200)} has no home in this model: "
-        + (
-            "it is of Megatron before its core"
-            if is_before_core
-            else "it has no biases but those of q, k and v, no experts and no learnt positions"
-        )
-    )
-
-
-def number_of_layer(name: str) -> int | None:
-    """The number of the layer in one of their names."""
-    layer_match = _THEIRS.fullmatch(name)
-    return int(layer_match[1]) if layer_match else None
+    why = "it has no biases but those of q, k and v, no experts and no learnt positions"
+    if name.startswith(("language_model.", "transformer.")):
+        why = "it is of Megatron before its core"
+    raise CheckpointError(f"{where}: {make_visible(name, 200)} has no home in this model: {why}")
 
 
 def place_theirs(name: str, of: Placement) -> Placement:

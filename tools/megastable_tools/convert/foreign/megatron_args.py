@@ -28,10 +28,9 @@ NAMES: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("megatron.yaml")
 CENTERED = ("apply_layernorm_1p", "layernorm_zero_centered_gamma")  # two names of zero_centered_norms
 WHY = read_names()["megatron_without_key"] | NAMES["why"]
 # Model keys that must agree, and where they stand.
+_PLACES = {name: ours.partition("; ")[0] for name, ours in read_names()["megatron"].items()}
 SAME = {
-    key: tuple(
-        name for name, ours in read_names()["megatron"].items() if ours.partition("; ")[0] == f"model.{key}"
-    )
+    key: tuple(name for name, ours in _PLACES.items() if ours == f"model.{key}")
     for key in ("layers", "hidden", "heads", "head_dim", "ffn", "rope_theta", "norm_eps")
 }
 # The meaning of Megatron's use_rope_scaling, beside a factor (megatron/core, RotaryEmbedding._apply_scaling).
@@ -48,9 +47,8 @@ def model_of(args: Args, where: object) -> dict[str, Any]:
     """Our model by the arguments: keys of `ModelConfig`, except the vocabulary. Raises CheckpointError."""
     for key, allowed in NAMES["only"].items():
         value = allowed[0] if args.get(key) is None else args[key]
-        if not any(
-            value is other or (type(value) in (int, float, str, list) and value == other) for other in allowed
-        ):
+        is_plain = type(value) in (int, float, str, list)
+        if not any(value is other or (is_plain and value == other) for other in allowed):
             raise CheckpointError(f"{where}: {key}={make_visible(value, 100)}: not supported: {WHY[key]}")
     kind = args.get("position_embedding_type", "rope")
     if kind != "rope" and args.get("use_rotary_position_embeddings") is not True:
@@ -65,28 +63,22 @@ def model_of(args: Args, where: object) -> dict[str, Any]:
         found |= {"zero_centered_norms": any(bool(args.get(name)) for name in CENTERED)}
         found |= _windows(args, where)
     for key, argument_names in SAME.items():
-        value = next(
-            (n for n in (parse_number(args.get(name)) for name in argument_names) if n is not None), None
-        )
-        if value is not None:
+        numbers = (parse_number(args.get(name)) for name in argument_names)
+        if (value := next((number for number in numbers if number is not None), None)) is not None:
             found[key] = value if key in ("rope_theta", "norm_eps") else int(value)
     has_groups = args.get("group_query_attention") is True
     group_count = parse_number(args.get("num_query_groups")) if has_groups else found.get("heads")
     if group_count is not None:
         found["kv_heads"] = int(group_count)
-    for key, name, is_flipped in (
-        ("qk_norm", "qk_layernorm", False),
-        ("tied", "untie_embeddings_and_output_weights", True),
-    ):
-        if isinstance(value := args.get(name), bool):
-            found[key] = value != is_flipped
+    if isinstance(has_norm := args.get("qk_layernorm"), bool):
+        found["qk_norm"] = has_norm
+    if isinstance(is_untied := args.get("untie_embeddings_and_output_weights"), bool):
+        found["tied"] = not is_untied
     if args:
         scale = _positive(args, "softmax_scale", where)
         found["attention_scale"] = None if scale == _usual_scale(found.get("head_dim")) else scale
-    sequence_length, positions = (
-        parse_number(args.get("seq_length")),
-        parse_number(args.get("max_position_embeddings")),
-    )
+    sequence_length = parse_number(args.get("seq_length"))
+    positions = parse_number(args.get("max_position_embeddings"))
     if longest_sequence := sequence_length or positions:
         found["sequence_length"] = int(longest_sequence)
     if positions:
@@ -123,14 +115,13 @@ def _windows(args: Args, where: object) -> dict[str, int | None]:
     is_whole = isinstance(size, tuple | list) and [type(window_part) for window_part in size] == [int, int]
     if not is_whole or size[0] < 0 or size[1] != 0:
         raise CheckpointError(
-            f"{where}: window_size={make_visible(size, 100)}: not supported: it must be the number of tokens "
-            "before, and 0"
+            f"{where}: window_size={make_visible(size, 100)}: not supported: it must be the number of tokens before, "
+            "and 0"
         )
     if every is not None and (type(every) is not int or every < 2):
         raise CheckpointError(
-            f"{where}: window_attn_skip_freq={make_visible(every, 100)}: not supported: either all layers have "
-            "the window, "
-            "or all but every n-th: a number n of 2 or more"
+            f"{where}: window_attn_skip_freq={make_visible(every, 100)}: not supported: either all layers have the "
+            "window, or all but every n-th: a number n of 2 or more"
         )
     return {"window": size[0] + 1, "full_attention_every": every}
 
@@ -148,9 +139,8 @@ def list_missing_arguments(found: Args) -> list[str]:
 
 def dropout_of(args: Args) -> str:
     """The dropout used in training, as "key=value"; "" for none."""
-    dropout_values = {
-        key: parse_number(args.get(key)) or 0 for key in ("hidden_dropout", "attention_dropout")
-    }
+    keys = ("hidden_dropout", "attention_dropout")
+    dropout_values = {key: parse_number(args.get(key)) or 0 for key in keys}
     return ", ".join(f"{key}={value:g}" for key, value in dropout_values.items() if value)
 
 
@@ -188,12 +178,8 @@ def check_home(run: RunConfig, tensor: int, pipeline: int, local: bool = False) 
             raise ConfigError(f"model.{key}={getattr(c, key)}: Megatron's GPT has no known equivalent")
     if c.qk_norm == "full":
         raise ConfigError("model.qk_norm=full: Megatron's QK-norm is per head; it has no equivalent")
-    scaling = c.rope_scaling
-    if (
-        scaling is not None
-        and scaling.kind != "linear"
-        and scaling.model_copy(update={"factor": LLAMA3.factor}) != LLAMA3
-    ):
+    scaling = c.rope_scaling or LINEAR
+    if scaling.kind != "linear" and scaling.model_copy(update={"factor": LLAMA3.factor}) != LLAMA3:
         raise ConfigError(
             f"model.rope_scaling=({scaling}): Megatron supports only kind=linear and Llama 3.1's scaling: kind=llama3 "
             "with original_length=8192, low_freq_factor=1, high_freq_factor=4, and any factor"

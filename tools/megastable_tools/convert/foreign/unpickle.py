@@ -28,9 +28,8 @@ from megastable.base.errors import CheckpointError
 from megastable.base.text import make_visible
 
 BLOCK = 1 << 24  # bytes
-LEGACY_PICKLES = (
-    4  # pickles before the tensors in files of torch before 1.6: magic number, protocol, system, content
-)
+# Pickles before the tensors in files of torch before 1.6: magic number, protocol, system, content.
+LEGACY_PICKLES = 4
 
 
 class StandIn:
@@ -93,7 +92,10 @@ def load_pickle(path: Path) -> Any:
         with path.open("rb") as file:
             is_zip = file.read(2) == b"PK"
             file.seek(0)
-            imported_names = _in_zip(path, file) if is_zip else _in_legacy(file)
+            if is_zip:
+                imported_names = _in_zip(path, file)
+            else:
+                imported_names = {name for _ in range(LEGACY_PICKLES) for name in _wanted(file)}
         with _only(imported_names), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
@@ -132,10 +134,6 @@ def _in_zip(path: Path, file: IO[bytes]) -> set[str]:
             raise CheckpointError(f"{path}: a zip, but not one of torch.save: it has no data.pkl")
         with zip_archive.open(pickle_entries[0]) as zip_entry:
             return set(_wanted(zip_entry))
-
-
-def _in_legacy(file: IO[bytes]) -> set[str]:
-    return {import_name for _ in range(LEGACY_PICKLES) for import_name in _wanted(file)}
 
 
 def _wanted(pickled: IO[bytes]) -> Iterator[str]:

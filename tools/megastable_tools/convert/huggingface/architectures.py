@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import yaml
-from pydantic.fields import FieldInfo
 from torch import Tensor
 
 from megastable.base.errors import ConfigError
@@ -42,9 +41,10 @@ class Architecture:
     written: Mapping[str, Any] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
-    def fixed_values(self, fields: Mapping[str, FieldInfo] = ModelConfig.model_fields) -> dict[str, Any]:
-        """The model keys that it fixes, with its values. fields: of the configuration."""
-        plain = {key: f.default for key, f in fields.items() if key not in OWN | EVERYWHERE | self.free}
+    def fixed_values(self) -> dict[str, Any]:
+        """The model keys that it fixes, with its values."""
+        fields, open_keys = ModelConfig.model_fields.items(), OWN | EVERYWHERE | self.free
+        plain = {key: model_field.default for key, model_field in fields if key not in open_keys}
         return plain | {"qk_norm": False} | dict(self.has)
 
 
@@ -56,7 +56,10 @@ QWEN3, LLAMA, QWEN2, OLMO2, MISTRAL, OLMO3, GEMMA2 = ARCHITECTURES
 
 def architecture_of(config: ModelConfig) -> Architecture:
     """The equivalent architecture. Raises ConfigError with the options that have no equivalent."""
-    kind_differences = [(kind, _differences(config, kind)) for kind in ARCHITECTURES]
+    kind_differences = [
+        (kind, {k: v for k, v in kind.fixed_values().items() if getattr(config, k) != v})
+        for kind in ARCHITECTURES
+    ]  # fmt: skip
     least = min(len(lacking) for _, lacking in kind_differences)
     nearest_kinds = [(kind, lacking) for kind, lacking in kind_differences if len(lacking) == least]
     if least:
@@ -71,12 +74,6 @@ def architecture_of(config: ModelConfig) -> Architecture:
     if kind is GEMMA2:
         query_scalar(config)
     return kind
-
-
-def _differences(config: ModelConfig, kind: Architecture) -> dict[str, Any]:
-    """The architecture's values of the keys in which it is not this model."""
-    wanted_values = kind.fixed_values(type(config).model_fields)
-    return {key: value for key, value in wanted_values.items() if getattr(config, key) != value}
 
 
 def query_scalar(config: ModelConfig) -> int:
@@ -127,10 +124,9 @@ def map_tensor_names(config: ModelConfig) -> dict[str, tuple[TensorRows, ...]]:
         )  # fmt: skip
         if c.qkv_bias:
             found[f"{ours}.attention.qkv.bias"] = _rows(
-                (f"{attention}.q_proj.bias", q),
-                (f"{attention}.k_proj.bias", key_width),
+                (f"{attention}.q_proj.bias", q), (f"{attention}.k_proj.bias", key_width),
                 (f"{attention}.v_proj.bias", key_width),
-            )
+            )  # fmt: skip
         if c.qk_norm:
             norm_widths = (q, key_width) if c.qk_norm == "full" else (c.head_width, c.head_width)
             for name, norm_width in zip(("q_norm", "k_norm"), norm_widths, strict=True):
@@ -210,16 +206,11 @@ def factor_of(name: str, config: ModelConfig) -> float:
         return _attention(config)
     # The last operation of a branch has its scale.
     last_weights = {
-        "before": (".attention.out.weight", ".mlp.down.weight"), "after": ("_norm.weight",),
+        "before": (".attention.out.weight", ".mlp.down.weight"),
+        "after": (".attention_norm.weight", ".mlp_norm.weight"),
         "both": ("_post_norm.weight",),
-    }  # fmt: skip
-    if (
-        name.startswith("blocks.")
-        and name.endswith(last_weights.get(config.norms, ()))
-        and not name.endswith(".k_norm.weight")
-    ):
-        return 1 / config.depth_ratio
-    return 1.0
+    }
+    return 1 / config.depth_ratio if name.endswith(last_weights.get(config.norms, ())) else 1.0
 
 
 def are_factors_exact(config: ModelConfig) -> bool:

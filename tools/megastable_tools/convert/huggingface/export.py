@@ -6,12 +6,11 @@ import errno
 import json
 import math
 import shutil
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -60,7 +59,6 @@ from megastable_tools.convert.huggingface.settings import settings_of
 from megastable_tools.convert.huggingface.tokenizer_export import WITHOUT, Written, write_tokenizer
 from megastable_tools.prepare.corpus_tokenizer import GUESSED, corpus_of, named_tokenizer
 
-T = TypeVar("T")
 Dtype = Literal["bf16", "fp32"]
 DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -110,15 +108,12 @@ def to_hf(
     checkpoint = find_checkpoint(given)
     run = run_of(checkpoint)
     whole_state = WholeState(checkpoint)
-    whole_state.check_fits(run.model)
     scaled = run.model
+    whole_state.check_fits(scaled)
     run = run.model_copy(update={"model": without_mup(scaled)})
     found, user_notes = (None, []) if without_tokenizer else _tokenizer(run, tokenizer)
-    entries = [
-        (part.name, DTYPES[dtype], part.shape)
-        for parts in map_tensor_names(run.model).values()
-        for part in parts
-    ]
+    all_parts = [part for parts in map_tensor_names(run.model).values() for part in parts]
+    entries = [(part.name, DTYPES[dtype], part.shape) for part in all_parts]
     planned_files = plan_weight_files(entries, shard_size)
     made = Export(
         out, checkpoint, store.step_of(checkpoint), hash_file(checkpoint / store.MANIFEST).xxh3, dtype, run,
@@ -126,17 +121,22 @@ def to_hf(
     )  # fmt: skip
     proven = markers.read_health(checkpoint)
     made.health = f"proven by the {proven.steps} steps after it" if proven else "not proven by later steps"
-    _room(out, made.bytes)
+    existing_parent = next(parent_path for parent_path in out.absolute().parents if parent_path.exists())
+    free_bytes = shutil.disk_usage(existing_parent).free
+    if free_bytes < made.bytes:
+        raise CheckpointError(
+            f"{out}: needs {made.bytes / 1e9:.2f} GB, but {free_bytes / 1e9:.2f} GB are free on that disk: make room"
+        )
     with staged_directory(out) as folder:
         try:
-            _write_weights(
-                folder,
-                planned_files,
-                _theirs(whole_state, run.model, scaled, DTYPES[dtype]),
-                lambda done: watch(done, made.bytes),
-            )
+            their_tensors = _theirs(whole_state, run.model, scaled, DTYPES[dtype])
+            _write_weights(folder, planned_files, their_tensors, lambda done: watch(done, made.bytes))
         except OSError as error:
-            raise CheckpointError(_refused(out, error, made.bytes)) from None
+            is_full = error.errno == errno.ENOSPC
+            why = "the disk is full: make room" if is_full else error.strerror or str(error)
+            raise CheckpointError(
+                f"{out} could not be written ({made.bytes / 1e9:.2f} GB): {why}. Nothing was left there"
+            ) from None
         pad_id = None
         if found is not None:
             made.tokenizer, made.begins = found.xxh3, found.bos is not None
@@ -152,11 +152,8 @@ def to_hf(
                 f"{run.model.sequence_length:,} tokens at a time"
             )
         if scaled.mup is not None:
-            rounded = (
-                "exactly"
-                if are_factors_exact(scaled)
-                else "rounded once: the ratios of sizes are no powers of two"
-            )
+            is_exact = are_factors_exact(scaled)
+            rounded = "exactly" if is_exact else "rounded once: the ratios of sizes are no powers of two"
             made.notes.append(
                 f"muP's scales are multiplied into the weights, {rounded}; an import finds none"
             )
@@ -241,24 +238,13 @@ def _told(made: Export, tokenizer: Tokenizer, written: Written) -> list[str]:
         llama_vocabulary = translate_vocabulary(written.content, made.run.model.vocab_size)
     except CheckpointError as error:
         return [*user_notes, f"this tokenizer is not for llama.cpp: {error}. {KNOWN}"]
-    converter_error = describe_converter_error(
-        model_kind, llama_vocabulary, tokenizer.kind == "sentencepiece"
-    )
-    if converter_error:
+    has_model_file = tokenizer.kind == "sentencepiece"
+    if converter_error := describe_converter_error(model_kind, llama_vocabulary, has_model_file):
         user_notes.append(
             f"llama.cpp's own converter {converter_error}: use `megastable convert to-gguf {made.out.name} "
             f"{made.out.name}.gguf` instead"
         )
     return user_notes
-
-
-def _room(out: Path, size: int) -> None:
-    existing_parent = next(parent_path for parent_path in out.absolute().parents if parent_path.exists())
-    free = shutil.disk_usage(existing_parent).free
-    if free < size:
-        raise CheckpointError(
-            f"{out}: needs {size / 1e9:.2f} GB, but {free / 1e9:.2f} GB are free on that disk: make room"
-        )
 
 
 def _write_weights(
@@ -268,26 +254,21 @@ def _write_weights(
     watch: Callable[[int], None],
 ) -> None:
     done_bytes = 0
-    with closing(prepare_ahead(tensors)) as tensor_stream:
+    with ThreadPoolExecutor(1) as thread_pool:
+        # Each tensor is made by the other thread while the previous one is written.
+        coming_tensor = thread_pool.submit(next, tensors, None)
         for file_name, tensor_entries in planned.items():
             # Without this metadata transformers 4 does not load a file.
             with TensorFile(folder / file_name, tensor_entries, {"format": "pt"}) as tensor_writer:
                 for tensor_entry in tensor_entries:
-                    tensor_name, next_tensor = next(tensor_stream)
-                    tensor_writer.write_tensor(tensor_name, next_tensor)
+                    ready_tensor = coming_tensor.result()
+                    assert ready_tensor is not None
+                    coming_tensor = thread_pool.submit(next, tensors, None)
+                    tensor_writer.write_tensor(*ready_tensor)
                     done_bytes += bytes_of(tensor_entry)
                     watch(done_bytes)
     if len(planned) > 1:
         write_data_file(folder / INDEX, write_weight_index(planned).encode())
-
-
-def prepare_ahead(given: Iterator[T]) -> Generator[T, None, None]:
-    """The same items, each made by another thread while the previous one is in use."""
-    with ThreadPoolExecutor(1) as thread_pool:
-        coming_item = thread_pool.submit(next, given, None)
-        while (ready_item := coming_item.result()) is not None:
-            coming_item = thread_pool.submit(next, given, None)
-            yield ready_item
 
 
 def _theirs(
@@ -309,11 +290,11 @@ def _theirs(
 def _write_settings(
     folder: Path, run: RunConfig, dtype: Dtype, tokenizer: Tokenizer | None, pad: int | None
 ) -> None:
-    end_id = tokenizer.eod if tokenizer is not None else None
-    # With documents kept apart, none attended to the end of the previous one.
-    begin_id = None if run.data.keep_documents_apart else end_id
-    if tokenizer is not None and tokenizer.bos is not None:
-        begin_id = tokenizer.bos
+    begin_id = end_id = None
+    if tokenizer is not None:
+        begin_id, end_id = tokenizer.bos, tokenizer.eod
+        if begin_id is None and not run.data.keep_documents_apart:
+            begin_id = end_id  # kept apart, none attended to the end of the previous one
     special_tokens = {"bos": begin_id, "eos": end_id, "pad": pad}
     config_settings = settings_of(run.model, str(DTYPES[dtype]).removeprefix("torch."), special_tokens)
     generation = {f"{token_name}_token_id": id for token_name, id in special_tokens.items() if id is not None}
@@ -321,14 +302,14 @@ def _write_settings(
     write_data_file(folder / "generation_config.json", (json.dumps(generation, indent=2) + "\n").encode())
 
 
-def _refused(out: Path, error: OSError, size: int) -> str:
-    why = "the disk is full: make room" if error.errno == errno.ENOSPC else error.strerror or str(error)
-    return f"{out} could not be written ({size / 1e9:.2f} GB): {why}. Nothing was left there"
-
-
 def write_card(made: Export) -> str:
     """README.md of the folder: its origin, and how it was checked."""
     run, text = made.run, Path(__file__).with_name("card.md").read_text(encoding="utf-8").removesuffix("\n")
+    if made.begins:
+        begins = ", and began with `bos`: the tokenizer puts it before every text"
+    else:
+        after = "" if run.data.keep_documents_apart else ", and so each began after one: it is `bos`, too"
+        begins = f"{after}. The tokenizer adds nothing before a text"
     return text.format(
         name=make_visible(made.out.name),
         parameters=count_parameters(run.model.model_copy(update={"vocab_multiple": 1})),
@@ -340,19 +321,12 @@ def write_card(made: Export) -> str:
         tokenizer=f"`{made.tokenizer}`" if made.tokenizer else "none was written",
         length=run.model.sequence_length,
         health=made.health,
-        begins=_say_begin(made),
+        begins=begins,
         apart="yes" if run.data.keep_documents_apart else "no",
         rounded="" if made.dtype == "fp32" else f", rounded once to {made.dtype}",
         checked=_say_checks(made),
         notes="".join(f"\nNote: {make_visible(user_note)}\n" for user_note in made.notes),
     )
-
-
-def _say_begin(made: Export) -> str:
-    if made.begins:
-        return ", and began with `bos`: the tokenizer puts it before every text"
-    after = "" if made.run.data.keep_documents_apart else ", and so each began after one: it is `bos`, too"
-    return f"{after}. The tokenizer adds nothing before a text"
 
 
 def _say_checks(made: Export) -> str:

@@ -83,24 +83,18 @@ class HuggingFaceFolder:
     def _find_files(self) -> dict[str, str]:
         single_path, index = self.path / SINGLE, self.path / INDEX
         if single_path.is_file():
-            return dict.fromkeys(self._names(SINGLE), SINGLE)
+            return dict.fromkeys(self._opened(SINGLE).entries, SINGLE)
         if not index.is_file():
-            old = sorted(
-                path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in self.path.glob(pattern)
-            )
-            if old:
+            if old := sorted(p.name for p in self.path.iterdir() if p.suffix in (".bin", ".pt", ".pth")):
                 raise CheckpointError(
                     f"{self.path} has its weights in {old[0]}, a pickle, which can hold any program: load it with "
                     "transformers where you trust it, and write it again with save_pretrained(..., "
                     "safe_serialization=True)"
                 )
             raise CheckpointError(f"{self.path}: holds neither {SINGLE} nor {INDEX}")
-        weight_map = _read_json(index).get("weight_map")
-        if (
-            not isinstance(weight_map, dict)
-            or not weight_map
-            or not all(isinstance(file, str) for file in weight_map.values())
-        ):
+        weight_map = _read_json(index).get("weight_map") or {}
+        is_mapping = isinstance(weight_map, dict) and weight_map
+        if not is_mapping or not all(isinstance(file, str) for file in weight_map.values()):
             raise CheckpointError(f"{index}: its weight_map does not name a file for each tensor")
         names_by_file: dict[str, set[str]] = {}
         for file in sorted(set(weight_map.values())):
@@ -108,7 +102,7 @@ class HuggingFaceFolder:
                 raise CheckpointError(f"{index}: {file!r} is not the name of a .safetensors file beside it")
             if not (self.path / file).is_file():
                 raise CheckpointError(f"{self.path / file} is not there, which {INDEX} names")
-            names_by_file[file] = set(self._names(file))
+            names_by_file[file] = set(self._opened(file).entries)
         for name, file in weight_map.items():
             if name not in names_by_file[file]:
                 raise CheckpointError(f"{self.path / file}: does not hold {name!r}, which {INDEX} says")
@@ -118,9 +112,6 @@ class HuggingFaceFolder:
                     f"{self.path / file}: holds {unlisted_names[0]!r}, which {INDEX} does not list there"
                 )
         return dict(weight_map)
-
-    def _names(self, file: str) -> list[str]:
-        return list(self._opened(file).entries)
 
     def _opened(self, file: str) -> Reader:
         if file not in self._open:
@@ -136,14 +127,12 @@ class HuggingFaceFolder:
             )
         our_rows = map_tensor_names(self.config)
         wanted = {row_part.name: row_part for parts in our_rows.values() for row_part in parts}
-        there = {
-            tensor_name for tensor_name in self.files if not tensor_name.endswith(".rotary_emb.inv_freq")
-        }  # in old Llamas: can be computed
+        # In old Llamas, and can be computed.
+        there = {name for name in self.files if not name.endswith(".rotary_emb.inv_freq")}
         if self.config.tied and "lm_head.weight" in there:
             there.remove("lm_head.weight")
-            if not torch.equal(
-                self.read_tensor("lm_head.weight"), self.read_tensor("model.embed_tokens.weight")
-            ):
+            embedding_rows = self.read_tensor("model.embed_tokens.weight")
+            if not torch.equal(self.read_tensor("lm_head.weight"), embedding_rows):
                 raise CheckpointError(
                     f"{self.path}: tie_word_embeddings is true, and lm_head.weight is not the embedding: correct one"
                 )
@@ -151,9 +140,8 @@ class HuggingFaceFolder:
             if names:
                 more = f", and {len(names) - 1} more" if len(names) > 1 else ""
                 raise CheckpointError(
-                    f"{self.path}: the tensor {make_visible(sorted(names)[0])!r} {what}{more}: it is not what "
-                    f"{CONFIG} says "
-                    f"({self.settings['architectures'][0]}, {self.config.layers} layers, tied: {self.config.tied})"
+                    f"{self.path}: the tensor {make_visible(sorted(names)[0])!r} {what}{more}: it is not what {CONFIG} "
+                    f"says ({self.settings['architectures'][0]}, {self.config.layers} layers, tied: {self.config.tied})"
                 )
         for tensor_name, row_part in wanted.items():
             tensor_shape = self.shape_of(tensor_name)
@@ -185,9 +173,8 @@ class HuggingFaceFolder:
         """One of our tensors, whole, fp32; its first dimension padded with zeros to `rows`."""
         row_parts = self.parts[name]
         row_total = sum(part.shape[0] for part in row_parts)
-        return merge_tensors(
-            {part.name: self.read_tensor(part.name) for part in row_parts}, row_parts, rows or row_total
-        )
+        their_tensors = {part.name: self.read_tensor(part.name) for part in row_parts}
+        return merge_tensors(their_tensors, row_parts, rows or row_total)
 
     @property
     def numel(self) -> int:
@@ -212,10 +199,9 @@ def load_folder(
     empty_model = without_weights(folder.config, torch.device(device))
     for owner_module, parameter_key, model_parameter in parameters_in(empty_model):
         parameter_placement = placement_of(model_parameter)
+        our_tensor = folder.read_our_tensor(parameter_placement.name)
         try:
-            filled_parameter = nn.Parameter(
-                folder.read_our_tensor(parameter_placement.name).to(device, dtype)
-            )
+            filled_parameter = nn.Parameter(our_tensor.to(device, dtype))
         except torch.OutOfMemoryError as error:
             raise CheckpointError(
                 f"{path}: its weights do not fit on {device}: {_first_line(error)}"

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from megastable.base.durable import remove_abandoned, staging_of, sync_directory
 from megastable.base.errors import CheckpointError, DataError
@@ -116,7 +115,9 @@ def to_gguf(folder: Path, out: Path, watch: Callable[[int, int], None] = lambda 
         for their_name in names_given.values():
             source_tensor = source_folder.read_tensor(their_name).to(_kind(source_folder, their_name)[0])
             if kind is LLAMA and their_name.endswith(("q_proj.weight", "k_proj.weight")):
-                source_tensor = _interleaved(source_tensor, model_config.head_width)
+                # llama.cpp's Llama rotates neighbours, Hugging Face's the halves of a head [heads x width, hidden].
+                halves = source_tensor.unflatten(0, (-1, 2, model_config.head_width // 2))
+                source_tensor = halves.transpose(1, 2).flatten(0, 2)
             tensor_bytes = source_tensor.contiguous().view(torch.uint8).numpy()
             writer.write_tensor_data(tensor_bytes)
             done += tensor_bytes.nbytes
@@ -179,15 +180,8 @@ def _factors(config: ModelConfig) -> npt.NDArray[np.float32] | None:
     if config.rope_scaling is None or config.rope_scaling.kind != "llama3":
         return None
     rope, cpu = Rope.from_config(config), torch.device("cpu")
-    return np.asarray(
-        (rope_frequencies(rope._replace(scaling=None), cpu) / rope_frequencies(rope, cpu)).numpy()
-    )
-
-
-def _interleaved(tensor: Tensor, width: int) -> Tensor:
-    """llama.cpp's Llama rotates neighbours, Hugging Face's the halves of a head. tensor: [heads x width, hidden]."""
-    rows, column_count = tensor.shape
-    return tensor.view(rows // width, 2, width // 2, column_count).transpose(1, 2).reshape(rows, column_count)
+    factors = rope_frequencies(rope._replace(scaling=None), cpu) / rope_frequencies(rope, cpu)
+    return np.asarray(factors.numpy())
 
 
 def _describe(writer: Any, source: HuggingFaceFolder, kind: str) -> None:
@@ -196,9 +190,8 @@ def _describe(writer: Any, source: HuggingFaceFolder, kind: str) -> None:
     model_config = source.config
     writer.add_name(make_visible(source.path.resolve().name))
     writer.add_type(gguf.GGUFType.MODEL)
-    file_types = {"F32": "ALL_F32", "F16": "MOSTLY_F16", "BF16": "MOSTLY_BF16"}
     raw_type = _kind(source, "model.embed_tokens.weight")[1]
-    writer.add_file_type(gguf.LlamaFileType[file_types[raw_type]])
+    writer.add_file_type(gguf.LlamaFileType[f"{'ALL' if raw_type == 'F32' else 'MOSTLY'}_{raw_type}"])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     writer.add_vocab_size(model_config.vocab_size)
     writer.add_context_length(model_config.longest)
@@ -333,8 +326,11 @@ def translate_vocabulary(content: Json, size: int) -> Vocabulary:
     if model.get("byte_fallback"):
         return replace(_scored(content, token_texts, types), begin=begin)
     merge_lines = [" ".join(merge_pair) for merge_pair in _pairs(model)]
+    id_notes: tuple[str, ...] = ()
+    if any(text_rule["type"] == "NFC" for text_rule in list_text_rules(content)):
+        id_notes = ("llama.cpp does not normalise texts: write them in Unicode's form NFC",)
     return Vocabulary(
-        "gpt2", _pre(content), token_texts, types, merges=merge_lines, begin=begin, notes=_normalised(content)
+        "gpt2", _pre(content), token_texts, types, merges=merge_lines, begin=begin, notes=id_notes
     )
 
 
@@ -343,9 +339,8 @@ def is_qwens(content: Json) -> bool:
     if content["model"]["type"] != "BPE" or content["model"].get("byte_fallback"):
         return False
     try:
-        return _pre(content) == "qwen2" and [text_rule["type"] for text_rule in list_text_rules(content)][
-            :1
-        ] == ["NFC"]
+        first_rules = list_text_rules(content)[:1]
+        return _pre(content) == "qwen2" and [text_rule["type"] for text_rule in first_rules] == ["NFC"]
     except CheckpointError:
         return False
 
@@ -369,11 +364,9 @@ def describe_converter_error(architecture: Architecture, words: Vocabulary, mode
 
     model_file: the folder also holds tokenizer.model.
     """
-    if model_file and words.model == "llama" and architecture is not OLMO2:
-        if architecture is LLAMA or words.space:
-            return ""
-        return "puts a space before every text"
-    return "knows published tokenizers of this kind only"
+    if not model_file or words.model != "llama" or architecture is OLMO2:
+        return "knows published tokenizers of this kind only"
+    return "" if architecture is LLAMA or words.space else "puts a space before every text"
 
 
 def _tokens(content: Json, size: int) -> tuple[list[str], list[int]]:
@@ -407,15 +400,12 @@ def _scored(content: Json, tokens: list[str], types: list[int]) -> Vocabulary:
         id_notes.append(f"a literal {SPACE} (U+2581) in a text becomes a space in llama.cpp")
     if any(step.get("prepend_scheme") == "first" for step in text_rules):
         id_notes.append("llama.cpp also puts a space after a special token in a text")
+    spaced_tokens = [t.replace(" ", SPACE) if kind == NORMAL else t for t, kind in zip(tokens, types)]
+    scores = [float(-ranks.get(t, -LOWEST)) if kind == NORMAL else 0.0 for t, kind in zip(tokens, types)]
     return Vocabulary(
-        "llama",
-        "default",
-        [t.replace(" ", SPACE) if kind == NORMAL else t for t, kind in zip(tokens, types)],
-        types,
-        scores=[float(-ranks.get(t, -LOWEST)) if kind == NORMAL else 0.0 for t, kind in zip(tokens, types)],
-        space=puts_space_before(content),
+        "llama", "default", spaced_tokens, types, scores=scores, space=puts_space_before(content),
         notes=tuple(id_notes),
-    )
+    )  # fmt: skip
 
 
 def _pre(content: Json) -> str:
@@ -432,19 +422,10 @@ def _pre(content: Json) -> str:
         return "starcoder"
     if kinds == ["Split", "ByteLevel"] and not found[1].get("use_regex", True):
         split_regex = found[0]["pattern"].get("Regex")
-        if (
-            found[0]["behavior"] == "Isolated"
-            and not found[0]["invert"]
-            and split_regex in (LLAMA3_WORDS, QWEN2_WORDS)
-        ):
+        is_isolated = found[0]["behavior"] == "Isolated" and not found[0]["invert"]
+        if is_isolated and split_regex in (LLAMA3_WORDS, QWEN2_WORDS):
             whole = content["model"].get("ignore_merges")  # "llama-bpe" looks for whole words first
             return "qwen2" if split_regex == QWEN2_WORDS else "llama-bpe" if whole else "dbrx"
     raise CheckpointError(
         f"it splits texts in a way that llama.cpp does not support ({', '.join(kinds) or 'nowhere'})"
     )
-
-
-def _normalised(content: Json) -> tuple[str, ...]:
-    if any(text_rule["type"] == "NFC" for text_rule in list_text_rules(content)):
-        return ("llama.cpp does not normalise texts: write them in Unicode's form NFC",)
-    return ()

@@ -62,9 +62,7 @@ def from_hf(
     refuse_existing(out)
     folder = HuggingFaceFolder(given, accept)
     run, user_notes = run_from(folder, base, overrides)
-    row_counts = {
-        name: our_parameter.shape[0] for name, our_parameter in describe_parameters(run.model).items()
-    }
+    row_counts = {name: of.shape[0] for name, of in describe_parameters(run.model).items()}
     if strange_names := sorted(set(row_counts) ^ set(folder.parts)):
         raise CheckpointError(f"{given}: {strange_names[0]} has no name in both models")
     corpora = open_corpora(run.data.corpora, run.model.sequence_length, run.run.seed)
@@ -132,7 +130,12 @@ def check_tokenizer(folder: HuggingFaceFolder, run: RunConfig, corpora: Corpora,
         notes.append(
             f"documents of {corpus} end with token {info.eod}, the model was made with eos_token_id={end_ids}"
         )
-    theirs = _tokenizers(folder)
+    # tokenizer.json first, as in transformers.
+    tokenizer_files = [folder.path / FILE, *sorted(folder.path.glob("*.model"))]
+    try:
+        theirs = [load_tokenizer(file, NO_EOD) for file in tokenizer_files if file.is_file()]
+    except DataError as error:
+        raise CheckpointError(f"{error}; {ANY_WAY}") from None
     said = _put_before(folder, theirs[0]) if theirs else None
     if said is not None and said != (() if info.bos is None else (info.bos,)):
         begin = f"token {info.bos}" if info.bos is not None else "no token of their own"
@@ -173,12 +176,3 @@ def _put_before(folder: HuggingFaceFolder, tokenizer: Tokenizer) -> tuple[int, .
         settings = None
     adds_begin = settings.get("add_bos_token", True) if isinstance(settings, dict) else True
     return () if adds_begin is False else tokenizer.added or None
-
-
-def _tokenizers(folder: HuggingFaceFolder) -> list[Tokenizer]:
-    """The folder's tokenizers, tokenizer.json first, as in transformers. Raises CheckpointError."""
-    tokenizer_files = [folder.path / FILE, *sorted(folder.path.glob("*.model"))]
-    try:
-        return [load_tokenizer(file, NO_EOD) for file in tokenizer_files if file.is_file()]
-    except DataError as error:
-        raise CheckpointError(f"{error}; {ANY_WAY}") from None

@@ -12,8 +12,9 @@ import math
 import os
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -131,7 +132,7 @@ class ParityReport:
 
 
 def compare_logits(
-    checkpoint: Path, folder: Path, say: Say = lambda _: None, accept: Collection[str] = (), seed: int = 0
+    checkpoint: Path, folder: Path, say: Say = lambda _: None, accept: Collection[str] = ()
 ) -> ParityReport:
     """checkpoint: a verified folder step-N; accept: as for `HuggingFaceFolder`.
 
@@ -139,27 +140,34 @@ def compare_logits(
     theirs, run = HuggingFaceFolder(folder, accept), run_of(checkpoint)
     plain_model = without_mup(run.model)
     found = ParityReport(checkpoint, folder, tensors=sum(map(len, theirs.parts.values())))
-    _same_model(checkpoint, plain_model, theirs)
-    for model_key in NUMBERS:
+    for model_key in ModelConfig.model_fields:
         mine, other = _effective(plain_model, model_key), _effective(theirs.config, model_key)
-        if mine != other:
-            found.settings.append(f"model.{model_key} is {other} in the folder, and {mine} in the checkpoint")
+        if mine == other or model_key in OWN or model_key == "full_attention_every":
+            continue
+        if model_key not in NUMBERS:
+            raise CheckpointError(
+                f"{theirs.path} is a different model from {checkpoint}: model.{model_key} is {other} in the folder, "
+                f"{mine} in the checkpoint"
+            )
+        found.settings.append(f"model.{model_key} is {other} in the folder, and {mine} in the checkpoint")
     held = {theirs.dtype_of(row_part.name) for row_parts in theirs.parts.values() for row_part in row_parts}
     found.precision = ", ".join(sorted(str(held_dtype).removeprefix("torch.") for held_dtype in held))
     rounded_weights = _Rounded(WholeState(checkpoint), run.model, theirs)
-    token_samples = _samples(run, theirs, seed, found.notes)
+    token_samples = _samples(run, theirs, found.notes)
     whole, streamed_bytes = _memory(theirs, token_samples)
     free_bytes = free_memory.free_bytes()
     if importlib.util.find_spec("transformers") is None:
         install_text = install_command("hf")
         found.why = f"transformers, which the check needs, is not installed: {install_text}, then run `check`"
     elif streamed_bytes > free_bytes:
-        need_text = (
-            f"it would take {show_size(streamed_bytes)} of memory, but {show_size(free_bytes)} are free"
+        found.why = (
+            f"it would take {show_size(streamed_bytes)} of memory, but {show_size(free_bytes)} are free: run `check` "
+            "on a larger machine"
         )
-        found.why = f"{need_text}: run `check` on a larger machine"
     if found.why:
-        found.unequal = rounded_weights.all_unequal()
+        for tensor_name in rounded_weights.table:
+            rounded_weights(tensor_name)
+        found.unequal = sorted(rounded_weights.unequal)
         return found
     all_tokens = torch.cat([sample_tokens for _, sample_tokens in token_samples])
     at = _positions(all_tokens, theirs)
@@ -178,18 +186,6 @@ def compare_logits(
     return found
 
 
-def _same_model(checkpoint: Path, ours: ModelConfig, folder: HuggingFaceFolder) -> None:
-    """Check that both describe the same model. Raises CheckpointError with the difference."""
-    their_config = folder.config
-    for key in ModelConfig.model_fields:
-        a, b = _effective(ours, key), _effective(their_config, key)
-        if a != b and key not in OWN and key not in (*NUMBERS, "full_attention_every"):
-            raise CheckpointError(
-                f"{folder.path} is a different model from {checkpoint}: model.{key} is {b} in the folder, {a} in the "
-                "checkpoint"
-            )
-
-
 def _effective(config: ModelConfig, key: str) -> Any:
     """What a key amounts to, also where it is left out."""
     if key == "window":
@@ -197,22 +193,18 @@ def _effective(config: ModelConfig, key: str) -> Any:
     return getattr(config, EFFECTIVE.get(key, key))
 
 
-def _samples(
-    run: RunConfig, folder: HuggingFaceFolder, seed: int, notes: list[str]
-) -> list[tuple[str, Tensor]]:
+def _samples(run: RunConfig, folder: HuggingFaceFolder, notes: list[str]) -> list[tuple[str, Tensor]]:
     """Tokens to compare on: (description, int64 [rows, length])."""
     vocabulary = folder.config.vocab_size
     assert vocabulary is not None
     token_budget = int(WORK / (2 * folder.numel) / (2 * ROWS))
     row_length = min(run.model.sequence_length, folder.config.sequence_length, LENGTH, max(32, token_budget))
-    random_source = torch.Generator().manual_seed(seed)
+    random_source = torch.Generator().manual_seed(0)
     found = [("random tokens", torch.randint(vocabulary, (ROWS, row_length), generator=random_source))]
     try:
-        validation_source = open_corpora(
-            run.data.corpora, row_length, run.run.seed, validation=run.data.validation
-        ).validation
-        if validation_source is not None:
-            text = torch.from_numpy(validation_source.read_samples(np.arange(ROWS)))[:, :-1]
+        corpora = open_corpora(run.data.corpora, row_length, run.run.seed, validation=run.data.validation)
+        if corpora.validation is not None:
+            text = torch.from_numpy(corpora.validation.read_samples(np.arange(ROWS)))[:, :-1]
             if int(text.max()) < vocabulary:
                 return [*found, ("text of the validation corpus", text)]
     except (MegastableError, IndexError):
@@ -224,9 +216,9 @@ def _samples(
         return found
     rows = min(ROWS, len(token_ids) // row_length)
     text = torch.tensor(token_ids[: rows * row_length]).view(rows, row_length)
-    return (
-        [*found, ("text of Python's own library", text)] if rows and int(text.max()) < vocabulary else found
-    )
+    if rows and int(text.max()) < vocabulary:
+        found.append(("text of Python's own library", text))
+    return found
 
 
 def _memory(folder: HuggingFaceFolder, samples: Sequence[tuple[str, Tensor]]) -> tuple[int, int]:
@@ -274,11 +266,6 @@ class _Rounded:
         rounded_whole = merge_tensors(rounded_parts, row_parts, len(our_tensor))
         return rounded_whole if scale_factor == 1 else rounded_whole / scale_factor
 
-    def all_unequal(self) -> list[str]:
-        for tensor_name in self.table:
-            self(tensor_name)
-        return sorted(self.unequal)
-
 
 def _row(of: str, ours: Tensor, theirs: Tensor) -> LogitRow:
     """ours, theirs: fp32 [rows, positions, vocabulary]."""
@@ -289,12 +276,9 @@ def _row(of: str, ours: Tensor, theirs: Tensor) -> LogitRow:
     for a, their_chunk in zip(our_rows.split(64), their_rows.split(64), strict=True):
         our_logprobs, their_logprobs = a.double().log_softmax(-1), their_chunk.double().log_softmax(-1)
         kl_sum += float((our_logprobs.exp() * (our_logprobs - their_logprobs)).sum())
+        difference = (a - their_chunk).abs()
         # max() of Python would drop a nan.
-        largest = (
-            float(np.fmax(largest, float((a - their_chunk).abs().max())))
-            if bool((a - their_chunk).isfinite().all())
-            else math.nan
-        )
+        largest = max(largest, float(difference.max())) if bool(difference.isfinite().all()) else math.nan
         largest_logit = max(largest_logit, float(a.abs().max()))
         if math.isnan(largest):
             break
@@ -319,18 +303,12 @@ def make_parity_sheet(found: ParityReport) -> Sheet:
         Column("largest", "largest difference", "text"), Column("kl", "KL, nats/token", "text"),
         Column("agree", "same likeliest token", "share"), Column("scale", "largest logit", "number"),
     )  # fmt: skip
-    rows = [
-        {"of": r.of, "tokens": r.tokens, "largest": f"{r.largest:.3g}", "kl": f"{r.kl:.3g}", "agree": r.agree,
-         "scale": r.scale}
-        for r in found.rows
-    ]  # fmt: skip
-    notes = [
-        *found.notes,
-        f"Both in fp32, the checkpoint's weights rounded to what the folder holds. Limits: {LARGEST:g}, {KL:g}.",
-    ]
-    return Sheet(
-        found.verdict, facts=facts, columns=columns, rows=rows, notes=notes if found.rows else found.notes
-    )
+    rows = [vars(row) | {"largest": f"{row.largest:.3g}", "kl": f"{row.kl:.3g}"} for row in found.rows]
+    notes = list(found.notes)
+    if found.rows:
+        held = "Both in fp32, the checkpoint's weights rounded to what the folder holds."
+        notes.append(f"{held} Limits: {LARGEST:g}, {KL:g}.")
+    return Sheet(found.verdict, facts=facts, columns=columns, rows=rows, notes=notes)
 
 
 # Logits of our model and of transformers' on the same tokens, in fp32; layer by layer if memory is short
@@ -401,15 +379,14 @@ def _loaded(folder: HuggingFaceFolder) -> nn.Module:
         trust_remote_code=False, output_loading_info=True,
     )  # fmt: skip
     for problem_kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        found = {str(tensor_name) for tensor_name in loading_info.get(problem_kind) or ()} - {
-            "lm_head.weight" if folder.config.tied else ""
-        }
+        found = set(map(str, loading_info.get(problem_kind) or ()))
+        if folder.config.tied:
+            found.discard("lm_head.weight")
         if found:
             raise CheckpointError(
                 f"{folder.path}: transformers say {problem_kind.replace('_', ' ')}: {sorted(found)[0]}"
             )
-    eval_model: nn.Module = loaded_model.eval()
-    return eval_model
+    return cast(nn.Module, loaded_model.eval())
 
 
 def _streamed(folder: HuggingFaceFolder) -> nn.Module:
@@ -418,35 +395,28 @@ def _streamed(folder: HuggingFaceFolder) -> nn.Module:
 
     config = AutoConfig.from_pretrained(folder.path, local_files_only=True, trust_remote_code=False)
     with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(
-            config, attn_implementation="eager", dtype=torch.float32
-        )
+        make_model: Any = AutoModelForCausalLM.from_config
+        model = make_model(config, attn_implementation="eager", dtype=torch.float32)
     present_names = set(folder.files) | ({"lm_head.weight"} if folder.config.tied else set())
     if missing := sorted(set(model.state_dict()) - present_names):
         raise CheckpointError(f"{folder.path}: transformers need the tensor {missing[0]}, which is missing")
     model.model.rotary_emb = type(model.model.rotary_emb)(config=config)  # its table is computed, not loaded
 
-    def fill(prefix: str) -> Callable[[nn.Module], None]:
-        def filling(module: nn.Module) -> None:
-            for key, _ in list(module.named_parameters()):
-                owner_module, _, parameter_name = key.rpartition(".")
-                layer_weight = nn.Parameter(
-                    folder.read_tensor(f"{prefix}.{key}").float(), requires_grad=False
-                )
-                setattr(module.get_submodule(owner_module), parameter_name, layer_weight)
-
-        return filling
+    def fill(prefix: str, module: nn.Module) -> None:
+        for key, _ in list(module.named_parameters()):
+            owner_module, _, parameter_name = key.rpartition(".")
+            weight = nn.Parameter(folder.read_tensor(f"{prefix}.{key}").float(), requires_grad=False)
+            setattr(module.get_submodule(owner_module), parameter_name, weight)
 
     embedding_module = model.model.embed_tokens
-    fill("model.embed_tokens")(embedding_module)
+    fill("model.embed_tokens", embedding_module)
     if hasattr(embedding_module, "scalar_embed_scale"):  # of a Gemma 2: computed, too
         embedding_module.embed_scale = torch.tensor(embedding_module.scalar_embed_scale)
-    fill("model.norm")(model.model.norm)
+    fill("model.norm", model.model.norm)
     if folder.config.tied:
         model.lm_head.weight = model.model.embed_tokens.weight
     else:
-        fill("lm_head")(model.lm_head)
+        fill("lm_head", model.lm_head)
     for layer_number, layer in enumerate(model.model.layers):
-        _lazily(layer, fill(f"model.layers.{layer_number}"))
-    streamed_model: nn.Module = model.eval()
-    return streamed_model
+        _lazily(layer, partial(fill, f"model.layers.{layer_number}"))
+    return cast(nn.Module, model.eval())

@@ -37,7 +37,7 @@ OF_WINDOWS = ("sliding_window", "use_sliding_window", "layer_types")
 QWENS = (QWEN3, QWEN2)
 CAPS: dict[str, str] = TABLES["caps"]  # Gemma 2's: ours and theirs
 SCALAR = "query_pre_attn_scalar"
-NO_MATTER = frozenset(TABLES["no_matter"].split())
+READ = frozenset(TABLES["no_matter"].split()) | set(TABLES["sizes"].values())  # or do not matter
 THETA = 10_000.0  # of rotary embeddings, unless the architecture has another default
 SCALED: dict[str, dict[str, str]] = TABLES["rope_scalings"]
 ROPE_MAY_LACK = {"beta_slow", "beta_fast", "attention_factor"}
@@ -51,6 +51,12 @@ def settings_of(config: ModelConfig, dtype: str, tokens: Mapping[str, int | None
     Raises ConfigError as `architecture_of`.
     """
     model_kind = architecture_of(config)
+    rope_whole = _written(config.rope_scaling) | {"rope_theta": config.rope_theta}
+    # Transformers 5 have one set for each kind of layer of an OLMo 3.
+    rope_parameters = {kind: dict(rope_whole) for kind in LAYERS} if model_kind is OLMO3 else rope_whole
+    rope_entries: dict[str, Any] = {"rope_theta": config.rope_theta, "rope_parameters": rope_parameters}
+    if config.rope_scaling is not None:
+        rope_entries["rope_scaling"] = _written(config.rope_scaling)
     config_entries: dict[str, Any] = {
         "architectures": [model_kind.name],
         "model_type": model_kind.type,
@@ -64,7 +70,7 @@ def settings_of(config: ModelConfig, dtype: str, tokens: Mapping[str, int | None
         "hidden_act": TABLES["activations"][config.activation][0][0],
         "max_position_embeddings": config.longest,
         "rms_norm_eps": config.norm_eps,
-        **rope_of(config, model_kind),
+        **rope_entries,
         "tie_word_embeddings": config.tied,
         "attention_dropout": 0.0,
         "initializer_range": config.init_std,
@@ -125,10 +131,8 @@ def model_of(given: Settings, where: str, accept: Collection[str] = ()) -> dict[
         scalar = read_positive_number(_given(given, SCALAR, kind), SCALAR, where)
         model_settings["attention_scale"] = None if scalar == model_sizes["head_dim"] else scalar**-0.5
         for our_key, their_key in CAPS.items():
-            cap_value = _given(given, their_key, kind)
-            model_settings[our_key] = (
-                None if cap_value is None else read_positive_number(cap_value, their_key, where)
-            )
+            cap = _given(given, their_key, kind)
+            model_settings[our_key] = None if cap is None else read_positive_number(cap, their_key, where)
     return model_settings
 
 
@@ -141,11 +145,8 @@ def _sizes(given: Settings, kind: Architecture, where: str) -> dict[str, int]:
     found: dict[str, int] = {}
     for our_key, their_key in TABLES["sizes"].items():
         given_value = given.get(their_key)
-        if given_value is None and their_key in MAY_LACK:
-            continue
-        if isinstance(given_value, bool) or not isinstance(given_value, int) or not 0 < given_value < 2**31:
-            raise CheckpointError(f"{where}: {their_key}={given_value!r}: it must be a number of at least 1")
-        found[our_key] = given_value
+        if given_value is not None or their_key not in MAY_LACK:
+            found[our_key] = _count(given_value, their_key, where)
     # Their defaults for missing keys.
     found.setdefault("kv_heads", _given(given, "num_key_value_heads", kind) or found["heads"])
     if "head_dim" not in found:
@@ -232,39 +233,25 @@ def _refuse(kind: Architecture, key: str, value: Any, where: str) -> None:
         allowed = [*allowed, *([None] if key == "hidden_activation" and kind is not GEMMA2 else [])]
     elif key == "use_sliding_window" and kind in QWENS:
         allowed = [False, True]
-    if refusal_reason and not (kind is GEMMA2 and key in CAPS.values()):
-        if not any(
-            value == other and isinstance(value, bool) == isinstance(other, bool) for other in allowed
-        ):
+    if kind is GEMMA2 and key in (SCALAR, *CAPS.values()):
+        return
+    if refusal_reason:
+        is_bool = isinstance(value, bool)
+        if not any(value == other and is_bool == isinstance(other, bool) for other in allowed):
             problem = f"not supported: {refusal_reason}"
-    elif key not in _read(kind) and value not in (None, False, {}, []):
+    elif key not in READ and value not in (None, False, {}, []):
         problem = f"unknown key, which may change what the model computes; if it does not, add --accept {key}"
     if problem:
         raise CheckpointError(f"{where}: {key}={value!r}: {problem}")
 
 
-def _read(kind: Architecture) -> Collection[str]:
-    """Keys that `model_of` reads, or that do not matter."""
-    return NO_MATTER.union(TABLES["sizes"].values(), (SCALAR, *CAPS.values()) if kind is GEMMA2 else ())
-
-
 def _count(value: Any, key: str, where: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**31:
         raise CheckpointError(f"{where}: {key}={value!r}: it must be a number of at least 1")
     return value
 
 
 # Rotary embeddings: base and scaling, by the keys of transformers 4 and of 5
-
-
-def rope_of(config: ModelConfig, kind: Architecture) -> dict[str, Any]:
-    """The entries of config.json."""
-    rope_scaling = _written(config.rope_scaling)
-    rope_whole = rope_scaling | {"rope_theta": config.rope_theta}
-    # Transformers 5 have one set for each kind of layer of an OLMo 3.
-    rope_entries = {layer_kind: dict(rope_whole) for layer_kind in LAYERS} if kind is OLMO3 else rope_whole
-    config_entries: dict[str, Any] = {"rope_theta": config.rope_theta, "rope_parameters": rope_entries}
-    return config_entries | ({"rope_scaling": rope_scaling} if config.rope_scaling is not None else {})
 
 
 def _written(scaling: RopeScalingConfig | None) -> dict[str, Any]:
@@ -282,10 +269,9 @@ def read_rope(given: Settings, kind: Architecture, where: str) -> tuple[float, R
         rope_bases["rope_theta"] = read_positive_number(given["rope_theta"], "rope_theta", where)
     for key, value in _entries(given, kind, where):
         scalings[key] = _scaling(value, key, where)
-        if value.get("rope_theta") is not None:
-            rope_bases[f"{key}.rope_theta"] = read_positive_number(
-                value["rope_theta"], f"{key}.rope_theta", where
-            )
+        base_key, base = f"{key}.rope_theta", value.get("rope_theta")
+        if base is not None:
+            rope_bases[base_key] = read_positive_number(base, base_key, where)
     if kind is OLMO3 and any(scalings.values()):
         raise CheckpointError(
             f"{where}: {next(key for key, value in scalings.items() if value)}: not supported: {kind.name} scales the "

@@ -19,9 +19,9 @@ import json
 import random
 import string
 import textwrap
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -41,18 +41,10 @@ CUT_AT_SPACES: Json = {
     "type": "Split", "pattern": {"Regex": " +[^ ]*|[^ ]+"}, "behavior": "Isolated", "invert": False
 }  # fmt: skip
 # Tokens that pad a batch, in this order: never the end token, whose label would be masked with the padding. Qwen's
-# files
-# pad with <|endoftext|>, fine-tunes of Llama with <unk>.
+# files pad with <|endoftext|>, fine-tunes of Llama with <unk>.
 PADS = (
-    "<pad>",
-    "[PAD]",
-    "<|pad|>",
-    "<|padding|>",
-    "<|finetune_right_pad_id|>",
-    "<|endoftext|>",
-    "<unk>",
-    "[UNK]",
-)
+    "<pad>", "[PAD]", "<|pad|>", "<|padding|>", "<|finetune_right_pad_id|>", "<|endoftext|>", "<unk>", "[UNK]",
+)  # fmt: skip
 WITHOUT = "to continue without a tokenizer: --no-tokenizer"
 MANY_LANGUAGES = (
     "Zażółć gęślą jaźń", "Съешь же ещё этих мягких булок", "敏捷的棕色狐狸跳过了懒狗", "いろはにほへと ちりぬるを",
@@ -99,17 +91,13 @@ def write_tokenizer(
     if tokenizer.kind == "sentencepiece":
         write_data_file(folder / "tokenizer.model", tokenizer.content)
     tokenizer_content: Json = json.loads(model.to_str())  # older files omit defaults
-    pad_id = _pad(model, tokenizer.eod)
-    tokenizer_config = _config(
-        tokenizer, pad_id, model, longest, begins, puts_space_before(tokenizer_content)
-    )
+    special = {token.content: id for id, token in model.get_added_tokens_decoder().items() if token.special}
+    pad_ids = (special[name] for name in PADS if special.get(name, tokenizer.eod) != tokenizer.eod)
+    pad_id = next(pad_ids, tokenizer.eod)
+    space = puts_space_before(tokenizer_content)
+    tokenizer_config = _config(tokenizer, pad_id, model, longest, begins, space)
     write_data_file(folder / CONFIG, (json.dumps(tokenizer_config, indent=2) + "\n").encode())
     return Written(tokenizer_content, problem, pad_id)
-
-
-def _pad(model: HuggingFaceModel, end: int) -> int:
-    special = {token.content: id for id, token in model.get_added_tokens_decoder().items() if token.special}
-    return next((special[token_name] for token_name in PADS if special.get(token_name, end) != end), end)
 
 
 def puts_space_before(content: Json) -> bool:
@@ -140,17 +128,10 @@ def _compared(tokenizer: Tokenizer, model: HuggingFaceModel) -> str:
     for sample in sample_texts:
         ours, theirs = [*begin_ids, *tokenizer.encode(sample)], model.encode(sample).ids
         if ours != theirs:
-            at = next(
-                (i for i, (a, b) in enumerate(zip(ours, theirs)) if a != b), min(len(ours), len(theirs))
-            )
-            problems.append(
-                f"of the text {sample[:60]!r} the token {at} is {_at(ours, at)} and would be {_at(theirs, at)}"
-            )
+            pairs = enumerate(zip_longest(ours, theirs, fillvalue="none"))
+            at, (our_id, their_id) = next((i, pair) for i, pair in pairs if pair[0] != pair[1])
+            problems.append(f"of the text {sample[:60]!r} the token {at} is {our_id} and would be {their_id}")
     return f"{problems[0]} ({len(problems)} of {len(sample_texts)} texts differ)" if problems else ""
-
-
-def _at(ids: Sequence[int], index: int) -> str:
-    return str(ids[index]) if index < len(ids) else "none"
 
 
 def make_fast_tokenizer(tokenizer: Tokenizer) -> Json:
@@ -210,6 +191,8 @@ def _of_sentencepiece(tokenizer: Tokenizer) -> Json:
          "special": piece_kinds[i] != USER_DEFINED}
         for i, piece in enumerate(token_pieces) if piece_kinds[i] in (UNKNOWN, CONTROL, USER_DEFINED)
     ]  # fmt: skip
+    # Splitting texts before runs of spaces changes no id then: the library is slow on whole texts.
+    can_cut = not any(" " in token_piece.lstrip(" ") for token_piece in token_pieces)
     decoder_steps: list[Json] = [{"type": "ByteFallback"}, {"type": "Fuse"}]
     if not is_literal:
         decoder_steps.insert(0, {"type": "Replace", "pattern": {"String": SPACE}, "content": " "})
@@ -218,7 +201,7 @@ def _of_sentencepiece(tokenizer: Tokenizer) -> Json:
     return {
         "version": "1.0", "truncation": None, "padding": None, "added_tokens": added_tokens,
         "normalizer": None if is_literal else _normalizer(rules),
-        "pre_tokenizer": _cut_at_spaces(token_pieces) if is_literal and model_kind == BPE else None,
+        "pre_tokenizer": CUT_AT_SPACES if is_literal and model_kind == BPE and can_cut else None,
         "post_processor": None, "decoder": {"type": "Sequence", "decoders": decoder_steps},
         "model": _bpe(token_pieces, piece_kinds, piece_scores, unknown_id, spells_bytes) if model_kind == BPE
         else _unigram(token_pieces, piece_kinds, piece_scores, unknown_id, spells_bytes),
@@ -263,13 +246,6 @@ def _normalizer(rules: Any) -> Json:
         normalizer_steps.append({"type": "Prepend", "prepend": SPACE})
     normalizer_steps.append({"type": "Replace", "pattern": {"String": " "}, "content": SPACE})
     return {"type": "Sequence", "normalizers": normalizer_steps}
-
-
-def _cut_at_spaces(pieces: list[str]) -> Json | None:
-    """Split texts before runs of spaces, if that changes no id: the library is slow on whole texts."""
-    if any(" " in token_piece.lstrip(" ") for token_piece in pieces):
-        return None
-    return CUT_AT_SPACES
 
 
 def _config(
