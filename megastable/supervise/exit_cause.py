@@ -295,7 +295,10 @@ def find_first_silent(
 ) -> FirstSilent:
     """heard: of all ranks, after the attempt; spoke: those with last words; called: a host's name, from the one that
     its ranks see; now: time.monotonic()."""
-    last = {rank.rank: (_last_sign(rank, now), rank) for rank in heard}
+    last = {
+        rank.rank: (rank.at if rank.closed is None or _fell_silent(rank, now) else rank.closed, rank)
+        for rank in heard
+    }  # when each was last known to live
     mute = sorted((at, rank) for rank, (at, _) in last.items() if rank not in spoke)
     if not mute:
         return UNKNOWN
@@ -318,11 +321,6 @@ def find_first_silent(
         else f"fell silent {min(later) - first:.1f} s before the others"
     )
     return FirstSilent(tuple(ranks), host, f"{who} on {host} {told}")
-
-
-def _last_sign(rank: Heard, now: float) -> float:
-    """When it was last known to live; time.monotonic()."""
-    return rank.at if rank.closed is None or _fell_silent(rank, now) else rank.closed
 
 
 def _fell_silent(rank: Heard, now: float) -> bool:

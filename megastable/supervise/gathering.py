@@ -57,11 +57,9 @@ class Gathering:
             raise ConfigError(
                 f"supervise.spares={config.supervise.spares}: of {len(fleet.names)} hosts none is left to train"
             )
-        ranks_by_host = {host_name: fleet.count_ranks([host_name]) for host_name in fleet.names}
-        if config.supervise.spares and len(set(ranks_by_host.values())) > 1:
-            slots_text = ", ".join(
-                f"{host_name} {rank_count}" for host_name, rank_count in ranks_by_host.items()
-            )
+        slots = {host_name: fleet.count_ranks([host_name]) for host_name in fleet.names}
+        if config.supervise.spares and len(set(slots.values())) > 1:
+            slots_text = ", ".join(f"{host_name} {slot_count}" for host_name, slot_count in slots.items())
             raise ConfigError(
                 f"supervise.spares: any host must be able to take any place, but their slots differ: {slots_text}"
             )
@@ -121,9 +119,8 @@ class Gathering:
         last = self.journal.state.hosts
         # An attempt on fewer hosts does not say who is wanted.
         last = last if len(last) == self.wanted and set(last) <= set(self.fleet.names) else ()
-        return choose_lineup(
-            self.fleet.names, self.wanted, there, barred, last, waited, shrink_after, self._fits
-        )
+        names, wanted = self.fleet.names, self.wanted
+        return choose_lineup(names, wanted, there, barred, last, waited, shrink_after, self._fits)
 
     def _fits(self, names: Sequence[str]) -> bool:
         # What does not fit on more hosts does not fit on fewer.
@@ -145,15 +142,10 @@ class Gathering:
 
     def leave_out(self, host: str, bar: HostBar, reason: str) -> None:
         """Journal it."""
-        event = HostLeftOut(
-            host=host,
-            until=round(bar.until, 3),
-            wholly=bar.wholly,
-            strikes=bar.strikes,
-            burn_in=bar.burn_in,
+        self.journal.journal_event(HostLeftOut(
+            host=host, until=round(bar.until, 3), wholly=bar.wholly, strikes=bar.strikes, burn_in=bar.burn_in,
             reason=reason,
-        )
-        self.journal.journal_event(event)
+        ))  # fmt: skip
         self.journal.read_new_events()
 
     def list_spares(self, attempt: int, names: Sequence[str]) -> list[str]:
@@ -163,19 +155,17 @@ class Gathering:
         barred = in_force(self.journal.state.bars, time.time())
         return [name for name in self.fleet.names if name not in {*names, *missing, *barred}]
 
-    def strike_host(self, host: str, wholly: bool, reason: str, least: int = 1) -> None:
-        """Leave it out for longer than the last time. least: strikes that this one counts as."""
+    def strike_host(self, host: str, wholly: bool, reason: str, least: int = 1, burn_in: float = 0.0) -> None:
+        """Leave it out for longer than the last time. least, burn_in: of `next_exclusion`."""
         bar_before, cool_off = self.journal.state.bars.get(host), self.config.supervise.cool_off
-        host_bar = next_exclusion(bar_before, wholly, cool_off, time.time(), least)
+        host_bar = next_exclusion(bar_before, wholly, cool_off, time.time(), least, burn_in)
         self.leave_out(host, host_bar, reason)
 
     def leave_out_faulty_host(self, host: str, reason: str) -> None:
         """Leave it out for as long as can be, as nobody notices when it is repaired, and until a burn-in has passed."""
-        before, s = self.journal.state.bars.get(host), self.config.supervise
-        bar = next_exclusion(
-            before, True, s.cool_off, time.time(), MOST + 1, s.burn_in if self.fleet.burns_in else 0.0
+        self.strike_host(
+            host, True, reason, MOST + 1, self.config.supervise.burn_in if self.fleet.burns_in else 0.0
         )
-        self.leave_out(host, bar, reason)
 
     def _prove(self, missing: Collection[str]) -> None:
         """Burn in hosts that computed wrong and whose time is over. missing: hosts that cannot be asked."""
@@ -186,9 +176,7 @@ class Gathering:
             if burn_in_answer is None:
                 continue
             if burn_in_answer.unmade:
-                if (text := f"{host}: no burn-in: {burn_in_answer.unmade}") not in self.told:
-                    self.told.add(text)
-                    self.say(f"WARNING: {text}")
+                self._warn_once(f"{host}: no burn-in: {burn_in_answer.unmade}")
             elif burn_in_answer.found:
                 self.leave_out_faulty_host(host, burn_in_answer.found)
             else:
@@ -254,10 +242,13 @@ class Gathering:
             # On hosts that have trained before, it may be what the next attempt survives.
             if finding.severity == "refuse" and not has_launched:
                 raise ConfigError(f"{finding_text} (megastable preflight has all of it)")
-            if finding_text not in self.told:
-                self.told.add(finding_text)
-                self.say(f"WARNING: {finding_text}")
+            self._warn_once(finding_text)
         return True
+
+    def _warn_once(self, text: str) -> None:
+        if text not in self.told:
+            self.told.add(text)
+            self.say(f"WARNING: {text}")
 
     def _can_go_on_without(self, host: str) -> bool:
         """Whether those that are there can: as many as wanted, or fewer once the run has begun."""
@@ -273,10 +264,8 @@ class Gathering:
             told.clear()
             told.update(missing)
             text = "waiting for " + "; ".join(f"{name} ({reason})" for name, reason in missing.items())
-            number = self.journal.state.attempt
-            self.journal.journal_event(
-                HostsAwaited(attempt=number, hosts=list(missing), reason=text), say=text
-            )
+            event = HostsAwaited(attempt=self.journal.state.attempt, hosts=list(missing), reason=text)
+            self.journal.journal_event(event, say=text)
         hopeless = [(name, reason) for name, reason in missing.items() if HOPELESS.search(reason)]
         if hopeless and not self._lineup(missing, {}, inf, None) and not self.journal.state.launched:
             name, reason = hopeless[0]
@@ -284,24 +273,18 @@ class Gathering:
 
     def _announce(self, chosen: Sequence[str], waited: bool) -> None:
         last_hosts = self.journal.state.hosts or tuple(self.fleet.names[: self.wanted])
-        new_hosts, replaced_hosts = (
-            [host_name for host_name in chosen if host_name not in last_hosts],
-            [host_name for host_name in last_hosts if host_name not in chosen],
-        )
+        new_names = ", ".join(host_name for host_name in chosen if host_name not in last_hosts)
+        replaced_names = ", ".join(host_name for host_name in last_hosts if host_name not in chosen)
         lineup_text = f"all {self.wanted} hosts are there" if waited else ""
         if len(chosen) < self.wanted:
             lineup_text = f"going on with {len(chosen)} of {self.wanted} hosts: {', '.join(chosen)}"
-        elif new_hosts:
-            lineup_text = (
-                f"{', '.join(new_hosts)} takes the place of {', '.join(replaced_hosts)}"
-                if replaced_hosts
-                else f"{', '.join(new_hosts)} is back"
-            )
+        elif new_names:
+            lineup_text = f"{new_names} is back"
+            if replaced_names:
+                lineup_text = f"{new_names} takes the place of {replaced_names}"
         if waited:
-            attempt_number = self.journal.state.attempt
-            self.journal.journal_event(
-                HostsAwaited(attempt=attempt_number, hosts=[], reason=lineup_text), say=lineup_text
-            )
+            event = HostsAwaited(attempt=self.journal.state.attempt, hosts=[], reason=lineup_text)
+            self.journal.journal_event(event, say=lineup_text)
         elif lineup_text:
             self.say(lineup_text)
 
@@ -338,10 +321,8 @@ def choose_lineup(
             return _arranged(best_hosts, last, hosts)
         if len(usable_here) >= wanted and waited >= SETTLE:
             return _arranged(usable_here[:wanted], last, hosts)
-    shrink_patience = inf if shrink_after is None else shrink_after
-    if (
-        waited < (shrink_patience if len(usable_hosts) >= wanted else min(shrink_patience, SETTLE))
-        or shrink_after is None
+    if shrink_after is None or waited < (
+        shrink_after if len(usable_hosts) >= wanted else min(shrink_after, SETTLE)
     ):
         return ()
     for host_count in range(min(len(usable_here), wanted), 0, -1):

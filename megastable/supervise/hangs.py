@@ -18,9 +18,8 @@ from megastable.config.supervise import SuperviseConfig
 from megastable.run.rank_ipc import Progress
 
 RECENT = 64  # steps whose median is the usual time
-LEARNT = (
-    3  # times that a phase other than a step was seen from start to end, before `hang_unknown` is lowered ...
-)
+# Times that a phase other than a step was seen from start to end, before `hang_unknown` is lowered ...
+LEARNT = 3
 LEAST = 300.0  # ... to this, in seconds: the work in such a phase varies
 TICK = 1.0  # most seconds counted between two polls: more, and this process itself was stopped
 
@@ -117,9 +116,8 @@ class RankView:
 
 def find_suspects(ranks: Mapping[int, RankView]) -> Suspects:
     """ranks: all that anything is known of."""
-    ranks_behind = find_awaited_ranks(
-        {rank: view.entered for rank, view in ranks.items() if view.entered is not None}
-    )
+    entered = {rank: view.entered for rank, view in ranks.items() if view.entered is not None}
+    ranks_behind = find_awaited_ranks(entered)
     # No count tells a stage of a pipeline that waits for another one.
     at_work = [rank for rank, rank_view in sorted(ranks.items()) if rank_view.activity not in ("", EXCHANGE)]
     if any(rank_view.activity == EXCHANGE for rank_view in ranks.values()):
@@ -171,9 +169,7 @@ def build_wait_graph(entered: Mapping[int, Entered]) -> dict[int, set[int]]:
     awaited_by_rank: dict[int, set[int]] = {rank: set() for rank in entered}
     for member_counts in counts_by_group.values():
         for rank, own_count in member_counts.items():
-            awaited_by_rank[rank] |= {
-                other_rank for other_rank, other_count in member_counts.items() if other_count < own_count
-            }
+            awaited_by_rank[rank] |= {other for other, count in member_counts.items() if count < own_count}
     return awaited_by_rank
 
 

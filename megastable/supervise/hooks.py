@@ -43,7 +43,7 @@ class Hook:
     seconds: float
 
     def check_hook(self) -> None:
-        """Raises ConfigError if the hook cannot work."""
+        """Raises ConfigError if the hook cannot work, before an unattended run relies on it."""
         if REDACTED in self.text:
             raise ConfigError(
                 f"supervise.{self.kind}: its password was left out when this recipe was written: give it again, best "
@@ -74,10 +74,8 @@ class Hook:
             return ""
         if is_webhook and exit_code == 1:
             return self.redact_secrets(host_prefix + output_tail)
-        ending_text = (
-            f"ended with code {exit_code}" if exit_code > 0 else f"was killed by signal {-exit_code}"
-        )
-        return self.redact_secrets(f"{host_prefix}{ending_text}{': ' if output_tail else ''}{output_tail}")
+        ending = f"ended with code {exit_code}" if exit_code > 0 else f"was killed by signal {-exit_code}"
+        return self.redact_secrets(f"{host_prefix}{ending}{': ' if output_tail else ''}{output_tail}")
 
     def redact_secrets(self, problem: str) -> str:
         """`describe_problem` without secrets: neither values of variables nor anything else that is redacted."""
@@ -94,7 +92,15 @@ class Hook:
         if self.kind == "webhook":
             webhook_words = [sys.executable, "-I", str(WEBHOOK), f"{self.seconds:.3f}"]
             return webhook_words, {"MEGASTABLE_WEBHOOK": _address(self.text)}
-        return _words(self.text), {}
+        try:
+            command_words = shlex.split(self.text)
+        except ValueError as error:
+            raise ConfigError(f"supervise.command: {error}: close the quotes") from None
+        if not command_words:
+            raise ConfigError("supervise.command is empty: leave it out to have none")
+        # Split first: a value with blanks or quotes stays one word.
+        program_word, *other_words = [_expanded(word, "command") for word in command_words]
+        return [os.path.expanduser(program_word), *other_words], {}
 
 
 def hooks_of(config: SuperviseConfig) -> list[Hook]:
@@ -103,21 +109,9 @@ def hooks_of(config: SuperviseConfig) -> list[Hook]:
 
 
 def check_hooks(config: SuperviseConfig) -> None:
-    """Raises ConfigError if a hook cannot work, before an unattended run relies on it."""
+    """Raises ConfigError if a hook cannot work."""
     for hook in hooks_of(config):
         hook.check_hook()
-
-
-def _words(text: str) -> list[str]:
-    try:
-        command_words = shlex.split(text)
-    except ValueError as error:
-        raise ConfigError(f"supervise.command: {error}: close the quotes") from None
-    if not command_words:
-        raise ConfigError("supervise.command is empty: leave it out to have none")
-    # Split first: a value with blanks or quotes stays one word.
-    program_word, *other_words = [_expanded(word, "command") for word in command_words]
-    return [os.path.expanduser(program_word), *other_words]
 
 
 def _address(text: str) -> str:
@@ -135,8 +129,7 @@ def _address(text: str) -> str:
     if url_parts.username is not None or not url.isascii() or not url.isprintable() or " " in url:
         raise ConfigError(
             f"supervise.webhook at {make_visible(host)}: no user, blanks or special characters may stand in the "
-            "address: "
-            "percent-encode them"
+            "address: percent-encode them"
         )
     return url
 
@@ -173,26 +166,18 @@ TRIES = 3  # per notice, before it waits for the next one
 PROBLEMS = 20  # distinct ones reported of each kind
 
 
-@dataclass(frozen=True)
-class Notice:
-    """One thing to report. time: unix seconds."""
-
-    event: str
-    text: str
-    facts: dict[str, Any]
-    time: float
+Notice = dict[str, Any]
+"""One thing to report: its event, text and facts, and its time in unix seconds."""
 
 
 def fold_notices(notices: Sequence[Notice], left_out: int) -> dict[str, Any]:
     """Several notices, oldest first, as one message: the newest in full, the others in short."""
     *before, newest = notices
-    more = len(before) + left_out
-    text = newest.text
-    if more:
-        text += f"\nand {more} more: " + "; ".join(n.text[:SHORT] for n in before)
-    return {"text": text, "event": newest.event, "time": newest.time, "facts": newest.facts} | {
-        "more": [{"event": n.event, "text": n.text, "time": n.time} for n in before]
-    }
+    text = newest["text"]
+    if more := len(before) + left_out:
+        text += f"\nand {more} more: " + "; ".join(notice["text"][:SHORT] for notice in before)
+    others = [{key: notice[key] for key in ("event", "text", "time")} for notice in before]
+    return {**newest, "text": text, "more": others}
 
 
 class Sender:
@@ -299,9 +284,9 @@ class Notices:
     def send_notice(self, event: str, text: str, facts: Mapping[str, Any]) -> None:
         """Send `text`, a sentence about an event; facts: for programs: run, step, incident, ..."""
         visible_text = "\n".join(make_visible(line, LONGEST) for line in text.splitlines()) or event
-        notice = Notice(event, visible_text[:LONGEST], _copied(facts), round(time.time(), 3))
+        notice = {"text": visible_text[:LONGEST], "event": event, "time": round(time.time(), 3)}
         for sender in self._senders:
-            sender.add_notice(notice)
+            sender.add_notice({**notice, "facts": _copied(facts)})
         self.report_failures()
 
     def report_failures(self) -> None:

@@ -78,32 +78,30 @@ class MachineRecorder:
     def take_sample(self) -> MachineSample:
         now = time.monotonic()
         with self._lock:
-            blocks_by_rank = {heard_rank: list(work_blocks) for heard_rank, work_blocks in self._work.items()}
             heard_by_rank = {n: (at, rank) for n, (at, rank) in self._heard.items() if rank.closed is None}
+            fresh_blocks = {
+                rank: list(blocks) for rank, blocks in self._work.items()
+                if rank in heard_by_rank and now - heard_by_rank[rank][0] < STALE
+            }  # fmt: skip
             for waiting_blocks in self._work.values():
                 while len(waiting_blocks) > 1:
                     waiting_blocks.popleft()
-        fresh_blocks = {
-            rank_number: work_blocks
-            for rank_number, work_blocks in blocks_by_rank.items()
-            if rank_number in heard_by_rank and now - heard_by_rank[rank_number][0] < STALE
-        }
         own_seconds: list[float | None] = [None] * (max(fresh_blocks, default=-1) + 1)
-        for rank_number, work_blocks in fresh_blocks.items():
+        for rank, blocks in fresh_blocks.items():
             # The last one was in the sample before, if there are newer ones.
-            new_blocks = work_blocks[-max(1, len(work_blocks) - 1) :]
-            own_seconds[rank_number] = float(f"{statistics.fmean(block.own for block in new_blocks):.4g}")
-        step_seconds = [work_blocks[-1].step for work_blocks in fresh_blocks.values()]
-        reading_by_host = self.fleet.latest_readings()
+            new_blocks = blocks[-max(1, len(blocks) - 1) :]
+            own_seconds[rank] = float(f"{statistics.fmean(block.own for block in new_blocks):.4g}")
+        step_seconds = [blocks[-1].step for blocks in fresh_blocks.values()]
         ranks_by_host = dict[str, list[int]]()
-        for rank_number, (_, heard_rank) in sorted(heard_by_rank.items(), key=lambda pair: pair[0]):
-            ranks_by_host.setdefault(self.fleet.name_of_host(heard_rank.host), []).append(rank_number)
+        for rank in sorted(heard_by_rank):
+            host_name = self.fleet.name_of_host(heard_by_rank[rank][1].host)
+            ranks_by_host.setdefault(host_name, []).append(rank)
         return MachineSample(
             time=round(time.time(), 1), seconds=self.seconds,
             step=read_whole(read_object(self.run.progress).get("step")),
             whole=float(f"{statistics.median(step_seconds):.4g}") if step_seconds else None, own=own_seconds,
             hosts={
                 host_name: host_reading.model_copy(update={"ranks": ranks_by_host.get(host_name, [])})
-                for host_name, host_reading in reading_by_host.items()
+                for host_name, host_reading in self.fleet.latest_readings().items()
             },
         )  # fmt: skip

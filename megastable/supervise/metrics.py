@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -30,6 +31,8 @@ from megastable.warnings.trend_signals import SIGNALS
 from megastable_guard.actions import Cause
 
 LOOPBACK = "127.0.0.1"
+PREFIX = "megastable_"
+OVER = ("healed", "stopped")  # outcomes of incidents that will not change any more
 FRESH = 180.0  # seconds since a sample of machines within which it is served
 # By reading of a GPU: name, what it is, factor.
 OF_GPU = {
@@ -87,7 +90,8 @@ class _Latest(Collector):
         # Read once: the supervisor may replace it meanwhile.
         if (status := self.status) is not None:
             yield from build_families(status)
-            yield seconds_by_kind(status.name, self._seconds)
+            seconds = {kind.value: 0.0 for kind in KINDS} | self._seconds
+            yield _counter(status.name, "seconds", "Where the time went (docs/goodput.md).", seconds, "kind")
             machine_sample = None if self.machines is None else read_newest(self.machines)
             if machine_sample is not None and time.time() - machine_sample.time < FRESH:
                 yield from build_machine_families(status.name, machine_sample, status.world, status.stages)
@@ -107,102 +111,111 @@ def build_machine_families(
 ) -> Iterator[Metric]:
     """Hosts, GPUs and ranks of a sample. Pure. world: ranks of the run; stages: of its pipeline."""
     hosts = sample.hosts
-    for name, about, values in (
-        (
-            "host_memory_bytes",
+    of_hosts: Gauges = {
+        "host_memory_bytes": (
             "Memory of the host, or of the run's control group there.",
-            {h: r.memory * GIB for h, r in hosts.items()},
+            {host: reading.memory * GIB for host, reading in hosts.items()},
         ),
-        (
-            "host_memory_free_bytes",
+        "host_memory_free_bytes": (
             "Memory that a process may still allocate.",
-            {h: r.memory_free * GIB for h, r in hosts.items()},
+            {host: reading.memory_free * GIB for host, reading in hosts.items()},
         ),
-        ("host_load", "Processes that run or wait, mean of a minute.", {h: r.load for h, r in hosts.items()}),
-        (
-            "gpus_unreadable",
+        "host_load": (
+            "Processes that run or wait, mean of a minute.",
+            {host: reading.load for host, reading in hosts.items()},
+        ),
+        "gpus_unreadable": (
             "1 while the driver of the GPUs fails or does not answer.",
-            {h: float(bool(r.unknown)) for h, r in hosts.items()},
+            {host: bool(reading.unknown) for host, reading in hosts.items()},
         ),
-    ):
-        yield labelled(run, name, about, ("host",), [((host,), value) for host, value in values.items()])
-    for key, (name, about, factor) in OF_GPU.items():
-        rows = [
-            ((host, str(n)), value * factor)
-            for host, r in hosts.items() for n, value in enumerate(r.gauges.get(key, [])) if value is not None
-        ]  # fmt: skip
-        yield labelled(run, name, about, ("host", "gpu"), rows)
+    }
+    yield from _gauges(run, of_hosts, "host")
+    of_gpus: Gauges = {
+        name: (about, {
+            (host, str(n)): None if value is None else value * factor
+            for host, reading in hosts.items() for n, value in enumerate(reading.gauges.get(key, []))
+        })
+        for key, (name, about, factor) in OF_GPU.items()
+    }  # fmt: skip
     # What nobody can read is left out: 0 would say that all is well.
-    held = [
-        ((host, str(n)), float(n in r.throttled))
-        for host, r in hosts.items() if "throttled" not in r.unread for n in range(r.gpus)
-    ]  # fmt: skip
-    yield labelled(run, "gpu_throttled", "1 while the GPU's clocks are held back.", ("host", "gpu"), held)
+    of_gpus["gpu_throttled"] = "1 while the GPU's clocks are held back.", {
+        (host, str(n)): n in reading.throttled
+        for host, reading in hosts.items() if "throttled" not in reading.unread for n in range(reading.gpus)
+    }  # fmt: skip
     # Others are a program's, such as that of a process that was killed.
-    xids = [
-        ((host, str(n)), float(len(HARDWARE_XID.keys() & r.xid.get(n, ()))))
-        for host, r in hosts.items() if "xid" not in r.unread for n in range(r.gpus)
-    ]  # fmt: skip
     about = (
         "Kinds of Xid errors of the last day that hardware or driver are to blame for (docs/preflight.md)."
     )
-    yield labelled(run, "gpu_xid_kinds", about, ("host", "gpu"), xids)
-    of_rank = {rank: host for host, r in hosts.items() for rank in r.ranks}
-    size = max(1, max(world or 0, len(sample.own)) // max(1, stages))
-    own = [
-        ((of_rank.get(n, ""), str(n), str(n // size)), s) for n, s in enumerate(sample.own) if s is not None
-    ]
+    of_gpus["gpu_xid_kinds"] = about, {
+        (host, str(n)): len(HARDWARE_XID.keys() & reading.xid.get(n, ()))
+        for host, reading in hosts.items() if "xid" not in reading.unread for n in range(reading.gpus)
+    }  # fmt: skip
+    yield from _gauges(run, of_gpus, "host", "gpu")
+    of_rank = {rank: host for host, reading in hosts.items() for rank in reading.ranks}
+    stage_size = max(1, max(world or 0, len(sample.own)) // max(1, stages))
     about = "Seconds of a step that are a rank's own work; ranks of a pipeline stage have the same work."
-    yield labelled(run, "rank_own_seconds", about, ("host", "rank", "stage"), own)
-
-
-PREFIX = "megastable_"
-GIB = 1 << 30  # bytes
-OVER = ("healed", "stopped")  # outcomes of incidents that will not change any more
+    own_seconds = {
+        (of_rank.get(n, ""), str(n), str(n // stage_size)): seconds for n, seconds in enumerate(sample.own)
+    }
+    yield from _gauges(run, {"rank_own_seconds": (about, own_seconds)}, "host", "rank", "stage")
 
 
 def build_families(s: Status) -> Iterator[Metric]:
     """All metrics but the time by kind."""
-    for metric_name, (help_text, value) in {**_progress(s), **_model(s), **_speed(s), **_safety(s)}.items():
-        if value is not None:
-            yield labelled(s.name, metric_name, help_text, (), [((), float(value))])
-    state_rows = [((state.name.lower(),), float(state is s.state)) for state in State]
-    yield labelled(s.name, "state", "1 for the state that the run is in.", ("state",), state_rows)
-    phase_rows = [((phase,), seconds) for phase, seconds in s.phases.items()]
-    help_text = "Seconds of a step by phase, the median of the last ones (docs/profiling.md)."
-    yield labelled(s.name, "step_phase_seconds", help_text, ("phase",), phase_rows)
-    mfu_rows = [
-        ((metric_name,), s.readings[f"mfu_{metric_name}"])
-        for metric_name in ("full", "causal")
-        if f"mfu_{metric_name}" in s.readings
-    ]
-    help_text = "Share of the devices' peak, counting the full attention matrix or its causal half."
-    yield labelled(s.name, "mfu_ratio", help_text, ("attention",), mfu_rows)
-    loss_rows = [((corpus_name,), loss) for corpus_name, loss in s.validation_by_corpus.items()]
-    help_text = "Last validation loss of a corpus, in a blend of several, nats per token."
-    yield labelled(s.name, "validation_corpus_loss_nats", help_text, ("corpus",), loss_rows)
-    trend_rows = [((signal_name,), float(signal_name in s.trends)) for signal_name in {**SIGNALS, **s.trends}]
-    help_text = "1 while a slow signal is warned of (docs/stability.md)."
-    yield labelled(s.name, "trend_warning", help_text, ("signal",), trend_rows)
-    yield from _tasks(s)
-    yield from _hosts(s)
-    yield from _counters(s)
+    known_numbers: Gauges = {
+        name: (about, {(): value}) for name, (about, value) in _list_numbers(s).items() if value is not None
+    }
+    yield from _gauges(s.name, known_numbers)
+    of_state: Values = {state.name.lower(): state is s.state for state in State}
+    yield from _gauges(s.name, {"state": ("1 for the state that the run is in.", of_state)}, "state")
+    about = "Seconds of a step by phase, the median of the last ones (docs/profiling.md)."
+    yield from _gauges(s.name, {"step_phase_seconds": (about, s.phases)}, "phase")
+    about = "Share of the devices' peak, counting the full attention matrix or its causal half."
+    of_attention: Values = {kind: s.readings.get(f"mfu_{kind}") for kind in ("full", "causal")}
+    yield from _gauges(s.name, {"mfu_ratio": (about, of_attention)}, "attention")
+    about = "Last validation loss of a corpus, in a blend of several, nats per token."
+    yield from _gauges(s.name, {"validation_corpus_loss_nats": (about, s.validation_by_corpus)}, "corpus")
+    about = "1 while a slow signal is warned of (docs/stability.md)."
+    of_signal: Values = {signal: signal in s.trends for signal in {**SIGNALS, **s.trends}}
+    yield from _gauges(s.name, {"trend_warning": (about, of_signal)}, "signal")
+    drops = s.tasks.drops
+    of_task: Gauges = {
+        "task_score": ("Score of the last evaluation by eval.command (docs/evaluation.md).", s.tasks.scores),
+        "task_drop_ratio": (
+            "How much worse the median of three evaluations is than the best such median, as a share of it.",
+            {task: drop.ratio for task, drop in drops.items()},
+        ),
+        "task_drop_sigmas": (
+            "The same in standard deviations of one evaluation.",
+            {task: drop.sigmas for task, drop in drops.items()},
+        ),
+    }
+    yield from _gauges(s.name, of_task, "task")
+    of_host: Gauges = {
+        "host_left_out": (
+            "1 while others are preferred to a host that failed.",
+            dict.fromkeys(s.left_out, True),
+        ),
+        "slow_host_ratio": (
+            "Time of a slow host's own work to that of the others.",
+            {host: slow.ratio for host, slow in s.slow.items()},
+        ),
+        "slow_host_cost": (
+            "The share of a step that a slow host costs.",
+            {host: slow.cost for host, slow in s.slow.items()},
+        ),
+    }
+    yield from _gauges(s.name, of_host, "host")
+    yield from _count(s)
 
 
-def seconds_by_kind(run: str, seconds: Mapping[str, float]) -> Metric:
-    """Where the time went."""
-    seconds_known = {kind.value: 0.0 for kind in KINDS} | dict(seconds)
-    help_text = "Where the time went (docs/goodput.md)."
-    return _counter(
-        run, "seconds", help_text, ("kind",), [((kind,), value) for kind, value in seconds_known.items()]
-    )
-
-
-Values = dict[str, tuple[str, float | None]]
-"""By name: what it is, and its value."""
-
-
-def _progress(s: Status) -> Values:
+def _list_numbers(s: Status) -> dict[str, tuple[str, float | None]]:
+    """Gauges without further labels, by name: what each is, and its value."""
+    found, tasks = s.readings, s.tasks
+    evaluates_tasks = s.task_interval is not None
+    validation_step, validation_loss = s.validation[-1] if s.validation else (None, None)
+    newest_checkpoint = s.checkpoints[0] if s.checkpoints else None
+    memory_gib = found.get("memory")
     return {
         "step": ("Steps done, refused ones included.", s.step),
         "steps": ("Steps of the whole run.", s.steps),
@@ -220,21 +233,9 @@ def _progress(s: Status) -> Values:
         ),
         "last_progress_timestamp_seconds": ("When there was the last sign of progress.", s.last_progress),
         "last_step_timestamp_seconds": ("When the last step ended.", s.last_step),
-    }
-
-
-def _model(s: Status) -> Values:
-    found = s.readings
-    return {
         "loss_nats": ("Loss of the last step, nats per token.", s.loss),
-        "validation_loss_nats": (
-            "Last validation loss, nats per token.",
-            s.validation[-1][1] if s.validation else None,
-        ),
-        "validation_step": (
-            "The step that it was measured at.",
-            s.validation[-1][0] if s.validation else None,
-        ),
+        "validation_loss_nats": ("Last validation loss, nats per token.", validation_loss),
+        "validation_step": ("The step that it was measured at.", validation_step),
         "probe_loss_nats": (
             "Newest loss of the probe, samples that are never trained on (docs/stability.md), nats per token.",
             s.probe[1] if s.probe else None,
@@ -256,12 +257,6 @@ def _model(s: Status) -> Values:
         "attention_logit": ("Largest attention logit.", found.get("attention_logit")),
         "fp8_saturation_ratio": ("Largest share of FP8 values that saturated.", found.get("fp8_saturation")),
         "loss_scale": ("Scale of the loss; 1 but for fp16.", found.get("loss_scale")),
-    }
-
-
-def _speed(s: Status) -> Values:
-    memory_gib = s.readings.get("memory")
-    return {
         "tokens_per_second": ("Tokens a second over all ranks, at the median step.", s.tokens_per_second),
         "step_seconds": ("Seconds a step, the median of the last ones.", s.rate),
         "memory_bytes": (
@@ -276,12 +271,6 @@ def _speed(s: Status) -> Values:
             "The share of the wanted ranks' time that was missing while fewer of them trained.",
             s.goodput.get("smaller") if s.goodput else None,
         ),
-    }
-
-
-def _safety(s: Status) -> Values:
-    newest_checkpoint = s.checkpoints[0] if s.checkpoints else None
-    return {
         "incidents_open": ("Incidents that are not over.", sum(i.outcome == "open" for i in s.incidents)),
         "alert": ("1 while nothing more is done automatically and a person is needed.", bool(s.alert)),
         "last_checkpoint_step": (
@@ -294,96 +283,55 @@ def _safety(s: Status) -> Values:
         ),
         "last_checkpoint_bytes": ("Its size.", newest_checkpoint.size if newest_checkpoint else None),
         "checkpoint_free_bytes": ("Space that is left where checkpoints are written.", s.free),
+        "task_step": ("Step of the checkpoint of the last scores.", tasks.step if tasks.scores else None),
+        "task_settled_step": (
+            "Newest step whose checkpoint was evaluated, has failed, or was passed over for a newer one.",
+            tasks.settled if evaluates_tasks else None,
+        ),
+        "task_interval_steps": ("Steps between two evaluations (eval.interval).", s.task_interval),
+        "task_failures_in_a_row": (
+            "Evaluations that failed since the last one that succeeded.",
+            tasks.failures if evaluates_tasks else None,
+        ),
     }
 
 
-def _tasks(s: Status) -> Iterator[Metric]:
-    tasks = s.tasks
-    about = "Score of the last evaluation by eval.command (docs/evaluation.md)."
-    rows = [((name,), value) for name, value in tasks.scores.items()]
-    yield labelled(s.name, "task_score", about, ("task",), rows)
-    about = "How much worse the median of three evaluations is than the best such median, as a share of it."
-    rows = [((name,), drop.ratio) for name, drop in tasks.drops.items()]
-    yield labelled(s.name, "task_drop_ratio", about, ("task",), rows)
-    about = "The same in standard deviations of one evaluation."
-    rows = [((name,), drop.sigmas) for name, drop in tasks.drops.items()]
-    yield labelled(s.name, "task_drop_sigmas", about, ("task",), rows)
-    wanted = s.task_interval is not None
-    for name, about, value in (
-        ("task_step", "Step of the checkpoint of the last scores.", tasks.step if tasks.scores else None),
-        (
-            "task_settled_step",
-            "Newest step whose checkpoint was evaluated, has failed, or was passed over for a newer one.",
-            tasks.settled if wanted else None,
-        ),
-        ("task_interval_steps", "Steps between two evaluations (eval.interval).", s.task_interval),
-        (
-            "task_failures_in_a_row",
-            "Evaluations that failed since the last one that succeeded.",
-            tasks.failures if wanted else None,
-        ),
-    ):
-        yield labelled(s.name, name, about, (), [] if value is None else [((), float(value))])
+def _count(s: Status) -> Iterator[Metric]:
     about = "Checkpoints for the evaluation of tasks, by what became of them."
-    yield _counter(
-        s.name, "task_evaluations", about, ("outcome",), [((k,), n) for k, n in tasks.counts.items()]
-    )
-
-
-def _hosts(s: Status) -> Iterator[Metric]:
-    out = [((host,), 1.0) for host in s.left_out]
-    yield labelled(
-        s.name, "host_left_out", "1 while others are preferred to a host that failed.", ("host",), out
-    )
-    for name, about, values in (
-        (
-            "ratio",
-            "Time of a slow host's own work to that of the others.",
-            {h: f.ratio for h, f in s.slow.items()},
-        ),
-        ("cost", "The share of a step that a slow host costs.", {h: f.cost for h, f in s.slow.items()}),
-    ):
-        known = [((host,), value) for host, value in values.items() if value is not None]
-        yield labelled(s.name, f"slow_host_{name}", about, ("host",), known)
-
-
-def _counters(s: Status) -> Iterator[Metric]:
-    yield _counter(s.name, "updates_refused", "Updates that were not applied.", (), [((), s.refused)])
-    help_text = "Steps done again or undone because of incidents."
-    yield _counter(s.name, "steps_lost", help_text, (), [((), s.steps_lost)])
-    yield _counter(s.name, "starts", "Starts of the training processes.", (), [((), s.starts)])
-    restart_rows = [
-        ((ending_name,), count) for ending_name, count in (dict.fromkeys(ENDED_AS, 0) | s.restarts).items()
-    ]
-    yield _counter(s.name, "restarts", "Restarts by the supervisor.", ("reason",), restart_rows)
+    yield _counter(s.name, "task_evaluations", about, s.tasks.counts, "outcome")
+    yield _counter(s.name, "updates_refused", "Updates that were not applied.", {(): s.refused})
+    about = "Steps done again or undone because of incidents."
+    yield _counter(s.name, "steps_lost", about, {(): s.steps_lost})
+    yield _counter(s.name, "starts", "Starts of the training processes.", {(): s.starts})
+    restarts = dict.fromkeys(ENDED_AS, 0) | s.restarts
+    yield _counter(s.name, "restarts", "Restarts by the supervisor.", restarts, "reason")
     # What is open, or was handed over and opens again, may still change its class and cause; a counter never falls.
-    over_incidents = [one_incident for one_incident in s.incidents if one_incident.outcome in OVER]
-    cause_counts = {cause_name.value: 0 for cause_name in Cause} | Counter(
-        one_incident.cause for one_incident in over_incidents
-    )
-    cause_rows = [((cause_name,), count) for cause_name, count in cause_counts.items()]
-    yield _counter(s.name, "incidents_by_cause", "Incidents that are over, by cause.", ("cause",), cause_rows)
-    incident_counts = Counter(
-        (one_incident.kind, one_incident.cause, one_incident.verdict) for one_incident in over_incidents
-    )
-    help_text = "Incidents that are over, by class, cause and symptom."
-    yield _counter(s.name, "incidents", help_text, ("class", "cause", "verdict"), incident_counts.items())
+    over_incidents = [incident for incident in s.incidents if incident.outcome in OVER]
+    by_cause = {cause.value: 0 for cause in Cause} | Counter(incident.cause for incident in over_incidents)
+    yield _counter(s.name, "incidents_by_cause", "Incidents that are over, by cause.", by_cause, "cause")
+    by_kind = Counter((incident.kind, incident.cause, incident.verdict) for incident in over_incidents)
+    about = "Incidents that are over, by class, cause and symptom."
+    yield _counter(s.name, "incidents", about, by_kind, "class", "cause", "verdict")
 
 
-Rows = Iterable[tuple[Sequence[str], float]]
-"""Values of the labels, and the value."""
+Values = Mapping[Any, float | None]
+"""By the value of the label, or a tuple of those of all labels; None is left out."""
+Gauges = dict[str, tuple[str, Values]]
+"""By name: what it is, and its values."""
 
 
-def labelled(run: str, name: str, about: str, labels: Sequence[str], rows: Rows) -> Metric:
-    """A gauge with a label for the run, and others."""
-    gauge = GaugeMetricFamily(PREFIX + name, about, labels=["run", *labels])
-    for label_values, value in rows:
-        gauge.add_metric([run, *label_values], value)
-    return gauge
+def _gauges(run: str, gauges: Gauges, *labels: str) -> Iterator[Metric]:
+    """Gauges with a label for the run, and others."""
+    for name, (about, values) in gauges.items():
+        yield _add_values(GaugeMetricFamily(PREFIX + name, about, labels=["run", *labels]), run, values)
 
 
-def _counter(run: str, name: str, about: str, labels: Sequence[str], rows: Rows) -> Metric:
-    counter = CounterMetricFamily(PREFIX + name, about, labels=["run", *labels])
-    for label_values, value in rows:
-        counter.add_metric([run, *label_values], value)
-    return counter
+def _counter(run: str, name: str, about: str, values: Values, *labels: str) -> Metric:
+    return _add_values(CounterMetricFamily(PREFIX + name, about, labels=["run", *labels]), run, values)
+
+
+def _add_values(family: GaugeMetricFamily | CounterMetricFamily, run: str, values: Values) -> Metric:
+    for key, value in values.items():
+        if value is not None:
+            family.add_metric([run, *([key] if isinstance(key, str) else key)], float(value))
+    return family

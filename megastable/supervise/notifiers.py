@@ -23,7 +23,7 @@ from megastable.run.events.supervisor_events import Ended, HookFailed, Superviso
 from megastable.run.log import RunLog
 from megastable.supervise.hooks import Notices
 from megastable.supervise.metrics import Metrics
-from megastable.supervise.status import RunWatch, Status
+from megastable.supervise.status import RunWatch
 from megastable.supervise.status_panel import build_panel
 
 REFRESH = 1.0  # seconds between updates of panel and metrics
@@ -43,9 +43,7 @@ class Notifiers:
         c = config.supervise
         self.console = Console(highlight=False)
         log = RunLog(run)
-        self.notices = Notices(
-            c, lambda kind, problem: log.emit_event(HookFailed(kind=kind, problem=problem))
-        )
+        self.notices = Notices(c, lambda kind, text: log.emit_event(HookFailed(kind=kind, problem=text)))
         self.metrics = Metrics(c.metrics_port, c.metrics_address, run.machines) if c.metrics_port else None
         self.reports = ReportProcess(run, self.print_line)
         self.live: Live | None = None
@@ -77,9 +75,8 @@ class Notifiers:
     def poll_all(self) -> None:
         self.reports.poll()
         self.notices.report_failures()
-        if (
-            self.metrics is None and not self.console.is_terminal
-        ) or time.monotonic() - self._looked < REFRESH:
+        nobody_looks = self.metrics is None and not self.console.is_terminal
+        if nobody_looks or time.monotonic() - self._looked < REFRESH:
             return
         self._looked = time.monotonic()
         with suppress(MegastableError, OSError):
@@ -88,13 +85,10 @@ class Notifiers:
             if self.metrics is not None:
                 self.metrics.update(status)
             if self.console.is_terminal:
-                self._show(status)
-
-    def _show(self, status: Status) -> None:
-        if self.live is None:
-            self.live = Live(console=self.console, auto_refresh=False, transient=True)
-            self.live.start()
-        self.live.update(build_panel(status), refresh=True)
+                if self.live is None:
+                    self.live = Live(console=self.console, auto_refresh=False, transient=True)
+                    self.live.start()
+                self.live.update(build_panel(status), refresh=True)
 
     def close(self) -> None:
         """Send what is left, and close."""
@@ -115,9 +109,8 @@ def describe_news(event: Event) -> str:
             what_happened = f"closed ({summary.get('outcome')})" if event.what == "closed" else event.what
             onset = summary.get("onset", summary.get("step"))
             incident_text = f"incident {event.get('number')} (step {onset}) {what_happened}"
-            reason_text = (
-                summary.get("failure") or "; ".join(summary.get("reasons") or []) or event.get("reason") or ""
-            )
+            reasons = "; ".join(summary.get("reasons") or [])
+            reason_text = summary.get("failure") or reasons or event.get("reason")
             return f"{incident_text}: {reason_text}" if reason_text else incident_text
         case LookAheadSpent() | LookAheadFailed() | AlertEvent():
             return event.format_sentence()

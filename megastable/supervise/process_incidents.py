@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from megastable.base.errors import MegastableError
@@ -29,9 +28,8 @@ class ProcessIncidents:
 
     def __init__(self, journal: SupervisorJournal) -> None:
         self.journal = journal
-        self._noticed: float | None = (
-            None  # when the failure now being handled was noticed; None = by another process
-        )
+        # When the failure now being handled was noticed; None = by another process.
+        self._noticed: float | None = None
 
     def failure_noticed(self) -> None:
         """Start the clock for the time until training goes on."""
@@ -111,18 +109,9 @@ RECHECK = 20.0  # seconds in which unreadable data may recover, as on a flaky fi
 LOOK = 0.2  # seconds between polls
 
 
-def can_read_corpora(config: RunConfig, run: RunDirectory) -> bool:
-    """Whether the corpora can be opened on this host, which may not be one of the training hosts."""
-    try:
-        _open(config, run)
-    except MegastableError:
-        return False
-    return True
-
-
 def find_bad_data(config: RunConfig, run: RunDirectory, hurry: Callable[[], bool]) -> str:
-    """What is wrong with the corpora now, such as a shard truncated in mid-run; "" = nothing. hurry: whether to stop
-    retrying."""
+    """What is wrong with the corpora now, such as a shard truncated in mid-run, on this host, which may not be one of
+    the training hosts; "" = nothing. hurry: whether to stop retrying."""
     end_time = time.monotonic() + RECHECK
     while True:
         try:
@@ -135,19 +124,11 @@ def find_bad_data(config: RunConfig, run: RunDirectory, hurry: Callable[[], bool
         time.sleep(LOOK)
 
 
-@dataclass(frozen=True)
-class FailedSamples:
-    """The samples of a failed step: positions, and lines that skip them; missing: those not on the ledger yet."""
-
-    positions: list[int]
-    entries: list[SampleEntry]
-    missing: bool
-
-
 def find_failed_samples(
     config: RunConfig, run: RunDirectory, end: End, cursor: int, incident: int
-) -> FailedSamples:
-    """The samples of the failed step, which began at position `cursor`.
+) -> tuple[list[int], list[SampleEntry]]:
+    """The positions of the failed step's samples, which began at `cursor`, and the lines that skip them, none if the
+    ledger has them all.
 
     Harmless samples of the step are skipped along with the bad one. Left in, that one would return in another step
     of every epoch and kill processes again before it is suspected.
@@ -161,9 +142,8 @@ def find_failed_samples(
     usable_ledger, _ = ledger_before.select_usable(run.skips, order, config.data.skip)
     positions, _ = usable_ledger.next_kept(cursor, config.batches.value_at(cursor))
     sample_lines = sample_entries(order, positions, skip_reason, incident=incident, step=end.step)
-    return FailedSamples(
-        positions.tolist(), sample_lines, len(ledger.entries) - len(ledger_before.entries) < len(sample_lines)
-    )
+    is_missing = len(ledger.entries) - len(ledger_before.entries) < len(sample_lines)
+    return positions.tolist(), sample_lines if is_missing else []
 
 
 def _open(config: RunConfig, run: RunDirectory) -> Corpora:

@@ -36,15 +36,10 @@ class RankFiles:
         read_progress = _read(Progress, self.run.progress)
         return read_progress if read_progress is not None and read_progress.attempt == attempt else None
 
-    def anybody_died(self, attempt: int) -> bool:
-        return any(folder_of(self.run, attempt).glob("rank-*.json"))
-
     def read_last_words(self, attempt: int) -> list[LastWords]:
         """The last words of all ranks that left any. Torn files are ignored: the log has them, too."""
-        words_read = (
-            _read(LastWords, words_path) for words_path in folder_of(self.run, attempt).glob("rank-*.json")
-        )
-        return [words for words in words_read if words is not None]
+        paths = folder_of(self.run, attempt).glob("rank-*.json")
+        return [words for path in paths if (words := _read(LastWords, path)) is not None]
 
     def collect_stacks(self, attempt: Attempt) -> tuple[list[str], dict[int, KernelView]]:
         """Ask all ranks for their stacks: the files, and the kernel's view of ranks that do not answer."""

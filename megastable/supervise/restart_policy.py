@@ -104,11 +104,11 @@ def next_exclusion(
     """The bar of a host that has failed; before: its last one. Every strike doubles it; they are forgotten when the
     host has done without another one for as long as that bar was. least: strikes that it counts as. One that has
     to pass a burn-in has to whatever happens to it meanwhile."""
-    strikes = (
-        1 if before is None or now - before.until > _length(before.strikes, cool_off) else before.strikes + 1
-    )
-    strikes = max(strikes, least)
-    burn_in = max(burn_in, 0.0 if before is None else before.burn_in)
+    strikes = max(1, least)
+    if before is not None:
+        burn_in = max(burn_in, before.burn_in)
+        if now - before.until <= _length(before.strikes, cool_off):
+            strikes = max(before.strikes + 1, least)
     return HostBar(now + _length(strikes, cool_off), wholly or burn_in > 0, strikes, burn_in)
 
 

@@ -22,9 +22,9 @@ import time
 from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
-from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -74,16 +74,13 @@ class SlowHosts:
             hosts = {heard.rank: self.fleet.name_of_host(heard.host) for heard in ranks}
             self._found = Stragglers(limit, hosts, p.pipeline, p.tensor * p.context)
             self._starting = time.monotonic() - self._since
-        if self._read(self._found):
-            self._tell(self._found, attempt.number)
-        return self._replace(self._found, attempt, progress.steps - progress.step) if self._found.slow else ""
-
-    def _read(self, found: Stragglers) -> bool:
         has_changed = False
         while self._unread:
             heard, work_block = self._unread.popleft()
-            has_changed |= found.add_block(heard.rank, work_block)
-        return has_changed
+            has_changed |= self._found.add_block(heard.rank, work_block)
+        if has_changed:
+            self._tell(self._found, attempt.number)
+        return self._replace(self._found, attempt, progress.steps - progress.step) if self._found.slow else ""
 
     def _tell(self, found: Stragglers, attempt: int) -> None:
         told_hosts = set(self.journal.state.slow)
@@ -109,21 +106,18 @@ class SlowHosts:
         if least_cost is None or now - self._looked < PAUSE:
             return ""
         self._looked = now
-        hosts_worth_it = [
-            slow_host
-            for slow_host in found.slow.values()
-            if slow_host.cost >= least_cost and steps * slow_host.seconds > self._starting
-        ]
-        spare_hosts = self.gathering.list_spares(attempt.number, attempt.names) if hosts_worth_it else []
-        worst_hosts = sorted(hosts_worth_it, key=lambda slow: -slow.cost)[: len(spare_hosts)]
+        costly_hosts = [
+            slow for slow in found.slow.values()
+            if slow.cost >= least_cost and steps * slow.seconds > self._starting
+        ]  # fmt: skip
+        spare_hosts = self.gathering.list_spares(attempt.number, attempt.names) if costly_hosts else []
+        worst_hosts = sorted(costly_hosts, key=lambda slow: -slow.cost)[: len(spare_hosts)]
+        if not worst_hosts:
+            return ""
         for slow_host in worst_hosts:
             self.gathering.strike_host(slow_host.host, False, "slow host")
         slow_names = " and ".join(slow_host.host for slow_host in worst_hosts)
-        return (
-            f"{', '.join(spare_hosts[: len(worst_hosts)])} can take the place of {slow_names}"
-            if worst_hosts
-            else ""
-        )
+        return f"{', '.join(spare_hosts[: len(worst_hosts)])} can take the place of {slow_names}"
 
 
 def take_work_reports(store: Store, attempt: int) -> list[tuple[Heard, WorkBlock]]:
@@ -131,15 +125,10 @@ def take_work_reports(store: Store, attempt: int) -> list[tuple[Heard, WorkBlock
     work_reports = []
     while store.work:
         heard, raw_work = store.work.popleft()
-        work_reports += [(heard, work_block) for work_block in _blocks(heard, raw_work, attempt)]
+        with suppress(ValidationError):  # of another version
+            if heard.attempt == attempt:
+                work_reports += [(heard, work_block) for work_block in BLOCKS.validate_python(raw_work)]
     return work_reports
-
-
-def _blocks(heard: Heard, work: Any, attempt: int) -> list[WorkBlock]:
-    try:
-        return BLOCKS.validate_python(work) if heard.attempt == attempt else []
-    except ValidationError:
-        return []  # of another version
 
 
 WINDOW = 15  # blocks
@@ -240,11 +229,8 @@ class Stragglers:
         for host, rank in slowest_ranks.items():
             self.slow[host] = self._told(host, rank)
         for host in self.slow.keys() - slowest_ranks.keys():
-            if all(
-                self._is_over(rank_ratios)
-                for rank, rank_ratios in self._ratios.items()
-                if self.hosts[rank] == host
-            ):
+            ratios_there = [ratios for rank, ratios in self._ratios.items() if self.hosts[rank] == host]
+            if all(sum(ratio <= self._limit for ratio in ratios) >= SHARE for ratios in ratios_there):
                 del self.slow[host]
         return set(self.slow) != slow_before
 
@@ -253,9 +239,6 @@ class Stragglers:
             return False
         often_enough = sum(ratio > self._limit / 2 for ratio in ratios) >= SHARE
         return often_enough and statistics.median(ratios) > max(self._limit, SURE * self._spread)
-
-    def _is_over(self, ratios: Sequence[float]) -> bool:
-        return sum(ratio <= self._limit for ratio in ratios) >= SHARE
 
     def _learn(self) -> None:
         """How far windows are apart, while nobody is slow."""

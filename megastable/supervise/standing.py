@@ -58,10 +58,8 @@ def judge_state(
     at_work = told.word in (*AT_WORK, "supervisor") and not told.over
     if training or (training is None and at_work and (supervised or (age is not None and not is_still))):
         if told.word == "hang" or is_still:
-            pace_text = f"; a step takes {show_duration(rate)}" if rate is not None else ""
-            return Standing(
-                State.HUNG, reason=f"nothing has moved for {show_duration(age or 0.0)}{pace_text}"
-            )
+            pace = f"; a step takes {show_duration(rate)}" if rate is not None else ""
+            return Standing(State.HUNG, reason=f"nothing has moved for {show_duration(age or 0.0)}{pace}")
         is_starting = phase == "starting" or (not phase and told.word not in ("training", "resumed"))
         doubts_text = _doubts(told, supervised, training, age)
         return Standing(State.STARTING if is_starting else State.RUNNING, reason=doubts_text)
@@ -70,10 +68,9 @@ def judge_state(
     goodbye_event = told.goodbye or NOTHING
     is_pending = told.word in ("restart", "hosts_awaited")
     if supervised and (is_pending or goodbye_event.get("event") not in ("stopped", "finished")):
-        waiting_reason = (told.restart or goodbye_event).get(
-            "reason"
-        ) or "its processes have ended: why is being looked into"
-        return Standing(State.WAITING, reason=make_visible(waiting_reason, 300))
+        known_reason = (told.restart or goodbye_event).get("reason")
+        reason = known_reason or "its processes have ended: why is being looked into"
+        return Standing(State.WAITING, reason=make_visible(reason, 300))
     if None in (supervised, training) and told.word and not told.over:
         return Standing(State.UNKNOWN, reason=_doubts(told, supervised, training, age))
     return _ended(told)
@@ -111,12 +108,9 @@ def _ended(told: RunHistory) -> Standing:
         case "handover":
             return Standing(State.INTERRUPTED, errors.HANDOVER, end_reason)
     if told.word:
-        attempt_ends = (
-            attempt.end for attempt in reversed(told.attempts.values()) if attempt.end is not None
-        )
-        failure = next(filter(None, (attempt_end.get("failure") for attempt_end in attempt_ends)), "")
-        failure_text = make_visible(failure, 300) or "its processes are gone, and none said why"
-        return Standing(State.INTERRUPTED, None, failure_text)
+        failures = ((attempt.end or NOTHING).get("failure") for attempt in reversed(told.attempts.values()))
+        failure_text = make_visible(next(filter(None, failures), ""), 300)
+        return Standing(State.INTERRUPTED, None, failure_text or "its processes are gone, and none said why")
     return Standing(State.NEW)
 
 
@@ -140,10 +134,8 @@ def advise_person(stands: Standing, run: RunDirectory, told: RunHistory, supervi
         case State.HUNG:
             return f"a supervisor ends it and starts it again: {again}"
         case State.UNKNOWN:
-            host = make_visible(
-                (told.supervisor or NOTHING).get("host") or "the host that it was started on", 80
-            )
-            return f"look on {host}; if nobody is at work there, to go on: {again}"
+            host = (told.supervisor or NOTHING).get("host") or "the host that it was started on"
+            return f"look on {make_visible(host, 80)}; if nobody is at work there, to go on: {again}"
         case State.STOPPED | State.INTERRUPTED:
             return f"to go on: {again}"
         case State.NEW:

@@ -42,6 +42,8 @@ from megastable.supervise.standing import Standing, State, advise_person, build_
 
 SHOWN = 5  # checkpoints
 RECENT = 20  # of evaluations and attempts
+# Of a recipe that is no YAML, or has other values than those of a recipe.
+UNREADABLE = (OSError, yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError)
 UNITS = {
     "age": "age_seconds", "began": "began_unix_seconds", "eta": "eta_seconds", "free": "free_bytes",
     "last_progress": "last_progress_unix_seconds", "last_step": "last_step_unix_seconds",
@@ -289,10 +291,9 @@ class RunWatch:
         if unreadable:
             stands = Standing(State.UNKNOWN, reason=make_visible(unreadable, 300))
         if stands.state is State.NEW and self._complete():
-            stands = Standing(
-                State.FINISHED, errors.OK, "its journal is gone: summary.json says that it is complete"
-            )
-        if stands.state is State.STARTING and s.word == "supervisor" and self._complete():
+            why = "its journal is gone: summary.json says that it is complete"
+            stands = Standing(State.FINISHED, errors.OK, why)
+        elif stands.state is State.STARTING and s.word == "supervisor" and self._complete():
             why = "the supervisor waits for the evaluation of the last checkpoint (eval.command)"
             stands = Standing(State.FINISHED, errors.OK, why)
         goes_on = stands.state in (State.RUNNING, State.HUNG) and steps is not None and rate is not None
@@ -351,8 +352,7 @@ class RunWatch:
             refused=s.refused,
             alert=_describe_alert(s),
             trends={
-                make_visible(name, 40): make_visible(event.text or "", 300)
-                for name, event in s.trends.items()
+                make_visible(k, 40): make_visible(event.text or "", 300) for k, event in s.trends.items()
             },
             goodput=self._goodput(bool(supervisor.alive or trainer.alive), now),
             checkpoints=self._checkpoints(),
@@ -397,32 +397,17 @@ class RunWatch:
             )  # fmt: skip
         except FileNotFoundError:
             return
-        except (
-            OSError,
-            ValueError,
-            yaml.YAMLError,
-            LookupError,
-            TypeError,
-            AttributeError,
-            ArithmeticError,
-        ) as error:
+        except UNREADABLE as error:
             broken_part = "its supervise part" if isinstance(error, ValidationError) else "it"
             problems.append(f"{self.run.recipe}: {broken_part} cannot be read: {str(error).splitlines()[0]}")
 
     def _process(self, lock: str, told: Mapping[str, Any]) -> Process:
-        return Process(
-            is_held(self.run.root / lock),
-            read_whole(told.get("pid")),
-            make_visible(told.get("host") or "", 80),
-        )
+        host = make_visible(told.get("host") or "", 80)
+        return Process(is_held(self.run.root / lock), read_whole(told.get("pid")), host)
 
     def _goodput(self, alive: bool, now: float) -> dict[str, Any] | None:
-        time_account = self._time.account_lately(alive, now)
-        return (
-            None
-            if time_account is None
-            else {**time_account.list_facts(), "settled": time_account.settled_seconds()}
-        )
+        account = self._time.account_lately(alive, now)
+        return None if account is None else {**account.list_facts(), "settled": account.settled_seconds()}
 
     def _checkpoints(self) -> tuple[Checkpoint, ...]:
         """The newest committed ones, newest first."""
@@ -463,11 +448,8 @@ class RunWatch:
 
     def _speed(self, progress: dict[str, Any], rate: float | None) -> float | None:
         """Tokens per second at the median rate: the last step may have been slower or faster."""
-        reported_speed, step_seconds = (
-            _finite(progress.get("tokens_per_second")),
-            _finite(progress.get("seconds")),
-        )
-        step_tokens = (reported_speed or 0.0) * (step_seconds or 0.0)
+        step_seconds = _finite(progress.get("seconds")) or 0.0
+        step_tokens = (_finite(progress.get("tokens_per_second")) or 0.0) * step_seconds
         batch_sizes, cursor = self._recipe.batches, read_whole(progress.get("cursor"))
         if batch_sizes is not None and (cursor is not None or len(batch_sizes.values) == 1):
             step_tokens = batch_sizes.value_at(cursor or 0) * (self._recipe.sequence_length or 0)
@@ -497,26 +479,23 @@ def require_run(run: Path) -> None:
         run_names = sorted(path.name for path in run.iterdir() if (path / "journal.jsonl").exists())
     except OSError as error:
         raise DataError(f"{run} cannot be read: {error.strerror}") from None
-    hint_text = (
+    hint = (
         f"those below it are: {', '.join(run_names[:10])}"
         if run_names
         else "give one, such as runs/quickstart"
     )
-    raise DataError(f"{make_visible(run)} is not the directory of a run: {make_visible(hint_text)}")
+    raise DataError(f"{make_visible(run)} is not the directory of a run: {make_visible(hint)}")
 
 
 def _believed(*processes: Process) -> tuple[Process, ...]:
     """A lock of another host that looks free may not be shared between hosts: unknown while there is progress, unless a
     lock held there is seen."""
-    on_other_host = [one_process.host not in ("", socket.gethostname()) for one_process in processes]
-    if any(
-        one_process.alive and is_elsewhere
-        for one_process, is_elsewhere in zip(processes, on_other_host, strict=True)
-    ):
+    elsewhere = [process for process in processes if process.host not in ("", socket.gethostname())]
+    if any(process.alive for process in elsewhere):
         return processes
     return tuple(
-        replace(one_process, alive=None) if one_process.alive is False and is_elsewhere else one_process
-        for one_process, is_elsewhere in zip(processes, on_other_host, strict=True)
+        replace(process, alive=None) if process in elsewhere and process.alive is False else process
+        for process in processes
     )
 
 
@@ -529,7 +508,7 @@ def _summarize_attempt(known: AttemptHistory) -> AttemptSummary:
 
 def _summarize_incident(known: IncidentHistory) -> IncidentSummary:
     summary = known.summary
-    incident_actions = summary.get("actions")
+    actions = summary.get("actions")
     return IncidentSummary(
         number=known.number,
         onset=read_whole(summary.get("onset", summary.get("step"))) or 0,
@@ -537,9 +516,7 @@ def _summarize_incident(known: IncidentHistory) -> IncidentSummary:
         verdict=make_visible(summary.get("verdict", "?"), 40),
         kind=make_visible(summary.get("kind", "?"), 40),
         cause=make_visible(summary.get("cause", "?"), 40),
-        action=make_visible(incident_actions[-1], 40)
-        if isinstance(incident_actions, list) and incident_actions
-        else "",
+        action=make_visible(actions[-1], 40) if isinstance(actions, list) and actions else "",
         outcome=make_visible(summary.get("outcome", "?"), 40),
         steps_lost=read_whole(summary.get("steps_lost")) or 0,
         batches_discarded=read_whole(summary.get("batches_discarded")) or 0,
@@ -562,11 +539,8 @@ def _find_left_out(history: RunHistory, now: float) -> dict[str, float]:
 def _describe_alert(history: RunHistory) -> str:
     if history.alert is None:
         return ""
-    alert_step, alert_reason = (
-        read_whole(history.alert.get("step")),
-        make_visible(history.alert.get("reason") or "", 500),
-    )
-    return f"since step {alert_step:,}: {alert_reason}" if alert_step is not None else alert_reason
+    step, reason = read_whole(history.alert.get("step")), make_visible(history.alert.get("reason") or "", 500)
+    return f"since step {step:,}: {reason}" if step is not None else reason
 
 
 def _free(folder: Path) -> int | None:
@@ -617,9 +591,7 @@ class RecentSteps:
         self._changed = changed_stamp
         row_dicts = step_table.slice(max(0, len(step_table) - ROWS)).to_pylist()
         for row in row_dicts:
-            self.newest |= {
-                value_name: row[value_name] for value_name in NEWEST if row[value_name] is not None
-            }
+            self.newest |= {name: row[name] for name in NEWEST if row[name] is not None}
         steps_by_number = {row["step"]: (row["step"], row["loss"], row["seconds"]) for row in row_dicts}
         self._records = [steps_by_number[step] for step in sorted(steps_by_number)][-KEPT:]
         timed_rows = [row for row in row_dicts if row[COLUMNS[OTHER]] is not None][-TIMED:]
@@ -643,12 +615,8 @@ class RecentSteps:
 
     def median_step_seconds(self) -> float | None:
         """Seconds per step, of observed steps, if there are enough: the records may be of another number of ranks."""
-        seen_seconds = [seconds for _, _, seconds in self._seen][-TIMED:]
-        recorded_seconds = [seconds for _, _, seconds in self._records[-TIMED:]]
-        chosen_seconds = (
-            seen_seconds if len(seen_seconds) >= ENOUGH or not recorded_seconds else recorded_seconds
-        )
-        return statistics.median(chosen_seconds) if chosen_seconds else None
+        steps = list(self._seen) if len(self._seen) >= ENOUGH or not self._records else self._records
+        return statistics.median(seconds for _, _, seconds in steps[-TIMED:]) if steps else None
 
     def losses_until(self, step: int) -> tuple[tuple[int, float], ...]:
         """(step, loss) up to the current step, oldest first: later ones were undone."""

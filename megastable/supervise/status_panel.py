@@ -24,7 +24,7 @@ from rich.text import Text
 
 from megastable.base.text import count_noun, show_duration, show_size
 from megastable.supervise.standing import State
-from megastable.supervise.status import IncidentSummary, Process, RunWatch, Status
+from megastable.supervise.status import IncidentSummary, RunWatch, Status
 
 BARS = "▁▂▃▄▅▆▇█"
 LARGEST = 1e30  # larger values would break the scale
@@ -65,12 +65,8 @@ def sparkline(values: Sequence[float], width: int) -> str:
     if len(finite_means) > 2:
         scale_top = min(scale_top, median_mean + 4 * max(median_mean - scale_bottom, 1e-9))
     scale_span = max(scale_top - scale_bottom, 1e-9)
-    return "".join(
-        BARS[round(min(1.0, (bar_mean - scale_bottom) / scale_span) * (len(BARS) - 1))]
-        if math.isfinite(bar_mean)
-        else "×"
-        for bar_mean in bar_means
-    )
+    shares = [(mean - scale_bottom) / scale_span for mean in bar_means]
+    return "".join(BARS[round(min(1.0, x) * (len(BARS) - 1))] if math.isfinite(x) else "×" for x in shares)
 
 
 def build_panel(status: Status, folded: bool = True) -> RenderableType:
@@ -82,9 +78,8 @@ def build_panel(status: Status, folded: bool = True) -> RenderableType:
 def show_live(watch: RunWatch, console: Console, seconds: float = 1.0) -> Status:
     """Show a run until no process is at work, or Ctrl-C. Returns the last status."""
     status = watch.read_status()
-    shown = Live(
-        build_panel(status), console=console, auto_refresh=False, transient=True, vertical_overflow="crop"
-    )
+    panel = build_panel(status)
+    shown = Live(panel, console=console, auto_refresh=False, transient=True, vertical_overflow="crop")
     with suppress(KeyboardInterrupt), shown:
         while status.state in PRESENT:
             time.sleep(seconds)
@@ -173,44 +168,32 @@ def _rows(s: Status, width: int, most: int) -> Iterator[tuple[str, Text]]:
     ):
         yield "speed", Text(speed_text)
     if s.validation:
-        *_, (step, loss) = s.validation
-        before_text = (
-            f", {s.validation[-2][1]:.3f} at {s.validation[-2][0]:,}" if len(s.validation) > 1 else ""
-        )
+        *before, (step, loss) = s.validation
+        before_text = f", {before[-1][1]:.3f} at {before[-1][0]:,}" if before else ""
         yield "validation", Text(f"{loss:.3f} at step {step:,}{before_text}")
         if s.validation_by_corpus:
-            found_text = ", ".join(
-                f"{entry_name} {loss:.3f}" for entry_name, loss in s.validation_by_corpus.items()
-            )
-            yield "corpora", Text(_cut(found_text, most))
+            losses_text = ", ".join(f"{corpus} {loss:.3f}" for corpus, loss in s.validation_by_corpus.items())
+            yield "corpora", Text(_cut(losses_text, most))
     if s.probe:
         yield "probe", Text(f"{s.probe[1]:.3f} at step {s.probe[0]:,}")
     if s.tasks.scores:
-        found_text = ", ".join(f"{entry_name} {value:.4g}" for entry_name, value in s.tasks.scores.items())
-        yield "tasks", Text(_cut(f"step {s.tasks.step:,}: {found_text}", most))
+        scores_text = ", ".join(f"{task} {score:.4g}" for task, score in s.tasks.scores.items())
+        yield "tasks", Text(_cut(f"step {s.tasks.step:,}: {scores_text}", most))
+    newest_text = "none yet"
     if s.checkpoints:
-        newest_checkpoint = s.checkpoints[0]
-        told_text = f"{newest_checkpoint.name}, {_ago(s.time - newest_checkpoint.time)}" + (
-            f", {show_size(newest_checkpoint.size)}" if newest_checkpoint.size else ""
-        )
-        yield (
-            "checkpoint",
-            Text(told_text + (f"; {len(s.checkpoints) - 1} older" if len(s.checkpoints) > 1 else "")),
-        )
-    else:
-        yield "checkpoint", Text("none yet")
+        newest, *older = s.checkpoints
+        newest_text = f"{newest.name}, {_ago(s.time - newest.time)}"
+        newest_text += f", {show_size(newest.size)}" if newest.size else ""
+        newest_text += f"; {len(older)} older" if older else ""
+    yield "checkpoint", Text(newest_text)
     yield "incidents", _incidents(s)
     if s.restarts or len(s.attempts) > 1:
-        told_text = f"{sum(s.restarts.values())}"
-        if endings_text := ", ".join(
-            f"{entry_name} {restart_count}" for entry_name, restart_count in sorted(s.restarts.items())
-        ):
-            told_text += f" ({endings_text})"
-        if failure_text := next(
-            (one_attempt.failure for one_attempt in reversed(s.attempts) if one_attempt.failure), ""
-        ):
-            told_text += f"; last: {_cut(failure_text, most)}"
-        yield "restarts", Text(told_text)
+        restarts_text = f"{sum(s.restarts.values())}"
+        if endings_text := ", ".join(f"{ending} {count}" for ending, count in sorted(s.restarts.items())):
+            restarts_text += f" ({endings_text})"
+        if failures := [attempt.failure for attempt in s.attempts if attempt.failure]:
+            restarts_text += f"; last: {_cut(failures[-1], most)}"
+        yield "restarts", Text(restarts_text)
     if s.goodput is not None and s.goodput["wall_seconds"]:
         yield "goodput", Text(_goodput(s.goodput))
     yield "processes", _processes(s)
@@ -234,14 +217,14 @@ def _loss(s: Status, width: int) -> Text:
 def _incidents(s: Status) -> Text:
     if not s.incidents:
         return Text("none" + (f"; {count_noun(s.refused, 'update')} refused" if s.refused else ""))
-    is_open = sum(incident_case.outcome == "open" for incident_case in s.incidents)
-    incidents_text = Text(f"{len(s.incidents)}" + (f", {is_open} open" if is_open else ""))
+    open_count = sum(case.outcome == "open" for case in s.incidents)
+    incidents_text = Text(f"{len(s.incidents)}" + (f", {open_count} open" if open_count else ""))
     incidents_text.append(
         f"; {count_noun(s.steps_lost, 'step')} lost, {count_noun(s.refused, 'update')} refused"
     )
-    for incident_case in s.incidents[-2:]:
+    for case in s.incidents[-2:]:
         incidents_text.append("\n")
-        incidents_text.append(_case(incident_case), style="yellow" if incident_case.outcome == "open" else "")
+        incidents_text.append(_case(case), style="yellow" if case.outcome == "open" else "")
     return incidents_text
 
 
@@ -275,7 +258,13 @@ def _processes(s: Status) -> Text:
     for process_name, process in (("supervisor", s.supervisor), ("training", s.trainer)):
         processes_text.append("; " if processes_text else "")
         processes_text.append(f"{process_name} ")
-        processes_text.append(*_alive(process))
+        if process.alive is None:
+            processes_text.append("cannot be told", "yellow")
+        elif not process.alive:
+            processes_text.append("none")
+        else:
+            parts = (process.pid is not None and f"pid {process.pid}", process.host and f"on {process.host}")
+            processes_text.append(_joined(*parts, by=" ") or "is there", "green")
     if s.attempt is not None:
         processes_text.append(f", attempt {s.attempt}")
     if s.age is not None and s.state is not State.FINISHED:
@@ -283,25 +272,13 @@ def _processes(s: Status) -> Text:
     return processes_text
 
 
-def _alive(process: Process) -> tuple[str, str]:
-    if process.alive is None:
-        return "cannot be told", "yellow"
-    if not process.alive:
-        return "none", ""
-    where_text = _joined(
-        process.pid is not None and f"pid {process.pid}", process.host and f"on {process.host}", by=" "
-    )
-    return where_text or "is there", "green"
-
-
 def _events(s: Status, count: int) -> Table:
     event_grid = Table.grid(padding=(0, 1), expand=True)
     event_grid.add_column(style="dim", no_wrap=True, min_width=8)
     event_grid.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
     for said in s.tail[-count:]:
-        event_grid.add_row(
-            _clock(said.time, s.time), Text(said.text, style=EVENT_COLOURS.get(said.event, ""))
-        )
+        event_text = Text(said.text, style=EVENT_COLOURS.get(said.event, ""))
+        event_grid.add_row(_clock(said.time, s.time), event_text)
     return event_grid
 
 

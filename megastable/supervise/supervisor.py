@@ -37,12 +37,7 @@ from megastable.supervise.gathering import Gathering, RunExit
 from megastable.supervise.hangs import HangDetector, RankView, Suspects, find_suspects
 from megastable.supervise.locks import nobody_trains, only_supervisor, wait_until_nobody_trains
 from megastable.supervise.machine_recorder import MachineRecorder
-from megastable.supervise.process_incidents import (
-    ProcessIncidents,
-    can_read_corpora,
-    find_bad_data,
-    find_failed_samples,
-)
+from megastable.supervise.process_incidents import ProcessIncidents, find_bad_data, find_failed_samples
 from megastable.supervise.rank_files import RankFiles, StorageProbe
 from megastable.supervise.restart_policy import Failure, choose_remedy, exclusions_after, pause_seconds
 from megastable.supervise.slow_hosts import SlowHosts, take_work_reports
@@ -101,10 +96,8 @@ class Supervisor:
         self.storage = StorageProbe(run.root / ".storage")
         self.ranks = RankFiles(run, listener.print_line)
         beside = (config, run, training.recipe, self.training.overrides, listener.print_line)
-        self.prescan, self.evaluation = (
-            side_process.build_look_ahead(*beside),
-            side_process.build_evaluation(*beside),
-        )
+        self.prescan = side_process.build_look_ahead(*beside)
+        self.evaluation = side_process.build_evaluation(*beside)
         # Whether this host could read the corpora at the start: later trouble is damage.
         self.has_data = False
 
@@ -162,7 +155,7 @@ class Supervisor:
         return end.code
 
     def _until_the_end(self, predecessor: tuple[int, str] | None) -> RunExit:
-        self.has_data = can_read_corpora(self.config, self.run)
+        self.has_data = not find_bad_data(self.config, self.run, lambda: True)
         attempt = self._take_over(predecessor)
         run_state = self.journal.state
         what_follows: RunExit | StartAgain | None = None
@@ -224,15 +217,9 @@ class Supervisor:
         wait_until_nobody_trains(self.run, self.config.supervise.hang_unknown, lambda: self.stopping)
         # Journaled first: the next supervisor looks for it.
         log_path = str(log_of(self.run, number).relative_to(self.run.root))
-        asked_command = self.training
-        command_words = [
-            *asked_command.given,
-            "--module",
-            asked_command.module,
-            asked_command.recipe,
-            *asked_command.overrides,
-        ]
-        self.journal.journal_event(self._launched(number, hosts, command_words, log_path))
+        asked = self.training
+        words = [*asked.given, "--module", asked.module, asked.recipe, *asked.overrides]
+        self.journal.journal_event(self._launched(number, hosts, words, log_path))
         self.journal.read_new_events()
         self.store.begin_attempt(number)
         self.hangs.begin_attempt()
@@ -270,9 +257,8 @@ class Supervisor:
                 asked_time, self.again = now, restart_reason
                 self.ranks.tell_ranks(stop=True, again=restart_reason)
                 self.say(f"{restart_reason}: the ranks finish their step and save, to begin again")
-            if asked_time is not None and (
-                self.signals > 1 or now - asked_time > self.config.supervise.stop_seconds
-            ):
+            is_late_to_stop = asked_time is not None and now - asked_time > self.config.supervise.stop_seconds
+            if is_late_to_stop or (asked_time is not None and self.signals > 1):
                 break
             if first_death is None and self._somebody_died(attempt):
                 first_death = now
@@ -380,11 +366,12 @@ class Supervisor:
         """Whether a rank has ended by error or signal, on any host, or the training has journaled its end."""
         # The launcher of one host may end while the others wait for it in the rendezvous. One that ends by the signal
         # that has asked for a stop leaves its ranks to save.
-        launcher_failed = attempt.code and not self.stopping
-        rank_failed = any(rank_fate.signal or rank_fate.code for rank_fate in attempt.fates.values())
         return bool(
-            self.journal.state.since_launch or launcher_failed or rank_failed
-        ) or self.ranks.anybody_died(attempt.number)
+            self.journal.state.since_launch
+            or (attempt.code and not self.stopping)
+            or any(rank_fate.signal or rank_fate.code for rank_fate in attempt.fates.values())
+            or any(folder_of(self.run, attempt.number).glob("rank-*.json"))
+        )
 
     def _grace(self, attempt: Attempt) -> float:
         """Seconds for the other ranks to end after the first."""
@@ -404,19 +391,12 @@ class Supervisor:
             rank_words.model_copy(update={"time": rank_words.time - self.fleet.clock_offset(rank_words.host)})
             for rank_words in self.ranks.read_last_words(attempt.number)
         ]
-        events_said, heard_ranks = self.journal.state.since_launch, list(self.store.ranks.values())
-        first_silent_ranks = find_first_silent(
-            heard_ranks,
-            {rank_words.rank for rank_words in last_words},
-            self.fleet.name_of_host,
-            time.monotonic(),
-        )
-        attempt_evidence = AttemptEvidence(
-            list(events_said), last_words, attempt.fates, attempt.code, end_of_log(log_path, LOG_TAIL), progress,
-            witness_host, attempt.gone,
-            self.fleet.name_of_host, first_silent_ranks,
-        )  # fmt: skip
-        attempt_end = find_exit_cause(attempt_evidence)
+        heard_ranks, spoke = list(self.store.ranks.values()), {rank_words.rank for rank_words in last_words}
+        first_silent = find_first_silent(heard_ranks, spoke, self.fleet.name_of_host, time.monotonic())
+        attempt_end = find_exit_cause(AttemptEvidence(
+            list(self.journal.state.since_launch), last_words, attempt.fates, attempt.code,
+            end_of_log(log_path, LOG_TAIL), progress, witness_host, attempt.gone, self.fleet.name_of_host, first_silent,
+        ))  # fmt: skip
         return attempt_end if hang is None else attempt_end.by_hang(self.hangs, hang)
 
     def _settle(self, attempt: Attempt, end: End) -> RunExit | StartAgain:
@@ -437,9 +417,8 @@ class Supervisor:
                 skipped_ranges = self._skip(end)  # before it is journaled as done
         silent_seconds = None
         if progress is not None:
-            silent_seconds = round(
-                max(0.0, time.time() - progress.time + self.fleet.clock_offset(progress.host)), 1
-            )
+            since_progress = time.time() - progress.time + self.fleet.clock_offset(progress.host)
+            silent_seconds = round(max(0.0, since_progress), 1)
         end_fields = end.model_dump() | ({} if remedy else {"what": ""})
         self.journal.journal_event(
             Ended(attempt=number, clock=clock, silent=silent_seconds, skipped=skipped_ranges, **end_fields)
@@ -518,12 +497,11 @@ class Supervisor:
             return []
         run_state = self.journal.state
         incident_number = next(iter(run_state.open), run_state.number + 1)
-        failed_samples = find_failed_samples(self.config, self.run, end, end.cursor, incident_number)
-        if failed_samples.missing:
-            self.journal.retry_until_written(lambda: append_entries(self.run.skips, failed_samples.entries))
-        first_position, last_position = failed_samples.positions[0], failed_samples.positions[-1]
-        self.say(f"  skipped in this and every later epoch: positions {first_position}-{last_position}")
-        return ranges_of(failed_samples.positions)
+        positions, missing = find_failed_samples(self.config, self.run, end, end.cursor, incident_number)
+        if missing:
+            self.journal.retry_until_written(lambda: append_entries(self.run.skips, missing))
+        self.say(f"  skipped in this and every later epoch: positions {positions[0]}-{positions[-1]}")
+        return ranges_of(positions)
 
     def _complete(self) -> bool:
         """Whether the training is over, and nothing of it is left to mend."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -60,9 +61,8 @@ class SupervisorJournal:
         """Read new events, and show the output of the ranks."""
         file_starts, new_events = self._follower.starts, self._follower.read_new()
         if self._follower.starts != file_starts:
-            self.state = (
-                SupervisorState()
-            )  # a person repaired the journal: it is read again, but its events are not passed on again
+            # A person repaired the journal: it is read again, but its events are not passed on again.
+            self.state = SupervisorState()
         for event in new_events:
             self.state.add_event(event)
             if self._follower.starts == file_starts:
@@ -153,15 +153,10 @@ class SupervisorState(RunHistory):
     @property
     def predecessor(self) -> tuple[int, str] | None:
         """(process, host) of a supervisor that ended without a word."""
-        last_event = self.supervisor
-        if (
-            last_event is None
-            or last_event.what == "ended"
-            or last_event.pid is None
-            or last_event.host is None
-        ):
+        event = self.supervisor
+        if event is None or event.what == "ended" or event.pid is None or event.host is None:
             return None
-        return last_event.pid, last_event.host
+        return event.pid, event.host
 
     @property
     def number(self) -> int:
@@ -172,14 +167,10 @@ class SupervisorState(RunHistory):
     def open(self) -> dict[int, Incident]:
         """Our incidents that are not resolved."""
         open_incidents = dict[int, Incident]()
-        for incident_number, incident_history in sorted(self.incidents.items()):
-            if incident_history.summary.get("outcome") == "open" and incident_history.summary.get(
-                "verdict"
-            ) in list(Breakdown):
-                try:
-                    open_incidents[incident_number] = Incident.model_validate(incident_history.summary)
-                except ValidationError:
-                    continue
+        for number, known in sorted(self.incidents.items()):
+            if known.summary.get("outcome") == "open" and known.summary.get("verdict") in list(Breakdown):
+                with suppress(ValidationError):
+                    open_incidents[number] = Incident.model_validate(known.summary)
         return open_incidents
 
     @property
@@ -205,12 +196,10 @@ class SupervisorState(RunHistory):
     @property
     def unfit(self) -> Counter[int]:
         """By number of hosts, failures of attempts on fewer than before that did not train a step."""
-        ends = ((failed, _read_end(failed)) for failed in self.failed_attempts)
         return Counter(
-            failed.hosts
-            for failed, end in ends
-            if end is not None and _lacks_hosts(end, failed.hosts, failed.widest)
-        )
+            failed.hosts for failed in self.failed_attempts
+            if (end := _read_end(failed)) is not None and _lacks_hosts(end, failed.hosts, failed.widest)
+        )  # fmt: skip
 
     @property
     def unmended(self) -> End | None:

@@ -99,20 +99,17 @@ class Checkpoints:
         bad_names = run_on_first(self._quarantined)
         unfit_names = bad_names | self._moved
         behind_names = run_on_first(lambda: self._of_which(has_read)) - unfit_names.keys()
-        newest_good, rejected_names = store.newest_good(
-            self.folder, unfit_names | dict.fromkeys(behind_names, "")
-        )
+        passed_names = unfit_names | dict.fromkeys(behind_names, "")
+        newest_good, rejected_names = store.newest_good(self.folder, passed_names)
         self.passed = behind_names & rejected_names.keys()
         if newest_good is None and behind_names:
             newest_good, damaged_names = store.newest_good(self.folder, unfit_names)
             rejected_names, self.passed = rejected_names | damaged_names, set()
         told_before = self.rejected
-        self.rejected = {
-            name: rejection_reason for name, rejection_reason in rejected_names.items() if rejection_reason
-        }
-        for name, rejection_reason in self.rejected.items() - told_before.items():
-            rejected_event = CheckpointRejected(name=name, problem=rejection_reason)
-            self.log.emit_event(rejected_event, say=f"passed over a damaged checkpoint: {rejection_reason}")
+        self.rejected = {name: reason for name, reason in rejected_names.items() if reason}
+        for name, reason in self.rejected.items() - told_before.items():
+            rejected_event = CheckpointRejected(name=name, problem=reason)
+            self.log.emit_event(rejected_event, say=f"passed over a damaged checkpoint: {reason}")
         if newest_good is None and self.rejected:
             raise mark_collective(CheckpointError(self._nothing_left(bad_names)))
         return newest_good
@@ -122,10 +119,8 @@ class Checkpoints:
         run_on_first(self._clean)
         if self.config.staging is not None:
             self._recover(PartFolder(self.config.staging, self.run.root))
-        handover_step, rolled_back = (
-            run_on_first(self.run.find_handover),
-            run_on_first(self.run.find_rollback),
-        )
+        handover_step = run_on_first(self.run.find_handover)
+        rolled_back = run_on_first(self.run.find_rollback)
         if rolled_back is not None:
             run_on_first(lambda: self._go_behind(*rolled_back))
         elif handover_step is not None:
@@ -149,14 +144,11 @@ class Checkpoints:
     def _of_which(self, true: Callable[[RunState], bool]) -> set[str]:
         """Names of those whose state meets the condition; not of unreadable ones, which are damaged."""
         found_names = set[str]()
-        for checkpoint_path in self._paths():
+        for checkpoint_path in store.newest_first(self.folder):
             with suppress(CheckpointError):
                 if true(store.read_state(checkpoint_path)):
                     found_names.add(checkpoint_path.name)
         return found_names
-
-    def _paths(self) -> list[Path]:
-        return store.newest_first(self.folder)
 
     def _nothing_left(self, quarantined: Collection[str]) -> str:
         """The reason why the run cannot begin."""
@@ -212,9 +204,8 @@ class Checkpoints:
         """Whether the state that the engine holds is the one that `found` was saved from.
 
         If so, those passed over are put aside. Otherwise it is quarantined, and `find_newest_good` finds another one.
-        Raises
-        CheckpointError if an earlier one has other losses here, and it cannot be told whether that checkpoint or this
-        machine is to blame.
+        Raises CheckpointError if an earlier one has other losses here, and it cannot be told whether that checkpoint or
+        this machine is to blame.
         """
         current_vitals = self.vitals(saved.step)
         bf16_moments = self.engine.flat_state().moments is torch.bfloat16
@@ -225,14 +216,10 @@ class Checkpoints:
         vitals_verdict = judge_loaded_state(
             saved_vitals, current_vitals, bf16_moments, self.config.vitals, moment_ratio
         )
-        self.changes = (
-            {}
-            if saved_vitals is None
-            else {
-                "sizes": size_change(saved_vitals.sizes, current_vitals.sizes),
-                "losses": loss_change(saved_vitals, current_vitals),
-            }
-        )
+        self.changes = {}
+        if saved_vitals is not None:
+            self.changes["sizes"] = size_change(saved_vitals.sizes, current_vitals.sizes)
+            self.changes["losses"] = loss_change(saved_vitals, current_vitals)
         asks_person = bool(vitals_verdict.problem or self._moved)
         acceptance_ruling = run_on_first(lambda: markers.read_acceptance(found)) if asks_person else None
         if vitals_verdict.problem and acceptance_ruling is not None:
@@ -241,21 +228,17 @@ class Checkpoints:
                 Warned(step=saved.step, text=f"{found.name}: {vitals_verdict.problem}; accepted by a person"),
                 say=f"WARNING: {found}: {vitals_verdict.problem}; a person accepts it: {accept_reason}",
             )
-        elif vitals_verdict.problem:
-            problem_kind = (
-                "its checksums are right, its content is not"
-                if vitals_verdict.content
-                else "its content is as large as it was, what it computes is not as it was"
-            )
-            problem = f"{found}: {problem_kind}: {vitals_verdict.problem}"
-            if vitals_verdict.content:
-                run_on_first(lambda: markers.mark_bad(found, problem))
-            else:  # of the checkpoint or of this machine: the previous one decides
-                self._moved[found.name] = problem
+        elif vitals_verdict.content:
+            problem = f"{found}: its checksums are right, its content is not: {vitals_verdict.problem}"
+            run_on_first(lambda: markers.mark_bad(found, problem))
             return False
-        doubtful = (
-            explain_unclear_proof(saved_vitals, current_vitals, self.config.vitals) if self._moved else ""
-        )
+        elif vitals_verdict.problem:  # of the checkpoint or of this machine: the previous one decides
+            kind = "its content is as large as it was, what it computes is not as it was"
+            self._moved[found.name] = f"{found}: {kind}: {vitals_verdict.problem}"
+            return False
+        doubtful = ""
+        if self._moved:
+            doubtful = explain_unclear_proof(saved_vitals, current_vitals, self.config.vitals)
         if doubtful and acceptance_ruling is None:
             names = ", ".join(self._moved)
             raise mark_collective(
@@ -325,9 +308,8 @@ class Checkpoints:
             raise SpaceError(f"{self.folder} cannot be written to: {error}") from None
 
     def _recover(self, staging: PartFolder) -> None:
-        if (
-            recovered_save := recover_staged(staging, self.folder, self._model, run_on_first(self._lineages))
-        ) is None:
+        recovered_save = recover_staged(staging, self.folder, self._model, run_on_first(self._lineages))
+        if recovered_save is None:
             return
         step, problem = recovered_save
         recovery_text = problem or f"brought over from the local disks to {self.folder}"
@@ -362,7 +344,7 @@ class Checkpoints:
     def _go_behind(self, number: int, step: int, moment: float) -> None:
         """Put aside what a rollback that was killed had not put aside yet, but nothing that a person has accepted
         since, which undoes it."""
-        rulings = {path.name: markers.read_acceptance(path) for path in self._paths()}
+        rulings = {path.name: markers.read_acceptance(path) for path in store.newest_first(self.folder)}
         back = [name for name, ruling in rulings.items() if ruling is not None and ruling.time > moment]
         for name in store.set_aside_newer(self.folder, step, back, forget=False, why=f"rollback{number}"):
             reason = f"a person rolled the run back to step {step}"
@@ -372,8 +354,7 @@ class Checkpoints:
 
     def _leave_behind(self, undone: int, since: set[str]) -> None:
         """Put aside checkpoints that a rewind had undone when the process died, if others remain."""
-        name_by_step = {step: store.name_of(step) for step in self._steps()}
-        if any(step < undone or name in since for step, name in name_by_step.items()):
+        if any(step < undone or store.name_of(step) in since for step in self._steps()):
             for name in store.set_aside_newer(self.folder, undone - 1, since):
                 undo_reason = f"an incident undid step {undone} and what came after"
                 self.log.emit_event(CheckpointSuspect(name=name, reason=undo_reason))
@@ -479,26 +460,26 @@ class Checkpoints:
             self.log.emit_event(CheckpointSuspect(name=name, reason=suspect_reason))
         self.last = -1 if kept_step is None else kept_step
 
-    def make_unstable_error(self) -> UnstableError:
+    def make_unstable_error(self) -> MegastableError:
         """The error to raise if a non-finite state cannot be left. A checkpoint of it would push out a good one, and
         every later update is refused anyway."""
         self.log.emit_event(Unstable(step=self.nonfinite_step))
-        error = UnstableError(
-            f"step {self.nonfinite_step}: weights or moments are not finite, so there is no checkpoint of it. Those in "
-            f"{self.folder} are from before: start again to go on from the newest; if it recurs, lower optimizer.lr "
-            "or skip the data"
+        return mark_collective(
+            UnstableError(
+                f"step {self.nonfinite_step}: weights or moments are not finite, so there is no checkpoint of it. "
+                f"Those in {self.folder} are from before: start again to go on from the newest; if it recurs, lower "
+                "optimizer.lr or skip the data"
+            )
         )
-        mark_collective(error)
-        return error
 
-    def make_unsaved_error(self, step: int) -> SpaceError:
+    def make_unsaved_error(self, step: int) -> MegastableError:
         """The error to raise if the run is over after `step` and that step's checkpoint could not be written."""
-        error = SpaceError(
-            f"step {step} is done, but its checkpoint could not be written (see above): make room and start again; "
-            f"the run goes on from the newest one in {self.folder}"
+        return mark_collective(
+            SpaceError(
+                f"step {step} is done, but its checkpoint could not be written (see above): make room and start again; "
+                f"the run goes on from the newest one in {self.folder}"
+            )
         )
-        mark_collective(error)
-        return error
 
     def _stands(self, outcome: SaveOutcome | None) -> None:
         """Journal the outcome of a save. A full disk ends the run, if the recipe says so."""

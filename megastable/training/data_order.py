@@ -134,16 +134,11 @@ class DataOrder:
         if is_first or not corpora.reblended:
             return
         old_weights, new_weights = corpora.blends[-1].weights, entry.weights
-        self.log.emit_event(
-            BlendChanged(
-                step=state.step,
-                position=position,
-                old=old_weights,
-                new=new_weights,
-                skips_moved=moved_samples,
-            ),
-            say=f"the blend changes at position {position:,}, this is {state.cursor:,}: {old_weights} -> {new_weights}",
+        event = BlendChanged(
+            step=state.step, position=position, old=old_weights, new=new_weights, skips_moved=moved_samples
         )
+        place = f"position {position:,}, this is {state.cursor:,}"
+        self.log.emit_event(event, say=f"the blend changes at {place}: {old_weights} -> {new_weights}")
         if moved_samples:
             self.log.say_line(
                 f"{count_noun(moved_samples, 'sample')} that the skip ledger names behind it: named where they are now"
@@ -151,14 +146,11 @@ class DataOrder:
 
     def _move_skips(self, before: Corpora, position: int) -> int:
         """Also skip the ledger's samples at their positions in the new blend; returns how many."""
-        position_entries = self._ledger().by_position.entries
-        new_order, blend_time = self.source.order, before.blends[-1].time
-        moved_entries = moved_skips(position_entries, before.train.order, new_order, position, blend_time)
+        ledger = Ledger.read_ledger(self.run.skips, None if self.strict else [])
+        old_order, new_order, blend_time = before.train.order, self.source.order, before.blends[-1].time
+        moved_entries = moved_skips(ledger.by_position.entries, old_order, new_order, position, blend_time)
         append_entries(self.run.skips, moved_entries)
         return sum(entry.end - entry.first for entry in moved_entries)
-
-    def _ledger(self) -> Ledger:
-        return Ledger.read_ledger(self.run.skips, None if self.strict else [])
 
     def warn_of_foreign(self, step: int) -> None:
         """Warn, once per run, about corpora in the skip ledger that do not match any of this run: their content has
@@ -166,10 +158,9 @@ class DataOrder:
         foreign_tokens = self.skipping.find_foreign(self.source.order)
         sequence_length = self.config.model.sequence_length
         if foreign_tokens and self._told_foreign is None:
-            told_fingerprints = run_on_first(
-                lambda: [e.get("fingerprint") for e in self.run.iterate_events(SkipsForeign)]
+            self._told_foreign = run_on_first(
+                lambda: {str(event.get("fingerprint")) for event in self.run.iterate_events(SkipsForeign)}
             )
-            self._told_foreign = set(map(str, told_fingerprints))
         for (corpus, fingerprint), tokens in foreign_tokens.items():
             if fingerprint in (told_foreign := self._told_foreign or set()):
                 continue
@@ -183,11 +174,11 @@ class DataOrder:
 
     def tell_of_coverage(self) -> None:
         """Say how often the run reads each corpus, and what of that is probably not meant."""
-        run_config = self.config
-        sample_count = run_config.batches.reach_after(0, run_config.train.steps)
+        train_config = self.config.train
+        sample_count = self.config.batches.reach_after(0, train_config.steps)
         self.log.say_line(describe_epochs(self.source, sample_count))
-        for warning_text in find_warnings(self.corpora, sample_count, bool(run_config.train.eval_samples)):
-            self.log.say_line(f"WARNING: {warning_text}")
+        for text in find_warnings(self.corpora, sample_count, bool(train_config.eval_samples)):
+            self.log.say_line(f"WARNING: {text}")
 
     def tell_of_validation(self, step: int) -> None:
         """Warn about corpora that were taken out, and whose validation loss is missing from here on."""
@@ -197,16 +188,6 @@ class DataOrder:
             if name in held_out.at_first:
                 text += "; the overall validation loss is without it from here on, too: do not compare it with before"
             self.log.emit_event(Warned(step=step, text=text), say=f"WARNING: {text}")
-
-    def select_usable_samples(self, step: int) -> Selection:
-        """As `select_samples`, but during a run, which a malformed line does not end."""
-        wanted_samples, odd_lines = self.skipping.select_usable(self.source.order)
-        for problem in odd_lines:
-            self.log.emit_event(
-                SkipsRefused(step=step, problem=problem),
-                say=f"WARNING: {problem}. Training goes on without that line",
-            )
-        return wanted_samples
 
 
 class Feed:
@@ -246,7 +227,11 @@ class Feed:
     def read_ledger(self, step: int, cursor: int) -> None:
         """The skip ledger has new lines: continue at `cursor` without the samples they name. Collective."""
         run_on_first(self.heart.skips.begin_to_read)
-        wanted_samples = self.order.select_usable_samples(step)
+        # As `select_samples`, but a malformed line does not end a run.
+        wanted_samples, malformed_lines = self.order.skipping.select_usable(self.order.source.order)
+        for problem in malformed_lines:
+            text = f"WARNING: {problem}. Training goes on without that line"
+            self.order.log.emit_event(SkipsRefused(step=step, problem=problem), say=text)
         lines_before = self.loader.skips.lines if isinstance(self.loader.skips, Selection) else 0
         self.loader.go_to(cursor, wanted_samples)
         self.order.warn_of_foreign(step)

@@ -42,8 +42,7 @@ class Evaluation:
     ) -> Self | None:  # fmt: skip
         """None if the recipe or the corpora have no validation samples. ranks: that share them; loader: of a source's
         first samples, in global batches of a given size. Raises DataError on all ranks."""
-        blend_source = held_out.blend
-        alone_source = held_out.alone
+        blend_source, alone_source = held_out.blend, held_out.alone
         samples_together = config.micro_batch * ranks
         if not config.eval_samples or blend_source is None:
             return None
@@ -52,31 +51,29 @@ class Evaluation:
         if samples_each is None or (held_out.in_turn and not samples_each):
             # So that all corpora together cost at most as much as the blend does.
             samples_each = -(-config.eval_samples // len(held_out.at_first))
+
+        def read_positions(source: Source, positions: npt.NDArray[np.int64]) -> list[MicroBatch]:
+            with loader(source, samples_together) as batches:
+                return batches.read_micro_batches(_padded(positions, samples_together))
+
         if held_out.in_turn:
             of_sets = samples_in_turn(blend_source.order, samples_each)
-
-            def read_sets() -> list[MicroBatch]:
-                with loader(blend_source, samples_together) as batches:
-                    return batches.read_micro_batches(_padded(of_sets.further, samples_together))
-
-            set_count = len(of_sets.places)
+            set_batches = run_on_all(lambda: read_positions(blend_source, of_sets.further))
             has_several = len(of_sets.places) > 1 and config.eval_samples_per_corpus != 0
             places_by_set = of_sets.places if has_several else {}
-            return cls(engine, run_on_all(read_sets), len(of_sets.further), places_by_set, set_count)
+            return cls(engine, set_batches, len(of_sets.further), places_by_set, len(of_sets.places))
         of_corpora = CorpusSamples(np.empty(0, np.int64), {})
         if alone_source is not None and samples_each:
             of_corpora = corpus_samples(
                 blend_source.order, computed_samples, alone_source.order, samples_each
             )
-        further_positions = _padded(of_corpora.further, samples_together)
 
         def read() -> list[MicroBatch]:
             with loader(blend_source, computed_samples) as batches:
                 blend_batches = next(batches).micro_batches
-            if alone_source is None or not len(further_positions):
+            if alone_source is None or not len(of_corpora.further):
                 return blend_batches
-            with loader(alone_source, samples_together) as batches:
-                return blend_batches + batches.read_micro_batches(further_positions)
+            return blend_batches + read_positions(alone_source, of_corpora.further)
 
         return cls(engine, run_on_all(read), config.eval_samples, of_corpora.places)
 
@@ -154,9 +151,7 @@ def read_probes(loader: Loader, count: int) -> Probes:
     if not count:
         return [], []
     probe_positions = np.arange(count, dtype=np.int64)
-    padded_positions = np.concatenate(
-        [probe_positions, np.repeat(probe_positions[-1:], -count % loader.unit)]
-    )
+    padded_positions = np.append(probe_positions, np.repeat(probe_positions[-1:], -count % loader.unit))
     apart_mark = b"apart" if loader.keep_documents_apart else b""
 
     def digests() -> list[str]:

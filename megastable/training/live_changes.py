@@ -48,13 +48,10 @@ class Level:
 
     def median_since(self, step: int = 0) -> tuple[float, float] | None:
         """Medians of loss and gradient norm, from a step on; None if there were none, as right after a start."""
-        recent_numbers = [
-            loss_and_norm for applied_step, *loss_and_norm in self._lately if applied_step >= step
-        ]
-        if not recent_numbers:
+        recent = [(loss, norm) for applied_step, loss, norm in self._lately if applied_step >= step]
+        if not recent:
             return None
-        recent_losses, recent_norms = zip(*recent_numbers, strict=True)
-        return median(recent_losses), median(recent_norms)
+        return median([loss for loss, _ in recent]), median([norm for _, norm in recent])
 
 
 class LiveChanges:
@@ -194,9 +191,8 @@ class Effects:
         if current_level is None or (number, after) in self._told:
             return
         self._told.add((number, after))
-        self.log.emit_event(
-            IncidentLater(number=number, step=step, after=after, loss=current_level[0], **more)
-        )
+        event = IncidentLater(number=number, step=step, after=after, loss=current_level[0], **more)
+        self.log.emit_event(event)
 
 
 def _recall(run: RunDirectory) -> tuple[dict[int, int], set[object]]:

@@ -106,22 +106,18 @@ class MemoryCopies:
         self._idle = True  # all ranks, as heard in the last step
         self._client: MemoryClient | None = None
         self.sent = self.written = 0
+        self.active = False
         if hosts is not None:
             hosts.folder.drop_points(lambda key: key != restored)
             hosts.server.refuse, hosts.server.kept = self._refuse, lambda key: key == self.complete
-            self.active = hosts.copying and self._has_room(hosts, step)
-        else:
-            self.active = False
-
-    def _has_room(self, hosts: MemoryHosts, step: int) -> bool:
-        if not self._ring.capacity:
-            return False  # that there are no points was said
-        why = hosts.explain_no_room(part_size(self._engine.flat_state()))
-        if why:
-            self.log.emit_event(
-                MemoryOff(step=step, reason=why), say=f"WARNING: no copies in the hosts' memory: {why}"
-            )
-        return not why
+            # That there are no points where the ring has no room was said.
+            self.active = hosts.copying and bool(ring.capacity)
+        if hosts is not None and self.active:
+            why = hosts.explain_no_room(part_size(engine.flat_state()))
+            self.active = not why
+            if why:
+                text = f"WARNING: no copies in the hosts' memory: {why}"
+                log.emit_event(MemoryOff(step=step, reason=why), say=text)
 
     # By the loop
 
@@ -145,14 +141,11 @@ class MemoryCopies:
 
     def collect_ballot(self) -> tuple[float, ...]:
         """For the step's sum over the ranks: this one is idle; its copy is complete; has failed."""
-        current_copy = self._job
-        if current_copy is None:
+        job = self._job
+        if job is None:
             return 1.0, 0.0, 0.0
-        return (
-            float(current_copy.finished),
-            float(current_copy.finished and current_copy.done),
-            float(bool(current_copy.finished and current_copy.problem)),
-        )
+        is_over = job.finished
+        return float(is_over), float(is_over and job.done), float(is_over and bool(job.problem))
 
     def hear_ballot(self, sums: Sequence[float], step: int) -> None:
         """After every step, with the sums of `collect_ballot`."""
@@ -171,14 +164,9 @@ class MemoryCopies:
             self._counted = True
             if not self._told:  # once: the next points are tried all the same
                 self._told = True
-                first_problem = next(
-                    rank_problem for rank_problem in gather_objects(current_copy.problem) if rank_problem
-                )
-                problem_text = f"step {current_copy.key.step}: {first_problem}"
-                self.log.emit_event(
-                    MemoryOff(step=step, reason=problem_text),
-                    say=f"WARNING: no copy in the hosts' memory of {problem_text}",
-                )
+                text = f"step {current_copy.key.step}: {_first(current_copy.problem)}"
+                say = f"WARNING: no copy in the hosts' memory of {text}"
+                self.log.emit_event(MemoryOff(step=step, reason=text), say=say)
 
     def drop_after(self, step: int) -> None:
         """The run was rewound to `step`: before it goes on, later points are invalidated."""
@@ -225,16 +213,19 @@ class MemoryCopies:
             self._send(job, written_part)
             job.done = True
         except Recalled:
-            self._hang_up()
+            pass
         except OSError as error:
             job.problem = str(error) or type(error).__name__
-            self._hang_up()
         except Exception as error:  # the others must learn of any error
             log.exception("a snapshot could not be copied")
             job.problem = f"{type(error).__name__}: {error}".splitlines()[0]
-            self._hang_up()
         finally:
             job.loan.returned.set()
+            if not job.done and self._client is not None:
+                # What a connection has broken off in is unknown to its other end.
+                with suppress(OSError):
+                    self._client.close()
+                self._client = None
             job.finished = True
 
     def _write(self, job: _PointCopy) -> HeldPart:
@@ -251,19 +242,14 @@ class MemoryCopies:
         memory_folder.drop_part(rank, lambda key: key in (self.complete, job.key))
         point_folder = memory_folder.begin_point(job.key)
         snapshot_loan.copied.wait_until_complete()
-        snapshot_tensors, topology = snapshot_loan.snapshot.tensors, self._engine.topology
+        snapshot = snapshot_loan.snapshot
         file_records, _ = write_rank(
-            point_folder,
-            topology,
-            job.flat,
-            snapshot_tensors,
-            snapshot_loan.snapshot.extra.random,
-            skip_statistics,
+            point_folder, self._engine.topology, job.flat, snapshot.tensors, snapshot.extra.random, skip_statistics,
             wanted,
-        )
+        )  # fmt: skip
         if job.state is not None:
             run_state = job.state.model_copy(update={
-                "adam_step": adam_step_of(snapshot_tensors), "scaler": job.scaler, "fp8": job.fp8,
+                "adam_step": adam_step_of(snapshot.tensors), "scaler": job.scaler, "fp8": job.fp8,
                 "optimizer": self._engine.config.optimizer.name,
             })  # fmt: skip
             file_records |= write_head(point_folder, run_state, self._recipe())
@@ -290,13 +276,6 @@ class MemoryCopies:
         self._client = self._client or self.hosts.connect_to(self.hosts.partner)
         send_pace = Pace(self.hosts.config.bandwidth * 1e9)
         self.sent += self._client.put_part(self.hosts.folder.point_folder(part.key), part, send_pace, wanted)
-
-    def _hang_up(self) -> None:
-        """What a connection has broken off in is unknown to its other end."""
-        if self._client is not None:
-            with suppress(OSError):
-                self._client.close()
-            self._client = None
 
 
 # Restores the newest snapshot from the memories of the hosts, if it is newer than every checkpoint. Collective.
@@ -335,7 +314,12 @@ class Restoring:
                 lambda: self._choose(held_parts, newer_than, quarantined)
             )
             for key, reason in passed_over.items():
-                self._refused(key, reason)
+                if reason != AS_NEW and key not in self._told:
+                    self._told.add(key)
+                    self.log.emit_event(
+                        MemoryRefused(step=key.step, lineage=key.lineage, reason=reason),
+                        say=f"the copy of step {key.step} in the hosts' memory is not used: {reason}",
+                    )
             if newest_point is None:
                 return None
             load_problem, saved_state = self._load(newest_point, layout)
@@ -359,15 +343,6 @@ class Restoring:
             )
 
         return newest_complete(held, refuse)
-
-    def _refused(self, key: PointKey, reason: str) -> None:
-        if reason == AS_NEW or key in self._told:
-            return
-        self._told.add(key)
-        self.log.emit_event(
-            MemoryRefused(step=key.step, lineage=key.lineage, reason=reason),
-            say=f"the copy of step {key.step} in the hosts' memory is not used: {reason}",
-        )
 
     def _load(self, found: Complete, layout: store.LayoutState) -> tuple[str, RunState | None]:
         """The problem, or the state, which the engine holds then."""
@@ -424,10 +399,9 @@ class Restoring:
         whole, topology = WholeState(folder), self.engine.topology
         whole.check_fits(self.engine.config.model)
         names = {store.SHARED} & store.read_contents(folder).files.keys()
+        rank, ranks = topology.tensor_rank, topology.layout.tensor
         for f in self.engine.flat_state().fragments:
-            names |= whole.files_of_range(
-                f.name, topology.tensor_rank, topology.layout.tensor, f.start, f.numel
-            )
+            names |= whole.files_of_range(f.name, rank, ranks, f.start, f.numel)
         return names
 
     def _seal(self, found: Complete) -> None:

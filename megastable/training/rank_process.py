@@ -143,10 +143,9 @@ def count_collectives() -> dict[str, int]:
         group_name = world.pg_names.get(group)
         if group_name is None:
             continue  # torch is still making it, or ending it: it enters the group first and its name later
-        sequence_number = group._get_sequence_number_for_group()
-        entered_by_group[group_name] = (
-            activity.count_collectives(sequence_number) if group is world.default_pg else sequence_number
-        )
+        entered = group._get_sequence_number_for_group()
+        is_default = group is world.default_pg
+        entered_by_group[group_name] = activity.count_collectives(entered) if is_default else entered
     return entered_by_group
 
 
@@ -166,7 +165,13 @@ def run_rank(
     parser.add_argument("--supervised", help=argparse.SUPPRESS)  # the supervisor's mark (rank_ipc.py)
     parsed_arguments = parser.parse_intermixed_args(arguments)
     spare_output()
-    _join()
+    try:
+        os.environ.update(find_membership(os.environ))  # RANK etc.
+    except ConfigError as error:
+        cluster_tasks = find_tasks(os.environ)
+        if cluster_tasks is None or cluster_tasks.rank == 0:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(error.code) from None
     attempt = attempt_of(parsed_arguments.supervised)
     rank, world = int(os.environ["RANK"]), int(os.environ.get("WORLD_SIZE", "1"))
     if attempt is not None:
@@ -180,7 +185,8 @@ def run_rank(
         if rank:
             release_stops()
             time.sleep(30)
-        _fail(error)
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(error.code) from None
     try:
         start_distributed(config.run.timeout, config.run.deterministic, config.run.rendezvous)
         exit_code = train(config, recipe.find_recipe(parsed_arguments.recipe), attempt)
@@ -205,19 +211,3 @@ def run_rank(
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)
-
-
-def _join() -> None:
-    """Set RANK etc. in the environment."""
-    try:
-        os.environ.update(find_membership(os.environ))
-    except ConfigError as error:
-        cluster_tasks = find_tasks(os.environ)
-        if cluster_tasks is None or cluster_tasks.rank == 0:
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        raise SystemExit(error.code) from None
-
-
-def _fail(error: MegastableError) -> NoReturn:
-    print(f"error: {error}", file=sys.stderr, flush=True)
-    raise SystemExit(error.code) from None

@@ -158,9 +158,7 @@ class Observer:
         self.live.show_step(record)
         self.tracking.send_step(record, state.tokens)
         if statistics is not None and statistics.layers:
-            rows = [
-                LayerRecord(state.step, now, name, **values) for name, values in statistics.layers.items()
-            ]
+            rows = [LayerRecord(state.step, now, name, **row) for name, row in statistics.layers.items()]
             self.layers.add_records(*rows)
             self.tracking.send_layers(rows)
 
@@ -223,14 +221,10 @@ class StepRecorder:
         # Also at the second refused update, to see the trouble per layer.
         next_step = state.step + 1
         self._look = is_due(self.config.layers_interval, next_step) or state.discards_in_a_row == 1
-        trend_measures = self.recovery.watches.trends.prepare_step(state)
-        self.engine.measures_update = (
-            self._look
-            or trend_measures
-            or is_due(self.config.norms_interval, next_step)
-            or self.recovery.watches.signs.needs_norms(next_step)
-        )
-        if self._look or self.recovery.watches.signs.is_look(next_step):
+        signs, trend_measures = self.recovery.watches.signs, self.recovery.watches.trends.prepare_step(state)
+        needs_norms = is_due(self.config.norms_interval, next_step) or signs.needs_norms(next_step)
+        self.engine.measures_update = self._look or trend_measures or needs_norms
+        if self._look or signs.is_look(next_step):
             self.engine.probe.watch_step()
 
     def record_step(self, done: StepResult) -> None:
@@ -279,15 +273,11 @@ def end_if_all_refused(done: StepResult, recovery: Recovery) -> None:
     state = done.state
     if state.discards_in_a_row < recovery.settings.max_discards:
         return
-    _, refusal_reason = recovery.explain_refusal(done.measured)
+    _, reason = recovery.explain_refusal(done.measured)
     recovery.log.emit_event(Unstable(step=state.step, discards=state.discards_in_a_row))
-    is_fp16 = recovery.config.precision.kind == "fp16"
-    raise mark_collective(
-        UnstableError(
-            f"{state.discards_in_a_row} updates in a row were refused ({refusal_reason}), up to step {state.step}: "
-            f"{explain_refusals(recovery.run, state, done.measured, is_fp16)}"
-        )
-    )
+    advice = explain_refusals(recovery.run, state, done.measured, recovery.config.precision.kind == "fp16")
+    text = f"{state.discards_in_a_row} updates in a row were refused ({reason}), up to step {state.step}: {advice}"
+    raise mark_collective(UnstableError(text))
 
 
 def explain_refusals(run: RunDirectory, state: RunState, measured: Measured, fp16: bool) -> str:

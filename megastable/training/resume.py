@@ -19,7 +19,6 @@ from megastable.base.errors import CheckpointError, ConfigError, MegastableError
 from megastable.checkpoint import store
 from megastable.checkpoint.held_points import RECORDS, PointKey
 from megastable.checkpoint.memory_hosts import open_memory
-from megastable.checkpoint.vitals import Vitals
 from megastable.checkpoint.whole import policy_of, run_of
 from megastable.config import deepspeed_json
 from megastable.config.lint import lint_recipe
@@ -77,18 +76,16 @@ class Start:
         np.random.seed((config.run.seed + rank) % 2**32)
         torch.manual_seed(config.run.seed + rank)
         self.engine = Engine(config, self.ds_config, self.topology)
-        self.probes = ProbeSamples(self.engine, self._probe_loader, config.checkpoint.vitals.probes, self.log)
+        batch = config.train.micro_batch * self.layout.samples
+        self.probes = ProbeSamples(
+            self.engine, lambda corpora: self.make_whole_loader(corpora.train, batch), config.checkpoint.vitals.probes,
+            self.log,
+        )  # fmt: skip
         self.lineage = run_on_first(lambda: secrets.token_hex(8))
         self.checkpoints = Checkpoints(
-            config,
-            self.engine,
-            run,
-            self.log,
-            heart.enter_phase,
-            self.freeze_recipe,
-            self._vitals,
-            self.lineage,
-        )
+            config, self.engine, run, self.log, heart.enter_phase, self.freeze_recipe,
+            lambda step: self.probes.measure_vitals(self.order.corpora, step), self.lineage,
+        )  # fmt: skip
         self.memory, problem = open_memory(
             config.stability.snapshots.copies, run.root, supervised=heart.attempt is not None
         )
@@ -121,9 +118,8 @@ class Start:
         data_order, run_checkpoints = self.order, self.checkpoints
         memory_restore = None
         if self.memory is not None:
-            memory_restore = Restoring(
-                self.memory, self.engine, self.run, self.log, run_checkpoints, data_order
-            )
+            parts = (self.memory, self.engine, self.run, self.log, run_checkpoints, data_order)
+            memory_restore = Restoring(*parts)
             run_checkpoints.settle_leftovers()
             newest_step, bad_steps = run_checkpoints.list_standing()
             if self._from_memory(memory_restore, newest_step, bad_steps):
@@ -144,15 +140,9 @@ class Start:
                     )
                 )
             if newest_good is None:
-                stability_config = self.config.stability
-                for lint_warning in (
-                    lint_recipe(self.config)
-                    if stability_config.enabled and stability_config.signs.enabled
-                    else ()
-                ):
-                    self.log.emit_event(
-                        Warned(step=0, text=lint_warning, sign="recipe"), say=f"WARNING: {lint_warning}"
-                    )
+                stability = self.config.stability
+                for text in lint_recipe(self.config) if stability.enabled and stability.signs.enabled else ():
+                    self.log.emit_event(Warned(step=0, text=text, sign="recipe"), say=f"WARNING: {text}")
                 return
             saved_state = run_on_all(lambda found=newest_good: store.read_state(found))  # type: ignore[misc]
             if (later_exchanges := data_order.exchanged_since(saved_state)) is None:
@@ -198,7 +188,8 @@ class Start:
 
     def _resumed(self, found: Path, saved: store.RunState, origin: str, changes: dict[str, float]) -> None:
         # A start with another recipe freezes it, even if it died before its first checkpoint.
-        self.changed = sorted({*self.changed, *run_on_first(lambda: self._changed_since(found))})
+        changed = run_on_first(lambda: self._list_changed(found))
+        self.changed = sorted({*self.changed, *changed})
         # Every snapshot copies the state, and the engine holds FP8's history from here on.
         known_here = {"layout": self.state.layout, "versions": self.state.versions, "fp8": {}}
         self.state = saved.model_copy(update=known_here)
@@ -216,10 +207,8 @@ class Start:
         try:
             old = run_of(found)
         except MegastableError as error:
-            warning_text = (
-                f"whether the recipe makes another update than the checkpoint's cannot be said: {error}"
-            )
-            return Warned(step=saved.step, text=warning_text)
+            text = f"whether the recipe makes another update than the checkpoint's cannot be said: {error}"
+            return Warned(step=saved.step, text=text)
         at = RunPosition(saved.updates, saved.trained_tokens, saved.cursor)
         changes = compare_next_update(old, self.config, at)
         if not changes:
@@ -229,7 +218,7 @@ class Start:
             numbers={update_change.name: [update_change.old, update_change.new] for update_change in changes},
         )  # fmt: skip
 
-    def _changed_since(self, found: Path) -> list[str]:
+    def _list_changed(self, found: Path) -> list[str]:
         """Differences of the recipe from when `found` was written, if that can be read."""
         try:
             return self.run.compare_recipe(self.config, found / store.RECIPE)
@@ -244,9 +233,8 @@ class Start:
             self.log.say_line(f"skipped: {self.skips.text} (data.skip, {self.run.skips.name})")
             ahead = int(self.skips.next_kept(self.state.cursor, 1)[0][0]) - self.state.cursor
             if ahead > sum(self.order.source.order.sequences):
-                self.log.say_line(
-                    f"WARNING: the next position is {ahead:,} further on: whole epochs are skipped"
-                )
+                text = f"the next position is {ahead:,} further on: whole epochs are skipped"
+                self.log.say_line(f"WARNING: {text}")
         self.order.warn_of_foreign(self.state.step)
         self.order.tell_of_coverage()
         if self.config.train.eval_samples:
@@ -261,10 +249,9 @@ class Start:
         """Say that nothing is left to do, also to the journal, in which this process has resumed the run."""
         done, wanted_steps = self.state.step, self.config.train.steps
         asked = f"; train.steps={wanted_steps} asks for fewer" if wanted_steps < done else ""
+        val_loss = run_on_first(lambda: read_object(self.run.summary)).get("val_loss")
         self.log.emit_event(
-            Finished(
-                steps=done, val_loss=run_on_first(lambda: read_object(self.run.summary)).get("val_loss")
-            ),
+            Finished(steps=done, val_loss=val_loss),
             say=f"nothing to do: all {done} steps are already done in {self.run.root}{asked} (to train on: a larger "
             "train.steps; from scratch: another run.dir)",
         )
@@ -296,12 +283,6 @@ class Start:
             c.data.keep_documents_apart, c.data.prefetch, pin_memory=on_gpu,
             part=(t.context_rank, self.layout.context), pieces=pieces,
         )  # fmt: skip
-
-    def _probe_loader(self, corpora: Corpora) -> Loader:
-        return self.make_whole_loader(corpora.train, self.config.train.micro_batch * self.layout.samples)
-
-    def _vitals(self, step: int) -> Vitals:
-        return self.probes.measure_vitals(self.order.corpora, step)
 
     def freeze_recipe(self) -> bytes:
         """The recipe as frozen in the run directory."""

@@ -133,12 +133,8 @@ def verify_held_out(run: RunDirectory, held_out: HeldOut) -> None:
 
     def find_unread() -> tuple[dict[str, list[object]], list[int]]:
         known_states = read_object(run.verified)
-        shard_states = dict(_state_of(stream.open_shard(shard_name)) for stream, shard_name in shards)
-        return shard_states, [
-            shard_index
-            for shard_index, (shard_path, shard_state) in enumerate(shard_states.items())
-            if known_states.get(shard_path) != shard_state
-        ]
+        states = dict(_state_of(stream.open_shard(shard_name)) for stream, shard_name in shards)
+        return states, [n for n, path in enumerate(states) if known_states.get(path) != states[path]]
 
     # How they were before they are read: what changes meanwhile is read again.
     states, unread_indices = run_on_first(find_unread)

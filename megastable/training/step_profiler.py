@@ -15,7 +15,7 @@ import shutil
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -60,9 +60,8 @@ def explain_no_trace(config: ProfileConfig | None, folder: Path, world: int, don
         return ""
     last_traced = config.start + config.steps - 1
     if min(config.ranks) >= world:
-        return (
-            f"logging.profile.ranks={list(config.ranks)}: nothing is traced, the ranks are 0 to {world - 1}"
-        )
+        ranks = list(config.ranks)
+        return f"logging.profile.ranks={ranks}: nothing is traced, the ranks are 0 to {world - 1}"
     if last_traced <= done:
         return (
             f"logging.profile.from={config.start}: nothing is traced, step {done} is done: choose a later one"
@@ -177,15 +176,11 @@ class StepProfiler:
         packed_path = self.folder / f".{self._path.name}"
         try:
             trace.export_chrome_trace(str(plain_path))
-            with (
-                plain_path.open("rb") as plain_file,
-                gzip.open(packed_path, "wb", compresslevel=6) as packed_file,
-            ):
-                shutil.copyfileobj(plain_file, packed_file, 1 << 20)
+            with plain_path.open("rb") as plain, gzip.open(packed_path, "wb", compresslevel=6) as packed:
+                shutil.copyfileobj(plain, packed, 1 << 20)
             os.replace(packed_path, self._path)
-            self.say(
-                f"profile of steps {self._steps[0]} to {self._steps[-1]}, rank {self.rank}: {self._path}"
-            )
+            steps_text = f"steps {self._steps[0]} to {self._steps[-1]}"
+            self.say(f"profile of {steps_text}, rank {self.rank}: {self._path}")
         except Exception as error:
             log.warning("the profile could not be written to %s: %s", self._path, error)
         finally:
@@ -196,16 +191,13 @@ class StepProfiler:
     # Ranges
 
     def _open(self, name: str) -> None:
+        open_ranges = ExitStack()
         if self._trace is not None:
-            marked_range = record_function(name)
-            marked_range.__enter__()
-            range_ends: list[Callable[[], object]] = [lambda: marked_range.__exit__(None, None, None)]
-        else:
-            range_ends = []
+            open_ranges.enter_context(record_function(name))
         if self._cuda:
             torch.cuda.nvtx.range_push(name)
-            range_ends.append(torch.cuda.nvtx.range_pop)
-        self._ranges.append(lambda: [end() for end in reversed(range_ends)])
+            open_ranges.callback(torch.cuda.nvtx.range_pop)
+        self._ranges.append(open_ranges.close)
 
     def _close_ranges(self) -> None:
         while self._ranges:

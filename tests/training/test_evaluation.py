@@ -25,10 +25,12 @@ from megastable.data.samples import Source
 from megastable.data.shards import Shard
 from megastable.model.loss import cross_entropy
 from megastable.run.directory import RunDirectory
+from megastable.run.events.event import Event
 from megastable.run.log import RunLog
 from megastable.training.data_order import DataOrder
 from tests.conftest import LENGTH, tiny, write_corpus
 from tests.distributed import run_ranks, train
+from tests.journal import events
 
 STEPS = 4
 SAMPLES = 31  # no multiple of two ranks' micro-batches of 2
@@ -66,16 +68,8 @@ def config(
     )  # fmt: skip
 
 
-def evaluated(run: Path) -> list[dict[str, Any]]:
-    events = [json.loads(line) for line in (run / "journal.jsonl").read_text().splitlines()]
-    return [event for event in events if event["event"] == "evaluated"]
-
-
 def warnings(run: Path) -> list[str]:
-    events = [json.loads(line) for line in (run / "journal.jsonl").read_text().splitlines()]
-    return [
-        event["text"] for event in events if event["event"] == "warning" and "no validation" in event["text"]
-    ]
+    return [event["text"] for event in events(run, "warning") if "no validation" in event["text"]]
 
 
 def plain_loss(run: Path, step: int, tokens: Any) -> float:
@@ -108,20 +102,16 @@ def test_losses_are_those_of_the_plain_model_on_the_same_samples(
     world, parallel = LAYOUTS[layout]
     made = config(data, tmp_path / "run", WEIGHTS, parallel)
     assert run_ranks(world, train, made) == [0] * world
-    (found,) = evaluated(tmp_path / "run")
+    (found,) = events(tmp_path / "run", "evaluated")
     source = opened(made).validation
     assert source is not None
     expected = plain_loss(tmp_path / "run", STEPS, source.read_samples(np.arange(SAMPLES)))
     assert found["loss"] == pytest.approx(expected, abs=1e-6) and found["samples"] == SAMPLES
-    assert {name: told["samples"] for name, told in found["corpora"].items()} == {
-        "big": EACH,
-        "medium": EACH,
-        "small": SMALL,
-    }
+    samples = {name: told["samples"] for name, told in found["corpora"].items()}
+    assert samples == {"big": EACH, "medium": EACH, "small": SMALL}
     for name, told in found["corpora"].items():
-        assert told["loss"] == pytest.approx(
-            plain_loss(tmp_path / "run", STEPS, alone(data, name, EACH)), abs=1e-6
-        )
+        loss = plain_loss(tmp_path / "run", STEPS, alone(data, name, EACH))
+        assert told["loss"] == pytest.approx(loss, abs=1e-6)
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert summary["val_loss"] == found["loss"]
     assert summary["val_loss_by_corpus"] == {name: told["loss"] for name, told in found["corpora"].items()}
@@ -134,10 +124,10 @@ def test_corpora_that_come_and_go_leave_the_samples_of_the_others_as_they_are(
     there = shutil.copytree(data, tmp_path / "data")
     run = tmp_path / "run"
 
-    def go_on(steps: int, *names: str) -> dict[str, Any]:
+    def go_on(steps: int, *names: str) -> Event:
         weights = {name: WEIGHTS.get(name, 0.5) for name in names}
         run_ranks(2, train, config(there, run, weights, {}, train={"steps": steps}))
-        return evaluated(run)[-1]
+        return events(run, "evaluated")[-1]
 
     first = go_on(2, "big", "medium", "plain")
     assert set(first["corpora"]) == {"big", "medium"} and warnings(run) == []
@@ -262,7 +252,7 @@ def test_every_set_of_ones_own_has_a_loss_and_the_mean_is_over_all(
     given = [{"path": str(sets / name), "name": f"own {name}"} for name in SETS]
     made = with_sets(config(sets, tmp_path / "run", {"big": 0.9, "small": 0.1}, parallel), *given)
     assert run_ranks(world, train, made) == [0] * world
-    (found,) = evaluated(tmp_path / "run")
+    (found,) = events(tmp_path / "run", "evaluated")
     tokens = {f"own {name}": of_set(sets / name, f"own {name}", EACH) for name in SETS}
     assert {name: told["samples"] for name, told in found["corpora"].items()} == {
         name: len(mine) for name, mine in tokens.items()
@@ -275,10 +265,6 @@ def test_every_set_of_ones_own_has_a_loss_and_the_mean_is_over_all(
     assert found["loss"] == pytest.approx(everything, abs=1e-6)
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert set(summary["val_loss_by_corpus"]) == set(tokens)
-
-
-def missing(folder: Path) -> None:
-    shutil.rmtree(folder)
 
 
 def foreign(folder: Path) -> None:
@@ -308,7 +294,7 @@ def short(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (missing, "manifest.json is not there: .*own is not a prepared corpus"),
+        (shutil.rmtree, "manifest.json is not there: .*own is not a prepared corpus"),
         (foreign, "data.validation: .*own was made with another tokenizer than"),
         (short, "data.validation: corpus 'own' has .* tokens, a sequence needs"),
         (another, "part-0.bin is not the file that the manifest describes"),

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from megastable.run.rank_ipc import Control, LastWords, Progress, folder_of
 from megastable.training import rank_process as beats
 from megastable.training.heartbeat import Heartbeat, describe_end
 from megastable.training.rank_process import ENOUGH, STEPS, Beats, WorkBlocks, count_collectives
-from tests.patience import PATIENCE
+from tests.patience import PATIENCE, until
 
 
 class Stop:
@@ -54,14 +54,6 @@ def state(step: int) -> RunState:
     return RunState(step=step, cursor=8 * step, order_fingerprint="abc", layout=layout)
 
 
-def soon(what: Callable[[], Any]) -> Any:
-    end = time.monotonic() + PATIENCE
-    while not (found := what()):
-        assert time.monotonic() < end
-        time.sleep(0.02)
-    return found
-
-
 def read(run: RunDirectory) -> Progress | None:
     try:
         return Progress.model_validate(json.loads(run.progress.read_text()))
@@ -75,16 +67,16 @@ def want(run: RunDirectory, **wishes: Any) -> None:
 
 def test_progress_is_rank_0s_from_the_start_to_the_end(run: RunDirectory) -> None:
     with heart(run) as beat:
-        assert soon(lambda: read(run)).phase == "starting"
+        assert until(lambda: read(run)).phase == "starting"
         beat.begin_step(state(4))
-        assert soon(lambda: (read(run) or beat).step == 4 and read(run)).phase == "starting"  # type: ignore[union-attr]
+        assert until(lambda: (read(run) or beat).step == 4 and read(run)).phase == "starting"  # type: ignore[union-attr]
         beat.end_step(state(5), loss=float("nan"), seconds=0.5)
         beat.begin_step(state(5))
-        found = soon(lambda: (p := read(run)) and p.phase == "step" and p)
+        found = until(lambda: (p := read(run)) and p.phase == "step" and p)
         assert (found.step, found.cursor, found.seconds, found.attempt) == (5, 40, 0.5, 3)
         assert found.loss != found.loss
         beat.enter_phase("checkpoint")
-        soon(lambda: read(run).phase == "checkpoint")  # type: ignore[union-attr]
+        until(lambda: read(run).phase == "checkpoint")  # type: ignore[union-attr]
     assert read(run).phase == "ended"  # type: ignore[union-attr]
 
 
@@ -97,8 +89,8 @@ def test_a_stop_and_the_stacks_are_asked_for_by_attempt(run: RunDirectory) -> No
         run.control.write_text('{"attempt": 3, "st')  # being written
         time.sleep(0.3)
         want(run, attempt=3, stop=True, dump=1)
-        soon(lambda: stop.asked)
-        stacks = soon(lambda: (p := folder_of(run, 3) / "rank-0.stacks").exists() and p.read_text())
+        until(lambda: stop.asked)
+        stacks = until(lambda: (p := folder_of(run, 3) / "rank-0.stacks").exists() and p.read_text())
     assert stacks.startswith("rank 0 on ") and "test_heartbeat.py" in stacks
 
 
@@ -151,7 +143,7 @@ GLOO = "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:2
             RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 1800000ms"),
             2,
             4,
-        ),  # its own, perhaps
+        ),  # its own?
         (ValueError("no"), 2, 4),
     ],
 )

@@ -34,6 +34,7 @@ from megastable.training.trackers.tensorboard_tracker import folder_of
 from megastable.training.trackers.tracker import JsonlTracker, Setting
 from megastable.training.tracking import Tracking, run_point
 from tests.journal import note
+from tests.patience import until
 from tests.training.tracked_run import (
     FIRST,
     LOSSES,
@@ -46,7 +47,6 @@ from tests.training.tracked_run import (
     configured,
     process,
     record,
-    until,
 )
 
 WANDB, MLFLOW = (find_spec(name) is not None for name in ("wandb", "mlflow"))
@@ -241,7 +241,7 @@ def test_one_that_hangs_is_given_up_with_one_warning() -> None:
     for n in range(1, 1000):
         lane.put_point(point(n))
     assert time.monotonic() - begin < 1.0 and lane.dropped >= 980
-    assert until(lambda: lane.check_timeout() or lane.over)
+    until(lambda: lane.check_timeout() or lane.over)
     lane.put_point(point(1))
     lane.check_timeout()
     assert lane.failed and [line[:9] for line in said] == ["tracker x", "tracker x"]
@@ -269,7 +269,8 @@ def test_trackers_that_stand_still_or_are_gone_hold_up_nothing(tmp_path: Path) -
     assert time.monotonic() - begin < 2
     assert said[0] == "WARNING: trackers do not keep up: 100 records wait, more are dropped"
     os.kill(t._process.pid, signal.SIGKILL)
-    assert until(lambda: len(said) > 1) and "the process of the trackers is gone" in said[-1]
+    until(lambda: len(said) > 1)
+    assert "the process of the trackers is gone" in said[-1]
     t.send_step(record(1, 1.0), 1)
     t.close()
 
@@ -285,9 +286,8 @@ def test_steps_that_come_again_undo_those_before() -> None:
     assert again.last == 5 and again.go_back(5, 1000, 0.0) is None
     later = again.go_back(3, 1000, 0.0)
     assert later is not None and [p.step for p in later.points] == [4, 5] and later.tokens == 40
-    assert [ToldSteps.from_dump(x).last for x in (None, [], {"last": "x"}, {"last": 3, "points": [1]})] == [
-        0
-    ] * 4
+    broken = (None, [], {"last": "x"}, {"last": 3, "points": [1]})
+    assert [ToldSteps.from_dump(one).last for one in broken] == [0] * 4
 
 
 def test_every_event_becomes_a_note_once(tmp_path: Path) -> None:
@@ -297,16 +297,13 @@ def test_every_event_becomes_a_note_once(tmp_path: Path) -> None:
     assert list(notes.read_new()) == []
     for n in (1, 2):
         log.emit_event(IncidentEvent(what="opened", step=n, number=n, reason="bad", summary={"number": n}))
-    assert [(note.step, note.incident) for note in notes.read_new()] == [(1, 1), (2, 2)] and list(
-        notes.read_new()
-    ) == []
+    assert [(note.step, note.incident) for note in notes.read_new()] == [(1, 1), (2, 2)]
+    assert list(notes.read_new()) == []
     later = TrackerNotes(run.journal, notes.read)
     log.emit_event(IncidentEvent(what="closed", step=9, number=2, summary={"number": 2, "outcome": "healed"}))
     (note,) = later.read_new()
-    assert (
-        note.story == "**Incident 2**\n\n- step 2: opened: bad\n- step 9: closed: healed\n"
-        and later.incidents == 2
-    )
+    assert note.story == "**Incident 2**\n\n- step 2: opened: bad\n- step 9: closed: healed\n"
+    assert later.incidents == 2
     log.emit_event(IncidentEvent(what="attributed", number=2, cause="data", summary={"number": 2, "step": 8}))
     assert [(note.step, note.text) for note in later.read_new()] == [(8, "incident 2: cause: data")]
     # A person repaired it: the rest was told already.
@@ -320,11 +317,9 @@ def test_a_change_of_a_key_that_may_hold_a_secret_is_no_note(tmp_path: Path) -> 
     run = RunDirectory(tmp_path)
     log, notes = RunLog(run), TrackerNotes(run.journal)
     secret = [
-        "logging.tracker_command: a -> curl -H hunter2",
-        "eval.command: None -> hunter2",
-        "eval: None -> hunter2",
-    ]
-    secret += ["supervise.metrics_port: 9137 -> 9200", "supervise: None -> hunter2"]
+        "logging.tracker_command: a -> curl -H hunter2", "eval.command: None -> hunter2", "eval: None -> hunter2",
+        "supervise.metrics_port: 9137 -> 9200", "supervise: None -> hunter2",
+    ]  # fmt: skip
     log.emit_event(ConfigChanged(changes=[*secret, "train.steps: 10 -> 20", "eval.interval: 1 -> 2"]))
     log.emit_event(ConfigChanged(changes=secret))
     assert [note.text for note in notes.read_new()] == [
@@ -379,10 +374,6 @@ class Told:
         self.over = True
 
 
-def step(number: int) -> StepPoint:
-    return StepPoint(number, number * 10, float(number), True, {"train/loss": 1.0})
-
-
 def relay(root: Path, after: int) -> tuple[Relay, Told]:
     (root / "trackers").mkdir(exist_ok=True)
     told = Told()
@@ -398,15 +389,15 @@ def test_steps_that_a_killed_job_told_are_undone_before_they_come_again(tmp_path
     """It kept nothing of them: everything was killed at once, within seconds of its start."""
     first, told = relay(tmp_path, 0)
     for number in range(1, 9):
-        first.pass_point(step(number))
+        first.pass_point(point(number))
     assert undone(told) == []
     second, told = relay(tmp_path, 5)
-    second.pass_point(step(6))
+    second.pass_point(point(6))
     assert undone(told) == [(6, 51)] and isinstance(told.points[-1], StepPoint)
     assert second.close(1.0)
     # One that has ended in order has told what it kept, and nothing else.
     third, told = relay(tmp_path, 6)
-    third.pass_point(step(7))
+    third.pass_point(point(7))
     assert undone(told) == []
 
 
@@ -423,7 +414,7 @@ def test_a_line_that_a_full_disk_has_cut_is_removed_by_the_next_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tracker = jsonl(tmp_path)
-    tracker.add_step(step(1))
+    tracker.add_step(point(1))
     tracker.flush()
     whole = lines(tmp_path)
 
@@ -440,12 +431,12 @@ def test_a_line_that_a_full_disk_has_cut_is_removed_by_the_next_process(
             return written
 
     monkeypatch.setattr(tracker, "_file", Full(tracker._file))
-    tracker.add_step(step(2))
+    tracker.add_step(point(2))
     with pytest.raises(OSError, match="No space"):
         tracker.flush()
     assert not (tmp_path / "trackers/records.jsonl").read_text().endswith("\n")
     again = jsonl(tmp_path)
-    again.add_step(step(2))
+    again.add_step(point(2))
     again.close("finished")
     assert [row["record"] for row in lines(tmp_path)] == ["run", "step", "run", "step"]
     assert lines(tmp_path)[:2] == whole

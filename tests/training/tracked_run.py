@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from megastable.run.events.training_events import Finished, Stopped, TasksEvalua
 from megastable.run.log import RunLog
 from megastable.run.records import LayerRecord, StepRecord
 from megastable.training.tracking import Tracking, run_point
-from tests.patience import PATIENCE
+from tests.patience import PATIENCE, until
 
 BEGAN = 1_700_000_000.0  # of the run; a step takes a second
 TOKENS = 256  # of a step
@@ -105,18 +104,8 @@ def process(root: Path, config: RunConfig, begin: int, told: Iterable[Told]) -> 
     return said
 
 
-def until(true: Callable[[], object], seconds: float = 30.0) -> bool:
-    """Whether it becomes true within so many seconds."""
-    end = time.monotonic() + seconds
-    while not true():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.02)
-    return True
-
-
 def all_told(root: Path) -> None:
     """Wait for the process of a run's trackers: it may need longer than the training has waited for it."""
     lock = root / "trackers/.lock"
-    assert until(lock.exists, PATIENCE)
+    until(lock.exists)
     assert lock_file(lock, PATIENCE) is not None

@@ -5,12 +5,12 @@ MLflow keeps every value of a step, and none can be taken back: an undone step i
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import statistics
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 
 from mlflow.entities import Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
@@ -59,14 +59,15 @@ class MlflowTracker:
         self._metrics: list[Metric] = []
         self._notes: list[NotePoint] = []
         self._silent: float | None = None  # since when the server is away
-        known_id = (
-            tracker_memory.facts.get("run_id") if tracker_memory.facts.get("store") == store_uri else None
-        )
-        self._id = self._resumed(known_id) if isinstance(known_id, str) else ""
+        self._id = ""
+        known_id = tracker_memory.facts.get("run_id")
+        if isinstance(known_id, str) and tracker_memory.facts.get("store") == store_uri:
+            with suppress(MlflowException):  # it was deleted
+                self._client.update_run(known_id, status="RUNNING")
+                self._id = known_id
         if not self._id:
-            self._id = self._client.create_run(
-                self._experiment(run_record.project), run_name=run_record.name
-            ).info.run_id
+            experiment = self._experiment(run_record.project)
+            self._id = self._client.create_run(experiment, run_name=run_record.name).info.run_id
             tracker_memory.keep_facts(run_id=self._id, store=store_uri)
         tracker_memory.keep_facts(experiment=str(self._client.get_run(self._id).info.experiment_id))
         run_tags = {"megastable.directory": run_record.directory, "megastable.step": str(run_record.step)}
@@ -81,10 +82,10 @@ class MlflowTracker:
         self._add(metric_values, point.step, point.time)
 
     def add_validation(self, point: ValidationPoint) -> None:
-        self._add(drop_non_finite(point.values), point.step, point.time)
+        self._add(point.values, point.step, point.time)
 
     def add_layers(self, point: LayersPoint) -> None:
-        metric_values = drop_non_finite(point.values) if self._per_layer else {}
+        metric_values = dict(point.values) if self._per_layer else {}
         for statistic_name, layer_values in by_statistic(point.values).items():
             metric_values[f"layers/{statistic_name}/lowest"] = min(layer_values)
             metric_values[f"layers/{statistic_name}/median"] = statistics.median(layer_values)
@@ -139,8 +140,7 @@ class MlflowTracker:
         milliseconds = int(at * 1000)
         self._metrics += [
             Metric(escape_name(name), value, milliseconds, step)
-            for name, value in values.items()
-            if math.isfinite(value)
+            for name, value in drop_non_finite(values).items()
         ]
         if len(self._metrics) >= BATCH and self._silent is None:
             self.flush()
@@ -151,35 +151,23 @@ class MlflowTracker:
             return given_id
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", name)
         known_experiment = self._client.get_experiment_by_name(name)
-        if known_experiment is not None:
-            return str(known_experiment.experiment_id)
-        try:
-            return str(self._client.create_experiment(name))
-        except MlflowException:  # another run has just made it
-            known_experiment = self._client.get_experiment_by_name(name)
-            if known_experiment is None:
-                raise
-            return str(known_experiment.experiment_id)
-
-    def _resumed(self, known: str) -> str:
-        """The run that the process before has written to; "" if it was deleted."""
-        try:
-            self._client.update_run(known, status="RUNNING")
-        except MlflowException:
-            return ""
-        return known
+        if known_experiment is None:
+            try:
+                return str(self._client.create_experiment(name))
+            except MlflowException:  # another run has just made it
+                known_experiment = self._client.get_experiment_by_name(name)
+                if known_experiment is None:
+                    raise
+        return str(known_experiment.experiment_id)
 
     def _parameters(self, run: RunPoint) -> None:
         """The recipe. A parameter cannot change: later values become tags."""
         known_parameters = self._client.get_run(self._id).data.params
         given_parameters = {
             escape_name(key): make_visible(value, LONGEST)
-            for key, value in run.config.items()
-            if value not in (None, "", [])
-        }
-        new_parameters = [
-            Param(key, value) for key, value in given_parameters.items() if key not in known_parameters
-        ]
+            for key, value in run.config.items() if value not in (None, "", [])
+        }  # fmt: skip
+        new_parameters = [Param(key, v) for key, v in given_parameters.items() if key not in known_parameters]
         for begin in range(0, len(new_parameters), PARAMETERS):
             self._client.log_batch(self._id, params=new_parameters[begin : begin + PARAMETERS])
         for key, value in given_parameters.items():

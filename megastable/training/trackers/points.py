@@ -128,10 +128,10 @@ def point_of(line: bytes | str) -> Point | None:
         field_names = {field.name for field in fields(point_class)}
         plain_fields = {key: value for key, value in json_entry.items() if key in field_names}
         if "values" in field_names:
-            extra_numbers = {
-                key: read_real(value) for key, value in json_entry.items() if key not in field_names
-            }
-            plain_fields["values"] = {key: value for key, value in extra_numbers.items() if value is not None}
+            plain_fields["values"] = {
+                key: number for key, value in json_entry.items()
+                if key not in field_names and (number := read_real(value)) is not None
+            }  # fmt: skip
         return point_class(**plain_fields)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
@@ -251,10 +251,9 @@ def flatten_recipe(tree: Any, prefix: str = "") -> dict[str, Any]:
     if not isinstance(tree, dict):
         return {prefix.removesuffix("."): tree}
     return {
-        path: value
-        for key, below in tree.items()
+        path: value for key, below in tree.items()
         for path, value in flatten_recipe(below, f"{prefix}{key}.").items()
-    }
+    }  # fmt: skip
 
 
 @cache

@@ -29,7 +29,7 @@ from megastable.run.events import (
     supervisor_events,
     training_events,
 )
-from megastable.run.events.event import Event, read_tree
+from megastable.run.events.event import Event, read_tree, read_whole
 from megastable.run.events.reading import Follower
 from megastable.run.events.stability_events import IncidentEvent
 from megastable.run.events.training_events import (
@@ -176,10 +176,7 @@ class Relay:
         run_root = Path(run.directory)
         self._path = run_root / "trackers" / "relay.json"
         kept_state = read_object(self._path)
-        told_count = kept_state.get("events")
-        self._notes = TrackerNotes(
-            RunDirectory(run_root).journal, told_count if isinstance(told_count, int) else 0
-        )
+        self._notes = TrackerNotes(RunDirectory(run_root).journal, read_whole(kept_state.get("events")) or 0)
         self._steps = ToldSteps.from_dump(kept_state.get("steps"))
         self._kept = time.monotonic()
         self._write(kept_state | {"closed": False})
@@ -341,9 +338,7 @@ class TrackerNotes:
             # A run that is complete stays so, whoever opens its trackers; one that was stopped is about to go on.
             if isinstance(event, Finished) or (isinstance(event, Stopped) and not is_known):
                 self.status = event.NAME
-            if is_known:
-                continue
-            if event_note is not None:
+            if event_note is not None and not is_known:
                 yield event_note
 
     def _note(self, event: Event) -> NotePoint | TasksPoint | None:
@@ -351,27 +346,22 @@ class TrackerNotes:
             scores = {TASKS + name: value for name, value in event.numbers.items()}
             return TasksPoint(event.of_step or 0, event.tokens or 0, event.time or 0.0, scores)
         if isinstance(event, ConfigChanged):
-            event = ConfigChanged.from_fields({**event.fields, "changes": _told(event)})
-            if not event.changes:
+            # "key: old -> new" each, without those of keys that trackers are not told.
+            texts = [text for text in map(str, event.changes) if not is_untold(text.partition(":")[0])]
+            event = ConfigChanged.from_fields({**event.fields, "changes": texts})
+            if not texts:
                 return None
         if not isinstance(event, NOTED) or not (text := event.format_sentence()):
             return None
+        step, what, moment = _step(event), str(event.get("what") or ""), event.time or 0.0
         if not isinstance(event, IncidentEvent) or (number := event.number) is None:
-            return NotePoint(
-                _step(event), event.time or 0.0, event.event, text, what=str(event.get("what") or "")
-            )
-        step, what = _step(event), str(event.get("what") or "")
+            return NotePoint(step, moment, event.event, text, what=what)
         self.incidents = max(self.incidents, number)
         lines = self._stories.setdefault(number, [])
         if len(lines) < LONGEST:
             lines.append(f"- step {step}: {text.removeprefix(f'incident {number}: ')}")
         story = f"**Incident {number}**\n\n" + "\n".join(lines) + "\n"
-        return NotePoint(step, event.time or 0.0, event.event, text, number, what, event.summary, story)
-
-
-def _told(event: ConfigChanged) -> list[str]:
-    """Its changes, "key: old -> new" each, without those of keys that trackers are not told."""
-    return [text for text in map(str, event.changes) if not is_untold(text.partition(":")[0])]
+        return NotePoint(step, moment, event.event, text, number, what, event.summary, story)
 
 
 def _step(event: Event) -> int:

@@ -53,10 +53,9 @@ class TensorBoardTracker:
 
     def __init__(self, setting: Setting) -> None:
         self._per_layer = setting.per_layer
-        known = setting.memory.facts.get("folder")
-        folder = (
-            known if isinstance(known, str) and known == folder_of(known) else folder_of(setting.run.name)
-        )
+        folder = setting.memory.facts.get("folder")
+        if not isinstance(folder, str) or folder != folder_of(folder):
+            folder = folder_of(setting.run.name)
         self._root = setting.root / "tensorboard" / folder
         self._writers: dict[str, EventFile] = {}
         setting.memory.keep_facts(folder=folder)
@@ -84,10 +83,9 @@ class TensorBoardTracker:
         if self._per_layer:
             self._scalars("", drop_non_finite(point.values), point.step, point.time)
         for statistic_name, layer_values in by_statistic(point.values).items():
-            histogram_summary = histogram_pb(
-                f"{LAYERS}/{statistic_name}", np.asarray(layer_values), buckets=BUCKETS
-            )
-            self._add("", histogram_summary, point.step, point.time)
+            name = f"{LAYERS}/{statistic_name}"
+            histogram = histogram_pb(name, np.asarray(layer_values), buckets=BUCKETS)
+            self._add("", histogram, point.step, point.time)
 
     def add_undone(self, point: UndonePoint) -> None:
         self._void("", point.step)
@@ -99,12 +97,11 @@ class TensorBoardTracker:
             self._scalars("undone", values_apart(undone_step), undone_step.step, undone_step.time)
 
     def add_note(self, point: NotePoint) -> None:
-        if point.incident is None:
-            self._add("notes", text_pb(f"notes/{point.event}", point.text), point.step, point.time)
-        else:
+        summary = text_pb(f"notes/{point.event}", point.text)
+        if point.incident is not None:
             # All of its story each time: of a text, TensorBoard shows the newest ones only.
-            incident_tag = f"incidents/{point.incident:04d}"
-            self._add("notes", text_pb(incident_tag, point.story), point.step, point.time)
+            summary = text_pb(f"incidents/{point.incident:04d}", point.story)
+        self._add("notes", summary, point.step, point.time)
 
     def flush(self) -> None:
         for event_file in self._writers.values():
@@ -163,16 +160,12 @@ class EventFile:
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        known_moments = [
-            int(name_match[1]) for path in folder.iterdir() if (name_match := NAME.fullmatch(path.name))
-        ]
+        known_moments = [int(match[1]) for path in folder.iterdir() if (match := NAME.fullmatch(path.name))]
         file_moment = max(int(time.time()), max(known_moments, default=0) + 1)
         file_name = f"events.out.tfevents.{file_moment:010d}.{socket.gethostname()}.{os.getpid()}.0"
         self._records = RecordWriter((folder / file_name).open("xb"))
-        source_metadata = SourceMetadata(writer="megastable")
-        self.add_event(
-            Event(wall_time=time.time(), file_version="brain.Event:2", source_metadata=source_metadata)
-        )
+        source = SourceMetadata(writer="megastable")
+        self.add_event(Event(wall_time=time.time(), file_version="brain.Event:2", source_metadata=source))
         self.flush()
 
     def add_event(self, event: Event) -> None:

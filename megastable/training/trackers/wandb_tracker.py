@@ -6,6 +6,7 @@ over, and `tokens`; an undone step is listed again below `undone/`.
 
 from __future__ import annotations
 
+import html
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -63,9 +64,8 @@ class WandbTracker:
         # process that was killed may have sent some more than it kept.
         known_rows = kept_facts.get("rows") if known_id else 0
         unsure_rows = 0 if kept_facts.get("closed", True) else KEEP
-        self._rows = max(
-            int(self._run.step), (known_rows if isinstance(known_rows, int) else 0) + unsure_rows
-        )
+        known_rows = known_rows if isinstance(known_rows, int) else 0
+        self._rows = max(int(self._run.step), known_rows + unsure_rows)
         self._memory.keep_facts(id=self._run.id, rows=self._rows, closed=False, url=self._run.url)
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("tokens", hidden=True)
@@ -105,14 +105,13 @@ class WandbTracker:
         self._row(point.step, {f"incidents/{incident_name}": wandb.Html(make_page(point.story))})
         self._run.summary["incidents"] = point.incident
         if point.what in ("opened", "attributed", "handed over", "closed"):
-            incident_artifact = wandb.Artifact(
-                f"{self._run.id}-{incident_name}", type="incident", metadata={"step": point.step}
-            )
-            with incident_artifact.new_file("incident.json") as artifact_file:
-                artifact_file.write(as_json(dict(point.summary), indent=1))
-            with incident_artifact.new_file("incident.md") as artifact_file:
-                artifact_file.write(point.story)
-            self._run.log_artifact(incident_artifact)
+            name = f"{self._run.id}-{incident_name}"
+            artifact = wandb.Artifact(name, type="incident", metadata={"step": point.step})
+            with artifact.new_file("incident.json") as file:
+                file.write(as_json(dict(point.summary), indent=1))
+            with artifact.new_file("incident.md") as file:
+                file.write(point.story)
+            self._run.log_artifact(artifact)
 
     def flush(self) -> None:
         """wandb sends by itself."""
@@ -151,5 +150,4 @@ def nest_keys(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def make_page(text: str) -> str:
     """Text as a page."""
-    escaped_text = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-    return f"<pre style='white-space: pre-wrap'>{escaped_text}</pre>"
+    return f"<pre style='white-space: pre-wrap'>{html.escape(text, quote=False)}</pre>"
